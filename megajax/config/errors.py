@@ -1,0 +1,36 @@
+"""What a user can get wrong, said once and in full: the errors that end a command with exit code 2."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class UserError(Exception):
+    """Bad config, data, checkpoint or request: never worth a retry.
+
+    The message is for the person at the terminal: what is wrong, the two values, what to change.
+    Front doors print it without a traceback and exit with code 2.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong: `where` is the dotted setting, `what` the fault with both values, `hint` the remedy."""
+
+    where: str
+    what: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}" + (f"\n    {self.hint}" if self.hint else "")
+
+
+class ConfigError(UserError):
+    """Everything wrong with a config at once; `place` says in what ("configs/gpt2_124m.py + command line")."""
+
+    def __init__(self, problems: Iterable[Problem], place: str = ""):
+        self.problems = tuple(problems)
+        text = "\n".join(str(problem) for problem in self.problems)
+        if place:
+            count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+            text = f"{count} in {place}:\n" + "\n".join("  " + line for line in text.splitlines())
+        super().__init__(text)

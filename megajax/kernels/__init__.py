@@ -1,0 +1,1 @@
+"""Pure array functions: the reference first, fast paths beside it, one signature."""

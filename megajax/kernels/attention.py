@@ -1,0 +1,91 @@
+"""Attention over whole rows: the reference, and the fused kernel of cuDNN behind the same signature.
+
+B rows, S queries, T keys, N query heads, K key-value heads (N a multiple of K), H head size.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+class Mask(NamedTuple):
+    """Which keys a query sees: those at or before it in the row and, where segments are given, of its own document."""
+
+    query_index: Array
+    """int32 [S]: place of each query in its row."""
+    key_index: Array
+    """int32 [T]: place of each key in its row."""
+    query_segments: Array | None
+    """int32 [B, S], or None when a row is one document."""
+    key_segments: Array | None
+    """int32 [B, T]."""
+
+    def visible(self) -> Array:
+        """bool [B or 1, S, T]."""
+        causal = (self.query_index[:, None] >= self.key_index[None, :])[None]
+        if self.query_segments is None:
+            return causal
+        return causal & (self.query_segments[:, :, None] == self.key_segments[:, None, :])
+
+
+class AttentionDropout(NamedTuple):
+    """Dropout of attention weights that is the same on every layout: one key for each (row, head, query)."""
+
+    rate: float
+    row_keys: Array
+    """uint32 [B, 2]: key data of each row."""
+    head_index: Array
+    """int32 [N]: number of each head in the whole model."""
+    query_index: Array
+    """int32 [S]: place of each query in its row."""
+
+    def apply(self, weights: Array) -> Array:
+        """[B, N, S, T] -> the same with a share `rate` of the weights zeroed and the rest scaled up."""
+        fold = jax.random.fold_in
+
+        def kept(row: Array, head: Array, query: Array) -> Array:
+            key = fold(fold(jax.random.wrap_key_data(row), head), query)
+            return jax.random.bernoulli(key, 1 - self.rate, weights.shape[-1:])
+
+        over_queries = jax.vmap(kept, (None, None, 0))
+        over_heads = jax.vmap(over_queries, (None, 0, None))
+        keep = jax.vmap(over_heads, (0, None, None))(self.row_keys, self.head_index, self.query_index)
+        return jnp.where(keep, weights / (1 - self.rate), 0)
+
+
+def reference_attention(
+    q: Array, k: Array, v: Array, mask: Mask, *, scale: float, dropout: AttentionDropout | None = None
+) -> Array:
+    """softmax(q k^T * scale) v with scores and softmax in float32 (Vaswani et al. 2017, section 3.2.1).
+
+    q [B, S, N, H], k and v [B, T, K, H] -> [B, S, N, H] in q's dtype. Holds all B * N * S * T scores.
+    """
+    batch, queries, heads, size = q.shape
+    groups = k.shape[2]
+    q = q.reshape(batch, queries, groups, heads // groups, size)
+    scores = jnp.einsum("bskgh,btkh->bkgst", q, k, preferred_element_type=jnp.float32) * scale
+    scores = jnp.where(mask.visible()[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1)
+    if dropout is not None:
+        flat = weights.reshape(batch, heads, queries, k.shape[1])
+        weights = dropout.apply(flat).reshape(weights.shape)
+    out = jnp.einsum("bkgst,btkh->bskgh", weights.astype(v.dtype), v)
+    return out.reshape(batch, queries, heads, size)
+
+
+def cudnn_attention(
+    q: Array, k: Array, v: Array, mask: Mask, *, scale: float, dropout: AttentionDropout | None = None
+) -> Array:
+    """The same by cuDNN's fused kernel: bf16 or fp16 on an NVIDIA GPU; segments go in as a dense mask.
+
+    Never holds the scores. Raises ValueError for dropout of attention weights, which it would draw layout by layout.
+    """
+    if dropout is not None:
+        raise ValueError("cudnn attention has no layout-independent dropout: set attention dropout to 0 or kernel=reference")
+    dense = None if mask.query_segments is None else mask.visible()[:, None]
+    return jax.nn.dot_product_attention(q, k, v, mask=dense, scale=scale, is_causal=True, implementation="cudnn")
+
+
+KERNELS = {"reference": reference_attention, "cudnn": cudnn_attention}

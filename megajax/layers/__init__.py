@@ -1,0 +1,1 @@
+"""NNX modules that say the layout of each weight beside it."""

@@ -1,0 +1,51 @@
+"""What layers know about the tokens besides their activations, and dropout derived from it."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from megajax.mesh.layout import Layout
+
+
+class Context(NamedTuple):
+    """Facts about the rows of one microbatch; a pytree, so it passes through scan and recompute."""
+
+    positions: Array
+    """int32 [B, S]: position of each token, as learned positions and RoPE see it."""
+    index: Array
+    """int32 [S]: place of each token in its row, whatever its position says."""
+    segments: Array | None = None
+    """int32 [B, S]: number of the document; None when a row is one document."""
+    row_keys: Array | None = None
+    """uint32 [B, 2]: random key of each row; None for a deterministic forward."""
+
+    def for_layer(self, layer: Array | int) -> "Context":
+        """The context with each row's key folded with the number of the layer."""
+        return self if self.row_keys is None else self._replace(row_keys=fold_rows(self.row_keys, layer))
+
+
+def fold_rows(row_keys: Array, number: Array | int) -> Array:
+    """uint32 [B, 2] -> uint32 [B, 2]: a new key for each row."""
+    def fold(row: Array) -> Array:
+        return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(row), number))
+
+    return jax.vmap(fold)(row_keys)
+
+
+def dropout(x: Array, rate: float, ctx: Context, place: int, layout: Layout) -> Array:
+    """Zero a share `rate` of x [B, S, D] and scale up the rest; the identity without keys or at rate 0.
+
+    Every token has a key of its own, from (seed, row, layer, place, index): the mask is the same on every layout.
+    """
+    if rate == 0 or ctx.row_keys is None:
+        return x
+
+    def kept(row: Array, index: Array) -> Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(row), index)
+        return jax.random.bernoulli(key, 1 - rate, x.shape[-1:])
+
+    keep = jax.vmap(jax.vmap(kept, (None, 0)), (0, None))(fold_rows(ctx.row_keys, place), ctx.index)
+    keep = layout.act(keep, "batch", "seq_residual", "embed")
+    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)

@@ -1,0 +1,127 @@
+"""The vocabulary at both ends of the model: token embedding, and the loss or logits of the head.
+
+The table [V, D] is cut along the vocabulary; every device looks up, or scores, its own rows. Gradients through the sums
+over devices are written by hand (see Layout.island).
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from megajax.kernels.cross_entropy import VocabularyShard, loss_and_gradients, token_losses
+from megajax.mesh.layout import Layout
+
+TABLE, TOKENS, RESIDUAL, WHOLE = ("vocab", "embed"), ("batch", "seq"), ("batch", "seq_residual", "embed"), ("batch", "seq", "embed")
+
+
+def _shard(table: Array, size: int, axes: tuple[str, ...]) -> VocabularyShard:
+    """The rows of this device, inside an island; `axes` are the mesh axes the vocabulary is cut over."""
+    return VocabularyShard(lax.axis_index(axes) * table.shape[0] if axes else 0, size, axes)
+
+
+def _extra(layout: Layout) -> tuple[str, ...]:
+    """Mesh axes free here over which seq_residual is cut and seq is not: sequence parallelism's."""
+    return tuple(axis for axis in layout.summed("seq_residual") if axis not in layout.summed("seq"))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def embed(layout: Layout, table: Array, tokens: Array) -> Array:
+    """table [V, D], tokens int32 [B, S] -> [B, S, D] in table's dtype, laid out (batch, seq_residual, embed)."""
+    extra, axes = _extra(layout), layout.summed("vocab")
+
+    def local(table: Array, tokens: Array) -> Array:
+        shard = _shard(table, 0, axes)
+        row = tokens - shard.first
+        here = (row >= 0) & (row < table.shape[0])
+        found = jnp.where(here[..., None], table[jnp.where(here, row, 0)], 0)
+        if extra == shard.axes and extra:
+            return lax.psum_scatter(found, extra, scatter_dimension=1, tiled=True)
+        return shard.sum(found)
+
+    return layout.island(local, (TABLE, TOKENS), RESIDUAL)(table, tokens)
+
+
+def _embed_forward(layout: Layout, table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
+    return embed(layout, table, tokens), (table, tokens)
+
+
+def _embed_backward(layout: Layout, saved: tuple[Array, Array], dy: Array) -> tuple[Array, None]:
+    table, tokens = saved
+    extra, rows, axes = _extra(layout), layout.summed("batch", "seq"), layout.summed("vocab")
+
+    def local(table: Array, tokens: Array, dy: Array) -> Array:
+        shard = _shard(table, 0, axes)
+        if extra:
+            dy = lax.all_gather(dy, extra, axis=1, tiled=True)
+        row = tokens - shard.first
+        row = jnp.where((row >= 0) & (row < table.shape[0]), row, table.shape[0])
+        sums = jnp.zeros(table.shape, jnp.float32).at[row].add(dy.astype(jnp.float32), mode="drop")
+        return (lax.psum(sums, rows) if rows else sums).astype(table.dtype)
+
+    return layout.island(local, (TABLE, TOKENS, RESIDUAL), TABLE)(table, tokens, dy), None
+
+
+embed.defvjp(_embed_forward, _embed_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def vocabulary_loss(layout: Layout, size: int, chunk: int, x: Array, table: Array, labels: Array, weights: Array) -> Array:
+    """Sum of weights * -log p(label) over the rows that are here, float32 [].
+
+    size: ids in use, the rest of the table is padding; chunk: tokens whose logits exist at once.
+    x [B, S, D] laid out (batch, seq, embed), table [V, D], labels int32 [B, S], weights float32 [B, S].
+    """
+    rows, axes = layout.summed("batch", "seq"), layout.summed("vocab")
+
+    def local(x: Array, table: Array, labels: Array, weights: Array) -> Array:
+        losses = token_losses(_flat(x), table, _flat(labels), _shard(table, size, axes), chunk=chunk)
+        loss = jnp.sum(losses * _flat(weights))
+        return lax.psum(loss, rows) if rows else loss
+
+    return layout.island(local, (WHOLE, TABLE, TOKENS, TOKENS), ())(x, table, labels, weights)
+
+
+def _loss_forward(
+    layout: Layout, size: int, chunk: int, x: Array, table: Array, labels: Array, weights: Array
+) -> tuple[Array, tuple[Array, Array]]:
+    rows, axes = layout.summed("batch", "seq"), layout.summed("vocab")
+
+    def local(x: Array, table: Array, labels: Array, weights: Array) -> tuple[Array, Array, Array]:
+        shard = _shard(table, size, axes)
+        loss, dx, dtable = loss_and_gradients(_flat(x), table, _flat(labels), _flat(weights), shard, chunk=chunk)
+        dx = shard.sum(dx).reshape(x.shape)
+        if rows:
+            loss, dtable = lax.psum(loss, rows), lax.psum(dtable, rows)
+        return loss, dx, dtable.astype(table.dtype)
+
+    loss, dx, dtable = layout.island(local, (WHOLE, TABLE, TOKENS, TOKENS), ((), WHOLE, TABLE))(x, table, labels, weights)
+    return loss, (dx, dtable)
+
+
+def _loss_backward(layout: Layout, size: int, chunk: int, saved: tuple[Array, Array], dloss: Array) -> tuple:
+    del layout, size, chunk
+    dx, dtable = saved
+    return (dx * dloss).astype(dx.dtype), (dtable * dloss).astype(dtable.dtype), None, None
+
+
+vocabulary_loss.defvjp(_loss_forward, _loss_backward)
+
+
+def vocabulary_token_losses(
+    layout: Layout, size: int, chunk: int, x: Array, table: Array, labels: Array
+) -> Array:
+    """-log p(label) of each token, float32 [B, S]; for evaluation, not differentiable over several devices."""
+    axes = layout.summed("vocab")
+
+    def local(x: Array, table: Array, labels: Array) -> Array:
+        losses = token_losses(_flat(x), table, _flat(labels), _shard(table, size, axes), chunk=chunk)
+        return losses.reshape(labels.shape)
+
+    return layout.island(local, (WHOLE, TABLE, TOKENS), TOKENS)(x, table, labels)
+
+
+def _flat(x: Array) -> Array:
+    """[B, S, ...] -> [B * S, ...]; legal only where this device has whole rows, as in an island."""
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])

@@ -1,0 +1,125 @@
+"""Weights: made by one function, listed, initialised and put back into a module by their paths.
+
+Outside modules, the weights of a model are a flat dict from dotted path to array; a stack's weights have a leading
+`layer` dimension.
+"""
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from megajax.batch import Params
+from megajax.mesh.layout import Layout
+from megajax.mesh.rules import LogicalAxes
+
+
+@dataclass(frozen=True, slots=True)
+class Normal:
+    """Gaussian with mean 0."""
+
+    std: float
+
+    def draw(self, key: Array, shape: tuple[int, ...]) -> Array:
+        return jax.random.normal(key, shape, jnp.float32) * self.std
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """The same value everywhere."""
+
+    value: float
+
+    def draw(self, key: Array, shape: tuple[int, ...]) -> Array:
+        del key
+        return jnp.full(shape, self.value, jnp.float32)
+
+
+ZEROS, ONES = Constant(0.0), Constant(1.0)
+
+type Init = Normal | Constant
+type Role = Literal["weight", "bias", "gain"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Site:
+    """What every layer of a model shares."""
+
+    layout: Layout
+    hidden: int
+    std: float
+    """Standard deviation of initial weights."""
+    output_std: float
+    """The same for matrices that write to the residual stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One weight as declared: everything its values, layouts and update rules derive from."""
+
+    path: str
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    init: Init
+    role: Role
+    init_path: str
+    """Path the initial values derive from: the same for a layer wherever it stands in a stack's pattern."""
+    layers: tuple[int, ...]
+    """Numbers of the layers along the leading dimension; () for a weight outside a stack."""
+
+
+def param(shape: tuple[int, ...], axes: LogicalAxes, *, init: Init, role: Role = "weight") -> nnx.Param:
+    """The only way to make a weight: shape, logical axes and initial values on one line. Zeros until initialised."""
+    if len(shape) != len(axes):
+        raise ValueError(f"shape {shape} and logical axes {axes} differ in length")
+    return nnx.Param(jnp.zeros(shape, jnp.float32), axes=tuple(axes), init=init, role=role, init_path=None, layers=())
+
+
+def stacked(block: nnx.Module, layers: tuple[int, ...]) -> nnx.Module:
+    """The same module with a leading `layer` dimension on every weight; `layers` are their numbers in the whole model."""
+    graph, state = nnx.split(block)
+    leaves = []
+    for path, leaf in nnx.to_flat_state(state):
+        value = jnp.zeros((len(layers), *leaf.shape), leaf.dtype)
+        name = "layer." + ".".join(map(str, path))
+        leaves.append((path, nnx.Param(value, **_metadata(leaf, axes=("layer", *leaf.axes), layers=layers, init_path=name))))
+    return nnx.merge(graph, nnx.from_flat_state(leaves))
+
+
+def _metadata(leaf: nnx.Param, **changes: Any) -> dict[str, Any]:
+    return {name: getattr(leaf, name) for name in ("axes", "init", "role", "init_path", "layers")} | changes
+
+
+def specs(model: nnx.Module) -> dict[str, ParamSpec]:
+    """Every weight of a module, by path."""
+    found = {}
+    for parts, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        path = ".".join(map(str, parts))
+        found[path] = ParamSpec(path, tuple(leaf.shape), leaf.axes, leaf.init, leaf.role, leaf.init_path or path,
+                                leaf.layers)
+    return found
+
+
+def initial_values(declared: Mapping[str, ParamSpec], seed: int) -> Params:
+    """Float32 weights from (seed, path, layer number) alone: the same on every layout."""
+    return {path: _draw(spec, jax.random.key(seed)) for path, spec in declared.items()}
+
+
+def _draw(spec: ParamSpec, key: Array) -> Array:
+    key = jax.random.fold_in(key, zlib.crc32(spec.init_path.encode()))
+    if not spec.layers:
+        return spec.init.draw(key, spec.shape)
+    keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.asarray(spec.layers))
+    return jax.vmap(lambda key: spec.init.draw(key, spec.shape[1:]))(keys)
+
+
+def bind(model: nnx.Module, values: Params) -> nnx.Module:
+    """A copy of a (possibly abstract) module whose weights are `values`, by path."""
+    graph, state = nnx.split(model)
+    flat = [(parts, leaf.replace(values[".".join(map(str, parts))])) for parts, leaf in nnx.to_flat_state(state)]
+    return nnx.merge(graph, nnx.from_flat_state(flat))

@@ -1,0 +1,51 @@
+"""Moving arrays between two layouts by hand, inside fully manual code.
+
+Bare all_gather or psum_scatter over a manual axis first gathers the dimensions left to the compiler, so everything here
+runs in an island (see Layout.island).
+"""
+
+from collections.abc import Sequence
+
+from jax import Array, lax
+
+from megajax.mesh.mesh import manual_axes
+from megajax.mesh.rules import SHARDS, LogicalAxes, Rules
+
+type Moves = tuple[tuple[int, str], ...]
+
+
+def moved_axes(source: Rules, target: Rules, axes: LogicalAxes) -> Moves:
+    """(dimension, mesh axis) pairs that are cut under `source` and whole under `target`, outermost first."""
+    return tuple(
+        (dimension, axis)
+        for dimension, name in enumerate(axes)
+        for axis in source.mesh_axes(name)
+        if axis not in target.mesh_axes(name)
+    )
+
+
+def _by_dimension(moves: Moves) -> dict[int, tuple[str, ...]]:
+    grouped: dict[int, tuple[str, ...]] = {}
+    for dimension, axis in moves:
+        grouped[dimension] = (*grouped.get(dimension, ()), axis)
+    return grouped
+
+
+def gather_shards(x: Array, moves: Moves) -> Array:
+    """All-gather the named dimensions over the named mesh axes; transposes to the reduce-scatter."""
+    for dimension, names in _by_dimension(moves).items():
+        x = lax.all_gather(x, names, axis=dimension, tiled=True)
+    return x
+
+
+def reduce_shards(x: Array, moves: Moves, also: Sequence[str] = ()) -> Array:
+    """Sum over the mesh axes of `moves`, each device keeping its shard, and over `also`, each keeping all of it."""
+    for dimension, names in _by_dimension(moves).items():
+        x = lax.psum_scatter(x, names, scatter_dimension=dimension, tiled=True)
+    return lax.psum(x, tuple(also)) if also else x
+
+
+def replica_axes() -> tuple[str, ...]:
+    """Manual mesh axes with more than one device over which dense weights are the same."""
+    sizes = manual_axes()
+    return tuple(axis for axis in SHARDS if sizes.get(axis, 1) > 1)

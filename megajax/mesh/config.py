@@ -1,0 +1,71 @@
+"""How many devices each kind of parallelism gets, without importing jax."""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from megajax.config.errors import Problem
+
+MESH_AXES = ("pipeline", "data", "expert", "context", "tensor")
+"""Outermost first: neighbours in `tensor` talk most, so they are the closest devices."""
+
+BATCH_AXES = ("data", "expert")
+"""Mesh axes that split the rows of a batch; for dense layers `expert` carries rows just as `data` does."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """Size of each mesh axis and how weights and optimizer state spread over the data axis."""
+
+    pipeline: int = 1
+    """Pipeline stages; this version runs 1."""
+    data: int | None = None
+    """Copies of the model that work on different rows; none: all devices the other axes leave over."""
+    expert: int = 1
+    """Devices the experts of a mixture are spread over; this version runs 1."""
+    context: int = 1
+    """Devices a sequence is cut over in attention; this version runs 1."""
+    tensor: int = 1
+    """Devices each matrix is cut over; must divide heads, kv heads, ffn and the padded vocabulary."""
+    sequence: bool = False
+    """Sequence parallelism: between the matrices, activations are cut over `tensor` along the sequence."""
+    data_sharding: Literal["replicate", "zero1", "fsdp"] = "zero1"
+    """What the data axis shares out: nothing; master weights and optimizer state; weights during the step as well."""
+
+    def problems(self) -> list[Problem]:
+        found = []
+        for name in MESH_AXES:
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                found.append(Problem(name, f"must be at least 1, got {size}"))
+        for name in ("pipeline", "expert", "context"):
+            if getattr(self, name) > 1:
+                found.append(Problem(name, f"{getattr(self, name)} devices asked for, this version runs 1",
+                                     "use parallel.data or parallel.tensor"))
+        if self.sequence and self.tensor == 1:
+            found.append(Problem("sequence", "sequence parallelism needs parallel.tensor > 1, which is 1",
+                                 "set parallel.tensor=2 or more, or parallel.sequence=false"))
+        return found
+
+    def without_data(self) -> int:
+        """Devices one copy of the model takes: the product of all axes but `data`."""
+        return prod((self.pipeline, self.expert, self.context, self.tensor))
+
+    def data_size(self, devices: int) -> int:
+        """Size of the data axis on that many devices."""
+        return self.data if self.data is not None else max(1, devices // self.without_data())
+
+    def sizes(self, devices: int) -> dict[str, int]:
+        """Mesh axis -> size, all five, outermost first."""
+        return {name: self.data_size(devices) if name == "data" else getattr(self, name) for name in MESH_AXES}
+
+    def device_problems(self, devices: int) -> list[Problem]:
+        """What is wrong with this layout on `devices` devices."""
+        wanted = self.without_data() * (self.data or 1)
+        if wanted > devices:
+            return [Problem("", f"the axes multiply to {wanted} devices, there are {devices}",
+                            "make parallel.tensor or parallel.data smaller, or give more devices (--devices=cpu:N)")]
+        if self.data is None and devices % self.without_data():
+            return [Problem("tensor", f"{devices} devices are not divisible by {self.without_data()}, "
+                            "the devices of one copy of the model", "set parallel.data to use fewer devices")]
+        return []

@@ -1,0 +1,88 @@
+"""The one object layers use to say where arrays live: act, gather, dot, island, zeros.
+
+It reads the surrounding mesh while tracing: axes that an enclosing shard_map made manual are dropped, and without a mesh
+everything is the identity. So the same layer runs by plain `jax.jit` in a notebook and inside the training step.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from megajax.mesh.collectives import gather_shards, moved_axes
+from megajax.mesh.mesh import free_axes, manual_axes
+from megajax.mesh.rules import LogicalAxes, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A plan as layers see it. Hashable, so it can be a static attribute of a module."""
+
+    plan: Plan
+
+    def act(self, x: Array, *axes: str | None) -> Array:
+        """Lay out an activation; one logical axis (or None) for each dimension of x."""
+        if len(axes) != x.ndim:
+            raise ValueError(f"{len(axes)} logical axes {axes} for an array of shape {x.shape}")
+        free = free_axes()
+        if max(free.values(), default=1) == 1:
+            return x
+        return jax.lax.with_sharding_constraint(x, self.plan.compute.spec(axes, keep=tuple(free)))
+
+    def gather(self, w: Array, axes: LogicalAxes) -> Array:
+        """A weight as it is held during the step -> as it is used; the transpose reduces its gradient back."""
+        held = self.plan.held_during_step(("layer", *axes))
+        moves = moved_axes(held, self.plan.compute, axes)
+        if not moves:
+            return w
+        if not set(manual_axes()).issuperset(axis for _, axis in moves):
+            return self.act(w, *axes)
+        return self.island(lambda shard: gather_shards(shard, moves), (axes,), axes)(w)
+
+    def dot(self, equation: str, x: Array, w: Array, *out: str | None) -> Array:
+        """einsum in the operands' dtype with the result's layout stated.
+
+        Where the result goes to the residual stream, its cotangent is gathered along the sequence once, for both of the
+        backward's matmuls; left alone the compiler gathers it once for each.
+        """
+        y = jnp.einsum(equation, x, w)
+        if "seq_residual" in out:
+            y = self._cotangent_as(y, tuple("seq" if name == "seq_residual" else name for name in out))
+        return self.act(y, *out)
+
+    def island(self, f: Callable, ins: Sequence[LogicalAxes], out: Any) -> Callable:
+        """f with every remaining mesh axis manual: kernels and collectives run in islands.
+
+        `ins` and `out` are logical axes for each array (a tuple of tuples where there are several).
+        """
+        free = tuple(free_axes())
+        if not free:
+            return f
+        def is_axes(t: Any) -> bool:
+            return isinstance(t, tuple) and all(isinstance(name, str | None) for name in t)
+
+        specs = [jax.tree.map(lambda axes: self.plan.compute.spec(axes, keep=free), tree, is_leaf=is_axes)
+                 for tree in (tuple(ins), out)]
+        # check_vma=True is refused around differentiated islands (jax 0.11, 0.12): the vma of the outer manual axes is
+        # lost in the transpose. Gradients through psum are therefore written by hand, never left to autodiff.
+        return jax.shard_map(f, axis_names=set(free), in_specs=specs[0], out_specs=specs[1], check_vma=False)
+
+    def zeros(self, shape: Sequence[int], dtype: Any, *axes: str | None) -> Array:
+        """Zeros that are laid out from the start."""
+        return self.act(jnp.zeros(shape, dtype), *axes)
+
+    def summed(self, *names: str) -> tuple[str, ...]:
+        """Mesh axes of these logical axes that are free here: what an island must psum over for a full sum."""
+        free = free_axes()
+        return tuple(axis for name in names for axis in self.plan.compute.mesh_axes(name) if axis in free)
+
+    def _cotangent_as(self, y: Array, axes: tuple[str | None, ...]) -> Array:
+        @jax.custom_vjp
+        def same(y: Array) -> Array:
+            return y
+
+        same.defvjp(lambda y: (y, None), lambda _, dy: (self.act(dy, *axes),))
+        return same(y)

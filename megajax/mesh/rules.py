@@ -1,0 +1,86 @@
+"""The tables from logical axes to mesh axes, and the plans made of them.
+
+Layers name logical axes only. What data parallelism, ZeRO, FSDP, tensor and sequence parallelism mean is said here and
+nowhere else: they are rows of these tables.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jax.sharding import PartitionSpec
+
+from megajax.mesh.config import ParallelConfig
+
+type LogicalAxes = Sequence[str | None]
+type MeshAxes = tuple[str, ...]
+
+SHARDS = ("data", "expert", "context")
+"""Mesh axes whose devices hold the same dense weights: what ZeRO and FSDP spread them over."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """Logical axis -> mesh axes it is cut over; () means every device holds all of it. Hashable."""
+
+    batch: MeshAxes = ("data", "expert")
+    seq: MeshAxes = ("context",)
+    seq_residual: MeshAxes = ("context",)
+    """The sequence between the sub-layers of a block; ("context", "tensor") is sequence parallelism."""
+    embed: MeshAxes = ()
+    mlp: MeshAxes = ("tensor",)
+    heads: MeshAxes = ("tensor",)
+    kv_heads: MeshAxes = ("tensor",)
+    head_dim: MeshAxes = ()
+    vocab: MeshAxes = ("tensor",)
+    expert: MeshAxes = ("expert",)
+    state: MeshAxes = ()
+    layer: MeshAxes = ()
+
+    def mesh_axes(self, name: str | None) -> MeshAxes:
+        """Mesh axes of one logical axis; None is never cut."""
+        return () if name is None else getattr(self, name)
+
+    def spec(self, axes: LogicalAxes, keep: Sequence[str] | None = None) -> PartitionSpec:
+        """("vocab", "embed") -> P("tensor", None); with `keep`, only those mesh axes appear.
+
+        Raises ValueError when two dimensions of one array would be cut over the same mesh axis.
+        """
+        mapped = [self.mesh_axes(name) for name in axes]
+        used = [axis for entry in mapped for axis in entry]
+        if len(used) != len(set(used)):
+            raise ValueError(f"logical axes {tuple(axes)} put a mesh axis on two dimensions: {mapped}")
+        kept = [tuple(axis for axis in entry if keep is None or axis in keep) for entry in mapped]
+        return PartitionSpec(*[(entry if len(entry) > 1 else entry[0]) if entry else None for entry in kept])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Where arrays are: in use, held between uses within a step, at rest, and in the optimizer.
+
+    compute: activations, and weights while a layer uses them.
+    held: weights in compute dtype during the step, before a layer asks for them.
+    params: float32 master weights between steps.
+    optimizer: gradients and optimizer state when the update is made.
+    """
+
+    compute: Rules
+    held: Rules
+    params: Rules
+    optimizer: Rules
+
+    @classmethod
+    def of(cls, cfg: ParallelConfig) -> "Plan":
+        """The plan a ParallelConfig asks for: replicate, zero1 and fsdp differ in three tables and in no code."""
+        compute = Rules(seq_residual=("context", "tensor")) if cfg.sequence else Rules()
+        spread = replace(compute, embed=SHARDS)
+        match cfg.data_sharding:
+            case "replicate":
+                return cls(compute=compute, held=compute, params=compute, optimizer=compute)
+            case "zero1":
+                return cls(compute=compute, held=compute, params=spread, optimizer=spread)
+            case "fsdp":
+                return cls(compute=compute, held=spread, params=spread, optimizer=spread)
+
+    def held_during_step(self, axes: LogicalAxes) -> Rules:
+        """Table of a weight during the step: only stacked weights are worth gathering layer by layer."""
+        return self.held if "layer" in axes else self.compute

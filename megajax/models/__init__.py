@@ -1,0 +1,1 @@
+"""What a network is, its formulas, and the families as presets."""

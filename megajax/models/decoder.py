@@ -1,0 +1,79 @@
+"""Decoder language models. B rows, S positions, D hidden, V padded vocabulary."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+from megajax.batch import LMBatch
+from megajax.layers.context import Context, dropout
+from megajax.layers.embedding import embed, vocabulary_loss, vocabulary_token_losses
+from megajax.layers.param import Normal, Site, param
+from megajax.mesh.layout import Layout
+from megajax.mesh.mesh import manual_axes
+from megajax.models.config import DecoderConfig
+
+EMBEDDING_PLACE = 0
+
+
+class DecoderLM(nnx.Module):
+    """Tokens in, loss or logits out: embed, trunk, then one of loss, token_losses and logits."""
+
+    def __init__(self, cfg: DecoderConfig, layout: Layout):
+        output_std = cfg.init_std / (2 * cfg.stack.layers()) ** 0.5
+        site = Site(layout=layout, hidden=cfg.hidden, std=cfg.init_std, output_std=output_std)
+        vocabulary, init = cfg.padded_vocabulary(), Normal(cfg.init_std)
+        self.cfg, self.layout = cfg, layout
+        self.tokens = param((vocabulary, cfg.hidden), ("vocab", "embed"), init=init)
+        if cfg.learned_positions:
+            self.positions = param((cfg.sequence_length, cfg.hidden), (None, "embed"), init=init)
+        self.stack = cfg.stack.build(site, recompute=cfg.recompute)
+        self.norm = cfg.norm.build(site)
+        if not cfg.tied:
+            self.head = param((vocabulary, cfg.hidden), ("vocab", "embed"), init=init)
+
+    def __call__(self, tokens: Array, positions: Array | None = None, segments: Array | None = None) -> Array:
+        """tokens int32 [B, S] -> logits float32 [B, S, vocabulary_size]; by plain jax.jit on any mesh."""
+        index = jnp.arange(tokens.shape[1])
+        positions = jnp.broadcast_to(index[None], tokens.shape) if positions is None else positions
+        return self.logits(self.trunk(tokens, Context(positions, index, segments)))
+
+    def context(self, batch: LMBatch, key: Array | None = None, *, isolated: bool = False) -> Context:
+        """The context of a microbatch [B, S]. key: random key of the run, None for a deterministic forward;
+        isolated: documents in a row do not see each other."""
+        rows = None if key is None else jax.vmap(lambda n: jax.random.key_data(jax.random.fold_in(key, n)))(batch.sample)
+        length = batch.tokens.shape[1]
+        first = lax.axis_index("context") * length if "context" in manual_axes() else 0
+        return Context(batch.positions, first + jnp.arange(length), batch.segment_ids if isolated else None, rows)
+
+    def trunk(self, tokens: Array, ctx: Context) -> Array:
+        """tokens int32 [B, S] -> normalised hidden states [B, S, D]."""
+        return self.finish(self.stack(self.embed(tokens, ctx), ctx))
+
+    def embed(self, tokens: Array, ctx: Context) -> Array:
+        """tokens int32 [B, S] -> [B, S, D], laid out (batch, seq_residual, embed)."""
+        x = embed(self.layout, self.tokens[...], tokens)
+        if self.cfg.learned_positions:
+            x = x + self.layout.act(self.positions[...][ctx.positions], "batch", "seq_residual", "embed")
+        return dropout(x, self.cfg.dropout, ctx, EMBEDDING_PLACE, self.layout)
+
+    def finish(self, x: Array) -> Array:
+        """Final normalisation, and every device of `tensor` gets the whole sequence."""
+        return self.layout.act(self.norm(x), "batch", "seq", "embed")
+
+    def table(self) -> Array:
+        """The head's table [V, D]."""
+        return self.tokens[...] if self.cfg.tied else self.head[...]
+
+    def loss(self, x: Array, labels: Array, weights: Array) -> Array:
+        """Weighted sum of token losses, float32 []: of the rows that are here."""
+        return vocabulary_loss(self.layout, self.cfg.vocabulary_size, self.cfg.loss_chunk, x, self.table(), labels, weights)
+
+    def token_losses(self, x: Array, labels: Array) -> Array:
+        """Loss of each token, float32 [B, S]; not to be differentiated."""
+        return vocabulary_token_losses(self.layout, self.cfg.vocabulary_size, self.cfg.loss_chunk, x, self.table(), labels)
+
+    def logits(self, x: Array) -> Array:
+        """Hidden states [B, S, D] -> float32 [B, S, vocabulary_size]."""
+        scores = jnp.einsum("bsd,vd->bsv", x, self.table(), preferred_element_type=jnp.float32)
+        return self.layout.act(scores, "batch", "seq", "vocab")[..., : self.cfg.vocabulary_size]

@@ -1,0 +1,1 @@
+"""Update rules and the schedules that drive them."""

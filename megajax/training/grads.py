@@ -1,0 +1,136 @@
+"""Gradients of a global batch: microbatch after microbatch, reduced over the data axes once.
+
+One shard_map, manual over every axis but `tensor`, holds the whole computation; the compiler lays out `tensor` by the
+constraints layers state. A pipelined gradient function has the same signature (GradFn) and takes this one's place.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jax.sharding import Mesh, PartitionSpec
+
+from megajax.batch import Grads, LMBatch, Params
+from megajax.layers.param import ParamSpec, bind
+from megajax.mesh.collectives import gather_shards, moved_axes, reduce_shards, replica_axes
+from megajax.mesh.config import MESH_AXES
+from megajax.mesh.layout import Layout
+from megajax.mesh.mesh import manual_axes
+from megajax.precision.cast import to_compute, to_gradient
+from megajax.precision.config import PrecisionConfig
+from megajax.training.loss import LossFn
+
+type GradFn = Callable[[Params, LMBatch, Array], Grads]
+"""(float32 weights, batch [M, B, S], loss scale float32 []) -> Grads; gradients are multiplied by the scale."""
+
+type Sums = Mapping[str, tuple[Array, Array]]
+
+MANUAL = tuple(axis for axis in MESH_AXES if axis != "tensor")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How the weights of a model move within a step: from rest to use, and their gradients to the optimizer."""
+
+    model: nnx.Module
+    """Abstract: structure without values."""
+    declared: Mapping[str, ParamSpec]
+    layout: Layout
+    precision: PrecisionConfig
+
+    def hold(self, path: str, w: Array) -> Array:
+        """Master weight at rest -> compute dtype, gathered as far as it is held during the step."""
+        plan, axes = self.layout.plan, self.declared[path].axes
+        w = to_compute(w, self.precision)
+        moves = _live(moved_axes(plan.params, plan.held_during_step(axes), axes))
+        return self.layout.island(lambda shard: gather_shards(shard, moves), (axes,), axes)(w) if moves else w
+
+    def reduce(self, path: str, g: Array) -> Array:
+        """A device's summed gradient, laid out as the weight was held -> the sum over replicas on the optimizer's layout."""
+        plan, axes = self.layout.plan, self.declared[path].axes
+        held = plan.held_during_step(axes)
+        moves = _live(moved_axes(plan.optimizer, held, axes))
+        done = {axis for name in axes for axis in held.mesh_axes(name)} | {axis for _, axis in moves}
+        also = tuple(axis for axis in replica_axes() if axis not in done)
+        if not moves and not also:
+            return g
+        return self.layout.island(lambda part: reduce_shards(part, moves, also), (axes,), axes)(g)
+
+    def zeros(self, held: Params) -> dict[str, Array]:
+        """Accumulators for the gradients of `held`."""
+        dtype = jnp.dtype(self.precision.gradients)
+        return {path: self.layout.zeros(w.shape, dtype, *self.declared[path].axes) for path, w in held.items()}
+
+    def manual(self, f: Callable, mesh: Mesh, out_specs: object) -> Callable:
+        """f(params, batch, scale) -> out, as one shard_map; params come in laid out by plan.params."""
+        plan = self.layout.plan
+        params = {path: plan.params.spec(spec.axes, keep=MANUAL) for path, spec in self.declared.items()}
+        return jax.shard_map(f, mesh=mesh, axis_names=set(MANUAL), check_vma=False,
+                             in_specs=(params, batch_specs(self.layout), PartitionSpec()), out_specs=out_specs)
+
+
+def batch_specs(layout: Layout) -> LMBatch:
+    """Where the leaves of a batch [M, B, S] are."""
+    rows = layout.plan.compute.spec((None, "batch", "seq"))
+    return LMBatch(*[rows] * 5, sample=layout.plan.compute.spec((None, "batch")))
+
+
+def _live(moves: tuple[tuple[int, str], ...]) -> tuple[tuple[int, str], ...]:
+    sizes = manual_axes()
+    return tuple((dimension, axis) for dimension, axis in moves if sizes.get(axis, 1) > 1)
+
+
+def _over_replicas(sums: tuple) -> tuple:
+    axes = replica_axes()
+    return lax.psum(sums, axes) if axes else sums
+
+
+def accumulate(weights: Weights, loss_fn: LossFn, key: Array | None, mesh: Mesh) -> GradFn:
+    """A gradient function that runs the microbatches one after another and adds up in float32.
+
+    key: random key of the run for dropout, None for none.
+    """
+
+    def local(params: Params, batch: LMBatch, scale: Array) -> tuple:
+        held = {path: weights.hold(path, w) for path, w in params.items()}
+
+        def loss_of(held: Params, rows: LMBatch) -> tuple[Array, tuple]:
+            out = loss_fn(bind(weights.model, held), rows, key)
+            return out.loss_sum * scale, (out.loss_sum, out.weight_sum, out.metrics)
+
+        def microbatch(carry: tuple, rows: LMBatch) -> tuple[tuple, None]:
+            sums, total = carry
+            (_, new), grads = jax.value_and_grad(loss_of, has_aux=True)(held, rows)
+            total = {path: total[path] + to_gradient(g, weights.precision) for path, g in grads.items()}
+            return (jax.tree.map(jnp.add, sums, new), total), None
+
+        first = jax.tree.map(lambda leaf: leaf[0], batch)
+        shapes = jax.eval_shape(lambda rows: loss_of(held, rows)[1], first)
+        start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), weights.zeros(held)
+        (sums, total), _ = lax.scan(microbatch, start, batch)
+        return _over_replicas(sums), {path: weights.reduce(path, g) for path, g in total.items()}
+
+    plan = weights.layout.plan
+    grads = {path: plan.optimizer.spec(spec.axes, keep=MANUAL) for path, spec in weights.declared.items()}
+    mapped = weights.manual(local, mesh, (PartitionSpec(), grads))
+
+    def grad_fn(params: Params, batch: LMBatch, scale: Array) -> Grads:
+        (loss_sum, weight_sum, metrics), grads = mapped(dict(params), batch, scale)
+        return Grads(loss_sum, weight_sum, grads, metrics)
+
+    return grad_fn
+
+
+def forward_sums(weights: Weights, loss_fn: LossFn, mesh: Mesh) -> Callable[[Params, LMBatch], Sums]:
+    """(weights, batch [M, B, S]) -> metrics summed over the batch, without gradients or dropout."""
+
+    def local(params: Params, batch: LMBatch, scale: Array) -> Sums:
+        model = bind(weights.model, {path: weights.hold(path, w) for path, w in params.items()})
+        parts = lax.map(lambda rows: loss_fn(model, rows, None).metrics, batch)
+        return _over_replicas(jax.tree.map(jnp.sum, parts))
+
+    mapped = weights.manual(local, mesh, PartitionSpec())
+    return lambda params, batch: mapped(dict(params), batch, jnp.ones((), jnp.float32))

@@ -1,0 +1,151 @@
+"""A whole run as one frozen tree, and the checks that need more than one of its parts."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.config.errors import Problem
+from megajax.data.config import DataConfig
+from megajax.layers.config import AttentionConfig, BlockConfig
+from megajax.mesh.config import BATCH_AXES, ParallelConfig
+from megajax.metrics.config import LoggingConfig
+from megajax.models.config import DecoderConfig
+from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.precision.config import PrecisionConfig
+from megajax.resilience.config import ResilienceConfig
+from megajax.tokenizers.config import ByteTokenizerConfig, TokenizerConfig
+from megajax.training.config import BatchConfig, EvaluationConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """Everything a training run depends on."""
+
+    model: DecoderConfig
+    """The network."""
+    data: DataConfig
+    """The rows it is trained on."""
+    tokenizer: TokenizerConfig = field(default_factory=ByteTokenizerConfig)
+    """Text to token ids and back."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How the devices share the work."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    """Dtypes."""
+    optimizer: AdamWConfig = field(default_factory=AdamWConfig)
+    """The update rule."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """Learning rate over the run."""
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    """Rows per step and per microbatch."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """Loss on the other splits."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """What is saved and kept, and where to start from."""
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    """What the run tells and where."""
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
+    """Signals and faults."""
+    steps: int = 1000
+    """Training steps."""
+    seed: int = 1234
+    """Everything random derives from it: weights, data order, dropout."""
+    run_dir: Path = Path("runs/run")
+    """The run's folder; a run that finds a checkpoint in it goes on from there."""
+
+    def problems(self, devices: int | None = None) -> list[Problem]:
+        """Everything the parts cannot see alone; what depends on the number of devices only where that is known."""
+        return [problem for check in _CHECKS for problem in check(self, devices)]
+
+    def replicas(self, devices: int) -> int:
+        """Devices that work on different rows."""
+        sizes = self.parallel.sizes(devices)
+        return sizes[BATCH_AXES[0]] * sizes[BATCH_AXES[1]]
+
+    def tokens_per_step(self) -> int:
+        return self.batch.global_size * self.model.sequence_length
+
+    def but(self, **changes: Any) -> "RunConfig":
+        """A copy with these fields replaced."""
+        return replace(self, **changes)
+
+
+type Check = Callable[[RunConfig, int | None], Iterator[Problem]]
+
+
+def _known_devices(cfg: RunConfig, devices: int | None) -> int | None:
+    """Devices the mesh will have, where that can be told."""
+    if cfg.parallel.data is not None:
+        return cfg.parallel.without_data() * cfg.parallel.data
+    return devices
+
+
+def _positive(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
+    if cfg.steps < 0:
+        yield Problem("steps", f"must not be negative, got {cfg.steps}")
+    if not 0 <= cfg.seed < 2**32:
+        yield Problem("seed", f"must be between 0 and {2**32 - 1}, got {cfg.seed}")
+
+
+def _devices(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
+    if devices is not None and not cfg.parallel.problems():
+        for problem in cfg.parallel.device_problems(devices):
+            yield Problem(f"parallel.{problem.where}".rstrip("."), problem.what, problem.hint)
+
+
+def _tensor(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
+    size = cfg.parallel.tensor
+    if size < 2:
+        return
+    for place, block in enumerate(cfg.model.stack.pattern):
+        yield from _tensor_in_block(f"model.stack.pattern.{place}", block, size)
+    vocabulary = cfg.model.padded_vocabulary()
+    if vocabulary % size:
+        yield Problem("parallel.tensor", f"the padded vocabulary {vocabulary} is not divisible by parallel.tensor={size}",
+                      "use a power of two up to 128")
+    if cfg.parallel.sequence and cfg.model.sequence_length % size:
+        yield Problem("model.sequence_length", f"{cfg.model.sequence_length} is not divisible by parallel.tensor={size}",
+                      "needed with parallel.sequence=true")
+
+
+def _tensor_in_block(where: str, block: BlockConfig, size: int) -> Iterator[Problem]:
+    mixer: AttentionConfig = block.mixer
+    legal = [n for n in range(1, mixer.cuts() + 1) if mixer.cuts() % n == 0]
+    hint = f"parallel.tensor can be {', '.join(map(str, legal))}"
+    if mixer.heads % size:
+        yield Problem(f"{where}.mixer.heads", f"heads={mixer.heads} is not divisible by parallel.tensor={size}", hint)
+    elif mixer.groups() % size:
+        yield Problem(f"{where}.mixer.kv_heads", f"kv_heads={mixer.groups()} is not divisible by parallel.tensor={size}", hint)
+    if block.mlp.ffn % size:
+        yield Problem(f"{where}.mlp.ffn", f"ffn={block.mlp.ffn} is not divisible by parallel.tensor={size}")
+
+
+def _sharding(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
+    total = _known_devices(cfg, devices)
+    if cfg.parallel.data_sharding == "fsdp" and cfg.model.recompute == "none":
+        yield Problem("model.recompute", "none with parallel.data_sharding=fsdp would keep every layer's gathered weights "
+                      "for the backward pass", "use recompute=selective or full, or data_sharding=zero1")
+    if total is None or cfg.parallel.data_sharding == "replicate" or cfg.parallel.problems():
+        return
+    shards = cfg.replicas(total) * cfg.parallel.context
+    if cfg.model.hidden % shards:
+        yield Problem("parallel.data_sharding", f"{cfg.parallel.data_sharding} cuts hidden={cfg.model.hidden} over "
+                      f"{shards} data-parallel devices, which do not divide it",
+                      "use data_sharding=replicate or another parallel.data")
+
+
+def _batch(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
+    total = _known_devices(cfg, devices)
+    if total is None or cfg.parallel.problems():
+        return
+    for problem in cfg.batch.replica_problems(cfg.replicas(total)):
+        yield Problem(f"batch.{problem.where}", problem.what, problem.hint)
+
+
+def _schedule(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
+    for problem in cfg.schedule.run_problems(steps=cfg.steps, global_size=cfg.batch.global_size):
+        yield Problem(f"schedule.{problem.where}", problem.what, problem.hint)
+
+
+_CHECKS: tuple[Check, ...] = (_positive, _devices, _tensor, _sharding, _batch, _schedule)

@@ -1,0 +1,71 @@
+"""What training changes from step to step: one pytree, saved and restored whole."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from megajax.batch import Params
+from megajax.layers.param import ParamSpec, initial_values
+from megajax.mesh.rules import Plan, Rules
+from megajax.optim.optimizer import AdamW, OptimizerState
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Everything a step reads and replaces, and all a resume needs besides the config."""
+
+    step: Array
+    """int32 []: steps done, skipped ones among them."""
+    params: Params
+    """float32 master weights by path, laid out by plan.params."""
+    optimizer: OptimizerState
+    """Moments, laid out by plan.optimizer."""
+    loss_scale: Array
+    """float32 []: factor on the loss during the backward pass; 1 in float32 and bfloat16."""
+    consumed_samples: Array
+    """uint32 []: rows read since the start of the run; the whole position in the data."""
+    scheduled_samples: Array
+    """int32 []: rows of successful steps; what the schedule counts in."""
+    skipped: Array
+    """int32 []: steps whose gradients were not finite and changed nothing."""
+
+
+def parameter_shardings(declared: Mapping[str, ParamSpec], rules: Rules, mesh: Mesh) -> dict[str, NamedSharding]:
+    """Path -> where a weight is under `rules`."""
+    return {path: NamedSharding(mesh, rules.spec(spec.axes)) for path, spec in declared.items()}
+
+
+def fresh_state(declared: Mapping[str, ParamSpec], optimizer: AdamW, seed: int) -> TrainState:
+    """State before the first step; traceable, so that it can be made in place on any layout."""
+    params = initial_values(declared, seed)
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        optimizer=optimizer.init(params),
+        loss_scale=jnp.ones((), jnp.float32),
+        consumed_samples=jnp.zeros((), jnp.uint32),
+        scheduled_samples=jnp.zeros((), jnp.int32),
+        skipped=jnp.zeros((), jnp.int32),
+    )
+
+
+def state_shardings(declared: Mapping[str, ParamSpec], optimizer: AdamW, plan: Plan, mesh: Mesh) -> TrainState:
+    """A TrainState of shardings. Moments follow their weight's path under plan.optimizer, scalars are everywhere."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    moments = parameter_shardings(declared, plan.optimizer, mesh)
+    abstract = jax.eval_shape(lambda: optimizer.init(initial_values(declared, 0)))
+    placed = {name: moments if isinstance(part, dict) else everywhere for name, part in abstract.items()}
+    return TrainState(
+        step=everywhere,
+        params=parameter_shardings(declared, plan.params, mesh),
+        optimizer=placed,
+        loss_scale=everywhere,
+        consumed_samples=everywhere,
+        scheduled_samples=everywhere,
+        skipped=everywhere,
+    )

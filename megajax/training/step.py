@@ -1,0 +1,66 @@
+"""The train step and the evaluation step."""
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from megajax.batch import LMBatch, Params
+from megajax.optim.optimizer import AdamW, clip_factor, global_norm
+from megajax.optim.schedule import Schedule
+from megajax.training.grads import GradFn
+from megajax.training.state import TrainState
+
+type Metrics = Mapping[str, Array]
+type TrainStep = Callable[[TrainState, LMBatch], tuple[TrainState, Metrics]]
+
+
+def make_train_step(grad_fn: GradFn, optimizer: AdamW, schedule: Schedule, shardings: TrainState) -> TrainStep:
+    """Jitted (state, batch [M, B, S]) -> (state, metrics); donates the state, which keeps its layout.
+
+    A step whose gradient norm is not finite changes no weight and is counted as skipped.
+    """
+    on_optimizer = shardings.optimizer["first_moment"]
+
+    def train_step(state: TrainState, batch: LMBatch) -> tuple[TrainState, Metrics]:
+        out = grad_fn(state.params, batch, state.loss_scale)
+        divisor = jnp.maximum(out.weight_sum, 1e-8) * state.loss_scale
+        grads = place({path: g / divisor for path, g in out.grads.items()}, on_optimizer)
+        norm = global_norm(grads)
+        finite = jnp.isfinite(norm)
+        factor = clip_factor(norm, optimizer.cfg.clip)
+        grads = {path: g * factor for path, g in grads.items()}
+
+        lr = schedule(state.scheduled_samples)
+        params = place(state.params, on_optimizer)
+        updated, moments = optimizer.update(grads, state.optimizer, params, lr=lr)
+        rows = batch.sample.size
+        new = TrainState(
+            step=state.step + 1,
+            params=place(select(finite, updated, params), shardings.params),
+            optimizer=select(finite, moments, state.optimizer),
+            loss_scale=state.loss_scale,
+            consumed_samples=state.consumed_samples + jnp.uint32(rows),
+            scheduled_samples=state.scheduled_samples + jnp.where(finite, rows, 0),
+            skipped=state.skipped + ~finite,
+        )
+        reported = {name: total / jnp.maximum(weight, 1e-8) for name, (total, weight) in out.metrics.items()}
+        return new, reported | {"grad_norm": norm, "lr": lr, "loss_scale": state.loss_scale, "skipped": ~finite}
+
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
+
+
+def make_eval_step(sums: Callable[[Params, LMBatch], Mapping[str, tuple[Array, Array]]]) -> Callable:
+    """Jitted (weights, batch [M, B, S]) -> {name: (sum, weight)}."""
+    return jax.jit(sums)
+
+
+def place(tree: Params, shardings: Mapping[str, jax.sharding.Sharding]) -> Params:
+    """Move every array to its layout."""
+    return {path: jax.lax.with_sharding_constraint(x, shardings[path]) for path, x in tree.items()}
+
+
+def select(keep_new: Array, new: object, old: object) -> object:
+    """Leaf by leaf: new where keep_new, else old."""
+    return jax.tree.map(lambda a, b: jnp.where(keep_new, a, b), new, old)
