@@ -1,0 +1,291 @@
+"""The command line of every verb: `python -m megajax.VERB --config=FILE --dotted.setting=value ...`."""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import megajax.config.schema as schema
+from megajax.config.coerce import Text
+from megajax.config.dump import default_leaves, flatten, to_yaml
+from megajax.config.errors import ConfigError, Problem, UserError
+from megajax.config.files import ROOT, Source, read, root_type
+from megajax.config.help import entry_text, settings_help
+from megajax.config.nearest import did_you_mean
+from megajax.config.patch import Mark, leaves, patch_of, plain_name, setting
+from megajax.config.tree import assemble, read_value
+
+RANKS = ("MEGAJAX_PROCESS_ID", "JAX_PROCESS_ID", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # the nearest launcher first
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag of one verb beside the config's settings, such as --skip-train; written with dashes or underscores."""
+
+    name: str
+    kind: Any = bool
+    """An annotation as for a field of a config."""
+    default: Any = None
+    """The value where the flag is not given; a bool's is False."""
+    help: str = ""
+    required: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What was asked for: the checked config (None for verbs without), devices, the verb's flags, who set what."""
+
+    config: Any
+    devices: str | None = None
+    flags: Mapping[str, Any] = field(default_factory=dict)  # by name, with underscores
+    sources: Mapping[str, str] = field(default_factory=dict)  # non-default setting -> file or "command line"
+
+    @property
+    def device_count(self) -> int | None:
+        """The number of devices of --devices=cpu:N, or None where jax is to find them."""
+        return _cpu_count(self.devices or "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Usage:
+    """What a verb says of itself to `parse`."""
+
+    verb: str
+    flags: Sequence[Flag]
+    with_config: bool
+    description: str
+    root: str | type
+
+
+def parse(
+    argv: Sequence[str],
+    *,
+    verb: str,
+    flags: Sequence[Flag] = (),
+    with_config: bool = True,
+    description: str = "",
+    root: str | type = ROOT,
+) -> Command:
+    """Read a command line (without the program's name) before jax is imported, and set up --devices for it.
+
+    --help and --print-config print and end the program with code 0. `with_config=False` is for verbs without a
+    config. Raises ConfigError listing everything wrong with the file and the command line together.
+    """
+    given, problems = _tokens(argv)
+    own = {plain_name(flag.name): flag for flag in flags}
+    source = _taken(given, "config")
+    devices = _taken(given, "devices")
+    asked = {name: given.pop(name) for name in ("help", *["print_config"] * with_config) if name in given}
+    values = {name: given.pop(name) for name in own if name in given}
+    if "help" in asked:
+        topic = asked["help"] if isinstance(asked["help"], str) else ""
+        _show(_help(_Usage(verb, flags, with_config, description, root), source, topic))
+    problems += _device_problems(devices)
+    if not problems:
+        use_devices(devices)
+    answers, wrong = _flag_values(own, values)
+    problems += wrong
+    if not with_config:
+        known = [*own, "devices", "help"]
+        problems += [Problem(f"--{name}", "no such flag", did_you_mean(name, known)) for name in given]
+        if source is not None:
+            problems.append(Problem("--config", f"{verb} takes no config"))
+        _raise(problems, "command line")
+        return Command(None, devices, answers)
+    config, file, wrong = _configured(source, given, devices, own, root)
+    places = ([file.name] if file else []) + ["command line"] * bool(given or problems or file is None)
+    _raise([*wrong, *problems], " + ".join(places))
+    sources = _sources(config, file, patch_of(given.items()))
+    if "print_config" in asked:
+        _show(to_yaml(config, sources))
+    return Command(config, devices, answers, sources)
+
+
+def front_door(main: Callable[[list[str]], int | None]) -> NoReturn:
+    """Run a verb's main(argv) and end the program with what it returns (None is 0); with 2 on a UserError, shown."""
+    try:
+        code = main(sys.argv[1:]) or 0
+    except UserError as error:
+        report(error)
+        code = 2
+    sys.exit(code)
+
+
+def report(error: UserError) -> None:
+    """Print the error for the person at the terminal: once, by process 0.
+
+    Where only another process may have met it (its disk, its data), that process says so in one line.
+    """
+    rank = process_index()
+    if rank == 0:
+        print(f"\n{error}\n", file=sys.stderr)
+    elif not isinstance(error, ConfigError):
+        print(f"process {rank}: {str(error).splitlines()[0]}", file=sys.stderr)
+
+
+def process_index() -> int:
+    """The rank of this process as its launcher says it in the environment; 0 without one."""
+    for name in RANKS:
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return 0
+
+
+def use_devices(devices: str | None) -> None:
+    """Set what jax reads at its import: cpu:8 is eight CPU devices, gpu insists on GPUs, None leaves it to jax."""
+    if devices is None:
+        return
+    count = _cpu_count(devices)
+    os.environ["JAX_PLATFORMS"] = "cuda" if count is None else "cpu"
+    if count is not None:
+        os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
+
+
+def _tokens(argv: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
+    """Name -> value, the last where one is repeated. A name takes the next word unless that is a name as well."""
+    given: dict[str, Any] = {}
+    problems = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if word in ("-h", "--help"):
+            word = "--help"
+        if not re.match(r"--[A-Za-z]", word):
+            hint = f"did you mean -{word}?" if re.match(r"-[A-Za-z]", word) else "settings are written --name=value"
+            problems.append(Problem(word or "''", "unexpected word", hint))
+            continue
+        name, value = setting(word)
+        if value is Mark.BARE and words and not words[0].startswith("--"):
+            value = Text(words.pop(0))
+        if name in given and process_index() == 0:
+            print(f"warning: --{name} is given more than once; the last counts ({_word(value)})", file=sys.stderr)
+        given.pop(name, None)
+        given[name] = value
+    return given, problems
+
+
+def _word(value: Any) -> str:
+    return "true" if value is Mark.BARE else str(value)
+
+
+def _taken(given: dict[str, Any], name: str) -> str | None:
+    value = given.pop(name, None)
+    return "" if value is Mark.BARE else None if value is None else str(value)
+
+
+def _cpu_count(devices: str) -> int | None:
+    match = re.fullmatch(r"cpu(?::([1-9]\d{0,3}))?", devices)
+    return int(match[1] or 1) if match else None
+
+
+def _device_problems(devices: str | None) -> list[Problem]:
+    if devices is None or devices in ("gpu", "cuda"):
+        return []
+    count = _cpu_count(devices)
+    if count is None:
+        hint = "without it, jax takes what it finds"
+        if re.fullmatch(r"(gpu|cuda):.*", devices):
+            hint = "choose among the GPUs with CUDA_VISIBLE_DEVICES, e.g. CUDA_VISIBLE_DEVICES=0,1"
+        return [Problem("--devices", f"expected cpu:N (N from 1 to 9999), cpu or gpu, got {devices!r}", hint)]
+    jax = sys.modules.get("jax")
+    if jax is not None and jax.config.jax_num_cpu_devices != count:
+        return [Problem("--devices", "jax is imported already, too late to choose devices", "start a new process")]
+    return []
+
+
+def _flag_values(own: Mapping[str, Flag], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    answers, problems = {}, []
+    for name, flag in own.items():
+        answers[name] = bool(flag.default) if flag.kind is bool else flag.default
+        if name in given:
+            answers[name], wrong = read_value(given[name], flag.kind, flag.name)
+            problems += [replace(problem, where=f"--{problem.where}") for problem in wrong]
+        elif flag.required:
+            problems.append(Problem(f"--{flag.name}", "must be given", schema.words(flag.kind)))
+    return answers, problems
+
+
+def _configured(
+    source: str | None, given: Mapping[str, Any], devices: str | None, own: Iterable[str], root: str | type
+) -> tuple[Any, Source | None, list[Problem]]:
+    if not source:
+        return None, None, [Problem("--config", "must be given", "a file, or a name in configs/: --config=NAME.py")]
+    try:
+        file = read(source, root)
+    except ConfigError as error:
+        return None, None, list(error.problems)
+    except UserError as error:
+        what, _, hint = str(error).partition("\n")
+        return None, None, [Problem("--config", what, hint.strip())]
+    # The count is of one process: with more of them the whole is known only when they have met.
+    alone = not any(os.environ.get(name) for name in RANKS)
+    config, problems = assemble(
+        root_type(root), file.base, file.over(patch_of(given.items())), _cpu_count(devices or "") if alone else None
+    )
+    flags = [*own, "config", "devices", "print_config", "help"]
+    return config, file, [_with_flag_hint(problem, given, flags) for problem in problems]
+
+
+def _with_flag_hint(problem: Problem, given: Mapping[str, Any], flags: Sequence[str]) -> Problem:
+    """A misspelt --skip-trian is near to a flag, not to a setting."""
+    unknown = problem.what == "no such setting" and problem.where in given and "." not in problem.where
+    near = did_you_mean(problem.where, flags).replace("_", "-") if unknown else ""
+    return Problem(f"--{problem.where.replace('_', '-')}", "no such flag or setting", near) if near else problem
+
+
+def _raise(problems: Sequence[Problem], place: str) -> None:
+    if problems:
+        raise ConfigError(problems, place)
+
+
+def _sources(config: Any, file: Source, given: Any) -> dict[str, str]:
+    """Non-default setting -> who set it last."""
+    defaults = default_leaves(config)
+    layers = [*file.layers, ("command line", given)]
+    named = [(label, None if settings is None else set(leaves(settings))) for label, settings in layers]
+    sources = {}
+    for name, value in flatten(config).items():
+        if name in defaults and defaults[name] == value:
+            continue
+        parts = name.split(".")
+        above = {".".join(parts[: end + 1]) for end in range(len(parts))}
+        for label, settings in named:
+            if settings is None or settings & above:
+                sources[name] = label
+    return sources
+
+
+def _help(usage: "_Usage", source: str | None, topic: str) -> str:
+    cls = root_type(usage.root) if usage.with_config else None
+    config = None
+    if cls and source:
+        file = read(source, usage.root)
+        config, _ = assemble(cls, file.base, file.over({}))
+    if cls and topic:
+        return settings_help(cls, config, topic)
+    flags = [("devices=cpu:8", "", "eight CPU devices instead of what jax finds; gpu insists on GPUs")]
+    flags += [("help[=PART]", "", "this text, or one part of the settings: --help=parallel")]
+    if cls:
+        flags = [("config=FILE", "", "a path, or a name in configs/; FILE:function for another than config()"), *flags]
+        flags += [("print-config", "", "print the whole config with the source of each setting, and stop")]
+    for flag in usage.flags:
+        after = " (must be given)" if flag.required else "" if flag.default in (None, False) else f" = {flag.default}"
+        flags.append((flag.name.replace("_", "-"), schema.words(flag.kind) + after, flag.help))
+    arguments = "--config=FILE[:function] [--setting=value ...]" if cls else "[--flag=value ...]"
+    lines = [f"python -m megajax.{usage.verb} {arguments}\n"]
+    lines += [f"{usage.description.strip()}\n"] if usage.description else []
+    lines += [entry_text(*flag) for flag in flags]
+    lines += ["\nsettings\n", settings_help(cls, config)] if cls else []
+    return "\n".join(lines)
+
+
+def _show(text: str) -> NoReturn:
+    """Print on process 0 and end the program."""
+    if process_index() == 0:
+        try:
+            print(text.rstrip("\n"), flush=True)
+        except BrokenPipeError:  # `... --help | head` has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)

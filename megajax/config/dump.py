@@ -1,0 +1,148 @@
+"""A config tree as plain values, as YAML that loads back to an equal tree, as dotted names, and against another."""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING
+from enum import Enum
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+
+import megajax.config.schema as schema
+from megajax.config.errors import ConfigError, Problem
+from megajax.config.patch import join
+
+
+def plain(value: Any, annotation: Any = None, where: str = "") -> Any:
+    """The tree in dict, list, str, int, float, bool and None; a member of a union carries its class as `type`.
+
+    `annotation` is that of the field (default: the value's own class). Raises ConfigError for a value that cannot
+    be written down, such as a function.
+    """
+    if schema.is_config(value):
+        tag = schema.tag(type(value), annotation) if annotation is not None else ""
+        hints = schema.hints(type(value))
+        fields = {name: plain(getattr(value, name), hint, join(where, name)) for name, hint in hints.items()}
+        return ({"type": tag} if tag else {}) | fields
+    if isinstance(value, tuple | list):
+        return [plain(x, schema.entry(annotation, i), join(where, str(i))) for i, x in enumerate(value)]
+    if isinstance(value, Mapping):
+        kinds = [get_args(kind)[1] for kind in schema.mappings(annotation) if get_args(kind)]
+        inner = kinds[0] if kinds else Any
+        return {plain(key): plain(x, inner, join(where, str(key))) for key, x in value.items()}
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise ConfigError([Problem(where or "config", f"a {type(value).__name__} cannot be written to a file")])
+
+
+def to_yaml(config: Any, notes: Mapping[str, str] | None = None) -> str:
+    """The text of config.yaml; `notes` (dotted name -> text) become comments at the ends of the lines."""
+    return "\n".join(_lines(plain(config), "", notes or {})) + "\n"
+
+
+def flatten(config: Any) -> dict[str, Any]:
+    """Dotted name -> plain value, in the order of the fields; union members appear as `optimizer.type`."""
+    return dict(_leaves(plain(config), ""))
+
+
+def diff(old: Any, new: Any) -> list[str]:
+    """What changed between two trees, a line each: "parallel.tensor: 1 -> 2"."""
+    return _differences(flatten(old), flatten(new), "absent")
+
+
+def diff_from_defaults(config: Any) -> list[str]:
+    """What the config sets otherwise than its classes do, a line each: the text of config.diff."""
+    defaults = default_leaves(config)
+    leaves = flatten(config)
+    return _differences({name: value for name, value in defaults.items() if name in leaves}, leaves, "required")
+
+
+def default_leaves(config: Any) -> dict[str, Any]:
+    """Dotted name -> plain default, for the settings of this tree that have one."""
+    return dict(_defaults(config, None, ""))
+
+
+def _defaults(value: Any, default: Any, where: str) -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(value):
+        if not field.init:
+            continue
+        path, here = join(where, field.name), getattr(value, field.name)
+        # Below a node whose class was chosen by hand, its own class's defaults count.
+        there = getattr(default, field.name) if type(default) is type(value) else schema.default(field)
+        hint = schema.hints(type(value))[field.name]
+        nodes = [(path, hint, here, there)]
+        if isinstance(here, tuple | list) and any(schema.is_config(item) for item in here):
+            those = there if isinstance(there, tuple | list) and len(there) == len(here) else [MISSING] * len(here)
+            pairs = enumerate(zip(here, those, strict=True))
+            nodes = [(join(path, str(i)), schema.entry(hint, i), *pair) for i, pair in pairs]
+        if all(schema.is_config(node) for _, _, node, _ in nodes):
+            for place, annotation, node, default_node in nodes:
+                tag = schema.tag(type(default_node), annotation) if schema.is_config(default_node) else ""
+                yield from [(f"{place}.type", tag)] if tag else []
+                yield from _defaults(node, default_node, place)
+        elif there is not MISSING:
+            yield from _leaves(plain(there, hint), path)
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], missing: str) -> list[str]:
+    lines = []
+    for name in [*new, *(name for name in old if name not in new)]:
+        before, after = (scalar_text(side[name]) if name in side else f"({missing})" for side in (old, new))
+        if before != after:
+            lines.append(f"{name}: {before} -> {after}")
+    return lines
+
+
+def _is_branch(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(_is_branch(item) or item == {} for item in value)
+    return isinstance(value, dict) and bool(value)
+
+
+def _leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
+    if not _is_branch(value):
+        yield where, value
+        return
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _leaves(item, join(where, str(key)))
+
+
+def _lines(value: Any, where: str, notes: Mapping[str, str]) -> Iterator[str]:
+    if not _is_branch(value):
+        note = notes.get(where)
+        yield scalar_text(value) + (f"  # {note}" if note else "")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            below = list(_lines(item, join(where, str(key)), notes))
+            if _is_branch(item):
+                yield f"{scalar_text(key)}:"
+                yield from ("  " + line for line in below)
+            else:
+                yield f"{scalar_text(key)}: {below[0]}"
+    else:
+        for index, item in enumerate(value):
+            first, *rest = _lines(item, join(where, str(index)), notes)
+            yield f"- {first}"
+            yield from ("  " + line for line in rest)
+
+
+def scalar_text(value: Any) -> str:
+    """One value on one line, in YAML that any reader types as we do."""
+    if isinstance(value, list):
+        return f"[{', '.join(scalar_text(item) for item in value)}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{scalar_text(key)}: {scalar_text(item)}" for key, item in value.items()) + "}"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        # Letters alone are as they are, but for words such as yes, null and 1e3 that YAML or people take for more.
+        if re.fullmatch(r"[A-Za-z/][\w./-]*", value, re.ASCII) and isinstance(yaml.safe_load(value), str):
+            return value
+        return yaml.safe_dump(value, default_style='"', width=10**9, allow_unicode=True).removesuffix("\n")
+    return yaml.safe_dump(value, width=10**9).removesuffix("\n").removesuffix("\n...")

@@ -1,0 +1,152 @@
+"""The text of --help: every setting with its dotted name, what may be written, its value and its docstring."""
+
+import ast
+import dataclasses
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Any
+
+import megajax.config.schema as schema
+from megajax.config.dump import plain, scalar_text
+from megajax.config.errors import ConfigError, Problem
+from megajax.config.nearest import did_you_mean
+from megajax.config.patch import join, plain_name
+
+WIDTH = 110
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One setting: its dotted name, what may be written, its value ("" where it must be given), what it is for."""
+
+    name: str
+    words: str
+    value: str
+    text: str
+    member: str = ""  # the class it belongs to, where that is another member of a union than the present one
+
+
+def settings_help(cls: type, config: Any = None, only: str = "") -> str:
+    """All settings below a config class, with the values of `config` (None: the defaults); `only` names a part of them.
+
+    Raises ConfigError where nothing is called `only`.
+    """
+    entries = list(_Walk().config(cls, config))
+    if only:
+        wanted = plain_name(only)
+        found = [entry for entry in entries if f"{entry.name}.".startswith(f"{wanted}.")]
+        found = found or [entry for entry in entries if wanted in entry.name]
+        if not found:
+            hint = did_you_mean(wanted, [entry.name for entry in entries])
+            raise ConfigError([Problem(f"--help={only}", "no such setting", hint)])
+        entries = found
+    parts = {entry.name.partition(".")[0]: [] for entry in entries}
+    for entry in entries:
+        parts[entry.name.partition(".")[0]].append(_block(entry))
+    return "\n\n".join("\n".join(blocks) for blocks in parts.values())
+
+
+def entry_text(name: str, words: str, text: str) -> str:
+    """One flag as --help shows it."""
+    body = textwrap.fill(" ".join(text.split()), WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return f"  --{name}  {words}".rstrip() + (f"\n{body}" if text else "")
+
+
+def _block(entry: Entry) -> str:
+    value = f"= {entry.value}" if entry.value else "(must be given)"
+    only = f"  [{entry.member}]" if entry.member else ""
+    # A long list of values wraps under its name.
+    head = textwrap.wrap(f"{entry.words} {value}{only}", WIDTH - 6) if entry.words else [value + only]
+    name = f"  --{entry.name}  "
+    if len(name) + len(head[0]) <= WIDTH and len(head) == 1:
+        return entry_text(entry.name, head[0], entry.text)
+    return "\n".join(
+        [name.rstrip(), *(" " * 6 + line for line in head), *entry_text("", "", entry.text).splitlines()[1:]]
+    )
+
+
+class _Walk:
+    """Entries of a tree; docstrings of fields are the string literals below them, each source file parsed once."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str, dict[str, dict[str, str]]] = {}
+        self.above: list[type] = []
+
+    def config(self, cls: type, value: Any, prefix: str = "", member: str = "") -> Iterator[Entry]:
+        """The entries below one config; `value` None stands for its defaults."""
+        if cls in self.above:
+            return
+        self.above.append(cls)
+        texts, annotations = self._texts(cls), schema.hints(cls)
+        for field in dataclasses.fields(cls):
+            if field.init:
+                here = schema.default(field) if value is None else getattr(value, field.name)
+                top = Entry(
+                    join(prefix, field.name), schema.words(annotations[field.name]), "", texts.get(field.name, "")
+                )
+                yield from self._field(dataclasses.replace(top, member=member), annotations[field.name], here)
+        self.above.pop()
+
+    def _field(self, top: Entry, annotation: Any, here: Any) -> Iterator[Entry]:
+        members = schema.configs(annotation)
+        items = here if isinstance(here, tuple | list) else ()
+        if not members:
+            nodes = [(index, item) for index, item in enumerate(items) if schema.is_config(item)]
+            yield dataclasses.replace(top, value=_shown(here, annotation, top.name))
+            for index, item in nodes:
+                yield from self.config(type(item), item, f"{top.name}.{index}", top.member)
+            return
+        choice = len(schema.kinds(annotation)) > 1
+        if choice:
+            name = f"{top.name}.type" if len(members) > 1 else top.name
+            yield dataclasses.replace(top, name=name, value=_shown(here, annotation, top.name))
+        for cls in sorted(members, key=lambda cls: cls is not type(here)):
+            present = cls is type(here)
+            member = cls.__name__ if choice and not present else top.member
+            yield from self.config(cls, here if present else None, top.name, member)
+
+    def _texts(self, cls: type) -> dict[str, str]:
+        texts = {}
+        for base in reversed(cls.__mro__):
+            if dataclasses.is_dataclass(base):
+                texts |= self._module(base.__module__).get(base.__qualname__.replace(".<locals>", ""), {})
+        return texts
+
+    def _module(self, name: str) -> dict[str, dict[str, str]]:
+        if name not in self.modules:
+            file = getattr(sys.modules.get(name), "__file__", None)
+            tree = ast.parse(Path(file).read_bytes()) if file and Path(file).is_file() else ast.Module([], [])
+            self.modules[name] = dict(_class_texts(tree, ""))
+        return self.modules[name]
+
+
+def _shown(value: Any, annotation: Any, name: str) -> str:
+    """A value in few words: configs by their names."""
+    if value is MISSING:
+        return ""
+    if schema.is_config(value):
+        return type(value).__name__
+    if isinstance(value, tuple | list) and any(schema.is_config(item) for item in value):
+        return ", ".join(type(item).__name__ for item in value)
+    text = scalar_text(plain(value, annotation, name))
+    return "none" if text == "null" else text
+
+
+def _class_texts(tree: ast.AST, prefix: str) -> Iterator[tuple[str, dict[str, str]]]:
+    for node in getattr(tree, "body", []):
+        if isinstance(node, ast.ClassDef):
+            texts = {}
+            for field, below in zip(node.body, node.body[1:], strict=False):
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and _is_text(below):
+                    texts[field.target.id] = inspect.cleandoc(below.value.value)
+            yield prefix + node.name, texts
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield from _class_texts(node, f"{prefix}{node.name}.")
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

@@ -1,0 +1,52 @@
+"""The nearest legal thing to what was written: for hints that name the remedy."""
+
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+
+
+def nearest_divisors(n: int, near: int) -> list[int]:
+    """The divisors of n (>= 1) on both sides of `near`, ascending: 768 and 7 -> [6, 8]; [near] where it divides n."""
+    if n < 1:
+        raise ValueError(f"divisors of {n}: n must be at least 1")
+    small = [d for d in range(1, int(n**0.5) + 2) if n % d == 0]
+    divisors = sorted({*small, *(n // d for d in small)})
+    if near in divisors:
+        return [near]
+    below = [d for d in divisors if d < near]
+    above = [d for d in divisors if d > near]
+    return below[-1:] + above[:1]
+
+
+def nearest_names(name: str, choices: Iterable[str], at_most: int = 3) -> list[str]:
+    """The choices most like `name`, best first; dotted choices also match by their last part alone.
+
+    Only those nearly as good as the best one are given: one clear answer is worth more than three.
+    """
+    wanted = name.lower().replace("-", "_")
+    leaf = wanted.rpartition(".")[2]
+    scored = []
+    for choice in dict.fromkeys(choices):
+        end = choice.lower().rpartition(".")[2]
+        whole, last = _likeness(wanted, choice.lower()), _likeness(leaf, end)
+        among = 0.75 * (set(end.split("_")) < set(leaf.split("_")))  # grad_clip: there is a clip
+        # The right last part under a wrong parent is a good guess, never as good as a match of the whole.
+        scored.append((max(whole, 0.9 * last + 0.1 * whole, among), choice))
+    scored = sorted((entry for entry in scored if entry[0] >= 0.65), key=lambda entry: -entry[0])
+    return [choice for score, choice in scored[:at_most] if score >= scored[0][0] - 0.1]
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """A hint such as "did you mean parallel.tensor?", or "" where nothing is near."""
+    names = nearest_names(name, choices)
+    return f"did you mean {either(names)}?" if names else ""
+
+
+def either(names: Iterable[str]) -> str:
+    """a, b or c."""
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _likeness(a: str, b: str) -> float:
+    matcher = SequenceMatcher(None, a, b, autojunk=False)
+    return matcher.ratio() if matcher.quick_ratio() >= 0.5 else 0.0

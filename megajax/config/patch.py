@@ -1,0 +1,93 @@
+"""Settings not yet typed: dotted names as a tree, and one set of settings over another."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from megajax.config.coerce import Text
+
+
+class Mark(Enum):
+    BARE = "a name without a value: true for a switch, wrong for all else"
+    INVALID = "could not be built; the problem is noted"
+
+
+class Patch(dict):
+    """Settings by dotted name, as a tree: it changes what it names, where a plain dict may be a whole new value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """Two things written for one place. What the upper leaves of the lower depends on the field, known only later."""
+
+    lower: Any
+    upper: Any
+
+    def merged(self) -> Mapping | None:
+        """Both as one set of settings (one level deep), or None where one of them is a whole value.
+
+        Where the upper names another `type`, the lower's settings belong to something that is gone.
+        """
+        lower, upper = (side.merged() if isinstance(side, Over) else side for side in (self.lower, self.upper))
+        if not isinstance(lower, Mapping) or not isinstance(upper, Mapping):
+            return None
+        if "type" in lower and "type" in upper and short_type(lower["type"]) != short_type(upper["type"]):
+            return upper
+        result = {plain_name(key): value for key, value in lower.items()}
+        for key, value in upper.items():
+            name = plain_name(key)
+            result[name] = Over(result[name], value) if name in result and name != "type" else value
+        return result
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """ "parallel.tensor=2" -> ("parallel.tensor", Text("2")); a name alone is a switch."""
+    name, equals, value = text.removeprefix("--").partition("=")
+    return plain_name(name), Text(value) if equals else Mark.BARE
+
+
+def patch_of(settings: Iterable[tuple[str, Any]]) -> Patch:
+    """[("parallel.tensor", Text("2"))] -> {"parallel": {"tensor": "2"}}. Later settings replace earlier ones."""
+    root = Patch()
+    for name, value in settings:
+        _insert(root, name.split("."), value)
+    return root
+
+
+def _insert(node: Patch, parts: list[str], value: Any) -> None:
+    name, *rest = parts
+    if not rest:
+        node[name] = value
+        return
+    there = node.setdefault(name, Patch())
+    if not isinstance(there, Patch | Over):
+        there = node[name] = Over(there, Patch())
+    _insert(there.upper if isinstance(there, Over) else there, rest, value)
+
+
+def leaves(written: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted names that were written."""
+    if isinstance(written, Over):
+        yield from leaves(written.lower, prefix)
+        yield from leaves(written.upper, prefix)
+    elif isinstance(written, Mapping) and written:
+        for key, value in written.items():
+            yield from leaves(value, join(prefix, plain_name(key)))
+    else:
+        yield prefix
+
+
+def join(where: str, name: str) -> str:
+    """Two parts of a dotted name; either may be empty."""
+    return f"{where}.{name}" if where and name else where or name
+
+
+def plain_name(name: Any) -> str:
+    """Dashes and underscores are one."""
+    return str(name).replace("-", "_")
+
+
+def short_type(name: Any) -> str:
+    """MuonConfig, muon -> muon."""
+    return str(name).lower().removesuffix("config")

@@ -1,0 +1,141 @@
+"""What the annotations of config dataclasses say: the kinds in a union, entries of lists, words for messages."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from megajax.config.nearest import either
+
+WRITTEN = (str, Path)  # the kinds that take any text
+
+
+def hints(cls: type) -> dict[str, Any]:
+    """Field name -> annotation, for the fields that can be set."""
+    resolved = typing.get_type_hints(cls)
+    return {field.name: resolved[field.name] for field in dataclasses.fields(cls) if field.init}
+
+
+def default(field: dataclasses.Field) -> Any:
+    """The field's default, or dataclasses.MISSING where it must be given."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def kinds(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, or the one kind; aliases and Annotated are seen through."""
+    if isinstance(annotation, typing.TypeAliasType):
+        return kinds(annotation.__value__)
+    if get_origin(annotation) is typing.Annotated:
+        return kinds(get_args(annotation)[0])
+    if get_origin(annotation) in (typing.Union, types.UnionType):
+        return tuple(dict.fromkeys(kind for part in get_args(annotation) for kind in kinds(part)))
+    return (types.NoneType if annotation is None else annotation,)
+
+
+def is_config(thing: Any) -> bool:
+    """Whether this is a dataclass instance: a node of the tree."""
+    return dataclasses.is_dataclass(thing) and not isinstance(thing, type)
+
+
+def configs(annotation: Any) -> tuple[type, ...]:
+    """The dataclasses among the kinds."""
+    found = tuple(k for k in kinds(annotation) if isinstance(k, type) and dataclasses.is_dataclass(k))
+    if len(found) > 1 and any(field.name == "type" for cls in found for field in dataclasses.fields(cls)):
+        raise TypeError(f"a member of the union {annotation} has a field 'type', the key that names the member")
+    return found
+
+
+def lists(annotation: Any) -> tuple[Any, ...]:
+    """The tuple and list kinds."""
+    return tuple(k for k in kinds(annotation) if (get_origin(k) or k) in (tuple, list, Sequence))
+
+
+def mappings(annotation: Any) -> tuple[Any, ...]:
+    """The dict and Mapping kinds."""
+    return tuple(k for k in kinds(annotation) if (get_origin(k) or k) in (dict, Mapping))
+
+
+def entries(kind: Any) -> tuple[Any, int | None]:
+    """A list kind -> (annotation of the entries: one, or a tuple of them, and their number or None for any)."""
+    args = get_args(kind) or (Any,)
+    if get_origin(kind) is not tuple or args[-1] is Ellipsis:
+        return args[0], None
+    return (() if args == ((),) else args), len(args)
+
+
+def entry(annotation: Any, index: int) -> Any:
+    """Annotation of entry `index` of the list in this annotation."""
+    for kind in lists(annotation):
+        each, count = entries(kind)
+        if count is None:
+            return each
+        if index < count:
+            return each[index]
+    return Any
+
+
+def tag(cls: type, annotation: Any) -> str:
+    """The `type:` that tells this class from what else the annotation allows; "" where it is the only one."""
+    members = configs(annotation)
+    if members == (cls,):
+        return ""
+    alone = [member.__name__ for member in members].count(cls.__name__) == 1
+    return cls.__name__ if cls in members and alone else f"{cls.__module__}:{cls.__qualname__}"
+
+
+def names(cls: type, prefix: str = "", above: tuple[type, ...] = ()) -> Iterator[str]:
+    """Every dotted name below a config, of all union members; list entries are shown by the first, 0."""
+    if cls in above:
+        return
+    for name, annotation in hints(cls).items():
+        path = f"{prefix}{name}"
+        yield path
+        inner = [(path, annotation)]
+        inner += [(f"{path}.0", entry(annotation, 0))] if lists(annotation) else []
+        for place, what in inner:
+            members = configs(what)
+            yield from (f"{place}.type" for _ in members[1:2])
+            for member in members:
+                yield from names(member, f"{place}.", (*above, cls))
+
+
+def words(annotation: Any) -> str:
+    """What may be written there, for people: "a whole number or none"."""
+    return " or ".join(_word(kind) for kind in kinds(annotation))
+
+
+def _word(kind: Any) -> str:
+    plain = {
+        types.NoneType: "none",
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        Path: "a path",
+    }
+    origin = get_origin(kind) or kind
+    if kind in plain:
+        return plain[kind]
+    if origin is Literal:
+        return f"{'one of ' if len(get_args(kind)) > 1 else ''}{', '.join(str(value) for value in get_args(kind))}"
+    if isinstance(origin, type) and issubclass(origin, Enum):
+        return f"one of {', '.join(origin.__members__)}"
+    if lists(kind):
+        each, count = entries(kind)
+        if count is None:
+            return f"a list (each {words(each)})"
+        return f"{count} value{'s' if count != 1 else ''} ({', '.join(words(one) for one in each)})"
+    if mappings(kind):
+        args = get_args(kind)
+        return f"name=value pairs (each value {words(args[1])})" if args else "name=value pairs"
+    return kind.__name__ if isinstance(kind, type) else "anything"
+
+
+def choices(members: tuple[type, ...]) -> str:
+    """AdamWConfig or MuonConfig."""
+    return either(member.__name__ for member in members)

@@ -1,0 +1,208 @@
+"""The command line: its forms, --devices, --help, --print-config, and the errors of a program."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from config_samples import RunConfig
+
+from megajax.config import ConfigError, UserError
+from megajax.config import command_line as cli
+
+HERE = Path(__file__).resolve().parent
+FLAGS = (cli.Flag("skip-train", help="Only evaluate."), cli.Flag("prompt", str), cli.Flag("count", int | None, 3))
+FILE = (
+    "from config_samples import *\ndef config():\n    return RunConfig(model=ModelConfig(hidden_size=768), steps=500)\n"
+)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in (*cli.RANKS, "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "toy.py").write_text(FILE)
+    return tmp_path
+
+
+def parse(*argv, **options):
+    return cli.parse(argv, verb="train", flags=FLAGS, root=RunConfig, **options)
+
+
+def problems(*argv, **options):
+    with pytest.raises(ConfigError) as error:
+        parse(*argv, **options)
+    return {problem.where: f"{problem.what}\n{problem.hint}" for problem in error.value.problems}
+
+
+def test_forms(capsys):
+    command = parse(
+        "--steps", "-1", "--config", "toy", "--parallel.sequence", "--parallel.data-sharding=fsdp", "--seed=3"
+    )
+    assert command.config.steps == -1
+    assert command.config.parallel.sequence is True
+    assert command.config.parallel.data_sharding == "fsdp"
+    assert parse("--config=toy", "--parallel.sequence", "false").config.parallel.sequence is False
+    assert capsys.readouterr().err == ""
+
+
+def test_repeated_flags_warn_and_the_last_wins(capsys):
+    assert parse("--config=toy", "--data.paths=a", "--data.paths", "b").config.data.paths == ("b",)
+    assert capsys.readouterr().err == "warning: --data.paths is given more than once; the last counts (b)\n"
+
+
+def test_flags_of_the_verb():
+    assert parse("--config=toy").flags == {"skip_train": False, "prompt": None, "count": 3}
+    flags = parse("--config=toy", "--skip_train", "--prompt", "hello", "--count=none").flags
+    assert flags == {"skip_train": True, "prompt": "hello", "count": None}
+    found = problems("--config=toy", "--skip-trian", "--count=x", "--prompt")
+    assert "did you mean skip-train?" in found["--skip-trian"]
+    assert "expected a whole number or none, got 'x'" in found["--count"]
+    assert "needs a value" in found["--prompt"]
+
+
+def test_verbs_without_a_config():
+    flags = (cli.Flag("input", str, required=True),)
+    command = cli.parse(["--input=x"], verb="preprocess", flags=flags, with_config=False)
+    assert (command.config, command.flags) == (None, {"input": "x"})
+    with pytest.raises(ConfigError) as error:
+        cli.parse(["--inptu=x"], verb="preprocess", flags=flags, with_config=False)
+    assert "did you mean input?" in str(error.value)
+    assert "--input: must be given" in str(error.value)
+
+
+def test_everything_wrong_is_in_one_error():
+    with pytest.raises(ConfigError) as error:
+        parse("--config=toy", "--paralel.tensor=2", "--steps=abc", "foo", "-steps=3", "--devices=gpu:4")
+    message = str(error.value)
+    assert message.startswith("5 problems in configs/toy.py + command line:\n  paralel.tensor: no such setting\n")
+    for words in ("did you mean parallel.tensor?", "got 'abc'", "foo: unexpected word", "--steps=3?", "CUDA_VISIBLE"):
+        assert words in message
+    assert set(problems("--devices=x", "--config=toi")) == {"--devices", "--config"}
+    assert set(problems("--steps=1")) == {"--config"}
+
+
+@pytest.mark.parametrize("devices", ["cpu:0", "cpu:", "cpu:x", "cpu:-1", "cpu:99999", "tpu", "8", "", "gpu:4", "CPU:8"])
+def test_devices_that_cannot_be(devices):
+    assert "expected cpu:N" in problems("--config=toy", f"--devices={devices}")["--devices"]
+
+
+def test_devices_are_set_before_jax_is_imported():
+    code = (
+        "import sys\nfrom megajax.config import command_line as cli\n"
+        "command = cli.parse(sys.argv[1:], verb='train', root='config_samples:RunConfig')\n"
+        "heavy = [name for name in ('jax', 'jaxlib', 'numpy', 'flax', 'optax', 'orbax') if name in sys.modules]\n"
+        "assert not heavy, heavy\nimport jax\n"
+        "print(command.device_count, len(jax.devices()), jax.devices()[0].platform)"
+    )
+    done = program(code, "--config=toy", "--devices=cpu:3", "--parallel.tensor=3")
+    assert (done.stdout, done.stderr) == ("3 3 cpu\n", "")
+    done = program(code, "--config=toy", "--devices=cpu:3", "--parallel.tensor=2")
+    assert "2 does not divide 3 devices" in done.stderr
+
+
+def program(code, *argv, **environment):
+    path = os.pathsep.join([str(HERE), str(HERE.parents[1])])
+    env = {k: v for k, v in os.environ.items() if k not in cli.RANKS} | {"PYTHONPATH": path} | environment
+    return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, env=env, timeout=60)
+
+
+def test_too_late_for_devices():
+    # The test session has imported jax with eight devices: the same is fine, another number is not.
+    assert parse("--config=toy", "--devices=cpu:8").device_count == 8
+    assert "too late" in problems("--config=toy", "--devices=cpu:4")["--devices"]
+
+
+def test_the_device_count_is_that_of_one_process(monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert parse("--config=toy", "--devices=cpu:8", "--parallel.tensor=3").config.parallel.tensor == 3
+    monkeypatch.delenv("SLURM_PROCID")
+    assert (
+        "3 does not divide 8" in problems("--config=toy", "--devices=cpu:8", "--parallel.tensor=3")["parallel.tensor"]
+    )
+
+
+def test_print_config_names_who_set_what(capsys, folder):
+    (folder / "configs" / "over.yaml").write_text("config: toy.py\nseed: 5\noptimizer: {type: Muon}\n")
+    with pytest.raises(SystemExit) as end:
+        parse("--config=over.yaml", "--optimizer.lr=1", "--parallel.tensor=1", "--print-config")
+    assert end.value.code == 0
+    printed = capsys.readouterr().out
+    noted = [" ".join(line.split()) for line in printed.splitlines() if "#" in line]
+    assert noted == [
+        "hidden_size: 768 # configs/toy.py",
+        "type: MuonConfig # configs/over.yaml",
+        "lr: 1.0 # command line",
+        "steps: 500 # configs/toy.py",
+        "seed: 5 # configs/over.yaml",
+    ]
+    (folder / "again.yaml").write_text(printed)
+    assert parse("--config=again.yaml").config == parse("--config=over.yaml", "--optimizer.lr=1").config
+
+
+def shown(capsys, *argv):
+    with pytest.raises(SystemExit) as end:
+        parse(*argv, description="Trains a model.")
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help(capsys):
+    text = shown(capsys, "--help")
+    for words in (
+        "python -m megajax.train --config=FILE",
+        "Trains a model.",
+        "  --skip-train  true or false\n      Only evaluate.",
+        "  --steps  a whole number = 1000\n      Optimizer steps in all.",
+        "  --model.hidden_size  a whole number (must be given)\n      Width of the residual stream.",
+        "  --parallel.data_sharding  one of replicate, zero1, fsdp = zero1",
+        "  --optimizer.type  AdamWConfig or MuonConfig = AdamWConfig",
+        "  --optimizer.momentum  a number = 0.95  [MuonConfig]",
+        "  --guard.window  a whole number = 100  [GuardConfig]",
+        "  --model.pattern.0.attention.heads  a whole number = 12\n      Number of query heads.",
+    ):
+        assert words in text
+    assert "--steps  a whole number = 500" in shown(capsys, "--config=toy", "-h")
+
+
+def test_help_for_a_part(capsys):
+    text = shown(capsys, "--help=parallel")
+    assert [line.split()[0] for line in text.splitlines() if line.startswith("  --")] == [
+        "--parallel.tensor",
+        "--parallel.data",
+        "--parallel.sequence",
+        "--parallel.data_sharding",
+    ]
+    assert "--optimizer.lr" in shown(capsys, "--help", "lr")
+    with pytest.raises(ConfigError, match="did you mean parallel"):
+        parse("--help=paralel.tensr")
+
+
+def test_front_door(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train", "--config=toy", "--steps=x"])
+    for main, code in ((lambda argv: parse(*argv) and 0, 2), (lambda argv: 17, 17), (lambda argv: None, 0)):
+        with pytest.raises(SystemExit) as end:
+            cli.front_door(main)
+        assert end.value.code == code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == (
+        "\n1 problem in configs/toy.py + command line:\n  steps: expected a whole number, got 'x'\n\n"
+    )
+    with pytest.raises(ZeroDivisionError):
+        cli.front_door(lambda argv: 1 // 0)
+
+
+@pytest.mark.parametrize("variable", cli.RANKS)
+def test_one_process_speaks_for_all(capsys, monkeypatch, variable):
+    monkeypatch.setenv(variable, "3")
+    cli.report(ConfigError([], "x"))
+    assert capsys.readouterr().err == ""
+    cli.report(UserError("this disk is full\nmore"))
+    assert capsys.readouterr().err == "process 3: this disk is full\n"
+    monkeypatch.setenv(variable, "0")
+    cli.report(UserError("this disk is full\nmore"))
+    assert "more" in capsys.readouterr().err

@@ -1,0 +1,177 @@
+"""Config files: how they are found, run and read, and what is said when they cannot be."""
+
+import pytest
+from config_samples import AdamWConfig, MuonConfig, RunConfig
+
+from megajax.config import ConfigError, UserError, files
+from megajax.config.files import load
+
+BASE = """
+from dataclasses import replace
+
+from config_samples import ModelConfig, RunConfig
+
+def config():
+    return RunConfig(model=ModelConfig(hidden_size=768), steps=500)
+
+def debug():
+    return replace(config(), steps=5)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "gpt2_124m.py").write_text(BASE)
+    return tmp_path
+
+
+def run(source, *settings):
+    return load(source, *settings, root=RunConfig)
+
+
+def refusal(source, *settings):
+    with pytest.raises(UserError) as error:
+        run(source, *settings)
+    return str(error.value)
+
+
+def test_found_by_name_and_by_path(folder, monkeypatch):
+    for source in ("gpt2_124m.py", "gpt2_124m", "configs/gpt2_124m.py", str(folder / "configs" / "gpt2_124m.py")):
+        assert run(source).steps == 500
+    assert run("gpt2_124m.py:debug").steps == 5
+    monkeypatch.setattr(files, "REPOSITORY_CONFIGS", folder / "configs")
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    assert run("gpt2_124m").steps == 500
+
+
+def test_a_script_here_is_not_taken_for_a_config_of_the_name(folder):
+    (folder / "gpt2_124m.py").write_text("raise RuntimeError")
+    assert run("gpt2_124m").steps == 500
+
+
+def test_settings_over_a_file(folder):
+    assert run("gpt2_124m.py", "parallel.tensor=2", "steps=1e3").parallel.tensor == 2
+    with pytest.raises(ConfigError) as error:
+        run("gpt2_124m.py", "paralel.tensor=2", "steps=x")
+    assert str(error.value).startswith("2 problems in configs/gpt2_124m.py + settings:\n  paralel.tensor: no such")
+
+
+def test_a_missing_file_or_function_names_the_near_ones(folder):
+    assert "did you mean gpt2_124m.py?" in refusal("gpt2_125m.py")
+    assert "did you mean gpt2_124m.py?" in refusal("gpt2_12m")
+    assert "gpt2_124m.py" in refusal("other")
+    message = refusal("gpt2_124m.py:debgu")
+    assert "has no function debgu (it has config, debug)" in message
+    assert "did you mean debug?" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x = 1\ny = x +\n", "configs/bad.py, line 2: invalid syntax\n    y = x +"),
+        ("def config():\n    return nothing\n", "configs/bad.py, line 2: NameError: name 'nothing' is not defined"),
+        ("import no_such_module_at_all\n", "configs/bad.py, line 1: ModuleNotFoundError"),
+        ("def config():\n    return 3\n", "configs/bad.py: config() must return RunConfig, not int"),
+        ("from config_samples import *\ndef config():\n    return RunConfig(step=1)\n", "did you mean steps?"),
+    ],
+)
+def test_a_fault_in_the_file_is_named_with_its_line(folder, text, words):
+    (folder / "configs" / "bad.py").write_text(text)
+    assert words in refusal("bad.py")
+
+
+def test_an_edited_file_is_read_again(folder):
+    assert run("gpt2_124m").steps == 500
+    (folder / "configs" / "gpt2_124m.py").write_text(BASE.replace("500", "600"))
+    assert run("gpt2_124m").steps == 600
+
+
+def test_a_file_may_import_those_beside_it(folder):
+    child = (
+        "import gpt2_124m as base\nfrom dataclasses import replace\n"
+        "def config():\n    return replace(base.config(), seed=3)\n"
+    )
+    (folder / "configs" / "child.py").write_text(child)
+    (folder / "other").mkdir()
+    (folder / "other" / "gpt2_124m.py").write_text(BASE.replace("500", "600"))
+    (folder / "other" / "child.py").write_text(child)
+    assert (run("child").steps, run("child").seed) == (500, 3)
+    assert run("other/child.py").steps == 600
+
+
+def test_a_config_class_of_the_file_itself(folder):
+    (folder / "configs" / "own.py").write_text(
+        "from __future__ import annotations\nfrom config_samples import *\nfrom dataclasses import dataclass\n"
+        "@dataclass(frozen=True, kw_only=True, slots=True)\nclass Own(RunConfig):\n    extra: int | None = 1\n"
+        "def config():\n    return Own(model=ModelConfig(hidden_size=12))\n"
+    )
+    assert run("own", "extra=2").extra == 2
+
+
+YAML = """
+model: {hidden_size: 768}
+optimizer:
+  type: MuonConfig
+  lr: 1e-4
+steps: 1e3
+guard: none
+run_dir: none
+"""
+
+
+def test_yaml_and_json_read_numbers_as_the_fields_say(folder):
+    (folder / "configs" / "a.yaml").write_text(YAML)
+    config = run("a.yaml")
+    assert config.optimizer == MuonConfig(lr=1e-4)
+    assert (config.steps, config.guard, config.run_dir) == (1000, None, "none")
+    (folder / "b.json").write_text('{"model": {"hidden_size": 768}, "optimizer": {"betas": [0.8, 0.9]}}')
+    assert run("b.json").optimizer == AdamWConfig(betas=(0.8, 0.9))
+
+
+def test_what_a_file_lacks_may_come_with_the_settings(folder):
+    (folder / "a.yaml").write_text("steps: 5\n")
+    assert "model: has no default and is not given" in refusal("a.yaml")
+    assert run("a.yaml", "model.hidden_size=12").model.hidden_size == 12
+
+
+def test_a_run_folder_stands_for_its_config(folder):
+    (folder / "runs").mkdir()
+    (folder / "runs" / "config.yaml").write_text(YAML)
+    assert run("runs").steps == 1000
+
+
+def test_yaml_over_a_base(folder):
+    (folder / "configs" / "over.yaml").write_text(
+        "config: gpt2_124m.py:debug\noptimizer: {type: Muon, momentum: 0.5}\nmodel: {pattern: {0: {norm: layer}}}\n"
+        "data: {blend: {a: 0.5}}\n"
+    )
+    config = run("over.yaml", "optimizer.lr=1")
+    assert (config.steps, config.optimizer) == (5, MuonConfig(momentum=0.5, lr=1.0))
+    assert config.model.pattern[0].norm == "layer"
+    (folder / "configs" / "more.yaml").write_text("config: over.yaml\noptimizer: AdamW\ndata: {blend: {b: 1}}\n")
+    assert run("more.yaml").optimizer == AdamWConfig()
+    assert run("more.yaml").data.blend == {"b": 1.0}
+    assert run("more.yaml", "data.blend.b=2").data.blend == {"b": 2.0}
+    (folder / "configs" / "loop.yaml").write_text("config: loop.yaml\n")
+    assert "is based on itself" in refusal("loop.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("steps: 1\nstep: 2\nmodel: {hidden_size: 4}\n", "step: no such setting\n      did you mean steps?"),
+        ("steps: 1\nsteps: 2\n", "line 2: steps is given twice"),
+        ("a: [1\n", "bad.yaml, line 2: "),
+        ("- 1\n", "expected settings, name: value; got list"),
+        ("model: {hidden_size: 4}\nsteps:\n", "steps: expected a whole number, got None"),
+        ("model: 4\n", "model: expected ModelConfig, got 4"),
+        ("model: {hidden_size: 4, pattern: [{norm: no}]}\n", "add --model.pattern.0.type="),
+        ("model: {hidden_size: 4}\nparallel: {data_sharding: on}\n", "put it in quotes"),
+    ],
+)
+def test_faults_in_yaml(folder, text, words):
+    (folder / "bad.yaml").write_text(text)
+    assert words in refusal("bad.yaml")

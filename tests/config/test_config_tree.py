@@ -1,0 +1,113 @@
+"""Overrides on a tree: nested names, unions, list entries; every problem in one error."""
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+from config_samples import AdamWConfig, GuardConfig, MambaConfig, ModelConfig, MuonConfig, RunConfig
+
+from megajax.config import ConfigError
+from megajax.config.tree import check, override
+
+RUN = RunConfig(model=ModelConfig(hidden_size=768))
+
+
+def problems(*settings, config=RUN, devices=None):
+    with pytest.raises(ConfigError) as error:
+        override(config, *settings, devices=devices)
+    return {problem.where: problem for problem in error.value.problems}
+
+
+def test_nested_names_and_dashes():
+    changed = override(RUN, "parallel.tensor=2", "--parallel.data-sharding=fsdp", "steps=1e3")
+    assert (changed.parallel.tensor, changed.parallel.data_sharding, changed.steps) == (2, "fsdp", 1000)
+    assert RUN.parallel.tensor == 1
+    with pytest.raises(FrozenInstanceError):
+        changed.steps = 3
+
+
+def test_entries_of_a_list_by_number():
+    changed = override(RUN, "model.pattern=BlockConfig,Mamba", "model.pattern.0.attention.heads=8")
+    assert changed.model.pattern[0].attention.heads == 8
+    assert changed.model.pattern[1] == MambaConfig()
+    again = override(changed, "model.pattern.1.state=16")
+    assert again.model.pattern[0] == changed.model.pattern[0]
+    assert again.model.pattern[1].state == 16
+    assert "0 to 1" in problems("model.pattern.2.state=3", config=again)["model.pattern.2"].hint
+
+
+def test_entries_of_a_mapping_by_name():
+    run = override(RUN, "data.parts={web-a: {window: 3}, code: {}}")
+    assert run.data.parts == {"web-a": GuardConfig(window=3), "code": GuardConfig()}
+    changed = override(run, "data.parts.web-a.window=4")
+    assert changed.data.parts == {"web-a": GuardConfig(window=4), "code": GuardConfig()}
+    assert problems("data.parts.cod.window=4", config=run)["data.parts.cod"].hint == "did you mean code?"
+
+
+@pytest.mark.parametrize("name", ["MuonConfig", "Muon", "muon"])
+def test_switching_a_union_starts_from_the_new_members_defaults_in_any_order(name):
+    run = override(RUN, "optimizer.lr=1")
+    assert run.optimizer == AdamWConfig(lr=1.0)
+    assert override(run, f"optimizer.type={name}").optimizer == MuonConfig()
+    assert override(run, f"optimizer={name}").optimizer == MuonConfig()
+    assert override(run, "optimizer.momentum=0.5", f"optimizer.type={name}").optimizer == MuonConfig(momentum=0.5)
+    assert override(run, f"optimizer={name}", "optimizer.momentum=0.5").optimizer == MuonConfig(momentum=0.5)
+    assert override(run, "optimizer={type: muon, lr: 1e-4}").optimizer == MuonConfig(lr=1e-4)
+
+
+def test_naming_the_present_member_keeps_its_settings():
+    assert override(override(RUN, "optimizer.lr=1"), "optimizer.type=AdamW").optimizer == AdamWConfig(lr=1.0)
+
+
+def test_a_setting_of_another_member_says_how_to_get_it():
+    assert "add --optimizer.type=MuonConfig" in problems("optimizer.momentum=0.5")["optimizer.momentum"].hint
+
+
+def test_optional_config():
+    run = override(RUN, "guard.window=5")
+    assert run.guard == GuardConfig(window=5)
+    assert override(run, "guard=none").guard is None
+    assert override(RUN, "guard=GuardConfig").guard == GuardConfig()
+
+
+def test_all_problems_at_once_with_the_nearest_names():
+    found = problems(
+        "paralel.tensor=2",
+        "steps=abc",
+        "tensor=2",
+        "model.pattern.0.atention.heads=3",
+        "parallel.data_sharding=zero",
+        "optimizer.type=Lion",
+        "model.pattern.0.attention.heads=7",
+        "seed",
+    )
+    assert found["paralel.tensor"].what == "no such setting"
+    assert found["paralel.tensor"].hint == found["tensor"].hint == "did you mean parallel.tensor?"
+    assert found["steps"].what == "expected a whole number, got 'abc'"
+    assert found["model.pattern.0.atention.heads"].hint == "did you mean model.pattern.0.attention.heads?"
+    assert found["parallel.data_sharding"].hint == "did you mean zero1?"
+    assert found["optimizer.type"].what == "expected AdamWConfig or MuonConfig, got 'Lion'"
+    assert found["model.pattern.0.attention.heads"].what == "hidden_size=768 is not divisible by heads=7"
+    assert found["model.pattern.0.attention.heads"].hint == "divisors near 7: 6, 8"
+    assert found["seed"].what == "needs a value"
+    assert len(found) == 8
+
+
+def test_cross_checks_of_root_and_parts():
+    found = problems("parallel.tensor=3", "model.pattern.0.attention.heads=0", devices=8)
+    assert found["parallel.tensor"].what == "3 does not divide 8 devices"
+    assert found["model.pattern.0.attention.heads"].what == "must be at least 1, got 0"
+    assert "zero" in found["model"].what + found["model"].hint  # the division by it is no crash
+    check(RUN, 8)
+    with pytest.raises(ConfigError, match="does not divide 7"):
+        check(override(RUN, "parallel.tensor=2"), 7)
+
+
+def test_the_message():
+    with pytest.raises(ConfigError) as error:
+        override(RUN, "paralel.tensor=2", "steps=abc", place="configs/x.py + command line")
+    assert str(error.value) == (
+        "2 problems in configs/x.py + command line:\n"
+        "  paralel.tensor: no such setting\n"
+        "      did you mean parallel.tensor?\n"
+        "  steps: expected a whole number, got 'abc'"
+    )

@@ -1,0 +1,172 @@
+"""Values by annotation: what may be written for each kind of field, and what is refused."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from megajax.config import ConfigError
+from megajax.config.nearest import did_you_mean, nearest_divisors, nearest_names
+from megajax.config.tree import override
+
+
+class Mode(Enum):
+    FAST = "f"
+    SLOW = "s"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Values:
+    whole: int = 0
+    number: float = 0.0
+    switch: bool = False
+    text: str = ""
+    maybe: int | None = 3
+    maybe_text: str | None = "x"
+    choice: Literal["full", "selective", "none"] = "full"
+    size: Literal[1, 2, 4] = 1
+    mode: Mode = Mode.FAST
+    pair: tuple[float, float] = (0.0, 0.0)
+    names: tuple[str, ...] = ("a",)
+    nested: tuple[tuple[int, int], ...] = ()
+    as_list: list[int] = field(default_factory=list)
+    weights: Mapping[str, float] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    path: Path = Path()
+    mixed: int | str | None = None
+    auto: Literal["auto"] | int = "auto"
+    one_or_many: str | tuple[str, ...] = ""
+    anything: Any = None
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("whole=12", 12),
+        ("whole=-1_000", -1000),
+        ("whole=1e3", 1000),
+        ("whole=2.5k", 2500),
+        ("whole=2.4B", 2_400_000_000),
+        ("whole=0.1M", 100_000),
+        ("whole=1T", 10**12),
+        ("whole=4Ki", 4096),
+        ("whole=1.5Mi", 3 * 2**19),
+        ("whole=2Gi", 2**31),
+        ("whole=9007199254740993", 9007199254740993),
+        ("number=1e-4", 1e-4),
+        ("number=3", 3.0),
+        ("number=.5", 0.5),
+        ("number=0.1", 0.1),
+        ("number=2.5k", 2500.0),
+        ("number=inf", math.inf),
+        ("switch=true", True),
+        ("switch=Yes", True),
+        ("switch=1", True),
+        ("switch", True),
+        ("switch=no", False),
+        ("switch=False", False),
+        ("text=none", "none"),
+        ("text=", ""),
+        ("text=1e3", "1e3"),
+        ("text=a=b,c", "a=b,c"),
+        ("maybe=none", None),
+        ("maybe=None", None),
+        ("maybe=7", 7),
+        ("maybe_text=none", None),
+        ("maybe_text=y", "y"),
+        ("choice=none", "none"),
+        ("choice=Selective", "selective"),
+        ("size=4", 4),
+        ("mode=slow", Mode.SLOW),
+        ("mode=f", Mode.FAST),
+        ("pair=0.9,0.95", (0.9, 0.95)),
+        ("pair=[0.9, 1e-1]", (0.9, 0.1)),
+        ("names=/a, /b", ("/a", "/b")),
+        ("names=", ()),
+        ('names=["a,b", c]', ("a,b", "c")),
+        ("nested=[[0, 32], [1k, 64]]", ((0, 32), (1000, 64))),
+        ("as_list=1,2", [1, 2]),
+        ("weights=/a=0.3,/b/x=1/c=0.7", {"/a": 0.3, "/b/x=1/c": 0.7}),
+        ("weights={/a: 1e-1}", {"/a": 0.1}),
+        ("environment=A=b=c", {"A": "b=c"}),
+        ("path=/tmp/x", Path("/tmp/x")),
+        ("path=~/x", Path.home() / "x"),
+        ("mixed=3", 3),
+        ("mixed=three", "three"),
+        ("mixed=none", None),
+        ("auto=auto", "auto"),
+        ("auto=3", 3),
+        ("one_or_many=a", "a"),
+        ("one_or_many=a,b", ("a", "b")),
+        ("anything=[1, x]", [1, "x"]),
+    ],
+)
+def test_reads(setting, value):
+    read = getattr(override(Values(), setting), setting.partition("=")[0])
+    assert read == value
+    assert type(read) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("whole=1.5", "whole: expected a whole number, got '1.5'"),
+        ("whole=true", "expected a whole number"),
+        ("whole=1e999", "expected a whole number"),
+        ("whole=3q", "suffixes are k, K, M, B, T, Ki, Mi, Gi, Ti"),
+        ("whole", "needs a value"),
+        ("whole=none", "expected a whole number, got 'none'"),
+        ("number=fast", "expected a number, got 'fast'"),
+        ("number=nan", "nan compares unequal"),
+        ("switch=2", "expected true or false, got '2'"),
+        ("choice=selectve", "did you mean selective?"),
+        ("size=3", "expected one of 1, 2, 4, got '3'"),
+        ("mode=fsat", "did you mean FAST?"),
+        ("pair=0.9", "pair: expected 2 values (a number, a number), got 1"),
+        ("pair=0.9,x", "pair.1: expected a number, got 'x'"),
+        ("names=[a", "the brackets do not match up"),
+        ("weights=/a", "expected name=value pairs"),
+        ("weights=/a=x", "weights./a: expected a number, got 'x'"),
+        ("auto=fast", "expected auto or a whole number, got 'fast'"),
+        ("whole.x=3", "whole is one value: a whole number"),
+    ],
+)
+def test_refuses(setting, words):
+    with pytest.raises(ConfigError) as error:
+        override(Values(), setting)
+    assert words in str(error.value)
+    assert len(error.value.problems) == 1
+
+
+def test_values_set_in_python_are_checked_and_made_what_the_field_says():
+    fixed = override(Values(names=["a", "b"], path="x", number=1))
+    assert (fixed.names, fixed.path, fixed.number) == (("a", "b"), Path("x"), 1.0)
+    with pytest.raises(ConfigError) as error:
+        override(Values(whole="abc", text=5, switch=3))
+    assert [problem.where for problem in error.value.problems] == ["whole", "switch", "text"]
+    assert "put it in quotes" in str(error.value)
+
+
+def test_nearest_divisors():
+    assert nearest_divisors(768, 7) == [6, 8]
+    assert nearest_divisors(768, 8) == [8]
+    assert nearest_divisors(7, 100) == [7]
+    assert nearest_divisors(1, 0) == [1]
+    for n in range(1, 60):
+        divisors = [d for d in range(1, n + 1) if n % d == 0]
+        for near in range(0, n + 3):
+            below, above = [d for d in divisors if d <= near], [d for d in divisors if d >= near]
+            assert nearest_divisors(n, near) == sorted({*below[-1:], *above[:1]})
+
+
+def test_nearest_names():
+    names = ["parallel.tensor", "parallel.data", "optimizer.clip", "steps"]
+    assert nearest_names("paralel.tensor", names) == ["parallel.tensor"]
+    assert nearest_names("tensor", names) == ["parallel.tensor"]
+    assert nearest_names("grad_clip", names) == ["optimizer.clip"]
+    assert nearest_names("zzz", names) == []
+    assert did_you_mean("step", names) == "did you mean steps?"
