@@ -1,0 +1,167 @@
+"""How fast rows are found, read, batched and put on devices, in tokens a second.
+
+Run:  python benchmarks/data.py [--tokens=60000000] [--sequence-length=2048] [--rows=32] [--output=FILE]
+
+Writes a token file of random documents into a temporary folder, times each part on its own and the whole way from
+file to device, and the time a step waits for its batch while the device is busy. Prints JSON and writes it to
+benchmarks/results/data.json.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from megajax.data.blend import weighted_index
+from megajax.data.config import BlendConfig, LoaderConfig, MockConfig, Rows
+from megajax.data.index import IndexRequest, build_index
+from megajax.data.indexed import IndexedTokens, IndexedWriter
+from megajax.data.loader import Loader
+
+VOCABULARY = 50_000
+REPEATS = 3
+
+
+def seconds(function: Callable[[], Any], repeats: int = REPEATS) -> float:
+    """Shortest of a few runs."""
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def write_corpus(prefix: Path, tokens: int) -> None:
+    random = np.random.default_rng(0)
+    with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
+        left = tokens
+        while left > 0:
+            document = random.integers(0, VOCABULARY - 1, int(random.integers(50, 3000)), dtype=np.uint16)
+            writer.add_document([document])
+            left -= len(document)
+
+
+def index_speed(sequence_length: int) -> dict[str, float]:
+    """Two million documents, read three times over; and a blend of twenty datasets."""
+    lengths = np.random.default_rng(0).integers(50, 3000, 2_000_000).astype(np.int32)
+    epoch = int(lengths.sum(dtype=np.int64))
+    request = IndexRequest(
+        first=0, last=len(lengths), rows=3 * epoch // sequence_length - 1, sequence_length=sequence_length, seed=1
+    )
+    index_seconds = seconds(lambda: build_index(lengths, request, "benchmark"), 2)
+    weights = np.random.default_rng(0).random(20).tolist()
+    return {
+        "index_tokens": 3 * epoch,
+        "index_seconds": index_seconds,
+        "index_tokens_per_second": 3 * epoch / index_seconds,
+        "blend_rows_per_second": 1_000_000 / seconds(lambda: weighted_index(weights, 1_000_000), 1),
+    }
+
+
+def batch_speed(source: Any, rows: int, steps: int, config: LoaderConfig) -> float:
+    """Tokens a second from the source to ready arrays on the devices, nothing else going on."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec(None, "data"))
+    with Loader(source, global_size=rows, microbatches=1, sharding=sharding, config=config) as loader:
+        jax.block_until_ready(next(loader))
+
+        def run() -> None:
+            for _ in range(steps // REPEATS):
+                batch, _ = next(loader)
+                jax.block_until_ready(batch)
+
+        passed = seconds(run)
+    return steps // REPEATS * rows * source.sequence_length / passed
+
+
+def data_wait(source: Any, rows: int, steps: int, busy: float) -> float:
+    """Mean milliseconds that a step waits for its batch when each step keeps the host free for `busy` seconds."""
+    sharding = NamedSharding(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,)), PartitionSpec(None, "data"))
+    waited = 0.0
+    with Loader(source, global_size=rows, microbatches=1, sharding=sharding) as loader:
+        next(loader)
+        for _ in range(steps):
+            time.sleep(busy)
+            start = time.perf_counter()
+            next(loader)
+            waited += time.perf_counter() - start
+    return 1000 * waited / steps
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    length, rows = arguments.sequence_length, arguments.rows
+    start = time.perf_counter()
+    write_corpus(folder / "corpus", arguments.tokens)
+    written = time.perf_counter() - start
+    tokenizer = SimpleNamespace(vocabulary_size=VOCABULARY, eod=VOCABULARY - 1, pad=None, identity="benchmark")
+    wanted = Rows(arguments.tokens // length - rows)
+    results: dict[str, Any] = {"write_tokens_per_second": arguments.tokens / written}
+    results["open_and_check_seconds"] = seconds(lambda: IndexedTokens(folder / "corpus"))
+    results |= index_speed(length)
+    for name, options in {"rows": {}, "rows_isolated": {"isolate_documents": True}}.items():
+        config = BlendConfig(paths=(str(folder / "corpus"),), split="1", cache_dir=str(folder / "cache"), **options)
+        source = config.build(tokenizer=tokenizer, sequence_length=length, rows=wanted, seed=1).train
+        count = min(2000, len(source))
+        taken = seconds(lambda source=source, count=count: [source[row] for row in range(count)])
+        results[f"{name}_tokens_per_second"] = count * length / taken
+        steps = min(600, len(source) // rows - 8)
+        for threads in (1, 2, 4):
+            speed = batch_speed(source, rows, steps, LoaderConfig(threads=threads))
+            results[f"{name}_to_device_{threads}_threads_tokens_per_second"] = speed
+    mock = MockConfig().build(tokenizer=tokenizer, sequence_length=length, rows=Rows(rows * 620), seed=1).train
+    results["mock_to_device_tokens_per_second"] = batch_speed(mock, rows, 600, LoaderConfig())
+    results["data_wait_ms_at_20_ms_steps"] = data_wait(source, rows, 100, 0.02)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=60_000_000)
+    parser.add_argument("--sequence-length", type=int, default=2048)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "data.json")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        results = measure(arguments, Path(folder))
+    device = jax.devices()[0]
+    report = {
+        "command": " ".join(["python", "benchmarks/data.py", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "load_at_end": os.getloadavg()[0],
+            "device": device.device_kind,
+            "devices": jax.device_count(),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "numpy": np.__version__,
+            "grain": importlib.metadata.version("grain"),
+        },
+        "settings": {"tokens": arguments.tokens, "sequence_length": arguments.sequence_length, "rows": arguments.rows},
+        "results": {name: float(f"{value:.4g}") for name, value in results.items()},
+    }
+    text = json.dumps(report, indent=2)
+    print(text)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

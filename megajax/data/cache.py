@@ -1,0 +1,111 @@
+"""Arrays kept on disk under the key of everything they were computed from.
+
+A cache file is built by any process that misses it, written under a temporary name, renamed, and carries a checksum.
+Several hosts may build the same file at once: the contents are equal, so it does not matter whose rename is last.
+No barrier and no shared file system is needed.
+"""
+
+import hashlib
+import json
+import mmap
+import os
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+MAGIC = b"MEGAJAX ARRAYS 1\n"
+ALIGNMENT = 64
+DIGEST_BYTES = 32
+
+type Arrays = dict[str, np.ndarray]
+
+
+def user_cache() -> Path:
+    """$XDG_CACHE_HOME/megajax, or ~/.cache/megajax."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    return Path(base) / "megajax"
+
+
+def content_key(description: Mapping[str, object]) -> str:
+    """SHA-256 of a description as canonical JSON."""
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
+
+
+def load_or_build(folder: Path, description: Mapping[str, object], build: Callable[[], Arrays]) -> Arrays:
+    """The arrays that `build` computes, from the cache when it has them whole and for this very description.
+
+    A file that is torn, altered or of another description is built anew and replaced. When the folder cannot be
+    written the arrays are computed in memory, with one warning.
+
+    Args:
+        folder: folder of cache files; made when missing.
+        description: everything that the arrays depend on, as JSON values.
+        build: computes the arrays.
+    """
+    path = folder / f"{content_key(description)[:40]}.arrays"
+    found = _read(path, description)
+    if found is not None:
+        return found
+    arrays = build()
+    try:
+        _write(path, description, arrays)
+    except OSError as error:
+        warnings.warn(
+            f"index cache {folder} cannot be written ({error.strerror}): indices are kept in memory and built again "
+            "at the next start. Set data.cache_dir to a writable folder.",
+            stacklevel=2,
+        )
+    return arrays
+
+
+def _write(path: Path, description: Mapping[str, object], arrays: Arrays) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = {"description": description, "arrays": {k: [a.dtype.str, a.shape] for k, a in arrays.items()}}
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
+    digest = hashlib.sha256()
+    try:
+        with temporary.open("wb") as file:
+
+            def put(data: bytes | memoryview) -> None:
+                digest.update(data)
+                file.write(data)
+
+            put(MAGIC + json.dumps(head, sort_keys=True).encode() + b"\n")
+            for values in arrays.values():
+                put(bytes(-file.tell() % ALIGNMENT))
+                put(np.ascontiguousarray(values).reshape(values.size).view(np.uint8).data)
+            file.write(digest.digest())
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _read(path: Path, description: Mapping[str, object]) -> Arrays | None:
+    """Arrays of a whole and matching file, memory-mapped; None when there is no such file."""
+    try:
+        with path.open("rb") as file:
+            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError):
+        return None
+    end = len(buffer) - DIGEST_BYTES
+    if end < len(MAGIC) or buffer[: len(MAGIC)] != MAGIC:
+        return None
+    view = memoryview(buffer)
+    if hashlib.sha256(view[:end]).digest() != view[end:]:
+        return None
+    position = buffer.find(b"\n", len(MAGIC)) + 1
+    head = json.loads(buffer[len(MAGIC) : position])
+    if content_key(head["description"]) != content_key(description):
+        return None
+    arrays: Arrays = {}
+    for name, (dtype, shape) in head["arrays"].items():
+        position += -position % ALIGNMENT
+        count = int(np.prod(shape, dtype=np.int64))
+        arrays[name] = np.frombuffer(buffer, dtype, count, position).reshape(shape)
+        position += count * np.dtype(dtype).itemsize
+    return arrays

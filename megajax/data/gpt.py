@@ -1,0 +1,176 @@
+"""Rows for language models: a fixed number of tokens cut from a stream of shuffled documents."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from megajax.config.errors import UserError
+from megajax.data.index import RowIndex
+
+NO_PAD = -1
+"""Stands for padding in tokenizers without a pad token of its own: no token has this value."""
+
+
+class Tokenizer(Protocol):
+    """What data needs to know of a tokenizer."""
+
+    vocabulary_size: int
+    eod: int
+    pad: int | None
+    identity: str
+
+
+class TokenSource(Protocol):
+    """Sequences of tokens: a token file (`megajax.data.indexed`) or a made-up one (`megajax.data.mock`)."""
+
+    prefix: Path
+    dtype: np.dtype
+    lengths: np.ndarray
+
+    def sequence(self, number: int, start: int = 0, stop: int | None = None) -> np.ndarray: ...
+    def document_of(self, sequence: int) -> int: ...
+    def identity(self) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowOptions:
+    """How a row of tokens is masked and numbered."""
+
+    sequence_length: int
+    """S, tokens of a row."""
+    extra: int = 1
+    """1 when rows are read with one token more, the last label; 0 leaves the last label unknown and masked."""
+    reset_positions: bool = False
+    """Position 0 after each end-of-document token."""
+    reset_attention_mask: bool = False
+    """A new segment after each end-of-document token."""
+    eod_mask_loss: bool = False
+    """No loss where the input is the end-of-document token."""
+    isolate_documents: bool = False
+    """A new segment, from position 0, at each document border."""
+
+
+def pad_token(tokenizer: Tokenizer) -> int:
+    """The tokenizer's pad token, or -1 when it has none or one that also ends documents."""
+    return NO_PAD if tokenizer.pad is None or tokenizer.pad == tokenizer.eod else tokenizer.pad
+
+
+def _constant(values: np.ndarray) -> np.ndarray:
+    values.setflags(write=False)
+    return values
+
+
+class GPTDataset:
+    """Row i of a split as a dict of arrays, a pure function of i.
+
+    `dataset[i]` gives, each of length S and not writable:
+
+        tokens: int32, inputs. Padding is 0.
+        labels: int32, the token after each input. Padding is 0.
+        loss_mask: float32, 0 where the label is padding (or the input ends a document, when asked for), else 1.
+        positions: int32, from 0; from 0 again in each document, when asked for.
+        segment_ids: int32, number of the document within the row, when documents are kept apart; else 0.
+
+    Args:
+        tokens: the sequences.
+        index: which of their tokens make up each row.
+        options: row length and masks.
+        tokenizer: vocabulary size, end-of-document and pad token.
+
+    Raises:
+        UserError: tokens stored as floating-point numbers; on reading, a token outside the vocabulary.
+    """
+
+    def __init__(self, tokens: TokenSource, index: RowIndex, options: RowOptions, *, tokenizer: Tokenizer):
+        if tokens.dtype.kind not in "iu":
+            raise UserError(f"{tokens.prefix}: stored as {tokens.dtype.name}, but tokens must be integers.")
+        self.tokens, self.index, self.options = tokens, index, options
+        self.sequence_length = options.sequence_length
+        self._vocabulary_size, self._eod, self._pad = tokenizer.vocabulary_size, tokenizer.eod, pad_token(tokenizer)
+        length = options.sequence_length
+        self._positions = _constant(np.arange(length, dtype=np.int32))
+        self._zeros = _constant(np.zeros(length, np.int32))
+        self._ones = _constant(np.ones(length, np.float32))
+        # int64 tokens are checked against the vocabulary before they are narrowed.
+        self._dtype = np.int64 if tokens.dtype.itemsize > 4 else np.int32
+
+    def __len__(self) -> int:
+        return len(self.index.shuffle)
+
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of a dataset of {len(self)} rows")
+        options, length = self.options, self.sequence_length
+        text, borders, filled = self._text(row)
+        tokens = text[:length]
+        labels = text[1:] if options.extra else np.append(tokens[1:], np.int32(self._pad))
+        row_of = {"tokens": tokens, "labels": labels, "loss_mask": self._loss_mask(tokens, labels)}
+        row_of["positions"], row_of["segment_ids"] = self._numbers(tokens, borders)
+        if filled < len(text) or not options.extra or self._pad != NO_PAD:
+            for name in ("tokens", "labels"):
+                row_of[name] = np.where(row_of[name] == self._pad, np.int32(0), row_of[name])
+        for values in row_of.values():
+            values.setflags(write=False)
+        return row_of
+
+    def _pieces(self, row: int) -> list[tuple[int, int, int | None]]:
+        """(sequence, first token, one past the last) of each part of a row; an end of None is the sequence's own."""
+        place = int(self.index.shuffle[row])
+        (first, begin), (last, end) = self.index.samples[place : place + 2].tolist()
+        documents = self.index.documents[first : last + 1].tolist()
+        pieces: list[tuple[int, int, int | None]] = [(document, 0, None) for document in documents]
+        pieces[-1] = (documents[-1], 0, end + self.options.extra)
+        pieces[0] = (documents[0], begin, pieces[0][2])
+        return pieces
+
+    def _text(self, row: int) -> tuple[np.ndarray, list[int], int]:
+        """Tokens [S + extra] padded at the end, where in them documents begin, and how many are real."""
+        text = np.empty(self.sequence_length + self.options.extra, self._dtype)
+        pieces, borders, filled = self._pieces(row), [], 0
+        for sequence, begin, end in pieces:
+            part = self.tokens.sequence(sequence, begin, end)
+            borders.append(filled)
+            text[filled : filled + len(part)] = part
+            filled += len(part)
+        real = text[:filled]
+        if filled and (real.max() >= self._vocabulary_size or real.min() < 0):
+            raise self._outside(real, pieces, borders)
+        text[filled:] = self._pad
+        return text.astype(np.int32, copy=False), borders, filled
+
+    def _outside(self, real: np.ndarray, pieces: list, borders: list[int]) -> UserError:
+        at = int(np.argmax((real >= self._vocabulary_size) | (real < 0)))
+        piece = int(np.searchsorted(borders, at, side="right")) - 1
+        sequence, begin, _ = pieces[piece]
+        return UserError(
+            f"{self.tokens.prefix}: token {int(real[at])} in document {self.tokens.document_of(sequence)} (sequence "
+            f"{sequence}) at position {begin + at - borders[piece]} lies outside the vocabulary of "
+            f"{self._vocabulary_size}. The file was written with another tokenizer: use that one, or preprocess again."
+        )
+
+    def _loss_mask(self, tokens: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        masked = labels == self._pad
+        if self.options.eod_mask_loss:
+            masked |= tokens == self._eod
+        return np.where(masked, np.float32(0), np.float32(1)) if masked.any() else self._ones
+
+    def _numbers(self, tokens: np.ndarray, borders: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """(positions, segment_ids) [S]. An end-of-document token still belongs to the document it ends."""
+        options, length = self.options, self.sequence_length
+        if not (options.isolate_documents or options.reset_positions or options.reset_attention_mask):
+            return self._positions, self._zeros
+        begins = np.zeros(length, bool)
+        if options.isolate_documents:
+            begins[[border for border in borders if 0 < border < length]] = True
+        after_eod = np.zeros(length, bool)
+        after_eod[1:] = tokens[:-1] == self._eod
+        positions, segments = self._positions, self._zeros
+        new_run = begins | after_eod if options.reset_positions else begins
+        if new_run.any():
+            positions = positions - np.maximum.accumulate(np.where(new_run, positions, 0))
+        new_segment = begins | after_eod if options.reset_attention_mask else begins
+        if new_segment.any():
+            segments = np.cumsum(new_segment, dtype=np.int32)
+        return positions, segments

@@ -1,0 +1,343 @@
+"""Token files on disk: the `.bin`/`.idx` pair that Megatron-LM's preprocessing writes, read and written.
+
+PREFIX.bin holds the tokens of all sequences back to back, nothing else. PREFIX.idx, little-endian throughout:
+
+    bytes      field
+    0..8       "MMIDIDX" and two zero bytes
+    9..16      uint64 version, 1
+    17         uint8 dtype code (1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 6 float64, 7 float32, 8 uint16)
+    18..25     uint64 N, number of sequences
+    26..33     uint64 D, entries of the document table (documents + 1)
+    34..       N int32 lengths in tokens · N int64 byte offsets into .bin · D int64 document table ·
+               N int8 modes (multimodal files only)
+
+Entry d of the document table is the first sequence of document d; its last entry is N.
+"""
+
+import hashlib
+import mmap
+import os
+import shutil
+import struct
+import uuid
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO, Self
+
+import numpy as np
+
+from megajax.config.errors import UserError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER_BYTES = 34
+CODES = (None, "<u1", "<i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")
+"""Dtype code (the position in this tuple) -> numpy dtype name."""
+UINT16_VOCABULARY = 65500
+"""Vocabularies below this size are stored as uint16, all others as int32."""
+CHECK_ROWS = 1 << 22
+"""Entries of a table that are checked at a time: bounds the memory that opening a large index needs."""
+
+
+def token_dtype(vocabulary_size: int | None) -> np.dtype:
+    """Dtype in which a corpus of this vocabulary is stored: uint16 below 65500, int32 otherwise or when unknown."""
+    small = vocabulary_size is not None and vocabulary_size < UINT16_VOCABULARY
+    return np.dtype("<u2" if small else "<i4")
+
+
+def index_path(prefix: Path | str) -> Path:
+    """PREFIX -> PREFIX.idx (a dot inside the prefix is part of the name)."""
+    return Path(f"{prefix}.idx")
+
+
+def tokens_path(prefix: Path | str) -> Path:
+    """PREFIX -> PREFIX.bin."""
+    return Path(f"{prefix}.bin")
+
+
+def _fault(path: Path, field: str, offset: int, expected: object, found: object, hint: str = "") -> UserError:
+    text = f"{path}: {field} at byte {offset}: expected {expected}, found {found}."
+    return UserError(f"{text} {hint or 'The file is damaged or not an index of tokens: write it again.'}")
+
+
+class IndexedTokens:
+    """A validated, memory-mapped token file.
+
+    Attributes:
+        prefix: path without `.bin` / `.idx`.
+        dtype: dtype of the stored tokens.
+        lengths: int32 [N], tokens per sequence.
+        offsets: int64 [N], byte offset of each sequence in `.bin`.
+        document_table: int64 [D], first sequence of each document, then N.
+        modes: int8 [N] for multimodal files, else None.
+        tokens: all tokens of `.bin`, flat, in `dtype`.
+
+    Raises:
+        UserError: a file is missing or any field of the index is wrong; names file, field, byte offset, the
+            value expected and the value found.
+    """
+
+    def __init__(self, prefix: Path | str, *, multimodal: bool = False):
+        self.prefix = Path(prefix)
+        index, tokens = index_path(prefix), tokens_path(prefix)
+        for path in (index, tokens):
+            if not path.is_file():
+                raise UserError(
+                    f"{path}: no such file. A data path is a prefix: PREFIX.bin and PREFIX.idx must both exist "
+                    "(python -m megajax.preprocess writes them)."
+                )
+        buffer = _map(index)
+        self.dtype, sequences, entries = _header(index, buffer, multimodal)
+        lengths_at = HEADER_BYTES
+        offsets_at = lengths_at + 4 * sequences
+        documents_at = offsets_at + 8 * sequences
+        modes_at = documents_at + 8 * entries
+        self.lengths = np.frombuffer(buffer, "<i4", sequences, lengths_at)
+        self.offsets = np.frombuffer(buffer, "<i8", sequences, offsets_at)
+        self.document_table = np.frombuffer(buffer, "<i8", entries, documents_at)
+        self.modes = np.frombuffer(buffer, "<i1", sequences, modes_at) if multimodal else None
+        total = _check_sequences(index, self.lengths, self.offsets, self.dtype.itemsize)
+        _check_documents(index, self.document_table, sequences, documents_at)
+        size = tokens.stat().st_size
+        if size != total:
+            raise UserError(
+                f"{tokens}: expected {total} bytes (the lengths in {index.name} add up to "
+                f"{total // self.dtype.itemsize} tokens of {self.dtype.name}), found {size} bytes. "
+                "The file is cut short or belongs to another index: write both again."
+            )
+        self.tokens = np.frombuffer(_map(tokens), self.dtype)
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self.lengths)
+
+    @property
+    def documents(self) -> int:
+        """Number of documents, empty ones included."""
+        return len(self.document_table) - 1
+
+    def sequence(self, number: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Tokens [start, stop) of a sequence (to its end when stop is None): a view of the memory map, not a copy."""
+        length = int(self.lengths[number])
+        first = int(self.offsets[number]) // self.dtype.itemsize
+        return self.tokens[first + start : first + (length if stop is None else min(stop, length))]
+
+    def document_of(self, sequence: int) -> int:
+        """Number of the document that holds a sequence."""
+        return int(np.searchsorted(self.document_table, sequence, side="right")) - 1
+
+    def identity(self) -> str:
+        """SHA-256 over the content of `.idx` and the size of `.bin`: equal for copies, whatever their dates."""
+        with index_path(self.prefix).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+        digest.update(struct.pack("<Q", self.tokens.nbytes))
+        return digest.hexdigest()
+
+
+def _map(path: Path) -> mmap.mmap | bytes:
+    """Read-only memory map; an empty file, which cannot be mapped, is b""."""
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return b""
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _header(path: Path, buffer: mmap.mmap | bytes, multimodal: bool) -> tuple[np.dtype, int, int]:
+    """Checked header -> (dtype, sequences, entries of the document table)."""
+    if len(buffer) < HEADER_BYTES:
+        raise _fault(path, "header", 0, f"at least {HEADER_BYTES} bytes", f"{len(buffer)} bytes")
+    if buffer[: len(MAGIC)] != MAGIC:
+        raise _fault(path, "magic", 0, MAGIC, bytes(buffer[: len(MAGIC)]))
+    version, code, sequences, entries = struct.unpack_from("<QBQQ", buffer, len(MAGIC))
+    if version != VERSION:
+        raise _fault(path, "version", 9, VERSION, version)
+    if not 1 <= code < len(CODES):
+        raise _fault(path, "dtype code", 17, f"1 to {len(CODES) - 1}", code)
+    if entries < 1:
+        raise _fault(path, "entries of the document table", 26, "at least 1", entries)
+    plain = HEADER_BYTES + 12 * sequences + 8 * entries
+    expected = plain + (sequences if multimodal else 0)
+    if len(buffer) != expected:
+        hint = ""
+        if len(buffer) in (plain, plain + sequences):
+            kind = "without" if multimodal else "with"
+            hint = f"The size fits a file {kind} modes: open it with multimodal={not multimodal}."
+        counts = f"{expected} bytes for {sequences} sequences and {entries} entries of the document table"
+        raise _fault(path, "file size (counts)", 18, counts, f"{len(buffer)} bytes", hint)
+    return np.dtype(CODES[code]), sequences, entries
+
+
+def _check_sequences(path: Path, lengths: np.ndarray, offsets: np.ndarray, itemsize: int) -> int:
+    """Lengths are not negative and offsets are their exclusive running sum in bytes -> total bytes."""
+    total, sequences = 0, len(lengths)
+    for start in range(0, sequences, CHECK_ROWS):
+        part = lengths[start : start + CHECK_ROWS].astype(np.int64)
+        if part.min() < 0:
+            row = start + int(np.argmax(part < 0))
+            raise _fault(path, f"length of sequence {row}", HEADER_BYTES + 4 * row, "0 or more", int(lengths[row]))
+        ends = total + np.cumsum(part * itemsize)
+        expected = ends - part * itemsize
+        wrong = expected != offsets[start : start + CHECK_ROWS]
+        if wrong.any():
+            row = start + int(np.argmax(wrong))
+            at = HEADER_BYTES + 4 * sequences + 8 * row
+            raise _fault(path, f"offset of sequence {row}", at, int(expected[row - start]), int(offsets[row]))
+        total = int(ends[-1])
+    return total
+
+
+def _check_documents(path: Path, table: np.ndarray, sequences: int, at: int) -> None:
+    """The document table starts at 0, never decreases and ends at the number of sequences."""
+    if table[0] != 0:
+        raise _fault(path, "first entry of the document table", at, 0, int(table[0]))
+    for start in range(0, len(table) - 1, CHECK_ROWS):
+        part = table[start : start + CHECK_ROWS + 1]
+        wrong = part[1:] < part[:-1]
+        if wrong.any():
+            row = start + int(np.argmax(wrong)) + 1
+            least = int(table[row - 1])
+            raise _fault(path, f"entry {row} of the document table", at + 8 * row, f"{least} or more", int(table[row]))
+    if table[-1] != sequences:
+        last = len(table) - 1
+        raise _fault(path, "last entry of the document table", at + 8 * last, sequences, int(table[-1]))
+
+
+def has_modes(prefix: Path | str) -> bool:
+    """True when the size of PREFIX.idx is that of a multimodal file; the other fields are not checked."""
+    path = index_path(prefix)
+    with path.open("rb") as file:
+        head = file.read(HEADER_BYTES)
+    if len(head) < HEADER_BYTES:
+        return False
+    sequences, entries = struct.unpack_from("<QQ", head, 18)
+    return sequences > 0 and path.stat().st_size == HEADER_BYTES + 13 * sequences + 8 * entries
+
+
+class IndexedWriter:
+    """Writes a `.bin`/`.idx` pair, document by document, in constant memory but for 4 to 12 bytes a sequence.
+
+    Both files are written under temporary names beside their place and renamed by `finish`, so that nobody ever
+    sees half a corpus. As a context manager: `finish` at the end of the block, `discard` when it raises.
+
+    Args:
+        prefix: output path without `.bin` / `.idx`; missing folders are made.
+        dtype: stored dtype, one of the eight of the format; see `token_dtype`.
+
+    Raises:
+        UserError: dtype that the format does not know, or a folder that cannot be written.
+    """
+
+    def __init__(self, prefix: Path | str, dtype: np.dtype):
+        self.prefix = Path(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype.str.replace("|", "<") not in CODES:
+            known = ", ".join(np.dtype(name).name for name in CODES if name)
+            raise UserError(f"{prefix}: tokens cannot be stored as {self.dtype.name}; choose one of {known}.")
+        self._lengths = array("i")
+        self._documents = array("q", [0])
+        self._modes = array("b")
+        self._tag = f"{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp"
+        try:
+            self.prefix.parent.mkdir(parents=True, exist_ok=True)
+            self._file: BinaryIO = self._temporary(tokens_path(prefix)).open("wb", buffering=1 << 20)
+        except OSError as error:
+            raise UserError(f"{prefix}: cannot be written: {error}. Choose another output prefix.") from error
+
+    def _temporary(self, path: Path) -> Path:
+        return path.with_name(f"{path.name}.{self._tag}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self.discard()
+
+    def add_document(self, sequences: Sequence[np.ndarray], modes: Sequence[int] | None = None) -> None:
+        """Add one document of zero or more sequences; an empty document adds a boundary only.
+
+        Args:
+            sequences: integer (or float, for the float dtypes) arrays [length], values within the stored dtype.
+            modes: int8 mode of each sequence, in all documents or in none; makes the file a multimodal one.
+
+        Raises:
+            UserError: a value outside the stored dtype, or modes that do not fit.
+        """
+        if modes is not None and len(modes) != len(sequences):
+            raise UserError(f"{self.prefix}: {len(sequences)} sequences with {len(modes)} modes; give one each.")
+        self._check_modes(modes is not None, len(sequences))
+        for sequence in sequences:
+            stored = self._stored(np.asarray(sequence))
+            self._file.write(stored.data)
+            self._lengths.append(len(stored))
+        self._documents.append(len(self._lengths))
+        self._modes.extend(modes or ())
+
+    def _check_modes(self, given: bool, sequences: int) -> None:
+        if sequences and self._lengths and given != bool(self._modes):
+            raise UserError(f"{self.prefix}: sequences with and without modes in one file; a multimodal file has all.")
+
+    def _stored(self, sequence: np.ndarray) -> np.ndarray:
+        if sequence.ndim != 1:
+            raise UserError(f"{self.prefix}: a sequence must have one dimension, found shape {sequence.shape}.")
+        if len(sequence) == 0:
+            return np.zeros(0, self.dtype)
+        if self.dtype.kind in "iu" and not np.can_cast(sequence.dtype, self.dtype):
+            low, high, limits = sequence.min(), sequence.max(), np.iinfo(self.dtype)
+            if sequence.dtype.kind not in "iu" or low < limits.min or high > limits.max:
+                raise UserError(
+                    f"{self.prefix}: sequence {len(self._lengths)} has values from {low} to {high} ({sequence.dtype}), "
+                    f"but {self.dtype.name} holds integers from {limits.min} to {limits.max}. Choose a wider dtype."
+                )
+        return np.ascontiguousarray(sequence, dtype=self.dtype)
+
+    def append_index(self, prefix: Path | str) -> None:
+        """Append all documents of another dataset, which must have the same dtype (merging).
+
+        Raises:
+            UserError: the other dataset is damaged, or differs in dtype or in having modes.
+        """
+        other = IndexedTokens(prefix, multimodal=has_modes(prefix) if index_path(prefix).is_file() else False)
+        if other.dtype != self.dtype:
+            raise UserError(
+                f"{prefix}: stored as {other.dtype.name}, cannot be merged into {self.prefix}, which is "
+                f"{self.dtype.name}. Preprocess both with the same vocabulary."
+            )
+        self._check_modes(other.modes is not None, len(other))
+        first = len(self._lengths)
+        with tokens_path(prefix).open("rb") as source:
+            shutil.copyfileobj(source, self._file, 1 << 24)
+        self._lengths.frombytes(other.lengths.astype(np.intc).tobytes())
+        self._documents.frombytes((other.document_table[1:] + first).astype(np.int64).tobytes())
+        if other.modes is not None:
+            self._modes.frombytes(other.modes.tobytes())
+
+    def finish(self) -> None:
+        """Write the index and give both files their names; the tokens first, since readers look for the index."""
+        if self._file.closed:
+            return
+        lengths = np.frombuffer(self._lengths, np.intc).astype("<i4") if self._lengths else np.zeros(0, "<i4")
+        table = np.frombuffer(self._documents, np.int64).astype("<i8")
+        ends = np.cumsum(lengths.astype("<i8") * self.dtype.itemsize)
+        index, code = index_path(self.prefix), CODES.index(self.dtype.str.replace("|", "<"))
+        with self._temporary(index).open("wb") as file:
+            file.write(MAGIC + struct.pack("<QBQQ", VERSION, code, len(lengths), len(table)))
+            for part in (lengths, ends - lengths.astype("<i8") * self.dtype.itemsize, table):
+                file.write(part.tobytes())
+            file.write(self._modes.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._temporary(tokens_path(self.prefix)).replace(tokens_path(self.prefix))
+        self._temporary(index).replace(index)
+
+    def discard(self) -> None:
+        """Give up: remove the temporary files, leave what had the final names untouched."""
+        self._file.close()
+        for path in (tokens_path(self.prefix), index_path(self.prefix)):
+            self._temporary(path).unlink(missing_ok=True)

@@ -1,0 +1,191 @@
+"""From rows on the host to batches on the devices: each process reads the rows that its own devices hold.
+
+The global batch of a step is rows consumed .. consumed + G - 1, laid out as [M, B]: microbatch m is the m-th run of
+B = G / M rows, and a data shard holds a run of each. So the batch is the same for every number of processes, and the
+whole position in the data is one number.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, Self
+
+import absl.flags
+import grain
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from megajax.batch import LMBatch
+from megajax.config.errors import UserError
+from megajax.data.config import LoaderConfig
+
+SAMPLE_BITS = 32
+
+type Index = tuple[slice, ...]
+type Block = dict[str, np.ndarray]
+
+LEAVES: tuple[tuple[str, type], ...] = (
+    ("tokens", np.int32),
+    ("labels", np.int32),
+    ("loss_mask", np.float32),
+    ("positions", np.int32),
+    ("segment_ids", np.int32),
+)
+
+
+class RowSource(Protocol):
+    """Rows by number: `len` and `[i]` -> dict of arrays [S]."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, row: int) -> Mapping[str, np.ndarray]: ...
+
+
+class LocalRows:
+    """Which rows of a global batch a process reads, and where each device's block lies among them.
+
+    Args:
+        indices: for each of the process's devices its slices of [M, B, …].
+        microbatches: M.
+        micro_rows: B.
+
+    Attributes:
+        offsets: int64 [K], rows to read, counted from the first of the global batch, rising.
+    """
+
+    def __init__(self, indices: Iterable[Index], microbatches: int, micro_rows: int):
+        held = np.zeros((microbatches, micro_rows), bool)
+        for index in indices:
+            held[index[0], index[1]] = True
+        self.offsets = np.flatnonzero(held)
+        self._place = np.full((microbatches, micro_rows), -1)
+        self._place[held] = np.arange(len(self.offsets))
+
+    def block(self, values: np.ndarray, index: Index) -> np.ndarray:
+        """Values [K, …] of the rows read -> those at `index`, [m, b, …]: the block of one device."""
+        place = self._place[index[0], index[1]]
+        first, count = int(place[0, 0]), place.size
+        # A run of rows, the usual case, is a view; anything else is gathered.
+        run = int(place[-1, -1]) - first + 1 == count
+        chosen = values[first : first + count].reshape(*place.shape, *values.shape[1:]) if run else values[place]
+        return chosen[(slice(None), slice(None), *index[2:])]
+
+
+def read_rows(source: RowSource, first: int, offsets: np.ndarray) -> Block:
+    """Read rows first + offsets: each leaf of LMBatch as [K, S], `sample` as uint32 [K]."""
+    numbers = first + offsets
+    row = source[int(numbers[0])]
+    length = len(row["tokens"])
+    block = {name: np.empty((len(numbers), length), dtype) for name, dtype in LEAVES}
+    for place, number in enumerate(numbers.tolist()):
+        if place:
+            row = source[number]
+        for name, values in block.items():
+            values[place] = row[name]
+    block["sample"] = (numbers % (1 << SAMPLE_BITS)).astype(np.uint32)
+    return block
+
+
+class _Steps:
+    """Local rows of step k, for grain to read ahead."""
+
+    def __init__(self, source: RowSource, first: int, size: int, offsets: np.ndarray):
+        self._source, self._first, self._size, self._offsets = source, first, size, offsets
+
+    def __len__(self) -> int:
+        return max(0, len(self._source) - self._first) // self._size
+
+    def __getitem__(self, index: Any) -> Block:
+        return read_rows(self._source, self._first + int(index) * self._size, self._offsets)
+
+
+class Loader:
+    """Iterator over (batch, rows consumed after it).
+
+    Args:
+        source: rows; must be the same in every process.
+        global_size: G, rows of a step.
+        microbatches: M, which divides G.
+        sharding: layout of leaves [M, B, S] over the devices; `sample` [M, B] follows its first two axes.
+        consumed: rows used before; the first batch starts there.
+        config: threads and batches read ahead.
+
+    Raises:
+        UserError: G is not divisible by M; on iteration, the source has too few rows for the next batch, or a
+            token lies outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        source: RowSource,
+        *,
+        global_size: int,
+        microbatches: int,
+        sharding: NamedSharding,
+        consumed: int = 0,
+        config: LoaderConfig | None = None,
+    ):
+        if global_size % microbatches:
+            raise UserError(
+                f"a global batch of {global_size} rows cannot be cut into {microbatches} equal microbatches: "
+                "change batch.global_size or batch.micro_size."
+            )
+        self.consumed = consumed
+        self._source, self._size, self._sharding = source, global_size, sharding
+        self._shape = (microbatches, global_size // microbatches)
+        self._sample_sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:2]))
+        self._config = config or LoaderConfig()
+        self._blocks: grain.DatasetIterator[Block] | None = None
+
+    def _start(self) -> grain.DatasetIterator[Block]:
+        """Start reading; at the first batch and not before, so that a finished run can be set up without data left."""
+        flags = absl.flags.FLAGS
+        if not flags.is_parsed():
+            flags.mark_as_parsed()  # grain reads its flags, which only programs run by absl have parsed
+        length = len(self._source[self.consumed]["tokens"])
+        indices = self._sharding.addressable_devices_indices_map((*self._shape, length))
+        self._local = LocalRows((index for index in indices.values() if index is not None), *self._shape)
+        steps = _Steps(self._source, self.consumed, self._size, self._local.offsets)
+        ahead = grain.ReadOptions(num_threads=self._config.threads, prefetch_buffer_size=self._config.prefetch)
+        return iter(grain.MapDataset.source(steps).to_iter_dataset(ahead))
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> tuple[LMBatch, int]:
+        after = self.consumed + self._size
+        if after > len(self._source):
+            raise UserError(
+                f"the next batch needs rows {self.consumed} to {after - 1}, but the data has {len(self._source)}. "
+                "Ask for as many rows as the run uses when building the data (None is only one pass over it)."
+            )
+        if self._blocks is None:
+            self._blocks = self._start()
+        block = next(self._blocks)
+        self.consumed = after
+        return self._on_devices(block), after
+
+    def _on_devices(self, block: Block) -> LMBatch:
+        """Local rows -> global arrays; only the blocks of this process's devices are ever touched."""
+
+        def place(name: str, sharding: NamedSharding) -> jax.Array:
+            values = block[name]
+
+            def held(index: Index | None) -> np.ndarray:
+                assert index is not None  # jax asks for the blocks of this process's devices only
+                return self._local.block(values, index)
+
+            return jax.make_array_from_callback((*self._shape, *values.shape[1:]), sharding, held)
+
+        leaves = {name: place(name, self._sharding) for name, _ in LEAVES}
+        return LMBatch(**leaves, sample=place("sample", self._sample_sharding))
+
+    def close(self) -> None:
+        """Stop reading ahead; the loader may be used again and then starts where it stopped."""
+        blocks, self._blocks = self._blocks, None
+        if blocks is not None:
+            blocks.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

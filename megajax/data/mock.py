@@ -1,0 +1,55 @@
+"""Made-up token files for tests of speed and of the way from index to device: no disk, no cost."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+
+from megajax.data.blend import Cutter
+from megajax.data.config import BlendConfig, MockConfig
+from megajax.data.gpt import Tokenizer
+from megajax.data.splits import Rows, Splits, parse_split
+
+DOCUMENTS = 100_000
+LONGEST = 4096
+SPLIT = "1,1,1"
+
+
+class MockTokens:
+    """100,000 documents of 1 to 4095 tokens; one of length L reads 1, 2, …, L-1 (modulo the vocabulary), end.
+
+    The lengths come from NumPy's `default_rng(0)`, as in Megatron-LM's mock dataset.
+    """
+
+    def __init__(self, *, vocabulary_size: int, eod: int):
+        self.prefix = Path("mock")
+        self.dtype = np.dtype(np.int32)
+        self.lengths = np.random.default_rng(0).integers(1, LONGEST, size=DOCUMENTS, dtype=np.int32)
+        self._eod = eod
+        self._vocabulary_size = vocabulary_size
+        self._counted = (np.arange(1, LONGEST + 1) % vocabulary_size).astype(np.int32)
+
+    def sequence(self, number: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Tokens [start, stop) of a document (to its end when stop is None), int32."""
+        length = int(self.lengths[number])
+        if stop is not None and stop < length:
+            return self._counted[start:stop]
+        tokens = self._counted[start:length].copy()
+        tokens[-1:] = self._eod
+        return tokens
+
+    def document_of(self, sequence: int) -> int:
+        """Each sequence is a document of its own."""
+        return sequence
+
+    def identity(self) -> str:
+        """Hash of what the rows depend on."""
+        return hashlib.sha256(f"mock {self._vocabulary_size} {self._eod}".encode()).hexdigest()
+
+
+def build_splits(config: MockConfig, *, tokenizer: Tokenizer, sequence_length: int, rows: Rows, seed: int) -> Splits:
+    """Made-up rows for the splits that a run asks for; each split has a third of the documents."""
+    blend = BlendConfig(seed=config.seed, isolate_documents=config.isolate_documents)
+    cutter = Cutter(blend, tokenizer=tokenizer, sequence_length=sequence_length, seed=seed)
+    tokens = MockTokens(vocabulary_size=tokenizer.vocabulary_size, eod=tokenizer.eod)
+    return cutter.splits([tokens], None, parse_split(SPLIT), rows)

@@ -1,0 +1,114 @@
+"""Which part of a corpus is for training, validation and test, and how many rows of each a run asks for."""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from megajax.config.errors import UserError
+
+type Range = tuple[float, float]
+
+NAMES = ("train", "valid", "test")
+
+
+class Rows(NamedTuple):
+    """Rows (samples of one sequence) a run asks for: None is one pass over the data, 0 is not wanted."""
+
+    train: int | None
+    valid: int | None = 0
+    test: int | None = 0
+
+
+class Splits(NamedTuple):
+    """What building data gives: row sources (`len`, `[i]` -> dict of numpy arrays [S]), None where not wanted."""
+
+    train: Any
+    valid: Any
+    test: Any
+
+
+class Evaluation(NamedTuple):
+    """How often a run evaluates and on how much: every `every` steps, `batches` batches of `size` rows."""
+
+    every: int
+    batches: int
+    size: int
+    start: int = 0
+    """Step before which there is no evaluation."""
+
+
+def requested_rows(*, steps: int, global_size: int, evaluation: Evaluation | None, rows: int | None = None) -> Rows:
+    """Rows that a run of `steps` steps reads: `rows` itself, or steps · global_size, and those of its evaluations.
+
+    Validation is read once every `evaluation.every` steps and once more at the end, the test set once.
+    """
+    train = steps * global_size if rows is None else rows
+    if evaluation is None:
+        return Rows(train)
+    each = evaluation.batches * evaluation.size
+    times = steps // evaluation.every + 1 - evaluation.start // evaluation.every
+    return Rows(train, times * each, each)
+
+
+def _is_number(item: object) -> bool:
+    try:
+        float(str(item))
+    except ValueError:
+        return False
+    return True
+
+
+def parse_paths(items: Iterable[object]) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
+    """("0.3", "a", "0.7", "b") -> (("a", "b"), (0.3, 0.7)); ("a", "b") -> (("a", "b"), None).
+
+    Prefixes alone when their number is odd or anything at an even position (0, 2, …) is not a number.
+
+    Raises:
+        UserError: no path, or a weight that is not above zero.
+    """
+    items = tuple(str(item) for item in items)
+    if not items:
+        raise UserError("no data path given: set data.paths to prefixes (PREFIX for PREFIX.bin and PREFIX.idx).")
+    if len(items) % 2 or not all(_is_number(item) for item in items[::2]):
+        return items, None
+    weights = tuple(float(item) for item in items[::2])
+    for weight, prefix in zip(weights, items[1::2], strict=True):
+        if not 0 < weight < float("inf"):
+            raise UserError(f"data weight of {prefix}: expected a number above 0, found {weight}. Leave the path out.")
+    return items[1::2], weights
+
+
+def parse_split(text: str) -> tuple[Range | None, Range | None, Range | None]:
+    """ "969,30,1" -> the share of the corpus, as running sums (low, high), of train, valid and test.
+
+    Numbers are taken wherever they stand, missing ones are zero, and the sum is scaled to 1. A share of zero is None.
+
+    Raises:
+        UserError: no number, a malformed one, more than three, or all zero.
+    """
+    found = re.findall(r"[.0-9]+", text)
+    numbers = [float(item) for item in found if _is_number(item)]
+    if not numbers or len(numbers) != len(found) or len(numbers) > 3 or sum(numbers) <= 0:
+        raise UserError(f'split {text!r}: expected one to three numbers, not all zero, such as "969,30,1".')
+    numbers += [0.0] * (3 - len(numbers))
+    total = numbers[0] + numbers[1] + numbers[2]
+    low, ranges = 0.0, []
+    for number in numbers:
+        high = low + number / total
+        ranges.append((low, high) if high > low else None)
+        low = high
+    return ranges[0], ranges[1], ranges[2]
+
+
+def split_bounds(share: Range | None, count: int) -> tuple[int, int]:
+    """Share of `count` sequences -> [first, last) sequence number; halves round to the even number."""
+    if share is None:
+        return 0, 0
+    return round(share[0] * float(count)), round(share[1] * float(count))
+
+
+def wanted(rows: Rows) -> Iterator[tuple[int, str, int | None]]:
+    """(position, name, rows) of the splits that a run asks for."""
+    for position, (name, asked) in enumerate(zip(NAMES, rows, strict=True)):
+        if asked is None or asked > 0:
+            yield position, name, asked

@@ -1,0 +1,111 @@
+"""A corpus that is always there: the source text of Python's standard library, docstrings and all."""
+
+import os
+import platform
+import random
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from megajax.config.errors import UserError
+from megajax.data.blend import Cutter
+from megajax.data.cache import content_key, user_cache
+from megajax.data.config import BlendConfig, StandardLibraryConfig
+from megajax.data.gpt import Tokenizer
+from megajax.data.indexed import IndexedTokens, IndexedWriter, token_dtype
+from megajax.data.splits import Rows, Splits, parse_split
+
+BYTE_EOD = 256
+NOT_PYTHON_ITSELF = ("site-packages", "dist-packages", "__pycache__")
+
+
+def source_files(root: Path) -> list[tuple[str, int]]:
+    """(path relative to root, bytes) of the library's Python files, sorted by path; empty files are left out."""
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in NOT_PYTHON_ITSELF)
+        for name in names:
+            path = Path(folder, name)
+            if name.endswith(".py") and path.is_file() and path.stat().st_size:
+                found.append((path.relative_to(root).as_posix(), path.stat().st_size))
+    return sorted(found)
+
+
+def choose(files: list[tuple[str, int]], limit: int, seed: int) -> list[tuple[str, int]]:
+    """Files in an order that depends on the seed alone, as many as fit into `limit` bytes; at least one."""
+    order = list(files)
+    random.Random(seed).shuffle(order)
+    chosen, total = [], 0
+    for name, size in order:
+        if not chosen or total + size <= limit:
+            chosen.append((name, size))
+            total += size
+    return chosen
+
+
+def _write(prefix: Path, root: Path, chosen: list[tuple[str, int]]) -> None:
+    with IndexedWriter(prefix, token_dtype(BYTE_EOD + 1)) as writer:
+        for name, _ in chosen:
+            text = np.frombuffer((root / name).read_bytes(), np.uint8)
+            writer.add_document([np.append(text.astype(np.uint16), np.uint16(BYTE_EOD))])
+
+
+def _places(config: StandardLibraryConfig) -> Iterator[Path]:
+    """Folders for the corpus, best first: the one asked for, the user's cache, the system's temporary folder."""
+    if config.cache_dir:
+        yield Path(config.cache_dir)
+    yield user_cache() / "standard_library"
+    yield Path(tempfile.gettempdir()) / f"megajax-{os.getuid()}"
+
+
+def corpus(config: StandardLibraryConfig, seed: int) -> IndexedTokens:
+    """The token file of the chosen files: the one on disk, or a new one.
+
+    Its name holds the Python version and the names and sizes of the files, so a Python upgrade makes a new corpus.
+    Several processes may make it at once: each writes temporary files and renames them, with equal content.
+
+    Raises:
+        UserError: this Python came without its sources, or no folder can be written.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    chosen = choose(source_files(root), int(config.megabytes * 1e6), seed)
+    if not chosen:
+        raise UserError(f"{root}: no Python source files: this Python came without its library's sources.")
+    key = content_key({"python": platform.python_version(), "files": [list(entry) for entry in chosen]})
+    failures = []
+    for folder in _places(config):
+        prefix = folder / f"python-{platform.python_version()}-{len(chosen)}-{key[:16]}"
+        try:
+            return IndexedTokens(prefix)
+        except UserError:
+            pass  # missing, or torn by a crash: written again
+        try:
+            _write(prefix, root, chosen)
+        except (OSError, UserError) as error:
+            failures.append(str(error))
+            continue
+        return IndexedTokens(prefix)
+    raise UserError("the standard library's text cannot be stored anywhere:\n" + "\n".join(failures))
+
+
+def build_splits(
+    config: StandardLibraryConfig, *, tokenizer: Tokenizer, sequence_length: int, rows: Rows, seed: int
+) -> Splits:
+    """Row sources of source text; file choice and row order follow the seed.
+
+    Raises:
+        UserError: a tokenizer other than the byte tokenizer; see also `corpus`.
+    """
+    if tokenizer.eod != BYTE_EOD or tokenizer.vocabulary_size <= BYTE_EOD:
+        raise UserError(
+            f"the standard library's text is stored as bytes (256 values, end of document {BYTE_EOD}), but the "
+            f"tokenizer {tokenizer.identity} has {tokenizer.vocabulary_size} tokens and ends documents with "
+            f"{tokenizer.eod}. Choose the byte tokenizer, or preprocess files of your own and set data.paths."
+        )
+    own_seed = seed if config.seed is None else config.seed
+    blend = BlendConfig(seed=own_seed, cache_dir=config.cache_dir, isolate_documents=config.isolate_documents)
+    cutter = Cutter(blend, tokenizer=tokenizer, sequence_length=sequence_length, seed=own_seed)
+    return cutter.splits([corpus(config, own_seed)], None, parse_split(config.split), rows)

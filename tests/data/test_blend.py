@@ -1,0 +1,145 @@
+"""Blends: the order against its definition, sizes, splits, and requests that cannot be met."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from token_files import tokenizer, write, write_random
+
+from megajax.config.errors import UserError
+from megajax.data.blend import BlendedDataset, exhaustive_index, normalised, rows_needed, weighted_index
+from megajax.data.config import BlendConfig, Rows
+from megajax.data.splits import Evaluation, parse_paths, parse_split, requested_rows, split_bounds
+
+
+def by_definition(weights: list[float], rows: int, limits: list[int] | None = None) -> list[tuple[int, int]]:
+    counts, order = [0] * len(weights), []
+    for row in range(rows):
+        best, furthest = -1, -math.inf
+        for dataset, weight in enumerate(weights):
+            if limits is not None and counts[dataset] == limits[dataset]:
+                continue
+            error = weight * max(row, 1) - counts[dataset]
+            if error > furthest:
+                best, furthest = dataset, error
+        order.append((best, counts[best]))
+        counts[best] += 1
+    return order
+
+
+@pytest.mark.parametrize("weights", [[1.0], [0.3, 0.7], [1, 1, 1], [1, 2, 3, 4], [0.1] * 10, [5, 1e-3, 2, 2]])
+def test_weighted_order(weights: list[float]) -> None:
+    """Ties included, and over a border of the blocks that are computed at a time."""
+    index = weighted_index(weights, 5000)
+    assert index.datasets.dtype == np.int16 and index.samples.dtype == np.int64
+    expected = by_definition(normalised(weights).tolist(), 5000)
+    assert list(zip(index.datasets.tolist(), index.samples.tolist(), strict=True)) == expected
+
+
+@pytest.mark.parametrize("lengths", [[5], [3, 3], [1, 4500, 30], [7, 2, 2, 9]])
+def test_exhaustive_order(lengths: list[int]) -> None:
+    index = exhaustive_index(lengths)
+    assert np.bincount(index.datasets).tolist() == lengths
+    expected = by_definition([n / sum(lengths) for n in lengths], sum(lengths), lengths)
+    assert list(zip(index.datasets.tolist(), index.samples.tolist(), strict=True)) == expected
+
+
+def test_sizes_round_up_twice() -> None:
+    weights = normalised([0.3, 0.7])
+    assert rows_needed(500, weights) == [150, 350] and rows_needed(500, weights, 0.005) == [151, 352]
+    assert sum(rows_needed(2000, normalised([1, 1, 1]))) == 2001
+
+
+def test_paths() -> None:
+    assert parse_paths(["a"]) == (("a",), None)
+    assert parse_paths(["0.3", "a", "0.7", "b"]) == (("a", "b"), (0.3, 0.7))
+    assert parse_paths([3, "a", 7, "b"]) == (("a", "b"), (3.0, 7.0))
+    assert parse_paths(["a", "1", "b", "2"]) == (("a", "1", "b", "2"), None)
+    assert parse_paths(["0.3", "a", "b"]) == (("0.3", "a", "b"), None)
+    for bad in ([], ["0", "a"], ["-1", "a"], ["nan", "a"], ["inf", "a"]):
+        with pytest.raises(UserError):
+            parse_paths(bad)
+
+
+def test_split_shares() -> None:
+    assert parse_split("969, 30, 1") == ((0, 0.969), (0.969, 0.999), (0.999, 1.0))
+    assert parse_split("100,0,0") == ((0, 1.0), None, None) and parse_split("3 1") == ((0, 0.75), (0.75, 1.0), None)
+    assert parse_split("0,1") == (None, (0, 1.0), None)
+    # Halves go to the even number: 2.5 -> 2, 7.5 -> 8.
+    assert [split_bounds(share, 10) for share in parse_split("1,2,1")] == [(0, 2), (2, 8), (8, 10)]
+    assert split_bounds(None, 10) == (0, 0)
+    for bad in ("", "a", "0,0,0", "1,2,3,4", "1..2", "-"):
+        with pytest.raises(UserError, match="one to three numbers"):
+            parse_split(bad)
+
+
+def test_rows_a_run_asks_for() -> None:
+    evaluation = Evaluation(every=10, batches=3, size=4)
+    assert requested_rows(steps=25, global_size=8, evaluation=evaluation) == (200, 36, 12)
+    assert requested_rows(steps=25, global_size=8, evaluation=evaluation._replace(start=10)) == (200, 24, 12)
+    assert requested_rows(steps=25, global_size=8, evaluation=None, rows=190) == (190, 0, 0)
+
+
+def test_problems_are_found_without_reading() -> None:
+    def where(**options: Any) -> list[str]:
+        return [problem.where for problem in BlendConfig(**options).problems()]
+
+    assert where(paths=("a",)) == [] and where(train_paths=("1", "a", "2", "b")) == []
+    assert where() == ["paths"] and where(paths=("a",), valid_paths=("b",)) == ["paths"]
+    assert where(paths=("-1", "a"), split="x", surplus=-1.0) == ["split", "surplus", "paths"]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> list[str]:
+    return [str(write_random(tmp_path / name, documents=60, seed=seed)) for seed, name in enumerate("ab")]
+
+
+def build(tmp_path: Path, rows: Rows, **options: Any) -> Any:
+    config = BlendConfig(cache_dir=str(tmp_path / "cache"), **options)
+    return config.build(tokenizer=tokenizer(), sequence_length=16, rows=rows, seed=5)
+
+
+def test_a_weighted_blend(tmp_path: Path, pair: list[str]) -> None:
+    paths = ("1", pair[0], "3", pair[1])
+    splits = build(tmp_path, Rows(100, 10, 0), paths=paths, split="80,20")
+    assert isinstance(splits.train, BlendedDataset) and len(splits.train) == 100 and len(splits.valid) == 11
+    assert splits.test is None
+    assert np.bincount(splits.train.index.datasets).tolist() == [25, 75]
+    row = splits.train[3]
+    member = splits.train.datasets[row["dataset_id"]][int(splits.train.index.samples[3])]
+    assert (row["tokens"] == member["tokens"]).all()
+    other = build(tmp_path, Rows(100, 0, 0), paths=paths, split="80,20", seed=6).train
+    assert any((other[row]["tokens"] != splits.train[row]["tokens"]).any() for row in range(5))
+
+
+def test_a_lone_weight_is_a_blend_in_paths_but_not_per_split(tmp_path: Path, pair: list[str]) -> None:
+    """Megatron-LM's rule: `1.0 a` gets the surplus, a lone prefix in a list per split does not."""
+    assert isinstance(build(tmp_path, Rows(10), paths=("1", pair[0])).train, BlendedDataset)
+    lone = build(tmp_path, Rows(10, 5), train_paths=("1", pair[0]), valid_paths=(pair[1],))
+    assert not isinstance(lone.train, BlendedDataset) and lone.valid.index.documents.max() > 40
+    with pytest.raises(UserError, match=r"data\.test_paths is empty"):
+        build(tmp_path, Rows(10, 0, 5), train_paths=(pair[0],))
+
+
+def test_blends_without_weights(tmp_path: Path, pair: list[str]) -> None:
+    """One epoch of each, in proportion to length: all of it, or the part asked for."""
+    everything = build(tmp_path, Rows(None), paths=tuple(pair), split="1").train
+    lengths = [len(member) for member in everything.datasets]
+    assert len(everything) == sum(lengths) and np.bincount(everything.index.datasets).tolist() == lengths
+    assert len(build(tmp_path, Rows(20), paths=tuple(pair), split="1").train) == 20
+    assert len(build(tmp_path, Rows(10**6), paths=tuple(pair), split="1").train) == sum(lengths)
+    one_pass = build(tmp_path, Rows(None), paths=("1", pair[0], "9", pair[1]), split="1").train
+    assert np.bincount(one_pass.index.datasets).tolist() == lengths
+
+
+def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
+    small = str(write(tmp_path / "small", [[1] * 20] * 10))
+    with pytest.raises(UserError, match=r"small, split test: 0 of 10 sequences"):
+        build(tmp_path, Rows(10, 2, 2), paths=(small,), split="949,50,1")
+    assert build(tmp_path, Rows(10, 2, 0), paths=(small,), split="949,50,1").test is None
+    with pytest.raises(UserError, match=r"seed: expected 0 to 4294967295 .* found -1"):
+        build(tmp_path, Rows(10), paths=(small,), seed=-1)
+    with pytest.raises(UserError, match="no such file"):
+        build(tmp_path, Rows(1), paths=(str(tmp_path / "absent"),))

@@ -1,0 +1,135 @@
+"""Rows: what they hold, where loss, positions and segments change, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from token_files import EOD, tokenizer, write, write_random
+
+from megajax.config.errors import UserError
+from megajax.data.config import BlendConfig, MockConfig, Rows
+from megajax.data.mock import MockTokens
+
+
+def build(prefix: Path, length: int, rows: Rows, tokens: Any = None, **options: Any) -> Any:
+    config = BlendConfig(paths=(str(prefix),), cache_dir=str(prefix.parent / "cache"), **options)
+    assert not config.problems()
+    return config.build(tokenizer=tokens or tokenizer(), sequence_length=length, rows=rows, seed=3)
+
+
+def one_row(tmp_path: Path, documents: list[list[int]], length: int, tokens: Any = None, **options: Any) -> Any:
+    """The only row of a corpus written so that shuffling cannot change it."""
+    dataset = build(write(tmp_path / "c", documents), length, Rows(None), tokens, split="1", **options).train
+    assert len(dataset) == 1
+    return dataset[0]
+
+
+def test_a_plain_row(tmp_path: Path) -> None:
+    row = one_row(tmp_path, [[1, 2, EOD, 4, 5]], 4)
+    assert {name: values.tolist() for name, values in row.items()} == {
+        "tokens": [1, 2, EOD, 4],
+        "labels": [2, EOD, 4, 5],
+        "loss_mask": [1, 1, 1, 1],
+        "positions": [0, 1, 2, 3],
+        "segment_ids": [0, 0, 0, 0],
+    }
+    assert [values.dtype.name for values in row.values()] == ["int32", "int32", "float32", "int32", "int32"]
+    assert not any(values.flags.writeable for values in row.values())
+
+
+def test_end_of_document_belongs_to_its_document(tmp_path: Path) -> None:
+    flags = {"reset_positions": True, "reset_attention_mask": True, "eod_mask_loss": True}
+    row = one_row(tmp_path, [[1, 2, EOD, 4, EOD, EOD, 7, 8]], 7, **flags)
+    assert row["positions"].tolist() == [0, 1, 2, 0, 1, 0, 0]
+    assert row["segment_ids"].tolist() == [0, 0, 0, 1, 1, 2, 3]
+    assert row["loss_mask"].tolist() == [1, 1, 0, 1, 0, 0, 1]
+
+
+def test_isolation_follows_stored_borders(tmp_path: Path) -> None:
+    """Documents without any end token are kept apart; an end token inside a document is no border."""
+    same = [[5, EOD, 5], [5, EOD, 5], [5, EOD, 5]]
+    row = one_row(tmp_path, same, 8, isolate_documents=True)
+    assert row["tokens"].tolist() == [5, EOD, 5, 5, EOD, 5, 5, EOD]
+    assert row["segment_ids"].tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert row["positions"].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+def test_without_the_extra_token_the_last_label_is_masked(tmp_path: Path) -> None:
+    row = one_row(tmp_path, [[1, 2, 3, 4]], 4, extra_token=False)
+    assert row["tokens"].tolist() == [1, 2, 3, 4] and row["labels"].tolist() == [2, 3, 4, 0]
+    assert row["loss_mask"].tolist() == [1, 1, 1, 0]
+
+
+def test_padding(tmp_path: Path) -> None:
+    """The kept tail of a validation set: no loss on padding, which becomes 0 and extends the last segment."""
+    prefix = write(tmp_path / "c", [[1, 2, 3], [4, 5, 6]])
+    options = {"split": "0,1", "drop_last": False, "isolate_documents": True}
+    dataset = build(prefix, 4, Rows(0, None), **options).valid
+    assert len(dataset) == 2
+    tail = next(row for row in map(dataset.__getitem__, range(2)) if row["loss_mask"].sum() == 1)
+    assert tail["loss_mask"].tolist() == [1, 0, 0, 0] and tail["tokens"][2:].tolist() == [0, 0]
+    assert tail["labels"][1:].tolist() == [0, 0, 0] and tail["segment_ids"].tolist() == [0, 0, 0, 0]
+    masks = [dataset[row]["loss_mask"].sum() for row in (0, 1, 0, 1)]
+    assert masks[:2] == masks[2:] and sorted(masks[:2]) == [1, 4]
+
+
+def test_pad_token_of_the_tokenizer(tmp_path: Path) -> None:
+    """A pad token found in the data is padding; one that also ends documents is not."""
+    row = one_row(tmp_path, [[1, 7, 3, 4]], 3, tokenizer(pad=7))
+    assert row["tokens"].tolist() == [1, 0, 3] and row["labels"].tolist() == [0, 3, 4]
+    assert row["loss_mask"].tolist() == [0, 1, 1]
+    row = one_row(tmp_path, [[1, EOD, 3, 4]], 3, tokenizer(pad=EOD))
+    assert row["tokens"].tolist() == [1, EOD, 3] and row["loss_mask"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("dtype", "bad"), [(np.uint16, 100), (np.int32, -5), (np.int64, 2**32 + 1)])
+def test_tokens_outside_the_vocabulary(tmp_path: Path, dtype: type, bad: int) -> None:
+    documents = [[1] * 6, [2] * 6, [3, 3, 3, bad, 3, 3]]
+    dataset = build(write(tmp_path / "c", documents, dtype), 5, Rows(None), split="1").train
+    with pytest.raises(
+        UserError, match=rf"token {bad} in document 2 \(sequence 2\) at position 3 .* vocabulary of 100"
+    ):
+        [dataset[row] for row in range(len(dataset))]
+
+
+def test_floating_point_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="float32, but tokens must be integers"):
+        build(write(tmp_path / "c", [[1, 2, 3]], np.float32), 2, Rows(None), split="1")
+
+
+def test_rows_are_a_pure_function_of_their_number(tmp_path: Path) -> None:
+    prefix = write_random(tmp_path / "c", documents=30)
+    dataset = build(prefix, 16, Rows(100), split="1", isolate_documents=True).train
+    again = build(prefix, 16, Rows(100), split="1", isolate_documents=True).train
+    forward = [dataset[row] for row in range(100)]
+    for row in reversed(range(100)):
+        assert all((forward[row][name] == values).all() for name, values in again[row].items())
+    for number in (-1, len(dataset)):
+        with pytest.raises(IndexError):
+            dataset[number]
+    neighbours = np.argsort(dataset.index.shuffle)
+    for first, second in zip(neighbours[:-1].tolist(), neighbours[1:].tolist(), strict=True):
+        assert dataset[first]["labels"][-1] == dataset[second]["tokens"][0]
+
+
+def test_mock_documents() -> None:
+    tokens = MockTokens(vocabulary_size=1000, eod=999)
+    lengths = np.random.default_rng(0).integers(1, 4096, size=100_000, dtype=np.int32)
+    assert (tokens.lengths == lengths).all()
+    number = int(np.argmax(lengths > 1500))
+    expected = [*(np.arange(1, lengths[number]) % 1000).tolist(), 999]
+    assert tokens.sequence(number).tolist() == expected
+    assert tokens.sequence(number, 1200, 1210).tolist() == expected[1200:1210]
+    assert tokens.sequence(number, 1200, 99999).tolist() == expected[1200:]
+
+
+def test_mock_splits_are_thirds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = MockConfig(isolate_documents=True)
+    splits = config.build(tokenizer=tokenizer(), sequence_length=32, rows=Rows(10, 10, 0), seed=1)
+    assert splits.test is None
+    assert splits.train.index.documents.max() == 33332 and splits.valid.index.documents.min() == 33333
+    row = splits.train[5]
+    starts = np.flatnonzero(row["positions"] == 0)
+    assert row["segment_ids"][starts].tolist() == list(range(len(starts)))

@@ -1,0 +1,108 @@
+"""Index files: reused when whole and of the same content, else built again; never in the way."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from token_files import tokenizer, write
+
+from megajax.data import blend
+from megajax.data.cache import load_or_build
+from megajax.data.config import BlendConfig, Rows
+
+
+class Builder:
+    """Counts how often it is called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> dict[str, np.ndarray]:
+        self.calls += 1
+        return {
+            "a": np.arange(6, dtype=np.int64).reshape(3, 2),
+            "b": np.array([], np.int16),
+            "c": np.arange(5, dtype="u1"),
+        }
+
+
+def check(arrays: dict[str, np.ndarray]) -> None:
+    for name, expected in Builder()().items():
+        assert arrays[name].dtype == expected.dtype and arrays[name].shape == expected.shape
+        np.testing.assert_array_equal(arrays[name], expected)
+
+
+def test_built_once_per_description(tmp_path: Path) -> None:
+    build = Builder()
+    for _ in range(2):
+        check(load_or_build(tmp_path / "new", {"seed": 1}, build))
+    assert build.calls == 1
+    check(load_or_build(tmp_path / "new", {"seed": 2}, build))
+    assert build.calls == 2 and len(list((tmp_path / "new").iterdir())) == 2
+
+
+@pytest.mark.parametrize("harm", ["cut", "flip", "empty", "other", "header"])
+def test_a_damaged_file_is_built_again(tmp_path: Path, harm: str) -> None:
+    build = Builder()
+    load_or_build(tmp_path, {"seed": 1}, build)
+    (path,) = tmp_path.iterdir()
+    content = bytearray(path.read_bytes())
+    if harm == "other":
+        load_or_build(tmp_path / "other", {"seed": 2}, build)
+        content = bytearray(next((tmp_path / "other").iterdir()).read_bytes())
+        build.calls = 1
+    elif harm in ("flip", "header"):
+        content[20 if harm == "header" else 200] ^= 1
+    path.write_bytes({"cut": content[:-40], "empty": b""}.get(harm, bytes(content)))
+    check(load_or_build(tmp_path, {"seed": 1}, build))
+    assert build.calls == 2
+    check(load_or_build(tmp_path, {"seed": 1}, build))
+    assert build.calls == 2
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.warns(UserWarning, match=r"cannot be written .* kept in memory") as seen:
+        check(load_or_build(tmp_path / "file" / "cache", {"seed": 1}, Builder()))
+    assert len(seen) == 1
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the indices built, in order."""
+    names: list[str] = []
+    original = blend.build_index
+
+    def counted(lengths: np.ndarray, request: Any, name: str) -> Any:
+        names.append(name)
+        return original(lengths, request, name)
+
+    monkeypatch.setattr(blend, "build_index", counted)
+    return names
+
+
+def test_every_option_and_the_data_are_in_the_key(tmp_path: Path, built: list[str]) -> None:
+    prefix = write(tmp_path / "c", [[1] * 30, [2] * 30])
+
+    def build(rows: int = 5, length: int = 8, seed: int = 1, **options: Any) -> None:
+        config = BlendConfig(paths=(str(prefix),), split="1", cache_dir=str(tmp_path / "cache"), **options)
+        config.build(tokenizer=tokenizer(), sequence_length=length, rows=Rows(rows), seed=seed)
+
+    changes: list[dict[str, Any]] = [{}, {"rows": 6}, {"length": 9}, {"seed": 2}, {"extra_token": False}]
+    names = ("reset_positions", "reset_attention_mask", "eod_mask_loss", "isolate_documents")
+    changes += [{name: True} for name in names] + [{"drop_last": False}]
+    for change in changes:
+        build(**change)
+        build(**change)
+    assert len(built) == len(changes)
+    times = os.stat(f"{prefix}.idx")
+    write(tmp_path / "c", [[1] * 30, [2] * 30])
+    os.utime(f"{prefix}.idx", ns=(times.st_atime_ns, times.st_mtime_ns + 10**9))
+    build()
+    assert len(built) == len(changes)  # the same content, written later
+    write(tmp_path / "c", [[1] * 29, [2] * 31])
+    os.utime(f"{prefix}.idx", ns=(times.st_atime_ns, times.st_mtime_ns))
+    build()
+    assert len(built) == len(changes) + 1  # other content, of the same size and date

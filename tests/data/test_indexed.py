@@ -1,0 +1,137 @@
+"""Token files: what is written is read, and every kind of damage is named."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from token_files import write
+
+from megajax.config.errors import UserError
+from megajax.data.indexed import CODES, IndexedTokens, IndexedWriter, has_modes, index_path, token_dtype, tokens_path
+
+DTYPES = [np.dtype(name) for name in CODES if name]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_round_trip(tmp_path: Path, dtype: np.dtype) -> None:
+    with IndexedWriter(tmp_path / "a.b", dtype) as writer:
+        writer.add_document([np.array([1, 2, 3], dtype)])
+        writer.add_document([])
+        writer.add_document([np.array([4], dtype), np.array([], dtype), np.array([5, 6], dtype)])
+    file = IndexedTokens(tmp_path / "a.b")
+    assert file.dtype == dtype and len(file) == 4 and file.documents == 3
+    assert file.lengths.tolist() == [3, 1, 0, 2] and file.document_table.tolist() == [0, 1, 1, 4]
+    assert [file.sequence(number).tolist() for number in range(4)] == [[1, 2, 3], [4], [], [5, 6]]
+    assert file.sequence(0, 1, 2).tolist() == [2] and file.sequence(0, 1, 99).tolist() == [2, 3]
+    assert [file.document_of(number) for number in range(4)] == [0, 2, 2, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.b.bin", "a.b.idx"]
+
+
+def test_header_is_the_published_one(tmp_path: Path) -> None:
+    """Byte for byte, by hand: magic, version 1, code 8, 2 sequences, 3 entries, lengths, offsets, documents."""
+    write(tmp_path / "a", [[1, 2], [3]])
+    expected = b"MMIDIDX\0\0" + struct.pack("<QBQQ2i2q3q", 1, 8, 2, 3, 2, 1, 0, 4, 0, 1, 2)
+    assert index_path(tmp_path / "a").read_bytes() == expected
+    assert tokens_path(tmp_path / "a").read_bytes() == struct.pack("<3H", 1, 2, 3)
+
+
+def test_modes(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "m", np.dtype(np.int32)) as writer:
+        writer.add_document([np.array([1, 2]), np.array([3])], [0, 1])
+    assert has_modes(tmp_path / "m")
+    file = IndexedTokens(tmp_path / "m", multimodal=True)
+    assert file.modes is not None and file.modes.tolist() == [0, 1]
+    with pytest.raises(UserError, match="multimodal=True"):
+        IndexedTokens(tmp_path / "m")
+    with IndexedWriter(tmp_path / "mm", np.dtype(np.int32)) as writer:
+        writer.append_index(tmp_path / "m")
+        writer.append_index(tmp_path / "m")
+        with pytest.raises(UserError, match="with and without modes"):
+            writer.add_document([np.array([1])])
+    merged = IndexedTokens(tmp_path / "mm", multimodal=True)
+    assert merged.modes is not None and merged.modes.tolist() == [0, 1, 0, 1]
+    assert merged.document_table.tolist() == [0, 2, 4]
+
+
+def test_merging_equals_writing_at_once(tmp_path: Path) -> None:
+    first, second = [[1, 2], [], [3]], [[4, 5, 6]]
+    write(tmp_path / "first", first)
+    write(tmp_path / "second", second)
+    write(tmp_path / "both", first + second)
+    with IndexedWriter(tmp_path / "merged", np.dtype(np.uint16)) as writer:
+        writer.append_index(tmp_path / "first")
+        writer.append_index(tmp_path / "second")
+    for path in (index_path, tokens_path):
+        assert path(tmp_path / "merged").read_bytes() == path(tmp_path / "both").read_bytes()
+    write(tmp_path / "wide", second, np.int32)
+    with (
+        pytest.raises(UserError, match="int32, cannot be merged"),
+        IndexedWriter(tmp_path / "x", np.dtype("u2")) as writer,
+    ):
+        writer.append_index(tmp_path / "wide")
+
+
+def test_a_failure_leaves_the_old_files(tmp_path: Path) -> None:
+    write(tmp_path / "a", [[1, 2]])
+    with pytest.raises(UserError, match=r"from -1 to 70000 .* uint16 holds integers from 0 to 65535"):
+        write(tmp_path / "a", [[5], [70000, -1]])
+    assert IndexedTokens(tmp_path / "a").tokens.tolist() == [1, 2]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_dtype_for_vocabulary() -> None:
+    assert [token_dtype(size).name for size in (256, 65499, 65500, None)] == ["uint16", "uint16", "int32", "int32"]
+
+
+def damage(path: Path, at: int, data: bytes) -> None:
+    content = bytearray(path.read_bytes())
+    content[at : at + len(data)] = data
+    path.write_bytes(content)
+
+
+# Two sequences [1, 2], [3] of uint16: lengths at 34, offsets at 42, document table (3 entries) at 58, 82 bytes.
+FAULTS = {
+    "magic": (0, b"X", r"magic at byte 0: expected b'MMIDIDX"),
+    "version": (9, b"\x02", "version at byte 9: expected 1, found 2"),
+    "code": (17, b"\x09", "dtype code at byte 17: expected 1 to 8, found 9"),
+    "code 0": (17, b"\x00", "dtype code at byte 17: expected 1 to 8, found 0"),
+    "sequences": (18, b"\x03", "file size .* expected 94 bytes for 3 sequences .* found 82 bytes"),
+    "entries": (26, b"\x00", "entries of the document table at byte 26: expected at least 1, found 0"),
+    "absurd count": (25, b"\xff", "expected .* found 82 bytes"),
+    "length": (38, struct.pack("<i", -1), "length of sequence 1 at byte 38: expected 0 or more, found -1"),
+    "offset": (50, struct.pack("<q", 6), "offset of sequence 1 at byte 50: expected 4, found 6"),
+    "first document": (58, b"\x01", "first entry of the document table at byte 58: expected 0, found 1"),
+    "decreasing": (66, struct.pack("<q", -1), "entry 1 of the document table at byte 66: expected 0 or more, found -1"),
+    "last document": (74, b"\x03", "last entry of the document table at byte 74: expected 2, found 3"),
+    "longer": (38, struct.pack("<i", 2), r"a.bin: expected 8 bytes .* found 6 bytes"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_damage_is_named(tmp_path: Path, fault: str) -> None:
+    at, data, message = FAULTS[fault]
+    write(tmp_path / "a", [[1, 2], [3]])
+    damage(index_path(tmp_path / "a"), at, data)
+    with pytest.raises(UserError, match=message) as error:
+        IndexedTokens(tmp_path / "a")
+    assert str(tmp_path / "a") in str(error.value)
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+@pytest.mark.parametrize("change", ["missing", "empty", "short", "long"])
+def test_sizes_are_checked(tmp_path: Path, suffix: str, change: str) -> None:
+    write(tmp_path / "a", [[1, 2], [3]])
+    path = tmp_path / f"a.{suffix}"
+    content = path.read_bytes()
+    path.write_bytes({"empty": b"", "short": content[:-1], "long": content + b"\0\0\0", "missing": b""}[change])
+    if change == "missing":
+        path.unlink()
+    with pytest.raises(UserError, match="no such file" if change == "missing" else r"expected .* found \d+ bytes"):
+        IndexedTokens(tmp_path / "a")
+
+
+def test_a_file_without_sequences(tmp_path: Path) -> None:
+    write(tmp_path / "a", [])
+    file = IndexedTokens(tmp_path / "a")
+    assert len(file) == 0 and file.documents == 0 and file.tokens.size == 0

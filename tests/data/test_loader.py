@@ -1,0 +1,163 @@
+"""Batches: the same for every layout, every number of processes, and after every resume."""
+
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from megajax.config.errors import UserError
+from megajax.data.config import LoaderConfig
+from megajax.data.loader import LEAVES, Loader, LocalRows, read_rows
+
+S, G, M = 8, 16, 2
+AXES = ("pipeline", "data", "expert", "context", "tensor")
+SPEC = PartitionSpec(None, ("data", "expert"), "context")
+LAYOUTS = [(1, 8, 1, 1, 1), (1, 2, 2, 1, 2), (2, 2, 1, 2, 1), (1, 1, 1, 1, 8), (2, 1, 2, 2, 1), (1, 1, 1, 8, 1)]
+
+
+class Numbers:
+    """Row i holds i·S + position in every leaf, and remembers who asked for it."""
+
+    def __init__(self, length: int = 200):
+        self.length, self.read = length, []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        self.read.append(row)
+        return {name: (row * S + np.arange(S)).astype(dtype) for name, dtype in LEAVES}
+
+
+def layout(sizes: tuple[int, ...]) -> NamedSharding:
+    devices = np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
+    return NamedSharding(jax.sharding.Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 5), SPEC)
+
+
+def expected(first: int) -> np.ndarray:
+    """[M, B, S]: row-major runs of the global batch."""
+    return (np.arange(first * S, (first + G) * S)).reshape(M, G // M, S)
+
+
+def load(sharding: NamedSharding, consumed: int = 0, source: Any = None, **options: Any) -> Loader:
+    return Loader(source or Numbers(), global_size=G, microbatches=M, sharding=sharding, consumed=consumed, **options)
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_every_layout_gets_the_same_batches(sizes: tuple[int, ...]) -> None:
+    sharding = layout(sizes)
+    with load(sharding, consumed=16) as loader:
+        for first in (16, 32, 48):
+            batch, consumed = next(loader)
+            assert consumed == first + G
+            for name, dtype in LEAVES:
+                leaf = getattr(batch, name)
+                assert leaf.dtype == dtype and leaf.sharding == sharding
+                np.testing.assert_array_equal(leaf, expected(first))
+            assert batch.sample.dtype == np.uint32 and batch.sample.shape == (M, G // M)
+            np.testing.assert_array_equal(batch.sample, np.arange(first, first + G).reshape(M, G // M))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4, 8])
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@pytest.mark.parametrize("spread", [False, True])
+def test_processes_read_what_their_devices_hold(sizes: tuple[int, ...], processes: int, spread: bool) -> None:
+    """Each process has a run of the devices, or every n-th: their blocks make up the batch, none reads more."""
+    sharding, whole = layout(sizes), expected(32)
+    numbers = whole[..., 0] // S
+    indices = list(sharding.devices_indices_map(whole.shape).values())
+    seen = np.zeros(whole.shape, np.int32)
+    for process in range(processes):
+        size = len(indices) // processes
+        mine = indices[process::processes] if spread else indices[process * size : (process + 1) * size]
+        source = Numbers()
+        rows = LocalRows(mine, *whole.shape[:2])
+        block = read_rows(source, 32, rows.offsets)
+        for index in mine:
+            np.testing.assert_array_equal(rows.block(block["tokens"], index), whole[index])
+            np.testing.assert_array_equal(rows.block(block["sample"], index[:2]), numbers[index[:2]])
+            seen[index] += 1
+        held = {row for index in mine for row in numbers[index[:2]].ravel().tolist()}
+        assert sorted(source.read) == sorted(held)
+    assert (seen > 0).all()
+
+
+def test_resuming_and_another_batch_size() -> None:
+    """The position is the number of rows used: a larger batch goes on where the smaller one stopped."""
+    sharding = layout((1, 8, 1, 1, 1))
+    with load(sharding) as loader:
+        batches = [next(loader) for _ in range(3)]
+    with load(sharding, consumed=batches[0][1]) as loader:
+        for batch, consumed in batches[1:]:
+            again, after = next(loader)
+            assert after == consumed
+            np.testing.assert_array_equal(again.tokens, batch.tokens)
+    larger = Loader(Numbers(), global_size=2 * G, microbatches=4, sharding=sharding, consumed=48)
+    with larger:
+        batch, after = next(larger)
+    assert after == 80
+    np.testing.assert_array_equal(batch.tokens, np.concatenate([expected(48), expected(64)]))
+
+
+def test_closing_and_going_on() -> None:
+    loader = load(layout((1, 1, 1, 1, 8)), config=LoaderConfig(threads=1, prefetch=1))
+    next(loader)
+    loader.close()
+    loader.close()
+    batch, _ = next(loader)
+    np.testing.assert_array_equal(batch.tokens, expected(16))
+    loader.close()
+
+
+def test_the_end_of_the_data() -> None:
+    sharding = layout((1, 8, 1, 1, 1))
+    with load(sharding, source=Numbers(40)) as loader:
+        next(loader)
+        next(loader)
+        with pytest.raises(UserError, match="needs rows 32 to 47, but the data has 40"):
+            next(loader)
+    with load(sharding, consumed=40, source=Numbers(40)) as finished:
+        assert finished.consumed == 40
+
+
+def test_microbatches_must_divide() -> None:
+    with pytest.raises(UserError, match="16 rows cannot be cut into 3"):
+        Loader(Numbers(), global_size=16, microbatches=3, sharding=layout((1, 1, 1, 1, 1)))
+
+
+def test_bad_rows_arrive_as_they_are() -> None:
+    """An error in a reading thread keeps its type and text, and its turn."""
+
+    class Bad(Numbers):
+        def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+            if row == 20:
+                raise UserError("token 7 outside")
+            return super().__getitem__(row)
+
+    with load(layout((1, 8, 1, 1, 1)), source=Bad()) as loader:
+        next(loader)
+        with pytest.raises(UserError, match="token 7 outside"):
+            next(loader)
+
+
+def test_reading_runs_ahead() -> None:
+    """Rows of later batches are read before they are asked for."""
+    later = threading.Event()
+
+    class Watched(Numbers):
+        def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+            if row >= 3 * G:
+                later.set()
+            return super().__getitem__(row)
+
+    with load(layout((1, 8, 1, 1, 1)), source=Watched(), config=LoaderConfig(threads=1, prefetch=4)) as loader:
+        next(loader)
+        assert later.wait(10)
+
+
+def test_sample_numbers_wrap_at_32_bits() -> None:
+    block = read_rows(Numbers(), (1 << 32) + 5, np.array([0, 1]))
+    assert block["sample"].tolist() == [5, 6]

@@ -1,0 +1,89 @@
+"""The row index against a walk through the stream, one document after the other."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megajax.config.errors import UserError
+from megajax.data.index import Epochs, IndexRequest, build_index, plan_epochs
+
+
+def walk(lengths: list[int], sequence_length: int, extra: int, rows: int) -> list[tuple[int, int]]:
+    """Row starts, by taking tokens document by document: the definition, without any arithmetic over the stream."""
+    starts, document, offset = [(0, 0)], 0, 0
+    for _ in range(rows):
+        need = sequence_length + extra
+        while True:
+            left = lengths[document] - offset
+            need -= left
+            if need <= 0:
+                offset += need + left - extra
+                break
+            if document == len(lengths) - 1:
+                offset = lengths[document] - extra
+                break
+            document, offset = document + 1, 0
+        starts.append((document, offset))
+    return starts
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=12),
+    sequence_length=st.integers(1, 9),
+    rows=st.none() | st.integers(0, 60),
+    extra=st.integers(0, 1),
+    drop_last=st.booleans(),
+)
+def test_equals_a_walk(lengths: list[int], sequence_length: int, rows: int | None, extra: int, drop_last: bool) -> None:
+    request = IndexRequest(
+        first=0, last=len(lengths), rows=rows, sequence_length=sequence_length, seed=7, extra=extra, drop_last=drop_last
+    )
+    sizes, total = np.array(lengths, np.int32), sum(lengths)
+    if total < extra + (sequence_length if drop_last else 1):
+        with pytest.raises(UserError, match="one row needs"):
+            build_index(sizes, request, "x")
+        return
+    index = build_index(sizes, request, "x")
+    stream = len(index.documents) // len(lengths) * total - extra
+    expected = stream // sequence_length if drop_last else -(-stream // sequence_length)
+    assert len(index.shuffle) == expected >= (rows or 0)
+    assert sorted(index.shuffle.tolist()) == list(range(expected))
+    order = [lengths[document] for document in index.documents.tolist()]
+    assert list(map(tuple, index.samples.tolist())) == walk(order, sequence_length, extra, expected)
+
+
+def request(rows: int | None, **changes: int) -> IndexRequest:
+    return IndexRequest(first=0, last=10, rows=rows, sequence_length=10, seed=1, **changes)
+
+
+def test_epochs() -> None:
+    """100 tokens an epoch, rows of 10: 9 fit into one, 19 into two; below int(0.8 · 9) = 7 the last is apart."""
+    assert plan_epochs(100, request(None)) == Epochs(1, 0, False)
+    assert plan_epochs(100, request(9)) == Epochs(1, 0, False)
+    assert plan_epochs(100, request(10)) == Epochs(2, 9, True)
+    assert plan_epochs(100, request(15)) == Epochs(2, 9, True)
+    assert plan_epochs(100, request(16)) == Epochs(2, 9, False)
+    assert plan_epochs(100, request(10, extra=0)) == Epochs(1, 0, False)
+    assert plan_epochs(100, request(20)).count == 3
+
+
+def test_a_separate_last_epoch_stays_last() -> None:
+    index = build_index(np.full(10, 10, np.int32), request(10), "x")
+    assert sorted(index.documents[:10].tolist()) == list(range(10)) == sorted(index.documents[10:].tolist())
+    assert sorted(index.shuffle[:9].tolist()) == list(range(9))
+
+
+def test_exact_fit_starts_on_the_last_token() -> None:
+    """Two documents of 5 tokens, rows of 4 + 1: the first row fits the first document, the second starts in it."""
+    one = IndexRequest(first=0, last=2, rows=None, sequence_length=4, seed=0)
+    assert build_index(np.array([5, 5], np.int32), one, "x").samples.tolist() == [[0, 0], [0, 4], [1, 3]]
+
+
+def test_errors_name_split_and_numbers(tmp_path: Path) -> None:
+    empty = IndexRequest(first=5, last=5, rows=40, sequence_length=8, seed=0)
+    with pytest.raises(UserError, match=r"corpus, split test: 0 of 10 sequences .* 0 tokens; one row needs 9"):
+        build_index(np.full(10, 4, np.int32), empty, "corpus, split test")

@@ -1,0 +1,270 @@
+"""Rows, indices, blends, files and sample order against what Megatron-LM computed: every case found in the folder."""
+
+import json
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megajax.data.blend import BlendedDataset, weighted_index
+from megajax.data.config import BlendConfig, Rows
+from megajax.data.indexed import IndexedTokens, IndexedWriter, has_modes, index_path, token_dtype, tokens_path
+from megajax.data.loader import LocalRows
+from megajax.data.splits import NAMES, parse_split, split_bounds
+
+FOLDER = (
+    Path(os.environ.get("MEGAJAX_ORACLE_DIR", Path(__file__).parents[2] / ".." / "shared" / "oracle")).resolve()
+    / "data"
+)
+ARRAYS = {"document_index": "documents", "sample_index": "samples", "shuffle_index": "shuffle"}
+LEAVES = {"tokens": "tokens", "labels": "labels", "loss_mask": "loss_mask", "position_ids": "positions"}
+FLAGS = ("reset_positions", "reset_attention_mask", "eod_mask_loss")
+
+
+def load_json(name: str) -> dict[str, Any]:
+    path = FOLDER / name
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def load_arrays(name: str) -> dict[str, np.ndarray]:
+    path = FOLDER / name
+    return dict(np.load(path)) if path.is_file() else {}
+
+
+META = load_json("gpt_meta.json")
+INDICES, SAMPLES, BLENDS = (load_arrays(f"gpt_{kind}.npz") for kind in ("indices", "samples", "blends"))
+
+
+def cases(found: Any) -> list[Any]:
+    """Parameters of a test, or one skip that says why there are none."""
+    reason = f"nothing of this kind at {FOLDER}: set MEGAJAX_ORACLE_DIR"
+    return sorted(found) or [pytest.param(None, marks=pytest.mark.skip(reason=reason))]
+
+
+def corpus(letter: str) -> Path:
+    """Prefix of corpus A, B, …, whatever follows the letter in its name."""
+    return min(FOLDER.glob(f"corpus{letter}*.idx")).with_suffix("")
+
+
+def tokenizer() -> SimpleNamespace:
+    text = META.get("description_example", {}).get("text", "{}")
+    described = json.loads(text).get("tokenizer", {})
+    size, pad = int(described.get("vocab_size", 512)), int(described.get("pad_id", -1))
+    return SimpleNamespace(vocabulary_size=size, eod=size - 1, pad=None if pad < 0 else pad, identity=f"null:{size}")
+
+
+def build(case: dict[str, Any], cache: Path, length: int, sizes: list[int | None], **options: Any) -> Any:
+    options.setdefault("drop_last", case.get("drop_last_partial_validation_sequence", True))
+    options.setdefault("extra_token", case.get("add_extra_token_to_sequence", True))
+    if case.get("split"):
+        options.setdefault("split", case["split"])
+    config = BlendConfig(cache_dir=str(cache), **options)
+    assert not config.problems()
+    return config.build(tokenizer=tokenizer(), sequence_length=length, rows=Rows(*sizes), seed=case["seed"])
+
+
+def asked(case: dict[str, Any], sizes: list[int | None]) -> list[int | None]:
+    """Rows per split; none of those that the original did not build."""
+    return [0 if case["splits"].get(name) is None else size for name, size in zip(NAMES, sizes, strict=True)]
+
+
+def build_case(key: str, cache: Path, **options: Any) -> Any:
+    case = META["index"][key]
+    sizes = asked(case, case["requested_samples"])
+    return build(case, cache, case["seq_length"], sizes, paths=(str(corpus(case["corpus"])),), **options)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("indices")
+
+
+@pytest.mark.parametrize("key", cases(META.get("index", {})))
+def test_index(key: str, cache: Path) -> None:
+    splits, compared = build_case(key, cache), 0
+    for name, dataset in zip(NAMES, splits, strict=True):
+        if dataset is None:
+            continue
+        expected = META["index"][key]["splits"][name]
+        assert len(dataset) == expected["len"]
+        for theirs, ours in ARRAYS.items():
+            found = getattr(dataset.index, ours)
+            assert found.dtype.name == expected["dtypes"][list(ARRAYS).index(theirs)]
+            array = INDICES.get(f"{key}/{name}/{theirs}")
+            if array is not None:
+                # Some sample indices are stored without all but their last rows.
+                np.testing.assert_array_equal(found[-len(array) :], array)
+                compared += 1
+    assert compared
+
+
+def flag_options(flags: str) -> dict[str, bool]:
+    letters = flags.removeprefix("flags")
+    if set(letters) - set("TF") or len(letters) not in (1, 3):
+        pytest.skip(f"unsupported: flags named {flags}")
+    return dict(zip(FLAGS, (letter == "T" for letter in letters * (3 // len(letters))), strict=True))
+
+
+def blocked(segment_ids: np.ndarray) -> np.ndarray:
+    """[S] -> [S, S], True where a row may not attend to a column."""
+    causal = np.tri(len(segment_ids), dtype=bool)
+    return ~(causal & (segment_ids[:, None] == segment_ids[None, :]))
+
+
+def check_rows(stored: dict[str, np.ndarray], prefix: str, dataset: Any) -> None:
+    """All arrays under the prefix; loss masks also as Megatron-LM's shared mask object has them (zeros pile up)."""
+    names = [key.removeprefix(prefix) for key in stored if key.startswith(prefix)]
+    rows = [dataset[i] for i in range(len(stored[prefix + "loss_mask"]))]
+    assert set(names) >= {"loss_mask", "position_ids"}
+    for name in set(names) & set(LEAVES):
+        ours, theirs = np.stack([row[LEAVES[name]] for row in rows]), stored[prefix + name]
+        if name == "loss_mask" and (ours != theirs).any():
+            ours = np.minimum.accumulate(ours)
+        np.testing.assert_array_equal(ours, theirs, err_msg=prefix + name)
+    if "attention_mask_packbits_first5" in names:
+        packed = stored[prefix + "attention_mask_packbits_first5"]
+        for row, bits in zip(rows, packed, strict=False):
+            mask = blocked(row["segment_ids"])
+            np.testing.assert_array_equal(np.packbits(mask, axis=-1), bits, err_msg=prefix + "attention_mask")
+
+
+@pytest.mark.parametrize("key", cases({key.rsplit("/", 1)[0] for key in SAMPLES}))
+def test_rows(key: str, cache: Path) -> None:
+    case, split, flags = key.rsplit("/", 2)
+    options = flag_options(flags)
+    check_rows(SAMPLES, f"{key}/", getattr(build_case(case, cache, **options), split))
+
+
+@pytest.mark.parametrize("key", cases(META.get("blend", {})))
+def test_blend(key: str, cache: Path) -> None:
+    case = META["blend"][key]
+    options: dict[str, Any] = {}
+    described = case.get("blend_per_split") or {"": case["blend"]}
+    lists = dict(zip(NAMES, described, strict=True)) if isinstance(described, list) else described
+    for name, (prefixes, weights) in ((name, blend) for name, blend in lists.items() if blend is not None):
+        files = [str(FOLDER / prefix) for prefix in prefixes]
+        if weights is not None:
+            files = [item for pair in zip(map(str, weights), files, strict=True) for item in pair]
+        options[f"{name}_paths" if name else "paths"] = tuple(files)
+    splits = build(case, cache, case["seq"], asked(case, case["sizes"]), **options)
+    for name, dataset in zip(NAMES, splits, strict=True):
+        expected = case["splits"].get(name)
+        if dataset is None or expected is None:
+            continue
+        prefix = f"{key}/{name}/"
+        assert len(dataset) == expected["len"]
+        if not isinstance(dataset, BlendedDataset):
+            check_rows(BLENDS, prefix, dataset)
+            continue
+        assert [len(member) for member in dataset.datasets] == expected["mid_len"]
+        for theirs, ours in (("dataset_index", "datasets"), ("dataset_sample_index", "samples")):
+            found, array = getattr(dataset.index, ours), BLENDS[prefix + theirs]
+            assert found.dtype == array.dtype
+            np.testing.assert_array_equal(found, array)
+        check_rows(BLENDS, prefix, dataset)
+        ids = BLENDS[prefix + "dataset_id"]
+        np.testing.assert_array_equal([dataset[i]["dataset_id"] for i in range(len(ids))], ids)
+
+
+@pytest.mark.parametrize("text", cases(META.get("split_parse", {})))
+def test_split(text: str) -> None:
+    expected, shares = META["split_parse"][text], parse_split(text)
+    for share, theirs in zip(shares, expected["matrix"], strict=True):
+        assert theirs is None if share is None else list(share) == theirs
+    for count, ranges in expected["doc_ranges_for_n"].items():
+        for share, bounds in zip(shares, ranges, strict=True):
+            if share is not None:
+                assert list(split_bounds(share, int(count))) == bounds
+
+
+@pytest.mark.parametrize("name", cases(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.idx")))
+def test_file(name: str, tmp_path: Path) -> None:
+    """Read, compared with what the original reader counted, and written again byte for byte."""
+    prefix, copy = (FOLDER / name).with_suffix(""), tmp_path / "copy"
+    if not tokens_path(prefix).is_file():
+        letters = re.fullmatch(r"merged([A-Z]+)", prefix.name)
+        if letters is None:
+            pytest.skip(f"unsupported: index without tokens {name}")
+        with IndexedWriter(copy, IndexedTokens(corpus(letters[1][0])).dtype) as writer:
+            for letter in letters[1]:
+                writer.append_index(corpus(letter))
+        assert index_path(copy).read_bytes() == index_path(prefix).read_bytes()
+        return
+    file = IndexedTokens(prefix, multimodal=has_modes(prefix))
+    with IndexedWriter(copy, file.dtype) as writer:
+        for first, last in zip(file.document_table[:-1].tolist(), file.document_table[1:].tolist(), strict=True):
+            sequences = [file.sequence(number) for number in range(first, last)]
+            writer.add_document(sequences, None if file.modes is None else file.modes[first:last].tolist())
+    assert index_path(copy).read_bytes() == index_path(prefix).read_bytes()
+    assert tokens_path(copy).read_bytes() == tokens_path(prefix).read_bytes()
+    expected = load_json("corpora_meta.json").get(name.removesuffix(".idx"))
+    if expected:
+        assert (len(file), len(file.document_table)) == (expected["n_seq"], expected["n_doc_idx"])
+        assert (file.dtype.name, len(file.tokens)) == (expected["dtype"], expected["tokens"])
+        assert file.lengths[: len(expected["seq_len_head"])].tolist() == expected["seq_len_head"]
+        if "modes" in expected:
+            assert file.modes is not None and file.modes.tolist() == expected["modes"]
+
+
+@pytest.mark.parametrize("key", cases(load_arrays("corpora_reference.npz")))
+def test_corpus(key: str) -> None:
+    letter, kind = key.split("/")
+    file, expected = IndexedTokens(corpus(letter)), load_arrays("corpora_reference.npz")[key]
+    per_document = np.diff(file.document_table)
+    token_ends = np.concatenate([[0], np.cumsum(file.lengths)])
+    found = {
+        "tokens": file.tokens,
+        "tokens_head": file.tokens[: len(expected)],
+        "sentence_lengths": file.lengths,
+        "sentences_per_doc": per_document,
+        "doc_lengths": np.diff(token_ends[file.document_table]),
+    }
+    if kind not in found:
+        pytest.skip(f"unsupported: {key}")
+    np.testing.assert_array_equal(found[kind], expected)
+
+
+@pytest.mark.parametrize("size", cases(load_json("corpora_meta.json").get("optimal_dtype", {})))
+def test_dtype_for_vocabulary(size: str) -> None:
+    expected = load_json("corpora_meta.json")["optimal_dtype"][size]
+    assert token_dtype(None if size == "None" else int(size)).name == expected
+
+
+@pytest.mark.parametrize("key", cases(load_json("samplers.json")))
+def test_sample_order(key: str) -> None:
+    """A data shard's rows, microbatch by microbatch; the batch axis of a [M, B] batch is cut into consecutive runs."""
+    match = re.fullmatch(r"sequential/total(\d+)_consumed(\d+)_mbs(\d+)_dp(\d+)_rank(\d+)_drop(True|False)", key)
+    if match is None:
+        pytest.skip(f"unsupported: {key.split('/')[0]} sampler")
+    total, consumed, micro, shards, shard = map(int, match.groups()[:5])
+    whole = (total - consumed) // (micro * shards)
+    index = (slice(None), slice(shard * micro, (shard + 1) * micro))
+    expected = load_json("samplers.json")[key]
+    for microbatches in {1, whole} - {0}:
+        rows: list[list[int]] = []
+        layout = LocalRows([index], microbatches, micro * shards)
+        for first in range(consumed, consumed + whole * micro * shards, microbatches * micro * shards):
+            rows += layout.block(first + layout.offsets, index).tolist()
+        assert rows == expected[:whole]
+    # A last group that is not full (drop False) is not formed: a source with too few rows is an error.
+    assert len(expected) - whole == (0 if match[6] == "True" or (total - consumed) % (micro * shards) == 0 else 1)
+
+
+@pytest.mark.parametrize("key", cases(load_json("masked_fim_sft_meta.json")))
+def test_other_kinds(key: str) -> None:
+    pytest.skip(f"unsupported: {key.split('/')[0]} datasets")
+
+
+def test_weighted_index_is_stored_whole() -> None:
+    """The stored blend order follows from its weights alone."""
+    stored = [key for key in META.get("blend", {}) if f"{key}/train/dataset_index" in BLENDS]
+    if not stored:
+        pytest.skip(f"no blends at {FOLDER}: set MEGAJAX_ORACLE_DIR")
+    for key in stored:
+        weights, order = META["blend"][key]["blend"][1], BLENDS[f"{key}/train/dataset_index"]
+        if weights is not None:
+            np.testing.assert_array_equal(weighted_index(weights, len(order)).datasets, order)
