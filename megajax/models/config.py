@@ -56,6 +56,10 @@ class DecoderConfig(Builds):
             return [Problem(f"{where}.rope", f"rotary positions need an even head size, got {mixer.size(self.hidden)}")]
         return []
 
+    def has_dropout(self) -> bool:
+        """Whether training draws random numbers."""
+        return self.dropout > 0 or any(block.dropout > 0 or block.mixer.dropout > 0 for block in self.stack.pattern)
+
     def padded_vocabulary(self) -> int:
         """Rows of the embedding table."""
         return -(-self.vocabulary_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE

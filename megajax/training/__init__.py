@@ -1,0 +1,18 @@
+"""Putting a run together and stepping it. `from megajax.training import setup` is the way in for notebooks."""
+
+from typing import Any
+
+from megajax.config.builds import resolve
+
+_ENTRIES = {
+    "setup": "megajax.training.session:setup",
+    "visualize": "megajax.training.visualize:visualize",
+    "RunConfig": "megajax.training.run_config:RunConfig",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Looked up on first use: a config file imports this package before jax may be imported.
+    if name in _ENTRIES:
+        return resolve(_ENTRIES[name])
+    raise AttributeError(name)

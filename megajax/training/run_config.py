@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from megajax.checkpoint.config import CheckpointConfig
@@ -51,7 +50,7 @@ class RunConfig:
     """Training steps."""
     seed: int = 1234
     """Everything random derives from it: weights, data order, dropout."""
-    run_dir: Path = Path("runs/run")
+    run_dir: str = "runs/run"
     """The run's folder; a run that finds a checkpoint in it goes on from there."""
 
     def problems(self, devices: int | None = None) -> list[Problem]:

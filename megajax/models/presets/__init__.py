@@ -1,0 +1,1 @@
+"""Model families: functions from a size to a model config."""

@@ -1,0 +1,42 @@
+"""A small GPT on the text every Python brings along: nothing to download, nothing to prepare.
+
+Run:      python -m megajax.train --config=configs/quickstart.py
+Hardware: 2 CPU cores, under 2 GB of memory
+"""
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.data.config import StandardLibraryConfig
+from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, RMSNormConfig, RopeConfig, StackConfig
+from megajax.models.config import DecoderConfig
+from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.precision.config import PrecisionConfig
+from megajax.tokenizers.config import ByteTokenizerConfig
+from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.run_config import RunConfig
+
+
+def config() -> RunConfig:
+    block = BlockConfig(
+        mixer=AttentionConfig(heads=4, rope=RopeConfig()),
+        mlp=GatedMLPConfig(ffn=384),
+        norm=RMSNormConfig(),
+    )
+    return RunConfig(
+        model=DecoderConfig(
+            hidden=128,
+            vocabulary_size=257,
+            sequence_length=128,
+            stack=StackConfig(pattern=(block,), repeats=4),
+            recompute="none",
+        ),
+        data=StandardLibraryConfig(megabytes=8),
+        tokenizer=ByteTokenizerConfig(),
+        precision=PrecisionConfig(compute="float32"),
+        optimizer=AdamWConfig(beta2=0.95, weight_decay=0.1),
+        schedule=ScheduleConfig(lr=3e-3, min_lr=3e-4, warmup_steps=50),
+        batch=BatchConfig(global_size=16, micro_size=16),
+        evaluation=EvaluationConfig(every=200, batches=4),
+        checkpoint=CheckpointConfig(every=200),
+        steps=600,
+        run_dir="runs/quickstart",
+    )

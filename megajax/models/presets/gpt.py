@@ -1,0 +1,73 @@
+"""GPT-2 (Radford et al. 2019, table 2) and GPT-3 (Brown et al. 2020, table 2.1)."""
+
+from typing import NamedTuple
+
+from megajax.config.errors import UserError
+from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
+from megajax.models.config import DecoderConfig
+
+GPT_VOCABULARY = 50257
+
+
+class Size(NamedTuple):
+    layers: int
+    hidden: int
+    heads: int
+
+
+GPT2 = {
+    "debug": Size(2, 64, 4),
+    "124m": Size(12, 768, 12),
+    "355m": Size(24, 1024, 16),
+    "774m": Size(36, 1280, 20),
+    "1.5b": Size(48, 1600, 25),
+}
+
+GPT3 = {
+    "debug": Size(2, 64, 4),
+    "125m": Size(12, 768, 12),
+    "350m": Size(24, 1024, 16),
+    "760m": Size(24, 1536, 16),
+    "1.3b": Size(24, 2048, 16),
+    "2.7b": Size(32, 2560, 32),
+    "6.7b": Size(32, 4096, 32),
+    "13b": Size(40, 5120, 40),
+    "175b": Size(96, 12288, 96),
+}
+"""The paper's 1.3B and 13B rows list 24 heads of 128 and a width of 5140, which do not multiply; as trained by others:
+16 heads of 128 and a width of 5120."""
+
+
+def gpt2(size: str, *, sequence_length: int = 1024, vocabulary_size: int = GPT_VOCABULARY, dropout: float = 0.1) -> DecoderConfig:
+    """GPT-2: learned positions, LayerNorm, tanh GELU, biases, tied head. Raises UserError for an unknown size."""
+    return _decoder(_pick("gpt2", GPT2, size), "gelu_tanh", sequence_length, vocabulary_size, dropout)
+
+
+def gpt3(size: str, *, sequence_length: int = 2048, vocabulary_size: int = GPT_VOCABULARY, dropout: float = 0.0) -> DecoderConfig:
+    """GPT-3 with dense attention in every layer. Raises UserError for an unknown size."""
+    return _decoder(_pick("gpt3", GPT3, size), "gelu_tanh", sequence_length, vocabulary_size, dropout)
+
+
+def _pick(family: str, sizes: dict[str, Size], size: str) -> Size:
+    if size not in sizes:
+        raise UserError(f"{family} has no size {size!r}; sizes: {', '.join(sizes)}")
+    return sizes[size]
+
+
+def _decoder(size: Size, activation: str, sequence_length: int, vocabulary_size: int, dropout: float) -> DecoderConfig:
+    block = BlockConfig(
+        mixer=AttentionConfig(heads=size.heads, bias=True, dropout=dropout),
+        mlp=DenseMLPConfig(ffn=4 * size.hidden, activation=activation, bias=True),
+        norm=LayerNormConfig(),
+        dropout=dropout,
+    )
+    return DecoderConfig(
+        hidden=size.hidden,
+        vocabulary_size=vocabulary_size,
+        sequence_length=sequence_length,
+        stack=StackConfig(pattern=(block,), repeats=size.layers),
+        learned_positions=True,
+        norm=LayerNormConfig(),
+        tied=True,
+        dropout=dropout,
+    )

@@ -1,0 +1,69 @@
+"""What a training job does between steps: save and evaluate."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megajax.checkpoint.manager import CheckpointManager
+from megajax.metrics.record import EvaluationRecord
+from megajax.metrics.writers import Writer
+from megajax.training.run_config import RunConfig
+from megajax.training.session import Run
+
+
+@dataclass
+class Save:
+    """A checkpoint when the policy says so, or when the job asks."""
+
+    manager: CheckpointManager
+    log: Writer
+    meta: Callable[[], dict[str, Any]]
+    total: int
+    saved: int | None = None
+    """Last step handed to the manager."""
+
+    def due(self, step: int) -> bool:
+        return self.manager.due(step, self.total)
+
+    def __call__(self, run: Run, step: int) -> None:
+        started = time.monotonic()
+        self.manager.save(step, run.state, self.meta())
+        self.saved = step
+        self.log.event("save", step=step, blocking_seconds=round(time.monotonic() - started, 4))
+
+
+@dataclass
+class Evaluate:
+    """Loss on the validation split every n steps; each time on the next rows, as Megatron-LM reads them."""
+
+    cfg: RunConfig
+    log: Writer
+    last: dict[str, float] = field(default_factory=dict)
+    """Split -> loss of its last evaluation."""
+
+    def due(self, step: int) -> bool:
+        every = self.cfg.evaluation.every
+        return every is not None and self.cfg.evaluation.batches > 0 and step % every == 0
+
+    def __call__(self, run: Run, step: int) -> None:
+        rows = self.cfg.evaluation.batches * self.cfg.batch.global_size
+        self.measure(run, step, "validation", run.parts.splits.valid, (step // (self.cfg.evaluation.every or 1) - 1) * rows)
+
+    def at_end(self, run: Run, step: int) -> None:
+        """Validation on rows no earlier evaluation read, then the test split."""
+        if self.cfg.evaluation.batches == 0:
+            return
+        rows = self.cfg.evaluation.batches * self.cfg.batch.global_size
+        first = step // self.cfg.evaluation.every * rows if self.cfg.evaluation.every else 0
+        self.measure(run, step, "validation", run.parts.splits.valid, first)
+        self.measure(run, step, "test", run.parts.splits.test, 0)
+
+    def measure(self, run: Run, step: int, split: str, source: Any, first: int) -> None:
+        """Evaluate on one split and log it; a split without rows is left out."""
+        if source is None:
+            return
+        started = time.monotonic()
+        self.last[split] = run.evaluate(source, first=first)
+        self.log.log(EvaluationRecord(step=step, split=split, loss=self.last[split]))
+        self.log.event("evaluate", step=step, split=split, seconds=round(time.monotonic() - started, 4))

@@ -1,0 +1,192 @@
+"""A training job from the run folder to the last line: what `python -m megajax.train` does."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from megajax.checkpoint.manager import CheckpointManager
+from megajax.config.dump import diff_from_defaults, flatten, to_yaml
+from megajax.inference.sample import text_sample
+from megajax.metrics.banner import Totals
+from megajax.metrics.console import Console, open_console
+from megajax.metrics.plot import plot_loss
+from megajax.metrics.record import StepRecord
+from megajax.metrics.runfolder import RunFolder
+from megajax.metrics.throughput import StepRate, peak_bf16_flops
+from megajax.metrics.writers import Writers, open_writers
+from megajax.models.flops import flops_per_token
+from megajax.resilience.signals import Signals, agree
+from megajax.training import facts
+from megajax.training.hooks import Evaluate, Save
+from megajax.training.loop import NumericFault, StepInfo, run_steps
+from megajax.training.resume import Resume, stored
+from megajax.training.run_config import RunConfig
+from megajax.training.session import Run, setup
+
+NUMERIC_FAULT_EXIT = 17
+
+
+@dataclass
+class Job:
+    """The pieces of a running job; made by `train`."""
+
+    cfg: RunConfig
+    folder: RunFolder
+    manager: CheckpointManager
+    console: Console
+    log: Writers
+    run: Run
+    evaluate: Evaluate
+    save: Save
+    signals: Signals
+    first: int
+    """Steps done before this attempt."""
+
+    def steps(self) -> Iterator[StepInfo]:
+        """Train, log every step, and stop at a signal or a numeric fault."""
+        rate = step_rate(self.run)
+        # Evaluated before saved: a checkpoint at a step means everything due at that step was done.
+        infos = run_steps(self.run, self.cfg.steps, (self.evaluate, self.save), self.stopping)
+        with self.console.ticker("compiling the train step"):
+            first = next(infos)
+        self.log.event("first_step", step=first.step, seconds=round(first.seconds, 3))
+        for info in _chain(first, infos):
+            rates = rate.rates(info.seconds, self.cfg.tokens_per_step())
+            self.log.log(StepRecord(
+                step=info.step, loss=info.loss, grad_norm=info.grad_norm, lr=info.lr,
+                consumed_samples=info.consumed_samples,
+                consumed_tokens=info.consumed_samples * self.cfg.model.sequence_length, rates=rates,
+                loss_scale=info.loss_scale, skipped=info.skipped, global_batch_size=self.cfg.batch.global_size,
+                metrics=info.metrics,
+            ))
+            self.manager.poll()
+            if info.skipped and self.cfg.resilience.stop_on_nonfinite:
+                raise NumericFault(f"step {info.step}: loss {info.loss}, gradient norm {info.grad_norm}")
+            yield info
+
+    def stopping(self) -> bool:
+        """Whether some process was asked to stop."""
+        return agree(self.signals.request is not None)
+
+    def finish(self, last: StepInfo | None, started: float) -> None:
+        """Evaluate, draw, sample, and say what the run came to."""
+        step, stopped = self.run.step, self.run.step < self.cfg.steps
+        if stopped and self.cfg.resilience.save_on_signal and self.save.saved != step:
+            self.save(self.run, step)
+        if not stopped and self.cfg.evaluation.at_end:
+            self.evaluate.at_end(self.run, step)
+        self.manager.wait()
+        if stopped:
+            kept = f"step {self.save.saved} saved" if self.save.saved == step else "nothing saved"
+            self.console.say(f"stopped after step {step} of {self.cfg.steps}; {kept}; the same command goes on from there")
+            self.log.event("stopped", step=step, saved=self.save.saved)
+        if jax.process_index() == 0:
+            self.leave_behind(last, started)
+        self.log.event("end", step=step)
+
+    def leave_behind(self, last: StepInfo | None, started: float) -> None:
+        """The picture, the sample and the box with the totals."""
+        step = self.run.step
+        if self.cfg.logging.plot:
+            title = f"{self.folder.path.name}: {step:,} steps"
+            self.console.say(plot_loss(self.folder.metrics, self.folder.loss_plot, title=title,
+                                       vocabulary=self.cfg.model.vocabulary_size))
+        if self.cfg.logging.sample and step >= self.cfg.steps and self.run.parts.splits.valid is not None:
+            sample = text_sample(self.run.model, self.run.parts.tokenizer, self.run.parts.splits.valid[0]["tokens"],
+                                 length=self.cfg.model.sequence_length, seed=self.cfg.seed)
+            self.console.say(sample or "no text sample: the tokenizer has no text")
+        files = [path for path in (self.folder.metrics, self.folder.loss_plot) if path.exists()]
+        newest = self.manager.newest()
+        totals = Totals(
+            steps=step, steps_here=step - self.first, tokens=(step - self.first) * self.cfg.tokens_per_step(),
+            wall_seconds=time.monotonic() - started, train_loss=None if last is None else last.loss,
+            validation_loss=self.evaluate.last.get("validation"),
+            checkpoint=None if newest is None else f"{self.folder.checkpoints} (step {newest})",
+            files=[str(path) for path in files],
+        )
+        self.console.show("done" if step >= self.cfg.steps else "stopped", totals.sections())
+
+
+def step_rate(run: Run) -> StepRate:
+    """What turns this run's step times into rates."""
+    flops = flops_per_token(run.cfg.model)
+    peak = peak_bf16_flops(run.mesh.devices.flat[0].device_kind)
+    return StepRate(devices=run.mesh.size, flops_per_token_causal=flops.causal, flops_per_token_full=flops.full,
+                    peak_flops=peak)
+
+
+def train(cfg: RunConfig, *, skip_train: bool = False, sources: Mapping[str, str] | None = None) -> int:
+    """Run the job; returns the exit code. Raises UserError for what is wrong before the first step.
+
+    skip_train: only evaluate the newest checkpoint (or fresh weights) on the validation and test splits.
+    sources: setting -> where its value came from, for config.yaml.
+    """
+    started, primary = time.monotonic(), jax.process_index() == 0
+    # Our handler agrees with the loop; the runtime's own would swallow SIGTERM.
+    jax.config.update("jax_enable_preemption_service", False)
+    folder = RunFolder.create(cfg.run_dir)
+    with ExitStack() as stack:
+        manager = stack.enter_context(cfg.checkpoint.build(folder.checkpoints))
+        found = manager.start()
+        first = 0 if found is None else found[1]
+        console = stack.enter_context(_closing(open_console(cfg.logging, total_steps=cfg.steps, start_step=first,
+                                                            primary=primary)))
+        with console.ticker("setting up data, model and state"):
+            run = setup(cfg, start=None if found is None else Resume(*found, own=found[0] is manager))
+        stack.callback(run.close)
+        yaml = to_yaml(cfg, sources)
+        log = stack.enter_context(open_writers(cfg.logging, folder, start_step=first, primary=primary,
+                                               run_config=flatten(cfg)))
+        if primary:
+            folder.write_config(yaml, "\n".join(diff_from_defaults(cfg)) + "\n")
+        both = Writers([log, console])
+        resumed = None if found is None else f"step {first} of {Path(found[0].folder).parent}"
+        console.show("MegaJAX", facts.banner(run, resumed))
+        both.event("start", step=first, devices=run.mesh.size, processes=jax.process_count())
+        signals = stack.enter_context(Signals(before_exit=console.release))
+        job = Job(cfg, folder, manager, console, both, run, Evaluate(cfg, both),
+                  Save(manager, both, lambda: stored(run.parts, yaml), cfg.steps), signals, first)
+        return _work(job, started, skip_train)
+
+
+def _work(job: Job, started: float, skip_train: bool) -> int:
+    if skip_train:
+        job.evaluate.at_end(job.run, job.first)
+        return 0
+    if job.first >= job.cfg.steps:
+        job.console.say(f"nothing to train: {job.first} of {job.cfg.steps} steps are done")
+        return 0
+    last = None
+    try:
+        for last in job.steps():
+            pass
+    except NumericFault as fault:
+        job.log.event("numeric_fault", message=str(fault))
+        job.console.say(f"stopped by a numeric fault at {fault}; the weights before it are kept, nothing was saved. "
+                        "Lower the learning rate or look at the data; resilience.stop_on_nonfinite=false goes on without "
+                        "such updates")
+        return NUMERIC_FAULT_EXIT
+    job.finish(last, started)
+    return 0
+
+
+def _chain(first: StepInfo, rest: Iterator[StepInfo]) -> Iterator[StepInfo]:
+    yield first
+    yield from rest
+
+
+class _closing:
+    """Gives the terminal back whatever happens."""
+
+    def __init__(self, console: Console):
+        self.console = console
+
+    def __enter__(self) -> Console:
+        return self.console
+
+    def __exit__(self, *error: object) -> None:
+        self.console.close()

@@ -1,0 +1,154 @@
+"""From a config to everything a run needs, in the eight lines that matter."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+
+from megajax.config.errors import ConfigError, UserError
+from megajax.data.loader import Loader
+from megajax.data.splits import Evaluation, Splits, requested_rows
+from megajax.layers.param import ParamSpec, bind, specs
+from megajax.mesh.layout import Layout
+from megajax.mesh.mesh import build_mesh
+from megajax.mesh.rules import Plan
+from megajax.optim.schedule import Schedule
+from megajax.tokenizers.base import Tokenizer
+from megajax.training.grads import Weights, accumulate, batch_specs, forward_sums
+from megajax.training.loop import StepInfo, run_steps
+from megajax.training.loss import LanguageModelLoss
+from megajax.training.run_config import RunConfig
+from megajax.training.state import TrainState, fresh_state, state_shardings
+from megajax.training.step import TrainStep, make_eval_step, make_train_step
+
+type Start = Callable[["Parts", TrainState], TrainState | None]
+"""(what is known before there are weights, state of jax.ShapeDtypeStruct) -> the state to go on from, None: a fresh one."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a config gives before there are weights."""
+
+    cfg: RunConfig
+    mesh: Mesh
+    layout: Layout
+    tokenizer: Tokenizer
+    splits: Splits
+    abstract: nnx.Module
+    """The model without values."""
+    declared: Mapping[str, ParamSpec]
+    """Its weights by path."""
+    schedule: Schedule
+    microbatches: int
+    """Microbatches of a step."""
+
+    def loader(self, source: Any, consumed: int) -> Loader:
+        """Global batches of `source` from row `consumed` on."""
+        sharding = NamedSharding(self.mesh, batch_specs(self.layout).tokens)
+        return Loader(source, global_size=self.cfg.batch.global_size, microbatches=self.microbatches,
+                      sharding=sharding, consumed=consumed, config=self.cfg.data.loader)
+
+
+@dataclass
+class Run:
+    """A run that can be stepped, looked at and asked: `for info in run.steps(10): ...`, `run.model(tokens)`."""
+
+    parts: Parts
+    state: TrainState
+    batches: Loader
+    train_step: TrainStep
+    eval_step: Callable[[Any, Any], Mapping[str, tuple[Array, Array]]]
+
+    @property
+    def cfg(self) -> RunConfig:
+        return self.parts.cfg
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.parts.mesh
+
+    @property
+    def step(self) -> int:
+        """Steps done; waits for the last one."""
+        return int(self.state.step)
+
+    def model(self, tokens: Array) -> Array:
+        """Next-token logits of the present weights: int32 [B, S] -> float32 [B, S, vocabulary_size], by plain jax.jit."""
+        with jax.set_mesh(self.mesh), jax.default_matmul_precision(self.cfg.precision.matmul_precision()):
+            return self._forward(self.state.params, jnp.asarray(tokens, jnp.int32))
+
+    def steps(self, count: int | None = None) -> Iterator[StepInfo]:
+        """Train `count` steps (default: what is left of cfg.steps), yielding what each reported."""
+        last = self.cfg.steps if count is None else self.step + count
+        return run_steps(self, last)
+
+    def evaluate(self, source: Any, *, first: int = 0, batches: int | None = None) -> float:
+        """Mean loss per counted token over global batches of `source` from row `first` on."""
+        loader = self.parts.loader(source, first)
+        totals = []
+        with jax.set_mesh(self.mesh), jax.default_matmul_precision(self.cfg.precision.matmul_precision()), loader:
+            for _ in range(self.cfg.evaluation.batches if batches is None else batches):
+                totals.append(self.eval_step(self.state.params, next(loader)[0])["loss"])
+        total, weight = (sum(float(pair[i]) for pair in totals) for i in (0, 1))
+        if weight == 0:
+            raise UserError("evaluation counted no tokens: evaluation.batches is 0 or the loss mask is empty")
+        return total / weight
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self.batches.close()
+
+    def __post_init__(self) -> None:
+        self._forward = jax.jit(lambda params, tokens: bind(self.parts.abstract, params)(tokens))
+
+
+def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None, start: Start | None = None) -> Run:
+    """Everything a run needs, with fresh weights or those `start` brings; writes nothing but data caches.
+
+    Raises ConfigError for settings that don't fit the devices, UserError for data or tokenizer that can't be had.
+    """
+    parts = prepare(cfg, devices)
+    optimizer = cfg.optimizer.build(parts.declared)
+    shardings = state_shardings(parts.declared, optimizer, parts.layout.plan, parts.mesh)
+    with jax.set_mesh(parts.mesh):
+        fresh = jax.jit(lambda: fresh_state(parts.declared, optimizer, cfg.seed), out_shardings=shardings)
+        like = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+                            jax.eval_shape(fresh), shardings)
+        state = (start(parts, like) if start is not None else None) or fresh()
+    weights = Weights(parts.abstract, parts.declared, parts.layout, cfg.precision)
+    loss = LanguageModelLoss(cfg.data.isolated(), cfg.batch.loss_average)
+    key = jax.random.key(cfg.seed) if cfg.model.has_dropout() else None
+    train_step = make_train_step(accumulate(weights, loss, key, parts.mesh), optimizer, parts.schedule, shardings)
+    eval_step = make_eval_step(forward_sums(weights, loss, parts.mesh))
+    return Run(parts, state, parts.loader(parts.splits.train, int(state.consumed_samples)), train_step, eval_step)
+
+
+def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
+    """Mesh, tokenizer, data and the shape of the model: all that can be wrong is found here."""
+    found = cfg.problems(len(jax.devices() if devices is None else devices))
+    if found:
+        raise ConfigError(found)
+    mesh, plan = build_mesh(cfg.parallel, devices), Plan.of(cfg.parallel)
+    layout = Layout(plan)
+    tokenizer = cfg.tokenizer.build()
+    if tokenizer.vocabulary_size > cfg.model.vocabulary_size:
+        raise UserError(f"the tokenizer has {tokenizer.vocabulary_size} tokens, model.vocabulary_size is "
+                        f"{cfg.model.vocabulary_size}: set model.vocabulary_size={tokenizer.vocabulary_size}")
+    splits = cfg.data.build(tokenizer=tokenizer, sequence_length=cfg.model.sequence_length, rows=wanted_rows(cfg),
+                            seed=cfg.seed)
+    abstract = nnx.eval_shape(lambda: cfg.model.build(layout))
+    schedule = cfg.schedule.build(steps=cfg.steps, global_size=cfg.batch.global_size)
+    microbatches = cfg.batch.microbatches(mesh.shape["data"] * mesh.shape["expert"])
+    return Parts(cfg, mesh, layout, tokenizer, splits, abstract, specs(abstract), schedule, microbatches)
+
+
+def wanted_rows(cfg: RunConfig) -> Any:
+    """Rows of each split the run reads, as Megatron-LM asks for them."""
+    every = cfg.evaluation.every or cfg.steps + 1
+    evaluation = Evaluation(every, cfg.evaluation.batches, cfg.batch.global_size) if cfg.evaluation.batches else None
+    return requested_rows(steps=max(cfg.steps, 1), global_size=cfg.batch.global_size, evaluation=evaluation)
