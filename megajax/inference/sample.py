@@ -14,8 +14,14 @@ WINDOW = 256
 
 
 def text_sample(
-    model: Callable[[np.ndarray], np.ndarray], tokenizer: Tokenizer, row: np.ndarray, *, length: int, seed: int,
-    temperature: float = 0.8, seconds: float = 20.0,
+    model: Callable[[np.ndarray], np.ndarray],
+    tokenizer: Tokenizer,
+    row: np.ndarray,
+    *,
+    length: int,
+    seed: int,
+    temperature: float = 0.8,
+    seconds: float = 20.0,
 ) -> str | None:
     """A prompt from `row` and what the model makes of it; None for a tokenizer without text.
 
@@ -26,17 +32,37 @@ def text_sample(
         begun = tokenizer.decode(prompt)
     except (UnicodeDecodeError, KeyError, ValueError):
         return None
-    made = generate(model, prompt, window=min(WINDOW, length), count=SAMPLE, eod=tokenizer.eod, seed=seed,
-                    temperature=temperature, seconds=seconds)
-    return f"sample (prompt from the validation split, then the model at temperature {temperature:g}):\n" \
-           f"{begun}\u2502{tokenizer.decode(made)}\n"
+    made = generate(
+        model,
+        prompt,
+        window=min(WINDOW, length),
+        count=SAMPLE,
+        eod=tokenizer.eod,
+        seed=seed,
+        temperature=temperature,
+        seconds=seconds,
+    )
+    return (
+        f"sample (prompt from the validation split, then the model at temperature {temperature:g}):\n"
+        f"{begun}\u2502{tokenizer.decode(made)}\n"
+    )
 
 
 def generate(
-    model: Callable[[np.ndarray], np.ndarray], prompt: list[int], *, window: int, count: int, eod: int, seed: int,
-    temperature: float, seconds: float,
+    model: Callable[[np.ndarray], np.ndarray],
+    prompt: list[int],
+    *,
+    window: int,
+    count: int,
+    eod: int,
+    seed: int,
+    temperature: float,
+    seconds: float,
 ) -> list[int]:
-    """Up to `count` tokens after `prompt`, drawn from softmax(logits / temperature); ends at `eod` or after `seconds`."""
+    """Up to `count` tokens after `prompt`, drawn from softmax(logits / temperature).
+
+    Ends early at `eod` and after `seconds`.
+    """
     draw, deadline, tokens = np.random.default_rng(seed), time.monotonic() + seconds, list(prompt)
     while len(tokens) < len(prompt) + count and time.monotonic() < deadline:
         seen = tokens[-window:]

@@ -19,8 +19,11 @@ class BatchConfig:
     Megatron-LM does without --calculate-per-token-loss. The reported loss is the tokens' mean either way."""
 
     def problems(self) -> list[Problem]:
-        return [Problem(name, f"must be at least 1, got {getattr(self, name)}")
-                for name in ("global_size", "micro_size") if getattr(self, name) < 1]
+        return [
+            Problem(name, f"must be at least 1, got {getattr(self, name)}")
+            for name in ("global_size", "micro_size")
+            if getattr(self, name) < 1
+        ]
 
     def microbatches(self, replicas: int) -> int:
         """Microbatches of a step on `replicas` data-parallel devices."""
@@ -33,8 +36,14 @@ class BatchConfig:
             return []
         below = self.global_size // unit * unit
         near = [str(n) for n in (below, below + unit) if n > 0]
-        return [Problem("global_size", f"{self.global_size} rows are not divisible by micro_size={self.micro_size} x "
-                        f"{replicas} data-parallel devices = {unit}", f"nearest legal values: {', '.join(near)}")]
+        return [
+            Problem(
+                "global_size",
+                f"{self.global_size} rows are not divisible by micro_size={self.micro_size} x "
+                f"{replicas} data-parallel devices = {unit}",
+                f"nearest legal values: {', '.join(near)}",
+            )
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +60,9 @@ class EvaluationConfig:
     def problems(self) -> list[Problem]:
         found = []
         if self.every is not None and self.every < 1:
-            found.append(Problem("every", f"must be at least 1, got {self.every}", "every=none evaluates at the end only"))
+            found.append(
+                Problem("every", f"must be at least 1, got {self.every}", "every=none evaluates at the end only")
+            )
         if self.batches < 0:
             found.append(Problem("batches", f"must not be negative, got {self.batches}"))
         return found

@@ -31,8 +31,15 @@ def _model(run: Run) -> list[tuple[str, str]]:
     mixer = block.mixer
     heads = f"{mixer.heads} heads" + (f", {mixer.groups()} key-value heads" if mixer.groups() != mixer.heads else "")
     return [
-        ("parameters", f"{count(parameters.total)} ({parameters.total:,}), without embeddings {count(parameters.layers)}"),
-        ("shape", f"{cfg.stack.layers()} layers x {cfg.hidden} hidden, {heads} of {mixer.size(cfg.hidden)}, ffn {block.mlp.ffn}"),
+        (
+            "parameters",
+            f"{count(parameters.total)} ({parameters.total:,}), without embeddings {count(parameters.layers)}",
+        ),
+        (
+            "shape",
+            f"{cfg.stack.layers()} layers x {cfg.hidden} hidden, {heads} of {mixer.size(cfg.hidden)}, "
+            f"ffn {block.mlp.ffn}",
+        ),
         ("vocabulary", f"{cfg.vocabulary_size:,}, padded to {cfg.padded_vocabulary():,}"),
         ("FLOPs per token", f"{flops.causal:.4g} with causal attention, {flops.full:.4g} with full"),
         ("first loss", f"about ln {cfg.vocabulary_size} = {log(cfg.vocabulary_size):.3f}"),
@@ -45,10 +52,19 @@ def _layout(run: Run) -> list[tuple[str, str]]:
     device = run.mesh.devices.flat[0]
     rest = f" ({used} of {found} used)" if used < found else ""
     return [
-        ("devices", f"{used} x {device.device_kind}{rest}, {jax.process_count()} process" + "es" * (jax.process_count() > 1)),
+        (
+            "devices",
+            f"{used} x {device.device_kind}{rest}, {jax.process_count()} process" + "es" * (jax.process_count() > 1),
+        ),
         ("mesh", ", ".join(f"{name} {size}" for name, size in sizes.items())),
-        ("data axis shares", {"replicate": "nothing (replicate)", "zero1": "master weights and optimizer state (zero1)",
-                              "fsdp": "weights and optimizer state (fsdp)"}[parallel.data_sharding]),
+        (
+            "data axis shares",
+            {
+                "replicate": "nothing (replicate)",
+                "zero1": "master weights and optimizer state (zero1)",
+                "fsdp": "weights and optimizer state (fsdp)",
+            }[parallel.data_sharding],
+        ),
         ("sequence parallel", "on" if parallel.sequence else "off"),
     ]
 
@@ -57,8 +73,11 @@ def _batch(run: Run) -> list[tuple[str, str]]:
     batch, replicas = run.cfg.batch, run.mesh.shape["data"] * run.mesh.shape["expert"]
     tokens = run.cfg.tokens_per_step()
     return [
-        ("rows per step", f"{batch.global_size} = {run.parts.microbatches} microbatches x {replicas} data-parallel x "
-                          f"{batch.micro_size} rows"),
+        (
+            "rows per step",
+            f"{batch.global_size} = {run.parts.microbatches} microbatches x {replicas} data-parallel x "
+            f"{batch.micro_size} rows",
+        ),
         ("tokens per step", f"{tokens:,} ({run.cfg.model.sequence_length} per row)"),
         ("whole run", f"{run.cfg.steps:,} steps, {count(run.cfg.steps * tokens)} tokens"),
         ("loss average", batch.loss_average),
@@ -71,21 +90,35 @@ def _training(run: Run) -> list[tuple[str, str]]:
     clip = "none" if cfg.optimizer.clip is None else f"{cfg.optimizer.clip:g}"
     size = cfg.batch.global_size
     return [
-        ("precision", f"compute {cfg.precision.compute}, weights {cfg.precision.params}, gradients {cfg.precision.gradients}"),
+        (
+            "precision",
+            f"compute {cfg.precision.compute}, weights {cfg.precision.params}, gradients {cfg.precision.gradients}",
+        ),
         ("kernels", f"attention {'/'.join(kernels)}, cross-entropy in chunks of {cfg.model.loss_chunk} tokens"),
         ("recompute", cfg.model.recompute),
-        ("optimizer", f"{type(cfg.optimizer).__name__.removesuffix('Config')}, decay {cfg.optimizer.weight_decay:g}, clip {clip}"),
-        ("learning rate", f"{schedule.style} {schedule.lr:g} to {schedule.min_lr:g}, warm-up "
-                          f"{run.parts.schedule.warmup / size:g} steps, decay over {run.parts.schedule.decay / size:g}"),
+        (
+            "optimizer",
+            f"{type(cfg.optimizer).__name__.removesuffix('Config')}, decay {cfg.optimizer.weight_decay:g}, clip {clip}",
+        ),
+        (
+            "learning rate",
+            f"{schedule.style} {schedule.lr:g} to {schedule.min_lr:g}, warm-up "
+            f"{run.parts.schedule.warmup / size:g} steps, decay over {run.parts.schedule.decay / size:g}",
+        ),
     ]
 
 
 def _run(run: Run, resumed: str | None) -> list[tuple[str, str]]:
     splits: Any = run.parts.splits
-    rows = ", ".join(f"{name} {len(part):,}" for name, part in zip(splits._fields, splits, strict=True) if part is not None)
+    rows = ", ".join(
+        f"{name} {len(part):,}" for name, part in zip(splits._fields, splits, strict=True) if part is not None
+    )
     return [
-        ("data", f"{type(run.cfg.data).__name__.removesuffix('Config')}; rows: {rows}"
-                 + ("; documents isolated" if run.cfg.data.isolated() else "")),
+        (
+            "data",
+            f"{type(run.cfg.data).__name__.removesuffix('Config')}; rows: {rows}"
+            + ("; documents isolated" if run.cfg.data.isolated() else ""),
+        ),
         ("folder", str(run.cfg.run_dir)),
         ("start", resumed or "new run"),
         ("software", f"jax {jax.__version__}, Python {platform.python_version()}"),

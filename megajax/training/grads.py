@@ -49,7 +49,7 @@ class Weights:
         return self.layout.island(lambda shard: gather_shards(shard, moves), (axes,), axes)(w) if moves else w
 
     def reduce(self, path: str, g: Array) -> Array:
-        """A device's summed gradient, laid out as the weight was held -> the sum over replicas on the optimizer's layout."""
+        """A device's summed gradient, laid out as the weight was held -> sum over replicas on the optimizer's layout."""
         plan, axes = self.layout.plan, self.declared[path].axes
         held = plan.held_during_step(axes)
         moves = _live(moved_axes(plan.optimizer, held, axes))
@@ -68,8 +68,14 @@ class Weights:
         """f(params, batch, scale) -> out, as one shard_map; params come in laid out by plan.params."""
         plan = self.layout.plan
         params = {path: plan.params.spec(spec.axes, keep=MANUAL) for path, spec in self.declared.items()}
-        return jax.shard_map(f, mesh=mesh, axis_names=set(MANUAL), check_vma=False,
-                             in_specs=(params, batch_specs(self.layout), PartitionSpec()), out_specs=out_specs)
+        return jax.shard_map(
+            f,
+            mesh=mesh,
+            axis_names=set(MANUAL),
+            check_vma=False,
+            in_specs=(params, batch_specs(self.layout), PartitionSpec()),
+            out_specs=out_specs,
+        )
 
 
 def batch_specs(layout: Layout) -> LMBatch:

@@ -48,7 +48,9 @@ class Evaluate:
 
     def __call__(self, run: Run, step: int) -> None:
         rows = self.cfg.evaluation.batches * self.cfg.batch.global_size
-        self.measure(run, step, "validation", run.parts.splits.valid, (step // (self.cfg.evaluation.every or 1) - 1) * rows)
+        self.measure(
+            run, step, "validation", run.parts.splits.valid, (step // (self.cfg.evaluation.every or 1) - 1) * rows
+        )
 
     def at_end(self, run: Run, step: int) -> None:
         """Validation on rows no earlier evaluation read, then the test split."""

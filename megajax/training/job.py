@@ -56,13 +56,21 @@ class Job:
         self.log.event("first_step", step=first.step, seconds=round(first.seconds, 3))
         for info in _chain(first, infos):
             rates = rate.rates(info.seconds, self.cfg.tokens_per_step())
-            self.log.log(StepRecord(
-                step=info.step, loss=info.loss, grad_norm=info.grad_norm, lr=info.lr,
-                consumed_samples=info.consumed_samples,
-                consumed_tokens=info.consumed_samples * self.cfg.model.sequence_length, rates=rates,
-                loss_scale=info.loss_scale, skipped=info.skipped, global_batch_size=self.cfg.batch.global_size,
-                metrics=info.metrics,
-            ))
+            self.log.log(
+                StepRecord(
+                    step=info.step,
+                    loss=info.loss,
+                    grad_norm=info.grad_norm,
+                    lr=info.lr,
+                    consumed_samples=info.consumed_samples,
+                    consumed_tokens=info.consumed_samples * self.cfg.model.sequence_length,
+                    rates=rates,
+                    loss_scale=info.loss_scale,
+                    skipped=info.skipped,
+                    global_batch_size=self.cfg.batch.global_size,
+                    metrics=info.metrics,
+                )
+            )
             self.manager.poll()
             if info.skipped and self.cfg.resilience.stop_on_nonfinite:
                 raise NumericFault(f"step {info.step}: loss {info.loss}, gradient norm {info.grad_norm}")
@@ -82,7 +90,9 @@ class Job:
         self.manager.wait()
         if stopped:
             kept = f"step {self.save.saved} saved" if self.save.saved == step else "nothing saved"
-            self.console.say(f"stopped after step {step} of {self.cfg.steps}; {kept}; the same command goes on from there")
+            self.console.say(
+                f"stopped after step {step} of {self.cfg.steps}; {kept}; the same command goes on from there"
+            )
             self.log.event("stopped", step=step, saved=self.save.saved)
         if jax.process_index() == 0:
             self.leave_behind(last, started)
@@ -93,17 +103,28 @@ class Job:
         step = self.run.step
         if self.cfg.logging.plot:
             title = f"{self.folder.path.name}: {step:,} steps"
-            self.console.say(plot_loss(self.folder.metrics, self.folder.loss_plot, title=title,
-                                       vocabulary=self.cfg.model.vocabulary_size))
-        if self.cfg.logging.sample and step >= self.cfg.steps and self.run.parts.splits.valid is not None:
-            sample = text_sample(self.run.model, self.run.parts.tokenizer, self.run.parts.splits.valid[0]["tokens"],
-                                 length=self.cfg.model.sequence_length, seed=self.cfg.seed)
+            self.console.say(
+                plot_loss(
+                    self.folder.metrics, self.folder.loss_plot, title=title, vocabulary=self.cfg.model.vocabulary_size
+                )
+            )
+        if self.samples(step):
+            sample = text_sample(
+                self.run.model,
+                self.run.parts.tokenizer,
+                self.run.parts.splits.valid[0]["tokens"],
+                length=self.cfg.model.sequence_length,
+                seed=self.cfg.seed,
+            )
             self.console.say(sample or "no text sample: the tokenizer has no text")
         files = [path for path in (self.folder.metrics, self.folder.loss_plot) if path.exists()]
         newest = self.manager.newest()
         totals = Totals(
-            steps=step, steps_here=step - self.first, tokens=(step - self.first) * self.cfg.tokens_per_step(),
-            wall_seconds=time.monotonic() - started, train_loss=None if last is None else last.loss,
+            steps=step,
+            steps_here=step - self.first,
+            tokens=(step - self.first) * self.cfg.tokens_per_step(),
+            wall_seconds=time.monotonic() - started,
+            train_loss=None if last is None else last.loss,
             validation_loss=self.evaluate.last.get("validation"),
             checkpoint=None if newest is None else f"{self.folder.checkpoints} (step {newest})",
             files=[str(path) for path in files],
@@ -111,12 +132,19 @@ class Job:
         self.console.show("done" if step >= self.cfg.steps else "stopped", totals.sections())
 
 
+    def samples(self, step: int) -> bool:
+        """Whether there is a text sample: only after the last step, and by a single process."""
+        wanted = self.cfg.logging.sample and step >= self.cfg.steps
+        return wanted and jax.process_count() == 1 and self.run.parts.splits.valid is not None
+
+
 def step_rate(run: Run) -> StepRate:
     """What turns this run's step times into rates."""
     flops = flops_per_token(run.cfg.model)
     peak = peak_bf16_flops(run.mesh.devices.flat[0].device_kind)
-    return StepRate(devices=run.mesh.size, flops_per_token_causal=flops.causal, flops_per_token_full=flops.full,
-                    peak_flops=peak)
+    return StepRate(
+        devices=run.mesh.size, flops_per_token_causal=flops.causal, flops_per_token_full=flops.full, peak_flops=peak
+    )
 
 
 def train(cfg: RunConfig, *, skip_train: bool = False, sources: Mapping[str, str] | None = None) -> int:
@@ -133,14 +161,16 @@ def train(cfg: RunConfig, *, skip_train: bool = False, sources: Mapping[str, str
         manager = stack.enter_context(cfg.checkpoint.build(folder.checkpoints))
         found = manager.start()
         first = 0 if found is None else found[1]
-        console = stack.enter_context(_closing(open_console(cfg.logging, total_steps=cfg.steps, start_step=first,
-                                                            primary=primary)))
+        console = stack.enter_context(
+            _closing(open_console(cfg.logging, total_steps=cfg.steps, start_step=first, primary=primary))
+        )
         with console.ticker("setting up data, model and state"):
             run = setup(cfg, start=None if found is None else Resume(*found, own=found[0] is manager))
         stack.callback(run.close)
         yaml = to_yaml(cfg, sources)
-        log = stack.enter_context(open_writers(cfg.logging, folder, start_step=first, primary=primary,
-                                               run_config=flatten(cfg)))
+        log = stack.enter_context(
+            open_writers(cfg.logging, folder, start_step=first, primary=primary, run_config=flatten(cfg))
+        )
         if primary:
             folder.write_config(yaml, "\n".join(diff_from_defaults(cfg)) + "\n")
         both = Writers([log, console])
@@ -148,8 +178,18 @@ def train(cfg: RunConfig, *, skip_train: bool = False, sources: Mapping[str, str
         console.show("MegaJAX", facts.banner(run, resumed))
         both.event("start", step=first, devices=run.mesh.size, processes=jax.process_count())
         signals = stack.enter_context(Signals(before_exit=console.release))
-        job = Job(cfg, folder, manager, console, both, run, Evaluate(cfg, both),
-                  Save(manager, both, lambda: stored(run.parts, yaml), cfg.steps), signals, first)
+        job = Job(
+            cfg,
+            folder,
+            manager,
+            console,
+            both,
+            run,
+            Evaluate(cfg, both),
+            Save(manager, both, lambda: stored(run.parts, yaml), cfg.steps),
+            signals,
+            first,
+        )
         return _work(job, started, skip_train)
 
 
@@ -166,9 +206,11 @@ def _work(job: Job, started: float, skip_train: bool) -> int:
             pass
     except NumericFault as fault:
         job.log.event("numeric_fault", message=str(fault))
-        job.console.say(f"stopped by a numeric fault at {fault}; the weights before it are kept, nothing was saved. "
-                        "Lower the learning rate or look at the data; resilience.stop_on_nonfinite=false goes on without "
-                        "such updates")
+        job.console.say(
+            f"stopped by a numeric fault at {fault}; the weights before it are kept, nothing was saved. "
+            "Lower the learning rate or look at the data; resilience.stop_on_nonfinite=false goes on without "
+            "such updates"
+        )
         return NUMERIC_FAULT_EXIT
     job.finish(last, started)
     return 0

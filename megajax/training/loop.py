@@ -55,8 +55,13 @@ class Pending(NamedTuple):
         values = {name: value.item() for name, value in jax.device_get(dict(self.metrics)).items()}
         done = time.monotonic()
         known = {name: values.pop(name) for name in KEYS}
-        return StepInfo(self.step, **known, consumed_samples=self.consumed, seconds=done - max(since, self.dispatched),
-                        metrics=values), done
+        return StepInfo(
+            self.step,
+            **known,
+            consumed_samples=self.consumed,
+            seconds=done - max(since, self.dispatched),
+            metrics=values,
+        ), done
 
 
 def run_steps(

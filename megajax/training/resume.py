@@ -30,8 +30,10 @@ def facts(parts: Parts) -> dict[str, Any]:
     if shape.style != "constant":
         kept["schedule: samples of decay (steps x batch.global_size unless set)"] = parts.schedule.decay
     kept["data: rows in the training order (grows with steps)"] = len(parts.splits.train)
-    return {name: value if isinstance(value, int | float) and not isinstance(value, bool) else scalar_text(value)
-            for name, value in kept.items()}
+    return {
+        name: value if isinstance(value, int | float) and not isinstance(value, bool) else scalar_text(value)
+        for name, value in kept.items()
+    }
 
 
 def _matters(name: str, cfg: RunConfig) -> bool:
@@ -49,8 +51,11 @@ def stored(parts: Parts, config_yaml: str) -> dict[str, Any]:
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Facts that differ, as lines `name: old -> new`."""
     names = [*old, *(name for name in new if name not in old)]
-    return [f"{name}: {old.get(name, '(not there)')} -> {new.get(name, '(not there)')}"
-            for name in names if old.get(name) != new.get(name)]
+    return [
+        f"{name}: {old.get(name, '(not there)')} -> {new.get(name, '(not there)')}"
+        for name in names
+        if old.get(name) != new.get(name)
+    ]
 
 
 @dataclass(frozen=True)

@@ -101,11 +101,17 @@ def _tensor(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
         yield from _tensor_in_block(f"model.stack.pattern.{place}", block, size)
     vocabulary = cfg.model.padded_vocabulary()
     if vocabulary % size:
-        yield Problem("parallel.tensor", f"the padded vocabulary {vocabulary} is not divisible by parallel.tensor={size}",
-                      "use a power of two up to 128")
+        yield Problem(
+            "parallel.tensor",
+            f"the padded vocabulary {vocabulary} is not divisible by parallel.tensor={size}",
+            "use a power of two up to 128",
+        )
     if cfg.parallel.sequence and cfg.model.sequence_length % size:
-        yield Problem("model.sequence_length", f"{cfg.model.sequence_length} is not divisible by parallel.tensor={size}",
-                      "needed with parallel.sequence=true")
+        yield Problem(
+            "model.sequence_length",
+            f"{cfg.model.sequence_length} is not divisible by parallel.tensor={size}",
+            "needed with parallel.sequence=true",
+        )
 
 
 def _tensor_in_block(where: str, block: BlockConfig, size: int) -> Iterator[Problem]:
@@ -115,7 +121,9 @@ def _tensor_in_block(where: str, block: BlockConfig, size: int) -> Iterator[Prob
     if mixer.heads % size:
         yield Problem(f"{where}.mixer.heads", f"heads={mixer.heads} is not divisible by parallel.tensor={size}", hint)
     elif mixer.groups() % size:
-        yield Problem(f"{where}.mixer.kv_heads", f"kv_heads={mixer.groups()} is not divisible by parallel.tensor={size}", hint)
+        yield Problem(
+            f"{where}.mixer.kv_heads", f"kv_heads={mixer.groups()} is not divisible by parallel.tensor={size}", hint
+        )
     if block.mlp.ffn % size:
         yield Problem(f"{where}.mlp.ffn", f"ffn={block.mlp.ffn} is not divisible by parallel.tensor={size}")
 
@@ -123,15 +131,21 @@ def _tensor_in_block(where: str, block: BlockConfig, size: int) -> Iterator[Prob
 def _sharding(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     total = _known_devices(cfg, devices)
     if cfg.parallel.data_sharding == "fsdp" and cfg.model.recompute == "none":
-        yield Problem("model.recompute", "none with parallel.data_sharding=fsdp would keep every layer's gathered weights "
-                      "for the backward pass", "use recompute=selective or full, or data_sharding=zero1")
+        yield Problem(
+            "model.recompute",
+            "none with parallel.data_sharding=fsdp would keep every layer's gathered weights for the backward pass",
+            "use recompute=selective or full, or data_sharding=zero1",
+        )
     if total is None or cfg.parallel.data_sharding == "replicate" or cfg.parallel.problems():
         return
     shards = cfg.replicas(total) * cfg.parallel.context
     if cfg.model.hidden % shards:
-        yield Problem("parallel.data_sharding", f"{cfg.parallel.data_sharding} cuts hidden={cfg.model.hidden} over "
-                      f"{shards} data-parallel devices, which do not divide it",
-                      "use data_sharding=replicate or another parallel.data")
+        yield Problem(
+            "parallel.data_sharding",
+            f"{cfg.parallel.data_sharding} cuts hidden={cfg.model.hidden} over "
+            f"{shards} data-parallel devices, which do not divide it",
+            "use data_sharding=replicate or another parallel.data",
+        )
 
 
 def _batch(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:

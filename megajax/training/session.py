@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
@@ -50,8 +51,14 @@ class Parts:
     def loader(self, source: Any, consumed: int) -> Loader:
         """Global batches of `source` from row `consumed` on."""
         sharding = NamedSharding(self.mesh, batch_specs(self.layout).tokens)
-        return Loader(source, global_size=self.cfg.batch.global_size, microbatches=self.microbatches,
-                      sharding=sharding, consumed=consumed, config=self.cfg.data.loader)
+        return Loader(
+            source,
+            global_size=self.cfg.batch.global_size,
+            microbatches=self.microbatches,
+            sharding=sharding,
+            consumed=consumed,
+            config=self.cfg.data.loader,
+        )
 
 
 @dataclass
@@ -78,9 +85,17 @@ class Run:
         return int(self.state.step)
 
     def model(self, tokens: Array) -> Array:
-        """Next-token logits of the present weights: int32 [B, S] -> float32 [B, S, vocabulary_size], by plain jax.jit."""
+        """Next-token logits of the present weights: int32 [B, S] -> float32 [B, S, vocabulary_size], by plain jax.jit.
+
+        Any B and S: rows and positions are padded to what the mesh divides, and cut off again.
+        """
+        tokens = jnp.asarray(tokens, jnp.int32)
+        rows, length = tokens.shape
+        rules, sizes = self.parts.layout.plan.compute, self.mesh.shape
+        units = [prod(sizes[axis] for axis in rules.mesh_axes(name)) for name in ("batch", "seq_residual")]
+        padded = jnp.pad(tokens, ((0, -rows % units[0]), (0, -length % units[1])))
         with jax.set_mesh(self.mesh), jax.default_matmul_precision(self.cfg.precision.matmul_precision()):
-            return self._forward(self.state.params, jnp.asarray(tokens, jnp.int32))
+            return self._forward(self.state.params, padded)[:rows, :length]
 
     def steps(self, count: int | None = None) -> Iterator[StepInfo]:
         """Train `count` steps (default: what is left of cfg.steps), yielding what each reported."""
@@ -117,8 +132,11 @@ def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None, start: Sta
     shardings = state_shardings(parts.declared, optimizer, parts.layout.plan, parts.mesh)
     with jax.set_mesh(parts.mesh):
         fresh = jax.jit(lambda: fresh_state(parts.declared, optimizer, cfg.seed), out_shardings=shardings)
-        like = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-                            jax.eval_shape(fresh), shardings)
+        like = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            jax.eval_shape(fresh),
+            shardings,
+        )
         state = (start(parts, like) if start is not None else None) or fresh()
     weights = Weights(parts.abstract, parts.declared, parts.layout, cfg.precision)
     loss = LanguageModelLoss(cfg.data.isolated(), cfg.batch.loss_average)
@@ -137,10 +155,13 @@ def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
     layout = Layout(plan)
     tokenizer = cfg.tokenizer.build()
     if tokenizer.vocabulary_size > cfg.model.vocabulary_size:
-        raise UserError(f"the tokenizer has {tokenizer.vocabulary_size} tokens, model.vocabulary_size is "
-                        f"{cfg.model.vocabulary_size}: set model.vocabulary_size={tokenizer.vocabulary_size}")
-    splits = cfg.data.build(tokenizer=tokenizer, sequence_length=cfg.model.sequence_length, rows=wanted_rows(cfg),
-                            seed=cfg.seed)
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocabulary_size} tokens, model.vocabulary_size is "
+            f"{cfg.model.vocabulary_size}: set model.vocabulary_size={tokenizer.vocabulary_size}"
+        )
+    splits = cfg.data.build(
+        tokenizer=tokenizer, sequence_length=cfg.model.sequence_length, rows=wanted_rows(cfg), seed=cfg.seed
+    )
     abstract = nnx.eval_shape(lambda: cfg.model.build(layout))
     schedule = cfg.schedule.build(steps=cfg.steps, global_size=cfg.batch.global_size)
     microbatches = cfg.batch.microbatches(mesh.shape["data"] * mesh.shape["expert"])

@@ -1,0 +1,49 @@
+"""GPT-2 124M on your own text.
+
+Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data/corpus --tokenizer=gpt2 \
+              --vocab-file=data/vocab.json --merge-file=data/merges.txt --append-eod
+Run:      python -m megajax.train --config=gpt2_124m.py
+Laptop:   python -m megajax.train --config=gpt2_124m.py:debug
+Hardware: one node of 8 GPUs with 40 GB or more; 0.5 M tokens a step
+"""
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.data.config import BlendConfig, MockConfig
+from megajax.models.presets.gpt import gpt2
+from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.precision.config import PrecisionConfig
+from megajax.tokenizers.config import GPT2TokenizerConfig, NullTokenizerConfig
+from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.run_config import RunConfig
+
+
+def config() -> RunConfig:
+    """300 B tokens as in the paper's recipe of the time: cosine to a tenth, warm-up of 2000 steps."""
+    return RunConfig(
+        model=gpt2("124m", dropout=0.0),
+        data=BlendConfig(paths=("data/corpus_text_document",), split="989,10,1"),
+        tokenizer=GPT2TokenizerConfig(vocabulary="data/vocab.json", merges="data/merges.txt"),
+        optimizer=AdamWConfig(beta2=0.95, weight_decay=0.1),
+        schedule=ScheduleConfig(lr=6e-4, min_lr=6e-5, warmup_steps=2000),
+        batch=BatchConfig(global_size=512, micro_size=16),
+        evaluation=EvaluationConfig(every=1000, batches=20),
+        checkpoint=CheckpointConfig(every=1000),
+        steps=600_000,
+        run_dir="runs/gpt2_124m",
+    )
+
+
+def debug() -> RunConfig:
+    """The same tree in toy sizes: 2 layers, made-up data, seconds on a laptop."""
+    return config().but(
+        model=gpt2("debug", sequence_length=64, vocabulary_size=512, dropout=0.0),
+        data=MockConfig(),
+        tokenizer=NullTokenizerConfig(vocabulary_size=512),
+        precision=PrecisionConfig(compute="float32"),
+        schedule=ScheduleConfig(lr=6e-4, min_lr=6e-5, warmup_steps=5),
+        batch=BatchConfig(global_size=8, micro_size=2),
+        evaluation=EvaluationConfig(every=10, batches=2),
+        checkpoint=CheckpointConfig(every=10),
+        steps=20,
+        run_dir="runs/gpt2_debug",
+    )
