@@ -1,0 +1,54 @@
+"""When checkpoints are written, which are kept and what a run starts from."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from megajax.config.builds import Builds
+from megajax.config.errors import Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig(Builds):
+    """Saving, keeping and loading of checkpoints; `build(folder)` gives the `CheckpointManager` of a run's folder."""
+
+    target: ClassVar[str] = "megajax.checkpoint.manager:CheckpointManager"
+
+    every: int | None = 1000
+    """Steps between checkpoints; none: only at the end and when the run is asked to stop."""
+    keep_last: int | None = 3
+    """How many of the newest checkpoints to keep; none: all."""
+    keep_every: int | None = None
+    """Checkpoints whose step is a multiple of this are kept for good; none: no such checkpoints."""
+    asynchronous: bool = True
+    """Write in the background: training waits for the copy to host memory only."""
+    at_end: bool = True
+    """Write a checkpoint after the last step."""
+    load: Path | None = None
+    """Start from another run's state: its run folder, its checkpoints folder or one step in it.
+    Only a run without checkpoints of its own does; a restarted run goes on from its own newest."""
+    step: int | None = None
+    """The step to start from, in `load` or, without it, in the run's own folder; none: the newest one that is whole.
+    Going back in the run's own folder sets the later steps aside."""
+
+    def problems(self) -> list[Problem]:
+        """What is wrong with these settings by themselves; folders are looked at when the manager is made."""
+        found = [
+            Problem(name, f"is {value}, but must be at least {least}", hint)
+            for name, value, least, hint in (
+                ("every", self.every, 1, "use none to save only at the end"),
+                ("keep_last", self.keep_last, 1, "use none to keep all"),
+                ("keep_every", self.keep_every, 1, "use none to keep no step for good"),
+                ("step", self.step, 0, "use none for the newest"),
+            )
+            if value is not None and value < least
+        ]
+        if not found and self.every and self.keep_every and self.keep_every % self.every:
+            found.append(
+                Problem(
+                    "keep_every",
+                    f"is {self.keep_every}, which is not a multiple of every = {self.every}",
+                    "only steps that are saved can be kept",
+                )
+            )
+        return found

@@ -1,0 +1,138 @@
+"""The SHA-256 manifest that makes a folder of files a checkpoint, and the writing that survives a power cut.
+
+Orbax commits by a rename that says nothing of the content, and the bytes of arrays carry no checksum; a truncated or
+flipped file would load, or fail in the middle of a load. So every file is hashed after it was written, the manifest is
+written last, and it is verified before anything is loaded.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+type Entries = dict[str, dict[str, Any]]
+"""path inside the step, with "/" -> {"bytes": int, "sha256": hexadecimal}."""
+
+
+class Damaged(Exception):
+    """A step is not whole; the message says which file and why."""
+
+
+def flush_to_disk(path: Path) -> None:
+    """fsync of a file or a folder (a folder's fsync makes the names in it durable)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Writes a small file so that after a crash it is there in full or not at all."""
+    temporary = path.with_name(path.name + ".writing")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    flush_to_disk(path.parent)
+
+
+def files_below(folder: Path) -> list[str]:
+    """Paths of all files below a folder, relative to it, sorted."""
+    return sorted(
+        (Path(root) / name).relative_to(folder).as_posix() for root, _, names in os.walk(folder) for name in names
+    )
+
+
+def _hash(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest}
+
+
+def hash_files(folder: Path, names: Iterable[str], durably: bool = False) -> Entries:
+    """Hashes the named files; with `durably` also forces them and their folders to the disk.
+
+    hashlib lets go of the interpreter while it works, so several files are hashed at once and a training loop in
+    the main thread goes on.
+    """
+    names = list(names)
+
+    def one(name: str) -> dict[str, Any]:
+        if durably:
+            flush_to_disk(folder / name)
+        return _hash(folder / name)
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        entries = dict(zip(names, pool.map(one, names), strict=True))
+    if durably:
+        for parent in sorted({(folder / name).parent for name in names}):
+            flush_to_disk(parent)
+    return entries
+
+
+def _seal(entries: Entries) -> str:
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+
+
+def write_manifest(folder: Path, entries: Entries) -> None:
+    """Writes the manifest, as the last file of a step."""
+    document = {"format": FORMAT, "files": entries, "seal": _seal(entries)}
+    write_durably(folder / MANIFEST, json.dumps(document, indent=1, sort_keys=True))
+
+
+def read_manifest(folder: Path) -> Entries:
+    """The manifest's entries. Raises Damaged if it is missing, unreadable or altered."""
+    path = folder / MANIFEST
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        form, entries, seal = document["format"], document["files"], document["seal"]
+    except FileNotFoundError:
+        raise Damaged(f"{MANIFEST} is missing, so the step was never committed") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{MANIFEST} can't be read ({error})") from None
+    if form != FORMAT:
+        raise Damaged(f"{MANIFEST} has format {form}, this version reads {FORMAT}")
+    if seal != _seal(entries):
+        raise Damaged(f"{MANIFEST} was altered: its own sha256 does not match")
+    if any(Path(name).is_absolute() or ".." in Path(name).parts for name in entries):
+        raise Damaged(f"{MANIFEST} names files outside the step")
+    return entries
+
+
+def verify(folder: Path, entries: Entries, names: Iterable[str] | None = None) -> None:
+    """Compares files with the manifest: sizes first, then contents. Raises Damaged naming every file that differs.
+
+    names: which of them (default: all), so that several processes can share the work.
+    """
+    chosen = sorted(entries if names is None else names)
+    faults: list[str] = []
+    sized: list[str] = []
+    for name in chosen:
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:
+            faults.append(f"{name}: {error.strerror}")
+            continue
+        if name not in entries:
+            faults.append(f"{name}: not in the manifest")
+        elif size == entries[name]["bytes"]:
+            sized.append(name)
+        else:
+            faults.append(f"{name}: {size} bytes, the manifest says {entries[name]['bytes']}")
+    if not faults:
+        try:
+            found = hash_files(folder, sized)
+        except OSError as error:
+            raise Damaged(f"{error.filename}: {error.strerror}") from error
+        faults = [f"{name}: sha256 mismatch" for name in sized if found[name] != entries[name]]
+    if faults:
+        more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
+        raise Damaged("; ".join(faults[:3]) + more)

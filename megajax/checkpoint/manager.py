@@ -1,0 +1,330 @@
+"""Checkpoints of a run: asynchronous saves and a commit order that survives kill -9 and a power cut.
+
+A save, each line done and on disk before the next begins:
+    all processes: their shards into STEP.TOKEN.saving/arrays (Orbax)
+    each process: meta.json (process 0) or the SHA-256 of the files it wrote (the others); fsync
+    process 0: the SHA-256 of the rest, manifest.json, then the rename to STEP
+    process 0: old steps lose their names, then their files
+A step without a valid manifest is not a step. This calls `ocp.save_async` on one folder a step and not
+`ocp.training.Checkpointer`, whose commit comes before there is a manifest, whose preservation policies would
+count damaged steps as kept, and whose failed background saves stay silent until somebody asks.
+"""
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from megajax.checkpoint import arrays, folder, integrity
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.peers import Peers
+from megajax.checkpoint.reader import ARRAYS, META, CheckpointReader, Tree, open_checkpoints, say
+from megajax.config.errors import UserError
+
+COMMON_FOLDER_PATIENCE_SECONDS = 60.0
+
+
+class CheckpointError(Exception):
+    """A checkpoint was not saved; older ones are as they were. Unlike a UserError it may pass when tried again."""
+
+
+class SaveReport(NamedTuple):
+    """One finished save."""
+
+    step: int
+    blocking_seconds: float
+    """How long the caller of `save` waited, an unfinished earlier save included."""
+    total_seconds: float
+    """From the call to the commit, hashing included."""
+    bytes: int
+    """Size of all files of the step (0 on processes other than 0)."""
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost reason, on one line: Orbax and TensorStore wrap it in pages of their own."""
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:500]
+
+
+@dataclass
+class _Save:
+    """One save on its way, shared by the caller of `save` and the thread that finishes it."""
+
+    step: int
+    path: Path
+    meta: str
+    peers: Peers
+    started: float
+    response: Any = None
+    blocking_seconds: float = 0.0
+    thread: threading.Thread | None = None
+    early_error: Exception | None = None
+    error: CheckpointError | None = None
+
+
+class CheckpointManager(CheckpointReader):
+    """The one writer of a run's checkpoints folder. Use it as a context manager, or call `close`.
+
+    Damaged steps are renamed to NAME.damaged and kept. A save that failed in the background is raised by the next
+    `save`, `poll`, `wait` or `close`; the manager stays usable and the next save may succeed.
+    """
+
+    def __init__(self, cfg: CheckpointConfig, path: Path | str):
+        """Takes the folder's lock and removes what dead attempts left unfinished.
+
+        Raises UserError if the folder can't be written, is being written by another run, or is not one and the
+        same folder for all processes.
+        """
+        super().__init__(path)
+        self.cfg = cfg
+        self._saves = 0
+        self._current: _Save | None = None
+        self._reports: list[SaveReport] = []
+        self._lock: folder.WriterLock | None = None
+        for check in (self._open, self._see_common_folder):
+            if (reason := self._peers.agree(check())) is not None:
+                self._release()
+                raise UserError(reason)
+
+    def _open(self) -> str | None:
+        if not self._peers.first:
+            return None
+        try:
+            self._lock = folder.WriterLock(self.folder)
+            for name in folder.remove_remains(self.folder):
+                say(f"removed {self.folder / name}, left unfinished by an earlier attempt")
+            if self._peers.count > 1:
+                integrity.write_durably(self._mark(), "")
+        except UserError as error:
+            return str(error)
+        return None
+
+    def _mark(self) -> Path:
+        return self.folder / f"lock.{self._peers.token}"
+
+    def _see_common_folder(self) -> str | None:
+        """Every process must see what process 0 wrote: with folders of their own no step would ever be complete."""
+        if self._peers.count == 1:
+            return None
+        # Network file systems may show a new name late.
+        deadline = time.monotonic() + COMMON_FOLDER_PATIENCE_SECONDS
+        while not (seen := self._mark().exists()) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        missing = self._peers.agree(
+            None
+            if seen
+            else f"{self.folder} is not one folder for all processes: what process 0 writes can't be seen by others.\n"
+            "Use a run_dir on a file system that all machines share."
+        )
+        if self._peers.first:
+            self._mark().unlink()
+        return missing
+
+    def start(self) -> tuple[CheckpointReader, int] | None:
+        """Where this run starts from: whose checkpoints (this manager, or the reader of `load`) and which step.
+
+        None: from nothing, and only if no start was asked for and this folder never held a checkpoint. Raises
+        UserError if what was asked for is not there or not whole.
+        """
+        own = self._peers.share(bool(self.steps() or folder.damaged_in(self.folder)))
+        if self.cfg.load is not None and not own:
+            reader, step = open_checkpoints(self.cfg.load)
+            step = self.cfg.step if step is None else step
+            if step is None and (step := reader.newest_whole()) is None:
+                raise UserError(f"there are no checkpoints to load: checkpoint.load = {self.cfg.load} holds none.")
+            reader.demand(step)
+            return reader, step
+        if self.cfg.load is None and self.cfg.step is not None:
+            self.demand(self.cfg.step)
+            self._go_back(self.cfg.step)
+            return self, self.cfg.step
+        step = self.newest_whole()
+        return None if step is None else (self, step)
+
+    def _go_back(self, step: int) -> None:
+        """Later steps lose their names, or a restart of this run would jump to a future it has left."""
+        later = self._peers.share([number for number in self.steps() if number > step])
+        if self._peers.first:
+            for number in later:
+                kept = folder.set_aside(self.folder, number, "abandoned")
+                say(f"going back to step {step}: the later checkpoint is kept aside as {kept}")
+        self._peers.agree()
+
+    def due(self, step: int, total: int) -> bool:
+        """Whether the policy wants a checkpoint after `step` of `total` steps."""
+        regular = self.cfg.every is not None and step > 0 and step % self.cfg.every == 0
+        return regular or (self.cfg.at_end and step == total)
+
+    def save(self, step: int, state: Tree, meta: Mapping[str, Any] | None = None) -> None:
+        """Saves jax.Arrays on any layout and what else a resume needs (meta: anything JSON can say, no NaN).
+
+        Returns when the arrays were copied to host memory (they may be donated then), or, with asynchronous=False,
+        when the step is committed. Waits for an earlier save first. A step that is committed already is not
+        written again. Called by all processes. Raises CheckpointError if this or an earlier save failed, TypeError
+        or ValueError if the state or meta can't be saved at all.
+        """
+        started = time.monotonic()
+        self.wait()
+        if step in self._peers.share(self.steps()):
+            return
+        text = json.dumps({"step": step, "meta": dict(meta or {})}, allow_nan=False, indent=1, sort_keys=True)
+        named = arrays.flatten(state)
+        self._saves += 1
+        path = self.folder / f"{folder.step_name(step)}.{self._peers.token}{self._saves:04x}.saving"
+        save = _Save(step, path, text, self._peers.among(f"save{self._saves}"), started)
+        try:
+            self._together(save, lambda: save.path.mkdir() if save.peers.first else None)
+        except CheckpointError as error:
+            raise self._failed(save, error) from error
+        try:
+            save.response = arrays.start_writing(save.path / ARRAYS, named)
+        except Exception as error:
+            # The others may have started well: the thread tells them, then `wait` raises this here.
+            save.early_error = error
+        save.blocking_seconds = time.monotonic() - started
+        # Not a daemon: a program that ends without `close` still gets its last checkpoint.
+        save.thread = threading.Thread(target=self._finish, args=(save,), name=f"megajax checkpoint {step}")
+        self._current = save
+        save.thread.start()
+        if save.early_error is not None or not self.cfg.asynchronous:
+            self.wait()
+
+    def _failed(self, save: _Save, error: Exception) -> CheckpointError:
+        if save.peers.first:
+            shutil.rmtree(save.path, ignore_errors=True)
+        return CheckpointError(f"checkpoint step {save.step} not saved: {error} ({self.folder})")
+
+    def _together[T](self, save: _Save, work: Callable[[], T]) -> T:
+        """Does this process's part, then waits for all. Raises CheckpointError, everywhere, if any part failed."""
+        reason, result, cause = None, None, None
+        try:
+            result = work()
+        except Exception as error:
+            reason, cause = _cause(error), error
+            save.peers.fail(reason)
+        failure = save.peers.agree(reason)
+        if failure is not None:
+            raise CheckpointError(failure) from cause
+        return result
+
+    def _finish(self, save: _Save) -> None:
+        """The background half of a save; runs in a thread of its own on every process."""
+        try:
+            self._together(save, lambda: self._wait_for_arrays(save))
+            self._together(save, lambda: self._write_part(save))
+            size = self._together(save, lambda: self._commit(save) if save.peers.first else 0)
+        except Exception as error:
+            save.error = self._failed(save, error)
+            save.error.__cause__ = error
+            return
+        self._verified.add(save.step)
+        total = time.monotonic() - save.started
+        blocking = save.blocking_seconds if self.cfg.asynchronous else total
+        self._reports.append(SaveReport(save.step, blocking, total, size))
+        if save.peers.first:
+            self._delete_old(save.step)
+
+    def _wait_for_arrays(self, save: _Save) -> None:
+        """Orbax keeps the healthy processes at a barrier for minutes when one failed; this one asks the others."""
+        if save.early_error is not None:
+            raise save.early_error
+        while True:
+            asked = time.monotonic()
+            try:
+                return save.response.result(timeout=1.0)
+            except TimeoutError:
+                if time.monotonic() - asked < 0.5:  # not our timeout but one that ended the writing
+                    raise
+            if (failure := save.peers.failure()) is not None:
+                raise CheckpointError(failure)
+
+    def _write_part(self, save: _Save) -> None:
+        """What each process can say of its own files, so that no process hashes a whole large checkpoint."""
+        if save.peers.first:
+            integrity.write_durably(save.path / META, save.meta)
+            return
+        own = f"{ARRAYS}/state/ocdbt.process_{save.peers.index}"
+        names = [f"{own}/{name}" for name in integrity.files_below(save.path / own)]
+        entries = integrity.hash_files(save.path, names, durably=True)
+        integrity.write_durably(save.path / f"manifest.{save.peers.index}.json", json.dumps(entries))
+
+    def _commit(self, save: _Save) -> int:
+        """Process 0: gathers the others' entries, hashes the rest, writes the manifest, renames; the size in bytes."""
+        entries: integrity.Entries = {}
+        for index in range(1, save.peers.count):
+            part = save.path / f"manifest.{index}.json"
+            entries |= json.loads(part.read_text(encoding="utf-8"))
+            part.unlink()
+        rest = [name for name in integrity.files_below(save.path) if name not in entries]
+        entries |= integrity.hash_files(save.path, rest, durably=True)
+        for root, _, _ in os.walk(save.path):
+            integrity.flush_to_disk(Path(root))
+        integrity.write_manifest(save.path, entries)
+        save.path.rename(self.folder / folder.step_name(save.step))
+        integrity.flush_to_disk(self.folder)
+        return sum(entry["bytes"] for entry in entries.values())
+
+    def _delete_old(self, committed: int) -> None:
+        """Deletes what the policy no longer wants; only after `committed` was, so that a whole step always remains."""
+        if self.cfg.keep_last is None:
+            return
+        for step in self.steps()[: -self.cfg.keep_last]:
+            if step != committed and not (self.cfg.keep_every and step % self.cfg.keep_every == 0):
+                try:
+                    folder.delete_step(self.folder, step)
+                except OSError as error:
+                    say(f"old checkpoint step {step} in {self.folder} was not deleted: {error.strerror}")
+
+    def poll(self) -> list[SaveReport]:
+        """Saves that finished since the last call, without waiting. Raises CheckpointError if one failed."""
+        if self._current is not None and not self._current.thread.is_alive():
+            self.wait()
+        reports, self._reports = self._reports, []
+        return reports
+
+    def wait(self) -> None:
+        """Waits for the save on its way. Raises CheckpointError if it failed; its report is kept for `poll`."""
+        if self._current is None:
+            return
+        self._current.thread.join()
+        save, self._current = self._current, None
+        if save.error is not None:
+            raise save.error
+
+    def close(self) -> None:
+        """Waits for the last save and lets go of the folder. Raises CheckpointError if the save failed."""
+        try:
+            self.wait()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _refuse(self, step: int, reason: str) -> None:
+        super()._refuse(step, reason)
+        if self._peers.first:
+            say(f"it is kept aside as {folder.set_aside(self.folder, step, 'damaged')}")
+        self._peers.agree()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except CheckpointError as failed:  # the error on its way matters more, but this one must not be lost
+            error.add_note(str(failed))

@@ -1,0 +1,142 @@
+"""Finding, verifying and restoring checkpoints: everything that changes nothing on disk."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from megajax.checkpoint import arrays, folder, integrity
+from megajax.checkpoint.integrity import Damaged
+from megajax.checkpoint.peers import Peers
+from megajax.config.errors import UserError
+
+type Tree = Any
+type Meta = dict[str, Any]
+
+ARRAYS = "arrays"
+"""Name of the folder of a step that Orbax writes and reads."""
+META = "meta.json"
+"""Name of the file of a step with everything that is not an array."""
+
+
+def say(line: str) -> None:
+    """One line for the person at the terminal, on stderr."""
+    print(f"megajax: {line}", file=sys.stderr, flush=True)
+
+
+class CheckpointReader:
+    """Finds, verifies and restores the steps of a checkpoints folder without changing anything in it.
+
+    With several processes all of them make one and call the same methods in the same order.
+    """
+
+    def __init__(self, path: Path | str, *, peers: Peers | None = None):
+        self.folder = Path(path).absolute()
+        self._peers = peers or Peers()
+        self._verified: set[int] = set()
+        self._refused: set[int] = set()
+
+    def steps(self) -> list[int]:
+        """Numbers of the committed steps, ascending; those found damaged are left out."""
+        return [step for step in folder.steps_in(self.folder) if step not in self._refused]
+
+    def newest(self) -> int | None:
+        """The committed step with the highest number, by name only; see `newest_whole`."""
+        return max(self.steps(), default=None)
+
+    def newest_whole(self) -> int | None:
+        """The newest step that passes verification; each newer one is named on stderr with what is wrong with it.
+
+        None only if there never was a checkpoint here. Raises UserError if there were some and none is whole.
+        """
+        steps, damaged = self._peers.share([self.steps(), folder.damaged_in(self.folder)])
+        for step in reversed(steps):
+            reason = self._fault(step)
+            if reason is None:
+                return step
+            self._refuse(step, reason)
+        if steps or damaged:
+            raise UserError(
+                f"none of the checkpoints in {self.folder} is whole "
+                f"({', '.join([*map(folder.step_name, steps), *damaged])}).\n"
+                "Restore one from a copy, start from another run's with checkpoint.load, "
+                "or move the folder away to start from nothing."
+            )
+        return None
+
+    def meta(self, step: int) -> Meta:
+        """What was saved beside the arrays, as it was given to `save`; verified, but without reading arrays.
+
+        Raises UserError if there is no such step or its meta.json is damaged.
+        """
+        path = self._existing(step)
+        try:
+            integrity.verify(path, integrity.read_manifest(path), [META])
+            return json.loads((path / META).read_text(encoding="utf-8"))["meta"]
+        except Damaged as error:
+            raise UserError(f"checkpoint step {step} in {self.folder} is damaged: {error}") from error
+
+    def restore(self, step: int, like: Tree, *, cast: bool = False, partial: bool = False) -> tuple[Tree, Meta]:
+        """Reads a step onto the layout of `like`, bit for bit, and what was saved beside it.
+
+        like: tree of jax.ShapeDtypeStruct with shardings, of any mesh and any number of processes.
+        cast: floating-point arrays may be read in another floating-point dtype. partial: `like` may ask for a part.
+        Raises UserError if the step is missing or damaged (only `newest_whole` falls back to another step), or if
+        names, shapes or dtypes differ (with a table).
+        """
+        path = self.demand(step)
+        return arrays.read(path / ARRAYS, like, cast=cast, partial=partial), self.meta(step)
+
+    def demand(self, step: int) -> Path:
+        """Path of a step that is there and whole. Raises UserError if it is not, whatever other steps there are."""
+        path = self._existing(step)
+        reason = self._fault(step)
+        if reason is not None:
+            raise UserError(
+                f"checkpoint step {step} in {self.folder} is damaged: {reason}\n"
+                "Choose another step, or leave checkpoint.step at none for the newest one that is whole."
+            )
+        return path
+
+    def _existing(self, step: int) -> Path:
+        path = self.folder / folder.step_name(step)
+        if not path.is_dir():
+            there = ", ".join(map(str, self.steps())) or "none"
+            raise UserError(f"there is no checkpoint of step {step} in {self.folder}.\nCommitted steps: {there}.")
+        return path
+
+    def _fault(self, step: int) -> str | None:
+        """What is wrong with a step; the processes share the hashing and all get the same answer."""
+        if step in self._verified:
+            return None
+        path, reason = self.folder / folder.step_name(step), None
+        try:
+            entries = integrity.read_manifest(path)
+            if META not in entries:
+                raise Damaged(f"{META} is not in the manifest")
+            integrity.verify(path, entries, sorted(entries)[self._peers.index :: self._peers.count])
+        except Damaged as error:
+            reason = str(error)
+        reason = self._peers.agree(reason)
+        if reason is None:
+            self._verified.add(step)
+        return reason
+
+    def _refuse(self, step: int, reason: str) -> None:
+        self._refused.add(step)
+        if self._peers.first:
+            say(f"checkpoint step {step} in {self.folder} is damaged and was passed over: {reason}")
+
+
+def open_checkpoints(path: Path | str) -> tuple[CheckpointReader, int | None]:
+    """A reader for a run folder, a checkpoints folder or one step in it, and the step if it was one.
+
+    Raises UserError if nothing is there.
+    """
+    path = Path(path).absolute()
+    if folder.STEP.fullmatch(path.name) and (path.is_dir() or path.parent.is_dir()):
+        return CheckpointReader(path.parent), int(path.name)
+    if not path.is_dir():
+        raise UserError(f"there are no checkpoints to load: {path} does not exist.")
+    inner = path / "checkpoints"
+    return CheckpointReader(inner if inner.is_dir() else path), None

@@ -1,0 +1,34 @@
+"""kill -9 at any moment never leaves a step that is taken for good but is not."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run_trials(folder, trials, mode, seed):
+    folder.mkdir()
+    script = Path(__file__).with_name("kill_trials.py")
+    done = subprocess.run(
+        [sys.executable, script, folder, str(trials), mode, str(seed)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(results) == trials + 1
+    assert all(result["ok"] for result in results), done.stderr
+    assert not any(result["damaged"] for result in results)
+    starts = [result["started_from"] for result in results]
+    assert starts == sorted(starts) and starts[-1] > trials // 4  # what was committed is never lost
+    assert sum(bool(result["in_the_middle"]) for result in results) >= trials // 3  # the kills did hit saves
+
+
+def test_ten_kills(tmp_path):
+    run_trials(tmp_path / "checkpoints", 10, "asynchronous", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
+def test_a_hundred_kills(tmp_path, mode):
+    run_trials(tmp_path / "checkpoints", 100, mode, 1)

@@ -1,0 +1,123 @@
+"""Damage of any kind is found before anything is loaded; the newest whole step is used; nothing starts silently."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.checkpoint import integrity
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.reader import CheckpointReader
+from megajax.config.errors import UserError
+
+STATE = {"w": jnp.arange(64, dtype=jnp.float32).reshape(8, 8), "step": jnp.int32(0)}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with CheckpointConfig().build(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, {**STATE, "step": jnp.int32(step)}, {"step": step})
+    return tmp_path
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def halve(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+
+
+def delete(path):
+    path.unlink()
+
+
+@pytest.mark.parametrize("damage", [empty, halve, flip, delete])
+def test_every_damage_of_every_file_falls_back_to_the_step_before(folder, capfd, damage):
+    newest = folder / "00000002"
+    names = [name for name in integrity.files_below(newest) if (newest / name).stat().st_size > 1 or damage is delete]
+    assert len(names) >= 8
+    for name in names:
+        whole = (newest / name).read_bytes()
+        damage(newest / name)
+        with CheckpointConfig().build(folder) as manager:
+            assert manager.newest() == 2
+            source, step = manager.start()
+            assert (source, step) == (manager, 1), name
+            assert source.meta(step) == {"step": 1}
+        said = capfd.readouterr().err
+        assert "checkpoint step 2" in said and name.rsplit("/", 1)[-1] in said
+        (folder / "00000002.damaged").rename(newest)
+        (newest / name).write_bytes(whole)
+    assert CheckpointReader(folder).newest_whole() == 2
+
+
+def test_the_whole_step_is_restored_after_the_fall_back(folder):
+    flip(max((folder / "00000002").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0))
+    with CheckpointConfig().build(folder) as manager:
+        source, step = manager.start()
+        state, meta = source.restore(step, jax.eval_shape(lambda: STATE))
+    assert meta == {"step": 1} and int(state["step"]) == 1
+    np.testing.assert_array_equal(state["w"], STATE["w"])
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["00000001", "00000002.damaged"]
+
+
+def test_none_whole_is_an_error_and_stays_one(folder, capfd):
+    for step in ("00000001", "00000002"):
+        flip(folder / step / "meta.json")
+    for _ in range(2):  # the second time there are only steps that were set aside
+        with CheckpointConfig().build(folder) as manager, pytest.raises(UserError, match="none of the checkpoints"):
+            manager.start()
+    assert sorted(path.name for path in folder.glob("*.damaged")) == ["00000001.damaged", "00000002.damaged"]
+
+
+def test_a_folder_without_a_manifest_was_never_committed(folder, capfd):
+    (folder / "00000002" / integrity.MANIFEST).unlink()
+    with CheckpointConfig().build(folder) as manager:
+        assert manager.start() == (manager, 1)
+    assert "never committed" in capfd.readouterr().err
+
+
+def test_a_damaged_step_asked_for_by_number_is_an_error_not_another_step(folder):
+    flip(folder / "00000001" / "meta.json")
+    with CheckpointConfig(step=1).build(folder) as manager, pytest.raises(UserError, match=r"step 1 .*meta\.json"):
+        manager.start()
+    reader = CheckpointReader(folder)
+    with pytest.raises(UserError, match=r"step 1 .*meta\.json"):
+        reader.restore(1, jax.eval_shape(lambda: STATE))
+    with pytest.raises(UserError, match=r"step 1 .*meta\.json"):
+        reader.meta(1)
+
+
+def test_a_reader_passes_over_damage_without_touching_it(folder, capfd):
+    flip(folder / "00000002" / "meta.json")
+    before = sorted(path.name for path in folder.iterdir())
+    reader = CheckpointReader(folder)
+    assert reader.newest_whole() == 1 and reader.steps() == [1]
+    assert sorted(path.name for path in folder.iterdir()) == before
+    assert "step 2" in capfd.readouterr().err
+
+
+def test_a_manifest_that_names_files_outside_the_step_is_refused(folder):
+    step = folder / "00000002"
+    integrity.write_manifest(step, integrity.read_manifest(step) | {"../../secret": {"bytes": 0, "sha256": ""}})
+    with pytest.raises(integrity.Damaged, match="outside"):
+        integrity.read_manifest(step)
+
+
+def test_an_altered_manifest_is_noticed_by_its_own_seal(folder):
+    path = folder / "00000002" / integrity.MANIFEST
+    document = json.loads(path.read_text())
+    document["files"].pop("arrays/state/_METADATA")
+    path.write_text(json.dumps(document))
+    with pytest.raises(integrity.Damaged, match="altered"):
+        integrity.read_manifest(folder / "00000002")

@@ -1,0 +1,266 @@
+"""When steps are saved, which are kept, what a run starts from and how failures show."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.checkpoint import arrays
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.manager import CheckpointError
+from megajax.config.errors import UserError
+
+
+def state_of(step):
+    return {"w": jnp.full((4, 4), step, jnp.float32)}
+
+
+def save_all(manager, steps):
+    for step in steps:
+        manager.save(step, state_of(step), {"step": step})
+    manager.wait()
+
+
+def folders(path):
+    return sorted(entry.name for entry in path.iterdir() if entry.is_dir())
+
+
+def test_due_follows_the_policy(tmp_path):
+    def steps(total, **settings):
+        with CheckpointConfig(**settings).build(tmp_path) as manager:
+            return [step for step in range(total + 1) if manager.due(step, total)]
+
+    assert steps(10, every=4) == [4, 8, 10]
+    assert steps(8, every=4) == [4, 8]
+    assert steps(10, every=4, at_end=False) == [4, 8]
+    assert steps(10, every=None) == [10]
+    assert steps(10, every=None, at_end=False) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"keep_last": 2}, [5, 6]),
+        ({"keep_last": 1}, [6]),
+        ({"keep_last": None}, [1, 2, 3, 4, 5, 6]),
+        ({"every": 1, "keep_last": 1, "keep_every": 2}, [2, 4, 6]),
+    ],
+)
+def test_old_steps_go_and_kept_ones_stay(tmp_path, settings, kept):
+    with CheckpointConfig(**settings).build(tmp_path) as manager:
+        save_all(manager, range(1, 7))
+        assert manager.steps() == kept
+    assert folders(tmp_path) == [f"{step:08d}" for step in kept]
+
+
+def test_nothing_is_deleted_when_the_new_step_fails(tmp_path, monkeypatch):
+    with CheckpointConfig(keep_last=1).build(tmp_path) as manager:
+        save_all(manager, [1])
+        monkeypatch.setattr(manager, "_commit", lambda save: (_ for _ in ()).throw(OSError(28, os.strerror(28))))
+        manager.save(2, state_of(2))
+        with pytest.raises(CheckpointError, match="step 2 not saved: No space left on device"):
+            manager.wait()
+        assert folders(tmp_path) == ["00000001"]
+        monkeypatch.undo()
+        save_all(manager, [2])  # space is back
+        assert manager.steps() == [2]
+
+
+class FailsLater:
+    def result(self, timeout):
+        raise RuntimeError("wrapped") from OSError(28, os.strerror(28), "/some/file")
+
+
+@pytest.mark.parametrize("how", ["save", "wait", "close", "exit"])
+def test_a_failure_in_the_background_is_never_lost(tmp_path, monkeypatch, how):
+    manager = CheckpointConfig().build(tmp_path)
+    monkeypatch.setattr(arrays, "start_writing", lambda path, named: FailsLater())
+    with pytest.raises(CheckpointError, match=r"step 3 not saved: No space left on device \(/some/file\)"):
+        if how == "exit":
+            with manager:
+                manager.save(3, state_of(3))
+        else:
+            manager.save(3, state_of(3))
+            {"save": lambda: manager.save(4, state_of(4)), "wait": manager.wait, "close": manager.close}[how]()
+    assert folders(tmp_path) == []
+
+
+def test_poll_reports_and_raises_without_waiting(tmp_path, monkeypatch):
+    with CheckpointConfig().build(tmp_path) as manager:
+        manager.save(1, state_of(1))
+        manager._current.thread.join()
+        (report,) = manager.poll()
+        assert report.step == 1 and 0 < report.blocking_seconds <= report.total_seconds and report.bytes > 64
+        assert manager.poll() == []
+        monkeypatch.setattr(arrays, "start_writing", lambda path, named: FailsLater())
+        manager.save(2, state_of(2))
+        manager._current.thread.join()
+        with pytest.raises(CheckpointError, match="step 2"):
+            manager.poll()
+        assert manager.poll() == []
+
+
+def test_an_error_on_its_way_out_is_not_hidden_by_a_failed_save(tmp_path, monkeypatch):
+    monkeypatch.setattr(arrays, "start_writing", lambda path, named: FailsLater())
+    with pytest.raises(ZeroDivisionError) as caught, CheckpointConfig().build(tmp_path) as manager:
+        manager.save(3, state_of(3))
+        raise ZeroDivisionError
+    assert "step 3 not saved" in caught.value.__notes__[0]
+
+
+def test_synchronous_saves_are_committed_on_return(tmp_path):
+    with CheckpointConfig(asynchronous=False).build(tmp_path) as manager:
+        manager.save(1, state_of(1))
+        assert folders(tmp_path) == ["00000001"]
+
+
+def test_a_committed_step_is_not_written_again(tmp_path):
+    with CheckpointConfig().build(tmp_path) as manager:
+        save_all(manager, [1])
+        before = (tmp_path / "00000001" / "manifest.json").stat().st_mtime_ns
+        save_all(manager, [1])
+        assert (tmp_path / "00000001" / "manifest.json").stat().st_mtime_ns == before
+
+
+def test_newest_is_the_highest_number_whatever_the_clock_says(tmp_path):
+    with CheckpointConfig().build(tmp_path) as manager:
+        save_all(manager, [2, 10, 3])
+        os.utime(tmp_path / "00000002", (2e9, 2e9))
+        assert manager.newest() == 10 and manager.start() == (manager, 10)
+
+
+def test_a_fresh_folder_starts_from_nothing(tmp_path):
+    with CheckpointConfig().build(tmp_path / "run" / "checkpoints") as manager:
+        assert manager.start() is None and manager.newest() is None
+
+
+def test_start_from_another_run_and_then_from_its_own(tmp_path):
+    with CheckpointConfig().build(tmp_path / "a" / "checkpoints") as manager:
+        save_all(manager, [1, 2])
+    for load, step, expected in (("a", None, 2), ("a", 1, 1), ("a/checkpoints/00000001", None, 1)):
+        with CheckpointConfig(load=tmp_path / load, step=step).build(tmp_path / "b") as manager:
+            source, found = manager.start()
+            assert source is not manager and found == expected and source.meta(found) == {"step": expected}
+    with CheckpointConfig(load=tmp_path / "a", step=1).build(tmp_path / "b") as manager:
+        save_all(manager, [5])
+        assert manager.start() == (manager, 5)
+
+
+@pytest.mark.parametrize("what", ["typo", "empty", "only_unfinished", "missing_step"])
+def test_a_load_that_finds_nothing_is_an_error(tmp_path, what):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "only_unfinished" / "00000003.0123abcd.saving").mkdir(parents=True)
+    with CheckpointConfig().build(tmp_path / "missing_step") as manager:
+        save_all(manager, [1])
+    cfg = CheckpointConfig(load=tmp_path / what, step=9 if what == "missing_step" else None)
+    with cfg.build(tmp_path / "own") as manager, pytest.raises(UserError, match=r"no checkpoint"):
+        manager.start()
+
+
+def test_going_back_sets_the_later_steps_aside(tmp_path, capfd):
+    with CheckpointConfig(keep_last=None).build(tmp_path) as manager:
+        save_all(manager, [1, 2, 3])
+    with CheckpointConfig(step=2).build(tmp_path) as manager:
+        assert manager.start() == (manager, 2)
+        assert manager.steps() == [1, 2]
+        save_all(manager, [3])
+    assert folders(tmp_path) == ["00000001", "00000002", "00000003", "00000003.abandoned"]
+    assert "00000003.abandoned" in capfd.readouterr().err
+    with CheckpointConfig(step=7).build(tmp_path) as manager, pytest.raises(UserError, match="no checkpoint of step 7"):
+        manager.start()
+
+
+def test_what_dead_attempts_left_is_removed_and_nothing_else(tmp_path, capfd):
+    remains = ["00000003.0123abcd0001.saving", "00000001.deleting"]
+    for name in [*remains, "00000002.damaged", "notes"]:
+        (tmp_path / name / "inside").mkdir(parents=True)
+    with CheckpointConfig().build(tmp_path):
+        assert folders(tmp_path) == ["00000002.damaged", "notes"]
+    said = capfd.readouterr().err
+    assert all(name in said for name in remains)
+
+
+def test_the_folder_of_a_running_writer_is_left_alone(tmp_path, monkeypatch):
+    script = (
+        "import sys; from megajax.checkpoint.config import CheckpointConfig\n"
+        "manager = CheckpointConfig().build(sys.argv[1]); print('ready', flush=True); sys.stdin.read()"
+    )
+    monkeypatch.setattr("megajax.checkpoint.folder.LOCK_PATIENCE_SECONDS", 0.3)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", script, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout.readline() == "ready\n"
+        (tmp_path / "00000003.0123abcd0001.saving").mkdir()
+        with pytest.raises(UserError, match=f"being written by .*pid {holder.pid}"):
+            CheckpointConfig().build(tmp_path)
+        assert folders(tmp_path) == ["00000003.0123abcd0001.saving"]
+    finally:
+        holder.kill()
+        holder.communicate()
+    with CheckpointConfig().build(tmp_path):  # a killed writer holds nothing
+        assert folders(tmp_path) == []
+
+
+def test_an_unwritable_folder_is_an_error_at_the_start(tmp_path):
+    tmp_path.chmod(0o500)
+    was = os.geteuid()
+    if was == 0:
+        for parent in tmp_path.parents:
+            if parent.stat().st_uid == 0 and parent.name.startswith("pytest"):
+                parent.chmod(0o755)
+        os.seteuid(65534)
+    try:
+        with pytest.raises(UserError, match=r"can't be written to .*Permission denied"):
+            CheckpointConfig().build(tmp_path / "checkpoints")
+    finally:
+        os.seteuid(was)
+        tmp_path.chmod(0o700)
+
+
+def test_a_path_that_is_a_file_is_an_error_at_the_start(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"can't be written to"):
+        CheckpointConfig().build(tmp_path / "file" / "checkpoints")
+
+
+def test_a_failing_disk_leaves_older_steps_whole_and_is_one_clear_line(tmp_path):
+    script = """
+import resource, sys
+import jax, jax.numpy as jnp
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.manager import CheckpointError
+with CheckpointConfig(keep_last=1).build(sys.argv[1]) as manager:
+    state = {"w": jnp.ones((512, 512))}
+    manager.save(1, state)
+    manager.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, -1))
+    manager.save(2, state)
+    try:
+        manager.wait()
+    except CheckpointError as error:
+        print(error)
+    assert manager.steps() == [1], manager.steps()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+    manager.save(3, state)
+    manager.wait()
+    assert manager.newest_whole() == 3
+"""
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("checkpoint step 2 not saved: ") and "File too large" in done.stdout
+    assert done.stdout.count("\n") == 1 and done.stderr == ""
+    assert folders(tmp_path) == ["00000003"]
+
+
+def test_normal_paths_say_nothing(tmp_path, capfd):
+    with CheckpointConfig(keep_last=1).build(tmp_path) as manager:
+        save_all(manager, [1, 2])
+        source, step = manager.start()
+        state, _ = source.restore(step, jax.eval_shape(lambda: state_of(0)))
+    np.testing.assert_array_equal(state["w"], np.full((4, 4), 2.0))
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,203 @@
+"""What is restored is what was saved, bit for bit, on the layout that was asked for."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.reader import CheckpointReader, open_checkpoints
+from megajax.config.errors import UserError
+
+
+def mesh_of(data: int, tensor: int):
+    return jax.sharding.Mesh(np.array(jax.devices()[: data * tensor]).reshape(data, tensor), ("data", "tensor"))
+
+
+def random_bits(shape, dtype, seed):
+    """Every bit pattern, NaN payloads and denormals included."""
+    dtype = np.dtype(dtype)
+    raw = np.random.default_rng(seed).integers(0, 256, int(np.prod(shape)) * dtype.itemsize, np.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+def bits(array) -> bytes:
+    return np.asarray(array).tobytes()
+
+
+def state_on(mesh):
+    def put(seed, dtype, shape, *spec):
+        return jax.device_put(random_bits(shape, dtype, seed), NamedSharding(mesh, PartitionSpec(*spec)))
+
+    return {
+        "params": {
+            "matrix": put(0, np.float32, (16, 24), "data", "tensor"),
+            "replicated": put(1, np.float32, (5, 3)),
+            "half": put(2, jnp.bfloat16, (8, 16), "tensor", None),
+        },
+        "optimizer": {"counts": put(3, np.int32, (8,), "data"), "keys": put(4, np.uint32, (8, 2), ("data", "tensor"))},
+        "step": put(5, np.int32, ()),
+    }
+
+
+def like_on(mesh, state, *spec):
+    def one(leaf):
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec[: leaf.ndim]))
+        )
+
+    return jax.tree.map(one, state)
+
+
+def saved(folder, state, meta=None, step=7):
+    with CheckpointConfig().build(folder) as manager:
+        manager.save(step, state, meta)
+    return CheckpointReader(folder)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [((4, 2), None), ((2, 4), ("tensor",)), ((8, 1), (None, "data")), ((1, 1), ()), ((1, 8), (None, "tensor"))],
+)
+def test_bit_exact_on_the_same_and_other_layouts(tmp_path, shape, spec):
+    state = state_on(mesh_of(4, 2))
+    reader = saved(tmp_path, state)
+    if spec is None:
+        like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+    else:
+        fits = {"matrix": spec, "replicated": (), "half": spec, "counts": spec[:1], "keys": spec[:1], "step": ()}
+        like = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: like_on(mesh_of(*shape), leaf, *fits[path[-1].key]), state
+        )
+    restored, _ = reader.restore(7, like)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    for before, wanted, after in zip(*map(jax.tree.leaves, (state, like, restored)), strict=True):
+        assert after.dtype == before.dtype and after.sharding == wanted.sharding
+        assert bits(after) == bits(before)
+
+
+def test_meta_comes_back_without_reading_arrays(tmp_path):
+    meta = {"config": "steps: 10\n", "consumed_samples": 2**53 + 1, "versions": {"jax": jax.__version__}}
+    reader = saved(tmp_path, {"x": jnp.ones(3)}, meta)
+    for file in (tmp_path / "00000007" / "arrays").rglob("*"):
+        if file.is_file():
+            file.unlink()
+    assert reader.meta(7) == meta
+
+
+def test_donating_the_state_right_after_the_save_does_not_change_what_is_saved(tmp_path):
+    mesh = mesh_of(4, 2)
+    before = np.random.default_rng(0).standard_normal((2048, 1024)).astype(np.float32)
+    state = {"w": jax.device_put(before, NamedSharding(mesh, PartitionSpec("data", "tensor")))}
+    like = like_on(mesh, state, "data")
+    overwrite = jax.jit(lambda tree: jax.tree.map(lambda leaf: -leaf, tree), donate_argnums=0)
+    overwrite(jax.tree.map(jnp.copy, state))
+    with CheckpointConfig().build(tmp_path) as manager:
+        manager.save(1, state)
+        for _ in range(5):
+            state = overwrite(state)
+        jax.block_until_ready(state)
+        manager.wait()
+        restored, _ = manager.restore(1, like)
+    np.testing.assert_array_equal(np.asarray(restored["w"]), before)
+
+
+class Moments(NamedTuple):
+    count: Any
+    mean: dict
+
+
+def test_names_count_and_containers_do_not(tmp_path):
+    state = {"optimizer": (Moments(jnp.int32(3), {"w": jnp.arange(4.0)}), {}), "none": None}
+    reader = saved(tmp_path, state)
+    like = jax.eval_shape(lambda: state)
+    restored, _ = reader.restore(7, like)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    as_dicts = {"optimizer": [{"count": like["optimizer"][0].count, "mean": {"w": like["optimizer"][0].mean["w"]}}]}
+    restored, _ = reader.restore(7, as_dicts)
+    np.testing.assert_array_equal(restored["optimizer"][0]["mean"]["w"], np.arange(4.0))
+
+
+def test_arrays_without_elements_come_back(tmp_path):
+    state = {"empty": jnp.zeros((0, 3)), "full": jnp.ones(2)}
+    restored, _ = saved(tmp_path, state).restore(7, jax.eval_shape(lambda: state))
+    assert restored["empty"].shape == (0, 3) and restored["empty"].dtype == jnp.float32
+
+
+def test_differences_are_one_error_with_a_table(tmp_path, capfd):
+    reader = saved(
+        tmp_path, {"a": jnp.ones((2, 3)), "b": jnp.ones(4, jnp.int32), "c": jnp.ones(1), "same": jnp.ones(2)}
+    )
+    like = {
+        "a": jax.ShapeDtypeStruct((3, 2), jnp.float32),
+        "b": jax.ShapeDtypeStruct((4,), jnp.uint32),
+        "d": jax.ShapeDtypeStruct((1,), jnp.bfloat16),
+        "same": jax.ShapeDtypeStruct((2,), jnp.float32),
+    }
+    with pytest.raises(UserError) as caught:
+        reader.restore(7, like)
+    rows = {line.split()[0]: line.split()[1:] for line in str(caught.value).splitlines() if line.startswith("  ")}
+    assert rows["a"] == ["shape", "float32[2,", "3]", "float32[3,", "2]"]
+    assert rows["b"] == ["dtype", "int32[4]", "uint32[4]"]
+    assert rows["c"] == ["extra", "float32[1]", "-"]
+    assert rows["d"] == ["missing", "-", "bfloat16[1]"]
+    assert "same" not in rows
+    assert capfd.readouterr() == ("", "")
+
+
+def test_floats_are_cast_only_when_asked_and_integers_never(tmp_path):
+    values = np.random.default_rng(0).standard_normal(16).astype(np.float32)
+    reader = saved(tmp_path, {"w": jnp.asarray(values), "n": jnp.ones(2, jnp.int32)})
+    like = {"w": jax.ShapeDtypeStruct((16,), jnp.bfloat16), "n": jax.ShapeDtypeStruct((2,), jnp.int32)}
+    with pytest.raises(UserError, match=r"w +dtype +float32\[16\] +bfloat16\[16\]"):
+        reader.restore(7, like)
+    restored, _ = reader.restore(7, like, cast=True)
+    assert bits(restored["w"]) == bits(values.astype(jnp.bfloat16))
+    like["n"] = jax.ShapeDtypeStruct((2,), jnp.float32)
+    with pytest.raises(UserError, match=r"n +dtype +int32\[2\] +float32\[2\]"):
+        reader.restore(7, like, cast=True)
+
+
+def test_a_part_may_be_restored_when_asked(tmp_path):
+    state = {"params": {"w": jnp.arange(6.0)}, "optimizer": {"mean": jnp.ones(6)}}
+    reader = saved(tmp_path, state)
+    like = {"params": jax.eval_shape(lambda: state["params"])}
+    with pytest.raises(UserError, match=r"optimizer\.mean +extra"):
+        reader.restore(7, like)
+    restored, _ = reader.restore(7, like, partial=True)
+    np.testing.assert_array_equal(restored["params"]["w"], np.arange(6.0))
+    like["params"]["v"] = jax.ShapeDtypeStruct((1,), jnp.float32)
+    with pytest.raises(UserError, match=r"params\.v +missing"):
+        reader.restore(7, like, partial=True)
+
+
+def test_a_step_that_is_not_there_is_named_with_those_that_are(tmp_path):
+    reader = saved(tmp_path, {"x": jnp.ones(1)}, step=40)
+    with pytest.raises(UserError, match=r"no checkpoint of step 41 .*\nCommitted steps: 40"):
+        reader.restore(41, {})
+
+
+def test_checkpoints_are_found_by_run_folder_checkpoints_folder_and_step(tmp_path):
+    folder = tmp_path / "checkpoints"
+    saved(folder, {"x": jnp.ones(1)}, step=40)
+    for path, step in ((tmp_path, None), (folder, None), (folder / "00000040", 40)):
+        reader, found = open_checkpoints(path)
+        assert found == step and reader.newest_whole() == 40
+    with pytest.raises(UserError, match="does not exist"):
+        open_checkpoints(tmp_path / "typo")
+
+
+def test_what_is_no_array_is_refused(tmp_path):
+    with CheckpointConfig().build(tmp_path) as manager:
+        with pytest.raises(TypeError, match="step"):
+            manager.save(1, {"step": 3})
+        with pytest.raises(ValueError, match="same dotted name"):
+            manager.save(1, {"a": {"b": jnp.ones(1)}, "a.b": jnp.ones(1)})
+        with pytest.raises(ValueError, match="JSON"):
+            manager.save(1, {"x": jnp.ones(1)}, {"loss": float("nan")})
+        assert manager.steps() == []
+        manager.save(1, {"x": jnp.ones(1)})
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["00000001"]

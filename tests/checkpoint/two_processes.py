@@ -1,0 +1,110 @@
+"""Run by test_processes.py, once per process: saves and restores with two real processes of two fake devices each."""
+
+import resource
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from megajax.checkpoint import folder, integrity
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.manager import CheckpointError
+from megajax.config.errors import UserError
+
+
+def put(values, mesh, *spec):
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+
+def check(array, values):
+    for shard in array.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), values[shard.index])
+
+
+def flip_a_byte(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def main() -> None:
+    index, port, path = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, index, coordinator_bind_address=f"127.0.0.1:{port}")
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "tensor"))
+    other = Mesh(np.array(jax.devices()).reshape(4, 1), ("data", "tensor"))
+    rng = np.random.default_rng(0)
+    values = {"w": rng.standard_normal((64, 32)).astype(np.float32), "r": rng.integers(0, 9, (3,), np.int32)}
+    state = {"w": put(values["w"], mesh, "data", "tensor"), "r": put(values["r"], mesh)}
+    like = {
+        "w": jax.ShapeDtypeStruct((64, 32), np.float32, sharding=NamedSharding(other, PartitionSpec(None, "data"))),
+        "r": jax.ShapeDtypeStruct((3,), np.int32, sharding=NamedSharding(other, PartitionSpec())),
+    }
+    with CheckpointConfig(keep_last=2).build(path) as manager:
+        assert manager.start() is None
+        for step in (1, 2, 3):
+            manager.save(step, state, {"step": step})
+        manager.wait()
+        assert manager.steps() == [2, 3]
+        files = integrity.read_manifest(path / "00000003")
+        assert {name.split("/")[2] for name in files if "ocdbt.process_" in name} == {
+            "ocdbt.process_0",
+            "ocdbt.process_1",
+        }
+        restored, meta = manager.restore(3, like)
+        assert meta == {"step": 3}
+        for name in values:
+            check(restored[name], values[name])
+
+        # One process fails in the background: both are told in seconds, not after Orbax's minutes; step 3 stays.
+        if index == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, -1))
+        began = time.monotonic()
+        try:
+            manager.save(4, state)
+            manager.wait()
+            raise AssertionError("the failed save passed for good")
+        except CheckpointError as error:
+            assert "process 1: " in str(error) and "File too large" in str(error), error
+        assert time.monotonic() - began < 30
+        resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+        assert manager.steps() == [2, 3]
+        manager.save(4, state, {"step": 4})
+        manager.wait()
+        assert manager.steps() == [3, 4]
+
+    # Damage in a file that process 1 wrote: both fall back to the same step.
+    if index == 0:
+        flip_a_byte(max((path / "00000004" / "arrays/state/ocdbt.process_1/d").iterdir()))
+    with CheckpointConfig(keep_last=2).build(path) as manager:
+        assert manager.start() == (manager, 3)
+        restored, _ = manager.restore(3, like)
+        check(restored["w"], values["w"])
+        try:
+            manager.restore(4, like)
+            raise AssertionError("a step that was set aside was restored")
+        except UserError:
+            pass
+    assert folder.steps_in(path) == [3]
+
+    # Folders that are not shared are noticed when the manager is made.
+    try:
+        CheckpointConfig().build(path / f"of_process_{index}")
+        raise AssertionError("two folders passed for one")
+    except UserError as error:
+        assert "not one folder for all processes" in str(error)
+    print("process", index, "done", flush=True)
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    import megajax.checkpoint.manager as manager_module
+
+    manager_module.COMMON_FOLDER_PATIENCE_SECONDS = 1.0
+    main()
