@@ -1,0 +1,49 @@
+"""Settings of what a run writes down and what it shows at the terminal."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from megajax.config.builds import Builds
+from megajax.config.errors import Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WandbConfig:
+    """A Weights & Biases run beside the run folder; needs the extra `wandb`."""
+
+    project: str = "megajax"
+    """Project the run is filed under."""
+    name: str | None = None
+    """Name shown for the run; none = the name of the run folder."""
+    mode: Literal["online", "offline", "disabled"] = "offline"
+    """online sends as it goes; offline writes RUN_DIR/wandb for `wandb sync` later and needs no network."""
+
+    def problems(self) -> list[Problem]:
+        if not self.project:
+            return [Problem("project", "is empty", "name the project the run belongs to")]
+        return []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoggingConfig(Builds):
+    """What is logged, where and how often; `build(folder, ...)` opens the writers (see metrics/writers.py)."""
+
+    target: ClassVar[str] = "megajax.metrics.writers:open_writers"
+
+    every: int = 10
+    """Steps between lines at the terminal. metrics.jsonl gets a line for every step whatever this is."""
+    tensorboard: bool = False
+    """Also write TensorBoard event files to RUN_DIR/tensorboard; needs the extra `log`."""
+    wandb: WandbConfig | None = None
+    """Also log to Weights & Biases; none = off."""
+    plot: bool = True
+    """Draw RUN_DIR/loss.png at the end; needs the extra `plot`, and is left out with a note where that is missing."""
+    live: Literal["auto", "always", "never"] = "auto"
+    """Progress bar that updates in place: auto = on a terminal; never = one plain line per `every` steps."""
+    sample: bool = True
+    """Print a short text sampled from the model at the end of training."""
+
+    def problems(self) -> list[Problem]:
+        if self.every < 1:
+            return [Problem("every", f"is {self.every}, but lines are at least 1 step apart", "set it to 1 or more")]
+        return []

@@ -1,0 +1,93 @@
+"""The lines a run prints, as pure text; field names are those of Megatron-LM's log, so that parsers of it work."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from megajax.metrics import text
+from megajax.metrics.record import EvaluationRecord, StepRecord
+from megajax.metrics.throughput import Rates, mean_rates
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """The steps since the last line, in one."""
+
+    last: StepRecord
+    loss: float
+    """Mean over the steps that were neither skipped nor not finite; the last step's loss where there are none."""
+    rates: Rates
+    skipped: int
+    """Steps whose update was left out."""
+    not_finite: int
+    """Steps whose loss was nan or infinite and whose update was not left out."""
+
+    @classmethod
+    def of(cls, records: Sequence[StepRecord]) -> "Summary":
+        """Sum up `records`, at least one, in order of step."""
+        good = [record.loss for record in records if math.isfinite(record.loss) and not record.skipped]
+        return cls(
+            last=records[-1],
+            loss=sum(good) / len(good) if good else records[-1].loss,
+            rates=mean_rates([record.rates for record in records]),
+            skipped=sum(record.skipped for record in records),
+            not_finite=sum(not math.isfinite(record.loss) and not record.skipped for record in records),
+        )
+
+
+def step_line(summary: Summary, *, total_steps: int, now: datetime, eta: float | None) -> str:
+    """The line of a log file. Fields that are not known are left out; `eta` is in seconds."""
+    last, rates = summary.last, summary.rates
+    parts = [
+        f" [{now:%Y-%m-%d %H:%M:%S}] iteration {last.step:8d}/{total_steps:8d}",
+        f"consumed samples: {last.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {rates.step_seconds * 1000:.1f}",
+    ]
+    if rates.tflops_per_device_causal is not None:
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {rates.tflops_per_device_causal:.1f}")
+    parts += [
+        f"learning rate: {last.lr:.6E}",
+        f"global batch size: {last.global_batch_size:5d}",
+        f"lm loss: {summary.loss:.6E}",
+    ]
+    parts += [f"{name}: {value:.6E}" for name, value in last.metrics.items()]
+    if last.loss_scale is not None:
+        parts.append(f"loss scale: {last.loss_scale:.1f}")
+    parts += [
+        f"grad norm: {last.grad_norm:.3f}",
+        f"number of skipped iterations: {summary.skipped:3d}",
+        f"number of nan iterations: {summary.not_finite:3d}",
+    ]
+    if rates.tokens_per_second_per_device is not None:
+        parts.append(f"tokens/s/device: {rates.tokens_per_second_per_device:.1f}")
+    if rates.mfu_causal is not None:
+        parts.append(f"MFU: {rates.mfu_causal:.1%}")
+    if eta is not None and last.step < total_steps:
+        parts.append(f"ETA: {text.duration(eta)}")
+    return " | ".join(parts) + " |"
+
+
+def evaluation_line(record: EvaluationRecord) -> str:
+    """The line of an evaluation."""
+    return (
+        f" {record.split} loss at iteration {record.step} | "
+        f"lm loss value: {record.loss:.6E} | lm loss PPL: {record.perplexity:.6E} |"
+    )
+
+
+def short_fields(summary: Summary) -> list[tuple[str, str]]:
+    """What a terminal shows of the last steps: (name, value) pairs, unknown ones left out."""
+    last, rates = summary.last, summary.rates
+    pairs = [("loss", f"{summary.loss:.4f}"), ("grad norm", f"{last.grad_norm:.3f}"), ("lr", f"{last.lr:.2e}")]
+    if rates.tokens_per_second_per_device is not None:
+        pairs.append(("tokens/s/device", text.count(rates.tokens_per_second_per_device)))
+    if rates.tflops_per_device_causal is not None:
+        pairs.append(("TFLOP/s/device", f"{rates.tflops_per_device_causal:.1f}"))
+    if rates.mfu_causal is not None:
+        pairs.append(("MFU", f"{rates.mfu_causal:.1%}"))
+    if summary.skipped:
+        pairs.append(("skipped", str(summary.skipped)))
+    if summary.not_finite:
+        pairs.append(("not finite", str(summary.not_finite)))
+    return pairs

@@ -1,0 +1,128 @@
+"""A line of metrics.jsonl: what is in it, how it is written and read back."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megajax.metrics.throughput import Rates
+
+type Record = StepRecord | EvaluationRecord
+
+
+def loss_hex(loss: float) -> str:
+    """The float32 value of `loss`, exactly, as a hexadecimal literal; "nan", "inf" or "-inf" where it is not finite."""
+    return float(np.float32(loss)).hex()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One training step, in plain numbers. `step` counts completed steps: the first is 1."""
+
+    step: int
+    loss: float
+    """Mean over the weighted labels of the global batch, nats per token."""
+    grad_norm: float
+    """Global L2 norm before clipping."""
+    lr: float
+    """Learning rate this step used."""
+    consumed_samples: int
+    """Samples seen by the run, this step's included."""
+    consumed_tokens: int
+    rates: Rates
+    loss_scale: float | None = None
+    skipped: bool = False
+    """The update was left out because the gradients were not finite."""
+    global_batch_size: int
+    """Samples in this step; shown at the terminal, not written to metrics.jsonl."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What else a model reports (name -> mean); written after the fixed keys. A name of those keys is an error."""
+
+    def line(self) -> dict[str, Any]:
+        """The keys and values of this step's line, in order; floats may be nan or infinite."""
+        fixed = {
+            "step": self.step,
+            "loss": self.loss,
+            "loss_hex": loss_hex(self.loss),
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
+            "consumed_samples": self.consumed_samples,
+            "consumed_tokens": self.consumed_tokens,
+            **asdict(self.rates),
+            "loss_scale": self.loss_scale,
+            "skipped": self.skipped,
+        }
+        if clash := fixed.keys() & self.metrics.keys():
+            raise ValueError(f"metrics {sorted(clash)} have the names of fixed keys of metrics.jsonl; rename them")
+        return {**fixed, **self.metrics}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationRecord:
+    """The loss on held-out data after `step` training steps."""
+
+    step: int
+    split: str
+    """What it was measured on: "validation", "test"."""
+    loss: float
+    """Mean over the weighted labels, nats per token."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), infinite where that leaves the range of a float."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+    def line(self) -> dict[str, Any]:
+        """The keys and values of this evaluation's line, in order; floats may be nan or infinite."""
+        return {
+            "step": self.step,
+            "split": self.split,
+            "loss": self.loss,
+            "loss_hex": loss_hex(self.loss),
+            "perplexity": self.perplexity,
+        }
+
+
+def to_json(line: Mapping[str, Any]) -> str:
+    """`line` as one line of strict JSON, with the newline: what is not finite becomes null, paths become strings."""
+    return json.dumps(_finite(line), allow_nan=False, default=_plain) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float() if not math.isfinite(value):
+            return None
+        case Mapping():
+            return {str(key): _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+    return value
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} {value!r} is not a plain number, text, list or mapping")
+
+
+def parse(line: str) -> dict[str, Any] | None:
+    """A line of metrics.jsonl as a dict, or None for one that was torn off while being written."""
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return value if isinstance(value, dict) and isinstance(value.get("step"), int) else None
+
+
+def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The training lines and the evaluation lines of a metrics.jsonl, in file order; torn lines are left out."""
+    with path.open(encoding="utf-8") as file:
+        lines = [line for line in map(parse, file) if line is not None]
+    return [line for line in lines if "split" not in line], [line for line in lines if "split" in line]

@@ -1,0 +1,35 @@
+"""Numbers as people read them: durations, counts, times of day."""
+
+from datetime import datetime, timedelta
+
+
+def duration(seconds: float) -> str:
+    """Seconds as "3.2 s", "40 s", "12m05s", "3h07m" or "2d04h"."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def count(number: float) -> str:
+    """A count in at most six characters: "9,999", "124.4M", "1.30T"; three or four significant digits."""
+    if abs(number) < 10_000:
+        return f"{number:,.0f}"
+    scaled = float(number)
+    for suffix in "kMBTPE":
+        scaled /= 1000
+        if abs(scaled) < 999.95 or suffix == "E":
+            break
+    return f"{scaled:.2f}{suffix}" if abs(scaled) < 10 else f"{scaled:.1f}{suffix}"
+
+
+def finish_time(now: datetime, seconds: float) -> str:
+    """The time of day `seconds` after `now`: "18:42", with the date when that is another day: "Nov 22 18:42"."""
+    end = now + timedelta(seconds=seconds)
+    return end.strftime("%H:%M" if end.date() == now.date() else "%b %d %H:%M")

@@ -1,0 +1,137 @@
+"""How fast a step went: tokens per second, FLOP/s, the share of the hardware's peak (MFU), and the time left.
+
+MFU, model FLOPs utilisation, is defined in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): the FLOP/s a
+model needs, without anything recomputed, over the peak of the devices. It is quoted twice, for attention counted as
+causal (only the half of the scores that is used) and as full; published figures use either.
+"""
+
+import re
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+# First match decides. A slice of a device (MIG) has a share of the peak that its name does not say, so it has none.
+_PEAK_TFLOPS: tuple[tuple[str, float | None], ...] = (
+    (r"\bMIG\b", None),
+    (r"\bGB[23]00\b", 2500),
+    (r"\bB[23]00\b", 2250),
+    (r"\bGH200\b", 989),
+    (r"\bH200 NVL\b", 835),
+    (r"\bH200\b", 989),
+    (r"\bH100 NVL\b", 835),
+    (r"\bH[18]00 PCIe\b", 756),
+    (r"\bH[18]00\b", 989),
+    (r"\bH20\b", 148),
+    (r"\bA[18]00\b", 312),
+    (r"\bA30\b", 165),
+    (r"\bA40\b", 149.7),
+    (r"\bA10G\b", 70),
+    (r"\bA10\b", 125),
+    (r"\bL40S\b", 362),
+    (r"\bL40\b", 181),
+    (r"\bL4\b", 121),
+    (r"\bRTX A6000\b", 154.8),
+    (r"\bRTX 6000 Ada\b", 364.2),
+    (r"\bRTX 5090\b(?! D| Laptop)", 209.5),
+    (r"\bRTX 4090\b(?! D| Laptop)", 165.2),
+    (r"\bRTX 3090\b(?! Ti)", 71.2),
+)
+
+
+def peak_bf16_flops(device_kind: str) -> float | None:
+    """Peak dense bfloat16 FLOP/s of one device with float32 accumulation, from the makers' data sheets.
+
+    `device_kind` is what `jax.devices()[0].device_kind` says. None for CPUs and for kinds not in the table: an MFU is
+    then unknown, not guessed.
+    """
+    for pattern, tflops in _PEAK_TFLOPS:
+        if re.search(pattern, device_kind):
+            return None if tflops is None else tflops * 1e12
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """Speed of one step, or the mean over several; None where unknown. The field names are keys of metrics.jsonl."""
+
+    step_seconds: float
+    """Wall time of the step, s."""
+    tokens_per_second: float | None
+    """Over all devices."""
+    tokens_per_second_per_device: float | None
+    tflops_per_device_causal: float | None
+    """Model TFLOP/s per device, attention counted as causal."""
+    tflops_per_device_full: float | None
+    """Model TFLOP/s per device, attention counted in full."""
+    mfu_causal: float | None
+    """Fraction of the peak, 0 to 1."""
+    mfu_full: float | None
+    """Fraction of the peak, 0 to 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRate:
+    """What turns the seconds of a step into rates.
+
+    `flops_per_token_causal` and `flops_per_token_full` count forward and backward without recompute, for the run's
+    sequence length; `peak_flops` is FLOP/s of one device. None in any of them gives None in what depends on it.
+    """
+
+    devices: int
+    flops_per_token_causal: float | None = None
+    flops_per_token_full: float | None = None
+    peak_flops: float | None = None
+
+    def rates(self, seconds: float, tokens: int) -> Rates:
+        """Rates of a step over `tokens` tokens (its whole global batch) that took `seconds` of wall time."""
+        speed = tokens / seconds if seconds > 0 else None
+        per_device = None if speed is None else speed / self.devices
+        causal = _product(per_device, self.flops_per_token_causal)
+        full = _product(per_device, self.flops_per_token_full)
+        return Rates(
+            step_seconds=seconds,
+            tokens_per_second=speed,
+            tokens_per_second_per_device=per_device,
+            tflops_per_device_causal=_product(causal, 1e-12),
+            tflops_per_device_full=_product(full, 1e-12),
+            mfu_causal=_product(causal, self._per_peak),
+            mfu_full=_product(full, self._per_peak),
+        )
+
+    @property
+    def _per_peak(self) -> float | None:
+        return 1 / self.peak_flops if self.peak_flops else None
+
+
+def _product(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a * b
+
+
+def mean_rates(steps: Sequence[Rates]) -> Rates:
+    """The rates of all `steps` (at least one) taken together: total work over total time."""
+    seconds = [step.step_seconds for step in steps]
+    means: dict[str, float | None] = {"step_seconds": sum(seconds) / len(seconds)}
+    for name in (field.name for field in fields(Rates) if field.name != "step_seconds"):
+        values = [getattr(step, name) for step in steps]
+        known = all(value is not None for value in values) and sum(seconds) > 0
+        means[name] = sum(v * s for v, s in zip(values, seconds, strict=True)) / sum(seconds) if known else None
+    return Rates(**means)  # type: ignore[arg-type]
+
+
+class RecentSteps:
+    """Wall times of the last `window` steps, for the time left."""
+
+    def __init__(self, window: int = 50):
+        self._seconds: deque[float] = deque(maxlen=window)
+
+    def add(self, seconds: float) -> None:
+        self._seconds.append(seconds)
+
+    def eta(self, steps_left: int) -> float | None:
+        """Seconds until `steps_left` more steps are done, at the median pace; None before the first step.
+
+        The median passes over steps slowed by a compilation, a checkpoint or an evaluation; of two middle values the
+        lower counts, so that a slow first step is passed over as soon as there is a second.
+        """
+        return statistics.median_low(self._seconds) * steps_left if self._seconds else None

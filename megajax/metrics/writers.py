@@ -1,0 +1,250 @@
+"""Where records and events go: files of the run folder, TensorBoard, Weights & Biases.
+
+Writers get plain numbers, already fetched from the devices, so that none of them ever waits for a step.
+"""
+
+import importlib
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, Protocol, Self, TextIO
+
+from megajax.config.errors import UserError
+from megajax.metrics.config import LoggingConfig, WandbConfig
+from megajax.metrics.record import EvaluationRecord, Record, parse, to_json
+from megajax.metrics.runfolder import RunFolder, write_atomically
+
+
+class Writer(Protocol):
+    """Something that takes note. A subclass overrides what concerns it; the rest does nothing."""
+
+    def log(self, record: Record) -> None:
+        """Take a training step or an evaluation."""
+        return
+
+    def event(self, name: str, /, **fields: Any) -> None:
+        """Take note of something that happened: "start", "compiled", "saved", "stopped"."""
+        return
+
+    def close(self) -> None:
+        """Write out what is left. Called once, nothing comes after it."""
+        return
+
+
+class Writers(Writer):
+    """Several writers as one; leaving its `with` block closes them all."""
+
+    def __init__(self, writers: Iterable[Writer] = ()):
+        self._writers = tuple(writers)
+
+    def log(self, record: Record) -> None:
+        for writer in self._writers:
+            writer.log(record)
+
+    def event(self, name: str, /, **fields: Any) -> None:
+        for writer in self._writers:
+            writer.event(name, **fields)
+
+    def close(self) -> None:
+        """Close every writer, then raise what the first failing one raised."""
+        errors: list[Exception] = []
+        for writer in self._writers:
+            try:
+                writer.close()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class JsonlWriter(Writer):
+    """metrics.jsonl: a line for every step and every evaluation, handed to the system before the next.
+
+    A run that resumes after `start_step` steps writes the later ones again. Their old lines are moved to
+    metrics.superseded.jsonl, so that metrics.jsonl has every step once.
+    """
+
+    def __init__(self, path: Path, *, start_step: int = 0):
+        self.superseded = 0
+        """Lines of an earlier attempt moved aside when the file was opened."""
+        self._evaluated: set[str] = set()
+        self._start_step = start_step
+        if path.exists():
+            self._rewind(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def _rewind(self, path: Path) -> None:
+        """Replace the file, whole, by its lines up to the starting step; a line torn off by a crash is dropped."""
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        later: list[str] = []
+        try:
+            with path.open(encoding="utf-8", errors="replace") as old, temporary.open("w", encoding="utf-8") as kept:
+                for line in old:
+                    values = parse(line)
+                    if values is None:
+                        continue
+                    if values["step"] > self._start_step:
+                        later.append(line.rstrip("\n") + "\n")
+                        continue
+                    kept.write(line.rstrip("\n") + "\n")
+                    if values["step"] == self._start_step and "split" in values:
+                        self._evaluated.add(values["split"])
+                _sync(kept)
+            if later:
+                with path.with_name(f"{path.stem}.superseded.jsonl").open("a", encoding="utf-8") as aside:
+                    aside.writelines(later)
+                    _sync(aside)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self.superseded = len(later)
+
+    def log(self, record: Record) -> None:
+        # An evaluation of the very state a run starts from may be in the file already.
+        if isinstance(record, EvaluationRecord) and record.step == self._start_step:
+            if record.split in self._evaluated:
+                return
+            self._evaluated.add(record.split)
+        self._file.write(to_json(record.line()))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _sync(file: TextIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+class EventsWriter(Writer):
+    """events.jsonl: what happened when, over all attempts of a run. `time` is in seconds since 1970 (UTC)."""
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time):
+        self._file = path.open("a", encoding="utf-8")
+        self._clock = clock
+
+    def event(self, name: str, /, **fields: Any) -> None:
+        if clash := {"time", "event"} & fields.keys():
+            raise ValueError(f"event {name!r} has a field called {min(clash)!r}, which every event has; rename it")
+        self._file.write(to_json({"time": self._clock(), "event": name, **fields}))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """The numbers of a record under the names dashboards show: train/loss, validation/perplexity."""
+    line = record.line()
+    prefix = line.pop("split", "train")
+    return {
+        f"{prefix}/{name}": float(value)
+        for name, value in line.items()
+        if name not in ("step", "loss_hex") and value is not None
+    }
+
+
+class TensorBoardWriter(Writer):
+    """TensorBoard event files in `folder`; points after `start_step` of an earlier attempt are hidden by readers."""
+
+    def __init__(self, folder: Path, *, start_step: int = 0):
+        tensorboard = _extra("tensorboardX", setting="logging.tensorboard", extra="log")
+        purge_step = start_step + 1 if folder.exists() else None
+        # The suffix keeps a second attempt within the same second from writing over the file of the first.
+        suffix = f".{start_step}.{os.getpid()}.{time.monotonic_ns()}"
+        self._file = tensorboard.SummaryWriter(logdir=str(folder), purge_step=purge_step, filename_suffix=suffix)
+
+    def log(self, record: Record) -> None:
+        for name, value in scalars(record).items():
+            self._file.add_scalar(name, value, record.step)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class WandbWriter(Writer):
+    """A Weights & Biases run with its files in `folder`/wandb; later attempts of a run continue the same one."""
+
+    def __init__(self, config: WandbConfig, folder: Path, *, run_config: Mapping[str, Any] | None = None):
+        wandb = _extra("wandb", setting="logging.wandb", extra="wandb")
+        self._run = wandb.init(
+            project=config.project,
+            name=config.name or folder.resolve().name,
+            id=_run_id(folder),
+            resume="allow",
+            mode=config.mode,
+            dir=str(folder),
+            config=None if run_config is None else dict(run_config),
+            # The terminal belongs to the console; a second reader of stdout would break a line that updates in place.
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        # An axis of its own: wandb's built-in step refuses an evaluation that arrives after a later step.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, record: Record) -> None:
+        self._run.log({"step": record.step, **scalars(record)})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _run_id(folder: Path) -> str:
+    """The run's name towards wandb, kept in the run folder so that a resumed run finds it."""
+    path = folder / "wandb" / "megajax-run-id"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        write_atomically(path, uuid.uuid4().hex[:16])
+    return path.read_text(encoding="utf-8").strip()
+
+
+def _extra(module: str, *, setting: str, extra: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise UserError(
+            f"{setting} is on, but the package {module} is not installed. "
+            f"Install it with `pip install 'megajax[{extra}]'`, or turn {setting} off."
+        ) from error
+
+
+def open_writers(
+    config: LoggingConfig,
+    folder: RunFolder,
+    *,
+    start_step: int = 0,
+    primary: bool = True,
+    run_config: Mapping[str, Any] | None = None,
+) -> Writers:
+    """The writers `config` asks for, over `folder`.
+
+    `start_step` is the number of steps the restored checkpoint has behind it, 0 for a new run. Only the process with
+    `primary` writes; the others get writers that do nothing. `run_config` is shown beside the run in dashboards.
+    Raises UserError when an extra that was asked for is not installed, before any file is touched.
+    """
+    if not primary:
+        return Writers()
+    dashboards: list[Writer] = []
+    if config.tensorboard:
+        dashboards.append(TensorBoardWriter(folder.tensorboard, start_step=start_step))
+    if config.wandb is not None:
+        dashboards.append(WandbWriter(config.wandb, folder.path, run_config=run_config))
+    events = EventsWriter(folder.events)
+    metrics = JsonlWriter(folder.metrics, start_step=start_step)
+    if metrics.superseded:
+        events.event("metrics_superseded", start_step=start_step, lines=metrics.superseded)
+    return Writers([metrics, events, *dashboards])

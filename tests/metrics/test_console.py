@@ -1,0 +1,231 @@
+"""What people see, character for character where tools read it."""
+
+import contextlib
+import io
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from datetime import datetime
+
+import pytest
+import rich.console
+
+from megajax.metrics import text
+from megajax.metrics.banner import Totals, plain
+from megajax.metrics.config import LoggingConfig
+from megajax.metrics.console import LiveConsole, PlainConsole, QuietConsole, open_console
+from megajax.metrics.record import EvaluationRecord
+from megajax.metrics.throughput import StepRate
+
+NOW = datetime(2026, 11, 20, 18, 0, 0)
+KNOWN = StepRate(devices=8, flops_per_token_causal=1e9, flops_per_token_full=1.2e9, peak_flops=312e12)
+
+
+def plain_console(total: int = 500, **options) -> tuple[PlainConsole, io.StringIO]:
+    stream = io.StringIO()
+    return PlainConsole(total_steps=total, stream=stream, clock=lambda: NOW, **options), stream
+
+
+def test_the_plain_line_is_megatrons(step):
+    console, stream = plain_console(start_step=99)
+    record = step(
+        100, 2.345678, grad_norm=0.912, consumed_samples=3200, global_batch_size=32, loss_scale=1.0,
+        rates=KNOWN.rates(0.1234, 12_177),
+    )  # fmt: skip
+    console.log(record)
+    assert stream.getvalue() == (
+        " [2026-11-20 18:00:00] iteration      100/     500 | consumed samples:         3200 | "
+        "elapsed time per iteration (ms): 123.4 | throughput per GPU (TFLOP/s/GPU): 12.3 | "
+        "learning rate: 3.000000E-04 | global batch size:    32 | lm loss: 2.345678E+00 | loss scale: 1.0 | "
+        "grad norm: 0.912 | number of skipped iterations:   0 | number of nan iterations:   0 | "
+        "tokens/s/device: 12334.9 | MFU: 4.0% | ETA: 49 s |\n"
+    )
+
+
+def test_unknown_fields_are_left_out_of_the_plain_line(step):
+    console, stream = plain_console(total=1)
+    console.log(step(1, metrics={"router loss": 0.25}))
+    assert stream.getvalue() == (
+        " [2026-11-20 18:00:00] iteration        1/       1 | consumed samples:            4 | "
+        "elapsed time per iteration (ms): 500.0 | learning rate: 3.000000E-04 | global batch size:     4 | "
+        "lm loss: 2.500000E+00 | router loss: 2.500000E-01 | grad norm: 0.900 | "
+        "number of skipped iterations:   0 | number of nan iterations:   0 | tokens/s/device: 64.0 |\n"
+    )
+
+
+def test_lines_come_first_every_n_and_last_and_sum_up_what_lies_between(step):
+    console, stream = plain_console(total=25, every=10)
+    rate = StepRate(devices=1)
+    for number in range(1, 26):
+        loss = float("nan") if number in (14, 15) else float(number)
+        seconds = 2.0 if number == 12 else 1.0
+        console.log(step(number, loss, skipped=number == 14, rates=rate.rates(seconds, 10)))
+    lines = stream.getvalue().splitlines()
+    assert [int(re.search(r"iteration +(\d+)/", line)[1]) for line in lines] == [1, 10, 20, 25]
+    third = dict(part.split(": ") for part in lines[2].strip(" |").split(" | ")[1:])
+    good = [11, 12, 13, 16, 17, 18, 19, 20]
+    assert float(third["lm loss"]) == pytest.approx(sum(good) / len(good))
+    assert third["elapsed time per iteration (ms)"] == "1100.0"
+    assert third["tokens/s/device"] == "9.1"
+    assert int(third["number of skipped iterations"]) == 1
+    assert int(third["number of nan iterations"]) == 1
+    assert third["ETA"] == "5.0 s"
+
+
+def test_a_step_that_is_not_finite_shows_as_such(step):
+    console, stream = plain_console()
+    console.log(step(1, float("nan")))
+    assert "| lm loss: NAN |" in stream.getvalue()
+
+
+def test_the_evaluation_line():
+    console, stream = plain_console()
+    console.log(EvaluationRecord(step=100, split="validation", loss=2.3))
+    assert stream.getvalue() == (
+        " validation loss at iteration 100 | lm loss value: 2.300000E+00 | lm loss PPL: 9.974182E+00 |\n"
+    )
+
+
+def test_the_plain_ticker_speaks_now_and_then_and_at_the_end():
+    console, stream = plain_console(tick_seconds=0.05)
+    with console.ticker("compiling the train step"):
+        time.sleep(0.2)
+    with pytest.raises(KeyError), console.ticker("reading"):
+        raise KeyError
+    *ticks, total, failed = stream.getvalue().splitlines()
+    assert len(ticks) >= 2
+    assert all(re.fullmatch(r"compiling the train step … \d\.\d s", line) for line in ticks)
+    assert total == "compiling the train step: 0.2 s"
+    assert failed == "reading: stopped after 0.0 s"
+
+
+def live_console(total: int = 500) -> tuple[LiveConsole, io.StringIO]:
+    stream = io.StringIO()
+    terminal = rich.console.Console(file=stream, force_terminal=True, width=160, color_system=None)
+    return LiveConsole(total_steps=total, console=terminal, clock=lambda: NOW), stream
+
+
+def test_the_live_console_shows_bar_figures_and_lines_above(step):
+    console, stream = live_console()
+    with console.ticker("compiling the train step"):
+        time.sleep(0.05)
+    for number in range(1, 211):
+        console.log(step(number, rates=KNOWN.rates(2.0, 12_000)))
+    console.log(EvaluationRecord(step=210, split="validation", loss=2.3))
+    console.say("saved [step 210]")
+    console.close()
+    shown = stream.getvalue()
+    assert "⠋ compiling the train step … 0 s" in shown
+    assert "compiling the train step: 0.1 s\n" in shown
+    last = shown.rsplit("━", 1)[1].replace("\N{NO-BREAK SPACE}", " ")
+    assert "42% 210/500 9m40s left, done at 18:09" in last
+    assert "loss 2.5000  grad norm 0.900  lr 3.00e-04  tokens/s/device 750  TFLOP/s/device 0.8  MFU 0.2%" in last
+    assert "step 210/500  loss 2.5000" in shown
+    assert "validation 210/500  loss 2.3000  perplexity 9.97" in shown
+    assert "saved [step 210]\n" in shown
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1
+
+
+def test_the_console_fits_where_it_is_shown():
+    auto, always, never = (LoggingConfig(live=live) for live in ("auto", "always", "never"))
+    pipe = io.StringIO()
+    assert type(open_console(auto, total_steps=1, stream=pipe)) is PlainConsole
+    assert type(open_console(always, total_steps=1, stream=pipe)) is LiveConsole
+    assert type(open_console(always, total_steps=1, stream=pipe, primary=False)) is QuietConsole
+    leader, follower = pty.openpty()
+    with os.fdopen(follower, "w") as terminal:
+        assert type(open_console(auto, total_steps=1, stream=terminal)) is LiveConsole
+        assert type(open_console(never, total_steps=1, stream=terminal)) is PlainConsole
+    os.close(leader)
+
+
+def test_the_quiet_console_is_quiet(capfd, step):
+    console = QuietConsole()
+    with console.ticker("compiling"):
+        console.log(step(1))
+        console.say("hello")
+        console.show("title", [])
+    console.close()
+    assert capfd.readouterr() == ("", "")
+
+
+ON_TERMINAL = """
+import os, sys, time
+from megajax.metrics.config import LoggingConfig
+from megajax.metrics.console import open_console
+from megajax.metrics.record import StepRecord
+from megajax.metrics.throughput import StepRate
+from megajax.metrics.writers import Writers
+console = open_console(LoggingConfig(), total_steps=1000)
+counts = dict(grad_norm=1.0, lr=1.0, consumed_samples=1, consumed_tokens=1, global_batch_size=1)
+with Writers([console]):
+    for number in range(1, 1000):
+        console.log(StepRecord(step=number, loss=2.5, rates=StepRate(devices=1).rates(1.0, 1), **counts))
+        time.sleep(0.02)
+        if number == 10 and sys.argv[1] == "exit":
+            console.release()
+            os._exit(130)
+"""
+
+
+@pytest.mark.parametrize(("way", "code"), [("ctrl-c", -signal.SIGINT), ("exit", 130)])
+def test_the_terminal_is_usable_afterwards(way, code):
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", ON_TERMINAL, way], stdin=follower, stdout=follower, stderr=follower,
+        env=os.environ | {"TERM": "xterm-256color"},
+    )  # fmt: skip
+    os.close(follower)
+    shown = b""
+    while b"loss" not in shown:
+        shown += os.read(leader, 4096)
+    if way == "ctrl-c":
+        process.send_signal(signal.SIGINT)
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while data := os.read(leader, 4096):
+            shown += data
+    assert process.wait(30) == code
+    os.close(leader)
+    assert shown.count(b"\x1b[?25l") == shown.count(b"\x1b[?25h") == 1
+    assert shown.rindex(b"\x1b[?25l") < shown.rindex(b"\x1b[?25h")
+
+
+def test_banner_and_totals_line_up():
+    totals = Totals(
+        steps=100, steps_here=60, tokens=2_500_000, wall_seconds=100.0, train_loss=2.5, checkpoint="/c/100",
+        files=("/r/metrics.jsonl", "/r/loss.png"),
+    )  # fmt: skip
+    assert plain("done", totals.sections()) == "\n".join(
+        [
+            "done",
+            "  work",
+            "    steps                   100 (60 in this attempt)",
+            "    tokens                  2.50M",
+            "    wall time               1m40s",
+            "    tokens/s, all included  25.0k",
+            "  loss",
+            "    train loss              2.5000",
+            "  kept",
+            "    checkpoint              /c/100",
+            "    files                   /r/metrics.jsonl",
+            "                            /r/loss.png",
+        ]
+    )
+    console, stream = live_console()
+    console.show("done", totals.sections())
+    assert re.search(r"│   tokens/s, all included  25\.0k +│", stream.getvalue())
+
+
+def test_numbers_as_people_read_them():
+    assert [text.duration(s) for s in (0.04, 9.94, 9.96, 59.6, 3599.4, 11_220, 187_000)] == [
+        "0.0 s", "9.9 s", "10 s", "1m00s", "59m59s", "3h07m", "2d03h"
+    ]  # fmt: skip
+    assert [text.count(n) for n in (0, 9_999, 10_000, 124_439_808, 999_950, 1.3e12)] == [
+        "0", "9,999", "10.0k", "124.4M", "1.00M", "1.30T"
+    ]  # fmt: skip
+    assert text.finish_time(NOW, 3600) == "19:00"
+    assert text.finish_time(NOW, 24 * 3600) == "Nov 21 18:00"

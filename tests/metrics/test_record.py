@@ -1,0 +1,117 @@
+"""Lines of metrics.jsonl: exactly the promised keys, strict JSON, every step once."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from megajax.metrics.record import EvaluationRecord, loss_hex, read_metrics, to_json
+from megajax.metrics.throughput import StepRate
+from megajax.metrics.writers import JsonlWriter
+
+KEYS = [
+    *("step", "loss", "loss_hex", "grad_norm", "lr", "consumed_samples", "consumed_tokens", "step_seconds"),
+    *("tokens_per_second", "tokens_per_second_per_device", "tflops_per_device_causal", "tflops_per_device_full"),
+    *("mfu_causal", "mfu_full", "loss_scale", "skipped"),
+]
+
+
+def strict(line: str) -> dict:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+def test_a_step_has_the_promised_keys_in_order(step):
+    rate = StepRate(devices=2, flops_per_token_causal=6e9, flops_per_token_full=8e9, peak_flops=1e12)
+    loss = float(np.float32(0.1))
+    values = strict(to_json(step(3, loss, rates=rate.rates(0.5, 64), loss_scale=1.0).line()))
+    assert list(values) == KEYS
+    assert values["loss"] == loss
+    assert np.float32(float.fromhex(values["loss_hex"])) == np.float32(0.1)
+    assert values["tokens_per_second"] == 128
+    assert values["tokens_per_second_per_device"] == 64
+    assert values["tflops_per_device_causal"] == pytest.approx(0.384)
+    assert values["mfu_full"] == pytest.approx(0.512)
+    assert values["skipped"] is False
+
+
+def test_what_is_unknown_is_null(step):
+    values = strict(to_json(step(1).line()))
+    unknown = ["tflops_per_device_causal", "tflops_per_device_full", "mfu_causal", "mfu_full", "loss_scale"]
+    assert [name for name, value in values.items() if value is None] == unknown
+
+
+@pytest.mark.parametrize(("loss", "text"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
+def test_what_is_not_finite_is_null_and_named_by_loss_hex(loss, text, step):
+    values = strict(to_json(step(1, loss, grad_norm=math.inf, skipped=True).line()))
+    assert values["loss"] is None
+    assert values["grad_norm"] is None
+    assert values["loss_hex"] == text
+    assert values["skipped"] is True
+
+
+def test_loss_hex_rounds_to_float32_and_keeps_every_bit():
+    assert loss_hex(0.1) == float(np.float32(0.1)).hex() != (0.1).hex()
+    neighbour = float(np.nextafter(np.float32(2.5), np.float32(3)))
+    assert loss_hex(neighbour) != loss_hex(2.5)
+
+
+def test_an_evaluation_line():
+    record = EvaluationRecord(step=7, split="validation", loss=2.0)
+    values = strict(to_json(record.line()))
+    assert list(values) == ["step", "split", "loss", "loss_hex", "perplexity"]
+    assert values["perplexity"] == pytest.approx(7.38905609893)
+    assert strict(to_json(EvaluationRecord(step=7, split="test", loss=1e6).line()))["perplexity"] is None
+
+
+def test_other_metrics_follow_the_fixed_keys_and_may_not_hide_them(step):
+    assert list(step(1, metrics={"router_loss": 0.5}).line()) == [*KEYS, "router_loss"]
+    with pytest.raises(ValueError, match="'lr'"):
+        step(1, metrics={"lr": 0.5}).line()
+
+
+def test_a_line_is_there_as_soon_as_it_is_logged(tmp_path, step):
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    writer.log(step(1))
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")[0]] == [1]
+    writer.close()
+
+
+def test_resume_keeps_every_step_once_and_the_earlier_attempt_aside(tmp_path, step):
+    path = tmp_path / "metrics.jsonl"
+    first = JsonlWriter(path)
+    for number in range(1, 8):
+        first.log(step(number, loss=1.0))
+        if number % 2 == 0:
+            first.log(EvaluationRecord(step=number, split="validation", loss=1.0))
+    first.close()
+    with path.open("a") as file:
+        file.write('{"step": 8, "loss": 1.')  # a crash in the middle of a line
+
+    second = JsonlWriter(path, start_step=4)
+    assert second.superseded == 4
+    second.log(EvaluationRecord(step=4, split="validation", loss=1.0))
+    for number in range(5, 10):
+        second.log(step(number, loss=2.0))
+    second.log(EvaluationRecord(step=9, split="validation", loss=2.0))
+    second.close()
+
+    steps, evaluations = read_metrics(path)
+    assert [(line["step"], line["loss"]) for line in steps] == [(n, 1.0 if n <= 4 else 2.0) for n in range(1, 10)]
+    assert [line["step"] for line in evaluations] == [2, 4, 9]
+    aside, aside_evaluations = read_metrics(tmp_path / "metrics.superseded.jsonl")
+    assert [line["step"] for line in aside + aside_evaluations] == [5, 6, 7, 6]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.superseded.jsonl"]
+
+
+def test_resume_after_a_line_without_its_newline(tmp_path, step):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(to_json(step(1).line()).rstrip("\n"))
+    writer = JsonlWriter(path, start_step=1)
+    writer.log(step(2))
+    writer.close()
+    assert [line["step"] for line in read_metrics(path)[0]] == [1, 2]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -1,0 +1,185 @@
+"""Being told to stop, by real signals to real processes."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from megajax.resilience.config import ResilienceConfig
+from megajax.resilience.signals import Signals, StopRequest, agree
+
+POLLING = """
+import sys, time
+from megajax.resilience.signals import Signals
+with Signals() as signals:
+    print("ready", flush=True)
+    while signals.request is None:
+        time.sleep(0.01)
+    print(signals.request.signal, flush=True)
+    sys.stdin.readline()
+print("saved", flush=True)
+"""
+
+# A computation without end: the main thread is inside XLA and runs no Python handler.
+STUCK = """
+import jax, os
+from megajax.resilience.signals import Signals
+forever = jax.jit(lambda x: jax.lax.while_loop(lambda n: n >= 0, lambda n: (n + 1) % 1000, x))
+with Signals(before_exit=lambda: os.write(1, b"terminal in order\\n")):
+    print("ready", flush=True)
+    forever(0).block_until_ready()
+"""
+
+FORKING = """
+import os, signal, time, warnings
+warnings.simplefilter("ignore")
+from megajax.resilience.signals import Signals
+with Signals() as signals:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, b"ready")
+        time.sleep(20)
+        os._exit(0)
+    os.read(reading, 5)
+    os.kill(child, signal.SIGTERM)
+    print("child", os.waitpid(child, 0)[1])
+    time.sleep(0.1)
+    print("parent", signals.request)
+"""
+
+TWO_PROCESSES = """
+import sys, time
+import jax
+jax.config.update("jax_enable_preemption_service", False)
+jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+from megajax.resilience.signals import Signals, agree
+with Signals() as signals:
+    print("ready", agree(False), flush=True)
+    for step in range(10_000):
+        if agree(signals.request is not None):
+            break
+    print("stopped at", step, signals.request.signal if signals.request else None, flush=True)
+jax.distributed.shutdown()
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen]]:
+    """start(program, *arguments): a process that does not outlive the test."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(program: str, *arguments: str) -> subprocess.Popen:
+            process = subprocess.Popen(
+                [sys.executable, "-u", "-c", program, *arguments],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            )  # fmt: skip
+            stack.callback(process.kill)
+            return process
+
+        yield begin
+
+
+def wait_for(process: subprocess.Popen, line: str) -> None:
+    assert process.stdout is not None
+    while (read := process.stdout.readline()) and read.strip() != line:
+        pass
+    assert read, process.communicate()[1]
+
+
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_is_a_request_and_the_process_ends_well(start, which):
+    process = start(POLLING)
+    wait_for(process, "ready")
+    process.send_signal(which)
+    wait_for(process, which.name)
+    # The same request passed on by a launcher as well is not a second one.
+    process.send_signal(which)
+    out, err = process.communicate("\n", timeout=60)
+    assert (process.returncode, out) == (0, "saved\n"), err
+    assert err.startswith(f"megajax: {which.name} received: stopping after this step")
+
+
+def test_a_warning_before_sigterm_is_not_a_first_sigterm(start):
+    process = start(POLLING)
+    wait_for(process, "ready")
+    process.send_signal(signal.SIGUSR1)
+    wait_for(process, "SIGUSR1")
+    time.sleep(0.4)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
+    assert process.communicate("\n", timeout=60)[0] == "saved\n"
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(("second", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_second_signal_ends_a_process_that_is_inside_xla(start, second, code):
+    process = start(STUCK)
+    wait_for(process, "ready")
+    assert process.stderr is not None
+    time.sleep(1.0)  # to be inside the computation
+    process.send_signal(signal.SIGTERM)
+    assert "send it again to exit at once" in process.stderr.readline()
+    time.sleep(0.4)
+    assert process.poll() is None
+    process.send_signal(second)
+    out, err = process.communicate(timeout=10)
+    assert process.returncode == code
+    assert out == "terminal in order\n"
+    assert f"second {second.name}: exiting at once" in err
+
+
+def test_a_forked_worker_has_its_own_signals(start):
+    process = start(FORKING)
+    out, err = process.communicate(timeout=60)
+    assert out == f"child {int(signal.SIGTERM)}\nparent None\n", err
+
+
+def test_what_was_there_before_is_there_again():
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    heard: list[str] = []
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with Signals(announce=heard.append) as signals:
+            assert signals.request is None
+            assert [signal.getsignal(number) for number in numbers] != before
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert isinstance(signals.request, StopRequest)
+            assert signals.request.signal == "SIGUSR1"
+            assert abs(signals.request.time - time.time()) < 5
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert signal.set_wakeup_fd(-1) == -1
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert heard == ["SIGUSR1 received: stopping after this step"] * 3
+
+
+def test_one_process_agrees_with_itself():
+    assert agree(True) is True
+    assert agree(False) is False
+
+
+def test_two_processes_stop_at_the_same_step_when_one_is_told(start):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    processes = [start(TWO_PROCESSES, address, str(rank)) for rank in range(2)]
+    for process in processes:
+        wait_for(process, "ready False")
+    processes[1].send_signal(signal.SIGTERM)
+    outs = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outs
+    words = [out.split() for out, _ in outs]
+    assert words[0][:3] == words[1][:3] != []
+    assert [word[3] for word in words] == ["None", "SIGTERM"]
+
+
+def test_defaults_save_and_stop():
+    assert ResilienceConfig() == ResilienceConfig(save_on_signal=True, stop_on_nonfinite=True)
