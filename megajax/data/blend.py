@@ -176,12 +176,17 @@ class Cutter:
     def splits(
         self, files: Sequence[TokenSource], weights: np.ndarray | None, shares: Sequence[Range | None], rows: Rows
     ) -> Splits:
-        """The splits that `rows` asks for, of one token file or of a blend of several."""
+        """The splits that `rows` asks for, of one token file or of a blend of several.
+
+        Validation or test with a share of zero is None; a share that rounds to no sequence is an error.
+        """
         if len(files) > MOST_DATASETS:
             raise UserError(f"a blend of {len(files)} datasets: at most {MOST_DATASETS} are possible. Merge some.")
         identities = [tokens.identity() for tokens in files]
         built: list[GPTDataset | BlendedDataset | None] = [None, None, None]
         for position, split, asked in wanted(rows):
+            if shares[position] is None and split != "train":
+                continue
             single = len(files) == 1 and weights is None
             if single or weights is None or asked is None:
                 each: list[int | None] = [asked if single else None] * len(files)
@@ -233,8 +238,10 @@ def build_splits(config: BlendConfig, *, tokenizer: Tokenizer, sequence_length: 
     built: list[GPTDataset | BlendedDataset | None] = [None, None, None]
     for position, name, asked in wanted(rows):
         items = getattr(config, f"{name}_paths")
+        if not items and name != "train":
+            continue
         if not items:
-            raise UserError(f"{asked or 'all'} rows of the {name} split are asked for, but data.{name}_paths is empty.")
+            raise UserError("data.train_paths is empty: there is nothing to train on.")
         prefixes, weights = parse_paths(items)
         files = [IndexedTokens(prefix) for prefix in prefixes]
         # A lone prefix is no blend, whatever its weight: Megatron-LM's rule for lists per split.

@@ -6,7 +6,7 @@ from megajax.config.builds import resolve
 
 _ENTRIES = {
     "setup": "megajax.training.session:setup",
-    "visualize": "megajax.training.visualize:visualize",
+    "visualize": "megajax.training.placement:visualize",
     "RunConfig": "megajax.training.run_config:RunConfig",
 }
 

@@ -49,7 +49,7 @@ class Weights:
         return self.layout.island(lambda shard: gather_shards(shard, moves), (axes,), axes)(w) if moves else w
 
     def reduce(self, path: str, g: Array) -> Array:
-        """A device's summed gradient, laid out as the weight was held -> sum over replicas on the optimizer's layout."""
+        """A device's summed gradient, laid out as the weight was held -> replicas' sum on the optimizer's layout."""
         plan, axes = self.layout.plan, self.declared[path].axes
         held = plan.held_during_step(axes)
         moves = _live(moved_axes(plan.optimizer, held, axes))

@@ -1,7 +1,7 @@
 """A training job from the run folder to the last line: what `python -m megajax.train` does."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,6 @@ import jax
 
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.config.dump import diff_from_defaults, flatten, to_yaml
-from megajax.inference.sample import text_sample
 from megajax.metrics.banner import Totals
 from megajax.metrics.console import Console, open_console
 from megajax.metrics.plot import plot_loss
@@ -29,6 +28,11 @@ from megajax.training.session import Run, setup
 
 NUMERIC_FAULT_EXIT = 17
 
+type Sampler = Callable[..., str | None]
+"""(model, tokenizer, row, *, length, seed) -> a text from the model, None without text: `inference.sample.text_sample`.
+
+Handed in by the front door, for training and inference never import each other."""
+
 
 @dataclass
 class Job:
@@ -45,6 +49,8 @@ class Job:
     signals: Signals
     first: int
     """Steps done before this attempt."""
+    sampler: Sampler | None
+    """Makes the text at the end; None: no text."""
 
     def steps(self) -> Iterator[StepInfo]:
         """Train, log every step, and stop at a signal or a numeric fault."""
@@ -108,8 +114,8 @@ class Job:
                     self.folder.metrics, self.folder.loss_plot, title=title, vocabulary=self.cfg.model.vocabulary_size
                 )
             )
-        if self.samples(step):
-            sample = text_sample(
+        if self.sampler is not None and self.samples(step):
+            sample = self.sampler(
                 self.run.model,
                 self.run.parts.tokenizer,
                 self.run.parts.splits.valid[0]["tokens"],
@@ -131,7 +137,6 @@ class Job:
         )
         self.console.show("done" if step >= self.cfg.steps else "stopped", totals.sections())
 
-
     def samples(self, step: int) -> bool:
         """Whether there is a text sample: only after the last step, and by a single process."""
         wanted = self.cfg.logging.sample and step >= self.cfg.steps
@@ -147,11 +152,18 @@ def step_rate(run: Run) -> StepRate:
     )
 
 
-def train(cfg: RunConfig, *, skip_train: bool = False, sources: Mapping[str, str] | None = None) -> int:
+def train(
+    cfg: RunConfig,
+    *,
+    skip_train: bool = False,
+    sources: Mapping[str, str] | None = None,
+    sampler: Sampler | None = None,
+) -> int:
     """Run the job; returns the exit code. Raises UserError for what is wrong before the first step.
 
     skip_train: only evaluate the newest checkpoint (or fresh weights) on the validation and test splits.
     sources: setting -> where its value came from, for config.yaml.
+    sampler: makes a short text at the end of a finished run, where logging.sample asks for it.
     """
     started, primary = time.monotonic(), jax.process_index() == 0
     # Our handler agrees with the loop; the runtime's own would swallow SIGTERM.
@@ -189,6 +201,7 @@ def train(cfg: RunConfig, *, skip_train: bool = False, sources: Mapping[str, str
             Save(manager, both, lambda: stored(run.parts, yaml), cfg.steps),
             signals,
             first,
+            sampler,
         )
         return _work(job, started, skip_train)
 
@@ -202,8 +215,8 @@ def _work(job: Job, started: float, skip_train: bool) -> int:
         return 0
     last = None
     try:
-        for last in job.steps():
-            pass
+        for info in job.steps():
+            last = info
     except NumericFault as fault:
         job.log.event("numeric_fault", message=str(fault))
         job.console.say(

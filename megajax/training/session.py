@@ -28,7 +28,7 @@ from megajax.training.state import TrainState, fresh_state, state_shardings
 from megajax.training.step import TrainStep, make_eval_step, make_train_step
 
 type Start = Callable[["Parts", TrainState], TrainState | None]
-"""(what is known before there are weights, state of jax.ShapeDtypeStruct) -> the state to go on from, None: a fresh one."""
+"""(what is known before there are weights, state of jax.ShapeDtypeStruct) -> the state to go on from; None: fresh."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,9 @@ def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
     splits = cfg.data.build(
         tokenizer=tokenizer, sequence_length=cfg.model.sequence_length, rows=wanted_rows(cfg), seed=cfg.seed
     )
+    if cfg.evaluation.every is not None and splits.valid is None and cfg.evaluation.batches:
+        raise UserError(f"evaluation.every={cfg.evaluation.every}, but the data has no validation split: give it a share "
+                        "in data.split (or data.valid_paths), or set evaluation.every=none")
     abstract = nnx.eval_shape(lambda: cfg.model.build(layout))
     schedule = cfg.schedule.build(steps=cfg.steps, global_size=cfg.batch.global_size)
     microbatches = cfg.batch.microbatches(mesh.shape["data"] * mesh.shape["expert"])

@@ -119,8 +119,15 @@ def test_a_lone_weight_is_a_blend_in_paths_but_not_per_split(tmp_path: Path, pai
     assert isinstance(build(tmp_path, Rows(10), paths=("1", pair[0])).train, BlendedDataset)
     lone = build(tmp_path, Rows(10, 5), train_paths=("1", pair[0]), valid_paths=(pair[1],))
     assert not isinstance(lone.train, BlendedDataset) and lone.valid.index.documents.max() > 40
-    with pytest.raises(UserError, match=r"data\.test_paths is empty"):
-        build(tmp_path, Rows(10, 0, 5), train_paths=(pair[0],))
+    assert build(tmp_path, Rows(10, 0, 5), train_paths=(pair[0],)).test is None
+    with pytest.raises(UserError, match=r"data\.train_paths is empty"):
+        build(tmp_path, Rows(10, 5), valid_paths=(pair[0],))
+
+
+def test_a_share_of_zero_is_no_split_but_one_that_rounds_to_nothing_is_an_error(tmp_path: Path, pair: list[str]) -> None:
+    assert build(tmp_path, Rows(10, 5, 5), paths=(pair[0],), split="80,20,0").test is None
+    with pytest.raises(UserError, match="split test"):
+        build(tmp_path, Rows(10, 5, 5), paths=(pair[0],), split="80,20,0.001")
 
 
 def test_blends_without_weights(tmp_path: Path, pair: list[str]) -> None:

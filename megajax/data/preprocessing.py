@@ -1,0 +1,342 @@
+"""Text files to token files, by one process or several, with the same bytes as the result.
+
+Chunks of the input are tokenised wherever there is a free process, each into small token files of its own, and joined
+in the order of the input. Everything is written in a folder beside the output and renamed at the end.
+"""
+
+import errno
+import functools
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from megajax.config.errors import UserError
+from megajax.data.indexed import IndexedTokens, IndexedWriter, index_path, token_dtype, tokens_path
+from megajax.data.preprocessing_options import TEXT_KEY, Preprocessing
+from megajax.data.preprocessing_report import Counts, Preprocessed
+from megajax.data.text_files import (
+    Chunk,
+    TextFile,
+    cut,
+    find_files,
+    json_documents,
+    text_documents,
+)
+from megajax.tokenizers.base import Tokenizer
+from megajax.tokenizers.config import TokenizerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """A chunk that was tokenised: into token files `PREFIX-KEY`, or, for a piece of a document, to ids here."""
+
+    counts: Counts
+    prefix: str
+    piece: np.ndarray | None = None
+
+
+def preprocess_text(
+    documents: Iterable[str | bytes], prefix: str | Path, tokenizer: Tokenizer, append_eod: bool = True
+) -> Counts:
+    """Tokenise documents, in this process, into PREFIX.bin and PREFIX.idx; one sequence per document.
+
+    A document without tokens adds only a boundary, and no end of document. The files appear when all is done.
+
+    Raises:
+        UserError: PREFIX cannot be written, or a document does not suit the tokenizer.
+    """
+    counts = _Counting()
+    with IndexedWriter(prefix, token_dtype(tokenizer.vocabulary_size)) as writer:
+        for document in documents:
+            data = document.encode("utf-8", errors="surrogatepass") if isinstance(document, str) else document
+            counts.add(_write_documents([writer], tokenizer, (data,), append_eod=append_eod), (data,))
+    return counts.total()
+
+
+def _write_documents(
+    writers: list[IndexedWriter], tokenizer: Tokenizer, texts: tuple[bytes, ...], *, append_eod: bool
+) -> int:
+    """Add a text to each writer -> tokens in all, ends of documents included."""
+    total = 0
+    for writer, text in zip(writers, texts, strict=True):
+        ids = tokenizer.encode_bytes(text)
+        size = len(ids) + 1 if append_eod and len(ids) else len(ids)
+        tokens = np.empty(size, writer.dtype)
+        tokens[: len(ids)] = ids
+        tokens[len(ids) :] = tokenizer.eod
+        writer.add_document([tokens] if size else [])
+        total += size
+    return total
+
+
+class _Counting:
+    """Sums over documents."""
+
+    def __init__(self):
+        self._text = self._documents = self._empty = self._tokens = 0
+
+    def add(self, tokens: int, texts: tuple[bytes, ...]) -> None:
+        self._text += sum(map(len, texts))
+        self._documents += 1
+        self._empty += tokens == 0
+        self._tokens += tokens
+
+    def total(self, stored: int = 0) -> Counts:
+        return Counts(stored=stored, text=self._text, documents=self._documents, empty=self._empty, tokens=self._tokens)
+
+
+def preprocess(job: Preprocessing, report: Callable[[Counts, int], None] = lambda counts, total: None) -> Preprocessed:
+    """Tokenise the inputs into one dataset per key. The result does not depend on `workers` or `chunk_bytes`.
+
+    Args:
+        report: called after every chunk with what is done so far and the bytes on disk of all inputs.
+
+    Raises:
+        UserError: input that is missing, damaged or not what it should be; output that exists, can't be written or
+            does not fit on the disk; a tokenizer that can't be made.
+        RuntimeError: a worker died (killed, or out of memory).
+    """
+    started = time.perf_counter()
+    _check_keys(job)
+    files = find_files(job.inputs, job.json_lines)
+    if not all(file.json for file in files) and job.keys != (TEXT_KEY,):
+        plain = next(file.path for file in files if not file.json)
+        raise UserError(f"{plain}: plain text has no keys {', '.join(job.keys)}. Preprocess it apart.")
+    # The files behind a config may have changed since an earlier call in this process.
+    _built.cache_clear()
+    tokenizer = _built(job.tokenizer)
+    final = tuple(job.output(key) for key in job.keys)
+    _check_output(job, final)
+    workers = min(job.workers, _worthwhile(files, job.chunk_bytes))
+    folder = _working_folder(job.prefix)
+    try:
+        counts = _write(replace(job, workers=workers), tokenizer, files, folder=folder, report=report)
+        if counts.tokens == 0:
+            raise UserError(f"No tokens in {len(files)} input file(s), first {files[0].path}; nothing was written.")
+        for key, prefix in zip(job.keys, final, strict=True):
+            _validate(folder / key, counts, prefix)
+        for key, prefix in zip(job.keys, final, strict=True):
+            tokens_path(folder / key).replace(tokens_path(prefix))
+            index_path(folder / key).replace(index_path(prefix))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(
+            f"{job.prefix}: the disk is full: {error.strerror}. Nothing was written; free some space."
+        ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    seconds = time.perf_counter() - started
+    return Preprocessed(prefixes=final, counts=counts, seconds=seconds, files=len(files), workers=workers)
+
+
+def _check_keys(job: Preprocessing) -> None:
+    for key in job.keys:
+        if not key or os.sep in key:
+            raise UserError(f"--json-keys: {key!r} can't be part of a file name, which PREFIX_KEY_document.bin needs.")
+    if len(set(job.keys)) < len(job.keys):
+        raise UserError(f"--json-keys: {', '.join(job.keys)}: the same key twice. Name each once.")
+
+
+def _check_output(job: Preprocessing, prefixes: tuple[str, ...]) -> None:
+    for prefix in prefixes:
+        for path in (tokens_path(prefix), index_path(prefix)):
+            if path.is_dir():
+                raise UserError(f"{path}: is a folder. Choose another --output-prefix.")
+            if path.exists() and not job.overwrite:
+                raise UserError(
+                    f"{path}: exists already. Choose another --output-prefix, or --overwrite to replace it."
+                )
+
+
+def _working_folder(prefix: str) -> Path:
+    parent, name = os.path.split(os.path.abspath(prefix))
+    if not name or prefix.endswith(os.sep):
+        raise UserError(
+            f"--output-prefix {prefix}: names a folder; add the beginning of a file name, as in {prefix}corpus."
+        )
+    try:
+        os.makedirs(parent, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=parent))
+    except OSError as error:
+        raise UserError(
+            f"--output-prefix {prefix}: can't write there: {error.strerror}. Choose another place."
+        ) from error
+
+
+def _worthwhile(files: list[TextFile], chunk_bytes: int) -> int:
+    """How many processes the work is worth, since starting one takes as long as a chunk or two.
+
+    Packed text is taken to be four times its size on disk.
+    """
+    text = sum(file.size * (4 if file.packed else 1) for file in files)
+    return max(1, math.ceil(text / (2 * chunk_bytes)))
+
+
+def _write(
+    job: Preprocessing,
+    tokenizer: Tokenizer,
+    files: list[TextFile],
+    *,
+    folder: Path,
+    report: Callable[[Counts, int], None],
+) -> Counts:
+    """Tokenise all files into `folder`/KEY.bin and .idx."""
+    total = sum(file.size for file in files)
+    counts = Counts()
+    dtype = token_dtype(tokenizer.vocabulary_size)
+    chunks = (
+        chunk
+        for file in files
+        for chunk in cut(file, job.rule, size=job.chunk_bytes, split_point=tokenizer.split_point)
+    )
+    with ExitStack() as stack:
+        writers = {key: stack.enter_context(IndexedWriter(folder / key, dtype)) for key in job.keys}
+        pieces: list[np.ndarray] = []
+        # Closed before the folder goes, so that no worker still writes there.
+        results = stack.enter_context(closing(_tokenised(job, chunks, folder)))
+        for chunk, done in results:
+            if done.piece is None:
+                for key, writer in writers.items():
+                    _append(writer, f"{done.prefix}-{key}")
+            else:
+                pieces.append(done.piece)
+                if chunk.ends:
+                    counts += _add_pieces(writers[TEXT_KEY], pieces, tokenizer.eod if job.append_eod else None)
+                    pieces.clear()
+            first = counts.stored == 0
+            counts += done.counts
+            if first:
+                _check_space(folder, counts, total, dtype.itemsize)
+            report(counts, total)
+    return counts
+
+
+def _append(writer: IndexedWriter, prefix: str) -> None:
+    writer.append_index(prefix)
+    tokens_path(prefix).unlink()
+    index_path(prefix).unlink()
+
+
+def _add_pieces(writer: IndexedWriter, pieces: list[np.ndarray], eod: int | None) -> Counts:
+    """A document that came in pieces -> what was not counted with the pieces: the document and its end."""
+    size = sum(len(piece) for piece in pieces)
+    if size and eod is not None:
+        pieces.append(np.array([eod], writer.dtype))
+    if size >= np.iinfo(np.int32).max:
+        raise UserError(f"A document of {size:,} tokens; the format holds 2,147,483,647. Split it with --document.")
+    writer.add_document([np.concatenate(pieces)] if size else [])
+    return Counts(documents=1, empty=int(size == 0), tokens=int(size > 0 and eod is not None))
+
+
+def _check_space(folder: Path, counts: Counts, total: int, itemsize: int) -> None:
+    """Stop at the first chunk when by its measure the tokens of all inputs can't fit on the disk."""
+    free = shutil.disk_usage(folder).free
+    needed = counts.tokens * itemsize * total // max(counts.stored, 1)
+    if needed > free:
+        raise UserError(
+            f"{folder.parent}: the tokens will take about {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free. "
+            "Choose another --output-prefix or free some space."
+        )
+
+
+def _validate(prefix: Path, counts: Counts, final: str) -> None:
+    """Open the dataset as training would, which checks every field, and compare it with what was counted."""
+    dataset = IndexedTokens(prefix)
+    if dataset.documents != counts.documents:
+        raise RuntimeError(f"{final}: {counts.documents} documents were tokenised, {dataset.documents} were written.")
+
+
+def _tokenised(job: Preprocessing, chunks: Iterator[Chunk], folder: Path) -> Generator[tuple[Chunk, _Done]]:
+    """Chunks with their results, in order, whichever process works on them."""
+    if job.workers == 1:
+        for number, chunk in enumerate(chunks):
+            yield chunk, tokenise(job, chunk, str(folder / f"chunk{number}"))
+        return
+    others = multiprocessing.active_children()
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(job.workers, context, initializer=_start_worker)
+    waiting: deque = deque()
+    try:
+        for number, chunk in enumerate(chunks):
+            waiting.append((chunk, pool.submit(tokenise, job, chunk, str(folder / f"chunk{number}"))))
+            if len(waiting) > 2 * job.workers:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        while waiting:
+            first, future = waiting.popleft()
+            yield first, future.result()
+    except BrokenProcessPool as error:
+        raise RuntimeError("A worker process died; was it killed for memory? Try fewer --workers.") from error
+    except BaseException:
+        # Nobody wants what the workers are at: stop them now instead of waiting for it.
+        for worker in multiprocessing.active_children():
+            if worker not in others:
+                worker.terminate()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_worker() -> None:
+    """Die silently at Ctrl-C, and with the parent however it ends; leave the processors to the other workers."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_follow_parent, daemon=True).start()
+
+
+def _follow_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+@functools.lru_cache(maxsize=1)
+def _built(config: TokenizerConfig) -> Tokenizer:
+    return config.build()
+
+
+def tokenise(job: Preprocessing, chunk: Chunk, prefix: str) -> _Done:
+    """Tokenise one chunk, into token files PREFIX-KEY unless it is a piece of a document; runs in the workers.
+
+    Raises:
+        UserError: a line or document that is not what it should be; names the file and the line.
+    """
+    tokenizer = _built(job.tokenizer)
+    data = chunk.read()
+    dtype = token_dtype(tokenizer.vocabulary_size)
+    if chunk.piece:
+        try:
+            piece = tokenizer.encode_bytes(data).astype(dtype)
+        except UserError as error:
+            raise UserError(f"{chunk.file.path}: {error}") from error
+        return _Done(Counts(stored=chunk.stored, text=len(data), tokens=len(piece)), prefix, piece)
+    if chunk.file.json:
+        documents = json_documents(chunk, data, job.keys)
+    else:
+        documents = ((offset, (document,)) for offset, document in text_documents(data, job.rule))
+    counts = _Counting()
+    with ExitStack() as stack:
+        writers = [stack.enter_context(IndexedWriter(f"{prefix}-{key}", dtype)) for key in job.keys]
+        for offset, texts in documents:
+            try:
+                counts.add(_write_documents(writers, tokenizer, texts, append_eod=job.append_eod), texts)
+            except UserError as error:
+                raise UserError(f"{chunk.file.path}, line {chunk.line_number(offset)}: {error}") from error
+    return _Done(counts.total(chunk.stored), prefix)

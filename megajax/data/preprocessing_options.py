@@ -1,0 +1,164 @@
+"""What to preprocess: the job, and the command line that describes one."""
+
+import argparse
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import ClassVar
+
+from megajax.config.builds import Builds
+from megajax.config.errors import UserError
+from megajax.config.nearest import did_you_mean
+from megajax.data.text_files import DocumentRule, EachLine, EachParagraph, MarkedLines, WholeFile
+from megajax.tokenizers.config import (
+    ByteTokenizerConfig,
+    GPT2TokenizerConfig,
+    HuggingFaceTokenizerConfig,
+    NullTokenizerConfig,
+    TokenizerConfig,
+)
+
+TEXT_KEY = "text"
+"""Key under which plain text counts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preprocessing(Builds):
+    """What to turn into tokens and how.
+
+    Attributes:
+        inputs: files, patterns and folders.
+        prefix: output goes to PREFIX_KEY_document.bin and .idx, for each of `keys`.
+        keys: keys of JSON lines that hold text; plain text counts as "text".
+        append_eod: end every document that is not empty with the tokenizer's `eod`.
+        rule: what a document of plain text is.
+        json_lines: JSON lines or plain text, None: by the names of the files.
+        workers: processes, at most.
+        overwrite: replace output that exists.
+        chunk_bytes: text that a process takes at a time; does not show in the result.
+    """
+
+    target: ClassVar[str] = "megajax.data.preprocessing:preprocess"
+
+    inputs: tuple[str, ...]
+    prefix: str
+    tokenizer: TokenizerConfig
+    keys: tuple[str, ...] = (TEXT_KEY,)
+    append_eod: bool = False
+    rule: DocumentRule = field(default_factory=WholeFile)
+    json_lines: bool | None = None
+    workers: int = 1
+    overwrite: bool = False
+    chunk_bytes: int = 4 << 20
+
+    def output(self, key: str) -> str:
+        """Prefix of the token files of a key."""
+        return f"{self.prefix}_{key}_document"
+
+
+EPILOG = """examples:
+  JSON lines, GPT-2 tokens, 8 processes:
+    python -m megajax.preprocess --input corpus/*.jsonl.zst --output-prefix data/corpus --append-eod --workers=8 \\
+      --tokenizer=gpt2 --vocab-file=vocab.json --merge-file=merges.txt
+  WikiText, one document per article:
+    python -m megajax.preprocess --input wiki.train.txt --output-prefix data/wiki --append-eod \\
+      --tokenizer=byte --document-regex='^ = [^=].* = $'
+"""
+RULES = MappingProxyType({"file": WholeFile, "line": EachLine, "paragraph": EachParagraph})
+FORMATS = MappingProxyType({"auto": None, "jsonl": True, "text": False})
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m megajax.preprocess",
+        description="Tokenise text into PREFIX_KEY_document.bin and .idx, which training reads (Megatron-LM's format).",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = made.add_argument
+    add("--input", nargs="+", required=True, metavar="PATH", help="files, patterns or folders of .jsonl or .txt, also "
+        ".gz and .zst; their order is the order of the documents")  # fmt: skip
+    add("--output-prefix", required=True, metavar="PREFIX", help="where to write, without _KEY_document and suffix")
+    add("--tokenizer", required=True, metavar="KIND", help="byte; gpt2 (needs --vocab-file, --merge-file); null (text "
+        "is numbers, needs --vocab-size); or the path of a Hugging Face tokenizer.json")  # fmt: skip
+    add("--vocab-file", metavar="FILE", help="vocab.json of --tokenizer=gpt2")
+    add("--merge-file", metavar="FILE", help="merges.txt of --tokenizer=gpt2")
+    add("--vocab-size", type=int, metavar="N", help="vocabulary of --tokenizer=null; its last id ends a document")
+    add("--eod-token", metavar="TOKEN", help="token that ends a document (default: gpt2's, or the usual ones)")
+    add("--append-eod", action="store_true", help="end each document that is not empty with that token")
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of JSON lines to tokenise, each into "
+        "files of its own (default: text)")  # fmt: skip
+    add("--format", choices=FORMATS, default="auto", help="what the inputs are (default: by their names)")
+    add("--document", choices=RULES, help="plain text: what one document is (default: file); paragraphs are separated "
+        "by blank lines, blank lines are no documents")  # fmt: skip
+    add("--document-regex", metavar="REGEX", help="plain text: a document begins at each line in which this is found")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    add("--workers", type=int, default=cores, metavar="N", help=f"processes at most (default: {cores}, the cores "
+        "here); the output is the same for any number")  # fmt: skip
+    add("--log-interval", type=float, default=10.0, metavar="SECONDS", help="time between lines of progress when the "
+        "output is no terminal (default: 10)")  # fmt: skip
+    add("--overwrite", action="store_true", help="replace output that exists")
+    return made
+
+
+def tokenizer_config(options: argparse.Namespace) -> TokenizerConfig:
+    """The tokenizer that the options ask for. Raises UserError for options that don't belong together."""
+    kind, eod = options.tokenizer, options.eod_token
+    wanted = {"gpt2": ("vocab_file", "merge_file"), "null": ("vocab_size",)}.get(kind, ())
+    for name in ("vocab_file", "merge_file", "vocab_size"):
+        if (getattr(options, name) is None) == (name in wanted):
+            state = "needs" if name in wanted else "has no use for"
+            raise UserError(f"--tokenizer={kind} {state} --{name.replace('_', '-')}.")
+    if kind in ("byte", "null") and eod is not None:
+        raise UserError(f"--tokenizer={kind} has no use for --eod-token: its last id ends a document.")
+    if kind == "byte":
+        return ByteTokenizerConfig()
+    if kind == "null":
+        return NullTokenizerConfig(vocabulary_size=options.vocab_size)
+    if kind == "gpt2":
+        named = {} if eod is None else {"eod": eod}
+        return GPT2TokenizerConfig(vocabulary=options.vocab_file, merges=options.merge_file, **named)
+    if not os.path.exists(kind):
+        raise UserError(f"--tokenizer={kind}: neither byte, gpt2 or null nor a tokenizer.json that exists.")
+    return HuggingFaceTokenizerConfig(path=kind, eod=eod)
+
+
+def document_rule(options: argparse.Namespace) -> DocumentRule:
+    """What a document of plain text is. Raises UserError for two answers or a pattern that is none."""
+    if options.document_regex is None:
+        return RULES[options.document or "file"]()
+    if options.document is not None:
+        raise UserError("--document and --document-regex both say what a document is; give one of them.")
+    try:
+        return MarkedLines(re.compile(options.document_regex))
+    except re.error as error:
+        raise UserError(f"--document-regex {options.document_regex!r} is no regular expression: {error}.") from error
+
+
+def parse(arguments: Sequence[str]) -> tuple[Preprocessing, float]:
+    """Job and seconds between lines of progress. Raises UserError for options that are unknown or don't fit."""
+    made = parser()
+    known = {"--", "--help", *re.findall(r"--[\w-]+", made.format_usage())}
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name.startswith("--") and name not in known:
+            raise UserError(f"unknown option {name}: {did_you_mean(name, known) or '--help lists all options.'}")
+    options = made.parse_args(arguments)
+    if options.workers < 1:
+        raise UserError(f"--workers={options.workers}: at least 1 process has to do the work.")
+    job = Preprocessing(
+        inputs=tuple(options.input),
+        prefix=options.output_prefix,
+        tokenizer=tokenizer_config(options),
+        keys=tuple(options.json_keys),
+        append_eod=options.append_eod,
+        rule=document_rule(options),
+        json_lines=FORMATS[options.format],
+        workers=options.workers,
+        overwrite=options.overwrite,
+    )
+    return job, options.log_interval

@@ -1,0 +1,385 @@
+"""Text corpora as files: which files, what one document is, and chunks of them for several processes.
+
+A chunk holds whole documents, or a piece of one where a whole file is one document, so that no file is ever in memory
+as a whole. Offsets count bytes of the text itself, after decompression.
+"""
+
+import glob
+import gzip
+import io
+import json
+import os
+import re
+import zlib
+from collections.abc import Buffer, Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import BinaryIO, Protocol
+
+from megajax.config.errors import UserError
+
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+TEXT_SUFFIXES = (".txt", ".text")
+PACKED_SUFFIXES = (".gz", ".zst")
+
+
+class DocumentRule(Protocol):
+    """What one document of plain text is."""
+
+    def starts(self, previous: bytes, line: bytes) -> bool:
+        """Whether a document begins at `line`, which follows `previous`; both with their line ends."""
+        ...
+
+    def trim(self, document: bytes) -> bytes | None:
+        """The document as it is tokenised; None for what is no document at all."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EachLine:
+    """Every line that is not blank is a document, without its line end."""
+
+    def starts(self, previous: bytes, line: bytes) -> bool:
+        return True
+
+    def trim(self, document: bytes) -> bytes | None:
+        return document.removesuffix(b"\n").removesuffix(b"\r") if document.strip() else None
+
+
+@dataclass(frozen=True, slots=True)
+class EachParagraph:
+    """Documents are separated by blank lines, which belong to none of them; inner line ends stay, the last one goes."""
+
+    def starts(self, previous: bytes, line: bytes) -> bool:
+        return not previous.strip() and bool(line.strip())
+
+    def trim(self, document: bytes) -> bytes | None:
+        lines = document.split(b"\n")
+        while lines and not lines[-1].strip():
+            lines.pop()
+        while lines and not lines[0].strip():
+            lines.pop(0)
+        return b"\n".join(lines).removesuffix(b"\r") if lines else None
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedLines:
+    """A document runs from one line that `pattern` is found in (line end apart) to the next one, every byte of it kept.
+
+    What comes before the first such line is a document too, unless it is blank.
+    """
+
+    pattern: re.Pattern[str]
+
+    def starts(self, previous: bytes, line: bytes) -> bool:
+        text = line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8", errors="surrogateescape")
+        return self.pattern.search(text) is not None
+
+    def trim(self, document: bytes) -> bytes | None:
+        return document if document.strip() else None
+
+
+@dataclass(frozen=True, slots=True)
+class WholeFile:
+    """Every file is one document, to the last byte."""
+
+    def starts(self, previous: bytes, line: bytes) -> bool:
+        return False
+
+    def trim(self, document: bytes) -> bytes | None:
+        return document
+
+
+@dataclass(frozen=True, slots=True)
+class TextFile:
+    """One input: `json` says JSON lines instead of plain text, `size` is in bytes on disk."""
+
+    path: str
+    json: bool
+    size: int
+
+    @property
+    def packed(self) -> bool:
+        return self.path.endswith(PACKED_SUFFIXES)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Bytes [start, stop) of a file's text, starting where a document does (or goes on).
+
+    Attributes:
+        data: the bytes, where reading them again would mean decompressing the file from its beginning; else None.
+        stored: bytes on disk that it stands for, for the share of the work done.
+        piece: it belongs to a document that is a whole file; `ends`: and is the last piece of it.
+    """
+
+    file: TextFile
+    start: int
+    stop: int
+    data: bytes | None
+    stored: int
+    piece: bool = False
+    ends: bool = True
+
+    def read(self) -> bytes:
+        if self.data is not None:
+            return self.data
+        with open(self.file.path, "rb") as file:
+            file.seek(self.start)
+            return file.read(self.stop - self.start)
+
+    def line_number(self, offset: int) -> int:
+        """Number, from 1, of the line of the file at `offset` bytes into the chunk; reads the file up to there."""
+        lines, left = 1, self.start + offset
+        with open_text(self.file.path) as (stream, _):
+            while left > 0 and (block := stream.read(min(left, 1 << 20))):
+                lines += block.count(b"\n")
+                left -= len(block)
+        return lines
+
+
+def find_files(inputs: Sequence[str], json_lines: bool | None = None) -> list[TextFile]:
+    """Files behind paths, patterns (`*`, `?`, `[…]`, `**`) and folders (searched through), in the order given.
+
+    Args:
+        json_lines: JSON lines or plain text for all of them; None: by their names.
+
+    Raises:
+        UserError: nothing there, a name that does not tell what is inside, or the same file twice.
+    """
+    paths: list[str] = []
+    for given in inputs:
+        found = _expand(given)
+        if not found:
+            raise UserError(f"--input {given}: no such file, folder or match. Check the path.")
+        paths += found
+    seen: dict[str, str] = {}
+    for path in paths:
+        known = seen.setdefault(os.path.realpath(path), path)
+        if known is not path:
+            raise UserError(f"--input: {path} is given twice, which would repeat its documents. Name it once.")
+    return [
+        TextFile(path, _is_json(path) if json_lines is None else json_lines, os.stat(path).st_size) for path in paths
+    ]
+
+
+def _expand(given: str) -> list[str]:
+    if os.path.isdir(given):
+        every = (os.path.join(folder, name) for folder, _, names in os.walk(given) for name in names)
+        return sorted(path for path in every if _bare(path).endswith(JSON_SUFFIXES + TEXT_SUFFIXES))
+    if os.path.exists(given):
+        return [given]
+    return sorted(path for path in glob.glob(given, recursive=True) if os.path.isfile(path))
+
+
+def _bare(path: str) -> str:
+    for suffix in PACKED_SUFFIXES:
+        path = path.removesuffix(suffix)
+    return path
+
+
+def _is_json(path: str) -> bool:
+    name = _bare(path)
+    if not name.endswith(JSON_SUFFIXES + TEXT_SUFFIXES):
+        known = f"{', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)}, and {' or '.join(PACKED_SUFFIXES)} after that if packed"
+        raise UserError(
+            f"{path}: its name does not tell JSON lines from plain text (known: {known}). "
+            "Say --format=jsonl or --format=text."
+        )
+    return name.endswith(JSON_SUFFIXES)
+
+
+class _Damaged(Exception):
+    """A packed file that can't be unpacked."""
+
+
+class _ZstandardText(io.RawIOBase):
+    """Text of a Zstandard file of one or more frames; unlike the package's own reader it notices a missing end."""
+
+    def __init__(self, file: BinaryIO, path: str):
+        try:
+            import zstandard
+        except ImportError as error:
+            raise UserError(
+                f"{path}: .zst files need the package zstandard, which is not installed. "
+                "Install the extra `data`: uv sync --extra data, or pip install 'megajax[data]'."
+            ) from error
+        self._file = file
+        self._error = zstandard.ZstdError
+        self._unpacker = zstandard.ZstdDecompressor()
+        self._frame = None
+        self._packed = b""
+        self._text = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Buffer) -> int:
+        while not self._text:
+            if not self._packed and not (block := self._file.read(1 << 15)):
+                if self._frame is not None:
+                    raise _Damaged("its end is missing")
+                return 0
+            self._unpack(self._packed or block)
+        target = memoryview(buffer)
+        size = min(len(target), len(self._text))
+        target[:size] = self._text[:size]
+        self._text = self._text[size:]
+        return size
+
+    def _unpack(self, packed: bytes) -> None:
+        self._frame = self._frame or self._unpacker.decompressobj()
+        try:
+            self._text = memoryview(self._frame.decompress(packed))
+        except self._error as error:
+            raise _Damaged(str(error)) from error
+        self._packed = self._frame.unused_data
+        if self._frame.eof:
+            self._frame = None
+
+
+@contextmanager
+def open_text(path: str) -> Generator[tuple[io.BufferedIOBase, Callable[[], int]]]:
+    """The file's text, unpacked by its suffix, and a function that tells how many bytes on disk were read so far.
+
+    Raises:
+        UserError: the file can't be opened, is damaged, or needs a package that is not installed.
+    """
+    try:
+        file = open(path, "rb")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
+    with file:
+        stream: io.BufferedIOBase = file
+        if path.endswith(".gz"):
+            stream = gzip.GzipFile(fileobj=file)
+        elif path.endswith(".zst"):
+            stream = io.BufferedReader(_ZstandardText(file, path), 1 << 17)
+        try:
+            yield stream, file.tell
+        except (EOFError, zlib.error, gzip.BadGzipFile, _Damaged) as error:
+            raise UserError(f"{path}: damaged after {file.tell()} bytes: {error}. Copy or pack it again.") from error
+
+
+def cut(file: TextFile, rule: DocumentRule, *, size: int, split_point: Callable[[bytes], int]) -> Iterator[Chunk]:
+    """Chunks of a file, in order, each of about `size` bytes of text (one document may be larger).
+
+    Args:
+        rule: what a document is, for plain text.
+        split_point: where a document may be cut when the whole file is one: `Tokenizer.split_point`.
+    """
+    if file.json:
+        rule = EachLine()
+    if isinstance(rule, WholeFile):
+        yield from _pieces(file, size, split_point)
+    elif file.packed:
+        yield from _packed_chunks(file, rule, size)
+    else:
+        yield from _plain_chunks(file, rule, size)
+
+
+def _pieces(file: TextFile, size: int, split_point: Callable[[bytes], int]) -> Iterator[Chunk]:
+    start, before, data = 0, 0, b""
+    with open_text(file.path) as (stream, position):
+        while True:
+            block = stream.read(size)
+            data += block
+            place = split_point(data) if block else len(data)
+            if place or not block:
+                stored = position()
+                yield Chunk(file, start, start + place, data[:place], stored - before, piece=True, ends=not block)
+                start, before, data = start + place, stored, data[place:]
+            if not block:
+                return
+
+
+def _packed_chunks(file: TextFile, rule: DocumentRule, size: int) -> Iterator[Chunk]:
+    start, before, first = 0, 0, b""
+    with open_text(file.path) as (stream, position):
+        while data := first + stream.read(size):
+            rest, first = _to_next_start(stream, rule)
+            data += rest
+            stored = position()
+            yield Chunk(file, start, start + len(data), data, stored - before)
+            start, before = start + len(data), stored
+
+
+def _plain_chunks(file: TextFile, rule: DocumentRule, size: int) -> Iterator[Chunk]:
+    start = 0
+    with open_text(file.path) as (stream, _):
+        while start < file.size:
+            stream.seek(min(start + size, file.size))
+            _, first = _to_next_start(stream, rule)
+            stop = min(stream.tell() - len(first), file.size)
+            yield Chunk(file, start, stop, None, stop - start)
+            start = stop
+
+
+def _to_next_start(stream: io.BufferedIOBase, rule: DocumentRule) -> tuple[bytes, bytes]:
+    """Read on to where a document starts -> (what was read before it, its first line; empty at the end of the file)."""
+    skipped = [stream.readline(), stream.readline()]
+    while line := stream.readline():
+        if rule.starts(skipped[-1], line):
+            return b"".join(skipped), line
+        skipped.append(line)
+    return b"".join(skipped), b""
+
+
+def text_documents(data: bytes, rule: DocumentRule) -> Iterator[tuple[int, bytes]]:
+    """Documents of a chunk of plain text, each with its offset in bytes."""
+    start, position, previous = 0, 0, b""
+    for line in io.BytesIO(data):
+        if position > start and rule.starts(previous, line):
+            if (document := rule.trim(data[start:position])) is not None:
+                yield start, document
+            start = position
+        position += len(line)
+        previous = line
+    if position > start and (document := rule.trim(data[start:position])) is not None:
+        yield start, document
+
+
+def json_documents(chunk: Chunk, data: bytes, keys: Sequence[str]) -> Iterator[tuple[int, tuple[bytes, ...]]]:
+    """UTF-8 texts under `keys` of each line of a chunk of JSON lines that is not blank, with its offset in bytes.
+
+    Raises:
+        UserError: a line that is no JSON object, lacks a key, or has something else than a string there; names the
+            file and the line.
+    """
+    offset = 0
+    for line in io.BytesIO(data):
+        if line.strip():
+            text = line.removeprefix(b"\xef\xbb\xbf") if chunk.start + offset == 0 else line
+            try:
+                yield offset, _texts(text, keys)
+            except _BadLine as error:
+                number = chunk.line_number(offset)
+                raise UserError(f"{chunk.file.path}, line {number}: {error}") from error
+        offset += len(line)
+
+
+class _BadLine(Exception):
+    """What is wrong with one line."""
+
+
+def _texts(line: bytes, keys: Sequence[str]) -> tuple[bytes, ...]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        shown = line[:60].decode("utf-8", errors="replace").rstrip()
+        raise _BadLine(f"not valid JSON ({error}): {shown!r}. Each line must be one JSON object.") from error
+    if not isinstance(record, dict):
+        raise _BadLine(f"a JSON {_kind(record)}, but each line must be an object with the keys {', '.join(keys)}.")
+    for key in keys:
+        if key not in record:
+            has = ", ".join(repr(name) for name in record) or "none"
+            raise _BadLine(f"no key {key!r}; the line has {has}. Choose keys with --json-keys.")
+        if not isinstance(record[key], str):
+            raise _BadLine(f"key {key!r} holds a {_kind(record[key])}, not a string.")
+    # JSON can spell half a surrogate pair, which has no UTF-8: its three bytes stay.
+    return tuple(record[key].encode("utf-8", errors="surrogatepass") for key in keys)
+
+
+def _kind(value: object) -> str:
+    kinds = {dict: "object", list: "list", bool: "boolean", type(None): "null", str: "string"}
+    return kinds.get(type(value), "number")

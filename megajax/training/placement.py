@@ -1,0 +1,127 @@
+"""Which device holds what: a table of the weights, and a drawing of every way they are cut."""
+
+import io
+from collections.abc import Sequence
+from math import prod
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megajax.layers.param import ParamSpec
+from megajax.training.session import Run
+
+MEBIBYTE = 2**20
+WIDTH = 150
+"""Characters of a line, whatever the terminal: wrapped tables can't be read."""
+
+type Span = tuple[int, int]
+
+
+def visualize(run: Run) -> str:
+    """Print where the weights of a run are at rest, and return the printed text.
+
+    First a table (path, shape, logical axes, partition over the mesh, MiB on each device), then, for every way a weight
+    is cut, one weight as a grid of its blocks with the ids of the devices that hold each. Prints on process 0 only.
+    """
+    declared, arrays = run.parts.declared, run.state.params
+    sizes = ", ".join(f"{name} {size}" for name, size in run.mesh.shape.items() if size > 1) or "all axes 1"
+    count = f"{run.mesh.size} device" + "s" * (run.mesh.size > 1)
+    weights, optimizer = (_mebibytes(tree) for tree in (arrays, run.state.optimizer))
+    parts: list[RenderableType] = [
+        Text(f"{len(arrays)} weights on {count} ({sizes}), {run.cfg.parallel.data_sharding}"),
+        _table(declared, arrays),
+        Text(f"each device: {weights:.3f} MiB of weights, {optimizer:.3f} MiB of optimizer state"),
+    ]
+    for alike in _ways(arrays):
+        spec, array = declared[alike[0]], arrays[alike[0]]
+        more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+        parts += [Text(f"\n{alike[0]}{more}: {_cuts(spec, array)}"), _grid(spec, array)]
+    text = io.StringIO()
+    Console(file=text, width=WIDTH, color_system=None).print(Group(*parts))
+    lines = "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    if jax.process_index() == 0:
+        print(lines)
+    return lines
+
+
+def _table(declared: dict[str, ParamSpec], arrays: dict[str, jax.Array]) -> Table:
+    table = Table("weight", "shape", "logical axes", "at rest", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("MiB per device", justify="right")
+    for path, array in arrays.items():
+        axes = " ".join(str(name or "-") for name in declared[path].axes)
+        shape = " x ".join(map(str, array.shape))
+        table.add_row(path, shape, axes, _partition(array), f"{_mebibytes(array):.3f}")
+    return table
+
+
+def _mebibytes(tree: object) -> float:
+    """What one device holds of the arrays."""
+    held = (prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return sum(held) / MEBIBYTE
+
+
+def _partition(array: jax.Array) -> str:
+    """Mesh axes of each dimension, "-" where it is whole."""
+    return ", ".join("+".join(axes) or "-" for axes in _mesh_axes(array))
+
+
+def _mesh_axes(array: jax.Array) -> list[tuple[str, ...]]:
+    """For each dimension the mesh axes with more than one device that cut it."""
+    spec: PartitionSpec = array.sharding.spec
+    entries = [*spec, *[None] * (array.ndim - len(spec))]
+    named = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
+    return [tuple(axis for axis in axes if array.sharding.mesh.shape[axis] > 1) for axes in named]
+
+
+def _ways(arrays: dict[str, jax.Array]) -> list[list[str]]:
+    """Paths of weights that are cut alike: over the same mesh axes in the same order, whichever dimensions these cut."""
+    ways: dict[tuple, list[str]] = {}
+    for path, array in arrays.items():
+        ways.setdefault(tuple(axes for axes in _mesh_axes(array) if axes), []).append(path)
+    return list(ways.values())
+
+
+def _cuts(spec: ParamSpec, array: jax.Array) -> str:
+    cut = [f"{name} over {' and '.join(axes)}" for name, axes in zip(spec.axes, _mesh_axes(array), strict=True) if axes]
+    return ", ".join(cut) or "whole on every device"
+
+
+def _grid(spec: ParamSpec, array: jax.Array) -> RenderableType:
+    """Blocks along the first cut dimension down, along the other cut ones across; in each the ids of its devices."""
+    holders: dict[tuple[Span, ...], list[int]] = {}
+    for device, index in array.sharding.devices_indices_map(array.shape).items():
+        spans = tuple(part.indices(length)[:2] for part, length in zip(index, array.shape, strict=True))
+        holders.setdefault(spans, []).append(device.id)
+    cut = [dimension for dimension, axes in enumerate(_mesh_axes(array)) if axes]
+    down, across = cut[:1], cut[1:]
+    rows = sorted({_at(spans, down) for spans in holders})
+    columns = sorted({_at(spans, across) for spans in holders})
+    cells = {(_at(spans, down), _at(spans, across)): ids for spans, ids in holders.items()}
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=bool(across))
+    table.add_column("")
+    for column in columns:
+        table.add_column(_named(spec, across, column))
+    for row in rows:
+        table.add_row(_named(spec, down, row) or "all", *[_ids(cells[row, column]) for column in columns])
+    return table
+
+
+def _at(spans: Sequence[Span], dimensions: list[int]) -> tuple[Span, ...]:
+    return tuple(spans[dimension] for dimension in dimensions)
+
+
+def _named(spec: ParamSpec, dimensions: list[int], spans: tuple[Span, ...]) -> str:
+    return ", ".join(f"{spec.axes[d]} {first}:{last}" for d, (first, last) in zip(dimensions, spans, strict=True))
+
+
+def _ids(devices: list[int]) -> str:
+    """[0, 1, 2, 5] -> "devices 0-2, 5"."""
+    ids = np.sort(devices)
+    runs = np.split(ids, np.flatnonzero(np.diff(ids) > 1) + 1)
+    words = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"device{'s' * (len(ids) > 1)} {words}"

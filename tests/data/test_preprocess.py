@@ -1,0 +1,444 @@
+"""python -m megajax.preprocess: what it writes, that it is the same for any number of workers, and what it refuses."""
+
+import gzip
+import io
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from megajax.config.errors import UserError
+from megajax.data.preprocessing import preprocess, preprocess_text
+from megajax.data.preprocessing_options import Preprocessing
+from megajax.data.preprocessing_report import Counts, Progress
+from megajax.data.text_files import (
+    EachLine,
+    EachParagraph,
+    MarkedLines,
+    TextFile,
+    WholeFile,
+    cut,
+    open_text,
+    text_documents,
+)
+from megajax.preprocess import main
+from megajax.tokenizers.config import ByteTokenizerConfig, NullTokenizerConfig
+
+ROOT = Path(__file__).parents[2]
+EOD = 256
+
+
+def read(prefix: Path | str) -> list[list[list[int]]]:
+    """Documents of sequences of tokens, straight from the bytes of the format."""
+    index, tokens = Path(f"{prefix}.idx").read_bytes(), Path(f"{prefix}.bin").read_bytes()
+    magic, version, code, sequences, entries = struct.unpack_from("<9sQBQQ", index)
+    assert (magic, version) == (b"MMIDIDX\0\0", 1)
+    flat = np.frombuffer(tokens, {4: "<i4", 8: "<u2"}[code])
+    lengths = np.frombuffer(index, "<i4", sequences, 34)
+    table = np.frombuffer(index, "<i8", entries, 34 + 12 * sequences)
+    ends = np.cumsum(lengths)
+    rows = [flat[end - length : end].tolist() for end, length in zip(ends, lengths, strict=True)]
+    assert len(flat) == lengths.sum()
+    return [rows[first:last] for first, last in pairwise(table)]
+
+
+def texts(prefix: Path | str) -> list[str | None]:
+    """Text of each document written with the byte tokenizer; None for an empty one; its end must be marked."""
+    found = []
+    for document in read(prefix):
+        assert len(document) <= 1
+        assert not document or document[0][-1] == EOD
+        found.append(bytes(document[0][:-1]).decode() if document else None)
+    return found
+
+
+def content(prefix: Path | str) -> tuple[bytes, bytes]:
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def lines(path: Path, records: list) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def job(tmp_path: Path, *inputs: Path | str, **more) -> Preprocessing:
+    made = Preprocessing(
+        inputs=tuple(map(str, inputs)),
+        prefix=str(tmp_path / "out" / "corpus"),
+        tokenizer=ByteTokenizerConfig(),
+        append_eod=True,
+    )
+    return replace(made, **more)
+
+
+def only_output(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "out").iterdir())
+
+
+def test_an_empty_document_is_a_boundary_alone(tmp_path):
+    source = lines(tmp_path / "a.jsonl", [{"text": "ab"}, {"text": ""}, {"text": "c"}, {"text": ""}])
+    done = preprocess(job(tmp_path, source))
+    assert read(done.prefixes[0]) == [[[97, 98, EOD]], [], [[99, EOD]], []]
+    assert done.counts == Counts(stored=source.stat().st_size, text=3, documents=4, empty=2, tokens=5)
+    preprocess(job(tmp_path, source, append_eod=False, overwrite=True))
+    assert read(done.prefixes[0]) == [[[97, 98]], [], [[99]], []]
+    assert only_output(tmp_path) == ["corpus_text_document.bin", "corpus_text_document.idx"]
+
+
+def test_in_one_process_from_any_iterable(tmp_path):
+    tokenizer = ByteTokenizerConfig().build()
+    counts = preprocess_text(iter(["ab", "", b"\xff"]), tmp_path / "x", tokenizer, append_eod=True)
+    assert read(tmp_path / "x") == [[[97, 98, EOD]], [], [[255, EOD]]]
+    assert counts == Counts(text=3, documents=3, empty=1, tokens=5)
+
+
+@pytest.mark.parametrize(("vocabulary", "size"), [(65499, 2), (65500, 4)])
+def test_dtype_follows_the_vocabulary(tmp_path, vocabulary, size):
+    source = lines(tmp_path / "a.jsonl", [{"text": f"0 5 {vocabulary - 1}"}])
+    done = preprocess(job(tmp_path, source, tokenizer=NullTokenizerConfig(vocabulary_size=vocabulary)))
+    assert read(done.prefixes[0]) == [[[0, 5, vocabulary - 1, vocabulary - 1]]]
+    assert Path(f"{done.prefixes[0]}.bin").stat().st_size == 4 * size
+
+
+def test_several_keys(tmp_path):
+    source = lines(tmp_path / "a.jsonl", [{"title": "t", "text": "ab", "n": 3}, {"title": "", "text": "猫"}])
+    done = preprocess(job(tmp_path, source, keys=("text", "title")))
+    assert [Path(prefix).name for prefix in done.prefixes] == ["corpus_text_document", "corpus_title_document"]
+    assert [texts(prefix) for prefix in done.prefixes] == [["ab", "猫"], ["t", None]]
+    assert done.counts.documents == 2 and done.counts.empty == 0
+
+
+def test_documents_of_plain_text(tmp_path):
+    source = tmp_path / "a.txt"
+    text = " \n = One = \n\na b\r\n = = Part = = \nc\n\n \n\n = Two = \nd"
+    source.write_bytes(text.encode())
+
+    def documents(rule):
+        return texts(preprocess(job(tmp_path, source, rule=rule, overwrite=True)).prefixes[0])
+
+    assert documents(WholeFile()) == [text]
+    assert documents(EachLine()) == [" = One = ", "a b", " = = Part = = ", "c", " = Two = ", "d"]
+    assert documents(EachParagraph()) == [" = One = ", "a b\r\n = = Part = = \nc", " = Two = \nd"]
+    marked = documents(MarkedLines(re.compile("^ = [^=].* = $")))
+    assert marked == [" = One = \n\na b\r\n = = Part = = \nc\n\n \n\n", " = Two = \nd"]
+    assert " \n" + "".join(marked) == text
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory) -> list[Path]:
+    """Files of several kinds whose documents are longer and shorter than a chunk of 300 bytes."""
+    folder = tmp_path_factory.mktemp("mixed")
+    random = np.random.default_rng(0)
+    words = ["alpha", "béta", "猫", "12", "…"]
+    documents = [" ".join(random.choice(words, n)) for n in random.integers(0, 60, 150)] + ["x" * 2000, ""]
+    plain = lines(folder / "a.jsonl", [{"text": document} for document in documents])
+    packed = folder / "b.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    whole = folder / "c.txt"
+    whole.write_text("\n".join(documents))
+    again = folder / "d.txt.gz"
+    again.write_bytes(gzip.compress(whole.read_bytes()) + gzip.compress(b"more"))
+    (folder / "e.txt").write_bytes(b"")
+    return [plain, packed, whole, again, folder / "e.txt"]
+
+
+@pytest.fixture(scope="module")
+def one_worker(mixed, tmp_path_factory) -> tuple[bytes, bytes]:
+    return content(preprocess(job(tmp_path_factory.mktemp("one"), *mixed, chunk_bytes=1 << 20)).prefixes[0])
+
+
+def test_mixed_inputs_are_read_in_order(mixed, tmp_path, one_worker):
+    records = [json.loads(line)["text"] or None for line in mixed[0].read_text().splitlines()]
+    whole = mixed[2].read_text()
+    found = texts(preprocess(job(tmp_path, *mixed)).prefixes[0])
+    assert found == [*records, *records, whole, whole + "more", None]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_same_bytes_for_any_number_of_workers(mixed, tmp_path, one_worker, workers):
+    done = preprocess(job(tmp_path, *mixed, workers=workers, chunk_bytes=1500))
+    assert done.workers == workers
+    assert content(done.prefixes[0]) == one_worker
+    assert only_output(tmp_path) == ["corpus_text_document.bin", "corpus_text_document.idx"]
+
+
+RULES = (EachLine(), EachParagraph(), MarkedLines(re.compile("^=")), WholeFile())
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
+@given(
+    data=st.lists(st.sampled_from([b"a", b"= b", b" ", b"", b"\r", b"long " * 9])).map(b"\n".join),
+    size=st.integers(1, 60),
+    rule=st.sampled_from(RULES),
+    packed=st.booleans(),
+)
+@example(data=b"a\na", size=1, rule=EachParagraph(), packed=False)
+@example(data=b"a\n\na\na", size=3, rule=EachParagraph(), packed=True)
+def test_chunks_hold_whole_documents(tmp_path, data, size, rule, packed):
+    path = tmp_path / ("a.txt.gz" if packed else "a.txt")
+    path.write_bytes(gzip.compress(data, 1) if packed else data)
+    file = TextFile(str(path), False, path.stat().st_size)
+    chunks = list(cut(file, rule, size=size, split_point=lambda text: max(0, len(text) - 3)))
+    assert b"".join(chunk.read() for chunk in chunks) == data
+    assert [chunk.start for chunk in chunks] == [sum(len(c.read()) for c in chunks[:i]) for i in range(len(chunks))]
+    if not isinstance(rule, WholeFile):
+        together = [document for chunk in chunks for _, document in text_documents(chunk.read(), rule)]
+        assert together == [document for _, document in text_documents(data, rule)]
+    else:
+        assert [chunk.ends for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
+def test_zstandard(tmp_path):
+    zstandard = pytest.importorskip("zstandard", reason="needs the extra `data`")
+    text = "".join(f'{{"text": "line {number}"}}\n' for number in range(5000)).encode()
+    frames = [zstandard.ZstdCompressor().compress(part) for part in (text[:40_000], text[40_000:])]
+    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
+    done = preprocess(job(tmp_path, tmp_path / "a.jsonl.zst", chunk_bytes=3000))
+    assert texts(done.prefixes[0]) == [f"line {number}" for number in range(5000)]
+    (tmp_path / "short.jsonl.zst").write_bytes(b"".join(frames)[:-9])
+    with pytest.raises(UserError, match=r"short\.jsonl\.zst: damaged after .* its end is missing"):
+        preprocess(job(tmp_path, tmp_path / "short.jsonl.zst", overwrite=True))
+    (tmp_path / "not.txt.zst").write_bytes(b"plain text")
+    with pytest.raises(UserError, match=r"not\.txt\.zst: damaged"):
+        preprocess(job(tmp_path, tmp_path / "not.txt.zst", overwrite=True))
+
+
+def test_zstandard_without_its_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    (tmp_path / "a.txt.zst").write_bytes(b"x")
+    with pytest.raises(UserError, match="uv sync --extra data"):
+        preprocess(job(tmp_path, tmp_path / "a.txt.zst"))
+
+
+def test_folders_and_patterns(tmp_path):
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    for name in ("in/b.txt", "in/a.txt", "in/deep/c.jsonl", "in/ignored.csv", "z.txt"):
+        (tmp_path / name).write_text('{"text": "c"}' if name.endswith("jsonl") else Path(name).stem)
+    done = preprocess(job(tmp_path, tmp_path / "z.txt", tmp_path / "in"))
+    assert texts(done.prefixes[0]) == ["z", "a", "b", "c"]
+    done = preprocess(job(tmp_path, tmp_path / "in" / "[ab].txt", overwrite=True))
+    assert texts(done.prefixes[0]) == ["a", "b"]
+    done = preprocess(job(tmp_path, tmp_path / "in" / "ignored.csv", overwrite=True, json_lines=False))
+    assert texts(done.prefixes[0]) == ["ignored"]
+
+
+def test_byte_order_mark_blank_lines_and_half_surrogates_in_json(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\n  \r\n{"text": "\\ud83d"}\r\n')
+    done = preprocess(job(tmp_path, tmp_path / "a.jsonl", append_eod=False))
+    assert read(done.prefixes[0]) == [[[97]], [[0xED, 0xA0, 0xBD]]]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "a"', r"line 3: not valid JSON \(Expecting ',' delimiter.*'\{\"text\": \"a\"'"),
+        ('{"body": "a", "id": 1}', r"line 3: no key 'text'; the line has 'body', 'id'\. Choose keys with --json-keys"),
+        ("{}", r"line 3: no key 'text'; the line has none"),
+        ('{"text": 5}', r"line 3: key 'text' holds a number, not a string"),
+        ('{"text": null}', r"line 3: key 'text' holds a null"),
+        ('["a"]', r"line 3: a JSON list, but each line must be an object with the keys text"),
+        ('{"text": "\xff"}', r"line 3: not valid JSON"),
+        ("[" * 100_000, r"line 3: not valid JSON"),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_bad_lines(tmp_path, line, message, packed):
+    data = b'{"text": "first"}\n\n' + line.encode("latin-1") + b'\n{"text": "last"}\n'
+    path = tmp_path / ("a.jsonl.gz" if packed else "a.jsonl")
+    path.write_bytes(gzip.compress(data) if packed else data)
+    with pytest.raises(UserError, match=f"{re.escape(str(path))}, {message}"):
+        preprocess(job(tmp_path, path, chunk_bytes=10))
+    assert only_output(tmp_path) == []
+
+
+def test_bad_line_in_a_worker_is_the_first_one(tmp_path):
+    records = [{"text": "a" * 50}] * 40
+    source = lines(tmp_path / "a.jsonl", [*records, {"text": 1}, *records, {"other": 1}])
+    with pytest.raises(UserError, match=r"line 41: key 'text' holds a number"):
+        preprocess(job(tmp_path, source, workers=2, chunk_bytes=200))
+    assert only_output(tmp_path) == []
+
+
+def test_text_that_does_not_suit_the_tokenizer(tmp_path):
+    (tmp_path / "a.txt").write_text("1 2\n3 x\n")
+    numbers = NullTokenizerConfig(vocabulary_size=9)
+    with pytest.raises(UserError, match=r"a\.txt, line 2: The null tokenizer reads numbers .*'x'"):
+        preprocess(job(tmp_path, tmp_path / "a.txt", tokenizer=numbers, rule=EachLine()))
+    with pytest.raises(UserError, match=r"a\.txt: The null tokenizer"):
+        preprocess(job(tmp_path, tmp_path / "a.txt", tokenizer=numbers))
+
+
+def test_bad_inputs_and_outputs(tmp_path):
+    source = lines(tmp_path / "a.jsonl", [{"text": "a"}])
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "a.csv").write_text("a")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "bad.txt.gz").write_bytes(gzip.compress(b"text" * 9999)[:-20])
+    (tmp_path / "not.txt.gz").write_bytes(b"text")
+
+    def message(*inputs, **more):
+        with pytest.raises(UserError) as caught:
+            preprocess(job(tmp_path, *inputs, **more))
+        return str(caught.value)
+
+    assert "gone.txt: no such file, folder or match" in message(tmp_path / "gone.txt")
+    assert "*.gone: no such file" in message(tmp_path / "*.gone")
+    assert "is given twice" in message(source, tmp_path / "*.jsonl")
+    assert "a.csv: its name does not tell" in message(tmp_path / "a.csv")
+    assert "bad.txt.gz: damaged" in message(tmp_path / "bad.txt.gz")
+    assert "not.txt.gz: damaged" in message(tmp_path / "not.txt.gz")
+    assert "No tokens in 1 input file(s)" in message(tmp_path / "empty.jsonl")
+    assert "a.txt: plain text has no keys body" in message(tmp_path / "a.txt", keys=("body",))
+    assert "'a/b' can't be part of a file name" in message(source, keys=("a/b",))
+    assert "the same key twice" in message(source, keys=("text", "text"))
+    assert "can't write there" in message(source, prefix=str(tmp_path / "a.txt" / "deep" / "x"))
+    assert "names a folder" in message(source, prefix=f"{tmp_path}/")
+    assert only_output(tmp_path) == []
+    preprocess(job(tmp_path, source))
+    before = content(tmp_path / "out" / "corpus_text_document")
+    assert "corpus_text_document.bin: exists already" in message(source)
+    assert "No tokens" in message(tmp_path / "empty.jsonl", overwrite=True)
+    assert content(tmp_path / "out" / "corpus_text_document") == before
+    assert only_output(tmp_path) == ["corpus_text_document.bin", "corpus_text_document.idx"]
+
+
+def test_too_little_disk_is_told_at_the_start(tmp_path, monkeypatch):
+    source = lines(tmp_path / "a.jsonl", [{"text": "a" * 1000}] * 100)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 100_000}))
+    reports = []
+    with pytest.raises(UserError, match=r"take about 0\.0 GB, but 0\.0 GB are free"):
+        preprocess(job(tmp_path, source, chunk_bytes=2000), lambda *report: reports.append(report))
+    assert not reports and only_output(tmp_path) == []
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    counts = Counts(stored=25_000_000, text=20_000_000, documents=1200, tokens=1)
+    plain, live = io.StringIO(), Terminal()
+    reports = Progress(plain, 10.0), Progress(live, 10.0)
+    for now[0] in (0.05, 5.0, 10.0, 12.0):
+        for report in reports:
+            report(counts, 100_000_000)
+    for report in reports:
+        report.clear()
+    assert plain.getvalue() == "1,200 documents  2.0 MB/s  25 %  0:30 left\n"
+    assert live.getvalue().count("\r1,200 documents") == 3 and live.getvalue().endswith("\r\x1b[K")
+
+
+@pytest.fixture
+def own_signals():
+    """Give SIGTERM back to whoever had it."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    call = [sys.executable, "-m", "megajax.preprocess", *arguments]
+    return subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_command_line(tmp_path, capsys, own_signals):
+    (tmp_path / "a.txt").write_text("= 1\n\nb\n= 2\n")
+    arguments = ["--input", f"{tmp_path}/a.txt", "--output-prefix", f"{tmp_path}/x", "--append-eod"]
+    main([*arguments, "--tokenizer=byte", "--document-regex=^="])
+    out = capsys.readouterr().out
+    assert texts(tmp_path / "x_text_document") == ["= 1\n\nb\n", "= 2\n"]
+    assert "2 documents from 1 file(s), 13 tokens, 1.1818 tokens per byte" in out
+    assert f"{tmp_path}/x_text_document.bin  26 bytes" in out
+    assert f"--data.paths={tmp_path}/x_text_document" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokeniser=byte"], "unknown option --tokeniser: did you mean --tokenizer?"),
+        (["--tokenizer=gpt2"], "--tokenizer=gpt2 needs --vocab-file."),
+        (["--tokenizer=byte", "--merge-file=x"], "--tokenizer=byte has no use for --merge-file."),
+        (["--tokenizer=null"], "--tokenizer=null needs --vocab-size."),
+        (["--tokenizer=byte", "--eod-token=x"], "--tokenizer=byte has no use for --eod-token"),
+        (["--tokenizer=bytes"], "--tokenizer=bytes: neither byte, gpt2 or null nor a tokenizer.json that exists"),
+        (["--tokenizer=byte", "--workers=0"], "--workers=0: at least 1"),
+        (["--tokenizer=byte", "--document-regex=("], "is no regular expression"),
+        (["--tokenizer=byte", "--document-regex=a", "--document=line"], "give one of them"),
+        (["--tokenizer=byte"], "gone.jsonl: no such file"),
+    ],
+)
+def test_command_line_mistakes(tmp_path, own_signals, arguments, message):
+    with pytest.raises(UserError) as caught:
+        main(["--input", f"{tmp_path}/gone.jsonl", "--output-prefix", f"{tmp_path}/x", *arguments])
+    assert message in str(caught.value)
+
+
+def test_mistakes_exit_with_2_and_one_message(tmp_path):
+    done = command("--input", "gone.txt", "--output-prefix", f"{tmp_path}/x", "--tokenizer=byte")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "\n--input gone.txt: no such file, folder or match. Check the path.\n\n"
+    assert command("--tokenizer=byte").returncode == 2
+
+
+def test_help_imports_nothing_heavy():
+    code = "import sys, megajax.preprocess; print({'jax', 'numpy', 'tiktoken', 'tokenizers'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_workers_import_no_jax():
+    code = "import sys, megajax.data.preprocessing; print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_interrupt_leaves_nothing(tmp_path, number, code, workers):
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"text": "some words to keep it busy"}\n' * 1_000_000)
+    (tmp_path / "out").mkdir()
+    call = [sys.executable, "-m", "megajax.preprocess", "--input", str(source), f"--workers={workers}"]
+    call += ["--output-prefix", str(tmp_path / "out" / "x"), "--tokenizer=byte", "--log-interval=0"]
+    with subprocess.Popen(call, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert "documents" in process.stderr.readline()
+        os.kill(process.pid, number)
+        assert process.wait(30) == code
+        assert "Traceback" not in process.stderr.read()
+    assert only_output(tmp_path) == []
+
+
+def test_workers_die_with_their_parent(tmp_path):
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"text": "some words to keep it busy"}\n' * 1_000_000)
+    call = [sys.executable, "-m", "megajax.preprocess", "--input", str(source), "--workers=2"]
+    call += ["--output-prefix", str(tmp_path / "x"), "--tokenizer=byte", "--log-interval=0"]
+    with subprocess.Popen(call, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert "documents" in process.stderr.readline()
+        process.kill()
+        process.wait(30)
+        deadline = time.monotonic() + 20
+        while group := subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True, text=True).stdout:
+            assert time.monotonic() < deadline, f"still alive: {group}"
+            time.sleep(0.1)
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_open_text_names_a_missing_file(tmp_path):
+    with pytest.raises(UserError, match="cannot be read: No such file"), open_text(str(tmp_path / "gone")):
+        pass
