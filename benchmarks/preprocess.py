@@ -1,0 +1,145 @@
+"""How fast text becomes token files, per core: bytes and GPT-2's encoding, against the `tokenizers` package.
+
+    python benchmarks/preprocess.py --input wiki.txt … --vocab-file vocab.json --merge-file merges.txt
+
+Every line of the inputs that is not blank is a document of a JSON-lines file, repeated to --megabytes of text. Times of
+one process are processor seconds, which other programs on the machine disturb less than they do wall-clock seconds;
+the best of --repeats counts. Writes benchmarks/results/preprocess.json.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from megajax.data.preprocessing import preprocess
+from megajax.data.preprocessing_options import Preprocessing
+from megajax.tokenizers.config import (
+    ByteTokenizerConfig,
+    GPT2TokenizerConfig,
+    HuggingFaceTokenizerConfig,
+    TokenizerConfig,
+)
+
+RESULTS = Path(__file__).parent / "results" / "preprocess.json"
+
+
+def processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def best(repeats: int, clock: Callable[[], float], work: Callable[[], object]) -> float:
+    """Least time of several runs, in seconds of `clock`."""
+    times = []
+    for _ in range(repeats):
+        started = clock()
+        work()
+        times.append(clock() - started)
+    return min(times)
+
+
+def rates(documents: int, size: int, seconds: float) -> dict[str, float]:
+    """Rates of one measurement over `size` bytes of text."""
+    return {
+        "seconds": round(seconds, 3),
+        "megabytes_per_second": round(size / seconds / 1e6, 2),
+        "documents_per_second": round(documents / seconds),
+    }
+
+
+def measure(config: TokenizerConfig, texts: list[str], folder: Path, options: argparse.Namespace) -> dict:
+    """Encoding alone, and the whole of preprocessing from JSON lines to files, with one process and with several."""
+    size = sum(len(text.encode()) for text in texts)
+    tokenizer = config.build()
+    encode = best(options.repeats, time.process_time, lambda: [tokenizer.encode(text) for text in texts])
+
+    def whole(workers: int) -> None:
+        preprocess(
+            Preprocessing(
+                inputs=(str(folder / "documents.jsonl"),),
+                prefix=str(folder / "out"),
+                tokenizer=config,
+                append_eod=True,
+                workers=workers,
+                overwrite=True,
+            )
+        )
+
+    one = best(options.repeats, time.process_time, lambda: whole(1))
+    several = best(options.repeats, time.perf_counter, lambda: whole(options.workers))
+    return {
+        "tokens": sum(len(tokenizer.encode(text)) for text in texts),
+        "encode_one_core": rates(len(texts), size, encode),
+        "preprocess_one_core": rates(len(texts), size, one),
+        "preprocess_wall_clock": {"workers": options.workers, **rates(len(texts), size, several)},
+    }
+
+
+def documents(paths: list[str], size: int) -> list[str]:
+    """Lines of the files, over and over until they have `size` bytes."""
+    lines = [line for path in paths for line in Path(path).read_text("utf-8").split("\n") if line.strip()]
+    once = sum(len(line.encode()) for line in lines)
+    return lines * -(-size // once)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--input", nargs="+", required=True, help="plain text files")
+    parser.add_argument("--vocab-file", required=True, help="GPT-2's vocab.json")
+    parser.add_argument("--merge-file", required=True, help="GPT-2's merges.txt")
+    parser.add_argument("--megabytes", type=float, default=20.0, help="text to tokenise (default: 20)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="for the run with several (default: cores)")
+    parser.add_argument("--repeats", type=int, default=3, help="the best of so many counts (default: 3)")
+    options = parser.parse_args()
+    import tokenizers
+
+    texts = documents(options.input, int(options.megabytes * 1e6))
+    measured = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "documents.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        peer = tokenizers.ByteLevelBPETokenizer(options.vocab_file, options.merge_file)
+        peer.add_special_tokens(["<|endoftext|>"])
+        peer.save(str(folder / "tokenizer.json"))
+        configs = {
+            "byte": ByteTokenizerConfig(),
+            "gpt2": GPT2TokenizerConfig(vocabulary=options.vocab_file, merges=options.merge_file),
+            "huggingface, same vocabulary": HuggingFaceTokenizerConfig(path=str(folder / "tokenizer.json")),
+        }
+        for kind, config in configs.items():
+            measured[kind] = measure(config, texts, folder, options)
+            print(kind, json.dumps(measured[kind], indent=1))
+    versions = {name: importlib.metadata.version(name) for name in ("numpy", "tiktoken", "tokenizers")}
+    record = {
+        "command": " ".join(["python", "benchmarks/preprocess.py", *map(_shown, sys.argv[1:])]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": {"processor": processor(), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)},
+        "versions": {"python": platform.python_version(), **versions},
+        "text": {
+            "files": [Path(path).name for path in options.input],
+            "documents": len(texts),
+            "bytes": sum(len(text.encode()) for text in texts),
+        },
+        "results": measured,
+    }
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+    print(RESULTS)
+
+
+def _shown(argument: str) -> str:
+    """An argument without the folders of this machine."""
+    return argument if argument.startswith("--") else Path(argument).name
+
+
+if __name__ == "__main__":
+    main()

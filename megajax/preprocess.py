@@ -1,0 +1,32 @@
+"""Text to token files for training: python -m megajax.preprocess --input … --output-prefix … --tokenizer=…"""
+
+import signal
+import sys
+
+from megajax.config.command_line import front_door
+from megajax.data.preprocessing_options import parse
+from megajax.data.preprocessing_report import Progress
+
+
+def main(argv: list[str]) -> int:
+    """Exit codes: 0 done, 2 something to change, 130 and 143 interrupted, 1 crash. All but 0 leave no output.
+
+    Raises:
+        UserError: for what the user has to change.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    job, interval = parse(argv)
+    progress = Progress(sys.stderr, interval)
+    try:
+        done = job.build(progress)
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
+    finally:
+        progress.clear()
+    print(done.summary())
+    return 0
+
+
+if __name__ == "__main__":
+    front_door(main)

@@ -1,0 +1,37 @@
+"""Bytes as tokens."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megajax.tokenizers.base import join_tokens
+from megajax.tokenizers.config import ByteTokenizerConfig
+
+EOD = 256
+TABLE = (*(bytes((value,)) for value in range(EOD)), b"")
+"""Bytes of each id; the end of a document has none."""
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are byte values, 256 ends a document. Exact for any bytes; a half surrogate is three of them."""
+
+    def __init__(self, config: ByteTokenizerConfig):
+        self.vocabulary_size = len(TABLE)
+        self.eod = EOD
+        self.pad = None
+        self.identity = f"byte:{self.vocabulary_size}"
+
+    def encode(self, text: str) -> np.ndarray:
+        return self.encode_bytes(text.encode("utf-8", errors="surrogatepass"))
+
+    def encode_bytes(self, data: bytes) -> np.ndarray:
+        return np.frombuffer(data, np.uint8).astype(np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+        return join_tokens(ids, TABLE)
+
+    def split_point(self, data: bytes) -> int:
+        return len(data)

@@ -1,0 +1,70 @@
+"""Bytes and numbers as tokens."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megajax.config.errors import ConfigError, UserError
+from megajax.tokenizers.config import ByteTokenizerConfig, NullTokenizerConfig
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_survive(data):
+    tokenizer = ByteTokenizerConfig().build()
+    ids = tokenizer.encode_bytes(data)
+    assert ids.dtype == np.int32 and ids.tolist() == list(data)
+    assert tokenizer.decode_bytes(ids) == data
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=200))
+def test_any_text_survives(text):
+    tokenizer = ByteTokenizerConfig().build()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_byte_vocabulary():
+    tokenizer = ByteTokenizerConfig().build()
+    assert (tokenizer.vocabulary_size, tokenizer.eod, tokenizer.pad) == (257, 256, None)
+    assert tokenizer.encode("\ud800").tolist() == [0xED, 0xA0, 0x80]
+    assert tokenizer.decode([104, 105, 256]) == "hi"
+    assert tokenizer.decode([0xFF]) == "�"
+    with pytest.raises(UserError, match="257 is outside the vocabulary: ids go from 0 to 256"):
+        tokenizer.decode([257])
+    with pytest.raises(UserError, match="-1 is outside"):
+        tokenizer.decode([-1])
+
+
+@given(st.lists(st.integers(0, 511), max_size=50), st.sampled_from([" ", "\n", "  "]))
+def test_numbers_survive(ids, blank):
+    tokenizer = NullTokenizerConfig(vocabulary_size=512).build()
+    encoded = tokenizer.encode(blank.join(map(str, ids)))
+    assert encoded.dtype == np.int32 and encoded.tolist() == ids
+    assert tokenizer.encode(tokenizer.decode(ids)).tolist() == ids
+
+
+def test_null_vocabulary_ends_with_the_end_of_documents():
+    tokenizer = NullTokenizerConfig(vocabulary_size=512).build()
+    assert (tokenizer.vocabulary_size, tokenizer.eod) == (512, 511)
+    assert tokenizer.identity != NullTokenizerConfig(vocabulary_size=513).build().identity
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("1 two", "'two'"), ("1 -2", "'-2'"), ("512", "512 is outside"), ("1.5", r"'1\.5'")]
+)
+def test_null_names_what_is_no_id(text, message):
+    with pytest.raises(UserError, match=message):
+        NullTokenizerConfig(vocabulary_size=512).build().encode(text)
+
+
+def test_empty_null_vocabulary():
+    with pytest.raises(ConfigError, match="vocabulary_size: is 0"):
+        NullTokenizerConfig(vocabulary_size=0).build()
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=30).map(lambda ids: " ".join(map(str, ids)).encode()))
+def test_null_split_point_is_safe(data):
+    tokenizer = NullTokenizerConfig(vocabulary_size=100).build()
+    place = tokenizer.split_point(data)
+    parts = [*tokenizer.encode_bytes(data[:place]), *tokenizer.encode_bytes(data[place:])]
+    assert parts == tokenizer.encode_bytes(data).tolist()

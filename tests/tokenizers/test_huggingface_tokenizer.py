@@ -1,0 +1,96 @@
+"""tokenizer.json files."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megajax.config.errors import UserError
+from megajax.tokenizers.config import GPT2TokenizerConfig, HuggingFaceTokenizerConfig
+
+pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
+
+
+@pytest.fixture
+def path(trained, tmp_path):
+    """The small BPE as tokenizer.json, with truncation and padding turned on in the file."""
+    file = tmp_path / "tokenizer.json"
+    trained.save(str(file))
+    content = json.loads(file.read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    content["padding"] = {
+        "strategy": {"Fixed": 64},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<|endoftext|>",
+    }
+    file.write_text(json.dumps(content))
+    return str(file)
+
+
+def test_same_ids_as_the_two_files(path, small_bpe):
+    ours = HuggingFaceTokenizerConfig(path=path).build()
+    other = GPT2TokenizerConfig(vocabulary=small_bpe[0], merges=small_bpe[1]).build()
+    text = "In the beginning, 猫 and\n\n  don't 12 – more than four tokens"
+    assert ours.encode(text).tolist() == other.encode(text).tolist()
+    assert ours.decode(ours.encode(text)) == text
+    assert ours.encode_bytes(text.encode()).tolist() == ours.encode(text).tolist()
+    assert ours.encode("").tolist() == []
+    assert (ours.vocabulary_size, ours.eod) == (other.vocabulary_size, other.eod)
+
+
+def test_special_tokens_in_text(path):
+    token = "<|endoftext|>"
+    as_token = HuggingFaceTokenizerConfig(path=path).build()
+    as_text = HuggingFaceTokenizerConfig(path=path, special_tokens_in_text=False).build()
+    assert as_token.encode(f"a{token}b").tolist().count(as_token.eod) == 1
+    assert as_text.eod not in as_text.encode(f"a{token}b")
+    assert as_text.identity != as_token.identity
+
+
+def test_invalid_utf8_is_replaced(path):
+    tokenizer = HuggingFaceTokenizerConfig(path=path).build()
+    assert tokenizer.decode(tokenizer.encode_bytes(b"a\xffb")) == "a\N{REPLACEMENT CHARACTER}b"
+    assert tokenizer.decode(tokenizer.encode("a\ud800")).startswith("a\N{REPLACEMENT CHARACTER}")
+
+
+def test_folder_and_identity(path, tmp_path):
+    folder = HuggingFaceTokenizerConfig(path=str(tmp_path)).build()
+    assert folder.identity == HuggingFaceTokenizerConfig(path=path).build().identity
+
+
+def test_usual_names(path, tmp_path):
+    content = json.loads(Path(path).read_text().replace("<|endoftext|>", "</s>"))
+    file = tmp_path / "other.json"
+    file.write_text(json.dumps(content))
+    assert HuggingFaceTokenizerConfig(path=str(file)).build().eod == content["model"]["vocab"]["</s>"]
+    named = HuggingFaceTokenizerConfig(path=str(file), eod="a").build()
+    assert named.eod == content["model"]["vocab"]["a"]
+    file.write_text(json.dumps(content).replace("</s>", "<other>"))
+    with pytest.raises(UserError, match="none of the usual tokens"):
+        HuggingFaceTokenizerConfig(path=str(file)).build()
+    with pytest.raises(UserError, match="no token <gone>"):
+        HuggingFaceTokenizerConfig(path=str(file), eod="<gone>").build()
+
+
+def test_bad_files(tmp_path):
+    with pytest.raises(UserError, match=r"gone\.json: cannot read this tokenizer\.json"):
+        HuggingFaceTokenizerConfig(path=str(tmp_path / "gone.json")).build()
+    (tmp_path / "bad.json").write_text('{"model": 1}')
+    with pytest.raises(UserError, match=r"bad\.json: not a tokenizer\.json"):
+        HuggingFaceTokenizerConfig(path=str(tmp_path / "bad.json")).build()
+
+
+def test_ids_outside_the_vocabulary(path):
+    tokenizer = HuggingFaceTokenizerConfig(path=path).build()
+    with pytest.raises(UserError, match="400 is outside the vocabulary"):
+        tokenizer.decode([1, 400])
+
+
+def test_missing_package_names_the_extra(path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match="uv sync --extra tokenizers"):
+        HuggingFaceTokenizerConfig(path=path).build()
