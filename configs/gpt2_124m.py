@@ -40,7 +40,7 @@ def debug() -> RunConfig:
         data=MockConfig(),
         tokenizer=NullTokenizerConfig(vocabulary_size=512),
         precision=PrecisionConfig(compute="float32"),
-        schedule=ScheduleConfig(lr=6e-4, min_lr=6e-5, warmup_steps=5),
+        schedule=ScheduleConfig(lr=6e-4, min_lr=6e-5, warmup_fraction=0.25),
         batch=BatchConfig(global_size=8, micro_size=2),
         evaluation=EvaluationConfig(every=10, batches=2),
         checkpoint=CheckpointConfig(every=10),

@@ -43,7 +43,7 @@ def debug() -> RunConfig:
         data=MockConfig(isolate_documents=True),
         tokenizer=NullTokenizerConfig(vocabulary_size=512),
         precision=PrecisionConfig(compute="float32"),
-        schedule=ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=5),
+        schedule=ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_fraction=0.25),
         batch=BatchConfig(global_size=8, micro_size=1),
         evaluation=EvaluationConfig(every=10, batches=2),
         checkpoint=CheckpointConfig(every=10),

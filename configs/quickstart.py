@@ -33,7 +33,7 @@ def config() -> RunConfig:
         tokenizer=ByteTokenizerConfig(),
         precision=PrecisionConfig(compute="float32"),
         optimizer=AdamWConfig(beta2=0.95, weight_decay=0.1),
-        schedule=ScheduleConfig(lr=3e-3, min_lr=3e-4, warmup_steps=50),
+        schedule=ScheduleConfig(lr=3e-3, min_lr=3e-4, warmup_fraction=0.1),
         batch=BatchConfig(global_size=16, micro_size=16),
         evaluation=EvaluationConfig(every=200, batches=4),
         checkpoint=CheckpointConfig(every=200),

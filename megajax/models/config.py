@@ -32,9 +32,9 @@ class DecoderConfig(Builds):
     dropout: float = 0.0
     """Share of the embedding's output zeroed in training."""
     init_std: float = 0.02
-    """Standard deviation of initial weights; matrices that write to the residual stream: divided by sqrt(2 * layers)."""
+    """Standard deviation of initial weights; of matrices that write to the residual stream: over sqrt(2 * layers)."""
     recompute: Recompute = "selective"
-    """What the backward pass computes again: none, selective (all but the ends of matmuls), full (all but layer inputs)."""
+    """What the backward pass recomputes: none; selective: all but the ends of matmuls; full: all but layer inputs."""
     loss_chunk: int = 2048
     """Tokens whose float32 logits exist at once."""
 
@@ -43,15 +43,26 @@ class DecoderConfig(Builds):
         for name in ("hidden", "vocabulary_size", "sequence_length", "loss_chunk"):
             if getattr(self, name) < 1:
                 found.append(Problem(name, f"must be at least 1, got {getattr(self, name)}"))
+        if not 0 <= self.dropout < 1:
+            found.append(Problem("dropout", f"must be at least 0 and below 1, got {self.dropout}"))
+        if self.init_std <= 0:
+            found.append(Problem("init_std", f"must be above 0, got {self.init_std}"))
         for place, block in enumerate(self.stack.pattern):
             found += self._head_problems(f"stack.pattern.{place}.mixer", block.mixer)
         return found
 
     def _head_problems(self, where: str, mixer: AttentionConfig) -> list[Problem]:
         if mixer.head_dim is None and mixer.heads > 0 and self.hidden % mixer.heads:
-            near = sorted((n for n in range(1, self.hidden + 1) if self.hidden % n == 0), key=lambda n: abs(n - mixer.heads))
-            return [Problem(f"{where}.heads", f"hidden={self.hidden} is not divisible by heads={mixer.heads}",
-                            f"divisors near {mixer.heads}: {', '.join(map(str, sorted(near[:3])))}")]
+            near = sorted(
+                (n for n in range(1, self.hidden + 1) if self.hidden % n == 0), key=lambda n: abs(n - mixer.heads)
+            )
+            return [
+                Problem(
+                    f"{where}.heads",
+                    f"hidden={self.hidden} is not divisible by heads={mixer.heads}",
+                    f"divisors near {mixer.heads}: {', '.join(map(str, sorted(near[:3])))}",
+                )
+            ]
         if mixer.rope is not None and mixer.heads > 0 and mixer.size(self.hidden) % 2:
             return [Problem(f"{where}.rope", f"rotary positions need an even head size, got {mixer.size(self.hidden)}")]
         return []

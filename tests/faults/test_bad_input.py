@@ -1,0 +1,162 @@
+"""What a user can get wrong: one clear message with both values and the remedy, exit code 2, nothing written."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megajax.config.command_line import parse
+from megajax.config.errors import UserError
+from megajax.data.indexed import IndexedWriter
+
+BASE = ["--config=llama3_8b.py:debug", "--devices=cpu:8"]
+
+WRONG = {
+    "misspelt": (["--paralel.tensor=2"], ["no such setting", "parallel.tensor"]),
+    "not a number": (["--steps=many"], ["steps", "'many'"]),
+    "no such choice": (["--parallel.data_sharding=zero2"], ["'zero2'", "zero1"]),
+    "heads": (["--model.stack.pattern.0.mixer.heads=7"], ["heads=7", "kv_heads=2"]),
+    "hidden": (["--model.hidden=65"], ["hidden=65", "heads=4"]),
+    "tensor": (["--parallel.tensor=4"], ["kv_heads=2", "parallel.tensor=4", "1, 2"]),
+    "batch": (["--batch.global_size=12"], ["12 rows", "8, 16"]),
+    "devices": (["--parallel.data=4", "--parallel.tensor=4"], ["16 devices", "there are 8"]),
+    "pipeline": (["--parallel.pipeline=2"], ["parallel.pipeline", "2"]),
+    "recompute": (["--parallel.data_sharding=fsdp", "--model.recompute=none"], ["fsdp", "selective or full"]),
+    "schedule": (["--schedule.warmup_steps=50", "--schedule.warmup_fraction=none"], ["warm-up after 400", "160 samples"]),
+    "two warm-ups": (["--schedule.warmup_samples=5"], ["warmup_samples and warmup_fraction"]),
+    "optimizer": (["--optimizer.beta2=1.5"], ["beta2", "1.5"]),
+    "dropout": (["--model.dropout=-1"], ["model.dropout", "-1"]),
+    "sequence": (["--parallel.sequence=true"], ["sequence", "parallel.tensor"]),
+    "shards": (["--parallel.data=3", "--batch.global_size=3"], ["hidden=64", "3 data-parallel"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_setting_is_named_with_its_remedy(case: str) -> None:
+    settings, expected = WRONG[case]
+    with pytest.raises(UserError) as raised:
+        parse([*BASE, *settings], verb="train")
+    for text in expected:
+        assert text in str(raised.value), str(raised.value)
+
+
+def test_all_of_them_at_once() -> None:
+    settings = [setting for case in ("misspelt", "not a number", "no such choice", "optimizer") for setting in WRONG[case][0]]
+    with pytest.raises(UserError) as raised:
+        parse([*BASE, *settings], verb="train")
+    assert str(raised.value).startswith("4 problems")
+
+
+def run(tmp_path: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megajax.train", *BASE, f"--run_dir={tmp_path / 'run'}", *settings]
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Every file with its bytes, but for the lock, which names the process that last held it."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    prefix = tmp_path / "corpus"
+    with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
+        for document in range(200):
+            writer.add_document([np.arange(document, document + 100, dtype=np.uint16)])
+    return prefix
+
+
+def harm_truncated_bin(prefix: Path) -> None:
+    path = prefix.with_suffix(".bin")
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def harm_truncated_idx(prefix: Path) -> None:
+    path = prefix.with_suffix(".idx")
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def harm_magic(prefix: Path) -> None:
+    path = prefix.with_suffix(".idx")
+    path.write_bytes(b"NOTANIDX\0" + path.read_bytes()[9:])
+
+
+def harm_offset(prefix: Path) -> None:
+    path = prefix.with_suffix(".idx")
+    content = bytearray(path.read_bytes())
+    content[34 + 4 * 200 + 8 * 5] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def harm_missing(prefix: Path) -> None:
+    prefix.with_suffix(".bin").unlink()
+
+
+BROKEN = {
+    "truncated bin": (harm_truncated_bin, ["corpus.bin", "40000", "39990"]),
+    "truncated idx": (harm_truncated_idx, ["corpus.idx"]),
+    "magic": (harm_magic, ["corpus.idx", "NOTANIDX"]),
+    "offset": (harm_offset, ["corpus.idx", "1000", "1001"]),
+    "missing": (harm_missing, ["corpus.bin"]),
+}
+
+DATA = ["--data.type=BlendConfig", "--data.split=90,5,5", "--tokenizer.vocabulary_size=512"]
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_token_file_is_named(case: str, corpus: Path) -> None:
+    from_command_line = parse([*BASE, *DATA, f"--data.paths={corpus}"], verb="train").config
+    harm, expected = BROKEN[case]
+    harm(corpus)
+    with pytest.raises(UserError) as raised:
+        from_command_line.data.build(tokenizer=from_command_line.tokenizer.build(), sequence_length=64, rows=(10, 2, 2), seed=1)
+    for text in expected:
+        assert text in str(raised.value), str(raised.value)
+
+
+def test_exit_code_and_nothing_written(corpus: Path, tmp_path: Path) -> None:
+    harm_truncated_bin(corpus)
+    done = run(tmp_path, *DATA, f"--data.paths={corpus}", f"--data.cache_dir={tmp_path}")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr and "corpus.bin" in done.stderr
+    assert contents(tmp_path / "run") == {}
+
+
+def test_a_token_outside_the_vocabulary_stops_the_run_with_its_place(tmp_path: Path) -> None:
+    prefix = tmp_path / "corpus"
+    with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
+        for document in range(50):
+            tokens = np.full(100, 7, np.uint16)
+            if document == 3:
+                tokens[41] = 600
+            writer.add_document([tokens])
+    done = run(tmp_path, *DATA, f"--data.paths={prefix}", f"--data.cache_dir={tmp_path}", "--data.split=100,0,0",
+               "--evaluation.every=none", "--steps=20")
+    assert done.returncode == 2, done.stderr
+    for text in ("600", "document 3", "41", "512"):
+        assert text in done.stderr
+
+
+def test_a_changed_config_is_refused_with_a_diff(tmp_path: Path) -> None:
+    small = ["--steps=4", "--evaluation.every=none", "--checkpoint.every=none",
+             "--logging.plot=false", "--logging.sample=false", "--evaluation.at_end=false", "--parallel.data=1"]
+    assert run(tmp_path, *small).returncode == 0
+    before = contents(tmp_path / "run")
+    done = run(tmp_path, *small, "--steps=8", "--seed=5", "--model.init_std=0.01")
+    assert done.returncode == 2
+    for text in ("seed: 1234 -> 5", "model.init_std: 0.02 -> 0.01", "checkpoint.load"):
+        assert text in done.stderr, done.stderr
+    assert contents(tmp_path / "run") == before
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_unwritable_run_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    done = run(tmp_path)
+    assert done.returncode == 2 and "cannot be written" in done.stderr
