@@ -1,0 +1,152 @@
+"""A decoder with given weights on one device, asked by the paths training and inference take."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from megajax.batch import LMBatch
+from megajax.layers.context import Context
+from megajax.layers.param import bind, specs
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.mesh import build_mesh
+from megajax.mesh.rules import Plan
+from megajax.models.config import DecoderConfig
+from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.optim.optimizer import AdamW
+from megajax.optim.schedule import Schedule
+from megajax.precision.config import PrecisionConfig
+from megajax.training.grads import GradFn, Weights, accumulate
+from megajax.training.loss import LanguageModelLoss
+from megajax.training.state import fresh_state, state_shardings
+from megajax.training.step import make_train_step
+
+type Average = Literal["tokens", "microbatches"]
+
+
+def batch_by_rule(seed: int, rows: int, length: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, labels and loss mask, each [rows, length], that follow from the seed."""
+    draw = np.random.RandomState(seed)
+    text = draw.randint(0, vocabulary, (rows, length + 1))
+    mask = draw.rand(rows, length) < 0.9
+    return text[:, :-1].astype(np.int32), text[:, 1:].astype(np.int32), mask.astype(np.float32)
+
+
+def lm_batch(microbatches: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> LMBatch:
+    """One global batch [M, B, S]; every row is one document."""
+    tokens, labels, mask = (np.stack(leaf) for leaf in zip(*microbatches, strict=True))
+    positions = np.broadcast_to(np.arange(tokens.shape[-1], dtype=np.int32), tokens.shape)
+    sample = np.arange(tokens[..., 0].size, dtype=np.uint32).reshape(tokens.shape[:2])
+    return LMBatch(tokens, labels, mask, positions, np.zeros_like(tokens), sample)
+
+
+class OneDevice:
+    """A decoder on one device in float32."""
+
+    def __init__(self, cfg: DecoderConfig):
+        problems = cfg.problems()
+        assert not problems, problems
+        parallel = ParallelConfig(data=1)
+        self.cfg, self.mesh = cfg, build_mesh(parallel, jax.devices()[:1])
+        self.layout, self.precision = Layout(Plan.of(parallel)), PrecisionConfig(compute="float32")
+        self.abstract = nnx.eval_shape(lambda: cfg.build(self.layout))
+        self.declared = specs(self.abstract)
+
+    def zeros(self) -> dict[str, np.ndarray]:
+        """A zero for each weight, by path."""
+        return {path: np.zeros(spec.shape, np.float32) for path, spec in self.declared.items()}
+
+    def checked(self, params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The weights, once their paths and shapes are those of the model."""
+        shapes = {path: spec.shape for path, spec in self.declared.items()}
+        assert {path: w.shape for path, w in params.items()} == shapes
+        return dict(params)
+
+    def __call__(self, f: Any, *args: Any) -> Any:
+        """jit(f)(*args) on the mesh."""
+        with jax.set_mesh(self.mesh), jax.default_matmul_precision("highest"):
+            return jax.device_get(jax.jit(f)(*args))
+
+    def forward(
+        self, params: Mapping[str, np.ndarray], tokens: np.ndarray, labels: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Logits [B, S, V] and per-token losses [B, S], as evaluation has them."""
+
+        def compute(params: Any, tokens: Any, labels: Any) -> dict[str, Any]:
+            model = bind(self.abstract, params)
+            hidden = model.trunk(tokens, self.context(tokens))
+            return {"logits": model.logits(hidden), "per_token_loss": model.token_losses(hidden, labels)}
+
+        return self(compute, self.checked(params), tokens, labels)
+
+    def hidden(self, params: Mapping[str, np.ndarray], tokens: np.ndarray) -> dict[str, np.ndarray]:
+        """Hidden states [B, S, D]: after the embedding, after each layer, after the last norm."""
+
+        def compute(params: Any, tokens: Any) -> dict[str, Any]:
+            found, ctx = {}, self.context(tokens)
+            for layers in range(1, self.cfg.stack.repeats + 1):
+                cfg = replace(self.cfg, stack=replace(self.cfg.stack, repeats=layers))
+                short = {path: w[:layers] if self.declared[path].layers else w for path, w in params.items()}
+                model = bind(nnx.eval_shape(lambda cfg=cfg: cfg.build(self.layout)), short)
+                x = model.embed(tokens, ctx)
+                found[f"layer{layers - 1}_out"] = y = model.stack(x, ctx)
+            return found | {"embedding": x, "final_norm": model.finish(y)}
+
+        assert len(self.cfg.stack.pattern) == 1
+        return self(compute, self.checked(params), tokens)
+
+    def context(self, tokens: Any) -> Context:
+        index = jnp.arange(tokens.shape[1])
+        return Context(jnp.broadcast_to(index[None], tokens.shape), index)
+
+    def grad_fn(self, average: Average) -> GradFn:
+        weights = Weights(self.abstract, self.declared, self.layout, self.precision)
+        return accumulate(weights, LanguageModelLoss(isolated=False, average=average), None, self.mesh)
+
+    def gradients(self, params: Mapping[str, np.ndarray], batch: LMBatch, average: Average) -> dict[str, Any]:
+        """The training step's gradients by path, the loss they are of, and the loss that is reported."""
+        out = self(self.grad_fn(average), self.checked(params), batch, jnp.ones(()))
+        total, tokens = out.metrics["loss"]
+        grads = {path: g / out.weight_sum for path, g in out.grads.items()}
+        return {"grads": grads, "minimised": out.loss_sum / out.weight_sum, "reported": total / tokens}
+
+    def trainer(
+        self,
+        params: Mapping[str, np.ndarray],
+        optimizer: AdamWConfig,
+        schedule: ScheduleConfig,
+        *,
+        steps: int,
+        rows: int,
+    ) -> "Trainer":
+        """The real train step over these weights; rows: of a global batch."""
+        return Trainer(self, params, optimizer, schedule.build(steps=steps, global_size=rows))
+
+
+class Trainer:
+    """Training state and the step that changes it."""
+
+    def __init__(self, model: OneDevice, params: Mapping[str, np.ndarray], optimizer: AdamWConfig, schedule: Schedule):
+        self.model, self.optimizer = model, AdamW(optimizer, model.declared)
+        shardings = state_shardings(model.declared, self.optimizer, model.layout.plan, model.mesh)
+        # All of a fresh state but its weights is zero, and the loss scale one: drawing weights would only cost time.
+        shapes = jax.eval_shape(lambda: fresh_state(model.declared, self.optimizer, 0))
+        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+        state = replace(zeros, params=model.checked(params), loss_scale=np.ones((), np.float32))
+        with jax.set_mesh(model.mesh):
+            self.state = jax.device_put(state, shardings)
+        self.train_step = make_train_step(model.grad_fn("microbatches"), self.optimizer, schedule, shardings)
+
+    def step(self, batch: LMBatch) -> dict[str, float]:
+        """One step -> what it reported."""
+        with jax.set_mesh(self.model.mesh), jax.default_matmul_precision("highest"):
+            self.state, metrics = self.train_step(self.state, batch)
+        return {name: float(value) for name, value in metrics.items()}
+
+    def params(self) -> dict[str, np.ndarray]:
+        return {path: np.asarray(w) for path, w in self.state.params.items()}

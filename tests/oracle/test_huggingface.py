@@ -1,0 +1,230 @@
+"""Hugging Face models in our decoder: logits, loss and greedy tokens of every checkpoint in the folder, in float32."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron_cases import FOLDER, Comparison, cases, unsupported
+from megatron_config import Settings
+from megatron_run import OneDevice
+
+from megajax.layers.config import (
+    AttentionConfig,
+    BlockConfig,
+    DenseMLPConfig,
+    GatedMLPConfig,
+    LayerNormConfig,
+    Llama3ScalingConfig,
+    RMSNormConfig,
+    RopeConfig,
+    StackConfig,
+)
+from megajax.models.config import DecoderConfig
+
+TOLERANCE = 1e-5
+DTYPES = {"F16": np.float16, "F32": np.float32, "F64": np.float64, "I64": np.int64, "I32": np.int32}
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+}
+UNUSED = {
+    # About generation, initial values, dropout, caches, or other heads.
+    "architectures", "attention_dropout", "attn_pdrop", "bos_token_id", "dtype", "embd_pdrop", "eos_token_id",
+    "initializer_range", "model_type", "pad_token_id", "pretraining_tp", "reorder_and_upcast_attn", "resid_pdrop",
+    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+    "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
+
+type Tensors = dict[str, np.ndarray]
+
+
+def read_safetensors(path: Path) -> Tensors:
+    """Every array of a file: 8 bytes of header length, a JSON header with dtypes, shapes and offsets, the bytes."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
+    return {
+        name: np.frombuffer(body[slice(*entry["data_offsets"])], DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+class Checkpoint:
+    """A model's arrays by name in float32; every one must be used."""
+
+    def __init__(self, tensors: Tensors, layers: int):
+        self.tensors, self.layers, self.used = tensors, layers, set[str]()
+
+    def one(self, name: str, change: Callable[[np.ndarray], np.ndarray] = np.asarray) -> np.ndarray:
+        self.used.add(name)
+        return change(self.tensors[name].astype(np.float32))
+
+    def each(self, name: str, change: Callable[[np.ndarray], np.ndarray] = np.asarray) -> np.ndarray:
+        """Of all layers, stacked; `{}` in the name is the layer's number."""
+        return np.stack([self.one(name.format(layer), change) for layer in range(self.layers)])
+
+    def norm(self, path: str, name: str) -> Tensors:
+        """Gain and, where there is one, bias."""
+        read = self.each if "{}" in name else self.one
+        found = {f"{path}.gain": read(f"{name}.weight")}
+        if f"{name}.bias".format(0) in self.tensors:
+            found[f"{path}.bias"] = read(f"{name}.bias")
+        return found
+
+
+def gpt2_config(given: Settings) -> DecoderConfig:
+    hidden, heads, epsilon = given.take("n_embd"), given.take("n_head"), given.take("layer_norm_epsilon", 1e-5)
+    given.only("scale_attn_weights", True)
+    given.only("scale_attn_by_inverse_layer_idx", False)
+    named = given.take("activation_function", "gelu_new")
+    activation = ACTIVATIONS.get(named)
+    if activation not in ("gelu", "gelu_tanh", "relu"):
+        unsupported(f"activation_function={named}")
+    mlp = DenseMLPConfig(ffn=given.take("n_inner", 4 * hidden), activation=activation)
+    block = BlockConfig(mixer=AttentionConfig(heads=heads, bias=True), mlp=mlp, norm=LayerNormConfig(epsilon=epsilon))
+    return DecoderConfig(
+        hidden=hidden,
+        vocabulary_size=given.take("vocab_size"),
+        sequence_length=given.take("n_positions"),
+        stack=StackConfig(pattern=(block,), repeats=given.take("n_layer")),
+        learned_positions=True,
+        norm=block.norm,
+        tied=given.take("tie_word_embeddings", True),
+    )
+
+
+def gpt2_weights(cfg: DecoderConfig, held: Checkpoint) -> Tensors:
+    """Matrices are (in, out); query, key and value stand side by side."""
+    mixer = cfg.stack.pattern[0].mixer
+    heads, h, b = (mixer.heads, mixer.size(cfg.hidden)), "transformer.h.{}", "stack.blocks.0"
+    qkv = held.each(f"{h}.attn.c_attn.weight", lambda w: w.reshape(cfg.hidden, 3, *heads).swapaxes(0, 1))
+    biases = held.each(f"{h}.attn.c_attn.bias", lambda w: w.reshape(3, *heads))
+    found = {f"{b}.mixer.{name}": qkv[:, i] for i, name in enumerate(("query", "key", "value"))}
+    found |= {f"{b}.mixer.{name}_bias": biases[:, i] for i, name in enumerate(("query", "key", "value"))}
+    found |= {
+        "tokens": held.one("transformer.wte.weight"),
+        "positions": held.one("transformer.wpe.weight"),
+        f"{b}.mixer.output": held.each(f"{h}.attn.c_proj.weight", lambda w: w.reshape(*heads, cfg.hidden)),
+        f"{b}.mixer.output_bias": held.each(f"{h}.attn.c_proj.bias"),
+        f"{b}.mlp.up": held.each(f"{h}.mlp.c_fc.weight"),
+        f"{b}.mlp.up_bias": held.each(f"{h}.mlp.c_fc.bias"),
+        f"{b}.mlp.down": held.each(f"{h}.mlp.c_proj.weight"),
+        f"{b}.mlp.down_bias": held.each(f"{h}.mlp.c_proj.bias"),
+    }
+    found |= held.norm(f"{b}.mixer_norm", f"{h}.ln_1") | held.norm(f"{b}.mlp_norm", f"{h}.ln_2")
+    return found | held.norm("norm", "transformer.ln_f") | ({} if cfg.tied else {"head": held.one("lm_head.weight")})
+
+
+def llama_rope(given: Settings) -> RopeConfig:
+    """From rope_parameters, or from rope_theta and rope_scaling as older files have it."""
+    parameters = {"rope_theta": given.take("rope_theta", 10000.0)} | given.take("rope_scaling", {})
+    rope = Settings(parameters | given.take("rope_parameters", {}))
+    base, kind, old = rope.take("rope_theta"), rope.take("rope_type"), rope.take("type")
+    kind = kind or old or "default"
+    if kind == "default":
+        return RopeConfig(base=base)
+    if kind != "llama3":
+        unsupported(f"rope_type={kind}")
+    scaling = Llama3ScalingConfig(
+        factor=rope.take("factor"),
+        low=rope.take("low_freq_factor"),
+        high=rope.take("high_freq_factor"),
+        original=rope.take("original_max_position_embeddings"),
+    )
+    return RopeConfig(base=base, scaling=scaling)
+
+
+def llama_config(given: Settings) -> DecoderConfig:
+    named = given.take("hidden_act", "silu")
+    activation = ACTIVATIONS.get(named)
+    if activation not in ("silu", "gelu", "gelu_tanh"):
+        unsupported(f"hidden_act={named}")
+    mixer = AttentionConfig(
+        heads=given.take("num_attention_heads"),
+        kv_heads=given.take("num_key_value_heads"),
+        head_dim=given.take("head_dim"),
+        bias=given.take("attention_bias", False),
+        rope=llama_rope(given),
+    )
+    mlp = GatedMLPConfig(ffn=given.take("intermediate_size"), activation=activation, bias=given.take("mlp_bias", False))
+    block = BlockConfig(mixer=mixer, mlp=mlp, norm=RMSNormConfig(epsilon=given.take("rms_norm_eps")))
+    return DecoderConfig(
+        hidden=given.take("hidden_size"),
+        vocabulary_size=given.take("vocab_size"),
+        sequence_length=given.take("max_position_embeddings"),
+        stack=StackConfig(pattern=(block,), repeats=given.take("num_hidden_layers")),
+        norm=block.norm,
+        tied=given.take("tie_word_embeddings", False),
+    )
+
+
+def llama_weights(cfg: DecoderConfig, held: Checkpoint) -> Tensors:
+    """Matrices are (out, in)."""
+    block = cfg.stack.pattern[0]
+    size, layer, b = block.mixer.size(cfg.hidden), "model.layers.{}", "stack.blocks.0"
+    found = {"tokens": held.one("model.embed_tokens.weight")}
+    for ours, theirs in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")):
+        name = f"{layer}.self_attn.{theirs}"
+        found[f"{b}.mixer.{ours}"] = held.each(f"{name}.weight", lambda w: w.T.reshape(cfg.hidden, -1, size))
+        if block.mixer.bias:
+            found[f"{b}.mixer.{ours}_bias"] = held.each(f"{name}.bias", lambda w: w.reshape(-1, size))
+    found[f"{b}.mixer.output"] = held.each(
+        f"{layer}.self_attn.o_proj.weight", lambda w: w.T.reshape(-1, size, cfg.hidden)
+    )
+    if block.mixer.bias:
+        found[f"{b}.mixer.output_bias"] = held.each(f"{layer}.self_attn.o_proj.bias")
+    for name in ("gate", "up", "down"):
+        found[f"{b}.mlp.{name}"] = held.each(f"{layer}.mlp.{name}_proj.weight", np.transpose)
+        if block.mlp.bias:
+            found[f"{b}.mlp.{name}_bias"] = held.each(f"{layer}.mlp.{name}_proj.bias")
+    found |= held.norm(f"{b}.mixer_norm", f"{layer}.input_layernorm")
+    found |= held.norm(f"{b}.mlp_norm", f"{layer}.post_attention_layernorm")
+    return found | held.norm("norm", "model.norm") | ({} if cfg.tied else {"head": held.one("lm_head.weight")})
+
+
+FAMILIES = {
+    "gpt2": (gpt2_config, gpt2_weights),
+    "llama": (llama_config, llama_weights),
+    "mistral": (llama_config, llama_weights),
+}
+
+
+def load_case(folder: Path) -> tuple[DecoderConfig, Tensors]:
+    given = Settings(json.loads((folder / "config.json").read_text()))
+    family = given.left["model_type"]
+    if family not in FAMILIES:
+        unsupported(f"{family} models")
+    translate, weights = FAMILIES[family]
+    cfg = translate(given)
+    given.finish(UNUSED)
+    held = Checkpoint(read_safetensors(folder / "model.safetensors"), cfg.stack.layers())
+    params = weights(cfg, held)
+    assert held.used == set(held.tensors)
+    padding = ((0, cfg.padded_vocabulary() - cfg.vocabulary_size), (0, 0))
+    return cfg, {path: np.pad(w, padding) if path in ("tokens", "head") else w for path, w in params.items()}
+
+
+@pytest.mark.parametrize("case", cases(path.parent.name for path in FOLDER.glob("hf/*/config.json")))
+def test_checkpoint(case: str, oracle_dir: Path) -> None:
+    folder = oracle_dir / "hf" / case
+    cfg, params = load_case(folder)
+    with np.load(folder / "io.npz") as stored:
+        io: dict[str, Any] = dict(stored)
+    ids, greedy, compare = io["input_ids"].astype(np.int32), io["greedy"].astype(np.int32), Comparison(case)
+    assert ids.shape == greedy.shape
+    rows = np.concatenate([ids, greedy])
+    found = OneDevice(cfg).forward(params, rows, np.roll(rows, -1, axis=1))
+    compare.check("logits", found["logits"][: len(ids)], io["logits"], TOLERANCE)
+    compare.check("loss", found["per_token_loss"][: len(ids), :-1].mean(), io["loss"], TOLERANCE)
+    # Each next token is the likeliest after those before it, hence the whole text is what greedy decoding gives.
+    prompt = greedy.shape[1] - 8
+    np.testing.assert_array_equal(greedy[:, :prompt], ids[:, :prompt])
+    np.testing.assert_array_equal(found["logits"][len(ids) :, prompt - 1 : -1].argmax(-1), greedy[:, prompt:])
+    compare.finish()

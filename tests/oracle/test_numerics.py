@@ -1,0 +1,140 @@
+"""Logits, losses, hidden states and gradients of every variant in the folder against Megatron-LM's, in float32."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron_cases import FOLDER, Comparison, cases, load_arrays, load_json, unsupported
+from megatron_config import decoder_config
+from megatron_run import OneDevice, batch_by_rule, lm_batch
+from megatron_weights import stats, strided, to_megatron, to_ours, weight_by_rule
+
+LOGITS, GRADIENTS = 1e-5, 1e-4
+GRADIENT_BITS = 12
+"""Significand bits of `grad/{name}`."""
+OTHER_MODELS = {
+    "hybrid_layer_pattern": "hybrid models (Mamba)",
+    "num_tokentypes": "BERT",
+    "model_subtype": "vision transformers",
+    "relative_attention_num_buckets": "T5",
+}
+
+VARIANTS, OTHERS = load_json("numerics/variants_meta.json"), load_json("numerics/other_models_meta.json")
+FOUND = {path.stem for path in (FOLDER / "numerics").glob("*.npz") if not path.stem.startswith("train_")}
+
+
+def parameter_shapes(case: str) -> dict[str, tuple[int, ...]]:
+    """Their name -> shape, in the order of rows."""
+    meta = VARIANTS[case]
+    if "params" in meta:
+        return {name: tuple(shape) for name, shape in meta["params"].items()}
+    changed = {name: tuple(shape) for name, shape in meta["params_changed_or_added"].items()}
+    shapes = parameter_shapes(meta["params_same_as"]) | changed
+    return {name: shapes[name] for name in meta.get("param_order", shapes) if name not in meta["params_removed"]}
+
+
+def half_a_unit(rounded: np.ndarray) -> np.ndarray:
+    """Largest error of values that were rounded to GRADIENT_BITS: half the distance to the next one."""
+    return np.ldexp(0.5, np.frexp(rounded.astype(np.float64))[1] - GRADIENT_BITS)
+
+
+def check_gradients(compare: Comparison, stored: dict[str, np.ndarray], grads: dict[str, np.ndarray]) -> None:
+    """Whole where they are stored whole, and 32 values, norm, sum and largest value of each."""
+    for name, key in ((key.removeprefix("grad/"), key) for key in stored if key.startswith("grad/")):
+        compare.check("gradient", grads[name], stored[key], GRADIENTS, name=name, rounding=half_a_unit(stored[key]))
+    ours = strided(grads), stats(grads)
+    for row, name in enumerate(grads):
+        norm, total, largest = stored["grad_stats"][row]
+        compare.check("gradient values", ours[0][row], stored["grad_strided"][row], GRADIENTS, name=name, scale=largest)
+        compare.check("gradient norm", ours[1][row, 0], norm, GRADIENTS, name=name)
+        # A sum of values of both signs is no larger than its terms allow.
+        compare.check("gradient sum", ours[1][row, 1], total, GRADIENTS, name=name, scale=norm)
+        compare.check("gradient maximum", ours[1][row, 2], largest, GRADIENTS, name=name)
+    compare.check(
+        "gradient norm",
+        np.sqrt(np.sum(ours[1][:, 0] ** 2)),
+        np.sqrt(np.sum(stored["grad_stats"][:, 0] ** 2)),
+        GRADIENTS,
+        name="of all",
+    )
+
+
+def check_forward(compare: Comparison, stored: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> None:
+    logits = found["logits"]
+    if "logits" in stored:
+        compare.check("logits", logits, stored["logits"], LOGITS)
+    if "logits_sample0_every4th" in stored:
+        compare.check("logits", logits[0, ::4], stored["logits_sample0_every4th"], LOGITS)
+    compare.check("logits sum", np.abs(logits.astype(np.float64)).sum(), stored["logits_abs_sum"], LOGITS)
+    compare.check("token losses", found["per_token_loss"], stored["per_token_loss"], LOGITS)
+
+
+def check_hidden(compare: Comparison, stored: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> None:
+    """Theirs are [S, 1, D], of the first row."""
+    for key in (key for key in stored if key.startswith("hidden/")):
+        name = key.removeprefix("hidden/").removesuffix("_sbh")
+        compare.require("hidden states", name in found, f"no {name} among {sorted(found)}")
+        if name in found:
+            compare.check("hidden states", found[name][0][:, None], stored[key], LOGITS, name=name)
+
+
+def check_weights(compare: Comparison, stored: dict[str, np.ndarray], weights: dict[str, np.ndarray]) -> None:
+    """The rule gave the values that were used."""
+    compare.check("weights", stats(weights), stored["weight_stats"], 1e-9)
+    for name in weights:
+        if f"weight/{name}" in stored:
+            compare.check("weights", weights[name], stored[f"weight/{name}"], 0.0, name=name)
+
+
+def check_losses(
+    compare: Comparison, stored: dict[str, np.ndarray], meta: dict[str, Any], found: dict[str, Any]
+) -> None:
+    """What is minimised, and what is reported: the mean over all tokens."""
+    sums = stored["loss_sum_and_ntokens_per_microbatch"].astype(np.float64)
+    compare.check("reported loss", found["reported"], sums[:, 0].sum() / sums[:, 1].sum(), LOGITS)
+    compare.check("loss", found["minimised"], stored["loss"], LOGITS)
+    compare.check("loss", found["minimised"], meta["loss"], LOGITS, name="in the description")
+
+
+def setup_case(case: str, meta: dict[str, Any]) -> tuple[OneDevice, dict[str, tuple[int, ...]]]:
+    """The model of a case and their parameter shapes, which must be those its config leads to."""
+    shapes = parameter_shapes(case)
+    learned = shapes.get("embedding.position_embeddings.weight", (meta["S"],))[0]
+    vocabulary = shapes["embedding.word_embeddings.weight"][0]
+    model = OneDevice(decoder_config(meta["config"], meta["model"], vocabulary=vocabulary, positions=learned))
+    expected = {name: array.shape for name, array in to_megatron(model.cfg, model.zeros()).items()}
+    assert list(expected.items()) == list(shapes.items())
+    return model, shapes
+
+
+@pytest.mark.parametrize("case", cases(FOUND | set(VARIANTS) | set(OTHERS)))
+def test_model(case: str) -> None:
+    if case in OTHERS:
+        unsupported(next((what for key, what in OTHER_MODELS.items() if key in OTHERS[case]), f"model {case}"))
+    if case not in VARIANTS:
+        pytest.fail(f"numerics/{case}.npz has no description")
+    meta, stored = VARIANTS[case], load_arrays(f"numerics/{case}.npz")
+    if meta.get("mla"):
+        unsupported("multi-latent attention")
+    model, shapes = setup_case(case, meta)
+    compare = Comparison(case)
+    weights = {name: weight_by_rule(name, shape) for name, shape in shapes.items()}
+    check_weights(compare, stored, weights)
+    params = to_ours(model.cfg, weights)
+
+    rows = meta["b"]
+    batch = batch_by_rule(meta["batch_seed"], rows, meta["S"], model.cfg.vocabulary_size)
+    for name, leaf in zip(("tokens", "labels", "loss_mask"), batch, strict=True):
+        if name in stored:
+            np.testing.assert_array_equal(leaf, stored[name])
+    check_forward(compare, stored, model.forward(params, *batch[:2]))
+    if any(key.startswith("hidden/") for key in stored):
+        check_hidden(compare, stored, model.hidden(params, batch[0][:1]))
+
+    each = rows // meta["micro"]
+    microbatches = [tuple(leaf[i * each : (i + 1) * each] for leaf in batch) for i in range(meta["micro"])]
+    average = "tokens" if meta["config"].get("calculate_per_token_loss") else "microbatches"
+    found = model.gradients(params, lm_batch(microbatches), average)
+    check_losses(compare, stored, meta, found)
+    check_gradients(compare, stored, to_megatron(model.cfg, found["grads"]))
+    compare.finish()

@@ -1,0 +1,121 @@
+"""The real training step against Megatron-LM's: loss, gradient norm, rates and weights of every run in the folder."""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron_cases import Comparison, cases, load_arrays, load_json, unsupported
+from megatron_config import decoder_config, optimizer_config, schedule_config
+from megatron_run import OneDevice, batch_by_rule, lm_batch
+from megatron_weights import Arrays, pieces, stats, strided, to_megatron, to_ours, weight_by_rule
+
+TOLERANCE = 1e-4
+VOCABULARY = 128
+
+RUNS = load_json("numerics/train_runs.json")
+
+
+def first_seed(run: dict[str, Any]) -> int:
+    """Seed of the first microbatch; they follow one another."""
+    found = re.search(r"seed=(\d+)\+t\*micro\+i", run["batch_rule"])
+    return int(found[1]) if found else unsupported(f"batch rule {run['batch_rule']}")
+
+
+def run_model(run: dict[str, Any]) -> OneDevice:
+    config, model = run["config"]["config"], run["config"]["model"]
+    if config.get("calculate_per_token_loss"):
+        unsupported("a run with calculate_per_token_loss")
+    vocabulary = model.get("vocab_size") or VOCABULARY
+    positions = model.get("max_sequence_length") or run["S"]
+    return OneDevice(decoder_config(config, model, vocabulary=vocabulary, positions=positions))
+
+
+def check_groups(compare: Comparison, run: dict[str, Any], model: OneDevice, decayed: dict[str, bool]) -> None:
+    """Which weights decay, and that all have the same rates."""
+    table, seen = pieces(model.cfg), set()
+    for group in run["groups"]:
+        if (group["max_lr"], group["min_lr"]) != (run["scheduler"]["max_lr"], run["scheduler"]["min_lr"]):
+            unsupported("learning rates of a parameter group")
+        if group["wd_mult"] not in (0.0, 1.0):
+            unsupported(f"wd_mult={group['wd_mult']}")
+        for name in group["names"]:
+            rules = {decayed[path] for path in table[name].paths}
+            compare.require(
+                "decay", rules == {group["wd_mult"] == 1.0}, f"{name}: wd_mult={group['wd_mult']}, ours {rules}"
+            )
+        seen |= set(group["names"])
+    compare.require("groups", seen == set(table), f"other weights: {sorted(seen ^ set(table))}")
+
+
+def determined(model: OneDevice) -> dict[str, np.ndarray]:
+    """Their name -> bool array, False where the loss does not depend on the weight.
+
+    Without rotary positions a key bias adds the same to all scores of a query, which softmax takes out again: its
+    gradient is rounding noise (1e-9 here), which Adam divides by epsilon. Where such weights go means nothing.
+    """
+    masks = {path: np.ones(spec.shape, bool) for path, spec in model.declared.items()}
+    for place, block in enumerate(model.cfg.stack.pattern):
+        if block.mixer.bias and block.mixer.rope is None:
+            masks[f"stack.blocks.{place}.mixer.key_bias"][:] = False
+    return to_megatron(model.cfg, masks)
+
+
+def check_params(compare: Comparison, stored: Arrays, step: int, params: Arrays, meaningful: Arrays) -> None:
+    """Norms and sums only of arrays that mean something as a whole."""
+    rows = zip(
+        params,
+        strided(params),
+        strided(meaningful),
+        stats(params),
+        stored[f"step{step}/param_strided"],
+        stored[f"step{step}/param_stats"],
+        strict=True,
+    )
+    for name, values, used, (norm, total, largest), their_values, (their_norm, their_total, their_largest) in rows:
+        at = f"{name} after step {step}"
+        compare.check("weights", values * used, their_values * used, TOLERANCE, name=at, scale=their_largest)
+        if meaningful[name].all():
+            compare.check("weight norm", norm, their_norm, TOLERANCE, name=at)
+            compare.check("weight sum", total, their_total, TOLERANCE, name=at, scale=their_norm)
+            compare.check("weight maximum", largest, their_largest, TOLERANCE, name=at)
+
+
+def check_meaningless(compare: Comparison, run: dict[str, Any], moved: Arrays, meaningful: Arrays) -> None:
+    """Noise moves a weight far less than a gradient would: by the sum of learning rates."""
+    far = sum(row["lr_used"] for row in run["rows"])
+    for name, used in meaningful.items():
+        if not used.all():
+            compare.check("noise", moved[name][~used], np.zeros((~used).sum()), 0.1, name=name, scale=far)
+
+
+@pytest.mark.parametrize("case", cases(RUNS))
+def test_run(case: str) -> None:
+    run, stored = RUNS[case], load_arrays(f"numerics/train_{case}.npz")
+    schedule = schedule_config(run["scheduler"])
+    optimizer = optimizer_config(run["optimizer"], run["scheduler"]["start_wd"])
+    model, seed, micro = run_model(run), first_seed(run), run["micro"]
+    weights = {name: weight_by_rule(name, w.shape) for name, w in to_megatron(model.cfg, model.zeros()).items()}
+    rows = run["rows"]
+    trainer = model.trainer(to_ours(model.cfg, weights), optimizer, schedule, steps=len(rows), rows=micro * run["mbs"])
+    compare, meaningful = Comparison(case), determined(model)
+    check_groups(compare, run, model, trainer.optimizer.decayed)
+    for t, row in enumerate(rows):
+        batches = [
+            batch_by_rule(seed + t * micro + i, run["mbs"], run["S"], model.cfg.vocabulary_size) for i in range(micro)
+        ]
+        counted = [float(mask.sum()) for _, _, mask in batches]
+        assert counted == [count for _, count in row["per_micro"]], "the batch rule gives other rows"
+        found, at = trainer.step(lm_batch(batches)), f"in step {row['iteration']}"
+        compare.check("loss", found["loss"], row["reported_loss"], TOLERANCE, name=at)
+        compare.check("gradient norm", found["grad_norm"], row["grad_norm"], TOLERANCE, name=at)
+        compare.check("lr", found["lr"], row["lr_used"], TOLERANCE, name=at)
+        decay = [optimizer.weight_decay * group["wd_mult"] for group in run["groups"]]
+        compare.check("weight decay", decay, row["wd_used"], TOLERANCE, name=at)
+        compare.require("skipped", found["skipped"] == (not row["ok"]), f"{bool(found['skipped'])} {at}")
+        if f"step{row['iteration']}/param_strided" in stored:
+            now = to_megatron(model.cfg, trainer.params())
+            check_params(compare, stored, row["iteration"], now, meaningful)
+    now = to_megatron(model.cfg, trainer.params())
+    check_meaningless(compare, run, {name: now[name] - weights[name] for name in now}, meaningful)
+    compare.finish()
