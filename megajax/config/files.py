@@ -17,7 +17,7 @@ import yaml
 import megajax.config.schema as schema
 from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, UserError
-from megajax.config.nearest import did_you_mean
+from megajax.config.nearest import did_you_mean, either, nearest_names
 from megajax.config.patch import Over, patch_of, setting
 from megajax.config.tree import assemble
 
@@ -92,8 +92,11 @@ def find(name: str, beside: Path | None = None) -> Path:
                     raise UserError(f"{name}: a config file ends in {', '.join(SUFFIXES)}")
                 return path.resolve()
     known = [file.name for folder in (wanted.parent, *folders[-2:]) for file in _config_files(folder)]
-    hint = did_you_mean(wanted.name if wanted.suffix else f"{wanted.name}.py", known)
-    if not hint:
+    stems = {file.rpartition(".")[0]: file for file in known}  # every name ends in .py: that likeness says nothing
+    near = nearest_names(wanted.stem, stems)
+    if near:
+        hint = f"did you mean {either(stems[stem] for stem in near)}?"
+    else:
         hint = f"there are {', '.join(sorted(set(known)))}" if known else "there are no config files in these folders"
     places = ", ".join(str(folder) for folder in ([wanted.parent] if wanted.is_absolute() else folders))
     raise UserError(f"no config file {name} in {places}\n    {hint}")

@@ -9,6 +9,8 @@ from megajax.config.coerce import Text
 
 
 class Mark(Enum):
+    """Values that are none."""
+
     BARE = "a name without a value: true for a switch, wrong for all else"
     INVALID = "could not be built; the problem is noted"
 

@@ -68,7 +68,9 @@ def read_file(path: str, what: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise UserError(f"{path}: cannot read this {what}: {error.strerror or error}.") from error
+        raise UserError(
+            f"{path}: cannot read this {what}: {error.strerror or error}. Set the path in the tokenizer's settings."
+        ) from error
 
 
 def missing_package(package: str, tokenizer: str) -> UserError:
