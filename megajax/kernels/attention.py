@@ -25,7 +25,7 @@ class Mask(NamedTuple):
     def visible(self) -> Array:
         """bool [B or 1, S, T]."""
         causal = (self.query_index[:, None] >= self.key_index[None, :])[None]
-        if self.query_segments is None:
+        if self.query_segments is None or self.key_segments is None:
             return causal
         return causal & (self.query_segments[:, :, None] == self.key_segments[:, None, :])
 
@@ -83,7 +83,9 @@ def cudnn_attention(
     Never holds the scores. Raises ValueError for dropout of attention weights, which it would draw layout by layout.
     """
     if dropout is not None:
-        raise ValueError("cudnn attention has no layout-independent dropout: set attention dropout to 0 or kernel=reference")
+        raise ValueError(
+            "cudnn attention has no layout-independent dropout: set attention dropout to 0 or kernel=reference"
+        )
     dense = None if mask.query_segments is None else mask.visible()[:, None]
     return jax.nn.dot_product_attention(q, k, v, mask=dense, scale=scale, is_causal=True, implementation="cudnn")
 

@@ -51,11 +51,18 @@ def _chunked(x: Array, chunk: int) -> Array:
 
 
 def token_losses(x: Array, table: Array, labels: Array, shard: VocabularyShard, *, chunk: int) -> Array:
-    """x [T, D], table [V, D], labels int32 [T] -> -log p(label) for each token, float32 [T]. Not to be differentiated."""
+    """-log p(label), not to be differentiated: x [T, D], table [V, D], labels int32 [T] -> float32 [T]."""
     tokens = x.shape[0]
     chunk = min(chunk, tokens)
-    losses = lax.map(lambda c: _chunk_losses(c[0], table, c[1], shard)[0], (_chunked(x, chunk), _chunked(labels, chunk)))
+    losses = lax.map(
+        lambda c: _chunk_losses(c[0], table, c[1], shard)[0], (_chunked(x, chunk), _chunked(labels, chunk))
+    )
     return losses.reshape(losses.size)[:tokens]
+
+
+def weighted(losses: Array, weights: Array) -> Array:
+    """Sum of losses times weights, float32 []; at weight 0 even an infinite loss, of a label in the padding, is 0."""
+    return jnp.sum(jnp.where(weights == 0, 0, losses * weights))
 
 
 def loss_and_gradients(
@@ -77,7 +84,7 @@ def loss_and_gradients(
         dlogits = ((probabilities - hit) * weights[:, None]).astype(x.dtype)
         dx = jnp.einsum("cv,vd->cd", dlogits, table)
         dtable = dtable + jnp.einsum("cv,cd->vd", dlogits, x, preferred_element_type=jnp.float32)
-        return (loss + jnp.sum(losses * weights), dtable), dx
+        return (loss + weighted(losses, weights), dtable), dx
 
     start = jnp.zeros((), jnp.float32), jnp.zeros(table.shape, jnp.float32)
     pieces = _chunked(x, chunk), _chunked(labels, chunk), _chunked(weights, chunk)

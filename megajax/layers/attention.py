@@ -14,7 +14,7 @@ from megajax.layers.param import ZEROS, Normal, Site, param
 DROPOUT_PLACE = 1
 
 
-def choose_kernel(cfg: AttentionConfig, dtype: jnp.dtype) -> str:
+def choose_kernel(cfg: AttentionConfig, dtype: jnp.dtype | str) -> str:
     """What `auto` means here: cuDNN's kernel where it can run, the reference otherwise.
 
     dtype: of queries, keys and values. The start banner prints the answer.
@@ -60,14 +60,20 @@ class Attention(nnx.Module):
         v = dot("bsd,dkh->bskh", x, self.value[...], "batch", "seq", "kv_heads", "head_dim")
         if not self.cfg.bias:
             return q, k, v
-        return q + self.query_bias[...][None, None], k + self.key_bias[...][None, None], v + self.value_bias[...][None, None]
+        return (
+            q + self.query_bias[...][None, None],
+            k + self.key_bias[...][None, None],
+            v + self.value_bias[...][None, None],
+        )
 
     def mix(self, q: Array, k: Array, v: Array, ctx: Context) -> Array:
         """The kernel, in an island: each device has whole sequences of some heads. -> [B, S, N, H]."""
         kernel = KERNELS[choose_kernel(self.cfg, q.dtype)]
         head_axes = self.layout.summed("heads")
         rate = 0.0 if ctx.row_keys is None else self.cfg.dropout
-        keys = jnp.zeros((q.shape[0], 2), jnp.uint32) if ctx.row_keys is None else fold_rows(ctx.row_keys, DROPOUT_PLACE)
+        keys = (
+            jnp.zeros((q.shape[0], 2), jnp.uint32) if ctx.row_keys is None else fold_rows(ctx.row_keys, DROPOUT_PLACE)
+        )
         segments = jnp.zeros(q.shape[:2], jnp.int32) if ctx.segments is None else ctx.segments
 
         def local(q: Array, k: Array, v: Array, index: Array, segments: Array, keys: Array) -> Array:

@@ -22,7 +22,9 @@ class Block(nnx.Module):
         self.mlp = cfg.mlp.build(site)
 
     def __call__(self, x: Array, ctx: Context) -> Array:
-        x = checkpoint_name(x + self.drop(self.mixer(self.whole(self.mixer_norm(x)), ctx), ctx, MIXER_PLACE), "residual")
+        x = checkpoint_name(
+            x + self.drop(self.mixer(self.whole(self.mixer_norm(x)), ctx), ctx, MIXER_PLACE), "residual"
+        )
         return x + self.drop(self.mlp(self.whole(self.mlp_norm(x))), ctx, MLP_PLACE)
 
     def whole(self, x: Array) -> Array:

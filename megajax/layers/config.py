@@ -76,20 +76,30 @@ class AttentionConfig(Builds):
     dropout: float = 0.0
     """Share of attention weights zeroed in training."""
     kernel: Literal["auto", "reference", "cudnn"] = "auto"
-    """auto: cudnn on an NVIDIA GPU in bf16 without attention dropout, otherwise reference. The banner names the choice."""
+    """auto: cudnn on an NVIDIA GPU in bf16 without attention dropout, else reference; the banner names the choice."""
 
     def problems(self) -> list[Problem]:
         found = []
         groups = self.groups()
         if self.heads < 1 or groups < 1 or self.heads % groups:
             legal = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
-            found.append(Problem("kv_heads", f"heads={self.heads} is not a multiple of kv_heads={groups}",
-                                 f"kv_heads can be {', '.join(map(str, legal))}"))
+            found.append(
+                Problem(
+                    "kv_heads",
+                    f"heads={self.heads} is not a multiple of kv_heads={groups}",
+                    f"kv_heads can be {', '.join(map(str, legal))}",
+                )
+            )
         if not 0 <= self.dropout < 1:
             found.append(Problem("dropout", f"must be at least 0 and below 1, got {self.dropout}"))
         if self.kernel == "cudnn" and self.dropout:
-            found.append(Problem("kernel", f"cudnn has no dropout of attention weights, dropout={self.dropout}",
-                                 "set dropout=0 or kernel=reference"))
+            found.append(
+                Problem(
+                    "kernel",
+                    f"cudnn has no dropout of attention weights, dropout={self.dropout}",
+                    "set dropout=0 or kernel=reference",
+                )
+            )
         return found
 
     def groups(self) -> int:

@@ -28,6 +28,7 @@ class Context(NamedTuple):
 
 def fold_rows(row_keys: Array, number: Array | int) -> Array:
     """uint32 [B, 2] -> uint32 [B, 2]: a new key for each row."""
+
     def fold(row: Array) -> Array:
         return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(row), number))
 

@@ -10,10 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from megajax.kernels.cross_entropy import VocabularyShard, loss_and_gradients, token_losses
+from megajax.kernels.cross_entropy import VocabularyShard, loss_and_gradients, token_losses, weighted
 from megajax.mesh.layout import Layout
 
-TABLE, TOKENS, RESIDUAL, WHOLE = ("vocab", "embed"), ("batch", "seq"), ("batch", "seq_residual", "embed"), ("batch", "seq", "embed")
+TABLE, TOKENS, RESIDUAL, WHOLE = (
+    ("vocab", "embed"),
+    ("batch", "seq"),
+    ("batch", "seq_residual", "embed"),
+    ("batch", "seq", "embed"),
+)
 
 
 def _shard(table: Array, size: int, axes: tuple[str, ...]) -> VocabularyShard:
@@ -67,7 +72,9 @@ embed.defvjp(_embed_forward, _embed_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def vocabulary_loss(layout: Layout, size: int, chunk: int, x: Array, table: Array, labels: Array, weights: Array) -> Array:
+def vocabulary_loss(
+    layout: Layout, size: int, chunk: int, x: Array, table: Array, labels: Array, weights: Array
+) -> Array:
     """Sum of weights * -log p(label) over the rows that are here, float32 [].
 
     size: ids in use, the rest of the table is padding; chunk: tokens whose logits exist at once.
@@ -77,7 +84,7 @@ def vocabulary_loss(layout: Layout, size: int, chunk: int, x: Array, table: Arra
 
     def local(x: Array, table: Array, labels: Array, weights: Array) -> Array:
         losses = token_losses(_flat(x), table, _flat(labels), _shard(table, size, axes), chunk=chunk)
-        loss = jnp.sum(losses * _flat(weights))
+        loss = weighted(losses, _flat(weights))
         return lax.psum(loss, rows) if rows else loss
 
     return layout.island(local, (WHOLE, TABLE, TOKENS, TOKENS), ())(x, table, labels, weights)
@@ -96,7 +103,9 @@ def _loss_forward(
             loss, dtable = lax.psum(loss, rows), lax.psum(dtable, rows)
         return loss, dx, dtable.astype(table.dtype)
 
-    loss, dx, dtable = layout.island(local, (WHOLE, TABLE, TOKENS, TOKENS), ((), WHOLE, TABLE))(x, table, labels, weights)
+    loss, dx, dtable = layout.island(local, (WHOLE, TABLE, TOKENS, TOKENS), ((), WHOLE, TABLE))(
+        x, table, labels, weights
+    )
     return loss, (dx, dtable)
 
 
@@ -109,9 +118,7 @@ def _loss_backward(layout: Layout, size: int, chunk: int, saved: tuple[Array, Ar
 vocabulary_loss.defvjp(_loss_forward, _loss_backward)
 
 
-def vocabulary_token_losses(
-    layout: Layout, size: int, chunk: int, x: Array, table: Array, labels: Array
-) -> Array:
+def vocabulary_token_losses(layout: Layout, size: int, chunk: int, x: Array, table: Array, labels: Array) -> Array:
     """-log p(label) of each token, float32 [B, S]; for evaluation, not differentiable over several devices."""
     axes = layout.summed("vocab")
 

@@ -81,13 +81,15 @@ def param(shape: tuple[int, ...], axes: LogicalAxes, *, init: Init, role: Role =
 
 
 def stacked(block: nnx.Module, layers: tuple[int, ...]) -> nnx.Module:
-    """The same module with a leading `layer` dimension on every weight; `layers` are their numbers in the whole model."""
+    """The same module with a leading `layer` dimension on every weight; `layers` are their numbers in the model."""
     graph, state = nnx.split(block)
     leaves = []
     for path, leaf in nnx.to_flat_state(state):
         value = jnp.zeros((len(layers), *leaf.shape), leaf.dtype)
         name = "layer." + ".".join(map(str, path))
-        leaves.append((path, nnx.Param(value, **_metadata(leaf, axes=("layer", *leaf.axes), layers=layers, init_path=name))))
+        leaves.append(
+            (path, nnx.Param(value, **_metadata(leaf, axes=("layer", *leaf.axes), layers=layers, init_path=name)))
+        )
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
@@ -100,8 +102,9 @@ def specs(model: nnx.Module) -> dict[str, ParamSpec]:
     found = {}
     for parts, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         path = ".".join(map(str, parts))
-        found[path] = ParamSpec(path, tuple(leaf.shape), leaf.axes, leaf.init, leaf.role, leaf.init_path or path,
-                                leaf.layers)
+        found[path] = ParamSpec(
+            path, tuple(leaf.shape), leaf.axes, leaf.init, leaf.role, leaf.init_path or path, leaf.layers
+        )
     return found
 
 
@@ -118,7 +121,7 @@ def _draw(spec: ParamSpec, key: Array) -> Array:
     return jax.vmap(lambda key: spec.init.draw(key, spec.shape[1:]))(keys)
 
 
-def bind(model: nnx.Module, values: Params) -> nnx.Module:
+def bind[M: nnx.Module](model: M, values: Params) -> M:
     """A copy of a (possibly abstract) module whose weights are `values`, by path."""
     graph, state = nnx.split(model)
     flat = [(parts, leaf.replace(values[".".join(map(str, parts))])) for parts, leaf in nnx.to_flat_state(state)]

@@ -34,8 +34,10 @@ class Stack(nnx.Module):
     def __init__(self, cfg: StackConfig, site: Site, *, recompute: Recompute):
         self.pattern, self.repeats, self.layout, self.recompute = len(cfg.pattern), cfg.repeats, site.layout, recompute
         self.blocks = nnx.List(
-            [stacked(block.build(site), tuple(range(place, cfg.layers(), self.pattern)))
-             for place, block in enumerate(cfg.pattern)]
+            [
+                stacked(block.build(site), tuple(range(place, cfg.layers(), self.pattern)))
+                for place, block in enumerate(cfg.pattern)
+            ]
         )
 
     def __call__(self, x: Array, ctx: Context) -> Array:

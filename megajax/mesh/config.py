@@ -40,11 +40,21 @@ class ParallelConfig:
                 found.append(Problem(name, f"must be at least 1, got {size}"))
         for name in ("pipeline", "expert", "context"):
             if getattr(self, name) > 1:
-                found.append(Problem(name, f"{getattr(self, name)} devices asked for, this version runs 1",
-                                     "use parallel.data or parallel.tensor"))
+                found.append(
+                    Problem(
+                        name,
+                        f"{getattr(self, name)} devices asked for, this version runs 1",
+                        "use parallel.data or parallel.tensor",
+                    )
+                )
         if self.sequence and self.tensor == 1:
-            found.append(Problem("sequence", "sequence parallelism needs parallel.tensor > 1, which is 1",
-                                 "set parallel.tensor=2 or more, or parallel.sequence=false"))
+            found.append(
+                Problem(
+                    "sequence",
+                    "sequence parallelism needs parallel.tensor > 1, which is 1",
+                    "set parallel.tensor=2 or more, or parallel.sequence=false",
+                )
+            )
         return found
 
     def without_data(self) -> int:
@@ -63,9 +73,20 @@ class ParallelConfig:
         """What is wrong with this layout on `devices` devices."""
         wanted = self.without_data() * (self.data or 1)
         if wanted > devices:
-            return [Problem("", f"the axes multiply to {wanted} devices, there are {devices}",
-                            "make parallel.tensor or parallel.data smaller, or give more devices (--devices=cpu:N)")]
+            return [
+                Problem(
+                    "",
+                    f"the axes multiply to {wanted} devices, there are {devices}",
+                    "make parallel.tensor or parallel.data smaller, or give more devices (--devices=cpu:N)",
+                )
+            ]
         if self.data is None and devices % self.without_data():
-            return [Problem("tensor", f"{devices} devices are not divisible by {self.without_data()}, "
-                            "the devices of one copy of the model", "set parallel.data to use fewer devices")]
+            return [
+                Problem(
+                    "tensor",
+                    f"{devices} devices are not divisible by {self.without_data()}, "
+                    "the devices of one copy of the model",
+                    "set parallel.data to use fewer devices",
+                )
+            ]
         return []

@@ -1,7 +1,7 @@
 """The one object layers use to say where arrays live: act, gather, dot, island, zeros.
 
-It reads the surrounding mesh while tracing: axes that an enclosing shard_map made manual are dropped, and without a mesh
-everything is the identity. So the same layer runs by plain `jax.jit` in a notebook and inside the training step.
+It reads the surrounding mesh while tracing: axes that an enclosing shard_map made manual are dropped, and without a
+mesh everything is the identity. So the same layer runs by plain `jax.jit` in a notebook and inside the training step.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,11 +61,14 @@ class Layout:
         free = tuple(free_axes())
         if not free:
             return f
+
         def is_axes(t: Any) -> bool:
             return isinstance(t, tuple) and all(isinstance(name, str | None) for name in t)
 
-        specs = [jax.tree.map(lambda axes: self.plan.compute.spec(axes, keep=free), tree, is_leaf=is_axes)
-                 for tree in (tuple(ins), out)]
+        specs = [
+            jax.tree.map(lambda axes: self.plan.compute.spec(axes, keep=free), tree, is_leaf=is_axes)
+            for tree in (tuple(ins), out)
+        ]
         # check_vma=True is refused around differentiated islands (jax 0.11, 0.12): the vma of the outer manual axes is
         # lost in the transpose. Gradients through psum are therefore written by hand, never left to autodiff.
         return jax.shard_map(f, axis_names=set(free), in_specs=specs[0], out_specs=specs[1], check_vma=False)

@@ -1,30 +1,34 @@
 """Building the mesh, and asking the one that surrounds the code being traced."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 from jax.sharding import AxisType, Mesh
 
-from megajax.config.errors import UserError
+from megajax.config.errors import ConfigError, UserError
 from megajax.mesh.config import MESH_AXES, ParallelConfig
 
 
 def build_mesh(cfg: ParallelConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The five-axis mesh over `devices` (default: all of them); size-1 axes are kept so that no layout is special.
 
-    A single process may use fewer devices than there are. Raises UserError when the sizes don't fit the devices.
+    A single process may use fewer devices than there are. Raises ConfigError when the sizes don't fit the devices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    found = cfg.problems() + cfg.device_problems(len(devices))
+    found = cfg.problems() or cfg.device_problems(len(devices))
     if found:
-        raise UserError("\n".join(f"parallel.{problem}" for problem in found))
+        raise ConfigError([replace(problem, where=f"parallel.{problem.where}".rstrip(".")) for problem in found])
     sizes = cfg.sizes(len(devices))
     wanted = cfg.without_data() * sizes["data"]
     if wanted < len(devices) and jax.process_count() > 1:
-        raise UserError(f"parallel uses {wanted} of {len(devices)} devices; with several processes every device must be "
-                        "used: set parallel.data=none or make the sizes multiply to the number of devices")
-    return jax.make_mesh(tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES),
-                         devices=devices[:wanted])
+        raise UserError(
+            f"parallel uses {wanted} of {len(devices)} devices; with several processes every device must be "
+            "used: set parallel.data=none or make the sizes multiply to the number of devices"
+        )
+    return jax.make_mesh(
+        tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices[:wanted]
+    )
 
 
 def free_axes() -> dict[str, int]:

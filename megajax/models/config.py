@@ -35,7 +35,7 @@ class DecoderConfig(Builds):
     """Standard deviation of initial weights; of matrices that write to the residual stream: over sqrt(2 * layers)."""
     recompute: Recompute = "selective"
     """What the backward pass recomputes: none; selective: all but the ends of matmuls; full: all but layer inputs."""
-    loss_chunk: int = 2048
+    loss_chunk: int = 1024
     """Tokens whose float32 logits exist at once."""
 
     def problems(self) -> list[Problem]:

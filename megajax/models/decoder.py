@@ -13,7 +13,8 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import manual_axes
 from megajax.models.config import DecoderConfig
 
-EMBEDDING_PLACE = 0
+EMBEDDING_PLACE = 2**31 - 1
+"""A row's key is folded with this for the embedding and with its number for a layer: no layer has this number."""
 
 
 class DecoderLM(nnx.Module):
@@ -41,7 +42,9 @@ class DecoderLM(nnx.Module):
     def context(self, batch: LMBatch, key: Array | None = None, *, isolated: bool = False) -> Context:
         """The context of a microbatch [B, S]. key: random key of the run, None for a deterministic forward;
         isolated: documents in a row do not see each other."""
-        rows = None if key is None else jax.vmap(lambda n: jax.random.key_data(jax.random.fold_in(key, n)))(batch.sample)
+        rows = (
+            None if key is None else jax.vmap(lambda n: jax.random.key_data(jax.random.fold_in(key, n)))(batch.sample)
+        )
         length = batch.tokens.shape[1]
         first = lax.axis_index("context") * length if "context" in manual_axes() else 0
         return Context(batch.positions, first + jnp.arange(length), batch.segment_ids if isolated else None, rows)
@@ -67,11 +70,15 @@ class DecoderLM(nnx.Module):
 
     def loss(self, x: Array, labels: Array, weights: Array) -> Array:
         """Weighted sum of token losses, float32 []: of the rows that are here."""
-        return vocabulary_loss(self.layout, self.cfg.vocabulary_size, self.cfg.loss_chunk, x, self.table(), labels, weights)
+        return vocabulary_loss(
+            self.layout, self.cfg.vocabulary_size, self.cfg.loss_chunk, x, self.table(), labels, weights
+        )
 
     def token_losses(self, x: Array, labels: Array) -> Array:
         """Loss of each token, float32 [B, S]; not to be differentiated."""
-        return vocabulary_token_losses(self.layout, self.cfg.vocabulary_size, self.cfg.loss_chunk, x, self.table(), labels)
+        return vocabulary_token_losses(
+            self.layout, self.cfg.vocabulary_size, self.cfg.loss_chunk, x, self.table(), labels
+        )
 
     def logits(self, x: Array) -> Array:
         """Hidden states [B, S, D] -> float32 [B, S, vocabulary_size]."""

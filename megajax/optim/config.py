@@ -97,6 +97,11 @@ class ScheduleConfig(Builds):
         """What is wrong with the schedule for a run of that length."""
         warmup, decay = (f(steps=steps, global_size=global_size) for f in (self.warmup, self.decay))
         if warmup >= decay and warmup > 0:
-            return [Problem("decay_steps", f"the decay ends after {decay} samples, the warm-up after {warmup:g}",
-                            "make the warm-up shorter or the decay longer")]
+            return [
+                Problem(
+                    "decay_steps",
+                    f"the decay ends after {decay} samples, the warm-up after {warmup:g}",
+                    "make the warm-up shorter or the decay longer",
+                )
+            ]
         return []

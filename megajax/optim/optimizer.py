@@ -30,10 +30,12 @@ class AdamW:
 
     def init(self, params: Params) -> OptimizerState:
         """Moments of zero, laid out like params; a plain dict, so that checkpoints name every array."""
-        count, first, second = self.moments.init(dict(params))
-        return {"count": count, "first_moment": first, "second_moment": second}
+        fresh: Any = self.moments.init(dict(params))
+        return {"count": fresh.count, "first_moment": fresh.mu, "second_moment": fresh.nu}
 
-    def update(self, grads: Params, state: OptimizerState, params: Params, *, lr: Array) -> tuple[Params, OptimizerState]:
+    def update(
+        self, grads: Params, state: OptimizerState, params: Params, *, lr: Array
+    ) -> tuple[Params, OptimizerState]:
         """One update. grads float32, already divided and clipped; lr float32 []. -> new weights and state.
 
         Raises UserError when weights and optimizer were made for different models.
@@ -41,7 +43,8 @@ class AdamW:
         if set(params) != set(self.decayed):
             raise UserError(f"the optimizer has rules for other weights: {sorted(set(params) ^ set(self.decayed))[:5]}")
         old = optax.ScaleByAdamState(state["count"], state["first_moment"], state["second_moment"])
-        directions, new = self.moments.update(dict(grads), old)
+        moved: Any = self.moments.update(dict(grads), old)
+        directions, new = moved
         updated = {}
         for path, p in params.items():
             kept = p * (1 - lr * self.cfg.weight_decay) if self.decayed[path] else p

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -19,6 +18,7 @@ from megajax.mesh.collectives import gather_shards, moved_axes, reduce_shards, r
 from megajax.mesh.config import MESH_AXES
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import manual_axes
+from megajax.models.decoder import DecoderLM
 from megajax.precision.cast import to_compute, to_gradient
 from megajax.precision.config import PrecisionConfig
 from megajax.training.loss import LossFn
@@ -35,7 +35,7 @@ MANUAL = tuple(axis for axis in MESH_AXES if axis != "tensor")
 class Weights:
     """How the weights of a model move within a step: from rest to use, and their gradients to the optimizer."""
 
-    model: nnx.Module
+    model: DecoderLM
     """Abstract: structure without values."""
     declared: Mapping[str, ParamSpec]
     layout: Layout
@@ -89,7 +89,7 @@ def _live(moves: tuple[tuple[int, str], ...]) -> tuple[tuple[int, str], ...]:
     return tuple((dimension, axis) for dimension, axis in moves if sizes.get(axis, 1) > 1)
 
 
-def _over_replicas(sums: tuple) -> tuple:
+def _over_replicas[T](sums: T) -> T:
     axes = replica_axes()
     return lax.psum(sums, axes) if axes else sums
 

@@ -53,12 +53,13 @@ class Evaluate:
         )
 
     def at_end(self, run: Run, step: int) -> None:
-        """Validation on rows no earlier evaluation read, then the test split."""
+        """Validation on rows no earlier evaluation read, unless this step was just evaluated; then the test split."""
         if self.cfg.evaluation.batches == 0:
             return
         rows = self.cfg.evaluation.batches * self.cfg.batch.global_size
         first = step // self.cfg.evaluation.every * rows if self.cfg.evaluation.every else 0
-        self.measure(run, step, "validation", run.parts.splits.valid, first)
+        if not (step and self.due(step) and "validation" in self.last):
+            self.measure(run, step, "validation", run.parts.splits.valid, first)
         self.measure(run, step, "test", run.parts.splits.test, 0)
 
     def measure(self, run: Run, step: int, split: str, source: Any, first: int) -> None:

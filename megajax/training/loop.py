@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
-from jax import Array
 
 from megajax.training.step import Metrics
 
@@ -96,8 +95,3 @@ def run_steps(
             done = time.monotonic()
         if stop:
             return
-
-
-def finite(x: Array | float) -> bool:
-    """Whether a reported number is an ordinary one."""
-    return x == x and abs(x) != float("inf")

@@ -1,8 +1,9 @@
 """Which device holds what: a table of the weights, and a drawing of every way they are cut."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from megajax.batch import Params
 from megajax.layers.param import ParamSpec
 from megajax.training.session import Run
 
@@ -43,13 +45,13 @@ def visualize(run: Run) -> str:
         parts += [Text(f"\n{alike[0]}{more}: {_cuts(spec, array)}"), _grid(spec, array)]
     text = io.StringIO()
     Console(file=text, width=WIDTH, color_system=None).print(Group(*parts))
-    lines = "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    lines = "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
     if jax.process_index() == 0:
         print(lines)
     return lines
 
 
-def _table(declared: dict[str, ParamSpec], arrays: dict[str, jax.Array]) -> Table:
+def _table(declared: Mapping[str, ParamSpec], arrays: Params) -> Table:
     table = Table("weight", "shape", "logical axes", "at rest", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("MiB per device", justify="right")
     for path, array in arrays.items():
@@ -72,14 +74,15 @@ def _partition(array: jax.Array) -> str:
 
 def _mesh_axes(array: jax.Array) -> list[tuple[str, ...]]:
     """For each dimension the mesh axes with more than one device that cut it."""
-    spec: PartitionSpec = array.sharding.spec
+    sharding: Any = array.sharding
+    spec: PartitionSpec = sharding.spec
     entries = [*spec, *[None] * (array.ndim - len(spec))]
     named = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
-    return [tuple(axis for axis in axes if array.sharding.mesh.shape[axis] > 1) for axes in named]
+    return [tuple(axis for axis in axes if sharding.mesh.shape[axis] > 1) for axes in named]
 
 
-def _ways(arrays: dict[str, jax.Array]) -> list[list[str]]:
-    """Paths of weights that are cut alike: over the same mesh axes in the same order, whichever dimensions these cut."""
+def _ways(arrays: Params) -> list[list[str]]:
+    """Paths of weights cut alike: over the same mesh axes in the same order, whichever dimensions these cut."""
     ways: dict[tuple, list[str]] = {}
     for path, array in arrays.items():
         ways.setdefault(tuple(axes for axes in _mesh_axes(array) if axes), []).append(path)

@@ -11,13 +11,15 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
-from megajax.config.errors import ConfigError, UserError
+from megajax.config.errors import UserError
+from megajax.config.tree import check
 from megajax.data.loader import Loader
 from megajax.data.splits import Evaluation, Splits, requested_rows
 from megajax.layers.param import ParamSpec, bind, specs
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
+from megajax.models.decoder import DecoderLM
 from megajax.optim.schedule import Schedule
 from megajax.tokenizers.base import Tokenizer
 from megajax.training.grads import Weights, accumulate, batch_specs, forward_sums
@@ -40,7 +42,7 @@ class Parts:
     layout: Layout
     tokenizer: Tokenizer
     splits: Splits
-    abstract: nnx.Module
+    abstract: DecoderLM
     """The model without values."""
     declared: Mapping[str, ParamSpec]
     """Its weights by path."""
@@ -125,7 +127,8 @@ class Run:
 def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None, start: Start | None = None) -> Run:
     """Everything a run needs, with fresh weights or those `start` brings; writes nothing but data caches.
 
-    Raises ConfigError for settings that don't fit the devices, UserError for data or tokenizer that can't be had.
+    Raises ConfigError for settings that don't fit together or the devices, UserError for data or a tokenizer that
+    can't be had.
     """
     parts = prepare(cfg, devices)
     optimizer = cfg.optimizer.build(parts.declared)
@@ -148,9 +151,7 @@ def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None, start: Sta
 
 def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
     """Mesh, tokenizer, data and the shape of the model: all that can be wrong is found here."""
-    found = cfg.problems(len(jax.devices() if devices is None else devices))
-    if found:
-        raise ConfigError(found)
+    check(cfg, len(jax.devices() if devices is None else devices))
     mesh, plan = build_mesh(cfg.parallel, devices), Plan.of(cfg.parallel)
     layout = Layout(plan)
     tokenizer = cfg.tokenizer.build()
@@ -163,8 +164,10 @@ def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
         tokenizer=tokenizer, sequence_length=cfg.model.sequence_length, rows=wanted_rows(cfg), seed=cfg.seed
     )
     if cfg.evaluation.every is not None and splits.valid is None and cfg.evaluation.batches:
-        raise UserError(f"evaluation.every={cfg.evaluation.every}, but the data has no validation split: give it a share "
-                        "in data.split (or data.valid_paths), or set evaluation.every=none")
+        raise UserError(
+            f"evaluation.every={cfg.evaluation.every}, but the data has no validation split: give it a share "
+            "in data.split (or data.valid_paths), or set evaluation.every=none"
+        )
     abstract = nnx.eval_shape(lambda: cfg.model.build(layout))
     schedule = cfg.schedule.build(steps=cfg.steps, global_size=cfg.batch.global_size)
     microbatches = cfg.batch.microbatches(mesh.shape["data"] * mesh.shape["expert"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,8 @@ def fresh_state(declared: Mapping[str, ParamSpec], optimizer: AdamW, seed: int) 
 
 def state_shardings(declared: Mapping[str, ParamSpec], optimizer: AdamW, plan: Plan, mesh: Mesh) -> TrainState:
     """A TrainState of shardings. Moments follow their weight's path under plan.optimizer, scalars are everywhere."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    # Any: a tree of shardings has the state's structure, not its leaves.
+    everywhere: Any = NamedSharding(mesh, PartitionSpec())
     moments = parameter_shardings(declared, plan.optimizer, mesh)
     abstract = jax.eval_shape(lambda: optimizer.init(initial_values(declared, 0)))
     placed = {name: moments if isinstance(part, dict) else everywhere for name, part in abstract.items()}

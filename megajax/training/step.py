@@ -19,7 +19,7 @@ type TrainStep = Callable[[TrainState, LMBatch], tuple[TrainState, Metrics]]
 def make_train_step(grad_fn: GradFn, optimizer: AdamW, schedule: Schedule, shardings: TrainState) -> TrainStep:
     """Jitted (state, batch [M, B, S]) -> (state, metrics); donates the state, which keeps its layout.
 
-    A step whose gradient norm is not finite changes no weight and is counted as skipped.
+    A step whose loss or gradient norm is not finite changes no weight and is counted as skipped.
     """
     on_optimizer = shardings.optimizer["first_moment"]
 
@@ -28,7 +28,7 @@ def make_train_step(grad_fn: GradFn, optimizer: AdamW, schedule: Schedule, shard
         divisor = jnp.maximum(out.weight_sum, 1e-8) * state.loss_scale
         grads = place({path: g / divisor for path, g in out.grads.items()}, on_optimizer)
         norm = global_norm(grads)
-        finite = jnp.isfinite(norm)
+        finite = jnp.isfinite(norm) & jnp.isfinite(out.loss_sum)
         factor = clip_factor(norm, optimizer.cfg.clip)
         grads = {path: g * factor for path, g in grads.items()}
 
@@ -61,6 +61,6 @@ def place(tree: Params, shardings: Mapping[str, jax.sharding.Sharding]) -> Param
     return {path: jax.lax.with_sharding_constraint(x, shardings[path]) for path, x in tree.items()}
 
 
-def select(keep_new: Array, new: object, old: object) -> object:
+def select[T](keep_new: Array, new: T, old: T) -> T:
     """Leaf by leaf: new where keep_new, else old."""
     return jax.tree.map(lambda a, b: jnp.where(keep_new, a, b), new, old)

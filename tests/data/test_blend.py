@@ -124,7 +124,9 @@ def test_a_lone_weight_is_a_blend_in_paths_but_not_per_split(tmp_path: Path, pai
         build(tmp_path, Rows(10, 5), valid_paths=(pair[0],))
 
 
-def test_a_share_of_zero_is_no_split_but_one_that_rounds_to_nothing_is_an_error(tmp_path: Path, pair: list[str]) -> None:
+def test_a_share_of_zero_is_no_split_but_one_that_rounds_to_nothing_is_an_error(
+    tmp_path: Path, pair: list[str]
+) -> None:
     assert build(tmp_path, Rows(10, 5, 5), paths=(pair[0],), split="80,20,0").test is None
     with pytest.raises(UserError, match="split test"):
         build(tmp_path, Rows(10, 5, 5), paths=(pair[0],), split="80,20,0.001")

@@ -26,7 +26,10 @@ WRONG = {
     "devices": (["--parallel.data=4", "--parallel.tensor=4"], ["16 devices", "there are 8"]),
     "pipeline": (["--parallel.pipeline=2"], ["parallel.pipeline", "2"]),
     "recompute": (["--parallel.data_sharding=fsdp", "--model.recompute=none"], ["fsdp", "selective or full"]),
-    "schedule": (["--schedule.warmup_steps=50", "--schedule.warmup_fraction=none"], ["warm-up after 400", "160 samples"]),
+    "schedule": (
+        ["--schedule.warmup_steps=50", "--schedule.warmup_fraction=none"],
+        ["warm-up after 400", "160 samples"],
+    ),
     "two warm-ups": (["--schedule.warmup_samples=5"], ["warmup_samples and warmup_fraction"]),
     "optimizer": (["--optimizer.beta2=1.5"], ["beta2", "1.5"]),
     "dropout": (["--model.dropout=-1"], ["model.dropout", "-1"]),
@@ -45,7 +48,9 @@ def test_a_wrong_setting_is_named_with_its_remedy(case: str) -> None:
 
 
 def test_all_of_them_at_once() -> None:
-    settings = [setting for case in ("misspelt", "not a number", "no such choice", "optimizer") for setting in WRONG[case][0]]
+    settings = [
+        setting for case in ("misspelt", "not a number", "no such choice", "optimizer") for setting in WRONG[case][0]
+    ]
     with pytest.raises(UserError) as raised:
         parse([*BASE, *settings], verb="train")
     assert str(raised.value).startswith("4 problems")
@@ -113,7 +118,9 @@ def test_a_broken_token_file_is_named(case: str, corpus: Path) -> None:
     harm, expected = BROKEN[case]
     harm(corpus)
     with pytest.raises(UserError) as raised:
-        from_command_line.data.build(tokenizer=from_command_line.tokenizer.build(), sequence_length=64, rows=(10, 2, 2), seed=1)
+        from_command_line.data.build(
+            tokenizer=from_command_line.tokenizer.build(), sequence_length=64, rows=(10, 2, 2), seed=1
+        )
     for text in expected:
         assert text in str(raised.value), str(raised.value)
 
@@ -134,16 +141,30 @@ def test_a_token_outside_the_vocabulary_stops_the_run_with_its_place(tmp_path: P
             if document == 3:
                 tokens[41] = 600
             writer.add_document([tokens])
-    done = run(tmp_path, *DATA, f"--data.paths={prefix}", f"--data.cache_dir={tmp_path}", "--data.split=100,0,0",
-               "--evaluation.every=none", "--steps=20")
+    done = run(
+        tmp_path,
+        *DATA,
+        f"--data.paths={prefix}",
+        f"--data.cache_dir={tmp_path}",
+        "--data.split=100,0,0",
+        "--evaluation.every=none",
+        "--steps=20",
+    )
     assert done.returncode == 2, done.stderr
     for text in ("600", "document 3", "41", "512"):
         assert text in done.stderr
 
 
 def test_a_changed_config_is_refused_with_a_diff(tmp_path: Path) -> None:
-    small = ["--steps=4", "--evaluation.every=none", "--checkpoint.every=none",
-             "--logging.plot=false", "--logging.sample=false", "--evaluation.at_end=false", "--parallel.data=1"]
+    small = [
+        "--steps=4",
+        "--evaluation.every=none",
+        "--checkpoint.every=none",
+        "--logging.plot=false",
+        "--logging.sample=false",
+        "--evaluation.at_end=false",
+        "--parallel.data=1",
+    ]
     assert run(tmp_path, *small).returncode == 0
     before = contents(tmp_path / "run")
     done = run(tmp_path, *small, "--steps=8", "--seed=5", "--model.init_std=0.01")

@@ -16,8 +16,15 @@ PATIENCE = 180.0
 
 
 def command(run_dir: Path) -> list[str]:
-    settings = {"steps": STEPS, "checkpoint.every": EVERY, "evaluation.every": "none", "logging.plot": "false",
-                "logging.sample": "false", "run_dir": run_dir, "model.dropout": 0.1}
+    settings = {
+        "steps": STEPS,
+        "checkpoint.every": EVERY,
+        "evaluation.every": "none",
+        "logging.plot": "false",
+        "logging.sample": "false",
+        "run_dir": run_dir,
+        "model.dropout": 0.1,
+    }
     flags = [f"--{name}={value}" for name, value in settings.items()]
     return [sys.executable, "-m", "megajax.train", "--config=gpt2_124m.py:debug", "--devices=cpu:1", *flags]
 
@@ -31,7 +38,11 @@ def losses(run_dir: Path) -> dict[int, str]:
 
 
 def committed(run_dir: Path) -> list[Path]:
-    return [path for path in (run_dir / "checkpoints").glob("*") if path.is_dir() and path.name.removeprefix("step_").isdigit()]
+    return [
+        path
+        for path in (run_dir / "checkpoints").glob("*")
+        if path.is_dir() and path.name.removeprefix("step_").isdigit()
+    ]
 
 
 def finish(run_dir: Path) -> str:

@@ -10,6 +10,8 @@ GPT_VOCABULARY = 50257
 
 
 class Size(NamedTuple):
+    """A row of the paper's table."""
+
     layers: int
     hidden: int
     heads: int
@@ -38,14 +40,18 @@ GPT3 = {
 16 heads of 128 and a width of 5120."""
 
 
-def gpt2(size: str, *, sequence_length: int = 1024, vocabulary_size: int = GPT_VOCABULARY, dropout: float = 0.1) -> DecoderConfig:
+def gpt2(
+    size: str, *, sequence_length: int = 1024, vocabulary_size: int = GPT_VOCABULARY, dropout: float = 0.1
+) -> DecoderConfig:
     """GPT-2: learned positions, LayerNorm, tanh GELU, biases, tied head. Raises UserError for an unknown size."""
-    return _decoder(_pick("gpt2", GPT2, size), "gelu_tanh", sequence_length, vocabulary_size, dropout)
+    return _decoder(_pick("gpt2", GPT2, size), sequence_length, vocabulary_size, dropout)
 
 
-def gpt3(size: str, *, sequence_length: int = 2048, vocabulary_size: int = GPT_VOCABULARY, dropout: float = 0.0) -> DecoderConfig:
+def gpt3(
+    size: str, *, sequence_length: int = 2048, vocabulary_size: int = GPT_VOCABULARY, dropout: float = 0.0
+) -> DecoderConfig:
     """GPT-3 with dense attention in every layer. Raises UserError for an unknown size."""
-    return _decoder(_pick("gpt3", GPT3, size), "gelu_tanh", sequence_length, vocabulary_size, dropout)
+    return _decoder(_pick("gpt3", GPT3, size), sequence_length, vocabulary_size, dropout)
 
 
 def _pick(family: str, sizes: dict[str, Size], size: str) -> Size:
@@ -54,10 +60,10 @@ def _pick(family: str, sizes: dict[str, Size], size: str) -> Size:
     return sizes[size]
 
 
-def _decoder(size: Size, activation: str, sequence_length: int, vocabulary_size: int, dropout: float) -> DecoderConfig:
+def _decoder(size: Size, sequence_length: int, vocabulary_size: int, dropout: float) -> DecoderConfig:
     block = BlockConfig(
         mixer=AttentionConfig(heads=size.heads, bias=True, dropout=dropout),
-        mlp=DenseMLPConfig(ffn=4 * size.hidden, activation=activation, bias=True),
+        mlp=DenseMLPConfig(ffn=4 * size.hidden, activation="gelu_tanh", bias=True),
         norm=LayerNormConfig(),
         dropout=dropout,
     )

@@ -16,6 +16,8 @@ from megajax.models.config import DecoderConfig
 
 
 class Size(NamedTuple):
+    """A row of the paper's table."""
+
     layers: int
     hidden: int
     heads: int

@@ -1,0 +1,107 @@
+"""The library's source as the architecture tests see it: modules, what they import, what they name in strings."""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LIBRARY = REPOSITORY / "megajax"
+REFERENCE = re.compile(r"megajax(\.\w+)+:\w+")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One module importing another (or something from it), by statement or by a string that is resolved later."""
+
+    source: str
+    target: str
+    line: int
+    names: tuple[str, ...] = ()
+    local: bool = False
+    """Inside a function."""
+    by_name: bool = False
+    """A "package.module:Name" string: imported on first use."""
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line} -> {self.target}"
+
+
+@dataclass(frozen=True)
+class Module:
+    """One file of the library."""
+
+    name: str
+    path: Path
+    text: str
+    tree: ast.Module
+
+    @property
+    def package(self) -> str:
+        """First name below megajax: the package, or the module where it lies at the top."""
+        return (*self.name.split("."), "")[1]
+
+    @property
+    def shown(self) -> str:
+        return str(self.path.relative_to(REPOSITORY))
+
+
+@cache
+def modules() -> dict[str, Module]:
+    """Every module of the library by its dotted name."""
+    found = {}
+    for path in sorted(LIBRARY.rglob("*.py")):
+        parts = path.relative_to(REPOSITORY).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        text = path.read_text(encoding="utf-8")
+        found[name] = Module(name, path, text, ast.parse(text, str(path)))
+    return found
+
+
+@cache
+def imports() -> tuple[Import, ...]:
+    """Every import of every module, of this library and of others, by statement and by name."""
+    return tuple(found for module in modules().values() for found in _imports(module))
+
+
+def first_party() -> Iterator[Import]:
+    """Those of this library."""
+    return (found for found in imports() if found.target.split(".")[0] == "megajax")
+
+
+def _imports(module: Module) -> Iterator[Import]:
+    inner = {id(node) for function in functions(module.tree) for node in ast.walk(function)}
+    for node in ast.walk(module.tree):
+        local = id(node) in inner
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(module.name, alias.name, node.lineno, local=local)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module.shown}:{node.lineno}: a relative import"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                target, names = (whole, ()) if whole in modules() else (str(node.module), (alias.name,))
+                yield Import(module.name, target, node.lineno, names, local)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if REFERENCE.fullmatch(node.value):
+                target, _, name = node.value.partition(":")
+                yield Import(module.name, target, node.lineno, (name,), by_name=True)
+            elif node.value in modules() and node.value != "megajax":
+                yield Import(module.name, node.value, node.lineno, by_name=True)
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Every function and method, nested ones too."""
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def dotted(node: ast.AST) -> str:
+    """`jax.lax.psum` for such an expression, "" for any other."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        below = dotted(node.value)
+        return f"{below}.{node.attr}" if below else ""
+    return ""

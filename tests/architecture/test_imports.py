@@ -1,0 +1,206 @@
+"""Imports point one way, other libraries stay inside their borders, layouts and collectives where they belong."""
+
+import ast
+import importlib
+import json
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+
+from source_tree import REPOSITORY, dotted, first_party, imports, modules
+
+RANKS = {
+    name: rank
+    for rank, names in enumerate(
+        (
+            ("config", "batch"),
+            ("mesh",),
+            ("kernels", "precision"),
+            ("layers", "pipeline"),
+            ("models",),
+            ("tokenizers",),
+            ("checkpoint", "resilience", "optim", "data", "metrics"),
+            ("training", "inference"),
+            ("tasks", "planning"),
+            ("tools",),
+        )
+    )
+    for name in names
+}
+FRONT_DOOR = 9
+
+UPWARD = {
+    ("megajax.config.files", "megajax.training.run_config"): (
+        "the root of a config file unless another is given: `load(file)` needs no more than the file"
+    ),
+}
+"""Reviewed names of something higher up; by statement there are none."""
+
+BORDERS = {
+    "optax": ("megajax.optim", "megajax.training"),
+    "orbax": ("megajax.checkpoint",),
+    "grain": ("megajax.data.loader",),
+    "flax": tuple(f"megajax.{name}" for name in ("mesh", "layers", "models", "training", "inference", "checkpoint")),
+}
+
+HEAVY = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax", "grain", "tensorstore")
+
+SPECS = {
+    "megajax.data.loader": "PartitionSpec(*sharding.spec[:2])",
+}
+"""Reviewed PartitionSpecs outside mesh/ and other than the empty one in training: none names a mesh axis."""
+
+COLLECTIVES = {
+    "megajax.mesh.collectives": ({"all_gather", "psum_scatter", "psum"}, "the place for them"),
+    "megajax.kernels.cross_entropy": ({"psum", "pmax"}, "softmax over a cut vocabulary, over the axes it is given"),
+    "megajax.layers.embedding": ({"psum", "psum_scatter", "all_gather"}, "islands of the cut vocabulary"),
+    "megajax.training.grads": ({"psum"}, "scalar sums of a step over the replicas"),
+    "megajax.training.loss": ({"psum"}, "one scalar: tokens counted in a row that is cut over `context`"),
+}
+"""Module -> collectives it may use, and why. kernels/ring, layers/dispatch and pipeline/executor come here too."""
+
+COMMUNICATES = {
+    *("psum", "pmean", "pmax", "pmin", "psum_scatter", "all_gather", "all_gather_invariant", "all_to_all"),
+    *("ragged_all_to_all", "ppermute", "pshuffle", "pswapaxes", "pbroadcast", "psend", "precv"),
+}
+
+
+def rank(package: str) -> int:
+    """Of a package, or of a module at the top: those are front doors unless they have a rank of their own."""
+    if package in RANKS:
+        return RANKS[package]
+    folder = REPOSITORY / "megajax" / package
+    assert not folder.is_dir(), f"megajax/{package} has no rank: give it one in DESIGN's order, in this file"
+    return FRONT_DOOR
+
+
+def is_front_door(name: str) -> bool:
+    return name.count(".") == 1 and package(name) not in RANKS and not (REPOSITORY / "megajax" / package(name)).is_dir()
+
+
+def package(name: str) -> str:
+    return (*name.split("."), "")[1]
+
+
+def test_every_first_party_import_is_of_something_that_exists() -> None:
+    missing = [found for found in first_party() if found.target not in modules()]
+    assert not missing, [str(found) for found in missing]
+    absent = []
+    for found in first_party():
+        defined = importlib.import_module(found.target) if found.by_name else None
+        absent += [f"{found}:{name}" for name in found.names if defined is not None and not hasattr(defined, name)]
+    assert not absent
+
+
+def test_imports_point_down() -> None:
+    wrong = []
+    for found in first_party():
+        here, there = package(found.source), package(found.target)
+        if here == there or not there or (found.by_name and (found.source, found.target) in UPWARD):
+            continue
+        if rank(here) <= rank(there):
+            wrong.append(f"{found}: rank {rank(here)} imports rank {rank(there)}")
+    assert not wrong, "\n".join(wrong)
+    named = {(found.source, found.target) for found in first_party() if found.by_name}
+    assert set(UPWARD) <= named, "an exception nobody needs any more"
+
+
+def test_presets_import_models_and_not_the_reverse() -> None:
+    inside = "megajax.models.presets"
+    wrong = [f for f in first_party() if f.target.startswith(inside) and not f.source.startswith(inside)]
+    below_front_doors = [found for found in wrong if rank(package(found.source)) < RANKS["tasks"]]
+    assert not below_front_doors, [str(found) for found in below_front_doors]
+
+
+def test_no_cycles() -> None:
+    graph = {name: set() for name in modules()}
+    for found in first_party():
+        if not found.by_name and found.target != found.source:
+            graph[found.source].add(found.target)
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        raise AssertionError(" -> ".join(reversed(error.args[1]))) from None
+
+
+def test_imports_of_this_library_stand_at_the_top() -> None:
+    local = [str(found) for found in first_party() if found.local and not found.by_name]
+    assert not local
+    dodging = [module.shown for module in modules().values() if "TYPE_CHECKING" in module.text]
+    assert not dodging, "TYPE_CHECKING hides an import that goes the wrong way"
+
+
+def test_other_libraries_stay_inside_their_borders() -> None:
+    outside = []
+    for found in imports():
+        allowed = BORDERS.get(found.target.split(".")[0])
+        if allowed and not any(found.source == place or found.source.startswith(f"{place}.") for place in allowed):
+            outside.append(str(found))
+    assert not outside
+
+
+def test_xla_flags_are_one_files_business() -> None:
+    mention = [module.name for module in modules().values() if "XLA_FLAGS" in module.text]
+    assert len(mention) <= 1 and all(package(name) == "mesh" for name in mention)
+
+
+def test_configs_build_things_of_their_own_package() -> None:
+    targets = []
+    for module in modules().values():
+        for cls in (node for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)):
+            for node in (node for node in cls.body if isinstance(node, ast.AnnAssign)):
+                if dotted(node.target) == "target" and node.value is not None:
+                    targets.append((module, ast.literal_eval(node.value)))
+    assert len(targets) > 10, "no targets found: has the way to write them changed?"
+    strange = [f"{m.name}: {target}" for m, target in targets if package(target.partition(":")[0]) != m.package]
+    assert not strange
+    # That each exists is tested with the imports: targets are references by name.
+    assert all(target.startswith("megajax.") and ":" in target for _, target in targets)
+
+
+def test_configs_and_front_doors_load_without_jax_and_numpy() -> None:
+    light = [name for name in modules() if package(name) in ("config", "batch") or name.endswith(".config")]
+    light += [name for name in modules() if name.startswith("megajax.models.presets")]
+    light += ["megajax.training.run_config", *(name for name in modules() if is_front_door(name))]
+    program = f"""
+import importlib, json, sys
+heavy = {{}}
+for name in {light!r}:
+    importlib.import_module(name)
+    new = [x for x in {HEAVY!r} if x in sys.modules and x not in sum(heavy.values(), [])]
+    if new:
+        heavy[name] = new
+print(json.dumps(heavy))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == {}
+
+
+def test_partition_specs_are_made_in_mesh() -> None:
+    found: dict[str, str] = {}
+    for module in modules().values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ImportFrom) and node.module == "jax.sharding":
+                renamed = [alias.name for alias in node.names if alias.name == "PartitionSpec" and alias.asname]
+                assert not renamed, f"{module.shown}: PartitionSpec goes by its own name"
+            if not isinstance(node, ast.Call) or dotted(node.func).split(".")[-1] != "PartitionSpec":
+                continue
+            if module.package == "mesh":
+                continue
+            if module.package != "training" or node.args:
+                found[module.name] = ast.unparse(node)
+    assert found == SPECS
+
+
+def test_collectives_are_where_they_were_reviewed() -> None:
+    found: dict[str, set[str]] = {}
+    for module in modules().values():
+        for node in ast.walk(module.tree):
+            names = []
+            if isinstance(node, ast.Attribute) and dotted(node.value) in ("lax", "jax.lax"):
+                names = [node.attr]
+            elif isinstance(node, ast.ImportFrom) and node.module == "jax.lax":
+                names = [alias.name for alias in node.names]
+            for name in COMMUNICATES.intersection(names):
+                found.setdefault(module.name, set()).add(name)
+    assert found == {name: allowed for name, (allowed, _) in COLLECTIVES.items()}

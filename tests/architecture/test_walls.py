@@ -1,0 +1,114 @@
+"""Walls that keep the code small: sizes, names, state, docstrings, annotations, and a command line that cannot grow."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from source_tree import REPOSITORY, Module, dotted, functions, modules
+
+FILE_LINES = 500
+FUNCTION_LINES = 100
+FUNCTION_IFS = 10
+GRAB_BAGS = {"utils", "util", "common", "helpers", "helper", "misc"}
+TRAIN_FLAGS = {"config", "devices", "print-config", "help", "skip-train"}
+
+LAZY_TABLES = {"megajax.training": "its names are imported on first use, as config files import the package before jax"}
+"""`__init__` files that hold code, and why."""
+
+
+def test_files_fit() -> None:
+    long = {module.shown: count for module in modules().values() if (count := module.text.count("\n")) > FILE_LINES}
+    assert not long
+
+
+def test_functions_fit_on_a_screen() -> None:
+    wrong = []
+    for module in modules().values():
+        for function in functions(module.tree):
+            lines = (function.end_lineno or 0) - function.lineno + 1
+            ifs = sum(isinstance(node, ast.If) for node in ast.walk(function))
+            if lines > FUNCTION_LINES or ifs > FUNCTION_IFS:
+                wrong.append(f"{module.shown}:{function.lineno} {function.name}: {lines} lines, {ifs} ifs")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_grab_bags() -> None:
+    assert not [name for name in modules() if GRAB_BAGS.intersection(name.split("."))]
+
+
+def test_no_state_in_modules() -> None:
+    wrong = []
+    for module in modules().values():
+        wrong += [f"{module.shown}:{n.lineno}: global" for n in ast.walk(module.tree) if isinstance(n, ast.Global)]
+        for node in module.tree.body:
+            value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+            empty = isinstance(value, ast.List | ast.Set | ast.Dict) and ast.unparse(value) in ("[]", "{}")
+            made = isinstance(value, ast.Call) and dotted(value.func) in ("dict", "list", "set", "defaultdict", "deque")
+            if empty or made:
+                wrong.append(f"{module.shown}:{node.lineno}: a container that begins empty is there to be filled")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_packages_hold_no_code() -> None:
+    wrong = []
+    for module in modules().values():
+        if module.path.name != "__init__.py" or module.name in LAZY_TABLES:
+            continue
+        for node in module.tree.body:
+            text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            names = isinstance(node, ast.Assign) and dotted(node.targets[0]) in ("__all__", "__version__")
+            if not (text or names or isinstance(node, ast.ImportFrom)):
+                wrong.append(f"{module.shown}:{node.lineno}")
+    assert not wrong
+
+
+def _public(module: Module) -> Iterator[ast.FunctionDef | ast.ClassDef]:
+    for node in module.tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            yield node
+
+
+def test_public_things_say_what_they_are() -> None:
+    silent = [m.shown for m in modules().values() if m.text.strip() and not ast.get_docstring(m.tree)]
+    for module in modules().values():
+        silent += [
+            f"{module.shown}:{node.lineno} {node.name}" for node in _public(module) if not ast.get_docstring(node)
+        ]
+    assert not silent, "\n".join(silent)
+
+
+def test_settings_say_what_they_are() -> None:
+    """A config's fields each have a text below them: it is what --help shows."""
+    silent = []
+    for module in (module for name, module in modules().items() if name.endswith((".config", ".run_config"))):
+        for cls in (node for node in module.tree.body if isinstance(node, ast.ClassDef)):
+            for node, after in zip(cls.body, [*cls.body[1:], None], strict=True):
+                if not isinstance(node, ast.AnnAssign) or "ClassVar" in ast.unparse(node.annotation):
+                    continue
+                if not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)):
+                    silent.append(f"{module.shown}:{node.lineno} {cls.name}.{dotted(node.target)}")
+    assert not silent, "\n".join(silent)
+
+
+def test_arguments_are_annotated() -> None:
+    bare = []
+    for module in modules().values():
+        for function in functions(module.tree):
+            spec = function.args
+            every = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, *filter(None, (spec.vararg, spec.kwarg))]
+            names = [arg.arg for arg in every if arg.annotation is None and arg.arg not in ("self", "cls")]
+            if function.returns is None and function.name != "__init__":
+                names.append("the result")
+            if names:
+                bare.append(f"{module.shown}:{function.lineno} {function.name}: {', '.join(names)}")
+    assert not bare, "\n".join(bare)
+
+
+def test_the_command_line_of_training_does_not_grow() -> None:
+    """A new knob is a setting of the config that consumes it, never a flag."""
+    command = [sys.executable, "-m", "megajax.train", "--help"]
+    text = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    flags = text.partition("\nsettings\n")[0]
+    assert set(re.findall(r"^\s*--([a-z-]+)", flags, re.MULTILINE)) == TRAIN_FLAGS

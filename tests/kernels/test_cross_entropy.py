@@ -1,0 +1,131 @@
+"""The chunked, sharded loss against a dense one in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from megajax.kernels.cross_entropy import VocabularyShard, loss_and_gradients, token_losses
+
+TOKENS, HIDDEN, ROWS, SIZE = 23, 5, 24, 17
+"""24 rows of the table, 17 in use: of four shards the last is all padding and the third partly."""
+
+
+@pytest.fixture(scope="module")
+def given() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        "x": rng.normal(size=(TOKENS, HIDDEN)).astype(np.float32),
+        "table": rng.normal(size=(ROWS, HIDDEN)).astype(np.float32),
+        "labels": rng.integers(0, SIZE, TOKENS).astype(np.int32),
+        "weights": (rng.random(TOKENS) < 0.8).astype(np.float32) * rng.random(TOKENS).astype(np.float32),
+    }
+
+
+def dense(given: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Token losses, d loss/dx and d loss/dtable by their closed forms, in float64."""
+    x, table = given["x"].astype(np.float64), given["table"].astype(np.float64)
+    logits = x @ table[:SIZE].T
+    logits -= logits.max(-1, keepdims=True)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    losses = -log_p[np.arange(TOKENS), given["labels"]]
+    dlogits = np.zeros((TOKENS, ROWS))
+    dlogits[:, :SIZE] = np.exp(log_p)
+    dlogits[np.arange(TOKENS), given["labels"]] -= 1
+    dlogits *= given["weights"][:, None]
+    return losses, dlogits @ table, dlogits.T @ x
+
+
+def test_the_closed_form_is_the_derivative(given):
+    """What the other tests compare with, itself compared with automatic differentiation."""
+
+    def loss(x, table):
+        log_p = jax.nn.log_softmax(x @ table[:SIZE].T)
+        return -jnp.sum(log_p[jnp.arange(TOKENS), given["labels"]] * given["weights"])
+
+    with jax.default_matmul_precision("highest"):
+        dx, dtable = jax.grad(loss, (0, 1))(given["x"], given["table"])
+    np.testing.assert_allclose(dx, dense(given)[1], atol=1e-5)
+    np.testing.assert_allclose(dtable, dense(given)[2], atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, TOKENS, 100])
+def test_any_chunk_gives_the_dense_loss_and_gradients(given, chunk):
+    shard = VocabularyShard(0, SIZE, ())
+    losses, dx, dtable = dense(given)
+    found = loss_and_gradients(**given, shard=shard, chunk=chunk)
+    np.testing.assert_allclose(found[0], losses @ given["weights"], rtol=1e-5)
+    np.testing.assert_allclose(found[1], dx, atol=1e-5)
+    np.testing.assert_allclose(found[2], dtable, atol=1e-5)
+    each = token_losses(given["x"], given["table"], given["labels"], shard, chunk=chunk)
+    np.testing.assert_allclose(each, losses, rtol=1e-5)
+
+
+def test_padding_takes_no_part(given):
+    shard = VocabularyShard(0, SIZE, ())
+    other = given | {"table": np.where(np.arange(ROWS)[:, None] < SIZE, given["table"], 1e4).astype(np.float32)}
+    loss, dx, dtable = loss_and_gradients(**given, shard=shard, chunk=8)
+    same = loss_and_gradients(**other, shard=shard, chunk=8)
+    np.testing.assert_array_equal(loss, same[0])
+    np.testing.assert_array_equal(dx, same[1])
+    assert not np.any(dtable[SIZE:])
+
+
+def test_a_masked_token_counts_for_nothing_whatever_its_label(given):
+    """Label -100 (none at all) and a label in the padding, at weight 0."""
+    shard = VocabularyShard(0, SIZE, ())
+    masked = given | {"weights": given["weights"].copy()}
+    masked["weights"][:2] = 0
+    other = masked | {"labels": masked["labels"].copy()}
+    other["labels"][:2] = -100, SIZE + 1
+    for found, expected in zip(
+        *[loss_and_gradients(**each, shard=shard, chunk=8) for each in (other, masked)], strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_shards_of_the_vocabulary_add_up_to_the_whole(given, size):
+    mesh = jax.make_mesh((size,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
+
+    def local(x, table, labels, weights):
+        shard = VocabularyShard(lax.axis_index("tensor") * table.shape[0], SIZE, ("tensor",))
+        loss, dx, dtable = loss_and_gradients(x, table, labels, weights, shard, chunk=8)
+        return loss, shard.sum(dx), dtable, token_losses(x, table, labels, shard, chunk=8)
+
+    ins, out = (P(), P("tensor"), P(), P()), (P(), P(), P("tensor"), P())
+    sharded = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=out, check_vma=False))
+    loss, dx, dtable, each = sharded(*given.values())
+    losses, dense_dx, dense_dtable = dense(given)
+    np.testing.assert_allclose(loss, losses @ given["weights"], rtol=1e-5)
+    np.testing.assert_allclose(dx, dense_dx, atol=1e-5)
+    np.testing.assert_allclose(dtable, dense_dtable, atol=1e-5)
+    np.testing.assert_allclose(each, losses, rtol=1e-5)
+
+
+def test_bfloat16_keeps_loss_and_table_gradient_in_float32(given):
+    low = given | {name: jnp.asarray(given[name], jnp.bfloat16) for name in ("x", "table")}
+    rounded = given | {name: np.asarray(low[name], np.float32) for name in ("x", "table")}
+    loss, dx, dtable = loss_and_gradients(**low, shard=VocabularyShard(0, SIZE, ()), chunk=8)
+    losses, dense_dx, dense_dtable = dense(rounded)
+    assert (loss.dtype, dx.dtype, dtable.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
+    # Logits, softmax and loss lose nothing; gradients go through matmuls of bfloat16 operands.
+    np.testing.assert_allclose(loss, losses @ given["weights"], rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(dx, np.float32), dense_dx, atol=2**-6)
+    np.testing.assert_allclose(dtable, dense_dtable, atol=2**-6)
+
+
+def test_float32_logits_of_the_whole_batch_never_exist():
+    tokens, rows, chunk = 512, 1024, 32
+    shapes = [((tokens, 8), jnp.bfloat16), ((rows, 8), jnp.bfloat16), ((tokens,), jnp.int32), ((tokens,), jnp.float32)]
+    arguments = [jax.ShapeDtypeStruct(*each) for each in shapes]
+    shard = VocabularyShard(0, rows, ())
+    for function, count in ((loss_and_gradients, 4), (token_losses, 3)):
+        call = jax.jit(lambda *a, function=function: function(*a, shard, chunk=chunk))
+        memory = call.lower(*arguments[:count]).compile().memory_analysis()
+        if not memory.temp_size_in_bytes:
+            pytest.skip("this backend does not report temporary memory")
+        assert memory.temp_size_in_bytes < tokens * rows * 4 / 3

@@ -1,0 +1,109 @@
+"""Attention against a loop in float64, and its dropout against what every layout must agree on."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.kernels.attention import AttentionDropout, Mask, cudnn_attention, reference_attention
+
+ROWS, LENGTH, SIZE = 2, 9, 6
+SCALE = SIZE**-0.5
+
+
+class Inputs(NamedTuple):
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    segments: np.ndarray
+
+
+def inputs(heads: int, groups: int) -> Inputs:
+    rng = np.random.default_rng(heads)
+    q, k, v = (rng.normal(size=(ROWS, LENGTH, n, SIZE)).astype(np.float32) for n in (heads, groups, groups))
+    return Inputs(q, k, v, np.sort(rng.integers(0, 3, (ROWS, LENGTH)), axis=1).astype(np.int32))
+
+
+def looped(q: np.ndarray, k: np.ndarray, v: np.ndarray, segments: np.ndarray | None) -> np.ndarray:
+    """One query of one head after another, in float64."""
+    out = np.zeros(q.shape)
+    share = q.shape[2] // k.shape[2]
+    for b, s, n in np.ndindex(*q.shape[:3]):
+        seen = [t for t in range(s + 1) if segments is None or segments[b, t] == segments[b, s]]
+        scores = k[b, seen, n // share].astype(np.float64) @ q[b, s, n] * SCALE
+        weights = np.exp(scores - scores.max())
+        out[b, s, n] = weights / weights.sum() @ v[b, seen, n // share]
+    return out
+
+
+def whole_row(segments: np.ndarray | None = None) -> Mask:
+    index = jnp.arange(LENGTH)
+    return Mask(index, index, segments, segments)
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (3, 1)])
+def test_matches_a_float64_loop(heads, groups, isolated):
+    given = inputs(heads, groups)
+    segments = given.segments if isolated else None
+    with jax.default_matmul_precision("highest"):
+        found = reference_attention(*given[:3], whole_row(segments), scale=SCALE)
+    np.testing.assert_allclose(found, looped(*given[:3], segments), rtol=1e-5, atol=1e-6)
+
+
+def test_queries_in_the_middle_of_a_row_see_the_keys_before_them():
+    given = inputs(4, 2)
+    mask = Mask(jnp.arange(4, 7), jnp.arange(LENGTH), given.segments[:, 4:7], given.segments)
+    found = reference_attention(given.q[:, 4:7], given.k, given.v, mask, scale=SCALE)
+    np.testing.assert_allclose(found, looped(*given)[:, 4:7], rtol=1e-5, atol=1e-6)
+
+
+def test_bfloat16_only_rounds_what_goes_in_and_out():
+    given = inputs(4, 2)
+    low = [jnp.asarray(x, jnp.bfloat16) for x in given[:3]]
+    found = reference_attention(*low, whole_row(), scale=SCALE)
+    exact = looped(*[np.asarray(x, np.float32) for x in low], None)
+    assert found.dtype == jnp.bfloat16
+    # Weights and output are rounded to 8 bits each; scores that were would be several times further off.
+    np.testing.assert_allclose(np.asarray(found, np.float32), exact, atol=2**-7)
+
+
+def dropout(rate: float, rows: np.ndarray, heads: np.ndarray, queries: np.ndarray) -> AttentionDropout:
+    keys = jax.vmap(lambda n: jax.random.key_data(jax.random.fold_in(jax.random.key(3), n)))(jnp.asarray(rows))
+    return AttentionDropout(rate, keys, jnp.asarray(heads), jnp.asarray(queries))
+
+
+def test_dropout_of_a_part_is_the_part_of_the_dropout():
+    """A device with some rows, heads and queries draws for them what one device would."""
+    weights = jnp.ones((3, 4, 8, 16))
+    whole = dropout(0.5, np.arange(3), np.arange(4), np.arange(8)).apply(weights)
+    again = dropout(0.5, np.arange(3), np.arange(4), np.arange(8)).apply(weights)
+    part = dropout(0.5, np.arange(1, 3), np.arange(2, 4), np.arange(4, 8)).apply(weights[1:, 2:, 4:])
+    np.testing.assert_array_equal(whole, again)
+    np.testing.assert_array_equal(whole[1:, 2:, 4:], part)
+    # No two rows, heads or queries share a mask.
+    assert len(np.unique(np.asarray(whole).reshape(-1, 16), axis=0)) > 90
+
+
+def test_dropout_zeroes_its_share_and_keeps_the_mean():
+    weights = jnp.full((8, 4, 32, 32), 0.25)
+    dropped = np.asarray(dropout(0.1, np.arange(8), np.arange(4), np.arange(32)).apply(weights))
+    # 32,768 draws: three standard deviations of the share are 0.005.
+    assert abs((dropped == 0).mean() - 0.1) < 0.005
+    np.testing.assert_allclose(dropped[dropped > 0], 0.25 / 0.9, rtol=1e-6)
+
+
+def test_attention_with_dropout_averages_to_attention_without():
+    given = inputs(4, 2)
+    many = [jnp.tile(x[:1], (2000, 1, 1, 1)) for x in given[:3]]
+    drop = dropout(0.2, np.arange(2000), np.arange(4), np.arange(LENGTH))
+    mean = reference_attention(*many, whole_row(), scale=SCALE, dropout=drop).mean(0)
+    np.testing.assert_allclose(mean, looped(*given[:3], None)[0], atol=0.06)
+
+
+def test_cudnn_refuses_dropout_it_would_draw_layout_by_layout():
+    given = inputs(4, 2)
+    with pytest.raises(ValueError, match="kernel=reference"):
+        cudnn_attention(*given[:3], whole_row(), scale=SCALE, dropout=dropout(0.1, *[np.arange(2)] * 3))

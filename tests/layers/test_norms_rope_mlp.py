@@ -1,0 +1,132 @@
+"""Norms, rotary positions and feed-forward layers against their formulas in float64."""
+
+from math import erf
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.layers.config import (
+    DenseMLPConfig,
+    GatedMLPConfig,
+    LayerNormConfig,
+    Llama3ScalingConfig,
+    RMSNormConfig,
+    RopeConfig,
+)
+from megajax.layers.param import Site, bind, specs
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.rules import Plan
+
+HIDDEN = 12
+SITE = Site(layout=Layout(Plan.of(ParallelConfig())), hidden=HIDDEN, std=0.02, output_std=0.01)
+RNG = np.random.default_rng(0)
+
+
+def weighted(config):
+    """A module of random weights, biases and gains among them, and those weights in float64."""
+    module = config.build(SITE)
+    rng = np.random.default_rng(1)
+    values = {path: rng.normal(size=spec.shape).astype(np.float32) for path, spec in specs(module).items()}
+    return bind(module, {path: jnp.asarray(value) for path, value in values.items()}), values
+
+
+def normalised(x: np.ndarray, weights: dict[str, np.ndarray], epsilon: float) -> np.ndarray:
+    x = x.astype(np.float64)
+    if "bias" in weights:
+        x = x - x.mean(-1, keepdims=True)
+    x = x / np.sqrt((x * x).mean(-1, keepdims=True) + epsilon)
+    return x * weights["gain"] + weights.get("bias", 0)
+
+
+@pytest.mark.parametrize("config", [LayerNormConfig(epsilon=1e-3), RMSNormConfig(epsilon=1e-3)])
+def test_norms(config):
+    module, weights = weighted(config)
+    x = RNG.normal(2, 0.1, (2, 3, HIDDEN)).astype(np.float32)
+    np.testing.assert_allclose(module(x), normalised(x, weights, 1e-3), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [LayerNormConfig(), RMSNormConfig()])
+def test_norms_of_bfloat16_are_computed_in_float32(config):
+    """Around 100, bfloat16 is 0.5 apart: a mean or a variance rounded to it would be far off."""
+    module, weights = weighted(config)
+    x = jnp.asarray(RNG.normal(100, 3, (4, HIDDEN)), jnp.bfloat16)
+    found = module(x)
+    exact = normalised(np.asarray(x, np.float32), weights, 1e-5)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(found, np.float32), exact, rtol=2**-8, atol=2**-8)
+
+
+def rotated(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
+    """(x[i], x[i + H/2]) as complex numbers, turned by position * frequency."""
+    half = x.shape[-1] // 2
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * positions[:, :, None, None] * frequencies)
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def test_rope_turns_complex_numbers():
+    rope = RopeConfig(base=1000.0).build(8)
+    x = RNG.normal(size=(2, 5, 3, 8)).astype(np.float32)
+    positions = RNG.integers(0, 200, (2, 5)).astype(np.int32)
+    frequencies = 1000.0 ** (-np.arange(4) / 4)
+    np.testing.assert_allclose(rope(x, positions), rotated(x, positions, frequencies), atol=2e-5)
+
+
+def test_rope_of_bfloat16_turns_by_float32_angles():
+    """At position 5001, bfloat16 would be off by up to 16 radians."""
+    rope = RopeConfig().build(8)
+    x = jnp.asarray(RNG.normal(size=(1, 1, 1, 8)), jnp.bfloat16)
+    found = rope(x, np.array([[5001]], np.int32))
+    exact = rotated(np.asarray(x, np.float64), np.array([[5001]]), 10000.0 ** (-np.arange(4) / 4))
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(found, np.float32), exact, rtol=2**-7, atol=2**-7)
+
+
+def test_stretched_rope_is_llama_3_1s():
+    """Wavelengths below original/high stay, above original/low grow by factor, between they are mixed."""
+    scaling = Llama3ScalingConfig(factor=8.0, low=1.0, high=4.0, original=8192)
+    plain = RopeConfig(base=500000.0).build(128).frequencies()
+    found = RopeConfig(base=500000.0, scaling=scaling).build(128).frequencies()
+    for old, new in zip(plain.astype(np.float64), found, strict=True):
+        wavelength = 2 * np.pi / old
+        if wavelength < 8192 / 4:
+            expected = old
+        elif wavelength > 8192:
+            expected = old / 8
+        else:
+            smooth = (8192 / wavelength - 1) / 3
+            expected = (1 - smooth) * old / 8 + smooth * old
+        np.testing.assert_allclose(new, expected, rtol=1e-5)
+    assert 0 < np.sum((found < plain) & (found > plain / 8 * 1.0001)) < 20
+
+
+EXACT = {
+    "relu": lambda x: np.maximum(x, 0),
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu": lambda x: x * 0.5 * (1 + np.vectorize(erf)(x / np.sqrt(2))),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+}
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu"])
+def test_dense_mlp(activation):
+    module, w = weighted(DenseMLPConfig(ffn=20, activation=activation))
+    x = RNG.normal(size=(2, 3, HIDDEN)).astype(np.float32)
+    with jax.default_matmul_precision("highest"):
+        found = module(x)
+    inner = EXACT[activation](x.astype(np.float64) @ w["up"] + w["up_bias"])
+    np.testing.assert_allclose(found, inner @ w["down"] + w["down_bias"], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("activation", "bias"), [("silu", False), ("gelu", True)])
+def test_gated_mlp(activation, bias):
+    module, w = weighted(GatedMLPConfig(ffn=20, activation=activation, bias=bias))
+    x = RNG.normal(size=(2, 3, HIDDEN)).astype(np.float32)
+    with jax.default_matmul_precision("highest"):
+        found = module(x)
+    gate, up = (x.astype(np.float64) @ w[name] + w.get(f"{name}_bias", 0) for name in ("gate", "up"))
+    assert len(w) == (6 if bias else 3)
+    exact = EXACT[activation](gate) * up @ w["down"] + w.get("down_bias", 0)
+    np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-4)

@@ -1,0 +1,112 @@
+"""The same config trains to the same losses on every layout: with masked labels, isolated documents and dropout."""
+
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_runs import LENGTH, ROWS, VOCABULARY, Trained, gpt, llama, rows, train
+
+from megajax.mesh.config import ParallelConfig
+
+ONE = ParallelConfig(data=1)
+
+
+def on(data: int, tensor: int, sharding: str = "zero1", *, sequence: bool = False) -> ParallelConfig:
+    return ParallelConfig(data=data, tensor=tensor, data_sharding=sharding, sequence=sequence)
+
+
+def name(value: object) -> str:
+    if isinstance(value, ParallelConfig):
+        sequence = "-sequence" if value.sequence else ""
+        return f"data{value.data}-tensor{value.tensor}-{value.data_sharding}{sequence}"
+    return str(value)
+
+
+def same(found: Trained, expected: Trained, *, rtol: float = 1e-4, first: float = 1e-5) -> None:
+    """Losses and gradient norms of every step, more closely those of the first, and the evaluation after the last."""
+    assert found.counted == expected.counted
+    for one, other in ((found.losses, expected.losses), (found.norms, expected.norms)):
+        np.testing.assert_allclose(one[0], other[0], rtol=first)
+        np.testing.assert_allclose(one, other, rtol=rtol)
+    np.testing.assert_allclose(found.evaluation, expected.evaluation, rtol=rtol)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "microbatches"),
+    [
+        (on(2, 1, "replicate"), 4),
+        (on(2, 1, "fsdp"), 1),
+        (on(1, 2, sequence=True), 2),
+        (on(2, 2), 2),
+        (on(2, 2, "fsdp", sequence=True), 2),
+    ],
+    ids=name,
+)
+def test_llama(parallel, microbatches):
+    same(train(llama(), parallel, microbatches=microbatches), train(llama(), ONE, microbatches=4))
+
+
+def test_gpt_with_dropout_and_a_tied_head():
+    same(train(gpt(), on(2, 2, sequence=True), microbatches=2), train(gpt(), ONE, microbatches=4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [llama(), gpt("selective")], ids=["llama", "gpt"])
+@pytest.mark.parametrize(
+    ("parallel", "microbatches"),
+    [
+        (on(data, tensor, sharding, sequence=sequence), microbatches)
+        for data, tensor, sharding, sequence, microbatches in product(
+            (1, 2, 4), (1, 2), ("replicate", "zero1", "fsdp"), (False, True), (2, 1)
+        )
+        if not (sequence and tensor == 1) and not (data == 1 and sharding != "zero1") and (data, microbatches) != (4, 2)
+    ],
+    ids=name,
+)
+def test_every_combination(model, parallel, microbatches):
+    same(train(model, parallel, microbatches=microbatches), train(model, ONE, microbatches=4))
+
+
+def test_the_run_learns_and_starts_where_it_should():
+    """The comparisons above mean something: losses move, and the first is that of guessing."""
+    found = train(llama(), ONE, microbatches=4)
+    assert abs(found.losses[0] - np.log(VOCABULARY)) < 0.1
+    assert found.losses[2] < found.losses[1] < found.losses[0] - 0.05
+    assert found.counted == rows(1).loss_mask.sum() < ROWS * LENGTH
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_recomputation_does_not_matter(recompute):
+    same(train(llama(recompute), ONE, microbatches=4), train(llama(), ONE, microbatches=4))
+
+
+def test_evaluation_is_the_training_loss_without_dropout():
+    plain, dropped = train(llama(), ONE, microbatches=4), train(gpt(), ONE, microbatches=4)
+    np.testing.assert_allclose(plain.before, plain.losses[0], rtol=1e-6)
+    assert abs(dropped.before / dropped.losses[0] - 1) > 1e-5
+
+
+def test_isolation_is_switched_on():
+    isolated, open_rows = (train(llama(), ONE, microbatches=4, steps=0, isolated=flag) for flag in (True, False))
+    assert abs(open_rows.before / isolated.before - 1) > 1e-6
+
+
+def test_mean_of_microbatch_means():
+    """Runs of two rows weigh the same however they meet on devices, and not as their tokens do."""
+    expected = train(llama(), ONE, microbatches=4, average="microbatches")
+    same(train(llama(), on(2, 1), microbatches=2, average="microbatches"), expected)
+    by_token = train(llama(), ONE, microbatches=4)
+    # The reported loss is the tokens' mean either way; the gradient is another.
+    np.testing.assert_allclose(expected.losses[0], by_token.losses[0], rtol=1e-6)
+    assert abs(expected.norms[0] / by_token.norms[0] - 1) > 1e-3
+
+
+def test_bfloat16_computes_low_and_keeps_high():
+    low, high = (train(llama(), on(2, 2), microbatches=2, compute=compute) for compute in ("bfloat16", "float32"))
+    np.testing.assert_allclose(low.losses, high.losses, rtol=2e-3)
+    np.testing.assert_allclose(low.norms, high.norms, rtol=2e-2)
+    assert not np.array_equal(low.losses, high.losses)
+    kept = [leaf for leaf in jax.tree.leaves(low.state) if leaf.ndim > 0]
+    assert {leaf.dtype for leaf in kept} == {jnp.dtype("float32")}

@@ -1,0 +1,111 @@
+"""Laying out by logical axes: with a mesh, inside manual code and without either."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from megajax.mesh.collectives import gather_shards, moved_axes, reduce_shards
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.mesh import build_mesh, free_axes, manual_axes
+from megajax.mesh.rules import Plan
+
+PARALLEL = ParallelConfig(data=2, tensor=2, data_sharding="fsdp", sequence=True)
+LAYOUT, PLAN = Layout(Plan.of(PARALLEL)), Plan.of(PARALLEL)
+AXES = ("embed", "mlp")
+X = np.arange(4 * 6 * 8, dtype=np.float32).reshape(4, 6, 8)
+
+
+def test_without_a_mesh_everything_is_the_identity():
+    x = jnp.asarray(X)
+    assert LAYOUT.act(x, "batch", "seq_residual", "embed") is x
+    assert LAYOUT.gather(x[0], AXES) is x[0] or np.array_equal(LAYOUT.gather(x[0], AXES), x[0])
+    assert LAYOUT.summed("batch", "vocab") == ()
+    np.testing.assert_array_equal(LAYOUT.island(lambda a: a + 1, (AXES,), AXES)(x[0]), x[0] + 1)
+    assert LAYOUT.zeros((2, 3), jnp.int32, "batch", None).dtype == jnp.int32
+    assert free_axes() == manual_axes() == {}
+
+
+def test_an_array_needs_an_axis_for_each_dimension():
+    with pytest.raises(ValueError, match=r"2 logical axes .* shape \(4, 6, 8\)"):
+        LAYOUT.act(jnp.asarray(X), "batch", "embed")
+
+
+def test_act_lays_out_over_the_mesh():
+    with jax.set_mesh(build_mesh(PARALLEL)):
+        assert LAYOUT.summed("batch", "vocab") == ("data", "expert", "tensor")
+        laid = jax.jit(lambda x: LAYOUT.act(x, "batch", "seq_residual", "embed"))(X)
+    assert laid.addressable_shards[0].data.shape == (2, 3, 8)
+    np.testing.assert_array_equal(laid, X)
+
+
+def test_axes_that_are_manual_already_are_dropped():
+    mesh = build_mesh(PARALLEL)
+
+    def local(x):
+        assert manual_axes() == {"data": 2}
+        assert "data" not in free_axes()
+        assert LAYOUT.summed("batch", "vocab") == ("expert", "tensor")
+        inner = LAYOUT.island(
+            lambda part: part * jnp.float32(part.size),
+            (("batch", "seq_residual", "embed"),),
+            ("batch", "seq_residual", "embed"),
+        )
+        return inner(LAYOUT.act(x, "batch", "seq_residual", "embed"))
+
+    mapped = jax.shard_map(
+        local, mesh=mesh, axis_names={"data"}, in_specs=P("data"), out_specs=P("data"), check_vma=False
+    )
+    with jax.set_mesh(mesh):
+        found = jax.jit(mapped)(X)
+    # Each device of the island has half the rows and half the sequence.
+    np.testing.assert_array_equal(found, X * (2 * 3 * 8))
+
+
+def test_gathering_and_reducing_undo_each_other():
+    """embed [6] over data: gathered it is whole, and its transpose adds up what both copies got."""
+    mesh = build_mesh(PARALLEL)
+    w, dy = X[0], np.stack([X[1], X[2]])
+
+    def local(w, dy):
+        y, pull = jax.vjp(lambda w: LAYOUT.gather(w, AXES), w)
+        return y[None], pull(dy[0])[0]
+
+    specs = PLAN.params.spec(AXES, keep=("data",))
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        axis_names={"data", "expert", "context"},
+        in_specs=(specs, P("data")),
+        out_specs=(P("data"), specs),
+        check_vma=False,
+    )
+    with jax.set_mesh(mesh):
+        y, dw = jax.jit(mapped)(w, dy)
+    np.testing.assert_array_equal(y, np.stack([w, w]))
+    np.testing.assert_array_equal(dw, dy.sum(0))
+
+
+def test_moves_by_hand():
+    moves = moved_axes(PLAN.params, PLAN.compute, ("layer", "embed", "mlp"))
+    assert moves == ((1, "data"), (1, "expert"), (1, "context"))
+    assert moved_axes(PLAN.compute, PLAN.params, AXES) == ()
+    mesh = build_mesh(ParallelConfig(data=2, tensor=2))
+    both = ((0, "data"), (0, "tensor"), (1, "context"))
+
+    def local(x):
+        whole = gather_shards(x, both)
+        return (
+            whole[None],
+            reduce_shards(whole, ((0, "data"), (0, "tensor"))),
+            reduce_shards(x, (), also=("data", "tensor")),
+        )
+
+    out = (P(("data", "tensor")), P(("data", "tensor")), P())
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P(("data", "tensor")), out_specs=out, check_vma=False)
+    whole, summed, total = jax.jit(mapped)(X)
+    np.testing.assert_array_equal(whole, np.stack([X] * 4))
+    np.testing.assert_array_equal(summed, 4 * X)
+    np.testing.assert_array_equal(total, X.sum(0, keepdims=True))

@@ -1,0 +1,86 @@
+"""Axis sizes, the tables from logical to mesh axes, and the plans made of them."""
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from megajax.config.errors import UserError
+from megajax.mesh.config import MESH_AXES, ParallelConfig
+from megajax.mesh.mesh import build_mesh
+from megajax.mesh.rules import Plan, Rules
+
+
+def test_the_mesh_has_all_five_axes_with_tensor_innermost():
+    mesh = build_mesh(ParallelConfig(tensor=2))
+    assert mesh.axis_names == MESH_AXES == ("pipeline", "data", "expert", "context", "tensor")
+    assert dict(mesh.shape) == {"pipeline": 1, "data": 4, "expert": 1, "context": 1, "tensor": 2}
+    neighbours = mesh.devices[0, 1, 0, 0]
+    assert [device.id for device in neighbours] == [2, 3]
+
+
+def test_one_process_may_leave_devices_unused():
+    assert build_mesh(ParallelConfig(data=3, tensor=2)).size == 6
+    assert build_mesh(ParallelConfig(), jax.devices()[:2]).shape["data"] == 2
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (ParallelConfig(data=5, tensor=2), "parallel: the axes multiply to 10 devices, there are 8"),
+        (ParallelConfig(tensor=3), "parallel.tensor: 8 devices are not divisible by 3"),
+        (ParallelConfig(tensor=0), "parallel.tensor: must be at least 1, got 0"),
+        (ParallelConfig(pipeline=2), "parallel.pipeline: 2 devices asked for, this version runs 1"),
+        (ParallelConfig(sequence=True), "parallel.sequence: sequence parallelism needs parallel.tensor > 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_by_name(parallel, message):
+    with pytest.raises(UserError) as refused:
+        build_mesh(parallel)
+    assert message in str(refused.value)
+
+
+def test_sizes_without_devices_at_hand():
+    parallel = ParallelConfig(tensor=4)
+    assert parallel.sizes(32) == {"pipeline": 1, "data": 8, "expert": 1, "context": 1, "tensor": 4}
+    assert parallel.without_data() == 4
+    assert parallel.data_size(2) == 1
+    assert next(str(p) for p in parallel.device_problems(2)).startswith(": the axes multiply to 4 devices, there are 2")
+    assert parallel.device_problems(12) == []
+
+
+def test_specs_from_logical_axes():
+    rules = Rules()
+    assert rules.spec(("vocab", "embed")) == P("tensor", None)
+    assert rules.spec((None, "batch", "seq")) == P(None, ("data", "expert"), "context")
+    assert rules.spec(("batch", "heads"), keep=("data", "tensor")) == P("data", "tensor")
+    assert rules.spec(("batch", "heads"), keep=()) == P(None, None)
+    with pytest.raises(ValueError, match="mesh axis on two dimensions"):
+        rules.spec(("heads", "mlp"))
+    with pytest.raises(AttributeError, match="hedas"):
+        rules.spec(("hedas",))
+
+
+def test_plans_differ_in_where_embed_is_held():
+    axes, spread = ("embed", "mlp"), P(("data", "expert", "context"), "tensor")
+    where = {}
+    for sharding in ("replicate", "zero1", "fsdp"):
+        plan = Plan.of(ParallelConfig(data_sharding=sharding))
+        layer = plan.held_during_step(("layer", *axes))
+        where[sharding] = [rules.spec(axes) for rules in (plan.compute, layer, plan.params, plan.optimizer)]
+        # Tables outside the stack are used whole at once: nothing is gained by gathering them later.
+        assert plan.held_during_step(("vocab", "embed")) == plan.compute
+    whole = P(None, "tensor")
+    assert where == {
+        "replicate": [whole] * 4,
+        "zero1": [whole, whole, spread, spread],
+        "fsdp": [whole, spread, spread, spread],
+    }
+
+
+def test_sequence_parallelism_cuts_the_residual_stream_and_nothing_else():
+    plain, cut = (Plan.of(ParallelConfig(tensor=2, sequence=flag)).compute for flag in (False, True))
+    residual = ("batch", "seq_residual", "embed")
+    assert plain.spec(residual) == P(("data", "expert"), "context", None)
+    assert cut.spec(residual) == P(("data", "expert"), ("context", "tensor"), None)
+    assert cut.spec(("batch", "seq", "heads")) == plain.spec(("batch", "seq", "heads"))
+    assert hash(Plan.of(ParallelConfig())) == hash(Plan.of(ParallelConfig()))

@@ -1,0 +1,138 @@
+"""Preset sizes and formulas against the arrays of the models and against what was published."""
+
+from math import prod
+
+import pytest
+from flax import nnx
+
+from megajax.config.errors import UserError
+from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, StackConfig
+from megajax.layers.param import specs
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.rules import Plan
+from megajax.models.config import DecoderConfig
+from megajax.models.flops import flops_per_token, parameter_count
+from megajax.models.presets.gpt import GPT2, GPT3, gpt2, gpt3
+from megajax.models.presets.llama import LLAMA2, LLAMA3, llama2, llama3
+
+EVERYTHING = DecoderConfig(
+    hidden=48,
+    vocabulary_size=300,
+    sequence_length=20,
+    stack=StackConfig(
+        pattern=(
+            BlockConfig(
+                mixer=AttentionConfig(heads=6, kv_heads=2, head_dim=10, bias=True),
+                mlp=GatedMLPConfig(ffn=30, bias=True),
+            ),
+            BlockConfig(mixer=AttentionConfig(heads=4), mlp=GatedMLPConfig(ffn=80)),
+        ),
+        repeats=3,
+    ),
+)
+"""What no preset has: biases on a gated MLP, a head size of its own, two kinds of blocks."""
+
+MODELS = {
+    "gpt2 debug": gpt2("debug"),
+    "gpt2 1.5b": gpt2("1.5b"),
+    "gpt3 175b": gpt3("175b"),
+    "llama2 debug": llama2("debug"),
+    "llama3 405b": llama3("405b", stretched=True),
+    "everything": EVERYTHING,
+}
+
+
+def shapes(cfg: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    layout = Layout(Plan.of(ParallelConfig()))
+    return {path: spec.shape for path, spec in specs(nnx.eval_shape(lambda: cfg.build(layout))).items()}
+
+
+@pytest.mark.parametrize("cfg", MODELS.values(), ids=MODELS)
+def test_parameter_count_is_what_the_arrays_hold(cfg):
+    held = shapes(cfg)
+    padding = cfg.hidden * (cfg.padded_vocabulary() - cfg.vocabulary_size)
+    tables = {path: prod(held[path]) for path in ("tokens", "positions", "head") if path in held}
+    count = parameter_count(cfg)
+    assert cfg.padded_vocabulary() % 128 == 0
+    assert ("head" in tables) is not cfg.tied
+    assert count.embedding == tables["tokens"] - padding + tables.get("positions", 0)
+    assert count.head == tables.get("head", padding) - padding
+    assert count.layers == sum(map(prod, held.values())) - sum(tables.values())
+    assert count.total == count.layers + count.embedding + count.head
+
+
+PUBLISHED = {
+    "gpt2 124m": (gpt2("124m"), 124_439_808),
+    "gpt2 355m": (gpt2("355m"), 354_823_168),
+    "gpt2 774m": (gpt2("774m"), 774_030_080),
+    "gpt2 1.5b": (gpt2("1.5b"), 1_557_611_200),
+    "llama2 7b": (llama2("7b"), 6_738_415_616),
+    "llama2 13b": (llama2("13b"), 13_015_864_320),
+    "llama2 70b": (llama2("70b"), 68_976_648_192),
+    "llama3 8b": (llama3("8b"), 8_030_261_248),
+    "llama3 70b": (llama3("70b"), 70_553_706_496),
+    "llama3 405b": (llama3("405b"), 405_853_388_800),
+}
+"""Elements in the released weights."""
+
+
+@pytest.mark.parametrize(("cfg", "published"), PUBLISHED.values(), ids=PUBLISHED)
+def test_sizes_are_those_of_the_released_weights(cfg, published):
+    assert parameter_count(cfg).total == published
+
+
+@pytest.mark.parametrize("size", [size for size in GPT3 if size != "debug"])
+def test_gpt3_sizes_are_what_they_are_called(size):
+    """Never released; the paper's names are rounded."""
+    called = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
+    assert abs(parameter_count(gpt3(size)).total / called - 1) < 0.025
+
+
+@pytest.mark.parametrize("cfg", MODELS.values(), ids=MODELS)
+def test_operations_are_six_for_each_weight_of_a_matmul_and_attention(cfg):
+    """2 forward and 4 backward; scores and values are two products of heads x head size with the row."""
+    in_matmuls = sum(prod(shape) for path, shape in shapes(cfg).items() if "stack" in path and len(shape) > 2)
+    if cfg is EVERYTHING or cfg.stack.pattern[0].mixer.bias:
+        in_matmuls -= sum(
+            prod(shape)
+            for path, shape in shapes(cfg).items()
+            if "stack" in path and path.endswith("bias") and len(shape) > 2
+        )
+    in_matmuls += cfg.hidden * cfg.padded_vocabulary()
+    widths = sum(block.mixer.heads * block.mixer.size(cfg.hidden) for block in cfg.stack.pattern) * cfg.stack.repeats
+    found = flops_per_token(cfg)
+    assert found.full == 6 * in_matmuls + 12 * widths * cfg.sequence_length
+    assert found.causal == 6 * in_matmuls + 6 * widths * cfg.sequence_length
+
+
+def test_gpt3_175b_is_what_the_paper_says_it_cost():
+    """Brown et al. 2020, table D.1: 3.14e23 operations for 300 billion tokens, attention left out."""
+    assert flops_per_token(gpt3("175b")).causal * 300e9 == pytest.approx(3.14e23, rel=0.04)
+
+
+@pytest.mark.parametrize("sizes", [GPT2, GPT3, LLAMA2, LLAMA3], ids=["gpt2", "gpt3", "llama2", "llama3"])
+def test_every_preset_fits_together(sizes):
+    family = {id(GPT2): gpt2, id(GPT3): gpt3, id(LLAMA2): llama2, id(LLAMA3): llama3}[id(sizes)]
+    for size in sizes:
+        cfg = family(size)
+        assert cfg.problems() == [], size
+        assert all(not block.problems() and not block.mixer.problems() for block in cfg.stack.pattern), size
+
+
+@pytest.mark.parametrize("family", [gpt2, gpt3, llama2, llama3])
+def test_an_unknown_size_names_the_known_ones(family):
+    with pytest.raises(UserError, match=r"no size '9z'; sizes: debug, "):
+        family("9z")
+
+
+def test_problems_of_a_model_say_what_would_do():
+    block = BlockConfig(mixer=AttentionConfig(heads=5, kv_heads=2), mlp=GatedMLPConfig(ffn=8))
+    cfg = DecoderConfig(hidden=64, vocabulary_size=0, sequence_length=4, stack=StackConfig(pattern=(block,), repeats=1))
+    text = "\n".join(map(str, cfg.problems()))
+    assert "vocabulary_size: must be at least 1, got 0" in text
+    assert "stack.pattern.0.mixer.heads: hidden=64 is not divisible by heads=5" in text
+    assert "divisors near 5: 2, 4, 8" in text
+    (problem,) = block.mixer.problems()
+    assert str(problem).startswith("kv_heads: heads=5 is not a multiple of kv_heads=2")
+    assert "1, 5" in problem.hint

@@ -1,0 +1,123 @@
+"""AdamW against its definition in float64, and what is decayed and clipped."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from megajax.config.errors import UserError
+from megajax.layers.param import ONES, ZEROS, Normal, ParamSpec, specs
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.rules import Plan
+from megajax.models.presets.gpt import gpt2
+from megajax.optim.config import AdamWConfig
+from megajax.optim.optimizer import clip_factor, decayed, global_norm
+
+DECLARED = {
+    "matrix": ParamSpec("matrix", (3, 4), ("embed", "mlp"), Normal(0.02), "weight", "matrix", ()),
+    "gain": ParamSpec("gain", (4,), ("embed",), ONES, "gain", "gain", ()),
+    "bias": ParamSpec("bias", (4,), ("embed",), ZEROS, "bias", "bias", ()),
+}
+CONFIG = AdamWConfig(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1)
+
+
+def in_float64(params: dict, gradients: list[dict], rates: list[float], cfg: AdamWConfig) -> dict:
+    """Loshchilov and Hutter 2019, algorithm 2, with the decay scaled by the learning rate."""
+    out = {}
+    for path, p in params.items():
+        p = p.astype(np.float64)
+        m, v = np.zeros_like(p), np.zeros_like(p)
+        for t, (grads, lr) in enumerate(zip(gradients, rates, strict=True), start=1):
+            g = grads[path].astype(np.float64)
+            m = cfg.beta1 * m + (1 - cfg.beta1) * g
+            v = cfg.beta2 * v + (1 - cfg.beta2) * g * g
+            direction = (m / (1 - cfg.beta1**t)) / (np.sqrt(v / (1 - cfg.beta2**t)) + cfg.epsilon)
+            p = p - lr * direction - (lr * cfg.weight_decay * p if path == "matrix" else 0)
+        out[path] = p
+    return out
+
+
+def random(rng: np.random.Generator, scale: float = 1.0) -> dict[str, np.ndarray]:
+    return {path: (rng.normal(size=spec.shape) * scale).astype(np.float32) for path, spec in DECLARED.items()}
+
+
+@pytest.mark.parametrize("cfg", [CONFIG, AdamWConfig()], ids=["beta2=0.95", "beta2=0.999"])
+def test_ten_updates_are_those_of_float64(cfg):
+    rng = np.random.default_rng(0)
+    params, rates = random(rng), [1e-2 * (1 + n) / 3 for n in range(10)]
+    # Gradients from large to below epsilon.
+    gradients = [random(rng, 10.0 ** rng.integers(-9, 2)) for _ in rates]
+    optimizer = cfg.build(DECLARED)
+    update = jax.jit(lambda g, s, p, lr: optimizer.update(g, s, p, lr=lr))
+    found, state = {path: jnp.asarray(p) for path, p in params.items()}, optimizer.init(params)
+    for grads, lr in zip(gradients, rates, strict=True):
+        found, state = update(grads, state, found, jnp.float32(lr))
+    assert int(state["count"]) == 10
+    for path, exact in in_float64(params, gradients, rates, cfg).items():
+        np.testing.assert_allclose(found[path], exact, rtol=1e-5, atol=1e-6, err_msg=path)
+        assert np.abs(exact - params[path]).max() > 0.01, path
+
+
+def test_without_gradient_only_matrices_shrink():
+    params = random(np.random.default_rng(1))
+    zero = {path: np.zeros_like(p) for path, p in params.items()}
+    optimizer = CONFIG.build(DECLARED)
+    found, _ = optimizer.update(zero, optimizer.init(params), params, lr=jnp.float32(0.5))
+    np.testing.assert_allclose(found["matrix"], params["matrix"] * (1 - 0.5 * 0.1), rtol=1e-6)
+    for path in ("gain", "bias"):
+        np.testing.assert_array_equal(found[path], params[path])
+
+
+def test_tables_decay_and_biases_and_gains_do_not():
+    layout = Layout(Plan.of(ParallelConfig()))
+    declared = specs(nnx.eval_shape(lambda: gpt2("debug").build(layout)))
+    kept = {path for path, spec in declared.items() if not decayed(spec)}
+    assert decayed(declared["tokens"])
+    assert decayed(declared["positions"])
+    assert kept == {path for path in declared if path.endswith(("bias", "gain"))}
+    assert "stack.blocks.0.mixer.query_bias" in kept
+
+
+def test_moments_start_at_zero_in_the_weights_shapes():
+    state = CONFIG.build(DECLARED).init(random(np.random.default_rng(2)))
+    assert set(state) == {"count", "first_moment", "second_moment"}
+    for name in ("first_moment", "second_moment"):
+        assert {path: moment.shape for path, moment in state[name].items()} == {p: s.shape for p, s in DECLARED.items()}
+        assert all(moment.dtype == jnp.float32 and not moment.any() for moment in state[name].values())
+
+
+def test_other_weights_than_the_declared_ones_are_refused():
+    optimizer, params = CONFIG.build(DECLARED), random(np.random.default_rng(3))
+    del params["gain"]
+    with pytest.raises(UserError, match="gain"):
+        optimizer.update(params, optimizer.init(params), params, lr=jnp.float32(0.1))
+
+
+def test_clipping_scales_the_global_norm_down_to_the_limit():
+    grads = random(np.random.default_rng(4))
+    exact = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in grads.values()))
+    norm = global_norm(grads)
+    np.testing.assert_allclose(norm, exact, rtol=1e-6)
+    clipped = {path: g * clip_factor(norm, 0.5) for path, g in grads.items()}
+    np.testing.assert_allclose(global_norm(clipped), 0.5, rtol=1e-5)
+    assert float(clip_factor(norm, 100.0)) == 1
+    assert float(clip_factor(norm, None)) == 1
+    assert float(clip_factor(jnp.float32(0), 1.0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "what"),
+    [
+        ({"beta1": 1.0}, "beta1", "must be at least 0 and below 1, got 1.0"),
+        ({"beta2": -0.1}, "beta2", "must be at least 0 and below 1, got -0.1"),
+        ({"clip": 0.0}, "clip", "must be above 0, got 0.0"),
+        ({"epsilon": -1e-8}, "epsilon", "must not be negative, got -1e-08"),
+        ({"weight_decay": -1.0}, "weight_decay", "must not be negative, got -1.0"),
+    ],
+)
+def test_problems(changes, where, what):
+    (problem,) = AdamWConfig(**changes).problems()
+    assert (problem.where, problem.what) == (where, what)
+    assert AdamWConfig(clip=None).problems() == []

@@ -1,0 +1,45 @@
+"""The smallest run that is a whole run: made-up data, one layer, batches of eight rows."""
+
+from pathlib import Path
+from typing import Any
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.data.config import MockConfig
+from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, RopeConfig, StackConfig
+from megajax.mesh.config import ParallelConfig
+from megajax.metrics.config import LoggingConfig
+from megajax.models.config import DecoderConfig
+from megajax.optim.config import ScheduleConfig
+from megajax.precision.config import PrecisionConfig
+from megajax.tokenizers.config import NullTokenizerConfig
+from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.run_config import RunConfig
+
+VOCABULARY = 64
+
+
+def model(**changes: Any) -> DecoderConfig:
+    settings = {"heads": 4, "kv_heads": 2, "rope": RopeConfig(), "ffn": 32, "hidden": 16, "sequence_length": 16}
+    settings |= {"vocabulary_size": VOCABULARY, "recompute": "none", "dropout": 0.1, "repeats": 2} | changes
+    mixer = AttentionConfig(**{name: settings.pop(name) for name in ("heads", "kv_heads", "rope")})
+    block = BlockConfig(mixer=mixer, mlp=GatedMLPConfig(ffn=settings.pop("ffn")))
+    return DecoderConfig(stack=StackConfig(pattern=(block,), repeats=settings.pop("repeats")), **settings)
+
+
+def run_config(folder: Path | str = "unused", **changes: Any) -> RunConfig:
+    """Six steps on one device, a checkpoint every third, evaluation at the end."""
+    settings = {
+        "model": model(),
+        "data": MockConfig(),
+        "tokenizer": NullTokenizerConfig(vocabulary_size=VOCABULARY),
+        "parallel": ParallelConfig(data=1),
+        "precision": PrecisionConfig(compute="float32"),
+        "schedule": ScheduleConfig(lr=1e-2, warmup_steps=2),
+        "batch": BatchConfig(global_size=8, micro_size=4),
+        "evaluation": EvaluationConfig(batches=1),
+        "checkpoint": CheckpointConfig(every=3),
+        "logging": LoggingConfig(every=1, plot=False, sample=False, live="never"),
+        "steps": 6,
+        "run_dir": str(folder),
+    }
+    return RunConfig(**settings | changes)

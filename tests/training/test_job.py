@@ -1,0 +1,152 @@
+"""Whole jobs in their folders: stopping and going on, refusing to, numeric faults, evaluation alone."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from small_jobs import model, run_config
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.config.errors import UserError
+from megajax.mesh.config import ParallelConfig
+from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.training.config import BatchConfig
+from megajax.training.job import Job, train
+from megajax.training.run_config import RunConfig
+
+
+def lines(folder: Path, name: str = "metrics") -> list[dict]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def steps(folder: Path) -> dict[int, dict]:
+    return {line["step"]: line for line in lines(folder) if "split" not in line}
+
+
+def losses(folder: Path) -> dict[str, float]:
+    """Split -> loss of the last evaluation."""
+    return {line["split"]: line["loss"] for line in lines(folder) if "split" in line}
+
+
+def events(folder: Path) -> list[str]:
+    return [line["event"] for line in lines(folder, "events")]
+
+
+def saved(folder: Path) -> list[int]:
+    """Steps that have a checkpoint."""
+    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file but the lock, which belongs to a process and not to the run."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("lock"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """Six steps without a pause."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert train(run_config(folder)) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def halted(tmp_path_factory) -> Path:
+    """The same run, asked to stop during step 4: saved there, off the policy."""
+    folder = tmp_path_factory.mktemp("halted") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Job, "stopping", lambda job: job.run.step >= 4)
+        assert train(run_config(folder)) == 0
+    return folder
+
+
+@pytest.fixture
+def copied(halted, tmp_path) -> Path:
+    return Path(shutil.copytree(halted, tmp_path / "run"))
+
+
+def test_a_whole_run_leaves_every_step_and_its_evaluations(whole):
+    assert list(steps(whole)) == [1, 2, 3, 4, 5, 6]
+    assert steps(whole)[1]["lr"] == 0
+    assert [line["consumed_samples"] for line in steps(whole).values()] == [8, 16, 24, 32, 40, 48]
+    assert steps(whole)[6]["consumed_tokens"] == 6 * 8 * 16
+    assert set(losses(whole)) == {"validation", "test"}
+    assert saved(whole) == [3, 6]
+
+
+def test_a_stopped_run_has_saved_and_not_evaluated(halted):
+    assert list(steps(halted)) == [1, 2, 3, 4]
+    assert saved(halted) == [3, 4]
+    assert "stopped" in events(halted)
+    assert losses(halted) == {}
+
+
+def test_going_on_is_as_if_it_had_never_stopped(whole, copied):
+    """Bit for bit, with dropout: the state, the place in the data and the random numbers are all there."""
+    assert train(run_config(copied)) == 0
+    assert list(steps(copied)) == [1, 2, 3, 4, 5, 6]
+    for step, line in steps(whole).items():
+        assert steps(copied)[step]["loss_hex"] == line["loss_hex"], step
+        assert steps(copied)[step]["grad_norm"] == line["grad_norm"], step
+    assert losses(copied) == losses(whole)
+
+
+def test_going_on_with_another_layout_is_the_same_run(whole, copied):
+    cfg = run_config(copied, parallel=ParallelConfig(data=2), batch=BatchConfig(global_size=8, micro_size=1))
+    assert train(cfg) == 0
+    for step in (5, 6):
+        assert steps(copied)[step]["loss"] == pytest.approx(steps(whole)[step]["loss"], rel=1e-5)
+    assert losses(copied) == pytest.approx(losses(whole), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "listed"),
+    [
+        (
+            {"seed": 7, "optimizer": AdamWConfig(weight_decay=0.2)},
+            ["seed: 1234 -> 7", "optimizer.weight_decay: 0.01 -> 0.2"],
+        ),
+        ({"steps": 7}, ["schedule: samples of decay", "48 -> 56"]),
+        ({"model": model(ffn=48)}, ["model.stack.pattern.0.mlp.ffn: 32 -> 48"]),
+        ({"batch": BatchConfig(global_size=16, micro_size=4)}, ["batch.global_size: 8 -> 16"]),
+        ({"schedule": ScheduleConfig(lr=1e-3, warmup_steps=2)}, ["schedule.lr: 0.01 -> 0.001"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_going_on_with_other_settings_is_refused_and_nothing_is_touched(halted, changes, listed):
+    before = contents(halted)
+    with pytest.raises(UserError) as refused:
+        train(run_config(halted, **changes))
+    for line in listed:
+        assert line in str(refused.value)
+    assert "holds step 4" in str(refused.value)
+    assert "Go on with the old settings; or set another run_dir" in str(refused.value)
+    assert contents(halted) == before
+
+
+def test_a_finished_run_has_nothing_to_do_and_can_be_evaluated_alone(whole, tmp_path, capsys):
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    assert train(run_config(folder), skip_train=True) == 0
+    assert list(steps(folder)) == list(steps(whole))
+    assert losses(folder) == losses(whole)
+    capsys.readouterr()
+    assert train(run_config(folder)) == 0
+    assert "nothing to train: 6 of 6 steps are done" in capsys.readouterr().out
+    assert lines(folder) == lines(whole)
+
+
+def too_fast(folder: Path) -> RunConfig:
+    """The third step sees weights of 1e30."""
+    return run_config(folder, model=model(dropout=0.0), schedule=ScheduleConfig(lr=2e30, warmup_steps=2))
+
+
+def test_numbers_that_are_not_finite_end_the_run_with_17_and_leave_the_last_checkpoint(tmp_path):
+    cfg = too_fast(tmp_path / "run").but(checkpoint=CheckpointConfig(every=1))
+    assert train(cfg) == 17
+    folder = Path(cfg.run_dir)
+    assert list(steps(folder)) == [1, 2, 3]
+    assert steps(folder)[3]["skipped"]
+    assert "numeric_fault" in events(folder)
+    assert saved(folder) == [1, 2]

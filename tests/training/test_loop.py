@@ -1,0 +1,92 @@
+"""The loop with made-up steps: what is dispatched, reported, saved and stopped, and in which order."""
+
+import itertools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.mesh import build_mesh
+from megajax.precision.config import PrecisionConfig
+from megajax.training.loop import run_steps
+
+
+class Events:
+    """A run that writes down what happens to it; its state is the number of the step."""
+
+    def __init__(self, step: int = 0):
+        self.seen, self.step, self.state = [], step, step
+        self.cfg = SimpleNamespace(precision=PrecisionConfig(compute="float32"))
+        self.mesh = build_mesh(ParallelConfig(data=1))
+        self.batches = (("rows", 8 * n) for n in itertools.count(step + 1))
+
+    def train_step(self, state: int, batch: str):
+        self.seen.append(f"dispatch {state + 1}")
+        assert jax.config.jax_default_matmul_precision == "highest"
+        metrics = {name: jnp.float32(state + 1) for name in ("loss", "grad_norm", "lr", "loss_scale", "other")}
+        return state + 1, metrics | {"skipped": jnp.asarray(state == 2)}
+
+    def iterate(self, last: int, **options):
+        for info in run_steps(self, last, **options):
+            self.seen.append(f"info {info.step}")
+            yield info
+
+
+class Every:
+    def __init__(self, steps: int, name: str):
+        self.steps, self.name = steps, name
+
+    def due(self, step: int) -> bool:
+        return step % self.steps == 0
+
+    def __call__(self, run: Events, step: int) -> None:
+        assert run.state == step
+        run.seen.append(f"{self.name} {step}")
+
+
+def test_numbers_come_one_step_late_and_all_of_them():
+    run = Events()
+    infos = list(run.iterate(3))
+    assert run.seen == ["dispatch 1", "dispatch 2", "info 1", "dispatch 3", "info 2", "info 3"]
+    assert [info.step for info in infos] == [1, 2, 3]
+    assert [info.consumed_samples for info in infos] == [8, 16, 24]
+    assert [info.skipped for info in infos] == [False, False, True]
+    assert infos[1].loss == infos[1].grad_norm == infos[1].lr == 2.0
+    assert infos[1].metrics == {"other": 2.0}
+    assert type(infos[1].loss) is float
+    assert type(infos[2].skipped) is bool
+    assert all(info.seconds >= 0 for info in infos)
+
+
+def test_before_a_hook_everything_up_to_its_step_is_reported():
+    run = Events()
+    list(run.iterate(4, hooks=(Every(2, "evaluate"), Every(4, "save"))))
+    assert run.seen == [
+        *("dispatch 1", "dispatch 2", "info 1", "info 2", "evaluate 2"),
+        *("dispatch 3", "dispatch 4", "info 3", "info 4", "evaluate 4", "save 4"),
+    ]
+
+
+def test_a_stop_ends_after_the_step_and_its_hooks():
+    run = Events()
+    list(run.iterate(10, hooks=(Every(2, "save"),), stopping=lambda: run.state == 2))
+    assert run.seen == ["dispatch 1", "dispatch 2", "info 1", "info 2", "save 2"]
+
+
+def test_an_error_at_a_late_number_comes_before_the_hook_of_the_next_step():
+    """How a step that went wrong is never saved."""
+    run = Events()
+    with pytest.raises(ArithmeticError):
+        for info in run.iterate(4, hooks=(Every(2, "save"),)):
+            if info.step == 1:
+                raise ArithmeticError
+    assert "save 2" not in run.seen
+
+
+def test_a_run_that_is_done_has_no_steps():
+    run = Events(step=5)
+    assert list(run.iterate(5)) == []
+    assert run.seen == []
+    assert [info.step for info in run.iterate(6)] == [6]

@@ -1,0 +1,126 @@
+"""A run in a notebook: set up, stepped, asked, evaluated and looked at, on two by two devices."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from small_jobs import VOCABULARY, model, run_config
+
+from megajax.config.errors import ConfigError, UserError
+from megajax.data.config import MockConfig
+from megajax.layers.param import bind
+from megajax.mesh.config import ParallelConfig
+from megajax.tokenizers.config import NullTokenizerConfig
+from megajax.training import setup, visualize
+from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.session import Run
+
+CONFIG = run_config(
+    model=model(dropout=0.0),
+    parallel=ParallelConfig(data=2, tensor=2),
+    batch=BatchConfig(global_size=8, micro_size=2),
+    data=MockConfig(isolate_documents=True),
+    evaluation=EvaluationConfig(every=2, batches=2),
+)
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    made = setup(CONFIG)
+    yield made
+    made.close()
+
+
+def test_steps_of_a_notebook_go_on_where_they_stopped(run):
+    start = run.step
+    losses = [info.loss for info in run.steps(2)]
+    assert [info.step for info in run.steps(3)] == [start + 3, start + 4, start + 5]
+    assert run.step == start + 5
+    assert int(run.state.consumed_samples) == run.batches.consumed == 8 * run.step
+    assert abs(losses[0] - np.log(VOCABULARY)) < 0.3
+    # What is left of the config's steps.
+    assert [info.step for info in run.steps()] == list(range(start + 6, CONFIG.steps + 1))
+
+
+def test_the_model_answers_with_the_present_weights(run):
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (3, 7))
+    found = run.model(tokens)
+    assert found.shape == (3, 7, VOCABULARY)
+    alone = jax.device_put(jax.device_get(run.state.params), jax.devices()[0])
+    with jax.default_matmul_precision("highest"):
+        expected = bind(run.parts.abstract, alone)(np.asarray(tokens, np.int32))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_evaluation_is_the_mean_over_the_counted_tokens(run):
+    """Row by row through the logits, with positions and documents as the data says."""
+    source = run.parts.splits.valid
+    rows = [source[n] for n in range(8, 24)]
+    tokens, labels, positions, segments, mask = (
+        np.stack([row[name] for row in rows]) for name in ("tokens", "labels", "positions", "segment_ids", "loss_mask")
+    )
+    alone = jax.device_put(jax.device_get(run.state.params), jax.devices()[0])
+    with jax.default_matmul_precision("highest"):
+        logits = bind(run.parts.abstract, alone)(tokens, positions, segments)
+    each = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), labels[..., None], -1)[..., 0]
+    expected = (each * mask).sum() / mask.sum()
+    assert run.evaluate(source, first=8, batches=2) == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(UserError, match="counted no tokens"):
+        run.evaluate(source, batches=0)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_a_step_that_is_not_finite_changes_no_weight(run, poison):
+    before = jax.device_get(run.state)
+    batch, _ = next(run.parts.loader(run.parts.splits.train, 0))
+    bad = batch._replace(loss_mask=batch.loss_mask * poison)
+    with jax.set_mesh(run.mesh), jax.default_matmul_precision("highest"):
+        run.state, metrics = run.train_step(run.state, bad)
+    assert bool(metrics["skipped"])
+    after = jax.device_get(run.state)
+    same = dataclasses.replace(
+        after, step=before.step, consumed_samples=before.consumed_samples, skipped=before.skipped
+    )
+    for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(same), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert (after.step, after.skipped) == (before.step + 1, before.skipped + 1)
+    assert after.consumed_samples == before.consumed_samples + 8
+
+
+def test_visualize_shows_every_weight_and_who_holds_what(run, capsys):
+    text = visualize(run)
+    assert capsys.readouterr().out.rstrip("\n") == text
+    lines = text.splitlines()
+    assert lines[0] == f"{len(run.state.params)} weights on 4 devices (data 2, tensor 2), zero1"
+    end = next(n for n, line in enumerate(lines) if line.startswith("each device: "))
+    table = {line.split()[0]: line for line in lines[1:end] if line.strip()}
+    for path, array in run.state.params.items():
+        assert " x ".join(map(str, array.shape)) in table[path]
+    head = table["head"]
+    assert head.split("  ")[-1].strip() == f"{128 * 16 * 4 / 4 / 2**20:.3f}"
+    assert "vocab embed" in head
+    assert "tensor, data" in head
+    held = {shard.device.id: shard.index for shard in run.state.params["head"].addressable_shards}
+    assert held[1] == (slice(64, 128), slice(0, 8))
+    drawing = lines[next(n for n, line in enumerate(lines) if line.startswith("head and")) :]
+    assert drawing[0].endswith(": vocab over tensor, embed over data")
+    grid = [line.split("  ") for line in drawing if line.lstrip().startswith("vocab ")][:2]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in grid]
+    assert cells == [["vocab 0:64", "device 0", "device 2"], ["vocab 64:128", "device 1", "device 3"]]
+    (norm,) = [n for n, line in enumerate(lines) if line.startswith("norm.gain and")]
+    assert "devices 0-1" in "".join(lines[norm:])
+
+
+def test_all_that_is_wrong_is_said_before_anything_is_made():
+    """Settings of single parts too, which a config written in Python has not been checked for."""
+    cfg = run_config(model=model(heads=4, kv_heads=3), parallel=ParallelConfig(tensor=0))
+    with pytest.raises(ConfigError) as refused:
+        setup(cfg)
+    assert "model.stack.pattern.0.mixer.kv_heads: heads=4 is not a multiple of kv_heads=3" in str(refused.value)
+    assert "parallel.tensor: must be at least 1, got 0" in str(refused.value)
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused():
+    with pytest.raises(UserError, match=r"the tokenizer has 65 tokens, model.vocabulary_size is 64"):
+        setup(run_config(tokenizer=NullTokenizerConfig(vocabulary_size=65)))
