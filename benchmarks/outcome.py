@@ -17,7 +17,9 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nump
 def write(name: str, figures: dict[str, Any]) -> None:
     """Print the figures and write them down."""
     root = RESULTS.parent.parent
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False
+    )
     outcome = {
         "command": " ".join(["python", *sys.argv]),
         "date": date.today().isoformat(),

@@ -13,12 +13,7 @@ from jax import Array, lax
 from megajax.kernels.cross_entropy import VocabularyShard, loss_and_gradients, token_losses, weighted
 from megajax.mesh.layout import Layout
 
-TABLE, TOKENS, RESIDUAL, WHOLE = (
-    ("vocab", "embed"),
-    ("batch", "seq"),
-    ("batch", "seq_residual", "embed"),
-    ("batch", "seq", "embed"),
-)
+TABLE, TOKENS, RESIDUAL = ("vocab", "embed"), ("batch", "seq"), ("batch", "seq_residual", "embed")
 
 
 def _shard(table: Array, size: int, axes: tuple[str, ...]) -> VocabularyShard:
@@ -31,6 +26,18 @@ def _extra(layout: Layout) -> tuple[str, ...]:
     return tuple(axis for axis in layout.summed("seq_residual") if axis not in layout.summed("seq"))
 
 
+def _whole(x: Array, extra: tuple[str, ...]) -> Array:
+    """Inside an island: [B, part of S, D] -> [B, S, D]."""
+    return lax.all_gather(x, extra, axis=1, tiled=True) if extra else x
+
+
+def _summed(x: Array, axes: tuple[str, ...], extra: tuple[str, ...]) -> Array:
+    """Inside an island: [B, S, D] summed over the vocabulary's mesh axes -> [B, part of S, D]."""
+    rest = tuple(axis for axis in axes if axis not in extra)
+    x = lax.psum(x, rest) if rest else x
+    return lax.psum_scatter(x, extra, scatter_dimension=1, tiled=True) if extra else x
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def embed(layout: Layout, table: Array, tokens: Array) -> Array:
     """table [V, D], tokens int32 [B, S] -> [B, S, D] in table's dtype, laid out (batch, seq_residual, embed)."""
@@ -41,9 +48,7 @@ def embed(layout: Layout, table: Array, tokens: Array) -> Array:
         row = tokens - shard.first
         here = (row >= 0) & (row < table.shape[0])
         found = jnp.where(here[..., None], table[jnp.where(here, row, 0)], 0)
-        if extra == shard.axes and extra:
-            return lax.psum_scatter(found, extra, scatter_dimension=1, tiled=True)
-        return shard.sum(found)
+        return _summed(found, axes, extra)
 
     return layout.island(local, (TABLE, TOKENS), RESIDUAL)(table, tokens)
 
@@ -58,8 +63,7 @@ def _embed_backward(layout: Layout, saved: tuple[Array, Array], dy: Array) -> tu
 
     def local(table: Array, tokens: Array, dy: Array) -> Array:
         shard = _shard(table, 0, axes)
-        if extra:
-            dy = lax.all_gather(dy, extra, axis=1, tiled=True)
+        dy = _whole(dy, extra)
         row = tokens - shard.first
         row = jnp.where((row >= 0) & (row < table.shape[0]), row, table.shape[0])
         sums = jnp.zeros(table.shape, jnp.float32).at[row].add(dy.astype(jnp.float32), mode="drop")
@@ -78,34 +82,33 @@ def vocabulary_loss(
     """Sum of weights * -log p(label) over the rows that are here, float32 [].
 
     size: ids in use, the rest of the table is padding; chunk: tokens whose logits exist at once.
-    x [B, S, D] laid out (batch, seq, embed), table [V, D], labels int32 [B, S], weights float32 [B, S].
+    x [B, S, D] laid out (batch, seq_residual, embed), table [V, D], labels int32 [B, S], weights float32 [B, S].
     """
-    rows, axes = layout.summed("batch", "seq"), layout.summed("vocab")
+    rows, axes, extra = layout.summed("batch", "seq"), layout.summed("vocab"), _extra(layout)
 
     def local(x: Array, table: Array, labels: Array, weights: Array) -> Array:
-        losses = token_losses(_flat(x), table, _flat(labels), _shard(table, size, axes), chunk=chunk)
+        losses = token_losses(_flat(_whole(x, extra)), table, _flat(labels), _shard(table, size, axes), chunk=chunk)
         loss = weighted(losses, _flat(weights))
         return lax.psum(loss, rows) if rows else loss
 
-    return layout.island(local, (WHOLE, TABLE, TOKENS, TOKENS), ())(x, table, labels, weights)
+    return layout.island(local, (RESIDUAL, TABLE, TOKENS, TOKENS), ())(x, table, labels, weights)
 
 
 def _loss_forward(
     layout: Layout, size: int, chunk: int, x: Array, table: Array, labels: Array, weights: Array
 ) -> tuple[Array, tuple[Array, Array]]:
-    rows, axes = layout.summed("batch", "seq"), layout.summed("vocab")
+    rows, axes, extra = layout.summed("batch", "seq"), layout.summed("vocab"), _extra(layout)
 
     def local(x: Array, table: Array, labels: Array, weights: Array) -> tuple[Array, Array, Array]:
-        shard = _shard(table, size, axes)
+        shard, x = _shard(table, size, axes), _whole(x, extra)
         loss, dx, dtable = loss_and_gradients(_flat(x), table, _flat(labels), _flat(weights), shard, chunk=chunk)
-        dx = shard.sum(dx).reshape(x.shape)
+        dx = _summed(dx.reshape(x.shape), axes, extra)
         if rows:
             loss, dtable = lax.psum(loss, rows), lax.psum(dtable, rows)
         return loss, dx, dtable.astype(table.dtype)
 
-    loss, dx, dtable = layout.island(local, (WHOLE, TABLE, TOKENS, TOKENS), ((), WHOLE, TABLE))(
-        x, table, labels, weights
-    )
+    island = layout.island(local, (RESIDUAL, TABLE, TOKENS, TOKENS), ((), RESIDUAL, TABLE))
+    loss, dx, dtable = island(x, table, labels, weights)
     return loss, (dx, dtable)
 
 
@@ -120,13 +123,13 @@ vocabulary_loss.defvjp(_loss_forward, _loss_backward)
 
 def vocabulary_token_losses(layout: Layout, size: int, chunk: int, x: Array, table: Array, labels: Array) -> Array:
     """-log p(label) of each token, float32 [B, S]; for evaluation, not differentiable over several devices."""
-    axes = layout.summed("vocab")
+    axes, extra = layout.summed("vocab"), _extra(layout)
 
     def local(x: Array, table: Array, labels: Array) -> Array:
-        losses = token_losses(_flat(x), table, _flat(labels), _shard(table, size, axes), chunk=chunk)
+        losses = token_losses(_flat(_whole(x, extra)), table, _flat(labels), _shard(table, size, axes), chunk=chunk)
         return losses.reshape(labels.shape)
 
-    return layout.island(local, (WHOLE, TABLE, TOKENS), TOKENS)(x, table, labels)
+    return layout.island(local, (RESIDUAL, TABLE, TOKENS), TOKENS)(x, table, labels)
 
 
 def _flat(x: Array) -> Array:

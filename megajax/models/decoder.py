@@ -61,8 +61,8 @@ class DecoderLM(nnx.Module):
         return dropout(x, self.cfg.dropout, ctx, EMBEDDING_PLACE, self.layout)
 
     def finish(self, x: Array) -> Array:
-        """Final normalisation, and every device of `tensor` gets the whole sequence."""
-        return self.layout.act(self.norm(x), "batch", "seq", "embed")
+        """Final normalisation, laid out (batch, seq_residual, embed)."""
+        return self.layout.act(self.norm(x), "batch", "seq_residual", "embed")
 
     def table(self) -> Array:
         """The head's table [V, D]."""
@@ -82,5 +82,6 @@ class DecoderLM(nnx.Module):
 
     def logits(self, x: Array) -> Array:
         """Hidden states [B, S, D] -> float32 [B, S, vocabulary_size]."""
+        x = self.layout.act(x, "batch", "seq", "embed")
         scores = jnp.einsum("bsd,vd->bsv", x, self.table(), preferred_element_type=jnp.float32)
         return self.layout.act(scores, "batch", "seq", "vocab")[..., : self.cfg.vocabulary_size]

@@ -59,7 +59,7 @@ def test_without_keys_or_rate_nothing_is_dropped():
 
 
 def run(pattern: int, recompute: str, values: dict[str, np.ndarray]) -> tuple[jax.Array, jax.Array]:
-    """Output of two layers, and the gradient at the input of its sum of squares."""
+    """Output of four layers, and the gradient at the input of its sum of squares."""
     stack = abstract(pattern, recompute)
     mine = {path: values[path.split(".", 2)[2]][int(path.split(".")[1]) :: pattern] for path in specs(stack)}
     x = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, LENGTH, HIDDEN)), jnp.float32)
@@ -74,7 +74,7 @@ def run(pattern: int, recompute: str, values: dict[str, np.ndarray]) -> tuple[ja
 
 def abstract(pattern: int, recompute: str) -> nnx.Module:
     site = Site(layout=Layout(Plan.of(ParallelConfig())), hidden=HIDDEN, std=0.3, output_std=0.3)
-    cfg = StackConfig(pattern=(BLOCK,) * pattern, repeats=2 // pattern)
+    cfg = StackConfig(pattern=(BLOCK,) * pattern, repeats=4 // pattern)
     return nnx.eval_shape(lambda: cfg.build(site, recompute=recompute))
 
 

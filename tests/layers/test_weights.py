@@ -91,10 +91,11 @@ def test_values_have_their_spread_and_no_two_are_alike():
         assert array.dtype == np.float32
         # 512 draws or more: 15% are almost five standard deviations of their spread.
         assert abs(array.std() / std - 1) < 0.15, path
-        assert len(np.unique(array)) == array.size, path
+        # Float32 Gaussians come from 23 random bits: a few coincide.
+        assert len(np.unique(array)) > 0.99 * array.size, path
     assert not np.array_equal(found["blocks.0.mlp.gate"], found["blocks.0.mlp.up"])
     up = {path: spec for path, spec in some(LLAMA, repeats=4).items() if path.endswith("up")}
-    assert not np.isin(np.asarray(initial_values(up, 1)["blocks.0.mlp.up"]), found["blocks.0.mlp.up"]).any()
+    assert np.isin(np.asarray(initial_values(up, 1)["blocks.0.mlp.up"]), found["blocks.0.mlp.up"]).mean() < 0.01
 
 
 def test_values_do_not_depend_on_how_layers_are_grouped():
