@@ -131,8 +131,9 @@ class CheckpointManager(CheckpointReader):
     def start(self) -> tuple[CheckpointReader, int] | None:
         """Where this run starts from: whose checkpoints (this manager, or the reader of `load`) and which step.
 
-        None: from nothing, and only if no start was asked for and this folder never held a checkpoint. Raises
-        UserError if what was asked for is not there or not whole.
+        None: from nothing, and only if no start was asked for and this folder never held a checkpoint. A run that
+        goes on from a step of this manager calls `go_back` before it saves. Raises UserError if what was asked for
+        is not there or not whole.
         """
         own = self._peers.share(bool(self.steps() or folder.damaged_in(self.folder)))
         if self.cfg.load is not None and not own:
@@ -144,13 +145,15 @@ class CheckpointManager(CheckpointReader):
             return reader, step
         if self.cfg.load is None and self.cfg.step is not None:
             self.demand(self.cfg.step)
-            self._go_back(self.cfg.step)
             return self, self.cfg.step
         step = self.newest_whole()
         return None if step is None else (self, step)
 
-    def _go_back(self, step: int) -> None:
-        """Later steps lose their names, or a restart of this run would jump to a future it has left."""
+    def go_back(self, step: int) -> None:
+        """Set aside the steps after `step`, or a restart of this run would jump to a future it has left.
+
+        To be called once the run is sure to go on from `step`: until then nothing in the folder changes.
+        """
         later = self._peers.share([number for number in self.steps() if number > step])
         if self._peers.first:
             for number in later:

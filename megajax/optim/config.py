@@ -96,7 +96,7 @@ class ScheduleConfig(Builds):
     def run_problems(self, *, steps: int, global_size: int) -> list[Problem]:
         """What is wrong with the schedule for a run of that length."""
         warmup, decay = (f(steps=steps, global_size=global_size) for f in (self.warmup, self.decay))
-        if warmup >= decay and warmup > 0:
+        if self.style != "constant" and warmup >= decay and warmup > 0:
             return [
                 Problem(
                     "decay_steps",

@@ -211,8 +211,10 @@ def _work(job: Job, started: float, skip_train: bool) -> int:
         job.evaluate.at_end(job.run, job.first)
         return 0
     if job.first >= job.cfg.steps:
-        job.console.say(f"nothing to train: {job.first} of {job.cfg.steps} steps are done")
+        job.console.say(f"nothing to train: {job.first} of {job.cfg.steps} steps are done; --skip-train evaluates them")
         return 0
+    if job.first:
+        job.manager.go_back(job.first)
     last = None
     try:
         for info in job.steps():

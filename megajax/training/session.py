@@ -29,6 +29,9 @@ from megajax.training.run_config import RunConfig
 from megajax.training.state import TrainState, fresh_state, state_shardings
 from megajax.training.step import TrainStep, make_eval_step, make_train_step
 
+DROPOUT_STREAM = 1
+"""Tells the random numbers of dropout from those of the initial weights, which derive from the same seed."""
+
 type Start = Callable[["Parts", TrainState], TrainState | None]
 """(what is known before there are weights, state of jax.ShapeDtypeStruct) -> the state to go on from; None: fresh."""
 
@@ -143,7 +146,7 @@ def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None, start: Sta
         state = (start(parts, like) if start is not None else None) or fresh()
     weights = Weights(parts.abstract, parts.declared, parts.layout, cfg.precision)
     loss = LanguageModelLoss(cfg.data.isolated(), cfg.batch.loss_average)
-    key = jax.random.key(cfg.seed) if cfg.model.has_dropout() else None
+    key = jax.random.fold_in(jax.random.key(cfg.seed), DROPOUT_STREAM) if cfg.model.has_dropout() else None
     train_step = make_train_step(accumulate(weights, loss, key, parts.mesh), optimizer, parts.schedule, shardings)
     eval_step = make_eval_step(forward_sums(weights, loss, parts.mesh))
     return Run(parts, state, parts.loader(parts.splits.train, int(state.consumed_samples)), train_step, eval_step)

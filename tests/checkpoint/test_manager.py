@@ -166,6 +166,8 @@ def test_going_back_sets_the_later_steps_aside(tmp_path, capfd):
         save_all(manager, [1, 2, 3])
     with CheckpointConfig(step=2).build(tmp_path) as manager:
         assert manager.start() == (manager, 2)
+        assert manager.steps() == [1, 2, 3]
+        manager.go_back(2)
         assert manager.steps() == [1, 2]
         save_all(manager, [3])
     assert folders(tmp_path) == ["00000001", "00000002", "00000003", "00000003.abandoned"]

@@ -44,6 +44,7 @@ def test_masks_follow_the_row_and_differ_by_layer_and_place():
     layout = Layout(Plan.of(ParallelConfig()))
     masks = np.asarray(dropped(layout, context()))
     np.testing.assert_array_equal(masks[2:], dropped(layout, context(2, first=2)))
+    assert len(np.unique(masks.reshape(-1, HIDDEN), axis=0)) > ROWS * LENGTH - 4
     others = [context().for_layer(0), context().for_layer(1)]
     found = [masks, *[np.asarray(dropped(layout, ctx, place)) for ctx in others for place in (2, 3)]]
     for place, mask in enumerate(found):

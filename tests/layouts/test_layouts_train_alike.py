@@ -86,6 +86,7 @@ def test_evaluation_is_the_training_loss_without_dropout():
     plain, dropped = train(llama(), ONE, microbatches=4), train(gpt(), ONE, microbatches=4)
     np.testing.assert_allclose(plain.before, plain.losses[0], rtol=1e-6)
     assert abs(dropped.before / dropped.losses[0] - 1) > 1e-5
+    assert dropped.before == train(gpt(dropout=0.0), ONE, microbatches=4, steps=0).before
 
 
 def test_isolation_is_switched_on():
