@@ -252,8 +252,11 @@ class _Builder:
                 values[field.name] = self.fault(path, "has no default and is not given", f"give it: {what}")
                 continue
             written = given.get(field.name, there)
+            known = there is not MISSING
             there = None if there is MISSING else there
-            values[field.name] = self.value(written, annotations[field.name], path, there)
+            value = self.value(written, annotations[field.name], path, there)
+            # A faulty setting is reported already: its old value lets the checks of the others run too.
+            values[field.name] = there if value is Mark.INVALID and known else value
         if any(value is Mark.INVALID for value in values.values()):
             return Mark.INVALID
         try:

@@ -1,6 +1,7 @@
 """Several datasets as one: which dataset gives row i, and how many rows each must have."""
 
 import math
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -102,8 +103,8 @@ class BlendedDataset:
         UserError: the index asks a dataset for more rows than it has.
     """
 
-    def __init__(self, datasets: Sequence[GPTDataset], index: BlendIndex):
-        self.datasets, self.index = tuple(datasets), index
+    def __init__(self, datasets: Sequence[GPTDataset], index: BlendIndex, weights: Sequence[float]):
+        self.datasets, self.index, self.weights = tuple(datasets), index, tuple(weights)
         counts = np.bincount(index.datasets, minlength=len(self.datasets))
         for dataset, count in zip(self.datasets, counts.tolist(), strict=True):
             if count > len(dataset):
@@ -112,6 +113,11 @@ class BlendedDataset:
                     "Raise data.surplus, two- or tenfold."
                 )
         self.sequence_length = self.datasets[0].sequence_length
+
+    def order(self) -> str:
+        """Identifies the order of the rows; the same as long as only rows at its end are added."""
+        weights = f"{zlib.crc32(repr(self.weights).encode()):08x}"
+        return "-".join([weights, *(dataset.order() for dataset in self.datasets)])
 
     def __len__(self) -> int:
         return len(self.index.datasets)
@@ -217,7 +223,8 @@ class Cutter:
                 index = weighted_index(weights.tolist(), sum(rows_needed(rows, weights)))
             return index._asdict()
 
-        return BlendedDataset(datasets, BlendIndex(**load_or_build(self.folder, description, build)))
+        index = BlendIndex(**load_or_build(self.folder, description, build))
+        return BlendedDataset(datasets, index, lengths if weights is None else weights.tolist())
 
 
 def build_splits(config: BlendConfig, *, tokenizer: Tokenizer, sequence_length: int, rows: Rows, seed: int) -> Splits:

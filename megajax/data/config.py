@@ -29,6 +29,10 @@ def _split_problems(split: str) -> list[Problem]:
     return []
 
 
+def _between(where: str, value: float, least: float, most: float) -> list[Problem]:
+    return [] if least <= value <= most else [Problem(where, f"expected {least:g} to {most:g}, found {value:g}")]
+
+
 def _at_least(where: str, value: float, least: float) -> list[Problem]:
     return [] if value >= least else [Problem(where, f"expected {least} or more, found {value}")]
 
@@ -146,7 +150,7 @@ class StandardLibraryConfig(Builds):
         return self.isolate_documents
 
     def problems(self) -> list[Problem]:
-        return _split_problems(self.split) + _at_least("megabytes", self.megabytes, 0.01)
+        return _split_problems(self.split) + _between("megabytes", self.megabytes, 0.01, 1e6)
 
 
 DataConfig = BlendConfig | MockConfig | StandardLibraryConfig

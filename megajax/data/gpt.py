@@ -1,5 +1,6 @@
 """Rows for language models: a fixed number of tokens cut from a stream of shuffled documents."""
 
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -62,6 +63,10 @@ def _constant(values: np.ndarray) -> np.ndarray:
     return values
 
 
+ORDER_SAMPLE = 65536
+"""Entries of an index that identify an order: another epoch or another rule reshuffles all of it."""
+
+
 class GPTDataset:
     """Row i of a split as a dict of arrays, a pure function of i.
 
@@ -95,6 +100,11 @@ class GPTDataset:
         self._ones = _constant(np.ones(length, np.float32))
         # int64 tokens are checked against the vocabulary before they are narrowed.
         self._dtype = np.int64 if tokens.dtype.itemsize > 4 else np.int32
+
+    def order(self) -> str:
+        """Identifies the order of the rows; the same as long as only rows at its end are added."""
+        heads = (self.index.documents[:ORDER_SAMPLE], self.index.shuffle[:ORDER_SAMPLE])
+        return "-".join(f"{zlib.crc32(np.ascontiguousarray(head).tobytes()):08x}" for head in heads)
 
     def __len__(self) -> int:
         return len(self.index.shuffle)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from megajax.config.errors import UserError
 from megajax.tokenizers.base import Tokenizer
 
 PROMPT, SAMPLE = 32, 256
@@ -28,13 +29,10 @@ def text_sample(
     model: int32 [1, S] -> logits [1, S, V]; row: int32 [length] to begin with; stops after `seconds`.
     """
     prompt = [int(token) for token in row[: min(PROMPT, length // 2)]]
-    try:
-        begun = tokenizer.decode(prompt)
-    except (UnicodeDecodeError, KeyError, ValueError):
-        return None
     made = generate(
         model,
         prompt,
+        vocabulary=tokenizer.vocabulary_size,
         window=min(WINDOW, length),
         count=SAMPLE,
         eod=tokenizer.eod,
@@ -42,16 +40,18 @@ def text_sample(
         temperature=temperature,
         seconds=seconds,
     )
-    return (
-        f"sample (prompt from the validation split, then the model at temperature {temperature:g}):\n"
-        f"{begun}\u2502{tokenizer.decode(made)}\n"
-    )
+    try:
+        text = f"{tokenizer.decode(prompt)}\u2502{tokenizer.decode(made)}"
+    except (UserError, UnicodeDecodeError, KeyError, ValueError):
+        return None
+    return f"sample (prompt from the validation split, then the model at temperature {temperature:g}):\n{text}\n"
 
 
 def generate(
     model: Callable[[np.ndarray], np.ndarray],
     prompt: list[int],
     *,
+    vocabulary: int,
     window: int,
     count: int,
     eod: int,
@@ -59,7 +59,7 @@ def generate(
     temperature: float,
     seconds: float,
 ) -> list[int]:
-    """Up to `count` tokens after `prompt`, drawn from softmax(logits / temperature).
+    """Up to `count` tokens after `prompt`, drawn from softmax(logits / temperature) among ids below `vocabulary`.
 
     Ends early at `eod` and after `seconds`.
     """
@@ -68,7 +68,7 @@ def generate(
         seen = tokens[-window:]
         padded = np.zeros((1, window), np.int32)
         padded[0, : len(seen)] = seen
-        logits = np.asarray(model(padded)[0, len(seen) - 1], np.float64) / temperature
+        logits = np.asarray(model(padded)[0, len(seen) - 1, :vocabulary], np.float64) / temperature
         weights = np.exp(logits - logits.max())
         token = int(draw.choice(len(weights), p=weights / weights.sum()))
         if token == eod:

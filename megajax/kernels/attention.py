@@ -90,4 +90,21 @@ def cudnn_attention(
     return jax.nn.dot_product_attention(q, k, v, mask=dense, scale=scale, is_causal=True, implementation="cudnn")
 
 
+def cudnn_refusal(*, dtype: jnp.dtype | str, head_dim: int, length: int, dropout: float) -> str | None:
+    """Why cuDNN's kernel can't be had on the devices jax found, or None where it can.
+
+    dtype: of queries, keys and values; length: positions in a row.
+    """
+    device = jax.devices()[0]
+    if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
+        return f"needs an NVIDIA GPU, jax found {device.device_kind}"
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"computes in bfloat16 or float16, not in {jnp.dtype(dtype).name}"
+    if head_dim % 8 or head_dim > 128:
+        return f"takes heads of a multiple of 8 up to 128, not of {head_dim}"
+    if length % 2:
+        return f"takes rows of even length, not of {length}"
+    return f"has no dropout of attention weights, which is {dropout:g}" if dropout else None
+
+
 KERNELS = {"reference": reference_attention, "cudnn": cudnn_attention}

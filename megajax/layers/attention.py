@@ -1,12 +1,11 @@
 """Grouped-query attention. B rows, S positions, D hidden, N query heads, K key-value heads, H head size."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.kernels.attention import KERNELS, AttentionDropout, Mask
+from megajax.kernels.attention import KERNELS, AttentionDropout, Mask, cudnn_refusal
 from megajax.layers.config import AttentionConfig
 from megajax.layers.context import Context, fold_rows
 from megajax.layers.param import ZEROS, Normal, Site, param
@@ -14,15 +13,15 @@ from megajax.layers.param import ZEROS, Normal, Site, param
 DROPOUT_PLACE = 1
 
 
-def choose_kernel(cfg: AttentionConfig, dtype: jnp.dtype | str) -> str:
+def choose_kernel(cfg: AttentionConfig, dtype: jnp.dtype | str, *, head_dim: int, length: int) -> str:
     """What `auto` means here: cuDNN's kernel where it can run, the reference otherwise.
 
-    dtype: of queries, keys and values. The start banner prints the answer.
+    dtype: of queries, keys and values; length: positions in a row. The start banner prints the answer.
     """
     if cfg.kernel != "auto":
         return cfg.kernel
-    fused = jax.default_backend() == "gpu" and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16) and cfg.dropout == 0
-    return "cudnn" if fused else "reference"
+    refusal = cudnn_refusal(dtype=dtype, head_dim=head_dim, length=length, dropout=cfg.dropout)
+    return "cudnn" if refusal is None else "reference"
 
 
 class Attention(nnx.Module):
@@ -68,7 +67,7 @@ class Attention(nnx.Module):
 
     def mix(self, q: Array, k: Array, v: Array, ctx: Context) -> Array:
         """The kernel, in an island: each device has whole sequences of some heads. -> [B, S, N, H]."""
-        kernel = KERNELS[choose_kernel(self.cfg, q.dtype)]
+        kernel = KERNELS[choose_kernel(self.cfg, q.dtype, head_dim=q.shape[-1], length=q.shape[1])]
         head_axes = self.layout.summed("heads")
         rate = 0.0 if ctx.row_keys is None else self.cfg.dropout
         keys = (

@@ -5,11 +5,20 @@ their Site, so that no fact is written twice.
 """
 
 from dataclasses import dataclass, field
-from math import gcd
+from math import gcd, inf
 from typing import ClassVar, Literal
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
+
+
+def above_zero(**settings: float | None) -> list[Problem]:
+    """A problem for each setting that is given and not a number above 0."""
+    return [
+        Problem(name, f"must be a number above 0, got {value}")
+        for name, value in settings.items()
+        if value is not None and not 0 < value < inf
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +29,9 @@ class LayerNormConfig(Builds):
     epsilon: float = 1e-5
     """Added to the variance."""
 
+    def problems(self) -> list[Problem]:
+        return above_zero(epsilon=self.epsilon)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RMSNormConfig(Builds):
@@ -28,6 +40,9 @@ class RMSNormConfig(Builds):
     target: ClassVar[str] = "megajax.layers.norm:RMSNorm"
     epsilon: float = 1e-5
     """Added to the mean square."""
+
+    def problems(self) -> list[Problem]:
+        return above_zero(epsilon=self.epsilon)
 
 
 type NormConfig = LayerNormConfig | RMSNormConfig
@@ -57,6 +72,9 @@ class RopeConfig(Builds):
     scaling: Llama3ScalingConfig | None = None
     """Stretched frequencies for long sequences; none: plain."""
 
+    def problems(self) -> list[Problem]:
+        return above_zero(base=self.base)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionConfig(Builds):
@@ -79,9 +97,9 @@ class AttentionConfig(Builds):
     """auto: cudnn on an NVIDIA GPU in bf16 without attention dropout, else reference; the banner names the choice."""
 
     def problems(self) -> list[Problem]:
-        found = []
+        found = above_zero(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
         groups = self.groups()
-        if self.heads < 1 or groups < 1 or self.heads % groups:
+        if not found and self.heads % groups:
             legal = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
             found.append(
                 Problem(
@@ -127,6 +145,9 @@ class DenseMLPConfig(Builds):
     bias: bool = True
     """Biases on both matrices."""
 
+    def problems(self) -> list[Problem]:
+        return above_zero(ffn=self.ffn)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatedMLPConfig(Builds):
@@ -139,6 +160,9 @@ class GatedMLPConfig(Builds):
     """silu makes it SwiGLU, gelu GeGLU."""
     bias: bool = False
     """Biases on all three matrices."""
+
+    def problems(self) -> list[Problem]:
+        return above_zero(ffn=self.ffn)
 
 
 type MLPConfig = DenseMLPConfig | GatedMLPConfig

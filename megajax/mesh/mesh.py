@@ -31,6 +31,18 @@ def build_mesh(cfg: ParallelConfig, devices: Sequence[jax.Device] | None = None)
     )
 
 
+def find_devices() -> list[jax.Device]:
+    """All devices jax finds. Raises UserError where those that were asked for are not there."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        wanted = jax.config.jax_platforms or "default"
+        raise UserError(
+            f"jax finds no {wanted} devices: {str(error) or 'the platform is not installed'}\n"
+            "For NVIDIA GPUs install the extra cuda12 or cuda13 (uv sync --extra cuda12), or leave --devices out."
+        ) from error
+
+
 def free_axes() -> dict[str, int]:
     """Mesh axis -> size of the surrounding mesh (`jax.set_mesh`), without the axes that are already manual here.
 

@@ -1,6 +1,7 @@
 """Settings of the optimizer and the learning-rate schedule, without importing jax."""
 
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar, Literal
 
 from megajax.config.builds import Builds
@@ -28,11 +29,14 @@ class AdamWConfig(Builds):
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 found.append(Problem(name, f"must be at least 0 and below 1, got {getattr(self, name)}"))
-        if self.clip is not None and self.clip <= 0:
-            found.append(Problem("clip", f"must be above 0, got {self.clip}", "clip=none turns clipping off"))
-        for name in ("epsilon", "weight_decay"):
-            if getattr(self, name) < 0:
-                found.append(Problem(name, f"must not be negative, got {getattr(self, name)}"))
+        if self.clip is not None and not 0 < self.clip < inf:
+            found.append(Problem("clip", f"must be a number above 0, got {self.clip}", "clip=none turns clipping off"))
+        if not self.epsilon > 0:
+            found.append(
+                Problem("epsilon", f"must be above 0, got {self.epsilon}", "a weight without gradient divides by it")
+            )
+        if not 0 <= self.weight_decay < inf:
+            found.append(Problem("weight_decay", f"must be a number from 0 up, got {self.weight_decay}"))
         return found
 
 
@@ -73,8 +77,8 @@ class ScheduleConfig(Builds):
         if self.min_lr > self.lr:
             found.append(Problem("min_lr", f"min_lr={self.min_lr} is above lr={self.lr}"))
         for name in ("lr", "min_lr", "warmup_start", "warmup_steps", "warmup_samples"):
-            if (getattr(self, name) or 0) < 0:
-                found.append(Problem(name, f"must not be negative, got {getattr(self, name)}"))
+            if not 0 <= (getattr(self, name) or 0) < inf:
+                found.append(Problem(name, f"must be a number from 0 up, got {getattr(self, name)}"))
         if self.warmup_fraction is not None and not 0 <= self.warmup_fraction <= 1:
             found.append(Problem("warmup_fraction", f"must be between 0 and 1, got {self.warmup_fraction}"))
         return found

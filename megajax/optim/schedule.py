@@ -14,8 +14,8 @@ class Schedule:
 
     def __init__(self, cfg: ScheduleConfig, *, steps: int, global_size: int):
         self.cfg = cfg
-        self.decay = cfg.decay(steps=steps, global_size=global_size)
-        self.warmup = cfg.warmup(steps=steps, global_size=global_size)
+        self.decay = float(cfg.decay(steps=steps, global_size=global_size))
+        self.warmup = float(cfg.warmup(steps=steps, global_size=global_size))
 
     def __call__(self, samples: Array) -> Array:
         """samples int32 [] -> float32 [], traceable."""

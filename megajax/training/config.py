@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megajax.config.errors import Problem
+from megajax.config.nearest import nearest_divisors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,11 +20,16 @@ class BatchConfig:
     Megatron-LM does without --calculate-per-token-loss. The reported loss is the tokens' mean either way."""
 
     def problems(self) -> list[Problem]:
-        return [
+        found = [
             Problem(name, f"must be at least 1, got {getattr(self, name)}")
             for name in ("global_size", "micro_size")
             if getattr(self, name) < 1
         ]
+        if not found and self.global_size % self.micro_size:
+            legal = ", ".join(str(n) for n in nearest_divisors(self.global_size, self.micro_size))
+            what = f"micro_size={self.micro_size} does not divide global_size={self.global_size}"
+            found.append(Problem("micro_size", what, f"nearest divisors: {legal}"))
+        return found
 
     def microbatches(self, replicas: int) -> int:
         """Microbatches of a step on `replicas` data-parallel devices."""

@@ -86,7 +86,17 @@ def _batch(run: Run) -> list[tuple[str, str]]:
 
 def _training(run: Run) -> list[tuple[str, str]]:
     cfg, schedule = run.cfg, run.cfg.schedule
-    kernels = sorted({choose_kernel(block.mixer, cfg.precision.compute) for block in cfg.model.stack.pattern})
+    kernels = sorted(
+        {
+            choose_kernel(
+                block.mixer,
+                cfg.precision.compute,
+                head_dim=block.mixer.size(cfg.model.hidden),
+                length=cfg.model.sequence_length,
+            )
+            for block in cfg.model.stack.pattern
+        }
+    )
     clip = "none" if cfg.optimizer.clip is None else f"{cfg.optimizer.clip:g}"
     size = cfg.batch.global_size
     return [

@@ -39,6 +39,8 @@ class Evaluate:
 
     cfg: RunConfig
     log: Writer
+    stopping: Callable[[], bool] = lambda: False
+    """Asked before each batch."""
     last: dict[str, float] = field(default_factory=dict)
     """Split -> loss of its last evaluation."""
 
@@ -67,6 +69,10 @@ class Evaluate:
         if source is None:
             return
         started = time.monotonic()
-        self.last[split] = run.evaluate(source, first=first)
+        loss = run.evaluate(source, first=first, stopping=self.stopping)
+        if loss is None:
+            self.log.event("evaluation_broken_off", step=step, split=split)
+            return
+        self.last[split] = loss
         self.log.log(EvaluationRecord(step=step, split=split, loss=self.last[split]))
         self.log.event("evaluate", step=step, split=split, seconds=round(time.monotonic() - started, 4))

@@ -10,10 +10,12 @@ import jax
 
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.config.dump import diff_from_defaults, flatten, to_yaml
+from megajax.config.errors import UserError
+from megajax.mesh.mesh import find_devices
 from megajax.metrics.banner import Totals
 from megajax.metrics.console import Console, open_console
 from megajax.metrics.plot import plot_loss
-from megajax.metrics.record import StepRecord
+from megajax.metrics.record import StepRecord, read_metrics
 from megajax.metrics.runfolder import RunFolder
 from megajax.metrics.throughput import StepRate, peak_bf16_flops
 from megajax.metrics.writers import Writers, open_writers
@@ -161,17 +163,24 @@ def train(
 ) -> int:
     """Run the job; returns the exit code. Raises UserError for what is wrong before the first step.
 
-    skip_train: only evaluate the newest checkpoint (or fresh weights) on the validation and test splits.
+    skip_train: only evaluate the newest checkpoint on the validation and test splits; nothing is written.
     sources: setting -> where its value came from, for config.yaml.
     sampler: makes a short text at the end of a finished run, where logging.sample asks for it.
     """
-    started, primary = time.monotonic(), jax.process_index() == 0
+    started = time.monotonic()
+    find_devices()
+    primary = jax.process_index() == 0
     # Our handler agrees with the loop; the runtime's own would swallow SIGTERM.
     jax.config.update("jax_enable_preemption_service", False)
     folder = RunFolder.create(cfg.run_dir)
     with ExitStack() as stack:
         manager = stack.enter_context(cfg.checkpoint.build(folder.checkpoints))
         found = manager.start()
+        if skip_train and found is None:
+            raise UserError(
+                f"--skip-train: {cfg.run_dir} has no checkpoint to evaluate; give another --run_dir, or "
+                "--checkpoint.load=RUN"
+            )
         first = 0 if found is None else found[1]
         console = stack.enter_context(
             _closing(open_console(cfg.logging, total_steps=cfg.steps, start_step=first, primary=primary))
@@ -179,6 +188,11 @@ def train(
         with console.ticker("setting up data, model and state"):
             run = setup(cfg, start=None if found is None else Resume(*found, own=found[0] is manager))
         stack.callback(run.close)
+        resumed = None if found is None else f"step {first} of {Path(found[0].folder).parent}"
+        console.show("MegaJAX", facts.banner(run, resumed))
+        if skip_train:
+            Evaluate(cfg, console).at_end(run, first)
+            return 0
         yaml = to_yaml(cfg, sources)
         log = stack.enter_context(
             open_writers(cfg.logging, folder, start_step=first, primary=primary, run_config=flatten(cfg))
@@ -186,8 +200,6 @@ def train(
         if primary:
             folder.write_config(yaml, "\n".join(diff_from_defaults(cfg)) + "\n")
         both = Writers([log, console])
-        resumed = None if found is None else f"step {first} of {Path(found[0].folder).parent}"
-        console.show("MegaJAX", facts.banner(run, resumed))
         both.event("start", step=first, devices=run.mesh.size, processes=jax.process_count())
         signals = stack.enter_context(Signals(before_exit=console.release))
         job = Job(
@@ -197,21 +209,20 @@ def train(
             console,
             both,
             run,
-            Evaluate(cfg, both),
+            Evaluate(cfg, both, lambda: signals.request is not None),
             Save(manager, both, lambda: stored(run.parts, yaml), cfg.steps),
             signals,
             first,
             sampler,
         )
-        return _work(job, started, skip_train)
+        return _work(job, started)
 
 
-def _work(job: Job, started: float, skip_train: bool) -> int:
-    if skip_train:
-        job.evaluate.at_end(job.run, job.first)
-        return 0
+def _work(job: Job, started: float) -> int:
     if job.first >= job.cfg.steps:
         job.console.say(f"nothing to train: {job.first} of {job.cfg.steps} steps are done; --skip-train evaluates them")
+        if not any(line["step"] == job.first for line in read_metrics(job.folder.metrics)[1]):
+            job.finish(None, started)  # the attempt that trained the last step did not get to it
         return 0
     if job.first:
         job.manager.go_back(job.first)

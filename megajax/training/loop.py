@@ -93,5 +93,7 @@ def run_steps(
             hook(run, step)
         if due:
             done = time.monotonic()
+            # A hook may take long, and end early because of the same request.
+            stop = stop or stopping()
         if stop:
             return

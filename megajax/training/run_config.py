@@ -83,6 +83,15 @@ def _known_devices(cfg: RunConfig, devices: int | None) -> int | None:
 def _positive(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     if cfg.steps < 0:
         yield Problem("steps", f"must not be negative, got {cfg.steps}")
+    if cfg.steps * cfg.batch.global_size >= 2**31:
+        yield Problem(
+            "steps",
+            f"{cfg.steps} steps of {cfg.batch.global_size} rows are {cfg.steps * cfg.batch.global_size} rows, a run "
+            f"counts up to {2**31 - 1}",
+            "use fewer steps or longer rows",
+        )
+    if not str(cfg.run_dir).strip():
+        yield Problem("run_dir", "is empty", "name the run's folder: run_dir=runs/NAME")
     if not 0 <= cfg.seed < 2**32:
         yield Problem("seed", f"must be between 0 and {2**32 - 1}, got {cfg.seed}")
 

@@ -15,9 +15,10 @@ from megajax.config.errors import UserError
 from megajax.config.tree import check
 from megajax.data.loader import Loader
 from megajax.data.splits import Evaluation, Splits, requested_rows
+from megajax.kernels.attention import cudnn_refusal
 from megajax.layers.param import ParamSpec, bind, specs
 from megajax.mesh.layout import Layout
-from megajax.mesh.mesh import build_mesh
+from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.mesh.rules import Plan
 from megajax.models.decoder import DecoderLM
 from megajax.optim.schedule import Schedule
@@ -107,17 +108,27 @@ class Run:
         last = self.cfg.steps if count is None else self.step + count
         return run_steps(self, last)
 
-    def evaluate(self, source: Any, *, first: int = 0, batches: int | None = None) -> float:
-        """Mean loss per counted token over global batches of `source` from row `first` on."""
+    def evaluate(
+        self,
+        source: Any,
+        *,
+        first: int = 0,
+        batches: int | None = None,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> float | None:
+        """Mean loss per counted token over global batches of `source` from row `first` on; nan where none is counted.
+
+        `stopping` is asked before each batch and ends the evaluation, which then is None.
+        """
         loader = self.parts.loader(source, first)
         totals = []
         with jax.set_mesh(self.mesh), jax.default_matmul_precision(self.cfg.precision.matmul_precision()), loader:
             for _ in range(self.cfg.evaluation.batches if batches is None else batches):
+                if stopping():
+                    return None
                 totals.append(self.eval_step(self.state.params, next(loader)[0])["loss"])
         total, weight = (sum(float(pair[i]) for pair in totals) for i in (0, 1))
-        if weight == 0:
-            raise UserError("evaluation counted no tokens: evaluation.batches is 0 or the loss mask is empty")
-        return total / weight
+        return total / weight if weight else float("nan")
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -154,7 +165,8 @@ def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None, start: Sta
 
 def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
     """Mesh, tokenizer, data and the shape of the model: all that can be wrong is found here."""
-    check(cfg, len(jax.devices() if devices is None else devices))
+    devices = find_devices() if devices is None else devices
+    check(cfg, len(devices))
     mesh, plan = build_mesh(cfg.parallel, devices), Plan.of(cfg.parallel)
     layout = Layout(plan)
     tokenizer = cfg.tokenizer.build()
@@ -163,9 +175,16 @@ def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
             f"the tokenizer has {tokenizer.vocabulary_size} tokens, model.vocabulary_size is "
             f"{cfg.model.vocabulary_size}: set model.vocabulary_size={tokenizer.vocabulary_size}"
         )
+    demand_kernels(cfg)
     splits = cfg.data.build(
         tokenizer=tokenizer, sequence_length=cfg.model.sequence_length, rows=wanted_rows(cfg), seed=cfg.seed
     )
+    for name, part, rows in zip(splits._fields, splits, wanted_rows(cfg), strict=True):
+        if part is not None and rows is not None and len(part) < rows:
+            raise UserError(
+                f"the {name} split has {len(part)} rows, the run reads {rows}. Several data.paths without weights are "
+                "read once: give weights (data.paths=0.5,A,0.5,B) for more epochs, or lower steps or evaluation.batches"
+            )
     if cfg.evaluation.every is not None and splits.valid is None and cfg.evaluation.batches:
         raise UserError(
             f"evaluation.every={cfg.evaluation.every}, but the data has no validation split: give it a share "
@@ -175,6 +194,20 @@ def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
     schedule = cfg.schedule.build(steps=cfg.steps, global_size=cfg.batch.global_size)
     microbatches = cfg.batch.microbatches(mesh.shape["data"] * mesh.shape["expert"])
     return Parts(cfg, mesh, layout, tokenizer, splits, abstract, specs(abstract), schedule, microbatches)
+
+
+def demand_kernels(cfg: RunConfig) -> None:
+    """Raises UserError where a kernel was asked for by name that can't be had here."""
+    for place, block in enumerate(cfg.model.stack.pattern):
+        refusal = cudnn_refusal(
+            dtype=cfg.precision.compute,
+            head_dim=block.mixer.size(cfg.model.hidden),
+            length=cfg.model.sequence_length,
+            dropout=block.mixer.dropout,
+        )
+        if block.mixer.kernel == "cudnn" and refusal is not None:
+            where = f"model.stack.pattern.{place}.mixer.kernel"
+            raise UserError(f"{where}=cudnn: cuDNN's attention {refusal}. Set {where}=auto or reference.")
 
 
 def wanted_rows(cfg: RunConfig) -> Any:

@@ -45,7 +45,9 @@ def make_train_step(grad_fn: GradFn, optimizer: AdamW, schedule: Schedule, shard
             scheduled_samples=state.scheduled_samples + jnp.where(finite, rows, 0),
             skipped=state.skipped + ~finite,
         )
-        reported = {name: total / jnp.maximum(weight, 1e-8) for name, (total, weight) in out.metrics.items()}
+        reported = {
+            name: jnp.where(weight > 0, total / weight, jnp.nan) for name, (total, weight) in out.metrics.items()
+        }
         return new, reported | {"grad_norm": norm, "lr": lr, "loss_scale": state.loss_scale, "skipped": ~finite}
 
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))

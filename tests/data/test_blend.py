@@ -152,3 +152,20 @@ def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
         build(tmp_path, Rows(10), paths=(small,), seed=-1)
     with pytest.raises(UserError, match="no such file"):
         build(tmp_path, Rows(1), paths=(str(tmp_path / "absent"),))
+
+
+def test_the_order_of_rows_is_known_by_name(tmp_path: Path, pair: list[str]) -> None:
+    """A run may be made longer as long as that only adds rows at the end."""
+
+    def order(rows: int, **settings: object) -> str:
+        return build(tmp_path, Rows(rows), split="100,0,0", **settings).train.order()
+
+    weighted = ("0.5", pair[0], "0.5", pair[1])
+    assert order(40, paths=weighted) == order(50, paths=weighted)
+    assert order(40, paths=weighted) != order(40, paths=("0.6", pair[0], "0.4", pair[1]))
+    one_epoch = len(build(tmp_path, Rows(None), paths=(pair[0],), split="100,0,0").train)
+    assert order(5, paths=(pair[0],)) == order(one_epoch - 1, paths=(pair[0],))
+    # The last epoch is shuffled apart from the others or with them by how much of it is used: same length, other order.
+    apart, together = one_epoch + one_epoch // 4, 2 * one_epoch - 2
+    lengths = {len(build(tmp_path, Rows(rows), paths=(pair[0],), split="100,0,0").train) for rows in (apart, together)}
+    assert len(lengths) == 1 and order(apart, paths=(pair[0],)) != order(together, paths=(pair[0],))

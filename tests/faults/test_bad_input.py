@@ -12,6 +12,8 @@ import pytest
 from megajax.config.command_line import parse
 from megajax.config.errors import UserError
 from megajax.data.indexed import IndexedWriter
+from megajax.training import setup
+from megajax.training.job import train
 
 BASE = ["--config=llama3_8b.py:debug", "--devices=cpu:8"]
 
@@ -34,6 +36,14 @@ WRONG = {
     "optimizer": (["--optimizer.beta2=1.5"], ["beta2", "1.5"]),
     "dropout": (["--model.dropout=-1"], ["model.dropout", "-1"]),
     "sequence": (["--parallel.sequence=true"], ["sequence", "parallel.tensor"]),
+    "micro": (["--batch.micro_size=3"], ["micro_size=3", "global_size=8", "2, 4"]),
+    "ffn": (["--model.stack.pattern.0.mlp.ffn=0"], ["mlp.ffn", "above 0"]),
+    "heads of nothing": (["--model.stack.pattern.0.mixer.heads=0"], ["mixer.heads", "above 0"]),
+    "epsilon": (["--optimizer.epsilon=0"], ["optimizer.epsilon", "above 0"]),
+    "infinite": (["--schedule.lr=inf"], ["schedule.lr", "inf"]),
+    "no folder": (["--run_dir="], ["run_dir", "empty"]),
+    "too many rows": (["--steps=1e9"], ["8000000000 rows", "2147483647"]),
+    "with a faulty one": (["--steps=many", "--parallel.tensor=4"], ["'many'", "kv_heads=2"]),
     "shards": (["--parallel.data=3", "--batch.global_size=3"], ["hidden=64", "3 data-parallel"]),
 }
 
@@ -123,6 +133,18 @@ def test_a_broken_token_file_is_named(case: str, corpus: Path) -> None:
         )
     for text in expected:
         assert text in str(raised.value), str(raised.value)
+
+
+def test_a_kernel_that_cannot_be_had_is_an_error(tmp_path: Path) -> None:
+    cfg = parse([*BASE, "--model.stack.pattern.0.mixer.kernel=cudnn"], verb="train").config
+    with pytest.raises(UserError, match=r"mixer.kernel=cudnn: cuDNN's attention needs an NVIDIA GPU, jax found cpu"):
+        setup(cfg)
+
+
+def test_evaluating_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+    cfg = parse([*BASE, f"--run_dir={tmp_path / 'run'}"], verb="train").config
+    with pytest.raises(UserError, match="--skip-train: .* has no checkpoint"):
+        train(cfg, skip_train=True)
 
 
 def test_exit_code_and_nothing_written(corpus: Path, tmp_path: Path) -> None:

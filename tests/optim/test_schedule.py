@@ -79,8 +79,8 @@ def test_no_length_divides_by_zero():
         ({"warmup_steps": 1, "warmup_samples": 1}, "warmup_samples", "warmup_steps and warmup_samples are both given"),
         ({"decay_steps": 9, "decay_samples": 9}, "decay_samples", "decay_steps and decay_samples are both given"),
         ({"min_lr": 1.0}, "min_lr", "min_lr=1.0 is above lr=0.0003"),
-        ({"lr": -1.0, "min_lr": -1.0}, "lr", "must not be negative"),
-        ({"warmup_steps": -1}, "warmup_steps", "must not be negative"),
+        ({"lr": -1.0, "min_lr": -1.0}, "lr", "must be a number from 0 up"),
+        ({"warmup_steps": -1}, "warmup_steps", "must be a number from 0 up"),
         ({"warmup_fraction": 1.5}, "warmup_fraction", "must be between 0 and 1, got 1.5"),
     ],
 )
