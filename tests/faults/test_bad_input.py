@@ -143,7 +143,7 @@ def test_a_kernel_that_cannot_be_had_is_an_error(tmp_path: Path) -> None:
 
 def test_evaluating_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     cfg = parse([*BASE, f"--run_dir={tmp_path / 'run'}"], verb="train").config
-    with pytest.raises(UserError, match="--skip-train: .* has no checkpoint"):
+    with pytest.raises(UserError, match=r"--skip-train: .* has no checkpoint"):
         train(cfg, skip_train=True)
 
 

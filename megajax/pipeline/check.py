@@ -1,0 +1,279 @@
+"""What makes a pipeline table valid, what it costs, and what theory says it should: no devices needed."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+
+from megajax.pipeline.schedule import Phase, Schedule, Work, entering
+
+KINDS = ("forward", "input_gradient", "weight_gradient")
+
+
+class Violation(NamedTuple):
+    """One rule that a table breaks, and where."""
+
+    rule: str
+    """form, phases, once, order, arrival, slots, outputs, borders or figures: see `violations`."""
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.where}"
+
+
+class InvalidSchedule(ValueError):
+    """A table that no executor may run: a fault of the code that made it, not of its user."""
+
+    def __init__(self, name: str, found: list[Violation]):
+        self.found = tuple(found)
+        more = f"\n  and {len(found) - 10} more" if len(found) > 10 else ""
+        super().__init__(f"schedule {name}:\n  " + "\n  ".join(map(str, found[:10])) + more)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a schedule costs; equal for the table and for the formulas of its kind."""
+
+    ticks: int
+    bubble: Fraction
+    """Time over the ideal (every stage always busy), as a share of the ideal: (P-1)/(V·M)."""
+    in_flight: tuple[int, ...]
+    """By stage, the most activations of a (microbatch, chunk) alive at once, each of 1/V of the stage's layers."""
+    slots: int
+    """Of the ring on each stage, without a spare one."""
+
+    @property
+    def bubble_of_total(self) -> Fraction:
+        """Share of the whole time in which a stage waits: (P-1)/(V·M + P-1)."""
+        return self.bubble / (1 + self.bubble)
+
+
+def formulas(schedule: Schedule) -> Figures | None:
+    """The closed form for the schedule's name and sizes (Narayanan et al., 2104.04473, in lockstep); None if unknown.
+
+    Forward k (of M·V) runs on stage s at tick k+s, backward k at tick b+k+P-1-s. So the stage holds all of its
+    forwards when its first backward starts at tick b+P-1-s: b+P-2s of them, or M·V if there are no more.
+    """
+    stages, chunks, microbatches = schedule.stages, schedule.chunks, schedule.microbatches
+    work = microbatches * chunks
+    bubble = Fraction(stages - 1, work)
+    if schedule.name == "gpipe":
+        return Figures(2 * (work + stages - 1), bubble, (work,) * stages, work)
+    if schedule.name in ("1f1b", "interleaved"):
+        first = stages * chunks - 1
+        in_flight = tuple(min(work, first + stages - 2 * s) for s in range(stages))
+        return Figures(work + first + stages - 1, bubble, in_flight, in_flight[0])
+    return None
+
+
+def measure(schedule: Schedule, *, forward: int = 1, input_gradient: int = 1, weight_gradient: int = 1) -> Figures:
+    """The same from the table. The three numbers are the costs of a stage's work on one microbatch, in any unit.
+
+    A tick costs 1/V of all kinds of work in its phase.
+    """
+    costs = (forward, input_gradient, weight_gradient)
+    time = sum(phase.ticks * sum(cost for cost, has in zip(costs, phase[2:], strict=True) if has) for phase in
+               schedule.phases)  # fmt: skip
+    ideal = schedule.microbatches * schedule.chunks * sum(costs)
+    born = np.cumsum(schedule.forward.microbatch >= 0, axis=0)
+    gone = np.cumsum(schedule.weight_gradient.microbatch >= 0, axis=0)
+    alive = born - np.concatenate([np.zeros_like(gone[:1]), gone[:-1]])
+    return Figures(schedule.ticks, Fraction(time, ideal) - 1, tuple(alive.max(axis=0).tolist()), schedule.slots)
+
+
+def check(schedule: Schedule) -> None:
+    """Raises InvalidSchedule naming every rule the table breaks."""
+    found = violations(schedule)
+    if found:
+        raise InvalidSchedule(schedule.name, found)
+
+
+def violations(schedule: Schedule) -> list[Violation]:
+    """Everything that is wrong with a table, by rule.
+
+    - form: arrays have their types and shapes, numbers are in range; if not, nothing else is looked at.
+    - phases: phases follow each other over all ticks, and work is only where its phase has that kind.
+    - once: each (microbatch, chunk, stage) has each kind of work once. That a stage has at most one of a kind in a
+      tick is in the form: an entry holds one.
+    - order: a forward comes after the forward before it, a backward after the backward after it and after its own
+      forward (in the same tick at the earliest), a weight gradient no earlier than its input gradient.
+    - arrival: what a neighbour made is used at the very next tick; the tick after, something else has arrived.
+    - slots: no forward, idle ones included, writes a slot whose activations are still needed; gradients read the
+      slot of their own forward.
+    - outputs: the same for outputs that wait for their loss.
+    - borders: embed, head and embed_gradient are what enters and leaves the pipeline at that tick.
+    - figures: ticks, bubble, activations in flight and slots are those of the formulas, where there are any.
+    """
+    wrong = list(_form(schedule))
+    if wrong:
+        return wrong
+    found = [*_phases(schedule), *_borders(schedule)]
+    whole = list(_once(schedule))
+    if not whole:
+        found += [*_order(schedule), *_arrival(schedule)]
+    found += [*whole, *_slots(schedule), *_outputs(schedule)]
+    wanted, got = formulas(schedule), measure(schedule)
+    if wanted is not None and wanted != got:
+        names = ("ticks", "bubble", "in_flight", "slots")
+        differ = [name for name in names if getattr(wanted, name) != getattr(got, name)]
+        found += [
+            Violation("figures", f"{name} is {getattr(got, name)}, the formula says {getattr(wanted, name)}")
+            for name in differ
+        ]
+    return found
+
+
+def _works(schedule: Schedule) -> dict[str, Work]:
+    return {kind: getattr(schedule, kind) for kind in KINDS}
+
+
+def _form(schedule: Schedule) -> Iterator[Violation]:
+    shape = (schedule.ticks, schedule.stages)
+    bounds = (schedule.microbatches, schedule.chunks, schedule.ring_slots)
+    arrays: list[tuple[str, np.ndarray, tuple[int, ...], int, int]] = [
+        (f"{kind}.{name}", getattr(work, name), shape, -(name == "microbatch"), bound)
+        for kind, work in _works(schedule).items()
+        for name, bound in zip(Work._fields, bounds, strict=True)
+    ]
+    lines = dict.fromkeys(("embed", "head", "embed_gradient"), schedule.microbatches)
+    lines |= dict.fromkeys(("output_kept", "output_taken"), schedule.output_slots)
+    arrays += [(name, getattr(schedule, name), shape[:1], -1, bound) for name, bound in lines.items()]
+    for name, array, wanted, low, bound in arrays:
+        if array.dtype != np.int32 or array.shape != wanted:
+            yield Violation("form", f"{name} is {array.dtype}{list(array.shape)}, must be int32{list(wanted)}")
+        elif ((array < low) | (array >= bound)).any():
+            yield Violation("form", f"{name} holds {array.min()} to {array.max()}, may hold {low} to {bound - 1}")
+
+
+def _phases(schedule: Schedule) -> Iterator[Violation]:
+    phases = schedule.phases
+    borders = [0, *(phase.stop for phase in phases)]
+    if [phase.start for phase in phases] != borders[:-1] or borders[-1] != schedule.ticks:
+        spans = ", ".join(f"{phase.start} to {phase.stop}" for phase in phases)
+        yield Violation("phases", f"phases from tick {spans} are not the ticks 0 to {schedule.ticks} in turn")
+    for kind, work in _works(schedule).items():
+        has = np.zeros(schedule.ticks, bool)
+        for phase in phases:
+            has[phase.start : phase.stop] = getattr(phase, kind)
+        for tick, stage in np.argwhere((work.microbatch >= 0) & ~has[:, None]):
+            yield Violation("phases", f"{kind} at tick {tick} on stage {stage}, in a phase without that kind")
+
+
+def _borders(schedule: Schedule) -> Iterator[Violation]:
+    last = (schedule.stages - 1, schedule.chunks - 1)
+    for name, work, place in (
+        ("embed", schedule.forward, (0, 0)),
+        ("head", schedule.input_gradient, last),
+        ("embed_gradient", schedule.input_gradient, (0, 0)),
+    ):
+        got, wanted = getattr(schedule, name), entering(work, *place)
+        for tick in np.flatnonzero(got != wanted):
+            yield Violation("borders", f"{name} at tick {tick} is microbatch {got[tick]}, must be {wanted[tick]}")
+
+
+def _once(schedule: Schedule) -> Iterator[Violation]:
+    shape = (schedule.microbatches, schedule.chunks, schedule.stages)
+    for kind, work in _works(schedule).items():
+        count = np.zeros(shape, np.int64)
+        tick, stage = np.nonzero(work.microbatch >= 0)
+        np.add.at(count, (work.microbatch[tick, stage], work.chunk[tick, stage], stage), 1)
+        for i, c, s in np.argwhere(count != 1):
+            times = "never" if count[i, c, s] == 0 else f"{count[i, c, s]} times"
+            yield Violation("once", f"{kind} of {_item(i, c, s)} is done {times}")
+
+
+def _item(microbatch: int, chunk: int, stage: int) -> str:
+    return f"microbatch {microbatch}, chunk {chunk}, stage {stage}"
+
+
+def _when(schedule: Schedule, kind: str) -> np.ndarray:
+    """Tick of each piece of work, int [M, V, P]; for tables in which each is done once."""
+    work = getattr(schedule, kind)
+    when = np.zeros((schedule.microbatches, schedule.chunks, schedule.stages), np.int64)
+    tick, stage = np.nonzero(work.microbatch >= 0)
+    when[work.microbatch[tick, stage], work.chunk[tick, stage], stage] = tick
+    return when
+
+
+def _along(when: np.ndarray) -> np.ndarray:
+    """[M, V, P] -> [M, V·P]: the chunks in the order of the model's layers."""
+    return when.reshape(len(when), when.shape[1] * when.shape[2])
+
+
+def _waits(schedule: Schedule) -> Iterator[tuple[str, np.ndarray, slice]]:
+    """For forward and backward: ticks between making an input and using it, int [M, V·P - 1], and whose they are."""
+    forward, backward = (np.diff(_along(_when(schedule, kind)), axis=1) for kind in KINDS[:2])
+    yield "forward", forward, slice(1, None)
+    yield "input_gradient", -backward, slice(None, -1)
+
+
+def _order(schedule: Schedule) -> Iterator[Violation]:
+    for kind, wait, users in _waits(schedule):
+        places = range(schedule.chunks * schedule.stages)[users]
+        for i, place in np.argwhere(wait < 1):
+            item = _item(i, *divmod(places[place], schedule.stages))
+            yield Violation("order", f"{kind} of {item} begins before its input is there")
+    ticks = [_when(schedule, kind) for kind in KINDS]
+    for (first, second), (before, after) in zip(
+        (KINDS[:2], KINDS[1:]), ((ticks[0], ticks[1]), (ticks[1], ticks[2])), strict=True
+    ):
+        for item in np.argwhere(after < before):
+            yield Violation("order", f"{second} of {_item(*item)} comes before its {first}")
+
+
+def _arrival(schedule: Schedule) -> Iterator[Violation]:
+    for kind, wait, users in _waits(schedule):
+        places = range(schedule.chunks * schedule.stages)[users]
+        for i, place in np.argwhere(wait > 1):
+            item = _item(i, *divmod(places[place], schedule.stages))
+            yield Violation("arrival", f"input of {kind} of {item} came {wait[i, place]} ticks before, must be 1")
+
+
+def _slots(schedule: Schedule) -> Iterator[Violation]:
+    """Goes through the ticks with the rings of all stages, each slot holding the number of what it is kept for."""
+    nobody = -1
+    ring = np.full((schedule.stages, schedule.ring_slots), nobody)
+    works = _works(schedule)
+    numbers = {kind: work.microbatch * schedule.chunks + work.chunk for kind, work in works.items()}
+    runs = _ticks_with(schedule.phases, schedule.ticks)
+    stages = np.arange(schedule.stages)
+    for tick in range(schedule.ticks):
+        for kind, work in works.items():
+            busy, slot, number = work.microbatch[tick] >= 0, work.slot[tick], numbers[kind][tick]
+            held = ring[stages, slot]
+            if kind == "forward":
+                writes = busy | runs[tick]
+                for s in np.flatnonzero(writes & (held != nobody)):
+                    what = "forward" if busy[s] else "idle forward"
+                    yield Violation("slots", f"{what} at tick {tick} on stage {s} writes slot {slot[s]}, still needed")
+                ring[stages[busy], slot[busy]] = number[busy]
+                continue
+            for s in np.flatnonzero(busy & (held != number)):
+                item = _item(*divmod(int(number[s]), schedule.chunks), int(s))
+                yield Violation("slots", f"{kind} of {item} at tick {tick} reads slot {slot[s]}, which is not its own")
+            if kind == "weight_gradient":
+                ring[stages[busy], slot[busy]] = nobody
+
+
+def _ticks_with(phases: tuple[Phase, ...], ticks: int) -> np.ndarray:
+    """Whether the forwards of a tick run, idle ones too, bool [T]."""
+    runs = np.zeros(ticks, bool)
+    for phase in phases:
+        runs[phase.start : phase.stop] = phase.forward
+    return runs
+
+
+def _outputs(schedule: Schedule) -> Iterator[Violation]:
+    made = entering(schedule.forward, schedule.stages - 1, schedule.chunks - 1)
+    kept: dict[int, int] = {}
+    for tick in range(schedule.ticks):
+        into, out, wanted = schedule.output_kept[tick], schedule.output_taken[tick], schedule.head[tick]
+        if into >= 0 and into in kept:
+            yield Violation("outputs", f"tick {tick} writes output slot {into}, still needed")
+        if into >= 0:
+            kept[into] = int(made[tick])
+        if wanted >= 0 and (made[tick] if out < 0 else kept.pop(out, -1)) != wanted:
+            source = "the output of that tick" if out < 0 else f"output slot {out}"
+            yield Violation("outputs", f"head of microbatch {wanted} at tick {tick} reads {source}, another's")

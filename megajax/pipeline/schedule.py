@@ -1,0 +1,318 @@
+"""Pipeline schedules as integer tables: which microbatch each stage works on at each tick, and where it is kept.
+
+Letters: P stages, V chunks per stage (virtual stages), M microbatches, T ticks; s stage, c chunk, i microbatch.
+The layers of a model are cut into P·V chunks; stage s holds chunks s, P+s, 2P+s, ..., which it numbers c = 0, 1, 2, ...
+
+All stages go through the ticks together. In a tick a stage does at most one forward, then at most one gradient with
+respect to a chunk's input, then at most one with respect to its weights; what it made goes to its neighbour while the
+tick ends and is there for the next tick, and only then. A tick costs what its phase does, whether or not all stages
+have work: so forwards come first, then ticks of both kinds, then backwards, and the bubble is the classical one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import pairwise
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from megajax.config.errors import ConfigError, Problem
+from megajax.config.nearest import did_you_mean, either
+
+
+class Work(NamedTuple):
+    """One kind of work, three int32 [T, P] arrays.
+
+    An idle entry has microbatch -1, chunk 0 and a slot it can do no harm in, so that an executor may compute on it as
+    on any other, as long as it adds the result to nothing.
+    """
+
+    microbatch: np.ndarray
+    """Worked on; -1 where the stage is idle."""
+    chunk: np.ndarray
+    """The stage's chunk that does it."""
+    slot: np.ndarray
+    """Of the stage's ring of saved activations: a forward writes it, gradients read it."""
+
+
+class Phase(NamedTuple):
+    """Ticks [start, stop) with the same kinds of work on any of the stages: one loop of the executor."""
+
+    start: int
+    stop: int
+    forward: bool
+    input_gradient: bool
+    weight_gradient: bool
+
+    @property
+    def ticks(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def label(self) -> str:
+        """F, F+B or B; with the weight gradients apart, I and W instead of B."""
+        if self.input_gradient and self.weight_gradient:
+            names = ("F" * self.forward, "B")
+        else:
+            names = ("F" * self.forward, "I" * self.input_gradient, "W" * self.weight_gradient)
+        return "+".join(filter(None, names)) or "idle"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Schedule:
+    """Everything an executor has to know about one step; `megajax.pipeline.check` says what makes a table valid.
+
+    A backward in one piece is in `input_gradient` and in `weight_gradient` at the same tick. A schedule that puts
+    weight gradients off (zero bubble) has them at later ticks; their slot stays taken until then.
+    """
+
+    name: str
+    stages: int
+    chunks: int
+    """Of each stage: V."""
+    microbatches: int
+    slots: int
+    """Of a stage's ring: the most chunk activations alive at once, over all stages."""
+    spare_slot: bool
+    """Whether idle forwards need one more slot, number `slots`, to write to because all others are taken."""
+    output_slots: int
+    """Outputs of the last chunk that wait for their loss at once; 0 where each loss follows its forward directly."""
+    phases: tuple[Phase, ...]
+    """All ticks, in order."""
+    forward: Work
+    input_gradient: Work
+    weight_gradient: Work
+    embed: np.ndarray
+    """Int32 [T]: microbatch to embed for stage 0, before the tick's forward; -1 for none."""
+    head: np.ndarray
+    """Int32 [T]: microbatch whose loss and output gradient are made, between forward and backward; -1 for none."""
+    embed_gradient: np.ndarray
+    """Int32 [T]: microbatch whose gradient leaves stage 0 for the embedding, after the backward; -1 for none."""
+    output_kept: np.ndarray
+    """Int32 [T]: output slot that takes the output of the last stage's forward of this tick; -1 for none."""
+    output_taken: np.ndarray
+    """Int32 [T]: output slot that `head` reads; -1 where it reads the output made in this very tick."""
+
+    @property
+    def ticks(self) -> int:
+        return len(self.embed)
+
+    @property
+    def ring_slots(self) -> int:
+        """Slots to allocate."""
+        return self.slots + self.spare_slot
+
+    @property
+    def split_backward(self) -> bool:
+        """Whether any weight gradient has a tick of its own, apart from its input gradient."""
+        both = zip(self.input_gradient[:2], self.weight_gradient[:2], strict=True)
+        return not all(np.array_equal(a, b) for a, b in both)
+
+
+def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """All forwards, then all backwards: every activation of the step is alive at once (Huang et al., 1811.06965).
+
+    Shorter bubbles by several chunks per stage are as in MaxText's and praxis' circular pipelines. The outputs of all
+    microbatches wait for their loss. Raises ConfigError as `problems` has it.
+    """
+    _refuse("gpipe", stages, microbatches, chunks)
+    last_forward = microbatches * chunks + stages - 2
+    return _in_turn("gpipe", (stages, chunks, microbatches), first_backward=last_forward + 1)
+
+
+def one_f_one_b(stages: int, microbatches: int) -> Schedule:
+    """A backward as soon as there is one to do: activations of 2(P-s)-1 microbatches (Narayanan et al., 2104.04473).
+
+    Their free-running stages hold P-s; that stages go through ticks together costs the rest. The last stage does
+    forward and backward of a microbatch in one tick. Raises ConfigError as `problems` has it.
+    """
+    _refuse("1f1b", stages, microbatches, 1)
+    return _in_turn("1f1b", (stages, 1, microbatches), first_backward=stages - 1)
+
+
+def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
+    """1F1B over several chunks per stage: a bubble of 1/V, V times the traffic (Narayanan et al., 2104.04473).
+
+    Microbatches go in groups of P through the first chunk, then through the next: a microbatch that leaves the last
+    stage enters the first one at the next tick. Raises ConfigError as `problems` has it.
+    """
+    _refuse("interleaved", stages, microbatches, chunks)
+    return _in_turn("interleaved", (stages, chunks, microbatches), first_backward=stages * chunks - 1)
+
+
+def _one_f_one_b(stages: int, microbatches: int, chunks: int) -> Schedule:
+    return one_f_one_b(stages, microbatches) if chunks == 1 else interleaved(stages, microbatches, chunks)
+
+
+SCHEDULES: MappingProxyType[str, Callable[[int, int, int], Schedule]] = MappingProxyType(
+    {"gpipe": gpipe, "1f1b": _one_f_one_b, "interleaved": interleaved}
+)
+"""By the name users give, called with (stages, microbatches, chunks); 1f1b with several chunks is interleaved."""
+
+
+def build(name: str, *, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """The schedule of that name. Raises ConfigError listing what is wrong, as `problems` has it."""
+    _refuse(name, stages, microbatches, chunks)
+    return SCHEDULES[name](stages, microbatches, chunks)
+
+
+def problems(name: str, *, stages: int, microbatches: int, chunks: int) -> list[Problem]:
+    """Why there is no such schedule: an unknown name, a number below 1, microbatches that don't come in groups."""
+    found = []
+    if name not in SCHEDULES:
+        near = did_you_mean(name, SCHEDULES) or f"there are {', '.join(SCHEDULES)}"
+        found.append(Problem("schedule", f"there is no schedule {name!r}", near))
+    numbers = {"stages": stages, "microbatches": microbatches, "virtual_stages": chunks}
+    found += [
+        Problem(where, f"must be at least 1, got {number}", "give 1 or more")
+        for where, number in numbers.items()
+        if number < 1
+    ]
+    if min(numbers.values()) >= 1 and chunks > 1 and microbatches % stages:
+        below = microbatches - microbatches % stages
+        nearest = either(str(number) for number in (below, below + stages) if number)
+        found.append(
+            Problem(
+                "microbatches",
+                f"with virtual_stages={chunks}, microbatches go in groups of {stages}, the stages, and "
+                f"{microbatches} is not a multiple of {stages}",
+                f"set microbatches to {nearest}, or virtual_stages to 1",
+            )
+        )
+    return found
+
+
+def _refuse(name: str, stages: int, microbatches: int, chunks: int) -> None:
+    found = problems(name, stages=stages, microbatches=microbatches, chunks=chunks)
+    if found:
+        raise ConfigError(found, "the pipeline schedule")
+
+
+def _in_turn(name: str, sizes: tuple[int, int, int], *, first_backward: int) -> Schedule:
+    """Forwards one after the other on each stage from tick s on, backwards from `first_backward` + P-1-s on.
+
+    Both in groups of P microbatches, chunk by chunk; backwards from the last chunk to the first.
+    """
+    stages, chunks, microbatches = sizes
+    i, c, s = np.indices((microbatches, chunks, stages))
+    group, member = np.divmod(i, stages)
+    start = group * stages * chunks + member
+    forward = start + c * stages + s
+    backward = first_backward + start + (chunks - 1 - c) * stages + (stages - 1 - s)
+    return assemble(name, forward=forward, input_gradient=backward, weight_gradient=backward)
+
+
+def assemble(name: str, *, forward: np.ndarray, input_gradient: np.ndarray, weight_gradient: np.ndarray) -> Schedule:
+    """A schedule from the ticks of each kind of work, int [M, V, P] each, with slots assigned; not checked.
+
+    Slots are the lowest free ones: a ring holds no more than the most that is alive at once. A forward writes its
+    slot before the tick's gradients give up theirs. Raises ValueError for two pieces of work of one kind in one tick
+    of a stage, and for weight gradients before their forwards: no slots can be assigned to those.
+    """
+    microbatches, chunks, stages = forward.shape
+    kinds = {"forward": forward, "input_gradient": input_gradient, "weight_gradient": weight_gradient}
+    for kind, when in kinds.items():
+        if (np.diff(np.sort(when.reshape(microbatches * chunks, stages), axis=0), axis=0) == 0).any():
+            raise ValueError(f"schedule {name}: a stage has two pieces of work of kind {kind} in one tick")
+    if (weight_gradient < forward).any():
+        raise ValueError(f"schedule {name}: weight_gradient comes before forward")
+    ticks = 1 + max(int(when.max()) for when in kinds.values())
+    stage_first, stage_last = (kind.reshape(microbatches * chunks, stages) for kind in (forward, weight_gradient))
+    slots = max(int(_alive(stage_first[:, s], stage_last[:, s], ticks).max()) for s in range(stages))
+    assigned = [_assign(stage_first[:, s], stage_last[:, s], ticks) for s in range(stages)]
+    slot = np.stack([taken for taken, _ in assigned], axis=1).reshape(forward.shape)
+    tables = [_table(when, slot, ticks) for when in kinds.values()]
+    phases = _phases(tables)
+    free = np.stack([free for _, free in assigned], axis=1)
+    spare_slot = _idle_slots(tables[0], free, phases, slots)
+    output_first, output_last = forward[:, -1, -1], input_gradient[:, -1, -1]
+    waits = bool((output_first != output_last).any())
+    output_kept, output_taken = np.full((2, ticks), -1, np.int32)
+    if waits:
+        output_slot, _ = _assign(output_first, output_last, ticks)
+        output_kept[output_first] = output_taken[output_last] = output_slot
+    return Schedule(
+        name=name,
+        stages=stages,
+        chunks=chunks,
+        microbatches=microbatches,
+        slots=slots,
+        spare_slot=spare_slot,
+        output_slots=int(output_kept.max()) + 1,
+        phases=phases,
+        forward=_frozen(tables[0]),
+        input_gradient=_frozen(tables[1]),
+        weight_gradient=_frozen(tables[2]),
+        embed=_fixed(entering(tables[0], 0, 0)),
+        head=_fixed(entering(tables[1], stages - 1, chunks - 1)),
+        embed_gradient=_fixed(entering(tables[1], 0, 0)),
+        output_kept=_fixed(output_kept),
+        output_taken=_fixed(output_taken),
+    )
+
+
+def entering(work: Work, stage: int, chunk: int) -> np.ndarray:
+    """Microbatch that a chunk of a stage works on at each tick, int32 [T]; -1 where none."""
+    return np.where(work.chunk[:, stage] == chunk, work.microbatch[:, stage], np.int32(-1))
+
+
+def _alive(first: np.ndarray, last: np.ndarray, ticks: int) -> np.ndarray:
+    """How many of the items with these ticks of first and last use, int [N], are alive in each tick, int [T]."""
+    change = np.bincount(first, minlength=ticks + 1) - np.bincount(last + 1, minlength=ticks + 1)
+    return np.cumsum(change)[:ticks]
+
+
+def _assign(first: np.ndarray, last: np.ndarray, ticks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Slot of each item, int32 [N], and a slot free in each tick that begins no item, int32 [T]; -1 if there is none.
+
+    No two items begin, and no two end, in the same tick.
+    """
+    free = list(range(int(_alive(first, last, ticks).max())))
+    slots, idle = np.zeros(len(first), np.int32), np.full(ticks, -1, np.int32)
+    begins, ends = (dict(zip(at.tolist(), range(len(at)), strict=True)) for at in (first, last))
+    for tick in range(ticks):
+        if tick in begins:
+            slots[begins[tick]] = heappop(free)
+        elif free:
+            idle[tick] = free[0]
+        if tick in ends:
+            heappush(free, int(slots[ends[tick]]))
+    return slots, idle
+
+
+def _table(when: np.ndarray, slot: np.ndarray, ticks: int) -> Work:
+    i, c, s = np.indices(when.shape)
+    shape = (ticks, when.shape[2])
+    work = Work(np.full(shape, -1, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.int32))
+    for array, values in zip(work, (i, c, slot), strict=True):
+        array[when, s] = values
+    return work
+
+
+def _phases(tables: list[Work]) -> tuple[Phase, ...]:
+    kinds = np.stack([(work.microbatch >= 0).any(axis=1) for work in tables], axis=1)
+    borders = [0, *(np.flatnonzero((kinds[1:] != kinds[:-1]).any(axis=1)) + 1).tolist(), len(kinds)]
+    return tuple(Phase(start, stop, *kinds[start].tolist()) for start, stop in pairwise(borders))
+
+
+def _idle_slots(forward: Work, free: np.ndarray, phases: tuple[Phase, ...], slots: int) -> bool:
+    """Point idle forwards (in phases that have any) to slots nobody needs; whether that took the spare one."""
+    runs = np.zeros(len(free), bool)
+    for phase in phases:
+        runs[phase.start : phase.stop] = phase.forward
+    idle = runs[:, None] & (forward.microbatch < 0)
+    # Where all slots that a stage uses are taken, the one after them is free: another stage's need, or the spare one.
+    own = forward.slot.max(axis=0) + 1
+    forward.slot[idle] = np.where(free < 0, np.minimum(own, slots), free)[idle]
+    return bool((forward.slot == slots).any())
+
+
+def _frozen(work: Work) -> Work:
+    return Work(*map(_fixed, work))
+
+
+def _fixed(array: np.ndarray) -> np.ndarray:
+    array.setflags(write=False)
+    return array

@@ -1,0 +1,222 @@
+"""Pipeline tables, re-derived by going through them tick by tick, against the tables and formulas they should have."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megajax.config.errors import ConfigError
+from megajax.pipeline.check import check, formulas, measure
+from megajax.pipeline.schedule import Schedule, Work, assemble, build, gpipe, interleaved, one_f_one_b, problems
+
+TEN = [
+    (1, 1, 4),
+    (2, 1, 8),
+    (4, 1, 8),
+    (8, 1, 64),
+    (4, 2, 8),
+    (4, 3, 16),
+    (8, 2, 16),
+    (8, 6, 32),
+    (16, 1, 64),
+    (3, 4, 9),
+]
+"""(P, V, M)."""
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    stages, chunks = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    microbatches = draw(st.integers(1, 14)) if chunks == 1 else stages * draw(st.integers(1, 4))
+    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
+    return build(name, stages=stages, microbatches=microbatches, chunks=chunks)
+
+
+def done(work: Work, tick: int, stage: int) -> tuple[int, int] | None:
+    """(microbatch, chunk) of an entry, None if idle."""
+    microbatch = int(work.microbatch[tick, stage])
+    return None if microbatch < 0 else (microbatch, int(work.chunk[tick, stage]))
+
+
+def run(schedule: Schedule) -> dict[str, list]:
+    """Compute symbolically with what an executor has: one-tick registers between stages, rings, an output buffer.
+
+    Values are tuples that name what they were made of; a wrong read makes a wrong tuple, which is asserted against.
+    """
+    stages, chunks = schedule.stages, schedule.chunks
+    arriving, returning = [None] * stages, [None] * stages
+    rings = [["nothing"] * schedule.ring_slots for _ in range(stages)]
+    waiting = ["nothing"] * schedule.output_slots
+    log: dict[str, list] = {
+        "forward": [],
+        "input_gradient": [],
+        "weight_gradient": [],
+        "embed": [],
+        "head": [],
+        "end": [],
+    }
+    for phase in schedule.phases:
+        for tick in range(phase.start, phase.stop):
+            outputs, gradients = ["garbage"] * stages, ["garbage"] * stages
+            for s in range(stages if phase.forward else 0):
+                work = done(schedule.forward, tick, s)
+                if s == 0 and schedule.embed[tick] >= 0:
+                    arriving[0] = ("x", schedule.embed[tick], 0)
+                    log["embed"].append(int(schedule.embed[tick]))
+                rings[s][schedule.forward.slot[tick, s]] = "garbage"
+                if work:
+                    assert arriving[s] == ("x", work[0], work[1] * stages + s)
+                    rings[s][schedule.forward.slot[tick, s]] = work
+                    outputs[s] = ("x", work[0], work[1] * stages + s + 1)
+                    log["forward"].append((*work, s))
+            if schedule.output_kept[tick] >= 0:
+                waiting[schedule.output_kept[tick]] = outputs[-1]
+            if (i := schedule.head[tick]) >= 0:
+                taken = schedule.output_taken[tick]
+                assert (outputs[-1] if taken < 0 else waiting[taken]) == ("x", i, stages * chunks)
+                returning[-1] = ("g", i, stages * chunks)
+                log["head"].append(int(i))
+            for s in range(stages if phase.input_gradient else 0):
+                if work := done(schedule.input_gradient, tick, s):
+                    assert returning[s] == ("g", work[0], work[1] * stages + s + 1)
+                    assert rings[s][schedule.input_gradient.slot[tick, s]] == work
+                    gradients[s] = ("g", work[0], work[1] * stages + s)
+                    log["input_gradient"].append((*work, s))
+            for s in range(stages if phase.weight_gradient else 0):
+                if work := done(schedule.weight_gradient, tick, s):
+                    assert (*work, s) in log["input_gradient"]
+                    assert rings[s][schedule.weight_gradient.slot[tick, s]] == work
+                    log["weight_gradient"].append((*work, s))
+            if (i := schedule.embed_gradient[tick]) >= 0:
+                assert gradients[0] == ("g", i, 0)
+                log["end"].append(int(i))
+            arriving = [outputs[-1], *outputs[:-1]]
+            returning = [*gradients[1:], gradients[0]]
+    return log
+
+
+def assert_complete(schedule: Schedule) -> None:
+    log = run(schedule)
+    sizes = (schedule.microbatches, schedule.chunks, schedule.stages)
+    for kind in ("forward", "input_gradient", "weight_gradient"):
+        assert sorted(log[kind]) == list(np.ndindex(sizes)), kind
+    for kind in ("embed", "head", "end"):
+        assert sorted(log[kind]) == list(range(schedule.microbatches)), kind
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules())
+def test_an_executor_that_only_follows_the_table_computes_everything_once(schedule: Schedule) -> None:
+    assert_complete(schedule)
+    check(schedule)
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules())
+def test_figures_are_those_of_the_formulas(schedule: Schedule) -> None:
+    figures = measure(schedule)
+    stages, chunks, microbatches = schedule.stages, schedule.chunks, schedule.microbatches
+    assert figures.bubble == Fraction(stages - 1, chunks * microbatches)
+    assert figures.bubble_of_total == Fraction(stages - 1, chunks * microbatches + stages - 1)
+    assert figures == measure(schedule, forward=3, input_gradient=4, weight_gradient=5), "the bubble is of ticks"
+    most = chunks * microbatches
+    if schedule.name == "gpipe":
+        assert schedule.slots == most and figures.in_flight == (most,) * stages
+        assert [phase.label for phase in schedule.phases] == ["F", "B"]
+        assert schedule.output_slots == microbatches
+        return
+    assert figures.ticks == chunks * microbatches + stages * chunks + stages - 2
+    assert figures.in_flight == tuple(min(most, stages * chunks + stages - 1 - 2 * s) for s in range(stages))
+    assert schedule.slots == min(most, stages * chunks + stages - 1)
+    assert schedule.spare_slot == (stages > 1 and most < stages * chunks + stages - 1)
+    spans = {phase.label: phase.ticks for phase in schedule.phases}
+    warm_up = {"F": stages * chunks - 1, "B": stages * chunks - 1} if stages * chunks > 1 else {}
+    assert spans == {**warm_up, "F+B": most - stages * chunks + stages}
+    assert schedule.output_slots == 0, "each loss follows its forward in the same tick"
+
+
+@pytest.mark.parametrize(("stages", "chunks", "microbatches"), TEN)
+def test_ten_sizes(stages: int, chunks: int, microbatches: int) -> None:
+    schedule = build("1f1b", stages=stages, microbatches=microbatches, chunks=chunks)
+    check(schedule)
+    assert formulas(schedule) == measure(schedule)
+    assert schedule.slots == stages * chunks + stages - 1 or microbatches * chunks < stages * chunks + stages - 1
+
+
+def test_memory_of_1f1b_does_not_grow_with_microbatches() -> None:
+    assert one_f_one_b(4, 8).ring_slots == one_f_one_b(4, 64).ring_slots == 7
+    assert interleaved(4, 8, 2).ring_slots == interleaved(4, 64, 2).ring_slots == 11
+    assert gpipe(4, 64).slots == 64
+
+
+def test_one_chunk_interleaved_is_1f1b() -> None:
+    one, other = one_f_one_b(4, 6), interleaved(4, 6, 1)
+    for kind in ("forward", "input_gradient", "weight_gradient"):
+        assert all(map(np.array_equal, getattr(one, kind), getattr(other, kind)))
+
+
+def test_tables_cannot_be_changed() -> None:
+    schedule = one_f_one_b(2, 2)
+    for array in (*schedule.forward, *schedule.input_gradient, schedule.embed, schedule.output_kept):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(schedules(), st.integers(1, 5))
+def test_weight_gradients_put_off_fit_the_form(schedule: Schedule, later: int) -> None:
+    """A zero-bubble schedule is three arrays of ticks: weight gradients some ticks after their input gradients."""
+    ticks = {}
+    for kind in ("forward", "input_gradient"):
+        work = getattr(schedule, kind)
+        tick, stage = np.nonzero(work.microbatch >= 0)
+        when = np.zeros((schedule.microbatches, schedule.chunks, schedule.stages), int)
+        when[work.microbatch[tick, stage], work.chunk[tick, stage], stage] = tick
+        ticks[kind] = when
+    split = assemble("put off", **ticks, weight_gradient=ticks["input_gradient"] + later)
+    assert_complete(split)
+    check(split)
+    assert split.split_backward and not schedule.split_backward
+    assert split.ticks == schedule.ticks + later
+    more = np.subtract(measure(split).in_flight, measure(schedule).in_flight)
+    assert ((more >= 0) & (more <= later)).all(), "activations stay alive for those ticks"
+    assert split.phases[-1].label == "W"
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "where", "hint"),
+    [
+        ("1fb1", (4, 8, 1), "schedule", "did you mean 1f1b?"),
+        ("zero", (4, 8, 1), "schedule", "there are gpipe, 1f1b, interleaved"),
+        ("1f1b", (0, 8, 1), "stages", "give 1 or more"),
+        ("1f1b", (4, -1, 1), "microbatches", "give 1 or more"),
+        ("1f1b", (4, 8, 0), "virtual_stages", "give 1 or more"),
+        ("gpipe", (4, 6, 2), "microbatches", "set microbatches to 4 or 8, or virtual_stages to 1"),
+        ("interleaved", (4, 2, 2), "microbatches", "set microbatches to 4, or virtual_stages to 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_remedy(
+    name: str, sizes: tuple[int, int, int], where: str, hint: str
+) -> None:
+    stages, microbatches, chunks = sizes
+    found = problems(name, stages=stages, microbatches=microbatches, chunks=chunks)
+    assert [(problem.where, problem.hint) for problem in found] == [(where, hint)]
+    with pytest.raises(ConfigError, match=where):
+        build(name, stages=stages, microbatches=microbatches, chunks=chunks)
+
+
+def test_every_constructor_refuses_by_itself() -> None:
+    for make in (lambda: gpipe(2, 3, 2), lambda: one_f_one_b(0, 1), lambda: interleaved(4, 6, 2)):
+        with pytest.raises(ConfigError):
+            make()
+
+
+def test_two_pieces_of_work_in_one_tick_are_no_schedule() -> None:
+    when = np.zeros((2, 1, 1), int)
+    with pytest.raises(ValueError, match="two pieces of work of kind forward"):
+        assemble("wrong", forward=when, input_gradient=when, weight_gradient=when)
+    ticks = np.arange(1, 3).reshape(2, 1, 1)
+    with pytest.raises(ValueError, match="before forward"):
+        assemble("wrong", forward=ticks, input_gradient=ticks, weight_gradient=ticks - 1)
