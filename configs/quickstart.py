@@ -1,12 +1,15 @@
-"""A small GPT on the text every Python brings along: nothing to download, nothing to prepare.
+"""A small Llama-like model on the text every Python brings along: nothing to download, nothing to prepare.
 
 Run:      python -m megajax.train --config=configs/quickstart.py
-Hardware: 2 CPU cores, under 2 GB of memory
+Hardware: 2 CPU cores, 0.9 GB of memory
+Time:     about two minutes
+Expect:   loss from 5.56 to 1.4 nats per byte, 1.43 on the validation split (Python 3.12)
 """
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.data.config import StandardLibraryConfig
 from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, RMSNormConfig, RopeConfig, StackConfig
+from megajax.metrics.config import LoggingConfig
 from megajax.models.config import DecoderConfig
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.precision.config import PrecisionConfig
@@ -37,6 +40,7 @@ def config() -> RunConfig:
         batch=BatchConfig(global_size=16, micro_size=16),
         evaluation=EvaluationConfig(every=200, batches=4),
         checkpoint=CheckpointConfig(every=200),
-        steps=600,
+        logging=LoggingConfig(prompt="def "),
+        steps=900,
         run_dir="runs/quickstart",
     )

@@ -21,12 +21,13 @@ def text_sample(
     *,
     length: int,
     seed: int,
-    temperature: float = 0.8,
+    temperature: float = 0.7,
     seconds: float = 20.0,
 ) -> str | None:
-    """A prompt from `row` and what the model makes of it; None for a tokenizer without text.
+    """A prompt and what the model makes of it, a bar between them; None for a tokenizer without text.
 
-    model: int32 [1, S] -> logits [1, S, V]; row: int32 [length] to begin with; stops after `seconds`.
+    model: int32 [1, S] -> logits [1, S, V]; row: int32 [any], its beginning is the prompt; length: positions the model
+    was trained on; stops after `seconds`.
     """
     prompt = [int(token) for token in row[: min(PROMPT, length // 2)]]
     made = generate(
@@ -44,7 +45,7 @@ def text_sample(
         text = f"{tokenizer.decode(prompt)}\u2502{tokenizer.decode(made)}"
     except (UserError, UnicodeDecodeError, KeyError, ValueError):
         return None
-    return f"sample (prompt from the validation split, then the model at temperature {temperature:g}):\n{text}\n"
+    return f"sample (the prompt, then the model at temperature {temperature:g}):\n{text}\n"
 
 
 def generate(

@@ -42,6 +42,8 @@ class LoggingConfig(Builds):
     """Progress bar that updates in place: auto = on a terminal; never = one plain line per `every` steps."""
     sample: bool = True
     """Print a short text sampled from the model at the end of training."""
+    prompt: str | None = None
+    """What the sampled text begins with; none = the beginning of a validation row."""
 
     def problems(self) -> list[Problem]:
         if self.every < 1:

@@ -117,10 +117,11 @@ class Job:
                 )
             )
         if self.sampler is not None and self.samples(step):
+            tokenizer, prompt = self.run.parts.tokenizer, self.cfg.logging.prompt
             sample = self.sampler(
                 self.run.model,
-                self.run.parts.tokenizer,
-                self.run.parts.splits.valid[0]["tokens"],
+                tokenizer,
+                tokenizer.encode(prompt) if prompt else self.run.parts.splits.valid[0]["tokens"],
                 length=self.cfg.model.sequence_length,
                 seed=self.cfg.seed,
             )
@@ -142,7 +143,8 @@ class Job:
     def samples(self, step: int) -> bool:
         """Whether there is a text sample: only after the last step, and by a single process."""
         wanted = self.cfg.logging.sample and step >= self.cfg.steps
-        return wanted and jax.process_count() == 1 and self.run.parts.splits.valid is not None
+        begun = self.cfg.logging.prompt or self.run.parts.splits.valid is not None
+        return wanted and jax.process_count() == 1 and bool(begun)
 
 
 def step_rate(run: Run) -> StepRate:
