@@ -7,9 +7,6 @@ over all devices (fake ones on a CPU).
 """
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import tempfile
 import time
@@ -17,13 +14,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import outcome
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megajax.checkpoint import arrays
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.reader import CheckpointReader
-
-RESULTS = Path(__file__).parent / "results" / "checkpoint.json"
 
 
 def make_state(megabytes: int, sharding: NamedSharding) -> dict[str, jax.Array]:
@@ -87,9 +83,6 @@ def main() -> None:
     result = {
         "state_bytes": sum(leaf.nbytes for leaf in state.values()),
         "devices": f"{devices.size} x {devices[0].device_kind}",
-        "cores": os.cpu_count(),
-        "machine": platform.machine(),
-        "jax": jax.__version__,
     }
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         result["save"] = time_saves(Path(folder) / "plain", state, options.repeats)
@@ -101,9 +94,7 @@ def main() -> None:
     result["blocking_share_of_total"] = round(
         statistics.median(save["blocking_seconds"]) / statistics.median(save["total_seconds"]), 4
     )
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    outcome.write("checkpoint", result)
 
 
 if __name__ == "__main__":

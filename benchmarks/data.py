@@ -1,6 +1,6 @@
 """How fast rows are found, read, batched and put on devices, in tokens a second.
 
-Run:  python benchmarks/data.py [--tokens=60000000] [--sequence-length=2048] [--rows=32] [--output=FILE]
+Run:  python benchmarks/data.py [--tokens=60000000] [--sequence-length=2048] [--rows=32]
 
 Writes a token file of random documents into a temporary folder, times each part on its own and the whole way from
 file to device, and the time a step waits for its batch while the device is busy. Prints JSON and writes it to
@@ -8,11 +8,7 @@ benchmarks/results/data.json.
 """
 
 import argparse
-import importlib.metadata
-import json
 import os
-import platform
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import outcome
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from megajax.data.blend import weighted_index
@@ -132,35 +129,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=60_000_000)
     parser.add_argument("--sequence-length", type=int, default=2048)
     parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "data.json")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
         results = measure(arguments, Path(folder))
-    device = jax.devices()[0]
-    report = {
-        "command": " ".join(["python", "benchmarks/data.py", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "load_at_end": os.getloadavg()[0],
-            "device": device.device_kind,
-            "devices": jax.device_count(),
-        },
-        "versions": {
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "numpy": np.__version__,
-            "grain": importlib.metadata.version("grain"),
-        },
-        "settings": {"tokens": arguments.tokens, "sequence_length": arguments.sequence_length, "rows": arguments.rows},
-        "results": {name: float(f"{value:.4g}") for name, value in results.items()},
-    }
-    text = json.dumps(report, indent=2)
-    print(text)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(text + "\n")
+    settings = {"tokens": arguments.tokens, "sequence_length": arguments.sequence_length, "rows": arguments.rows}
+    outcome.write("data", settings | {name: float(f"{value:.4g}") for name, value in results.items()})
 
 
 if __name__ == "__main__":

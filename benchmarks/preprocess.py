@@ -8,16 +8,14 @@ the best of --repeats counts. Writes benchmarks/results/preprocess.json.
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
+
+import outcome
 
 from megajax.data.preprocessing import preprocess
 from megajax.data.preprocessing_options import Preprocessing
@@ -27,14 +25,6 @@ from megajax.tokenizers.config import (
     HuggingFaceTokenizerConfig,
     TokenizerConfig,
 )
-
-RESULTS = Path(__file__).parent / "results" / "preprocess.json"
-
-
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def best(repeats: int, clock: Callable[[], float], work: Callable[[], object]) -> float:
@@ -117,28 +107,12 @@ def main() -> None:
         }
         for kind, config in configs.items():
             measured[kind] = measure(config, texts, folder, options)
-            print(kind, json.dumps(measured[kind], indent=1))
-    versions = {name: importlib.metadata.version(name) for name in ("numpy", "tiktoken", "tokenizers")}
-    record = {
-        "command": " ".join(["python", "benchmarks/preprocess.py", *map(_shown, sys.argv[1:])]),
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": {"processor": processor(), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)},
-        "versions": {"python": platform.python_version(), **versions},
-        "text": {
-            "files": [Path(path).name for path in options.input],
-            "documents": len(texts),
-            "bytes": sum(len(text.encode()) for text in texts),
-        },
-        "results": measured,
+    text = {
+        "files": [Path(path).name for path in options.input],
+        "documents": len(texts),
+        "bytes": sum(len(text.encode()) for text in texts),
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
-    print(RESULTS)
-
-
-def _shown(argument: str) -> str:
-    """An argument without the folders of this machine."""
-    return argument if argument.startswith("--") else Path(argument).name
+    outcome.write("preprocess", {"text": text, **measured})
 
 
 if __name__ == "__main__":

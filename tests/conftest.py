@@ -1,9 +1,13 @@
 """One session of eight fake CPU devices, strict about what jax would let pass."""
 
+import signal
+
 import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+# A shell that starts the tests in the background has them, and what they start, ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
