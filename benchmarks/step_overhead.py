@@ -19,11 +19,10 @@ import outcome
 
 from megajax.config import load
 from megajax.metrics.console import open_console
-from megajax.metrics.record import StepRecord
 from megajax.metrics.runfolder import RunFolder
 from megajax.metrics.writers import Writers, open_writers
 from megajax.training import setup
-from megajax.training.job import step_rate
+from megajax.training.job import step_rate, step_record
 from megajax.training.session import Run
 
 
@@ -36,23 +35,10 @@ def bare_round(run: Run, batch: object, steps: int) -> float:
 
 
 def loop_round(run: Run, log: Writers, steps: int) -> float:
-    rate, size = step_rate(run), run.cfg.tokens_per_step()
+    rate = step_rate(run)
     start = time.perf_counter()
     for info in run.steps(steps):
-        log.log(
-            StepRecord(
-                step=info.step,
-                loss=info.loss,
-                grad_norm=info.grad_norm,
-                lr=info.lr,
-                consumed_samples=info.consumed_samples,
-                consumed_tokens=info.consumed_samples * run.cfg.model.sequence_length,
-                rates=rate.rates(info.seconds, size),
-                loss_scale=info.loss_scale,
-                skipped=info.skipped,
-                global_batch_size=run.cfg.batch.global_size,
-            )
-        )
+        log.log(step_record(run, info, rate))
     return (time.perf_counter() - start) / steps
 
 

@@ -63,22 +63,7 @@ class Job:
             first = next(infos)
         self.log.event("first_step", step=first.step, seconds=round(first.seconds, 3))
         for info in _chain(first, infos):
-            rates = rate.rates(info.seconds, self.cfg.tokens_per_step())
-            self.log.log(
-                StepRecord(
-                    step=info.step,
-                    loss=info.loss,
-                    grad_norm=info.grad_norm,
-                    lr=info.lr,
-                    consumed_samples=info.consumed_samples,
-                    consumed_tokens=info.consumed_samples * self.cfg.model.sequence_length,
-                    rates=rates,
-                    loss_scale=info.loss_scale,
-                    skipped=info.skipped,
-                    global_batch_size=self.cfg.batch.global_size,
-                    metrics=info.metrics,
-                )
-            )
+            self.log.log(step_record(self.run, info, rate))
             self.manager.poll()
             if info.skipped and self.cfg.resilience.stop_on_nonfinite:
                 raise NumericFault(f"step {info.step}: loss {info.loss}, gradient norm {info.grad_norm}")
@@ -145,6 +130,24 @@ class Job:
         wanted = self.cfg.logging.sample and step >= self.cfg.steps
         begun = self.cfg.logging.prompt or self.run.parts.splits.valid is not None
         return wanted and jax.process_count() == 1 and bool(begun)
+
+
+def step_record(run: Run, info: StepInfo, rate: StepRate) -> StepRecord:
+    """A step as the writers take it."""
+    cfg = run.cfg
+    return StepRecord(
+        step=info.step,
+        loss=info.loss,
+        grad_norm=info.grad_norm,
+        lr=info.lr,
+        consumed_samples=info.consumed_samples,
+        consumed_tokens=info.consumed_samples * cfg.model.sequence_length,
+        rates=rate.rates(info.seconds, cfg.tokens_per_step()),
+        loss_scale=info.loss_scale,
+        skipped=info.skipped,
+        global_batch_size=cfg.batch.global_size,
+        metrics=info.metrics,
+    )
 
 
 def step_rate(run: Run) -> StepRate:
