@@ -232,8 +232,6 @@ class CheckpointManager(CheckpointReader):
         total = time.monotonic() - save.started
         blocking = save.blocking_seconds if self.cfg.asynchronous else total
         self._reports.append(SaveReport(save.step, blocking, total, size))
-        if save.peers.first:
-            self._delete_old(save.step)
 
     def _wait_for_arrays(self, save: _Save) -> None:
         """Orbax keeps the healthy processes at a barrier for minutes when one failed; this one asks the others."""
@@ -273,6 +271,8 @@ class CheckpointManager(CheckpointReader):
         integrity.write_manifest(save.path, entries)
         save.path.rename(self.folder / folder.step_name(save.step))
         integrity.flush_to_disk(self.folder)
+        # Before the others are told, so that all see the same steps once the save is over.
+        self._delete_old(save.step)
         return sum(entry["bytes"] for entry in entries.values())
 
     def _delete_old(self, committed: int) -> None:
