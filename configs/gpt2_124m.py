@@ -4,7 +4,7 @@ Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data
               --vocab-file=data/vocab.json --merge-file=data/merges.txt --append-eod
 Run:      python -m megajax.train --config=gpt2_124m.py
 Laptop:   python -m megajax.train --config=gpt2_124m.py:debug
-Hardware: one node of 8 GPUs with 40 GB or more; 0.5 M tokens a step
+Hardware: meant for one host of 8 GPUs, not yet run on one; 0.5 M tokens a step
 """
 
 from megajax.checkpoint.config import CheckpointConfig
@@ -18,7 +18,7 @@ from megajax.training.run_config import RunConfig
 
 
 def config() -> RunConfig:
-    """300 B tokens as in the paper's recipe of the time: cosine to a tenth, warm-up of 2000 steps."""
+    """315 B tokens: cosine to a tenth, warm-up of 2000 steps."""
     return RunConfig(
         model=gpt2("124m", dropout=0.0),
         data=BlendConfig(paths=("data/corpus_text_document",), split="989,10,1"),

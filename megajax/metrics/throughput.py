@@ -40,7 +40,7 @@ _PEAK_TFLOPS: tuple[tuple[str, float | None], ...] = (
 
 
 def peak_bf16_flops(device_kind: str) -> float | None:
-    """Peak dense bfloat16 FLOP/s of one device with float32 accumulation, from the makers' data sheets.
+    """Peak dense bfloat16 FLOP/s of one device with float32 accumulation, as published, not measured here.
 
     `device_kind` is what `jax.devices()[0].device_kind` says. None for CPUs and for kinds not in the table: an MFU is
     then unknown, not guessed.
