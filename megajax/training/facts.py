@@ -75,7 +75,7 @@ def _batch(run: Run) -> list[tuple[str, str]]:
     return [
         (
             "rows per step",
-            f"{batch.global_size} = {run.parts.microbatches} microbatches x {replicas} data-parallel x "
+            f"{batch.global_size} = {run.program.microbatches} microbatches x {replicas} data-parallel x "
             f"{batch.micro_size} rows",
         ),
         ("tokens per step", f"{tokens:,} ({run.cfg.model.sequence_length} per row)"),
@@ -113,7 +113,7 @@ def _training(run: Run) -> list[tuple[str, str]]:
         (
             "learning rate",
             f"{schedule.style} {schedule.lr:g} to {schedule.min_lr:g}, warm-up "
-            f"{run.parts.schedule.warmup / size:g} steps, decay over {run.parts.schedule.decay / size:g}",
+            f"{run.program.schedule.warmup / size:g} steps, decay over {run.program.schedule.decay / size:g}",
         ),
     ]
 

@@ -30,7 +30,7 @@ def visualize(run: Run) -> str:
     First a table (path, shape, logical axes, partition over the mesh, MiB on each device), then, for every way a weight
     is cut, one weight as a grid of its blocks with the ids of the devices that hold each. Prints on process 0 only.
     """
-    declared, arrays = run.parts.declared, run.state.params
+    declared, arrays = run.program.declared, run.state.params
     sizes = ", ".join(f"{name} {size}" for name, size in run.mesh.shape.items() if size > 1) or "all axes 1"
     count = f"{run.mesh.size} device" + "s" * (run.mesh.size > 1)
     weights, optimizer = (_mebibytes(tree) for tree in (arrays, run.state.optimizer))

@@ -26,9 +26,9 @@ def facts(parts: Parts) -> dict[str, Any]:
     kept = {name: value for name, value in flatten(cfg).items() if _matters(name, cfg)}
     shape = cfg.schedule
     kept |= {f"schedule.{name}": getattr(shape, name) for name in ("lr", "min_lr", "style", "warmup_start")}
-    kept["schedule: samples of warm-up"] = round(parts.schedule.warmup)
+    kept["schedule: samples of warm-up"] = round(parts.program.schedule.warmup)
     if shape.style != "constant":
-        kept["schedule: samples of decay (steps x batch.global_size unless set)"] = round(parts.schedule.decay)
+        kept["schedule: samples of decay (steps x batch.global_size unless set)"] = round(parts.program.schedule.decay)
     kept["data: order of the training rows (more steps may need another epoch)"] = parts.splits.train.order()
     return {
         name: value if isinstance(value, int | float) and not isinstance(value, bool) else scalar_text(value)

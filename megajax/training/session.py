@@ -1,13 +1,12 @@
 """From a config to everything a run needs, in the eight lines that matter."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
@@ -16,22 +15,14 @@ from megajax.config.tree import check
 from megajax.data.loader import Loader
 from megajax.data.splits import Evaluation, Splits, requested_rows
 from megajax.kernels.attention import cudnn_refusal
-from megajax.layers.param import ParamSpec, bind, specs
-from megajax.mesh.layout import Layout
+from megajax.layers.param import bind
 from megajax.mesh.mesh import build_mesh, find_devices
-from megajax.mesh.rules import Plan
-from megajax.models.decoder import DecoderLM
-from megajax.optim.schedule import Schedule
 from megajax.tokenizers.base import Tokenizer
-from megajax.training.grads import Weights, accumulate, batch_specs, forward_sums
 from megajax.training.loop import StepInfo, run_steps
-from megajax.training.loss import LanguageModelLoss
+from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
-from megajax.training.state import TrainState, fresh_state, state_shardings
-from megajax.training.step import TrainStep, make_eval_step, make_train_step
-
-DROPOUT_STREAM = 1
-"""Tells the random numbers of dropout from those of the initial weights, which derive from the same seed."""
+from megajax.training.state import TrainState
+from megajax.training.step import TrainStep
 
 type Start = Callable[["Parts", TrainState], TrainState | None]
 """(what is known before there are weights, state of jax.ShapeDtypeStruct) -> the state to go on from; None: fresh."""
@@ -42,25 +33,17 @@ class Parts:
     """What a config gives before there are weights."""
 
     cfg: RunConfig
-    mesh: Mesh
-    layout: Layout
+    program: Program
     tokenizer: Tokenizer
     splits: Splits
-    abstract: DecoderLM
-    """The model without values."""
-    declared: Mapping[str, ParamSpec]
-    """Its weights by path."""
-    schedule: Schedule
-    microbatches: int
-    """Microbatches of a step."""
 
     def loader(self, source: Any, consumed: int) -> Loader:
         """Global batches of `source` from row `consumed` on."""
-        sharding = NamedSharding(self.mesh, batch_specs(self.layout).tokens)
+        sharding = NamedSharding(self.program.mesh, self.program.batch_specs.tokens)
         return Loader(
             source,
             global_size=self.cfg.batch.global_size,
-            microbatches=self.microbatches,
+            microbatches=self.program.microbatches,
             sharding=sharding,
             consumed=consumed,
             config=self.cfg.data.loader,
@@ -74,8 +57,15 @@ class Run:
     parts: Parts
     state: TrainState
     batches: Loader
-    train_step: TrainStep
-    eval_step: Callable[[Any, Any], Mapping[str, tuple[Array, Array]]]
+
+    @property
+    def program(self) -> Program:
+        return self.parts.program
+
+    @property
+    def train_step(self) -> TrainStep:
+        """(state, batch) -> (state, metrics)."""
+        return self.program.train_step
 
     @property
     def cfg(self) -> RunConfig:
@@ -83,7 +73,7 @@ class Run:
 
     @property
     def mesh(self) -> Mesh:
-        return self.parts.mesh
+        return self.program.mesh
 
     @property
     def step(self) -> int:
@@ -97,7 +87,7 @@ class Run:
         """
         tokens = jnp.asarray(tokens, jnp.int32)
         rows, length = tokens.shape
-        rules, sizes = self.parts.layout.plan.compute, self.mesh.shape
+        rules, sizes = self.program.layout.plan.compute, self.mesh.shape
         units = [prod(sizes[axis] for axis in rules.mesh_axes(name)) for name in ("batch", "seq_residual")]
         padded = jnp.pad(tokens, ((0, -rows % units[0]), (0, -length % units[1])))
         with jax.set_mesh(self.mesh), jax.default_matmul_precision(self.cfg.precision.matmul_precision()):
@@ -126,7 +116,7 @@ class Run:
             for _ in range(self.cfg.evaluation.batches if batches is None else batches):
                 if stopping():
                     return None
-                totals.append(self.eval_step(self.state.params, next(loader)[0])["loss"])
+                totals.append(self.program.eval_step(self.state.params, next(loader)[0])["loss"])
         total, weight = (sum(float(pair[i]) for pair in totals) for i in (0, 1))
         return total / weight if weight else float("nan")
 
@@ -135,7 +125,7 @@ class Run:
         self.batches.close()
 
     def __post_init__(self) -> None:
-        self._forward = jax.jit(lambda params, tokens: bind(self.parts.abstract, params)(tokens))
+        self._forward = jax.jit(lambda params, tokens: bind(self.program.abstract, params)(tokens))
 
 
 def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None, start: Start | None = None) -> Run:
@@ -145,30 +135,17 @@ def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None, start: Sta
     can't be had.
     """
     parts = prepare(cfg, devices)
-    optimizer = cfg.optimizer.build(parts.declared)
-    shardings = state_shardings(parts.declared, optimizer, parts.layout.plan, parts.mesh)
-    with jax.set_mesh(parts.mesh):
-        fresh = jax.jit(lambda: fresh_state(parts.declared, optimizer, cfg.seed), out_shardings=shardings)
-        like = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            jax.eval_shape(fresh),
-            shardings,
-        )
-        state = (start(parts, like) if start is not None else None) or fresh()
-    weights = Weights(parts.abstract, parts.declared, parts.layout, cfg.precision)
-    loss = LanguageModelLoss(cfg.data.isolated(), cfg.batch.loss_average)
-    key = jax.random.fold_in(jax.random.key(cfg.seed), DROPOUT_STREAM) if cfg.model.has_dropout() else None
-    train_step = make_train_step(accumulate(weights, loss, key, parts.mesh), optimizer, parts.schedule, shardings)
-    eval_step = make_eval_step(forward_sums(weights, loss, parts.mesh))
-    return Run(parts, state, parts.loader(parts.splits.train, int(state.consumed_samples)), train_step, eval_step)
+    program = parts.program
+    with jax.set_mesh(program.mesh):
+        state = (start(parts, program.state_like()) if start is not None else None) or program.fresh_state()()
+    return Run(parts, state, parts.loader(parts.splits.train, int(state.consumed_samples)))
 
 
 def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
     """Mesh, tokenizer, data and the shape of the model: all that can be wrong is found here."""
     devices = find_devices() if devices is None else devices
     check(cfg, len(devices))
-    mesh, plan = build_mesh(cfg.parallel, devices), Plan.of(cfg.parallel)
-    layout = Layout(plan)
+    mesh = build_mesh(cfg.parallel, devices)
     tokenizer = cfg.tokenizer.build()
     if tokenizer.vocabulary_size > cfg.model.vocabulary_size:
         raise UserError(
@@ -190,10 +167,7 @@ def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
             f"evaluation.every={cfg.evaluation.every}, but the data has no validation split: give it a share "
             "in data.split (or data.valid_paths), or set evaluation.every=none"
         )
-    abstract = nnx.eval_shape(lambda: cfg.model.build(layout))
-    schedule = cfg.schedule.build(steps=cfg.steps, global_size=cfg.batch.global_size)
-    microbatches = cfg.batch.microbatches(mesh.shape["data"] * mesh.shape["expert"])
-    return Parts(cfg, mesh, layout, tokenizer, splits, abstract, specs(abstract), schedule, microbatches)
+    return Parts(cfg, Program.of(cfg, mesh), tokenizer, splits)
 
 
 def demand_kernels(cfg: RunConfig) -> None:

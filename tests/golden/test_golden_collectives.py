@@ -9,20 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
 from program import Collective, collectives, counts
 
-from megajax.batch import LMBatch
 from megajax.config import load
 from megajax.mesh.config import ParallelConfig
 from megajax.training.config import BatchConfig
-from megajax.training.grads import Weights, accumulate, batch_specs
-from megajax.training.loss import LanguageModelLoss
 from megajax.training.session import Parts, prepare
-from megajax.training.state import fresh_state, state_shardings
-from megajax.training.step import make_train_step
 
 LAYOUTS = {
     "zero1": ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="zero1"),
@@ -47,31 +40,9 @@ def _parts(layout: str) -> Parts:
 
 
 def _compiled(parts: Parts) -> str:
-    cfg, mesh = parts.cfg, parts.mesh
-    optimizer = cfg.optimizer.build(parts.declared)
-    shardings = state_shardings(parts.declared, optimizer, parts.layout.plan, mesh)
-    weights = Weights(parts.abstract, parts.declared, parts.layout, cfg.precision)
-    grad_fn = accumulate(weights, LanguageModelLoss(True), None, mesh)
-    step: Any = make_train_step(grad_fn, optimizer, parts.schedule, shardings)
-
-    def abstract(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    with jax.set_mesh(mesh):
-        state = jax.eval_shape(lambda: fresh_state(parts.declared, optimizer, cfg.seed))
-        state = jax.tree.map(abstract, state, shardings)
-        whole = MICROBATCHES, cfg.batch.global_size // MICROBATCHES, LENGTH
-        numbers, mask = (jax.ShapeDtypeStruct(whole, dtype) for dtype in (jnp.int32, jnp.float32))
-        batch = LMBatch(
-            tokens=numbers,
-            labels=numbers,
-            loss_mask=mask,
-            positions=numbers,
-            segment_ids=numbers,
-            sample=jax.ShapeDtypeStruct(whole[:2], jnp.uint32),
-        )
-        batch = jax.tree.map(lambda x, spec: abstract(x, NamedSharding(mesh, spec)), batch, batch_specs(parts.layout))
-        return step.lower(state, batch).compile().as_text()
+    step: Any = parts.program.train_step
+    with jax.set_mesh(parts.program.mesh):
+        return step.lower(parts.program.state_like(), parts.program.batch_like()).compile().as_text()
 
 
 def _over_data(found: list[Collective]) -> dict[tuple[int, str], int]:
@@ -86,10 +57,10 @@ def _over_data(found: list[Collective]) -> dict[tuple[int, str], int]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_collectives_of_a_step(layout: str, golden: Callable[[str, str], None]) -> None:
     parts = _parts(layout)
-    every = collectives(_compiled(parts), parts.mesh)
+    every = collectives(_compiled(parts), parts.program.mesh)
     found = [one for one in every if one.loops > STEP or one.elements > one.arrays]
-    stacked = sum("layer" in spec.axes for spec in parts.declared.values())
-    alone = len(parts.declared) - stacked
+    stacked = sum("layer" in spec.axes for spec in parts.program.declared.values())
+    alone = len(parts.program.declared) - stacked
     if layout == "zero1":
         # One gather and one reduction of each weight a step, whatever the number of microbatches.
         weights = stacked + alone

@@ -49,7 +49,7 @@ def test_the_model_answers_with_the_present_weights(run):
     assert found.shape == (3, 7, VOCABULARY)
     alone = jax.device_put(jax.device_get(run.state.params), jax.devices()[0])
     with jax.default_matmul_precision("highest"):
-        expected = bind(run.parts.abstract, alone)(np.asarray(tokens, np.int32))
+        expected = bind(run.program.abstract, alone)(np.asarray(tokens, np.int32))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -62,7 +62,7 @@ def test_evaluation_is_the_mean_over_the_counted_tokens(run):
     )
     alone = jax.device_put(jax.device_get(run.state.params), jax.devices()[0])
     with jax.default_matmul_precision("highest"):
-        logits = bind(run.parts.abstract, alone)(tokens, positions, segments)
+        logits = bind(run.program.abstract, alone)(tokens, positions, segments)
     each = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), labels[..., None], -1)[..., 0]
     expected = (each * mask).sum() / mask.sum()
     assert run.evaluate(source, first=8, batches=2) == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,123 @@
+"""The train and evaluation steps of a config on a mesh: no data, no weights, and the mesh's devices need not exist."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+
+from megajax.batch import LMBatch
+from megajax.layers.param import ParamSpec, specs
+from megajax.mesh.layout import Layout
+from megajax.mesh.rules import Plan
+from megajax.models.decoder import DecoderLM
+from megajax.optim.optimizer import AdamW
+from megajax.optim.schedule import Schedule
+from megajax.training.grads import Weights, accumulate, batch_specs, forward_sums
+from megajax.training.loss import LanguageModelLoss
+from megajax.training.run_config import RunConfig
+from megajax.training.state import TrainState, fresh_state, state_shardings
+from megajax.training.step import TrainStep, make_eval_step, make_train_step
+
+DROPOUT_STREAM = 1
+"""Tells the random numbers of dropout from those of the initial weights, which derive from the same seed."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a config compiles to on one mesh."""
+
+    cfg: RunConfig
+    mesh: Mesh
+    layout: Layout
+    abstract: DecoderLM
+    """The model without values."""
+    declared: Mapping[str, ParamSpec]
+    """Its weights by path."""
+    optimizer: AdamW
+    schedule: Schedule
+    shardings: TrainState
+    """Where each leaf of the state is."""
+    microbatches: int
+    """Microbatches of a step."""
+
+    @classmethod
+    def of(cls, cfg: RunConfig, mesh: Mesh) -> "Program":
+        """For a config that passes its checks on this many devices."""
+        plan = Plan.of(cfg.parallel)
+        layout = Layout(plan)
+        abstract = nnx.eval_shape(lambda: cfg.model.build(layout))
+        declared = specs(abstract)
+        optimizer = cfg.optimizer.build(declared)
+        return cls(
+            cfg,
+            mesh,
+            layout,
+            abstract,
+            declared,
+            optimizer,
+            cfg.schedule.build(steps=cfg.steps, global_size=cfg.batch.global_size),
+            state_shardings(declared, optimizer, plan, mesh),
+            cfg.batch.microbatches(mesh.shape["data"] * mesh.shape["expert"]),
+        )
+
+    def fresh_state(self) -> Callable[[], TrainState]:
+        """Jitted: the state before the first step, made in place."""
+        return jax.jit(lambda: fresh_state(self.declared, self.optimizer, self.cfg.seed), out_shardings=self.shardings)
+
+    def state_like(self) -> TrainState:
+        """The state as jax.ShapeDtypeStruct, with shardings."""
+        shapes = jax.eval_shape(lambda: fresh_state(self.declared, self.optimizer, self.cfg.seed))
+        return jax.tree.map(_placed, shapes, self.shardings)
+
+    def batch_like(self) -> LMBatch:
+        """A global batch [M, B, S] as jax.ShapeDtypeStruct, with shardings."""
+        rows = self.cfg.batch.global_size // self.microbatches
+        short = (self.microbatches, rows)
+        full = (*short, self.cfg.model.sequence_length)
+        ints = jax.ShapeDtypeStruct(full, jnp.int32)
+        batch = LMBatch(
+            tokens=ints,
+            labels=ints,
+            loss_mask=jax.ShapeDtypeStruct(full, jnp.float32),
+            positions=ints,
+            segment_ids=ints,
+            sample=jax.ShapeDtypeStruct(short, jnp.uint32),
+        )
+        return jax.tree.map(lambda leaf, spec: _placed(leaf, NamedSharding(self.mesh, spec)), batch, self.batch_specs)
+
+    @property
+    def batch_specs(self) -> LMBatch:
+        """Where the leaves of a batch [M, B, S] are."""
+        return batch_specs(self.layout)
+
+    @cached_property
+    def train_step(self) -> TrainStep:
+        """(state, batch) -> (state, metrics); not compiled before it is called or lowered."""
+        key = (
+            jax.random.fold_in(jax.random.key(self.cfg.seed), DROPOUT_STREAM) if self.cfg.model.has_dropout() else None
+        )
+        grad_fn = accumulate(self._weights, self._loss, key, self.mesh)
+        return make_train_step(grad_fn, self.optimizer, self.schedule, self.shardings)
+
+    @cached_property
+    def eval_step(self) -> Callable[[Any, Any], Mapping[str, tuple[Array, Array]]]:
+        """(weights, batch) -> {name: (sum, weight)}."""
+        return make_eval_step(forward_sums(self._weights, self._loss, self.mesh))
+
+    @property
+    def _weights(self) -> Weights:
+        return Weights(self.abstract, self.declared, self.layout, self.cfg.precision)
+
+    @property
+    def _loss(self) -> LanguageModelLoss:
+        return LanguageModelLoss(self.cfg.data.isolated(), self.cfg.batch.loss_average)
+
+
+def _placed(leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
