@@ -1,5 +1,8 @@
 """Attention over whole rows: the reference, and the fused kernel of cuDNN behind the same signature.
 
+Both name their result for recomputation, so that a layer need not: cuDNN's backward kernel wants the result, and can
+only be handed it if the name was given inside the kernel's own rule. A second name outside would save it twice.
+
 B rows, S queries, T keys, N query heads, K key-value heads (N a multiple of K), H head size.
 """
 
@@ -8,6 +11,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.kernels.cudnn import OUTPUT, fused_attention
 
 
 class Mask(NamedTuple):
@@ -72,7 +78,7 @@ def reference_attention(
         flat = weights.reshape(batch, heads, queries, k.shape[1])
         weights = dropout.apply(flat).reshape(weights.shape)
     out = jnp.einsum("bkgst,btkh->bskgh", weights.astype(v.dtype), v)
-    return out.reshape(batch, queries, heads, size)
+    return checkpoint_name(out.reshape(batch, queries, heads, size), OUTPUT)
 
 
 def cudnn_attention(
@@ -87,17 +93,14 @@ def cudnn_attention(
             "cudnn attention has no layout-independent dropout: set attention dropout to 0 or kernel=reference"
         )
     dense = None if mask.query_segments is None else mask.visible()[:, None]
-    return jax.nn.dot_product_attention(q, k, v, mask=dense, scale=scale, is_causal=True, implementation="cudnn")
+    return fused_attention(q, k, v, dense, scale)
 
 
-def cudnn_refusal(*, dtype: jnp.dtype | str, head_dim: int, length: int, dropout: float) -> str | None:
-    """Why cuDNN's kernel can't be had on the devices jax found, or None where it can.
+def cudnn_limits(*, dtype: jnp.dtype | str, head_dim: int, length: int, dropout: float) -> str | None:
+    """Why cuDNN's kernel can't be counted on for this, whatever the NVIDIA GPU, or None where it can; asks no device.
 
     dtype: of queries, keys and values; length: positions in a row.
     """
-    device = jax.devices()[0]
-    if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
-        return f"needs an NVIDIA GPU, jax found {device.device_kind}"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"computes in bfloat16 or float16, not in {jnp.dtype(dtype).name}"
     if head_dim % 8 or head_dim > 128:
@@ -105,6 +108,14 @@ def cudnn_refusal(*, dtype: jnp.dtype | str, head_dim: int, length: int, dropout
     if length % 2:
         return f"takes rows of even length, not of {length}"
     return f"has no dropout of attention weights, which is {dropout:g}" if dropout else None
+
+
+def cudnn_refusal(*, dtype: jnp.dtype | str, head_dim: int, length: int, dropout: float) -> str | None:
+    """Why cuDNN's kernel can't be had on the devices jax found, or None where it can; arguments as of cudnn_limits."""
+    device = jax.devices()[0]
+    if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
+        return f"needs an NVIDIA GPU, jax found {device.device_kind}"
+    return cudnn_limits(dtype=dtype, head_dim=head_dim, length=length, dropout=dropout)
 
 
 KERNELS = {"reference": reference_attention, "cudnn": cudnn_attention}

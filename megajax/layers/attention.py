@@ -47,9 +47,9 @@ class Attention(nnx.Module):
         if self.rope is not None:
             q, k = self.rope(q, ctx.positions), self.rope(k, ctx.positions)
         q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
-        mixed = checkpoint_name(self.mix(q, k, v, ctx), "attention")
+        mixed = self.mix(q, k, v, ctx)  # named "attention" in the kernel, beside what else its backward needs
         y = self.layout.dot("bsnh,nhd->bsd", mixed, self.output[...], "batch", "seq_residual", "embed")
-        return y + self.output_bias[...][None, None] if self.cfg.bias else y
+        return self.layout.add_bias(y, self.output_bias[...]) if self.cfg.bias else y
 
     def project(self, x: Array) -> tuple[Array, Array, Array]:
         """[B, S, D] -> queries [B, S, N, H], keys and values [B, S, K, H]."""
