@@ -1,7 +1,10 @@
 """The vocabulary at both ends of the model: token embedding, and the loss or logits of the head.
 
-The table [V, D] is cut along the vocabulary; every device looks up, or scores, its own rows. Gradients through the sums
-over devices are written by hand (see Layout.island).
+The table [V, D] is cut along the vocabulary, over the pipeline too: every device looks up, or scores, its own rows.
+Gradients through the sums over devices are written by hand (see Layout.island).
+
+Within a pipeline the stages call these together, each with its own copy of the other arrays. A cotangent then is a
+stage's own: `embed` sums those of its output, and of `vocabulary_loss` each stage gets its part of the gradient.
 """
 
 from functools import partial
@@ -19,6 +22,11 @@ TABLE, TOKENS, RESIDUAL = ("vocab", "embed"), ("batch", "seq"), ("batch", "seq_r
 def _shard(table: Array, size: int, axes: tuple[str, ...]) -> VocabularyShard:
     """The rows of this device, inside an island; `axes` are the mesh axes the vocabulary is cut over."""
     return VocabularyShard(lax.axis_index(axes) * table.shape[0] if axes else 0, size, axes)
+
+
+def _cut(layout: Layout) -> tuple[str, ...]:
+    """Mesh axes the vocabulary is cut over, outermost first."""
+    return (*layout.around("vocab"), *layout.summed("vocab"))
 
 
 def _extra(layout: Layout) -> tuple[str, ...]:
@@ -41,7 +49,7 @@ def _summed(x: Array, axes: tuple[str, ...], extra: tuple[str, ...]) -> Array:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def embed(layout: Layout, table: Array, tokens: Array) -> Array:
     """table [V, D], tokens int32 [B, S] -> [B, S, D] in table's dtype, laid out (batch, seq_residual, embed)."""
-    extra, axes = _extra(layout), layout.summed("vocab")
+    extra, axes = _extra(layout), _cut(layout)
 
     def local(table: Array, tokens: Array) -> Array:
         shard = _shard(table, 0, axes)
@@ -59,11 +67,12 @@ def _embed_forward(layout: Layout, table: Array, tokens: Array) -> tuple[Array, 
 
 def _embed_backward(layout: Layout, saved: tuple[Array, Array], dy: Array) -> tuple[Array, None]:
     table, tokens = saved
-    extra, rows, axes = _extra(layout), layout.summed("batch", "seq"), layout.summed("vocab")
+    extra, rows, axes = _extra(layout), layout.summed("batch", "seq"), _cut(layout)
+    stages = layout.around("vocab")
 
     def local(table: Array, tokens: Array, dy: Array) -> Array:
         shard = _shard(table, 0, axes)
-        dy = _whole(dy, extra)
+        dy = _whole(lax.psum(dy, stages) if stages else dy, extra)
         row = tokens - shard.first
         row = jnp.where((row >= 0) & (row < table.shape[0]), row, table.shape[0])
         sums = jnp.zeros(table.shape, jnp.float32).at[row].add(dy.astype(jnp.float32), mode="drop")
@@ -84,7 +93,7 @@ def vocabulary_loss(
     size: ids in use, the rest of the table is padding; chunk: tokens whose logits exist at once.
     x [B, S, D] laid out (batch, seq_residual, embed), table [V, D], labels int32 [B, S], weights float32 [B, S].
     """
-    rows, axes, extra = layout.summed("batch", "seq"), layout.summed("vocab"), _extra(layout)
+    rows, axes, extra = layout.summed("batch", "seq"), _cut(layout), _extra(layout)
 
     def local(x: Array, table: Array, labels: Array, weights: Array) -> Array:
         losses = token_losses(_flat(_whole(x, extra)), table, _flat(labels), _shard(table, size, axes), chunk=chunk)
@@ -97,12 +106,13 @@ def vocabulary_loss(
 def _loss_forward(
     layout: Layout, size: int, chunk: int, x: Array, table: Array, labels: Array, weights: Array
 ) -> tuple[Array, tuple[Array, Array]]:
-    rows, axes, extra = layout.summed("batch", "seq"), layout.summed("vocab"), _extra(layout)
+    rows, axes, extra = layout.summed("batch", "seq"), _cut(layout), _extra(layout)
+    here = layout.summed("vocab")
 
     def local(x: Array, table: Array, labels: Array, weights: Array) -> tuple[Array, Array, Array]:
         shard, x = _shard(table, size, axes), _whole(x, extra)
         loss, dx, dtable = loss_and_gradients(_flat(x), table, _flat(labels), _flat(weights), shard, chunk=chunk)
-        dx = _summed(dx.reshape(x.shape), axes, extra)
+        dx = _summed(dx.reshape(x.shape), here, extra)
         if rows:
             loss, dtable = lax.psum(loss, rows), lax.psum(dtable, rows)
         return loss, dx, dtable.astype(table.dtype)
@@ -123,7 +133,7 @@ vocabulary_loss.defvjp(_loss_forward, _loss_backward)
 
 def vocabulary_token_losses(layout: Layout, size: int, chunk: int, x: Array, table: Array, labels: Array) -> Array:
     """-log p(label) of each token, float32 [B, S]; for evaluation, not differentiable over several devices."""
-    axes, extra = layout.summed("vocab"), _extra(layout)
+    axes, extra = _cut(layout), _extra(layout)
 
     def local(x: Array, table: Array, labels: Array) -> Array:
         losses = token_losses(_flat(_whole(x, extra)), table, _flat(labels), _shard(table, size, axes), chunk=chunk)

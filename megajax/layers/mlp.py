@@ -35,7 +35,7 @@ class DenseMLP(nnx.Module):
             up = up + self.up_bias[...][None, None]
         inner = ACTIVATIONS[self.cfg.activation](checkpoint_name(up, "mlp"))
         y = self.layout.dot("bsf,fd->bsd", inner, self.down[...], "batch", "seq_residual", "embed")
-        return y + self.down_bias[...][None, None] if self.cfg.bias else y
+        return self.layout.add_bias(y, self.down_bias[...]) if self.cfg.bias else y
 
 
 class GatedMLP(nnx.Module):
@@ -58,4 +58,4 @@ class GatedMLP(nnx.Module):
             gate, up = gate + self.gate_bias[...][None, None], up + self.up_bias[...][None, None]
         inner = ACTIVATIONS[self.cfg.activation](checkpoint_name(gate, "mlp")) * checkpoint_name(up, "mlp")
         y = self.layout.dot("bsf,fd->bsd", inner, self.down[...], "batch", "seq_residual", "embed")
-        return y + self.down_bias[...][None, None] if self.cfg.bias else y
+        return self.layout.add_bias(y, self.down_bias[...]) if self.cfg.bias else y

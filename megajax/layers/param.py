@@ -5,7 +5,7 @@ Outside modules, the weights of a model are a flat dict from dotted path to arra
 """
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -73,7 +73,7 @@ class ParamSpec:
     init_path: str
     """Path the initial values derive from: the same for a layer wherever it stands in a stack's pattern."""
     layers: tuple[int, ...]
-    """Numbers of the layers along the leading dimension; () for a weight outside a stack."""
+    """Numbers of the layers along the leading dimension, -1 for a row that is no layer; () outside a stack."""
 
 
 def param(shape: tuple[int, ...], axes: LogicalAxes, *, init: Init, role: Role = "weight") -> nnx.Param:
@@ -89,11 +89,32 @@ def stacked(block: nnx.Module, layers: tuple[int, ...]) -> nnx.Module:
     leaves = []
     for path, leaf in nnx.to_flat_state(state):
         value = jnp.zeros((len(layers), *leaf.shape), leaf.dtype)
-        name = "layer." + ".".join(map(str, path))
+        name = "layer." + dotted(path)
         leaves.append(
             (path, nnx.Param(value, **_metadata(leaf, axes=("layer", *leaf.axes), layers=layers, init_path=name)))
         )
     return nnx.merge(graph, nnx.from_flat_state(leaves))
+
+
+def reordered[M: nnx.Module](model: M, order: Sequence[int]) -> M:
+    """An abstract module with the rows of its stacked weights in another order.
+
+    order: for each row the number of the repeat whose weights it holds, or -1 for a row of zeros that is no layer.
+    """
+    graph, state = nnx.split(model)
+    flat = []
+    for path, leaf in nnx.to_flat_state(state):
+        if leaf.layers:
+            layers = tuple(-1 if repeat < 0 else leaf.layers[repeat] for repeat in order)
+            value = jax.ShapeDtypeStruct((len(order), *leaf.shape[1:]), leaf.dtype)
+            leaf = nnx.Param(value, **_metadata(leaf, layers=layers))
+        flat.append((path, leaf))
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """The parts of a path as one name."""
+    return ".".join(map(str, path))
 
 
 def _metadata(leaf: nnx.Param, **changes: Any) -> dict[str, Any]:
@@ -104,7 +125,7 @@ def specs(model: nnx.Module) -> dict[str, ParamSpec]:
     """Every weight of a module, by path."""
     found = {}
     for parts, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        path = ".".join(map(str, parts))
+        path = dotted(parts)
         found[path] = ParamSpec(
             path, tuple(leaf.shape), leaf.axes, leaf.init, leaf.role, leaf.init_path or path, leaf.layers
         )
@@ -126,12 +147,16 @@ def _draw(spec: ParamSpec, key: Array) -> Array:
     key = jax.random.fold_in(key, zlib.crc32(spec.init_path.encode()))
     if not spec.layers:
         return spec.init.draw(key, spec.shape)
-    keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.asarray(spec.layers))
-    return jax.vmap(lambda key: spec.init.draw(key, spec.shape[1:]))(keys)
+    layers = jnp.asarray(spec.layers)
+    keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(layers)
+    drawn = jax.vmap(lambda key: spec.init.draw(key, spec.shape[1:]))(keys)
+    if min(spec.layers) >= 0:
+        return drawn
+    return jnp.where(layers.reshape(-1, *[1] * (drawn.ndim - 1)) >= 0, drawn, 0)
 
 
 def bind[M: nnx.Module](model: M, values: Params) -> M:
     """A copy of a (possibly abstract) module whose weights are `values`, by path."""
     graph, state = nnx.split(model)
-    flat = [(parts, leaf.replace(values[".".join(map(str, parts))])) for parts, leaf in nnx.to_flat_state(state)]
+    flat = [(parts, leaf.replace(values[dotted(parts)])) for parts, leaf in nnx.to_flat_state(state)]
     return nnx.merge(graph, nnx.from_flat_state(flat))

@@ -1,18 +1,18 @@
 """The residual tower: a pattern of blocks, scanned, with what the backward pass keeps chosen by name."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from megajax.batch import Params
 from megajax.layers.config import Recompute, StackConfig
 from megajax.layers.context import Context
-from megajax.layers.param import Site, stacked
+from megajax.layers.param import Site, bind, dotted, stacked
 
-MATMUL_ENDS = ("query", "key", "value", "attention", "mlp", "residual")
+MATMUL_ENDS = ("query", "key", "value", "attention", "attention_statistics", "mlp", "residual")
 """Names layers give to the tensors that matmuls produce or need; `selective` keeps these and recomputes the rest."""
 
 
@@ -41,20 +41,37 @@ class Stack(nnx.Module):
         )
 
     def __call__(self, x: Array, ctx: Context) -> Array:
-        graph, weights = nnx.split(self.blocks)
-        axes = [leaf.axes[1:] for _, leaf in nnx.to_flat_state(weights)]
-        leaves, tree = jax.tree.flatten(weights)
+        body = self.layer()
 
-        def repeat(x: Array, slices: tuple[list[Array], Array], ctx: Context) -> Array:
-            held, number = slices
-            used = [self.layout.gather(w, names) for w, names in zip(held, axes, strict=True)]
-            for place, block in enumerate(nnx.merge(graph, jax.tree.unflatten(tree, used))):
+        def step(x: Array, row: tuple[Params, Array]) -> tuple[Array, None]:
+            weights, number = row
+            return body(weights, number, x, ctx), None
+
+        return jax.lax.scan(step, x, (self.in_order(), jnp.arange(self.repeats)))[0]
+
+    def layer(self) -> Callable[[Params, Array, Array, Context], Array]:
+        """(weights, number, x, ctx) -> x: one repeat of the pattern, under the recompute policy.
+
+        weights: by their paths in `self.blocks`, one row of each; number: int32 [], which repeat of the model it is.
+        """
+        graph, state = nnx.split(self.blocks)
+        axes = {dotted(path): leaf.axes[1:] for path, leaf in nnx.to_flat_state(state)}
+        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+
+        def repeat(weights: Params, number: Array, x: Array, ctx: Context) -> Array:
+            used = {path: self.layout.gather(w, axes[path]) for path, w in weights.items()}
+            for place, block in enumerate(bind(nnx.merge(graph, abstract), used)):
                 x = block(x, ctx.for_layer(number * self.pattern + place))
             return x
 
-        body = recomputed(repeat, self.recompute)
+        return recomputed(repeat, self.recompute)
 
-        def step(x: Array, slices: Any) -> tuple[Array, None]:
-            return body(x, slices, ctx), None
+    def in_order(self) -> Params:
+        """The stacked weights by their paths in `self.blocks`, rows in the order of the layers."""
+        return {dotted(path): _in_order(leaf) for path, leaf in nnx.to_flat_state(nnx.state(self.blocks))}
 
-        return jax.lax.scan(step, x, (leaves, jnp.arange(self.repeats)))[0]
+
+def _in_order(leaf: nnx.Param) -> Array:
+    rows = [row for row, layer in enumerate(leaf.layers) if layer >= 0]
+    rows.sort(key=lambda row: leaf.layers[row])
+    return leaf[...] if rows == list(range(len(leaf.layers))) else leaf[...][jnp.asarray(rows)]

@@ -46,6 +46,11 @@ def reduce_shards(x: Array, moves: Moves, also: Sequence[str] = ()) -> Array:
 
 
 def replica_axes() -> tuple[str, ...]:
-    """Manual mesh axes with more than one device over which dense weights are the same."""
+    """Manual mesh axes with more than one device that work on different tokens."""
     sizes = manual_axes()
     return tuple(axis for axis in SHARDS if sizes.get(axis, 1) > 1)
+
+
+def manual_replicas() -> tuple[str, ...]:
+    """Manual mesh axes with more than one device: a weight's gradient is a sum over those that do not cut it."""
+    return tuple(axis for axis, size in manual_axes().items() if size > 1)

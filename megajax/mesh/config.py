@@ -18,7 +18,7 @@ class ParallelConfig:
     """Size of each mesh axis and how weights and optimizer state spread over the data axis."""
 
     pipeline: int = 1
-    """Pipeline stages; this version runs 1."""
+    """Pipeline stages; each holds virtual_stages chunks of the layers."""
     data: int | None = None
     """Copies of the model that work on different rows; none: all devices the other axes leave over."""
     expert: int = 1
@@ -31,6 +31,17 @@ class ParallelConfig:
     """Sequence parallelism: between the matrices, activations are cut over `tensor` along the sequence."""
     data_sharding: Literal["replicate", "zero1", "fsdp"] = "zero1"
     """What the data axis shares out: nothing; master weights and optimizer state; weights during the step as well."""
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    """Order of the pipeline's work: all forwards, then all backwards; backwards as early as they can be; that over
+    several virtual stages."""
+    virtual_stages: int = 1
+    """Chunks of layers of each stage: bubbles of 1/virtual_stages, that many times the traffic."""
+    layers: tuple[int, ...] | None = None
+    """Layers (repeats of the stack's pattern) of each of the pipeline * virtual_stages chunks, first to last; none: as
+    even as can be, the first chunks one more."""
+    loss_wait: int = 1
+    """1: outputs travel to the loss, and its gradient back, while other microbatches compute, for one more activation
+    in memory; 0: all stages wait for both. For 1f1b and interleaved."""
 
     def problems(self) -> list[Problem]:
         found = []
@@ -38,13 +49,13 @@ class ParallelConfig:
             size = getattr(self, name)
             if size is not None and size < 1:
                 found.append(Problem(name, f"must be at least 1, got {size}"))
-        for name in ("pipeline", "expert", "context"):
+        for name in ("expert", "context"):
             if getattr(self, name) > 1:
                 found.append(
                     Problem(
                         name,
                         f"{getattr(self, name)} devices asked for, this version runs 1",
-                        "use parallel.data or parallel.tensor",
+                        "use parallel.data, parallel.tensor or parallel.pipeline",
                     )
                 )
         if self.sequence and self.tensor == 1:
@@ -53,6 +64,43 @@ class ParallelConfig:
                     "sequence",
                     "sequence parallelism needs parallel.tensor > 1, which is 1",
                     "set parallel.tensor=2 or more, or parallel.sequence=false",
+                )
+            )
+        return found + self._pipeline_problems()
+
+    def chunks(self) -> int:
+        """Pieces the layers are cut into."""
+        return self.pipeline * self.virtual_stages
+
+    def _pipeline_problems(self) -> list[Problem]:
+        virtual, found = self.virtual_stages, []
+        if virtual < 1:
+            return [Problem("virtual_stages", f"must be at least 1, got {virtual}")]
+        if self.loss_wait not in (0, 1):
+            found.append(Problem("loss_wait", f"must be 0 or 1, got {self.loss_wait}"))
+        if virtual > 1 and self.pipeline == 1:
+            found.append(
+                Problem(
+                    "virtual_stages",
+                    f"{virtual} virtual stages need a pipeline, parallel.pipeline is 1",
+                    "set parallel.pipeline=2 or more, or parallel.virtual_stages=1",
+                )
+            )
+        if self.schedule == "interleaved" and virtual == 1 and self.pipeline > 1:
+            found.append(
+                Problem(
+                    "schedule",
+                    "interleaved needs parallel.virtual_stages > 1, which is 1",
+                    "set parallel.virtual_stages=2 or more, or parallel.schedule=1f1b",
+                )
+            )
+        if self.layers is not None and (len(self.layers) != self.chunks() or min(self.layers) < 1):
+            found.append(
+                Problem(
+                    "layers",
+                    f"{','.join(map(str, self.layers))} must be {self.chunks()} numbers above 0, one for each of "
+                    f"{self.pipeline} stages x {virtual} virtual stages",
+                    "or leave it at none",
                 )
             )
         return found

@@ -73,6 +73,24 @@ class Layout:
         # lost in the transpose. Gradients through psum are therefore written by hand, never left to autodiff.
         return jax.shard_map(f, axis_names=set(free), in_specs=specs[0], out_specs=specs[1], check_vma=False)
 
+    def rowwise(self, f: Callable, x: Array, *weights: Array) -> Array:
+        """f(x, *weights) for an f that works position by position on the residual stream, x [B, S, D].
+
+        weights: [D], or [copies, D] where they are held in copies (see Plan.copied).
+        """
+        if weights[0].ndim == 1:
+            return f(x, *weights)
+
+        def local(x: Array, *copies: Array) -> Array:
+            return f(x, *(copy[0] for copy in copies))
+
+        residual = ("batch", "seq_residual", "embed")
+        return self.island(local, (residual, *[("copies", "embed")] * len(weights)), residual)(x, *weights)
+
+    def add_bias(self, y: Array, bias: Array) -> Array:
+        """y [B, S, D] on the residual stream + bias [D] or [copies, D]."""
+        return self.rowwise(lambda y, bias: y + bias[None, None], y, bias)
+
     def zeros(self, shape: Sequence[int], dtype: Any, *axes: str | None) -> Array:
         """Zeros that are laid out from the start."""
         return self.act(jnp.zeros(shape, dtype), *axes)
@@ -80,7 +98,16 @@ class Layout:
     def summed(self, *names: str) -> tuple[str, ...]:
         """Mesh axes of these logical axes that are free here: what an island must psum over for a full sum."""
         free = free_axes()
-        return tuple(axis for name in names for axis in self.plan.compute.mesh_axes(name) if axis in free)
+        return tuple(axis for name in names for axis in self.plan.compute.mesh_axes(name) if free.get(axis, 1) > 1)
+
+    def around(self, *names: str) -> tuple[str, ...]:
+        """Mesh axes of these logical axes that are manual already where this is traced.
+
+        What is cut over them is another part on each device, and so is a cotangent: copies of one array on several
+        devices have a gradient each, and the sum of these is the array's.
+        """
+        manual = manual_axes()
+        return tuple(axis for name in names for axis in self.plan.compute.mesh_axes(name) if manual.get(axis, 1) > 1)
 
     def _cotangent_as(self, y: Array, axes: tuple[str | None, ...]) -> Array:
         @jax.custom_vjp

@@ -31,10 +31,14 @@ class Rules:
     heads: MeshAxes = ("tensor",)
     kv_heads: MeshAxes = ("tensor",)
     head_dim: MeshAxes = ()
-    vocab: MeshAxes = ("tensor",)
+    vocab: MeshAxes = ("pipeline", "tensor")
+    """Every stage does its share of each microbatch's embedding and loss: no stage is special."""
     expert: MeshAxes = ("expert",)
     state: MeshAxes = ()
-    layer: MeshAxes = ()
+    layer: MeshAxes = ("pipeline",)
+    """Rows of stacked weights; `pipeline.partition` puts the layers of a stage next to each other."""
+    copies: MeshAxes = ("tensor",)
+    """Of a small weight, one for each device that uses it on its own positions: see Plan.copied."""
 
     def mesh_axes(self, name: str | None) -> MeshAxes:
         """Mesh axes of one logical axis; None is never cut."""
@@ -82,5 +86,14 @@ class Plan:
                 return cls(compute=compute, held=spread, params=spread, optimizer=spread)
 
     def held_during_step(self, axes: LogicalAxes) -> Rules:
-        """Table of a weight during the step: only stacked weights are worth gathering layer by layer."""
-        return self.held if "layer" in axes else self.compute
+        """Table of a weight during the step: only stacked matrices are worth gathering layer by layer."""
+        return self.held if "layer" in axes and len(axes) > 2 else self.compute
+
+    def copied(self, axes: LogicalAxes) -> bool:
+        """Whether a weight is held in copies: gains and biases of the residual stream under sequence parallelism.
+
+        Each device of `tensor` uses them on positions of its own. With a copy each, their gradients are summed over
+        `tensor` once a step; with one for all, the compiler would sum them in every layer of every microbatch.
+        """
+        apart = set(self.compute.mesh_axes("seq_residual")) >= set(self.compute.mesh_axes("copies"))
+        return apart and tuple(axes) in (("embed",), ("layer", "embed"))

@@ -7,8 +7,6 @@ from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.layers.config import AttentionConfig, NormConfig, Recompute, RMSNormConfig, StackConfig
 
-VOCABULARY_MULTIPLE = 128
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig(Builds):
@@ -18,11 +16,13 @@ class DecoderConfig(Builds):
     hidden: int
     """Width of the residual stream."""
     vocabulary_size: int
-    """Token ids in use; the table is padded to a multiple of 128, the padding takes no part in the softmax."""
+    """Token ids in use; the table is padded to a multiple of vocabulary_multiple, the padding takes no part."""
     sequence_length: int
     """Tokens in a training row."""
     stack: StackConfig
     """The blocks."""
+    vocabulary_multiple: int = 128
+    """What the padded vocabulary is a multiple of; pipeline x tensor devices must divide it."""
     learned_positions: bool = False
     """A learned embedding for each of the sequence_length positions."""
     norm: NormConfig = field(default_factory=RMSNormConfig)
@@ -40,7 +40,7 @@ class DecoderConfig(Builds):
 
     def problems(self) -> list[Problem]:
         found = []
-        for name in ("hidden", "vocabulary_size", "sequence_length", "loss_chunk"):
+        for name in ("hidden", "vocabulary_size", "vocabulary_multiple", "sequence_length", "loss_chunk"):
             if getattr(self, name) < 1:
                 found.append(Problem(name, f"must be at least 1, got {getattr(self, name)}"))
         if not 0 <= self.dropout < 1:
@@ -73,4 +73,4 @@ class DecoderConfig(Builds):
 
     def padded_vocabulary(self) -> int:
         """Rows of the embedding table."""
-        return -(-self.vocabulary_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        return -(-self.vocabulary_size // self.vocabulary_multiple) * self.vocabulary_multiple

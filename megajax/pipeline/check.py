@@ -54,7 +54,8 @@ def formulas(schedule: Schedule) -> Figures | None:
     """The closed form for the schedule's name and sizes (Narayanan et al., 2104.04473, in lockstep); None if unknown.
 
     Forward k (of M·V) runs on stage s at tick k+s, backward k at tick b+k+P-1-s. So the stage holds all of its
-    forwards when its first backward starts at tick b+P-1-s: b+P-2s of them, or M·V if there are no more.
+    forwards when its first backward starts at tick b+P-1-s: b+P-2s of them, or M·V if there are no more. Losses that
+    wait w ticks for their backward put b, which is P·V-1, off by w.
     """
     stages, chunks, microbatches = schedule.stages, schedule.chunks, schedule.microbatches
     work = microbatches * chunks
@@ -62,7 +63,7 @@ def formulas(schedule: Schedule) -> Figures | None:
     if schedule.name == "gpipe":
         return Figures(2 * (work + stages - 1), bubble, (work,) * stages, work)
     if schedule.name in ("1f1b", "interleaved"):
-        first = stages * chunks - 1
+        first = stages * chunks - 1 + schedule.loss_wait
         in_flight = tuple(min(work, first + stages - 2 * s) for s in range(stages))
         return Figures(work + first + stages - 1, bubble, in_flight, in_flight[0])
     return None

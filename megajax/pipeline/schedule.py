@@ -77,6 +77,8 @@ class Schedule:
     """Of a stage's ring: the most chunk activations alive at once, over all stages."""
     spare_slot: bool
     """Whether idle forwards need one more slot, number `slots`, to write to because all others are taken."""
+    loss_wait: int
+    """Ticks that were added between a microbatch's last forward and its loss: see `interleaved`."""
     output_slots: int
     """Outputs of the last chunk that wait for their loss at once; 0 where each loss follows its forward directly."""
     phases: tuple[Phase, ...]
@@ -122,40 +124,57 @@ def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     return _in_turn("gpipe", (stages, chunks, microbatches), first_backward=last_forward + 1)
 
 
-def one_f_one_b(stages: int, microbatches: int) -> Schedule:
+def one_f_one_b(stages: int, microbatches: int, *, loss_wait: int = 0) -> Schedule:
     """A backward as soon as there is one to do: activations of 2(P-s)-1 microbatches (Narayanan et al., 2104.04473).
 
     Their free-running stages hold P-s; that stages go through ticks together costs the rest. The last stage does
-    forward and backward of a microbatch in one tick. Raises ConfigError as `problems` has it.
+    forward and backward of a microbatch in one tick, or `loss_wait` ticks apart: see `interleaved`. Raises ConfigError
+    as `problems` has it.
     """
     _refuse("1f1b", stages, microbatches, 1)
-    return _in_turn("1f1b", (stages, 1, microbatches), first_backward=stages - 1)
+    return _in_turn("1f1b", (stages, 1, microbatches), first_backward=stages - 1, loss_wait=loss_wait)
 
 
-def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
+def interleaved(stages: int, microbatches: int, chunks: int, *, loss_wait: int = 0) -> Schedule:
     """1F1B over several chunks per stage: a bubble of 1/V, V times the traffic (Narayanan et al., 2104.04473).
 
     Microbatches go in groups of P through the first chunk, then through the next: a microbatch that leaves the last
-    stage enters the first one at the next tick. Raises ConfigError as `problems` has it.
+    stage enters the first one at the next tick.
+
+    loss_wait: ticks between a microbatch's last forward and its loss. With 1, the output travels to all stages while
+    they work backward, and the loss's gradient comes back while they work forward; with 0 all stages wait for both. It
+    costs one more activation in flight, and no time: one tick of both kinds becomes one of each. Raises ConfigError as
+    `problems` has it.
     """
     _refuse("interleaved", stages, microbatches, chunks)
-    return _in_turn("interleaved", (stages, chunks, microbatches), first_backward=stages * chunks - 1)
+    return _in_turn(
+        "interleaved", (stages, chunks, microbatches), first_backward=stages * chunks - 1, loss_wait=loss_wait
+    )
 
 
-def _one_f_one_b(stages: int, microbatches: int, chunks: int) -> Schedule:
-    return one_f_one_b(stages, microbatches) if chunks == 1 else interleaved(stages, microbatches, chunks)
+def _one_f_one_b(stages: int, microbatches: int, chunks: int, loss_wait: int) -> Schedule:
+    if chunks > 1:
+        return interleaved(stages, microbatches, chunks, loss_wait=loss_wait)
+    return one_f_one_b(stages, microbatches, loss_wait=loss_wait)
 
 
-SCHEDULES: MappingProxyType[str, Callable[[int, int, int], Schedule]] = MappingProxyType(
-    {"gpipe": gpipe, "1f1b": _one_f_one_b, "interleaved": interleaved}
+SCHEDULES: MappingProxyType[str, Callable[[int, int, int, int], Schedule]] = MappingProxyType(
+    {
+        "gpipe": lambda stages, microbatches, chunks, loss_wait: gpipe(stages, microbatches, chunks),
+        "1f1b": _one_f_one_b,
+        "interleaved": lambda stages, microbatches, chunks, loss_wait: interleaved(
+            stages, microbatches, chunks, loss_wait=loss_wait
+        ),
+    }
 )
-"""By the name users give, called with (stages, microbatches, chunks); 1f1b with several chunks is interleaved."""
+"""By the name users give, called with (stages, microbatches, chunks, loss_wait); 1f1b with several chunks is
+interleaved, and GPipe's losses wait for its last forward anyway."""
 
 
-def build(name: str, *, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+def build(name: str, *, stages: int, microbatches: int, chunks: int = 1, loss_wait: int = 0) -> Schedule:
     """The schedule of that name. Raises ConfigError listing what is wrong, as `problems` has it."""
     _refuse(name, stages, microbatches, chunks)
-    return SCHEDULES[name](stages, microbatches, chunks)
+    return SCHEDULES[name](stages, microbatches, chunks, loss_wait)
 
 
 def problems(name: str, *, stages: int, microbatches: int, chunks: int) -> list[Problem]:
@@ -190,8 +209,8 @@ def _refuse(name: str, stages: int, microbatches: int, chunks: int) -> None:
         raise ConfigError(found, "the pipeline schedule")
 
 
-def _in_turn(name: str, sizes: tuple[int, int, int], *, first_backward: int) -> Schedule:
-    """Forwards one after the other on each stage from tick s on, backwards from `first_backward` + P-1-s on.
+def _in_turn(name: str, sizes: tuple[int, int, int], *, first_backward: int, loss_wait: int = 0) -> Schedule:
+    """Forwards one after the other on each stage from tick s on, backwards from `first_backward` + P-1-s on or later.
 
     Both in groups of P microbatches, chunk by chunk; backwards from the last chunk to the first.
     """
@@ -200,11 +219,13 @@ def _in_turn(name: str, sizes: tuple[int, int, int], *, first_backward: int) -> 
     group, member = np.divmod(i, stages)
     start = group * stages * chunks + member
     forward = start + c * stages + s
-    backward = first_backward + start + (chunks - 1 - c) * stages + (stages - 1 - s)
-    return assemble(name, forward=forward, input_gradient=backward, weight_gradient=backward)
+    backward = first_backward + loss_wait + start + (chunks - 1 - c) * stages + (stages - 1 - s)
+    return assemble(name, forward=forward, input_gradient=backward, weight_gradient=backward, loss_wait=loss_wait)
 
 
-def assemble(name: str, *, forward: np.ndarray, input_gradient: np.ndarray, weight_gradient: np.ndarray) -> Schedule:
+def assemble(
+    name: str, *, forward: np.ndarray, input_gradient: np.ndarray, weight_gradient: np.ndarray, loss_wait: int = 0
+) -> Schedule:
     """A schedule from the ticks of each kind of work, int [M, V, P] each, with slots assigned; not checked.
 
     Slots are the lowest free ones: a ring holds no more than the most that is alive at once. A forward writes its
@@ -240,6 +261,7 @@ def assemble(name: str, *, forward: np.ndarray, input_gradient: np.ndarray, weig
         microbatches=microbatches,
         slots=slots,
         spare_slot=spare_slot,
+        loss_wait=loss_wait,
         output_slots=int(output_kept.max()) + 1,
         phases=phases,
         forward=_frozen(tables[0]),

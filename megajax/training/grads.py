@@ -6,6 +6,7 @@ constraints layers state. A pipelined gradient function has the same signature (
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 from megajax.batch import Grads, LMBatch, Params
 from megajax.layers.param import ParamSpec, bind
-from megajax.mesh.collectives import gather_shards, moved_axes, reduce_shards, replica_axes
+from megajax.mesh.collectives import gather_shards, manual_replicas, moved_axes, reduce_shards, replica_axes
 from megajax.mesh.config import MESH_AXES
 from megajax.mesh.layout import Layout
-from megajax.mesh.mesh import manual_axes
+from megajax.mesh.mesh import free_axes, manual_axes
 from megajax.models.decoder import DecoderLM
 from megajax.precision.cast import to_compute, to_gradient
 from megajax.precision.config import PrecisionConfig
@@ -46,15 +47,28 @@ class Weights:
         plan, axes = self.layout.plan, self.declared[path].axes
         w = to_compute(w, self.precision)
         moves = _live(moved_axes(plan.params, plan.held_during_step(axes), axes))
-        return self.layout.island(lambda shard: gather_shards(shard, moves), (axes,), axes)(w) if moves else w
+        if moves:
+            w = self.layout.island(lambda shard: gather_shards(shard, moves), (axes,), axes)(w)
+        if not plan.copied(axes):
+            return w
+        copies = prod(free_axes().get(axis, 1) for axis in plan.compute.mesh_axes("copies"))
+        shape = (*w.shape[:-1], copies, w.shape[-1])
+        return self.layout.act(jnp.broadcast_to(w[..., None, :], shape), *self.held_axes(path))
+
+    def held_axes(self, path: str) -> tuple[str | None, ...]:
+        """Logical axes of what `hold` returns."""
+        axes = self.declared[path].axes
+        return (*axes[:-1], "copies", axes[-1]) if self.layout.plan.copied(axes) else axes
 
     def reduce(self, path: str, g: Array) -> Array:
         """A device's summed gradient, laid out as the weight was held -> replicas' sum on the optimizer's layout."""
         plan, axes = self.layout.plan, self.declared[path].axes
+        if plan.copied(axes):
+            g = self.layout.act(g.sum(-2), *axes)
         held = plan.held_during_step(axes)
         moves = _live(moved_axes(plan.optimizer, held, axes))
         done = {axis for name in axes for axis in held.mesh_axes(name)} | {axis for _, axis in moves}
-        also = tuple(axis for axis in replica_axes() if axis not in done)
+        also = tuple(axis for axis in manual_replicas() if axis not in done)
         if not moves and not also:
             return g
         return self.layout.island(lambda part: reduce_shards(part, moves, also), (axes,), axes)(g)
@@ -62,7 +76,7 @@ class Weights:
     def zeros(self, held: Params) -> dict[str, Array]:
         """Accumulators for the gradients of `held`."""
         dtype = jnp.dtype(self.precision.gradients)
-        return {path: self.layout.zeros(w.shape, dtype, *self.declared[path].axes) for path, w in held.items()}
+        return {path: self.layout.zeros(w.shape, dtype, *self.held_axes(path)) for path, w in held.items()}
 
     def manual(self, f: Callable, mesh: Mesh, out_specs: object) -> Callable:
         """f(params, batch, scale) -> out, as one shard_map; params come in laid out by plan.params."""
@@ -77,6 +91,16 @@ class Weights:
             out_specs=out_specs,
         )
 
+    def reduced_specs(self) -> dict[str, PartitionSpec]:
+        """Where reduced gradients are, as `manual` has it."""
+        optimizer = self.layout.plan.optimizer
+        return {path: optimizer.spec(spec.axes, keep=MANUAL) for path, spec in self.declared.items()}
+
+    def sums(self, f: Callable, mesh: Mesh) -> Callable[[Params, LMBatch], Sums]:
+        """f(params, batch, scale) -> sums that are the same everywhere, as a function of weights and batch."""
+        mapped = self.manual(f, mesh, PartitionSpec())
+        return lambda params, batch: mapped(dict(params), batch, jnp.ones((), jnp.float32))
+
 
 def batch_specs(layout: Layout) -> LMBatch:
     """Where the leaves of a batch [M, B, S] are."""
@@ -89,7 +113,8 @@ def _live(moves: tuple[tuple[int, str], ...]) -> tuple[tuple[int, str], ...]:
     return tuple((dimension, axis) for dimension, axis in moves if sizes.get(axis, 1) > 1)
 
 
-def _over_replicas[T](sums: T) -> T:
+def over_replicas[T](sums: T) -> T:
+    """Sums over the devices that work on different tokens."""
     axes = replica_axes()
     return lax.psum(sums, axes) if axes else sums
 
@@ -117,11 +142,9 @@ def accumulate(weights: Weights, loss_fn: LossFn, key: Array | None, mesh: Mesh)
         shapes = jax.eval_shape(lambda rows: loss_of(held, rows)[1], first)
         start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), weights.zeros(held)
         (sums, total), _ = lax.scan(microbatch, start, batch)
-        return _over_replicas(sums), {path: weights.reduce(path, g) for path, g in total.items()}
+        return over_replicas(sums), {path: weights.reduce(path, g) for path, g in total.items()}
 
-    plan = weights.layout.plan
-    grads = {path: plan.optimizer.spec(spec.axes, keep=MANUAL) for path, spec in weights.declared.items()}
-    mapped = weights.manual(local, mesh, (PartitionSpec(), grads))
+    mapped = weights.manual(local, mesh, (PartitionSpec(), weights.reduced_specs()))
 
     def grad_fn(params: Params, batch: LMBatch, scale: Array) -> Grads:
         (loss_sum, weight_sum, metrics), grads = mapped(dict(params), batch, scale)
@@ -136,7 +159,6 @@ def forward_sums(weights: Weights, loss_fn: LossFn, mesh: Mesh) -> Callable[[Par
     def local(params: Params, batch: LMBatch, scale: Array) -> Sums:
         model = bind(weights.model, {path: weights.hold(path, w) for path, w in params.items()})
         parts = lax.map(lambda rows: loss_fn(model, rows, None).metrics, batch)
-        return _over_replicas(jax.tree.map(jnp.sum, parts))
+        return over_replicas(jax.tree.map(jnp.sum, parts))
 
-    mapped = weights.manual(local, mesh, PartitionSpec())
-    return lambda params, batch: mapped(dict(params), batch, jnp.ones((), jnp.float32))
+    return weights.sums(local, mesh)

@@ -1,13 +1,14 @@
 """What is minimised: sums over the rows that are here, never means."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.batch import LMBatch
+from megajax.layers.context import Context
 from megajax.mesh.mesh import manual_axes
 from megajax.models.decoder import DecoderLM
 
@@ -23,8 +24,20 @@ class Loss(NamedTuple):
     """name -> (sum, weight) to report."""
 
 
-type LossFn = Callable[[DecoderLM, LMBatch, Array | None], Loss]
-"""(model, microbatch [B, S], random key or None) -> Loss."""
+class LossFn(Protocol):
+    """A loss whole, and in the pieces a pipeline needs."""
+
+    def __call__(self, model: DecoderLM, batch: LMBatch, key: Array | None) -> Loss:
+        """Of a microbatch [B, S]; key: random key of the run, None for a deterministic forward."""
+        ...
+
+    def context(self, model: DecoderLM, batch: LMBatch, key: Array | None) -> Context:
+        """What layers know of a microbatch."""
+        ...
+
+    def head(self, model: DecoderLM, x: Array, batch: LMBatch) -> Loss:
+        """From the stack's output [B, S, D] on."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +53,16 @@ class LanguageModelLoss:
     average: Literal["tokens", "microbatches"] = "tokens"
 
     def __call__(self, model: DecoderLM, batch: LMBatch, key: Array | None) -> Loss:
-        hidden = model.trunk(batch.tokens, model.context(batch, key, isolated=self.isolated))
+        ctx = self.context(model, batch, key)
+        return self.head(model, model.stack(model.embed(batch.tokens, ctx), ctx), batch)
+
+    def context(self, model: DecoderLM, batch: LMBatch, key: Array | None) -> Context:
+        return model.context(batch, key, isolated=self.isolated)
+
+    def head(self, model: DecoderLM, x: Array, batch: LMBatch) -> Loss:
         counted = jnp.sum(batch.loss_mask)
         scale, weight = self._share(counted)
-        loss = model.loss(hidden, batch.labels, batch.loss_mask * scale)
+        loss = model.loss(model.finish(x), batch.labels, batch.loss_mask * scale)
         return Loss(loss, weight, {"loss": (loss / scale, counted)})
 
     def _share(self, counted: Array) -> tuple[Array, Array]:

@@ -12,14 +12,19 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from megajax.batch import LMBatch
-from megajax.layers.param import ParamSpec, specs
+from megajax.layers.param import ParamSpec, reordered, specs
+from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.models.decoder import DecoderLM
 from megajax.optim.optimizer import AdamW
-from megajax.optim.schedule import Schedule
+from megajax.optim.schedule import Schedule as LearningRate
+from megajax.pipeline.check import check
+from megajax.pipeline.partition import Partition
+from megajax.pipeline.schedule import Schedule, build
 from megajax.training.grads import Weights, accumulate, batch_specs, forward_sums
 from megajax.training.loss import LanguageModelLoss
+from megajax.training.pipelined import pipelined, pipelined_sums
 from megajax.training.run_config import RunConfig
 from megajax.training.state import TrainState, fresh_state, state_shardings
 from megajax.training.step import TrainStep, make_eval_step, make_train_step
@@ -40,20 +45,26 @@ class Program:
     declared: Mapping[str, ParamSpec]
     """Its weights by path."""
     optimizer: AdamW
-    schedule: Schedule
+    schedule: LearningRate
     shardings: TrainState
     """Where each leaf of the state is."""
     microbatches: int
     """Microbatches of a step."""
+    partition: Partition
+    """Which layers each stage holds."""
+    pipeline: Schedule | None
+    """What stages do when; None without a pipeline."""
 
     @classmethod
     def of(cls, cfg: RunConfig, mesh: Mesh) -> "Program":
         """For a config that passes its checks on this many devices."""
         plan = Plan.of(cfg.parallel)
         layout = Layout(plan)
-        abstract = nnx.eval_shape(lambda: cfg.model.build(layout))
+        partition = _partition(cfg)
+        abstract = reordered(nnx.eval_shape(lambda: cfg.model.build(layout)), partition.order())
         declared = specs(abstract)
         optimizer = cfg.optimizer.build(declared)
+        microbatches = cfg.batch.microbatches(mesh.shape["data"] * mesh.shape["expert"])
         return cls(
             cfg,
             mesh,
@@ -63,7 +74,9 @@ class Program:
             optimizer,
             cfg.schedule.build(steps=cfg.steps, global_size=cfg.batch.global_size),
             state_shardings(declared, optimizer, plan, mesh),
-            cfg.batch.microbatches(mesh.shape["data"] * mesh.shape["expert"]),
+            microbatches,
+            partition,
+            _pipeline(cfg.parallel, microbatches),
         )
 
     def fresh_state(self) -> Callable[[], TrainState]:
@@ -102,13 +115,18 @@ class Program:
         key = (
             jax.random.fold_in(jax.random.key(self.cfg.seed), DROPOUT_STREAM) if self.cfg.model.has_dropout() else None
         )
-        grad_fn = accumulate(self._weights, self._loss, key, self.mesh)
+        if self.pipeline is None:
+            grad_fn = accumulate(self._weights, self._loss, key, self.mesh)
+        else:
+            grad_fn = pipelined(self._weights, self._loss, key, self.mesh, self.pipeline, self.partition)
         return make_train_step(grad_fn, self.optimizer, self.schedule, self.shardings)
 
     @cached_property
     def eval_step(self) -> Callable[[Any, Any], Mapping[str, tuple[Array, Array]]]:
         """(weights, batch) -> {name: (sum, weight)}."""
-        return make_eval_step(forward_sums(self._weights, self._loss, self.mesh))
+        if self.pipeline is None:
+            return make_eval_step(forward_sums(self._weights, self._loss, self.mesh))
+        return make_eval_step(pipelined_sums(self._weights, self._loss, self.mesh, self.pipeline, self.partition))
 
     @property
     def _weights(self) -> Weights:
@@ -117,6 +135,27 @@ class Program:
     @property
     def _loss(self) -> LanguageModelLoss:
         return LanguageModelLoss(self.cfg.data.isolated(), self.cfg.batch.loss_average)
+
+
+def _partition(cfg: RunConfig) -> Partition:
+    parallel = cfg.parallel
+    if parallel.layers is not None and parallel.pipeline > 1:
+        return Partition(parallel.pipeline, parallel.virtual_stages, parallel.layers)
+    return Partition.even(cfg.model.stack.repeats, parallel.pipeline, parallel.virtual_stages)
+
+
+def _pipeline(parallel: ParallelConfig, microbatches: int) -> Schedule | None:
+    if parallel.pipeline == 1:
+        return None
+    schedule = build(
+        parallel.schedule,
+        stages=parallel.pipeline,
+        microbatches=microbatches,
+        chunks=parallel.virtual_stages,
+        loss_wait=parallel.loss_wait,
+    )
+    check(schedule)
+    return schedule
 
 
 def _placed(leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from math import lcm
 from typing import Any
 
 from megajax.checkpoint.config import CheckpointConfig
@@ -102,19 +103,57 @@ def _devices(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
             yield Problem(f"parallel.{problem.where}".rstrip("."), problem.what, problem.hint)
 
 
+def _pipeline(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
+    parallel, repeats = cfg.parallel, cfg.model.stack.repeats
+    if parallel.problems() or parallel.pipeline == 1:
+        return
+    if parallel.chunks() > repeats:
+        yield Problem(
+            "parallel.pipeline",
+            f"{parallel.pipeline} stages x {parallel.virtual_stages} virtual stages need as many repeats of the "
+            f"model's stack, which has {repeats}",
+            f"pipeline x virtual_stages can be at most {repeats}",
+        )
+    elif parallel.layers is not None and sum(parallel.layers) != repeats:
+        yield Problem(
+            "parallel.layers",
+            f"{','.join(map(str, parallel.layers))} are {sum(parallel.layers)} in all, the model's stack has {repeats}",
+            "leave it at none for chunks as even as can be",
+        )
+    total = _known_devices(cfg, devices)
+    if total is None or cfg.batch.replica_problems(cfg.replicas(total)):
+        return
+    microbatches = cfg.batch.microbatches(cfg.replicas(total))
+    if parallel.virtual_stages > 1 and microbatches % parallel.pipeline:
+        below = microbatches - microbatches % parallel.pipeline
+        nearest = [count for count in (below, below + parallel.pipeline) if count]
+        rows = [count * cfg.batch.micro_size * cfg.replicas(total) for count in nearest]
+        yield Problem(
+            "parallel.virtual_stages",
+            f"with {parallel.virtual_stages} virtual stages, microbatches go in groups of parallel.pipeline="
+            f"{parallel.pipeline}, and a step has {microbatches}",
+            f"set batch.global_size={' or '.join(map(str, rows))}, or parallel.virtual_stages=1",
+        )
+
+
+def _vocabulary(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
+    parallel, vocabulary = cfg.parallel, cfg.model.padded_vocabulary()
+    cuts = parallel.pipeline * parallel.tensor
+    if cuts > 0 and vocabulary % cuts:
+        yield Problem(
+            "model.vocabulary_multiple",
+            f"the vocabulary, padded to {vocabulary}, is cut over parallel.pipeline={parallel.pipeline} x "
+            f"parallel.tensor={parallel.tensor} = {cuts} devices, which do not divide it",
+            f"set model.vocabulary_multiple={lcm(cfg.model.vocabulary_multiple, cuts)}",
+        )
+
+
 def _tensor(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     size = cfg.parallel.tensor
     if size < 2:
         return
     for place, block in enumerate(cfg.model.stack.pattern):
         yield from _tensor_in_block(f"model.stack.pattern.{place}", block, size)
-    vocabulary = cfg.model.padded_vocabulary()
-    if vocabulary % size:
-        yield Problem(
-            "parallel.tensor",
-            f"the padded vocabulary {vocabulary} is not divisible by parallel.tensor={size}",
-            "use a power of two up to 128",
-        )
     if cfg.parallel.sequence and cfg.model.sequence_length % size:
         yield Problem(
             "model.sequence_length",
@@ -170,4 +209,4 @@ def _schedule(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
         yield Problem(f"schedule.{problem.where}", problem.what, problem.hint)
 
 
-_CHECKS: tuple[Check, ...] = (_positive, _devices, _tensor, _sharding, _batch, _schedule)
+_CHECKS: tuple[Check, ...] = (_positive, _devices, _tensor, _vocabulary, _sharding, _batch, _pipeline, _schedule)

@@ -54,10 +54,11 @@ COLLECTIVES = {
     "megajax.mesh.collectives": ({"all_gather", "psum_scatter", "psum"}, "the place for them"),
     "megajax.kernels.cross_entropy": ({"psum", "pmax"}, "softmax over a cut vocabulary, over the axes it is given"),
     "megajax.layers.embedding": ({"psum", "psum_scatter", "all_gather"}, "islands of the cut vocabulary"),
+    "megajax.pipeline.executor": ({"psum", "ppermute"}, "between stages"),
     "megajax.training.grads": ({"psum"}, "scalar sums of a step over the replicas"),
     "megajax.training.loss": ({"psum"}, "one scalar: tokens counted in a row that is cut over `context`"),
 }
-"""Module -> collectives it may use, and why. kernels/ring, layers/dispatch and pipeline/executor come here too."""
+"""Module -> collectives it may use, and why. kernels/ring and layers/dispatch come here too."""
 
 COMMUNICATES = {
     *("psum", "pmean", "pmax", "pmin", "psum_scatter", "all_gather", "all_gather_invariant", "all_to_all"),

@@ -35,7 +35,7 @@ def test_an_array_needs_an_axis_for_each_dimension():
 
 def test_act_lays_out_over_the_mesh():
     with jax.set_mesh(build_mesh(PARALLEL)):
-        assert LAYOUT.summed("batch", "vocab") == ("data", "expert", "tensor")
+        assert LAYOUT.summed("batch", "vocab") == ("data", "tensor")
         laid = jax.jit(lambda x: LAYOUT.act(x, "batch", "seq_residual", "embed"))(X)
     assert laid.addressable_shards[0].data.shape == (2, 3, 8)
     np.testing.assert_array_equal(laid, X)
@@ -47,7 +47,7 @@ def test_axes_that_are_manual_already_are_dropped():
     def local(x):
         assert manual_axes() == {"data": 2}
         assert "data" not in free_axes()
-        assert LAYOUT.summed("batch", "vocab") == ("expert", "tensor")
+        assert LAYOUT.summed("batch", "vocab") == ("tensor",)
         inner = LAYOUT.island(
             lambda part: part * jnp.float32(part.size),
             (("batch", "seq_residual", "embed"),),

@@ -29,7 +29,10 @@ def test_one_process_may_leave_devices_unused():
         (ParallelConfig(data=5, tensor=2), "parallel: the axes multiply to 10 devices, there are 8"),
         (ParallelConfig(tensor=3), "parallel.tensor: 8 devices are not divisible by 3"),
         (ParallelConfig(tensor=0), "parallel.tensor: must be at least 1, got 0"),
-        (ParallelConfig(pipeline=2), "parallel.pipeline: 2 devices asked for, this version runs 1"),
+        (ParallelConfig(context=2), "parallel.context: 2 devices asked for, this version runs 1"),
+        (ParallelConfig(virtual_stages=2), "parallel.virtual_stages: 2 virtual stages need a pipeline"),
+        (ParallelConfig(pipeline=2, schedule="interleaved"), "interleaved needs parallel.virtual_stages > 1"),
+        (ParallelConfig(pipeline=4, layers=(1, 2)), "parallel.layers: 1,2 must be 4 numbers above 0"),
         (ParallelConfig(sequence=True), "parallel.sequence: sequence parallelism needs parallel.tensor > 1"),
     ],
 )
@@ -50,7 +53,7 @@ def test_sizes_without_devices_at_hand():
 
 def test_specs_from_logical_axes():
     rules = Rules()
-    assert rules.spec(("vocab", "embed")) == P("tensor", None)
+    assert rules.spec(("vocab", "embed")) == P(("pipeline", "tensor"), None)
     assert rules.spec((None, "batch", "seq")) == P(None, ("data", "expert"), "context")
     assert rules.spec(("batch", "heads"), keep=("data", "tensor")) == P("data", "tensor")
     assert rules.spec(("batch", "heads"), keep=()) == P(None, None)

@@ -19,7 +19,7 @@ from megajax.layers.config import (
     RopeConfig,
     StackConfig,
 )
-from megajax.models.config import VOCABULARY_MULTIPLE, DecoderConfig
+from megajax.models.config import DecoderConfig
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 
 WITHOUT_EFFECT = {
@@ -190,8 +190,6 @@ FLAGS_WITHOUT_FLOPS = {
 def flag_config(line: str, *, padded_vocabulary: int, ffn: int, head_dim: int) -> DecoderConfig:
     """The shapes a command line asks for; of positions, norms and biases only what the count depends on (nothing)."""
     flags = Settings(_flags(line))
-    if padded_vocabulary % VOCABULARY_MULTIPLE:
-        unsupported(f"a table of {padded_vocabulary} rows, which is not a multiple of {VOCABULARY_MULTIPLE}")
     heads, groups = int(flags.take("num_attention_heads")), int(flags.take("num_query_groups", 1))
     grouped = flags.take("group_query_attention", False)
     mixer = AttentionConfig(heads=heads, kv_heads=groups if grouped else heads, head_dim=head_dim)
@@ -199,6 +197,7 @@ def flag_config(line: str, *, padded_vocabulary: int, ffn: int, head_dim: int) -
     decoder = DecoderConfig(
         hidden=int(flags.take("hidden_size")),
         vocabulary_size=padded_vocabulary,
+        vocabulary_multiple=1,
         sequence_length=int(flags.take("seq_length")),
         stack=StackConfig(pattern=(BlockConfig(mixer=mixer, mlp=mlp),), repeats=int(flags.take("num_layers"))),
     )

@@ -1,0 +1,91 @@
+"""Gradients of a global batch through a pipeline: the same signature as microbatch after microbatch."""
+
+from collections.abc import Callable, Mapping
+
+import jax
+from jax import Array
+from jax.sharding import Mesh, PartitionSpec
+
+from megajax.batch import Grads, LMBatch, Params
+from megajax.layers.context import Context
+from megajax.layers.param import bind
+from megajax.pipeline.executor import Stage, Staged
+from megajax.pipeline.partition import Partition
+from megajax.pipeline.schedule import Schedule
+from megajax.training.grads import GradFn, Sums, Weights, over_replicas
+from megajax.training.loss import LossFn
+
+STACK = "stack.blocks."
+"""Where a model's stacked weights are."""
+
+
+def staged(weights: Weights, loss_fn: LossFn, key: Array | None) -> Staged:
+    """A decoder cut at its stack. key: random key of the run for dropout, None for none."""
+    model = weights.model
+    shapes = {path: jax.ShapeDtypeStruct(spec.shape, "float32") for path, spec in weights.declared.items()}
+
+    def embed(shared: Params, rows: LMBatch, ctx: Context) -> Array:
+        return bind(model, shapes | dict(shared)).embed(rows.tokens, ctx)
+
+    def head(shared: Params, x: Array, rows: LMBatch) -> tuple[Array, tuple]:
+        out = loss_fn.head(bind(model, shapes | dict(shared)), x, rows)
+        return out.loss_sum, tuple(out)
+
+    return Staged(lambda rows: loss_fn.context(model, rows, key), embed, model.stack.layer(), head)
+
+
+def _stage(weights: Weights, plan: tuple[Schedule, Partition], parts: Staged, params: Params, batch: LMBatch) -> Stage:
+    held = {path: weights.hold(path, w) for path, w in params.items()}
+    stacked = {path.removeprefix(STACK): w for path, w in held.items() if path.startswith(STACK)}
+    shared = {path: w for path, w in held.items() if not path.startswith(STACK)}
+    return Stage(*plan, parts, weights.layout, stacked, shared, batch)
+
+
+def pipelined(
+    weights: Weights,
+    loss_fn: LossFn,
+    key: Array | None,
+    mesh: Mesh,
+    schedule: Schedule,
+    partition: Partition,
+    *,
+    fill: float = 0.0,
+) -> GradFn:
+    """A gradient function that runs a schedule; see megajax.pipeline.executor.
+
+    key: random key of the run for dropout, None for none; fill: what buffers hold before they are written.
+    """
+    parts = staged(weights, loss_fn, key)
+
+    def local(params: Params, batch: LMBatch, scale: Array) -> tuple:
+        stage = _stage(weights, (schedule, partition), parts, params, batch)
+
+        def zeros(held: Params) -> Params:
+            prefix = STACK if held is stage.stacked else ""
+            whole = weights.zeros({prefix + path: w for path, w in held.items()})
+            return {path.removeprefix(prefix): g for path, g in whole.items()}
+
+        sums, stacked, shared = stage.gradients(scale, zeros, fill=fill)
+        total = {STACK + path: g for path, g in stacked.items()} | shared
+        return over_replicas(sums), {path: weights.reduce(path, total[path]) for path in params}
+
+    mapped = weights.manual(local, mesh, (PartitionSpec(), weights.reduced_specs()))
+
+    def grad_fn(params: Params, batch: LMBatch, scale: Array) -> Grads:
+        (loss_sum, weight_sum, metrics), grads = mapped(dict(params), batch, scale)
+        return Grads(loss_sum, weight_sum, grads, metrics)
+
+    return grad_fn
+
+
+def pipelined_sums(
+    weights: Weights, loss_fn: LossFn, mesh: Mesh, schedule: Schedule, partition: Partition
+) -> Callable[[Params, LMBatch], Sums]:
+    """(weights, batch [M, B, S]) -> metrics summed over the batch, without gradients or dropout."""
+    parts = staged(weights, loss_fn, None)
+
+    def local(params: Params, batch: LMBatch, scale: Array) -> Mapping[str, tuple[Array, Array]]:
+        del scale
+        return over_replicas(_stage(weights, (schedule, partition), parts, params, batch).losses()[2])
+
+    return weights.sums(local, mesh)
