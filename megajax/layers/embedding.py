@@ -3,8 +3,8 @@
 The table [V, D] is cut along the vocabulary, over the pipeline too: every device looks up, or scores, its own rows.
 Gradients through the sums over devices are written by hand (see Layout.island).
 
-Within a pipeline the stages call these together, each with its own copy of the other arrays. A cotangent then is a
-stage's own: `embed` sums those of its output, and of `vocabulary_loss` each stage gets its part of the gradient.
+Within a pipeline the stages call these together, each with its own copy of the other arrays: `embed` takes the same
+cotangent on all of them, and of `vocabulary_loss` each stage gets its part of the gradient with respect to x.
 """
 
 from functools import partial
@@ -42,8 +42,8 @@ def _whole(x: Array, extra: tuple[str, ...]) -> Array:
 def _summed(x: Array, axes: tuple[str, ...], extra: tuple[str, ...]) -> Array:
     """Inside an island: [B, S, D] summed over the vocabulary's mesh axes -> [B, part of S, D]."""
     rest = tuple(axis for axis in axes if axis not in extra)
-    x = lax.psum(x, rest) if rest else x
-    return lax.psum_scatter(x, extra, scatter_dimension=1, tiled=True) if extra else x
+    x = lax.psum_scatter(x, extra, scatter_dimension=1, tiled=True) if extra else x
+    return lax.psum(x, rest) if rest else x
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -68,11 +68,10 @@ def _embed_forward(layout: Layout, table: Array, tokens: Array) -> tuple[Array, 
 def _embed_backward(layout: Layout, saved: tuple[Array, Array], dy: Array) -> tuple[Array, None]:
     table, tokens = saved
     extra, rows, axes = _extra(layout), layout.summed("batch", "seq"), _cut(layout)
-    stages = layout.around("vocab")
 
     def local(table: Array, tokens: Array, dy: Array) -> Array:
         shard = _shard(table, 0, axes)
-        dy = _whole(lax.psum(dy, stages) if stages else dy, extra)
+        dy = _whole(dy, extra)
         row = tokens - shard.first
         row = jnp.where((row >= 0) & (row < table.shape[0]), row, table.shape[0])
         sums = jnp.zeros(table.shape, jnp.float32).at[row].add(dy.astype(jnp.float32), mode="drop")

@@ -101,11 +101,7 @@ class Layout:
         return tuple(axis for name in names for axis in self.plan.compute.mesh_axes(name) if free.get(axis, 1) > 1)
 
     def around(self, *names: str) -> tuple[str, ...]:
-        """Mesh axes of these logical axes that are manual already where this is traced.
-
-        What is cut over them is another part on each device, and so is a cotangent: copies of one array on several
-        devices have a gradient each, and the sum of these is the array's.
-        """
+        """Mesh axes of these logical axes that are manual already where this is traced."""
         manual = manual_axes()
         return tuple(axis for name in names for axis in self.plan.compute.mesh_axes(name) if manual.get(axis, 1) > 1)
 

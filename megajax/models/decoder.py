@@ -55,7 +55,14 @@ class DecoderLM(nnx.Module):
 
     def embed(self, tokens: Array, ctx: Context) -> Array:
         """tokens int32 [B, S] -> [B, S, D], laid out (batch, seq_residual, embed)."""
-        x = embed(self.layout, self.tokens[...], tokens)
+        return self.enter(self.look_up(tokens), ctx)
+
+    def look_up(self, tokens: Array) -> Array:
+        """tokens int32 [B, S] -> their rows of the table [B, S, D], the part of `embed` that is cut over devices."""
+        return embed(self.layout, self.tokens[...], tokens)
+
+    def enter(self, x: Array, ctx: Context) -> Array:
+        """The rest of `embed`: positions and dropout, [B, S, D] -> [B, S, D]."""
         if self.cfg.learned_positions:
             x = x + self.layout.act(self.positions[...][ctx.positions], "batch", "seq_residual", "embed")
         return dropout(x, self.cfg.dropout, ctx, EMBEDDING_PLACE, self.layout)

@@ -6,9 +6,9 @@ needs apart from what it saves, and they are put back at the backward.
 
 A tick is arranged so that what goes between stages travels while layers compute:
 
-    gradient to the stage before, gradient of the loss        | while the forward runs
-    output to the stage after, output to all for the loss,
-    next embedding                                            | while the backward runs
+    gradient to the stage before, gradient of the loss,
+    gradient of the embedding, next embedding               | while the forward runs
+    output to the stage after, output to all for the loss   | while the backward runs
 
 Idle stages compute on whatever is there; what they make is never added (`where`, not a product: it may be NaN).
 
@@ -45,8 +45,10 @@ class Staged(NamedTuple):
 
     context: Callable[[Rows], Any]
     """rows -> what layers know of them besides activations; not differentiated."""
-    embed: Callable[[Params, Rows, Any], Array]
-    """(shared, rows, context) -> [B, S, D], the same on all stages; sums the cotangents of all stages."""
+    look_up: Callable[[Params, Rows], Array]
+    """(shared, rows) -> embeddings [B, S, D], by all stages together; the same on all of them, as is the cotangent."""
+    enter: Callable[[Params, Array, Any], Array]
+    """(shared, embeddings, context) -> input of the first layer [B, S, D]."""
     layer: Callable[[Params, Array, Array, Any], Array]
     """(a row of the stacked weights, its number in the model, x, context) -> x; with the recompute policy inside."""
     head: Callable[[Params, Array, Rows], tuple[Array, Sums]]
@@ -70,7 +72,7 @@ class Carry(NamedTuple):
     x: Array
     """Input of the next forward, from the stage before."""
     embedded: Array
-    """Embedding of the microbatch that enters stage 0 next."""
+    """Embeddings of the microbatch that enters stage 0 next, as they are looked up."""
     dx: Array
     """Gradient with respect to the input of the last backward."""
     ready: Array
@@ -145,6 +147,8 @@ class Stage:
     stacked: Params
     """[V * L, ...]: this stage's rows, as layers use them."""
     shared: Params
+    cut: frozenset[str]
+    """Paths of the shared weights that are cut over the stages."""
     batch: Rows
     """Leaves [M, ...]: this device's rows of every microbatch."""
 
@@ -173,14 +177,15 @@ class Stage:
                 return self.tick(segment, tick, carry, scale)
 
             carry = _repeat(segment[:2], tick, carry)
-        shared = self.embedding_gradient(jnp.int32(self.schedule.ticks), carry.dx, carry.shared)
+        end = jnp.int32(self.schedule.ticks)
+        shared = self.embedding_gradient(end, self.left(end, carry.dx), carry.shared)
         return carry.sums, dict(carry.stacked), dict(shared)
 
     def losses(self) -> Sums:
         """What the heads report, by forwards alone."""
         leaving = entering(self.schedule.forward, self.schedule.stages - 1, self.schedule.chunks - 1)
         first, last = int(np.flatnonzero(leaving >= 0)[0]), int(np.flatnonzero(leaving >= 0)[-1])
-        x = self.embed(jnp.int32(0))
+        x = self.look_up(jnp.int32(0))
         carry = x, x, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.reported(x))
         for span in ((0, first), (first, last + 1)):
             which = _which(leaving[slice(*span)])
@@ -204,7 +209,7 @@ class Stage:
                         ),
                         sums,
                     )
-                return self.shift(y, 1), self.embed(tick + 1), sums
+                return self.shift(y, 1), self.look_up(tick + 1), sums
 
             carry = _repeat(span, tick, carry) if span[1] > span[0] else carry
         return carry[2]
@@ -216,7 +221,7 @@ class Stage:
 
     def start(self, zeros: Callable[[Params], Params], fill: float) -> Carry:
         """Before the first tick."""
-        schedule, embedded = self.schedule, self.embed(jnp.int32(0))
+        schedule, embedded = self.schedule, self.look_up(jnp.int32(0))
         blank = self.layout.act(jnp.full_like(embedded, fill), *RESIDUAL)
         outputs = jnp.full((schedule.output_slots, *blank.shape), fill, blank.dtype)
         sums = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.reported(embedded))
@@ -249,32 +254,35 @@ class Stage:
 
     def tick(self, segment: Segment, tick: Array, c: Carry, scale: Array) -> Carry:
         """One tick of a segment."""
-        from_after = from_loss = None
+        from_after = from_loss = left = None
         if segment.backward:
-            c = c._replace(shared=self.embedding_gradient(tick, c.dx, c.shared))
-            from_after = self.shift(c.dx, -1)
+            from_after, left = self.shift(c.dx, -1), self.left(tick, c.dx)
         if segment.head != "none" and self.early:
             c, from_loss = self.loss(segment.head, tick, c, scale)
         if segment.forward:
+            embedded = self.look_up(tick + 1)
             y, ring = self.forward(tick, c)
             # What travelled during the forward is used after it; without this it would be waited for before.
-            (from_after, from_loss), y = lax.optimization_barrier(((from_after, from_loss), y))
-            c = c._replace(ring=ring, x=self.shift(y, 1), embedded=self.embed(tick + 1), outputs=self.keep(tick, y, c))
+            travelled = from_after, from_loss, left, embedded
+            (from_after, from_loss, left, embedded), y = lax.optimization_barrier((travelled, y))
+            c = c._replace(ring=ring, x=self.shift(y, 1), embedded=embedded, outputs=self.keep(tick, y, c))
             if segment.head != "none" and not self.early:
                 c, from_loss = self.loss(segment.head, tick, c._replace(ready=self.to_all(y)), scale)
         if segment.head != "none" and self.early:
             c = c._replace(ready=self.to_all(self.waiting(c.outputs, tick + 1)))
         if segment.backward:
+            c = c._replace(shared=self.embedding_gradient(tick, left, c.shared))
             dx, stacked = self.backward(tick, from_after, from_loss, c)
-            (x, embedded, ready), dx = lax.optimization_barrier(((c.x, c.embedded, c.ready), dx))
-            c = c._replace(x=x, embedded=embedded, ready=ready, dx=dx, stacked=stacked)
+            (x, ready), dx = lax.optimization_barrier(((c.x, c.ready), dx))
+            c = c._replace(x=x, ready=ready, dx=dx, stacked=stacked)
         return c
 
     def enter(self, tick: Array, x: Array, embedded: Array) -> tuple[Array, Any, Array, Array]:
         """A forward's (input, context, chunk, slot); x: what came from the stage before."""
         microbatch, chunk, slot = self.entry(self.schedule.forward, tick)
         ctx = self.staged.context(self.rows(microbatch))
-        return jnp.where((self.index == 0) & (chunk == 0), embedded, x), ctx, chunk, slot
+        first = (self.index == 0) & (chunk == 0)
+        return jnp.where(first, self.staged.enter(self.shared, embedded, ctx), x), ctx, chunk, slot
 
     def forward(self, tick: Array, c: Carry) -> tuple[Array, list[Array]]:
         """(output, ring) of the tick's forward."""
@@ -332,13 +340,23 @@ class Stage:
 
         return lax.fori_loop(0, rows, one, (dy, c.stacked))
 
-    def embedding_gradient(self, tick: Array, dx: Array, shared: Params) -> Params:
-        """`shared` with what the gradient that left stage 0 in the tick before adds to it."""
-        before = jnp.asarray(np.concatenate([[-1], self.schedule.embed_gradient]).astype(np.int32))[tick]
-        rows = self.rows(before)
-        dx = jnp.where((self.index == 0) & (before >= 0), dx, 0)
-        _, pull = jax.vjp(lambda w: self.staged.embed(w, rows, self.staged.context(rows)), self.shared)
-        return _add(shared, pull(dx)[0])
+    def leaving(self, tick: Array) -> Array:
+        """Microbatch whose gradient left stage 0 in the tick before; -1 for none."""
+        return jnp.asarray(np.concatenate([[-1], self.schedule.embed_gradient]).astype(np.int32))[tick]
+
+    def left(self, tick: Array, dx: Array) -> Array:
+        """On all stages, what left stage 0 in the tick before; zeros where nothing did."""
+        return self.over_stages(jnp.where((self.index == 0) & (self.leaving(tick) >= 0), dx, 0))
+
+    def embedding_gradient(self, tick: Array, left: Array, shared: Params) -> Params:
+        """`shared` with what that adds to it."""
+        rows = self.rows(self.leaving(tick))
+        ctx = self.staged.context(rows)
+        _, pull = jax.vjp(lambda w: self.staged.enter(w, self.staged.look_up(w, rows), ctx), self.shared)
+        gradients = pull(left)[0]
+        # All stages make the gradient of what is not cut over them, which is summed over stages in the end.
+        once = {path: g if path in self.cut else jnp.where(self.index == 0, g, 0) for path, g in gradients.items()}
+        return _add(shared, once)
 
     def keep(self, tick: Array, y: Array, c: Carry) -> Array:
         """`outputs` after a forward."""
@@ -374,10 +392,10 @@ class Stage:
         """y of a row that is a layer, x of one that is none."""
         return jnp.where(self.number(row) >= 0, y, x) if self.partition.padded() else y
 
-    def embed(self, tick: Array) -> Array:
-        """Embedding of the microbatch that enters at a tick; of any one where none does."""
-        rows = self.rows(jnp.asarray(self.schedule.embed)[jnp.minimum(tick, self.schedule.ticks - 1)])
-        return self.staged.embed(self.shared, rows, self.staged.context(rows))
+    def look_up(self, tick: Array) -> Array:
+        """Embeddings of the microbatch that enters at a tick; of any one where none does."""
+        microbatch = jnp.asarray(self.schedule.embed)[jnp.minimum(tick, self.schedule.ticks - 1)]
+        return self.staged.look_up(self.shared, self.rows(microbatch))
 
     def shift(self, x: Array, step: Literal[1, -1]) -> Array:
         """x to the next stage (1) or the one before (-1), around the end only where chunks follow each other there."""

@@ -73,6 +73,12 @@ class Weights:
             return g
         return self.layout.island(lambda part: reduce_shards(part, moves, also), (axes,), axes)(g)
 
+    def cut_over(self, axis: str) -> frozenset[str]:
+        """Paths of the weights that are cut over a mesh axis while they are used."""
+        rules = self.layout.plan.compute
+        over = {path: [a for name in spec.axes for a in rules.mesh_axes(name)] for path, spec in self.declared.items()}
+        return frozenset(path for path, axes in over.items() if axis in axes)
+
     def zeros(self, held: Params) -> dict[str, Array]:
         """Accumulators for the gradients of `held`."""
         dtype = jnp.dtype(self.precision.gradients)

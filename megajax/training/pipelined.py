@@ -24,21 +24,24 @@ def staged(weights: Weights, loss_fn: LossFn, key: Array | None) -> Staged:
     model = weights.model
     shapes = {path: jax.ShapeDtypeStruct(spec.shape, "float32") for path, spec in weights.declared.items()}
 
-    def embed(shared: Params, rows: LMBatch, ctx: Context) -> Array:
-        return bind(model, shapes | dict(shared)).embed(rows.tokens, ctx)
+    def look_up(shared: Params, rows: LMBatch) -> Array:
+        return bind(model, shapes | dict(shared)).look_up(rows.tokens)
+
+    def enter(shared: Params, x: Array, ctx: Context) -> Array:
+        return bind(model, shapes | dict(shared)).enter(x, ctx)
 
     def head(shared: Params, x: Array, rows: LMBatch) -> tuple[Array, tuple]:
         out = loss_fn.head(bind(model, shapes | dict(shared)), x, rows)
         return out.loss_sum, tuple(out)
 
-    return Staged(lambda rows: loss_fn.context(model, rows, key), embed, model.stack.layer(), head)
+    return Staged(lambda rows: loss_fn.context(model, rows, key), look_up, enter, model.stack.layer(), head)
 
 
 def _stage(weights: Weights, plan: tuple[Schedule, Partition], parts: Staged, params: Params, batch: LMBatch) -> Stage:
     held = {path: weights.hold(path, w) for path, w in params.items()}
     stacked = {path.removeprefix(STACK): w for path, w in held.items() if path.startswith(STACK)}
     shared = {path: w for path, w in held.items() if not path.startswith(STACK)}
-    return Stage(*plan, parts, weights.layout, stacked, shared, batch)
+    return Stage(*plan, parts, weights.layout, stacked, shared, weights.cut_over("pipeline"), batch)
 
 
 def pipelined(
