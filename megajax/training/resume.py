@@ -9,13 +9,14 @@ from typing import Any
 from megajax.checkpoint.reader import CheckpointReader
 from megajax.config.dump import flatten, scalar_text
 from megajax.config.errors import UserError
+from megajax.training.rows import like_stored, reorder
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Parts
 from megajax.training.state import TrainState
 
 FREE = re.compile(
     r"(parallel|logging|checkpoint|resilience|evaluation|schedule)\.|run_dir$|steps$|batch\.micro_size$"
-    r"|model\.(recompute|loss_chunk)$|model\..*\.kernel$|data\.(cache_dir|loader\.|surplus)"
+    r"|model\.(recompute|loss_chunk|vocabulary_multiple)$|model\..*\.kernel$|data\.(cache_dir|loader\.|surplus)"
 )
 """Settings that change no number of the training, or whose effect is compared as a derived fact."""
 
@@ -24,6 +25,7 @@ def facts(parts: Parts) -> dict[str, Any]:
     """What training's numbers depend on, setting by setting, as a checkpoint remembers it."""
     cfg = parts.cfg
     kept = {name: value for name, value in flatten(cfg).items() if _matters(name, cfg)}
+    kept["model: rows of the vocabulary, padding included"] = cfg.model.padded_vocabulary()
     shape = cfg.schedule
     kept |= {f"schedule.{name}": getattr(shape, name) for name in ("lr", "min_lr", "style", "warmup_start")}
     kept["schedule: samples of warm-up"] = round(parts.program.schedule.warmup)
@@ -45,7 +47,13 @@ def _matters(name: str, cfg: RunConfig) -> bool:
 def stored(parts: Parts, config_yaml: str) -> dict[str, Any]:
     """What goes into a checkpoint beside the arrays."""
     packages = {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")}
-    return {"facts": facts(parts), "config": config_yaml, "seed": parts.cfg.seed, "versions": packages}
+    return {
+        "facts": facts(parts),
+        "rows": list(parts.program.partition.order()),
+        "config": config_yaml,
+        "seed": parts.cfg.seed,
+        "versions": packages,
+    }
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -78,4 +86,10 @@ class Resume:
                     f"{listed}\nGo on with the old settings; or set another run_dir, for a new run there or, with "
                     f"checkpoint.load={parts.cfg.run_dir}, for one that starts from this one's state."
                 )
-        return self.reader.restore(self.step, like)[0]
+        program = parts.program
+        wanted = program.partition.order()
+        stored = tuple(self.reader.meta(self.step).get("rows", wanted))
+        if stored == wanted:
+            return self.reader.restore(self.step, like)[0]
+        state, _ = self.reader.restore(self.step, like_stored(like, program.declared, stored))
+        return reorder(state, like, program.declared, stored, wanted)
