@@ -8,13 +8,13 @@ Hardware: meant for one host of 8 GPUs, not yet run on one; 0.5 M tokens a step
 """
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.config import BlendConfig, MockConfig
+from megajax.data.config import BlendConfig
 from megajax.models.presets.gpt import gpt2
 from megajax.optim.config import AdamWConfig, ScheduleConfig
-from megajax.precision.config import PrecisionConfig
-from megajax.tokenizers.config import GPT2TokenizerConfig, NullTokenizerConfig
+from megajax.tokenizers.config import GPT2TokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig
+from megajax.training.toy import toy
 
 
 def config() -> RunConfig:
@@ -35,15 +35,4 @@ def config() -> RunConfig:
 
 def debug() -> RunConfig:
     """The same tree in toy sizes: 2 layers, made-up data, seconds on a laptop."""
-    return config().but(
-        model=gpt2("debug", sequence_length=64, vocabulary_size=512, dropout=0.0),
-        data=MockConfig(),
-        tokenizer=NullTokenizerConfig(vocabulary_size=512),
-        precision=PrecisionConfig(compute="float32"),
-        schedule=ScheduleConfig(lr=6e-4, min_lr=6e-5, warmup_fraction=0.25),
-        batch=BatchConfig(global_size=8, micro_size=2),
-        evaluation=EvaluationConfig(every=10, batches=2),
-        checkpoint=CheckpointConfig(every=10),
-        steps=20,
-        run_dir="runs/gpt2_debug",
-    )
+    return toy(config(), gpt2("debug", sequence_length=64, vocabulary_size=512, dropout=0.0))

@@ -9,14 +9,14 @@ Hardware: one host of 8 GPUs with 80 GB: tensor 4, data 2. Compiled for absent H
 """
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.config import BlendConfig, MockConfig
+from megajax.data.config import BlendConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.llama import llama3
 from megajax.optim.config import AdamWConfig, ScheduleConfig
-from megajax.precision.config import PrecisionConfig
-from megajax.tokenizers.config import HuggingFaceTokenizerConfig, NullTokenizerConfig
+from megajax.tokenizers.config import HuggingFaceTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig
+from megajax.training.toy import toy
 
 
 def config() -> RunConfig:
@@ -38,16 +38,4 @@ def config() -> RunConfig:
 
 def debug() -> RunConfig:
     """The same tree in toy sizes; runs on one device, or on eight with --devices=cpu:8 --parallel.tensor=2."""
-    return config().but(
-        model=llama3("debug", sequence_length=64, vocabulary_size=512),
-        parallel=ParallelConfig(),
-        data=MockConfig(isolate_documents=True),
-        tokenizer=NullTokenizerConfig(vocabulary_size=512),
-        precision=PrecisionConfig(compute="float32"),
-        schedule=ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_fraction=0.25),
-        batch=BatchConfig(global_size=8, micro_size=1),
-        evaluation=EvaluationConfig(every=10, batches=2),
-        checkpoint=CheckpointConfig(every=10),
-        steps=20,
-        run_dir="runs/llama3_debug",
-    )
+    return toy(config(), llama3("debug", sequence_length=64, vocabulary_size=512))

@@ -1,18 +1,36 @@
 """Train a model: `python -m megajax.train --config=FILE [--dotted.setting=value ...]`."""
 
-from megajax.config.builds import resolve
-from megajax.config.command_line import Flag, front_door, parse
+import hashlib
 
-DESCRIPTION = "Train a model; resumes by itself from its run folder."
-FLAGS = (Flag("skip-train", help="only evaluate the newest checkpoint on the validation and test splits"),)
+from megajax.config.builds import resolve
+from megajax.config.command_line import PROCESS_FLAGS, Command, Flag, front_door, parse
+from megajax.config.dump import flatten
+
+DESCRIPTION = """Train a model; resumes by itself from its run folder. With several processes, each is started with the
+same command: by srun, mpirun, a Kubernetes job, `python -m megajax.launch`, or by hand with the flags below."""
+FLAGS = (
+    Flag("skip-train", help="only evaluate the newest checkpoint on the validation and test splits"),
+    *PROCESS_FLAGS,
+)
 
 
 def main(argv: list[str]) -> int:
-    """Read the command line, then (and only then) import jax and run the job."""
+    """Read the command line, then (and only then) import jax, meet the other processes, and run the job."""
     command = parse(argv, verb="train", flags=FLAGS, description=DESCRIPTION)
+    start, finish = (resolve(f"megajax.mesh.processes:{name}") for name in ("start", "finish"))
+    start(patience=command.flags["init_timeout"], settings=fingerprint(command))
     train = resolve("megajax.training.job:train")
     sampler = resolve("megajax.inference.sample:text_sample")
-    return train(command.config, skip_train=command.flags["skip_train"], sources=command.sources, sampler=sampler)
+    skip_train = command.flags["skip_train"]
+    code = train(command.config, skip_train=skip_train, sources=command.sources, sampler=sampler)
+    finish()
+    return code
+
+
+def fingerprint(command: Command) -> str:
+    """Hexadecimal digest of what must be the same for all processes: all but folders that may lie on local disks."""
+    settings = {name: value for name, value in flatten(command.config).items() if not name.endswith("cache_dir")}
+    return hashlib.sha256(repr((settings, command.flags["skip_train"])).encode()).hexdigest()
 
 
 if __name__ == "__main__":

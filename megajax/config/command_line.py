@@ -1,8 +1,11 @@
 """The command line of every verb: `python -m megajax.VERB --config=FILE --dotted.setting=value ...`."""
 
+import contextlib
 import os
 import re
 import sys
+import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -16,8 +19,7 @@ from megajax.config.help import entry_text, settings_help
 from megajax.config.nearest import did_you_mean
 from megajax.config.patch import Mark, leaves, patch_of, plain_name, setting
 from megajax.config.tree import assemble, read_value
-
-RANKS = ("MEGAJAX_PROCESS_ID", "JAX_PROCESS_ID", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # the nearest launcher first
+from megajax.config.world import COORDINATOR, COUNT, INDEX, RANKS, StartError, find_world, process_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,15 @@ class Flag:
     required: bool = False
 
 
+PROCESS_FLAGS = (
+    Flag("coordinator", str | None, help="HOST:PORT at which process 0 awaits the others, where no launcher says it"),
+    Flag("num-processes", int | None, help="processes of the run"),
+    Flag("process-id", int | None, help="which of them this is, from 0"),
+    Flag("init-timeout", float, 300.0, help="seconds in which all processes must be there"),
+)
+"""Flags of verbs that run in several processes at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """What was asked for: the checked config (None for verbs without), devices, the verb's flags, who set what."""
@@ -44,8 +55,8 @@ class Command:
 
     @property
     def device_count(self) -> int | None:
-        """The number of devices of --devices=cpu:N, or None where jax is to find them."""
-        return _cpu_count(self.devices or "")
+        """Devices of all processes with --devices=cpu:N, or None where jax is to find them."""
+        return _all_devices(self.devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +78,19 @@ def parse(
     with_config: bool = True,
     description: str = "",
     root: str | type = ROOT,
+    count_devices: Callable[[Mapping[str, Any]], tuple[int | None, list[Problem]]] | None = None,
 ) -> Command:
     """Read a command line (without the program's name) before jax is imported, and set up --devices for it.
 
     --help and --print-config print and end the program with code 0. `with_config=False` is for verbs without a
-    config. Raises ConfigError listing everything wrong with the file and the command line together.
+    config. A verb whose own flags have a --devices, of devices that need not exist, gives `count_devices`: from its
+    flags' values, how many they are and what is wrong with them; nothing is set up for jax then. Raises ConfigError
+    listing everything wrong with the file and the command line together.
     """
     given, problems = _tokens(argv)
     own = {plain_name(flag.name): flag for flag in flags}
     source = _taken(given, "config")
-    devices = _taken(given, "devices")
+    devices = None if "devices" in own else _taken(given, "devices")
     asked = {name: given.pop(name) for name in ("help", *["print_config"] * with_config) if name in given}
     values = {name: given.pop(name) for name in own if name in given}
     if "help" in asked:
@@ -86,7 +100,11 @@ def parse(
     if not problems:
         use_devices(devices)
     answers, wrong = _flag_values(own, values)
-    problems += wrong
+    problems += wrong or _use_processes(answers)
+    count = _all_devices(devices)
+    if count_devices is not None and not wrong:
+        count, found = count_devices(answers)
+        problems += found
     if not with_config:
         known = [*own, "devices", "help"]
         problems += [Problem(f"--{name}", "no such flag", did_you_mean(name, known)) for name in given]
@@ -94,7 +112,7 @@ def parse(
             problems.append(Problem("--config", f"{verb} takes no config"))
         _raise(problems, "command line")
         return Command(None, devices, answers)
-    config, file, wrong = _configured(source, given, devices, own, root)
+    config, file, wrong = _configured(source, given, count, own, root)
     places = ([file.name] if file else []) + ["command line"] * bool(given or problems or file is None)
     _raise([*wrong, *problems], " + ".join(places))
     sources = _sources(config, file, patch_of(given.items()))
@@ -104,13 +122,63 @@ def parse(
 
 
 def front_door(main: Callable[[list[str]], int | None]) -> NoReturn:
-    """Run a verb's main(argv) and end the program with what it returns (None is 0); with 2 on a UserError, shown."""
+    """Run a verb's main(argv) and end the program with what it returns (None is 0); with 2 on a UserError, shown.
+
+    One of several processes ends at once on an error: see `end_at_once`.
+    """
     try:
         code = main(sys.argv[1:]) or 0
-    except UserError as error:
+    except SystemExit:
+        raise
+    except BaseException as error:
+        end_at_once(error)
+        if not isinstance(error, UserError):
+            raise
         report(error)
-        code = 2
+        if process_index() != 0 and isinstance(error, ConfigError):
+            # Process 0 says it for all; whoever watches over them ends it as soon as this one is gone.
+            time.sleep(1.0)
+        code = _code(error)
+    if _among_others():
+        _flush()
+        os._exit(code)  # the others have parted as well: nothing at the runtime's end is worth waiting for
     sys.exit(code)
+
+
+def end_at_once(error: BaseException) -> None:
+    """Does nothing in a process on its own. One of several says what happened and is gone, its `with` blocks not left.
+
+    It would wait there for the others, and they for it: for a checkpoint that will never be whole, and for five minutes
+    in the runtime's own end.
+    """
+    if not _among_others():
+        return
+    if isinstance(error, UserError):
+        report(error)
+    else:
+        traceback.print_exception(error)
+    _flush()
+    if process_index() == 0 and not isinstance(error, StartError):
+        # The others are ended by its disappearance: what they have to say of the same thing comes first.
+        time.sleep(1.0)
+    os._exit(_code(error))
+
+
+def _among_others() -> bool:
+    """Whether this process may be connected with others: only jax does that."""
+    return "jax" in sys.modules and _process_count() not in (1, None)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _code(error: BaseException) -> int:
+    if isinstance(error, StartError):
+        return error.code
+    return 2 if isinstance(error, UserError) else 1
 
 
 def report(error: UserError) -> None:
@@ -121,16 +189,8 @@ def report(error: UserError) -> None:
     rank = process_index()
     if rank == 0:
         print(f"\n{error}\n", file=sys.stderr)
-    elif not isinstance(error, ConfigError):
+    elif not isinstance(error, ConfigError) and not (isinstance(error, StartError) and error.said):
         print(f"process {rank}: {str(error).splitlines()[0]}", file=sys.stderr)
-
-
-def process_index() -> int:
-    """The rank of this process as its launcher says it in the environment; 0 without one."""
-    for name in RANKS:
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    return 0
 
 
 def use_devices(devices: str | None) -> None:
@@ -180,6 +240,43 @@ def _cpu_count(devices: str) -> int | None:
     return int(match[1] or 1) if match else None
 
 
+def _all_devices(devices: str | None) -> int | None:
+    """Devices of all processes together, where both counts are known."""
+    here, processes = _cpu_count(devices or ""), _process_count()
+    return here * processes if here and processes else None
+
+
+def _process_count() -> int | None:
+    """Processes of this run; None where a launcher gives this one a number but not how many there are."""
+    try:
+        world = find_world()
+    except StartError:
+        return None
+    if world is None:
+        launched = any(os.environ.get(name) for name in RANKS) and not _said_to_be_one()
+        return None if launched else 1
+    return world.count
+
+
+def _said_to_be_one() -> bool:
+    return "1" in (
+        os.environ.get(COUNT),
+        os.environ.get("SLURM_STEP_NUM_TASKS"),
+        os.environ.get("OMPI_COMM_WORLD_SIZE"),
+    )
+
+
+def _use_processes(answers: Mapping[str, Any]) -> list[Problem]:
+    """Put the flags into the environment, where whoever asks finds them. Raises StartError."""
+    names = {"coordinator": COORDINATOR, "num_processes": COUNT, "process_id": INDEX}
+    if not names.keys() <= answers.keys():
+        return []
+    os.environ.update({name: str(answers[flag]) for flag, name in names.items() if answers[flag] is not None})
+    find_world()
+    wait = answers["init_timeout"]
+    return [] if wait > 0 else [Problem("--init-timeout", f"must be above 0 seconds, got {wait:g}")]
+
+
 def _device_problems(devices: str | None) -> list[Problem]:
     if devices is None or devices in ("gpu", "cuda"):
         return []
@@ -208,7 +305,7 @@ def _flag_values(own: Mapping[str, Flag], given: Mapping[str, Any]) -> tuple[dic
 
 
 def _configured(
-    source: str | None, given: Mapping[str, Any], devices: str | None, own: Iterable[str], root: str | type
+    source: str | None, given: Mapping[str, Any], devices: int | None, own: Iterable[str], root: str | type
 ) -> tuple[Any, Source | None, list[Problem]]:
     if not source:
         return None, None, [Problem("--config", "must be given", "a file, or a name in configs/: --config=NAME.py")]
@@ -219,11 +316,7 @@ def _configured(
     except UserError as error:
         what, _, hint = str(error).partition("\n")
         return None, None, [Problem("--config", what, hint.strip())]
-    # The count is of one process: with more of them the whole is known only when they have met.
-    alone = not any(os.environ.get(name) for name in RANKS)
-    config, problems = assemble(
-        root_type(root), file.base, file.over(patch_of(given.items())), _cpu_count(devices or "") if alone else None
-    )
+    config, problems = assemble(root_type(root), file.base, file.over(patch_of(given.items())), devices)
     flags = [*own, "config", "devices", "print_config", "help"]
     return config, file, [_with_flag_hint(problem, given, flags) for problem in problems]
 
@@ -266,6 +359,7 @@ def _help(usage: "_Usage", source: str | None, topic: str) -> str:
     if cls and topic:
         return settings_help(cls, config, topic)
     flags = [("devices=cpu:8", "", "eight CPU devices instead of what jax finds; gpu insists on GPUs")]
+    flags = [] if any(flag.name == "devices" for flag in usage.flags) else flags
     flags += [("help[=PART]", "", "this text, or one part of the settings: --help=parallel")]
     if cls:
         flags = [("config=FILE", "", "a path, or a name in configs/; FILE:function for another than config()"), *flags]

@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
 from megajax.checkpoint.manager import CheckpointManager
+from megajax.config.command_line import end_at_once
 from megajax.config.dump import diff_from_defaults, flatten, to_yaml
 from megajax.config.errors import UserError
 from megajax.mesh.mesh import find_devices
@@ -70,8 +72,8 @@ class Job:
             yield info
 
     def stopping(self) -> bool:
-        """Whether some process was asked to stop."""
-        return agree(self.signals.request is not None)
+        """Whether this process was asked to stop."""
+        return self.signals.request is not None
 
     def finish(self, last: StepInfo | None, started: float) -> None:
         """Evaluate, draw, sample, and say what the run came to."""
@@ -174,53 +176,67 @@ def train(
     """
     started = time.monotonic()
     find_devices()
-    primary = jax.process_index() == 0
-    # Our handler agrees with the loop; the runtime's own would swallow SIGTERM.
-    jax.config.update("jax_enable_preemption_service", False)
     folder = RunFolder.create(cfg.run_dir)
     with ExitStack() as stack:
-        manager = stack.enter_context(cfg.checkpoint.build(folder.checkpoints))
-        found = manager.start()
-        if skip_train and found is None:
-            raise UserError(
-                f"--skip-train: {cfg.run_dir} has no checkpoint to evaluate; give another --run_dir, or "
-                "--checkpoint.load=RUN"
-            )
-        first = 0 if found is None else found[1]
-        console = stack.enter_context(
-            _closing(open_console(cfg.logging, total_steps=cfg.steps, start_step=first, primary=primary))
+        try:
+            return _train(cfg, folder, stack, _Asked(skip_train, sources, sampler), started)
+        except BaseException as error:
+            end_at_once(error)
+            raise
+
+
+class _Asked(NamedTuple):
+    """What a job is asked for beside its config; see `train`."""
+
+    skip_train: bool
+    sources: Mapping[str, str] | None
+    sampler: Sampler | None
+
+
+def _train(cfg: RunConfig, folder: RunFolder, stack: ExitStack, asked: _Asked, started: float) -> int:
+    primary = jax.process_index() == 0
+    manager = stack.enter_context(cfg.checkpoint.build(folder.checkpoints))
+    found = manager.start()
+    if asked.skip_train and found is None:
+        raise UserError(
+            f"--skip-train: {cfg.run_dir} has no checkpoint to evaluate; give another --run_dir, or "
+            "--checkpoint.load=RUN"
         )
-        with console.ticker("setting up data, model and state"):
-            run = setup(cfg, start=None if found is None else Resume(*found, own=found[0] is manager))
-        stack.callback(run.close)
-        resumed = None if found is None else f"step {first} of {Path(found[0].folder).parent}"
-        console.show("MegaJAX", facts.banner(run, resumed))
-        if skip_train:
-            Evaluate(cfg, console).at_end(run, first)
-            return 0
-        yaml = to_yaml(cfg, sources)
-        log = stack.enter_context(
-            open_writers(cfg.logging, folder, start_step=first, primary=primary, run_config=flatten(cfg))
-        )
-        if primary:
-            folder.write_config(yaml, "\n".join(diff_from_defaults(cfg)) + "\n")
-        both = Writers([log, console])
-        both.event("start", step=first, devices=run.mesh.size, processes=jax.process_count())
-        signals = stack.enter_context(Signals(before_exit=console.release))
-        job = Job(
-            cfg,
-            folder,
-            manager,
-            console,
-            both,
-            run,
-            Evaluate(cfg, both, lambda: signals.request is not None),
-            Save(manager, both, lambda: stored(run.parts, yaml), cfg.steps),
-            signals,
-            first,
-            sampler,
-        )
-        return _work(job, started)
+    first = 0 if found is None else found[1]
+    console = stack.enter_context(
+        _closing(open_console(cfg.logging, total_steps=cfg.steps, start_step=first, primary=primary))
+    )
+    with console.ticker("setting up data, model and state"):
+        run = setup(cfg, start=None if found is None else Resume(*found, own=found[0] is manager))
+    stack.callback(run.close)
+    resumed = None if found is None else f"step {first} of {Path(found[0].folder).parent}"
+    console.show("MegaJAX", facts.banner(run, resumed))
+    if asked.skip_train:
+        Evaluate(cfg, console).at_end(run, first)
+        return 0
+    yaml = to_yaml(cfg, asked.sources)
+    log = stack.enter_context(
+        open_writers(cfg.logging, folder, start_step=first, primary=primary, run_config=flatten(cfg))
+    )
+    if primary:
+        folder.write_config(yaml, "\n".join(diff_from_defaults(cfg)) + "\n")
+    both = Writers([log, console])
+    both.event("start", step=first, devices=run.mesh.size, processes=jax.process_count())
+    signals = stack.enter_context(Signals(before_exit=console.release))
+    job = Job(
+        cfg,
+        folder,
+        manager,
+        console,
+        both,
+        run,
+        Evaluate(cfg, both, lambda: agree(signals.request is not None)),
+        Save(manager, both, lambda: stored(run.parts, yaml), cfg.steps),
+        signals,
+        first,
+        asked.sampler,
+    )
+    return _work(job, started)
 
 
 def _work(job: Job, started: float) -> int:

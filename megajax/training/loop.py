@@ -6,7 +6,9 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from megajax.training.step import Metrics
+from megajax.mesh.processes import StopFlags
+from megajax.resilience.signals import agree
+from megajax.training.step import STOP, Metrics
 
 KEYS = ("loss", "grad_norm", "lr", "loss_scale", "skipped")
 
@@ -31,6 +33,8 @@ class StepInfo(NamedTuple):
     """From the step before being done (or this one being dispatched, if later) to this one being done."""
     metrics: dict[str, float]
     """What else the loss reports."""
+    stop: bool = False
+    """Whether some process was asked to stop when this step was dispatched; told by several processes only."""
 
 
 class Hook(Protocol):
@@ -53,7 +57,7 @@ class Pending(NamedTuple):
         """Wait for the step. since: when the one before was done. -> its numbers and when it was done."""
         values = {name: value.item() for name, value in jax.device_get(dict(self.metrics)).items()}
         done = time.monotonic()
-        known = {name: values.pop(name) for name in KEYS}
+        known = {name: values.pop(name) for name in KEYS} | {"stop": bool(values.pop(STOP, False))}
         return StepInfo(
             self.step,
             **known,
@@ -69,8 +73,11 @@ def run_steps(
     """Train up to and including step `last`, yielding what each step reported, one step late.
 
     Numbers are fetched while the next step runs, so that reporting never holds the devices up; before a hook runs,
-    everything up to its step has been yielded. `stopping` is asked after each step and ends the loop.
+    everything up to its step has been yielded. `stopping` says whether this process was asked to stop; it is asked
+    after each step and ends the loop. Of several processes each sends its answer along with a step instead, and all
+    end after the same one, at most three steps after one of them was asked: nothing is exchanged between steps.
     """
+    flags = StopFlags(run.mesh) if jax.process_count() > 1 else None
     step, done, pending = run.step, time.monotonic(), None
     precision = run.cfg.precision.matmul_precision()
     while step < last:
@@ -78,22 +85,25 @@ def run_steps(
         dispatched = time.monotonic()
         with jax.set_mesh(run.mesh), jax.default_matmul_precision(precision):
             batch, consumed = next(run.batches)
-            run.state, metrics = run.train_step(run.state, batch)
+            told = () if flags is None else (flags(stopping()),)
+            run.state, metrics = run.train_step(run.state, batch, *told)
+        stop = False
         if pending is not None:
             info, done = pending.fetch(done)
+            stop = info.stop
             yield info
         pending = Pending(step, consumed, metrics, dispatched)
         due = [hook for hook in hooks if hook.due(step)]
-        stop = stopping()
+        stop = stop or (flags is None and stopping())
         if due or stop or step == last:
             info, done = pending.fetch(done)
-            pending = None
+            pending, stop = None, stop or info.stop
             yield info
         for hook in due:
             hook(run, step)
         if due:
             done = time.monotonic()
             # A hook may take long, and end early because of the same request.
-            stop = stop or stopping()
+            stop = stop or agree(stopping())
         if stop:
             return

@@ -12,6 +12,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from megajax.batch import LMBatch
+from megajax.config.xla import GPU, compiler_options
 from megajax.layers.param import ParamSpec, reordered, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
@@ -119,7 +120,9 @@ class Program:
             grad_fn = accumulate(self._weights, self._loss, key, self.mesh)
         else:
             grad_fn = pipelined(self._weights, self._loss, key, self.mesh, self.pipeline, self.partition)
-        return make_train_step(grad_fn, self.optimizer, self.schedule, self.shardings)
+        on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
+        options = compiler_options(*GPU) if on_gpu else None
+        return make_train_step(grad_fn, self.optimizer, self.schedule, self.shardings, options)
 
     @cached_property
     def eval_step(self) -> Callable[[Any, Any], Mapping[str, tuple[Array, Array]]]:

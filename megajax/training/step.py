@@ -13,17 +13,31 @@ from megajax.training.grads import GradFn
 from megajax.training.state import TrainState
 
 type Metrics = Mapping[str, Array]
-type TrainStep = Callable[[TrainState, LMBatch], tuple[TrainState, Metrics]]
+type TrainStep = Callable[..., tuple[TrainState, Metrics]]
+"""(state, batch) -> (state, metrics); with several processes (state, batch, flags), see `make_train_step`."""
+
+STOP = "stop"
+"""Metric of a step that carried flags: whether some process was asked to stop, int32 []."""
 
 
-def make_train_step(grad_fn: GradFn, optimizer: AdamW, schedule: Schedule, shardings: TrainState) -> TrainStep:
+def make_train_step(
+    grad_fn: GradFn,
+    optimizer: AdamW,
+    schedule: Schedule,
+    shardings: TrainState,
+    options: Mapping[str, bool | int] | None = None,
+) -> TrainStep:
     """Jitted (state, batch [M, B, S]) -> (state, metrics); donates the state, which keeps its layout.
 
-    A step whose loss or gradient norm is not finite changes no weight and is counted as skipped.
+    A step whose loss or gradient norm is not finite changes no weight and is counted as skipped. With a third argument,
+    int32 [devices] with an element on each, their maximum comes back among the metrics, so that all processes learn
+    what one of them says, in a reduction that waits for nothing the step does not wait for.
+
+    options: of the compiler, see megajax.config.xla.
     """
     on_optimizer = shardings.optimizer["first_moment"]
 
-    def train_step(state: TrainState, batch: LMBatch) -> tuple[TrainState, Metrics]:
+    def train_step(state: TrainState, batch: LMBatch, flags: Array | None = None) -> tuple[TrainState, Metrics]:
         out = grad_fn(state.params, batch, state.loss_scale)
         divisor = jnp.maximum(out.weight_sum, 1e-8) * state.loss_scale
         grads = place({path: g / divisor for path, g in out.grads.items()}, on_optimizer)
@@ -48,9 +62,16 @@ def make_train_step(grad_fn: GradFn, optimizer: AdamW, schedule: Schedule, shard
         reported = {
             name: jnp.where(weight > 0, total / weight, jnp.nan) for name, (total, weight) in out.metrics.items()
         }
+        if flags is not None:
+            reported[STOP] = jnp.max(flags)
         return new, reported | {"grad_norm": norm, "lr": lr, "loss_scale": state.loss_scale, "skipped": ~finite}
 
-    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
+    return jax.jit(
+        train_step,
+        donate_argnums=0,
+        out_shardings=(shardings, None),
+        compiler_options=None if options is None else dict(options),
+    )
 
 
 def make_eval_step(sums: Callable[[Params, LMBatch], Mapping[str, tuple[Array, Array]]]) -> Callable:

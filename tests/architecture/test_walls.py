@@ -12,7 +12,10 @@ FILE_LINES = 500
 FUNCTION_LINES = 100
 FUNCTION_IFS = 10
 GRAB_BAGS = {"utils", "util", "common", "helpers", "helper", "misc"}
-TRAIN_FLAGS = {"config", "devices", "print-config", "help", "skip-train"}
+TRAIN_FLAGS = {
+    *("config", "devices", "print-config", "help", "skip-train"),
+    *("coordinator", "num-processes", "process-id", "init-timeout"),
+}
 
 LAZY_TABLES = {"megajax.training": "its names are imported on first use, as config files import the package before jax"}
 """`__init__` files that hold code, and why."""

@@ -26,7 +26,7 @@ WRONG = {
     "tensor": (["--parallel.tensor=4"], ["kv_heads=2", "parallel.tensor=4", "1, 2"]),
     "batch": (["--batch.global_size=12"], ["12 rows", "8, 16"]),
     "devices": (["--parallel.data=4", "--parallel.tensor=4"], ["16 devices", "there are 8"]),
-    "pipeline": (["--parallel.pipeline=2"], ["parallel.pipeline", "2"]),
+    "pipeline": (["--parallel.pipeline=8"], ["parallel.pipeline", "8 stages", "has 4", "at most 4"]),
     "recompute": (["--parallel.data_sharding=fsdp", "--model.recompute=none"], ["fsdp", "selective or full"]),
     "schedule": (
         ["--schedule.warmup_steps=50", "--schedule.warmup_fraction=none"],

@@ -1,0 +1,202 @@
+"""Which of how many processes this is, as flags, the launcher or the scheduler say: read from the environment alone.
+
+A process for which nobody says that there are others is on its own: a laptop, a notebook, a shell inside an allocation.
+"""
+
+import os
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from megajax.config.errors import UserError
+
+COORDINATOR = "MEGAJAX_COORDINATOR"
+COUNT = "MEGAJAX_NUM_PROCESSES"
+INDEX = "MEGAJAX_PROCESS_ID"
+LOCAL_INDEX = "MEGAJAX_LOCAL_RANK"
+LOCAL_COUNT = "MEGAJAX_LOCAL_PROCESSES"
+
+RANKS = (INDEX, "JAX_PROCESS_ID", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # the nearest launcher first
+
+# Above the ports that Linux hands out to outgoing connections.
+_FIRST_PORT, _PORTS = 61440, 4096
+
+
+class StartError(UserError):
+    """The processes of a run did not come together. Code 1: it may go better next time; 2: something is to change."""
+
+    def __init__(self, message: str, *, code: int, said: bool = False):
+        """said: another process prints this very message."""
+        super().__init__(f"megajax: {message}")
+        self.code = code
+        self.said = said
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The place of this process among those of its run."""
+
+    count: int
+    """Processes of the run, at least 2."""
+    index: int
+    """This one's number, from 0."""
+    coordinator: str
+    """HOST:PORT at which process 0 awaits the others."""
+    local_index: int | None = None
+    """This one's number among those on its machine, where a launcher says so."""
+    local_count: int | None = None
+    """Processes on this machine, where a launcher says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What one launcher tells; None where it does not."""
+
+    count: int | None = None
+    index: int | None = None
+    coordinator: str | None = None
+    local_index: int | None = None
+    local_count: int | None = None
+
+
+def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
+    """This process's place, or None where it is on its own.
+
+    MEGAJAX_COORDINATOR, MEGAJAX_NUM_PROCESSES and MEGAJAX_PROCESS_ID (flags of the command line are put there) come
+    first, and what they leave open is taken from JAX_*, Open MPI, Slurm or Kubernetes, the first of them that says that
+    there are several processes. Raises StartError where they say less than is needed or do not fit together.
+    """
+    given = [name for name in (COORDINATOR, COUNT, INDEX) if environment.get(name)]
+    problems: list[str] = []
+    said = _Found(
+        _number(environment, COUNT, problems),
+        _number(environment, INDEX, problems),
+        environment.get(COORDINATOR) or None,
+        _number(environment, LOCAL_INDEX, problems),
+        _number(environment, LOCAL_COUNT, problems),
+    )
+    if not problems and said.count == 1 and not said.index:
+        return None
+    launched = next((found for read in _LAUNCHERS if (found := read(environment)).count not in (None, 1)), _Found())
+    if not given and launched.count is None:
+        return None
+    if launched.count is None and said.index is None:
+        # An indexed job has an index even where its pods have nothing to do with each other: it counts only here.
+        launched = replace(launched, index=_number(environment, "JOB_COMPLETION_INDEX", problems))
+    count, index, coordinator, local_index, local_count = (
+        mine if mine is not None else theirs for mine, theirs in zip(_fields(said), _fields(launched), strict=True)
+    )
+    problems += _missing(count, index, coordinator)
+    if problems or count is None or index is None or coordinator is None:
+        raise StartError("; ".join(problems), code=2)
+    return World(count, index, coordinator, local_index, local_count)
+
+
+def split_address(address: str) -> tuple[str, int] | None:
+    """HOST:PORT or [ADDRESS]:PORT -> host and port; None if it is neither."""
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%\w]+)\]|([^\s:\[\]]+)):(\d{1,5})", address)
+    if match is None or not 0 < int(match[3]) < 65536:
+        return None
+    return match[1] or match[2], int(match[3])
+
+
+def process_index(environment: Mapping[str, str] = os.environ) -> int:
+    """The number of this process as its launcher says it in the environment; 0 without one."""
+    names = (*RANKS, "JOB_COMPLETION_INDEX") if environment.get(COUNT) else RANKS
+    return next((int(environment[name]) for name in names if environment.get(name, "").isdigit()), 0)
+
+
+def _fields(found: _Found) -> tuple:
+    return found.count, found.index, found.coordinator, found.local_index, found.local_count
+
+
+def _number(environment: Mapping[str, str], name: str, problems: list[str]) -> int | None:
+    text = environment.get(name) or None
+    if text is None or text.isdigit():
+        return None if text is None else int(text)
+    problems.append(f"{name} must be a whole number, it is {text!r}")
+    return None
+
+
+def _missing(count: int | None, index: int | None, coordinator: str | None) -> list[str]:
+    """What is not known, or can't be."""
+    problems = [
+        f"{what} is not known: give {flag} or set {name} for every process"
+        for value, flag, name, what in (
+            (coordinator, "--coordinator=HOST:PORT", COORDINATOR, "where process 0 is"),
+            (count, "--num-processes", COUNT, "how many processes there are"),
+            (index, "--process-id", INDEX, "which process this is"),
+        )
+        if value is None
+    ]
+    if coordinator is not None and split_address(coordinator) is None:
+        problems.append(f"--coordinator must be HOST:PORT, it is {coordinator!r}")
+    if count is not None and count < 1:
+        problems.append(f"--num-processes must be at least 1, it is {count}")
+    elif count is not None and index is not None and index >= count:
+        problems.append(f"--process-id={index} is not one of {count} processes: they are 0 to {count - 1}")
+    return problems
+
+
+def _int(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name, "")
+    return int(text) if text.isdigit() else None
+
+
+def _jax(environment: Mapping[str, str]) -> _Found:
+    """jax's own variables, if all are there."""
+    count, index = _int(environment, "JAX_NUM_PROCESSES"), _int(environment, "JAX_PROCESS_ID")
+    address = environment.get("JAX_COORDINATOR_ADDRESS")
+    return _Found(count, index, address) if address and count is not None and index is not None else _Found()
+
+
+def _open_mpi(environment: Mapping[str, str]) -> _Found:
+    """mpirun. Open MPI 5 does not say where process 0 is unless all are on one machine."""
+    count, local_count = _int(environment, "OMPI_COMM_WORLD_SIZE"), _int(environment, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid") or ""
+    uri = re.search(r"tcp://([^,:]+)", environment.get("OMPI_MCA_orte_hnp_uri", ""))
+    host = "127.0.0.1" if count == local_count else uri[1] if uri else None
+    return _Found(
+        count,
+        _int(environment, "OMPI_COMM_WORLD_RANK"),
+        host and f"{host}:{_port(job.rpartition('@')[0] or job)}",
+        _int(environment, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_count,
+    )
+
+
+def _slurm(environment: Mapping[str, str]) -> _Found:
+    """srun: what the step has, not the allocation, whose shell or batch script runs one process."""
+    count, nodes = _int(environment, "SLURM_STEP_NUM_TASKS"), environment.get("SLURM_STEP_NODELIST", "")
+    if count is None or not nodes:
+        return _Found()
+    job = f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}"
+    node, tasks = _int(environment, "SLURM_NODEID") or 0, _tasks(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return _Found(
+        count,
+        _int(environment, "SLURM_PROCID"),
+        f"{_first_host(nodes)}:{_port(job)}",
+        _int(environment, "SLURM_LOCALID"),
+        tasks[node] if node < len(tasks) else None,
+    )
+
+
+_LAUNCHERS: tuple[Callable[[Mapping[str, str]], _Found], ...] = (_jax, _open_mpi, _slurm)
+
+
+def _first_host(nodes: str) -> str:
+    """node[001-003,007],other -> node001."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else nodes
+
+
+def _tasks(text: str) -> list[int]:
+    """8(x2),4 -> [8, 8, 4]."""
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, times in groups for _ in range(int(times or 1))]
+
+
+def _port(job: str) -> int:
+    """The same for all processes of a job, likely another for another job."""
+    return _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS

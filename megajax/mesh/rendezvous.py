@@ -1,0 +1,290 @@
+"""All processes of a run meet before jax connects them: whoever is missing, doubled or in the wrong run is named.
+
+jax's own meeting point aborts every process without saying who is missing, lets two processes with one number replace
+each other, and shares its port with another run's. So process 0 first listens on the same port itself, each of the
+others tells it in a line of JSON who it is, and it answers all of them once it has heard from all. Then it closes the
+port, and jax takes it over.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import selectors
+import socket
+import time
+from typing import Any
+
+from megajax.config.world import StartError, World, split_address
+
+MESSAGE_BYTES = 4096
+"""A longer line comes from somebody else."""
+
+RETRY_SECONDS = 0.2
+LATE_SECONDS = 1.0
+"""How long process 0 goes on telling those who come late what went wrong."""
+
+NAMED = 8
+"""Processes that a message names; the others are counted."""
+
+type Hello = dict[str, Any]
+
+
+def meet(world: World, *, patience: float, settings: str = "") -> str:
+    """Wait until all processes are there. -> the address jax's service binds in process 0 ("" in the others).
+
+    patience: seconds for all of them to come.
+    settings: what must be the same for all, such as a digest of the config.
+
+    Raises StartError, saying who is missing or what does not fit.
+    """
+    deadline = time.monotonic() + patience
+    hello = {
+        "megajax": 1,
+        "index": world.index,
+        "count": world.count,
+        "settings": settings,
+        "at": f"{socket.gethostname()}, pid {os.getpid()}",
+    }
+    if world.index == 0:
+        listener = _listen(world, deadline)
+        with listener, selectors.DefaultSelector() as selector:
+            _Host(world, hello, listener, selector).gather(deadline, patience)
+            host, port = listener.getsockname()[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    _announce(world, hello, deadline, patience)
+    return ""
+
+
+def _listen(world: World, deadline: float) -> socket.socket:
+    """The port of the coordinator, on its address alone."""
+    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or world.coordinator
+    address = split_address(bind)
+    if address is None:
+        raise StartError(f"JAX_COORDINATOR_BIND_ADDRESS must be ADDRESS:PORT, it is {bind!r}", code=2)
+    host, port = address
+    found = _resolve(host, port, deadline)
+    loopback = host == "localhost" or host.startswith("127.") or host == "::1"
+    if not loopback and all(where[0].startswith("127.") or where[0] == "::1" for _, where in found):
+        # Many machines call themselves by a loopback address, at which the others would never find them.
+        found = [(socket.AF_INET, ("0.0.0.0", port))]
+    for place, (family, where) in enumerate(found, 1):
+        try:
+            return socket.create_server(where[:2], family=family, backlog=1024)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise StartError(
+                    f"port {port} of {host} is in use: another run, or a second process 0. Choose another one with "
+                    "--coordinator=HOST:PORT or MEGAJAX_COORDINATOR",
+                    code=2,
+                ) from error
+            if place < len(found):
+                continue
+            raise StartError(
+                f"process 0 runs on {socket.gethostname()} and cannot listen at {host}:{port} "
+                f"({error.strerror}): the coordinator must be an address of the machine of process 0",
+                code=2,
+            ) from error
+    raise AssertionError("getaddrinfo gave nothing")
+
+
+def _resolve(host: str, port: int, deadline: float) -> list[tuple[socket.AddressFamily, Any]]:
+    """Addresses of a host; its name may become known only while its machine starts."""
+    while True:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            return list(dict.fromkeys((family, where) for family, _, _, _, where in found))
+        except OSError as error:
+            if time.monotonic() + RETRY_SECONDS > deadline:
+                what = f"the coordinator's host name {host!r} is not known here ({error.strerror})"
+                raise StartError(f"{what}: correct --coordinator or MEGAJAX_COORDINATOR", code=2) from error
+        time.sleep(RETRY_SECONDS)
+
+
+class _Host:
+    """Process 0 while it awaits the others."""
+
+    def __init__(self, world: World, hello: Hello, listener: socket.socket, selector: selectors.BaseSelector):
+        self._world, self._hello = world, hello
+        self._listener, self._selector = listener, selector
+        self._heard: dict[socket.socket, bytes] = {}
+        """What every open connection has sent so far."""
+        self._there: dict[int, tuple[socket.socket, Hello]] = {}
+        """Who has come, but for process 0."""
+        self._refusal: StartError | None = None
+        """Why nobody can start any more."""
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ)
+
+    def gather(self, deadline: float, patience: float) -> None:
+        """Return when all are there and know it; raises StartError after telling those who are there why not."""
+        self._serve(deadline)
+        missing = set(range(1, self._world.count)) - self._there.keys()
+        if missing and self._refusal is None:
+            self._refusal = StartError(
+                f"{named(missing)} of {self._world.count} did not come within {patience:g} s to "
+                f"{self._world.coordinator}: see whether they were started, and what they say themselves",
+                code=1,
+            )
+        if self._refusal is None:
+            for connection, _ in self._there.values():
+                _say(connection, {"go": True})
+        else:
+            for connection, _ in list(self._there.values()):
+                self._refuse(connection)
+            self._serve(time.monotonic() + LATE_SECONDS)
+        for connection in list(self._heard):
+            self._drop(connection)
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _serve(self, deadline: float) -> None:
+        """Hear everybody until the deadline, until all are there or until it is clear that they never will."""
+        known = self._refusal
+        while (left := deadline - time.monotonic()) > 0:
+            if self._refusal is not known or (known is None and len(self._there) == self._world.count - 1):
+                return
+            for key, _ in self._selector.select(left):
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._hear(key.fileobj)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            self._selector.register(connection, selectors.EVENT_READ)
+            self._heard[connection] = b""
+
+    def _hear(self, connection: Any) -> None:
+        """Read on; a whole line is taken, whoever is gone forgotten, anything else shut out."""
+        if connection not in self._heard:
+            return  # dropped since the selector woke
+        try:
+            data = connection.recv(MESSAGE_BYTES)
+        except OSError:
+            data = b""
+        line, end, _ = (self._heard[connection] + data).partition(b"\n")
+        self._heard[connection] = line + end
+        came = any(its is connection for its, _ in self._there.values())
+        if not data or came or len(line) > MESSAGE_BYTES:
+            self._drop(connection)
+        elif end:
+            hello = _parse(line)
+            if hello is None:
+                self._drop(connection)
+            elif self._refusal is None and (wrong := self._objection(hello)) is None:
+                self._there[hello["index"]] = connection, hello
+            else:
+                self._refusal = self._refusal or StartError(str(wrong), code=2)
+                self._refuse(connection)
+
+    def _objection(self, hello: Hello) -> str | None:
+        """Why this process can't be one of ours."""
+        index, count, at, here = hello["index"], hello["count"], hello["at"], self._hello["at"]
+        if count != self._world.count:
+            return f"process {index} ({at}) was told of {count} processes, process 0 ({here}) of {self._world.count}"
+        if not 0 <= index < count:
+            return f"a process ({at}) says it is number {index} of {count}"
+        if index in self._there and _gone(self._there[index][0]):
+            self._drop(self._there[index][0])  # started again by its launcher
+        if index == 0 or index in self._there:
+            other = here if index == 0 else self._there[index][1]["at"]
+            return f"two processes say they are process {index}: on {other} and on {at}"
+        if hello["settings"] != self._hello["settings"]:
+            return (
+                f"process {index} ({at}) was started with other settings than process 0 ({here}): give all of them "
+                "the same config file and command line"
+            )
+        return None
+
+    def _refuse(self, connection: socket.socket) -> None:
+        error = self._refusal
+        assert error is not None
+        _say(connection, {"error": str(error).removeprefix("megajax: "), "code": error.code})
+        self._drop(connection)
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        self._heard.pop(connection)
+        for index in [index for index, (its, _) in self._there.items() if its is connection]:
+            del self._there[index]
+        connection.close()
+
+
+def _say(connection: socket.socket, answer: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):
+        connection.settimeout(1.0)
+        connection.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _gone(connection: socket.socket) -> bool:
+    """Whether the other end has closed."""
+    try:
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _parse(line: bytes) -> Hello | None:
+    """What a process says of itself; None if it is none of ours."""
+    try:
+        hello = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    kinds = {"megajax": int, "index": int, "count": int, "settings": str, "at": str}
+    whole = isinstance(hello, dict) and all(type(hello.get(name)) is kind for name, kind in kinds.items())
+    # It may end up on a terminal.
+    return hello if whole and hello["at"].isprintable() else None
+
+
+def _announce(world: World, hello: Hello, deadline: float, patience: float) -> None:
+    """Tell process 0 of this process until it answers."""
+    address = split_address(world.coordinator)
+    assert address is not None, "find_world gives no other"
+    host, port = address
+    _resolve(host, port, deadline)
+    why = "it does not answer"
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            with socket.create_connection((host, port), timeout=min(left, 10.0)) as connection:
+                connection.sendall(json.dumps(hello).encode() + b"\n")
+                # Process 0 tells everybody at its own deadline, which may be a little later than this one's.
+                connection.settimeout(left + 2.0)
+                with connection.makefile("rb") as answers:
+                    answer = answers.readline(MESSAGE_BYTES)
+                if answer.endswith(b"\n"):
+                    return _obey(answer, world)
+                why = "it is there, but not as process 0 of this run"
+        except OSError as error:
+            why = error.strerror or str(error)
+        time.sleep(min(RETRY_SECONDS, max(deadline - time.monotonic(), 0)))
+    raise StartError(
+        f"process {world.index} found no process 0 at {world.coordinator} within {patience:g} s ({why})", code=1
+    )
+
+
+def _obey(line: bytes, world: World) -> None:
+    try:
+        answer = json.loads(line)
+        if answer.get("go") is True:
+            return
+        error, code = answer["error"], answer["code"]
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        error, code = "", 2
+    if not isinstance(error, str) or not error.isprintable() or not error or code not in (1, 2):
+        raise StartError(f"what answers at {world.coordinator} is not process 0 of a run", code=2)
+    raise StartError(error, code=code, said=True)
+
+
+def named(indices: set[int]) -> str:
+    """process 3; processes 1, 2 and 5; processes 1, 2, … 8 and 40 more."""
+    numbers = [str(index) for index in sorted(indices)]
+    if len(numbers) == 1:
+        return f"process {numbers[0]}"
+    if len(numbers) > NAMED:
+        return f"processes {', '.join(numbers[:NAMED])} and {len(numbers) - NAMED} more"
+    return f"processes {', '.join(numbers[:-1])} and {numbers[-1]}"

@@ -1,0 +1,1 @@
+"""What a config will do on devices that are not there: compile its train step for them and read the program."""

@@ -1,0 +1,142 @@
+"""The real train step of a config, compiled for devices that are not there, and what the compiler says of it."""
+
+import time
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import jax
+
+from megajax.config.errors import UserError
+from megajax.config.tree import check
+from megajax.config.xla import ABSENT_GPU, compiler_options
+from megajax.kernels.attention import cudnn_limits
+from megajax.mesh.mesh import build_mesh
+from megajax.pipeline.check import measure
+from megajax.pipeline.schedule import Schedule
+from megajax.planning.absent import devices
+from megajax.planning.collectives import Contents, read
+from megajax.planning.devices import GIB, Cluster
+from megajax.training.program import Program
+from megajax.training.run_config import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes of one device."""
+
+    arguments: int
+    """State and batch, as the step gets them."""
+    outputs: int
+    """State and metrics, as it leaves them."""
+    aliased: int
+    """Of the outputs, what takes the place of arguments."""
+    temporary: int
+    """At most at one time, beside arguments and outputs: weights in compute dtype, gradients, activations."""
+    parameters: int
+    """Of the arguments, master weights."""
+    optimizer: int
+    """Of the arguments, optimizer state."""
+
+    @property
+    def peak(self) -> int:
+        """Arguments, temporaries, and outputs that take no argument's place."""
+        return self.arguments + self.temporary + self.outputs - self.aliased
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainPlan:
+    """A config on a cluster, compiled."""
+
+    cfg: RunConfig
+    cluster: Cluster
+    mesh: dict[str, int]
+    microbatches: int
+    kernels: tuple[str, ...]
+    """Attention kernel of each block of the pattern, with the reason where it is not cuDNN's."""
+    memory: Memory
+    contents: Contents
+    schedule: Schedule | None
+    """Of the pipeline; None without one."""
+    compile_seconds: float
+    text: str
+    """Of the compiled program."""
+
+    @property
+    def bubble(self) -> float:
+        """Time the stages of a pipeline wait, over the time they work; 0 without one."""
+        return 0.0 if self.schedule is None else float(measure(self.schedule).bubble)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within what a device has for arrays."""
+        return self.memory.peak <= self.cluster.gpu.usable_gib * GIB
+
+
+def compile_train_step(cfg: RunConfig, cluster: Cluster) -> TrainPlan:
+    """Compile what training would run there; needs neither the GPUs nor the data.
+
+    Raises ConfigError for a config that doesn't fit those devices, UserError for a kernel they can't have.
+    """
+    check(cfg, cluster.devices)
+    cfg, kernels = with_kernels(cfg)
+    mesh = build_mesh(cfg.parallel, devices(cluster))
+    program = Program.of(cfg, mesh)
+    state, batch = program.state_like(), program.batch_like()
+    # Any: a jitted function also has `lower`.
+    step: Any = program.train_step
+    started = time.monotonic()
+    with jax.set_mesh(mesh), jax.default_matmul_precision(cfg.precision.matmul_precision()):
+        compiled = step.lower(state, batch).compile(compiler_options=compiler_options(*ABSENT_GPU))
+    seconds = time.monotonic() - started
+    found, text = compiled.memory_analysis(), compiled.as_text()
+    memory = Memory(
+        arguments=found.argument_size_in_bytes,
+        outputs=found.output_size_in_bytes,
+        aliased=found.alias_size_in_bytes,
+        temporary=found.temp_size_in_bytes,
+        parameters=bytes_per_device(state.params),
+        optimizer=bytes_per_device(state.optimizer),
+    )
+    return TrainPlan(
+        cfg=cfg,
+        cluster=cluster,
+        mesh=dict(mesh.shape),
+        microbatches=program.microbatches,
+        kernels=kernels,
+        memory=memory,
+        contents=read(text, mesh.shape),
+        schedule=program.pipeline,
+        compile_seconds=seconds,
+        text=text,
+    )
+
+
+def with_kernels(cfg: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+    """The config with `auto` attention kernels as they would be on an NVIDIA GPU, and the choices in words.
+
+    Raises UserError where cudnn is asked for by name and can't compute this.
+    """
+    blocks, words = [], []
+    for place, block in enumerate(cfg.model.stack.pattern):
+        mixer = block.mixer
+        limit = cudnn_limits(
+            dtype=cfg.precision.compute,
+            head_dim=mixer.size(cfg.model.hidden),
+            length=cfg.model.sequence_length,
+            dropout=mixer.dropout,
+        )
+        if mixer.kernel == "cudnn" and limit is not None:
+            where = f"model.stack.pattern.{place}.mixer.kernel"
+            raise UserError(f"{where}=cudnn: cuDNN's attention {limit}. Set {where}=auto or reference.")
+        kernel = ("reference" if limit else "cudnn") if mixer.kernel == "auto" else mixer.kernel
+        blocks.append(replace(block, mixer=replace(mixer, kernel=kernel)))
+        words.append(f"{kernel} (cuDNN's {limit})" if limit and mixer.kernel == "auto" else kernel)
+    stack = replace(cfg.model.stack, pattern=tuple(blocks))
+    return cfg.but(model=replace(cfg.model, stack=stack)), tuple(words)
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Of arrays described by jax.ShapeDtypeStruct with shardings."""
+    leaves = jax.tree.leaves(tree)
+    return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)

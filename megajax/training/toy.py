@@ -1,0 +1,34 @@
+"""The debug twin of a config: the same tree in sizes that run on a laptop."""
+
+from dataclasses import replace
+from typing import Any
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.data.config import MockConfig
+from megajax.mesh.config import ParallelConfig
+from megajax.models.config import DecoderConfig
+from megajax.precision.config import PrecisionConfig
+from megajax.tokenizers.config import NullTokenizerConfig
+from megajax.training.config import EvaluationConfig
+from megajax.training.run_config import RunConfig
+
+
+def toy(cfg: RunConfig, model: DecoderConfig, **changes: Any) -> RunConfig:
+    """`cfg` with a small model, made-up data, float32 and 20 steps of 8 rows, on one device or any layout.
+
+    Optimizer, shape of the schedule and how documents are treated stay. changes: fields to set beside those.
+    """
+    settings = {
+        "model": model,
+        "parallel": ParallelConfig(),
+        "data": MockConfig(isolate_documents=cfg.data.isolated()),
+        "tokenizer": NullTokenizerConfig(vocabulary_size=model.vocabulary_size),
+        "precision": PrecisionConfig(compute="float32"),
+        "schedule": replace(cfg.schedule, warmup_steps=None, warmup_samples=None, warmup_fraction=0.25),
+        "batch": replace(cfg.batch, global_size=8, micro_size=1),
+        "evaluation": EvaluationConfig(every=10, batches=2),
+        "checkpoint": CheckpointConfig(every=10),
+        "steps": 20,
+        "run_dir": f"{cfg.run_dir}_debug",
+    }
+    return cfg.but(**settings | changes)

@@ -1,0 +1,51 @@
+"""megajax.train, in whose process 1 something happens: `crash`, `user` (a wrong input) or `late` (at the end)."""
+
+import os
+import sys
+import time
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}  # before the loader imports jax
+
+from megajax.config.command_line import front_door
+from megajax.config.errors import UserError
+from megajax.config.world import process_index
+from megajax.data.loader import Loader
+from megajax.mesh import processes
+from megajax.train import main
+
+LATE_SECONDS = 6.0
+
+
+def fail_at(step: int, error: Exception) -> None:
+    """Make the loader raise instead of giving the batch of `step`."""
+    given = iter(range(1, 1 << 30))
+    whole = Loader.__next__
+
+    def faulty(loader: Loader) -> tuple:
+        if next(given) == step:
+            raise error
+        return whole(loader)
+
+    Loader.__next__ = faulty
+
+
+def come_late() -> None:
+    """Make this process the last to part from the others."""
+    finish = processes.finish
+
+    def late() -> None:
+        time.sleep(LATE_SECONDS)
+        print("process 1 is late", flush=True)
+        finish()
+
+    processes.finish = late
+
+
+if __name__ == "__main__":
+    kind = sys.argv.pop(1)
+    if process_index() == 1:
+        if kind == "late":
+            come_late()
+        else:
+            fail_at(7, (UserError if kind == "user" else RuntimeError)("raised on purpose"))
+    front_door(main)

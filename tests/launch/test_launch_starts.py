@@ -1,0 +1,92 @@
+"""Starting `megajax.train` in several processes when something is wrong: one message, in time, and nothing written."""
+
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from gangs import REPOSITORY, TINY, TRAIN, free_port, launcher
+
+
+def member(start, tmp_path, index: int, port: int, *settings: str, name: str = "", count: int = 2):
+    flags = [f"--coordinator=127.0.0.1:{port}", f"--num-processes={count}", f"--process-id={index}"]
+    return start(*TRAIN, *TINY, f"--run_dir={tmp_path / 'run'}", *flags, *settings, name=name or f"output{index}")
+
+
+def test_a_missing_process(start, tmp_path):
+    port = free_port()
+    began = time.monotonic()
+    members = [member(start, tmp_path, index, port, "--init-timeout=6", count=3) for index in (0, 2)]
+    assert [member.wait(40) for member in members] == [1, 1]
+    assert time.monotonic() - began < 30
+    first, second = (member.text for member in members)
+    assert f"megajax: process 1 of 3 did not come within 6 s to 127.0.0.1:{port}" in first
+    assert "Traceback" not in first + second and second == ""
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_two_with_one_number(start, tmp_path):
+    port = free_port()
+    members = [member(start, tmp_path, index, port, name=f"m{n}", count=3) for n, index in enumerate((0, 1, 1))]
+    assert {member.wait(60) for member in members[:2]} == {2}
+    assert "megajax: two processes say they are process 1: on " in members[0].text
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_other_settings(start, tmp_path):
+    port = free_port()
+    members = [member(start, tmp_path, index, port, f"--seed={index}") for index in (0, 1)]
+    assert [member.wait(60) for member in members] == [2, 2]
+    assert "was started with other settings than process 0" in members[0].text
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_number_too_high(start, tmp_path):
+    one = member(start, tmp_path, 2, free_port())
+    assert one.wait(20) == 2
+    assert one.text == "process 2: megajax: --process-id=2 is not one of 2 processes: they are 0 to 1\n"
+
+
+def test_the_port_of_process_0_is_in_use(start, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        first = member(start, tmp_path, 0, port)
+        assert first.wait(40) == 2
+    assert f"megajax: port {port} of 127.0.0.1 is in use" in first.text
+    assert not (tmp_path / "run").exists()
+
+
+LAUNCHES = {
+    "no command": (["--processes=2"], "no command to start"),
+    "no number": (["--", "true"], "--processes: must be given"),
+    "none": (["--processes=0", "--", "true"], "--processes: must be at least 1, got 0"),
+    "no such program": (["--processes=2", "--", "/no/such/program"], "/no/such/program cannot be started"),
+    "no port": (["--processes=2", "--coordinator-port=99999", "--", "true"], "must be a port"),
+    "misspelt": (["--proceses=2", "--processes=1", "--", "true"], "did you mean processes?"),
+}
+
+
+@pytest.mark.parametrize("case", LAUNCHES)
+def test_a_wrong_launch(case):
+    arguments, message = LAUNCHES[case]
+    command = [sys.executable, "-m", "megajax.launch", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=REPOSITORY, check=False)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and done.stdout == ""
+
+
+def test_the_launchers_port_is_in_use(start):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        gang = start(*launcher(f"--coordinator-port={port}"), "true")
+        assert gang.wait(20) == 2
+    assert f"--coordinator-port={port}: Address already in use" in gang.text
+
+
+def test_a_wrong_setting_is_said_once(start, tmp_path):
+    gang = start(*launcher(processes=3), *TRAIN, *TINY, "--steps=many", f"--run_dir={tmp_path / 'run'}")
+    assert gang.wait(30) == 2
+    assert gang.text.count("steps: expected a whole number, got 'many'") == 1, gang.text

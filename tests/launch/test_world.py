@@ -1,0 +1,126 @@
+"""Which of how many processes this is: what flags and launchers say in the environment."""
+
+import pytest
+
+from megajax.config.command_line import PROCESS_FLAGS, parse
+from megajax.config.world import StartError, World, find_world, process_index, split_address
+
+STEP = {
+    "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "20", "SLURM_PROCID": "9", "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1", "SLURM_STEP_NUM_TASKS": "20", "SLURM_STEP_NODELIST": "node[001-002],big7",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2),4",
+}  # fmt: skip
+MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prterun-a-9@1",
+}  # fmt: skip
+OURS = {"MEGAJAX_COORDINATOR": "a:1", "MEGAJAX_NUM_PROCESSES": "3", "MEGAJAX_PROCESS_ID": "2"}
+
+ALONE = {
+    "a laptop": {},
+    "told to be one": OURS | {"MEGAJAX_NUM_PROCESSES": "1", "MEGAJAX_PROCESS_ID": "0"},
+    "a shell in an allocation of many": {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "20", "SLURM_JOB_NODELIST": "node[1-2]"},
+    "a batch script": {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "20", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+    "an interactive step": STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "node001"},
+    "mpirun of one": MPI | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+    "an indexed job of single runs": {"JOB_COMPLETION_INDEX": "5", "KUBERNETES_SERVICE_HOST": "10.0.0.1"},
+    "half of jax's variables": {"JAX_COORDINATOR_ADDRESS": "a:1"},
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_alone(case):
+    assert find_world(ALONE[case]) is None
+
+
+def test_our_own_launcher():
+    local = {"MEGAJAX_LOCAL_RANK": "2", "MEGAJAX_LOCAL_PROCESSES": "3"}
+    assert find_world(OURS | local) == World(3, 2, "a:1", 2, 3)
+    assert find_world(OURS) == World(3, 2, "a:1")
+    assert find_world(STEP | MPI | OURS) == World(3, 2, "a:1", 1, 2)
+
+
+def test_slurm():
+    world = find_world(STEP)
+    assert world is not None
+    assert (world.count, world.index, world.local_index, world.local_count) == (20, 9, 1, 8)
+    host, port = split_address(world.coordinator)
+    assert host == "node001" and 61440 <= port < 65536
+    assert find_world(STEP | {"SLURM_PROCID": "19", "SLURM_NODEID": "2", "SLURM_LOCALID": "3"}) == World(
+        20, 19, world.coordinator, 3, 4
+    )
+    assert find_world(STEP | {"SLURM_STEP_ID": "1"}).coordinator != world.coordinator
+    for nodes, first in (("a", "a"), ("a,b", "a"), ("r[1-2]n[07,09]x,z", "r1n07x"), ("n[3],m", "n3")):
+        assert find_world(STEP | {"SLURM_STEP_NODELIST": nodes}).coordinator.partition(":")[0] == first
+    moved = find_world(STEP | {"MEGAJAX_COORDINATOR": "10.0.0.1:5000"})
+    assert moved == World(20, 9, "10.0.0.1:5000", 1, 8)
+
+
+def test_open_mpi():
+    with pytest.raises(StartError, match="where process 0 is is not known: give --coordinator"):
+        find_world(MPI)
+    here = find_world(MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
+    assert here is not None and here.coordinator.startswith("127.0.0.1:") and here.index == 3
+    other = find_world(MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "prterun-a-10@1"})
+    assert other.coordinator != here.coordinator
+    old = find_world(MPI | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"})
+    assert old.coordinator.startswith("10.96.0.1:")
+    assert find_world(STEP | MPI | {"MEGAJAX_COORDINATOR": "a:1"}) == World(4, 3, "a:1", 1, 2)
+
+
+def test_kubernetes_and_jaxs_own():
+    pod = {"MEGAJAX_COORDINATOR": "job-workers-0-0.job:1", "MEGAJAX_NUM_PROCESSES": "4", "JOB_COMPLETION_INDEX": "3"}
+    assert find_world(pod) == World(4, 3, "job-workers-0-0.job:1")
+    assert process_index(pod) == 3
+    assert process_index({"JOB_COMPLETION_INDEX": "3"}) == 0
+    jax = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+    assert find_world(jax) == World(2, 1, "a:1")
+
+
+WRONG = {
+    "no number": ({"MEGAJAX_PROCESS_ID": ""}, "which process this is is not known: give --process-id"),
+    "no count": ({"MEGAJAX_NUM_PROCESSES": ""}, "how many processes there are is not known"),
+    "no coordinator": ({"MEGAJAX_COORDINATOR": ""}, "where process 0 is is not known"),
+    "no port": ({"MEGAJAX_COORDINATOR": "host"}, "must be HOST:PORT, it is 'host'"),
+    "one too many": ({"MEGAJAX_PROCESS_ID": "3"}, "--process-id=3 is not one of 3 processes: they are 0 to 2"),
+    "no whole number": (
+        {"MEGAJAX_NUM_PROCESSES": "many"},
+        "MEGAJAX_NUM_PROCESSES must be a whole number, it is 'many'",
+    ),
+    "none": ({"MEGAJAX_NUM_PROCESSES": "0"}, "--num-processes must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit(case):
+    changes, message = WRONG[case]
+    with pytest.raises(StartError) as error:
+        find_world(OURS | changes)
+    assert message in str(error.value) and error.value.code == 2 and "\n" not in str(error.value)
+
+
+def test_addresses():
+    assert split_address("[::1]:80") == ("::1", 80)
+    assert split_address("a.b:65535") == ("a.b", 65535)
+    for wrong in ("a", "a:", ":1", "a:0", "a:65536", "::1:80", "a b:1", "a:1:2"):
+        assert split_address(wrong) is None, wrong
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name in (*OURS, *STEP, *MPI, "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "MEGAJAX_LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that what is set meanwhile is undone
+    return monkeypatch
+
+
+def test_flags_and_the_devices_of_all_processes(environment):
+    base = ["--config=gpt2_124m.py:debug", "--devices=cpu:8"]
+    flags = ["--coordinator=a:1", "--num-processes=3", "--process-id=2"]
+    command = parse([*base, *flags, "--parallel.data=2"], verb="train", flags=PROCESS_FLAGS)
+    assert command.device_count == 24
+    assert find_world() == World(3, 2, "a:1")
+    assert command.flags["init_timeout"] == 300
+    environment.setenv("MEGAJAX_NUM_PROCESSES", "")
+    with pytest.raises(StartError, match="how many"):
+        parse([*base, flags[0], flags[2]], verb="train", flags=PROCESS_FLAGS)

@@ -1,0 +1,80 @@
+"""Several processes train as one process does: the same losses, step by step, and each goes on from the other's steps.
+
+Real processes over gloo. A further layout is a further line of LAYOUTS.
+"""
+
+from pathlib import Path
+
+import gangs
+import pytest
+
+from megajax.config import load
+from megajax.training.job import train
+
+LAYOUTS = {
+    "zero1": (2, ["--parallel.data=2"]),
+    "tensor": (2, ["--parallel.data=1", "--parallel.tensor=2"]),
+    "pipeline": (2, ["--parallel.data=1", "--parallel.pipeline=2"]),
+    "data2-tensor2": (4, ["--parallel.data=2", "--parallel.tensor=2", "--parallel.sequence=true"]),
+    "data2-pipeline2": (4, ["--parallel.data=2", "--parallel.pipeline=2"]),
+    "fsdp": (4, ["--parallel.data=4", "--parallel.data_sharding=fsdp", "--model.recompute=full"]),
+}
+"""Name -> devices, settings."""
+
+RTOL = 1e-5
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> dict[int, float]:
+    """Step -> loss of one process with one device."""
+    run_dir = tmp_path_factory.mktemp("alone") / "run"
+    assert train(load(gangs.CONFIG).but(run_dir=str(run_dir))) == 0
+    return gangs.steps(run_dir)
+
+
+@pytest.fixture
+def start(tmp_path):
+    with gangs.started(tmp_path) as begin:
+        yield begin
+
+
+def run(start, processes: int, layout: str, run_dir: Path, *settings: str) -> dict[int, float]:
+    """Train with the devices of a layout shared out over so many processes. -> step -> loss."""
+    devices, parallel = LAYOUTS[layout]
+    rows = ["--batch.micro_size=2", f"--devices=cpu:{devices // processes}", f"--run_dir={run_dir}"]
+    command = [*gangs.TRAIN, f"--config={gangs.CONFIG}", *rows, *parallel, *settings]
+    gang = start(*(gangs.launcher(processes=processes) if processes > 1 else ()), *command)
+    assert gang.wait() == 0, gang.text
+    assert f"{devices} x cpu, {processes} process" in gang.text
+    return gangs.steps(run_dir)
+
+
+def check(losses: dict[int, float], expected: dict[int, float]) -> None:
+    assert list(losses) == list(expected) == [1, 2, 3, 4, 5, 6]
+    assert losses == pytest.approx(expected, rel=RTOL)
+
+
+def test_two_processes_with_a_device_each(start, tmp_path, alone):
+    check(run(start, 2, "zero1", tmp_path / "run", "--evaluation.at_end=false"), alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("layout", [name for name, (devices, _) in LAYOUTS.items() if devices >= 4])
+def test_four_devices(start, tmp_path, alone, layout, processes):
+    check(run(start, processes, layout, tmp_path / "run"), alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_two_devices(start, tmp_path, alone, layout):
+    check(run(start, 2, layout, tmp_path / "run"), alone)
+
+
+@pytest.mark.slow
+def test_going_on_with_another_number_of_processes(start, tmp_path, alone):
+    """Two processes, then one from their third step, then two from its third step."""
+    check(run(start, 2, "zero1", tmp_path / "run"), alone)
+    assert gangs.saved(tmp_path / "run") == [3, 6]
+    check(run(start, 1, "zero1", tmp_path / "run", "--checkpoint.step=3"), alone)
+    check(run(start, 2, "zero1", tmp_path / "run", "--checkpoint.step=3"), alone)

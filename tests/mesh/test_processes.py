@@ -1,0 +1,231 @@
+"""Processes meet before jax connects them: here in threads, each with a socket of its own."""
+
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.config.world import StartError, World
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.mesh import build_mesh
+from megajax.mesh.processes import StopFlags, local_devices, start
+from megajax.mesh.rendezvous import meet, named
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+class Meeting:
+    """Processes that come to one meeting; what became of each."""
+
+    def __init__(self, patience: float = 20.0):
+        self.port, self.patience = free_port(), patience
+        self.threads: list[threading.Thread] = []
+        self.outcomes: list[tuple[int, object]] = []
+
+    def come(self, index: int, count: int, settings: str = "same", host: str = "127.0.0.1") -> None:
+        def body() -> None:
+            try:
+                world = World(count, index, f"{host}:{self.port}")
+                outcome: object = meet(world, patience=self.patience, settings=settings)
+            except StartError as error:
+                outcome = error
+            self.outcomes.append((index, outcome))
+
+        self.threads.append(threading.Thread(target=body, daemon=True))
+        self.threads[-1].start()
+
+    def results(self) -> list[tuple[int, object]]:
+        for thread in self.threads:
+            thread.join(30)
+            assert not thread.is_alive()
+        return sorted(self.outcomes, key=lambda outcome: outcome[0])
+
+    def errors(self, code: int, *words: str) -> list[tuple[int, StartError]]:
+        """All of them fail with this code, and process 0 with these words; the others do not repeat them."""
+        errors = [(index, error) for index, error in self.results() if isinstance(error, StartError)]
+        assert len(errors) == len(self.threads)
+        first = next(error for index, error in errors if index == 0)
+        for word in words:
+            assert word in str(first), str(first)
+        assert str(first).startswith("megajax: ") and "\n" not in str(first)
+        assert all(error.code == code for _, error in errors)
+        assert [error.said for index, error in errors] == [index != 0 for index, _ in errors]
+        return errors
+
+
+def test_all_meet_and_the_port_is_free_again():
+    meeting = Meeting()
+    for index in (3, 1, 0, 2):
+        meeting.come(index, 4)
+    assert meeting.results() == [(0, f"127.0.0.1:{meeting.port}"), (1, ""), (2, ""), (3, "")]
+    socket.create_server(("127.0.0.1", meeting.port)).close()
+
+
+def test_the_missing_are_named():
+    meeting = Meeting(patience=1.0)
+    meeting.come(0, 5)
+    meeting.come(2, 5)
+    meeting.errors(1, "processes 1, 3 and 4 of 5 did not come within 1 s", str(meeting.port))
+
+
+def test_many_missing_are_counted():
+    assert named({1}) == "process 1"
+    assert named({5, 1}) == "processes 1 and 5"
+    assert named(set(range(1, 60))) == "processes 1, 2, 3, 4, 5, 6, 7, 8 and 51 more"
+
+
+def test_two_with_one_number():
+    meeting = Meeting()
+    for index in (0, 1, 1):
+        meeting.come(index, 3)
+    meeting.errors(2, "two processes say they are process 1: on ", f"{socket.gethostname()}, pid {os.getpid()}")
+
+
+def test_a_wrong_number_of_processes():
+    meeting = Meeting()
+    meeting.come(0, 3)
+    meeting.come(1, 4)
+    meeting.errors(2, "process 1 (", "was told of 4 processes, process 0 (", "of 3")
+
+
+def test_other_settings():
+    meeting = Meeting()
+    meeting.come(0, 2)
+    meeting.come(1, 2, settings="other")
+    meeting.errors(2, "process 1 (", "other settings than process 0", "the same config file and command line")
+
+
+def test_late_comers_are_told_as_well():
+    meeting = Meeting()
+    for index in (0, 1, 1):
+        meeting.come(index, 4)
+    time.sleep(0.5)
+    meeting.come(3, 4)
+    meeting.errors(2, "two processes say they are process 1")
+
+
+def test_a_port_in_use():
+    meeting = Meeting()
+    with socket.create_server(("127.0.0.1", meeting.port)):
+        meeting.come(0, 2)
+        meeting.errors(2, f"port {meeting.port} of 127.0.0.1 is in use")
+
+
+def test_process_0_on_another_machine_than_the_coordinator():
+    meeting = Meeting()
+    meeting.come(0, 2, host="203.0.113.7")
+    meeting.errors(2, f"process 0 runs on {socket.gethostname()}", "203.0.113.7", "an address of the machine")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_host_that_is_not_known(index, monkeypatch):
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(StartError, match=r"'nowhere' is not known here .*Name or service not known") as error:
+        meet(World(2, index, "nowhere:4000"), patience=0.5)
+    assert error.value.code == 2
+
+
+def test_nobody_at_the_coordinator():
+    port = free_port()
+    began = time.monotonic()
+    with pytest.raises(StartError, match=rf"process 1 found no process 0 at 127.0.0.1:{port} within 1 s") as error:
+        meet(World(2, 1, f"127.0.0.1:{port}"), patience=1.0)
+    assert error.value.code == 1 and not error.value.said
+    assert time.monotonic() - began < 5
+
+
+def test_a_stranger_at_the_coordinators_address():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(b'{"error": "\\u001b[31m", "code": 1}\n')
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(StartError, match="is not process 0 of a run"):
+            meet(World(2, 1, f"127.0.0.1:{other.getsockname()[1]}"), patience=5)
+
+
+def test_strangers_do_not_disturb():
+    """Half a line, noise, and one that came and went are not the process that is awaited."""
+    meeting = Meeting()
+    meeting.come(0, 3)
+    strangers = []
+    for noise in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 10_000,
+        b'{"megajax": 1',
+        b'{"megajax": 1, "index": "1"}\n',
+        b"[]\n",
+    ):
+        for _ in range(100):
+            try:
+                stranger = socket.create_connection(("127.0.0.1", meeting.port), timeout=5)
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.05)
+        stranger.sendall(noise)
+        strangers.append(stranger)
+    left = socket.create_connection(("127.0.0.1", meeting.port), timeout=5)
+    hello = {"megajax": 1, "index": 1, "count": 3, "settings": "same", "at": "x"}
+    with left:
+        left.sendall(json.dumps(hello).encode() + b"\n")
+    meeting.come(1, 3)
+    meeting.come(2, 3)
+    assert meeting.results()[0] == (0, f"127.0.0.1:{meeting.port}")
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_process_on_its_own_starts_nothing(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("MEGAJAX_", "SLURM_", "OMPI_", "JAX_COORDINATOR")):
+            monkeypatch.delenv(name)
+    assert start() is None
+    assert not jax.distributed.is_initialized()
+
+
+DEVICES = {
+    "nobody says": ((None, None), {}, 8, None),
+    "alone on its machine": ((0, 1), {}, 8, None),
+    "one for each": ((3, 8), {}, 8, [3]),
+    "several for each": ((1, 2), {}, 8, [4, 5, 6, 7]),
+    "among those it can see": ((1, 2), {"CUDA_VISIBLE_DEVICES": "4,5"}, 8, [1]),
+    "each sees its own": ((3, 8), {"CUDA_VISIBLE_DEVICES": "3"}, 8, None),
+    "said in full": ((3, 8), {"JAX_LOCAL_DEVICE_IDS": "6"}, 8, None),
+    "only its place is known": ((3, None), {}, 8, [3]),
+    "no GPUs": ((1, 2), {}, 0, None),
+}
+
+
+@pytest.mark.parametrize("case", DEVICES)
+def test_the_gpus_of_a_process(case, tmp_path: Path):
+    (local_index, local_count), environment, there, expected = DEVICES[case]
+    for name in (*(f"nvidia{number}" for number in range(there)), "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    world = World(16, 3, "node:1", local_index, local_count)
+    assert local_devices(world, environment, tmp_path) == expected
+
+
+def test_flags_are_one_for_each_device_and_made_once():
+    mesh = build_mesh(ParallelConfig(data=4, tensor=2))
+    flags = StopFlags(mesh)
+    assert flags(False) is flags(False)
+    for asked in (False, True):
+        array = flags(asked)
+        assert [shard.data.shape for shard in array.addressable_shards] == [(1,)] * 8
+        np.testing.assert_array_equal(array, np.full(8, asked, np.int32))

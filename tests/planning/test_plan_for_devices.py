@@ -1,0 +1,161 @@
+"""python -m megajax.plan --config --devices: what it refuses, and what it finds for GPUs that are not there."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megajax.config.errors import UserError
+from megajax.plan import main
+
+ROOT = Path(__file__).parents[2]
+DEBUG = "--config=llama3_8b.py:debug"
+REFUSED = {
+    "nothing": ([], "give --config or --schedule"),
+    "both": ([DEBUG, "--schedule=gpipe"], "give one of them"),
+    "no devices": ([DEBUG], "--devices: must be given"),
+    "unknown device": ([DEBUG, "--devices=h300:8"], "known: a100, a100-40gb, a100-80gb, h100, h200, b200"),
+    "half a node": ([DEBUG, "--devices=h100:12"], "give 8 or 16"),
+    "another node": ([DEBUG, "--devices=h100:12", "--gpus-per-node=5"], "give 10 or 15"),
+    "nodes of nothing": ([DEBUG, "--devices=h100:12", "--gpus-per-node=0"], "--gpus-per-node: must be at least 1"),
+    "no number": ([DEBUG, "--devices=h100:8", "--gpus-per-node=few"], "expected a whole number"),
+    "too many": ([DEBUG, "--devices=h100:8", "--parallel.tensor=16"], "multiply to 16 devices, there are 8"),
+    "too few rows": ([DEBUG, "--devices=h100:128"], "8 rows are not divisible by micro_size=1 x 128"),
+    "unknown setting": ([DEBUG, "--devices=h100:8", "--model.hiden=1"], "did you mean model.hidden?"),
+    "a flag of the other plan": (
+        [DEBUG, "--devices=h100:8", "--stages=4"],
+        "--stages goes with --schedule, not with --config",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str) -> None:
+    arguments, message = REFUSED[case]
+    with pytest.raises(UserError) as caught:
+        main(arguments)
+    assert message in str(caught.value)
+
+
+def test_faults_of_devices_and_settings_are_listed_together() -> None:
+    with pytest.raises(UserError) as caught:
+        main([DEBUG, "--devices=h300:8", "--model.hiden=1"])
+    assert "2 problems" in str(caught.value)
+
+
+class WithoutThePlugin:
+    """Finds modules as if the extra aot were not installed."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if name.partition(".")[0] in ("jax_cuda12_plugin", "jax_cuda13_plugin", "nvidia"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_without_the_compiler_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("jax_cuda12_plugin", "nvidia")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [WithoutThePlugin, *sys.meta_path])
+    with pytest.raises(UserError) as caught:
+        main([DEBUG, "--devices=h100:8"])
+    assert "uv sync --extra aot" in str(caught.value) and "pip install 'megajax[aot]'" in str(caught.value)
+
+
+def installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+needs_compiler = pytest.mark.skipif(
+    not (installed("jax_cuda12_plugin") and installed("nvidia.cudnn")), reason="needs the extra aot"
+)
+TINY = (
+    *("--precision.compute=bfloat16", "--model.stack.repeats=3", "--model.sequence_length=128"),
+    *("--batch.global_size=16", "--parallel.data=2"),
+)
+
+
+def plan(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """In a process of its own, as the platform is chosen where jax is imported."""
+    file = folder / "plan.json"
+    command = [sys.executable, "-m", "megajax.plan", DEBUG, *TINY, f"--json={file}", *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *filter(None, sys.path)]))}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(file.read_text()), done.stdout
+
+
+def row(found: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]:
+    return [one for one in found["collectives"] if all(one[key] == value for key, value in wanted.items())]
+
+
+@needs_compiler
+def test_a_train_step_for_absent_gpus(tmp_path: Path) -> None:
+    found, printed = plan(
+        tmp_path, "--devices=h100:8", "--parallel.data=4", "--parallel.tensor=2", "--parallel.sequence=true"
+    )
+    assert found["fits"] is True and found["devices"] == 8 and found["mesh"]["tensor"] == 2
+    assert found["bubble_fraction"] == 0 and found["microbatches"] == 4
+    assert found["attention"] == ["cudnn"]
+    assert found["peak_gib"] == pytest.approx(found["arguments_gib"] + found["temporary_gib"], rel=1e-2)
+    # Two float32 moments for each float32 weight.
+    assert found["optimizer_gib"] == pytest.approx(2 * found["parameters_gib"], rel=1e-3)
+    forward = [
+        one for one in found["kernels"] if one["target"].startswith("__cudnn$fmha") and "Back" not in one["target"]
+    ]
+    assert sum(one["count"] for one in forward) == 4 * 3, "once a layer and microbatch"
+    # Per layer: attention and MLP each gather their input along the sequence and scatter their output.
+    layers = [one for one in row(found, kind="all-gather", axis="tensor") if one["trips"] == [4, 3]]
+    rows = 128 * 64 * 2
+    assert {one["bytes_once"] // one["arrays"] for one in layers} == {rows}
+    loops = {one["loop"]: one["matmuls"] for one in found["loops"] if one["trips"] == [4, 3]}
+    forward_loop, backward_loop = sorted(loops, key=lambda loop: loops[loop])
+    for loop, gathers in ((forward_loop, 2), (backward_loop, 4)):
+        assert sum(one["arrays"] for one in row(found, kind="all-gather", loop=loop)) == gathers
+        assert sum(one["arrays"] for one in row(found, kind="reduce-scatter", loop=loop)) == 2
+        assert not row(found, kind="all-reduce", loop=loop), "nothing is summed for all in a layer"
+    data = row(found, axis="data", kind="all-gather")
+    assert data and not any(one["inside_loop"] for one in data), "zero1 gathers weights once a step"
+    for text in ("plan for 8 x NVIDIA H100", "fits", "yes", "1: 4 times", "1.1: 4 x 3 times", "all-gather"):
+        assert text in printed
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "device",
+    # Those that differ from another in sizes alone are slow tests.
+    ["a100-40gb", "b200", pytest.param("a100", marks=pytest.mark.slow), pytest.param("h200", marks=pytest.mark.slow)],
+)
+def test_every_gpu_compiles(device: str, tmp_path: Path) -> None:
+    found, _ = plan(tmp_path, f"--devices={device}:2", "--parallel.data_sharding=fsdp")
+    assert found["fits"] is True
+    inside = row(found, kind="all-gather", axis="data", inside_loop=True)
+    assert inside, "fsdp gathers weights layer by layer"
+
+
+@needs_compiler
+def test_float32_has_the_reference_attention_and_says_why(tmp_path: Path) -> None:
+    found, printed = plan(tmp_path, "--devices=h100:2", "--precision.compute=float32")
+    assert found["attention"] == ["reference (cuDNN's computes in bfloat16 or float16, not in float32)"]
+    assert not [one for one in found["kernels"] if "fmha" in one["target"]]
+    assert "not in float32" in printed
+
+
+@needs_compiler
+def test_a_pipeline_has_permutes_in_its_ticks_and_a_bubble(tmp_path: Path) -> None:
+    found, printed = plan(
+        tmp_path, "--devices=h100:4", "--parallel.pipeline=2", "--parallel.loss_wait=0", "--model.stack.repeats=4"
+    )
+    assert found["microbatches"] == 8 and found["schedule"] == "1f1b"
+    assert found["bubble_fraction"] == pytest.approx(1 / 8), "(P-1)/M"
+    permutes = row(found, kind="collective-permute", axis="pipeline")
+    assert sum(one["count"] for one in permutes) >= 2 * 8, "each microbatch's activations there, its gradients back"
+    assert all(len(one["trips"]) <= 1 for one in permutes), "not in the loops over layers"
+    assert "12.50% over ideal time" in printed

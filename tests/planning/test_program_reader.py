@@ -1,0 +1,137 @@
+"""What the reader finds in compiled programs whose collectives are known, and in texts of asynchronous ones."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import Array, lax
+from jax.sharding import AxisType, PartitionSpec
+
+from megajax.planning.collectives import Contents, grouped, kernel_rows, read
+from megajax.planning.hlo import Program, arrays, size
+
+AXES = {"pipeline": 2, "data": 2, "tensor": 2}
+BOX = 16 * 32 * 4
+"""Bytes of the float32 [16, 32] that the test program works on."""
+
+
+def nested(x: Array, n: Array) -> Array:
+    """Every kind of collective, in and outside of loops; x [16, 32] float32."""
+
+    def inner(_: int, x: Array) -> Array:
+        return x + lax.all_gather(x, "tensor", axis=0, tiled=True).sum(0, keepdims=True)
+
+    def outer(_: int, x: Array) -> Array:
+        x = lax.fori_loop(0, 5, inner, x)
+        x = lax.ppermute(x, "pipeline", [(0, 1), (1, 0)])
+        x = lax.cond(n > 3, lambda x: lax.psum(x, ("data", "tensor")), lambda x: x, x)
+        again = lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, jnp.sin(lax.psum(c[1], "data"))), (0, x))
+        return again[1] @ jnp.ones((32, 32))
+
+    x = lax.fori_loop(0, 3, outer, x)
+    x = lax.all_to_all(x, "data", 0, 0, tiled=True)
+    return lax.psum_scatter(x, ("pipeline", "tensor"), scatter_dimension=0, tiled=True)
+
+
+@pytest.fixture(scope="module")
+def contents() -> Contents:
+    mesh = jax.make_mesh(tuple(AXES.values()), tuple(AXES), axis_types=(AxisType.Auto,) * 3)
+    everywhere, cut = PartitionSpec(), PartitionSpec(("pipeline", "tensor"))
+    mapped = jax.shard_map(nested, mesh=mesh, in_specs=(everywhere, everywhere), out_specs=cut, check_vma=False)
+    x, n = jax.ShapeDtypeStruct((16, 32), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+    return read(jax.jit(mapped).lower(x, n).compile().as_text(), AXES)
+
+
+def test_every_collective_with_axis_bytes_count_and_place(contents: Contents) -> None:
+    found = {
+        (row["kind"], row["axis"]): tuple(
+            row[key] for key in ("trips", "count", "bytes_once", "bytes", "inside_loop", "conditional")
+        )
+        for row in grouped(contents.collectives)
+    }
+    assert found == {
+        ("all-to-all", "data"): ([], 1, BOX, BOX, False, False),
+        ("reduce-scatter", "pipeline+tensor"): ([], 1, BOX, BOX, False, False),
+        ("all-gather", "tensor"): ([3, 5], 15, 2 * BOX, 30 * BOX, True, False),
+        ("collective-permute", "pipeline"): ([3], 3, BOX, 3 * BOX, True, False),
+        ("all-reduce", "data+tensor"): ([3], 3, BOX, 3 * BOX, True, True),
+        ("all-reduce", "data"): ([3, None], None, BOX, None, True, False),
+    }
+    assert not any(one.overlapped for one in contents.collectives), "nothing is asynchronous on CPU devices"
+    assert len(contents.collectives) == 6
+
+
+def test_loops_by_number_with_their_matmuls(contents: Contents) -> None:
+    assert [(loop.place.name, loop.place.trips, loop.matmuls) for loop in contents.loops] == [
+        ("", (), 0),
+        ("1", (3,), 1),
+        ("1.1", (3, 5), 0),
+        ("1.2", (3, None), 0),
+    ]
+
+
+def test_numbers_in_the_results(contents: Contents) -> None:
+    found = {one.kind: (one.arrays, one.elements) for one in contents.collectives}
+    assert found["all-gather"] == (1, 2 * 16 * 32)
+    assert found["reduce-scatter"] == (1, 16 * 32 // 4)
+    assert found["all-to-all"] == (2, 16 * 32), "a piece for each device"
+
+
+def test_joined_neighbours_are_one_with_the_bytes_of_all() -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def sums(a: Array, b: Array) -> tuple[Array, Array]:
+        return lax.psum((a, b), "data")
+
+    specs = PartitionSpec()
+    mapped = jax.shard_map(sums, mesh=mesh, in_specs=(specs, specs), out_specs=(specs, specs), check_vma=False)
+    like = jax.ShapeDtypeStruct((128,), jnp.float32), jax.ShapeDtypeStruct((64, 4), jnp.float32)
+    (row,) = grouped(read(jax.jit(mapped).lower(*like).compile().as_text(), {"data": 8}).collectives)
+    assert (row["kind"], row["axis"], row["count"], row["bytes"]) == ("all-reduce", "data", 1, (128 + 256) * 4)
+
+
+def test_collectives_of_one_device_are_none() -> None:
+    mesh = jax.make_mesh((1, 8), ("one", "eight"), axis_types=(AxisType.Auto,) * 2)
+    mapped = jax.shard_map(
+        lambda x: lax.psum(x, "one"), mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    )
+    text = jax.jit(mapped).lower(jax.ShapeDtypeStruct((8,), jnp.float32)).compile().as_text()
+    assert not read(text, {"one": 1, "eight": 8}).collectives
+
+
+ASYNCHRONOUS = Path(__file__).with_name("asynchronous.hlo.txt").read_text(encoding="utf-8")
+ROWS = 8 * 64 * 2
+
+
+def test_what_runs_beside_matmuls() -> None:
+    found = read(ASYNCHRONOUS, {"pipeline": 4, "tensor": 2})
+    rows = [
+        tuple(row[key] for key in ("kind", "axis", "loop", "overlapped", "count", "bytes_once"))
+        for row in grouped(found.collectives)
+    ]
+    assert rows == [
+        ("ragged-all-to-all", "pipeline+tensor", "", False, 1, ROWS),
+        ("collective-permute", "pipeline", "1", True, 10, ROWS),
+        ("reduce-scatter", "tensor", "1", True, 10, ROWS),
+        ("all-gather", "tensor", "1.1", False, 60, 2 * ROWS),
+        ("all-reduce", "tensor", "1.1", False, 60, ROWS),
+    ], "around the loop over layers; around the fused matmul; run in one piece; nothing but a negation in between"
+    assert kernel_rows(found.kernels) == [{"target": "__cublas$lt$matmul", "instructions": 1, "count": 60}]
+    assert [(loop.place.name, loop.matmuls) for loop in found.loops] == [("", 0), ("1", 1), ("1.1", 1)]
+
+
+def test_shapes() -> None:
+    assert arrays("(f32[2,3]{1,0}, /*index=1*/s32[], (bf16[4]{0:T(8,128)S(1)}, pred[<=8]))") == [
+        ("f32", 6),
+        ("s32", 1),
+        ("bf16", 4),
+        ("pred", 8),
+    ]
+    sizes = {"bf16[3,5]": 30, "f8e4m3fn[7]": 7, "s4[3]": 2, "pred[2,2]": 4, "c64[2]": 16, "token[]": 0, "u32[]": 4}
+    assert {shape: size(shape) for shape in sizes} == sizes
+
+
+def test_another_text_is_refused() -> None:
+    with pytest.raises(ValueError, match="ENTRY"):
+        Program.read("module @jit_step { }")
