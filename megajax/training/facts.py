@@ -9,6 +9,7 @@ import jax
 from megajax.layers.attention import choose_kernel
 from megajax.metrics.text import count
 from megajax.models.flops import flops_per_token, parameter_count
+from megajax.pipeline.check import measure
 from megajax.training.session import Run
 
 type Section = tuple[str, list[tuple[str, str]]]
@@ -66,6 +67,26 @@ def _layout(run: Run) -> list[tuple[str, str]]:
             }[parallel.data_sharding],
         ),
         ("sequence parallel", "on" if parallel.sequence else "off"),
+        *_pipeline(run),
+    ]
+
+
+def _pipeline(run: Run) -> list[tuple[str, str]]:
+    schedule, partition = run.program.pipeline, run.program.partition
+    if schedule is None:
+        return []
+    wait = f", losses wait {schedule.loss_wait} tick" if schedule.loss_wait else ""
+    chunks = f" x {schedule.chunks} virtual" if schedule.chunks > 1 else ""
+    sizes = "/".join(map(str, sorted(set(partition.repeats), reverse=True)))
+    rows, layers = partition.rows * len(partition.repeats), sum(partition.repeats)
+    padding = f"; {rows - layers} of {rows} rows are padding, computed for nothing" if rows > layers else ""
+    return [
+        (
+            "pipeline",
+            f"{schedule.name}, {schedule.stages} stages{chunks}{wait}; bubble {float(measure(schedule).bubble):.1%}; "
+            f"activations of {schedule.ring_slots} chunks kept",
+        ),
+        ("layers of a chunk", f"{sizes} repeats of the pattern{padding}"),
     ]
 
 

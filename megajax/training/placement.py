@@ -119,12 +119,24 @@ def _at(spans: Sequence[Span], dimensions: list[int]) -> tuple[Span, ...]:
 
 
 def _named(spec: ParamSpec, dimensions: list[int], spans: tuple[Span, ...]) -> str:
-    return ", ".join(f"{spec.axes[d]} {first}:{last}" for d, (first, last) in zip(dimensions, spans, strict=True))
+    return ", ".join(_part(spec, d, *span) for d, span in zip(dimensions, spans, strict=True))
+
+
+def _part(spec: ParamSpec, dimension: int, first: int, last: int) -> str:
+    """ "embed 0:32"; of stacked rows the numbers of the layers, which a pipeline with virtual stages does not keep in
+    order, "layers 0-1, 4-5"."""
+    if spec.axes[dimension] != "layer":
+        return f"{spec.axes[dimension]} {first}:{last}"
+    return f"layers {_runs([layer for layer in spec.layers[first:last] if layer >= 0])}"
 
 
 def _ids(devices: list[int]) -> str:
     """[0, 1, 2, 5] -> "devices 0-2, 5"."""
-    ids = np.sort(devices)
-    runs = np.split(ids, np.flatnonzero(np.diff(ids) > 1) + 1)
-    words = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"device{'s' * (len(ids) > 1)} {words}"
+    return f"device{'s' * (len(devices) > 1)} {_runs(devices)}"
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2, 5"."""
+    ordered = np.sort(numbers)
+    runs = np.split(ordered, np.flatnonzero(np.diff(ordered) > 1) + 1)
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

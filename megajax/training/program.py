@@ -23,7 +23,7 @@ from megajax.optim.schedule import Schedule as LearningRate
 from megajax.pipeline.check import check
 from megajax.pipeline.partition import Partition
 from megajax.pipeline.schedule import Schedule, build
-from megajax.training.grads import Weights, accumulate, batch_specs, forward_sums
+from megajax.training.grads import GradFn, Weights, accumulate, batch_specs, forward_sums
 from megajax.training.loss import LanguageModelLoss
 from megajax.training.pipelined import pipelined, pipelined_sums
 from megajax.training.run_config import RunConfig
@@ -110,19 +110,21 @@ class Program:
         """Where the leaves of a batch [M, B, S] are."""
         return batch_specs(self.layout)
 
-    @cached_property
-    def train_step(self) -> TrainStep:
-        """(state, batch) -> (state, metrics); not compiled before it is called or lowered."""
+    def grad_fn(self, *, fill: float = 0.0) -> GradFn:
+        """(weights, batch, loss scale) -> sums of gradients. fill: see `pipelined`; without a pipeline nothing is."""
         key = (
             jax.random.fold_in(jax.random.key(self.cfg.seed), DROPOUT_STREAM) if self.cfg.model.has_dropout() else None
         )
         if self.pipeline is None:
-            grad_fn = accumulate(self._weights, self._loss, key, self.mesh)
-        else:
-            grad_fn = pipelined(self._weights, self._loss, key, self.mesh, self.pipeline, self.partition)
+            return accumulate(self._weights, self._loss, key, self.mesh)
+        return pipelined(self._weights, self._loss, key, self.mesh, self.pipeline, self.partition, fill=fill)
+
+    @cached_property
+    def train_step(self) -> TrainStep:
+        """(state, batch) -> (state, metrics); not compiled before it is called or lowered."""
         on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
         options = compiler_options(*GPU) if on_gpu else None
-        return make_train_step(grad_fn, self.optimizer, self.schedule, self.shardings, options)
+        return make_train_step(self.grad_fn(), self.optimizer, self.schedule, self.shardings, options)
 
     @cached_property
     def eval_step(self) -> Callable[[Any, Any], Mapping[str, tuple[Array, Array]]]:
