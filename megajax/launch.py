@@ -1,5 +1,6 @@
 """Start the processes of one machine: `python -m megajax.launch --processes=4 -- python -m megajax.train ...`."""
 
+import sys
 from pathlib import Path
 
 from megajax.config.command_line import Flag, front_door, parse
@@ -7,8 +8,9 @@ from megajax.config.errors import ConfigError, Problem
 from megajax.resilience.supervisor import Gang, run
 
 DESCRIPTION = """Start several processes of one program on this machine, connected over its loopback address. When one
-fails, the others are stopped, and what it ended with is the exit code. Everything after -- is the command.
-SIGTERM and Ctrl-C are passed on to all: a training run saves and ends."""
+fails, the others are stopped, and what it ended with is the exit code. Everything after -- is the command; `python`
+there means the interpreter that runs the launcher. SIGTERM and Ctrl-C are passed on to all: a training run saves and
+ends."""
 FLAGS = (
     Flag("processes", int, required=True, help="how many"),
     Flag("devices-per-process", int | None, help="devices of each; none: one CPU device, or a share of the GPUs"),
@@ -50,9 +52,10 @@ def main(argv: list[str]) -> int:
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """The launcher's own words, and the command after the dashes."""
+    """The launcher's own words, and the command after the dashes; `python` in it is this program's interpreter."""
     place = argv.index("--") if "--" in argv else len(argv)
-    return argv[:place], argv[place + 1 :]
+    own, command = argv[:place], argv[place + 1 :]
+    return own, [sys.executable, *command[1:]] if command[:1] in (["python"], ["python3"]) else command
 
 
 if __name__ == "__main__":
