@@ -1,19 +1,104 @@
 """Dtypes of a run, without importing jax."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
+
+from megajax.config.builds import Builds, resolve
+from megajax.config.errors import Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DynamicScaleConfig(Builds):
+    """A loss scale that follows overflows; the usual companion of float16."""
+
+    target: ClassVar[str] = "megajax.precision.loss_scale:DynamicScale"
+    initial: float = 2.0**32
+    """Of the first step; steps are skipped until it is low enough."""
+    floor: float = 1.0
+    """Lowest; an overflow at this scale ends the run."""
+    window: int = 1000
+    """Steps without overflow after which it grows."""
+    hysteresis: int = 2
+    """Overflows since it last grew from which on each lowers it."""
+    growth: float = 2.0
+    """Factor by which it grows."""
+    backoff: float = 0.5
+    """Factor by which an overflow lowers it."""
+
+    def build(self) -> Any:
+        """The object that counts."""
+        return resolve(self.target)(self.initial, self.floor, self.window, self.hysteresis, self.growth, self.backoff)
+
+    def problems(self) -> list[Problem]:
+        found = [
+            Problem(name, f"must be at least 1, got {getattr(self, name)}")
+            for name in ("window", "hysteresis")
+            if getattr(self, name) < 1
+        ]
+        if not self.growth > 1:
+            found.append(Problem("growth", f"must be above 1, got {self.growth:g}"))
+        if not 0 < self.backoff < 1:
+            found.append(Problem("backoff", f"must be between 0 and 1, got {self.backoff:g}"))
+        if not 0 < self.floor <= self.initial:
+            found.append(Problem("floor", f"must be above 0 and at most initial={self.initial:g}, got {self.floor:g}"))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConstantScaleConfig(Builds):
+    """One loss scale for the whole run."""
+
+    target: ClassVar[str] = "megajax.precision.loss_scale:ConstantScale"
+    value: float = 1.0
+    """1 is none at all."""
+
+    def build(self) -> Any:
+        """The object that holds it."""
+        return resolve(self.target)(self.value)
+
+    def problems(self) -> list[Problem]:
+        return [] if self.value > 0 else [Problem("value", f"must be above 0, got {self.value:g}")]
+
+
+type LossScaleConfig = DynamicScaleConfig | ConstantScaleConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionConfig:
     """Softmax, norms and loss are float32 whatever is said here."""
 
-    compute: Literal["float32", "bfloat16"] = "bfloat16"
+    compute: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Activations, and weights while they are used."""
     params: Literal["float32"] = "float32"
     """Master weights."""
-    gradients: Literal["float32"] = "float32"
-    """Accumulation over microbatches, reduction over devices, optimizer."""
+    gradients: Literal["float32", "bfloat16"] = "float32"
+    """Accumulation over microbatches, and reduction over devices; the optimizer always works in float32."""
+    reduce: Literal["float32", "bfloat16"] | None = None
+    """Reduction of gradients over devices, once a step; none: as they were accumulated."""
+    loss_scale: LossScaleConfig | None = None
+    """Factor on the loss; none: for float16 a dynamic one, otherwise no scaling."""
+
+    def problems(self) -> list[Problem]:
+        if self.compute == "float16" and self.gradients == "bfloat16":
+            return [
+                Problem(
+                    "gradients",
+                    "bfloat16 with compute=float16 would lose three bits of every gradient",
+                    "use gradients=float32, or compute=bfloat16",
+                )
+            ]
+        return []
+
+    def scale(self) -> LossScaleConfig:
+        """The loss scale in force."""
+        if self.loss_scale is not None:
+            return self.loss_scale
+        return DynamicScaleConfig() if self.compute == "float16" else ConstantScaleConfig()
+
+    def floor(self) -> float | None:
+        """The scale at which an overflow is a fault, None where overflows always are."""
+        scale = self.scale()
+        return scale.floor if isinstance(scale, DynamicScaleConfig) else None
 
     def matmul_precision(self) -> str | None:
         """jax_default_matmul_precision of the run: float32 means float32, not TF32."""

@@ -20,7 +20,7 @@ from megajax.mesh.config import MESH_AXES
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import free_axes, manual_axes
 from megajax.models.decoder import DecoderLM
-from megajax.precision.cast import to_compute, to_gradient
+from megajax.precision.cast import to_compute, to_gradient, to_optimizer, to_reduce
 from megajax.precision.config import PrecisionConfig
 from megajax.training.loss import LossFn
 
@@ -69,9 +69,10 @@ class Weights:
         moves = _live(moved_axes(plan.optimizer, held, axes))
         done = {axis for name in axes for axis in held.mesh_axes(name)} | {axis for _, axis in moves}
         also = tuple(axis for axis in manual_replicas() if axis not in done)
-        if not moves and not also:
-            return g
-        return self.layout.island(lambda part: reduce_shards(part, moves, also), (axes,), axes)(g)
+        if moves or also:
+            reduced = self.layout.island(lambda part: reduce_shards(part, moves, also), (axes,), axes)
+            g = reduced(to_reduce(g, self.precision))
+        return to_optimizer(g)
 
     def cut_over(self, axis: str) -> frozenset[str]:
         """Paths of the weights that are cut over a mesh axis while they are used."""

@@ -64,12 +64,23 @@ class Job:
         with self.console.ticker("compiling the train step"):
             first = next(infos)
         self.log.event("first_step", step=first.step, seconds=round(first.seconds, 3))
+        skipped = 0
         for info in _chain(first, infos):
             self.log.log(step_record(self.run, info, rate))
             self.manager.poll()
-            if info.skipped and self.cfg.resilience.stop_on_nonfinite:
-                raise NumericFault(f"step {info.step}: loss {info.loss}, gradient norm {info.grad_norm}")
+            skipped += info.skipped
+            self.refuse(info, skipped)
             yield info
+
+    def refuse(self, info: StepInfo, skipped: int) -> None:
+        """Raises NumericFault for a step that was skipped, unless the loss scale is still coming down."""
+        floor = self.cfg.precision.floor()
+        if not info.skipped or not self.cfg.resilience.stop_on_nonfinite or (floor and info.loss_scale > floor):
+            return
+        where = f"step {info.step}: loss {info.loss}, gradient norm {info.grad_norm}"
+        if floor:
+            where += f" at the lowest loss scale, {floor:g}; {skipped} steps were skipped"
+        raise NumericFault(where)
 
     def stopping(self) -> bool:
         """Whether this process was asked to stop."""

@@ -23,6 +23,7 @@ from megajax.optim.schedule import Schedule as LearningRate
 from megajax.pipeline.check import check
 from megajax.pipeline.partition import Partition
 from megajax.pipeline.schedule import Schedule, build
+from megajax.precision.loss_scale import LossScaler
 from megajax.training.grads import GradFn, Weights, accumulate, batch_specs, forward_sums
 from megajax.training.loss import LanguageModelLoss
 from megajax.training.pipelined import pipelined, pipelined_sums
@@ -82,12 +83,11 @@ class Program:
 
     def fresh_state(self) -> Callable[[], TrainState]:
         """Jitted: the state before the first step, made in place."""
-        return jax.jit(lambda: fresh_state(self.declared, self.optimizer, self.cfg.seed), out_shardings=self.shardings)
+        return jax.jit(self._fresh, out_shardings=self.shardings)
 
     def state_like(self) -> TrainState:
         """The state as jax.ShapeDtypeStruct, with shardings."""
-        shapes = jax.eval_shape(lambda: fresh_state(self.declared, self.optimizer, self.cfg.seed))
-        return jax.tree.map(_placed, shapes, self.shardings)
+        return jax.tree.map(_placed, jax.eval_shape(self._fresh), self.shardings)
 
     def batch_like(self) -> LMBatch:
         """A global batch [M, B, S] as jax.ShapeDtypeStruct, with shardings."""
@@ -124,7 +124,7 @@ class Program:
         """(state, batch) -> (state, metrics); not compiled before it is called or lowered."""
         on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
         options = compiler_options(*GPU) if on_gpu else None
-        return make_train_step(self.grad_fn(), self.optimizer, self.schedule, self.shardings, options)
+        return make_train_step(self.grad_fn(), self.optimizer, self.schedule, self.shardings, options, self._scaler)
 
     @cached_property
     def eval_step(self) -> Callable[[Any, Any], Mapping[str, tuple[Array, Array]]]:
@@ -132,6 +132,13 @@ class Program:
         if self.pipeline is None:
             return make_eval_step(forward_sums(self._weights, self._loss, self.mesh))
         return make_eval_step(pipelined_sums(self._weights, self._loss, self.mesh, self.pipeline, self.partition))
+
+    def _fresh(self) -> TrainState:
+        return fresh_state(self.declared, self.optimizer, self.cfg.seed, self._scaler)
+
+    @property
+    def _scaler(self) -> LossScaler:
+        return self.cfg.precision.scale().build()
 
     @property
     def _weights(self) -> Weights:

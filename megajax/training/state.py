@@ -13,6 +13,7 @@ from megajax.batch import Params
 from megajax.layers.param import ParamSpec, initial_values
 from megajax.mesh.rules import Plan, Rules
 from megajax.optim.optimizer import AdamW, OptimizerState
+from megajax.precision.loss_scale import UNSCALED, LossScaler
 
 
 @jax.tree_util.register_dataclass
@@ -28,6 +29,8 @@ class TrainState:
     """Moments, laid out by plan.optimizer."""
     loss_scale: Array
     """float32 []: factor on the loss during the backward pass; 1 in float32 and bfloat16."""
+    scale_counters: Array
+    """int32 [2]: what megajax.precision.loss_scale counts to change it."""
     consumed_samples: Array
     """uint32 []: rows read since the start of the run; the whole position in the data."""
     scheduled_samples: Array
@@ -41,14 +44,18 @@ def parameter_shardings(declared: Mapping[str, ParamSpec], rules: Rules, mesh: M
     return {path: NamedSharding(mesh, rules.spec(spec.axes)) for path, spec in declared.items()}
 
 
-def fresh_state(declared: Mapping[str, ParamSpec], optimizer: AdamW, seed: int) -> TrainState:
+def fresh_state(
+    declared: Mapping[str, ParamSpec], optimizer: AdamW, seed: int, scaler: LossScaler = UNSCALED
+) -> TrainState:
     """State before the first step; traceable, so that it can be made in place on any layout."""
     params = initial_values(declared, seed)
+    scale, counters = scaler.start()
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
         optimizer=optimizer.init(params),
-        loss_scale=jnp.ones((), jnp.float32),
+        loss_scale=scale,
+        scale_counters=counters,
         consumed_samples=jnp.zeros((), jnp.uint32),
         scheduled_samples=jnp.zeros((), jnp.int32),
         skipped=jnp.zeros((), jnp.int32),
@@ -67,6 +74,7 @@ def state_shardings(declared: Mapping[str, ParamSpec], optimizer: AdamW, plan: P
         params=parameter_shardings(declared, plan.params, mesh),
         optimizer=placed,
         loss_scale=everywhere,
+        scale_counters=everywhere,
         consumed_samples=everywhere,
         scheduled_samples=everywhere,
         skipped=everywhere,

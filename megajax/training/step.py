@@ -9,6 +9,7 @@ from jax import Array
 from megajax.batch import LMBatch, Params
 from megajax.optim.optimizer import AdamW, clip_factor, global_norm
 from megajax.optim.schedule import Schedule
+from megajax.precision.loss_scale import UNSCALED, LossScaler
 from megajax.training.grads import GradFn
 from megajax.training.state import TrainState
 
@@ -26,6 +27,7 @@ def make_train_step(
     schedule: Schedule,
     shardings: TrainState,
     options: Mapping[str, bool | int] | None = None,
+    scaler: LossScaler = UNSCALED,
 ) -> TrainStep:
     """Jitted (state, batch [M, B, S]) -> (state, metrics); donates the state, which keeps its layout.
 
@@ -33,7 +35,7 @@ def make_train_step(
     int32 [devices] with an element on each, their maximum comes back among the metrics, so that all processes learn
     what one of them says, in a reduction that waits for nothing the step does not wait for.
 
-    options: of the compiler, see megajax.config.xla.
+    options: of the compiler, see megajax.config.xla; scaler: says what becomes of the loss scale.
     """
     on_optimizer = shardings.optimizer["first_moment"]
 
@@ -50,11 +52,13 @@ def make_train_step(
         params = place(state.params, on_optimizer)
         updated, moments = optimizer.update(grads, state.optimizer, params, lr=lr)
         rows = batch.sample.size
+        scale, counters = scaler.update(state.loss_scale, state.scale_counters, finite)
         new = TrainState(
             step=state.step + 1,
             params=place(select(finite, updated, params), shardings.params),
             optimizer=select(finite, moments, state.optimizer),
-            loss_scale=state.loss_scale,
+            loss_scale=scale,
+            scale_counters=counters,
             consumed_samples=state.consumed_samples + jnp.uint32(rows),
             scheduled_samples=state.scheduled_samples + jnp.where(finite, rows, 0),
             skipped=state.skipped + ~finite,

@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import jax
 import pytest
 from megatron_cases import Comparison, cases, load_arrays, load_json, unsupported
 from megatron_config import schedule_config
 
+from megajax.precision.config import DynamicScaleConfig
 from megajax.training.config import BatchConfig
 
 TOLERANCE = 1e-12
@@ -55,4 +57,18 @@ def test_microbatches(case: str) -> None:
 
 @pytest.mark.parametrize("case", cases(numbered({"scaler": SCALERS or []})))
 def test_loss_scale(case: str) -> None:
-    unsupported("dynamic loss scale")
+    given = numbered({"scaler": SCALERS or []})[case]
+    config = DynamicScaleConfig(
+        initial=given["initial_scale"],
+        floor=given["min_scale"],
+        window=given["growth_interval"],
+        hysteresis=given["hysteresis"],
+        growth=given["growth_factor"],
+        backoff=given["backoff_factor"],
+    )
+    scaler = config.build()
+    scale, counters = scaler.start()
+    update = jax.jit(scaler.update)
+    for found_inf, *expected in given["rows"]:
+        scale, counters = update(scale, counters, not found_inf)
+        assert [float(scale), *counters.tolist(), 1 / float(scale)] == expected

@@ -1,0 +1,61 @@
+"""Scaling the loss so that small gradients survive in float16 (Micikevicius et al. 2018).
+
+The state is two arrays: the scale, float32 [], and counters, int32 [2].
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantScale:
+    """The same factor for every step."""
+
+    scale: float = 1.0
+
+    def start(self) -> tuple[Array, Array]:
+        """(scale, counters) before the first step."""
+        return jnp.float32(self.scale), jnp.zeros(2, jnp.int32)
+
+    def update(self, scale: Array, counters: Array, finite: Array) -> tuple[Array, Array]:
+        """(scale, counters) after a step whose gradients were finite, or not."""
+        del finite
+        return scale, counters
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicScale:
+    """A factor that falls when gradients overflow and grows after `window` steps without.
+
+    Megatron-LM's rule: after the last growth, the first `hysteresis` - 1 overflows are let pass, and every one after
+    them lowers the scale; only growth refills them. Counters: steps without overflow, overflows left to let pass.
+    """
+
+    initial: float
+    floor: float
+    window: int
+    hysteresis: int
+    growth: float = 2.0
+    backoff: float = 0.5
+
+    def start(self) -> tuple[Array, Array]:
+        """(scale, counters) before the first step."""
+        return jnp.float32(self.initial), jnp.array([0, self.hysteresis], jnp.int32)
+
+    def update(self, scale: Array, counters: Array, finite: Array) -> tuple[Array, Array]:
+        """(scale, counters) after a step whose gradients were finite, or not."""
+        good, left = counters
+        left_after = left - 1
+        lowered = jnp.where(left_after <= 0, jnp.maximum(scale * self.backoff, self.floor), scale)
+        grown = good + 1 == self.window
+        scale = jnp.where(finite, jnp.where(grown, scale * self.growth, scale), lowered)
+        after_good = jnp.array([0, self.hysteresis]) * grown + jnp.stack([good + 1, left]) * ~grown
+        after_bad = jnp.stack([jnp.zeros_like(good), left_after])
+        return scale, jnp.where(finite, after_good, after_bad).astype(jnp.int32)
+
+
+type LossScaler = ConstantScale | DynamicScale
+
+UNSCALED = ConstantScale()

@@ -1,0 +1,55 @@
+"""The loss scale by Megatron-LM's rule, and a float16 run that finds its scale."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.precision.config import ConstantScaleConfig, DynamicScaleConfig, PrecisionConfig
+from megajax.precision.loss_scale import DynamicScale
+
+
+def follow(scaler, finite: list[bool]) -> list[tuple[float, int, int]]:
+    """(scale, steps without overflow, overflows left) after each step."""
+    scale, counters = scaler.start()
+    rows = []
+    for good in finite:
+        scale, counters = jax.jit(scaler.update)(scale, counters, jnp.array(good))
+        rows.append((float(scale), *np.asarray(counters).tolist()))
+    return rows
+
+
+def test_the_first_overflow_is_let_pass_and_the_next_halves():
+    scaler = DynamicScale(initial=16.0, floor=1.0, window=100, hysteresis=2)
+    assert follow(scaler, [False, False, True, False]) == [(16, 0, 1), (8, 0, 0), (8, 1, 0), (4, 0, -1)]
+
+
+def test_only_growth_refills_what_is_let_pass():
+    scaler = DynamicScale(initial=16.0, floor=1.0, window=3, hysteresis=2)
+    rows = follow(scaler, [False, True, True, True, False, False])
+    assert rows == [(16, 0, 1), (16, 1, 1), (16, 2, 1), (32, 0, 2), (32, 0, 1), (16, 0, 0)]
+
+
+def test_the_scale_stops_at_its_floor():
+    scaler = DynamicScale(initial=4.0, floor=2.0, window=3, hysteresis=1)
+    assert [row[0] for row in follow(scaler, [False] * 3)] == [2, 2, 2]
+
+
+def test_float16_has_a_dynamic_scale_unless_told_otherwise():
+    assert isinstance(PrecisionConfig(compute="float16").scale(), DynamicScaleConfig)
+    assert PrecisionConfig(compute="bfloat16").scale() == ConstantScaleConfig(value=1.0)
+    assert PrecisionConfig(compute="float16", loss_scale=ConstantScaleConfig(value=64)).floor() is None
+
+
+@pytest.mark.parametrize(
+    ("config", "where"),
+    [
+        (DynamicScaleConfig(window=0), "window"),
+        (DynamicScaleConfig(hysteresis=0), "hysteresis"),
+        (DynamicScaleConfig(initial=1.0, floor=2.0), "floor"),
+        (ConstantScaleConfig(value=0.0), "value"),
+        (PrecisionConfig(compute="float16", gradients="bfloat16"), "gradients"),
+    ],
+)
+def test_scales_that_make_no_sense_are_refused(config, where):
+    assert [problem.where for problem in config.problems()] == [where]

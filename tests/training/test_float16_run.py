@@ -1,0 +1,54 @@
+"""A float16 run finds its loss scale, and ends where the lowest still overflows."""
+
+import json
+from pathlib import Path
+
+from small_jobs import model, run_config
+
+from megajax.mesh.config import ParallelConfig
+from megajax.optim.config import ScheduleConfig
+from megajax.precision.config import DynamicScaleConfig, PrecisionConfig
+from megajax.training.job import NUMERIC_FAULT_EXIT, train
+
+
+def lines(folder: Path) -> list[dict]:
+    return [
+        line for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if "split" not in line
+    ]
+
+
+def job(folder: Path, scale: DynamicScaleConfig, **changes):
+    return run_config(
+        folder,
+        model=model(dropout=0.0),
+        precision=PrecisionConfig(compute="float16", loss_scale=scale),
+        schedule=ScheduleConfig(lr=1e-2, style="constant"),
+        **changes,
+    )
+
+
+def test_overflows_are_skipped_by_optimizer_and_schedule_but_not_by_the_data(tmp_path):
+    # 2^28 overflows; it takes the one that is let pass, and then a few halvings, until steps count.
+    cfg = job(tmp_path, DynamicScaleConfig(initial=2.0**28, window=2), steps=24, parallel=ParallelConfig(data=2))
+    assert train(cfg) == 0
+    steps = lines(tmp_path)
+    skipped = [line["skipped"] for line in steps]
+    scales = [line["loss_scale"] for line in steps]
+    assert skipped[0] and not all(skipped)
+    assert [line["consumed_samples"] for line in steps] == [8 * n for n in range(1, 25)]
+    expected, good, left = 2.0**28, 0, 2
+    for bad, scale in zip(skipped, scales, strict=True):
+        assert scale == expected
+        good, left = (0, left - 1) if bad else (good + 1, left)
+        if bad and left <= 0:
+            expected /= 2
+        if good == 2:
+            expected, good, left = expected * 2, 0, 2
+    assert steps[-1]["loss"] < steps[0]["loss"]
+
+
+def test_an_overflow_at_the_lowest_scale_ends_the_run(tmp_path, capfd):
+    cfg = job(tmp_path, DynamicScaleConfig(initial=2.0**28, floor=2.0**27, hysteresis=1))
+    assert train(cfg) == NUMERIC_FAULT_EXIT
+    text = capfd.readouterr()
+    assert "lowest loss scale, 1.34218e+08; 2 steps were skipped" in text.out + text.err
