@@ -5,7 +5,7 @@ B = G / M rows, and a data shard holds a run of each. So the batch is the same f
 whole position in the data is one number.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, Self
 
 import absl.flags
@@ -102,8 +102,9 @@ class Loader:
 
     Args:
         source: rows; must be the same in every process.
-        global_size: G, rows of a step.
+        global_size: G, rows of a step; of the largest, if they grow.
         microbatches: M, which divides G.
+        size_at: rows of the step that begins after so many consumed rows, in whole microbatches; None: always G.
         sharding: layout of leaves [M, B, S] over the devices; `sample` [M, B] follows its first two axes.
         consumed: rows used before; the first batch starts there.
         config: threads and batches read ahead.
@@ -122,6 +123,7 @@ class Loader:
         sharding: NamedSharding,
         consumed: int = 0,
         config: LoaderConfig | None = None,
+        size_at: Callable[[int], int] | None = None,
     ):
         if global_size % microbatches:
             raise UserError(
@@ -130,10 +132,20 @@ class Loader:
             )
         self.consumed = consumed
         self._source, self._size, self._sharding = source, global_size, sharding
-        self._shape = (microbatches, global_size // microbatches)
+        self._micro_rows, self._size_at = global_size // microbatches, size_at
         self._sample_sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:2]))
         self._config = config or LoaderConfig()
         self._blocks: grain.DatasetIterator[Block] | None = None
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self._size // self._micro_rows, self._micro_rows
+
+    def _resize(self) -> None:
+        """Where the next step has another size, read on in steps of that."""
+        if self._size_at is not None and (size := self._size_at(self.consumed)) != self._size:
+            self.close()
+            self._size = size
 
     def _start(self) -> grain.DatasetIterator[Block]:
         """Start reading; at the first batch and not before, so that a finished run can be set up without data left."""
@@ -151,6 +163,7 @@ class Loader:
         return self
 
     def __next__(self) -> tuple[LMBatch, int]:
+        self._resize()
         after = self.consumed + self._size
         if after > len(self._source):
             raise UserError(

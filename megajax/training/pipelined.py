@@ -37,11 +37,17 @@ def staged(weights: Weights, loss_fn: LossFn, key: Array | None) -> Staged:
     return Staged(lambda rows: loss_fn.context(model, rows, key), look_up, enter, model.stack.layer(), head)
 
 
-def _stage(weights: Weights, plan: tuple[Schedule, Partition], parts: Staged, params: Params, batch: LMBatch) -> Stage:
+type Schedules = Callable[[int], Schedule]
+"""Microbatches of a step -> what stages do when; steps of another size are compiled apart."""
+
+
+def _stage(weights: Weights, plan: tuple[Schedules, Partition], parts: Staged, params: Params, batch: LMBatch) -> Stage:
+    schedules, partition = plan
     held = {path: weights.hold(path, w) for path, w in params.items()}
     stacked = {path.removeprefix(STACK): w for path, w in held.items() if path.startswith(STACK)}
     shared = {path: w for path, w in held.items() if not path.startswith(STACK)}
-    return Stage(*plan, parts, weights.layout, stacked, shared, weights.cut_over("pipeline"), batch)
+    schedule = schedules(batch.tokens.shape[0])
+    return Stage(schedule, partition, parts, weights.layout, stacked, shared, weights.cut_over("pipeline"), batch)
 
 
 def pipelined(
@@ -49,7 +55,7 @@ def pipelined(
     loss_fn: LossFn,
     key: Array | None,
     mesh: Mesh,
-    schedule: Schedule,
+    schedules: Schedules,
     partition: Partition,
     *,
     fill: float = 0.0,
@@ -61,7 +67,7 @@ def pipelined(
     parts = staged(weights, loss_fn, key)
 
     def local(params: Params, batch: LMBatch, scale: Array) -> tuple:
-        stage = _stage(weights, (schedule, partition), parts, params, batch)
+        stage = _stage(weights, (schedules, partition), parts, params, batch)
 
         def zeros(held: Params) -> Params:
             prefix = STACK if held is stage.stacked else ""
@@ -82,13 +88,13 @@ def pipelined(
 
 
 def pipelined_sums(
-    weights: Weights, loss_fn: LossFn, mesh: Mesh, schedule: Schedule, partition: Partition
+    weights: Weights, loss_fn: LossFn, mesh: Mesh, schedules: Schedules, partition: Partition
 ) -> Callable[[Params, LMBatch], Sums]:
     """(weights, batch [M, B, S]) -> metrics summed over the batch, without gradients or dropout."""
     parts = staged(weights, loss_fn, None)
 
     def local(params: Params, batch: LMBatch, scale: Array) -> Mapping[str, tuple[Array, Array]]:
         del scale
-        return over_replicas(_stage(weights, (schedule, partition), parts, params, batch).losses()[2])
+        return over_replicas(_stage(weights, (schedules, partition), parts, params, batch).losses()[2])
 
     return weights.sums(local, mesh)

@@ -78,7 +78,7 @@ class Program:
             state_shardings(declared, optimizer, plan, mesh),
             microbatches,
             partition,
-            _pipeline(cfg.parallel, microbatches),
+            _pipeline(cfg.parallel, microbatches) if cfg.parallel.pipeline > 1 else None,
         )
 
     def fresh_state(self) -> Callable[[], TrainState]:
@@ -117,7 +117,11 @@ class Program:
         )
         if self.pipeline is None:
             return accumulate(self._weights, self._loss, key, self.mesh)
-        return pipelined(self._weights, self._loss, key, self.mesh, self.pipeline, self.partition, fill=fill)
+        return pipelined(self._weights, self._loss, key, self.mesh, self.schedule_of, self.partition, fill=fill)
+
+    def schedule_of(self, microbatches: int) -> Schedule:
+        """What the stages of the pipeline do in a step of that many microbatches."""
+        return _pipeline(self.cfg.parallel, microbatches)
 
     @cached_property
     def train_step(self) -> TrainStep:
@@ -131,7 +135,7 @@ class Program:
         """(weights, batch) -> {name: (sum, weight)}."""
         if self.pipeline is None:
             return make_eval_step(forward_sums(self._weights, self._loss, self.mesh))
-        return make_eval_step(pipelined_sums(self._weights, self._loss, self.mesh, self.pipeline, self.partition))
+        return make_eval_step(pipelined_sums(self._weights, self._loss, self.mesh, self.schedule_of, self.partition))
 
     def _fresh(self) -> TrainState:
         return fresh_state(self.declared, self.optimizer, self.cfg.seed, self._scaler)
@@ -156,9 +160,7 @@ def _partition(cfg: RunConfig) -> Partition:
     return Partition.even(cfg.model.stack.repeats, parallel.pipeline, parallel.virtual_stages)
 
 
-def _pipeline(parallel: ParallelConfig, microbatches: int) -> Schedule | None:
-    if parallel.pipeline == 1:
-        return None
+def _pipeline(parallel: ParallelConfig, microbatches: int) -> Schedule:
     schedule = build(
         parallel.schedule,
         stages=parallel.pipeline,

@@ -161,3 +161,23 @@ def test_reading_runs_ahead() -> None:
 def test_sample_numbers_wrap_at_32_bits() -> None:
     block = read_rows(Numbers(), (1 << 32) + 5, np.array([0, 1]))
     assert block["sample"].tolist() == [5, 6]
+
+
+def test_steps_that_grow() -> None:
+    """Every size is a whole number of microbatches of 8 rows; the position says which one is next."""
+    sizes = {0: 8, 8: 8, 16: 16, 32: 24, 56: 24}
+    sharding = layout((1, 8, 1, 1, 1))
+
+    def some(consumed: int, count: int) -> list[tuple[tuple[int, int], list[int], int]]:
+        with load(sharding, consumed=consumed, size_at=sizes.__getitem__) as loader:
+            batches = [next(loader) for _ in range(count)]
+        return [(batch.sample.shape, np.asarray(batch.sample).reshape(-1).tolist(), after) for batch, after in batches]
+
+    every = [
+        ((1, 8), list(range(8)), 8),
+        ((1, 8), list(range(8, 16)), 16),
+        ((2, 8), list(range(16, 32)), 32),
+        ((3, 8), list(range(32, 56)), 56),
+    ]
+    assert some(0, 4) == every
+    assert some(16, 2) == every[2:]
