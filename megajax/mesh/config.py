@@ -99,8 +99,8 @@ class ParallelConfig:
                 Problem(
                     "layers",
                     f"{','.join(map(str, self.layers))} must be {self.chunks()} numbers above 0, one for each of "
-                    f"{self.pipeline} stages x {virtual} virtual stages",
-                    "or leave it at none",
+                    f"parallel.pipeline={self.pipeline} stages x parallel.virtual_stages={virtual}",
+                    "none cuts the layers as evenly as can be",
                 )
             )
         return found
@@ -121,20 +121,24 @@ class ParallelConfig:
         """What is wrong with this layout on `devices` devices."""
         wanted = self.without_data() * (self.data or 1)
         if wanted > devices:
+            most = devices // self.without_data()
+            smaller = " or ".join(f"parallel.{name}" for name in MESH_AXES if (getattr(self, name) or 1) > 1)
+            hint = f"parallel.data can be at most {most}" if most else f"make {smaller} smaller"
             return [
                 Problem(
                     "",
                     f"the axes multiply to {wanted} devices, there are {devices}",
-                    "make parallel.tensor or parallel.data smaller, or give more devices (--devices=cpu:N)",
+                    f"{hint}, or give more devices (--devices=cpu:N)",
                 )
             ]
         if self.data is None and devices % self.without_data():
+            copies = devices // self.without_data()
             return [
                 Problem(
-                    "tensor",
+                    next((name for name in MESH_AXES[::-1] if devices % (getattr(self, name) or 1)), "tensor"),
                     f"{devices} devices are not divisible by {self.without_data()}, "
                     "the devices of one copy of the model",
-                    "set parallel.data to use fewer devices",
+                    f"parallel.data={copies} uses {copies * self.without_data()} of them",
                 )
             ]
         return []

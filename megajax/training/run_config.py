@@ -115,10 +115,12 @@ def _pipeline(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
             f"pipeline x virtual_stages can be at most {repeats}",
         )
     elif parallel.layers is not None and sum(parallel.layers) != repeats:
+        each, more = divmod(repeats, parallel.chunks())
+        even = ",".join(str(each + (chunk < more)) for chunk in range(parallel.chunks()))
         yield Problem(
             "parallel.layers",
             f"{','.join(map(str, parallel.layers))} are {sum(parallel.layers)} in all, the model's stack has {repeats}",
-            "leave it at none for chunks as even as can be",
+            f"{even}, which none stands for, is as even as can be",
         )
     total = _known_devices(cfg, devices)
     if total is None or cfg.batch.replica_problems(cfg.replicas(total)):

@@ -1,6 +1,7 @@
 """Axis sizes, the tables from logical to mesh axes, and the plans made of them."""
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -18,6 +19,27 @@ def test_the_mesh_has_all_five_axes_with_tensor_innermost():
     assert [device.id for device in neighbours] == [2, 3]
 
 
+class Absent:
+    """A device there is not, for meshes that are larger than the tests' eight devices."""
+
+    def __init__(self, number: int):
+        self.id, self.process_index, self.platform, self.device_kind = number, number // 8, "gpu", "absent"
+
+
+def groups(mesh: jax.sharding.Mesh, axis: str) -> list[list[int]]:
+    """Ids of the devices that talk to each other along an axis."""
+    ids = np.moveaxis(mesh.device_ids, mesh.axis_names.index(axis), -1)
+    return sorted(ids.reshape(-1, ids.shape[-1]).tolist())
+
+
+def test_groups_of_sixteen_devices_are_those_of_megatron():
+    """Two-way tensor, four-way pipeline, 16 GPUs: the example of Megatron-LM's initialize_model_parallel."""
+    mesh = build_mesh(ParallelConfig(tensor=2, pipeline=4), [Absent(number) for number in range(16)])
+    assert groups(mesh, "tensor") == [[first, first + 1] for first in range(0, 16, 2)]
+    assert groups(mesh, "data") == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
+    assert groups(mesh, "pipeline") == [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
+
+
 def test_one_process_may_leave_devices_unused():
     assert build_mesh(ParallelConfig(data=3, tensor=2)).size == 6
     assert build_mesh(ParallelConfig(), jax.devices()[:2]).shape["data"] == 2
@@ -27,12 +49,22 @@ def test_one_process_may_leave_devices_unused():
     ("parallel", "message"),
     [
         (ParallelConfig(data=5, tensor=2), "parallel: the axes multiply to 10 devices, there are 8"),
+        (ParallelConfig(data=5, tensor=2), "parallel.data can be at most 4, or give more devices"),
+        (ParallelConfig(pipeline=4, tensor=4), "make parallel.pipeline or parallel.tensor smaller, or give more"),
         (ParallelConfig(tensor=3), "parallel.tensor: 8 devices are not divisible by 3"),
+        (ParallelConfig(pipeline=3), "parallel.pipeline: 8 devices are not divisible by 3"),
+        (ParallelConfig(pipeline=3), "parallel.data=2 uses 6 of them"),
         (ParallelConfig(tensor=0), "parallel.tensor: must be at least 1, got 0"),
         (ParallelConfig(context=2), "parallel.context: 2 devices asked for, this version runs 1"),
         (ParallelConfig(virtual_stages=2), "parallel.virtual_stages: 2 virtual stages need a pipeline"),
         (ParallelConfig(pipeline=2, schedule="interleaved"), "interleaved needs parallel.virtual_stages > 1"),
         (ParallelConfig(pipeline=4, layers=(1, 2)), "parallel.layers: 1,2 must be 4 numbers above 0"),
+        (
+            ParallelConfig(pipeline=2, layers=(0, 4)),
+            "0,4 must be 2 numbers above 0, one for each of parallel.pipeline=2",
+        ),
+        (ParallelConfig(pipeline=2, virtual_stages=0), "parallel.virtual_stages: must be at least 1, got 0"),
+        (ParallelConfig(pipeline=2, loss_wait=2), "parallel.loss_wait: must be 0 or 1, got 2"),
         (ParallelConfig(sequence=True), "parallel.sequence: sequence parallelism needs parallel.tensor > 1"),
     ],
 )

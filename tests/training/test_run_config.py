@@ -1,8 +1,13 @@
 """What is wrong with a whole run, said with both values and what would do."""
 
+import re
+import subprocess
+import sys
+
 import pytest
 from small_jobs import model, run_config
 
+from megajax.config.errors import ConfigError
 from megajax.config.tree import check
 from megajax.layers.config import RopeConfig
 from megajax.mesh.config import ParallelConfig
@@ -34,6 +39,93 @@ def test_tensor_must_divide_heads_kv_heads_and_ffn():
     assert found["model.stack.pattern.0.mixer.kv_heads"] == (
         "kv_heads=2 is not divisible by parallel.tensor=4 | parallel.tensor can be 1, 2"
     )
+
+
+def test_a_pipeline_needs_a_repeat_for_each_chunk():
+    cut = run_config(parallel=on(pipeline=4, virtual_stages=2, schedule="interleaved"), model=model(repeats=6))
+    assert problems(cut)["parallel.pipeline"] == (
+        "4 stages x 2 virtual stages need as many repeats of the model's stack, which has 6 | "
+        "pipeline x virtual_stages can be at most 6"
+    )
+    assert "parallel.pipeline" not in problems(cut.but(model=model(repeats=8)))
+
+
+@pytest.mark.parametrize(
+    ("size", "micro", "pipeline", "data", "count", "nearest"),
+    [(12, 2, 4, 1, 6, "8 or 16"), (4, 1, 4, 2, 2, "8"), (12, 1, 4, 2, 6, "8 or 16"), (1, 1, 2, 1, 1, "2")],
+)
+def test_interleaved_microbatches_come_in_groups_of_the_stages(size, micro, pipeline, data, count, nearest):
+    cfg = run_config(
+        parallel=on(pipeline=pipeline, data=data, virtual_stages=2, schedule="interleaved"),
+        model=model(repeats=8),
+        batch=BatchConfig(global_size=size, micro_size=micro),
+    )
+    assert problems(cfg) == {
+        "parallel.virtual_stages": f"with 2 virtual stages, microbatches go in groups of parallel.pipeline={pipeline}, "
+        f"and a step has {count} | set batch.global_size={nearest}, or parallel.virtual_stages=1"
+    }
+    for legal in nearest.split(" or "):
+        assert problems(cfg.but(batch=BatchConfig(global_size=int(legal), micro_size=micro))) == {}
+    # 1F1B takes any number.
+    assert problems(cfg.but(parallel=on(pipeline=pipeline, data=data))) == {}
+
+
+def test_stated_layers_are_those_of_the_model():
+    cfg = run_config(parallel=on(pipeline=4, layers=(1, 2, 1, 2)), model=model(repeats=7))
+    assert problems(cfg)["parallel.layers"] == (
+        "1,2,1,2 are 6 in all, the model's stack has 7 | 2,2,2,1, which none stands for, is as even as can be"
+    )
+    assert problems(cfg.but(model=model(repeats=6))) == {}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "multiple", "cuts", "legal"),
+    [
+        ({"pipeline": 3}, 128, "parallel.pipeline=3 x parallel.tensor=1 = 3", 384),
+        ({"pipeline": 4, "tensor": 2}, 4, "parallel.pipeline=4 x parallel.tensor=2 = 8", 8),
+        ({"tensor": 2}, 67, "parallel.pipeline=1 x parallel.tensor=2 = 2", 134),
+    ],
+)
+def test_the_vocabulary_is_cut_over_pipeline_and_tensor(sizes, multiple, cuts, legal):
+    few = {"repeats": 6, "vocabulary_size": 60}
+    cfg = run_config(parallel=on(**sizes), model=model(vocabulary_multiple=multiple, **few))
+    padded = -(-60 // multiple) * multiple
+    assert problems(cfg) == {
+        "model.vocabulary_multiple": f"the vocabulary, padded to {padded}, is cut over {cuts} devices, which do not "
+        f"divide it | set model.vocabulary_multiple={legal}"
+    }
+    assert problems(cfg.but(model=model(vocabulary_multiple=legal, **few))) == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "where", "message"),
+    [
+        ({"pipeline": 2, "schedule": "interleaved"}, "schedule", "needs parallel.virtual_stages > 1, which is 1"),
+        ({"virtual_stages": 2}, "virtual_stages", "2 virtual stages need a pipeline, parallel.pipeline is 1"),
+        ({"pipeline": 2, "layers": (1, 2, 1)}, "layers", "1,2,1 must be 2 numbers above 0"),
+        ({"pipeline": 2, "sequence": True}, "sequence", "needs parallel.tensor > 1, which is 1"),
+        ({"pipeline": 4, "tensor": 4}, "", "the axes multiply to 16 devices, there are 8"),
+    ],
+)
+def test_settings_of_a_pipeline_that_contradict_each_other(settings, where, message):
+    """One problem each, with its remedy; what follows from it is not told."""
+    cfg = run_config(parallel=on(**settings), model=model(kv_heads=4, repeats=4))
+    with pytest.raises(
+        ConfigError, match=rf"{re.escape(f'parallel.{where}'.rstrip('.'))}: .*{re.escape(message)}"
+    ) as refused:
+        check(cfg, devices=8)
+    (problem,) = refused.value.problems
+    assert problem.hint
+
+
+def test_the_command_ends_with_2_and_writes_nothing(tmp_path):
+    settings = ["--devices=cpu:8", "--parallel.pipeline=8", f"--run_dir={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "megajax.train", "--config=llama3_8b.py:debug", *settings]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "parallel.pipeline: 8 stages x 1 virtual stages need" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_sequence_parallelism_must_divide_the_sequence():

@@ -1,0 +1,147 @@
+"""Five steps and all gradients on eight devices, in combinations of every dimension of a layout, against one device's.
+
+`python benchmarks/layouts.py` prints the whole matrix.
+"""
+
+from itertools import chain
+
+import jax
+import numpy as np
+import pytest
+from combinations import COMBINATIONS, QUICKEST, TOLERANCE, Combination, difference, pairs, unseen
+from tiny_runs import ONE, Trained, gpt, llama, train
+
+from megajax.mesh.config import ParallelConfig
+
+
+@pytest.fixture(autouse=True)
+def small_memory():
+    """Forgets compiled programs, each of which is used once."""
+    yield
+    jax.clear_caches()
+
+
+def compare(one: Combination) -> None:
+    found = difference(one.run(), one.alone())
+    assert max(found.loss, found.norm, found.gradient) <= TOLERANCE, found
+    assert found.padding == 0, found
+
+
+@pytest.mark.parametrize("one", QUICKEST, ids=lambda one: one.name)
+def test_trains_as_one_device_does(one: Combination) -> None:
+    compare(one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("one", [one for one in COMBINATIONS if one not in QUICKEST], ids=lambda one: one.name)
+def test_every_pair_trains_as_one_device_does(one: Combination) -> None:
+    compare(one)
+
+
+def possible(one: tuple[str, object], other: tuple[str, object]) -> bool:
+    """Whether a combination on eight devices can have these two values of two dimensions."""
+    (a, x), (b, y) = sorted((one, other), key=lambda value: str(value[0]))
+    sizes = {"pipeline", "data", "tensor"}
+    if {a, b} <= sizes:
+        return x * y <= 8
+    match a, x, b, y:
+        case (_, _, "pipeline", 1):
+            return a not in {"virtual stages", "schedule", "loss wait", "microbatches", "cut"}
+        case ("pipeline", 1, _, _):
+            return b not in {"virtual stages", "schedule", "loss wait", "microbatches", "cut"}
+        # These need devices of data and of tensor; without them they mean nothing.
+        case ("pipeline", 8, "sequence" | "sharding", _) | ("data", 1, "sharding", _) | ("sequence", _, "tensor", 1):
+            return False
+        # 24 layers or more.
+        case ("pipeline", 8, "virtual stages", 3):
+            return False
+        case ("recompute", "none", "sharding", "fsdp") | ("loss wait", _, "schedule", "gpipe"):
+            return False
+        case ("schedule", "interleaved", "virtual stages", 1) | ("schedule", "1f1b", "virtual stages", 2 | 3):
+            return False
+        case ("microbatches", "fewer than stages" | "uneven", "virtual stages", 2 | 3):
+            return False
+        case ("microbatches", "fewer than stages" | "uneven", "schedule", "interleaved"):
+            return False
+    return True
+
+
+def test_any_two_values_occur_together() -> None:
+    assert len(COMBINATIONS) >= 24
+    assert len({one.name for one in COMBINATIONS}) == len(COMBINATIONS)
+    occur = {frozenset(found) for one in COMBINATIONS for found in pairs(one)}
+    values = sorted({value for one in COMBINATIONS for value in one.values.items()}, key=str)
+    wanted = {
+        frozenset((one, other)) for one in values for other in values if one[0] < other[0] and possible(one, other)
+    }
+    assert wanted - occur == set()
+    assert occur - wanted == set(), "possible() denies what there is"
+    always = {frozenset(found) for one in QUICKEST for found in pairs(one)}
+    assert len(always) > 0.85 * len(wanted)
+    assert {value for one in QUICKEST for value in one.values.items()} == set(values)
+
+
+def test_a_difference_is_seen() -> None:
+    """The comparison above means something: of one gradient's element, of one loss, of a row that is no layer."""
+    one = next(one for one in QUICKEST if one.model == "gpt")
+    expected = one.alone()
+
+    def but(**changes: object) -> Trained:
+        return Trained(**{name: getattr(expected, name) for name in expected.__dataclass_fields__} | changes)
+
+    for path in expected.gradients:
+        wrong = {name: g.copy() for name, g in expected.gradients.items()}
+        wrong[path].flat[np.abs(wrong[path]).argmax()] *= 1 + 1e-4
+        if path not in unseen(one.config()):
+            assert difference(but(gradients=wrong), expected).weight == path
+            assert difference(but(gradients=wrong), expected).gradient > TOLERANCE
+        wrong[path].flat[0] = np.nan
+        assert np.isnan(difference(but(gradients=wrong), expected).gradient)
+    assert difference(but(losses=expected.losses * np.array([1, 1, 1, 1, 1.0001])), expected).loss > TOLERANCE
+    assert difference(expected, expected).gradient < TOLERANCE
+
+
+def stages(count: int, *, data: int = 1, tensor: int = 1, **settings: object) -> ParallelConfig:
+    return ParallelConfig(pipeline=count, data=data, tensor=tensor, **settings)
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "microbatches"),
+    [
+        (llama(repeats=5), stages(4, tensor=2, sequence=True), 3),
+        (gpt(repeats=5), stages(2, data=2, schedule="interleaved", virtual_stages=2, layers=(1, 2, 1, 1)), 6),
+        (gpt(repeats=2), stages(2, data=4, data_sharding="replicate", schedule="gpipe"), 1),
+    ],
+    ids=["1f1b-sequence-uneven", "interleaved-zero1-stated", "gpipe-one-microbatch"],
+)
+def test_evaluates_as_one_device_does(model, parallel, microbatches) -> None:
+    """Before any step, on two batches of rows."""
+    found, expected = (
+        train(model, on, microbatches=count, steps=0) for on, count in ((parallel, microbatches), (ONE, 4))
+    )
+    assert found.counted == expected.counted
+    np.testing.assert_allclose([found.before, found.evaluation], [expected.before, expected.evaluation], rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        stages(4, data=2),
+        stages(2, tensor=2, sequence=True, data=2, schedule="interleaved", virtual_stages=2, loss_wait=0),
+        stages(4, tensor=2, schedule="gpipe"),
+    ],
+    ids=["1f1b-zero1", "interleaved-sequence", "gpipe-tensor"],
+)
+def test_bfloat16_computes_low_on_every_layout(parallel) -> None:
+    """No further from float32 than one device in bfloat16 is; the weights and their gradients stay float32."""
+    low = train(llama(repeats=8), parallel, microbatches=4, compute="bfloat16", evaluated=False)
+    alone = train(llama(repeats=8), microbatches=4, compute="bfloat16", evaluated=False)
+    exact = train(llama(repeats=8), microbatches=4, evaluated=False)
+    np.testing.assert_allclose(low.losses, alone.losses, rtol=2e-3)
+    np.testing.assert_allclose(low.norms[0], exact.norms[0], rtol=2e-3)
+    for path, g in exact.gradients.items():
+        errors = [np.linalg.norm(run.gradients[path] - g) / np.linalg.norm(g) for run in (low, alone)]
+        assert 1e-4 < errors[0] < 0.05, path
+        assert errors[0] < 1.5 * errors[1], path
+    assert {leaf.dtype for leaf in chain(low.gradients.values(), low.state.params.values())} == {np.dtype("float32")}

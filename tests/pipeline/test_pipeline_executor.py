@@ -1,0 +1,223 @@
+"""What the executor promises besides the right numbers, which tests/layouts holds against one device's."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tiny_runs import LENGTH, QUICK, ROWS, gpt, in_order, llama, pair, place, program, rows, start, within
+
+from megajax.batch import Grads
+from megajax.mesh.config import ParallelConfig
+from megajax.models.config import DecoderConfig
+from megajax.pipeline import executor
+from megajax.pipeline.executor import Stage, segments
+from megajax.pipeline.schedule import assemble, build, one_f_one_b
+from megajax.planning.collectives import read
+from megajax.training.program import Program
+
+
+def stages(count: int, *, data: int = 1, tensor: int = 1, **settings: Any) -> ParallelConfig:
+    return ParallelConfig(pipeline=count, data=data, tensor=tensor, **settings)
+
+
+INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}
+
+CASES: dict[str, tuple[DecoderConfig, ParallelConfig, int]] = {
+    "1f1b fewer than stages, padded": (llama(repeats=5), stages(4, data=2), 3),
+    "1f1b one microbatch, no wait": (llama(repeats=4), stages(4, loss_wait=0), 1),
+    "interleaved padded sequence": (llama(repeats=5), stages(2, tensor=2, sequence=True, **INTERLEAVED), 4),
+    "gpipe fewer than stages, padded": (llama("full", repeats=5), stages(4, schedule="gpipe"), 2),
+}
+SLOW: dict[str, tuple[DecoderConfig, ParallelConfig, int]] = {
+    "1f1b uneven, no wait, dropout": (gpt(repeats=5), stages(4, loss_wait=0), 6),
+    "interleaved no wait, padded, dropout": (
+        gpt("selective", repeats=5),
+        stages(2, data=2, loss_wait=0, layers=(1, 2, 1, 1), **INTERLEAVED),
+        6,
+    ),
+    "gpipe circular, two blocks": (
+        pair("selective", 8, tied=True, learned_positions=False, dropout=0.1),
+        stages(2, data=2, data_sharding="fsdp", schedule="gpipe", virtual_stages=3),
+        4,
+    ),
+    "8 stages": (llama(repeats=12), stages(8), 3),
+}
+
+
+def grads_of(made: Program, *runs: tuple[float, float]) -> list[Grads]:
+    """Gradients by (fill, loss scale), of one compiled program."""
+    with within(made):
+        params, batch = start(made).params, place(made, rows())
+
+        def grads(fill: Any, scale: Any) -> Grads:
+            return made.grad_fn(fill=fill)(params, batch, scale)
+
+        numbers = [tuple(map(np.float32, run)) for run in runs]
+        compiled = jax.jit(grads).lower(*numbers[0]).compile(compiler_options=dict(QUICK))
+        return [jax.device_get(compiled(*run)) for run in numbers]
+
+
+@pytest.mark.parametrize("case", [*CASES, *[pytest.param(case, marks=pytest.mark.slow) for case in SLOW]])
+def test_nothing_depends_on_what_buffers_held_before(case: str) -> None:
+    """NaN in every buffer: idle stages compute on it, and nothing of that is ever added, not even times zero."""
+    model, parallel, microbatches = (CASES | SLOW)[case]
+    made = program(model, parallel, microbatches=microbatches)
+    clean, filled, scaled = grads_of(made, (0, 1), (np.nan, 1), (np.nan, 8))
+    jax.tree.map(np.testing.assert_array_equal, filled, clean)
+    assert all(np.isfinite(g).all() for g in filled.grads.values())
+    _, padding = in_order(made, filled.grads)
+    assert padding == 0
+    # A power of two scales exactly what is differentiated and nothing that is reported.
+    assert scaled.metrics == clean.metrics
+    for path, g in clean.grads.items():
+        np.testing.assert_allclose(scaled.grads[path], 8 * g, rtol=1e-6, atol=1e-6 * np.abs(g).max(), err_msg=path)
+
+
+def test_products_would_let_nan_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above sees what it is for."""
+    monkeypatch.setattr(executor, "_where", lambda counts, new: {path: counts * g for path, g in new.items()})
+    model, parallel, microbatches = CASES["1f1b fewer than stages, padded"]
+    (filled,) = grads_of(program(model, parallel, microbatches=microbatches), (np.nan, 1))
+    assert any(np.isnan(g).any() for g in filled.grads.values())
+
+
+def compiled_text(made: Program) -> str:
+    step: Any = made.train_step
+    with within(made):
+        return step.lower(made.state_like(), made.batch_like()).compile(compiler_options=dict(QUICK)).as_text()
+
+
+def distinct() -> DecoderConfig:
+    """A model none of whose matrices has the shape of an activation: 40 hidden, heads of 6, 48 in between."""
+    model = llama(repeats=5)
+    block = model.stack.pattern[0]
+    block = replace(block, mixer=replace(block.mixer, head_dim=6))
+    return replace(model, hidden=40, stack=replace(model.stack, pattern=(block,)))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "microbatches"),
+    [
+        (stages(4, data=2), 3),
+        (stages(2, data=2, tensor=2, sequence=True, data_sharding="replicate", **INTERLEAVED), 4),
+    ],
+    ids=["1f1b-zero1", "interleaved-sequence-replicate"],
+)
+def test_what_travels(parallel: ParallelConfig, microbatches: int) -> None:
+    """Between stages single activations, between replicas nothing before the last microbatch is done."""
+    made = program(distinct(), parallel, microbatches=microbatches)
+    text = compiled_text(made)
+    found = read(text, made.mesh.shape).collectives
+    between = [one for one in found if "pipeline" in one.groups.axes]
+    activation = ROWS // (microbatches * parallel.data) * LENGTH * made.cfg.model.hidden * 4
+    assert {one.kind for one in between} == {"collective-permute", "all-reduce"}
+    assert max(one.bytes // one.arrays for one in between) <= activation
+    # A steady tick sends one activation forward and one backward.
+    permutes = Counter()
+    for one in between:
+        if one.kind == "collective-permute" and one.place.path:
+            permutes[one.place.path] += one.arrays
+    assert max(permutes.values()) == 2
+    between_replicas = [one for one in found if "data" in one.groups.axes]
+    assert between_replicas
+    assert not [one for one in between_replicas if one.place.path]
+
+
+def test_no_gradients_of_all_stages_or_microbatches_are_stacked() -> None:
+    """As they would be if the compiler or autodiff went through the loop over ticks."""
+    made = program(distinct(), stages(4, data=2, data_sharding="replicate"), microbatches=3)
+    text = compiled_text(made)
+    rows = len(made.partition.order()) // 4
+    assert stacks(text, made, more_than=rows) == []
+    assert stacks(text, made, more_than=rows - 1), "the search finds what a stage has"
+
+
+def stacks(text: str, made: Program, *, more_than: int) -> list[str]:
+    """Shapes of arrays in a compiled program that hold a layer's matrix, in any layout, for so many rows or more."""
+    matrices = {tuple(sorted(spec.shape[1:])) for spec in made.declared.values() if spec.layers and len(spec.shape) > 2}
+    found = []
+    for shape in sorted(set(re.findall(r"\w\[([\d,]+)\]", text))):
+        sizes = tuple(map(int, shape.split(",")))
+        for matrix in matrices:
+            behind = len(sizes) - len(matrix)
+            if behind > 0 and tuple(sorted(sizes[behind:])) == matrix and prod(sizes[:behind]) > more_than:
+                found.append(shape)
+    return found
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", [llama("none", 4), llama("selective", 4), llama("full", 4), gpt("selective", 4)])
+def test_saved_activations_hold_no_weights(model: DecoderConfig, compute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither weights as they are nor copies of them in the compute dtype are in the ring."""
+    made = program(model, stages(2), microbatches=8, compute=compute)
+    saved = look_at(made, monkeypatch)
+    weights = {spec.shape[1:] for spec in made.declared.values() if spec.layers}
+    assert (3, 16, 32) in saved
+    assert not weights.intersection(saved), "a weight is in the ring"
+    assert not weights.intersection(shape[1:] for shape in saved if shape[0] in (1, 2, 4)), "stacked weights are"
+    if model.recompute == "full":
+        assert {shape for shape in saved if shape[0] == 3} == {(3, 16, 32)}, "only a layer's input is kept"
+
+
+def look_at(made: Program, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of what a layer saves, B = 3 rows, as a program of two stages allocates it."""
+    seen = []
+    original = Stage.saved
+
+    def saved(self: Stage, x: jax.Array) -> Any:
+        out = original(self, x)
+        seen.append([leaf.shape for leaf in jax.tree.leaves(out)])
+        return out
+
+    monkeypatch.setattr(Stage, "saved", saved)
+    state = made.state_like()
+    with within(made):
+        jax.eval_shape(made.grad_fn(), state.params, made.batch_like(), state.loss_scale)
+    assert all(shapes == seen[0] for shapes in seen)
+    return seen[0]
+
+
+def test_what_a_vjp_saves_would_show_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above sees what it is for: with the inputs left in, the weights of a layer are among what it saves."""
+
+    def differentiated(self: Stage, row: Any, x: Any, ctx: Any) -> Any:
+        return jax.vjp(self.staged.layer, executor._at(self.stacked, row), self.number(row), x, ctx)
+
+    monkeypatch.setattr(Stage, "differentiated", differentiated)
+    made = program(llama("selective", 4), stages(2), microbatches=8)
+    seen = []
+    monkeypatch.setattr(Stage, "buffer", lambda self, leaf, *rest: seen.append(leaf.shape) or jax.numpy.zeros(()))
+    state = made.state_like()
+    with within(made), pytest.raises(Exception):  # noqa: B017 - rings of no shape fail later, however they do
+        jax.eval_shape(made.grad_fn(), state.params, made.batch_like(), state.loss_scale)
+    assert {spec.shape[1:] for spec in made.declared.values() if spec.layers}.intersection(seen)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("wait", [0, 1])
+def test_segments_are_the_ticks_in_turn_with_losses_where_the_table_has_them(name: str, wait: int) -> None:
+    schedule = build(name, stages=4, microbatches=8, chunks=2 if name == "interleaved" else 1, loss_wait=wait)
+    found = segments(schedule)
+    assert [one.start for one in found] == [0, *(one.stop for one in found[:-1])]
+    assert found[-1].stop == schedule.ticks
+    for one in found:
+        losses = schedule.head[one.start : one.stop] >= 0
+        assert one.head == ("all" if losses.all() else "some" if losses.any() else "none")
+        assert one.forward == (schedule.forward.microbatch[one.start : one.stop] >= 0).any()
+        assert one.backward == (schedule.input_gradient.microbatch[one.start : one.stop] >= 0).any()
+
+
+def test_weight_gradients_apart_are_refused() -> None:
+    when = {kind: np.array([[[0, 1]], [[1, 2]]]) for kind in ("forward", "input_gradient", "weight_gradient")}
+    when["input_gradient"] = np.array([[[2, 1]], [[3, 2]]])
+    when["weight_gradient"] = when["input_gradient"] + 2
+    split = assemble("apart", **when)
+    assert split.split_backward
+    with pytest.raises(ValueError, match="apart has weight gradients apart"):
+        segments(split)
+    assert segments(one_f_one_b(2, 2))

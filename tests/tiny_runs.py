@@ -1,0 +1,269 @@
+"""Tiny models, one batch, and training them for a few steps on any layout."""
+
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from megajax.batch import LMBatch
+from megajax.data.config import MockConfig
+from megajax.layers.config import (
+    AttentionConfig,
+    BlockConfig,
+    DenseMLPConfig,
+    GatedMLPConfig,
+    LayerNormConfig,
+    Recompute,
+    RopeConfig,
+    StackConfig,
+)
+from megajax.layers.param import Normal
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.mesh import build_mesh
+from megajax.models.config import DecoderConfig
+from megajax.optim.config import ScheduleConfig
+from megajax.precision.config import PrecisionConfig
+from megajax.training.config import BatchConfig
+from megajax.training.program import Program
+from megajax.training.run_config import RunConfig
+from megajax.training.state import TrainState
+
+ROWS, LENGTH, VOCABULARY = 24, 16, 250
+"""Rows of a step: 24 can be cut into 1, 2, 3, 4, 6, 8, 12 and 24 microbatches."""
+
+ONE = ParallelConfig(data=1)
+"""One device."""
+
+QUICK = MappingProxyType({"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True})
+"""Compiler options: the same program for the same devices, in slower machine code."""
+
+
+def llama(recompute: Recompute = "selective", repeats: int = 2) -> DecoderConfig:
+    """Grouped queries, rotary positions, gated MLP, a head of its own."""
+    block = BlockConfig(mixer=AttentionConfig(heads=8, kv_heads=4, rope=RopeConfig()), mlp=GatedMLPConfig(ffn=48))
+    return DecoderConfig(
+        hidden=32,
+        vocabulary_size=VOCABULARY,
+        sequence_length=LENGTH,
+        stack=StackConfig(pattern=(block,), repeats=repeats),
+        recompute=recompute,
+        init_std=0.06,
+        loss_chunk=24,
+    )
+
+
+def gpt(recompute: Recompute = "none", repeats: int = 2, dropout: float = 0.1) -> DecoderConfig:
+    """Learned positions, biases everywhere, dropout everywhere, a tied head."""
+    block = BlockConfig(
+        mixer=AttentionConfig(heads=4, bias=True, dropout=dropout),
+        mlp=DenseMLPConfig(ffn=64),
+        norm=LayerNormConfig(),
+        dropout=dropout,
+    )
+    return DecoderConfig(
+        hidden=32,
+        vocabulary_size=VOCABULARY,
+        sequence_length=LENGTH,
+        stack=StackConfig(pattern=(block,), repeats=repeats),
+        learned_positions=True,
+        norm=LayerNormConfig(),
+        tied=True,
+        dropout=dropout,
+        recompute=recompute,
+        init_std=0.06,
+        loss_chunk=24,
+    )
+
+
+def pair(
+    recompute: Recompute, repeats: int, *, tied: bool, learned_positions: bool, dropout: float = 0.0
+) -> DecoderConfig:
+    """Two different blocks by turns; dropout everywhere but in attention, where it takes long to compile."""
+    first, second = llama().stack.pattern[0], gpt(dropout=0.0).stack.pattern[0]
+    rope = None if learned_positions else RopeConfig()
+    pattern = tuple(replace(block, mixer=replace(block.mixer, rope=rope), dropout=dropout) for block in (first, second))
+    return replace(
+        llama(recompute),
+        stack=StackConfig(pattern=pattern, repeats=repeats),
+        tied=tied,
+        learned_positions=learned_positions,
+        dropout=dropout,
+    )
+
+
+def rows(seed: int = 0) -> LMBatch:
+    """Leaves [ROWS, LENGTH]: up to three documents a row, a fifth of the labels masked, unevenly over the rows."""
+    rng = np.random.default_rng(seed)
+    text = rng.integers(0, VOCABULARY, (ROWS, LENGTH + 1), dtype=np.int32)
+    segments = np.sort(rng.integers(0, 3, (ROWS, LENGTH), dtype=np.int32), axis=1)
+    mask = (rng.random((ROWS, LENGTH)) < np.linspace(0.6, 1, ROWS)[:, None]).astype(np.float32)
+    positions = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
+    sample = np.arange(40, 40 + ROWS, dtype=np.uint32)
+    return LMBatch(text[:, :-1].copy(), text[:, 1:].copy(), mask, positions, segments, sample)
+
+
+def program(
+    model: DecoderConfig,
+    parallel: ParallelConfig,
+    *,
+    microbatches: int,
+    average: str = "tokens",
+    compute: str = "float32",
+    isolated: bool = True,
+) -> Program:
+    """What `megajax.train` compiles for these settings, on as many of the devices as they say."""
+    replicas = parallel.data_size(len(jax.devices()))
+    micro_size, rest = divmod(ROWS, microbatches * replicas)
+    assert rest == 0, f"{ROWS} rows are not {microbatches} microbatches on {replicas} devices"
+    cfg = RunConfig(
+        model=model,
+        data=MockConfig(isolate_documents=isolated),
+        parallel=parallel,
+        precision=PrecisionConfig(compute=compute),
+        schedule=ScheduleConfig(lr=1e-2),
+        batch=BatchConfig(global_size=ROWS, micro_size=micro_size, loss_average=average),
+        steps=10,
+        seed=7,
+    )
+    assert not (found := cfg.problems(len(jax.devices()))), found
+    return Program.of(cfg, build_mesh(parallel))
+
+
+def within(program: Program) -> AbstractContextManager:
+    """Where the steps of a program are compiled and called."""
+    surroundings = ExitStack()
+    surroundings.enter_context(jax.set_mesh(program.mesh))
+    surroundings.enter_context(jax.default_matmul_precision("highest"))
+    return surroundings
+
+
+def start(program: Program) -> TrainState:
+    """The same weights on every layout, and fresh optimizer state, where the program wants them.
+
+    Drawn by numpy, for compiling the library's own takes seconds; every weight is random, biases too.
+    """
+    rng = np.random.default_rng(0)
+    order, repeats = np.array(program.partition.order()), program.cfg.model.stack.repeats
+    empty = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), program.state_like())
+    params = {}
+    for path, spec in program.declared.items():
+        spread = spec.init.std if isinstance(spec.init, Normal) else 0.1
+        shape = (repeats, *spec.shape[1:]) if spec.layers else spec.shape
+        drawn = rng.normal(spec.role == "gain", spread, shape).astype(np.float32)
+        if spec.layers:
+            drawn = np.where(order.reshape(-1, *[1] * (drawn.ndim - 1)) >= 0, drawn[order], np.float32(0))
+        params[path] = drawn
+    return jax.device_put(replace(empty, params=params, loss_scale=np.float32(1)), program.shardings)
+
+
+def place(program: Program, batch: LMBatch) -> LMBatch:
+    """Rows [ROWS, ...] as the microbatches of a step, each of rows that follow each other."""
+    micro = program.microbatches
+    cut = LMBatch(*[leaf.reshape(micro, ROWS // micro, *leaf.shape[1:]) for leaf in batch])
+    return jax.tree.map(
+        lambda leaf, spec: jax.device_put(leaf, NamedSharding(program.mesh, spec)), cut, program.batch_specs
+    )
+
+
+def in_order(program: Program, arrays: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], float]:
+    """(by the paths of weights, rows in the order of the layers; the largest absolute value in rows that are no layer).
+
+    The latter is NaN where one of them is.
+    """
+    order = np.array(program.partition.order())
+    found, padding = {}, 0.0
+    for path, array in arrays.items():
+        found[path] = np.asarray(array)
+        if program.declared[path].layers:
+            padding = max(padding, np.abs(found[path][order < 0]).max(initial=0.0), key=_nan_first)
+            found[path] = found[path][order >= 0][np.argsort(order[order >= 0])]
+    return found, float(padding)
+
+
+def _nan_first(value: float) -> tuple[bool, float]:
+    return bool(np.isnan(value)), float(value)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a few steps came to."""
+
+    losses: np.ndarray
+    norms: np.ndarray
+    gradients: dict[str, np.ndarray]
+    """Of the first step, as the optimizer got them before clipping; stacked ones in the order of the layers."""
+    padding: float
+    """The largest absolute weight, gradient or moment that belongs to no layer."""
+    state: TrainState
+    seconds: float
+    """Until the first step was compiled."""
+    before: float = np.nan
+    """Evaluation on the rows of training before the first step."""
+    evaluation: float = np.nan
+    """Loss on other rows after the last step."""
+    counted: float = np.nan
+    """Tokens the evaluation counted."""
+    program: Program = field(repr=False, default=None)
+
+
+def gradients_of(program: Program, state: TrainState, norm: float) -> dict[str, Any]:
+    """The first step's gradients before clipping, told from the optimizer's first moments after it."""
+    optimizer = program.optimizer.cfg
+    factor = 1.0 if optimizer.clip is None else min(1.0, optimizer.clip / (norm + 1e-6))
+    return {
+        path: np.asarray(m) / ((1 - optimizer.beta1) * factor) for path, m in state.optimizer["first_moment"].items()
+    }
+
+
+@cache
+def train(
+    model: DecoderConfig,
+    parallel: ParallelConfig = ONE,
+    *,
+    microbatches: int,
+    steps: int = 3,
+    average: str = "tokens",
+    compute: str = "float32",
+    isolated: bool = True,
+    evaluated: bool = True,
+    quick: bool = True,
+) -> Trained:
+    """Train on the same rows every step, in float32 unless told otherwise.
+
+    quick: with the compiler's optimisations of machine code turned off, which halves the time.
+    """
+    options = QUICK if quick else {}
+    settings = {"average": average, "compute": compute, "isolated": isolated}
+    made = program(model, parallel, microbatches=microbatches, **settings)
+    reported, gradients, padding, seconds, evaluations = [], {}, 0.0, 0.0, {}
+    with within(made):
+        state = start(made)
+        placed, other = (place(made, rows(seed)) for seed in (0, 1))
+        if evaluated:
+            evaluate: Any = made.eval_step
+            evaluate = evaluate.lower(state.params, placed).compile(compiler_options=dict(options))
+            before = np.divide(*evaluate(state.params, placed)["loss"]).item()
+        if steps:
+            begun = time.perf_counter()
+            step: Any = made.train_step
+            step = step.lower(state, placed).compile(compiler_options=dict(options))
+            seconds = time.perf_counter() - begun
+        for number in range(steps):
+            state, metrics = step(state, placed)
+            reported.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+            if number == 0:
+                gradients, padding = in_order(made, gradients_of(made, state, reported[0][1]))
+        if evaluated:
+            total, counted = (float(part) for part in evaluate(state.params, other)["loss"])
+            evaluations = {"before": before, "evaluation": total / counted, "counted": counted}
+    for arrays in (state.params, *(part for part in state.optimizer.values() if isinstance(part, dict))):
+        padding = max(padding, in_order(made, arrays)[1], key=_nan_first)
+    losses, norms = np.array(reported).reshape(steps, 2).T
+    return Trained(losses, norms, gradients, padding, state, seconds, program=made, **evaluations)
