@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megajax.config.builds import resolve
 from megajax.config.command_line import Flag, front_door, parse
@@ -30,6 +30,8 @@ SCHEDULE_FLAGS = (
     Flag("stages", int, required=True, help="pipeline stages, one device (or group of devices) each"),
     Flag("microbatches", int, required=True, help="microbatches of a step; with virtual stages, a multiple of stages"),
     Flag("virtual-stages", int, 1, help="chunks of layers each stage holds: shorter bubbles, more traffic"),
+    Flag("loss-wait", Literal[0, 1], 0, help="ticks between an output and its loss: 0 unless given here, 1 in training "
+         "(parallel.loss_wait)"),
     Flag("png", Path | None, help="also draw it into this file (extra plot)"),
 )  # fmt: skip
 MOST_ENTRIES = 1_000_000
@@ -91,7 +93,7 @@ def draw(argv: list[str]) -> int:
         flagged = [replace(problem, where=f"--{problem.where.replace('_', '-')}") for problem in problems]
         raise ConfigError(flagged, "command line")
     _refuse_the_endless(**sizes)
-    schedule = resolve("megajax.pipeline.schedule:build")(name, **sizes)
+    schedule = resolve("megajax.pipeline.schedule:build")(name, **sizes, loss_wait=flags["loss_wait"])
     resolve("megajax.pipeline.check:check")(schedule)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     picture = flags["png"]
@@ -113,4 +115,4 @@ def _refuse_the_endless(stages: int, microbatches: int, chunks: int) -> None:
 
 
 if __name__ == "__main__":
-    front_door(main)
+    front_door(main, only_prints=True)

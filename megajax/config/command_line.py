@@ -43,6 +43,9 @@ PROCESS_FLAGS = (
 )
 """Flags of verbs that run in several processes at once."""
 
+UNREAD = 141
+"""Exit code of a program that printed to nobody: what a shell gives for one ended by the signal SIGPIPE."""
+
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -121,15 +124,23 @@ def parse(
     return Command(config, devices, answers, sources)
 
 
-def front_door(main: Callable[[list[str]], int | None]) -> NoReturn:
+def front_door(main: Callable[[list[str]], int | None], *, only_prints: bool = False) -> NoReturn:
     """Run a verb's main(argv) and end the program with what it returns (None is 0); with 2 on a UserError, shown.
 
-    One of several processes ends at once on an error: see `end_at_once`.
+    One of several processes ends at once on an error: see `end_at_once`. only_prints: what the verb prints is all there
+    is of it, so it ends without a word, with 141 as other programs do, once nobody reads that (`... | head`).
     """
     try:
         code = main(sys.argv[1:]) or 0
+        if only_prints:
+            sys.stdout.flush()
     except SystemExit:
         raise
+    except BrokenPipeError:
+        if not only_prints:
+            raise
+        _drop_output()
+        code = UNREAD
     except BaseException as error:
         end_at_once(error)
         if not isinstance(error, UserError):
@@ -381,5 +392,10 @@ def _show(text: str) -> NoReturn:
         try:
             print(text.rstrip("\n"), flush=True)
         except BrokenPipeError:  # `... --help | head` has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop_output()
     sys.exit(0)
+
+
+def _drop_output() -> None:
+    """Let the interpreter flush at its end what nobody reads."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

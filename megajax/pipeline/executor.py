@@ -231,17 +231,22 @@ class Stage:
             dx=blank,
             ready=blank,
             outputs=self.layout.act(outputs, None, *RESIDUAL),
-            ring=[self.buffer(leaf, blank.shape, fill) for leaf in jax.tree.leaves(self.saved(embedded))],
+            ring=self.buffers(self.saved(embedded), fill),
             stacked=zeros(self.stacked),
             shared=zeros(self.shared),
             sums=sums,
         )
 
-    def buffer(self, leaf: jax.ShapeDtypeStruct, residual: tuple[int, ...], fill: float) -> Array:
-        """The ring of one array that layers save."""
-        value = fill if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
-        ring = jnp.full((self.schedule.ring_slots, self.partition.rows, *leaf.shape), value, leaf.dtype)
-        return self.layout.act(ring, None, None, *RESIDUAL) if leaf.shape == residual else ring
+    def buffers(self, saved: Any, fill: float) -> list[Array]:
+        """The rings of the arrays that a layer saves: its input laid out as such, the others as the compiler likes."""
+        inputs = len(jax.tree.leaves(saved.args_res))
+        rings = []
+        for place, leaf in enumerate(jax.tree.leaves(saved)):
+            value = fill if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
+            ring = jnp.full((self.schedule.ring_slots, self.partition.rows, *leaf.shape), value, leaf.dtype)
+            # A vjp lists the inputs it keeps before all else; x is the only one left among them.
+            rings.append(self.layout.act(ring, None, None, *RESIDUAL) if place < inputs else ring)
+        return rings
 
     def reported(self, x: Array) -> Sums:
         """Shapes of what a head reports."""

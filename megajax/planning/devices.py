@@ -187,8 +187,8 @@ class Cluster(NamedTuple):
         return -(-self.devices // self.per_node)
 
     def topology(self) -> str:
-        """As `get_topology_desc` wants it: NVLink domains x nodes x GPUs of a node."""
-        return f"1x{self.nodes}x{min(self.devices, self.per_node)}"
+        """As `get_topology_desc` wants it: NVLink domains, each a node, x hosts in one x GPUs of a host."""
+        return f"{self.nodes}x1x{min(self.devices, self.per_node)}"
 
 
 def read_cluster(text: str | None, per_node: int = 8) -> tuple[Cluster | None, list[Problem]]:

@@ -69,6 +69,12 @@ def test_gpipe_says_what_it_keeps(capsys: pytest.CaptureFixture[str]) -> None:
     assert "outputs     3 wait for their loss\n" in text
 
 
+def test_with_the_wait_of_training(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--schedule=1f1b", "--stages=4", "--microbatches=8", "--loss-wait=1")
+    assert "ticks       15: 4 F, 7 F+B, 4 B\nbubble      37.50%" in text
+    assert "in flight   8 6 4 2 by stage" in text and "outputs     2 wait for their loss\n" in text
+
+
 def test_a_long_table_folds_into_the_width_of_the_terminal() -> None:
     folded = table(one_f_one_b(4, 8), width=40)
     assert max(map(len, folded.splitlines())) <= 40
@@ -163,6 +169,10 @@ REFUSED = {
     ),
     "misspelt": (["--schedule=gpip", "--stages=4", "--microbatches=6"], "did you mean gpipe?"),
     "missing": (["--schedule=gpipe"], "--stages: must be given"),
+    "longer wait": (
+        ["--schedule=1f1b", "--stages=2", "--microbatches=6", "--loss-wait=2"],
+        "--loss-wait: expected one",
+    ),
     "no number": (["--schedule=gpipe", "--stages=two", "--microbatches=6"], "expected a whole number, got 'two'"),
     "unknown flag": (["--schedule=gpipe", "--stages=2", "--microbatch=6"], "did you mean microbatches?"),
     "endless": (["--schedule=gpipe", "--stages=1000", "--microbatches=100000"], "more than the 1,000,000"),
@@ -185,11 +195,22 @@ def test_from_the_shell_help_is_quick_and_a_fault_ends_with_code_2() -> None:
     start = time.monotonic()
     shown = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert time.monotonic() - start < 5, "numpy and jax have no part in it"
-    for flag in ("--schedule", "--stages", "--microbatches", "--virtual-stages", "--png", "--devices"):
+    for flag in ("--schedule", "--stages", "--microbatches", "--virtual-stages", "--loss-wait", "--png", "--devices"):
         assert flag in shown.stdout
     bad = subprocess.run([*command, *REFUSED["no groups"][0]], cwd=ROOT, capture_output=True, text=True, check=False)
     assert bad.returncode == 2 and not bad.stdout
     assert "set microbatches to 4 or 8" in bad.stderr and "Traceback" not in bad.stderr
+
+
+@pytest.mark.parametrize("microbatches", [8, 4000])
+def test_who_stops_reading_ends_it_without_a_word(microbatches: int) -> None:
+    """A table that fits into the pipe's buffer, and one that does not."""
+    command = [sys.executable, "-m", "megajax.plan", "--schedule=1f1b", "--stages=4", f"--microbatches={microbatches}"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 141
 
 
 def test_a_plan_needs_no_jax() -> None:

@@ -1,0 +1,278 @@
+"""What a pipeline's compiled train step holds: what goes over each mesh axis and where, what overlaps, memory.
+
+Compiled for absent H100s where the extra aot is installed, and one tiny program for CPU devices, whose compiler
+overlaps nothing and leaves all-reduces in layers where a GPU's makes reduce-scatters.
+"""
+
+import importlib.util
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import jax
+import pytest
+
+import megajax.training.program as program_module
+from megajax.config import load
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.mesh import build_mesh
+from megajax.planning.absent import prepare
+from megajax.planning.collectives import Collective, Contents, Place, read
+from megajax.planning.devices import read_cluster
+from megajax.planning.train_step import compile_train_step
+from megajax.training.program import Program
+from megajax.training.run_config import RunConfig
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A train step."""
+
+    contents: Contents
+    temporary: int
+    """Bytes of one device."""
+    residual: int
+    """Bytes of one activation between layers, on one device."""
+    positions: int
+    """Bytes of the gradient of learned positions on one device, 0 without them."""
+    forwards: int
+    """Runs of a layer's forward pass per step and device."""
+
+
+def debug(
+    family: str, schedule: str, microbatches: int, *, wait: int, stages: int, data: int, layers: int
+) -> RunConfig:
+    """llama: RMSNorm, gated MLP, rope, grouped queries. gpt: LayerNorm, biases, learned positions, tied head."""
+    cfg = load({"llama": "llama3_8b.py:debug", "gpt": "gpt3_175b.py:debug"}[family])
+    return cfg.but(
+        model=replace(cfg.model, stack=replace(cfg.model.stack, repeats=layers)),
+        parallel=ParallelConfig(
+            pipeline=stages,
+            data=data,
+            tensor=2,
+            sequence=True,
+            schedule=schedule,
+            virtual_stages=2 if schedule == "interleaved" else 1,
+            loss_wait=wait,
+        ),
+        batch=replace(cfg.batch, global_size=data * microbatches, micro_size=1),
+    )
+
+
+def wide(cfg: RunConfig) -> RunConfig:
+    """In bfloat16, and activations between layers of 16 MiB.
+
+    Reductions of less than 1 MiB the compiler joins. Those of 1 to 8 MiB over at most eight devices connected by NVLink
+    become kernels of its own (in jax 0.12), not all of which it puts beside the layers.
+    """
+    (block,) = cfg.model.stack.pattern
+    groups = None if block.mixer.kv_heads is None else 8
+    block = replace(block, mixer=replace(block.mixer, heads=16, kv_heads=groups), mlp=replace(block.mlp, ffn=4096))
+    model = replace(cfg.model, hidden=2048, sequence_length=8192)
+    return cfg.but(
+        model=replace(model, stack=replace(cfg.model.stack, pattern=(block,))),
+        precision=replace(cfg.precision, compute="bfloat16"),
+    )
+
+
+def over(axis: str, found: Contents) -> list[Collective]:
+    return [one for one in found.collectives if axis in one.groups.axes]
+
+
+def permuting(found: Contents) -> list[Place]:
+    """Loops that send something to the next or to the stage before, once each."""
+    return [one.place for one in found.collectives if one.kind == "collective-permute" and one.place.path]
+
+
+def exposed(found: Contents) -> list[Collective]:
+    """What the stages wait for in the loop that computes forwards and backwards: travels there without company."""
+    (steady,) = (place for place, permutes in Counter(permuting(found)).items() if permutes == 2)
+    among = [one for one in found.collectives if one.place == steady and one.groups.axes == ("pipeline",)]
+    assert {one.kind for one in among} == {"collective-permute", "all-reduce"}
+    return [one for one in among if not one.overlapped]
+
+
+def in_loop(found: Contents, place: Place, axis: str) -> Counter[str]:
+    """Kind -> arrays moved along an axis in one round of a loop."""
+    return Counter(
+        {
+            kind: sum(one.arrays for one in over(axis, found) if one.place == place and one.kind == kind)
+            for kind in {one.kind for one in over(axis, found) if one.place == place}
+        }
+    )
+
+
+def check_axes(step: Compiled) -> None:
+    """What no pipeline's program may move, whatever the devices."""
+    between = over("pipeline", step.contents)
+    assert {one.kind for one in between} == {"collective-permute", "all-reduce"}
+    ticks = [one for one in between if one.place.path]
+    assert max(one.bytes / one.arrays for one in ticks) <= step.residual, "no weight, nor its gradient, goes anywhere"
+    # Once a step, gradients of the weights that all stages have: gains, and learned positions.
+    assert max(one.bytes / one.arrays for one in between) <= max(step.residual, step.positions)
+    assert all(one.arrays == 1 for one in between if one.kind == "collective-permute")
+    assert all(len(one.place.path) <= 1 for one in between if one.kind == "collective-permute"), "not for each layer"
+    # zero1: weights are gathered, and their gradients summed, once a step.
+    data = over("data", step.contents)
+    assert not [one for one in data if one.place.path]
+    assert {"all-gather", "reduce-scatter"} <= {one.kind for one in data}
+
+
+MICROBATCHES, MORE = 8, 32
+STAGES, DATA, LAYERS = 4, 4, 16
+"""With tensor 2, a stage fills a node."""
+
+
+def installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+HAS_COMPILER = installed("jax_cuda12_plugin") and installed("nvidia.cudnn")
+type Absent = Callable[..., Compiled]
+
+
+@pytest.fixture(scope="module")
+def absent() -> Iterator[Absent]:
+    """(family, schedule, microbatches, wait=1) -> its step on 32 absent H100s, each compiled once."""
+    if not HAS_COMPILER:
+        pytest.skip("needs the compiler for GPUs and cuDNN: the extra aot")
+    cluster, _ = read_cluster("h100:32")
+    assert cluster is not None
+
+    @cache
+    def compiled(family: str, schedule: str, microbatches: int = MICROBATCHES, wait: int = 1) -> Compiled:
+        cfg = wide(debug(family, schedule, microbatches, wait=wait, stages=STAGES, data=DATA, layers=LAYERS))
+        plan = compile_train_step(cfg, cluster)
+        assert plan.kernels == ("cudnn",)
+        numbers = cfg.model.sequence_length * cfg.model.hidden // 2
+        assert plan.schedule is not None
+        positions = 4 * numbers * cfg.model.learned_positions
+        rows = LAYERS // STAGES // plan.schedule.chunks
+        ticks = sum(phase.ticks for phase in plan.schedule.phases if phase.forward)
+        return Compiled(plan.contents, plan.memory.temporary, 2 * numbers, positions, ticks * rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        # What `prepare` sets is not for what other tests start.
+        for name in ("JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"):
+            patch.setenv(name, "")
+        prepare()
+        yield compiled
+
+
+KINDS = pytest.mark.parametrize(
+    ("family", "schedule"),
+    [
+        ("llama", "1f1b"),
+        ("gpt", "interleaved"),
+        pytest.param("llama", "interleaved", marks=pytest.mark.slow),
+        pytest.param("gpt", "1f1b", marks=pytest.mark.slow),
+    ],
+)
+
+
+@KINDS
+def test_between_stages_go_activations_alone(family: str, schedule: str, absent: Absent) -> None:
+    check_axes(absent(family, schedule))
+
+
+@KINDS
+def test_what_goes_between_stages_travels_while_layers_compute(family: str, schedule: str, absent: Absent) -> None:
+    assert exposed(absent(family, schedule).contents) == []
+
+
+@KINDS
+def test_a_layer_gathers_and_scatters_and_sums_nothing_for_all(family: str, schedule: str, absent: Absent) -> None:
+    found = absent(family, schedule).contents
+    forwards = {one.place for one in found.kernels if "fmha" in one.target and "Backward" not in one.target}
+    backwards = {one.place for one in found.kernels if "fmha" in one.target and "Backward" in one.target}
+    assert forwards and backwards and not forwards & backwards
+    for place in forwards:
+        assert in_loop(found, place, "tensor") == {"all-gather": 2, "reduce-scatter": 2}
+    for place in backwards:
+        # Two of the gathers are of what it recomputes from.
+        assert in_loop(found, place, "tensor") == {"all-gather": 4, "reduce-scatter": 2}
+
+
+@KINDS
+def test_attention_is_computed_once_forward_and_never_again(family: str, schedule: str, absent: Absent) -> None:
+    step = absent(family, schedule)
+    kernels = [one for one in step.contents.kernels if "fmha" in one.target and "Backward" not in one.target]
+    assert sum(one.place.times or 0 for one in kernels) == step.forwards
+
+
+def test_memory_does_not_grow_with_microbatches(absent: Absent) -> None:
+    few, many = (absent("llama", "1f1b", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
+    assert many == pytest.approx(few, rel=0.02)
+
+
+@pytest.mark.slow
+def test_memory_of_gpipe_grows_and_that_of_interleaved_does_not(absent: Absent) -> None:
+    few, many = (absent("llama", "interleaved", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
+    assert many == pytest.approx(few, rel=0.02)
+    few, many = (absent("llama", "gpipe", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
+    assert many > 1.5 * few
+
+
+@pytest.mark.slow
+def test_a_loss_that_does_not_wait_is_waited_for(absent: Absent) -> None:
+    found = {one.kind for one in exposed(absent("llama", "1f1b", wait=0).contents)}
+    assert found == {"all-reduce"}, "output to all for the loss, and its gradient back"
+
+
+@pytest.mark.slow
+def test_reductions_joined_are_waited_for(absent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The option that keeps them apart does something."""
+    joined = tuple(
+        option._replace(value=2**30) if "combine_threshold" in option.name else option for option in program_module.GPU
+    )
+    monkeypatch.setattr(program_module, "GPU", joined)
+    step = absent.__wrapped__("llama", "1f1b")
+    found = exposed(step.contents)
+    assert {one.kind for one in found} == {"all-reduce"} and max(one.bytes for one in found) > step.residual
+
+
+@cache
+def on_cpu(schedule: str, microbatches: int) -> Compiled:
+    """A tiny step for eight CPU devices, without machine code worth having."""
+    cfg = debug("llama", schedule, microbatches, wait=1, stages=2, data=2, layers=4)
+    program = Program.of(cfg, build_mesh(cfg.parallel, jax.devices()[:8]))
+    step: Any = program.train_step
+    with jax.set_mesh(program.mesh):
+        lowered = step.lower(program.state_like(), program.batch_like())
+        compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+    contents = read(compiled.as_text(), program.mesh.shape)
+    residual = cfg.model.sequence_length // 2 * cfg.model.hidden * 4
+    return Compiled(contents, compiled.memory_analysis().temp_size_in_bytes, residual, 0, 0)
+
+
+def test_on_cpu_devices_between_stages_go_activations_alone() -> None:
+    step = on_cpu("1f1b", MICROBATCHES)
+    check_axes(step)
+    assert max(Counter(permuting(step.contents)).values()) == 2
+
+
+def test_on_cpu_devices_a_layer_gathers_what_it_must() -> None:
+    found = on_cpu("1f1b", MICROBATCHES).contents
+    layers = [(loop.matmuls, in_loop(found, loop.place, "tensor")) for loop in found.loops if loop.matmuls >= 5]
+    forward = min(matmuls for matmuls, _ in layers)
+    for matmuls, moved in layers:
+        assert moved.keys() == {"all-gather", "all-reduce"}
+        assert moved["all-gather"] == (2 if matmuls == forward else 4)
+        # Backward, this compiler sums the gradients that queries, keys and values, gate and up leave one by one.
+        assert moved["all-reduce"] == (2 if matmuls == forward else 5)
+
+
+def test_on_cpu_devices_memory_does_not_grow_with_microbatches() -> None:
+    few, many = (on_cpu("1f1b", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
+    assert many == pytest.approx(few, rel=0.02)
+
+
+@pytest.mark.slow
+def test_on_cpu_devices_memory_of_gpipe_grows() -> None:
+    few, many = (on_cpu("gpipe", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
+    assert many > 1.5 * few
