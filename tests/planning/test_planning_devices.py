@@ -10,7 +10,7 @@ from megajax.planning.devices import GPUS, read_cluster
 def test_a_cluster_in_words() -> None:
     cluster, problems = read_cluster("h100:128")
     assert cluster is not None and not problems
-    assert (cluster.name, cluster.devices, cluster.nodes, cluster.topology()) == ("h100", 128, 16, "1x16x8")
+    assert (cluster.name, cluster.devices, cluster.nodes, cluster.topology()) == ("h100", 128, 16, "16x1x8")
     names = [read_cluster(text)[0] for text in ("A100:8", "h200", "b200:2")]
     assert [(one.name, one.devices, one.topology()) for one in names if one] == [
         ("a100-80gb", 8, "1x1x8"),
@@ -18,7 +18,7 @@ def test_a_cluster_in_words() -> None:
         ("b200", 2, "1x1x2"),
     ]
     wide = read_cluster("b200:144", 72)[0]
-    assert wide is not None and wide.topology() == "1x2x72"
+    assert wide is not None and wide.topology() == "2x1x72"
 
 
 REFUSED = {
