@@ -18,23 +18,37 @@ OUTPUT, STATISTICS = "attention", "attention_statistics"
 """Names of what the backward kernel needs beside queries, keys and values: the forward's output and its log-sum-exp."""
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def fused_attention(q: Array, k: Array, v: Array, visible: Array | None, scale: float) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def fused_attention(
+    q: Array, k: Array, v: Array, visible: Array | None, scale: float, window: int | None = None
+) -> Array:
     """softmax(q k^T * scale) v over the keys at or before each query, never holding the scores (Dao 2023).
 
-    q [B, S, N, H], k and v [B, S, K, H] in bfloat16 or float16; visible bool [B or 1, 1, S, S] takes further keys away.
+    q [B, S, N, H], k and v [B, S, K, H] in bfloat16 or float16; visible bool [B or 1, 1, S, S] takes further keys away,
+    and so does a window: of the keys before a query it leaves the last ones, skipping blocks without any.
     -> [B, S, N, H] in q's dtype. Raises RuntimeError or NotImplementedError where cuDNN is absent or can't.
     """
-    return _fused(q, k, v, visible, scale)
+    return _fused(q, k, v, visible, scale, window)
 
 
-def _fused(q: Array, k: Array, v: Array, visible: Array | None, scale: float) -> Array:
-    return jax.nn.dot_product_attention(q, k, v, mask=visible, scale=scale, is_causal=True, implementation="cudnn")
+def _fused(q: Array, k: Array, v: Array, visible: Array | None, scale: float, window: int | None) -> Array:
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        mask=visible,
+        scale=scale,
+        is_causal=True,
+        local_window_size=None if window is None else (window, 0),
+        implementation="cudnn",
+    )
 
 
-def _forward(q: Array, k: Array, v: Array, visible: Array | None, scale: float) -> tuple[Array, Any]:
+def _forward(
+    q: Array, k: Array, v: Array, visible: Array | None, scale: float, window: int | None
+) -> tuple[Array, Any]:
     """The residual is jax's own pullback: a pytree, so what it holds can be named without touching jax's internals."""
-    out, pullback = jax.vjp(lambda q, k, v: _fused(q, k, v, visible, scale), q, k, v)
+    out, pullback = jax.vjp(lambda q, k, v: _fused(q, k, v, visible, scale, window), q, k, v)
     leaves, tree = jax.tree.flatten(pullback)
     statistics = find_statistics(leaves, out)
     # Result and residual must be one named array: whichever lacked the name would have to be computed again.
@@ -44,7 +58,8 @@ def _forward(q: Array, k: Array, v: Array, visible: Array | None, scale: float) 
     return named, jax.tree.unflatten(tree, leaves)
 
 
-def _backward(scale: float, pullback: Any, cotangent: Array) -> tuple[Array, Array, Array, None]:
+def _backward(scale: float, window: int | None, pullback: Any, cotangent: Array) -> tuple[Array, Array, Array, None]:
+    del scale, window
     return *pullback(cotangent), None
 
 

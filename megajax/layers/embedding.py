@@ -5,6 +5,7 @@ Gradients through the sums over devices are written by hand (see Layout.island).
 
 Within a pipeline the stages call these together, each with its own copy of the other arrays: `embed` takes the same
 cotangent on all of them, and of `vocabulary_loss` each stage gets its part of the gradient with respect to x.
+`embedded_beside_loss` leads from the one to the other.
 """
 
 from functools import partial
@@ -81,6 +82,22 @@ def _embed_backward(layout: Layout, saved: tuple[Array, Array], dy: Array) -> tu
 
 
 embed.defvjp(_embed_forward, _embed_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def embedded_beside_loss(layout: Layout, x: Array) -> Array:
+    """x [B, S, D] from `embed` where a loss follows on all stages: what each has of its gradient goes to all."""
+    del layout
+    return x
+
+
+def _beside_loss_backward(layout: Layout, saved: None, dy: Array) -> tuple[Array]:
+    del saved
+    axes = layout.around("vocab")
+    return (layout.island(lambda dy: lax.psum(dy, axes), (RESIDUAL,), RESIDUAL)(dy) if axes else dy,)
+
+
+embedded_beside_loss.defvjp(lambda layout, x: (x, None), _beside_loss_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
@@ -13,7 +14,9 @@ from megajax.layers.param import ZEROS, Normal, Site, param
 ACTIVATIONS = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu": jax.nn.relu,
+    "squared_relu": lambda x: jax.nn.relu(x) ** 2,
     "silu": jax.nn.silu,
 }
 
@@ -39,7 +42,7 @@ class DenseMLP(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """(activation(x gate) * (x up)) down, [B, S, D] -> [B, S, D]."""
+    """(activation(x gate) * (x up + offset)) down, [B, S, D] -> [B, S, D]."""
 
     def __init__(self, cfg: GatedMLPConfig, site: Site):
         self.cfg, self.layout = cfg, site.layout
@@ -56,6 +59,9 @@ class GatedMLP(nnx.Module):
         up = self.layout.dot("bsd,df->bsf", x, self.up[...], "batch", "seq", "mlp")
         if self.cfg.bias:
             gate, up = gate + self.gate_bias[...][None, None], up + self.up_bias[...][None, None]
-        inner = ACTIVATIONS[self.cfg.activation](checkpoint_name(gate, "mlp")) * checkpoint_name(up, "mlp")
+        gate, up = checkpoint_name(gate, "mlp"), checkpoint_name(up, "mlp")
+        if self.cfg.clamp is not None:
+            gate, up = jnp.minimum(gate, self.cfg.clamp), jnp.clip(up, -self.cfg.clamp, self.cfg.clamp)
+        inner = ACTIVATIONS[self.cfg.activation](gate) * (up + self.cfg.offset)
         y = self.layout.dot("bsf,fd->bsd", inner, self.down[...], "batch", "seq_residual", "embed")
         return self.layout.add_bias(y, self.down_bias[...]) if self.cfg.bias else y

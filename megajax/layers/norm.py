@@ -1,20 +1,23 @@
-"""Normalisation over the hidden dimension, computed in float32."""
+"""Normalisation over the last dimension, computed in float32.
+
+On the residual stream weights are [D] with the axis "embed"; `size` and `axis` say otherwise, for heads and latents.
+"""
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from megajax.layers.config import LayerNormConfig, RMSNormConfig
+from megajax.layers.config import L2NormConfig, LayerNormConfig, RMSNormConfig
 from megajax.layers.param import ONES, ZEROS, Site, param
 
 
 class LayerNorm(nnx.Module):
     """(x - mean) / sqrt(variance + epsilon) * gain + bias, [..., D] -> [..., D] in x's dtype."""
 
-    def __init__(self, cfg: LayerNormConfig, site: Site):
-        self.epsilon, self.layout = cfg.epsilon, site.layout
-        self.gain = param((site.hidden,), ("embed",), init=ONES, role="gain")
-        self.bias = param((site.hidden,), ("embed",), init=ZEROS, role="bias")
+    def __init__(self, cfg: LayerNormConfig, site: Site, *, size: int | None = None, axis: str | None = "embed"):
+        self.cfg, self.layout = cfg, site.layout
+        self.gain = _gain(cfg, size or site.hidden, axis)
+        self.bias = param((size or site.hidden,), (axis,), init=ZEROS, role="bias")
 
     def __call__(self, x: Array) -> Array:
         return self.layout.rowwise(self.normalise, x, self.gain[...], self.bias[...])
@@ -22,24 +25,46 @@ class LayerNorm(nnx.Module):
     def normalise(self, x: Array, gain: Array, bias: Array) -> Array:
         full = x.astype(jnp.float32)
         centred = full - full.mean(-1, keepdims=True)
-        scale = lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + self.epsilon)
-        return (centred * scale * _row(gain, x) + _row(bias, x)).astype(x.dtype)
+        scale = lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + self.cfg.epsilon)
+        return (centred * scale * _factor(self.cfg, gain, x) + _row(bias, x)).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
     """x / sqrt(mean(x^2) + epsilon) * gain, [..., D] -> [..., D] in x's dtype."""
 
-    def __init__(self, cfg: RMSNormConfig, site: Site):
-        self.epsilon, self.layout = cfg.epsilon, site.layout
-        self.gain = param((site.hidden,), ("embed",), init=ONES, role="gain")
+    def __init__(self, cfg: RMSNormConfig, site: Site, *, size: int | None = None, axis: str | None = "embed"):
+        self.cfg, self.layout = cfg, site.layout
+        self.gain = _gain(cfg, size or site.hidden, axis)
 
     def __call__(self, x: Array) -> Array:
         return self.layout.rowwise(self.normalise, x, self.gain[...])
 
     def normalise(self, x: Array, gain: Array) -> Array:
-        full = x.astype(jnp.float32)
-        scale = lax.rsqrt(jnp.square(full).mean(-1, keepdims=True) + self.epsilon)
-        return (full * scale * _row(gain, x)).astype(x.dtype)
+        return (_scaled(x, self.cfg.epsilon) * _factor(self.cfg, gain, x)).astype(x.dtype)
+
+
+class L2Norm(nnx.Module):
+    """x / sqrt(mean(x^2) + epsilon), [..., D] -> [..., D] in x's dtype; no weights."""
+
+    def __init__(self, cfg: L2NormConfig, site: Site, *, size: int | None = None, axis: str | None = "embed"):
+        del site, size, axis
+        self.cfg = cfg
+
+    def __call__(self, x: Array) -> Array:
+        return _scaled(x, self.cfg.epsilon).astype(x.dtype)
+
+
+def _gain(cfg: LayerNormConfig | RMSNormConfig, size: int, axis: str | None) -> nnx.Param:
+    return param((size,), (axis,), init=ZEROS if cfg.zero_centred else ONES, role="gain")
+
+
+def _scaled(x: Array, epsilon: float) -> Array:
+    full = x.astype(jnp.float32)
+    return full * lax.rsqrt(jnp.square(full).mean(-1, keepdims=True) + epsilon)
+
+
+def _factor(cfg: LayerNormConfig | RMSNormConfig, gain: Array, x: Array) -> Array:
+    return 1 + _row(gain, x) if cfg.zero_centred else _row(gain, x)
 
 
 def _row(weight: Array, x: Array) -> Array:

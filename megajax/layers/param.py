@@ -5,7 +5,7 @@ Outside modules, the weights of a model are a flat dict from dotted path to arra
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,6 +59,8 @@ class Site:
     """Standard deviation of initial weights."""
     output_std: float
     """The same for matrices that write to the residual stream."""
+    score_scale: Callable[[int], float] = lambda size: size**-0.5
+    """Factor on scores by size of a head, where a layer says none itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from megajax.layers.config import Recompute, StackConfig
 from megajax.layers.context import Context
 from megajax.layers.param import Site, bind, dotted, stacked
 
-MATMUL_ENDS = ("query", "key", "value", "attention", "attention_statistics", "mlp", "residual")
+MATMUL_ENDS = ("query", "key", "value", "attention", "attention_statistics", "gate", "mlp", "residual")
 """Names layers give to the tensors that matmuls produce or need; `selective` keeps these and recomputes the rest."""
 
 

@@ -95,8 +95,13 @@ class StopFlags:
         return self._made(True) if asked else self._no
 
     def _made(self, asked: bool) -> Array:
-        sharding = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
-        return jax.make_array_from_callback((self._mesh.size,), sharding, lambda _: np.full(1, asked, np.int32))
+        return each_process(self._mesh, np.asarray(asked, np.int32))
+
+
+def each_process(mesh: Mesh, value: np.ndarray) -> Array:
+    """[devices of the mesh, ...]: on each device its process's value, of the same shape and dtype in all."""
+    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    return jax.make_array_from_callback((mesh.size, *value.shape), sharding, lambda _: value[None])
 
 
 def _on_cpu() -> bool:

@@ -57,6 +57,8 @@ class Totals:
     """Loss of the last step."""
     validation_loss: float | None = None
     """Loss of the last evaluation."""
+    peak_memory: str | None = None
+    """The most memory ever in use on a device."""
     checkpoint: str | None = None
     """Where the last checkpoint lies."""
     files: Sequence[str] = ()
@@ -72,6 +74,8 @@ class Totals:
             ("wall time", text.duration(self.wall_seconds)),
             ("tokens/s, all included", speed),
         ]
+        if self.peak_memory:
+            work.append(("peak memory of a device", self.peak_memory))
         losses = [
             (name, f"{loss:.4f}")
             for name, loss in (("train loss", self.train_loss), ("validation loss", self.validation_loss))

@@ -1,5 +1,6 @@
 """Settings of what a run writes down and what it shows at the terminal."""
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -49,3 +50,35 @@ class LoggingConfig(Builds):
         if self.every < 1:
             return [Problem("every", f"is {self.every}, but lines are at least 1 step apart", "set it to 1 or more")]
         return []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileConfig:
+    """A profiler trace of a few steps in RUN_DIR/profile, for xprof or Perfetto, and a summary of it."""
+
+    steps: str | None = None
+    """FIRST:LAST, both traced: 10:13 is four steps; none: no trace. Spare the first steps of an attempt: they
+    compile."""
+    processes: tuple[int, ...] = (0,)
+    """The processes that trace what their devices do."""
+    top: int = 15
+    """Kernels in the summary, longest first."""
+
+    def window(self) -> tuple[int, int] | None:
+        """(first, last); None: no trace, or what `problems` lists."""
+        match = re.fullmatch(r"(\d+)(?::(\d+))?", (self.steps or "").strip())
+        return None if match is None else (int(match[1]), int(match[2] or match[1]))
+
+    def problems(self) -> list[Problem]:
+        found = []
+        window = self.window()
+        if self.steps is not None and window is None:
+            found.append(
+                Problem("steps", f"expected FIRST:LAST, got {self.steps!r}", "for example profile.steps=10:13")
+            )
+        elif window is not None and not 1 <= window[0] <= window[1]:
+            found.append(Problem("steps", f"{self.steps} holds no step", "steps count from 1, and FIRST comes first"))
+        found += [Problem("processes", f"count from 0, got {n}") for n in self.processes if n < 0]
+        if self.top < 1:
+            found.append(Problem("top", f"must be at least 1, got {self.top}"))
+        return found

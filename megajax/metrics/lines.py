@@ -1,9 +1,10 @@
 """The lines a run prints, as pure text; field names are those of Megatron-LM's log, so that parsers of it work."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from types import MappingProxyType
 
 from megajax.metrics import text
 from megajax.metrics.record import EvaluationRecord, StepRecord
@@ -21,7 +22,9 @@ class Summary:
     skipped: int
     """Steps whose update was left out."""
     not_finite: int
-    """Steps whose loss was nan or infinite and whose update was not left out."""
+    """Steps whose loss was nan or infinite, whatever became of their update."""
+    phases: Mapping[str, float]
+    """Seconds by phase: the mean of data_wait, the sum of others; the last that is known of *_min and *_max."""
 
     @classmethod
     def of(cls, records: Sequence[StepRecord]) -> "Summary":
@@ -32,8 +35,40 @@ class Summary:
             loss=sum(good) / len(good) if good else records[-1].loss,
             rates=mean_rates([record.rates for record in records]),
             skipped=sum(record.skipped for record in records),
-            not_finite=sum(not math.isfinite(record.loss) and not record.skipped for record in records),
+            not_finite=sum(not math.isfinite(record.loss) for record in records),
+            phases=_phases(records),
         )
+
+
+def _phases(records: Sequence[StepRecord]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for record in records:
+        for name, seconds in record.phases.items():
+            found[name] = seconds if name.endswith(("_min", "_max")) else found.get(name, 0.0) + seconds
+    if "data_wait" in found:
+        found["data_wait"] /= len(records)
+    return found
+
+
+_AFTER_NORM = MappingProxyType({"num_zeros": "num zeros: {:.1f}", "parameter_norm": "params norm: {:.3f}"})
+"""Metrics that have a place of their own in the line, and a name."""
+
+_TIMES = MappingProxyType(
+    {"data_wait": "data wait per iteration (ms)", "evaluation": "evaluation (ms)", "save": "save (ms)"}
+)
+
+
+def _times(phases: Mapping[str, float]) -> list[str]:
+    """Seconds by phase as fields; where known, with the least and the largest over processes."""
+    parts = []
+    for name, title in _TIMES.items():
+        shown = f"{1000 * phases[name]:.1f}" if name in phases else None
+        if f"{name}_max" in phases:
+            ends = " to ".join(f"{1000 * phases[f'{name}_{end}']:.1f}" for end in ("min", "max"))
+            shown = f"{shown} (processes: {ends})" if shown else f"(processes: {ends})"
+        if shown:
+            parts.append(f"{title}: {shown}")
+    return parts
 
 
 def step_line(summary: Summary, *, total_steps: int, now: datetime, eta: float | None) -> str:
@@ -51,11 +86,12 @@ def step_line(summary: Summary, *, total_steps: int, now: datetime, eta: float |
         f"global batch size: {last.global_batch_size:5d}",
         f"lm loss: {summary.loss:.6E}",
     ]
-    parts += [f"{name}: {value:.6E}" for name, value in last.metrics.items()]
+    parts += [f"{name}: {value:.6E}" for name, value in last.metrics.items() if name not in _AFTER_NORM]
     if last.loss_scale is not None:
         parts.append(f"loss scale: {last.loss_scale:.1f}")
     parts += [
         f"grad norm: {last.grad_norm:.3f}",
+        *(field.format(last.metrics[name]) for name, field in _AFTER_NORM.items() if name in last.metrics),
         f"number of skipped iterations: {summary.skipped:3d}",
         f"number of nan iterations: {summary.not_finite:3d}",
     ]
@@ -63,6 +99,7 @@ def step_line(summary: Summary, *, total_steps: int, now: datetime, eta: float |
         parts.append(f"tokens/s/device: {rates.tokens_per_second_per_device:.1f}")
     if rates.mfu_causal is not None:
         parts.append(f"MFU: {rates.mfu_causal:.1%}")
+    parts += _times(summary.phases)
     if eta is not None and last.step < total_steps:
         parts.append(f"ETA: {text.duration(eta)}")
     return " | ".join(parts) + " |"

@@ -42,6 +42,10 @@ class StepRecord:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What else a model reports (name -> mean); written after the fixed keys. A name of those keys is an error."""
 
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Phase -> seconds it took before this step, written as seconds_PHASE: data_wait; evaluation and save where there
+    was one; with several processes, now and then, the least and largest of all as data_wait_min and data_wait_max."""
+
     def line(self) -> dict[str, Any]:
         """The keys and values of this step's line, in order; floats may be nan or infinite."""
         fixed = {
@@ -55,6 +59,7 @@ class StepRecord:
             **asdict(self.rates),
             "loss_scale": self.loss_scale,
             "skipped": self.skipped,
+            **{f"seconds_{name}": seconds for name, seconds in self.phases.items()},
         }
         if clash := fixed.keys() & self.metrics.keys():
             raise ValueError(f"metrics {sorted(clash)} have the names of fixed keys of metrics.jsonl; rename them")

@@ -50,6 +50,10 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
+    def profile(self) -> Path:
+        return self.path / "profile"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -5,7 +5,54 @@ from typing import ClassVar
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
-from megajax.layers.config import AttentionConfig, NormConfig, Recompute, RMSNormConfig, StackConfig
+from megajax.layers.config import BlockConfig, NormConfig, Recompute, RMSNormConfig, StackConfig, above_zero
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictionConfig(Builds):
+    """Further heads, each predicting one token further ahead (DeepSeek-AI 2024, DeepSeek-V3, section 2.2)."""
+
+    target: ClassVar[str] = "megajax.models.prediction:Prediction"
+    depth: int = 1
+    """How many tokens beyond the next one are predicted; each by a block of its own, one after another."""
+    weight: float = 0.1
+    """Their losses together weigh this much beside the main loss, which is reported alone."""
+    block: BlockConfig | None = None
+    """The block of each; none: like the last of the stack's pattern."""
+
+    def problems(self) -> list[Problem]:
+        found = [] if self.depth >= 1 else [Problem("depth", f"must be at least 1, got {self.depth}")]
+        return found + above_zero(weight=self.weight)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WidthScalingConfig:
+    """Settings found on a narrow model for a wide one (muP, Yang et al. 2022): W is the ratio of the two widths.
+
+    Initial spreads of matrices inside the blocks are divided by sqrt(W), logits by W. The optimizer has to divide the
+    learning rate of those matrices by W itself: see `DecoderConfig.width_ratio`.
+    """
+
+    base_hidden: int
+    """Width of the residual stream that the settings were found on."""
+    base_head_dim: int | None = None
+    """Size of a head there; scores are divided by the head size over the root of this; none: by the head size."""
+    embedding: float = 1.0
+    """Factor on embeddings."""
+    output: float | None = None
+    """Factor on logits; none: 1 / W."""
+
+    def problems(self) -> list[Problem]:
+        return above_zero(
+            base_hidden=self.base_hidden,
+            base_head_dim=self.base_head_dim,
+            embedding=self.embedding,
+            output=self.output,
+        )
+
+    def score_scale(self, size: int) -> float:
+        """Factor on scores of heads of this size."""
+        return (1.0 if self.base_head_dim is None else self.base_head_dim**0.5) / size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +80,12 @@ class DecoderConfig(Builds):
     """Share of the embedding's output zeroed in training."""
     init_std: float = 0.02
     """Standard deviation of initial weights; of matrices that write to the residual stream: over sqrt(2 * layers)."""
+    embedding_std: float | None = None
+    """The same for token and position tables, and so for a tied head; none: init_std."""
+    prediction: PredictionConfig | None = None
+    """Heads that predict tokens further ahead; none: none."""
+    width_scaling: WidthScalingConfig | None = None
+    """Settings taken over from a narrower model; none: as they are."""
     recompute: Recompute = "selective"
     """What the backward pass recomputes: none; selective: all but the ends of matmuls; full: all but layer inputs."""
     loss_chunk: int = 1024
@@ -45,31 +98,43 @@ class DecoderConfig(Builds):
                 found.append(Problem(name, f"must be at least 1, got {getattr(self, name)}"))
         if not 0 <= self.dropout < 1:
             found.append(Problem("dropout", f"must be at least 0 and below 1, got {self.dropout}"))
-        if self.init_std <= 0:
-            found.append(Problem("init_std", f"must be above 0, got {self.init_std}"))
-        for place, block in enumerate(self.stack.pattern):
-            found += self._head_problems(f"stack.pattern.{place}.mixer", block.mixer)
+        found += above_zero(init_std=self.init_std, embedding_std=self.embedding_std)
+        blocks = {f"stack.pattern.{place}": block for place, block in enumerate(self.stack.pattern)}
+        if self.prediction is not None:
+            if self.prediction.block is not None:
+                blocks["prediction.block"] = self.prediction.block
+            if self.prediction.depth >= self.sequence_length:
+                what = f"{self.prediction.depth} reaches beyond sequence_length={self.sequence_length}"
+                found.append(Problem("prediction.depth", what))
+        for where, block in blocks.items():
+            for problem in block.mixer.shape_problems(hidden=self.hidden, length=self.sequence_length):
+                found.append(Problem(f"{where}.mixer.{problem.where}", problem.what, problem.hint))
         return found
 
-    def _head_problems(self, where: str, mixer: AttentionConfig) -> list[Problem]:
-        if mixer.head_dim is None and mixer.heads > 0 and self.hidden % mixer.heads:
-            near = sorted(
-                (n for n in range(1, self.hidden + 1) if self.hidden % n == 0), key=lambda n: abs(n - mixer.heads)
-            )
-            return [
-                Problem(
-                    f"{where}.heads",
-                    f"hidden={self.hidden} is not divisible by heads={mixer.heads}",
-                    f"divisors near {mixer.heads}: {', '.join(map(str, sorted(near[:3])))}",
-                )
-            ]
-        if mixer.rope is not None and mixer.heads > 0 and mixer.size(self.hidden) % 2:
-            return [Problem(f"{where}.rope", f"rotary positions need an even head size, got {mixer.size(self.hidden)}")]
-        return []
+    def predicting_blocks(self) -> tuple[BlockConfig, ...]:
+        """The blocks behind the stack, one for each further token."""
+        if self.prediction is None:
+            return ()
+        return (self.prediction.block or self.stack.pattern[-1],) * self.prediction.depth
+
+    def width_ratio(self) -> float:
+        """How much wider this is than the model its settings were found on."""
+        return 1.0 if self.width_scaling is None else self.hidden / self.width_scaling.base_hidden
+
+    def logit_factor(self) -> float:
+        """What logits are multiplied by."""
+        given = None if self.width_scaling is None else self.width_scaling.output
+        return 1 / self.width_ratio() if given is None else given
+
+    def matrix_std(self) -> float:
+        """Standard deviation of initial weights within blocks."""
+        return self.init_std / self.width_ratio() ** 0.5
 
     def has_dropout(self) -> bool:
         """Whether training draws random numbers."""
-        return self.dropout > 0 or any(block.dropout > 0 or block.mixer.dropout > 0 for block in self.stack.pattern)
+        return self.dropout > 0 or any(
+            block.dropout > 0 or block.mixer.dropout > 0 for block in (*self.stack.pattern, *self.predicting_blocks())
+        )
 
     def padded_vocabulary(self) -> int:
         """Rows of the embedding table."""

@@ -1,5 +1,7 @@
 """Decoder language models. B rows, S positions, D hidden, V padded vocabulary."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -7,11 +9,13 @@ from jax import Array, lax
 
 from megajax.batch import LMBatch
 from megajax.layers.context import Context, dropout
-from megajax.layers.embedding import embed, vocabulary_loss, vocabulary_token_losses
+from megajax.layers.embedding import embed, embedded_beside_loss, vocabulary_loss, vocabulary_token_losses
 from megajax.layers.param import Normal, Site, param
+from megajax.layers.stack import recomputed
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import manual_axes
 from megajax.models.config import DecoderConfig
+from megajax.models.prediction import ahead
 
 EMBEDDING_PLACE = 2**31 - 1
 """A row's key is folded with this for the embedding and with its number for a layer: no layer has this number."""
@@ -21,9 +25,11 @@ class DecoderLM(nnx.Module):
     """Tokens in, loss or logits out: embed, trunk, then one of loss, token_losses and logits."""
 
     def __init__(self, cfg: DecoderConfig, layout: Layout):
-        output_std = cfg.init_std / (2 * cfg.stack.layers()) ** 0.5
-        site = Site(layout=layout, hidden=cfg.hidden, std=cfg.init_std, output_std=output_std)
-        vocabulary, init = cfg.padded_vocabulary(), Normal(cfg.init_std)
+        std, scaling = cfg.matrix_std(), cfg.width_scaling
+        site = Site(layout=layout, hidden=cfg.hidden, std=std, output_std=std / (2 * cfg.stack.layers()) ** 0.5)
+        if scaling is not None:
+            site = replace(site, score_scale=scaling.score_scale)
+        vocabulary, init = cfg.padded_vocabulary(), Normal(cfg.embedding_std or cfg.init_std)
         self.cfg, self.layout = cfg, layout
         self.tokens = param((vocabulary, cfg.hidden), ("vocab", "embed"), init=init)
         if cfg.learned_positions:
@@ -31,7 +37,13 @@ class DecoderLM(nnx.Module):
         self.stack = cfg.stack.build(site, recompute=cfg.recompute)
         self.norm = cfg.norm.build(site)
         if not cfg.tied:
-            self.head = param((vocabulary, cfg.hidden), ("vocab", "embed"), init=init)
+            self.head = param((vocabulary, cfg.hidden), ("vocab", "embed"), init=Normal(cfg.init_std))
+        self.predictions = nnx.List(
+            [
+                cfg.prediction.build(site, block=block, norm=cfg.norm, number=cfg.stack.layers() + place)
+                for place, block in enumerate(cfg.predicting_blocks())
+            ]
+        )
 
     def __call__(self, tokens: Array, positions: Array | None = None, segments: Array | None = None) -> Array:
         """tokens int32 [B, S] -> logits float32 [B, S, vocabulary_size]; by plain jax.jit on any mesh."""
@@ -63,6 +75,7 @@ class DecoderLM(nnx.Module):
 
     def enter(self, x: Array, ctx: Context) -> Array:
         """The rest of `embed`: positions and dropout, [B, S, D] -> [B, S, D]."""
+        x = scaled(x, 1.0 if self.cfg.width_scaling is None else self.cfg.width_scaling.embedding)
         if self.cfg.learned_positions:
             x = x + self.layout.act(self.positions[...][ctx.positions], "batch", "seq_residual", "embed")
         return dropout(x, self.cfg.dropout, ctx, EMBEDDING_PLACE, self.layout)
@@ -71,24 +84,47 @@ class DecoderLM(nnx.Module):
         """Final normalisation, laid out (batch, seq_residual, embed)."""
         return self.layout.act(self.norm(x), "batch", "seq_residual", "embed")
 
+    def further(self, x: Array, tokens: Array, ctx: Context) -> list[Array]:
+        """What predicts the token after next, the one after that, and so on, each [B, S, D] like `finish` has it.
+
+        x [B, S, D]: from `finish`; tokens int32 [B, S]. A head sees the token before the one it predicts, as embedded
+        where it stands; from the end of a row or, where documents are apart, of a document, zeros come in.
+        """
+        found, place = [], ctx.positions
+        for depth, head in enumerate(self.predictions, start=1):
+            tokens, place = ahead(tokens, ctx.segments), ahead(place, ctx.segments)
+            there = ctx._replace(positions=place).for_layer(EMBEDDING_PLACE - depth)
+            embedded = self.enter(embedded_beside_loss(self.layout, self.look_up(tokens)), there)
+            run = recomputed(head, self.cfg.recompute)
+            x = self.layout.act(run(x, embedded, ctx), "batch", "seq_residual", "embed")
+            found.append(x)
+        return found
+
     def table(self) -> Array:
         """The head's table [V, D]."""
         return self.tokens[...] if self.cfg.tied else self.head[...]
 
     def loss(self, x: Array, labels: Array, weights: Array) -> Array:
         """Weighted sum of token losses, float32 []: of the rows that are here."""
+        x = scaled(x, self.cfg.logit_factor())
         return vocabulary_loss(
             self.layout, self.cfg.vocabulary_size, self.cfg.loss_chunk, x, self.table(), labels, weights
         )
 
     def token_losses(self, x: Array, labels: Array) -> Array:
         """Loss of each token, float32 [B, S]; not to be differentiated."""
+        x = scaled(x, self.cfg.logit_factor())
         return vocabulary_token_losses(
             self.layout, self.cfg.vocabulary_size, self.cfg.loss_chunk, x, self.table(), labels
         )
 
     def logits(self, x: Array) -> Array:
         """Hidden states [B, S, D] -> float32 [B, S, vocabulary_size]."""
-        x = self.layout.act(x, "batch", "seq", "embed")
+        x = scaled(self.layout.act(x, "batch", "seq", "embed"), self.cfg.logit_factor())
         scores = jnp.einsum("bsd,vd->bsv", x, self.table(), preferred_element_type=jnp.float32)
         return self.layout.act(scores, "batch", "seq", "vocab")[..., : self.cfg.vocabulary_size]
+
+
+def scaled(x: Array, factor: float) -> Array:
+    """x * factor in x's dtype."""
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)

@@ -1,16 +1,106 @@
-"""Settings of the optimizer and the learning-rate schedule, without importing jax."""
+"""Settings of the optimizers and of the schedule that drives them, without importing jax."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 
+type Dtype = Literal["float32", "bfloat16"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AdamWConfig(Builds):
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
+class GroupConfig:
+    """Another treatment for some weights. What is none here stays as it is without the group."""
+
+    match: str
+    """Weights by path, with * for any text: stack.blocks.*.mlp.* or *bias. Matching none is an error."""
+    lr: float | None = None
+    """Highest learning rate of these weights, in place of schedule.lr."""
+    min_lr: float | None = None
+    """The same for schedule.min_lr."""
+    lr_multiplier: float | None = None
+    """Factor on their learning rate, at all times; 0 freezes them."""
+    decay: float | None = None
+    """Factor on their weight decay; 0: none."""
+
+    def problems(self) -> list[Problem]:
+        found = list(_from_zero(self, "lr", "min_lr", "lr_multiplier", "decay"))
+        if not self.match:
+            found.append(Problem("match", "is empty", "name weights by their path, * stands for any text"))
+        if not found and self.lr is not None and (self.min_lr or 0) > self.lr:
+            found.append(Problem("min_lr", f"min_lr={self.min_lr} is above lr={self.lr}"))
+        return found
+
+
+def _from_zero(cfg: object, *names: str) -> Iterator[Problem]:
+    """Settings that must be finite and not negative, where they are given."""
+    for name in names:
+        value = getattr(cfg, name)
+        if value is not None and not 0 <= value < inf:
+            yield Problem(name, f"must be a number from 0 up, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateConfig(Builds):
+    """What all optimizers share."""
+
+    weight_decay: float = 0.01
+    """Share of a weight taken off per step and unit of learning rate; biases, gains and vectors are not decayed."""
+    decay_embeddings: bool = True
+    """Decay the token embedding, the head and learned positions like other matrices."""
+    decay_qk_norms: bool = False
+    """Decay the gains of query and key norms."""
+    embedding_lr: float | None = None
+    """Highest learning rate of token embedding and head; none: schedule.lr."""
+    embedding_min_lr: float | None = None
+    """Their lowest; none: schedule.min_lr."""
+    groups: tuple[GroupConfig, ...] = ()
+    """Other treatment for weights by path; of two that match and say the same thing the later one counts."""
+    clip: float | None = 1.0
+    """Largest global gradient norm, gradients are scaled down to it; none: no limit."""
+    moments: Dtype = "float32"
+    """How running averages are kept between steps; they are computed in float32."""
+    log_zeros: bool = False
+    """Report the number of gradient elements that are exactly 0 with every step, as num_zeros."""
+    log_parameter_norm: bool = False
+    """Report the norm of all weights after every step, as parameter_norm."""
+
+    def shared_problems(self, **averages: float) -> list[Problem]:
+        """Of the settings above. averages: name -> decay of the running averages, the optimizer's own."""
+        found = list(_from_zero(self, "weight_decay", "embedding_lr", "embedding_min_lr"))
+        if self.clip is not None and not 0 < self.clip < inf:
+            found.append(Problem("clip", f"must be a number above 0, got {self.clip}", "clip=none turns clipping off"))
+        for name, beta in averages.items():
+            if not 0 <= beta < 1:
+                found.append(Problem(name, f"must be at least 0 and below 1, got {beta}"))
+            elif self.moments == "bfloat16" and 1 - beta < 2**-8:
+                found.append(
+                    Problem(
+                        "moments",
+                        f"bfloat16 cannot hold a change by {1 - beta:.2g} of a value, which {name}={beta} makes: the "
+                        "average would never fall",
+                        f"use moments=float32, or {name} of at most 0.996",
+                    )
+                )
+        if self.embedding_lr is not None and (self.embedding_min_lr or 0) > self.embedding_lr:
+            found.append(
+                Problem("embedding_min_lr", f"{self.embedding_min_lr} is above embedding_lr={self.embedding_lr}")
+            )
+        return found
+
+
+def _epsilon_problems(epsilon: float) -> list[Problem]:
+    if epsilon > 0:
+        return []
+    return [Problem("epsilon", f"must be above 0, got {epsilon}", "a weight without gradient divides by it")]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamWConfig(UpdateConfig):
+    """Adam (Kingma and Ba 2015) with decoupled weight decay (Loshchilov and Hutter 2019)."""
 
     target: ClassVar[str] = "megajax.optim.optimizer:AdamW"
     beta1: float = 0.9
@@ -19,25 +109,90 @@ class AdamWConfig(Builds):
     """Decay of the second moment."""
     epsilon: float = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: float = 0.01
-    """Share of a weight taken off per step and unit of learning rate; biases and norm gains are not decayed."""
-    clip: float | None = 1.0
-    """Largest global gradient norm, gradients are scaled down to it; none: no limit."""
+    decoupled: bool = True
+    """Decay weights apart from the moments; false adds weight_decay * weight to the gradient: plain Adam with L2."""
 
     def problems(self) -> list[Problem]:
-        found = []
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                found.append(Problem(name, f"must be at least 0 and below 1, got {getattr(self, name)}"))
-        if self.clip is not None and not 0 < self.clip < inf:
-            found.append(Problem("clip", f"must be a number above 0, got {self.clip}", "clip=none turns clipping off"))
-        if not self.epsilon > 0:
+        return self.shared_problems(beta1=self.beta1, beta2=self.beta2) + _epsilon_problems(self.epsilon)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SGDConfig(UpdateConfig):
+    """Gradient descent with momentum; the decay is added to the gradient."""
+
+    target: ClassVar[str] = "megajax.optim.optimizer:SGD"
+    momentum: float = 0.9
+    """Share of the last direction that is kept: direction = momentum * direction + gradient."""
+
+    def problems(self) -> list[Problem]:
+        return self.shared_problems(momentum=self.momentum)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LionConfig(UpdateConfig):
+    """The sign of an average (Chen et al. 2023), with decoupled decay; wants a learning rate 3 to 10 times below Adam's
+    and a weight decay as much above."""
+
+    target: ClassVar[str] = "megajax.optim.optimizer:Lion"
+    beta1: float = 0.95
+    """Weight of the average against the gradient in the sign that is taken."""
+    beta2: float = 0.98
+    """Decay of the average."""
+
+    def problems(self) -> list[Problem]:
+        return self.shared_problems(beta1=self.beta1, beta2=self.beta2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MuonConfig(UpdateConfig):
+    """Orthogonalised momentum (Jordan et al. 2024) for the matrices of the stack; AdamW for everything else."""
+
+    target: ClassVar[str] = "megajax.optim.muon:Muon"
+    momentum: float = 0.95
+    """Decay of the average of gradients that is orthogonalised."""
+    nesterov: bool = True
+    """Orthogonalise momentum * average + (1 - momentum) * gradient in place of the average."""
+    iterations: int = 5
+    """Newton-Schulz iterations."""
+    coefficients: Literal["quintic", "simple", "polar_express"] = "quintic"
+    """Polynomials of the iterations: quintic has 5 different ones (iterations must be a multiple), simple the same one
+    each time (Jordan), polar_express 8 and more (Amsel et al. 2025)."""
+    scale: Literal["spectral", "shape_scaling", "unit_rms_norm"] = "spectral"
+    """Factor on an orthogonal [in, out] matrix: root of max(in, out), of max(1, out / in), or of out / in."""
+    extra_scale: float = 1.0
+    """Another factor; with scale=spectral, 0.2 gives updates of about the size of AdamW's (Liu et al. 2025)."""
+    dtype: Dtype = "float32"
+    """Of the matrices in the iterations; bfloat16 is fast and gives singular values good to about 1 %."""
+    beta1: float = 0.9
+    """Decay of AdamW's first moment."""
+    beta2: float = 0.999
+    """Decay of AdamW's second moment."""
+    epsilon: float = 1e-8
+    """Added to the root of AdamW's second moment."""
+
+    def problems(self) -> list[Problem]:
+        found = self.shared_problems(momentum=self.momentum, beta1=self.beta1, beta2=self.beta2)
+        found += _epsilon_problems(self.epsilon)
+        count = self.iterations
+        if count < 1:
+            found.append(Problem("iterations", f"must be at least 1, got {count}"))
+        elif self.coefficients == "quintic" and count % 5:
+            near = ", ".join(str(n) for n in (count // 5 * 5, count // 5 * 5 + 5) if n)
             found.append(
-                Problem("epsilon", f"must be above 0, got {self.epsilon}", "a weight without gradient divides by it")
+                Problem("iterations", f"{count} is not a multiple of quintic's 5 polynomials", f"nearest: {near}")
             )
-        if not 0 <= self.weight_decay < inf:
-            found.append(Problem("weight_decay", f"must be a number from 0 up, got {self.weight_decay}"))
+        elif self.coefficients == "polar_express" and count < 8:
+            found.append(Problem("iterations", f"polar_express has 8 polynomials, iterations={count} leaves some out"))
+        if not 0 < self.extra_scale < inf:
+            found.append(Problem("extra_scale", f"must be a number above 0, got {self.extra_scale}"))
         return found
+
+
+OptimizerConfig = AdamWConfig | SGDConfig | LionConfig | MuonConfig
+"""Every optimizer a run can name."""
+
+type Samples = Callable[[int], int]
+"""Steps -> rows they read from the start of the run on; not a plain product where the batch size is ramped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +207,9 @@ class ScheduleConfig(Builds):
     """Highest learning rate."""
     min_lr: float = 0.0
     """Rate at the end of the decay, and after it."""
-    style: Literal["constant", "linear", "cosine"] = "cosine"
-    """Shape of the decay from lr to min_lr; constant never decays."""
+    style: Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"] = "cosine"
+    """Shape of the decay from lr to min_lr; constant never decays; inverse_square_root falls with the root of all
+    samples, never below min_lr; wsd stays at lr until the anneal (warm-up, stable, decay; Hu et al. 2024)."""
     warmup_steps: int | None = None
     """Steps from warmup_start to lr; give at most one of the three warm-ups."""
     warmup_samples: int | None = None
@@ -66,46 +222,104 @@ class ScheduleConfig(Builds):
     """Steps until min_lr, warm-up included; none: the whole run."""
     decay_samples: int | None = None
     """The same in samples."""
+    anneal_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of wsd's decay: 2 * 0.5^r - 1, 1 - r, (1 + cos(pi r)) / 2 or 1 - sqrt(r) of the share r that is done."""
+    anneal_steps: int | None = None
+    """Steps of wsd's decay, the last ones before the end of decay_steps."""
+    anneal_samples: int | None = None
+    """The same in samples."""
+    weight_decay_start: float | None = None
+    """Weight decay of the first update, which then changes to optimizer.weight_decay; none: always that."""
+    weight_decay_style: Literal["linear", "cosine"] = "linear"
+    """Shape of that change."""
+    weight_decay_steps: int | None = None
+    """Steps it takes; none: the whole run."""
+    weight_decay_samples: int | None = None
+    """The same in samples."""
 
     def problems(self) -> list[Problem]:
         found = []
-        warmups = [n for n in ("warmup_steps", "warmup_samples", "warmup_fraction") if getattr(self, n) is not None]
-        if len(warmups) > 1:
-            found.append(Problem(warmups[1], f"{' and '.join(warmups)} are both given", "give one of them"))
-        if self.decay_steps is not None and self.decay_samples is not None:
-            found.append(Problem("decay_samples", "decay_steps and decay_samples are both given", "give one of them"))
+        for names in (
+            ("warmup_steps", "warmup_samples", "warmup_fraction"),
+            ("decay_steps", "decay_samples"),
+            ("anneal_steps", "anneal_samples"),
+            ("weight_decay_steps", "weight_decay_samples"),
+        ):
+            given = [name for name in names if getattr(self, name) is not None]
+            if len(given) > 1:
+                found.append(Problem(given[1], f"{' and '.join(given)} are both given", "give one of them"))
         if self.min_lr > self.lr:
             found.append(Problem("min_lr", f"min_lr={self.min_lr} is above lr={self.lr}"))
-        for name in ("lr", "min_lr", "warmup_start", "warmup_steps", "warmup_samples"):
-            if not 0 <= (getattr(self, name) or 0) < inf:
-                found.append(Problem(name, f"must be a number from 0 up, got {getattr(self, name)}"))
+        if 0 <= self.lr < self.warmup_start:
+            found.append(Problem("warmup_start", f"warmup_start={self.warmup_start} is above lr={self.lr}"))
+        found += _from_zero(self, "lr", "min_lr", "warmup_start", "warmup_steps", "warmup_samples")
+        found += _from_zero(self, "weight_decay_start", "weight_decay_steps", "weight_decay_samples")
         if self.warmup_fraction is not None and not 0 <= self.warmup_fraction <= 1:
             found.append(Problem("warmup_fraction", f"must be between 0 and 1, got {self.warmup_fraction}"))
-        return found
+        return found + self._anneal_problems()
 
-    def decay(self, *, steps: int, global_size: int) -> int:
-        """Samples until min_lr."""
+    def _anneal_problems(self) -> list[Problem]:
+        given = [name for name in ("anneal_steps", "anneal_samples") if getattr(self, name) is not None]
+        if self.style != "wsd":
+            return [
+                Problem(name, f"has no meaning with style={self.style}", "set style=wsd, or leave it out")
+                for name in given
+            ]
+        if not given:
+            return [Problem("anneal_steps", "is needed with style=wsd", "say how many of the last steps decay")]
+        return [
+            Problem(name, f"must be at least 1, got {getattr(self, name)}") for name in given if getattr(self, name) < 1
+        ]
+
+    def decay(self, *, steps: int, global_size: int, samples: Samples | None = None) -> int:
+        """Samples until min_lr. samples: rows of the first steps; none: global_size each."""
         if self.decay_samples is not None:
             return self.decay_samples
-        return (steps if self.decay_steps is None else self.decay_steps) * global_size
+        return _rows(steps if self.decay_steps is None else self.decay_steps, global_size, samples)
 
-    def warmup(self, *, steps: int, global_size: int) -> float:
+    def warmup(self, *, steps: int, global_size: int, samples: Samples | None = None) -> float:
         """Samples of warm-up."""
         if self.warmup_fraction is not None:
-            return self.warmup_fraction * self.decay(steps=steps, global_size=global_size)
+            return self.warmup_fraction * self.decay(steps=steps, global_size=global_size, samples=samples)
         if self.warmup_samples is not None:
             return self.warmup_samples
-        return (self.warmup_steps or 0) * global_size
+        return _rows(self.warmup_steps or 0, global_size, samples)
 
-    def run_problems(self, *, steps: int, global_size: int) -> list[Problem]:
+    def anneal(self, *, steps: int, global_size: int, samples: Samples | None = None) -> int:
+        """Samples of wsd's decay, which end with `decay`; a step of it has the whole batch."""
+        if self.anneal_samples is not None:
+            return self.anneal_samples
+        return (self.anneal_steps or 0) * global_size
+
+    def weight_decay(self, *, steps: int, global_size: int, samples: Samples | None = None) -> int:
+        """Samples over which the weight decay changes."""
+        if self.weight_decay_samples is not None:
+            return self.weight_decay_samples
+        return _rows(steps if self.weight_decay_steps is None else self.weight_decay_steps, global_size, samples)
+
+    def run_problems(self, *, steps: int, global_size: int, samples: Samples | None = None) -> list[Problem]:
         """What is wrong with the schedule for a run of that length."""
-        warmup, decay = (f(steps=steps, global_size=global_size) for f in (self.warmup, self.decay))
+        found: list[Problem] = []
+        length: dict[str, Any] = {"steps": steps, "global_size": global_size, "samples": samples}
+        warmup, decay, anneal = (f(**length) for f in (self.warmup, self.decay, self.anneal))
         if self.style != "constant" and warmup >= decay and warmup > 0:
-            return [
+            found.append(
                 Problem(
                     "decay_steps",
                     f"the decay ends after {decay} samples, the warm-up after {warmup:g}",
                     "make the warm-up shorter or the decay longer",
                 )
-            ]
-        return []
+            )
+        if self.style == "wsd" and anneal > decay > 0:
+            found.append(
+                Problem(
+                    "anneal_steps" if self.anneal_samples is None else "anneal_samples",
+                    f"the anneal takes {anneal} samples, all of the schedule {decay}",
+                    f"at most {decay} samples, which are {decay // max(global_size, 1)} steps",
+                )
+            )
+        return found
+
+
+def _rows(steps: int, global_size: int, samples: Samples | None) -> int:
+    return steps * global_size if samples is None else samples(steps)

@@ -1,62 +1,196 @@
 """The update rules. Weights and gradients are flat dicts from path to float32 array."""
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import jax.numpy as jnp
-import optax
 from jax import Array
 
 from megajax.batch import Params
 from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec
-from megajax.optim.config import AdamWConfig
+from megajax.mesh.rules import Plan
+from megajax.optim.config import AdamWConfig, LionConfig, SGDConfig, UpdateConfig
+from megajax.optim.groups import Rates, groups, table
 
 type OptimizerState = dict[str, Any]
+"""count int32 [], and for each kind of moment a dict from path to array."""
+
+type Moments = tuple[Array, ...]
 
 
-def decayed(spec: ParamSpec) -> bool:
-    """Matrices decay, embeddings and head among them; biases and norm gains do not."""
-    return spec.role == "weight"
+class Rule(Protocol):
+    """How one weight's gradient becomes a direction. All arrays float32 and of the weight's shape."""
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Names of what is kept between steps."""
+        ...
+
+    @property
+    def coupled(self) -> bool:
+        """Whether weight decay is added to the gradient."""
+        ...
+
+    def __call__(self, g: Array, moments: Moments, step: Array) -> tuple[Array, Moments]:
+        """step: float32 [], 1 at the first update. -> what to take off the weight per unit of learning rate."""
+        ...
 
 
-class AdamW:
-    """Adam with bias correction; the decay p * (1 - lr * weight_decay) is apart from the moments."""
+class Optimizer:
+    """A rule for each weight, rates from the schedule by group; decay is apart from moments unless the rule couples it.
 
-    def __init__(self, cfg: AdamWConfig, declared: Mapping[str, ParamSpec]):
-        self.cfg = cfg
-        self.decayed = {path: decayed(spec) for path, spec in declared.items()}
-        self.moments = optax.scale_by_adam(cfg.beta1, cfg.beta2, cfg.epsilon)
+    p <- p (1 - lr * decay) - lr * direction(gradient).
+    """
+
+    def __init__(self, cfg: UpdateConfig, declared: Mapping[str, ParamSpec], rules: Mapping[str, Rule]):
+        self.cfg, self.rules, self.declared = cfg, dict(rules), dict(declared)
+        self.groups = groups(cfg, declared)
+        self.decayed = {path: group.decay > 0 for path, group in self.groups.items()}
 
     def init(self, params: Params) -> OptimizerState:
-        """Moments of zero, laid out like params; a plain dict, so that checkpoints name every array."""
-        fresh: Any = self.moments.init(dict(params))
-        return {"count": fresh.count, "first_moment": fresh.mu, "second_moment": fresh.nu}
+        """Moments of zero, laid out like params; plain dicts, so that checkpoints name every array."""
+        state: OptimizerState = {"count": jnp.zeros((), jnp.int32)}
+        for path, p in params.items():
+            for name in self.rules[path].moments:
+                state.setdefault(name, {})[path] = jnp.zeros(p.shape, self.cfg.moments)
+        return state
 
     def update(
-        self, grads: Params, state: OptimizerState, params: Params, *, lr: Array
+        self, grads: Params, state: OptimizerState, params: Params, *, rates: Rates
     ) -> tuple[Params, OptimizerState]:
-        """One update. grads float32, already divided and clipped; lr float32 []. -> new weights and state.
+        """One update. grads float32, already divided and clipped. -> new weights and state.
 
         Raises UserError when weights and optimizer were made for different models.
         """
-        if set(params) != set(self.decayed):
-            raise UserError(f"the optimizer has rules for other weights: {sorted(set(params) ^ set(self.decayed))[:5]}")
-        old = optax.ScaleByAdamState(state["count"], state["first_moment"], state["second_moment"])
-        moved: Any = self.moments.update(dict(grads), old)
-        directions, new = moved
-        updated = {}
+        if set(params) != set(self.rules):
+            raise UserError(f"the optimizer has rules for other weights: {sorted(set(params) ^ set(self.rules))[:5]}")
+        count = state["count"] + 1
+        now = {group: rates(group) for group in dict.fromkeys(self.groups.values())}
+        updated: dict[str, Array] = {}
+        new: OptimizerState = {name: {} for name in state} | {"count": count}
         for path, p in params.items():
-            kept = p * (1 - lr * self.cfg.weight_decay) if self.decayed[path] else p
-            updated[path] = kept - lr * directions[path]
-        return updated, {"count": new.count, "first_moment": new.mu, "second_moment": new.nu}
+            group, rule, g = self.groups[path], self.rules[path], grads[path]
+            lr, decay = now[group]
+            kept = p
+            if group.decay and rule.coupled:
+                g = g + decay * p
+            elif group.decay:
+                kept = p * (1 - lr * decay)
+            moments = tuple(state[name][path].astype(jnp.float32) for name in rule.moments)
+            direction, moments = rule(g, moments, count.astype(jnp.float32))
+            updated[path] = kept - lr * direction
+            for name, moment in zip(rule.moments, moments, strict=True):
+                new[name][path] = moment.astype(self.cfg.moments)
+        return updated, new
+
+    def table(self) -> list[tuple[str, str]]:
+        """Rows for people: rule and rates, and the weights that have them."""
+        return table(self.groups, {path: type(rule).__name__ for path, rule in self.rules.items()})
+
+    def measures(self, grads: Params, params: Params) -> dict[str, Array]:
+        """What was asked for of num_zeros and parameter_norm, float32 []."""
+        found = {}
+        if self.cfg.log_zeros:
+            found["num_zeros"] = zeros(grads, self.declared)
+        if self.cfg.log_parameter_norm:
+            found["parameter_norm"] = global_norm(params)
+        return found
 
 
-def global_norm(grads: Params) -> Array:
-    """Root of the sum of squares over all weights, float32 []."""
-    return jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in grads.values()))
+@dataclass(frozen=True)
+class Adam:
+    """m / (sqrt(v) + epsilon) of the averages of g and g^2, each divided by 1 - beta^step (Kingma and Ba 2015)."""
+
+    beta1: float
+    beta2: float
+    epsilon: float
+    coupled: bool = False
+    moments: tuple[str, ...] = ("first_moment", "second_moment")
+
+    def __call__(self, g: Array, moments: Moments, step: Array) -> tuple[Array, Moments]:
+        m = self.beta1 * moments[0] + (1 - self.beta1) * g
+        v = self.beta2 * moments[1] + (1 - self.beta2) * jnp.square(g)
+        first, second = m / weight_so_far(self.beta1, step), v / weight_so_far(self.beta2, step)
+        return first / (jnp.sqrt(second) + self.epsilon), (m, v)
+
+
+def weight_so_far(beta: float, step: Array) -> Array:
+    """1 - beta^step, to the last bit or two of float32 even where beta^step is nearly 1. step float32 []."""
+    return -jnp.expm1(step * math.log(beta)) if beta else jnp.ones(())
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """direction = momentum * direction + g."""
+
+    momentum: float
+    coupled: bool = True
+    moments: tuple[str, ...] = ("momentum",)
+
+    def __call__(self, g: Array, moments: Moments, step: Array) -> tuple[Array, Moments]:
+        direction = self.momentum * moments[0] + g
+        return direction, (direction,)
+
+
+@dataclass(frozen=True)
+class SignOfAverage:
+    """sign(beta1 m + (1 - beta1) g), then m <- beta2 m + (1 - beta2) g (Chen et al. 2023)."""
+
+    beta1: float
+    beta2: float
+    coupled: bool = False
+    moments: tuple[str, ...] = ("momentum",)
+
+    def __call__(self, g: Array, moments: Moments, step: Array) -> tuple[Array, Moments]:
+        (m,) = moments
+        return jnp.sign(self.beta1 * m + (1 - self.beta1) * g), (self.beta2 * m + (1 - self.beta2) * g,)
+
+
+class AdamW(Optimizer):
+    """Adam for every weight."""
+
+    def __init__(self, cfg: AdamWConfig, declared: Mapping[str, ParamSpec], plan: Plan | None = None):
+        rule = Adam(cfg.beta1, cfg.beta2, cfg.epsilon, coupled=not cfg.decoupled)
+        super().__init__(cfg, declared, dict.fromkeys(declared, rule))
+
+
+class SGD(Optimizer):
+    """Momentum for every weight."""
+
+    def __init__(self, cfg: SGDConfig, declared: Mapping[str, ParamSpec], plan: Plan | None = None):
+        super().__init__(cfg, declared, dict.fromkeys(declared, Momentum(cfg.momentum)))
+
+
+class Lion(Optimizer):
+    """The sign of an average for every weight."""
+
+    def __init__(self, cfg: LionConfig, declared: Mapping[str, ParamSpec], plan: Plan | None = None):
+        super().__init__(cfg, declared, dict.fromkeys(declared, SignOfAverage(cfg.beta1, cfg.beta2)))
+
+
+def global_norm(arrays: Params) -> Array:
+    """Root of the sum of squares over all weights, float32 []. An array counts once however it is laid out."""
+    return jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in arrays.values()))
+
+
+def zeros(grads: Params, declared: Mapping[str, ParamSpec]) -> Array:
+    """Elements that are exactly 0, float32 []; rows that are no layer are left out (they have no gradient)."""
+    padding = sum(math.prod(spec.shape[1:]) * spec.layers.count(-1) for spec in declared.values())
+    return sum(jnp.sum(g == 0, dtype=jnp.float32) for g in grads.values()) - jnp.float32(padding)
 
 
 def clip_factor(norm: Array, limit: float | None) -> Array:
     """What to multiply gradients of that norm by: limit / (norm + 1e-6) where that is below 1."""
     return jnp.ones(()) if limit is None else jnp.minimum(limit / (norm + 1e-6), 1.0)
+
+
+def steady(lr: Array | float, weight_decay: float = 0.0) -> Rates:
+    """Rates without a schedule: lr for all groups, times their multipliers."""
+
+    def rates(group: Any) -> tuple[Array, Array]:
+        return jnp.asarray(lr, jnp.float32) * group.lr_multiplier, jnp.float32(weight_decay * group.decay)
+
+    return rates

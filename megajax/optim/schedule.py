@@ -1,42 +1,143 @@
-"""Learning rate as a pure function of the samples consumed by successful steps."""
+"""Learning rate and weight decay as pure functions of the samples consumed by successful steps."""
 
+from collections.abc import Callable, Mapping
+from math import cos, floor, log, pi, sqrt
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
-from megajax.optim.config import ScheduleConfig
+from megajax.config.errors import UserError
+from megajax.optim.config import Samples, ScheduleConfig
+from megajax.optim.groups import Group
+
+SHAPES: Mapping[str, Callable[[float], float]] = MappingProxyType(
+    {
+        "linear": lambda done: 1.0 - done,
+        "cosine": lambda done: 0.5 * (cos(pi * done) + 1.0),
+        "exponential": lambda done: 2.0 * 0.5**done - 1.0,
+        "minus_sqrt": lambda done: 1.0 - sqrt(done),
+    }
+)
+"""Share of the way from min_lr to lr, by the share of the decay that is done; on the host, in float64."""
+
+SHAPES_IN_FLOAT32: Mapping[str, Callable[[Array, Array], Array]] = MappingProxyType(
+    {
+        "linear": lambda done, left: left,
+        "cosine": lambda done, left: jnp.square(jnp.sin(0.5 * pi * left)),
+        "exponential": lambda done, left: jnp.expm1(left * log(2)),
+        "minus_sqrt": lambda done, left: left / (1 + jnp.sqrt(done)),
+    }
+)
+"""The same functions of (share done, share left) = (r, 1 - r), written so that nothing cancels in float32."""
 
 
 class Schedule:
-    """lr(samples) for a run of `steps` steps of `global_size` samples."""
+    """lr(samples) for a run of `steps` steps of `global_size` samples; samples: steps -> rows where sizes change."""
 
-    def __init__(self, cfg: ScheduleConfig, *, steps: int, global_size: int):
+    def __init__(self, cfg: ScheduleConfig, *, steps: int, global_size: int, samples: Samples | None = None):
         self.cfg = cfg
-        self.decay = float(cfg.decay(steps=steps, global_size=global_size))
-        self.warmup = float(cfg.warmup(steps=steps, global_size=global_size))
+        length: dict[str, Any] = {"steps": steps, "global_size": global_size, "samples": samples}
+        self.decay = float(cfg.decay(**length))
+        self.warmup = float(cfg.warmup(**length))
+        self.falls_from = self.decay - cfg.anneal(**length) if cfg.style == "wsd" else self.warmup
+        """Samples after which the rate falls."""
+        self.shape = cfg.anneal_style if cfg.style == "wsd" else cfg.style
+        self.weight_decay_span = float(cfg.weight_decay(**length))
 
-    def __call__(self, samples: Array) -> Array:
-        """samples int32 [] -> float32 [], traceable."""
-        return self._value(samples.astype(jnp.float32), jnp).astype(jnp.float32)
-
-    def at(self, samples: int) -> float:
-        """The same on the host in float64."""
-        return float(self._value(np.float64(samples), np))
-
-    def _value(self, n: Any, xp: Any) -> Any:
-        cfg = self.cfg
+    def __call__(self, samples: Array, *, lr: float | None = None, min_lr: float | None = None) -> Array:
+        """samples int32 [] -> float32 [], traceable. lr, min_lr: of a group that has its own."""
+        cfg, n = self.cfg, jnp.asarray(samples, jnp.int32)
+        top, low = cfg.lr if lr is None else lr, cfg.min_lr if min_lr is None else min_lr
         # A span of 0 only divides where another branch is taken.
-        rising = cfg.warmup_start + (cfg.lr - cfg.warmup_start) * n / max(self.warmup, 1)
-        done = (n - self.warmup) / max(self.decay - self.warmup, 1)
-        match cfg.style:
-            case "constant":
-                falling = xp.full_like(n, cfg.lr)
-            case "linear":
-                falling = cfg.min_lr + (1 - done) * (cfg.lr - cfg.min_lr)
-            case "cosine":
-                falling = cfg.min_lr + 0.5 * (xp.cos(np.pi * done) + 1) * (cfg.lr - cfg.min_lr)
+        rising = cfg.warmup_start + (top - cfg.warmup_start) * (n.astype(jnp.float32) / max(self.warmup, 1.0))
+        if cfg.style == "constant":
+            falling = jnp.full((), top, jnp.float32)
+        elif cfg.style == "inverse_square_root":
+            root = sqrt(max(self.warmup, 1.0)) / jnp.sqrt(jnp.maximum(n, 1).astype(jnp.float32))
+            falling = jnp.maximum(low, top * root)
+        else:
+            span = max(self.decay - self.falls_from, 1.0)
+            done = jnp.clip(_minus(n, self.falls_from) / span, 0, 1)
+            left = jnp.clip(-_minus(n, self.decay) / span, 0, 1)
+            falling = low + SHAPES_IN_FLOAT32[self.shape](done, left) * (top - low)
         if cfg.style != "constant":
-            falling = xp.where(n > self.decay, cfg.min_lr, falling)
-        return xp.where((self.warmup > 0) & (n <= self.warmup), rising, falling)
+            falling = jnp.where(_minus(n, self.decay) > 0, low, falling)
+        warming = _minus(n, floor(self.warmup)) <= 0 if self.warmup > 0 else jnp.zeros((), bool)
+        return jnp.where(warming, rising, falling).astype(jnp.float32)
+
+    def at(self, samples: int, *, lr: float | None = None, min_lr: float | None = None) -> float:
+        """The same on the host in float64."""
+        cfg, n = self.cfg, samples
+        top, low = cfg.lr if lr is None else lr, cfg.min_lr if min_lr is None else min_lr
+        if 0 < self.warmup >= n:
+            return cfg.warmup_start + (top - cfg.warmup_start) * n / self.warmup
+        if cfg.style == "constant":
+            return top
+        if n > self.decay:
+            return low
+        if cfg.style == "inverse_square_root":
+            return max(low, top * max(self.warmup, 1) ** 0.5 / max(n, 1) ** 0.5)
+        done = max(n - self.falls_from, 0.0) / max(self.decay - self.falls_from, 1.0)
+        return low + SHAPES[self.shape](done) * (top - low)
+
+    def weight_decay(self, samples: Array, end: float) -> Array:
+        """Weight decay of an update, rising to `end`; float32 [], traceable."""
+        start = self.cfg.weight_decay_start
+        if start is None:
+            return jnp.float32(end)
+        share = jnp.clip(samples.astype(jnp.float32) / max(self.weight_decay_span, 1.0), 0, 1)
+        if self.cfg.weight_decay_style == "cosine":
+            share = jnp.square(jnp.sin(0.5 * pi * share))
+        return (start + share * (end - start)).astype(jnp.float32)
+
+    def weight_decay_at(self, samples: int, end: float) -> float:
+        """The same on the host in float64."""
+        start = self.cfg.weight_decay_start
+        if start is None or samples > self.weight_decay_span:
+            return end
+        share = samples / max(self.weight_decay_span, 1.0)
+        if self.cfg.weight_decay_style == "cosine":
+            share = 0.5 * (cos(pi * (1 - share)) + 1.0)
+        return start + share * (end - start)
+
+    def rates(self, samples: Array, weight_decay: float, group: Group) -> tuple[Array, Array]:
+        """Learning rate and weight decay of a group; weight_decay: optimizer.weight_decay.
+
+        Raises UserError for a group whose own highest rate is below the lowest.
+        """
+        top, low = (self.cfg.lr if group.lr is None else group.lr), (group.min_lr or 0.0)
+        if (self.cfg.min_lr if group.min_lr is None else low) > top:
+            raise UserError(
+                f"weights with lr={top:g} of their own would rise to schedule.min_lr={self.cfg.min_lr:g}: give them a "
+                "min_lr as well (optimizer.embedding_min_lr, or min_lr of the group)"
+                if group.min_lr is None
+                else f"weights with min_lr={low:g} of their own have lr={top:g}: give them a higher lr as well"
+            )
+        lr = self(samples, lr=group.lr, min_lr=group.min_lr)
+        return lr * group.lr_multiplier, self.weight_decay(samples, weight_decay) * group.decay
+
+    def facts(self) -> dict[str, str | float | int]:
+        """What the rates depend on, for comparing two runs; lengths in samples, and only what has an effect."""
+        cfg = self.cfg
+        found: dict[str, str | float | int] = {
+            f"schedule.{name}": getattr(cfg, name) for name in ("lr", "min_lr", "style", "warmup_start")
+        }
+        found["schedule: samples of warm-up"] = round(self.warmup)
+        if cfg.style != "constant":
+            found["schedule: samples of decay (steps x batch.global_size unless set)"] = round(self.decay)
+        if cfg.style == "wsd":
+            found["schedule.anneal_style"] = cfg.anneal_style
+            found["schedule: samples of the anneal"] = round(self.decay - self.falls_from)
+        if cfg.weight_decay_start is not None:
+            found["schedule.weight_decay_start"] = cfg.weight_decay_start
+            found["schedule.weight_decay_style"] = cfg.weight_decay_style
+            found["schedule: samples until optimizer.weight_decay"] = round(self.weight_decay_span)
+        return found
+
+
+def _minus(n: Array, value: float) -> Array:
+    """n - value in float32; exact to its last bit for whole values, however large n (int32 []) is."""
+    whole = min(floor(value), 2**31 - 1)
+    return (n - jnp.int32(whole)).astype(jnp.float32) - (value - whole)

@@ -126,6 +126,7 @@ def with_kernels(cfg: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
             length=cfg.model.sequence_length,
             dropout=mixer.dropout,
         )
+        limit = limit or mixer.beyond_cudnn()
         if mixer.kernel == "cudnn" and limit is not None:
             where = f"model.stack.pattern.{place}.mixer.kernel"
             raise UserError(f"{where}=cudnn: cuDNN's attention {limit}. Set {where}=auto or reference.")

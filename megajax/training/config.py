@@ -1,23 +1,142 @@
 """Settings of batch and evaluation, without importing jax."""
 
-from dataclasses import dataclass
-from typing import Literal
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import ClassVar, Literal
 
+from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.config.nearest import nearest_divisors
+from megajax.data.config import DataConfig
+
+THRESHOLD = re.compile(r"(\d+)([KMBT]?):(\d+)")
+SUFFIXES = (("", 1), ("K", 10**3), ("M", 10**6), ("B", 10**9), ("T", 10**12))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BatchConfig:
+class LinearRampConfig:
+    """From `start` rows to batch.global_size in equal increments, each for as many samples (Brown et al. 2020)."""
+
+    start: int
+    """Rows of the first steps."""
+    increment: int
+    """Rows added at a time."""
+    samples: int
+    """Samples until batch.global_size."""
+
+    def problems(self) -> list[Problem]:
+        return [
+            Problem(name, f"must be at least 1, got {getattr(self, name)}")
+            for name in ("start", "increment", "samples")
+            if getattr(self, name) < 1
+        ]
+
+    def size_problems(self, global_size: int) -> list[Problem]:
+        """What does not fit the size it ends at."""
+        gap = global_size - self.start
+        if gap < 0:
+            return [Problem("start", f"start={self.start} is above global_size={global_size}")]
+        if gap % self.increment:
+            legal = ", ".join(str(n) for n in nearest_divisors(gap, self.increment))
+            what = f"increment={self.increment} does not divide global_size={global_size} - start={self.start} = {gap}"
+            return [Problem("increment", what, f"nearest divisors: {legal}")]
+        return []
+
+    def nominal(self, consumed: int, global_size: int) -> int:
+        """Rows of a step after `consumed` samples."""
+        increments = (global_size - self.start) // self.increment
+        if consumed > self.samples or not increments:
+            return global_size
+        return min(self.start + int(consumed / (self.samples / increments)) * self.increment, global_size)
+
+    def thresholds(self, global_size: int, sequence_length: int | None) -> tuple[tuple[int, int], ...]:
+        """(samples from which on, rows), in order."""
+        found = [(0, self.nominal(0, global_size))]
+        increments = (global_size - self.start) // self.increment
+        for number in range(1, increments + 1):
+            rows = self.start + number * self.increment
+            # Near the exact quotient; the rule above, rounding and all, decides which sample is the first.
+            first = self.samples * number // increments
+            while first > 0 and self.nominal(first - 1, global_size) >= rows:
+                first -= 1
+            while self.nominal(first, global_size) < rows:
+                first += 1
+            found = [*found, (first, rows)] if first > found[-1][0] else [*found[:-1], (first, rows)]
+        return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRampConfig:
+    """Sizes and where each begins; the last must be batch.global_size."""
+
+    sizes: str
+    """Pairs threshold:rows with blanks or commas between: "0:768 250B:1536"; K, M, B and T are 10^3 to 10^12."""
+    unit: Literal["tokens", "samples"] = "tokens"
+    """What thresholds count; tokens are divided by the sequence length, rounded down."""
+
+    def problems(self) -> list[Problem]:
+        words = self.sizes.replace(",", " ").split()
+        wrong = [word for word in words if not THRESHOLD.fullmatch(word)]
+        if wrong or not words:
+            shown = f"{wrong[0]!r} is not threshold:rows" if wrong else "is empty"
+            return [Problem("sizes", shown, "write for example 0:768 250B:1536")]
+        pairs = self.pairs()
+        found = []
+        if pairs[0][0]:
+            found.append(Problem("sizes", f"begins at {pairs[0][0]}", "the first threshold is 0"))
+        for (here, rows), (there, more) in pairwise(pairs):
+            if there <= here:
+                found.append(Problem("sizes", f"threshold {there} is given twice", "each must be above the one before"))
+            if more <= rows:
+                found.append(Problem("sizes", f"{rows} rows are followed by {more}", "a batch may only grow in a run"))
+        if pairs[0][1] < 1:
+            found.append(Problem("sizes", f"rows must be at least 1, got {pairs[0][1]}"))
+        return found
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """(threshold in units, rows), by threshold."""
+        found = [THRESHOLD.fullmatch(word) for word in self.sizes.replace(",", " ").split()]
+        return sorted((int(m[1]) * dict(SUFFIXES)[m[2]], int(m[3])) for m in found if m)
+
+    def size_problems(self, global_size: int) -> list[Problem]:
+        """What does not fit the size it ends at."""
+        last = self.pairs()[-1][1]
+        if last == global_size:
+            return []
+        return [Problem("sizes", f"ends at {last} rows, global_size={global_size}", f"set batch.global_size={last}")]
+
+    def thresholds(self, global_size: int, sequence_length: int | None) -> tuple[tuple[int, int], ...]:
+        """(samples from which on, rows), in order."""
+        length = 1
+        if self.unit == "tokens":
+            if not sequence_length:
+                raise ValueError("thresholds in tokens need a sequence length")
+            length = sequence_length
+        return tuple((threshold // length, rows) for threshold, rows in self.pairs())
+
+
+type RampConfig = LinearRampConfig | StepRampConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchConfig(Builds):
     """How many rows make a step, and how many of them a device works on at once."""
 
+    target: ClassVar[str] = "megajax.training.batch_sizes:BatchSizes"
     global_size: int = 8
-    """Rows per step, over all devices."""
+    """Rows per step, over all devices; with a ramp, at its end."""
     micro_size: int = 1
     """Rows of a microbatch on each data-parallel device; microbatches of a step follow one another."""
     loss_average: Literal["tokens", "microbatches"] = "tokens"
     """tokens: every counted token weighs the same; microbatches: the mean over microbatches of their mean losses, as
     Megatron-LM does without --calculate-per-token-loss. The reported loss is the tokens' mean either way."""
+    ramp: RampConfig | None = None
+    """Fewer rows in the first steps; none: always global_size."""
+    decrease: bool = False
+    """Take as many of the rows as micro_size x data-parallel devices divide, where they don't divide all; without it
+    that is an error."""
 
     def problems(self) -> list[Problem]:
         found = [
@@ -25,21 +144,26 @@ class BatchConfig:
             for name in ("global_size", "micro_size")
             if getattr(self, name) < 1
         ]
-        if not found and self.global_size % self.micro_size:
+        if not found and self.ramp is not None and not self.ramp.problems():
+            sizes = self.ramp.size_problems(self.global_size)
+            found += [replace(problem, where=f"ramp.{problem.where}") for problem in sizes]
+        if not found and self.global_size % self.micro_size and not self.decrease:
             legal = ", ".join(str(n) for n in nearest_divisors(self.global_size, self.micro_size))
             what = f"micro_size={self.micro_size} does not divide global_size={self.global_size}"
             found.append(Problem("micro_size", what, f"nearest divisors: {legal}"))
         return found
 
     def microbatches(self, replicas: int) -> int:
-        """Microbatches of a step on `replicas` data-parallel devices."""
+        """Microbatches of a step of global_size rows on `replicas` data-parallel devices."""
         return self.global_size // (self.micro_size * replicas)
 
     def replica_problems(self, replicas: int) -> list[Problem]:
         """What is wrong with these sizes on `replicas` data-parallel devices."""
         unit = self.micro_size * replicas
-        if self.global_size < 1 or unit < 1 or self.global_size % unit == 0:
+        if self.global_size < 1 or unit < 1:
             return []
+        if self.global_size % unit == 0 or (self.decrease and self.global_size >= unit):
+            return self._ramp_problems(unit)
         below = self.global_size // unit * unit
         near = [str(n) for n in (below, below + unit) if n > 0]
         return [
@@ -51,6 +175,23 @@ class BatchConfig:
             )
         ]
 
+    def _ramp_problems(self, unit: int) -> list[Problem]:
+        if self.ramp is None or self.ramp.problems() or self.ramp.size_problems(self.global_size):
+            return []
+        # The rows of all sizes do not depend on the length of a sequence.
+        sizes = [rows for _, rows in self.ramp.thresholds(self.global_size, 1)]
+        wrong = [rows for rows in sizes if (rows < unit if self.decrease else rows % unit)]
+        if not wrong:
+            return []
+        return [
+            Problem(
+                "ramp",
+                f"goes through {', '.join(map(str, wrong))} rows, which micro_size={self.micro_size} x data-parallel "
+                f"devices = {unit} {'are more than' if self.decrease else 'do not divide'}",
+                "use multiples of it" + ("" if self.decrease else ", or batch.decrease=true for the next lower one"),
+            )
+        ]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationConfig:
@@ -59,7 +200,12 @@ class EvaluationConfig:
     every: int | None = None
     """Steps between evaluations on the validation split; none: only at the end."""
     batches: int = 10
-    """Global batches of each evaluation."""
+    """Global batches of each evaluation; 0: no evaluation."""
+    full: bool = False
+    """Evaluate on every row of a split, each time, instead of on the next `batches` batches."""
+    sets: Mapping[str, DataConfig] = field(default_factory=dict)
+    """Further validation sets by name: the validation split of each, evaluated and reported along with the run's own.
+    On the command line: --evaluation.sets='{code: {type: BlendConfig, valid_paths: [PREFIX]}}'."""
     at_end: bool = True
     """Evaluate on the validation and test splits when training ends."""
 
@@ -71,4 +217,17 @@ class EvaluationConfig:
             )
         if self.batches < 0:
             found.append(Problem("batches", f"must not be negative, got {self.batches}"))
+        for name in self.sets:
+            if not re.fullmatch(r"[\w.-]+", name):
+                found.append(Problem("sets", f"the name {name!r} is not made of letters, digits, _ . -"))
+            elif name in ("train", "validation", "test"):
+                found.append(Problem("sets", f"{name} is the name of a split of the run's own data", "use another"))
+            where = f"sets.{name}"
+            found += [replace(problem, where=f"{where}.{problem.where}") for problem in _problems(self.sets[name])]
         return found
+
+
+def _problems(data: DataConfig) -> list[Problem]:
+    # Entries of a mapping are not asked by the tree.
+    ask = getattr(data, "problems", None)
+    return ask() if ask is not None else []

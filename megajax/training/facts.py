@@ -7,9 +7,12 @@ from typing import Any
 import jax
 
 from megajax.layers.attention import choose_kernel
+from megajax.layers.stack import MATMUL_ENDS
 from megajax.metrics.text import count
 from megajax.models.flops import flops_per_token, parameter_count
+from megajax.models.memory import MemorySetting, memory_report
 from megajax.pipeline.check import measure
+from megajax.training.device_memory import size
 from megajax.training.session import Run
 
 type Section = tuple[str, list[tuple[str, str]]]
@@ -126,7 +129,7 @@ def _training(run: Run) -> list[tuple[str, str]]:
             f"compute {cfg.precision.compute}, weights {cfg.precision.params}, gradients {cfg.precision.gradients}",
         ),
         ("kernels", f"attention {'/'.join(kernels)}, cross-entropy in chunks of {cfg.model.loss_chunk} tokens"),
-        ("recompute", cfg.model.recompute),
+        ("recompute", _recompute(cfg.model.recompute)),
         (
             "optimizer",
             f"{type(cfg.optimizer).__name__.removesuffix('Config')}, decay {cfg.optimizer.weight_decay:g}, clip {clip}",
@@ -137,6 +140,40 @@ def _training(run: Run) -> list[tuple[str, str]]:
             f"{run.program.schedule.warmup / size:g} steps, decay over {run.program.schedule.decay / size:g}",
         ),
     ]
+
+
+def _recompute(policy: str) -> str:
+    """What the backward pass finds, and what it has to compute again."""
+    match policy:
+        case "none":
+            return "none: the backward pass keeps all it needs"
+        case "full":
+            return "full: every layer's input is kept, the rest computed again"
+    return f"{policy}: kept are {', '.join(map(_spaced, MATMUL_ENDS))}; norms, activations and the like computed again"
+
+
+def _spaced(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def memory_formula(run: Run) -> str:
+    """What Megatron-LM's report says of this model and layout."""
+    sizes, parallel, batch = run.mesh.shape, run.cfg.parallel, run.cfg.batch
+    setting = MemorySetting(
+        tensor=sizes["tensor"],
+        pipeline=sizes["pipeline"],
+        data=sizes["data"] * sizes["expert"],
+        virtual_stages=parallel.virtual_stages,
+        micro_size=batch.micro_size,
+        microbatches=run.program.microbatches,
+        zero1=parallel.data_sharding != "replicate",
+        sequence=parallel.sequence and run.cfg.model.recompute == "selective",
+    )
+    report = memory_report(run.cfg.model, setting)
+    return (
+        f"Megatron-LM's formula, for 16-bit training: {size(report.total)} (weights and optimizer "
+        f"{size(report.weights)}, activations {size(report.activations)})"
+    )
 
 
 def _run(run: Run, resumed: str | None) -> list[tuple[str, str]]:

@@ -1,15 +1,18 @@
 """What a training job does between steps: save and evaluate."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.metrics.record import EvaluationRecord
 from megajax.metrics.writers import Writer
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run
+from megajax.training.timing import EVALUATION, SAVE
 
 
 @dataclass
@@ -22,6 +25,7 @@ class Save:
     total: int
     saved: int | None = None
     """Last step handed to the manager."""
+    phase: str = SAVE
 
     def due(self, step: int) -> bool:
         return self.manager.due(step, self.total)
@@ -35,7 +39,7 @@ class Save:
 
 @dataclass
 class Evaluate:
-    """Loss on the validation split every n steps; each time on the next rows, as Megatron-LM reads them."""
+    """Loss on the validation sets every n steps; each time on the next rows, as Megatron-LM reads them, or on all."""
 
     cfg: RunConfig
     log: Writer
@@ -43,36 +47,65 @@ class Evaluate:
     """Asked before each batch."""
     last: dict[str, float] = field(default_factory=dict)
     """Split -> loss of its last evaluation."""
+    phase: str = EVALUATION
 
     def due(self, step: int) -> bool:
         every = self.cfg.evaluation.every
         return every is not None and self.cfg.evaluation.batches > 0 and step % every == 0
 
     def __call__(self, run: Run, step: int) -> None:
-        rows = self.cfg.evaluation.batches * self.cfg.batch.global_size
-        self.measure(
-            run, step, "validation", run.parts.splits.valid, (step // (self.cfg.evaluation.every or 1) - 1) * rows
-        )
+        rows = self.cfg.evaluation.batches * _batch_rows(run)
+        for name, source in _validation_sets(run):
+            self.measure(run, step, name, source, (step // (self.cfg.evaluation.every or 1) - 1) * rows)
 
     def at_end(self, run: Run, step: int) -> None:
         """Validation on rows no earlier evaluation read, unless this step was just evaluated; then the test split."""
         if self.cfg.evaluation.batches == 0:
             return
-        rows = self.cfg.evaluation.batches * self.cfg.batch.global_size
+        rows = self.cfg.evaluation.batches * _batch_rows(run)
         first = step // self.cfg.evaluation.every * rows if self.cfg.evaluation.every else 0
-        if not (step and self.due(step) and "validation" in self.last):
-            self.measure(run, step, "validation", run.parts.splits.valid, first)
+        if not (step and self.due(step) and self.last):
+            for name, source in _validation_sets(run):
+                self.measure(run, step, name, source, first)
         self.measure(run, step, "test", run.parts.splits.test, 0)
 
     def measure(self, run: Run, step: int, split: str, source: Any, first: int) -> None:
         """Evaluate on one split and log it; a split without rows is left out."""
         if source is None:
             return
-        started = time.monotonic()
-        loss = run.evaluate(source, first=first, stopping=self.stopping)
+        started, batches = time.monotonic(), self.cfg.evaluation.batches
+        if self.cfg.evaluation.full:
+            source, first = Filled(source, _batch_rows(run)), 0
+            batches = len(source) // _batch_rows(run)
+        loss = run.evaluate(source, first=first, batches=batches, stopping=self.stopping)
         if loss is None:
             self.log.event("evaluation_broken_off", step=step, split=split)
             return
         self.last[split] = loss
         self.log.log(EvaluationRecord(step=step, split=split, loss=self.last[split]))
         self.log.event("evaluate", step=step, split=split, seconds=round(time.monotonic() - started, 4))
+
+
+class Filled:
+    """The rows of a source, and after them rows that do not count, up to a multiple of `size`."""
+
+    def __init__(self, source: Any, size: int):
+        self._source, self._length = source, -(-len(source) // size) * size
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        if row < len(self._source):
+            return self._source[row]
+        return {**self._source[0], "loss_mask": np.zeros_like(self._source[0]["loss_mask"])}
+
+
+def _batch_rows(run: Run) -> int:
+    """Rows of a batch to evaluate on: the size training ends with."""
+    return run.program.sizes.sizes()[-1].rows
+
+
+def _validation_sets(run: Run) -> Iterator[tuple[str, Any]]:
+    yield "validation", run.parts.splits.valid
+    yield from run.parts.sets.items()

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from megajax.mesh.mesh import find_devices
 from megajax.metrics.banner import Totals
 from megajax.metrics.console import Console, open_console
 from megajax.metrics.plot import plot_loss
+from megajax.metrics.profile import Profile
 from megajax.metrics.record import StepRecord, read_metrics
 from megajax.metrics.runfolder import RunFolder
 from megajax.metrics.throughput import StepRate, peak_bf16_flops
@@ -24,11 +25,14 @@ from megajax.metrics.writers import Writers, open_writers
 from megajax.models.flops import flops_per_token
 from megajax.resilience.signals import Signals, agree
 from megajax.training import facts
+from megajax.training.device_memory import compiled_memory, peak_memory, size
+from megajax.training.guard import Guard
 from megajax.training.hooks import Evaluate, Save
 from megajax.training.loop import NumericFault, StepInfo, run_steps
 from megajax.training.resume import Resume, stored
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run, setup
+from megajax.training.watch import Watch
 
 NUMERIC_FAULT_EXIT = 17
 
@@ -51,45 +55,72 @@ class Job:
     evaluate: Evaluate
     save: Save
     signals: Signals
+    guard: Guard
+    profile: Profile
     first: int
     """Steps done before this attempt."""
     sampler: Sampler | None
     """Makes the text at the end; None: no text."""
+    begun: int
+    """Rows read before this attempt."""
+    started: float
+    """Of this attempt, by the monotonic clock."""
+
+    def last(self) -> int:
+        """The step this attempt ends after, unless it is asked to stop."""
+        here = self.cfg.resilience.exit_after_steps
+        return self.cfg.steps if here is None else min(self.cfg.steps, self.first + here)
 
     def steps(self) -> Iterator[StepInfo]:
         """Train, log every step, and stop at a signal or a numeric fault."""
         rate = step_rate(self.run)
         # Evaluated before saved: a checkpoint at a step means everything due at that step was done.
-        infos = run_steps(self.run, self.cfg.steps, (self.evaluate, self.save), self.stopping)
+        infos = run_steps(
+            self.run,
+            self.last(),
+            (self.profile.ends(), self.evaluate, self.save, self.profile.begins()),
+            self.stopping,
+            guard=self.guard,
+            tell_every=self.cfg.logging.every,
+        )
         with self.console.ticker("compiling the train step"):
             first = next(infos)
         self.log.event("first_step", step=first.step, seconds=round(first.seconds, 3))
-        skipped = 0
+        if memory := compiled_memory(self.run.mesh.local_devices):
+            self.log.event("compiled", **asdict(memory))
+            self.console.say(f"{memory.sentence()}; {facts.memory_formula(self.run)}")
+        watch = Watch(self.guard, self.cfg.precision.floor(), self.log, self.console.say)
         for info in _chain(first, infos):
             self.log.log(step_record(self.run, info, rate))
             self.manager.poll()
-            skipped += info.skipped
-            self.refuse(info, skipped)
+            watch(info)
             yield info
 
-    def refuse(self, info: StepInfo, skipped: int) -> None:
-        """Raises NumericFault for a step that was skipped, unless the loss scale is still coming down."""
-        floor = self.cfg.precision.floor()
-        if not info.skipped or not self.cfg.resilience.stop_on_nonfinite or (floor and info.loss_scale > floor):
-            return
-        where = f"step {info.step}: loss {info.loss}, gradient norm {info.grad_norm}"
-        if floor:
-            where += f" at the lowest loss scale, {floor:g}; {skipped} steps were skipped"
-        raise NumericFault(where)
-
     def stopping(self) -> bool:
-        """Whether this process was asked to stop."""
-        return self.signals.request is not None
+        """Whether this process was asked to stop, or its time is up."""
+        return self.signals.request is not None or self.out_of_time()
 
-    def finish(self, last: StepInfo | None, started: float) -> None:
+    def out_of_time(self) -> bool:
+        """Whether the attempt has lasted as long as it may."""
+        minutes = self.cfg.resilience.exit_after_minutes
+        return minutes is not None and time.monotonic() - self.started >= 60 * minutes
+
+    def reason(self) -> str:
+        """Why training ended before its last step."""
+        if self.signals.request is not None:
+            return self.signals.request.signal
+        if self.run.step >= self.last():
+            return f"resilience.exit_after_steps={self.cfg.resilience.exit_after_steps}"
+        if self.out_of_time():
+            return f"resilience.exit_after_minutes={self.cfg.resilience.exit_after_minutes:g}"
+        return "asked to stop"
+
+    def finish(self, last: StepInfo | None) -> None:
         """Evaluate, draw, sample, and say what the run came to."""
         step, stopped = self.run.step, self.run.step < self.cfg.steps
-        if stopped and self.cfg.resilience.save_on_signal and self.save.saved != step:
+        self.profile.stop(step)
+        wanted = self.cfg.resilience.save_on_signal or self.signals.request is None
+        if stopped and wanted and self.save.saved != step:
             self.save(self.run, step)
         if not stopped and self.cfg.evaluation.at_end:
             self.evaluate.at_end(self.run, step)
@@ -97,14 +128,15 @@ class Job:
         if stopped:
             kept = f"step {self.save.saved} saved" if self.save.saved == step else "nothing saved"
             self.console.say(
-                f"stopped after step {step} of {self.cfg.steps}; {kept}; the same command goes on from there"
+                f"stopped after step {step} of {self.cfg.steps} ({self.reason()}); {kept}; the same command goes on "
+                "from there"
             )
-            self.log.event("stopped", step=step, saved=self.save.saved)
+            self.log.event("stopped", step=step, saved=self.save.saved, reason=self.reason())
         if jax.process_index() == 0:
-            self.leave_behind(last, started)
+            self.leave_behind(last)
         self.log.event("end", step=step)
 
-    def leave_behind(self, last: StepInfo | None, started: float) -> None:
+    def leave_behind(self, last: StepInfo | None) -> None:
         """The picture, the sample and the box with the totals."""
         step = self.run.step
         if self.cfg.logging.plot:
@@ -129,10 +161,11 @@ class Job:
         totals = Totals(
             steps=step,
             steps_here=step - self.first,
-            tokens=(step - self.first) * self.cfg.tokens_per_step(),
-            wall_seconds=time.monotonic() - started,
+            tokens=(int(self.run.state.consumed_samples) - self.begun) * self.cfg.model.sequence_length,
+            wall_seconds=time.monotonic() - self.started,
             train_loss=None if last is None else last.loss,
             validation_loss=self.evaluate.last.get("validation"),
+            peak_memory=None if (peak := peak_memory()) is None else size(peak[0]) + f" of {size(peak[1])}",
             checkpoint=None if newest is None else f"{self.folder.checkpoints} (step {newest})",
             files=[str(path) for path in files],
         )
@@ -155,11 +188,12 @@ def step_record(run: Run, info: StepInfo, rate: StepRate) -> StepRecord:
         lr=info.lr,
         consumed_samples=info.consumed_samples,
         consumed_tokens=info.consumed_samples * cfg.model.sequence_length,
-        rates=rate.rates(info.seconds, cfg.tokens_per_step()),
+        rates=rate.rates(info.seconds, info.rows * cfg.model.sequence_length),
         loss_scale=info.loss_scale,
         skipped=info.skipped,
-        global_batch_size=cfg.batch.global_size,
+        global_batch_size=info.rows,
         metrics=info.metrics,
+        phases=info.phases,
     )
 
 
@@ -234,6 +268,16 @@ def _train(cfg: RunConfig, folder: RunFolder, stack: ExitStack, asked: _Asked, s
     both = Writers([log, console])
     both.event("start", step=first, devices=run.mesh.size, processes=jax.process_count())
     signals = stack.enter_context(Signals(before_exit=console.release))
+    guard = Guard(cfg.resilience, cfg.precision.floor(), run.mesh)
+    if found is not None and found[0] is manager:
+        guard.spikes.restore(manager.meta(first).get("spikes", {}))
+    profile = Profile(
+        cfg.profile,
+        folder.profile,
+        first,
+        lambda found: console.show(f"profile of {cfg.profile.steps}", found.sections()),
+    )
+    stack.callback(profile.close)
     job = Job(
         cfg,
         folder,
@@ -242,19 +286,23 @@ def _train(cfg: RunConfig, folder: RunFolder, stack: ExitStack, asked: _Asked, s
         both,
         run,
         Evaluate(cfg, both, lambda: agree(signals.request is not None)),
-        Save(manager, both, lambda: stored(run.parts, yaml), cfg.steps),
+        Save(manager, both, lambda: stored(run.parts, yaml) | {"spikes": guard.spikes.state()}, cfg.steps),
         signals,
+        guard,
+        profile,
         first,
         asked.sampler,
+        int(run.state.consumed_samples),
+        started,
     )
-    return _work(job, started)
+    return _work(job)
 
 
-def _work(job: Job, started: float) -> int:
+def _work(job: Job) -> int:
     if job.first >= job.cfg.steps:
         job.console.say(f"nothing to train: {job.first} of {job.cfg.steps} steps are done; --skip-train evaluates them")
         if not any(line["step"] == job.first for line in read_metrics(job.folder.metrics)[1]):
-            job.finish(None, started)  # the attempt that trained the last step did not get to it
+            job.finish(None)  # the attempt that trained the last step did not get to it
         return 0
     if job.first:
         job.manager.go_back(job.first)
@@ -266,11 +314,11 @@ def _work(job: Job, started: float) -> int:
         job.log.event("numeric_fault", message=str(fault))
         job.console.say(
             f"stopped by a numeric fault at {fault}; the weights before it are kept, nothing was saved. "
-            "Lower the learning rate or look at the data; resilience.stop_on_nonfinite=false goes on without "
-            "such updates"
+            "Lower the learning rate, look at the data, or leave the step out with resilience.skip_steps; "
+            "resilience.stop_on_nonfinite=false goes on without updates that are not finite"
         )
         return NUMERIC_FAULT_EXIT
-    job.finish(last, started)
+    job.finish(last)
     return 0
 
 

@@ -1,20 +1,24 @@
 """The loop: dispatch a step, hand on what the step before it reported, do what is due."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
+from jax import Array
 
 from megajax.mesh.processes import StopFlags
 from megajax.resilience.signals import agree
-from megajax.training.step import STOP, Metrics
+from megajax.training.guard import Guard, Orders, Told
+from megajax.training.step import HELD, SECONDS, STOP, Metrics
+from megajax.training.timing import DATA_WAIT, PhaseTimes
 
 KEYS = ("loss", "grad_norm", "lr", "loss_scale", "skipped")
 
 
 class NumericFault(Exception):
-    """A step whose loss or gradients were not finite; its update was not made."""
+    """A step whose numbers are not to be trained with; its update was not made."""
 
 
 class StepInfo(NamedTuple):
@@ -27,83 +31,182 @@ class StepInfo(NamedTuple):
     lr: float
     loss_scale: float
     skipped: bool
+    """Whether its update was not made."""
     consumed_samples: int
     """Rows read since the start of the run, this step's among them."""
+    rows: int
+    """Of this step."""
     seconds: float
     """From the step before being done (or this one being dispatched, if later) to this one being done."""
     metrics: dict[str, float]
     """What else the loss reports."""
+    phases: dict[str, float]
+    """Seconds this process spent waiting for the step's rows, and in hooks between it and the step before; now and
+    then also the least and the largest of all processes (see PhaseTimes)."""
     stop: bool = False
     """Whether some process was asked to stop when this step was dispatched; told by several processes only."""
+    held: bool = False
+    """Whether it was suspicious and changed nothing, to be run again; never so in what `run_steps` yields."""
+    orders: Orders | None = None
+    """What it was told by a guard."""
+    first_try: "StepInfo | None" = None
+    """What it reported the first time, if it was run again."""
 
 
 class Hook(Protocol):
     """Something to do between steps, when `due(step)`."""
+
+    phase: str
+    """What its time counts as."""
 
     def due(self, step: int) -> bool: ...
 
     def __call__(self, run: Any, step: int) -> None: ...
 
 
-class Pending(NamedTuple):
-    """A dispatched step whose numbers have not been fetched."""
+class Reading(NamedTuple):
+    """A batch on the devices, kept until its step is known to be good."""
 
     step: int
+    batch: Any
     consumed: int
+    phases: dict[str, float]
+    account: Array | None
+    """float32 [devices, phases]: how long processes took over what, to go along with the step."""
+    fresh: bool
+    """Whether that is a new account."""
+
+
+class Flight(NamedTuple):
+    """A dispatched step whose numbers have not been fetched."""
+
+    reading: Reading
+    orders: Orders | None
     metrics: Metrics
     dispatched: float
 
-    def fetch(self, since: float) -> tuple[StepInfo, float]:
-        """Wait for the step. since: when the one before was done. -> its numbers and when it was done."""
-        values = {name: value.item() for name, value in jax.device_get(dict(self.metrics)).items()}
-        done = time.monotonic()
-        known = {name: values.pop(name) for name in KEYS} | {"stop": bool(values.pop(STOP, False))}
-        return StepInfo(
-            self.step,
-            **known,
-            consumed_samples=self.consumed,
-            seconds=done - max(since, self.dispatched),
-            metrics=values,
-        ), done
-
 
 def run_steps(
-    run: Any, last: int, hooks: Sequence[Hook] = (), stopping: Callable[[], bool] = lambda: False
+    run: Any,
+    last: int,
+    hooks: Sequence[Hook] = (),
+    stopping: Callable[[], bool] = lambda: False,
+    *,
+    guard: Guard | None = None,
+    tell_every: int = 10,
 ) -> Iterator[StepInfo]:
     """Train up to and including step `last`, yielding what each step reported, one step late.
 
     Numbers are fetched while the next step runs, so that reporting never holds the devices up; before a hook runs,
     everything up to its step has been yielded. `stopping` says whether this process was asked to stop; it is asked
     after each step and ends the loop. Of several processes each sends its answer along with a step instead, and all
-    end after the same one, at most three steps after one of them was asked: nothing is exchanged between steps.
+    end after the same one, at most three steps after one of them was asked: nothing is exchanged between steps. Every
+    `tell_every` steps they send along how long they took over what.
+
+    guard: has suspicious steps run again, and what followed them after that, so that a fault that passes leaves no
+    trace; without one, updates that are not finite are left out and training goes on.
     """
-    flags = StopFlags(run.mesh) if jax.process_count() > 1 else None
-    step, done, pending = run.step, time.monotonic(), None
-    precision = run.cfg.precision.matmul_precision()
+    loop = _Loop(run, stopping, guard, tell_every)
+    step, flights = run.step, deque[Flight]()
     while step < last:
         step += 1
-        dispatched = time.monotonic()
-        with jax.set_mesh(run.mesh), jax.default_matmul_precision(precision):
-            batch, consumed = next(run.batches)
-            told = () if flags is None else (flags(stopping()),)
-            run.state, metrics = run.train_step(run.state, batch, *told)
+        flights.append(loop.dispatch(loop.read(step)))
         stop = False
-        if pending is not None:
-            info, done = pending.fetch(done)
+        if len(flights) > 1:
+            info = loop.land(flights)
             stop = info.stop
             yield info
-        pending = Pending(step, consumed, metrics, dispatched)
         due = [hook for hook in hooks if hook.due(step)]
-        stop = stop or (flags is None and stopping())
+        stop = stop or (loop.flags is None and stopping())
         if due or stop or step == last:
-            info, done = pending.fetch(done)
-            pending, stop = None, stop or info.stop
+            info = loop.land(flights)
+            stop = stop or info.stop
             yield info
         for hook in due:
-            hook(run, step)
+            with loop.times.measure(hook.phase):
+                hook(run, step)
         if due:
-            done = time.monotonic()
+            loop.done = time.monotonic()
             # A hook may take long, and end early because of the same request.
             stop = stop or agree(stopping())
         if stop:
             return
+
+
+class _Loop:
+    """What `run_steps` needs to send a step off and to take its numbers."""
+
+    def __init__(self, run: Any, stopping: Callable[[], bool], guard: Guard | None, tell_every: int):
+        self.run, self.stopping, self.guard = run, stopping, guard
+        several = jax.process_count() > 1
+        self.flags = StopFlags(run.mesh) if several else None
+        self.times = PhaseTimes(run.mesh, tell_every if several else None)
+        self.held = None if guard is None else guard.held
+        self.done = time.monotonic()
+        self.precision = run.cfg.precision.matmul_precision()
+
+    def read(self, step: int) -> Reading:
+        """The next batch."""
+        with self.times.measure(DATA_WAIT), jax.set_mesh(self.run.mesh):
+            batch, consumed = next(self.run.batches)
+        fresh = self.times.due(step)
+        return Reading(step, batch, consumed, self.times.of_step(), self.times.tell(fresh), fresh)
+
+    def dispatch(self, reading: Reading, orders: Orders | None = None) -> Flight:
+        """Send a step off, with orders or with those the guard has for it."""
+        if orders is None and self.guard is not None:
+            orders = self.guard.orders(reading.step)
+        dispatched = time.monotonic()
+        with jax.set_mesh(self.run.mesh), jax.default_matmul_precision(self.precision):
+            told = self.told(reading, orders)
+            more = () if all(part is None for part in told) else (told,)
+            with jax.profiler.StepTraceAnnotation("train", step_num=reading.step):
+                self.run.state, metrics = self.run.train_step(self.run.state, reading.batch, *more)
+        if self.guard is not None:
+            self.held = metrics[HELD]
+        return Flight(reading, orders, metrics, dispatched)
+
+    def told(self, reading: Reading, orders: Orders | None) -> Told:
+        """What a step is told."""
+        return Told(
+            None if self.flags is None else self.flags(self.stopping()),
+            reading.account,
+            None if self.guard is None or orders is None else self.guard.sent(orders),
+            self.held,
+        )
+
+    def land(self, flights: deque[Flight]) -> StepInfo:
+        """The numbers of the oldest step, which leaves `flights`; if it is to be run again, after that."""
+        flight = flights.popleft()
+        info = self.fetch(flight)
+        if self.guard is not None and info.held:
+            later = [other.reading for other in flights]
+            flights.clear()
+            self.held = self.guard.held
+            again = self.dispatch(flight.reading, self.guard.again(info.step, info.orders or Orders()))
+            second = self.fetch(again)
+            info = second._replace(first_try=info, stop=info.stop or second.stop, seconds=info.seconds + second.seconds)
+            flights.extend(self.dispatch(reading) for reading in later)
+        if self.guard is not None and not info.skipped:
+            self.guard.spikes.note(info.step, info.loss)
+        return info
+
+    def fetch(self, flight: Flight) -> StepInfo:
+        """Wait for a step."""
+        values = jax.device_get(dict(flight.metrics))
+        since, self.done = max(self.done, flight.dispatched), time.monotonic()
+        told = self.times.told(values.pop(SECONDS, None), flight.reading.fresh)
+        numbers = {name: value.item() for name, value in values.items()}
+        known = {name: numbers.pop(name) for name in KEYS}
+        return StepInfo(
+            flight.reading.step,
+            **known,
+            consumed_samples=flight.reading.consumed,
+            rows=flight.reading.batch.sample.size,
+            seconds=self.done - since,
+            stop=bool(numbers.pop(STOP, False)),
+            held=bool(numbers.pop(HELD, False)),
+            metrics=numbers,
+            phases=flight.reading.phases | told,
+            orders=flight.orders,
+        )

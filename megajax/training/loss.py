@@ -11,6 +11,7 @@ from megajax.batch import LMBatch
 from megajax.layers.context import Context
 from megajax.mesh.mesh import manual_axes
 from megajax.models.decoder import DecoderLM
+from megajax.models.prediction import ahead
 
 
 class Loss(NamedTuple):
@@ -35,8 +36,8 @@ class LossFn(Protocol):
         """What layers know of a microbatch."""
         ...
 
-    def head(self, model: DecoderLM, x: Array, batch: LMBatch) -> Loss:
-        """From the stack's output [B, S, D] on."""
+    def head(self, model: DecoderLM, x: Array, batch: LMBatch, key: Array | None = None) -> Loss:
+        """From the stack's output [B, S, D] on; key: as above, for layers that come after the stack."""
         ...
 
 
@@ -54,16 +55,35 @@ class LanguageModelLoss:
 
     def __call__(self, model: DecoderLM, batch: LMBatch, key: Array | None) -> Loss:
         ctx = self.context(model, batch, key)
-        return self.head(model, model.stack(model.embed(batch.tokens, ctx), ctx), batch)
+        return self.head(model, model.stack(model.embed(batch.tokens, ctx), ctx), batch, key)
 
     def context(self, model: DecoderLM, batch: LMBatch, key: Array | None) -> Context:
         return model.context(batch, key, isolated=self.isolated)
 
-    def head(self, model: DecoderLM, x: Array, batch: LMBatch) -> Loss:
+    def head(self, model: DecoderLM, x: Array, batch: LMBatch, key: Array | None = None) -> Loss:
         counted = jnp.sum(batch.loss_mask)
         scale, weight = self._share(counted)
-        loss = model.loss(model.finish(x), batch.labels, batch.loss_mask * scale)
-        return Loss(loss, weight, {"loss": (loss / scale, counted)})
+        x = model.finish(x)
+        loss = model.loss(x, batch.labels, batch.loss_mask * scale)
+        out = Loss(loss, weight, {"loss": (loss / scale, counted)})
+        return self._further(model, x, batch, key, out) if model.cfg.prediction is not None else out
+
+    def _further(self, model: DecoderLM, x: Array, batch: LMBatch, key: Array | None, out: Loss) -> Loss:
+        """With the losses of heads that predict further ahead, each a mean of the same kind as the main loss.
+
+        Average "tokens": every token they predict weighs as much as one of the main loss times their weight, so that
+        layouts agree. A row's last tokens have nothing to predict, so their sum is over fewer.
+        """
+        ctx, prediction = self.context(model, batch, key), model.cfg.prediction
+        labels, mask, (total, weight, metrics) = batch.labels, batch.loss_mask, out
+        for depth, state in enumerate(model.further(x, batch.tokens, ctx), start=1):
+            labels, mask = ahead(labels, ctx.segments), ahead(mask, ctx.segments)
+            counted = jnp.sum(mask)
+            scale, _ = self._share(counted)
+            loss = model.loss(state, labels, mask * scale)
+            total = total + loss * (prediction.weight / prediction.depth)
+            metrics = {**metrics, f"loss_{depth + 1}_ahead": (loss / scale, counted)}
+        return Loss(total, weight, metrics)
 
     def _share(self, counted: Array) -> tuple[Array, Array]:
         if self.average == "tokens":

@@ -31,7 +31,7 @@ def staged(weights: Weights, loss_fn: LossFn, key: Array | None) -> Staged:
         return bind(model, shapes | dict(shared)).enter(x, ctx)
 
     def head(shared: Params, x: Array, rows: LMBatch) -> tuple[Array, tuple]:
-        out = loss_fn.head(bind(model, shapes | dict(shared)), x, rows)
+        out = loss_fn.head(bind(model, shapes | dict(shared)), x, rows, key)
         return out.loss_sum, tuple(out)
 
     return Staged(lambda rows: loss_fn.context(model, rows, key), look_up, enter, model.stack.layer(), head)

@@ -18,12 +18,13 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.models.decoder import DecoderLM
-from megajax.optim.optimizer import AdamW
+from megajax.optim.optimizer import Optimizer
 from megajax.optim.schedule import Schedule as LearningRate
 from megajax.pipeline.check import check
 from megajax.pipeline.partition import Partition
 from megajax.pipeline.schedule import Schedule, build
 from megajax.precision.loss_scale import LossScaler
+from megajax.training.batch_sizes import BatchSizes
 from megajax.training.grads import GradFn, Weights, accumulate, batch_specs, forward_sums
 from megajax.training.loss import LanguageModelLoss
 from megajax.training.pipelined import pipelined, pipelined_sums
@@ -46,16 +47,21 @@ class Program:
     """The model without values."""
     declared: Mapping[str, ParamSpec]
     """Its weights by path."""
-    optimizer: AdamW
+    optimizer: Optimizer
     schedule: LearningRate
     shardings: TrainState
     """Where each leaf of the state is."""
-    microbatches: int
-    """Microbatches of a step."""
+    sizes: BatchSizes
+    """Rows and microbatches of each step."""
     partition: Partition
     """Which layers each stage holds."""
     pipeline: Schedule | None
-    """What stages do when; None without a pipeline."""
+    """What stages do when, in steps of the last size; None without a pipeline."""
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step of the last size, the largest."""
+        return self.sizes.sizes()[-1].microbatches
 
     @classmethod
     def of(cls, cfg: RunConfig, mesh: Mesh) -> "Program":
@@ -65,8 +71,8 @@ class Program:
         partition = _partition(cfg)
         abstract = reordered(nnx.eval_shape(lambda: cfg.model.build(layout)), partition.order())
         declared = specs(abstract)
-        optimizer = cfg.optimizer.build(declared)
-        microbatches = cfg.batch.microbatches(mesh.shape["data"] * mesh.shape["expert"])
+        optimizer = cfg.optimizer.build(declared, plan)
+        sizes = cfg.batch_sizes(mesh.shape["data"] * mesh.shape["expert"])
         return cls(
             cfg,
             mesh,
@@ -74,11 +80,11 @@ class Program:
             abstract,
             declared,
             optimizer,
-            cfg.schedule.build(steps=cfg.steps, global_size=cfg.batch.global_size),
+            cfg.schedule.build(steps=cfg.steps, global_size=cfg.batch.global_size, samples=sizes.samples),
             state_shardings(declared, optimizer, plan, mesh),
-            microbatches,
+            sizes,
             partition,
-            _pipeline(cfg.parallel, microbatches) if cfg.parallel.pipeline > 1 else None,
+            _pipeline(cfg.parallel, sizes.sizes()[-1].microbatches) if cfg.parallel.pipeline > 1 else None,
         )
 
     def fresh_state(self) -> Callable[[], TrainState]:
@@ -91,8 +97,8 @@ class Program:
 
     def batch_like(self) -> LMBatch:
         """A global batch [M, B, S] as jax.ShapeDtypeStruct, with shardings."""
-        rows = self.cfg.batch.global_size // self.microbatches
-        short = (self.microbatches, rows)
+        rows, microbatches = self.sizes.sizes()[-1]
+        short = (microbatches, rows // microbatches)
         full = (*short, self.cfg.model.sequence_length)
         ints = jax.ShapeDtypeStruct(full, jnp.int32)
         batch = LMBatch(

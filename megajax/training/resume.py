@@ -15,8 +15,8 @@ from megajax.training.session import Parts
 from megajax.training.state import TrainState
 
 FREE = re.compile(
-    r"(parallel|logging|checkpoint|resilience|evaluation|schedule)\.|run_dir$|steps$|batch\.micro_size$"
-    r"|model\.(recompute|loss_chunk|vocabulary_multiple)$|model\..*\.kernel$|data\.(cache_dir|loader\.|surplus)"
+    r"(parallel|logging|profile|checkpoint|resilience|evaluation|schedule)\.|run_dir$|steps$|batch\.micro_size$"
+    r"|model\.(recompute|loss_chunk|vocabulary_multiple)$|optimizer\.log_|model\..*\.kernel$|data\.(cache_dir|loader\.|surplus)"
 )
 """Settings that change no number of the training, or whose effect is compared as a derived fact."""
 
@@ -26,11 +26,7 @@ def facts(parts: Parts) -> dict[str, Any]:
     cfg = parts.cfg
     kept = {name: value for name, value in flatten(cfg).items() if _matters(name, cfg)}
     kept["model: rows of the vocabulary, padding included"] = cfg.model.padded_vocabulary()
-    shape = cfg.schedule
-    kept |= {f"schedule.{name}": getattr(shape, name) for name in ("lr", "min_lr", "style", "warmup_start")}
-    kept["schedule: samples of warm-up"] = round(parts.program.schedule.warmup)
-    if shape.style != "constant":
-        kept["schedule: samples of decay (steps x batch.global_size unless set)"] = round(parts.program.schedule.decay)
+    kept |= parts.program.schedule.facts()
     kept["data: order of the training rows (more steps may need another epoch)"] = parts.splits.train.order()
     return {
         name: value if isinstance(value, int | float) and not isinstance(value, bool) else scalar_text(value)

@@ -8,11 +8,11 @@ from typing import Any
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import Problem
 from megajax.data.config import DataConfig
-from megajax.layers.config import AttentionConfig, BlockConfig
+from megajax.layers.config import BlockConfig, MixerConfig
 from megajax.mesh.config import BATCH_AXES, ParallelConfig
-from megajax.metrics.config import LoggingConfig
+from megajax.metrics.config import LoggingConfig, ProfileConfig
 from megajax.models.config import DecoderConfig
-from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.optim.config import AdamWConfig, OptimizerConfig, ScheduleConfig
 from megajax.precision.config import PrecisionConfig
 from megajax.resilience.config import ResilienceConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, TokenizerConfig
@@ -33,7 +33,7 @@ class RunConfig:
     """How the devices share the work."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     """Dtypes."""
-    optimizer: AdamWConfig = field(default_factory=AdamWConfig)
+    optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
     """The update rule."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate over the run."""
@@ -47,6 +47,8 @@ class RunConfig:
     """What the run tells and where."""
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     """Signals and faults."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """A trace of a few steps."""
     steps: int = 1000
     """Training steps."""
     seed: int = 1234
@@ -65,6 +67,10 @@ class RunConfig:
 
     def tokens_per_step(self) -> int:
         return self.batch.global_size * self.model.sequence_length
+
+    def batch_sizes(self, replicas: int) -> Any:
+        """The BatchSizes of the run on that many data-parallel devices."""
+        return self.batch.build(replicas, sequence_length=self.model.sequence_length)
 
     def but(self, **changes: Any) -> "RunConfig":
         """A copy with these fields replaced."""
@@ -125,8 +131,9 @@ def _pipeline(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     total = _known_devices(cfg, devices)
     if total is None or cfg.batch.replica_problems(cfg.replicas(total)):
         return
-    microbatches = cfg.batch.microbatches(cfg.replicas(total))
-    if parallel.virtual_stages > 1 and microbatches % parallel.pipeline:
+    for microbatches in {size.microbatches: None for size in cfg.batch_sizes(cfg.replicas(total)).sizes()}:
+        if parallel.virtual_stages == 1 or microbatches % parallel.pipeline == 0:
+            continue
         below = microbatches - microbatches % parallel.pipeline
         nearest = [count for count in (below, below + parallel.pipeline) if count]
         rows = [count * cfg.batch.micro_size * cfg.replicas(total) for count in nearest]
@@ -156,6 +163,15 @@ def _tensor(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
         return
     for place, block in enumerate(cfg.model.stack.pattern):
         yield from _tensor_in_block(f"model.stack.pattern.{place}", block, size)
+    if cfg.model.prediction is not None:
+        if cfg.model.prediction.block is not None:
+            yield from _tensor_in_block("model.prediction.block", cfg.model.prediction.block, size)
+        if cfg.model.hidden % size:
+            yield Problem(
+                "model.hidden",
+                f"{cfg.model.hidden} is not divisible by parallel.tensor={size}, which cuts the matrices of "
+                "model.prediction",
+            )
     if cfg.parallel.sequence and cfg.model.sequence_length % size:
         yield Problem(
             "model.sequence_length",
@@ -165,7 +181,7 @@ def _tensor(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
 
 
 def _tensor_in_block(where: str, block: BlockConfig, size: int) -> Iterator[Problem]:
-    mixer: AttentionConfig = block.mixer
+    mixer: MixerConfig = block.mixer
     legal = [n for n in range(1, mixer.cuts() + 1) if mixer.cuts() % n == 0]
     hint = f"parallel.tensor can be {', '.join(map(str, legal))}"
     if mixer.heads % size:
@@ -207,8 +223,39 @@ def _batch(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
 
 
 def _schedule(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
-    for problem in cfg.schedule.run_problems(steps=cfg.steps, global_size=cfg.batch.global_size):
+    total = _known_devices(cfg, devices)
+    fits = total is not None and not cfg.batch.problems() and not cfg.batch.replica_problems(cfg.replicas(total))
+    samples = cfg.batch_sizes(cfg.replicas(total or 1)).samples if fits else None
+    for problem in cfg.schedule.run_problems(steps=cfg.steps, global_size=cfg.batch.global_size, samples=samples):
         yield Problem(f"schedule.{problem.where}", problem.what, problem.hint)
 
 
-_CHECKS: tuple[Check, ...] = (_positive, _devices, _tensor, _vocabulary, _sharding, _batch, _pipeline, _schedule)
+def _profile(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
+    window = cfg.profile.window()
+    if window is not None and window[1] > cfg.steps:
+        yield Problem("profile.steps", f"{cfg.profile.steps} ends after the run, which has {cfg.steps} steps")
+
+
+def _evaluation(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
+    for name, data in cfg.evaluation.sets.items():
+        if data.isolated() != cfg.data.isolated():
+            yield Problem(
+                f"evaluation.sets.{name}",
+                f"isolates documents: {str(data.isolated()).lower()}, the run's data: "
+                f"{str(cfg.data.isolated()).lower()}",
+                "the model is compiled for one of the two: set isolate_documents alike",
+            )
+
+
+_CHECKS: tuple[Check, ...] = (
+    _evaluation,
+    _profile,
+    _positive,
+    _devices,
+    _tensor,
+    _vocabulary,
+    _sharding,
+    _batch,
+    _pipeline,
+    _schedule,
+)

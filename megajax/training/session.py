@@ -1,6 +1,6 @@
 """From a config to everything a run needs, in the eight lines that matter."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -13,11 +13,12 @@ from jax.sharding import Mesh, NamedSharding
 from megajax.config.errors import UserError
 from megajax.config.tree import check
 from megajax.data.loader import Loader
-from megajax.data.splits import Evaluation, Splits, requested_rows
+from megajax.data.splits import Evaluation, Rows, Splits, requested_rows
 from megajax.kernels.attention import cudnn_refusal
 from megajax.layers.param import bind
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.tokenizers.base import Tokenizer
+from megajax.training.batch_sizes import BatchSizes
 from megajax.training.loop import StepInfo, run_steps
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
@@ -36,17 +37,21 @@ class Parts:
     program: Program
     tokenizer: Tokenizer
     splits: Splits
+    sets: Mapping[str, Any]
+    """Further validation sets: rows by name."""
 
-    def loader(self, source: Any, consumed: int) -> Loader:
-        """Global batches of `source` from row `consumed` on."""
+    def loader(self, source: Any, consumed: int, *, training: bool = False) -> Loader:
+        """Global batches of `source` from row `consumed` on; of the last size, or in training of the size due."""
+        sizes = self.program.sizes
         sharding = NamedSharding(self.program.mesh, self.program.batch_specs.tokens)
         return Loader(
             source,
-            global_size=self.cfg.batch.global_size,
+            global_size=sizes.sizes()[-1].rows,
             microbatches=self.program.microbatches,
             sharding=sharding,
             consumed=consumed,
             config=self.cfg.data.loader,
+            size_at=(lambda rows: sizes.at(rows).rows) if training else None,
         )
 
 
@@ -138,7 +143,7 @@ def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None, start: Sta
     program = parts.program
     with jax.set_mesh(program.mesh):
         state = (start(parts, program.state_like()) if start is not None else None) or program.fresh_state()()
-    return Run(parts, state, parts.loader(parts.splits.train, int(state.consumed_samples)))
+    return Run(parts, state, parts.loader(parts.splits.train, int(state.consumed_samples), training=True))
 
 
 def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
@@ -153,21 +158,40 @@ def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
             f"{cfg.model.vocabulary_size}: set model.vocabulary_size={tokenizer.vocabulary_size}"
         )
     demand_kernels(cfg)
-    splits = cfg.data.build(
-        tokenizer=tokenizer, sequence_length=cfg.model.sequence_length, rows=wanted_rows(cfg), seed=cfg.seed
-    )
-    for name, part, rows in zip(splits._fields, splits, wanted_rows(cfg), strict=True):
+    wanted = wanted_rows(cfg, cfg.batch_sizes(mesh.shape["data"] * mesh.shape["expert"]))
+    splits = cfg.data.build(tokenizer=tokenizer, sequence_length=cfg.model.sequence_length, rows=wanted, seed=cfg.seed)
+    sets = validation_sets(cfg, tokenizer, wanted.valid)
+    asked = [*zip(splits._fields, splits, wanted, strict=True)]
+    for name, part, rows in asked + [(name, part, wanted.valid) for name, part in sets.items()]:
         if part is not None and rows is not None and len(part) < rows:
             raise UserError(
                 f"the {name} split has {len(part)} rows, the run reads {rows}. Several data.paths without weights are "
                 "read once: give weights (data.paths=0.5,A,0.5,B) for more epochs, or lower steps or evaluation.batches"
             )
-    if cfg.evaluation.every is not None and splits.valid is None and cfg.evaluation.batches:
+    if cfg.evaluation.every is not None and splits.valid is None and cfg.evaluation.batches and not sets:
         raise UserError(
             f"evaluation.every={cfg.evaluation.every}, but the data has no validation split: give it a share "
             "in data.split (or data.valid_paths), or set evaluation.every=none"
         )
-    return Parts(cfg, Program.of(cfg, mesh), tokenizer, splits)
+    return Parts(cfg, Program.of(cfg, mesh), tokenizer, splits, sets)
+
+
+def validation_sets(cfg: RunConfig, tokenizer: Tokenizer, rows: int | None) -> dict[str, Any]:
+    """`rows` rows of the further validation sets. Raises UserError for one without a validation split."""
+    found = {}
+    for name, data in cfg.evaluation.sets.items() if rows != 0 else ():
+        built = data.build(
+            tokenizer=tokenizer,
+            sequence_length=cfg.model.sequence_length,
+            rows=Rows(0, rows),
+            seed=cfg.seed,
+        )
+        if built.valid is None:
+            raise UserError(
+                f"evaluation.sets.{name} has no validation split: give it valid_paths, or a share of its split"
+            )
+        found[name] = built.valid
+    return found
 
 
 def demand_kernels(cfg: RunConfig) -> None:
@@ -179,13 +203,15 @@ def demand_kernels(cfg: RunConfig) -> None:
             length=cfg.model.sequence_length,
             dropout=block.mixer.dropout,
         )
+        refusal = refusal or block.mixer.beyond_cudnn()
         if block.mixer.kernel == "cudnn" and refusal is not None:
             where = f"model.stack.pattern.{place}.mixer.kernel"
             raise UserError(f"{where}=cudnn: cuDNN's attention {refusal}. Set {where}=auto or reference.")
 
 
-def wanted_rows(cfg: RunConfig) -> Any:
+def wanted_rows(cfg: RunConfig, sizes: BatchSizes) -> Any:
     """Rows of each split the run reads, as Megatron-LM asks for them."""
-    every = cfg.evaluation.every or cfg.steps + 1
-    evaluation = Evaluation(every, cfg.evaluation.batches, cfg.batch.global_size) if cfg.evaluation.batches else None
-    return requested_rows(steps=max(cfg.steps, 1), global_size=cfg.batch.global_size, evaluation=evaluation)
+    every, size, steps = cfg.evaluation.every or cfg.steps + 1, sizes.sizes()[-1].rows, max(cfg.steps, 1)
+    evaluation = Evaluation(every, cfg.evaluation.batches, size) if cfg.evaluation.batches else None
+    rows = requested_rows(steps=steps, global_size=size, evaluation=evaluation, rows=sizes.samples(steps))
+    return Rows(rows.train, None, None) if cfg.evaluation.full and cfg.evaluation.batches else rows

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from megajax.batch import Params
 from megajax.layers.param import ParamSpec, initial_values
 from megajax.mesh.rules import Plan, Rules
-from megajax.optim.optimizer import AdamW, OptimizerState
+from megajax.optim.optimizer import Optimizer, OptimizerState
 from megajax.precision.loss_scale import UNSCALED, LossScaler
 
 
@@ -45,7 +45,7 @@ def parameter_shardings(declared: Mapping[str, ParamSpec], rules: Rules, mesh: M
 
 
 def fresh_state(
-    declared: Mapping[str, ParamSpec], optimizer: AdamW, seed: int, scaler: LossScaler = UNSCALED
+    declared: Mapping[str, ParamSpec], optimizer: Optimizer, seed: int, scaler: LossScaler = UNSCALED
 ) -> TrainState:
     """State before the first step; traceable, so that it can be made in place on any layout."""
     params = initial_values(declared, seed)
@@ -62,13 +62,16 @@ def fresh_state(
     )
 
 
-def state_shardings(declared: Mapping[str, ParamSpec], optimizer: AdamW, plan: Plan, mesh: Mesh) -> TrainState:
+def state_shardings(declared: Mapping[str, ParamSpec], optimizer: Optimizer, plan: Plan, mesh: Mesh) -> TrainState:
     """A TrainState of shardings. Moments follow their weight's path under plan.optimizer, scalars are everywhere."""
     # Any: a tree of shardings has the state's structure, not its leaves.
     everywhere: Any = NamedSharding(mesh, PartitionSpec())
     moments = parameter_shardings(declared, plan.optimizer, mesh)
     abstract = jax.eval_shape(lambda: optimizer.init(initial_values(declared, 0)))
-    placed = {name: moments if isinstance(part, dict) else everywhere for name, part in abstract.items()}
+    placed = {
+        name: {path: moments[path] for path in part} if isinstance(part, dict) else everywhere
+        for name, part in abstract.items()
+    }
     return TrainState(
         step=everywhere,
         params=parameter_shardings(declared, plan.params, mesh),

@@ -1,29 +1,38 @@
 """The train step and the evaluation step."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from megajax.batch import LMBatch, Params
-from megajax.optim.optimizer import AdamW, clip_factor, global_norm
+from megajax.optim.optimizer import Optimizer, clip_factor, global_norm
 from megajax.optim.schedule import Schedule
 from megajax.precision.loss_scale import UNSCALED, LossScaler
 from megajax.training.grads import GradFn
+from megajax.training.guard import NOTHING, Orders, Told, judge
 from megajax.training.state import TrainState
 
 type Metrics = Mapping[str, Array]
 type TrainStep = Callable[..., tuple[TrainState, Metrics]]
-"""(state, batch) -> (state, metrics); with several processes (state, batch, flags), see `make_train_step`."""
+"""(state, batch) -> (state, metrics); or (state, batch, Told), see `make_train_step`."""
 
 STOP = "stop"
-"""Metric of a step that carried flags: whether some process was asked to stop, int32 []."""
+"""Metric of a step that was told flags: whether some process was asked to stop, int32 []."""
+SECONDS = "seconds"
+"""Metric of a step that was told seconds: their least and largest over the processes, float32 [2, phases]."""
+HELD = "held"
+"""Metric of a step with orders: whether it, or one before it, is to be run again and it changed nothing, bool []."""
+COUNTERS = ("step", "loss_scale", "scale_counters", "consumed_samples", "scheduled_samples", "skipped")
+"""What changes in a state though no update is made."""
 
 
 def make_train_step(
     grad_fn: GradFn,
-    optimizer: AdamW,
+    optimizer: Optimizer,
     schedule: Schedule,
     shardings: TrainState,
     options: Mapping[str, bool | int] | None = None,
@@ -31,44 +40,56 @@ def make_train_step(
 ) -> TrainStep:
     """Jitted (state, batch [M, B, S]) -> (state, metrics); donates the state, which keeps its layout.
 
-    A step whose loss or gradient norm is not finite changes no weight and is counted as skipped. With a third argument,
-    int32 [devices] with an element on each, their maximum comes back among the metrics, so that all processes learn
-    what one of them says, in a reduction that waits for nothing the step does not wait for.
+    A step whose loss or gradient norm is not finite changes no weight and is counted as skipped; a third argument may
+    give orders of another kind (see `judge`). Of what processes tell with a step, maxima come back among the metrics,
+    so that all learn what one of them says, in a reduction that waits for nothing the step does not wait for.
 
     options: of the compiler, see megajax.config.xla; scaler: says what becomes of the loss scale.
     """
-    on_optimizer = shardings.optimizer["first_moment"]
+    parts = (part for part in shardings.optimizer.values() if isinstance(part, dict))
+    on_optimizer = {path: sharding for part in parts for path, sharding in part.items()}
 
-    def train_step(state: TrainState, batch: LMBatch, flags: Array | None = None) -> tuple[TrainState, Metrics]:
+    def train_step(state: TrainState, batch: LMBatch, told: Told = NOTHING) -> tuple[TrainState, Metrics]:
         out = grad_fn(state.params, batch, state.loss_scale)
-        divisor = jnp.maximum(out.weight_sum, 1e-8) * state.loss_scale
+        orders = Orders() if told.orders is None else Orders(*told.orders)
+        divisor = jnp.maximum(out.weight_sum, 1e-8) * state.loss_scale / orders.gradient_factor
         grads = place({path: g / divisor for path, g in out.grads.items()}, on_optimizer)
         norm = global_norm(grads)
-        finite = jnp.isfinite(norm) & jnp.isfinite(out.loss_sum)
+        finite = jnp.isfinite(norm) & jnp.isfinite(out.loss_sum * orders.loss_factor)
         factor = clip_factor(norm, optimizer.cfg.clip)
         grads = {path: g * factor for path, g in grads.items()}
 
         lr = schedule(state.scheduled_samples)
         params = place(state.params, on_optimizer)
-        updated, moments = optimizer.update(grads, state.optimizer, params, lr=lr)
+        rates = partial(schedule.rates, state.scheduled_samples, optimizer.cfg.weight_decay)
+        updated, moments = optimizer.update(grads, state.optimizer, params, rates=rates)
         rows = batch.sample.size
         scale, counters = scaler.update(state.loss_scale, state.scale_counters, finite)
-        new = TrainState(
-            step=state.step + 1,
-            params=place(select(finite, updated, params), shardings.params),
-            optimizer=select(finite, moments, state.optimizer),
-            loss_scale=scale,
-            scale_counters=counters,
-            consumed_samples=state.consumed_samples + jnp.uint32(rows),
-            scheduled_samples=state.scheduled_samples + jnp.where(finite, rows, 0),
-            skipped=state.skipped + ~finite,
-        )
         reported = {
             name: jnp.where(weight > 0, total / weight, jnp.nan) for name, (total, weight) in out.metrics.items()
         }
-        if flags is not None:
-            reported[STOP] = jnp.max(flags)
-        return new, reported | {"grad_norm": norm, "lr": lr, "loss_scale": state.loss_scale, "skipped": ~finite}
+        reported["loss"] *= orders.loss_factor
+        made, held = judge(told, finite=finite, loss=reported["loss"], norm=norm, scale=state.loss_scale)
+        new = TrainState(
+            step=state.step + 1,
+            params=place(select(made, updated, params), shardings.params),
+            optimizer=select(made, moments, state.optimizer),
+            loss_scale=scale,
+            scale_counters=counters,
+            consumed_samples=state.consumed_samples + jnp.uint32(rows),
+            scheduled_samples=state.scheduled_samples + jnp.where(made, rows, 0),
+            skipped=state.skipped + ~made,
+        )
+        if told.held is not None:
+            kept = {name: jnp.where(held, getattr(state, name), getattr(new, name)) for name in COUNTERS}
+            new = replace(new, **kept)
+            reported[HELD] = jax.lax.with_sharding_constraint(held, shardings.step)
+        if told.flags is not None:
+            reported[STOP] = jnp.max(told.flags)
+        if told.seconds is not None:
+            reported[SECONDS] = jnp.stack([told.seconds.min(0), told.seconds.max(0)])
+        reported |= optimizer.measures(grads, new.params)
+        return new, reported | {"grad_norm": norm, "lr": lr, "loss_scale": state.loss_scale, "skipped": ~made}
 
     return jax.jit(
         train_step,

@@ -147,6 +147,39 @@ def test_the_program_is_that_of_jax_gradient_to_the_letter(segments, cudnn_taken
     assert "CAUSAL" in settings and re.search(rf"fmha_scale.{{1,6}} {SCALE:.6g}", settings)
 
 
+def test_a_window_is_the_kernels_own_and_goes_into_the_mask_of_documents(cudnn_taken_as_present):
+    """The kernel counts the query's own place: a window of 5 is a length of 6. jax's plain path agrees."""
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (QUERIES, KEYS, KEYS)]
+
+    def attend(segments):
+        mask = whole_row(segments)._replace(window=5)
+        text = lowered(jax.value_and_grad(summed(partial(cudnn_attention, mask=mask, scale=SCALE)), (0, 1, 2)), *shapes)
+        assert kernels(text) == (1, 1)
+        return set(re.findall(r"sliding_window_length\S* (\d+)", text)), "ScaleBias" in text
+
+    assert attend(None) == ({"6"}, False)
+    assert attend(SEGMENTS) == ({"0"}, True)
+    rng = np.random.default_rng(3)
+    q, k, v = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in (QUERIES, KEYS, KEYS))
+    with jax.default_matmul_precision("highest"):
+        plain = jax.nn.dot_product_attention(q, k, v, scale=SCALE, is_causal=True, local_window_size=(5, 0))
+        found = reference_attention(q, k, v, whole_row(None)._replace(window=5), scale=SCALE)
+    np.testing.assert_allclose(found, plain, atol=1e-5)
+
+
+def test_values_narrower_than_keys_go_in_with_zeros_and_come_out_without(monkeypatch):
+    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in([]))
+    rng = np.random.default_rng(3)
+    q, k, v = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in (QUERIES, KEYS, (*KEYS[:3], SIZE - 3)))
+    with jax.default_matmul_precision("highest"):
+        found, expected = (
+            jax.value_and_grad(lambda v, f=f: jnp.sum(jnp.sin(f(q, k, v, whole_row(None), scale=SCALE))))(v)
+            for f in (cudnn_attention, reference_attention)
+        )
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
 def stand_in(calls: list[str]):
     """Attention in plain jax with the signature of jax's, and with the rule and the residuals of its cuDNN path."""
 
@@ -178,8 +211,8 @@ def stand_in(calls: list[str]):
     fused = jax.custom_vjp(lambda *args: forward(*args)[0])
     fused.defvjp(forward, backward)
 
-    def attention(q, k, v, *, mask, scale, is_causal, implementation):
-        assert (scale, is_causal, implementation) == (SCALE, True, "cudnn")
+    def attention(q, k, v, *, mask, scale, is_causal, local_window_size, implementation):
+        assert (scale, is_causal, local_window_size, implementation) == (SCALE, True, None, "cudnn")
         return fused(q, k, v, mask)
 
     return attention

@@ -26,15 +26,27 @@ def inputs(heads: int, groups: int) -> Inputs:
     return Inputs(q, k, v, np.sort(rng.integers(0, 3, (ROWS, LENGTH)), axis=1).astype(np.int32))
 
 
-def looped(q: np.ndarray, k: np.ndarray, v: np.ndarray, segments: np.ndarray | None) -> np.ndarray:
+def looped(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    segments: np.ndarray | None,
+    *,
+    window: int = LENGTH,
+    sink: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+) -> np.ndarray:
     """One query of one head after another, in float64."""
-    out = np.zeros(q.shape)
+    out = np.zeros((*q.shape[:3], v.shape[-1]))
     share = q.shape[2] // k.shape[2]
     for b, s, n in np.ndindex(*q.shape[:3]):
         seen = [t for t in range(s + 1) if segments is None or segments[b, t] == segments[b, s]]
+        seen = [t for t in seen if s - t <= window]
         scores = k[b, seen, n // share].astype(np.float64) @ q[b, s, n] * SCALE
-        weights = np.exp(scores - scores.max())
-        out[b, s, n] = weights / weights.sum() @ v[b, seen, n // share]
+        scores = scores if bias is None else scores + bias[n, s, seen]
+        weights = np.exp(scores)
+        rest = 0 if sink is None else np.exp(sink[n])
+        out[b, s, n] = weights / (weights.sum() + rest) @ v[b, seen, n // share]
     return out
 
 
@@ -51,6 +63,34 @@ def test_matches_a_float64_loop(heads, groups, isolated):
     with jax.default_matmul_precision("highest"):
         found = reference_attention(*given[:3], whole_row(segments), scale=SCALE)
     np.testing.assert_allclose(found, looped(*given[:3], segments), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+@pytest.mark.parametrize("window", [0, 3, LENGTH])
+def test_a_window_is_what_a_query_sees_beside_itself(window, isolated):
+    given = inputs(4, 2)
+    segments = given.segments if isolated else None
+    mask = whole_row(segments)._replace(window=window)
+    assert np.asarray(mask.visible()).sum(-1).max() <= window + 1
+    with jax.default_matmul_precision("highest"):
+        found = reference_attention(*given[:3], mask, scale=SCALE)
+    np.testing.assert_allclose(found, looped(*given[:3], segments, window=window), rtol=1e-5, atol=1e-6)
+
+
+def test_a_sink_takes_part_and_brings_nothing():
+    given, sink = inputs(4, 2), np.array([-2.0, 0.0, 1.0, 3.0], np.float32)
+    with jax.default_matmul_precision("highest"):
+        found = reference_attention(*given[:3], whole_row(), scale=SCALE, sink=sink)
+    np.testing.assert_allclose(found, looped(*given[:3], None, sink=sink), rtol=1e-5, atol=1e-6)
+
+
+def test_a_bias_of_scores_and_values_of_another_size():
+    given = inputs(4, 2)
+    bias = np.random.default_rng(1).normal(size=(4, LENGTH, LENGTH)).astype(np.float32)
+    with jax.default_matmul_precision("highest"):
+        found = reference_attention(*given[:2], given.v[..., :4], whole_row(), scale=SCALE, bias=bias)
+    expected = looped(*given[:2], given.v[..., :4], None, bias=bias)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_queries_in_the_middle_of_a_row_see_the_keys_before_them():
@@ -107,3 +147,10 @@ def test_cudnn_refuses_dropout_it_would_draw_layout_by_layout():
     given = inputs(4, 2)
     with pytest.raises(ValueError, match="kernel=reference"):
         cudnn_attention(*given[:3], whole_row(), scale=SCALE, dropout=dropout(0.1, *[np.arange(2)] * 3))
+
+
+@pytest.mark.parametrize("what", ["sink", "bias"])
+def test_cudnn_refuses_what_it_is_not_given(what):
+    given = inputs(4, 2)
+    with pytest.raises(ValueError, match="kernel=reference"):
+        cudnn_attention(*given[:3], whole_row(), scale=SCALE, **{what: np.zeros(4)})

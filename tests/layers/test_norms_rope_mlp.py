@@ -10,10 +10,12 @@ import pytest
 from megajax.layers.config import (
     DenseMLPConfig,
     GatedMLPConfig,
+    L2NormConfig,
     LayerNormConfig,
     Llama3ScalingConfig,
     RMSNormConfig,
     RopeConfig,
+    YarnScalingConfig,
 )
 from megajax.layers.param import Site, bind, specs
 from megajax.mesh.config import ParallelConfig
@@ -38,14 +40,26 @@ def normalised(x: np.ndarray, weights: dict[str, np.ndarray], epsilon: float) ->
     if "bias" in weights:
         x = x - x.mean(-1, keepdims=True)
     x = x / np.sqrt((x * x).mean(-1, keepdims=True) + epsilon)
-    return x * weights["gain"] + weights.get("bias", 0)
+    return x * weights.get("gain", 1) + weights.get("bias", 0)
 
 
-@pytest.mark.parametrize("config", [LayerNormConfig(epsilon=1e-3), RMSNormConfig(epsilon=1e-3)])
+@pytest.mark.parametrize(
+    "config", [LayerNormConfig(epsilon=1e-3), RMSNormConfig(epsilon=1e-3), L2NormConfig(epsilon=1e-3)]
+)
 def test_norms(config):
     module, weights = weighted(config)
     x = RNG.normal(2, 0.1, (2, 3, HIDDEN)).astype(np.float32)
     np.testing.assert_allclose(module(x), normalised(x, weights, 1e-3), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [LayerNormConfig, RMSNormConfig])
+def test_a_zero_centred_gain_is_one_more_than_its_weight(config):
+    module, weights = weighted(config(epsilon=1e-3, zero_centred=True))
+    x = RNG.normal(2, 0.1, (2, 3, HIDDEN)).astype(np.float32)
+    moved = weights | {"gain": weights["gain"] + 1}
+    np.testing.assert_allclose(module(x), normalised(x, moved, 1e-3), rtol=1e-5, atol=1e-5)
+    fresh = config(epsilon=1e-3, zero_centred=True).build(SITE)
+    assert not np.any(fresh.gain[...]) and specs(fresh)["gain"].init.value == 0
 
 
 @pytest.mark.parametrize("config", [LayerNormConfig(), RMSNormConfig()])
@@ -84,6 +98,59 @@ def test_rope_of_bfloat16_turns_by_float32_angles():
     np.testing.assert_allclose(np.asarray(found, np.float32), exact, rtol=2**-7, atol=2**-7)
 
 
+def test_a_part_of_a_head_is_rotated_and_the_rest_left_alone():
+    """A quarter of 16 dimensions: two pairs, with the wavelengths of a head of 4."""
+    rope = RopeConfig(base=1000.0, fraction=0.25).build(16)
+    x = RNG.normal(size=(2, 5, 3, 16)).astype(np.float32)
+    positions = RNG.integers(0, 200, (2, 5)).astype(np.int32)
+    found = rope(x, positions)
+    np.testing.assert_array_equal(found[..., 4:], x[..., 4:])
+    np.testing.assert_allclose(found[..., :4], rotated(x[..., :4], positions, np.array([1, 1000**-0.5])), atol=2e-5)
+
+
+def test_interleaved_rope_turns_neighbours():
+    x = RNG.normal(size=(2, 5, 3, 8)).astype(np.float32)
+    positions = RNG.integers(0, 200, (2, 5)).astype(np.int32)
+    apart = np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+    turned = np.asarray(RopeConfig().build(8)(apart, positions))
+    found = np.asarray(RopeConfig(interleaved=True).build(8)(x, positions))
+    np.testing.assert_allclose(np.concatenate([found[..., ::2], found[..., 1::2]], axis=-1), turned, atol=1e-6)
+
+
+def test_interpolated_positions_are_divided():
+    x = RNG.normal(size=(1, 5, 3, 8)).astype(np.float32)
+    positions = np.arange(5, dtype=np.int32)[None]
+    found = RopeConfig(interpolation=4.0).build(8)(x, 4 * positions)
+    np.testing.assert_allclose(found, RopeConfig().build(8)(x, positions), atol=1e-6)
+
+
+def test_yarn_keeps_what_turns_often_and_stretches_what_turns_seldom():
+    """The paper's ramp, pair by pair, over the number of turns within the original length."""
+    scaling = YarnScalingConfig(factor=40.0, original=4096, fast=32.0, slow=1.0)
+    plain = RopeConfig().build(64).frequencies().astype(np.float64)
+    found = RopeConfig(scaling=scaling).build(64).frequencies()
+    # 64 ln(4096 / (2 pi turns)) / (2 ln 10000) is 10.4 for 32 turns and 22.5 for one.
+    for pair, (old, new) in enumerate(zip(plain, found, strict=True)):
+        share = min(max((pair - 10) / (23 - 10), 0), 1)
+        np.testing.assert_allclose(new, old / 40 * share + old * (1 - share), rtol=2e-5)
+    unrounded = RopeConfig(scaling=YarnScalingConfig(factor=40.0, rounded=False)).build(64).frequencies()
+    assert 0 < np.abs(unrounded / found - 1).max() < 0.5
+
+
+def test_yarn_lengthens_what_it_turns():
+    x = RNG.normal(size=(1, 4, 2, 8)).astype(np.float32)
+    positions = np.arange(4, dtype=np.int32)[None]
+    longer = {
+        YarnScalingConfig(factor=40.0): 0.1 * np.log(40) + 1,
+        YarnScalingConfig(factor=40.0, mscale=1.0, mscale_all=1.0): 1.0,
+        YarnScalingConfig(factor=40.0, mscale=0.707, mscale_all=0.0): 0.0707 * np.log(40) + 1,
+        YarnScalingConfig(factor=0.5): 1.0,
+    }
+    for scaling, expected in longer.items():
+        found = np.asarray(RopeConfig(scaling=scaling).build(8)(x, positions))
+        np.testing.assert_allclose(np.linalg.norm(found), np.linalg.norm(x) * expected, rtol=1e-5)
+
+
 def test_stretched_rope_is_llama_3_1s():
     """Wavelengths below original/high stay, above original/low grow by factor, between they are mixed."""
     scaling = Llama3ScalingConfig(factor=8.0, low=1.0, high=4.0, original=8192)
@@ -104,13 +171,15 @@ def test_stretched_rope_is_llama_3_1s():
 
 EXACT = {
     "relu": lambda x: np.maximum(x, 0),
+    "squared_relu": lambda x: np.maximum(x, 0) ** 2,
+    "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
     "silu": lambda x: x / (1 + np.exp(-x)),
     "gelu": lambda x: x * 0.5 * (1 + np.vectorize(erf)(x / np.sqrt(2))),
     "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
 }
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu"])
 def test_dense_mlp(activation):
     module, w = weighted(DenseMLPConfig(ffn=20, activation=activation))
     x = RNG.normal(size=(2, 3, HIDDEN)).astype(np.float32)
@@ -130,3 +199,14 @@ def test_gated_mlp(activation, bias):
     assert len(w) == (6 if bias else 3)
     exact = EXACT[activation](gate) * up @ w["down"] + w.get("down_bias", 0)
     np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-4)
+
+
+def test_a_clamped_gated_mlp_cuts_the_gate_above_and_the_other_on_both_sides():
+    module, w = weighted(GatedMLPConfig(ffn=20, activation="quick_gelu", bias=True, clamp=0.7, offset=1.0))
+    x = RNG.normal(size=(2, 3, HIDDEN)).astype(np.float32)
+    with jax.default_matmul_precision("highest"):
+        found = module(x)
+    gate, up = (x.astype(np.float64) @ w[name] + w[f"{name}_bias"] for name in ("gate", "up"))
+    assert gate.max() > 0.7 and gate.min() < -0.7 and np.abs(up).max() > 0.7
+    inner = EXACT["quick_gelu"](np.minimum(gate, 0.7)) * (np.clip(up, -0.7, 0.7) + 1)
+    np.testing.assert_allclose(found, inner @ w["down"] + w["down_bias"], rtol=1e-5, atol=1e-4)

@@ -57,6 +57,21 @@ def test_unknown_fields_are_left_out_of_the_plain_line(step):
     )
 
 
+def test_times_by_phase_and_norms_have_fields_of_their_own(step):
+    console, stream = plain_console(total=25, every=2)
+    console.log(step(1, phases={"data_wait": 0.002}))
+    console.log(step(2, phases={"data_wait": 0.004, "save": 0.5}))
+    console.log(step(3, phases={"data_wait": 0.001}))
+    last = {"data_wait": 0.003, "data_wait_min": 0.001, "data_wait_max": 0.25, "save": 1.0}
+    console.log(step(4, phases=last, metrics={"num_zeros": 12.0, "parameter_norm": 3.25}))
+    first, second, third = stream.getvalue().splitlines()
+    assert first.endswith("| data wait per iteration (ms): 2.0 | ETA: 12 s |")
+    assert "| data wait per iteration (ms): 4.0 | save (ms): 500.0 | ETA" in second
+    assert "| data wait per iteration (ms): 2.0 (processes: 1.0 to 250.0) | save (ms): 1000.0 | ETA" in third
+    assert "| grad norm: 0.900 | num zeros: 12.0 | params norm: 3.250 | number of skipped" in third
+    assert "parameter_norm" not in third
+
+
 def test_lines_come_first_every_n_and_last_and_sum_up_what_lies_between(step):
     console, stream = plain_console(total=25, every=10)
     rate = StepRate(devices=1)
@@ -72,7 +87,7 @@ def test_lines_come_first_every_n_and_last_and_sum_up_what_lies_between(step):
     assert third["elapsed time per iteration (ms)"] == "1100.0"
     assert third["tokens/s/device"] == "9.1"
     assert int(third["number of skipped iterations"]) == 1
-    assert int(third["number of nan iterations"]) == 1
+    assert int(third["number of nan iterations"]) == 2  # skipped or not
     assert third["ETA"] == "5.0 s"
 
 

@@ -1,20 +1,33 @@
 """Preset sizes and formulas against the arrays of the models and against what was published."""
 
+from dataclasses import replace
 from math import prod
 
 import pytest
 from flax import nnx
 
 from megajax.config.errors import UserError
-from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, StackConfig
+from megajax.layers.config import (
+    AttentionConfig,
+    BlockConfig,
+    DenseMLPConfig,
+    GatedMLPConfig,
+    L2NormConfig,
+    LatentAttentionConfig,
+    LayerNormConfig,
+    RelativeBiasConfig,
+    RMSNormConfig,
+    StackConfig,
+)
 from megajax.layers.param import specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
-from megajax.models.config import DecoderConfig
+from megajax.models.config import DecoderConfig, PredictionConfig, WidthScalingConfig
 from megajax.models.flops import flops_per_token, parameter_count
 from megajax.models.presets.gpt import GPT2, GPT3, gpt2, gpt3
 from megajax.models.presets.llama import LLAMA2, LLAMA3, llama2, llama3
+from megajax.models.presets.qwen import QWEN2, QWEN3, qwen2, qwen3
 
 EVERYTHING = DecoderConfig(
     hidden=48,
@@ -33,6 +46,43 @@ EVERYTHING = DecoderConfig(
 )
 """What no preset has: biases on a gated MLP, a head size of its own, two kinds of blocks."""
 
+GATED = AttentionConfig(heads=6, kv_heads=2, gate=True, qkv_bias=True, qk_norm=LayerNormConfig(), sink="learned")
+BIASED = AttentionConfig(heads=4, qk_norm=L2NormConfig(), relative=RelativeBiasConfig(buckets=8), window=3)
+VARIED = replace(
+    EVERYTHING,
+    stack=StackConfig(
+        pattern=(
+            BlockConfig(mixer=GATED, mlp=GatedMLPConfig(ffn=30), norm=RMSNormConfig(zero_centred=True)),
+            BlockConfig(mixer=BIASED, mlp=DenseMLPConfig(ffn=20, bias=False)),
+        ),
+        repeats=3,
+    ),
+    prediction=PredictionConfig(depth=2, block=BlockConfig(mixer=GATED, mlp=GatedMLPConfig(ffn=10))),
+)
+LATENT = replace(
+    EVERYTHING,
+    stack=StackConfig(
+        pattern=tuple(
+            BlockConfig(
+                mixer=LatentAttentionConfig(
+                    heads=3,
+                    query_rank=rank,
+                    key_value_rank=8,
+                    content_dim=6,
+                    position_dim=4,
+                    value_dim=5,
+                    bias=True,
+                    norm=norm,
+                    sink="learned",
+                ),
+                mlp=GatedMLPConfig(ffn=30),
+            )
+            for rank, norm in ((7, RMSNormConfig()), (None, LayerNormConfig()), (9, None))
+        ),
+        repeats=2,
+    ),
+)
+
 MODELS = {
     "gpt2 debug": gpt2("debug"),
     "gpt2 1.5b": gpt2("1.5b"),
@@ -40,6 +90,8 @@ MODELS = {
     "llama2 debug": llama2("debug"),
     "llama3 405b": llama3("405b", stretched=True),
     "everything": EVERYTHING,
+    "varied": VARIED,
+    "latent": LATENT,
 }
 
 
@@ -73,6 +125,13 @@ PUBLISHED = {
     "llama3 8b": (llama3("8b"), 8_030_261_248),
     "llama3 70b": (llama3("70b"), 70_553_706_496),
     "llama3 405b": (llama3("405b"), 405_853_388_800),
+    "qwen2 0.5b": (qwen2("0.5b"), 494_032_768),
+    "qwen2 7b": (qwen2("7b"), 7_615_616_512),
+    "qwen2 72b": (qwen2("72b"), 72_706_203_648),
+    "qwen3 0.6b": (qwen3("0.6b"), 596_049_920),
+    "qwen3 8b": (qwen3("8b"), 8_190_735_360),
+    "qwen3 14b": (qwen3("14b"), 14_768_307_200),
+    "qwen3 32b": (qwen3("32b"), 32_762_123_264),
 }
 """Elements in the released weights."""
 
@@ -91,19 +150,46 @@ def test_gpt3_sizes_are_what_they_are_called(size):
 
 @pytest.mark.parametrize("cfg", MODELS.values(), ids=MODELS)
 def test_operations_are_six_for_each_weight_of_a_matmul_and_attention(cfg):
-    """2 forward and 4 backward; scores and values are two products of heads x head size with the row."""
-    in_matmuls = sum(prod(shape) for path, shape in shapes(cfg).items() if "stack" in path and len(shape) > 2)
-    if cfg is EVERYTHING or cfg.stack.pattern[0].mixer.bias:
-        in_matmuls -= sum(
-            prod(shape)
-            for path, shape in shapes(cfg).items()
-            if "stack" in path and path.endswith("bias") and len(shape) > 2
-        )
-    in_matmuls += cfg.hidden * cfg.padded_vocabulary()
-    widths = sum(block.mixer.heads * block.mixer.size(cfg.hidden) for block in cfg.stack.pattern) * cfg.stack.repeats
+    """2 forward and 4 backward; scores and values are two products of heads x head size with the row.
+
+    As Megatron-LM counts: gains of latents too, whether they are there or not, and with further heads three norms.
+    """
+    in_matmuls = sum(
+        prod(shape)
+        for path, shape in shapes(cfg).items()
+        if path.startswith(("stack", "predictions")) and not path.endswith(("bias", "gain", "sink", "table"))
+    )
+    mixers = [block.mixer for block in cfg.stack.pattern] * cfg.stack.repeats
+    for mixer in mixers:
+        if isinstance(mixer, LatentAttentionConfig):
+            in_matmuls += mixer.key_value_rank + (mixer.query_rank or 0)
+    further = len(cfg.predicting_blocks())
+    in_matmuls += (1 + further) * cfg.hidden * cfg.padded_vocabulary() + further * 3 * cfg.hidden
+    widths = 0
+    for mixer in mixers + [block.mixer for block in cfg.predicting_blocks()]:
+        size = mixer.size(cfg.hidden)
+        widths += mixer.heads * (size + getattr(mixer, "value_dim", size)) / 2
     found = flops_per_token(cfg)
     assert found.full == 6 * in_matmuls + 12 * widths * cfg.sequence_length
     assert found.causal == 6 * in_matmuls + 6 * widths * cfg.sequence_length
+
+
+def test_a_wider_model_starts_narrower_and_scales_embeddings_scores_and_logits():
+    """Yang et al. 2022, table 8, for four times the width."""
+    block = BlockConfig(mixer=AttentionConfig(heads=4), mlp=GatedMLPConfig(ffn=80))
+    plain = replace(EVERYTHING, hidden=64, stack=StackConfig(pattern=(block,), repeats=2), embedding_std=0.5)
+    wide = replace(plain, width_scaling=WidthScalingConfig(base_hidden=16, base_head_dim=4, embedding=3.0))
+    layout = Layout(Plan.of(ParallelConfig()))
+    one, other = (nnx.eval_shape(lambda cfg=cfg: cfg.build(layout)) for cfg in (plain, wide))
+    before, after = specs(one), specs(other)
+    for path, spec in before.items():
+        if spec.role == "weight":
+            ratio = 2 if path.startswith("stack") else 1
+            assert spec.init.std == pytest.approx(after[path].init.std * ratio), path
+    assert before["tokens"].init.std == 0.5 and before["head"].init.std == 0.02
+    assert wide.logit_factor() == 1 / 4 and plain.logit_factor() == 1
+    assert one.stack.blocks[0].mixer.core.scale == 16**-0.5
+    assert other.stack.blocks[0].mixer.core.scale == 4**0.5 / 16
 
 
 def test_gpt3_175b_is_what_the_paper_says_it_cost():
@@ -111,17 +197,22 @@ def test_gpt3_175b_is_what_the_paper_says_it_cost():
     assert flops_per_token(gpt3("175b")).causal * 300e9 == pytest.approx(3.14e23, rel=0.04)
 
 
-@pytest.mark.parametrize("sizes", [GPT2, GPT3, LLAMA2, LLAMA3], ids=["gpt2", "gpt3", "llama2", "llama3"])
-def test_every_preset_fits_together(sizes):
-    family = {id(GPT2): gpt2, id(GPT3): gpt3, id(LLAMA2): llama2, id(LLAMA3): llama3}[id(sizes)]
+FAMILIES = {"gpt2": (gpt2, GPT2), "gpt3": (gpt3, GPT3), "llama2": (llama2, LLAMA2), "llama3": (llama3, LLAMA3),
+            "qwen2": (qwen2, QWEN2), "qwen3": (qwen3, QWEN3)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_preset_fits_together(name):
+    family, sizes = FAMILIES[name]
     for size in sizes:
         cfg = family(size)
         assert cfg.problems() == [], size
         assert all(not block.problems() and not block.mixer.problems() for block in cfg.stack.pattern), size
 
 
-@pytest.mark.parametrize("family", [gpt2, gpt3, llama2, llama3])
-def test_an_unknown_size_names_the_known_ones(family):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_unknown_size_names_the_known_ones(name):
+    family, _ = FAMILIES[name]
     with pytest.raises(UserError, match=r"no size '9z'; sizes: debug, "):
         family("9z")
 

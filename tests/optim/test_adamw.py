@@ -13,7 +13,8 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.models.presets.gpt import gpt2
 from megajax.optim.config import AdamWConfig
-from megajax.optim.optimizer import clip_factor, decayed, global_norm
+from megajax.optim.groups import decayed
+from megajax.optim.optimizer import clip_factor, global_norm, steady, weight_so_far
 
 DECLARED = {
     "matrix": ParamSpec("matrix", (3, 4), ("embed", "mlp"), Normal(0.02), "weight", "matrix", ()),
@@ -50,7 +51,7 @@ def test_ten_updates_are_those_of_float64(cfg):
     # Gradients from large to below epsilon.
     gradients = [random(rng, 10.0 ** rng.integers(-9, 2)) for _ in rates]
     optimizer = cfg.build(DECLARED)
-    update = jax.jit(lambda g, s, p, lr: optimizer.update(g, s, p, lr=lr))
+    update = jax.jit(lambda g, s, p, lr: optimizer.update(g, s, p, rates=steady(lr, cfg.weight_decay)))
     found, state = {path: jnp.asarray(p) for path, p in params.items()}, optimizer.init(params)
     for grads, lr in zip(gradients, rates, strict=True):
         found, state = update(grads, state, found, jnp.float32(lr))
@@ -60,11 +61,48 @@ def test_ten_updates_are_those_of_float64(cfg):
         assert np.abs(exact - params[path]).max() > 0.01, path
 
 
+def test_bias_corrections_are_right_from_the_first_step_on():
+    """1 - beta^t taken in float32 would be off by 6e-5 at the first step with beta2=0.999."""
+    for beta in (0.9, 0.95, 0.999, 0.9999):
+        for step in (1, 2, 3, 10, 1000, 100_000):
+            found = float(jax.jit(lambda t, beta=beta: weight_so_far(beta, t))(jnp.float32(step)))
+            assert found == pytest.approx(-np.expm1(step * np.log(beta)), rel=2e-7), (beta, step)
+    assert float(weight_so_far(0.0, jnp.float32(1))) == 1
+
+
+def test_first_update_is_the_sign_of_the_gradient():
+    """m / sqrt(v) is g / |g| after both corrections, to rounding."""
+    rng = np.random.default_rng(5)
+    params, grads = random(rng), random(rng)
+    optimizer = AdamWConfig(weight_decay=0.0, epsilon=1e-30).build(DECLARED)
+    found, _ = optimizer.update(grads, optimizer.init(params), params, rates=steady(1.0))
+    for path, g in grads.items():
+        np.testing.assert_allclose(params[path] - np.asarray(found[path]), np.sign(g), atol=5e-7)
+
+
+def test_coupled_decay_goes_through_the_moments():
+    rng, cfg = np.random.default_rng(6), AdamWConfig(beta2=0.95, weight_decay=0.1, decoupled=False)
+    params, rates = random(rng), [1e-2] * 4
+    gradients = [random(rng) for _ in rates]
+    optimizer = cfg.build(DECLARED)
+    found, state = params, optimizer.init(params)
+    exact = {path: p.astype(np.float64) for path, p in params.items()}
+    m, v = ({path: np.zeros_like(p) for path, p in exact.items()} for _ in range(2))
+    for t, grads in enumerate(gradients, start=1):
+        found, state = optimizer.update(grads, state, found, rates=steady(1e-2, 0.1))
+        for path, p in exact.items():
+            g = grads[path] + (0.1 * p if path == "matrix" else 0)
+            m[path], v[path] = 0.9 * m[path] + 0.1 * g, 0.95 * v[path] + 0.05 * g * g
+            exact[path] = p - 1e-2 * (m[path] / (1 - 0.9**t)) / (np.sqrt(v[path] / (1 - 0.95**t)) + 1e-8)
+    for path, p in exact.items():
+        np.testing.assert_allclose(found[path], p, rtol=1e-6, atol=1e-6)
+
+
 def test_without_gradient_only_matrices_shrink():
     params = random(np.random.default_rng(1))
     zero = {path: np.zeros_like(p) for path, p in params.items()}
     optimizer = CONFIG.build(DECLARED)
-    found, _ = optimizer.update(zero, optimizer.init(params), params, lr=jnp.float32(0.5))
+    found, _ = optimizer.update(zero, optimizer.init(params), params, rates=steady(0.5, 0.1))
     np.testing.assert_allclose(found["matrix"], params["matrix"] * (1 - 0.5 * 0.1), rtol=1e-6)
     for path in ("gain", "bias"):
         np.testing.assert_array_equal(found[path], params[path])
@@ -92,7 +130,7 @@ def test_other_weights_than_the_declared_ones_are_refused():
     optimizer, params = CONFIG.build(DECLARED), random(np.random.default_rng(3))
     del params["gain"]
     with pytest.raises(UserError, match="gain"):
-        optimizer.update(params, optimizer.init(params), params, lr=jnp.float32(0.1))
+        optimizer.update(params, optimizer.init(params), params, rates=steady(0.1))
 
 
 def test_clipping_scales_the_global_norm_down_to_the_limit():

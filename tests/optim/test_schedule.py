@@ -1,6 +1,7 @@
 """The learning rate, point by point."""
 
-from math import cos, pi
+from fractions import Fraction
+from math import cos, expm1, log, pi, sin, sqrt
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from megajax.optim.config import ScheduleConfig
+from megajax.optim.groups import Group
 from megajax.optim.schedule import Schedule
 
 STEPS, SIZE = 100, 8
@@ -58,13 +60,117 @@ def test_lengths_are_counted_in_samples(settings, warmup, decay):
     assert lr.at(decay) == pytest.approx(1e-4)
 
 
-@pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
-def test_on_the_device_as_on_the_host(style):
-    lr = schedule(style=style, warmup_steps=7, warmup_start=1e-5)
-    samples = np.array([0, 1, 55, 56, 57, 400, 799, 800, 801, 5000], np.int32)
-    found = jax.jit(jax.vmap(lr))(samples)
-    assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, [lr.at(n) for n in samples.tolist()], rtol=1e-5)
+SETTINGS = [
+    {"style": "constant"},
+    {"style": "linear"},
+    {"style": "cosine"},
+    {"style": "cosine", "min_lr": 0.0},
+    {"style": "linear", "min_lr": 0.0},
+    {"style": "inverse_square_root"},
+    {"style": "inverse_square_root", "warmup_steps": None},
+    {"style": "wsd", "anneal_steps": 30},
+    {"style": "wsd", "anneal_samples": 777, "anneal_style": "linear", "min_lr": 0.0},
+    {"style": "wsd", "anneal_steps": 30, "anneal_style": "cosine", "min_lr": 0.0},
+    {"style": "wsd", "anneal_steps": 30, "anneal_style": "minus_sqrt", "min_lr": 0.0},
+    {"style": "wsd", "anneal_steps": 30, "anneal_style": "exponential", "min_lr": 0.0},
+    {"style": "cosine", "warmup_steps": None, "warmup_fraction": 1 / 3},
+]
+
+
+@pytest.mark.parametrize("steps", [100, 10**5, 10**8])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_on_the_device_as_on_the_host(settings, steps):
+    """Relative to the rate itself, to the last sample of the decay: nothing cancels in float32."""
+    lr = ScheduleConfig(**{"lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 7, "warmup_start": 1e-5} | settings).build(
+        steps=steps, global_size=SIZE
+    )
+    end, edges = steps * SIZE, [round(lr.warmup), round(lr.falls_from)]
+    near = [edge + by for edge in (*edges, end) for by in (-2, -1, 0, 1, 2)]
+    samples = np.array([n for n in [0, 1, 55, 57, end // 2, end * 5, *near] if 0 <= n < 2**31], np.int32)
+    found = np.asarray(jax.jit(jax.vmap(lr))(samples))
+    assert found.dtype == np.float32
+    exact = np.array([exactly(lr, n) for n in samples.tolist()])
+    np.testing.assert_allclose(found, exact, rtol=1e-6, atol=0)
+    # The host's float64 has less to lose, but loses it the same way: at the end 1 - r is all rounding.
+    np.testing.assert_allclose([lr.at(n) for n in samples.tolist()], exact, rtol=1e-12, atol=1e-16)
+
+
+def exactly(schedule: Schedule, n: int) -> float:
+    """The definition with rational shares; the share left is never taken from a rounded share done."""
+    cfg, warmup, decay = schedule.cfg, Fraction(schedule.warmup), Fraction(schedule.decay)
+    if 0 < warmup >= n:
+        return cfg.warmup_start + (cfg.lr - cfg.warmup_start) * float(n / warmup)
+    if cfg.style == "constant":
+        return cfg.lr
+    if n > decay:
+        return cfg.min_lr
+    if cfg.style == "inverse_square_root":
+        return max(cfg.min_lr, cfg.lr * sqrt(max(warmup, 1) / max(n, 1)))
+    first = Fraction(schedule.falls_from) if cfg.style == "wsd" else warmup
+    left = min(1 - (n - first) / (decay - first), Fraction(1))
+    share = {
+        "linear": float(left),
+        "cosine": sin(pi / 2 * float(left)) ** 2,
+        "exponential": expm1(float(left) * log(2)),
+        "minus_sqrt": float(left) / (1 + sqrt(1 - left)),
+    }[cfg.anneal_style if cfg.style == "wsd" else cfg.style]
+    return cfg.min_lr + share * (cfg.lr - cfg.min_lr)
+
+
+def test_wsd_stays_and_then_falls():
+    lr = schedule(style="wsd", warmup_steps=10, anneal_steps=20, anneal_style="linear")
+    assert [lr.at(n * SIZE) for n in (10, 11, 50, 80)] == [1e-3] * 4
+    assert lr.at(90 * SIZE) == pytest.approx(5.5e-4, rel=1e-12)
+    assert lr.at(100 * SIZE) == pytest.approx(1e-4, rel=1e-12)
+    half = {"exponential": 2 * 0.5**0.5 - 1, "cosine": 0.5, "minus_sqrt": 1 - 0.5**0.5}
+    for style, share in half.items():
+        lr = schedule(style="wsd", anneal_samples=20 * SIZE, anneal_style=style)
+        assert lr.at(90 * SIZE) == pytest.approx(1e-4 + share * 9e-4, rel=1e-12), style
+
+
+def test_inverse_square_root_falls_with_all_samples_and_not_below_the_lowest_rate():
+    lr = schedule(style="inverse_square_root", warmup_steps=4)
+    assert lr.at(16 * SIZE) == pytest.approx(5e-4, rel=1e-12)
+    assert lr.at(64 * SIZE) == pytest.approx(2.5e-4, rel=1e-12)
+    assert schedule(style="inverse_square_root", warmup_samples=1).at(100 * SIZE) == 1e-4
+    assert lr.at(100 * SIZE + 1) == 1e-4
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine"])
+def test_weight_decay_rises_over_the_run(style):
+    rising = schedule(weight_decay_start=0.01, weight_decay_style=style)
+    samples = np.array([0, 1, 200, 400, 799, 800, 801, 5000], np.int32)
+    share = np.minimum(samples / 800, 1)
+    exact = 0.01 + 0.09 * (share if style == "linear" else np.sin(np.pi / 2 * share) ** 2)
+    np.testing.assert_allclose([rising.weight_decay_at(n, 0.1) for n in samples.tolist()], exact, rtol=1e-12)
+    np.testing.assert_allclose(jax.jit(jax.vmap(lambda n: rising.weight_decay(n, 0.1)))(samples), exact, rtol=1e-6)
+    assert schedule().weight_decay_at(400, 0.1) == 0.1
+    assert schedule(weight_decay_start=0.0, weight_decay_steps=10).weight_decay_at(40, 0.1) == pytest.approx(0.05)
+
+
+def test_groups_have_their_own_highest_and_lowest_rate():
+    lr = schedule(style="linear", warmup_steps=50)
+    assert lr.at(75 * SIZE, lr=4e-3, min_lr=2e-3) == pytest.approx(3e-3, rel=1e-12)
+    assert lr.at(25 * SIZE, lr=4e-3) == pytest.approx(2e-3, rel=1e-12)
+    found = lr(jnp.int32(75 * SIZE), lr=4e-3, min_lr=2e-3)
+    np.testing.assert_allclose(found, 3e-3, rtol=1e-6)
+    rate, decay = lr.rates(jnp.int32(75 * SIZE), 0.1, Group(lr=4e-3, min_lr=2e-3, lr_multiplier=0.5, decay=3.0))
+    np.testing.assert_allclose([rate, decay], [1.5e-3, 0.3], rtol=1e-6)
+
+
+def test_steps_are_turned_into_samples_by_what_the_steps_read():
+    """The first 10 steps have 4 rows, the others 8."""
+    cfg = ScheduleConfig(lr=1e-3, warmup_steps=20, style="linear")
+    lr = cfg.build(steps=100, global_size=8, samples=lambda steps: 8 * steps - 4 * min(steps, 10))
+    assert (lr.warmup, lr.decay) == (120, 760)
+
+
+def test_facts_name_what_has_an_effect():
+    assert schedule().facts() == schedule(anneal_style="linear", weight_decay_style="cosine").facts()
+    wsd = schedule(style="wsd", anneal_steps=10)
+    assert wsd.facts() != schedule(style="wsd", anneal_steps=11).facts()
+    assert wsd.facts() != schedule(style="wsd", anneal_steps=10, anneal_style="linear").facts()
+    assert schedule(weight_decay_start=0.0).facts() != schedule().facts()
 
 
 def test_no_length_divides_by_zero():
@@ -82,6 +188,12 @@ def test_no_length_divides_by_zero():
         ({"lr": -1.0, "min_lr": -1.0}, "lr", "must be a number from 0 up"),
         ({"warmup_steps": -1}, "warmup_steps", "must be a number from 0 up"),
         ({"warmup_fraction": 1.5}, "warmup_fraction", "must be between 0 and 1, got 1.5"),
+        ({"warmup_start": 1.0}, "warmup_start", "warmup_start=1.0 is above lr=0.0003"),
+        ({"style": "wsd"}, "anneal_steps", "is needed with style=wsd"),
+        ({"style": "wsd", "anneal_steps": 0}, "anneal_steps", "must be at least 1, got 0"),
+        ({"anneal_samples": 5}, "anneal_samples", "has no meaning with style=cosine"),
+        ({"style": "wsd", "anneal_samples": 5, "anneal_steps": 5}, "anneal_samples", "are both given"),
+        ({"weight_decay_start": -1.0}, "weight_decay_start", "must be a number from 0 up"),
     ],
 )
 def test_problems(settings, where, what):
@@ -96,3 +208,11 @@ def test_a_warm_up_as_long_as_the_decay_is_refused():
     assert str(problem).startswith("decay_steps: the decay ends after 800 samples, the warm-up after 800")
     assert cfg.run_problems(steps=101, global_size=SIZE) == []
     assert ScheduleConfig().run_problems(steps=0, global_size=SIZE) == []
+
+
+def test_an_anneal_longer_than_the_schedule_is_refused():
+    cfg = ScheduleConfig(style="wsd", anneal_samples=900)
+    (problem,) = cfg.run_problems(steps=STEPS, global_size=SIZE)
+    assert str(problem).startswith("anneal_samples: the anneal takes 900 samples, all of the schedule 800")
+    assert "100 steps" in problem.hint
+    assert cfg.run_problems(steps=113, global_size=SIZE) == []

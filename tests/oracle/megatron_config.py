@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_cases import unsupported
@@ -11,6 +12,8 @@ from megajax.layers.config import (
     BlockConfig,
     DenseMLPConfig,
     GatedMLPConfig,
+    L2NormConfig,
+    LatentAttentionConfig,
     LayerNormConfig,
     Llama3ScalingConfig,
     MLPConfig,
@@ -18,9 +21,12 @@ from megajax.layers.config import (
     RMSNormConfig,
     RopeConfig,
     StackConfig,
+    YarnScalingConfig,
 )
-from megajax.models.config import DecoderConfig
-from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.models.config import DecoderConfig, PredictionConfig, WidthScalingConfig
+from megajax.models.memory import MemorySetting
+from megajax.optim.config import AdamWConfig, ScheduleConfig, SGDConfig
+from megajax.training.config import BatchConfig, LinearRampConfig, StepRampConfig
 
 WITHOUT_EFFECT = {
     # Memory, speed, initial values that are replaced, or float16 alone.
@@ -58,97 +64,230 @@ class Settings:
 
 
 def decoder_config(
-    config: Mapping[str, Any], model: Mapping[str, Any], *, vocabulary: int, positions: int
+    config: Mapping[str, Any], model: Mapping[str, Any], *, vocabulary: int, positions: int, latent: bool = False
 ) -> DecoderConfig:
-    """From a TransformerConfig's and a GPTModel's arguments. positions: rows of a learned position table."""
+    """From a TransformerConfig's and a GPTModel's arguments.
+
+    positions: rows of a learned position table; latent: the config is a MLATransformerConfig.
+    """
     core, outer = Settings(config), Settings(model)
-    hidden, heads = core.take("hidden_size"), core.take("num_attention_heads")
-    bias = core.take("add_bias_linear", True)
-    rope = _rope(core, outer)
-    learned = outer.take("position_embedding_type", "learned_absolute") == "learned_absolute"
-    mixer = AttentionConfig(
-        heads=heads,
-        kv_heads=core.take("num_query_groups"),
-        head_dim=core.take("kv_channels"),
-        bias=bias,
-        rope=rope,
-    )
-    if core.take("add_qkv_bias", False) and not bias:
-        unsupported("add_qkv_bias without add_bias_linear")
-    block = BlockConfig(mixer=mixer, mlp=_mlp(core, core.take("ffn_hidden_size", 4 * hidden), bias), norm=_norm(core))
+    hidden, bias = core.take("hidden_size"), core.take("add_bias_linear", True)
+    layers, norm = core.take("num_layers"), _norm(core)
+    learned = outer.left.get("position_embedding_type", "learned_absolute") == "learned_absolute"
+    ropes = _rotated_layers(core, layers)
+    windows = _windowed_layers(core, layers)
+    mixer = _latent(core, outer, norm, bias) if latent else _attention(core, outer, norm, bias, positions)
+    mlp = _mlp(core, core.take("ffn_hidden_size", 4 * hidden), bias)
+    blocks = []
+    for rotated, window in zip(ropes, windows, strict=True):
+        changes = {"window": window} | ({} if rotated else {"rope": None})
+        blocks.append(BlockConfig(mixer=replace(mixer, **changes), mlp=mlp, norm=norm))
+    depth = core.take("mtp_num_layers", 0)
+    factor = core.take("mtp_loss_scaling_factor", 0.1)
     decoder = DecoderConfig(
         hidden=hidden,
         vocabulary_size=vocabulary,
         sequence_length=positions,
-        stack=StackConfig(pattern=(block,), repeats=core.take("num_layers")),
+        stack=StackConfig.of(blocks),
         learned_positions=learned,
-        norm=block.norm,
+        norm=norm,
         tied=bool(outer.take("share_embeddings_and_output_weights", False)),
+        prediction=PredictionConfig(depth=depth, weight=factor) if depth else None,
+        width_scaling=_width_scaling(core, hidden),
     )
     for name in ("hidden_dropout", "attention_dropout"):
         core.only(name, 0.0)
-    for name in ("vocab_size", "max_sequence_length"):
+    for name in ("vocab_size", "max_sequence_length", "position_embedding_type"):
         outer.take(name)
     # How gradients are averaged is the caller's affair.
-    core.take("calculate_per_token_loss")
+    if core.take("calculate_per_token_loss") and depth:
+        unsupported("multi-token prediction weighed by the tokens left of each microbatch")
     core.finish(WITHOUT_EFFECT)
     outer.finish(WITHOUT_EFFECT)
     return decoder
 
 
-def _rope(core: Settings, outer: Settings) -> RopeConfig | None:
+def _width_scaling(core: Settings, hidden: int) -> WidthScalingConfig | None:
+    wanted = core.take("use_mup", False)
+    base, size = core.take("mup_base_hidden_size", hidden), core.take("mup_base_head_dim")
+    embedding, output = core.take("mup_embedding_mult", 1.0), core.take("mup_output_mult", 1.0)
+    core.take("mup_width_mult")
+    if not wanted:
+        return None
+    core.only("mup_attn_scale_power", 1.0)
+    return WidthScalingConfig(
+        base_hidden=base, base_head_dim=size, embedding=embedding, output=None if output == 1.0 else output
+    )
+
+
+def _windowed_layers(core: Settings, layers: int) -> list[int | None]:
+    """The window of each layer."""
+    size, every = core.take("window_size"), core.take("window_attn_skip_freq")
+    if size is None:
+        return [None] * layers
+    left, right = size
+    if left < 0 or right != 0:
+        unsupported(f"window_size={size}")
+    if isinstance(every, list):
+        return [left if windowed else None for windowed in every]
+    return [None if every and number % every == 0 else left for number in range(1, layers + 1)]
+
+
+def _rotated_layers(core: Settings, layers: int) -> list[bool]:
+    """Whether each layer rotates its queries and keys, where the model does."""
+    every = core.take("no_rope_freq")
+    if isinstance(every, list):
+        return [not without for without in every]
+    return [not every or number % every != 0 for number in range(1, layers + 1)]
+
+
+SINKS = {"vanilla": "none", "off-by-one": "zero", "learnable": "learned"}
+
+
+def _attention(core: Settings, outer: Settings, norm: NormConfig, bias: bool, length: int) -> AttentionConfig:
+    normed, without_gain = core.take("qk_layernorm", False), core.take("qk_l2_norm", False)
+    qkv_bias = core.take("add_qkv_bias", False) or bias
+    return AttentionConfig(
+        heads=core.take("num_attention_heads"),
+        kv_heads=core.take("num_query_groups"),
+        head_dim=core.take("kv_channels"),
+        bias=bias,
+        qkv_bias=qkv_bias,
+        qk_norm=L2NormConfig(epsilon=norm.epsilon) if without_gain else norm if normed else None,
+        rope=_rope(core, outer, length),
+        sink=SINKS[core.take("softmax_type", "vanilla")],
+        gate=core.take("attention_output_gate", False),
+        scale=core.take("softmax_scale"),
+    )
+
+
+def _latent(core: Settings, outer: Settings, norm: NormConfig, bias: bool) -> LatentAttentionConfig:
+    """Settings and defaults of a MLATransformerConfig; the model's own about positions are not used."""
+    outer.take("rotary_base")
+    outer.take("rotary_percent")
+    given = core.left.get("q_lora_rank", 512)
+    core.take("q_lora_rank")
+    content, place = core.take("qk_head_dim", 128), core.take("qk_pos_emb_head_dim", 64)
+    kind, base, share = core.take("rope_type", "yarn"), core.take("rotary_base", 10000), core.take("rotary_percent", 1)
+    yarn = YarnScalingConfig(
+        factor=float(core.take("rotary_scaling_factor", 40.0)),
+        original=core.take("original_max_position_embeddings", core.take("max_position_embeddings", 4096)),
+        fast=core.take("beta_fast", 32.0),
+        slow=core.take("beta_slow", 1.0),
+        mscale=core.take("mscale", 1.0),
+        mscale_all=core.take("mscale_all_dim", 0.0),
+    )
+    core.only("rotary_interleaved", False)
+    core.take("kv_channels")
+    core.take("num_query_groups")
+    core.take("add_qkv_bias")
+    if kind == "rope":
+        # Scores are scaled as with YaRN even so.
+        scale = yarn.lengthened(yarn.mscale_all) ** 2 * (content + place) ** -0.5
+        rope = RopeConfig(base=float(base), fraction=float(share), interleaved=True)
+    else:
+        scale, rope = None, RopeConfig(base=float(base), interleaved=True, scaling=yarn)
+    return LatentAttentionConfig(
+        heads=core.take("num_attention_heads"),
+        query_rank=given,
+        key_value_rank=core.take("kv_lora_rank", 512),
+        content_dim=content,
+        position_dim=place,
+        value_dim=core.take("v_head_dim", 128),
+        bias=bias,
+        norm=norm if core.take("qk_layernorm", False) else None,
+        rope=rope,
+        sink=SINKS[core.take("softmax_type", "vanilla")],
+        scale=scale,
+    )
+
+
+def _rope(core: Settings, outer: Settings, length: int) -> RopeConfig | None:
     kind = outer.left.get("position_embedding_type", "learned_absolute")
     base, stretched = outer.take("rotary_base", 10000), outer.take("rope_scaling", False)
     factor = outer.take("rope_scaling_factor", 8.0)
-    if kind not in ("rope", "learned_absolute", "none"):
+    share, interpolation = outer.take("rotary_percent", 1.0), outer.take("seq_len_interpolation_factor", 1.0)
+    interleaved = core.take("rotary_interleaved", False)
+    yarn = {name: core.take(name) for name in [name for name in core.left if name.startswith("yarn_")]}
+    if kind not in ("rope", "yarn", "learned_absolute", "none"):
         unsupported(f"position_embedding_type={kind}")
-    if kind != "rope":
+    if kind not in ("rope", "yarn"):
         return None
-    outer.only("rotary_percent", 1.0)
-    outer.only("seq_len_interpolation_factor", 1.0)
-    core.only("rotary_interleaved", False)
+    if kind == "yarn":
+        given = {name.removeprefix("yarn_"): value for name, value in yarn.items() if value is not None}
+        scaling = YarnScalingConfig(
+            factor=float(given.get("rotary_scaling_factor", 1.0)),
+            original=given.get("original_max_position_embeddings", length),
+            fast=float(given.get("beta_fast", 32.0)),
+            slow=float(given.get("beta_slow", 1.0)),
+            rounded=given.get("correction_range_round_to_int", True),
+            mscale=given.get("mscale"),
+            mscale_all=given.get("mscale_all_dim"),
+        )
+        return RopeConfig(base=float(base), scaling=scaling)
     # Megatron-LM has the other numbers of the stretch fixed.
     scaling = Llama3ScalingConfig(factor=factor, low=1.0, high=4.0, original=8192) if stretched else None
-    return RopeConfig(base=float(base), scaling=scaling)
+    return RopeConfig(
+        base=float(base), scaling=scaling, fraction=share, interleaved=interleaved, interpolation=float(interpolation)
+    )
 
 
 def _norm(core: Settings) -> NormConfig:
     kind, epsilon = core.take("normalization", "LayerNorm"), core.take("layernorm_epsilon", 1e-5)
+    centred = core.take("layernorm_zero_centered_gamma", False)
     if kind not in ("LayerNorm", "RMSNorm"):
         unsupported(f"normalization={kind}")
-    return LayerNormConfig(epsilon=epsilon) if kind == "LayerNorm" else RMSNormConfig(epsilon=epsilon)
+    return (LayerNormConfig if kind == "LayerNorm" else RMSNormConfig)(epsilon=epsilon, zero_centred=centred)
+
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "openai_gelu": "gelu_tanh", "gelu_impl": "gelu_tanh",
+               "fast_gelu": "gelu_tanh", "gelu_tanh": "gelu_tanh", "quick_gelu": "quick_gelu", "relu": "relu",
+               "squared_relu": "squared_relu"}  # fmt: skip
 
 
 def _mlp(core: Settings, ffn: int, bias: bool) -> MLPConfig:
-    gated, activation = core.take("gated_linear_unit", False), core.take("activation_func", "gelu")
-    if activation == "gelu" and core.left.get("bias_activation_fusion"):
+    gated, named = core.take("gated_linear_unit", False), str(core.take("activation_func", "gelu"))
+    activation = ACTIVATIONS.get(named.rsplit(".", 1)[-1])
+    if activation is None:
+        unsupported(f"activation_func={named}" + (" gated" if gated else ""))
+    fused = core.take("bias_activation_fusion")
+    if activation == "gelu" and fused:
         # The fused kernel is the tanh form.
         activation = "gelu_tanh"
-    core.take("bias_activation_fusion")
-    known = ("silu", "gelu", "gelu_tanh") if gated else ("gelu", "gelu_tanh", "relu")
-    if activation not in known:
-        unsupported(f"activation_func={activation}" + (" gated" if gated else ""))
-    return (GatedMLPConfig if gated else DenseMLPConfig)(ffn=ffn, activation=activation, bias=bias)
+    clamp, offset = core.take("activation_func_clamp_value"), core.take("glu_linear_offset", 0.0)
+    if gated:
+        return GatedMLPConfig(ffn=ffn, activation=activation, bias=bias, clamp=clamp, offset=offset)
+    return DenseMLPConfig(ffn=ffn, activation=activation, bias=bias)
+
+
+STYLES = {"inverse-square-root": "inverse_square_root", "WSD": "wsd"}
 
 
 def schedule_config(settings: Mapping[str, Any]) -> ScheduleConfig:
     """From an OptimizerParamScheduler's arguments, all in samples."""
     given = Settings(settings)
-    style = given.only("lr_decay_style", "linear", "constant", "cosine")
-    if given.take("start_wd") != given.take("end_wd"):
-        unsupported("weight decay that changes")
+    style = given.only("lr_decay_style", "linear", "constant", "cosine", *STYLES)
+    annealing = {}
+    if style == "WSD":
+        annealing = {
+            "anneal_samples": given.take("wsd_decay_steps"),
+            "anneal_style": given.only("lr_wsd_decay_style", "exponential", "linear", "cosine", "minus_sqrt"),
+        }
+    start, span = given.take("start_wd"), given.take("wd_incr_steps")
+    rise = given.only("wd_incr_style", "constant", "linear", "cosine")
+    if given.take("end_wd") != start:
+        annealing |= {"weight_decay_start": start, "weight_decay_style": rise, "weight_decay_samples": span}
     config = ScheduleConfig(
         lr=given.take("max_lr"),
         min_lr=given.take("min_lr"),
-        style=style,
+        style=STYLES.get(style, style),
         warmup_samples=given.take("lr_warmup_steps", 0),
         warmup_start=given.take("init_lr", 0.0),
         decay_samples=given.take("lr_decay_steps"),
+        **annealing,
     )
     given.finish(
         {
-            "wd_incr_steps",
-            "wd_incr_style",
             "wsd_decay_steps",
             "lr_wsd_decay_style",
             "use_checkpoint_opt_param_scheduler",
@@ -158,54 +297,121 @@ def schedule_config(settings: Mapping[str, Any]) -> ScheduleConfig:
     return config
 
 
-def optimizer_config(settings: Mapping[str, Any], weight_decay: float) -> AdamWConfig:
+def batch_config(kind: str, row: Mapping[str, Any]) -> BatchConfig:
+    """From a microbatch calculator's arguments; kind: constant, step, or rampup."""
+    given = Settings(row)
+    micro, decrease = given.take("mbs"), bool(given.take("decrease", False))
+    if kind == "constant":
+        return BatchConfig(global_size=given.take("gbs"), micro_size=micro, decrease=decrease)
+    if kind == "step":
+        ramp = StepRampConfig(sizes=given.take("schedule"), unit="tokens" if row.get("seq_length") else "samples")
+        return BatchConfig(global_size=ramp.pairs()[-1][1], micro_size=micro, ramp=ramp, decrease=decrease)
+    if kind != "rampup":
+        unsupported(f"{kind} batch sizes")
+    names = ("start", "increment", "samples")
+    ramp = LinearRampConfig(**dict(zip(names, map(int, given.take("rampup_batch_size")), strict=True)))
+    return BatchConfig(global_size=given.take("gbs"), micro_size=micro, ramp=ramp, decrease=decrease)
+
+
+def optimizer_config(settings: Mapping[str, Any], weight_decay: float) -> AdamWConfig | SGDConfig:
     """From an OptimizerConfig's arguments. weight_decay: as the scheduler has it, which overrides the optimizer's."""
     given = Settings(settings)
-    given.only("optimizer", "adam")
+    kind = given.only("optimizer", "adam", "sgd")
     given.only("bf16", False)
     given.only("fp16", False)
-    given.only("decoupled_weight_decay", True)
-    config = AdamWConfig(
-        beta1=given.take("adam_beta1", 0.9),
-        beta2=given.take("adam_beta2", 0.999),
-        epsilon=given.take("adam_eps", 1e-8),
-        weight_decay=weight_decay,
-        clip=given.take("clip_grad", 1.0) or None,
-    )
+    shared = {
+        "weight_decay": weight_decay,
+        "clip": given.take("clip_grad", 1.0) or None,
+        "embedding_lr": given.take("decoupled_lr"),
+        "embedding_min_lr": given.take("decoupled_min_lr"),
+        "decay_qk_norms": bool(given.take("apply_wd_to_qk_layernorm", False)),
+    }
+    decoupled = given.only("decoupled_weight_decay", True, False)
+    averages = (given.take("adam_beta1", 0.9), given.take("adam_beta2", 0.999), given.take("adam_eps", 1e-8))
+    momentum = given.take("sgd_momentum", 0.9)
     given.finish({"lr", "min_lr", "weight_decay", "params_dtype", "use_distributed_optimizer"})
-    return config
+    if kind == "sgd":
+        return SGDConfig(momentum=momentum, **shared)
+    beta1, beta2, epsilon = averages
+    return AdamWConfig(beta1=beta1, beta2=beta2, epsilon=epsilon, decoupled=decoupled, **shared)
 
 
-FLAGS_WITHOUT_FLOPS = {
+FLAGS_WITHOUT_COUNT = {
     "max_position_embeddings", "micro_batch_size", "global_batch_size", "tensor_model_parallel_size",
     "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "sequence_parallel",
-    "use_distributed_optimizer", "normalization", "norm_epsilon", "disable_bias_linear", "add_qkv_bias",
-    "untie_embeddings_and_output_weights", "position_embedding_type", "rotary_base", "use_rope_scaling",
-    "rope_scaling_factor", "num_layers_per_virtual_pipeline_stage", "recompute_activations", "recompute_granularity",
-    "recompute_method", "recompute_num_layers", "recompute_modules", "vocab_size", "padded_vocab_size",
-    "make_vocab_size_divisible_by", "ffn_hidden_size", "kv_channels", "bf16", "fp16", "train_iters", "lr",
+    "use_distributed_optimizer", "norm_epsilon", "disable_bias_linear", "add_qkv_bias", "position_embedding_type",
+    "rotary_base", "rotary_percent", "rotary_interleaved", "rotary_scaling_factor", "mscale", "mscale_all_dim",
+    "beta_fast", "beta_slow", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor",
+    "no_rope_freq", "use_rotary_position_embeddings", "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank", "recompute_activations", "recompute_granularity", "recompute_method",
+    "recompute_num_layers", "recompute_modules", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by",
+    "ffn_hidden_size", "kv_channels", "bf16", "fp16", "train_iters", "train_samples", "lr", "min_lr", "qk_layernorm",
+    "qk_l2_norm", "apply_layernorm_1p", "window_size", "window_attn_skip_freq", "softmax_type", "squared_relu",
+    "quick_geglu", "openai_gelu", "mtp_loss_scaling_factor", "hidden_dropout", "attention_dropout", "init_method_std",
+    "mock_data", "overlap_grad_reduce", "overlap_param_gather", "attention_backend", "transformer_impl", "seed",
+    "weight_decay", "clip_grad", "eval_iters", "eval_interval", "tokenizer_type", "rope_type", "data_path", "split",
 }  # fmt: skip
 
 
-def flag_config(line: str, *, padded_vocabulary: int, ffn: int, head_dim: int) -> DecoderConfig:
-    """The shapes a command line asks for; of positions, norms and biases only what the count depends on (nothing)."""
-    flags = Settings(_flags(line))
+def flag_config(line: str, *, padded_vocabulary: int, ffn: int, head_dim: int) -> tuple[DecoderConfig, dict[str, Any]]:
+    """The shapes a command line asks for, and all its flags; without positions and biases, which nothing counts."""
+    flags = Settings(flags_of(line))
     heads, groups = int(flags.take("num_attention_heads")), int(flags.take("num_query_groups", 1))
-    grouped = flags.take("group_query_attention", False)
-    mixer = AttentionConfig(heads=heads, kv_heads=groups if grouped else heads, head_dim=head_dim)
+    norm = (RMSNormConfig if flags.take("normalization", "LayerNorm") == "RMSNorm" else LayerNormConfig)()
+    grouped, gate = flags.take("group_query_attention", False), flags.take("attention_output_gate", False)
+    mixer = AttentionConfig(heads=heads, kv_heads=groups if grouped else heads, head_dim=head_dim, gate=gate)
+    if flags.take("multi_latent_attention", False):
+        rank = flags.take("q_lora_rank")
+        mixer = LatentAttentionConfig(
+            heads=heads,
+            query_rank=None if rank is None else int(rank),
+            key_value_rank=int(flags.take("kv_lora_rank", 32)),
+            content_dim=int(flags.take("qk_head_dim", 128)),
+            position_dim=int(flags.take("qk_pos_emb_head_dim", 64)),
+            value_dim=int(flags.take("v_head_dim", 128)),
+            norm=norm,
+        )
     mlp = GatedMLPConfig(ffn=ffn) if flags.take("swiglu", False) else DenseMLPConfig(ffn=ffn)
+    depth = int(flags.take("mtp_num_layers", 0))
     decoder = DecoderConfig(
         hidden=int(flags.take("hidden_size")),
         vocabulary_size=padded_vocabulary,
         vocabulary_multiple=1,
         sequence_length=int(flags.take("seq_length")),
-        stack=StackConfig(pattern=(BlockConfig(mixer=mixer, mlp=mlp),), repeats=int(flags.take("num_layers"))),
+        stack=StackConfig(
+            pattern=(BlockConfig(mixer=mixer, mlp=mlp, norm=norm),), repeats=int(flags.take("num_layers"))
+        ),
+        norm=norm,
+        tied=not flags.take("untie_embeddings_and_output_weights", False),
+        prediction=PredictionConfig(depth=depth) if depth else None,
     )
-    flags.finish(FLAGS_WITHOUT_FLOPS)
-    return decoder
+    flags.finish(FLAGS_WITHOUT_COUNT)
+    return decoder, flags_of(line)
 
 
-def _flags(line: str) -> dict[str, Any]:
+def memory_setting(flags: Mapping[str, Any], layers: int, *, data: int, microbatches: int | None) -> MemorySetting:
+    """How the flags of a command line share a model of so many layers."""
+    tensor, stages = (int(flags.get(f"{name}_model_parallel_size", 1)) for name in ("tensor", "pipeline"))
+    virtual, each = (
+        flags.get("num_virtual_stages_per_pipeline_rank"),
+        flags.get("num_layers_per_virtual_pipeline_stage"),
+    )
+    if each is not None:
+        virtual = layers // stages // int(each)
+    selective = flags.get("recompute_activations") or flags.get("recompute_granularity") == "selective"
+    return MemorySetting(
+        tensor=tensor,
+        pipeline=stages,
+        data=data,
+        virtual_stages=int(virtual or 1),
+        micro_size=int(flags.get("micro_batch_size", 1)),
+        microbatches=microbatches,
+        zero1="use_distributed_optimizer" in flags,
+        sequence=bool("sequence_parallel" in flags and tensor > 1 and selective),
+    )
+
+
+def flags_of(line: str) -> dict[str, Any]:
     """--num-layers 2 --swiglu -> {"num_layers": "2", "swiglu": True}."""
     found: dict[str, Any] = {}
     name = ""

@@ -17,8 +17,7 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
 from megajax.models.config import DecoderConfig
-from megajax.optim.config import AdamWConfig, ScheduleConfig
-from megajax.optim.optimizer import AdamW
+from megajax.optim.config import OptimizerConfig, ScheduleConfig
 from megajax.optim.schedule import Schedule
 from megajax.precision.config import PrecisionConfig
 from megajax.training.grads import GradFn, Weights, accumulate
@@ -113,12 +112,14 @@ class OneDevice:
         out = self(self.grad_fn(average), self.checked(params), batch, jnp.ones(()))
         total, tokens = out.metrics["loss"]
         grads = {path: g / out.weight_sum for path, g in out.grads.items()}
-        return {"grads": grads, "minimised": out.loss_sum / out.weight_sum, "reported": total / tokens}
+        ahead = [total / count for name, (total, count) in out.metrics.items() if name.endswith("_ahead")]
+        minimised = out.loss_sum / out.weight_sum
+        return {"grads": grads, "minimised": minimised, "reported": total / tokens, "ahead": ahead}
 
     def trainer(
         self,
         params: Mapping[str, np.ndarray],
-        optimizer: AdamWConfig,
+        optimizer: OptimizerConfig,
         schedule: ScheduleConfig,
         *,
         steps: int,
@@ -131,8 +132,11 @@ class OneDevice:
 class Trainer:
     """Training state and the step that changes it."""
 
-    def __init__(self, model: OneDevice, params: Mapping[str, np.ndarray], optimizer: AdamWConfig, schedule: Schedule):
-        self.model, self.optimizer = model, AdamW(optimizer, model.declared)
+    def __init__(
+        self, model: OneDevice, params: Mapping[str, np.ndarray], optimizer: OptimizerConfig, schedule: Schedule
+    ):
+        self.model, self.optimizer = model, optimizer.build(model.declared, model.layout.plan)
+        self.schedule = schedule
         shardings = state_shardings(model.declared, self.optimizer, model.layout.plan, model.mesh)
         # All of a fresh state but its weights is zero, and the loss scale one: drawing weights would only cost time.
         shapes = jax.eval_shape(lambda: fresh_state(model.declared, self.optimizer, 0))

@@ -10,7 +10,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megajax.layers.config import AttentionConfig, GatedMLPConfig, LayerNormConfig, NormConfig
+from megajax.layers.config import (
+    AttentionConfig,
+    BlockConfig,
+    GatedMLPConfig,
+    L2NormConfig,
+    LatentAttentionConfig,
+    LayerNormConfig,
+    MixerConfig,
+    NormConfig,
+)
 from megajax.models.config import DecoderConfig
 
 type Arrays = Mapping[str, np.ndarray]
@@ -33,7 +42,7 @@ def _same(path: str, layer: int | None = None) -> Piece:
     return Piece((path,), layer, lambda w: (w,), lambda w: w)
 
 
-def _transposed(path: str, layer: int) -> Piece:
+def _transposed(path: str, layer: int | None) -> Piece:
     return Piece((path,), layer, lambda w: (w.T,), lambda w: w.T)
 
 
@@ -43,32 +52,63 @@ def _table(path: str, cfg: DecoderConfig) -> Piece:
     return Piece((path,), None, lambda w: (np.pad(w, ((0, padding), (0, 0))),), lambda w: w[: cfg.vocabulary_size])
 
 
-def _qkv(mixer: AttentionConfig, size: int, paths: tuple[str, str, str], layer: int) -> Piece:
-    """Rows of all groups; a matrix's second dimension comes first with us."""
+def _qkv(mixer: AttentionConfig, size: int, paths: tuple[str, ...], layer: int | None) -> Piece:
+    """Rows of all groups; a matrix's second dimension comes first with us. paths: of query, gate if any, key, value."""
     groups = mixer.groups()
-    each = mixer.heads // groups
+    each, wide = mixer.heads // groups, len(paths) - 2
 
     def split(w: np.ndarray) -> tuple[np.ndarray, ...]:
-        rows = w.reshape(groups, each + 2, size, *w.shape[1:])
-        parts = (rows[:, :each].reshape(mixer.heads, size, *w.shape[1:]), rows[:, each], rows[:, each + 1])
+        rows = w.reshape(groups, wide * each + 2, size, *w.shape[1:])
+        per_head = np.split(rows[:, :-2], wide, axis=1)
+        parts = (*[part.reshape(mixer.heads, size, *w.shape[1:]) for part in per_head], rows[:, -2], rows[:, -1])
         return tuple(np.moveaxis(part, -1, 0) if w.ndim == 2 else part for part in parts)
 
     def join(*parts: np.ndarray) -> np.ndarray:
-        query, key, value = (np.moveaxis(part, 0, -1) if part.ndim == 3 else part for part in parts)
-        rest = query.shape[2:]
-        rows = [query.reshape(groups, each, size, *rest), key[:, None], value[:, None]]
-        return np.concatenate(rows, axis=1).reshape(groups * (each + 2) * size, *rest)
+        parts = [np.moveaxis(part, 0, -1) if part.ndim == 3 else part for part in parts]
+        rest = parts[0].shape[2:]
+        rows = [part.reshape(groups, each, size, *rest) for part in parts[:-2]] + [part[:, None] for part in parts[-2:]]
+        return np.concatenate(rows, axis=1).reshape(groups * (wide * each + 2) * size, *rest)
 
     return Piece(paths, layer, split, join)
 
 
-def _output(mixer: AttentionConfig, size: int, path: str, layer: int) -> Piece:
+def _per_head(heads: int, path: str, layer: int | None) -> Piece:
+    """(heads * size, in) -> [in, heads, size]."""
     return Piece(
-        (path,), layer, lambda w: (w.T.reshape(mixer.heads, size, -1),), lambda w: w.reshape(-1, w.shape[-1]).T
+        (path,),
+        layer,
+        lambda w: (w.T.reshape(w.shape[1], heads, -1),),
+        lambda w: w.reshape(w.shape[0], -1).T,
     )
 
 
-def _halves(paths: tuple[str, str], layer: int) -> Piece:
+def _output(heads: int, path: str, layer: int | None) -> Piece:
+    return Piece(
+        (path,), layer, lambda w: (w.T.reshape(heads, -1, w.shape[0]),), lambda w: w.reshape(-1, w.shape[-1]).T
+    )
+
+
+def _stacked_rows(paths: tuple[str, str], first: int, layer: int | None) -> Piece:
+    """Rows of two matrices (out, in), the first `first` of them of the one."""
+    return Piece(
+        paths, layer, lambda w: (w[:first].T, w[first:].T), lambda one, other: np.concatenate([one.T, other.T])
+    )
+
+
+def _keys_and_values(cfg: LatentAttentionConfig, paths: tuple[str, str], layer: int | None) -> Piece:
+    """For each head the rows of its key's content part, then of its value."""
+
+    def split(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        rows = w.T.reshape(w.shape[1], cfg.heads, cfg.content_dim + cfg.value_dim)
+        return rows[..., : cfg.content_dim], rows[..., cfg.content_dim :]
+
+    def join(key: np.ndarray, value: np.ndarray) -> np.ndarray:
+        return np.concatenate([key, value], axis=-1).reshape(key.shape[0], -1).T
+
+    return Piece(paths, layer, split, join)
+
+
+def _halves(paths: tuple[str, str], layer: int | None) -> Piece:
     """[gate; up], of a matrix or of a bias."""
     return Piece(
         paths,
@@ -78,38 +118,85 @@ def _halves(paths: tuple[str, str], layer: int) -> Piece:
     )
 
 
-def _norm(name: str, path: str, cfg: NormConfig, layer: int | None) -> dict[str, Piece]:
+def _norm(name: str, path: str, cfg: NormConfig | None, layer: int | None) -> dict[str, Piece]:
+    if cfg is None or isinstance(cfg, L2NormConfig):
+        return {}
     found = {f"{name}.weight": _same(f"{path}.gain", layer)}
     if isinstance(cfg, LayerNormConfig):
         found[f"{name}.bias"] = _same(f"{path}.bias", layer)
     return found
 
 
-def _layer(number: int, cfg: DecoderConfig) -> dict[str, Piece]:
-    repeat, place = divmod(number, len(cfg.stack.pattern))
-    block, name, path = cfg.stack.pattern[place], f"decoder.layers.{number}", f"stack.blocks.{place}"
-    size, gated = block.mixer.size(cfg.hidden), isinstance(block.mlp, GatedMLPConfig)
-    mixer, mlp = f"{path}.mixer", f"{path}.mlp"
-    found = _norm(f"{name}.input_layernorm", f"{path}.mixer_norm", block.norm, repeat)
-    found[f"{name}.self_attention.linear_proj.weight"] = _output(block.mixer, size, f"{mixer}.output", repeat)
-    if block.mixer.bias:
-        found[f"{name}.self_attention.linear_proj.bias"] = _same(f"{mixer}.output_bias", repeat)
-    parts = tuple(f"{mixer}.{part}" for part in ("query", "key", "value"))
-    found[f"{name}.self_attention.linear_qkv.weight"] = _qkv(block.mixer, size, parts, repeat)
-    if block.mixer.bias:
-        biases = tuple(f"{part}_bias" for part in parts)
-        found[f"{name}.self_attention.linear_qkv.bias"] = _qkv(block.mixer, size, biases, repeat)
-    found |= _norm(f"{name}.pre_mlp_layernorm", f"{path}.mlp_norm", block.norm, repeat)
+def _core(name: str, path: str, cfg: MixerConfig, layer: int | None) -> dict[str, Piece]:
+    learned = cfg.sink == "learned"
+    return {f"{name}.core_attention.softmax_offset": _same(f"{path}.core.sink", layer)} if learned else {}
+
+
+def _attention(name: str, path: str, cfg: AttentionConfig, hidden: int, layer: int | None) -> dict[str, Piece]:
+    size = cfg.size(hidden)
+    found = _core(name, path, cfg, layer)
+    found[f"{name}.linear_proj.weight"] = _output(cfg.heads, f"{path}.output", layer)
+    if cfg.bias:
+        found[f"{name}.linear_proj.bias"] = _same(f"{path}.output_bias", layer)
+    parts = tuple(f"{path}.{part}" for part in ("query", *["gate"] * cfg.gate, "key", "value"))
+    found[f"{name}.linear_qkv.weight"] = _qkv(cfg, size, parts, layer)
+    if cfg.has_qkv_bias():
+        found[f"{name}.linear_qkv.bias"] = _qkv(cfg, size, tuple(f"{part}_bias" for part in parts), layer)
+    found |= _norm(f"{name}.q_layernorm", f"{path}.query_norm", cfg.qk_norm, layer)
+    return found | _norm(f"{name}.k_layernorm", f"{path}.key_norm", cfg.qk_norm, layer)
+
+
+def _latent(name: str, path: str, cfg: LatentAttentionConfig, layer: int | None) -> dict[str, Piece]:
+    found = _core(name, path, cfg, layer)
+    found[f"{name}.linear_proj.weight"] = _output(cfg.heads, f"{path}.output", layer)
+    if cfg.bias:
+        found[f"{name}.linear_proj.bias"] = _same(f"{path}.output_bias", layer)
+    query = _per_head(cfg.heads, f"{path}.query", layer)
+    if cfg.query_rank is None:
+        found[f"{name}.linear_q_proj.weight"] = query
+    else:
+        found[f"{name}.linear_q_down_proj.weight"] = _transposed(f"{path}.query_down", layer)
+        found[f"{name}.linear_q_up_proj.weight"] = query
+    down, up = (f"{path}.down", f"{path}.position_key"), (f"{path}.key", f"{path}.value")
+    found[f"{name}.linear_kv_down_proj.weight"] = _stacked_rows(down, cfg.key_value_rank, layer)
+    found[f"{name}.linear_kv_up_proj.weight"] = _keys_and_values(cfg, up, layer)
+    if cfg.query_rank is not None:
+        found |= _norm(f"{name}.q_layernorm", f"{path}.query_norm", cfg.norm, layer)
+    return found | _norm(f"{name}.kv_layernorm", f"{path}.norm", cfg.norm, layer)
+
+
+def _block(name: str, path: str, block: BlockConfig, hidden: int, layer: int | None) -> dict[str, Piece]:
+    gated, mixer, mlp = isinstance(block.mlp, GatedMLPConfig), block.mixer, f"{path}.mlp"
+    found = _norm(f"{name}.input_layernorm", f"{path}.mixer_norm", block.norm, layer)
+    if isinstance(mixer, LatentAttentionConfig):
+        found |= _latent(f"{name}.self_attention", f"{path}.mixer", mixer, layer)
+    else:
+        found |= _attention(f"{name}.self_attention", f"{path}.mixer", mixer, hidden, layer)
+    found |= _norm(f"{name}.pre_mlp_layernorm", f"{path}.mlp_norm", block.norm, layer)
     up, down = f"{name}.mlp.linear_fc1", f"{name}.mlp.linear_fc2"
-    found[f"{up}.weight"] = _halves((f"{mlp}.gate", f"{mlp}.up"), repeat) if gated else _transposed(f"{mlp}.up", repeat)
+    found[f"{up}.weight"] = _halves((f"{mlp}.gate", f"{mlp}.up"), layer) if gated else _transposed(f"{mlp}.up", layer)
     if block.mlp.bias:
         found[f"{up}.bias"] = (
-            _halves((f"{mlp}.gate_bias", f"{mlp}.up_bias"), repeat) if gated else _same(f"{mlp}.up_bias", repeat)
+            _halves((f"{mlp}.gate_bias", f"{mlp}.up_bias"), layer) if gated else _same(f"{mlp}.up_bias", layer)
         )
-    found[f"{down}.weight"] = _transposed(f"{mlp}.down", repeat)
+    found[f"{down}.weight"] = _transposed(f"{mlp}.down", layer)
     if block.mlp.bias:
-        found[f"{down}.bias"] = _same(f"{mlp}.down_bias", repeat)
+        found[f"{down}.bias"] = _same(f"{mlp}.down_bias", layer)
     return found
+
+
+def _prediction(number: int, cfg: DecoderConfig) -> dict[str, Piece]:
+    name, path, block = f"mtp.layers.{number}", f"predictions.{number}", cfg.predicting_blocks()[number]
+    found = _norm(f"{name}.enorm", f"{path}.embedding_norm", cfg.norm, None)
+    found |= _norm(f"{name}.hnorm", f"{path}.state_norm", cfg.norm, None)
+    found[f"{name}.eh_proj.weight"] = Piece(
+        (f"{path}.from_embedding", f"{path}.from_state"),
+        None,
+        lambda w: tuple(half.T for half in np.split(w, 2, axis=1)),
+        lambda embedding, state: np.concatenate([embedding.T, state.T], axis=1),
+    )
+    found |= _block(f"{name}.mtp_model_layer", f"{path}.block", block, cfg.hidden, None)
+    return found | _norm(f"{name}.final_layernorm", f"{path}.norm", cfg.norm, None)
 
 
 def pieces(cfg: DecoderConfig) -> dict[str, Piece]:
@@ -118,8 +205,12 @@ def pieces(cfg: DecoderConfig) -> dict[str, Piece]:
     if cfg.learned_positions:
         found["embedding.position_embeddings.weight"] = _same("positions")
     for number in range(cfg.stack.layers()):
-        found |= _layer(number, cfg)
+        repeat, place = divmod(number, len(cfg.stack.pattern))
+        path = f"stack.blocks.{place}"
+        found |= _block(f"decoder.layers.{number}", path, cfg.stack.pattern[place], cfg.hidden, repeat)
     found |= _norm("decoder.final_layernorm", "norm", cfg.norm, None)
+    for number in range(len(cfg.predicting_blocks())):
+        found |= _prediction(number, cfg)
     if not cfg.tied:
         found["output_layer.weight"] = _table("head", cfg)
     return found

@@ -1,27 +1,39 @@
-"""Floating-point operations of a step against the count of Megatron-LM's throughput line."""
+"""Floating-point operations of a step, and memory by formula, against Megatron-LM's count and report."""
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
-from megatron_cases import Comparison, cases, load_json, unsupported
-from megatron_config import flag_config
+from megatron_cases import Comparison, cases, load_json
+from megatron_config import flag_config, memory_setting
 
+from megajax.models.config import DecoderConfig
 from megajax.models.flops import flops_per_token
+from megajax.models.memory import activation_bytes, memory_report
 
 TOLERANCE = 1e-9
+MB = 2**20
 
 CASES = load_json("flops/flops_memory.json")
 
 
-@pytest.mark.parametrize("case", cases(CASES))
-def test_operations(case: str) -> None:
-    """Of a global batch, of one row, and of packed rows, whose core attention goes by the sum of squared lengths."""
-    theirs = CASES[case]
-    cfg = flag_config(
+def config_of(theirs: dict[str, Any]) -> tuple[DecoderConfig, dict[str, Any]]:
+    """The model of a case, and its flags."""
+    cfg, flags = flag_config(
         theirs["cli"],
         padded_vocabulary=theirs["padded_vocab_size"],
         ffn=theirs["ffn_hidden_size"],
         head_dim=theirs["kv_channels"],
     )
     assert not cfg.problems()
+    return cfg, flags
+
+
+@pytest.mark.parametrize("case", cases(CASES))
+def test_operations(case: str) -> None:
+    """Of a global batch, of one row, and of packed rows, whose core attention goes by the sum of squared lengths."""
+    theirs = CASES[case]
+    cfg, _ = config_of(theirs)
     each, compare = flops_per_token(cfg), Comparison(case)
     for rows, name in ((theirs["global_batch_size"], ""), (1, "_batch1")):
         stored = theirs[f"num_floating_point_operations{name}"]
@@ -37,4 +49,27 @@ def test_operations(case: str) -> None:
 
 @pytest.mark.parametrize("case", cases(CASES))
 def test_memory(case: str) -> None:
-    unsupported("theoretical memory report")
+    """The report with the step's microbatches and without, and its two formulas for activations."""
+    theirs, compare = CASES[case], Comparison(case)
+    cfg, flags = config_of(theirs)
+    stored = theirs["report_theoretical_memory_MB"]
+    counts = {"microbatches": stored["num_microbatches"], "data": theirs["data_parallel_size"]}
+    setting = memory_setting(flags, cfg.stack.layers(), **counts)
+    found = memory_report(cfg, setting)
+    compare.check("memory", found.weights, theirs["weight_and_optimizer_bytes"], TOLERANCE, name="of weights")
+    expected = stored["weight_optimizer"], stored["activation"], stored["total"]
+    for one, other, name in (
+        (found, expected, "in all"),
+        (memory_report(cfg, replace(setting, microbatches=None)), theirs["report_num_microbatches_None_MB"], "full"),
+    ):
+        parts = [one.weights / MB, one.activations / MB, one.total / MB]
+        compare.check("memory", parts, other, TOLERANCE, name=name)
+    for sequence, name in ((True, "sp"), (False, "without_sp")):
+        value = activation_bytes(cfg, replace(setting, sequence=sequence))
+        compare.check("memory", value, theirs[f"activation_bytes_{name}_formula"], TOLERANCE, name=name)
+    parameters = found.layer_parameters + found.embedding_parameters
+    said = {line.partition(" in billions: ")[0]: line.rpartition(" ")[2] for line in theirs["verbose_stdout"]}
+    compare.check("parameters", parameters / 1e9, float(said["Total number of parameters"]), 0.0051, scale=1.0)
+    shard = float(said["Number of parameters in most loaded shard"])
+    compare.check("parameters", found.most_loaded / 1e9, shard, 0.000051, scale=1.0)
+    compare.finish()

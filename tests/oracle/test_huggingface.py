@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,17 @@ def llama_rope(given: Settings) -> RopeConfig:
     return RopeConfig(base=base, scaling=scaling)
 
 
+def windows(given: Settings, layers: int, length: int) -> list[int | None]:
+    """The window of each layer; theirs counts the query itself."""
+    size, kinds, on = given.take("sliding_window"), given.take("layer_types"), given.take("use_sliding_window", True)
+    given.take("max_window_layers")
+    window = size - 1 if size and on and size <= length else None
+    return [window if kinds is None or kind == "sliding_attention" else None for kind in kinds or [None] * layers]
+
+
 def llama_config(given: Settings) -> DecoderConfig:
+    family, layers = given.left["model_type"], given.take("num_hidden_layers")
+    length = given.take("max_position_embeddings")
     named = given.take("hidden_act", "silu")
     activation = ACTIVATIONS.get(named)
     if activation not in ("silu", "gelu", "gelu_tanh"):
@@ -151,15 +162,18 @@ def llama_config(given: Settings) -> DecoderConfig:
         kv_heads=given.take("num_key_value_heads"),
         head_dim=given.take("head_dim"),
         bias=given.take("attention_bias", False),
+        qkv_bias=family == "qwen2" or None,
+        qk_norm=RMSNormConfig(epsilon=given.left["rms_norm_eps"]) if family == "qwen3" else None,
         rope=llama_rope(given),
     )
     mlp = GatedMLPConfig(ffn=given.take("intermediate_size"), activation=activation, bias=given.take("mlp_bias", False))
     block = BlockConfig(mixer=mixer, mlp=mlp, norm=RMSNormConfig(epsilon=given.take("rms_norm_eps")))
+    blocks = [replace(block, mixer=replace(mixer, window=window)) for window in windows(given, layers, length)]
     return DecoderConfig(
         hidden=given.take("hidden_size"),
         vocabulary_size=given.take("vocab_size"),
-        sequence_length=given.take("max_position_embeddings"),
-        stack=StackConfig(pattern=(block,), repeats=given.take("num_hidden_layers")),
+        sequence_length=length,
+        stack=StackConfig.of(blocks),
         norm=block.norm,
         tied=given.take("tie_word_embeddings", False),
     )
@@ -167,32 +181,44 @@ def llama_config(given: Settings) -> DecoderConfig:
 
 def llama_weights(cfg: DecoderConfig, held: Checkpoint) -> Tensors:
     """Matrices are (out, in)."""
-    block = cfg.stack.pattern[0]
-    size, layer, b = block.mixer.size(cfg.hidden), "model.layers.{}", "stack.blocks.0"
     found = {"tokens": held.one("model.embed_tokens.weight")}
+    layers = [llama_layer(cfg, held, f"model.layers.{number}") for number in range(cfg.stack.layers())]
+    period = len(cfg.stack.pattern)
+    for place in range(period):
+        for name in layers[place]:
+            found[f"stack.blocks.{place}.{name}"] = np.stack([layer[name] for layer in layers[place::period]])
+    return found | held.norm("norm", "model.norm") | ({} if cfg.tied else {"head": held.one("lm_head.weight")})
+
+
+def llama_layer(cfg: DecoderConfig, held: Checkpoint, layer: str) -> Tensors:
+    """Of one layer, by paths in a block."""
+    block, found = cfg.stack.pattern[0], {}
+    mixer, size = block.mixer, block.mixer.size(cfg.hidden)
     for ours, theirs in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")):
         name = f"{layer}.self_attn.{theirs}"
-        found[f"{b}.mixer.{ours}"] = held.each(f"{name}.weight", lambda w: w.T.reshape(cfg.hidden, -1, size))
-        if block.mixer.bias:
-            found[f"{b}.mixer.{ours}_bias"] = held.each(f"{name}.bias", lambda w: w.reshape(-1, size))
-    found[f"{b}.mixer.output"] = held.each(
-        f"{layer}.self_attn.o_proj.weight", lambda w: w.T.reshape(-1, size, cfg.hidden)
-    )
-    if block.mixer.bias:
-        found[f"{b}.mixer.output_bias"] = held.each(f"{layer}.self_attn.o_proj.bias")
+        found[f"mixer.{ours}"] = held.one(f"{name}.weight", lambda w: w.T.reshape(cfg.hidden, -1, size))
+        if mixer.has_qkv_bias():
+            found[f"mixer.{ours}_bias"] = held.one(f"{name}.bias", lambda w: w.reshape(-1, size))
+    if mixer.qk_norm is not None:
+        found |= held.norm("mixer.query_norm", f"{layer}.self_attn.q_norm")
+        found |= held.norm("mixer.key_norm", f"{layer}.self_attn.k_norm")
+    found["mixer.output"] = held.one(f"{layer}.self_attn.o_proj.weight", lambda w: w.T.reshape(-1, size, cfg.hidden))
+    if mixer.bias:
+        found["mixer.output_bias"] = held.one(f"{layer}.self_attn.o_proj.bias")
     for name in ("gate", "up", "down"):
-        found[f"{b}.mlp.{name}"] = held.each(f"{layer}.mlp.{name}_proj.weight", np.transpose)
+        found[f"mlp.{name}"] = held.one(f"{layer}.mlp.{name}_proj.weight", np.transpose)
         if block.mlp.bias:
-            found[f"{b}.mlp.{name}_bias"] = held.each(f"{layer}.mlp.{name}_proj.bias")
-    found |= held.norm(f"{b}.mixer_norm", f"{layer}.input_layernorm")
-    found |= held.norm(f"{b}.mlp_norm", f"{layer}.post_attention_layernorm")
-    return found | held.norm("norm", "model.norm") | ({} if cfg.tied else {"head": held.one("lm_head.weight")})
+            found[f"mlp.{name}_bias"] = held.one(f"{layer}.mlp.{name}_proj.bias")
+    found |= held.norm("mixer_norm", f"{layer}.input_layernorm")
+    return found | held.norm("mlp_norm", f"{layer}.post_attention_layernorm")
 
 
 FAMILIES = {
     "gpt2": (gpt2_config, gpt2_weights),
     "llama": (llama_config, llama_weights),
     "mistral": (llama_config, llama_weights),
+    "qwen2": (llama_config, llama_weights),
+    "qwen3": (llama_config, llama_weights),
 }
 
 

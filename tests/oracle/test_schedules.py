@@ -1,14 +1,16 @@
-"""Learning rates and microbatch counts against what Megatron-LM's classes said, row by row, in float64."""
+"""Learning rates, weight decay and batch sizes against what Megatron-LM's classes said, row by row, in float64."""
 
 from typing import Any
 
 import jax
 import pytest
-from megatron_cases import Comparison, cases, load_arrays, load_json, unsupported
-from megatron_config import schedule_config
+from megatron_cases import Comparison, cases, load_arrays, load_json
+from megatron_config import Settings, batch_config, schedule_config
 
+from megajax.config.errors import UserError
+from megajax.optim.groups import Group
+from megajax.optim.schedule import Schedule
 from megajax.precision.config import DynamicScaleConfig
-from megajax.training.config import BatchConfig
 
 TOLERANCE = 1e-12
 
@@ -23,36 +25,68 @@ def numbered(rows: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", cases(RATES))
-def test_learning_rate(case: str) -> None:
-    """The rate of an update that follows n samples is Schedule.at(n); nothing else decays or ramps."""
+def test_rates(case: str) -> None:
+    """The rates of an update that follows n samples are Schedule.at(n) and weight_decay_at(n)."""
     described = RATES[case]
-    if described.get("param_groups"):
-        unsupported("rates of parameter groups")
-    config = schedule_config(described["settings"])
+    config, end = schedule_config(described["settings"]), described["settings"]["end_wd"]
     assert not config.problems()
     stored = load_arrays("schedules/optimizer_param_scheduler.npz")
-    samples, lr, decay = (stored[f"{case}/{name}"] for name in ("num_steps", "lr", "wd"))
-    schedule = config.build(steps=int(samples[-1]), global_size=1)
+    samples = stored[f"{case}/num_steps"].tolist()
+    schedule = config.build(steps=samples[-1], global_size=1)
+    groups = [rates_group(group) for group in described.get("param_groups") or [{}]]
     compare = Comparison(case)
-    for n, theirs in zip(samples.tolist(), lr.tolist(), strict=True):
-        compare.check("lr", schedule.at(n), theirs, TOLERANCE, name=f"after {n} samples")
-    compare.check("weight decay", [described["settings"]["start_wd"]] * len(decay), decay, TOLERANCE)
+    for kind, of_group in (("lr", lr_at), ("wd", decay_at)):
+        theirs = stored[f"{case}/{kind}"].reshape(len(samples), -1)
+        assert theirs.shape[1] in (1, len(groups))
+        for n, row in zip(samples, theirs, strict=True):
+            for number, value in enumerate(row.tolist()):
+                ours = of_group(schedule, n, groups[number], end)
+                compare.check(kind, ours, value, TOLERANCE, name=f"of group {number} after {n} samples")
     compare.finish()
+
+
+def rates_group(settings: dict[str, Any]) -> Group:
+    """A parameter group's own rates."""
+    given = Settings({name: value for name, value in settings.items() if name != "params"})
+    group = Group(
+        lr=given.take("max_lr"),
+        min_lr=given.take("min_lr"),
+        lr_multiplier=given.take("lr_mult", 1.0),
+        decay=given.take("wd_mult", 1.0),
+    )
+    given.finish()
+    return group
+
+
+def lr_at(schedule: Schedule, n: int, group: Group, end: float) -> float:
+    return schedule.at(n, lr=group.lr, min_lr=group.min_lr) * group.lr_multiplier
+
+
+def decay_at(schedule: Schedule, n: int, group: Group, end: float) -> float:
+    return schedule.weight_decay_at(n, end) * group.decay
 
 
 @pytest.mark.parametrize("case", cases(numbered(COUNTS)))
 def test_microbatches(case: str) -> None:
-    if not case.startswith("constant-"):
-        unsupported(f"{case.partition('-')[0]} batch sizes")
-    row = numbered(COUNTS)[case]
-    batch = BatchConfig(global_size=row["gbs"], micro_size=row["mbs"])
-    problems = batch.problems() + batch.replica_problems(row["dp"])
-    if row["decrease"] and problems:
-        unsupported("a batch size that is decreased to fit")
-    assert bool(problems) == ("error" in row), problems or row["error"]
-    if "error" not in row:
-        assert row["current"] == row["running"] == row["gbs"]
-        assert batch.microbatches(row["dp"]) == row["num_micro_batches"]
+    row, kind = numbered(COUNTS)[case], case.partition("-")[0]
+    batch = batch_config(kind, row)
+    # What is wrong with any of the sizes is known before the run.
+    assert bool(batch.problems() + batch.replica_problems(row["dp"])) == ("error" in row)
+    sizes = batch.build(row["dp"], sequence_length=row.get("seq_length"))
+    if "parsed" in row:
+        assert [list(pair) for pair in sizes.thresholds] == row["parsed"]
+    for consumed, nominal, running, microbatches in rows_of(row):
+        assert (sizes.nominal(consumed), *sizes.at(consumed)) == (nominal, running, microbatches), f"at {consumed}"
+    if "error" in row:
+        with pytest.raises(UserError, match="not divisible"):
+            sizes.at(sizes.thresholds[-1][0])
+
+
+def rows_of(row: dict[str, Any]) -> list[list[int]]:
+    """(consumed, global batch, running batch, microbatches), as many as there were before an error."""
+    if "rows" in row:
+        return row["rows"]
+    return [] if "error" in row else [[0, row["current"], row["running"], row["num_micro_batches"]]]
 
 
 @pytest.mark.parametrize("case", cases(numbered({"scaler": SCALERS or []})))

@@ -5,12 +5,21 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.precision.config import PrecisionConfig
+from megajax.resilience.config import ResilienceConfig
+from megajax.training.guard import Guard, Orders, Told
 from megajax.training.loop import run_steps
+
+
+class Rows(str):
+    """A batch that has a name."""
+
+    sample = np.zeros((2, 4))
 
 
 class Events:
@@ -20,7 +29,7 @@ class Events:
         self.seen, self.step, self.state = [], step, step
         self.cfg = SimpleNamespace(precision=PrecisionConfig(compute="float32"))
         self.mesh = build_mesh(ParallelConfig(data=1))
-        self.batches = (("rows", 8 * n) for n in itertools.count(step + 1))
+        self.batches = ((Rows("rows"), 8 * n) for n in itertools.count(step + 1))
 
     def train_step(self, state: int, batch: str):
         self.seen.append(f"dispatch {state + 1}")
@@ -35,6 +44,8 @@ class Events:
 
 
 class Every:
+    phase = "save"
+
     def __init__(self, steps: int, name: str):
         self.steps, self.name = steps, name
 
@@ -52,6 +63,7 @@ def test_numbers_come_one_step_late_and_all_of_them():
     assert run.seen == ["dispatch 1", "dispatch 2", "info 1", "dispatch 3", "info 2", "info 3"]
     assert [info.step for info in infos] == [1, 2, 3]
     assert [info.consumed_samples for info in infos] == [8, 16, 24]
+    assert [info.rows for info in infos] == [8, 8, 8]
     assert [info.skipped for info in infos] == [False, False, True]
     assert infos[1].loss == infos[1].grad_norm == infos[1].lr == 2.0
     assert infos[1].metrics == {"other": 2.0}
@@ -90,3 +102,34 @@ def test_a_run_that_is_done_has_no_steps():
     assert list(run.iterate(5)) == []
     assert run.seen == []
     assert [info.step for info in run.iterate(6)] == [6]
+
+
+class Watched(Events):
+    """A run whose step 3 is held the first time, and with it whatever was dispatched after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches = ((Rows(f"rows {n}"), 8 * n) for n in itertools.count(1))
+        self.guard = Guard(ResilienceConfig(skip_steps=(9,)), None, self.mesh)
+
+    def train_step(self, state: int, batch: str, told: Told):
+        final, held = Orders(*told.orders.tolist()).final, bool(told.held) or (state == 2 and not told.orders[2])
+        self.seen.append(f"{batch}{' again' * (final == 1)}{' held' * held}")
+        metrics = {name: jnp.float32(state + 1) for name in ("loss", "grad_norm", "lr", "loss_scale")}
+        return state + (not held), metrics | {"skipped": jnp.asarray(held), "held": jnp.asarray(held)}
+
+
+@pytest.mark.parametrize("pause", [None, 3, 4])
+def test_a_held_step_and_the_one_behind_it_run_again_in_order(pause):
+    run = Watched()
+    hooks = () if pause is None else (Every(pause, "save"),)
+    infos = list(run.iterate(5, guard=run.guard, hooks=hooks))
+    behind = [] if pause == 3 else ["rows 4 held"]
+    assert [line for line in run.seen if line.startswith("rows")] == [
+        *("rows 1", "rows 2", "rows 3 held", *behind, "rows 3 again", "rows 4", "rows 5")
+    ]
+    assert [info.step for info in infos] == [1, 2, 3, 4, 5]
+    assert [info.consumed_samples for info in infos] == [8, 16, 24, 32, 40]
+    assert [info.first_try is not None for info in infos] == [False, False, True, False, False]
+    if pause:
+        assert run.seen.index(f"save {pause}") > run.seen.index(f"info {pause}")

@@ -1,0 +1,75 @@
+"""What every kind of attention does with its queries, keys and values."""
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+from megajax.kernels.attention import KERNELS, AttentionDropout, Mask, cudnn_refusal
+from megajax.layers.config import AttentionConfig, MixerConfig
+from megajax.layers.context import Context, fold_rows
+from megajax.layers.param import ZEROS, Site, param
+
+DROPOUT_PLACE = 1
+
+
+def choose_kernel(cfg: MixerConfig, dtype: jnp.dtype | str, *, head_dim: int, length: int) -> str:
+    """What `auto` means here: cuDNN's kernel where it can run, the reference otherwise.
+
+    dtype: of queries, keys and values; length: positions in a row. The start banner prints the answer.
+    """
+    if cfg.kernel != "auto":
+        return cfg.kernel
+    refusal = cudnn_refusal(dtype=dtype, head_dim=head_dim, length=length, dropout=cfg.dropout) or cfg.beyond_cudnn()
+    return "cudnn" if refusal is None else "reference"
+
+
+class CoreAttention(nnx.Module):
+    """The kernel in an island: each device has whole sequences of some heads."""
+
+    def __init__(self, cfg: MixerConfig, site: Site, *, scale: float):
+        self.cfg, self.layout, self.scale = cfg, site.layout, scale
+        if cfg.sink == "learned":
+            self.sink = param((cfg.heads,), ("heads",), init=ZEROS, role="bias")
+        relative = cfg.relative if isinstance(cfg, AttentionConfig) else None
+        self.relative = None if relative is None else relative.build(site, heads=cfg.heads)
+
+    def __call__(self, q: Array, k: Array, v: Array, ctx: Context) -> Array:
+        """q [B, S, N, H], k [B, S, K, H], v [B, S, K, U] -> [B, S, N, U], causal."""
+        cfg, relative = self.cfg, self.relative
+        kernel = KERNELS[choose_kernel(cfg, q.dtype, head_dim=q.shape[-1], length=q.shape[1])]
+        head_axes = self.layout.summed("heads")
+        rate = 0.0 if ctx.row_keys is None else cfg.dropout
+        keys = (
+            jnp.zeros((q.shape[0], 2), jnp.uint32) if ctx.row_keys is None else fold_rows(ctx.row_keys, DROPOUT_PLACE)
+        )
+        segments = jnp.zeros(q.shape[:2], jnp.int32) if ctx.segments is None else ctx.segments
+        weights = self.weights()
+
+        def local(
+            q: Array, k: Array, v: Array, index: Array, segments: Array, keys: Array, weights: Mapping[str, Array]
+        ) -> Array:
+            ids = None if ctx.segments is None else segments
+            first = lax.axis_index(head_axes) * q.shape[2] if head_axes else 0
+            drop = AttentionDropout(rate, keys, first + jnp.arange(q.shape[2]), index) if rate else None
+            return kernel(
+                q,
+                k,
+                v,
+                Mask(index, index, ids, ids, cfg.window),
+                scale=self.scale,
+                dropout=drop,
+                sink=jnp.zeros(q.shape[2]) if cfg.sink == "zero" else weights.get("sink"),
+                bias=None if relative is None else relative.of(weights["table"], index, index),
+            )
+
+        queries, keyed = ("batch", "seq", "heads", "head_dim"), ("batch", "seq", "kv_heads", "head_dim")
+        axes = {name: (*[None] * (w.ndim - 1), "heads") for name, w in weights.items()}
+        ins = (queries, keyed, keyed, ("seq",), ("batch", "seq"), ("batch", None), axes)
+        return self.layout.island(local, ins, queries)(q, k, v, ctx.index, segments, keys, weights)
+
+    def weights(self) -> dict[str, Array]:
+        """Those of the kernel itself, each cut over devices with the heads."""
+        found = {"sink": self.sink[...]} if self.cfg.sink == "learned" else {}
+        return found if self.relative is None else found | {"table": self.relative.table[...]}

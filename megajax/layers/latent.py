@@ -1,0 +1,84 @@
+"""Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1).
+
+B rows, S positions, D hidden, N heads, R rank of a latent; C content part, P position part and U values of a head.
+Latents are the same on all devices of `tensor`, which cut the heads made of them.
+"""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.layers.config import LatentAttentionConfig, YarnScalingConfig
+from megajax.layers.context import Context
+from megajax.layers.core_attention import CoreAttention
+from megajax.layers.param import ZEROS, Normal, Site, param
+
+
+class LatentAttention(nnx.Module):
+    """Causal self-attention, [B, S, D] -> [B, S, D]."""
+
+    def __init__(self, cfg: LatentAttentionConfig, site: Site):
+        hidden, heads, size = site.hidden, cfg.heads, cfg.content_dim + cfg.position_dim
+        self.cfg, self.layout = cfg, site.layout
+        inner, outer = Normal(site.std), Normal(site.output_std)
+        per_head = ("heads", "head_dim")
+        if cfg.query_rank is None:
+            self.query = param((hidden, heads, size), ("embed", *per_head), init=inner)
+        else:
+            self.query_down = param((hidden, cfg.query_rank), ("embed", None), init=inner)
+            self.query = param((cfg.query_rank, heads, size), (None, *per_head), init=inner)
+        self.down = param((hidden, cfg.key_value_rank), ("embed", None), init=inner)
+        self.position_key = param((hidden, cfg.position_dim), ("embed", None), init=inner)
+        self.key = param((cfg.key_value_rank, heads, cfg.content_dim), (None, *per_head), init=inner)
+        self.value = param((cfg.key_value_rank, heads, cfg.value_dim), (None, *per_head), init=inner)
+        self.output = param((heads, cfg.value_dim, hidden), (*per_head, "embed"), init=outer)
+        if cfg.bias:
+            self.output_bias = param((hidden,), ("embed",), init=ZEROS, role="bias")
+        if cfg.norm is not None:
+            self.norm = cfg.norm.build(site, size=cfg.key_value_rank, axis=None)
+        if cfg.norm is not None and cfg.query_rank is not None:
+            self.query_norm = cfg.norm.build(site, size=cfg.query_rank, axis=None)
+        self.rope = cfg.rope.build(cfg.position_dim)
+        self.core = CoreAttention(cfg, site, scale=score_scale(cfg, site))
+
+    def __call__(self, x: Array, ctx: Context) -> Array:
+        q, k, v = self.project(x, ctx)
+        q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
+        mixed = self.core(q, k, v, ctx)
+        y = self.layout.dot("bsnu,nud->bsd", mixed, self.output[...], "batch", "seq_residual", "embed")
+        return self.layout.add_bias(y, self.output_bias[...]) if self.cfg.bias else y
+
+    def project(self, x: Array, ctx: Context) -> tuple[Array, Array, Array]:
+        """[B, S, D] -> queries and keys [B, S, N, C + P], rotated, and values [B, S, N, U]."""
+        dot, content = self.layout.dot, self.cfg.content_dim
+        heads = ("batch", "seq", "heads", "head_dim")
+        latent = self.latent(x)
+        k = dot("bsr,rnc->bsnc", latent, self.key[...], *heads)
+        v = dot("bsr,rnu->bsnu", latent, self.value[...], *heads)
+        q = dot("bsr,rnh->bsnh", self.query_latent(x), self.query[...], *heads)
+        place = dot("bsd,dp->bsp", x, self.position_key[...], "batch", "seq", None)[:, :, None]
+        place = jnp.broadcast_to(self.rope(place, ctx.positions), (*k.shape[:3], place.shape[-1]))
+        q = jnp.concatenate([q[..., :content], self.rope(q[..., content:], ctx.positions)], axis=-1)
+        return q, jnp.concatenate([k, place], axis=-1), v
+
+    def latent(self, x: Array) -> Array:
+        """[B, S, D] -> what keys and values are made of [B, S, R]."""
+        latent = self.layout.dot("bsd,dr->bsr", x, self.down[...], "batch", "seq", None)
+        return latent if self.cfg.norm is None else self.norm(latent)
+
+    def query_latent(self, x: Array) -> Array:
+        """[B, S, D] -> what queries are made of [B, S, R], or x itself."""
+        if self.cfg.query_rank is None:
+            return x
+        latent = self.layout.dot("bsd,dr->bsr", x, self.query_down[...], "batch", "seq", None)
+        return latent if self.cfg.norm is None else self.query_norm(latent)
+
+
+def score_scale(cfg: LatentAttentionConfig, site: Site) -> float:
+    """As the model has it; where YaRN has an mscale_all, it lengthens queries and keys here, content and all."""
+    if cfg.scale is not None:
+        return cfg.scale
+    yarn = cfg.rope.scaling
+    longer = yarn.lengthened(yarn.mscale_all or 0.0) if isinstance(yarn, YarnScalingConfig) else 1.0
+    return longer**2 * site.score_scale(cfg.content_dim + cfg.position_dim)

@@ -1,0 +1,80 @@
+"""A profiler trace of a few steps, and what it comes to."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from megajax.metrics.config import ProfileConfig
+from megajax.metrics.record import to_json
+from megajax.metrics.runfolder import write_atomically
+from megajax.metrics.trace import TraceSummary, summarize
+
+
+class Profile:
+    """Traces the steps of a window into `folder`. first: steps done before this attempt.
+
+    A window that begins earlier is traced from its first step of this attempt on; one that is over is left out.
+    """
+
+    def __init__(self, cfg: ProfileConfig, folder: Path, first: int, show: Callable[[TraceSummary], None]):
+        self.cfg, self.folder, self._show = cfg, folder, show
+        window = cfg.window()
+        mine = jax.process_index() in cfg.processes
+        self.window = (
+            None if window is None or window[1] <= first or not mine else (max(window[0], first + 1), window[1])
+        )
+        self.started_at: int | None = None
+        """Step before the traced ones, while a trace is under way."""
+        if self.window is not None and self.window[0] == first + 1:
+            self.start(first)
+
+    def start(self, step: int) -> None:
+        """Begin, after `step`."""
+        options: Any = jax.profiler.ProfileOptions()
+        # Python's own calls fill a trace before the devices' work does.
+        options.python_tracer_level = 0
+        self.folder.mkdir(parents=True, exist_ok=True)
+        jax.profiler.start_trace(str(self.folder), profiler_options=options)
+        self.started_at = step
+
+    def stop(self, step: int) -> None:
+        """End after `step`, whose work is done; show and write summary.json."""
+        if self.started_at is None:
+            return
+        steps, self.started_at = step - self.started_at, None
+        jax.profiler.stop_trace()
+        found = summarize(self.folder, steps=steps, top=self.cfg.top) if steps else None
+        if found is not None:
+            write_atomically(self.folder / "summary.json", to_json(found.values()))
+            self._show(found)
+
+    def close(self) -> None:
+        """End a trace that a fault left open."""
+        if self.started_at is not None:
+            self.started_at = None
+            jax.profiler.stop_trace()
+
+    def begins(self) -> "Border":
+        """A hook that starts it."""
+        return Border(None if self.window is None else self.window[0] - 1, lambda step: self.start(step))
+
+    def ends(self) -> "Border":
+        """A hook that ends it."""
+        return Border(None if self.window is None else self.window[1], lambda step: self.stop(step))
+
+
+class Border:
+    """A hook for one step."""
+
+    phase = "profile"
+
+    def __init__(self, step: int | None, act: Callable[[int], None]):
+        self._step, self._act = step, act
+
+    def due(self, step: int) -> bool:
+        return step == self._step
+
+    def __call__(self, run: Any, step: int) -> None:
+        self._act(step)

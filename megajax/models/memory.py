@@ -1,0 +1,117 @@
+"""Memory that training a decoder is said to take, by Megatron-LM's report.
+
+An estimate from shapes, to compare layouts with each other and with Megatron-LM's own; `python -m megajax.plan`
+compiles the real program and says what that holds. Activations follow Korthikanti et al. 2022, 2 bytes each; a
+parameter takes 18 bytes: a weight of 2 bytes, and gradient, master weight and two moments of 4. As in the report,
+grouped queries and gated MLPs do not enter the activations, biases and learned positions are not parameters.
+"""
+
+from dataclasses import dataclass
+
+from megajax.layers.config import BlockConfig, GatedMLPConfig, LatentAttentionConfig, LayerNormConfig
+from megajax.models.config import DecoderConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemorySetting:
+    """How the devices share a model, as far as the report knows."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    """Data-parallel devices."""
+    virtual_stages: int = 1
+    micro_size: int = 1
+    """Rows of a microbatch."""
+    microbatches: int | None = None
+    """Of a step; None: enough to fill the pipeline."""
+    zero1: bool = False
+    """The optimizer's state is cut over the data-parallel devices."""
+    sequence: bool = False
+    """Sequence parallelism with selective recomputation; otherwise the report's other formula holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Bytes of the most loaded device, and the parameters behind them."""
+
+    weights: float
+    """Weights, gradients and optimizer state."""
+    activations: float
+    layer_parameters: int
+    """In all blocks, those behind the stack too, and the final norm."""
+    embedding_parameters: int
+    """In token tables, of padded size."""
+    most_loaded: float
+    """Parameters of the most loaded device."""
+    others: float
+    """Parameters of a device in the middle of the pipeline."""
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.activations
+
+
+def memory_report(cfg: DecoderConfig, setting: MemorySetting) -> MemoryReport:
+    """For rows of cfg.sequence_length tokens."""
+    hidden, table = cfg.hidden, cfg.hidden * cfg.padded_vocabulary()
+    blocks = [*cfg.stack.pattern] * cfg.stack.repeats
+    cut = sum(_matrices(block, hidden) for block in blocks) / setting.pipeline
+    final = hidden * (2 if isinstance(cfg.norm, LayerNormConfig) else 1)
+    held = sum(_norms(block, hidden) for block in blocks) + final
+    further = sum(_matrices(block, hidden) + _norms(block, hidden) for block in cfg.predicting_blocks())
+    tables = table if cfg.tied else 2 * table
+    most = (cut + further + table) / setting.tensor + held / setting.pipeline
+    if not cfg.tied and setting.pipeline == 1:
+        most += table / setting.tensor
+    each = 6 + 12 / setting.data if setting.zero1 else 18
+    return MemoryReport(
+        weights=most * each,
+        activations=activation_bytes(cfg, setting),
+        layer_parameters=round(cut * setting.pipeline + further) + held,
+        embedding_parameters=tables,
+        most_loaded=most,
+        others=cut / setting.tensor + held / setting.pipeline,
+    )
+
+
+def activation_bytes(cfg: DecoderConfig, setting: MemorySetting) -> float:
+    """Of the first stage, which holds most microbatches at once."""
+    block = cfg.stack.pattern[0]
+    tokens, hidden, layers = cfg.sequence_length * setting.micro_size, cfg.hidden, cfg.stack.layers()
+    vocabulary, stages = cfg.padded_vocabulary(), setting.pipeline
+    # Token and position ids of 8 bytes for each microbatch that is under way, and dropout's mask of the embedding.
+    entering = (8 * tokens + tokens * hidden) * stages
+    if setting.sequence:
+        per_layer = tokens * hidden * (18 + 4 * block.mlp.ffn / hidden)
+        head = 4 * tokens * hidden * (1 + vocabulary / hidden) if stages == 1 else 0
+        return ((per_layer * layers + entering) * _in_flight(setting) + head) / setting.tensor
+    per_layer = tokens * hidden * (10 + 24 / setting.tensor)
+    head = 2 * (tokens * vocabulary / setting.tensor + tokens * hidden) if stages == 1 else 0
+    return 1.05 * ((per_layer * layers + entering) * _in_flight(setting) + head)
+
+
+def _in_flight(setting: MemorySetting) -> float:
+    """Share of a whole pipeline's microbatches that the first stage holds."""
+    stages, virtual = setting.pipeline, setting.virtual_stages
+    if virtual > 1:
+        return 1 + (stages - 1) / (stages * virtual)
+    return 1.0 if setting.microbatches is None else min(1.0, setting.microbatches / stages)
+
+
+def _matrices(block: BlockConfig, hidden: int) -> float:
+    """Parameters of a block that tensor parallelism cuts, as the report has it."""
+    mixer = block.mixer
+    mlp = 2 * hidden * block.mlp.ffn * (1.5 if isinstance(block.mlp, GatedMLPConfig) else 1)
+    if not isinstance(mixer, LatentAttentionConfig):
+        return 2 * hidden * mixer.size(hidden) * (mixer.heads + mixer.groups()) + mlp
+    gains = 2 if isinstance(block.norm, LayerNormConfig) else 1
+    size, rank = mixer.content_dim + mixer.position_dim, mixer.query_rank
+    queries = hidden * mixer.heads * size if rank is None else rank * (hidden + mixer.heads * size + gains)
+    latents = mixer.key_value_rank * (hidden + mixer.heads * (mixer.content_dim + mixer.value_dim) + gains)
+    return queries + latents + hidden * mixer.position_dim + mixer.heads * mixer.value_dim * hidden + mlp
+
+
+def _norms(block: BlockConfig, hidden: int) -> int:
+    """Parameters of a block that all devices of a stage hold."""
+    return 2 * hidden * (2 if isinstance(block.norm, LayerNormConfig) else 1)

@@ -1,0 +1,98 @@
+"""Which weights are treated alike: their learning rate, their decay, and which update rule they get."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from jax import Array
+
+from megajax.config.errors import UserError
+from megajax.config.nearest import either, nearest_names
+from megajax.layers.param import ParamSpec
+from megajax.optim.config import GroupConfig, UpdateConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Weights with the same rates."""
+
+    lr: float | None = None
+    """Their highest learning rate; None: the schedule's."""
+    min_lr: float | None = None
+    """Their lowest; None: the schedule's."""
+    lr_multiplier: float = 1.0
+    """Factor on their learning rate."""
+    decay: float = 1.0
+    """Factor on their weight decay."""
+
+    def __str__(self) -> str:
+        rate = "schedule's lr" if self.lr is None else f"lr {self.lr:g}"
+        floor = "" if self.min_lr is None else f" to {self.min_lr:g}"
+        factor = "" if self.lr_multiplier == 1 else f" x {self.lr_multiplier:g}"
+        decay = {0.0: "no decay", 1.0: "decay"}.get(self.decay, f"decay x {self.decay:g}")
+        return f"{rate}{floor}{factor}, {decay}"
+
+
+type Rates = Callable[[Group], tuple[Array, Array]]
+"""Group -> (learning rate, weight decay) of this update, each float32 []."""
+
+
+def is_vocabulary(spec: ParamSpec) -> bool:
+    """The token embedding and the head."""
+    return "vocab" in spec.axes
+
+
+def is_embedding(spec: ParamSpec) -> bool:
+    """Those two, and tables of learned positions: matrices outside the stack."""
+    return is_vocabulary(spec) or (spec.role == "weight" and not spec.layers)
+
+
+def decayed(spec: ParamSpec) -> bool:
+    """Matrices decay, embeddings and head among them; biases, gains and what is a vector in each layer do not."""
+    return spec.role == "weight" and len(spec.shape) - bool(spec.layers) > 1
+
+
+def groups(cfg: UpdateConfig, declared: Mapping[str, ParamSpec]) -> dict[str, Group]:
+    """Path -> group, in the order of the weights.
+
+    Raises UserError for a pattern that matches no weight, naming the nearest paths.
+    """
+    found = {path: _plain(cfg, spec) for path, spec in declared.items()}
+    for place, rule in enumerate(cfg.groups):
+        matched = [path for path in found if fnmatchcase(path, rule.match)]
+        if not matched:
+            raise UserError(_unmatched(place, rule.match, list(found)))
+        for path in matched:
+            found[path] = _changed(found[path], rule)
+    return found
+
+
+def _plain(cfg: UpdateConfig, spec: ParamSpec) -> Group:
+    decay = decayed(spec) and (cfg.decay_embeddings or not is_embedding(spec))
+    # Only norms of queries and keys work along the head.
+    decay = decay or (cfg.decay_qk_norms and spec.role == "gain" and "head_dim" in spec.axes)
+    if not is_vocabulary(spec):
+        return Group(decay=float(decay))
+    return Group(lr=cfg.embedding_lr, min_lr=cfg.embedding_min_lr, decay=float(decay))
+
+
+def _changed(group: Group, rule: GroupConfig) -> Group:
+    said = {name: getattr(rule, name) for name in ("lr", "min_lr", "lr_multiplier", "decay")}
+    return replace(group, **{name: value for name, value in said.items() if value is not None})
+
+
+def _unmatched(place: int, pattern: str, paths: list[str]) -> str:
+    near = nearest_names(pattern.replace("*", ""), paths) or paths[:3]
+    return (
+        f"optimizer.groups.{place}.match={pattern} matches no weight of the model: did you mean {either(near)}? "
+        "* stands for any text, dots included"
+    )
+
+
+def table(found: Mapping[str, Group], kinds: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
+    """Rows for people: what is done, and to which weights. kinds: path -> name of the update rule."""
+    rows: dict[str, list[str]] = {}
+    for path, group in found.items():
+        rule = "" if kinds is None else f"{kinds[path]}, "
+        rows.setdefault(f"{rule}{group}", []).append(path)
+    return [(what, ", ".join(paths)) for what, paths in rows.items()]

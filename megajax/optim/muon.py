@@ -1,0 +1,218 @@
+"""Muon: momentum made orthogonal, for the matrices of the stack, on whatever layout they are.
+
+A matrix must be together for that. Where its rows are spread over data-parallel devices (ZeRO), they swap: each gets
+whole matrices of some layers, works on those, and gives the parts back. So a device gathers one matrix at a time, moves
+every element twice, and none does another's work. What tensor parallelism cuts stays cut where that is the longer side:
+the small product of each iteration is summed over `tensor`. A matrix cut along its shorter side (keys and values of
+grouped-query attention) is gathered over `tensor` instead.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod, sqrt
+from types import MappingProxyType
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from megajax.layers.param import ParamSpec
+from megajax.mesh.mesh import free_axes
+from megajax.mesh.rules import LogicalAxes, Plan, Rules
+from megajax.optim.config import MuonConfig
+from megajax.optim.groups import is_embedding
+from megajax.optim.optimizer import Adam, Moments, Optimizer, Rule
+
+type Polynomial = tuple[float, float, float]
+
+POLYNOMIALS: Mapping[str, tuple[Polynomial, ...]] = MappingProxyType(
+    {
+        # Jordan et al. 2024.
+        "simple": ((3.4445, -4.7750, 2.0315),),
+        # Found by L. Cesista and others for the NanoGPT speed runs, 2025.
+        "quintic": (
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        ),
+        # Amsel et al. 2025 (Polar Express); the last one repeats.
+        "polar_express": (
+            (8.2051, -22.9019, 16.4607),
+            (4.0664, -2.8612, 0.5184),
+            (3.9096, -2.8234, 0.5250),
+            (3.2856, -2.4153, 0.4853),
+            (2.2779, -1.6198, 0.3985),
+            (1.8726, -1.2307, 0.3585),
+            (1.8564, -1.2132, 0.3568),
+            (1.8750, -1.2500, 0.3750),
+        ),
+    }
+)
+"""(a, b, c) of X <- a X + (b A + c A^2) X with A = X X^T."""
+
+HEADS = ("heads", "kv_heads")
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """How a stacked weight is seen as matrices [in, out]."""
+
+    stacked: int
+    """Leading dimensions that number matrices: layer, and expert where there is one."""
+    rows: int
+    """Dimensions after those that make the rows; the rest makes the columns."""
+
+    def size(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """(rows, columns) for a weight of that shape."""
+        middle = self.stacked + self.rows
+        return prod(shape[self.stacked : middle]), prod(shape[middle:])
+
+
+def matrices(spec: ParamSpec) -> Matrices | None:
+    """How Muon sees a weight; None for one it leaves to Adam: embeddings, head, vectors, and what is no matrix.
+
+    heads and head_dim together are one dimension: query [embed, heads x head_dim], output [heads x head_dim, embed].
+    Query, key and value are three matrices, gate and up are two.
+    """
+    if spec.role != "weight" or is_embedding(spec):
+        return None
+    axes = spec.axes[1:]
+    experts = int(len(axes) > 2 and axes[0] == "expert")
+    parts: list[int] = []
+    for before, name in zip((None, *axes[experts:]), axes[experts:], strict=False):
+        if before in HEADS and name == "head_dim":
+            parts[-1] += 1
+        else:
+            parts.append(1)
+    return Matrices(1 + experts, parts[0]) if len(parts) == 2 else None
+
+
+def orthogonalise(x: Array, cfg: MuonConfig, *, tall: bool | None = None) -> Array:
+    """x float32 [..., R, C] -> [..., R, C] with the same singular vectors and singular values near 1.
+
+    Newton-Schulz iterations on x / |x|, on the side of the smaller dimension (Jordan et al. 2024). tall: whether that
+    is C; needs to be said only of a square that is cut.
+    """
+    tall = x.shape[-2] > x.shape[-1] if tall is None else tall
+    x = x.mT if tall else x
+    norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
+    x = (x / jnp.maximum(norm, 1e-7)).astype(cfg.dtype)
+    for a, b, c in polynomials(cfg):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    x = x.astype(jnp.float32)
+    return x.mT if tall else x
+
+
+def polynomials(cfg: MuonConfig) -> tuple[Polynomial, ...]:
+    """One for each iteration."""
+    known = POLYNOMIALS[cfg.coefficients]
+    if cfg.coefficients == "polar_express":
+        return known + known[-1:] * (cfg.iterations - len(known))
+    return known * (cfg.iterations // len(known))
+
+
+def scale(cfg: MuonConfig, rows: int, columns: int) -> float:
+    """What an orthogonal [rows, columns] = [in, out] matrix is multiplied by."""
+    factors = {
+        "spectral": max(rows, columns),
+        "shape_scaling": max(1.0, columns / rows),
+        "unit_rms_norm": columns / rows,
+    }
+    return cfg.extra_scale * sqrt(factors[cfg.scale])
+
+
+@dataclass(frozen=True)
+class Orthogonalised:
+    """The rule of a stacked weight: the orthogonal factor of m <- momentum m + (1 - momentum) g is its direction."""
+
+    cfg: MuonConfig
+    axes: LogicalAxes
+    shape: Matrices
+    rules: Rules | None
+    """Where the moment is; None: not cut."""
+    coupled: bool = False
+    moments: tuple[str, ...] = ("momentum",)
+
+    def __call__(self, g: Array, moments: Moments, step: Array) -> tuple[Array, Moments]:
+        beta = self.cfg.momentum
+        m = beta * moments[0] + (1 - beta) * g
+        ahead = beta * m + (1 - beta) * g if self.cfg.nesterov else m
+        return scale(self.cfg, *self.shape.size(g.shape)) * self.orthogonal(ahead), (m,)
+
+    def orthogonal(self, x: Array) -> Array:
+        """x [layers, ...] -> the same shape and layout; a layer at a time on each of the devices that share."""
+        stages, sharers = self._sizes()
+        rows = x.shape[0] // stages
+        rounds = -(-rows // sharers)
+        # Layers of a stage lie together; a round takes the next ones of every stage.
+        split = x.reshape(stages, rows, *x.shape[1:])
+        padded = jnp.pad(split, ((0, 0), (0, rounds * sharers - rows), *((0, 0),) * (x.ndim - 1)))
+        parts = jnp.moveaxis(padded.reshape(stages, rounds, sharers, *x.shape[1:]), 1, 0)
+        done = jax.lax.map(self._round, parts)
+        return jnp.moveaxis(done, 0, 1).reshape(padded.shape)[:, :rows].reshape(x.shape)
+
+    def _round(self, part: Array) -> Array:
+        """[stages, sharers, ...]: a matrix for each device that shares."""
+        rows, columns = self._cut(*self.shape.size(part.shape[1:]))
+        keep = self.rules if rows or columns else self._uncut()
+        whole = self._laid_out(part.reshape(-1, *part.shape[2:]), keep)
+        flat = whole.reshape(*whole.shape[: self.shape.stacked], *self.shape.size(whole.shape))
+        found = orthogonalise(flat, self.cfg, tall=True if rows else None)
+        done = self._laid_out(found.reshape(whole.shape), keep)
+        return self._laid_out(done).reshape(part.shape)
+
+    def _cut(self, rows: int, columns: int) -> tuple[bool, bool]:
+        """Whether the rows or the columns stay cut: the longer ones may."""
+        if self.rules is None:
+            return False, False
+        first, free = self.shape.stacked, free_axes()
+        names = (self.axes[first : first + self.shape.rows], self.axes[first + self.shape.rows :])
+        cut = [
+            any(free.get(axis, 1) > 1 for name in side if name != "embed" for axis in self.rules.mesh_axes(name))
+            for side in names
+        ]
+        return cut[0] and rows >= columns, cut[1] and columns >= rows
+
+    def _uncut(self) -> Rules | None:
+        """Nothing cut but what numbers the matrices."""
+        names = {name for name in self.axes[self.shape.stacked :] if name not in (None, "embed")}
+        return None if self.rules is None else replace(self.rules, **dict.fromkeys(names, ()))
+
+    def _sharing(self) -> tuple[str, ...]:
+        """Mesh axes that cut `embed` and nothing else here."""
+        if self.rules is None:
+            return ()
+        others = {axis for name in self.axes if name != "embed" for axis in self.rules.mesh_axes(name)}
+        return tuple(axis for axis in self.rules.embed if axis not in others)
+
+    def _sizes(self) -> tuple[int, int]:
+        """(parts `layer` is cut into, devices that share a stage's matrices) on the surrounding mesh."""
+        if self.rules is None:
+            return 1, 1
+        free = free_axes()
+        stages, sharers = (prod(free.get(axis, 1) for axis in axes) for axes in (self.rules.layer, self._sharing()))
+        return stages, sharers
+
+    def _laid_out(self, x: Array, keep: Rules | None = None) -> Array:
+        """[layers, ...] cut like the moment; or like `keep`, but by layers where that cuts along `embed`."""
+        free = free_axes()
+        if self.rules is None or max(free.values(), default=1) == 1:
+            return x
+        rules = self.rules if keep is None else replace(keep, embed=(), layer=(*keep.layer, *self._sharing()))
+        return jax.lax.with_sharding_constraint(x, rules.spec(self.axes, keep=tuple(free)))
+
+
+class Muon(Optimizer):
+    """Orthogonalised momentum for matrices of the stack, AdamW for the rest."""
+
+    def __init__(self, cfg: MuonConfig, declared: Mapping[str, ParamSpec], plan: Plan | None = None):
+        rules = None if plan is None else plan.optimizer
+        adam = Adam(cfg.beta1, cfg.beta2, cfg.epsilon)
+        chosen: dict[str, Rule] = {}
+        for path, spec in declared.items():
+            shape = matrices(spec)
+            chosen[path] = adam if shape is None else Orthogonalised(cfg, spec.axes, shape, rules)
+        super().__init__(cfg, declared, chosen)

@@ -1,0 +1,84 @@
+"""How many rows each step has: a pure function of the rows read before it."""
+
+from typing import NamedTuple
+
+from megajax.config.errors import UserError
+from megajax.training.config import BatchConfig
+
+
+class BatchSize(NamedTuple):
+    """What a step reads."""
+
+    rows: int
+    """Over all devices."""
+    microbatches: int
+
+
+class BatchSizes:
+    """The batch sizes of a run on `replicas` data-parallel devices.
+
+    sequence_length is needed where a ramp has thresholds in tokens.
+    """
+
+    def __init__(self, cfg: BatchConfig, replicas: int, *, sequence_length: int | None = None):
+        self.cfg, self.unit = cfg, cfg.micro_size * replicas
+        every = ((0, cfg.global_size),) if cfg.ramp is None else cfg.ramp.thresholds(cfg.global_size, sequence_length)
+        # Thresholds that fall on the same row when tokens become rows: the later size counts.
+        self.thresholds = tuple(dict(every).items())
+        """(rows read from which on, rows of a step before `decrease`), in order."""
+
+    def nominal(self, consumed: int) -> int:
+        """Rows asked for after `consumed` rows, whether devices divide them or not."""
+        return next(rows for first, rows in reversed(self.thresholds) if first <= consumed)
+
+    def at(self, consumed: int) -> BatchSize:
+        """Size of the step that begins after `consumed` rows of the run.
+
+        Raises UserError where the devices do not divide it (and batch.decrease is off, or leaves nothing).
+        """
+        return self._size(self.nominal(consumed))
+
+    def sizes(self) -> tuple[BatchSize, ...]:
+        """Every size the run goes through, in order: one compiled step each."""
+        return tuple(dict.fromkeys(self._size(rows) for _, rows in self.thresholds))
+
+    def samples(self, steps: int, start: int = 0) -> int:
+        """Rows read by `steps` steps, when `start` rows were read before them."""
+        consumed = start
+        for rows, until in self._stretches(start):
+            # A step may reach over a whole stretch.
+            here = steps if until is None else min(steps, max(-(-(until - consumed) // rows), 0))
+            consumed, steps = consumed + here * rows, steps - here
+            if not steps:
+                break
+        return consumed - start
+
+    def steps(self, samples: int, start: int = 0) -> int:
+        """Fewest steps that read at least `samples` rows, when `start` rows were read before them."""
+        consumed, steps = start, 0
+        for rows, until in self._stretches(start):
+            end = start + samples if until is None else min(start + samples, until)
+            here = max(-(-(end - consumed) // rows), 0)
+            consumed, steps = consumed + here * rows, steps + here
+            if consumed >= start + samples:
+                break
+        return steps
+
+    def _stretches(self, start: int) -> list[tuple[int, int | None]]:
+        """(rows of a step, where the next size begins) from `start` on; the last one has no end."""
+        ends = [first for first, _ in self.thresholds[1:]]
+        return [
+            (self._size(rows).rows, until)
+            for (_, rows), until in zip(self.thresholds, [*ends, None], strict=True)
+            if until is None or until > start
+        ]
+
+    def _size(self, rows: int) -> BatchSize:
+        used = rows // self.unit * self.unit if self.cfg.decrease else rows
+        if used % self.unit or not used:
+            raise UserError(
+                f"a step of {rows} rows is not divisible by batch.micro_size={self.cfg.micro_size} x "
+                f"{self.unit // self.cfg.micro_size} data-parallel devices = {self.unit}: use a multiple, or "
+                "batch.decrease=true for the next lower one"
+            )
+        return BatchSize(used, used // self.unit)

@@ -1,0 +1,70 @@
+"""What a job makes of suspicious steps: what is told, and when the run ends."""
+
+from collections.abc import Callable
+from math import inf, isfinite
+
+from megajax.metrics.writers import Writer
+from megajax.training.guard import Guard, Orders
+from megajax.training.loop import NumericFault, StepInfo
+
+
+class Watch:
+    """Takes every step's numbers in turn."""
+
+    def __init__(self, guard: Guard, floor: float | None, log: Writer, say: Callable[[str], None]):
+        """floor: see PrecisionConfig.floor; say: shows a line to people."""
+        self._guard, self._floor, self._log, self._say = guard, floor, log, say
+        self._skipped = 0
+
+    def __call__(self, info: StepInfo) -> None:
+        """Note what is out of the ordinary. Raises NumericFault where the run has to end."""
+        self._skipped += info.skipped
+        cfg, first = self._guard.cfg, info.first_try
+        orders = (info if first is None else first).orders or Orders()
+        why = self._guard.why(orders, info.loss, info.grad_norm)
+        if first is not None and why is None:
+            told = self._told(first, orders)
+            self._log.event("transient_fault", step=info.step, **told, again=_numbers(info))
+            self._say(f"step {info.step}: {told['why']}; run again it is not: a passing fault, training goes on")
+            return
+        if not isfinite(info.loss) or not isfinite(info.grad_norm):
+            if self._floor is not None and info.loss_scale > self._floor:
+                return  # the loss scale is coming down
+            ends = cfg.stop_on_nonfinite and orders.limit != -inf
+        elif why is not None:
+            ends = cfg.spike_action == "stop"
+        else:
+            if info.skipped:
+                reason = "skip_steps" if orders.limit == -inf else f"gradient norm above {cfg.largest_norm:g}"
+                self._log.event("update_skipped", step=info.step, reason=reason, **_numbers(info))
+            return
+        fields = {"made": not info.skipped} | ({} if first is None else {"same_again": _same(first, info)})
+        self._log.event("persistent_fault", step=info.step, **self._told(info, orders), **fields)
+        if ends:
+            raise NumericFault(self._message(info, str(why)))
+        self._say(f"{self._message(info, str(why))}; training goes on with{'out' * info.skipped} its update")
+
+    def _told(self, info: StepInfo, orders: Orders) -> dict[str, object]:
+        return {"why": self._guard.why(orders, info.loss, info.grad_norm), **_numbers(info)}
+
+    def _message(self, info: StepInfo, why: str) -> str:
+        where = f"step {info.step}: {why}; loss {info.loss}, gradient norm {info.grad_norm}"
+        if self._floor and not isfinite(info.grad_norm):
+            where += f" at the lowest loss scale, {self._floor:g}; {self._skipped} steps were skipped"
+        if info.first_try is None:
+            return where
+        if _same(info.first_try, info):
+            return f"{where}; the same to the last bit when the step was run again, so no passing fault"
+        return (
+            f"{where}; with other numbers when it was first run (loss {info.first_try.loss}, gradient norm "
+            f"{info.first_try.grad_norm}), from the same state and rows: suspect the hardware"
+        )
+
+
+def _numbers(info: StepInfo) -> dict[str, float]:
+    return {"loss": info.loss, "grad_norm": info.grad_norm}
+
+
+def _same(a: StepInfo, b: StepInfo) -> bool:
+    """Whether two runs of a step gave the same numbers, bit for bit; one nan is like another."""
+    return repr((a.loss, a.grad_norm)) == repr((b.loss, b.grad_norm))

@@ -1,0 +1,165 @@
+"""Every variant of a layer on several devices against one: losses and gradients of a whole model."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from megajax.batch import LMBatch
+from megajax.layers.config import (
+    AttentionConfig,
+    BlockConfig,
+    GatedMLPConfig,
+    L2NormConfig,
+    LatentAttentionConfig,
+    LayerNormConfig,
+    RelativeBiasConfig,
+    RMSNormConfig,
+    RopeConfig,
+    StackConfig,
+    YarnScalingConfig,
+)
+from megajax.layers.param import Normal, specs
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.mesh import build_mesh
+from megajax.mesh.rules import Plan
+from megajax.models.config import DecoderConfig, PredictionConfig, WidthScalingConfig
+from megajax.precision.config import PrecisionConfig
+from megajax.training.grads import Weights, accumulate
+from megajax.training.loss import LanguageModelLoss
+from megajax.training.state import parameter_shardings
+
+ROWS, LENGTH, VOCABULARY = 4, 12, 61
+PLAIN = AttentionConfig(heads=4, kv_heads=2, rope=RopeConfig())
+CENTRED = RMSNormConfig(zero_centred=True)
+
+
+def model(mixer, *others, norm=CENTRED, **changes) -> DecoderConfig:
+    blocks = [BlockConfig(mixer=each, mlp=GatedMLPConfig(ffn=24), norm=norm) for each in (mixer, *others)]
+    return DecoderConfig(
+        hidden=16,
+        vocabulary_size=VOCABULARY,
+        vocabulary_multiple=16,
+        sequence_length=LENGTH,
+        stack=StackConfig.of(blocks * 2),
+        norm=norm,
+        loss_chunk=16,
+        init_std=0.2,
+        **changes,
+    )
+
+
+VARIANTS = {
+    "qk norm, biases, window, zero-centred": model(
+        replace(PLAIN, qk_norm=CENTRED, qkv_bias=True, window=3), replace(PLAIN, qk_norm=LayerNormConfig(), rope=None)
+    ),
+    "l2 norm, learned sink, gate, partial rotation": model(
+        replace(
+            PLAIN,
+            qk_norm=L2NormConfig(),
+            sink="learned",
+            gate=True,
+            qkv_bias=True,
+            rope=RopeConfig(fraction=0.5, interleaved=True, interpolation=2.0),
+        )
+    ),
+    "relative bias, sink of zero": model(
+        replace(PLAIN, rope=None, relative=RelativeBiasConfig(buckets=8), sink="zero")
+    ),
+    "latent": model(
+        LatentAttentionConfig(
+            heads=4,
+            query_rank=6,
+            key_value_rank=8,
+            content_dim=4,
+            position_dim=2,
+            value_dim=5,
+            sink="learned",
+            rope=RopeConfig(scaling=YarnScalingConfig(factor=4.0, original=8, mscale=1.0, mscale_all=0.5)),
+        )
+    ),
+    "latent without query rank": model(
+        LatentAttentionConfig(heads=2, key_value_rank=8, content_dim=4, position_dim=2, value_dim=4, norm=None)
+    ),
+    "predictions": model(
+        replace(PLAIN, qk_norm=CENTRED),
+        prediction=PredictionConfig(depth=2, weight=0.5),
+        learned_positions=True,
+        tied=True,
+        width_scaling=WidthScalingConfig(base_hidden=8, embedding=2.0),
+        recompute="none",
+    ),
+}
+LAYOUTS = {
+    "tensor": ParallelConfig(data=1, tensor=2),
+    "sequence": ParallelConfig(data=1, tensor=2, sequence=True),
+    "fsdp": ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="fsdp"),
+}
+
+
+def batch() -> LMBatch:
+    """Leaves [1, ROWS, LENGTH], two documents a row."""
+    rng = np.random.default_rng(0)
+    text = rng.integers(0, VOCABULARY, (1, ROWS, LENGTH + 1), dtype=np.int32)
+    segments = np.broadcast_to(np.arange(LENGTH, dtype=np.int32) // 7, (1, ROWS, LENGTH))
+    mask = (rng.random((1, ROWS, LENGTH)) < 0.8).astype(np.float32)
+    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (1, ROWS, LENGTH))
+    return LMBatch(text[..., :-1], text[..., 1:], mask, positions, segments, np.arange(ROWS, dtype=np.uint32)[None])
+
+
+@cache
+def gradients(name: str, parallel: ParallelConfig) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """(what is reported and the loss that is minimised, gradients by path), documents apart."""
+    cfg, plan = VARIANTS[name], Plan.of(parallel)
+    if parallel.data_sharding == "fsdp":
+        cfg = replace(cfg, recompute="selective")
+    layout, mesh = Layout(plan), build_mesh(parallel, jax.devices()[: parallel.data * parallel.tensor])
+    abstract = nnx.eval_shape(lambda: cfg.build(layout))
+    declared = specs(abstract)
+    rng = np.random.default_rng(1)
+    params = {}
+    for path in sorted(declared):
+        spec = declared[path]
+        drawn = rng.normal(0, spec.init.std if isinstance(spec.init, Normal) else 0.2, spec.shape)
+        params[path] = (drawn + (0 if isinstance(spec.init, Normal) else spec.init.value)).astype(np.float32)
+    loss = LanguageModelLoss(isolated=True)
+    grad_fn = accumulate(Weights(abstract, declared, layout, PrecisionConfig(compute="float32")), loss, None, mesh)
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
+        placed = jax.device_put(params, parameter_shardings(declared, plan.params, mesh))
+        out = jax.device_get(jax.jit(grad_fn)(placed, batch(), jnp.ones(())))
+    reported = {key: float(total / count) for key, (total, count) in out.metrics.items()}
+    return reported | {"minimised": float(out.loss_sum / out.weight_sum)}, dict(out.grads)
+
+
+def test_the_variants_are_legal():
+    for name, cfg in VARIANTS.items():
+        found = cfg.problems() + [
+            p for block in cfg.stack.pattern for p in (*block.problems(), *block.mixer.problems())
+        ]
+        assert not found, name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_as_on_one_device(name, layout):
+    losses, expected = gradients(name, ParallelConfig(data=1))
+    found, grads = gradients(name, LAYOUTS[layout])
+    assert grads.keys() == expected.keys()
+    for key, value in losses.items():
+        np.testing.assert_allclose(found[key], value, rtol=1e-5, err_msg=key)
+    top = max(np.abs(g).max() for g in expected.values())
+    for path, g in expected.items():
+        # The gradient of a key's bias that is not rotated is zero but for rounding.
+        scale = max(np.abs(g).max(), 1e-3 * top)
+        np.testing.assert_allclose(grads[path], g, atol=1e-5 * scale, err_msg=path)
+
+
+def test_what_predicts_further_is_reported_apart():
+    losses, _ = gradients("predictions", ParallelConfig(data=1))
+    assert set(losses) == {"loss", "loss_2_ahead", "loss_3_ahead", "minimised"}
+    assert losses["minimised"] > losses["loss"] + 0.1

@@ -1,0 +1,130 @@
+"""Which weights get which rates."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from megajax.config.errors import UserError
+from megajax.layers.param import ONES, ParamSpec, specs
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.rules import Plan
+from megajax.models.presets.gpt import gpt2
+from megajax.optim.config import AdamWConfig, GroupConfig, MuonConfig, ScheduleConfig, SGDConfig
+from megajax.optim.groups import Group, groups, table
+
+
+@pytest.fixture(scope="module")
+def declared() -> dict[str, ParamSpec]:
+    return specs(nnx.eval_shape(lambda: gpt2("debug").build(Layout(Plan.of(ParallelConfig())))))
+
+
+def test_matrices_decay_at_the_schedules_rate(declared):
+    found = groups(AdamWConfig(), declared)
+    assert set(found.values()) == {Group(), Group(decay=0.0)}
+    assert {path for path, group in found.items() if not group.decay} == {
+        path for path in found if path.endswith(("bias", "gain"))
+    }
+
+
+def test_embeddings_may_be_left_out_of_the_decay(declared):
+    before, after = groups(AdamWConfig(), declared), groups(AdamWConfig(decay_embeddings=False), declared)
+    changed = {path for path in before if before[path] != after[path]}
+    assert changed == {path for path in declared if path in ("tokens", "positions", "head")}
+    assert changed >= {"tokens", "positions"}
+
+
+def test_query_and_key_norms_may_decay():
+    gain = ParamSpec("q.gain", (4, 8), ("layer", "head_dim"), ONES, "gain", "q.gain", (0, 1, 2, 3))
+    other = ParamSpec("norm.gain", (4, 8), ("layer", "embed"), ONES, "gain", "norm.gain", (0, 1, 2, 3))
+    found = groups(AdamWConfig(decay_qk_norms=True), {"q.gain": gain, "norm.gain": other})
+    assert (found["q.gain"].decay, found["norm.gain"].decay) == (1.0, 0.0)
+    assert groups(AdamWConfig(), {"q.gain": gain})["q.gain"].decay == 0
+
+
+def test_token_embedding_and_head_have_rates_of_their_own(declared):
+    found = groups(AdamWConfig(embedding_lr=1e-4, embedding_min_lr=1e-6), declared)
+    own = {path for path, group in found.items() if group.lr is not None}
+    assert own == {path for path, spec in declared.items() if "vocab" in spec.axes}
+    assert found["tokens"] == Group(lr=1e-4, min_lr=1e-6)
+
+
+def test_patterns_change_what_they_say_and_later_ones_win(declared):
+    cfg = AdamWConfig(
+        groups=(
+            GroupConfig(match="stack.*", lr_multiplier=0.5, decay=2.0),
+            GroupConfig(match="*.mlp.up", lr_multiplier=3.0),
+            GroupConfig(match="positions", decay=0.0),
+        )
+    )
+    found = groups(cfg, declared)
+    assert found["stack.blocks.0.mlp.up"] == Group(lr_multiplier=3.0, decay=2.0)
+    assert found["stack.blocks.0.mlp.down"] == Group(lr_multiplier=0.5, decay=2.0)
+    assert found["positions"] == Group(decay=0.0)
+    assert found["tokens"] == Group()
+
+
+def test_a_pattern_that_matches_nothing_names_the_nearest_paths(declared):
+    with pytest.raises(UserError, match=r"groups\.1\.match=.*mlp\.upp matches no weight.*stack\.blocks\.0\.mlp\.up"):
+        AdamWConfig(groups=(GroupConfig(match="*"), GroupConfig(match="stack.blocks.0.mlp.upp"))).build(declared)
+
+
+def test_the_update_uses_each_groups_rates():
+    declared = {
+        path: ParamSpec(path, (2, 2), ("embed", "mlp"), ONES, "weight", path, ()) for path in ("a", "b", "frozen")
+    }
+    cfg = SGDConfig(
+        weight_decay=0.1,
+        groups=(
+            GroupConfig(match="b", lr=2e-2, min_lr=1e-2, decay=3.0),
+            GroupConfig(match="frozen", lr_multiplier=0.0),
+        ),
+    )
+    schedule = ScheduleConfig(lr=1e-2, style="linear").build(steps=10, global_size=1)
+    optimizer = cfg.build(declared)
+    params = {path: np.ones((2, 2), np.float32) for path in declared}
+
+    def update(n):
+        rates = lambda group: schedule.rates(n, cfg.weight_decay, group)  # noqa: E731
+        return optimizer.update(params, optimizer.init(params), params, rates=rates)[0]
+
+    found = jax.jit(update)(jnp.int32(5))
+    np.testing.assert_allclose(found["a"], 1 - 5e-3 * 1.1, rtol=1e-6)
+    np.testing.assert_allclose(found["b"], 1 - 1.5e-2 * 1.3, rtol=1e-6)
+    np.testing.assert_array_equal(found["frozen"], 1)
+
+
+def test_a_group_whose_rate_would_rise_is_refused():
+    schedule = ScheduleConfig(lr=1e-2, min_lr=1e-3).build(steps=10, global_size=1)
+    with pytest.raises(UserError, match=r"lr=0\.0001 of their own would rise to schedule\.min_lr=0\.001"):
+        schedule.rates(jnp.int32(0), 0.1, Group(lr=1e-4))
+    with pytest.raises(UserError, match=r"min_lr=0\.1 of their own"):
+        schedule.rates(jnp.int32(0), 0.1, Group(min_lr=0.1))
+
+
+def test_the_table_names_rule_rates_and_weights(declared):
+    optimizer = MuonConfig(embedding_lr=1e-4, groups=(GroupConfig(match="positions", lr_multiplier=0.1),)).build(
+        declared
+    )
+    rows = dict(optimizer.table())
+    assert rows["Adam, lr 0.0001, decay"] == "tokens"
+    assert rows["Adam, schedule's lr x 0.1, decay"] == "positions"
+    assert "stack.blocks.0.mlp.up" in rows["Orthogonalised, schedule's lr, decay"]
+    listed = sorted(path for weights in rows.values() for path in weights.split(", "))
+    assert listed == sorted(declared)
+    assert dict(table({"a": Group()})) == {"schedule's lr, decay": "a"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [
+        ({"match": ""}, "match"),
+        ({"match": "a", "lr": -1.0}, "lr"),
+        ({"match": "a", "lr": 1.0, "min_lr": 2.0}, "min_lr"),
+        ({"match": "a", "decay": -1.0}, "decay"),
+    ],
+)
+def test_problems(settings, where):
+    assert [problem.where for problem in GroupConfig(**settings).problems()] == [where]

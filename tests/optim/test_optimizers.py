@@ -1,0 +1,142 @@
+"""SGD and Lion against their definitions in float64, and what all optimizers share."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.layers.param import ONES, ZEROS, Normal, ParamSpec
+from megajax.optim.config import AdamWConfig, LionConfig, MuonConfig, SGDConfig
+from megajax.optim.optimizer import steady, zeros
+
+DECLARED = {
+    "stack.matrix": ParamSpec(
+        "stack.matrix", (2, 3, 4), ("layer", "embed", "mlp"), Normal(0.02), "weight", "m", (0, 1)
+    ),
+    "tokens": ParamSpec("tokens", (5, 3), ("vocab", "embed"), Normal(0.02), "weight", "tokens", ()),
+    "gain": ParamSpec("gain", (3,), ("embed",), ONES, "gain", "gain", ()),
+    "bias": ParamSpec("bias", (3,), ("embed",), ZEROS, "bias", "bias", ()),
+}
+EVERY = [AdamWConfig(beta2=0.95), SGDConfig(), LionConfig(), MuonConfig(beta2=0.95)]
+NAMES = [type(cfg).__name__ for cfg in EVERY]
+
+
+def random(rng: np.random.Generator, scale: float = 1.0) -> dict[str, np.ndarray]:
+    return {path: (rng.normal(size=spec.shape) * scale).astype(np.float32) for path, spec in DECLARED.items()}
+
+
+def run(cfg, params, gradients, lr):
+    """(weights, state) after one update for each gradient."""
+    optimizer = cfg.build(DECLARED)
+    update = jax.jit(lambda g, s, p: optimizer.update(g, s, p, rates=steady(lr, cfg.weight_decay)))
+    found, state = {path: jnp.asarray(p) for path, p in params.items()}, optimizer.init(params)
+    for grads in gradients:
+        found, state = update(grads, state, found)
+    return found, state
+
+
+def test_momentum():
+    rng, cfg = np.random.default_rng(0), SGDConfig(momentum=0.9, weight_decay=0.1)
+    params, gradients = random(rng), [random(rng) for _ in range(5)]
+    found, state = run(cfg, params, gradients, 0.01)
+    for path, p in params.items():
+        p, kept = p.astype(np.float64), 0.0
+        for grads in gradients:
+            kept = 0.9 * kept + grads[path] + (0.1 * p if path in ("stack.matrix", "tokens") else 0)
+            p = p - 0.01 * kept
+        np.testing.assert_allclose(found[path], p, rtol=1e-6, atol=1e-6, err_msg=path)
+        np.testing.assert_allclose(state["momentum"][path], kept, rtol=1e-5, atol=1e-5, err_msg=path)
+
+
+def test_lion():
+    rng, cfg = np.random.default_rng(1), LionConfig(beta1=0.9, beta2=0.99, weight_decay=0.3)
+    params, gradients = random(rng), [random(rng) for _ in range(5)]
+    found, _ = run(cfg, params, gradients, 0.01)
+    for path, p in params.items():
+        p, m = p.astype(np.float64), 0.0
+        for grads in gradients:
+            p = p * (1 - 0.01 * (0.3 if path in ("stack.matrix", "tokens") else 0))
+            p = p - 0.01 * np.sign(0.9 * m + 0.1 * grads[path])
+            m = 0.99 * m + 0.01 * grads[path]
+        np.testing.assert_allclose(found[path], p, rtol=1e-6, atol=1e-6, err_msg=path)
+
+
+@pytest.mark.parametrize("cfg", EVERY, ids=NAMES)
+def test_every_optimizer_brings_a_quadratic_down(cfg):
+    rng = np.random.default_rng(2)
+    optimizer, params = cfg.build(DECLARED), {path: jnp.asarray(p) for path, p in random(rng).items()}
+    start, state = float(sum((p**2).sum() for p in params.values())), optimizer.init(params)
+    update = jax.jit(lambda s, p: optimizer.update(p, s, p, rates=steady(0.02)))
+    for _ in range(60):
+        params, state = update(state, params)
+    assert float(sum((p**2).sum() for p in params.values())) < 0.2 * start
+
+
+@pytest.mark.parametrize("cfg", EVERY, ids=NAMES)
+def test_moments_in_bfloat16_are_kept_so_and_computed_in_float32(cfg):
+    rng = np.random.default_rng(3)
+    params, gradients = random(rng), [random(rng) for _ in range(4)]
+    exact, long_state = run(cfg, params, gradients, 0.01)
+    found, state = run(replace(cfg, moments="bfloat16"), params, gradients, 0.01)
+    for name, part in state.items():
+        if name == "count":
+            assert int(part) == 4
+            continue
+        for path, moment in part.items():
+            assert moment.dtype == jnp.bfloat16
+            assert long_state[name][path].dtype == jnp.float32
+            wanted = np.asarray(long_state[name][path])
+            np.testing.assert_allclose(moment.astype(jnp.float32), wanted, rtol=0.02, atol=0.02 * np.abs(wanted).max())
+    for path, p in exact.items():
+        assert found[path].dtype == jnp.float32
+        # Newton-Schulz on a matrix this small turns small singular values by more.
+        assert float(jnp.abs(found[path] - p).max()) < 0.04
+
+
+def test_a_second_moment_that_bfloat16_could_not_lower_is_refused():
+    (problem,) = AdamWConfig(moments="bfloat16").problems()
+    assert problem.where == "moments"
+    assert "beta2=0.999" in problem.what
+    assert AdamWConfig(moments="bfloat16", beta2=0.95).problems() == []
+    # It is so: 0.999 v rounds to v.
+    v = jnp.bfloat16(1.0)
+    assert (v.astype(jnp.float32) * 0.999).astype(jnp.bfloat16) == v
+
+
+def test_zeros_and_the_norm_are_reported_where_asked_for():
+    params = random(np.random.default_rng(4))
+    grads = {path: np.where(np.arange(p.size).reshape(p.shape) % 3 == 0, 0, p) for path, p in params.items()}
+    optimizer = AdamWConfig(log_zeros=True, log_parameter_norm=True).build(DECLARED)
+    found = optimizer.measures(grads, params)
+    assert float(found["num_zeros"]) == sum(int((g == 0).sum()) for g in grads.values())
+    exact = np.sqrt(sum((p.astype(np.float64) ** 2).sum() for p in params.values()))
+    np.testing.assert_allclose(found["parameter_norm"], exact, rtol=1e-6)
+    assert AdamWConfig().build(DECLARED).measures(grads, params) == {}
+
+
+def test_zeros_of_rows_that_are_no_layer_do_not_count():
+    spec = ParamSpec("w", (3, 2, 2), ("layer", "embed", "mlp"), Normal(0.02), "weight", "w", (0, 1, -1))
+    grads = {"w": np.concatenate([np.array([[[0, 1], [1, 1]]] * 2), np.zeros((1, 2, 2))]).astype(np.float32)}
+    assert float(zeros(grads, {"w": spec})) == 2
+
+
+@pytest.mark.parametrize(
+    ("cfg", "where", "what"),
+    [
+        (SGDConfig(momentum=1.0), "momentum", "below 1"),
+        (LionConfig(beta1=-0.1), "beta1", "at least 0"),
+        (LionConfig(clip=-1.0), "clip", "above 0"),
+        (MuonConfig(iterations=7), "iterations", "7 is not a multiple of quintic's 5"),
+        (MuonConfig(iterations=5, coefficients="polar_express"), "iterations", "leaves some out"),
+        (MuonConfig(iterations=0), "iterations", "at least 1"),
+        (MuonConfig(epsilon=0.0), "epsilon", "above 0"),
+        (MuonConfig(extra_scale=0.0), "extra_scale", "above 0"),
+        (AdamWConfig(embedding_lr=1e-3, embedding_min_lr=1e-2), "embedding_min_lr", "above embedding_lr"),
+    ],
+)
+def test_problems(cfg, where, what):
+    (problem,) = cfg.problems()
+    assert problem.where == where
+    assert what in problem.what

@@ -1,0 +1,100 @@
+"""Every optimizer on a mesh of pipeline 2 x data 2 x tensor 2 does what it does on one device."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from megajax.layers.param import Normal, ParamSpec
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.mesh import build_mesh
+from megajax.mesh.rules import Plan
+from megajax.optim.config import AdamWConfig, LionConfig, MuonConfig, SGDConfig
+from megajax.optim.optimizer import global_norm, steady
+
+LAYERS = 6
+SHAPES = {
+    "query": ((LAYERS, 8, 2, 4), ("layer", "embed", "heads", "head_dim")),
+    "key": ((LAYERS, 8, 2, 2), ("layer", "embed", "kv_heads", "head_dim")),
+    "output": ((LAYERS, 2, 4, 8), ("layer", "heads", "head_dim", "embed")),
+    "up": ((LAYERS, 8, 12), ("layer", "embed", "mlp")),
+    "narrow": ((LAYERS, 8, 4), ("layer", "embed", "mlp")),
+    "down": ((LAYERS, 12, 8), ("layer", "mlp", "embed")),
+    "tokens": ((12, 8), ("vocab", "embed")),
+}
+ROWS = (0, 1, 2, 3, 4, -1)
+DECLARED = {
+    path: ParamSpec(path, shape, axes, Normal(0.02), "weight", path, ROWS if axes[0] == "layer" else ())
+    for path, (shape, axes) in SHAPES.items()
+}
+PARALLEL = ParallelConfig(pipeline=2, data=2, tensor=2, data_sharding="zero1")
+
+
+def arrays(seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    found = {path: rng.normal(size=shape).astype(np.float32) for path, (shape, _) in SHAPES.items()}
+    for path in found:
+        if DECLARED[path].layers:
+            found[path][-1] = 0  # a row that is no layer
+    return found
+
+
+def two_updates(optimizer, place):
+    update = jax.jit(partial(optimizer.update, rates=steady(0.01, 0.1)))
+    params = place(arrays(0))
+    state = optimizer.init(params)
+    for seed in (1, 2):
+        params, state = update(place(arrays(seed)), state, params)
+    return params
+
+
+@pytest.mark.parametrize(
+    "cfg", [AdamWConfig(), SGDConfig(), LionConfig(), MuonConfig()], ids=lambda c: type(c).__name__
+)
+def test_as_on_one_device(cfg):
+    plan, mesh = Plan.of(PARALLEL), build_mesh(PARALLEL)
+    alone = two_updates(cfg.build(DECLARED), lambda values: values)
+
+    def place(values):
+        return {p: jax.device_put(x, NamedSharding(mesh, plan.optimizer.spec(SHAPES[p][1]))) for p, x in values.items()}
+
+    with jax.set_mesh(mesh):
+        found = two_updates(cfg.build(DECLARED, plan), place)
+        norm = jax.jit(global_norm)(place(arrays(1)))
+    for path, wanted in alone.items():
+        np.testing.assert_allclose(found[path], wanted, rtol=1e-5, atol=1e-6, err_msg=path)
+        if DECLARED[path].layers:
+            np.testing.assert_array_equal(np.asarray(found[path])[-1], 0)
+    # Cut over data, tensor and pipeline or whole everywhere: an element counts once.
+    exact = np.sqrt(sum((x.astype(np.float64) ** 2).sum() for x in arrays(1).values()))
+    np.testing.assert_allclose(norm, exact, rtol=1e-6)
+
+
+def test_muon_moves_one_matrix_at_a_time():
+    """Over data two swaps for each weight; over tensor sums of the small side, and gathers of the narrow ones."""
+    plan, mesh = Plan.of(PARALLEL), build_mesh(PARALLEL)
+    optimizer = MuonConfig().build(DECLARED, plan)
+    where = {p: NamedSharding(mesh, plan.optimizer.spec(axes)) for p, (_, axes) in SHAPES.items()}
+    like = {p: jax.ShapeDtypeStruct(s, jnp.float32, sharding=where[p]) for p, (s, _) in SHAPES.items()}
+    state = jax.eval_shape(optimizer.init, like)
+    state = {name: {p: like[p] for p in part} if isinstance(part, dict) else part for name, part in state.items()}
+    with jax.set_mesh(mesh):
+        update = partial(optimizer.update, rates=steady(0.01, 0.1))
+        text = jax.jit(update, out_shardings=(where, None)).lower(like, state, like).compile().as_text()
+    counts = {
+        kind: len(re.findall(rf"= \S.* {kind}(?:-start)?\(", text))
+        for kind in ("all-to-all", "all-gather", "all-reduce", "reduce-scatter")
+    }
+    matrices = len(SHAPES) - 1
+    assert counts["all-to-all"] == 2 * matrices
+    # key [8, 4] and narrow [8, 4] are cut along their shorter side.
+    assert counts["all-gather"] == 2
+    # Five products for each of the other four, and norms of one element.
+    assert 4 * 5 <= counts["all-reduce"] <= 4 * 6
+    assert counts["reduce-scatter"] == 0
+    # 3 rows a stage, 2 devices that share them: two rounds, and nothing is as large as a stack.
+    assert "f32[6,8,12]" not in text

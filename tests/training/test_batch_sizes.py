@@ -1,0 +1,133 @@
+"""Batch sizes over a run: rows, microbatches, and how many of each."""
+
+import pytest
+
+from megajax.config.errors import UserError
+from megajax.training.batch_sizes import BatchSize
+from megajax.training.config import BatchConfig, LinearRampConfig, StepRampConfig
+
+LINEAR = LinearRampConfig(start=16, increment=8, samples=1000)
+STEPS = StepRampConfig(sizes="0:16 1000:32,5000:64", unit="samples")
+
+
+def sizes(ramp=None, replicas=4, length=None, **settings):
+    cfg = BatchConfig(**{"global_size": 64, "micro_size": 2, "ramp": ramp} | settings)
+    assert cfg.problems() == []
+    return cfg.build(replicas, sequence_length=length)
+
+
+def test_without_a_ramp_there_is_one_size():
+    found = sizes()
+    assert found.at(0) == found.at(10**9) == BatchSize(64, 8)
+    assert found.sizes() == (BatchSize(64, 8),)
+    assert (found.samples(7), found.samples(7, start=100)) == (448, 448)
+    assert (found.steps(448), found.steps(449), found.steps(0)) == (7, 8, 0)
+
+
+@pytest.mark.parametrize(
+    ("start", "increment", "samples", "final"), [(16, 8, 1000, 64), (2, 2, 7, 24), (8, 8, 997, 64), (4, 4, 100_003, 40)]
+)
+def test_linear_ramp_is_the_rule_at_every_sample(start, increment, samples, final):
+    found = sizes(
+        LinearRampConfig(start=start, increment=increment, samples=samples), 1, global_size=final, decrease=True
+    )
+    per = samples / ((final - start) // increment)
+    near = [first + by for first, _ in found.thresholds for by in (-2, -1, 0, 1, 2)]
+    for n in [n for n in (*range(50), *near, samples, samples + 1, 10 * samples) if n >= 0]:
+        expected = final if n > samples else start + int(n / per) * increment
+        assert found.nominal(n) == expected, n
+
+
+def test_steps_of_a_ramp_add_up():
+    for ramp in (LINEAR, STEPS):
+        found = sizes(ramp)
+        consumed, read = 0, [0]
+        for _ in range(400):
+            consumed += found.at(consumed).rows
+            read.append(consumed)
+        assert [found.samples(n) for n in range(401)] == read
+        for begin in (0, 3, 100, 250):
+            assert [found.samples(n, start=read[begin]) for n in range(50)] == [
+                read[begin + n] - read[begin] for n in range(50)
+            ]
+        assert [found.steps(total) for total in read] == list(range(401))
+        assert found.steps(read[10] + 1) == 11
+        assert found.steps(read[20] - read[10], start=read[10]) == 10
+
+
+def test_a_step_may_reach_over_a_size():
+    found = sizes(StepRampConfig(sizes="0:16 4:32 8:64", unit="samples"))
+    assert (found.samples(1), found.samples(2), found.samples(3)) == (16, 80, 144)
+    assert found.steps(81) == 3
+
+
+def test_thresholds_in_tokens_become_rows():
+    found = sizes(StepRampConfig(sizes="0:16 1K:32 1M:64"), length=128)
+    assert found.thresholds == ((0, 16), (7, 32), (7812, 64))
+    with pytest.raises(ValueError, match="need a sequence length"):
+        sizes(StepRampConfig(sizes="0:16 1K:64"))
+
+
+def test_sizes_are_those_of_the_run_in_order():
+    assert sizes(STEPS).sizes() == (BatchSize(16, 2), BatchSize(32, 4), BatchSize(64, 8))
+    # 16, 24, 40, 48 and 56 are brought down to multiples of 32.
+    cfg = BatchConfig(
+        global_size=64, micro_size=4, ramp=LinearRampConfig(start=32, increment=8, samples=99), decrease=True
+    )
+    assert cfg.build(8).sizes() == (BatchSize(32, 1), BatchSize(64, 2))
+
+
+def test_rows_that_devices_do_not_divide():
+    cfg = BatchConfig(global_size=64, micro_size=3)
+    assert [problem.where for problem in cfg.problems()] == ["micro_size"]
+    with pytest.raises(
+        UserError, match=r"64 rows is not divisible by batch\.micro_size=3 x 8 data-parallel devices = 24"
+    ):
+        cfg.build(8).at(0)
+    lower = BatchConfig(global_size=64, micro_size=3, decrease=True)
+    assert lower.problems() == lower.replica_problems(8) == []
+    assert lower.build(8).at(0) == BatchSize(48, 2)
+    assert lower.microbatches(8) == 2
+    assert [problem.where for problem in lower.replica_problems(32)] == ["global_size"]
+
+
+def test_every_size_of_a_ramp_is_checked_before_the_run():
+    cfg = BatchConfig(global_size=64, micro_size=2, ramp=LINEAR)
+    assert cfg.replica_problems(4) == []
+    (problem,) = cfg.replica_problems(8)
+    assert problem.where == "ramp"
+    assert "24, 40, 56 rows" in problem.what
+    assert "batch.decrease=true" in problem.hint
+
+
+@pytest.mark.parametrize(
+    ("ramp", "where", "what"),
+    [
+        (LinearRampConfig(start=72, increment=8, samples=9), "ramp.start", "start=72 is above global_size=64"),
+        (LinearRampConfig(start=16, increment=7, samples=9), "ramp.increment", "= 48"),
+        (StepRampConfig(sizes="0:16 9:32"), "ramp.sizes", "ends at 32 rows, global_size=64"),
+    ],
+)
+def test_a_ramp_ends_at_global_size(ramp, where, what):
+    (problem,) = BatchConfig(global_size=64, ramp=ramp).problems()
+    assert problem.where == where
+    assert what in problem.what
+
+
+@pytest.mark.parametrize(
+    ("ramp", "where", "what"),
+    [
+        (LinearRampConfig(start=0, increment=1, samples=1), "start", "at least 1"),
+        (LinearRampConfig(start=1, increment=1, samples=0), "samples", "at least 1"),
+        (StepRampConfig(sizes=""), "sizes", "is empty"),
+        (StepRampConfig(sizes="0:16 250Q:32"), "sizes", "'250Q:32' is not threshold:rows"),
+        (StepRampConfig(sizes="10:16 20:32"), "sizes", "begins at 10"),
+        (StepRampConfig(sizes="0:16 5:32 5:64"), "sizes", "threshold 5 is given twice"),
+        (StepRampConfig(sizes="0:32 5:16"), "sizes", "32 rows are followed by 16"),
+        (StepRampConfig(sizes="0:0 5:16"), "sizes", "at least 1, got 0"),
+    ],
+)
+def test_problems(ramp, where, what):
+    (problem,) = ramp.problems()
+    assert problem.where == where
+    assert what in problem.what

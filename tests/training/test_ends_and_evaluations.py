@@ -1,0 +1,133 @@
+"""Attempts that end early of themselves, and evaluation on several sets and on all rows."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_jobs import VOCABULARY, model, run_config
+
+from megajax.config.command_line import parse
+from megajax.config.errors import ConfigError, UserError
+from megajax.config.tree import check
+from megajax.data.config import BlendConfig, MockConfig
+from megajax.data.indexed import IndexedWriter
+from megajax.resilience.config import ResilienceConfig
+from megajax.training.config import EvaluationConfig
+from megajax.training.hooks import Evaluate, Filled
+from megajax.training.job import train
+from megajax.training.run_config import RunConfig
+from megajax.training.session import prepare, setup
+
+
+def lines(folder: Path, name: str = "metrics") -> list[dict]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> dict[int, str]:
+    return {line["step"]: line["loss_hex"] for line in lines(folder) if "split" not in line}
+
+
+def small(folder: Path, **changes) -> RunConfig:
+    return run_config(folder, model=model(repeats=1), **changes)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert train(small(folder)) == 0
+    return folder
+
+
+def stopped(folder: Path) -> dict:
+    return next(event for event in reversed(lines(folder, "events")) if event["event"] == "stopped")
+
+
+def test_attempts_of_so_many_steps_make_up_the_run(whole, tmp_path, capsys):
+    cfg = small(tmp_path, resilience=ResilienceConfig(exit_after_steps=4, save_on_signal=False))
+    assert train(cfg) == 0
+    assert list(losses(tmp_path)) == [1, 2, 3, 4]
+    assert stopped(tmp_path)["reason"] == "resilience.exit_after_steps=4"
+    assert stopped(tmp_path)["saved"] == 4
+    assert "stopped after step 4 of 6 (resilience.exit_after_steps=4); step 4 saved" in capsys.readouterr().out
+    assert train(cfg) == 0
+    assert losses(tmp_path) == losses(whole)
+    assert [line["split"] for line in lines(tmp_path) if "split" in line] == ["validation", "test"]
+
+
+def test_an_attempt_ends_when_its_time_is_up(whole, tmp_path, monkeypatch):
+    cfg = small(tmp_path, resilience=ResilienceConfig(exit_after_minutes=1e-6))
+    assert train(cfg) == 0
+    assert list(losses(tmp_path)) == [1]
+    assert (stopped(tmp_path)["reason"], stopped(tmp_path)["saved"]) == ("resilience.exit_after_minutes=1e-06", 1)
+    assert train(cfg.but(resilience=ResilienceConfig(exit_after_minutes=60.0))) == 0
+    assert losses(tmp_path) == losses(whole)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> str:
+    prefix = tmp_path_factory.mktemp("corpus") / "other"
+    with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
+        random = np.random.default_rng(0)
+        for _ in range(30):
+            writer.add_document([random.integers(0, VOCABULARY, 13).astype(np.uint16)])
+    return str(prefix)
+
+
+def test_several_validation_sets_are_reported_by_name(corpus, tmp_path):
+    sets = {"other": BlendConfig(valid_paths=(corpus,), cache_dir=str(tmp_path / "cache")), "same": MockConfig()}
+    cfg = small(tmp_path / "run", evaluation=EvaluationConfig(every=3, batches=1, sets=sets), steps=3)
+    assert train(cfg) == 0
+    found = {line["split"]: line["loss"] for line in lines(tmp_path / "run") if "split" in line}
+    assert list(found) == ["validation", "other", "same", "test"]
+    assert found["same"] == found["validation"] != found["other"]
+
+
+def test_full_validation_counts_every_row_once(corpus, tmp_path):
+    data = BlendConfig(valid_paths=(corpus,), train_paths=(corpus,), drop_last=False, cache_dir=str(tmp_path / "cache"))
+    cfg = small(tmp_path, data=data, evaluation=EvaluationConfig(full=True))
+    run = setup(cfg)
+    source = run.parts.splits.valid
+    assert len(source) % 8  # 390 tokens in rows of 16: not a whole number of batches
+    measure = Evaluate(cfg, type("Log", (), {"log": lambda *_: None, "event": lambda *_, **__: None})())
+    measure.at_end(run, 0)
+    sums = np.zeros(2)
+    for row in range(len(source)):
+        tokens, labels, mask = (source[row][name] for name in ("tokens", "labels", "loss_mask"))
+        logits = np.asarray(run.model(tokens[None]))[0].astype(np.float64)
+        logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+        sums += [-(logits[np.arange(16), labels] * mask).sum(), mask.sum()]
+    run.close()
+    assert measure.last["validation"] == pytest.approx(sums[0] / sums[1], rel=1e-5)
+    filled = Filled(source, 8)
+    assert len(filled) % 8 == 0
+    assert filled[len(filled) - 1]["loss_mask"].sum() == 0
+    assert filled[0] is not None and source[0]["loss_mask"].sum() > 0
+
+
+def test_sets_on_the_command_line(tmp_path):
+    text = "--evaluation.sets={code: {type: BlendConfig, valid_paths: [a, b]}}"
+    cfg = parse(["--config=gpt2_124m.py:debug", text], verb="train").config
+    assert cfg.evaluation.sets["code"].valid_paths == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("sets", "listed"),
+    [
+        ({"test": MockConfig()}, "test is the name of a split"),
+        ({"a b": MockConfig()}, "'a b' is not made of letters"),
+        ({"code": BlendConfig()}, "evaluation.sets.code.paths: no data path given"),
+        ({"code": MockConfig(isolate_documents=True)}, "isolates documents: true, the run's data: false"),
+    ],
+    ids=["reserved", "blank", "empty", "isolated"],
+)
+def test_bad_sets_are_named(sets, listed):
+    with pytest.raises(ConfigError) as raised:
+        check(run_config(evaluation=EvaluationConfig(sets=sets)))
+    assert listed in str(raised.value)
+
+
+def test_a_set_without_a_validation_split_is_refused(corpus, tmp_path):
+    data = BlendConfig(train_paths=(corpus,), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(UserError, match=r"evaluation\.sets\.code has no validation split"):
+        prepare(run_config(evaluation=EvaluationConfig(sets={"code": data})))

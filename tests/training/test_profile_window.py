@@ -1,0 +1,65 @@
+"""A job that traces some of its steps."""
+
+import json
+
+import pytest
+from small_jobs import model, run_config
+
+from megajax.config.errors import ConfigError
+from megajax.config.tree import check
+from megajax.mesh.config import ParallelConfig
+from megajax.metrics.config import ProfileConfig
+from megajax.metrics.profile import Profile
+from megajax.resilience.config import ResilienceConfig
+from megajax.training.config import BatchConfig
+from megajax.training.job import train
+
+
+def test_the_window_is_traced_and_summed_up(tmp_path, capsys):
+    cfg = run_config(
+        tmp_path,
+        model=model(repeats=1),
+        parallel=ParallelConfig(data=2),
+        batch=BatchConfig(global_size=8, micro_size=4),
+        profile=ProfileConfig(steps="3:4", top=5),
+        resilience=ResilienceConfig(exit_after_steps=5),
+    )
+    assert train(cfg) == 0
+    traces = list((tmp_path / "profile").rglob("*.xplane.pb"))
+    assert len(traces) == 1 and list((tmp_path / "profile").rglob("*.trace.json.gz"))
+    found = json.loads((tmp_path / "profile" / "summary.json").read_text())
+    assert (found["steps"], found["devices"]) == (2, 2)
+    assert len(found["kernels"]) == 5
+    assert found["busy"] > 0 and found["communication"] > 0
+    assert found["exposed"] <= found["communication"] <= found["busy"]
+    assert sum(kernel["share"] for kernel in found["kernels"]) <= 1
+    assert "profile of 3:4" in (shown := capsys.readouterr().out) and "of it exposed" in shown
+    compiled = next(e for e in map(json.loads, (tmp_path / "events.jsonl").open()) if e["event"] == "compiled")
+    assert compiled["arguments"] > 3 * 4 * 1000 and compiled["temporary"] > 0
+    assert "memory of the compiled step: " in shown and "Megatron-LM's formula" in shown
+    assert train(cfg.but(resilience=ResilienceConfig())) == 0  # goes on after the window
+    assert len(list((tmp_path / "profile").rglob("*.xplane.pb"))) == 1
+
+
+def test_a_window_beyond_the_run_is_refused():
+    with pytest.raises(ConfigError, match=r"profile\.steps: 5:7 ends after the run, which has 6 steps"):
+        check(run_config(profile=ProfileConfig(steps="5:7")))
+    check(run_config(profile=ProfileConfig(steps="5:6")))
+
+
+@pytest.mark.parametrize(
+    ("first", "starts", "stops"), [(0, [0], [2]), (1, [1], [2]), (2, [], []), (9, [], [])], ids=str
+)
+def test_a_resumed_attempt_traces_what_is_left_of_the_window(first, starts, stops, tmp_path, monkeypatch):
+    seen = {"start": [], "stop": []}
+    monkeypatch.setattr("jax.profiler.start_trace", lambda *_, **__: seen["start"].append(step))
+    monkeypatch.setattr("jax.profiler.stop_trace", lambda: seen["stop"].append(step))
+    step = first
+    profile = Profile(ProfileConfig(steps="1:2"), tmp_path, first, lambda summary: None)
+    for step in range(first + 1, 12):
+        for hook in (profile.ends(), profile.begins()):
+            if hook.due(step):
+                hook(None, step)
+    assert (seen["start"], seen["stop"]) == (starts, stops)
+    profile.close()
+    assert len(seen["stop"]) == len(stops)

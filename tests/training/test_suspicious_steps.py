@@ -1,0 +1,239 @@
+"""Steps with wrong numbers: run again, left out or the end of the run, and what training is like afterwards."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_jobs import model, run_config
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.config.errors import ConfigError
+from megajax.config.tree import check
+from megajax.precision.config import DynamicScaleConfig, PrecisionConfig
+from megajax.resilience.config import ResilienceConfig
+from megajax.resilience.spikes import SpikeRule
+from megajax.training.guard import Guard
+from megajax.training.job import train
+from megajax.training.loop import NumericFault, StepInfo, run_steps
+from megajax.training.session import Parts, Run, prepare
+from megajax.training.watch import Watch
+
+STEPS = 7
+
+
+class Log:
+    def __init__(self):
+        self.events = []
+
+    def event(self, name: str, /, **fields) -> None:
+        self.events.append((name, fields))
+
+
+class Pause:
+    """A hook that is due at one step, where the loop waits for everything before it."""
+
+    phase = "save"
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def due(self, step: int) -> bool:
+        return step == self.step
+
+    def __call__(self, run: Run, step: int) -> None:
+        assert run.step == step
+
+
+@pytest.fixture(scope="module")
+def parts() -> Parts:
+    return prepare(run_config(steps=STEPS, model=model(repeats=1)))
+
+
+FRESH: dict[int, object] = {}
+"""id of parts -> their fresh state, jitted once."""
+
+
+def begun(parts: Parts) -> Run:
+    return Run(parts, FRESH.setdefault(id(parts), parts.program.fresh_state())(), parts.loader(parts.splits.train, 0))
+
+
+def went(parts: Parts, hooks=(), **settings) -> tuple[list[StepInfo], list]:
+    """A run from fresh weights, all with one compiled step; its steps and its events."""
+    run = begun(parts)
+    guard, log = Guard(ResilienceConfig(**settings), parts.cfg.precision.floor(), run.mesh), Log()
+    watch = Watch(guard, parts.cfg.precision.floor(), log, lambda line: None)
+    infos = []
+    for info in run_steps(run, STEPS, hooks, guard=guard):
+        infos.append(info)
+        watch(info)
+    assert run.step == STEPS
+    assert int(run.state.consumed_samples) == 8 * STEPS
+    assert int(run.state.skipped) == sum(info.skipped for info in infos)
+    run.close()
+    assert run.train_step._cache_size() == 1
+    return infos, log.events
+
+
+def numbers(infos: list[StepInfo]) -> list[tuple]:
+    return [(i.step, i.loss, i.grad_norm, i.lr, i.consumed_samples, i.skipped) for i in infos]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(parts) -> list[StepInfo]:
+    infos, events = went(parts)
+    assert events == []
+    return infos
+
+
+@pytest.mark.parametrize("pause", [None, 3, 4])
+@pytest.mark.parametrize(
+    "inject", [("nan:step=3",), ("nan:step=3", "inf:step=4"), ("nan_gradients:step=3",), ("nan:step=1", "inf:step=7")]
+)
+def test_a_fault_that_passes_leaves_no_trace(parts, undisturbed, inject, pause):
+    infos, events = went(parts, inject=inject, hooks=() if pause is None else (Pause(pause),))
+    assert numbers(infos) == numbers(undisturbed)
+    assert [name for name, _ in events] == ["transient_fault"] * len(inject)
+    assert events[0][1]["step"] == int(inject[0][-1])
+    if "gradients" in inject[0]:
+        assert events[0][1]["why"] == "gradient norm (nan) is not finite"
+    else:
+        assert events[0][1]["why"] == "loss (nan) and gradient norm (nan) are not finite"
+
+
+def test_the_optimizer_is_spared_too(parts, undisturbed):
+    """Weights after the last step, not only its loss."""
+    runs = []
+    for settings in ({}, {"inject": ("nan:step=2", "spike:step=5"), "spike_factor": 3.0, "spike_window": 2}):
+        run = begun(parts)
+        list(run_steps(run, STEPS, guard=Guard(ResilienceConfig(**settings), None, run.mesh)))
+        runs.append({path: np.asarray(w).tobytes() for path, w in run.state.params.items()})
+        run.close()
+    assert runs[0] == runs[1]
+
+
+def test_a_fault_that_stays_ends_the_run(parts):
+    with pytest.raises(NumericFault) as raised:
+        went(parts, inject=("nan_gradients:step=4:always",))
+    text = str(raised.value)
+    assert "step 4: gradient norm (nan) is not finite; loss 3." in text
+    assert "the same to the last bit when the step was run again" in text
+
+
+def test_numbers_that_differ_from_run_to_run_point_at_the_hardware(parts):
+    with pytest.raises(NumericFault, match=r"with other numbers when it was first run .loss nan.*suspect the hardware"):
+        went(parts, inject=("nan:step=4", "nan_gradients:step=4:always"))
+
+
+def test_three_ways_not_to_make_an_update_are_the_same(parts, undisturbed):
+    """skip_steps, a fault that stays and is gone on from, and a spike that is skipped; rows are read in all of them."""
+    skipped, events = went(parts, skip_steps=(5,))
+    assert [info.skipped for info in skipped] == [step == 5 for step in range(1, STEPS + 1)]
+    assert events[0][0] == "update_skipped"
+    assert numbers(skipped)[:4] == numbers(undisturbed)[:4]
+    assert skipped[5].lr == undisturbed[4].lr  # the schedule counts rows of updates
+    assert skipped[5].loss != undisturbed[5].loss
+    gone_on, _ = went(parts, inject=("nan:step=5:always",), stop_on_nonfinite=False)
+    spike, events = went(parts, inject=("spike:step=5:always",), spike_factor=3.0, spike_window=2, spike_action="skip")
+    assert events[0][0] == "persistent_fault" and events[0][1]["same_again"] and not events[0][1]["made"]
+    norm, _ = went(parts, inject=("spike:step=5:always",), largest_norm=100.0)
+    for other in (gone_on, spike, norm):
+        assert numbers(other)[5:] == numbers(skipped)[5:]
+
+
+def test_a_spike_that_passes_and_one_that_stays(parts, undisturbed):
+    rule = {"spike_factor": 3.0, "spike_window": 2}
+    for reference in ("largest", "median"):
+        infos, events = went(parts, inject=("spike:step=5",), spike_reference=reference, **rule)
+        assert numbers(infos) == numbers(undisturbed)
+        assert [name for name, _ in events] == ["transient_fault"]
+        assert f"is above 3 x the {reference}" in events[0][1]["why"]
+    accepted, events = went(parts, inject=("spike:step=5:always",), **rule)
+    assert events[0][0] == "persistent_fault" and events[0][1]["made"]
+    assert accepted[4].loss > 3000 and not accepted[4].skipped
+    with pytest.raises(NumericFault, match=r"step 5: loss .* is above 3 x the median of the last 2 losses"):
+        went(parts, inject=("spike:step=5:always",), spike_action="stop", spike_reference="median", **rule)
+
+
+def test_without_running_again(parts, undisturbed):
+    with pytest.raises(NumericFault):
+        went(parts, inject=("nan:step=4",), rerun=False)
+    infos, _ = went(parts, inject=("nan:step=4",), rerun=False, stop_on_nonfinite=False)
+    assert infos[3].skipped
+
+
+def test_overflows_above_the_floor_are_not_suspicious():
+    cfg = run_config(
+        model=model(repeats=1),
+        steps=STEPS,
+        precision=PrecisionConfig(compute="float32", loss_scale=DynamicScaleConfig(initial=64.0, hysteresis=1)),
+    )
+    infos, events = went(prepare(cfg), inject=("inf:step=3",))
+    assert events == []
+    assert [info.first_try for info in infos] == [None] * STEPS
+    assert [info.skipped for info in infos] == [step == 3 for step in range(1, STEPS + 1)]
+    assert [info.loss_scale for info in infos] == [64.0] * 3 + [32.0] * 4
+
+
+def lines(folder: Path, name: str = "metrics") -> list[dict]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> dict[int, str]:
+    return {line["step"]: line["loss_hex"] for line in lines(folder) if "split" not in line}
+
+
+def test_after_exit_code_17_the_last_checkpoint_goes_on(tmp_path, capsys):
+    cfg = run_config(tmp_path / "run", model=model(repeats=1), checkpoint=CheckpointConfig(every=2))
+    rule = {"spike_factor": 3.0, "spike_window": 3, "spike_reference": "median"}
+    bad = ResilienceConfig(inject=("nan:step=5:always",), **rule)
+    assert train(cfg.but(resilience=bad)) == 17
+    assert "step 5: loss (nan) and gradient norm (nan) are not finite" in capsys.readouterr().out
+    assert [e["event"] for e in lines(tmp_path / "run", "events")][-2:] == ["persistent_fault", "numeric_fault"]
+    # The spike at 6 is one only by what the first attempt saw.
+    good = ResilienceConfig(inject=("spike:step=6",), **rule)
+    assert train(cfg.but(resilience=good)) == 0
+    assert [e["step"] for e in lines(tmp_path / "run", "events") if e["event"] == "transient_fault"] == [6]
+    whole = run_config(tmp_path / "whole", model=model(repeats=1))
+    assert train(whole) == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("reference", ["largest", "median"])
+def test_a_pause_or_a_resume_changes_no_limit(reference):
+    def limits(pauses: tuple[int, ...]) -> list[float]:
+        rule, found = SpikeRule(2.0, reference, 4), []
+        for step in range(1, 20):
+            found.append(rule.limit(step))
+            rule.note(step, 5.0 + (7 * step) % 5)
+            if step in pauses:
+                state = json.loads(json.dumps(rule.state()))
+                rule = SpikeRule(2.0, reference, 4)
+                rule.restore(state)
+        return found
+
+    assert limits(()) == limits((3, 4, 9, 15))
+    assert limits(())[:5] == [float("inf")] * 5 and max(limits(())[5:]) < 20
+
+
+@pytest.mark.parametrize(
+    ("settings", "listed"),
+    [
+        ({"inject": ("nan",)}, "KIND:step=N"),
+        ({"inject": ("fire:step=3",)}, "nan, inf, spike, nan_gradients"),
+        ({"inject": ("nan:step=0",)}, "steps count from 1"),
+        ({"spike_factor": 1.0}, "spike_factor: must be above 1"),
+        ({"spike_window": 0}, "spike_window: must be at least 1"),
+        ({"spike_factor": 2.0, "rerun": False}, "spike_action: accept with rerun=false"),
+        ({"largest_norm": 0.0}, "largest_norm: must be above 0"),
+        ({"skip_steps": (0,)}, "skip_steps: steps count from 1"),
+        ({"exit_after_steps": 0}, "exit_after_steps: must be above 0"),
+        ({"exit_after_minutes": -1.0}, "exit_after_minutes: must be above 0"),
+    ],
+    ids=str,
+)
+def test_bad_settings_are_named(settings, listed):
+    with pytest.raises(ConfigError) as raised:
+        check(run_config(resilience=ResilienceConfig(**settings)))
+    assert listed in str(raised.value)
