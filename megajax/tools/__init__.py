@@ -1,0 +1,1 @@
+"""What helps around training: reading Megatron-LM command lines."""

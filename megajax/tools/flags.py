@@ -1,0 +1,233 @@
+"""What another trainer's flag is here: a setting, unnecessary, or refused; and command lines read by such a table."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megajax.config.errors import Problem
+from megajax.config.nearest import did_you_mean
+
+type Settings = Mapping[str, Any]
+"""Dotted names of settings -> values."""
+
+DEFINE = "give the script's own arguments behind its name, and others by --define=NAME=VALUE"
+UNKNOWN = "\ufffe"
+"""Stands in a word for a part of it that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """One word of a command line and where it stands."""
+
+    text: str
+    place: str = ""
+    unknown: tuple[str, ...] = ()
+    """What is not known of it; it stands in the text as UNKNOWN."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """The flag is one setting, or `by` makes the settings it takes part in."""
+
+    settings: tuple[str, ...]
+    by: "Callable[[Arguments], Settings] | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unnecessary:
+    """There is nothing to set."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """This version can't do it."""
+
+    reason: str
+
+
+type Fate = Mapped | Unnecessary | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag: name without dashes, kind of its value (bool: none, list: any number of words), default, fate."""
+
+    name: str
+    kind: type
+    fate: Fate
+    default: Any = None
+    also: tuple[str, ...] = ()
+    """Other spellings."""
+
+
+def flag(name: str, kind: type, fate: Fate, default: Any = None, also: Iterable[str] = ()) -> Flag:
+    """A row of the table."""
+    return Flag(name, kind, fate, default, tuple(also))
+
+
+def to(*settings: str, by: "Callable[[Arguments], Settings] | None" = None) -> Mapped:
+    """Becomes these settings; without `by`, there is one and it takes the value as it is."""
+    return Mapped(settings, by)
+
+
+def needless(reason: str) -> Unnecessary:
+    """Nothing to set, for this reason."""
+    return Unnecessary(reason)
+
+
+def refused(reason: str) -> Refused:
+    """Not to be had, for this reason."""
+    return Refused(reason)
+
+
+@dataclass
+class Notes:
+    """What there is to say about the flags of one command line."""
+
+    problems: list[Problem] = field(default_factory=list)
+    """What makes no sense: unknown flags, contradictions."""
+    refusals: list[Problem] = field(default_factory=list)
+    """What makes sense and cannot be had."""
+    remarks: list[Problem] = field(default_factory=list)
+    """What the person at the terminal should know of a flag that was mapped."""
+    unread: set[str] = field(default_factory=set)
+    """Flags whose value could not be read, which is a problem already."""
+
+
+class Arguments:
+    """The values of a command line's flags, or their defaults, and notes on what is wrong with them."""
+
+    def __init__(self, table: Mapping[str, Flag], given: Mapping[str, Any], notes: Notes, devices: int | None = None):
+        self.table = table
+        self.flags = dict(given)
+        self.notes = notes
+        self.devices = devices
+        self.used: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.used.add(name)
+        return self.flags.get(name, self.table[name].default)
+
+    def given(self, *names: str) -> bool:
+        """Whether any of them was given; that counts as use of it."""
+        self.used.update(names)
+        return any(name in self.flags for name in names)
+
+    def one_of(self, name: str, choices: Mapping[str, Any]) -> Any:
+        """The value as `choices` has it; another one is a problem, and the first of them the answer."""
+        value = self[name]
+        if value in choices:
+            return choices[value]
+        self.wrong(name, f"expected one of {', '.join(choices)}, got {value}")
+        return next(iter(choices.values()))
+
+    def wrong(self, name: str, what: str, hint: str = "") -> None:
+        """Note an error of the command line."""
+        if name not in self.notes.unread:
+            self._note(self.notes.problems, name, what, hint)
+
+    def refuse(self, name: str, why: str) -> None:
+        """Note that this value of a flag cannot be had."""
+        self._note(self.notes.refusals, name, why)
+
+    def remark(self, name: str, text: str) -> None:
+        """Note something to know about a flag."""
+        self._note(self.notes.remarks, name, text)
+
+    def _note(self, notes: list[Problem], name: str, what: str, hint: str = "") -> None:
+        self.used.add(name)
+        problem = Problem(f"--{name}", what, hint)
+        if problem not in notes:
+            notes.append(problem)
+
+
+def shown(value: Any) -> str:
+    """A flag's value as it is written."""
+    if isinstance(value, list):
+        return " ".join(str(item) for item in value)
+    return "" if value is True else str(value)
+
+
+def spellings(table: Iterable[Flag]) -> dict[str, Flag]:
+    """Every spelling, dashes for underscores -> the flag."""
+    return {name.replace("_", "-"): row for row in table for name in (row.name, *row.also)}
+
+
+def read_words(words: Sequence[Word], table: Mapping[str, Flag], notes: Notes) -> dict[str, Any]:
+    """The values of the flags on a command line; the last counts where one is repeated, as in argparse."""
+    known = spellings(table.values())
+    given: dict[str, Any] = {}
+    row, name, values = None, None, []
+
+    def finish() -> None:
+        if name is None:
+            return
+        if row is None:
+            notes.problems.append(_unknown(name, known))
+        else:
+            _take(row, name, values, given, notes)
+
+    for word in words:
+        if word.text.startswith("--") and len(word.text) > 2:
+            finish()
+            text, equals, value = word.text[2:].partition("=")
+            row, name = known.get(text.replace("_", "-")), Word(text, word.place)
+            values = [Word(value, word.place, word.unknown)] if equals else []
+        elif name is None:
+            what = f"{_of_unknown(word)}stands before the first flag" if word.unknown else "is no flag"
+            notes.problems.append(Problem(_where(word.text.replace(UNKNOWN, "…"), word), what))
+        else:
+            values.append(word)
+    finish()
+    return given
+
+
+def _where(text: str, word: Word) -> str:
+    return f"{word.place}: {text}" if word.place else text
+
+
+def _of_unknown(word: Word) -> str:
+    return "".join(f"{what}; " for what in word.unknown)
+
+
+def _unknown(name: Word, known: Mapping[str, Flag]) -> Problem:
+    """Nearest names among the flags that are known."""
+    names = {spelling.replace("-", "_"): f"--{row.name}" for spelling, row in known.items()}
+    hint = did_you_mean(name.text, names)
+    for plain, written in names.items():
+        hint = hint.replace(f" {plain},", f" {written},").replace(f" {plain} ", f" {written} ")
+        hint = hint.replace(f" {plain}?", f" {written}?")
+    return Problem(_where(f"--{name.text}", name), "no such flag is known", hint)
+
+
+def _take(row: Flag, name: Word, values: Sequence[Word], given: dict[str, Any], notes: Notes) -> None:
+    where = _where(f"--{row.name}", name)
+    unknown = [what for word in values for what in word.unknown]
+    complete = row.kind is bool or (row.kind is not list and bool(values) and not values[0].unknown)
+    if unknown and complete:
+        # What follows a flag that needs no more may be anything, flags among it.
+        notes.problems.append(Problem(values[-1].place or where, "; ".join(dict.fromkeys(unknown)), DEFINE))
+        return
+    if unknown:
+        notes.unread.add(row.name)
+        notes.problems.append(Problem(where, "; ".join(dict.fromkeys(unknown)), DEFINE))
+        return
+    texts = [word.text for word in values]
+    if row.kind is not list and len(texts) != (row.kind is not bool):
+        wanted = "no value" if row.kind is bool else "one value"
+        notes.unread.add(row.name)
+        notes.problems.append(Problem(where, f"takes {wanted}, got {len(texts)}: {' '.join(texts) or 'none'}"))
+        return
+    try:
+        value = True if row.kind is bool else texts if row.kind is list else row.kind(texts[0])
+    except ValueError:
+        notes.unread.add(row.name)
+        kinds: dict[type, str] = {int: "a whole number", float: "a number"}
+        notes.problems.append(Problem(where, f"expected {kinds[row.kind]}, got {texts[0]}"))
+        return
+    if row.name in given and given[row.name] != value:
+        text = f"is given twice; the last counts ({shown(value)}, not {shown(given[row.name])})"
+        notes.remarks.append(Problem(f"--{row.name}", text))
+    given[row.name] = value

@@ -1,0 +1,182 @@
+"""Write a config file from a Megatron-LM command line: `python -m megajax.tools.megatron_args -- --num-layers 24 …`."""
+
+import json
+import shlex
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megajax.config.command_line import front_door
+from megajax.config.errors import ConfigError, UserError
+from megajax.config.nearest import did_you_mean
+from megajax.tools.config_source import python_source
+from megajax.tools.flags import UNKNOWN, Word
+from megajax.tools.megatron_flags import Converted, convert
+from megajax.tools.shell import Training, as_training, find_training, read_script
+
+USAGE = """python -m megajax.tools.megatron_args [options] -- --num-layers 24 …       the flags themselves
+python -m megajax.tools.megatron_args [options] SCRIPT.sh [ARGUMENTS]      a shell script, read and not run
+python -m megajax.tools.megatron_args [options] FILE.yaml                  a file of flags and values (or .json)
+
+Writes a config file from a Megatron-LM command line, with Megatron-LM's defaults where a flag is not given. What became
+of each flag is told on the error output; what cannot be had is refused, and ends the tool with code 2.
+
+  --output=FILE.py      write it there; without it, to the standard output
+  --force               write over a file that is there
+  --partial             write it although flags are refused, without what they ask for
+  --define=NAME=VALUE   a variable of the script that comes from outside; may be repeated
+"""
+
+DECODERS = ("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py")
+"""Megatron-LM's scripts for decoders; layers that are not in this version have flags that are refused."""
+
+
+@dataclass
+class Options:
+    """What the tool itself was told."""
+
+    output: Path | None = None
+    force: bool = False
+    partial: bool = False
+    defined: dict[str, str] = field(default_factory=dict)
+
+
+def main(argv: list[str]) -> int:
+    """Convert, report, write.
+
+    Raises:
+        UserError: for what the user has to change, flags that are refused among it.
+    """
+    if not argv or {"-h", "--help"} & set(argv[: argv.index("--")] if "--" in argv else argv):
+        print(USAGE)
+        return 0
+    options, rest = _options(argv)
+    training, source = _training(rest, options)
+    name = Path(training.script).name
+    if name.startswith("pretrain_") and name not in DECODERS:
+        raise UserError(f"{source}: {name} trains another kind of model. This version has decoders: {DECODERS[0]}")
+    made = convert(training.words, devices=training.devices)
+    print("\n".join(_report(made)), file=sys.stderr)
+    if made.problems or made.config is None:
+        raise ConfigError(made.problems, source)
+    if made.refused and not options.partial:
+        count = f"{len(made.refused)} flag{'s' * (len(made.refused) > 1)}"
+        raise UserError(f"{source}: {count} refused, see above. --partial writes the config without what they ask for.")
+    text = python_source(made.config, _title(training, source, made), made.written)
+    if options.output is None:
+        print(text, end="")
+        return 0
+    if options.output.exists() and not options.force:
+        raise UserError(f"{options.output} is there already: give --force to write over it, or another --output")
+    options.output.write_text(text, encoding="utf-8")
+    print(f"wrote {options.output}: look at it by python -m megajax.train --config={options.output} --print-config",
+          file=sys.stderr)  # fmt: skip
+    return 0
+
+
+def _options(argv: Sequence[str]) -> tuple[Options, list[str]]:
+    """The tool's own flags, and what follows them."""
+    options, rest = Options(), list(argv)
+    while rest and rest[0].startswith("--") and rest[0] != "--":
+        name, equals, value = rest.pop(0)[2:].partition("=")
+        if name in ("output", "define") and not equals:
+            if not rest:
+                raise UserError(f"--{name} needs a value: --{name}=…")
+            value = rest.pop(0)
+        match name:
+            case "output":
+                options.output = Path(value)
+            case "define":
+                key, _, text = value.partition("=")
+                options.defined[key] = text
+            case "force" | "partial":
+                setattr(options, name, True)
+            case _:
+                hint = did_you_mean(name, ("output", "define", "force", "partial"))
+                raise UserError(f"--{name} is no flag of this tool. {hint}\nMegatron-LM's own flags follow --")
+    return options, rest
+
+
+def _training(rest: Sequence[str], options: Options) -> tuple[Training, str]:
+    """The command that trains, and where it was read."""
+    if not rest:
+        raise UserError(f"nothing to convert.\n{USAGE}")
+    if rest[0] == "--":
+        words = tuple(Word(text) for text in rest[1:])
+        return as_training(words) or Training("", words), "the command line"
+    path = Path(rest[0])
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if path.suffix in (".yaml", ".yml", ".json"):
+        return Training("", tuple(_file_words(path, text))), str(path)
+    try:
+        commands = read_script(text, arguments=rest[1:], defined=options.defined)
+    except UserError as error:
+        raise UserError(f"{path}, {error}") from error
+    return find_training(commands, str(path)), str(path)
+
+
+def _file_words(path: Path, text: str) -> Iterator[Word]:
+    """{"--num-layers": 24, "--swiglu": true} as words; what lies under MODEL_ARGS where there is such a key."""
+    try:
+        found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: {error}") from error
+    flags = found.get("MODEL_ARGS", found) if isinstance(found, Mapping) else None
+    if not isinstance(flags, Mapping):
+        raise UserError(f"{path}: expected flags and values, such as num-layers: 24")
+    for name, value in flags.items():
+        if value is None or value is False:
+            continue
+        yield Word(f"--{str(name).lstrip('-')}")
+        if value is not True:
+            yield from (Word(_written(item)) for item in (value if isinstance(value, list) else [value]))
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, Mapping):
+        raise UserError(f"expected one value or a list, got {value}")
+    return str(value)
+
+
+def _report(made: Converted) -> Iterator[str]:
+    """What became of each flag, a paragraph for each kind."""
+    parts = (
+        ("mapped", [f"{flag} -> {settings}" for flag, settings in made.mapped if settings]),
+        ("to know", [f"{flag}: {text}" for flag, text in made.remarks]),
+        ("without effect beside the other flags", list(made.idle)),
+        ("unnecessary", [f"{flag}: {reason}" for flag, reason in made.unnecessary]),
+        ("refused", [f"{flag}: {reason}" for flag, reason in made.refused]),
+    )
+    for title, lines in parts:
+        # Before there is a config, what became of most flags is not known.
+        if lines and (made.config is not None or title == "refused"):
+            yield from (f"{title}:", *(f"  {line}" for line in lines))
+
+
+def _title(training: Training, source: str, made: Converted) -> str:
+    """The text at the top of the file: where it comes from, and the command with its variables replaced."""
+    words = [shlex.quote(word.text) for word in training.words if UNKNOWN not in word.text]
+    flags: list[list[str]] = []
+    for word in words:
+        if word.startswith("--") or not flags:
+            flags.append([])
+        flags[-1].append(word)
+    # A flag and its values are not torn apart.
+    joined = [" ".join(group).replace(" ", "\N{NO-BREAK SPACE}") for group in flags]
+    lines = textwrap.wrap(" ".join(joined), 110, break_long_words=False, break_on_hyphens=False)
+    command = "\n".join(f"    {line}" for line in lines).replace("\N{NO-BREAK SPACE}", " ")
+    script = f" of {training.script}" if training.script else ""
+    left = "".join(f"\nLeft out: {flag}: {reason}" for flag, reason in made.refused)
+    return f"A run of Megatron-LM's, from {source}.\n\nThe flags{script}:\n{command}\n{left}{chr(10) * bool(left)}"
+
+
+if __name__ == "__main__":
+    front_door(main, only_prints=True)

@@ -1,0 +1,213 @@
+"""Every flag of Megatron-LM that is known here, what contradicts what, and a run's config made of a command line."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megajax.config.dump import flatten, scalar_text
+from megajax.config.errors import Problem
+from megajax.config.patch import patch_of
+from megajax.config.tree import assemble
+from megajax.tools.flags import Arguments, Flag, Mapped, Notes, Refused, Settings, Unnecessary, Word, read_words, shown
+from megajax.tools.flags_of_models import MODEL_FLAGS
+from megajax.tools.flags_of_operations import OPERATIONS_FLAGS
+from megajax.tools.flags_of_runs import RUN_FLAGS
+from megajax.training.run_config import RunConfig
+
+FLAGS: Mapping[str, Flag] = {row.name: row for row in (*MODEL_FLAGS, *RUN_FLAGS, *OPERATIONS_FLAGS)}
+"""Name -> row, in the order of Megatron-LM's own groups."""
+
+ONE_OF = (
+    ("fp16", "bf16"),
+    ("train-iters", "train-samples"),
+    ("rampup-batch-size", "step-batch-size-schedule"),
+    ("global-batch-size", "step-batch-size-schedule"),
+    ("decrease-batch-size-if-needed", "step-batch-size-schedule"),
+    ("lr-warmup-fraction", "lr-warmup-iters", "lr-warmup-samples"),
+    ("lr-decay-iters", "lr-decay-samples"),
+    ("lr-wsd-decay-iters", "lr-wsd-decay-samples"),
+    ("train-iters", "lr-decay-samples"),
+    ("train-iters", "lr-warmup-samples"),
+    ("train-samples", "lr-decay-iters"),
+    ("train-samples", "lr-warmup-iters"),
+    ("loss-scale", "initial-loss-scale"),
+    ("grad-reduce-in-bf16", "accumulate-allreduce-grads-in-fp32"),
+    ("grad-reduce-in-bf16", "fp16"),
+    ("fp8-format", "fp4-format"),
+    ("num-layers", "encoder-num-layers"),
+    ("seq-length", "encoder-seq-length"),
+    ("swiglu", "squared-relu", "quick-geglu", "openai-gelu"),
+    ("qk-layernorm", "qk-l2-norm"),
+    ("multi-latent-attention", "group-query-attention"),
+    (
+        "num-layers-per-virtual-pipeline-stage",
+        "num-virtual-stages-per-pipeline-rank",
+        "pipeline-model-parallel-layout",
+    ),
+    ("num-layers-per-virtual-pipeline-stage", "decoder-first-pipeline-num-layers"),
+    ("num-layers-per-virtual-pipeline-stage", "decoder-last-pipeline-num-layers"),
+    ("pipeline-model-parallel-layout", "decoder-first-pipeline-num-layers"),
+    ("pipeline-model-parallel-layout", "decoder-last-pipeline-num-layers"),
+    ("use-megatron-fsdp", "use-torch-fsdp2"),
+    ("use-distributed-optimizer", "use-torch-fsdp2"),
+    ("mock-data", "data-path", "data-args-path", "train-data-path", "per-split-data-args-path"),
+    ("data-path", "valid-data-path"),
+    ("data-path", "test-data-path"),
+    ("split", "train-data-path", "per-split-data-args-path"),
+    ("override-opt_param-scheduler", "use-checkpoint-opt_param-scheduler"),
+    ("no-check-for-nan-in-loss-and-grad", "check-for-nan-in-loss-and-grad"),
+)
+"""Of each of these at most one may be given."""
+
+ONLY_WITH = (
+    ("recompute-method", "recompute-granularity", "full"),
+    ("distribute-saved-activations", "recompute-granularity", "full"),
+    ("recompute-modules", "recompute-granularity", "selective"),
+)
+"""A flag that goes with one value of another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What became of a command line."""
+
+    config: RunConfig | None
+    """None where it could not be made."""
+    written: frozenset[str]
+    """Settings that its flags decide."""
+    mapped: tuple[tuple[str, str], ...]
+    """Flag as it was given, and settings with their values."""
+    idle: tuple[str, ...]
+    """Flags that have no effect beside the others."""
+    unnecessary: tuple[tuple[str, str], ...]
+    """Flag and reason."""
+    refused: tuple[tuple[str, str], ...]
+    """Flag and reason."""
+    remarks: tuple[tuple[str, str], ...]
+    """Flag and what to know about it."""
+    problems: tuple[Problem, ...]
+    """What has to be changed before there is a config."""
+
+
+def rules(table: Mapping[str, Flag] = FLAGS) -> list[Callable[[Arguments], Settings]]:
+    """The functions that make settings of several flags, each once, in the table's order."""
+    made = [row.fate.by for row in table.values() if isinstance(row.fate, Mapped) and row.fate.by is not None]
+    return list(dict.fromkeys(made))
+
+
+def convert(words: Sequence[Word], *, devices: int | None = None, table: Mapping[str, Flag] = FLAGS) -> Converted:
+    """A command line without the program's name -> the config of a run, and what became of each flag.
+
+    devices: how many share the work, where that is known.
+    """
+    notes = Notes()
+    given = read_words(words, table, notes)
+    notes.problems += _contradictions(given)
+    args = Arguments(table, given, notes, devices)
+    settings: dict[str, Any] = {}
+    for rule in rules(table):
+        settings |= rule(args)
+    for name, row in table.items():
+        if isinstance(row.fate, Mapped) and row.fate.by is None and args[name] is not None:
+            settings[row.fate.settings[0]] = args[name]
+    problems = list(notes.problems)
+    config = None
+    if not problems:
+        config, wrong = assemble(RunConfig, None, patch_of(settings.items()))
+        problems = [_with_flags(problem, given, table) for problem in wrong]
+        config = None if problems else config
+    return _told(args, config, problems)
+
+
+def _contradictions(given: Mapping[str, Any]) -> list[Problem]:
+    found = []
+    for names in ONE_OF:
+        # A warm-up of 0 is none.
+        together = [name for name in names if given.get(name) not in (None, 0)]
+        if len(together) > 1:
+            first, *others = (_written(name, given) for name in together)
+            found.append(Problem(first, f"contradicts {' and '.join(others)}", "give one of them"))
+    for name, other, value in ONLY_WITH:
+        there = "selective" if given.get("recompute-activations") else given.get(other)
+        if name in given and there != value:
+            says = f"and it is {there}" if there else "which is not given"
+            found.append(Problem(_written(name, given), f"goes with --{other} {value}, {says}"))
+    if given.get("recompute-activations") and given.get("recompute-granularity") == "full":
+        what = "contradicts --recompute-granularity full: it stands for selective"
+        found.append(Problem("--recompute-activations", what, "give one of them"))
+    return found
+
+
+def _written(name: str, given: Mapping[str, Any]) -> str:
+    return f"--{name} {shown(given.get(name, True))}".rstrip()
+
+
+def _with_flags(problem: Problem, given: Mapping[str, Any], table: Mapping[str, Flag]) -> Problem:
+    """A problem of the config, with the flags that made the setting."""
+    makers = [
+        _written(name, given)
+        for name in given
+        if isinstance(fate := table[name].fate, Mapped) and any(_about(problem, one) for one in fate.settings)
+    ]
+    where = f"{problem.where} ({', '.join(makers)})" if makers else problem.where
+    return Problem(where, problem.what, problem.hint)
+
+
+def _became(settings: Sequence[str], values: Mapping[str, Any]) -> str:
+    """Settings with their values, those that are none only where all are."""
+    texts = {}
+    for setting in settings:
+        leaves = {leaf: value for leaf, value in values.items() if _near(leaf, setting)}
+        if setting == "model.stack.pattern":
+            blocks = len({leaf.split(".")[3] for leaf in leaves})
+            texts[f"{setting} of {blocks} block{'s' * (blocks > 1)}"] = True
+            continue
+        for leaf, value in leaves.items():
+            texts[f"{leaf}={scalar_text(value)}"] = value is not None
+    return ", ".join([text for text, told in texts.items() if told] or texts)
+
+
+def _about(problem: Problem, setting: str) -> bool:
+    """Whether a problem is one of this setting, or names it with its value."""
+    parent, _, name = setting.rpartition(".")
+    named = re.search(rf"(?<![.\w])({re.escape(setting)}|{name}) ?=", problem.what)
+    beside = named is not None and (named[1] == setting or parent == problem.where.rpartition(".")[0])
+    return beside or _near(problem.where, setting)
+
+
+def _near(setting: str, other: str) -> bool:
+    return setting == other or setting.startswith(f"{other}.")
+
+
+def _told(args: Arguments, config: RunConfig | None, problems: list[Problem]) -> Converted:
+    given, notes = args.flags, args.notes
+    values = flatten(config) if config is not None else {}
+    mapped, idle, unnecessary = [], [], []
+    refusals = {problem.where: (_written(problem.where[2:], given), problem.what) for problem in notes.refusals}
+    written: set[str] = set()
+    for name in given:
+        fate, text = args.table[name].fate, _written(name, given)
+        match fate:
+            case Unnecessary():
+                unnecessary.append((text, fate.reason))
+            case Refused() if given[name] == args.table[name].default:
+                unnecessary.append((text, "what Megatron-LM does without it"))
+            case Refused():
+                refusals[f"--{name}"] = (text, fate.reason)
+            case Mapped() if fate.by is not None and name not in args.used:
+                idle.append(text)
+            case Mapped() if f"--{name}" not in refusals:
+                if values.get(fate.settings[0]) is not None:
+                    written.add(fate.settings[0])
+                mapped.append((text, _became(fate.settings, values)))
+    return Converted(
+        config=config,
+        written=frozenset(written),
+        mapped=tuple(mapped),
+        idle=tuple(idle),
+        unnecessary=tuple(unnecessary),
+        refused=tuple(refusals.values()),
+        remarks=tuple((problem.where, problem.what) for problem in notes.remarks),
+        problems=tuple(problems),
+    )

@@ -1,0 +1,114 @@
+"""The layout that Megatron-LM's flags describe."""
+
+import re
+from typing import Any
+
+from megajax.mesh.config import ParallelConfig
+from megajax.tools.flags import Arguments, Settings
+from megajax.tools.megatron_model import layers
+
+SHARDING = {"no_shard": "replicate", "optim": "zero1", "optim_grads": "zero1", "optim_grads_params": "fsdp"}
+
+
+def model_devices(args: Arguments) -> int:
+    """Devices of one copy of the model."""
+    sizes = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size")
+    product = 1
+    for name in sizes:
+        product *= max(args[name], 1)
+    return product
+
+
+def parallel(args: Arguments) -> Settings:
+    """The layout."""
+    tensor, pipeline = args["tensor-model-parallel-size"], args["pipeline-model-parallel-size"]
+    chunks = _virtual_stages(args, max(pipeline, 1))
+    if args["sequence-parallel"] and tensor == 1:
+        args.remark("sequence-parallel", "is off with --tensor-model-parallel-size 1, there as here")
+    if args.devices is not None and args.devices % model_devices(args):
+        text = f"the launcher starts {args.devices} processes, which copies of {model_devices(args)} do not divide"
+        args.remark("tensor-model-parallel-size", text)
+    settings: dict[str, Any] = {
+        "parallel.pipeline": pipeline,
+        "parallel.tensor": tensor,
+        "parallel.sequence": args["sequence-parallel"] and tensor > 1,
+        "parallel.data_sharding": _sharding(args),
+        "parallel.schedule": "interleaved" if chunks > 1 else "1f1b",
+        "parallel.virtual_stages": chunks,
+    }
+    for name, axis in (("context-parallel-size", "context"), ("expert-model-parallel-size", "expert")):
+        alone: dict[str, Any] = {axis: args[name]}
+        found = ParallelConfig(**alone).problems()
+        for problem in found:
+            args.refuse(name, problem.what)
+        settings |= {} if found else {f"parallel.{axis}": args[name]}
+    cut = _cut(args, max(pipeline, 1), chunks)
+    return settings | ({"parallel.layers": cut} if cut else {})
+
+
+def _sharding(args: Arguments) -> str:
+    if args["use-torch-fsdp2"]:
+        return "fsdp"
+    if args["use-megatron-fsdp"]:
+        kind = args.one_of("data-parallel-sharding-strategy", SHARDING)
+        if args["data-parallel-sharding-strategy"] == "optim_grads":
+            text = "gradients are whole until the step's reduction: the numbers are the same, memory differs"
+            args.remark("data-parallel-sharding-strategy", text)
+        return kind
+    return "zero1" if args["use-distributed-optimizer"] else "replicate"
+
+
+def _virtual_stages(args: Arguments, pipeline: int) -> int:
+    """Chunks of each stage."""
+    if args["num-virtual-stages-per-pipeline-rank"] is not None:
+        return args["num-virtual-stages-per-pipeline-rank"]
+    each = args["num-layers-per-virtual-pipeline-stage"]
+    if args["pipeline-model-parallel-layout"] is not None:
+        count = len(_layout(args["pipeline-model-parallel-layout"]))
+        if count % pipeline:
+            text = f"{count} stages are no multiple of --pipeline-model-parallel-size {pipeline}"
+            args.wrong("pipeline-model-parallel-layout", text)
+        return max(count // pipeline, 1)
+    if each is None:
+        return 1
+    ends = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
+    total = layers(args) + sum(args[name] for name in ends)
+    if each < 1 or total % (pipeline * each):
+        what = f"{each} layers x --pipeline-model-parallel-size {pipeline} do not divide the {total} layers"
+        args.wrong("num-layers-per-virtual-pipeline-stage", what)
+        return 1
+    return total // (pipeline * each)
+
+
+def _cut(args: Arguments, pipeline: int, chunks: int) -> tuple[int, ...] | None:
+    """Layers of each chunk where they are said one by one."""
+    if (layout := args["pipeline-model-parallel-layout"]) is not None:
+        cut = tuple(stage.count("t") for stage in _layout(layout))
+        if 0 in cut:
+            text = "stages without layers can't be had, nor are they of use: all stages share embedding and loss"
+            args.refuse("pipeline-model-parallel-layout", text)
+            return None
+        return cut
+    first, last = args["decoder-first-pipeline-num-layers"], args["decoder-last-pipeline-num-layers"]
+    ends = [size for size in (first, last) if size is not None]
+    if not ends:
+        return None
+    between, rest = pipeline - len(ends), layers(args) - sum(ends)
+    name = "decoder-first-pipeline-num-layers" if first is not None else "decoder-last-pipeline-num-layers"
+    if between < 0 or (rest % between if between else rest) or rest < between:
+        args.wrong(name, f"leaves {rest} layers for {between} stages, which do not divide them")
+        return None
+    middle = [rest // between] * between if between else []
+    stages = [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]
+    if any(size % chunks for size in stages):
+        args.wrong(name, f"stages of {', '.join(map(str, stages))} layers are not divisible by {chunks} virtual stages")
+        return None
+    return tuple(size // chunks for size in stages) * chunks
+
+
+def _layout(text: str) -> list[str]:
+    """Et*3|(tt|)*2L -> Ettt, tt, tt, L: the letters of each stage."""
+    text = re.sub(r"[\s,]", "", text)
+    while match := re.search(r"\(([^()]*)\)(?:\*(\d+))?", text):
+        text = text[: match.start()] + match[1] * min(int(match[2] or 1), 10_000) + text[match.end() :]
+    return re.sub(r"(\w)\*(\d+)", lambda match: match[1] * min(int(match[2]), 10_000), text).split("|")

@@ -1,0 +1,376 @@
+"""The model that Megatron-LM's flags describe, with Megatron-LM's defaults where a flag is not given."""
+
+import ast
+import json
+from dataclasses import replace
+from math import lcm
+from pathlib import Path
+
+from megajax.layers.config import (
+    AttentionConfig,
+    BlockConfig,
+    DenseMLPConfig,
+    GatedMLPConfig,
+    L2NormConfig,
+    LatentAttentionConfig,
+    LayerNormConfig,
+    Llama3ScalingConfig,
+    MLPConfig,
+    NormConfig,
+    RMSNormConfig,
+    RopeConfig,
+    StackConfig,
+    YarnScalingConfig,
+)
+from megajax.models.config import PredictionConfig
+from megajax.tokenizers.config import (
+    GPT2TokenizerConfig,
+    HuggingFaceTokenizerConfig,
+    NullTokenizerConfig,
+    TokenizerConfig,
+)
+from megajax.tools.flags import Arguments, Settings
+
+GPT2_VOCABULARY = 50257
+MOST_LAYERS = 100_000
+SINKS = {"vanilla": "none", "off-by-one": "zero", "learnable": "learned"}
+KERNELS = {"auto": "auto", "flash": "auto", "fused": "auto", "unfused": "reference", "local": "reference"}
+NORMS: dict[str, type[LayerNormConfig] | type[RMSNormConfig]] = {
+    "LayerNorm": LayerNormConfig,
+    "RMSNorm": RMSNormConfig,
+}
+
+
+def needed(args: Arguments, name: str, instead: str = "") -> int:
+    """A flag that must be there; noted, and 1, where it is not."""
+    if args[name] is None:
+        args.wrong(name, "must be given" + (f", or --{instead}" if instead else ""))
+        return 1
+    return args[name]
+
+
+def layers(args: Arguments) -> int:
+    """Number of layers."""
+    if args["num-layers"] is None and args["encoder-num-layers"] is not None:
+        return args["encoder-num-layers"]
+    return needed(args, "num-layers")
+
+
+def sequence_length(args: Arguments) -> int:
+    """Tokens in a row."""
+    if args["seq-length"] is None and args["encoder-seq-length"] is not None:
+        return args["encoder-seq-length"]
+    return needed(args, "seq-length")
+
+
+def stack(args: Arguments) -> Settings:
+    """The blocks, as the shortest pattern, and the norm behind them."""
+    normal = norm(args)
+    mixer = _latent(args, normal) if args["multi-latent-attention"] else _attention(args, normal)
+    block = BlockConfig(mixer=mixer, mlp=_mlp(args), norm=normal, dropout=args["hidden-dropout"])
+    count = min(max(layers(args), 1), MOST_LAYERS)
+    blocks = []
+    for window, rotated in zip(_windows(args, count), _rotated(args, count), strict=True):
+        changes = {"window": window}
+        if not rotated and isinstance(mixer, AttentionConfig):
+            changes["rope"] = None
+        blocks.append(replace(block, mixer=replace(mixer, **changes)))
+    return {"model.stack": StackConfig.of(blocks), "model.norm": normal}
+
+
+def norm(args: Arguments) -> NormConfig:
+    """The normalisation of the blocks."""
+    kind = args.one_of("normalization", NORMS)
+    return kind(epsilon=args["norm-epsilon"], zero_centred=args["apply-layernorm-1p"])
+
+
+def _attention(args: Arguments, normal: NormConfig) -> AttentionConfig:
+    groups = None
+    if args["group-query-attention"]:
+        groups = args["num-query-groups"]
+    elif args.given("num-query-groups"):
+        args.remark("num-query-groups", "has no effect without --group-query-attention, there as here")
+    bias = not args["disable-bias-linear"]
+    on_heads = None
+    if args["qk-layernorm"]:
+        on_heads = normal
+    elif args["qk-l2-norm"]:
+        on_heads = L2NormConfig(epsilon=normal.epsilon)
+    return AttentionConfig(
+        heads=needed(args, "num-attention-heads"),
+        kv_heads=groups,
+        head_dim=args["kv-channels"],
+        bias=bias,
+        qkv_bias=True if args["add-qkv-bias"] and not bias else None,
+        qk_norm=on_heads,
+        rope=_rope(args),
+        sink=args.one_of("softmax-type", SINKS),
+        gate=args["attention-output-gate"],
+        dropout=args["attention-dropout"],
+        kernel=args.one_of("attention-backend", KERNELS),
+    )
+
+
+def positions(args: Arguments) -> str:
+    """learned_absolute, rope or none."""
+    kind = "rope" if args["use-rotary-position-embeddings"] else args["position-embedding-type"]
+    if kind in ("relative", "mrope", "yarn"):
+        whose = {
+            "relative": "a bias of scores by distance is set by model.stack.pattern.0.mixer.relative",
+            "mrope": "positions of images are not in this version",
+            "yarn": "YaRN outside of latent attention is set by model.stack.pattern.0.mixer.rope.scaling",
+        }
+        args.refuse("position-embedding-type", whose[kind])
+        return "none"
+    if kind not in ("learned_absolute", "rope", "none"):
+        args.wrong("position-embedding-type", f"expected learned_absolute, rope or none, got {kind}")
+    return kind
+
+
+def _rope(args: Arguments) -> RopeConfig | None:
+    if positions(args) != "rope":
+        return None
+    scaling = Llama3ScalingConfig(factor=args["rope-scaling-factor"]) if args["use-rope-scaling"] else None
+    return RopeConfig(
+        base=float(args["rotary-base"]),
+        scaling=scaling,
+        fraction=args["rotary-percent"],
+        interleaved=args["rotary-interleaved"],
+        interpolation=float(args["rotary-seq-len-interpolation-factor"] or 1),
+    )
+
+
+def _latent(args: Arguments, normal: NormConfig) -> LatentAttentionConfig:
+    """Defaults of the command line, which are not those of Megatron-LM's MLATransformerConfig."""
+    if args["position-embedding-type"] != "rope" and not args["use-rotary-position-embeddings"]:
+        args.remark("multi-latent-attention", "rotates positions whatever --position-embedding-type says")
+    factor = args["rotary-scaling-factor"]
+    yarn = YarnScalingConfig(
+        factor=factor,
+        original=args["original-max-position-embeddings"],
+        fast=args["beta-fast"],
+        slow=args["beta-slow"],
+        mscale=args["mscale"],
+        mscale_all=args["mscale-all-dim"],
+    )
+    scaled = args.one_of("rope-type", {"yarn": True, "rope": False})
+    content, place = args["qk-head-dim"], args["qk-pos-emb-head-dim"]
+    rope = RopeConfig(base=float(args["rotary-base"]), interleaved=True)
+    rope = replace(rope, scaling=yarn) if scaled else replace(rope, fraction=args["rotary-percent"])
+    return LatentAttentionConfig(
+        heads=needed(args, "num-attention-heads"),
+        query_rank=args["q-lora-rank"],
+        key_value_rank=args["kv-lora-rank"],
+        content_dim=content,
+        position_dim=place,
+        value_dim=args["v-head-dim"],
+        bias=not args["disable-bias-linear"],
+        norm=normal if args["qk-layernorm"] else None,
+        rope=rope,
+        # Megatron-LM scales scores as with YaRN even where the frequencies are plain.
+        scale=None if scaled else yarn.lengthened(args["mscale-all-dim"]) ** 2 * (content + place) ** -0.5,
+        sink=args.one_of("softmax-type", SINKS),
+        dropout=args["attention-dropout"],
+        kernel=args.one_of("attention-backend", KERNELS),
+    )
+
+
+def _windows(args: Arguments, count: int) -> list[int | None]:
+    """The window of each layer."""
+    text = args["window-size"]
+    if text is None:
+        return [None] * count
+    sides = text.strip("()").replace(" ", "").split(",")
+    if len(sides) != 2 or not all(side.lstrip("-").isdigit() for side in sides):
+        args.wrong("window-size", f"expected two numbers such as 127,0, got {text}")
+        return [None] * count
+    left, right = map(int, sides)
+    if right != 0:
+        args.refuse("window-size", "decoders see nothing to the right; the second number must be 0")
+    window = None if left < 0 else left
+    full = _chosen_layers(args, "window-attn-skip-freq", count, ones=False)
+    return [None if whole else window for whole in full]
+
+
+def _rotated(args: Arguments, count: int) -> list[bool]:
+    """Whether each layer rotates queries and keys."""
+    return [not without for without in _chosen_layers(args, "no-rope-freq", count, ones=True)]
+
+
+def _chosen_layers(args: Arguments, name: str, count: int, *, ones: bool) -> list[bool]:
+    """N: every N-th layer; or a list expression of 0 and 1 such as ([1]*3+[0])*2, of which `ones` are chosen."""
+    text = args[name]
+    if text is None:
+        return [False] * count
+    if text.isdigit():
+        return [int(text) > 0 and number % int(text) == 0 for number in range(1, count + 1)]
+    try:
+        found = _listed(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError):
+        found = None
+    if not isinstance(found, list) or len(found) != count:
+        got = f"a list of {len(found)}" if isinstance(found, list) else text
+        args.wrong(name, f"expected a number or a list of {count} (--num-layers) zeros and ones, got {got}")
+        return [False] * count
+    return [bool(one) == ones for one in found]
+
+
+def _listed(node: ast.AST) -> list[int] | int:
+    """A sum and product of lists of numbers, without running it."""
+    match node:
+        case ast.Constant(value=int() as number) if 0 <= number <= MOST_LAYERS:
+            return number
+        case ast.List(elts=entries):
+            return [one for one in map(_listed, entries) if isinstance(one, int)]
+        case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as op, right=right):
+            here, there = _listed(left), _listed(right)
+            if isinstance(here, list) and isinstance(there, list):
+                return here + there if isinstance(op, ast.Add) else []
+            if isinstance(here, list) and isinstance(there, int) and len(here) * there <= MOST_LAYERS:
+                return here * there
+    raise ValueError("no list")
+
+
+def _mlp(args: Arguments) -> MLPConfig:
+    bias = not args["disable-bias-linear"]
+    hidden, ffn = needed(args, "hidden-size"), args["ffn-hidden-size"]
+    if args["swiglu"]:
+        # Two thirds of 4 * hidden, rounded down to a multiple of 64: as many weights as without a gate.
+        width = ffn or int((4 * hidden * 2 / 3) / 64) * 64
+        return GatedMLPConfig(ffn=width, activation="silu", bias=bias, offset=args["glu-linear-offset"])
+    width = ffn or 4 * hidden
+    if args["quick-geglu"]:
+        clamp = args["activation-func-clamp-value"]
+        return GatedMLPConfig(
+            ffn=width, activation="quick_gelu", bias=bias, clamp=clamp, offset=args["glu-linear-offset"]
+        )
+    if args["squared-relu"]:
+        return DenseMLPConfig(ffn=width, activation="squared_relu", bias=bias)
+    # The kernel fused with the bias, which is the default, is the tanh form; without a bias nothing is fused.
+    fused = bias and not args["no-bias-gelu-fusion"]
+    return DenseMLPConfig(ffn=width, activation="gelu_tanh" if fused or args["openai-gelu"] else "gelu", bias=bias)
+
+
+def embedding(args: Arguments) -> Settings:
+    """Positions and the two ends of the model."""
+    length, table = sequence_length(args), args["max-position-embeddings"]
+    learned = not args["multi-latent-attention"] and positions(args) == "learned_absolute"
+    if table is not None and table < length:
+        args.wrong("max-position-embeddings", f"{table} is below --seq-length {length}")
+    elif table is not None and learned and table > length:
+        args.remark("max-position-embeddings", f"positions from {length} on never occur; the table has {length} rows")
+    settings = {
+        "model.hidden": needed(args, "hidden-size"),
+        "model.sequence_length": length,
+        "model.learned_positions": learned,
+        "model.tied": not args["untie-embeddings-and-output-weights"],
+        "model.dropout": args["hidden-dropout"],
+        "model.embedding_std": args["embedding-init-method-std"],
+    }
+    if args["mtp-num-layers"]:
+        prediction = PredictionConfig(depth=args["mtp-num-layers"], weight=args["mtp-loss-scaling-factor"])
+        settings["model.prediction"] = prediction
+    return settings
+
+
+def recompute(args: Arguments) -> Settings:
+    """Nothing unless asked for."""
+    kind = "selective" if args["recompute-activations"] else args["recompute-granularity"]
+    if args["recompute-num-layers"] not in (None, 1) or args["recompute-method"] == "block":
+        args.remark(
+            "recompute-num-layers" if args.given("recompute-num-layers") else "recompute-method",
+            "every layer keeps its input and computes the rest again: the numbers are the same, time and memory differ",
+        )
+    if kind in ("selective", None):
+        modules = [name for name in args["recompute-modules"] if name != "core_attn"]
+        if modules and kind:
+            text = "selective recomputes attention scores, norms and activations; not the matmuls of these modules"
+            args.remark("recompute-modules", text)
+    whole = args["use-megatron-fsdp"] and args["data-parallel-sharding-strategy"] == "optim_grads_params"
+    if kind is None and (whole or args["use-torch-fsdp2"]):
+        # Kept whole for the backward pass, gathered weights would be all of them.
+        name = "use-megatron-fsdp" if whole else "use-torch-fsdp2"
+        args.remark(name, "goes with model.recompute=selective here, which gathers weights again and changes no number")
+        kind = "selective"
+    if kind not in (None, "selective", "full"):
+        args.wrong("recompute-granularity", f"expected selective or full, got {kind}")
+    return {"model.recompute": kind or "none"}
+
+
+def vocabulary(args: Arguments) -> Settings:
+    """Tokenizer, size of the vocabulary, and what it is padded to a multiple of."""
+    tokenizer, size = _tokenizer(args)
+    tensor, pipeline = args["tensor-model-parallel-size"], args["pipeline-model-parallel-size"]
+    padded = args["padded-vocab-size"]
+    if padded is not None and padded < size:
+        args.wrong("padded-vocab-size", f"{padded} is below the vocabulary's {size}")
+    multiple = padded or args["make-vocab-size-divisible-by"] * tensor
+    settings = {"tokenizer": tokenizer, "model.vocabulary_size": size, "model.vocabulary_multiple": multiple}
+    cuts = max(tensor * pipeline, 1)
+    rows = -(-size // max(multiple, 1)) * multiple
+    if rows % cuts:
+        settings["model.vocabulary_multiple"] = lcm(multiple, cuts)
+        flag = "padded-vocab-size" if padded else "make-vocab-size-divisible-by"
+        text = (
+            f"{rows} rows are not divisible by {tensor} x {pipeline} devices that share them: padded to a multiple of"
+        )
+        args.remark(flag, f"{text} {lcm(multiple, cuts)} instead. Padding takes no part in the softmax here")
+    return settings
+
+
+def _tokenizer(args: Arguments) -> tuple[TokenizerConfig, int]:
+    kind, told = args["tokenizer-type"], args["vocab-size"]
+    if kind == "NullTokenizer":
+        # The id behind the last one ends a document.
+        size = needed(args, "vocab-size") + 1
+        return NullTokenizerConfig(vocabulary_size=size), size
+    if kind == "HuggingFaceTokenizer":
+        path = args["tokenizer-model"]
+        if path is None:
+            args.wrong("tokenizer-model", "must be given with --tokenizer-type HuggingFaceTokenizer")
+        size = _told_or_counted(args, "tokenizer-model", told, path and _count_huggingface(Path(path)))
+        return HuggingFaceTokenizerConfig(path=path or "unset"), size
+    if kind != "GPT2BPETokenizer":
+        args.refuse("tokenizer-type", "this version reads GPT2BPETokenizer, HuggingFaceTokenizer and NullTokenizer")
+        return NullTokenizerConfig(vocabulary_size=told or GPT2_VOCABULARY), told or GPT2_VOCABULARY
+    if args["vocab-file"] is None or args["merge-file"] is None:
+        missing = "vocab-file" if args["vocab-file"] is None else "merge-file"
+        args.wrong(missing, "must be given with --tokenizer-type GPT2BPETokenizer, the default")
+    file, merges = args["vocab-file"] or "unset", args["merge-file"] or "unset"
+    counted = _count_gpt2(Path(file))
+    if counted is None and told is None and args["vocab-file"] is not None:
+        text = f"is not here to be counted: taken to be GPT-2's own, of {GPT2_VOCABULARY} tokens"
+        args.remark(
+            "vocab-file",
+            f"{file} {text}; a run whose file has more tokens ends at its start; --vocab-size says otherwise",
+        )
+    size = counted or told or GPT2_VOCABULARY
+    return GPT2TokenizerConfig(vocabulary=file, merges=merges), size
+
+
+def _told_or_counted(args: Arguments, name: str, told: int | None, counted: int | None) -> int:
+    if counted or told:
+        return counted or told or 1
+    if args.given(name):
+        args.wrong("vocab-size", f"must be given: --{name} {args[name]} is not here to be counted")
+    return 1
+
+
+def _count_gpt2(path: Path) -> int | None:
+    """Tokens in a vocab.json, None where it can't be read."""
+    try:
+        return max(json.loads(path.expanduser().read_bytes()).values()) + 1
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None
+
+
+def _count_huggingface(path: Path) -> int | None:
+    """Ids in a tokenizer.json or in the folder that holds it, None where it can't be read."""
+    try:
+        path = path.expanduser()
+        saved = json.loads((path / "tokenizer.json" if path.is_dir() else path).read_bytes())
+        tokens = saved["model"]["vocab"]
+        ids = list(tokens.values()) if isinstance(tokens, dict) else list(range(len(tokens)))
+        return max([*ids, *(token["id"] for token in saved.get("added_tokens", []))]) + 1
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return None

@@ -1,0 +1,417 @@
+"""Everything of a run but model and layout, from Megatron-LM's flags and its defaults."""
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megajax.data.config import BlendConfig, MockConfig
+from megajax.data.splits import parse_paths
+from megajax.metrics.config import WandbConfig
+from megajax.optim.config import AdamWConfig, GroupConfig, LionConfig, MuonConfig, OptimizerConfig, SGDConfig
+from megajax.precision.config import ConstantScaleConfig, DynamicScaleConfig
+from megajax.tools.flags import Arguments, Settings
+from megajax.tools.megatron_layout import model_devices
+from megajax.tools.megatron_model import needed, positions
+from megajax.training.config import LinearRampConfig, RampConfig, StepRampConfig
+
+STYLES = {
+    "linear": "linear",
+    "constant": "constant",
+    "cosine": "cosine",
+    "inverse-square-root": "inverse_square_root",
+    "WSD": "wsd",
+}
+SAME = {name: name for name in ("exponential", "linear", "cosine", "minus_sqrt")}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def precision(args: Arguments) -> Settings:
+    """Dtypes and loss scale."""
+    compute = "float16" if args["fp16"] else "bfloat16" if args["bf16"] else "float32"
+    settings: dict[str, Any] = {"precision.compute": compute}
+    if args["grad-reduce-in-bf16"]:
+        settings["precision.gradients"] = "bfloat16"
+    elif args["fp16"] and not args["accumulate-allreduce-grads-in-fp32"]:
+        args.remark("fp16", "gradients are added up and reduced in float32 here, not in float16")
+    if args.given("loss-scale"):
+        settings["precision.loss_scale"] = ConstantScaleConfig(value=args["loss-scale"])
+    elif args["fp16"] and args.given("initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis"):
+        settings["precision.loss_scale"] = DynamicScaleConfig(
+            initial=args["initial-loss-scale"],
+            floor=args["min-loss-scale"],
+            window=int(args["loss-scale-window"]),
+            hysteresis=args["hysteresis"],
+        )
+    return settings
+
+
+def optimizer(args: Arguments) -> Settings:
+    """The update rule and which weights decay."""
+    kinds = ("adam", "sgd", "muon", "dist_muon", "lion")
+    kind = args["optimizer"]
+    if kind not in kinds:
+        args.refuse("optimizer", f"this version has {', '.join(kinds)}")
+    shared: dict[str, Any] = {
+        "weight_decay": _decay(args),
+        "clip": args["clip-grad"] or None,
+        **_embedding_decay(args),
+        "decay_qk_norms": args["apply-wd-to-qk-layernorm"],
+        "embedding_lr": args["decoupled-lr"],
+        "embedding_min_lr": args["decoupled-min-lr"],
+        "moments": _moments(args),
+        "log_zeros": args["log-num-zeros-in-grad"],
+        "log_parameter_norm": args["log-params-norm"],
+    }
+    made: OptimizerConfig
+    if kind == "sgd":
+        made = SGDConfig(momentum=args["sgd-momentum"], **shared)
+    elif kind == "lion":
+        made = LionConfig(beta1=args["lion-beta1"], beta2=args["lion-beta2"], **shared)
+    else:
+        adam = {"beta1": args["adam-beta1"], "beta2": args["adam-beta2"], "epsilon": args["adam-eps"]}
+        made = _muon(args, shared | adam) if kind in ("muon", "dist_muon") else AdamWConfig(**shared, **adam)
+    return {"optimizer": made}
+
+
+def _embedding_decay(args: Arguments) -> dict[str, Any]:
+    """Embeddings with a spread of their own are not decayed; an untied head is."""
+    if args["embedding-init-method-std"] is None:
+        return {}
+    args.remark("embedding-init-method-std", "turns weight decay of embeddings off, there as here")
+    if not args["untie-embeddings-and-output-weights"]:
+        return {"decay_embeddings": False}
+    tables = ("tokens", "positions") if positions(args) == "learned_absolute" else ("tokens",)
+    return {"groups": tuple(GroupConfig(match=name, decay=0.0) for name in tables)}
+
+
+def _muon(args: Arguments, shared: dict[str, Any]) -> MuonConfig:
+    if args["swiglu"] or args["quick-geglu"]:
+        args.remark("optimizer", "orthogonalises gate and up apart, which Megatron-LM does as one matrix")
+    if args["muon-tp-mode"] == "blockwise":
+        args.refuse("muon-tp-mode", "matrices are orthogonalised whole here, as with duplicated and distributed")
+    scales = ("spectral", "shape_scaling", "unit_rms_norm")
+    return MuonConfig(
+        momentum=args["muon-momentum"],
+        nesterov=args["muon-use-nesterov"],
+        iterations=args["muon-num-ns-steps"],
+        coefficients=args.one_of(
+            "muon-coefficient-type", {name: name for name in ("quintic", "simple", "polar_express")}
+        ),
+        scale=args.one_of("muon-scale-mode", {name: name for name in scales}),
+        extra_scale=args["muon-extra-scale-factor"],
+        **shared,
+    )
+
+
+def _moments(args: Arguments) -> str:
+    if not args["use-precision-aware-optimizer"]:
+        return "float32"
+    for name in ("main-grads-dtype", "main-params-dtype"):
+        if args[name] != "fp32":
+            args.refuse(name, "the optimizer works on float32 weights and gradients")
+    first, second = args["exp-avg-dtype"], args["exp-avg-sq-dtype"]
+    for name, value in (("exp-avg-dtype", first), ("exp-avg-sq-dtype", second)):
+        if value not in DTYPES:
+            args.refuse(name, "moments are kept in float32 or bfloat16")
+    if first != second:
+        args.refuse("exp-avg-sq-dtype", f"both moments have one dtype here, and --exp-avg-dtype is {first}")
+    return DTYPES.get(first, "float32")
+
+
+def _decay(args: Arguments) -> float:
+    """Weight decay at the end of the run."""
+    if args["weight-decay-incr-style"] == "constant":
+        for name in ("start-weight-decay", "end-weight-decay"):
+            if args.given(name):
+                args.wrong(name, "contradicts --weight-decay-incr-style constant, the default")
+        return args["weight-decay"]
+    for name in ("start-weight-decay", "end-weight-decay"):
+        if args[name] is None:
+            args.wrong(name, f"must be given with --weight-decay-incr-style {args['weight-decay-incr-style']}")
+    return args["end-weight-decay"] or 0.0
+
+
+def global_size(args: Arguments) -> int:
+    """Rows of a step, with a ramp at its end."""
+    if args["step-batch-size-schedule"]:
+        pairs = StepRampConfig(sizes=_step_sizes(args)).pairs()
+        return pairs[-1][1] if pairs else 1
+    if args["global-batch-size"] is not None:
+        return args["global-batch-size"]
+    devices, model = args.devices, model_devices(args)
+    if devices is None or devices % model:
+        args.wrong("global-batch-size", "must be given: how many devices share the work is not known")
+        return 1
+    size = needed(args, "micro-batch-size") * (devices // model)
+    args.remark("micro-batch-size", f"without --global-batch-size a step has {size} rows: one microbatch each")
+    return size
+
+
+def _step_sizes(args: Arguments) -> str:
+    return " ".join(args["step-batch-size-schedule"])
+
+
+def ramp(args: Arguments) -> RampConfig | None:
+    """The batch in the first steps."""
+    if args["step-batch-size-schedule"]:
+        return StepRampConfig(sizes=_step_sizes(args))
+    words = args["rampup-batch-size"]
+    if not words:
+        return None
+    if len(words) != 3 or not all(word.isdigit() for word in words):
+        args.wrong("rampup-batch-size", f"expected start, increment and samples, three numbers; got {' '.join(words)}")
+        return None
+    return LinearRampConfig(start=int(words[0]), increment=int(words[1]), samples=int(words[2]))
+
+
+def batch(args: Arguments) -> Settings:
+    """Rows of a step and of a microbatch, and steps of the run."""
+    size, grows = global_size(args), ramp(args)
+    settings: dict[str, Any] = {
+        "batch.global_size": size,
+        "batch.micro_size": needed(args, "micro-batch-size"),
+        "batch.loss_average": "tokens" if args["calculate-per-token-loss"] else "microbatches",
+        "batch.decrease": args["decrease-batch-size-if-needed"],
+        "steps": _steps(args, size, grows),
+    }
+    if grows is not None:
+        settings["batch.ramp"] = grows
+    if args.given("rampup-batch-size") and args["train-iters"] is not None:
+        text = "with --train-iters is an error in Megatron-LM up to 0.18 and ignored from 0.19 on; here it ramps"
+        args.remark("rampup-batch-size", text)
+    return settings
+
+
+def _steps(args: Arguments, size: int, grows: RampConfig | None) -> int:
+    if args["train-iters"] is not None:
+        return args["train-iters"]
+    samples = args["train-samples"]
+    if samples is None:
+        return needed(args, "train-iters", "train-samples")
+    if grows is None or grows.problems() or grows.size_problems(size):
+        return samples // max(size, 1)
+    # Steps of the ramp, then whole ones, as Megatron-LM counts them.
+    consumed = steps = 0
+    if isinstance(grows, LinearRampConfig):
+        while consumed <= min(grows.samples, samples):
+            consumed, steps = consumed + grows.nominal(consumed, size), steps + 1
+        return steps + max(0, samples - consumed) // size
+    thresholds = grows.thresholds(size, args["seq-length"] or args["encoder-seq-length"] or 1)
+    for (_, rows), (end, _) in pairwise(thresholds):
+        more = max(0, -(-(min(end, samples) - consumed) // rows))
+        consumed, steps = consumed + more * rows, steps + more
+    return steps + max(0, samples - consumed) // size
+
+
+def schedule(args: Arguments) -> Settings:
+    """Learning rate and weight decay; iterations count as many samples as the whole batch has."""
+    style = args.one_of("lr-decay-style", STYLES)
+    settings: dict[str, Any] = {
+        "schedule.lr": args["lr"] if args["lr"] is not None else float(needed(args, "lr")),
+        "schedule.min_lr": args["min-lr"],
+        "schedule.style": style,
+        "schedule.warmup_start": args["lr-warmup-init"],
+    }
+    if args["train-samples"] is not None:
+        settings["schedule.decay_samples"] = args["lr-decay-samples"] or args["train-samples"]
+    elif args.given("lr-decay-iters") or ramp(args) is not None:
+        settings |= _counted(args, "decay", args["lr-decay-iters"] or args["train-iters"] or 0)
+    if args["lr-warmup-fraction"] is not None:
+        settings["schedule.warmup_fraction"] = args["lr-warmup-fraction"]
+    elif args["lr-warmup-samples"]:
+        settings["schedule.warmup_samples"] = args["lr-warmup-samples"]
+    elif args["lr-warmup-iters"]:
+        settings |= _counted(args, "warmup", args["lr-warmup-iters"])
+    if style == "wsd":
+        settings["schedule.anneal_style"] = args.one_of("lr-wsd-decay-style", SAME)
+        if args["lr-wsd-decay-samples"]:
+            settings["schedule.anneal_samples"] = args["lr-wsd-decay-samples"]
+        else:
+            settings["schedule.anneal_steps"] = needed(args, "lr-wsd-decay-iters", "lr-wsd-decay-samples")
+    return settings | _decay_schedule(args)
+
+
+def _counted(args: Arguments, what: str, steps: int) -> dict[str, Any]:
+    """Steps as they are; with a ramp, where steps differ, the samples that Megatron-LM makes of them."""
+    if ramp(args) is None:
+        return {f"schedule.{what}_steps": steps}
+    return {f"schedule.{what}_samples": steps * global_size(args)}
+
+
+def _decay_schedule(args: Arguments) -> dict[str, Any]:
+    style = args["weight-decay-incr-style"]
+    if style == "constant" or args["start-weight-decay"] is None:
+        return {}
+    settings: dict[str, Any] = {
+        "schedule.weight_decay_start": args["start-weight-decay"],
+        "schedule.weight_decay_style": args.one_of("weight-decay-incr-style", {"linear": "linear", "cosine": "cosine"}),
+    }
+    if args["train-samples"] is not None:
+        settings["schedule.weight_decay_samples"] = args["train-samples"]
+    elif ramp(args) is not None:
+        settings |= _counted(args, "weight_decay", args["train-iters"] or 0)
+    return settings
+
+
+def evaluation(args: Arguments) -> Settings:
+    """How often and on how much."""
+    batches, every = args["eval-iters"], args["eval-interval"]
+    if not batches:
+        return {"evaluation.every": None, "evaluation.batches": 0, "evaluation.at_end": False}
+    if not args.given("eval-interval"):
+        args.remark("eval-iters", "without --eval-interval, every 1000 steps: Megatron-LM's default up to 0.18")
+    same = {"eval-micro-batch-size": args["micro-batch-size"], "eval-global-batch-size": args["global-batch-size"]}
+    for name, size in same.items():
+        if args[name] not in (None, size):
+            args.refuse(name, f"evaluation reads batches as training does, of {size} rows")
+    return {"evaluation.every": every, "evaluation.batches": batches, "evaluation.full": args["full-validation"]}
+
+
+def data(args: Arguments) -> Settings:
+    """Where rows come from."""
+    isolated = args["dataloader-inter-document-masking"]
+    if args["dataloader-type"] != "single":
+        args.refuse("dataloader-type", "rows are read in one order, that of single")
+    if args["mock-data"]:
+        return {"data": MockConfig(isolate_documents=isolated)}
+    shared: dict[str, Any] = {
+        "cache_dir": args["data-cache-path"],
+        "reset_positions": args["reset-position-ids"],
+        "reset_attention_mask": args["reset-attention-mask"],
+        "eod_mask_loss": args["eod-mask-loss"],
+        "isolate_documents": isolated,
+        "surplus": args["mid-level-dataset-surplus"],
+    }
+    if args["reset-attention-mask"]:
+        text = "documents are kept apart here; Megatron-LM's fused attention ignores the flag"
+        args.remark("reset-attention-mask", text)
+    apart: dict[str, Any] = {
+        f"{split}_paths": tuple(args[f"{split}-data-path"] or ()) for split in ("train", "valid", "test")
+    }
+    apart |= _split_file(args)
+    if any(apart.values()):
+        if args["multiple-validation-sets"]:
+            sets = {name: BlendConfig(valid_paths=(path,), **shared) for name, path in _sets(args, apart).items()}
+            apart["valid_paths"] = ()
+            return {"data": BlendConfig(**apart, **shared), "evaluation.sets": sets}
+        return {"data": BlendConfig(**apart, **shared)}
+    paths = args["data-path"] or _words_of(args, "data-args-path")
+    if not paths:
+        args.wrong("data-path", "no data: give it, --train-data-path or --mock-data")
+    return {
+        "data": BlendConfig(paths=tuple(paths or ("unset",)), split=re.sub(r"[\s'\"]", "", args["split"]), **shared)
+    }
+
+
+def _sets(args: Arguments, apart: dict[str, Any]) -> dict[str, str]:
+    """Validation sets apart: a name of each -> its prefix."""
+    paths, weights = parse_paths(apart["valid_paths"] or ("unset",))
+    if weights is not None or not apart["valid_paths"]:
+        args.wrong("multiple-validation-sets", "wants --valid-data-path with prefixes alone, without weights")
+    names = [re.sub(r"[^\w.-]", "_", Path(path).name) or "set" for path in paths]
+    return {name if names.count(name) == 1 else f"{name}.{n}": path
+            for n, (name, path) in enumerate(zip(names, paths, strict=True))}  # fmt: skip
+
+
+def _words_of(args: Arguments, name: str) -> list[str]:
+    """The words of the file that a flag names."""
+    if args[name] is None:
+        return []
+    try:
+        return Path(args[name]).expanduser().read_text(encoding="utf-8").split()
+    except OSError as error:
+        args.wrong(name, f"{args[name]} cannot be read: {error.strerror}", "give what it holds by --data-path")
+        return []
+
+
+def _split_file(args: Arguments) -> dict[str, Any]:
+    name = "per-split-data-args-path"
+    words = " ".join(_words_of(args, name))
+    try:
+        found = json.loads(words or "{}")
+        return {f"{split}_paths": tuple(map(str, found[split] or ())) for split in ("train", "valid", "test")
+                if split in found}  # fmt: skip
+    except (ValueError, TypeError) as error:
+        args.wrong(name, f"{args[name]} is no JSON file of lists named train, valid and test: {error}")
+        return {}
+
+
+def checkpoint(args: Arguments) -> Settings:
+    """What is saved, kept and started from. The run's folder is where Megatron-LM saves."""
+    save, load, retain = args["save"], args["load"], args["save-retain-interval"]
+    if save is None:
+        args.given("save-interval")
+        settings: dict[str, Any] = {"checkpoint.every": None, "checkpoint.at_end": False}
+    else:
+        settings = {"run_dir": save, "checkpoint.every": args["save-interval"]}
+    settings["checkpoint.keep_last"] = None if retain is None else 1
+    settings["checkpoint.keep_every"] = retain
+    if load is not None and load != save:
+        settings["checkpoint.load"] = Path(load)
+        args.remark("load", "must be a MegaJAX run or checkpoint; it counts where the run's folder holds none")
+    elif load is not None:
+        args.remark("load", "is --save: a run goes on from its own folder by itself")
+    return settings
+
+
+def logging(args: Arguments) -> Settings:
+    """What is written down."""
+    settings: dict[str, Any] = {
+        "logging.every": args["log-interval"],
+    }
+    if args["tensorboard-dir"] is not None:
+        settings["logging.tensorboard"] = True
+        args.remark("tensorboard-dir", "TensorBoard's files lie in the run's folder")
+    if args["wandb-project"]:
+        name = args["wandb-exp-name"] or None
+        settings["logging.wandb"] = WandbConfig(project=args["wandb-project"], name=name, mode="online")
+    return settings
+
+
+def resilience(args: Arguments) -> Settings:
+    """When a run ends early and what it does about bad numbers."""
+    settings: dict[str, Any] = {}
+    if args.given("exit-interval"):
+        settings["resilience.exit_after_steps"] = args["exit-interval"]
+        text = "counts the steps of each attempt; Megatron-LM ends at steps that are multiples of it"
+        args.remark("exit-interval", text)
+    if args["no-check-for-nan-in-loss-and-grad"]:
+        settings["resilience.stop_on_nonfinite"] = False
+    if args["check-for-spiky-loss"]:
+        settings["resilience.spike_factor"] = 10.0
+    if args["iterations-to-skip"]:
+        words = args["iterations-to-skip"]
+        if not all(word.isdigit() for word in words):
+            args.wrong("iterations-to-skip", f"expected whole numbers, got {' '.join(words)}")
+        else:
+            settings["resilience.skip_steps"] = tuple(map(int, words))
+        args.remark("iterations-to-skip", "steps count from 1, as in Megatron-LM from 0.18 on")
+    mode = args["rerun-mode"]
+    if mode == "report_stats":
+        args.refuse("rerun-mode", "steps are run again only where their numbers are bad")
+    settings["resilience.rerun"] = args.one_of(
+        "rerun-mode", {"validate_results": True, "disabled": False, "report_stats": True}
+    )
+    return settings
+
+
+def profile(args: Arguments) -> Settings:
+    """Steps that are traced: of those from start to end, the first is not."""
+    if not args["profile"]:
+        return {}
+    first, last = args["profile-step-start"] + 1, args["profile-step-end"]
+    if args["train-iters"] is not None:
+        last = min(last, args["train-iters"])
+    if first > last:
+        args.remark("profile", f"no step lies behind {first - 1} and not behind {last}: nothing is traced")
+        return {}
+    settings: dict[str, Any] = {"profile.steps": f"{first}:{last}"}
+    if args.given("profile-ranks"):
+        if not all(word.isdigit() for word in args["profile-ranks"]):
+            args.wrong("profile-ranks", f"expected whole numbers, got {' '.join(args['profile-ranks'])}")
+        else:
+            settings["profile.processes"] = tuple(map(int, args["profile-ranks"]))
+            args.remark("profile-ranks", "are processes here, which may have several GPUs each")
+    return settings

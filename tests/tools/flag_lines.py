@@ -1,0 +1,254 @@
+"""Command lines for the tests of the table: a small one, and for each mapped flag one that has it."""
+
+import re
+import shlex
+
+from megajax.tools.flags import Word
+from megajax.tools.megatron_flags import Converted, convert
+from megajax.training.run_config import RunConfig
+
+BASE = {
+    "num-layers": "4",
+    "hidden-size": "64",
+    "num-attention-heads": "4",
+    "seq-length": "32",
+    "max-position-embeddings": "32",
+    "micro-batch-size": "2",
+    "global-batch-size": "8",
+    "train-iters": "10",
+    "lr": "1e-3",
+    "mock-data": "",
+    "tokenizer-type": "NullTokenizer",
+    "vocab-size": "255",
+    "eval-interval": "5",
+}
+
+
+def line(changes: str = "") -> str:
+    """The base line with flags added, changed, or (--without name) taken away."""
+    flags = dict(BASE)
+    for part in re.split(r"\s*--(?=[a-z])", changes)[1:]:
+        name, _, value = part.partition(" ")
+        if name == "without":
+            flags.pop(value)
+        else:
+            flags[name] = value
+    return " ".join(f"--{name} {value}".rstrip() for name, value in flags.items())
+
+
+def made(changes: str = "", **options: int) -> Converted:
+    return convert([Word(word) for word in shlex.split(line(changes))], **options)
+
+
+def config(changes: str = "", **options: int) -> RunConfig:
+    found = made(changes, **options)
+    assert not found.problems and not found.refused, (found.problems, found.refused)
+    assert found.config is not None
+    return found.config
+
+
+def problem(changes: str) -> str:
+    found = made(changes)
+    assert found.config is None
+    return "\n".join(str(one) for one in found.problems)
+
+
+FILES = "--without mock-data --data-path a --without tokenizer-type --vocab-file v --merge-file m"
+MLA = "--multi-latent-attention --position-embedding-type rope"
+ROPE = "--position-embedding-type rope"
+CASES = {
+    "num-layers": "--num-layers 6",
+    "encoder-num-layers": "--without num-layers --encoder-num-layers 6",
+    "hidden-size": "--hidden-size 128",
+    "num-attention-heads": "--num-attention-heads 8",
+    "ffn-hidden-size": "--ffn-hidden-size 100",
+    "kv-channels": "--kv-channels 8",
+    "group-query-attention": "--group-query-attention",
+    "num-query-groups": "--group-query-attention --num-query-groups 2",
+    "seq-length": "--seq-length 16",
+    "encoder-seq-length": "--without seq-length --encoder-seq-length 16",
+    "make-vocab-size-divisible-by": "--make-vocab-size-divisible-by 64",
+    "vocab-size": "--vocab-size 300",
+    "padded-vocab-size": "--padded-vocab-size 1024",
+    "untie-embeddings-and-output-weights": "--untie-embeddings-and-output-weights",
+    "position-embedding-type": ROPE,
+    "use-rotary-position-embeddings": "--use-rotary-position-embeddings",
+    "rotary-base": f"{ROPE} --rotary-base 500000",
+    "rotary-percent": f"{ROPE} --rotary-percent 0.5",
+    "rotary-interleaved": f"{ROPE} --rotary-interleaved",
+    "rotary-seq-len-interpolation-factor": f"{ROPE} --rotary-seq-len-interpolation-factor 2",
+    "use-rope-scaling": f"{ROPE} --use-rope-scaling",
+    "rope-scaling-factor": f"{ROPE} --use-rope-scaling --rope-scaling-factor 32",
+    "no-rope-freq": f"{ROPE} --no-rope-freq 4",
+    "normalization": "--normalization RMSNorm",
+    "norm-epsilon": "--norm-epsilon 1e-6",
+    "apply-layernorm-1p": "--apply-layernorm-1p",
+    "swiglu": "--swiglu",
+    "squared-relu": "--squared-relu",
+    "quick-geglu": "--quick-geglu",
+    "openai-gelu": ("--no-bias-gelu-fusion", "--no-bias-gelu-fusion --openai-gelu"),
+    "no-bias-gelu-fusion": "--no-bias-gelu-fusion",
+    "activation-func-clamp-value": "--quick-geglu --activation-func-clamp-value 7",
+    "glu-linear-offset": "--quick-geglu --glu-linear-offset 1",
+    "disable-bias-linear": "--disable-bias-linear",
+    "add-qkv-bias": ("--disable-bias-linear", "--disable-bias-linear --add-qkv-bias"),
+    "qk-layernorm": "--qk-layernorm",
+    "qk-l2-norm": "--qk-l2-norm",
+    "window-size": "--window-size 8,0",
+    "window-attn-skip-freq": "--window-size 8,0 --window-attn-skip-freq 2",
+    "softmax-type": "--softmax-type learnable",
+    "attention-output-gate": "--attention-output-gate",
+    "attention-backend": "--attention-backend unfused",
+    "hidden-dropout": "--hidden-dropout 0.2",
+    "attention-dropout": "--attention-dropout 0.2",
+    "init-method-std": "--init-method-std 0.01",
+    "embedding-init-method-std": "--embedding-init-method-std 1.0",
+    "multi-latent-attention": MLA,
+    "q-lora-rank": f"{MLA} --q-lora-rank 24",
+    "kv-lora-rank": f"{MLA} --kv-lora-rank 24",
+    "qk-head-dim": f"{MLA} --qk-head-dim 24",
+    "qk-pos-emb-head-dim": f"{MLA} --qk-pos-emb-head-dim 24",
+    "v-head-dim": f"{MLA} --v-head-dim 24",
+    "rope-type": (MLA, f"{MLA} --rope-type rope"),
+    "rotary-scaling-factor": f"{MLA} --rotary-scaling-factor 40",
+    "original-max-position-embeddings": f"{MLA} --original-max-position-embeddings 16",
+    "beta-fast": f"{MLA} --beta-fast 16",
+    "beta-slow": f"{MLA} --beta-slow 2",
+    "mscale": f"{MLA} --mscale 0.7",
+    "mscale-all-dim": f"{MLA} --mscale-all-dim 0.7",
+    "mtp-num-layers": f"{ROPE} --mtp-num-layers 2",
+    "mtp-loss-scaling-factor": f"{ROPE} --mtp-num-layers 1 --mtp-loss-scaling-factor 0.3",
+    "recompute-activations": "--recompute-activations",
+    "recompute-granularity": "--recompute-granularity full",
+    "recompute-method": "--recompute-granularity full --recompute-method uniform",
+    "recompute-num-layers": "--recompute-granularity full --recompute-num-layers 2",
+    "recompute-modules": "--recompute-granularity selective --recompute-modules core_attn mlp",
+    "max-position-embeddings": None,
+    "micro-batch-size": "--micro-batch-size 4",
+    "global-batch-size": "--global-batch-size 16",
+    "rampup-batch-size": "--rampup-batch-size 2 2 20",
+    "step-batch-size-schedule": "--without global-batch-size --step-batch-size-schedule 0:4 1K:8",
+    "decrease-batch-size-if-needed": "--decrease-batch-size-if-needed",
+    "train-iters": "--train-iters 20",
+    "train-samples": "--without train-iters --train-samples 100",
+    "calculate-per-token-loss": "--calculate-per-token-loss",
+    "eval-iters": "--eval-iters 3",
+    "eval-interval": "--eval-interval 3",
+    "eval-micro-batch-size": None,
+    "eval-global-batch-size": None,
+    "optimizer": "--optimizer sgd",
+    "weight-decay": "--weight-decay 0.1",
+    "clip-grad": "--clip-grad 0",
+    "adam-beta1": "--adam-beta1 0.8",
+    "adam-beta2": "--adam-beta2 0.95",
+    "adam-eps": "--adam-eps 1e-6",
+    "sgd-momentum": "--optimizer sgd --sgd-momentum 0.5",
+    "lion-beta1": "--optimizer lion --lion-beta1 0.8",
+    "lion-beta2": "--optimizer lion --lion-beta2 0.8",
+    "muon-momentum": "--optimizer muon --muon-momentum 0.8",
+    "muon-use-nesterov": ("--optimizer muon", "--optimizer muon --muon-use-nesterov"),
+    "muon-num-ns-steps": "--optimizer muon --muon-num-ns-steps 10",
+    "muon-coefficient-type": "--optimizer muon --muon-coefficient-type simple",
+    "muon-scale-mode": "--optimizer muon --muon-scale-mode unit_rms_norm",
+    "muon-extra-scale-factor": "--optimizer muon --muon-extra-scale-factor 0.2",
+    "muon-tp-mode": "--optimizer muon --muon-tp-mode distributed",
+    "decoupled-lr": "--decoupled-lr 1e-4",
+    "decoupled-min-lr": "--decoupled-lr 1e-4 --decoupled-min-lr 1e-5",
+    "apply-wd-to-qk-layernorm": "--apply-wd-to-qk-layernorm",
+    "use-precision-aware-optimizer": None,
+    "main-grads-dtype": None,
+    "main-params-dtype": None,
+    "exp-avg-dtype": None,
+    "exp-avg-sq-dtype":
+        "--use-precision-aware-optimizer --adam-beta2 0.95 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+    "log-params-norm": "--log-params-norm",
+    "log-num-zeros-in-grad": "--log-num-zeros-in-grad",
+    "lr": "--lr 1e-4",
+    "min-lr": "--min-lr 1e-5",
+    "lr-decay-style": "--lr-decay-style inverse-square-root",
+    "lr-decay-iters": "--lr-decay-iters 8",
+    "lr-decay-samples": "--without train-iters --train-samples 100 --lr-decay-samples 80",
+    "lr-warmup-fraction": "--lr-warmup-fraction 0.1",
+    "lr-warmup-iters": "--lr-warmup-iters 2",
+    "lr-warmup-samples": "--without train-iters --train-samples 100 --lr-warmup-samples 10",
+    "lr-warmup-init": "--lr-warmup-init 1e-6",
+    "lr-wsd-decay-style": "--lr-decay-style WSD --lr-wsd-decay-iters 2 --lr-wsd-decay-style minus_sqrt",
+    "lr-wsd-decay-iters": "--lr-decay-style WSD --lr-wsd-decay-iters 2",
+    "lr-wsd-decay-samples": "--lr-decay-style WSD --lr-wsd-decay-samples 16",
+    "start-weight-decay": "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1",
+    "end-weight-decay": "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1",
+    "weight-decay-incr-style": "--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 0.1",
+    "fp16": "--fp16",
+    "bf16": "--bf16",
+    "loss-scale": "--fp16 --loss-scale 128",
+    "initial-loss-scale": "--fp16 --initial-loss-scale 65536",
+    "min-loss-scale": "--fp16 --min-loss-scale 2",
+    "loss-scale-window": "--fp16 --loss-scale-window 500",
+    "hysteresis": "--fp16 --hysteresis 4",
+    "grad-reduce-in-bf16": "--bf16 --grad-reduce-in-bf16",
+    "accumulate-allreduce-grads-in-fp32": None,
+    "tensor-model-parallel-size": "--tensor-model-parallel-size 2",
+    "pipeline-model-parallel-size": "--pipeline-model-parallel-size 2",
+    "context-parallel-size": None,
+    "expert-model-parallel-size": None,
+    "num-layers-per-virtual-pipeline-stage":
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    "num-virtual-stages-per-pipeline-rank": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+    "pipeline-model-parallel-layout": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tL",
+    "decoder-first-pipeline-num-layers": "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1",
+    "decoder-last-pipeline-num-layers": "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1",
+    "account-for-embedding-in-pipeline-split": None,
+    "account-for-loss-in-pipeline-split": None,
+    "sequence-parallel": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "use-distributed-optimizer": "--use-distributed-optimizer",
+    "use-megatron-fsdp": "--use-megatron-fsdp",
+    "data-parallel-sharding-strategy": "--use-megatron-fsdp --data-parallel-sharding-strategy optim",
+    "use-torch-fsdp2": "--use-torch-fsdp2",
+    "data-path": f"{FILES} --data-path 0.3 a 0.7 b",
+    "data-args-path": None,
+    "per-split-data-args-path": None,
+    "train-data-path": "--without mock-data --train-data-path a",
+    "valid-data-path": "--without mock-data --train-data-path a --valid-data-path b",
+    "test-data-path": "--without mock-data --train-data-path a --test-data-path b",
+    "split": "--without mock-data --data-path a --split 8,1,1",
+    "data-cache-path": "--without mock-data --data-path a --data-cache-path c",
+    "mock-data": None,
+    "dataloader-type": None,
+    "reset-position-ids": "--without mock-data --data-path a --reset-position-ids",
+    "reset-attention-mask": "--without mock-data --data-path a --reset-attention-mask",
+    "eod-mask-loss": "--without mock-data --data-path a --eod-mask-loss",
+    "dataloader-inter-document-masking": "--dataloader-inter-document-masking",
+    "mid-level-dataset-surplus": "--without mock-data --data-path a --mid-level-dataset-surplus 0.01",
+    "tokenizer-type": "--tokenizer-type HuggingFaceTokenizer --tokenizer-model t.json",
+    "tokenizer-model": "--tokenizer-type HuggingFaceTokenizer --tokenizer-model t.json",
+    "vocab-file": FILES,
+    "merge-file": FILES,
+    "save": "--save s",
+    "load": "--load l",
+    "save-interval": "--save s --save-interval 5",
+    "save-retain-interval": "--save s --save-interval 5 --save-retain-interval 10",
+    "ckpt-step": "--ckpt-step 7",
+    "async-save": None,
+    "seed": "--seed 7",
+    "exit-interval": "--exit-interval 5",
+    "exit-duration-in-mins": "--exit-duration-in-mins 230",
+    "exit-signal-handler": None,
+    "iterations-to-skip": "--iterations-to-skip 3 4",
+    "check-for-spiky-loss": "--check-for-spiky-loss",
+    "no-check-for-nan-in-loss-and-grad": "--no-check-for-nan-in-loss-and-grad",
+    "rerun-mode": "--rerun-mode disabled",
+    "grad-norm-skip-threshold": "--grad-norm-skip-threshold 10",
+    "full-validation": "--full-validation",
+    "multiple-validation-sets":
+        "--without mock-data --train-data-path t --valid-data-path a/x b/x c --multiple-validation-sets",
+    "profile": "--train-iters 20 --profile",
+    "profile-step-start": "--profile --profile-step-start 2 --profile-step-end 4",
+    "profile-step-end": "--profile --profile-step-start 2 --profile-step-end 4",
+    "profile-ranks": "--train-iters 20 --profile --profile-ranks 0 8",
+    "log-interval": "--log-interval 7",
+    "tensorboard-dir": "--tensorboard-dir t",
+    "wandb-project": "--wandb-project p",
+    "wandb-exp-name": "--wandb-project p --wandb-exp-name n",
+}  # fmt: skip
+"""Mapped flag -> a line that has it, changing one of its settings; or (a line without it, one with it); or None where
+the flag changes nothing by itself and a test below has it."""

@@ -1,0 +1,260 @@
+"""The whole tool: scripts, command lines and files of flags become config files that a run can be started with."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.config import load
+from megajax.config.dump import diff
+from megajax.config.errors import UserError
+from megajax.data.config import BlendConfig, MockConfig
+from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
+from megajax.mesh.config import ParallelConfig
+from megajax.metrics.config import LoggingConfig
+from megajax.models.config import DecoderConfig
+from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.precision.config import DynamicScaleConfig, PrecisionConfig
+from megajax.resilience.config import ResilienceConfig
+from megajax.tokenizers.config import GPT2TokenizerConfig, NullTokenizerConfig
+from megajax.tools.megatron_args import main
+from megajax.training.config import BatchConfig, EvaluationConfig, LinearRampConfig
+from megajax.training.run_config import RunConfig
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[1]
+SMALL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 10 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 255 --eval-interval 5"
+)
+
+
+def gpt3_175b() -> RunConfig:
+    """What the 175B script stands for, every setting by hand: Megatron-LM's defaults where the script is silent."""
+    block = BlockConfig(
+        mixer=AttentionConfig(
+            heads=96,
+            kv_heads=None,
+            head_dim=None,
+            bias=True,
+            qkv_bias=None,
+            qk_norm=None,
+            rope=None,
+            relative=None,
+            window=None,
+            sink="none",
+            gate=False,
+            scale=None,
+            dropout=0.1,
+            kernel="auto",
+        ),
+        mlp=DenseMLPConfig(ffn=49152, activation="gelu_tanh", bias=True),
+        norm=LayerNormConfig(epsilon=1e-5, zero_centred=False),
+        dropout=0.1,
+    )
+    return RunConfig(
+        model=DecoderConfig(
+            hidden=12288,
+            vocabulary_size=50257,
+            sequence_length=2048,
+            stack=StackConfig(pattern=(block,), repeats=96),
+            vocabulary_multiple=128 * 8,
+            learned_positions=True,
+            norm=LayerNormConfig(epsilon=1e-5, zero_centred=False),
+            tied=True,
+            dropout=0.1,
+            init_std=0.006,
+            embedding_std=None,
+            prediction=None,
+            width_scaling=None,
+            recompute="none",
+        ),
+        data=BlendConfig(
+            paths=("data/gpt_text_document",),
+            split="949,50,1",
+            cache_dir=None,
+            reset_positions=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            isolate_documents=False,
+            extra_token=True,
+            drop_last=True,
+            surplus=0.005,
+            seed=None,
+        ),
+        tokenizer=GPT2TokenizerConfig(vocabulary="data/vocab.json", merges="data/merges.txt"),
+        parallel=ParallelConfig(
+            pipeline=16,
+            data=None,
+            expert=1,
+            context=1,
+            tensor=8,
+            sequence=False,
+            data_sharding="replicate",
+            schedule="1f1b",
+            virtual_stages=1,
+            layers=None,
+        ),
+        precision=PrecisionConfig(compute="float16", params="float32", gradients="float32", loss_scale=None),
+        optimizer=AdamWConfig(
+            weight_decay=0.1,
+            decay_embeddings=True,
+            clip=1.0,
+            moments="float32",
+            beta1=0.9,
+            beta2=0.95,
+            epsilon=1e-8,
+            decoupled=True,
+        ),
+        schedule=ScheduleConfig(
+            lr=6e-5,
+            min_lr=6e-6,
+            style="cosine",
+            warmup_fraction=0.001,
+            warmup_start=0.0,
+            decay_samples=430_000 * 1536,
+        ),
+        batch=BatchConfig(
+            global_size=1536,
+            micro_size=1,
+            loss_average="microbatches",
+            ramp=LinearRampConfig(start=16, increment=16, samples=5_859_375),
+            decrease=False,
+        ),
+        evaluation=EvaluationConfig(every=1000, batches=10, at_end=True),
+        checkpoint=CheckpointConfig(every=10_000, keep_last=None, keep_every=None, at_end=True, load=None, step=None),
+        logging=LoggingConfig(every=100, tensorboard=True, wandb=None),
+        resilience=ResilienceConfig(),
+        steps=500_000,
+        seed=1234,
+        run_dir="runs/gpt3",
+    )
+
+
+def test_the_175b_script_comes_out_exactly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = tmp_path / "gpt3.py"
+    places = ["runs/gpt3", "runs/board", "data/vocab.json", "data/merges.txt", "data/gpt_text_document"]
+    assert main([f"--output={made}", str(HERE / "gpt3_175b.sh"), *places]) == 0
+    config = load(str(made))
+    assert diff(gpt3_175b(), config) == []
+    assert config == gpt3_175b()
+    # What Megatron-LM makes of it: the vocabulary's rows, the loss scale, the rate over samples.
+    assert config.model.padded_vocabulary() == 51200
+    assert config.precision.scale() == DynamicScaleConfig(initial=2.0**32, floor=1.0, window=1000, hysteresis=2)
+    length = {"steps": config.steps, "global_size": 1536}
+    assert config.schedule.decay(**length) == 660_480_000
+    assert config.schedule.warmup(**length) == pytest.approx(660_480)
+    told = capsys.readouterr().err
+    assert "--tensor-model-parallel-size 8 -> parallel.tensor=8" in told
+    assert "--lr-decay-iters 430000 -> schedule.decay_samples=660480000" in told
+    assert "refused" not in told
+
+
+def test_the_file_is_in_the_formatters_style_and_starts_a_run(tmp_path: Path) -> None:
+    made = tmp_path / "small.py"
+    swiglu = "--swiglu --window-size 7,0 --window-attn-skip-freq [1,0] --load some/run"
+    main([f"--output={made}", "--", *SMALL.split(), *swiglu.split()])
+    for check in (["check", "--select", "E,F,I"], ["format", "--check"]):
+        done = subprocess.run([sys.executable, "-m", "ruff", *check, str(made)], cwd=REPOSITORY, capture_output=True)
+        assert done.returncode == 0, done.stdout
+    shown = [sys.executable, "-m", "megajax.train", f"--config={made}", "--print-config"]
+    done = subprocess.run(shown, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    printed = yaml.safe_load(done.stdout)
+    assert printed["model"]["hidden"] == 64
+    assert [block["mixer"]["window"] for block in printed["model"]["stack"]["pattern"]] == [7, None]
+    assert printed["data"]["type"] == "MockConfig"
+    assert printed["checkpoint"]["load"] == "some/run"
+
+
+def test_what_scripts_leave_open_is_told_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError) as raised:
+        main([str(HERE / "gpt3_175b.sh"), "runs/gpt3"])
+    text = str(raised.value)
+    for line, number in ((13, 3), (14, 4), (15, 5)):
+        assert f"line {line}: argument {number} of the script is not known" in text
+    assert "must be given" not in text and "no data" not in text
+    assert "--vocab-file" in text and "--tensorboard-dir" in text and "--save" not in text
+    assert capsys.readouterr().out == ""
+
+
+def test_a_file_that_is_there_stays(tmp_path: Path) -> None:
+    made = tmp_path / "small.py"
+    made.write_text("mine", encoding="utf-8")
+    with pytest.raises(UserError, match="--force"):
+        main([f"--output={made}", "--", *SMALL.split()])
+    assert made.read_text(encoding="utf-8") == "mine"
+    main([f"--output={made}", "--force", "--", *SMALL.split()])
+    assert load(str(made)).model.hidden == 64
+
+
+def test_refused_flags_end_with_code_2_unless_partial(tmp_path: Path) -> None:
+    tool = [sys.executable, "-m", "megajax.tools.megatron_args"]
+    flags = ["--", "torchrun", "--nproc_per_node", "2", "pretrain_gpt.py", *SMALL.split(), "--num-experts=8",
+             "--context-parallel-size", "2", "--no-such-flag"]  # fmt: skip
+    wrong = subprocess.run([*tool, *flags], cwd=REPOSITORY, capture_output=True, text=True)
+    assert wrong.returncode == 2 and wrong.stdout == ""
+    assert "--no-such-flag: no such flag is known" in wrong.stderr
+    refused = subprocess.run([*tool, *flags[:-1]], cwd=REPOSITORY, capture_output=True, text=True)
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert "--num-experts 8: mixtures of experts" in refused.stderr
+    assert "--context-parallel-size 2: 2 devices asked for" in refused.stderr
+    assert "2 flags refused" in refused.stderr
+    made = subprocess.run([*tool, "--partial", *flags[:-1]], cwd=REPOSITORY, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    file = tmp_path / "partial.py"
+    file.write_text(made.stdout, encoding="utf-8")
+    assert load(str(file)).parallel.context == 1
+    assert "Left out: --num-experts 8" in made.stdout
+
+
+def test_help_is_quick_and_complete() -> None:
+    program = "import sys, megajax.tools.megatron_args as t; t.main(['--help'])\n"
+    program += "assert not {'jax', 'numpy', 'flax', 'grain'} & set(sys.modules), sorted(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    for flag in ("--output", "--force", "--partial", "--define"):
+        assert flag in done.stdout
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_files_of_flags(tmp_path: Path, suffix: str, nested: bool) -> None:
+    words = SMALL.split()
+    flags = {"swiglu": True, "--bf16": True, "sequence-parallel": False, "rampup-batch-size": [2, 2, 40]}
+    for place, word in enumerate(words):
+        if word.startswith("--"):
+            follows = words[place + 1 :][:1]
+            flags[word] = True if not follows or follows[0].startswith("--") else follows[0]
+    file, made = tmp_path / f"flags.{suffix}", tmp_path / "made.py"
+    content = {"ENV_VARS": {"A": 1}, "MODEL_ARGS": flags} if nested else flags
+    file.write_text(json.dumps(content) if suffix == "json" else yaml.safe_dump(content), encoding="utf-8")
+    main([f"--output={made}", str(file)])
+    config = load(str(made))
+    assert config.batch.ramp == LinearRampConfig(start=2, increment=2, samples=40)
+    assert (config.model.stack.pattern[0].mlp.ffn, config.precision.compute) == (128, "bfloat16")
+    assert config.data == MockConfig() and config.tokenizer == NullTokenizerConfig(vocabulary_size=256)
+
+
+def test_the_tools_own_flags_are_told_from_megatrons() -> None:
+    with pytest.raises(UserError, match="Megatron-LM's own flags follow --"):
+        main(SMALL.split())
+    with pytest.raises(UserError, match="did you mean partial"):
+        main(["--parital", "--", "--bf16"])
+    with pytest.raises(UserError, match=r"pretrain_bert\.py trains another kind of model"):
+        main(["--partial", "--", "python", "x/pretrain_bert.py", *SMALL.split()])
+    with pytest.raises(UserError, match="cannot be read"):
+        main(["no/such/script.sh"])
+
+
+def test_texts_of_the_command_cannot_break_out_of_the_file(tmp_path: Path) -> None:
+    made = tmp_path / "odd.py"
+    odd = 'a"""\nimport os\n\\'
+    main([f"--output={made}", "--", *SMALL.split(), "--save", odd, "--wandb-project", 'it\'s "mine"'])
+    config = load(str(made))
+    assert config.run_dir == odd
+    assert config.logging.wandb is not None and config.logging.wandb.project == 'it\'s "mine"'

@@ -1,0 +1,379 @@
+"""The table of Megatron-LM's flags: complete, pointing at settings that exist, each doing what its row says."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from flag_lines import CASES, FILES, config, line, made, problem
+
+from megajax.config import schema
+from megajax.config.dump import flatten
+from megajax.optim.config import LionConfig, MuonConfig, SGDConfig
+from megajax.precision.config import ConstantScaleConfig, DynamicScaleConfig
+from megajax.tools.flag_table import BEGIN, PAGE, replaced
+from megajax.tools.flags import Mapped, Refused, Unnecessary, Word, flag, to
+from megajax.tools.megatron_flags import FLAGS, ONE_OF, ONLY_WITH, convert
+from megajax.training.config import StepRampConfig
+from megajax.training.run_config import RunConfig
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[1]
+ORACLE = Path(os.environ.get("MEGAJAX_ORACLE_DIR", REPOSITORY.parent / "shared" / "oracle"))
+REFERENCE = ORACLE.parent / "reference" / "megatron.md"
+NAMES = (HERE / "megatron_flag_names.txt").read_text(encoding="utf-8").split()
+
+
+def test_every_flag_of_the_list_is_in_the_table() -> None:
+    assert len(NAMES) == 333 and len(set(NAMES)) == 333
+    assert [name for name in NAMES if name not in FLAGS] == []
+
+
+SHORTHAND = {
+    "--qk-clip*": "qk-clip",
+    "-buffer-size-gb": "inference-dynamic-batching-buffer-size-gb",
+    "-max-requests": "inference-dynamic-batching-max-requests",
+    "-max-tokens": "inference-dynamic-batching-max-tokens",
+}
+
+
+def spelled_out(text: str) -> list[str]:
+    """--adam-beta1/2 -> both; --lr-decay-iters/-samples -> both; --log-{a,b}-to-x -> both."""
+    if text in SHORTHAND:
+        return [SHORTHAND[text]]
+    text = text.removeprefix("--").partition(" ")[0]
+    if braces := re.fullmatch(r"(.*)\{(.*)\}(.*)", text):
+        return [f"{braces[1]}{middle}{braces[3]}" for middle in braces[2].split(",")]
+    first, *others = text.split("/")
+    found = [first]
+    for other in others:
+        if other.startswith("-"):
+            # The family that both end in: lr-decay-iters and -samples; wandb-project and -exp-name.
+            stem = [name for name in FLAGS if name.endswith(other) and first.startswith(name.removesuffix(other))]
+            found.append(max(stem, key=len))
+        elif other.isdigit():
+            found.append(first[:-1] + other)
+        else:
+            # One word in the middle or at the end; what follows it belongs to all.
+            word, dash, tail = other.partition("-")
+            found = [f"{name}{dash}{tail}" if not name.endswith(tail) else name for name in found]
+            stem = found[0].removesuffix(f"{dash}{tail}").rpartition("-")[0]
+            found.append("-".join(filter(None, (stem, f"{word}{dash}{tail}"))))
+    return found
+
+
+@pytest.mark.skipif(not REFERENCE.is_file(), reason=f"the reference of Megatron-LM's flags is not at {REFERENCE}")
+def test_the_list_is_that_of_the_reference() -> None:
+    text = REFERENCE.read_text(encoding="utf-8")
+    part = text[text.index("## 2. ") : text.index("## 3. ")]
+    spans = [span for span in re.findall(r"`([^`]*)`", part) if span.startswith("--") or span in SHORTHAND]
+    assert len(spans) > 300
+    found = [name for span in spans for name in spelled_out(span)]
+    assert sorted(set(found)) == sorted(NAMES)
+
+
+def test_settings_of_the_table_exist() -> None:
+    known = set(schema.names(RunConfig))
+    missing = {
+        (row.name, setting)
+        for row in FLAGS.values()
+        if isinstance(row.fate, Mapped)
+        for setting in row.fate.settings
+        if setting not in known
+    }
+    assert not missing
+
+
+def test_rows_are_whole() -> None:
+    for row in FLAGS.values():
+        match row.fate:
+            case Mapped(settings, by):
+                assert settings and (by is not None or len(settings) == 1), row.name
+            case Unnecessary(reason) | Refused(reason):
+                assert len(reason.split()) >= 3, row.name
+        assert row.kind is not bool or row.default in (None, False), row.name
+    for names in (*ONE_OF, *((one, other) for one, other, _ in ONLY_WITH)):
+        assert all(name in FLAGS for name in names), names
+
+
+def test_every_mapped_flag_has_a_case() -> None:
+    assert {name for name, row in FLAGS.items() if isinstance(row.fate, Mapped)} == set(CASES)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case is not None])
+def test_a_mapped_flag_changes_its_settings(name: str) -> None:
+    case = CASES[name]
+    before, after = ("", case) if isinstance(case, str) else case
+    old, found = flatten(config(before)), made(after)
+    assert not found.problems and not found.refused and found.config is not None, (found.problems, found.refused)
+    new = flatten(found.config)
+    settings = FLAGS[name].fate.settings
+    changed = {key for key in {*old, *new} if old.get(key) != new.get(key)}
+    touched = {key for key in changed if any(key == one or key.startswith(f"{one}.") for one in settings)}
+    assert touched or (settings == ("model.stack.pattern",) and changed), changed
+    told = [flag for flag, _ in found.mapped if flag.split()[0] == f"--{name}"]
+    assert told, (name, found.mapped, found.idle)
+
+
+def test_unknown_flags_are_errors_with_the_nearest_name() -> None:
+    assert "did you mean --tensor-model-parallel-size?" in problem("--tensor-model-paralel-size 2")
+    assert "no such flag is known" in problem("--frobnicate 7")
+    # Underscores and dashes are one, as some of Megatron-LM's own flags mix them.
+    assert config("--override-opt-param-scheduler").steps == 10
+    assert "--hidden-size: expected a whole number, got wide" in problem("--hidden-size wide")
+    assert "--bf16: takes no value, got 1: true" in problem("--bf16 true")
+    assert "--seed: takes one value, got 0: none" in problem("--seed ")
+    assert "before the first flag" not in problem("--seed 1 2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ("--fp16 --bf16", ("--fp16", "--bf16")),
+        ("--train-samples 100", ("--train-iters 10", "--train-samples 100")),
+        ("--rampup-batch-size 2 2 20 --step-batch-size-schedule 0:4", ("--rampup", "--step-batch-size-schedule 0:4")),
+        ("--lr-warmup-fraction .01 --lr-warmup-iters 3", ("--lr-warmup-fraction 0.01", "--lr-warmup-iters 3")),
+        ("--lr-decay-samples 7", ("--train-iters 10", "--lr-decay-samples 7")),
+        ("--swiglu --squared-relu", ("--swiglu", "--squared-relu")),
+        ("--data-path a", ("--mock-data", "--data-path a")),
+        ("--weight-decay-incr-style constant --start-weight-decay 0", ("--start-weight-decay", "constant")),
+        ("--recompute-activations --recompute-granularity full", ("--recompute-activations", "full")),
+        ("--recompute-granularity selective --recompute-method block", ("--recompute-method block", "full")),
+        ("--seq-length 64", ("--max-position-embeddings", "--seq-length 64")),
+        ("--use-distributed-optimizer --use-torch-fsdp2", ("--use-distributed-optimizer", "--use-torch-fsdp2")),
+        ("--save-interval 3 --save s --save-retain-interval 4", ("--save-interval 3", "--save-retain-interval 4")),
+        ("--global-batch-size 9", ("--global-batch-size 9", "--micro-batch-size 2")),
+    ],
+)
+def test_contradictions_name_both(changes: str, names: tuple[str, ...]) -> None:
+    text = problem(changes)
+    assert all(name in text for name in names), text
+
+
+@pytest.mark.parametrize("name", ["num-layers", "hidden-size", "seq-length", "micro-batch-size", "train-iters", "lr"])
+def test_what_must_be_given(name: str) -> None:
+    assert f"--{name}: must be given" in problem(f"--without {name}")
+
+
+def test_a_warm_up_of_zero_is_none() -> None:
+    assert config("--lr-warmup-fraction .5 --lr-warmup-iters 0").schedule.warmup_fraction == 0.5
+
+
+def test_defaults_are_megatrons() -> None:
+    cfg = config()
+    block = cfg.model.stack.pattern[0]
+    assert (block.mixer.dropout, block.dropout, cfg.model.dropout) == (0.1, 0.1, 0.1)
+    assert (block.mlp.activation, block.mlp.ffn, block.mlp.bias) == ("gelu_tanh", 256, True)
+    assert (cfg.model.tied, cfg.model.learned_positions, cfg.model.init_std) == (True, True, 0.02)
+    assert (cfg.model.recompute, cfg.batch.loss_average) == ("none", "microbatches")
+    assert (cfg.optimizer.weight_decay, cfg.optimizer.beta2, cfg.optimizer.clip) == (0.01, 0.999, 1.0)
+    assert (cfg.schedule.style, cfg.schedule.min_lr, cfg.schedule.decay_steps) == ("linear", 0.0, None)
+    assert (cfg.evaluation.batches, cfg.logging.every, cfg.seed) == (100, 100, 1234)
+    assert (cfg.precision.compute, cfg.parallel.data_sharding) == ("float32", "replicate")
+    assert (cfg.checkpoint.every, cfg.checkpoint.at_end, cfg.checkpoint.keep_last) == (None, False, None)
+    assert made("--without eval-interval").config.evaluation.every == 1000
+
+
+def test_gelu_is_exact_where_nothing_is_fused() -> None:
+    assert config("--disable-bias-linear").model.stack.pattern[0].mlp.activation == "gelu"
+    assert config("--no-bias-gelu-fusion").model.stack.pattern[0].mlp.activation == "gelu"
+    assert config("--swiglu --hidden-size 4096 --num-attention-heads 32").model.stack.pattern[0].mlp.ffn == 10880
+
+
+def test_vocabulary_is_padded_as_megatron_pads_it(tmp_path: Path) -> None:
+    assert config("--tensor-model-parallel-size 4").model.padded_vocabulary() == 512
+    assert config("--vocab-size 999 --padded-vocab-size 1008").model.padded_vocabulary() == 1008
+    odd = made("--make-vocab-size-divisible-by 1 --pipeline-model-parallel-size 3 --num-layers 6")
+    assert odd.config.model.vocabulary_multiple == 3 and "--make-vocab-size-divisible-by" in dict(odd.remarks)
+    file = tmp_path / "vocab.json"
+    file.write_text('{"a": 0, "b": 6}', encoding="utf-8")
+    assert config(f"{FILES} --vocab-file {file} --without vocab-size").model.vocabulary_size == 7
+    unread = made(f"{FILES} --without vocab-size")
+    assert unread.config.model.vocabulary_size == 50257 and "--vocab-file" in dict(unread.remarks)
+    hugging = "--tokenizer-type HuggingFaceTokenizer --without vocab-size --tokenizer-model"
+    assert "--vocab-size: must be given" in problem(f"{hugging} absent")
+    (tmp_path / "tokenizer.json").write_text(
+        '{"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 8, "content": "</s>"}]}', encoding="utf-8"
+    )
+    assert config(f"{hugging} {tmp_path}").model.vocabulary_size == 9
+
+
+def test_iterations_count_whole_batches_in_a_ramp() -> None:
+    plain = config("--lr-decay-iters 8 --lr-warmup-iters 2").schedule
+    assert (plain.decay_steps, plain.warmup_steps) == (8, 2)
+    ramped = config("--lr-decay-iters 8 --lr-warmup-iters 2 --rampup-batch-size 2 2 20").schedule
+    assert (ramped.decay_samples, ramped.warmup_samples) == (64, 16)
+    assert config("--rampup-batch-size 2 2 20").schedule.decay_samples == 80
+
+
+def test_samples_become_the_steps_that_megatron_counts() -> None:
+    cfg = config("--without train-iters --train-samples 100 --rampup-batch-size 2 2 60")
+    # 20 samples each of 2, 4 and 6 rows, begun while no more are consumed than the border: 10, 5 and 4 steps of them,
+    # 64 samples; then 36 in whole batches of 8.
+    assert (cfg.steps, cfg.schedule.decay_samples) == (10 + 5 + 4 + 4, 100)
+    short = config("--without train-iters --train-samples 15 --rampup-batch-size 2 2 60")
+    assert short.steps == 8
+    plain = config("--without train-iters --train-samples 101 --lr-decay-samples 12")
+    assert (plain.steps, plain.schedule.decay_samples) == (12, 12)
+    stepped = "--without train-iters --without global-batch-size --train-samples 100 --step-batch-size-schedule"
+    assert config(f"{stepped} 0:4,1K:8").steps == 8 + 68 // 8
+
+
+def test_a_step_schedule_ends_at_its_last_size() -> None:
+    cfg = config("--without global-batch-size --step-batch-size-schedule 0:4 1K:8 2M:16")
+    assert (cfg.batch.global_size, cfg.batch.ramp) == (16, StepRampConfig(sizes="0:4 1K:8 2M:16"))
+
+
+def test_loss_scales() -> None:
+    assert config("--fp16").precision.scale() == DynamicScaleConfig()
+    assert config("--fp16 --hysteresis 3").precision.loss_scale == DynamicScaleConfig(hysteresis=3)
+    assert config("--fp16 --loss-scale 256").precision.scale() == ConstantScaleConfig(value=256.0)
+    assert config("--bf16 --accumulate-allreduce-grads-in-fp32").precision.gradients == "float32"
+    assert "--hysteresis 3" in made("--bf16 --hysteresis 3").idle
+
+
+def test_layers_of_stages() -> None:
+    stages = "--num-layers 10 --pipeline-model-parallel-size 4"
+    assert config(
+        f"{stages} --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3"
+    ).parallel.layers == (1, 3, 3, 3)
+    virtual = "--num-layers 12 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+    cfg = config(f"{virtual} --decoder-first-pipeline-num-layers 4").parallel
+    assert (cfg.layers, cfg.schedule, cfg.virtual_stages) == ((2, 4, 2, 4), "interleaved", 2)
+    layout = config(
+        "--num-layers 11 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E,t*3|(tt|)*2,(t)*4L"
+    )
+    assert (layout.parallel.layers, layout.parallel.virtual_stages) == ((3, 2, 2, 4), 2)
+    empty = made("--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tt|t|L")
+    assert [flag.split()[0] for flag, _ in empty.refused] == ["--pipeline-model-parallel-layout"]
+    assert "--num-layers-per-virtual-pipeline-stage" in problem(
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3"
+    )
+    ends = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+    cut = f"--num-layers 6 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 {ends}"
+    assert config(cut).parallel.virtual_stages == 2
+
+
+def test_patterns_of_layers() -> None:
+    def windows(text: str) -> list[int | None]:
+        stack = config(f"--num-layers 6 --window-size 8,0 --window-attn-skip-freq {text}").model.stack
+        return [block.mixer.window for block in stack.pattern * stack.repeats]
+
+    assert windows("3") == [8, 8, None, 8, 8, None]
+    assert windows("'([1]*2+[0])*2'") == windows("3")
+    assert windows("[0,0,0,1,1,1]") == [None] * 3 + [8] * 3
+    without = config("--num-layers 4 --position-embedding-type rope --no-rope-freq 2").model.stack
+    assert [block.mixer.rope is None for block in without.pattern * without.repeats] == [False, True, False, True]
+    assert "a list of 2" in problem("--window-size 8,0 --window-attn-skip-freq [1,0]")
+    assert "__import__" in problem("--window-size 8,0 --window-attn-skip-freq __import__('os')")
+
+
+def test_optimizers() -> None:
+    assert isinstance(config("--optimizer sgd").optimizer, SGDConfig)
+    assert config("--optimizer lion").optimizer == LionConfig()
+    muon = config("--optimizer muon").optimizer
+    assert muon == MuonConfig(momentum=0.9, nesterov=False, beta2=0.999)
+    assert "--adam-beta1 0.8" in made("--optimizer sgd --adam-beta1 0.8").idle
+    assert [flag for flag, _ in made("--optimizer soap").refused] == ["--optimizer soap"]
+    blockwise = made("--optimizer muon --muon-tp-mode blockwise")
+    assert [flag for flag, _ in blockwise.refused] == ["--muon-tp-mode blockwise"]
+    odd = made("--use-precision-aware-optimizer --exp-avg-dtype bf16")
+    assert [flag for flag, _ in odd.refused] == ["--exp-avg-sq-dtype"]
+    half = made("--use-precision-aware-optimizer --main-grads-dtype bf16 --main-params-dtype fp16")
+    assert {flag for flag, _ in half.refused} == {"--main-grads-dtype bf16", "--main-params-dtype fp16"}
+
+
+def test_refused_values_and_harmless_ones() -> None:
+    assert [flag for flag, _ in made("--num-experts 8").refused] == ["--num-experts 8"]
+    assert [flag for flag, _ in made("--tokenizer-type TikTokenizer").refused] == ["--tokenizer-type TikTokenizer"]
+    assert [flag for flag, _ in made("--dataloader-type cyclic").refused] == ["--dataloader-type cyclic"]
+    assert [flag for flag, _ in made("--eval-micro-batch-size 4").refused] == ["--eval-micro-batch-size 4"]
+    assert made("--eval-global-batch-size 8 --dataloader-type single").refused == ()
+    # A flag that is refused may still be given with the value it has anyway.
+    harmless = made("--cp-comm-type p2p --num-distributed-optimizer-instances 1 --timing-log-level 0")
+    assert not harmless.refused and len(harmless.unnecessary) == 3
+    assert made("--context-parallel-size 1 --expert-model-parallel-size 1").refused == ()
+    assert [flag for flag, _ in made("--context-parallel-size 2 --seq-length 32").refused] == [
+        "--context-parallel-size 2"
+    ]
+
+
+def test_a_split_may_keep_quotes_and_blanks() -> None:
+    # "--split '99,1,0'" in an array that a script splits at blanks keeps its quotes.
+    words = [*line("--without mock-data --data-path a").split(), "--split", "'99, 1,0'"]
+    assert convert([Word(word) for word in words]).config.data.split == "99,1,0"
+
+
+def test_data_comes_from_files_of_paths(tmp_path: Path) -> None:
+    words, splits = tmp_path / "words", tmp_path / "splits.json"
+    words.write_text("0.3 a\n0.7 b\n", encoding="utf-8")
+    assert config(f"--without mock-data --data-args-path {words}").data.paths == ("0.3", "a", "0.7", "b")
+    splits.write_text('{"train": ["a", "b"], "valid": ["c"], "test": null}', encoding="utf-8")
+    data = config(f"--without mock-data --per-split-data-args-path {splits}").data
+    assert (data.train_paths, data.valid_paths, data.test_paths) == (("a", "b"), ("c",), ())
+    assert "cannot be read" in problem("--without mock-data --data-args-path absent")
+    assert "--data-path: no data" in problem("--without mock-data")
+
+
+def test_where_a_run_starts_from() -> None:
+    same = config("--save s --load s --save-interval 5").checkpoint
+    assert (same.load, same.every, same.keep_last, same.at_end) == (None, 5, None, True)
+    kept = config("--save s --save-interval 5 --save-retain-interval 10").checkpoint
+    assert (kept.keep_last, kept.keep_every) == (1, 10)
+    assert config("--async-save").checkpoint.asynchronous
+    assert config("--exit-signal-handler").resilience.save_on_signal
+
+
+def test_weights_that_are_spread_are_gathered_again() -> None:
+    for name in ("--use-megatron-fsdp", "--use-torch-fsdp2"):
+        found = made(name)
+        assert found.config.model.recompute == "selective" and name in dict(found.remarks)
+    assert config("--use-megatron-fsdp --recompute-granularity full").model.recompute == "full"
+    kept = config("--use-megatron-fsdp --data-parallel-sharding-strategy optim")
+    assert (kept.model.recompute, kept.parallel.data_sharding) == ("none", "zero1")
+
+
+def test_to_map_a_flag_is_to_change_its_row() -> None:
+    words = [Word(word) for word in f"{line()} --sample-rate 7".split()]
+    assert [text for text, _ in convert(words).refused] == ["--sample-rate 7.0"]
+    table = {**FLAGS, "sample-rate": flag("sample-rate", int, to("schedule.decay_steps"))}
+    found = convert(words, table=table)
+    assert found.config.schedule.decay_steps == 7 and not found.refused
+    assert ("--sample-rate 7", "schedule.decay_steps=7") in found.mapped
+
+
+def test_without_a_global_batch_the_launcher_must_say_how_many_devices() -> None:
+    alone = "--without global-batch-size --tensor-model-parallel-size 2"
+    assert config(alone, devices=8).batch.global_size == 2 * 4
+    assert "how many devices share the work is not known" in problem(alone)
+
+
+def test_validation_sets_apart() -> None:
+    apart = "--without mock-data --train-data-path t --valid-data-path a/x b/x c --multiple-validation-sets"
+    cfg = config(apart)
+    assert {name: data.valid_paths for name, data in cfg.evaluation.sets.items()} == {
+        "x.0": ("a/x",),
+        "x.1": ("b/x",),
+        "c": ("c",),
+    }
+    assert (cfg.data.train_paths, cfg.data.valid_paths) == (("t",), ())
+    assert "--multiple-validation-sets" in problem(apart.replace("a/x b/x c", "0.5 a 0.5 b"))
+
+
+def test_the_steps_that_megatron_profiles() -> None:
+    assert config("--train-iters 20 --profile").profile.steps == "11:12"
+    assert config("--profile --profile-step-start 8 --profile-step-end 12").profile.steps == "9:10"
+    assert made("--profile").config.profile.steps is None
+
+
+def test_embeddings_with_a_spread_of_their_own_are_not_decayed() -> None:
+    assert not config("--embedding-init-method-std 1").optimizer.decay_embeddings
+    untied = config("--embedding-init-method-std 1 --untie-embeddings-and-output-weights").optimizer
+    assert untied.decay_embeddings and [(g.match, g.decay) for g in untied.groups] == [("tokens", 0), ("positions", 0)]
+
+
+def test_the_table_in_the_docs_is_the_codes() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == replaced(page), "python -m megajax.tools.flag_table writes it again"
+    listed = re.findall(r"^\| `--([\w-]+)`", page.partition(BEGIN)[2], re.MULTILINE)
+    assert sorted(listed) == sorted(FLAGS)
