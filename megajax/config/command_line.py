@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import megajax.config.schema as schema
@@ -206,6 +207,9 @@ def report(error: UserError) -> None:
 
 def use_devices(devices: str | None) -> None:
     """Set what jax reads at its import: cpu:8 is eight CPU devices, gpu insists on GPUs, None leaves it to jax."""
+    if not any(Path("/dev").glob("nvidia*")):
+        # The plugin of the extra aot is there without a GPU, and would print pages on missing CUDA libraries.
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     if devices is None:
         return
     count = _cpu_count(devices)
