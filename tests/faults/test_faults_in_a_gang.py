@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import gangs
+import pytest
 
 
 def events(folder: Path, name: str) -> list[dict]:
@@ -11,6 +12,7 @@ def events(folder: Path, name: str) -> list[dict]:
     return [line for line in lines if line["event"] == name]
 
 
+@pytest.mark.slow
 def test_a_passing_fault_leaves_no_trace_in_a_gang_either(tmp_path):
     losses = {}
     with gangs.started(tmp_path) as start:

@@ -73,7 +73,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 0)], ids=str
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow),
+        (signal.SIGKILL, -signal.SIGKILL),
+        (signal.SIGINT, 0),
+    ],
+    ids=str,
 )
 def test_the_same_losses_after(number: int, code: int, undisturbed: dict[int, str], tmp_path: Path) -> None:
     assert interrupt(tmp_path, number) == code

@@ -28,7 +28,7 @@ def test_what_is_ahead_ends_with_the_row_and_the_document():
 @pytest.mark.parametrize(
     ("name", "parallel"),
     [
-        ("tied, dropout", ParallelConfig(pipeline=2, data=1, schedule="1f1b")),
+        pytest.param("tied, dropout", ParallelConfig(pipeline=2, data=1, schedule="1f1b"), marks=pytest.mark.slow),
         ("untied", ParallelConfig(pipeline=2, data=2, tensor=2, sequence=True, schedule="1f1b")),
     ],
 )

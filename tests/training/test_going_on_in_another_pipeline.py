@@ -51,7 +51,13 @@ def whole(tmp_path_factory) -> dict[int, float]:
     return one_run(tmp_path_factory.mktemp("whole"), (ParallelConfig(data=1),))
 
 
-@pytest.mark.parametrize("legs", LEGS.values(), ids=LEGS)
+@pytest.mark.parametrize(
+    "legs",
+    [
+        pytest.param(legs, id=name, marks=[pytest.mark.slow] if name.startswith("pipeline4") else [])
+        for name, legs in LEGS.items()
+    ],
+)
 def test_a_run_goes_on_in_another_pipeline(tmp_path, whole, legs):
     assert one_run(tmp_path, legs) == pytest.approx(whole, rel=1e-5)
 
