@@ -54,7 +54,7 @@ def whole(tmp_path_factory) -> dict[int, float]:
 @pytest.mark.parametrize(
     "legs",
     [
-        pytest.param(legs, id=name, marks=[pytest.mark.slow] if name.startswith("pipeline4") else [])
+        pytest.param(legs, id=name, marks=[pytest.mark.slow] if name.startswith("interleaved") else [])
         for name, legs in LEGS.items()
     ],
 )
