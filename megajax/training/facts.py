@@ -95,15 +95,19 @@ def _pipeline(run: Run) -> list[tuple[str, str]]:
 
 def _batch(run: Run) -> list[tuple[str, str]]:
     batch, replicas = run.cfg.batch, run.mesh.shape["data"] * run.mesh.shape["expert"]
-    tokens = run.cfg.tokens_per_step()
+    rows = run.program.sizes.sizes()[-1].rows
+    tokens = rows * run.cfg.model.sequence_length
+    whole = run.program.sizes.samples(run.cfg.steps) * run.cfg.model.sequence_length
     return [
         (
             "rows per step",
-            f"{batch.global_size} = {run.program.microbatches} microbatches x {replicas} data-parallel x "
-            f"{batch.micro_size} rows",
+            f"{rows} = {run.program.microbatches} microbatches x {replicas} data-parallel x {batch.micro_size} rows",
         ),
         ("tokens per step", f"{tokens:,} ({run.cfg.model.sequence_length} per row)"),
-        ("whole run", f"{run.cfg.steps:,} steps, {count(run.cfg.steps * tokens)} tokens"),
+        (
+            "whole run",
+            f"{run.cfg.steps:,} steps, {count(whole)} tokens",
+        ),
         ("loss average", batch.loss_average),
     ]
 

@@ -65,9 +65,6 @@ class RunConfig:
         sizes = self.parallel.sizes(devices)
         return sizes[BATCH_AXES[0]] * sizes[BATCH_AXES[1]]
 
-    def tokens_per_step(self) -> int:
-        return self.batch.global_size * self.model.sequence_length
-
     def batch_sizes(self, replicas: int) -> Any:
         """The BatchSizes of the run on that many data-parallel devices."""
         return self.batch.build(replicas, sequence_length=self.model.sequence_length)
