@@ -20,10 +20,10 @@ from megajax.layers.config import (
     DenseMLPConfig,
     GatedMLPConfig,
     LayerNormConfig,
-    Recompute,
     RopeConfig,
     StackConfig,
 )
+from megajax.layers.kept import Recompute
 from megajax.layers.param import Normal
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh

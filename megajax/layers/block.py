@@ -27,9 +27,9 @@ class Block(nnx.Module):
         )
         return x + self.drop(self.mlp(self.whole(self.mlp_norm(x))), ctx, MLP_PLACE)
 
-    def whole(self, x: Array) -> Array:
-        """Every device of `tensor` gets the whole sequence."""
-        return self.layout.act(x, "batch", "seq", "embed")
+    def whole(self, normed: Array) -> Array:
+        """A norm's output, of which every device of `tensor` gets the whole sequence."""
+        return self.layout.act(checkpoint_name(normed, "norm"), "batch", "seq", "embed")
 
     def drop(self, x: Array, ctx: Context, place: int) -> Array:
         """Dropout of a sub-layer's output."""

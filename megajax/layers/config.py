@@ -174,6 +174,8 @@ class RelativeBiasConfig(Builds):
     """From here on all distances are one."""
     both_ways: bool = False
     """Keys after the query have buckets of their own, half of them."""
+    shared: bool = False
+    """One table for all layers of a stack, as T5 has it, rather than one for each."""
 
     def problems(self) -> list[Problem]:
         each = self.buckets // 2 if self.both_ways else self.buckets
@@ -206,7 +208,7 @@ class AttentionConfig(Builds):
     rope: RopeConfig | None = None
     """Rotary positions; none: the model has positions elsewhere, or this layer none."""
     relative: RelativeBiasConfig | None = None
-    """Learned bias of scores by distance, with weights of this layer's own; none: none."""
+    """Learned bias of scores by distance; none: none."""
     window: int | None = None
     """Keys a query sees before its own: with 8 it sees 9 tokens, itself and 8 before; none: all before it."""
     sink: Literal["none", "zero", "learned"] = "none"
@@ -436,9 +438,10 @@ class BlockConfig(Builds):
         return []
 
 
-type Recompute = Literal["none", "selective", "full"]
-"""What the backward pass computes again instead of keeping it: nothing; all but the inputs and outputs of matmuls; all
-but each layer's input."""
+def shared_bias(block: BlockConfig) -> RelativeBiasConfig | None:
+    """The table a block shares with others of its stack."""
+    relative = block.mixer.relative if isinstance(block.mixer, AttentionConfig) else None
+    return relative if relative is not None and relative.shared else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -457,6 +460,15 @@ class StackConfig(Builds):
             found.append(Problem("pattern", "needs at least one block"))
         if self.repeats < 1:
             found.append(Problem("repeats", f"must be at least 1, got {self.repeats}"))
+        tables = {(block.mixer.heads, bias) for block in self.pattern if (bias := shared_bias(block)) is not None}
+        if len(tables) > 1:
+            found.append(
+                Problem(
+                    "pattern",
+                    "blocks that share a table of relative biases differ in it, or in heads",
+                    "make them alike",
+                )
+            )
         return found
 
     @classmethod

@@ -20,6 +20,8 @@ class Context(NamedTuple):
     """int32 [B, S]: number of the document; None when a row is one document."""
     row_keys: Array | None = None
     """uint32 [B, 2]: random key of each row; None for a deterministic forward."""
+    bias: Array | None = None
+    """[buckets, N]: a table of relative biases that all layers share; a weight, set where gradients are taken."""
 
     def for_layer(self, layer: Array | int) -> "Context":
         """The context with each row's key folded with the number of the layer."""

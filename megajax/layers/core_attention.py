@@ -10,6 +10,7 @@ from megajax.kernels.attention import KERNELS, AttentionDropout, Mask, cudnn_ref
 from megajax.layers.config import AttentionConfig, MixerConfig
 from megajax.layers.context import Context, fold_rows
 from megajax.layers.param import ZEROS, Site, param
+from megajax.layers.relative import biases
 
 DROPOUT_PLACE = 1
 
@@ -33,11 +34,12 @@ class CoreAttention(nnx.Module):
         if cfg.sink == "learned":
             self.sink = param((cfg.heads,), ("heads",), init=ZEROS, role="bias")
         relative = cfg.relative if isinstance(cfg, AttentionConfig) else None
-        self.relative = None if relative is None else relative.build(site, heads=cfg.heads)
+        self.bias = relative
+        self.relative = None if relative is None or relative.shared else relative.build(site, heads=cfg.heads)
 
     def __call__(self, q: Array, k: Array, v: Array, ctx: Context) -> Array:
         """q [B, S, N, H], k [B, S, K, H], v [B, S, K, U] -> [B, S, N, U], causal."""
-        cfg, relative = self.cfg, self.relative
+        cfg, bias = self.cfg, self.bias
         kernel = KERNELS[choose_kernel(cfg, q.dtype, head_dim=q.shape[-1], length=q.shape[1])]
         head_axes = self.layout.summed("heads")
         rate = 0.0 if ctx.row_keys is None else cfg.dropout
@@ -45,7 +47,7 @@ class CoreAttention(nnx.Module):
             jnp.zeros((q.shape[0], 2), jnp.uint32) if ctx.row_keys is None else fold_rows(ctx.row_keys, DROPOUT_PLACE)
         )
         segments = jnp.zeros(q.shape[:2], jnp.int32) if ctx.segments is None else ctx.segments
-        weights = self.weights()
+        weights = self.weights(ctx)
 
         def local(
             q: Array, k: Array, v: Array, index: Array, segments: Array, keys: Array, weights: Mapping[str, Array]
@@ -61,7 +63,7 @@ class CoreAttention(nnx.Module):
                 scale=self.scale,
                 dropout=drop,
                 sink=jnp.zeros(q.shape[2]) if cfg.sink == "zero" else weights.get("sink"),
-                bias=None if relative is None else relative.of(weights["table"], index, index),
+                bias=None if bias is None else biases(bias, weights["table"], index, index),
             )
 
         queries, keyed = ("batch", "seq", "heads", "head_dim"), ("batch", "seq", "kv_heads", "head_dim")
@@ -69,7 +71,9 @@ class CoreAttention(nnx.Module):
         ins = (queries, keyed, keyed, ("seq",), ("batch", "seq"), ("batch", None), axes)
         return self.layout.island(local, ins, queries)(q, k, v, ctx.index, segments, keys, weights)
 
-    def weights(self) -> dict[str, Array]:
+    def weights(self, ctx: Context) -> dict[str, Array]:
         """Those of the kernel itself, each cut over devices with the heads."""
         found = {"sink": self.sink[...]} if self.cfg.sink == "learned" else {}
-        return found if self.relative is None else found | {"table": self.relative.table[...]}
+        if self.bias is None:
+            return found
+        return found | {"table": ctx.bias if self.relative is None else self.relative.table[...]}

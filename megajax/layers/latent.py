@@ -65,14 +65,14 @@ class LatentAttention(nnx.Module):
     def latent(self, x: Array) -> Array:
         """[B, S, D] -> what keys and values are made of [B, S, R]."""
         latent = self.layout.dot("bsd,dr->bsr", x, self.down[...], "batch", "seq", None)
-        return latent if self.cfg.norm is None else self.norm(latent)
+        return checkpoint_name(latent if self.cfg.norm is None else self.norm(latent), "latent")
 
     def query_latent(self, x: Array) -> Array:
         """[B, S, D] -> what queries are made of [B, S, R], or x itself."""
         if self.cfg.query_rank is None:
             return x
         latent = self.layout.dot("bsd,dr->bsr", x, self.query_down[...], "batch", "seq", None)
-        return latent if self.cfg.norm is None else self.query_norm(latent)
+        return checkpoint_name(latent if self.cfg.norm is None else self.query_norm(latent), "latent")
 
 
 def score_scale(cfg: LatentAttentionConfig, site: Site) -> float:

@@ -36,7 +36,7 @@ class DenseMLP(nnx.Module):
         up = self.layout.dot("bsd,df->bsf", x, self.up[...], "batch", "seq", "mlp")
         if self.cfg.bias:
             up = up + self.up_bias[...][None, None]
-        inner = ACTIVATIONS[self.cfg.activation](checkpoint_name(up, "mlp"))
+        inner = checkpoint_name(ACTIVATIONS[self.cfg.activation](checkpoint_name(up, "mlp")), "activation")
         y = self.layout.dot("bsf,fd->bsd", inner, self.down[...], "batch", "seq_residual", "embed")
         return self.layout.add_bias(y, self.down_bias[...]) if self.cfg.bias else y
 
@@ -62,6 +62,6 @@ class GatedMLP(nnx.Module):
         gate, up = checkpoint_name(gate, "mlp"), checkpoint_name(up, "mlp")
         if self.cfg.clamp is not None:
             gate, up = jnp.minimum(gate, self.cfg.clamp), jnp.clip(up, -self.cfg.clamp, self.cfg.clamp)
-        inner = ACTIVATIONS[self.cfg.activation](gate) * (up + self.cfg.offset)
+        inner = checkpoint_name(ACTIVATIONS[self.cfg.activation](gate) * (up + self.cfg.offset), "activation")
         y = self.layout.dot("bsf,fd->bsd", inner, self.down[...], "batch", "seq_residual", "embed")
         return self.layout.add_bias(y, self.down_bias[...]) if self.cfg.bias else y

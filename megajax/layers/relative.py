@@ -13,13 +13,13 @@ class RelativeBias(nnx.Module):
     """A table [buckets, N] that is cut over devices with the heads."""
 
     def __init__(self, cfg: RelativeBiasConfig, site: Site, *, heads: int):
-        self.cfg = cfg
         self.table = param((cfg.buckets, heads), (None, "heads"), init=Normal(site.std))
 
-    def of(self, table: Array, query_index: Array, key_index: Array) -> Array:
-        """table [buckets, heads here], places in the row int32 [S] and [T] -> [heads here, S, T]."""
-        found = table[bucket(self.cfg, key_index[None, :] - query_index[:, None])]
-        return jnp.moveaxis(found, -1, 0)
+
+def biases(cfg: RelativeBiasConfig, table: Array, query_index: Array, key_index: Array) -> Array:
+    """table [buckets, heads here], places in the row int32 [S] and [T] -> [heads here, S, T]."""
+    found = table[bucket(cfg, key_index[None, :] - query_index[:, None])]
+    return jnp.moveaxis(found, -1, 0)
 
 
 def bucket(cfg: RelativeBiasConfig, after: Array) -> Array:

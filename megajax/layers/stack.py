@@ -1,74 +1,141 @@
 """The residual tower: a pattern of blocks, scanned, with what the backward pass keeps chosen by name."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from megajax.batch import Params
-from megajax.layers.config import Recompute, StackConfig
+from megajax.layers.config import StackConfig, shared_bias
 from megajax.layers.context import Context
+from megajax.layers.kept import Kept, Recomputing
 from megajax.layers.param import Site, bind, dotted, stacked
 
-MATMUL_ENDS = ("query", "key", "value", "attention", "attention_statistics", "gate", "mlp", "residual")
-"""Names layers give to the tensors that matmuls produce or need; `selective` keeps these and recomputes the rest."""
+BLOCKS = "blocks."
+"""Where a stack's weights with a leading `layer` dimension are; the others are the same for all layers."""
+
+type Unit = Callable[[Params, Params, Array, Array, Context], Array]
+"""(weights, the stack's other weights, numbers, x, ctx) -> x: repeats that are differentiated as one.
+
+weights: by their paths in `blocks`, of one repeat a row of each, of n [n, ...]; numbers: int32 [] or [n], which they
+are. One row is taken outside: taken within, it would be kept as something computed rather than as an argument.
+"""
 
 
-def recomputed(layer: Callable, recompute: Recompute) -> Callable:
-    """A layer function that keeps for the backward pass only what the policy names."""
-    match recompute:
-        case "none":
-            return layer
-        case "selective":
-            policy = jax.checkpoint_policies.save_only_these_names(*MATMUL_ENDS)
-        case "full":
-            policy = jax.checkpoint_policies.nothing_saveable
+class Span(NamedTuple):
+    """Repeats that follow each other and keep the same for the backward pass."""
+
+    units: int
+    """How often `unit` is applied."""
+    together: int
+    """Repeats it takes."""
+    unit: Unit
+
+
+def recomputed(layer: Callable, kept: Kept) -> Callable:
+    """A layer function that keeps for the backward pass only what is said."""
+    policies = jax.checkpoint_policies
+    if kept.parts is None:
+        return layer
+    if kept.moved:
+        policy = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(kept.saved),
+            names_which_can_be_offloaded=list(kept.moved),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    else:
+        policy = policies.save_only_these_names(*kept.saved)
     return jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
 
 class Stack(nnx.Module):
     """pattern x repeats blocks, [B, S, D] -> [B, S, D]; each weight has a leading `layer` dimension of size repeats."""
 
-    def __init__(self, cfg: StackConfig, site: Site, *, recompute: Recompute):
-        self.pattern, self.repeats, self.layout, self.recompute = len(cfg.pattern), cfg.repeats, site.layout, recompute
+    def __init__(self, cfg: StackConfig, site: Site, *, recomputing: Recomputing):
+        self.pattern, self.repeats, self.layout = len(cfg.pattern), cfg.repeats, site.layout
+        self.recomputing = recomputing
         self.blocks = nnx.List(
             [
                 stacked(block.build(site), tuple(range(place, cfg.layers(), self.pattern)))
                 for place, block in enumerate(cfg.pattern)
             ]
         )
+        shared = [(block.mixer.heads, bias) for block in cfg.pattern if (bias := shared_bias(block)) is not None]
+        self.relative = shared[0][1].build(site, heads=shared[0][0]) if shared else None
 
     def __call__(self, x: Array, ctx: Context) -> Array:
-        body = self.layer()
+        weights, first = self.in_order(), 0
+        for units, together, unit in self.spans(self.repeats):
+            last = first + units * together
+            cut = (units, together) if together > 1 else (units,)
+            rows = {path: w[first:last].reshape(*cut, *w.shape[1:]) for path, w in weights.items()}
+            numbers = jnp.arange(first, last).reshape(cut)
 
-        def step(x: Array, row: tuple[Params, Array]) -> tuple[Array, None]:
-            weights, number = row
-            return body(weights, number, x, ctx), None
+            def step(x: Array, row: tuple[Params, Array], unit: Unit = unit) -> tuple[Array, None]:
+                return unit(row[0], self.common(), row[1], x, ctx), None
 
-        return jax.lax.scan(step, x, (self.in_order(), jnp.arange(self.repeats)))[0]
+            x, first = jax.lax.scan(step, x, (rows, numbers))[0], last
+        return x
 
-    def layer(self) -> Callable[[Params, Array, Array, Context], Array]:
-        """(weights, number, x, ctx) -> x: one repeat of the pattern, under the recompute policy.
+    def spans(self, repeats: int) -> list[Span]:
+        """How that many repeats in a row are differentiated: all there are, or a chunk of a stage.
 
-        weights: by their paths in `self.blocks`, one row of each; number: int32 [], which repeat of the model it is.
+        Raises ValueError where recompute_together does not divide them.
         """
+        chosen = self.recomputing
+        again = repeats if chosen.layers is None else min(chosen.layers // self.pattern, repeats)
+        found = []
+        for count, kept in ((again, chosen.kept()), (repeats - again, chosen.others())):
+            together = max(1, kept.together // self.pattern)
+            if count % together:
+                raise ValueError(f"{count} repeats cannot be computed again {together} together")
+            if count:
+                found.append(Span(count // together, together, self.unit(kept, together)))
+        return found
+
+    def unit(self, kept: Kept, together: int) -> Unit:
+        """`together` repeats of the pattern as one function, which keeps what is said."""
+        repeat = self.repeat("input" in kept.offloaded)
+        if together == 1:
+            return recomputed(repeat, kept)
+        # Each is computed again and then, while it is differentiated, keeps what matmuls need.
+        inner = recomputed(repeat, Recomputing().kept())
+
+        def unit(weights: Params, common: Params, numbers: Array, x: Array, ctx: Context) -> Array:
+            for row in range(together):
+                x = inner({path: w[row] for path, w in weights.items()}, common, numbers[row], x, ctx)
+            return x
+
+        return recomputed(unit, kept)
+
+    def repeat(self, named: bool) -> Unit:
+        """One repeat of the pattern, under no policy. named: x has a name, rather than being kept as an argument."""
         graph, state = nnx.split(self.blocks)
         axes = {dotted(path): leaf.axes[1:] for path, leaf in nnx.to_flat_state(state)}
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
 
-        def repeat(weights: Params, number: Array, x: Array, ctx: Context) -> Array:
+        def repeat(weights: Params, common: Params, number: Array, x: Array, ctx: Context) -> Array:
             used = {path: self.layout.gather(w, axes[path]) for path, w in weights.items()}
+            x = checkpoint_name(x, "input") if named else x
+            ctx = ctx._replace(bias=common.get("relative.table"))
             for place, block in enumerate(bind(nnx.merge(graph, abstract), used)):
                 x = block(x, ctx.for_layer(number * self.pattern + place))
             return x
 
-        return recomputed(repeat, self.recompute)
+        return repeat
 
     def in_order(self) -> Params:
         """The stacked weights by their paths in `self.blocks`, rows in the order of the layers."""
         return {dotted(path): _in_order(leaf) for path, leaf in nnx.to_flat_state(nnx.state(self.blocks))}
+
+    def common(self) -> Params:
+        """The weights that all layers share, by their paths in the stack."""
+        return {} if self.relative is None else {"relative.table": self.relative.table[...]}
 
 
 def _in_order(leaf: nnx.Param) -> Array:

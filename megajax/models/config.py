@@ -1,11 +1,12 @@
 """What a decoder can be told; importing this imports neither jax nor flax."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
-from megajax.layers.config import BlockConfig, NormConfig, Recompute, RMSNormConfig, StackConfig, above_zero
+from megajax.layers.config import BlockConfig, NormConfig, RMSNormConfig, StackConfig, above_zero
+from megajax.layers.kept import Part, Recompute, Recomputing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +88,15 @@ class DecoderConfig(Builds):
     width_scaling: WidthScalingConfig | None = None
     """Settings taken over from a narrower model; none: as they are."""
     recompute: Recompute = "selective"
-    """What the backward pass recomputes: none; selective: all but the ends of matmuls; full: all but layer inputs."""
+    """What the backward pass computes again: none; parts by name, as in norm,activation,mlp; selective, which is
+    norm,latent,activation; full, all but layer inputs. Attention scores and the like always are, unless none."""
+    recompute_layers: int | None = None
+    """Layers that do so, the first of each chunk of a stage; the others are selective, or none if these are; none:
+    all."""
+    recompute_together: int = 1
+    """With full, layers that keep the input of their first only and are computed again together."""
+    offload: tuple[Part, ...] = ()
+    """Kept parts that wait for the backward pass in host memory; input is the residual stream at a layer's start."""
     loss_chunk: int = 1024
     """Tokens whose float32 logits exist at once."""
 
@@ -99,6 +108,7 @@ class DecoderConfig(Builds):
         if not 0 <= self.dropout < 1:
             found.append(Problem("dropout", f"must be at least 0 and below 1, got {self.dropout}"))
         found += above_zero(init_std=self.init_std, embedding_std=self.embedding_std)
+        found += self._recompute_problems()
         blocks = {f"stack.pattern.{place}": block for place, block in enumerate(self.stack.pattern)}
         if self.prediction is not None:
             if self.prediction.block is not None:
@@ -109,6 +119,28 @@ class DecoderConfig(Builds):
         for where, block in blocks.items():
             for problem in block.mixer.shape_problems(hidden=self.hidden, length=self.sequence_length):
                 found.append(Problem(f"{where}.mixer.{problem.where}", problem.what, problem.hint))
+        return found
+
+    def recomputing(self) -> Recomputing:
+        """What each layer keeps for the backward pass."""
+        return Recomputing(
+            recompute=self.recompute,
+            layers=self.recompute_layers,
+            together=self.recompute_together,
+            offload=self.offload,
+        )
+
+    def _recompute_problems(self) -> list[Problem]:
+        names = {"layers": "recompute_layers", "together": "recompute_together"}
+        found = [replace(p, where=names.get(p.where, p.where)) for p in self.recomputing().problems()]
+        size = len(self.stack.pattern)
+        for name, count in (
+            ("recompute_layers", self.recompute_layers),
+            ("recompute_together", self.recompute_together if self.recompute_together > 1 else None),
+        ):
+            if size and count is not None and count % size:
+                what = f"{count} cuts the stack's pattern of {size} blocks"
+                found.append(Problem(name, what, f"use a multiple of {size}"))
         return found
 
     def predicting_blocks(self) -> tuple[BlockConfig, ...]:

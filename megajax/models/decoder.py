@@ -34,7 +34,7 @@ class DecoderLM(nnx.Module):
         self.tokens = param((vocabulary, cfg.hidden), ("vocab", "embed"), init=init)
         if cfg.learned_positions:
             self.positions = param((cfg.sequence_length, cfg.hidden), (None, "embed"), init=init)
-        self.stack = cfg.stack.build(site, recompute=cfg.recompute)
+        self.stack = cfg.stack.build(site, recomputing=cfg.recomputing())
         self.norm = cfg.norm.build(site)
         if not cfg.tied:
             self.head = param((vocabulary, cfg.hidden), ("vocab", "embed"), init=Normal(cfg.init_std))
@@ -95,7 +95,7 @@ class DecoderLM(nnx.Module):
             tokens, place = ahead(tokens, ctx.segments), ahead(place, ctx.segments)
             there = ctx._replace(positions=place).for_layer(EMBEDDING_PLACE - depth)
             embedded = self.enter(embedded_beside_loss(self.layout, self.look_up(tokens)), there)
-            run = recomputed(head, self.cfg.recompute)
+            run = recomputed(head, self.cfg.recomputing().kept())
             x = self.layout.act(run(x, embedded, ctx), "batch", "seq_residual", "embed")
             found.append(x)
         return found

@@ -15,7 +15,7 @@ Idle stages compute on whatever is there; what they make is never added (`where`
 B rows, S positions, D hidden; P stages, V chunks of each, L rows of stacked weights in a chunk, M microbatches.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -49,10 +49,23 @@ class Staged(NamedTuple):
     """(shared, rows) -> embeddings [B, S, D], by all stages together; the same on all of them, as is the cotangent."""
     enter: Callable[[Params, Array, Any], Array]
     """(shared, embeddings, context) -> input of the first layer [B, S, D]."""
-    layer: Callable[[Params, Array, Array, Any], Array]
-    """(a row of the stacked weights, its number in the model, x, context) -> x; with the recompute policy inside."""
+    spans: Sequence["Span"]
+    """The layers of a chunk, by what they keep for the backward pass."""
+    common: Callable[[Params], Params]
+    """shared -> those of them that every layer uses; by their paths in `shared`."""
     head: Callable[[Params, Array, Rows], tuple[Array, Sums]]
     """(shared, x, rows) -> loss to differentiate [] and what to report; its gradients are a stage's parts."""
+
+
+class Span(NamedTuple):
+    """Rows of a chunk that follow each other and keep the same for the backward pass."""
+
+    units: int
+    """How often `unit` is applied."""
+    together: int
+    """Rows it takes: n."""
+    unit: Callable[[Params, Params, Array, Array, Any], Array]
+    """(rows of the stacked weights, common weights, the rows' numbers, x, context) -> x; [n, ...] of each for n > 1."""
 
 
 class Segment(NamedTuple):
@@ -79,8 +92,8 @@ class Carry(NamedTuple):
     """On all stages, the output whose loss is made next."""
     outputs: Array
     """[output slots, B, S, D]: on the last stage, outputs that wait for their loss."""
-    ring: list[Array]
-    """[slots, L, ...] for each array that a layer saves."""
+    rings: list[list[Array]]
+    """For each span [slots, units, ...] for each array that a unit saves."""
     stacked: Params
     """Gradients of the stacked weights, added up."""
     shared: Params
@@ -120,6 +133,18 @@ def _take(array: Array, *index: Array) -> Array:
     """The array at these leading indices."""
     rest = array.shape[len(index) :]
     return lax.dynamic_slice(array, (*index, *[0] * len(rest)), (*[1] * len(index), *rest)).reshape(rest)
+
+
+def _rows[T](tree: T, first: Array, count: int) -> T:
+    """Row `first` of every array, or of several the rows from there on."""
+    if count == 1:
+        return _at(tree, first)
+    return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, count), tree)
+
+
+def _put_rows(array: Array, value: Array, first: Array, count: int) -> Array:
+    """The array with what `_rows` takes replaced."""
+    return lax.dynamic_update_slice_in_dim(array, value if count > 1 else value[None], first, 0)
 
 
 def _add(total: Params, new: Mapping[str, Array]) -> Params:
@@ -194,11 +219,11 @@ class Stage:
                 x, embedded, sums = carry
                 x, ctx, chunk, _ = self.enter(tick, x, embedded)
 
-                def one(row: Array, x: Array) -> Array:
-                    return self.passed_by(row, self.staged.layer(_at(self.stacked, row), self.number(row), x, ctx), x)
-
-                rows = self.partition.rows
-                y = lax.fori_loop(chunk * rows, (chunk + 1) * rows, one, x)
+                y = x
+                for first, span in self.spans():
+                    y = lax.fori_loop(
+                        0, span.units, lambda n, y, s=span, f=first: self.apply(s, self.row(chunk, f, s, n), y, ctx), y
+                    )
                 if which != "none":
                     ready, microbatch = self.to_all(y), jnp.asarray(leaving)[tick]
                     sums = self.maybe(
@@ -231,31 +256,47 @@ class Stage:
             dx=blank,
             ready=blank,
             outputs=self.layout.act(outputs, None, *RESIDUAL),
-            ring=self.buffers(self.saved(embedded), fill),
+            rings=[self.buffers(span, self.saved(span, embedded), fill) for span in self.staged.spans],
             stacked=zeros(self.stacked),
             shared=zeros(self.shared),
             sums=sums,
         )
 
-    def buffers(self, saved: Any, fill: float) -> list[Array]:
-        """The rings of the arrays that a layer saves: its input laid out as such, the others as the compiler likes."""
+    def buffers(self, span: Span, saved: Any, fill: float) -> list[Array]:
+        """The rings of the arrays that a unit saves: its input laid out as such, the others as the compiler likes."""
         inputs = len(jax.tree.leaves(saved.args_res))
         rings = []
         for place, leaf in enumerate(jax.tree.leaves(saved)):
             value = fill if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
-            ring = jnp.full((self.schedule.ring_slots, self.partition.rows, *leaf.shape), value, leaf.dtype)
+            ring = jnp.full((self.schedule.ring_slots, span.units, *leaf.shape), value, leaf.dtype)
             # A vjp lists the inputs it keeps before all else; x is the only one left among them.
-            rings.append(self.layout.act(ring, None, None, *RESIDUAL) if place < inputs else ring)
+            ring = self.layout.act(ring, None, None, *RESIDUAL) if place < inputs else ring
+            on_host = leaf.memory_space == jax.memory.Space.Host
+            rings.append(jax.device_put(ring, jax.memory.Space.Host) if on_host else ring)
         return rings
 
     def reported(self, x: Array) -> Sums:
         """Shapes of what a head reports."""
         return jax.eval_shape(lambda: self.staged.head(self.shared, x, self.rows(jnp.int32(0)))[1])
 
-    def saved(self, x: Array) -> Any:
-        """A layer's vjp as jax.ShapeDtypeStruct, without its inputs."""
+    def saved(self, span: Span, x: Array) -> Any:
+        """A unit's vjp as abstract arrays with their memory, without its inputs."""
         ctx = self.staged.context(self.rows(jnp.int32(0)))
-        return jax.eval_shape(lambda: self.differentiated(jnp.int32(0), x, ctx)[1])
+        traced, tree = jax.make_jaxpr(lambda: self.differentiated(span, jnp.int32(0), x, ctx)[1], return_shape=True)()
+        return jax.tree.unflatten(jax.tree.structure(tree), traced.out_avals)
+
+    def spans(self) -> list[tuple[int, Span]]:
+        """Each with the row of a chunk it begins at."""
+        firsts = np.cumsum([0, *(span.units * span.together for span in self.staged.spans)])
+        return [*zip(firsts.tolist(), self.staged.spans, strict=False)]
+
+    def row(self, chunk: Array, first: int, span: Span, unit: Array) -> Array:
+        """Of the stacked weights, where a unit of a span begins."""
+        return chunk * self.partition.rows + first + unit * span.together
+
+    def apply(self, span: Span, row: Array, x: Array, ctx: Any) -> Array:
+        """A unit's output."""
+        return self.passed_by(row, span.unit(*self.arguments(span, row), x, ctx), x)
 
     def tick(self, segment: Segment, tick: Array, c: Carry, scale: Array) -> Carry:
         """One tick of a segment."""
@@ -266,20 +307,20 @@ class Stage:
             c, from_loss = self.loss(segment.head, tick, c, scale)
         if segment.forward:
             embedded = self.look_up(tick + 1)
-            y, ring = self.forward(tick, c)
+            y, rings = self.forward(tick, c)
             # What travelled during the forward is used after it; without this it would be waited for before.
             travelled = from_after, from_loss, left, embedded
             (from_after, from_loss, left, embedded), y = lax.optimization_barrier((travelled, y))
-            c = c._replace(ring=ring, x=self.shift(y, 1), embedded=embedded, outputs=self.keep(tick, y, c))
+            c = c._replace(rings=rings, x=self.shift(y, 1), embedded=embedded, outputs=self.keep(tick, y, c))
             if segment.head != "none" and not self.early:
                 c, from_loss = self.loss(segment.head, tick, c._replace(ready=self.to_all(y)), scale)
         if segment.head != "none" and self.early:
             c = c._replace(ready=self.to_all(self.waiting(c.outputs, tick + 1)))
         if segment.backward:
             c = c._replace(shared=self.embedding_gradient(tick, left, c.shared))
-            dx, stacked = self.backward(tick, from_after, from_loss, c)
+            dx, stacked, shared = self.backward(tick, from_after, from_loss, c)
             (x, ready), dx = lax.optimization_barrier(((c.x, c.ready), dx))
-            c = c._replace(x=x, ready=ready, dx=dx, stacked=stacked)
+            c = c._replace(x=x, ready=ready, dx=dx, stacked=stacked, shared=shared)
         return c
 
     def enter(self, tick: Array, x: Array, embedded: Array) -> tuple[Array, Any, Array, Array]:
@@ -289,24 +330,34 @@ class Stage:
         first = (self.index == 0) & (chunk == 0)
         return jnp.where(first, self.staged.enter(self.shared, embedded, ctx), x), ctx, chunk, slot
 
-    def forward(self, tick: Array, c: Carry) -> tuple[Array, list[Array]]:
-        """(output, ring) of the tick's forward."""
+    def forward(self, tick: Array, c: Carry) -> tuple[Array, list[list[Array]]]:
+        """(output, rings) of the tick's forward."""
         x, ctx, chunk, slot = self.enter(tick, c.x, c.embedded)
+        rings = []
+        for (first, span), ring in zip(self.spans(), c.rings, strict=True):
 
-        def one(layer: Array, carry: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
-            x, ring = carry
-            row = chunk * self.partition.rows + layer
-            y, pull = self.differentiated(row, x, ctx)
-            ring = [_put(a, value, slot, layer) for a, value in zip(ring, jax.tree.leaves(pull), strict=True)]
-            return self.passed_by(row, y, x), ring
+            def one(n: Array, carry: tuple, first: int = first, span: Span = span) -> tuple[Array, list[Array]]:
+                x, ring = carry
+                row = self.row(chunk, first, span, n)
+                y, pull = self.differentiated(span, row, x, ctx)
+                ring = [_put(a, value, slot, n) for a, value in zip(ring, jax.tree.leaves(pull), strict=True)]
+                return self.passed_by(row, y, x), ring
 
-        return lax.fori_loop(0, self.partition.rows, one, (x, c.ring))
+            x, ring = lax.fori_loop(0, span.units, one, (x, ring))
+            rings.append(ring)
+        return x, rings
 
-    def differentiated(self, row: Array, x: Array, ctx: Any) -> tuple[Array, Any]:
-        """A layer's output and its vjp, from which all inputs but x are taken out."""
-        y, pull = jax.vjp(self.staged.layer, _at(self.stacked, row), self.number(row), x, ctx)
-        pull.args_res[0] = pull.args_res[1] = pull.args_res[3] = None
+    def differentiated(self, span: Span, row: Array, x: Array, ctx: Any) -> tuple[Array, Any]:
+        """A unit's output and its vjp, from which all inputs but x are taken out."""
+        y, pull = jax.vjp(span.unit, *self.arguments(span, row), x, ctx)
+        pull.args_res[:3], pull.args_res[4] = [None] * 3, None
         return y, pull
+
+    def arguments(self, span: Span, row: Array) -> tuple[Params, Params, Array]:
+        """A unit's weights and numbers."""
+        numbers = jnp.asarray(self.partition.numbers())[self.index]
+        weights, numbers = _rows((self.stacked, numbers), row, span.together)
+        return weights, self.staged.common(self.shared), numbers
 
     def loss(self, which: Which, tick: Array, c: Carry, scale: Array) -> tuple[Carry, Array]:
         """Loss of `ready`: what is reported and weight gradients added up, and the gradient of the output."""
@@ -322,28 +373,34 @@ class Stage:
         sums, shared, dy = self.maybe(which, microbatch, made, (c.sums, c.shared, jnp.zeros_like(c.ready)))
         return c._replace(sums=sums, shared=shared), self.over_stages(dy)
 
-    def backward(self, tick: Array, from_after: Array, from_loss: Array | None, c: Carry) -> tuple[Array, Params]:
-        """(gradient of the chunk's input, gradients of the stacked weights) after the tick's backward."""
+    def backward(
+        self, tick: Array, from_after: Array, from_loss: Array | None, c: Carry
+    ) -> tuple[Array, Params, Params]:
+        """(gradient of the chunk's input, gradients of the stacked and of the shared weights) after the tick."""
         microbatch, chunk, slot = self.entry(self.schedule.input_gradient, tick)
         ctx, live = self.staged.context(self.rows(microbatch)), microbatch >= 0
-        tree = jax.tree.structure(self.saved(c.x))
-        rows = self.partition.rows
-        dy = from_after
+        dy, stacked, shared = from_after, c.stacked, c.shared
         if from_loss is not None:
             dy = jnp.where(self.last & (chunk == self.schedule.chunks - 1), from_loss, dy)
+        for (first, span), ring in reversed([*zip(self.spans(), c.rings, strict=True)]):
+            tree = jax.tree.structure(self.saved(span, c.x))
 
-        def one(done: Array, carry: tuple[Array, Params]) -> tuple[Array, Params]:
-            dy, total = carry
-            layer = rows - 1 - done
-            row = chunk * rows + layer
-            pull = jax.tree.unflatten(tree, [_take(a, slot, layer) for a in c.ring])
-            pull.args_res[0], pull.args_res[1], pull.args_res[3] = _at(self.stacked, row), self.number(row), ctx
-            gradients, _, dx, _ = pull(dy)
-            counts = live & (self.number(row) >= 0) if self.partition.padded() else live
-            sums = _add({path: _take(g, row) for path, g in total.items()}, _where(counts, gradients))
-            return self.passed_by(row, dx, dy), {path: _put(total[path], g, row) for path, g in sums.items()}
+            def one(done: Array, carry: tuple, first: int = first, span: Span = span, ring=ring, tree=tree) -> tuple:
+                dy, stacked, common = carry
+                n = span.units - 1 - done
+                row = self.row(chunk, first, span, n)
+                pull = jax.tree.unflatten(tree, [_take(a, slot, n) for a in ring])
+                pull.args_res[:3], pull.args_res[4] = self.arguments(span, row), ctx
+                gradients, everywhere, _, dx, _ = pull(dy)
+                counts = live & (self.number(row) >= 0) if self.partition.padded() else live
+                sums = _add(_rows(stacked, row, span.together), _where(counts, gradients))
+                stacked = {path: _put_rows(stacked[path], g, row, span.together) for path, g in sums.items()}
+                return self.passed_by(row, dx, dy), stacked, _add(common, _where(counts, everywhere))
 
-        return lax.fori_loop(0, rows, one, (dy, c.stacked))
+            common = {path: shared[path] for path in self.staged.common(shared)}
+            dy, stacked, common = lax.fori_loop(0, span.units, one, (dy, stacked, common))
+            shared = {**shared, **common}
+        return dy, stacked, shared
 
     def leaving(self, tick: Array) -> Array:
         """Microbatch whose gradient left stage 0 in the tick before; -1 for none."""

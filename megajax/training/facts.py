@@ -7,12 +7,13 @@ from typing import Any
 import jax
 
 from megajax.layers.attention import choose_kernel
-from megajax.layers.stack import MATMUL_ENDS
+from megajax.layers.kept import Kept, words
 from megajax.metrics.text import count
 from megajax.models.flops import flops_per_token, parameter_count
 from megajax.models.memory import MemorySetting, memory_report
 from megajax.pipeline.check import measure
 from megajax.training.device_memory import size
+from megajax.training.kept_bytes import kept_bytes
 from megajax.training.session import Run
 
 type Section = tuple[str, list[tuple[str, str]]]
@@ -133,7 +134,7 @@ def _training(run: Run) -> list[tuple[str, str]]:
             f"compute {cfg.precision.compute}, weights {cfg.precision.params}, gradients {cfg.precision.gradients}",
         ),
         ("kernels", f"attention {'/'.join(kernels)}, cross-entropy in chunks of {cfg.model.loss_chunk} tokens"),
-        ("recompute", _recompute(cfg.model.recompute)),
+        *_recompute(run),
         (
             "optimizer",
             f"{type(cfg.optimizer).__name__.removesuffix('Config')}, decay {cfg.optimizer.weight_decay:g}, clip {clip}",
@@ -146,18 +147,33 @@ def _training(run: Run) -> list[tuple[str, str]]:
     ]
 
 
-def _recompute(policy: str) -> str:
-    """What the backward pass finds, and what it has to compute again."""
-    match policy:
-        case "none":
-            return "none: the backward pass keeps all it needs"
-        case "full":
-            return "full: every layer's input is kept, the rest computed again"
-    return f"{policy}: kept are {', '.join(map(_spaced, MATMUL_ENDS))}; norms, activations and the like computed again"
+def _recompute(run: Run) -> list[tuple[str, str]]:
+    """What the backward pass finds, and what it has to compute again: in words, and in bytes of a layer."""
+    chosen, layers = run.cfg.model.recomputing(), run.cfg.model.stack.layers()
+    text = f"{words(chosen.recompute)}: {_kept(chosen.kept())}"
+    if chosen.together > 1:
+        text = f"{words(chosen.recompute)}: {chosen.together} layers together keep the input of the first"
+    if chosen.layers is not None and chosen.layers < layers:
+        text += f", by the first {chosen.layers} layers of each chunk; by the others {_kept(chosen.others())}"
+    found = [("recompute", text)]
+    costs = kept_bytes(run.program)
+    several, share = len(costs) > 1, run.mesh.shape["tensor"]
+    cost = "; ".join(
+        (f"{kept.layers} of a chunk " if several else "")
+        + f"{size(kept.device)}"
+        + (f" and {size(kept.host)} in host memory" if kept.host else "")
+        + f", {size(kept.again)} computed again"
+        for kept in costs
+    )
+    over = f", over {share} devices" if share > 1 else ""
+    return [*found, ("kept by a layer", f"of a microbatch{over}: {cost}")]
 
 
-def _spaced(name: str) -> str:
-    return name.replace("_", " ")
+def _kept(kept: Kept) -> str:
+    if kept.parts is None:
+        return "all is kept that gradients need"
+    names = ", ".join(f"{part} (in host memory)" if part in kept.offloaded else part for part in kept.parts)
+    return f"kept are {names.replace('_', ' ')}, the rest computed again"
 
 
 def memory_formula(run: Run) -> str:
@@ -171,7 +187,7 @@ def memory_formula(run: Run) -> str:
         micro_size=batch.micro_size,
         microbatches=run.program.microbatches,
         zero1=parallel.data_sharding != "replicate",
-        sequence=parallel.sequence and run.cfg.model.recompute == "selective",
+        sequence=parallel.sequence and run.cfg.model.recompute not in ("none", "full"),
     )
     report = memory_report(run.cfg.model, setting)
     return (

@@ -9,17 +9,21 @@ from jax.sharding import Mesh, PartitionSpec
 from megajax.batch import Grads, LMBatch, Params
 from megajax.layers.context import Context
 from megajax.layers.param import bind
-from megajax.pipeline.executor import Stage, Staged
+from megajax.layers.stack import BLOCKS, Unit
+from megajax.models.decoder import DecoderLM
+from megajax.pipeline.executor import Span, Stage, Staged
 from megajax.pipeline.partition import Partition
 from megajax.pipeline.schedule import Schedule
 from megajax.training.grads import GradFn, Sums, Weights, over_replicas
 from megajax.training.loss import LossFn
 
-STACK = "stack.blocks."
+OTHERS = "stack."
+"""Where a stack's weights are that are not cut over stages."""
+STACK = OTHERS + BLOCKS
 """Where a model's stacked weights are."""
 
 
-def staged(weights: Weights, loss_fn: LossFn, key: Array | None) -> Staged:
+def staged(weights: Weights, loss_fn: LossFn, key: Array | None, partition: Partition) -> Staged:
     """A decoder cut at its stack. key: random key of the run for dropout, None for none."""
     model = weights.model
     shapes = {path: jax.ShapeDtypeStruct(spec.shape, "float32") for path, spec in weights.declared.items()}
@@ -34,7 +38,23 @@ def staged(weights: Weights, loss_fn: LossFn, key: Array | None) -> Staged:
         out = loss_fn.head(bind(model, shapes | dict(shared)), x, rows, key)
         return out.loss_sum, tuple(out)
 
-    return Staged(lambda rows: loss_fn.context(model, rows, key), look_up, enter, model.stack.layer(), head)
+    def common(shared: Params) -> Params:
+        return {path: shared[path] for path in shared if path.startswith(OTHERS)}
+
+    return Staged(
+        lambda rows: loss_fn.context(model, rows, key), look_up, enter, spans(model, partition.rows), common, head
+    )
+
+
+def spans(model: DecoderLM, repeats: int) -> list[Span]:
+    """The repeats of a chunk, as the stack wants them differentiated."""
+
+    def named(unit: Unit) -> Unit:
+        return lambda weights, common, numbers, x, ctx: unit(
+            weights, {path.removeprefix(OTHERS): w for path, w in common.items()}, numbers, x, ctx
+        )
+
+    return [Span(units, together, named(unit)) for units, together, unit in model.stack.spans(repeats)]
 
 
 type Schedules = Callable[[int], Schedule]
@@ -64,7 +84,7 @@ def pipelined(
 
     key: random key of the run for dropout, None for none; fill: what buffers hold before they are written.
     """
-    parts = staged(weights, loss_fn, key)
+    parts = staged(weights, loss_fn, key, partition)
 
     def local(params: Params, batch: LMBatch, scale: Array) -> tuple:
         stage = _stage(weights, (schedules, partition), parts, params, batch)
@@ -91,7 +111,7 @@ def pipelined_sums(
     weights: Weights, loss_fn: LossFn, mesh: Mesh, schedules: Schedules, partition: Partition
 ) -> Callable[[Params, LMBatch], Sums]:
     """(weights, batch [M, B, S]) -> metrics summed over the batch, without gradients or dropout."""
-    parts = staged(weights, loss_fn, None)
+    parts = staged(weights, loss_fn, None, partition)
 
     def local(params: Params, batch: LMBatch, scale: Array) -> Mapping[str, tuple[Array, Array]]:
         del scale

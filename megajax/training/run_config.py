@@ -9,6 +9,7 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import Problem
 from megajax.data.config import DataConfig
 from megajax.layers.config import BlockConfig, MixerConfig
+from megajax.layers.kept import words
 from megajax.mesh.config import BATCH_AXES, ParallelConfig
 from megajax.metrics.config import LoggingConfig, ProfileConfig
 from megajax.models.config import DecoderConfig
@@ -142,6 +143,27 @@ def _pipeline(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
         )
 
 
+def _together(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
+    """Layers that are computed again together are whole groups of a chunk, of layers that are all there."""
+    model, parallel = cfg.model, cfg.parallel
+    together, size = model.recompute_together, len(model.stack.pattern)
+    if together < 2 or not size or together % size or parallel.problems() or parallel.chunks() > model.stack.repeats:
+        return
+    chunks = parallel.layers or tuple(
+        model.stack.repeats // parallel.chunks() + (chunk < model.stack.repeats % parallel.chunks())
+        for chunk in range(parallel.chunks())
+    )
+    counts = {min(count * size, model.recompute_layers or count * size) for count in chunks}
+    if len(set(chunks)) > 1 or any(count % together for count in counts):
+        held = " and ".join(str(count * size) for count in sorted(set(chunks)))
+        yield Problem(
+            "model.recompute_together",
+            f"{together} does not divide what is computed again, {' or '.join(map(str, sorted(counts)))} of the {held} "
+            "layers of each chunk of a stage",
+            "chunks must be alike, and hold a multiple of it",
+        )
+
+
 def _vocabulary(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     parallel, vocabulary = cfg.parallel, cfg.model.padded_vocabulary()
     cuts = parallel.pipeline * parallel.tensor
@@ -193,11 +215,12 @@ def _tensor_in_block(where: str, block: BlockConfig, size: int) -> Iterator[Prob
 
 def _sharding(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     total = _known_devices(cfg, devices)
-    if cfg.parallel.data_sharding == "fsdp" and cfg.model.recompute == "none":
+    if cfg.parallel.data_sharding == "fsdp" and cfg.model.recomputing().keeps_all():
         yield Problem(
             "model.recompute",
-            "none with parallel.data_sharding=fsdp would keep every layer's gathered weights for the backward pass",
-            "use recompute=selective or full, or data_sharding=zero1",
+            f"{words(cfg.model.recompute)} with parallel.data_sharding=fsdp would keep gathered weights of every layer "
+            "for the backward pass",
+            "use recompute=selective or full for all layers, or data_sharding=zero1",
         )
     if total is None or cfg.parallel.data_sharding == "replicate" or cfg.parallel.problems():
         return
@@ -254,5 +277,6 @@ _CHECKS: tuple[Check, ...] = (
     _sharding,
     _batch,
     _pipeline,
+    _together,
     _schedule,
 )

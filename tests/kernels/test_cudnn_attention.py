@@ -26,6 +26,7 @@ from megajax.kernels.attention import Mask, cudnn_attention, cudnn_limits, cudnn
 from megajax.kernels.cudnn import OUTPUT, STATISTICS
 from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, StackConfig
 from megajax.layers.context import Context
+from megajax.layers.kept import Recomputing
 from megajax.layers.param import Site, bind, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
@@ -114,7 +115,7 @@ def test_a_stack_keeps_what_the_backward_kernel_needs_once(segments, recompute, 
     site = Site(layout=Layout(Plan.of(ParallelConfig())), hidden=hidden, std=0.3, output_std=0.3)
     block = BlockConfig(mixer=AttentionConfig(heads=HEADS, kv_heads=GROUPS, kernel="cudnn"), mlp=GatedMLPConfig(ffn=24))
     cfg = StackConfig(pattern=(block,), repeats=LAYERS)
-    stack = nnx.eval_shape(lambda: cfg.build(site, recompute=recompute))
+    stack = nnx.eval_shape(lambda: cfg.build(site, recomputing=Recomputing(recompute=recompute)))
     ctx = Context(jnp.asarray(INDEX)[None].repeat(ROWS, 0), jnp.asarray(INDEX), segments)
     weights = {path: jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16) for path, spec in specs(stack).items()}
     gradient = jax.grad(summed(lambda values, x: bind(stack, values)(x, ctx)))

@@ -71,6 +71,9 @@ VARIANTS = {
     "relative bias, sink of zero": model(
         replace(PLAIN, rope=None, relative=RelativeBiasConfig(buckets=8), sink="zero")
     ),
+    "relative bias that layers share": model(
+        *[replace(PLAIN, rope=None, relative=RelativeBiasConfig(buckets=8, shared=True), window=w) for w in (None, 3)]
+    ),
     "latent": model(
         LatentAttentionConfig(
             heads=4,

@@ -16,6 +16,7 @@ from megajax.layers.config import (
     RopeConfig,
     StackConfig,
 )
+from megajax.layers.kept import Recomputing
 from megajax.layers.param import ONES, ZEROS, Normal, ParamSpec, Site, bind, initial_values, param, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
@@ -36,7 +37,7 @@ def site(parallel: ParallelConfig | None = None) -> Site:
 
 def abstract(*pattern: BlockConfig, repeats: int) -> nnx.Module:
     cfg = StackConfig(pattern=pattern, repeats=repeats)
-    return nnx.eval_shape(lambda: cfg.build(site(), recompute="none"))
+    return nnx.eval_shape(lambda: cfg.build(site(), recomputing=Recomputing(recompute="none")))
 
 
 PARTS = ("mixer.key", "mixer.output", "mlp.gate", "mlp.up", "mlp_norm.gain")

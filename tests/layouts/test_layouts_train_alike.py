@@ -1,5 +1,6 @@
 """The same config trains to the same losses on every layout: with masked labels, isolated documents and dropout."""
 
+from dataclasses import replace
 from itertools import product
 
 import jax
@@ -8,7 +9,17 @@ import numpy as np
 import pytest
 from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, Trained, gpt, llama, rows, train
 
+from megajax.layers.config import RelativeBiasConfig
 from megajax.mesh.config import ParallelConfig
+from megajax.models.config import DecoderConfig
+
+
+def with_relative(relative: RelativeBiasConfig) -> DecoderConfig:
+    """Four layers with relative biases in place of rotary positions."""
+    plain = llama("selective", repeats=4)
+    block = plain.stack.pattern[0]
+    block = replace(block, mixer=replace(block.mixer, rope=None, relative=relative))
+    return replace(plain, stack=replace(plain.stack, pattern=(block,)))
 
 
 def on(data: int, tensor: int, sharding: str = "zero1", *, sequence: bool = False) -> ParallelConfig:
@@ -78,6 +89,30 @@ def test_the_run_learns_and_starts_where_it_should():
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_recomputation_does_not_matter(recompute):
     same(train(llama(recompute), ONE, microbatches=4), train(llama(), ONE, microbatches=4))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"recompute": ("norm", "activation", "mlp"), "recompute_layers": 1, "offload": ("query_key_value", "residual")},
+        {"recompute": "full", "recompute_together": 2, "offload": ("input",)},
+    ],
+    ids=["parts, of some layers, some in host memory", "two layers together, their input in host memory"],
+)
+@pytest.mark.parametrize("parallel", [ONE, ParallelConfig(pipeline=2, data=1, tensor=2)], ids=["alone", "pipeline"])
+def test_what_layers_keep_does_not_matter(changes, parallel):
+    model = llama("none", repeats=4)
+    same(train(replace(model, **changes), parallel, microbatches=4), train(model, ONE, microbatches=4))
+
+
+def test_a_table_for_all_layers_has_the_gradients_of_all():
+    """The table of T5's biases is used on every stage."""
+    model = with_relative(RelativeBiasConfig(buckets=8, shared=True))
+    found = train(model, ParallelConfig(pipeline=2, data=1, tensor=2), microbatches=4)
+    same(found, train(model, ONE, microbatches=4))
+    assert found.state.params["stack.relative.table"].shape == (8, 8)
+    apart = train(with_relative(RelativeBiasConfig(buckets=8)), ONE, microbatches=4)
+    assert abs(apart.losses[0] / found.losses[0] - 1) > 1e-6
 
 
 def test_evaluation_is_the_training_loss_without_dropout():

@@ -15,7 +15,7 @@ from megajax.batch import Grads
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig
 from megajax.pipeline import executor
-from megajax.pipeline.executor import Stage, segments
+from megajax.pipeline.executor import Span, Stage, segments
 from megajax.pipeline.schedule import assemble, build, one_f_one_b
 from megajax.planning.collectives import read
 from megajax.training.program import Program
@@ -169,8 +169,8 @@ def look_at(made: Program, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, .
     seen = []
     original = Stage.saved
 
-    def saved(self: Stage, x: jax.Array) -> Any:
-        out = original(self, x)
+    def saved(self: Stage, span: Span, x: jax.Array) -> Any:
+        out = original(self, span, x)
         seen.append([leaf.shape for leaf in jax.tree.leaves(out)])
         return out
 
@@ -185,14 +185,14 @@ def look_at(made: Program, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, .
 def test_what_a_vjp_saves_would_show_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above sees what it is for: with the inputs left in, the weights of a layer are among what it saves."""
 
-    def differentiated(self: Stage, row: Any, x: Any, ctx: Any) -> Any:
-        return jax.vjp(self.staged.layer, executor._at(self.stacked, row), self.number(row), x, ctx)
+    def differentiated(self: Stage, span: Span, row: Any, x: Any, ctx: Any) -> Any:
+        return jax.vjp(span.unit, *self.arguments(span, row), x, ctx)
 
     monkeypatch.setattr(Stage, "differentiated", differentiated)
     made = program(llama("selective", 4), stages(2), microbatches=8)
     seen = []
 
-    def buffers(self: Stage, saved: Any, fill: float) -> list:
+    def buffers(self: Stage, span: Span, saved: Any, fill: float) -> list:
         seen.extend(leaf.shape for leaf in jax.tree.leaves(saved))
         return []
 
