@@ -63,6 +63,9 @@ class UpdateConfig(Builds):
     """Largest global gradient norm, gradients are scaled down to it; none: no limit."""
     moments: Dtype = "float32"
     """How running averages are kept between steps; they are computed in float32."""
+    offload: float = 0.0
+    """Share of the running averages that waits in host memory between updates, largest first; 1: all. They are brought
+    to the device weight by weight while the update runs."""
     log_zeros: bool = False
     """Report the number of gradient elements that are exactly 0 with every step, as num_zeros."""
     log_parameter_norm: bool = False
@@ -73,6 +76,8 @@ class UpdateConfig(Builds):
         found = list(_from_zero(self, "weight_decay", "embedding_lr", "embedding_min_lr"))
         if self.clip is not None and not 0 < self.clip < inf:
             found.append(Problem("clip", f"must be a number above 0, got {self.clip}", "clip=none turns clipping off"))
+        if not 0 <= self.offload <= 1:
+            found.append(Problem("offload", f"is a share, from 0 to 1, got {self.offload:g}"))
         for name, beta in averages.items():
             if not 0 <= beta < 1:
                 found.append(Problem(name, f"must be at least 0 and below 1, got {beta}"))

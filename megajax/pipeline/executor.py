@@ -383,24 +383,35 @@ class Stage:
         if from_loss is not None:
             dy = jnp.where(self.last & (chunk == self.schedule.chunks - 1), from_loss, dy)
         for (first, span), ring in reversed([*zip(self.spans(), c.rings, strict=True)]):
-            tree = jax.tree.structure(self.saved(span, c.x))
-
-            def one(done: Array, carry: tuple, first: int = first, span: Span = span, ring=ring, tree=tree) -> tuple:
-                dy, stacked, common = carry
-                n = span.units - 1 - done
-                row = self.row(chunk, first, span, n)
-                pull = jax.tree.unflatten(tree, [_take(a, slot, n) for a in ring])
-                pull.args_res[:3], pull.args_res[4] = self.arguments(span, row), ctx
-                gradients, everywhere, _, dx, _ = pull(dy)
-                counts = live & (self.number(row) >= 0) if self.partition.padded() else live
-                sums = _add(_rows(stacked, row, span.together), _where(counts, gradients))
-                stacked = {path: _put_rows(stacked[path], g, row, span.together) for path, g in sums.items()}
-                return self.passed_by(row, dx, dy), stacked, _add(common, _where(counts, everywhere))
-
+            one = self.pulled(span, ring, (chunk, first, slot), ctx, live)
             common = {path: shared[path] for path in self.staged.common(shared)}
             dy, stacked, common = lax.fori_loop(0, span.units, one, (dy, stacked, common))
             shared = {**shared, **common}
         return dy, stacked, shared
+
+    def pulled(
+        self, span: Span, ring: list[Array], place: tuple[Array, int, Array], ctx: Any, live: Array
+    ) -> Callable[[Array, tuple], tuple]:
+        """(units done, (gradient of the output, of stacked and of common weights)) -> those after one unit more.
+
+        place: (chunk, row in it where the span begins, slot); live: whether this is more than an idle tick.
+        """
+        chunk, first, slot = place
+
+        def one(done: Array, carry: tuple) -> tuple:
+            dy, stacked, common = carry
+            n = span.units - 1 - done
+            row = self.row(chunk, first, span, n)
+            tree = jax.tree.structure(self.saved(span, dy))
+            pull = jax.tree.unflatten(tree, [_take(a, slot, n) for a in ring])
+            pull.args_res[:3], pull.args_res[4] = self.arguments(span, row), ctx
+            gradients, everywhere, _, dx, _ = pull(dy)
+            counts = live & (self.number(row) >= 0) if self.partition.padded() else live
+            sums = _add(_rows(stacked, row, span.together), _where(counts, gradients))
+            stacked = {path: _put_rows(stacked[path], g, row, span.together) for path, g in sums.items()}
+            return self.passed_by(row, dx, dy), stacked, _add(common, _where(counts, everywhere))
+
+        return one
 
     def leaving(self, tick: Array) -> Array:
         """Microbatch whose gradient left stage 0 in the tick before; -1 for none."""

@@ -1,7 +1,8 @@
 """Megatron-LM's flags about the network: one row each. Moving a flag from refused to a setting is changing its row."""
 
 from megajax.tools.flags import Flag, flag, needless, refused, to
-from megajax.tools.megatron_model import embedding, recompute, stack, vocabulary
+from megajax.tools.megatron_memory import recompute
+from megajax.tools.megatron_model import embedding, stack, vocabulary
 
 BLOCK = "model.stack.pattern.0"
 MIXER, MLP, NORM = f"{BLOCK}.mixer", f"{BLOCK}.mlp", f"{BLOCK}.norm"
@@ -195,14 +196,14 @@ EXPERTS: tuple[Flag, ...] = (
 MEMORY: tuple[Flag, ...] = (
     flag("recompute-activations", bool, to("model.recompute", by=recompute), default=False),
     flag("recompute-granularity", str, to("model.recompute", by=recompute)),
-    flag("recompute-method", str, to("model.recompute", by=recompute)),
-    flag("recompute-num-layers", int, to("model.recompute", by=recompute)),
+    flag("recompute-method", str, to("model.recompute_together", by=recompute)),
+    flag("recompute-num-layers", int, to("model.recompute_layers", by=recompute)),
     flag("recompute-modules", list, to("model.recompute", by=recompute), default=["core_attn"]),
     flag("checkpoint-activations", bool, refused("Megatron-LM has dropped it too: --recompute-granularity full")),
     flag("distribute-saved-activations", bool, needless("--sequence-parallel cuts what is kept over tensor devices")),
-    flag("fine-grained-activation-offloading", bool, refused("activations are not moved to the host in this version")),
-    flag("offload-modules", list, refused("activations are not moved to the host in this version")),
-    flag("cpu-offloading-num-layers", int, refused("activations are not moved to the host in this version"), default=0),
+    flag("fine-grained-activation-offloading", bool, to("model.offload", by=recompute), default=False),
+    flag("offload-modules", list, to("model.offload", by=recompute)),
+    flag("cpu-offloading-num-layers", int, refused("name what moves to host memory in model.offload"), default=0),
     flag("cuda-graph-impl", str, needless("a step is one compiled program"), default="none"),
     flag("cuda-graph-scope", list, needless("a step is one compiled program")),
     flag("cuda-graph-warmup-steps", int, needless("a step is one compiled program")),

@@ -10,7 +10,6 @@ HIDDEN = "the compiler starts communication early and hides it behind computatio
 BUCKETS = "gradients are reduced as the compiler groups them"
 NO_FP8 = "FP8 and FP4 are not in this version"
 NO_CONTEXT = "context parallelism is not in this version"
-NO_OFFLOAD = "optimizer state stays on the devices in this version"
 NO_WINDOW = "evaluation begins with the first step that evaluation.every divides"
 NO_RING = "how a sequence is exchanged is decided with context parallelism, which is not in this version"
 NVIDIA_NETWORK = "a setting of NCCL, which reads its environment variables here too"
@@ -60,9 +59,9 @@ OPTIMIZER: tuple[Flag, ...] = (
     flag("decoupled-lr", float, to("optimizer.embedding_lr", by=optimizer)),
     flag("decoupled-min-lr", float, to("optimizer.embedding_min_lr", by=optimizer)),
     flag("apply-wd-to-qk-layernorm", bool, to("optimizer.decay_qk_norms", by=optimizer), default=False),
-    flag("optimizer-cpu-offload", bool, refused(NO_OFFLOAD)),
-    flag("optimizer-offload-fraction", float, refused(NO_OFFLOAD), default=1.0),
-    flag("overlap-cpu-optimizer-d2h-h2d", bool, refused(NO_OFFLOAD)),
+    flag("optimizer-cpu-offload", bool, to("optimizer.offload", by=optimizer), default=False),
+    flag("optimizer-offload-fraction", float, to("optimizer.offload", by=optimizer), default=1.0),
+    flag("overlap-cpu-optimizer-d2h-h2d", bool, needless("the compiler orders copies beside the update")),
     flag("use-precision-aware-optimizer", bool, to("optimizer.moments", by=optimizer), default=False),
     flag("main-grads-dtype", str, to("optimizer.moments", by=optimizer), default="fp32"),
     flag("main-params-dtype", str, to("optimizer.moments", by=optimizer), default="fp32"),

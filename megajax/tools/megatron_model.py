@@ -273,30 +273,6 @@ def embedding(args: Arguments) -> Settings:
     return settings
 
 
-def recompute(args: Arguments) -> Settings:
-    """Nothing unless asked for."""
-    kind = "selective" if args["recompute-activations"] else args["recompute-granularity"]
-    if args["recompute-num-layers"] not in (None, 1) or args["recompute-method"] == "block":
-        args.remark(
-            "recompute-num-layers" if args.given("recompute-num-layers") else "recompute-method",
-            "every layer keeps its input and computes the rest again: the numbers are the same, time and memory differ",
-        )
-    if kind in ("selective", None):
-        modules = [name for name in args["recompute-modules"] if name != "core_attn"]
-        if modules and kind:
-            text = "selective recomputes attention scores, norms and activations; not the matmuls of these modules"
-            args.remark("recompute-modules", text)
-    whole = args["use-megatron-fsdp"] and args["data-parallel-sharding-strategy"] == "optim_grads_params"
-    if kind is None and (whole or args["use-torch-fsdp2"]):
-        # Kept whole for the backward pass, gathered weights would be all of them.
-        name = "use-megatron-fsdp" if whole else "use-torch-fsdp2"
-        args.remark(name, "goes with model.recompute=selective here, which gathers weights again and changes no number")
-        kind = "selective"
-    if kind not in (None, "selective", "full"):
-        args.wrong("recompute-granularity", f"expected selective or full, got {kind}")
-    return {"model.recompute": kind or "none"}
-
-
 def vocabulary(args: Arguments) -> Settings:
     """Tokenizer, size of the vocabulary, and what it is padded to a multiple of."""
     tokenizer, size = _tokenizer(args)

@@ -61,6 +61,7 @@ def optimizer(args: Arguments) -> Settings:
         "embedding_lr": args["decoupled-lr"],
         "embedding_min_lr": args["decoupled-min-lr"],
         "moments": _moments(args),
+        "offload": args["optimizer-offload-fraction"] if args["optimizer-cpu-offload"] else 0.0,
         "log_zeros": args["log-num-zeros-in-grad"],
         "log_parameter_norm": args["log-params-norm"],
     }

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from megajax.batch import Params
 from megajax.layers.param import ParamSpec, initial_values
 from megajax.mesh.rules import Plan, Rules
+from megajax.optim.offload import in_host_memory
 from megajax.optim.optimizer import Optimizer, OptimizerState
 from megajax.precision.loss_scale import UNSCALED, LossScaler
 
@@ -75,7 +76,7 @@ def state_shardings(declared: Mapping[str, ParamSpec], optimizer: Optimizer, pla
     return TrainState(
         step=everywhere,
         params=parameter_shardings(declared, plan.params, mesh),
-        optimizer=placed,
+        optimizer=in_host_memory(placed, abstract, optimizer.cfg.offload),
         loss_scale=everywhere,
         scale_counters=everywhere,
         consumed_samples=everywhere,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from megajax.batch import LMBatch, Params
+from megajax.optim.offload import at_rest, on_device
 from megajax.optim.optimizer import Optimizer, clip_factor, global_norm
 from megajax.optim.schedule import Schedule
 from megajax.precision.loss_scale import UNSCALED, LossScaler
@@ -47,7 +48,7 @@ def make_train_step(
     options: of the compiler, see megajax.config.xla; scaler: says what becomes of the loss scale.
     """
     parts = (part for part in shardings.optimizer.values() if isinstance(part, dict))
-    on_optimizer = {path: sharding for part in parts for path, sharding in part.items()}
+    on_optimizer = {path: sharding.with_memory_kind("device") for part in parts for path, sharding in part.items()}
 
     def train_step(state: TrainState, batch: LMBatch, told: Told = NOTHING) -> tuple[TrainState, Metrics]:
         out = grad_fn(state.params, batch, state.loss_scale)
@@ -62,7 +63,8 @@ def make_train_step(
         lr = schedule(state.scheduled_samples)
         params = place(state.params, on_optimizer)
         rates = partial(schedule.rates, state.scheduled_samples, optimizer.cfg.weight_decay)
-        updated, moments = optimizer.update(grads, state.optimizer, params, rates=rates)
+        before = on_device(state.optimizer, shardings.optimizer)
+        updated, moments = optimizer.update(grads, before, params, rates=rates)
         rows = batch.sample.size
         scale, counters = scaler.update(state.loss_scale, state.scale_counters, finite)
         reported = {
@@ -73,7 +75,7 @@ def make_train_step(
         new = TrainState(
             step=state.step + 1,
             params=place(select(made, updated, params), shardings.params),
-            optimizer=select(made, moments, state.optimizer),
+            optimizer=at_rest(select(made, moments, before), shardings.optimizer),
             loss_scale=scale,
             scale_counters=counters,
             consumed_samples=state.consumed_samples + jnp.uint32(rows),

@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flag_lines import CASES, FILES, config, line, made, problem
@@ -322,6 +323,44 @@ def test_where_a_run_starts_from() -> None:
     assert (kept.keep_last, kept.keep_every) == (1, 10)
     assert config("--async-save").checkpoint.asynchronous
     assert config("--exit-signal-handler").resilience.save_on_signal
+
+
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        ("--recompute-activations", {"recompute": "selective"}),
+        (
+            "--recompute-granularity selective --recompute-modules core_attn layernorm mlp",
+            {"recompute": ("norm", "latent", "mlp", "activation")},
+        ),
+        (
+            "--recompute-granularity selective --recompute-modules mla_up_proj",
+            {"recompute": ("norm", "query_key_value", "activation")},
+        ),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+            {"recompute": "full", "recompute_together": 2, "recompute_layers": None},
+        ),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+            {"recompute": "full", "recompute_together": 1, "recompute_layers": 1},
+        ),
+        (
+            "--fine-grained-activation-offloading --offload-modules moe_act core_attn qkv_linear attn_norm",
+            {"recompute": "selective", "offload": ("query_key_value", "mlp", "input")},
+        ),
+        ("--offload-modules core_attn", {"recompute": "none", "offload": ()}),
+    ],
+)
+def test_what_is_kept_and_where(words: str, settings: dict[str, Any]) -> None:
+    model = config(words).model
+    assert {name: getattr(model, name) for name in settings} == settings
+
+
+def test_moments_in_host_memory() -> None:
+    assert config("--optimizer-cpu-offload --optimizer-offload-fraction 0.5").optimizer.offload == 0.5
+    assert config("--optimizer-cpu-offload").optimizer.offload == 1
+    assert config("--optimizer-offload-fraction 0.5").optimizer.offload == 0
 
 
 def test_weights_that_are_spread_are_gathered_again() -> None:

@@ -1,0 +1,62 @@
+"""Moments that wait in host memory: which, that it changes no number, and that steps leave them there."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tiny_runs import llama, program, rows, start, within
+
+from megajax.mesh.config import ParallelConfig
+from megajax.optim.config import AdamWConfig, OptimizerConfig
+from megajax.optim.offload import HOST, in_host_memory
+from megajax.training.program import Program
+from megajax.training.state import TrainState
+
+PARALLEL = ParallelConfig(data=2, tensor=2, data_sharding="zero1")
+
+
+def made(optimizer: OptimizerConfig) -> Program:
+    whole = program(llama(), PARALLEL, microbatches=2)
+    return Program.of(replace(whole.cfg, optimizer=optimizer), whole.mesh)
+
+
+def trained(run: Program) -> TrainState:
+    with within(run):
+        state = start(run)
+        for seed in (1, 2):
+            batch = jax.tree.map(
+                lambda leaf, like: jax.device_put(leaf.reshape(like.shape), like.sharding), rows(seed), run.batch_like()
+            )
+            state, _ = run.train_step(state, batch)
+    return state
+
+
+def test_the_largest_moments_move_until_the_share_is_reached():
+    place = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("data",)), PartitionSpec())
+    sizes = {"a": 10, "b": 50, "c": 40}
+    shapes = {path: jax.ShapeDtypeStruct((n,), "float32") for path, n in sizes.items()}
+    shardings = {"count": place, "first": dict.fromkeys(sizes, place)}
+
+    def moved(share: float) -> set[str]:
+        found = in_host_memory(shardings, {"count": None, "first": shapes}, share)
+        assert found["count"] is place
+        return {path for path, sharding in found["first"].items() if sharding.memory_kind == HOST}
+
+    assert [moved(share) for share in (0, 0.5, 0.6, 0.9, 1)] == [set(), {"b"}, {"b", "c"}, {"b", "c"}, set(sizes)]
+
+
+def test_training_is_the_same_to_the_last_bit():
+    alone, away = (trained(made(AdamWConfig(offload=share))) for share in (0.0, 1.0))
+    kinds = {
+        leaf.sharding.memory_kind for name, part in away.optimizer.items() if name != "count" for leaf in part.values()
+    }
+    assert kinds == {HOST}
+    assert {leaf.sharding.memory_kind for leaf in away.params.values()} == {"device"}
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(away), jax.device_get(alone))
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5])
+def test_a_share_is_from_0_to_1(share):
+    assert [problem.where for problem in AdamWConfig(offload=share).problems()] == ["offload"]
