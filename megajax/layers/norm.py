@@ -1,4 +1,4 @@
-"""Normalisation over the last dimension, computed in float32.
+"""Normalisation over the last dimension, computed in float32; the result is in the weights' dtype, whatever x has.
 
 On the residual stream weights are [D] with the axis "embed"; `size` and `axis` say otherwise, for heads and latents.
 """
@@ -12,7 +12,7 @@ from megajax.layers.param import ONES, ZEROS, Site, param
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean) / sqrt(variance + epsilon) * gain + bias, [..., D] -> [..., D] in x's dtype."""
+    """(x - mean) / sqrt(variance + epsilon) * gain + bias, [..., D] -> [..., D]."""
 
     def __init__(self, cfg: LayerNormConfig, site: Site, *, size: int | None = None, axis: str | None = "embed"):
         self.cfg, self.layout = cfg, site.layout
@@ -26,11 +26,11 @@ class LayerNorm(nnx.Module):
         full = x.astype(jnp.float32)
         centred = full - full.mean(-1, keepdims=True)
         scale = lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + self.cfg.epsilon)
-        return (centred * scale * _factor(self.cfg, gain, x) + _row(bias, x)).astype(x.dtype)
+        return (centred * scale * _factor(self.cfg, gain, x) + _row(bias, x)).astype(gain.dtype)
 
 
 class RMSNorm(nnx.Module):
-    """x / sqrt(mean(x^2) + epsilon) * gain, [..., D] -> [..., D] in x's dtype."""
+    """x / sqrt(mean(x^2) + epsilon) * gain, [..., D] -> [..., D]."""
 
     def __init__(self, cfg: RMSNormConfig, site: Site, *, size: int | None = None, axis: str | None = "embed"):
         self.cfg, self.layout = cfg, site.layout
@@ -40,7 +40,7 @@ class RMSNorm(nnx.Module):
         return self.layout.rowwise(self.normalise, x, self.gain[...])
 
     def normalise(self, x: Array, gain: Array) -> Array:
-        return (_scaled(x, self.cfg.epsilon) * _factor(self.cfg, gain, x)).astype(x.dtype)
+        return (_scaled(x, self.cfg.epsilon) * _factor(self.cfg, gain, x)).astype(gain.dtype)
 
 
 class L2Norm(nnx.Module):

@@ -1,7 +1,7 @@
 """What a decoder can be told; importing this imports neither jax nor flax."""
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
@@ -79,6 +79,8 @@ class DecoderConfig(Builds):
     """The head uses the token embedding's table."""
     dropout: float = 0.0
     """Share of the embedding's output zeroed in training."""
+    residual: Literal["compute", "float32"] = "compute"
+    """The residual stream from embedding to last norm: in precision.compute, or in float32 whatever that is."""
     init_std: float = 0.02
     """Standard deviation of initial weights; of matrices that write to the residual stream: over sqrt(2 * layers)."""
     embedding_std: float | None = None

@@ -210,8 +210,9 @@ class Stage:
         """What the heads report, by forwards alone."""
         leaving = entering(self.schedule.forward, self.schedule.stages - 1, self.schedule.chunks - 1)
         first, last = int(np.flatnonzero(leaving >= 0)[0]), int(np.flatnonzero(leaving >= 0)[-1])
-        x = self.look_up(jnp.int32(0))
-        carry = x, x, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.reported(x))
+        embedded = self.look_up(jnp.int32(0))
+        x = self.blank(embedded, 0.0)
+        carry = x, embedded, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.reported(x))
         for span in ((0, first), (first, last + 1)):
             which = _which(leaving[slice(*span)])
 
@@ -247,20 +248,26 @@ class Stage:
     def start(self, zeros: Callable[[Params], Params], fill: float) -> Carry:
         """Before the first tick."""
         schedule, embedded = self.schedule, self.look_up(jnp.int32(0))
-        blank = self.layout.act(jnp.full_like(embedded, fill), *RESIDUAL)
+        blank = self.blank(embedded, fill)
         outputs = jnp.full((schedule.output_slots, *blank.shape), fill, blank.dtype)
-        sums = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.reported(embedded))
+        sums = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.reported(blank))
         return Carry(
             x=blank,
             embedded=embedded,
             dx=blank,
             ready=blank,
             outputs=self.layout.act(outputs, None, *RESIDUAL),
-            rings=[self.buffers(span, self.saved(span, embedded), fill) for span in self.staged.spans],
+            rings=[self.buffers(span, self.saved(span, blank), fill) for span in self.staged.spans],
             stacked=zeros(self.stacked),
             shared=zeros(self.shared),
             sums=sums,
         )
+
+    def blank(self, embedded: Array, fill: float) -> Array:
+        """What goes between stages before the first tick, like the input of a layer."""
+        ctx = self.staged.context(self.rows(jnp.int32(0)))
+        like = jax.eval_shape(lambda: self.staged.enter(self.shared, embedded, ctx))
+        return self.layout.act(jnp.full(like.shape, fill, like.dtype), *RESIDUAL)
 
     def buffers(self, span: Span, saved: Any, fill: float) -> list[Array]:
         """The rings of the arrays that a unit saves: its input laid out as such, the others as the compiler likes."""

@@ -2,7 +2,7 @@
 
 from megajax.tools.flags import Flag, flag, needless, refused, to
 from megajax.tools.megatron_memory import recompute
-from megajax.tools.megatron_model import embedding, stack, vocabulary
+from megajax.tools.megatron_model import embedding, residual, stack, vocabulary
 
 BLOCK = "model.stack.pattern.0"
 MIXER, MLP, NORM = f"{BLOCK}.mixer", f"{BLOCK}.mlp", f"{BLOCK}.norm"
@@ -103,7 +103,7 @@ ATTENTION: tuple[Flag, ...] = (
     flag("attention-softmax-in-fp32", bool, needless(FLOAT32)),
     flag("apply-query-key-layer-scaling", bool, needless("it guards float16 softmax; " + FLOAT32)),
     flag("no-query-key-layer-scaling", bool, needless("it guards float16 softmax; " + FLOAT32)),
-    flag("fp32-residual-connection", bool, refused("residuals are in precision.compute; float32 there gives them")),
+    flag("fp32-residual-connection", bool, to("model.residual", by=residual), default=False),
     flag("no-masked-softmax-fusion", bool, needless(FUSED)),
     flag("no-bias-swiglu-fusion", bool, needless(FUSED)),
     flag("no-bias-dropout-fusion", bool, needless(FUSED)),

@@ -273,6 +273,11 @@ def embedding(args: Arguments) -> Settings:
     return settings
 
 
+def residual(args: Arguments) -> Settings:
+    """The dtype of the residual stream."""
+    return {"model.residual": "float32" if args["fp32-residual-connection"] else "compute"}
+
+
 def vocabulary(args: Arguments) -> Settings:
     """Tokenizer, size of the vocabulary, and what it is padded to a multiple of."""
     tokenizer, size = _tokenizer(args)

@@ -70,7 +70,7 @@ def _arguments(program: Program, together: int) -> tuple:
         segments=ints if cfg.data.isolated() else None,
         row_keys=_like((rows, 2), jnp.uint32) if cfg.model.has_dropout() else None,
     )
-    x = _like((rows, length, cfg.model.hidden), compute)
+    x = _like((rows, length, cfg.model.hidden), jnp.float32 if cfg.model.residual == "float32" else compute)
     return stacked, common, _like(several, jnp.int32), x, ctx
 
 

@@ -58,6 +58,19 @@ def test_some_layers_and_several_together():
     assert (together.layers, together.device) == (4, UNIT // 2)
 
 
+def test_the_residual_stream_may_be_float32():
+    """What is computed from it stays in bfloat16."""
+
+    def bytes_of(residual: str, *parts: str) -> int:
+        again = tuple(part for part in PARTS if part not in ("input", *parts))
+        model = replace(gpt(dropout=0.0, repeats=4), residual=residual, recompute=again)
+        return kept_bytes(program(model, ONE, microbatches=4, compute="bfloat16"))[0].device
+
+    assert bytes_of("compute") == UNIT // 2 and bytes_of("float32") == UNIT
+    assert bytes_of("float32", "residual") == 2 * UNIT
+    assert bytes_of("float32", "norm", "query_key_value", "mlp") == UNIT + (2 + 3 + 2) * UNIT // 2
+
+
 def test_synonyms():
     assert Recomputing(recompute="selective").kept() == Recomputing(recompute=SELECTIVE).kept()
     everything = tuple(part for part in PARTS if part != "input")

@@ -137,6 +137,15 @@ def test_mean_of_microbatch_means():
     assert abs(expected.norms[0] / by_token.norms[0] - 1) > 1e-3
 
 
+def test_a_float32_residual_stream_goes_through_a_pipeline():
+    model = replace(llama("selective", repeats=4), residual="float32")
+    parallel = ParallelConfig(pipeline=2, data=1, tensor=2)
+    staged, alone = (train(model, p, microbatches=4, compute="bfloat16") for p in (parallel, ONE))
+    np.testing.assert_allclose(staged.losses, alone.losses, rtol=2e-3)
+    low = train(replace(model, residual="compute"), ONE, microbatches=4, compute="bfloat16")
+    assert not np.array_equal(low.losses, alone.losses)
+
+
 def test_bfloat16_computes_low_and_keeps_high():
     low, high = (train(llama(), on(2, 2), microbatches=2, compute=compute) for compute in ("bfloat16", "float32"))
     np.testing.assert_allclose(low.losses, high.losses, rtol=2e-3)

@@ -93,6 +93,7 @@ CASES = {
     "disable-bias-linear": "--disable-bias-linear",
     "add-qkv-bias": ("--disable-bias-linear", "--disable-bias-linear --add-qkv-bias"),
     "qk-layernorm": "--qk-layernorm",
+    "fp32-residual-connection": "--fp32-residual-connection",
     "qk-l2-norm": "--qk-l2-norm",
     "window-size": "--window-size 8,0",
     "window-attn-skip-freq": "--window-size 8,0 --window-attn-skip-freq 2",

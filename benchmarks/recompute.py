@@ -1,0 +1,141 @@
+"""What each way of keeping and computing again costs: time to compile, time of a step, memory.
+
+Run:  python benchmarks/recompute.py [--config=FILE] [--rounds=8] [--steps=3] [--absent=CONFIG --devices=h100:8]
+
+Short rounds of all take turns, so that a noisy machine disturbs them alike; ratios are to `none`. Temporary memory is
+what the compiler says of the step, kept is what layers keep of a microbatch by the shapes of their gradients. With
+--absent a config is compiled for GPUs that are not there as well (extra aot): memory alone, there is nothing to time.
+Writes benchmarks/results/recompute.json.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+import outcome
+
+from megajax.config import UserError, load
+from megajax.planning.absent import prepare
+from megajax.planning.devices import GIB, read_cluster
+from megajax.planning.train_step import compile_train_step
+from megajax.training import setup
+from megajax.training.kept_bytes import kept_bytes
+from megajax.training.run_config import RunConfig
+from megajax.training.session import Run
+
+MIB = 2**20
+WAYS = {
+    "none": ["recompute=none"],
+    "norm": ["recompute=norm"],
+    "selective": ["recompute=selective"],
+    "selective, mlp": ["recompute=norm,latent,activation,mlp"],
+    "selective, residual": ["recompute=norm,latent,activation,residual"],
+    "selective, core_attention": ["recompute=norm,latent,activation,core_attention"],
+    "selective in half the layers": ["recompute=selective", "recompute_layers=HALF"],
+    "full in half the layers": ["recompute=full", "recompute_layers=HALF"],
+    "full": ["recompute=full"],
+    "full, in twos": ["recompute=full", "recompute_together=2"],
+    "selective, mlp on the host": ["recompute=selective", "offload=mlp"],
+    "full, input on the host": ["recompute=full", "offload=input"],
+}
+"""Name -> settings of the model, where HALF is half its layers."""
+
+
+def loaded(config: str, name: str) -> RunConfig:
+    """A config that keeps and computes again so."""
+    half = str(load(config).model.stack.layers() // 2)
+    return load(config, *[f"model.{setting}".replace("HALF", half) for setting in WAYS[name]])
+
+
+def seconds(run: Run, batch: object, steps: int) -> float:
+    """Of a step."""
+    start = time.perf_counter()
+    for _ in range(steps):
+        run.state, metrics = run.train_step(run.state, batch)
+    jax.block_until_ready(metrics)
+    return (time.perf_counter() - start) / steps
+
+
+def compiled(run: Run, batch: object) -> dict[str, Any]:
+    """Time to compile, and memory."""
+    start = time.perf_counter()
+    memory = run.train_step.lower(run.state, batch).compile().memory_analysis()
+    found = {"compile_seconds": round(time.perf_counter() - start, 2)}
+    kept = kept_bytes(run.program)
+    return found | {
+        "temporary_mib": round(memory.temp_size_in_bytes / MIB, 1),
+        "kept_mib_per_layer": [round(each.device / MIB, 2) for each in kept],
+        "kept_on_the_host_mib_per_layer": [round(each.host / MIB, 2) for each in kept],
+    }
+
+
+def here(config: str, rounds: int, steps: int) -> dict[str, Any]:
+    """On the devices of this machine."""
+    found: dict[str, Any] = {}
+    runs = {name: setup(loaded(config, name)) for name in WAYS}
+    batches = {name: next(run.batches)[0] for name, run in runs.items()}
+    any_run = runs["none"]
+    precision = any_run.cfg.precision.matmul_precision()
+    times: dict[str, list[float]] = {name: [] for name in WAYS}
+    with jax.set_mesh(any_run.mesh), jax.default_matmul_precision(precision):
+        for name, run in runs.items():
+            found[name] = compiled(run, batches[name])
+        for number in range(rounds + 1):
+            for name, run in runs.items():
+                taken = seconds(run, batches[name], steps)
+                if number:
+                    times[name].append(taken)
+    for name, run in runs.items():
+        run.close()
+        found[name] |= {
+            "step_ms": round(1e3 * statistics.median(times[name]), 2),
+            "ratio_of_medians": round(statistics.median(times[name]) / statistics.median(times["none"]), 3),
+            "ratio_of_fastest": round(min(times[name]) / min(times["none"]), 3),
+        }
+    return found
+
+
+def elsewhere(config: str, devices: str) -> dict[str, Any]:
+    """Compiled for GPUs that are not there: GiB of one of them."""
+    cluster, problems = read_cluster(devices, 8)
+    if cluster is None:
+        raise UserError(f"--devices={devices}: {problems[0].what}")
+    found = {}
+    for name in WAYS:
+        start = time.perf_counter()
+        plan = compile_train_step(loaded(config, name), cluster)
+        found[name] = {
+            "compile_seconds": round(time.perf_counter() - start, 1),
+            "temporary_gib": round(plan.memory.temporary / GIB, 2),
+            "peak_gib": round(plan.memory.peak / GIB, 2),
+        }
+        print(name, found[name], flush=True)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--config", default="quickstart.py")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--absent")
+    parser.add_argument("--devices", default="h100:8")
+    asked = parser.parse_args()
+    figures: dict[str, Any] = {"config": asked.config, "device": jax.devices()[0].device_kind}
+    try:
+        if asked.absent:
+            prepare()
+            figures[f"{asked.absent} on {asked.devices}, absent"] = elsewhere(asked.absent, asked.devices)
+        figures["here"] = here(asked.config, asked.rounds, asked.steps)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    outcome.write("recompute", figures)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
