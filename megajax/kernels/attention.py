@@ -1,42 +1,31 @@
-"""Attention over whole rows: the reference, and the fused kernel of cuDNN behind the same signature.
+"""Attention over whole rows: the reference, and the fused backends behind the same signature.
 
-Both name their result for recomputation, so that a layer need not: cuDNN's backward kernel wants the result, and can
-only be handed it if the name was given inside the kernel's own rule. A second name outside would save it twice.
+Each backend is two functions, `forward` (result and log-sum-exp) and `backward` (gradients from those two), which ring
+attention calls for parts of a row. `attend` puts them together: differentiable, with sinks, and with result and
+log-sum-exp named for recomputation. A layer need not name them: a second name outside would save the result twice.
 
 B rows, S queries, T keys, N query heads, K key-value heads (N a multiple of K), H head size, U size of a value head.
 """
 
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax._src.lib import cuda_versions
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.kernels.cudnn import OUTPUT, fused_attention
+from megajax.kernels import cudnn, pallas_attention
+from megajax.kernels.capability import Device
+from megajax.kernels.mask import Mask
 
+__all__ = ["PASSES", "AttentionDropout", "Mask", "Passes", "attend", "local_device", "reference_attention"]
 
-class Mask(NamedTuple):
-    """Which keys a query sees: those at or before it in the row, in its window and in its document where it has any."""
-
-    query_index: Array
-    """int32 [S]: place of each query in its row."""
-    key_index: Array
-    """int32 [T]: place of each key in its row."""
-    query_segments: Array | None
-    """int32 [B, S], or None when a row is one document."""
-    key_segments: Array | None
-    """int32 [B, T]."""
-    window: int | None = None
-    """How many keys before its own a query sees: with 8 it sees 9 tokens; None for all."""
-
-    def visible(self) -> Array:
-        """bool [B or 1, S, T]."""
-        before = self.query_index[:, None] - self.key_index[None, :]
-        causal = (before >= 0)[None] if self.window is None else ((before >= 0) & (before <= self.window))[None]
-        if self.query_segments is None or self.key_segments is None:
-            return causal
-        return causal & (self.query_segments[:, :, None] == self.key_segments[:, None, :])
+OUTPUT, STATISTICS = "attention", "attention_statistics"
+"""Names of what a backward kernel needs beside queries, keys and values: the forward's output and its log-sum-exp."""
 
 
 class AttentionDropout(NamedTuple):
@@ -64,6 +53,17 @@ class AttentionDropout(NamedTuple):
         return jnp.where(keep, weights / (1 - self.rate), 0)
 
 
+def _scores(q: Array, k: Array, mask: Mask, scale: float, bias: Array | None) -> Array:
+    """float32 [B, K, N/K, S, T], the lowest number there is where a query does not see a key."""
+    batch, queries, heads, size = q.shape
+    groups = k.shape[2]
+    q = q.reshape(batch, queries, groups, heads // groups, size)
+    scores = jnp.einsum("bskgh,btkh->bkgst", q, k, preferred_element_type=jnp.float32) * scale
+    if bias is not None:
+        scores = scores + bias.astype(jnp.float32).reshape(1, *scores.shape[1:])
+    return jnp.where(mask.visible()[:, None, None], scores, jnp.finfo(jnp.float32).min)
+
+
 def reference_attention(
     q: Array,
     k: Array,
@@ -81,13 +81,8 @@ def reference_attention(
     sink [N]: a score of each head that takes part in the softmax and brings no value (Xiao et al. 2023, section 3.3);
     bias [N, S, T].
     """
-    batch, queries, heads, size = q.shape
-    groups = k.shape[2]
-    q = q.reshape(batch, queries, groups, heads // groups, size)
-    scores = jnp.einsum("bskgh,btkh->bkgst", q, k, preferred_element_type=jnp.float32) * scale
-    if bias is not None:
-        scores = scores + bias.astype(jnp.float32).reshape(1, *scores.shape[1:])
-    scores = jnp.where(mask.visible()[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    batch, queries, heads, _ = q.shape
+    scores = _scores(q, k, mask, scale, bias)
     weights = jax.nn.softmax(scores, axis=-1) if sink is None else _softmax_with_sink(scores, sink)
     if dropout is not None:
         flat = weights.reshape(batch, heads, queries, k.shape[1])
@@ -103,7 +98,100 @@ def _softmax_with_sink(scores: Array, sink: Array) -> Array:
     return jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
 
 
-def cudnn_attention(
+def reference_forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float) -> tuple[Array, Array]:
+    """The reference's result [B, S, N, U] and its log-sum-exp float32 [B, N, S]; 0 and -inf where no key is seen."""
+    scores = _scores(q, k, mask, scale, None)
+    seen = mask.visible()[:, None, None]
+    lse = jax.nn.logsumexp(scores, axis=-1, where=seen)
+    weights = jnp.where(seen, jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0, lse)[..., None]), 0)
+    out = jnp.einsum("bkgst,btku->bskgu", weights.astype(v.dtype), v)
+    return out.reshape(*q.shape[:3], v.shape[-1]), lse.reshape(q.shape[0], q.shape[2], q.shape[1])
+
+
+def reference_backward(
+    q: Array, k: Array, v: Array, mask: Mask, out: Array, lse: Array, dout: Array, *, scale: float
+) -> tuple[Array, Array, Array]:
+    """Gradients with respect to q, k and v, from the output [B, S, N, U], its log-sum-exp [B, N, S] and its gradient.
+
+    out and lse may be those of a softmax over further keys too: then this is those keys' share (Liu et al. 2023).
+    """
+    scores = _scores(q, k, mask, scale, None)
+    split = q.shape[0], q.shape[1], k.shape[2], q.shape[2] // k.shape[2]
+    seen = mask.visible()[:, None, None]
+    weights = jnp.where(seen, jnp.exp(scores - lse.reshape(*scores.shape[:-1], 1)), 0)
+    delta = jnp.einsum("bsnu,bsnu->bns", out.astype(jnp.float32), dout.astype(jnp.float32))
+    dout = dout.reshape(*split, v.shape[-1])
+    high = {"preferred_element_type": jnp.float32}
+    dweights = jnp.einsum("bskgu,btku->bkgst", dout, v, **high)
+    dscores = weights * (dweights - delta.reshape(*scores.shape[:-1], 1)) * scale
+    dq = jnp.einsum("bkgst,btkh->bskgh", dscores.astype(k.dtype), k, **high).reshape(q.shape)
+    dk = jnp.einsum("bkgst,bskgh->btkh", dscores.astype(q.dtype), q.reshape(*split, -1), **high)
+    dv = jnp.einsum("bkgst,bskgu->btku", weights.astype(dout.dtype), dout, **high)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+class Passes(NamedTuple):
+    """A backend's two functions; neither is to be differentiated."""
+
+    forward: Callable[..., tuple[Array, Array]]
+    """(q, k, v, mask, scale=) -> the result [B, S, N, U] and its log-sum-exp float32 [B, N, S]."""
+    backward: Callable[..., tuple[Array, Array, Array]]
+    """(q, k, v, mask, result, log-sum-exp, gradient of the result, scale=) -> gradients of q, k and v."""
+
+
+PASSES: Mapping[str, Passes] = MappingProxyType(
+    {
+        "cudnn": Passes(cudnn.forward, cudnn.backward),
+        "cudnn_mask": Passes(cudnn.masked_forward, cudnn.masked_backward),
+        "pallas": Passes(pallas_attention.forward, pallas_attention.backward),
+        "reference": Passes(reference_forward, reference_backward),
+    }
+)
+
+
+class _How(NamedTuple):
+    """What is known while tracing."""
+
+    passes: Passes
+    scale: float
+    window: int | None
+    causal: bool
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fused(how: _How, q: Array, k: Array, v: Array, places: tuple, sink: Array | None) -> Array:
+    return _fused_forward(how, q, k, v, places, sink)[0]
+
+
+def _fused_forward(how: _How, q: Array, k: Array, v: Array, places: tuple, sink: Array | None) -> tuple[Array, tuple]:
+    out, lse = how.passes.forward(q, k, v, Mask(*places, how.window, how.causal), scale=how.scale)
+    if sink is not None:
+        # The sink is one more score without a value: it lengthens the sum all weights are divided by.
+        longer = jnp.logaddexp(lse, sink.astype(jnp.float32)[None, :, None])
+        share = jnp.exp(lse - longer).transpose(0, 2, 1)[..., None]
+        out, lse = (out.astype(jnp.float32) * share).astype(out.dtype), longer
+    # Result and residual must be one named array: whichever lacked the name would have to be computed again.
+    out, lse = checkpoint_name(out, OUTPUT), checkpoint_name(lse, STATISTICS)
+    return out, (q, k, v, places, sink, out, lse)
+
+
+def _fused_backward(how: _How, saved: tuple, dout: Array) -> tuple:
+    """With the lengthened sum a backward kernel finds the weights as the sink left them, and so needs no change."""
+    q, k, v, places, sink, out, lse = saved
+    mask = Mask(*places, how.window, how.causal)
+    dq, dk, dv = how.passes.backward(q, k, v, mask, out, lse, dout, scale=how.scale)
+    if sink is None:
+        return dq, dk, dv, None, None
+    delta = jnp.einsum("bsnu,bsnu->bns", out.astype(jnp.float32), dout.astype(jnp.float32))
+    dsink = -jnp.sum(jnp.exp(sink.astype(jnp.float32)[None, :, None] - lse) * delta, axis=(0, 2))
+    return dq, dk, dv, None, dsink.astype(sink.dtype)
+
+
+_fused.defvjp(_fused_forward, _fused_backward)
+
+
+def attend(
+    kernel: str | Passes,
     q: Array,
     k: Array,
     v: Array,
@@ -114,47 +202,25 @@ def cudnn_attention(
     sink: Array | None = None,
     bias: Array | None = None,
 ) -> Array:
-    """The same by cuDNN's fused kernel: bf16 or fp16 on an NVIDIA GPU; segments go in as a dense mask.
-
-    Never holds the scores. Values narrower than keys go in with zeros at their end. Raises ValueError for dropout of
-    attention weights, which it would draw layout by layout, and for sinks and biases, which it is not given.
+    """softmax(q k^T * scale + bias) v by this backend, a name in PASSES or functions like those; arguments as of
+    reference_attention, which alone takes dropout and bias (ValueError elsewhere; capability.choose says so before).
     """
-    if sink is not None or bias is not None:
-        raise ValueError("cudnn attention has no sinks and is given no bias of scores: set kernel=reference")
-    if dropout is not None:
-        raise ValueError(
-            "cudnn attention has no layout-independent dropout: set attention dropout to 0 or kernel=reference"
-        )
-    dense = None if mask.query_segments is None else mask.visible()[:, None]
-    # A dense mask holds the window already; the kernel's own goes with none.
-    window = mask.window if dense is None else None
-    narrower = q.shape[-1] - v.shape[-1]
-    if not narrower:
-        return fused_attention(q, k, v, dense, scale, window)
-    wide = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, narrower)))
-    return fused_attention(q, k, wide, dense, scale, window)[..., : v.shape[-1]]
+    if kernel == "reference":
+        return reference_attention(q, k, v, mask, scale=scale, dropout=dropout, sink=sink, bias=bias)
+    if dropout is not None or bias is not None:
+        what = "bias of scores" if dropout is None else "dropout of attention weights"
+        raise ValueError(f"{kernel} attention has no {what}: set kernel=reference")
+    passes = PASSES[kernel] if isinstance(kernel, str) else kernel
+    places = mask.query_index, mask.key_index, mask.query_segments, mask.key_segments
+    return _fused(_How(passes, scale, mask.window, mask.causal), q, k, v, places, sink)
 
 
-def cudnn_limits(*, dtype: jnp.dtype | str, head_dim: int, length: int, dropout: float) -> str | None:
-    """Why cuDNN's kernel can't be counted on for this, whatever the NVIDIA GPU, or None where it can; asks no device.
-
-    dtype: of queries, keys and values; length: positions in a row.
-    """
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        return f"computes in bfloat16 or float16, not in {jnp.dtype(dtype).name}"
-    if head_dim % 8 or head_dim > 128:
-        return f"takes heads of a multiple of 8 up to 128, not of {head_dim}"
-    if length % 2:
-        return f"takes rows of even length, not of {length}"
-    return f"has no dropout of attention weights, which is {dropout:g}" if dropout else None
-
-
-def cudnn_refusal(*, dtype: jnp.dtype | str, head_dim: int, length: int, dropout: float) -> str | None:
-    """Why cuDNN's kernel can't be had on the devices jax found, or None where it can; arguments as of cudnn_limits."""
+def local_device() -> Device:
+    """The first device jax found, of which all others here are taken to be."""
     device = jax.devices()[0]
     if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
-        return f"needs an NVIDIA GPU, jax found {device.device_kind}"
-    return cudnn_limits(dtype=dtype, head_dim=head_dim, length=length, dropout=dropout)
-
-
-KERNELS = {"reference": reference_attention, "cudnn": cudnn_attention}
+        return Device(name=device.device_kind)
+    capability = tuple(map(int, device.compute_capability.split(".")))
+    number = 0 if cuda_versions is None else cuda_versions.cudnn_get_version()
+    version = (number // 10000, number // 100 % 100, number % 100) if number else None
+    return Device(name=device.device_kind, capability=capability, cudnn=version)

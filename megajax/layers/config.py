@@ -5,13 +5,14 @@ their Site, so that no fact is written twice.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd, inf, log
 from operator import eq
 from typing import ClassVar, Literal
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
+from megajax.kernels.capability import BACKENDS, Kernel, Request, choose
 
 
 def above_zero(**settings: float | None) -> list[Problem]:
@@ -219,8 +220,8 @@ class AttentionConfig(Builds):
     """Factor on scores; none: 1 / sqrt(head size). The softmax is in float32 always."""
     dropout: float = 0.0
     """Share of attention weights zeroed in training."""
-    kernel: Literal["auto", "reference", "cudnn"] = "auto"
-    """auto: cudnn on an NVIDIA GPU in bf16 without attention dropout, else reference; the banner names the choice."""
+    kernel: Kernel = "auto"
+    """auto: the fastest that can (docs/attention.md); cudnn, pallas, cudnn_mask or reference: that one or an error."""
 
     def problems(self) -> list[Problem]:
         found = above_zero(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, scale=self.scale)
@@ -268,9 +269,18 @@ class AttentionConfig(Builds):
         """Whether queries, keys and values have biases."""
         return self.bias if self.qkv_bias is None else self.qkv_bias
 
-    def beyond_cudnn(self) -> str | None:
-        """What this asks for that cuDNN's kernel has not, said like its other limits; None for nothing."""
-        return _beyond_cudnn(self)
+    def request(self, known: Request) -> Request:
+        """What an attention backend is asked for: `known`, with what is said here."""
+        size = self.head_dim if known.key_dim is None else known.key_dim
+        return replace(
+            known,
+            key_dim=size,
+            value_dim=size,
+            window=self.window,
+            sink=self.sink != "none",
+            bias=self.relative is not None,
+            dropout=self.dropout,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -304,8 +314,8 @@ class LatentAttentionConfig(Builds):
     """Factor on scores; none: 1 / sqrt(head size), times YaRN's mscale_all squared."""
     dropout: float = 0.0
     """Share of attention weights zeroed in training."""
-    kernel: Literal["auto", "reference", "cudnn"] = "auto"
-    """auto: cudnn on an NVIDIA GPU in bf16 without attention dropout, else reference; the banner names the choice."""
+    kernel: Kernel = "auto"
+    """auto: the fastest that can (docs/attention.md); cudnn, pallas, cudnn_mask or reference: that one or an error."""
 
     def problems(self) -> list[Problem]:
         sizes = {
@@ -332,11 +342,16 @@ class LatentAttentionConfig(Builds):
         """Largest number of devices the heads can be cut over."""
         return self.heads
 
-    def beyond_cudnn(self) -> str | None:
-        """What this asks for that cuDNN's kernel has not, said like its other limits; None for nothing."""
-        if self.value_dim > self.content_dim + self.position_dim:
-            return f"takes values no wider than keys, not of {self.value_dim}"
-        return _beyond_cudnn(self)
+    def request(self, known: Request) -> Request:
+        """What an attention backend is asked for: `known`, with what is said here."""
+        return replace(
+            known,
+            key_dim=self.content_dim + self.position_dim,
+            value_dim=self.value_dim,
+            window=self.window,
+            sink=self.sink != "none",
+            dropout=self.dropout,
+        )
 
 
 type MixerConfig = AttentionConfig | LatentAttentionConfig
@@ -349,17 +364,11 @@ def _core_problems(cfg: MixerConfig) -> list[Problem]:
         found.append(Problem("dropout", f"must be at least 0 and below 1, got {cfg.dropout}"))
     if cfg.window is not None and cfg.window < 0:
         found.append(Problem("window", f"must be at least 0, got {cfg.window}", "none lets a query see all before it"))
-    if cfg.kernel == "cudnn" and cfg.dropout:
-        found.append(
-            Problem(
-                "kernel",
-                f"cudnn has no dropout of attention weights, dropout={cfg.dropout}",
-                "set dropout=0 or kernel=reference",
-            )
-        )
-    beyond = cfg.beyond_cudnn()
-    if cfg.kernel == "cudnn" and beyond is not None:
-        found.append(Problem("kernel", f"cudnn {beyond}", "set kernel=auto or reference"))
+    request = cfg.request(Request())
+    refusal = None if cfg.kernel == "auto" else BACKENDS[cfg.kernel].refusal(request)
+    if cfg.kernel != "auto" and refusal is not None:
+        able = choose("auto", request, None).kernel
+        found.append(Problem("kernel", f"{BACKENDS[cfg.kernel].says} {refusal}", f"set kernel={able} or auto"))
     return found
 
 
@@ -369,14 +378,6 @@ def _window_problems(window: int | None, length: int) -> list[Problem]:
     return [
         Problem("window", f"{window} reaches beyond sequence_length={length}", f"use at most {length - 1}, or none")
     ]
-
-
-def _beyond_cudnn(cfg: MixerConfig) -> str | None:
-    if cfg.sink != "none":
-        return f"has no attention sinks, and sink={cfg.sink}"
-    if isinstance(cfg, AttentionConfig) and cfg.relative is not None:
-        return "is not given a bias of scores, and relative is set"
-    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from megajax.kernels.attention import KERNELS, AttentionDropout, Mask, cudnn_refusal
+from megajax.kernels.attention import AttentionDropout, Mask, attend, local_device
+from megajax.kernels.capability import Choice, Device, Request, choose
 from megajax.layers.config import AttentionConfig, MixerConfig
 from megajax.layers.context import Context, fold_rows
 from megajax.layers.param import ZEROS, Site, param
@@ -15,15 +16,35 @@ from megajax.layers.relative import biases
 DROPOUT_PLACE = 1
 
 
-def choose_kernel(cfg: MixerConfig, dtype: jnp.dtype | str, *, head_dim: int, length: int) -> str:
-    """What `auto` means here: cuDNN's kernel where it can run, the reference otherwise.
+def kernel_choice(
+    cfg: MixerConfig,
+    dtype: jnp.dtype | str,
+    *,
+    head_dim: int,
+    length: int,
+    documents: bool = False,
+    device: Device | None = None,
+    where: str = "kernel",
+) -> Choice:
+    """The attention backend, and why not a faster one; the start banner prints both.
 
-    dtype: of queries, keys and values; length: positions in a row. The start banner prints the answer.
+    dtype: of queries, keys and values; head_dim: of queries and keys; length: positions in a row; documents: they are
+    isolated in a row; device: none for any NVIDIA GPU. Raises UserError where a backend asked for by name can't, with
+    `where` as the name of the setting.
     """
-    if cfg.kernel != "auto":
-        return cfg.kernel
-    refusal = cudnn_refusal(dtype=dtype, head_dim=head_dim, length=length, dropout=cfg.dropout) or cfg.beyond_cudnn()
-    return "cudnn" if refusal is None else "reference"
+    known = Request(dtype=jnp.dtype(dtype).name, key_dim=head_dim, length=length, documents=documents)
+    return choose(cfg.kernel, cfg.request(known), device, where)
+
+
+def choose_kernel(
+    cfg: MixerConfig, dtype: jnp.dtype | str, *, head_dim: int, length: int, documents: bool = False
+) -> str:
+    """The attention backend: for `auto` the fastest that can on the first device jax finds; arguments as above.
+
+    One asked for by name is not held against that device, as programs are compiled for absent ones too.
+    """
+    device = local_device() if cfg.kernel == "auto" else None
+    return kernel_choice(cfg, dtype, head_dim=head_dim, length=length, documents=documents, device=device).kernel
 
 
 class CoreAttention(nnx.Module):
@@ -40,7 +61,9 @@ class CoreAttention(nnx.Module):
     def __call__(self, q: Array, k: Array, v: Array, ctx: Context) -> Array:
         """q [B, S, N, H], k [B, S, K, H], v [B, S, K, U] -> [B, S, N, U], causal."""
         cfg, bias = self.cfg, self.bias
-        kernel = KERNELS[choose_kernel(cfg, q.dtype, head_dim=q.shape[-1], length=q.shape[1])]
+        kernel = choose_kernel(
+            cfg, q.dtype, head_dim=q.shape[-1], length=q.shape[1], documents=ctx.segments is not None
+        )
         head_axes = self.layout.summed("heads")
         rate = 0.0 if ctx.row_keys is None else cfg.dropout
         keys = (
@@ -55,7 +78,8 @@ class CoreAttention(nnx.Module):
             ids = None if ctx.segments is None else segments
             first = lax.axis_index(head_axes) * q.shape[2] if head_axes else 0
             drop = AttentionDropout(rate, keys, first + jnp.arange(q.shape[2]), index) if rate else None
-            return kernel(
+            return attend(
+                kernel,
                 q,
                 k,
                 v,

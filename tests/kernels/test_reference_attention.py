@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.kernels.attention import AttentionDropout, Mask, cudnn_attention, reference_attention
+from megajax.kernels.attention import AttentionDropout, Mask, attend, reference_attention
 
 ROWS, LENGTH, SIZE = 2, 9, 6
 SCALE = SIZE**-0.5
@@ -143,14 +143,8 @@ def test_attention_with_dropout_averages_to_attention_without():
     np.testing.assert_allclose(mean, looped(*given[:3], None)[0], atol=0.06)
 
 
-def test_cudnn_refuses_dropout_it_would_draw_layout_by_layout():
+@pytest.mark.parametrize("kernel", ["cudnn", "cudnn_mask", "pallas"])
+def test_others_refuse_dropout_they_would_draw_layout_by_layout(kernel):
     given = inputs(4, 2)
     with pytest.raises(ValueError, match="kernel=reference"):
-        cudnn_attention(*given[:3], whole_row(), scale=SCALE, dropout=dropout(0.1, *[np.arange(2)] * 3))
-
-
-@pytest.mark.parametrize("what", ["sink", "bias"])
-def test_cudnn_refuses_what_it_is_not_given(what):
-    given = inputs(4, 2)
-    with pytest.raises(ValueError, match="kernel=reference"):
-        cudnn_attention(*given[:3], whole_row(), scale=SCALE, **{what: np.zeros(4)})
+        attend(kernel, *given[:3], whole_row(), scale=SCALE, dropout=dropout(0.1, *[np.arange(2)] * 3))

@@ -139,12 +139,15 @@ def test_the_shortest_pattern_of_blocks():
     [
         (AttentionConfig(heads=2, window=-1), "window: must be at least 0, got -1"),
         (AttentionConfig(heads=2, scale=0.0), "scale: must be a number above 0"),
-        (AttentionConfig(heads=2, kernel="cudnn", sink="zero"), "kernel: cudnn has no attention sinks"),
-        (AttentionConfig(heads=2, kernel="cudnn", relative=RelativeBiasConfig()), "kernel: cudnn is not given a bias"),
+        (AttentionConfig(heads=2, kernel="cudnn", dropout=0.1), "kernel: cuDNN's attention has no dropout"),
+        (
+            AttentionConfig(heads=2, kernel="cudnn", relative=RelativeBiasConfig()),
+            "kernel: cuDNN's attention is given no bias of scores",
+        ),
         (LatentAttentionConfig(heads=2, key_value_rank=0), "key_value_rank: must be a number above 0, got 0"),
         (
             LatentAttentionConfig(heads=2, content_dim=8, position_dim=4, value_dim=16, kernel="cudnn"),
-            "kernel: cudnn takes values no wider than keys, not of 16",
+            "kernel: cuDNN's attention takes heads of a multiple of 8, not of 12 with values of 16",
         ),
         (RelativeBiasConfig(buckets=7), "buckets: must be an even number"),
         (RelativeBiasConfig(buckets=32, distance=16), "distance: must be above 16"),

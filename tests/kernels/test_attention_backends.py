@@ -1,0 +1,314 @@
+"""Every attention backend against the plain formula: result, log-sum-exp, gradients, sinks, and documents kept apart.
+
+The Pallas kernels run in interpret mode here. In place of cuDNN's custom calls stand functions in numpy that read the
+operands and the configuration of the calls as cuDNN does: what is tested is what it is handed.
+"""
+
+import json
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.kernels import cudnn, pallas_attention
+from megajax.kernels.attention import PASSES, Mask, Passes, attend, local_device, reference_attention
+from megajax.kernels.pallas_attention import Blocks
+
+ROWS, HEADS, GROUPS = 2, 2, 1
+SCALE = 0.3
+SMALL = {"interpret": True, "blocks": Blocks(16, 16, 4)}
+PALLAS = Passes(partial(pallas_attention.forward, **SMALL), partial(pallas_attention.backward, **SMALL))
+GPU = local_device().capability is not None if jax.default_backend() == "gpu" else False
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """cuDNN's kernels in numpy, and the Pallas kernels interpreted; gives the targets called."""
+    calls: list[str] = []
+
+    def ffi_call(target: str, shapes: Any, *, legacy_backend_config: str, **_: Any) -> Any:
+        calls.append(target)
+        config = json.loads(legacy_backend_config)["cudnn_fmha_backend_config"]
+        return lambda *operands: jax.pure_callback(partial(custom_call, target, config), shapes, *operands)
+
+    monkeypatch.setattr(jax.ffi, "ffi_call", ffi_call)
+    monkeypatch.setattr(pallas_attention, "forward", PALLAS.forward)
+    monkeypatch.setattr(pallas_attention, "backward", PALLAS.backward)
+    return calls
+
+
+def custom_call(target: str, config: dict, *operands: Any) -> list[np.ndarray]:
+    """What cuDNN makes of a call: piece by piece of the flat arrays where offsets say where pieces lie."""
+    backward, biased, causal = "Backward" in target, "Bias" in target, "CAUSAL" in config["mask_type"]
+    rest = [np.asarray(x, np.int64 if x.dtype == jnp.int32 else np.float64) for x in operands]
+    q, k, v = rest[:3]
+    rest = rest[3:]
+    statistics, dout = (rest.pop(0), rest.pop(0)) if backward else (None, None)
+    bias = rest.pop(0) if biased else None
+    if backward:
+        rest.pop(0)  # the output, of which the kernel needs its product with the gradient alone
+        given = np.asarray(operands[5 + biased], np.float64)
+        delta = (given * dout).sum(-1)
+    most, (batch, length, heads, _) = config["max_seg_per_batch"], q.shape
+    if most == 1:
+        lengths, q_begins, k_begins = np.full(batch, length), np.arange(batch) * length, np.arange(batch) * length
+    else:
+        lengths, key_lengths, q_begins, k_begins = (x.reshape(x.size) for x in rest)
+        assert (lengths == key_lengths).all() and lengths.size == batch * most and q_begins.size == batch * (most + 1)
+        q_begins, k_begins = q_begins // (heads * q.shape[3]), k_begins // (k.shape[2] * k.shape[3])
+    flat = [x.reshape(batch * length, *x.shape[2:]) for x in (q, k, v)]
+    out, stats = np.zeros((batch * length, heads, v.shape[3])), np.full((batch * most, heads, length), 1e9)
+    grads = [np.zeros_like(x) for x in flat]
+    share = heads // k.shape[2]
+    for piece, size in enumerate(lengths):
+        here, there = slice(q_begins[piece], q_begins[piece] + size), slice(k_begins[piece], k_begins[piece] + size)
+        before = np.arange(size)[:, None] - np.arange(size)[None]
+        seen = before >= 0 if causal else before == before
+        seen &= before < (config["sliding_window_length"] or size + 1)
+        for n in range(heads):
+            a, b, c = flat[0][here, n], flat[1][there, n // share], flat[2][there, n // share]
+            scores = a @ b.T * config["fmha_scale"] + (0 if bias is None else bias[piece % len(bias), 0])
+            scores = np.where(seen, scores, -np.inf)
+            if not backward:
+                stats[piece, n, :size] = lse = np.logaddexp.reduce(scores, axis=1)
+                out[here, n] = np.exp(scores - lse[:, None]) @ c
+                continue
+            p = np.exp(scores - statistics[piece, n, :size, None])
+            do = dout.reshape(batch * length, heads, -1)[here, n]
+            ds = p * (do @ c.T - delta.reshape(batch * length, heads)[here, n, None]) * config["fmha_scale"]
+            grads[0][here, n] += ds @ b
+            grads[1][there, n // share] += ds.T @ a
+            grads[2][there, n // share] += p.T @ do
+    made = grads if backward else [out]
+    turned = [x.reshape(batch, length, *x.shape[1:]).transpose(0, 2, 1, 3) for x in made]
+    last = [np.zeros((0,), np.uint8)]
+    return [x.astype(operands[0].dtype) for x in turned] + ([] if backward else [stats.astype(np.float32)]) + last
+
+
+BACKENDS = pytest.mark.parametrize("name", ["reference", "pallas", "cudnn", "cudnn_mask"])
+
+
+@pytest.fixture
+def passes(name: str, monkeypatch: pytest.MonkeyPatch) -> Passes:
+    # Float32 here: the formula, not the rounding, is what is compared.
+    monkeypatch.setitem(cudnn.ELEMENT, jnp.dtype(jnp.float32), "BF16") if name.startswith("cudnn") else None
+    stand_in(monkeypatch)
+    return PALLAS if name == "pallas" else PASSES[name]
+
+
+def inputs(length: int, size: int, wide: int, seed: int = 0) -> list[jax.Array]:
+    rng = np.random.default_rng(seed)
+    shapes = [(ROWS, length, n, h) for n, h in ((HEADS, size), (GROUPS, size), (GROUPS, wide), (HEADS, wide))]
+    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+def documents(length: int) -> jax.Array:
+    """Of lengths 5, 20 and the rest, and of 1, 1 and the rest."""
+    cuts = np.array([[5, 25], [1, 2]])
+    return jnp.asarray((np.arange(length)[None, :, None] >= cuts[:, None]).sum(-1), jnp.int32)
+
+
+def whole(length: int, segments: jax.Array | None = None, **rest: Any) -> Mask:
+    index = jnp.arange(length)
+    return Mask(index, index, segments, segments, **rest)
+
+
+def plain(q, k, v, mask: Mask):
+    """float64: the result and the log of the sum of exponentials."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = np.where(np.asarray(mask.visible())[:, None], np.einsum("bsnh,btnh->bnst", q, k) * SCALE, -np.inf)
+    lse = np.log(np.exp(scores).sum(-1))
+    return np.einsum("bnst,btnu->bsnu", np.exp(scores - lse[..., None]), v), lse
+
+
+SHAPES = {
+    "whole rows": (48, 32, 32, {}),
+    "documents and a window": (48, 16, 16, {"segments": True, "window": 3}),
+    "values of another size": (32, 48, 32, {}),
+    "a window": (48, 16, 16, {"window": 5}),
+    "documents": (48, 32, 32, {"segments": True}),
+    "documents with values of another size": (32, 48, 32, {"segments": True}),
+    "no multiple of a block": (34, 16, 16, {"segments": True}),
+    "both ways": (32, 16, 16, {"causal": False}),
+}
+FIRST, SLOW = list(SHAPES)[:3], [pytest.param(case, marks=pytest.mark.slow) for case in list(SHAPES)[3:]]
+
+
+@BACKENDS
+@pytest.mark.parametrize("case", [*FIRST, *SLOW])
+def test_result_log_sum_exp_and_gradients_are_those_of_the_formula(case: str, name: str, passes: Passes) -> None:
+    length, size, wide, rest = SHAPES[case]
+    q, k, v, dout = inputs(length, size, wide)
+    rest = dict(rest)
+    mask = whole(length, documents(length) if rest.pop("segments", False) else None, **rest)
+
+    @jax.jit
+    def run(q, k, v, dout):
+        out, lse = passes.forward(q, k, v, mask, scale=SCALE)
+        _, pullback = jax.vjp(lambda q, k, v: reference_attention(q, k, v, mask, scale=SCALE), q, k, v)
+        return out, lse, passes.backward(q, k, v, mask, out, lse, dout, scale=SCALE), pullback(dout)
+
+    with jax.default_matmul_precision("highest"):
+        out, lse, found, wanted = run(q, k, v, dout)
+    exact, exact_lse = plain(q, k, v, mask)
+    np.testing.assert_allclose(out, exact, atol=1e-5)
+    np.testing.assert_allclose(lse, exact_lse, atol=1e-5)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.shape == other.shape
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@BACKENDS
+@pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.slow), True], ids=["whole_rows", "documents"])
+def test_a_sink_and_its_gradient_are_exact(masked: bool, name: str, passes: Passes) -> None:
+    """Fused backends know no sinks: the result is scaled, and the backward kernel handed the lengthened sum."""
+    q, k, v, dout = inputs(32, 16, 16)
+    sink = jnp.asarray([-2.0, 3.0])
+    mask = whole(32, documents(32) if masked else None)
+
+    def total(attention, *args):
+        *qkv, sink = args
+        return jnp.sum(attention(*qkv, mask, scale=SCALE, sink=sink) * dout)
+
+    ways = [partial(total, way) for way in (partial(attend, passes), reference_attention)]
+    with jax.default_matmul_precision("highest"):
+        found, wanted = jax.jit(lambda *args: [jax.value_and_grad(way, (0, 1, 2, 3))(*args) for way in ways])(
+            q, k, v, sink
+        )
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
+    for one, other in zip(found[1], wanted[1], strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * max(1, np.abs(other).max()))
+
+
+def changed(x: jax.Array, where: jax.Array) -> jax.Array:
+    return jnp.where(where[..., None, None], x + 1, x)
+
+
+def check_isolation(passes: Passes, arrays: list[jax.Array], segments: jax.Array, **rest: Any) -> None:
+    """Another document 1 in each row, as large as can be, leaves all bits of the others' results and gradients."""
+    mask = whole(segments.shape[1], segments, **rest)
+
+    @jax.jit
+    def run(q, k, v, dout):
+        out, lse = passes.forward(q, k, v, mask, scale=SCALE)
+        return out, lse.transpose(0, 2, 1)[..., None], *passes.backward(q, k, v, mask, out, lse, dout, scale=SCALE)
+
+    first = run(*arrays)
+    second = run(*(changed(x, segments == 1) for x in arrays))
+    others = np.asarray(segments != 1)
+    for one, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32)[others], np.asarray(other, np.float32)[others])
+        assert np.abs(np.asarray(one, np.float32) - np.asarray(other, np.float32))[~others].max() > 0
+
+
+@BACKENDS
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 4])
+def test_documents_are_isolated_to_the_bit(window: int | None, name: str, passes: Passes) -> None:
+    check_isolation(passes, inputs(48, 16, 16), documents(48), window=window)
+
+
+@pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+@BACKENDS
+def test_documents_are_isolated_to_the_bit_on_a_gpu(name: str) -> None:
+    shape = (2, 512)
+    segments = jnp.asarray((np.arange(512)[None, :, None] >= np.array([[100, 300], [7, 256]])[:, None]).sum(-1))
+    rng = np.random.default_rng(0)
+    heads = [(HEADS, 64), (GROUPS, 64), (GROUPS, 64), (HEADS, 64)]
+    arrays = [jnp.asarray(rng.normal(size=(*shape, *each)), jnp.bfloat16) for each in heads]
+    check_isolation(PASSES[name], arrays, segments)
+
+
+@pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", ["pallas", "cudnn", "cudnn_mask"])
+@pytest.mark.parametrize("case", [case for case in SHAPES if case != "no multiple of a block"])
+def test_on_a_gpu_it_agrees_with_the_formula(case: str, name: str) -> None:
+    _, size, wide, rest = SHAPES[case]
+    q, k, v, dout = (x.astype(jnp.bfloat16) for x in inputs(256, size, wide))
+    rest = dict(rest)
+    mask = whole(256, documents(256) if rest.pop("segments", False) else None, **rest)
+    out, lse = jax.jit(partial(PASSES[name].forward, scale=SCALE))(q, k, v, mask)
+    found = PASSES[name].backward(q, k, v, mask, out, lse, dout, scale=SCALE)
+    wide_arrays = [x.astype(jnp.float32) for x in (q, k, v, dout)]
+    _, pullback = jax.vjp(lambda q, k, v: reference_attention(q, k, v, mask, scale=SCALE), *wide_arrays[:3])
+    exact, exact_lse = plain(q, k, v, mask)
+    np.testing.assert_allclose(lse, exact_lse, atol=2**-8 * np.abs(exact_lse).max())
+    for one, other in zip((out, *found), (exact, *pullback(wide_arrays[3])), strict=True):
+        # bfloat16 keeps 8 bits; the longest way from inputs to a gradient rounds a few times.
+        np.testing.assert_allclose(np.asarray(one, np.float32), other, atol=2**-6 * np.abs(other).max())
+
+
+def test_rows_with_too_many_documents_go_to_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those with a document in two pieces: which of the two it is, only the running program knows."""
+    monkeypatch.setitem(cudnn.ELEMENT, jnp.dtype(jnp.float32), "BF16")
+    monkeypatch.setattr(cudnn, "DOCUMENTS", 3)
+    stand_in(monkeypatch)
+    q, k, v, _ = inputs(32, 16, 16)
+    ran = []
+    callback = jax.pure_callback
+    monkeypatch.setattr(jax, "pure_callback", lambda f, *args: callback(lambda *x: (ran.append(1), f(*x))[1], *args))
+    run = jax.jit(lambda q, k, v, segments: cudnn.forward(q, k, v, whole(32, segments), scale=SCALE))
+    three = documents(32)
+    for segments, fits in ((three, True), (three.at[0, 30:].set(3), False), (three.at[0, 28:].set(0), False)):
+        ran.clear()
+        with jax.default_matmul_precision("highest"):
+            out, lse = run(q, k, v, segments)
+        exact, exact_lse = plain(q, k, v, whole(32, segments))
+        np.testing.assert_allclose(out, exact, atol=1e-5)
+        np.testing.assert_allclose(lse, exact_lse, atol=1e-5)
+        assert bool(cudnn.Documents.of(segments, 3).fit) == bool(ran) == fits
+
+
+def test_parts_of_a_row_put_together_by_their_log_sum_exp_are_the_row() -> None:
+    """As ring attention does: keys in two halves, in blocks that are out of order, and gradients half by half."""
+    q, k, v, dout = inputs(32, 16, 16)
+    order = jnp.asarray(np.r_[16:32, 0:16])
+    segments = documents(32)
+    exact, exact_lse = plain(q, k, v, whole(32, segments))
+    halves = [order[:16], order[16:]]
+
+    @jax.jit
+    def run(q, k, v, dout):
+        masks = [Mask(jnp.arange(32), keys, segments, segments[:, keys]) for keys in halves]
+        cut = [(k[:, keys], v[:, keys]) for keys in halves]
+        parts = [PALLAS.forward(q, *kv, mask, scale=SCALE) for kv, mask in zip(cut, masks, strict=True)]
+        lse = jnp.logaddexp(parts[0][1], parts[1][1])
+        out = sum(each * jnp.exp(own - lse).transpose(0, 2, 1)[..., None] for each, own in parts)
+        grads = [
+            PALLAS.backward(q, *kv, mask, out, lse, dout, scale=SCALE) for kv, mask in zip(cut, masks, strict=True)
+        ]
+        _, pullback = jax.vjp(lambda q, k, v: reference_attention(q, k, v, whole(32, segments), scale=SCALE), q, k, v)
+        return out, lse, parts, grads, pullback(dout)
+
+    with jax.default_matmul_precision("highest"):
+        out, lse, parts, grads, (dq, dk, dv) = run(q, k, v, dout)
+    assert any(bool(jnp.isneginf(own).any()) for _, own in parts), "some queries see no key of a half"
+    np.testing.assert_allclose(out, exact, atol=1e-5)
+    np.testing.assert_allclose(lse, exact_lse, atol=1e-5)
+    np.testing.assert_allclose(grads[0][0] + grads[1][0], dq, atol=1e-5)
+    for keys, (_, part_dk, part_dv) in zip(halves, grads, strict=True):
+        np.testing.assert_allclose(part_dk, dk[:, keys], atol=1e-5)
+        np.testing.assert_allclose(part_dv, dv[:, keys], atol=1e-5)
+
+
+def test_blocks_that_see_nothing_are_not_walked_over() -> None:
+    segments = jnp.asarray(np.repeat(np.arange(4), 64)[None])
+    mask = whole(256, segments)
+    walk = pallas_attention._walk(mask, 1, Blocks(32, 32, 4))
+    first, last = np.asarray(walk.keys_of)[0]
+    # Two blocks to a document: the first of them walks over one block, the second over two.
+    np.testing.assert_array_equal(last - first, [1, 2] * 4)
+    np.testing.assert_array_equal(first, np.repeat([0, 2, 4, 6], 2))
+    first, last = np.asarray(pallas_attention._walk(whole(256, window=31), 1, Blocks(32, 32, 4)).keys_of)[0]
+    np.testing.assert_array_equal(last - first, [1] + [2] * 7)
+    first, last = np.asarray(walk.queries_of)[0]
+    np.testing.assert_array_equal(last - first, [2, 1] * 4)
+
+
+@pytest.mark.parametrize("name", ["cudnn", "cudnn_mask", "pallas"])
+def test_what_the_fused_have_not_is_refused(name: str) -> None:
+    q, k, v, _ = inputs(32, 16, 16)
+    with pytest.raises(ValueError, match="kernel=reference"):
+        attend(name, q, k, v, whole(32), scale=SCALE, bias=jnp.zeros((HEADS, 32, 32)))

@@ -1,0 +1,85 @@
+"""Which attention backend is taken on which GPU, and what is said where one asked for can't."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+
+from megajax.config.errors import UserError
+from megajax.kernels.attention import PASSES, local_device
+from megajax.kernels.capability import BACKENDS, Device, Request, choose
+
+H100 = Device(name="H100", capability=(9, 0), cudnn=(9, 10, 0))
+A100 = Device(name="A100", capability=(8, 0), cudnn=(9, 10, 0))
+B200 = Device(name="B200", capability=(10, 0), cudnn=(9, 11, 0))
+DESKTOP = Device(name="RTX 5090", capability=(12, 0), cudnn=(9, 11, 0))
+PLAIN = Request(dtype="bfloat16", key_dim=128, value_dim=128, length=4096)
+LATENT = replace(PLAIN, key_dim=192)
+
+
+@pytest.mark.parametrize(
+    ("device", "request_", "kernel", "why"),
+    [
+        (H100, PLAIN, "cudnn", ()),
+        (A100, PLAIN, "cudnn", ()),
+        (replace(A100, cudnn=None), PLAIN, "pallas", ("runs from cuDNN 9.2 on, none was found",)),
+        (Device(name="V100", capability=(7, 0)), PLAIN, "reference", ("runs from compute capability 8.0 on",)),
+        (Device(name="cpu"), PLAIN, "reference", ("cudnn, pallas, cudnn_mask: needs an NVIDIA GPU, jax found cpu",)),
+        (A100, replace(PLAIN, window=128, sink=True), "cudnn", ()),
+        (H100, replace(PLAIN, documents=True), "cudnn", ()),
+        (A100, replace(PLAIN, documents=True), "pallas", ("cudnn: isolates documents from compute capability 9.0 on",)),
+        (DESKTOP, replace(PLAIN, documents=True), "pallas", ("below compute capability 11, RTX 5090 has 12.0",)),
+        (H100, LATENT, "cudnn", ()),
+        (replace(H100, cudnn=(9, 9, 0)), LATENT, "pallas", ("of 192 with values of 128 from cuDNN 9.10 on",)),
+        (A100, LATENT, "pallas", ("cudnn: takes heads of 192 with values of 128 from compute capability 9.0 on",)),
+        (B200, LATENT, "cudnn", ()),
+        (replace(B200, cudnn=(9, 10, 0)), LATENT, "pallas", ("from cuDNN 9.11 on, here is 9.10.0",)),
+        (B200, replace(LATENT, documents=True), "pallas", ("takes heads of 192 below compute capability 10.0",)),
+        (H100, replace(LATENT, documents=True), "cudnn", ()),
+        (H100, replace(PLAIN, key_dim=256, value_dim=256), "cudnn", ()),
+        (H100, replace(PLAIN, key_dim=512, value_dim=512), "reference", ("takes heads up to 256, not of 512",)),
+        (H100, replace(PLAIN, key_dim=72, value_dim=72), "cudnn", ()),
+        (H100, replace(PLAIN, length=4095), "pallas", ("cudnn: takes rows of even length, not of 4095",)),
+        (H100, replace(PLAIN, dtype="float32"), "reference", ("cudnn, pallas, cudnn_mask: computes in bfloat16 or",)),
+        (H100, replace(PLAIN, bias=True), "reference", ("is given no bias of scores",)),
+        (H100, replace(PLAIN, dropout=0.1), "reference", ("the same on every layout, which is 0.1",)),
+        (H100, replace(PLAIN, causal=False, window=3), "pallas", ("has windows in causal attention only",)),
+    ],
+)
+def test_auto_takes_the_fastest_that_can(device: Device, request_: Request, kernel: str, why: tuple[str, ...]) -> None:
+    choice = choose("auto", request_, device)
+    assert choice.kernel == kernel
+    assert len(choice.reasons) >= len(why)
+    for part in why:
+        assert part in "; ".join(choice.reasons)
+    assert choose(kernel, request_, device).kernel == kernel
+
+
+def test_one_asked_for_by_name_that_cannot_is_an_error_with_the_nearest() -> None:
+    with pytest.raises(UserError) as caught:
+        choose("cudnn", replace(PLAIN, documents=True), A100, "model.kernel")
+    assert str(caught.value) == (
+        "model.kernel=cudnn: cuDNN's attention isolates documents from compute capability 9.0 on, A100 has 8.0. "
+        "Set model.kernel=pallas or auto."
+    )
+    with pytest.raises(UserError, match=r"the Pallas kernel needs an NVIDIA GPU, jax found cpu. Set kernel=reference"):
+        choose("pallas", PLAIN, Device(name="cpu"))
+
+
+def test_what_is_not_known_yet_is_not_refused() -> None:
+    for name, backend in BACKENDS.items():
+        assert backend.refusal(Request()) is None, name
+        assert backend.refusal(Request(documents=True, window=4, sink=True)) is None, name
+    assert "takes heads up to 256" in str(BACKENDS["cudnn"].refusal(Request(key_dim=264, value_dim=264)))
+
+
+def test_every_backend_is_there_and_the_last_can_all() -> None:
+    assert set(BACKENDS) == set(PASSES) and list(BACKENDS)[-1] == "reference"
+    hard = Request(dtype="float64", key_dim=7, value_dim=9, length=3, causal=False, window=1, documents=True, sink=True)
+    assert BACKENDS["reference"].refusal(replace(hard, bias=True, dropout=0.5), Device(name="cpu")) is None
+
+
+def test_the_device_here() -> None:
+    device = local_device()
+    assert device.name == jax.devices()[0].device_kind
+    assert (device.capability is None) == (jax.devices()[0].platform != "gpu")
