@@ -86,12 +86,14 @@ class ParallelConfig:
                     "set parallel.pipeline=2 or more, or parallel.virtual_stages=1",
                 )
             )
-        if self.schedule == "interleaved" and virtual == 1 and self.pipeline > 1:
+        if self.schedule == "interleaved" and virtual == 1:
+            also = "parallel.pipeline=2 or more and " if self.pipeline == 1 else ""
             found.append(
                 Problem(
                     "schedule",
-                    "interleaved needs parallel.virtual_stages > 1, which is 1",
-                    "set parallel.virtual_stages=2 or more, or parallel.schedule=1f1b",
+                    "interleaved needs parallel.virtual_stages > 1, which is 1"
+                    + (", and a pipeline, parallel.pipeline is 1" if also else ""),
+                    f"set {also}parallel.virtual_stages=2 or more, or parallel.schedule=1f1b",
                 )
             )
         if self.layers is not None and (len(self.layers) != self.chunks() or min(self.layers) < 1):

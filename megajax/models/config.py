@@ -30,14 +30,16 @@ class PredictionConfig(Builds):
 class WidthScalingConfig:
     """Settings found on a narrow model for a wide one (muP, Yang et al. 2022): W is the ratio of the two widths.
 
-    Initial spreads of matrices inside the blocks are divided by sqrt(W), logits by W. The optimizer has to divide the
-    learning rate of those matrices by W itself: see `DecoderConfig.width_ratio`.
+    Initial spreads of matrices inside the blocks are divided by sqrt(W), logits by W. Optimizers follow: Adam divides
+    the learning rate and epsilon of these matrices, and of a head of its own, by W.
     """
 
     base_hidden: int
     """Width of the residual stream that the settings were found on."""
     base_head_dim: int | None = None
     """Size of a head there; scores are divided by the head size over the root of this; none: by the head size."""
+    score_power: float = 1.0
+    """Power of the head size that scores are divided by; 0.5 is the usual root."""
     embedding: float = 1.0
     """Factor on embeddings."""
     output: float | None = None
@@ -47,13 +49,14 @@ class WidthScalingConfig:
         return above_zero(
             base_hidden=self.base_hidden,
             base_head_dim=self.base_head_dim,
+            score_power=self.score_power,
             embedding=self.embedding,
             output=self.output,
         )
 
     def score_scale(self, size: int) -> float:
         """Factor on scores of heads of this size."""
-        return (1.0 if self.base_head_dim is None else self.base_head_dim**0.5) / size
+        return (1.0 if self.base_head_dim is None else self.base_head_dim**0.5) / size**self.score_power
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

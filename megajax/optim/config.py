@@ -9,6 +9,10 @@ from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 
 type Dtype = Literal["float32", "bfloat16"]
+type MomentDtype = Literal["float32", "bfloat16", "float16"]
+
+SMALLEST_CHANGES = (("bfloat16", 2**-8), ("float16", 2**-10))
+"""Shares of a value by which it must change to be rounded to another one, a root of it in float16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +65,9 @@ class UpdateConfig(Builds):
     """Other treatment for weights by path; of two that match and say the same thing the later one counts."""
     clip: float | None = 1.0
     """Largest global gradient norm, gradients are scaled down to it; none: no limit."""
-    moments: Dtype = "float32"
-    """How running averages are kept between steps; they are computed in float32."""
+    moments: MomentDtype = "float32"
+    """How running averages are kept between steps; they are computed in float32. float16 has a scale for each weight,
+    and roots of averaged squares."""
     offload: float = 0.0
     """Share of the running averages that waits in host memory between updates, largest first; 1: all. They are brought
     to the device weight by weight while the update runs."""
@@ -70,6 +75,18 @@ class UpdateConfig(Builds):
     """Report the number of gradient elements that are exactly 0 with every step, as num_zeros."""
     log_parameter_norm: bool = False
     """Report the norm of all weights after every step, as parameter_norm."""
+
+    def rate_problems(self, schedule: "ScheduleConfig") -> list[Problem]:
+        """What does not fit the schedule. Rates a weight gets from several rules are looked at where weights are known:
+        by Schedule.rates."""
+        found = _rate_problem("embedding_min_lr", self.embedding_lr, self.embedding_min_lr, schedule)
+        rules = (*self.groups, GroupConfig(match="*", lr=self.embedding_lr, min_lr=self.embedding_min_lr))
+        for place, rule in enumerate(self.groups):
+            others = rules[:place] + rules[place + 1 :]
+            given = any((other.min_lr if rule.min_lr is None else other.lr) is not None for other in others)
+            if not given:
+                found += _rate_problem(f"groups.{place}.min_lr", rule.lr, rule.min_lr, schedule)
+        return found
 
     def shared_problems(self, **averages: float) -> list[Problem]:
         """Of the settings above. averages: name -> decay of the running averages, the optimizer's own."""
@@ -81,13 +98,13 @@ class UpdateConfig(Builds):
         for name, beta in averages.items():
             if not 0 <= beta < 1:
                 found.append(Problem(name, f"must be at least 0 and below 1, got {beta}"))
-            elif self.moments == "bfloat16" and 1 - beta < 2**-8:
+            elif 1 - beta < (least := dict(SMALLEST_CHANGES).get(self.moments, 0.0)):
                 found.append(
                     Problem(
                         "moments",
-                        f"bfloat16 cannot hold a change by {1 - beta:.2g} of a value, which {name}={beta} makes: the "
-                        "average would never fall",
-                        f"use moments=float32, or {name} of at most 0.996",
+                        f"{self.moments} cannot hold a change by {1 - beta:.2g} of a value, which {name}={beta} makes: "
+                        "the average would never fall",
+                        f"use moments=float32, or {name} of at most {1 - least:.3f}",
                     )
                 )
         if self.embedding_lr is not None and (self.embedding_min_lr or 0) > self.embedding_lr:
@@ -95,6 +112,16 @@ class UpdateConfig(Builds):
                 Problem("embedding_min_lr", f"{self.embedding_min_lr} is above embedding_lr={self.embedding_lr}")
             )
         return found
+
+
+def _rate_problem(where: str, lr: float | None, min_lr: float | None, schedule: "ScheduleConfig") -> list[Problem]:
+    """Of rates some weights have of their own, none: the schedule's."""
+    if lr is not None and min_lr is None and lr < schedule.min_lr:
+        what = f"must be given: these weights have lr={lr:g} of their own and would rise to {schedule.min_lr:g}"
+        return [Problem(where, what, "schedule.min_lr counts for them otherwise")]
+    if lr is None and min_lr is not None and min_lr > schedule.lr:
+        return [Problem(where, f"{min_lr:g} is above schedule.lr={schedule.lr:g}", "give these weights an lr as well")]
+    return []
 
 
 def _epsilon_problems(epsilon: float) -> list[Problem]:
@@ -241,6 +268,9 @@ class ScheduleConfig(Builds):
     """Steps it takes; none: the whole run."""
     weight_decay_samples: int | None = None
     """The same in samples."""
+    on_resume: Literal["same", "config"] = "same"
+    """A run that goes on from its checkpoint with other rates than before: same refuses; config follows this config
+    from there on, at the samples the run has come to. Rates are the schedule, weight decay, and those of groups."""
 
     def problems(self) -> list[Problem]:
         found = []

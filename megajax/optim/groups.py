@@ -24,14 +24,20 @@ class Group:
     """Factor on their learning rate."""
     decay: float = 1.0
     """Factor on their weight decay."""
+    width: float = 1.0
+    """Factor on the schedule's highest and lowest rate, for a model wider than the one its settings were found on."""
 
     def __str__(self) -> str:
-        rate = "schedule's lr" if self.lr is None else f"lr {self.lr:g}"
+        wide = "" if self.width == 1 else f" x {self.width:g} for the width"
+        rate = f"schedule's lr{wide}" if self.lr is None else f"lr {self.lr:g}"
         floor = "" if self.min_lr is None else f" to {self.min_lr:g}"
         factor = "" if self.lr_multiplier == 1 else f" x {self.lr_multiplier:g}"
         decay = {0.0: "no decay", 1.0: "decay"}.get(self.decay, f"decay x {self.decay:g}")
         return f"{rate}{floor}{factor}, {decay}"
 
+
+HEAD = "head"
+"""Path of the head where it is a weight of its own."""
 
 type Rates = Callable[[Group], tuple[Array, Array]]
 """Group -> (learning rate, weight decay) of this update, each float32 []."""
@@ -43,8 +49,16 @@ def is_vocabulary(spec: ParamSpec) -> bool:
 
 
 def is_embedding(spec: ParamSpec) -> bool:
-    """Those two, and tables of learned positions: matrices outside the stack."""
-    return is_vocabulary(spec) or (spec.role == "weight" and not spec.layers)
+    """Those two, and tables of learned positions."""
+    return spec.role == "weight" and not spec.layers and spec.axes in (("vocab", "embed"), (None, "embed"))
+
+
+def grows(spec: ParamSpec) -> bool:
+    """Whether a weight's input is as wide as the model: matrices within blocks, and a head of its own.
+
+    Not so: tables, whose rows are looked up, a head that is such a table as well, and vectors.
+    """
+    return decayed(spec) and (spec.path == HEAD or not is_embedding(spec))
 
 
 def decayed(spec: ParamSpec) -> bool:
@@ -52,12 +66,16 @@ def decayed(spec: ParamSpec) -> bool:
     return spec.role == "weight" and len(spec.shape) - bool(spec.layers) > 1
 
 
-def groups(cfg: UpdateConfig, declared: Mapping[str, ParamSpec]) -> dict[str, Group]:
-    """Path -> group, in the order of the weights.
+def groups(
+    cfg: UpdateConfig, declared: Mapping[str, ParamSpec], widths: Mapping[str, float] | None = None
+) -> dict[str, Group]:
+    """Path -> group, in the order of the weights. widths: path -> Group.width; none: 1 for all.
 
     Raises UserError for a pattern that matches no weight, naming the nearest paths.
     """
     found = {path: _plain(cfg, spec) for path, spec in declared.items()}
+    for path, factor in (widths or {}).items():
+        found[path] = replace(found[path], width=factor)
     for place, rule in enumerate(cfg.groups):
         matched = [path for path in found if fnmatchcase(path, rule.match)]
         if not matched:

@@ -20,7 +20,6 @@ from megajax.layers.param import ParamSpec
 from megajax.mesh.mesh import free_axes
 from megajax.mesh.rules import LogicalAxes, Plan, Rules
 from megajax.optim.config import MuonConfig
-from megajax.optim.groups import is_embedding
 from megajax.optim.optimizer import Adam, Moments, Optimizer, Rule
 
 type Polynomial = tuple[float, float, float]
@@ -76,7 +75,7 @@ def matrices(spec: ParamSpec) -> Matrices | None:
     heads and head_dim together are one dimension: query [embed, heads x head_dim], output [heads x head_dim, embed].
     Query, key and value are three matrices, gate and up are two.
     """
-    if spec.role != "weight" or is_embedding(spec):
+    if spec.role != "weight" or not spec.layers:
         return None
     axes = spec.axes[1:]
     experts = int(len(axes) > 2 and axes[0] == "expert")
@@ -135,6 +134,7 @@ class Orthogonalised:
     """Where the moment is; None: not cut."""
     coupled: bool = False
     moments: tuple[str, ...] = ("momentum",)
+    width_powers: tuple[int, int] = (0, 0)
 
     def __call__(self, g: Array, moments: Moments, step: Array) -> tuple[Array, Moments]:
         beta = self.cfg.momentum
@@ -208,11 +208,13 @@ class Orthogonalised:
 class Muon(Optimizer):
     """Orthogonalised momentum for matrices of the stack, AdamW for the rest."""
 
-    def __init__(self, cfg: MuonConfig, declared: Mapping[str, ParamSpec], plan: Plan | None = None):
+    def __init__(
+        self, cfg: MuonConfig, declared: Mapping[str, ParamSpec], plan: Plan | None = None, width: float = 1.0
+    ):
         rules = None if plan is None else plan.optimizer
         adam = Adam(cfg.beta1, cfg.beta2, cfg.epsilon)
         chosen: dict[str, Rule] = {}
         for path, spec in declared.items():
             shape = matrices(spec)
             chosen[path] = adam if shape is None else Orthogonalised(cfg, spec.axes, shape, rules)
-        super().__init__(cfg, declared, chosen)
+        super().__init__(cfg, declared, chosen, width)

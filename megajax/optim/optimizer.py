@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax.numpy as jnp
@@ -13,10 +13,8 @@ from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec
 from megajax.mesh.rules import Plan
 from megajax.optim.config import AdamWConfig, LionConfig, SGDConfig, UpdateConfig
-from megajax.optim.groups import Rates, groups, table
-
-type OptimizerState = dict[str, Any]
-"""count int32 [], and for each kind of moment a dict from path to array."""
+from megajax.optim.groups import Rates, groups, grows, table
+from megajax.optim.moments import OptimizerState, kept, loaded
 
 type Moments = tuple[Array, ...]
 
@@ -34,6 +32,12 @@ class Rule(Protocol):
         """Whether weight decay is added to the gradient."""
         ...
 
+    @property
+    def width_powers(self) -> tuple[int, int]:
+        """How learning rates follow the width of the model: the powers of the ratio of widths they are multiplied by,
+        of weights whose input grows with it, and of others (Yang et al. 2022, tables 3 and 8)."""
+        ...
+
     def __call__(self, g: Array, moments: Moments, step: Array) -> tuple[Array, Moments]:
         """step: float32 [], 1 at the first update. -> what to take off the weight per unit of learning rate."""
         ...
@@ -42,21 +46,25 @@ class Rule(Protocol):
 class Optimizer:
     """A rule for each weight, rates from the schedule by group; decay is apart from moments unless the rule couples it.
 
-    p <- p (1 - lr * decay) - lr * direction(gradient).
+    p <- p (1 - lr * decay) - lr * direction(gradient). width: how many times wider the model is than the one its
+    learning rates were found on; rates given for some weights alone (embedding_lr, lr of a group) count as they are.
     """
 
-    def __init__(self, cfg: UpdateConfig, declared: Mapping[str, ParamSpec], rules: Mapping[str, Rule]):
+    def __init__(
+        self, cfg: UpdateConfig, declared: Mapping[str, ParamSpec], rules: Mapping[str, Rule], width: float = 1.0
+    ):
         self.cfg, self.rules, self.declared = cfg, dict(rules), dict(declared)
-        self.groups = groups(cfg, declared)
+        powers = {path: rule.width_powers[0 if grows(declared[path]) else 1] for path, rule in rules.items()}
+        self.groups = groups(cfg, declared, {path: width**power for path, power in powers.items()})
         self.decayed = {path: group.decay > 0 for path, group in self.groups.items()}
 
     def init(self, params: Params) -> OptimizerState:
         """Moments of zero, laid out like params; plain dicts, so that checkpoints name every array."""
-        state: OptimizerState = {"count": jnp.zeros((), jnp.int32)}
+        zero: dict[str, dict[str, Array]] = {}
         for path, p in params.items():
             for name in self.rules[path].moments:
-                state.setdefault(name, {})[path] = jnp.zeros(p.shape, self.cfg.moments)
-        return state
+                zero.setdefault(name, {})[path] = jnp.zeros(p.shape, jnp.float32)
+        return {"count": jnp.zeros((), jnp.int32)} | kept(zero, self.cfg.moments)
 
     def update(
         self, grads: Params, state: OptimizerState, params: Params, *, rates: Rates
@@ -70,21 +78,22 @@ class Optimizer:
         count = state["count"] + 1
         now = {group: rates(group) for group in dict.fromkeys(self.groups.values())}
         updated: dict[str, Array] = {}
-        new: OptimizerState = {name: {} for name in state} | {"count": count}
+        before = loaded(state)
+        after: dict[str, dict[str, Array]] = {name: {} for name in before}
         for path, p in params.items():
             group, rule, g = self.groups[path], self.rules[path], grads[path]
             lr, decay = now[group]
-            kept = p
+            left = p
             if group.decay and rule.coupled:
                 g = g + decay * p
             elif group.decay:
-                kept = p * (1 - lr * decay)
-            moments = tuple(state[name][path].astype(jnp.float32) for name in rule.moments)
+                left = p * (1 - lr * decay)
+            moments = tuple(before[name][path] for name in rule.moments)
             direction, moments = rule(g, moments, count.astype(jnp.float32))
-            updated[path] = kept - lr * direction
+            updated[path] = left - lr * direction
             for name, moment in zip(rule.moments, moments, strict=True):
-                new[name][path] = moment.astype(self.cfg.moments)
-        return updated, new
+                after[name][path] = moment
+        return updated, {"count": count} | kept(after, self.cfg.moments)
 
     def table(self) -> list[tuple[str, str]]:
         """Rows for people: rule and rates, and the weights that have them."""
@@ -109,6 +118,7 @@ class Adam:
     epsilon: float
     coupled: bool = False
     moments: tuple[str, ...] = ("first_moment", "second_moment")
+    width_powers: tuple[int, int] = (-1, 0)
 
     def __call__(self, g: Array, moments: Moments, step: Array) -> tuple[Array, Moments]:
         m = self.beta1 * moments[0] + (1 - self.beta1) * g
@@ -129,6 +139,7 @@ class Momentum:
     momentum: float
     coupled: bool = True
     moments: tuple[str, ...] = ("momentum",)
+    width_powers: tuple[int, int] = (0, 1)
 
     def __call__(self, g: Array, moments: Moments, step: Array) -> tuple[Array, Moments]:
         direction = self.momentum * moments[0] + g
@@ -143,6 +154,7 @@ class SignOfAverage:
     beta2: float
     coupled: bool = False
     moments: tuple[str, ...] = ("momentum",)
+    width_powers: tuple[int, int] = (-1, 0)
 
     def __call__(self, g: Array, moments: Moments, step: Array) -> tuple[Array, Moments]:
         (m,) = moments
@@ -150,25 +162,30 @@ class SignOfAverage:
 
 
 class AdamW(Optimizer):
-    """Adam for every weight."""
+    """Adam for every weight. epsilon is divided by the width as gradients are, where a weight's input grows with it."""
 
-    def __init__(self, cfg: AdamWConfig, declared: Mapping[str, ParamSpec], plan: Plan | None = None):
+    def __init__(
+        self, cfg: AdamWConfig, declared: Mapping[str, ParamSpec], plan: Plan | None = None, width: float = 1.0
+    ):
         rule = Adam(cfg.beta1, cfg.beta2, cfg.epsilon, coupled=not cfg.decoupled)
-        super().__init__(cfg, declared, dict.fromkeys(declared, rule))
+        wide = replace(rule, epsilon=cfg.epsilon / width)
+        super().__init__(cfg, declared, {p: wide if grows(spec) else rule for p, spec in declared.items()}, width)
 
 
 class SGD(Optimizer):
     """Momentum for every weight."""
 
-    def __init__(self, cfg: SGDConfig, declared: Mapping[str, ParamSpec], plan: Plan | None = None):
-        super().__init__(cfg, declared, dict.fromkeys(declared, Momentum(cfg.momentum)))
+    def __init__(self, cfg: SGDConfig, declared: Mapping[str, ParamSpec], plan: Plan | None = None, width: float = 1.0):
+        super().__init__(cfg, declared, dict.fromkeys(declared, Momentum(cfg.momentum)), width)
 
 
 class Lion(Optimizer):
     """The sign of an average for every weight."""
 
-    def __init__(self, cfg: LionConfig, declared: Mapping[str, ParamSpec], plan: Plan | None = None):
-        super().__init__(cfg, declared, dict.fromkeys(declared, SignOfAverage(cfg.beta1, cfg.beta2)))
+    def __init__(
+        self, cfg: LionConfig, declared: Mapping[str, ParamSpec], plan: Plan | None = None, width: float = 1.0
+    ):
+        super().__init__(cfg, declared, dict.fromkeys(declared, SignOfAverage(cfg.beta1, cfg.beta2)), width)
 
 
 def global_norm(arrays: Params) -> Array:

@@ -107,15 +107,17 @@ class Schedule:
 
         Raises UserError for a group whose own highest rate is below the lowest.
         """
-        top, low = (self.cfg.lr if group.lr is None else group.lr), (group.min_lr or 0.0)
-        if (self.cfg.min_lr if group.min_lr is None else low) > top:
+        factor = group.width if group.lr is None else 1.0
+        top = self.cfg.lr * factor if group.lr is None else group.lr
+        low = self.cfg.min_lr * factor if group.min_lr is None else group.min_lr
+        if low > top:
             raise UserError(
                 f"weights with lr={top:g} of their own would rise to schedule.min_lr={self.cfg.min_lr:g}: give them a "
                 "min_lr as well (optimizer.embedding_min_lr, or min_lr of the group)"
                 if group.min_lr is None
                 else f"weights with min_lr={low:g} of their own have lr={top:g}: give them a higher lr as well"
             )
-        lr = self(samples, lr=group.lr, min_lr=group.min_lr)
+        lr = self(samples, lr=top, min_lr=low)
         return lr * group.lr_multiplier, self.weight_decay(samples, weight_decay) * group.decay
 
     def facts(self) -> dict[str, str | float | int]:

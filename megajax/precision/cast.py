@@ -1,9 +1,13 @@
-"""The casts between stored and computing weights."""
+"""The casts between stored and computing weights, gradients and moments."""
 
 import jax.numpy as jnp
 from jax import Array
 
 from megajax.precision.config import PrecisionConfig
+
+SMALLEST_FLOAT16 = 2.0**-24
+LARGEST_SHIFT = 100
+"""Below 2^-100 elements of float16 arrays get smaller, so that neither the scale nor its inverse leaves float32."""
 
 
 def to_compute(w: Array, cfg: PrecisionConfig) -> Array:
@@ -24,3 +28,22 @@ def to_optimizer(g: Array) -> Array:
 def to_gradient(g: Array, cfg: PrecisionConfig) -> Array:
     """A microbatch's gradient -> the dtype gradients are accumulated in."""
     return g.astype(jnp.dtype(cfg.gradients))
+
+
+def to_float16(x: Array, *, divisor: bool = False) -> tuple[Array, Array]:
+    """float32 -> (float16 of the same shape, its scale float32 []), to be read by `from_float16`.
+
+    The scale is a power of two that brings the largest element to between 2^14 and 2^15: elements down to 2^-28 of it
+    keep 11 bits, down to 2^-39 fewer, and what was rounded once is not rounded again by another scale. divisor: x has
+    no negative elements, and what is above 0 stays so.
+    """
+    exponent = jnp.maximum(jnp.frexp(jnp.max(jnp.abs(x)))[1], -LARGEST_SHIFT)
+    scaled = x * jnp.ldexp(jnp.float32(1), 15 - exponent)
+    if divisor:
+        scaled = jnp.where(x > 0, jnp.maximum(scaled, SMALLEST_FLOAT16), 0)
+    return scaled.astype(jnp.float16), jnp.ldexp(jnp.float32(1), exponent - 15)
+
+
+def from_float16(x: Array, scale: Array) -> Array:
+    """float16 and its scale float32 [] -> float32."""
+    return x.astype(jnp.float32) * scale

@@ -2,7 +2,7 @@
 
 from megajax.tools.flags import Flag, flag, needless, refused, to
 from megajax.tools.megatron_memory import recompute
-from megajax.tools.megatron_model import embedding, residual, stack, vocabulary
+from megajax.tools.megatron_model import embedding, residual, stack, vocabulary, width_scaling
 
 BLOCK = "model.stack.pattern.0"
 MIXER, MLP, NORM = f"{BLOCK}.mixer", f"{BLOCK}.mlp", f"{BLOCK}.norm"
@@ -13,7 +13,6 @@ NO_EXPERTS = "mixtures of experts are not in this version"
 NO_STATE_SPACE = "Mamba and hybrid models are not in this version"
 NO_VISION = "images are not in this version"
 NO_T5 = "encoders and encoder-decoders (BERT, T5) are not in this version"
-NO_MUP = "set model.width_scaling, and rates by optimizer.groups, in the file: docs/models.md"
 FREE_KERNEL = "kernels are the compiler's or model.stack.pattern.0.mixer.kernel's choice"
 
 SIZES: tuple[Flag, ...] = (
@@ -124,12 +123,12 @@ START: tuple[Flag, ...] = (
         to("model.embedding_std", "optimizer.decay_embeddings", "optimizer.groups", by=embedding),
     ),
     flag("init-method-xavier-uniform", bool, refused("initial weights are Gaussian: model.init_std")),
-    flag("use-mup", bool, refused(NO_MUP)),
-    flag("mup-base-hidden-size", int, refused(NO_MUP)),
-    flag("mup-base-head-dim", int, refused(NO_MUP)),
-    flag("mup-embedding-mult", float, refused(NO_MUP)),
-    flag("mup-output-mult", float, refused(NO_MUP)),
-    flag("mup-attn-scale-power", float, refused(NO_MUP)),
+    flag("use-mup", bool, to("model.width_scaling", by=width_scaling), default=False),
+    flag("mup-base-hidden-size", int, to("model.width_scaling.base_hidden", by=width_scaling)),
+    flag("mup-base-head-dim", float, to("model.width_scaling.base_head_dim", by=width_scaling)),
+    flag("mup-embedding-mult", float, to("model.width_scaling.embedding", by=width_scaling), default=1.0),
+    flag("mup-output-mult", float, to("model.width_scaling.output", by=width_scaling), default=1.0),
+    flag("mup-attn-scale-power", float, to("model.width_scaling.score_power", by=width_scaling), default=1.0),
     flag("use-cpu-initialization", bool, needless("initial weights are the same on every layout")),
     flag("no-initialization", bool, needless("weights that are loaded are not drawn first")),
     flag("init-model-with-meta-device", bool, needless("weights are made where they stay")),

@@ -88,8 +88,8 @@ SCHEDULE: tuple[Flag, ...] = (
     flag("start-weight-decay", float, to("schedule.weight_decay_start", by=schedule)),
     flag("end-weight-decay", float, to("optimizer.weight_decay", by=optimizer)),
     flag("weight-decay-incr-style", str, to("schedule.weight_decay_style", by=schedule), default="constant"),
-    flag("override-opt_param-scheduler", bool, needless("the schedule is always the config's")),
-    flag("use-checkpoint-opt_param-scheduler", bool, refused("the schedule is always the config's")),
+    flag("override-opt_param-scheduler", bool, to("schedule.on_resume", by=schedule), default=False),
+    flag("use-checkpoint-opt_param-scheduler", bool, to("schedule.on_resume", by=schedule), default=False),
 )
 
 PRECISION: tuple[Flag, ...] = (

@@ -22,7 +22,7 @@ from megajax.layers.config import (
     StackConfig,
     YarnScalingConfig,
 )
-from megajax.models.config import PredictionConfig
+from megajax.models.config import PredictionConfig, WidthScalingConfig
 from megajax.tokenizers.config import (
     GPT2TokenizerConfig,
     HuggingFaceTokenizerConfig,
@@ -273,6 +273,25 @@ def embedding(args: Arguments) -> Settings:
     return settings
 
 
+def width_scaling(args: Arguments) -> Settings:
+    """Settings of a narrower model, where they are taken over from one."""
+    if not args["use-mup"]:
+        return {}
+    hidden = needed(args, "hidden-size")
+    if args["mup-base-hidden-size"] is None:
+        args.remark("use-mup", "without --mup-base-hidden-size the model is its own base, there as here")
+    size, output = args["mup-base-head-dim"], args["mup-output-mult"]
+    if size is not None and size != int(size):
+        args.refuse("mup-base-head-dim", "a head has a whole number of elements")
+    scaling = WidthScalingConfig(
+        base_hidden=args["mup-base-hidden-size"] or hidden,
+        base_head_dim=None if size is None else int(size),
+        score_power=args["mup-attn-scale-power"],
+        embedding=args["mup-embedding-mult"],
+        # Megatron-LM takes 1 for none, which stands for one over the ratio of widths.
+        output=None if output == 1 else output,
+    )
+    return {"model.width_scaling": scaling}
 def residual(args: Arguments) -> Settings:
     """The dtype of the residual stream."""
     return {"model.residual": "float32" if args["fp32-residual-connection"] else "compute"}

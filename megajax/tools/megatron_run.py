@@ -24,7 +24,7 @@ STYLES = {
     "WSD": "wsd",
 }
 SAME = {name: name for name in ("exponential", "linear", "cosine", "minus_sqrt")}
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def precision(args: Arguments) -> Settings:
@@ -115,7 +115,7 @@ def _moments(args: Arguments) -> str:
     first, second = args["exp-avg-dtype"], args["exp-avg-sq-dtype"]
     for name, value in (("exp-avg-dtype", first), ("exp-avg-sq-dtype", second)):
         if value not in DTYPES:
-            args.refuse(name, "moments are kept in float32 or bfloat16")
+            args.refuse(name, "moments are kept in float32, bfloat16 or float16")
     if first != second:
         args.refuse("exp-avg-sq-dtype", f"both moments have one dtype here, and --exp-avg-dtype is {first}")
     return DTYPES.get(first, "float32")
@@ -214,7 +214,11 @@ def schedule(args: Arguments) -> Settings:
         "schedule.min_lr": args["min-lr"],
         "schedule.style": style,
         "schedule.warmup_start": args["lr-warmup-init"],
+        "schedule.on_resume": "config" if args["override-opt_param-scheduler"] else "same",
     }
+    if args["use-checkpoint-opt_param-scheduler"]:
+        text = "a resume with another schedule than the checkpoint's is refused, where Megatron-LM would take that one"
+        args.remark("use-checkpoint-opt_param-scheduler", text)
     if args["train-samples"] is not None:
         settings["schedule.decay_samples"] = args["lr-decay-samples"] or args["train-samples"]
     elif args.given("lr-decay-iters") or ramp(args) is not None:

@@ -153,10 +153,6 @@ class BatchConfig(Builds):
             found.append(Problem("micro_size", what, f"nearest divisors: {legal}"))
         return found
 
-    def microbatches(self, replicas: int) -> int:
-        """Microbatches of a step of global_size rows on `replicas` data-parallel devices."""
-        return self.global_size // (self.micro_size * replicas)
-
     def replica_problems(self, replicas: int) -> list[Problem]:
         """What is wrong with these sizes on `replicas` data-parallel devices."""
         unit = self.micro_size * replicas

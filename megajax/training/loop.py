@@ -3,13 +3,16 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from math import isfinite
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import numpy as np
 from jax import Array
 
 from megajax.mesh.processes import StopFlags
 from megajax.resilience.signals import agree
+from megajax.training.blame import sentence
 from megajax.training.guard import Guard, Orders, Told
 from megajax.training.step import HELD, SECONDS, STOP, Metrics
 from megajax.training.timing import DATA_WAIT, PhaseTimes
@@ -51,6 +54,8 @@ class StepInfo(NamedTuple):
     """What it was told by a guard."""
     first_try: "StepInfo | None" = None
     """What it reported the first time, if it was run again."""
+    blame: str | None = None
+    """Whose gradients are not finite, if they were not when it was run again."""
 
 
 class Hook(Protocol):
@@ -185,11 +190,20 @@ class _Loop:
             self.held = self.guard.held
             again = self.dispatch(flight.reading, self.guard.again(info.step, info.orders or Orders()))
             second = self.fetch(again)
-            info = second._replace(first_try=info, stop=info.stop or second.stop, seconds=info.seconds + second.seconds)
+            blame = None if isfinite(second.grad_norm) else self.blame(flight.reading.batch, again.orders, second)
+            stop, seconds = info.stop or second.stop, info.seconds + second.seconds
+            info = second._replace(first_try=info, stop=stop, seconds=seconds, blame=blame)
             flights.extend(self.dispatch(reading) for reading in later)
         if self.guard is not None and not info.skipped:
             self.guard.spikes.note(info.step, info.loss)
         return info
+
+    def blame(self, batch: Any, orders: Orders | None, info: StepInfo) -> str:
+        """Whose gradients are not finite in a step that left the weights as they were."""
+        factor = np.float32((orders or Orders()).gradient_factor)
+        with jax.set_mesh(self.run.mesh), jax.default_matmul_precision(self.precision):
+            found = self.run.program.blame(self.run.state.params, batch, np.float32(info.loss_scale), factor)
+        return sentence(jax.device_get(found), self.run.program.declared)
 
     def fetch(self, flight: Flight) -> StepInfo:
         """Wait for a step."""

@@ -1,7 +1,7 @@
 """Going on from a checkpoint: what is stored beside the arrays, and what may not have changed since."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -15,10 +15,13 @@ from megajax.training.session import Parts
 from megajax.training.state import TrainState
 
 FREE = re.compile(
-    r"(parallel|logging|profile|checkpoint|resilience|evaluation|schedule)\.|run_dir$|steps$|batch\.micro_size$"
+    r"(parallel|logging|profile|checkpoint|resilience|evaluation|schedule|xla)\.|run_dir$|steps$|batch\.micro_size$"
     r"|model\.(recompute\w*|offload.*|loss_chunk|vocabulary_multiple)$|optimizer\.(log_|offload$)|model\..*\.kernel$|data\.(cache_dir|loader\.|surplus)"
 )
 """Settings that change no number of the training, or whose effect is compared as a derived fact."""
+
+RATES = re.compile(r"schedule[.:]|optimizer\.(weight_decay|embedding_lr|embedding_min_lr|groups|groups\..*)$")
+"""Facts about learning rates and decay, which schedule.on_resume=config lets change."""
 
 
 def facts(parts: Parts) -> dict[str, Any]:
@@ -42,7 +45,7 @@ def _matters(name: str, cfg: RunConfig) -> bool:
 
 def stored(parts: Parts, config_yaml: str) -> dict[str, Any]:
     """What goes into a checkpoint beside the arrays."""
-    packages = {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")}
+    packages = {name: version(name) for name in ("jax", "jaxlib", "flax", "orbax-checkpoint", "numpy")}
     return {
         "facts": facts(parts),
         "rows": list(parts.program.partition.order()),
@@ -52,14 +55,14 @@ def stored(parts: Parts, config_yaml: str) -> dict[str, Any]:
     }
 
 
-def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Facts that differ, as lines `name: old -> new`."""
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    """Facts that differ: name -> `old -> new`."""
     names = [*old, *(name for name in new if name not in old)]
-    return [
-        f"{name}: {old.get(name, '(not there)')} -> {new.get(name, '(not there)')}"
+    return {
+        name: f"{old.get(name, '(not there)')} -> {new.get(name, '(not there)')}"
         for name in names
         if old.get(name) != new.get(name)
-    ]
+    }
 
 
 @dataclass(frozen=True)
@@ -70,18 +73,13 @@ class Resume:
     step: int
     own: bool
     """The checkpoint is this run's; another run's may have had other settings."""
+    say: Callable[[str], None]
+    """Shows a line to people."""
 
     def __call__(self, parts: Parts, like: TrainState) -> TrainState:
         """Raises UserError listing every changed setting, or the arrays that don't fit; nothing is written."""
         if self.own:
-            changed = changes(self.reader.meta(self.step)["facts"], facts(parts))
-            if changed:
-                listed = "\n".join(f"  {line}" for line in changed)
-                raise UserError(
-                    f"{parts.cfg.run_dir} holds step {self.step} of a run with other settings (stored -> asked for):\n"
-                    f"{listed}\nGo on with the old settings; or set another run_dir, for a new run there or, with "
-                    f"checkpoint.load={parts.cfg.run_dir}, for one that starts from this one's state."
-                )
+            self._compare(parts)
         program = parts.program
         wanted = program.partition.order()
         stored = tuple(self.reader.meta(self.step).get("rows", wanted))
@@ -89,3 +87,22 @@ class Resume:
             return self.reader.restore(self.step, like)[0]
         state, _ = self.reader.restore(self.step, like_stored(like, program.declared, stored))
         return reorder(state, like, program.declared, stored, wanted)
+
+    def _compare(self, parts: Parts) -> None:
+        changed = changes(self.reader.meta(self.step)["facts"], facts(parts))
+        rates = {name: text for name, text in changed.items() if RATES.match(name)}
+        may_change = parts.cfg.schedule.on_resume == "config"
+        wrong = {name: text for name, text in changed.items() if not (may_change and name in rates)}
+        if wrong:
+            take_over = "set schedule.on_resume=config to let rates change from here on; " * (bool(rates) > may_change)
+            raise UserError(
+                f"{parts.cfg.run_dir} holds step {self.step} of a run with other settings (stored -> asked for):\n"
+                f"{_listed(wrong)}\nGo on with the old settings; {take_over}or set another run_dir, for a new run "
+                f"there or, with checkpoint.load={parts.cfg.run_dir}, for one that starts from this one's state."
+            )
+        if rates:
+            self.say(f"other rates from step {self.step} on (schedule.on_resume=config):\n{_listed(rates)}")
+
+
+def _listed(changed: Mapping[str, str]) -> str:
+    return "\n".join(f"  {name}: {text}" for name, text in changed.items())

@@ -39,6 +39,7 @@ class Watch:
                 self._log.event("update_skipped", step=info.step, reason=reason, **_numbers(info))
             return
         fields = {"made": not info.skipped} | ({} if first is None else {"same_again": _same(first, info)})
+        fields |= {} if info.blame is None else {"blame": info.blame}
         self._log.event("persistent_fault", step=info.step, **self._told(info, orders), **fields)
         if ends:
             raise NumericFault(self._message(info, str(why)))
@@ -51,6 +52,8 @@ class Watch:
         where = f"step {info.step}: {why}; loss {info.loss}, gradient norm {info.grad_norm}"
         if self._floor and not isfinite(info.grad_norm):
             where += f" at the lowest loss scale, {self._floor:g}; {self._skipped} steps were skipped"
+        if info.blame is not None:
+            where += f"; {info.blame}"
         if info.first_try is None:
             return where
         if _same(info.first_try, info):

@@ -114,9 +114,12 @@ def _width_scaling(core: Settings, hidden: int) -> WidthScalingConfig | None:
     core.take("mup_width_mult")
     if not wanted:
         return None
-    core.only("mup_attn_scale_power", 1.0)
     return WidthScalingConfig(
-        base_hidden=base, base_head_dim=size, embedding=embedding, output=None if output == 1.0 else output
+        base_hidden=base,
+        base_head_dim=size,
+        score_power=core.take("mup_attn_scale_power", 1.0),
+        embedding=embedding,
+        output=None if output == 1.0 else output,
     )
 
 

@@ -135,7 +135,8 @@ class Trainer:
     def __init__(
         self, model: OneDevice, params: Mapping[str, np.ndarray], optimizer: OptimizerConfig, schedule: Schedule
     ):
-        self.model, self.optimizer = model, optimizer.build(model.declared, model.layout.plan)
+        self.model = model
+        self.optimizer = optimizer.build(model.declared, model.layout.plan, model.cfg.width_ratio())
         self.schedule = schedule
         shardings = state_shardings(model.declared, self.optimizer, model.layout.plan, model.mesh)
         # All of a fresh state but its weights is zero, and the loss scale one: drawing weights would only cost time.

@@ -56,6 +56,7 @@ def problem(changes: str) -> str:
 FILES = "--without mock-data --data-path a --without tokenizer-type --vocab-file v --merge-file m"
 MLA = "--multi-latent-attention --position-embedding-type rope"
 ROPE = "--position-embedding-type rope"
+MUP = "--use-mup --mup-base-hidden-size 32"
 CASES = {
     "num-layers": "--num-layers 6",
     "encoder-num-layers": "--without num-layers --encoder-num-layers 6",
@@ -104,6 +105,12 @@ CASES = {
     "attention-dropout": "--attention-dropout 0.2",
     "init-method-std": "--init-method-std 0.01",
     "embedding-init-method-std": "--embedding-init-method-std 1.0",
+    "use-mup": "--use-mup",
+    "mup-base-hidden-size": ("--use-mup", f"{MUP} --mup-base-hidden-size 16"),
+    "mup-base-head-dim": (MUP, f"{MUP} --mup-base-head-dim 8"),
+    "mup-embedding-mult": (MUP, f"{MUP} --mup-embedding-mult 10"),
+    "mup-output-mult": (MUP, f"{MUP} --mup-output-mult 0.5"),
+    "mup-attn-scale-power": (MUP, f"{MUP} --mup-attn-scale-power 0.5"),
     "multi-latent-attention": MLA,
     "q-lora-rank": f"{MLA} --q-lora-rank 24",
     "kv-lora-rank": f"{MLA} --kv-lora-rank 24",
@@ -192,6 +199,8 @@ CASES = {
     "start-weight-decay": "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1",
     "end-weight-decay": "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1",
     "weight-decay-incr-style": "--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 0.1",
+    "override-opt_param-scheduler": "--override-opt_param-scheduler",
+    "use-checkpoint-opt_param-scheduler": None,
     "fp16": "--fp16",
     "bf16": "--bf16",
     "loss-scale": "--fp16 --loss-scale 128",

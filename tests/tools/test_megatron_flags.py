@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flag_lines import CASES, FILES, config, line, made, problem
+from flag_lines import CASES, FILES, MUP, config, line, made, problem
 
 from megajax.config import schema
 from megajax.config.dump import flatten
@@ -282,6 +282,36 @@ def test_optimizers() -> None:
     assert [flag for flag, _ in odd.refused] == ["--exp-avg-sq-dtype"]
     half = made("--use-precision-aware-optimizer --main-grads-dtype bf16 --main-params-dtype fp16")
     assert {flag for flag, _ in half.refused} == {"--main-grads-dtype bf16", "--main-params-dtype fp16"}
+
+
+def test_moments_in_sixteen_bits() -> None:
+    half = "--use-precision-aware-optimizer --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16"
+    assert config(half).optimizer.moments == "float16"
+    assert [flag for flag, _ in made(half.replace("fp16", "fp8")).refused] == [
+        "--exp-avg-dtype fp8",
+        "--exp-avg-sq-dtype fp8",
+    ]
+
+
+def test_a_wide_model_takes_over_the_settings_of_a_narrow_one() -> None:
+    model = config(f"{MUP} --mup-base-head-dim 8 --mup-attn-scale-power 0.5").model
+    assert model.width_ratio() == 2 and model.logit_factor() == 0.5
+    assert model.width_scaling.score_scale(16) == 8**0.5 / 4
+    # An output factor of 1 stands for one over the ratio; without a base the ratio is 1.
+    assert config(f"{MUP} --mup-output-mult 1").model.logit_factor() == 0.5
+    assert config(f"{MUP} --mup-output-mult 0.25").model.logit_factor() == 0.25
+    alone = made("--use-mup")
+    assert alone.config.model.width_ratio() == 1 and "--use-mup" in dict(alone.remarks)
+    assert config().model.width_scaling is None
+    assert "--mup-embedding-mult 2.0" in made("--mup-embedding-mult 2").idle
+
+
+def test_whose_schedule_counts_after_a_resume() -> None:
+    assert config().schedule.on_resume == "same"
+    assert config("--override-opt_param-scheduler").schedule.on_resume == "config"
+    theirs = made("--use-checkpoint-opt_param-scheduler")
+    assert theirs.config.schedule.on_resume == "same"
+    assert "refused" in dict(theirs.remarks)["--use-checkpoint-opt_param-scheduler"]
 
 
 def test_refused_values_and_harmless_ones() -> None:

@@ -87,7 +87,6 @@ def test_rows_that_devices_do_not_divide():
     lower = BatchConfig(global_size=64, micro_size=3, decrease=True)
     assert lower.problems() == lower.replica_problems(8) == []
     assert lower.build(8).at(0) == BatchSize(48, 2)
-    assert lower.microbatches(8) == 2
     assert [problem.where for problem in lower.replica_problems(32)] == ["global_size"]
 
 

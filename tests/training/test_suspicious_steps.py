@@ -1,8 +1,10 @@
 """Steps with wrong numbers: run again, left out or the end of the run, and what training is like afterwards."""
 
 import json
+import re
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_jobs import model, run_config
@@ -10,12 +12,15 @@ from small_jobs import model, run_config
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import ConfigError
 from megajax.config.tree import check
+from megajax.layers.param import ONES, ParamSpec
 from megajax.precision.config import DynamicScaleConfig, PrecisionConfig
 from megajax.resilience.config import ResilienceConfig
 from megajax.resilience.spikes import SpikeRule
+from megajax.training.blame import sentence
 from megajax.training.guard import Guard
 from megajax.training.job import train
 from megajax.training.loop import NumericFault, StepInfo, run_steps
+from megajax.training.program import Program
 from megajax.training.session import Parts, Run, prepare
 from megajax.training.watch import Watch
 
@@ -117,7 +122,46 @@ def test_a_fault_that_stays_ends_the_run(parts):
         went(parts, inject=("nan_gradients:step=4:always",))
     text = str(raised.value)
     assert "step 4: gradient norm (nan) is not finite; loss 3." in text
+    assert "; the gradients of all weights are not finite; the same to the last bit" in text
     assert "the same to the last bit when the step was run again" in text
+
+
+def test_the_weights_are_named_whose_gradients_are_not_finite(monkeypatch):
+    """Only where a step came out so twice: others compile and compute nothing for it."""
+    path, original = "stack.blocks.0.mlp.up", Program.grad_fn
+
+    def poisoned(program: Program, **options):
+        grad_fn = original(program, **options)
+
+        def grads(params, batch, scale):
+            out = grad_fn(params, batch, scale)
+            wrong = jnp.where((batch.sample == 8 * 3).any(), jnp.nan, 0.0)  # a row of step 4
+            return out._replace(grads={**out.grads, path: out.grads[path].at[1, 2, 3].add(wrong)})
+
+        return grads
+
+    monkeypatch.setattr(Program, "grad_fn", poisoned)
+    again = prepare(run_config(steps=STEPS, model=model(repeats=2)))
+    infos, events = went(again, stop_on_nonfinite=False)
+    assert [info.blame is not None for info in infos] == [step == 4 for step in range(1, STEPS + 1)]
+    told = rf"gradients not finite: {re.escape(path)} of layer 1, of \d+ weights"
+    assert re.fullmatch(told, dict(events)["persistent_fault"]["blame"])
+    with pytest.raises(NumericFault, match=rf"nan; {told}; the same to the last bit"):
+        went(again)
+    assert again.program.blame._cache_size() == 1
+
+
+def test_the_sentence_about_gradients_that_are_not_finite():
+    declared = {
+        f"w{n}": ParamSpec(f"w{n}", (4, 2), ("layer", "embed"), ONES, "weight", "w", (0, 2, 4, -1)) for n in range(9)
+    }
+    declared["tokens"] = ParamSpec("tokens", (7, 2), ("vocab", "embed"), ONES, "weight", "tokens", ())
+    none = {path: np.zeros(spec.shape[0], bool) for path, spec in declared.items()}
+    some = none | {"w1": np.array([1, 1, 0, 0], bool), "w3": np.array([1, 1, 1, 0], bool), "tokens": np.ones(7, bool)}
+    assert sentence(some, declared) == "gradients not finite: w1 of layers 0, 2, w3, tokens, of 10 weights"
+    assert sentence(none, declared) == "computed alone, the gradients are finite"
+    many = none | {path: np.array([1, 1, 1, 0], bool) for path in declared if path != "tokens"}
+    assert sentence(many, declared).endswith("w4, w5 and 3 more, of 10 weights")
 
 
 def test_numbers_that_differ_from_run_to_run_point_at_the_hardware(parts):

@@ -1,0 +1,46 @@
+"""How running averages are kept between steps: as float32, rounded to 16 bits, or as float16 with a scale each."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from megajax.precision.cast import from_float16, to_float16
+
+type OptimizerState = dict[str, Any]
+"""count int32 []; for each kind of moment a dict from path to array, with float16 also KIND_scale float32 [paths]."""
+
+SQUARES = ("second_moment",)
+"""Averages of squares, whose roots updates are divided by. float16 keeps the roots: squares would need twice its range,
+and an average of gradients over a root that has become 0 would be an update without bound."""
+
+SCALE = "_scale"
+"""What is added to the name of a moment for the scales of its arrays, in the order of their sorted paths."""
+
+
+def kept(moments: Mapping[str, Mapping[str, Array]], dtype: str) -> OptimizerState:
+    """Averages in float32 by kind and path -> as they are kept."""
+    if dtype != "float16":
+        return {name: {path: x.astype(dtype) for path, x in part.items()} for name, part in moments.items()}
+    state: OptimizerState = {}
+    for name, part in moments.items():
+        square = name in SQUARES
+        pairs = {path: to_float16(jnp.sqrt(x) if square else x, divisor=square) for path, x in part.items()}
+        state[name] = {path: x for path, (x, _) in pairs.items()}
+        state[name + SCALE] = jnp.stack([pairs[path][1] for path in sorted(pairs)])
+    return state
+
+
+def loaded(state: OptimizerState) -> dict[str, dict[str, Array]]:
+    """Averages as they are kept -> float32 by kind and path."""
+    found: dict[str, dict[str, Array]] = {}
+    for name, part in state.items():
+        if not isinstance(part, dict):
+            continue
+        if name + SCALE not in state:
+            found[name] = {path: x.astype(jnp.float32) for path, x in part.items()}
+            continue
+        read = {path: from_float16(part[path], state[name + SCALE][place]) for place, path in enumerate(sorted(part))}
+        found[name] = {path: jnp.square(x) for path, x in read.items()} if name in SQUARES else read
+    return found

@@ -1,0 +1,52 @@
+"""Which weights' gradients are not finite: asked only about a step that came out so twice."""
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from megajax.batch import LMBatch, Params
+from megajax.config.xla import Value
+from megajax.layers.param import ParamSpec
+from megajax.training.grads import GradFn
+
+type Blame = Callable[[Params, LMBatch, Array, Array], Mapping[str, Array]]
+"""(weights, batch [M, B, S], loss scale, factor on the gradients, both float32 []) -> {path: bool [layers] or []}."""
+
+LISTED = 6
+
+
+def make_blame(grad_fn: GradFn, everywhere: jax.sharding.Sharding, options: Mapping[str, Value] | None = None) -> Blame:
+    """Jitted: whether a gradient has elements that are not finite, by path and, of stacked weights, by row.
+
+    everywhere: the layout of the answers, on all devices alike; options: of the compiler, see megajax.config.xla.
+    """
+
+    def blame(params: Params, batch: LMBatch, scale: Array, factor: Array) -> dict[str, Array]:
+        grads = grad_fn(params, batch, scale).grads
+        return {path: jnp.any(~jnp.isfinite(g * factor), axis=tuple(range(1, g.ndim))) for path, g in grads.items()}
+
+    return jax.jit(blame, out_shardings=everywhere, compiler_options=None if options is None else dict(options))
+
+
+def sentence(found: Mapping[str, np.ndarray], declared: Mapping[str, ParamSpec]) -> str:
+    """Who is to blame, in words. found: path -> bool [first dimension]."""
+    bad = {path: where for path, where in found.items() if where.any()}
+    if len(bad) == len(found):
+        return "the gradients of all weights are not finite"
+    if not bad:
+        return "computed alone, the gradients are finite"
+    named = [path + _layers(where, declared[path].layers) for path, where in bad.items()]
+    more = f" and {len(named) - LISTED} more" if len(named) > LISTED else ""
+    return f"gradients not finite: {', '.join(named[:LISTED])}{more}, of {len(found)} weights"
+
+
+def _layers(where: np.ndarray, layers: tuple[int, ...]) -> str:
+    """ " of layers 3, 7" for a stacked weight, numbered in the model from 0; nothing where all its layers are meant."""
+    bad = [layer for layer, wrong in zip(layers, where, strict=False) if wrong and layer >= 0]
+    if not layers or len(bad) == sum(layer >= 0 for layer in layers):
+        return ""
+    some = ", ".join(map(str, bad[:LISTED])) + ", ..." * (len(bad) > LISTED)
+    return f" of layer{'s' * (len(bad) > 1)} {some}"

@@ -1,0 +1,119 @@
+"""Moments kept as float16: what rounding and range do to twenty updates, and what is stored."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.layers.param import Normal, ParamSpec
+from megajax.optim.config import AdamWConfig, LionConfig, MuonConfig
+from megajax.optim.optimizer import steady
+from megajax.precision.cast import from_float16, to_float16
+
+SHAPES = {"b": (6, 40), "a": (64,), "never": (3, 3)}
+DECLARED = {
+    path: ParamSpec(path, shape, ("embed", "mlp")[: len(shape)], Normal(0.02), "weight", path, ())
+    for path, shape in SHAPES.items()
+}
+LR, STEPS = 1e-2, 20
+
+
+def gradients(step: int, orders: int) -> dict[str, np.ndarray]:
+    """Elements of a weight differ in size by up to so many orders of magnitude; those of one weight are 0."""
+    size, noise = np.random.default_rng(0), np.random.default_rng(1 + step)
+    found = {}
+    for path, shape in SHAPES.items():
+        scale = 10.0 ** size.uniform(1 - orders, 1, shape)
+        found[path] = (scale * (0.5 + noise.normal(size=shape))).astype(np.float32)
+    found["never"][:] = 0
+    return found
+
+
+def run(cfg, steps: int = STEPS, orders: int = 7):
+    optimizer = cfg.build(DECLARED)
+    params = {path: jnp.zeros(shape) for path, shape in SHAPES.items()}
+    state, path = optimizer.init(params), []
+    update = jax.jit(lambda g, s, p: optimizer.update(g, s, p, rates=steady(LR)))
+    for step in range(steps):
+        params, state = update(gradients(step, orders), state, params)
+        path.append(params)
+    return path, state
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_twenty_updates_follow_those_with_float32_moments(beta2):
+    settings = {"beta2": beta2, "epsilon": 1e-15, "weight_decay": 0.0}
+    exact, _ = run(AdamWConfig(**settings))
+    found, state = run(AdamWConfig(moments="float16", **settings))
+    for step, (now, wanted) in enumerate(zip(found, exact, strict=True), start=1):
+        for path in SHAPES:
+            # Each of two moments is rounded by up to 2^-11 a step, which an average forgets after some ten steps; an
+            # update is about one learning rate.
+            off = np.abs(np.asarray(now[path]) - wanted[path]).max() / LR
+            assert off < 1e-3 * step, (path, step, off)
+    assert np.median(np.abs(np.asarray(exact[-1]["b"]))) > LR
+    np.testing.assert_array_equal(found[-1]["never"], 0)
+    assert state["first_moment"]["b"].dtype == state["second_moment"]["b"].dtype == jnp.float16
+    assert state["second_moment_scale"].dtype == jnp.float32 and state["second_moment_scale"].shape == (3,)
+
+
+def test_what_is_kept_is_the_moment_and_the_root_of_the_second():
+    settings = {"beta2": 0.95, "weight_decay": 0.0}
+    (_, exact), (_, state) = run(AdamWConfig(**settings), 1), run(AdamWConfig(moments="float16", **settings), 1)
+    for place, path in enumerate(sorted(SHAPES)):
+        first = np.asarray(from_float16(state["first_moment"][path], state["first_moment_scale"][place]))
+        second = np.asarray(from_float16(state["second_moment"][path], state["second_moment_scale"][place])) ** 2
+        for found, wanted in ((first, exact["first_moment"][path]), (second, exact["second_moment"][path])):
+            wanted = np.asarray(wanted)
+            large = np.abs(wanted) > np.abs(wanted).max() * 2**-28
+            np.testing.assert_allclose(found[large], wanted[large], rtol=2**-10)
+
+
+def test_float16_holds_twelve_orders_of_magnitude_and_any_size():
+    x = np.float32([1.0, -3.3e-12, 2.7e-5, 0.0])
+    for size in (1e-20, 1e-8, 1.0, 6e4, 1e30):
+        kept, scale = jax.jit(to_float16)(x * np.float32(size))
+        assert kept.dtype == jnp.float16 and 2**14 <= float(kept.max()) < 2**15
+        back = np.asarray(from_float16(kept, scale)) / np.float32(size)
+        np.testing.assert_allclose(back, x, rtol=2**-11, atol=2**-39)
+        # Powers of two: another round changes nothing, whatever the largest is.
+        again, other = to_float16(jnp.asarray(back[1:] * np.float32(size)))
+        assert float(other) < float(scale)
+        if size == 1.0:
+            np.testing.assert_array_equal(from_float16(again, other), back[1:])
+    zero, scale = to_float16(jnp.zeros(3))
+    assert not zero.any() and 0 < float(scale) < np.inf
+
+
+def test_elements_beyond_the_range_do_not_run_away():
+    """A quarter of them are below what float16 can tell from 0 beside the largest, and epsilon stops nothing."""
+    cfg = AdamWConfig(beta2=0.95, epsilon=1e-25, weight_decay=0.0)
+    exact, _ = run(cfg, orders=16)
+    found, state = run(replace(cfg, moments="float16"), orders=16)
+    before = {path: np.zeros(shape) for path, shape in SHAPES.items()}
+    for now in found:
+        assert all(np.abs(np.asarray(now[path]) - before[path]).max() < 4 * LR for path in SHAPES)
+        before = {path: np.asarray(p) for path, p in now.items()}
+    assert max(np.abs(np.asarray(p)).max() for p in exact[-1].values()) < STEPS * LR
+    assert (np.asarray(state["first_moment"]["b"]) == 0).mean() > 0.1
+    assert (np.asarray(state["second_moment"]["b"]) > 0).all()
+
+
+@pytest.mark.parametrize("cfg", [LionConfig(moments="float16"), MuonConfig(moments="float16")], ids=["lion", "muon"])
+def test_other_averages_can_be_kept_so_too(cfg):
+    found, state = run(cfg, 2)
+    kind = next(name for name in state if name.endswith("_scale")).removesuffix("_scale")
+    assert all(moment.dtype == jnp.float16 for moment in state[kind].values())
+    assert np.isfinite(np.asarray(found[-1]["b"])).all()
+
+
+def test_a_beta_that_float16_could_not_follow_is_refused():
+    assert AdamWConfig(moments="float16").problems() == []
+    (problem,) = AdamWConfig(moments="float16", beta2=0.9995).problems()
+    assert problem.where == "moments" and "beta2=0.9995" in problem.what and "at most 0.999" in problem.hint
+    # It is so: the root of 0.9995 v rounds to the root of v.
+    root = np.nextafter(np.float16(1), np.float16(2))
+    shrunk = {beta2: np.float16(np.float32(root) * np.sqrt(np.float32(beta2))) for beta2 in (0.9995, 0.999)}
+    assert shrunk[0.9995] == root and shrunk[0.999] < root

@@ -1,0 +1,179 @@
+"""Learning rates of a model wider than the one its settings were found on (muP, Yang et al. 2022)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, StackConfig
+from megajax.layers.param import bind, initial_values, specs
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.rules import Plan
+from megajax.models.config import DecoderConfig, PredictionConfig, WidthScalingConfig
+from megajax.optim.config import AdamWConfig, GroupConfig, LionConfig, MuonConfig, ScheduleConfig, SGDConfig
+from megajax.optim.optimizer import steady
+
+LAYOUT = Layout(Plan.of(ParallelConfig()))
+
+
+def model(hidden: int = 32, **changes) -> DecoderConfig:
+    mixer = AttentionConfig(heads=hidden // 8, bias=True)
+    settings = {
+        "hidden": hidden,
+        "vocabulary_size": 64,
+        "vocabulary_multiple": 1,
+        "sequence_length": 8,
+        "learned_positions": True,
+        "stack": StackConfig(pattern=(BlockConfig(mixer=mixer, mlp=DenseMLPConfig(ffn=2 * hidden)),), repeats=1),
+    }
+    return DecoderConfig(**settings | changes)
+
+
+def declared(cfg: DecoderConfig) -> dict:
+    return specs(nnx.eval_shape(lambda: cfg.build(LAYOUT)))
+
+
+EVERYTHING = declared(model(prediction=PredictionConfig()))
+TABLES = {"tokens", "positions"}
+VECTORS = {path for path in EVERYTHING if path.endswith(("bias", "gain"))}
+MATRICES = set(EVERYTHING) - TABLES - VECTORS
+
+
+def widths(cfg, weights=EVERYTHING, width: float = 4.0) -> dict[str, float]:
+    return {path: group.width for path, group in cfg.build(weights, None, width).groups.items()}
+
+
+def test_the_kinds_of_weights():
+    assert {"head", "predictions.0.from_state", "stack.blocks.0.mlp.up"} <= MATRICES
+    assert any(path.startswith("predictions.0.block") for path in MATRICES)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "matrices", "others"),
+    [(AdamWConfig(), 1 / 4, 1), (LionConfig(), 1 / 4, 1), (SGDConfig(), 1, 4)],
+    ids=["adam", "lion", "sgd"],
+)
+def test_which_weights_get_which_rates(cfg, matrices, others):
+    assert widths(cfg) == {path: matrices if path in MATRICES else others for path in EVERYTHING}
+    assert set(widths(cfg, width=1.0).values()) == {1.0}
+
+
+def test_muon_keeps_its_own_matrices_as_they_are():
+    found = widths(MuonConfig())
+    own = {path for path in MATRICES if EVERYTHING[path].layers}
+    assert {path for path in found if found[path] != 1} == MATRICES - own
+    assert found["head"] == 1 / 4
+
+
+def test_a_head_that_is_the_embedding_is_an_embedding():
+    assert widths(AdamWConfig(), declared(model(tied=True)))["tokens"] == 1
+
+
+def test_epsilon_goes_with_the_rate():
+    rules = AdamWConfig(epsilon=1e-8).build(EVERYTHING, None, 4.0).rules
+    assert {path for path in rules if rules[path].epsilon == 2.5e-9} == MATRICES
+    assert {rules[path].epsilon for path in TABLES | VECTORS} == {1e-8}
+    # Megatron-LM leaves Adam's epsilon alone beside Muon.
+    beside = MuonConfig(epsilon=1e-8).build(EVERYTHING, None, 4.0).rules
+    assert {rule.epsilon for path, rule in beside.items() if hasattr(rule, "epsilon")} == {1e-8}
+
+
+def test_the_highest_and_the_lowest_rate_are_divided_and_the_start_of_the_warm_up_is_not():
+    cfg = ScheduleConfig(lr=1e-2, min_lr=1e-3, warmup_start=4e-4, warmup_steps=10, style="linear")
+    schedule = cfg.build(steps=110, global_size=1)
+    wide = AdamWConfig().build(EVERYTHING, None, 4.0).groups
+    for n in (0, 5, 10, 60, 110, 200):
+        done = max(n - 10, 0) / 100
+        exact = 4e-4 + (2.5e-3 - 4e-4) * n / 10 if n <= 10 else 2.5e-4 + max(1 - done, 0) * (2.5e-3 - 2.5e-4)
+        lr, decay = schedule.rates(jnp.int32(n), 0.1, wide["head"])
+        assert float(lr) == pytest.approx(exact, rel=1e-6)
+        assert float(decay) == pytest.approx(0.1)
+        assert float(schedule.rates(jnp.int32(n), 0.1, wide["tokens"])[0]) == pytest.approx(schedule.at(n), rel=1e-6)
+
+
+def test_rates_given_for_some_weights_count_as_they_are():
+    schedule = ScheduleConfig(lr=1e-2, min_lr=1e-3, style="constant").build(steps=10, global_size=1)
+    cfg = AdamWConfig(
+        embedding_lr=5e-3,
+        groups=(
+            GroupConfig(match="stack.*.up", lr=2e-3),
+            GroupConfig(match="stack.*.down", lr_multiplier=0.5),
+        ),
+    )
+    optimizer = cfg.build(EVERYTHING, None, 4.0)
+
+    def rate(path: str) -> float:
+        return float(schedule.rates(jnp.int32(0), 0.1, optimizer.groups[path])[0])
+
+    assert rate("head") == rate("tokens") == pytest.approx(5e-3)
+    assert rate("stack.blocks.0.mlp.up") == pytest.approx(2e-3)
+    assert rate("stack.blocks.0.mlp.down") == pytest.approx(1.25e-3)
+    assert rate("stack.blocks.0.mixer.query") == pytest.approx(2.5e-3)
+    assert optimizer.rules["head"].epsilon == 2.5e-9
+    assert "Adam, schedule's lr x 0.25 for the width, decay" in dict(optimizer.table())
+
+
+def test_ten_updates_are_those_of_float64():
+    """Adam with the rate and the epsilon of each kind, decay by the rate as well."""
+    weights = {path: EVERYTHING[path] for path in ("tokens", "head", "stack.blocks.0.mlp.up", "norm.gain")}
+    cfg, rng = AdamWConfig(beta2=0.95, epsilon=1e-3, weight_decay=0.1), np.random.default_rng(0)
+    params = {path: rng.normal(size=spec.shape).astype(np.float32) for path, spec in weights.items()}
+    gradients = [
+        {path: rng.normal(size=p.shape).astype(np.float32) * 1e-2 for path, p in params.items()} for _ in range(10)
+    ]
+    schedule = ScheduleConfig(lr=1e-2, style="constant").build(steps=10, global_size=1)
+    optimizer = cfg.build(weights, None, 4.0)
+    found, state = params, optimizer.init(params)
+    update = jax.jit(lambda g, s, p: optimizer.update(g, s, p, rates=lambda group: schedule.rates(0, 0.1, group)))
+    for grads in gradients:
+        found, state = update(grads, state, found)
+    for path, p in params.items():
+        ratio = 4 if path in MATRICES else 1
+        p, m, v = p.astype(np.float64), 0.0, 0.0
+        for t, grads in enumerate(gradients, start=1):
+            g = grads[path].astype(np.float64)
+            m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+            direction = (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.95**t)) + 1e-3 / ratio)
+            p = p - 1e-2 / ratio * (direction + 0.1 * p * (path != "norm.gain"))
+        np.testing.assert_allclose(found[path], p, rtol=1e-6, atol=1e-6, err_msg=path)
+
+
+def moved(hidden: int) -> float:
+    """How far three updates move the logits of a fixed batch (root of the mean square)."""
+    wide = model(hidden, width_scaling=WidthScalingConfig(base_hidden=16, base_head_dim=8), tied=True)
+    cfg, lr = AdamWConfig(weight_decay=0.0), 1e-2
+    weights, abstract = declared(wide), nnx.eval_shape(lambda: wide.build(LAYOUT))
+    tokens = jax.random.randint(jax.random.key(0), (4, 9), 0, 64)
+    optimizer = cfg.build(weights, None, wide.width_ratio())
+    schedule = ScheduleConfig(lr=lr, style="constant").build(steps=3, global_size=1)
+
+    def loss(params):
+        scores = jax.nn.log_softmax(bind(abstract, params)(tokens[:, :-1]))
+        return -jnp.mean(jnp.take_along_axis(scores, tokens[:, 1:, None], -1))
+
+    def update(step, carry):
+        params, state = carry
+        return optimizer.update(jax.grad(loss)(params), state, params, rates=lambda g: schedule.rates(step, 0.0, g))
+
+    @jax.jit
+    def distance():
+        first = initial_values(weights, 7)
+        last, _ = jax.lax.fori_loop(0, 3, update, (first, optimizer.init(first)))
+        before, after = (bind(abstract, params)(tokens[:, :-1]) for params in (first, last))
+        return jnp.sqrt(jnp.mean(jnp.square(after - before)))
+
+    return float(distance())
+
+
+@pytest.mark.slow
+def test_updates_move_the_logits_of_a_wide_model_as_far_as_those_of_a_narrow_one():
+    """Eight times the width; with nothing scaled they move four times as far."""
+    base = moved(16)
+    assert base > 0.05
+    assert 0.75 < moved(128) / base < 1.33
+
+
+def test_steady_rates_know_no_width():
+    assert float(steady(1.0)(AdamWConfig().build(EVERYTHING, None, 4.0).groups["head"])[0]) == 1
