@@ -16,12 +16,17 @@ from megajax.mesh.collectives import gather_shards, moved_axes
 from megajax.mesh.mesh import free_axes, manual_axes
 from megajax.mesh.rules import LogicalAxes, Plan
 
+type Matmul = Callable[[str, Array, Array], Array]
+"""(einsum equation of an activation and a weight, the two) -> their product, in the activation's dtype. Hashable."""
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """A plan as layers see it. Hashable, so it can be a static attribute of a module."""
 
     plan: Plan
+    matmul: Matmul = jnp.einsum
+    """How `dot` multiplies; precision.fp8 has another."""
 
     def act(self, x: Array, *axes: str | None) -> Array:
         """Lay out an activation; one logical axis (or None) for each dimension of x."""
@@ -43,12 +48,12 @@ class Layout:
         return self.island(lambda shard: gather_shards(shard, moves), (axes,), axes)(w)
 
     def dot(self, equation: str, x: Array, w: Array, *out: str | None) -> Array:
-        """einsum in the operands' dtype with the result's layout stated.
+        """einsum with the result's layout stated, by the recipe of this layout: unless told otherwise in x's dtype.
 
         Where the result goes to the residual stream, its cotangent is gathered along the sequence once, for both of the
         backward's matmuls; left alone the compiler gathers it once for each.
         """
-        y = jnp.einsum(equation, x, w)
+        y = self.matmul(equation, x, w)
         if "seq_residual" in out:
             y = self._cotangent_as(y, tuple("seq" if name == "seq_residual" else name for name in out))
         return self.act(y, *out)

@@ -62,6 +62,23 @@ class ConstantScaleConfig(Builds):
 
 type LossScaleConfig = DynamicScaleConfig | ConstantScaleConfig
 
+MULTIPLE = 16
+"""What 8-bit matmuls need the sides of matrices to be multiples of (cuBLAS, "8-bit floating point")."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Config(Builds):
+    """The layers' matmuls in 8-bit floating point, with one scale for a tensor, made from the tensor itself.
+
+    Embeddings, the head with its loss, attention scores, norms and everything between matmuls stay as they are.
+    """
+
+    target: ClassVar[str] = "megajax.precision.fp8:Fp8Matmul"
+    format: Literal["hybrid", "e4m3"] = "hybrid"
+    """hybrid: activations and weights in e4m3, gradients in e5m2; e4m3: all of them, finer and with less range."""
+    fast_accumulation: bool = True
+    """Forward matmuls on an NVIDIA GPU may add up in fewer bits than float32; backward ones never do."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionConfig:
@@ -77,17 +94,26 @@ class PrecisionConfig:
     """Reduction of gradients over devices, once a step; none: as they were accumulated."""
     loss_scale: LossScaleConfig | None = None
     """Factor on the loss; none: for float16 a dynamic one, otherwise no scaling."""
+    fp8: Fp8Config | None = None
+    """Matmuls of the layers in 8 bits, with compute=bfloat16 around them; none: in `compute`."""
 
     def problems(self) -> list[Problem]:
+        found = []
         if self.compute == "float16" and self.gradients == "bfloat16":
-            return [
+            found.append(
                 Problem(
                     "gradients",
                     "bfloat16 with compute=float16 would lose three bits of every gradient",
                     "use gradients=float32, or compute=bfloat16",
                 )
-            ]
-        return []
+            )
+        if self.fp8 is not None and self.compute != "bfloat16":
+            found.append(
+                Problem(
+                    "fp8", f"goes with compute=bfloat16, not with {self.compute}", "set compute=bfloat16, or fp8=none"
+                )
+            )
+        return found
 
     def scale(self) -> LossScaleConfig:
         """The loss scale in force."""

@@ -1,0 +1,218 @@
+"""Matmuls in 8 bits: against the same arithmetic in numpy, at the ends of the formats' range, and what is refused."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from megajax.config import load
+from megajax.config.errors import ConfigError, UserError
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.rules import Plan
+from megajax.precision.config import Fp8Config, PrecisionConfig
+from megajax.precision.fp8 import Fp8Matmul, quantize, refuse_old, terms
+
+LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
+FORMS = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+CASES = {
+    "bsd,df->bsf": ((2, 16, 32), (32, 48)),
+    "bsnh,nhd->bsd": ((2, 16, 4, 8), (4, 8, 16)),
+    "bsd,dnh->bsnh": ((2, 8, 16), (16, 4, 8)),
+    "ecd,edf->ecf": ((3, 16, 32), (3, 32, 16)),
+    "bd,df->fb": ((16, 32), (32, 16)),
+}
+
+
+def rounded(x: np.ndarray, form: str) -> np.ndarray:
+    """x as 8 bits hold it, float64, by the formats' definition: no conversion of any library."""
+    digits, smallest = {"e4m3": (3, -6), "e5m2": (2, -14)}[form]
+    largest = np.abs(x).max()
+    scale = 2.0 ** np.floor(np.log2(LARGEST[form] / largest)) if largest else 1.0
+    y = np.asarray(x, np.float64) * scale
+    exponent = np.maximum(np.frexp(y)[1] - 1, smallest)
+    step = np.ldexp(1.0, exponent - digits)
+    return np.clip(np.round(y / step) * step, -LARGEST[form], LARGEST[form]) / scale
+
+
+def drawn(shape: tuple[int, ...], spread: float, seed: int) -> jax.Array:
+    """Over several orders of magnitude, so that some fall below the normal numbers of a format."""
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(spread * rng.normal(size=shape) * np.exp2(rng.integers(-14, 1, shape)), jnp.float32)
+
+
+@pytest.mark.parametrize("form", ["hybrid", "e4m3"])
+@pytest.mark.parametrize("equation", CASES)
+def test_forward_and_both_gradients_are_products_of_8_bit_numbers(equation: str, form: str) -> None:
+    shapes, (first, second, out) = CASES[equation], terms(equation)
+    x, w = drawn(shapes[0], 3.0, 0), drawn(shapes[1], 0.02, 1)
+    multiply = Fp8Matmul(Fp8Config(format=form))
+    y, pull = jax.vjp(lambda x, w: multiply(equation, x, w), x, w)
+    dy = drawn(y.shape, 1e-5, 2)
+    dx, dw = pull(dy)
+    small_x, small_w = (rounded(np.asarray(a), "e4m3") for a in (x, w))
+    small_dy = rounded(np.asarray(dy), "e5m2" if form == "hybrid" else "e4m3")
+    for found, expected in (
+        (y, np.einsum(equation, small_x, small_w)),
+        (dx, np.einsum(f"{out},{second}->{first}", small_dy, small_w)),
+        (dw, np.einsum(f"{first},{out}->{second}", small_x, small_dy)),
+    ):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+    exact = np.einsum(equation, np.asarray(x, np.float64), np.asarray(w, np.float64))
+    assert 0.003 < np.abs(y - exact).max() / np.abs(exact).max() < 0.1, "8 bits round, but not more than they do"
+
+
+def test_bfloat16_in_and_out() -> None:
+    x, w = (drawn(shape, 1.0, seed).astype(jnp.bfloat16) for seed, shape in enumerate(CASES["bsd,df->bsf"]))
+    multiply = Fp8Matmul(Fp8Config())
+    y, pull = jax.vjp(jax.jit(lambda x, w: multiply("bsd,df->bsf", x, w)), x, w)
+    dx, dw = pull(y)
+    assert y.dtype == dx.dtype == dw.dtype == jnp.bfloat16
+    small = [rounded(np.asarray(a.astype(jnp.float32)), "e4m3") for a in (x, w)]
+    expected = np.einsum("bsd,df->bsf", *small)
+    np.testing.assert_allclose(y.astype(jnp.float32), expected, rtol=2**-8, atol=1e-6)
+
+
+def test_kept_for_the_backward_pass_are_8_bits_of_the_input_and_the_weight_itself() -> None:
+    x, w = (jnp.ones(shape, jnp.bfloat16) for shape in CASES["bsd,df->bsf"])
+    multiply = Fp8Matmul(Fp8Config())
+    _, pull = jax.vjp(lambda w, x: multiply("bsd,df->bsf", x, w), w, x)
+    assert any(leaf is w for leaf in jax.tree.leaves(pull)), "not a copy: a pipeline leaves the weights out"
+    kept = {(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(pull) if leaf is not w}
+    assert kept == {(x.shape, "float8_e4m3fn"), ((), "float32")}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_scales_are_powers_of_two_that_use_the_range(form: str) -> None:
+    for largest in (1e-30, 3e-7, 1.0, 1.75, 1.7578125, 448.0, 449.0, 6e4, 3e38):
+        x = jnp.asarray([largest, -largest / 3, 0.0], jnp.float32)
+        small, scale = quantize(x, jnp.dtype(FORMS[form]))
+        assert np.frexp(scale)[0] == 0.5, "a power of two"
+        assert LARGEST[form] / 2 < largest * float(scale) <= LARGEST[form]
+        assert np.asarray(small).astype(np.float64).max() <= LARGEST[form]
+        np.testing.assert_allclose(
+            np.asarray(small).astype(np.float64) / scale, x, rtol=0.07 if form == "e4m3" else 0.13
+        )
+
+
+def test_rounding_does_not_leave_the_format() -> None:
+    """With a scale that rounds up to a power of two, the largest value is clipped and not turned into NaN."""
+    largest = np.nextafter(np.float32(448), np.float32(1e9))
+    small, _ = quantize(jnp.asarray([largest, 1.0], jnp.float32), jnp.dtype(FORMS["e4m3"]))
+    assert np.isfinite(np.asarray(small).astype(np.float32)).all()
+
+
+def test_another_scale_gives_the_same_numbers() -> None:
+    """Why parts of a tensor may have scales of their own: only what falls below normal numbers differs."""
+    rng = np.random.default_rng(0)
+    part = jnp.asarray(rng.uniform(0.25, 1, 1000), jnp.float32)
+    alone, alone_scale = quantize(part, jnp.dtype(FORMS["e4m3"]))
+    whole, whole_scale = quantize(jnp.append(part, 97.0), jnp.dtype(FORMS["e4m3"]))
+    assert whole_scale < alone_scale
+    values = [np.asarray(a).astype(np.float64) / s for a, s in ((alone, alone_scale), (whole[:-1], whole_scale))]
+    np.testing.assert_array_equal(*values)
+
+
+def test_zeros_stay_zeros() -> None:
+    multiply = Fp8Matmul(Fp8Config())
+    x, w = jnp.zeros((16, 16), jnp.bfloat16), jnp.ones((16, 16), jnp.bfloat16)
+    y, pull = jax.vjp(lambda x, w: multiply("bd,df->bf", x, w), x, w)
+    assert not np.asarray(y).any() and not any(np.asarray(g).any() for g in pull(jnp.zeros_like(y)))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["x", "w", "dy"])
+def test_what_is_not_finite_is_not_hidden(value: float, where: str) -> None:
+    arrays = {name: np.ones((16, 16), np.float32) for name in ("x", "w", "dy")}
+    arrays[where][3, 5] = value
+    x, w, dy = (jnp.asarray(a, jnp.bfloat16) for a in arrays.values())
+    multiply = Fp8Matmul(Fp8Config())
+    y, pull = jax.vjp(lambda x, w: multiply("bd,df->bf", x, w), x, w)
+    dx, dw = pull(dy)
+    # dx is made of w and dy, dw of x and dy: all of what a tensor like this went into is NaN.
+    assert np.isnan(np.asarray(y, np.float32)).all() == (where != "dy")
+    assert np.isnan(np.asarray(dx, np.float32)).all() == (where != "x")
+    assert np.isnan(np.asarray(dw, np.float32)).all() == (where != "w")
+
+
+def test_a_layout_multiplies_by_its_recipe() -> None:
+    plan = Plan.of(ParallelConfig())
+    x, w = drawn((1, 16, 32), 1.0, 0), drawn((32, 16), 1.0, 1)
+    axes = ("batch", "seq", "mlp")
+    plain, small = (
+        layout.dot("bsd,df->bsf", x, w, *axes) for layout in (Layout(plan), Layout(plan, Fp8Config().build()))
+    )
+    np.testing.assert_array_equal(plain, jnp.einsum("bsd,df->bsf", x, w))
+    assert np.abs(plain - small).max() > 1e-3
+    assert hash(Layout(plan, Fp8Config().build())) == hash(Layout(plan, Fp8Config().build()))
+
+
+@pytest.mark.parametrize("equation", ["bsd,df->bs", "bsd->bd", "bsd,df", "bdd,df->bf", "bd,df,fg->bg"])
+def test_what_is_no_product_of_two_tensors(equation: str) -> None:
+    with pytest.raises(ValueError, match="not a product of two tensors"):
+        terms(equation)
+
+
+def test_matrices_with_odd_sides_are_refused_by_name() -> None:
+    with pytest.raises(
+        UserError, match=r"bsd,df->bsf of \(1, 16, 32\) and weights \(32, 40\) is 40 out, .*multiples of 16"
+    ):
+        Fp8Matmul(Fp8Config())("bsd,df->bsf", jnp.ones((1, 16, 32)), jnp.ones((32, 40)))
+
+
+class Device:
+    """As jax tells of one."""
+
+    def __init__(self, platform: str, capability: str | None):
+        self.platform, self.device_kind = platform, "NVIDIA A100"
+        if capability is not None:
+            self.compute_capability = capability
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "7.5", None])
+def test_gpus_without_8_bit_floats_are_refused(capability: str | None) -> None:
+    device: Any = Device("gpu", capability)
+    with pytest.raises(
+        UserError, match=rf"(?s)NVIDIA A100 has compute capability {capability or 'unknown'}.*precision.fp8=none"
+    ):
+        refuse_old(device)
+
+
+@pytest.mark.parametrize(("platform", "capability"), [("gpu", "9.0"), ("cuda", "10.0"), ("gpu", "12.1"), ("cpu", None)])
+def test_others_are_not(platform: str, capability: str | None) -> None:
+    device: Any = Device(platform, capability)
+    refuse_old(device)
+
+
+REFUSED = {
+    "dtype": (["--precision.compute=float32"], "precision.fp8: goes with compute=bfloat16, not with float32"),
+    "format": (["--precision.fp8.format=e3m4"], "precision.fp8.format: expected one of hybrid, e4m3, got 'e3m4'"),
+    "tokens": (["--model.sequence_length=24"], "rows of 24 over parallel.context=1 are 24, no multiple of 16"),
+    "hidden": (["--model.hidden=72"], "model.hidden: 72, no multiple of 16"),
+    "ffn": (
+        ["--parallel.tensor=2", "--model.stack.pattern.0.mlp.ffn=176"],
+        "176 over parallel.tensor=2 is 88, no multiple",
+    ),
+    "heads": (
+        ["--parallel.tensor=2", "--model.stack.pattern.0.mixer.head_dim=8"],
+        "2 of 8 over parallel.tensor=2 are 8, no",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_that_do_not_go_together(case: str) -> None:
+    overrides, message = REFUSED[case]
+    with pytest.raises(ConfigError) as caught:
+        load("llama3_8b.py:debug", "--precision.compute=bfloat16", "--precision.fp8.format=hybrid", *overrides)
+    assert message in str(caught.value)
+
+
+def test_it_is_off_unless_asked_for() -> None:
+    assert PrecisionConfig().fp8 is None
+    assert load(
+        "llama3_8b.py:debug", "--precision.compute=bfloat16", "--precision.fp8.format=e4m3"
+    ).precision.fp8 == Fp8Config(format="e4m3")

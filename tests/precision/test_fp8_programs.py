@@ -1,0 +1,153 @@
+"""That a compiled train step multiplies in 8 bits: for absent H100s, where the extra aot is installed.
+
+What the compiler does not recognise runs in 16 bits, right and slow, and says nothing: so every matmul is counted.
+"""
+
+import importlib.util
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from megajax.config import load
+from megajax.config.errors import UserError
+from megajax.mesh.config import ParallelConfig
+from megajax.planning.absent import prepare
+from megajax.planning.collectives import Contents
+from megajax.planning.devices import read_cluster
+from megajax.planning.hlo import Program
+from megajax.planning.train_step import TrainPlan, compile_train_step
+from megajax.precision.config import Fp8Config, PrecisionConfig
+from megajax.training.run_config import RunConfig
+
+LLAMA, GPT = 7, 6
+"""Matmuls of a layer: four of attention, and three or two of the feed-forward."""
+OPERANDS = {"f8e4m3fn", "f8e5m2"}
+type Absent = Callable[..., TrainPlan]
+
+
+def installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def wide(family: str, parallel: ParallelConfig, fp8: Fp8Config | None) -> RunConfig:
+    """Sizes at which 8 bits pay, two layers and two microbatches a stage."""
+    cfg = load({"llama": "llama3_8b.py:debug", "gpt": "gpt3_175b.py:debug"}[family])
+    (block,) = cfg.model.stack.pattern
+    block = replace(
+        block, mixer=replace(block.mixer, heads=8, kv_heads=4, head_dim=128), mlp=replace(block.mlp, ffn=4096)
+    )
+    stack = replace(cfg.model.stack, pattern=(block,), repeats=2 * parallel.pipeline)
+    return cfg.but(
+        model=replace(cfg.model, hidden=1024, sequence_length=2048, stack=stack),
+        parallel=parallel,
+        precision=PrecisionConfig(fp8=fp8),
+        batch=replace(cfg.batch, global_size=2 * 2 * parallel.pipeline, micro_size=1),
+    )
+
+
+@pytest.fixture(scope="module")
+def absent() -> Iterator[Absent]:
+    """(family, gpus, fp8, parallel) -> its train step for absent GPUs, each compiled once."""
+    if not (installed("jax_cuda12_plugin") and installed("nvidia.cudnn")):
+        pytest.skip("needs the compiler for GPUs and cuDNN: the extra aot")
+
+    @cache
+    def compiled(family: str, gpus: str, fp8: Fp8Config | None, parallel: ParallelConfig) -> TrainPlan:
+        cluster, _ = read_cluster(gpus)
+        assert cluster is not None
+        return compile_train_step(wide(family, parallel, fp8), cluster)
+
+    with pytest.MonkeyPatch.context() as patch:
+        # What `prepare` sets is not for what other tests start.
+        for name in ("JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"):
+            patch.setenv(name, "")
+        prepare()
+        yield compiled
+
+
+def in_8_bits(plan: TrainPlan) -> Counter[tuple[str, str, str]]:
+    """(formats of both operands, precision) -> matmuls in the program."""
+    found = Counter()
+    for computation in Program.read(plan.text).computations.values():
+        for one in computation.values():
+            if one.target == "__cublas$lt$matmul$f8":
+                formats = [computation[name].shape.partition("[")[0] for name in one.operands[:2]]
+                assert set(formats) <= OPERANDS
+                precision = re.search(r'"operand_precision":\["(\w+)"', one.attributes)
+                assert precision is not None and "bf16" in one.shape
+                found[(*sorted(formats), precision[1])] += 1
+    return found
+
+
+def others(plan: TrainPlan) -> list[str]:
+    """Results of the matmuls that are not in 8 bits; attention is none of them, but a kernel."""
+    return [
+        one.shape
+        for computation in Program.read(plan.text).computations.values()
+        for one in computation.values()
+        if one.opcode == "dot" or re.match(r"__cublas(?!\$lt\$matmul\$f8)", one.target or "")
+    ]
+
+
+def along_tensor(found: Contents) -> Counter[tuple[tuple[int, ...], str]]:
+    """(loop, kind) -> arrays of some size that go over `tensor`."""
+    counts = Counter()
+    for one in found.collectives:
+        if one.groups.axes == ("tensor",) and one.bytes > 2**16:
+            counts[(one.place.path, one.kind)] += one.arrays
+    return counts
+
+
+HYBRID, ONLY_E4M3 = Fp8Config(), Fp8Config(format="e4m3", fast_accumulation=False)
+FORWARD, BACKWARD = ("f8e4m3fn", "f8e4m3fn", "DEFAULT"), ("f8e4m3fn", "f8e5m2", "HIGHEST")
+
+
+def check(plan: TrainPlan, matmuls: int) -> None:
+    """Each layer's matmuls, and both that its gradients take of each; nothing else but the head's, in 16 bits."""
+    assert in_8_bits(plan) == {FORWARD: matmuls, BACKWARD: 2 * matmuls}
+    assert len(others(plan)) == 3, "logits, and gradients of hidden states and table"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "matmuls"), [("llama", LLAMA), ("gpt", GPT)])
+def test_every_matmul_of_a_layer_is_in_8_bits(family: str, matmuls: int, absent: Absent) -> None:
+    check(absent(family, "h100:1", HYBRID, ParallelConfig(data=1)), matmuls)
+
+
+@pytest.mark.slow
+def test_over_tensor_it_moves_what_16_bits_move_and_a_few_maxima(absent: Absent) -> None:
+    parallel = ParallelConfig(data=2, tensor=2, sequence=True)
+    small, wide = (absent("llama", "h100:4", fp8, parallel) for fp8 in (HYBRID, None))
+    check(small, LLAMA)
+    assert along_tensor(small.contents) == along_tensor(wide.contents)
+    maxima = [one for one in small.contents.collectives if one.bytes < 64 and len(one.place.path) == 2]
+    assert {one.kind for one in maxima} == {"all-reduce"} and len(maxima) <= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [ParallelConfig(data=2, data_sharding="fsdp"), ParallelConfig(data=1, pipeline=2)])
+def test_other_layouts(parallel: ParallelConfig, absent: Absent) -> None:
+    found = in_8_bits(absent("llama", "h100:2", HYBRID, parallel))
+    assert set(found) == {FORWARD, BACKWARD}
+    # A loop may be taken apart, its first round or its last being written out, and a pipeline has phases.
+    assert found[FORWARD] % LLAMA == 0 and found[BACKWARD] % (2 * LLAMA) == 0
+    assert len(others(absent("llama", "h100:2", HYBRID, parallel))) % 3 == 0
+
+
+@pytest.mark.slow
+def test_all_in_e4m3_and_adding_up_in_float32(absent: Absent) -> None:
+    found = in_8_bits(absent("llama", "h100:1", ONLY_E4M3, ParallelConfig(data=1)))
+    assert found == {("f8e4m3fn", "f8e4m3fn", "HIGHEST"): 3 * LLAMA}
+
+
+@pytest.mark.slow
+def test_an_a100_is_refused(absent: Absent) -> None:
+    with pytest.raises(UserError, match=r"A100.* has compute capability 8.0, and 8-bit matmuls need 8.9"):
+        absent("llama", "a100:1", HYBRID, ParallelConfig(data=1))
