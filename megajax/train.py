@@ -5,6 +5,7 @@ import hashlib
 from megajax.config.builds import resolve
 from megajax.config.command_line import PROCESS_FLAGS, Command, Flag, front_door, parse
 from megajax.config.dump import flatten
+from megajax.config.xla import set_process
 
 DESCRIPTION = """Train a model; resumes by itself from its run folder. With several processes, each is started with the
 same command: by srun, mpirun, a Kubernetes job, `python -m megajax.launch`, or by hand with the flags below."""
@@ -17,8 +18,10 @@ FLAGS = (
 def main(argv: list[str]) -> int:
     """Read the command line, then (and only then) import jax, meet the other processes, and run the job."""
     command = parse(argv, verb="train", flags=FLAGS, description=DESCRIPTION)
+    set_process(command.config.xla)
     start, finish = (resolve(f"megajax.mesh.processes:{name}") for name in ("start", "finish"))
     start(patience=command.flags["init_timeout"], settings=fingerprint(command))
+    resolve("megajax.training.compile_cache:use_cache")(command.config.xla)
     train = resolve("megajax.training.job:train")
     sampler = resolve("megajax.inference.sample:text_sample")
     skip_train = command.flags["skip_train"]

@@ -18,7 +18,7 @@ from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.files import ROOT, Source, read, root_type
 from megajax.config.help import entry_text, settings_help
 from megajax.config.nearest import did_you_mean
-from megajax.config.patch import Mark, leaves, patch_of, plain_name, setting
+from megajax.config.patch import Additions, Mark, leaves, patch_of, plain_name, setting
 from megajax.config.tree import assemble, read_value
 from megajax.config.world import COORDINATOR, COUNT, INDEX, RANKS, StartError, find_world, process_index
 
@@ -43,6 +43,9 @@ PROCESS_FLAGS = (
     Flag("init-timeout", float, 300.0, help="seconds in which all processes must be there"),
 )
 """Flags of verbs that run in several processes at once."""
+
+XLA, XLA_OPTIONS = "xla", "xla.options"
+"""How single options of the compiler are written, and the setting that holds them."""
 
 UNREAD = 141
 """Exit code of a program that printed to nobody: what a shell gives for one ended by the signal SIGPIPE."""
@@ -188,9 +191,7 @@ def _flush() -> None:
 
 
 def _code(error: BaseException) -> int:
-    if isinstance(error, StartError):
-        return error.code
-    return 2 if isinstance(error, UserError) else 1
+    return error.code if isinstance(error, UserError) else 1
 
 
 def report(error: UserError) -> None:
@@ -234,11 +235,27 @@ def _tokens(argv: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
         name, value = setting(word)
         if value is Mark.BARE and words and not words[0].startswith("--"):
             value = Text(words.pop(0))
+        if name == XLA:
+            problems += _add_options(given, value)
+            continue
         if name in given and process_index() == 0:
             print(f"warning: --{name} is given more than once; the last counts ({_word(value)})", file=sys.stderr)
         given.pop(name, None)
         given[name] = value
     return given, problems
+
+
+def _add_options(given: dict[str, Any], value: Any) -> list[Problem]:
+    """Take --xla=name=value,name=value, given again and again, or as it stands in the environment."""
+    written = "" if value is Mark.BARE else value.strip()
+    pairs = [part.removeprefix("--").partition("=") for part in re.split(r"[,\s]+(?=(?:--)?\w+=)", written)]
+    if not all(name and equals for name, equals, _ in pairs):
+        what = f"expected name=value, got {_word(value)!r}"
+        return [Problem(f"--{XLA}", what, "e.g. --xla=xla_gpu_enable_triton_gemm=false; docs/xla.md")]
+    # Text with nothing in it would be read as none.
+    options = {name: Text(text) if text else "" for name, _, text in pairs}
+    given[XLA_OPTIONS] = Additions({**given.get(XLA_OPTIONS, {}), **options})
+    return []
 
 
 def _word(value: Any) -> str:

@@ -8,8 +8,11 @@ class UserError(Exception):
     """Bad config, data, checkpoint or request: never worth a retry.
 
     The message is for the person at the terminal: what is wrong, the two values, what to change.
-    Front doors print it without a traceback and exit with code 2.
+    Front doors print it without a traceback and exit with its code.
     """
+
+    code: int = 2
+    """1 for those that may go better at another time or place."""
 
 
 @dataclass(frozen=True, slots=True)

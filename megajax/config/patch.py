@@ -19,6 +19,10 @@ class Patch(dict):
     """Settings by dotted name, as a tree: it changes what it names, where a plain dict may be a whole new value."""
 
 
+class Additions(Patch):
+    """A patch of a mapping that may also name entries that are not there yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class Over:
     """Two things written for one place. What the upper leaves of the lower depends on the field, known only later."""

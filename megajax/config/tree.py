@@ -13,7 +13,7 @@ from megajax.config.builds import resolve
 from megajax.config.coerce import Mismatch, Text, precedence, scalar
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.nearest import did_you_mean, either
-from megajax.config.patch import Mark, Over, Patch, join, leaves, patch_of, plain_name, setting, short_type
+from megajax.config.patch import Additions, Mark, Over, Patch, join, leaves, patch_of, plain_name, setting, short_type
 
 
 def override(config: Any, *settings: str, devices: int | None = None, place: str = "settings") -> Any:
@@ -188,6 +188,8 @@ class _Builder:
         items = dict(raw)
         if isinstance(raw, Patch):
             known = {plain_name(name): name for name in old}
+            if isinstance(raw, Additions):
+                known |= {key: key for key in raw}
             for key in [key for key in raw if key not in known]:
                 hint = did_you_mean(key, known) or f"to add entries give it whole: --{where}=name=value,name=value"
                 self.fault(join(where, key), "no such entry", hint)

@@ -1,17 +1,28 @@
-"""The compiler options of programs for GPUs: the one place they are named, with what each is for.
+"""What XLA and its runtime are told: the one place where their options are named, each with what it is for.
 
-They are handed to the compile of one program, not to the process: an option that the compiler does not know is an error
-of that compile, where an unknown word in the environment would end the process.
+Options of programs are handed to the compile of one program, not to the process: one that the compiler does not know is
+an error of that compile, where an unknown word in the environment ends the process. They were compiled with jaxlib
+0.11.2 and 0.12.0.1; what the installed one refuses is left out with a warning (`megajax.training.compiler_options`).
+docs/xla.md has the measurements behind the choices.
 """
 
-from typing import NamedTuple
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from megajax.config.errors import Problem
+
+type Value = bool | int | float | str
+"""Of an option; those that are enumerations are text."""
 
 
 class Option(NamedTuple):
     """One option of XLA."""
 
     name: str
-    value: bool | int
+    value: Value
     why: str
 
 
@@ -32,12 +43,119 @@ GPU = (
         "keeps the reductions over stages apart: joined into one, they would all wait for the last to be ready",
     ),
 )
-"""For every train step on GPUs, there or absent."""
+"""For every program of a run on GPUs, there or absent."""
+
+FP8 = (
+    Option(
+        "xla_gpu_enable_triton_gemm",
+        False,
+        "leaves matmuls in 8 bits to cuBLASLt; the compiler's own would multiply what is scaled back, in 16 bits",
+    ),
+    Option(
+        "xla_gpu_dot_merger_threshold_mb",
+        0,
+        "keeps matmuls of one input apart: weights joined behind their scales would be multiplied in 16 bits",
+    ),
+)
+"""Beside those of GPU, for programs with precision.fp8."""
+
+DETERMINISTIC = (
+    Option(
+        "xla_gpu_deterministic_ops",
+        True,
+        "no kernel whose sums depend on the order in which threads come, and none chosen by a stopwatch",
+    ),
+)
+"""Beside those of GPU, with xla.deterministic, on GPUs that are there: for absent ones the compiler then finds no
+kernels."""
 
 ABSENT_GPU = (Option("xla_gpu_autotune_level", 0, "there is no device to time kernels on"),)
 """Beside those of GPU, for compiling where the GPUs are absent."""
 
 
-def compiler_options(*options: Option) -> dict[str, bool | int]:
-    """For `jax.stages.Lowered.compile(compiler_options=...)`."""
-    return {option.name: option.value for option in options}
+CPU_PATIENCE = (
+    Option("xla_cpu_collective_call_warn_stuck_timeout_seconds", 60, "devices of a busy machine come minutes apart"),
+    Option("xla_cpu_collective_call_terminate_timeout_seconds", 600, "40 seconds end a run while a process compiles"),
+)
+"""For the environment of each of several processes on CPUs."""
+
+FSDP = (
+    Option(
+        "xla_gpu_pipeline_all_gather",
+        "COLLECTIVE_PIPELINING_MODE_ON",
+        "gathers a layer's weights while the layer before computes",
+    ),
+)
+"""Beside those of GPU, for weights gathered layer by layer, without a pipeline of stages."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class XlaConfig:
+    """How programs are compiled and kept, and what the process takes of a GPU's memory."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of XLA by name, over those of MegaJAX. On the command line --xla=name=value,name=value adds to them."""
+    deterministic: bool = False
+    """On GPUs, the same bits from the same run: without kernels that add in no fixed order and without autotuning."""
+    memory_fraction: float = 0.92
+    """Share of a GPU's memory that is taken at the start, for arrays; NCCL, cuDNN and kernels live in the rest."""
+    compile_cache: bool = True
+    """Keep compiled programs on disk, from where the next start takes them."""
+    compile_cache_dir: str | None = None
+    """Folder for them; none: compile/ in the user's cache folder. Several machines need one that all of them see."""
+    compile_cache_gib: float = 2.0
+    """Most that is kept there; what was not used for the longest time goes first."""
+
+    def problems(self) -> list[Problem]:
+        found = []
+        for name, value in self.options.items():
+            if not re.fullmatch(r"\w+", name):
+                found.append(Problem("options", f"{name!r} is no name of an option", "write --xla=name=value"))
+            elif not isinstance(value, bool | int | float | str):
+                found.append(Problem(f"options.{name}", f"expected one value, got {value!r}"))
+        if not 0 < self.memory_fraction < 1:
+            found.append(
+                Problem("memory_fraction", f"must be above 0 and below 1, got {self.memory_fraction:g}", "try 0.9")
+            )
+        if self.compile_cache_gib <= 0:
+            found.append(
+                Problem(
+                    "compile_cache_gib",
+                    f"must be above 0, got {self.compile_cache_gib:g}",
+                    "xla.compile_cache=false turns the cache off",
+                )
+            )
+        return found
+
+
+def compiler_options(*options: Option) -> dict[str, Value]:
+    """For `jax.stages.Lowered.compile(compiler_options=...)`; without those that XLA_FLAGS sets for all programs."""
+    flags = flag_names()
+    return {option.name: option.value for option in options if option.name not in flags}
+
+
+def flag_names(environment: Mapping[str, str] = os.environ) -> set[str]:
+    """Names of the options that the environment variable XLA_FLAGS sets."""
+    return set(re.findall(r"--(\w+)", environment.get("XLA_FLAGS", "")))
+
+
+def add_flags(options: Iterable[Option], environment: Any = os.environ) -> None:
+    """Put options into XLA_FLAGS, for all programs of a process: before jax starts, and only ones every jax knows."""
+    there = flag_names(environment)
+    added = [f"--{option.name}={option.value}" for option in options if option.name not in there]
+    environment["XLA_FLAGS"] = " ".join([environment.get("XLA_FLAGS", ""), *added]).strip()
+
+
+MEMORY_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""Environment variables, any of which says what share of a GPU's memory is taken; read when jax finds its devices."""
+
+
+def set_process(xla: XlaConfig, environment: Any = os.environ) -> None:
+    """Set what jax's runtime reads when it starts. What the user's environment says is left as it is."""
+    if not any(environment.get(name) for name in MEMORY_FRACTION):
+        environment[MEMORY_FRACTION[0]] = f"{xla.memory_fraction:g}"
+
+
+def memory_fraction(environment: Mapping[str, str] = os.environ) -> str | None:
+    """What share of a GPU's memory the process takes, as set; None where jax decides."""
+    return next((value for name in MEMORY_FRACTION if (value := environment.get(name))), None)

@@ -1,5 +1,6 @@
 """Building the mesh, and asking the one that surrounds the code being traced."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from megajax.config.errors import ConfigError, UserError
+from megajax.config.installation import look
 from megajax.mesh.config import MESH_AXES, ParallelConfig
 
 
@@ -32,15 +34,24 @@ def build_mesh(cfg: ParallelConfig, devices: Sequence[jax.Device] | None = None)
 
 
 def find_devices() -> list[jax.Device]:
-    """All devices jax finds. Raises UserError where those that were asked for are not there."""
+    """All devices jax finds. Raises UserError where those that were asked for are not there.
+
+    Warns where jax has fallen back on the CPU of a machine with GPUs.
+    """
     try:
-        return jax.devices()
+        devices = jax.devices()
     except (RuntimeError, AssertionError) as error:
-        wanted = jax.config.jax_platforms or "default"
+        wanted, faults = jax.config.jax_platforms or "default", look().faults()
         raise UserError(
             f"jax finds no {wanted} devices: {str(error) or 'the platform is not installed'}\n"
-            "For NVIDIA GPUs install the extra cuda12 or cuda13 (uv sync --extra cuda12), or leave --devices out."
+            + "\n".join(faults or ["For NVIDIA GPUs install the extra cuda12 or cuda13 (uv sync --extra cuda12)."])
+            + "\nWithout --devices it takes what it finds."
         ) from error
+    if devices[0].platform == "cpu" and not jax.config.jax_platforms and (found := look()).gpus:
+        warnings.warn(
+            "training on the CPU: " + "\n".join(found.faults() or ["jax does not see the GPUs"]), stacklevel=2
+        )
+    return devices
 
 
 def free_axes() -> dict[str, int]:

@@ -11,14 +11,8 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megajax.config.world import World, find_world
+from megajax.config.xla import CPU_PATIENCE, add_flags
 from megajax.mesh.rendezvous import meet
-
-# Devices of a slow or busy machine reach a collective minutes apart: while one process compiles, say. XLA's CPU
-# backend would abort after 40 seconds. Never in force where a user set the flag.
-_CPU_PATIENCE = {
-    "xla_cpu_collective_call_warn_stuck_timeout_seconds": 60,
-    "xla_cpu_collective_call_terminate_timeout_seconds": 600,
-}
 
 _CONNECT_SECONDS = 60.0
 """Least time for jax to connect processes that are all there."""
@@ -37,7 +31,7 @@ def start(*, patience: float = 300.0, settings: str = "") -> World | None:
     jax.config.update("jax_enable_preemption_service", False)
     if _on_cpu():
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        _be_patient_on_cpu()
+        add_flags(CPU_PATIENCE)
     bind = meet(world, patience=patience, settings=settings)
     jax.distributed.initialize(
         world.coordinator,
@@ -111,9 +105,3 @@ def _on_cpu() -> bool:
 
 def _gpus(devices: Path) -> int:
     return len(list(devices.glob("nvidia[0-9]*")))
-
-
-def _be_patient_on_cpu() -> None:
-    given = os.environ.get("XLA_FLAGS", "")
-    added = [f"--{name}={seconds}" for name, seconds in _CPU_PATIENCE.items() if name not in given]
-    os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()

@@ -6,15 +6,18 @@ from typing import Any
 
 import jax
 
-from megajax.layers.attention import choose_kernel
+from megajax.config.xla import flag_names, memory_fraction
+from megajax.kernels.attention import local_device
 from megajax.layers.kept import Kept, words
 from megajax.metrics.text import count
 from megajax.models.flops import flops_per_token, parameter_count
 from megajax.models.memory import MemorySetting, memory_report
 from megajax.pipeline.check import measure
+from megajax.precision.config import PrecisionConfig
+from megajax.training.compile_cache import cache_in_use
 from megajax.training.device_memory import size
 from megajax.training.kept_bytes import kept_bytes
-from megajax.training.session import Run
+from megajax.training.session import Run, demand_kernels
 
 type Section = tuple[str, list[tuple[str, str]]]
 
@@ -115,17 +118,6 @@ def _batch(run: Run) -> list[tuple[str, str]]:
 
 def _training(run: Run) -> list[tuple[str, str]]:
     cfg, schedule = run.cfg, run.cfg.schedule
-    kernels = sorted(
-        {
-            choose_kernel(
-                block.mixer,
-                cfg.precision.compute,
-                head_dim=block.mixer.size(cfg.model.hidden),
-                length=cfg.model.sequence_length,
-            )
-            for block in cfg.model.stack.pattern
-        }
-    )
     clip = "none" if cfg.optimizer.clip is None else f"{cfg.optimizer.clip:g}"
     size = cfg.batch.global_size
     return [
@@ -133,7 +125,8 @@ def _training(run: Run) -> list[tuple[str, str]]:
             "precision",
             f"compute {cfg.precision.compute}, weights {cfg.precision.params}, gradients {cfg.precision.gradients}",
         ),
-        ("kernels", f"attention {'/'.join(kernels)}, cross-entropy in chunks of {cfg.model.loss_chunk} tokens"),
+        *_fp8(cfg.precision),
+        *_kernels(run),
         *_recompute(run),
         (
             "optimizer",
@@ -145,6 +138,26 @@ def _training(run: Run) -> list[tuple[str, str]]:
             f"{run.program.schedule.warmup / size:g} steps, decay over {run.program.schedule.decay / size:g}",
         ),
     ]
+
+
+def _kernels(run: Run) -> list[tuple[str, str]]:
+    """Attention backends of the blocks, and why not a faster one where there is a GPU."""
+    chosen = list(dict.fromkeys(demand_kernels(run.cfg)))
+    names = "/".join(dict.fromkeys(choice.kernel for choice in chosen))
+    found = [("kernels", f"attention {names}, cross-entropy in chunks of {run.cfg.model.loss_chunk} tokens")]
+    gpu = local_device().capability is not None
+    why = dict.fromkeys(f"{choice.kernel}, because {'; '.join(choice.reasons)}" for choice in chosen if choice.reasons)
+    return found + [("attention", reason) for reason in why if gpu]
+
+
+def _fp8(precision: PrecisionConfig) -> list[tuple[str, str]]:
+    fp8 = precision.fp8
+    if fp8 is None:
+        return []
+    gradients = {"hybrid": "e5m2", "e4m3": "e4m3"}[fp8.format]
+    adding = "in reduced precision" if fp8.fast_accumulation else "in float32"
+    text = f"layers, e4m3 with gradients in {gradients}; scales from each tensor; forward adds up {adding}"
+    return [("8-bit matmuls", text)]
 
 
 def _recompute(run: Run) -> list[tuple[str, str]]:
@@ -196,6 +209,22 @@ def memory_formula(run: Run) -> str:
     )
 
 
+def _compiler(run: Run) -> list[tuple[str, str]]:
+    """What XLA is told, and what becomes of compiled programs."""
+    given, options, cache = run.cfg.xla.options, run.program.options, cache_in_use()
+    chosen = ", ".join(f"{name}={value}" for name, value in options.items() if name not in given)
+    own = ", ".join(f"{name}={options[name]}" for name in given)
+    share = memory_fraction() if run.mesh.devices.flat[0].platform == "gpu" else None
+    return [
+        *([("XLA", chosen)] if chosen else []),
+        *([("XLA, as asked", own)] if own else []),
+        *([("XLA, by environment", ", ".join(sorted(flag_names())))] if flag_names() else []),
+        *([("deterministic", "on: no autotuning, sums in a fixed order")] if run.cfg.xla.deterministic else []),
+        *([("GPU memory", f"a share of {share} for arrays (xla.memory_fraction)")] if share else []),
+        ("compiled programs", "not kept" if cache is None else f"kept in {cache}"),
+    ]
+
+
 def _run(run: Run, resumed: str | None) -> list[tuple[str, str]]:
     splits: Any = run.parts.splits
     rows = ", ".join(
@@ -210,4 +239,5 @@ def _run(run: Run, resumed: str | None) -> list[tuple[str, str]]:
         ("folder", str(run.cfg.run_dir)),
         ("start", resumed or "new run"),
         ("software", f"jax {jax.__version__}, Python {platform.python_version()}"),
+        *_compiler(run),
     ]

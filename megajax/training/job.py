@@ -25,6 +25,8 @@ from megajax.metrics.writers import Writers, open_writers
 from megajax.models.flops import flops_per_token
 from megajax.resilience.signals import Signals, agree
 from megajax.training import facts
+from megajax.training.compile_log import CompileLog
+from megajax.training.device_faults import device_fault
 from megajax.training.device_memory import compiled_memory, peak_memory, size
 from megajax.training.guard import Guard
 from megajax.training.hooks import Evaluate, Save
@@ -226,7 +228,10 @@ def train(
         try:
             return _train(cfg, folder, stack, _Asked(skip_train, sources, sampler), started)
         except BaseException as error:
-            end_at_once(error)
+            fault = device_fault(error, cfg, folder.path)
+            end_at_once(fault or error)
+            if fault is not None:
+                raise fault from error
             raise
 
 
@@ -251,8 +256,9 @@ def _train(cfg: RunConfig, folder: RunFolder, stack: ExitStack, asked: _Asked, s
     console = stack.enter_context(
         _closing(open_console(cfg.logging, total_steps=cfg.steps, start_step=first, primary=primary))
     )
+    compiles = stack.enter_context(CompileLog(console.say))
     with console.ticker("setting up data, model and state"):
-        run = setup(cfg, start=None if found is None else Resume(*found, own=found[0] is manager))
+        run = setup(cfg, start=None if found is None else Resume(*found, own=found[0] is manager, say=console.say))
     stack.callback(run.close)
     resumed = None if found is None else f"step {first} of {Path(found[0].folder).parent}"
     console.show("MegaJAX", facts.banner(run, resumed))
@@ -267,6 +273,7 @@ def _train(cfg: RunConfig, folder: RunFolder, stack: ExitStack, asked: _Asked, s
         folder.write_config(yaml, "\n".join(diff_from_defaults(cfg)) + "\n")
     both = Writers([log, console])
     both.event("start", step=first, devices=run.mesh.size, processes=jax.process_count())
+    compiles.events(both.event)
     signals = stack.enter_context(Signals(before_exit=console.release))
     guard = Guard(cfg.resilience, cfg.precision.floor(), run.mesh)
     if found is not None and found[0] is manager:

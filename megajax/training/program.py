@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from megajax.batch import LMBatch
-from megajax.config.xla import GPU, compiler_options
+from megajax.config.xla import DETERMINISTIC, FP8, FSDP, GPU, Value, compiler_options
 from megajax.layers.param import ParamSpec, reordered, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
@@ -23,8 +23,11 @@ from megajax.optim.schedule import Schedule as LearningRate
 from megajax.pipeline.check import check
 from megajax.pipeline.partition import Partition
 from megajax.pipeline.schedule import Schedule, build
+from megajax.precision.fp8 import refuse_old
 from megajax.precision.loss_scale import LossScaler
 from megajax.training.batch_sizes import BatchSizes
+from megajax.training.blame import Blame, make_blame
+from megajax.training.compiler_options import settle
 from megajax.training.grads import GradFn, Weights, accumulate, batch_specs, forward_sums
 from megajax.training.loss import LanguageModelLoss
 from megajax.training.pipelined import pipelined, pipelined_sums
@@ -67,11 +70,11 @@ class Program:
     def of(cls, cfg: RunConfig, mesh: Mesh) -> "Program":
         """For a config that passes its checks on this many devices."""
         plan = Plan.of(cfg.parallel)
-        layout = Layout(plan)
+        layout = _layout(cfg, mesh, plan)
         partition = _partition(cfg)
         abstract = reordered(nnx.eval_shape(lambda: cfg.model.build(layout)), partition.order())
         declared = specs(abstract)
-        optimizer = cfg.optimizer.build(declared, plan)
+        optimizer = cfg.optimizer.build(declared, plan, cfg.model.width_ratio())
         sizes = cfg.batch_sizes(mesh.shape["data"] * mesh.shape["expert"])
         return cls(
             cfg,
@@ -89,7 +92,7 @@ class Program:
 
     def fresh_state(self) -> Callable[[], TrainState]:
         """Jitted: the state before the first step, made in place."""
-        return jax.jit(self._fresh, out_shardings=self.shardings)
+        return jax.jit(self._fresh, out_shardings=self.shardings, compiler_options=self.options)
 
     def state_like(self) -> TrainState:
         """The state as jax.ShapeDtypeStruct, with shardings."""
@@ -132,16 +135,36 @@ class Program:
     @cached_property
     def train_step(self) -> TrainStep:
         """(state, batch) -> (state, metrics); not compiled before it is called or lowered."""
-        on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
-        options = compiler_options(*GPU) if on_gpu else None
-        return make_train_step(self.grad_fn(), self.optimizer, self.schedule, self.shardings, options, self._scaler)
+        return make_train_step(
+            self.grad_fn(), self.optimizer, self.schedule, self.shardings, self.options, self._scaler
+        )
+
+    @cached_property
+    def blame(self) -> Blame:
+        """(weights, batch, loss scale, factor on gradients) -> which gradients are not finite; compiled when called."""
+        return make_blame(self.grad_fn(), self.shardings.step, self.options)
+
+    @cached_property
+    def options(self) -> dict[str, Value]:
+        """What the compiler is told, for every program of the run. Raises ConfigError for options it does not take."""
+        device = self.mesh.devices.flat[0]
+        options = list(GPU)
+        if self.cfg.parallel.data_sharding == "fsdp" and self.cfg.parallel.pipeline == 1:
+            options += FSDP
+        options += FP8 if self.cfg.precision.fp8 is not None else ()
+        options += DETERMINISTIC if self.cfg.xla.deterministic else ()
+        defaults = compiler_options(*options) if device.platform in ("gpu", "cuda") else {}
+        local = next((here for here in self.mesh.devices.flat if here.process_index == jax.process_index()), device)
+        return settle(defaults, self.cfg.xla.options, local) if defaults or self.cfg.xla.options else {}
 
     @cached_property
     def eval_step(self) -> Callable[[Any, Any], Mapping[str, tuple[Array, Array]]]:
         """(weights, batch) -> {name: (sum, weight)}."""
         if self.pipeline is None:
-            return make_eval_step(forward_sums(self._weights, self._loss, self.mesh))
-        return make_eval_step(pipelined_sums(self._weights, self._loss, self.mesh, self.schedule_of, self.partition))
+            sums = forward_sums(self._weights, self._loss, self.mesh)
+        else:
+            sums = pipelined_sums(self._weights, self._loss, self.mesh, self.schedule_of, self.partition)
+        return make_eval_step(sums, self.options)
 
     def _fresh(self) -> TrainState:
         return fresh_state(self.declared, self.optimizer, self.cfg.seed, self._scaler)
@@ -157,6 +180,13 @@ class Program:
     @property
     def _loss(self) -> LanguageModelLoss:
         return LanguageModelLoss(self.cfg.data.isolated(), self.cfg.batch.loss_average)
+
+
+def _layout(cfg: RunConfig, mesh: Mesh, plan: Plan) -> Layout:
+    if cfg.precision.fp8 is None:
+        return Layout(plan)
+    refuse_old(mesh.devices.flat[0])
+    return Layout(plan, cfg.precision.fp8.build())
 
 
 def _partition(cfg: RunConfig) -> Partition:

@@ -7,6 +7,7 @@ from typing import Any
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import Problem
+from megajax.config.xla import XlaConfig
 from megajax.data.config import DataConfig
 from megajax.layers.config import BlockConfig, MixerConfig
 from megajax.layers.kept import words
@@ -14,7 +15,7 @@ from megajax.mesh.config import BATCH_AXES, ParallelConfig
 from megajax.metrics.config import LoggingConfig, ProfileConfig
 from megajax.models.config import DecoderConfig
 from megajax.optim.config import AdamWConfig, OptimizerConfig, ScheduleConfig
-from megajax.precision.config import PrecisionConfig
+from megajax.precision.config import MULTIPLE, PrecisionConfig
 from megajax.resilience.config import ResilienceConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, TokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
@@ -50,6 +51,8 @@ class RunConfig:
     """Signals and faults."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     """A trace of a few steps."""
+    xla: XlaConfig = field(default_factory=XlaConfig)
+    """How programs are compiled and kept."""
     steps: int = 1000
     """Training steps."""
     seed: int = 1234
@@ -210,7 +213,14 @@ def _tensor_in_block(where: str, block: BlockConfig, size: int) -> Iterator[Prob
             f"{where}.mixer.kv_heads", f"kv_heads={mixer.groups()} is not divisible by parallel.tensor={size}", hint
         )
     if block.mlp.ffn % size:
-        yield Problem(f"{where}.mlp.ffn", f"ffn={block.mlp.ffn} is not divisible by parallel.tensor={size}")
+        below = block.mlp.ffn // size * size
+        near = " or ".join(str(width) for width in (below, below + size) if width)
+        both = ", ".join(str(n) for n in legal if block.mlp.ffn % n == 0)
+        yield Problem(
+            f"{where}.mlp.ffn",
+            f"ffn={block.mlp.ffn} is not divisible by parallel.tensor={size}",
+            f"use ffn={near}; parallel.tensor can be {both}",
+        )
 
 
 def _sharding(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
@@ -248,6 +258,8 @@ def _schedule(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     samples = cfg.batch_sizes(cfg.replicas(total or 1)).samples if fits else None
     for problem in cfg.schedule.run_problems(steps=cfg.steps, global_size=cfg.batch.global_size, samples=samples):
         yield Problem(f"schedule.{problem.where}", problem.what, problem.hint)
+    for problem in cfg.optimizer.rate_problems(cfg.schedule):
+        yield Problem(f"optimizer.{problem.where}", problem.what, problem.hint)
 
 
 def _profile(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
@@ -267,6 +279,29 @@ def _evaluation(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
             )
 
 
+def _fp8(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
+    """Sides of the matrices that one device multiplies; those of latents are refused when they are traced."""
+    if cfg.precision.fp8 is None or cfg.parallel.problems():
+        return
+    model, tensor, context = cfg.model, cfg.parallel.tensor, cfg.parallel.context
+    over = {1: ""} | {tensor: f" over parallel.tensor={tensor}"}
+    rows = f"batch.micro_size={cfg.batch.micro_size} rows of {model.sequence_length}"
+    tokens = cfg.batch.micro_size * model.sequence_length
+    sides = [("model.sequence_length", f"{rows} over parallel.context={context} are ", tokens, context)]
+    sides.append(("model.hidden", "", model.hidden, 1))
+    for place, block in enumerate(model.stack.pattern):
+        where, mixer = f"model.stack.pattern.{place}", block.mixer
+        size = mixer.size(model.hidden)
+        for name, heads in (("heads", mixer.heads), ("kv_heads", mixer.groups())):
+            if tensor > 0 and heads % tensor == 0:
+                sides.append((f"{where}.mixer.{name}", f"{heads} of {size}{over[tensor]} are ", heads * size, tensor))
+        sides.append((f"{where}.mlp.ffn", f"{block.mlp.ffn}{over[tensor]} is ", block.mlp.ffn, tensor))
+    for where, text, whole, cuts in sides:
+        if cuts > 0 and whole % cuts == 0 and whole // cuts % MULTIPLE:
+            what = f"{text}{whole // cuts}, no multiple of {MULTIPLE}, which 8-bit matmuls need"
+            yield Problem(where, what, "or set precision.fp8=none")
+
+
 _CHECKS: tuple[Check, ...] = (
     _evaluation,
     _profile,
@@ -279,4 +314,5 @@ _CHECKS: tuple[Check, ...] = (
     _pipeline,
     _together,
     _schedule,
+    _fp8,
 )

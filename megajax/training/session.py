@@ -14,7 +14,9 @@ from megajax.config.errors import UserError
 from megajax.config.tree import check
 from megajax.data.loader import Loader
 from megajax.data.splits import Evaluation, Rows, Splits, requested_rows
-from megajax.kernels.attention import cudnn_refusal
+from megajax.kernels.attention import local_device
+from megajax.kernels.capability import Choice, Device
+from megajax.layers.core_attention import kernel_choice
 from megajax.layers.param import bind
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.tokenizers.base import Tokenizer
@@ -194,19 +196,24 @@ def validation_sets(cfg: RunConfig, tokenizer: Tokenizer, rows: int | None) -> d
     return found
 
 
-def demand_kernels(cfg: RunConfig) -> None:
-    """Raises UserError where a kernel was asked for by name that can't be had here."""
-    for place, block in enumerate(cfg.model.stack.pattern):
-        refusal = cudnn_refusal(
-            dtype=cfg.precision.compute,
+def demand_kernels(cfg: RunConfig, device: Device | None = None) -> tuple[Choice, ...]:
+    """The attention backend of each block of the pattern on `device`; none: the first jax finds.
+
+    Raises UserError where one was asked for by name that can't be had there.
+    """
+    device = local_device() if device is None else device
+    return tuple(
+        kernel_choice(
+            block.mixer,
+            cfg.precision.compute,
             head_dim=block.mixer.size(cfg.model.hidden),
             length=cfg.model.sequence_length,
-            dropout=block.mixer.dropout,
+            documents=cfg.data.isolated(),
+            device=device,
+            where=f"model.stack.pattern.{place}.mixer.kernel",
         )
-        refusal = refusal or block.mixer.beyond_cudnn()
-        if block.mixer.kernel == "cudnn" and refusal is not None:
-            where = f"model.stack.pattern.{place}.mixer.kernel"
-            raise UserError(f"{where}=cudnn: cuDNN's attention {refusal}. Set {where}=auto or reference.")
+        for place, block in enumerate(cfg.model.stack.pattern)
+    )
 
 
 def wanted_rows(cfg: RunConfig, sizes: BatchSizes) -> Any:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from megajax.batch import LMBatch, Params
+from megajax.config.xla import Value
 from megajax.optim.offload import at_rest, on_device
 from megajax.optim.optimizer import Optimizer, clip_factor, global_norm
 from megajax.optim.schedule import Schedule
@@ -36,7 +37,7 @@ def make_train_step(
     optimizer: Optimizer,
     schedule: Schedule,
     shardings: TrainState,
-    options: Mapping[str, bool | int] | None = None,
+    options: Mapping[str, Value] | None = None,
     scaler: LossScaler = UNSCALED,
 ) -> TrainStep:
     """Jitted (state, batch [M, B, S]) -> (state, metrics); donates the state, which keeps its layout.
@@ -101,9 +102,11 @@ def make_train_step(
     )
 
 
-def make_eval_step(sums: Callable[[Params, LMBatch], Mapping[str, tuple[Array, Array]]]) -> Callable:
-    """Jitted (weights, batch [M, B, S]) -> {name: (sum, weight)}."""
-    return jax.jit(sums)
+def make_eval_step(
+    sums: Callable[[Params, LMBatch], Mapping[str, tuple[Array, Array]]], options: Mapping[str, Value] | None = None
+) -> Callable:
+    """Jitted (weights, batch [M, B, S]) -> {name: (sum, weight)}; options: of the compiler."""
+    return jax.jit(sums, compiler_options=None if options is None else dict(options))
 
 
 def place(tree: Params, shardings: Mapping[str, jax.sharding.Sharding]) -> Params:

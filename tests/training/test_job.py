@@ -122,8 +122,32 @@ def test_going_on_with_other_settings_is_refused_and_nothing_is_touched(halted, 
     for line in listed:
         assert line in str(refused.value)
     assert "holds step 4" in str(refused.value)
-    assert "Go on with the old settings; or set another run_dir" in str(refused.value)
+    assert "Go on with the old settings; " in str(refused.value)
+    assert "or set another run_dir" in str(refused.value)
+    rates = any(f"\n  {name}" in str(refused.value) for name in ("schedule", "optimizer.weight_decay"))
+    assert ("set schedule.on_resume=config to let rates change" in str(refused.value)) == rates
     assert contents(halted) == before
+
+
+def test_another_schedule_takes_over_where_the_config_says_so(whole, copied, capsys):
+    """At the rows the run has come to, as if it had been the schedule from the start; nothing else may change."""
+    rates = {
+        "schedule": ScheduleConfig(lr=1e-3, style="linear", on_resume="config"),
+        "optimizer": AdamWConfig(weight_decay=0.2),
+    }
+    with pytest.raises(UserError, match=r"  seed: 1234 -> 7\nGo on with the old settings; or set") as refused:
+        train(run_config(copied, seed=7, **rates))
+    assert "schedule.lr" not in str(refused.value)
+    assert train(run_config(copied, **rates)) == 0
+    told = capsys.readouterr().out
+    assert "other rates from step 4 on (schedule.on_resume=config)" in told
+    assert "schedule.lr: 0.01 -> 0.001" in told and "optimizer.weight_decay: 0.01 -> 0.2" in told
+    assert [steps(copied)[step]["lr"] for step in (5, 6)] == pytest.approx([1e-3 * 2 / 6, 1e-3 / 6], rel=1e-6)
+    assert [steps(copied)[step]["lr"] for step in range(1, 5)] == [steps(whole)[step]["lr"] for step in range(1, 5)]
+    assert steps(copied)[5]["loss_hex"] == steps(whole)[5]["loss_hex"]
+    assert steps(copied)[6]["loss"] != steps(whole)[6]["loss"]
+    # What it was changed to is from now on what may not change.
+    assert train(run_config(copied, **rates | {"schedule": ScheduleConfig(lr=1e-3, style="linear")})) == 0
 
 
 def test_a_finished_run_has_nothing_to_do_and_can_be_evaluated_alone(whole, tmp_path, capsys):

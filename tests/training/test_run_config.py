@@ -11,7 +11,7 @@ from megajax.config.errors import ConfigError
 from megajax.config.tree import check
 from megajax.layers.config import RopeConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.optim.config import ScheduleConfig
+from megajax.optim.config import AdamWConfig, GroupConfig, ScheduleConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig
 
@@ -33,7 +33,9 @@ def test_tensor_must_divide_heads_kv_heads_and_ffn():
     found = problems(run_config(model=model(heads=6, hidden=12, kv_heads=3, ffn=30), parallel=on(tensor=4)))
     assert found["model.stack.pattern.0.mixer.heads"].startswith("heads=6 is not divisible by parallel.tensor=4")
     assert found["model.stack.pattern.0.mixer.heads"].endswith("parallel.tensor can be 1, 3")
-    assert found["model.stack.pattern.0.mlp.ffn"].startswith("ffn=30 is not divisible by parallel.tensor=4")
+    assert found["model.stack.pattern.0.mlp.ffn"] == (
+        "ffn=30 is not divisible by parallel.tensor=4 | use ffn=28 or 32; parallel.tensor can be 1, 3"
+    )
     found = problems(run_config(parallel=on(tensor=4)))
     assert list(found) == ["model.stack.pattern.0.mixer.kv_heads"]
     assert found["model.stack.pattern.0.mixer.kv_heads"] == (
@@ -101,6 +103,7 @@ def test_the_vocabulary_is_cut_over_pipeline_and_tensor(sizes, multiple, cuts, l
     ("settings", "where", "message"),
     [
         ({"pipeline": 2, "schedule": "interleaved"}, "schedule", "needs parallel.virtual_stages > 1, which is 1"),
+        ({"schedule": "interleaved"}, "schedule", "which is 1, and a pipeline, parallel.pipeline is 1"),
         ({"virtual_stages": 2}, "virtual_stages", "2 virtual stages need a pipeline, parallel.pipeline is 1"),
         ({"pipeline": 2, "layers": (1, 2, 1)}, "layers", "1,2,1 must be 2 numbers above 0"),
         ({"pipeline": 2, "sequence": True}, "sequence", "needs parallel.tensor > 1, which is 1"),
@@ -116,6 +119,34 @@ def test_settings_of_a_pipeline_that_contradict_each_other(settings, where, mess
         check(cfg, devices=8)
     (problem,) = refused.value.problems
     assert problem.hint
+
+
+@pytest.mark.parametrize(
+    ("settings", "where", "what"),
+    [
+        ({"embedding_lr": 1e-4}, "embedding_min_lr", "lr=0.0001 of their own and would rise to 0.001"),
+        ({"embedding_min_lr": 0.1}, "embedding_min_lr", "0.1 is above schedule.lr=0.01"),
+        ({"groups": (GroupConfig(match="head", lr=1e-4),)}, "groups.0.min_lr", "would rise to 0.001"),
+        (
+            {"groups": (GroupConfig(match="*.up", decay=0.0), GroupConfig(match="head", min_lr=0.1))},
+            "groups.1.min_lr",
+            "is above",
+        ),
+    ],
+)
+def test_rates_of_some_weights_that_do_not_fit_the_schedule(settings, where, what):
+    """Found with the config's other problems, before anything is compiled."""
+    cfg = run_config(optimizer=AdamWConfig(**settings), schedule=ScheduleConfig(lr=1e-2, min_lr=1e-3))
+    assert list(problems(cfg)) == [f"optimizer.{where}"]
+    assert what in problems(cfg)[f"optimizer.{where}"]
+
+
+def test_rates_that_several_rules_give_are_not_judged_apart():
+    rules = (GroupConfig(match="head", lr=1e-4), GroupConfig(match="h*", min_lr=1e-5))
+    low = ScheduleConfig(lr=1e-2, min_lr=1e-3)
+    assert problems(run_config(optimizer=AdamWConfig(groups=rules), schedule=low)) == {}
+    both = AdamWConfig(embedding_lr=1e-4, embedding_min_lr=1e-5, groups=rules[:1])
+    assert problems(run_config(optimizer=both, schedule=low)) == {}
 
 
 def test_the_command_ends_with_2_and_writes_nothing(tmp_path):

@@ -1,0 +1,137 @@
+"""Options of XLA that the installed compiler takes: asked of the compiler itself, by compiling next to nothing.
+
+An option it does not know, or a value of the wrong kind, it refuses within milliseconds and names what it wants. So no
+list of options is kept here, and a new jax that drops one costs a warning and not the run.
+"""
+
+import mmap
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+
+from megajax.config.coerce import Mismatch, scalar
+from megajax.config.errors import ConfigError, Problem
+from megajax.config.nearest import did_you_mean, nearest_names
+from megajax.config.xla import Value
+
+UNKNOWN = re.compile(r"No such compile option: '(?P<name>[^']*)'")
+WRONG = re.compile(r"While setting option (?P<name>\w+), '.*' is not a valid (?P<kind>\w+) value", re.DOTALL)
+KINDS = {"bool": bool, "int32": int, "int64": int, "uint32": int, "uint64": int, "float": float, "double": float}
+"""What the compiler calls the kind of an option -> how a value of it is read."""
+OF_JAX = ("optimization_level", "memory_fitting_level")
+"""Options that jax takes under their own names and hands on."""
+
+
+class Refusal(NamedTuple):
+    """What the compiler has against an option."""
+
+    name: str
+    kind: str | None
+    """Of value that it wants; None where it does not know the option."""
+
+
+def settle(defaults: Mapping[str, Value], given: Mapping[str, Any], device: jax.Device) -> dict[str, Value]:
+    """The options to compile with for `device`: the defaults it takes, and those given by a user over them.
+
+    Defaults it refuses are left out with a warning. Raises ConfigError for what it refuses of the given ones.
+    """
+    known: dict[str, Value] = dict(defaults)
+    while known and (refused := refusal(known, device)) is not None:
+        what = "does not know" if refused.kind is None else f"takes no {known[refused.name]!r} for"
+        warnings.warn(
+            f"the XLA of jax {jax.__version__} {what} the option {refused.name}: compiling without it", stacklevel=2
+        )
+        del known[refused.name]
+    typed, problems = {}, []
+    for name, value in given.items():
+        try:
+            typed[name] = _typed(name, "" if value is None else value, device)
+        except _Refused as error:
+            problems.append(Problem(f"--xla={name}", str(error), error.hint))
+    if problems:
+        raise ConfigError(problems, "options of XLA")
+    return known | typed
+
+
+def refusal(options: Mapping[str, Value], device: jax.Device) -> Refusal | None:
+    """What the compiler refuses first of these options, None where it takes them all; errors of another kind rise."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    lowered = jax.jit(_next_to_nothing).lower(jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding))
+    try:
+        lowered.compile(compiler_options=dict(options))
+    except jax.errors.JaxRuntimeError as error:
+        if match := UNKNOWN.search(str(error)):
+            return Refusal(match["name"], None)
+        if match := WRONG.search(str(error)):
+            return Refusal(match["name"], match["kind"])
+        raise
+    except ValueError:
+        # Those of jax's own are enumerations of its own.
+        if wrong := [name for name in OF_JAX if name in options]:
+            return Refusal(wrong[0], "effort level (O0 to O3)")
+        raise
+    return None
+
+
+def _next_to_nothing(x: jax.Array) -> jax.Array:
+    return x + 1
+
+
+class _Refused(Exception):
+    def __init__(self, what: str, hint: str):
+        super().__init__(what)
+        self.hint = hint
+
+
+def _typed(name: str, value: Value, device: jax.Device) -> Value:
+    """The value as the compiler wants it. Raises _Refused."""
+    refused = refusal({name: value}, device)
+    if refused is None:
+        return value
+    if refused.kind is None:
+        raise _Refused(f"the XLA of jax {jax.__version__} has no such option", nearest(name, device))
+    kind = KINDS.get(refused.kind)
+    try:
+        typed = value if kind is None else _read(value, kind)
+    except Mismatch:
+        typed = None
+    if typed is None or refusal({name: typed}, device) is not None:
+        hint = "its values are words in capitals, listed in xla.proto of OpenXLA" if refused.kind == "enum" else ""
+        raise _Refused(f"expected a value of kind {refused.kind}, got {str(value)!r}", hint)
+    return typed
+
+
+def _read(value: Value, kind: type) -> Any:
+    # What was written 1 may be meant as true, and the other way round.
+    if isinstance(value, bool) and kind is not bool:
+        return kind(value)
+    return scalar(str(value) if kind is bool else value, kind)
+
+
+def nearest(name: str, device: jax.Device) -> str:
+    """A hint with the options that are spelt most like it and that the compiler takes."""
+    name = name if name.startswith("xla_") else f"xla_gpu_{name}"
+    family = "_".join(name.split("_")[:2])
+    among = [candidate for candidate in candidates() if candidate.startswith(family)]
+    return did_you_mean(name, [near for near in nearest_names(name, among, at_most=6) if _known(near, device)])
+
+
+def _known(name: str, device: jax.Device) -> bool:
+    # No option has this value: it is refused before anything is compiled, unless it is text.
+    found = refusal({name: "?"}, device)
+    return found is None or found.kind is not None
+
+
+def candidates() -> set[str]:
+    """Words in the compiler's library that may be names of options; for hints, so reading all of it is no matter."""
+    names = set()
+    for library in Path(jaxlib.__file__).parent.glob("libjax_common.*"):
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            names |= {found.group().decode() for found in re.finditer(rb"\bxla_[a-z0-9_]{3,80}\b", text)}
+    return names

@@ -1,0 +1,168 @@
+"""Programs kept on disk: taken from there by the next start, checked, bounded, and told of."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from gangs import CONFIG, REPOSITORY, TINY, TRAIN, launcher, started
+from jax.experimental.compilation_cache import compilation_cache
+
+from megajax.config.xla import XlaConfig
+from megajax.training.compile_cache import cache_in_use, machine, record, sweep, use_cache
+from megajax.training.compile_log import Compile, CompileLog
+
+PATIENCE = 300
+
+
+def start(folder: Path, run: str, *words: str) -> tuple[str, list[dict]]:
+    """Two steps in a new process, its cache in `folder`: what it printed, and its events about programs."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    command = [sys.executable, "-m", "megajax.train", f"--config={CONFIG}", "--devices=cpu:1", "--steps=2"]
+    command += [f"--run_dir={folder / run}", "--schedule.warmup_steps=1", "--evaluation.batches=0", *words]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        cwd=REPOSITORY,
+        env=environment | {"PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(folder / "cache")},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = map(json.loads, (folder / run / "events.jsonl").read_text().splitlines())
+    return done.stdout + done.stderr, [line for line in lines if line["event"] == "compile"]
+
+
+def step_of(programs: list[dict]) -> dict:
+    (found,) = [program for program in programs if program["name"] == "train_step"]
+    return found
+
+
+def test_the_second_start_finds_the_programs_of_the_first(tmp_path):
+    text, programs = start(tmp_path, "first")
+    assert not step_of(programs)["cached"] and "compiled the train step: cached" not in text
+    folder = tmp_path / "cache/megajax/compile" / machine()
+    assert f"kept in {folder}" in text
+    assert all(path.with_name(f"{path.name}.sha256").exists() for path in folder.glob("*-cache"))
+    text, programs = start(tmp_path, "second")
+    assert step_of(programs)["cached"] and "compiled the train step: cached" in text
+
+
+@pytest.mark.slow
+def test_damaged_programs_are_compiled_again(tmp_path):
+    start(tmp_path, "first")
+    (entry,) = (tmp_path / "cache/megajax/compile" / machine()).glob("jit_train_step-*-cache")
+    whole = entry.read_bytes()
+    for number, damaged in enumerate([whole[: len(whole) // 2], b"", whole[:-9] + b"\1" * 9]):
+        entry.write_bytes(damaged)
+        text, programs = start(tmp_path, f"damaged-{number}")
+        assert not step_of(programs)["cached"] and "1 damaged entries thrown away" in text
+        assert "Error reading persistent compilation cache" not in text
+    assert step_of(start(tmp_path, "after")[1])["cached"], "it was written again"
+
+
+@pytest.mark.slow
+def test_programs_are_not_kept_where_that_is_off(tmp_path):
+    text, _ = start(tmp_path, "first", "--xla.compile_cache=false")
+    assert "not kept" in text and not (tmp_path / "cache/megajax/compile").exists()
+
+
+@pytest.mark.slow
+def test_several_processes_take_programs_from_one_folder(tmp_path):
+    own = {"JAX_COMPILATION_CACHE_DIR": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    for attempt in ("first", "second"):
+        with started(tmp_path) as gang:
+            run = gang(*launcher(), *TRAIN, *TINY, f"--run_dir={tmp_path / attempt}", name=attempt, **own)
+            assert run.wait() == 0, run.text
+        lines = map(json.loads, (tmp_path / attempt / "events.jsonl").read_text().splitlines())
+        found = step_of([line for line in lines if line["event"] == "compile"])
+        assert found["cached"] == (attempt == "second")
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """A cache folder for this process, forgotten afterwards."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache")
+    before = {name: getattr(jax.config, name) for name in names}
+    compilation_cache.reset_cache()
+    yield tmp_path
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def compile_something() -> None:
+    jax.clear_caches()
+
+    @jax.jit
+    def train_step(x):
+        return jnp.sin(x) + 3
+
+    train_step(jnp.ones(7)).block_until_ready()
+
+
+def test_each_program_is_told_of_once(kept, monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    use_cache(XlaConfig(compile_cache_dir=str(kept)))
+    assert cache_in_use() == kept / machine()
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    said, events = [], []
+    with CompileLog(said.append) as log:
+        compile_something()
+        assert events == [] and len(said) == 1
+        log.events(lambda event, **fields: events.append((event, fields["name"], fields["cached"])))
+        compile_something()
+    compile_something()
+    assert events == [("compile", "train_step", False), ("compile", "train_step", True)]
+    assert "cached" not in said[0] and "compiled the train step: cached, read in" in said[1] and len(said) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(kept, monkeypatch, capsys):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    (kept / "file").write_text("")
+    use_cache(XlaConfig(compile_cache_dir=str(kept / "file")))
+    assert cache_in_use() is None
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_folder_of_the_users_own_is_left_to_jax(kept, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(kept))
+    use_cache(XlaConfig(compile_cache_dir=str(kept / "other")))
+    assert not (kept / "other").exists()
+
+
+def entry(folder: Path, name: str, size: int, used: float) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(os.urandom(size))
+    record(path.parent)
+    os.utime(path, (used, used))
+    return path
+
+
+def test_what_was_not_used_for_longest_goes_first(tmp_path):
+    here, other = tmp_path / "here", tmp_path / "older-jax"
+    old, older, new = entry(here, "a-cache", 100, 5), entry(other, "b-cache", 100, 3), entry(here, "c-cache", 100, 9)
+    assert sweep(tmp_path, here, 300) == []
+    assert sweep(tmp_path, here, 250) == []
+    assert (old.exists(), older.exists(), new.exists()) == (True, False, True)
+    assert not older.with_name("b-cache.sha256").exists()
+    assert sweep(tmp_path, here, 0) == [] and not old.exists() and not new.exists()
+
+
+def test_what_does_not_match_its_checksum_or_has_none_goes(tmp_path):
+    sound, torn, unknown = (entry(tmp_path, name, 50, 1) for name in ("a-cache", "b-cache", "c-cache"))
+    torn.write_bytes(torn.read_bytes()[:-1])
+    unknown.with_name("c-cache.sha256").unlink()
+    assert sweep(tmp_path, tmp_path, 10**6) == ["b-cache", "c-cache"]
+    assert sound.exists() and not torn.exists() and not unknown.exists()
+
+
+def test_sentences():
+    assert Compile("train_step", 61.0, False, None).sentence() == "compiled the train step: 1m01s"
+    assert Compile("f", 0.52, True, 40.2).sentence() == "compiled f: cached, read in 0.5 s, 40 s saved"

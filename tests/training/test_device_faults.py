@@ -1,0 +1,150 @@
+"""Out of memory, and libraries that do not work: what is said, and how the program ends."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from small_jobs import model, run_config
+
+from megajax.config.command_line import front_door
+from megajax.config.tree import override
+from megajax.mesh.config import ParallelConfig
+from megajax.training.config import BatchConfig
+from megajax.training.device_faults import DeviceFault, cheapest, device_fault, state_bytes, wanted_bytes
+from megajax.training.job import train
+from megajax.training.loop import _Loop
+
+EXHAUSTED = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12884901888 bytes."
+
+
+def runtime_error(text: str) -> Exception:
+    return jax.errors.JaxRuntimeError(text)
+
+
+def failing(text: str) -> Any:
+    def fetch(loop: object, flight: object) -> None:
+        raise runtime_error(text)
+
+    return fetch
+
+
+def test_out_of_memory_ends_a_run_with_what_to_change_and_code_1(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(_Loop, "fetch", failing(EXHAUSTED))
+    cfg = run_config(tmp_path / "run", evaluation=run_config().evaluation)
+    with pytest.raises(DeviceFault) as fault:
+        train(cfg)
+    text = str(fault.value)
+    assert "out of memory" in text and "in a train step" in text and "12.00 GiB more" in text
+    assert "by the compiled train step: state and batch" in text and "other temporaries" in text
+    assert "micro_size 4, data_sharding zero1" in text
+    changes = [line.split()[0] for line in text.splitlines() if line.startswith("    --")]
+    assert changes == ["--batch.micro_size=2", "--model.recompute=selective", "--model.recompute=full"]
+    written = tmp_path / "run/traceback.txt"
+    assert str(written) in text and "Traceback" not in text
+    assert "Traceback" in written.read_text() and EXHAUSTED in written.read_text()
+
+    def main(argv: list[str]) -> int:
+        raise fault.value
+
+    with pytest.raises(SystemExit) as ended:
+        front_door(main)
+    assert ended.value.code == 1
+    assert "batch.micro_size=2" in capsys.readouterr().err
+
+
+def test_the_traceback_is_shown_where_it_cannot_be_kept(tmp_path):
+    try:
+        raise runtime_error(EXHAUSTED)
+    except jax.errors.JaxRuntimeError as error:
+        fault = device_fault(error, run_config(), tmp_path / "nowhere")
+    assert "Traceback" in str(fault)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"batch": BatchConfig(global_size=8, micro_size=1)},
+        {
+            "parallel": ParallelConfig(data=4, data_sharding="replicate"),
+            "batch": BatchConfig(global_size=8, micro_size=2),
+        },
+        {"model": model(recompute="full"), "batch": BatchConfig(global_size=8, micro_size=1)},
+        {"parallel": ParallelConfig(tensor=2, data=1)},
+    ],
+)
+@pytest.mark.parametrize("mostly_state", [True, False])
+def test_every_change_is_one_the_config_allows(changes, mostly_state):
+    cfg = run_config(**changes)
+    state = state_bytes(cfg, jax.devices())
+    found = cheapest(cfg, len(jax.devices()), state, mostly_state=mostly_state)
+    assert 1 <= len(found) <= 3
+    for change in found:
+        assert override(cfg, change.setting, devices=len(jax.devices())) != cfg
+
+
+def test_where_the_state_is_large_it_is_spread_first():
+    cfg = run_config(
+        parallel=ParallelConfig(data=4, data_sharding="replicate"), batch=BatchConfig(global_size=8, micro_size=2)
+    )
+    state = state_bytes(cfg, jax.devices())
+    first = cheapest(cfg, 8, state, mostly_state=True)[0]
+    assert first.setting == "parallel.data_sharding=zero1"
+    spread = state_bytes(override(cfg, first.setting), jax.devices())
+    assert state is not None and spread is not None and spread < 0.4 * state
+    assert cheapest(cfg, 8, state, mostly_state=False)[0].setting == "batch.micro_size=1"
+
+
+def test_large_logits_are_named():
+    wide = model(vocabulary_size=200_000)
+    cfg = run_config(
+        model=wide.__class__(**{f: getattr(wide, f) for f in wide.__slots__} | {"loss_chunk": 4096}),
+        batch=BatchConfig(global_size=8, micro_size=1),
+    )
+    settings = [change.setting for change in cheapest(cfg, 8, None, mostly_state=False)]
+    assert "model.loss_chunk=2048" in settings
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (EXHAUSTED, 12 * 2**30),
+        ("Out of memory while trying to allocate 4.50GiB.", 4.5 * 2**30),
+        ("RESOURCE_EXHAUSTED: Failed to allocate request for 176.00MiB (184549376B) on device ordinal 0", 176 * 2**20),
+        ("RESOURCE_EXHAUSTED: out of something", None),
+    ],
+)
+def test_what_was_wanted_is_read_from_the_runtimes_words(text, size):
+    assert wanted_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "FAILED_PRECONDITION: DNN library initialization failed. Look at the errors above for more details.",
+        "INTERNAL: Could not load library libcudnn_graph.so.9",
+        "INTERNAL: no kernel image is available for execution on the device",
+        "CUDNN_STATUS_INTERNAL_ERROR in cuda_dnn.cc",
+    ],
+)
+def test_libraries_that_do_not_work_are_named_with_what_is_installed(text, tmp_path):
+    fault = device_fault(runtime_error(text), run_config(), tmp_path)
+    assert fault is not None and fault.code == 1
+    assert f"the GPU's libraries do not work: {text}" in str(fault)
+    assert f"jax {jax.__version__}" in str(fault) and "traceback.txt" in str(fault)
+
+
+def test_other_errors_are_left_alone(tmp_path):
+    for error in (
+        ValueError("shapes do not fit"),
+        KeyError("a"),
+        runtime_error("INVALID_ARGUMENT: something"),
+        OSError(),
+    ):
+        assert device_fault(error, run_config(), tmp_path) is None
+    assert list(Path(tmp_path).iterdir()) == []
+
+
+def test_a_machine_out_of_memory_is_not_called_a_device(tmp_path):
+    assert "of the machine" in str(device_fault(MemoryError(), run_config(), tmp_path))
