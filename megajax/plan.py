@@ -2,28 +2,23 @@
 
 import shutil
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megajax.config.builds import resolve
 from megajax.config.command_line import Flag, front_door, parse
-from megajax.config.errors import ConfigError, Problem, UserError
+from megajax.config.errors import ConfigError, UserError
 from megajax.config.patch import plain_name
+from megajax.planning.command import FLAGS, count_devices, plan
 
 DESCRIPTION = """With --config and --devices: compile the config's train step for GPUs that are not there, and print
-what each of them holds, whether it fits, and every collective. Overrides are as in training; data need not exist.
+what each of them holds, whether it fits, every collective, and how long a step should take. With --formula, all that by
+formulas, in a second and without a compiler. Overrides are as in training; data need not exist.
 
 With --schedule, --stages and --microbatches: draw a pipeline schedule: which stage works on which microbatch at each
 tick, what share of the time stages wait (the bubble), and how many activations each stage keeps."""
 
-DEVICES = "GPUs to compile for, as GPU:N: a100-40gb, a100 (80 GB), h100, h200 or b200"
-COMPILE_FLAGS = (
-    Flag("devices", str | None, help=DEVICES),
-    Flag("gpus-per-node", int, 8, help="GPUs that NVLink connects"),
-    Flag("json", Path | None, help="also write it into this file"),
-)
 SCHEDULE_FLAGS = (
     Flag("schedule", str, required=True, help="gpipe: all forwards, then all backwards; 1f1b: backwards as early as "
          "they can be; interleaved: 1f1b over several virtual stages"),
@@ -36,7 +31,7 @@ SCHEDULE_FLAGS = (
 )  # fmt: skip
 MOST_ENTRIES = 1_000_000
 USAGE = """
-  python -m megajax.plan --config=FILE --devices=h100:128          compiles the config for 128 GPUs
+  python -m megajax.plan --config=FILE --devices=h100:128          compiles the config for 128 GPUs (or --formula)
   python -m megajax.plan --schedule=1f1b --stages=4 --microbatches=8   draws a schedule"""
 
 
@@ -49,13 +44,13 @@ def main(argv: list[str]) -> int:
     names = {plain_name(word.lstrip("-").partition("=")[0]) for word in argv if word.startswith("-")}
     if names & {"h", "help"}:
         optional = tuple(replace(flag, required=False) for flag in SCHEDULE_FLAGS)
-        parse(argv, verb="plan", flags=(*COMPILE_FLAGS, *optional), description=DESCRIPTION)
+        parse(argv, verb="plan", flags=(*FLAGS, *optional), description=DESCRIPTION)
     match "config" in names, "schedule" in names:
         case True, False:
             for flag in SCHEDULE_FLAGS:
                 if plain_name(flag.name) in names:
                     raise UserError(f"--{flag.name} goes with --schedule, not with --config{USAGE}")
-            return compile_for(argv)
+            return plan_config(argv)
         case False, True:
             return draw(argv)
         case True, True:
@@ -64,22 +59,11 @@ def main(argv: list[str]) -> int:
             raise UserError(f"nothing to plan: give --config or --schedule{USAGE}")
 
 
-def compile_for(argv: list[str]) -> int:
-    """Compile a config's train step for absent GPUs; print the tables and, with --json, write them."""
-    command = parse(argv, verb="plan", flags=COMPILE_FLAGS, description=DESCRIPTION, count_devices=_count)
-    flags = command.flags
-    cluster, _ = resolve("megajax.planning.devices:read_cluster")(flags["devices"], flags["gpus_per_node"])
-    resolve("megajax.planning.absent:prepare")()
-    plan = resolve("megajax.planning.train_step:compile_train_step")(command.config, cluster)
-    resolve("megajax.planning.report:show")(plan)
-    if flags["json"] is not None:
-        resolve("megajax.planning.report:write_json")(plan, flags["json"])
+def plan_config(argv: list[str]) -> int:
+    """Plan a config; print the tables and, with --json, write them."""
+    command = parse(argv, verb="plan", flags=FLAGS, description=DESCRIPTION, count_devices=count_devices)
+    plan(command.config, command.flags)
     return 0
-
-
-def _count(flags: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
-    cluster, problems = resolve("megajax.planning.devices:read_cluster")(flags["devices"], flags["gpus_per_node"])
-    return None if cluster is None else cluster.devices, problems
 
 
 def draw(argv: list[str]) -> int:

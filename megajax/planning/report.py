@@ -16,16 +16,27 @@ from megajax.metrics.banner import Section
 from megajax.metrics.text import count, duration
 from megajax.models.flops import parameter_count
 from megajax.planning.collectives import grouped, kernel_rows
+from megajax.planning.costs import Device
 from megajax.planning.devices import CONTEXT_GIB, GIB, LOST_SHARE, NCCL_GIB
+from megajax.planning.estimate import speed
+from megajax.planning.formula import times
+from megajax.planning.timed import timed
 from megajax.planning.train_step import TrainPlan
 
 NAMELESS = "step"
 """How the table names the part of a program that is outside of all loops."""
 
 
-def to_dict(plan: TrainPlan) -> dict[str, Any]:
-    """Everything about a plan; memory and bytes are of one device. Rows of `collectives` are those of `grouped`."""
-    memory, cluster = plan.memory, plan.cluster
+def to_dict(plan: TrainPlan, device: Device | None = None) -> dict[str, Any]:
+    """Everything about a plan; memory, bytes and seconds are of one device.
+
+    Rows of `collectives` are those of `grouped`, with how long they take. device: see `timed`.
+    """
+    memory, cluster, found = plan.memory, plan.cluster, timed(plan, device)
+    collectives = [
+        row | {"seconds": time.seconds}
+        for row, time in zip(grouped(plan.contents.collectives), found.traffic, strict=True)
+    ]
     return {
         "fits": plan.fits,
         "peak_gib": memory.peak / GIB,
@@ -41,7 +52,7 @@ def to_dict(plan: TrainPlan) -> dict[str, Any]:
         "schedule": None if plan.schedule is None else plan.schedule.name,
         "virtual_stages": plan.cfg.parallel.virtual_stages,
         "ring_slots": None if plan.schedule is None else plan.schedule.ring_slots,
-        "collectives": grouped(plan.contents.collectives),
+        "collectives": collectives,
         "loops": [
             {
                 "loop": loop.place.name,
@@ -54,6 +65,7 @@ def to_dict(plan: TrainPlan) -> dict[str, Any]:
         ],
         "kernels": kernel_rows(plan.contents.kernels),
         "attention": list(plan.kernels),
+        **speed(found),
         "device": cluster.name,
         "devices": cluster.devices,
         "gpus_per_node": cluster.per_node,
@@ -65,19 +77,19 @@ def to_dict(plan: TrainPlan) -> dict[str, Any]:
     }
 
 
-def write_json(plan: TrainPlan, path: Path) -> None:
+def write_json(plan: TrainPlan, path: Path, device: Device | None = None) -> None:
     """Raises UserError where the file can't be written."""
     try:
-        path.write_text(json.dumps(to_dict(plan), indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(to_dict(plan, device), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} can't be written: {error.strerror}") from error
 
 
-def show(plan: TrainPlan, file: TextIO | None = None) -> None:
-    """Print the facts and the tables; plain text where it is not a terminal."""
+def show(plan: TrainPlan, file: TextIO | None = None, device: Device | None = None) -> None:
+    """Print the facts and the tables; plain text where it is not a terminal. device: see `timed`."""
     file = file or sys.stdout
     title = f"plan for {plan.cluster.devices} x {plan.cluster.gpu.description}"
-    facts, table = sections(plan), collective_table(plan)
+    facts, table = sections(plan, device), collective_table(plan)
     unknown = ", ".join(loop.place.name for loop in plan.contents.loops if loop.place.times is None)
     note = f"? : the compiler does not know how often loop {unknown} runs" if unknown else ""
     if file.isatty():
@@ -90,7 +102,7 @@ def show(plan: TrainPlan, file: TextIO | None = None) -> None:
     print("\n".join(lines).rstrip(), file=file)
 
 
-def sections(plan: TrainPlan) -> list[Section]:
+def sections(plan: TrainPlan, device: Device | None = None) -> list[Section]:
     """What `banner.plain` and `banner.box` print."""
     cluster, memory, parameters = plan.cluster, plan.memory, parameter_count(plan.cfg.model)
     gpu, batch = cluster.gpu, plan.cfg.batch
@@ -129,8 +141,14 @@ def sections(plan: TrainPlan) -> list[Section]:
         ("layout", layout),
         ("memory of one device, GiB", held),
         ("custom calls", kernels),
-        ("compile", [("time", duration(plan.compile_seconds)), ("jax", jax.__version__)]),
+        ("time of a step, by the cost model", times(timed(plan, device))),
+        ("compile", [("time", duration(plan.compile_seconds)), ("jax", jax.__version__), *_asked(plan)]),
     ]
+
+
+def _asked(plan: TrainPlan) -> list[tuple[str, str]]:
+    options = ", ".join(f"{name}={value}" for name, value in plan.cfg.xla.options.items())
+    return [("XLA, as asked", options)] if options else []
 
 
 def collective_table(plan: TrainPlan) -> Table:

@@ -7,18 +7,18 @@ from typing import Any
 
 import jax
 
-from megajax.config.errors import UserError
 from megajax.config.tree import check
 from megajax.config.xla import ABSENT_GPU, compiler_options
-from megajax.kernels.attention import cudnn_limits
+from megajax.kernels.capability import Device
 from megajax.mesh.mesh import build_mesh
 from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import Schedule
 from megajax.planning.absent import devices
 from megajax.planning.collectives import Contents, read
-from megajax.planning.devices import GIB, Cluster
+from megajax.planning.devices import CUDNN, GIB, GPU, Cluster
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
+from megajax.training.session import demand_kernels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,9 +79,10 @@ def compile_train_step(cfg: RunConfig, cluster: Cluster) -> TrainPlan:
     Raises ConfigError for a config that doesn't fit those devices, UserError for a kernel they can't have.
     """
     check(cfg, cluster.devices)
-    cfg, kernels = with_kernels(cfg)
+    cfg, kernels = with_kernels(cfg, cluster.gpu)
     mesh = build_mesh(cfg.parallel, devices(cluster))
-    program = Program.of(cfg, mesh)
+    # Without a device the compiler chooses no kernels, deterministic or not: see xla.DETERMINISTIC.
+    program = Program.of(cfg.but(xla=replace(cfg.xla, deterministic=False)), mesh)
     state, batch = program.state_like(), program.batch_like()
     # Any: a jitted function also has `lower`.
     step: Any = program.train_step
@@ -112,28 +113,18 @@ def compile_train_step(cfg: RunConfig, cluster: Cluster) -> TrainPlan:
     )
 
 
-def with_kernels(cfg: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
-    """The config with `auto` attention kernels as they would be on an NVIDIA GPU, and the choices in words.
+def with_kernels(cfg: RunConfig, gpu: GPU) -> tuple[RunConfig, tuple[str, ...]]:
+    """The config with `auto` attention kernels as they would be on this GPU, and the choices in words.
 
-    Raises UserError where cudnn is asked for by name and can't compute this.
+    Raises UserError where one is asked for by name and can't compute this there.
     """
-    blocks, words = [], []
-    for place, block in enumerate(cfg.model.stack.pattern):
-        mixer = block.mixer
-        limit = cudnn_limits(
-            dtype=cfg.precision.compute,
-            head_dim=mixer.size(cfg.model.hidden),
-            length=cfg.model.sequence_length,
-            dropout=mixer.dropout,
-        )
-        limit = limit or mixer.beyond_cudnn()
-        if mixer.kernel == "cudnn" and limit is not None:
-            where = f"model.stack.pattern.{place}.mixer.kernel"
-            raise UserError(f"{where}=cudnn: cuDNN's attention {limit}. Set {where}=auto or reference.")
-        kernel = ("reference" if limit else "cudnn") if mixer.kernel == "auto" else mixer.kernel
-        blocks.append(replace(block, mixer=replace(mixer, kernel=kernel)))
-        words.append(f"{kernel} (cuDNN's {limit})" if limit and mixer.kernel == "auto" else kernel)
-    stack = replace(cfg.model.stack, pattern=tuple(blocks))
+    chosen = demand_kernels(cfg, Device(name=gpu.description, capability=gpu.capability, cudnn=CUDNN))
+    pattern = tuple(
+        replace(block, mixer=replace(block.mixer, kernel=choice.kernel))
+        for block, choice in zip(cfg.model.stack.pattern, chosen, strict=True)
+    )
+    stack = replace(cfg.model.stack, pattern=pattern)
+    words = (f"{kernel} ({'; '.join(reasons)})" if reasons else kernel for kernel, reasons in chosen)
     return cfg.but(model=replace(cfg.model, stack=stack)), tuple(words)
 
 

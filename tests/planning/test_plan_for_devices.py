@@ -125,6 +125,15 @@ def test_a_train_step_for_absent_gpus(tmp_path: Path) -> None:
     assert data and not any(one["inside_loop"] for one in data), "zero1 gathers weights once a step"
     for text in ("plan for 8 x NVIDIA H100", "fits", "yes", "1: 4 times", "1.1: 4 x 3 times", "all-gather"):
         assert text in printed
+    parts = ("compute_seconds", "exposed_seconds", "bubble_seconds", "optimizer_seconds")
+    assert found["step_seconds"] == pytest.approx(sum(found[name] for name in parts))
+    assert 0 < found["mfu_causal"] < found["mfu_full"] < 1
+    assert found["tokens_per_second_per_device"] == pytest.approx(16 * 128 / found["step_seconds"] / 8)
+    whole = sum(one["seconds"] for one in found["collectives"])
+    assert whole == pytest.approx(found["exposed_seconds"] + found["hidden_seconds"])
+    assert 0 < found["hidden_seconds"] <= sum(one["seconds"] for one in found["collectives"] if one["overlapped"])
+    for text in ("time of a step, by the cost model", "exposed communication", "MFU"):
+        assert text in printed
 
 
 @needs_compiler
@@ -143,7 +152,8 @@ def test_every_gpu_compiles(device: str, tmp_path: Path) -> None:
 @needs_compiler
 def test_float32_has_the_reference_attention_and_says_why(tmp_path: Path) -> None:
     found, printed = plan(tmp_path, "--devices=h100:2", "--precision.compute=float32")
-    assert found["attention"] == ["reference (cuDNN's computes in bfloat16 or float16, not in float32)"]
+    why = "cudnn, pallas, cudnn_mask: computes in bfloat16 or float16, not in float32"
+    assert found["attention"] == [f"reference ({why})"]
     assert not [one for one in found["kernels"] if "fmha" in one["target"]]
     assert "not in float32" in printed
 

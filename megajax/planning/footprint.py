@@ -1,0 +1,133 @@
+"""What one device holds during a step, by formulas that follow the program: its accumulators, its ring, its recompute.
+
+They are compared with compiled plans in docs/planning.md. Vectors (norms, biases) are taken as whole on every device of
+`tensor`, which they are while layers use them.
+"""
+
+from dataclasses import dataclass
+
+from megajax.layers.kept import Kept
+from megajax.planning.bubble import bubble
+from megajax.planning.description import BYTES, Description
+from megajax.planning.devices import GIB
+from megajax.planning.work import BlockWork, block_work, blocks_of
+
+KEPT_FFN = {False: 5, True: 7}
+"""Arrays of T x F in 16 bits that `none` keeps beside those of `selective`, of an MLP without and with a gate: what is
+inside the activation, some of it in float32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """Bytes of one device at the moment when it holds most."""
+
+    parameters: float
+    """float32 master weights, at rest."""
+    optimizer: float
+    weights: float
+    """In compute dtype, as held during the step."""
+    gradients: float
+    """Added up over microbatches, and those of one microbatch where there is no pipeline."""
+    activations: float
+    """What the backward pass finds: of a microbatch, or in the ring of a pipeline."""
+    working: float
+    """What a layer or the loss uses while it runs, and what travels between stages."""
+
+    @property
+    def peak(self) -> float:
+        return self.parameters + self.optimizer + self.weights + self.gradients + self.activations + self.working
+
+    @property
+    def peak_gib(self) -> float:
+        return self.peak / GIB
+
+
+def held_weights(run: Description) -> tuple[float, float]:
+    """Weights of the stack's matrices, and all others, on one device of `pipeline` and `tensor`, whole over data."""
+    model, parallel = run.model, run.parallel
+    blocks, rows = blocks_of(run), run.rows * parallel.virtual_stages
+    further = [
+        block_work(block, model.hidden, model.sequence_length, run.compute) for block in model.predicting_blocks()
+    ]
+    stack = rows * sum(block.parameters for block in blocks) / parallel.tensor
+    vectors = rows * sum(block.vectors for block in blocks)
+    shared = sum(block.parameters + 2 * model.hidden**2 for block in further) / parallel.tensor
+    positions = model.sequence_length * model.hidden if model.learned_positions else 0
+    return stack, vectors + shared + positions + _table(run) * (1 if model.tied else 2)
+
+
+def _table(run: Description) -> float:
+    """Weights of a device's share of one table of the vocabulary."""
+    return run.model.padded_vocabulary() * run.model.hidden / (run.parallel.pipeline * run.parallel.tensor)
+
+
+def footprint(run: Description) -> Footprint:
+    """Of the most loaded device; with OURS as the system all are loaded alike."""
+    parallel, blocks = run.parallel, blocks_of(run)
+    stack, rest = held_weights(run)
+    held, table, rows = stack + rest, _table(run), run.rows * parallel.virtual_stages
+    spread = 1 if parallel.data_sharding == "replicate" else run.shards
+    # FSDP holds the stack's matrices in shards; what is outside of the stack is gathered once a step.
+    within = stack / spread + rest if parallel.data_sharding == "fsdp" else held
+    accumulators = within * BYTES[run.gradients]
+    apart = parallel.pipeline > 1
+    once = 0.0 if apart else within * run.width
+    ring = bubble(run).slots
+    share, chosen = run.recomputing_share, run.recomputing
+    kept = sum(
+        share * kept_bytes(run, block, chosen.kept()) + (1 - share) * kept_bytes(run, block, chosen.others())
+        for block in blocks
+    )
+    copies = 0.0 if run.compute == "float32" and spread == 1 else within * run.width
+    return Footprint(
+        parameters=4 * held / spread,
+        optimizer=run.moments * run.moment_bytes * held / spread,
+        weights=copies,
+        gradients=accumulators + once,
+        activations=kept * run.rows * ring,
+        working=max(_block(run, blocks), _loss(run, table) - once) + _travelling(run, stack / rows),
+    )
+
+
+def kept_bytes(run: Description, block: BlockWork, kept: Kept) -> float:
+    """Of one microbatch, by a block; what waits in host memory does not count."""
+    residual, tensor = run.model.hidden / run.cut, run.parallel.tensor
+    if kept.parts is None:
+        whole = 2 * run.model.hidden if run.cut > 1 else 0
+        named = sum(block.parts.values()) - block.parts["activation"]
+        elements = 8 * residual + whole + (named + KEPT_FFN[block.gated] * block.ffn) / tensor + block.latent
+        here = ("core_attention",)
+    else:
+        here = tuple(part for part in kept.parts if part not in kept.offloaded)
+        elements = 0.0 if "input" in kept.offloaded else residual / kept.together
+        elements += ("residual" in here) * residual + 2 * ("norm" in here) * residual
+        elements += ("latent" in here) * block.latent
+        elements += sum(count for part, count in block.parts.items() if part in here) / tensor
+    statistics = 4 * block.heads / tensor if "core_attention" in here and block.fused else 0
+    return run.tokens * (elements * run.width + statistics)
+
+
+def _block(run: Description, blocks: list[BlockWork]) -> float:
+    """Of a layer's backward pass: what is computed again, gradients, and whole rows of the residual stream."""
+    kept, tensor, hidden = run.recomputing.kept(), run.parallel.tensor, run.model.hidden
+    largest = 0.0
+    for block in blocks:
+        again = sum(count for part, count in block.parts.items() if kept.parts is not None and part not in kept.parts)
+        largest = max(largest, (sum(block.parts.values()) + again * kept.together) / tensor)
+    return run.tokens * run.width * (3 * hidden / run.cut + 2 * hidden + largest)
+
+
+def _loss(run: Description, table: float) -> float:
+    """A chunk's logits three times in float32, and the table's gradient."""
+    return 12 * min(run.tokens, run.model.loss_chunk) * table / run.model.hidden + 4 * table
+
+
+def _travelling(run: Description, row: float) -> float:
+    """Between stages, and a row's gradients before they are added up; under FSDP two layers' weights.
+
+    row: matrices of a repeat of the pattern, on one device of `tensor`.
+    """
+    moved = 2 * row * run.width if run.parallel.data_sharding == "fsdp" else 0.0
+    if run.parallel.pipeline > 1:
+        moved += (10 * run.tokens * run.model.hidden / run.cut + row) * run.width
+    return moved

@@ -1,0 +1,73 @@
+"""python -m megajax.plan --config --devices --formula: flags, output and JSON."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megajax.config.errors import UserError
+from megajax.plan import main
+
+ROOT = Path(__file__).parents[2]
+ASKED = (f"--config={ROOT}/configs/llama3_70b.py", "--devices=h100:128", "--formula")
+
+
+def written(folder: Path, *arguments: str) -> dict[str, Any]:
+    file = folder / "plan.json"
+    assert main([*ASKED, f"--json={file}", *arguments]) == 0
+    return json.loads(file.read_text())
+
+
+def test_what_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = written(tmp_path)
+    assert found["mesh"] == {"pipeline": 4, "data": 4, "expert": 1, "context": 1, "tensor": 8}
+    assert found["fits"] is True and found["ring_slots"] == 24 and found["devices"] == 128
+    for name in ("step_seconds", "mfu_full", "mfu_causal", "tokens_per_second_per_device", "gpu_hours", "days"):
+        assert found[name] > 0, name
+    assert {row["axis"] for row in found["collectives"]} == {"tensor", "pipeline", "pipeline+tensor", "data"}
+    printed = capsys.readouterr().out
+    for text in ("by formula", "Megatron-LM says", "exposed communication", "bubble", "GPU hours", "ring slots"):
+        assert text in printed
+
+
+def test_overrides_and_links_count(tmp_path: Path) -> None:
+    base = written(tmp_path)
+    assert written(tmp_path, "--network=5")["exposed_seconds"] > base["exposed_seconds"]
+    assert written(tmp_path, "--nvlink=100")["exposed_seconds"] > 2 * base["exposed_seconds"]
+    assert written(tmp_path, "--gpus-per-node=4")["step_seconds"] > base["step_seconds"]
+    assert written(tmp_path, "--model.recompute=full")["activations_gib"] < base["activations_gib"] / 3
+
+
+def test_a_calibration_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "measured.json"
+    file.write_text('{"figures": {"constants": {"name": "h100", "matmul": 0.33}}}')
+    assert written(tmp_path, f"--calibration={file}")["matmul_seconds"] > 1.9 * written(tmp_path)["matmul_seconds"]
+
+
+def test_a_device_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: mine\nmemory_gib: 96\nbandwidth: 3e12\npeak: 5e14\nnvlink: 200e9\nnetwork: 25e9\n")
+    asked = [ASKED[0], "--devices=mine:128", f"--device-file={file}"]
+    assert main([*asked, "--formula"]) == 0
+    assert "128 x mine" in capsys.readouterr().out
+    with pytest.raises(UserError, match="give --formula"):
+        main(asked)
+
+
+REFUSED = {
+    "unknown device": (["--devices=h300:8"], "any other one: --formula --device-file=FILE"),
+    "too many": (["--devices=h100:32768"], "32,768 devices asked for, plans are made for at most 16,384"),
+    "no rate": (["--network=0"], "--network must be above 0"),
+    "no file": (["--calibration=nowhere.json"], "nowhere.json can't be read"),
+    "layout": (["--parallel.tensor=3"], "parallel.tensor"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str) -> None:
+    arguments, message = REFUSED[case]
+    with pytest.raises(UserError) as caught:
+        main([*ASKED[:1], *(word for word in ASKED[1:] if "devices" not in str(arguments) or "devices" not in word),
+              *arguments])  # fmt: skip
+    assert message in str(caught.value)
