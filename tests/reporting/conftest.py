@@ -1,0 +1,89 @@
+"""Run folders written by the very writers of a run."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from megajax.metrics.record import EvaluationRecord, StepRecord
+from megajax.metrics.runfolder import RunFolder
+from megajax.metrics.throughput import StepRate
+from megajax.metrics.writers import EventsWriter, JsonlWriter
+
+
+@dataclass
+class FakeRun:
+    """A run whose clock is turned by hand: every step takes half a second, the first of an attempt ten more."""
+
+    folder: RunFolder
+    now: float = 1_800_000_000.0
+    devices: int = 2
+    writers: list = field(default_factory=list)
+
+    def attempt(
+        self, first: int, last: int, *, losses: dict[int, float] | None = None, save: int | None = None
+    ) -> None:
+        """Steps first+1 .. last, begun where `first` steps are done; saved and evaluated every `save` steps."""
+        events = EventsWriter(self.folder.events, clock=lambda: self.now)
+        metrics = JsonlWriter(self.folder.metrics, start_step=first)
+        self.writers += [events, metrics]
+        if metrics.superseded:
+            events.event("metrics_superseded", start_step=first, lines=metrics.superseded)
+        events.event("start", step=first, devices=self.devices, processes=1)
+        rate = StepRate(devices=self.devices, flops_per_token_causal=1e9, flops_per_token_full=1.1e9, peak_flops=1e13)
+        for step in range(first + 1, last + 1):
+            seconds = 0.5 + 10.0 * (step == first + 1)
+            self.now += seconds
+            loss = (losses or {}).get(step, 2.0 + 3.0 / step)
+            metrics.log(
+                StepRecord(
+                    step=step,
+                    loss=loss,
+                    grad_norm=0.5 if math.isfinite(loss) else math.nan,
+                    lr=1e-3,
+                    consumed_samples=4 * step,
+                    consumed_tokens=400 * step,
+                    rates=rate.rates(seconds, 400),
+                    loss_scale=1.0,
+                    skipped=not math.isfinite(loss),
+                    global_batch_size=4,
+                    metrics={"num_zeros": 3.0},
+                    phases={"data_wait": 0.01},
+                )
+            )
+            if step == first + 1:
+                events.event("first_step", step=step, seconds=seconds)
+                events.event("compiled", arguments=2**30, outputs=0, temporary=2**31, program=0)
+            if save and step % save == 0:
+                self.now += 2.0
+                metrics.log(EvaluationRecord(step=step, split="validation", loss=2.5 + 1 / step))
+                events.event("evaluate", step=step, split="validation", seconds=2.0)
+                self.now += 1.0
+                events.event("save", step=step, blocking_seconds=1.0)
+
+    def event(self, name: str, /, **fields: object) -> None:
+        """Something of the last attempt."""
+        self.writers[-2].event(name, **fields)
+
+    def config(self, steps: int) -> None:
+        """config.yaml and config.diff."""
+        self.folder.write_config(
+            f"steps: {steps}\nseed: 1\n", f"steps: 1000 -> {steps}\ndata.type: (required) -> <Mock>\n"
+        )
+
+
+@pytest.fixture
+def fake_run(tmp_path: Path) -> Iterator[Callable[..., FakeRun]]:
+    """fake_run(name) -> a FakeRun in a folder of its own."""
+    made = []
+
+    def make(name: str = "run") -> FakeRun:
+        made.append(FakeRun(RunFolder.create(tmp_path / name)))
+        return made[-1]
+
+    yield make
+    for run in made:
+        for writer in run.writers:
+            writer.close()

@@ -1,0 +1,164 @@
+"""What a report makes of a run folder: attempts, time by cause, figures; and of damaged or missing files."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megajax.config.errors import UserError
+from megajax.reporting.facts import Facts, gather
+from megajax.reporting.history import read_history
+from megajax.reporting.timeline import attempts, time_by_cause
+
+
+def facts_of(run) -> Facts:
+    return gather(read_history(run.folder.path))
+
+
+def test_a_run_of_five_steps(fake_run: Callable) -> None:
+    run = fake_run()
+    run.config(5)
+    run.attempt(0, 5)
+    run.event("end", step=5)
+    facts = facts_of(run)
+    assert (facts.verdict, facts.mood) == ("step 5 of 5: done; exit code 0", "good")
+    figures = {name: value for name, value, _ in facts.figures}
+    assert figures["steps"] == "5" and figures["train loss"] == "2.6000" and figures["tokens"] == "2,000"
+    # 400 tokens in half a second on two devices, 1e9 FLOPs each, of a peak of 1e13: 800 * 1e9 / 2 / 1e13.
+    assert figures["MFU"] == "4.0%" and figures["tokens/s"] == "800"
+    assert {share.cause: share.seconds for share in facts.shares} == {"steps": 2.5, "compiling": 10.0}
+    assert facts.differences == (("steps", "1000", "5"), ("data.type", "(required)", "<Mock>"))
+    assert facts.faults == ()
+
+
+def test_a_run_resumed_twice(fake_run: Callable) -> None:
+    run = fake_run()
+    run.config(30)
+    run.attempt(0, 12, save=5)
+    run.event("stopped", step=12, saved=12, reason="SIGTERM")
+    run.event("end", step=12)
+    run.now += 60.0
+    run.attempt(12, 19)  # killed: nothing of its end, saved at 12 only
+    run.now += 30.0
+    run.attempt(12, 30, save=5)
+    run.event("end", step=30)
+    history = read_history(run.folder.path)
+    found = attempts(history)
+    assert [(a.first_step, a.last_step, a.again, a.exit_code) for a in found] == [
+        (0, 12, 0, 0),
+        (12, 19, 7, None),
+        (12, 30, 0, 0),
+    ]
+    assert found[0].ending == "stopped (SIGTERM), step 12 saved"
+    assert found[1].ending == "no end recorded: killed or crashed" and found[2].ending == "done"
+    assert list(history.steps.step) == list(range(1, 31)), "every step once"
+    shares = {share.cause: share.seconds for share in time_by_cause(history, found)}
+    assert shares == pytest.approx(
+        {
+            "steps": 15.0,
+            "evaluation": 2.0 * 6,
+            "saving": 1.0 * 6,
+            "compiling": 30.0,
+            "steps run again": 3.5,
+            "between attempts": 90.0,
+        }
+    )
+    wall = run.now - found[0].begin
+    assert sum(shares.values()) == pytest.approx(wall)
+    assert sum(share.part for share in time_by_cause(history, found)) == pytest.approx(1.0)
+
+
+def test_a_killed_attempt_lasts_to_its_last_logged_step(fake_run: Callable) -> None:
+    run = fake_run()
+    run.attempt(0, 40)
+    found = attempts(read_history(run.folder.path))
+    assert found[0].end == pytest.approx(run.now) and found[0].exit_code is None
+    assert "still running" in found[0].ending
+
+
+def test_numeric_faults_end_with_their_code(fake_run: Callable) -> None:
+    run = fake_run()
+    run.config(20)
+    run.attempt(0, 8, losses={7: math.inf, 8: math.nan})
+    run.event("persistent_fault", step=8, why="loss (nan)", made=False)
+    run.event("numeric_fault", message="step 8: loss (nan) is not finite")
+    facts = facts_of(run)
+    assert facts.verdict == "step 8 of 20: loss (nan) is not finite; exit code 17" and facts.mood == "bad"
+    assert dict(facts.summary)["losses not finite"] == "2: step 7 (inf), step 8 (nan)"
+    assert dict(facts.summary)["updates not made"] == "2"
+    assert ("train loss", "nan") in [(name, value) for name, value, _ in facts.figures]
+
+
+def test_a_line_torn_off_is_left_out_and_named(fake_run: Callable) -> None:
+    run = fake_run()
+    run.attempt(0, 6)
+    for file in (run.folder.metrics, run.folder.events):
+        file.write_text(file.read_text() + '{"step": 7, "loss": 2.', encoding="utf-8")
+    facts = facts_of(run)
+    assert [fault for fault in facts.faults if "torn off" in fault] == [
+        "metrics.jsonl: 1 line torn off while being written, left out",
+        "events.jsonl: 1 line torn off while being written, left out",
+    ]
+    assert ("steps", "6") in [(name, value) for name, value, _ in facts.figures]
+
+
+@pytest.mark.parametrize("kept", [{"metrics.jsonl"}, {"events.jsonl"}, {"config.yaml"}])
+def test_missing_files_are_named(fake_run: Callable, kept: set[str]) -> None:
+    run = fake_run()
+    run.config(6)
+    run.attempt(0, 6, save=3)
+    for file in run.folder.path.iterdir():
+        if file.name not in kept:
+            file.unlink()
+    facts = facts_of(run)
+    missing = {"metrics.jsonl", "events.jsonl", "config.yaml", "config.diff"} - kept
+    assert set(facts.faults) == {f"{name} is not there" for name in missing}
+
+
+def test_damaged_files_do_not_stop_the_report(fake_run: Callable) -> None:
+    run = fake_run()
+    run.attempt(0, 3)
+    run.folder.config_yaml.write_text("steps: [1, 2\n")
+    run.folder.metrics.write_bytes(b"\xff\xfe\x00" + run.folder.metrics.read_bytes())
+    run.folder.events.write_text('[1]\n{"event": "start"}\n' + run.folder.events.read_text())
+    facts = facts_of(run)
+    assert "config.yaml is not YAML" in facts.faults and "events.jsonl: 2 lines torn" in " ".join(facts.faults)
+    assert ("steps", "3") in [(name, value) for name, value, _ in facts.figures]
+
+
+def test_versions_come_from_the_newest_checkpoint(fake_run: Callable) -> None:
+    run = fake_run()
+    run.attempt(0, 3)
+    for step, version in ((3, "0.12.0"), (20, "0.12.1")):
+        folder = run.folder.checkpoints / f"{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "meta.json").write_text(json.dumps({"step": step, "meta": {"versions": {"jax": version}}}))
+    facts = facts_of(run)
+    assert facts.versions == {"jax": "0.12.1"} and dict(facts.summary)["checkpoints kept"] == "3, 20"
+
+
+def test_folders_without_a_run_are_refused(tmp_path: Path, fake_run: Callable) -> None:
+    run = fake_run("below")
+    run.attempt(0, 1)
+    with pytest.raises(UserError, match=r"holds no run.*Runs lie in below below it"):
+        read_history(tmp_path)
+    with pytest.raises(UserError, match="there is no folder"):
+        read_history(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="is a file"):
+        read_history(run.folder.metrics)
+
+
+def test_sparse_columns_keep_their_places(fake_run: Callable) -> None:
+    run = fake_run()
+    run.attempt(0, 4)
+    lines = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+    lines[2]["seconds_save"] = 1.5
+    lines[1]["lr"] = None
+    run.folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in reversed(lines)))
+    steps = read_history(run.folder.path).steps
+    np.testing.assert_array_equal(steps.column("seconds_save"), [np.nan, np.nan, 1.5, np.nan])
+    np.testing.assert_array_equal(steps.column("lr"), [1e-3, np.nan, 1e-3, 1e-3])
+    assert np.isnan(steps.column("never")).all() and len(steps.column("never")) == 4

@@ -1,0 +1,244 @@
+"""The page and the text of a report, its charts, and the front door."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megajax.config.errors import UserError
+from megajax.report import main
+from megajax.reporting.chart import Chart, Mark, Series, draw, thin, tick_text, ticks
+from megajax.reporting.curves import curves
+from megajax.reporting.history import read_history
+from megajax.reporting.timeline import attempts
+
+
+class Outline(HTMLParser):
+    """Tags that are open, and everything a browser would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.fetched += [f"{tag} {name}={value}" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag not in ("meta", "line", "path", "circle"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("line", "path"):
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def outline(page: str) -> Outline:
+    parser = Outline()
+    parser.feed(page)
+    assert parser.open == []
+    return parser
+
+
+@pytest.fixture
+def eventful(fake_run: Callable) -> Path:
+    """Resumed once, a step whose loss is not finite, two splits, names that HTML must not take for its own."""
+    run = fake_run("a <b> & c")
+    run.config(40)
+    run.attempt(0, 20, losses={13: float("nan")}, save=5)
+    run.event("transient_fault", step=13, why="loss (nan)", again={"loss": 2.5})
+    run.now += 7.0
+    run.attempt(15, 40, save=10)
+    run.event("update_skipped", step=33, reason="<script>alert(1)</script>")
+    run.event("end", step=40)
+    return run.folder.path
+
+
+def test_the_page_needs_nothing_beside_itself(eventful: Path) -> None:
+    assert main([str(eventful)]) == 0
+    page = (eventful / "report.html").read_text(encoding="utf-8")
+    seen = outline(page)
+    assert seen.fetched == [] and "url(" not in page and "@import" not in page and "http" not in page
+    assert "prefers-color-scheme:dark" in page
+    assert "<script>alert(1)" not in page and "a &lt;b&gt; &amp; c" in page
+    text = " ".join(seen.text)
+    for words in (
+        *("step 40 of 40: done; exit code 0", "Loss", "Gradient norm", "Learning rate", "Tokens per second", "MFU"),
+        *("Tokens per second and device", "num zeros", "Where the time went", "between attempts", "steps run again"),
+        *("Attempts", "Evaluations", "Memory of the compiled step", "transient fault", "update skipped", "data.type"),
+    ):
+        assert words in text, words
+
+
+def test_text_and_page_say_the_same(eventful: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main([str(eventful), "--text"]) == 0
+    text = capsys.readouterr().out
+    assert not (eventful / "report.html").exists(), "with --text, a page only where --output says so"
+    for words in (
+        *(
+            "step 40 of 40: done; exit code 0",
+            "2.0750",
+            "validation loss",
+            "MFU",
+            "steps run again",
+            "between attempts",
+        ),
+        *("transient fault", "update skipped", "data.type", "no end recorded: killed or crashed", "3.00 GiB"),
+    ):
+        assert words in text, words
+    target = eventful.parent / "other.html"
+    assert main(["--text", f"--output={target}", str(eventful)]) == 0
+    assert "data.type" in target.read_text(encoding="utf-8")
+
+
+def test_events_lie_on_the_curves(eventful: Path) -> None:
+    history = read_history(eventful)
+    charts = curves(history, attempts(history))
+    assert [chart.title for chart in charts][:3] == ["Loss", "Gradient norm", "Learning rate"]
+    loss = charts[0]
+    assert loss.broken == ((13, "nan"),)
+    marks = {(mark.x, mark.mood) for mark in loss.marks}
+    assert {(15, "resume"), (13, "warning"), (33, "warning"), (40, "save"), (40, "evaluate")} <= marks
+    picture = draw(loss)
+    assert picture.count('class="cross"') == 1 and "step 13: nan" in picture
+    (curve,) = [one for one in charts if one.title == "Tokens per second"]
+    kept = curve.series[0].y
+    assert np.isnan(kept[[0, 15]]).all(), "steps that compile are left out of the speed"
+    assert np.isfinite(np.delete(kept, [0, 15])).all()
+
+
+def test_curves_only_where_there_is_something_to_see(fake_run: Callable) -> None:
+    run = fake_run()
+    run.attempt(0, 8)
+    titles = [chart.title for chart in curves(read_history(run.folder.path), [])]
+    assert "Loss scale" not in titles and "TFLOP/s per device" not in titles and "MFU" in titles
+    lines = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+    for line in lines:
+        line["mfu_causal"] = line["mfu_full"] = None
+        line["loss_scale"] = 65536.0 if line["step"] < 4 else 32768.0
+    run.folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    titles = [chart.title for chart in curves(read_history(run.folder.path), [])]
+    assert "Loss scale" in titles and "TFLOP/s per device" in titles and "MFU" not in titles
+
+
+def test_front_door(tmp_path: Path, eventful: Path) -> None:
+    def run(*words: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "megajax.report", *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    refused = run(str(tmp_path))
+    assert refused.returncode == 2 and "holds no run" in refused.stderr and "Traceback" not in refused.stderr
+    assert run().returncode == 2
+    begun = time.monotonic()
+    shown = run("--help")
+    assert shown.returncode == 0 and "--output" in shown.stdout and time.monotonic() - begun < 5
+    done = run("--output", str(tmp_path / "page.html"), str(eventful))
+    assert done.returncode == 0 and (tmp_path / "page.html").exists(), done.stderr
+
+
+def test_a_page_that_cannot_be_written(eventful: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be written"):
+        main([str(eventful), f"--output={tmp_path}/no/such/folder/page.html"])
+
+
+def test_thinning_loses_no_spike_and_no_gap() -> None:
+    x = np.arange(1, 200_001)
+    y = np.sin(x / 3000) + np.random.default_rng(0).normal(0, 0.01, len(x))
+    y[77_776], y[123_455] = 50.0, -40.0
+    y[150_000:150_800] = np.nan
+    thinned = thin(Series("a", x, y), 0, 200_000, 1000)
+    assert len(thinned.x) <= 4 * 1000 and np.all(np.diff(thinned.x) > 0)
+    assert 77_777 in thinned.x and 123_456 in thinned.x
+    assert np.nanmax(thinned.y) == 50.0 and np.nanmin(thinned.y) == -40.0
+    inside = (thinned.x > 150_001) & (thinned.x < 150_800)
+    assert inside.any() and np.isnan(thinned.y[inside]).all(), "the gap is still one"
+    column = (x / 200_000 * 1000).astype(int)
+    for place in (0, 400, 999):
+        here = y[np.minimum(column, 999) == place]
+        there = thinned.y[np.minimum((thinned.x / 200_000 * 1000).astype(int), 999) == place]
+        assert (here.min(), here.max(), here[0], here[-1]) == (there.min(), there.max(), there[0], there[-1])
+
+
+def test_gaps_and_lone_points() -> None:
+    y = np.array([1.0, 2.0, np.nan, 3.0, np.nan, np.nan, 2.0, 1.0])
+    picture = draw(Chart(title="t", series=[Series("a", np.arange(8), y)], last=7))
+    path = re.search(r'<path class="curve line c0" d="([^"]+)"', picture)
+    assert path is not None and path[1].count("M") == 3 and path[1].count("L") == 2
+    data = json.loads(re.search(r"json\">(.*)</script>", picture)[1])
+    assert data["series"][0]["y"] == [1, 2, None, 3, None, None, 2, 1]
+    many = np.tile([1.0, np.nan], 50)
+    dots = draw(Chart(title="t", series=[Series("a", np.arange(100), many)], last=99))
+    assert dots.count("<circle") == 50, "a point between two gaps is a dot"
+
+
+@pytest.mark.parametrize(
+    ("values", "logarithmic"), [([1.0, 100.0], True), ([1.0, 10.0], False), ([0.0, 100.0], False), ([2.0, 2.0], False)]
+)
+def test_axes(values: list[float], logarithmic: bool) -> None:
+    picture = draw(Chart(title="t", series=[Series("a", np.array([1, 2]), np.array(values))], last=2))
+    heights = [float(at) for at in re.findall(r'cy="([\d.]+)"', picture)]
+    assert all(0 < at < 230 for at in heights)
+    numbers = [float(text) for text in re.findall(r'text-anchor="end">([\d.e-]+)<', picture)]
+    assert len(numbers) >= 2 and (10.0 in numbers and 50.0 not in numbers if logarithmic else True)
+
+
+def test_charts_of_nothing_finite() -> None:
+    empty = Chart(title="t", series=[Series("a", np.arange(3), np.full(3, np.nan))], broken=[(1, "nan")], last=3)
+    assert 'class="cross"' in draw(empty)
+    assert draw(Chart(title="t", series=[], marks=[Mark(1, "bad", "x")]))
+
+
+def test_ticks() -> None:
+    assert ticks(0, 10) == [0, 2, 4, 6, 8, 10]
+    assert ticks(1.93, 2.31, most=5) == [2.0, 2.1, 2.2, 2.3]
+    assert ticks(0.5, 2000, logarithmic=True) == [1, 3, 10, 30, 100, 300, 1000]
+    assert ticks(0.5, 2000, logarithmic=True, most=4) == [1, 10, 100, 1000]
+    assert [tick_text(v) for v in (0, 0.25, 3e-4, 40_000, 1.5e6, -2)] == ["0", "0.25", "3e-4", "40k", "1.5M", "-2"]
+    assert tick_text(0.425, percent=True) == "42.5%"
+
+
+@pytest.mark.slow
+def test_two_hundred_thousand_steps_take_seconds(tmp_path: Path) -> None:
+    line = {
+        **{"step": 0, "loss": 2.5, "loss_hex": "0x1.4p+1", "grad_norm": 0.7, "lr": 3e-4, "consumed_samples": 1},
+        **{"consumed_tokens": 1, "step_seconds": 0.5, "tokens_per_second": 1e6, "tokens_per_second_per_device": 1e5},
+        **{"tflops_per_device_causal": 400.0, "tflops_per_device_full": 410.0, "mfu_causal": 0.4, "mfu_full": 0.41},
+        **{"loss_scale": 1.0, "skipped": False, "seconds_data_wait": 0.001},
+    }
+    random = np.random.default_rng(0).normal(size=200_000).tolist()
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step, noise in enumerate(random, 1):
+            file.write(json.dumps(line | {"step": step, "loss": 2.5 + 0.1 * noise + 10 / step}) + "\n")
+    begun = time.monotonic()
+    assert main([str(tmp_path)]) == 0
+    assert time.monotonic() - begun < 10
+    assert (tmp_path / "report.html").stat().st_size < 3e6
+
+
+@pytest.mark.slow
+def test_of_a_real_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = ["--steps=6", "--evaluation.batches=1", "--logging.plot=false", "--logging.sample=false"]
+    training = [sys.executable, "-m", "megajax.train", "--config=quickstart.py", f"--run_dir={run}", *settings]
+    first = subprocess.run([*training, "--resilience.exit_after_steps=3"], capture_output=True, text=True)
+    assert first.returncode == 0, first.stderr
+    again = subprocess.run([*training, "--resilience.inject=nan:step=5"], capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert main([str(run)]) == 0
+    text = " ".join(outline((run / "report.html").read_text(encoding="utf-8")).text)
+    for words in ("step 6 of 6: done; exit code 0", "transient fault", "validation", "stopped (resilience", "jax "):
+        assert words in text, words
+    history = read_history(run)
+    assert [a.exit_code for a in attempts(history)] == [0, 0] and history.faults == ()
