@@ -1,0 +1,265 @@
+"""The cases of `kernels.py`: what is called, what it has to equal, and what it costs at least."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import loss_cases
+from jax import Array
+from roofline import Roof, roof_of
+from stopwatch import readings_in
+
+from megajax.config.xla import FP8, GPU, compiler_options
+from megajax.kernels.attention import Mask, attend, local_device, reference_attention
+from megajax.kernels.capability import BACKENDS, Request
+from megajax.layers.config import LayerNormConfig, RMSNormConfig
+from megajax.layers.param import Site
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.rules import Plan
+from megajax.precision.config import Fp8Config
+from megajax.precision.fp8 import OLDEST
+
+TOLERANCE, TOLERANCE_FP8 = 2e-2, 1e-1
+"""Relative error of results and gradients against float32: bfloat16's 8 bits of precision leave 2e-3 to 1e-2, e4m3's 4
+and e5m2's 3 bits 4e-2 to 8e-2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One kernel at one size."""
+
+    name: str
+    sizes: dict[str, int]
+    call: Callable[..., Array]
+    """What is measured: of arrays, differentiable with respect to all of them."""
+    reference: Callable[..., Array]
+    """The same, to be right rather than fast."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the arguments, which are bfloat16."""
+    flops: tuple[float, float]
+    """Of the forward pass, and of forward and backward together."""
+    moved: tuple[float, float]
+    """Bytes of device memory at least, likewise."""
+    fp8: bool = False
+    """Multiplied in 8 bits: another peak, another tolerance."""
+
+
+def attention(on_gpu: bool) -> list[Case]:
+    """Causal attention by every backend that can: plain, grouped, long; with documents apart and with a window."""
+    sizes = [
+        (8, 2048, 16, 16, 128),
+        (2, 4096, 32, 32, 128),
+        (8, 4096, 32, 8, 64),
+        (2, 4096, 32, 8, 128),
+        (1, 8192, 32, 8, 128),
+    ]
+    sizes, special = (sizes, sizes[3]) if on_gpu else ([(1, 64, 4, 2, 16)], (1, 64, 4, 2, 16))
+    plain = [AttentionCase(*size, kernel=kernel) for size in sizes for kernel in ("cudnn", "pallas")]
+    apart = [AttentionCase(*special, kernel=kernel, documents=4) for kernel in ("cudnn", "pallas", "cudnn_mask")]
+    windows = [AttentionCase(*special, kernel=kernel, window=special[1] // 8) for kernel in ("cudnn", "pallas")]
+    device, slow = local_device(), AttentionCase(*special, kernel="reference")
+    asked = [*plain, *apart, *windows, slow]
+    return [one.case() for one in asked if BACKENDS[one.kernel].refusal(one.request(), device) is None]
+
+
+class AttentionCase(NamedTuple):
+    """Causal attention by one backend."""
+
+    rows: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    kernel: str
+    documents: int = 1
+    """Equal documents in a row, that do not see each other."""
+    window: int | None = None
+
+    def request(self) -> Request:
+        """What the backend is asked for."""
+        return Request(
+            dtype="bfloat16",
+            key_dim=self.head_dim,
+            length=self.length,
+            window=self.window,
+            documents=self.documents > 1,
+        )
+
+    def case(self) -> Case:
+        """With its costs: a query sees half the keys of its document, or about as many as the window has."""
+        rows, length, heads, groups, head = self[:5]
+        index = jnp.arange(length)
+        segments = jnp.broadcast_to(index // (length // self.documents), (rows, length)) if self.documents > 1 else None
+        options = {"mask": Mask(index, index, segments, segments, self.window), "scale": head**-0.5}
+        queries, keys = (rows, length, heads, head), (rows, length, groups, head)
+        seen = length / self.documents / 2 if self.window is None else self.window
+        forward = 4 * rows * heads * head * length * seen
+        ends = 2 * 2 * rows * length * head * (heads + groups)
+        kind = f", {self.documents} documents apart" * (self.documents > 1)
+        kind += "" if self.window is None else f", window {self.window}"
+        return Case(
+            name=f"attention, {self.kernel}{kind}",
+            sizes=dict(zip(("rows", "length", "heads", "kv_heads", "head_dim"), self[:5], strict=True)),
+            call=partial(attend, self.kernel, **options),
+            reference=partial(reference_attention, **options),
+            shapes=(queries, keys, keys),
+            flops=(forward, 3.5 * forward),
+            # The backward reads queries, keys, values, output and its gradient, and writes three gradients.
+            moved=(ends, 3 * ends),
+        )
+
+
+def norm(on_gpu: bool) -> list[Case]:
+    """RMSNorm and LayerNorm over the residual stream of 16,384 tokens."""
+    tokens, hidden = (16384, 4096) if on_gpu else (64, 32)
+    site = Site(layout=Layout(Plan.of(ParallelConfig())), hidden=hidden, std=0.02, output_std=0.02)
+    cases = []
+    for name, cfg, vectors in (("RMSNorm", RMSNormConfig(), 1), ("LayerNorm", LayerNormConfig(), 2)):
+        array = 2 * tokens * hidden
+        cases.append(
+            Case(
+                name=name,
+                sizes={"tokens": tokens, "hidden": hidden},
+                call=cfg.build(site).normalise,
+                reference=_layer_norm if vectors == 2 else _rms_norm,
+                shapes=((1, tokens, hidden), *[(hidden,)] * vectors),
+                flops=(0.0, 0.0),
+                moved=(2 * array, 5 * array),
+            )
+        )
+    return cases
+
+
+def _rms_norm(x: Array, gain: Array) -> Array:
+    return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * gain[None, None]
+
+
+def _layer_norm(x: Array, gain: Array, bias: Array) -> Array:
+    mean = jnp.mean(x, -1, keepdims=True)
+    return (x - mean) / jnp.sqrt(jnp.mean((x - mean) ** 2, -1, keepdims=True) + 1e-5) * gain[None, None] + bias[
+        None, None
+    ]
+
+
+def matmul(on_gpu: bool) -> list[Case]:
+    """The matmuls of a Llama-3 8B layer on 8192 tokens, and a square one: in bfloat16 and, where it can, in 8 bits."""
+    sizes = [(8192, 8192, 8192), (8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096), (8192, 2048, 8192)]
+    if not on_gpu:
+        sizes = [(64, 32, 48)]
+    eight_bits = not on_gpu or (local_device().capability or ()) >= OLDEST
+    return [_matmul(size, fp8) for fp8 in (False, True)[: 1 + eight_bits] for size in sizes]
+
+
+def _matmul(size: tuple[int, int, int], fp8: bool) -> Case:
+    tokens, inner, outer = size
+    plain = partial(jnp.einsum, "ti,io->to")
+    forward = 2.0 * tokens * inner * outer
+    arrays = 2 * (tokens * inner + inner * outer + tokens * outer)
+    return Case(
+        name="matmul, fp8 with its scaling" if fp8 else "matmul, bfloat16",
+        sizes={"tokens": tokens, "inner": inner, "outer": outer},
+        call=partial(Fp8Config().build(), "ti,io->to") if fp8 else plain,
+        reference=plain,
+        shapes=((tokens, inner), (inner, outer)),
+        flops=(forward, 3 * forward),
+        moved=(arrays, 3 * arrays),
+        fp8=fp8,
+    )
+
+
+def both(call: Callable[..., Array]) -> Callable:
+    """(cotangent, *arguments) -> (result, gradients)."""
+
+    def run(cotangent: Array, *arguments: Array) -> tuple[Array, tuple[Array, ...]]:
+        out, pullback = jax.vjp(call, *arguments)
+        return out, pullback(cotangent.astype(out.dtype))
+
+    return run
+
+
+def measure(case: Case, roof: Roof, seconds: float) -> dict[str, Any]:
+    """Errors against the reference in float32, times, floors and memory of one case."""
+    keys = jax.random.split(jax.random.key(0), len(case.shapes) + 1)
+    arguments = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys[1:], case.shapes, strict=True)]
+    shape = jax.eval_shape(case.call, *arguments).shape
+    cotangent = jax.random.normal(keys[0], shape, jnp.bfloat16)
+    found = jax.jit(both(case.call))(cotangent, *arguments)
+    with jax.default_matmul_precision("highest"):
+        wide = [x.astype(jnp.float32) for x in (cotangent, *arguments)]
+        expected = jax.jit(both(case.reference))(*wide)
+    errors = [
+        loss_cases.relative(*pair) for pair in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    ]
+    del found, expected, wide
+    passes: dict[str, Any] = {}
+    on_gpu = jax.devices()[0].platform == "gpu"
+    options = compiler_options(*GPU, *(FP8 if case.fp8 else ())) if on_gpu else None
+    works = (("forward", jax.jit(case.call), arguments), ("both", jax.jit(both(case.call)), [cotangent, *arguments]))
+    for place, (name, call, given) in enumerate(works):
+        compiled = call.lower(*given).compile(options)
+        spread = readings_in(partial(compiled, *given), jax.block_until_ready, seconds=seconds)
+        floor = roof.floor_seconds(flops=case.flops[place], moved=case.moved[place], fp8=case.fp8)
+        passes[name] = {
+            "seconds": spread.to_dict(),
+            "tflops": case.flops[place] / spread.median / 1e12,
+            "gigabytes_per_second": case.moved[place] / spread.median / 1e9,
+            "floor_seconds": floor,
+            "share_of_floor": None if floor is None else floor / spread.median,
+            "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        }
+    return {
+        "name": case.name,
+        "sizes": case.sizes,
+        "errors": errors,
+        "right": all(error <= (TOLERANCE_FP8 if case.fp8 else TOLERANCE) for error in errors),
+        **passes,
+    }
+
+
+def attempt(case: Case, roof: Roof, seconds: float) -> dict[str, Any]:
+    """`measure`; a kernel that can't be compiled or run here does not take the others' figures with it."""
+    try:
+        return measure(case, roof, seconds)
+    except Exception as error:  # of the compiler or the device: many kinds
+        said = (str(error).strip().splitlines() or [""])[0]
+        return {"name": case.name, "sizes": case.sizes, "right": False, "fault": f"{type(error).__name__}: {said}"}
+
+
+def line(found: dict[str, Any]) -> str:
+    """One case as a line."""
+    if "fault" in found:
+        return f"{found['name']:<40} FAILED: {found['fault']}"
+    sizes = " ".join(f"{name}={size}" for name, size in found["sizes"].items())
+    error = f"error {max(found['errors']):.1e}" + ("" if found["right"] else " WRONG")
+    parts = []
+    for name in ("forward", "both"):
+        one = found[name]
+        share = "" if one["share_of_floor"] is None else f" {one['share_of_floor']:.0%} of the roof"
+        speed = f"{one['tflops']:.0f} TFLOP/s" if one["tflops"] >= 1 else f"{one['gigabytes_per_second']:.3g} GB/s"
+        parts.append(f"{name} {1e3 * one['seconds']['median']:.3f} ms {speed}{share}")
+    return f"{found['name']:<40} {sizes:<58} {'; '.join(parts)}; {error}"
+
+
+type Told = Callable[[str], None]
+
+
+def table(part: str, *, seconds: float, peak_tflops: float | None, told: Told) -> tuple[str, list[dict[str, Any]]]:
+    """The device, and a row for each case of a part; `told` gets each as a line. Raises UserError as `roof_of` does."""
+    device = jax.devices()[0]
+    roof = roof_of(device.device_kind, device.platform, peak_tflops=peak_tflops)
+    on_gpu = device.platform == "gpu"
+    if part == "loss":
+        found = loss_cases.table(roof, on_gpu=on_gpu, seconds=seconds, told=told)
+        return roof.device, found
+    found = []
+    for case in MAKERS[part](on_gpu):
+        found.append(attempt(case, roof, seconds))
+        told(line(found[-1]))
+    return roof.device, found
+
+
+MAKERS: dict[str, Callable[[bool], list[Case]]] = {"attention": attention, "norm": norm, "matmul": matmul}

@@ -1,0 +1,63 @@
+"""Attention, loss, norms and matmuls alone: are they right, and how far from what the device could do at most?
+
+Run:  python benchmarks/kernels.py [--parts=attention,loss,norm,matmul] [--seconds=0.3] [--json[=FILE]]
+
+  --parts=LIST      which of them (default: all)
+  --seconds=N       of timed calls for each figure
+  --json[=FILE]     write it down too; without a name into benchmarks/results/kernels.json
+  --peak-tflops=N   bfloat16 peak of a device that is not in the table
+  --devices=cpu     on CPU: tiny sizes, no share of a peak
+
+Each is compared with a reference in float32 on the same inputs: relative error of the result and of every gradient, by
+Euclidean norms; one above TOLERANCE ends the program with 1. Times are of calls one after another, waited for in
+groups. The floor is the larger of operations over the published peak and bytes over the published bandwidth, each input
+read and each output written once; causal attention counts half the square, its backward five matmuls to the forward's
+two, because scores are computed again. One device; the loss on all there are (see benchmarks/loss.py).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import outcome
+
+from megajax.config.builds import resolve
+from megajax.config.command_line import Flag, front_door, parse
+from megajax.config.errors import UserError
+
+PARTS = ("attention", "loss", "norm", "matmul")
+FLAGS = (
+    Flag("parts", tuple[str, ...], PARTS),
+    Flag("seconds", float, 0.3),
+    Flag("json", None | bool | Path),
+    Flag("peak-tflops", float | None),
+)
+
+
+def main(argv: list[str]) -> int:
+    """Measure the parts asked for. Returns 1 where a result is wrong.
+
+    Raises:
+        UserError: an unknown part, or a GPU without a known peak.
+    """
+    if {"-h", "--help"} & set(argv):
+        print(__doc__.strip())
+        return 0
+    flags = parse(argv, verb="kernels", flags=FLAGS, with_config=False).flags
+    if unknown := set(flags["parts"]) - set(PARTS):
+        raise UserError(f"--parts={','.join(sorted(unknown))}: no such part; there are {', '.join(PARTS)}")
+    table = resolve("kernel_cases:table")
+    figures: dict[str, Any] = {"parts": {}}
+    for part in flags["parts"]:
+        figures["device"], figures["parts"][part] = table(
+            part, seconds=flags["seconds"], peak_tflops=flags["peak_tflops"], told=lambda text: print(text, flush=True)
+        )
+        if flags["json"]:
+            path = outcome.RESULTS / "kernels.json" if flags["json"] is True else Path(flags["json"])
+            outcome.write_to(path, figures)
+    wrong = [one["name"] for found in figures["parts"].values() for one in found if not one["right"]]
+    print(f"on {figures['device']}; " + (f"WRONG: {', '.join(wrong)}" if wrong else "all results right"))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    front_door(main)

@@ -1,0 +1,31 @@
+"""The cross-entropy in chunks, over a vocabulary cut over all devices, against whole logits: time, memory, equality.
+
+Run:  python benchmarks/loss.py [--seconds=0.3] [--devices=cpu:4] [--peak-tflops=N]
+
+Both compute the loss and the gradients of hidden states and table. The shipped one makes float32 logits of one chunk of
+tokens at a time and its gradient in the same pass; the plain one makes all logits and is left to autodiff. Operations
+are 6 x tokens x hidden x vocabulary, shared by the devices. Also a part of benchmarks/kernels.py, which writes JSON.
+"""
+
+from megajax.config.builds import resolve
+from megajax.config.command_line import Flag, front_door, parse
+
+FLAGS = (Flag("seconds", float, 0.3), Flag("peak-tflops", float | None))
+
+
+def main(argv: list[str]) -> int:
+    """Measure and print. Returns 1 where a loss or gradient is wrong.
+
+    Raises:
+        UserError: a GPU without a known peak.
+    """
+    if {"-h", "--help"} & set(argv):
+        print(__doc__.strip())
+        return 0
+    flags = parse(argv, verb="loss", flags=FLAGS, with_config=False).flags
+    found = resolve("loss_cases:here")(**flags, told=lambda text: print(text, flush=True))
+    return 0 if all(one["right"] for one in found) else 1
+
+
+if __name__ == "__main__":
+    front_door(main)

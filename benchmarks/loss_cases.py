@@ -1,0 +1,105 @@
+"""The cases of `loss.py`: the cross-entropy in chunks and plain, at the sizes of models."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+from roofline import Roof, roof_of
+from stopwatch import readings_in
+
+from megajax.layers.embedding import vocabulary_loss
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.mesh import build_mesh
+from megajax.mesh.rules import Plan
+
+SIZES = {True: ((8192, 4096, 128256), (16384, 2048, 50304)), False: ((96, 32, 512),)}
+"""On a GPU or not: tokens, hidden size, vocabulary."""
+CHUNKS = {True: (512, 1024, 2048, 4096, 8192), False: (16, 96)}
+TOLERANCE = 2e-2
+"""Relative error of loss and gradients, bfloat16 against float32."""
+
+
+def plain_loss(x: Array, table: Array, labels: Array, weights: Array) -> Array:
+    """x [1, T, D], table [V, D], labels and weights [1, T] -> the weighted sum of losses; holds all logits."""
+    logits = jnp.einsum("btd,vd->btv", x, table, preferred_element_type=jnp.float32)
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)[..., 0]
+    return -jnp.sum(weights * picked)
+
+
+def table(roof: Roof, *, on_gpu: bool, seconds: float, told: Callable[[str], None]) -> list[dict[str, Any]]:
+    """A row for the plain loss and for each chunk size, for each size of model; `told` gets each as a line."""
+    found = []
+    for size in SIZES[on_gpu]:
+        for row in rows(size, CHUNKS[on_gpu], roof, seconds):
+            found.append(row)
+            told(line(row))
+    return found
+
+
+def here(*, seconds: float, peak_tflops: float | None, told: Callable[[str], None]) -> list[dict[str, Any]]:
+    """`table` for the devices jax finds. Raises UserError for a GPU without a known peak."""
+    device = jax.devices()[0]
+    roof = roof_of(device.device_kind, device.platform, peak_tflops=peak_tflops)
+    return table(roof, on_gpu=device.platform == "gpu", seconds=seconds, told=told)
+
+
+def rows(size: tuple[int, int, int], chunks: tuple[int, ...], roof: Roof, seconds: float) -> Iterator[dict[str, Any]]:
+    """Times, temporary memory and errors at one size, on a mesh whose `tensor` axis is all devices."""
+    tokens, hidden, vocabulary = size
+    devices = jax.devices()
+    cfg = ParallelConfig(tensor=len(devices))
+    mesh, layout = build_mesh(cfg, devices), Layout(Plan.of(cfg))
+    cut, whole = NamedSharding(mesh, PartitionSpec("tensor", None)), NamedSharding(mesh, PartitionSpec())
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.device_put(jax.random.normal(keys[0], (1, tokens, hidden), jnp.bfloat16), whole)
+    matrix = jax.device_put(0.02 * jax.random.normal(keys[1], (vocabulary, hidden), jnp.bfloat16), cut)
+    labels = jax.device_put(jax.random.randint(keys[2], (1, tokens), 0, vocabulary), whole)
+    weights = jax.device_put(jnp.ones((1, tokens)), whole)
+    arguments = (x, matrix, labels, weights)
+    calls = {"plain": plain_loss}
+    calls |= {f"chunks of {chunk}": partial(vocabulary_loss, layout, vocabulary, chunk) for chunk in chunks}
+    flops = 6 * tokens * hidden * vocabulary / len(devices)
+    with jax.set_mesh(mesh):
+        with jax.default_matmul_precision("highest"):
+            expected = jax.jit(jax.value_and_grad(plain_loss, (0, 1)))(
+                x.astype(jnp.float32), matrix.astype(jnp.float32), labels, weights
+            )
+        for name, call in calls.items():
+            compiled = jax.jit(jax.value_and_grad(call, (0, 1))).lower(*arguments).compile()
+            errors = [
+                relative(*pair)
+                for pair in zip(jax.tree.leaves(compiled(*arguments)), jax.tree.leaves(expected), strict=True)
+            ]
+            spread = readings_in(partial(compiled, *arguments), jax.block_until_ready, seconds=seconds)
+            floor = roof.floor_seconds(flops=flops, moved=2 * 2 * (tokens + vocabulary / len(devices)) * hidden)
+            yield {
+                "name": f"loss, {name}",
+                "sizes": {"tokens": tokens, "hidden": hidden, "vocabulary": vocabulary, "devices": len(devices)},
+                "seconds": spread.to_dict(),
+                "tflops": flops / spread.median / 1e12,
+                "share_of_floor": None if floor is None else floor / spread.median,
+                "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+                "errors": errors,
+                "right": all(error <= TOLERANCE for error in errors),
+            }
+
+
+def relative(found: Array, expected: Array) -> float:
+    """|found - expected| / |expected| by Euclidean norms; nan stays nan."""
+    gap = found.astype(jnp.float32) - expected
+    return float(jnp.linalg.norm(gap.ravel()) / jnp.linalg.norm(expected.ravel()))
+
+
+def line(found: dict[str, Any]) -> str:
+    """One row as a line."""
+    sizes = " ".join(f"{name}={size}" for name, size in found["sizes"].items())
+    share = "" if found["share_of_floor"] is None else f" {found['share_of_floor']:.0%} of the roof"
+    error = f"error {max(found['errors']):.1e}" + ("" if found["right"] else " WRONG")
+    temporary = f"{found['temporary_bytes'] / 2**20:.1f} MiB"
+    speed = f"{1e3 * found['seconds']['median']:.3f} ms {found['tflops']:.3g} TFLOP/s{share}"
+    return f"{found['name']:<40} {sizes:<58} {speed}; temporary {temporary}; {error}"

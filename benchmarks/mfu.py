@@ -1,0 +1,63 @@
+"""How fast the shipped train step is on the devices that are here: tokens/s, TFLOP/s, MFU, memory, kernels.
+
+Run:  python benchmarks/mfu.py --config=FILE[:function] [--setting=value ...] [--steps=N] [--json[=FILE]]
+
+  --steps=N         steps that are timed, after warm-up steps that are not (default 20)
+  --json[=FILE]     write all of it down too; without a name into benchmarks/results/mfu_NAME.json
+  --peak-tflops=N   bfloat16 peak of one device, for devices that are not in the table
+  --devices=cpu:8   eight CPU devices instead of what jax finds
+
+Settings are those of training (python -m megajax.train --help). No data is read and no tokenizer loaded: tokens are
+drawn at random, one batch serves all steps, weights are fresh. MFU is FLOP/s over the published bfloat16 peak, told
+with attention counted as causal and in full. A GPU without a known peak is an error (exit 2), a CPU has no MFU.
+Several processes: start each as for training (docs/launch.md).
+"""
+
+from pathlib import Path
+
+import outcome
+
+from megajax.config.builds import resolve
+from megajax.config.command_line import PROCESS_FLAGS, Flag, front_door, parse
+from megajax.config.errors import UserError
+from megajax.config.world import process_index
+from megajax.config.xla import set_process
+
+FLAGS = (
+    Flag("steps", int, 20),
+    Flag("json", None | bool | Path),
+    Flag("peak-tflops", float | None),
+    # For benchmarks/peers.py: the weights and the batch of the first step, for another trainer to start from.
+    Flag("export", Path | None),
+    *PROCESS_FLAGS,
+)
+
+
+def main(argv: list[str]) -> int:
+    """Read the command line, import jax after that, measure, print.
+
+    Raises:
+        UserError: a config or command that can't be measured, or a GPU without a known peak.
+    """
+    if {"-h", "--help"} & set(argv):
+        print(__doc__.strip())
+        return 0
+    command = parse(argv, verb="mfu", flags=FLAGS)
+    flags = command.flags
+    if flags["steps"] < 1:
+        raise UserError(f"--steps={flags['steps']} leaves nothing to time: give at least 1")
+    set_process(command.config.xla)
+    start, finish = (resolve(f"megajax.mesh.processes:{name}") for name in ("start", "finish"))
+    start(patience=flags["init_timeout"])
+    measure, report = (resolve(f"train_speed:{name}") for name in ("measure", "report"))
+    figures = measure(command.config, steps=flags["steps"], peak_tflops=flags["peak_tflops"], export=flags["export"])
+    if process_index() == 0:
+        print(report(figures))
+        if flags["json"]:
+            outcome.write_to(outcome.file_for("mfu", flags["json"], argv), figures)
+    finish()
+    return 0
+
+
+if __name__ == "__main__":
+    front_door(main)

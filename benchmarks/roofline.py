@@ -1,0 +1,60 @@
+"""What a device could do at most: published peaks, and the least time that operations and bytes take by them."""
+
+import re
+from dataclasses import dataclass
+
+from megajax.config.errors import UserError
+from megajax.metrics.throughput import peak_bf16_flops
+from megajax.planning.devices import GPUS
+
+# Data-centre chips from Hopper on multiply 8-bit floats at twice the rate of 16-bit ones (data sheets, dense).
+_TWICE_IN_FP8 = re.compile(r"\b(GB[23]00|B[23]00|GH200|H200|H[18]00)\b")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Roof:
+    """Peaks of one device; None where none is known, and then no share of it is told."""
+
+    device: str
+    """As jax calls it."""
+    bf16: float | None = None
+    """Dense bfloat16 FLOP/s with float32 accumulation."""
+    fp8: float | None = None
+    """Dense 8-bit FLOP/s."""
+    bandwidth: float | None = None
+    """Bytes per second of its memory."""
+    source: str = "data sheet"
+    """Where the numbers are from."""
+
+    def floor_seconds(self, *, flops: float, moved: float, fp8: bool = False) -> float | None:
+        """The least time for that many operations and bytes moved; None where either peak is unknown."""
+        peak = self.fp8 if fp8 else self.bf16
+        if peak is None or self.bandwidth is None:
+            return None
+        return max(flops / peak, moved / self.bandwidth)
+
+
+def roof_of(kind: str, platform: str, *, peak_tflops: float | None = None) -> Roof:
+    """Of a device by `device_kind` and `platform` as jax gives them; a CPU has none.
+
+    peak_tflops: the user's own number for bfloat16, in place of the table's. Raises UserError for any other device
+    without a known peak: a share of a guessed one would look like a measurement.
+    """
+    if peak_tflops is not None and not peak_tflops > 0:
+        raise UserError(f"--peak-tflops must be above 0, got {peak_tflops:g}")
+    if peak_tflops is not None:
+        return Roof(device=kind, bf16=peak_tflops * 1e12, bandwidth=_bandwidth(kind), source="given with --peak-tflops")
+    if platform == "cpu":
+        return Roof(device=kind, source="none is known for CPU")
+    peak = peak_bf16_flops(kind)
+    if peak is None:
+        raise UserError(
+            f"no peak is known for {kind!r}, so no MFU can be told.\nGive the bfloat16 TFLOP/s of its data sheet, "
+            "dense and with float32 accumulation: --peak-tflops=N"
+        )
+    fp8 = 2 * peak if _TWICE_IN_FP8.search(kind) else None
+    return Roof(device=kind, bf16=peak, fp8=fp8, bandwidth=_bandwidth(kind))
+
+
+def _bandwidth(kind: str) -> float | None:
+    return next((gpu.bandwidth for gpu in GPUS.values() if gpu.description == kind), None)

@@ -1,0 +1,282 @@
+"""The shipped train step, compiled and timed on the devices that are here: what `mfu.py` tells."""
+
+import os
+import re
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from math import log, prod
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from roofline import Roof, roof_of
+from stopwatch import LEAST, WARM_UP, Spread, readings
+
+from megajax.batch import LMBatch
+from megajax.config.errors import UserError
+from megajax.config.tree import check
+from megajax.config.xla import memory_fraction
+from megajax.kernels.attention import local_device
+from megajax.kernels.capability import Choice
+from megajax.layers.core_attention import kernel_choice
+from megajax.mesh.mesh import build_mesh, find_devices
+from megajax.metrics.banner import plain
+from megajax.metrics.text import count, duration
+from megajax.metrics.throughput import Rates, StepRate
+from megajax.models.flops import flops_per_token, parameter_count
+from megajax.training.device_memory import peak_memory, size
+from megajax.training.program import Program
+from megajax.training.run_config import RunConfig
+from megajax.training.state import TrainState
+
+ENVIRONMENT = ("XLA_FLAGS", "JAX_OPTIMIZATION_LEVEL", "CUDA_VISIBLE_DEVICES")
+CALLS = re.compile(r'custom_call_target="([^"]+)"')
+
+
+@dataclass
+class Bench:
+    """A compiled train step with something to do."""
+
+    program: Program
+    compiled: Any
+    """Called with (state, batch), returns (state, metrics); the state it gets is gone after that."""
+    state: TrainState
+    batch: LMBatch
+
+    def step(self) -> dict[str, Array]:
+        """Dispatch one; returns its metrics."""
+        self.state, metrics = self.compiled(self.state, self.batch)
+        return metrics
+
+
+def synthetic_batch(program: Program) -> LMBatch:
+    """A global batch [M, B, S] of tokens drawn at random, every row one document, laid out as the step wants it."""
+    like, model = program.batch_like(), program.cfg.model
+    shape = like.tokens.shape
+    drawn = np.random.default_rng(0).integers(0, model.vocabulary_size, (*shape[:2], shape[2] + 1), dtype=np.int32)
+    values = LMBatch(
+        tokens=drawn[..., :-1],
+        labels=drawn[..., 1:],
+        loss_mask=np.ones(shape, np.float32),
+        positions=np.broadcast_to(np.arange(shape[2], dtype=np.int32), shape),
+        segment_ids=np.zeros(shape, np.int32),
+        sample=np.arange(prod(shape[:2]), dtype=np.uint32).reshape(shape[:2]),
+    )
+    return jax.tree.map(
+        lambda leaf, value: jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda part: value[part]),
+        like,
+        values,
+    )
+
+
+def measure(
+    cfg: RunConfig, *, steps: int, peak_tflops: float | None = None, export: Path | None = None
+) -> dict[str, Any]:
+    """Compile the train step, warm it up, time `steps` steps; all that is known of them.
+
+    export: a file for the weights and the batch of the first step (see `write_start`). Raises ConfigError for a config
+    that does not fit the devices, UserError for a GPU without a known peak and for a loss that is no number.
+    """
+    devices = find_devices()
+    roof = roof_of(devices[0].device_kind, devices[0].platform, peak_tflops=peak_tflops)
+    check(cfg, len(devices))
+    kernels = attention_kernels(cfg)
+    mesh = build_mesh(cfg.parallel, devices)
+    program, seconds = Program.of(cfg, mesh), {}
+    with jax.set_mesh(mesh), jax.default_matmul_precision(cfg.precision.matmul_precision()):
+        step: Any = program.train_step
+        started = time.perf_counter()
+        compiled = step.lower(program.state_like(), program.batch_like()).compile()
+        seconds["compile"] = time.perf_counter() - started
+        started = time.perf_counter()
+        bench = Bench(program, compiled, jax.block_until_ready(program.fresh_state()()), synthetic_batch(program))
+        seconds["fresh_weights"] = time.perf_counter() - started
+        if export is not None:
+            write_start(bench, export)
+        warm = [jax.device_get(bench.step()) for _ in range(WARM_UP)]
+        _demand_numbers(warm[-1]["loss"])
+        spread = readings(bench.step, steps, jax.block_until_ready, least=LEAST)
+        last = float(bench.step()["loss"])
+    _demand_numbers(last)
+    return {
+        **speeds(cfg, mesh.size, roof, spread, _tokens(program)),
+        "timed_steps": steps,
+        "seconds": seconds,
+        "memory": memory(compiled),
+        "losses": [float(metrics["loss"]) for metrics in warm],
+        "learning_rates": [float(metrics["lr"]) for metrics in warm],
+        "last_loss": last,
+        "run": facts(program, compiled, kernels),
+    }
+
+
+def speeds(cfg: RunConfig, devices: int, roof: Roof, step: Spread, tokens: int) -> dict[str, Any]:
+    """Rates of steps over `tokens` tokens each that took `step` seconds; None where no peak is known.
+
+    An 8-bit recipe has its MFU by two peaks: the bfloat16 one, as all others, and its own.
+    """
+    flops = flops_per_token(cfg.model)
+    rate = StepRate(
+        devices=devices, flops_per_token_causal=flops.causal, flops_per_token_full=flops.full, peak_flops=roof.bf16
+    )
+    rates = rate.rates(step.median, tokens)
+    return {
+        "device": roof.device,
+        "devices": devices,
+        "tokens_per_step": tokens,
+        "flops_per_token": asdict(flops),
+        "step_seconds": step.to_dict(),
+        "tokens_per_second_per_device": step.into(tokens / devices).to_dict(),
+        "tflops_per_device": {"causal": rates.tflops_per_device_causal, "full": rates.tflops_per_device_full},
+        "mfu": {"causal": rates.mfu_causal, "full": rates.mfu_full},
+        **({} if cfg.precision.fp8 is None else in_fp8(rates, roof)),
+        "peak_bf16_tflops": None if roof.bf16 is None else roof.bf16 / 1e12,
+        "peak_source": roof.source,
+    }
+
+
+def in_fp8(rates: Rates, roof: Roof) -> dict[str, Any]:
+    """The same rates over the 8-bit peak; None where none is known."""
+    each = {"causal": rates.tflops_per_device_causal, "full": rates.tflops_per_device_full}
+    mfu = {name: None if None in (flops, roof.fp8) else flops * 1e12 / roof.fp8 for name, flops in each.items()}
+    return {"mfu_of_fp8_peak": mfu, "peak_fp8_tflops": None if roof.fp8 is None else roof.fp8 / 1e12}
+
+
+def memory(compiled: Any) -> dict[str, int | None]:
+    """Bytes of a device: by the compiler's plan, and the most in use since the process began where that is counted."""
+    plan, most = compiled.memory_analysis(), peak_memory()
+    found: dict[str, int | None] = {"peak_in_use": None, "limit": None}
+    if most is not None:
+        found = {"peak_in_use": most[0], "limit": most[1]}
+    if plan is None:
+        return found | {"planned_arguments": None, "planned_temporary": None, "planned_peak": None}
+    arguments, temporary = plan.argument_size_in_bytes, plan.temp_size_in_bytes
+    peak = arguments + temporary + plan.output_size_in_bytes - plan.alias_size_in_bytes
+    return found | {"planned_arguments": arguments, "planned_temporary": temporary, "planned_peak": peak}
+
+
+def attention_kernels(cfg: RunConfig) -> tuple[Choice, ...]:
+    """Of each block of the pattern. Raises UserError where one was asked for by name that can't be had here."""
+    return tuple(
+        kernel_choice(
+            block.mixer,
+            cfg.precision.compute,
+            head_dim=block.mixer.size(cfg.model.hidden),
+            length=cfg.model.sequence_length,
+            documents=cfg.data.isolated(),
+            device=local_device(),
+            where=f"model.stack.pattern.{place}.mixer.kernel",
+        )
+        for place, block in enumerate(cfg.model.stack.pattern)
+    )
+
+
+def facts(program: Program, compiled: Any, kernels: tuple[Choice, ...]) -> dict[str, Any]:
+    """What was run: sizes, kernels as they were chosen and as the compiled program calls them, options."""
+    cfg, mesh = program.cfg, program.mesh
+    model, device = cfg.model, mesh.devices.flat[0]
+    return {
+        "parameters": parameter_count(model).total,
+        "layers": model.stack.layers(),
+        "hidden": model.hidden,
+        "sequence_length": model.sequence_length,
+        "vocabulary": model.padded_vocabulary(),
+        "first_loss_expected": log(model.vocabulary_size),
+        "rows_per_step": program.sizes.sizes()[-1].rows,
+        "microbatches": program.microbatches,
+        "micro_size": cfg.batch.micro_size,
+        "mesh": dict(mesh.shape),
+        "data_sharding": cfg.parallel.data_sharding,
+        "precision": asdict(cfg.precision),
+        "optimizer": type(cfg.optimizer).__name__.removesuffix("Config"),
+        "recompute": model.recompute if isinstance(model.recompute, str) else str(model.recompute),
+        "attention": list(dict.fromkeys(choice.kernel for choice in kernels)),
+        "why_not_faster": list(dict.fromkeys(reason for choice in kernels for reason in choice.reasons)),
+        "loss_chunk": model.loss_chunk,
+        "documents_isolated": cfg.data.isolated(),
+        "custom_calls": dict(Counter(CALLS.findall(compiled.as_text())).most_common()),
+        "compiler_options": dict(program.options),
+        "memory_fraction": memory_fraction() if device.platform == "gpu" else None,
+        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+        "backend": device.client.platform_version.replace("\n", ", "),
+    }
+
+
+def write_start(bench: Bench, file: Path) -> None:
+    """numpy .npz: float32 weights by path, and `batch.tokens` and `batch.labels` int32 [M, B, S]."""
+    weights = {path: np.asarray(value) for path, value in bench.state.params.items()}
+    np.savez(
+        file,
+        **weights,
+        **{"batch.tokens": np.asarray(bench.batch.tokens), "batch.labels": np.asarray(bench.batch.labels)},
+    )
+
+
+def report(figures: dict[str, Any]) -> str:
+    """The figures as text."""
+    run, memory, step = figures["run"], figures["memory"], figures["step_seconds"]
+    rate, flops = figures["tokens_per_second_per_device"], figures["tflops_per_device"]
+    calls = ", ".join(f"{name} {number}" for name, number in run["custom_calls"].items()) or "none"
+    speed = [
+        (
+            "tokens/s per device",
+            f"{rate['median']:,.0f} ({_tails(rate, 1, 0)})",
+        ),
+        ("TFLOP/s per device", f"{flops['causal']:.4g} with causal attention, {flops['full']:.4g} with full"),
+        ("MFU", _mfu(figures)),
+        (
+            "step",
+            f"{1e3 * step['median']:.2f} ms ({_tails(step, 1e3, 2)}; "
+            f"{figures['timed_steps']} steps in {step['readings']} readings, {WARM_UP} before them not timed)",
+        ),
+        ("compilation", duration(figures["seconds"]["compile"])),
+    ]
+    shape = [
+        ("parameters", f"{count(run['parameters'])}: {run['layers']} layers of {run['hidden']}"),
+        (
+            "tokens per step",
+            f"{figures['tokens_per_step']:,}: {run['microbatches']} microbatches of {run['micro_size']} rows, "
+            f"{run['sequence_length']} tokens each",
+        ),
+        ("devices", f"{figures['devices']} x {figures['device']}, {run['backend']}"),
+        ("precision", ", ".join(f"{name} {value}" for name, value in run["precision"].items() if value is not None)),
+        ("attention", "; ".join(["/".join(run["attention"]), *run["why_not_faster"]])),
+        ("recompute", run["recompute"]),
+        ("custom calls", calls),
+        ("compiler options", ", ".join(f"{name}={value}" for name, value in run["compiler_options"].items()) or "none"),
+        ("loss", f"{figures['losses'][0]:.4f} at first (fresh weights: about "
+         f"{run['first_loss_expected']:.4f}), {figures['last_loss']:.4f} at last"),
+    ]  # fmt: skip
+    used = "not counted here" if memory["peak_in_use"] is None else size(memory["peak_in_use"])
+    planned = "not told" if memory["planned_peak"] is None else size(memory["planned_peak"])
+    peaks = [("most in use", used), ("planned by the compiler", planned)]
+    return plain("train step", [("speed", speed), ("memory of a device", peaks), ("run", shape)])
+
+
+def _tails(spread: dict[str, float], factor: float, digits: int) -> str:
+    low, high = (f"{factor * spread[name]:,.{digits}f}" for name in ("p10", "p90"))
+    return f"10 % below {low}, 10 % above {high}"
+
+
+def _mfu(figures: dict[str, Any]) -> str:
+    mfu, peak = figures["mfu"], figures["peak_bf16_tflops"]
+    if mfu["causal"] is None:
+        return f"none: no peak is known for {'CPU' if figures['device'] == 'cpu' else figures['device']}"
+    of = f"of the bf16 peak, {peak:g} TFLOP/s ({figures['peak_source']})"
+    text = f"{mfu['causal']:.1%} with causal attention, {mfu['full']:.1%} with full, {of}"
+    if figures.get("peak_fp8_tflops") is None:
+        return text
+    own = figures["mfu_of_fp8_peak"]
+    return f"{text}\n{own['causal']:.1%} and {own['full']:.1%} of the fp8 peak, {figures['peak_fp8_tflops']:g} TFLOP/s"
+
+
+def _tokens(program: Program) -> int:
+    return program.sizes.sizes()[-1].rows * program.cfg.model.sequence_length
+
+
+def _demand_numbers(loss: Any) -> None:
+    if not np.isfinite(loss):
+        raise UserError(f"the loss is {loss}: such a step is skipped, and its speed says nothing")

@@ -1,0 +1,88 @@
+"""Shapes for measuring speed on one GPU with 141 GB; made-up rows, so nothing has to be prepared.
+
+Run:      python benchmarks/mfu.py --config=bench.py:llama_1b          (docs/benchmarks.md has the other programs)
+Length:   --model.sequence_length=8192 --batch.micro_size=2 --batch.global_size=8 (llama_3b: as many tokens as before)
+Hardware: one H200. Compiled for an absent one, not run: peak 52.1 GiB (llama_1b), 58.2 (gpt_1_3b), 89.9 (llama_3b),
+          109.0 (llama_8b_18_layers); as much at lengths of 2048, 4096 and 8192 with as many tokens. With
+          --model.recompute=none llama_1b takes 107.9; gpt_1_3b and llama_3b, 140.2 and 147.3, don't fit
+"""
+
+from dataclasses import replace
+
+from megajax.data.config import MockConfig
+from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, RMSNormConfig, RopeConfig, StackConfig
+from megajax.models.config import DecoderConfig
+from megajax.models.presets.gpt import gpt3
+from megajax.models.presets.llama import llama3
+from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.tokenizers.config import NullTokenizerConfig
+from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.run_config import RunConfig
+from megajax.training.toy import toy
+
+
+def config() -> RunConfig:
+    """The middle one."""
+    return llama_3b()
+
+
+def gpt_1_3b() -> RunConfig:
+    """GPT-3 1.3B (Brown et al. 2020, table 2.1)."""
+    return _run("gpt_1_3b", gpt3("1.3b"), rows=16)
+
+
+def llama_1b() -> RunConfig:
+    """The shape of Llama 3.2 1B: 16 layers of 2048, heads of 64."""
+    return _run("llama_1b", _llama(layers=16, hidden=2048, heads=32), rows=8)
+
+
+def llama_3b() -> RunConfig:
+    """The shape of Llama 3.2 3B: 28 layers of 3072, heads of 128."""
+    return _run("llama_3b", _llama(layers=28, hidden=3072, heads=24), rows=4)
+
+
+def llama_8b_18_layers() -> RunConfig:
+    """Llama 3 8B with 18 of its 32 layers: what fits beside float32 weights and moments."""
+    model = llama3("8b")
+    return _run("llama_8b_18_layers", replace(model, stack=replace(model.stack, repeats=18)), rows=1)
+
+
+def debug() -> RunConfig:
+    """Llama in toy sizes, for trying the programs without a GPU."""
+    return toy(config(), llama3("debug", sequence_length=64, vocabulary_size=512))
+
+
+def debug_gpt() -> RunConfig:
+    """GPT in toy sizes."""
+    return toy(gpt_1_3b(), gpt3("debug", sequence_length=64, vocabulary_size=512))
+
+
+def _llama(*, layers: int, hidden: int, heads: int) -> DecoderConfig:
+    block = BlockConfig(
+        mixer=AttentionConfig(heads=heads, kv_heads=8, rope=RopeConfig(base=500000.0)),
+        mlp=GatedMLPConfig(ffn=8192),
+        norm=RMSNormConfig(),
+    )
+    return DecoderConfig(
+        hidden=hidden,
+        vocabulary_size=128256,
+        sequence_length=4096,
+        stack=StackConfig(pattern=(block,), repeats=layers),
+        norm=RMSNormConfig(),
+        tied=True,
+    )
+
+
+def _run(name: str, model: DecoderConfig, *, rows: int) -> RunConfig:
+    """Four microbatches of `rows` rows a step, so that the update weighs as little as in a real run."""
+    return RunConfig(
+        model=model,
+        data=MockConfig(),
+        tokenizer=NullTokenizerConfig(vocabulary_size=model.vocabulary_size),
+        optimizer=AdamWConfig(beta2=0.95, weight_decay=0.1),
+        schedule=ScheduleConfig(lr=1e-4, min_lr=1e-5, warmup_steps=10),
+        batch=BatchConfig(global_size=4 * rows, micro_size=rows),
+        evaluation=EvaluationConfig(every=None),
+        steps=100,
+        run_dir=f"runs/bench_{name}",
+    )

@@ -1,0 +1,199 @@
+"""The programs themselves, at toy sizes on CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax.numpy as jnp
+import kernel_cases
+import loss_cases
+import megatron_peer
+import mfu
+import numpy as np
+import peers
+import pytest
+from roofline import roof_of
+
+from megajax.config import load
+from megajax.config.errors import UserError
+from megajax.models.flops import flops_per_token, parameter_count
+from megajax.tools import megatron_args
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TORCH = os.environ.get("MEGAJAX_TORCH_PYTHON") or (sys.executable if find_spec("torch") else None)
+CPU = roof_of("cpu", "cpu")
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program sets what the runtime reads at its start; the variable goes back afterwards."""
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+
+
+def test_mfu_measures_the_train_step(tmp_path: Path, process: None, capsys: pytest.CaptureFixture) -> None:
+    files = tmp_path / "mfu.json", tmp_path / "start.npz"
+    argv = ["--config=bench.py:debug", "--parallel.data=1", "--steps=2"]
+    assert mfu.main([*argv, f"--json={files[0]}", f"--export={files[1]}"]) == 0
+    assert "MFU                      none: no peak is known for CPU" in capsys.readouterr().out
+    outcome = json.loads(files[0].read_text())
+    assert {"command", "commit", "date", "figures", "machine", "versions"} == outcome.keys()
+    found, cfg = outcome["figures"], load("bench.py:debug")
+    assert found["mfu"] == {"causal": None, "full": None}
+    assert found["tokens_per_step"] == 8 * 64 and found["timed_steps"] == 2 and found["devices"] == 1
+    assert {"median", "p10", "p90", "readings"} == found["step_seconds"].keys()
+    assert found["memory"]["peak_in_use"] is None and found["memory"]["planned_peak"] > 0
+    assert found["seconds"]["compile"] > 0
+    run = found["run"]
+    assert run["parameters"] == parameter_count(cfg.model).total
+    assert (run["attention"], run["microbatches"], run["recompute"]) == (["reference"], 8, "selective")
+    assert {"compiler_options", "custom_calls", "environment", "backend", "precision"} <= run.keys()
+    assert found["losses"][0] == pytest.approx(np.log(512), abs=0.05)
+    assert found["last_loss"] < found["losses"][0], "one batch again and again is learnt"
+    start = np.load(files[1])
+    assert sum(start[name].size for name in start.files if not name.startswith("batch.")) == run["parameters"]
+    assert start["batch.tokens"].shape == (8, 1, 64) and start["batch.tokens"].max() < 512
+    np.testing.assert_array_equal(start["batch.tokens"][..., 1:], start["batch.labels"][..., :-1])
+
+
+def test_kernels_that_are_wrong_are_named() -> None:
+    right = kernel_cases.matmul(on_gpu=False)[0]
+    assert kernel_cases.measure(right, CPU, 1e-3)["right"]
+    fields = {name: getattr(right, name) for name in right.__dataclass_fields__}
+    wrong = kernel_cases.Case(**fields | {"call": lambda x, w: jnp.einsum("ti,io->to", x, w) * 1.1})
+    found = kernel_cases.measure(wrong, CPU, 1e-3)
+    assert not found["right"] and "WRONG" in kernel_cases.line(found)
+    broken = kernel_cases.attempt(kernel_cases.Case(**fields | {"call": lambda x, w: x @ w.T}), CPU, 1e-3)
+    assert not broken["right"] and "FAILED: TypeError" in kernel_cases.line(broken)
+
+
+@pytest.mark.slow
+def test_every_case_on_cpu_is_right() -> None:
+    cases = [case for make in kernel_cases.MAKERS.values() for case in make(False)]
+    found = {case.name: kernel_cases.measure(case, CPU, 1e-3) for case in cases}
+    assert {"attention, reference", "RMSNorm", "LayerNorm", "matmul, bfloat16"} <= found.keys()
+    assert all(one["right"] for one in found.values())
+    assert all(one["both"]["share_of_floor"] is None for one in found.values())
+
+
+def test_chunks_of_the_loss_over_eight_devices_agree_with_whole_logits() -> None:
+    found = [*loss_cases.rows((64, 16, 512), (16,), CPU, 1e-3)]
+    assert [one["name"] for one in found] == ["loss, plain", "loss, chunks of 16"]
+    assert all(one["right"] and one["sizes"]["devices"] == 8 for one in found)
+    assert found[1]["temporary_bytes"] < found[0]["temporary_bytes"]
+
+
+def test_costs_of_attention() -> None:
+    plain = kernel_cases.AttentionCase(2, 4096, 32, 8, 128, kernel="reference")
+    case = plain.case()
+    assert case.flops[0] == 2 * 2 * 32 * 128 * 4096 * 4096  # two matmuls of 2 operations, half the square
+    assert case.flops[1] == 3.5 * case.flops[0]
+    assert case.moved[0] == 2 * 2 * 4096 * 128 * (32 + 8 + 8 + 32)
+    assert plain._replace(documents=4).case().flops[0] == case.flops[0] / 4
+    assert plain._replace(window=512).case().flops[0] == case.flops[0] / 4
+
+
+def test_what_the_torch_baseline_is_told() -> None:
+    spec = peers.spec_of(load("bench.py:llama_1b"))
+    assert (spec["layers"], spec["heads"], spec["kv_heads"], spec["head_dim"]) == (16, 32, 8, 64)
+    assert spec["gated"] and spec["rope_base"] == 500000.0 and spec["vocabulary"] == 128256
+    assert (spec["betas"], spec["weight_decay"], spec["clip"]) == ([0.9, 0.95], 0.1, 1.0)
+    spec = peers.spec_of(load("bench.py:gpt_1_3b"))
+    assert not spec["gated"] and spec["rope_base"] is None and spec["kv_heads"] == 16
+
+
+@pytest.mark.parametrize(
+    ("setting", "where"),
+    [
+        ("model.stack.pattern.0.mixer.window=8", "model.stack.pattern.0.mixer"),
+        ("model.stack.pattern.0.mlp.activation=gelu", "model.stack.pattern.0.mlp"),
+        ("model.dropout=0.1", "model"),
+        ("optimizer.type=Lion", "optimizer"),
+        ("optimizer.moments=bfloat16", "optimizer"),
+        ("parallel.tensor=2", "parallel"),
+        ("data.isolate_documents=true", "data.isolate_documents"),
+        ("precision.gradients=bfloat16", "precision"),
+    ],
+)
+def test_a_config_without_a_counterpart_is_refused(setting: str, where: str) -> None:
+    cfg = load("bench.py:debug", *(["optimizer.beta2=0.95"] * ("moments" in setting)), setting)
+    with pytest.raises(UserError, match=rf"no counterpart for what this config has in {where}\."):
+        peers.spec_of(cfg)
+
+
+def _sides(*losses: float) -> tuple[dict, dict]:
+    speed = {"median": 300.0, "p10": 290.0, "p90": 310.0}
+    ours = {"losses": [6.0, 5.9], "tokens_per_second_per_device": speed, "memory": {"peak_in_use": 50}}
+    variants = [
+        {"variant": {}, "losses": [loss, 5.9], "tokens_per_second": {"median": rate}, "peak_memory": 100}
+        for loss, rate in zip(losses, (200.0, 150.0), strict=False)
+    ]
+    return ours, {"variants": [*variants, {"variant": {}, "error": "out of memory"}]}
+
+
+def test_ratios_are_over_the_fastest_of_those_that_did_the_same_work() -> None:
+    found = peers.compared(*_sides(6.0, 6.0), "float32")
+    assert found["equal_work"] and found["ours_over_torch"] == {"tokens_per_second": 1.5, "peak_memory": 0.5}
+    found = peers.compared(*_sides(6.001, 6.0), "float32")
+    assert not found["equal_work"] and found["ours_over_torch"]["tokens_per_second"] == 2.0
+    assert peers.compared(*_sides(6.001, 6.0), "bfloat16")["equal_work"]
+    nothing = peers.compared(*_sides(), "bfloat16")
+    assert not nothing["equal_work"] and nothing["ours_over_torch"]["tokens_per_second"] is None
+
+
+def test_a_python_without_torch_is_named_before_anything_runs(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    with pytest.raises(UserError, match="torch: not installed for"):
+        peers.main(["--config=bench.py:debug", f"--torch-python={bare}"])
+    with pytest.raises(UserError, match="can't be started"):
+        peers.main(["--config=bench.py:debug", f"--torch-python={tmp_path / 'none'}"])
+
+
+@pytest.mark.parametrize("run", ["bench.py:llama_1b", "bench.py:llama_8b_18_layers", "bench.py:gpt_1_3b"])
+def test_megatrons_flags_mean_the_same_model(run: str, tmp_path: Path) -> None:
+    cfg, file = load(run), tmp_path / "back.py"
+    more = {"microbatches": 4, "timed_steps": 12, "warm_up": 5}
+    words = megatron_peer.flags(peers.spec_of(cfg) | more)
+    assert megatron_args.main([f"--output={file}", "--", *words]) == 0
+    back = load(str(file))
+    assert parameter_count(back.model) == parameter_count(cfg.model)
+    assert flops_per_token(back.model) == flops_per_token(cfg.model)
+    assert back.model.stack.pattern[0].mixer.rope == cfg.model.stack.pattern[0].mixer.rope
+    assert (back.batch.micro_size, back.batch.global_size) == (cfg.batch.micro_size, cfg.batch.global_size)
+    assert (back.optimizer.beta2, back.optimizer.clip) == (cfg.optimizer.beta2, cfg.optimizer.clip)
+    assert back.precision.compute == "bfloat16" and back.steps == 17
+
+
+def test_what_megatron_prints_is_read() -> None:
+    line = (
+        " [2026-11-21 00:00:00] iteration {0}/ 3 | consumed samples: 32 | elapsed time per iteration (ms): {1} | "
+        "throughput per GPU (TFLOP/s/GPU): 500.0 | learning rate: 1.0E-04 | lm loss: 1.1{0}E+01 | loss scale: 1.0 |"
+    )
+    log = "\n".join([line.format(1, 9000.0), line.format(2, 510.5), line.format(3, 500.5)])
+    log += "\n[Rank 0] (after 1 iterations) memory (MB) | allocated: 100.0 | max allocated: 2048.0 | reserved: 1.0"
+    found = megatron_peer.read(log, {"warm_up": 1})
+    assert found == {"seconds": [0.5105, 0.5005], "losses": [11.1], "peak_memory": 2**31}
+    assert "out of memory" in megatron_peer.read("starting\nCUDA out of memory\n", {"warm_up": 1})["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(TORCH is None, reason="needs torch, here or in the Python that MEGAJAX_TORCH_PYTHON names")
+@pytest.mark.parametrize("config", ["bench.py:debug", "bench.py:debug_gpt"])
+def test_the_torch_baseline_trains_to_the_same_losses(config: str, tmp_path: Path) -> None:
+    file = tmp_path / "peers.json"
+    program = [sys.executable, str(BENCHMARKS / "peers.py"), f"--config={config}", "--devices=cpu", "--steps=2"]
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    ended = subprocess.run(
+        [*program, f"--torch-python={TORCH}", f"--json={file}"], env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    found = json.loads(file.read_text())["figures"]
+    assert found["equal_work"]
+    losses = [variant["losses"] for variant in found["torch"]["variants"]]
+    assert len(losses) == 3
+    for theirs in losses:
+        np.testing.assert_allclose(theirs, found["ours"]["losses"], rtol=1e-5)
