@@ -1,6 +1,7 @@
 """The residual tower: a pattern of blocks, scanned, with what the backward pass keeps chosen by name."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -59,11 +60,10 @@ class Stack(nnx.Module):
     def __init__(self, cfg: StackConfig, site: Site, *, recomputing: Recomputing):
         self.pattern, self.repeats, self.layout = len(cfg.pattern), cfg.repeats, site.layout
         self.recomputing = recomputing
-        self.blocks = nnx.List(
-            [
-                stacked(block.build(site), tuple(range(place, cfg.layers(), self.pattern)))
-                for place, block in enumerate(cfg.pattern)
-            ]
+        self.blocks = _blocks(cfg, site)
+        # Structure alone: the weights are those of `blocks`.
+        self.plain = (
+            nnx.graphdef(_blocks(cfg, replace(site, layout=site.layout.plain()))) if site.layout.layers else None
         )
         shared = [(block.mixer.heads, bias) for block in cfg.pattern if (bias := shared_bias(block)) is not None]
         self.relative = shared[0][1].build(site, heads=shared[0][0]) if shared else None
@@ -123,8 +123,11 @@ class Stack(nnx.Module):
             used = {path: self.layout.gather(w, axes[path]) for path, w in weights.items()}
             x = checkpoint_name(x, "input") if named else x
             ctx = ctx._replace(bias=common.get("relative.table"))
+            plain = None if self.plain is None else bind(nnx.merge(self.plain, abstract), used)
             for place, block in enumerate(bind(nnx.merge(graph, abstract), used)):
-                x = block(x, ctx.for_layer(number * self.pattern + place))
+                layer = number * self.pattern + place
+                run = block if plain is None else self.layout.either(layer, block, plain[place])
+                x = run(x, ctx.for_layer(layer))
             return x
 
         return repeat
@@ -136,6 +139,16 @@ class Stack(nnx.Module):
     def common(self) -> Params:
         """The weights that all layers share, by their paths in the stack."""
         return {} if self.relative is None else {"relative.table": self.relative.table[...]}
+
+
+def _blocks(cfg: StackConfig, site: Site) -> nnx.List:
+    pattern = len(cfg.pattern)
+    return nnx.List(
+        [
+            stacked(block.build(site), tuple(range(place, cfg.layers(), pattern)))
+            for place, block in enumerate(cfg.pattern)
+        ]
+    )
 
 
 def _in_order(leaf: nnx.Param) -> Array:

@@ -27,6 +27,19 @@ class Layout:
     plan: Plan
     matmul: Matmul = jnp.einsum
     """How `dot` multiplies; precision.fp8 has another."""
+    layers: tuple[int, int] | None = None
+    """Numbers [first, end) of the layers that multiply so, the others with einsum; None: all."""
+
+    def plain(self) -> "Layout":
+        """The same without a recipe."""
+        return Layout(self.plan)
+
+    def either[**Arguments](
+        self, layer: Array | int, by_recipe: Callable[Arguments, Array], plain: Callable[Arguments, Array]
+    ) -> Callable[Arguments, Array]:
+        """by_recipe for the layers that `layers` says, plain for others; all devices of `tensor` agree on it."""
+        first, end = self.layers or (0, 2**31 - 1)
+        return lambda *inputs: jax.lax.cond((layer >= first) & (layer < end), by_recipe, plain, *inputs)
 
     def act(self, x: Array, *axes: str | None) -> Array:
         """Lay out an activation; one logical axis (or None) for each dimension of x."""

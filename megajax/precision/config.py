@@ -78,6 +78,21 @@ class Fp8Config(Builds):
     """hybrid: activations and weights in e4m3, gradients in e5m2; e4m3: all of them, finer and with less range."""
     fast_accumulation: bool = True
     """Forward matmuls on an NVIDIA GPU may add up in fewer bits than float32; backward ones never do."""
+    first_layers: int = 0
+    """Layers at the beginning of the stack that stay in bfloat16."""
+    last_layers: int = 0
+    """The same at its end."""
+
+    def problems(self) -> list[Problem]:
+        return [
+            Problem(name, f"must not be negative, got {getattr(self, name)}")
+            for name in ("first_layers", "last_layers")
+            if getattr(self, name) < 0
+        ]
+
+    def layers(self, count: int) -> tuple[int, int] | None:
+        """Numbers [first, end) of the layers in 8 bits among `count`; None for all."""
+        return (self.first_layers, count - self.last_layers) if self.first_layers or self.last_layers else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -76,11 +76,7 @@ LOOP: tuple[Flag, ...] = (
     flag("manual-gc", bool, needless(GARBAGE)),
     flag("manual-gc-interval", int, needless(GARBAGE)),
     flag("no-manual-gc-eval", bool, needless(GARBAGE)),
-    flag(
-        "deterministic-mode",
-        bool,
-        refused("what is random follows from the seed; GPU kernels may still differ"),
-    ),
+    flag("deterministic-mode", bool, to("xla.deterministic"), default=False),
     flag("train-sync-interval", int, needless("at most a few steps are in flight")),
     flag("adlr-autoresume", bool, refused("a service of one cluster; SIGTERM saves and ends a run")),
     flag("adlr-autoresume-interval", int, refused("a service of one cluster; SIGTERM saves and ends a run")),

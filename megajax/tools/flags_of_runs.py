@@ -8,7 +8,7 @@ from megajax.tools.megatron_run import batch, data, evaluation, optimizer, preci
 
 HIDDEN = "the compiler starts communication early and hides it behind computation"
 BUCKETS = "gradients are reduced as the compiler groups them"
-NO_FP8 = "FP8 and FP4 are not in this version"
+NO_FP4 = "FP4 is not in this version"
 NO_CONTEXT = "context parallelism is not in this version"
 NO_WINDOW = "evaluation begins with the first step that evaluation.every divides"
 NO_RING = "how a sequence is exchanged is decided with context parallelism, which is not in this version"
@@ -103,22 +103,22 @@ PRECISION: tuple[Flag, ...] = (
     flag("grad-reduce-in-bf16", bool, to("precision.gradients", by=precision), default=False),
     flag("accumulate-allreduce-grads-in-fp32", bool, to("precision.gradients", by=precision), default=False),
     flag("disable-bf16-reduced-precision-matmul", bool, needless("matmuls add up in float32")),
-    flag("fp8-format", str, refused(NO_FP8)),
-    flag("fp8-hybrid", bool, refused(NO_FP8)),
-    flag("fp8-e4m3", bool, refused(NO_FP8)),
-    flag("fp8-recipe", str, refused(NO_FP8), default="delayed"),
-    flag("fp8-margin", int, refused(NO_FP8), default=0),
+    flag("fp8-format", str, to("precision.fp8.format", by=precision)),
+    flag("fp8-hybrid", bool, to("precision.fp8.format", by=precision), default=False),
+    flag("fp8-e4m3", bool, to("precision.fp8.format", by=precision), default=False),
+    flag("fp8-recipe", str, to("precision.fp8", by=precision), default="delayed"),
+    flag("fp8-margin", int, needless("scales come from each tensor itself"), default=0),
     flag("fp8-interval", int, needless("Megatron-LM ignores it too")),
-    flag("fp8-amax-history-len", int, refused(NO_FP8), default=1),
-    flag("fp8-amax-compute-algo", str, refused(NO_FP8), default="most_recent"),
-    flag("fp8-param-gather", bool, refused(NO_FP8)),
-    flag("no-fp8-wgrad", bool, refused(NO_FP8)),
-    flag("first-last-layers-bf16", bool, refused(NO_FP8)),
-    flag("num-layers-at-start-in-bf16", int, refused(NO_FP8), default=1),
-    flag("num-layers-at-end-in-bf16", int, refused(NO_FP8), default=1),
-    flag("fp4-format", str, refused(NO_FP8)),
-    flag("fp4-recipe", str, refused(NO_FP8)),
-    flag("fp4-param-gather", bool, refused(NO_FP8)),
+    flag("fp8-amax-history-len", int, needless("scales come from each tensor itself"), default=1),
+    flag("fp8-amax-compute-algo", str, needless("scales come from each tensor itself"), default="most_recent"),
+    flag("fp8-param-gather", bool, refused("weights are gathered in precision.compute")),
+    flag("no-fp8-wgrad", bool, refused("all three matmuls of a layer are in 8 bits")),
+    flag("first-last-layers-bf16", bool, to("precision.fp8", by=precision), default=False),
+    flag("num-layers-at-start-in-bf16", int, to("precision.fp8.first_layers", by=precision), default=1),
+    flag("num-layers-at-end-in-bf16", int, to("precision.fp8.last_layers", by=precision), default=1),
+    flag("fp4-format", str, refused(NO_FP4)),
+    flag("fp4-recipe", str, refused(NO_FP4)),
+    flag("fp4-param-gather", bool, refused(NO_FP4)),
 )
 
 PARALLEL: tuple[Flag, ...] = (

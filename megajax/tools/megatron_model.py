@@ -292,6 +292,8 @@ def width_scaling(args: Arguments) -> Settings:
         output=None if output == 1 else output,
     )
     return {"model.width_scaling": scaling}
+
+
 def residual(args: Arguments) -> Settings:
     """The dtype of the residual stream."""
     return {"model.residual": "float32" if args["fp32-residual-connection"] else "compute"}

@@ -10,7 +10,7 @@ from megajax.data.config import BlendConfig, MockConfig
 from megajax.data.splits import parse_paths
 from megajax.metrics.config import WandbConfig
 from megajax.optim.config import AdamWConfig, GroupConfig, LionConfig, MuonConfig, OptimizerConfig, SGDConfig
-from megajax.precision.config import ConstantScaleConfig, DynamicScaleConfig
+from megajax.precision.config import ConstantScaleConfig, DynamicScaleConfig, Fp8Config
 from megajax.tools.flags import Arguments, Settings
 from megajax.tools.megatron_layout import model_devices
 from megajax.tools.megatron_model import needed, positions
@@ -44,7 +44,26 @@ def precision(args: Arguments) -> Settings:
             window=int(args["loss-scale-window"]),
             hysteresis=args["hysteresis"],
         )
+    if (kind := _eight_bits(args)) is not None:
+        settings["precision.fp8"] = kind
     return settings
+
+
+def _eight_bits(args: Arguments) -> Fp8Config | None:
+    """The recipe of matmuls in 8 bits."""
+    short = "hybrid" if args["fp8-hybrid"] else "e4m3" if args["fp8-e4m3"] else None
+    form, recipe = args["fp8-format"] or short, args["fp8-recipe"]
+    ends = (args["num-layers-at-start-in-bf16"], args["num-layers-at-end-in-bf16"])
+    ends = ends if args["first-last-layers-bf16"] else (0, 0)
+    if form is None:
+        return None
+    if form not in ("hybrid", "e4m3"):
+        args.wrong("fp8-format", f"expected hybrid or e4m3, got {form}")
+    elif recipe != "tensorwise":
+        args.refuse("fp8-recipe", f"{recipe}: scales come from each tensor itself, as with --fp8-recipe tensorwise")
+    else:
+        return Fp8Config(format=form, first_layers=ends[0], last_layers=ends[1])
+    return None
 
 
 def optimizer(args: Arguments) -> Settings:

@@ -186,7 +186,8 @@ def _layout(cfg: RunConfig, mesh: Mesh, plan: Plan) -> Layout:
     if cfg.precision.fp8 is None:
         return Layout(plan)
     refuse_old(mesh.devices.flat[0])
-    return Layout(plan, cfg.precision.fp8.build())
+    fp8 = cfg.precision.fp8
+    return Layout(plan, fp8.build(), fp8.layers(cfg.model.stack.layers()))
 
 
 def _partition(cfg: RunConfig) -> Partition:

@@ -284,6 +284,11 @@ def _fp8(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     if cfg.precision.fp8 is None or cfg.parallel.problems():
         return
     model, tensor, context = cfg.model, cfg.parallel.tensor, cfg.parallel.context
+    first, last, layers = cfg.precision.fp8.first_layers, cfg.precision.fp8.last_layers, model.stack.layers()
+    if first + last > layers:
+        yield Problem(
+            "precision.fp8", f"first_layers={first} and last_layers={last} are more than the {layers} there are"
+        )
     over = {1: ""} | {tensor: f" over parallel.tensor={tensor}"}
     rows = f"batch.micro_size={cfg.batch.micro_size} rows of {model.sequence_length}"
     tokens = cfg.batch.micro_size * model.sequence_length

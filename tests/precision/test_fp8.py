@@ -188,6 +188,11 @@ def test_others_are_not(platform: str, capability: str | None) -> None:
 
 
 REFUSED = {
+    "ends": (
+        ["--precision.fp8.first_layers=3", "--precision.fp8.last_layers=2"],
+        "first_layers=3 and last_layers=2 are more than the 4 there are",
+    ),
+    "no ends": (["--precision.fp8.last_layers=-1"], "precision.fp8.last_layers: must not be negative, got -1"),
     "dtype": (["--precision.compute=float32"], "precision.fp8: goes with compute=bfloat16, not with float32"),
     "format": (["--precision.fp8.format=e3m4"], "precision.fp8.format: expected one of hybrid, e4m3, got 'e3m4'"),
     "tokens": (["--model.sequence_length=24"], "rows of 24 over parallel.context=1 are 24, no multiple of 16"),

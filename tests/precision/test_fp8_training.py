@@ -85,6 +85,15 @@ def test_twenty_steps_on_other_layouts(layout: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", [ONE, LAYOUTS["pipeline"]])
+def test_layers_at_both_ends_stay_in_16_bits(layout: ParallelConfig) -> None:
+    """Of two layers both ends are all: the same as without."""
+    found = losses(layout, Fp8Config(first_layers=1, last_layers=1), 3)
+    np.testing.assert_allclose(found, losses(ONE, None, 3), rtol=2e-4)
+    assert np.abs(losses(layout, Fp8Config(first_layers=1), 3) - found).max() > 5e-4
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["data", "pipeline"])
 def test_the_first_loss_is_the_same_where_no_sum_is_cut(layout: str) -> None:
     """Scales of parts of a batch differ, the 8-bit numbers do not: powers of two."""

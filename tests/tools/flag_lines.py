@@ -56,6 +56,7 @@ def problem(changes: str) -> str:
 FILES = "--without mock-data --data-path a --without tokenizer-type --vocab-file v --merge-file m"
 MLA = "--multi-latent-attention --position-embedding-type rope"
 ROPE = "--position-embedding-type rope"
+FP8 = "--bf16 --fp8-recipe tensorwise"
 MUP = "--use-mup --mup-base-hidden-size 32"
 CASES = {
     "num-layers": "--num-layers 6",
@@ -201,7 +202,21 @@ CASES = {
     "weight-decay-incr-style": "--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 0.1",
     "override-opt_param-scheduler": "--override-opt_param-scheduler",
     "use-checkpoint-opt_param-scheduler": None,
+    "deterministic-mode": "--deterministic-mode",
     "fp16": "--fp16",
+    "fp8-format": f"{FP8} --fp8-format e4m3",
+    "fp8-hybrid": (FP8, f"{FP8} --fp8-hybrid"),
+    "fp8-e4m3": f"{FP8} --fp8-e4m3",
+    "fp8-recipe": f"{FP8} --fp8-format hybrid",
+    "first-last-layers-bf16": (f"{FP8} --fp8-format hybrid", f"{FP8} --fp8-format hybrid --first-last-layers-bf16"),
+    "num-layers-at-start-in-bf16": (
+        f"{FP8} --fp8-format hybrid --first-last-layers-bf16",
+        f"{FP8} --fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 0",
+    ),
+    "num-layers-at-end-in-bf16": (
+        f"{FP8} --fp8-format hybrid --first-last-layers-bf16",
+        f"{FP8} --fp8-format hybrid --first-last-layers-bf16 --num-layers-at-end-in-bf16 0",
+    ),
     "bf16": "--bf16",
     "loss-scale": "--fp16 --loss-scale 128",
     "initial-loss-scale": "--fp16 --initial-loss-scale 65536",
