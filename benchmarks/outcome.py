@@ -16,7 +16,7 @@ from megajax.config.errors import UserError
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
     *("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
-    *("flax", "optax", "orbax-checkpoint", "grain", "numpy", "tiktoken", "tokenizers"),
+    *("flax", "orbax-checkpoint", "grain", "numpy", "tiktoken", "tokenizers"),
 )
 
 
