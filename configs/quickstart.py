@@ -30,7 +30,6 @@ def config() -> RunConfig:
             vocabulary_size=257,
             sequence_length=128,
             stack=StackConfig(pattern=(block,), repeats=4),
-            recompute="none",
         ),
         data=StandardLibraryConfig(megabytes=8),
         tokenizer=ByteTokenizerConfig(),
