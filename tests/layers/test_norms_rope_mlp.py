@@ -27,12 +27,13 @@ SITE = Site(layout=Layout(Plan.of(ParallelConfig())), hidden=HIDDEN, std=0.02, o
 RNG = np.random.default_rng(0)
 
 
-def weighted(config):
-    """A module of random weights, biases and gains among them, and those weights in float64."""
+def weighted(config, dtype=np.float32):
+    """A module of random weights, biases and gains among them, and those weights."""
     module = config.build(SITE)
     rng = np.random.default_rng(1)
-    values = {path: rng.normal(size=spec.shape).astype(np.float32) for path, spec in specs(module).items()}
-    return bind(module, {path: jnp.asarray(value) for path, value in values.items()}), values
+    values = {path: rng.normal(size=spec.shape).astype(dtype) for path, spec in specs(module).items()}
+    found = {path: value.astype(np.float32) for path, value in values.items()}
+    return bind(module, {path: jnp.asarray(value) for path, value in values.items()}), found
 
 
 def normalised(x: np.ndarray, weights: dict[str, np.ndarray], epsilon: float) -> np.ndarray:
@@ -65,12 +66,13 @@ def test_a_zero_centred_gain_is_one_more_than_its_weight(config):
 @pytest.mark.parametrize("config", [LayerNormConfig(), RMSNormConfig()])
 def test_norms_of_bfloat16_are_computed_in_float32(config):
     """Around 100, bfloat16 is 0.5 apart: a mean or a variance rounded to it would be far off."""
-    module, weights = weighted(config)
+    module, weights = weighted(config, jnp.bfloat16)
     x = jnp.asarray(RNG.normal(100, 3, (4, HIDDEN)), jnp.bfloat16)
-    found = module(x)
     exact = normalised(np.asarray(x, np.float32), weights, 1e-5)
-    assert found.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(found, np.float32), exact, rtol=2**-8, atol=2**-8)
+    for residual in (jnp.bfloat16, jnp.float32):
+        found = module(x.astype(residual))
+        assert found.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(found, np.float32), exact, rtol=2**-8, atol=2**-8)
 
 
 def rotated(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
