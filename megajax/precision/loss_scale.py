@@ -59,3 +59,11 @@ class DynamicScale:
 type LossScaler = ConstantScale | DynamicScale
 
 UNSCALED = ConstantScale()
+
+
+def in_range(weight: int) -> float:
+    """A power of two by which gradients of a sum of losses are about those of their mean, which loss scales are for.
+
+    Otherwise float16 would overflow at scales that are lower by the number of tokens; in other dtypes nothing changes.
+    """
+    return 2.0 ** -(weight.bit_length() - 1)

@@ -10,7 +10,9 @@ from jax import Array
 from megajax.batch import LMBatch, Params
 from megajax.config.xla import Value
 from megajax.layers.param import ParamSpec
+from megajax.precision.loss_scale import in_range
 from megajax.training.grads import GradFn
+from megajax.training.step import alone
 
 type Blame = Callable[[Params, LMBatch, Array, Array], Mapping[str, Array]]
 """(weights, batch [M, B, S], loss scale, factor on the gradients, both float32 []) -> {path: bool [layers] or []}."""
@@ -18,14 +20,19 @@ type Blame = Callable[[Params, LMBatch, Array, Array], Mapping[str, Array]]
 LISTED = 6
 
 
-def make_blame(grad_fn: GradFn, everywhere: jax.sharding.Sharding, options: Mapping[str, Value] | None = None) -> Blame:
+def make_blame(
+    grad_fn: GradFn,
+    everywhere: jax.sharding.Sharding,
+    options: Mapping[str, Value] | None = None,
+    weight: Callable[[LMBatch], int] = alone,
+) -> Blame:
     """Jitted: whether a gradient has elements that are not finite, by path and, of stacked weights, by row.
 
-    everywhere: the layout of the answers, on all devices alike; options: of the compiler, see megajax.config.xla.
+    everywhere: the layout of the answers, on all devices alike; options and weight: as of the train step.
     """
 
     def blame(params: Params, batch: LMBatch, scale: Array, factor: Array) -> dict[str, Array]:
-        grads = grad_fn(params, batch, scale).grads
+        grads = grad_fn(params, batch, scale * in_range(weight(batch))).grads
         return {path: jnp.any(~jnp.isfinite(g * factor), axis=tuple(range(1, g.ndim))) for path, g in grads.items()}
 
     return jax.jit(blame, out_shardings=everywhere, compiler_options=None if options is None else dict(options))

@@ -53,6 +53,10 @@ class LanguageModelLoss:
     """Documents in a row do not see each other."""
     average: Literal["tokens", "microbatches"] = "tokens"
 
+    def weight(self, microbatches: int, tokens: int) -> int:
+        """Largest weight_sum of a device that has that many tokens in each microbatch."""
+        return microbatches * (tokens if self.average == "tokens" else 1)
+
     def __call__(self, model: DecoderLM, batch: LMBatch, key: Array | None) -> Loss:
         ctx = self.context(model, batch, key)
         return self.head(model, model.stack(model.embed(batch.tokens, ctx), ctx), batch, key)

@@ -136,13 +136,13 @@ class Program:
     def train_step(self) -> TrainStep:
         """(state, batch) -> (state, metrics); not compiled before it is called or lowered."""
         return make_train_step(
-            self.grad_fn(), self.optimizer, self.schedule, self.shardings, self.options, self._scaler
+            self.grad_fn(), self.optimizer, self.schedule, self.shardings, self.options, self._scaler, self._weight
         )
 
     @cached_property
     def blame(self) -> Blame:
         """(weights, batch, loss scale, factor on gradients) -> which gradients are not finite; compiled when called."""
-        return make_blame(self.grad_fn(), self.shardings.step, self.options)
+        return make_blame(self.grad_fn(), self.shardings.step, self.options, self._weight)
 
     @cached_property
     def options(self) -> dict[str, Value]:
@@ -172,6 +172,12 @@ class Program:
     @property
     def _scaler(self) -> LossScaler:
         return self.cfg.precision.scale().build()
+
+    def _weight(self, batch: LMBatch) -> int:
+        """Largest sum of weights of one device's losses in a step."""
+        microbatches, rows, length = batch.tokens.shape
+        devices = self.mesh.shape["data"] * self.mesh.shape["expert"] * self.mesh.shape["context"]
+        return self._loss.weight(microbatches, rows * length // devices)
 
     @property
     def _weights(self) -> Weights:

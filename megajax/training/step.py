@@ -13,7 +13,7 @@ from megajax.config.xla import Value
 from megajax.optim.offload import at_rest, on_device
 from megajax.optim.optimizer import Optimizer, clip_factor, global_norm
 from megajax.optim.schedule import Schedule
-from megajax.precision.loss_scale import UNSCALED, LossScaler
+from megajax.precision.loss_scale import UNSCALED, LossScaler, in_range
 from megajax.training.grads import GradFn
 from megajax.training.guard import NOTHING, Orders, Told, judge
 from megajax.training.state import TrainState
@@ -32,6 +32,12 @@ COUNTERS = ("step", "loss_scale", "scale_counters", "consumed_samples", "schedul
 """What changes in a state though no update is made."""
 
 
+def alone(batch: LMBatch) -> int:
+    """The weight of gradients that are left as they are."""
+    del batch
+    return 1
+
+
 def make_train_step(
     grad_fn: GradFn,
     optimizer: Optimizer,
@@ -39,6 +45,7 @@ def make_train_step(
     shardings: TrainState,
     options: Mapping[str, Value] | None = None,
     scaler: LossScaler = UNSCALED,
+    weight: Callable[[LMBatch], int] = alone,
 ) -> TrainStep:
     """Jitted (state, batch [M, B, S]) -> (state, metrics); donates the state, which keeps its layout.
 
@@ -46,15 +53,17 @@ def make_train_step(
     give orders of another kind (see `judge`). Of what processes tell with a step, maxima come back among the metrics,
     so that all learn what one of them says, in a reduction that waits for nothing the step does not wait for.
 
-    options: of the compiler, see megajax.config.xla; scaler: says what becomes of the loss scale.
+    options: of the compiler, see megajax.config.xla; scaler: says what becomes of the loss scale; weight: about what a
+    device's losses add up to, see `in_range`.
     """
     parts = (part for part in shardings.optimizer.values() if isinstance(part, dict))
     on_optimizer = {path: sharding.with_memory_kind("device") for part in parts for path, sharding in part.items()}
 
     def train_step(state: TrainState, batch: LMBatch, told: Told = NOTHING) -> tuple[TrainState, Metrics]:
-        out = grad_fn(state.params, batch, state.loss_scale)
+        loss_scale = state.loss_scale * in_range(weight(batch))
+        out = grad_fn(state.params, batch, loss_scale)
         orders = Orders() if told.orders is None else Orders(*told.orders)
-        divisor = jnp.maximum(out.weight_sum, 1e-8) * state.loss_scale / orders.gradient_factor
+        divisor = jnp.maximum(out.weight_sum, 1e-8) * loss_scale / orders.gradient_factor
         grads = place({path: g / divisor for path, g in out.grads.items()}, on_optimizer)
         norm = global_norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(out.loss_sum * orders.loss_factor)
