@@ -55,6 +55,11 @@ def lists(annotation: Any) -> tuple[Any, ...]:
     return tuple(k for k in kinds(annotation) if (get_origin(k) or k) in (tuple, list, Sequence))
 
 
+def choosable(annotation: Any) -> bool:
+    """Whether words of a Literal are among the kinds."""
+    return any(get_origin(kind) is Literal for kind in kinds(annotation))
+
+
 def mappings(annotation: Any) -> tuple[Any, ...]:
     """The dict and Mapping kinds."""
     return tuple(k for k in kinds(annotation) if (get_origin(k) or k) in (dict, Mapping))

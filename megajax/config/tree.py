@@ -142,10 +142,20 @@ class _Builder:
         if Any in options:
             return yaml.safe_load(raw) if isinstance(raw, Text) else raw
         if (found := self._unfolded(raw, annotation)) is not None:
-            return self.value(found, annotation, where, old)
+            return self._one_or_list(raw, found, annotation, where, hint)
         if isinstance(raw, str) and schema.configs(annotation):
             return self.node({"type": raw}, schema.configs(annotation), where, old)
         return self.expected(where, annotation, raw, hint)
+
+    def _one_or_list(self, raw: str, found: list | dict, annotation: Any, where: str, hint: str) -> Any:
+        """What was unfolded; where a single word is neither one of the field's words nor an entry, both are told."""
+        before = len(self.problems)
+        value = self.value(found, annotation, where, None)
+        if value is not Mark.INVALID or len(found) > 1 or not schema.choosable(annotation):
+            return value
+        fault = self.problems[before]
+        del self.problems[before:]
+        return self.expected(where, annotation, raw, hint or fault.hint)
 
     def _unfolded(self, raw: Any, annotation: Any, only_with: str = "") -> list | dict | None:
         """ "0.9,0.95" as a list, "web=0.7,code=0.3" as a mapping, None where the field or the text is neither."""

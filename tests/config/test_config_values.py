@@ -40,6 +40,7 @@ class Values:
     mixed: int | str | None = None
     auto: Literal["auto"] | int = "auto"
     one_or_many: str | tuple[str, ...] = ""
+    parts: Literal["none", "all"] | tuple[Literal["first", "second"], ...] = "all"
     anything: Any = None
 
 
@@ -47,6 +48,9 @@ class Values:
     ("setting", "value"),
     [
         ("whole=12", 12),
+        ("parts=none", "none"),
+        ("parts=second", ("second",)),
+        ("parts=first,second", ("first", "second")),
         ("whole=-1_000", -1000),
         ("whole=1e3", 1000),
         ("whole=2.5k", 2500),
@@ -114,6 +118,9 @@ def test_reads(setting, value):
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
+        ("parts=al", "one of none, all or a list (each one of first, second), got 'al'"),
+        ("parts=secnd", "did you mean second?"),
+        ("parts=first,al", "parts.1: expected one of first, second, got 'al'"),
         ("whole=1.5", "whole: expected a whole number, got '1.5'"),
         ("whole=true", "expected a whole number"),
         ("whole=1e999", "expected a whole number"),
