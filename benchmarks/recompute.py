@@ -36,6 +36,7 @@ WAYS = {
     "selective, core_attention": ["recompute=norm,latent,activation,core_attention"],
     "selective in half the layers": ["recompute=selective", "recompute_layers=HALF"],
     "full in half the layers": ["recompute=full", "recompute_layers=HALF"],
+    "selective, no loop over layers": ["recompute=selective", "unroll=none"],
     "full": ["recompute=full"],
     "full, in twos": ["recompute=full", "recompute_together=2"],
     "selective, mlp on the host": ["recompute=selective", "offload=mlp"],

@@ -35,6 +35,8 @@ class Span(NamedTuple):
     together: int
     """Repeats it takes."""
     unit: Unit
+    unroll: int
+    """Units written out one after another in the compiled program, in each turn of a loop over them."""
 
 
 def recomputed(layer: Callable, kept: Kept) -> Callable:
@@ -57,9 +59,9 @@ def recomputed(layer: Callable, kept: Kept) -> Callable:
 class Stack(nnx.Module):
     """pattern x repeats blocks, [B, S, D] -> [B, S, D]; each weight has a leading `layer` dimension of size repeats."""
 
-    def __init__(self, cfg: StackConfig, site: Site, *, recomputing: Recomputing):
+    def __init__(self, cfg: StackConfig, site: Site, *, recomputing: Recomputing, unroll: int | None = 1):
         self.pattern, self.repeats, self.layout = len(cfg.pattern), cfg.repeats, site.layout
-        self.recomputing = recomputing
+        self.recomputing, self.unroll = recomputing, unroll
         self.blocks = _blocks(cfg, site)
         # Structure alone: the weights are those of `blocks`.
         self.plain = (
@@ -70,7 +72,7 @@ class Stack(nnx.Module):
 
     def __call__(self, x: Array, ctx: Context) -> Array:
         weights, first = self.in_order(), 0
-        for units, together, unit in self.spans(self.repeats):
+        for units, together, unit, unroll in self.spans(self.repeats):
             last = first + units * together
             cut = (units, together) if together > 1 else (units,)
             rows = {path: w[first:last].reshape(*cut, *w.shape[1:]) for path, w in weights.items()}
@@ -79,7 +81,7 @@ class Stack(nnx.Module):
             def step(x: Array, row: tuple[Params, Array], unit: Unit = unit) -> tuple[Array, None]:
                 return unit(row[0], self.common(), row[1], x, ctx), None
 
-            x, first = jax.lax.scan(step, x, (rows, numbers))[0], last
+            x, first = jax.lax.scan(step, x, (rows, numbers), unroll=unroll)[0], last
         return x
 
     def spans(self, repeats: int) -> list[Span]:
@@ -95,7 +97,9 @@ class Stack(nnx.Module):
             if count % together:
                 raise ValueError(f"{count} repeats cannot be computed again {together} together")
             if count:
-                found.append(Span(count // together, together, self.unit(kept, together)))
+                units = count // together
+                unroll = units if self.unroll is None else min(units, -(-self.unroll // (together * self.pattern)))
+                found.append(Span(units, together, self.unit(kept, together), unroll))
         return found
 
     def unit(self, kept: Kept, together: int) -> Unit:

@@ -102,6 +102,9 @@ class DecoderConfig(Builds):
     """With full, layers that keep the input of their first only and are computed again together."""
     offload: tuple[Part, ...] = ()
     """Kept parts that wait for the backward pass in host memory; input is the residual stream at a layer's start."""
+    unroll: int | None = 1
+    """Layers written out one after another in each turn of the compiled loop over layers; none: all of them, no loop.
+    More takes longer to compile and lets the compiler work across layers."""
     loss_chunk: int = 1024
     """Tokens whose float32 logits exist at once."""
 
@@ -110,6 +113,8 @@ class DecoderConfig(Builds):
         for name in ("hidden", "vocabulary_size", "vocabulary_multiple", "sequence_length", "loss_chunk"):
             if getattr(self, name) < 1:
                 found.append(Problem(name, f"must be at least 1, got {getattr(self, name)}"))
+        if self.unroll is not None and self.unroll < 1:
+            found.append(Problem("unroll", f"must be at least 1, got {self.unroll}", "none for all layers"))
         if not 0 <= self.dropout < 1:
             found.append(Problem("dropout", f"must be at least 0 and below 1, got {self.dropout}"))
         found += above_zero(init_std=self.init_std, embedding_std=self.embedding_std)

@@ -34,7 +34,7 @@ class DecoderLM(nnx.Module):
         self.tokens = param((vocabulary, cfg.hidden), ("vocab", "embed"), init=init)
         if cfg.learned_positions:
             self.positions = param((cfg.sequence_length, cfg.hidden), (None, "embed"), init=init)
-        self.stack = cfg.stack.build(site, recomputing=cfg.recomputing())
+        self.stack = cfg.stack.build(site, recomputing=cfg.recomputing(), unroll=cfg.unroll)
         self.norm = cfg.norm.build(site)
         if not cfg.tied:
             self.head = param((vocabulary, cfg.hidden), ("vocab", "embed"), init=Normal(cfg.init_std))

@@ -66,6 +66,8 @@ class Span(NamedTuple):
     """Rows it takes: n."""
     unit: Callable[[Params, Params, Array, Array, Any], Array]
     """(rows of the stacked weights, common weights, the rows' numbers, x, context) -> x; [n, ...] of each for n > 1."""
+    unroll: int
+    """Units written out in each turn of a loop over them."""
 
 
 class Segment(NamedTuple):
@@ -350,7 +352,7 @@ class Stage:
                 ring = [_put(a, value, slot, n) for a, value in zip(ring, jax.tree.leaves(pull), strict=True)]
                 return self.passed_by(row, y, x), ring
 
-            x, ring = lax.fori_loop(0, span.units, one, (x, ring))
+            x, ring = lax.fori_loop(0, span.units, one, (x, ring), unroll=span.unroll)
             rings.append(ring)
         return x, rings
 
@@ -392,7 +394,8 @@ class Stage:
         for (first, span), ring in reversed([*zip(self.spans(), c.rings, strict=True)]):
             one = self.pulled(span, ring, (chunk, first, slot), ctx, live)
             common = {path: shared[path] for path in self.staged.common(shared)}
-            dy, stacked, common = lax.fori_loop(0, span.units, one, (dy, stacked, common))
+            carry = dy, stacked, common
+            dy, stacked, common = lax.fori_loop(0, span.units, one, carry, unroll=span.unroll)
             shared = {**shared, **common}
         return dy, stacked, shared
 

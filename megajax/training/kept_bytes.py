@@ -32,7 +32,7 @@ def kept_bytes(program: Program) -> list[KeptBytes]:
     for span in stack.spans(rows):
         layers = span.together * stack.pattern
         device, host = _saved(program, span)
-        whole = sum(_saved(program, Span(1, 1, stack.unit(Kept(parts=None), 1)))) * span.together
+        whole = sum(_saved(program, Span(1, 1, stack.unit(Kept(parts=None), 1), 1))) * span.together
         sizes = (device, host, max(whole - device - host, 0))
         found.append(KeptBytes(span.units * layers, *(size // layers for size in sizes)))
     return found

@@ -54,7 +54,7 @@ def spans(model: DecoderLM, repeats: int) -> list[Span]:
             weights, {path.removeprefix(OTHERS): w for path, w in common.items()}, numbers, x, ctx
         )
 
-    return [Span(units, together, named(unit)) for units, together, unit in model.stack.spans(repeats)]
+    return [Span(units, together, named(unit), unroll) for units, together, unit, unroll in model.stack.spans(repeats)]
 
 
 type Schedules = Callable[[int], Schedule]

@@ -96,8 +96,9 @@ def test_recomputation_does_not_matter(recompute):
     [
         {"recompute": ("norm", "activation", "mlp"), "recompute_layers": 1, "offload": ("query_key_value", "residual")},
         {"recompute": "full", "recompute_together": 2, "offload": ("input",)},
+        {"recompute": "selective", "unroll": None},
     ],
-    ids=["parts, of some layers, some in host memory", "two layers together, their input in host memory"],
+    ids=["parts, of some layers, some in host memory", "two layers together, their input in host memory", "no loop"],
 )
 @pytest.mark.parametrize("parallel", [ONE, ParallelConfig(pipeline=2, data=1, tensor=2)], ids=["alone", "pipeline"])
 def test_what_layers_keep_does_not_matter(changes, parallel):
