@@ -62,14 +62,15 @@ class Attention(nnx.Module):
         v = dot("bsd,dkh->bskh", x, self.value[...], "batch", "seq", "kv_heads", "head_dim")
         if not self.cfg.has_qkv_bias():
             return q, k, v
-        return (
-            q + self.query_bias[...][None, None],
-            k + self.key_bias[...][None, None],
-            v + self.value_bias[...][None, None],
-        )
+        return _added(q, self.query_bias[...]), _added(k, self.key_bias[...]), _added(v, self.value_bias[...])
 
     def gated(self, x: Array) -> Array:
         """[B, S, D] -> [B, S, N, H], before the sigmoid."""
         gate = self.layout.dot("bsd,dnh->bsnh", x, self.gate[...], "batch", "seq", "heads", "head_dim")
         gate = gate + self.gate_bias[...][None, None] if self.cfg.has_qkv_bias() else gate
         return checkpoint_name(gate, "gate")
+
+
+def _added(x: Array, bias: Array) -> Array:
+    """x [B, S, N, H] + bias [N, H], as one row of numbers: so the compiler adds it where the matmul writes x."""
+    return (x.reshape(*x.shape[:2], bias.size) + bias.reshape(1, 1, bias.size)).reshape(x.shape)

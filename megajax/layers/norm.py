@@ -3,11 +3,16 @@
 On the residual stream weights are [D] with the axis "embed"; `size` and `axis` say otherwise, for heads and latents.
 """
 
+from functools import partial
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
 from megajax.layers.config import L2NormConfig, LayerNormConfig, RMSNormConfig
+from megajax.layers.fused import keeping_inputs
 from megajax.layers.param import ONES, ZEROS, Site, param
 
 
@@ -23,10 +28,7 @@ class LayerNorm(nnx.Module):
         return self.layout.rowwise(self.normalise, x, self.gain[...], self.bias[...])
 
     def normalise(self, x: Array, gain: Array, bias: Array) -> Array:
-        full = x.astype(jnp.float32)
-        centred = full - full.mean(-1, keepdims=True)
-        scale = lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + self.cfg.epsilon)
-        return (centred * scale * _factor(self.cfg, gain, x) + _row(bias, x)).astype(gain.dtype)
+        return _normalised(self.cfg.epsilon, gain.dtype, x, _factor(self.cfg, gain, x), _row(bias, x))
 
 
 class RMSNorm(nnx.Module):
@@ -37,7 +39,7 @@ class RMSNorm(nnx.Module):
         self.gain = _gain(cfg, size or site.hidden, axis)
 
     def __call__(self, x: Array) -> Array:
-        return self.layout.rowwise(self.normalise, x, self.gain[...])
+        return self.layout.rowwise(keeping_inputs(self.normalise), x, self.gain[...])
 
     def normalise(self, x: Array, gain: Array) -> Array:
         return (_scaled(x, self.cfg.epsilon) * _factor(self.cfg, gain, x)).astype(gain.dtype)
@@ -69,3 +71,33 @@ def _factor(cfg: LayerNormConfig | RMSNormConfig, gain: Array, x: Array) -> Arra
 
 def _row(weight: Array, x: Array) -> Array:
     return weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + x.shape[-1:])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _normalised(epsilon: float, dtype: Any, x: Array, factor: Array, bias: Array) -> Array:
+    """(x - mean) / sqrt(variance + epsilon) * factor + bias: x [..., D], factor and bias float32 [1, ..., D]."""
+    return _forward(epsilon, dtype, x, factor, bias)[0]
+
+
+def _forward(epsilon: float, dtype: Any, x: Array, factor: Array, bias: Array) -> tuple[Array, tuple[Array, ...]]:
+    full = x.astype(jnp.float32)
+    mean = full.mean(-1, keepdims=True)
+    scale = lax.rsqrt(jnp.square(full - mean).mean(-1, keepdims=True) + epsilon)
+    return ((full - mean) * scale * factor + bias).astype(dtype), (x, factor, mean, scale)
+
+
+def _backward(epsilon: float, dtype: Any, saved: tuple[Array, ...], dy: Array) -> tuple[Array, Array, Array]:
+    """From the statistics of rows, which are kept apart: left to fuse them with what they normalise, the compiler
+    writes that in float32 for the sums over rows."""
+    del epsilon, dtype
+    x, factor, *statistics = saved
+    mean, scale = lax.optimization_barrier(statistics)
+    dy, centred = dy.astype(jnp.float32), x.astype(jnp.float32) - mean
+    inner = dy * factor
+    along = jnp.square(scale) * (inner * centred).mean(-1, keepdims=True)
+    dx = (inner - centred * along - inner.mean(-1, keepdims=True)) * scale
+    rows = tuple(range(x.ndim - 1))
+    return dx.astype(x.dtype), (dy * centred * scale).sum(rows, keepdims=True), dy.sum(rows, keepdims=True)
+
+
+_normalised.defvjp(_forward, _backward)

@@ -1,0 +1,145 @@
+"""What compiled train steps do with memory: kernels, bytes by kind of work, copies, float32 arrays, loss chunks.
+
+Run:  python benchmarks/program_audit.py [--quick]            (needs the extra aot; no GPU. About two minutes)
+
+Programs of configs/gpt3_1_3b.py and llama3_8b.py for absent H100s; the compiler can't time matmul kernels there, so
+which it takes for them says nothing. Bytes are of one device and step (megajax/planning/audit.py says how they are
+counted). Writes benchmarks/results/program_audit.json. docs/speed.md says what was made of it.
+"""
+
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import outcome
+
+from megajax.config import load
+from megajax.config.builds import resolve
+from megajax.mesh.config import ParallelConfig
+from megajax.planning.absent import prepare
+from megajax.planning.devices import read_cluster
+from megajax.training.run_config import RunConfig
+
+GIB, MIB = 2**30, 2**20
+CHUNKS = (1024, 2048, 4096, 8192)
+
+
+def gpt() -> RunConfig:
+    """GPT-3 1.3B, on one GPU with as many rows as it takes in 8 microbatches."""
+    cfg = load("gpt3_1_3b.py")
+    return cfg.but(batch=replace(cfg.batch, global_size=8 * cfg.batch.micro_size))
+
+
+def two_layers() -> RunConfig:
+    """Llama-3 8B cut to 2 layers on one GPU, rows not cut into documents."""
+    cfg = load("llama3_8b.py")
+    stack = replace(cfg.model.stack, repeats=2)
+    return cfg.but(
+        model=replace(cfg.model, stack=stack),
+        parallel=ParallelConfig(),
+        batch=replace(cfg.batch, global_size=4),
+        data=replace(cfg.data, isolate_documents=False),
+    )
+
+
+def programs() -> dict[str, tuple[RunConfig, str]]:
+    """Name -> config and devices."""
+    return {
+        "llama3_8b, 2 layers, h100:1": (two_layers(), "h100:1"),
+        "gpt3_1_3b, h100:1": (gpt(), "h100:1"),
+        "gpt3_1_3b, h100:8": (load("gpt3_1_3b.py"), "h100:8"),
+        "llama3_8b, h100:8": (load("llama3_8b.py"), "h100:8"),
+    }
+
+
+def main(argv: list[str]) -> None:
+    prepare()
+    quick = "--quick" in argv
+    chosen = dict(list(programs().items())[: 1 if quick else None])
+    figures: dict[str, Any] = {name: audited(*case) for name, case in chosen.items()}
+    if not quick:
+        figures["loss_chunk"] = {
+            name: [chunked(chosen[name], chunk) for chunk in CHUNKS]
+            for name in ("gpt3_1_3b, h100:1", "llama3_8b, h100:8")
+        }
+    outcome.write("program_audit", figures)
+
+
+def compiled(cfg: RunConfig, devices: str) -> tuple[Any, Any]:
+    """(plan, audit)."""
+    plan = resolve("megajax.planning.train_step:compile_train_step")(cfg, read_cluster(devices)[0])
+    return plan, resolve("megajax.planning.audit:audit")(plan.text)
+
+
+def audited(cfg: RunConfig, devices: str) -> dict[str, Any]:
+    """All figures of one program."""
+    plan, found = compiled(cfg, devices)
+    rows = resolve("megajax.planning.audit:rows")
+    tokens = cfg.batch.micro_size * cfg.model.sequence_length
+    wide = found.writes("f32", tokens // plan.mesh["tensor"] * cfg.model.hidden)
+    calls: dict[str, Any] = {}
+    for one in found.kernels:
+        if one.work == "attention" and one.target is not None:
+            times = calls.setdefault(one.target, {"runs": 0, "in_branch": one.place.conditional})
+            times["runs"] += one.place.times
+    return {
+        "kernels": plan.kernels,
+        "temporary_gib": round(plan.memory.temporary / GIB, 3),
+        "peak_gib": round(plan.memory.peak / GIB, 3),
+        "state_bytes": plan.memory.parameters + plan.memory.optimizer,
+        "aliased_bytes": found.aliased,
+        "attention_calls": calls,
+        "gib_by_work": {work: round(total / GIB, 2) for work, total in sorted(found.by_work().items())},
+        "gib_by_loop": by_loop(found.kernels),
+        "moved": short(rows(found.moved()), 20),
+        "computed": short(rows(one for one in found.kernels if one.work in ("compute", "cast")), 20),
+        "float32_in_loops": short(rows(one for one in wide if one.place.path), 12),
+        "largest": [
+            {"mib": round(one.written / MIB, 1), "result": one.shape[:90], "loop": one.place.name, "work": one.work}
+            for one in found.largest()
+        ],
+    }
+
+
+def by_loop(kernels: Iterable[Any]) -> dict[str, dict[str, float]]:
+    """Loop -> kind of work -> GiB per step."""
+    sums: dict[str, dict[str, float]] = {}
+    for one in kernels:
+        works = sums.setdefault(one.place.name or "step", {})
+        works[one.work] = works.get(one.work, 0) + one.total / GIB
+    return {loop: {work: round(total, 2) for work, total in works.items()} for loop, works in sums.items()}
+
+
+def short(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """The first rows, with figures for people."""
+    return [
+        {
+            "loop": row["loop"] or "step",
+            "runs": row["runs"],
+            "gib": round(row["bytes"] / GIB, 2),
+            "mib_once": round(row["bytes_once"] / MIB, 1),
+            "instructions": row["instructions"],
+            "result": row["result"][:90],
+            "origin": row["origin"][-90:],
+        }
+        for row in rows[:most]
+    ]
+
+
+def chunked(case: tuple[RunConfig, str], chunk: int) -> dict[str, Any]:
+    """Memory and traffic with another loss_chunk."""
+    cfg, devices = case
+    plan, found = compiled(cfg.but(model=replace(cfg.model, loss_chunk=chunk)), devices)
+    loops = {one.place.path for one in found.kernels if "cd,vd->cv" in one.origin}
+    loss = sum(one.total for one in found.kernels if one.place.path in loops)
+    return {
+        "loss_chunk": chunk,
+        "temporary_gib": round(plan.memory.temporary / GIB, 3),
+        "loss_gib": round(loss / GIB, 1),
+        "all_gib": round(sum(found.by_work().values()) / GIB, 1),
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

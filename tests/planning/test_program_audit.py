@@ -1,0 +1,123 @@
+"""How a program's text is audited, on a few lines of it: bytes, kinds of work, places, what is overwritten."""
+
+import pytest
+
+from megajax.planning.audit import audit, dimensions, rows
+
+TEXT = """\
+HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias), {2}: (1, {}, may-alias) }, \
+entry_computation_layout={(f32[4,256]{1,0}, s32[], bf16[256]{0})->(f32[4,256]{1,0}, f32[8]{0}, s32[])}
+
+%row (p.0: f32[4,256], p.1: s32[]) -> f32[1,256] {
+  %p.0 = f32[4,256]{1,0} parameter(0)
+  %p.1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %slice = f32[1,256]{1,0} dynamic-slice(%p.0, %p.1, %zero), dynamic_slice_sizes={1,256}
+}
+
+%update (q.0: f32[4,256], q.1: f32[1,256], q.2: s32[]) -> f32[4,256] {
+  %q.0 = f32[4,256]{1,0} parameter(0)
+  %q.1 = f32[1,256]{1,0} parameter(1)
+  %q.2 = s32[] parameter(2)
+  %nil = s32[] constant(0)
+  %last = s32[] constant(3)
+  %place = s32[] subtract(%last, %q.2)
+  ROOT %new = f32[4,256]{1,0} dynamic-update-slice(%q.0, %q.1, %place, %nil)
+}
+
+%halved (h.0: f32[1,256], h.1: f32[1,256]) -> (bf16[1,256], f32[1,256]) {
+  %h.0 = f32[1,256]{1,0} parameter(0)
+  %h.1 = f32[1,256]{1,0} parameter(1)
+  %product = f32[1,256]{1,0} multiply(%h.0, %h.1)
+  %small = bf16[1,256]{1,0} convert(%product)
+  ROOT %both = (bf16[1,256]{1,0}, f32[1,256]{1,0}) tuple(%small, %product)
+}
+
+%cast (c.0: f32[4,256]) -> bf16[4,256] {
+  %c.0 = f32[4,256]{1,0} parameter(0)
+  ROOT %cast.1 = bf16[4,256]{1,0} convert(%c.0)
+}
+
+%zeros () -> f32[4,256] {
+  %nought = f32[] constant(0)
+  ROOT %wide = f32[4,256]{1,0} broadcast(%nought), dimensions={}
+}
+
+%body (b: (s32[], f32[4,256])) -> (s32[], f32[4,256]) {
+  %b = (s32[], f32[4,256]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%b), index=0
+  %stack = f32[4,256]{1,0} get-tuple-element(%b), index=1
+  %start = ((f32[4,256]{1,0}, s32[]), f32[1,256]{1,0}, u32[]) fusion-start(%stack, %i), kind=kLoop, calls=%row
+  %done = f32[1,256]{1,0} fusion-done(%start)
+  %pair = (bf16[1,256]{1,0}, f32[1,256]{1,0}) fusion(%done, %done), kind=kLoop, calls=%halved, \
+metadata={op_name="jit(step)/mul"}
+  %full = f32[1,256]{1,0} get-tuple-element(%pair), index=1
+  %softmax = (bf16[2,4]{1,0}, u8[0]{0}) custom-call(%full), custom_call_target="__cudnn$fmhaSoftmax"
+  %put = f32[4,256]{1,0} fusion(%stack, %full, %i), kind=kLoop, calls=%update
+  ROOT %out = (s32[], f32[4,256]{1,0}) tuple(%i, %put)
+}
+
+%condition (c: (s32[], f32[4,256])) -> pred[] {
+  %c = (s32[], f32[4,256]{1,0}) parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+
+ENTRY %main (a.0: f32[4,256], a.1: s32[], a.2: bf16[256]) -> (f32[4,256], f32[8], s32[]) {
+  %a.0 = f32[4,256]{1,0} parameter(0)
+  %a.1 = s32[] parameter(1)
+  %a.2 = bf16[256]{0} parameter(2)
+  %filled = f32[4,256]{1,0} fusion(), kind=kLoop, calls=%zeros
+  %thin = bf16[4,256]{1,0} fusion(%a.0), kind=kLoop, calls=%cast
+  %turned = bf16[256,4]{1,0} transpose(%thin), dimensions={1,0}
+  %first = (s32[], f32[4,256]{1,0}) tuple(%a.1, %filled)
+  %loop = (s32[], f32[4,256]{1,0}) while(%first), condition=%condition, body=%body, \
+backend_config={"known_trip_count":{"n":"4"}}
+  ROOT %end = (s32[], f32[4,256]{1,0}) tuple(%loop)
+}
+"""
+ROW = 4 * 256
+
+
+@pytest.fixture(scope="module")
+def found():
+    return audit(TEXT)
+
+
+def test_kernels_and_the_bytes_that_go_through_them(found) -> None:
+    told = {one.name: (one.work, one.place.name, one.read, one.written) for one in found.kernels}
+    assert told == {
+        "filled": ("fill", "", 0, 4 * ROW),
+        "thin": ("cast", "", 4 * ROW, 2 * ROW),
+        "turned": ("move", "", 2 * ROW, 2 * ROW),
+        # Of what is sliced and updated, the row alone; a place that is computed is no arithmetic.
+        "start": ("move", "1", ROW + 4, ROW),
+        "pair": ("compute", "1", 2 * ROW, ROW // 2 + ROW),
+        "softmax": ("attention", "1", ROW, 16),
+        "put": ("move", "1", ROW + 4, ROW),
+    }
+
+
+def test_kernels_in_loops_count_as_often_as_these_run(found) -> None:
+    assert found.by_work()["attention"] == 4 * (ROW + 16)
+    (row,) = rows(one for one in found.kernels if one.name == "pair")
+    assert row["bytes"] == 4 * row["bytes_once"] == 4 * (3 * ROW + ROW // 2)
+    assert (row["loop"], row["runs"], row["origin"]) == ("1", 4, "jit(step)/mul")
+
+
+def test_arguments_that_are_overwritten(found) -> None:
+    assert (found.aliased, found.donated) == (4 * ROW + 4, 2)
+
+
+def test_what_is_asked_of_it(found) -> None:
+    assert [one.name for one in found.calls("fmha")] == ["softmax"]
+    assert [one.name for one in found.moved(2 * ROW)] == ["filled", "turned"]
+    assert [one.name for one in found.writes("f32", 4 * 256)] == ["filled", "put"]
+    assert [one.name for one in found.largest(2)] == ["filled", "thin"]
+    assert found.shapes("bf16") == {(1, 256), (2, 4), (4, 256), (256, 4)}
+    assert next(one for one in found.kernels if one.name == "turned").opcodes == {"transpose"}
+    assert dimensions("f32[]") == ()
+
+
+def test_other_text_is_refused() -> None:
+    with pytest.raises(ValueError, match="no ENTRY"):
+        audit("module { }")
