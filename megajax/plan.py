@@ -3,18 +3,18 @@
 import shutil
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 from megajax.config.builds import resolve
 from megajax.config.command_line import Flag, front_door, parse
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.patch import plain_name
-from megajax.planning.command import FLAGS, count_devices, plan
+from megajax.planning.command import FLAGS, PNG, count_devices, plan, source_of, take_searched
 
 DESCRIPTION = """With --config and --devices: compile the config's train step for GPUs that are not there, and print
 what each of them holds, whether it fits, every collective, and how long a step should take. With --formula, all that by
-formulas, in a second and without a compiler. Overrides are as in training; data need not exist.
+formulas, in a second and without a compiler. Overrides are as in training; data need not exist. --search finds the
+fastest layout, --compare puts two plans beside each other, --sweep draws curves over numbers of devices.
 
 With --schedule, --stages and --microbatches: draw a pipeline schedule: which stage works on which microbatch at each
 tick, what share of the time stages wait (the bubble), and how many activations each stage keeps."""
@@ -27,11 +27,12 @@ SCHEDULE_FLAGS = (
     Flag("virtual-stages", int, 1, help="chunks of layers each stage holds: shorter bubbles, more traffic"),
     Flag("loss-wait", Literal[0, 1], 0, help="ticks between an output and its loss: 0 unless given here, 1 in training "
          "(parallel.loss_wait)"),
-    Flag("png", Path | None, help="also draw it into this file (extra plot)"),
+    PNG,
 )  # fmt: skip
 MOST_ENTRIES = 1_000_000
 USAGE = """
   python -m megajax.plan --config=FILE --devices=h100:128          compiles the config for 128 GPUs (or --formula)
+  python -m megajax.plan --config=FILE --devices=h100:128 --search     finds its fastest layout there
   python -m megajax.plan --schedule=1f1b --stages=4 --microbatches=8   draws a schedule"""
 
 
@@ -43,12 +44,12 @@ def main(argv: list[str]) -> int:
     """
     names = {plain_name(word.lstrip("-").partition("=")[0]) for word in argv if word.startswith("-")}
     if names & {"h", "help"}:
-        optional = tuple(replace(flag, required=False) for flag in SCHEDULE_FLAGS)
+        optional = tuple(replace(flag, required=False) for flag in SCHEDULE_FLAGS if flag not in FLAGS)
         parse(argv, verb="plan", flags=(*FLAGS, *optional), description=DESCRIPTION)
     match "config" in names, "schedule" in names:
         case True, False:
             for flag in SCHEDULE_FLAGS:
-                if plain_name(flag.name) in names:
+                if plain_name(flag.name) in names and flag not in FLAGS:
                     raise UserError(f"--{flag.name} goes with --schedule, not with --config{USAGE}")
             return plan_config(argv)
         case False, True:
@@ -60,9 +61,10 @@ def main(argv: list[str]) -> int:
 
 
 def plan_config(argv: list[str]) -> int:
-    """Plan a config; print the tables and, with --json, write them."""
-    command = parse(argv, verb="plan", flags=FLAGS, description=DESCRIPTION, count_devices=count_devices)
-    plan(command.config, command.flags)
+    """Plan a config; print the tables and write what is asked for."""
+    words, fixed = take_searched(argv)
+    command = parse(words, verb="plan", flags=FLAGS, description=DESCRIPTION, count_devices=count_devices)
+    plan(command.config, command.flags, source_of(argv), fixed)
     return 0
 
 

@@ -11,14 +11,18 @@ from megajax.planning.devices import Cluster
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
+def missing() -> list[str]:
+    """Of the compiler for GPUs and cuDNN, what is not installed."""
+    needed = (("the CUDA plugin of jax", _plugin()), ("cuDNN", _found("nvidia.cudnn")))
+    return [name for name, found in needed if not found]
+
+
 def prepare() -> None:
     """Set what jax reads at its import. Raises UserError where the compiler for GPUs, or cuDNN, is not installed."""
-    missing = [
-        name for name, found in (("the CUDA plugin of jax", _plugin()), ("cuDNN", _found("nvidia.cudnn"))) if not found
-    ]
-    if missing:
+    absent = missing()
+    if absent:
         raise UserError(
-            f"compiling for GPUs that are not there needs {' and '.join(missing)}: install the extra aot with\n"
+            f"compiling for GPUs that are not there needs {' and '.join(absent)}: install the extra aot with\n"
             "  uv sync --extra aot\nor\n  pip install 'megajax[aot]'"
         )
     os.environ["JAX_PLATFORMS"] = "cpu"  # or jax reports at length that it finds no GPU

@@ -70,6 +70,8 @@ class Device:
     """Seconds of one hop between nodes."""
     launch: float = 12e-6
     """Seconds that any collective takes at least."""
+    host: float = 50e9
+    """To or from host memory, bytes/s that large copies reach: PCIe 5.0 x16 unless given (64 GB/s by its standard)."""
 
     @property
     def usable_gib(self) -> float:
@@ -117,6 +119,7 @@ _AMPERE = {
     # FlashAttention-2 (Dao 2023, figures 4 to 6): 190 to 200 TFLOP/s forward, 170 to 180 both.
     "attention_forward": 0.60,
     "attention_backward": 0.52,
+    "host": 25e9,  # PCIe 4.0 x16: 32 GB/s by its standard
 }
 _HOPPER = {
     "peak": 989.4e12,
@@ -153,8 +156,8 @@ DEVICES = {
     "h100": _known("h100", **_HOPPER),
     "h200": _known("h200", **_HOPPER),
     "b200": _known("b200", peak=2250e12, peak_fp8=4500e12, **_BLACKWELL),
-    # The same chip with a higher power limit.
-    "gb200": _known("gb200", peak=2450e12, peak_fp8=4900e12, **_BLACKWELL),
+    # The same chip with a higher power limit; NVLink-C2C to the host: 900 GB/s of two GPUs, both directions.
+    "gb200": _known("gb200", peak=2450e12, peak_fp8=4900e12, host=200e9, **_BLACKWELL),
 }
 """By the names of megajax.planning.devices.GPUS."""
 

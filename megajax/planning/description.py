@@ -67,6 +67,8 @@ class Description:
     moments: int = 2
     """Arrays of the optimizer for each weight."""
     moment_bytes: int = 4
+    moments_away: float = 0.0
+    """Share of them that waits in host memory between updates."""
     steps: int = 0
     """Of the whole run; 0: not known."""
     system: System = OURS
@@ -159,5 +161,6 @@ def describe(cfg: RunConfig, device: Device, devices: int, per_node: int | None 
         reduce=cfg.precision.reduce,
         moments=1 if few else 2,
         moment_bytes=BYTES[cfg.optimizer.moments],
+        moments_away=cfg.optimizer.offload,
         steps=cfg.steps,
     )

@@ -88,7 +88,7 @@ def estimate(run: Description) -> Estimate:
 
     Raises UserError for a layer there is no formula for, and for fp8 on a device that has none.
     """
-    times, share = _times(run)
+    times, share = layer_times(run)
     head = head_time(run)
     microbatches = run.microbatches
     rows = traffic(run, times, held_weights(run))
@@ -131,7 +131,7 @@ def megatron_report(run: Description) -> MemoryReport:
     return memory_report(run.model, setting)
 
 
-def _times(run: Description) -> tuple[Times, Seconds]:
+def layer_times(run: Description) -> tuple[Times, Seconds]:
     """Of the layers of one device and one microbatch; the second is their sum by what bounds it."""
     kept, others, share = run.recomputing.kept(), run.recomputing.others(), run.recomputing_share
     repeats = run.rows * run.parallel.virtual_stages
@@ -151,10 +151,14 @@ def _times(run: Description) -> tuple[Times, Seconds]:
 
 
 def _optimizer(run: Description, memory: Footprint) -> float:
-    """Gradient read twice, for the norm and the update; weights and moments read and written; a 16-bit copy made."""
+    """Gradient read twice, for the norm and the update; weights and moments read and written; a 16-bit copy made.
+
+    Moments in host memory are fetched and sent back, and nothing runs beside that.
+    """
     weights = memory.parameters / 4
+    away = run.moments_away * run.moments * run.moment_bytes * weights
     moved = weights * (8 + 8 + 2 * run.moments * run.moment_bytes + run.width)
-    return moved / (run.device.bandwidth * run.device.stream)
+    return moved / (run.device.bandwidth * run.device.stream) + 2 * away / run.device.host
 
 
 def to_dict(found: Estimate) -> dict[str, Any]:

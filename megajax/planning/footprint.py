@@ -24,6 +24,7 @@ class Footprint:
     parameters: float
     """float32 master weights, at rest."""
     optimizer: float
+    """Its moments, without those that wait in host memory."""
     weights: float
     """In compute dtype, as held during the step."""
     gradients: float
@@ -81,7 +82,7 @@ def footprint(run: Description) -> Footprint:
     copies = 0.0 if run.compute == "float32" and spread == 1 else within * run.width
     return Footprint(
         parameters=4 * held / spread,
-        optimizer=run.moments * run.moment_bytes * held / spread,
+        optimizer=(1 - run.moments_away) * run.moments * run.moment_bytes * held / spread,
         weights=copies,
         gradients=accumulators + once,
         activations=kept * run.rows * ring,
@@ -100,7 +101,8 @@ def kept_bytes(run: Description, block: BlockWork, kept: Kept) -> float:
     else:
         here = tuple(part for part in kept.parts if part not in kept.offloaded)
         elements = 0.0 if "input" in kept.offloaded else residual / kept.together
-        elements += ("residual" in here) * residual + 2 * ("norm" in here) * residual
+        # Norms' outputs are kept as matmuls read them: gathered along the sequence.
+        elements += ("residual" in here) * residual + 2 * ("norm" in here) * run.model.hidden
         elements += ("latent" in here) * block.latent
         elements += sum(count for part, count in block.parts.items() if part in here) / tensor
     statistics = 4 * block.heads / tensor if "core_attention" in here and block.fused else 0

@@ -12,6 +12,7 @@ from megajax.metrics import banner
 from megajax.metrics.banner import Section
 from megajax.metrics.text import count, duration
 from megajax.models.flops import parameter_count
+from megajax.planning import whatif
 from megajax.planning.costs import Device, calibrated, known_device, read_device
 from megajax.planning.description import describe
 from megajax.planning.devices import GIB, Cluster, read_cluster
@@ -56,6 +57,17 @@ def device_of(cluster: Cluster, flags: Mapping[str, Any]) -> Device:
 def plan(cfg: RunConfig, cluster: Cluster, device: Device) -> Estimate:
     """The estimate of a config that passes its checks on those devices. Raises UserError as `estimate` does."""
     return estimate(describe(cfg, device, cluster.devices, cluster.per_node))
+
+
+def run(cfg: RunConfig, cluster: Cluster, device: Device, flags: Mapping[str, Any]) -> Estimate:
+    """Plan, print, and write what the flags ask for. Raises UserError as `plan` does, and for files."""
+    found = plan(cfg, cluster, device)
+    show(found)
+    if not found.fits:
+        whatif.show(whatif.Situation(cfg=cfg, cluster=cluster, device=device))
+    if flags["json"] is not None:
+        write_json(found, flags["json"])
+    return found
 
 
 def write_json(found: Estimate, path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from megajax.config.tree import check
-from megajax.config.xla import ABSENT_GPU, compiler_options
+from megajax.config.xla import ABSENT_GPU, Option, compiler_options
 from megajax.kernels.capability import Device
 from megajax.mesh.mesh import build_mesh
 from megajax.pipeline.check import measure
@@ -86,9 +86,12 @@ def compile_train_step(cfg: RunConfig, cluster: Cluster) -> TrainPlan:
     state, batch = program.state_like(), program.batch_like()
     # Any: a jitted function also has `lower`.
     step: Any = program.train_step
+    held = bytes_per_device((state.params, state.optimizer))
     started = time.monotonic()
     with jax.set_mesh(mesh), jax.default_matmul_precision(cfg.precision.matmul_precision()):
-        compiled = step.lower(state, batch).compile(compiler_options=compiler_options(*ABSENT_GPU))
+        memory = scheduler_memory(cfg, cluster.gpu, held)
+        asked = compiler_options(*ABSENT_GPU, *[memory] * (memory.name not in cfg.xla.options))
+        compiled = step.lower(state, batch).compile(compiler_options=asked)
     seconds = time.monotonic() - started
     found, text = compiled.memory_analysis(), compiled.as_text()
     memory = Memory(
@@ -111,6 +114,18 @@ def compile_train_step(cfg: RunConfig, cluster: Cluster) -> TrainPlan:
         compile_seconds=seconds,
         text=text,
     )
+
+
+def scheduler_memory(cfg: RunConfig, gpu: GPU, held: int) -> Option:
+    """What lets the scheduler use as much memory to hide collectives as it would where the GPU is there.
+
+    It may fill (base - arguments) x factor, and hides less and less where that is not enough. Its base is what the
+    process has of the GPU's memory, or, of an absent one, 0.8 of it (xla/service/gpu/gpu_hlo_schedule.cc). held: bytes
+    of the arguments.
+    """
+    there, absent = (share * gpu.memory_gib * GIB - held for share in (cfg.xla.memory_fraction, 0.8))
+    factor = round(95 * there / absent) if 0 < absent < there else 95
+    return Option("xla_gpu_memory_limit_slop_factor", factor, "as much memory as the process would have on the GPU")
 
 
 def with_kernels(cfg: RunConfig, gpu: GPU) -> tuple[RunConfig, tuple[str, ...]]:

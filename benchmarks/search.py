@@ -1,0 +1,51 @@
+"""What the planner's search finds for shipped configs, beside the layouts their published runs have.
+
+Run:  python benchmarks/search.py [NAME ...]
+
+Each of `CASES` is searched by formulas and, where the extra aot is installed, its three best are compiled. Needs no
+device. Writes benchmarks/results/search_NAME.json.
+"""
+
+import contextlib
+import io
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import outcome
+
+from megajax.config.errors import UserError
+from megajax.plan import main as plan
+
+CASES = {
+    "llama3_70b_64": ("llama3_70b.py", "h100:64"),
+    "gpt3_175b_128": ("gpt3_175b.py", "h100:128"),
+    "gpt3_175b_1024": ("gpt3_175b.py", "h100:1024"),
+    "llama3_8b_h200": ("llama3_8b.py", "h200:8"),
+}
+"""Config and devices."""
+
+
+def main(names: list[str]) -> None:
+    """Search those named, or all. Raises UserError for a name that is none."""
+    for name in names or CASES:
+        if name not in CASES:
+            raise UserError(f"no case {name}: there are {', '.join(CASES)}")
+        config, devices = CASES[name]
+        with tempfile.TemporaryDirectory() as folder:
+            file, started, printed = Path(folder) / "found.json", time.monotonic(), io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                plan([f"--config={config}", f"--devices={devices}", "--search", f"--json={file}"])
+            print(printed.getvalue())
+            found = json.loads(file.read_text())
+        outcome.write_to(
+            outcome.RESULTS / f"search_{name}.json",
+            {"config": config, "wall_seconds": time.monotonic() - started, "printed": printed.getvalue().splitlines()}
+            | found,
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,17 @@
+"""A compiled plan that does not fit: its largest arrays, and the cheapest changes, corrected by the compiler's peak."""
+
+from typing import TextIO
+
+from megajax.planning import whatif
+from megajax.planning.costs import Device
+from megajax.planning.devices import GIB
+from megajax.planning.largest import largest
+from megajax.planning.train_step import TrainPlan
+
+
+def show(plan: TrainPlan, device: Device, file: TextIO | None = None) -> None:
+    """Print both. Peaks of changes are the formula's, plus what this program is larger by formula."""
+    here = whatif.Situation(cfg=plan.cfg, cluster=plan.cluster, device=device)
+    excess = plan.memory.peak / GIB - here.now.memory.peak_gib
+    here = whatif.Situation(cfg=plan.cfg, cluster=plan.cluster, device=device, excess=excess)
+    whatif.show(here, largest(plan.text), file)

@@ -1,0 +1,248 @@
+"""python -m megajax.plan --search: what it finds, keeps, refuses, writes, and how it goes on after a stop."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megajax.config import load
+from megajax.config.errors import UserError
+from megajax.mesh.config import ParallelConfig
+from megajax.plan import main
+from megajax.planning.candidates import Choice, Space, apply, problems
+from megajax.planning.costs import DEVICES
+from megajax.planning.description import describe
+from megajax.planning.estimate import Estimate, estimate
+from megajax.planning.search import Group, Task, explore, groups, merged
+from megajax.planning.verified import Compiled, compile_best
+from megajax.planning.winners import rows_of
+
+ROOT = Path(__file__).parents[2]
+H100 = DEVICES["h100"]
+
+
+def task(name: str, devices: int, *overrides: str, device: str = "h100", **fixed: Any) -> Task:
+    cfg: Any = load(str(ROOT / "configs" / f"{name}.py"), *overrides)
+    chosen = DEVICES[device]
+    return Task(space=Space(cfg=cfg, devices=devices, per_node=chosen.per_node, fixed=fixed), device=chosen)
+
+
+def found(asked: Task) -> dict[tuple[int, int, int], Group]:
+    return {group.place: group for group, _ in groups(asked, {})}
+
+
+def published(asked: Task, devices: int, layout: ParallelConfig, **model: Any) -> Estimate:
+    """Of a published layout, in our own system; it may be one that a config may not ask for."""
+    described = describe(asked.space.cfg, H100, devices)
+    return estimate(replace(described, parallel=layout, micro_size=1, model=replace(described.model, **model)))
+
+
+PUBLISHED: dict[str, tuple[str, int, dict[str, int]]] = {
+    "Llama-3 70B, 64, with context": (
+        "llama3_70b",
+        64,
+        {"tensor": 4, "pipeline": 4, "virtual_stages": 5, "context": 2},
+    ),
+    "Llama-3 70B, 64": ("llama3_70b", 64, {"tensor": 4, "pipeline": 4, "virtual_stages": 5}),
+    "GPT-3 175B, 128": ("gpt3_175b", 128, {"tensor": 4, "pipeline": 8, "virtual_stages": 12}),
+    "GPT-3 175B, 1024": ("gpt3_175b", 1024, {"tensor": 4, "pipeline": 8, "virtual_stages": 12}),
+}
+"""Config, H100s, and the layout NeMo's published runs have: one row of a microbatch each."""
+
+
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_it_finds_a_layout_no_slower_than_the_published_one(case: str) -> None:
+    name, devices, sizes = PUBLISHED[case]
+    asked = task(name, devices, data_sharding="zero1")
+    data = devices // (sizes["tensor"] * sizes["pipeline"] * sizes.get("context", 1))
+    base = ParallelConfig(data=data, sequence=True, schedule="interleaved", data_sharding="zero1")
+    layout = replace(base, **sizes)
+    entries, tally = merged(found(asked))
+    best = entries[0]
+    other = published(asked, devices, layout, recompute="selective")
+    assert best.step_seconds <= other.step_seconds
+    assert not published(asked, devices, layout, recompute="none").fits, "it keeps all elsewhere; here that is too much"
+    assert best.peak <= asked.limit and tally.total > 3000
+    # What it found is a config that training takes, and takes as long as it said.
+    cfg = apply(best.choice, asked.space.cfg)
+    assert not problems(cfg, devices)
+    assert estimate(describe(cfg, H100, devices)).step_seconds == pytest.approx(best.step_seconds)
+
+
+def test_nothing_it_lists_is_refused_or_too_large_and_none_is_listed_twice() -> None:
+    asked = task("llama3_8b", 8, device="h200")
+    entries, _ = merged(found(asked))
+    assert len({entry.choice.kind for entry in entries}) == len(entries)
+    for entry in entries:
+        assert not asked.refusal(entry.choice)
+        assert asked.estimated(entry.choice).memory.peak == pytest.approx(entry.peak) and entry.peak <= asked.limit
+    assert [entry.step_seconds for entry in entries] == pytest.approx(
+        sorted(entry.step_seconds for entry in entries), rel=1e-2
+    )
+
+
+def test_it_is_the_best_of_all_that_can_be_written() -> None:
+    """By brute force over a small corner."""
+    asked = task("llama3_8b", 8, device="h100", data_sharding="zero1", recompute="selective", micro_size=1)
+    entries, _ = merged(found(asked))
+    space, best = asked.space, float("inf")
+    for tensor in (1, 2, 4, 8):
+        for pipeline in (1, 2, 4, 8):
+            for chunks in (1, 2, 4, 8, 16, 32):
+                for sequence in (True, False):
+                    if 8 % (tensor * pipeline):
+                        continue
+                    choice = Choice(
+                        tensor=tensor, pipeline=pipeline, virtual_stages=chunks, data=8 // (tensor * pipeline),
+                        data_sharding="zero1", sequence=sequence, micro_size=1,
+                    )  # fmt: skip
+                    if problems(apply(choice, space.cfg), 8) or asked.estimated(choice).memory.peak > asked.limit:
+                        continue
+                    best = min(best, asked.estimated(choice).step_seconds)
+    assert entries[0].step_seconds == pytest.approx(best, rel=5e-3)
+
+
+def test_layers_that_recompute_are_as_few_as_fit() -> None:
+    asked = task("llama3_70b", 64, tensor=1, pipeline=1, data_sharding="fsdp", micro_size=1)
+    (entry,) = explore(asked, (1, 1, 64)).best
+    assert entry.choice.recompute == "full" and entry.choice.recompute_layers is not None
+    one_less = replace(entry.choice, recompute_layers=entry.choice.recompute_layers - 1)
+    assert entry.peak <= asked.limit < asked.estimated(one_less).memory.peak
+
+
+def test_moments_go_to_host_memory_only_where_nothing_fits_otherwise() -> None:
+    tight = replace(H100, memory_gib=40.0)
+    asked = task("gpt3_6_7b", 8)
+    group = explore(Task(space=asked.space, device=tight), (8, 1, 1))
+    assert group.best and all(entry.choice.offload == 0 for entry in group.best)
+    tighter = explore(Task(space=asked.space, device=replace(H100, memory_gib=19.0)), (8, 1, 1))
+    assert tighter.best and all(entry.choice.offload > 0 for entry in tighter.best)
+    first = tighter.best[0].choice
+    slow, quick = asked.estimated(first), asked.estimated(replace(first, offload=0.0))
+    assert slow.optimizer_seconds > 10 * quick.optimizer_seconds and slow.memory.optimizer < quick.memory.optimizer
+
+
+def planned(folder: Path, *arguments: str, config: str = "llama3_70b.py", devices: str = "h100:64") -> dict[str, Any]:
+    file = folder / "found.json"
+    asked = [f"--config={config}", f"--devices={devices}", "--search", "--compile=0", f"--json={file}", *arguments]
+    assert main(asked) == 0
+    return json.loads(file.read_text())
+
+
+def test_what_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "best.py"
+    written = planned(tmp_path, f"--out={out}", "--batch.global_size=256")
+    printed = capsys.readouterr().out
+    for text in ("pure FSDP", "tensor 8 without a pipeline", "the config as given", "slower", "traffic over tensor"):
+        assert text in printed
+    assert "context and expert parallelism are left out" in printed and f"--config={out}" in printed
+    assert len(written["best"]) == 5 and written["best"][0]["step_seconds"] <= written["best"][1]["step_seconds"]
+    assert all(row["why"] for row in written["best"])
+    # The file is a config; so is the command line. Both are what was found.
+    best: Any = load(str(out), devices=64)
+    again: Any = load("llama3_70b.py", *written["settings"], devices=64)
+    assert best == again and best.batch.global_size == 256
+    assert estimate(describe(best, H100, 64)).step_seconds == pytest.approx(written["best"][0]["step_seconds"])
+    assert "--batch.global_size=256" in printed
+
+
+def test_a_config_beside_is_loaded_from_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text((ROOT / "configs" / "llama3_8b.py").read_text())
+    out = tmp_path / "runs" / "best.py"
+    out.parent.mkdir()
+    planned(tmp_path, f"--out={out}", config=f"{tmp_path}/mine.py:debug", devices="h100:8")
+    assert load(str(out), devices=8) is not None and "../mine.py" in out.read_text()
+
+
+def test_given_settings_stay(tmp_path: Path) -> None:
+    written = planned(tmp_path, "--parallel.tensor=8", "--model.recompute", "full", "--batch.micro-size=2")
+    for row in written["best"]:
+        assert (row["tensor"], row["recompute"], row["recompute_layers"], row["micro_size"]) == (8, "full", None, 2)
+    assert written["fixed"] == {"tensor": 8, "recompute": "full", "micro_size": 2}
+
+
+def test_it_searches_where_the_config_itself_does_not_fit(tmp_path: Path) -> None:
+    """GPT-3 175B's own layout takes 128 devices; for 64 there is another."""
+    written = planned(tmp_path, config="gpt3_175b.py")
+    assert written["best"][0]["tensor"] > 1
+    (given,) = [one for one in written["well_known"] if one["choice"].startswith("the config")]
+    assert given["verdict"].startswith("refused: parallel")
+
+
+def test_a_search_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "search.jsonl"
+    whole = planned(tmp_path, f"--resume={file}", config="llama3_8b.py", devices="h100:8")
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines[:4], lines[4][:50]]))  # stopped while it wrote the fourth group
+    made: list[tuple[int, int, int]] = []
+
+    def counted(asked: Task, place: tuple[int, int, int]) -> Group:
+        made.append(place)
+        return explore(asked, place)
+
+    monkeypatch.setattr("megajax.planning.search.explore", counted)
+    again = planned(tmp_path, f"--resume={file}", config="llama3_8b.py", devices="h100:8")
+    assert again["best"] == whole["best"] and len(made) == len(lines) - 1 - 3
+    made.clear()
+    planned(tmp_path, f"--resume={file}", config="llama3_8b.py", devices="h100:8")
+    assert not made
+    with pytest.raises(UserError, match="is not of this search"):
+        planned(tmp_path, f"--resume={file}", "--network=25", config="llama3_8b.py", devices="h100:8")
+
+
+def test_the_compiler_has_the_last_word() -> None:
+    asked = task("llama3_8b", 8)
+    entries, _ = merged(found(asked))
+    usable = H100.usable_gib
+    known: dict[Choice, Compiled] = {}
+
+    def compiler(choice: Choice) -> Compiled:
+        if choice == entries[0].choice:
+            return Compiled(peak_gib=usable + 1, fits=False)
+        if choice == entries[1].choice:
+            return Compiled(error="no such kernel")
+        slow = asked.estimated(choice).step_seconds * (1.2 if choice == entries[2].choice else 1.01)
+        return Compiled(peak_gib=50.0, fits=True, step_seconds=slow, compute_seconds=slow)
+
+    compile_best((entry.choice for entry in entries), 2, compiler, known, known.__setitem__)
+    assert list(known) and set(known) == {entry.choice for entry in entries[:4]}
+    rows = rows_of(asked, entries, known)
+    assert [row.entry for row in rows[:2]] == [entries[3], entries[2]], "confirmed ones first, by their own time"
+    assert all(row.compiled is None and row.entry in entries[4:] for row in rows[2:])
+    assert rows[0].peak_gib == 50.0 and "slower" in rows[1].why and "to spare" in rows[0].why
+    before = dict(known)
+
+    def never(choice: Choice) -> Compiled:
+        raise AssertionError(choice)
+
+    compile_best((entry.choice for entry in entries), 2, never, known, known.__setitem__)
+    assert known == before, "nothing is compiled twice"
+
+
+REFUSED = {
+    "tensor": (["--parallel.tensor=3"], "no layout of 64 devices has tensor=3"),
+    "type": (["--parallel.tensor=four"], "parallel.tensor: expected a whole number"),
+    "rules": (["--parallel.tensor=1", "--parallel.sequence"], "sequence parallelism needs parallel.tensor > 1"),
+    "memory": (["--parallel.tensor=1", "--parallel.pipeline=1", "--parallel.data_sharding=replicate"], "nothing fits"),
+    "name": (["--parallel.tensr=8"], "did you mean parallel.tensor"),
+    "out": (["--out=best.yaml"], "must end in .py"),
+    "own file": ([f"--out={ROOT}/configs/llama3_70b.py"], "is the config itself"),
+    "compile": (["--compile=-1"], "--compile must be 0 or more"),
+    "two": (["--sweep=devices:64"], "goes with no --search"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str) -> None:
+    arguments, message = REFUSED[case]
+    with pytest.raises(UserError) as caught:
+        main(["--config=llama3_70b.py", "--devices=h100:64", "--search", *arguments])
+    assert message in str(caught.value)
+
+
+def test_flags_of_a_search_alone() -> None:
+    for flag in ("--out=x.py", "--resume=x", "--compile=1"):
+        with pytest.raises(UserError, match="goes with --search"):
+            main(["--config=llama3_70b.py", "--devices=h100:64", "--formula", flag])
