@@ -6,15 +6,11 @@ They are compared with compiled plans in docs/planning.md. Vectors (norms, biase
 
 from dataclasses import dataclass
 
-from megajax.layers.kept import Kept
+from megajax.layers.kept import PARTS, Kept
 from megajax.planning.bubble import bubble
 from megajax.planning.description import BYTES, Description
 from megajax.planning.devices import GIB
 from megajax.planning.work import BlockWork, block_work, blocks_of
-
-KEPT_FFN = {False: 5, True: 7}
-"""Arrays of T x F in 16 bits that `none` keeps beside those of `selective`, of an MLP without and with a gate: what is
-inside the activation, some of it in float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,18 +89,13 @@ def footprint(run: Description) -> Footprint:
 def kept_bytes(run: Description, block: BlockWork, kept: Kept) -> float:
     """Of one microbatch, by a block; what waits in host memory does not count."""
     residual, tensor = run.model.hidden / run.cut, run.parallel.tensor
-    if kept.parts is None:
-        whole = 2 * run.model.hidden if run.cut > 1 else 0
-        named = sum(block.parts.values()) - block.parts["activation"]
-        elements = 8 * residual + whole + (named + KEPT_FFN[block.gated] * block.ffn) / tensor + block.latent
-        here = ("core_attention",)
-    else:
-        here = tuple(part for part in kept.parts if part not in kept.offloaded)
-        elements = 0.0 if "input" in kept.offloaded else residual / kept.together
-        # Norms' outputs are kept as matmuls read them: gathered along the sequence.
-        elements += ("residual" in here) * residual + 2 * ("norm" in here) * run.model.hidden
-        elements += ("latent" in here) * block.latent
-        elements += sum(count for part, count in block.parts.items() if part in here) / tensor
+    # Where nothing is computed again, norms and activations keep their inputs alone: as if all parts were named.
+    here = tuple(part for part in (PARTS if kept.parts is None else kept.parts) if part not in kept.offloaded)
+    elements = 0.0 if "input" in kept.offloaded else residual / kept.together
+    # Norms' outputs are kept as matmuls read them: gathered along the sequence.
+    elements += ("residual" in here) * residual + 2 * ("norm" in here) * run.model.hidden
+    elements += ("latent" in here) * block.latent
+    elements += sum(count for part, count in block.parts.items() if part in here) / tensor
     statistics = 4 * block.heads / tensor if "core_attention" in here and block.fused else 0
     return run.tokens * (elements * run.width + statistics)
 

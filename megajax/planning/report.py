@@ -45,6 +45,7 @@ def to_dict(plan: TrainPlan, device: Device | None = None) -> dict[str, Any]:
         "arguments_gib": memory.arguments / GIB,
         "parameters_gib": memory.parameters / GIB,
         "optimizer_gib": memory.optimizer / GIB,
+        "host_gib": memory.host / GIB,
         "temporary_gib": memory.temporary / GIB,
         "outputs_gib": memory.outputs / GIB,
         "aliased_gib": memory.aliased / GIB,
@@ -126,6 +127,7 @@ def sections(plan: TrainPlan, device: Device | None = None) -> list[Section]:
     held = [
         ("weights", f"{_gib(memory.parameters)}  master weights"),
         ("optimizer", f"{_gib(memory.optimizer)}  its state"),
+        *([("in host memory", f"{_gib(memory.host)}  beside that")] if memory.host else []),
         ("batch and rest", f"{_gib(rest)}  other arguments of the step"),
         ("temporary", f"{_gib(memory.temporary)}  weights in compute dtype, gradients, activations"),
         ("outputs", f"{_gib(memory.outputs - memory.aliased)}  not in the place of arguments"),

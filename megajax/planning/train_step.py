@@ -37,6 +37,8 @@ class Memory:
     """Of the arguments, master weights."""
     optimizer: int
     """Of the arguments, optimizer state."""
+    host: int = 0
+    """In the memory of its host: moments and kept tensors that wait there."""
 
     @property
     def peak(self) -> int:
@@ -100,7 +102,8 @@ def compile_train_step(cfg: RunConfig, cluster: Cluster) -> TrainPlan:
         aliased=found.alias_size_in_bytes,
         temporary=found.temp_size_in_bytes,
         parameters=bytes_per_device(state.params),
-        optimizer=bytes_per_device(state.optimizer),
+        optimizer=bytes_per_device(state.optimizer) - found.host_argument_size_in_bytes,
+        host=found.host_argument_size_in_bytes + found.host_temp_size_in_bytes,
     )
     return TrainPlan(
         cfg=cfg,

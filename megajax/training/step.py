@@ -73,7 +73,7 @@ def make_train_step(
         lr = schedule(state.scheduled_samples)
         params = place(state.params, on_optimizer)
         rates = partial(schedule.rates, state.scheduled_samples, optimizer.cfg.weight_decay)
-        before = on_device(state.optimizer, shardings.optimizer)
+        before = on_device(state.optimizer, optimizer.cfg.offload)
         updated, moments = optimizer.update(grads, before, params, rates=rates)
         rows = batch.sample.size
         scale, counters = scaler.update(state.loss_scale, state.scale_counters, finite)
@@ -85,7 +85,7 @@ def make_train_step(
         new = TrainState(
             step=state.step + 1,
             params=place(select(made, updated, params), shardings.params),
-            optimizer=at_rest(select(made, moments, before), shardings.optimizer),
+            optimizer=at_rest(select(made, moments, before), optimizer.cfg.offload),
             loss_scale=scale,
             scale_counters=counters,
             consumed_samples=state.consumed_samples + jnp.uint32(rows),

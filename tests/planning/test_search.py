@@ -61,9 +61,10 @@ def test_it_finds_a_layout_no_slower_than_the_published_one(case: str) -> None:
     layout = replace(base, **sizes)
     entries, tally = merged(found(asked))
     best = entries[0]
-    other = published(asked, devices, layout, recompute="selective")
-    assert best.step_seconds <= other.step_seconds
-    assert not published(asked, devices, layout, recompute="none").fits, "it keeps all elsewhere; here that is too much"
+    # With recompute=none a context axis, which a config refuses in this version, would be 2.5 % faster: docs/planning.md.
+    words = ("selective",) if "context" in sizes else ("selective", "none")
+    kept = [published(asked, devices, layout, recompute=word) for word in words]
+    assert best.step_seconds <= min(other.step_seconds for other in kept if other.fits)
     assert best.peak <= asked.limit and tally.total > 3000
     # What it found is a config that training takes, and takes as long as it said.
     cfg = apply(best.choice, asked.space.cfg)
