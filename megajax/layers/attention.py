@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.layers.config import AttentionConfig
 from megajax.layers.context import Context
 from megajax.layers.core_attention import CoreAttention, choose_kernel
-from megajax.layers.param import ZEROS, Normal, Site, param
+from megajax.layers.param import ZEROS, Normal, Site, maxima, param
 
 __all__ = ["Attention", "choose_kernel"]
 
@@ -38,6 +38,7 @@ class Attention(nnx.Module):
             # Used where heads are cut over devices: the compiler completes the gains' gradients layer by layer.
             self.query_norm = cfg.qk_norm.build(site, size=size, axis="head_dim")
             self.key_norm = cfg.qk_norm.build(site, size=size, axis="head_dim")
+        self.maxima = maxima(site, "query", "key", "value", "output", *(("gate",) if cfg.gate else ()))
         self.rope = None if cfg.rope is None else cfg.rope.build(size)
         self.core = CoreAttention(cfg, site, scale=site.score_scale(size) if cfg.scale is None else cfg.scale)
 
@@ -51,22 +52,32 @@ class Attention(nnx.Module):
         mixed = self.core(q, k, v, ctx)  # named "attention" in the kernel, beside what else its backward needs
         if self.cfg.gate:
             mixed = mixed * jax.nn.sigmoid(self.gated(x).astype("float32")).astype(mixed.dtype)
-        y = self.layout.dot("bsnh,nhd->bsd", mixed, self.output[...], "batch", "seq_residual", "embed")
+        y = self.layout.dot(
+            "bsnh,nhd->bsd", mixed, self.output[...], "batch", "seq_residual", "embed", maxima=self.maxima.get("output")
+        )
         return self.layout.add_bias(y, self.output_bias[...]) if self.cfg.bias else y
 
     def project(self, x: Array) -> tuple[Array, Array, Array]:
         """[B, S, D] -> queries [B, S, N, H], keys and values [B, S, K, H]."""
         dot = self.layout.dot
-        q = dot("bsd,dnh->bsnh", x, self.query[...], "batch", "seq", "heads", "head_dim")
-        k = dot("bsd,dkh->bskh", x, self.key[...], "batch", "seq", "kv_heads", "head_dim")
-        v = dot("bsd,dkh->bskh", x, self.value[...], "batch", "seq", "kv_heads", "head_dim")
+        q = dot(
+            "bsd,dnh->bsnh", x, self.query[...], "batch", "seq", "heads", "head_dim", maxima=self.maxima.get("query")
+        )
+        k = dot(
+            "bsd,dkh->bskh", x, self.key[...], "batch", "seq", "kv_heads", "head_dim", maxima=self.maxima.get("key")
+        )
+        v = dot(
+            "bsd,dkh->bskh", x, self.value[...], "batch", "seq", "kv_heads", "head_dim", maxima=self.maxima.get("value")
+        )
         if not self.cfg.has_qkv_bias():
             return q, k, v
         return _added(q, self.query_bias[...]), _added(k, self.key_bias[...]), _added(v, self.value_bias[...])
 
     def gated(self, x: Array) -> Array:
         """[B, S, D] -> [B, S, N, H], before the sigmoid."""
-        gate = self.layout.dot("bsd,dnh->bsnh", x, self.gate[...], "batch", "seq", "heads", "head_dim")
+        gate = self.layout.dot(
+            "bsd,dnh->bsnh", x, self.gate[...], "batch", "seq", "heads", "head_dim", maxima=self.maxima.get("gate")
+        )
         gate = gate + self.gate_bias[...][None, None] if self.cfg.has_qkv_bias() else gate
         return checkpoint_name(gate, "gate")
 

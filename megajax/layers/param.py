@@ -46,7 +46,7 @@ WEIGHTS_STREAM = 0
 ZEROS, ONES = Constant(0.0), Constant(1.0)
 
 type Init = Normal | Constant
-type Role = Literal["weight", "bias", "gain"]
+type Role = Literal["weight", "bias", "gain", "maxima"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +85,20 @@ def param(shape: tuple[int, ...], axes: LogicalAxes, *, init: Init, role: Role =
     return nnx.Param(jnp.zeros(shape, jnp.float32), axes=tuple(axes), init=init, role=role, init_path=None, layers=())
 
 
+class Maxima(nnx.Variable):
+    """How large x, w and the result's gradient are expected to be where they are multiplied, float32 [3]: no weight."""
+
+
+def maxima(site: Site, *names: str) -> nnx.Dict:
+    """For each weight of these names that `Layout.dot` multiplies by; nothing where the layout does not track them.
+
+    Their "gradients" are how large the three were.
+    """
+    metadata: Any = {"axes": (None,), "init": ZEROS, "role": "maxima", "init_path": None, "layers": ()}
+    tracked = names if site.layout.tracked else ()
+    return nnx.Dict({name: Maxima(jnp.zeros(3, jnp.float32), **metadata) for name in tracked})
+
+
 def stacked(block: nnx.Module, layers: tuple[int, ...]) -> nnx.Module:
     """The same module with a leading `layer` dimension on every weight; `layers` are their numbers in the model."""
     graph, state = nnx.split(block)
@@ -93,7 +107,7 @@ def stacked(block: nnx.Module, layers: tuple[int, ...]) -> nnx.Module:
         value = jnp.zeros((len(layers), *leaf.shape), leaf.dtype)
         name = "layer." + dotted(path)
         leaves.append(
-            (path, nnx.Param(value, **_metadata(leaf, axes=("layer", *leaf.axes), layers=layers, init_path=name)))
+            (path, type(leaf)(value, **_metadata(leaf, axes=("layer", *leaf.axes), layers=layers, init_path=name)))
         )
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 
@@ -109,7 +123,7 @@ def reordered[M: nnx.Module](model: M, order: Sequence[int]) -> M:
         if leaf.layers:
             layers = tuple(-1 if repeat < 0 else leaf.layers[repeat] for repeat in order)
             value = jax.ShapeDtypeStruct((len(order), *leaf.shape[1:]), leaf.dtype)
-            leaf = nnx.Param(value, **_metadata(leaf, layers=layers))
+            leaf = type(leaf)(value, **_metadata(leaf, layers=layers))
         flat.append((path, leaf))
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
@@ -123,10 +137,10 @@ def _metadata(leaf: nnx.Param, **changes: Any) -> dict[str, Any]:
     return {name: getattr(leaf, name) for name in ("axes", "init", "role", "init_path", "layers")} | changes
 
 
-def specs(model: nnx.Module) -> dict[str, ParamSpec]:
-    """Every weight of a module, by path."""
+def specs(model: nnx.Module, kind: type[nnx.Variable] = nnx.Param) -> dict[str, ParamSpec]:
+    """Every weight of a module, by path; or its Maxima."""
     found = {}
-    for parts, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+    for parts, leaf in nnx.to_flat_state(nnx.state(model, kind)):
         path = dotted(parts)
         found[path] = ParamSpec(
             path, tuple(leaf.shape), leaf.axes, leaf.init, leaf.role, leaf.init_path or path, leaf.layers

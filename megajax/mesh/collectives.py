@@ -45,6 +45,11 @@ def reduce_shards(x: Array, moves: Moves, also: Sequence[str] = ()) -> Array:
     return lax.psum(x, tuple(also)) if also else x
 
 
+def largest_over(x: Array, axes: Sequence[str]) -> Array:
+    """The largest value over the mesh axes, on all their devices."""
+    return lax.pmax(x, tuple(axes))
+
+
 def replica_axes() -> tuple[str, ...]:
     """Manual mesh axes with more than one device that work on different tokens."""
     sizes = manual_axes()

@@ -16,8 +16,18 @@ from megajax.mesh.collectives import gather_shards, moved_axes
 from megajax.mesh.mesh import free_axes, manual_axes
 from megajax.mesh.rules import LogicalAxes, Plan
 
-type Matmul = Callable[[str, Array, Array], Array]
-"""(einsum equation of an activation and a weight, the two) -> their product, in the activation's dtype. Hashable."""
+type Matmul = Callable[..., Array]
+"""(einsum equation of an activation and a weight, the two) -> their product, in the activation's dtype. Hashable.
+
+A fourth argument, float32 [3], may say how large the two and the product's gradient are expected to be; its cotangent
+is then how large they were.
+"""
+
+
+def exact(equation: str, x: Array, w: Array, expected: Array | None = None) -> Array:
+    """einsum, whatever is expected."""
+    del expected
+    return jnp.einsum(equation, x, w)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +35,16 @@ class Layout:
     """A plan as layers see it. Hashable, so it can be a static attribute of a module."""
 
     plan: Plan
-    matmul: Matmul = jnp.einsum
+    matmul: Matmul = exact
     """How `dot` multiplies; precision.fp8 has another."""
     layers: tuple[int, int] | None = None
     """Numbers [first, end) of the layers that multiply so, the others with einsum; None: all."""
+    tracked: bool = False
+    """Weights that `dot` multiplies by come with maxima of their products, see layers.param.maxima."""
 
     def plain(self) -> "Layout":
         """The same without a recipe."""
-        return Layout(self.plan)
+        return Layout(self.plan, tracked=self.tracked)
 
     def either[**Arguments](
         self, layer: Array | int, by_recipe: Callable[Arguments, Array], plain: Callable[Arguments, Array]
@@ -60,13 +72,15 @@ class Layout:
             return self.act(w, *axes)
         return self.island(lambda shard: gather_shards(shard, moves), (axes,), axes)(w)
 
-    def dot(self, equation: str, x: Array, w: Array, *out: str | None) -> Array:
+    def dot(self, equation: str, x: Array, w: Array, *out: str | None, maxima: Any = None) -> Array:
         """einsum with the result's layout stated, by the recipe of this layout: unless told otherwise in x's dtype.
+
+        maxima: what x, w and the result's gradient are expected to be at most, where the layout tracks them.
 
         Where the result goes to the residual stream, its cotangent is gathered along the sequence once, for both of the
         backward's matmuls; left alone the compiler gathers it once for each.
         """
-        y = self.matmul(equation, x, w)
+        y = self.matmul(equation, x, w) if maxima is None else self.matmul(equation, x, w, maxima[...])
         if "seq_residual" in out:
             y = self._cotangent_as(y, tuple("seq" if name == "seq_residual" else name for name in out))
         return self.act(y, *out)

@@ -29,6 +29,7 @@ from megajax.batch import Params
 from megajax.mesh.layout import Layout
 from megajax.pipeline.partition import Partition
 from megajax.pipeline.schedule import Schedule, Work, entering
+from megajax.precision.maxima import added
 
 AXIS = "pipeline"
 RESIDUAL = ("batch", "seq_residual", "embed")
@@ -150,7 +151,7 @@ def _put_rows(array: Array, value: Array, first: Array, count: int) -> Array:
 
 
 def _add(total: Params, new: Mapping[str, Array]) -> Params:
-    return {path: total[path] + g.astype(total[path].dtype) for path, g in new.items()}
+    return {path: added(path, total[path], g) for path, g in new.items()}
 
 
 def _where(counts: Array, new: Mapping[str, Array]) -> Params:

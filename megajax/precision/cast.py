@@ -25,11 +25,6 @@ def to_optimizer(g: Array) -> Array:
     return g.astype(jnp.float32)
 
 
-def to_gradient(g: Array, cfg: PrecisionConfig) -> Array:
-    """A microbatch's gradient -> the dtype gradients are accumulated in."""
-    return g.astype(jnp.dtype(cfg.gradients))
-
-
 def to_float16(x: Array, *, divisor: bool = False) -> tuple[Array, Array]:
     """float32 -> (float16 of the same shape, its scale float32 []), to be read by `from_float16`.
 

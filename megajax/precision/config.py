@@ -67,8 +67,26 @@ MULTIPLE = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DelayedScalingConfig:
+    """Scales of 8-bit tensors from the largest magnitudes they had in the steps before."""
+
+    history: int = 1
+    """Steps that are remembered."""
+    algorithm: Literal["most_recent", "max"] = "most_recent"
+    """Which magnitude counts: that of the step before, or the largest of all that are remembered."""
+    margin: int = 0
+    """Bits of range left free above it: scales are divided by 2^margin."""
+
+    def problems(self) -> list[Problem]:
+        found = [] if self.history > 0 else [Problem("history", f"must be at least 1, got {self.history}")]
+        if not -64 <= self.margin <= 64:
+            found.append(Problem("margin", f"must be between -64 and 64, got {self.margin}"))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Config(Builds):
-    """The layers' matmuls in 8-bit floating point, with one scale for a tensor, made from the tensor itself.
+    """The layers' matmuls in 8-bit floating point, with one scale for a tensor.
 
     Embeddings, the head with its loss, attention scores, norms and everything between matmuls stay as they are.
     """
@@ -78,6 +96,8 @@ class Fp8Config(Builds):
     """hybrid: activations and weights in e4m3, gradients in e5m2; e4m3: all of them, finer and with less range."""
     fast_accumulation: bool = True
     """Forward matmuls on an NVIDIA GPU may add up in fewer bits than float32; backward ones never do."""
+    delayed: DelayedScalingConfig | None = None
+    """Scales from the steps before; none: from the tensor itself, at the moment it is multiplied."""
     first_layers: int = 0
     """Layers at the beginning of the stack that stay in bfloat16."""
     last_layers: int = 0

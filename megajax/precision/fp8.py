@@ -1,7 +1,8 @@
 """Matrix products in 8-bit floating point (Micikevicius et al. 2022, "FP8 formats for deep learning").
 
 Operands go to e4m3 (4 bits of precision, largest 448), gradients to e5m2 (3 bits, largest 57344) or, by choice, e4m3
-too. One scale for a tensor brings its largest magnitude, taken from the tensor itself, just below the format's largest.
+too. One scale for a tensor brings its largest magnitude, taken from the tensor itself or from the steps before, just
+below the format's largest.
 
 Scales are powers of two. So numbers are scaled back without being rounded again, and the same number becomes the same 8
 bits under any scale, unless it is so much smaller than the tensor's largest that it falls below the format's normal
@@ -30,17 +31,21 @@ class Fp8Matmul:
 
     cfg: Fp8Config
 
-    def __call__(self, equation: str, x: Array, w: Array) -> Array:
+    def __call__(self, equation: str, x: Array, w: Array, expected: Array | None = None) -> Array:
         """einsum of an activation and a weight, in x's dtype, accumulated in float32.
 
         equation: "bsd,df->bsf" and the like; each letter is in two of the three, or in all, and in none twice.
         Kept for the backward pass are x in 8 bits with its scale, and w as it came: its 8 bits are made again, which
         leaves a pipeline, whose stages hold the weights anyway, nothing of them to store.
+        expected: largest magnitudes of x, w and the result's gradient that scales are made for, float32 [3]; its
+        cotangent is the largest there were. None: scales are made from the tensors.
 
         Raises UserError where a matrix of weights has sides that are no multiples of 16.
         """
         first, second, out = terms(equation)
         refuse_odd_sides(equation, x, w)
+        if expected is not None:
+            return self._delayed((first, second, out), x, w, expected)
         forward, backward = self.formats()
         fast = lax.Precision.DEFAULT if self.cfg.fast_accumulation else lax.Precision.HIGHEST
 
@@ -61,6 +66,34 @@ class Fp8Matmul:
 
         multiply.defvjp(keep, gradients)
         return multiply(x, w)
+
+    def _delayed(self, letters: tuple[str, str, str], x: Array, w: Array, expected: Array) -> Array:
+        first, second, out = letters
+        forward, backward = self.formats()
+        margin = 0 if self.cfg.delayed is None else self.cfg.delayed.margin
+        fast = lax.Precision.DEFAULT if self.cfg.fast_accumulation else lax.Precision.HIGHEST
+
+        @jax.custom_vjp
+        def multiply(x: Array, w: Array, expected: Array) -> Array:
+            return keep(x, w, expected)[0]
+
+        def keep(x: Array, w: Array, expected: Array) -> tuple[Array, tuple]:
+            small, seen = quantize_as(x, forward, expected[0], margin)
+            w_small, _ = quantize_as(w, forward, expected[1], margin)
+            return product(letters, small, w_small, dtype=x.dtype, precision=fast), (small[0], seen, w, expected)
+
+        def gradients(kept: tuple, dy: Array) -> tuple[Array, Array, Array]:
+            x_small, seen, w, expected = kept
+            small = x_small, scale_for(expected[0], forward, margin)
+            w_small, w_seen = quantize_as(w, forward, expected[1], margin)
+            dy_small, dy_seen = quantize_as(dy, backward, expected[2], margin)
+            exact = lax.Precision.HIGHEST
+            dx = product((out, second, first), dy_small, w_small, dtype=dy.dtype, precision=exact)
+            dw = product((first, out, second), small, dy_small, dtype=w.dtype, precision=exact)
+            return dx, dw, jnp.stack([seen, w_seen, dy_seen])
+
+        multiply.defvjp(keep, gradients)
+        return multiply(x, w, expected)
 
     def formats(self) -> tuple[jnp.dtype, jnp.dtype]:
         """Of activations and weights, and of gradients."""
@@ -105,14 +138,33 @@ def quantize(x: Array, form: jnp.dtype) -> tuple[Array, Array]:
     infinity clipped to a finite number would hide from the guard. The maximum is over what is here: all of x over mesh
     axes that are left to the compiler, each device's part over manual ones.
     """
-    top, own = float(jnp.finfo(form).max), jnp.finfo(x.dtype)
-    # The compiler may pass the float32 numbers that x was rounded from, here and not there: they become other 8 bits.
-    x = lax.reduce_precision(x.astype(jnp.float32), own.nexp, own.nmant)
+    top, x = float(jnp.finfo(form).max), _as_stored(x)
     largest = jnp.max(jnp.abs(x))
-    ratio = lax.bitcast_convert_type(top / jnp.maximum(largest, SMALLEST), jnp.uint32)
-    power = lax.bitcast_convert_type(ratio & jnp.uint32(_EXPONENT), jnp.float32)
-    scale = jnp.where(jnp.isfinite(largest), power, jnp.nan)
+    scale = jnp.where(jnp.isfinite(largest), scale_for(largest, form), jnp.nan)
     return jnp.clip(x * scale, -top, top).astype(form), scale
+
+
+def quantize_as(x: Array, form: jnp.dtype, expected: Array, margin: int) -> tuple[tuple[Array, Array], Array]:
+    """x -> ((x * scale in `form`, scale float32 []), largest magnitude of x float32 []).
+
+    The scale is made for the largest magnitude that is expected, so that nothing waits for the one there is. What is
+    larger than the scale lets through is clipped; infinities become NaN, for the guard to see.
+    """
+    top, x, scale = float(jnp.finfo(form).max), _as_stored(x), scale_for(expected, form, margin)
+    small = jnp.where(jnp.isfinite(x), jnp.clip(x * scale, -top, top), jnp.nan).astype(form)
+    return (small, scale), jnp.max(jnp.abs(x))
+
+
+def scale_for(largest: Array, form: jnp.dtype, margin: int = 0) -> Array:
+    """The largest power of two that brings `largest` to no more than the format's largest, over 2^margin."""
+    ratio = lax.bitcast_convert_type(float(jnp.finfo(form).max) / jnp.maximum(largest, SMALLEST), jnp.uint32)
+    return lax.bitcast_convert_type(ratio & jnp.uint32(_EXPONENT), jnp.float32) * 2.0**-margin
+
+
+def _as_stored(x: Array) -> Array:
+    # The compiler may pass the float32 numbers that x was rounded from, here and not there: they become other 8 bits.
+    own = jnp.finfo(x.dtype)
+    return lax.reduce_precision(x.astype(jnp.float32), own.nexp, own.nmant)
 
 
 def product(

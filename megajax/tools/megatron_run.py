@@ -10,7 +10,7 @@ from megajax.data.config import BlendConfig, MockConfig
 from megajax.data.splits import parse_paths
 from megajax.metrics.config import WandbConfig
 from megajax.optim.config import AdamWConfig, GroupConfig, LionConfig, MuonConfig, OptimizerConfig, SGDConfig
-from megajax.precision.config import ConstantScaleConfig, DynamicScaleConfig, Fp8Config
+from megajax.precision.config import ConstantScaleConfig, DelayedScalingConfig, DynamicScaleConfig, Fp8Config
 from megajax.tools.flags import Arguments, Settings
 from megajax.tools.megatron_layout import model_devices
 from megajax.tools.megatron_model import needed, positions
@@ -59,11 +59,20 @@ def _eight_bits(args: Arguments) -> Fp8Config | None:
         return None
     if form not in ("hybrid", "e4m3"):
         args.wrong("fp8-format", f"expected hybrid or e4m3, got {form}")
-    elif recipe != "tensorwise":
-        args.refuse("fp8-recipe", f"{recipe}: scales come from each tensor itself, as with --fp8-recipe tensorwise")
+    elif recipe not in ("delayed", "tensorwise"):
+        args.refuse("fp8-recipe", f"{recipe}: a tensor has one scale here, as with delayed and tensorwise")
     else:
-        return Fp8Config(format=form, first_layers=ends[0], last_layers=ends[1])
+        delayed = _delayed(args) if recipe == "delayed" else None
+        return Fp8Config(format=form, first_layers=ends[0], last_layers=ends[1], delayed=delayed)
     return None
+
+
+def _delayed(args: Arguments) -> DelayedScalingConfig:
+    """Scales from the steps before, as --fp8-recipe delayed has them."""
+    algorithm = args.one_of("fp8-amax-compute-algo", {"most_recent": "most_recent", "max": "max"})
+    return DelayedScalingConfig(
+        history=args["fp8-amax-history-len"], algorithm=algorithm or "most_recent", margin=args["fp8-margin"]
+    )
 
 
 def optimizer(args: Arguments) -> Settings:

@@ -13,7 +13,7 @@ from megajax.metrics.text import count
 from megajax.models.flops import flops_per_token, parameter_count
 from megajax.models.memory import MemorySetting, memory_report
 from megajax.pipeline.check import measure
-from megajax.precision.config import PrecisionConfig
+from megajax.precision.config import DelayedScalingConfig, PrecisionConfig
 from megajax.training.compile_cache import cache_in_use
 from megajax.training.device_memory import size
 from megajax.training.kept_bytes import kept_bytes
@@ -156,8 +156,14 @@ def _fp8(precision: PrecisionConfig) -> list[tuple[str, str]]:
         return []
     gradients = {"hybrid": "e5m2", "e4m3": "e4m3"}[fp8.format]
     adding = "in reduced precision" if fp8.fast_accumulation else "in float32"
-    text = f"layers, e4m3 with gradients in {gradients}; scales from each tensor; forward adds up {adding}"
+    scales = "scales from each tensor" if fp8.delayed is None else _delayed(fp8.delayed)
+    text = f"layers, e4m3 with gradients in {gradients}; {scales}; forward adds up {adding}"
     return [("8-bit matmuls", text)]
+
+
+def _delayed(cfg: DelayedScalingConfig) -> str:
+    before = "step before" if cfg.history == 1 or cfg.algorithm == "most_recent" else f"{cfg.history} steps before"
+    return f"scales from the {before}" + f", {cfg.margin} bits left free" * (cfg.margin != 0)
 
 
 def _recompute(run: Run) -> list[tuple[str, str]]:

@@ -15,13 +15,21 @@ from jax.sharding import Mesh, PartitionSpec
 
 from megajax.batch import Grads, LMBatch, Params
 from megajax.layers.param import ParamSpec, bind
-from megajax.mesh.collectives import gather_shards, manual_replicas, moved_axes, reduce_shards, replica_axes
+from megajax.mesh.collectives import (
+    gather_shards,
+    largest_over,
+    manual_replicas,
+    moved_axes,
+    reduce_shards,
+    replica_axes,
+)
 from megajax.mesh.config import MESH_AXES
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import free_axes, manual_axes
 from megajax.models.decoder import DecoderLM
-from megajax.precision.cast import to_compute, to_gradient, to_optimizer, to_reduce
+from megajax.precision.cast import to_compute, to_optimizer, to_reduce
 from megajax.precision.config import PrecisionConfig
+from megajax.precision.maxima import Histories, added, is_maxima
 from megajax.training.loss import LossFn
 
 type GradFn = Callable[[Params, LMBatch, Array], Grads]
@@ -42,8 +50,16 @@ class Weights:
     layout: Layout
     precision: PrecisionConfig
 
-    def hold(self, path: str, w: Array) -> Array:
-        """Master weight at rest -> compute dtype, gathered as far as it is held during the step."""
+    histories: Histories | None = None
+    """How the maxima among them are used."""
+
+    def hold(self, path: str, w: Array, scale: Array) -> Array:
+        """Master weight at rest -> compute dtype, gathered as far as it is held during the step.
+
+        Of maxima, those that are expected, in float32; scale: of the loss.
+        """
+        if self.histories is not None and is_maxima(path):
+            return self.histories.expected(w, scale)
         plan, axes = self.layout.plan, self.declared[path].axes
         w = to_compute(w, self.precision)
         moves = _live(moved_axes(plan.params, plan.held_during_step(axes), axes))
@@ -63,6 +79,10 @@ class Weights:
     def reduce(self, path: str, g: Array) -> Array:
         """A device's summed gradient, laid out as the weight was held -> replicas' sum on the optimizer's layout."""
         plan, axes = self.layout.plan, self.declared[path].axes
+        if is_maxima(path):
+            cut = {axis for name in axes for axis in plan.compute.mesh_axes(name)}
+            over = tuple(axis for axis in manual_replicas() if axis not in cut)
+            return self.layout.island(lambda part: largest_over(part, over), (axes,), axes)(g) if over else g
         if plan.copied(axes):
             g = self.layout.act(g.sum(-2), *axes)
         held = plan.held_during_step(axes)
@@ -82,8 +102,8 @@ class Weights:
 
     def zeros(self, held: Params) -> dict[str, Array]:
         """Accumulators for the gradients of `held`."""
-        dtype = jnp.dtype(self.precision.gradients)
-        return {path: self.layout.zeros(w.shape, dtype, *self.held_axes(path)) for path, w in held.items()}
+        dtypes = {path: jnp.float32 if is_maxima(path) else self.precision.gradients for path in held}
+        return {path: self.layout.zeros(w.shape, dtypes[path], *self.held_axes(path)) for path, w in held.items()}
 
     def manual(self, f: Callable, mesh: Mesh, out_specs: object) -> Callable:
         """f(params, batch, scale) -> out, as one shard_map; params come in laid out by plan.params."""
@@ -133,7 +153,7 @@ def accumulate(weights: Weights, loss_fn: LossFn, key: Array | None, mesh: Mesh)
     """
 
     def local(params: Params, batch: LMBatch, scale: Array) -> tuple:
-        held = {path: weights.hold(path, w) for path, w in params.items()}
+        held = {path: weights.hold(path, w, scale) for path, w in params.items()}
 
         def loss_of(held: Params, rows: LMBatch) -> tuple[Array, tuple]:
             out = loss_fn(bind(weights.model, held), rows, key)
@@ -142,7 +162,7 @@ def accumulate(weights: Weights, loss_fn: LossFn, key: Array | None, mesh: Mesh)
         def microbatch(carry: tuple, rows: LMBatch) -> tuple[tuple, None]:
             sums, total = carry
             (_, new), grads = jax.value_and_grad(loss_of, has_aux=True)(held, rows)
-            total = {path: total[path] + to_gradient(g, weights.precision) for path, g in grads.items()}
+            total = {path: added(path, total[path], g) for path, g in grads.items()}
             return (jax.tree.map(jnp.add, sums, new), total), None
 
         first = jax.tree.map(lambda leaf: leaf[0], batch)
@@ -164,7 +184,7 @@ def forward_sums(weights: Weights, loss_fn: LossFn, mesh: Mesh) -> Callable[[Par
     """(weights, batch [M, B, S]) -> metrics summed over the batch, without gradients or dropout."""
 
     def local(params: Params, batch: LMBatch, scale: Array) -> Sums:
-        model = bind(weights.model, {path: weights.hold(path, w) for path, w in params.items()})
+        model = bind(weights.model, {path: weights.hold(path, w, scale) for path, w in params.items()})
         parts = lax.map(lambda rows: loss_fn(model, rows, None).metrics, batch)
         return over_replicas(jax.tree.map(jnp.sum, parts))
 

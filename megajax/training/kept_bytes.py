@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from megajax.layers.context import Context
 from megajax.layers.kept import Kept
 from megajax.layers.stack import BLOCKS, Span
+from megajax.precision.maxima import is_maxima
 from megajax.training.program import Program
 
 STACK = "stack."
@@ -57,11 +58,11 @@ def _arguments(program: Program, together: int) -> tuple:
     """A unit's weights, common weights, numbers, x and context, without values."""
     cfg, compute = program.cfg, jnp.dtype(program.cfg.precision.compute)
     stacked, common, several = {}, {}, () if together == 1 else (together,)
-    for path, spec in program.declared.items():
+    for path, spec in program.arrays.items():
         if path.startswith(STACK + BLOCKS):
-            stacked[path.removeprefix(STACK + BLOCKS)] = _like((*several, *spec.shape[1:]), compute)
+            stacked[path.removeprefix(STACK + BLOCKS)] = _like((*several, *spec.shape[1:]), _dtype(path, compute))
         elif path.startswith(STACK):
-            common[path.removeprefix(STACK)] = _like(spec.shape, compute)
+            common[path.removeprefix(STACK)] = _like(spec.shape, _dtype(path, compute))
     rows, length = cfg.batch.micro_size, cfg.model.sequence_length
     ints = _like((rows, length), jnp.int32)
     ctx = Context(
@@ -72,6 +73,10 @@ def _arguments(program: Program, together: int) -> tuple:
     )
     x = _like((rows, length, cfg.model.hidden), jnp.float32 if cfg.model.residual == "float32" else compute)
     return stacked, common, _like(several, jnp.int32), x, ctx
+
+
+def _dtype(path: str, compute: Any) -> Any:
+    return jnp.float32 if is_maxima(path) else compute
 
 
 def _like(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

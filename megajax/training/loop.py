@@ -202,7 +202,7 @@ class _Loop:
         """Whose gradients are not finite in a step that left the weights as they were."""
         factor = np.float32((orders or Orders()).gradient_factor)
         with jax.set_mesh(self.run.mesh), jax.default_matmul_precision(self.precision):
-            found = self.run.program.blame(self.run.state.params, batch, np.float32(info.loss_scale), factor)
+            found = self.run.program.blame(self.run.state.inputs, batch, np.float32(info.loss_scale), factor)
         return sentence(jax.device_get(found), self.run.program.declared)
 
     def fetch(self, flight: Flight) -> StepInfo:

@@ -61,9 +61,11 @@ type Schedules = Callable[[int], Schedule]
 """Microbatches of a step -> what stages do when; steps of another size are compiled apart."""
 
 
-def _stage(weights: Weights, plan: tuple[Schedules, Partition], parts: Staged, params: Params, batch: LMBatch) -> Stage:
+def _stage(
+    weights: Weights, plan: tuple[Schedules, Partition], parts: Staged, params: Params, batch: LMBatch, scale: Array
+) -> Stage:
     schedules, partition = plan
-    held = {path: weights.hold(path, w) for path, w in params.items()}
+    held = {path: weights.hold(path, w, scale) for path, w in params.items()}
     stacked = {path.removeprefix(STACK): w for path, w in held.items() if path.startswith(STACK)}
     shared = {path: w for path, w in held.items() if not path.startswith(STACK)}
     schedule = schedules(batch.tokens.shape[0])
@@ -87,7 +89,7 @@ def pipelined(
     parts = staged(weights, loss_fn, key, partition)
 
     def local(params: Params, batch: LMBatch, scale: Array) -> tuple:
-        stage = _stage(weights, (schedules, partition), parts, params, batch)
+        stage = _stage(weights, (schedules, partition), parts, params, batch, scale)
 
         def zeros(held: Params) -> Params:
             prefix = STACK if held is stage.stacked else ""
@@ -114,7 +116,6 @@ def pipelined_sums(
     parts = staged(weights, loss_fn, None, partition)
 
     def local(params: Params, batch: LMBatch, scale: Array) -> Mapping[str, tuple[Array, Array]]:
-        del scale
-        return over_replicas(_stage(weights, (schedules, partition), parts, params, batch).losses()[2])
+        return over_replicas(_stage(weights, (schedules, partition), parts, params, batch, scale).losses()[2])
 
     return weights.sums(local, mesh)

@@ -11,9 +11,9 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
-from megajax.batch import LMBatch
+from megajax.batch import LMBatch, Params
 from megajax.config.xla import DETERMINISTIC, FP8, FSDP, GPU, Value, compiler_options
-from megajax.layers.param import ParamSpec, reordered, specs
+from megajax.layers.param import Maxima, ParamSpec, reordered, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
@@ -25,6 +25,7 @@ from megajax.pipeline.partition import Partition
 from megajax.pipeline.schedule import Schedule, build
 from megajax.precision.fp8 import refuse_old
 from megajax.precision.loss_scale import LossScaler
+from megajax.precision.maxima import Histories
 from megajax.training.batch_sizes import BatchSizes
 from megajax.training.blame import Blame, make_blame
 from megajax.training.compiler_options import settle
@@ -50,6 +51,8 @@ class Program:
     """The model without values."""
     declared: Mapping[str, ParamSpec]
     """Its weights by path."""
+    maxima: Mapping[str, ParamSpec]
+    """Maxima of its 8-bit products by path, as layers see them; none without delayed scaling."""
     optimizer: Optimizer
     schedule: LearningRate
     shardings: TrainState
@@ -66,6 +69,25 @@ class Program:
         """Microbatches of a step of the last size, the largest."""
         return self.sizes.sizes()[-1].microbatches
 
+    @property
+    def arrays(self) -> dict[str, ParamSpec]:
+        """Weights and maxima by path."""
+        return {**self.declared, **self.maxima}
+
+    @property
+    def histories(self) -> Histories | None:
+        """How maxima are remembered from step to step and used; None without delayed scaling."""
+        fp8, batch = self.cfg.precision.fp8, self.cfg.batch
+        if fp8 is None or fp8.delayed is None:
+            return None
+        tokens = batch.micro_size * self.cfg.model.sequence_length
+        return Histories(fp8.delayed, 1.0 if batch.loss_average == "tokens" else 1 / tokens)
+
+    def used(self, inputs: Params) -> dict[str, Array]:
+        """Weights and maxima at rest -> weights as they are, and maxima as layers see them; traceable."""
+        one = jnp.ones((), jnp.float32)
+        return {path: self._weights.hold(path, x, one) if path in self.maxima else x for path, x in inputs.items()}
+
     @classmethod
     def of(cls, cfg: RunConfig, mesh: Mesh) -> "Program":
         """For a config that passes its checks on this many devices."""
@@ -73,7 +95,7 @@ class Program:
         layout = _layout(cfg, mesh, plan)
         partition = _partition(cfg)
         abstract = reordered(nnx.eval_shape(lambda: cfg.model.build(layout)), partition.order())
-        declared = specs(abstract)
+        declared, maxima = specs(abstract), specs(abstract, Maxima)
         optimizer = cfg.optimizer.build(declared, plan, cfg.model.width_ratio())
         sizes = cfg.batch_sizes(mesh.shape["data"] * mesh.shape["expert"])
         return cls(
@@ -82,9 +104,10 @@ class Program:
             layout,
             abstract,
             declared,
+            maxima,
             optimizer,
             cfg.schedule.build(steps=cfg.steps, global_size=cfg.batch.global_size, samples=sizes.samples),
-            state_shardings(declared, optimizer, plan, mesh),
+            state_shardings(declared, optimizer, plan, mesh, maxima),
             sizes,
             partition,
             _pipeline(cfg.parallel, sizes.sizes()[-1].microbatches) if cfg.parallel.pipeline > 1 else None,
@@ -136,7 +159,14 @@ class Program:
     def train_step(self) -> TrainStep:
         """(state, batch) -> (state, metrics); not compiled before it is called or lowered."""
         return make_train_step(
-            self.grad_fn(), self.optimizer, self.schedule, self.shardings, self.options, self._scaler, self._weight
+            self.grad_fn(),
+            self.optimizer,
+            self.schedule,
+            self.shardings,
+            self.options,
+            self._scaler,
+            self._weight,
+            self.histories,
         )
 
     @cached_property
@@ -167,7 +197,10 @@ class Program:
         return make_eval_step(sums, self.options)
 
     def _fresh(self) -> TrainState:
-        return fresh_state(self.declared, self.optimizer, self.cfg.seed, self._scaler)
+        fp8 = self.cfg.precision.fp8
+        steps = fp8.delayed.history if fp8 is not None and fp8.delayed is not None else 0
+        shapes = {path: (*spec.shape, steps) for path, spec in self.maxima.items()}
+        return fresh_state(self.declared, self.optimizer, self.cfg.seed, self._scaler, shapes)
 
     @property
     def _scaler(self) -> LossScaler:
@@ -181,7 +214,7 @@ class Program:
 
     @property
     def _weights(self) -> Weights:
-        return Weights(self.abstract, self.declared, self.layout, self.cfg.precision)
+        return Weights(self.abstract, self.arrays, self.layout, self.cfg.precision, self.histories)
 
     @property
     def _loss(self) -> LanguageModelLoss:
@@ -193,7 +226,7 @@ def _layout(cfg: RunConfig, mesh: Mesh, plan: Plan) -> Layout:
         return Layout(plan)
     refuse_old(mesh.devices.flat[0])
     fp8 = cfg.precision.fp8
-    return Layout(plan, fp8.build(), fp8.layers(cfg.model.stack.layers()))
+    return Layout(plan, fp8.build(), fp8.layers(cfg.model.stack.layers()), tracked=fp8.delayed is not None)
 
 
 def _partition(cfg: RunConfig) -> Partition:

@@ -85,8 +85,8 @@ class Resume:
         stored = tuple(self.reader.meta(self.step).get("rows", wanted))
         if stored == wanted:
             return self.reader.restore(self.step, like)[0]
-        state, _ = self.reader.restore(self.step, like_stored(like, program.declared, stored))
-        return reorder(state, like, program.declared, stored, wanted)
+        state, _ = self.reader.restore(self.step, like_stored(like, program.arrays, stored))
+        return reorder(state, like, program.arrays, stored, wanted)
 
     def _compare(self, parts: Parts) -> None:
         changed = changes(self.reader.meta(self.step)["facts"], facts(parts))

@@ -98,7 +98,7 @@ class Run:
         units = [prod(sizes[axis] for axis in rules.mesh_axes(name)) for name in ("batch", "seq_residual")]
         padded = jnp.pad(tokens, ((0, -rows % units[0]), (0, -length % units[1])))
         with jax.set_mesh(self.mesh), jax.default_matmul_precision(self.cfg.precision.matmul_precision()):
-            return self._forward(self.state.params, padded)[:rows, :length]
+            return self._forward(self.state.inputs, padded)[:rows, :length]
 
     def steps(self, count: int | None = None) -> Iterator[StepInfo]:
         """Train `count` steps (default: what is left of cfg.steps), yielding what each reported."""
@@ -123,7 +123,7 @@ class Run:
             for _ in range(self.cfg.evaluation.batches if batches is None else batches):
                 if stopping():
                     return None
-                totals.append(self.program.eval_step(self.state.params, next(loader)[0])["loss"])
+                totals.append(self.program.eval_step(self.state.inputs, next(loader)[0])["loss"])
         total, weight = (sum(float(pair[i]) for pair in totals) for i in (0, 1))
         return total / weight if weight else float("nan")
 
@@ -132,7 +132,7 @@ class Run:
         self.batches.close()
 
     def __post_init__(self) -> None:
-        self._forward = jax.jit(lambda params, tokens: bind(self.program.abstract, params)(tokens))
+        self._forward = jax.jit(lambda params, tokens: bind(self.program.abstract, self.program.used(params))(tokens))
 
 
 def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None, start: Start | None = None) -> Run:

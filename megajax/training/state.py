@@ -1,7 +1,8 @@
 """What training changes from step to step: one pytree, saved and restored whole."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -38,6 +39,13 @@ class TrainState:
     """int32 []: rows of successful steps; what the schedule counts in."""
     skipped: Array
     """int32 []: steps whose gradients were not finite and changed nothing."""
+    maxima: Params = field(default_factory=dict)
+    """float32 [..., 3, history] by path: what scales of 8-bit products are made from; none without delayed scaling."""
+
+    @property
+    def inputs(self) -> Params:
+        """All that a model computes with: weights and maxima, by path."""
+        return {**self.params, **self.maxima}
 
 
 def parameter_shardings(declared: Mapping[str, ParamSpec], rules: Rules, mesh: Mesh) -> dict[str, NamedSharding]:
@@ -46,9 +54,16 @@ def parameter_shardings(declared: Mapping[str, ParamSpec], rules: Rules, mesh: M
 
 
 def fresh_state(
-    declared: Mapping[str, ParamSpec], optimizer: Optimizer, seed: int, scaler: LossScaler = UNSCALED
+    declared: Mapping[str, ParamSpec],
+    optimizer: Optimizer,
+    seed: int,
+    scaler: LossScaler = UNSCALED,
+    maxima: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> TrainState:
-    """State before the first step; traceable, so that it can be made in place on any layout."""
+    """State before the first step; traceable, so that it can be made in place on any layout.
+
+    maxima: path -> shape of what is remembered.
+    """
     params = initial_values(declared, seed)
     scale, counters = scaler.start()
     return TrainState(
@@ -60,10 +75,17 @@ def fresh_state(
         consumed_samples=jnp.zeros((), jnp.uint32),
         scheduled_samples=jnp.zeros((), jnp.int32),
         skipped=jnp.zeros((), jnp.int32),
+        maxima={path: jnp.zeros(shape, jnp.float32) for path, shape in maxima.items()},
     )
 
 
-def state_shardings(declared: Mapping[str, ParamSpec], optimizer: Optimizer, plan: Plan, mesh: Mesh) -> TrainState:
+def state_shardings(
+    declared: Mapping[str, ParamSpec],
+    optimizer: Optimizer,
+    plan: Plan,
+    mesh: Mesh,
+    maxima: Mapping[str, ParamSpec] = MappingProxyType({}),
+) -> TrainState:
     """A TrainState of shardings. Moments follow their weight's path under plan.optimizer, scalars are everywhere."""
     # Any: a tree of shardings has the state's structure, not its leaves.
     everywhere: Any = NamedSharding(mesh, PartitionSpec())
@@ -82,4 +104,5 @@ def state_shardings(declared: Mapping[str, ParamSpec], optimizer: Optimizer, pla
         consumed_samples=everywhere,
         scheduled_samples=everywhere,
         skipped=everywhere,
+        maxima=parameter_shardings(maxima, plan.compute, mesh),
     )

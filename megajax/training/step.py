@@ -14,6 +14,7 @@ from megajax.optim.offload import at_rest, on_device
 from megajax.optim.optimizer import Optimizer, clip_factor, global_norm
 from megajax.optim.schedule import Schedule
 from megajax.precision.loss_scale import UNSCALED, LossScaler, in_range
+from megajax.precision.maxima import Histories
 from megajax.training.grads import GradFn
 from megajax.training.guard import NOTHING, Orders, Told, judge
 from megajax.training.state import TrainState
@@ -46,6 +47,7 @@ def make_train_step(
     options: Mapping[str, Value] | None = None,
     scaler: LossScaler = UNSCALED,
     weight: Callable[[LMBatch], int] = alone,
+    histories: Histories | None = None,
 ) -> TrainStep:
     """Jitted (state, batch [M, B, S]) -> (state, metrics); donates the state, which keeps its layout.
 
@@ -54,17 +56,18 @@ def make_train_step(
     so that all learn what one of them says, in a reduction that waits for nothing the step does not wait for.
 
     options: of the compiler, see megajax.config.xla; scaler: says what becomes of the loss scale; weight: about what a
-    device's losses add up to, see `in_range`.
+    device's losses add up to, see `in_range`; histories: how maxima of 8-bit tensors are remembered, if they are.
     """
     parts = (part for part in shardings.optimizer.values() if isinstance(part, dict))
     on_optimizer = {path: sharding.with_memory_kind("device") for part in parts for path, sharding in part.items()}
 
     def train_step(state: TrainState, batch: LMBatch, told: Told = NOTHING) -> tuple[TrainState, Metrics]:
         loss_scale = state.loss_scale * in_range(weight(batch))
-        out = grad_fn(state.params, batch, loss_scale)
+        out = grad_fn(state.inputs, batch, loss_scale)
+        seen = {path: out.grads[path] for path in state.maxima}
         orders = Orders() if told.orders is None else Orders(*told.orders)
         divisor = jnp.maximum(out.weight_sum, 1e-8) * loss_scale / orders.gradient_factor
-        grads = place({path: g / divisor for path, g in out.grads.items()}, on_optimizer)
+        grads = place({path: out.grads[path] / divisor for path in state.params}, on_optimizer)
         norm = global_norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(out.loss_sum * orders.loss_factor)
         factor = clip_factor(norm, optimizer.cfg.clip)
@@ -91,6 +94,7 @@ def make_train_step(
             consumed_samples=state.consumed_samples + jnp.uint32(rows),
             scheduled_samples=state.scheduled_samples + jnp.where(made, rows, 0),
             skipped=state.skipped + ~made,
+            maxima={} if histories is None else select(made, after(histories, state, seen, loss_scale), state.maxima),
         )
         if told.held is not None:
             kept = {name: jnp.where(held, getattr(state, name), getattr(new, name)) for name in COUNTERS}
@@ -116,6 +120,11 @@ def make_eval_step(
 ) -> Callable:
     """Jitted (weights, batch [M, B, S]) -> {name: (sum, weight)}; options: of the compiler."""
     return jax.jit(sums, compiler_options=None if options is None else dict(options))
+
+
+def after(histories: Histories, state: TrainState, seen: Params, loss_scale: Array) -> dict[str, Array]:
+    """The state's maxima with those of a step; loss_scale: all that its gradients were multiplied by."""
+    return {path: histories.remembered(old, seen[path], loss_scale) for path, old in state.maxima.items()}
 
 
 def place(tree: Params, shardings: Mapping[str, jax.sharding.Sharding]) -> Params:

@@ -52,7 +52,7 @@ SPECS = {
 """Reviewed PartitionSpecs outside mesh/ and other than the empty one in training: none names a mesh axis."""
 
 COLLECTIVES = {
-    "megajax.mesh.collectives": ({"all_gather", "psum_scatter", "psum"}, "the place for them"),
+    "megajax.mesh.collectives": ({"all_gather", "psum_scatter", "psum", "pmax"}, "the place for them"),
     "megajax.kernels.cross_entropy": ({"psum", "pmax"}, "softmax over a cut vocabulary, over the axes it is given"),
     "megajax.layers.embedding": ({"psum", "psum_scatter", "all_gather"}, "islands of the cut vocabulary"),
     "megajax.pipeline.executor": ({"psum", "ppermute"}, "between stages"),

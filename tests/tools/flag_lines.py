@@ -57,6 +57,7 @@ FILES = "--without mock-data --data-path a --without tokenizer-type --vocab-file
 MLA = "--multi-latent-attention --position-embedding-type rope"
 ROPE = "--position-embedding-type rope"
 FP8 = "--bf16 --fp8-recipe tensorwise"
+DELAYED = "--bf16 --fp8-format hybrid"
 MUP = "--use-mup --mup-base-hidden-size 32"
 CASES = {
     "num-layers": "--num-layers 6",
@@ -208,6 +209,9 @@ CASES = {
     "fp8-hybrid": (FP8, f"{FP8} --fp8-hybrid"),
     "fp8-e4m3": f"{FP8} --fp8-e4m3",
     "fp8-recipe": f"{FP8} --fp8-format hybrid",
+    "fp8-margin": (DELAYED, f"{DELAYED} --fp8-margin 1"),
+    "fp8-amax-history-len": (DELAYED, f"{DELAYED} --fp8-amax-history-len 16"),
+    "fp8-amax-compute-algo": (DELAYED, f"{DELAYED} --fp8-amax-compute-algo max"),
     "first-last-layers-bf16": (f"{FP8} --fp8-format hybrid", f"{FP8} --fp8-format hybrid --first-last-layers-bf16"),
     "num-layers-at-start-in-bf16": (
         f"{FP8} --fp8-format hybrid --first-last-layers-bf16",

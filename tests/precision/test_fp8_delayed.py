@@ -1,0 +1,268 @@
+"""Scales of 8-bit matmuls from the steps before: against numpy, and that all layouts remember the same."""
+
+from dataclasses import replace
+from functools import cache
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_runs import ONE, QUICK, Program, llama, place, program, rows, start, within
+
+from megajax.config.errors import ConfigError
+from megajax.config.tree import check
+from megajax.layers.config import AttentionConfig, RopeConfig
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.mesh import build_mesh
+from megajax.models.config import DecoderConfig
+from megajax.precision.config import DelayedScalingConfig, Fp8Config
+from megajax.precision.fp8 import Fp8Matmul
+from megajax.precision.maxima import STARTS, Histories, added
+from megajax.training.guard import Orders, Told
+from megajax.training.rows import like_stored, reorder
+from megajax.training.state import TrainState
+
+LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
+DIGITS = {"e4m3": (3, -6), "e5m2": (2, -14)}
+EQUATION = "bsd,df->bsf"
+
+
+def rounded(x: np.ndarray, form: str, expected: float, margin: int) -> np.ndarray:
+    """x as 8 bits hold it under the scale made for `expected`, float64, by the formats' definition."""
+    digits, smallest = DIGITS[form]
+    scale = 2.0 ** (np.floor(np.log2(LARGEST[form] / expected)) - margin)
+    y = np.clip(np.asarray(x, np.float64) * scale, -LARGEST[form], LARGEST[form])
+    step = np.ldexp(1.0, np.maximum(np.frexp(y)[1] - 1, smallest) - digits)
+    return np.round(y / step) * step / scale
+
+
+@pytest.mark.parametrize("algorithm", ["most_recent", "max"])
+def test_four_steps_are_those_of_numpy(algorithm: str) -> None:
+    """History 2; magnitudes fall and rise so that the two algorithms differ and something is clipped."""
+    cfg = Fp8Config(delayed=DelayedScalingConfig(history=2, algorithm=algorithm, margin=1))
+    histories, multiply = Histories(cfg.delayed, share=0.5), Fp8Matmul(cfg)
+    remembered, scale = jnp.zeros((3, 2)), jnp.float32(8)
+    past: list[np.ndarray] = []
+    rng, clipped = np.random.default_rng(0), 0
+    for size in (1.0, 0.01, 0.0001, 100.0):
+        x, w, dy = (rng.normal(0, size, shape) for shape in ((2, 16, 32), (32, 48), (2, 16, 48)))
+        used = histories.expected(remembered, scale)
+        y, pull = jax.vjp(lambda x, w, e: multiply(EQUATION, x, w, e), jnp.float32(x), jnp.float32(w), used)
+        dx, dw, seen = pull(jnp.float32(dy))
+
+        before = past[-1:] if algorithm == "most_recent" else past[-2:]
+        expected = np.max(before, axis=0) if past else np.array(STARTS) * [1, 1, 0.5]
+        expected = expected * [1, 1, 8]
+        now = np.array([np.abs(np.float32(a)).max() for a in (x, w, dy)])
+        np.testing.assert_array_equal(seen, now)
+        sx, sw, sdy = (
+            rounded(np.float32(a), form, e, 1)
+            for a, form, e in zip((x, w, dy), ("e4m3", "e4m3", "e5m2"), expected, strict=True)
+        )
+        clipped += np.abs(sx).max() < np.abs(x).max() / 2
+        for found, wanted in (
+            (y, np.einsum(EQUATION, sx, sw)),
+            (dx, np.einsum("bsf,df->bsd", sdy, sw)),
+            (dw, np.einsum("bsd,bsf->df", sx, sdy)),
+        ):
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max() + 1e-30)
+        remembered = histories.remembered(remembered, seen, scale)
+        past.append(now / [1, 1, 8])
+        np.testing.assert_allclose(remembered[:, 0], past[-1], rtol=1e-7)
+    assert clipped == 1, "the last step is far larger than what the scales were made for"
+
+
+def test_what_was_not_seen_is_not_remembered_and_infinities_show() -> None:
+    histories = Histories(DelayedScalingConfig(history=3), share=1.0)
+    kept = jnp.arange(1.0, 10).reshape(3, 3)
+    found = histories.remembered(kept, jnp.array([5.0, 0.0, 6.0]), jnp.float32(2))
+    np.testing.assert_array_equal(found, [[5, 1, 2], [4, 5, 6], [3, 7, 8]])
+    x = jnp.ones((2, 16, 32)).at[0, 0, 0].set(jnp.inf)
+    y = Fp8Matmul(Fp8Config())(EQUATION, x, jnp.ones((32, 48)), jnp.ones(3))
+    assert np.isnan(y[0, 0]).all() and np.isfinite(y[1]).all()
+    total = added("0.mlp.maxima.up", jnp.array([1.0, 4.0, 1.0]), jnp.array([2.0, 3.0, jnp.nan]))
+    np.testing.assert_array_equal(total, [2, 4, np.nan])
+    np.testing.assert_array_equal(added("0.mlp.up", jnp.ones(2), jnp.ones(2)), [2, 2])
+
+
+LAYOUTS = {
+    "data": ParallelConfig(data=2, data_sharding="zero1"),
+    "fsdp": ParallelConfig(data=2, data_sharding="fsdp"),
+    "pipeline": ParallelConfig(data=1, pipeline=2),
+    "uneven pipeline": ParallelConfig(data=1, pipeline=2, layers=(1, 2)),
+    "pipeline, data and tensor": ParallelConfig(data=2, pipeline=2, tensor=2, sequence=True),
+}
+AS_IT_IS = np.array(Orders(), np.float32)
+ROUNDED = MappingProxyType({**QUICK, "xla_allow_excess_precision": False})
+"""Compiler options: bfloat16 is rounded where the program says so, in every program in the same places."""
+MICROBATCHES, STEPS, APART = 6, 20, 1e-2
+DELAYED = Fp8Config(delayed=DelayedScalingConfig(history=2, algorithm="max"))
+
+
+def wide(repeats: int) -> DecoderConfig:
+    """A llama whose matrices have sides of 16 and more on two devices."""
+    model = llama(repeats=repeats)
+    (block,) = model.stack.pattern
+    block = replace(
+        block,
+        mixer=AttentionConfig(heads=4, kv_heads=2, head_dim=16, rope=RopeConfig()),
+        mlp=replace(block.mlp, ffn=64),
+    )
+    return replace(model, hidden=64, stack=replace(model.stack, pattern=(block,)))
+
+
+class Compiled(NamedTuple):
+    program: Program
+    step: Any
+
+
+@cache
+def compiled(parallel: ParallelConfig, fp8: Fp8Config | None, repeats: int = 2, *, told: bool = False) -> Compiled:
+    """A train step that may be told orders."""
+    model = wide(repeats)
+    made = program(model, parallel, microbatches=MICROBATCHES // parallel.data_size(2), compute="bfloat16")
+    cfg = made.cfg.but(
+        precision=replace(made.cfg.precision, fp8=fp8), schedule=replace(made.cfg.schedule, lr=1e-3), steps=STEPS
+    )
+    assert not cfg.problems(8)
+    made = Program.of(cfg, build_mesh(parallel))
+    orders = (Told(orders=AS_IT_IS),) * told
+    with within(made):
+        step: Any = made.train_step
+        step = step.lower(start(made), place(made, rows()), *orders).compile(compiler_options=dict(ROUNDED))
+    return Compiled(made, step)
+
+
+def run(made: Compiled, state: TrainState, numbers: range, *more: Any) -> tuple[TrainState, list[float]]:
+    """Steps on new rows each."""
+    losses = []
+    with within(made.program):
+        for number in numbers:
+            state, metrics = made.step(state, place(made.program, rows(number)), *more)
+            losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def remembered(made: Compiled, state: TrainState) -> dict[str, np.ndarray]:
+    """Histories with rows in the order of the layers; those of rows that are none are zeros."""
+    order = np.array(made.program.partition.order())
+    found = {path: np.asarray(history) for path, history in state.maxima.items()}
+    assert all((history[order < 0] == 0).all() for history in found.values())
+    return {path: history[order >= 0][np.argsort(order[order >= 0])] for path, history in found.items()}
+
+
+def same_after_a_step(
+    parallel: ParallelConfig, wanted: ParallelConfig = ONE, repeats: int = 2, *, gradients: bool = True
+) -> None:
+    """Histories after one step; gradients: those of gradients too, or else up to what 8 bits round."""
+    one, other = compiled(wanted, DELAYED, repeats), compiled(parallel, DELAYED, repeats)
+    (alone, losses), (state, found) = (run(made, start(made.program), range(1)) for made in (one, other))
+    assert found[0] == pytest.approx(losses[0], rel=1e-6)
+    expected, histories = remembered(one, alone), remembered(other, state)
+    assert len(expected) == 7 and all((history[..., 0] > 0).all() for history in expected.values())
+    for path, history in histories.items():
+        assert history.shape == (repeats, 3, 2) and history.dtype == np.float32
+        same = 3 if gradients else 2
+        np.testing.assert_array_equal(history[:, :same], expected[path][:, :same], err_msg=path)
+        np.testing.assert_allclose(history, expected[path], rtol=2**-3, err_msg=path)
+        for shard in state.maxima[path].addressable_shards:
+            np.testing.assert_array_equal(shard.data, np.asarray(state.maxima[path])[shard.index])
+
+
+def test_over_data_all_remember_what_one_device_does() -> None:
+    same_after_a_step(LAYOUTS["data"])
+
+
+@pytest.mark.slow
+def test_with_fsdp_too() -> None:
+    same_after_a_step(LAYOUTS["fsdp"])
+
+
+def test_in_a_pipeline_too_and_rows_that_are_no_layers_stay_zero() -> None:
+    """Stages sum the parts of the gradient that each has of the loss, so it is rounded otherwise before it is cast."""
+    same_after_a_step(LAYOUTS["uneven pipeline"], repeats=3, gradients=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parallel",
+    [ParallelConfig(data=2, pipeline=2), ParallelConfig(data=1, pipeline=2, virtual_stages=2, schedule="interleaved")],
+)
+def test_pipelines_remember_the_same(parallel: ParallelConfig) -> None:
+    same_after_a_step(parallel, LAYOUTS["pipeline"], repeats=4)
+
+
+def test_a_step_that_is_skipped_leaves_them_as_they_are() -> None:
+    made = compiled(ONE, DELAYED, told=True)
+    broken = np.array(Orders(gradient_factor=np.nan), np.float32)
+    state, _ = run(made, start(made.program), range(2), Told(orders=AS_IT_IS))
+    before = remembered(made, state)
+    state, _ = run(made, state, range(2, 3), Told(orders=broken))
+    assert int(state.skipped) == 1
+    for path, history in remembered(made, state).items():
+        np.testing.assert_array_equal(history, before[path])
+
+
+@pytest.mark.slow
+def test_twenty_steps_beside_current_scaling_and_bfloat16() -> None:
+    losses = {}
+    for name, fp8 in (("delayed", DELAYED), ("current", Fp8Config()), ("bfloat16", None)):
+        made = compiled(ONE, fp8)
+        losses[name] = np.array(run(made, start(made.program), range(STEPS))[1])
+    for other in ("current", "bfloat16"):
+        print(other, np.abs(losses["delayed"] - losses[other]).max())
+        assert 0 < np.abs(losses["delayed"] - losses[other]).max() < APART
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["data", "pipeline", "pipeline, data and tensor"])
+def test_twenty_steps_on_other_layouts(layout: str) -> None:
+    one, other = compiled(ONE, DELAYED), compiled(LAYOUTS[layout], DELAYED)
+    (_, wanted), (_, found) = (run(made, start(made.program), range(STEPS)) for made in (one, other))
+    print(layout, np.abs(np.array(found) - wanted).max())
+    assert np.abs(np.array(found) - wanted).max() < APART
+
+
+@pytest.mark.slow
+def test_layers_in_16_bits_remember_nothing() -> None:
+    made = compiled(ONE, replace(DELAYED, first_layers=1))
+    state, _ = run(made, start(made.program), range(1))
+    for history in remembered(made, state).values():
+        assert (history[0] == 0).all() and (history[1, :, 0] > 0).all()
+
+
+def test_they_are_no_weights() -> None:
+    made, plain = compiled(ONE, DELAYED).program, compiled(ONE, DELAYED, told=True).program
+    assert not set(made.maxima) & set(made.declared) and set(made.arrays) == set(made.maxima) | set(made.declared)
+    state = plain.state_like()
+    assert set(state.params) == set(made.declared) == set(state.optimizer["first_moment"])
+    assert set(state.maxima) == set(made.maxima)
+
+
+def test_rows_follow_their_layers_to_another_pipeline() -> None:
+    made, other = compiled(ONE, DELAYED, 3).program, compiled(LAYOUTS["uneven pipeline"], DELAYED, 3).program
+    wanted, stored = other.partition.order(), made.partition.order()
+    like = other.state_like()
+    there = like_stored(like, other.arrays, stored)
+    assert {leaf.shape for leaf in there.maxima.values()} == {(3, 3, 2)}
+    drawn = {path: np.random.default_rng(0).random(leaf.shape, np.float32) for path, leaf in there.maxima.items()}
+    empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), there)
+    moved = reorder(replace(empty, maxima=jax.tree.map(jnp.asarray, drawn)), like, other.arrays, stored, wanted)
+    for path, history in moved.maxima.items():
+        for row, layer in enumerate(wanted):
+            np.testing.assert_array_equal(history[row], drawn[path][layer] if layer >= 0 else 0)
+
+
+@pytest.mark.parametrize(("wrong", "says"), [({"history": 0}, "at least 1"), ({"margin": 100}, "between")])
+def test_refused(wrong: dict[str, int], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check(
+            compiled(ONE, DELAYED).program.cfg.but(
+                precision=replace(
+                    compiled(ONE, DELAYED).program.cfg.precision, fp8=Fp8Config(delayed=DelayedScalingConfig(**wrong))
+                )
+            ),
+            8,
+        )
