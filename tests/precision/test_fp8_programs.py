@@ -20,7 +20,7 @@ from megajax.planning.collectives import Contents
 from megajax.planning.devices import read_cluster
 from megajax.planning.hlo import Program
 from megajax.planning.train_step import TrainPlan, compile_train_step
-from megajax.precision.config import Fp8Config, PrecisionConfig
+from megajax.precision.config import DelayedScalingConfig, Fp8Config, PrecisionConfig
 from megajax.training.run_config import RunConfig
 
 LLAMA, GPT = 7, 6
@@ -106,6 +106,7 @@ def along_tensor(found: Contents) -> Counter[tuple[tuple[int, ...], str]]:
 
 
 HYBRID, ONLY_E4M3 = Fp8Config(), Fp8Config(format="e4m3", fast_accumulation=False)
+DELAYED = Fp8Config(delayed=DelayedScalingConfig(history=16, algorithm="max"))
 FORWARD, BACKWARD = ("f8e4m3fn", "f8e4m3fn", "DEFAULT"), ("f8e4m3fn", "f8e5m2", "HIGHEST")
 
 
@@ -145,6 +146,29 @@ def test_other_layouts(parallel: ParallelConfig, absent: Absent) -> None:
 def test_all_in_e4m3_and_adding_up_in_float32(absent: Absent) -> None:
     found = in_8_bits(absent("llama", "h100:1", ONLY_E4M3, ParallelConfig(data=1)))
     assert found == {("f8e4m3fn", "f8e4m3fn", "HIGHEST"): 3 * LLAMA}
+
+
+@pytest.mark.slow
+def test_scales_from_the_steps_before(absent: Absent) -> None:
+    check(absent("llama", "h100:1", DELAYED, ParallelConfig(data=1)), LLAMA)
+    found = in_8_bits(absent("llama", "h100:2", DELAYED, ParallelConfig(data=1, pipeline=2)))
+    assert set(found) == {FORWARD, BACKWARD}
+    assert found[FORWARD] % LLAMA == 0 and found[BACKWARD] % (2 * LLAMA) == 0
+
+
+@pytest.mark.slow
+def test_maxima_go_over_all_devices_once_a_step(absent: Absent) -> None:
+    """And over tensor once a layer, when its gradients are made: nothing waits for them."""
+    parallel = ParallelConfig(data=2, tensor=2, sequence=True)
+    before, now = (absent("llama", "h100:4", fp8, parallel) for fp8 in (DELAYED, HYBRID))
+    check(before, LLAMA)
+    assert along_tensor(before.contents) == along_tensor(now.contents)
+    maxima = [one for one in before.contents.collectives if one.bytes < 128 and len(one.place.path) == 2]
+    assert [(one.kind, one.groups.axes) for one in maxima] == [("all-reduce", ("tensor",))]
+    sizes = [
+        sum(one.bytes for one in found.contents.collectives if "data" in one.groups.axes) for found in (before, now)
+    ]
+    assert sizes[0] - sizes[1] == 2 * LLAMA * 3 * 4, "two layers, seven products, three float32"
 
 
 @pytest.mark.slow

@@ -1,0 +1,78 @@
+"""A run whose 8-bit scales come from the steps before: stopped, and gone on with here and on another layout."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from small_jobs import model, run_config
+
+from megajax.checkpoint.reader import open_checkpoints
+from megajax.mesh.config import ParallelConfig
+from megajax.models.config import PredictionConfig
+from megajax.optim.config import ScheduleConfig
+from megajax.precision.config import DelayedScalingConfig, Fp8Config, PrecisionConfig
+from megajax.resilience.config import ResilienceConfig
+from megajax.training.job import train
+from megajax.training.resume import Resume
+from megajax.training.run_config import RunConfig
+from megajax.training.session import Run, setup
+
+DELAYED = PrecisionConfig(fp8=Fp8Config(delayed=DelayedScalingConfig(history=3, algorithm="max")))
+STACK = "stack.blocks.0.mlp.maxima.up"
+
+
+def job(folder: Path | str = "unused", **changes) -> RunConfig:
+    """With a head that predicts further ahead, whose products are outside the stack."""
+    wide = replace(model(hidden=64, ffn=64, dropout=0.0), prediction=PredictionConfig())
+    settings = {"model": wide, "precision": DELAYED, "schedule": ScheduleConfig(lr=1e-2, style="constant"), "steps": 4}
+    return run_config(folder, **settings | changes)
+
+
+def losses(folder: Path) -> list[float]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "split" not in line]
+
+
+def state(folder: Path, cfg: RunConfig) -> Run:
+    """The run as its last checkpoint has it."""
+    reader, _ = open_checkpoints(folder)
+    return setup(cfg, start=Resume(reader, reader.newest(), own=False, say=print))
+
+
+@pytest.mark.slow
+def test_going_on_from_a_checkpoint_is_exact_and_another_layout_gets_the_same_histories(tmp_path: Path) -> None:
+    whole, halved = tmp_path / "whole", tmp_path / "halved"
+    assert train(job(whole)) == 0
+    assert train(job(halved, resilience=ResilienceConfig(exit_after_steps=2))) == 0
+    assert train(job(halved)) == 0
+    assert losses(halved) == losses(whole)
+    first, second = (state(folder, job()) for folder in (whole, halved))
+    assert all((np.asarray(history) > 0).all() for history in first.state.maxima.values())
+    jax.tree.map(np.testing.assert_array_equal, first.state, second.state)
+
+    pipeline = ParallelConfig(data=1, pipeline=2)
+    elsewhere = state(whole, job(parallel=pipeline))
+    for path, history in elsewhere.state.maxima.items():
+        np.testing.assert_array_equal(history, first.state.maxima[path])
+    assert STACK in elsewhere.state.maxima and "predictions.0.maxima.from_state" in elsewhere.state.maxima
+    after = [next(iter(run.steps(1))).loss for run in (first, elsewhere)]
+    assert after[1] == pytest.approx(after[0], abs=2e-3)
+
+
+def test_evaluation_and_the_model_use_them_and_change_nothing(tmp_path: Path) -> None:
+    run = setup(job(model=model(hidden=64, ffn=64, dropout=0.0, repeats=1)))
+    for _ in run.steps(1):
+        pass
+    before = jax.device_get(run.state.maxima)
+    loss = run.evaluate(run.parts.splits.valid, batches=1)
+    tokens = np.zeros((2, 16), np.int32)
+    logits = np.asarray(run.model(tokens))
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(run.state.maxima))
+    assert np.isfinite(loss) and np.isfinite(logits).all()
+    tight = {path: np.full_like(history, 1e-3) for path, history in before.items()}
+    run.state = replace(run.state, maxima=jax.device_put(tight, run.program.shardings.maxima))
+    assert run.evaluate(run.parts.splits.valid, batches=1) != loss
+    assert np.abs(np.asarray(run.model(tokens)) - logits).max() > 0
