@@ -119,15 +119,20 @@ class Compiled(NamedTuple):
 
 
 @cache
-def compiled(parallel: ParallelConfig, fp8: Fp8Config | None, repeats: int = 2, *, told: bool = False) -> Compiled:
-    """A train step that may be told orders."""
-    model = wide(repeats)
-    made = program(model, parallel, microbatches=MICROBATCHES // parallel.data_size(2), compute="bfloat16")
+def prepared(parallel: ParallelConfig, fp8: Fp8Config | None, repeats: int = 2) -> Program:
+    """Not compiled."""
+    made = program(wide(repeats), parallel, microbatches=MICROBATCHES // parallel.data_size(2), compute="bfloat16")
     cfg = made.cfg.but(
         precision=replace(made.cfg.precision, fp8=fp8), schedule=replace(made.cfg.schedule, lr=1e-3), steps=STEPS
     )
     assert not cfg.problems(8)
-    made = Program.of(cfg, build_mesh(parallel))
+    return Program.of(cfg, build_mesh(parallel))
+
+
+@cache
+def compiled(parallel: ParallelConfig, fp8: Fp8Config | None, repeats: int = 2, *, told: bool = False) -> Compiled:
+    """A train step that may be told orders."""
+    made = prepared(parallel, fp8, repeats)
     orders = (Told(orders=AS_IT_IS),) * told
     with within(made):
         step: Any = made.train_step
@@ -234,15 +239,16 @@ def test_layers_in_16_bits_remember_nothing() -> None:
 
 
 def test_they_are_no_weights() -> None:
-    made, plain = compiled(ONE, DELAYED).program, compiled(ONE, DELAYED, told=True).program
-    assert not set(made.maxima) & set(made.declared) and set(made.arrays) == set(made.maxima) | set(made.declared)
-    state = plain.state_like()
+    made, plain = prepared(ONE, DELAYED), prepared(ONE, Fp8Config())
+    assert made.declared == plain.declared and not plain.maxima
+    assert set(made.arrays) == set(made.maxima) | set(made.declared) and not set(made.maxima) & set(made.declared)
+    state = made.state_like()
     assert set(state.params) == set(made.declared) == set(state.optimizer["first_moment"])
-    assert set(state.maxima) == set(made.maxima)
+    assert set(state.maxima) == set(made.maxima) and plain.state_like().maxima == {}
 
 
 def test_rows_follow_their_layers_to_another_pipeline() -> None:
-    made, other = compiled(ONE, DELAYED, 3).program, compiled(LAYOUTS["uneven pipeline"], DELAYED, 3).program
+    made, other = prepared(ONE, DELAYED, 3), prepared(LAYOUTS["uneven pipeline"], DELAYED, 3)
     wanted, stored = other.partition.order(), made.partition.order()
     like = other.state_like()
     there = like_stored(like, other.arrays, stored)
@@ -257,12 +263,7 @@ def test_rows_follow_their_layers_to_another_pipeline() -> None:
 
 @pytest.mark.parametrize(("wrong", "says"), [({"history": 0}, "at least 1"), ({"margin": 100}, "between")])
 def test_refused(wrong: dict[str, int], says: str) -> None:
+    cfg = prepared(ONE, DELAYED).cfg
+    fp8 = Fp8Config(delayed=DelayedScalingConfig(**wrong))
     with pytest.raises(ConfigError, match=says):
-        check(
-            compiled(ONE, DELAYED).program.cfg.but(
-                precision=replace(
-                    compiled(ONE, DELAYED).program.cfg.precision, fp8=Fp8Config(delayed=DelayedScalingConfig(**wrong))
-                )
-            ),
-            8,
-        )
+        check(cfg.but(precision=replace(cfg.precision, fp8=fp8)), 8)
