@@ -61,7 +61,7 @@ def test_it_finds_a_layout_no_slower_than_the_published_one(case: str) -> None:
     layout = replace(base, **sizes)
     entries, tally = merged(found(asked))
     best = entries[0]
-    # With recompute=none a context axis, which configs refuse in this version, would be 2.5 % faster (docs/planning.md).
+    # With recompute=none a context axis, which configs refuse in this version, would be 2.5 % faster: docs/planning.md
     words = ("selective",) if "context" in sizes else ("selective", "none")
     kept = [published(asked, devices, layout, recompute=word) for word in words]
     assert best.step_seconds <= min(other.step_seconds for other in kept if other.fits)
