@@ -19,15 +19,14 @@ from megajax.batch import LMBatch
 from megajax.config.errors import UserError
 from megajax.config.tree import check
 from megajax.config.xla import memory_fraction
-from megajax.kernels.attention import local_device
 from megajax.kernels.capability import Choice
-from megajax.layers.core_attention import kernel_choice
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.metrics.banner import plain
 from megajax.metrics.text import count, duration
 from megajax.metrics.throughput import Rates, StepRate
 from megajax.models.flops import flops_per_token, parameter_count
 from megajax.training.device_memory import peak_memory, size
+from megajax.training.kernels import demand_kernels
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
 from megajax.training.state import TrainState
@@ -83,7 +82,7 @@ def measure(
     devices = find_devices()
     roof = roof_of(devices[0].device_kind, devices[0].platform, peak_tflops=peak_tflops)
     check(cfg, len(devices))
-    kernels = attention_kernels(cfg)
+    kernels = demand_kernels(cfg)
     mesh = build_mesh(cfg.parallel, devices)
     program, seconds = Program.of(cfg, mesh), {}
     with jax.set_mesh(mesh), jax.default_matmul_precision(cfg.precision.matmul_precision()):
@@ -156,22 +155,6 @@ def memory(compiled: Any) -> dict[str, int | None]:
     arguments, temporary = plan.argument_size_in_bytes, plan.temp_size_in_bytes
     peak = arguments + temporary + plan.output_size_in_bytes - plan.alias_size_in_bytes
     return found | {"planned_arguments": arguments, "planned_temporary": temporary, "planned_peak": peak}
-
-
-def attention_kernels(cfg: RunConfig) -> tuple[Choice, ...]:
-    """Of each block of the pattern. Raises UserError where one was asked for by name that can't be had here."""
-    return tuple(
-        kernel_choice(
-            block.mixer,
-            cfg.precision.compute,
-            head_dim=block.mixer.size(cfg.model.hidden),
-            length=cfg.model.sequence_length,
-            documents=cfg.data.isolated(),
-            device=local_device(),
-            where=f"model.stack.pattern.{place}.mixer.kernel",
-        )
-        for place, block in enumerate(cfg.model.stack.pattern)
-    )
 
 
 def facts(program: Program, compiled: Any, kernels: tuple[Choice, ...]) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from megajax.pipeline.schedule import Schedule
 from megajax.planning.absent import devices
 from megajax.planning.collectives import Contents, read
 from megajax.planning.devices import CUDNN, GIB, GPU, Cluster
+from megajax.training.kernels import demand_kernels
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
-from megajax.training.session import demand_kernels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,8 @@ from megajax.precision.config import DelayedScalingConfig, PrecisionConfig
 from megajax.training.compile_cache import cache_in_use
 from megajax.training.device_memory import size
 from megajax.training.kept_bytes import kept_bytes
-from megajax.training.session import Run, demand_kernels
+from megajax.training.kernels import demand_kernels
+from megajax.training.session import Run
 
 type Section = tuple[str, list[tuple[str, str]]]
 

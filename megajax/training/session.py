@@ -14,13 +14,11 @@ from megajax.config.errors import UserError
 from megajax.config.tree import check
 from megajax.data.loader import Loader
 from megajax.data.splits import Evaluation, Rows, Splits, requested_rows
-from megajax.kernels.attention import local_device
-from megajax.kernels.capability import Choice, Device
-from megajax.layers.core_attention import kernel_choice
 from megajax.layers.param import bind
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.tokenizers.base import Tokenizer
 from megajax.training.batch_sizes import BatchSizes
+from megajax.training.kernels import demand_kernels
 from megajax.training.loop import StepInfo, run_steps
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
@@ -194,26 +192,6 @@ def validation_sets(cfg: RunConfig, tokenizer: Tokenizer, rows: int | None) -> d
             )
         found[name] = built.valid
     return found
-
-
-def demand_kernels(cfg: RunConfig, device: Device | None = None) -> tuple[Choice, ...]:
-    """The attention backend of each block of the pattern on `device`; none: the first jax finds.
-
-    Raises UserError where one was asked for by name that can't be had there.
-    """
-    device = local_device() if device is None else device
-    return tuple(
-        kernel_choice(
-            block.mixer,
-            cfg.precision.compute,
-            head_dim=block.mixer.size(cfg.model.hidden),
-            length=cfg.model.sequence_length,
-            documents=cfg.data.isolated(),
-            device=device,
-            where=f"model.stack.pattern.{place}.mixer.kernel",
-        )
-        for place, block in enumerate(cfg.model.stack.pattern)
-    )
 
 
 def wanted_rows(cfg: RunConfig, sizes: BatchSizes) -> Any:

@@ -8,7 +8,7 @@ from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.kernels.capability import Device
 from megajax.training import facts
-from megajax.training.session import demand_kernels
+from megajax.training.kernels import demand_kernels
 
 H100 = Device(name="NVIDIA H100", capability=(9, 0), cudnn=(9, 10, 0))
 A100 = Device(name="NVIDIA A100", capability=(8, 0), cudnn=(9, 10, 0))
@@ -48,7 +48,7 @@ def test_the_error_names_the_setting_and_the_nearest() -> None:
     ],
 )
 def test_the_banner_says_what_and_why(device, settings, lines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megajax.training.session.local_device", lambda: device)
+    monkeypatch.setattr("megajax.training.kernels.local_device", lambda: device)
     monkeypatch.setattr(facts, "local_device", lambda: device)
     found = facts._kernels(SimpleNamespace(cfg=config(*settings)))
     assert len(found) == len(lines)
