@@ -228,16 +228,24 @@ def grouped(found: Iterable[Collective]) -> list[dict[str, Any]]:
 
 
 def kernel_rows(found: Iterable[Kernel]) -> list[dict[str, Any]]:
-    """Custom calls by target: instructions in the program and runs per step (null where not known)."""
+    """Custom calls by target: instructions, runs per step (null where not known), whether some are in a branch.
+
+    Those in a branch run at most so often: of attention's kernels for packed documents one branch runs.
+    """
 
     def target(one: Kernel) -> str:
         return one.target
 
     rows = []
     for name, group in groupby(sorted(found, key=target), target):
-        times = [one.place.times for one in group]
-        known = [each for each in times if each is not None]
+        places = [one.place for one in group]
+        known = [place.times for place in places if place.times is not None]
         rows.append(
-            {"target": name, "instructions": len(times), "count": sum(known) if len(known) == len(times) else None}
+            {
+                "target": name,
+                "instructions": len(places),
+                "count": sum(known) if len(known) == len(places) else None,
+                "conditional": any(place.conditional for place in places),
+            }
         )
     return rows

@@ -136,7 +136,10 @@ def sections(plan: TrainPlan, device: Device | None = None) -> list[Section]:
         ("fits", f"{'yes' if plan.fits else 'NO':>8}  {abs(room):.2f} {'to spare' if room >= 0 else 'too much'}"),
     ]
     kernels = [
-        (row["target"], f"{_times(row['count'])} a step, {row['instructions']} in the program")
+        (
+            row["target"],
+            f"{'at most ' * row['conditional']}{_times(row['count'])} a step, {row['instructions']} in the program",
+        )
         for row in kernel_rows(plan.contents.kernels)
     ] or [("none", "")]
     return [

@@ -117,7 +117,9 @@ def test_what_runs_beside_matmuls() -> None:
         ("all-gather", "tensor", "1.1", False, 60, 2 * ROWS),
         ("all-reduce", "tensor", "1.1", False, 60, ROWS),
     ], "around the loop over layers; around the fused matmul; run in one piece; nothing but a negation in between"
-    assert kernel_rows(found.kernels) == [{"target": "__cublas$lt$matmul", "instructions": 1, "count": 60}]
+    assert kernel_rows(found.kernels) == [
+        {"target": "__cublas$lt$matmul", "instructions": 1, "count": 60, "conditional": False}
+    ]
     assert [(loop.place.name, loop.matmuls) for loop in found.loops] == [("", 0), ("1", 1), ("1.1", 1)]
 
 
