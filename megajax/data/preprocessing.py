@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -26,6 +26,7 @@ import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.data.indexed import IndexedTokens, IndexedWriter, index_path, token_dtype, tokens_path
+from megajax.data.interrupts import Interrupts
 from megajax.data.preprocessing_options import TEXT_KEY, Preprocessing
 from megajax.data.preprocessing_report import Counts, Preprocessed
 from megajax.data.text_files import (
@@ -39,14 +40,21 @@ from megajax.data.text_files import (
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.config import TokenizerConfig
 
+_LOOK_SECONDS = 0.1
+"""How long an interrupt may go unseen while workers are awaited."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """A chunk that was tokenised: into token files `PREFIX-KEY`, or, for a piece of a document, to ids here."""
+    """A chunk that was tokenised: into token files `PREFIX-KEY`, or, for a piece of a document, to the bare ids in a
+    file `PREFIX`.
+
+    It holds no ids: a worker that is killed in the middle of a long answer leaves the pool waiting for the rest.
+    """
 
     counts: Counts
     prefix: str
-    piece: np.ndarray | None = None
+    piece: bool = False
 
 
 def preprocess_text(
@@ -210,14 +218,15 @@ def _write(
         # Closed before the folder goes, so that no worker still writes there.
         results = stack.enter_context(closing(_tokenised(job, chunks, folder)))
         for chunk, done in results:
-            if done.piece is None:
-                for key, writer in writers.items():
-                    _append(writer, f"{done.prefix}-{key}")
-            else:
-                pieces.append(done.piece)
+            if done.piece:
+                pieces.append(np.fromfile(done.prefix, dtype))
+                Path(done.prefix).unlink()
                 if chunk.ends:
                     counts += _add_pieces(writers[TEXT_KEY], pieces, tokenizer.eod if job.append_eod else None)
                     pieces.clear()
+            else:
+                for key, writer in writers.items():
+                    _append(writer, f"{done.prefix}-{key}")
             first = counts.stored == 0
             counts += done.counts
             if first:
@@ -267,19 +276,32 @@ def _tokenised(job: Preprocessing, chunks: Iterator[Chunk], folder: Path) -> Gen
         for number, chunk in enumerate(chunks):
             yield chunk, tokenise(job, chunk, str(folder / f"chunk{number}"))
         return
+    with Interrupts() as interrupts:
+        yield from _by_workers(job, chunks, folder, interrupts)
+
+
+def _by_workers(
+    job: Preprocessing, chunks: Iterator[Chunk], folder: Path, interrupts: Interrupts
+) -> Generator[tuple[Chunk, _Done]]:
     others = multiprocessing.active_children()
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(job.workers, context, initializer=_start_worker)
     waiting: deque = deque()
+
+    def first() -> tuple[Chunk, _Done]:
+        chunk, future = waiting.popleft()
+        while not wait([future], timeout=_LOOK_SECONDS).done:
+            interrupts.raise_waiting()
+        interrupts.raise_waiting()
+        return chunk, future.result()
+
     try:
         for number, chunk in enumerate(chunks):
             waiting.append((chunk, pool.submit(tokenise, job, chunk, str(folder / f"chunk{number}"))))
             if len(waiting) > 2 * job.workers:
-                first, future = waiting.popleft()
-                yield first, future.result()
+                yield first()
         while waiting:
-            first, future = waiting.popleft()
-            yield first, future.result()
+            yield first()
     except BrokenProcessPool as error:
         raise RuntimeError("A worker process died; was it killed for memory? Try fewer --workers.") from error
     except BaseException:
@@ -313,7 +335,7 @@ def _built(config: TokenizerConfig) -> Tokenizer:
 
 
 def tokenise(job: Preprocessing, chunk: Chunk, prefix: str) -> _Done:
-    """Tokenise one chunk, into token files PREFIX-KEY unless it is a piece of a document; runs in the workers.
+    """Tokenise one chunk, into token files PREFIX-KEY or, a piece of a document, into ids in PREFIX; run by workers.
 
     Raises:
         UserError: a line or document that is not what it should be; names the file and the line.
@@ -326,7 +348,8 @@ def tokenise(job: Preprocessing, chunk: Chunk, prefix: str) -> _Done:
             piece = tokenizer.encode_bytes(data).astype(dtype)
         except UserError as error:
             raise UserError(f"{chunk.file.path}: {error}") from error
-        return _Done(Counts(stored=chunk.stored, text=len(data), tokens=len(piece)), prefix, piece)
+        piece.tofile(prefix)
+        return _Done(Counts(stored=chunk.stored, text=len(data), tokens=len(piece)), prefix, piece=True)
     if chunk.file.json:
         documents = json_documents(chunk, data, job.keys)
     else:

@@ -418,8 +418,48 @@ def test_an_interrupt_leaves_nothing(tmp_path, number, code, workers):
     with subprocess.Popen(call, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert "documents" in process.stderr.readline()
         os.kill(process.pid, number)
-        assert process.wait(30) == code
+        try:
+            assert process.wait(60) == code
+        finally:
+            process.kill()
         assert "Traceback" not in process.stderr.read()
+    assert only_output(tmp_path) == []
+
+
+INTERRUPTED_IN_A_LOCK = """
+import os, signal, sys, threading
+from megajax.config.command_line import front_door
+from megajax.preprocess import main
+
+enter, main_thread, calls = threading.Condition.__enter__, threading.main_thread().ident, []
+
+def interrupted(self):
+    entered = enter(self)
+    if threading.get_ident() == main_thread:
+        calls.append(self)
+        if len(calls) == AT:
+            os.kill(os.getpid(), signal.SIGINT)
+    return entered
+
+if __name__ == "__main__":
+    threading.Condition.__enter__ = interrupted
+    front_door(main)
+"""
+
+
+@pytest.mark.parametrize("at", [3, 12, 25])
+def test_an_interrupt_inside_a_lock_of_the_pool_ends_it_all_the_same(tmp_path, at):
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"text": "some words to keep it busy"}\n' * 1_000_000)
+    (tmp_path / "out").mkdir()
+    program = tmp_path / "interrupted.py"
+    program.write_text(f"AT = {at}\n{INTERRUPTED_IN_A_LOCK}")
+    call = [sys.executable, str(program), "--input", str(source), "--workers=2", "--tokenizer=byte"]
+    call += ["--output-prefix", str(tmp_path / "out" / "x")]
+    done = subprocess.run(
+        call, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted; nothing was written\n")
     assert only_output(tmp_path) == []
 
 
