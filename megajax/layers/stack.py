@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby
 from typing import NamedTuple
 
 import jax
@@ -25,6 +26,10 @@ type Unit = Callable[[Params, Params, Array, Array, Context], Array]
 weights: by their paths in `blocks`, of one repeat a row of each, of n [n, ...]; numbers: int32 [] or [n], which they
 are. One row is taken outside: taken within, it would be kept as something computed rather than as an argument.
 """
+
+
+type Recipes = tuple[tuple[bool, ...], ...]
+"""For each repeat of a unit, for each block of the pattern: whether it multiplies by the layout's recipe."""
 
 
 class Span(NamedTuple):
@@ -72,7 +77,7 @@ class Stack(nnx.Module):
 
     def __call__(self, x: Array, ctx: Context) -> Array:
         weights, first = self.in_order(), 0
-        for units, together, unit, unroll in self.spans(self.repeats):
+        for units, together, unit, unroll in self.spans(self.repeats, 0):
             last = first + units * together
             cut = (units, together) if together > 1 else (units,)
             rows = {path: w[first:last].reshape(*cut, *w.shape[1:]) for path, w in weights.items()}
@@ -84,40 +89,53 @@ class Stack(nnx.Module):
             x, first = jax.lax.scan(step, x, (rows, numbers), unroll=unroll)[0], last
         return x
 
-    def spans(self, repeats: int) -> list[Span]:
+    def spans(self, repeats: int, first: int | None = None) -> list[Span]:
         """How that many repeats in a row are differentiated: all there are, or a chunk of a stage.
 
+        first: the number of the first, where it is the same on all devices: layers of another recipe than their
+        neighbours are then spans of their own; else each layer looks at its number as it runs.
         Raises ValueError where recompute_together does not divide them.
         """
         chosen = self.recomputing
         again = repeats if chosen.layers is None else min(chosen.layers // self.pattern, repeats)
-        found = []
+        found, done = [], 0
         for count, kept in ((again, chosen.kept()), (repeats - again, chosen.others())):
             together = max(1, kept.together // self.pattern)
             if count % together:
                 raise ValueError(f"{count} repeats cannot be computed again {together} together")
-            if count:
-                units = count // together
+            starts = range(done, done + count, together)
+            for recipes, alike in groupby(self.recipes(start, together, first) for start in starts):
+                units = len(list(alike))
                 unroll = units if self.unroll is None else min(units, -(-self.unroll // (together * self.pattern)))
-                found.append(Span(units, together, self.unit(kept, together), unroll))
+                found.append(Span(units, together, self.unit(kept, together, recipes), unroll))
+            done += count
         return found
 
-    def unit(self, kept: Kept, together: int) -> Unit:
+    def recipes(self, start: int, together: int, first: int | None) -> Recipes | None:
+        """Of the repeats from `start` on, where they are known and not all the same."""
+        if first is None or self.plain is None:
+            return None
+        layers = [(first + start + row) * self.pattern for row in range(together)]
+        return tuple(tuple(self.layout.by_recipe(layer + place) for place in range(self.pattern)) for layer in layers)
+
+    def unit(self, kept: Kept, together: int, recipes: Recipes | None = None) -> Unit:
         """`together` repeats of the pattern as one function, which keeps what is said."""
-        repeat = self.repeat("input" in kept.offloaded)
+        named = "input" in kept.offloaded
         if together == 1:
-            return recomputed(repeat, kept)
+            return recomputed(self.repeat(named, recipes and recipes[0]), kept)
         # Each is computed again and then, while it is differentiated, keeps what matmuls need.
-        inner = recomputed(repeat, Recomputing().kept())
+        inner = [
+            recomputed(self.repeat(named, recipes and recipes[row]), Recomputing().kept()) for row in range(together)
+        ]
 
         def unit(weights: Params, common: Params, numbers: Array, x: Array, ctx: Context) -> Array:
-            for row in range(together):
-                x = inner({path: w[row] for path, w in weights.items()}, common, numbers[row], x, ctx)
+            for row, repeat in enumerate(inner):
+                x = repeat({path: w[row] for path, w in weights.items()}, common, numbers[row], x, ctx)
             return x
 
         return recomputed(unit, kept)
 
-    def repeat(self, named: bool) -> Unit:
+    def repeat(self, named: bool, recipes: tuple[bool, ...] | None) -> Unit:
         """One repeat of the pattern, under no policy. named: x has a name, rather than being kept as an argument."""
         graph, state = nnx.split(self.blocks)
         axes = {dotted(path): leaf.axes[1:] for path, leaf in nnx.to_flat_state(state)}
@@ -130,11 +148,18 @@ class Stack(nnx.Module):
             plain = None if self.plain is None else bind(nnx.merge(self.plain, abstract), used)
             for place, block in enumerate(bind(nnx.merge(graph, abstract), used)):
                 layer = number * self.pattern + place
-                run = block if plain is None else self.layout.either(layer, block, plain[place])
-                x = run(x, ctx.for_layer(layer))
+                if plain is not None:
+                    block = self.chosen(block, plain[place], layer, recipes and recipes[place])
+                x = block(x, ctx.for_layer(layer))
             return x
 
         return repeat
+
+    def chosen(self, block: Callable, plain: Callable, layer: Array, by_recipe: bool | None) -> Callable:
+        """The block with the recipe or without, by the layer's number where nobody knows better."""
+        if by_recipe is None:
+            return self.layout.either(layer, block, plain)
+        return block if by_recipe else plain
 
     def in_order(self) -> Params:
         """The stacked weights by their paths in `self.blocks`, rows in the order of the layers."""

@@ -50,8 +50,12 @@ class Layout:
         self, layer: Array | int, by_recipe: Callable[Arguments, Array], plain: Callable[Arguments, Array]
     ) -> Callable[Arguments, Array]:
         """by_recipe for the layers that `layers` says, plain for others; all devices of `tensor` agree on it."""
+        return lambda *inputs: jax.lax.cond(self.by_recipe(layer), by_recipe, plain, *inputs)
+
+    def by_recipe(self, layer: Array | int) -> Array | bool:
+        """Whether the layer of that number is one of `layers`."""
         first, end = self.layers or (0, 2**31 - 1)
-        return lambda *inputs: jax.lax.cond((layer >= first) & (layer < end), by_recipe, plain, *inputs)
+        return (layer >= first) & (layer < end)
 
     def act(self, x: Array, *axes: str | None) -> Array:
         """Lay out an activation; one logical axis (or None) for each dimension of x."""

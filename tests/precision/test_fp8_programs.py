@@ -123,6 +123,14 @@ def test_every_matmul_of_a_layer_is_in_8_bits(family: str, matmuls: int, absent:
 
 
 @pytest.mark.slow
+def test_layers_at_both_ends_in_16_bits_are_chosen_without_a_branch(absent: Absent) -> None:
+    plan = absent("llama", "h100:1", Fp8Config(first_layers=1), ParallelConfig(data=1))
+    assert in_8_bits(plan) == {FORWARD: LLAMA, BACKWARD: 2 * LLAMA}
+    assert len(others(plan)) == 3 + 3 * LLAMA
+    assert "f8e4m3" not in "".join(line for line in plan.text.splitlines() if " conditional(" in line)
+
+
+@pytest.mark.slow
 def test_over_tensor_it_moves_what_16_bits_move_and_a_few_maxima(absent: Absent) -> None:
     parallel = ParallelConfig(data=2, tensor=2, sequence=True)
     small, wide = (absent("llama", "h100:4", fp8, parallel) for fp8 in (HYBRID, None))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from tiny_runs import ONE, QUICK, Program, llama, place, program, rows, start, within
@@ -26,6 +27,8 @@ LAYOUTS = {
     "pipeline": ParallelConfig(data=1, pipeline=2),
     "pipeline, data and tensor": ParallelConfig(data=2, pipeline=2, tensor=2, sequence=True),
 }
+ROUNDED = {"xla_allow_excess_precision": False}
+"""Compiler option: what is cast to 16 bits is rounded, not here and not there, as the compiler likes."""
 MICROBATCHES = 6
 STEPS = 20
 APART = 1e-2
@@ -58,7 +61,7 @@ def losses(parallel: ParallelConfig, fp8: Fp8Config | None, steps: int) -> np.nd
     with within(made):
         state, batch = start(made), place(made, rows())
         step: Any = made.train_step
-        step = step.lower(state, batch).compile(compiler_options=dict(QUICK))
+        step = step.lower(state, batch).compile(compiler_options=dict(QUICK) | ROUNDED)
         for number in range(steps):
             state, metrics = step(state, place(made, rows(number)))
             found.append(float(metrics["loss"]))
@@ -91,6 +94,35 @@ def test_layers_at_both_ends_stay_in_16_bits(layout: ParallelConfig) -> None:
     found = losses(layout, Fp8Config(first_layers=1, last_layers=1), 3)
     np.testing.assert_allclose(found, losses(ONE, None, 3), rtol=2e-4)
     assert np.abs(losses(layout, Fp8Config(first_layers=1), 3) - found).max() > 5e-4
+
+
+@pytest.mark.parametrize(
+    ("recomputed", "units"),
+    [
+        ({}, [1, 2, 1]),
+        ({"recompute": "full", "recompute_together": 2}, [1, 1]),
+        ({"recompute_layers": 2}, [1, 1, 1, 1]),
+    ],
+)
+def test_without_a_pipeline_layers_at_both_ends_are_spans_of_their_own(recomputed: dict, units: list[int]) -> None:
+    """Their numbers are known, so no branch decides: a GPU may wait for the host at each."""
+    model = replace(wide(), stack=replace(wide().stack, repeats=4), **({"recompute": "full"} | recomputed))
+    made = program(model, ONE, microbatches=1, compute="bfloat16", isolated=False)
+    precision = replace(made.cfg.precision, fp8=Fp8Config(first_layers=1, last_layers=1))
+    made = Program.of(made.cfg.but(precision=precision), made.mesh)
+    stack = made.abstract.stack
+    assert [span.units for span in stack.spans(4, 0)] == units
+    assert sum(span.units for span in stack.spans(4)) == sum(units)
+    with within(made):
+        state, batch = start(made), place(made, rows())
+        text = str(jax.make_jaxpr(made.train_step)(state, batch))
+    assert "f8_e4m3fn" in text and " cond[" not in text
+
+
+@pytest.mark.slow
+def test_the_first_loss_is_the_same_whether_a_branch_decides() -> None:
+    fp8 = Fp8Config(first_layers=1)
+    assert losses(LAYOUTS["pipeline"], fp8, 1)[0] == pytest.approx(losses(ONE, fp8, 1)[0], rel=1e-6)
 
 
 @pytest.mark.slow
