@@ -24,8 +24,10 @@ def main(argv: list[str]) -> int:
     resolve("megajax.training.compile_cache:use_cache")(command.config.xla)
     train = resolve("megajax.training.job:train")
     sampler = resolve("megajax.inference.sample:text_sample")
+    reporter = resolve("megajax.reporting.write:leave_page")
     skip_train = command.flags["skip_train"]
-    code = train(command.config, skip_train=skip_train, sources=command.sources, sampler=sampler)
+    sources = command.sources
+    code = train(command.config, skip_train=skip_train, sources=sources, sampler=sampler, reporter=reporter)
     finish()
     return code
 

@@ -39,6 +39,8 @@ class LoggingConfig(Builds):
     """Also log to Weights & Biases; none = off."""
     plot: bool = True
     """Draw RUN_DIR/loss.png at the end; needs the extra `plot`, and is left out with a note where that is missing."""
+    report: bool = True
+    """Write RUN_DIR/report.html at the end, as python -m megajax.report does."""
     live: Literal["auto", "always", "never"] = "auto"
     """Progress bar that updates in place: auto = on a terminal; never = one plain line per `every` steps."""
     sample: bool = True

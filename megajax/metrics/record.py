@@ -46,6 +46,9 @@ class StepRecord:
     """Phase -> seconds it took before this step, written as seconds_PHASE: data_wait; evaluation and save where there
     was one; with several processes, now and then, the least and largest of all as data_wait_min and data_wait_max."""
 
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Bytes after this step, as far as they are counted, written as memory_NAME: see device_memory.memory_in_use."""
+
     def line(self) -> dict[str, Any]:
         """The keys and values of this step's line, in order; floats may be nan or infinite."""
         fixed = {
@@ -60,6 +63,7 @@ class StepRecord:
             "loss_scale": self.loss_scale,
             "skipped": self.skipped,
             **{f"seconds_{name}": seconds for name, seconds in self.phases.items()},
+            **{f"memory_{name}": size for name, size in self.memory.items()},
         }
         if clash := fixed.keys() & self.metrics.keys():
             raise ValueError(f"metrics {sorted(clash)} have the names of fixed keys of metrics.jsonl; rename them")

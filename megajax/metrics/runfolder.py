@@ -46,6 +46,10 @@ class RunFolder:
         return self.path / "events.jsonl"
 
     @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 

@@ -26,7 +26,7 @@ KNOWN = frozenset(
     {
         *("loss", "grad_norm", "lr", "loss_scale", "skipped", "consumed_samples", "consumed_tokens", "step_seconds"),
         *("tokens_per_second", "tokens_per_second_per_device", "tflops_per_device_causal", "tflops_per_device_full"),
-        *("mfu_causal", "mfu_full"),
+        *("mfu_causal", "mfu_full", "memory_device", "memory_device_peak", "memory_host"),
     }
 )
 """Columns with a chart of their own, or none; all others but seconds of phases are what a model reports."""
@@ -88,12 +88,23 @@ def _rest(history: History, compiling: Collection[int]) -> Iterator[Chart]:
     yield from _speed(steps, series)
     times = series(("step", "step_seconds"), ("of it waiting for rows", "seconds_data_wait"))
     yield Chart(title="Time of a step", unit="s", series=times)
+    yield from _memory(steps)
     scale = steps.column("loss_scale")
     if np.isfinite(scale).any() and np.nanmin(scale) != np.nanmax(scale):
         yield Chart(title="Loss scale", series=series(("loss scale", "loss_scale")))
     for name in sorted(steps.columns.keys() - KNOWN):
         if not name.startswith("seconds_"):
             yield Chart(title=name.replace("_", " "), series=series((name.replace("_", " "), name)))
+
+
+def _memory(steps: Steps) -> Iterator[Chart]:
+    places = {
+        "Memory of a device": (("in use after the step", "memory_device"), ("most so far", "memory_device_peak")),
+        "Main memory": (("process 0", "memory_host"),),
+    }
+    for title, named in places.items():
+        sizes = [Series(name, steps.step, steps.column(column) / 2**30, at) for at, (name, column) in enumerate(named)]
+        yield Chart(title=title, unit="GiB", series=sizes, linear=True)
 
 
 def _speed(steps: Steps, series: Callable[..., list[Series]]) -> Iterator[Chart]:

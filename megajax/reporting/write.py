@@ -1,16 +1,18 @@
 """From a run folder to its report: read, gather, write."""
 
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
 
 from megajax.config.errors import UserError
-from megajax.metrics.runfolder import write_atomically
+from megajax.metrics.runfolder import RunFolder, write_atomically
+from megajax.reporting.chart import Chart
 from megajax.reporting.curves import curves
-from megajax.reporting.facts import gather
-from megajax.reporting.history import read_history
+from megajax.reporting.facts import Facts, gather
+from megajax.reporting.history import History, read_history
 from megajax.reporting.page import page
 from megajax.reporting.terminal import headline, show
 
@@ -32,10 +34,9 @@ def report(run_dir: Path, output: Path | None, *, as_text: bool) -> None:
         show(facts, charts, console)
         if output is None:
             return
-    path = history.folder / "report.html" if output is None else output.expanduser()
-    made = f"Made {datetime.now(UTC):%Y-%m-%d %H:%M UTC} from {history.folder.resolve()} by python -m megajax.report."
+    path = RunFolder(history.folder).report if output is None else output.expanduser()
     try:
-        write_atomically(path, page(facts, charts, made=made))
+        _write(path, history, facts, charts)
     except OSError as error:
         raise UserError(
             f"the page cannot be written to {path}: {error.strerror or error}. Give another place with --output=FILE."
@@ -43,3 +44,17 @@ def report(run_dir: Path, output: Path | None, *, as_text: bool) -> None:
     if not as_text:
         console.print(headline(facts), soft_wrap=True)
     print(f"report: {path}")
+
+
+def leave_page(run_dir: Path) -> str:
+    """Write the page of a run into its folder -> a line that says so."""
+    history = read_history(run_dir)
+    facts = gather(history)
+    path = RunFolder(history.folder).report
+    _write(path, history, facts, curves(history, facts.attempts))
+    return f"report: {path}"
+
+
+def _write(path: Path, history: History, facts: Facts, charts: Sequence[Chart]) -> None:
+    made = f"Made {datetime.now(UTC):%Y-%m-%d %H:%M UTC} from {history.folder.resolve()} by python -m megajax.report."
+    write_atomically(path, page(facts, charts, made=made))

@@ -1,12 +1,15 @@
-"""What a step takes on a device: as it was compiled, and the most there ever was."""
+"""What a step takes on a device: as it was compiled, now, and the most there ever was."""
 
+import resource
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 
 GIB = 2**30
+_PAGES = Path("/proc/self/statm")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,3 +68,16 @@ def peak_memory() -> tuple[int, int] | None:
     """(most bytes in use at once, bytes there are) of the local device that used most; None where it is not counted."""
     counted = [stats for device in jax.local_devices() if (stats := device.memory_stats())]
     return max(((stats["peak_bytes_in_use"], stats.get("bytes_limit", 0)) for stats in counted), default=None)
+
+
+def memory_in_use() -> dict[str, int]:
+    """Bytes now, what is not counted left out: `device` and `device_peak`, each of the local device with most of it,
+    and `host`, what of this process is in main memory."""
+    found = {}
+    counted = [stats for device in jax.local_devices() if (stats := device.memory_stats())]
+    if counted:
+        found["device"] = max(stats["bytes_in_use"] for stats in counted)
+        found["device_peak"] = max(stats["peak_bytes_in_use"] for stats in counted)
+    if _PAGES.exists():
+        found["host"] = int(_PAGES.read_text().split()[1]) * resource.getpagesize()
+    return found

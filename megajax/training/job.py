@@ -27,7 +27,7 @@ from megajax.resilience.signals import Signals, agree
 from megajax.training import facts
 from megajax.training.compile_log import CompileLog
 from megajax.training.device_faults import device_fault
-from megajax.training.device_memory import compiled_memory, peak_memory, size
+from megajax.training.device_memory import compiled_memory, memory_in_use, peak_memory, size
 from megajax.training.guard import Guard
 from megajax.training.hooks import Evaluate, Save
 from megajax.training.loop import NumericFault, StepInfo, run_steps
@@ -42,6 +42,9 @@ type Sampler = Callable[..., str | None]
 """(model, tokenizer, row, *, length, seed) -> a text from the model, None without text: `inference.sample.text_sample`.
 
 Handed in by the front door, for training and inference never import each other."""
+
+type Reporter = Callable[[Path], str]
+"""Run folder -> what to say of the page that was made of it: `reporting.write.leave_page`; from the front door too."""
 
 
 @dataclass
@@ -63,6 +66,8 @@ class Job:
     """Steps done before this attempt."""
     sampler: Sampler | None
     """Makes the text at the end; None: no text."""
+    reporter: Reporter | None
+    """Writes the report at the end; None: no report."""
     begun: int
     """Rows read before this attempt."""
     started: float
@@ -134,12 +139,12 @@ class Job:
                 "from there"
             )
             self.log.event("stopped", step=step, saved=self.save.saved, reason=self.reason())
+        self.log.event("end", step=step)
         if jax.process_index() == 0:
             self.leave_behind(last)
-        self.log.event("end", step=step)
 
     def leave_behind(self, last: StepInfo | None) -> None:
-        """The picture, the sample and the box with the totals."""
+        """The picture, the report, the sample and the box with the totals."""
         step = self.run.step
         if self.cfg.logging.plot:
             title = f"{self.folder.path.name}: {step:,} steps"
@@ -148,6 +153,7 @@ class Job:
                     self.folder.metrics, self.folder.loss_plot, title=title, vocabulary=self.cfg.model.vocabulary_size
                 )
             )
+        self.report()
         if self.sampler is not None and self.samples(step):
             tokenizer, prompt = self.run.parts.tokenizer, self.cfg.logging.prompt
             sample = self.sampler(
@@ -158,7 +164,8 @@ class Job:
                 seed=self.cfg.seed,
             )
             self.console.say(sample or "no text sample: the tokenizer has no text")
-        files = [path for path in (self.folder.metrics, self.folder.loss_plot) if path.exists()]
+        made = (self.folder.metrics, self.folder.loss_plot, self.folder.report)
+        files = [path for path in made if path.exists()]
         newest = self.manager.newest()
         totals = Totals(
             steps=step,
@@ -172,6 +179,15 @@ class Job:
             files=[str(path) for path in files],
         )
         self.console.show("done" if step >= self.cfg.steps else "stopped", totals.sections())
+
+    def report(self) -> None:
+        """The page about the run; a run that has trained does not fail for want of it."""
+        if self.reporter is None or not self.cfg.logging.report or jax.process_index():
+            return
+        try:
+            self.console.say(self.reporter(self.folder.path))
+        except Exception as error:
+            self.console.say(f"no report: {error}; python -m megajax.report {self.folder.path} tries again")
 
     def samples(self, step: int) -> bool:
         """Whether there is a text sample: only after the last step, and by a single process."""
@@ -196,6 +212,7 @@ def step_record(run: Run, info: StepInfo, rate: StepRate) -> StepRecord:
         global_batch_size=info.rows,
         metrics=info.metrics,
         phases=info.phases,
+        memory=memory_in_use(),
     )
 
 
@@ -214,19 +231,21 @@ def train(
     skip_train: bool = False,
     sources: Mapping[str, str] | None = None,
     sampler: Sampler | None = None,
+    reporter: Reporter | None = None,
 ) -> int:
     """Run the job; returns the exit code. Raises UserError for what is wrong before the first step.
 
     skip_train: only evaluate the newest checkpoint on the validation and test splits; nothing is written.
     sources: setting -> where its value came from, for config.yaml.
     sampler: makes a short text at the end of a finished run, where logging.sample asks for it.
+    reporter: writes a page about the run at its end, unless logging.report is off.
     """
     started = time.monotonic()
     find_devices()
     folder = RunFolder.create(cfg.run_dir)
     with ExitStack() as stack:
         try:
-            return _train(cfg, folder, stack, _Asked(skip_train, sources, sampler), started)
+            return _train(cfg, folder, stack, _Asked(skip_train, sources, sampler, reporter), started)
         except BaseException as error:
             fault = device_fault(error, cfg, folder.path)
             end_at_once(fault or error)
@@ -241,6 +260,7 @@ class _Asked(NamedTuple):
     skip_train: bool
     sources: Mapping[str, str] | None
     sampler: Sampler | None
+    reporter: Reporter | None
 
 
 def _train(cfg: RunConfig, folder: RunFolder, stack: ExitStack, asked: _Asked, started: float) -> int:
@@ -299,6 +319,7 @@ def _train(cfg: RunConfig, folder: RunFolder, stack: ExitStack, asked: _Asked, s
         profile,
         first,
         asked.sampler,
+        asked.reporter,
         int(run.state.consumed_samples),
         started,
     )
@@ -324,6 +345,7 @@ def _work(job: Job) -> int:
             "Lower the learning rate, look at the data, or leave the step out with resilience.skip_steps; "
             "resilience.stop_on_nonfinite=false goes on without updates that are not finite"
         )
+        job.report()
         return NUMERIC_FAULT_EXIT
     job.finish(last)
     return 0

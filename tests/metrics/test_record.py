@@ -38,6 +38,11 @@ def test_a_step_has_the_promised_keys_in_order(step):
     assert values["skipped"] is False
 
 
+def test_phases_memory_and_what_a_model_reports_come_after_these(step):
+    line = step(1, metrics={"num_zeros": 3.0}, memory={"host": 2**30}, phases={"data_wait": 0.5}).line()
+    assert list(line.items())[len(KEYS) :] == [("seconds_data_wait", 0.5), ("memory_host", 2**30), ("num_zeros", 3.0)]
+
+
 def test_what_is_unknown_is_null(step):
     values = strict(to_json(step(1).line()))
     unknown = ["tflops_per_device_causal", "tflops_per_device_full", "mfu_causal", "mfu_full", "loss_scale"]

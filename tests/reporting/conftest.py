@@ -51,6 +51,7 @@ class FakeRun:
                     global_batch_size=4,
                     metrics={"num_zeros": 3.0},
                     phases={"data_wait": 0.01},
+                    memory={"device": 2**34, "device_peak": 2**35, "host": 2**30},
                 )
             )
             if step == first + 1:

@@ -119,6 +119,15 @@ def test_events_lie_on_the_curves(eventful: Path) -> None:
     assert np.isfinite(np.delete(kept, [0, 15])).all()
 
 
+def test_memory_is_drawn_where_it_is_counted(fake_run: Callable) -> None:
+    run = fake_run()
+    run.attempt(0, 8)
+    charts = {chart.title: chart for chart in curves(read_history(run.folder.path), [])}
+    device = charts["Memory of a device"]
+    assert [(one.name, set(one.y)) for one in device.series] == [("in use after the step", {16}), ("most so far", {32})]
+    assert device.unit == "GiB" and set(charts["Main memory"].series[0].y) == {1}
+
+
 def test_curves_only_where_there_is_something_to_see(fake_run: Callable) -> None:
     run = fake_run()
     run.attempt(0, 8)

@@ -12,6 +12,7 @@ from megajax.config.tree import override
 from megajax.mesh.config import ParallelConfig
 from megajax.training.config import BatchConfig
 from megajax.training.device_faults import DeviceFault, cheapest, device_fault, state_bytes, wanted_bytes
+from megajax.training.device_memory import memory_in_use
 from megajax.training.job import train
 from megajax.training.loop import _Loop
 
@@ -51,6 +52,23 @@ def test_out_of_memory_ends_a_run_with_what_to_change_and_code_1(tmp_path, monke
         front_door(main)
     assert ended.value.code == 1
     assert "batch.micro_size=2" in capsys.readouterr().err
+
+
+class Counting:
+    """A device that counts its memory."""
+
+    def __init__(self, now: int, most: int):
+        self.stats = {"bytes_in_use": now, "peak_bytes_in_use": most, "bytes_limit": 100}
+
+    def memory_stats(self) -> dict[str, int]:
+        return self.stats
+
+
+def test_memory_in_use_is_that_of_the_fullest_device(monkeypatch):
+    assert set(memory_in_use()) == {"host"}, "this device does not count"
+    monkeypatch.setattr(jax, "local_devices", lambda: [Counting(10, 60), Counting(20, 40)])
+    found = memory_in_use()
+    assert (found["device"], found["device_peak"]) == (20, 60) and found["host"] > 2**20
 
 
 def test_the_traceback_is_shown_where_it_cannot_be_kept(tmp_path):

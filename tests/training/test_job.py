@@ -1,6 +1,7 @@
 """Whole jobs in their folders: stopping and going on, refusing to, numeric faults, evaluation alone."""
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import UserError
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.reporting.write import leave_page
 from megajax.training.config import BatchConfig
 from megajax.training.job import Job, train
 from megajax.training.run_config import RunConfig
@@ -48,7 +50,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def whole(tmp_path_factory) -> Path:
     """Six steps without a pause."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    assert train(run_config(folder)) == 0
+    assert train(run_config(folder), reporter=leave_page) == 0
     return folder
 
 
@@ -74,6 +76,26 @@ def test_a_whole_run_leaves_every_step_and_its_evaluations(whole):
     assert steps(whole)[6]["consumed_tokens"] == 6 * 8 * 16
     assert set(losses(whole)) == {"validation", "test"}
     assert saved(whole) == [3, 6]
+
+
+def test_a_run_leaves_a_page_that_knows_how_it_ended(whole):
+    page = (whole / "report.html").read_text(encoding="utf-8")
+    assert "step 6 of 6: done; exit code 0" in page and ">Main memory <" in page
+
+
+def test_memory_of_the_process_is_in_every_line(whole):
+    sizes = [line["memory_host"] for line in steps(whole).values()]
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert all(most / 100 < size <= most for size in sizes) and len(sizes) == 6
+
+
+def test_a_run_does_not_fail_for_want_of_a_report(halted, copied, capsys):
+    def broken(folder: Path) -> str:
+        raise OSError("no space left on device")
+
+    assert train(run_config(copied), reporter=broken) == 0
+    assert f"no report: no space left on device; python -m megajax.report {copied}" in capsys.readouterr().out
+    assert not (halted / "report.html").exists() and not (copied / "report.html").exists()
 
 
 def test_a_stopped_run_has_saved_and_not_evaluated(halted):
