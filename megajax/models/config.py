@@ -41,7 +41,7 @@ class WidthScalingConfig:
     score_power: float = 1.0
     """Power of the head size that scores are divided by; 0.5 is the usual root."""
     embedding: float = 1.0
-    """Factor on embeddings."""
+    """Factor on embeddings, learned positions included."""
     output: float | None = None
     """Factor on logits; none: 1 / W."""
 

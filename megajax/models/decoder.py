@@ -76,9 +76,9 @@ class DecoderLM(nnx.Module):
     def enter(self, x: Array, ctx: Context) -> Array:
         """The rest of `embed`: positions and dropout, [B, S, D] -> [B, S, D]."""
         x = x.astype(jnp.float32) if self.cfg.residual == "float32" else x
-        x = scaled(x, 1.0 if self.cfg.width_scaling is None else self.cfg.width_scaling.embedding)
         if self.cfg.learned_positions:
             x = x + self.layout.act(self.positions[...][ctx.positions], "batch", "seq_residual", "embed")
+        x = scaled(x, 1.0 if self.cfg.width_scaling is None else self.cfg.width_scaling.embedding)
         return dropout(x, self.cfg.dropout, ctx, EMBEDDING_PLACE, self.layout)
 
     def finish(self, x: Array) -> Array:

@@ -59,16 +59,17 @@ def memory_report(cfg: DecoderConfig, setting: MemorySetting) -> MemoryReport:
     cut = sum(_matrices(block, hidden) for block in blocks) / setting.pipeline
     final = hidden * (2 if isinstance(cfg.norm, LayerNormConfig) else 1)
     held = sum(_norms(block, hidden) for block in blocks) + final
-    further = sum(_matrices(block, hidden) + _norms(block, hidden) for block in cfg.predicting_blocks())
+    further = sum(_matrices(block, hidden) for block in cfg.predicting_blocks())
+    further_held = sum(_norms(block, hidden) for block in cfg.predicting_blocks())
     tables = table if cfg.tied else 2 * table
-    most = (cut + further + table) / setting.tensor + held / setting.pipeline
+    most = (cut + further + table) / setting.tensor + held / setting.pipeline + further_held
     if not cfg.tied and setting.pipeline == 1:
         most += table / setting.tensor
     each = 6 + 12 / setting.data if setting.zero1 else 18
     return MemoryReport(
         weights=most * each,
         activations=activation_bytes(cfg, setting),
-        layer_parameters=round(cut * setting.pipeline + further) + held,
+        layer_parameters=round(cut * setting.pipeline + further) + held + further_held,
         embedding_parameters=tables,
         most_loaded=most,
         others=cut / setting.tensor + held / setting.pipeline,

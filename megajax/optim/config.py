@@ -56,7 +56,7 @@ class UpdateConfig(Builds):
     decay_embeddings: bool = True
     """Decay the token embedding, the head and learned positions like other matrices."""
     decay_qk_norms: bool = False
-    """Decay the gains of query and key norms."""
+    """Decay the gains and biases of query and key norms, and of the norm of latent queries."""
     embedding_lr: float | None = None
     """Highest learning rate of token embedding and head; none: schedule.lr."""
     embedding_min_lr: float | None = None

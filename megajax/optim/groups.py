@@ -87,8 +87,7 @@ def groups(
 
 def _plain(cfg: UpdateConfig, spec: ParamSpec) -> Group:
     decay = decayed(spec) and (cfg.decay_embeddings or not is_embedding(spec))
-    # Only norms of queries and keys work along the head.
-    decay = decay or (cfg.decay_qk_norms and spec.role == "gain" and "head_dim" in spec.axes)
+    decay = decay or (cfg.decay_qk_norms and any(norm in spec.path for norm in (".query_norm.", ".key_norm.")))
     if not is_vocabulary(spec):
         return Group(decay=float(decay))
     return Group(lr=cfg.embedding_lr, min_lr=cfg.embedding_min_lr, decay=float(decay))

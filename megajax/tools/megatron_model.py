@@ -167,8 +167,10 @@ def _latent(args: Arguments, normal: NormConfig) -> LatentAttentionConfig:
         bias=not args["disable-bias-linear"],
         norm=normal if args["qk-layernorm"] else None,
         rope=rope,
-        # Megatron-LM scales scores as with YaRN even where the frequencies are plain.
-        scale=None if scaled else yarn.lengthened(args["mscale-all-dim"]) ** 2 * (content + place) ** -0.5,
+        # Megatron-LM scales scores as with YaRN even where the frequencies are plain, and muP has no say in it.
+        scale=None
+        if scaled and not args["use-mup"]
+        else yarn.lengthened(args["mscale-all-dim"]) ** 2 * (content + place) ** -0.5,
         sink=args.one_of("softmax-type", SINKS),
         dropout=args["attention-dropout"],
         kernel=args.one_of("attention-backend", KERNELS),
@@ -188,6 +190,9 @@ def _windows(args: Arguments, count: int) -> list[int | None]:
     if right != 0:
         args.refuse("window-size", "decoders see nothing to the right; the second number must be 0")
     window = None if left < 0 else left
+    if window is not None and window >= sequence_length(args):
+        args.remark("window-size", f"{left} is no less than a row has tokens: all are seen, there as here")
+        window = None
     full = _chosen_layers(args, "window-attn-skip-freq", count, ones=False)
     return [None if whole else window for whole in full]
 
@@ -268,9 +273,20 @@ def embedding(args: Arguments) -> Settings:
         "model.embedding_std": args["embedding-init-method-std"],
     }
     if args["mtp-num-layers"]:
-        prediction = PredictionConfig(depth=args["mtp-num-layers"], weight=args["mtp-loss-scaling-factor"])
-        settings["model.prediction"] = prediction
+        settings["model.prediction"] = _prediction(args)
     return settings
+
+
+def _prediction(args: Arguments) -> PredictionConfig:
+    """Their blocks are numbered from 1 on, so windows and rotation are those of the first layers, not of the last."""
+    depth, pattern = args["mtp-num-layers"], stack(args)["model.stack"].pattern
+    blocks = [pattern[number % len(pattern)] for number in range(min(depth, len(pattern)))]
+    if any(block != blocks[0] for block in blocks):
+        args.refuse(
+            "mtp-num-layers", "the blocks of heads that predict further are all alike, the first layers are not"
+        )
+    block = blocks[0] if blocks and blocks[0] != pattern[-1] else None
+    return PredictionConfig(depth=depth, weight=args["mtp-loss-scaling-factor"], block=block)
 
 
 def width_scaling(args: Arguments) -> Settings:

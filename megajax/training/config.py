@@ -11,8 +11,14 @@ from megajax.config.errors import Problem
 from megajax.config.nearest import nearest_divisors
 from megajax.data.config import DataConfig
 
-THRESHOLD = re.compile(r"(\d+)([KMBT]?):(\d+)")
+NUMBER = r"(\d+(?:\.\d*)?|\.\d+)([KMBT]?)"
+THRESHOLD = re.compile(f"{NUMBER}:{NUMBER}", re.IGNORECASE)
 SUFFIXES = (("", 1), ("K", 10**3), ("M", 10**6), ("B", 10**9), ("T", 10**12))
+
+
+def _whole(number: str, suffix: str) -> int:
+    """("1.5", "B") -> 1500000000; cut off, as Megatron-LM does."""
+    return int(float(number) * dict(SUFFIXES)[suffix.upper()])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +78,7 @@ class StepRampConfig:
     """Sizes and where each begins; the last must be batch.global_size."""
 
     sizes: str
-    """Pairs threshold:rows with blanks or commas between: "0:768 250B:1536"; K, M, B and T are 10^3 to 10^12."""
+    """Pairs threshold:rows with blanks or commas between: "0:768 1.5B:1K"; K, M, B and T are 10^3 to 10^12."""
     unit: Literal["tokens", "samples"] = "tokens"
     """What thresholds count; tokens are divided by the sequence length, rounded down."""
 
@@ -98,7 +104,7 @@ class StepRampConfig:
     def pairs(self) -> list[tuple[int, int]]:
         """(threshold in units, rows), by threshold."""
         found = [THRESHOLD.fullmatch(word) for word in self.sizes.replace(",", " ").split()]
-        return sorted((int(m[1]) * dict(SUFFIXES)[m[2]], int(m[3])) for m in found if m)
+        return sorted((_whole(m[1], m[2]), _whole(m[3], m[4])) for m in found if m)
 
     def size_problems(self, global_size: int) -> list[Problem]:
         """What does not fit the size it ends at."""

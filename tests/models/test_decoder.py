@@ -1,5 +1,6 @@
 """The decoder: who sees whom, positions, padding, and plain jax.jit on a mesh."""
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -23,7 +24,7 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
-from megajax.models.config import DecoderConfig
+from megajax.models.config import DecoderConfig, WidthScalingConfig
 from megajax.training.state import parameter_shardings
 
 ROWS, LENGTH, VOCABULARY = 2, 12, 50
@@ -129,6 +130,15 @@ def test_learned_positions_are_read_by_number():
     start, moved = (np.asarray(forward(GPT)(TOKENS, p, NONE)) for p in (POSITIONS, positions))
     np.testing.assert_array_equal(start[0, :7], moved[0, :7])
     assert (np.abs(start[0, 7:] - moved[0, 7:]).max(-1) > 1e-4).all()
+
+
+def test_the_factor_on_embeddings_takes_in_learned_positions():
+    """As Megatron-LM's --mup-embedding-mult does."""
+    scaled = replace(GPT, width_scaling=WidthScalingConfig(base_hidden=GPT.hidden, embedding=3.0))
+    plain, tripled = (bind(abstract(cfg, ParallelConfig()), weights(GPT)) for cfg in (GPT, scaled))
+    ctx = Context(jnp.asarray(POSITIONS), jnp.arange(LENGTH))
+    one, other = (model.embed(jnp.asarray(TOKENS), ctx) for model in (plain, tripled))
+    np.testing.assert_allclose(other, 3 * one, rtol=1e-6)
 
 
 @pytest.mark.parametrize("cfg", [GPT, LLAMA], ids=["tied", "untied"])

@@ -25,6 +25,7 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.models.config import DecoderConfig, PredictionConfig, WidthScalingConfig
 from megajax.models.flops import flops_per_token, parameter_count
+from megajax.models.memory import MemorySetting, memory_report
 from megajax.models.presets.gpt import GPT2, GPT3, gpt2, gpt3
 from megajax.models.presets.llama import LLAMA2, LLAMA3, llama2, llama3
 from megajax.models.presets.qwen import QWEN2, QWEN3, qwen2, qwen3
@@ -190,6 +191,17 @@ def test_a_wider_model_starts_narrower_and_scales_embeddings_scores_and_logits()
     assert wide.logit_factor() == 1 / 4 and plain.logit_factor() == 1
     assert one.stack.blocks[0].mixer.core.scale == 16**-0.5
     assert other.stack.blocks[0].mixer.core.scale == 4**0.5 / 16
+
+
+def test_norms_of_further_heads_are_on_every_device_in_the_memory_report():
+    """Megatron-LM's report: tensor parallelism cuts matrices and tables only."""
+    block = BlockConfig(mixer=AttentionConfig(heads=4), mlp=GatedMLPConfig(ffn=80), norm=RMSNormConfig())
+    plain = DecoderConfig(
+        hidden=64, vocabulary_size=128, sequence_length=8, stack=StackConfig(pattern=(block,), repeats=2)
+    )
+    ahead = replace(plain, prediction=PredictionConfig(depth=2))
+    one, other = (memory_report(cfg, MemorySetting(tensor=4)).most_loaded for cfg in (plain, ahead))
+    assert other - one == 2 * ((4 * 64 * 64 + 3 * 64 * 80) / 4 + 2 * 64)
 
 
 def test_gpt3_175b_is_what_the_paper_says_it_cost():

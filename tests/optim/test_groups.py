@@ -37,11 +37,18 @@ def test_embeddings_may_be_left_out_of_the_decay(declared):
 
 
 def test_query_and_key_norms_may_decay():
-    gain = ParamSpec("q.gain", (4, 8), ("layer", "head_dim"), ONES, "gain", "q.gain", (0, 1, 2, 3))
-    other = ParamSpec("norm.gain", (4, 8), ("layer", "embed"), ONES, "gain", "norm.gain", (0, 1, 2, 3))
-    found = groups(AdamWConfig(decay_qk_norms=True), {"q.gain": gain, "norm.gain": other})
-    assert (found["q.gain"].decay, found["norm.gain"].decay) == (1.0, 0.0)
-    assert groups(AdamWConfig(), {"q.gain": gain})["q.gain"].decay == 0
+    """Biases of theirs too, and the norm of latent queries; the one of latent keys and values does not."""
+    mixer, axes = "stack.blocks.0.mixer", {"query_norm": "head_dim", "key_norm": "head_dim", "norm": None}
+    several = {
+        path: ParamSpec(path, (4, 8), ("layer", axis), ONES, role, path, (0, 1, 2, 3))
+        for name, axis in axes.items()
+        for role in ("gain", "bias")
+        if (path := f"{mixer}.{name}.{role}")
+    }
+    several["q"] = ParamSpec("latent.query_norm.gain", (4, 8), ("layer", None), ONES, "gain", "q", (0, 1, 2, 3))
+    found = groups(AdamWConfig(decay_qk_norms=True), several)
+    assert {path for path, group in found.items() if group.decay} == {path for path in several if ".norm." not in path}
+    assert not any(group.decay for group in groups(AdamWConfig(), several).values())
 
 
 def test_token_embedding_and_head_have_rates_of_their_own(declared):

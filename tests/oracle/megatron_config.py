@@ -25,11 +25,14 @@ from megajax.layers.config import (
 )
 from megajax.models.config import DecoderConfig, PredictionConfig, WidthScalingConfig
 from megajax.models.memory import MemorySetting
-from megajax.optim.config import AdamWConfig, ScheduleConfig, SGDConfig
+from megajax.optim.config import AdamWConfig, LionConfig, OptimizerConfig, ScheduleConfig, SGDConfig
 from megajax.training.config import BatchConfig, LinearRampConfig, StepRampConfig
 
 WITHOUT_EFFECT = {
     # Memory, speed, initial values that are replaced, or float16 alone.
+    "attention_backend", "autocast_dtype", "cross_entropy_fusion_impl", "cross_entropy_loss_fusion",
+    "fp16_lm_cross_entropy", "log_max_attention_logit", "memory_efficient_layer_norm", "post_process", "pre_process",
+    "scatter_embedding_sequence_parallel", "sequence_parallel", "test_mode", "transformer_impl", "variable_seq_lengths",
     "apply_query_key_layer_scaling", "apply_residual_connection_post_layernorm", "apply_rope_fusion",
     "attention_softmax_in_fp32", "bias_dropout_fusion", "deterministic_mode", "distribute_saved_activations",
     "embedding_init_method_std", "fp32_residual_connection", "gradient_accumulation_fusion", "init_method_std",
@@ -57,9 +60,10 @@ class Settings:
         return value
 
     def finish(self, ignored: Collection[str] = ()) -> None:
-        """What is left must be off or have no effect on the numbers."""
+        """What is left must be off or have no effect on the numbers: all these runs are on one device."""
         for name, value in self.left.items():
-            if name not in ignored and value is not None and value is not False:
+            alone = name.endswith("_parallel_size") and value == 1
+            if name not in ignored and not alone and value is not None and value is not False:
                 unsupported(f"{name}={value}")
 
 
@@ -72,10 +76,10 @@ def decoder_config(
     """
     core, outer = Settings(config), Settings(model)
     hidden, bias = core.take("hidden_size"), core.take("add_bias_linear", True)
-    layers, norm = core.take("num_layers"), _norm(core)
+    layers, norm = core.take("num_layers"), _norm(core, "RMSNorm" if latent else "LayerNorm")
     learned = outer.left.get("position_embedding_type", "learned_absolute") == "learned_absolute"
     ropes = _rotated_layers(core, layers)
-    windows = _windowed_layers(core, layers)
+    windows = _windowed_layers(core, layers, positions)
     mixer = _latent(core, outer, norm, bias) if latent else _attention(core, outer, norm, bias, positions)
     mlp = _mlp(core, core.take("ffn_hidden_size", 4 * hidden), bias)
     blocks = []
@@ -92,7 +96,7 @@ def decoder_config(
         learned_positions=learned,
         norm=norm,
         tied=bool(outer.take("share_embeddings_and_output_weights", False)),
-        prediction=PredictionConfig(depth=depth, weight=factor) if depth else None,
+        prediction=PredictionConfig(depth=depth, weight=factor, block=_further(blocks, depth)) if depth else None,
         width_scaling=_width_scaling(core, hidden),
     )
     for name in ("hidden_dropout", "attention_dropout"):
@@ -105,6 +109,13 @@ def decoder_config(
     core.finish(WITHOUT_EFFECT)
     outer.finish(WITHOUT_EFFECT)
     return decoder
+
+
+def _further(blocks: list[BlockConfig], depth: int) -> BlockConfig:
+    """Blocks of multi-token prediction are numbered from 1 on: windows and rotation are those of the first layers."""
+    if any(block != blocks[0] for block in blocks[:depth]):
+        unsupported("blocks of multi-token prediction that differ")
+    return blocks[0]
 
 
 def _width_scaling(core: Settings, hidden: int) -> WidthScalingConfig | None:
@@ -123,14 +134,16 @@ def _width_scaling(core: Settings, hidden: int) -> WidthScalingConfig | None:
     )
 
 
-def _windowed_layers(core: Settings, layers: int) -> list[int | None]:
-    """The window of each layer."""
+def _windowed_layers(core: Settings, layers: int, length: int) -> list[int | None]:
+    """The window of each layer; one that no row fills is none."""
     size, every = core.take("window_size"), core.take("window_attn_skip_freq")
     if size is None:
         return [None] * layers
     left, right = size
     if left < 0 or right != 0:
         unsupported(f"window_size={size}")
+    if left >= length:
+        return [None] * layers
     if isinstance(every, list):
         return [left if windowed else None for windowed in every]
     return [None if every and number % every == 0 else left for number in range(1, layers + 1)]
@@ -184,12 +197,13 @@ def _latent(core: Settings, outer: Settings, norm: NormConfig, bias: bool) -> La
     core.take("kv_channels")
     core.take("num_query_groups")
     core.take("add_qkv_bias")
+    # Scores are scaled so whatever the kind, and muP or the config itself says.
+    core.take("softmax_scale")
+    scale = yarn.lengthened(yarn.mscale_all) ** 2 * (content + place) ** -0.5
     if kind == "rope":
-        # Scores are scaled as with YaRN even so.
-        scale = yarn.lengthened(yarn.mscale_all) ** 2 * (content + place) ** -0.5
         rope = RopeConfig(base=float(base), fraction=float(share), interleaved=True)
     else:
-        scale, rope = None, RopeConfig(base=float(base), interleaved=True, scaling=yarn)
+        rope = RopeConfig(base=float(base), interleaved=True, scaling=yarn)
     return LatentAttentionConfig(
         heads=core.take("num_attention_heads"),
         query_rank=given,
@@ -218,14 +232,16 @@ def _rope(core: Settings, outer: Settings, length: int) -> RopeConfig | None:
         return None
     if kind == "yarn":
         given = {name.removeprefix("yarn_"): value for name, value in yarn.items() if value is not None}
+        both = "mscale" in given and "mscale_all_dim" in given
         scaling = YarnScalingConfig(
             factor=float(given.get("rotary_scaling_factor", 1.0)),
             original=given.get("original_max_position_embeddings", length),
             fast=float(given.get("beta_fast", 32.0)),
             slow=float(given.get("beta_slow", 1.0)),
             rounded=given.get("correction_range_round_to_int", True),
-            mscale=given.get("mscale"),
-            mscale_all=given.get("mscale_all_dim"),
+            # One alone has no effect.
+            mscale=given["mscale"] if both else None,
+            mscale_all=given["mscale_all_dim"] if both else None,
         )
         return RopeConfig(base=float(base), scaling=scaling)
     # Megatron-LM has the other numbers of the stretch fixed.
@@ -235,8 +251,8 @@ def _rope(core: Settings, outer: Settings, length: int) -> RopeConfig | None:
     )
 
 
-def _norm(core: Settings) -> NormConfig:
-    kind, epsilon = core.take("normalization", "LayerNorm"), core.take("layernorm_epsilon", 1e-5)
+def _norm(core: Settings, default: str) -> NormConfig:
+    kind, epsilon = core.take("normalization", default), core.take("layernorm_epsilon", 1e-5)
     centred = core.take("layernorm_zero_centered_gamma", False)
     if kind not in ("LayerNorm", "RMSNorm"):
         unsupported(f"normalization={kind}")
@@ -316,10 +332,10 @@ def batch_config(kind: str, row: Mapping[str, Any]) -> BatchConfig:
     return BatchConfig(global_size=given.take("gbs"), micro_size=micro, ramp=ramp, decrease=decrease)
 
 
-def optimizer_config(settings: Mapping[str, Any], weight_decay: float) -> AdamWConfig | SGDConfig:
+def optimizer_config(settings: Mapping[str, Any], weight_decay: float) -> OptimizerConfig:
     """From an OptimizerConfig's arguments. weight_decay: as the scheduler has it, which overrides the optimizer's."""
     given = Settings(settings)
-    kind = given.only("optimizer", "adam", "sgd")
+    kind = given.only("optimizer", "adam", "sgd", "lion")
     given.only("bf16", False)
     given.only("fp16", False)
     shared = {
@@ -332,9 +348,17 @@ def optimizer_config(settings: Mapping[str, Any], weight_decay: float) -> AdamWC
     decoupled = given.only("decoupled_weight_decay", True, False)
     averages = (given.take("adam_beta1", 0.9), given.take("adam_beta2", 0.999), given.take("adam_eps", 1e-8))
     momentum = given.take("sgd_momentum", 0.9)
-    given.finish({"lr", "min_lr", "weight_decay", "params_dtype", "use_distributed_optimizer"})
+    lion = {"beta1": given.take("lion_beta1", 0.95), "beta2": given.take("lion_beta2", 0.98)}
+    given.finish(
+        {
+            *("lr", "min_lr", "weight_decay", "params_dtype", "use_distributed_optimizer", "barrier_with_L1_time"),
+            *("log_num_zeros_in_grad", "use_torch_optimizer_for_cpu_offload"),
+        }
+    )
     if kind == "sgd":
         return SGDConfig(momentum=momentum, **shared)
+    if kind == "lion":
+        return LionConfig(**lion, **shared)
     beta1, beta2, epsilon = averages
     return AdamWConfig(beta1=beta1, beta2=beta2, epsilon=epsilon, decoupled=decoupled, **shared)
 
@@ -351,6 +375,12 @@ FLAGS_WITHOUT_COUNT = {
     "ffn_hidden_size", "kv_channels", "bf16", "fp16", "train_iters", "train_samples", "lr", "min_lr", "qk_layernorm",
     "qk_l2_norm", "apply_layernorm_1p", "window_size", "window_attn_skip_freq", "softmax_type", "squared_relu",
     "quick_geglu", "openai_gelu", "mtp_loss_scaling_factor", "hidden_dropout", "attention_dropout", "init_method_std",
+    "accumulate_allreduce_grads_in_fp32", "attention_softmax_in_fp32", "calculate_per_token_loss", "cp_comm_type",
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "distributed_backend", "fp8_format",
+    "fp8_recipe", "log_interval", "log_throughput", "lr_decay_style", "masked_softmax_fusion",
+    "no_bias_gelu_fusion", "no_bias_swiglu_fusion", "no_gradient_accumulation_fusion", "no_masked_softmax_fusion",
+    "no_position_embedding", "no_rope_fusion", "rotary_scaling", "use_flash_attn", "use_mcore_models",
+    "use_cpu_initialization", "activation_func_clamp_value", "glu_linear_offset", "original_max_position_embeddings",
     "mock_data", "overlap_grad_reduce", "overlap_param_gather", "attention_backend", "transformer_impl", "seed",
     "weight_decay", "clip_grad", "eval_iters", "eval_interval", "tokenizer_type", "rope_type", "data_path", "split",
 }  # fmt: skip

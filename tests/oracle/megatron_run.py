@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from megajax.batch import LMBatch
+from megajax.layers.config import AttentionConfig, LayerNormConfig
 from megajax.layers.context import Context
 from megajax.layers.param import bind, specs
 from megajax.mesh.config import ParallelConfig
@@ -65,6 +66,29 @@ class OneDevice:
         shapes = {path: spec.shape for path, spec in self.declared.items()}
         assert {path: w.shape for path, w in params.items()} == shapes
         return dict(params)
+
+    def undetermined(self) -> dict[str, np.ndarray]:
+        """Path -> bool array, True where the loss does not depend on the weight, for weights that have such places.
+
+        What is the same in all keys, but for what is rotated, adds the same to all scores of a query, which softmax
+        takes out again unless there is a sink.
+        """
+        found, cfg = {}, self.cfg
+        blocks = {f"stack.blocks.{place}": block for place, block in enumerate(cfg.stack.pattern)}
+        blocks |= {f"predictions.{place}.block": block for place, block in enumerate(cfg.predicting_blocks())}
+        for where, block in blocks.items():
+            mixer = block.mixer
+            if not isinstance(mixer, AttentionConfig) or mixer.sink != "none":
+                continue
+            if isinstance(mixer.qk_norm, LayerNormConfig):
+                path = f"{where}.mixer.key_norm.bias"
+            elif mixer.qk_norm is None and mixer.has_qkv_bias():
+                path = f"{where}.mixer.key_bias"
+            else:
+                continue
+            found[path] = np.zeros(self.declared[path].shape, bool)
+            found[path][..., 0 if mixer.rope is None else mixer.rope.rotated(mixer.size(cfg.hidden)) :] = True
+        return found
 
     def __call__(self, f: Any, *args: Any) -> Any:
         """jit(f)(*args) on the mesh."""
@@ -124,16 +148,22 @@ class OneDevice:
         *,
         steps: int,
         rows: int,
+        average: Average,
     ) -> "Trainer":
         """The real train step over these weights; rows: of a global batch."""
-        return Trainer(self, params, optimizer, schedule.build(steps=steps, global_size=rows))
+        return Trainer(self, params, optimizer, schedule.build(steps=steps, global_size=rows), average)
 
 
 class Trainer:
     """Training state and the step that changes it."""
 
     def __init__(
-        self, model: OneDevice, params: Mapping[str, np.ndarray], optimizer: OptimizerConfig, schedule: Schedule
+        self,
+        model: OneDevice,
+        params: Mapping[str, np.ndarray],
+        optimizer: OptimizerConfig,
+        schedule: Schedule,
+        average: Average,
     ):
         self.model = model
         self.optimizer = optimizer.build(model.declared, model.layout.plan, model.cfg.width_ratio())
@@ -145,7 +175,7 @@ class Trainer:
         state = replace(zeros, params=model.checked(params), loss_scale=np.ones((), np.float32))
         with jax.set_mesh(model.mesh):
             self.state = jax.device_put(state, shardings)
-        self.train_step = make_train_step(model.grad_fn("microbatches"), self.optimizer, schedule, shardings)
+        self.train_step = make_train_step(model.grad_fn(average), self.optimizer, schedule, shardings)
 
     def step(self, batch: LMBatch) -> dict[str, float]:
         """One step -> what it reported."""

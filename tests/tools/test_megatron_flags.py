@@ -1,5 +1,6 @@
 """The table of Megatron-LM's flags: complete, pointing at settings that exist, each doing what its row says."""
 
+import math
 import os
 import re
 from pathlib import Path
@@ -265,8 +266,25 @@ def test_patterns_of_layers() -> None:
     assert windows("[0,0,0,1,1,1]") == [None] * 3 + [8] * 3
     without = config("--num-layers 4 --position-embedding-type rope --no-rope-freq 2").model.stack
     assert [block.mixer.rope is None for block in without.pattern * without.repeats] == [False, True, False, True]
+    assert windows("3 --window-size 32,0") == [None] * 6
     assert "a list of 2" in problem("--window-size 8,0 --window-attn-skip-freq [1,0]")
     assert "__import__" in problem("--window-size 8,0 --window-attn-skip-freq __import__('os')")
+
+
+def test_blocks_that_predict_further_are_numbered_from_one_on() -> None:
+    every = "--num-layers 4 --window-size 8,0 --window-attn-skip-freq 2"
+    (one,) = config(f"{every} --mtp-num-layers 1").model.predicting_blocks()
+    assert one.mixer.window == 8
+    assert made(f"{every} --mtp-num-layers 2").refused
+    assert config("--num-layers 4 --window-size 8,0 --mtp-num-layers 2").model.prediction.block is None
+
+
+def test_latent_attention_scales_scores_alike_with_and_without_mup() -> None:
+    latent = "--multi-latent-attention --position-embedding-type rope --qk-head-dim 32 --qk-pos-emb-head-dim 32"
+    yarn = f"{latent} --rotary-scaling-factor 40 --mscale-all-dim 0.5"
+    plain, mup = (config(f"{yarn} {more}").model.stack.pattern[0].mixer for more in ("", "--use-mup"))
+    assert plain.scale is None and plain.rope == mup.rope
+    assert mup.scale == pytest.approx((0.1 * 0.5 * math.log(40) + 1) ** 2 / 8)
 
 
 def test_optimizers() -> None:

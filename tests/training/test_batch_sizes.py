@@ -55,6 +55,14 @@ def test_steps_of_a_ramp_add_up():
         assert found.steps(read[20] - read[10], start=read[10]) == 10
 
 
+def test_thresholds_and_rows_are_numbers_with_a_suffix():
+    """As Megatron-LM reads them: fractions, either case, and a suffix on rows as well."""
+    ramp = StepRampConfig(sizes="0:64,1.5m:128 0.5B:1k")
+    assert ramp.problems() == [] and ramp.pairs() == [(0, 64), (1_500_000, 128), (500_000_000, 1000)]
+    assert sizes(ramp, 1, length=1000, global_size=1000).thresholds == ((0, 64), (1500, 128), (500_000, 1000))
+    assert StepRampConfig(sizes="0:16 1.5.2K:32").problems() and StepRampConfig(sizes="0:16 K:32").problems()
+
+
 def test_a_step_may_reach_over_a_size():
     found = sizes(StepRampConfig(sizes="0:16 4:32 8:64", unit="samples"))
     assert (found.samples(1), found.samples(2), found.samples(3)) == (16, 80, 144)
