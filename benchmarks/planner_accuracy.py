@@ -8,6 +8,7 @@ constants; all others are predictions. With --fit the four constants are found a
 Writes benchmarks/results/planner_accuracy.json and planner_accuracy.md.
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -362,7 +363,9 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> int:
     """Exits 1 where the median error is above 10 % or the worst above 20 %."""
-    if "--fit" in sys.argv[1:]:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fit", action="store_true", help="fit the constants again and print them")
+    if parser.parse_args().fit:
         for name, value in fit().items():
             print(f"{name:24} {value:.3f}")
         return 0

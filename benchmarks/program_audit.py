@@ -7,7 +7,7 @@ which it takes for them says nothing. Bytes are of one device and step (megajax/
 counted). Writes benchmarks/results/program_audit.json. docs/speed.md says what was made of it.
 """
 
-import sys
+import argparse
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +16,7 @@ import outcome
 
 from megajax.config import load
 from megajax.config.builds import resolve
+from megajax.config.command_line import front_door
 from megajax.mesh.config import ParallelConfig
 from megajax.planning.absent import prepare
 from megajax.planning.devices import read_cluster
@@ -54,8 +55,10 @@ def programs() -> dict[str, tuple[RunConfig, str]]:
 
 
 def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="the first program alone")
+    quick = parser.parse_args(argv).quick
     prepare()
-    quick = "--quick" in argv
     chosen = dict(list(programs().items())[: 1 if quick else None])
     figures: dict[str, Any] = {name: audited(*case) for name, case in chosen.items()}
     if not quick:
@@ -142,4 +145,4 @@ def chunked(case: tuple[RunConfig, str], chunk: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    front_door(main)

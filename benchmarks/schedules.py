@@ -7,6 +7,7 @@ Each table is checked (megajax.pipeline.check), then its figures are counted in 
 in the library. Exits 1 if any two differ. Needs no device. Writes benchmarks/results/schedules.json.
 """
 
+import argparse
 import sys
 from fractions import Fraction
 from typing import Any
@@ -81,6 +82,7 @@ def line(name: str, sizes: tuple[int, int, int], wait: int) -> dict[str, Any]:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     print(HEAD)
     lines = []
     for sizes in SIZES:

@@ -9,13 +9,13 @@ device. Writes benchmarks/results/search_NAME.json.
 import contextlib
 import io
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import outcome
 
+from megajax.config.command_line import front_door
 from megajax.config.errors import UserError
 from megajax.plan import main as plan
 
@@ -48,4 +48,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    front_door(main)

@@ -1,6 +1,7 @@
 """Train a model: `python -m megajax.train --config=FILE [--dotted.setting=value ...]`."""
 
 import hashlib
+import signal
 
 from megajax.config.builds import resolve
 from megajax.config.command_line import PROCESS_FLAGS, Command, Flag, front_door, parse
@@ -39,4 +40,8 @@ def fingerprint(command: Command) -> str:
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # As SIGTERM, until the run listens: raised while libraries are imported, KeyboardInterrupt may be lost in them,
+        # and the run would go on.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     front_door(main)

@@ -47,6 +47,8 @@ PROCESS_FLAGS = (
 XLA, XLA_OPTIONS = "xla", "xla.options"
 """How single options of the compiler are written, and the setting that holds them."""
 
+INTERRUPTED = 130
+"""Exit code of a program that Ctrl-C ended: what a shell gives for one ended by the signal SIGINT."""
 UNREAD = 141
 """Exit code of a program that printed to nobody: what a shell gives for one ended by the signal SIGPIPE."""
 
@@ -131,6 +133,8 @@ def parse(
 def front_door(main: Callable[[list[str]], int | None], *, only_prints: bool = False) -> NoReturn:
     """Run a verb's main(argv) and end the program with what it returns (None is 0); with 2 on a UserError, shown.
 
+    Ctrl-C that the verb does not take itself ends it with one line and 130.
+
     One of several processes ends at once on an error: see `end_at_once`. only_prints: what the verb prints is all there
     is of it, so it ends without a word, with 141 as other programs do, once nobody reads that (`... | head`).
     """
@@ -147,9 +151,9 @@ def front_door(main: Callable[[list[str]], int | None], *, only_prints: bool = F
         code = UNREAD
     except BaseException as error:
         end_at_once(error)
-        if not isinstance(error, UserError):
+        if not isinstance(error, UserError | KeyboardInterrupt):
             raise
-        report(error)
+        report(error) if isinstance(error, UserError) else print("interrupted", file=sys.stderr)
         if process_index() != 0 and isinstance(error, ConfigError):
             # Process 0 says it for all; whoever watches over them ends it as soon as this one is gone.
             time.sleep(1.0)
@@ -191,6 +195,8 @@ def _flush() -> None:
 
 
 def _code(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
     return error.code if isinstance(error, UserError) else 1
 
 

@@ -15,8 +15,8 @@ from megajax.config.command_line import front_door
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.nearest import did_you_mean
 from megajax.tools.config_source import python_source
-from megajax.tools.flags import UNKNOWN, Word
-from megajax.tools.megatron_flags import Converted, convert
+from megajax.tools.flags import UNKNOWN, Word, spellings
+from megajax.tools.megatron_flags import FLAGS, Converted, convert
 from megajax.tools.shell import Training, as_training, find_training, read_script
 
 USAGE = """python -m megajax.tools.megatron_args [options] -- --num-layers 24 …       the flags themselves
@@ -73,7 +73,10 @@ def main(argv: list[str]) -> int:
         return 0
     if options.output.exists() and not options.force:
         raise UserError(f"{options.output} is there already: give --force to write over it, or another --output")
-    options.output.write_text(text, encoding="utf-8")
+    try:
+        options.output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--output={options.output} cannot be written: {error.strerror}") from error
     print(f"wrote {options.output}: look at it by python -m megajax.train --config={options.output} --print-config",
           file=sys.stderr)  # fmt: skip
     return 0
@@ -132,12 +135,18 @@ def _file_words(path: Path, text: str) -> Iterator[Word]:
     flags = found.get("MODEL_ARGS", found) if isinstance(found, Mapping) else None
     if not isinstance(flags, Mapping):
         raise UserError(f"{path}: expected flags and values, such as num-layers: 24")
+    known = spellings(FLAGS.values())
     for name, value in flags.items():
         if value is None or value is False:
             continue
-        yield Word(f"--{str(name).lstrip('-')}")
+        plain = str(name).lstrip("-")
+        row = known.get(plain.replace("_", "-"))
+        yield Word(f"--{plain}")
         if value is not True:
-            yield from (Word(_written(item)) for item in (value if isinstance(value, list) else [value]))
+            for item in value if isinstance(value, list) else [value]:
+                text = _written(item)
+                # Several values may stand in one text, as on a command line.
+                yield from map(Word, shlex.split(text) if row is not None and row.kind is list else [text])
 
 
 def _written(value: Any) -> str:

@@ -67,6 +67,21 @@ ONLY_WITH = (
 )
 """A flag that goes with one value of another."""
 
+ABOVE_ZERO = (
+    "num-layers",
+    "encoder-num-layers",
+    "ffn-hidden-size",
+    "vocab-size",
+    "recompute-num-layers",
+    "lr-decay-iters",
+    "lr-decay-samples",
+    "rotary-seq-len-interpolation-factor",
+)
+"""Flags whose 0 must not be taken for one that is not given."""
+
+POSITION_KINDS = ("position-embedding-type", "use-rotary-position-embeddings", "multi-latent-attention")
+"""Flags one of which --no-position-embedding wants beside it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Converted:
@@ -136,6 +151,12 @@ def _contradictions(given: Mapping[str, Any]) -> list[Problem]:
     if given.get("recompute-activations") and given.get("recompute-granularity") == "full":
         what = "contradicts --recompute-granularity full: it stands for selective"
         found.append(Problem("--recompute-activations", what, "give one of them"))
+    for name in ABOVE_ZERO:
+        if given.get(name, 1) < 1:
+            found.append(Problem(f"--{name}", f"must be at least 1, got {given[name]}"))
+    if "no-position-embedding" in given and not set(POSITION_KINDS) & set(given):
+        what = "alone leaves the learned positions that are the default, which it was to turn off"
+        found.append(Problem("--no-position-embedding", what, "add --position-embedding-type none, or rope"))
     return found
 
 
@@ -189,7 +210,7 @@ def _told(args: Arguments, config: RunConfig | None, problems: list[Problem]) ->
     for name in given:
         fate, text = args.table[name].fate, _written(name, given)
         match fate:
-            case Unnecessary():
+            case Unnecessary() if f"--{name}" not in refusals:
                 unnecessary.append((text, fate.reason))
             case Refused() if given[name] == args.table[name].default:
                 unnecessary.append((text, "what Megatron-LM does without it"))

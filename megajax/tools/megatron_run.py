@@ -35,7 +35,8 @@ def precision(args: Arguments) -> Settings:
         settings["precision.gradients"] = "bfloat16"
     elif args["fp16"] and not args["accumulate-allreduce-grads-in-fp32"]:
         args.remark("fp16", "gradients are added up and reduced in float32 here, not in float16")
-    if args.given("loss-scale"):
+    # A scale of 0 is none, there as here: float16 has its dynamic one.
+    if args["loss-scale"]:
         settings["precision.loss_scale"] = ConstantScaleConfig(value=args["loss-scale"])
     elif args["fp16"] and args.given("initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis"):
         settings["precision.loss_scale"] = DynamicScaleConfig(
@@ -386,6 +387,8 @@ def checkpoint(args: Arguments) -> Settings:
         args.remark("load", "must be a MegaJAX run or checkpoint; it counts where the run's folder holds none")
     elif load is not None:
         args.remark("load", "is --save: a run goes on from its own folder by itself")
+        if args["exit-on-missing-checkpoint"]:
+            args.refuse("exit-on-missing-checkpoint", "a run whose own folder is empty starts from the beginning")
     return settings
 
 

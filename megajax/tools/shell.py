@@ -9,11 +9,11 @@ from itertools import pairwise
 
 from megajax.config.errors import UserError
 from megajax.tools.flags import UNKNOWN, Word
-from megajax.tools.shell_words import Array, Expansion, Part, RawWord, Statement, statements
+from megajax.tools.shell_words import Array, Expansion, Literal, Part, RawWord, Statement, statements
 
 NAME = r"[A-Za-z_]\w*"
 ASSIGNMENT = re.compile(rf"({NAME})(\[[^\]]*\])?(\+?)=(.*)", re.DOTALL)
-OPENING = {"for", "while", "until", "case", "select", "function", "{"}
+OPENING = {"for", "while", "until", "case", "select", "{"}
 CLOSING = {"fi", "done", "esac", "}"}
 PASSING = {"do", "!", "time"}
 COMPARISONS: dict[str, Callable[[int, int], bool]] = {
@@ -25,6 +25,10 @@ COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "-ge": operator.ge,
 }
 DECLARING = {"export", "declare", "typeset", "local", "readonly"}
+SURE = DECLARING | {"cd", "echo", "mkdir", "pushd", "popd", "set", "unset", "source", ".", ":", "true"}
+"""Commands that are taken to succeed, whatever && or || stands behind them."""
+CHANGING = {"read", "mapfile", "readarray", "getopts", "let", "((", "eval"}
+"""Commands that set variables as only a shell could tell."""
 ARITHMETIC: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -61,6 +65,8 @@ class _Part:
     """None where only a shell could tell."""
     done: bool | None = None
     """Whether a branch before it ran."""
+    function: bool = False
+    """Whether it is a function's, whose $1, $2, ... are its own."""
 
 
 @dataclass
@@ -74,20 +80,47 @@ class _Reader:
     condition: list[tuple[bool | None, str]] | None = None
     """The tests since an if, and what joins each with the next."""
     moved: str = ""
+    ended: str = ""
+    """The operator behind the statement before."""
+    held: bool | None = True
+    """Whether the statement before succeeded."""
+    names_function: bool = False
+    """Whether a name of a function came, and not yet its {."""
 
     def run(self, text: str) -> list[Command]:
         return [command for statement in statements(text) for command in self._statement(statement)]
 
     def _statement(self, statement: Statement) -> Iterator[Command]:
         words = list(statement.words)
-        while words and self._is_keyword(_plain(words[0])):
-            words = words[1:]
+        before, self.ended = self.ended, statement.end
+        self.names_function |= before == "("
+        while words and self._is_keyword(first := _plain(words[0])):
+            if first in ("for", "select") and self._may_run():
+                self._change(words[1:2], words[0].line)
+            words = words[1 + (first == "function") :]
+            self.held = None
+        self.names_function &= not words
         if self.condition is not None:
             if words:
                 self.condition.append((None if statement.redirected else self._tested(words), statement.end))
             return
-        if not any(part.runs is False for part in self.parts):
-            yield from self._simple(words)
+        # What stands behind && runs where the statement before succeeded, behind || where it did not.
+        runs = {"&&": self.held, "||": _not(self.held)}.get(before, True)
+        if not words or runs is False or not self._may_run():
+            return
+        self.parts.append(_Part(runs=runs or None))
+        yield from self._simple(words)
+        self.parts.pop()
+        self.held = self._succeeds(words, redirected=statement.redirected) if runs else None
+
+    def _may_run(self) -> bool:
+        return not any(part.runs is False for part in self.parts)
+
+    def _succeeds(self, words: list[RawWord | Array], *, redirected: bool) -> bool | None:
+        first = _plain(words[0])
+        if first in ("[", "[[", "test"):
+            return None if redirected else self._tested(words)
+        return True if first in SURE or self._is_assignment(words, 0) else None
 
     def _is_keyword(self, word: str) -> bool:
         """Whether a first word is none of a command, with what follows from it."""
@@ -100,8 +133,11 @@ class _Reader:
             self.condition = None
         elif word == "else":
             self._branch(True)
+        elif word == "function":
+            self.names_function = True
+            return True
         elif word in OPENING:
-            self.parts.append(_Part())
+            self.parts.append(_Part(function=word == "{" and self.names_function))
         elif word == "!" and self.condition is not None:
             return False
         elif word in CLOSING:
@@ -139,8 +175,10 @@ class _Reader:
         if first in DECLARING:
             self._assign_all(words[assignments + 1 :])
             return
-        if first in ("shift", "set"):
+        if first == "shift" or (first == "set" and _sets_arguments(words[assignments + 1 :])):
             self.moved = f"changed by {first} in line {line}"
+        if first in CHANGING or [first, *map(_plain, words[assignments + 1 : assignments + 2])] == ["printf", "-v"]:
+            self._change(words[assignments + 1 :], line)
         if first == "unset":
             for word in words[assignments + 1 :]:
                 self.variables.pop(_plain(word), None)
@@ -160,6 +198,16 @@ class _Reader:
                     for one in command.words
                 )
                 yield Command(found, line)
+
+    def _change(self, words: Sequence[RawWord | Array], line: int) -> None:
+        """Variables that a command may set are not known behind it."""
+        texts = [part.text for word in words if isinstance(word, RawWord) for part in word.parts[:1]
+                 if isinstance(part, Literal)]  # fmt: skip
+        for name in re.findall(rf"(?<![\w$-]){NAME}", " ".join(texts)):
+            if name in self.variables:
+                self._assign(
+                    name, "", [_unknown(f"line {line}: only a shell can tell what ${name} is set to", line)], line
+                )
 
     def _is_assignment(self, words: list[RawWord | Array], place: int) -> bool:
         word = words[place]
@@ -245,12 +293,15 @@ class _Reader:
         if sign and (known is None or (sign[0] == ":" and not "".join(word.text for word in known))):
             return [self._joined(RawWord.of(default, line).parts, line)]
         if known is None:
-            what = f"argument {name} of the script is" if name.isdigit() else f"${name} is"
+            whose = "a function" if any(part.function for part in self.parts) else "the script"
+            what = f"argument {name} of {whose} is" if name.isdigit() else f"${name} is"
             return [_unknown(f"line {line}: {what} not known{self.moved and f' ({self.moved})'}", line)]
         return known
 
     def _known(self, name: str, line: int) -> list[Word] | None:
         place = f"line {line}"
+        if (name in "@*" or name.isdigit()) and any(part.function for part in self.parts):
+            return None
         if name in "@*":
             return None if self.moved else [Word(text, place) for text in self.arguments]
         if name.isdigit():
@@ -317,6 +368,16 @@ def _test(words: list[str]) -> bool | None:
         case [one, sign, other] if sign in COMPARISONS and (one + other).isdigit():
             return COMPARISONS[sign](int(one), int(other))
     return None
+
+
+def _sets_arguments(words: Sequence[RawWord | Array]) -> bool:
+    """Whether what follows `set` is more than options such as -euo pipefail."""
+    texts = [_plain(word) for word in words]
+    return any(
+        text[:1] not in ("-", "+") or text in ("-", "--")
+        for place, text in enumerate(texts)
+        if not (place and texts[place - 1][:1] in ("-", "+") and texts[place - 1].endswith("o"))
+    )
 
 
 def _plain(word: RawWord | Array) -> str:

@@ -127,6 +127,8 @@ class _Scanner:
             if self.next() in "<>" or re.match(r"\d*[<>]|&>", self.text[self.place : self.place + 12]):
                 self.redirection()
                 redirected = True
+            elif not words and self.text.startswith("((", self.place):
+                words += self.arithmetic()
             elif self.next() in ENDING:
                 end = self.take(2 if self.text[self.place : self.place + 2] in ("&&", "||") else 1)
                 if end == "\n":
@@ -135,6 +137,15 @@ class _Scanner:
             else:
                 words.append(self.word())
         return Statement(tuple(words), "", redirected)
+
+    def arithmetic(self) -> list[RawWord]:
+        """(( ... )) as a command of this name and one quoted word."""
+        line = self.line
+        end = self.text.find("))", self.place)
+        if end < 0:
+            raise UserError(f"line {line}: nothing closes this ((")
+        inner = self.take(end + 2 - self.place)[2:-2]
+        return [RawWord((Literal("(("),), line), RawWord((Literal(inner, True),), line)]
 
     def word(self) -> RawWord | Array:
         line, parts = self.line, []

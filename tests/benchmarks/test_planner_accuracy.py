@@ -1,5 +1,9 @@
 """The cost model against published speeds, and the constants it is fitted by."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import planner_accuracy
 import pytest
 
@@ -27,3 +31,11 @@ def test_constants_are_those_of_the_fit() -> None:
 
 def test_lower_bounds_are_below() -> None:
     assert all(one["error"] > 0 for one in planner_accuracy.lines(planner_accuracy.BOUNDS))
+
+
+@pytest.mark.parametrize("name", ["planner_accuracy", "program_audit", "schedules", "search"])
+def test_flags_that_are_none_write_no_results(name: str) -> None:
+    program = Path(planner_accuracy.__file__).with_name(f"{name}.py")
+    done = subprocess.run([sys.executable, str(program), "--bogus"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--bogus" in done.stderr and "Traceback" not in done.stderr

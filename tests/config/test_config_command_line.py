@@ -1,6 +1,7 @@
 """The command line: its forms, --devices, --help, --print-config, and the errors of a program."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -194,6 +195,13 @@ def test_front_door(capsys, monkeypatch):
     )
     with pytest.raises(ZeroDivisionError):
         cli.front_door(lambda argv: 1 // 0)
+
+
+def test_ctrl_c_ends_a_verb_with_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["plan"])
+    with pytest.raises(SystemExit) as end:
+        cli.front_door(lambda argv: signal.raise_signal(signal.SIGINT))
+    assert (end.value.code, capsys.readouterr().err) == (cli.INTERRUPTED, "interrupted\n")
 
 
 @pytest.mark.parametrize("variable", cli.RANKS)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -184,3 +185,24 @@ def test_two_processes_stop_at_the_same_step_when_one_is_told(start):
 
 def test_defaults_save_and_stop():
     assert ResilienceConfig() == ResilienceConfig(save_on_signal=True, stop_on_nonfinite=True)
+
+
+DEAF = """
+import os, signal
+
+class Deaf:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+def config():
+    Deaf()
+    print("went on")
+"""
+
+
+def test_ctrl_c_before_a_run_listens_is_not_lost(tmp_path: Path) -> None:
+    # Raised in __del__, as in callbacks of libraries while they are imported, KeyboardInterrupt would be ignored.
+    (tmp_path / "deaf.py").write_text(DEAF, encoding="utf-8")
+    command = [sys.executable, "-m", "megajax.train", f"--config={tmp_path / 'deaf.py'}", "--print-config"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

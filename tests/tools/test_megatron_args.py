@@ -193,6 +193,12 @@ def test_a_file_that_is_there_stays(tmp_path: Path) -> None:
     assert load(str(made)).model.hidden == 64
 
 
+def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    for place in (tmp_path / "none" / "made.py", tmp_path):
+        with pytest.raises(UserError, match="cannot be written: "):
+            main([f"--output={place}", "--force", "--", *SMALL.split()])
+
+
 def test_refused_flags_end_with_code_2_unless_partial(tmp_path: Path) -> None:
     tool = [sys.executable, "-m", "megajax.tools.megatron_args"]
     flags = ["--", "torchrun", "--nproc_per_node", "2", "pretrain_gpt.py", *SMALL.split(), "--num-experts=8",
@@ -238,6 +244,18 @@ def test_files_of_flags(tmp_path: Path, suffix: str, nested: bool) -> None:
     assert config.batch.ramp == LinearRampConfig(start=2, increment=2, samples=40)
     assert (config.model.stack.pattern[0].mlp.ffn, config.precision.compute) == (128, "bfloat16")
     assert config.data == MockConfig() and config.tokenizer == NullTokenizerConfig(vocabulary_size=256)
+
+
+def test_several_values_of_a_file_may_stand_in_one_text(tmp_path: Path) -> None:
+    words = [word for word in SMALL.split() if word != "--mock-data"]
+    pairs = zip(words[::2], words[1::2], strict=True)
+    flags = {**dict(pairs), "data-path": "0.3 a 0.7 b", "rampup-batch-size": "2 2 40"}
+    file, made = tmp_path / "flags.yaml", tmp_path / "made.py"
+    file.write_text(yaml.safe_dump(flags), encoding="utf-8")
+    main([f"--output={made}", str(file)])
+    config = load(str(made))
+    assert config.data == BlendConfig(paths=("0.3", "a", "0.7", "b"))
+    assert config.batch.ramp == LinearRampConfig(start=2, increment=2, samples=40)
 
 
 def test_the_tools_own_flags_are_told_from_megatrons() -> None:

@@ -157,6 +157,35 @@ def test_what_must_be_given(name: str) -> None:
     assert f"--{name}: must be given" in problem(f"--without {name}")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        "--num-layers 0",
+        "--num-layers -4",
+        "--ffn-hidden-size 0",
+        "--ffn-hidden-size 0 --swiglu",
+        "--vocab-size 0",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 0",
+        "--lr-decay-iters 0",
+        "--position-embedding-type rope --rotary-seq-len-interpolation-factor 0",
+    ],
+)
+def test_zero_is_not_taken_for_what_is_not_given(changes: str) -> None:
+    name, value = next(word for word in changes.split(" --") if word[-1] in "04").removeprefix("--").split()
+    assert f"--{name}: must be at least 1, got {value}" in problem(changes)
+
+
+def test_no_position_embedding_wants_to_know_what_else() -> None:
+    assert "--position-embedding-type none" in problem("--no-position-embedding")
+    assert not config("--no-position-embedding --use-rotary-position-embeddings").model.learned_positions
+    assert not config("--no-position-embedding --position-embedding-type none").model.learned_positions
+
+
+def test_flags_of_tokenizers_that_are_not_read_are_harmless_beside_others() -> None:
+    assert made("--tiktoken-pattern v2").refused == ()
+    assert "tokenizer-type" in made("--tokenizer-type TikTokenizer --tiktoken-pattern v2").refused[0][0]
+
+
 def test_a_warm_up_of_zero_is_none() -> None:
     assert config("--lr-warmup-fraction .5 --lr-warmup-iters 0").schedule.warmup_fraction == 0.5
 
@@ -231,6 +260,8 @@ def test_loss_scales() -> None:
     assert config("--fp16 --hysteresis 3").precision.loss_scale == DynamicScaleConfig(hysteresis=3)
     assert config("--fp16 --loss-scale 256").precision.scale() == ConstantScaleConfig(value=256.0)
     assert config("--bf16 --accumulate-allreduce-grads-in-fp32").precision.gradients == "float32"
+    assert config("--fp16 --loss-scale 0").precision.scale() == DynamicScaleConfig()
+    assert config("--bf16 --loss-scale 0").precision.loss_scale is None
     assert "--hysteresis 3" in made("--bf16 --hysteresis 3").idle
 
 
@@ -369,6 +400,9 @@ def test_where_a_run_starts_from() -> None:
     assert (same.load, same.every, same.keep_last, same.at_end) == (None, 5, None, True)
     kept = config("--save s --save-interval 5 --save-retain-interval 10").checkpoint
     assert (kept.keep_last, kept.keep_every) == (1, 10)
+    assert made("--save s --load s --exit-on-missing-checkpoint").refused[0][0] == "--exit-on-missing-checkpoint"
+    found = made("--save s --load t --exit-on-missing-checkpoint")
+    assert (found.refused, found.unnecessary[0][0]) == ((), "--exit-on-missing-checkpoint")
     assert config("--async-save").checkpoint.asynchronous
     assert config("--exit-signal-handler").resilience.save_on_signal
 

@@ -107,6 +107,54 @@ def test_conditions_on_known_values_are_decided(condition: str, branch: str | No
     assert (word.text if not word.unknown else None) == branch
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("V=x\nA=0\n[ $V = y ] && A=1", "0"),
+        ("V=x\nA=0\n[[ $V == x ]] && A=1", "1"),
+        ("V=x\nA=0\n[ $V = x ] ||\n  A=1", "0"),
+        ("V=x\nA=0\n[ $V = x ] && [ $V = y ] && A=1", "0"),
+        ("V=x\n[ $V = x ] && A=1 || A=2", "1"),
+        ("V=x\n[ $V = y ] && A=1 || A=2", "2"),
+        ("V=x\nA=(0)\nif [ $V = x ]; then [ $V = y ] && A+=(1); fi", "0"),
+        ("mkdir -p x && A=1", "1"),
+        ("cd x || exit 1\nA=1", "1"),
+        ("A=0\n[ -f file ] && A=1", None),
+        ("A=0\n[ $UNKNOWN = x ] || A=1", None),
+        ("A=0\ngrep -q x file && A=1", None),
+        ("A=0\ncommand -v x || A=1", None),
+        ("A=0\nfor A in 1 2; do", None),
+        ("A=0\nread -r A", None),
+        ("A=0\nlet A=1", None),
+        ("A=0\n((A += 1))", None),
+        ("A=0\n((A++))", None),
+        ("A=0\nprintf -v A 1", None),
+        ("A=0\neval 'A=1'", None),
+        ('A=0\nprintf "A\\n"', "0"),
+        ("f() {\n  A=1\n}\nA=$1", "given"),
+        ("function f() {\n  A=1\n}\nA=$1", "given"),
+        ("function f {\n  A=1\n}\nA=$1", "given"),
+        ("set -euo pipefail\nset -o errexit +x\nA=$1", "given"),
+        ("set -- 1\nA=$1", None),
+    ],
+)
+def test_variables_are_what_a_shell_would_make_of_them_or_not_known(text: str, value: str | None) -> None:
+    *_, last = commands(f"{text}\nrun $A", "given")
+    word = last.words[-1]
+    assert (word.text if not word.unknown else None) == value
+
+
+@pytest.mark.parametrize("head", ["f() {", "f()\n{", "function f {", "function f() {"])
+def test_arguments_of_a_function_are_not_the_scripts(head: str) -> None:
+    found = commands(f"{head} run $1 $@\n}}\nf 3", "given")
+    (command,) = (one for one in found if one.words[0].text == "run")
+    line = command.line
+    assert [word.unknown for word in command.words[1:]] == [
+        (f"line {line}: argument 1 of a function is not known",),
+        (f"line {line}: $@ is not known",),
+    ]
+
+
 def test_commands_of_a_branch_that_is_not_taken_do_not_count() -> None:
     text = "N=2\nif [ $N -eq 1 ]; then\n python a.py --x\nelse\n if [ $N -eq 2 ]; then\n  python b.py --x\n fi\nfi"
     assert [command.words[1].text for command in commands(text)] == ["b.py"]
