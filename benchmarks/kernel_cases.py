@@ -1,6 +1,6 @@
 """The cases of `kernels.py`: what is called, what it has to equal, and what it costs at least."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -244,22 +244,18 @@ def line(found: dict[str, Any]) -> str:
     return f"{found['name']:<40} {sizes:<58} {'; '.join(parts)}; {error}"
 
 
-type Told = Callable[[str], None]
-
-
-def table(part: str, *, seconds: float, peak_tflops: float | None, told: Told) -> tuple[str, list[dict[str, Any]]]:
-    """The device, and a row for each case of a part; `told` gets each as a line. Raises UserError as `roof_of` does."""
+def table(part: str, *, seconds: float, peak_tflops: float | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(device, line, row) of each case of a part, as they come. Raises UserError as `roof_of` does."""
     device = jax.devices()[0]
     roof = roof_of(device.device_kind, device.platform, peak_tflops=peak_tflops)
     on_gpu = device.platform == "gpu"
     if part == "loss":
-        found = loss_cases.table(roof, on_gpu=on_gpu, seconds=seconds, told=told)
-        return roof.device, found
-    found = []
+        for row in loss_cases.table(roof, on_gpu=on_gpu, seconds=seconds):
+            yield roof.device, loss_cases.line(row), row
+        return
     for case in MAKERS[part](on_gpu):
-        found.append(attempt(case, roof, seconds))
-        told(line(found[-1]))
-    return roof.device, found
+        row = attempt(case, roof, seconds)
+        yield roof.device, line(row), row
 
 
 MAKERS: dict[str, Callable[[bool], list[Case]]] = {"attention": attention, "norm": norm, "matmul": matmul}

@@ -46,14 +46,21 @@ def main(argv: list[str]) -> int:
     if unknown := set(flags["parts"]) - set(PARTS):
         raise UserError(f"--parts={','.join(sorted(unknown))}: no such part; there are {', '.join(PARTS)}")
     table = resolve("kernel_cases:table")
+    path = None
+    if flags["json"]:
+        path = outcome.RESULTS / "kernels.json" if flags["json"] is True else Path(flags["json"])
     figures: dict[str, Any] = {"parts": {}}
     for part in flags["parts"]:
-        figures["device"], figures["parts"][part] = table(
-            part, seconds=flags["seconds"], peak_tflops=flags["peak_tflops"], told=lambda text: print(text, flush=True)
-        )
-        if flags["json"]:
-            path = outcome.RESULTS / "kernels.json" if flags["json"] is True else Path(flags["json"])
-            outcome.write_to(path, figures)
+        figures["parts"][part] = []
+        rows = table(part, seconds=flags["seconds"], peak_tflops=flags["peak_tflops"])
+        for figures["device"], text, row in rows:
+            print(text, flush=True)
+            figures["parts"][part].append(row)
+            # After each: an end by force leaves what there is.
+            if path is not None:
+                outcome.write_to(path, figures, told=False)
+    if path is not None:
+        print(f"written: {path}")
     wrong = [one["name"] for found in figures["parts"].values() for one in found if not one["right"]]
     print(f"on {figures['device']}; " + (f"WRONG: {', '.join(wrong)}" if wrong else "all results right"))
     return 1 if wrong else 0

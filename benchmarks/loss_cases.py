@@ -31,21 +31,22 @@ def plain_loss(x: Array, table: Array, labels: Array, weights: Array) -> Array:
     return -jnp.sum(weights * picked)
 
 
-def table(roof: Roof, *, on_gpu: bool, seconds: float, told: Callable[[str], None]) -> list[dict[str, Any]]:
-    """A row for the plain loss and for each chunk size, for each size of model; `told` gets each as a line."""
-    found = []
+def table(roof: Roof, *, on_gpu: bool, seconds: float) -> Iterator[dict[str, Any]]:
+    """A row for the plain loss and for each chunk size, for each size of model, as they come."""
     for size in SIZES[on_gpu]:
-        for row in rows(size, CHUNKS[on_gpu], roof, seconds):
-            found.append(row)
-            told(line(row))
-    return found
+        yield from rows(size, CHUNKS[on_gpu], roof, seconds)
 
 
 def here(*, seconds: float, peak_tflops: float | None, told: Callable[[str], None]) -> list[dict[str, Any]]:
-    """`table` for the devices jax finds. Raises UserError for a GPU without a known peak."""
+    """`table` for the devices jax finds; `told` gets each row as a line. Raises UserError for a GPU without a known
+    peak."""
     device = jax.devices()[0]
     roof = roof_of(device.device_kind, device.platform, peak_tflops=peak_tflops)
-    return table(roof, on_gpu=device.platform == "gpu", seconds=seconds, told=told)
+    found = []
+    for row in table(roof, on_gpu=device.platform == "gpu", seconds=seconds):
+        found.append(row)
+        told(line(row))
+    return found
 
 
 def rows(size: tuple[int, int, int], chunks: tuple[int, ...], roof: Roof, seconds: float) -> Iterator[dict[str, Any]]:

@@ -28,14 +28,15 @@ def write(name: str, figures: dict[str, Any]) -> None:
     (RESULTS / f"{name}.json").write_text(text + "\n")
 
 
-def write_to(path: Path, figures: dict[str, Any]) -> None:
+def write_to(path: Path, figures: dict[str, Any], *, told: bool = True) -> None:
     """Write them into a file of the user's choice. Raises UserError where it can't be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(described(figures), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} can't be written: {error.strerror}") from error
-    print(f"written: {path}", flush=True)
+    if told:
+        print(f"written: {path}", flush=True)
 
 
 def file_for(benchmark: str, asked: bool | Path, argv: list[str]) -> Path:
@@ -62,7 +63,9 @@ def described(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Of the tree, "" where it is a copy without history."""
+    """Of the tree; where it is a copy without history what COMMIT says, or ""."""
+    if said := os.environ.get("COMMIT"):
+        return said
     if shutil.which("git") is None:
         return ""
     command = ["git", "rev-parse", "--short", "HEAD"]

@@ -5,7 +5,8 @@ Run:  python benchmarks/peers.py --config=FILE[:function] [--setting=value ...] 
   --steps=N              steps that are timed of each, after five that are not (default 20)
   --json[=FILE]          write all of it down too; without a name into benchmarks/results/peers_NAME.json
   --torch-python=FILE    the Python that has torch (default: this one)
-  --torch-seconds=N      after so long no further variant of the baseline is begun (default 240)
+  --torch-seconds=N      after so long no further variant of the baseline is begun (default 240), after twice as long
+                         it is ended; what it measured by then counts
   --megatron=DIR         a checkout of Megatron-LM, run by its pretrain_gpt.py with the Python of --torch-python
   --peak-tflops=N        as for benchmarks/mfu.py, which is what measures MegaJAX
   --devices=cpu          on CPU
@@ -81,8 +82,7 @@ def main(argv: list[str]) -> int:
         (folder / "spec.json").write_text(json.dumps(spec))
         paths = [folder / name for name in ("spec.json", "start.npz", "torch.json")]
         program = [str(flags["torch_python"]), str(HERE / "torch_baseline.py"), *map(str, paths)]
-        run(program, "the torch baseline", environment=torch_environment(command.devices))
-        theirs = json.loads(paths[-1].read_text())
+        theirs = measure_torch(program, paths[-1], torch_environment(command.devices), 2 * flags["torch_seconds"])
         megatron = measure_megatron(spec, flags["megatron"], flags["torch_python"])
     figures = compared(ours, theirs, cfg.precision.compute) | {"megatron": megatron}
     print(report(figures))
@@ -182,6 +182,20 @@ def measure_ours(argv: list[str], folder: Path) -> dict[str, Any]:
     return json.loads(file.read_text())["figures"]
 
 
+def measure_torch(program: list[str], file: Path, environment: dict[str, str], seconds: float) -> dict[str, Any]:
+    """What the baseline wrote, also where it was ended or broke before its last variant: then "ended" says how.
+
+    Raises UserError where it did not come as far as to begin.
+    """
+    try:
+        run(program, "the torch baseline", environment=environment, seconds=seconds)
+    except UserError as error:
+        if not file.is_file():
+            raise
+        return json.loads(file.read_text()) | {"ended": str(error)}
+    return json.loads(file.read_text())
+
+
 def measure_megatron(spec: dict[str, Any], checkout: Path | None, python: Path) -> dict[str, Any] | None:
     """Its figures, or why there are none; None where no checkout was named."""
     if checkout is None:
@@ -197,12 +211,15 @@ def measure_megatron(spec: dict[str, Any], checkout: Path | None, python: Path) 
     return found | {"tokens_per_second": Spread.of(found.pop("seconds")).into(tokens).to_dict()}
 
 
-def run(program: list[str], name: str, *, environment: dict[str, str]) -> None:
-    """Run one trainer, its output shown. Raises UserError where it fails."""
+def run(program: list[str], name: str, *, environment: dict[str, str], seconds: float | None = None) -> None:
+    """Run one trainer, its output shown. Raises UserError where it fails, or is not through in time."""
     print(f"== {name}", flush=True)
-    code = subprocess.run(program, check=False, env=environment).returncode
+    try:
+        code = subprocess.run(program, check=False, env=environment, timeout=seconds).returncode
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"{name} was ended after {seconds:g} s") from error
     if code:
-        raise UserError(f"{name} ended with code {code}: there is nothing to compare")
+        raise UserError(f"{name} ended with code {code}")
 
 
 def torch_environment(devices: str | None) -> dict[str, str]:
@@ -249,6 +266,8 @@ def report(figures: dict[str, Any]) -> str:
         name += ", recomputed" if variant["recompute"] else ""
         rows.append((name, found["error"] if "error" in found else
                      _row(found["tokens_per_second"], found["peak_memory"], found["losses"])))  # fmt: skip
+    if "ended" in theirs:
+        rows.append(("torch", theirs["ended"]))
     others = figures["megatron"]
     if others is None:
         rows.append(("Megatron-LM", "not run: name a checkout with --megatron=DIR"))
@@ -260,6 +279,8 @@ def report(figures: dict[str, Any]) -> str:
         rows.append(("MegaJAX over Megatron-LM", f"{ratio:.3f} times its tokens/s"))
     first, later = figures["tolerances"].values()
     verdict = "yes" if figures["equal_work"] else "NO: the losses differ, and the ratios mean nothing"
+    if not any("losses" in found for found in theirs["variants"]):
+        verdict = "nothing to compare: no variant of torch was measured"
     speed, most = (ratios[name] for name in ("tokens_per_second", "peak_memory"))
     equal = [
         ("equal work", f"{verdict} (first loss within {first:g}, {WARM_UP - 1} later ones within {later:g})"),

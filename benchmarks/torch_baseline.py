@@ -269,14 +269,15 @@ def main() -> None:
     began, results = time.perf_counter(), []
     torch.set_float32_matmul_precision("highest" if spec["compute"] == "float32" else "high")
     on_gpu = torch.cuda.is_available()
+    versions = {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version()}
+    head = {"device": torch.cuda.get_device_name() if on_gpu else "cpu", "versions": versions}
+    out.write_text(json.dumps({**head, "variants": results}))
     for number, variant in enumerate(variants(on_gpu)):
         if number and time.perf_counter() - began > spec["seconds"]:
             results.append({"variant": variant, "error": f"not tried: {spec['seconds']:g} s were over"})
             continue
         results.append(tried(spec, start, variant))
-        versions = {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version()}
-        device = torch.cuda.get_device_name() if on_gpu else "cpu"
-        out.write_text(json.dumps({"device": device, "versions": versions, "variants": results}, indent=1))
+        out.write_text(json.dumps({**head, "variants": results}, indent=1))
         print(json.dumps(results[-1]), flush=True)
 
 

@@ -119,7 +119,16 @@ def _compiled(config: Any, cluster: Any, device: Any, flags: Mapping[str, Any]) 
     if cluster.name not in resolve("megajax.planning.devices:GPUS"):
         raise UserError(f"{cluster.name} is described in --device-file, which the compiler can't use: give --formula")
     resolve("megajax.planning.absent:prepare")()
-    compiled = resolve("megajax.planning.train_step:compile_train_step")(config, cluster)
+    compile_train_step = resolve("megajax.planning.train_step:compile_train_step")
+    try:
+        compiled = compile_train_step(config, cluster)
+    except resolve("jax.errors:JaxRuntimeError") as error:
+        # jaxlib 0.11.2 finds no kernel for some of the matmuls that it would hand to Triton.
+        raise UserError(
+            f"XLA of jax {resolve('jax:__version__')} did not compile this for {cluster.name}: "
+            f"{str(error).strip().splitlines()[0][:200]}\n"
+            "Try --xla=xla_gpu_enable_triton_gemm=false or a newer jax; --formula needs no compiler"
+        ) from error
     resolve("megajax.planning.report:show")(compiled, device=device)
     if not compiled.fits:
         resolve("megajax.planning.too_large:show")(compiled, device)

@@ -55,13 +55,13 @@ class Estimate:
 
     @property
     def mfu_causal(self) -> float:
-        """Share of the data sheet's peak in the dtype of matmuls, half of attention's square counted."""
-        return self.flops.causal * self.tokens_per_second_per_device / self.run.device.peak_of(self.run.compute)
+        """Share of the data sheet's peak in bfloat16, as runs tell it whatever they multiply in; causal attention."""
+        return self.flops.causal * self.tokens_per_second_per_device / self.run.device.peak
 
     @property
     def mfu_full(self) -> float:
-        """The same with the whole square."""
-        return self.flops.full * self.tokens_per_second_per_device / self.run.device.peak_of(self.run.compute)
+        """The same with the whole square of attention."""
+        return self.flops.full * self.tokens_per_second_per_device / self.run.device.peak
 
     @property
     def days(self) -> float:

@@ -141,7 +141,8 @@ def times(found: Estimate) -> list[tuple[str, str]]:
     ]
     rows.append(("step", f"{step:9.3f} s"))
     rows.append(("tokens/s", f"{found.tokens_per_second_per_device:9,.0f} per device"))
-    rows.append(("MFU", f"{found.mfu_causal:9.1%} with causal attention, {found.mfu_full:.1%} with full"))
+    of = ", of the bfloat16 peak" if run.compute != "bfloat16" else ""
+    rows.append(("MFU", f"{found.mfu_causal:9.1%} with causal attention, {found.mfu_full:.1%} with full{of}"))
     if run.steps:
         rows.append(
             (

@@ -20,7 +20,7 @@ from megajax.planning.costs import Device
 from megajax.planning.devices import CONTEXT_GIB, GIB, LOST_SHARE, NCCL_GIB
 from megajax.planning.estimate import speed
 from megajax.planning.formula import times
-from megajax.planning.timed import timed
+from megajax.planning.timed import rounds, timed
 from megajax.planning.train_step import TrainPlan
 
 NAMELESS = "step"
@@ -92,7 +92,9 @@ def show(plan: TrainPlan, file: TextIO | None = None, device: Device | None = No
     title = f"plan for {plan.cluster.devices} x {plan.cluster.gpu.description}"
     facts, table = sections(plan, device), collective_table(plan)
     unknown = ", ".join(loop.place.name for loop in plan.contents.loops if loop.place.times is None)
-    note = f"? : the compiler does not know how often loop {unknown} runs" if unknown else ""
+    outermost = rounds([None], microbatches=plan.microbatches, pipelined=plan.schedule is not None)
+    taken = f"; the time of a step takes the outermost to run {outermost:,} times"
+    note = f"? : the compiler does not know how often loop {unknown} runs{taken}" if unknown else ""
     if file.isatty():
         console = rich.console.Console(file=file, highlight=False)
         console.print(banner.box(title, facts), "", table, note, sep="\n")

@@ -16,7 +16,7 @@ from megajax.planning.devices import GIB, Cluster
 from megajax.planning.estimate import Estimate, estimate
 from megajax.planning.footprint import footprint
 from megajax.planning.largest import Array
-from megajax.planning.search import AWAY
+from megajax.planning.search import AWAY, HEADROOM
 from megajax.training.run_config import RunConfig
 
 SHOWN = 3
@@ -56,6 +56,8 @@ class Situation:
     device: Device
     excess: float = 0.0
     """GiB by which the compiled program is larger than the formula's, which changes are taken not to alter."""
+    margin: float = HEADROOM
+    """Share of usable memory that a change must leave, as in a search."""
 
     @property
     def choice(self) -> Choice:
@@ -144,7 +146,7 @@ def _change(here: Situation, fields: Mapping[str, Any]) -> Change | None:
         return None
     described = describe(cfg, here.device, cluster.devices, cluster.per_node)
     peak = footprint(described).peak_gib + here.excess
-    if peak > here.device.usable_gib:
+    if peak > here.device.usable_gib * (1 - here.margin):
         return None
     return Change(settings=tuple(changes.settings(here.cfg, cfg)), peak_gib=peak, estimate=estimate(described))
 

@@ -77,12 +77,14 @@ def gather(history: History) -> Facts:
         tables=[table for table in tables if table.rows],
         differences=history.differences,
         versions=history.versions,
-        faults=history.faults,
+        faults=(*history.faults, *_lost(history, found)),
     )
 
 
 def _verdict(history: History, found: Sequence[Attempt]) -> tuple[str, str]:
     done = int(history.steps.step[-1]) if len(history.steps) else 0
+    # Events tell of steps whose lines were lost.
+    done = max(done, found[-1].last_step) if found else done
     total = history.config.get("steps")
     at = f"step {done:,}" + (f" of {total:,}" if isinstance(total, int) else "")
     if not found:
@@ -93,6 +95,13 @@ def _verdict(history: History, found: Sequence[Attempt]) -> tuple[str, str]:
     mood = "bad" if last.exit_code else "good" if last.ending in ("done", "nothing to train") else "warning"
     ending = re.sub(r"^step \d+: ", "", last.ending)
     return f"{at}: {ending}; exit code {last.exit_code}", mood
+
+
+def _lost(history: History, found: Sequence[Attempt]) -> Iterator[str]:
+    last = found[-1].last_step if found else 0
+    there = (history.folder / "metrics.jsonl").exists()  # otherwise it is said that it is not
+    if there and not len(history.steps) and any(attempt.last_step > attempt.first_step for attempt in found):
+        yield f"metrics.jsonl holds no step, events.jsonl tells of step {last:,}: what was measured is lost"
 
 
 def _figures(history: History, found: Sequence[Attempt], shares: Sequence[Share]) -> Iterator[tuple[str, str, str]]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import kernel_cases
+import kernels
 import loss_cases
 import megatron_peer
 import mfu
 import numpy as np
+import outcome
 import peers
 import pytest
 from roofline import roof_of
@@ -151,6 +154,53 @@ def test_a_python_without_torch_is_named_before_anything_runs(tmp_path: Path) ->
         peers.main(["--config=bench.py:debug", f"--torch-python={bare}"])
     with pytest.raises(UserError, match="can't be started"):
         peers.main(["--config=bench.py:debug", f"--torch-python={tmp_path / 'none'}"])
+
+
+def test_a_baseline_that_is_ended_or_breaks_keeps_what_it_measured(tmp_path: Path) -> None:
+    file = tmp_path / "torch.json"
+    found = {"versions": {"torch": "2", "cudnn": 9}, "variants": _sides(6.0)[1]["variants"]}
+    write = f"from pathlib import Path; Path({str(file)!r}).write_text({json.dumps(found)!r});"
+    slow = [sys.executable, "-c", f"{write} import time; time.sleep(60)"]
+    broken = [sys.executable, "-c", f"{write} import os; os._exit(3)"]
+    for program, said in ((slow, "was ended after 2 s"), (broken, "ended with code 3")):
+        file.unlink(missing_ok=True)
+        theirs = peers.measure_torch(program, file, dict(os.environ), 2.0)
+        assert theirs == found | {"ended": f"the torch baseline {said}"}
+        assert peers.compared(_sides()[0], theirs, "bfloat16")["ours_over_torch"]["tokens_per_second"] == 1.5
+    file.unlink()
+    with pytest.raises(UserError, match="the torch baseline ended with code 4"):
+        peers.measure_torch([sys.executable, "-c", "import os; os._exit(4)"], file, dict(os.environ), 60.0)
+
+
+def test_kernels_leave_what_they_measured_before_they_were_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, file = kernel_cases.measure, tmp_path / "kernels.json"
+
+    def interrupted(case: kernel_cases.Case, *rest):
+        if case.name == "LayerNorm":
+            raise KeyboardInterrupt
+        return measure(case, *rest)
+
+    monkeypatch.setattr(kernel_cases, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        kernels.main(["--parts=norm", "--seconds=0.001", f"--json={file}"])
+    assert [row["name"] for row in json.loads(file.read_text())["figures"]["parts"]["norm"]] == ["RMSNorm"]
+
+
+def test_results_of_a_copy_without_history_say_what_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMMIT", "1a2b3c4")
+    assert outcome.described({})["commit"] == "1a2b3c4"
+
+
+def test_the_tests_of_gpu_check_need_no_data_loader() -> None:
+    """They run on machines where only jax and its like are installed."""
+    script = (BENCHMARKS / "gpu_check.sh").read_text()
+    (files,) = re.findall(r"-m pytest .*?(tests/\S+)", script)
+    blocked = "import sys; sys.modules.update(grain=None, orbax=None, zstandard=None, array_record=None)\n"
+    program = blocked + f"import pytest; sys.exit(pytest.main(['-q', '--collect-only', {files!r}, '-k', 'on_a_gpu']))"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=BENCHMARKS.parent, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout[-1000:]
 
 
 @pytest.mark.parametrize("run", ["bench.py:llama_1b", "bench.py:llama_8b_18_layers", "bench.py:gpt_1_3b"])

@@ -187,8 +187,11 @@ def changed(x: jax.Array, where: jax.Array) -> jax.Array:
     return jnp.where(where[..., None, None], x + 1, x)
 
 
-def check_isolation(passes: Passes, arrays: list[jax.Array], segments: jax.Array, **rest: Any) -> None:
-    """Another document 1 in each row, as large as can be, leaves all bits of the others' results and gradients."""
+def check_isolation(
+    passes: Passes, arrays: list[jax.Array], segments: jax.Array, *, rounded: int = 0, **rest: Any
+) -> None:
+    """Another document 1 in each row leaves all bits of the others' results and gradients; of the last `rounded` of
+    them nearly all, where a kernel adds in the order in which its threads come."""
     mask = whole(segments.shape[1], segments, **rest)
 
     @jax.jit
@@ -199,9 +202,12 @@ def check_isolation(passes: Passes, arrays: list[jax.Array], segments: jax.Array
     first = run(*arrays)
     second = run(*(changed(x, segments == 1) for x in arrays))
     others = np.asarray(segments != 1)
-    for one, other in zip(first, second, strict=True):
-        np.testing.assert_array_equal(np.asarray(one, np.float32)[others], np.asarray(other, np.float32)[others])
-        assert np.abs(np.asarray(one, np.float32) - np.asarray(other, np.float32))[~others].max() > 0
+    for place, pair in enumerate(zip(first, second, strict=True)):
+        one, other = (np.asarray(x, np.float32) for x in pair)
+        if place < len(first) - rounded:
+            np.testing.assert_array_equal(one[others], other[others])
+        np.testing.assert_allclose(one[others], other[others], atol=2**-8 * np.abs(one).max())
+        assert np.abs(one - other)[~others].max() > 2**-6 * np.abs(one).max()
 
 
 @BACKENDS
@@ -218,26 +224,45 @@ def test_documents_are_isolated_to_the_bit_on_a_gpu(name: str) -> None:
     rng = np.random.default_rng(0)
     heads = [(HEADS, 64), (GROUPS, 64), (GROUPS, 64), (HEADS, 64)]
     arrays = [jnp.asarray(rng.normal(size=(*shape, *each)), jnp.bfloat16) for each in heads]
-    check_isolation(PASSES[name], arrays, segments)
+    # cuDNN's backward kernel adds up with atomics, so that two runs on the same inputs need not agree to the bit.
+    check_isolation(PASSES[name], arrays, segments, rounded=3 if name.startswith("cudnn") else 0)
+
+
+def check_formula(passes: Passes, case: str, length: int) -> None:
+    """In bfloat16."""
+    _, size, wide, rest = SHAPES[case]
+    q, k, v, dout = (x.astype(jnp.bfloat16) for x in inputs(length, size, wide))
+    rest = dict(rest)
+    mask = whole(length, documents(length) if rest.pop("segments", False) else None, **rest)
+
+    @jax.jit
+    def run(q, k, v, dout):
+        out, lse = passes.forward(q, k, v, mask, scale=SCALE)
+        return out, lse, passes.backward(q, k, v, mask, out, lse, dout, scale=SCALE)
+
+    @jax.jit
+    def wanted(q, k, v, dout):
+        return jax.vjp(lambda q, k, v: reference_attention(q, k, v, mask, scale=SCALE), q, k, v)[1](dout)
+
+    out, lse, found = run(q, k, v, dout)
+    gradients = wanted(*(x.astype(jnp.float32) for x in (q, k, v, dout)))
+    exact, exact_lse = plain(q, k, v, mask)
+    np.testing.assert_allclose(lse, exact_lse, atol=2**-8 * np.abs(exact_lse).max())
+    for one, other in zip((out, *found), (exact, *gradients), strict=True):
+        # bfloat16 keeps 8 bits; the longest way from inputs to a gradient rounds a few times.
+        np.testing.assert_allclose(np.asarray(one, np.float32), other, atol=2**-6 * np.abs(other).max())
 
 
 @pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("name", ["pallas", "cudnn", "cudnn_mask"])
 @pytest.mark.parametrize("case", [case for case in SHAPES if case != "no multiple of a block"])
 def test_on_a_gpu_it_agrees_with_the_formula(case: str, name: str) -> None:
-    _, size, wide, rest = SHAPES[case]
-    q, k, v, dout = (x.astype(jnp.bfloat16) for x in inputs(256, size, wide))
-    rest = dict(rest)
-    mask = whole(256, documents(256) if rest.pop("segments", False) else None, **rest)
-    out, lse = jax.jit(partial(PASSES[name].forward, scale=SCALE))(q, k, v, mask)
-    found = PASSES[name].backward(q, k, v, mask, out, lse, dout, scale=SCALE)
-    wide_arrays = [x.astype(jnp.float32) for x in (q, k, v, dout)]
-    _, pullback = jax.vjp(lambda q, k, v: reference_attention(q, k, v, mask, scale=SCALE), *wide_arrays[:3])
-    exact, exact_lse = plain(q, k, v, mask)
-    np.testing.assert_allclose(lse, exact_lse, atol=2**-8 * np.abs(exact_lse).max())
-    for one, other in zip((out, *found), (exact, *pullback(wide_arrays[3])), strict=True):
-        # bfloat16 keeps 8 bits; the longest way from inputs to a gradient rounds a few times.
-        np.testing.assert_allclose(np.asarray(one, np.float32), other, atol=2**-6 * np.abs(other).max())
+    check_formula(PASSES[name], case, 256)
+
+
+@BACKENDS
+def test_the_check_for_gpus_holds_for_the_stand_ins(name: str, passes: Passes) -> None:
+    check_formula(passes, "documents and a window", 32)
 
 
 def test_rows_with_too_many_documents_go_to_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,6 +163,12 @@ def test_a_free_running_pipeline_keeps_fewer_and_its_last_stage_has_the_head() -
     assert other.matmul_seconds > 1.2 * ours.matmul_seconds
 
 
+def test_mfu_is_of_the_same_peak_whatever_is_multiplied_in() -> None:
+    for compute in ("bfloat16", "fp8", "float32"):
+        found = estimate(run(compute=compute))
+        assert found.mfu_full == found.flops.full * found.tokens_per_second_per_device / found.run.device.peak
+
+
 def test_fp8_needs_a_device_that_has_it() -> None:
     with pytest.raises(UserError, match="a100-80gb has no fp8"):
         estimate(run(compute="fp8", device=DEVICES["a100-80gb"]))

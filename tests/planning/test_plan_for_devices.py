@@ -12,6 +12,8 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.plan import main
+from megajax.planning.absent import missing
+from megajax.planning.timed import rounds
 
 ROOT = Path(__file__).parents[2]
 DEBUG = "--config=llama3_8b.py:debug"
@@ -169,3 +171,32 @@ def test_a_pipeline_has_permutes_in_its_ticks_and_a_bubble(tmp_path: Path) -> No
     assert sum(one["count"] for one in permutes) >= 2 * 8, "each microbatch's activations there, its gradients back"
     assert all(len(one["trips"]) <= 1 for one in permutes), "not in the loops over layers"
     assert "12.50% over ideal time" in printed
+
+
+def test_loops_whose_rounds_the_compiler_forgot_count_for_all_microbatches() -> None:
+    assert rounds([4, 31], microbatches=8, pipelined=False) == 124
+    assert rounds([], microbatches=8, pipelined=False) == 1
+    assert rounds([None], microbatches=8, pipelined=False) == 7
+    assert rounds([None, 31], microbatches=8, pipelined=False) == 7 * 31
+    assert rounds([None, 31], microbatches=1, pipelined=False) == 31
+    assert rounds([None, 31], microbatches=8, pipelined=True) == 31
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing()), reason="needs the extra aot")
+def test_gathers_begun_a_microbatch_early_are_in_the_time_of_a_step(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    settings = [
+        "--parallel.tensor=2",
+        "--parallel.data_sharding=fsdp",
+        "--model.stack.repeats=4",
+        "--batch.global_size=64",
+    ]
+    asked = ["--config=llama3_8b.py", "--devices=h100:8", *settings]
+    exposed = []
+    for more in ([], ["--formula"]):
+        program = [sys.executable, "-m", "megajax.plan", *asked, f"--json={file}", *more]
+        subprocess.run(program, cwd=ROOT, check=True, capture_output=True)
+        found = json.loads(file.read_text())
+        exposed.append(found["exposed_seconds"] + found["hidden_seconds"])
+    assert exposed[0] == pytest.approx(exposed[1], rel=0.2)

@@ -115,7 +115,9 @@ def test_the_cheapest_changes_fit() -> None:
     for change in changes:
         cfg: Any = load("llama3_70b.py", "parallel.tensor=2", *change.settings, devices=64)
         again = estimate(describe(cfg, here.device, 64, 8))
-        assert again.fits and again.memory.peak_gib == pytest.approx(change.peak_gib)
+        assert again.memory.peak_gib == pytest.approx(change.peak_gib)
+        # A compiled plan may be 3 % larger.
+        assert again.memory.peak_gib <= 0.95 * here.device.usable_gib
         assert again.step_seconds == pytest.approx(change.estimate.step_seconds)
 
 
@@ -128,7 +130,7 @@ def test_changes_of_a_compiled_plan_start_from_its_peak() -> None:
 def test_it_is_told_where_a_plan_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ASKED, "--formula", "--parallel.tensor=2"]) == 0
     printed = capsys.readouterr().out
-    assert "it does not fit" in printed and "--parallel.tensor=4" in printed and "--model.recompute=full" in printed
+    assert "it does not fit" in printed and "--parallel.tensor=8" in printed and "--model.recompute=full" in printed
     assert main([*ASKED, "--formula"]) == 0
     assert "it does not fit" not in capsys.readouterr().out
 

@@ -34,6 +34,18 @@ def test_a_run_of_five_steps(fake_run: Callable) -> None:
     assert facts.faults == ()
 
 
+def test_events_tell_how_far_a_run_came_whose_metrics_are_lost(fake_run: Callable) -> None:
+    run = fake_run()
+    run.config(5)
+    run.attempt(0, 5)
+    run.event("end", step=5)
+    assert facts_of(run).faults == ()
+    run.folder.metrics.write_text("")
+    facts = facts_of(run)
+    assert facts.verdict == "step 5 of 5: done; exit code 0"
+    assert facts.faults == ("metrics.jsonl holds no step, events.jsonl tells of step 5: what was measured is lost",)
+
+
 def test_a_run_resumed_twice(fake_run: Callable) -> None:
     run = fake_run()
     run.config(30)
