@@ -16,6 +16,9 @@ class PredictionConfig(Builds):
     target: ClassVar[str] = "megajax.models.prediction:Prediction"
     depth: int = 1
     """How many tokens beyond the next one are predicted; each by a block of its own, one after another."""
+    made_up: Literal["rows", "microbatches"] = "rows"
+    """With batch.loss_average=tokens, over what those tokens that have nothing to predict are made up for by others:
+    rows, which all layouts agree on, or microbatches, as in Megatron-LM."""
     weight: float = 0.1
     """Their losses together weigh this much beside the main loss, which is reported alone."""
     block: BlockConfig | None = None

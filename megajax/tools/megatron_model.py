@@ -286,7 +286,9 @@ def _prediction(args: Arguments) -> PredictionConfig:
             "mtp-num-layers", "the blocks of heads that predict further are all alike, the first layers are not"
         )
     block = blocks[0] if blocks and blocks[0] != pattern[-1] else None
-    return PredictionConfig(depth=depth, weight=args["mtp-loss-scaling-factor"], block=block)
+    # Read where gradients are averaged by tokens alone.
+    made_up = "microbatches" if args["calculate-per-token-loss"] else "rows"
+    return PredictionConfig(depth=depth, weight=args["mtp-loss-scaling-factor"], block=block, made_up=made_up)
 
 
 def width_scaling(args: Arguments) -> Settings:

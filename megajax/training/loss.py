@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
 import jax.numpy as jnp
@@ -75,16 +76,17 @@ class LanguageModelLoss:
     def _further(self, model: DecoderLM, x: Array, batch: LMBatch, key: Array | None, out: Loss) -> Loss:
         """With the losses of heads that predict further ahead, each a mean of the same kind as the main loss.
 
-        Average "tokens": every token they predict weighs as much as one of the main loss times their weight, so that
-        layouts agree. A row's last tokens have nothing to predict, so their sum is over fewer.
+        Average "tokens": a row's last tokens have nothing to predict, and those that do weigh more, so that the row (or
+        microbatch, see `PredictionConfig.made_up`) weighs as much as in the main loss.
         """
         ctx, prediction = self.context(model, batch, key), model.cfg.prediction
         labels, mask, (total, weight, metrics) = batch.labels, batch.loss_mask, out
         for depth, state in enumerate(model.further(x, batch.tokens, ctx), start=1):
             labels, mask = ahead(labels, ctx.segments), ahead(mask, ctx.segments)
-            counted = jnp.sum(mask)
+            weights = mask if self.average != "tokens" else made_up(mask, batch.loss_mask, MADE_UP[prediction.made_up])
+            counted = jnp.sum(weights)
             scale, _ = self._share(counted)
-            loss = model.loss(state, labels, mask * scale)
+            loss = model.loss(state, labels, weights * scale)
             total = total + loss * (prediction.weight / prediction.depth)
             metrics = {**metrics, f"loss_{depth + 1}_ahead": (loss / scale, counted)}
         return Loss(total, weight, metrics)
@@ -95,3 +97,15 @@ class LanguageModelLoss:
         context = manual_axes().get("context", 1)
         total = lax.psum(counted, "context") if context > 1 else counted
         return 1 / jnp.maximum(total, 1), jnp.full((), 1 / context)
+
+
+MADE_UP = MappingProxyType({"rows": (1,), "microbatches": (0, 1)})
+"""Dimensions of [B, S] over which tokens are made up for."""
+
+
+def made_up(mask: Array, whole: Array, over: tuple[int, ...]) -> Array:
+    """float32 [B, S]: tokens of `mask`, so weighed that over some dimensions they weigh what those of `whole` do."""
+    inside, wanted = (jnp.sum(each, axis=over, keepdims=True) for each in (mask, whole))
+    if manual_axes().get("context", 1) > 1:
+        inside, wanted = lax.psum((inside, wanted), "context")
+    return mask * (wanted / jnp.maximum(inside, 1))

@@ -1,15 +1,18 @@
 """Heads that predict further ahead: what they see, and that a pipeline trains them like one device."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_runs import gpt, llama, train
 
+from megajax.batch import LMBatch
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig, PredictionConfig
 from megajax.models.prediction import ahead
+from megajax.training.loss import LanguageModelLoss
 
 MODELS = {
     "tied, dropout": replace(gpt(dropout=0.1), prediction=PredictionConfig(depth=2)),
@@ -23,6 +26,44 @@ def test_what_is_ahead_ends_with_the_row_and_the_document():
     apart = jnp.asarray([[0, 0, 1, 1, 1]])
     np.testing.assert_array_equal(ahead(x, apart), [[4, 0, 6, 7, 0]])
     np.testing.assert_array_equal(ahead(ahead(x, apart), apart), [[0, 0, 7, 0, 0]])
+
+
+class Known:
+    """A model that is told the loss of every token, [B, S] of its own head and of one ahead."""
+
+    def __init__(self, main: np.ndarray, further: np.ndarray, made_up: str):
+        self.cfg = SimpleNamespace(prediction=PredictionConfig(weight=0.5, made_up=made_up))
+        self.main, self.ahead = main, further
+
+    def context(self, batch, key, *, isolated):
+        return SimpleNamespace(segments=None)
+
+    def finish(self, x):
+        return self.main
+
+    def further(self, x, tokens, ctx):
+        return [self.ahead]
+
+    def loss(self, losses, labels, weights):
+        return jnp.sum(losses * weights)
+
+
+@pytest.mark.parametrize(
+    ("average", "made_up", "expected"),
+    [
+        # Row 0 counts 3 tokens, 2 of them one ahead; row 1 counts 2, one of them ahead.
+        ("tokens", "rows", 5 + 0.5 * (10 * 2 * 3 / 2 + 100 * 1 * 2 / 1)),
+        ("tokens", "microbatches", 5 + 0.5 * (10 * 2 + 100 * 1) * 5 / 3),
+        ("microbatches", "rows", 5 / 5 + 0.5 * (10 * 2 + 100 * 1) / 3),
+    ],
+)
+def test_tokens_that_have_nothing_to_predict_are_made_up_for(average, made_up, expected):
+    mask = np.array([[1, 1, 1, 0], [1, 1, 0, 0]], np.float32)
+    further = np.array([[10.0] * 4, [100.0] * 4], np.float32)
+    batch = LMBatch(*[np.zeros((2, 4), np.int32)] * 2, mask, *[np.zeros((2, 4), np.int32)] * 2, np.zeros(2, np.uint32))
+    model = Known(np.ones((2, 4), np.float32), further, made_up)
+    found = LanguageModelLoss(isolated=False, average=average).head(model, None, batch)
+    assert float(found.loss_sum) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -96,26 +96,24 @@ def decoder_config(
         learned_positions=learned,
         norm=norm,
         tied=bool(outer.take("share_embeddings_and_output_weights", False)),
-        prediction=PredictionConfig(depth=depth, weight=factor, block=_further(blocks, depth)) if depth else None,
+        prediction=_prediction(blocks, depth, factor) if depth else None,
         width_scaling=_width_scaling(core, hidden),
     )
     for name in ("hidden_dropout", "attention_dropout"):
         core.only(name, 0.0)
     for name in ("vocab_size", "max_sequence_length", "position_embedding_type"):
         outer.take(name)
-    # How gradients are averaged is the caller's affair.
-    if core.take("calculate_per_token_loss") and depth:
-        unsupported("multi-token prediction weighed by the tokens left of each microbatch")
+    core.take("calculate_per_token_loss")  # how gradients are averaged is the caller's affair
     core.finish(WITHOUT_EFFECT)
     outer.finish(WITHOUT_EFFECT)
     return decoder
 
 
-def _further(blocks: list[BlockConfig], depth: int) -> BlockConfig:
-    """Blocks of multi-token prediction are numbered from 1 on: windows and rotation are those of the first layers."""
+def _prediction(blocks: list[BlockConfig], depth: int, factor: float) -> PredictionConfig:
+    """Its blocks are numbered from 1 on: windows and rotation are those of the first layers."""
     if any(block != blocks[0] for block in blocks[:depth]):
         unsupported("blocks of multi-token prediction that differ")
-    return blocks[0]
+    return PredictionConfig(depth=depth, weight=factor, block=blocks[0], made_up="microbatches")
 
 
 def _width_scaling(core: Settings, hidden: int) -> WidthScalingConfig | None:
