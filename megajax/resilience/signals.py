@@ -40,7 +40,8 @@ class Signals:
     The loop polls `request` wherever it may wait long: between steps, in evaluation, while data is awaited. A second
     SIGTERM or SIGINT ends the process at once, with exit code 143 or 130 and nothing saved, even while the main thread
     is inside a compilation or a collective; `before_exit` is then called first, to put a terminal in order. A signal
-    that follows another within a quarter of a second counts as its echo. SIGUSR1 only ever asks.
+    that follows another within a quarter of a second counts as its echo. SIGUSR1 only ever asks. Not `polled`, while
+    there is nothing to save yet, the first SIGTERM or SIGINT ends the process so.
 
     To be entered in the main thread, after `jax.distributed.initialize`: that installs a SIGTERM handler of its own
     (unless jax_enable_preemption_service is off) over one that is there, and is not undone here. Leaving the block puts
@@ -52,12 +53,15 @@ class Signals:
         *,
         announce: Callable[[str], None] | None = None,
         before_exit: Callable[[], None] | None = None,
+        polled: bool = True,
     ):
         self._announce = announce or _to_stderr
         self._before_exit = before_exit
         self._request: StopRequest | None = None
         self._former: dict[signal.Signals, Any] = {}
         self._insisted: float | None = None
+        self.polled = polled
+        """Whether anybody looks at `request`."""
 
     @property
     def request(self) -> StopRequest | None:
@@ -115,11 +119,13 @@ class Signals:
             self._tell(f"{which.name} received: stopping after this step")
             return
         now = time.monotonic()
-        if self._insisted is None:
+        if not self.polled:
+            self._exit_now(f"{which.name}: ended at once, with nothing to save yet", which)
+        elif self._insisted is None:
             self._insisted = now
             self._tell(f"{which.name} received: stopping after this step; send it again to exit at once, unsaved")
         elif now - self._insisted > _ECHO_SECONDS:
-            self._exit_now(which)
+            self._exit_now(f"second {which.name}: exiting at once, unsaved", which)
 
     def _tell(self, message: str) -> None:
         try:
@@ -128,11 +134,11 @@ class Signals:
             # The terminal may be gone; the watcher has to live on for the second signal.
             traceback.print_exc()
 
-    def _exit_now(self, which: signal.Signals) -> None:
+    def _exit_now(self, message: str, which: signal.Signals) -> None:
         try:
             if self._before_exit is not None:
                 self._before_exit()
-            _to_stderr(f"second {which.name}: exiting at once, unsaved")
+            _to_stderr(message)
         finally:
             # Not sys.exit: atexit hooks of the runtime wait minutes for other processes.
             os._exit(128 + which)

@@ -276,6 +276,7 @@ def _train(cfg: RunConfig, folder: RunFolder, stack: ExitStack, asked: _Asked, s
     console = stack.enter_context(
         _closing(open_console(cfg.logging, total_steps=cfg.steps, start_step=first, primary=primary))
     )
+    signals = stack.enter_context(Signals(before_exit=console.release, polled=False))
     compiles = stack.enter_context(CompileLog(console.say))
     with console.ticker("setting up data, model and state"):
         run = setup(cfg, start=None if found is None else Resume(*found, own=found[0] is manager, say=console.say))
@@ -294,7 +295,7 @@ def _train(cfg: RunConfig, folder: RunFolder, stack: ExitStack, asked: _Asked, s
     both = Writers([log, console])
     both.event("start", step=first, devices=run.mesh.size, processes=jax.process_count())
     compiles.events(both.event)
-    signals = stack.enter_context(Signals(before_exit=console.release))
+    signals.polled = True
     guard = Guard(cfg.resilience, cfg.precision.floor(), run.mesh)
     if found is not None and found[0] is manager:
         guard.spikes.restore(manager.meta(first).get("spikes", {}))

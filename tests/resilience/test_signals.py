@@ -37,6 +37,8 @@ with Signals(before_exit=lambda: os.write(1, b"terminal in order\\n")):
     forever(0).block_until_ready()
 """
 
+UNPOLLED = STUCK.replace("with Signals(", "with Signals(polled=False, ")
+
 FORKING = """
 import os, signal, time, warnings
 warnings.simplefilter("ignore")
@@ -135,6 +137,16 @@ def test_a_second_signal_ends_a_process_that_is_inside_xla(start, second, code):
     assert process.returncode == code
     assert out == "terminal in order\n"
     assert f"second {second.name}: exiting at once" in err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_the_first_one_ends_a_process_that_has_nothing_to_save_yet(start, number, code):
+    process = start(UNPOLLED)
+    wait_for(process, "ready")
+    process.send_signal(number)
+    out, err = process.communicate(timeout=10)
+    assert (process.returncode, out) == (code, "terminal in order\n")
+    assert err.endswith(f"megajax: {number.name}: ended at once, with nothing to save yet\n")
 
 
 def test_a_forked_worker_has_its_own_signals(start):
