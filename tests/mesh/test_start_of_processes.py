@@ -143,7 +143,7 @@ def test_nobody_at_the_coordinator():
     with pytest.raises(StartError, match=rf"process 1 found no process 0 at 127.0.0.1:{port} within 1 s") as error:
         meet(World(2, 1, f"127.0.0.1:{port}"), patience=1.0)
     assert error.value.code == 1 and not error.value.said
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 def test_a_stranger_at_the_coordinators_address():

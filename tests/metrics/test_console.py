@@ -113,9 +113,9 @@ def test_the_plain_ticker_speaks_now_and_then_and_at_the_end():
         raise KeyError
     *ticks, total, failed = stream.getvalue().splitlines()
     assert len(ticks) >= 2
-    assert all(re.fullmatch(r"compiling the train step … \d\.\d s", line) for line in ticks)
-    assert total == "compiling the train step: 0.2 s"
-    assert failed == "reading: stopped after 0.0 s"
+    assert all(re.fullmatch(r"compiling the train step … \d+\.\d s", line) for line in ticks)
+    assert re.fullmatch(r"compiling the train step: \d+\.\d s", total) and float(total.split()[-2]) >= 0.2
+    assert re.fullmatch(r"reading: stopped after \d+\.\d s", failed)
 
 
 def live_console(total: int = 500) -> tuple[LiveConsole, io.StringIO]:

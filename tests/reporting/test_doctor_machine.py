@@ -44,7 +44,7 @@ def with_program(folder: Path, name: str, text: str) -> Machine:
 def test_a_command_that_hangs_is_given_up_with_its_children() -> None:
     begun = time.monotonic()
     output = run_limited(["sh", "-c", "echo before; sleep 60 & sleep 60"], seconds=0.3)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
     assert output.code is None and output.out == "before\n" and output.why == "did not come back within 0.3 s"
 
 
@@ -88,7 +88,7 @@ def test_a_stage_that_hangs_or_crashes_is_named(last: str, why: str) -> None:
     )
     begun = time.monotonic()
     stages = Devices(dict(os.environ), (sys.executable, "-S", "-c", program + last), seconds=1).stages()
-    assert time.monotonic() - begun < 8
+    assert time.monotonic() - begun < 30
     assert stages.done == {"devices": [1]} and stages.stopped_in == "matmul" and stages.why == why
 
 

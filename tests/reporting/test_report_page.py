@@ -144,15 +144,15 @@ def test_curves_only_where_there_is_something_to_see(fake_run: Callable) -> None
 
 def test_front_door(tmp_path: Path, eventful: Path) -> None:
     def run(*words: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "megajax.report", *words]
+        command = [sys.executable, "-X", "importtime", "-m", "megajax.report", *words]
         return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
     refused = run(str(tmp_path))
     assert refused.returncode == 2 and "holds no run" in refused.stderr and "Traceback" not in refused.stderr
     assert run().returncode == 2
-    begun = time.monotonic()
     shown = run("--help")
-    assert shown.returncode == 0 and "--output" in shown.stdout and time.monotonic() - begun < 5
+    assert shown.returncode == 0 and "--output" in shown.stdout
+    assert "dataclasses" in shown.stderr and not {"jax", "numpy"} & set(shown.stderr.split())
     done = run("--output", str(tmp_path / "page.html"), str(eventful))
     assert done.returncode == 0 and (tmp_path / "page.html").exists(), done.stderr
 
