@@ -5,7 +5,7 @@ import pty
 import signal
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -16,17 +16,27 @@ def test_a_start_that_is_interrupted_leaves_the_terminal_usable(tmp_path: Path) 
     call = [sys.executable, "-m", "megajax.train", "--config=quickstart.py", f"--run_dir={tmp_path / 'run'}"]
     with subprocess.Popen(call, cwd=ROOT, stdin=follower, stdout=follower, stderr=follower) as process:
         os.close(follower)
+        shown, begun = bytearray(), threading.Event()
+
+        def read() -> None:
+            try:
+                while chunk := os.read(leader, 1000):
+                    shown.extend(chunk)
+                    if b"setting up" in shown:
+                        begun.set()
+            except OSError:  # how a terminal ends
+                begun.set()
+
+        reader = threading.Thread(target=read)
+        reader.start()
         try:
-            shown = b""
-            while b"setting up" not in shown:
-                shown += os.read(leader, 1000)
+            begun.wait(60)
             process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 130
+            code = process.wait(60)
         finally:
             process.kill()
-    deadline = time.monotonic() + 10
-    while b"nothing to save yet" not in shown and time.monotonic() < deadline:
-        shown += os.read(leader, 1000)
-    os.close(leader)
-    assert b"\x1b[?25l" in shown and shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l")
+            reader.join()
+            os.close(leader)
+    assert code == 130, bytes(shown)
     assert b"SIGINT: ended at once, with nothing to save yet" in shown and b"Traceback" not in shown
+    assert b"\x1b[?25l" in shown and shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l")
