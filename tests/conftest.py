@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 
 # The plugin of the extra `aot` compiles for absent GPUs. Without these it looks for a CUDA installation and complains.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -18,3 +19,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the texts of tests/golden anew")
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """As it was, whatever a test made of it: a command line with --devices=cpu:8 is for later programs as well."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)

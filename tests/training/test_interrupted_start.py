@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_start_that_is_interrupted_leaves_the_terminal_usable(tmp_path: Path) -> None:
     leader, follower = pty.openpty()
     call = [sys.executable, "-m", "megajax.train", "--config=quickstart.py", f"--run_dir={tmp_path / 'run'}"]
+    call.append("--devices=cpu:1")
     with subprocess.Popen(call, cwd=ROOT, stdin=follower, stdout=follower, stderr=follower) as process:
         os.close(follower)
         shown, begun = bytearray(), threading.Event()
