@@ -17,6 +17,7 @@ from megajax.training.session import setup
 
 STEPS = 6
 LEGS = {
+    "pipeline2-tensor2data2": (ParallelConfig(pipeline=2, data=1), ParallelConfig(tensor=2, data=2)),
     "pipeline4-tensor2data2-pipeline4": (
         ParallelConfig(pipeline=4, data=1),
         ParallelConfig(tensor=2, data=2),
@@ -53,10 +54,7 @@ def whole(tmp_path_factory) -> dict[int, float]:
 
 @pytest.mark.parametrize(
     "legs",
-    [
-        pytest.param(legs, id=name, marks=[pytest.mark.slow] if name.startswith("interleaved") else [])
-        for name, legs in LEGS.items()
-    ],
+    [pytest.param(legs, id=name, marks=[pytest.mark.slow] if len(legs) > 2 else []) for name, legs in LEGS.items()],
 )
 def test_a_run_goes_on_in_another_pipeline(tmp_path, whole, legs):
     assert one_run(tmp_path, legs) == pytest.approx(whole, rel=1e-5)
