@@ -59,6 +59,18 @@ def llama(recompute: Recompute = "selective", repeats: int = 2) -> DecoderConfig
     )
 
 
+def wide(repeats: int = 2) -> DecoderConfig:
+    """A llama whose matrices have sides of 16 and more on two devices."""
+    model = llama(repeats=repeats)
+    (block,) = model.stack.pattern
+    block = replace(
+        block,
+        mixer=AttentionConfig(heads=4, kv_heads=2, head_dim=16, rope=RopeConfig()),
+        mlp=replace(block.mlp, ffn=64),
+    )
+    return replace(model, hidden=64, stack=replace(model.stack, pattern=(block,)))
+
+
 def gpt(recompute: Recompute = "none", repeats: int = 2, dropout: float = 0.1) -> DecoderConfig:
     """Learned positions, biases everywhere, dropout everywhere, a tied head."""
     block = BlockConfig(

@@ -66,18 +66,21 @@ def compiled_memory(devices: Iterable[jax.Device], name: str = "train_step") -> 
 
 def peak_memory() -> tuple[int, int] | None:
     """(most bytes in use at once, bytes there are) of the local device that used most; None where it is not counted."""
-    counted = [stats for device in jax.local_devices() if (stats := device.memory_stats())]
-    return max(((stats["peak_bytes_in_use"], stats.get("bytes_limit", 0)) for stats in counted), default=None)
+    return max(((stats["peak_bytes_in_use"], stats.get("bytes_limit", 0)) for stats in _counted()), default=None)
 
 
 def memory_in_use() -> dict[str, int]:
     """Bytes now, what is not counted left out: `device` and `device_peak`, each of the local device with most of it,
     and `host`, what of this process is in main memory."""
     found = {}
-    counted = [stats for device in jax.local_devices() if (stats := device.memory_stats())]
-    if counted:
+    if counted := _counted():
         found["device"] = max(stats["bytes_in_use"] for stats in counted)
         found["device_peak"] = max(stats["peak_bytes_in_use"] for stats in counted)
     if _PAGES.exists():
         found["host"] = int(_PAGES.read_text().split()[1]) * resource.getpagesize()
     return found
+
+
+def _counted() -> list[dict[str, int]]:
+    """What local devices say of their memory, those that count it."""
+    return [stats for device in jax.local_devices() if (stats := device.memory_stats())]

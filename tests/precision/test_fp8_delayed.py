@@ -9,14 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import ONE, QUICK, Program, llama, place, program, rows, start, within
+from tiny_runs import ONE, QUICK, Program, place, program, rows, start, wide, within
 
 from megajax.config.errors import ConfigError
 from megajax.config.tree import check
-from megajax.layers.config import AttentionConfig, RopeConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.models.config import DecoderConfig
 from megajax.precision.config import DelayedScalingConfig, Fp8Config
 from megajax.precision.fp8 import Fp8Matmul
 from megajax.precision.maxima import STARTS, Histories, added
@@ -99,18 +97,6 @@ ROUNDED = MappingProxyType({**QUICK, "xla_allow_excess_precision": False})
 """Compiler options: bfloat16 is rounded where the program says so, in every program in the same places."""
 MICROBATCHES, STEPS, APART = 6, 20, 1e-2
 DELAYED = Fp8Config(delayed=DelayedScalingConfig(history=2, algorithm="max"))
-
-
-def wide(repeats: int) -> DecoderConfig:
-    """A llama whose matrices have sides of 16 and more on two devices."""
-    model = llama(repeats=repeats)
-    (block,) = model.stack.pattern
-    block = replace(
-        block,
-        mixer=AttentionConfig(heads=4, kv_heads=2, head_dim=16, rope=RopeConfig()),
-        mlp=replace(block.mlp, ffn=64),
-    )
-    return replace(model, hidden=64, stack=replace(model.stack, pattern=(block,)))
 
 
 class Compiled(NamedTuple):

@@ -12,12 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny_runs import ONE, QUICK, Program, llama, place, program, rows, start, within
+from tiny_runs import ONE, QUICK, Program, place, program, rows, start, wide, within
 
-from megajax.layers.config import AttentionConfig, RopeConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.models.config import DecoderConfig
 from megajax.precision.config import Fp8Config
 
 LAYOUTS = {
@@ -33,18 +31,6 @@ MICROBATCHES = 6
 STEPS = 20
 APART = 1e-2
 """Of losses around 5.6 on 384 tokens; seen was at most 5.3e-3."""
-
-
-def wide() -> DecoderConfig:
-    """A llama whose matrices have sides of 16 and more on two devices."""
-    model = llama()
-    (block,) = model.stack.pattern
-    block = replace(
-        block,
-        mixer=AttentionConfig(heads=4, kv_heads=2, head_dim=16, rope=RopeConfig()),
-        mlp=replace(block.mlp, ffn=64),
-    )
-    return replace(model, hidden=64, stack=replace(model.stack, pattern=(block,)))
 
 
 @cache
