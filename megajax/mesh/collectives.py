@@ -7,6 +7,7 @@ runs in an island (see Layout.island).
 from collections.abc import Sequence
 
 from jax import Array, lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from megajax.mesh.mesh import manual_axes
 from megajax.mesh.rules import SHARDS, LogicalAxes, Rules
@@ -43,6 +44,15 @@ def reduce_shards(x: Array, moves: Moves, also: Sequence[str] = ()) -> Array:
     for dimension, names in _by_dimension(moves).items():
         x = lax.psum_scatter(x, names, scatter_dimension=dimension, tiled=True)
     return lax.psum(x, tuple(also)) if also else x
+
+
+def row_major(x: Array) -> Array:
+    """x, stored with its last dimension contiguous.
+
+    A gather over the second dimension leaves that one outermost unless told otherwise, and a layer's row of a stack is
+    then spread over memory: every use of the row would copy it.
+    """
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 def largest_over(x: Array, axes: Sequence[str]) -> Array:

@@ -6,6 +6,7 @@ mesh everything is the identity. So the same layer runs by plain `jax.jit` in a 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,9 +26,25 @@ is then how large they were.
 
 
 def exact(equation: str, x: Array, w: Array, expected: Array | None = None) -> Array:
-    """einsum, whatever is expected."""
+    """einsum in x's dtype, whatever is expected. The gradient of w is made in w's dtype, not rounded to x's before."""
     del expected
-    return jnp.einsum(equation, x, w)
+    return _product(equation, x, w)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(equation: str, x: Array, w: Array) -> Array:
+    return jnp.einsum(equation, x, w.astype(x.dtype))
+
+
+def _product_backward(equation: str, saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    x, w = saved
+    inputs, out = equation.split("->")
+    first, second = inputs.split(",")
+    dx = jnp.einsum(f"{out},{second}->{first}", dy, w.astype(x.dtype))
+    return dx, jnp.einsum(f"{first},{out}->{second}", x, dy, preferred_element_type=w.dtype)
+
+
+_product.defvjp(lambda equation, x, w: (_product(equation, x, w), (x, w)), _product_backward)
 
 
 @dataclass(frozen=True, slots=True)

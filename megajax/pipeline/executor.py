@@ -1,22 +1,28 @@
 """Runs a schedule's table, forwards and backwards of all stages tick by tick, in a shard_map manual over `pipeline`.
 
-Nothing differentiates through a loop: each layer's vjp is taken where it runs, what it saves goes to the ring at
-[slot, layer], its weight gradient to a float32 accumulator. The ring never holds weights: `jax.vjp` keeps the inputs it
-needs apart from what it saves, and they are put back at the backward.
-
-A tick is arranged so that what goes between stages travels while layers compute:
+`megajax.pipeline.layer_loop` goes through the layers of a chunk. A tick is arranged so that what goes between stages
+travels while layers compute:
 
     gradient to the stage before, gradient of the loss,
     gradient of the embedding, next embedding               | while the forward runs
     output to the stage after, output to all for the loss   | while the backward runs
 
-Idle stages compute on whatever is there; what they make is never added (`where`, not a product: it may be NaN).
+Idle stages run forwards on whatever is there and write them to a slot that nobody reads. They skip backwards: their
+accumulators may hold NaN-free sums only, and a product with zero does not keep NaN out.
+
+Which chunk a stage works on differs between stages, so it is data. A `lax.switch` makes it static within each branch:
+there, rows of stacked weights and accumulators are read and written in place (see `layer_loop`).
+
+Embedding and loss are spread over all stages. With one chunk a stage, microbatches enter and leave in every tick of the
+steady phase, and the four sums over stages hide behind layers. With several, most ticks have none of them, and a
+`lax.cond` leaves them out there. Its predicate depends on the tick alone, so all devices agree on it.
 
 B rows, S positions, D hidden; P stages, V chunks of each, L rows of stacked weights in a chunk, M microbatches.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -27,48 +33,15 @@ from jax import Array, lax
 
 from megajax.batch import Params
 from megajax.mesh.layout import Layout
+from megajax.pipeline.layer_loop import RESIDUAL, LayerLoop, Rings, add, entry, put, take
 from megajax.pipeline.partition import Partition
 from megajax.pipeline.schedule import Schedule, Work, entering
-from megajax.precision.maxima import added
+from megajax.pipeline.staged import Rows, Staged, Sums
 
 AXIS = "pipeline"
-RESIDUAL = ("batch", "seq_residual", "embed")
 
-type Rows = Any
-"""The leaves of a microbatch: those of a batch without the leading dimension."""
-type Sums = Any
-"""What a head reports, added up over microbatches."""
 type Which = Literal["none", "some", "all"]
-
-
-class Staged(NamedTuple):
-    """A model as a pipeline sees it. `shared` are the weights outside the stack, each stage with its share of them."""
-
-    context: Callable[[Rows], Any]
-    """rows -> what layers know of them besides activations; not differentiated."""
-    look_up: Callable[[Params, Rows], Array]
-    """(shared, rows) -> embeddings [B, S, D], by all stages together; the same on all of them, as is the cotangent."""
-    enter: Callable[[Params, Array, Any], Array]
-    """(shared, embeddings, context) -> input of the first layer [B, S, D]."""
-    spans: Sequence["Span"]
-    """The layers of a chunk, by what they keep for the backward pass."""
-    common: Callable[[Params], Params]
-    """shared -> those of them that every layer uses; by their paths in `shared`."""
-    head: Callable[[Params, Array, Rows], tuple[Array, Sums]]
-    """(shared, x, rows) -> loss to differentiate [] and what to report; its gradients are a stage's parts."""
-
-
-class Span(NamedTuple):
-    """Rows of a chunk that follow each other and keep the same for the backward pass."""
-
-    units: int
-    """How often `unit` is applied."""
-    together: int
-    """Rows it takes: n."""
-    unit: Callable[[Params, Params, Array, Array, Any], Array]
-    """(rows of the stacked weights, common weights, the rows' numbers, x, context) -> x; [n, ...] of each for n > 1."""
-    unroll: int
-    """Units written out in each turn of a loop over them."""
+"""In which ticks of a segment something is done; "some": a `lax.cond` asks in each."""
 
 
 class Segment(NamedTuple):
@@ -79,7 +52,13 @@ class Segment(NamedTuple):
     forward: bool
     backward: bool
     head: Which
-    """In which of its ticks a loss is made."""
+    """Ticks in which a loss is made."""
+    ready: Which
+    """Ticks after which a loss is made, so that its input travels in them."""
+    embed: Which
+    """Ticks before one in which a microbatch enters, so that it is looked up in them."""
+    leave: Which
+    """Ticks after one in which a gradient left stage 0."""
 
 
 class Carry(NamedTuple):
@@ -95,8 +74,8 @@ class Carry(NamedTuple):
     """On all stages, the output whose loss is made next."""
     outputs: Array
     """[output slots, B, S, D]: on the last stage, outputs that wait for their loss."""
-    rings: list[list[Array]]
-    """For each span [slots, units, ...] for each array that a unit saves."""
+    rings: Rings
+    """What layers saved, by the schedule's slots."""
     stacked: Params
     """Gradients of the stacked weights, added up."""
     shared: Params
@@ -113,7 +92,13 @@ def segments(schedule: Schedule) -> list[Segment]:
     found = []
     for start, stop in pairwise(sorted(edges)):
         phase = next(phase for phase in schedule.phases if phase.start <= start < phase.stop)
-        found.append(Segment(start, stop, phase.forward, phase.input_gradient, _which(schedule.head[start:stop])))
+        kinds = phase.forward, phase.input_gradient
+        travelling = (
+            _travelling(schedule, after(schedule.head)[start:stop]),
+            _travelling(schedule, after(schedule.embed)[start:stop]),
+            _travelling(schedule, before(schedule.embed_gradient)[start:stop]),
+        )
+        found.append(Segment(start, stop, *kinds, _which(schedule.head[start:stop]), *travelling))
     return found
 
 
@@ -122,46 +107,31 @@ def _which(microbatches: np.ndarray) -> Which:
     return "all" if busy.all() else "some" if busy.any() else "none"
 
 
-def _at(tree: Any, index: Array) -> Any:
-    """Entry `index` along the leading dimension of every array."""
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), tree)
+def _travelling(schedule: Schedule, microbatches: np.ndarray) -> Which:
+    """When a sum over stages is made. With one chunk few ticks could do without, and asking would expose it in all."""
+    which = _which(microbatches)
+    return "all" if which == "some" and schedule.chunks == 1 else which
 
 
-def _put(array: Array, value: Array, *index: Array) -> Array:
-    """The array with `value` at these leading indices."""
-    return lax.dynamic_update_slice(array, value[(None,) * len(index)], (*index, *[0] * value.ndim))
+def after(microbatches: np.ndarray) -> np.ndarray:
+    """Int32 [T]: for each tick, the entry of the one after; -1 at the end."""
+    return np.append(microbatches[1:], np.int32(-1))
 
 
-def _take(array: Array, *index: Array) -> Array:
-    """The array at these leading indices."""
-    rest = array.shape[len(index) :]
-    return lax.dynamic_slice(array, (*index, *[0] * len(rest)), (*[1] * len(index), *rest)).reshape(rest)
-
-
-def _rows[T](tree: T, first: Array, count: int) -> T:
-    """Row `first` of every array, or of several the rows from there on."""
-    if count == 1:
-        return _at(tree, first)
-    return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, count), tree)
-
-
-def _put_rows(array: Array, value: Array, first: Array, count: int) -> Array:
-    """The array with what `_rows` takes replaced."""
-    return lax.dynamic_update_slice_in_dim(array, value if count > 1 else value[None], first, 0)
-
-
-def _add(total: Params, new: Mapping[str, Array]) -> Params:
-    return {path: added(path, total[path], g) for path, g in new.items()}
-
-
-def _where(counts: Array, new: Mapping[str, Array]) -> Params:
-    return {path: jnp.where(counts, g, 0) for path, g in new.items()}
+def before(microbatches: np.ndarray) -> np.ndarray:
+    """Int32 [T]: for each tick, the entry of the one before; -1 at the start."""
+    return np.insert(microbatches[:-1], 0, np.int32(-1))
 
 
 def _repeat(segment: tuple[int, int], tick: Callable[[Array, Any], Any], carry: Any) -> Any:
     """The ticks [start, stop) one after the other."""
     start, stop = segment
     return lax.fori_loop(start, stop, tick, carry) if stop > start + 1 else tick(jnp.int32(start), carry)
+
+
+def maybe[T](which: Which, busy: Array, work: Callable[[T], T], carry: T) -> T:
+    """work(carry) where `busy`, a bool [] on which all devices agree: collectives within are safe."""
+    return work(carry) if which == "all" else lax.cond(busy, work, lambda carry: carry, carry)
 
 
 @dataclass(frozen=True)
@@ -177,6 +147,8 @@ class Stage:
     shared: Params
     cut: frozenset[str]
     """Paths of the shared weights that are cut over the stages."""
+    made_in: Mapping[str, Any]
+    """See `LayerLoop`."""
     batch: Rows
     """Leaves [M, ...]: this device's rows of every microbatch."""
 
@@ -188,12 +160,25 @@ class Stage:
     def last(self) -> Array:
         return self.index == self.schedule.stages - 1
 
+    @property
+    def layers(self) -> LayerLoop:
+        """This stage's layers."""
+        return LayerLoop(
+            self.staged.spans,
+            self.layout,
+            self.stacked,
+            self.staged.common(self.shared),
+            jnp.asarray(self.partition.numbers())[self.index],
+            self.partition.padded(),
+            self.made_in,
+        )
+
     def gradients(
-        self, scale: Array, zeros: Callable[[Params], Params], *, fill: float = 0.0
+        self, scale: Array, zeros: tuple[Params, Params], *, fill: float = 0.0
     ) -> tuple[Sums, dict[str, Array], dict[str, Array]]:
         """What the heads report, and the gradients of the stacked and of the shared weights, times `scale`.
 
-        zeros: accumulators for the gradients of weights. fill: what buffers hold before they are written; nothing
+        zeros: accumulators for the gradients of both. fill: what buffers hold before they are written; nothing
         depends on it, which tests show with NaN.
         """
         carry = self.start(zeros, fill)
@@ -207,7 +192,7 @@ class Stage:
             carry = _repeat(segment[:2], tick, carry)
         end = jnp.int32(self.schedule.ticks)
         shared = self.embedding_gradient(end, self.left(end, carry.dx), carry.shared)
-        return carry.sums, dict(carry.stacked), dict(shared)
+        return carry.sums, dict(self.layers.without_padding(carry.stacked)), dict(shared)
 
     def losses(self) -> Sums:
         """What the heads report, by forwards alone."""
@@ -218,27 +203,20 @@ class Stage:
         carry = x, embedded, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.reported(x))
         for span in ((0, first), (first, last + 1)):
             which = _which(leaving[slice(*span)])
+            embed = _travelling(self.schedule, after(self.schedule.embed)[slice(*span)])
 
-            def tick(tick: Array, carry: tuple, which: Which = which) -> tuple:
+            def tick(tick: Array, carry: tuple, which: Which = which, embed: Which = embed) -> tuple:
                 x, embedded, sums = carry
                 x, ctx, chunk, _ = self.enter(tick, x, embedded)
+                y = lax.switch(chunk, [partial(self.layers.output, first) for first in self.firsts], x, ctx)
+                microbatch = jnp.asarray(leaving)[tick]
 
-                y = x
-                for first, span in self.spans():
-                    y = lax.fori_loop(
-                        0, span.units, lambda n, y, s=span, f=first: self.apply(s, self.row(chunk, f, s, n), y, ctx), y
-                    )
-                if which != "none":
-                    ready, microbatch = self.to_all(y), jnp.asarray(leaving)[tick]
-                    sums = self.maybe(
-                        which,
-                        microbatch,
-                        lambda sums: jax.tree.map(
-                            jnp.add, sums, self.staged.head(self.shared, ready, self.rows(microbatch))[1]
-                        ),
-                        sums,
-                    )
-                return self.shift(y, 1), self.look_up(tick + 1), sums
+                def made(sums: Sums) -> Sums:
+                    new = self.staged.head(self.shared, self.to_all(y), self.rows(microbatch))[1]
+                    return jax.tree.map(jnp.add, sums, new)
+
+                sums = sums if which == "none" else maybe(which, microbatch >= 0, made, sums)
+                return self.shift(y, 1), self.next_embedded(embed, tick, embedded), sums
 
             carry = _repeat(span, tick, carry) if span[1] > span[0] else carry
         return carry[2]
@@ -248,7 +226,12 @@ class Stage:
         """Losses are made at the start of a tick, of outputs that waited; otherwise of the tick's own output."""
         return self.schedule.output_slots > 0
 
-    def start(self, zeros: Callable[[Params], Params], fill: float) -> Carry:
+    @property
+    def firsts(self) -> range:
+        """First row of each chunk."""
+        return range(0, self.schedule.chunks * self.partition.rows, self.partition.rows)
+
+    def start(self, zeros: tuple[Params, Params], fill: float) -> Carry:
         """Before the first tick."""
         schedule, embedded = self.schedule, self.look_up(jnp.int32(0))
         blank = self.blank(embedded, fill)
@@ -260,9 +243,9 @@ class Stage:
             dx=blank,
             ready=blank,
             outputs=self.layout.act(outputs, None, *RESIDUAL),
-            rings=[self.buffers(span, self.saved(span, blank), fill) for span in self.staged.spans],
-            stacked=zeros(self.stacked),
-            shared=zeros(self.shared),
+            rings=self.layers.buffers(schedule.ring_slots, blank, self.staged.context(self.rows(jnp.int32(0))), fill),
+            stacked=zeros[0],
+            shared=zeros[1],
             sums=sums,
         )
 
@@ -272,62 +255,30 @@ class Stage:
         like = jax.eval_shape(lambda: self.staged.enter(self.shared, embedded, ctx))
         return self.layout.act(jnp.full(like.shape, fill, like.dtype), *RESIDUAL)
 
-    def buffers(self, span: Span, saved: Any, fill: float) -> list[Array]:
-        """The rings of the arrays that a unit saves: its input laid out as such, the others as the compiler likes."""
-        inputs = len(jax.tree.leaves(saved.args_res))
-        rings = []
-        for place, leaf in enumerate(jax.tree.leaves(saved)):
-            value = fill if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
-            ring = jnp.full((self.schedule.ring_slots, span.units, *leaf.shape), value, leaf.dtype)
-            # A vjp lists the inputs it keeps before all else; x is the only one left among them.
-            ring = self.layout.act(ring, None, None, *RESIDUAL) if place < inputs else ring
-            on_host = leaf.memory_space == jax.memory.Space.Host
-            rings.append(jax.device_put(ring, jax.memory.Space.Host) if on_host else ring)
-        return rings
-
     def reported(self, x: Array) -> Sums:
         """Shapes of what a head reports."""
         return jax.eval_shape(lambda: self.staged.head(self.shared, x, self.rows(jnp.int32(0)))[1])
-
-    def saved(self, span: Span, x: Array) -> Any:
-        """A unit's vjp as abstract arrays with their memory, without its inputs."""
-        ctx = self.staged.context(self.rows(jnp.int32(0)))
-        traced, tree = jax.make_jaxpr(lambda: self.differentiated(span, jnp.int32(0), x, ctx)[1], return_shape=True)()
-        return jax.tree.unflatten(jax.tree.structure(tree), traced.out_avals)
-
-    def spans(self) -> list[tuple[int, Span]]:
-        """Each with the row of a chunk it begins at."""
-        firsts = np.cumsum([0, *(span.units * span.together for span in self.staged.spans)])
-        return [*zip(firsts.tolist(), self.staged.spans, strict=False)]
-
-    def row(self, chunk: Array, first: int, span: Span, unit: Array) -> Array:
-        """Of the stacked weights, where a unit of a span begins."""
-        return chunk * self.partition.rows + first + unit * span.together
-
-    def apply(self, span: Span, row: Array, x: Array, ctx: Any) -> Array:
-        """A unit's output."""
-        return self.passed_by(row, span.unit(*self.arguments(span, row), x, ctx), x)
 
     def tick(self, segment: Segment, tick: Array, c: Carry, scale: Array) -> Carry:
         """One tick of a segment."""
         from_after = from_loss = left = None
         if segment.backward:
-            from_after, left = self.shift(c.dx, -1), self.left(tick, c.dx)
+            from_after, left = self.shift(c.dx, -1), self.left_in(segment.leave, tick, c.dx)
         if segment.head != "none" and self.early:
             c, from_loss = self.loss(segment.head, tick, c, scale)
         if segment.forward:
-            embedded = self.look_up(tick + 1)
+            embedded = self.next_embedded(segment.embed, tick, c.embedded)
             y, rings = self.forward(tick, c)
             # What travelled during the forward is used after it; without this it would be waited for before.
             travelled = from_after, from_loss, left, embedded
             (from_after, from_loss, left, embedded), y = lax.optimization_barrier((travelled, y))
             c = c._replace(rings=rings, x=self.shift(y, 1), embedded=embedded, outputs=self.keep(tick, y, c))
             if segment.head != "none" and not self.early:
-                c, from_loss = self.loss(segment.head, tick, c._replace(ready=self.to_all(y)), scale)
-        if segment.head != "none" and self.early:
-            c = c._replace(ready=self.to_all(self.waiting(c.outputs, tick + 1)))
+                c, from_loss = self.loss(segment.head, tick, c._replace(ready=y), scale)
+        if self.early:
+            c = c._replace(ready=self.next_ready(segment.ready, tick, c))
         if segment.backward:
-            c = c._replace(shared=self.embedding_gradient(tick, left, c.shared))
+            c = c._replace(shared=self.add_embedding_gradient(segment.leave, tick, left, c))
             dx, stacked, shared = self.backward(tick, from_after, from_loss, c)
             (x, ready), dx = lax.optimization_barrier(((c.x, c.ready), dx))
             c = c._replace(x=x, ready=ready, dx=dx, stacked=stacked, shared=shared)
@@ -340,34 +291,27 @@ class Stage:
         first = (self.index == 0) & (chunk == 0)
         return jnp.where(first, self.staged.enter(self.shared, embedded, ctx), x), ctx, chunk, slot
 
-    def forward(self, tick: Array, c: Carry) -> tuple[Array, list[list[Array]]]:
+    def forward(self, tick: Array, c: Carry) -> tuple[Array, Rings]:
         """(output, rings) of the tick's forward."""
         x, ctx, chunk, slot = self.enter(tick, c.x, c.embedded)
-        rings = []
-        for (first, span), ring in zip(self.spans(), c.rings, strict=True):
+        if self.schedule.chunks == 1:
+            return self.layers.forward(0, x, ctx, c.rings, slot)
 
-            def one(n: Array, carry: tuple, first: int = first, span: Span = span) -> tuple[Array, list[Array]]:
-                x, ring = carry
-                row = self.row(chunk, first, span, n)
-                y, pull = self.differentiated(span, row, x, ctx)
-                ring = [_put(a, value, slot, n) for a, value in zip(ring, jax.tree.leaves(pull), strict=True)]
-                return self.passed_by(row, y, x), ring
+        def saved(first: int, carry: tuple[Array, Rings]) -> tuple[Array, Rings]:
+            return self.layers.forward(first, carry[0], ctx, carry[1], slot)
 
-            x, ring = lax.fori_loop(0, span.units, one, (x, ring), unroll=span.unroll)
-            rings.append(ring)
-        return x, rings
+        return self.in_chunk(chunk, saved, (x, c.rings))
 
-    def differentiated(self, span: Span, row: Array, x: Array, ctx: Any) -> tuple[Array, Any]:
-        """A unit's output and its vjp, from which all inputs but x are taken out."""
-        y, pull = jax.vjp(span.unit, *self.arguments(span, row), x, ctx)
-        pull.args_res[:3], pull.args_res[4] = [None] * 3, None
-        return y, pull
+    def in_chunk[T](self, chunk: Array, work: Callable[[int, T], T], carry: T) -> T:
+        """work(first row, carry) of that chunk; `carry` for -1, no chunk.
 
-    def arguments(self, span: Span, row: Array) -> tuple[Params, Params, Array]:
-        """A unit's weights and numbers."""
-        numbers = jnp.asarray(self.partition.numbers())[self.index]
-        weights, numbers = _rows((self.stacked, numbers), row, span.together)
-        return weights, self.staged.common(self.shared), numbers
+        Each chunk is a loop of one turn or none: the compiler updates in place what goes through loops, and copies what
+        goes through branches.
+        """
+        for number, first in enumerate(self.firsts):
+            turns = (chunk == number).astype(jnp.int32)
+            carry = lax.fori_loop(0, turns, lambda _, carry, first=first: work(first, carry), carry)
+        return carry
 
     def loss(self, which: Which, tick: Array, c: Carry, scale: Array) -> tuple[Carry, Array]:
         """Loss of `ready`: what is reported and weight gradients added up, and the gradient of the output."""
@@ -375,72 +319,63 @@ class Stage:
 
         def made(carry: tuple[Sums, Params, Array]) -> tuple[Sums, Params, Array]:
             sums, shared, _ = carry
-            rows = self.rows(microbatch)
-            _, pull, new = jax.vjp(lambda w, x: self.staged.head(w, x, rows), self.shared, c.ready, has_aux=True)
+            rows, ready = self.rows(microbatch), c.ready if self.early else self.to_all(c.ready)
+            _, pull, new = jax.vjp(lambda w, x: self.staged.head(w, x, rows), self.shared, ready, has_aux=True)
             gradients, dy = pull(scale)
-            return jax.tree.map(jnp.add, sums, new), _add(shared, gradients), dy
+            return jax.tree.map(jnp.add, sums, new), add(shared, gradients), self.over_stages(dy)
 
-        sums, shared, dy = self.maybe(which, microbatch, made, (c.sums, c.shared, jnp.zeros_like(c.ready)))
-        return c._replace(sums=sums, shared=shared), self.over_stages(dy)
+        carry = c.sums, c.shared, jnp.zeros_like(c.ready)
+        sums, shared, dy = maybe(which, microbatch >= 0, made, carry)
+        return c._replace(sums=sums, shared=shared), dy
 
     def backward(
         self, tick: Array, from_after: Array, from_loss: Array | None, c: Carry
     ) -> tuple[Array, Params, Params]:
         """(gradient of the chunk's input, gradients of the stacked and of the shared weights) after the tick."""
         microbatch, chunk, slot = self.entry(self.schedule.input_gradient, tick)
-        ctx, live = self.staged.context(self.rows(microbatch)), microbatch >= 0
-        dy, stacked, shared = from_after, c.stacked, c.shared
+        ctx, dy = self.staged.context(self.rows(microbatch)), from_after
         if from_loss is not None:
             dy = jnp.where(self.last & (chunk == self.schedule.chunks - 1), from_loss, dy)
-        for (first, span), ring in reversed([*zip(self.spans(), c.rings, strict=True)]):
-            one = self.pulled(span, ring, (chunk, first, slot), ctx, live)
-            common = {path: shared[path] for path in self.staged.common(shared)}
-            carry = dy, stacked, common
-            dy, stacked, common = lax.fori_loop(0, span.units, one, carry, unroll=span.unroll)
-            shared = {**shared, **common}
-        return dy, stacked, shared
 
-    def pulled(
-        self, span: Span, ring: list[Array], place: tuple[Array, int, Array], ctx: Any, live: Array
-    ) -> Callable[[Array, tuple], tuple]:
-        """(units done, (gradient of the output, of stacked and of common weights)) -> those after one unit more.
+        totals = dict(c.stacked), {path: c.shared[path] for path in self.staged.common(self.shared)}
 
-        place: (chunk, row in it where the span begins, slot); live: whether this is more than an idle tick.
-        """
-        chunk, first, slot = place
+        def pulled(first: int, carry: tuple[Array, tuple[Params, Params]]) -> tuple[Array, tuple[Params, Params]]:
+            return self.layers.backward(first, carry[0], ctx, c.rings, slot, carry[1])
 
-        def one(done: Array, carry: tuple) -> tuple:
-            dy, stacked, common = carry
-            n = span.units - 1 - done
-            row = self.row(chunk, first, span, n)
-            tree = jax.tree.structure(self.saved(span, dy))
-            pull = jax.tree.unflatten(tree, [_take(a, slot, n) for a in ring])
-            pull.args_res[:3], pull.args_res[4] = self.arguments(span, row), ctx
-            gradients, everywhere, _, dx, _ = pull(dy)
-            counts = live & (self.number(row) >= 0) if self.partition.padded() else live
-            sums = _add(_rows(stacked, row, span.together), _where(counts, gradients))
-            stacked = {path: _put_rows(stacked[path], g, row, span.together) for path, g in sums.items()}
-            return self.passed_by(row, dx, dy), stacked, _add(common, _where(counts, everywhere))
+        dx, (stacked, common) = self.in_chunk(jnp.where(microbatch >= 0, chunk, -1), pulled, (dy, totals))
+        return dx, stacked, {**c.shared, **common}
 
-        return one
-
-    def leaving(self, tick: Array) -> Array:
-        """Microbatch whose gradient left stage 0 in the tick before; -1 for none."""
-        return jnp.asarray(np.concatenate([[-1], self.schedule.embed_gradient]).astype(np.int32))[tick]
+    def left_in(self, which: Which, tick: Array, dx: Array) -> Array | None:
+        """What left stage 0, where it travels in every tick; None where it does not, or is asked for when needed."""
+        return self.left(tick, dx) if which == "all" else None
 
     def left(self, tick: Array, dx: Array) -> Array:
         """On all stages, what left stage 0 in the tick before; zeros where nothing did."""
         return self.over_stages(jnp.where((self.index == 0) & (self.leaving(tick) >= 0), dx, 0))
 
+    def leaving(self, tick: Array) -> Array:
+        """Microbatch whose gradient left stage 0 in the tick before; -1 for none."""
+        return jnp.asarray(np.insert(self.schedule.embed_gradient, 0, np.int32(-1)))[tick]
+
+    def add_embedding_gradient(self, which: Which, tick: Array, left: Array | None, c: Carry) -> Params:
+        """Gradients of the shared weights with what left stage 0 in the tick before; left: as `left_in` has it."""
+        if which == "none":
+            return c.shared
+
+        def added(shared: Params) -> Params:
+            return self.embedding_gradient(tick, self.left(tick, c.dx) if left is None else left, shared)
+
+        return maybe(which, self.leaving(tick) >= 0, added, c.shared)
+
     def embedding_gradient(self, tick: Array, left: Array, shared: Params) -> Params:
-        """`shared` with what that adds to it."""
+        """`shared` with the gradient of embedding and `enter` added."""
         rows = self.rows(self.leaving(tick))
         ctx = self.staged.context(rows)
         _, pull = jax.vjp(lambda w: self.staged.enter(w, self.staged.look_up(w, rows), ctx), self.shared)
         gradients = pull(left)[0]
         # All stages make the gradient of what is not cut over them, which is summed over stages in the end.
         once = {path: g if path in self.cut else jnp.where(self.index == 0, g, 0) for path, g in gradients.items()}
-        return _add(shared, once)
+        return add(shared, once)
 
     def keep(self, tick: Array, y: Array, c: Carry) -> Array:
         """`outputs` after a forward."""
@@ -448,33 +383,35 @@ class Stage:
             return c.outputs
         slot = jnp.asarray(self.schedule.output_kept)[tick]
         place = jnp.maximum(slot, 0)
-        return _put(c.outputs, jnp.where(slot >= 0, y, _take(c.outputs, place)), place)
+        return put(c.outputs, jnp.where(slot >= 0, y, take(c.outputs, place)), place)
+
+    def next_ready(self, which: Which, tick: Array, c: Carry) -> Array:
+        """`ready` after a tick: on all stages, the output whose loss is made at the next one."""
+        if which == "none":
+            return c.ready
+        busy = jnp.asarray(after(self.schedule.head))[tick] >= 0
+        return maybe(which, busy, lambda _: self.to_all(self.waiting(c.outputs, tick + 1)), c.ready)
 
     def waiting(self, outputs: Array, tick: Array) -> Array:
         """The output whose loss is made at a tick; any one where none is."""
         slot = jnp.asarray(self.schedule.output_taken)[jnp.minimum(tick, self.schedule.ticks - 1)]
-        return _take(outputs, jnp.maximum(slot, 0))
-
-    def maybe[T](self, which: Which, microbatch: Array, work: Callable[[T], T], carry: T) -> T:
-        """work(carry) where there is a microbatch; all devices agree on that, so collectives within are safe."""
-        return work(carry) if which == "all" else lax.cond(microbatch >= 0, work, lambda carry: carry, carry)
+        return take(outputs, jnp.maximum(slot, 0))
 
     def rows(self, microbatch: Array) -> Rows:
         """A microbatch; the first one for an idle stage, to have something to compute on."""
-        return _at(self.batch, jnp.maximum(microbatch, 0))
+        return entry(self.batch, jnp.maximum(microbatch, 0))
 
     def entry(self, work: Work, tick: Array) -> tuple[Array, Array, Array]:
         """(microbatch or -1, chunk, slot) of this stage in a tick."""
         microbatch, chunk, slot = (jnp.asarray(table)[tick, self.index] for table in work)
         return microbatch, chunk, slot
 
-    def number(self, row: Array) -> Array:
-        """Of the repeat that a row of the stacked weights holds; -1 for none."""
-        return jnp.asarray(self.partition.numbers())[self.index, row]
-
-    def passed_by(self, row: Array, y: Array, x: Array) -> Array:
-        """y of a row that is a layer, x of one that is none."""
-        return jnp.where(self.number(row) >= 0, y, x) if self.partition.padded() else y
+    def next_embedded(self, which: Which, tick: Array, embedded: Array) -> Array:
+        """`embedded` after a tick: of the microbatch that enters at the next one."""
+        if which == "none":
+            return embedded
+        busy = jnp.asarray(after(self.schedule.embed))[tick] >= 0
+        return maybe(which, busy, lambda _: self.look_up(tick + 1), embedded)
 
     def look_up(self, tick: Array) -> Array:
         """Embeddings of the microbatch that enters at a tick; of any one where none does."""

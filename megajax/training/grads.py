@@ -4,12 +4,13 @@ One shard_map, manual over every axis but `tensor`, holds the whole computation;
 constraints layers state. A pipelined gradient function has the same signature (GradFn) and takes this one's place.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -22,15 +23,19 @@ from megajax.mesh.collectives import (
     moved_axes,
     reduce_shards,
     replica_axes,
+    row_major,
 )
 from megajax.mesh.config import MESH_AXES
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import free_axes, manual_axes
 from megajax.models.decoder import DecoderLM
+from megajax.pipeline.layer_loop import LayerLoop, add
+from megajax.pipeline.staged import Span, Staged
 from megajax.precision.cast import to_compute, to_optimizer, to_reduce
 from megajax.precision.config import PrecisionConfig
-from megajax.precision.maxima import Histories, added, is_maxima
+from megajax.precision.maxima import Histories, is_maxima
 from megajax.training.loss import LossFn
+from megajax.training.staged import Parted
 
 type GradFn = Callable[[Params, LMBatch, Array], Grads]
 """(float32 weights, batch [M, B, S], loss scale float32 []) -> Grads; gradients are multiplied by the scale."""
@@ -64,7 +69,7 @@ class Weights:
         w = to_compute(w, self.precision)
         moves = _live(moved_axes(plan.params, plan.held_during_step(axes), axes))
         if moves:
-            w = self.layout.island(lambda shard: gather_shards(shard, moves), (axes,), axes)(w)
+            w = self.layout.island(lambda shard: row_major(gather_shards(shard, moves)), (axes,), axes)(w)
         if not plan.copied(axes):
             return w
         copies = prod(free_axes().get(axis, 1) for axis in plan.compute.mesh_axes("copies"))
@@ -90,7 +95,7 @@ class Weights:
         done = {axis for name in axes for axis in held.mesh_axes(name)} | {axis for _, axis in moves}
         also = tuple(axis for axis in manual_replicas() if axis not in done)
         if moves or also:
-            reduced = self.layout.island(lambda part: reduce_shards(part, moves, also), (axes,), axes)
+            reduced = self.layout.island(lambda part: reduce_shards(row_major(part), moves, also), (axes,), axes)
             g = reduced(to_reduce(g, self.precision))
         return to_optimizer(g)
 
@@ -99,6 +104,19 @@ class Weights:
         rules = self.layout.plan.compute
         over = {path: [a for name in spec.axes for a in rules.mesh_axes(name)] for path, spec in self.declared.items()}
         return frozenset(path for path, axes in over.items() if axis in axes)
+
+    def hold_all(self, params: Params, scale: Array) -> dict[str, Array]:
+        """All weights as they are held, see `hold`."""
+        return {path: self.hold(path, w, scale) for path, w in params.items()}
+
+    def reduce_all(self, totals: Params) -> dict[str, Array]:
+        """All summed gradients on the optimizer's layout, see `reduce`."""
+        return {path: self.reduce(path, g) for path, g in totals.items()}
+
+    def made_in(self) -> dict[str, jnp.dtype]:
+        """Dtype in which a layer makes the gradient of a matrix: that in which gradients are added up."""
+        matrices = (path for path, spec in self.declared.items() if spec.role == "weight" and spec.layers)
+        return dict.fromkeys(matrices, jnp.dtype(self.precision.gradients))
 
     def zeros(self, held: Params) -> dict[str, Array]:
         """Accumulators for the gradients of `held`."""
@@ -146,30 +164,42 @@ def over_replicas[T](sums: T) -> T:
     return lax.psum(sums, axes) if axes else sums
 
 
-def accumulate(weights: Weights, loss_fn: LossFn, key: Array | None, mesh: Mesh) -> GradFn:
-    """A gradient function that runs the microbatches one after another and adds up in float32.
+def accumulate(weights: Weights, parts: Staged, mesh: Mesh) -> GradFn:
+    """A gradient function that runs the microbatches one after another and adds up in place.
 
-    key: random key of the run for dropout, None for none.
+    parts: of the whole stack as one chunk.
     """
 
     def local(params: Params, batch: LMBatch, scale: Array) -> tuple:
-        held = {path: weights.hold(path, w, scale) for path, w in params.items()}
+        held = weights.hold_all(params, scale)
+        stacked, shared = Parted.of(held)
+        common, made_in = parts.common(shared), Parted.of(weights.made_in()).stacked
+        layers = LayerLoop(parts.spans, weights.layout, stacked, common, in_order(parts.spans), False, made_in)
 
-        def loss_of(held: Params, rows: LMBatch) -> tuple[Array, tuple]:
-            out = loss_fn(bind(weights.model, held), rows, key)
-            return out.loss_sum * scale, (out.loss_sum, out.weight_sum, out.metrics)
+        def begin(rows: LMBatch) -> tuple:
+            ctx = parts.context(rows)
+            x, pull = jax.vjp(lambda w: parts.enter(w, parts.look_up(w, rows), ctx), shared)
+            return ctx, x, pull
 
         def microbatch(carry: tuple, rows: LMBatch) -> tuple[tuple, None]:
-            sums, total = carry
-            (_, new), grads = jax.value_and_grad(loss_of, has_aux=True)(held, rows)
-            total = {path: added(path, total[path], g) for path, g in grads.items()}
-            return (jax.tree.map(jnp.add, sums, new), total), None
+            sums, (stacked, others), rings = carry
+            ctx, x, to_embedding = begin(rows)
+            y, rings = layers.forward(0, x, ctx, rings, 0)
+            _, to_head, new = jax.vjp(lambda w, x: parts.head(w, x, rows), shared, y, has_aux=True)
+            gradients, dy = to_head(scale)
+            others = add(others, gradients)
+            totals = stacked, {path: others[path] for path in common}
+            dx, (stacked, same) = layers.backward(0, dy, ctx, rings, 0, totals)
+            others = add({**others, **same}, to_embedding(dx)[0])
+            return (jax.tree.map(jnp.add, sums, new), (stacked, others), rings), None
 
         first = jax.tree.map(lambda leaf: leaf[0], batch)
-        shapes = jax.eval_shape(lambda rows: loss_of(held, rows)[1], first)
-        start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), weights.zeros(held)
-        (sums, total), _ = lax.scan(microbatch, start, batch)
-        return over_replicas(sums), {path: weights.reduce(path, g) for path, g in total.items()}
+        ctx, x, _ = begin(first)
+        shapes = jax.eval_shape(lambda x: parts.head(shared, x, first)[1], x)
+        sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        start = sums, tuple(Parted.of(weights.zeros(held))), layers.buffers(1, x, ctx, 0.0)
+        (sums, totals, _), _ = lax.scan(microbatch, start, batch)
+        return over_replicas(sums), weights.reduce_all(Parted(*totals).whole())
 
     mapped = weights.manual(local, mesh, (PartitionSpec(), weights.reduced_specs()))
 
@@ -180,11 +210,16 @@ def accumulate(weights: Weights, loss_fn: LossFn, key: Array | None, mesh: Mesh)
     return grad_fn
 
 
+def in_order(spans: Sequence[Span]) -> np.ndarray:
+    """Numbers of the repeats in rows that are in the order of the layers, int32."""
+    return np.arange(sum(span.units * span.together for span in spans), dtype=np.int32)
+
+
 def forward_sums(weights: Weights, loss_fn: LossFn, mesh: Mesh) -> Callable[[Params, LMBatch], Sums]:
     """(weights, batch [M, B, S]) -> metrics summed over the batch, without gradients or dropout."""
 
     def local(params: Params, batch: LMBatch, scale: Array) -> Sums:
-        model = bind(weights.model, {path: weights.hold(path, w, scale) for path, w in params.items()})
+        model = bind(weights.model, weights.hold_all(params, scale))
         parts = lax.map(lambda rows: loss_fn(model, rows, None).metrics, batch)
         return over_replicas(jax.tree.map(jnp.sum, parts))
 

@@ -23,6 +23,7 @@ from megajax.optim.schedule import Schedule as LearningRate
 from megajax.pipeline.check import check
 from megajax.pipeline.partition import Partition
 from megajax.pipeline.schedule import Schedule, build
+from megajax.pipeline.staged import Staged
 from megajax.precision.fp8 import refuse_old
 from megajax.precision.loss_scale import LossScaler
 from megajax.precision.maxima import Histories
@@ -33,6 +34,7 @@ from megajax.training.grads import GradFn, Weights, accumulate, batch_specs, for
 from megajax.training.loss import LanguageModelLoss
 from megajax.training.pipelined import pipelined, pipelined_sums
 from megajax.training.run_config import RunConfig
+from megajax.training.staged import staged
 from megajax.training.state import TrainState, fresh_state, state_shardings
 from megajax.training.step import TrainStep, make_eval_step, make_train_step
 
@@ -148,8 +150,8 @@ class Program:
             jax.random.fold_in(jax.random.key(self.cfg.seed), DROPOUT_STREAM) if self.cfg.model.has_dropout() else None
         )
         if self.pipeline is None:
-            return accumulate(self._weights, self._loss, key, self.mesh)
-        return pipelined(self._weights, self._loss, key, self.mesh, self.schedule_of, self.partition, fill=fill)
+            return accumulate(self._weights, self._staged(key, first=0), self.mesh)
+        return pipelined(self._weights, self._staged(key), self.mesh, self.schedule_of, self.partition, fill=fill)
 
     def schedule_of(self, microbatches: int) -> Schedule:
         """What the stages of the pipeline do in a step of that many microbatches."""
@@ -193,7 +195,7 @@ class Program:
         if self.pipeline is None:
             sums = forward_sums(self._weights, self._loss, self.mesh)
         else:
-            sums = pipelined_sums(self._weights, self._loss, self.mesh, self.schedule_of, self.partition)
+            sums = pipelined_sums(self._weights, self._staged(None), self.mesh, self.schedule_of, self.partition)
         return make_eval_step(sums, self.options)
 
     def _fresh(self) -> TrainState:
@@ -215,6 +217,9 @@ class Program:
     @property
     def _weights(self) -> Weights:
         return Weights(self.abstract, self.arrays, self.layout, self.cfg.precision, self.histories)
+
+    def _staged(self, key: Array | None, first: int | None = None) -> Staged:
+        return staged(self.abstract, self.declared, self._loss, key, self.partition.rows, first)
 
     @property
     def _loss(self) -> LanguageModelLoss:

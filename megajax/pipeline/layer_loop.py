@@ -1,0 +1,199 @@
+"""Loops over the layers of a chunk: the forward pass saves each layer's residuals, the backward pass adds up gradients.
+
+Nothing differentiates through a loop. Each layer's vjp is taken where the layer runs. What it saves goes into rings at
+[slot, layer]. Rings never hold weights: `jax.vjp` keeps the inputs it needs apart from what it saves, and they are put
+back for the backward pass.
+
+Weight gradients are accumulated in place. A matrix enters its layer in the dtype of its accumulator, so the product that
+makes the gradient is made in that dtype (see `Layout.dot`), and the compiler turns "slice, product, add, update" into one
+matrix product that adds to the accumulator. It can do so only where the row is a function of the loop index. Callers
+therefore give the chunk's first row as a Python integer.
+
+B rows, S positions, D hidden.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from megajax.batch import Params
+from megajax.mesh.layout import Layout
+from megajax.pipeline.staged import Span
+from megajax.precision.maxima import added
+
+RESIDUAL = ("batch", "seq_residual", "embed")
+
+type Rings = list[list[Array]]
+"""For each span: [slots, units, ...] for each array that a unit saves."""
+
+
+def entry(tree: Any, index: Array) -> Any:
+    """Entry `index` along the leading dimension of every array."""
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), tree)
+
+
+def put(array: Array, value: Array, *index: Array) -> Array:
+    """The array with `value` at these leading indices."""
+    return lax.dynamic_update_slice(array, value[(None,) * len(index)], (*index, *[0] * value.ndim))
+
+
+def take(array: Array, *index: Array) -> Array:
+    """The array at these leading indices."""
+    rest = array.shape[len(index) :]
+    return lax.dynamic_slice(array, (*index, *[0] * len(rest)), (*[1] * len(index), *rest)).reshape(rest)
+
+
+def add(total: Params, new: Mapping[str, Array]) -> Params:
+    """`total` with `new` added to the paths it has."""
+    return {**total, **{path: added(path, total[path], g) for path, g in new.items()}}
+
+
+def _rows[T](tree: T, first: Array, count: int) -> T:
+    """Row `first` of every array, or for count > 1 that many rows from there on."""
+    if count == 1:
+        return entry(tree, first)
+    return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, count), tree)
+
+
+def _put_rows(array: Array, value: Array, first: Array, count: int) -> Array:
+    """The array with what `_rows` takes replaced."""
+    return lax.dynamic_update_slice_in_dim(array, value if count > 1 else value[None], first, 0)
+
+
+@dataclass(frozen=True)
+class LayerLoop:
+    """The rows of stacked weights that a device holds, and how to go through them."""
+
+    spans: Sequence[Span]
+    """The layers of a chunk."""
+    layout: Layout
+    stacked: Params
+    """[chunks * rows, ...], as layers use them."""
+    common: Params
+    """Weights that every layer uses, by their paths in the model."""
+    numbers: Array | np.ndarray
+    """Int32 [chunks * rows]: repeat of the stack that a row holds; -1 for a row that is no layer."""
+    padded: bool
+    """Whether some row is no layer."""
+    made_in: Mapping[str, Any]
+    """Path in `stacked` -> dtype in which a matrix's gradient is made; other gradients have their weight's dtype."""
+
+    def forward(self, first: int, x: Array, ctx: Any, rings: Rings, slot: Array | int) -> tuple[Array, Rings]:
+        """(output, rings with what was saved at `slot`) of the chunk that begins at row `first`."""
+        filled = []
+        for (start, span), ring in zip(self.starts(first), rings, strict=True):
+
+            def one(n: Array, carry: tuple, start: int = start, span: Span = span) -> tuple[Array, list[Array]]:
+                x, ring = carry
+                row = start + n * span.together
+                y, pull = self._differentiated(span, row, x, ctx)
+                ring = [put(a, value, slot, n) for a, value in zip(ring, jax.tree.leaves(pull), strict=True)]
+                return self._passed_by(row, y, x), ring
+
+            x, ring = lax.fori_loop(0, span.units, one, (x, ring), unroll=span.unroll)
+            filled.append(ring)
+        return x, filled
+
+    def backward(
+        self, first: int, dy: Array, ctx: Any, rings: Rings, slot: Array | int, totals: tuple[Params, Params]
+    ) -> tuple[Array, tuple[Params, Params]]:
+        """(gradient of the chunk's input, totals with the gradients added).
+
+        totals: of the stacked and of the common weights. What is added to rows that are no layer is arbitrary: see
+        `without_padding`.
+        """
+        for (start, span), ring in reversed([*zip(self.starts(first), rings, strict=True)]):
+            one = self._pulled(span, ring, start, slot, ctx)
+            dy, *totals = lax.fori_loop(0, span.units, one, (dy, *totals), unroll=span.unroll)
+        return dy, tuple(totals)
+
+    def output(self, first: int, x: Array, ctx: Any) -> Array:
+        """Output of the chunk that begins at row `first`; saves nothing."""
+        for start, span in self.starts(first):
+
+            def one(n: Array, x: Array, start: int = start, span: Span = span) -> Array:
+                row = start + n * span.together
+                return self._passed_by(row, span.unit(*self._arguments(span, row), x, ctx), x)
+
+            x = lax.fori_loop(0, span.units, one, x)
+        return x
+
+    def starts(self, first: int) -> list[tuple[int, Span]]:
+        """The spans of a chunk, each with its first row."""
+        counts = np.cumsum([first, *(span.units * span.together for span in self.spans)])
+        return [*zip(counts.tolist(), self.spans, strict=False)]
+
+    def buffers(self, slots: int, x: Array, ctx: Any, fill: float) -> Rings:
+        """Rings before anything is saved. x [B, S, D]: like a layer's input; fill: what they hold."""
+        return [self._ring(span, slots, self._saved(span, x, ctx), fill) for span in self.spans]
+
+    def without_padding(self, totals: Params) -> Params:
+        """Gradients of stacked weights with zeros in the rows that are no layer, whatever they hold (also NaN)."""
+        if not self.padded:
+            return totals
+        real = jnp.asarray(self.numbers) >= 0
+        return {path: jnp.where(real.reshape(-1, *[1] * (g.ndim - 1)), g, 0) for path, g in totals.items()}
+
+    def _ring(self, span: Span, slots: int, saved: Any, fill: float) -> list[Array]:
+        """Of the arrays that a unit saves: its input is laid out as such, the others as the compiler likes."""
+        inputs = len(jax.tree.leaves(saved.args_res))
+        rings = []
+        for place, leaf in enumerate(jax.tree.leaves(saved)):
+            value = fill if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
+            ring = jnp.full((slots, span.units, *leaf.shape), value, leaf.dtype)
+            # A vjp lists the inputs it keeps before all else; x is the only one left among them.
+            ring = self.layout.act(ring, None, None, *RESIDUAL) if place < inputs else ring
+            on_host = leaf.memory_space == jax.memory.Space.Host
+            rings.append(jax.device_put(ring, jax.memory.Space.Host) if on_host else ring)
+        return rings
+
+    def _saved(self, span: Span, x: Array, ctx: Any) -> Any:
+        """A unit's vjp as abstract arrays with their memory, without its inputs."""
+        traced, tree = jax.make_jaxpr(lambda: self._differentiated(span, jnp.int32(0), x, ctx)[1], return_shape=True)()
+        return jax.tree.unflatten(jax.tree.structure(tree), traced.out_avals)
+
+    def _differentiated(self, span: Span, row: Array, x: Array, ctx: Any) -> tuple[Array, Any]:
+        """A unit's output and its vjp, from which all inputs but x are taken out."""
+        y, pull = jax.vjp(span.unit, *self._arguments(span, row), x, ctx)
+        pull.args_res[:3], pull.args_res[4] = [None] * 3, None
+        return y, pull
+
+    def _pulled(
+        self, span: Span, ring: list[Array], start: int, slot: Array | int, ctx: Any
+    ) -> Callable[[Array, tuple], tuple]:
+        """(units done, (gradient of the output, totals)) -> those after one unit more."""
+
+        def one(done: Array, carry: tuple) -> tuple:
+            dy, stacked, common = carry
+            n = span.units - 1 - done
+            row = start + n * span.together
+            tree = jax.tree.structure(self._saved(span, dy, ctx))
+            pull = jax.tree.unflatten(tree, [take(a, slot, n) for a in ring])
+            pull.args_res[:3], pull.args_res[4] = self._arguments(span, row), ctx
+            gradients, everywhere, _, dx, _ = pull(dy)
+            if self.padded:
+                everywhere = {path: jnp.where(self._real(row), g, 0) for path, g in everywhere.items()}
+            sums = add(_rows(stacked, row, span.together), gradients)
+            stacked = {path: _put_rows(stacked[path], g, row, span.together) for path, g in sums.items()}
+            return self._passed_by(row, dx, dy), stacked, add(common, everywhere)
+
+        return one
+
+    def _arguments(self, span: Span, row: Array) -> tuple[Params, Params, Array]:
+        """A unit's weights and numbers."""
+        weights, numbers = _rows((self.stacked, jnp.asarray(self.numbers)), row, span.together)
+        made = {path: w.astype(self.made_in.get(path, w.dtype)) for path, w in weights.items()}
+        return made, self.common, numbers
+
+    def _real(self, row: Array) -> Array:
+        """Whether a row is a layer, bool []."""
+        return jnp.asarray(self.numbers)[row] >= 0
+
+    def _passed_by(self, row: Array, y: Array, x: Array) -> Array:
+        """y of a row that is a layer, x of one that is none."""
+        return jnp.where(self._real(row), y, x) if self.padded else y
