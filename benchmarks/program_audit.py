@@ -72,7 +72,7 @@ def main(argv: list[str]) -> None:
 def compiled(cfg: RunConfig, devices: str) -> tuple[Any, Any]:
     """(plan, audit)."""
     plan = resolve("megajax.planning.train_step:compile_train_step")(cfg, read_cluster(devices)[0])
-    return plan, resolve("megajax.planning.audit:audit")(plan.text)
+    return plan, resolve("megajax.planning.audit:audit")(plan.text, plan.counts)
 
 
 def audited(cfg: RunConfig, devices: str) -> dict[str, Any]:
@@ -93,6 +93,7 @@ def audited(cfg: RunConfig, devices: str) -> dict[str, Any]:
         "state_bytes": plan.memory.parameters + plan.memory.optimizer,
         "aliased_bytes": found.aliased,
         "attention_calls": calls,
+        **resolve("megajax.planning.audit_report:to_dict")(found),
         "gib_by_work": {work: round(total / GIB, 2) for work, total in sorted(found.by_work().items())},
         "gib_by_loop": by_loop(found.kernels),
         "moved": short(rows(found.moved()), 20),

@@ -1,23 +1,32 @@
-"""What a compiled program does with memory: each kernel it runs, where, the bytes that go through it, and from where in
-the source it stems.
+"""Memory traffic of a compiled program: every kernel, the loop it runs in, the bytes it moves, its place in the source.
 
-Bytes are the least a kernel can do with: each operand once, of what is sliced the slice alone, of what is updated in
-place the update alone. Kernels in loops count as often as these run.
+Bytes are the least that a kernel needs: each operand is read once; of a sliced operand only the slice counts, of an
+in-place update only the part that is updated. A kernel counts as often as it runs: by the trip counts of its loops, and
+in a conditional by the share of the runs that take its branch (see `_shares`).
 """
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import count, groupby
 from typing import Any, Literal
 
 from megajax.planning.collectives import DONE, KINDS, START, Place
 from megajax.planning.hlo import Computation, Instruction, Program, arrays, size
+from megajax.planning.trip_counts import StepCounts
 
 type Work = Literal["matmul", "attention", "collective", "fill", "move", "cast", "compute"]
 """matmul, attention: kernels with tensor-core arithmetic and all that is fused into them; fill: writes a constant;
 move: slices, updates, copies, transposes, joins, without arithmetic; cast: between dtypes; compute: the rest."""
 
+CLASSES: dict[str, tuple[Work, ...]] = {
+    "copies": ("fill", "move"),
+    "elementwise": ("cast", "compute"),
+    "matmul": ("matmul",),
+    "attention": ("attention",),
+    "collective": ("collective",),
+}
+"""Kinds of work as plans report them."""
 FREE = frozenset(
     ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id")
 )
@@ -54,6 +63,10 @@ class Kernel:
     """Of a custom call."""
     opcodes: frozenset[str]
     """Of all that is fused in it, without what runs nothing."""
+    rounds: int
+    """Runs of the loops around it per step."""
+    share: float = 1.0
+    """Of these, the share that takes the branches it is in; 1 outside of conditionals."""
 
     @property
     def bytes(self) -> int:
@@ -62,9 +75,13 @@ class Kernel:
 
     @property
     def total(self) -> int:
-        """The same for all runs of a step; loops whose runs the compiler does not know count once."""
-        times = self.place.times
-        return self.bytes * (1 if times is None else times)
+        """The same for all runs of a step."""
+        return round(self.bytes * self.rounds * self.share)
+
+    @property
+    def most(self) -> int:
+        """The same if every run took its branch."""
+        return self.bytes * self.rounds
 
 
 @dataclass(frozen=True)
@@ -99,11 +116,21 @@ class Audit:
         return sorted(self.kernels, key=lambda one: -one.written)[:most]
 
     def by_work(self) -> dict[str, int]:
-        """Bytes per step and device by kind of work; of a conditional's branches all count."""
+        """Bytes per step and device by kind of work."""
         sums: dict[str, int] = {}
         for one in self.kernels:
             sums[one.work] = sums.get(one.work, 0) + one.total
         return sums
+
+    def by_class(self) -> dict[str, int]:
+        """The same by class of work, with `total`, which is their sum."""
+        works = self.by_work()
+        sums = {name: sum(works.get(work, 0) for work in among) for name, among in CLASSES.items()}
+        return {"total": sum(sums.values()), **sums}
+
+    def unknown_loops(self) -> list[str]:
+        """Names of the loops whose trip count the compiler does not say."""
+        return list(dict.fromkeys(one.place.name for one in self.kernels if one.place.times is None))
 
 
 def dimensions(shape: str) -> tuple[int, ...]:
@@ -111,14 +138,18 @@ def dimensions(shape: str) -> tuple[int, ...]:
     return tuple(int(n) for n in shape.partition("[")[2].partition("]")[0].split(",") if n)
 
 
-def audit(text: str) -> Audit:
-    """From `compiled.as_text()`. Raises ValueError for text that can't be read."""
+def audit(text: str, counts: StepCounts | None = None) -> Audit:
+    """From `compiled.as_text()`. Raises ValueError for text that can't be read.
+
+    counts: what is known of the step beside its text; None: loops of unknown trip count run once, and conditionals
+    with an idle branch always work.
+    """
     program = Program.read(text)
     head = text.partition("\n")[0]
     aliases = _ALIAS.findall(head.partition("entry_computation_layout")[0])
     arguments = _SHAPE.findall(head.partition("entry_computation_layout={(")[2].partition(")->")[0])
     return Audit(
-        kernels=tuple(_kernels(program, program.entry, Place(), count(1))),
+        kernels=tuple(_kernels(program, program.entry, (Place(), counts or StepCounts(1)), count(1))),
         aliased=sum(size(arguments[int(number)]) for _, number in aliases),
         donated=len(aliases),
     )
@@ -128,15 +159,16 @@ def rows(kernels: Iterable[Kernel]) -> list[dict[str, Any]]:
     """Kernels alike in loop, kind of work, result and origin, summed: rows of a table, most bytes per step first."""
 
     def key(one: Kernel) -> tuple:
-        return one.place.path, one.work, one.shape, one.origin
+        return one.place.path, one.work, one.shape, one.origin, one.share
 
     found = []
-    for (_, work, shape, origin), group in groupby(sorted(kernels, key=key), key):
+    for (_, work, shape, origin, share), group in groupby(sorted(kernels, key=key), key):
         same = list(group)
         found.append(
             {
                 "loop": same[0].place.name,
-                "runs": same[0].place.times,
+                "runs": same[0].rounds,
+                "share": share,
                 "work": work,
                 "result": shape,
                 "instructions": len(same),
@@ -148,24 +180,46 @@ def rows(kernels: Iterable[Kernel]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda row: -row["bytes"])
 
 
-def _kernels(program: Program, name: str, place: Place, numbers: Iterator[int]) -> Iterator[Kernel]:
+def _kernels(program: Program, name: str, where: tuple[Place, StepCounts], numbers: Iterator[int]) -> Iterator[Kernel]:
     """Of a computation and all it runs."""
-    computation = program.computations[name]
+    computation, (place, counts) = program.computations[name], where
     for one in computation.values():
         if one.opcode == "while":
             inner = Place((*place.path, next(numbers)), (*place.trips, one.trips), place.conditional)
-            yield from _kernels(program, one.callees["body"][0], inner, count(1))
+            yield from _kernels(program, one.callees["body"][0], (inner, counts), count(1))
         elif one.opcode == "conditional":
-            for branch in program.called(one, "branches"):
-                yield from _kernels(program, branch, Place(place.path, place.trips, True), numbers)
+            inside = Place(place.path, place.trips, True), counts
+            names = program.called(one, "branches")
+            branches = [[*_kernels(program, branch, inside, numbers)] for branch in names]
+            for branch, share in zip(branches, _shares(branches, counts.busy_share(place.trips)), strict=True):
+                yield from (replace(each, share=share * each.share) for each in branch)
         elif one.opcode == "call":
             for callee in program.called(one):
-                yield from _kernels(program, callee, place, numbers)
+                yield from _kernels(program, callee, where, numbers)
         elif one.opcode not in FREE and not one.opcode.endswith(DONE):
-            yield _kernel(program, one, computation, place)
+            yield _kernel(program, one, computation, where)
 
 
-def _kernel(program: Program, one: Instruction, home: Computation, place: Place) -> Kernel:
+def _shares(branches: Sequence[Sequence[Kernel]], busy: float) -> list[float]:
+    """Share of the runs that take each branch of a conditional.
+
+    Where all branches compute attention and some call cuDNN, those are always taken: the others are for rows of more
+    documents than cuDNN is laid out for. Where some branches only copy or fill, they are those of idle pipeline ticks,
+    and the others are taken in the `busy` share of the runs. Branches that are alike are taken equally often, as those
+    of a switch over a stage's chunks.
+    """
+    fused = [any("fmha" in (one.target or "") for one in branch) for branch in branches]
+    attention = all(any(one.work == "attention" for one in branch) for branch in branches)
+    idle = [all(one.work in CLASSES["copies"] for one in branch) for branch in branches]
+    if attention and any(fused):
+        return [is_fused / sum(fused) for is_fused in fused]
+    if all(idle) or not any(idle):
+        return [1 / len(branches)] * len(branches)
+    return [(1 - busy) / sum(idle) if is_idle else busy / (len(idle) - sum(idle)) for is_idle in idle]
+
+
+def _kernel(program: Program, one: Instruction, home: Computation, where: tuple[Place, StepCounts]) -> Kernel:
+    place, counts = where
     inner = [program.computations[name] for name in program.called(one, "calls")]
     body = inner[0] if inner else {one.name: one}
     if inner:
@@ -184,6 +238,7 @@ def _kernel(program: Program, one: Instruction, home: Computation, place: Place)
         origin=origin[1] if origin else "",
         target=target,
         opcodes=frozenset(each.opcode for each in body.values()) - FREE,
+        rounds=counts.rounds(place.trips),
     )
 
 

@@ -14,6 +14,7 @@ PNG = Flag("png", Path | None, help="of a schedule or a sweep: also draw it into
 FLAGS = (
     Flag("devices", str | None, help="GPUs to plan for, as GPU:N: a100-40gb, a100 (80 GB), h100, h200, b200 or gb200"),
     Flag("gpus-per-node", int | None, help="GPUs that NVLink connects; 8, of gb200 72, unless given"),
+    Flag("audit", help="of a compiled plan: bytes through memory by class of kernel, and the kernels that move most"),
     Flag("formula", help="compile nothing: memory, traffic and speed by formulas"),
     Flag("search", help="find the fastest layout; settings given on the command line stay"),
     Flag("compile", int | None, help="of a search: layouts to compile; 3 with the extra aot, else 0"),
@@ -43,6 +44,9 @@ def count_devices(flags: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
     asked = [name for name in MODES if flags[name]]
     if len(asked) > 1:
         problems.append(Problem(f"--{asked[1]}", f"goes with no --{asked[0]}", "ask for one of them at a time"))
+    without = next((name for name in ("formula", *asked) if flags[name]), None)
+    if flags["audit"] and without is not None:
+        problems.append(Problem("--audit", f"goes with no --{without}", "it reads the program that is compiled"))
     for name, mode in BELONG.items():
         if flags[name] is not None and not flags[mode]:
             problems.append(Problem(f"--{name}", f"goes with --{mode}, which is not given"))
@@ -129,9 +133,10 @@ def _compiled(config: Any, cluster: Any, device: Any, flags: Mapping[str, Any]) 
             f"{str(error).strip().splitlines()[0][:200]}\n"
             "Try --xla=xla_gpu_enable_triton_gemm=false or a newer jax; --formula needs no compiler"
         ) from error
-    resolve("megajax.planning.report:show")(compiled, device=device)
+    found = resolve("megajax.planning.audit:audit")(compiled.text, compiled.counts) if flags["audit"] else None
+    resolve("megajax.planning.report:show")(compiled, device=device, found=found)
     if not compiled.fits:
         resolve("megajax.planning.too_large:show")(compiled, device)
     if flags["json"] is not None:
-        resolve("megajax.planning.report:write_json")(compiled, flags["json"], device)
+        resolve("megajax.planning.report:write_json")(compiled, flags["json"], device, found)
     return compiled

@@ -15,27 +15,30 @@ from megajax.metrics import banner
 from megajax.metrics.banner import Section
 from megajax.metrics.text import count, duration
 from megajax.models.flops import parameter_count
+from megajax.planning import audit_report
+from megajax.planning.audit import Audit
 from megajax.planning.collectives import grouped, kernel_rows
-from megajax.planning.costs import Device
+from megajax.planning.costs import Device, known_device
 from megajax.planning.devices import CONTEXT_GIB, GIB, LOST_SHARE, NCCL_GIB
 from megajax.planning.estimate import speed
 from megajax.planning.formula import times
-from megajax.planning.timed import rounds, timed
+from megajax.planning.timed import timed
 from megajax.planning.train_step import TrainPlan
 
 NAMELESS = "step"
 """How the table names the part of a program that is outside of all loops."""
 
 
-def to_dict(plan: TrainPlan, device: Device | None = None) -> dict[str, Any]:
+def to_dict(plan: TrainPlan, device: Device | None = None, found: Audit | None = None) -> dict[str, Any]:
     """Everything about a plan; memory, bytes and seconds are of one device.
 
-    Rows of `collectives` are those of `grouped`, with how long they take. device: see `timed`.
+    Rows of `collectives` are those of `grouped`, with how long they take. device: see `timed`; found: the program's
+    memory traffic, where it is asked for.
     """
-    memory, cluster, found = plan.memory, plan.cluster, timed(plan, device)
+    memory, cluster, time = plan.memory, plan.cluster, timed(plan, device)
     collectives = [
-        row | {"seconds": time.seconds}
-        for row, time in zip(grouped(plan.contents.collectives), found.traffic, strict=True)
+        row | {"seconds": moved.seconds}
+        for row, moved in zip(grouped(plan.contents.collectives), time.traffic, strict=True)
     ]
     return {
         "fits": plan.fits,
@@ -66,7 +69,8 @@ def to_dict(plan: TrainPlan, device: Device | None = None) -> dict[str, Any]:
         ],
         "kernels": kernel_rows(plan.contents.kernels),
         "attention": list(plan.kernels),
-        **speed(found),
+        **speed(time),
+        **({} if found is None else audit_report.to_dict(found)),
         "device": cluster.name,
         "devices": cluster.devices,
         "gpus_per_node": cluster.per_node,
@@ -78,29 +82,32 @@ def to_dict(plan: TrainPlan, device: Device | None = None) -> dict[str, Any]:
     }
 
 
-def write_json(plan: TrainPlan, path: Path, device: Device | None = None) -> None:
+def write_json(plan: TrainPlan, path: Path, device: Device | None = None, found: Audit | None = None) -> None:
     """Raises UserError where the file can't be written."""
     try:
-        path.write_text(json.dumps(to_dict(plan, device), indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(to_dict(plan, device, found), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} can't be written: {error.strerror}") from error
 
 
-def show(plan: TrainPlan, file: TextIO | None = None, device: Device | None = None) -> None:
-    """Print the facts and the tables; plain text where it is not a terminal. device: see `timed`."""
+def show(plan: TrainPlan, file: TextIO | None = None, device: Device | None = None, found: Audit | None = None) -> None:
+    """Print the facts and the tables; plain text where it is not a terminal. device, found: see `to_dict`."""
     file = file or sys.stdout
     title = f"plan for {plan.cluster.devices} x {plan.cluster.gpu.description}"
-    facts, table = sections(plan, device), collective_table(plan)
+    facts, tables = sections(plan, device), [collective_table(plan)]
+    if found is not None:
+        facts.insert(-1, audit_report.section(found, device or known_device(plan.cluster.name)))
+        tables.append(audit_report.kernel_table(found))
     unknown = ", ".join(loop.place.name for loop in plan.contents.loops if loop.place.times is None)
-    outermost = rounds([None], microbatches=plan.microbatches, pipelined=plan.schedule is not None)
+    outermost = plan.counts.rounds([None])
     taken = f"; the time of a step takes the outermost to run {outermost:,} times"
     note = f"? : the compiler does not know how often loop {unknown} runs{taken}" if unknown else ""
     if file.isatty():
         console = rich.console.Console(file=file, highlight=False)
-        console.print(banner.box(title, facts), "", table, note, sep="\n")
+        console.print(banner.box(title, facts), "", *tables, note, sep="\n")
         return
     drawn = StringIO()
-    rich.console.Console(file=drawn, width=160, highlight=False, color_system=None).print(table)
+    rich.console.Console(file=drawn, width=160, highlight=False, color_system=None).print(*tables, sep="\n")
     lines = [banner.plain(title, facts), "", *(line.rstrip() for line in drawn.getvalue().splitlines()), note]
     print("\n".join(lines).rstrip(), file=file)
 

@@ -1,8 +1,7 @@
 """How long a compiled train step takes: the cost model's times, with the collectives that are in the program."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 from megajax.planning.collectives import grouped
@@ -19,7 +18,7 @@ def timed(plan: TrainPlan, device: Device | None = None) -> Estimate:
 
     What the compiler put beside matmuls counts as hidden, as far as there is computing to hide it. Ticks of a pipeline
     in which a stage is idle have collectives like all others, so the bubble is of computing alone. A loop whose rounds
-    the compiler doesn't know counts as `rounds` says, a branch as often as there are microbatches.
+    the compiler doesn't know counts as `StepCounts` says, a branch as often as there are microbatches.
     """
     device = device or known_device(plan.cluster.name)
     found = estimate(describe(plan.cfg, device, plan.cluster.devices, plan.cluster.per_node))
@@ -34,24 +33,12 @@ def timed(plan: TrainPlan, device: Device | None = None) -> Estimate:
     )
 
 
-def rounds(trips: Sequence[int | None], *, microbatches: int, pipelined: bool) -> int:
-    """Runs per step of what is in loops with these trips, with a guess where the compiler does not know them.
-
-    It forgets those of the loop over microbatches when it takes the first of them out, to begin the next one's
-    collectives early: so all but one. Of other loops it knows, and of a pipeline's ticks none are taken out.
-    """
-    outermost = 1 if pipelined else max(1, microbatches - 1)
-    guesses = [outermost] + [1] * len(trips)
-    return prod(guess if known is None else known for known, guess in zip(trips, guesses, strict=False))
-
-
 def _traffic(row: Mapping[str, Any], plan: TrainPlan, device: Device) -> Traffic:
     """Of a row of `grouped`."""
-    count = row["instructions"] * rounds(
-        row["trips"], microbatches=plan.microbatches, pipelined=plan.schedule is not None
-    )
-    if row["conditional"] and row["trips"] and row["trips"][0]:
-        count *= min(1.0, plan.microbatches / row["trips"][0])
+    counts = plan.counts
+    count = row["instructions"] * counts.rounds(row["trips"])
+    if row["conditional"]:
+        count *= counts.busy_share(row["trips"])
     axes = row["axis"].partition(" ")[0]  # without "(part)"
     span = Span.along(axes.split("+"), plan.mesh, plan.cluster.per_node)
     size = row["bytes_once"] / row["instructions"]

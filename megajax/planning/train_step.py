@@ -16,6 +16,7 @@ from megajax.pipeline.schedule import Schedule
 from megajax.planning.absent import devices
 from megajax.planning.collectives import Contents, read
 from megajax.planning.devices import CUDNN, GIB, GPU, Cluster
+from megajax.planning.trip_counts import StepCounts
 from megajax.training.kernels import demand_kernels
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
@@ -63,6 +64,11 @@ class TrainPlan:
     compile_seconds: float
     text: str
     """Of the compiled program."""
+
+    @property
+    def counts(self) -> StepCounts:
+        """What is known of its loops and conditionals beside the text."""
+        return StepCounts(self.microbatches, None if self.schedule is None else self.schedule.chunks)
 
     @property
     def bubble(self) -> float:

@@ -13,7 +13,6 @@ import pytest
 from megajax.config.errors import UserError
 from megajax.plan import main
 from megajax.planning.absent import missing
-from megajax.planning.timed import rounds
 
 ROOT = Path(__file__).parents[2]
 DEBUG = "--config=llama3_8b.py:debug"
@@ -29,6 +28,7 @@ REFUSED = {
     "too many": ([DEBUG, "--devices=h100:8", "--parallel.tensor=16"], "multiply to 16 devices, there are 8"),
     "too few rows": ([DEBUG, "--devices=h100:128"], "8 rows are not divisible by micro_size=1 x 128"),
     "unknown setting": ([DEBUG, "--devices=h100:8", "--model.hiden=1"], "did you mean model.hidden?"),
+    "an audit of no program": ([DEBUG, "--devices=h100:8", "--audit", "--formula"], "--audit: goes with no --formula"),
     "a flag of the other plan": (
         [DEBUG, "--devices=h100:8", "--stages=4"],
         "--stages goes with --schedule, not with --config",
@@ -163,7 +163,9 @@ def test_float32_has_the_reference_attention_and_says_why(tmp_path: Path) -> Non
 @needs_compiler
 def test_a_pipeline_has_permutes_in_its_ticks_and_a_bubble(tmp_path: Path) -> None:
     found, printed = plan(
-        tmp_path, "--devices=h100:4", "--parallel.pipeline=2", "--parallel.loss_wait=0", "--model.stack.repeats=4"
+        tmp_path,
+        *("--devices=h100:4", "--parallel.pipeline=2", "--parallel.loss_wait=0", "--model.stack.repeats=4"),
+        *("--audit", "--xla=xla_gpu_enable_triton_gemm=false"),
     )
     assert found["microbatches"] == 8 and found["schedule"] == "1f1b"
     assert found["bubble_fraction"] == pytest.approx(1 / 8), "(P-1)/M"
@@ -171,15 +173,15 @@ def test_a_pipeline_has_permutes_in_its_ticks_and_a_bubble(tmp_path: Path) -> No
     assert sum(one["count"] for one in permutes) >= 2 * 8, "each microbatch's activations there, its gradients back"
     assert all(len(one["trips"]) <= 1 for one in permutes), "not in the loops over layers"
     assert "12.50% over ideal time" in printed
-
-
-def test_loops_whose_rounds_the_compiler_forgot_count_for_all_microbatches() -> None:
-    assert rounds([4, 31], microbatches=8, pipelined=False) == 124
-    assert rounds([], microbatches=8, pipelined=False) == 1
-    assert rounds([None], microbatches=8, pipelined=False) == 7
-    assert rounds([None, 31], microbatches=8, pipelined=False) == 7 * 31
-    assert rounds([None, 31], microbatches=1, pipelined=False) == 31
-    assert rounds([None, 31], microbatches=8, pipelined=True) == 31
+    moved = found["bytes_per_step"]
+    assert moved["total"] == sum(moved.values()) - moved["total"] and min(moved.values()) > 0
+    assert 0 < found["bytes_in_branches"]["counted"] <= found["bytes_in_branches"]["if_all_ran"]
+    assert found["loops_of_unknown_rounds"] == []
+    largest = found["largest_kernels"]
+    assert [one["bytes"] for one in largest] == sorted((one["bytes"] for one in largest), reverse=True)
+    assert sum(one["bytes"] for one in largest) < moved["total"] and all(one["result"] for one in largest)
+    for text in ("memory traffic of one device and step", "kernels that move most"):
+        assert text in printed
 
 
 @pytest.mark.slow

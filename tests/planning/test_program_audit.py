@@ -2,7 +2,10 @@
 
 import pytest
 
+from megajax.planning import audit_report
 from megajax.planning.audit import audit, dimensions, rows
+from megajax.planning.costs import DEVICES
+from megajax.planning.trip_counts import StepCounts
 
 TEXT = """\
 HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias), {2}: (1, {}, may-alias) }, \
@@ -116,6 +119,122 @@ def test_what_is_asked_of_it(found) -> None:
     assert found.shapes("bf16") == {(1, 256), (2, 4), (4, 256), (256, 4)}
     assert next(one for one in found.kernels if one.name == "turned").opcodes == {"transpose"}
     assert dimensions("f32[]") == ()
+
+
+def test_classes_sum_to_the_total(found) -> None:
+    sums = found.by_class()
+    assert set(sums) == {"total", "copies", "elementwise", "matmul", "attention", "collective"}
+    assert sums["total"] == sum(one.total for one in found.kernels) == sum(sums.values()) - sums["total"]
+    # zeros, a transpose, and in a loop of 4 a row out of the stack and back into it
+    assert sums["copies"] == 4 * ROW + 4 * ROW + 4 * 2 * (2 * ROW + 4)
+    assert sums["elementwise"] == 6 * ROW + 4 * (3 * ROW + ROW // 2)
+
+
+BRANCHES = """\
+HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[256]{0}, s32[])->f32[256]{0}}
+
+%idle (i: f32[256]) -> f32[256] {
+  %i = f32[256]{0} parameter(0)
+  ROOT %copied = f32[256]{0} copy(%i)
+}
+
+%working (w: f32[256]) -> f32[256] {
+  %w = f32[256]{0} parameter(0)
+  ROOT %sum = f32[256]{0} add(%w, %w)
+}
+
+%also (v: f32[256]) -> f32[256] {
+  %v = f32[256]{0} parameter(0)
+  ROOT %twice = f32[256]{0} multiply(%v, %v)
+}
+
+%fused (q: f32[256]) -> f32[256] {
+  %q = f32[256]{0} parameter(0)
+  ROOT %softmax = f32[256]{0} custom-call(%q), custom_call_target="__cudnn$fmhaSoftmax"
+}
+
+%other (r: f32[256]) -> f32[256] {
+  %r = f32[256]{0} parameter(0)
+  ROOT %kernel = f32[256]{0} custom-call(%r), custom_call_target="x", metadata={op_name="pallas_call"}
+}
+
+%tick (t: (s32[], f32[256])) -> (s32[], f32[256]) {
+  %t = (s32[], f32[256]{0}) parameter(0)
+  %n = s32[] get-tuple-element(%t), index=0
+  %x = f32[256]{0} get-tuple-element(%t), index=1
+  %maybe = f32[256]{0} conditional(%n, %x, %x), branch_computations={%idle, %working}
+  %chunk = f32[256]{0} conditional(%n, %x, %x), branch_computations={%working, %also}
+  %rows = f32[256]{0} conditional(%n, %x, %x), branch_computations={%other, %fused}
+  ROOT %next = (s32[], f32[256]{0}) tuple(%n, %rows)
+}
+
+%go (g: (s32[], f32[256])) -> pred[] {
+  %g = (s32[], f32[256]{0}) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+
+ENTRY %main (a: f32[256], b: s32[]) -> f32[256] {
+  %a = f32[256]{0} parameter(0)
+  %b = s32[] parameter(1)
+  %first = (s32[], f32[256]{0}) tuple(%b, %a)
+  %loop = (s32[], f32[256]{0}) while(%first), condition=%go, body=%tick, \
+backend_config={"known_trip_count":{"n":"20"}}
+  ROOT %end = f32[256]{0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+def test_a_branch_counts_by_the_share_of_runs_that_take_it() -> None:
+    """8 microbatches of 2 chunks in 20 ticks: idle ticks copy; of two alike chunks each has half of the ticks."""
+    pipelined = audit(BRANCHES, StepCounts(microbatches=8, chunks=2))
+    shares = [(one.name, one.share, one.rounds) for one in pipelined.kernels]
+    assert shares == [
+        ("copied", pytest.approx(0.6), 20),
+        ("sum", 0.4, 20),
+        ("sum", 0.5, 20),
+        ("twice", 0.5, 20),
+        ("kernel", 0.0, 20),
+        ("softmax", 1.0, 20),
+    ]
+    assert pipelined.by_work() == {
+        "move": 12 * 2048,
+        "compute": 8 * 3072 + 20 * 3072,
+        "attention": 20 * 2048,
+    }
+    told = audit_report.to_dict(pipelined)
+    assert told["bytes_in_branches"] == {
+        "counted": told["bytes_per_step"]["total"],
+        "if_all_ran": 20 * (3 * 2048 + 3 * 3072),
+    }
+    # Nothing is known of the step: what may be idle works.
+    assert [one.share for one in audit(BRANCHES).kernels][:2] == [0.0, 1.0]
+
+
+def test_a_loop_of_unknown_trip_count_is_named_and_runs_as_the_loop_over_microbatches() -> None:
+    text = BRANCHES.replace('backend_config={"known_trip_count":{"n":"20"}}', "")
+    found = audit(text, StepCounts(microbatches=8))
+    assert found.unknown_loops() == ["1"] and {one.rounds for one in found.kernels} == {7}
+    assert {one.rounds for one in audit(text).kernels} == {1}
+    lines = dict(audit_report.section(found, DEVICES["h100"])[1])
+    assert "loop 1" in lines["unknown trip counts"] and "s at the data sheet's 3.35 TB/s" in lines["total"]
+
+
+def test_rounds_of_loops_whose_trip_count_the_compiler_lost() -> None:
+    alone, pipelined = StepCounts(microbatches=8), StepCounts(microbatches=8, chunks=1)
+    assert alone.rounds([4, 31]) == 124
+    assert alone.rounds([]) == 1
+    assert alone.rounds([None]) == 7
+    assert alone.rounds([None, 31]) == 7 * 31
+    assert StepCounts(microbatches=1).rounds([None, 31]) == 31
+    assert pipelined.rounds([None, 31]) == 31
+
+
+def test_share_of_ticks_with_work() -> None:
+    chunks = StepCounts(microbatches=128, chunks=5)
+    assert chunks.busy_share([640]) == 0.2
+    assert chunks.busy_share([20]) == 0.2, "start and end of the schedule: as often as in its middle"
+    assert chunks.busy_share([None]) == chunks.busy_share([]) == 1.0
+    assert StepCounts(microbatches=128).busy_share([640]) == 1.0
 
 
 def test_other_text_is_refused() -> None:
