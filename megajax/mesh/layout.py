@@ -5,7 +5,7 @@ mesh everything is the identity. So the same layer runs by plain `jax.jit` in a 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from megajax.mesh.collectives import gather_shards, moved_axes
+from megajax.mesh.collectives import Moves, gather_shards, moved_axes, reduce_shards
 from megajax.mesh.mesh import free_axes, manual_axes
 from megajax.mesh.rules import LogicalAxes, Plan
 
@@ -58,10 +58,14 @@ class Layout:
     """Numbers [first, end) of the layers that multiply so, the others with einsum; None: all."""
     tracked: bool = False
     """Weights that `dot` multiplies by come with maxima of their products, see layers.param.maxima."""
+    gathered: str | None = None
+    """Dtype in which `gather` sends weights; None: as they are."""
+    reduced: str | None = None
+    """Dtype in which it sends their gradients back; None: as they are."""
 
     def plain(self) -> "Layout":
         """The same without a recipe."""
-        return Layout(self.plan, tracked=self.tracked)
+        return replace(self, matmul=exact, layers=None)
 
     def either[**Arguments](
         self, layer: Array | int, by_recipe: Callable[Arguments, Array], plain: Callable[Arguments, Array]
@@ -91,7 +95,7 @@ class Layout:
             return w
         if not set(manual_axes()).issuperset(axis for _, axis in moves):
             return self.act(w, *axes)
-        return self.island(lambda shard: gather_shards(shard, moves), (axes,), axes)(w)
+        return self._gathered(w, moves, axes)
 
     def dot(self, equation: str, x: Array, w: Array, *out: str | None, maxima: Any = None) -> Array:
         """einsum with the result's layout stated, by the recipe of this layout: unless told otherwise in x's dtype.
@@ -157,6 +161,22 @@ class Layout:
         """Mesh axes of these logical axes that are manual already where this is traced."""
         manual = manual_axes()
         return tuple(axis for name in names for axis in self.plan.compute.mesh_axes(name) if manual.get(axis, 1) > 1)
+
+    def _gathered(self, w: Array, moves: Moves, axes: LogicalAxes) -> Array:
+        def sent(x: Array, dtype: str | None) -> Array:
+            return x.astype(dtype or x.dtype)
+
+        @jax.custom_vjp
+        def gather(w: Array) -> Array:
+            whole = self.island(lambda shard: gather_shards(sent(shard, self.gathered), moves), (axes,), axes)(w)
+            return whole.astype(w.dtype)
+
+        def reduce(_: None, g: Array) -> tuple[Array]:
+            shard = self.island(lambda part: reduce_shards(sent(part, self.reduced), moves), (axes,), axes)(g)
+            return (shard.astype(g.dtype),)
+
+        gather.defvjp(lambda w: (gather(w), None), reduce)
+        return gather(w)
 
     def _cotangent_as(self, y: Array, axes: tuple[str | None, ...]) -> Array:
         @jax.custom_vjp

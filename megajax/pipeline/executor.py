@@ -7,11 +7,10 @@ travels while layers compute:
     gradient of the embedding, next embedding               | while the forward runs
     output to the stage after, output to all for the loss   | while the backward runs
 
-Idle stages run forwards on whatever is there and write them to a slot that nobody reads. They skip backwards: their
-accumulators may hold NaN-free sums only, and a product with zero does not keep NaN out.
-
-Which chunk a stage works on differs between stages, so it is data. A `lax.switch` makes it static within each branch:
-there, rows of stacked weights and accumulators are read and written in place (see `layer_loop`).
+Which chunk a stage works on differs between stages, so it is data. Each chunk is a loop of one turn or none, within
+which its rows are static: there, stacked weights and accumulators are read and written in place (see `layer_loop`).
+Idle stages take no turn, so that nothing they would compute, NaN perhaps, is ever added. With one chunk they run the
+forward all the same and write it to a slot that nobody reads, which spares the loop.
 
 Embedding and loss are spread over all stages. With one chunk a stage, microbatches enter and leave in every tick of the
 steady phase, and the four sums over stages hide behind layers. With several, most ticks have none of them, and a
@@ -21,8 +20,8 @@ B rows, S positions, D hidden; P stages, V chunks of each, L rows of stacked wei
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -39,6 +38,9 @@ from megajax.pipeline.schedule import Schedule, Work, entering
 from megajax.pipeline.staged import Rows, Staged, Sums
 
 AXIS = "pipeline"
+
+MOST_LOOPS = 8
+"""Chunks of a stage up to which each has its own loop in the program. More take too long to compile."""
 
 type Which = Literal["none", "some", "all"]
 """In which ticks of a segment something is done; "some": a `lax.cond` asks in each."""
@@ -59,6 +61,19 @@ class Segment(NamedTuple):
     """Ticks before one in which a microbatch enters, so that it is looked up in them."""
     leave: Which
     """Ticks after one in which a gradient left stage 0."""
+
+    def ticks(self, tick: Array, microbatches: np.ndarray) -> "Ticks":
+        """This loop's ticks for a kind of work; see `Ticks`."""
+        return Ticks(tick, microbatches, self.start, self.stop)
+
+    def busy(self, work: Work, chunk: int | None) -> np.ndarray:
+        """Bool [ticks, stages]: whether that chunk, or any, is at work."""
+        part = slice(self.start, self.stop)
+        return (work.microbatch[part] >= 0) & (chunk is None or work.chunk[part] == chunk)
+
+    def runs(self, work: Work, chunk: int | None) -> str:
+        """How many of the ticks have that chunk, or any, at work; see `runs`."""
+        return runs(self.busy(work, chunk))
 
 
 class Carry(NamedTuple):
@@ -129,9 +144,36 @@ def _repeat(segment: tuple[int, int], tick: Callable[[Array, Any], Any], carry: 
     return lax.fori_loop(start, stop, tick, carry) if stop > start + 1 else tick(jnp.int32(start), carry)
 
 
-def maybe[T](which: Which, busy: Array, work: Callable[[T], T], carry: T) -> T:
-    """work(carry) where `busy`, a bool [] on which all devices agree: collectives within are safe."""
-    return work(carry) if which == "all" else lax.cond(busy, work, lambda carry: carry, carry)
+class Ticks(NamedTuple):
+    """A loop's current tick, and when something is done in the loop."""
+
+    tick: Array
+    microbatches: np.ndarray
+    """Int32 [T]: what is worked on in each tick of the schedule; -1 for none."""
+    start: int
+    stop: int
+
+    @property
+    def microbatch(self) -> Array:
+        """Worked on in this tick; -1 for none."""
+        return jnp.asarray(self.microbatches)[self.tick]
+
+    def marked(self) -> AbstractContextManager:
+        """Names operations after how often they run, which a compiled program's text does not say otherwise."""
+        return jax.named_scope(runs(self.microbatches[self.start : self.stop] >= 0))
+
+
+def runs(busy: np.ndarray) -> str:
+    """busy bool [ticks] or [ticks, stages] -> "runs_3_of_20"; of stages, the one that is busy most often."""
+    return f"runs_{int(busy.sum(0).max())}_of_{len(busy)}"
+
+
+def maybe[T](ticks: Ticks, which: Which, work: Callable[[T], T], carry: T) -> T:
+    """work(carry) in the ticks that have a microbatch; all devices agree on them, so collectives within are safe."""
+    if which == "all":
+        return work(carry)
+    with ticks.marked():
+        return lax.cond(ticks.microbatch >= 0, work, lambda carry: carry, carry)
 
 
 @dataclass(frozen=True)
@@ -201,35 +243,30 @@ class Stage:
         embedded = self.look_up(jnp.int32(0))
         x = self.blank(embedded, 0.0)
         carry = x, embedded, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.reported(x))
-        for span in ((0, first), (first, last + 1)):
-            which = _which(leaving[slice(*span)])
-            embed = _travelling(self.schedule, after(self.schedule.embed)[slice(*span)])
+        for start, stop in ((0, first), (first, last + 1)):
+            embed = _travelling(self.schedule, after(self.schedule.embed)[start:stop])
+            segment = Segment(start, stop, True, False, _which(leaving[start:stop]), "none", embed, "none")
 
-            def tick(tick: Array, carry: tuple, which: Which = which, embed: Which = embed) -> tuple:
+            def tick(tick: Array, carry: tuple, segment: Segment = segment) -> tuple:
                 x, embedded, sums = carry
                 x, ctx, chunk, _ = self.enter(tick, x, embedded)
-                y = lax.switch(chunk, [partial(self.layers.output, first) for first in self.firsts], x, ctx)
-                microbatch = jnp.asarray(leaving)[tick]
+                kind, ticks = self.schedule.forward, segment.ticks(tick, leaving)
+                y = self.in_chunk(segment, kind, chunk, lambda first, x: self.layers.output(first, x, ctx), x)
 
                 def made(sums: Sums) -> Sums:
-                    new = self.staged.head(self.shared, self.to_all(y), self.rows(microbatch))[1]
+                    new = self.staged.head(self.shared, self.to_all(y), self.rows(ticks.microbatch))[1]
                     return jax.tree.map(jnp.add, sums, new)
 
-                sums = sums if which == "none" else maybe(which, microbatch >= 0, made, sums)
-                return self.shift(y, 1), self.next_embedded(embed, tick, embedded), sums
+                sums = sums if segment.head == "none" else maybe(ticks, segment.head, made, sums)
+                return self.shift(y, 1), self.next_embedded(segment, tick, embedded), sums
 
-            carry = _repeat(span, tick, carry) if span[1] > span[0] else carry
+            carry = _repeat((start, stop), tick, carry) if stop > start else carry
         return carry[2]
 
     @property
     def early(self) -> bool:
         """Losses are made at the start of a tick, of outputs that waited; otherwise of the tick's own output."""
         return self.schedule.output_slots > 0
-
-    @property
-    def firsts(self) -> range:
-        """First row of each chunk."""
-        return range(0, self.schedule.chunks * self.partition.rows, self.partition.rows)
 
     def start(self, zeros: tuple[Params, Params], fill: float) -> Carry:
         """Before the first tick."""
@@ -265,71 +302,80 @@ class Stage:
         if segment.backward:
             from_after, left = self.shift(c.dx, -1), self.left_in(segment.leave, tick, c.dx)
         if segment.head != "none" and self.early:
-            c, from_loss = self.loss(segment.head, tick, c, scale)
+            c, from_loss = self.loss(segment, tick, c, scale)
         if segment.forward:
-            embedded = self.next_embedded(segment.embed, tick, c.embedded)
-            y, rings = self.forward(tick, c)
+            embedded = self.next_embedded(segment, tick, c.embedded)
+            y, rings = self.forward(segment, tick, c)
             # What travelled during the forward is used after it; without this it would be waited for before.
             travelled = from_after, from_loss, left, embedded
             (from_after, from_loss, left, embedded), y = lax.optimization_barrier((travelled, y))
             c = c._replace(rings=rings, x=self.shift(y, 1), embedded=embedded, outputs=self.keep(tick, y, c))
             if segment.head != "none" and not self.early:
-                c, from_loss = self.loss(segment.head, tick, c._replace(ready=y), scale)
+                c, from_loss = self.loss(segment, tick, c._replace(ready=y), scale)
         if self.early:
-            c = c._replace(ready=self.next_ready(segment.ready, tick, c))
+            c = c._replace(ready=self.next_ready(segment, tick, c))
         if segment.backward:
-            c = c._replace(shared=self.add_embedding_gradient(segment.leave, tick, left, c))
-            dx, stacked, shared = self.backward(tick, from_after, from_loss, c)
+            c = c._replace(shared=self.add_embedding_gradient(segment, tick, left, c))
+            dx, stacked, shared = self.backward(segment, tick, from_after, from_loss, c)
             (x, ready), dx = lax.optimization_barrier(((c.x, c.ready), dx))
             c = c._replace(x=x, ready=ready, dx=dx, stacked=stacked, shared=shared)
         return c
 
     def enter(self, tick: Array, x: Array, embedded: Array) -> tuple[Array, Any, Array, Array]:
-        """A forward's (input, context, chunk, slot); x: what came from the stage before."""
+        """A forward's (input, context, chunk or -1, slot); x: what came from the stage before."""
         microbatch, chunk, slot = self.entry(self.schedule.forward, tick)
         ctx = self.staged.context(self.rows(microbatch))
-        first = (self.index == 0) & (chunk == 0)
-        return jnp.where(first, self.staged.enter(self.shared, embedded, ctx), x), ctx, chunk, slot
+        x = jnp.where((self.index == 0) & (chunk == 0), self.staged.enter(self.shared, embedded, ctx), x)
+        return x, ctx, jnp.where(microbatch >= 0, chunk, -1), slot
 
-    def forward(self, tick: Array, c: Carry) -> tuple[Array, Rings]:
+    def forward(self, segment: Segment, tick: Array, c: Carry) -> tuple[Array, Rings]:
         """(output, rings) of the tick's forward."""
         x, ctx, chunk, slot = self.enter(tick, c.x, c.embedded)
         if self.schedule.chunks == 1:
             return self.layers.forward(0, x, ctx, c.rings, slot)
 
-        def saved(first: int, carry: tuple[Array, Rings]) -> tuple[Array, Rings]:
+        def saved(first: Array | int, carry: tuple[Array, Rings]) -> tuple[Array, Rings]:
             return self.layers.forward(first, carry[0], ctx, carry[1], slot)
 
-        return self.in_chunk(chunk, saved, (x, c.rings))
+        return self.in_chunk(segment, self.schedule.forward, chunk, saved, (x, c.rings))
 
-    def in_chunk[T](self, chunk: Array, work: Callable[[int, T], T], carry: T) -> T:
-        """work(first row, carry) of that chunk; `carry` for -1, no chunk.
+    def in_chunk[T](
+        self, segment: Segment, kind: Work, chunk: Array, work: Callable[[Array | int, T], T], carry: T
+    ) -> T:
+        """work(first row, carry) of that chunk; `carry` for -1, no chunk. kind: of work, in the schedule.
 
         Each chunk is a loop of one turn or none: the compiler updates in place what goes through loops, and copies what
-        goes through branches.
+        goes through branches. More chunks than MOST_LOOPS share one loop, whose rows are data.
         """
-        for number, first in enumerate(self.firsts):
-            turns = (chunk == number).astype(jnp.int32)
-            carry = lax.fori_loop(0, turns, lambda _, carry, first=first: work(first, carry), carry)
+        if self.schedule.chunks > MOST_LOOPS:
+            turns, first = (chunk >= 0).astype(jnp.int32), jnp.maximum(chunk, 0) * self.partition.rows
+            with jax.named_scope(segment.runs(kind, None)):
+                return lax.fori_loop(0, turns, lambda _, carry: work(first, carry), carry)
+        for number in range(self.schedule.chunks):
+            if not segment.busy(kind, number).any():
+                continue
+            turns, first = (chunk == number).astype(jnp.int32), number * self.partition.rows
+            with jax.named_scope(segment.runs(kind, number)):
+                carry = lax.fori_loop(0, turns, lambda _, carry, first=first: work(first, carry), carry)
         return carry
 
-    def loss(self, which: Which, tick: Array, c: Carry, scale: Array) -> tuple[Carry, Array]:
+    def loss(self, segment: Segment, tick: Array, c: Carry, scale: Array) -> tuple[Carry, Array]:
         """Loss of `ready`: what is reported and weight gradients added up, and the gradient of the output."""
-        microbatch = jnp.asarray(self.schedule.head)[tick]
+        ticks = segment.ticks(tick, self.schedule.head)
 
         def made(carry: tuple[Sums, Params, Array]) -> tuple[Sums, Params, Array]:
             sums, shared, _ = carry
-            rows, ready = self.rows(microbatch), c.ready if self.early else self.to_all(c.ready)
+            rows, ready = self.rows(ticks.microbatch), c.ready if self.early else self.to_all(c.ready)
             _, pull, new = jax.vjp(lambda w, x: self.staged.head(w, x, rows), self.shared, ready, has_aux=True)
             gradients, dy = pull(scale)
             return jax.tree.map(jnp.add, sums, new), add(shared, gradients), self.over_stages(dy)
 
         carry = c.sums, c.shared, jnp.zeros_like(c.ready)
-        sums, shared, dy = maybe(which, microbatch >= 0, made, carry)
+        sums, shared, dy = maybe(ticks, segment.head, made, carry)
         return c._replace(sums=sums, shared=shared), dy
 
     def backward(
-        self, tick: Array, from_after: Array, from_loss: Array | None, c: Carry
+        self, segment: Segment, tick: Array, from_after: Array, from_loss: Array | None, c: Carry
     ) -> tuple[Array, Params, Params]:
         """(gradient of the chunk's input, gradients of the stacked and of the shared weights) after the tick."""
         microbatch, chunk, slot = self.entry(self.schedule.input_gradient, tick)
@@ -339,10 +385,13 @@ class Stage:
 
         totals = dict(c.stacked), {path: c.shared[path] for path in self.staged.common(self.shared)}
 
-        def pulled(first: int, carry: tuple[Array, tuple[Params, Params]]) -> tuple[Array, tuple[Params, Params]]:
+        def pulled(
+            first: Array | int, carry: tuple[Array, tuple[Params, Params]]
+        ) -> tuple[Array, tuple[Params, Params]]:
             return self.layers.backward(first, carry[0], ctx, c.rings, slot, carry[1])
 
-        dx, (stacked, common) = self.in_chunk(jnp.where(microbatch >= 0, chunk, -1), pulled, (dy, totals))
+        kind, chunk = self.schedule.input_gradient, jnp.where(microbatch >= 0, chunk, -1)
+        dx, (stacked, common) = self.in_chunk(segment, kind, chunk, pulled, (dy, totals))
         return dx, stacked, {**c.shared, **common}
 
     def left_in(self, which: Which, tick: Array, dx: Array) -> Array | None:
@@ -357,15 +406,15 @@ class Stage:
         """Microbatch whose gradient left stage 0 in the tick before; -1 for none."""
         return jnp.asarray(np.insert(self.schedule.embed_gradient, 0, np.int32(-1)))[tick]
 
-    def add_embedding_gradient(self, which: Which, tick: Array, left: Array | None, c: Carry) -> Params:
+    def add_embedding_gradient(self, segment: Segment, tick: Array, left: Array | None, c: Carry) -> Params:
         """Gradients of the shared weights with what left stage 0 in the tick before; left: as `left_in` has it."""
-        if which == "none":
+        if segment.leave == "none":
             return c.shared
 
         def added(shared: Params) -> Params:
             return self.embedding_gradient(tick, self.left(tick, c.dx) if left is None else left, shared)
 
-        return maybe(which, self.leaving(tick) >= 0, added, c.shared)
+        return maybe(segment.ticks(tick, before(self.schedule.embed_gradient)), segment.leave, added, c.shared)
 
     def embedding_gradient(self, tick: Array, left: Array, shared: Params) -> Params:
         """`shared` with the gradient of embedding and `enter` added."""
@@ -385,12 +434,12 @@ class Stage:
         place = jnp.maximum(slot, 0)
         return put(c.outputs, jnp.where(slot >= 0, y, take(c.outputs, place)), place)
 
-    def next_ready(self, which: Which, tick: Array, c: Carry) -> Array:
+    def next_ready(self, segment: Segment, tick: Array, c: Carry) -> Array:
         """`ready` after a tick: on all stages, the output whose loss is made at the next one."""
-        if which == "none":
+        if segment.ready == "none":
             return c.ready
-        busy = jnp.asarray(after(self.schedule.head))[tick] >= 0
-        return maybe(which, busy, lambda _: self.to_all(self.waiting(c.outputs, tick + 1)), c.ready)
+        ticks = segment.ticks(tick, after(self.schedule.head))
+        return maybe(ticks, segment.ready, lambda _: self.to_all(self.waiting(c.outputs, tick + 1)), c.ready)
 
     def waiting(self, outputs: Array, tick: Array) -> Array:
         """The output whose loss is made at a tick; any one where none is."""
@@ -406,12 +455,12 @@ class Stage:
         microbatch, chunk, slot = (jnp.asarray(table)[tick, self.index] for table in work)
         return microbatch, chunk, slot
 
-    def next_embedded(self, which: Which, tick: Array, embedded: Array) -> Array:
+    def next_embedded(self, segment: Segment, tick: Array, embedded: Array) -> Array:
         """`embedded` after a tick: of the microbatch that enters at the next one."""
-        if which == "none":
+        if segment.embed == "none":
             return embedded
-        busy = jnp.asarray(after(self.schedule.embed))[tick] >= 0
-        return maybe(which, busy, lambda _: self.look_up(tick + 1), embedded)
+        ticks = segment.ticks(tick, after(self.schedule.embed))
+        return maybe(ticks, segment.embed, lambda _: self.look_up(tick + 1), embedded)
 
     def look_up(self, tick: Array) -> Array:
         """Embeddings of the microbatch that enters at a tick; of any one where none does."""

@@ -4,10 +4,10 @@ Nothing differentiates through a loop. Each layer's vjp is taken where the layer
 [slot, layer]. Rings never hold weights: `jax.vjp` keeps the inputs it needs apart from what it saves, and they are put
 back for the backward pass.
 
-Weight gradients are accumulated in place. A matrix enters its layer in the dtype of its accumulator, so the product that
-makes the gradient is made in that dtype (see `Layout.dot`), and the compiler turns "slice, product, add, update" into one
-matrix product that adds to the accumulator. It can do so only where the row is a function of the loop index. Callers
-therefore give the chunk's first row as a Python integer.
+Weight gradients are accumulated in place. A matrix enters its layer in the dtype of its accumulator, so its gradient is
+made in that dtype (see `Layout.dot`), and the compiler turns "slice, product, add, update" into one matrix product that
+adds to the accumulator. It can do so only where the row is a function of the loop index: callers give a chunk's first
+row as a Python integer where they can.
 
 B rows, S positions, D hidden.
 """
@@ -83,12 +83,12 @@ class LayerLoop:
     made_in: Mapping[str, Any]
     """Path in `stacked` -> dtype in which a matrix's gradient is made; other gradients have their weight's dtype."""
 
-    def forward(self, first: int, x: Array, ctx: Any, rings: Rings, slot: Array | int) -> tuple[Array, Rings]:
+    def forward(self, first: Array | int, x: Array, ctx: Any, rings: Rings, slot: Array | int) -> tuple[Array, Rings]:
         """(output, rings with what was saved at `slot`) of the chunk that begins at row `first`."""
         filled = []
         for (start, span), ring in zip(self.starts(first), rings, strict=True):
 
-            def one(n: Array, carry: tuple, start: int = start, span: Span = span) -> tuple[Array, list[Array]]:
+            def one(n: Array, carry: tuple, start: Array | int = start, span: Span = span) -> tuple[Array, list[Array]]:
                 x, ring = carry
                 row = start + n * span.together
                 y, pull = self._differentiated(span, row, x, ctx)
@@ -100,7 +100,7 @@ class LayerLoop:
         return x, filled
 
     def backward(
-        self, first: int, dy: Array, ctx: Any, rings: Rings, slot: Array | int, totals: tuple[Params, Params]
+        self, first: Array | int, dy: Array, ctx: Any, rings: Rings, slot: Array | int, totals: tuple[Params, Params]
     ) -> tuple[Array, tuple[Params, Params]]:
         """(gradient of the chunk's input, totals with the gradients added).
 
@@ -112,21 +112,21 @@ class LayerLoop:
             dy, *totals = lax.fori_loop(0, span.units, one, (dy, *totals), unroll=span.unroll)
         return dy, tuple(totals)
 
-    def output(self, first: int, x: Array, ctx: Any) -> Array:
+    def output(self, first: Array | int, x: Array, ctx: Any) -> Array:
         """Output of the chunk that begins at row `first`; saves nothing."""
         for start, span in self.starts(first):
 
-            def one(n: Array, x: Array, start: int = start, span: Span = span) -> Array:
+            def one(n: Array, x: Array, start: Array | int = start, span: Span = span) -> Array:
                 row = start + n * span.together
                 return self._passed_by(row, span.unit(*self._arguments(span, row), x, ctx), x)
 
             x = lax.fori_loop(0, span.units, one, x)
         return x
 
-    def starts(self, first: int) -> list[tuple[int, Span]]:
+    def starts(self, first: Array | int) -> list[tuple[Array | int, Span]]:
         """The spans of a chunk, each with its first row."""
-        counts = np.cumsum([first, *(span.units * span.together for span in self.spans)])
-        return [*zip(counts.tolist(), self.spans, strict=False)]
+        counts = np.cumsum([0, *(span.units * span.together for span in self.spans)]).tolist()
+        return [(first + count, span) for count, span in zip(counts, self.spans, strict=False)]
 
     def buffers(self, slots: int, x: Array, ctx: Any, fill: float) -> Rings:
         """Rings before anything is saved. x [B, S, D]: like a layer's input; fill: what they hold."""
@@ -164,7 +164,7 @@ class LayerLoop:
         return y, pull
 
     def _pulled(
-        self, span: Span, ring: list[Array], start: int, slot: Array | int, ctx: Any
+        self, span: Span, ring: list[Array], start: Array | int, slot: Array | int, ctx: Any
     ) -> Callable[[Array, tuple], tuple]:
         """(units done, (gradient of the output, totals)) -> those after one unit more."""
 

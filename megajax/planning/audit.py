@@ -185,13 +185,15 @@ def _kernels(program: Program, name: str, where: tuple[Place, StepCounts], numbe
     computation, (place, counts) = program.computations[name], where
     for one in computation.values():
         if one.opcode == "while":
-            inner = Place((*place.path, next(numbers)), (*place.trips, one.trips), place.conditional)
+            inner = place.inside(one, next(numbers))
             yield from _kernels(program, one.callees["body"][0], (inner, counts), count(1))
         elif one.opcode == "conditional":
-            inside = Place(place.path, place.trips, True), counts
+            # A branch that says how often it runs has the whole share, and the other one only hands on what it gets.
+            inside, told = place.branch(one), one.share is not None
             names = program.called(one, "branches")
-            branches = [[*_kernels(program, branch, inside, numbers)] for branch in names]
-            for branch, share in zip(branches, _shares(branches, counts.busy_share(place.trips)), strict=True):
+            branches = [[*_kernels(program, branch, (inside, counts), numbers)] for branch in names]
+            shares = [1.0] * len(branches) if told else _shares(branches, counts.busy_share(place.trips))
+            for branch, share in zip(branches, shares, strict=True):
                 yield from (replace(each, share=share * each.share) for each in branch)
         elif one.opcode == "call":
             for callee in program.called(one):
@@ -238,6 +240,7 @@ def _kernel(program: Program, one: Instruction, home: Computation, where: tuple[
         origin=origin[1] if origin else "",
         target=target,
         opcodes=frozenset(each.opcode for each in body.values()) - FREE,
+        share=place.share,
         rounds=counts.rounds(place.trips),
     )
 

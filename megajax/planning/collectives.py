@@ -31,6 +31,18 @@ class Place:
     """How often each loop runs for one run of the one around it; None where the compiler doesn't know."""
     conditional: bool = False
     """Whether it is in a branch: then it runs at most `times` times."""
+    share: float = 1.0
+    """Of the runs that trips make, the part that is not skipped, as the program says itself."""
+
+    def inside(self, one: Instruction, number: int) -> "Place":
+        """Within the body of a while loop, the `number`th one here."""
+        known = one.trips is not None or one.share is None
+        trips, share = (one.trips, 1.0) if known else (1, one.share or 1.0)
+        return Place((*self.path, number), (*self.trips, trips), self.conditional, self.share * share)
+
+    def branch(self, one: Instruction) -> "Place":
+        """Within the branches of a conditional."""
+        return Place(self.path, self.trips, self.conditional or one.share is None, self.share * (one.share or 1.0))
 
     @property
     def name(self) -> str:
@@ -39,8 +51,9 @@ class Place:
 
     @property
     def times(self) -> int | None:
-        """Runs per step: the product of the trips."""
-        return None if None in self.trips else prod(trips for trips in self.trips if trips is not None)
+        """Runs per step: the product of the trips, without what is skipped."""
+        known = [trips for trips in self.trips if trips is not None]
+        return round(prod(known) * self.share) if len(known) == len(self.trips) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +141,10 @@ class _Reader:
                 overlapped = any(work[index + 1 : last]) and '"is_sync":true' not in one.attributes
                 self.note(*found, place, overlapped)
             elif one.opcode == "while":
-                inner = Place((*place.path, next(numbers)), (*place.trips, one.trips), place.conditional)
+                inner = place.inside(one, next(numbers))
                 self.body(one.callees["body"][0], inner, *one.callees.get("condition", ()))
             elif one.opcode == "conditional":
-                branch = Place(place.path, place.trips, True)
+                branch = place.branch(one)
                 total += sum(self.computation(each, branch, numbers) for each in self.program.called(one, "branches"))
             elif one.opcode == "call" or one.opcode.endswith(START):
                 total += sum(self.computation(each, place, numbers) for each in self.program.called(one))
@@ -194,14 +207,15 @@ def grouped(found: Iterable[Collective]) -> list[dict[str, Any]]:
     """Collectives alike in place, kind, axes and overlap, summed: rows of a table, in the order of places.
 
     kind; axis: "tensor", "data+context"; loop: "1.2" is the second loop in the first, "" outside all loops; trips: of
-    the loops around, outermost first; inside_loop; conditional; overlapped; instructions: how many they are in the
+    the loops around, outermost first; inside_loop; conditional; share: of the runs, the part
+    that is not skipped; overlapped; instructions: how many they are in the
     program; arrays: how many these move, as the compiler joins neighbours; count: runs per step, null where the trips
     of a loop are not known; bytes_once: of one device, each run once; bytes: of one device per step, or null.
     """
 
     def key(one: Collective) -> tuple:
         place = one.place
-        return place.path, one.kind, one.groups.name, not one.overlapped, place.conditional
+        return place.path, one.kind, one.groups.name, not one.overlapped, place.conditional, place.share
 
     rows = []
     for _, group in groupby(sorted(found, key=key), key):
@@ -216,6 +230,7 @@ def grouped(found: Iterable[Collective]) -> list[dict[str, Any]]:
                 "trips": list(place.trips),
                 "inside_loop": bool(place.path),
                 "conditional": place.conditional,
+                "share": place.share,
                 "overlapped": same[0].overlapped,
                 "instructions": len(same),
                 "arrays": sum(one.arrays for one in same),

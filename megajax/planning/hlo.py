@@ -17,6 +17,8 @@ _NAME = re.compile(r"%([\w.-]+)")
 _CALLEES = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{(.*?)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_RUNS = re.compile(r'op_name="[^"]*\bruns_(\d+)_of_(\d+)/(?:while|cond)"')
+"""Written by pipeline.executor on what it does in some ticks only."""
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
@@ -69,6 +71,12 @@ class Instruction:
         """How many times a while loop runs, where the compiler knows."""
         known = _TRIPS.search(self.attributes)
         return int(known[1]) if known else None
+
+    @property
+    def share(self) -> float | None:
+        """Of a loop that runs once or not at all, or of a branch: how often it runs, if it says so."""
+        told = _RUNS.search(self.attributes)
+        return int(told[1]) / int(told[2]) if told else None
 
     @property
     def target(self) -> str | None:

@@ -36,7 +36,7 @@ def timed(plan: TrainPlan, device: Device | None = None) -> Estimate:
 def _traffic(row: Mapping[str, Any], plan: TrainPlan, device: Device) -> Traffic:
     """Of a row of `grouped`."""
     counts = plan.counts
-    count = row["instructions"] * counts.rounds(row["trips"])
+    count = row["instructions"] * row["share"] * counts.rounds(row["trips"])
     if row["conditional"]:
         count *= counts.busy_share(row["trips"])
     axes = row["axis"].partition(" ")[0]  # without "(part)"

@@ -17,7 +17,7 @@ def to_compute(w: Array, cfg: PrecisionConfig) -> Array:
 
 def to_reduce(g: Array, cfg: PrecisionConfig) -> Array:
     """A device's accumulated gradient -> the dtype it crosses the network in."""
-    return g.astype(jnp.dtype(cfg.reduce or cfg.gradients))
+    return g.astype(jnp.dtype(cfg.reduced_in()))
 
 
 def to_optimizer(g: Array) -> Array:

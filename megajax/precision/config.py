@@ -126,7 +126,7 @@ class PrecisionConfig:
     gradients: Literal["float32", "bfloat16"] = "float32"
     """Accumulation over microbatches, and reduction over devices; the optimizer always works in float32."""
     reduce: Literal["float32", "bfloat16"] | None = None
-    """Reduction of gradients over devices, once a step; none: as they were accumulated."""
+    """Reduction of gradients over devices: once a step, and with fsdp in every layer; none: as they are accumulated."""
     loss_scale: LossScaleConfig | None = None
     """Factor on the loss; none: for float16 a dynamic one, otherwise no scaling."""
     fp8: Fp8Config | None = None
@@ -155,6 +155,10 @@ class PrecisionConfig:
         if self.loss_scale is not None:
             return self.loss_scale
         return DynamicScaleConfig() if self.compute == "float16" else ConstantScaleConfig()
+
+    def reduced_in(self) -> str:
+        """Dtype in which gradients cross the network."""
+        return self.reduce or self.gradients
 
     def floor(self) -> float | None:
         """The scale at which an overflow is a fault, None where overflows always are."""

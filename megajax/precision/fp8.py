@@ -32,7 +32,7 @@ class Fp8Matmul:
     cfg: Fp8Config
 
     def __call__(self, equation: str, x: Array, w: Array, expected: Array | None = None) -> Array:
-        """einsum of an activation and a weight, in x's dtype, accumulated in float32.
+        """einsum of an activation and a weight, in x's dtype, accumulated in float32; w's gradient has w's dtype.
 
         equation: "bsd,df->bsf" and the like; each letter is in two of the three, or in all, and in none twice.
         Kept for the backward pass are x in 8 bits with its scale, and w as it came: its 8 bits are made again, which
@@ -55,11 +55,12 @@ class Fp8Matmul:
 
         def keep(x: Array, w: Array) -> tuple[Array, tuple]:
             small, letters = quantize(x, forward), (first, second, out)
-            return product(letters, small, quantize(w, forward), dtype=x.dtype, precision=fast), (small, w)
+            w_small = quantize(w.astype(x.dtype), forward)
+            return product(letters, small, w_small, dtype=x.dtype, precision=fast), (small, w)
 
         def gradients(kept: tuple, dy: Array) -> tuple[Array, Array]:
             small, w = kept
-            dy_small, w_small = quantize(dy, backward), quantize(w, forward)
+            dy_small, w_small = quantize(dy, backward), quantize(w.astype(dy.dtype), forward)
             exact = lax.Precision.HIGHEST
             dx = product((out, second, first), dy_small, w_small, dtype=dy.dtype, precision=exact)
             return dx, product((first, out, second), small, dy_small, dtype=w.dtype, precision=exact)
@@ -79,13 +80,13 @@ class Fp8Matmul:
 
         def keep(x: Array, w: Array, expected: Array) -> tuple[Array, tuple]:
             small, seen = quantize_as(x, forward, expected[0], margin)
-            w_small, _ = quantize_as(w, forward, expected[1], margin)
+            w_small, _ = quantize_as(w.astype(x.dtype), forward, expected[1], margin)
             return product(letters, small, w_small, dtype=x.dtype, precision=fast), (small[0], seen, w, expected)
 
         def gradients(kept: tuple, dy: Array) -> tuple[Array, Array, Array]:
             x_small, seen, w, expected = kept
             small = x_small, scale_for(expected[0], forward, margin)
-            w_small, w_seen = quantize_as(w, forward, expected[1], margin)
+            w_small, w_seen = quantize_as(w.astype(dy.dtype), forward, expected[1], margin)
             dy_small, dy_seen = quantize_as(dy, backward, expected[2], margin)
             exact = lax.Precision.HIGHEST
             dx = product((out, second, first), dy_small, w_small, dtype=dy.dtype, precision=exact)

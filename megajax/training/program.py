@@ -1,7 +1,7 @@
 """The train and evaluation steps of a config on a mesh: no data, no weights, and the mesh's devices need not exist."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -227,11 +227,14 @@ class Program:
 
 
 def _layout(cfg: RunConfig, mesh: Mesh, plan: Plan) -> Layout:
-    if cfg.precision.fp8 is None:
-        return Layout(plan)
+    precision = cfg.precision
+    layout = Layout(plan, gathered=precision.compute, reduced=precision.reduced_in())
+    if precision.fp8 is None:
+        return layout
     refuse_old(mesh.devices.flat[0])
-    fp8 = cfg.precision.fp8
-    return Layout(plan, fp8.build(), fp8.layers(cfg.model.stack.layers()), tracked=fp8.delayed is not None)
+    fp8 = precision.fp8
+    layers = fp8.layers(cfg.model.stack.layers())
+    return replace(layout, matmul=fp8.build(), layers=layers, tracked=fp8.delayed is not None)
 
 
 def _partition(cfg: RunConfig) -> Partition:

@@ -30,8 +30,8 @@ def staged(
 ) -> Staged:
     """The model (abstract) cut at its stack.
 
-    key: random key of the run for dropout, None for none; repeats: of the stack's pattern in a chunk; first: number of a
-    chunk's first repeat where that is the same on all devices.
+    key: random key of the run for dropout, None for none; repeats: of the stack's pattern in a chunk; first: number of
+    the first of them where that is the same on all devices.
     """
     shapes = {path: jax.ShapeDtypeStruct(spec.shape, "float32") for path, spec in declared.items()}
 

@@ -32,6 +32,7 @@ from megajax.models.config import DecoderConfig, PredictionConfig, WidthScalingC
 from megajax.precision.config import PrecisionConfig
 from megajax.training.grads import Weights, accumulate
 from megajax.training.loss import LanguageModelLoss
+from megajax.training.staged import staged
 from megajax.training.state import parameter_shardings
 
 ROWS, LENGTH, VOCABULARY = 4, 12, 61
@@ -131,7 +132,8 @@ def gradients(name: str, parallel: ParallelConfig) -> tuple[dict[str, float], di
         drawn = rng.normal(0, spec.init.std if isinstance(spec.init, Normal) else 0.2, spec.shape)
         params[path] = (drawn + (0 if isinstance(spec.init, Normal) else spec.init.value)).astype(np.float32)
     loss = LanguageModelLoss(isolated=True)
-    grad_fn = accumulate(Weights(abstract, declared, layout, PrecisionConfig(compute="float32")), loss, None, mesh)
+    weights = Weights(abstract, declared, layout, PrecisionConfig(compute="float32"))
+    grad_fn = accumulate(weights, staged(abstract, declared, loss, None, cfg.stack.repeats, first=0), mesh)
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         placed = jax.device_put(params, parameter_shardings(declared, plan.params, mesh))
         out = jax.device_get(jax.jit(grad_fn)(placed, batch(), jnp.ones(())))

@@ -23,6 +23,7 @@ from megajax.optim.schedule import Schedule
 from megajax.precision.config import PrecisionConfig
 from megajax.training.grads import GradFn, Weights, accumulate
 from megajax.training.loss import LanguageModelLoss
+from megajax.training.staged import staged
 from megajax.training.state import fresh_state, state_shardings
 from megajax.training.step import make_train_step
 
@@ -129,7 +130,9 @@ class OneDevice:
 
     def grad_fn(self, average: Average) -> GradFn:
         weights = Weights(self.abstract, self.declared, self.layout, self.precision)
-        return accumulate(weights, LanguageModelLoss(isolated=False, average=average), None, self.mesh)
+        loss = LanguageModelLoss(isolated=False, average=average)
+        parts = staged(weights.model, weights.declared, loss, None, weights.model.cfg.stack.repeats, first=0)
+        return accumulate(weights, parts, self.mesh)
 
     def gradients(self, params: Mapping[str, np.ndarray], batch: LMBatch, average: Average) -> dict[str, Any]:
         """The training step's gradients by path, the loss they are of, and the loss that is reported."""

@@ -15,8 +15,9 @@ from megajax.batch import Grads
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig
 from megajax.pipeline import executor
-from megajax.pipeline.executor import Span, Stage, segments
+from megajax.pipeline.executor import Stage, segments
 from megajax.pipeline.schedule import assemble, build, one_f_one_b
+from megajax.pipeline.staged import Span
 from megajax.planning.collectives import read
 from megajax.training.program import Program
 
