@@ -9,14 +9,15 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny_runs import LENGTH, QUICK, ROWS, gpt, in_order, llama, pair, place, program, rows, start, within
+from tiny_runs import LENGTH, ONE, QUICK, ROWS, gpt, in_order, llama, pair, place, program, rows, start, within
 
 from megajax.batch import Grads
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig
 from megajax.pipeline import executor
-from megajax.pipeline.executor import Stage, segments
-from megajax.pipeline.schedule import assemble, build, one_f_one_b
+from megajax.pipeline.executor import Segment, Stage, segments
+from megajax.pipeline.layer_loop import LayerLoop
+from megajax.pipeline.schedule import Work, assemble, build, one_f_one_b
 from megajax.pipeline.staged import Span
 from megajax.planning.collectives import read
 from megajax.training.program import Program
@@ -79,12 +80,39 @@ def test_nothing_depends_on_what_buffers_held_before(case: str) -> None:
         np.testing.assert_allclose(scaled.grads[path], 8 * g, rtol=1e-6, atol=1e-6 * np.abs(g).max(), err_msg=path)
 
 
-def test_products_would_let_nan_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above sees what it is for."""
-    monkeypatch.setattr(executor, "_where", lambda counts, new: {path: counts * g for path, g in new.items()})
+def test_idle_backwards_would_let_nan_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above sees what it is for: idle stages that took part would add what they found."""
+
+    def always(self: Stage, segment: Segment, kind: Work, chunk: Any, work: Any, carry: Any) -> Any:
+        return work(0, carry)
+
+    monkeypatch.setattr(Stage, "in_chunk", always)
     model, parallel, microbatches = CASES["1f1b fewer than stages, padded"]
     (filled,) = grads_of(program(model, parallel, microbatches=microbatches), (np.nan, 1))
     assert any(np.isnan(g).any() for g in filled.grads.values())
+
+
+def test_chunks_too_many_for_loops_of_their_own_share_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same gradients, from rows that are data rather than static."""
+    model, parallel, microbatches = CASES["interleaved padded sequence"]
+    made = program(model, parallel, microbatches=microbatches)
+    (apart,) = grads_of(made, (0, 1))
+    monkeypatch.setattr(executor, "MOST_LOOPS", 1)
+    (shared,) = grads_of(program(model, parallel, microbatches=microbatches), (np.nan, 1))
+    for path, g in apart.grads.items():
+        np.testing.assert_allclose(shared.grads[path], g, rtol=1e-5, atol=1e-6 * np.abs(g).max(), err_msg=path)
+
+
+def test_what_is_done_in_some_ticks_says_in_how_many() -> None:
+    """The names that plans read: see planning.hlo."""
+    schedule = build("interleaved", stages=2, microbatches=4, chunks=2, loss_wait=1)
+    found = segments(schedule)
+    for chunk in range(2):
+        told = [re.fullmatch(r"runs_(\d+)_of_(\d+)", one.runs(schedule.input_gradient, chunk)) for one in found]
+        assert sum(int(each[1]) for each in told if each) >= 4
+        assert [int(each[2]) for each in told if each] == [one.stop - one.start for one in found]
+    one_chunk = segments(build("1f1b", stages=4, microbatches=8, loss_wait=1))
+    assert {which for one in one_chunk for which in (one.ready, one.embed, one.leave)} == {"none", "all"}
 
 
 def compiled_text(made: Program) -> str:
@@ -151,11 +179,14 @@ def stacks(text: str, made: Program, *, more_than: int) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize("parallel", [stages(2), ONE], ids=["pipeline", "accumulated"])
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", [llama("none", 4), llama("selective", 4), llama("full", 4), gpt("selective", 4)])
-def test_saved_activations_hold_no_weights(model: DecoderConfig, compute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_activations_hold_no_weights(
+    model: DecoderConfig, compute: str, parallel: ParallelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither weights as they are nor copies of them in the compute dtype are in the ring."""
-    made = program(model, stages(2), microbatches=8, compute=compute)
+    made = program(model, parallel, microbatches=8, compute=compute)
     saved = look_at(made, monkeypatch)
     weights = {spec.shape[1:] for spec in made.declared.values() if spec.layers}
     assert (3, 16, 32) in saved
@@ -168,14 +199,14 @@ def test_saved_activations_hold_no_weights(model: DecoderConfig, compute: str, m
 def look_at(made: Program, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of what a layer saves, B = 3 rows, as a program of two stages allocates it."""
     seen = []
-    original = Stage.saved
+    original = LayerLoop._saved
 
-    def saved(self: Stage, span: Span, x: jax.Array) -> Any:
-        out = original(self, span, x)
+    def saved(self: LayerLoop, span: Span, x: jax.Array, ctx: Any) -> Any:
+        out = original(self, span, x, ctx)
         seen.append([leaf.shape for leaf in jax.tree.leaves(out)])
         return out
 
-    monkeypatch.setattr(Stage, "saved", saved)
+    monkeypatch.setattr(LayerLoop, "_saved", saved)
     state = made.state_like()
     with within(made):
         jax.eval_shape(made.grad_fn(), state.params, made.batch_like(), state.loss_scale)
@@ -186,18 +217,18 @@ def look_at(made: Program, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, .
 def test_what_a_vjp_saves_would_show_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above sees what it is for: with the inputs left in, the weights of a layer are among what it saves."""
 
-    def differentiated(self: Stage, span: Span, row: Any, x: Any, ctx: Any) -> Any:
-        return jax.vjp(span.unit, *self.arguments(span, row), x, ctx)
+    def differentiated(self: LayerLoop, span: Span, row: Any, x: Any, ctx: Any) -> Any:
+        return jax.vjp(span.unit, *self._arguments(span, row), x, ctx)
 
-    monkeypatch.setattr(Stage, "differentiated", differentiated)
+    monkeypatch.setattr(LayerLoop, "_differentiated", differentiated)
     made = program(llama("selective", 4), stages(2), microbatches=8)
     seen = []
 
-    def buffers(self: Stage, span: Span, saved: Any, fill: float) -> list:
+    def ring(self: LayerLoop, span: Span, slots: int, saved: Any, fill: float) -> list:
         seen.extend(leaf.shape for leaf in jax.tree.leaves(saved))
         return []
 
-    monkeypatch.setattr(Stage, "buffers", buffers)
+    monkeypatch.setattr(LayerLoop, "_ring", ring)
     state = made.state_like()
     with within(made), pytest.raises(Exception):  # noqa: B017 - rings of no shape fail later, however they do
         jax.eval_shape(made.grad_fn(), state.params, made.batch_like(), state.loss_scale)
