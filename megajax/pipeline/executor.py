@@ -164,8 +164,8 @@ class Ticks(NamedTuple):
 
 
 def runs(busy: np.ndarray) -> str:
-    """busy bool [ticks] or [ticks, stages] -> "runs_3_of_20"; of stages, the one that is busy most often."""
-    return f"runs_{int(busy.sum(0).max())}_of_{len(busy)}"
+    """busy bool [ticks] or [ticks, stages] -> "runs_3_of_20": in how many of the ticks, on average over stages."""
+    return f"runs_{busy.sum()}_of_{busy.size}"
 
 
 def maybe[T](ticks: Ticks, which: Which, work: Callable[[T], T], carry: T) -> T:
