@@ -46,8 +46,9 @@ class Rule(Protocol):
 class Optimizer:
     """A rule for each weight, rates from the schedule by group; decay is apart from moments unless the rule couples it.
 
-    p <- p (1 - lr * decay) - lr * direction(gradient). width: how many times wider the model is than the one its
-    learning rates were found on; rates given for some weights alone (embedding_lr, lr of a group) count as they are.
+    p <- p - lr * (direction(gradient) + decay * p), which rounds each weight once.
+    width: how many times wider the model is than the one its learning rates were found on; rates given for some weights
+    alone (embedding_lr, lr of a group) count as they are.
     """
 
     def __init__(
@@ -83,14 +84,14 @@ class Optimizer:
         for path, p in params.items():
             group, rule, g = self.groups[path], self.rules[path], grads[path]
             lr, decay = now[group]
-            left = p
             if group.decay and rule.coupled:
                 g = g + decay * p
-            elif group.decay:
-                left = p * (1 - lr * decay)
             moments = tuple(before[name][path] for name in rule.moments)
             direction, moments = rule(g, moments, count.astype(jnp.float32))
-            updated[path] = left - lr * direction
+            if group.decay and not rule.coupled:
+                direction = direction + decay * p
+            # One subtraction: p * (1 - lr * decay) would round each weight a second time, and the factor itself.
+            updated[path] = p - lr * direction
             for name, moment in zip(rule.moments, moments, strict=True):
                 after[name][path] = moment
         return updated, {"count": count} | kept(after, self.cfg.moments)
