@@ -366,7 +366,7 @@ class Stage:
         def made(carry: tuple[Sums, Params, Array]) -> tuple[Sums, Params, Array]:
             sums, shared, _ = carry
             rows, ready = self.rows(ticks.microbatch), c.ready if self.early else self.to_all(c.ready)
-            _, pull, new = jax.vjp(lambda w, x: self.staged.head(w, x, rows), self.shared, ready, has_aux=True)
+            _, pull, new = jax.vjp(lambda w, x: self.staged.head(w, x, rows, scale), self.shared, ready, has_aux=True)
             gradients, dy = pull(scale)
             return jax.tree.map(jnp.add, sums, new), add(shared, gradients), self.over_stages(dy)
 

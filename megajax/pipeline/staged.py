@@ -42,5 +42,8 @@ class Staged(NamedTuple):
     """The layers of a chunk."""
     common: Callable[[Params], Params]
     """shared -> those of them that every layer uses; by their paths in `shared`."""
-    head: Callable[[Params, Array, Rows], tuple[Array, Sums]]
-    """(shared, x, rows) -> loss to differentiate [] and what to report; its gradients are a stage's parts."""
+    head: Callable[..., tuple[Array, Sums]]
+    """(shared, x, rows, scale=1.0) -> loss to differentiate [] and what to report; its gradients are a stage's parts.
+
+    scale: of the loss, which the cotangent has too; it changes no value.
+    """

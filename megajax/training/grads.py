@@ -185,7 +185,7 @@ def accumulate(weights: Weights, parts: Staged, mesh: Mesh) -> GradFn:
             sums, (stacked, others), rings = carry
             ctx, x, to_embedding = begin(rows)
             y, rings = layers.forward(0, x, ctx, rings, 0)
-            _, to_head, new = jax.vjp(lambda w, x: parts.head(w, x, rows), shared, y, has_aux=True)
+            _, to_head, new = jax.vjp(lambda w, x: parts.head(w, x, rows, scale), shared, y, has_aux=True)
             gradients, dy = to_head(scale)
             others = add(others, gradients)
             totals = stacked, {path: others[path] for path in common}

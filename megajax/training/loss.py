@@ -29,16 +29,23 @@ class Loss(NamedTuple):
 class LossFn(Protocol):
     """A loss whole, and in the pieces a pipeline needs."""
 
-    def __call__(self, model: DecoderLM, batch: LMBatch, key: Array | None) -> Loss:
-        """Of a microbatch [B, S]; key: random key of the run, None for a deterministic forward."""
+    def __call__(self, model: DecoderLM, batch: LMBatch, key: Array | None, scale: Array | float = 1.0) -> Loss:
+        """Of a microbatch [B, S].
+
+        key: random key of the run, None for a deterministic forward; scale: the loss scale, float32 []. It changes no
+        value of the result. A caller that differentiates scale * loss_sum gives it here too, because the head makes its
+        gradients in the forward pass: they are made with this factor, before they are rounded to the compute dtype.
+        """
         ...
 
     def context(self, model: DecoderLM, batch: LMBatch, key: Array | None) -> Context:
         """What layers know of a microbatch."""
         ...
 
-    def head(self, model: DecoderLM, x: Array, batch: LMBatch, key: Array | None = None) -> Loss:
-        """From the stack's output [B, S, D] on; key: as above, for layers that come after the stack."""
+    def head(
+        self, model: DecoderLM, x: Array, batch: LMBatch, key: Array | None = None, scale: Array | float = 1.0
+    ) -> Loss:
+        """From the stack's output [B, S, D] on; scale as above; key: as above, for layers that come after the stack."""
         ...
 
 
@@ -58,22 +65,26 @@ class LanguageModelLoss:
         """Largest weight_sum of a device that has that many tokens in each microbatch."""
         return microbatches * (tokens if self.average == "tokens" else 1)
 
-    def __call__(self, model: DecoderLM, batch: LMBatch, key: Array | None) -> Loss:
+    def __call__(self, model: DecoderLM, batch: LMBatch, key: Array | None, scale: Array | float = 1.0) -> Loss:
         ctx = self.context(model, batch, key)
-        return self.head(model, model.stack(model.embed(batch.tokens, ctx), ctx), batch, key)
+        return self.head(model, model.stack(model.embed(batch.tokens, ctx), ctx), batch, key, scale)
 
     def context(self, model: DecoderLM, batch: LMBatch, key: Array | None) -> Context:
         return model.context(batch, key, isolated=self.isolated)
 
-    def head(self, model: DecoderLM, x: Array, batch: LMBatch, key: Array | None = None) -> Loss:
+    def head(
+        self, model: DecoderLM, x: Array, batch: LMBatch, key: Array | None = None, scale: Array | float = 1.0
+    ) -> Loss:
         counted = jnp.sum(batch.loss_mask)
-        scale, weight = self._share(counted)
+        share, weight = self._share(counted)
         x = model.finish(x)
-        loss = model.loss(x, batch.labels, batch.loss_mask * scale)
-        out = Loss(loss, weight, {"loss": (loss / scale, counted)})
-        return self._further(model, x, batch, key, out) if model.cfg.prediction is not None else out
+        loss = model.loss(x, batch.labels, batch.loss_mask * (share * scale)) / scale
+        out = Loss(loss, weight, {"loss": (loss / share, counted)})
+        return self._further(model, x, batch, key, scale, out) if model.cfg.prediction is not None else out
 
-    def _further(self, model: DecoderLM, x: Array, batch: LMBatch, key: Array | None, out: Loss) -> Loss:
+    def _further(
+        self, model: DecoderLM, x: Array, batch: LMBatch, key: Array | None, scale: Array | float, out: Loss
+    ) -> Loss:
         """With the losses of heads that predict further ahead, each a mean of the same kind as the main loss.
 
         Average "tokens": a row's last tokens have nothing to predict, and those that do weigh more, so that the row (or
@@ -85,10 +96,10 @@ class LanguageModelLoss:
             labels, mask = ahead(labels, ctx.segments), ahead(mask, ctx.segments)
             weights = mask if self.average != "tokens" else made_up(mask, batch.loss_mask, MADE_UP[prediction.made_up])
             counted = jnp.sum(weights)
-            scale, _ = self._share(counted)
-            loss = model.loss(state, labels, weights * scale)
+            share, _ = self._share(counted)
+            loss = model.loss(state, labels, weights * (share * scale)) / scale
             total = total + loss * (prediction.weight / prediction.depth)
-            metrics = {**metrics, f"loss_{depth + 1}_ahead": (loss / scale, counted)}
+            metrics = {**metrics, f"loss_{depth + 1}_ahead": (loss / share, counted)}
         return Loss(total, weight, metrics)
 
     def _share(self, counted: Array) -> tuple[Array, Array]:

@@ -41,8 +41,8 @@ def staged(
     def enter(shared: Params, x: Array, ctx: Context) -> Array:
         return bind(model, shapes | dict(shared)).enter(x, ctx)
 
-    def head(shared: Params, x: Array, rows: LMBatch) -> tuple[Array, tuple]:
-        out = loss_fn.head(bind(model, shapes | dict(shared)), x, rows, key)
+    def head(shared: Params, x: Array, rows: LMBatch, scale: Array | float = 1.0) -> tuple[Array, tuple]:
+        out = loss_fn.head(bind(model, shapes | dict(shared)), x, rows, key, scale)
         return out.loss_sum, tuple(out)
 
     def common(shared: Params) -> Params:
