@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from roofline import Roof, roof_of
 from stopwatch import readings_in
 
+from megajax.kernels.cross_entropy import CROSS_ENTROPY
 from megajax.layers.embedding import vocabulary_loss
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
@@ -29,6 +30,11 @@ def plain_loss(x: Array, table: Array, labels: Array, weights: Array) -> Array:
     logits = jnp.einsum("btd,vd->btv", x, table, preferred_element_type=jnp.float32)
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)[..., 0]
     return -jnp.sum(weights * picked)
+
+
+def chunked_loss(layout: Layout, vocabulary: int, chunk: int, *arrays: Array) -> Array:
+    """The same of x, table, labels and weights as training has it."""
+    return vocabulary_loss(layout, vocabulary, chunk, CROSS_ENTROPY, *arrays).minimised
 
 
 def table(roof: Roof, *, on_gpu: bool, seconds: float) -> Iterator[dict[str, Any]]:
@@ -63,7 +69,7 @@ def rows(size: tuple[int, int, int], chunks: tuple[int, ...], roof: Roof, second
     weights = jax.device_put(jnp.ones((1, tokens)), whole)
     arguments = (x, matrix, labels, weights)
     calls = {"plain": plain_loss}
-    calls |= {f"chunks of {chunk}": partial(vocabulary_loss, layout, vocabulary, chunk) for chunk in chunks}
+    calls |= {f"chunks of {chunk}": partial(chunked_loss, layout, vocabulary, chunk) for chunk in chunks}
     flops = 6 * tokens * hidden * vocabulary / len(devices)
     with jax.set_mesh(mesh):
         with jax.default_matmul_precision("highest"):

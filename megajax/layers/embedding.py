@@ -9,12 +9,13 @@ cotangent on all of them, and of `vocabulary_loss` each stage gets its part of t
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from megajax.kernels.cross_entropy import VocabularyShard, loss_and_gradients, token_losses, weighted
+from megajax.kernels.cross_entropy import Objective, VocabularyShard, loss_and_gradients, token_losses, weighted
 from megajax.mesh.layout import Layout
 
 TABLE, TOKENS, RESIDUAL = ("vocab", "embed"), ("batch", "seq"), ("batch", "seq_residual", "embed")
@@ -100,47 +101,69 @@ def _beside_loss_backward(layout: Layout, saved: None, dy: Array) -> tuple[Array
 embedded_beside_loss.defvjp(lambda layout, x: (x, None), _beside_loss_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+class VocabularyLoss(NamedTuple):
+    """Weighted sums over the rows that are here, float32 []."""
+
+    minimised: Array
+    """Differentiable."""
+    losses: dict[str, Array]
+    """Those of `Objective.losses`, for reporting: their gradients are not computed and count as 0."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def vocabulary_loss(
-    layout: Layout, size: int, chunk: int, x: Array, table: Array, labels: Array, weights: Array
-) -> Array:
-    """Sum of weights * -log p(label) over the rows that are here, float32 [].
+    layout: Layout, size: int, chunk: int, objective: Objective, x: Array, table: Array, labels: Array, weights: Array
+) -> VocabularyLoss:
+    """Loss of the head, summed over tokens.
 
     size: ids in use, the rest of the table is padding; chunk: tokens whose logits exist at once.
     x [B, S, D] laid out (batch, seq_residual, embed), table [V, D], labels int32 [B, S], weights float32 [B, S].
+
+    Gradients are made in the forward pass, for a cotangent of 1, and rounded to the dtypes of x and table. So a loss
+    scale belongs into the weights: applied to the result it would come after the rounding.
     """
     rows, axes, extra = layout.summed("batch", "seq"), _cut(layout), _extra(layout)
 
-    def local(x: Array, table: Array, labels: Array, weights: Array) -> Array:
-        losses = token_losses(_flat(_whole(x, extra)), table, _flat(labels), _shard(table, size, axes), chunk=chunk)
-        loss = weighted(losses, _flat(weights))
-        return lax.psum(loss, rows) if rows else loss
+    def local(x: Array, table: Array, labels: Array, weights: Array) -> dict[str, Array]:
+        shard, x, weights = _shard(table, size, axes), _flat(_whole(x, extra)), _flat(weights)
+        losses = token_losses(x, table, _flat(labels), shard, objective, chunk=chunk)
+        sums = {name: weighted(each, weights) for name, each in losses.items()}
+        return lax.psum(sums, rows) if rows else sums
 
-    return layout.island(local, (RESIDUAL, TABLE, TOKENS, TOKENS), ())(x, table, labels, weights)
+    sums = layout.island(local, (RESIDUAL, TABLE, TOKENS, TOKENS), ())(x, table, labels, weights)
+    return VocabularyLoss(objective.minimised(sums), sums)
 
 
 def _loss_forward(
-    layout: Layout, size: int, chunk: int, x: Array, table: Array, labels: Array, weights: Array
-) -> tuple[Array, tuple[Array, Array]]:
+    layout: Layout, size: int, chunk: int, objective: Objective, x: Array, table: Array, labels: Array, weights: Array
+) -> tuple[VocabularyLoss, tuple[Array, Array]]:
     rows, axes, extra = layout.summed("batch", "seq"), _cut(layout), _extra(layout)
     here = layout.summed("vocab")
 
-    def local(x: Array, table: Array, labels: Array, weights: Array) -> tuple[Array, Array, Array]:
+    def local(x: Array, table: Array, labels: Array, weights: Array) -> tuple[dict[str, Array], Array, Array]:
         shard, x = _shard(table, size, axes), _whole(x, extra)
-        loss, dx, dtable = loss_and_gradients(_flat(x), table, _flat(labels), _flat(weights), shard, chunk=chunk)
+        given = _flat(x), table, _flat(labels), _flat(weights)
+        sums, dx, dtable = loss_and_gradients(*given, shard, objective, chunk=chunk)
         dx = _summed(dx.reshape(x.shape), here, extra)
         if rows:
-            loss, dtable = lax.psum(loss, rows), lax.psum(dtable, rows)
-        return loss, dx, dtable.astype(table.dtype)
+            sums, dtable = lax.psum(sums, rows), lax.psum(dtable, rows)
+        return sums, dx, dtable.astype(table.dtype)
 
     island = layout.island(local, (RESIDUAL, TABLE, TOKENS, TOKENS), ((), RESIDUAL, TABLE))
-    loss, dx, dtable = island(x, table, labels, weights)
-    return loss, (dx, dtable)
+    sums, dx, dtable = island(x, table, labels, weights)
+    return VocabularyLoss(objective.minimised(sums), sums), (dx, dtable)
 
 
-def _loss_backward(layout: Layout, size: int, chunk: int, saved: tuple[Array, Array], dloss: Array) -> tuple:
-    del layout, size, chunk
-    dx, dtable = saved
+def _loss_backward(
+    layout: Layout,
+    size: int,
+    chunk: int,
+    objective: Objective,
+    saved: tuple[Array, Array],
+    cotangent: VocabularyLoss,
+) -> tuple:
+    del layout, size, chunk, objective
+    (dx, dtable), dloss = saved, cotangent.minimised
     return (dx * dloss).astype(dx.dtype), (dtable * dloss).astype(dtable.dtype), None, None
 
 
@@ -153,7 +176,7 @@ def vocabulary_token_losses(layout: Layout, size: int, chunk: int, x: Array, tab
 
     def local(x: Array, table: Array, labels: Array) -> Array:
         losses = token_losses(_flat(_whole(x, extra)), table, _flat(labels), _shard(table, size, axes), chunk=chunk)
-        return losses.reshape(labels.shape)
+        return losses["loss"].reshape(labels.shape)
 
     return layout.island(local, (RESIDUAL, TABLE, TOKENS), TOKENS)(x, table, labels)
 

@@ -1,6 +1,7 @@
 """What a decoder can be told; importing this imports neither jax nor flax."""
 
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import ClassVar, Literal
 
 from megajax.config.builds import Builds
@@ -110,6 +111,12 @@ class DecoderConfig(Builds):
     More takes longer to compile and lets the compiler work across layers."""
     loss_chunk: int = 1024
     """Tokens whose float32 logits exist at once."""
+    label_smoothing: float = 0.0
+    """Probability that training's target gives to all ids in use but the label, together and each the same; evaluation
+    is without it."""
+    z_loss: float = 0.0
+    """Coefficient of log(Z)^2, which training adds to the loss of a token, Z being the softmax's denominator; 1e-4 in
+    PaLM; evaluation is without it."""
 
     def problems(self) -> list[Problem]:
         found = []
@@ -120,6 +127,9 @@ class DecoderConfig(Builds):
             found.append(Problem("unroll", f"must be at least 1, got {self.unroll}", "none for all layers"))
         if not 0 <= self.dropout < 1:
             found.append(Problem("dropout", f"must be at least 0 and below 1, got {self.dropout}"))
+        if not 0 <= self.z_loss < inf:
+            found.append(Problem("z_loss", f"must be a number from 0 up, got {self.z_loss}"))
+        found += self._smoothing_problems()
         found += above_zero(init_std=self.init_std, embedding_std=self.embedding_std)
         found += self._recompute_problems()
         blocks = {f"stack.pattern.{place}": block for place, block in enumerate(self.stack.pattern)}
@@ -142,6 +152,13 @@ class DecoderConfig(Builds):
             together=self.recompute_together,
             offload=self.offload,
         )
+
+    def _smoothing_problems(self) -> list[Problem]:
+        if not 0 <= self.label_smoothing < 1:
+            return [Problem("label_smoothing", f"must be at least 0 and below 1, got {self.label_smoothing}")]
+        if self.label_smoothing and self.vocabulary_size < 2:
+            return [Problem("label_smoothing", "needs at least 2 ids in the vocabulary")]
+        return []
 
     def _recompute_problems(self) -> list[Problem]:
         names = {"layers": "recompute_layers", "together": "recompute_together"}

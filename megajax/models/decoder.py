@@ -8,8 +8,15 @@ from flax import nnx
 from jax import Array, lax
 
 from megajax.batch import LMBatch
+from megajax.kernels.cross_entropy import Objective
 from megajax.layers.context import Context, dropout
-from megajax.layers.embedding import embed, embedded_beside_loss, vocabulary_loss, vocabulary_token_losses
+from megajax.layers.embedding import (
+    VocabularyLoss,
+    embed,
+    embedded_beside_loss,
+    vocabulary_loss,
+    vocabulary_token_losses,
+)
 from megajax.layers.param import Normal, Site, param
 from megajax.layers.stack import recomputed
 from megajax.mesh.layout import Layout
@@ -105,15 +112,19 @@ class DecoderLM(nnx.Module):
         """The head's table [V, D]."""
         return self.tokens[...] if self.cfg.tied else self.head[...]
 
-    def loss(self, x: Array, labels: Array, weights: Array) -> Array:
-        """Weighted sum of token losses, float32 []: of the rows that are here."""
-        x = scaled(x, self.cfg.logit_factor())
+    def loss(self, x: Array, labels: Array, weights: Array) -> VocabularyLoss:
+        """Weighted sums of token losses over the rows that are here: what is minimised, and what to report.
+
+        The loss scale belongs into the weights, see `vocabulary_loss`.
+        """
+        cfg, x = self.cfg, scaled(x, self.cfg.logit_factor())
+        objective = Objective(cfg.label_smoothing, cfg.z_loss)
         return vocabulary_loss(
-            self.layout, self.cfg.vocabulary_size, self.cfg.loss_chunk, x, self.table(), labels, weights
+            self.layout, cfg.vocabulary_size, cfg.loss_chunk, objective, x, self.table(), labels, weights
         )
 
     def token_losses(self, x: Array, labels: Array) -> Array:
-        """Loss of each token, float32 [B, S]; not to be differentiated."""
+        """Cross-entropy of each token, float32 [B, S]; not to be differentiated."""
         x = scaled(x, self.cfg.logit_factor())
         return vocabulary_token_losses(
             self.layout, self.cfg.vocabulary_size, self.cfg.loss_chunk, x, self.table(), labels

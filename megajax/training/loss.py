@@ -51,7 +51,8 @@ class LossFn(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LanguageModelLoss:
-    """Next-token cross-entropy over the tokens the mask counts.
+    """Next-token loss over the tokens the mask counts: cross-entropy, with smoothed labels and a z-loss if the model's
+    config has them. The metric `loss` is the cross-entropy alone.
 
     average "tokens": every counted token weighs 1. "microbatches": tokens of a device's microbatch share a weight of 1
     between them (Megatron-LM's default), which makes the gradient the mean of microbatch means.
@@ -78,8 +79,9 @@ class LanguageModelLoss:
         counted = jnp.sum(batch.loss_mask)
         share, weight = self._share(counted)
         x = model.finish(x)
-        loss = model.loss(x, batch.labels, batch.loss_mask * (share * scale)) / scale
-        out = Loss(loss, weight, {"loss": (loss / share, counted)})
+        found = model.loss(x, batch.labels, batch.loss_mask * (share * scale))
+        metrics = {name: (each / scale / share, counted) for name, each in found.losses.items()}
+        out = Loss(found.minimised / scale, weight, metrics)
         return self._further(model, x, batch, key, scale, out) if model.cfg.prediction is not None else out
 
     def _further(
@@ -97,9 +99,9 @@ class LanguageModelLoss:
             weights = mask if self.average != "tokens" else made_up(mask, batch.loss_mask, MADE_UP[prediction.made_up])
             counted = jnp.sum(weights)
             share, _ = self._share(counted)
-            loss = model.loss(state, labels, weights * (share * scale)) / scale
-            total = total + loss * (prediction.weight / prediction.depth)
-            metrics = {**metrics, f"loss_{depth + 1}_ahead": (loss / share, counted)}
+            found = model.loss(state, labels, weights * (share * scale))
+            total = total + found.minimised / scale * (prediction.weight / prediction.depth)
+            metrics = {**metrics, f"loss_{depth + 1}_ahead": (found.losses["loss"] / scale / share, counted)}
         return Loss(total, weight, metrics)
 
     def _share(self, counted: Array) -> tuple[Array, Array]:

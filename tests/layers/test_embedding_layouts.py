@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax.kernels.cross_entropy import CROSS_ENTROPY
 from megajax.layers.embedding import embed, vocabulary_loss, vocabulary_token_losses
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
@@ -49,7 +50,7 @@ def ours(layout: Layout, given: Given) -> Found:
     def total(table, head):
         x = embed(layout, table, given.tokens)
         whole = layout.act(x, "batch", "seq", "embed")
-        loss = vocabulary_loss(layout, SIZE, 5, whole, head, given.labels, given.weights)
+        loss = vocabulary_loss(layout, SIZE, 5, CROSS_ENTROPY, whole, head, given.labels, given.weights).minimised
         losses = vocabulary_token_losses(layout, SIZE, 5, *map(jax.lax.stop_gradient, (whole, head)), given.labels)
         return 0.5 * loss + jnp.sum(x * given.dy), (x, loss, losses)
 

@@ -173,7 +173,13 @@ def test_bfloat16_stays_in_the_residual_stream_and_leaves_logits_and_loss_in_flo
         bound = bind(model, values)
         x = bound.embed(TOKENS, Context(jnp.asarray(POSITIONS), jnp.arange(LENGTH)))
         y = bound.finish(bound.stack(x, Context(jnp.asarray(POSITIONS), jnp.arange(LENGTH))))
-        return x, y, bound.logits(y), bound.loss(y, TOKENS, jnp.ones(TOKENS.shape)), bound.token_losses(y, TOKENS)
+        return (
+            x,
+            y,
+            bound.logits(y),
+            bound.loss(y, TOKENS, jnp.ones(TOKENS.shape)).minimised,
+            bound.token_losses(y, TOKENS),
+        )
 
     dtypes = [str(each.dtype) for each in jax.eval_shape(parts, low)]
     assert dtypes == ["bfloat16", "bfloat16", "float32", "float32", "float32"]

@@ -9,6 +9,7 @@ import pytest
 from tiny_runs import gpt, llama, train
 
 from megajax.batch import LMBatch
+from megajax.layers.embedding import VocabularyLoss
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig, PredictionConfig
 from megajax.models.prediction import ahead
@@ -45,7 +46,8 @@ class Known:
         return [self.ahead]
 
     def loss(self, losses, labels, weights):
-        return jnp.sum(losses * weights)
+        total = jnp.sum(losses * weights)
+        return VocabularyLoss(total, {"loss": total})
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,8 @@ def gradients(parallel: ParallelConfig, compute: str, average: str, scale: float
         params = {path: np.float32(np.float16(w)) for path, w in start(made).params.items()}
         params, batch = jax.device_put(params, made.shardings.params), place(made, rows())
         scale *= 1.0 if average == "microbatches" else 2.0**-8
-        out = jax.jit(made.grad_fn()).lower(params, batch, np.float32(scale)).compile(compiler_options=dict(QUICK))(
-            params, batch, np.float32(scale)
-        )
+        given = params, batch, np.float32(scale)
+        out = jax.jit(made.grad_fn()).lower(*given).compile(compiler_options=dict(QUICK))(*given)
         return {path: np.asarray(g) / (scale * float(out.weight_sum)) for path, g in out.grads.items()}
 
 

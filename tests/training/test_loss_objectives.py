@@ -1,0 +1,94 @@
+"""Training with label smoothing and z-loss: its gradients, its metrics, and that all layouts agree."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_runs import ONE, QUICK, VOCABULARY, llama, place, program, rows, start, train, within
+
+from megajax.layers.param import bind
+from megajax.mesh.config import ParallelConfig
+from megajax.models.config import PredictionConfig
+
+SMOOTHING, Z = 0.1, 1e-2
+MODEL = replace(llama(), label_smoothing=SMOOTHING, z_loss=Z)
+
+
+def token_terms(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
+    """[B, S] each."""
+    log_p, log_z = jax.nn.log_softmax(logits), jax.nn.logsumexp(logits, -1)
+    at_label = jnp.take_along_axis(log_p, labels[..., None], -1)[..., 0]
+    rest = SMOOTHING / (VOCABULARY - 1)
+    smoothed = -(1 - SMOOTHING) * at_label - rest * (log_p.sum(-1) - at_label)
+    return {"loss": -at_label, "smoothed_loss": smoothed, "z_loss": Z * log_z**2}
+
+
+@pytest.mark.parametrize("average", ["tokens", "microbatches"])
+def test_gradients_and_metrics_are_those_of_a_plain_log_softmax(average):
+    made = program(MODEL, ONE, microbatches=2, average=average, isolated=False)
+
+    def plain(params, batch):
+        total, sums = 0.0, {"loss": 0.0, "smoothed_loss": 0.0, "z_loss": 0.0}
+        for number in range(2):
+            piece = jax.tree.map(lambda leaf, number=number: leaf[number], batch)
+            model = bind(made.abstract, params)
+            logits = model.logits(model.trunk(piece.tokens, model.context(piece)))
+            terms = {name: jnp.sum(x * piece.loss_mask) for name, x in token_terms(logits, piece.labels).items()}
+            share = 1 / jnp.sum(piece.loss_mask) if average == "microbatches" else 1.0
+            total += (terms["smoothed_loss"] + terms["z_loss"]) * share
+            sums = {name: sums[name] + terms[name] for name in sums}
+        return total, sums
+
+    with within(made):
+        params, batch = start(made).params, place(made, rows())
+        found = jax.jit(made.grad_fn(), compiler_options=dict(QUICK))(params, batch, np.float32(4))
+        differentiated = jax.jit(jax.value_and_grad(plain, has_aux=True), compiler_options=dict(QUICK))
+        (total, sums), gradients = differentiated(params, batch)
+        evaluated = jax.device_get(made.eval_step(params, batch)["loss"])
+    np.testing.assert_allclose(found.loss_sum, total, rtol=1e-5)
+    assert found.metrics.keys() == sums.keys()
+    for name, expected in sums.items():
+        np.testing.assert_allclose(found.metrics[name][0], expected, rtol=1e-5, err_msg=name)
+        assert found.metrics[name][1] == batch.loss_mask.sum()
+    np.testing.assert_allclose(evaluated[0], sums["loss"], rtol=1e-5)
+    for path, expected in gradients.items():
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(found.grads[path] / 4, expected, atol=1e-4 * scale, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        (MODEL, ParallelConfig(pipeline=2, data=1, tensor=2)),
+        pytest.param(
+            replace(MODEL, prediction=PredictionConfig(weight=0.3)),
+            ParallelConfig(pipeline=2, data=2, tensor=2, sequence=True),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["one head", "further ahead"],
+)
+def test_layouts_that_cut_the_vocabulary_train_alike(model, parallel):
+    expected, found = (train(model, each, microbatches=3, steps=1, evaluated=False) for each in (ONE, parallel))
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
+    np.testing.assert_allclose(found.norms, expected.norms, rtol=1e-5)
+    top = max(np.abs(g).max() for g in expected.gradients.values())
+    for path, g in expected.gradients.items():
+        scale = max(np.abs(g).max(), 1e-3 * top)
+        np.testing.assert_allclose(found.gradients[path], g, atol=1e-5 * scale, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"label_smoothing": 1.0}, "label_smoothing"),
+        ({"label_smoothing": -0.1}, "label_smoothing"),
+        ({"label_smoothing": 0.1, "vocabulary_size": 1}, "label_smoothing"),
+        ({"z_loss": -1e-4}, "z_loss"),
+        ({"z_loss": float("inf")}, "z_loss"),
+    ],
+)
+def test_problems(changes, where):
+    assert [problem.where for problem in replace(llama(), **changes).problems()] == [where]
