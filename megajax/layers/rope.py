@@ -21,23 +21,40 @@ class Rope:
     head_dim: int
 
     def frequencies(self) -> np.ndarray:
-        """Radians per position, float32 [R/2]."""
-        size = self.cfg.rotated(self.head_dim)
-        plain = self.cfg.base ** (-np.arange(0, size, 2, dtype=np.float32) / size)
-        match self.cfg.scaling:
+        """Radians per position, float64 [R/2]; computed on the host, as JAX has no float64 by default."""
+        size, scaling = self.cfg.rotated(self.head_dim), self.cfg.scaling
+        plain = self.cfg.base ** (-np.arange(0, size, 2, dtype=np.float64) / size)
+        match scaling:
             case None:
-                return plain
-            case Llama3ScalingConfig() as scaling:
-                return stretched(plain, scaling)
-            case YarnScalingConfig() as scaling:
-                return interpolated(plain, scaling, self.cfg.base)
+                scaled = plain
+            case Llama3ScalingConfig():
+                scaled = stretched(plain, scaling)
+            case YarnScalingConfig():
+                scaled = interpolated(plain, scaling, self.cfg.base)
+        return scaled / self.cfg.interpolation
+
+    def angles(self, positions: Array) -> Array:
+        """positions int32 [B, S] -> position * frequency modulo 2 pi, in [-pi, pi], float32 [B, S, R/2].
+
+        A float32 product of position and frequency loses the fraction of a turn at large positions. Here a frequency is
+        a fixed-point number of turns per position with 32 bits after the point; the int32 product wraps around once a
+        turn, so it is exact modulo one turn. What rounding cut off each frequency is at most half a unit, and is
+        multiplied by the position in float32. The error is at most 3e-7 radians for every int32 position.
+        """
+        units = self.frequencies()[None, None] / (2 * pi) * 2.0**32
+        whole = np.rint(units)
+        rest = (units - whole).astype(np.float32)
+        wrapped = (whole.astype(np.int64) & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
+        position = jnp.asarray(positions, jnp.int32)[:, :, None]
+        phase = position * wrapped + (position.astype(jnp.float32) * rest).astype(jnp.int32)
+        return phase.astype(jnp.float32) * (2 * pi / 2**32)
 
     def __call__(self, x: Array, positions: Array) -> Array:
-        """x [B, S, N, H], positions int32 [B, S] -> [B, S, N, H]; angles in float32."""
+        """x [B, S, N, H], positions int32 [B, S] -> [B, S, N, H]; rotated in float32."""
         size, scaling = self.cfg.rotated(self.head_dim), self.cfg.scaling
-        angles = positions[:, :, None].astype(jnp.float32) / self.cfg.interpolation * self.frequencies()[None, None]
+        angles = self.angles(positions)[:, :, None]
         magnitude = 1.0 if scaling is None else scaling.magnitude()
-        cos, sin = jnp.cos(angles)[:, :, None] * magnitude, jnp.sin(angles)[:, :, None] * magnitude
+        cos, sin = jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
         turned = self.turned(x[..., :size].astype(jnp.float32), cos, sin).astype(x.dtype)
         return turned if size == x.shape[-1] else jnp.concatenate([turned, x[..., size:]], axis=-1)
 
@@ -54,7 +71,7 @@ def stretched(frequencies: np.ndarray, cfg: Llama3ScalingConfig) -> np.ndarray:
     """Llama 3.1's rule: long wavelengths times `factor`, short ones as they are, a smooth passage between."""
     wavelengths = 2 * pi / frequencies
     smooth = np.clip((cfg.original / wavelengths - cfg.low) / (cfg.high - cfg.low), 0, 1)
-    return (smooth * frequencies + (1 - smooth) * frequencies / cfg.factor).astype(np.float32)
+    return smooth * frequencies + (1 - smooth) * frequencies / cfg.factor
 
 
 def interpolated(frequencies: np.ndarray, cfg: YarnScalingConfig, base: float) -> np.ndarray:
@@ -73,5 +90,5 @@ def interpolated(frequencies: np.ndarray, cfg: YarnScalingConfig, base: float) -
         first, last = floor(first), ceil(last)
     first, last = max(first, 0), min(last, size - 1)
     width = (last - first) or 0.001
-    passage = np.clip((np.arange(size // 2, dtype=np.float32) - first) / width, 0, 1)
-    return (frequencies / cfg.factor * passage + frequencies * (1 - passage)).astype(np.float32)
+    passage = np.clip((np.arange(size // 2) - first) / width, 0, 1)
+    return frequencies / cfg.factor * passage + frequencies * (1 - passage)

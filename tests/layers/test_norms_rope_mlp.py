@@ -90,7 +90,7 @@ def test_rope_turns_complex_numbers():
     np.testing.assert_allclose(rope(x, positions), rotated(x, positions, frequencies), atol=2e-5)
 
 
-def test_rope_of_bfloat16_turns_by_float32_angles():
+def test_rope_of_bfloat16_is_computed_in_float32():
     """At position 5001, bfloat16 would be off by up to 16 radians."""
     rope = RopeConfig().build(8)
     x = jnp.asarray(RNG.normal(size=(1, 1, 1, 8)), jnp.bfloat16)
@@ -98,6 +98,26 @@ def test_rope_of_bfloat16_turns_by_float32_angles():
     exact = rotated(np.asarray(x, np.float64), np.array([[5001]]), 10000.0 ** (-np.arange(4) / 4))
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(found, np.float32), exact, rtol=2**-7, atol=2**-7)
+
+
+LONG = [
+    RopeConfig(),
+    RopeConfig(base=500000.0, scaling=Llama3ScalingConfig()),
+    RopeConfig(scaling=YarnScalingConfig(factor=40.0)),
+    RopeConfig(interpolation=3.0),
+]
+
+
+@pytest.mark.parametrize("config", LONG)
+def test_rope_is_as_exact_at_a_million_positions_as_at_the_first(config):
+    """A float32 product of position and frequency is off by 1e-2 at 131,071, and by up to 1 at the last."""
+    rope = config.build(128)
+    chosen = np.concatenate([[0, 1, -7, 131071, 2**20, 2**31 - 1], RNG.integers(0, 2**20, 2000)])
+    x = np.concatenate([np.ones((1, len(chosen), 1, 64)), np.zeros((1, len(chosen), 1, 64))], -1).astype(np.float32)
+    found = jax.jit(lambda positions: rope(x, positions))(jnp.asarray(chosen, jnp.int32)[None])
+    magnitude = 1.0 if config.scaling is None else config.scaling.magnitude()
+    exact = magnitude * rotated(x.astype(np.float64), chosen[None].astype(np.float64), rope.frequencies())
+    np.testing.assert_allclose(found, exact, rtol=0, atol=1e-6)
 
 
 def test_a_part_of_a_head_is_rotated_and_the_rest_left_alone():
@@ -134,7 +154,7 @@ def test_yarn_keeps_what_turns_often_and_stretches_what_turns_seldom():
     # 64 ln(4096 / (2 pi turns)) / (2 ln 10000) is 10.4 for 32 turns and 22.5 for one.
     for pair, (old, new) in enumerate(zip(plain, found, strict=True)):
         share = min(max((pair - 10) / (23 - 10), 0), 1)
-        np.testing.assert_allclose(new, old / 40 * share + old * (1 - share), rtol=2e-5)
+        np.testing.assert_allclose(new, old / 40 * share + old * (1 - share), rtol=1e-12)
     unrounded = RopeConfig(scaling=YarnScalingConfig(factor=40.0, rounded=False)).build(64).frequencies()
     assert 0 < np.abs(unrounded / found - 1).max() < 0.5
 
@@ -167,7 +187,7 @@ def test_stretched_rope_is_llama_3_1s():
         else:
             smooth = (8192 / wavelength - 1) / 3
             expected = (1 - smooth) * old / 8 + smooth * old
-        np.testing.assert_allclose(new, expected, rtol=1e-5)
+        np.testing.assert_allclose(new, expected, rtol=1e-12)
     assert 0 < np.sum((found < plain) & (found > plain / 8 * 1.0001)) < 20
 
 
