@@ -47,7 +47,6 @@ HEAVY = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax", "grain", "tensorsto
 
 SPECS = {
     "megajax.data.loader": "PartitionSpec(*sharding.spec[:2])",
-    "megajax.training.rows": "PartitionSpec(None, *rest)",
 }
 """Reviewed PartitionSpecs outside mesh/ and other than the empty one in training: none names a mesh axis."""
 

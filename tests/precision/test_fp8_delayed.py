@@ -240,8 +240,9 @@ def test_rows_follow_their_layers_to_another_pipeline() -> None:
     there = like_stored(like, other.arrays, stored)
     assert {leaf.shape for leaf in there.maxima.values()} == {(3, 3, 2)}
     drawn = {path: np.random.default_rng(0).random(leaf.shape, np.float32) for path, leaf in there.maxima.items()}
-    empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), there)
-    moved = reorder(replace(empty, maxima=jax.tree.map(jnp.asarray, drawn)), like, other.arrays, stored, wanted)
+    empty = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), there)
+    restored = jax.device_put(replace(empty, maxima=drawn), jax.tree.map(lambda leaf: leaf.sharding, there))
+    moved = reorder(restored, like, other.arrays, stored, wanted)
     for path, history in moved.maxima.items():
         for row, layer in enumerate(wanted):
             np.testing.assert_array_equal(history[row], drawn[path][layer] if layer >= 0 else 0)

@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
 from small_jobs import model, run_config
 
@@ -12,8 +10,6 @@ from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import ScheduleConfig
 from megajax.training.config import BatchConfig
 from megajax.training.job import train
-from megajax.training.rows import reorder
-from megajax.training.session import setup
 
 STEPS = 6
 LEGS = {
@@ -58,20 +54,3 @@ def whole(tmp_path_factory) -> dict[int, float]:
 )
 def test_a_run_goes_on_in_another_pipeline(tmp_path, whole, legs):
     assert one_run(tmp_path, legs) == pytest.approx(whole, rel=1e-5)
-
-
-def test_rows_find_their_places():
-    run = setup(run_config(model=model(repeats=3), parallel=ParallelConfig(data=1)))
-    program = run.program
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), run.state)
-    stored, wanted = (2, -1, 0, 1), (1, 0, -1, 2)
-
-    def rows(leaf, order):
-        return np.stack([np.zeros_like(leaf[0]) if row < 0 else leaf[row] for row in order])
-
-    before = jax.tree.map(np.asarray, run.state)
-    given = dict(before.params) | {p: rows(w, stored) for p, w in before.params.items() if program.declared[p].layers}
-    moved = reorder(run.state.__class__(**vars(before) | {"params": given}), like, program.declared, stored, wanted)
-    for path, weight in before.params.items():
-        expected = rows(weight, wanted) if program.declared[path].layers else weight
-        np.testing.assert_array_equal(moved.params[path], expected, err_msg=path)

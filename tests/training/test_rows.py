@@ -1,0 +1,125 @@
+"""Stacked arrays from one order of rows to another: values, layouts and memory."""
+
+from dataclasses import replace
+from functools import cache
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from tiny_runs import Program, llama, program
+
+from megajax.mesh.config import ParallelConfig
+from megajax.optim.config import AdamWConfig
+from megajax.training import rows
+from megajax.training.rows import like_stored, reorder
+from megajax.training.state import TrainState
+
+PIPELINE = ParallelConfig(pipeline=4, data=2, data_sharding="zero1")
+
+
+@cache
+def made(repeats: int, parallel: ParallelConfig = PIPELINE, offload: float = 0.0) -> Program:
+    whole = program(llama(repeats=repeats), parallel, microbatches=4)
+    return Program.of(replace(whole.cfg, optimizer=AdamWConfig(offload=offload)), whole.mesh)
+
+
+def restored(run: Program, stored: tuple[int, ...]) -> TrainState:
+    """A state of random numbers as it comes from a checkpoint with rows in that order."""
+    like = like_stored(run.state_like(), run.arrays, stored)
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda leaf: jax.device_put(rng.normal(size=leaf.shape).astype(leaf.dtype), leaf.sharding), like
+    )
+
+
+def on_devices(leaf: Any) -> int:
+    """Bytes of an array on all devices together."""
+    return leaf.sharding.num_devices * prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def held(tree: Any) -> int:
+    return sum(map(on_devices, jax.tree.leaves(tree)))
+
+
+def live() -> int:
+    return sum(on_devices(leaf) for leaf in jax.live_arrays())
+
+
+@pytest.mark.parametrize(
+    ("stored", "offload"),
+    [
+        pytest.param((3, -1, 0, 5, 1, 2, -1, 4), 0.0, id="rows divide", marks=pytest.mark.slow),
+        pytest.param((5, 4, 3, 2, 1, 0), 1.0, id="rows do not divide, moments on the host"),
+    ],
+)
+def test_rows_find_their_places(stored, offload):
+    """Moments in host memory too; six layers on four stages have two rows of padding."""
+    run = made(6, offload=offload)
+    wanted, like = run.partition.order(), run.state_like()
+    assert sorted(wanted) == [-1, -1, *range(6)]
+    state = restored(run, stored)
+    before = jax.tree.map(np.asarray, state)
+    moved = reorder(state, like, run.arrays, stored, wanted)
+    parts = {"params": (before.params, moved.params)} | {
+        name: (before.optimizer[name], moved.optimizer[name]) for name in ("first_moment", "second_moment")
+    }
+    for name, (old, new) in parts.items():
+        for path, array in new.items():
+            spec, expected = run.declared[path], old[path]
+            if spec.layers:
+                row = {repeat: expected[place] for place, repeat in enumerate(stored)}
+                expected = np.stack([row[repeat] if repeat >= 0 else np.zeros_like(row[0]) for repeat in wanted])
+            np.testing.assert_array_equal(array, expected, err_msg=f"{name} {path}")
+    assert jax.tree.map(lambda x: x.sharding, moved) == jax.tree.map(lambda x: x.sharding, like)
+
+
+def test_memory_never_holds_more_than_the_state_and_one_array_twice(monkeypatch):
+    """`uncut` is called before each array is read: by then, all arrays before it are there once."""
+    run = made(8)
+    stored, wanted, like = tuple(reversed(range(8))), run.partition.order(), run.state_like()
+    others = live()
+    state = restored(run, stored)
+    whole, seen, uncut = held(state), [], rows.uncut
+
+    def watched(*arguments: Any) -> NamedSharding:
+        seen.append(live() - others)
+        return uncut(*arguments)
+
+    monkeypatch.setattr(rows, "uncut", watched)
+    moved = reorder(state, like, run.arrays, stored, wanted)
+    stacked = [path for path, spec in run.declared.items() if spec.layers]
+    assert len(seen) == 3 * len(stacked) and max(seen) == whole == held(moved)
+    assert all(state.params[path].is_deleted() for path in stacked)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(moved))
+
+
+def test_rows_that_do_not_divide_leave_each_device_its_share():
+    """Seven rows over four stages: the embedding dimension is cut four times as often instead."""
+    run = made(8)
+    like = run.state_like()
+    there = like_stored(like, run.arrays, range(7))
+    for path, spec in run.declared.items():
+        if not spec.layers:
+            continue
+        assert on_devices(there.params[path]) * 8 == on_devices(like.params[path]) * 7, path
+        assert on_devices(there.optimizer["first_moment"][path]) * 8 == on_devices(like.params[path]) * 7, path
+    assert there.params["stack.blocks.0.mixer.query"].sharding.spec == PartitionSpec(
+        None, ("data", "expert", "context", "pipeline"), "tensor", None
+    )
+
+
+def test_one_array_is_never_whole_on_a_device():
+    """Rows change places between stages by an all-to-all; the compiler's own way is to gather all of them."""
+    run = made(8)
+    target = run.state_like().params["stack.blocks.0.mlp.up"]
+    shape = (8, *target.shape[1:])
+    source, none = np.arange(8, dtype=np.int32)[::-1], np.zeros(8, bool)
+    place = NamedSharding(run.mesh, target.sharding.spec)
+    take = jax.jit(
+        lambda leaf: rows._take(leaf, source, none, rows.uncut(place, shape)), in_shardings=place, out_shardings=place
+    )
+    text = take.lower(jax.ShapeDtypeStruct(shape, target.dtype)).compile().as_text()
+    assert "all-to-all" in text and "all-gather" not in text
