@@ -9,6 +9,7 @@ from megajax.layers.config import AttentionConfig
 from megajax.layers.context import Context
 from megajax.layers.core_attention import CoreAttention, choose_kernel
 from megajax.layers.param import ZEROS, Normal, Site, maxima, param
+from megajax.mesh.copies import copy_heads
 
 __all__ = ["Attention", "choose_kernel"]
 
@@ -20,16 +21,17 @@ class Attention(nnx.Module):
         hidden, heads, groups, size = site.hidden, cfg.heads, cfg.groups(), cfg.size(site.hidden)
         self.cfg, self.layout = cfg, site.layout
         inner, outer = Normal(site.std), Normal(site.output_std)
+        shared = (site.layout.plan.kv_heads(groups), "head_dim")
         self.query = param((hidden, heads, size), ("embed", "heads", "head_dim"), init=inner)
-        self.key = param((hidden, groups, size), ("embed", "kv_heads", "head_dim"), init=inner)
-        self.value = param((hidden, groups, size), ("embed", "kv_heads", "head_dim"), init=inner)
+        self.key = param((hidden, groups, size), ("embed", *shared), init=inner)
+        self.value = param((hidden, groups, size), ("embed", *shared), init=inner)
         self.output = param((heads, size, hidden), ("heads", "head_dim", "embed"), init=outer)
         if cfg.gate:
             self.gate = param((hidden, heads, size), ("embed", "heads", "head_dim"), init=inner)
         if cfg.has_qkv_bias():
             self.query_bias = param((heads, size), ("heads", "head_dim"), init=ZEROS, role="bias")
-            self.key_bias = param((groups, size), ("kv_heads", "head_dim"), init=ZEROS, role="bias")
-            self.value_bias = param((groups, size), ("kv_heads", "head_dim"), init=ZEROS, role="bias")
+            self.key_bias = param((groups, size), shared, init=ZEROS, role="bias")
+            self.value_bias = param((groups, size), shared, init=ZEROS, role="bias")
         if cfg.has_qkv_bias() and cfg.gate:
             self.gate_bias = param((heads, size), ("heads", "head_dim"), init=ZEROS, role="bias")
         if cfg.bias:
@@ -58,20 +60,41 @@ class Attention(nnx.Module):
         return self.layout.add_bias(y, self.output_bias[...]) if self.cfg.bias else y
 
     def project(self, x: Array) -> tuple[Array, Array, Array]:
-        """[B, S, D] -> queries [B, S, N, H], keys and values [B, S, K, H]."""
+        """[B, S, D] -> queries [B, S, N, H], keys and values [B, S, K, H]; with copies of heads, K counts them."""
         dot = self.layout.dot
         q = dot(
             "bsd,dnh->bsnh", x, self.query[...], "batch", "seq", "heads", "head_dim", maxima=self.maxima.get("query")
         )
         k = dot(
-            "bsd,dkh->bskh", x, self.key[...], "batch", "seq", "kv_heads", "head_dim", maxima=self.maxima.get("key")
+            "bsd,dkh->bskh",
+            x,
+            self.own(self.key),
+            "batch",
+            "seq",
+            "kv_heads",
+            "head_dim",
+            maxima=self.maxima.get("key"),
         )
         v = dot(
-            "bsd,dkh->bskh", x, self.value[...], "batch", "seq", "kv_heads", "head_dim", maxima=self.maxima.get("value")
+            "bsd,dkh->bskh",
+            x,
+            self.own(self.value),
+            "batch",
+            "seq",
+            "kv_heads",
+            "head_dim",
+            maxima=self.maxima.get("value"),
         )
         if not self.cfg.has_qkv_bias():
             return q, k, v
-        return _added(q, self.query_bias[...]), _added(k, self.key_bias[...]), _added(v, self.value_bias[...])
+        return _added(q, self.query_bias[...]), _added(k, self.own(self.key_bias)), _added(v, self.own(self.value_bias))
+
+    def own(self, w: nnx.Param) -> Array:
+        """A weight of key-value heads, with the copies that more devices than heads need.
+
+        A training step hands in weights that have them; outside of one, they are made here.
+        """
+        return copy_heads(self.layout, w[...], w.axes[-w.ndim :])
 
     def gated(self, x: Array) -> Array:
         """[B, S, D] -> [B, S, N, H], before the sigmoid."""

@@ -6,7 +6,7 @@ their Site, so that no fact is written twice.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import gcd, inf, log
+from math import inf, log
 from operator import eq
 from typing import ClassVar, Literal
 
@@ -261,9 +261,13 @@ class AttentionConfig(Builds):
         """Size of one head."""
         return self.head_dim or hidden // self.heads
 
-    def cuts(self) -> int:
-        """Largest number of devices the heads can be cut over."""
-        return gcd(self.heads, self.groups())
+    def tensor_sizes(self) -> list[int]:
+        """Numbers of devices of `tensor` that this runs on.
+
+        Query heads are cut over them. Key-value heads are cut too, or each is copied to as many devices as share it.
+        """
+        divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
+        return [n for n in divisors if self.groups() % n == 0 or n % max(self.groups(), 1) == 0]
 
     def has_qkv_bias(self) -> bool:
         """Whether queries, keys and values have biases."""
@@ -338,9 +342,9 @@ class LatentAttentionConfig(Builds):
         del hidden
         return self.content_dim + self.position_dim
 
-    def cuts(self) -> int:
-        """Largest number of devices the heads can be cut over."""
-        return self.heads
+    def tensor_sizes(self) -> list[int]:
+        """Numbers of devices of `tensor` that this runs on."""
+        return [n for n in range(1, self.heads + 1) if self.heads % n == 0]
 
     def request(self, known: Request) -> Request:
         """What an attention backend is asked for: `known`, with what is said here."""

@@ -95,7 +95,7 @@ class Layout:
             return w
         if not set(manual_axes()).issuperset(axis for _, axis in moves):
             return self.act(w, *axes)
-        return self._gathered(w, moves, axes)
+        return self._gathered(w, moves, self.plan.axes_in_step(axes))
 
     def dot(self, equation: str, x: Array, w: Array, *out: str | None, maxima: Any = None) -> Array:
         """einsum with the result's layout stated, by the recipe of this layout: unless told otherwise in x's dtype.

@@ -30,6 +30,8 @@ class Rules:
     mlp: MeshAxes = ("tensor",)
     heads: MeshAxes = ("tensor",)
     kv_heads: MeshAxes = ("tensor",)
+    kv_heads_copied: MeshAxes = ()
+    """Key-value heads fewer than the devices of `tensor`: whole at rest, a copy on each device that uses one."""
     head_dim: MeshAxes = ()
     vocab: MeshAxes = ("pipeline", "tensor")
     """Every stage does its share of each microbatch's embedding and loss: no stage is special."""
@@ -65,12 +67,14 @@ class Plan:
     held: weights in compute dtype during the step, before a layer asks for them.
     params: float32 master weights between steps.
     optimizer: gradients and optimizer state when the update is made.
+    tensor: devices of `tensor`; fewer key-value heads are held in copies.
     """
 
     compute: Rules
     held: Rules
     params: Rules
     optimizer: Rules
+    tensor: int = 1
 
     @classmethod
     def of(cls, cfg: ParallelConfig) -> "Plan":
@@ -79,11 +83,20 @@ class Plan:
         spread = replace(compute, embed=SHARDS)
         match cfg.data_sharding:
             case "replicate":
-                return cls(compute=compute, held=compute, params=compute, optimizer=compute)
+                held, rest = compute, compute
             case "zero1":
-                return cls(compute=compute, held=compute, params=spread, optimizer=spread)
+                held, rest = compute, spread
             case "fsdp":
-                return cls(compute=compute, held=spread, params=spread, optimizer=spread)
+                held, rest = spread, spread
+        return cls(compute=compute, held=held, params=rest, optimizer=rest, tensor=cfg.tensor)
+
+    def kv_heads(self, heads: int) -> str:
+        """Logical axis of a weight's dimension of that many key-value heads."""
+        return "kv_heads_copied" if heads < self.tensor else "kv_heads"
+
+    def axes_in_step(self, axes: LogicalAxes) -> LogicalAxes:
+        """Logical axes of a weight during the step: key-value heads held in copies are cut like others."""
+        return tuple("kv_heads" if name == "kv_heads_copied" else name for name in axes)
 
     def held_during_step(self, axes: LogicalAxes) -> Rules:
         """Table of a weight during the step: only stacked matrices are worth gathering layer by layer."""

@@ -51,7 +51,7 @@ POLYNOMIALS: Mapping[str, tuple[Polynomial, ...]] = MappingProxyType(
 )
 """(a, b, c) of X <- a X + (b A + c A^2) X with A = X X^T."""
 
-HEADS = ("heads", "kv_heads")
+HEADS = ("heads", "kv_heads", "kv_heads_copied")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from megajax.layers.kept import PARTS, Kept
 from megajax.planning.bubble import bubble
 from megajax.planning.description import BYTES, Description
 from megajax.planning.devices import GIB
-from megajax.planning.work import BlockWork, block_work, blocks_of
+from megajax.planning.work import BlockWork, block_work, blocks_of, kept_whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,15 +40,18 @@ class Footprint:
 
 
 def held_weights(run: Description) -> tuple[float, float]:
-    """Weights of the stack's matrices, and all others, on one device of `pipeline` and `tensor`, whole over data."""
-    model, parallel = run.model, run.parallel
+    """Weights of the stack's matrices, and all others, on one device of `pipeline` and `tensor`, whole over data.
+
+    As held during the step: of key-value heads fewer than the devices of `tensor`, one.
+    """
+    model, parallel, tensor = run.model, run.parallel, run.parallel.tensor
     blocks, rows = blocks_of(run), run.rows * parallel.virtual_stages
     further = [
         block_work(block, model.hidden, model.sequence_length, run.compute) for block in model.predicting_blocks()
     ]
-    stack = rows * sum(block.parameters for block in blocks) / parallel.tensor
+    stack = rows * sum(block.held(model.hidden, tensor) for block in blocks)
     vectors = rows * sum(block.vectors for block in blocks)
-    shared = sum(block.parameters + 2 * model.hidden**2 for block in further) / parallel.tensor
+    shared = sum(block.held(model.hidden, tensor) + 2 * model.hidden**2 / tensor for block in further)
     positions = model.sequence_length * model.hidden if model.learned_positions else 0
     return stack, vectors + shared + positions + _table(run) * (1 if model.tied else 2)
 
@@ -75,10 +78,12 @@ def footprint(run: Description) -> Footprint:
         share * kept_bytes(run, block, chosen.kept()) + (1 - share) * kept_bytes(run, block, chosen.others())
         for block in blocks
     )
+    rest_heads, held_heads = kept_whole(run)
+    at_rest = held + rest_heads - held_heads
     copies = 0.0 if run.compute == "float32" and spread == 1 else within * run.width
     return Footprint(
-        parameters=4 * held / spread,
-        optimizer=(1 - run.moments_away) * run.moments * run.moment_bytes * held / spread,
+        parameters=4 * at_rest / spread,
+        optimizer=(1 - run.moments_away) * run.moments * run.moment_bytes * at_rest / spread,
         weights=copies,
         gradients=accumulators + once,
         activations=kept * run.rows * ring,
@@ -96,6 +101,7 @@ def kept_bytes(run: Description, block: BlockWork, kept: Kept) -> float:
     elements += ("residual" in here) * residual + 2 * ("norm" in here) * run.model.hidden
     elements += ("latent" in here) * block.latent
     elements += sum(count for part, count in block.parts.items() if part in here) / tensor
+    elements += ("query_key_value" in here) * block.copied(tensor)
     statistics = 4 * block.heads / tensor if "core_attention" in here and block.fused else 0
     return run.tokens * (elements * run.width + statistics)
 
@@ -106,7 +112,8 @@ def _block(run: Description, blocks: list[BlockWork]) -> float:
     largest = 0.0
     for block in blocks:
         again = sum(count for part, count in block.parts.items() if kept.parts is not None and part not in kept.parts)
-        largest = max(largest, (sum(block.parts.values()) + again * kept.together) / tensor)
+        both = (sum(block.parts.values()) + again * kept.together) / tensor
+        largest = max(largest, both + block.copied(tensor))
     return run.tokens * run.width * (3 * hidden / run.cut + 2 * hidden + largest)
 
 

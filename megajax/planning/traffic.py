@@ -12,7 +12,7 @@ from math import ceil
 from megajax.planning.bubble import bubble
 from megajax.planning.description import BYTES, Description
 from megajax.planning.links import Span, seconds
-from megajax.planning.work import BlockWork, Halves, again
+from megajax.planning.work import BlockWork, Halves, again, kept_whole
 
 GATHERED_BESIDE = (0.6, 0.75)
 """Shares of a layer's weights that our FSDP gathers beside matmuls, in the forward and in the backward pass."""
@@ -90,6 +90,10 @@ def _tensor(run: Description, times: Times) -> Iterator[Traffic]:
     layers = run.microbatches * times.repeats * len(times.blocks)
     kept, given = run.recomputing.kept(), run.system.tensor_hidden
     once_more = again(kept, "residual")
+    copied = kept_whole(run)[0] / (1 if run.parallel.data_sharding == "replicate" else run.shards)
+    yield _row(
+        run, ("all-reduce", "tensor", "gradients of copied heads, once a step"), float(copied > 0), 4 * copied, 0.0
+    )
     forward = 0.0 if given is None else given
     if run.cut == 1:
         beside = 1.0 if given is None else given
@@ -115,7 +119,8 @@ def _context(run: Description, times: Times) -> Iterator[Traffic]:
     devices = run.parallel.context
     if devices == 1:
         return
-    keys = sum(block.keys for block, _ in times.blocks) / run.parallel.tensor
+    tensor = run.parallel.tensor
+    keys = sum(block.keys / tensor + block.copied(tensor) for block, _ in times.blocks)
     size = run.tokens * keys * run.width
     count = 3 * (devices - 1) * times.repeats * run.microbatches
     row = _row(run, ("collective-permute", "context", "keys and values"), count, size, 0.0)

@@ -39,12 +39,16 @@ class Matrix:
     columns: int
     kind: str
     """projections, output, up or down: what `recompute` tells apart."""
+    keys: int = 0
+    """Columns that make keys and values."""
+    groups: int = 1
+    """Heads of these: with more devices of `tensor`, each holds a copy of one."""
 
     def local(self, tensor: int) -> tuple[float, float]:
         """(rows, columns) on one device: what leads into heads or ffn is cut by columns, what leads out by rows."""
         if self.kind in ("output", "down"):
             return self.rows / tensor, self.columns
-        return self.rows, self.columns / tensor
+        return self.rows, (self.columns - self.keys) / tensor + self.keys / min(tensor, self.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,8 @@ class BlockWork:
     """Elements for each token of the latents, which it does not."""
     keys: int
     """Elements of keys and values for each token."""
+    groups: int
+    """Heads of these."""
     projections: int
     """Elements of queries, keys and values for each token."""
     ffn: int
@@ -75,6 +81,21 @@ class BlockWork:
         """In matrices."""
         return sum(matrix.rows * matrix.columns for matrix in self.matrices)
 
+    def copied(self, tensor: int) -> float:
+        """Elements of keys and values for each token on one device, beyond its part of all heads.
+
+        Times the hidden size, the weights that make them.
+        """
+        return self.keys * (1 / min(tensor, self.groups) - 1 / tensor)
+
+    def held(self, hidden: int, tensor: int) -> float:
+        """Weights in matrices on one device during the step."""
+        return self.parameters / tensor + hidden * self.copied(tensor)
+
+    def whole(self, hidden: int, tensor: int) -> int:
+        """Weights of key-value heads that each device of `tensor` has all of at rest: where it holds copies."""
+        return hidden * self.keys * (tensor > self.groups)
+
 
 @lru_cache(maxsize=4096)
 def block_work(block: BlockConfig, hidden: int, length: int, compute: str) -> BlockWork:
@@ -83,6 +104,7 @@ def block_work(block: BlockConfig, hidden: int, length: int, compute: str) -> Bl
     try:
         whole = mlp_matmuls(mlp, hidden)
         mixing, projections, keys, gate, latent = _mixer(mixer, hidden)
+        groups = mixer.groups() if isinstance(mixer, AttentionConfig) else mixer.heads
         core = core_matmuls(mixer, hidden)
     except (TypeError, AttributeError) as error:
         raise UserError(
@@ -109,6 +131,7 @@ def block_work(block: BlockConfig, hidden: int, length: int, compute: str) -> Bl
         },
         latent=latent,
         keys=keys,
+        groups=groups,
         projections=projections,
         ffn=ffn,
         gated=inner == 2,
@@ -127,8 +150,8 @@ def _mixer(cfg: MixerConfig, hidden: int) -> tuple[tuple[Matrix, ...], int, int,
 def _(cfg: AttentionConfig, hidden: int) -> tuple[tuple[Matrix, ...], int, int, int, int]:
     queries, keys = cfg.heads * cfg.size(hidden), 2 * cfg.groups() * cfg.size(hidden)
     gate = queries * cfg.gate
-    matrices = Matrix(hidden, queries + keys + gate, "projections"), Matrix(queries, hidden, "output")
-    return matrices, queries + keys, keys, gate, 0
+    projections = Matrix(hidden, queries + keys + gate, "projections", keys, cfg.groups())
+    return (projections, Matrix(queries, hidden, "output")), queries + keys, keys, gate, 0
 
 
 @_mixer.register
@@ -184,6 +207,14 @@ def blocks_of(run: Description) -> list[BlockWork]:
     return [block_work(block, model.hidden, model.sequence_length, run.compute) for block in model.stack.pattern]
 
 
+def kept_whole(run: Description) -> tuple[float, float]:
+    """Weights of key-value heads fewer than the devices of `tensor`: all that a device has at rest, and their copies
+    that it holds during the step."""
+    hidden, tensor, rows = run.model.hidden, run.parallel.tensor, run.rows * run.parallel.virtual_stages
+    found = [(block.whole(hidden, tensor), block.groups) for block in blocks_of(run)]
+    return rows * sum(weights for weights, _ in found), rows * sum(weights / groups for weights, groups in found)
+
+
 def again(kept: Kept, part: str) -> bool:
     """Whether the backward pass computes a part again."""
     return kept.parts is not None and part in NAMES and part not in kept.parts
@@ -207,7 +238,7 @@ def block_time(run: Description, block: BlockWork, kept: Kept) -> Halves:
     residual = RESIDUAL_PASSES * tokens * run.model.hidden / run.cut
     inner = FFN_PASSES[2 + block.gated] * tokens * block.ffn / tensor
     # Rotations, and what attention reads and writes beside its matmuls.
-    heads = 6 * tokens * block.projections / tensor
+    heads = 6 * tokens * (block.projections / tensor + block.copied(tensor))
     moved = (residual + inner + heads) * run.width / stream
     forward.stream += moved / 3
     parts = ("norm", "activation", "residual", "mlp")

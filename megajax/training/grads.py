@@ -26,6 +26,7 @@ from megajax.mesh.collectives import (
     row_major,
 )
 from megajax.mesh.config import MESH_AXES
+from megajax.mesh.copies import COPIED, copy_heads, sum_copies
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import free_axes, manual_axes
 from megajax.models.decoder import DecoderLM
@@ -66,7 +67,8 @@ class Weights:
         if self.histories is not None and is_maxima(path):
             return self.histories.expected(w, scale)
         plan, axes = self.layout.plan, self.declared[path].axes
-        w = to_compute(w, self.precision)
+        w = copy_heads(self.layout, to_compute(w, self.precision), axes)
+        axes = plan.axes_in_step(axes)
         moves = _live(moved_axes(plan.params, plan.held_during_step(axes), axes))
         if moves:
             w = self.layout.island(lambda shard: row_major(gather_shards(shard, moves)), (axes,), axes)(w)
@@ -78,12 +80,12 @@ class Weights:
 
     def held_axes(self, path: str) -> tuple[str | None, ...]:
         """Logical axes of what `hold` returns."""
-        axes = self.declared[path].axes
+        axes = self.layout.plan.axes_in_step(self.declared[path].axes)
         return (*axes[:-1], "copies", axes[-1]) if self.layout.plan.copied(axes) else axes
 
     def reduce(self, path: str, g: Array) -> Array:
         """A device's summed gradient, laid out as the weight was held -> replicas' sum on the optimizer's layout."""
-        plan, axes = self.layout.plan, self.declared[path].axes
+        plan, axes = self.layout.plan, self.layout.plan.axes_in_step(self.declared[path].axes)
         if is_maxima(path):
             cut = {axis for name in axes for axis in plan.compute.mesh_axes(name)}
             over = tuple(axis for axis in manual_replicas() if axis not in cut)
@@ -97,7 +99,12 @@ class Weights:
         if moves or also:
             reduced = self.layout.island(lambda part: reduce_shards(row_major(part), moves, also), (axes,), axes)
             g = reduced(to_reduce(g, self.precision))
-        return to_optimizer(g)
+        return sum_copies(self.layout, to_optimizer(g), *self._heads_at_rest(path))
+
+    def _heads_at_rest(self, path: str) -> tuple[tuple[str | None, ...], int]:
+        """Logical axes of a weight at rest, and its number of key-value heads held in copies; 0 for none."""
+        spec = self.declared[path]
+        return spec.axes, dict(zip(spec.axes, spec.shape, strict=True)).get(COPIED, 0)
 
     def cut_over(self, axis: str) -> frozenset[str]:
         """Paths of the weights that are cut over a mesh axis while they are used."""

@@ -204,14 +204,13 @@ def _tensor(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
 
 def _tensor_in_block(where: str, block: BlockConfig, size: int) -> Iterator[Problem]:
     mixer: MixerConfig = block.mixer
-    legal = [n for n in range(1, mixer.cuts() + 1) if mixer.cuts() % n == 0]
+    legal = mixer.tensor_sizes()
     hint = f"parallel.tensor can be {', '.join(map(str, legal))}"
     if mixer.heads % size:
         yield Problem(f"{where}.mixer.heads", f"heads={mixer.heads} is not divisible by parallel.tensor={size}", hint)
-    elif mixer.groups() % size:
-        yield Problem(
-            f"{where}.mixer.kv_heads", f"kv_heads={mixer.groups()} is not divisible by parallel.tensor={size}", hint
-        )
+    elif size not in legal:
+        what = f"kv_heads={mixer.groups()} and parallel.tensor={size}: one must be a multiple of the other"
+        yield Problem(f"{where}.mixer.kv_heads", what, hint)
     if block.mlp.ffn % size:
         below = block.mlp.ffn // size * size
         near = " or ".join(str(width) for width in (below, below + size) if width)
@@ -298,8 +297,9 @@ def _fp8(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
         where, mixer = f"model.stack.pattern.{place}", block.mixer
         size = mixer.size(model.hidden)
         for name, heads in (("heads", mixer.heads), ("kv_heads", mixer.groups())):
-            if tensor > 0 and heads % tensor == 0:
-                sides.append((f"{where}.mixer.{name}", f"{heads} of {size}{over[tensor]} are ", heads * size, tensor))
+            held = max(heads, tensor) if tensor in mixer.tensor_sizes() else heads
+            if tensor > 0 and held % tensor == 0:
+                sides.append((f"{where}.mixer.{name}", f"{heads} of {size}{over[tensor]} are ", held * size, tensor))
         sides.append((f"{where}.mlp.ffn", f"{block.mlp.ffn}{over[tensor]} is ", block.mlp.ffn, tensor))
     for where, text, whole, cuts in sides:
         if cuts > 0 and whole % cuts == 0 and whole // cuts % MULTIPLE:

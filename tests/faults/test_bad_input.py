@@ -23,7 +23,7 @@ WRONG = {
     "no such choice": (["--parallel.data_sharding=zero2"], ["'zero2'", "zero1"]),
     "heads": (["--model.stack.pattern.0.mixer.heads=7"], ["heads=7", "kv_heads=2"]),
     "hidden": (["--model.hidden=65"], ["hidden=65", "heads=4"]),
-    "tensor": (["--parallel.tensor=4"], ["kv_heads=2", "parallel.tensor=4", "1, 2"]),
+    "tensor": (["--parallel.tensor=8"], ["heads=4", "parallel.tensor=8", "1, 2, 4"]),
     "batch": (["--batch.global_size=12"], ["12 rows", "8, 16"]),
     "devices": (["--parallel.data=4", "--parallel.tensor=4"], ["16 devices", "there are 8"]),
     "pipeline": (["--parallel.pipeline=8"], ["parallel.pipeline", "8 stages", "has 4", "at most 4"]),
@@ -43,7 +43,7 @@ WRONG = {
     "infinite": (["--schedule.lr=inf"], ["schedule.lr", "inf"]),
     "no folder": (["--run_dir="], ["run_dir", "empty"]),
     "too many rows": (["--steps=1e9"], ["8000000000 rows", "2147483647"]),
-    "with a faulty one": (["--steps=many", "--parallel.tensor=4"], ["'many'", "kv_heads=2"]),
+    "with a faulty one": (["--steps=many", "--parallel.tensor=8"], ["'many'", "heads=4"]),
     "shards": (["--parallel.data=3", "--batch.global_size=3"], ["hidden=64", "3 data-parallel"]),
 }
 

@@ -37,6 +37,7 @@ DECLARED = {
     [
         ((3, 8, 2, 4), ("layer", "embed", "heads", "head_dim"), Matrices(1, 1), (8, 8)),
         ((3, 8, 2, 3), ("layer", "embed", "kv_heads", "head_dim"), Matrices(1, 1), (8, 6)),
+        ((3, 8, 1, 4), ("layer", "embed", "kv_heads_copied", "head_dim"), Matrices(1, 1), (8, 4)),
         ((3, 2, 4, 8), ("layer", "heads", "head_dim", "embed"), Matrices(1, 2), (8, 8)),
         ((3, 8, 12), ("layer", "embed", "mlp"), Matrices(1, 1), (8, 12)),
         ((3, 4, 8, 12), ("layer", "expert", "embed", "mlp"), Matrices(2, 1), (8, 12)),

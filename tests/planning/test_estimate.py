@@ -149,6 +149,26 @@ def test_heads_that_predict_further_ahead_count() -> None:
     assert hash(further.run) != hash(base.run)
 
 
+def test_copies_of_key_value_heads_count() -> None:
+    """With 2 heads on 8 devices each computes with one, as with 8; at rest each has both."""
+    model = llama3("8b")
+
+    def with_heads(heads: int) -> Estimate:
+        (block,) = model.stack.pattern
+        block = replace(block, mixer=replace(block.mixer, kv_heads=heads))
+        return estimate(run(model=replace(model, stack=replace(model.stack, pattern=(block,)))))
+
+    cut, copied = with_heads(8), with_heads(2)
+    for name in ("weights", "gradients", "activations", "working"):
+        assert getattr(copied.memory, name) == getattr(cut.memory, name), name
+    assert copied.matmul_seconds == cut.matmul_seconds and copied.stream_seconds == cut.stream_seconds
+    head = 32 * 4096 * 2 * 128
+    assert copied.memory.parameters - cut.memory.parameters == 4 * head
+    assert copied.memory.optimizer - cut.memory.optimizer == 8 * head
+    (row,) = [row for row in copied.traffic if "copied heads" in row.what]
+    assert (row.count, row.bytes, len(copied.traffic)) == (1, 4 * 2 * head, len(cut.traffic) + 1)
+
+
 def test_a_layout_that_a_config_may_not_ask_for() -> None:
     cut = estimate(run(parallel=ParallelConfig(tensor=4, context=2, sequence=True, data=1)))
     assert cut.run.devices == 8 and cut.run.tokens == 4096

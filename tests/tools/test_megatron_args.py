@@ -172,6 +172,21 @@ def test_the_file_is_in_the_formatters_style_and_starts_a_run(tmp_path: Path) ->
     assert printed["checkpoint"]["load"] == "some/run"
 
 
+def test_fewer_query_groups_than_tensor_devices_can_be_had(tmp_path: Path) -> None:
+    made = tmp_path / "small.py"
+    heads = SMALL.replace("--num-attention-heads 4", "--num-attention-heads 12 --kv-channels 8")
+
+    def convert(groups: int) -> None:
+        grouped = f"--group-query-attention --num-query-groups {groups} --tensor-model-parallel-size 4".split()
+        main([f"--output={made}", "--force", "--", *heads.split(), *grouped])
+
+    convert(2)
+    config = load(str(made))
+    assert config.model.stack.pattern[0].mixer.kv_heads == 2 and not config.problems(4)
+    with pytest.raises(UserError, match=r"kv_heads=6 and parallel\.tensor=4: one must be a multiple of the other"):
+        convert(6)
+
+
 def test_what_scripts_leave_open_is_told_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError) as raised:
         main([str(HERE / "gpt3_175b.sh"), "runs/gpt3"])

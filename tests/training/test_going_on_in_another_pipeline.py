@@ -1,4 +1,7 @@
-"""A checkpoint knows the order its rows of stacked weights are in; any layout goes on from any other's."""
+"""A checkpoint knows the order its rows of stacked weights are in; any layout goes on from any other's.
+
+Two key-value heads on four devices of `tensor` are two heads in a checkpoint.
+"""
 
 import json
 from pathlib import Path
@@ -19,6 +22,7 @@ LEGS = {
         ParallelConfig(tensor=2, data=2),
         ParallelConfig(pipeline=4, data=1),
     ),
+    "copied-heads-one": (ParallelConfig(tensor=4, data=2, data_sharding="zero1"), ParallelConfig(data=1)),
     "interleaved-uneven-one": (
         ParallelConfig(pipeline=2, virtual_stages=2, schedule="interleaved", data=2),
         ParallelConfig(pipeline=2, layers=(3, 1), data=1),

@@ -29,18 +29,24 @@ def test_the_small_run_is_fine():
     check(run_config(), devices=8)
 
 
-def test_tensor_must_divide_heads_kv_heads_and_ffn():
+def test_tensor_must_divide_heads_and_ffn():
     found = problems(run_config(model=model(heads=6, hidden=12, kv_heads=3, ffn=30), parallel=on(tensor=4)))
     assert found["model.stack.pattern.0.mixer.heads"].startswith("heads=6 is not divisible by parallel.tensor=4")
-    assert found["model.stack.pattern.0.mixer.heads"].endswith("parallel.tensor can be 1, 3")
+    assert found["model.stack.pattern.0.mixer.heads"].endswith("parallel.tensor can be 1, 3, 6")
     assert found["model.stack.pattern.0.mlp.ffn"] == (
-        "ffn=30 is not divisible by parallel.tensor=4 | use ffn=28 or 32; parallel.tensor can be 1, 3"
+        "ffn=30 is not divisible by parallel.tensor=4 | use ffn=28 or 32; parallel.tensor can be 1, 3, 6"
     )
-    found = problems(run_config(parallel=on(tensor=4)))
-    assert list(found) == ["model.stack.pattern.0.mixer.kv_heads"]
-    assert found["model.stack.pattern.0.mixer.kv_heads"] == (
-        "kv_heads=2 is not divisible by parallel.tensor=4 | parallel.tensor can be 1, 2"
-    )
+
+
+def test_of_key_value_heads_and_tensor_one_is_a_multiple_of_the_other():
+    assert problems(run_config(parallel=on(tensor=4), model=model(kv_heads=2))) == {}
+    found = problems(run_config(parallel=on(tensor=4), model=model(heads=12, hidden=24, kv_heads=6)))
+    assert found == {
+        "model.stack.pattern.0.mixer.kv_heads": (
+            "kv_heads=6 and parallel.tensor=4: one must be a multiple of the other | "
+            "parallel.tensor can be 1, 2, 3, 6, 12"
+        )
+    }
 
 
 def test_a_pipeline_needs_a_repeat_for_each_chunk():

@@ -1,0 +1,61 @@
+"""Key-value heads of grouped-query attention where `tensor` has more devices than there are heads.
+
+K heads, T devices of `tensor`, T a multiple of K. A weight has K heads at rest and in the optimizer, as on any other
+layout. During the step each device holds the head that its query heads use. Query heads are cut in order, so devices
+i T/K to (i + 1) T/K - 1 hold copies of head i. The copies' gradients are summed once a step.
+"""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from megajax.mesh.collectives import reduce_shards
+from megajax.mesh.layout import Layout
+from megajax.mesh.mesh import free_axes
+from megajax.mesh.rules import LogicalAxes
+
+COPIED = "kv_heads_copied"
+
+
+def copy_heads(layout: Layout, w: Array, axes: LogicalAxes) -> Array:
+    """A weight with K heads, whole on all devices of `tensor` -> T heads, one on each; no communication.
+
+    Unchanged are weights without the axis, those that have their copies already, and all without a mesh.
+    """
+    if COPIED not in axes:
+        return w
+    dimension, (over, devices) = axes.index(COPIED), _devices(layout)
+    heads = w.shape[dimension]
+    if heads % devices == 0:
+        return w
+
+    def own(w: Array) -> Array:
+        return lax.dynamic_slice_in_dim(w, lax.axis_index(over) * heads // devices, 1, dimension)
+
+    return layout.island(own, (axes,), layout.plan.axes_in_step(axes))(w)
+
+
+def sum_copies(layout: Layout, g: Array, axes: LogicalAxes, heads: int) -> Array:
+    """The gradient of a weight with its copies, T heads -> of the weight with K heads, whole on all devices.
+
+    One all-reduce over `tensor`, of the K heads. Gradients of weights without copies are returned as they are.
+    """
+    if COPIED not in axes:
+        return g
+    dimension, (over, devices) = axes.index(COPIED), _devices(layout)
+    if devices == 1:
+        return g
+
+    def summed(g: Array) -> Array:
+        number = jnp.arange(heads).reshape(-1, *[1] * (g.ndim - dimension - 1))
+        own = number[(None,) * dimension] == lax.axis_index(over) * heads // devices
+        return reduce_shards(jnp.where(own, g, 0), (), over)
+
+    return layout.island(summed, (layout.plan.axes_in_step(axes),), axes)(g)
+
+
+def _devices(layout: Layout) -> tuple[tuple[str, ...], int]:
+    """Mesh axes that key-value heads are cut over here, and their number of devices."""
+    free, over, devices = free_axes(), layout.plan.compute.mesh_axes("kv_heads"), 1
+    for axis in over:
+        devices *= free.get(axis, 1)
+    return over, devices

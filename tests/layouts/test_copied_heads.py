@@ -1,0 +1,102 @@
+"""Two key-value heads on four and eight devices of `tensor`: losses, gradients, collectives, and use in a notebook."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tiny_runs import LENGTH, ONE, QUICK, VOCABULARY, llama, program, rows, start, train, within
+
+from megajax.layers.config import RMSNormConfig
+from megajax.layers.param import bind
+from megajax.mesh.config import ParallelConfig
+from megajax.models.config import DecoderConfig
+from megajax.planning.collectives import Collective, read
+
+FSDP = ParallelConfig(data=2, tensor=4, sequence=True, data_sharding="fsdp")
+PIPELINE = ParallelConfig(pipeline=2, data=1, tensor=4)
+LAYOUTS = {
+    "fsdp": FSDP,
+    "pipeline": PIPELINE,
+    "eight devices": ParallelConfig(data=1, tensor=8),
+    "zero1": replace(FSDP, data_sharding="zero1"),
+    "replicate": replace(FSDP, data_sharding="replicate", sequence=False),
+}
+FAST = ("fsdp", "pipeline")
+
+
+def model(kv_heads: int = 2, **changes: Any) -> DecoderConfig:
+    plain = llama()
+    (block,) = plain.stack.pattern
+    block = replace(block, mixer=replace(block.mixer, kv_heads=kv_heads, **changes))
+    return replace(plain, stack=replace(plain.stack, pattern=(block,)))
+
+
+FULL = model(qkv_bias=True, qk_norm=RMSNormConfig())
+"""With biases of keys and values, and a gain on keys."""
+
+
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in LAYOUTS])
+def test_losses_and_gradients_are_those_of_one_device(layout):
+    one, found = train(FULL, ONE, microbatches=2), train(FULL, LAYOUTS[layout], microbatches=2)
+    np.testing.assert_allclose(found.losses, one.losses, rtol=1e-6)
+    np.testing.assert_allclose(found.evaluation, one.evaluation, rtol=1e-6)
+    np.testing.assert_allclose(found.norms, one.norms, rtol=1e-5)
+    for path, gradient in one.gradients.items():
+        assert found.state.params[path].shape == one.state.params[path].shape
+        top = max(np.abs(gradient).max(), 1e-3)
+        np.testing.assert_allclose(found.gradients[path], gradient, atol=1e-5 * top, err_msg=path)
+
+
+def collectives(kv_heads: int, parallel: ParallelConfig) -> list[Collective]:
+    made = program(model(kv_heads), parallel, microbatches=2)
+    with within(made):
+        step: Any = made.train_step
+        lowered = step.lower(made.state_like(), made.batch_like())
+        text = lowered.compile(compiler_options=dict(QUICK)).as_text()
+    return [*read(text, made.mesh.shape).collectives]
+
+
+@pytest.mark.parametrize(
+    "layout", ["fsdp", pytest.param("pipeline", marks=pytest.mark.slow), pytest.param("zero1", marks=pytest.mark.slow)]
+)
+def test_copies_cost_one_reduction_a_step_and_none_in_a_loop(layout):
+    """Everything else is moved as with a head for each device; numbers of data parallelism too."""
+    parallel = LAYOUTS[layout]
+    cut, copied = collectives(4, parallel), collectives(2, parallel)
+
+    def moved(found: list[Collective]) -> list[tuple]:
+        return sorted((one.place.path, one.kind, one.groups.name, one.elements) for one in found if one.place.path)
+
+    def summed(found: list[Collective]) -> int:
+        """Numbers added up over `tensor` once a step."""
+        outside = [one for one in found if not one.place.path and one.groups.name == "tensor"]
+        return sum(one.elements for one in outside if one.kind == "all-reduce")
+
+    assert moved(copied) == moved(cut)
+    size = 2 * 2 * 32 * 2 * 4 // (parallel.data * parallel.pipeline)  # keys and values, of two layers
+    squares = 2  # of gradients that are cut over devices, for the norm
+    assert summed(copied) - summed(cut) == size - squares
+
+
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("replicate", marks=pytest.mark.slow)])
+def test_a_model_is_called_with_weights_at_rest(layout):
+    """By plain jax.jit, as a notebook does; and differentiated."""
+    tokens = rows().tokens[:4]
+    found = []
+    for parallel in (ONE, LAYOUTS[layout]):
+        made = program(FULL, parallel, microbatches=2)
+
+        def loss(params, tokens, made=made):
+            logits = bind(made.abstract, params)(tokens)
+            return (logits**2).mean(), logits
+
+        with within(made):
+            (_, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(start(made).params, tokens)
+        assert logits.shape == (4, LENGTH, VOCABULARY)
+        found.append((np.asarray(logits), jax.device_get(grads)))
+    np.testing.assert_allclose(found[1][0], found[0][0], atol=1e-5)
+    for path, gradient in found[0][1].items():
+        top = max(np.abs(gradient).max(), 1e-6)
+        np.testing.assert_allclose(found[1][1][path], gradient, atol=1e-5 * top, err_msg=path)
