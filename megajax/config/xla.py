@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megajax.config.errors import Problem
@@ -25,6 +26,15 @@ class Option(NamedTuple):
     value: Value
     why: str
 
+
+CPU = (
+    Option(
+        "xla_cpu_enable_fast_math",
+        False,
+        "NaN, infinity and the order of sums stay as written, for comparisons with references; XLA's own default too",
+    ),
+)
+"""For every program of a run on CPUs. Not empty: runs on CPUs then settle and pass options as runs on GPUs do."""
 
 GPU = (
     Option(
@@ -87,6 +97,24 @@ FSDP = (
     ),
 )
 """Beside those of GPU, for weights gathered layer by layer, without a pipeline of stages."""
+
+
+class Defaults(NamedTuple):
+    """The options of a platform that are set unless a user says otherwise."""
+
+    always: tuple[Option, ...] = ()
+    fsdp: tuple[Option, ...] = ()
+    """With data_sharding=fsdp and without a pipeline."""
+    fp8: tuple[Option, ...] = ()
+    """With precision.fp8."""
+    deterministic: tuple[Option, ...] = ()
+    """With xla.deterministic."""
+
+
+_ON_GPU = Defaults(GPU, FSDP, FP8, DETERMINISTIC)
+
+DEFAULTS: Mapping[str, Defaults] = MappingProxyType({"cpu": Defaults(CPU), "gpu": _ON_GPU, "cuda": _ON_GPU})
+"""Platform, as a jax.Device names its own, -> its options. GPUs of a topology are "cuda", others "gpu"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

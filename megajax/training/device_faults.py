@@ -175,7 +175,7 @@ def _allowed(cfg: RunConfig, change: Change, devices: int) -> bool:
 def state_bytes(cfg: RunConfig, devices: list[jax.Device]) -> int | None:
     """Of weights and optimizer on one device, found without making them; None where the config does not fit them."""
     try:
-        program = Program.of(cfg, build_mesh(cfg.parallel, devices))
+        program = Program.of(cfg, build_mesh(cfg.parallel, devices), options={})  # only shapes: nothing is compiled
         with jax.set_mesh(program.mesh):
             leaves = jax.tree.leaves(program.state_like())
     except (UserError, RuntimeError, ValueError):

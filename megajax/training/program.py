@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from megajax.batch import LMBatch, Params
-from megajax.config.xla import DETERMINISTIC, FP8, FSDP, GPU, Value, compiler_options
+from megajax.config.xla import Value
 from megajax.layers.param import Maxima, ParamSpec, reordered, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
@@ -29,7 +29,7 @@ from megajax.precision.loss_scale import LossScaler
 from megajax.precision.maxima import Histories
 from megajax.training.batch_sizes import BatchSizes
 from megajax.training.blame import Blame, make_blame
-from megajax.training.compiler_options import settle
+from megajax.training.compiler_options import settled
 from megajax.training.grads import GradFn, Weights, accumulate, batch_specs, forward_sums
 from megajax.training.loss import LanguageModelLoss
 from megajax.training.pipelined import pipelined, pipelined_sums
@@ -65,6 +65,8 @@ class Program:
     """Which layers each stage holds."""
     pipeline: Schedule | None
     """What stages do when, in steps of the last size; None without a pipeline."""
+    options: Mapping[str, Value]
+    """Compiler options of every program of the run."""
 
     @property
     def microbatches(self) -> int:
@@ -91,8 +93,12 @@ class Program:
         return {path: self._weights.hold(path, x, one) if path in self.maxima else x for path, x in inputs.items()}
 
     @classmethod
-    def of(cls, cfg: RunConfig, mesh: Mesh) -> "Program":
-        """For a config that passes its checks on this many devices."""
+    def of(cls, cfg: RunConfig, mesh: Mesh, options: Mapping[str, Value] | None = None) -> "Program":
+        """For a config that passes its checks on this many devices.
+
+        options: of the compiler; None: those of the config that the compiler takes. Raises ConfigError for options
+        given by the user that it refuses.
+        """
         plan = Plan.of(cfg.parallel)
         layout = _layout(cfg, mesh, plan)
         partition = _partition(cfg)
@@ -113,11 +119,12 @@ class Program:
             sizes,
             partition,
             _pipeline(cfg.parallel, sizes.sizes()[-1].microbatches) if cfg.parallel.pipeline > 1 else None,
+            settled(cfg, mesh) if options is None else options,
         )
 
     def fresh_state(self) -> Callable[[], TrainState]:
         """Jitted: the state before the first step, made in place."""
-        return jax.jit(self._fresh, out_shardings=self.shardings, compiler_options=self.options)
+        return jax.jit(self._fresh, out_shardings=self.shardings, compiler_options=dict(self.options))
 
     def state_like(self) -> TrainState:
         """The state as jax.ShapeDtypeStruct, with shardings."""
@@ -175,19 +182,6 @@ class Program:
     def blame(self) -> Blame:
         """(weights, batch, loss scale, factor on gradients) -> which gradients are not finite; compiled when called."""
         return make_blame(self.grad_fn(), self.shardings.step, self.options, self._weight)
-
-    @cached_property
-    def options(self) -> dict[str, Value]:
-        """What the compiler is told, for every program of the run. Raises ConfigError for options it does not take."""
-        device = self.mesh.devices.flat[0]
-        options = list(GPU)
-        if self.cfg.parallel.data_sharding == "fsdp" and self.cfg.parallel.pipeline == 1:
-            options += FSDP
-        options += FP8 if self.cfg.precision.fp8 is not None else ()
-        options += DETERMINISTIC if self.cfg.xla.deterministic else ()
-        defaults = compiler_options(*options) if device.platform in ("gpu", "cuda") else {}
-        local = next((here for here in self.mesh.devices.flat if here.process_index == jax.process_index()), device)
-        return settle(defaults, self.cfg.xla.options, local) if defaults or self.cfg.xla.options else {}
 
     @cached_property
     def eval_step(self) -> Callable[[Any, Any], Mapping[str, tuple[Array, Array]]]:

@@ -1,4 +1,4 @@
-"""From a config to everything a run needs, in the eight lines that matter."""
+"""From a config to everything a run needs."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
+from megajax.batch import Params
 from megajax.config.errors import UserError
 from megajax.config.tree import check
 from megajax.data.loader import Loader
@@ -18,6 +19,7 @@ from megajax.layers.param import bind
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.tokenizers.base import Tokenizer
 from megajax.training.batch_sizes import BatchSizes
+from megajax.training.compiler_options import settled
 from megajax.training.kernels import demand_kernels
 from megajax.training.loop import StepInfo, run_steps
 from megajax.training.program import Program
@@ -86,7 +88,7 @@ class Run:
         return int(self.state.step)
 
     def model(self, tokens: Array) -> Array:
-        """Next-token logits of the present weights: int32 [B, S] -> float32 [B, S, vocabulary_size], by plain jax.jit.
+        """Next-token logits of the present weights: int32 [B, S] -> float32 [B, S, vocabulary_size], by jax.jit.
 
         Any B and S: rows and positions are padded to what the mesh divides, and cut off again.
         """
@@ -130,7 +132,10 @@ class Run:
         self.batches.close()
 
     def __post_init__(self) -> None:
-        self._forward = jax.jit(lambda params, tokens: bind(self.program.abstract, self.program.used(params))(tokens))
+        def forward(params: Params, tokens: Array) -> Array:
+            return bind(self.program.abstract, self.program.used(params))(tokens)
+
+        self._forward = jax.jit(forward, compiler_options=dict(self.program.options))
 
 
 def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None, start: Start | None = None) -> Run:
@@ -158,6 +163,7 @@ def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
             f"{cfg.model.vocabulary_size}: set model.vocabulary_size={tokenizer.vocabulary_size}"
         )
     demand_kernels(cfg)
+    options = settled(cfg, mesh)
     wanted = wanted_rows(cfg, cfg.batch_sizes(mesh.shape["data"] * mesh.shape["expert"]))
     splits = cfg.data.build(tokenizer=tokenizer, sequence_length=cfg.model.sequence_length, rows=wanted, seed=cfg.seed)
     sets = validation_sets(cfg, tokenizer, wanted.valid)
@@ -173,7 +179,7 @@ def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
             f"evaluation.every={cfg.evaluation.every}, but the data has no validation split: give it a share "
             "in data.split (or data.valid_paths), or set evaluation.every=none"
         )
-    return Parts(cfg, Program.of(cfg, mesh), tokenizer, splits, sets)
+    return Parts(cfg, Program.of(cfg, mesh, options), tokenizer, splits, sets)
 
 
 def validation_sets(cfg: RunConfig, tokenizer: Tokenizer, rows: int | None) -> dict[str, Any]:

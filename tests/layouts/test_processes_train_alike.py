@@ -42,6 +42,8 @@ def run(start, processes: int, layout: str, run_dir: Path, *settings: str) -> di
     """Train with the devices of a layout shared out over so many processes. -> step -> loss."""
     devices, parallel = LAYOUTS[layout]
     rows = ["--batch.micro_size=2", f"--devices=cpu:{devices // processes}", f"--run_dir={run_dir}"]
+    # Each process settles the options with a compiler of its own, beside those it has by default.
+    rows += ["--xla=xla_cpu_enable_fast_math=false"]
     command = [*gangs.TRAIN, f"--config={gangs.CONFIG}", *rows, *parallel, *settings]
     gang = start(*(gangs.launcher(processes=processes) if processes > 1 else ()), *command)
     assert gang.wait() == 0, gang.text

@@ -1,17 +1,22 @@
 """Options of XLA are asked of the installed compiler, and reach the programs of a run."""
 
-from typing import Any
+from types import SimpleNamespace
 
 import jax
+import jaxlib
+import numpy as np
 import pytest
-from small_jobs import run_config
+from small_jobs import model, run_config
 
 from megajax.config.errors import ConfigError
-from megajax.config.xla import DETERMINISTIC, FP8, FSDP, GPU, XlaConfig, compiler_options
+from megajax.config.xla import CPU, DEFAULTS, DETERMINISTIC, FP8, FSDP, GPU, XlaConfig, compiler_options
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.training.compiler_options import refusal, settle
+from megajax.precision.config import Fp8Config, PrecisionConfig
+from megajax.training.compiler_options import chosen, refusal, settle, settled
 from megajax.training.program import Program
+from megajax.training.run_config import RunConfig
+from megajax.training.session import Run, prepare
 
 
 def device() -> jax.Device:
@@ -20,7 +25,7 @@ def device() -> jax.Device:
 
 def test_the_installed_compiler_knows_every_option_of_ours():
     """Options of GPU programs too: one table for all devices."""
-    assert refusal(compiler_options(*GPU, *FSDP, *FP8, *DETERMINISTIC), device()) is None
+    assert refusal(compiler_options(*CPU, *GPU, *FSDP, *FP8, *DETERMINISTIC), device()) is None
 
 
 def test_defaults_it_does_not_take_are_left_out_with_a_warning():
@@ -72,43 +77,77 @@ def test_what_a_user_gives_goes_over_the_defaults():
     }
 
 
-class Elsewhere:
-    """A mesh of one GPU, for choosing options."""
-
-    platform, process_index = "gpu", 0
+def names(cfg: RunConfig, platform: str) -> set[str]:
+    return {option.name for option in chosen(cfg, platform)}
 
 
-def chosen(monkeypatch, **changes: Any) -> set[str]:
-    """Names of the options a config on GPUs asks for."""
-    cfg = run_config(**changes)
-    program = Program.of(cfg, build_mesh(cfg.parallel, jax.devices()))
-    asked = []
-    monkeypatch.setattr("megajax.training.program.settle", lambda defaults, given, there: asked.append(defaults) or {})
-    mesh = type("Mesh", (), {"devices": type("Devices", (), {"flat": [Elsewhere()]})()})()
-    object.__setattr__(program, "mesh", mesh)
-    assert program.options == {}
-    return set(asked[0])
-
-
-def test_options_follow_from_the_config(monkeypatch):
-    always = set(compiler_options(*GPU))
-    assert chosen(monkeypatch) == always
+def test_options_follow_from_the_config_and_the_platform():
+    always = {option.name for option in GPU}
+    cfg = run_config()
+    assert names(cfg, "gpu") == names(cfg, "cuda") == always
+    assert names(cfg, "cpu") == {option.name for option in CPU}
+    assert names(cfg, "of another kind") == set()
     fsdp = {"data_sharding": "fsdp", "data": 2}
-    model = run_config().model
-    whole = {"model": model.__class__(**{f: getattr(model, f) for f in model.__slots__} | {"recompute": "full"})}
-    assert chosen(monkeypatch, parallel=ParallelConfig(**fsdp), **whole) == always | set(compiler_options(*FSDP))
+    cfg = run_config(model=model(recompute="full"), parallel=ParallelConfig(**fsdp))
+    assert names(cfg, "gpu") == always | {option.name for option in FSDP}
     # Pipelining inside layer loops would take apart what a pipeline's tick is arranged for.
-    assert chosen(monkeypatch, parallel=ParallelConfig(**fsdp, pipeline=2), **whole) == always
-    exact = chosen(monkeypatch, xla=XlaConfig(deterministic=True))
-    assert exact == always | set(compiler_options(*DETERMINISTIC))
+    assert names(cfg.but(parallel=ParallelConfig(**fsdp, pipeline=2)), "gpu") == always
+    exact = run_config(xla=XlaConfig(deterministic=True))
+    assert names(exact, "gpu") == always | {option.name for option in DETERMINISTIC}
+    fp8 = run_config(precision=PrecisionConfig(fp8=Fp8Config()))
+    assert names(fp8, "gpu") == always | {option.name for option in FP8}
+
+
+def test_a_platform_of_tests_has_defaults():
+    """Else the lines that settle and pass options would be reached on GPUs alone."""
+    assert DEFAULTS["cpu"].always
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_options_are_settled_inside_a_mesh_of_several_devices(platform, monkeypatch):
+    """The compiler is asked for one device, whatever mesh surrounds the question."""
+    monkeypatch.setattr(jaxlib._jax.Device, "platform", property(lambda device: platform))
+    cfg = run_config(
+        parallel=ParallelConfig(data=2, tensor=2), xla=XlaConfig(options={"xla_gpu_enable_triton_gemm": "no"})
+    )
+    mesh = build_mesh(cfg.parallel, jax.devices())
+    with jax.set_mesh(mesh):
+        found = Program.of(cfg, mesh).options
+    assert found == compiler_options(*chosen(cfg, platform)) | {"xla_gpu_enable_triton_gemm": False}
+
+
+def test_the_options_of_a_process_are_asked_for_a_device_of_its_own(monkeypatch):
+    asked = []
+    monkeypatch.setattr("megajax.training.compiler_options.settle", lambda *_: asked.append(_[-1]) or {})
+    devices = [SimpleNamespace(platform="gpu", process_index=number) for number in (1, 0)]
+    settled(run_config(), SimpleNamespace(devices=np.array(devices)))
+    assert asked == [devices[1]]
+    # Virtual devices of other processes alone.
+    settled(run_config(), SimpleNamespace(devices=np.array(devices[:1])))
+    assert asked[1:] == [devices[0]]
 
 
 def test_options_reach_every_program_of_a_run(monkeypatch):
-    cfg = run_config(xla=XlaConfig(options={"xla_cpu_enable_fast_math": "false"}))
+    cfg = run_config(xla=XlaConfig(options={"xla_gpu_enable_triton_gemm": "no"}))
     jitted, plain = [], jax.jit
     monkeypatch.setattr(jax, "jit", lambda f, **more: jitted.append(more.get("compiler_options")) or plain(f, **more))
-    program = Program.of(cfg, build_mesh(cfg.parallel, jax.devices()))
+    parts = prepare(cfg)
+    program = parts.program
     jitted.clear()
-    program.fresh_state(), program.train_step, program.eval_step
-    wanted = {"xla_cpu_enable_fast_math": False}
-    assert [options for options in jitted if options is not None] == [wanted] * 3
+    program.fresh_state(), program.train_step, program.eval_step, program.blame, Run(parts, program.state_like(), None)
+    assert [options for options in jitted if options is not None] == [dict(program.options)] * 5
+    assert program.options == compiler_options(*CPU) | {"xla_gpu_enable_triton_gemm": False}
+
+
+def test_default_options_of_cpus_change_no_program():
+    """They say what XLA does by itself: the compiled programs are equal, and so are numbers and collectives."""
+    cfg = run_config(parallel=ParallelConfig(data=2))
+    mesh = build_mesh(cfg.parallel, jax.devices())
+    texts = []
+    for options in ({}, compiler_options(*CPU)):
+        program = Program.of(cfg, mesh, options)
+        assert program.options == options
+        with jax.set_mesh(mesh):
+            lowered = program.eval_step.lower(program.state_like().params, program.batch_like())
+            texts.append(lowered.compile().as_text())
+    assert texts[0] == texts[1]
