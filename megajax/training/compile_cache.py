@@ -88,7 +88,8 @@ def record(folder: Path) -> None:
 def sweep(base: Path, folder: Path, limit: int) -> list[str]:
     """Throw away damaged entries of `folder`, then the least used ones below `base` until `limit` bytes are left.
 
-    Returns the names of the damaged ones.
+    Returns the names of the damaged ones. Not among them: results of autotuning, which XLA writes into a folder of its
+    own below, also for programs that are not kept; without a checksum they go, and are measured again.
     """
     damaged = []
     for path in _entries(folder):
@@ -97,7 +98,8 @@ def sweep(base: Path, folder: Path, limit: int) -> list[str]:
         except OSError:
             sound = False
         if not sound:
-            damaged.append(path.name)
+            if path.parent == folder:
+                damaged.append(path.name)
             _remove(path)
     entries = []
     for path in _entries(base):

@@ -68,6 +68,8 @@ class CompileLog:
     ) -> None:
         jax.monitoring.unregister_event_listener(self._happened)
         jax.monitoring.unregister_event_duration_listener(self._lasted)
+        if jax.process_index() == 0 and (folder := cache_in_use()) is not None:
+            record(folder)  # what XLA itself wrote there while it compiled programs that are not kept
 
     def _happened(self, event: str, **_: Any) -> None:
         if event in (HIT, WRITTEN):

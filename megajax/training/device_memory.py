@@ -50,8 +50,11 @@ def compiled_memory(devices: Iterable[jax.Device], name: str = "train_step") -> 
     found = []
     for client in clients.values():
         for program in getattr(client, "live_executables", list)():
-            if any(module.name == f"jit_{name}" for module in program.hlo_modules()):
-                found.append(program.get_compiled_memory_stats())
+            try:
+                if any(module.name == f"jit_{name}" for module in program.hlo_modules()):
+                    found.append(program.get_compiled_memory_stats())
+            except jax.errors.JaxRuntimeError:
+                continue  # a plugin that does not say; a run goes on without knowing
     sizes = [
         StepMemory(
             arguments=stats.argument_size_in_bytes,
@@ -82,5 +85,6 @@ def memory_in_use() -> dict[str, int]:
 
 
 def _counted() -> list[dict[str, int]]:
-    """What local devices say of their memory, those that count it."""
-    return [stats for device in jax.local_devices() if (stats := device.memory_stats())]
+    """What local devices say of their memory, those that count it: not CPUs, nor GPUs with every allocator."""
+    counted = [device.memory_stats() or {} for device in jax.local_devices()]
+    return [stats for stats in counted if {"bytes_in_use", "peak_bytes_in_use"} <= stats.keys()]

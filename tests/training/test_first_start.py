@@ -1,0 +1,130 @@
+"""The first start of a job on GPUs, and every later one, walked through on CPU devices that present themselves as GPUs.
+
+Whatever decides on the platform decides here as on an H100: options, kernels, memory, rates. See docs/platforms.md.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from gpu_stand_in import KIND, MEMORY, stand_in
+from jax.experimental.compilation_cache import compilation_cache
+from small_jobs import model, run_config
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.config.xla import CPU, XlaConfig, compiler_options, set_process
+from megajax.data.config import MockConfig
+from megajax.inference.sample import text_sample
+from megajax.mesh.config import ParallelConfig
+from megajax.optim.config import AdamWConfig
+from megajax.precision.config import PrecisionConfig
+from megajax.resilience.config import ResilienceConfig
+from megajax.training.compile_cache import use_cache
+from megajax.training.compiler_options import chosen
+from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.job import train
+from megajax.training.run_config import RunConfig
+
+GIVEN = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": "true"}
+"""As on a command line; the same programs in slower machine code."""
+
+
+def config(folder: Path, **changes: Any) -> RunConfig:
+    """Three steps in attempts of two, in bfloat16, with evaluations and checkpoints in between."""
+    settings = {
+        "model": model(heads=2, kv_heads=2, hidden=32, repeats=1, dropout=0.0, recompute="full"),
+        "parallel": ParallelConfig(data=2, tensor=2, data_sharding="fsdp"),
+        "batch": BatchConfig(global_size=4, micro_size=2),
+        "data": MockConfig(isolate_documents=True),
+        "precision": PrecisionConfig(),
+        "optimizer": AdamWConfig(offload=0.5),
+        "evaluation": EvaluationConfig(every=2, batches=1),
+        "checkpoint": CheckpointConfig(every=2),
+        "resilience": ResilienceConfig(exit_after_steps=2),
+        "xla": XlaConfig(options=GIVEN, deterministic=True, compile_cache_dir=str(folder / "compiled")),
+        "steps": 3,
+    }
+    return run_config(folder / "run", **settings | changes)
+
+
+@pytest.fixture
+def told(monkeypatch) -> list[dict[str, Any]]:
+    """The options of every program that is jitted with options."""
+    found, plain = [], jax.jit
+
+    def jit(*args: Any, **more: Any) -> Any:
+        found.extend([more["compiler_options"]] if more.get("compiler_options") else [])
+        return plain(*args, **more)
+
+    monkeypatch.setattr(jax, "jit", jit)
+    return found
+
+
+@pytest.fixture
+def cached(monkeypatch):
+    """Compiled programs are kept as in a run of its own; forgotten afterwards."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache")
+    before = {name: getattr(jax.config, name) for name in names}
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def lines(cfg: RunConfig) -> list[dict]:
+    return [json.loads(line) for line in (Path(cfg.run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def walk(cfg: RunConfig) -> None:
+    """A first start, a second one that goes on, and an evaluation."""
+    set_process(cfg.xla)
+    use_cache(cfg.xla)
+    assert train(cfg, sampler=text_sample) == 0
+    assert train(cfg, sampler=text_sample) == 0
+    assert train(cfg, skip_train=True) == 0
+    found = lines(cfg)
+    assert [line["step"] for line in found if "split" not in line] == [1, 2, 3]
+    assert [line["split"] for line in found if "split" in line] == ["validation", "validation", "test"]
+
+
+def test_a_job_on_gpus_from_its_first_start_to_an_evaluation_alone(tmp_path, monkeypatch, capsys, told, cached):
+    stand_in(monkeypatch)
+    cfg = config(tmp_path)
+    walk(cfg)
+    wanted = compiler_options(*chosen(cfg, "gpu")) | {**GIVEN, "xla_llvm_disable_expensive_passes": True}
+    assert {"xla_gpu_pipeline_all_gather", "xla_gpu_deterministic_ops"} <= wanted.keys()
+    assert told and all(options == wanted for options in told)
+    text = capsys.readouterr().out
+    assert f"4 x {KIND} (4 of 8 used), 1 process" in text
+    assert "attention cudnn" in text and "xla_gpu_enable_latency_hiding_scheduler=True" in text
+    assert "GPU memory         a share of 0.92 for arrays" in text and "start              step 2 of" in text
+    assert "peak memory of a device  2.0 MiB of 72.00 GiB" in text
+    assert len(list((tmp_path / "compiled").glob("jax-*-gpu/jit_train_step-*-cache"))) == 1
+    first = lines(cfg)[0]
+    assert first["memory_device"] == 2**20 < MEMORY and first["mfu_causal"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(data=2, tensor=2, pipeline=2, sequence=True),
+        ParallelConfig(data=4, tensor=2),
+        ParallelConfig(data=4, data_sharding="fsdp"),
+        ParallelConfig(data=1, pipeline=4, schedule="gpipe"),
+    ],
+    ids=["data2-tensor2-pipeline2", "data4-tensor2", "fsdp4", "gpipe4"],
+)
+def test_a_job_on_other_layouts(parallel, platform, tmp_path, monkeypatch, told, cached):
+    if platform == "gpu":
+        stand_in(monkeypatch)
+    shape = {"heads": 2, "kv_heads": 2, "hidden": 32, "repeats": 4, "dropout": 0.0}
+    cfg = config(tmp_path, parallel=parallel, model=model(**shape), batch=BatchConfig(global_size=16, micro_size=2))
+    walk(cfg)
+    if platform == "cpu":
+        assert told and all(compiler_options(*CPU).items() <= options.items() for options in told)
