@@ -29,10 +29,12 @@ def memory_stats(device: object) -> dict[str, int]:
     return {"bytes_in_use": 2**20, "peak_bytes_in_use": 2**21, "bytes_limit": MEMORY}
 
 
-def stand_in(patch: pytest.MonkeyPatch, *, platform: str = "gpu", kind: str = KIND, capability: str = CAPABILITY) -> None:
+def stand_in(
+    patch: pytest.MonkeyPatch, *, platform: str = "gpu", kind: str = KIND, capability: str = CAPABILITY
+) -> None:
     """From here on the devices of this process are GPUs to all who ask them."""
     device, client = jaxlib._jax.Device, jaxlib._jax.Client
-    patch.setattr(device, "platform", property(lambda _: platform))
+    patch.setattr(device, "platform", property(lambda _: "gpu"))
     patch.setattr(device, "device_kind", property(lambda _: kind))
     patch.setattr(device, "compute_capability", property(lambda _: capability), raising=False)
     patch.setattr(device, "memory_stats", memory_stats)

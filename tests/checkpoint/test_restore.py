@@ -127,6 +127,15 @@ def test_arrays_without_elements_come_back(tmp_path):
     assert restored["empty"].shape == (0, 3) and restored["empty"].dtype == jnp.float32
 
 
+def test_several_processes_need_to_be_told_where_arrays_go(tmp_path, monkeypatch):
+    reader = saved(tmp_path, {"a": jnp.ones(2)})
+    like = {"a": jax.ShapeDtypeStruct((2,), jnp.float32)}
+    assert reader.restore(7, like)[0]["a"].sharding.device_set == {jax.local_devices()[0]}
+    monkeypatch.setattr("megajax.checkpoint.arrays.jax.process_count", lambda: 2)
+    with pytest.raises(ValueError, match="every array to restore needs a sharding"):
+        reader.restore(7, like)
+
+
 def test_differences_are_one_error_with_a_table(tmp_path, capfd):
     reader = saved(
         tmp_path, {"a": jnp.ones((2, 3)), "b": jnp.ones(4, jnp.int32), "c": jnp.ones(1), "same": jnp.ones(2)}

@@ -3,7 +3,9 @@
 from dataclasses import replace
 
 import jax
+import jaxlib
 import pytest
+from gpu_stand_in import KIND, CudaVersions, stand_in
 
 from megajax.config.errors import UserError
 from megajax.kernels.attention import PASSES, local_device
@@ -77,6 +79,23 @@ def test_every_backend_is_there_and_the_last_can_all() -> None:
     assert set(BACKENDS) == set(PASSES) and list(BACKENDS)[-1] == "reference"
     hard = Request(dtype="float64", key_dim=7, value_dim=9, length=3, causal=False, window=1, documents=True, sink=True)
     assert BACKENDS["reference"].refusal(replace(hard, bias=True, dropout=0.5), Device(name="cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("client", "cudnn", "expected"),
+    [
+        ("PJRT C API\ncuda 12090", 91002, Device(name=KIND, capability=(9, 0), cudnn=(9, 10, 2))),
+        ("PJRT C API\ncuda 12090", 0, Device(name=KIND, capability=(9, 0))),
+        ("PJRT C API\nrocm 60300", 91002, Device(name=KIND)),
+    ],
+)
+def test_a_gpu_is_known_by_its_capability_and_cudnn(client, cudnn, expected, monkeypatch) -> None:
+    stand_in(monkeypatch)
+    monkeypatch.setattr(jaxlib._jax.Client, "platform_version", property(lambda _: client))
+    monkeypatch.setattr(CudaVersions, "cudnn_get_version", lambda: cudnn)
+    assert local_device() == expected
+    monkeypatch.setattr("megajax.kernels.attention.cuda_versions", None)
+    assert local_device().cudnn is None
 
 
 def test_the_device_here() -> None:

@@ -7,9 +7,11 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
+from gpu_stand_in import MEMORY, stand_in
 
-from megajax.reporting.machine import gpus, storage
+from megajax.reporting.machine import devices, gpus, storage
 from megajax.reporting.machine.check import run_checks
 from megajax.reporting.machine.machine import Devices, Machine, run_limited
 
@@ -114,6 +116,20 @@ def test_this_machine(tmp_path: Path) -> None:
         assert checks["all-reduce"]["status"] == "ok" and "exact over 2 devices" in checks["all-reduce"]["found"]
         assert checks["matmul"]["status"] == checks["attention"]["status"] == "ok"
     assert {"python", "packages", "disk", "disk space", "clock", "open files", "host name", "memory"} <= checks.keys()
+
+
+def test_stages_on_gpus_try_every_kernel_and_tell_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU devices that present themselves as GPUs; the reference computes what a kernel is asked for."""
+    here = jax.local_devices()
+    monkeypatch.setattr(jax, "local_devices", lambda: here[:1])
+    assert [entry["backend"] for entry in devices.attention() if "error" in entry] == ["reference"]
+    assert devices.found()[0]["memory"] is None
+    stand_in(monkeypatch)
+    tried = devices.attention()
+    assert [entry["backend"] for entry in tried] == ["cudnn", "pallas", "cudnn_mask", "reference"]
+    assert all(entry["error"] < 1e-2 and "refusal" not in entry for entry in tried)
+    (entry,) = devices.found()
+    assert (entry["platform"], entry["capability"], entry["memory"]) == ("gpu", "9.0", MEMORY)
 
 
 def test_front_door_of_the_doctor() -> None:

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from gangs import CONFIG, REPOSITORY, TINY, TRAIN, launcher, started
+from gpu_stand_in import stand_in
 from jax.experimental.compilation_cache import compilation_cache
 
 from megajax.config.xla import XlaConfig
+from megajax.training import compile_cache
 from megajax.training.compile_cache import cache_in_use, machine, record, sweep, use_cache
 from megajax.training.compile_log import Compile, CompileLog
 
@@ -161,6 +163,51 @@ def test_what_does_not_match_its_checksum_or_has_none_goes(tmp_path):
     unknown.with_name("c-cache.sha256").unlink()
     assert sweep(tmp_path, tmp_path, 10**6) == ["b-cache", "c-cache"]
     assert sound.exists() and not torn.exists() and not unknown.exists()
+
+
+def test_results_of_autotuning_are_kept_with_the_programs(kept, monkeypatch):
+    """XLA writes them below the folder, on GPUs: they are no damaged programs."""
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    use_cache(XlaConfig(compile_cache_dir=str(kept)))
+    folder = kept / machine()
+    results = folder / "xla_gpu_per_fusion_autotune_cache_dir"
+    results.mkdir()
+    with CompileLog(lambda text: None):
+        (results / "fusion.textproto").write_text("algorithm")
+    assert sweep(kept, folder, 10**6) == [] and (results / "fusion.textproto").exists()
+    (results / "killed.textproto").write_text("algo")
+    assert sweep(kept, folder, 10**6) == []
+    assert [path.name for path in results.glob("*.textproto")] == ["fusion.textproto"]
+
+
+def test_programs_of_gpus_and_of_each_processor_lie_apart(monkeypatch):
+    monkeypatch.setattr(compile_cache, "_processor", lambda: "one")
+    here = machine()
+    monkeypatch.setattr(compile_cache, "_processor", lambda: "another")
+    assert machine() != here and "-cpu-" in here
+    stand_in(monkeypatch)
+    assert machine().endswith("-gpu")
+
+
+@pytest.mark.parametrize(("index", "seen", "used"), [(0, True, True), (1, True, True), (1, False, False)])
+def test_several_processes_use_one_folder_or_none(index, seen, used, kept, monkeypatch, capsys):
+    """Process 0 makes and sweeps it; another looks for the file that process 0 has made there."""
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    folder = kept / machine()
+    if index and seen:
+        folder.mkdir()
+        (folder / ".seen-7").write_text("")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: index)
+    monkeypatch.setattr(compile_cache.multihost_utils, "broadcast_one_to_all", lambda number: 7)
+    monkeypatch.setattr(compile_cache.multihost_utils, "sync_global_devices", lambda name: None)
+    monkeypatch.setattr(compile_cache, "agree", lambda answer: answer)
+    monkeypatch.setattr(compile_cache.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(compile_cache.time, "monotonic", iter(range(100)).__next__)
+    use_cache(XlaConfig(compile_cache_dir=str(kept)))
+    assert (cache_in_use() == folder) == used
+    assert ("is not the same folder for all processes" in capsys.readouterr().err) == (not used)
+    assert (folder / ".writable").exists() == (index == 0)
 
 
 def test_sentences():

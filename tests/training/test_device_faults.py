@@ -5,14 +5,25 @@ from typing import Any
 
 import jax
 import pytest
+from gpu_stand_in import KIND, stand_in
 from small_jobs import model, run_config
 
 from megajax.config.command_line import front_door
+from megajax.config.installation import Installation
 from megajax.config.tree import override
+from megajax.config.xla import MEMORY_FRACTION
 from megajax.mesh.config import ParallelConfig
 from megajax.training.config import BatchConfig
-from megajax.training.device_faults import DeviceFault, cheapest, device_fault, state_bytes, wanted_bytes
-from megajax.training.device_memory import memory_in_use
+from megajax.training.device_faults import (
+    DeviceFault,
+    cheapest,
+    device_fault,
+    installation,
+    out_of_memory,
+    state_bytes,
+    wanted_bytes,
+)
+from megajax.training.device_memory import compiled_memory, memory_in_use, peak_memory
 from megajax.training.job import train
 from megajax.training.loop import _Loop
 
@@ -69,6 +80,54 @@ def test_memory_in_use_is_that_of_the_fullest_device(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [Counting(10, 60), Counting(20, 40)])
     found = memory_in_use()
     assert (found["device"], found["device_peak"]) == (20, 60) and found["host"] > 2**20
+
+
+def test_gpus_that_do_not_count_their_memory_are_left_out(monkeypatch):
+    """Their allocator decides what they say: nothing at all, or the limit alone."""
+    silent, brief = Counting(0, 0), Counting(0, 0)
+    silent.stats, brief.stats = None, {"bytes_limit": 100}
+    monkeypatch.setattr(jax, "local_devices", lambda: [silent, brief])
+    assert set(memory_in_use()) == {"host"} and peak_memory() is None
+    monkeypatch.setattr(jax, "local_devices", lambda: [silent, Counting(10, 60), brief])
+    assert memory_in_use()["device"] == 10 and peak_memory() == (60, 100)
+
+
+def test_a_runtime_that_does_not_tell_of_its_programs_is_no_error():
+    """Only what the first step says of its memory is missing then."""
+
+    class Program:
+        def hlo_modules(self) -> list[object]:
+            raise runtime_error("UNIMPLEMENTED: PJRT_Executable_OptimizedProgram")
+
+    class Client:
+        def live_executables(self) -> list[object]:
+            return [Program()]
+
+    device: Any = type("Device", (), {"client": Client()})()
+    assert compiled_memory([device]) is None
+    device.client = object()
+    assert compiled_memory([device]) is None
+
+
+@pytest.mark.parametrize("there", ["gpu", "cpu"])
+def test_out_of_memory_says_what_arrays_can_have_of_a_gpu(there, monkeypatch):
+    if there == "gpu":
+        stand_in(monkeypatch)
+    monkeypatch.setenv(MEMORY_FRACTION[0], "0.92")
+    text = out_of_memory(runtime_error(EXHAUSTED), run_config())
+    assert f"out of memory on {KIND if there == 'gpu' else 'cpu'}" in text
+    expected = "arrays can have 72.00 GiB of the device (share 0.92)" if there == "gpu" else "limit is unknown\n"
+    assert expected in text
+
+
+@pytest.mark.parametrize(("capability", "named"), [("6.1", True), ("9.0", False)])
+def test_gpus_too_old_for_their_cuda_are_named(capability, named, monkeypatch):
+    stand_in(monkeypatch, capability=capability, kind="NVIDIA P40")
+    plugins = dict.fromkeys(("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt"), "0.12.0.1")
+    there = Installation(8, (580, 65), plugins, frozenset({"cudnn", "cublas", "nccl"}))
+    monkeypatch.setattr("megajax.training.device_faults.look", lambda: there)
+    text = installation("CUDNN_STATUS_NOT_INITIALIZED")
+    assert ("NVIDIA P40 has compute capability 6.1; jax for CUDA 13 needs" in text) == named
 
 
 def test_the_traceback_is_shown_where_it_cannot_be_kept(tmp_path):

@@ -4,9 +4,12 @@ Whatever decides on the platform decides here as on an H100: options, kernels, m
 """
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
+import gangs
 import jax
 import pytest
 from gpu_stand_in import KIND, MEMORY, stand_in
@@ -14,7 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from small_jobs import model, run_config
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.config.xla import CPU, XlaConfig, compiler_options, set_process
+from megajax.config.xla import XlaConfig, compiler_options, set_process
 from megajax.data.config import MockConfig
 from megajax.inference.sample import text_sample
 from megajax.mesh.config import ParallelConfig
@@ -108,23 +111,62 @@ def test_a_job_on_gpus_from_its_first_start_to_an_evaluation_alone(tmp_path, mon
     assert first["memory_device"] == 2**20 < MEMORY and first["mfu_causal"] > 0
 
 
+LAYOUTS = {
+    "data2-tensor2-pipeline2": ParallelConfig(data=2, tensor=2, pipeline=2, sequence=True),
+    "data4-tensor2": ParallelConfig(data=4, tensor=2),
+    "fsdp4": ParallelConfig(data=4, data_sharding="fsdp"),
+    "gpipe4": ParallelConfig(data=1, pipeline=4, schedule="gpipe"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize(
-    "parallel",
-    [
-        ParallelConfig(data=2, tensor=2, pipeline=2, sequence=True),
-        ParallelConfig(data=4, tensor=2),
-        ParallelConfig(data=4, data_sharding="fsdp"),
-        ParallelConfig(data=1, pipeline=4, schedule="gpipe"),
-    ],
-    ids=["data2-tensor2-pipeline2", "data4-tensor2", "fsdp4", "gpipe4"],
+    ("layout", "platform"), [*((layout, "gpu") for layout in LAYOUTS), (next(iter(LAYOUTS)), "cpu")]
 )
-def test_a_job_on_other_layouts(parallel, platform, tmp_path, monkeypatch, told, cached):
+def test_a_job_on_other_layouts(layout, platform, tmp_path, monkeypatch, told, cached):
     if platform == "gpu":
         stand_in(monkeypatch)
-    shape = {"heads": 2, "kv_heads": 2, "hidden": 32, "repeats": 4, "dropout": 0.0}
-    cfg = config(tmp_path, parallel=parallel, model=model(**shape), batch=BatchConfig(global_size=16, micro_size=2))
+    shape = {"heads": 2, "kv_heads": 2, "hidden": 32, "repeats": 4, "dropout": 0.0, "recompute": "full"}
+    batch = BatchConfig(global_size=16, micro_size=2)
+    cfg = config(tmp_path, parallel=LAYOUTS[layout], model=model(**shape), batch=batch)
     walk(cfg)
-    if platform == "cpu":
-        assert told and all(compiler_options(*CPU).items() <= options.items() for options in told)
+    wanted = compiler_options(*chosen(cfg, platform))
+    assert wanted and all(wanted.items() <= options.items() for options in told)
+
+
+COMMAND = ("--config=llama3_8b.py:debug", "--xla=xla_cpu_enable_fast_math=false", "--parallel.tensor=2", "--steps=2")
+COMMANDS = {
+    "4 devices": (1, ["--devices=cpu:4"]),
+    "8 devices": (1, ["--devices=cpu:8"]),
+    "8 devices with a pipeline": (1, ["--devices=cpu:8", "--parallel.pipeline=2"]),
+    "4 devices of two processes": (2, ["--devices=cpu:2"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COMMANDS)
+def test_the_command_line_with_options_given(case, tmp_path):
+    """A first start, and a second that goes on from its checkpoint."""
+    processes, words = COMMANDS[case]
+    front = gangs.launcher(processes=processes) if processes > 1 else ()
+    with gangs.started(tmp_path) as start:
+        for attempt, more in enumerate((["--resilience.exit_after_steps=1"], [], ["--skip-train"])):
+            command = (*front, *gangs.TRAIN, *COMMAND, *words, f"--run_dir={tmp_path / 'run'}", *more)
+            run = start(*command, name=f"attempt-{attempt}")
+            assert run.wait() == 0, run.text
+            assert "XLA, as asked      xla_cpu_enable_fast_math=False" in run.text
+    assert list(gangs.steps(tmp_path / "run")) == [1, 2]
+
+
+@pytest.mark.slow
+def test_two_processes_with_two_gpus_each(tmp_path):
+    """The whole command, on devices that present themselves as GPUs."""
+    program = Path(__file__).with_name("train_on_stand_ins.py")
+    words = ("--batch.micro_size=2", "--parallel.data=2", "--parallel.tensor=2", "--devices=cpu:2")
+    paths = os.pathsep.join(map(str, [gangs.REPOSITORY, gangs.REPOSITORY / "tests", Path(__file__).parent]))
+    with gangs.started(tmp_path) as start:
+        command = (*gangs.launcher(), sys.executable, program, f"--config={gangs.CONFIG}", *words)
+        run = start(*command, f"--run_dir={tmp_path / 'run'}", PYTHONPATH=paths)
+        assert run.wait() == 0, run.text
+    assert f"4 x {KIND}, 2 processes" in run.text and "xla_gpu_enable_latency_hiding_scheduler=True" in run.text
+    assert list(gangs.steps(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]

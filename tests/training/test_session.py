@@ -88,7 +88,7 @@ def test_a_step_that_is_not_finite_changes_no_weight(run, poison):
     assert after.consumed_samples == before.consumed_samples + 8
 
 
-def test_visualize_shows_every_weight_and_who_holds_what(run, capsys):
+def test_visualize_shows_every_weight_and_who_holds_what(run, capsys, monkeypatch):
     text = visualize(run)
     assert capsys.readouterr().out.rstrip("\n") == text
     lines = text.splitlines()
@@ -108,6 +108,8 @@ def test_visualize_shows_every_weight_and_who_holds_what(run, capsys):
     grid = [line.split("  ") for line in drawing if line.lstrip().startswith("vocab ")][:2]
     cells = [[cell.strip() for cell in row if cell.strip()] for row in grid]
     assert cells == [["vocab 0:64", "device 0", "device 2"], ["vocab 64:128", "device 1", "device 3"]]
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert visualize(run) == text and capsys.readouterr().out == "", "process 0 prints"
     (norm,) = [n for n, line in enumerate(lines) if line.startswith("norm.gain and")]
     assert "devices 0-1" in "".join(lines[norm:])
 

@@ -1,0 +1,108 @@
+"""What is decided by the platform before a mesh exists: devices found, how processes connect, what jax is told."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from megajax.config import command_line
+from megajax.config.errors import UserError
+from megajax.config.installation import Installation
+from megajax.config.world import World
+from megajax.mesh import mesh, processes
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.mesh import build_mesh, find_devices
+
+GPUS = Installation(8, (550, 54), {"jax": "0.12.0.1", "jaxlib": "0.12.0.1"}, frozenset())
+
+
+@pytest.fixture
+def found(monkeypatch) -> list[object]:
+    """What jax.devices gives; an error is raised. No platform is asked for."""
+    answers: list[object] = []
+
+    def devices() -> object:
+        if isinstance(answers[0], Exception):
+            raise answers[0]
+        return answers
+
+    monkeypatch.setattr(jax, "devices", devices)
+    monkeypatch.setattr(mesh, "look", lambda: GPUS)
+    monkeypatch.setattr(mesh.jax, "config", SimpleNamespace(jax_platforms=None))
+    return answers
+
+
+def test_gpus_are_taken_without_a_word(found, recwarn):
+    found.append(SimpleNamespace(platform="gpu"))
+    assert find_devices() == found and not recwarn
+
+
+def test_falling_back_on_the_cpu_of_a_machine_with_gpus_is_warned_of(found, monkeypatch, recwarn):
+    found.append(SimpleNamespace(platform="cpu"))
+    with pytest.warns(UserWarning, match="(?s)training on the CPU: 8 NVIDIA GPUs found, but no CUDA plugin"):
+        find_devices()
+    recwarn.clear()
+    monkeypatch.setattr(mesh.jax, "config", SimpleNamespace(jax_platforms="cpu"))
+    find_devices()
+    monkeypatch.setattr(mesh.jax, "config", SimpleNamespace(jax_platforms=None))
+    monkeypatch.setattr(mesh, "look", lambda: Installation(0, None, GPUS.packages, frozenset()))
+    find_devices()
+    assert not recwarn, "asked for, or no GPUs there"
+
+
+@pytest.mark.parametrize(
+    ("there", "says"), [(GPUS, "8 NVIDIA GPUs found"), (Installation(0, None, {}, frozenset()), "extra cuda12")]
+)
+def test_gpus_that_are_not_found_are_an_error_with_the_remedy(found, there, says, monkeypatch):
+    found.append(RuntimeError("no CUDA-capable device"))
+    monkeypatch.setattr(mesh, "look", lambda: there)
+    with pytest.raises(UserError, match="jax finds no default devices: no CUDA-capable device") as refused:
+        find_devices()
+    assert says in str(refused.value)
+
+
+def test_several_processes_use_every_device(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UserError, match="parallel uses 4 of 8 devices; with several processes every device"):
+        build_mesh(ParallelConfig(data=4))
+    assert build_mesh(ParallelConfig(data=8)).size == 8
+
+
+@pytest.mark.parametrize(
+    ("platforms", "gpus", "expected"),
+    [("cpu", 8, True), ("cuda", 8, False), ("cuda", 0, False), (None, 8, False), (None, 0, True)],
+)
+def test_processes_on_cpus_connect_over_gloo_and_those_on_gpus_do_not(platforms, gpus, expected, monkeypatch):
+    settings, joined = {}, []
+    config = SimpleNamespace(jax_platforms=platforms, update=settings.__setitem__)
+    monkeypatch.setattr(processes.jax, "config", config)
+    monkeypatch.setattr(processes, "_gpus", lambda devices: gpus)
+    monkeypatch.setattr(processes, "find_world", lambda: World(2, 1, "node:1", 1, 2))
+    monkeypatch.setattr(processes, "meet", lambda world, **more: None)
+    monkeypatch.setattr(processes.jax.distributed, "initialize", lambda *_, **more: joined.append(more))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("JAX_LOCAL_DEVICE_IDS", raising=False)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    processes.start()
+    assert settings.get("jax_cpu_collectives_implementation") == ("gloo" if expected else None)
+    assert ("xla_cpu_collective_call" in os.environ["XLA_FLAGS"]) == expected
+    assert joined[0]["local_device_ids"] == ([4, 5, 6, 7] if gpus else None)
+
+
+@pytest.mark.parametrize("files", [(), ("nvidia0", "nvidiactl")])
+@pytest.mark.parametrize(
+    ("devices", "platforms", "count"),
+    [(None, None, None), ("gpu", "cuda", None), ("cuda", "cuda", None), ("cpu:4", "cpu", "4")],
+)
+def test_what_jax_is_told_of_devices(devices, platforms, count, files, tmp_path, monkeypatch):
+    names = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(command_line, "Path", lambda path: tmp_path if path == "/dev" else Path(path))
+    command_line.use_devices(devices)
+    # Where there is a GPU, the check for its libraries is left on.
+    assert [os.environ.get(name) for name in names] == [platforms, count, None if files else "1"]
