@@ -109,6 +109,14 @@ def test_a_runtime_that_does_not_tell_of_its_programs_is_no_error():
     assert compiled_memory([device]) is None
 
 
+@pytest.mark.parametrize(("count", "name"), [(1, "traceback.txt"), (2, "traceback-process1.txt")])
+def test_each_process_keeps_a_traceback_of_its_own(count, name, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    fault = device_fault(runtime_error(EXHAUSTED), run_config(), tmp_path)
+    assert f"the traceback is in {tmp_path / name}" in str(fault) and (tmp_path / name).exists()
+
+
 @pytest.mark.parametrize("there", ["gpu", "cpu"])
 def test_out_of_memory_says_what_arrays_can_have_of_a_gpu(there, monkeypatch):
     if there == "gpu":

@@ -135,6 +135,8 @@ def test_a_job_on_other_layouts(layout, platform, tmp_path, monkeypatch, told, c
 
 
 COMMAND = ("--config=llama3_8b.py:debug", "--xla=xla_cpu_enable_fast_math=false", "--parallel.tensor=2", "--steps=2")
+QUICK = "--xla=" + ",".join(f"{name}={value}" for name, value in GIVEN.items())
+SECONDS = 600
 COMMANDS = {
     "4 devices": (1, ["--devices=cpu:4"]),
     "8 devices": (1, ["--devices=cpu:8"]),
@@ -151,10 +153,10 @@ def test_the_command_line_with_options_given(case, tmp_path):
     front = gangs.launcher(processes=processes) if processes > 1 else ()
     with gangs.started(tmp_path) as start:
         for attempt, more in enumerate((["--resilience.exit_after_steps=1"], [], ["--skip-train"])):
-            command = (*front, *gangs.TRAIN, *COMMAND, *words, f"--run_dir={tmp_path / 'run'}", *more)
+            command = (*front, *gangs.TRAIN, *COMMAND, QUICK, *words, f"--run_dir={tmp_path / 'run'}", *more)
             run = start(*command, name=f"attempt-{attempt}")
-            assert run.wait() == 0, run.text
-            assert "XLA, as asked      xla_cpu_enable_fast_math=False" in run.text
+            assert run.wait(SECONDS) == 0, run.text
+            assert "XLA, as asked      xla_cpu_enable_fast_math=False, " in run.text
     assert list(gangs.steps(tmp_path / "run")) == [1, 2]
 
 
@@ -165,8 +167,8 @@ def test_two_processes_with_two_gpus_each(tmp_path):
     words = ("--batch.micro_size=2", "--parallel.data=2", "--parallel.tensor=2", "--devices=cpu:2")
     paths = os.pathsep.join(map(str, [gangs.REPOSITORY, gangs.REPOSITORY / "tests", Path(__file__).parent]))
     with gangs.started(tmp_path) as start:
-        command = (*gangs.launcher(), sys.executable, program, f"--config={gangs.CONFIG}", *words)
+        command = (*gangs.launcher(), sys.executable, program, f"--config={gangs.CONFIG}", QUICK, *words)
         run = start(*command, f"--run_dir={tmp_path / 'run'}", PYTHONPATH=paths)
-        assert run.wait() == 0, run.text
+        assert run.wait(SECONDS) == 0, run.text
     assert f"4 x {KIND}, 2 processes" in run.text and "xla_gpu_enable_latency_hiding_scheduler=True" in run.text
     assert list(gangs.steps(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]

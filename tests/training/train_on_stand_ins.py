@@ -1,5 +1,9 @@
 """`python -m megajax.train` on CPU devices that present themselves as GPUs; for tests of several processes."""
 
+import os
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}  # before the stand-ins import jax
+
 import pytest
 from gpu_stand_in import stand_in
 

@@ -1,0 +1,102 @@
+"""docs/platforms.md lists every place where a platform decides, each with the tests that walk both sides on CPUs."""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+
+from source_tree import REPOSITORY
+
+TABLE = REPOSITORY / "docs/platforms.md"
+SOURCES = REPOSITORY / "megajax"
+
+NAMES = frozenset(
+    (
+        *("platform", "platforms", "platform_version", "jax_platforms", "platform_dependent", "default_backend"),
+        *("device_kind", "compute_capability", "capability", "memory_stats", "live_executables", "cuda_versions"),
+        *("memory_kind", "with_memory_kind", "local_device", "local_devices", "local_device_ids"),
+        *("device_count", "local_device_count", "addressable_devices", "addressable_shards", "is_fully_addressable"),
+        *("process_count", "process_index", "process_id", "is_initialized", "pallas_call", "interpret"),
+    )
+)
+"""Names and attributes by which a program learns what it runs on."""
+MODULES = ("platform", "sys")
+"""Of the standard library: their attributes are about the host."""
+WORDS = re.compile(
+    r"(gpu|cuda|cpu|rocm|pinned_host|nvidia\S*|JAX_PLATFORMS|CUDA_VISIBLE_DEVICES|JAX_SKIP_CUDA_CONSTRAINTS_CHECK)"
+    r"|live_executables|compute_capability|/proc/driver\S*|\S*__cudnn\S*|/device:\(\S*"
+)
+"""Strings that are no text for people."""
+
+
+def functions(tree: ast.AST, where: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """(qualified name of the function or class it is in, node), docstrings left out."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+            continue
+        named = isinstance(child, ast.FunctionDef | ast.ClassDef)
+        inside = f"{where}.{child.name}".lstrip(".") if named else where
+        yield where, child
+        yield from functions(child, inside)
+
+
+def learns(node: ast.AST) -> bool:
+    """Whether this names something by which a program learns what it runs on."""
+    if isinstance(node, ast.Attribute):
+        of = node.value.id if isinstance(node.value, ast.Name) else ""
+        return (node.attr in NAMES and of not in MODULES) or (of, node.attr) == ("jax", "memory")
+    if isinstance(node, ast.Name):
+        return node.id in NAMES - {"platform"}
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and WORDS.fullmatch(node.value) is not None
+
+
+def found() -> set[str]:
+    """`file: function`, below megajax; the module itself has no function."""
+    places = set()
+    for path in sorted(SOURCES.rglob("*.py")):
+        name = path.relative_to(SOURCES).as_posix()
+        inside = functions(ast.parse(path.read_text()))
+        places |= {f"{name}: {where or 'module'}" for where, node in inside if learns(node)}
+    return places
+
+
+@cache
+def rows() -> list[list[str]]:
+    """Cells of the rows of the tables: place, what decides, tests."""
+    lines = [line for line in TABLE.read_text().splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+def listed() -> set[str]:
+    places = set()
+    for cells in rows():
+        file, *names = re.findall(r"`([^`]+)`", cells[0])
+        places |= {f"{file}: {name}" for name in names}
+    return places
+
+
+def test_every_place_that_learns_what_it_runs_on_is_in_the_table() -> None:
+    assert not (missing := sorted(found() - listed())), f"put into {TABLE.name}, with tests of both sides: {missing}"
+
+
+def test_the_table_lists_nothing_else() -> None:
+    assert not (gone := sorted(listed() - found())), f"take out of {TABLE.name}: {gone}"
+
+
+def test_every_row_names_tests_that_exist() -> None:
+    tests = {path.stem: path for path in (REPOSITORY / "tests").rglob("test_*.py")}
+    for cells in rows():
+        assert len(cells) == 3, cells
+        named = re.findall(r"`(test_\w+)::(test_\w+)`", cells[2])
+        assert named or cells[2].startswith("no branch: "), cells
+        for file, test in named:
+            assert file in tests, f"{cells[0]}: there is no {file}.py"
+            assert f"def {test}(" in tests[file].read_text(), f"{cells[0]}: {file}.py has no {test}"
+
+
+def test_the_reader_finds_what_it_looks_for() -> None:
+    text = (
+        '"""cuda"""\nimport platform\nplatform.machine()\n\ndef f(d):\n    return d.platform == "gpu"\n\nX = "a gpu"\n'
+    )
+    seen = [(where, type(node).__name__) for where, node in functions(ast.parse(text)) if learns(node)]
+    assert seen == [("f", "Attribute"), ("f", "Constant")]
