@@ -153,7 +153,9 @@ def test_every_gpu_compiles(device: str, tmp_path: Path) -> None:
 
 @needs_compiler
 def test_float32_has_the_reference_attention_and_says_why(tmp_path: Path) -> None:
-    found, printed = plan(tmp_path, "--devices=h100:2", "--precision.compute=float32")
+    given = "--xla=xla_cpu_enable_fast_math=false,xla_gpu_enable_triton_gemm=no"
+    found, printed = plan(tmp_path, "--devices=h100:2", "--precision.compute=float32", given)
+    assert "xla_cpu_enable_fast_math=False, xla_gpu_enable_triton_gemm=False" in printed
     why = "cudnn, pallas, cudnn_mask: computes in bfloat16 or float16, not in float32"
     assert found["attention"] == [f"reference ({why})"]
     assert not [one for one in found["kernels"] if "fmha" in one["target"]]

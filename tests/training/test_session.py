@@ -8,6 +8,7 @@ import pytest
 from small_jobs import VOCABULARY, model, run_config
 
 from megajax.config.errors import ConfigError, UserError
+from megajax.config.xla import XlaConfig
 from megajax.data.config import MockConfig
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
@@ -22,6 +23,7 @@ CONFIG = run_config(
     batch=BatchConfig(global_size=8, micro_size=2),
     data=MockConfig(isolate_documents=True),
     evaluation=EvaluationConfig(every=2, batches=2),
+    xla=XlaConfig(options={"xla_cpu_enable_fast_math": "false"}),
 )
 
 
