@@ -1,52 +1,61 @@
 """Measures what the planner's cost model takes for known, on the devices of this host, into a file it reads.
 
-Run:  python benchmarks/calibrate.py [--out=FILE] [--tiny] [--devices=cpu:8]
+Run:  python benchmarks/calibrate.py [--out=FILE] [--tiny] [--seconds=0.1] [--devices=cpu:8]
 Then: python -m megajax.plan --config=FILE --devices=h100:128 --formula --calibration=FILE
 
 Matmuls by size in bfloat16 (and fp8, where the device has it), from which come the share of the peak that large ones
 reach and the size at which half of that is lost; a stream through memory; causal attention forward and backward; and,
-with several local devices, an all-gather large and small. Shares are of data sheets (megajax/planning/costs.py). On a
-device that is not known there, the rates measured stand for its peaks: add `network` to plan with it by --device-file.
---tiny: sizes for a CPU, to see that it runs. FILE is benchmarks/results/calibration.json unless given.
+with several local devices, an all-gather large and small. Inputs are random numbers: on zeros or ones a GPU draws less
+power and runs up to 13 % faster than on data. Calls are enqueued in groups that are waited for once; each makes several
+products of inputs of its own, so that starting a program does not count as the time of a small matmul. Shares are of
+data sheets (megajax/planning/costs.py). On a device that is not known there, the rates measured stand for its peaks:
+add `network` to plan with it by --device-file.
+--seconds: of timed calls for each figure. --tiny: sizes for a CPU, to see that it runs. FILE is
+benchmarks/results/calibration.json unless given; it is written after each kind of figure.
 """
 
 import argparse
 import math
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import outcome
+from stopwatch import readings_in
 
 from megajax.config.command_line import use_devices
+from megajax.config.xla import FP8, GPU, compiler_options
 from megajax.planning.costs import DEVICES, Device
 from megajax.planning.devices import GPUS
 
-SIZES = tuple(
-    (rows, contracted, columns)
-    for rows in (1024, 4096, 8192)
-    for contracted in (512, 2048, 8192)
-    for columns in (512, 2048, 8192)
+SIZES = (
+    *((rows, contracted, columns) for rows in (1024, 8192) for contracted in (1024, 8192) for columns in (1024, 8192)),
+    *((8192, 512, 8192), (8192, 8192, 512), (8192, 2048, 8192), (8192, 4096, 14336)),
 )
+SIZES_FP8 = tuple(sizes for sizes in SIZES if min(sizes) >= 2048)
 TINY = ((32, 32, 32), (64, 64, 64), (128, 64, 128), (128, 128, 128))
 HALVES = tuple(range(8, 513, 8))
 """Candidates for `matmul_half`."""
+PAIRS = 4
+"""Products of one call, each of operands of its own: with the same ones it would be one product."""
 
 
-def seconds_of(call: Callable[[], Any], repeats: int) -> float:
-    """Median time of a call that returns arrays."""
+def seconds_of(call: Callable[[], Any], seconds: float) -> float:
+    """Median time of a call that returns arrays: of groups of calls enqueued one after another and waited for once."""
     import jax
 
-    jax.block_until_ready(call())
-    found = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        jax.block_until_ready(call())
-        found.append(time.perf_counter() - started)
-    return median(found)
+    jax.block_until_ready(call())  # compiles
+    return readings_in(call, jax.block_until_ready, seconds=seconds).median
+
+
+def random(seed: int, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Normally distributed."""
+    import jax
+    import jax.numpy as jnp
+
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
 
 
 def fit(readings: list[tuple[tuple[int, ...], float]], halves: tuple[int, ...] = HALVES) -> tuple[float, float]:
@@ -59,50 +68,77 @@ def fit(readings: list[tuple[tuple[int, ...], float]], halves: tuple[int, ...] =
     return best[1], best[2]
 
 
-def matmuls(sizes: tuple[tuple[int, int, int], ...], dtype: Any, repeats: int) -> list[tuple[tuple[int, ...], float]]:
-    """(sizes, operations per second) of each."""
+def matmuls(sizes: tuple[tuple[int, int, int], ...], seconds: float) -> list[tuple[tuple[int, ...], float]]:
+    """(sizes, operations per second) of each, in bfloat16."""
     import jax
     import jax.numpy as jnp
 
+    def products(pairs: list[tuple[Any, Any]]) -> list[Any]:
+        return [jnp.matmul(a, b) for a, b in pairs]
+
     found = []
     for rows, contracted, columns in sizes:
-        a, b = jnp.ones((rows, contracted), dtype), jnp.ones((contracted, columns), dtype)
-        product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.bfloat16))
-        seconds = seconds_of(lambda: product(a, b), repeats)  # noqa: B023
-        found.append(((rows, contracted, columns), 2 * rows * contracted * columns / seconds))
+        pairs = [
+            (random(2 * n, (rows, contracted), jnp.bfloat16), random(2 * n + 1, (contracted, columns), jnp.bfloat16))
+            for n in range(PAIRS)
+        ]
+        taken = seconds_of(partial(jax.jit(products), pairs), seconds) / PAIRS
+        found.append(((rows, contracted, columns), 2 * rows * contracted * columns / taken))
     return found
 
 
-def stream(size: int, repeats: int) -> float:
+def matmuls_fp8(sizes: tuple[tuple[int, int, int], ...], seconds: float) -> list[tuple[tuple[int, ...], float]]:
+    """(sizes, operations per second) of each, of operands that are in 8 bits already: written as layers write them, so
+    that the compiler takes the kernel it takes for them."""
+    import jax
+    import jax.numpy as jnp
+
+    from megajax.precision.fp8 import product, quantize
+
+    def products(pairs: list[tuple[Any, Any]]) -> list[Any]:
+        return [product(("bd", "df", "bf"), a, b, dtype=jnp.dtype(jnp.bfloat16), precision=fast) for a, b in pairs]
+
+    options, fast = compiler_options(*GPU, *FP8), jax.lax.Precision.DEFAULT
+    small = jax.jit(lambda x: quantize(x, jnp.dtype(jnp.float8_e4m3fn)))
+    found = []
+    for rows, contracted, columns in sizes:
+        shapes = ((rows, contracted), (contracted, columns))
+        pairs = [
+            tuple(small(random(2 * n + place, shape, jnp.bfloat16)) for place, shape in enumerate(shapes))
+            for n in range(PAIRS)
+        ]
+        taken = seconds_of(partial(jax.jit(products, compiler_options=options), pairs), seconds) / PAIRS
+        found.append(((rows, contracted, columns), 2 * rows * contracted * columns / taken))
+    return found
+
+
+def stream(size: int, seconds: float) -> float:
     """Bytes per second of an update that reads two arrays of float32 and writes one."""
     import jax
     import jax.numpy as jnp
 
-    x, y = jnp.ones(size, jnp.float32), jnp.ones(size, jnp.float32)
-    update = jax.jit(lambda x, y: 0.9 * x + 0.1 * y)
-    return 12 * size / seconds_of(lambda: update(x, y), repeats)
+    x, y = random(0, (size,), jnp.float32), random(1, (size,), jnp.float32)
+    return 12 * size / seconds_of(partial(jax.jit(lambda x, y: 0.9 * x + 0.1 * y), x, y), seconds)
 
 
-def attention(length: int, heads: int, repeats: int, *, fused: bool) -> tuple[float, float]:
-    """Operations per second forward and backward, of scores that a causal mask leaves."""
+def attention(length: int, heads: int, seconds: float) -> tuple[float, float]:
+    """Operations per second forward and backward, of scores that a causal mask leaves, by the fastest kernel there is."""
     import jax
     import jax.numpy as jnp
+    from kernel_cases import AttentionCase, both
 
-    size = 128
-    q = jnp.ones((1, length, heads, size), jnp.bfloat16)
+    from megajax.kernels.attention import local_device
+    from megajax.kernels.capability import choose
 
-    def mixed(q: Any, k: Any, v: Any) -> Any:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if fused else "xla")
-
-    forward = jax.jit(mixed)
-    both = jax.jit(jax.grad(lambda q, k, v: mixed(q, k, v).astype(jnp.float32).sum(), argnums=(0, 1, 2)))
-    once = 2 * length * length * heads * size
-    first = seconds_of(lambda: forward(q, q, q), repeats)
-    second = max(seconds_of(lambda: both(q, q, q), repeats) - first, 1e-9)
-    return once / first, 2.5 * once / second
+    asked = AttentionCase(1, length, heads, heads, 128, kernel="auto")
+    case = asked._replace(kernel=choose("auto", asked.request(), local_device()).kernel).case()
+    dout, *inputs = (random(seed, (1, length, heads, 128), jnp.bfloat16) for seed in range(4))
+    first = seconds_of(partial(jax.jit(case.call), *inputs), seconds)
+    second = max(seconds_of(partial(jax.jit(both(case.call)), dout, *inputs), seconds) - first, 1e-9)
+    return case.flops[0] / first, (case.flops[1] - case.flops[0]) / second
 
 
-def all_gather(size: int, repeats: int) -> float:
+def all_gather(size: int, seconds: float) -> float:
     """Seconds of one over all local devices, of `size` bytes in all."""
     import jax
     import jax.numpy as jnp
@@ -111,9 +147,8 @@ def all_gather(size: int, repeats: int) -> float:
     mesh = jax.make_mesh((jax.local_device_count(),), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
     spread, whole = NamedSharding(mesh, PartitionSpec("devices")), NamedSharding(mesh, PartitionSpec())
     count = max(1, size // 2 // mesh.size) * mesh.size
-    x = jax.device_put(jnp.ones(count, jnp.bfloat16), spread)
-    gather = jax.jit(lambda x: x, out_shardings=whole)
-    return seconds_of(lambda: gather(x), repeats)
+    x = jax.device_put(random(0, (count,), jnp.bfloat16), spread)
+    return seconds_of(partial(jax.jit(lambda x: x, out_shardings=whole), x), seconds)
 
 
 def known(kind: str) -> Device | None:
@@ -121,40 +156,47 @@ def known(kind: str) -> Device | None:
     return next((DEVICES[name] for name, gpu in GPUS.items() if gpu.description == kind), None)
 
 
-def measure(*, tiny: bool) -> dict[str, Any]:
-    """{"constants": fields of costs.Device, "readings": what they were made from}."""
+def measure(*, tiny: bool, seconds: float) -> Iterator[dict[str, Any]]:
+    """{"constants": fields of costs.Device, "readings": what they were made from}, again after each kind of figure."""
     import jax
-    import jax.numpy as jnp
 
-    first = jax.local_devices()[0]
-    own, repeats = known(first.device_kind), 3 if tiny else 20
-    readings: dict[str, Any] = {"device": first.device_kind, "local_devices": jax.local_device_count()}
-    found = matmuls(TINY if tiny else SIZES, jnp.bfloat16, repeats)
+    first, count = jax.local_devices()[0], jax.local_device_count()
+    own = known(first.device_kind)
+    readings: dict[str, Any] = {"device": first.device_kind, "local_devices": count}
+    found = matmuls(TINY if tiny else SIZES, seconds)
     rate, half = fit(found)
     readings["matmul"] = [{"sizes": list(sizes), "rate": speed} for sizes, speed in found]
-    moved = stream(2**16 if tiny else 2**28, repeats)
-    fused = first.platform == "gpu"
-    forward, backward = attention(256 if tiny else 8192, 1 if tiny else 16, repeats, fused=fused)
-    readings |= {"stream": moved, "attention_forward": forward, "attention_backward": backward}
-    constants: dict[str, Any] = {"matmul_half": half}
-    if own is None:
-        constants |= {"name": first.platform, "peak": rate, "matmul": 1.0, "bandwidth": moved, "stream": 1.0}
-        constants |= {"attention_forward": forward / rate, "attention_backward": backward / rate}
-    else:
-        constants |= {"name": own.name, "matmul": rate / own.peak, "stream": moved / own.bandwidth}
-        constants |= {"attention_forward": forward / own.peak, "attention_backward": backward / own.peak}
+    # Shares of a device that is not known are of what was measured.
+    peak, bandwidth, constants = rate, None, {"name": first.platform, "matmul_half": half, "peak": rate}
+    if own is not None:
+        peak, bandwidth, constants = own.peak, own.bandwidth, {"name": own.name, "matmul_half": half}
+    constants["matmul"] = rate / peak
+    yield told(constants, readings)
+    readings["stream"] = moved = stream(2**16 if tiny else 2**28, seconds)
+    constants |= {"bandwidth": moved} if bandwidth is None else {}
+    constants["stream"] = moved / (bandwidth or moved)
+    yield told(constants, readings)
+    shape = (256, 1) if tiny else (8192, 16)
+    forward, backward = attention(*shape, seconds)
+    readings |= {"attention_forward": forward, "attention_backward": backward}
+    constants |= {"attention_forward": forward / peak, "attention_backward": backward / peak}
+    yield told(constants, readings)
+    eight = matmuls_fp8(TINY[:1] if tiny else SIZES_FP8, seconds) if tiny or (own and own.peak_fp8) else []
+    readings["matmul_fp8"] = [{"sizes": list(sizes), "rate": speed} for sizes, speed in eight]
     if own is not None and own.peak_fp8 is not None:
-        eight = matmuls(TINY if tiny else SIZES, jnp.float8_e4m3fn, repeats)
         constants["matmul_fp8"] = fit(eight, (int(half),))[0] / own.peak_fp8
-        readings["matmul_fp8"] = [{"sizes": list(sizes), "rate": speed} for sizes, speed in eight]
-    count = jax.local_device_count()
     if count > 1:
         size = 2**20 if tiny else 2**30
-        large, small = all_gather(size, repeats), all_gather(2 * count, repeats)
+        large, small = all_gather(size, seconds), all_gather(2 * count, seconds)
         speed = size * (count - 1) / count / max(large - small, 1e-9)
         readings |= {"all_gather_bytes": size, "all_gather_seconds": large, "all_gather_smallest_seconds": small}
         constants |= {"launch": small} | ({"nvlink": speed} if own is None else {"nvlink_share": speed / own.nvlink})
-    return {"constants": {name: _rounded(value) for name, value in constants.items()}, "readings": readings}
+    yield told(constants, readings)
+
+
+def told(constants: dict[str, Any], readings: dict[str, Any]) -> dict[str, Any]:
+    """As they are written down."""
+    return {"constants": {name: _rounded(value) for name, value in constants.items()}, "readings": dict(readings)}
 
 
 def _rounded(value: Any) -> Any:
@@ -165,13 +207,15 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=outcome.RESULTS / "calibration.json")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--seconds", type=float, default=0.1)
     parser.add_argument("--devices")
     given = parser.parse_args(argv)
     use_devices(given.devices)
-    found = measure(tiny=given.tiny)
-    outcome.write_to(given.out, found)
+    for found in measure(tiny=given.tiny, seconds=given.seconds):
+        outcome.write_to(given.out, found, told=False)
     for name, value in found["constants"].items():
         print(f"{name:20} {value}")
+    print(f"written: {given.out}")
     return 0
 
 

@@ -14,7 +14,7 @@ from stopwatch import readings_in
 
 from megajax.config.xla import FP8, GPU, compiler_options
 from megajax.kernels.attention import Mask, attend, local_device, reference_attention
-from megajax.kernels.capability import BACKENDS, Request
+from megajax.kernels.capability import BACKENDS, Device, Request
 from megajax.layers.config import LayerNormConfig, RMSNormConfig
 from megajax.layers.param import Site
 from megajax.mesh.config import ParallelConfig
@@ -46,9 +46,25 @@ class Case:
     """Bytes of device memory at least, likewise."""
     fp8: bool = False
     """Multiplied in 8 bits: another peak, another tolerance."""
+    slices: int | None = None
+    """Key-value heads, of attention: the reference then works on one row and one of them at a time."""
+
+    def expected(self) -> Callable:
+        """(cotangent, *arguments) -> (result, gradients) of the reference."""
+        run = both(self.reference)
+        return run if self.slices is None else sliced(run, self.slices)
+
+    def label(self) -> str:
+        """As `label` of what `measure` gives."""
+        return label(self.name, self.sizes)
 
 
-def attention(on_gpu: bool) -> list[Case]:
+def label(name: str, sizes: dict[str, int]) -> str:
+    """Name and sizes of a case, in words."""
+    return " ".join([name, *(f"{what}={size}" for what, size in sizes.items())])
+
+
+def attention(on_gpu: bool, device: Device) -> list[Case]:
     """Causal attention by every backend that can: plain, grouped, long; with documents apart and with a window."""
     sizes = [
         (8, 2048, 16, 16, 128),
@@ -61,8 +77,7 @@ def attention(on_gpu: bool) -> list[Case]:
     plain = [AttentionCase(*size, kernel=kernel) for size in sizes for kernel in ("cudnn", "pallas")]
     apart = [AttentionCase(*special, kernel=kernel, documents=4) for kernel in ("cudnn", "pallas", "cudnn_mask")]
     windows = [AttentionCase(*special, kernel=kernel, window=special[1] // 8) for kernel in ("cudnn", "pallas")]
-    device, slow = local_device(), AttentionCase(*special, kernel="reference")
-    asked = [*plain, *apart, *windows, slow]
+    asked = [*plain, *apart, *windows, AttentionCase(*special, kernel="reference")]
     return [one.case() for one in asked if BACKENDS[one.kernel].refusal(one.request(), device) is None]
 
 
@@ -93,8 +108,11 @@ class AttentionCase(NamedTuple):
         """With its costs: a query sees half the keys of its document, or about as many as the window has."""
         rows, length, heads, groups, head = self[:5]
         index = jnp.arange(length)
-        segments = jnp.broadcast_to(index // (length // self.documents), (rows, length)) if self.documents > 1 else None
-        options = {"mask": Mask(index, index, segments, segments, self.window), "scale": head**-0.5}
+        # One row of them for all: the reference sees one row at a time.
+        segments = (index // (length // self.documents))[None] if self.documents > 1 else None
+        every = None if segments is None else jnp.broadcast_to(segments, (rows, length))
+        options = {"mask": Mask(index, index, every, every, self.window), "scale": head**-0.5}
+        of_a_row = options | {"mask": Mask(index, index, segments, segments, self.window)}
         queries, keys = (rows, length, heads, head), (rows, length, groups, head)
         seen = length / self.documents / 2 if self.window is None else self.window
         forward = 4 * rows * heads * head * length * seen
@@ -105,7 +123,8 @@ class AttentionCase(NamedTuple):
             name=f"attention, {self.kernel}{kind}",
             sizes=dict(zip(("rows", "length", "heads", "kv_heads", "head_dim"), self[:5], strict=True)),
             call=partial(attend, self.kernel, **options),
-            reference=partial(reference_attention, **options),
+            reference=partial(reference_attention, **of_a_row),
+            slices=groups,
             shapes=(queries, keys, keys),
             flops=(forward, 3.5 * forward),
             # The backward reads queries, keys, values, output and its gradient, and writes three gradients.
@@ -113,7 +132,30 @@ class AttentionCase(NamedTuple):
         )
 
 
-def norm(on_gpu: bool) -> list[Case]:
+def sliced(run: Callable, groups: int) -> Callable:
+    """run of attention -> the same of whole arrays [B, S, N, H], one row and one key-value head after the other.
+
+    Scores in float32 of 8 rows of 4096 tokens and 32 heads take 16 GiB an array; of a row and a group of 4 heads 256
+    MiB.
+    """
+
+    def cut(x: Array) -> Array:
+        rows, length, heads, size = x.shape
+        apart = x.reshape(rows, length, groups, heads // groups, size).transpose(0, 2, 1, 3, 4)
+        return apart.reshape(rows * groups, 1, length, heads // groups, size)
+
+    def joined(x: Array) -> Array:
+        pieces, _, length, heads, size = x.shape
+        together = x.reshape(pieces // groups, groups, length, heads, size).transpose(0, 2, 1, 3, 4)
+        return together.reshape(pieces // groups, length, groups * heads, size)
+
+    def whole(*arrays: Array) -> Any:
+        return jax.tree.map(joined, jax.lax.map(lambda pieces: run(*pieces), tuple(map(cut, arrays))))
+
+    return whole
+
+
+def norm(on_gpu: bool, device: Device) -> list[Case]:
     """RMSNorm and LayerNorm over the residual stream of 16,384 tokens."""
     tokens, hidden = (16384, 4096) if on_gpu else (64, 32)
     site = Site(layout=Layout(Plan.of(ParallelConfig())), hidden=hidden, std=0.02, output_std=0.02)
@@ -145,12 +187,12 @@ def _layer_norm(x: Array, gain: Array, bias: Array) -> Array:
     ]
 
 
-def matmul(on_gpu: bool) -> list[Case]:
+def matmul(on_gpu: bool, device: Device) -> list[Case]:
     """The matmuls of a Llama-3 8B layer on 8192 tokens, and a square one: in bfloat16 and, where it can, in 8 bits."""
     sizes = [(8192, 8192, 8192), (8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096), (8192, 2048, 8192)]
     if not on_gpu:
         sizes = [(64, 32, 48)]
-    eight_bits = not on_gpu or (local_device().capability or ()) >= OLDEST
+    eight_bits = not on_gpu or (device.capability or ()) >= OLDEST
     return [_matmul(size, fp8) for fp8 in (False, True)[: 1 + eight_bits] for size in sizes]
 
 
@@ -187,20 +229,20 @@ def measure(case: Case, roof: Roof, seconds: float) -> dict[str, Any]:
     arguments = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys[1:], case.shapes, strict=True)]
     shape = jax.eval_shape(case.call, *arguments).shape
     cotangent = jax.random.normal(keys[0], shape, jnp.bfloat16)
-    found = jax.jit(both(case.call))(cotangent, *arguments)
+    options = compiler_options(*GPU, *(FP8 if case.fp8 else ()))
+    works = {"both": (both(case.call), [cotangent, *arguments]), "forward": (case.call, arguments)}
+    ready = {name: jax.jit(call).lower(*given).compile(options) for name, (call, given) in works.items()}
+    found = ready["both"](cotangent, *arguments)
     with jax.default_matmul_precision("highest"):
         wide = [x.astype(jnp.float32) for x in (cotangent, *arguments)]
-        expected = jax.jit(both(case.reference))(*wide)
+        expected = jax.jit(case.expected())(*wide)
     errors = [
         loss_cases.relative(*pair) for pair in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
     ]
     del found, expected, wide
     passes: dict[str, Any] = {}
-    on_gpu = jax.devices()[0].platform == "gpu"
-    options = compiler_options(*GPU, *(FP8 if case.fp8 else ())) if on_gpu else None
-    works = (("forward", jax.jit(case.call), arguments), ("both", jax.jit(both(case.call)), [cotangent, *arguments]))
-    for place, (name, call, given) in enumerate(works):
-        compiled = call.lower(*given).compile(options)
+    for place, name in enumerate(("forward", "both")):
+        compiled, given = ready[name], works[name][1]
         spread = readings_in(partial(compiled, *given), jax.block_until_ready, seconds=seconds)
         floor = roof.floor_seconds(flops=case.flops[place], moved=case.moved[place], fp8=case.fp8)
         passes[name] = {
@@ -253,9 +295,10 @@ def table(part: str, *, seconds: float, peak_tflops: float | None) -> Iterator[t
         for row in loss_cases.table(roof, on_gpu=on_gpu, seconds=seconds):
             yield roof.device, loss_cases.line(row), row
         return
-    for case in MAKERS[part](on_gpu):
+    for case in MAKERS[part](on_gpu, local_device()):
         row = attempt(case, roof, seconds)
         yield roof.device, line(row), row
 
 
-MAKERS: dict[str, Callable[[bool], list[Case]]] = {"attention": attention, "norm": norm, "matmul": matmul}
+MAKERS: dict[str, Callable[[bool, Device], list[Case]]] = {"attention": attention, "norm": norm, "matmul": matmul}
+"""Part -> its cases at the sizes of a GPU, or toy ones, as far as a device can compute them."""

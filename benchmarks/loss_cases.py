@@ -68,9 +68,9 @@ def rows(size: tuple[int, int, int], chunks: tuple[int, ...], roof: Roof, second
     labels = jax.device_put(jax.random.randint(keys[2], (1, tokens), 0, vocabulary), whole)
     weights = jax.device_put(jnp.ones((1, tokens)), whole)
     arguments = (x, matrix, labels, weights)
-    calls = {"plain": plain_loss}
-    calls |= {f"chunks of {chunk}": partial(chunked_loss, layout, vocabulary, chunk) for chunk in chunks}
-    flops = 6 * tokens * hidden * vocabulary / len(devices)
+    calls = {NAME.format("plain"): plain_loss}
+    calls |= {chunked(chunk): partial(chunked_loss, layout, vocabulary, chunk) for chunk in chunks}
+    flops, moved = costs(size, len(devices))
     with jax.set_mesh(mesh):
         with jax.default_matmul_precision("highest"):
             expected = jax.jit(jax.value_and_grad(plain_loss, (0, 1)))(
@@ -83,10 +83,10 @@ def rows(size: tuple[int, int, int], chunks: tuple[int, ...], roof: Roof, second
                 for pair in zip(jax.tree.leaves(compiled(*arguments)), jax.tree.leaves(expected), strict=True)
             ]
             spread = readings_in(partial(compiled, *arguments), jax.block_until_ready, seconds=seconds)
-            floor = roof.floor_seconds(flops=flops, moved=2 * 2 * (tokens + vocabulary / len(devices)) * hidden)
+            floor = roof.floor_seconds(flops=flops, moved=moved)
             yield {
-                "name": f"loss, {name}",
-                "sizes": {"tokens": tokens, "hidden": hidden, "vocabulary": vocabulary, "devices": len(devices)},
+                "name": name,
+                "sizes": sizes(size, len(devices)),
                 "seconds": spread.to_dict(),
                 "tflops": flops / spread.median / 1e12,
                 "share_of_floor": None if floor is None else floor / spread.median,
@@ -94,6 +94,25 @@ def rows(size: tuple[int, int, int], chunks: tuple[int, ...], roof: Roof, second
                 "errors": errors,
                 "right": all(error <= TOLERANCE for error in errors),
             }
+
+
+NAME = "loss, {}"
+
+
+def chunked(chunk: int) -> str:
+    """Name of the row of a chunk size."""
+    return NAME.format(f"chunks of {chunk}")
+
+
+def sizes(size: tuple[int, int, int], devices: int) -> dict[str, int]:
+    """What a row says of its size."""
+    return dict(zip(("tokens", "hidden", "vocabulary", "devices"), (*size, devices), strict=True))
+
+
+def costs(size: tuple[int, int, int], devices: int) -> tuple[float, float]:
+    """Operations, and bytes of memory moved at least, of one device for loss and gradients."""
+    tokens, hidden, vocabulary = size
+    return 6 * tokens * hidden * vocabulary / devices, 2 * 2 * (tokens + vocabulary / devices) * hidden
 
 
 def relative(found: Array, expected: Array) -> float:

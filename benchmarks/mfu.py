@@ -4,6 +4,7 @@ Run:  python benchmarks/mfu.py --config=FILE[:function] [--setting=value ...] [-
 
   --steps=N         steps that are timed, after warm-up steps that are not (default 20)
   --json[=FILE]     write all of it down too; without a name into benchmarks/results/mfu_NAME.json
+  --trace=FILE      then trace two further steps: a compressed file for python -m megajax.tools.trace FILE
   --peak-tflops=N   bfloat16 peak of one device, for devices that are not in the table
   --devices=cpu:8   eight CPU devices instead of what jax finds
 
@@ -26,6 +27,7 @@ from megajax.config.xla import set_process
 FLAGS = (
     Flag("steps", int, 20),
     Flag("json", None | bool | Path),
+    Flag("trace", Path | None),
     Flag("peak-tflops", float | None),
     # For benchmarks/peers.py: the weights and the batch of the first step, for another trainer to start from.
     Flag("export", Path | None),
@@ -49,12 +51,18 @@ def main(argv: list[str]) -> int:
     set_process(command.config.xla)
     start, finish = (resolve(f"megajax.mesh.processes:{name}") for name in ("start", "finish"))
     start(patience=flags["init_timeout"])
-    measure, report = (resolve(f"train_speed:{name}") for name in ("measure", "report"))
-    figures = measure(command.config, steps=flags["steps"], peak_tflops=flags["peak_tflops"], export=flags["export"])
+    measure, report, write_trace = (resolve(f"train_speed:{name}") for name in ("measure", "report", "write_trace"))
+    figures, bench = measure(
+        command.config, steps=flags["steps"], peak_tflops=flags["peak_tflops"], export=flags["export"]
+    )
     if process_index() == 0:
         print(report(figures))
         if flags["json"]:
             outcome.write_to(outcome.file_for("mfu", flags["json"], argv), figures)
+    # Last, so that a profiler that fails does not take the figures with it.
+    if flags["trace"] is not None:
+        write_trace(bench, flags["trace"])
+        print(f"trace: {flags['trace']}")
     finish()
     return 0
 

@@ -2,6 +2,8 @@
 
 import os
 import re
+import shutil
+import tempfile
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -22,9 +24,11 @@ from megajax.config.xla import memory_fraction
 from megajax.kernels.capability import Choice
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.metrics.banner import plain
+from megajax.metrics.chrome_trace import find
 from megajax.metrics.text import count, duration
 from megajax.metrics.throughput import Rates, StepRate
 from megajax.models.flops import flops_per_token, parameter_count
+from megajax.training.compile_log import CompileLog
 from megajax.training.device_memory import peak_memory, size
 from megajax.training.kernels import demand_kernels
 from megajax.training.program import Program
@@ -33,6 +37,7 @@ from megajax.training.state import TrainState
 
 ENVIRONMENT = ("XLA_FLAGS", "JAX_OPTIMIZATION_LEVEL", "CUDA_VISIBLE_DEVICES")
 CALLS = re.compile(r'custom_call_target="([^"]+)"')
+TRACED_STEPS = 2
 
 
 @dataclass
@@ -73,8 +78,8 @@ def synthetic_batch(program: Program) -> LMBatch:
 
 def measure(
     cfg: RunConfig, *, steps: int, peak_tflops: float | None = None, export: Path | None = None
-) -> dict[str, Any]:
-    """Compile the train step, warm it up, time `steps` steps; all that is known of them.
+) -> tuple[dict[str, Any], Bench]:
+    """Compile the train step, warm it up, time `steps` steps; all that is known of them, and the step to go on with.
 
     export: a file for the weights and the batch of the first step (see `write_start`). Raises ConfigError for a config
     that does not fit the devices, UserError for a GPU without a known peak and for a loss that is no number.
@@ -84,12 +89,9 @@ def measure(
     check(cfg, len(devices))
     kernels = demand_kernels(cfg)
     mesh = build_mesh(cfg.parallel, devices)
-    program, seconds = Program.of(cfg, mesh), {}
+    program = Program.of(cfg, mesh)
     with jax.set_mesh(mesh), jax.default_matmul_precision(cfg.precision.matmul_precision()):
-        step: Any = program.train_step
-        started = time.perf_counter()
-        compiled = step.lower(program.state_like(), program.batch_like()).compile()
-        seconds["compile"] = time.perf_counter() - started
+        compiled, seconds = compiled_step(program)
         started = time.perf_counter()
         bench = Bench(program, compiled, jax.block_until_ready(program.fresh_state()()), synthetic_batch(program))
         seconds["fresh_weights"] = time.perf_counter() - started
@@ -100,7 +102,7 @@ def measure(
         spread = readings(bench.step, steps, jax.block_until_ready, least=LEAST)
         last = float(bench.step()["loss"])
     _demand_numbers(last)
-    return {
+    figures = {
         **speeds(cfg, mesh.size, roof, spread, _tokens(program)),
         "timed_steps": steps,
         "seconds": seconds,
@@ -110,6 +112,39 @@ def measure(
         "last_loss": last,
         "run": facts(program, compiled, kernels),
     }
+    return figures, bench
+
+
+def compiled_step(program: Program) -> tuple[Any, dict[str, Any]]:
+    """The compiled train step, and {"lower", "compile": seconds, "compile_cached": whether it was read from the
+    compile cache}; within the mesh of the program."""
+    step: Any = program.train_step
+    told: list[dict[str, Any]] = []
+    started = time.perf_counter()
+    lowered = step.lower(program.state_like(), program.batch_like())
+    seconds: dict[str, Any] = {"lower": time.perf_counter() - started}
+    started = time.perf_counter()
+    with CompileLog(lambda sentence: None) as log:
+        log.events(lambda kind, **fields: told.append(fields))
+        compiled = lowered.compile()
+    seconds["compile"] = time.perf_counter() - started
+    return compiled, seconds | {"compile_cached": any(one["cached"] for one in told if one["name"] == "train_step")}
+
+
+def write_trace(bench: Bench, file: Path) -> None:
+    """A profiler trace of TRACED_STEPS further steps, as `file` (.trace.json.gz): see `megajax.tools.trace`."""
+    options: Any = jax.profiler.ProfileOptions()
+    # Python's own calls would fill the trace.
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        jax.profiler.start_trace(folder, profiler_options=options)
+        for number in range(TRACED_STEPS):
+            with jax.profiler.StepTraceAnnotation("train", step_num=number):
+                metrics = bench.step()
+        jax.block_until_ready(metrics)
+        jax.profiler.stop_trace()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(find(Path(folder)), file)
 
 
 def speeds(cfg: RunConfig, devices: int, roof: Roof, step: Spread, tokens: int) -> dict[str, Any]:
@@ -215,7 +250,7 @@ def report(figures: dict[str, Any]) -> str:
             f"{1e3 * step['median']:.2f} ms ({_tails(step, 1e3, 2)}; "
             f"{figures['timed_steps']} steps in {step['readings']} readings, {WARM_UP} before them not timed)",
         ),
-        ("compilation", duration(figures["seconds"]["compile"])),
+        ("compilation", _compilation(figures["seconds"])),
     ]
     shape = [
         ("parameters", f"{count(run['parameters'])}: {run['layers']} layers of {run['hidden']}"),
@@ -242,6 +277,11 @@ def report(figures: dict[str, Any]) -> str:
 def _tails(spread: dict[str, float], factor: float, digits: int) -> str:
     low, high = (f"{factor * spread[name]:,.{digits}f}" for name in ("p10", "p90"))
     return f"10 % below {low}, 10 % above {high}"
+
+
+def _compilation(seconds: dict[str, Any]) -> str:
+    cached = "; read from the compile cache, not compiled" if seconds["compile_cached"] else "; not cached"
+    return f"{duration(seconds['compile'])}, after {duration(seconds['lower'])} of tracing{cached}"
 
 
 def _mfu(figures: dict[str, Any]) -> str:

@@ -9,7 +9,8 @@ import jax
 from megajax.metrics.config import ProfileConfig
 from megajax.metrics.record import to_json
 from megajax.metrics.runfolder import write_atomically
-from megajax.metrics.trace import TraceSummary, summarize
+from megajax.metrics.trace import TraceSummary
+from megajax.metrics.xplane import summarize
 
 
 class Profile:

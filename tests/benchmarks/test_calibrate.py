@@ -26,7 +26,14 @@ def test_a_fit_finds_rate_and_half() -> None:
 
 def test_a_tiny_run_writes_what_the_planner_reads(tmp_path: Path) -> None:
     file = tmp_path / "cpu.json"
-    command = [sys.executable, "benchmarks/calibrate.py", "--tiny", "--devices=cpu:2", f"--out={file}"]
+    command = [
+        sys.executable,
+        "benchmarks/calibrate.py",
+        "--tiny",
+        "--seconds=0.01",
+        "--devices=cpu:2",
+        f"--out={file}",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     constants = yaml.safe_load(file.read_text())["figures"]["constants"]

@@ -22,6 +22,7 @@ from roofline import roof_of
 
 from megajax.config import load
 from megajax.config.errors import UserError
+from megajax.kernels.attention import local_device
 from megajax.models.flops import flops_per_token, parameter_count
 from megajax.tools import megatron_args
 
@@ -62,7 +63,7 @@ def test_mfu_measures_the_train_step(tmp_path: Path, process: None, capsys: pyte
 
 
 def test_kernels_that_are_wrong_are_named() -> None:
-    right = kernel_cases.matmul(on_gpu=False)[0]
+    right = kernel_cases.matmul(False, local_device())[0]
     assert kernel_cases.measure(right, CPU, 1e-3)["right"]
     fields = {name: getattr(right, name) for name in right.__dataclass_fields__}
     wrong = kernel_cases.Case(**fields | {"call": lambda x, w: jnp.einsum("ti,io->to", x, w) * 1.1})
@@ -74,7 +75,7 @@ def test_kernels_that_are_wrong_are_named() -> None:
 
 @pytest.mark.slow
 def test_every_case_on_cpu_is_right() -> None:
-    cases = [case for make in kernel_cases.MAKERS.values() for case in make(False)]
+    cases = [case for make in kernel_cases.MAKERS.values() for case in make(False, local_device())]
     found = {case.name: kernel_cases.measure(case, CPU, 1e-3) for case in cases}
     assert {"attention, reference", "RMSNorm", "LayerNorm", "matmul, bfloat16"} <= found.keys()
     assert all(one["right"] for one in found.values())

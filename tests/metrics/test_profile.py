@@ -8,11 +8,11 @@ import pytest
 
 from megajax.metrics.config import ProfileConfig
 from megajax.metrics.profile import Profile
-from megajax.metrics.trace import _Event, length, summarize, summary, union
+from megajax.metrics.trace import Event, length, summarize, summary, union
 
 
-def event(name: str, begin: float, end: float, talks: bool = False) -> _Event:
-    return _Event(name, begin * 1e6, end * 1e6, talks)
+def event(name: str, begin: float, end: float, talks: bool = False) -> Event:
+    return Event(name, begin * 1e6, end * 1e6, talks)
 
 
 def test_what_is_exposed_is_communication_beside_which_nothing_runs():
