@@ -122,7 +122,7 @@ def stream(size: int, seconds: float) -> float:
 
 
 def attention(length: int, heads: int, seconds: float) -> tuple[float, float]:
-    """Operations per second forward and backward, of scores that a causal mask leaves, by the fastest kernel there is."""
+    """Operations per second forward and backward, of scores that a causal mask leaves: of the fastest kernel."""
     import jax
     import jax.numpy as jnp
     from kernel_cases import AttentionCase, both

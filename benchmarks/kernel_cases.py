@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import loss_cases
 from jax import Array
+from outcome import label
 from roofline import Roof, roof_of
 from stopwatch import readings_in
 
@@ -55,13 +56,8 @@ class Case:
         return run if self.slices is None else sliced(run, self.slices)
 
     def label(self) -> str:
-        """As `label` of what `measure` gives."""
+        """What its row is called in tables."""
         return label(self.name, self.sizes)
-
-
-def label(name: str, sizes: dict[str, int]) -> str:
-    """Name and sizes of a case, in words."""
-    return " ".join([name, *(f"{what}={size}" for what, size in sizes.items())])
 
 
 def attention(on_gpu: bool, device: Device) -> list[Case]:

@@ -62,6 +62,11 @@ def described(figures: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def label(name: str, sizes: dict[str, int]) -> str:
+    """What a row of a kernel at some size is called in tables."""
+    return " ".join([name, *(f"{what}={size}" for what, size in sizes.items())])
+
+
 def _commit() -> str:
     """Of the tree; where it is a copy without history what COMMIT says, or ""."""
     if said := os.environ.get("COMMIT"):

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 # The plugin of the extra `aot` compiles for absent GPUs. Without these it looks for a CUDA installation and complains.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -19,6 +20,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the texts of tests/golden anew")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu`, files without such a test are not imported: a lent GPU machine has no data loader, for one."""
+    if config.option.markexpr == "gpu" and collection_path.suffix == ".py":
+        return True if "pytest.mark.gpu" not in collection_path.read_text(encoding="utf-8") else None
+    return None
 
 
 @pytest.fixture(autouse=True)

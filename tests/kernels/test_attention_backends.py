@@ -216,6 +216,7 @@ def test_documents_are_isolated_to_the_bit(window: int | None, name: str, passes
     check_isolation(passes, inputs(48, 16, 16), documents(48), window=window)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
 @BACKENDS
 def test_documents_are_isolated_to_the_bit_on_a_gpu(name: str) -> None:
@@ -253,6 +254,7 @@ def check_formula(passes: Passes, case: str, length: int) -> None:
         np.testing.assert_allclose(np.asarray(one, np.float32), other, atol=2**-6 * np.abs(other).max())
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("name", ["pallas", "cudnn", "cudnn_mask"])
 @pytest.mark.parametrize("case", [case for case in SHAPES if case != "no multiple of a block"])

@@ -1,0 +1,132 @@
+"""Figures of gpu_check.sh by name, beside those that the planner predicted. Imports no jax: the GPU is the parts'."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from outcome import label
+
+PREDICTIONS = Path(__file__).parent / "predictions.json"
+GIB = 2**30
+
+type Figures = dict[str, float | None]
+
+
+def measured(kind: str, figures: Any) -> Figures:
+    """What is compared of a part's figures; empty where there are none."""
+    return READERS[kind](figures) if figures else {}
+
+
+def _train_step(figures: Any) -> Figures:
+    memory, mfu = figures["memory"], figures["mfu"]
+    peak = memory["peak_in_use"] or memory["planned_peak"]
+    return {
+        "step s": figures["step_seconds"]["median"],
+        "tokens/s": figures["tokens_per_second_per_device"]["median"],
+        "MFU causal": mfu["causal"],
+        "MFU full": mfu["full"],
+        "peak GiB": None if peak is None else peak / GIB,
+    }
+
+
+def _peers(figures: Any) -> Figures:
+    ratios = figures["ours_over_torch"]
+    return _train_step(figures["ours"]) | {
+        "tokens/s over torch's": ratios["tokens_per_second"],
+        "peak memory over torch's": ratios["peak_memory"],
+    }
+
+
+def _trace(figures: Any) -> Figures:
+    return {"busy ms a step": figures["busy"], "idle ms a step": figures["idle"], "exposed ms": figures["exposed"]}
+
+
+def _kernels(figures: Any) -> Figures:
+    found: Figures = {}
+    for row in (row for rows in figures["parts"].values() for row in rows):
+        name = label(row["name"], row["sizes"])
+        if "fault" in row:
+            found[name] = None
+        elif "both" in row:
+            found |= {f"{name}: {work} ms": 1e3 * row[work]["seconds"]["median"] for work in ("forward", "both")}
+        else:
+            found[f"{name}: both ms"] = 1e3 * row["seconds"]["median"]
+    return found
+
+
+def _calibrate(figures: Any) -> Figures:
+    return {name: value for name, value in figures["constants"].items() if name in CONSTANTS}
+
+
+CONSTANTS = ("matmul", "matmul_half", "matmul_fp8", "stream", "attention_forward", "attention_backward")
+"""Fields of the cost model's Device that one GPU can tell."""
+
+READERS: Mapping[str, Callable[[Any], Figures]] = {
+    "device": lambda figures: {},
+    "mfu": _train_step,
+    "trace": _trace,
+    "peers": _peers,
+    "tests": lambda figures: {name: figures[name] for name in ("failed", "passed", "skipped")},
+    "kernels": _kernels,
+    "calibrate": _calibrate,
+}
+
+
+def tests_of(file: Path) -> dict[str, Any]:
+    """How many tests passed, and which failed, of pytest's XML. Raises ElementTree.ParseError for half a file."""
+    cases = list(ElementTree.parse(file).getroot().iter("testcase"))
+    bad = [case.get("name") for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    return {"failed": len(bad), "passed": len(cases) - len(bad) - skipped, "skipped": skipped, "which_failed": bad}
+
+
+def predictions(device: str, *, toy: bool, file: Path = PREDICTIONS) -> dict[str, Figures]:
+    """Part -> what was written down before anything was measured; those of an H200 for devices without their own.
+
+    device: as jax calls it. For toy sizes they are still a GPU's: ratios to them only show that this works.
+    """
+    written = json.loads(file.read_text())
+    name = next((name for name, kind in written["kinds"].items() if kind == device), "h200")
+    return written["toy" if toy else name]
+
+
+def rows(predicted: Mapping[str, Figures], kind: str, part: str, figures: Any) -> list[dict[str, Any]]:
+    """One for each figure of a part that was predicted or measured."""
+    before, after = predicted.get(part, {}), measured(kind, figures)
+    return [
+        {
+            "part": part,
+            "figure": name,
+            "predicted": before.get(name),
+            "measured": after.get(name),
+            "measured_over_predicted": _ratio(after.get(name), before.get(name)),
+        }
+        for name in dict.fromkeys([*before, *after])
+    ]
+
+
+def _ratio(measured: float | None, predicted: float | None) -> float | None:
+    return None if measured is None or not predicted else measured / predicted
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """For people, a line for each row."""
+    width = max((len(row["figure"]) for row in found), default=0)
+    lines, part = [], None
+    for row in found:
+        if row["part"] != part:
+            part = row["part"]
+            lines.append(f"{part:<{width + 2}} {'predicted':>12} {'measured':>12} {'ratio':>8}")
+        numbers = [_number(row[name]) for name in ("predicted", "measured")]
+        ratio = row["measured_over_predicted"]
+        shown = "-" if ratio is None else f"{ratio:.3f}"
+        lines.append(f"  {row['figure']:<{width}} {numbers[0]:>12} {numbers[1]:>12} {shown:>8}")
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

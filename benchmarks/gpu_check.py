@@ -1,0 +1,215 @@
+"""The parts of gpu_check.sh, one after another: see there. Imports no jax: the GPU is the parts'."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import comparison
+import outcome
+from gpu_parts import BUDGET, LISTS, Part
+
+ROOT = Path(__file__).resolve().parents[1]
+TOY_PATIENCE = 6
+"""By how much limits are longer in a dry run, whose machine may be slow and busy."""
+LEAST = 20
+"""Seconds that must be left for a part to begin."""
+GRACE = 10
+"""Seconds between the interrupt of a part and its end by force."""
+TIMED_OUT = 124
+"""Exit code of a part that was ended, as `timeout` gives it."""
+
+
+@dataclass
+class Check:
+    """One call: what is run, where results go, what there is so far."""
+
+    parts: tuple[Part, ...]
+    toy: bool
+    out: Path
+    budget: float
+    python: str
+    torch_python: str
+    folder: Path
+    """Where parts leave their figures."""
+    results: dict[str, Any] = field(default_factory=dict)
+    """Part -> how it ended and what it found."""
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def file(self) -> Path:
+        return self.out / "gpu_check.json"
+
+    def left(self) -> float:
+        return self.budget - (time.monotonic() - self.began)
+
+    def environment(self) -> dict[str, str]:
+        """Of every part. One cache of compiled programs serves all of them; the machine keeps it between calls."""
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        return {
+            "JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / "megajax_gpu_check"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.25",
+            **os.environ,
+            "JAX_PLATFORMS": "cpu" if self.toy else "cuda,cpu",
+            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1" if self.toy else "",
+            "PYTHONPATH": path,
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def run(self, part: Part) -> None:
+        """Run a part in what time there is, and write down how it went."""
+        left = self.left()
+        if left < LEAST:
+            self.results[part.name] = {"code": None, "left_out": "the time was over"}
+            self.write()
+            return
+        limit = min(part.limit * (TOY_PATIENCE if self.toy else 1), left)
+        print(f"\n######## {part.name} (at most {limit:.0f} s, {left:.0f} s left)", flush=True)
+        json_file = self.folder / f"{part.name}.json"
+        places = {"json": json_file, "folder": self.folder, "out": self.out, "torch_python": self.torch_python}
+        started = time.monotonic()
+        command = part.command(self.python, {name: str(place) for name, place in places.items()}, toy=self.toy)
+        code = ended(command, limit, self.environment())
+        found: dict[str, Any] = {"code": code, "seconds": round(time.monotonic() - started, 1), "limit": round(limit)}
+        if code:
+            print(f"######## {part.name} failed with {code}", flush=True)
+        self.results[part.name] = found | left_by(part, json_file)
+        self.write()
+
+    def write(self) -> None:
+        """All there is so far, also of earlier calls; whole at any moment."""
+        text = json.dumps({"toy": self.toy, "parts": self.results, "comparison": self.compared()}, indent=1)
+        temporary = self.file.with_suffix(".tmp")
+        temporary.write_text(text + "\n")
+        os.replace(temporary, self.file)
+
+    def compared(self) -> list[dict[str, Any]]:
+        """Measured beside predicted."""
+        device = (figures(self.results.get("device", {})) or {}).get("device_kind", "")
+        predicted = comparison.predictions(device, toy=self.toy)
+        kinds = {part.name: part.kind for parts in LISTS.values() for part in parts}
+        rows: list[dict[str, Any]] = []
+        for name, result in self.results.items():
+            if name in kinds:
+                rows += comparison.rows(predicted, kinds[name], name, figures(result))
+        return rows
+
+
+def figures(result: Mapping[str, Any]) -> Any:
+    """Of a part's result: None where it left none."""
+    found = result.get("outcome")
+    return found.get("figures", found) if isinstance(found, dict) else None
+
+
+def left_by(part: Part, json_file: Path) -> dict[str, Any]:
+    """{"outcome": what a part wrote}, or nothing."""
+    try:
+        if part.kind == "tests":
+            return {"outcome": comparison.tests_of(json_file.with_suffix(".xml"))}
+        return {"outcome": json.loads(json_file.read_text())}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, ElementTree.ParseError):
+        return {"outcome": "cut off while it was written"}
+
+
+def ended(command: list[str], limit: float, environment: dict[str, str]) -> int:
+    """Exit code of a program, which gets an interrupt at its limit and is killed, with all it started, GRACE later.
+
+    An interrupt lets pytest say what failed and peers.py end the other trainer.
+    """
+    running = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+    try:
+        return running.wait(limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(running.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            running.wait(GRACE)
+        return TIMED_OUT
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
+
+
+def named(lists: str) -> list[str]:
+    """Lists that PARTS asks for."""
+    return list(LISTS) if lists == "all" else lists.split(",")
+
+
+def chosen(lists: str, only: str) -> tuple[Part, ...]:
+    """Parts of the lists named, `first,second` or `all`, whose names match. Raises SystemExit for an unknown list."""
+    names = named(lists)
+    if unknown := [name for name in names if name not in LISTS]:
+        sys.exit(f"PARTS={','.join(unknown)}: there are {', '.join(LISTS)} and all")
+    return tuple(part for name in names for part in LISTS[name] if re.search(only, part.name))
+
+
+def gpu_is_there() -> bool:
+    """Whether the driver lists one."""
+    if shutil.which("nvidia-smi") is None:
+        return False
+    return "GPU" in subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+
+
+def listed() -> str:
+    """All parts with their limits, and each list's sum."""
+    lines = []
+    for name, parts in LISTS.items():
+        lines.append(f"{name}: {sum(part.limit for part in parts)} s of {BUDGET}")
+        lines += [f"  {part.limit:4} s  {part.name}" for part in parts]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """1 where a part failed."""
+    said = os.environ
+    if said.get("LIST") == "1":
+        print(listed())
+        return 0
+    lists, only = said.get("PARTS", "first"), said.get("ONLY", ".")
+    toy = said.get("TINY") == "1" or not gpu_is_there()
+    parts = chosen(lists, only)
+    out = Path(said.get("OUT") or outcome.RESULTS).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    # A shell that starts this in the background has it, and what it starts, ignore interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with tempfile.TemporaryDirectory() as folder:
+        check = Check(
+            parts=parts,
+            toy=toy,
+            out=out,
+            budget=float(said.get("BUDGET") or BUDGET * (TOY_PATIENCE if toy else 1) * len(named(lists))),
+            python=sys.executable,
+            torch_python=said.get("TORCH_PYTHON") or sys.executable,
+            folder=Path(folder),
+        )
+        if (lists, only) != ("first", ".") and check.file.is_file():
+            check.results = json.loads(check.file.read_text())["parts"]
+        for part in parts:
+            check.run(part)
+    rows = check.compared()
+    scale = "; toy sizes on a CPU beside a GPU's predictions: the ratios mean nothing" if toy else ""
+    print(f"\n######## measured over predicted{scale}\n{comparison.table(rows)}")
+    print(f"\n######## {time.monotonic() - check.began:.0f} s; results in {check.file}")
+    mine = {part.name: check.results[part.name] for part in parts}
+    if over := [name for name, result in mine.items() if result["code"] is None]:
+        print(f"not run, the time was over: {', '.join(over)}")
+    if failed := [f"{name} ({result['code']})" for name, result in mine.items() if result["code"]]:
+        print(f"failed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""What the planner says of every part of gpu_check.sh, written down before anything is measured.
+
+Run:  python benchmarks/predict.py            writes benchmarks/predictions.json; imports jax, needs no GPU
+
+Train steps: time, tokens/s, MFU and peak memory of the cost model. Kernels: the least time by data sheets, the roof.
+Calibration: the constants that the cost model takes. Made again whenever the cost model or a part changes, and before a
+measurement: a prediction made after it is none.
+"""
+
+import json
+import os
+import sys
+from datetime import date
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import kernel_cases
+import loss_cases
+from comparison import CONSTANTS, GIB, PREDICTIONS, Figures
+from gpu_parts import ALL, Part
+from outcome import label
+from roofline import Roof, roof_of
+
+from megajax.config import load
+from megajax.kernels.capability import Device
+from megajax.planning.costs import DEVICES
+from megajax.planning.description import describe
+from megajax.planning.devices import GPUS
+from megajax.planning.estimate import estimate
+
+NAMES = ("h200", "h100")
+HOPPER = Device(name="Hopper", capability=(9, 0), cudnn=(9, 10, 0))
+CPU = Device(name="cpu")
+
+
+def predicted(part: Part, name: str, *, toy: bool) -> Figures:
+    """Of one part on one device of the cost model."""
+    roof = roof_of(GPUS[name].description, "gpu")
+    match part.kind:
+        case "mfu" | "peers":
+            return train_step(part.words(toy=toy), name)
+        case "trace":
+            (traced,) = (other for other in ALL if any("--trace=" in word for word in other.program))
+            step = train_step(traced.words(toy=toy), name)["step s"]
+            return {"busy ms a step": 1e3 * (step or 0.0), "idle ms a step": 0.0, "exposed ms": 0.0}
+        case "kernels":
+            return kernels(part.name.removeprefix("kernels_"), roof, toy=toy)
+        case "calibrate":
+            return {field: getattr(DEVICES[name], field) for field in CONSTANTS}
+        case "tests":
+            return {"failed": 0}
+    return {}
+
+
+def train_step(words: tuple[str, ...], name: str) -> Figures:
+    """By the words of its command."""
+    source = next(word for word in words if word.startswith("--config=")).partition("=")[2]
+    settings = [word[2:] for word in words if word.startswith(("--model.", "--batch.", "--precision."))]
+    found = estimate(describe(load(source, *settings), DEVICES[name], 1))
+    return {
+        "step s": found.step_seconds,
+        "tokens/s": found.tokens_per_second_per_device,
+        "MFU causal": found.mfu_causal,
+        "MFU full": found.mfu_full,
+        "peak GiB": found.memory.peak / GIB,
+    }
+
+
+def kernels(part: str, roof: Roof, *, toy: bool) -> Figures:
+    """The least time of every case of a part, in ms."""
+    found: Figures = {}
+    if part == "loss":
+        for size in loss_cases.SIZES[not toy]:
+            flops, moved = loss_cases.costs(size, 1)
+            names = [loss_cases.NAME.format("plain"), *map(loss_cases.chunked, loss_cases.CHUNKS[not toy])]
+            least = roof.floor_seconds(flops=flops, moved=moved)
+            found |= {f"{label(each, loss_cases.sizes(size, 1))}: both ms": _ms(least) for each in names}
+        return found
+    for case in kernel_cases.MAKERS[part](not toy, CPU if toy else HOPPER):
+        for place, work in enumerate(("forward", "both")):
+            least = roof.floor_seconds(flops=case.flops[place], moved=case.moved[place], fp8=case.fp8)
+            found[f"{case.label()}: {work} ms"] = _ms(least)
+    return found
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
+
+
+def _rounded(figures: Figures) -> Figures:
+    return {name: None if value is None else float(f"{value:.5g}") for name, value in figures.items()}
+
+
+def everything() -> dict[str, Any]:
+    """As it is written."""
+    found: dict[str, Any] = {
+        "made_by": "python benchmarks/predict.py",
+        "date": date.today().isoformat(),
+        "kinds": {name: GPUS[name].description for name in NAMES},
+    }
+    for name in NAMES:
+        found[name] = {part.name: _rounded(predicted(part, name, toy=False)) for part in ALL}
+    # For dry runs: the same names at toy sizes, as if on the first of them.
+    found["toy"] = {part.name: _rounded(predicted(part, NAMES[0], toy=True)) for part in ALL}
+    return found
+
+
+def main() -> int:
+    PREDICTIONS.write_text(json.dumps(everything(), indent=1) + "\n")
+    print(f"written: {PREDICTIONS}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""What the first day on a GPU has to show, on whatever device jax finds: on a CPU the same lines run at the same sizes.
+
+`pytest -m gpu` collects these and the tests of kernels on a GPU, and imports no other test file.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from train_speed import Bench, compiled_step, synthetic_batch
+
+from megajax.config import load
+from megajax.config.xla import DETERMINISTIC, FP8, FSDP, GPU, Option
+from megajax.mesh.mesh import build_mesh
+from megajax.optim.offload import HOST
+from megajax.training.compiler_options import refusal
+from megajax.training.device_memory import peak_memory
+from megajax.training.kernels import demand_kernels
+from megajax.training.program import Program
+
+SMALL = ("model.stack.repeats=1", "model.sequence_length=128", "batch.global_size=4", "batch.micro_size=2")
+BFLOAT16 = "precision.compute=bfloat16"
+STEPS = 3
+TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
+"""Of losses against float32 on a CPU, absolute; a fresh model's is 6.2."""
+CALLS = {"cudnn": "__cudnn$fmha", "pallas": "__gpu$xla.gpu.triton", "reference": "dot"}
+"""Attention backend -> what a program that uses it holds."""
+EIGHT_BITS = {"gpu": "__cublas$lt$matmul$f8", "cpu": "f8e4m3fn"}
+
+pytestmark = pytest.mark.gpu
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    bench: Bench
+
+
+@cache
+def trained(platform: str | None, *settings: str) -> Trained:
+    """A few steps of a small Llama on one device of a platform; None: the one jax takes by default."""
+    cfg = load("bench.py:debug", *SMALL, *settings)
+    mesh = build_mesh(cfg.parallel, jax.devices(platform)[:1])
+    program = Program.of(cfg, mesh)
+    with jax.set_mesh(mesh), jax.default_matmul_precision(cfg.precision.matmul_precision()):
+        bench = Bench(program, compiled_step(program)[0], program.fresh_state()(), synthetic_batch(program))
+        return Trained([float(bench.step()["loss"]) for _ in range(STEPS)], bench)
+
+
+def here() -> str:
+    return jax.devices()[0].platform
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_the_train_step_agrees_with_float32_on_a_cpu(compute: str) -> None:
+    setting = f"precision.compute={compute}"
+    found, expected = trained(None, setting), trained("cpu", "model.stack.pattern.0.mixer.kernel=reference")
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=0, atol=TOLERANCES[compute])
+    assert found.losses[-1] < found.losses[0]
+    (choice,) = demand_kernels(found.bench.program.cfg)
+    assert CALLS[choice.kernel] in found.bench.compiled.as_text()
+
+
+@pytest.mark.slow
+def test_matmuls_in_8_bits_run_in_8_bits() -> None:
+    found, expected = trained(None, BFLOAT16, "precision.fp8=Fp8"), trained(None, BFLOAT16)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=0, atol=5e-2)
+    assert EIGHT_BITS[here()] in found.bench.compiled.as_text()
+
+
+@pytest.mark.slow
+def test_moments_in_host_memory_change_no_bit() -> None:
+    found, expected = trained(None, BFLOAT16, "optimizer.offload=1.0"), trained(None, BFLOAT16)
+    assert found.losses == expected.losses
+    moments = {name: part for name, part in found.bench.state.optimizer.items() if isinstance(part, dict)}
+    kinds = {leaf.sharding.memory_kind for part in moments.values() for leaf in part.values()}
+    assert kinds == {HOST}
+
+
+@pytest.mark.slow
+def test_deterministic_programs_repeat_to_the_bit() -> None:
+    run = trained(None, BFLOAT16, "xla.deterministic=true")
+    program, compiled = run.bench.program, run.bench.compiled
+    with jax.set_mesh(program.mesh):
+        again = Bench(program, compiled, program.fresh_state()(), synthetic_batch(program))
+    assert [float(again.step()["loss"]) for _ in range(STEPS)] == run.losses
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.state), jax.device_get(run.bench.state))
+
+
+@pytest.mark.parametrize("option", [*GPU, *FP8, *FSDP, *DETERMINISTIC], ids=lambda option: option.name)
+def test_the_compiler_takes_every_option(option: Option) -> None:
+    """CPUs take those of GPUs, without effect."""
+    assert refusal({option.name: option.value}, jax.devices()[0]) is None
+
+
+def test_memory_is_counted_where_the_device_counts_it() -> None:
+    run = trained(None, BFLOAT16)
+    state: Any = jax.tree.leaves(run.bench.state)
+    most = peak_memory()
+    counted = most if most is not None else (sum(leaf.nbytes for leaf in state), None)
+    assert (most is None) == (here() == "cpu")
+    assert counted[0] >= sum(leaf.nbytes for leaf in state if leaf.sharding.memory_kind != HOST)
