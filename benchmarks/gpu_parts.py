@@ -40,7 +40,10 @@ class Part:
 
     def command(self, python: str, places: Mapping[str, str], *, toy: bool) -> list[str]:
         """With everything put in."""
-        return [python, *(word.format(**places) for word in self.words(toy=toy))]
+        found = [python, *self.words(toy=toy)]
+        for name, place in places.items():
+            found = [word.replace(f"{{{name}}}", place) for word in found]
+        return found
 
 
 def _mfu(name: str, limit: int, config: str, *sizes: str, shared: tuple[str, ...] = (), toy: str = "debug") -> Part:

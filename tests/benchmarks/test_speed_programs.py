@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -192,16 +191,6 @@ def test_kernels_leave_what_they_measured_before_they_were_ended(
 def test_results_of_a_copy_without_history_say_what_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMMIT", "1a2b3c4")
     assert outcome.described({})["commit"] == "1a2b3c4"
-
-
-def test_the_tests_of_gpu_check_need_no_data_loader() -> None:
-    """They run on machines where only jax and its like are installed."""
-    script = (BENCHMARKS / "gpu_check.sh").read_text()
-    (files,) = re.findall(r"-m pytest .*?(tests/\S+)", script)
-    blocked = "import sys; sys.modules.update(grain=None, orbax=None, zstandard=None, array_record=None)\n"
-    program = blocked + f"import pytest; sys.exit(pytest.main(['-q', '--collect-only', {files!r}, '-k', 'on_a_gpu']))"
-    ended = subprocess.run([sys.executable, "-c", program], cwd=BENCHMARKS.parent, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout[-1000:]
 
 
 @pytest.mark.parametrize("run", ["bench.py:llama_1b", "bench.py:llama_8b_18_layers", "bench.py:gpt_1_3b"])

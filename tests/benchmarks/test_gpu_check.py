@@ -1,0 +1,229 @@
+"""gpu_check.sh: its lists of parts, time limits, what survives an end by force, and predictions beside measurements."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import comparison
+import gpu_check
+import gpu_parts
+import jax
+import jax.numpy as jnp
+import kernel_cases
+import predict
+import pytest
+from gpu_parts import ALL, BUDGET, LISTS, Part
+
+ROOT = Path(__file__).parents[2]
+LEASE, START = 1800, 150
+"""Seconds that a machine is lent for, and that its start and the transfers may take of them."""
+GIB = 2**30
+
+
+def test_every_list_fits_into_its_call_and_three_into_a_lease() -> None:
+    """As the script itself says it."""
+    environment = dict(os.environ) | {"LIST": "1", "PYTHON": sys.executable}
+    ended = subprocess.run(["benchmarks/gpu_check.sh"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    sums: dict[str, int] = {}
+    for line in ended.stdout.splitlines():
+        if found := re.fullmatch(r"(\w+): .*", line):
+            name = found[1]
+            sums[name] = 0
+        elif found := re.fullmatch(r" +(\d+) s  (\w+)", line):
+            sums[name] += int(found[1])
+    assert sums.keys() == LISTS.keys()
+    assert max(sums.values()) <= BUDGET == 570
+    assert sums["first"] + sums["second"] + sums["third"] <= LEASE - START
+    assert len({part.name for part in ALL}) == len(ALL)
+
+
+def test_pytorch_has_its_time_early() -> None:
+    first = LISTS["first"]
+    place = next(place for place, part in enumerate(first) if part.kind == "peers")
+    assert place <= 3
+    (seconds,) = (word for word in first[place].real if word.startswith("--torch-seconds="))
+    # No variant is begun after that, and the last is ended after twice as long.
+    assert 2 * float(seconds.partition("=")[2]) == gpu_parts.TORCH_SECONDS >= 200
+    assert first[place].limit >= gpu_parts.TORCH_SECONDS + 90
+
+
+def test_all_places_in_commands_are_known() -> None:
+    places = dict.fromkeys(("json", "folder", "out", "torch_python"), "HERE")
+    for part in ALL:
+        for toy in (False, True):
+            assert "{" not in " ".join(part.command("python", places, toy=toy))
+
+
+def test_both_multiplications_of_the_same_model_stand_side_by_side() -> None:
+    plain, cublas = (
+        next(part for part in ALL if part.name == name) for name in ("mfu_llama_3b_4096", "mfu_llama_3b_4096_cublas")
+    )
+    more = set(cublas.words(toy=False)) ^ set(plain.words(toy=False))
+    assert {word.partition("=")[0] for word in more} == {"--xla", "--trace"}
+    assert "--xla=xla_gpu_enable_triton_gemm=false" in more
+
+
+def test_predictions_are_of_these_parts_and_their_figures() -> None:
+    """Values are not compared: they were written down before a measurement, and the cost model may learn from it."""
+    written = json.loads(comparison.PREDICTIONS.read_text())
+    names = [part.name for part in ALL]
+    for device in ("h200", "h100", "toy"):
+        assert list(written[device]) == names, "make them again: python benchmarks/predict.py"
+        toy = device == "toy"
+        for part in ALL:
+            expected = predict.predicted(part, "h200" if toy else device, toy=toy)
+            assert written[device][part.name].keys() == expected.keys(), part.name
+    trained = [part for part in ALL if part.kind in ("mfu", "peers")]
+    assert all(0.4 < written["h200"][part.name]["MFU causal"] < 0.9 for part in trained)
+
+
+def quick(name: str, program: str, limit: int = 60, kind: gpu_parts.Kind = "device") -> Part:
+    return Part(name=name, kind=kind, limit=limit, program=("-c", program, "{json}"))
+
+
+def check(tmp_path: Path, *parts: Part, **settings: Any) -> gpu_check.Check:
+    python = sys.executable
+    places = {"out": tmp_path, "folder": tmp_path, "python": python, "torch_python": python}
+    return gpu_check.Check(parts=parts, **{"toy": False, "budget": 60.0, **places, **settings})
+
+
+WRITE = "import json, sys; json.dump({'figures': {'value': 1}}, open(sys.argv[1], 'w'));"
+
+
+def test_what_was_measured_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that breaks, one that takes no notice of an interrupt, and one for which no time is left."""
+    monkeypatch.setattr(gpu_check, "GRACE", 0.2)
+    stubborn = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('begun'); time.sleep(60)"
+    parts = (quick("good", WRITE), quick("broken", WRITE + "sys.exit(3)"), quick("slow", WRITE + stubborn, limit=2))
+    mine = check(tmp_path, *parts, budget=1000.0)
+    began = time.monotonic()
+    for part in parts:
+        mine.run(part)
+        assert json.loads(mine.file.read_text())["parts"][part.name]["outcome"] == {"figures": {"value": 1}}
+    assert time.monotonic() - began < 40
+    mine.budget = 0.0
+    mine.run(quick("late", WRITE))
+    found = json.loads(mine.file.read_text())["parts"]
+    assert {name: result["code"] for name, result in found.items()} == {
+        "good": 0,
+        "broken": 3,
+        "slow": gpu_check.TIMED_OUT,
+        "late": None,
+    }
+
+
+def test_half_a_file_is_no_end_of_the_others(tmp_path: Path) -> None:
+    mine = check(tmp_path)
+    mine.run(quick("half", "import sys; open(sys.argv[1], 'w').write('{\"figures\": ')"))
+    assert mine.results["half"]["outcome"] == "cut off while it was written"
+    (tmp_path / "tests.xml").write_text("<testsuite>")
+    assert gpu_check.left_by(quick("tests", "", kind="tests"), tmp_path / "tests.json") == {
+        "outcome": "cut off while it was written"
+    }
+
+
+def test_parts_have_a_common_compile_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    for toy in (False, True):
+        environment = check(tmp_path, toy=toy).environment()
+        assert environment["JAX_COMPILATION_CACHE_DIR"].startswith(("/tmp", os.environ.get("TMPDIR", "/tmp")))
+        assert environment["JAX_PLATFORMS"] == ("cpu" if toy else "cuda,cpu")
+
+
+def test_unknown_lists_are_refused() -> None:
+    with pytest.raises(SystemExit, match="PARTS=fourth: there are first, second, third, more and all"):
+        gpu_check.chosen("first,fourth", ".")
+    assert [part.name for part in gpu_check.chosen("all", "norm|device")] == ["device", "kernels_norm"]
+
+
+def test_measured_beside_predicted(tmp_path: Path) -> None:
+    step = {
+        "step_seconds": {"median": 2.0},
+        "tokens_per_second_per_device": {"median": 300.0},
+        "mfu": {"causal": None, "full": 0.5},
+        "memory": {"peak_in_use": None, "planned_peak": 2 * GIB},
+    }
+    kernel = {"name": "RMSNorm", "sizes": {"tokens": 4}}
+    passes = {name: {"seconds": {"median": 3e-3}} for name in ("forward", "both")}
+    loss = {"name": "loss, plain", "sizes": {"tokens": 4}, "seconds": {"median": 5e-3}}
+    parts = {"norm": [kernel | passes, {"name": "LayerNorm", "sizes": {}, "fault": "no"}], "loss": [loss]}
+    assert comparison.measured("mfu", step) == {
+        "step s": 2.0,
+        "tokens/s": 300.0,
+        "MFU causal": None,
+        "MFU full": 0.5,
+        "peak GiB": 2.0,
+    }
+    assert comparison.measured("kernels", {"parts": parts}) == {
+        "RMSNorm tokens=4: forward ms": 3.0,
+        "RMSNorm tokens=4: both ms": 3.0,
+        "LayerNorm": None,
+        "loss, plain tokens=4: both ms": 5.0,
+    }
+    assert comparison.measured("mfu", None) == {}
+    rows = comparison.rows({"one": {"step s": 1.6, "peak GiB": 4.0, "new": 1.0}}, "mfu", "one", step)
+    by_name = {row["figure"]: row for row in rows}
+    assert by_name["step s"]["measured_over_predicted"] == 1.25
+    assert by_name["new"]["measured"] is None and by_name["MFU full"]["predicted"] is None
+    assert re.search(r"step s +1\.6 +2 +1\.250", comparison.table(rows))
+    assert comparison.predictions("NVIDIA H100 80GB HBM3", toy=False)["device"] == {}
+
+
+def test_results_of_pytest(tmp_path: Path) -> None:
+    file = tmp_path / "tests.xml"
+    cases = '<testcase name="a"/><testcase name="b"><failure/></testcase><testcase name="c"><skipped/></testcase>'
+    file.write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    found = comparison.tests_of(file)
+    assert found == {"failed": 1, "passed": 1, "skipped": 1, "which_failed": ["b"]}
+    assert comparison.measured("tests", found) == {"failed": 1, "passed": 1, "skipped": 1}
+
+
+def arrays(jaxpr: Any) -> Iterator[int]:
+    """Bytes of every intermediate result, those of inner programs too."""
+    for equation in jaxpr.eqns:
+        for out in equation.outvars:
+            yield out.aval.size * out.aval.dtype.itemsize
+        for value in equation.params.values():
+            if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
+                yield from arrays(inner)
+
+
+def test_references_of_attention_take_little_memory() -> None:
+    """At the sizes of a GPU, which are traced here and not computed."""
+    cases = kernel_cases.attention(True, predict.HOPPER)
+    assert {case.name.split(",")[1] for case in cases} == {" cudnn", " pallas", " cudnn_mask", " reference"}
+    for case in cases:
+        like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (case.shapes[0], *case.shapes)]
+        assert max(arrays(jax.make_jaxpr(case.expected())(*like).jaxpr)) <= 1.1 * GIB, case.label()
+
+
+def test_slices_of_attention_are_the_whole() -> None:
+    case = kernel_cases.AttentionCase(2, 32, 4, 2, 8, kernel="reference", documents=4).case()
+    keys = jax.random.split(jax.random.key(0), 4)
+    given = [jax.random.normal(key, shape) for key, shape in zip(keys, (case.shapes[0], *case.shapes), strict=True)]
+    whole, sliced = jax.jit(kernel_cases.both(case.call))(*given), jax.jit(case.expected())(*given)
+    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(sliced), strict=True):
+        assert jnp.abs(one - other).max() < 1e-5 * jnp.abs(one).max()
+
+
+def test_tests_for_a_gpu_need_no_data_loader() -> None:
+    """They run on machines where only jax and its like are installed; of other files nothing is imported."""
+    blocked = ("grain", "array_record", "tyro", "tensorboardX", "zstandard", "torch")
+    start = f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))\n"
+    program = start + "import pytest; sys.exit(pytest.main(['-m', 'gpu', '-q', '--collect-only', 'tests']))"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout[-1000:]
+    files = set(re.findall(r"^tests/\S+?\.py", ended.stdout, re.MULTILINE))
+    assert files >= {"tests/benchmarks/test_on_a_gpu.py", "tests/kernels/test_attention_backends.py"}
+    assert files == {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"^(@|pytestmark = )pytest\.mark\.gpu", path.read_text(), re.MULTILINE)
+    }
