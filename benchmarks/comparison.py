@@ -82,7 +82,7 @@ def tests_of(file: Path) -> dict[str, Any]:
     return {"failed": len(bad), "passed": len(cases) - len(bad) - skipped, "skipped": skipped, "which_failed": bad}
 
 
-def predictions(device: str, *, toy: bool, file: Path = PREDICTIONS) -> dict[str, Figures]:
+def predictions(device: str | None, *, toy: bool, file: Path = PREDICTIONS) -> dict[str, Figures]:
     """Part -> what was written down before anything was measured; those of an H200 for devices without their own.
 
     device: as jax calls it. For toy sizes they are still a GPU's: ratios to them only show that this works.
@@ -113,7 +113,7 @@ def _ratio(measured: float | None, predicted: float | None) -> float | None:
 
 def table(found: list[dict[str, Any]]) -> str:
     """For people, a line for each row."""
-    width = max((len(row["figure"]) for row in found), default=0)
+    width = max((max(len(row["figure"]), len(row["part"])) for row in found), default=0)
     lines, part = [], None
     for row in found:
         if row["part"] != part:

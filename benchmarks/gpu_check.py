@@ -36,7 +36,8 @@ class Check:
     """One call: what is run, where results go, what there is so far."""
 
     parts: tuple[Part, ...]
-    toy: bool
+    gpu: str | None
+    """Name of the GPU; None: a dry run at toy sizes on the CPU."""
     out: Path
     budget: float
     python: str
@@ -46,6 +47,10 @@ class Check:
     results: dict[str, Any] = field(default_factory=dict)
     """Part -> how it ended and what it found."""
     began: float = field(default_factory=time.monotonic)
+
+    @property
+    def toy(self) -> bool:
+        return self.gpu is None
 
     @property
     def file(self) -> Path:
@@ -89,15 +94,14 @@ class Check:
 
     def write(self) -> None:
         """All there is so far, also of earlier calls; whole at any moment."""
-        text = json.dumps({"toy": self.toy, "parts": self.results, "comparison": self.compared()}, indent=1)
+        text = json.dumps({"gpu": self.gpu, "parts": self.results, "comparison": self.compared()}, indent=1)
         temporary = self.file.with_suffix(".tmp")
         temporary.write_text(text + "\n")
         os.replace(temporary, self.file)
 
     def compared(self) -> list[dict[str, Any]]:
         """Measured beside predicted."""
-        device = (figures(self.results.get("device", {})) or {}).get("device_kind", "")
-        predicted = comparison.predictions(device, toy=self.toy)
+        predicted = comparison.predictions(self.gpu, toy=self.toy)
         kinds = {part.name: part.kind for parts in LISTS.values() for part in parts}
         rows: list[dict[str, Any]] = []
         for name, result in self.results.items():
@@ -156,11 +160,14 @@ def chosen(lists: str, only: str) -> tuple[Part, ...]:
     return tuple(part for name in names for part in LISTS[name] if re.search(only, part.name))
 
 
-def gpu_is_there() -> bool:
-    """Whether the driver lists one."""
+def gpu_name() -> str | None:
+    """Of the first GPU, as its driver and jax call it; None where there is none."""
     if shutil.which("nvidia-smi") is None:
-        return False
-    return "GPU" in subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+        return None
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    said = subprocess.run(query, capture_output=True, text=True, check=False)
+    names = said.stdout.split("\n") if said.returncode == 0 else []
+    return names[0].strip() or None if names else None
 
 
 def listed() -> str:
@@ -179,7 +186,7 @@ def main() -> int:
         print(listed())
         return 0
     lists, only = said.get("PARTS", "first"), said.get("ONLY", ".")
-    toy = said.get("TINY") == "1" or not gpu_is_there()
+    gpu = None if said.get("TINY") == "1" else gpu_name()
     parts = chosen(lists, only)
     out = Path(said.get("OUT") or outcome.RESULTS).resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -188,9 +195,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         check = Check(
             parts=parts,
-            toy=toy,
+            gpu=gpu,
             out=out,
-            budget=float(said.get("BUDGET") or BUDGET * (TOY_PATIENCE if toy else 1) * len(named(lists))),
+            budget=float(said.get("BUDGET") or BUDGET * (1 if gpu else TOY_PATIENCE) * len(named(lists))),
             python=sys.executable,
             torch_python=said.get("TORCH_PYTHON") or sys.executable,
             folder=Path(folder),
@@ -200,7 +207,7 @@ def main() -> int:
         for part in parts:
             check.run(part)
     rows = check.compared()
-    scale = "; toy sizes on a CPU beside a GPU's predictions: the ratios mean nothing" if toy else ""
+    scale = "; toy sizes on a CPU beside a GPU's predictions: the ratios mean nothing" if gpu is None else ""
     print(f"\n######## measured over predicted{scale}\n{comparison.table(rows)}")
     print(f"\n######## {time.monotonic() - check.began:.0f} s; results in {check.file}")
     mine = {part.name: check.results[part.name] for part in parts}

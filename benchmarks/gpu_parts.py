@@ -82,7 +82,7 @@ def _kernels(part: str, limit: int) -> Part:
 
 
 def _tests(name: str, limit: int, *folders: str) -> Part:
-    words = ("-m", "pytest", "-m", "gpu", "-v", "-p", "no:cacheprovider", "--junitxml={folder}/" + f"tests_{name}.xml")
+    words = ("-m", "pytest", "-m", "gpu", "-vv", "-p", "no:cacheprovider", "--junitxml={folder}/" + f"tests_{name}.xml")
     return Part(name=f"tests_{name}", kind="tests", limit=limit, program=(*words, *folders))
 
 

@@ -1,4 +1,7 @@
-"""Seconds of repeated work on a device, and how they spread. Of jax or torch alike: it imports neither."""
+"""Seconds of repeated work on a device, and how they spread. Of jax or torch alike: it imports neither.
+
+Runs on Python 3.11 as well, which the Python with torch may be.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -54,7 +57,7 @@ def group_sizes(count: int, seconds: float, least: float) -> list[int]:
     return [*sizes, count % size] if count % size else sizes
 
 
-type Wait = Callable[[Any], Any]
+Wait = Callable[[Any], Any]
 """Waits until what a call returned is there: `jax.block_until_ready`."""
 
 

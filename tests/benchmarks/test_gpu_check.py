@@ -91,7 +91,7 @@ def quick(name: str, program: str, limit: int = 60, kind: gpu_parts.Kind = "devi
 def check(tmp_path: Path, *parts: Part, **settings: Any) -> gpu_check.Check:
     python = sys.executable
     places = {"out": tmp_path, "folder": tmp_path, "python": python, "torch_python": python}
-    return gpu_check.Check(parts=parts, **{"toy": False, "budget": 60.0, **places, **settings})
+    return gpu_check.Check(parts=parts, **{"gpu": "NVIDIA H200", "budget": 60.0, **places, **settings})
 
 
 WRITE = "import json, sys; json.dump({'figures': {'value': 1}}, open(sys.argv[1], 'w'));"
@@ -131,10 +131,49 @@ def test_half_a_file_is_no_end_of_the_others(tmp_path: Path) -> None:
 
 def test_parts_have_a_common_compile_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    for toy in (False, True):
-        environment = check(tmp_path, toy=toy).environment()
+    for gpu in ("NVIDIA H200", None):
+        environment = check(tmp_path, gpu=gpu).environment()
         assert environment["JAX_COMPILATION_CACHE_DIR"].startswith(("/tmp", os.environ.get("TMPDIR", "/tmp")))
-        assert environment["JAX_PLATFORMS"] == ("cpu" if toy else "cuda,cpu")
+        assert environment["JAX_PLATFORMS"] == ("cuda,cpu" if gpu else "cpu")
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA H100 80GB HBM3", ""])
+def test_a_whole_call(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """With and without a GPU, as the driver says; the parts themselves are stood in for."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\necho '{gpu}'\n")
+    smi.chmod(0o755)
+    ran: list[str] = []
+
+    def ended(command: list[str], limit: float, environment: dict[str, str]) -> int:
+        ran.append(" ".join(command))
+        assert environment["JAX_PLATFORMS"] == ("cuda,cpu" if gpu else "cpu") and limit >= 5
+        for word in command:
+            if word.startswith("--json=") and "calibrate" not in word and "kernels_norm" in word:
+                row = {"name": "RMSNorm", "sizes": {"tokens": 16384, "hidden": 4096}}
+                passes = {name: {"seconds": {"median": 1e-4}} for name in ("forward", "both")}
+                Path(word.partition("=")[2]).write_text(json.dumps({"figures": {"parts": {"norm": [row | passes]}}}))
+        return 1 if "kernels_matmul" in " ".join(command) else 0
+
+    monkeypatch.setattr(gpu_check, "ended", ended)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for name, value in {"OUT": str(tmp_path / "out"), "PARTS": "first", "ONLY": ".", "BUDGET": "570"}.items():
+        monkeypatch.setenv(name, value)
+    assert gpu_check.main() == 0
+    monkeypatch.setenv("PARTS", "second")
+    assert gpu_check.main() == 1
+    said = capsys.readouterr().out
+    assert "failed: kernels_matmul (1)" in said and "not run" not in said
+    assert ("the ratios mean nothing" in said) == (not gpu)
+    assert len(ran) == len(LISTS["first"]) + len(LISTS["second"])
+    assert ("--config=bench.py:llama_3b" in ran[1]) == bool(gpu)
+    found = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
+    assert found["gpu"] == (gpu or None) and list(found["parts"]) == [
+        p.name for n in ("first", "second") for p in LISTS[n]
+    ]
+    (row,) = (row for row in found["comparison"] if row["figure"] == "RMSNorm tokens=16384 hidden=4096: forward ms")
+    least = 4 * 16384 * 4096 / 3.35e12
+    assert not gpu or row["measured_over_predicted"] == pytest.approx(1e-4 / least, rel=1e-3)
 
 
 def test_unknown_lists_are_refused() -> None:

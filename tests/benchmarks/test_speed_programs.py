@@ -1,5 +1,6 @@
 """The programs themselves, at toy sizes on CPU."""
 
+import ast
 import json
 import os
 import subprocess
@@ -154,6 +155,12 @@ def test_a_python_without_torch_is_named_before_anything_runs(tmp_path: Path) ->
         peers.main(["--config=bench.py:debug", f"--torch-python={bare}"])
     with pytest.raises(UserError, match="can't be started"):
         peers.main(["--config=bench.py:debug", f"--torch-python={tmp_path / 'none'}"])
+
+
+@pytest.mark.parametrize("name", ["torch_baseline.py", "stopwatch.py"])
+def test_the_baseline_runs_on_an_older_python(name: str) -> None:
+    """The Python with torch is often another one."""
+    ast.parse((BENCHMARKS / name).read_text(), feature_version=(3, 11))
 
 
 def test_a_baseline_that_is_ended_or_breaks_keeps_what_it_measured(tmp_path: Path) -> None:
