@@ -110,7 +110,7 @@ LISTS: Mapping[str, tuple[Part, ...]] = {
         Part(
             name="calibrate",
             kind="calibrate",
-            limit=100,
+            limit=110,
             program=("benchmarks/calibrate.py", "--out={json}"),
             toy=("--tiny", "--seconds=0.02"),
         ),

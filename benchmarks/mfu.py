@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     # Last, so that a profiler that fails does not take the figures with it.
     if flags["trace"] is not None:
         write_trace(bench, flags["trace"])
-        print(f"trace: {flags['trace']}")
+        print(f"trace: {flags['trace']}, {flags['trace'].stat().st_size / 2**20:.1f} MiB")
     finish()
     return 0
 

@@ -8,7 +8,8 @@ import pytest
 
 from megajax.metrics.config import ProfileConfig
 from megajax.metrics.profile import Profile
-from megajax.metrics.trace import Event, length, summarize, summary, union
+from megajax.metrics.trace import Event, length, summary, union
+from megajax.metrics.xplane import summarize
 
 
 def event(name: str, begin: float, end: float, talks: bool = False) -> Event:
