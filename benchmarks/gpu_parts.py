@@ -59,6 +59,7 @@ def _mfu(name: str, limit: int, config: str, *sizes: str, shared: tuple[str, ...
 
 
 def _peers(name: str, config: str, toy: str = "debug") -> Part:
+    # After so long no variant is begun; after twice as long the last is ended.
     seconds = f"--torch-seconds={TORCH_SECONDS // 2}"
     return Part(
         name=f"peers_{name}",
@@ -66,7 +67,7 @@ def _peers(name: str, config: str, toy: str = "debug") -> Part:
         limit=300,
         program=("benchmarks/peers.py", "--json={json}", "--torch-python={torch_python}"),
         real=(f"--config=bench.py:{config}", "--steps=6", seconds),
-        toy=(f"--config=bench.py:{toy}", "--steps=2", seconds, "--devices=cpu"),
+        toy=(f"--config=bench.py:{toy}", "--steps=2", "--torch-seconds=300", "--devices=cpu"),
     )
 
 

@@ -244,3 +244,29 @@ def test_the_torch_baseline_trains_to_the_same_losses(config: str, tmp_path: Pat
     assert len(losses) == 3
     for theirs in losses:
         np.testing.assert_allclose(theirs, found["ours"]["losses"], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_program_read_from_the_compile_cache_is_told_apart(tmp_path: Path) -> None:
+    """In processes of their own: jax settles on a cache at its first compile."""
+    code = """
+import sys
+from types import SimpleNamespace
+import jax, jax.numpy as jnp
+sys.path.append("benchmarks")
+from train_speed import compiled_step
+def train_step(state, batch):
+    return state @ batch
+like = lambda: jax.ShapeDtypeStruct((8, 8), jnp.float32)
+program = SimpleNamespace(train_step=jax.jit(train_step), state_like=like, batch_like=like)
+compiled, seconds = compiled_step(program)
+assert compiled(jnp.ones((8, 8)), jnp.ones((8, 8)))[0, 0] == 8 and seconds["compile"] > 0
+print(seconds["compile_cached"])
+"""
+    least = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+    environment = dict(os.environ) | least | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    for expected in ("False", "True"):
+        ended = subprocess.run(
+            [sys.executable, "-c", code], cwd=BENCHMARKS.parent, env=environment, capture_output=True, text=True
+        )
+        assert ended.stdout.strip() == expected, ended.stderr[-1000:]
