@@ -1,4 +1,7 @@
-"""The parts of gpu_check.sh, one after another: see there. Imports no jax: the GPU is the parts'."""
+"""The parts of gpu_check.sh, one after another: see there. It sets OUT.
+
+Imports no jax: the GPU is the parts'.
+"""
 
 import contextlib
 import json
@@ -17,7 +20,6 @@ from typing import Any
 from xml.etree import ElementTree
 
 import comparison
-import outcome
 from gpu_parts import BUDGET, LISTS, Part
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -188,7 +190,7 @@ def main() -> int:
     lists, only = said.get("PARTS", "first"), said.get("ONLY", ".")
     gpu = None if said.get("TINY") == "1" else gpu_name()
     parts = chosen(lists, only)
-    out = Path(said.get("OUT") or outcome.RESULTS).resolve()
+    out = Path(said["OUT"]).resolve()
     out.mkdir(parents=True, exist_ok=True)
     # A shell that starts this in the background has it, and what it starts, ignore interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)

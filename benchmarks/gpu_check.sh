@@ -12,17 +12,25 @@
 #
 # Each part has a time limit (benchmarks/gpu_parts.py). Results are written after each part, so that an end by force
 # leaves what there is: gpu_check.json with every part's figures, exit code and seconds, gpu_check.log, and a profiler
-# trace, into the folder $OUT, or benchmarks/results where that is not set. At the end what was measured stands beside
-# what the planner predicted (benchmarks/predictions.json). Ends with 1 if a part failed. Another list than the first
-# adds to the gpu_check.json that is there. Python packages beyond those of the machine can lie anywhere on PYTHONPATH.
+# trace, into the folder $OUT, or benchmarks/results where that is not set (toy figures: the folder for temporary files).
+# At the end what was measured stands beside what the planner predicted (benchmarks/predictions.json). Ends with 1 if a
+# part failed. Another list than the first adds to the gpu_check.json that is there. Python packages beyond those of the
+# machine can lie anywhere on PYTHONPATH.
 set -uo pipefail
 root="$(cd "$(dirname "$0")/.." && pwd)"
 cd "$root"
-out="${OUT:-$root/benchmarks/results}"
+if [ -z "${OUT:-}" ]; then
+    OUT="$root/benchmarks/results"
+    # Toy figures are no results.
+    if [ "${TINY:-0}" = 1 ] || ! nvidia-smi -L >/dev/null 2>&1; then
+        OUT="${TMPDIR:-/tmp}/megajax_gpu_check_tiny"
+    fi
+fi
+export OUT
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 if [ "${LIST:-0}" = 1 ]; then
     exec "${PYTHON:-python3}" benchmarks/gpu_check.py
 fi
-mkdir -p "$out"
-[ "${PARTS:-first}${ONLY:-}" = first ] && rm -f "$out/gpu_check.log"
-"${PYTHON:-python3}" benchmarks/gpu_check.py 2>&1 | tee -a "$out/gpu_check.log"
+mkdir -p "$OUT"
+[ "${PARTS:-first}${ONLY:-}" = first ] && rm -f "$OUT/gpu_check.log"
+"${PYTHON:-python3}" benchmarks/gpu_check.py 2>&1 | tee -a "$OUT/gpu_check.log"
