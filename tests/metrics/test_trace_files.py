@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -146,3 +147,24 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     for words, said in refused:
         with pytest.raises(UserError, match=said):
             tool.main(words)
+
+
+def test_the_readers_agree_on_a_gpu(tmp_path: Path) -> None:
+    """The profiler's own format of the trace above, with its planes, lines and events stood in for."""
+    names = {
+        (record.get("pid"), record.get("tid")): record["args"]["name"] for record in GPU if record.get("ph") == "M"
+    }
+
+    def line(pid: int, tid: int) -> Any:
+        spans = [record for record in GPU if record.get("ph") == "X" and (record["pid"], record["tid"]) == (pid, tid)]
+        events = [
+            SimpleNamespace(name=one["name"], start_ns=1e3 * one["ts"], duration_ns=1e3 * one["dur"], stats=[])
+            for one in spans
+        ]
+        return SimpleNamespace(name=names[pid, tid], events=events)
+
+    lines = {1: [line(1, tid) for tid in (13, 20, 99)], 2: [line(2, 1)]}
+    data = SimpleNamespace(planes=[SimpleNamespace(name=names[pid, None], lines=lines[pid]) for pid in (1, 2)])
+    devices = [*xplane._devices(data).values()]
+    expected = chrome_trace.read(written(tmp_path / "one.trace.json.gz", GPU)).devices
+    assert summary(devices, steps=2, top=9) == summary(expected, steps=2, top=9)
