@@ -106,7 +106,7 @@ LISTS: Mapping[str, tuple[Part, ...]] = {
         _tests("training", 100, "tests", "--ignore=tests/kernels"),
     ),
     "second": (
-        _mfu("llama_3b_4096_cublas", 120, "llama_3b", shared=("--xla=xla_gpu_enable_triton_gemm=false",)),
+        _mfu("llama_3b_4096_triton", 120, "llama_3b", shared=("--xla=xla_gpu_enable_triton_gemm=true",)),
         _kernels("attention", 110),
         Part(
             name="calibrate",

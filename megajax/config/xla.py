@@ -52,15 +52,15 @@ GPU = (
         2**20,
         "keeps the reductions over stages apart: joined into one, they would all wait for the last to be ready",
     ),
+    Option(
+        "xla_gpu_enable_triton_gemm",
+        False,
+        "leaves matmuls to cuBLASLt, which reads a row of a stack, and adds to a row of an accumulator, in place",
+    ),
 )
 """For every program of a run on GPUs, there or absent."""
 
 FP8 = (
-    Option(
-        "xla_gpu_enable_triton_gemm",
-        False,
-        "leaves matmuls in 8 bits to cuBLASLt; the compiler's own would multiply what is scaled back, in 16 bits",
-    ),
     Option(
         "xla_gpu_dot_merger_threshold_mb",
         0,

@@ -127,11 +127,10 @@ def _compiled(config: Any, cluster: Any, device: Any, flags: Mapping[str, Any]) 
     try:
         compiled = compile_train_step(config, cluster)
     except resolve("jax.errors:JaxRuntimeError") as error:
-        # jaxlib 0.11.2 finds no kernel for some of the matmuls that it would hand to Triton.
         raise UserError(
             f"XLA of jax {resolve('jax:__version__')} did not compile this for {cluster.name}: "
             f"{str(error).strip().splitlines()[0][:200]}\n"
-            "Try --xla=xla_gpu_enable_triton_gemm=false or a newer jax; --formula needs no compiler"
+            "Try a newer jax; --formula needs no compiler"
         ) from error
     found = resolve("megajax.planning.audit:audit")(compiled.text, compiled.counts) if flags["audit"] else None
     resolve("megajax.planning.report:show")(compiled, device=device, found=found)

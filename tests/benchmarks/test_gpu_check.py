@@ -62,12 +62,12 @@ def test_all_places_in_commands_are_known() -> None:
 
 
 def test_both_multiplications_of_the_same_model_stand_side_by_side() -> None:
-    plain, cublas = (
-        next(part for part in ALL if part.name == name) for name in ("mfu_llama_3b_4096", "mfu_llama_3b_4096_cublas")
+    plain, triton = (
+        next(part for part in ALL if part.name == name) for name in ("mfu_llama_3b_4096", "mfu_llama_3b_4096_triton")
     )
-    more = set(cublas.words(toy=False)) ^ set(plain.words(toy=False))
+    more = set(triton.words(toy=False)) ^ set(plain.words(toy=False))
     assert {word.partition("=")[0] for word in more} == {"--xla", "--trace"}
-    assert "--xla=xla_gpu_enable_triton_gemm=false" in more
+    assert "--xla=xla_gpu_enable_triton_gemm=true" in more
 
 
 def test_predictions_are_of_these_parts_and_their_figures() -> None:
