@@ -42,6 +42,7 @@ OFFSETS = frozenset(("s32", "u32", "s64", "u64", "pred"))
 
 _ORIGIN = re.compile(r'op_name="([^"]*)"')
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
+_RUNS = re.compile(r"runs_\d+_of_\d+/")
 _SHAPE = re.compile(r"\w+\[[\d,]*\]")
 
 
@@ -64,9 +65,9 @@ class Kernel:
     opcodes: frozenset[str]
     """Of all that is fused in it, without what runs nothing."""
     rounds: int
-    """Runs of the loops around it per step."""
+    """Runs of the loops around it per step, if none is skipped."""
     share: float = 1.0
-    """Of these, the share that takes the branches it is in; 1 outside of conditionals."""
+    """Of these, the share that is not skipped and takes the branches it is in."""
 
     @property
     def bytes(self) -> int:
@@ -80,7 +81,7 @@ class Kernel:
 
     @property
     def most(self) -> int:
-        """The same if every run took its branch."""
+        """The same if all were run."""
         return self.bytes * self.rounds
 
 
@@ -122,6 +123,11 @@ class Audit:
             sums[one.work] = sums.get(one.work, 0) + one.total
         return sums
 
+    def workspace(self) -> int:
+        """Bytes per step of the scratch arrays that cuBLAS calls get, which count as written and are hardly used."""
+        calls = (one for one in self.kernels if one.work == "matmul" and "cublas" in (one.target or ""))
+        return sum(round(one.rounds * one.share * _scratch(one.shape)) for one in calls)
+
     def by_class(self) -> dict[str, int]:
         """The same by class of work, with `total`, which is their sum."""
         works = self.by_work()
@@ -136,6 +142,11 @@ class Audit:
 def dimensions(shape: str) -> tuple[int, ...]:
     """ "f32[2,3]" -> (2, 3)."""
     return tuple(int(n) for n in shape.partition("[")[2].partition("]")[0].split(",") if n)
+
+
+def _scratch(shape: str) -> int:
+    """Bytes of the arrays of bytes in the result of a call."""
+    return sum(elements for kind, elements in arrays(shape) if kind in ("s8", "u8") and shape.startswith("("))
 
 
 def audit(text: str, counts: StepCounts | None = None) -> Audit:
@@ -156,19 +167,22 @@ def audit(text: str, counts: StepCounts | None = None) -> Audit:
 
 
 def rows(kernels: Iterable[Kernel]) -> list[dict[str, Any]]:
-    """Kernels alike in loop, kind of work, result and origin, summed: rows of a table, most bytes per step first."""
+    """Kernels alike in kind of work, result, origin and trip counts of their loops, summed: rows of a table.
+
+    Those with most bytes per step come first. loop: the first one's, as loops over a stage's chunks have the same
+    kernels; runs: of all of them per step; instructions: how many they are in the program; bytes_once: each run once.
+    """
 
     def key(one: Kernel) -> tuple:
-        return one.place.path, one.work, one.shape, one.origin, one.share
+        return tuple(-1 if trips is None else trips for trips in one.place.trips), one.work, one.shape, _where(one)
 
     found = []
-    for (_, work, shape, origin, share), group in groupby(sorted(kernels, key=key), key):
+    for (_, work, shape, origin), group in groupby(sorted(kernels, key=key), key):
         same = list(group)
         found.append(
             {
                 "loop": same[0].place.name,
-                "runs": same[0].rounds,
-                "share": share,
+                "runs": round(sum(one.rounds * one.share for one in same)),
                 "work": work,
                 "result": shape,
                 "instructions": len(same),
@@ -180,6 +194,11 @@ def rows(kernels: Iterable[Kernel]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda row: -row["bytes"])
 
 
+def _where(one: Kernel) -> str:
+    """Its origin, without how often it runs."""
+    return _RUNS.sub("", one.origin)
+
+
 def _kernels(program: Program, name: str, where: tuple[Place, StepCounts], numbers: Iterator[int]) -> Iterator[Kernel]:
     """Of a computation and all it runs."""
     computation, (place, counts) = program.computations[name], where
@@ -188,12 +207,11 @@ def _kernels(program: Program, name: str, where: tuple[Place, StepCounts], numbe
             inner = place.inside(one, next(numbers))
             yield from _kernels(program, one.callees["body"][0], (inner, counts), count(1))
         elif one.opcode == "conditional":
-            # A branch that says how often it runs has the whole share, and the other one only hands on what it gets.
-            inside, told = place.branch(one), one.share is not None
+            inside = Place(place.path, place.trips, True, place.share), counts
             names = program.called(one, "branches")
-            branches = [[*_kernels(program, branch, (inside, counts), numbers)] for branch in names]
-            shares = [1.0] * len(branches) if told else _shares(branches, counts.busy_share(place.trips))
-            for branch, share in zip(branches, shares, strict=True):
+            branches = [[*_kernels(program, branch, inside, numbers)] for branch in names]
+            busy = counts.busy_share(place.trips) if one.share is None else one.share
+            for branch, share in zip(branches, _shares(branches, busy), strict=True):
                 yield from (replace(each, share=share * each.share) for each in branch)
         elif one.opcode == "call":
             for callee in program.called(one):

@@ -8,6 +8,7 @@ from typing import Any
 
 from megajax.planning.groups import Groups, groups_of
 from megajax.planning.hlo import Computation, Instruction, Program, arrays, size
+from megajax.planning.trip_counts import StepCounts
 
 KINDS = (
     "all-reduce",
@@ -203,14 +204,23 @@ def _ends(computation: Computation) -> dict[str, int]:
     return ends
 
 
-def grouped(found: Iterable[Collective]) -> list[dict[str, Any]]:
+def runs(place: Place, counts: StepCounts | None) -> int | None:
+    """Runs per step; where the compiler does not know, as `counts` has it, None without."""
+    if place.times is not None or counts is None:
+        return place.times
+    return round(counts.rounds(place.trips) * place.share)
+
+
+def grouped(found: Iterable[Collective], counts: StepCounts | None = None) -> list[dict[str, Any]]:
     """Collectives alike in place, kind, axes and overlap, summed: rows of a table, in the order of places.
 
+    counts: what is known of trip counts beside the program.
+
     kind; axis: "tensor", "data+context"; loop: "1.2" is the second loop in the first, "" outside all loops; trips: of
-    the loops around, outermost first; inside_loop; conditional; share: of the runs, the part
-    that is not skipped; overlapped; instructions: how many they are in the
-    program; arrays: how many these move, as the compiler joins neighbours; count: runs per step, null where the trips
-    of a loop are not known; bytes_once: of one device, each run once; bytes: of one device per step, or null.
+    the loops around, outermost first; inside_loop; conditional; share: of the runs, the part that is not skipped;
+    overlapped; instructions: how many they are in the program; arrays: how many these move, as the compiler joins
+    neighbours; count: runs per step, null where nothing is known of a loop's trips; bytes_once: of one device, each run
+    once; bytes: of one device per step, or null.
     """
 
     def key(one: Collective) -> tuple:
@@ -221,7 +231,7 @@ def grouped(found: Iterable[Collective]) -> list[dict[str, Any]]:
     for _, group in groupby(sorted(found, key=key), key):
         same = list(group)
         place, once = same[0].place, sum(one.bytes for one in same)
-        times = place.times
+        times = runs(place, counts)
         rows.append(
             {
                 "kind": same[0].kind,
@@ -242,7 +252,7 @@ def grouped(found: Iterable[Collective]) -> list[dict[str, Any]]:
     return rows
 
 
-def kernel_rows(found: Iterable[Kernel]) -> list[dict[str, Any]]:
+def kernel_rows(found: Iterable[Kernel], counts: StepCounts | None = None) -> list[dict[str, Any]]:
     """Custom calls by target: instructions, runs per step (null where not known), whether some are in a branch.
 
     Those in a branch run at most so often: of attention's kernels for packed documents one branch runs.
@@ -254,7 +264,7 @@ def kernel_rows(found: Iterable[Kernel]) -> list[dict[str, Any]]:
     rows = []
     for name, group in groupby(sorted(found, key=target), target):
         places = [one.place for one in group]
-        known = [place.times for place in places if place.times is not None]
+        known = [times for place in places if (times := runs(place, counts)) is not None]
         rows.append(
             {
                 "target": name,

@@ -127,8 +127,8 @@ _HOPPER = {
     "peak_float32": 67e12,
     "nvlink": 450e9,
     "network": 50e9,
-    "matmul": 0.665,  # fitted
-    "matmul_fp8": 0.589,  # fitted
+    "matmul": 0.675,  # fitted
+    "matmul_fp8": 0.599,  # fitted
     # cuDNN on an H100, 2 rows of 4096 tokens, 32 heads of 128, forward: 0.453 ms (AXLearn's benchmark), 0.61 of the
     # peak; FlashAttention-3 (Shah et al. 2024, figure 6), backward: 450 to 560 TFLOP/s.
     "attention_forward": 0.60,
@@ -139,7 +139,7 @@ _BLACKWELL = {
     "nvlink": 900e9,
     "network": 50e9,
     "matmul": 0.70,  # between Hopper and Ampere; no run in bfloat16 is published
-    "matmul_fp8": 0.513,  # fitted
+    "matmul_fp8": 0.512,  # fitted
     "attention_forward": 0.60,
     "attention_backward": 0.45,
 }

@@ -35,13 +35,32 @@ class System:
     """Weights are gathered beside the first microbatch's forward, gradients reduced beside the last one's backward."""
     tensor_hidden: float | None = None
     """Share of the time of collectives over `tensor` that matmuls hide; None: as counted in our compiled programs."""
+    adds_in_matmul: bool = True
+    """The product that makes a weight's gradient adds it to those of the microbatches before, in place; otherwise the
+    gradient goes through memory, and so does the sum."""
+    most_in_place: int | None = None
+    """Chunks of a stage up to which matmuls use a layer's weights and sums of gradients where they are; None: always.
+    With more, weights are copied out of their stack, and sums out and in."""
+    joined: bool = True
+    """Queries, keys and values are one matrix, gate and up another; otherwise their products are apart."""
+    stacked: bool = False
+    """Loops of XLA: what a layer keeps for its backward pass is copied into a stack, and what attention reads out of
+    it."""
     fused_loss: bool = True
     """The loss works on chunks of tokens; otherwise all logits go through memory several times."""
     overhead: float = 1.0
     """Factor on the time of matmuls and what streams through memory, for an old or a new generation of kernels."""
 
 
-OURS = System(name="MegaJAX", lockstep=True, head="spread", data_hidden=False)
+OURS = System(
+    name="MegaJAX",
+    lockstep=True,
+    head="spread",
+    data_hidden=False,
+    most_in_place=8,  # MOST_LOOPS of pipeline.executor
+    joined=False,
+    stacked=True,
+)
 """What `python -m megajax.plan --config` finds in the compiled program, see docs/planning.md."""
 
 
@@ -115,6 +134,12 @@ class Description:
         if self.parallel.layers is not None and self.parallel.pipeline > 1:
             return max(self.parallel.layers)
         return -(-self.model.stack.repeats // self.parallel.chunks())
+
+    @property
+    def in_place(self) -> bool:
+        """Whether matmuls use weights and sums of gradients where they are, see `System.most_in_place`."""
+        most = self.system.most_in_place
+        return most is None or self.parallel.virtual_stages <= most
 
     @property
     def recomputing(self) -> Recomputing:

@@ -8,12 +8,14 @@ from typing import Any
 
 from megajax.models.flops import Flops, flops_per_token
 from megajax.models.memory import MemoryReport, MemorySetting, memory_report
+from megajax.planning.block_work import blocks_of
 from megajax.planning.bubble import Bubble, bubble
 from megajax.planning.description import Description
 from megajax.planning.devices import GIB
 from megajax.planning.footprint import Footprint, footprint, held_weights
-from megajax.planning.traffic import Times, Traffic, traffic
-from megajax.planning.work import Halves, Seconds, block_time, blocks_of, head_time
+from megajax.planning.memory_traffic import once_bytes, step_bytes
+from megajax.planning.traffic import Times, Traffic, memory_bytes, traffic
+from megajax.planning.work import Halves, Seconds, block_time, head_time
 
 DAY = 86_400
 
@@ -33,7 +35,7 @@ class Estimate:
     matmul_seconds: float
     attention_seconds: float
     stream_seconds: float
-    """Of norms, activations, casts and logits, which memory bounds."""
+    """Of what memory bounds: norms, activations, casts, logits, additions and copies."""
     exposed_seconds: float
     """Of collectives that nothing hides."""
     hidden_seconds: float
@@ -91,7 +93,8 @@ def estimate(run: Description) -> Estimate:
     times, share = layer_times(run)
     head = head_time(run)
     microbatches = run.microbatches
-    rows = traffic(run, times, held_weights(run))
+    held = held_weights(run)
+    rows = traffic(run, times, held)
     work = share.plus(head.forward).plus(head.backward)
     # The layers' own collectives run in idle ticks as well; losses do not.
     inside = sum(row.exposed for row in rows if row.axis in ("tensor", "context"))
@@ -111,7 +114,7 @@ def estimate(run: Description) -> Estimate:
         exposed_seconds=sum(row.exposed for row in rows),
         hidden_seconds=sum(row.seconds - row.exposed for row in rows),
         bubble_seconds=schedule.fraction * layers,
-        optimizer_seconds=_optimizer(run, memory),
+        optimizer_seconds=_once(run, memory, held),
     )
 
 
@@ -150,15 +153,29 @@ def layer_times(run: Description) -> tuple[Times, Seconds]:
     return Times(tuple(pairs), repeats, total.attention), total
 
 
-def _optimizer(run: Description, memory: Footprint) -> float:
-    """Gradient read twice, for the norm and the update; weights and moments read and written; a 16-bit copy made.
+def _once(run: Description, memory: Footprint, held: tuple[float, float]) -> float:
+    """Seconds of the optimizer, and of zeros that a step begins with.
 
     Moments in host memory are fetched and sent back, and nothing runs beside that.
     """
     weights = memory.parameters / 4
     away = run.moments_away * run.moments * run.moment_bytes * weights
-    moved = weights * (8 + 8 + 2 * run.moments * run.moment_bytes + run.width)
+    moved = once_bytes(run, sum(held), weights).stream
     return moved / (run.device.bandwidth * run.device.stream) + 2 * away / run.device.host
+
+
+def bytes_per_step(found: Estimate) -> dict[str, float]:
+    """Through the memory of one device, in the classes of `plan --audit`."""
+    run = found.run
+    moved = step_bytes(run, sum(held_weights(run)), found.memory.parameters / 4)
+    sums = {
+        "copies": moved.copies,
+        "elementwise": moved.elementwise,
+        "matmul": moved.matmul,
+        "attention": moved.attention,
+        "collective": sum(memory_bytes(run, row) for row in found.traffic),
+    }
+    return {"total": sum(sums.values()), **sums}
 
 
 def to_dict(found: Estimate) -> dict[str, Any]:
@@ -188,6 +205,7 @@ def to_dict(found: Estimate) -> dict[str, Any]:
             for row in found.traffic
         ],
         **speed(found),
+        "bytes_per_step": bytes_per_step(found),
         "device": run.device.name,
         "devices": run.devices,
         "gpus_per_node": run.per_node,

@@ -6,11 +6,10 @@ They are compared with compiled plans in docs/planning.md. Vectors (norms, biase
 
 from dataclasses import dataclass
 
-from megajax.layers.kept import PARTS, Kept
+from megajax.planning.block_work import BlockWork, block_work, blocks_of, kept_bytes, kept_whole
 from megajax.planning.bubble import bubble
 from megajax.planning.description import BYTES, Description
 from megajax.planning.devices import GIB
-from megajax.planning.work import BlockWork, block_work, blocks_of, kept_whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +23,7 @@ class Footprint:
     weights: float
     """In compute dtype, as held during the step."""
     gradients: float
-    """Added up over microbatches, and those of one microbatch where there is no pipeline."""
+    """Added up over microbatches."""
     activations: float
     """What the backward pass finds: of a microbatch, or in the ring of a pipeline."""
     working: float
@@ -69,9 +68,6 @@ def footprint(run: Description) -> Footprint:
     spread = 1 if parallel.data_sharding == "replicate" else run.shards
     # FSDP holds the stack's matrices in shards; what is outside of the stack is gathered once a step.
     within = stack / spread + rest if parallel.data_sharding == "fsdp" else held
-    accumulators = within * BYTES[run.gradients]
-    apart = parallel.pipeline > 1
-    once = 0.0 if apart else within * run.width
     ring = bubble(run).slots
     share, chosen = run.recomputing_share, run.recomputing
     kept = sum(
@@ -85,25 +81,10 @@ def footprint(run: Description) -> Footprint:
         parameters=4 * at_rest / spread,
         optimizer=(1 - run.moments_away) * run.moments * run.moment_bytes * at_rest / spread,
         weights=copies,
-        gradients=accumulators + once,
+        gradients=within * BYTES[run.gradients],
         activations=kept * run.rows * ring,
-        working=max(_block(run, blocks), _loss(run, table) - once) + _travelling(run, stack / rows),
+        working=max(_block(run, blocks), _loss(run, table)) + _travelling(run, stack / rows),
     )
-
-
-def kept_bytes(run: Description, block: BlockWork, kept: Kept) -> float:
-    """Of one microbatch, by a block; what waits in host memory does not count."""
-    residual, tensor = run.model.hidden / run.cut, run.parallel.tensor
-    # Where nothing is computed again, norms and activations keep their inputs alone: as if all parts were named.
-    here = tuple(part for part in (PARTS if kept.parts is None else kept.parts) if part not in kept.offloaded)
-    elements = 0.0 if "input" in kept.offloaded else residual / kept.together
-    # Norms' outputs are kept as matmuls read them: gathered along the sequence.
-    elements += ("residual" in here) * residual + 2 * ("norm" in here) * run.model.hidden
-    elements += ("latent" in here) * block.latent
-    elements += sum(count for part, count in block.parts.items() if part in here) / tensor
-    elements += ("query_key_value" in here) * block.copied(tensor)
-    statistics = 4 * block.heads / tensor if "core_attention" in here and block.fused else 0
-    return run.tokens * (elements * run.width + statistics)
 
 
 def _block(run: Description, blocks: list[BlockWork]) -> float:
@@ -118,16 +99,18 @@ def _block(run: Description, blocks: list[BlockWork]) -> float:
 
 
 def _loss(run: Description, table: float) -> float:
-    """A chunk's logits three times in float32, and the table's gradient."""
-    return 12 * min(run.tokens, run.model.loss_chunk) * table / run.model.hidden + 4 * table
+    """A chunk's logits three times in float32, and the table's gradient; without a pipeline the embedding's as well."""
+    tables = 1 if run.parallel.pipeline > 1 or run.model.tied else 2
+    return 12 * min(run.tokens, run.model.loss_chunk) * table / run.model.hidden + 4 * tables * table
 
 
 def _travelling(run: Description, row: float) -> float:
-    """Between stages, and a row's gradients before they are added up; under FSDP two layers' weights.
+    """Between stages, and a row's gradients before they are added up; under FSDP two layers' weights, one's gradients.
 
     row: matrices of a repeat of the pattern, on one device of `tensor`.
     """
-    moved = 2 * row * run.width if run.parallel.data_sharding == "fsdp" else 0.0
+    gradient = BYTES[run.reduce or run.gradients]
+    moved = row * (2 * run.width + gradient) if run.parallel.data_sharding == "fsdp" else 0.0
     if run.parallel.pipeline > 1:
         moved += (10 * run.tokens * run.model.hidden / run.cut + row) * run.width
     return moved

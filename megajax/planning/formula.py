@@ -13,10 +13,11 @@ from megajax.metrics.banner import Section
 from megajax.metrics.text import count, duration
 from megajax.models.flops import parameter_count
 from megajax.planning import whatif
+from megajax.planning.byte_classes import classes
 from megajax.planning.costs import Device, calibrated, known_device, read_device
 from megajax.planning.description import describe
 from megajax.planning.devices import GIB, Cluster, read_cluster
-from megajax.planning.estimate import Estimate, estimate, to_dict
+from megajax.planning.estimate import Estimate, bytes_per_step, estimate, to_dict
 from megajax.training.run_config import RunConfig
 
 GIGA = 1e9
@@ -109,7 +110,7 @@ def sections(found: Estimate) -> list[Section]:
         ("weights", f"{_gib(memory.parameters)}  master weights"),
         ("optimizer", f"{_gib(memory.optimizer)}  its state"),
         ("weights in use", f"{_gib(memory.weights)}  in compute dtype"),
-        ("gradients", f"{_gib(memory.gradients)}  added up, and of one microbatch"),
+        ("gradients", f"{_gib(memory.gradients)}  added up over microbatches"),
         ("activations", f"{_gib(memory.activations)}  kept for the backward pass"),
         ("working", f"{_gib(memory.working)}  of a layer or the loss, and under way"),
         ("peak", _gib(memory.peak)),
@@ -121,6 +122,7 @@ def sections(found: Estimate) -> list[Section]:
         ("layout", layout),
         ("memory of one device, GiB", held),
         ("collectives of one device and step", _traffic(found)),
+        classes(bytes_per_step(found), run.device),
         ("time of a step", times(found)),
     ]
 

@@ -15,12 +15,12 @@ from megajax.metrics import banner
 from megajax.metrics.banner import Section
 from megajax.metrics.text import count, duration
 from megajax.models.flops import parameter_count
-from megajax.planning import audit_report
+from megajax.planning import audit_report, formula
 from megajax.planning.audit import Audit
-from megajax.planning.collectives import grouped, kernel_rows
+from megajax.planning.collectives import grouped, kernel_rows, runs
 from megajax.planning.costs import Device, known_device
 from megajax.planning.devices import CONTEXT_GIB, GIB, LOST_SHARE, NCCL_GIB
-from megajax.planning.estimate import speed
+from megajax.planning.estimate import bytes_per_step, speed
 from megajax.planning.formula import times
 from megajax.planning.timed import timed
 from megajax.planning.train_step import TrainPlan
@@ -38,7 +38,7 @@ def to_dict(plan: TrainPlan, device: Device | None = None, found: Audit | None =
     memory, cluster, time = plan.memory, plan.cluster, timed(plan, device)
     collectives = [
         row | {"seconds": moved.seconds}
-        for row, moved in zip(grouped(plan.contents.collectives), time.traffic, strict=True)
+        for row, moved in zip(grouped(plan.contents.collectives, plan.counts), time.traffic, strict=True)
     ]
     return {
         "fits": plan.fits,
@@ -61,13 +61,13 @@ def to_dict(plan: TrainPlan, device: Device | None = None, found: Audit | None =
             {
                 "loop": loop.place.name,
                 "trips": list(loop.place.trips),
-                "count": loop.place.times,
+                "count": runs(loop.place, plan.counts),
                 "conditional": loop.place.conditional,
                 "matmuls": loop.matmuls,
             }
             for loop in plan.contents.loops
         ],
-        "kernels": kernel_rows(plan.contents.kernels),
+        "kernels": kernel_rows(plan.contents.kernels, plan.counts),
         "attention": list(plan.kernels),
         **speed(time),
         **({} if found is None else audit_report.to_dict(found)),
@@ -96,12 +96,13 @@ def show(plan: TrainPlan, file: TextIO | None = None, device: Device | None = No
     title = f"plan for {plan.cluster.devices} x {plan.cluster.gpu.description}"
     facts, tables = sections(plan, device), [collective_table(plan)]
     if found is not None:
-        facts.insert(-1, audit_report.section(found, device or known_device(plan.cluster.name)))
+        device = device or known_device(plan.cluster.name)
+        predicted = bytes_per_step(formula.plan(plan.cfg, plan.cluster, device))
+        facts.insert(-1, audit_report.section(found, device, predicted))
         tables.append(audit_report.kernel_table(found))
     unknown = ", ".join(loop.place.name for loop in plan.contents.loops if loop.place.times is None)
-    outermost = plan.counts.rounds([None])
-    taken = f"; the time of a step takes the outermost to run {outermost:,} times"
-    note = f"? : the compiler does not know how often loop {unknown} runs{taken}" if unknown else ""
+    taken = f"the outermost is taken to run {plan.counts.rounds([None]):,} times"
+    note = f"? : the compiler does not know how often loop {unknown} runs; {taken}" if unknown else ""
     if file.isatty():
         console = rich.console.Console(file=file, highlight=False)
         console.print(banner.box(title, facts), "", *tables, note, sep="\n")
@@ -149,7 +150,7 @@ def sections(plan: TrainPlan, device: Device | None = None) -> list[Section]:
             row["target"],
             f"{'at most ' * row['conditional']}{_times(row['count'])} a step, {row['instructions']} in the program",
         )
-        for row in kernel_rows(plan.contents.kernels)
+        for row in kernel_rows(plan.contents.kernels, plan.counts)
     ] or [("none", "")]
     return [
         ("layout", layout),
@@ -173,7 +174,7 @@ def collective_table(plan: TrainPlan) -> Table:
     for name in ("in program", "per step", "bytes each time", "bytes per step"):
         table.add_column(name, justify="right")
     table.add_column("beside matmuls")
-    rows = grouped(plan.contents.collectives)
+    rows = grouped(plan.contents.collectives, plan.counts)
     for loop in plan.contents.loops:
         place = loop.place
         inside = [row for row in rows if row["loop"] == place.name]

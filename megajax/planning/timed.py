@@ -35,10 +35,9 @@ def timed(plan: TrainPlan, device: Device | None = None) -> Estimate:
 
 def _traffic(row: Mapping[str, Any], plan: TrainPlan, device: Device) -> Traffic:
     """Of a row of `grouped`."""
-    counts = plan.counts
-    count = row["instructions"] * row["share"] * counts.rounds(row["trips"])
+    count = row["instructions"] * row["share"] * plan.counts.rounds(row["trips"])
     if row["conditional"]:
-        count *= counts.busy_share(row["trips"])
+        count *= plan.counts.busy_share(row["trips"])
     axes = row["axis"].partition(" ")[0]  # without "(part)"
     span = Span.along(axes.split("+"), plan.mesh, plan.cluster.per_node)
     size = row["bytes_once"] / row["instructions"]

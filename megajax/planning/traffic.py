@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 
+from megajax.planning.block_work import BlockWork, again, kept_whole
 from megajax.planning.bubble import bubble
 from megajax.planning.description import BYTES, Description
 from megajax.planning.links import Span, seconds
-from megajax.planning.work import BlockWork, Halves, again, kept_whole
+from megajax.planning.work import Halves
 
 GATHERED_BESIDE = (0.6, 0.75)
 """Shares of a layer's weights that our FSDP gathers beside matmuls, in the forward and in the backward pass."""
@@ -68,6 +69,14 @@ def span(run: Description, axis: str) -> Span:
     strides = {"tensor": 1, "context": sizes["tensor"]}
     strides["pipeline"] = sizes["tensor"] * sizes["context"] * sizes["expert"] * sizes["data"]
     return Span.of(sizes[axis], strides[axis], run.per_node)
+
+
+def memory_bytes(run: Description, row: Traffic) -> float:
+    """What its kernels read and write in memory: the whole side and a device's part, or the whole twice."""
+    devices = 1
+    for axis in row.axis.split("+"):
+        devices *= run.shards if axis == "data" else run.sizes[axis]
+    return row.bytes * (1 + 1 / devices if row.kind in ("all-gather", "reduce-scatter") else 2)
 
 
 def traffic(run: Description, times: Times, held: tuple[float, float]) -> list[Traffic]:
@@ -146,17 +155,21 @@ def _pipeline(run: Description, times: Times) -> Iterator[Traffic]:
     reduction = seconds("all-reduce", size, where, run.device)
     alone = schedule.alone
     both = schedule.ticks - 2 * alone
+    # With one chunk all ticks of both kinds have a microbatch that enters and one that leaves, and reductions travel
+    # while layers compute. With more, some ticks have: reductions are in branches, where nothing else runs.
+    every = chunks == 1
     forward, backward = times.forward / chunks, times.backward / chunks
-    beside_forward = min(1.0, forward / (permute + 3 * reduction))
-    beside_backward = min(1.0, backward / (permute + reduction))
+    beside_forward = min(1.0, forward / (permute + 3 * reduction * every))
+    beside_backward = min(1.0, backward / (permute + reduction * every))
     hidden = both * permute * (beside_forward + beside_backward)
     count = 2 * schedule.ticks - 2 * alone
     yield Traffic("collective-permute", "pipeline", "between stages", count, count * size, count * permute, hidden)
     # Forwards alone hide the next embedding; backwards alone hide nothing.
     hidden = reduction * (both * (3 * beside_forward + beside_backward) + alone * min(1.0, forward / reduction))
-    count = 4 * both + 2 * alone
+    count = 4 * run.microbatches
     what = "embeddings, outputs and their gradients, to all stages"
-    yield Traffic("all-reduce", "pipeline", what, count, count * size, count * reduction, hidden)
+    total = count * reduction
+    yield Traffic("all-reduce", "pipeline", what, count, count * size, total, min(total, hidden) * every)
 
 
 def _loss(run: Description) -> Iterator[Traffic]:

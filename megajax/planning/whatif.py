@@ -30,7 +30,7 @@ PARTS = {
     "parameters": "master weights",
     "optimizer": "optimizer state",
     "weights": "weights in compute dtype",
-    "gradients": "gradients, added up and of one microbatch",
+    "gradients": "gradients, added up",
     "activations": "activations kept for the backward pass",
     "working": "of a layer or the loss, and under way",
 }

@@ -130,6 +130,12 @@ def test_classes_sum_to_the_total(found) -> None:
     assert sums["elementwise"] == 6 * ROW + 4 * (3 * ROW + ROW // 2)
 
 
+def test_workspace_of_cublas_calls_is_told_apart() -> None:
+    text = TEXT.replace('"__cudnn$fmhaSoftmax"', '"__cublas$lt$matmul"').replace("u8[0]", "s8[64]")
+    found = audit(text)
+    assert found.workspace() == 4 * 64 and found.by_class()["matmul"] == 4 * (ROW + 16 + 64)
+
+
 BRANCHES = """\
 HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[256]{0}, s32[])->f32[256]{0}}
 
@@ -215,8 +221,31 @@ def test_a_loop_of_unknown_trip_count_is_named_and_runs_as_the_loop_over_microba
     found = audit(text, StepCounts(microbatches=8))
     assert found.unknown_loops() == ["1"] and {one.rounds for one in found.kernels} == {7}
     assert {one.rounds for one in audit(text).kernels} == {1}
-    lines = dict(audit_report.section(found, DEVICES["h100"])[1])
+    lines = dict(audit_report.section(found, DEVICES["h100"], found.by_class())[1])
     assert "loop 1" in lines["unknown trip counts"] and "s at the data sheet's 3.35 TB/s" in lines["total"]
+
+
+def test_what_says_how_often_it_runs_counts_so() -> None:
+    """In 20 ticks: a branch that works in 5 of them, and a loop of one turn or none that has one in 8."""
+    marked = 'metadata={op_name="jit(step)/runs_5_of_20/cond"}'
+    text = BRANCHES.replace("{%idle, %working}", "{%idle, %working}, " + marked)
+    assert [one.share for one in audit(text).kernels][:2] == [0.75, 0.25]
+    loop = """
+  %maybe_loop = (s32[], f32[256]{0}) while(%t), condition=%go, body=%inner, metadata={op_name="a/runs_8_of_20/while"}
+"""
+    inner = """
+%inner (t: (s32[], f32[256])) -> (s32[], f32[256]) {
+  %u = (s32[], f32[256]{0}) parameter(0)
+  %v = f32[256]{0} get-tuple-element(%u), index=1
+  %negated = f32[256]{0} negate(%v)
+  ROOT %w = (s32[], f32[256]{0}) tuple(%v, %negated)
+}
+
+%tick (t:"""
+    text = BRANCHES.replace("\n%tick (t:", inner).replace("  %maybe = f32", loop.lstrip("\n") + "  %maybe = f32")
+    (negated,) = (one for one in audit(text).kernels if one.name == "negated")
+    assert (negated.rounds, negated.share, negated.total) == (20, 0.4, 8 * 2048)
+    assert audit(text).unknown_loops() == []
 
 
 def test_rounds_of_loops_whose_trip_count_the_compiler_lost() -> None:

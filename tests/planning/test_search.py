@@ -52,6 +52,9 @@ PUBLISHED: dict[str, tuple[str, int, dict[str, int]]] = {
 """Config, H100s, and the layout NeMo's published runs have: one row of a microbatch each."""
 
 
+LIGHT = ("norm", "activation", "query_key_value")
+
+
 @pytest.mark.parametrize("case", PUBLISHED)
 def test_it_finds_a_layout_no_slower_than_the_published_one(case: str) -> None:
     name, devices, sizes = PUBLISHED[case]
@@ -61,10 +64,11 @@ def test_it_finds_a_layout_no_slower_than_the_published_one(case: str) -> None:
     layout = replace(base, **sizes)
     entries, tally = merged(found(asked))
     best = entries[0]
-    # With recompute=none a context axis, which configs refuse in this version, would be 2.5 % faster: docs/planning.md
-    words = ("selective",) if "context" in sizes else ("selective", "none")
-    kept = [published(asked, devices, layout, recompute=word) for word in words]
-    assert best.step_seconds <= min(other.step_seconds for other in kept if other.fits)
+    kept = [published(asked, devices, layout, recompute=word) for word in ("none", "selective", LIGHT, "full")]
+    fastest = min(other.step_seconds for other in kept if other.memory.peak <= asked.limit)
+    # Steps that differ in the fourth digit rank as alike. A context axis, which configs refuse in this version, would be
+    # 3 % faster: docs/planning.md.
+    assert best.step_seconds <= fastest * (1.04 if "context" in sizes else 1.001)
     assert best.peak <= asked.limit and tally.total > 3000
     # What it found is a config that training takes, and takes as long as it said.
     cfg = apply(best.choice, asked.space.cfg)

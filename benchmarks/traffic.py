@@ -1,0 +1,85 @@
+"""Bytes through memory by formula against those of compiled programs.
+
+Run:  python benchmarks/traffic.py [NAME ...]                 (needs the extra aot; no GPU. Minutes for each program)
+
+Each of `CASES` is compiled for absent H100s with cuBLAS for all matmuls, and its kernels are counted
+(megajax/planning/audit.py) without cuBLAS's scratch space; beside that is what megajax/planning/memory_traffic.py says.
+Of one device and step. Writes benchmarks/results/traffic.json.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import outcome
+
+from megajax.config import load
+from megajax.config.builds import resolve
+from megajax.config.command_line import front_door
+from megajax.config.errors import UserError
+from megajax.planning.absent import prepare
+from megajax.planning.costs import DEVICES
+from megajax.planning.description import describe
+from megajax.planning.devices import read_cluster
+from megajax.planning.estimate import bytes_per_step, estimate
+
+TIB = 2**40
+PLAIN = {"xla_gpu_enable_triton_gemm": "false"}
+CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "llama3_8b": ("llama3_8b.py", 8, ()),
+    "llama3_8b, fsdp": (
+        "llama3_8b.py",
+        8,
+        (
+            "parallel.tensor=1",
+            "parallel.data=8",
+            "parallel.sequence=false",
+            "parallel.data_sharding=fsdp",
+        ),
+    ),
+    "llama3_8b, none": ("llama3_8b.py", 8, ("model.recompute=none",)),
+    "gpt3_1_3b": ("gpt3_1_3b.py", 8, ()),
+    "gpt3_6_7b": ("gpt3_6_7b.py", 64, ()),
+    "llama3_70b": ("llama3_70b.py", 128, ()),
+    "llama3_70b, 20 chunks": ("llama3_70b.py", 64, ("parallel.tensor=4", "parallel.virtual_stages=20")),
+    "gpt3_175b": ("gpt3_175b.py", 128, ()),
+    "gpt3_175b, 6 chunks": ("gpt3_175b.py", 128, ("parallel.virtual_stages=6", "parallel.schedule=interleaved")),
+    "llama3_405b": ("llama3_405b.py", 1024, ()),
+}
+"""Config, H100s, settings."""
+
+
+def main(names: list[str]) -> None:
+    """Compare those named, or all. Raises UserError for a name that is none."""
+    if unknown := [name for name in names if name not in CASES]:
+        raise UserError(f"no case {unknown[0]}: there are {', '.join(CASES)}")
+    prepare()
+    print("TiB of formula / compiled; ratios of copies, elementwise, matmul, attention, collective")
+    figures = {name: compared(*CASES[name]) for name in names or CASES}
+    for name, found in figures.items():
+        ratios = "  ".join(f"{found['ratio'][kind]:9.2f}" for kind in list(found["ratio"])[1:])
+        total = f"{found['formula']['total']:6.2f} /{found['compiled']['total']:6.2f} = {found['ratio']['total']:.2f}"
+        print(f"{name:24}  {total}  {ratios}")
+    if not names:
+        outcome.write("traffic", figures)
+
+
+def compared(config: str, devices: int, settings: tuple[str, ...]) -> dict[str, Any]:
+    """TiB by class, and the formula's over the program's."""
+    cfg: Any = load(config, *settings)
+    cfg = cfg.but(xla=replace(cfg.xla, options=dict(cfg.xla.options) | PLAIN))
+    cluster, _ = read_cluster(f"h100:{devices}")
+    plan = resolve("megajax.planning.train_step:compile_train_step")(cfg, cluster)
+    audited = resolve("megajax.planning.audit:audit")(plan.text, plan.counts)
+    counted = audited.by_class()
+    for kind in ("total", "matmul"):
+        counted[kind] -= audited.workspace()
+    predicted = bytes_per_step(estimate(describe(cfg, DEVICES["h100"], devices)))
+    return {
+        "formula": {kind: round(size / TIB, 3) for kind, size in predicted.items()},
+        "compiled": {kind: round(size / TIB, 3) for kind, size in counted.items()},
+        "ratio": {kind: round(predicted[kind] / size, 3) for kind, size in counted.items()},
+    }
+
+
+if __name__ == "__main__":
+    front_door(main)

@@ -1,0 +1,155 @@
+"""Bytes through memory by formula: against compiled programs, and by hand."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megajax.config import load
+from megajax.layers.kept import Kept
+from megajax.mesh.config import ParallelConfig
+from megajax.models.presets.llama import llama3
+from megajax.pipeline.executor import MOST_LOOPS
+from megajax.planning.block_work import blocks_of
+from megajax.planning.costs import DEVICES
+from megajax.planning.description import OURS, Description, System, describe
+from megajax.planning.estimate import bytes_per_step, estimate, to_dict
+from megajax.planning.memory_traffic import block_bytes, optimizer_bytes, products, step_bytes, table_bytes, tick_bytes
+
+ROOT = Path(__file__).parents[2]
+H100 = DEVICES["h100"]
+FSDP = ("parallel.tensor=1", "parallel.data=8", "parallel.sequence=false", "parallel.data_sharding=fsdp")
+COMPILED: dict[str, tuple[str, int, tuple[str, ...], tuple[float, float, float]]] = {
+    "llama3_8b": ("llama3_8b", 8, (), (48.04, 17.98, 22.53)),
+    "llama3_8b, fsdp": ("llama3_8b", 8, FSDP, (36.06, 17.03, 14.19)),
+    "llama3_70b": ("llama3_70b", 128, (), (20.58, 5.74, 10.82)),
+    "llama3_70b, 20 chunks": (
+        "llama3_70b",
+        64,
+        ("parallel.tensor=4", "parallel.virtual_stages=20"),
+        (43.11, 22.49, 15.57),
+    ),
+    "gpt3_175b": ("gpt3_175b", 128, (), (51.56, 12.65, 32.97)),
+    "llama3_405b": ("llama3_405b", 1024, (), (42.42, 10.01, 24.89)),
+}
+"""Config, H100s, settings; TiB a step of its compiled program (jax 0.12.0.1, cuBLAS for all matmuls, without cuBLAS's
+scratch space): all, copies and elementwise, matmul. benchmarks/traffic.py compiles them again."""
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_bytes_are_those_of_compiled_programs(case: str) -> None:
+    name, devices, settings, (total, streamed, matmul) = COMPILED[case]
+    cfg: Any = load(str(ROOT / "configs" / f"{name}.py"), *settings)
+    found = {kind: size / 2**40 for kind, size in bytes_per_step(estimate(describe(cfg, H100, devices))).items()}
+    assert found["total"] == pytest.approx(total, rel=0.1)
+    assert found["copies"] + found["elementwise"] == pytest.approx(streamed, rel=0.25)
+    assert found["matmul"] == pytest.approx(matmul, rel=0.12)
+    assert found["total"] == pytest.approx(sum(found.values()) - found["total"])
+
+
+def run(**changes: Any) -> Description:
+    given: dict[str, Any] = {
+        "model": llama3("8b"),
+        "parallel": ParallelConfig(tensor=4, sequence=True, data=2),
+        "device": H100,
+        "per_node": 8,
+        "global_size": 64,
+    }
+    return Description(**(given | changes))
+
+
+def of_block(described: Description, kept: Kept | None = None) -> tuple[Any, Any, float]:
+    """Bytes of the forward and the backward pass of a block, and its weights on a device."""
+    (block,) = blocks_of(described)
+    halves = block_bytes(described, block, kept or described.recomputing.kept())
+    return *halves, block.parameters / described.parallel.tensor
+
+
+def test_a_product_reads_both_and_writes_the_third() -> None:
+    joined = run(system=replace(OURS, joined=True))
+    (block,) = blocks_of(joined)
+    every = list(products(joined, block, Kept(parts=None)))
+    assert len(every) == 3 * len(block.matrices) and sum(one.backward for one in every) == 2 * len(block.matrices)
+    output = block.matrices[1]
+    rows, columns = output.rows / 4, output.columns
+    forward = next(one for one in every if (one.contracted, one.columns) == (rows, columns))
+    assert forward.bytes == 2 * (8192 * rows + rows * columns + 8192 * columns)
+    gradient = next(one for one in every if one.contracted == 8192 and one.rows == rows)
+    assert gradient.bytes == 2 * 8192 * (rows + columns) + 8 * rows * columns, "float32, read and written"
+
+
+def test_gradients_that_are_added_apart_go_through_memory_more_often() -> None:
+    """In bfloat16 out of the product; read with the float32 sum, which is copied out of its stack and into it."""
+    in_place, apart = (of_block(run(system=replace(OURS, adds_in_matmul=flag))) for flag in (True, False))
+    weights = in_place[2]
+    assert apart[0] == in_place[0]
+    assert in_place[1].matmul - apart[1].matmul == pytest.approx((8 - 2) * weights)
+    assert apart[1].elementwise - in_place[1].elementwise == pytest.approx((4 + 2 + 4) * weights)
+    assert apart[1].copies - in_place[1].copies == pytest.approx((4 + 4) * weights)
+    half = of_block(run(gradients="bfloat16"))
+    assert in_place[1].matmul - half[1].matmul == pytest.approx((8 - 4) * weights)
+
+
+def test_rows_of_stacks_that_are_copied_go_through_memory_twice() -> None:
+    """Weights in both passes, sums of gradients out and in: with more chunks than have loops of their own."""
+    layouts = (ParallelConfig(pipeline=2, virtual_stages=chunks, data=1) for chunks in (8, 16))
+    in_place, copied = (of_block(run(parallel=layout)) for layout in layouts)
+    more = sum(there.copies - here.copies for here, there in zip(in_place[:2], copied[:2], strict=True))
+    assert more == pytest.approx((2 * (2 + 2) + 2 * (4 + 4)) * in_place[2])
+    assert OURS.most_in_place == MOST_LOOPS
+
+
+def test_fsdp_adds_its_shard_of_a_gradient() -> None:
+    whole, shards = (
+        of_block(run(parallel=ParallelConfig(data=8, data_sharding=kind)))[1] for kind in ("zero1", "fsdp")
+    )
+    weights = of_block(run(parallel=ParallelConfig(data=8)))[2]
+    assert whole.matmul - shards.matmul == pytest.approx((8 - 4) * weights), "a microbatch's gradient, for the scatter"
+    assert shards.elementwise - whole.elementwise == pytest.approx((4 + 8) * weights / 8)
+
+
+def test_what_is_kept_is_copied_where_loops_stack_it() -> None:
+    stacked, apart = (of_block(run(system=replace(OURS, stacked=flag)))[0] for flag in (True, False))
+    full = run(model=replace(llama3("8b"), recompute="full"))
+    assert stacked.copies > apart.copies
+    inputs = of_block(full)[0].copies - of_block(replace(full, system=replace(OURS, stacked=False)))[0].copies
+    assert inputs == 2 * (8192 * 4096 / 4 * 2), "the layer's input, read and written"
+
+
+def test_other_systems_copy_nothing_in_layers() -> None:
+    forward, backward, _ = of_block(run(system=System(name="another")))
+    assert forward.copies == backward.copies == 0 and forward.elementwise > 0
+
+
+def test_the_loss_passes_over_its_table_chunk_by_chunk() -> None:
+    one = replace(llama3("8b"), loss_chunk=8192)
+    table = 128_256 / 4 * 4096
+    few, many = (table_bytes(run(model=model)) for model in (one, replace(one, loss_chunk=1024)))
+    assert many[0].matmul - few[0].matmul == pytest.approx(7 * 2 * table)
+    assert many[1].matmul - few[1].matmul == pytest.approx(7 * (2 + 8) * table)
+    assert many[0].elementwise == few[0].elementwise
+    # cuBLAS wants multiples of 8: 32,003 columns are padded by copies.
+    uneven = table_bytes(run(model=replace(one, vocabulary_size=4 * 32_003, vocabulary_multiple=4)))[1]
+    assert uneven.copies - few[1].copies == pytest.approx(20 * table, rel=0.01)
+
+
+def test_ticks_and_idle_forwards_count_in_a_pipeline() -> None:
+    layout = ParallelConfig(pipeline=4, data=1)
+    pipelined = run(parallel=layout, global_size=4)
+    assert tick_bytes(run()).total == 0 < tick_bytes(pipelined).total
+    few, many = (step_bytes(run(parallel=layout, global_size=count), 0.0, 0.0) for count in (4, 8))
+    # Twice the microbatches run fewer than twice the forwards: 4 + 3 ticks and 8 + 3.
+    assert many.matmul < 2 * few.matmul
+    assert optimizer_bytes(pipelined, 10.0) == 10 * (16 + 16 + 2)
+
+
+def test_copies_make_a_step_longer_and_plans_tell_the_bytes() -> None:
+    """What searches compare: a program that adds gradients apart takes the time of the bytes it moves more."""
+    here, there = run(), run(system=replace(OURS, adds_in_matmul=False))
+    quick, slow = estimate(here), estimate(there)
+    kinds = ("copies", "elementwise")
+    more = sum(bytes_per_step(slow)[kind] - bytes_per_step(quick)[kind] for kind in kinds)
+    assert more > 0
+    assert slow.step_seconds - quick.step_seconds == pytest.approx(more / (H100.bandwidth * H100.stream), rel=1e-3)
+    assert to_dict(quick)["bytes_per_step"] == bytes_per_step(quick)
