@@ -2,12 +2,11 @@
 
 Run:  python benchmarks/traffic.py [NAME ...]                 (needs the extra aot; no GPU. Minutes for each program)
 
-Each of `CASES` is compiled for absent H100s with cuBLAS for all matmuls, and its kernels are counted
+Each of `CASES` is compiled for absent H100s, and its kernels are counted
 (megajax/planning/audit.py) without cuBLAS's scratch space; beside that is what megajax/planning/memory_traffic.py says.
 Of one device and step. Writes benchmarks/results/traffic.json.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import outcome
@@ -23,7 +22,6 @@ from megajax.planning.devices import read_cluster
 from megajax.planning.estimate import bytes_per_step, estimate
 
 TIB = 2**40
-PLAIN = {"xla_gpu_enable_triton_gemm": "false"}
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "llama3_8b": ("llama3_8b.py", 8, ()),
     "llama3_8b, fsdp": (
@@ -66,7 +64,6 @@ def main(names: list[str]) -> None:
 def compared(config: str, devices: int, settings: tuple[str, ...]) -> dict[str, Any]:
     """TiB by class, and the formula's over the program's."""
     cfg: Any = load(config, *settings)
-    cfg = cfg.but(xla=replace(cfg.xla, options=dict(cfg.xla.options) | PLAIN))
     cluster, _ = read_cluster(f"h100:{devices}")
     plan = resolve("megajax.planning.train_step:compile_train_step")(cfg, cluster)
     audited = resolve("megajax.planning.audit:audit")(plan.text, plan.counts)

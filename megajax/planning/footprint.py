@@ -83,7 +83,7 @@ def footprint(run: Description) -> Footprint:
         weights=copies,
         gradients=within * BYTES[run.gradients],
         activations=kept * run.rows * ring,
-        working=max(_block(run, blocks), _loss(run, table)) + _travelling(run, stack / rows),
+        working=max(_block(run, blocks), _loss(run, table)) + _tables(run, table) + _travelling(run, stack / rows),
     )
 
 
@@ -99,9 +99,14 @@ def _block(run: Description, blocks: list[BlockWork]) -> float:
 
 
 def _loss(run: Description, table: float) -> float:
-    """A chunk's logits three times in float32, and the table's gradient; without a pipeline the embedding's as well."""
-    tables = 1 if run.parallel.pipeline > 1 or run.model.tied else 2
-    return 12 * min(run.tokens, run.model.loss_chunk) * table / run.model.hidden + 4 * tables * table
+    """A chunk's logits three times in float32; in a pipeline the table's gradient as well, see `_tables`."""
+    gradient = 4 * table * (run.parallel.pipeline > 1)
+    return 12 * min(run.tokens, run.model.loss_chunk) * table / run.model.hidden + gradient
+
+
+def _tables(run: Description, table: float) -> float:
+    """Gradients of the vocabulary's tables, which without a pipeline are held through a microbatch's layers."""
+    return 0.0 if run.parallel.pipeline > 1 else 4 * table * (1 if run.model.tied else 2)
 
 
 def _travelling(run: Description, row: float) -> float:

@@ -7,7 +7,7 @@ between stages; under FSDP most gathers and all scatters of a layer; nothing of 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 
 from megajax.planning.block_work import BlockWork, again, kept_whole
 from megajax.planning.bubble import bubble
@@ -73,9 +73,8 @@ def span(run: Description, axis: str) -> Span:
 
 def memory_bytes(run: Description, row: Traffic) -> float:
     """What its kernels read and write in memory: the whole side and a device's part, or the whole twice."""
-    devices = 1
-    for axis in row.axis.split("+"):
-        devices *= run.shards if axis == "data" else run.sizes[axis]
+    axes = row.axis.partition(" ")[0].split("+")  # a program's may be of a part of an axis
+    devices = run.shards if axes == ["data"] else prod(run.sizes[axis] for axis in axes)
     return row.bytes * (1 + 1 / devices if row.kind in ("all-gather", "reduce-scatter") else 2)
 
 

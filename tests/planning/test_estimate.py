@@ -26,19 +26,19 @@ ROOT = Path(__file__).parents[2]
 H100 = DEVICES["h100"]
 
 COMPILED: dict[str, tuple[str, int, tuple[str, ...], float, float, float]] = {
-    "gpt3_1_3b": ("gpt3_1_3b", 8, (), 19.97, 0.614, 1.228),
-    "gpt3_6_7b": ("gpt3_6_7b", 64, (), 37.02, 0.390, 0.780),
-    "gpt3_175b": ("gpt3_175b", 128, (), 36.05, 5.176, 10.352),
-    "gpt3_175b wide": ("gpt3_175b", 1024, (), 21.74, 0.647, 1.294),
+    "gpt3_1_3b": ("gpt3_1_3b", 8, (), 18.04, 0.614, 1.228),
+    "gpt3_6_7b": ("gpt3_6_7b", 64, (), 31.49, 0.390, 0.780),
+    "gpt3_175b": ("gpt3_175b", 128, (), 35.05, 5.176, 10.352),
+    "gpt3_175b wide": ("gpt3_175b", 1024, (), 21.42, 0.647, 1.294),
     "gpt3_175b, 6 chunks": (
         "gpt3_175b",
         128,
         ("parallel.virtual_stages=6", "parallel.schedule=interleaved"),
-        31.52,
+        30.28,
         5.176,
         10.352,
     ),
-    "llama3_8b": ("llama3_8b", 8, (), 32.07, 3.740, 7.480),
+    "llama3_8b": ("llama3_8b", 8, (), 29.85, 3.740, 7.480),
     "llama3_8b, fsdp": (
         "llama3_8b",
         8,
@@ -48,15 +48,15 @@ COMPILED: dict[str, tuple[str, int, tuple[str, ...], float, float, float]] = {
             "parallel.sequence=false",
             "parallel.data_sharding=fsdp",
         ),
-        50.23,
+        51.09,
         3.740,
         7.480,
     ),
-    "llama3_8b, no sequence": ("llama3_8b", 8, ("parallel.sequence=false",), 34.95, 3.740, 7.480),
-    "llama3_8b, none": ("llama3_8b", 8, ("model.recompute=none",), 37.85, 3.740, 7.480),
-    "llama3_8b, full": ("llama3_8b", 8, ("model.recompute=full", "batch.micro_size=2"), 28.09, 3.740, 7.480),
-    "llama3_70b": ("llama3_70b", 128, (), 36.50, 2.054, 4.107),
-    "llama3_405b": ("llama3_405b", 1024, (), 30.32, 1.500, 3.000),
+    "llama3_8b, no sequence": ("llama3_8b", 8, ("parallel.sequence=false",), 32.66, 3.740, 7.480),
+    "llama3_8b, none": ("llama3_8b", 8, ("model.recompute=none",), 35.76, 3.740, 7.480),
+    "llama3_8b, full": ("llama3_8b", 8, ("model.recompute=full", "batch.micro_size=2"), 25.97, 3.740, 7.480),
+    "llama3_70b": ("llama3_70b", 128, (), 36.38, 2.054, 4.107),
+    "llama3_405b": ("llama3_405b", 1024, (), 30.09, 1.500, 3.000),
 }
 """Config, H100s, overrides; peak, weights and optimizer of its compiled plan in GiB (jax 0.12.0.1)."""
 

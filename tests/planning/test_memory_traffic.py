@@ -16,6 +16,7 @@ from megajax.planning.costs import DEVICES
 from megajax.planning.description import OURS, Description, System, describe
 from megajax.planning.estimate import bytes_per_step, estimate, to_dict
 from megajax.planning.memory_traffic import block_bytes, optimizer_bytes, products, step_bytes, table_bytes, tick_bytes
+from megajax.planning.traffic import Traffic, memory_bytes
 
 ROOT = Path(__file__).parents[2]
 H100 = DEVICES["h100"]
@@ -153,3 +154,13 @@ def test_copies_make_a_step_longer_and_plans_tell_the_bytes() -> None:
     assert more > 0
     assert slow.step_seconds - quick.step_seconds == pytest.approx(more / (H100.bandwidth * H100.stream), rel=1e-3)
     assert to_dict(quick)["bytes_per_step"] == bytes_per_step(quick)
+
+
+def test_a_collective_reads_its_part_and_writes_the_whole() -> None:
+    described = run(parallel=ParallelConfig(tensor=4, sequence=True, data=2, context=2))
+    row = Traffic("all-gather", "tensor", "", 1, 800.0, 1.0, 0.0)
+    assert memory_bytes(described, row) == 1000
+    assert memory_bytes(described, replace(row, kind="all-reduce")) == 1600
+    # Of a formula `data` has all devices that hold the same weights; a program's axes are named one by one.
+    assert memory_bytes(described, replace(row, axis="data")) == 1000
+    assert memory_bytes(described, replace(row, axis="data+context (part)")) == 1000

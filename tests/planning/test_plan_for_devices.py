@@ -183,7 +183,7 @@ def test_a_pipeline_has_permutes_in_its_ticks_and_a_bubble(tmp_path: Path) -> No
     layout = ("--parallel.pipeline=2", "--parallel.data=2", "--parallel.loss_wait=0", "--batch.global_size=16")
     config = (f"--config={tmp_path / 'wide.py'}", "--devices=h100:4", "--precision.compute=bfloat16", *layout)
     # The compiler joins the products of narrow models, whose gradients are then added up apart.
-    plain = "--xla=xla_gpu_enable_triton_gemm=false,xla_gpu_dot_merger_threshold_mb=0"
+    plain = "--xla=xla_gpu_dot_merger_threshold_mb=0"
     found, printed = plan(tmp_path, "--audit", plain, config=config)
     assert found["microbatches"] == 8 and found["schedule"] == "1f1b"
     assert found["bubble_fraction"] == pytest.approx(1 / 8), "(P-1)/M"
