@@ -81,8 +81,8 @@ class Kernel:
 
     @property
     def most(self) -> int:
-        """The same if all were run."""
-        return self.bytes * self.rounds
+        """The same if every run took its branches; what loops skip stays out."""
+        return round(self.bytes * self.rounds * self.place.share)
 
 
 @dataclass(frozen=True)

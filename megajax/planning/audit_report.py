@@ -18,7 +18,7 @@ EVERYWHERE = ("while", "body", "eval_jaxpr", "shard_map", "checkpoint")
 
 def to_dict(found: Audit) -> dict[str, Any]:
     """Bytes of one device and step, under the names of a plan's JSON."""
-    branches = [one for one in found.kernels if one.place.conditional or one.place.share < 1]
+    branches = [one for one in found.kernels if one.place.conditional]
     return {
         "bytes_per_step": found.by_class(),
         "bytes_of_workspace": found.workspace(),
@@ -40,7 +40,7 @@ def section(found: Audit, device: Device, predicted: Mapping[str, float]) -> Sec
     branches = told["bytes_in_branches"]
     if branches["if_all_ran"]:
         counted, most = branches["counted"] / unit, branches["if_all_ran"] / unit
-        text = f"{counted:8.2f}  of it in what some ticks or rows skip; {most:.2f} if nothing did"
+        text = f"{counted:8.2f}  of it in conditionals; {most:.2f} if every branch ran"
         lines.append(("in branches", text))
     if loops := told["loops_of_unknown_rounds"]:
         some = ", ".join(loops[:4]) + (f" and {len(loops) - 4} more" if len(loops) > 4 else "")
