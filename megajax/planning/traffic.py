@@ -1,7 +1,7 @@
 """The collectives of a step by mesh axis: how many, how many bytes, how long, and how much of that computing hides.
 
 What is hidden behind what is read from our compiled programs (docs/planning.md, docs/pipeline.md): in the backward pass
-one or two gathers and as many scatters of a layer; in the ticks of a pipeline with both kinds of work all that travels
+two gathers of a layer, or a gather and a scatter; in the ticks of a pipeline with both kinds of work all that travels
 between stages; under FSDP most gathers and all scatters of a layer; nothing of what ZeRO-1 does once a step.
 """
 
@@ -110,14 +110,12 @@ def _tensor(run: Description, times: Times) -> Iterator[Traffic]:
         yield _row(run, ("all-reduce", "tensor", "activations, again"), once_more * layers, size, forward)
         return
     gathers, scatters = (2 if kept.parts is None else 4), 2 + once_more
-    gated = all(block.gated for block, _ in times.blocks)
-    beside_matmuls = {
-        "all-gather": (gathers, 2 if gated and kept.parts is not None and not once_more else 1),
-        "reduce-scatter": (scatters, 2 if once_more or kept.parts is None else 1),
-    }
-    for kind, (count, loose) in beside_matmuls.items():
+    # Counted in compiled programs: of all that is computed again, of norms and activations, of nothing.
+    loose = (1, 1) if once_more else (0, 1) if kept.parts is None else (2, 0)
+    beside_matmuls = {"all-gather": (gathers, loose[0]), "reduce-scatter": (scatters, loose[1])}
+    for kind, (count, free) in beside_matmuls.items():
         yield _row(run, (kind, "tensor", "activations, forward"), 2 * layers, size, forward)
-        share = loose / count if given is None else given
+        share = free / count if given is None else given
         yield _row(run, (kind, "tensor", "activations and gradients, backward"), count * layers, size, share)
         yield _row(run, (kind, "tensor", "embeddings and outputs"), 2 * run.microbatches, size, 0.0)
 

@@ -33,7 +33,7 @@ def test_lower_bounds_are_below() -> None:
     assert all(one["error"] > 0 for one in planner_accuracy.lines(planner_accuracy.BOUNDS))
 
 
-@pytest.mark.parametrize("name", ["planner_accuracy", "program_audit", "schedules", "search"])
+@pytest.mark.parametrize("name", ["planner_accuracy", "program_audit", "schedules", "search", "traffic"])
 def test_flags_that_are_none_write_no_results(name: str) -> None:
     program = Path(planner_accuracy.__file__).with_name(f"{name}.py")
     done = subprocess.run([sys.executable, str(program), "--bogus"], capture_output=True, text=True, timeout=60)
