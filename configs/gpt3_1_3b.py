@@ -5,7 +5,7 @@ Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data
 Plan:     python -m megajax.plan --config=gpt3_1_3b.py --devices=h100:8
 Run:      python -m megajax.train --config=gpt3_1_3b.py                     (on every host, see docs/launch.md)
 Laptop:   python -m megajax.train --config=gpt3_1_3b.py:debug
-Hardware: one host of 8 GPUs with 80 GB: data 8. Compiled for absent H100s, not run on any: peak 20.0 GiB per GPU
+Hardware: one host of 8 GPUs with 80 GB: data 8. Compiled for absent H100s, not run on any: peak 18.0 GiB per GPU
 """
 
 from megajax.checkpoint.config import CheckpointConfig

@@ -5,7 +5,7 @@ Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data
 Plan:     python -m megajax.plan --config=gpt3_6_7b.py --devices=h100:64
 Run:      python -m megajax.train --config=gpt3_6_7b.py                     (on every host, see docs/launch.md)
 Laptop:   python -m megajax.train --config=gpt3_6_7b.py:debug
-Hardware: 8 hosts of 8 GPUs with 80 GB: tensor 2, data 32. Compiled for absent H100s, not run on any: peak 37.2 GiB
+Hardware: 8 hosts of 8 GPUs with 80 GB: tensor 2, data 32. Compiled for absent H100s, not run on any: peak 31.5 GiB
           per GPU
 """
 

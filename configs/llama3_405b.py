@@ -6,7 +6,7 @@ Plan:     python -m megajax.plan --config=llama3_405b.py --devices=h100:1024
 Run:      python -m megajax.train --config=llama3_405b.py                     (on every host, see docs/launch.md)
 Laptop:   python -m megajax.train --config=llama3_405b.py:debug --devices=cpu:8
 Hardware: 128 hosts of 8 GPUs with 80 GB: tensor 8, pipeline 16, data 8. Compiled for absent H100s, not run on any:
-          peak 30.3 GiB per GPU
+          peak 30.1 GiB per GPU
 """
 
 from dataclasses import replace

@@ -6,7 +6,7 @@ Plan:     python -m megajax.plan --config=llama3_70b.py --devices=h100:128
 Run:      python -m megajax.train --config=llama3_70b.py                     (on every host, see docs/launch.md)
 Laptop:   python -m megajax.train --config=llama3_70b.py:debug --devices=cpu:8
 Hardware: 16 hosts of 8 GPUs with 80 GB: tensor 8, pipeline 4, data 4. Compiled for absent H100s, not run on any: peak
-          36.5 GiB per GPU
+          36.4 GiB per GPU
 """
 
 from megajax.checkpoint.config import CheckpointConfig
