@@ -29,13 +29,8 @@ class Loss(NamedTuple):
 class LossFn(Protocol):
     """A loss whole, and in the pieces a pipeline needs."""
 
-    def __call__(self, model: DecoderLM, batch: LMBatch, key: Array | None, scale: Array | float = 1.0) -> Loss:
-        """Of a microbatch [B, S].
-
-        key: random key of the run, None for a deterministic forward; scale: the loss scale, float32 []. It changes no
-        value of the result. A caller that differentiates scale * loss_sum gives it here too, because the head makes its
-        gradients in the forward pass: they are made with this factor, before they are rounded to the compute dtype.
-        """
+    def __call__(self, model: DecoderLM, batch: LMBatch, key: Array | None) -> Loss:
+        """Of a microbatch [B, S]; not to be differentiated. key: random key of the run, None: deterministic."""
         ...
 
     def context(self, model: DecoderLM, batch: LMBatch, key: Array | None) -> Context:
@@ -45,7 +40,12 @@ class LossFn(Protocol):
     def head(
         self, model: DecoderLM, x: Array, batch: LMBatch, key: Array | None = None, scale: Array | float = 1.0
     ) -> Loss:
-        """From the stack's output [B, S, D] on; scale as above; key: as above, for layers that come after the stack."""
+        """From the stack's output [B, S, D] on.
+
+        key: as above, for layers that come after the stack; scale: the loss scale, float32 []. It changes no value of
+        the result. A caller that differentiates scale * loss_sum gives it here too, because the head makes its
+        gradients in the forward pass: they are made with this factor, before they are rounded to the compute dtype.
+        """
         ...
 
 
@@ -66,9 +66,9 @@ class LanguageModelLoss:
         """Largest weight_sum of a device that has that many tokens in each microbatch."""
         return microbatches * (tokens if self.average == "tokens" else 1)
 
-    def __call__(self, model: DecoderLM, batch: LMBatch, key: Array | None, scale: Array | float = 1.0) -> Loss:
+    def __call__(self, model: DecoderLM, batch: LMBatch, key: Array | None) -> Loss:
         ctx = self.context(model, batch, key)
-        return self.head(model, model.stack(model.embed(batch.tokens, ctx), ctx), batch, key, scale)
+        return self.head(model, model.stack(model.embed(batch.tokens, ctx), ctx), batch, key)
 
     def context(self, model: DecoderLM, batch: LMBatch, key: Array | None) -> Context:
         return model.context(batch, key, isolated=self.isolated)
