@@ -95,8 +95,13 @@ FSDP = (
         "COLLECTIVE_PIPELINING_MODE_ON",
         "gathers a layer's weights while the layer before computes",
     ),
+    Option(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        2,
+        "spreads gathers and scatters over the matmuls of a layer; with 6 under way at once, fewer are beside one",
+    ),
 )
-"""Beside those of GPU, for weights gathered layer by layer, without a pipeline of stages."""
+"""Over those of GPU, for weights gathered layer by layer, without a pipeline of stages."""
 
 
 class Defaults(NamedTuple):

@@ -34,18 +34,20 @@ type Rings = list[list[Array]]
 
 def entry(tree: Any, index: Array) -> Any:
     """Entry `index` along the leading dimension of every array."""
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), tree)
+    return jax.tree.map(lambda a: take(a, index), tree)
 
 
 def put(array: Array, value: Array, *index: Array) -> Array:
     """The array with `value` at these leading indices."""
-    return lax.dynamic_update_slice(array, value[(None,) * len(index)], (*index, *[0] * value.ndim))
+    starts = (*index, *[0] * value.ndim)
+    return lax.dynamic_update_slice(array, value[(None,) * len(index)], starts, allow_negative_indices=False)
 
 
 def take(array: Array, *index: Array) -> Array:
     """The array at these leading indices."""
     rest = array.shape[len(index) :]
-    return lax.dynamic_slice(array, (*index, *[0] * len(rest)), (*[1] * len(index), *rest)).reshape(rest)
+    starts, sizes = (*index, *[0] * len(rest)), (*[1] * len(index), *rest)
+    return lax.dynamic_slice(array, starts, sizes, allow_negative_indices=False).reshape(rest)
 
 
 def add(total: Params, new: Mapping[str, Array]) -> Params:
@@ -57,12 +59,13 @@ def _rows[T](tree: T, first: Array, count: int) -> T:
     """Row `first` of every array, or for count > 1 that many rows from there on."""
     if count == 1:
         return entry(tree, first)
-    return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, count), tree)
+    return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, count, allow_negative_indices=False), tree)
 
 
 def _put_rows(array: Array, value: Array, first: Array, count: int) -> Array:
     """The array with what `_rows` takes replaced."""
-    return lax.dynamic_update_slice_in_dim(array, value if count > 1 else value[None], first, 0)
+    value = value if count > 1 else value[None]
+    return lax.dynamic_update_slice_in_dim(array, value, first, 0, allow_negative_indices=False)
 
 
 @dataclass(frozen=True)
