@@ -132,8 +132,11 @@ class LayerLoop:
         return [(first + count, span) for count, span in zip(counts, self.spans, strict=False)]
 
     def buffers(self, slots: int, x: Array, ctx: Any, fill: float) -> Rings:
-        """Rings before anything is saved. x [B, S, D]: like a layer's input; fill: what they hold."""
-        return [self._ring(span, slots, self._saved(span, x, ctx), fill) for span in self.spans]
+        """Rings before anything is saved. x [B, S, D]: like a layer's input; fill: about what they hold."""
+        rings: Rings = []
+        for span in self.spans:
+            rings.append(self._ring(span, slots, self._saved(span, x, ctx), fill, sum(map(len, rings))))
+        return rings
 
     def without_padding(self, totals: Params) -> Params:
         """Gradients of stacked weights with zeros in the rows that are no layer, whatever they hold (also NaN)."""
@@ -142,12 +145,16 @@ class LayerLoop:
         real = jnp.asarray(self.numbers) >= 0
         return {path: jnp.where(real.reshape(-1, *[1] * (g.ndim - 1)), g, 0) for path, g in totals.items()}
 
-    def _ring(self, span: Span, slots: int, saved: Any, fill: float) -> list[Array]:
-        """Of the arrays that a unit saves: its input is laid out as such, the others as the compiler likes."""
+    def _ring(self, span: Span, slots: int, saved: Any, fill: float, before: int) -> list[Array]:
+        """Of the arrays that a unit saves: its input is laid out as such, the others as the compiler likes.
+
+        before: rings made so far. No two rings hold the same number: the compiler would make one buffer of equal ones
+        and copy it, in host memory at the speed of the host.
+        """
         inputs = len(jax.tree.leaves(saved.args_res))
         rings = []
         for place, leaf in enumerate(jax.tree.leaves(saved)):
-            value = fill if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
+            value = fill + before + place if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
             ring = jnp.full((slots, span.units, *leaf.shape), value, leaf.dtype)
             # A vjp lists the inputs it keeps before all else; x is the only one left among them.
             ring = self.layout.act(ring, None, None, *RESIDUAL) if place < inputs else ring
