@@ -121,9 +121,12 @@ class Weights:
         return {path: self.reduce(path, g) for path, g in totals.items()}
 
     def made_in(self) -> dict[str, jnp.dtype]:
-        """Dtype in which a layer makes the gradient of a matrix: that in which gradients are added up."""
+        """Dtype in which a layer makes the gradient of a matrix: that in which gradients are added up.
+
+        The matrix itself enters in it, so it is never narrower than the compute dtype.
+        """
         matrices = (path for path, spec in self.declared.items() if spec.role == "weight" and spec.layers)
-        return dict.fromkeys(matrices, jnp.dtype(self.precision.gradients))
+        return dict.fromkeys(matrices, jnp.promote_types(self.precision.compute, self.precision.gradients))
 
     def zeros(self, held: Params) -> dict[str, Array]:
         """Accumulators for the gradients of `held`."""
