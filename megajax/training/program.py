@@ -213,7 +213,7 @@ class Program:
         return Weights(self.abstract, self.arrays, self.layout, self.cfg.precision, self.histories)
 
     def _staged(self, key: Array | None, first: int | None = None) -> Staged:
-        return staged(self.abstract, self.declared, self._loss, key, self.partition.rows, first)
+        return staged(self.abstract, self.arrays, self._loss, key, self.partition.rows, first)
 
     @property
     def _loss(self) -> LanguageModelLoss:
