@@ -225,7 +225,7 @@ def test_what_a_vjp_saves_would_show_weights(monkeypatch: pytest.MonkeyPatch) ->
     made = program(llama("selective", 4), stages(2), microbatches=8)
     seen = []
 
-    def ring(self: LayerLoop, span: Span, slots: int, saved: Any, fill: float) -> list:
+    def ring(self: LayerLoop, span: Span, slots: int, saved: Any, fill: float, before: int) -> list:
         seen.extend(leaf.shape for leaf in jax.tree.leaves(saved))
         return []
 

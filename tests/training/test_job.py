@@ -85,7 +85,8 @@ def test_a_run_leaves_a_page_that_knows_how_it_ended(whole):
 
 def test_memory_of_the_process_is_in_every_line(whole):
     sizes = [line["memory_host"] for line in steps(whole).values()]
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Linux keeps both counts per processor and adds them up now and then: at its peak a process may read a little more.
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 * 1.05
     assert all(most / 100 < size <= most for size in sizes) and len(sizes) == 6
 
 
