@@ -79,7 +79,7 @@ def synthetic_batch(program: Program) -> LMBatch:
 def measure(
     cfg: RunConfig, *, steps: int, peak_tflops: float | None = None, export: Path | None = None
 ) -> tuple[dict[str, Any], Bench]:
-    """Compile the train step, warm it up, time `steps` steps; all that is known of them, and the step to go on with.
+    """Compile the train step, warm it up, time `steps` steps. Returns the figures, and the step to go on with.
 
     export: a file for the weights and the batch of the first step (see `write_start`). Raises ConfigError for a config
     that does not fit the devices, UserError for a GPU without a known peak and for a loss that is no number.

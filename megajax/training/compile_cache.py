@@ -88,8 +88,8 @@ def record(folder: Path) -> None:
 def sweep(base: Path, folder: Path, limit: int) -> list[str]:
     """Throw away damaged entries of `folder`, then the least used ones below `base` until `limit` bytes are left.
 
-    Returns the names of the damaged ones. Not among them: results of autotuning, which XLA writes into a folder of its
-    own below, also for programs that are not kept; without a checksum they go, and are measured again.
+    Returns the names of the damaged ones. XLA writes results of autotuning into a folder of its own below, also for
+    programs that are not kept. Those without a checksum are removed too, but not reported: they are measured again.
     """
     damaged = []
     for path in _entries(folder):
