@@ -1,0 +1,105 @@
+"""Every command and every program of README.md and docs/*.md runs, in the order of its page."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import PAGES, ROOT, Block, blocks, commands, without_runner
+from tests.docs.prepared import PRELUDES, prepare
+
+SHORTER = {
+    "megajax.train": ("--steps=3", "--evaluation.batches=1"),
+    "benchmarks/mfu.py": ("--steps=2",),
+}
+"""Settings that make a command take seconds. The page's own settings win."""
+
+LEFT_OUT = {
+    "pip install": "installs packages",
+    "uv sync": "installs packages",
+    "uv run pytest": "would run this test",
+    "pytest": "would run this test",
+    ".ci/run": "would run this test",
+    "sbatch": "needs Slurm",
+    "kubectl": "needs Kubernetes",
+}
+"""First words of the commands that do not run here, with the reason."""
+
+PAGES_WITH_BLOCKS = [page for page in PAGES if any(block.language in ("bash", "python") for block in blocks(page))]
+
+
+def reason_to_leave_out(words: list[str]) -> str | None:
+    line = " ".join(words)
+    return next((reason for start, reason in LEFT_OUT.items() if line.startswith(start)), None)
+
+
+def shortened(words: list[str]) -> list[str]:
+    """The command with fewer steps, where it has steps and does not say how many."""
+    added = next((extra for name, extra in SHORTER.items() if name in words), ())
+    given = {word.split("=")[0] for word in words}
+    return [*words, *(extra for extra in added if extra.split("=")[0] not in given)]
+
+
+def run(words: list[str], folder: Path) -> None:
+    """Runs a command as a user in `folder` would and prints what it printed, shortened."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        words, cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=900, check=False
+    )
+    lines = (done.stdout + done.stderr).splitlines()
+    shown = lines if len(lines) <= 12 else [*lines[:6], "    ...", *lines[-6:]]
+    print(f"$ {' '.join(words)}", *shown, sep="\n")
+    assert done.returncode == 0, f"{' '.join(words)} ended with {done.returncode}:\n" + "\n".join(lines[-40:])
+
+
+def steps_of(block: Block, folder: Path) -> list[list[str]]:
+    """The commands of a block. A Python block that starts with `# NAME.py` is a file to write; others are programs."""
+    if block.language == "bash":
+        return [shortened(words) for words in map(without_runner, commands(block)) if not reason_to_leave_out(words)]
+    first, _, _ = block.text.partition("\n")
+    if first.startswith("# ") and first.endswith(".py"):
+        (folder / first.removeprefix("# ")).write_text(block.text, encoding="utf-8")
+        return []
+    return [[sys.executable, "-c", PRELUDES.get(block.page, "") + block.text]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES_WITH_BLOCKS, ids=lambda page: page.name)
+def test_all_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    for name in ("configs", "benchmarks", "launch", "docs", "tests", "notebooks", "pyproject.toml"):
+        if (ROOT / name).exists():
+            (tmp_path / name).symlink_to(ROOT / name)
+    prepare(page.name, tmp_path)
+    for block in blocks(page):
+        if block.language in ("bash", "python"):
+            for words in steps_of(block, tmp_path):
+                run(words, tmp_path)
+
+
+def test_every_command_is_in_a_block_that_is_run() -> None:
+    """A command in a block without a language would be walked by nobody."""
+    starts = ("python -m megajax", "uv run", "megajax ", "benchmarks/", "python benchmarks/", "pip ", "pytest ")
+    stray = [
+        f"{block}: {line}"
+        for page in PAGES
+        for block in blocks(page)
+        if block.language not in ("bash", "python")
+        for line in block.text.splitlines()
+        if line.startswith(starts)
+    ]
+    assert not stray, "write ```bash above these:\n" + "\n".join(stray)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_left_out_commands_are_still_there() -> None:
+    every = [
+        " ".join(words)
+        for page in PAGES
+        for block in blocks(page)
+        if block.language == "bash"
+        for words in commands(block)
+    ]
+    assert [start for start in LEFT_OUT if not any(line.startswith(start) for line in every)] == []
