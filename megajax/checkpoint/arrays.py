@@ -65,11 +65,11 @@ def start_writing(path: Path, named: Mapping[str, jax.Array]) -> Any:
     """
     logging.getLogger("absl").addFilter(_is_news)  # adding it again changes nothing
     with _context():
-        return ocp.save_async(path, dict(named))
+        return ocp.save_async(str(path), dict(named))
 
 
 def _stored_shapes(path: Path) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
-    return {name: (tuple(leaf.shape), jnp.dtype(leaf.dtype)) for name, leaf in ocp.metadata(path).metadata.items()}
+    return {name: (tuple(leaf.shape), jnp.dtype(leaf.dtype)) for name, leaf in ocp.metadata(str(path)).metadata.items()}
 
 
 def _differences(
@@ -132,7 +132,7 @@ def read(path: Path, like: Tree, *, cast: bool = False, partial: bool = False) -
         for name, leaf in wanted.items()
     }
     with _context(partial):
-        loaded = ocp.load(path, {name: leaf for name, leaf in target.items() if _stored(leaf)})
+        loaded = ocp.load(str(path), {name: leaf for name, leaf in target.items() if _stored(leaf)})
     empty = {
         name: jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=leaf.sharding)(leaf.shape, leaf.dtype)
         for name, leaf in target.items()

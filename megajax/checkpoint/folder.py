@@ -83,7 +83,7 @@ class WriterLock:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-            self._take(folder)
+            self._take(folder, self._descriptor)
             # Also a probe: a full or read-only disk shows before the first step and not at the first save.
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, f"{socket.gethostname()} pid {os.getpid()}\n".encode().ljust(4096), 0)
@@ -98,11 +98,11 @@ class WriterLock:
                 "Make the folder writable, free space, or choose another run_dir."
             ) from error
 
-    def _take(self, folder: Path) -> None:
+    def _take(self, folder: Path, descriptor: int) -> None:
         deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
         while True:
             try:
-                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except OSError as error:
                 if error.errno in _NO_LOCKS_HERE:
@@ -110,7 +110,7 @@ class WriterLock:
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
                     raise
             if time.monotonic() > deadline:
-                holder = os.pread(self._descriptor, 4096, 0).decode(errors="replace").strip() or "another process"
+                holder = os.pread(descriptor, 4096, 0).decode(errors="replace").strip() or "another process"
                 self.release()
                 raise UserError(
                     f"{folder} is being written by {holder}.\n"

@@ -69,6 +69,14 @@ class _Save:
     early_error: Exception | None = None
     error: CheckpointError | None = None
 
+    def running(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
+
+    def join(self) -> None:
+        """Waits for the thread, where one was started."""
+        if self.thread is not None:
+            self.thread.join()
+
 
 class CheckpointManager(CheckpointReader):
     """The one writer of a run's checkpoints folder. Use it as a context manager, or call `close`.
@@ -207,15 +215,15 @@ class CheckpointManager(CheckpointReader):
 
     def _together[T](self, save: _Save, work: Callable[[], T]) -> T:
         """Does this process's part, then waits for all. Raises CheckpointError, everywhere, if any part failed."""
-        reason, result, cause = None, None, None
         try:
             result = work()
         except Exception as error:
-            reason, cause = _cause(error), error
+            reason = _cause(error)
             save.peers.fail(reason)
-        failure = save.peers.agree(reason)
+            raise CheckpointError(save.peers.agree(reason)) from error
+        failure = save.peers.agree()
         if failure is not None:
-            raise CheckpointError(failure) from cause
+            raise CheckpointError(failure)
         return result
 
     def _finish(self, save: _Save) -> None:
@@ -288,7 +296,7 @@ class CheckpointManager(CheckpointReader):
 
     def poll(self) -> list[SaveReport]:
         """Saves that finished since the last call, without waiting. Raises CheckpointError if one failed."""
-        if self._current is not None and not self._current.thread.is_alive():
+        if self._current is not None and not self._current.running():
             self.wait()
         reports, self._reports = self._reports, []
         return reports
@@ -297,7 +305,7 @@ class CheckpointManager(CheckpointReader):
         """Waits for the save on its way. Raises CheckpointError if it failed; its report is kept for `poll`."""
         if self._current is None:
             return
-        self._current.thread.join()
+        self._current.join()
         save, self._current = self._current, None
         if save.error is not None:
             raise save.error

@@ -7,6 +7,7 @@ differ between processes. The coordination service has no such order.
 import json
 import re
 import secrets
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,7 +27,7 @@ class Peers:
         self.count = jax.process_count()
         # Not jax.process_index(): Orbax names the files of a process by its number in the coordination service.
         self.index = state.process_id if self.count > 1 else 0
-        self._client = state.client
+        self._client: Any = state.client  # None with a single process; nothing uses it then
         self._turns = 0
         if token is None:
             drawn = np.frombuffer(secrets.token_bytes(4), np.uint8)

@@ -49,7 +49,7 @@ class CheckpointReader:
 
         None only if there never was a checkpoint here. Raises UserError if there were some and none is whole.
         """
-        steps, damaged = self._peers.share([self.steps(), folder.damaged_in(self.folder)])
+        steps, damaged = self._peers.share((self.steps(), folder.damaged_in(self.folder)))
         for step in reversed(steps):
             reason = self._fault(step)
             if reason is None:

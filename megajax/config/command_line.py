@@ -123,7 +123,8 @@ def parse(
         return Command(None, devices, answers)
     config, file, wrong = _configured(source, given, count, own, root)
     places = ([file.name] if file else []) + ["command line"] * bool(given or problems or file is None)
-    _raise([*wrong, *problems], " + ".join(places))
+    if file is None or wrong or problems:
+        raise ConfigError([*wrong, *problems], " + ".join(places))
     sources = _sources(config, file, patch_of(given.items()))
     if "print_config" in asked:
         _show(to_yaml(config, sources))

@@ -1,11 +1,11 @@
 """Find, run and read config files; `load` does it all for notebooks and tests."""
 
-import importlib.util
+import importlib
 import json
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import yaml
+from yaml.constructor import ConstructorError
 
 import megajax.config.schema as schema
 from megajax.config.builds import resolve
@@ -121,8 +122,8 @@ def _config_files(folder: Path) -> list[Path]:
 def _run(path: Path, function: str, root: type) -> Any:
     # The module stays known under a name of its own: dataclasses defined in it look their annotations up there.
     name = f"megajax_config_file {path}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType(name)
+    module.__file__ = str(path)
     with _siblings_importable(path.parent), _faults_named(path, module):
         sys.modules[name] = module
         # Not through the loader: bytecode caches go by whole seconds, and a config edited twice in one must count.
@@ -141,7 +142,7 @@ def _run(path: Path, function: str, root: type) -> Any:
 
 
 @contextmanager
-def _siblings_importable(folder: Path) -> Iterator[None]:
+def _siblings_importable(folder: Path) -> Generator[None]:
     """A config file may import those beside it; then they are forgotten, as other folders may use the same names."""
     before = set(sys.modules)
     sys.path.append(str(folder))
@@ -157,7 +158,7 @@ def _siblings_importable(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _faults_named(path: Path, module: ModuleType) -> Iterator[None]:
+def _faults_named(path: Path, module: ModuleType) -> Generator[None]:
     """An error in a user's file becomes a UserError with the file, the line and the fault."""
     try:
         yield
@@ -180,7 +181,7 @@ def _faults_named(path: Path, module: ModuleType) -> Iterator[None]:
 def _keyword_hint(error: str, module: ModuleType) -> str:
     match = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", error)
     cls = vars(module).get(match[1]) if match else None
-    hint = did_you_mean(match[2], schema.hints(cls)) if cls and hasattr(cls, "__dataclass_fields__") else ""
+    hint = did_you_mean(match[2], schema.hints(cls)) if match and hasattr(cls, "__dataclass_fields__") else ""
     return f"\n    {hint}" if hint else ""
 
 
@@ -191,9 +192,7 @@ class _Strict(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for index, key in enumerate(keys):
             if key in keys[:index]:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key} is given twice", node.value[index][0].start_mark
-                )
+                raise ConstructorError(None, None, f"{key} is given twice", node.value[index][0].start_mark)
         return super().construct_mapping(node, deep)
 
 

@@ -82,7 +82,7 @@ class _Walk:
             return
         self.above.append(cls)
         texts, annotations = self._texts(cls), schema.hints(cls)
-        for field in dataclasses.fields(cls):
+        for field in schema.fields(cls):
             if field.init:
                 here = schema.default(field) if value is None else getattr(value, field.name)
                 top = Entry(
@@ -141,12 +141,16 @@ def _class_texts(tree: ast.AST, prefix: str) -> Iterator[tuple[str, dict[str, st
         if isinstance(node, ast.ClassDef):
             texts = {}
             for field, below in zip(node.body, node.body[1:], strict=False):
-                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and _is_text(below):
-                    texts[field.target.id] = inspect.cleandoc(below.value.value)
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    text = _text(below)
+                    if text is not None:
+                        texts[field.target.id] = inspect.cleandoc(text)
             yield prefix + node.name, texts
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             yield from _class_texts(node, f"{prefix}{node.name}.")
 
 
-def _is_text(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+def _text(node: ast.stmt) -> str | None:
+    """The string that a statement consists of, or None."""
+    value = node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
+    return value if isinstance(value, str) else None

@@ -13,10 +13,17 @@ from megajax.config.nearest import either
 WRITTEN = (str, Path)  # the kinds that take any text
 
 
+def fields(cls: type) -> tuple[dataclasses.Field, ...]:
+    """The fields of a config class, in order. Raises TypeError if it is no dataclass."""
+    if not dataclasses.is_dataclass(cls):
+        raise TypeError(f"{cls.__name__} is no dataclass")
+    return dataclasses.fields(cls)
+
+
 def hints(cls: type) -> dict[str, Any]:
     """Field name -> annotation, for the fields that can be set."""
     resolved = typing.get_type_hints(cls)
-    return {field.name: resolved[field.name] for field in dataclasses.fields(cls) if field.init}
+    return {field.name: resolved[field.name] for field in fields(cls) if field.init}
 
 
 def default(field: dataclasses.Field) -> Any:

@@ -226,7 +226,7 @@ class _Builder:
             cls = members[0]
         else:
             cls = self.fault(where, "which one?", f"add --{where}.type={schema.choices(members)}")
-        if cls is Mark.INVALID:
+        if isinstance(cls, Mark):
             return cls
         return self._fill(cls, raw, where, old if type(old) is cls else None, members)
 
@@ -254,7 +254,7 @@ class _Builder:
         for key in [key for key in given if key not in annotations]:
             self._unknown(key, given.pop(key), where, cls, members)
         values = {}
-        for field in dataclasses.fields(cls):
+        for field in schema.fields(cls):
             if not field.init:
                 continue
             path = join(where, field.name)

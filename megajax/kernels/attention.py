@@ -121,12 +121,12 @@ def reference_backward(
     weights = jnp.where(seen, jnp.exp(scores - lse.reshape(*scores.shape[:-1], 1)), 0)
     delta = jnp.einsum("bsnu,bsnu->bns", out.astype(jnp.float32), dout.astype(jnp.float32))
     dout = dout.reshape(*split, v.shape[-1])
-    high = {"preferred_element_type": jnp.float32}
-    dweights = jnp.einsum("bskgu,btku->bkgst", dout, v, **high)
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    dweights = product("bskgu,btku->bkgst", dout, v)
     dscores = weights * (dweights - delta.reshape(*scores.shape[:-1], 1)) * scale
-    dq = jnp.einsum("bkgst,btkh->bskgh", dscores.astype(k.dtype), k, **high).reshape(q.shape)
-    dk = jnp.einsum("bkgst,bskgh->btkh", dscores.astype(q.dtype), q.reshape(*split, -1), **high)
-    dv = jnp.einsum("bkgst,bskgu->btku", weights.astype(dout.dtype), dout, **high)
+    dq = product("bkgst,btkh->bskgh", dscores.astype(k.dtype), k).reshape(q.shape)
+    dk = product("bkgst,bskgh->btkh", dscores.astype(q.dtype), q.reshape(*split, -1))
+    dv = product("bkgst,bskgu->btku", weights.astype(dout.dtype), dout)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
 

@@ -4,7 +4,7 @@ Importing this imports neither jax nor numpy, so that configs are checked agains
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -138,7 +138,7 @@ class Backend:
         if not wide:
             largest = max(each.key_dim for each in self.heads)
             return f"takes heads up to {largest}, not of {sizes}"
-        where = [(device and each.since.refusal(device)) or "" for each in wide]
+        where = ["" if device is None else each.since.refusal(device) or "" for each in wide]
         if not all(where):
             return None
         # A newer cuDNN is nearer than another GPU.
@@ -160,26 +160,22 @@ def _dotted(version: Version) -> str:
 
 
 AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
-_CUDNN = {
-    "dtypes": ("bfloat16", "float16"),
-    "since": Since(AMPERE, (9, 2)),
-    "multiple": 8,
-    "even": True,
-    "heads": (
+_CUDNN = Backend(
+    says="cuDNN's attention",
+    dtypes=("bfloat16", "float16"),
+    since=Since(AMPERE, (9, 2)),
+    multiple=8,
+    even=True,
+    heads=(
         Heads(128, 128, Since(AMPERE, (9, 2))),
         Heads(256, 256, Since(HOPPER, (9, 10), below=BLACKWELL)),
         Heads(192, 128, Since(BLACKWELL, (9, 11), below=(11,))),
     ),
-}
+)
 
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
     {
-        "cudnn": Backend(
-            says="cuDNN's attention",
-            documents=Since(HOPPER, (9, 6), below=(11,)),
-            documents_of_one_size=True,
-            **_CUDNN,
-        ),
+        "cudnn": replace(_CUDNN, documents=Since(HOPPER, (9, 6), below=(11,)), documents_of_one_size=True),
         "pallas": Backend(
             says="the Pallas kernel",
             dtypes=("bfloat16", "float16"),
@@ -189,7 +185,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
             documents=Since(AMPERE, ()),
             both_ways_window=True,
         ),
-        "cudnn_mask": Backend(says="cuDNN's attention with a mask", documents=Since(AMPERE, (9, 2)), **_CUDNN),
+        "cudnn_mask": replace(_CUDNN, says="cuDNN's attention with a mask", documents=Since(AMPERE, (9, 2))),
         "reference": Backend(
             says="the reference", documents=Since((), ()), both_ways_window=True, bias=True, dropout=True
         ),

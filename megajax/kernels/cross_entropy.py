@@ -50,6 +50,8 @@ class Objective:
         """Losses of tokens by name, each float32 [C]: `loss`, the cross-entropy alone, and what `minimised` needs."""
         found = {"loss": seen.log_z - seen.at_label}
         if self.label_smoothing:
+            if seen.mean is None:
+                raise ValueError("label smoothing needs the mean logit of every token")
             uniform = self._uniform(size)
             found["smoothed_loss"] = seen.log_z - (1 - uniform) * seen.at_label - uniform * seen.mean
         if self.z_loss:

@@ -100,4 +100,7 @@ class CoreAttention(nnx.Module):
         found = {"sink": self.sink[...]} if self.cfg.sink == "learned" else {}
         if self.bias is None:
             return found
-        return found | {"table": ctx.bias if self.relative is None else self.relative.table[...]}
+        table = ctx.bias if self.relative is None else self.relative.table[...]
+        if table is None:
+            raise ValueError("the stack has to give the table of biases that its layers share: ctx.bias is None")
+        return {**found, "table": table}

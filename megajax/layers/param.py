@@ -128,7 +128,7 @@ def reordered[M: nnx.Module](model: M, order: Sequence[int]) -> M:
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
-def dotted(path: Sequence[str | int]) -> str:
+def dotted(path: Sequence[object]) -> str:
     """The parts of a path as one name."""
     return ".".join(map(str, path))
 

@@ -122,10 +122,11 @@ class Stack(nnx.Module):
         """`together` repeats of the pattern as one function, which keeps what is said."""
         named = "input" in kept.offloaded
         if together == 1:
-            return recomputed(self.repeat(named, recipes and recipes[0]), kept)
+            return recomputed(self.repeat(named, None if recipes is None else recipes[0]), kept)
         # Each is computed again and then, while it is differentiated, keeps what matmuls need.
         inner = [
-            recomputed(self.repeat(named, recipes and recipes[row]), Recomputing().kept()) for row in range(together)
+            recomputed(self.repeat(named, each), Recomputing().kept())
+            for each in ([None] * together if recipes is None else recipes)
         ]
 
         def unit(weights: Params, common: Params, numbers: Array, x: Array, ctx: Context) -> Array:
@@ -149,7 +150,7 @@ class Stack(nnx.Module):
             for place, block in enumerate(bind(nnx.merge(graph, abstract), used)):
                 layer = number * self.pattern + place
                 if plain is not None:
-                    block = self.chosen(block, plain[place], layer, recipes and recipes[place])
+                    block = self.chosen(block, plain[place], layer, None if recipes is None else recipes[place])
                 x = block(x, ctx.for_layer(layer))
             return x
 

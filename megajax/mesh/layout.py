@@ -4,10 +4,10 @@ It reads the surrounding mesh while tracing: axes that an enclosing shard_map ma
 mesh everything is the identity. So the same layer runs by plain `jax.jit` in a notebook and inside the training step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from jax import Array
 from megajax.mesh.collectives import Moves, gather_shards, moved_axes, reduce_shards
 from megajax.mesh.mesh import free_axes, manual_axes
 from megajax.mesh.rules import LogicalAxes, Plan
+
+type AxesTree = LogicalAxes | Sequence[AxesTree] | Mapping[str, AxesTree]
+"""Logical axes of one array, or of each array of a tuple or a mapping."""
 
 type Matmul = Callable[..., Array]
 """(einsum equation of an activation and a weight, the two) -> their product, in the activation's dtype. Hashable.
@@ -67,12 +70,16 @@ class Layout:
         """The same without a recipe."""
         return replace(self, matmul=exact, layers=None)
 
-    def either[**Arguments](
-        self, layer: Array | int, by_recipe: Callable[Arguments, Array], plain: Callable[Arguments, Array]
-    ) -> Callable[Arguments, Array]:
+    def either(
+        self, layer: Array, by_recipe: Callable[..., Array], plain: Callable[..., Array]
+    ) -> Callable[..., Array]:
         """by_recipe for the layers that `layers` says, plain for others; all devices of `tensor` agree on it."""
         return lambda *inputs: jax.lax.cond(self.by_recipe(layer), by_recipe, plain, *inputs)
 
+    @overload
+    def by_recipe(self, layer: int) -> bool: ...
+    @overload
+    def by_recipe(self, layer: Array) -> Array: ...
     def by_recipe(self, layer: Array | int) -> Array | bool:
         """Whether the layer of that number is one of `layers`."""
         first, end = self.layers or (0, 2**31 - 1)
@@ -110,10 +117,10 @@ class Layout:
             y = self._cotangent_as(y, tuple("seq" if name == "seq_residual" else name for name in out))
         return self.act(y, *out)
 
-    def island(self, f: Callable, ins: Sequence[LogicalAxes], out: Any) -> Callable:
+    def island(self, f: Callable, ins: Sequence[AxesTree], out: AxesTree) -> Callable:
         """f with every remaining mesh axis manual: kernels and collectives run in islands.
 
-        `ins` and `out` are logical axes for each array (a tuple of tuples where there are several).
+        ins: for each argument the logical axes of its arrays; out: those of the result.
         """
         free = tuple(free_axes())
         if not free:

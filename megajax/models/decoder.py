@@ -45,12 +45,10 @@ class DecoderLM(nnx.Module):
         self.norm = cfg.norm.build(site)
         if not cfg.tied:
             self.head = param((vocabulary, cfg.hidden), ("vocab", "embed"), init=Normal(cfg.init_std))
-        self.predictions = nnx.List(
-            [
-                cfg.prediction.build(site, block=block, norm=cfg.norm, number=cfg.stack.layers() + place)
-                for place, block in enumerate(cfg.predicting_blocks())
-            ]
-        )
+        self.predictions = nnx.List()
+        if cfg.prediction is not None:
+            for number, block in enumerate(cfg.predicting_blocks(), start=cfg.stack.layers()):
+                self.predictions.append(cfg.prediction.build(site, block=block, norm=cfg.norm, number=number))
 
     def __call__(self, tokens: Array, positions: Array | None = None, segments: Array | None = None) -> Array:
         """tokens int32 [B, S] -> logits float32 [B, S, vocabulary_size]; by plain jax.jit on any mesh."""

@@ -314,7 +314,7 @@ class Stage:
                 c, from_loss = self.loss(segment, tick, c._replace(ready=y), scale)
         if self.early:
             c = c._replace(ready=self.next_ready(segment, tick, c))
-        if segment.backward:
+        if from_after is not None:  # in segments with a backward
             c = c._replace(shared=self.add_embedding_gradient(segment, tick, left, c))
             dx, stacked, shared = self.backward(segment, tick, from_after, from_loss, c)
             (x, ready), dx = lax.optimization_barrier(((c.x, c.ready), dx))

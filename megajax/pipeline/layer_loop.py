@@ -37,13 +37,13 @@ def entry(tree: Any, index: Array) -> Any:
     return jax.tree.map(lambda a: take(a, index), tree)
 
 
-def put(array: Array, value: Array, *index: Array) -> Array:
+def put(array: Array, value: Array, *index: Array | int) -> Array:
     """The array with `value` at these leading indices."""
     starts = (*index, *[0] * value.ndim)
     return lax.dynamic_update_slice(array, value[(None,) * len(index)], starts, allow_negative_indices=False)
 
 
-def take(array: Array, *index: Array) -> Array:
+def take(array: Array, *index: Array | int) -> Array:
     """The array at these leading indices."""
     rest = array.shape[len(index) :]
     starts, sizes = (*index, *[0] * len(rest)), (*[1] * len(index), *rest)
@@ -53,6 +53,14 @@ def take(array: Array, *index: Array) -> Array:
 def add(total: Params, new: Mapping[str, Array]) -> Params:
     """`total` with `new` added to the paths it has."""
     return {**total, **{path: added(path, total[path], g) for path, g in new.items()}}
+
+
+def differentiated(unit: Callable[..., Array], *inputs: Any) -> tuple[Array, Any]:
+    """A unit's output and its vjp, without the inputs it keeps except x. inputs: weights, common, numbers, x, ctx."""
+    y, pull = jax.vjp(unit, *inputs)
+    kept = pull.args_res  # ty: ignore[missing-attribute]  # jax annotates its VJP object as a plain callable
+    kept[:3], kept[4] = [None] * 3, None
+    return y, pull
 
 
 def _rows[T](tree: T, first: Array, count: int) -> T:
@@ -112,8 +120,9 @@ class LayerLoop:
         """
         for (start, span), ring in reversed([*zip(self.starts(first), rings, strict=True)]):
             one = self._pulled(span, ring, start, slot, ctx)
-            dy, *totals = lax.fori_loop(0, span.units, one, (dy, *totals), unroll=span.unroll)
-        return dy, tuple(totals)
+            dy, *totals_after = lax.fori_loop(0, span.units, one, (dy, *totals), unroll=span.unroll)
+            totals = totals_after[0], totals_after[1]
+        return dy, totals
 
     def output(self, first: Array | int, x: Array, ctx: Any) -> Array:
         """Output of the chunk that begins at row `first`; saves nothing."""
@@ -168,10 +177,8 @@ class LayerLoop:
         return jax.tree.unflatten(jax.tree.structure(tree), traced.out_avals)
 
     def _differentiated(self, span: Span, row: Array, x: Array, ctx: Any) -> tuple[Array, Any]:
-        """A unit's output and its vjp, from which all inputs but x are taken out."""
-        y, pull = jax.vjp(span.unit, *self._arguments(span, row), x, ctx)
-        pull.args_res[:3], pull.args_res[4] = [None] * 3, None
-        return y, pull
+        """A unit's output and its vjp, see `differentiated`."""
+        return differentiated(span.unit, *self._arguments(span, row), x, ctx)
 
     def _pulled(
         self, span: Span, ring: list[Array], start: Array | int, slot: Array | int, ctx: Any

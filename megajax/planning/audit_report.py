@@ -34,7 +34,7 @@ def to_dict(found: Audit) -> dict[str, Any]:
 def section(found: Audit, device: Device, predicted: Mapping[str, float]) -> Section:
     """Bytes by class, and how conditionals and loops of unknown trip count are counted. predicted: by formula."""
     (_, unit), told = unit_of(found.by_class()["total"]), to_dict(found)
-    title, lines = classes(found.by_class(), device, predicted)
+    title, (*lines,) = classes(found.by_class(), device, predicted)
     if workspace := told["bytes_of_workspace"]:
         lines.append(("cuBLAS workspace", f"{workspace / unit:8.2f}  of matmul: scratch space, at most"))
     branches = told["bytes_in_branches"]

@@ -102,7 +102,7 @@ def _pieces(run: Description, block: BlockWork, matrix: Matrix) -> tuple[int, in
     """Products that a matrix is applied by, forward and backward: gate and up, or queries, keys and values, apart."""
     if run.system.joined or matrix.kind not in ("projections", "up"):
         return 1, 1
-    return (1, 3) if matrix.kind == "projections" else (1 + block.gated,) * 2
+    return (1, 3) if matrix.kind == "projections" else (1 + block.gated, 1 + block.gated)
 
 
 def _gradient_bytes(run: Description) -> float:
@@ -232,13 +232,14 @@ def layer_bytes(run: Description) -> tuple[Bytes, Bytes]:
     """Forward and backward pass of all layers of a device, of one microbatch."""
     kept, others, share = run.recomputing.kept(), run.recomputing.others(), run.recomputing_share
     repeats = run.rows * run.parallel.virtual_stages
-    total = Bytes(), Bytes()
+    forward, backward = Bytes(), Bytes()
     for block in blocks_of(run):
         for part, choice in ((share, kept), (1 - share, others)):
             if part:
-                halves = block_bytes(run, block, choice)
-                total = tuple(sum_.plus(half, part * repeats) for sum_, half in zip(total, halves, strict=True))
-    return total
+                one_forward, one_backward = block_bytes(run, block, choice)
+                forward = forward.plus(one_forward, part * repeats)
+                backward = backward.plus(one_backward, part * repeats)
+    return forward, backward
 
 
 def step_bytes(run: Description, held: float, weights: float) -> Bytes:

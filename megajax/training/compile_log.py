@@ -75,19 +75,19 @@ class CompileLog:
         if event in (HIT, WRITTEN):
             self._noted()[event] = True
 
-    def _lasted(self, event: str, seconds: float, **fields: Any) -> None:
+    def _lasted(self, event: str, duration_secs: float, **fields: Any) -> None:
         if event == SAVED:
-            self._noted()[event] = seconds
+            self._noted()[event] = duration_secs
         if event != COMPILED:
             return
         noted = self._noted()
         name = str(fields.get("fun_name", "?")).removeprefix("jit(").removesuffix(")")
-        program = Compile(name, seconds, HIT in noted, noted.get(SAVED))
+        program = Compile(name, duration_secs, HIT in noted, noted.get(SAVED))
         written = WRITTEN in noted
         noted.clear()
         if written and (folder := cache_in_use()) is not None:
             record(folder)
-        if program.name in NAMES or seconds >= LEAST_SECONDS:
+        if program.name in NAMES or duration_secs >= LEAST_SECONDS:
             self._say(program.sentence())
             self._write(program)
 

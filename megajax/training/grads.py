@@ -80,7 +80,7 @@ class Weights:
 
     def held_axes(self, path: str) -> tuple[str | None, ...]:
         """Logical axes of what `hold` returns."""
-        axes = self.layout.plan.axes_in_step(self.declared[path].axes)
+        axes = tuple(self.layout.plan.axes_in_step(self.declared[path].axes))
         return (*axes[:-1], "copies", axes[-1]) if self.layout.plan.copied(axes) else axes
 
     def reduce(self, path: str, g: Array) -> Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from megajax.layers.context import Context
 from megajax.layers.kept import Kept
 from megajax.layers.stack import BLOCKS, Span
+from megajax.pipeline.layer_loop import differentiated
 from megajax.precision.maxima import is_maxima
 from megajax.training.program import Program
 
@@ -43,9 +44,7 @@ def _saved(program: Program, span: Span) -> tuple[int, int]:
     """(on the device, in host memory) of one unit."""
 
     def kept(*args: Any) -> Any:
-        _, pull = jax.vjp(span.unit, *args)
-        pull.args_res[:3], pull.args_res[4] = [None] * 3, None
-        return pull
+        return differentiated(span.unit, *args)[1]
 
     avals = jax.make_jaxpr(kept)(*_arguments(program, span.together)).out_avals
     on_host = [aval.memory_space == jax.memory.Space.Host for aval in avals]
@@ -79,5 +78,6 @@ def _dtype(path: str, compute: Any) -> Any:
     return jnp.float32 if is_maxima(path) else compute
 
 
-def _like(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+def _like(shape: tuple[int, ...], dtype: Any) -> Any:
+    """An array without values, for tracing."""
     return jax.ShapeDtypeStruct(shape, dtype)

@@ -82,17 +82,20 @@ class LanguageModelLoss:
         found = model.loss(x, batch.labels, batch.loss_mask * (share * scale))
         metrics = {name: (each / scale / share, counted) for name, each in found.losses.items()}
         out = Loss(found.minimised / scale, weight, metrics)
-        return self._further(model, x, batch, key, scale, out) if model.cfg.prediction is not None else out
+        return self._further(model, x, batch, key, scale, out)
 
     def _further(
         self, model: DecoderLM, x: Array, batch: LMBatch, key: Array | None, scale: Array | float, out: Loss
     ) -> Loss:
-        """With the losses of heads that predict further ahead, each a mean of the same kind as the main loss.
+        """With the losses of heads that predict further ahead, if any, each a mean of the same kind as the main loss.
 
         Average "tokens": a row's last tokens have nothing to predict, and those that do weigh more, so that the row (or
         microbatch, see `PredictionConfig.made_up`) weighs as much as in the main loss.
         """
-        ctx, prediction = self.context(model, batch, key), model.cfg.prediction
+        prediction = model.cfg.prediction
+        if prediction is None:
+            return out
+        ctx = self.context(model, batch, key)
         labels, mask, (total, weight, metrics) = batch.labels, batch.loss_mask, out
         for depth, state in enumerate(model.further(x, batch.tokens, ctx), start=1):
             labels, mask = ahead(labels, ctx.segments), ahead(mask, ctx.segments)

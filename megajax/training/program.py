@@ -57,8 +57,8 @@ class Program:
     """Maxima of its 8-bit products by path, as layers see them; none without delayed scaling."""
     optimizer: Optimizer
     schedule: LearningRate
-    shardings: TrainState
-    """Where each leaf of the state is."""
+    shardings: Any
+    """Where each leaf of the state is: a TrainState whose leaves are NamedShardings."""
     sizes: BatchSizes
     """Rows and microbatches of each step."""
     partition: Partition

@@ -73,12 +73,15 @@ def _take(leaf: Array, source: np.ndarray, none: np.ndarray, between: NamedShard
     return jax.lax.with_sharding_constraint(jnp.where(empty, 0, whole[jnp.asarray(source)]), between)
 
 
-def _on_device(sharding: NamedSharding) -> NamedSharding:
-    """The same in the memory programs compute in: arrays that wait in host memory are brought from there."""
+def _on_device(sharding: jax.sharding.Sharding | None) -> NamedSharding:
+    """The same in device memory, where programs compute. Raises TypeError if it is no NamedSharding."""
+    if not isinstance(sharding, NamedSharding):
+        raise TypeError(f"the state's arrays have NamedShardings, not {sharding}")
     return NamedSharding(sharding.mesh, sharding.spec)
 
 
 def _stacked(path: tuple, declared: Mapping[str, ParamSpec]) -> bool:
     """Whether a leaf of the state is a stacked weight, or one of its moments: those are kept under its name."""
     key = getattr(path[-1], "key", None)
-    return key in declared and bool(declared[key].layers)
+    spec = None if key is None else declared.get(key)
+    return spec is not None and bool(spec.layers)

@@ -38,8 +38,11 @@ class Watch:
                 reason = "skip_steps" if orders.limit == -inf else f"gradient norm above {cfg.largest_norm:g}"
                 self._log.event("update_skipped", step=info.step, reason=reason, **_numbers(info))
             return
-        fields = {"made": not info.skipped} | ({} if first is None else {"same_again": _same(first, info)})
-        fields |= {} if info.blame is None else {"blame": info.blame}
+        fields: dict[str, bool | str] = {"made": not info.skipped}
+        if first is not None:
+            fields["same_again"] = _same(first, info)
+        if info.blame is not None:
+            fields["blame"] = info.blame
         self._log.event("persistent_fault", step=info.step, **self._told(info, orders), **fields)
         if ends:
             raise NumericFault(self._message(info, str(why)))
