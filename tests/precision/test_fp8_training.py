@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from tiny_runs import ONE, QUICK, Program, place, program, rows, start, wide, within
