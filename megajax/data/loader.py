@@ -137,6 +137,9 @@ class Loader:
         self._config = config or LoaderConfig()
         self._blocks: grain.DatasetIterator[Block] | None = None
 
+    def __repr__(self) -> str:
+        return f"<Loader: batches of {self._size} rows, {self.consumed:,} of {len(self._source):,} rows consumed>"
+
     @property
     def _shape(self) -> tuple[int, int]:
         return self._size // self._micro_rows, self._micro_rows

@@ -57,6 +57,16 @@ class StepInfo(NamedTuple):
     blame: str | None = None
     """Whose gradients are not finite, if they were not when it was run again."""
 
+    def __repr__(self) -> str:
+        empty = (None, False, {})
+        fields = {name: value for name, value in self._asdict().items() if name != "phases"}
+        shown = [
+            f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value!r}"
+            for name, value in fields.items()
+            if isinstance(value, float) or value not in empty
+        ]
+        return f"StepInfo({', '.join(shown)})"
+
 
 class Hook(Protocol):
     """Something to do between steps, when `due(step)`."""

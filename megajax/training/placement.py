@@ -24,11 +24,17 @@ WIDTH = 150
 type Span = tuple[int, int]
 
 
-def visualize(run: Run) -> str:
-    """Print where the weights of a run are at rest, and return the printed text.
+def visualize(run: Run) -> None:
+    """Print where the weights of a run are at rest, on process 0: the text of `drawing`."""
+    if jax.process_index() == 0:
+        print(drawing(run))
+
+
+def drawing(run: Run) -> str:
+    """Where the weights of a run are at rest, as text.
 
     First a table (path, shape, logical axes, partition over the mesh, MiB on each device), then, for every way a weight
-    is cut, one weight as a grid of its blocks with the ids of the devices that hold each. Prints on process 0 only.
+    is cut, one weight as a grid of its blocks with the ids of the devices that hold each.
     """
     declared, arrays = run.program.declared, run.state.params
     sizes = ", ".join(f"{name} {size}" for name, size in run.mesh.shape.items() if size > 1) or "all axes 1"
@@ -45,10 +51,7 @@ def visualize(run: Run) -> str:
         parts += [Text(f"\n{alike[0]}{more}: {_cuts(spec, array)}"), _grid(spec, array)]
     text = io.StringIO()
     Console(file=text, width=WIDTH, color_system=None).print(Group(*parts))
-    lines = "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
-    if jax.process_index() == 0:
-        print(lines)
-    return lines
+    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
 
 def _table(declared: Mapping[str, ParamSpec], arrays: Params) -> Table:

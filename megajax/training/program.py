@@ -68,6 +68,10 @@ class Program:
     options: Mapping[str, Value]
     """Compiler options of every program of the run."""
 
+    def __repr__(self) -> str:
+        used = ", ".join(f"{name} {size}" for name, size in self.mesh.shape.items() if size > 1)
+        return f"<Program: {type(self.abstract).__name__}, {self.mesh.size} devices{': ' * bool(used)}{used}>"
+
     @property
     def microbatches(self) -> int:
         """Microbatches of a step of the last size, the largest."""

@@ -6,6 +6,7 @@ from math import lcm
 from typing import Any
 
 from megajax.checkpoint.config import CheckpointConfig
+from megajax.config.dump import default_leaves, flatten, scalar_text
 from megajax.config.errors import Problem
 from megajax.config.xla import XlaConfig
 from megajax.data.config import DataConfig
@@ -59,6 +60,16 @@ class RunConfig:
     """Everything random derives from it: weights, data order, dropout."""
     run_dir: str = "runs/run"
     """The run's folder; a run that finds a checkpoint in it goes on from there."""
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython shows: the settings that differ from the defaults."""
+        del cycle
+        defaults = default_leaves(self)
+        printer.text("RunConfig, settings that differ from the defaults (all of them: print(cfg))")
+        for name, value in flatten(self).items():
+            if name not in defaults or defaults[name] != value:
+                printer.break_()
+                printer.text(f"  {name}: {scalar_text(value)}")
 
     def problems(self, devices: int | None = None) -> list[Problem]:
         """Everything the parts cannot see alone; what depends on the number of devices only where that is known."""

@@ -1,6 +1,6 @@
 """From a config to everything a run needs."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -26,6 +26,7 @@ from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
 from megajax.training.state import TrainState
 from megajax.training.step import TrainStep
+from megajax.training.summary import number, plain, run_rows, table
 
 type Start = Callable[["Parts", TrainState], TrainState | None]
 """(what is known before there are weights, state of jax.ShapeDtypeStruct) -> the state to go on from; None: fresh."""
@@ -41,6 +42,11 @@ class Parts:
     splits: Splits
     sets: Mapping[str, Any]
     """Further validation sets: rows by name."""
+
+    def __repr__(self) -> str:
+        splits: Any = self.splits
+        rows = {name: len(part) for name, part in zip(splits._fields, splits, strict=True) if part is not None}
+        return f"<Parts: cfg, program, tokenizer {type(self.tokenizer).__name__}, splits of {rows} rows>"
 
     def loader(self, source: Any, consumed: int, *, training: bool = False) -> Loader:
         """Global batches of `source` from row `consumed` on; of the last size, or in training of the size due."""
@@ -64,6 +70,15 @@ class Run:
     parts: Parts
     state: TrainState
     batches: Loader
+
+    def __repr__(self) -> str:
+        return plain("Run", self._summary())
+
+    def _repr_html_(self) -> str:
+        return table("Run", self._summary())
+
+    def _summary(self) -> Sequence[tuple[str, str]]:
+        return run_rows(self.program, number(self.state.step))
 
     @property
     def program(self) -> Program:

@@ -16,6 +16,7 @@ from megajax.mesh.rules import Plan, Rules
 from megajax.optim.offload import in_host_memory
 from megajax.optim.optimizer import Optimizer, OptimizerState
 from megajax.precision.loss_scale import UNSCALED, LossScaler
+from megajax.training.summary import state_text
 
 
 @jax.tree_util.register_dataclass
@@ -41,6 +42,9 @@ class TrainState:
     """int32 []: steps whose gradients were not finite and changed nothing."""
     maxima: Params = field(default_factory=dict)
     """float32 [..., 3, history] by path: what scales of 8-bit products are made from; none without delayed scaling."""
+
+    def __repr__(self) -> str:
+        return state_text(self)
 
     @property
     def inputs(self) -> Params:

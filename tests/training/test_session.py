@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from IPython.lib.pretty import pretty
 from small_jobs import VOCABULARY, model, run_config
 
 from megajax.config.errors import ConfigError, UserError
@@ -15,6 +16,7 @@ from megajax.mesh.config import ParallelConfig
 from megajax.tokenizers.config import NullTokenizerConfig
 from megajax.training import setup, visualize
 from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.placement import drawing
 from megajax.training.session import Run
 
 CONFIG = run_config(
@@ -91,8 +93,9 @@ def test_a_step_that_is_not_finite_changes_no_weight(run, poison):
 
 
 def test_visualize_shows_every_weight_and_who_holds_what(run, capsys, monkeypatch):
-    text = visualize(run)
-    assert capsys.readouterr().out.rstrip("\n") == text
+    text = drawing(run)
+    assert visualize(run) is None, "the last line of a notebook's cell: shown once"
+    assert capsys.readouterr().out == text + "\n"
     lines = text.splitlines()
     assert lines[0] == f"{len(run.state.params)} weights on 4 devices (data 2, tensor 2), zero1"
     end = next(n for n, line in enumerate(lines) if line.startswith("each device: "))
@@ -105,15 +108,40 @@ def test_visualize_shows_every_weight_and_who_holds_what(run, capsys, monkeypatc
     assert "tensor, data" in head
     held = {shard.device.id: shard.index for shard in run.state.params["head"].addressable_shards}
     assert held[1] == (slice(64, 128), slice(0, 8))
-    drawing = lines[next(n for n, line in enumerate(lines) if line.startswith("head and")) :]
-    assert drawing[0].endswith(": vocab over tensor, embed over data")
-    grid = [line.split("  ") for line in drawing if line.lstrip().startswith("vocab ")][:2]
+    drawn = lines[next(n for n, line in enumerate(lines) if line.startswith("head and")) :]
+    assert drawn[0].endswith(": vocab over tensor, embed over data")
+    grid = [line.split("  ") for line in drawn if line.lstrip().startswith("vocab ")][:2]
     cells = [[cell.strip() for cell in row if cell.strip()] for row in grid]
     assert cells == [["vocab 0:64", "device 0", "device 2"], ["vocab 64:128", "device 1", "device 3"]]
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    assert visualize(run) == text and capsys.readouterr().out == "", "process 0 prints"
+    visualize(run)
+    assert capsys.readouterr().out == "", "process 0 prints"
     (norm,) = [n for n, line in enumerate(lines) if line.startswith("norm.gain and")]
     assert "devices 0-1" in "".join(lines[norm:])
+
+
+def test_what_a_prompt_shows_is_short(run):
+    """Of each object that a notebook meets, `pretty` being what IPython prints."""
+    old = run.state
+    (info,) = run.steps(1)  # takes the old state's arrays
+    seen = {"run": run, "state": run.state, "model": run.model, "batches": run.batches, "info": info, "cfg": run.cfg}
+    seen |= {"mesh": run.mesh, "parts": run.parts, "program": run.program, "old": old}
+    shown = {name: pretty(thing) for name, thing in seen.items()}
+    assert {name: len(text) for name, text in shown.items() if len(text) > 1000} == {}
+    assert shown["run"].splitlines() == [
+        "<Run",
+        "  model   DecoderLM, 6,736 parameters: 2 layers, hidden 16, vocabulary 64",
+        "  layout  4 cpu devices: data 2, tensor 2; zero1",
+        "  batch   8 rows of 16 tokens, 2 microbatches",
+        f"  step    {run.step} of {run.cfg.steps}>",
+    ]
+    assert run._repr_html_().count("<tr>") == 4
+    assert f"step={run.step}, params=<{len(run.state.params)} arrays, " in shown["state"]
+    assert shown["old"].startswith("TrainState(step=<1 array, 1 values>, ")
+    assert shown["info"].startswith(f"StepInfo(step={run.step}, loss={info.loss:.6g}, ")
+    assert shown["batches"].startswith(f"<Loader: batches of 8 rows, {run.batches.consumed} of ")
+    settings = shown["cfg"].splitlines()
+    assert "  parallel.tensor: 2" in settings and not any("parallel.pipeline" in line for line in settings)
 
 
 def test_all_that_is_wrong_is_said_before_anything_is_made():

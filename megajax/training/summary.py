@@ -1,0 +1,69 @@
+"""What a run, its state and its parts say of themselves at a prompt or as the last line of a notebook's cell."""
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from megajax.metrics.text import count
+from megajax.models.flops import parameter_count
+
+type Rows = Sequence[tuple[str, str]]
+"""(name, value) pairs, a line each."""
+
+
+def run_rows(program: Any, step: int | None) -> Rows:
+    """Model, layout, batch and step of a run. step: steps done; None where the state is no longer there."""
+    cfg, mesh, batch = program.cfg, program.mesh, program.sizes.sizes()[-1]
+    model, parallel, device = cfg.model, cfg.parallel, mesh.devices.flat[0]
+    microbatches = f"{batch.microbatches} microbatch" + "es" * (batch.microbatches > 1)
+    used = ", ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
+    devices = f"{mesh.size} {device.device_kind} device" + "s" * (mesh.size > 1)
+    kinds = [parallel.data_sharding, *["sequence parallel"] * parallel.sequence]
+    rows, length = batch.rows, model.sequence_length
+    done = "unknown: its arrays were given to a later step" if step is None else f"{step:,} of {cfg.steps:,}"
+    return (
+        (
+            "model",
+            f"{type(program.abstract).__name__}, {count(parameter_count(model).total)} parameters: "
+            f"{model.stack.layers()} layers, hidden {model.hidden}, vocabulary {model.vocabulary_size:,}",
+        ),
+        ("layout", f"{devices}{': ' * bool(used)}{used}; {', '.join(kinds)}"),
+        ("batch", f"{rows:,} rows of {length:,} tokens, {microbatches}"),
+        ("step", done),
+    )
+
+
+def plain(title: str, rows: Rows) -> str:
+    """Aligned text in angle brackets."""
+    width = max(len(name) for name, _ in rows)
+    return "\n".join([f"<{title}", *[f"  {name:<{width}}  {value}" for name, value in rows]]) + ">"
+
+
+def table(title: str, rows: Rows) -> str:
+    """The same as an HTML table."""
+    left = ' style="text-align: left"'
+    cells = [f"<tr><th{left}>{html.escape(name)}</th><td{left}>{html.escape(value)}</td></tr>" for name, value in rows]
+    return f"<table><caption{left}>{html.escape(title)}</caption>{''.join(cells)}</table>"
+
+
+def number(leaf: Any) -> Any:
+    """The value of a scalar array; None where it has none to show: donated, abstract, traced, on other processes."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or leaf.is_deleted() or leaf.ndim:
+        return None
+    return leaf.item() if leaf.is_fully_replicated else None
+
+
+def state_text(state: Any) -> str:
+    """A TrainState in one line: its numbers, and how many arrays and values the trees have."""
+
+    def shown(value: Any) -> str:
+        leaves = jax.tree.leaves(value)
+        if len(leaves) == 1 and (found := number(leaves[0])) is not None:
+            return str(found)
+        values = sum(getattr(leaf, "size", 0) for leaf in leaves)
+        return f"<{len(leaves)} array{'s' * (len(leaves) != 1)}, {values:,} values>"
+
+    return f"{type(state).__name__}({', '.join(f'{name}={shown(value)}' for name, value in vars(state).items())})"
