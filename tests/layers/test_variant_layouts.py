@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from itertools import cycle
 
 import jax
 import jax.numpy as jnp
@@ -149,8 +150,17 @@ def test_the_variants_are_legal():
         assert not found, name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", VARIANTS)
+def one_layout_each() -> list:
+    """Every variant on every layout; in the default suite each variant on one layout, in turn."""
+    often = dict(zip(VARIANTS, cycle(LAYOUTS), strict=False))
+    return [
+        pytest.param(name, layout, marks=[] if often[name] == layout else [pytest.mark.slow])
+        for name in VARIANTS
+        for layout in LAYOUTS
+    ]
+
+
+@pytest.mark.parametrize(("name", "layout"), one_layout_each())
 def test_as_on_one_device(name, layout):
     losses, expected = gradients(name, ParallelConfig(data=1))
     found, grads = gradients(name, LAYOUTS[layout])

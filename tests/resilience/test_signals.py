@@ -97,7 +97,10 @@ def wait_for(process: subprocess.Popen, line: str) -> None:
     assert read, process.communicate()[1]
 
 
-@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "which",
+    [signal.SIGINT, *(pytest.param(which, marks=pytest.mark.slow) for which in (signal.SIGTERM, signal.SIGUSR1))],
+)
 def test_a_signal_is_a_request_and_the_process_ends_well(start, which):
     process = start(POLLING)
     wait_for(process, "ready")
@@ -122,7 +125,9 @@ def test_a_warning_before_sigterm_is_not_a_first_sigterm(start):
     assert process.returncode == 0
 
 
-@pytest.mark.parametrize(("second", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("second", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_a_second_signal_ends_a_process_that_is_inside_xla(start, second, code):
     process = start(STUCK)
     wait_for(process, "ready")
