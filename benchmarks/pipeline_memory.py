@@ -58,7 +58,7 @@ def scaled(schedule: str, microbatches: int) -> RunConfig:
     (block,) = model.stack.pattern
     block = replace(block, mixer=replace(block.mixer, heads=16, kv_heads=8), mlp=replace(block.mlp, ffn=4096))
     model = replace(model, hidden=1536, stack=replace(model.stack, pattern=(block,), repeats=16))
-    cfg = load(f"{CONFIGS}/llama3_8b.py:debug")
+    cfg = load(f"{CONFIGS}/llama3.py:debug")
     return cfg.but(
         model=model,
         precision=replace(cfg.precision, compute="bfloat16"),
@@ -122,7 +122,7 @@ def chosen() -> Iterator[tuple[str, int, int | None, dict[str, Any]]]:
 
 def shipped(name: str, gpus: int, rows: int | None, fields: dict[str, Any]) -> dict[str, Any]:
     """One config on that many H100s, compiled; printed too."""
-    cfg = load(f"{CONFIGS}/{name}.py")
+    cfg = load(f"{CONFIGS}/{name.split('_')[0]}.py:{name}")
     cfg = cfg.but(
         parallel=replace(cfg.parallel, **fields), batch=replace(cfg.batch, global_size=rows or cfg.batch.global_size)
     )

@@ -2,7 +2,7 @@
 
 Run:  python benchmarks/program_audit.py [--quick]            (needs the extra aot; no GPU. About two minutes)
 
-Programs of configs/gpt3_1_3b.py and llama3_8b.py for absent H100s; the compiler can't time matmul kernels there, so
+Programs of gpt3.py:gpt3_1_3b and llama3.py for absent H100s; the compiler can't time matmul kernels there, so
 which it takes for them says nothing. Bytes are of one device and step (megajax/planning/audit.py says how they are
 counted). Writes benchmarks/results/program_audit.json. docs/speed.md says what was made of it.
 """
@@ -28,13 +28,13 @@ CHUNKS = (1024, 2048, 4096, 8192)
 
 def gpt() -> RunConfig:
     """GPT-3 1.3B, on one GPU with as many rows as it takes in 8 microbatches."""
-    cfg = load("gpt3_1_3b.py")
+    cfg = load("gpt3.py:gpt3_1_3b")
     return cfg.but(batch=replace(cfg.batch, global_size=8 * cfg.batch.micro_size))
 
 
 def two_layers() -> RunConfig:
     """Llama-3 8B cut to 2 layers on one GPU, rows not cut into documents."""
-    cfg = load("llama3_8b.py")
+    cfg = load("llama3.py")
     stack = replace(cfg.model.stack, repeats=2)
     return cfg.but(
         model=replace(cfg.model, stack=stack),
@@ -49,8 +49,8 @@ def programs() -> dict[str, tuple[RunConfig, str]]:
     return {
         "llama3_8b, 2 layers, h100:1": (two_layers(), "h100:1"),
         "gpt3_1_3b, h100:1": (gpt(), "h100:1"),
-        "gpt3_1_3b, h100:8": (load("gpt3_1_3b.py"), "h100:8"),
-        "llama3_8b, h100:8": (load("llama3_8b.py"), "h100:8"),
+        "gpt3_1_3b, h100:8": (load("gpt3.py:gpt3_1_3b"), "h100:8"),
+        "llama3_8b, h100:8": (load("llama3.py"), "h100:8"),
     }
 
 

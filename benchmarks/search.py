@@ -20,10 +20,10 @@ from megajax.config.errors import UserError
 from megajax.plan import main as plan
 
 CASES = {
-    "llama3_70b_64": ("llama3_70b.py", "h100:64"),
-    "gpt3_175b_128": ("gpt3_175b.py", "h100:128"),
-    "gpt3_175b_1024": ("gpt3_175b.py", "h100:1024"),
-    "llama3_8b_h200": ("llama3_8b.py", "h200:8"),
+    "llama3_70b_64": ("llama3.py:llama3_70b", "h100:64"),
+    "gpt3_175b_128": ("gpt3.py:gpt3_175b", "h100:128"),
+    "gpt3_175b_1024": ("gpt3.py:gpt3_175b", "h100:1024"),
+    "llama3_8b_h200": ("llama3.py", "h200:8"),
 }
 """Config and devices."""
 

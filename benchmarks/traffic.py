@@ -23,9 +23,9 @@ from megajax.planning.estimate import bytes_per_step, estimate
 
 TIB = 2**40
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
-    "llama3_8b": ("llama3_8b.py", 8, ()),
+    "llama3_8b": ("llama3.py", 8, ()),
     "llama3_8b, fsdp": (
-        "llama3_8b.py",
+        "llama3.py",
         8,
         (
             "parallel.tensor=1",
@@ -34,14 +34,14 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
             "parallel.data_sharding=fsdp",
         ),
     ),
-    "llama3_8b, none": ("llama3_8b.py", 8, ("model.recompute=none",)),
-    "gpt3_1_3b": ("gpt3_1_3b.py", 8, ()),
-    "gpt3_6_7b": ("gpt3_6_7b.py", 64, ()),
-    "llama3_70b": ("llama3_70b.py", 128, ()),
-    "llama3_70b, 20 chunks": ("llama3_70b.py", 64, ("parallel.tensor=4", "parallel.virtual_stages=20")),
-    "gpt3_175b": ("gpt3_175b.py", 128, ()),
-    "gpt3_175b, 6 chunks": ("gpt3_175b.py", 128, ("parallel.virtual_stages=6", "parallel.schedule=interleaved")),
-    "llama3_405b": ("llama3_405b.py", 1024, ()),
+    "llama3_8b, none": ("llama3.py", 8, ("model.recompute=none",)),
+    "gpt3_1_3b": ("gpt3.py:gpt3_1_3b", 8, ()),
+    "gpt3_6_7b": ("gpt3.py:gpt3_6_7b", 64, ()),
+    "llama3_70b": ("llama3.py:llama3_70b", 128, ()),
+    "llama3_70b, 20 chunks": ("llama3.py:llama3_70b", 64, ("parallel.tensor=4", "parallel.virtual_stages=20")),
+    "gpt3_175b": ("gpt3.py:gpt3_175b", 128, ()),
+    "gpt3_175b, 6 chunks": ("gpt3.py:gpt3_175b", 128, ("parallel.virtual_stages=6", "parallel.schedule=interleaved")),
+    "llama3_405b": ("llama3.py:llama3_405b", 1024, ()),
 }
 """Config, H100s, settings."""
 

@@ -6,6 +6,9 @@ import signal
 from megajax.config.builds import resolve
 from megajax.config.command_line import PROCESS_FLAGS, Command, Flag, front_door, parse
 from megajax.config.dump import flatten
+from megajax.config.errors import ConfigError
+from megajax.config.files import ROOT
+from megajax.config.twin import advised
 from megajax.config.xla import set_process
 
 DESCRIPTION = """Train a model; resumes by itself from its run folder. With several processes, each is started with the
@@ -28,7 +31,10 @@ def main(argv: list[str]) -> int:
     reporter = resolve("megajax.reporting.write:leave_page")
     skip_train = command.flags["skip_train"]
     sources = command.sources
-    code = train(command.config, skip_train=skip_train, sources=sources, sampler=sampler, reporter=reporter)
+    try:
+        code = train(command.config, skip_train=skip_train, sources=sources, sampler=sampler, reporter=reporter)
+    except ConfigError as error:
+        raise advised(error, command.source, "train", ROOT) from None
     finish()
     return code
 

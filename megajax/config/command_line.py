@@ -15,11 +15,13 @@ import megajax.config.schema as schema
 from megajax.config.coerce import Text
 from megajax.config.dump import default_leaves, flatten, to_yaml
 from megajax.config.errors import ConfigError, Problem, UserError
-from megajax.config.files import ROOT, Source, read, root_type
+from megajax.config.files import ROOT, Source, find, functions_of, read, root_type, split_source
 from megajax.config.help import entry_text, settings_help
+from megajax.config.missing import remedy
 from megajax.config.nearest import did_you_mean
 from megajax.config.patch import Additions, Mark, leaves, patch_of, plain_name, setting
 from megajax.config.tree import assemble, read_value
+from megajax.config.twin import advised
 from megajax.config.world import COORDINATOR, COUNT, INDEX, RANKS, StartError, find_world, process_index
 
 
@@ -61,6 +63,7 @@ class Command:
     devices: str | None = None
     flags: Mapping[str, Any] = field(default_factory=dict)  # by name, with underscores
     sources: Mapping[str, str] = field(default_factory=dict)  # non-default setting -> file or "command line"
+    source: str | None = None  # what --config was given
 
     @property
     def device_count(self) -> int | None:
@@ -124,11 +127,13 @@ def parse(
     config, file, wrong = _configured(source, given, count, own, root)
     places = ([file.name] if file else []) + ["command line"] * bool(given or problems or file is None)
     if file is None or wrong or problems:
-        raise ConfigError([*wrong, *problems], " + ".join(places))
+        error = ConfigError([*wrong, *problems], " + ".join(places))
+        # A verb that counts absent devices has no use for a config of this machine's size.
+        raise error if count_devices else advised(error, source, verb, root)
     sources = _sources(config, file, patch_of(given.items()))
     if "print_config" in asked:
         _show(to_yaml(config, sources))
-    return Command(config, devices, answers, sources)
+    return Command(config, devices, answers, sources, source)
 
 
 def front_door(main: Callable[[list[str]], int | None], *, only_prints: bool = False) -> NoReturn:
@@ -150,7 +155,8 @@ def front_door(main: Callable[[list[str]], int | None], *, only_prints: bool = F
             raise
         _drop_output()
         code = UNREAD
-    except BaseException as error:
+    except BaseException as raised:
+        error = _explained(raised)
         end_at_once(error)
         if not isinstance(error, UserError | KeyboardInterrupt):
             raise
@@ -163,6 +169,12 @@ def front_door(main: Callable[[list[str]], int | None], *, only_prints: bool = F
         _flush()
         os._exit(code)  # the others have parted as well: nothing at the runtime's end is worth waiting for
     sys.exit(code)
+
+
+def _explained(error: BaseException) -> BaseException:
+    """A package that is not installed is for the user to install; all else stays what it is."""
+    text = remedy(error, sys.orig_argv) if isinstance(error, ModuleNotFoundError) else None
+    return error if text is None else UserError(text)
 
 
 def end_at_once(error: BaseException) -> None:
@@ -347,7 +359,7 @@ def _configured(
     source: str | None, given: Mapping[str, Any], devices: int | None, own: Iterable[str], root: str | type
 ) -> tuple[Any, Source | None, list[Problem]]:
     if not source:
-        return None, None, [Problem("--config", "must be given", "a file, or a name in configs/: --config=NAME.py")]
+        return None, None, [Problem("--config", "must be given", "a file, or a shipped config: --config=quickstart.py")]
     try:
         file = read(source, root)
     except ConfigError as error:
@@ -401,7 +413,8 @@ def _help(usage: "_Usage", source: str | None, topic: str) -> str:
     flags = [] if any(flag.name == "devices" for flag in usage.flags) else flags
     flags += [("help[=PART]", "", "this text, or one part of the settings: --help=parallel")]
     if cls:
-        flags = [("config=FILE", "", "a path, or a name in configs/; FILE:function for another than config()"), *flags]
+        text = "a path, or the name of a file in configs/ or of a shipped one: gpt3.py; gpt3.py:NAME calls NAME()"
+        flags = [("config=FILE", "", text + _functions(source)), *flags]
         flags += [("print-config", "", "print the whole config with the source of each setting, and stop")]
     for flag in usage.flags:
         after = " (must be given)" if flag.required else "" if flag.default in (None, False) else f" = {flag.default}"
@@ -412,6 +425,12 @@ def _help(usage: "_Usage", source: str | None, topic: str) -> str:
     lines += [entry_text(*flag) for flag in flags]
     lines += ["\nsettings\n", settings_help(cls, config)] if cls else []
     return "\n".join(lines)
+
+
+def _functions(source: str | None) -> str:
+    """The functions of a Python config, to go on with."""
+    names = functions_of(find(split_source(source)[0])) if source else []
+    return f". This one has {', '.join(names)}" if names else ""
 
 
 def _show(text: str) -> NoReturn:

@@ -8,8 +8,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
-
 import megajax.config.schema as schema
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.patch import join
@@ -140,6 +138,8 @@ def scalar_text(value: Any) -> str:
         return "{" + ", ".join(f"{scalar_text(key)}: {scalar_text(item)}" for key, item in value.items()) + "}"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    import yaml  # here, so that the front doors start without it and can report a missing package
+
     if isinstance(value, str):
         # Letters alone are as they are, but for words such as yes, null and 1e3 that YAML or people take for more.
         if re.fullmatch(r"[A-Za-z/][\w./-]*", value, re.ASCII) and isinstance(yaml.safe_load(value), str):

@@ -17,21 +17,29 @@ class UserError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong: `where` is the dotted setting, `what` the fault with both values, `hint` the remedy."""
+    """One thing wrong: `where` is the dotted setting, `what` the fault with both values, `hint` the remedy.
+
+    A hint may have several lines.
+    """
 
     where: str
     what: str
     hint: str = ""
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.what}" + (f"\n    {self.hint}" if self.hint else "")
+        return f"{self.where}: {self.what}" + "".join(f"\n    {line}" for line in self.hint.splitlines())
+
+
+@dataclass(frozen=True, slots=True)
+class TooFewDevices(Problem):
+    """The layout takes more devices than there are: a smaller config of the same kind may fit."""
 
 
 class ConfigError(UserError):
-    """Everything wrong with a config at once; `place` says in what ("configs/gpt2_124m.py + command line")."""
+    """Everything wrong with a config at once; `place` says in what ("configs/gpt2.py + command line")."""
 
     def __init__(self, problems: Iterable[Problem], place: str = ""):
-        self.problems = tuple(problems)
+        self.problems, self.place = tuple(problems), place
         text = "\n".join(str(problem) for problem in self.problems)
         if place:
             count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"

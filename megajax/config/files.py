@@ -1,19 +1,16 @@
 """Find, run and read config files; `load` does it all for notebooks and tests."""
 
+import ast
 import importlib
-import json
 import re
 import sys
 import traceback
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-import yaml
-from yaml.constructor import ConstructorError
 
 import megajax.config.schema as schema
 from megajax.config.builds import resolve
@@ -23,7 +20,9 @@ from megajax.config.patch import Over, patch_of, setting
 from megajax.config.tree import assemble
 
 ROOT = "megajax.training.run_config:RunConfig"
-REPOSITORY_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+PACKAGE = Path(__file__).resolve().parents[1]
+SHIPPED = folder if (folder := PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
+"""The configs that come with MegaJAX: inside an installed package, or beside the package in a checkout."""
 SUFFIXES = (".py", ".yaml", ".yml", ".json")
 
 
@@ -63,8 +62,8 @@ def root_type(root: str | type) -> type:
 
 def read(source: str, root: str | type = ROOT, above: tuple[Path, ...] = ()) -> Source:
     """Find a config file and run or read it; `above` are the files that are based on it. Raises UserError."""
-    name, function = _split(source)
-    path = find(name, above[-1].parent if above else None)
+    name, function = split_source(source)
+    path = find(name, above[-1].parent if above else None, function)
     if path in above:
         raise UserError(f"{shown(path)}: is based on itself, through {', '.join(shown(file) for file in above)}")
     label = shown(path)
@@ -73,34 +72,45 @@ def read(source: str, root: str | type = ROOT, above: tuple[Path, ...] = ()) -> 
         return Source(label, base, layers=((label + (f":{function}" if function else ""), None),))
     if function:
         raise UserError(f"{source}: only Python files have functions; {label} is read whole")
-    settings = dict(_parse(path))
+    # Imported by name: a Python config is read without yaml, so that a missing package can be reported.
+    settings = dict(resolve("megajax.config.markup:parse")(path, label))
     based_on = settings.pop("config", None)
     lower = read(str(based_on), root, (*above, path)) if based_on is not None else Source(label, None)
     return Source(label, lower.base, lower.over(settings), (*lower.layers, (label, settings)))
 
 
-def find(name: str, beside: Path | None = None) -> Path:
-    """The file by path, or by name in the folder `beside`, ./configs or the repository's configs/. Raises UserError."""
-    folders = [folder for folder in (beside, Path(), Path("configs"), REPOSITORY_CONFIGS) if folder is not None]
+def find(name: str, beside: Path | None = None, function: str = "") -> Path:
+    """The file at the path `name`, or called that in the folder `beside`, ".", "configs" or among the shipped configs.
+
+    `function` is what is to be called there; it serves the hint. Raises UserError naming the nearest config.
+    """
+    folders = [folder for folder in (beside, Path(), Path("configs"), SHIPPED) if folder is not None]
     wanted = Path(name).expanduser()
     for folder in folders:
         place = folder / wanted
-        # A name without its .py is one from configs/; here it would catch any script.
+        # The suffix may be left out in configs/. In the working folder that would match any script.
         named = [place.with_name(place.name + ".py")] if place.name and folder != Path() else []
         for path in (place, *named, place / "config.yaml"):
             if path.is_file():
                 if path.suffix not in SUFFIXES:
                     raise UserError(f"{name}: a config file ends in {', '.join(SUFFIXES)}")
                 return path.resolve()
-    known = [file.name for folder in (wanted.parent, *folders[-2:]) for file in _config_files(folder)]
-    stems = {file.rpartition(".")[0]: file for file in known}  # every name ends in .py: that likeness says nothing
-    near = nearest_names(wanted.stem, stems)
-    if near:
-        hint = f"did you mean {either(stems[stem] for stem in near)}?"
-    else:
-        hint = f"there are {', '.join(sorted(set(known)))}" if known else "there are no config files in these folders"
     places = ", ".join(str(folder) for folder in ([wanted.parent] if wanted.is_absolute() else folders))
+    hint = _instead(wanted, function, (wanted.parent, *folders[-2:]))
     raise UserError(f"no config file {name} in {places}\n    {hint}")
+
+
+def functions_of(path: Path) -> list[str]:
+    """Public functions without arguments in a Python file, in its order; [] where it has none or cannot be parsed.
+
+    The file is parsed and not run.
+    """
+    try:
+        tree = ast.parse(path.read_bytes()) if path.suffix == ".py" else ast.Module([], [])
+    except (OSError, SyntaxError, ValueError):
+        return []
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return [node.name for node in functions if not node.name.startswith("_") and not ast.unparse(node.args)]
 
 
 def shown(path: Path) -> str:
@@ -108,7 +118,8 @@ def shown(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _split(source: str) -> tuple[str, str]:
+def split_source(source: str) -> tuple[str, str]:
+    """ "gpt3.py:debug" -> ("gpt3.py", "debug"); the function is "" where none is named."""
     match = re.fullmatch(r"(.+):([A-Za-z_]\w*)", source)
     return (match[1], match[2]) if match else (source, "")
 
@@ -117,6 +128,27 @@ def _config_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES and not file.name.startswith("_"))
+
+
+def _instead(wanted: Path, function: str, folders: Iterable[Path]) -> str:
+    """What to write where there is no file `wanted`: the nearest file, or function of a file, in the folders."""
+    files = {file.name: file for folder in folders for file in _config_files(folder)}
+    if not files:
+        return "there are no config files in these folders"
+    named = {
+        name: f"{file.name}:{name}"
+        for file in files.values()
+        for name in functions_of(file)
+        if name not in ("config", "debug")
+    }
+    # Suffixes are left out: all names would be alike by them.
+    choices = {file.rpartition(".")[0]: file for file in files} | named
+    stem = wanted.stem if wanted.suffix in SUFFIXES else wanted.name
+    if both := named.get(f"{stem}_{function}"):
+        return f"did you mean {both}?"
+    if near := nearest_names(stem, choices):
+        return f"did you mean {either(choices[name] for name in near)}?"
+    return f"there are {', '.join(sorted(files))}; FILE:FUNCTION calls another function than config()"
 
 
 def _run(path: Path, function: str, root: type) -> Any:
@@ -132,6 +164,7 @@ def _run(path: Path, function: str, root: type) -> Any:
         if not callable(made):
             found = [key for key, thing in vars(module).items() if getattr(thing, "__module__", "") == name]
             found = [key for key in found if callable(vars(module)[key]) and not isinstance(vars(module)[key], type)]
+            found = [key for key in found if not key.startswith("_")]
             hint = did_you_mean(function, found) or "write def config(): return RunConfig(...)"
             there = f" (it has {', '.join(found)})" if found else ""
             raise UserError(f"{shown(path)}: has no function {function}{there}\n    {hint}")
@@ -183,29 +216,3 @@ def _keyword_hint(error: str, module: ModuleType) -> str:
     cls = vars(module).get(match[1]) if match else None
     hint = did_you_mean(match[2], schema.hints(cls)) if match and hasattr(cls, "__dataclass_fields__") else ""
     return f"\n    {hint}" if hint else ""
-
-
-class _Strict(yaml.SafeLoader):
-    """YAML in which a key given twice is an error: one of the two would be lost without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for index, key in enumerate(keys):
-            if key in keys[:index]:
-                raise ConstructorError(None, None, f"{key} is given twice", node.value[index][0].start_mark)
-        return super().construct_mapping(node, deep)
-
-
-def _parse(path: Path) -> Mapping:
-    try:
-        text = path.read_text(encoding="utf-8")
-        settings = json.loads(text) if path.suffix == ".json" else yaml.load(text, _Strict)
-    except (yaml.YAMLError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark else getattr(error, "lineno", "?")
-        what = getattr(error, "problem", None) or getattr(error, "msg", None) or str(error)
-        raise UserError(f"{shown(path)}, line {line}: {what}") from error
-    settings = {} if settings is None else settings
-    if not isinstance(settings, Mapping):
-        raise UserError(f"{shown(path)}: expected settings, name: value; got {type(settings).__name__}")
-    return settings

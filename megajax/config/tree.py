@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import MISSING
 from typing import Any, get_args, get_origin
 
-import yaml
-
 import megajax.config.schema as schema
 from megajax.config.builds import resolve
 from megajax.config.coerce import Mismatch, Text, precedence, scalar
@@ -87,6 +85,8 @@ class _Builder:
                 return True
             return self.fault(where, "needs a value", f"write --{where}=..., {schema.words(annotation)}")
         if isinstance(raw, Text) and raw[:1] in ("[", "{") and self._branches(annotation):
+            import yaml
+
             try:
                 raw = yaml.safe_load(raw)
             except yaml.YAMLError:
@@ -140,6 +140,8 @@ class _Builder:
             except Mismatch as mismatch:
                 hint = hint or str(mismatch)
         if Any in options:
+            import yaml
+
             return yaml.safe_load(raw) if isinstance(raw, Text) else raw
         if (found := self._unfolded(raw, annotation)) is not None:
             return self._one_or_list(raw, found, annotation, where, hint)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from megajax.config.errors import Problem
+from megajax.config.errors import Problem, TooFewDevices
 
 MESH_AXES = ("pipeline", "data", "expert", "context", "tensor")
 """Outermost first: neighbours in `tensor` talk most, so they are the closest devices."""
@@ -124,15 +124,14 @@ class ParallelConfig:
         wanted = self.without_data() * (self.data or 1)
         if wanted > devices:
             most = devices // self.without_data()
-            smaller = " or ".join(f"parallel.{name}" for name in MESH_AXES if (getattr(self, name) or 1) > 1)
+            axes = [(name, size) for name in MESH_AXES if (size := getattr(self, name) or 1) > 1]
+            product = " x ".join(f"{name} {size}" for name, size in axes)
+            smaller = " or ".join(f"parallel.{name}" for name, _ in axes)
             hint = f"parallel.data can be at most {most}" if most else f"make {smaller} smaller"
-            return [
-                Problem(
-                    "",
-                    f"the axes multiply to {wanted} devices, there are {devices}",
-                    f"{hint}, or give more devices (--devices=cpu:N)",
-                )
-            ]
+            there = f"there {'is' if devices == 1 else 'are'} {devices}"
+            what = f"the axes multiply to {wanted} devices ({product}), {there}"
+            virtual = f"on a CPU, --devices=cpu:{wanted} makes virtual devices, for small models"
+            return [TooFewDevices("", what, f"{hint}, or give more devices\n{virtual}")]
         if self.data is None and devices % self.without_data():
             copies = devices // self.without_data()
             return [

@@ -8,7 +8,7 @@ from typing import Any
 
 from megajax.config.dump import flatten
 from megajax.config.errors import UserError
-from megajax.config.files import REPOSITORY_CONFIGS, ROOT, find, read, root_type
+from megajax.config.files import ROOT, SHIPPED, find, read, root_type
 from megajax.config.tree import assemble
 from megajax.training.run_config import RunConfig
 
@@ -70,7 +70,7 @@ def write(path: Path, source: str, given: list[str], about: str) -> None:
     about: its docstring's first line.
     """
     base, function = _parts(source)
-    if base.parent == REPOSITORY_CONFIGS:
+    if base.parent == SHIPPED:
         place = json.dumps(f"{base.name}{':' + function if function else ''}")
         imports = ""
     else:

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megajax.config.command_line import front_door
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.nearest import did_you_mean
@@ -128,6 +126,8 @@ def _training(rest: Sequence[str], options: Options) -> tuple[Training, str]:
 
 def _file_words(path: Path, text: str) -> Iterator[Word]:
     """{"--num-layers": 24, "--swiglu": true} as words; what lies under MODEL_ARGS where there is such a key."""
+    import yaml
+
     try:
         found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:

@@ -5,9 +5,6 @@ from pathlib import Path
 
 from megajax.config.command_line import Flag, front_door, parse
 from megajax.config.errors import UserError
-from megajax.metrics.banner import plain
-from megajax.metrics.chrome_trace import MOST_EVENTS, read
-from megajax.metrics.trace import summary
 
 USAGE = """python -m megajax.tools.trace FOLDER_OR_FILE [--top=20] [--steps=N] [--json[=FILE]]
 
@@ -28,6 +25,11 @@ def main(argv: list[str]) -> int:
     Raises:
         UserError: no trace there, one without kernels, or a wrong command line.
     """
+    # Imported here so that the front door can report a package that is not installed.
+    from megajax.metrics.banner import plain
+    from megajax.metrics.chrome_trace import MOST_EVENTS, read
+    from megajax.metrics.trace import summary
+
     if not argv or {"-h", "--help"} & set(argv):
         print(USAGE)
         return 0

@@ -329,7 +329,10 @@ def _train(cfg: RunConfig, folder: RunFolder, stack: ExitStack, asked: _Asked, s
 
 def _work(job: Job) -> int:
     if job.first >= job.cfg.steps:
-        job.console.say(f"nothing to train: {job.first} of {job.cfg.steps} steps are done; --skip-train evaluates them")
+        job.console.say(
+            f"nothing to train: --run_dir={job.cfg.run_dir} is at step {job.first} of --steps={job.cfg.steps}. Give "
+            "more --steps to go on, another --run_dir to start anew, or --skip-train to evaluate it"
+        )
         if not any(line["step"] == job.first for line in read_metrics(job.folder.metrics)[1]):
             job.finish(None)  # the attempt that trained the last step did not get to it
         return 0

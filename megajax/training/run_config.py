@@ -118,7 +118,7 @@ def _positive(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
 def _devices(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     if devices is not None and not cfg.parallel.problems():
         for problem in cfg.parallel.device_problems(devices):
-            yield Problem(f"parallel.{problem.where}".rstrip("."), problem.what, problem.hint)
+            yield replace(problem, where=f"parallel.{problem.where}".rstrip("."))
 
 
 def _pipeline(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:

@@ -17,7 +17,10 @@ TRAIN_FLAGS = {
     *("coordinator", "num-processes", "process-id", "init-timeout"),
 }
 
-LAZY_TABLES = {"megajax.training": "its names are imported on first use, as config files import the package before jax"}
+LAZY_TABLES = {
+    "megajax": "an old Python is refused by name, before its first syntax error",
+    "megajax.training": "its names are imported on first use, as config files import the package before jax",
+}
 """`__init__` files that hold code, and why."""
 
 

@@ -23,7 +23,7 @@ def debug():
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "gpt2_124m.py").write_text(BASE)
+    (tmp_path / "configs" / "mini_124m.py").write_text(BASE)
     return tmp_path
 
 
@@ -38,32 +38,32 @@ def refusal(source, *settings):
 
 
 def test_found_by_name_and_by_path(folder, monkeypatch):
-    for source in ("gpt2_124m.py", "gpt2_124m", "configs/gpt2_124m.py", str(folder / "configs" / "gpt2_124m.py")):
+    for source in ("mini_124m.py", "mini_124m", "configs/mini_124m.py", str(folder / "configs" / "mini_124m.py")):
         assert run(source).steps == 500
-    assert run("gpt2_124m.py:debug").steps == 5
-    monkeypatch.setattr(files, "REPOSITORY_CONFIGS", folder / "configs")
+    assert run("mini_124m.py:debug").steps == 5
+    monkeypatch.setattr(files, "SHIPPED", folder / "configs")
     (folder / "elsewhere").mkdir()
     monkeypatch.chdir(folder / "elsewhere")
-    assert run("gpt2_124m").steps == 500
+    assert run("mini_124m").steps == 500
 
 
 def test_a_script_here_is_not_taken_for_a_config_of_the_name(folder):
-    (folder / "gpt2_124m.py").write_text("raise RuntimeError")
-    assert run("gpt2_124m").steps == 500
+    (folder / "mini_124m.py").write_text("raise RuntimeError")
+    assert run("mini_124m").steps == 500
 
 
 def test_settings_over_a_file(folder):
-    assert run("gpt2_124m.py", "parallel.tensor=2", "steps=1e3").parallel.tensor == 2
+    assert run("mini_124m.py", "parallel.tensor=2", "steps=1e3").parallel.tensor == 2
     with pytest.raises(ConfigError) as error:
-        run("gpt2_124m.py", "paralel.tensor=2", "steps=x")
-    assert str(error.value).startswith("2 problems in configs/gpt2_124m.py + settings:\n  paralel.tensor: no such")
+        run("mini_124m.py", "paralel.tensor=2", "steps=x")
+    assert str(error.value).startswith("2 problems in configs/mini_124m.py + settings:\n  paralel.tensor: no such")
 
 
 def test_a_missing_file_or_function_names_the_near_ones(folder):
-    assert "did you mean gpt2_124m.py?" in refusal("gpt2_125m.py")
-    assert "did you mean gpt2_124m.py?" in refusal("gpt2_12m")
-    assert "gpt2_124m.py" in refusal("other")
-    message = refusal("gpt2_124m.py:debgu")
+    assert "did you mean mini_124m.py?" in refusal("mini_125m.py")
+    assert "did you mean mini_124m.py?" in refusal("mini_12m")
+    assert "mini_124m.py" in refusal("other")
+    message = refusal("mini_124m.py:debgu")
     assert "has no function debgu (it has config, debug)" in message
     assert "did you mean debug?" in message
 
@@ -84,19 +84,19 @@ def test_a_fault_in_the_file_is_named_with_its_line(folder, text, words):
 
 
 def test_an_edited_file_is_read_again(folder):
-    assert run("gpt2_124m").steps == 500
-    (folder / "configs" / "gpt2_124m.py").write_text(BASE.replace("500", "600"))
-    assert run("gpt2_124m").steps == 600
+    assert run("mini_124m").steps == 500
+    (folder / "configs" / "mini_124m.py").write_text(BASE.replace("500", "600"))
+    assert run("mini_124m").steps == 600
 
 
 def test_a_file_may_import_those_beside_it(folder):
     child = (
-        "import gpt2_124m as base\nfrom dataclasses import replace\n"
+        "import mini_124m as base\nfrom dataclasses import replace\n"
         "def config():\n    return replace(base.config(), seed=3)\n"
     )
     (folder / "configs" / "child.py").write_text(child)
     (folder / "other").mkdir()
-    (folder / "other" / "gpt2_124m.py").write_text(BASE.replace("500", "600"))
+    (folder / "other" / "mini_124m.py").write_text(BASE.replace("500", "600"))
     (folder / "other" / "child.py").write_text(child)
     assert (run("child").steps, run("child").seed) == (500, 3)
     assert run("other/child.py").steps == 600
@@ -145,7 +145,7 @@ def test_a_run_folder_stands_for_its_config(folder):
 
 def test_yaml_over_a_base(folder):
     (folder / "configs" / "over.yaml").write_text(
-        "config: gpt2_124m.py:debug\noptimizer: {type: Muon, momentum: 0.5}\nmodel: {pattern: {0: {norm: layer}}}\n"
+        "config: mini_124m.py:debug\noptimizer: {type: Muon, momentum: 0.5}\nmodel: {pattern: {0: {norm: layer}}}\n"
         "data: {blend: {a: 0.5}}\n"
     )
     config = run("over.yaml", "optimizer.lr=1")

@@ -15,7 +15,7 @@ from megajax.data.indexed import IndexedWriter
 from megajax.training import setup
 from megajax.training.job import train
 
-BASE = ["--config=llama3_8b.py:debug", "--devices=cpu:8"]
+BASE = ["--config=llama3.py:debug", "--devices=cpu:8"]
 
 WRONG = {
     "misspelt": (["--paralel.tensor=2"], ["no such setting", "parallel.tensor"]),

@@ -26,7 +26,7 @@ def command(run_dir: Path) -> list[str]:
         "model.dropout": 0.1,
     }
     flags = [f"--{name}={value}" for name, value in settings.items()]
-    return [sys.executable, "-m", "megajax.train", "--config=gpt2_124m.py:debug", "--devices=cpu:1", *flags]
+    return [sys.executable, "-m", "megajax.train", "--config=gpt2.py:debug", "--devices=cpu:1", *flags]
 
 
 def losses(run_dir: Path) -> dict[int, str]:

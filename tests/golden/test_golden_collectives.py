@@ -30,7 +30,7 @@ STEP, MICROBATCH, LAYER = 0, 1, 2
 
 
 def _parts(layout: str) -> Parts:
-    cfg = load("llama3_8b.py:debug")
+    cfg = load("llama3.py:debug")
     size = MICROBATCHES * ROWS * 2
     cfg = cfg.but(
         parallel=LAYOUTS[layout],

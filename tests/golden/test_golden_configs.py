@@ -9,6 +9,7 @@ from flax import nnx
 
 from megajax.config import load
 from megajax.config.dump import flatten, scalar_text
+from megajax.config.files import functions_of
 from megajax.layers.param import ParamSpec, specs
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
@@ -19,12 +20,13 @@ CONFIGS = FOLDER.parents[1] / "configs"
 
 
 def _runs() -> list[str]:
-    """ "file:function" of every run in configs/: the public functions that need no argument."""
+    """ "file:function" of every run in configs/, without those that only return another one of the file."""
     found = []
     for file in sorted(CONFIGS.glob("*.py")):
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not ast.unparse(node.args):
-                found.append(f"{file.name}:{node.name}")
+        bodies = {node.name: node.body[-1] for node in ast.parse(file.read_text()).body if hasattr(node, "name")}
+        names = functions_of(file)
+        calls = {f"return {name}()" for name in names}
+        found += [f"{file.name}:{name}" for name in names if ast.unparse(bodies[name]) not in calls]
     return found
 
 

@@ -16,7 +16,7 @@ MIXER = "model.stack.pattern.0.mixer"
 
 
 def config(*settings: str):
-    return load("llama3_8b.py", *settings)
+    return load("llama3.py", *settings)
 
 
 def test_isolated_documents_decide_too() -> None:

@@ -115,7 +115,7 @@ def environment(monkeypatch):
 
 
 def test_flags_and_the_devices_of_all_processes(environment):
-    base = ["--config=gpt2_124m.py:debug", "--devices=cpu:8"]
+    base = ["--config=gpt2.py:debug", "--devices=cpu:8"]
     flags = ["--coordinator=a:1", "--num-processes=3", "--process-id=2"]
     command = parse([*base, *flags, "--parallel.data=2"], verb="train", flags=PROCESS_FLAGS)
     assert command.device_count == 24

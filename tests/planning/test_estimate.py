@@ -62,7 +62,7 @@ COMPILED: dict[str, tuple[str, int, tuple[str, ...], float, float, float]] = {
 
 
 def shipped(name: str, devices: int, *overrides: str) -> Estimate:
-    cfg: Any = load(str(ROOT / "configs" / f"{name}.py"), *overrides)
+    cfg: Any = load(f"{name.split('_')[0]}.py:{name}", *overrides)
     return estimate(describe(cfg, H100, devices))
 
 
@@ -195,13 +195,13 @@ def test_fp8_needs_a_device_that_has_it() -> None:
 
 
 def test_more_devices_than_are_planned_for() -> None:
-    cfg: Any = load(str(ROOT / "configs" / "llama3_8b.py"))
+    cfg: Any = load(str(ROOT / "configs" / "llama3.py"))
     with pytest.raises(UserError, match="at most 16,384"):
         describe(cfg, H100, 32_768)
 
 
 def test_an_estimate_is_quick_and_the_same_every_time() -> None:
-    cfg: Any = load(str(ROOT / "configs" / "llama3_405b.py"))
+    cfg: Any = load(str(ROOT / "configs" / "llama3.py:llama3_405b"))
     described = describe(cfg, H100, 1024)
     first = estimate(described)
     best = min(_timed(described, first) for _ in range(20))
@@ -219,7 +219,7 @@ def _timed(described: Description, wanted: Estimate) -> float:
 def test_no_jax_and_no_numpy() -> None:
     code = (
         "import sys; from megajax.plan import main;"
-        "main(['--config=gpt3_1_3b.py', '--devices=h100:8', '--formula']);"
+        "main(['--config=gpt3.py:gpt3_1_3b', '--devices=h100:8', '--formula']);"
         "assert not {'jax', 'numpy', 'flax'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -1,7 +1,6 @@
 """Bytes through memory by formula: against compiled programs, and by hand."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from megajax.planning.estimate import bytes_per_step, estimate, to_dict
 from megajax.planning.memory_traffic import block_bytes, optimizer_bytes, products, step_bytes, table_bytes, tick_bytes
 from megajax.planning.traffic import Traffic, memory_bytes
 
-ROOT = Path(__file__).parents[2]
 H100 = DEVICES["h100"]
 FSDP = ("parallel.tensor=1", "parallel.data=8", "parallel.sequence=false", "parallel.data_sharding=fsdp")
 COMPILED: dict[str, tuple[str, int, tuple[str, ...], tuple[float, float, float]]] = {
@@ -41,7 +39,7 @@ scratch space): all, copies and elementwise, matmul. benchmarks/traffic.py compi
 @pytest.mark.parametrize("case", COMPILED)
 def test_bytes_are_those_of_compiled_programs(case: str) -> None:
     name, devices, settings, (total, streamed, matmul) = COMPILED[case]
-    cfg: Any = load(str(ROOT / "configs" / f"{name}.py"), *settings)
+    cfg: Any = load(f"{name.split('_')[0]}.py:{name}", *settings)
     found = {kind: size / 2**40 for kind, size in bytes_per_step(estimate(describe(cfg, H100, devices))).items()}
     assert found["total"] == pytest.approx(total, rel=0.1)
     assert found["copies"] + found["elementwise"] == pytest.approx(streamed, rel=0.25)

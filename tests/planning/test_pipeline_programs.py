@@ -53,7 +53,7 @@ def debug(
     family: str, schedule: str, microbatches: int, *, wait: int, stages: int, data: int, layers: int
 ) -> RunConfig:
     """llama: RMSNorm, gated MLP, rope, grouped queries. gpt: LayerNorm, biases, learned positions, tied head."""
-    cfg = load({"llama": "llama3_8b.py:debug", "gpt": "gpt3_175b.py:debug"}[family])
+    cfg = load({"llama": "llama3.py:debug", "gpt": "gpt3.py:gpt3_175b_debug"}[family])
     return cfg.but(
         model=replace(cfg.model, stack=replace(cfg.model.stack, repeats=layers)),
         parallel=ParallelConfig(

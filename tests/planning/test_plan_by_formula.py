@@ -10,7 +10,7 @@ from megajax.config.errors import UserError
 from megajax.plan import main
 
 ROOT = Path(__file__).parents[2]
-ASKED = (f"--config={ROOT}/configs/llama3_70b.py", "--devices=h100:128", "--formula")
+ASKED = (f"--config={ROOT}/configs/llama3.py:llama3_70b", "--devices=h100:128", "--formula")
 
 
 def written(folder: Path, *arguments: str) -> dict[str, Any]:

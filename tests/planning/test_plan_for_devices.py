@@ -16,7 +16,7 @@ from megajax.plan import main
 from megajax.planning.absent import missing
 
 ROOT = Path(__file__).parents[2]
-DEBUG = "--config=llama3_8b.py:debug"
+DEBUG = "--config=llama3.py:debug"
 REFUSED = {
     "nothing": ([], "give --config or --schedule"),
     "both": ([DEBUG, "--schedule=gpipe"], "give one of them"),
@@ -90,7 +90,7 @@ from dataclasses import replace
 from megajax.config import load
 
 def config():
-    cfg = load("llama3_8b.py:debug")
+    cfg = load("llama3.py:debug")
     (block,) = cfg.model.stack.pattern
     block = replace(block, mixer=replace(block.mixer, heads=16, kv_heads=4), mlp=replace(block.mlp, ffn=4096))
     model = replace(cfg.model, hidden=2048, sequence_length=2048, vocabulary_size=4096)
@@ -219,7 +219,7 @@ def test_gathers_begun_a_microbatch_early_are_in_the_time_of_a_step(tmp_path: Pa
         "--model.stack.repeats=4",
         "--batch.global_size=64",
     ]
-    asked = ["--config=llama3_8b.py", "--devices=h100:8", *settings]
+    asked = ["--config=llama3.py", "--devices=h100:8", *settings]
     exposed = []
     for more in ([], ["--formula"]):
         program = [sys.executable, "-m", "megajax.plan", *asked, f"--json={file}", *more]

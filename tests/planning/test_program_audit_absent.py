@@ -91,7 +91,7 @@ def compiled(name: str) -> Case:
             patch.setenv(variable, "")
         prepare()
         family, _, devices = name.partition(" on ")
-        cfg = load({"gpt": "gpt3_1_3b.py", "llama": "llama3_8b.py"}[family])
+        cfg = load({"gpt": "gpt3.py:gpt3_1_3b", "llama": "llama3.py"}[family])
         if devices == "one":
             cfg = cfg.but(batch=replace(cfg.batch, global_size=8 * cfg.batch.micro_size))
         cluster, _ = read_cluster({"one": "h100:1", "eight": "h100:8"}[devices])

@@ -24,7 +24,7 @@ H100 = DEVICES["h100"]
 
 
 def task(name: str, devices: int, *overrides: str, device: str = "h100", **fixed: Any) -> Task:
-    cfg: Any = load(str(ROOT / "configs" / f"{name}.py"), *overrides)
+    cfg: Any = load(f"{name.split('_')[0]}.py:{name}", *overrides)
     chosen = DEVICES[device]
     return Task(space=Space(cfg=cfg, devices=devices, per_node=chosen.per_node, fixed=fixed), device=chosen)
 
@@ -129,7 +129,9 @@ def test_moments_go_to_host_memory_only_where_nothing_fits_otherwise() -> None:
     assert slow.optimizer_seconds > 10 * quick.optimizer_seconds and slow.memory.optimizer < quick.memory.optimizer
 
 
-def planned(folder: Path, *arguments: str, config: str = "llama3_70b.py", devices: str = "h100:64") -> dict[str, Any]:
+def planned(
+    folder: Path, *arguments: str, config: str = "llama3.py:llama3_70b", devices: str = "h100:64"
+) -> dict[str, Any]:
     file = folder / "found.json"
     asked = [f"--config={config}", f"--devices={devices}", "--search", "--compile=0", f"--json={file}", *arguments]
     assert main(asked) == 0
@@ -147,14 +149,14 @@ def test_what_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert all(row["why"] for row in written["best"])
     # The file is a config; so is the command line. Both are what was found.
     best: Any = load(str(out), devices=64)
-    again: Any = load("llama3_70b.py", *written["settings"], devices=64)
+    again: Any = load("llama3.py:llama3_70b", *written["settings"], devices=64)
     assert best == again and best.batch.global_size == 256
     assert estimate(describe(best, H100, 64)).step_seconds == pytest.approx(written["best"][0]["step_seconds"])
     assert "--batch.global_size=256" in printed
 
 
 def test_a_config_beside_is_loaded_from_where_it_is(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text((ROOT / "configs" / "llama3_8b.py").read_text())
+    (tmp_path / "mine.py").write_text((ROOT / "configs" / "llama3.py").read_text())
     out = tmp_path / "runs" / "best.py"
     out.parent.mkdir()
     planned(tmp_path, f"--out={out}", config=f"{tmp_path}/mine.py:debug", devices="h100:8")
@@ -170,7 +172,7 @@ def test_given_settings_stay(tmp_path: Path) -> None:
 
 def test_it_searches_where_the_config_itself_does_not_fit(tmp_path: Path) -> None:
     """GPT-3 175B's own layout takes 128 devices; for 64 there is another."""
-    written = planned(tmp_path, config="gpt3_175b.py")
+    written = planned(tmp_path, config="gpt3.py:gpt3_175b")
     assert written["best"][0]["tensor"] > 1
     (given,) = [one for one in written["well_known"] if one["choice"].startswith("the config")]
     assert given["verdict"].startswith("refused: parallel")
@@ -178,7 +180,7 @@ def test_it_searches_where_the_config_itself_does_not_fit(tmp_path: Path) -> Non
 
 def test_a_search_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "search.jsonl"
-    whole = planned(tmp_path, f"--resume={file}", config="llama3_8b.py", devices="h100:8")
+    whole = planned(tmp_path, f"--resume={file}", config="llama3.py", devices="h100:8")
     lines = file.read_text().splitlines()
     file.write_text("\n".join([*lines[:4], lines[4][:50]]))  # stopped while it wrote the fourth group
     made: list[tuple[int, int, int]] = []
@@ -188,13 +190,13 @@ def test_a_search_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         return explore(asked, place)
 
     monkeypatch.setattr("megajax.planning.search.explore", counted)
-    again = planned(tmp_path, f"--resume={file}", config="llama3_8b.py", devices="h100:8")
+    again = planned(tmp_path, f"--resume={file}", config="llama3.py", devices="h100:8")
     assert again["best"] == whole["best"] and len(made) == len(lines) - 1 - 3
     made.clear()
-    planned(tmp_path, f"--resume={file}", config="llama3_8b.py", devices="h100:8")
+    planned(tmp_path, f"--resume={file}", config="llama3.py", devices="h100:8")
     assert not made
     with pytest.raises(UserError, match="is not of this search"):
-        planned(tmp_path, f"--resume={file}", "--network=25", config="llama3_8b.py", devices="h100:8")
+        planned(tmp_path, f"--resume={file}", "--network=25", config="llama3.py", devices="h100:8")
 
 
 def test_the_compiler_has_the_last_word() -> None:
@@ -233,7 +235,7 @@ REFUSED = {
     "memory": (["--parallel.tensor=1", "--parallel.pipeline=1", "--parallel.data_sharding=replicate"], "nothing fits"),
     "name": (["--parallel.tensr=8"], "did you mean parallel.tensor"),
     "out": (["--out=best.yaml"], "must end in .py"),
-    "own file": ([f"--out={ROOT}/configs/llama3_70b.py"], "is the config itself"),
+    "own file": ([f"--out={ROOT}/configs/llama3.py"], "is the config itself"),
     "compile": (["--compile=-1"], "--compile must be 0 or more"),
     "two": (["--sweep=devices:64"], "goes with no --search"),
 }
@@ -243,11 +245,11 @@ REFUSED = {
 def test_what_is_refused(case: str) -> None:
     arguments, message = REFUSED[case]
     with pytest.raises(UserError) as caught:
-        main(["--config=llama3_70b.py", "--devices=h100:64", "--search", *arguments])
+        main(["--config=llama3.py:llama3_70b", "--devices=h100:64", "--search", *arguments])
     assert message in str(caught.value)
 
 
 def test_flags_of_a_search_alone() -> None:
     for flag in ("--out=x.py", "--resume=x", "--compile=1"):
         with pytest.raises(UserError, match="goes with --search"):
-            main(["--config=llama3_70b.py", "--devices=h100:64", "--formula", flag])
+            main(["--config=llama3.py:llama3_70b", "--devices=h100:64", "--formula", flag])

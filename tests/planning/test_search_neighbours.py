@@ -22,11 +22,11 @@ from megajax.planning.train_step import scheduler_memory
 from megajax.planning.whatif import Situation, cheapest, parts_of
 
 ROOT = Path(__file__).parents[2]
-ASKED = ("--config=llama3_70b.py", "--devices=h100:64")
+ASKED = ("--config=llama3.py:llama3_70b", "--devices=h100:64")
 
 
 def situation(*overrides: str, excess: float = 0.0) -> Situation:
-    cfg: Any = load("llama3_70b.py", *overrides)
+    cfg: Any = load("llama3.py:llama3_70b", *overrides)
     return Situation(cfg=cfg, cluster=Cluster("h100", 64, 8), device=DEVICES["h100"], excess=excess)
 
 
@@ -44,7 +44,7 @@ def test_two_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_two_configs_and_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = written(tmp_path, "--compare=llama3_8b.py --parallel.tensor=8")
+    found = written(tmp_path, "--compare=llama3.py --parallel.tensor=8")
     assert found["second"]["mesh"]["tensor"] == 8 and found["ratios"]["step, s"] < 0.3
     found = written(tmp_path, "--compare=--parallel.tensor=4")
     assert found["second"]["mesh"]["tensor"] == 4
@@ -88,7 +88,7 @@ REFUSED = {
     "nothing": (["--compare="], "names nothing"),
     "two": (["--compare=h100:8 h200:8"], "more than one of a kind"),
     "device": (["--compare=h300:64"], "did you mean h100 or h200?"),
-    "file": (["--compare=llama3_80b.py"], "did you mean llama3_8b.py"),
+    "file": (["--compare=llama3_80b.py"], "did you mean llama3.py:llama3_8b"),
     "setting": (["--compare=--parallel.tensr=2"], "did you mean parallel.tensor"),
     "layout": (["--compare=--parallel.tensor=3"], "parallel.tensor"),
     "png": (["--formula", "--png=x.png"], "goes with --sweep"),
@@ -113,7 +113,7 @@ def test_the_cheapest_changes_fit() -> None:
     changes = cheapest(here)
     assert len(changes) == 3 and len({change.settings for change in changes}) == 3
     for change in changes:
-        cfg: Any = load("llama3_70b.py", "parallel.tensor=2", *change.settings, devices=64)
+        cfg: Any = load("llama3.py:llama3_70b", "parallel.tensor=2", *change.settings, devices=64)
         again = estimate(describe(cfg, here.device, 64, 8))
         assert again.memory.peak_gib == pytest.approx(change.peak_gib)
         # A compiled plan may be 3 % larger.
@@ -168,7 +168,7 @@ TIMED = {
 @pytest.mark.parametrize("case", TIMED)
 def test_a_timeline_adds_up_to_the_step(case: str) -> None:
     name, overrides = TIMED[case]
-    cfg: Any = load(f"{name}.py", *overrides)
+    cfg: Any = load(f"{name.split('_')[0]}.py:{name}", *overrides)
     found = estimate(describe(cfg, DEVICES["h100"], 64))
     each, run = costs(found), found.run
     pieces = run.microbatches * run.parallel.virtual_stages
@@ -236,7 +236,7 @@ def test_kept_norms_are_whole_along_the_sequence() -> None:
 
 
 def test_a_plan_gives_the_scheduler_what_a_gpu_would() -> None:
-    cfg: Any = load("llama3_70b.py")
+    cfg: Any = load("llama3.py:llama3_70b")
     held = 12 * GIB
     name, factor, _ = scheduler_memory(cfg, GPUS["h100"], held)
     assert name == "xla_gpu_memory_limit_slop_factor" and isinstance(factor, int)
@@ -247,7 +247,7 @@ def test_a_plan_gives_the_scheduler_what_a_gpu_would() -> None:
 @pytest.mark.skipif(bool(missing()), reason="needs the extra aot")
 def test_the_best_is_compiled(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
-    cluster = ("--config=gpt3_1_3b.py", "--devices=h100:8", "--model.recompute=selective")
+    cluster = ("--config=gpt3.py:gpt3_1_3b", "--devices=h100:8", "--model.recompute=selective")
     asked = [*cluster, "--search", "--compile=1", f"--json={file}"]
     assert main(asked) == 0
     best = json.loads(file.read_text())["best"][0]

@@ -212,12 +212,12 @@ REFUSED = {
 def test_settings_that_do_not_go_together(case: str) -> None:
     overrides, message = REFUSED[case]
     with pytest.raises(ConfigError) as caught:
-        load("llama3_8b.py:debug", "--precision.compute=bfloat16", "--precision.fp8.format=hybrid", *overrides)
+        load("llama3.py:debug", "--precision.compute=bfloat16", "--precision.fp8.format=hybrid", *overrides)
     assert message in str(caught.value)
 
 
 def test_it_is_off_unless_asked_for() -> None:
     assert PrecisionConfig().fp8 is None
     assert load(
-        "llama3_8b.py:debug", "--precision.compute=bfloat16", "--precision.fp8.format=e4m3"
+        "llama3.py:debug", "--precision.compute=bfloat16", "--precision.fp8.format=e4m3"
     ).precision.fp8 == Fp8Config(format="e4m3")

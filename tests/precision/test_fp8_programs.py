@@ -38,7 +38,7 @@ def installed(name: str) -> bool:
 
 def wide(family: str, parallel: ParallelConfig, fp8: Fp8Config | None) -> RunConfig:
     """Sizes at which 8 bits pay, two layers and two microbatches a stage."""
-    cfg = load({"llama": "llama3_8b.py:debug", "gpt": "gpt3_175b.py:debug"}[family])
+    cfg = load({"llama": "llama3.py:debug", "gpt": "gpt3.py:gpt3_175b_debug"}[family])
     (block,) = cfg.model.stack.pattern
     block = replace(
         block, mixer=replace(block.mixer, heads=8, kv_heads=4, head_dim=128), mlp=replace(block.mlp, ffn=4096)

@@ -107,7 +107,7 @@ def test_full_validation_counts_every_row_once(corpus, tmp_path):
 
 def test_sets_on_the_command_line(tmp_path):
     text = "--evaluation.sets={code: {type: BlendConfig, valid_paths: [a, b]}}"
-    cfg = parse(["--config=gpt2_124m.py:debug", text], verb="train").config
+    cfg = parse(["--config=gpt2.py:debug", text], verb="train").config
     assert cfg.evaluation.sets["code"].valid_paths == ("a", "b")
 
 

@@ -135,7 +135,7 @@ def test_a_job_on_other_layouts(layout, platform, tmp_path, monkeypatch, told, c
     assert wanted and all(wanted.items() <= options.items() for options in told)
 
 
-COMMAND = ("--config=llama3_8b.py:debug", "--xla=xla_cpu_enable_fast_math=false", "--parallel.tensor=2", "--steps=2")
+COMMAND = ("--config=llama3.py:debug", "--xla=xla_cpu_enable_fast_math=false", "--parallel.tensor=2", "--steps=2")
 QUICK = "--xla=" + ",".join(f"{name}={value}" for name, value in GIVEN.items())
 SECONDS = 600
 COMMANDS = {

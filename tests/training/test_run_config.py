@@ -157,7 +157,7 @@ def test_rates_that_several_rules_give_are_not_judged_apart():
 
 def test_the_command_ends_with_2_and_writes_nothing(tmp_path):
     settings = ["--devices=cpu:8", "--parallel.pipeline=8", f"--run_dir={tmp_path / 'run'}"]
-    command = [sys.executable, "-m", "megajax.train", "--config=llama3_8b.py:debug", *settings]
+    command = [sys.executable, "-m", "megajax.train", "--config=llama3.py:debug", *settings]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "parallel.pipeline: 8 stages x 1 virtual stages need" in done.stdout + done.stderr

@@ -27,7 +27,9 @@ GPT2 = {
 
 GPT3 = {
     "debug": Size(2, 64, 4),
+    "50m": Size(16, 512, 8),
     "125m": Size(12, 768, 12),
+    "160m": Size(12, 896, 14),
     "350m": Size(24, 1024, 16),
     "760m": Size(24, 1536, 16),
     "1.3b": Size(24, 2048, 16),
@@ -36,7 +38,8 @@ GPT3 = {
     "13b": Size(40, 5120, 40),
     "175b": Size(96, 12288, 96),
 }
-"""The paper's 1.3B and 13B rows list 24 heads of 128 and a width of 5140, which do not multiply; as trained by others:
+"""50m and 160m are not in the paper: 50.4 M parameters in the layers, and 162 M with a table of 50257 tokens.
+The paper's 1.3B and 13B rows list 24 heads of 128 and a width of 5140, which do not multiply; as trained by others:
 16 heads of 128 and a width of 5120."""
 
 

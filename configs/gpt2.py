@@ -1,9 +1,9 @@
-"""GPT-2 124M on your own text.
+"""GPT-2 (Radford et al. 2019) on your own text. `config()` is the 124M size.
 
 Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data/corpus --tokenizer=gpt2 \
               --vocab-file=data/vocab.json --merge-file=data/merges.txt --append-eod
-Run:      python -m megajax.train --config=gpt2_124m.py
-Laptop:   python -m megajax.train --config=gpt2_124m.py:debug
+Run:      python -m megajax.train --config=gpt2.py
+Laptop:   python -m megajax.train --config=gpt2.py:debug
 Hardware: meant for one host of 8 GPUs, not yet run on one; 0.5 M tokens a step
 """
 
@@ -18,7 +18,17 @@ from megajax.training.toy import toy
 
 
 def config() -> RunConfig:
-    """315 B tokens: cosine to a tenth, warm-up of 2000 steps."""
+    """The 124M size."""
+    return gpt2_124m()
+
+
+def debug() -> RunConfig:
+    """The debug twin of `config()`."""
+    return gpt2_124m_debug()
+
+
+def gpt2_124m() -> RunConfig:
+    """12 layers x 768 hidden, 12 heads. 315 B tokens: cosine to a tenth, warm-up of 2000 steps."""
     return RunConfig(
         model=gpt2("124m", dropout=0.0),
         data=BlendConfig(paths=("data/corpus_text_document",), split="989,10,1"),
@@ -33,6 +43,6 @@ def config() -> RunConfig:
     )
 
 
-def debug() -> RunConfig:
-    """The same tree in toy sizes: 2 layers, made-up data, seconds on a laptop."""
-    return toy(config(), gpt2("debug", sequence_length=64, vocabulary_size=512, dropout=0.0))
+def gpt2_124m_debug() -> RunConfig:
+    """The same tree in toy sizes: 2 layers, mock data, seconds on a laptop."""
+    return toy(gpt2_124m(), gpt2("debug", sequence_length=64, vocabulary_size=512, dropout=0.0))

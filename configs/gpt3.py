@@ -1,0 +1,140 @@
+"""GPT-3 (Brown et al. 2020, table 2.1) and two smaller models of the same architecture, a function per size.
+
+`config()` is gpt3_50m. It trains on bytes of the Python standard library, so it needs no preparation. The other sizes
+read data/corpus_text_document. Every size has a debug twin: gpt3_175b_debug for gpt3_175b, debug for `config()`.
+
+Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data/corpus --tokenizer=gpt2 \
+              --vocab-file=data/vocab.json --merge-file=data/merges.txt --append-eod
+Plan:     python -m megajax.plan --config=gpt3.py:gpt3_175b --devices=h100:128
+Run:      python -m megajax.train --config=gpt3.py:gpt3_1_3b                (on every host, see docs/launch.md)
+Laptop:   python -m megajax.train --config=gpt3.py:gpt3_175b_debug --devices=cpu:8
+Hardware: each size names its own. The three large sizes were compiled for absent H100s and not run on any
+"""
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.data.config import BlendConfig, StandardLibraryConfig
+from megajax.mesh.config import ParallelConfig
+from megajax.metrics.config import LoggingConfig
+from megajax.models.config import DecoderConfig
+from megajax.models.presets.gpt import gpt3
+from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.tokenizers.config import ByteTokenizerConfig, GPT2TokenizerConfig
+from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.run_config import RunConfig
+from megajax.training.toy import toy
+
+
+def config() -> RunConfig:
+    """The 50M size."""
+    return gpt3_50m()
+
+
+def debug() -> RunConfig:
+    """The debug twin of `config()`."""
+    return gpt3_50m_debug()
+
+
+def gpt3_50m() -> RunConfig:
+    """16 layers x 512 hidden, 8 heads, rows of 512 bytes; 50.7 M parameters. For one GPU."""
+    return RunConfig(
+        model=gpt3("50m", sequence_length=512, vocabulary_size=257),
+        data=StandardLibraryConfig(megabytes=20),
+        tokenizer=ByteTokenizerConfig(),
+        optimizer=AdamWConfig(beta2=0.95, weight_decay=0.1),
+        schedule=ScheduleConfig(lr=6e-4, min_lr=6e-5, warmup_fraction=0.05),
+        batch=BatchConfig(global_size=32, micro_size=4),
+        evaluation=EvaluationConfig(every=200, batches=10),
+        checkpoint=CheckpointConfig(every=500),
+        logging=LoggingConfig(prompt="def "),
+        steps=2000,
+        run_dir="runs/gpt3_50m",
+    )
+
+
+def gpt3_160m() -> RunConfig:
+    """12 layers x 896 hidden, 14 heads; 162 M parameters. 3.2 B tokens, 20 per parameter, 0.5 M a step."""
+    parallel = ParallelConfig(data_sharding="zero1")
+    batch = BatchConfig(global_size=256, micro_size=8)
+    return _own_text("160m", parallel=parallel, batch=batch, schedule=_cosine(6e-4, 6e-5), steps=6200, save_every=500)
+
+
+def gpt3_1_3b() -> RunConfig:
+    """24 layers x 2048 hidden, 16 heads. 300 B tokens, 1 M a step. 8 GPUs with 80 GB, data 8: peak 18.0 GiB per GPU."""
+    parallel = ParallelConfig(data_sharding="zero1")
+    batch = BatchConfig(global_size=512, micro_size=4)
+    return _own_text(
+        "1.3b", parallel=parallel, batch=batch, schedule=_cosine(2e-4, 2e-5), steps=286_000, save_every=1000
+    )
+
+
+def gpt3_6_7b() -> RunConfig:
+    """32 layers x 4096 hidden, 32 heads. 300 B tokens, 2 M a step. 64 GPUs, tensor 2 x data 32: peak 31.5 GiB."""
+    parallel = ParallelConfig(tensor=2, sequence=True, data_sharding="zero1")
+    batch = BatchConfig(global_size=1024, micro_size=4)
+    return _own_text(
+        "6.7b", parallel=parallel, batch=batch, schedule=_cosine(1.2e-4, 1.2e-5), steps=143_000, save_every=500
+    )
+
+
+def gpt3_175b() -> RunConfig:
+    """96 layers x 12288 hidden, 96 heads. 300 B tokens, 3.1 M a step. 128 GPUs: pipeline 16 x tensor 8.
+
+    Peak 35.1 GiB per GPU; on 1024 GPUs, data 8 as well, 21.4 GiB.
+    """
+    parallel = ParallelConfig(pipeline=16, tensor=8, sequence=True, data_sharding="zero1")
+    batch = BatchConfig(global_size=1536, micro_size=1)
+    return _own_text("175b", parallel=parallel, batch=batch, schedule=_cosine(6e-5, 6e-6), steps=95_368, save_every=250)
+
+
+def gpt3_50m_debug() -> RunConfig:
+    """gpt3_50m in toy sizes."""
+    return toy(gpt3_50m(), _toy_model())
+
+
+def gpt3_160m_debug() -> RunConfig:
+    """gpt3_160m in toy sizes."""
+    return toy(gpt3_160m(), _toy_model())
+
+
+def gpt3_1_3b_debug() -> RunConfig:
+    """gpt3_1_3b in toy sizes."""
+    return toy(gpt3_1_3b(), _toy_model())
+
+
+def gpt3_6_7b_debug() -> RunConfig:
+    """gpt3_6_7b in toy sizes, on one device."""
+    return toy(gpt3_6_7b(), _toy_model())
+
+
+def gpt3_175b_debug() -> RunConfig:
+    """gpt3_175b in toy sizes: pipeline 2 x tensor 2, and data 2 on eight devices."""
+    parallel = ParallelConfig(pipeline=2, tensor=2, sequence=True, data_sharding="zero1")
+    return toy(gpt3_175b(), _toy_model(), parallel=parallel)
+
+
+def _toy_model() -> DecoderConfig:
+    return gpt3("debug", sequence_length=64, vocabulary_size=512)
+
+
+def _cosine(lr: float, min_lr: float) -> ScheduleConfig:
+    """Warm-up over 375 M tokens, then cosine (Brown et al. 2020, appendix B)."""
+    return ScheduleConfig(lr=lr, min_lr=min_lr, warmup_samples=183_105)
+
+
+def _own_text(
+    size: str, *, parallel: ParallelConfig, batch: BatchConfig, schedule: ScheduleConfig, steps: int, save_every: int
+) -> RunConfig:
+    """GPT-2 tokens of your own text, in rows of 2048."""
+    return RunConfig(
+        model=gpt3(size),
+        parallel=parallel,
+        data=BlendConfig(paths=("data/corpus_text_document",), split="989,10,1"),
+        tokenizer=GPT2TokenizerConfig(vocabulary="data/vocab.json", merges="data/merges.txt"),
+        optimizer=AdamWConfig(beta2=0.95, weight_decay=0.1),
+        schedule=schedule,
+        batch=batch,
+        evaluation=EvaluationConfig(every=1000, batches=10),
+        checkpoint=CheckpointConfig(every=save_every),
+        steps=steps,
+        run_dir=f"runs/gpt3_{size.replace('.', '_')}",
+    )

@@ -1,0 +1,170 @@
+"""Llama 3 (Llama team 2024, table 3) on your own text, a function per size. `config()` is llama3_8b.
+
+Every size has a debug twin: llama3_70b_debug for llama3_70b, debug for `config()`.
+
+Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data/corpus \
+              --tokenizer=data/tokenizer.json --append-eod
+Plan:     python -m megajax.plan --config=llama3.py:llama3_405b --devices=h100:1024
+Run:      python -m megajax.train --config=llama3.py                        (on every host, see docs/launch.md)
+Laptop:   python -m megajax.train --config=llama3.py:llama3_70b_debug --devices=cpu:8
+Hardware: each size names its own. They were compiled for absent H100s and not run on any, but for llama3_7m
+"""
+
+from dataclasses import replace
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.data.config import BlendConfig
+from megajax.mesh.config import ParallelConfig
+from megajax.models.config import DecoderConfig
+from megajax.models.presets.gpt import GPT_VOCABULARY
+from megajax.models.presets.llama import llama3
+from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.precision.config import PrecisionConfig
+from megajax.tokenizers.config import GPT2TokenizerConfig, HuggingFaceTokenizerConfig
+from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.run_config import RunConfig
+from megajax.training.toy import toy
+
+
+def config() -> RunConfig:
+    """The 8B size."""
+    return llama3_8b()
+
+
+def debug() -> RunConfig:
+    """The debug twin of `config()`."""
+    return llama3_8b_debug()
+
+
+def llama3_7m() -> RunConfig:
+    """4 layers x 64 hidden with GPT-2 tokens: a first run on your own text, on 2 CPU cores or any GPU.
+
+    Most of the model is its two tables of 50257 tokens. Prepare the text with --tokenizer=gpt2
+    --vocab-file=data/vocab.json --merge-file=data/merges.txt; on a GPU, add --precision.compute=bfloat16.
+    """
+    return RunConfig(
+        model=llama3("debug", sequence_length=128, vocabulary_size=GPT_VOCABULARY),
+        data=BlendConfig(paths=("data/corpus_text_document",), split="95,5,0", isolate_documents=True),
+        tokenizer=GPT2TokenizerConfig(vocabulary="data/vocab.json", merges="data/merges.txt"),
+        precision=PrecisionConfig(compute="float32"),
+        optimizer=AdamWConfig(beta2=0.95, weight_decay=0.1),
+        schedule=ScheduleConfig(lr=1e-3, min_lr=1e-4, warmup_steps=20),
+        batch=BatchConfig(global_size=8, micro_size=2),
+        evaluation=EvaluationConfig(every=100, batches=4),
+        checkpoint=CheckpointConfig(every=100),
+        steps=200,
+        run_dir="runs/llama3_7m",
+    )
+
+
+def llama3_8b() -> RunConfig:
+    """4 M tokens a step, cosine from 3e-4 to 3e-5. 8 GPUs with 80 GB, tensor 4 x data 2.
+
+    11.2 GiB of state and 18.6 GiB of temporaries per GPU.
+    """
+    return _own_text(
+        "llama3_8b",
+        llama3("8b"),
+        parallel=ParallelConfig(tensor=4, sequence=True, data_sharding="zero1"),
+        schedule=ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000),
+        rows=512,
+        evaluation=EvaluationConfig(every=1000, batches=8),
+        checkpoint=CheckpointConfig(every=500),
+        steps=500_000,
+    )
+
+
+def llama3_70b() -> RunConfig:
+    """15 T tokens, 4 M a step, cosine from 1.5e-4 to 1.5e-6. 128 GPUs, tensor 8 x pipeline 4 x data 4.
+
+    Peak 36.4 GiB per GPU.
+    """
+    return _own_text(
+        "llama3_70b",
+        llama3("70b"),
+        parallel=_interleaved(pipeline=4, tensor=8, virtual_stages=5),
+        schedule=ScheduleConfig(lr=1.5e-4, min_lr=1.5e-6, warmup_steps=8000),
+        rows=512,
+        evaluation=EvaluationConfig(every=1000, batches=4),
+        checkpoint=CheckpointConfig(every=250),
+        steps=3_600_000,
+    )
+
+
+def llama3_405b() -> RunConfig:
+    """15 T tokens, 16 M a step, cosine from 8e-5 to 8e-7. 1024 GPUs, tensor 8 x pipeline 16 x data 8.
+
+    Peak 30.1 GiB per GPU.
+    """
+    return _own_text(
+        "llama3_405b",
+        replace(llama3("405b"), recompute="full"),
+        parallel=_interleaved(pipeline=16, tensor=8, virtual_stages=4),
+        schedule=ScheduleConfig(lr=8e-5, min_lr=8e-7, warmup_steps=8000),
+        rows=2048,
+        evaluation=EvaluationConfig(every=1000, batches=4),
+        checkpoint=CheckpointConfig(every=250),
+        steps=900_000,
+    )
+
+
+def llama3_7m_debug() -> RunConfig:
+    """llama3_7m in toy sizes, with mock data."""
+    return toy(llama3_7m(), _toy_model())
+
+
+def llama3_8b_debug() -> RunConfig:
+    """llama3_8b in toy sizes, on one device, or on eight with --devices=cpu:8 --parallel.tensor=2."""
+    return toy(llama3_8b(), _toy_model())
+
+
+def llama3_70b_debug() -> RunConfig:
+    """llama3_70b in toy sizes: pipeline 2 x 2 virtual stages x tensor 2, and data 2 on eight devices."""
+    return toy(llama3_70b(), _toy_model(), parallel=_interleaved(pipeline=2, tensor=2, virtual_stages=2))
+
+
+def llama3_405b_debug() -> RunConfig:
+    """llama3_405b in toy sizes: pipeline 2 x 2 virtual stages x tensor 2, and data 2 on eight devices."""
+    return toy(llama3_405b(), _toy_model(), parallel=_interleaved(pipeline=2, tensor=2, virtual_stages=2))
+
+
+def _toy_model() -> DecoderConfig:
+    return llama3("debug", sequence_length=64, vocabulary_size=512)
+
+
+def _interleaved(*, pipeline: int, tensor: int, virtual_stages: int) -> ParallelConfig:
+    return ParallelConfig(
+        pipeline=pipeline,
+        tensor=tensor,
+        sequence=True,
+        data_sharding="zero1",
+        schedule="interleaved",
+        virtual_stages=virtual_stages,
+    )
+
+
+def _own_text(
+    name: str,
+    model: DecoderConfig,
+    *,
+    parallel: ParallelConfig,
+    schedule: ScheduleConfig,
+    rows: int,
+    evaluation: EvaluationConfig,
+    checkpoint: CheckpointConfig,
+    steps: int,
+) -> RunConfig:
+    """`rows` of 8192 tokens of your own text a step, one row per microbatch; documents do not attend to each other."""
+    return RunConfig(
+        model=model,
+        parallel=parallel,
+        data=BlendConfig(paths=("data/corpus_text_document",), split="998,1,1", isolate_documents=True),
+        tokenizer=HuggingFaceTokenizerConfig(path="data/tokenizer.json"),
+        optimizer=AdamWConfig(beta2=0.95, weight_decay=0.1),
+        schedule=schedule,
+        batch=BatchConfig(global_size=rows, micro_size=1),
+        evaluation=evaluation,
+        checkpoint=checkpoint,
+        steps=steps,
+        run_dir=f"runs/{name}",
+    )

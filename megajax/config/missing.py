@@ -1,0 +1,51 @@
+"""What to do about a package that is not installed. Needs nothing but Python itself."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+REQUIRED = frozenset(
+    ("absl", "flax", "grain", "jax", "jaxlib", "ml_dtypes", "numpy", "optax", "orbax", "rich", "tensorstore", "yaml")
+)
+"""Names under which the packages of every installation are imported."""
+EXTRAS = {
+    "matplotlib": "plot",
+    "tensorboardX": "log",
+    "tiktoken": "tokenizers",
+    "tokenizers": "tokenizers",
+    "wandb": "wandb",
+    "zstandard": "data",
+}
+"""Name under which a package is imported -> the extra of MegaJAX that installs it."""
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+def remedy(error: ModuleNotFoundError, argv: Sequence[str], checkout: Path = CHECKOUT) -> str | None:
+    """The package, the interpreter that lacks it, and how to get it; None for a module that MegaJAX does not ask for.
+
+    argv: the command with its interpreter, as sys.orig_argv has it. checkout: folder of a pyproject.toml, if this is
+    a checkout.
+    """
+    name = (error.name or "").partition(".")[0]
+    if name not in REQUIRED and name not in EXTRAS:
+        return None
+    here = (checkout / "pyproject.toml").is_file()
+    extra = EXTRAS.get(name)
+    lines = [f"No module named {name!r} in {sys.executable}, which runs this command."]
+    if extra is not None:
+        lines.append(f"It comes with the extra {extra}:")
+        lines += [f"  uv sync --extra {extra}"] if here else []
+        lines.append(
+            f"  {sys.executable} -m pip install {f"-e '{checkout}[{extra}]'" if here else f"'megajax[{extra}]'"}"
+        )
+    elif not here:
+        lines += ["Install MegaJAX with the packages it needs:", f"  {sys.executable} -m pip install megajax"]
+    else:
+        lines += ["Activate the environment of the checkout first:"]
+        made = (checkout / ".venv").is_dir()
+        lines.append(f"  {'' if made else f'cd {checkout} && uv sync && '}source {checkout}/.venv/bin/activate")
+        if "-m" in argv:
+            lines += ["or run the command through uv:", f"  uv run python {shlex.join(argv[1:])}"]
+        lines += ["or install MegaJAX into this Python:", f"  {sys.executable} -m pip install -e {checkout}"]
+    return "\n".join(lines)

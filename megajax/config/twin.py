@@ -1,0 +1,50 @@
+"""The debug twin of a config: the same tree in toy sizes, for a machine that lacks the devices of the large one.
+
+By convention the twin of `config()` is `debug()`, and that of `NAME()` is `NAME_debug()` in the same file.
+"""
+
+from dataclasses import replace
+
+from megajax.config.errors import ConfigError, TooFewDevices, UserError
+from megajax.config.files import find, functions_of, read, root_type, split_source
+from megajax.config.tree import assemble
+
+COUNTS = (8, 4, 2, 1)
+"""Virtual CPU devices to try a twin on, the preferred number first: eight show a layout and still start fast."""
+
+
+def twin_of(source: str) -> str | None:
+    """ "gpt3.py" -> "gpt3.py:debug", "gpt3.py:gpt3_175b" -> "gpt3.py:gpt3_175b_debug"; None where there is none."""
+    name, function = split_source(source)
+    twin = f"{function}_debug" if function not in ("", "config") else "debug"
+    try:
+        return f"{name}:{twin}" if twin in functions_of(find(name)) else None
+    except UserError:
+        return None
+
+
+def command(source: str, root: str | type) -> str | None:
+    """Arguments that run the twin on any machine: "--config=gpt3.py:debug --devices=cpu:8". None without a twin."""
+    twin = twin_of(source)
+    if twin is None:
+        return None
+    try:
+        file, cls = read(twin, root), root_type(root)
+    except UserError:
+        return None
+    counts = (count for count in COUNTS if not assemble(cls, file.base, file.over({}), count)[1])
+    return next((f"--config={twin} --devices=cpu:{count}" for count in counts), f"--config={twin}")
+
+
+def advised(error: ConfigError, source: str | None, verb: str, root: str | type) -> ConfigError:
+    """The error, where it is about a lack of devices with the twin's command as the first hint."""
+    few = any(isinstance(problem, TooFewDevices) for problem in error.problems)
+    words = command(source, root) if few and source else None
+    if words is None:
+        return error
+    first = f"its debug twin runs on any machine: python -m megajax.{verb} {words}"
+    problems = [
+        replace(problem, hint=f"{first}\n{problem.hint}") if isinstance(problem, TooFewDevices) else problem
+        for problem in error.problems
+    ]
+    return ConfigError(problems, error.place)
