@@ -1,6 +1,6 @@
 """A small Llama-like model on the text every Python brings along: nothing to download, nothing to prepare.
 
-Run:      python -m megajax.train --config=configs/quickstart.py
+Run:      python -m megajax.train --config=quickstart.py
 Hardware: 2 CPU cores, 0.9 GB of memory
 Time:     about two minutes
 Expect:   loss from 5.56 to 1.4 nats per byte, 1.43 on the validation split (Python 3.12)

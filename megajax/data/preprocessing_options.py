@@ -127,6 +127,23 @@ def tokenizer_config(options: argparse.Namespace) -> TokenizerConfig:
     return HuggingFaceTokenizerConfig(path=kind, eod=eod)
 
 
+def tokenizer_options(config: TokenizerConfig) -> list[str]:
+    """The options that ask for a tokenizer, the inverse of `tokenizer_config`; [] for one that has none."""
+    match config:
+        case ByteTokenizerConfig():
+            return ["--tokenizer=byte"]
+        case NullTokenizerConfig():
+            return ["--tokenizer=null", f"--vocab-size={config.vocabulary_size}"]
+        case GPT2TokenizerConfig():
+            files = ["--tokenizer=gpt2", f"--vocab-file={config.vocabulary}", f"--merge-file={config.merges}"]
+            usual = GPT2TokenizerConfig(vocabulary="", merges="").eod
+            return files if config.eod == usual else [*files, f"--eod-token={config.eod}"]
+        case HuggingFaceTokenizerConfig():
+            return [f"--tokenizer={config.path}"] + ([f"--eod-token={config.eod}"] if config.eod else [])
+        case _:
+            return []
+
+
 def document_rule(options: argparse.Namespace) -> DocumentRule:
     """What a document of plain text is. Raises UserError for two answers or a pattern that is none."""
     if options.document_regex is None:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from megajax.config.builds import resolve
 from megajax.config.command_line import Flag, front_door, parse
 from megajax.config.errors import UserError
 
@@ -25,11 +26,6 @@ def main(argv: list[str]) -> int:
     Raises:
         UserError: no trace there, one without kernels, or a wrong command line.
     """
-    # Imported here so that the front door can report a package that is not installed.
-    from megajax.metrics.banner import plain
-    from megajax.metrics.chrome_trace import MOST_EVENTS, read
-    from megajax.metrics.trace import summary
-
     if not argv or {"-h", "--help"} & set(argv):
         print(USAGE)
         return 0
@@ -38,9 +34,11 @@ def main(argv: list[str]) -> int:
     flags = parse(argv[1:], verb="tools.trace", flags=FLAGS, with_config=False).flags
     if flags["top"] < 1 or (flags["steps"] is not None and flags["steps"] < 1):
         raise UserError("--top and --steps must be at least 1")
-    trace = read(Path(argv[0]))
+    # By name, so that the front door can report a package that is not installed.
+    trace = resolve("megajax.metrics.chrome_trace:read")(Path(argv[0]))
     if not trace.devices:
         raise UserError(f"{trace.file} has no kernels: nothing ran on a device while it was recorded")
+    summary, plain = resolve("megajax.metrics.trace:summary"), resolve("megajax.metrics.banner:plain")
     found = summary(trace.devices, steps=flags["steps"] or trace.steps or 1, top=flags["top"])
     text = json.dumps(found.values() | {"complete": trace.complete}, indent=1)
     if flags["json"] is True:
@@ -50,7 +48,8 @@ def main(argv: list[str]) -> int:
         _write(flags["json"], text)
     print(plain(str(trace.file), found.sections()))
     if not trace.complete:
-        print(f"the file has {MOST_EVENTS:,} events, after which the profiler drops the rest: trace fewer steps")
+        most = resolve("megajax.metrics.chrome_trace:MOST_EVENTS")
+        print(f"the file has {most:,} events, after which the profiler drops the rest: trace fewer steps")
     return 0
 
 

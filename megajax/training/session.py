@@ -14,6 +14,7 @@ from megajax.batch import Params
 from megajax.config.errors import UserError
 from megajax.config.tree import check
 from megajax.data.loader import Loader
+from megajax.data.missing import demand_files
 from megajax.data.splits import Evaluation, Rows, Splits, requested_rows
 from megajax.layers.param import bind
 from megajax.mesh.mesh import build_mesh, find_devices
@@ -171,12 +172,14 @@ def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
     devices = find_devices() if devices is None else devices
     check(cfg, len(devices))
     mesh = build_mesh(cfg.parallel, devices)
+    demand_files(cfg.data, cfg.tokenizer)
     tokenizer = cfg.tokenizer.build()
     if tokenizer.vocabulary_size > cfg.model.vocabulary_size:
         raise UserError(
             f"the tokenizer has {tokenizer.vocabulary_size} tokens, model.vocabulary_size is "
             f"{cfg.model.vocabulary_size}: set model.vocabulary_size={tokenizer.vocabulary_size}"
         )
+    _check_prompt(cfg.logging.prompt, tokenizer)
     demand_kernels(cfg)
     options = settled(cfg, mesh)
     wanted = wanted_rows(cfg, cfg.batch_sizes(mesh.shape["data"] * mesh.shape["expert"]))
@@ -195,6 +198,16 @@ def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
             "in data.split (or data.valid_paths), or set evaluation.every=none"
         )
     return Parts(cfg, Program.of(cfg, mesh, options), tokenizer, splits, sets)
+
+
+def _check_prompt(prompt: str | None, tokenizer: Tokenizer) -> None:
+    """Raises UserError for a prompt that the tokenizer cannot encode: it is first used after the last step."""
+    if prompt is None:
+        return
+    try:
+        tokenizer.encode(prompt)
+    except UserError as error:
+        raise UserError(f"logging.prompt={prompt!r}: {error}") from error
 
 
 def validation_sets(cfg: RunConfig, tokenizer: Tokenizer, rows: int | None) -> dict[str, Any]:

@@ -28,6 +28,7 @@ def toy(cfg: RunConfig, model: DecoderConfig, **changes: Any) -> RunConfig:
         "batch": replace(cfg.batch, global_size=8, micro_size=1),
         "evaluation": EvaluationConfig(every=10, batches=2),
         "checkpoint": CheckpointConfig(every=10),
+        "logging": replace(cfg.logging, prompt=None),  # mock data has no text
         "steps": 20,
         "run_dir": f"{cfg.run_dir}_debug",
     }

@@ -48,7 +48,10 @@ def test_one_process_may_leave_devices_unused():
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        (ParallelConfig(data=5, tensor=2), "parallel: the axes multiply to 10 devices, there are 8"),
+        (
+            ParallelConfig(data=5, tensor=2),
+            "parallel: the axes multiply to 10 devices (data 5 x tensor 2), there are 8",
+        ),
         (ParallelConfig(data=5, tensor=2), "parallel.data can be at most 4, or give more devices"),
         (ParallelConfig(pipeline=4, tensor=4), "make parallel.pipeline or parallel.tensor smaller, or give more"),
         (ParallelConfig(tensor=3), "parallel.tensor: 8 devices are not divisible by 3"),
@@ -79,7 +82,9 @@ def test_sizes_without_devices_at_hand():
     assert parallel.sizes(32) == {"pipeline": 1, "data": 8, "expert": 1, "context": 1, "tensor": 4}
     assert parallel.without_data() == 4
     assert parallel.data_size(2) == 1
-    assert next(str(p) for p in parallel.device_problems(2)).startswith(": the axes multiply to 4 devices, there are 2")
+    assert next(str(p) for p in parallel.device_problems(2)).startswith(
+        ": the axes multiply to 4 devices (tensor 4), there"
+    )
     assert parallel.device_problems(12) == []
 
 

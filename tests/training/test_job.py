@@ -180,7 +180,9 @@ def test_a_finished_run_has_nothing_to_do_and_can_be_evaluated_alone(whole, tmp_
     assert losses(folder) == losses(whole)
     capsys.readouterr()
     assert train(run_config(folder)) == 0
-    assert "nothing to train: 6 of 6 steps are done" in capsys.readouterr().out
+    assert (
+        f"nothing to train: --run_dir={folder} is at step 6 of --steps=6. Give more --steps" in capsys.readouterr().out
+    )
     assert lines(folder) == lines(whole)
 
 

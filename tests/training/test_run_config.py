@@ -113,7 +113,7 @@ def test_the_vocabulary_is_cut_over_pipeline_and_tensor(sizes, multiple, cuts, l
         ({"virtual_stages": 2}, "virtual_stages", "2 virtual stages need a pipeline, parallel.pipeline is 1"),
         ({"pipeline": 2, "layers": (1, 2, 1)}, "layers", "1,2,1 must be 2 numbers above 0"),
         ({"pipeline": 2, "sequence": True}, "sequence", "needs parallel.tensor > 1, which is 1"),
-        ({"pipeline": 4, "tensor": 4}, "", "the axes multiply to 16 devices, there are 8"),
+        ({"pipeline": 4, "tensor": 4}, "", "the axes multiply to 16 devices (pipeline 4 x tensor 4), there are 8"),
     ],
 )
 def test_settings_of_a_pipeline_that_contradict_each_other(settings, where, message):
@@ -218,7 +218,7 @@ def test_devices_seed_steps_and_schedule():
     found = problems(
         run_config(parallel=on(data=16), seed=-1, steps=-1, batch=BatchConfig(global_size=16), model=model())
     )
-    assert found["parallel"].startswith("the axes multiply to 16 devices, there are 8")
+    assert found["parallel"].startswith("the axes multiply to 16 devices (data 16), there are 8")
     assert found["seed"].startswith("must be between 0 and 4294967295, got -1")
     assert found["steps"].startswith("must not be negative, got -1")
     found = problems(run_config(schedule=ScheduleConfig(warmup_steps=6)))

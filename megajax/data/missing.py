@@ -1,0 +1,53 @@
+"""Token files that a config names and that do not exist, with the command that makes them."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from megajax.config.errors import UserError
+from megajax.data.config import BlendConfig
+from megajax.data.indexed import index_path, tokens_path
+from megajax.data.preprocessing_options import tokenizer_options
+from megajax.data.splits import parse_paths
+from megajax.tokenizers.config import GPT2TokenizerConfig, HuggingFaceTokenizerConfig
+
+SOURCES = {
+    GPT2TokenizerConfig: "GPT-2's vocab.json and merges.txt: https://huggingface.co/openai-community/gpt2",
+    HuggingFaceTokenizerConfig: "A tokenizer.json comes with every model on https://huggingface.co",
+}
+
+
+def demand_files(data: Any, tokenizer: Any) -> None:
+    """Check that the token files of a BlendConfig are there, before the tokenizer is built or any of them is read.
+
+    Raises:
+        UserError: the files that are missing, those of the tokenizer with them, and the command that writes them.
+    """
+    if not isinstance(data, BlendConfig):
+        return
+    lists = [items for items in (data.paths, data.train_paths, data.valid_paths, data.test_paths) if items]
+    prefixes = [prefix for items in lists for prefix in parse_paths(items)[0]]
+    absent = [path for prefix in prefixes for path in (tokens_path(prefix), index_path(prefix)) if not path.is_file()]
+    if not absent:
+        return
+    lines = [f"data: no such file: {', '.join(map(str, absent))} (looked for in {Path.cwd()})"]
+    unread = [path for path in _files(tokenizer) if not Path(path).exists()]
+    lines += [f"tokenizer: no such file: {', '.join(unread)}"] if unread else []
+    words = tokenizer_options(tokenizer)
+    found = re.fullmatch(r"(.+)_([^_/]+)_document", str(absent[0].with_suffix("")))
+    if words and found:
+        key = [] if found[2] == "text" else [f"--json-keys={found[2]}"]
+        words = ["--input", "corpus.jsonl", "--output-prefix", found[1], *words, *key, "--append-eod"]
+        lines += ["Make the token files from your own text, corpus.jsonl here (JSON lines or plain text):"]
+        lines += [f"  python -m megajax.preprocess {shlex.join(words)}"]
+    else:
+        lines += ["Files of tokens are PREFIX.bin and PREFIX.idx; python -m megajax.preprocess writes them"]
+    lines += [SOURCES[type(tokenizer)]] if unread else []
+    raise UserError("\n".join(lines))
+
+
+def _files(tokenizer: Any) -> tuple[str, ...]:
+    if isinstance(tokenizer, GPT2TokenizerConfig):
+        return tokenizer.vocabulary, tokenizer.merges
+    return (tokenizer.path,) if isinstance(tokenizer, HuggingFaceTokenizerConfig) else ()

@@ -1,0 +1,90 @@
+"""A package that is not installed: what every front door says, and that it can say so without any package."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+from megajax.config.missing import EXTRAS, REQUIRED, remedy
+
+REPOSITORY = Path(__file__).parents[2]
+SHELL = ("python", "-m", "megajax.train", "--config=quickstart.py")
+
+
+def front_doors() -> list[str]:
+    """Modules that are run by `python -m`: those that end in `front_door(main)`."""
+    found = []
+    for path in sorted((REPOSITORY / "megajax").rglob("*.py")):
+        module = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+        if re.search(r"^    front_door\(", path.read_text(), re.MULTILINE) and module != "megajax.planning.alone":
+            found.append(module)
+    return found
+
+
+def bare(*words: str) -> subprocess.CompletedProcess[str]:
+    """Python without site-packages, in the repository."""
+    command = [sys.executable, "-S", *words]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_front_doors_are_imported_without_any_package():
+    doors = front_doors()
+    assert {"megajax.train", "megajax.plan", "megajax.preprocess", "megajax.doctor"} <= set(doors)
+    done = bare("-c", f"import importlib\nfor name in {doors}: importlib.import_module(name)")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_bare_interpreter_is_told_what_to_do():
+    done = bare("-m", "megajax.train", "--config=quickstart.py", "--steps=1")
+    assert done.returncode == 2 and "Traceback" not in done.stderr and done.stdout == ""
+    assert f"No module named 'jax' in {sys.executable}" in done.stderr
+    assert f"{REPOSITORY}/.venv/bin/activate" in done.stderr
+    assert "uv run python -S -m megajax.train --config=quickstart.py --steps=1" in done.stderr
+
+
+def missing(name: str) -> ModuleNotFoundError:
+    return ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_in_a_checkout_and_in_an_installation(tmp_path):
+    text = remedy(missing("yaml"), SHELL, tmp_path) or ""
+    assert "pip install megajax" in text and "activate" not in text
+    (tmp_path / "pyproject.toml").touch()
+    text = remedy(missing("yaml"), SHELL, tmp_path) or ""
+    assert f"cd {tmp_path} && uv sync && source {tmp_path}/.venv/bin/activate" in text
+    assert "  uv run python -m megajax.train --config=quickstart.py" in text
+    assert f"pip install -e {tmp_path}" in text
+
+
+@pytest.mark.parametrize(("module", "extra"), EXTRAS.items())
+def test_a_package_of_an_extra_names_it(module, extra, tmp_path):
+    assert f"extra {extra}" in (remedy(missing(module), SHELL, tmp_path) or "")
+    assert f"pip install 'megajax[{extra}]'" in (remedy(missing(f"{module}.inner"), SHELL, tmp_path) or "")
+
+
+def test_other_modules_are_not_ours_to_explain():
+    assert remedy(missing("megajax.nothing"), SHELL) is remedy(missing("mine"), SHELL) is None
+
+
+def test_the_names_are_those_of_the_project():
+    """Each is imported from a package that pyproject.toml lists; jax brings ml_dtypes and jaxlib, flax brings optax."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    listed = {None: project["dependencies"], **project["optional-dependencies"]}
+    packages = {extra: {re.split(r"[^\w-]", line)[0].lower() for line in lines} for extra, lines in listed.items()}
+    provided = packages_distributions()
+    asked = EXTRAS | dict.fromkeys(REQUIRED - {"ml_dtypes", "jaxlib", "optax"})
+    for module, extra in asked.items():
+        if module in provided:
+            assert packages[extra] & {name.lower() for name in provided[module]}, module
+
+
+def test_an_old_python_reads_the_package_far_enough_to_be_refused():
+    """No syntax newer than 3.8 comes before the refusal."""
+    ast.parse((REPOSITORY / "megajax" / "__init__.py").read_text(), feature_version=(3, 8))

@@ -1,0 +1,116 @@
+"""The shipped configs: how they are found, their debug twins, and their place in the wheel."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+
+from megajax.config import ConfigError, UserError, load
+from megajax.config.command_line import parse
+from megajax.config.files import SHIPPED, find, functions_of
+from megajax.config.twin import advised, command, twin_of
+
+REPOSITORY = Path(__file__).parents[2]
+FAMILIES = ("gpt2.py", "gpt3.py", "llama3.py")
+
+
+def sizes(file: str) -> list[str]:
+    return [name for name in functions_of(SHIPPED / file) if name.startswith(file[:-3]) and not name.endswith("_debug")]
+
+
+def test_a_name_is_looked_for_here_then_in_configs_then_among_the_shipped(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find("gpt3.py") == SHIPPED / "gpt3.py" == REPOSITORY / "configs" / "gpt3.py"
+    assert find("gpt3") == SHIPPED / "gpt3.py"
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "gpt3.py").touch()
+    assert find("gpt3.py") == tmp_path / "configs" / "gpt3.py"
+    (tmp_path / "gpt3.py").touch()
+    assert find("gpt3.py") == tmp_path / "gpt3.py"
+
+
+@pytest.mark.parametrize(
+    ("asked", "hint"),
+    [
+        ("llama3_8b.py", "did you mean llama3.py:llama3_8b?"),
+        ("llama3_8b", "did you mean llama3.py:llama3_8b?"),
+        ("configs/gpt3_175b.py", "did you mean gpt3.py:gpt3_175b?"),
+        ("gpt3_175b.py:debug", "did you mean gpt3.py:gpt3_175b_debug?"),
+        ("quikstart.py", "did you mean quickstart.py?"),
+        ("mine.py", "there are bench.py, gpt2.py, gpt3.py, llama3.py, quickstart.py; FILE:FUNCTION calls another"),
+        ("gpt3.py:gpt3_175", "did you mean gpt3_175b?"),
+        ("gpt3.py:small", "(it has config, debug, gpt3_50m, gpt3_160m, gpt3_1_3b, gpt3_6_7b, gpt3_175b, "),
+    ],
+)
+def test_what_is_not_there_is_answered_with_what_is(asked, hint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as refused:
+        load(asked)
+    assert hint in str(refused.value)
+
+
+@pytest.mark.parametrize("file", FAMILIES)
+def test_every_size_has_a_twin_and_a_run_folder_of_its_own(file):
+    names = sizes(file)
+    assert names and {f"{name}_debug" for name in names} <= set(functions_of(SHIPPED / file))
+    configs = {name: load(f"{file}:{name}") for name in [*names, *(f"{name}_debug" for name in names)]}
+    assert {name: cfg.run_dir for name, cfg in configs.items()} == {name: f"runs/{name}" for name in configs}
+    assert load(file) in configs.values() and load(f"{file}:debug") == load(twin_of(f"{file}:{default(file)}"))
+    for name in names:
+        load(f"{file}:{name}_debug", devices=8)
+
+
+def default(file: str) -> str:
+    return load(file).run_dir.removeprefix("runs/")
+
+
+def test_gpt3_needs_nothing_prepared():
+    cfg = load("gpt3.py")
+    assert (type(cfg.data).__name__, type(cfg.tokenizer).__name__) == ("StandardLibraryConfig", "ByteTokenizerConfig")
+    for devices in (1, 2, 4, 8):
+        load("gpt3.py", devices=devices)
+
+
+def test_twins_of_a_file():
+    assert twin_of("gpt3.py") == twin_of("gpt3.py:config") == "gpt3.py:debug"
+    assert twin_of("gpt3.py:gpt3_175b") == "gpt3.py:gpt3_175b_debug"
+    assert twin_of("quickstart.py") is twin_of("nothing.py") is twin_of("gpt3.py:debug") is None
+    root = type(load("quickstart.py"))
+    assert command("gpt3.py:gpt3_175b", root) == "--config=gpt3.py:gpt3_175b_debug --devices=cpu:8"
+    assert command("quickstart.py", root) is None
+
+
+def test_a_layout_too_large_for_the_machine_names_the_twin_first():
+    with pytest.raises(ConfigError) as refused:
+        parse(["--config=gpt3.py:gpt3_175b", "--devices=cpu:8"], verb="train")
+    what, twin, smaller, virtual = str(refused.value).splitlines()[1:]
+    assert what.strip() == "parallel: the axes multiply to 128 devices (pipeline 16 x tensor 8), there are 8"
+    assert "python -m megajax.train --config=gpt3.py:gpt3_175b_debug --devices=cpu:8" in twin
+    assert smaller.strip() == "make parallel.pipeline or parallel.tensor smaller, or give more devices"
+    assert "--devices=cpu:128" in virtual and "small models" in virtual
+    assert parse(twin.split()[-2:], verb="train").config.run_dir == "runs/gpt3_175b_debug"
+
+
+def test_other_errors_are_left_alone():
+    with pytest.raises(ConfigError) as refused:
+        load("gpt3.py:gpt3_175b", "parallel.tensor=7")
+    assert advised(refused.value, "gpt3.py:gpt3_175b", "train", type(load("quickstart.py"))) is refused.value
+
+
+def test_an_installed_wheel_has_the_configs(tmp_path):
+    wheel = Path(next(WheelBuilder(str(REPOSITORY)).build(directory=str(tmp_path), versions=["standard"])))
+    with zipfile.ZipFile(wheel) as packed:
+        names = packed.namelist()
+        packed.extractall(tmp_path / "site")
+    shipped = {f"megajax/configs/{file.name}" for file in (REPOSITORY / "configs").glob("*.py")}
+    assert shipped and shipped <= set(names) and not [name for name in names if name.startswith("configs/")]
+    (tmp_path / "empty").mkdir()
+    code = "from megajax.config import load; from megajax.config.files import SHIPPED; load('gpt3.py'); print(SHIPPED)"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path / "empty", env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(tmp_path / "site" / "megajax" / "configs")

@@ -1,0 +1,59 @@
+"""Token files that are not there: the error names them and the command that writes them."""
+
+import shlex
+
+import pytest
+
+from megajax.config import UserError
+from megajax.data.config import BlendConfig, MockConfig
+from megajax.data.missing import demand_files
+from megajax.data.preprocessing_options import parser, tokenizer_config, tokenizer_options
+from megajax.tokenizers.config import (
+    ByteTokenizerConfig,
+    GPT2TokenizerConfig,
+    HuggingFaceTokenizerConfig,
+    NullTokenizerConfig,
+)
+
+GPT2 = GPT2TokenizerConfig(vocabulary="data/vocab.json", merges="data/merges.txt")
+
+
+def refusal(data, tokenizer) -> str:
+    with pytest.raises(UserError) as refused:
+        demand_files(data, tokenizer)
+    return str(refused.value)
+
+
+def test_the_command_writes_the_files_that_are_missing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = refusal(BlendConfig(paths=("data/corpus_text_document",)), GPT2)
+    assert "data/corpus_text_document.bin, data/corpus_text_document.idx" in text and str(tmp_path) in text
+    assert "tokenizer: no such file: data/vocab.json, data/merges.txt" in text
+    line = next(line for line in text.splitlines() if "megajax.preprocess" in line)
+    options = parser().parse_args(shlex.split(line)[3:])
+    assert options.output_prefix == "data/corpus" and options.append_eod and tokenizer_config(options) == GPT2
+
+
+def test_only_what_is_missing_is_named(tmp_path):
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"a_text_document{suffix}").touch()
+    here, gone = f"{tmp_path}/a_text_document", f"{tmp_path}/b_title_document"
+    demand_files(BlendConfig(paths=(here,)), GPT2)
+    demand_files(MockConfig(), GPT2)
+    text = refusal(BlendConfig(paths=("0.3", here, "0.7", gone)), ByteTokenizerConfig())
+    assert f"{here}.bin" not in text and f"{gone}.bin" in text and "tokenizer:" not in text
+    assert f"--output-prefix {tmp_path}/b --tokenizer=byte --json-keys=title --append-eod" in text
+    assert "PREFIX.bin and PREFIX.idx" in refusal(BlendConfig(train_paths=(f"{tmp_path}/c",)), ByteTokenizerConfig())
+
+
+def test_options_of_a_tokenizer_ask_for_it(tmp_path):
+    (tmp_path / "tokenizer.json").touch()
+    for config in (
+        GPT2,
+        ByteTokenizerConfig(),
+        NullTokenizerConfig(vocabulary_size=9),
+        GPT2TokenizerConfig(vocabulary="v", merges="m", eod="</s>"),
+        HuggingFaceTokenizerConfig(path=str(tmp_path / "tokenizer.json"), eod="</s>"),
+    ):
+        words = ["--input=x", "--output-prefix=y", *tokenizer_options(config)]
+        assert tokenizer_config(parser().parse_args(words)) == config
