@@ -1,9 +1,10 @@
 """Settings of the optimizers and of the schedule that drives them, without importing jax."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
@@ -333,28 +334,88 @@ class ScheduleConfig(Builds):
         return _rows(steps if self.weight_decay_steps is None else self.weight_decay_steps, global_size, samples)
 
     def run_problems(self, *, steps: int, global_size: int, samples: Samples | None = None) -> list[Problem]:
-        """What is wrong with the schedule for a run of that length."""
-        found: list[Problem] = []
+        """What is wrong with the schedule for a run of that length, in the units that the settings were given in."""
         length: dict[str, Any] = {"steps": steps, "global_size": global_size, "samples": samples}
         warmup, decay, anneal = (f(**length) for f in (self.warmup, self.decay, self.anneal))
+        if decay < 0:
+            return []
+        rows = _RowsOfSteps(global_size, samples)
+        found: list[Problem] = []
         if self.style != "constant" and warmup >= decay and warmup > 0:
-            found.append(
-                Problem(
-                    "decay_steps",
-                    f"the decay ends after {decay} samples, the warm-up after {warmup:g}",
-                    "make the warm-up shorter or the decay longer",
-                )
-            )
+            found.append(self._long_warmup(warmup, decay, steps, rows))
         if self.style == "wsd" and anneal > decay > 0:
-            found.append(
-                Problem(
-                    "anneal_steps" if self.anneal_samples is None else "anneal_samples",
-                    f"the anneal takes {anneal} samples, all of the schedule {decay}",
-                    f"at most {decay} samples, which are {decay // max(global_size, 1)} steps",
-                )
-            )
+            found.append(self._long_anneal(anneal, decay, steps, global_size))
         return found
+
+    def _long_warmup(self, warmup: float, decay: int, steps: int, rows: "_RowsOfSteps") -> Problem:
+        """A warm-up that leaves nothing of the decay."""
+        end = self._end(decay, steps)
+        if self.warmup_fraction is not None:
+            what = f"a warm-up of {self.warmup_fraction:g} x the decay leaves no step for the decay"
+            return Problem("warmup_fraction", what, "use a --schedule.warmup_fraction below 1")
+        if self.warmup_samples is not None:
+            taken, most = _Length("schedule.warmup_samples", self.warmup_samples, "samples"), decay - 1
+        else:
+            taken, most = _Length("schedule.warmup_steps", self.warmup_steps or 0, "steps"), rows.steps_below(decay)
+        enough = int(warmup) + 1 if end.unit == "samples" else rows.steps_beyond(warmup)
+        hint = f"use --{taken.setting}={most} or less, or --{end.setting}={enough} or more"
+        if most < 0:
+            hint = f"use --{end.setting}={enough} or more"
+        return taken.beyond(end, "warm-up", warmup, decay, hint)
+
+    def _long_anneal(self, anneal: int, decay: int, steps: int, global_size: int) -> Problem:
+        """An anneal longer than the schedule; each step of it has `global_size` samples."""
+        end = self._end(decay, steps)
+        if self.anneal_samples is not None:
+            taken, most = _Length("schedule.anneal_samples", anneal, "samples"), decay
+        else:
+            taken, most = _Length("schedule.anneal_steps", self.anneal_steps or 0, "steps"), decay // global_size
+        hint = f"use --{taken.setting}={most} or less, or a larger --{end.setting}"
+        return taken.beyond(end, "anneal", anneal, decay, hint)
+
+    def _end(self, decay: int, steps: int) -> "_Length":
+        if self.decay_samples is not None:
+            return _Length("schedule.decay_samples", decay, "samples")
+        if self.decay_steps is not None:
+            return _Length("schedule.decay_steps", self.decay_steps, "steps")
+        return _Length("steps", steps, "steps")
+
+
+class _Length(NamedTuple):
+    """A part of the schedule as the user gave it."""
+
+    setting: str
+    count: int
+    unit: Literal["steps", "samples"]
+
+    def beyond(self, end: "_Length", part: str, mine: float, others: float, hint: str) -> Problem:
+        """This part takes `mine` samples, more than the `others` until `end`; samples are told where units differ."""
+        taken, limit = f"{self.count} {self.unit}", f"{end.count} {end.unit}"
+        if self.unit != end.unit:
+            taken += f" ({mine:g} samples)" if self.unit == "steps" else ""
+            limit += f" ({others:g} samples)" if end.unit == "steps" else ""
+        where = "the whole run has" if end.setting == "steps" else "the decay ends after"
+        return Problem(self.setting.removeprefix("schedule."), f"the {part} takes {taken}, {where} {limit}", hint)
 
 
 def _rows(steps: int, global_size: int, samples: Samples | None) -> int:
     return steps * global_size if samples is None else samples(steps)
+
+
+class _RowsOfSteps:
+    """Steps for rows, the inverse of `Samples`."""
+
+    def __init__(self, global_size: int, samples: Samples | None):
+        self.of = lambda steps: _rows(steps, global_size, samples)
+
+    def steps_beyond(self, rows: float) -> int:
+        """Fewest steps that read more than `rows`; every step reads at least one."""
+        return bisect_right(range(_bounded(rows) + 2), rows, key=self.of)
+
+    def steps_below(self, rows: int) -> int:
+        """Most steps that read less than `rows`; -1 where even no step reads as many."""
+        return bisect_left(range(_bounded(rows) + 1), rows, key=self.of) - 1
+
+
+def _bounded(rows: float) -> int:
+    return int(min(rows, 2**60))

@@ -32,6 +32,9 @@ SHAPES_IN_FLOAT32: Mapping[str, Callable[[Array, Array], Array]] = MappingProxyT
 )
 """The same functions of (share done, share left) = (r, 1 - r), written so that nothing cancels in float32."""
 
+DECAY = "schedule: samples of decay (steps x batch.global_size unless set)"
+"""The fact that tells how long the rate falls."""
+
 
 class Schedule:
     """lr(samples) for a run of `steps` steps of `global_size` samples; samples: steps -> rows where sizes change."""
@@ -128,7 +131,7 @@ class Schedule:
         }
         found["schedule: samples of warm-up"] = round(self.warmup)
         if cfg.style != "constant":
-            found["schedule: samples of decay (steps x batch.global_size unless set)"] = round(self.decay)
+            found[DECAY] = round(self.decay)
         if cfg.style == "wsd":
             found["schedule.anneal_style"] = cfg.anneal_style
             found["schedule: samples of the anneal"] = round(self.decay - self.falls_from)

@@ -9,6 +9,7 @@ from typing import Any
 from megajax.checkpoint.reader import CheckpointReader
 from megajax.config.dump import flatten, scalar_text
 from megajax.config.errors import UserError
+from megajax.optim.schedule import DECAY
 from megajax.training.rows import like_stored, reorder
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Parts
@@ -94,14 +95,26 @@ class Resume:
         may_change = parts.cfg.schedule.on_resume == "config"
         wrong = {name: text for name, text in changed.items() if not (may_change and name in rates)}
         if wrong:
+            decay = self._decay(parts) if DECAY in wrong else ""
             take_over = "set schedule.on_resume=config to let rates change from here on; " * (bool(rates) > may_change)
             raise UserError(
                 f"{parts.cfg.run_dir} holds step {self.step} of a run with other settings (stored -> asked for):\n"
-                f"{_listed(wrong)}\nGo on with the old settings; {take_over}or set another run_dir, for a new run "
-                f"there or, with checkpoint.load={parts.cfg.run_dir}, for one that starts from this one's state."
+                f"{_listed(wrong)}\n{decay}Go on with the old settings; {take_over}or set another run_dir, for a new "
+                f"run there or, with checkpoint.load={parts.cfg.run_dir}, for one that starts from this one's state."
             )
         if rates:
             self.say(f"other rates from step {self.step} on (schedule.on_resume=config):\n{_listed(rates)}")
+
+    def _decay(self, parts: Parts) -> str:
+        """How a run of another length keeps its learning rates; "" where the length of the decay is set."""
+        schedule, sizes = parts.cfg.schedule, parts.program.sizes
+        if schedule.decay_steps is not None or schedule.decay_samples is not None:
+            return ""
+        before = sizes.steps(self.reader.meta(self.step)["facts"][DECAY])
+        return (
+            f"The learning rate decays until the last step, which was {before} and is {parts.cfg.steps} now: "
+            f"--schedule.decay_steps={before} keeps it as it was.\n"
+        )
 
 
 def _listed(changed: Mapping[str, str]) -> str:

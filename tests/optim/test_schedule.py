@@ -202,17 +202,68 @@ def test_problems(settings, where, what):
     assert what in problem.what
 
 
-def test_a_warm_up_as_long_as_the_decay_is_refused():
-    cfg = ScheduleConfig(warmup_steps=100)
-    (problem,) = cfg.run_problems(steps=STEPS, global_size=SIZE)
-    assert str(problem).startswith("decay_steps: the decay ends after 800 samples, the warm-up after 800")
-    assert cfg.run_problems(steps=101, global_size=SIZE) == []
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            {"warmup_steps": 100},
+            "warmup_steps: the warm-up takes 100 steps, the whole run has 100 steps\n"
+            "    use --schedule.warmup_steps=99 or less, or --steps=101 or more",
+        ),
+        (
+            {"warmup_steps": 10, "decay_steps": 6},
+            "warmup_steps: the warm-up takes 10 steps, the decay ends after 6 steps\n"
+            "    use --schedule.warmup_steps=5 or less, or --schedule.decay_steps=11 or more",
+        ),
+        (
+            {"warmup_samples": 805},
+            "warmup_samples: the warm-up takes 805 samples, the whole run has 100 steps (800 samples)\n"
+            "    use --schedule.warmup_samples=799 or less, or --steps=101 or more",
+        ),
+        (
+            {"warmup_steps": 10, "decay_samples": 48},
+            "warmup_steps: the warm-up takes 10 steps (80 samples), the decay ends after 48 samples\n"
+            "    use --schedule.warmup_steps=5 or less, or --schedule.decay_samples=81 or more",
+        ),
+        (
+            {"warmup_fraction": 1.0},
+            "warmup_fraction: a warm-up of 1 x the decay leaves no step for the decay\n"
+            "    use a --schedule.warmup_fraction below 1",
+        ),
+        (
+            {"style": "wsd", "anneal_samples": 900},
+            "anneal_samples: the anneal takes 900 samples, the whole run has 100 steps (800 samples)\n"
+            "    use --schedule.anneal_samples=800 or less, or a larger --steps",
+        ),
+        (
+            {"style": "wsd", "anneal_steps": 101},
+            "anneal_steps: the anneal takes 101 steps, the whole run has 100 steps\n"
+            "    use --schedule.anneal_steps=100 or less, or a larger --steps",
+        ),
+    ],
+)
+def test_a_warm_up_or_anneal_that_does_not_fit_is_told_in_the_users_units(settings, told):
+    (problem,) = ScheduleConfig(**settings).run_problems(steps=STEPS, global_size=SIZE)
+    assert str(problem) == told
+
+
+def test_the_values_that_are_proposed_for_a_long_warm_up_are_the_nearest_that_fit():
+    """With rows that grow too: steps of 4, 4, 8, 8, ... rows."""
+
+    def samples(steps):
+        return 4 * min(steps, 2) + 8 * max(steps - 2, 0)
+
+    (problem,) = ScheduleConfig(warmup_samples=32).run_problems(steps=5, global_size=8, samples=samples)
+    assert "--schedule.warmup_samples=31 or less, or --steps=6 or more" in problem.hint
+    assert ScheduleConfig(warmup_samples=32).run_problems(steps=6, global_size=8, samples=samples) == []
+    (problem,) = ScheduleConfig(warmup_steps=9, decay_samples=32).run_problems(steps=9, global_size=8, samples=samples)
+    assert "--schedule.warmup_steps=4 or less, or --schedule.decay_samples=65 or more" in problem.hint
+    shorter = ScheduleConfig(warmup_steps=4, decay_samples=32)
+    assert shorter.run_problems(steps=9, global_size=8, samples=samples) == []
+
+
+def test_a_schedule_that_fits_has_no_problem():
+    assert ScheduleConfig(warmup_steps=100).run_problems(steps=101, global_size=SIZE) == []
     assert ScheduleConfig().run_problems(steps=0, global_size=SIZE) == []
-
-
-def test_an_anneal_longer_than_the_schedule_is_refused():
     cfg = ScheduleConfig(style="wsd", anneal_samples=900)
-    (problem,) = cfg.run_problems(steps=STEPS, global_size=SIZE)
-    assert str(problem).startswith("anneal_samples: the anneal takes 900 samples, all of the schedule 800")
-    assert "100 steps" in problem.hint
     assert cfg.run_problems(steps=113, global_size=SIZE) == []

@@ -131,7 +131,10 @@ def test_going_on_with_another_layout_is_the_same_run(whole, copied):
             {"seed": 7, "optimizer": AdamWConfig(weight_decay=0.2)},
             ["seed: 1234 -> 7", "optimizer.weight_decay: 0.01 -> 0.2"],
         ),
-        ({"steps": 7}, ["schedule: samples of decay", "48 -> 56"]),
+        (
+            {"steps": 7},
+            ["schedule: samples of decay", "48 -> 56", "which was 6 and is 7 now: --schedule.decay_steps=6"],
+        ),
         ({"model": model(ffn=48)}, ["model.stack.pattern.0.mlp.ffn: 32 -> 48"]),
         ({"batch": BatchConfig(global_size=16, micro_size=4)}, ["batch.global_size: 8 -> 16"]),
         ({"schedule": ScheduleConfig(lr=1e-3, warmup_steps=2)}, ["schedule.lr: 0.01 -> 0.001"]),

@@ -222,7 +222,7 @@ def test_devices_seed_steps_and_schedule():
     assert found["seed"].startswith("must be between 0 and 4294967295, got -1")
     assert found["steps"].startswith("must not be negative, got -1")
     found = problems(run_config(schedule=ScheduleConfig(warmup_steps=6)))
-    assert found["schedule.decay_steps"].startswith("the decay ends after 48 samples, the warm-up after 48")
+    assert found["schedule.warmup_steps"].startswith("the warm-up takes 6 steps, the whole run has 6 steps")
 
 
 def test_every_problem_is_listed_at_once():
