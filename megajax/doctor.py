@@ -1,4 +1,4 @@
-"""Whether this machine is fit for training: `python -m megajax.doctor`."""
+"""Check whether this machine is fit for training: `python -m megajax.doctor`."""
 
 import sys
 from pathlib import Path

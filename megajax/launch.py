@@ -1,4 +1,4 @@
-"""Start the processes of one machine: `python -m megajax.launch --processes=4 -- python -m megajax.train ...`."""
+"""Start several processes of a run on this machine: `python -m megajax.launch --processes=4 -- COMMAND`."""
 
 import sys
 from pathlib import Path

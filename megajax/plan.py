@@ -1,4 +1,4 @@
-"""Show a plan before it runs: a config's train step on GPUs that are not there, or a pipeline's schedule."""
+"""Plan a run on GPUs that need not be present, or draw a pipeline's schedule: `python -m megajax.plan`."""
 
 import shutil
 import sys
@@ -10,6 +10,7 @@ from megajax.config.command_line import Flag, front_door, parse
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.patch import plain_name
 from megajax.planning.command import FLAGS, PNG, count_devices, plan, source_of, take_searched
+from megajax.training.run_config import COMMON
 
 DESCRIPTION = """With --config and --devices: compile the config's train step for GPUs that are not there, and print
 what each of them holds, whether it fits, every collective, and how long a step should take. With --formula, all that by
@@ -45,7 +46,7 @@ def main(argv: list[str]) -> int:
     names = {plain_name(word.lstrip("-").partition("=")[0]) for word in argv if word.startswith("-")}
     if names & {"h", "help"}:
         optional = tuple(replace(flag, required=False) for flag in SCHEDULE_FLAGS if flag not in FLAGS)
-        parse(argv, verb="plan", flags=(*FLAGS, *optional), description=DESCRIPTION)
+        parse(argv, verb="plan", flags=(*FLAGS, *optional), description=DESCRIPTION, common=COMMON)
     match "config" in names, "schedule" in names:
         case True, False:
             for flag in SCHEDULE_FLAGS:

@@ -1,4 +1,4 @@
-"""Text to token files for training: python -m megajax.preprocess --input … --output-prefix … --tokenizer=…"""
+"""Turn text into token files: `python -m megajax.preprocess --input … --output-prefix … --tokenizer=…`."""
 
 import signal
 import sys

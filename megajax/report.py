@@ -1,4 +1,4 @@
-"""What a run did, as a page and as text: `python -m megajax.report RUN_DIR`."""
+"""Report what a run did, as a page or as text: `python -m megajax.report RUN_DIR`."""
 
 from pathlib import Path
 

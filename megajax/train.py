@@ -10,9 +10,13 @@ from megajax.config.errors import ConfigError
 from megajax.config.files import ROOT
 from megajax.config.twin import advised
 from megajax.config.xla import set_process
+from megajax.training.run_config import COMMON
 
 DESCRIPTION = """Train a model; resumes by itself from its run folder. With several processes, each is started with the
-same command: by srun, mpirun, a Kubernetes job, `python -m megajax.launch`, or by hand with the flags below."""
+same command: by srun, mpirun, a Kubernetes job, `python -m megajax.launch`, or by hand with the flags below.
+
+  python -m megajax.train --config=quickstart.py                    trains what the file describes
+  python -m megajax.train --config=quickstart.py --steps=100 --run_dir=runs/short    with other settings"""
 FLAGS = (
     Flag("skip-train", help="only evaluate the newest checkpoint on the validation and test splits"),
     *PROCESS_FLAGS,
@@ -21,7 +25,7 @@ FLAGS = (
 
 def main(argv: list[str]) -> int:
     """Read the command line, then (and only then) import jax, meet the other processes, and run the job."""
-    command = parse(argv, verb="train", flags=FLAGS, description=DESCRIPTION)
+    command = parse(argv, verb="train", flags=FLAGS, description=DESCRIPTION, common=COMMON)
     set_process(command.config.xla)
     start, finish = (resolve(f"megajax.mesh.processes:{name}") for name in ("start", "finish"))
     start(patience=command.flags["init_timeout"], settings=fingerprint(command))

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from megajax.config.coerce import Text
 from megajax.config.dump import default_leaves, flatten, to_yaml
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.files import ROOT, Source, find, functions_of, read, root_type, split_source
-from megajax.config.help import entry_text, settings_help
+from megajax.config.help import WIDTH, common_help, entry_text, settings_help
 from megajax.config.missing import remedy
 from megajax.config.nearest import did_you_mean
 from megajax.config.patch import Additions, Mark, leaves, patch_of, plain_name, setting
@@ -49,6 +50,9 @@ PROCESS_FLAGS = (
 XLA, XLA_OPTIONS = "xla", "xla.options"
 """How single options of the compiler are written, and the setting that holds them."""
 
+ALL = "all"
+"""What --help=all asks for: no config has a part of that name."""
+
 INTERRUPTED = 130
 """Exit code of a program that Ctrl-C ended: what a shell gives for one ended by the signal SIGINT."""
 UNREAD = 141
@@ -80,6 +84,8 @@ class _Usage:
     with_config: bool
     description: str
     root: str | type
+    common: Sequence[str]
+    """Settings that --help shows without being asked; none: all of them."""
 
 
 def parse(
@@ -90,14 +96,16 @@ def parse(
     with_config: bool = True,
     description: str = "",
     root: str | type = ROOT,
+    common: Sequence[str] = (),
     count_devices: Callable[[Mapping[str, Any]], tuple[int | None, list[Problem]]] | None = None,
 ) -> Command:
     """Read a command line (without the program's name) before jax is imported, and set up --devices for it.
 
     --help and --print-config print and end the program with code 0. `with_config=False` is for verbs without a
-    config. A verb whose own flags have a --devices, of devices that need not exist, gives `count_devices`: from its
-    flags' values, how many they are and what is wrong with them; nothing is set up for jax then. Raises ConfigError
-    listing everything wrong with the file and the command line together.
+    config. `common` are the settings that --help shows; --help=all shows all of them. A verb whose own flags have a
+    --devices, of devices that need not exist, gives `count_devices`: from its flags' values, how many they are and what
+    is wrong with them; nothing is set up for jax then. Raises ConfigError listing everything wrong with the file and the
+    command line together.
     """
     given, problems = _tokens(argv)
     own = {plain_name(flag.name): flag for flag in flags}
@@ -107,7 +115,7 @@ def parse(
     values = {name: given.pop(name) for name in own if name in given}
     if "help" in asked:
         topic = asked["help"] if isinstance(asked["help"], str) else ""
-        _show(_help(_Usage(verb, flags, with_config, description, root), source, topic))
+        _show(_help(_Usage(verb, flags, with_config, description, root, common), source, topic))
     problems += _device_problems(devices)
     if not problems:
         use_devices(devices)
@@ -407,11 +415,12 @@ def _help(usage: "_Usage", source: str | None, topic: str) -> str:
     if cls and source:
         file = read(source, usage.root)
         config, _ = assemble(cls, file.base, file.over({}))
-    if cls and topic:
+    if cls and topic not in ("", ALL):
         return settings_help(cls, config, topic)
     flags = [("devices=cpu:8", "", "eight CPU devices instead of what jax finds; gpu insists on GPUs")]
     flags = [] if any(flag.name == "devices" for flag in usage.flags) else flags
-    flags += [("help[=PART]", "", "this text, or one part of the settings: --help=parallel")]
+    more = "this text; all: every setting; or one part of the settings: --help=parallel" if cls else "this text"
+    flags += [("help[=all|PART]" if cls else "help", "", more)]
     if cls:
         text = "a path, or the name of a file in configs/ or of a shipped one: gpt3.py; gpt3.py:NAME calls NAME()"
         flags = [("config=FILE", "", text + _functions(source)), *flags]
@@ -423,7 +432,13 @@ def _help(usage: "_Usage", source: str | None, topic: str) -> str:
     lines = [f"python -m megajax.{usage.verb} {arguments}\n"]
     lines += [f"{usage.description.strip()}\n"] if usage.description else []
     lines += [entry_text(*flag) for flag in flags]
-    lines += ["\nsettings\n", settings_help(cls, config)] if cls else []
+    if cls and (topic == ALL or not usage.common):
+        lines += ["\nsettings\n", settings_help(cls, config)]
+    elif cls:
+        of = f"of {source}" if source else "defaults; with --config=FILE, those of the file"
+        lines += [f"\nsettings used most (values: {of})\n", common_help(cls, config, usage.common)]
+        parts = ", ".join(name for name, kind in schema.hints(cls).items() if schema.configs(kind))
+        lines += ["", textwrap.fill(f"--help=all shows every setting, --help=PART one part: {parts}.", WIDTH)]
     return "\n".join(lines)
 
 

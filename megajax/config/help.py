@@ -5,7 +5,7 @@ import dataclasses
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,22 @@ def settings_help(cls: type, config: Any = None, only: str = "") -> str:
         found = [entry for entry in entries if f"{entry.name}.".startswith(f"{wanted}.")]
         found = found or [entry for entry in entries if wanted in entry.name]
         if not found:
-            hint = did_you_mean(wanted, [entry.name for entry in entries])
+            hint = did_you_mean(wanted, [*schema.hints(cls), *(entry.name for entry in entries)])
             raise ConfigError([Problem(f"--help={only}", "no such setting", hint)])
         entries = found
-    parts = {entry.name.partition(".")[0]: [] for entry in entries}
+    parts: dict[str, list[str]] = {}
     for entry in entries:
-        parts[entry.name.partition(".")[0]].append(_block(entry))
+        parts.setdefault(entry.name.partition(".")[0], []).append(_block(entry))
     return "\n\n".join("\n".join(blocks) for blocks in parts.values())
+
+
+def common_help(cls: type, config: Any, names: Sequence[str]) -> str:
+    """Those settings of `names` that exist, in this order; where members of a union share a name, the present's."""
+    entries: dict[str, Entry] = {}
+    for entry in _Walk().config(cls, config):
+        if entry.name not in entries or (entries[entry.name].member and not entry.member):
+            entries[entry.name] = entry
+    return "\n".join(_block(entries[name]) for name in names if name in entries)
 
 
 def entry_text(name: str, words: str, text: str) -> str:

@@ -385,8 +385,11 @@ class _Length(NamedTuple):
     """A part of the schedule as the user gave it."""
 
     setting: str
+    """The dotted name that says how long it is."""
     count: int
+    """Its length."""
     unit: Literal["steps", "samples"]
+    """What that counts."""
 
     def beyond(self, end: "_Length", part: str, mine: float, others: float, hint: str) -> Problem:
         """This part takes `mine` samples, more than the `others` until `end`; samples are told where units differ."""

@@ -1,4 +1,4 @@
-"""The table of Megatron-LM's flags in docs/megatron.md; `python -m megajax.tools.flag_table` writes it there again."""
+"""Write the table of Megatron-LM's flags into docs/megatron.md: `python -m megajax.tools.flag_table`."""
 
 from pathlib import Path
 

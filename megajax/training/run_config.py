@@ -89,6 +89,17 @@ class RunConfig:
         return replace(self, **changes)
 
 
+COMMON = (
+    *("steps", "run_dir", "seed"),
+    *("data.type", "data.paths", "data.split", "tokenizer.type"),
+    *("model.sequence_length", "model.recompute", "precision.compute"),
+    *("batch.global_size", "batch.micro_size"),
+    *("schedule.lr", "schedule.min_lr", "schedule.warmup_steps", "optimizer.type", "optimizer.weight_decay"),
+    *("parallel.data", "parallel.tensor", "parallel.pipeline", "parallel.data_sharding"),
+    *("evaluation.every", "checkpoint.every", "checkpoint.load", "logging.every"),
+)
+"""The settings that most users change: what --help shows."""
+
 type Check = Callable[[RunConfig, int | None], Iterator[Problem]]
 
 

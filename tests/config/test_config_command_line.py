@@ -1,6 +1,7 @@
 """The command line: its forms, --devices, --help, --print-config, and the errors of a program."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -180,6 +181,23 @@ def test_help_for_a_part(capsys):
     assert "--optimizer.lr" in shown(capsys, "--help", "lr")
     with pytest.raises(ConfigError, match="did you mean parallel"):
         parse("--help=paralel.tensr")
+
+
+def test_help_shows_the_common_settings_and_all_of_them_where_asked(capsys):
+    common = ("steps", "optimizer.momentum", "data.paths")
+
+    def names(*words):
+        with pytest.raises(SystemExit):
+            cli.parse(words, verb="train", root=RunConfig, common=common)
+        text = capsys.readouterr().out
+        return text, [line.split()[0][2:] for line in text.splitlines() if re.match("  --[a-z.]+  ", line)]
+
+    text, shown_names = names("--help")
+    assert shown_names == list(common)
+    assert "--help=all shows every setting, --help=PART one part: model, parallel, optimizer, guard, data" in text
+    assert "  --steps  a whole number = 500" in names("--help", "--config=toy")[0]
+    assert {"seed", "optimizer.lr", *common} <= set(names("--help=all")[1])
+    assert names("--help=data")[1][:2] == ["data.paths", "data.blend"]
 
 
 def test_front_door(capsys, monkeypatch):

@@ -8,12 +8,13 @@ import pytest
 from small_jobs import model, run_config
 
 from megajax.config.errors import ConfigError
+from megajax.config.schema import names
 from megajax.config.tree import check
 from megajax.layers.config import RopeConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import AdamWConfig, GroupConfig, ScheduleConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.run_config import RunConfig
+from megajax.training.run_config import COMMON, RunConfig
 
 
 def problems(cfg: RunConfig, devices: int | None = 8) -> dict[str, str]:
@@ -235,3 +236,7 @@ def test_every_problem_is_listed_at_once():
         check(cfg, devices=8)
     for name in ("model.stack.pattern.0.mixer.kv_heads", "batch.global_size", "evaluation.every"):
         assert name in str(refused.value)
+
+
+def test_the_settings_that_help_shows_exist():
+    assert set(COMMON) <= set(names(RunConfig))

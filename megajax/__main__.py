@@ -1,0 +1,82 @@
+"""The command `megajax`: `megajax VERB ...` is `python -m megajax.VERB ...`, and `megajax` alone lists the verbs.
+
+A verb is a module of megajax/ or megajax/tools/ that runs as a program; the first words of its docstring describe it.
+The modules are read and not imported, so the list takes no time and needs no other package.
+"""
+
+import ast
+import re
+import runpy
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from megajax import __version__
+from megajax.config.command_line import front_door
+from megajax.config.errors import UserError
+from megajax.config.nearest import did_you_mean
+from megajax.config.patch import plain_name
+
+HOME = Path(__file__).parent
+FOLDERS = ("", "tools")
+PROGRAM = '\nif __name__ == "__main__":\n'
+"""What a module that runs as a program has."""
+ORDER = ("train", "preprocess", "plan", "launch", "report", "doctor")
+"""Verbs that are listed first."""
+
+
+def main() -> None:
+    """Run the verb that is named first, in this process, as `python -m megajax.VERB` does; otherwise list the verbs."""
+    name, *rest = sys.argv[1:] or [""]
+    verb = plain_name(name)
+    if verb not in verbs():
+        front_door(_answer, only_prints=True)
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path and not sys.flags.safe_path:
+        sys.path.insert(0, here)  # as `python -m` does: a config may name classes of modules in this folder
+    sys.argv[1:] = rest
+    runpy.run_module(f"megajax.{verb}", run_name="__main__", alter_sys=True)
+
+
+def verbs() -> Mapping[str, str]:
+    """Verb -> what it does, in a few words; those of megajax/ first, then `tools.NAME`."""
+    found = {}
+    for folder in FOLDERS:
+        for path in sorted((HOME / folder).glob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            if path.stem.startswith("_") or PROGRAM not in text:
+                continue
+            line = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+            found[".".join(filter(None, (folder, path.stem)))] = re.split(r"[:.;](?:\s|$)", line)[0]
+    return {name: found[name] for name in (*ORDER, *(name for name in found if name not in ORDER))}
+
+
+def _answer(argv: list[str]) -> int:
+    """The list of verbs, or the version.
+
+    Raises:
+        UserError: for a verb that does not exist.
+    """
+    known = verbs()
+    match argv:
+        case [] | ["-h" | "--help" | "help"]:
+            print(_listing(known))
+        case ["--version" | "-V"]:
+            print(f"megajax {__version__}")
+        case [name, *rest]:
+            joined = ".".join(map(plain_name, (name, *rest[:1])))
+            hint = f"did you mean {joined}?" if joined in known else did_you_mean(name, known)
+            raise UserError(f"megajax: no verb {name}\n    {hint or 'the verbs are ' + ', '.join(known)}")
+    return 0
+
+
+def _listing(known: Mapping[str, str]) -> str:
+    width = max(map(len, known))
+    lines = ["megajax VERB [--flag=value ...]      the same as python -m megajax.VERB [--flag=value ...]", ""]
+    lines += [f"  {name:<{width}}  {text}" for name, text in known.items()]
+    lines += ["", "megajax VERB --help shows the flags of a verb, megajax --version the version."]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
