@@ -104,8 +104,8 @@ def parse(
     --help and --print-config print and end the program with code 0. `with_config=False` is for verbs without a
     config. `common` are the settings that --help shows; --help=all shows all of them. A verb whose own flags have a
     --devices, of devices that need not exist, gives `count_devices`: from its flags' values, how many they are and what
-    is wrong with them; nothing is set up for jax then. Raises ConfigError listing everything wrong with the file and the
-    command line together.
+    is wrong with them; nothing is set up for jax then. Raises ConfigError that lists everything wrong with the file and
+    the command line together.
     """
     given, problems = _tokens(argv)
     own = {plain_name(flag.name): flag for flag in flags}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from megajax.config.errors import UserError
+from megajax.metrics.text import visible
 from megajax.tokenizers.base import Tokenizer
 
 PROMPT, SAMPLE = 32, 256
@@ -26,6 +27,8 @@ def text_sample(
 ) -> str | None:
     """A prompt and what the model makes of it, a bar between them; None for a tokenizer without text.
 
+    Control characters are written out (metrics.text.visible): models over bytes make all of them.
+
     model: int32 [1, S] -> logits [1, S, V]; row: int32 [any], its beginning is the prompt; length: positions the model
     was trained on; stops after `seconds`.
     """
@@ -42,7 +45,7 @@ def text_sample(
         seconds=seconds,
     )
     try:
-        text = f"{tokenizer.decode(prompt)}\u2502{tokenizer.decode(made)}"
+        text = visible(f"{tokenizer.decode(prompt)}\u2502{tokenizer.decode(made)}")
     except (UserError, UnicodeDecodeError, KeyError, ValueError):
         return None
     return f"sample (the prompt, then the model at temperature {temperature:g}):\n{text}\n"

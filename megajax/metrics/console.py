@@ -6,11 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Protocol, TextIO
 
 import rich.console
 from rich.console import Group, RenderableType
+from rich.constrain import Constrain
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
@@ -25,6 +26,9 @@ from megajax.metrics.record import EvaluationRecord, Record, StepRecord
 from megajax.metrics.throughput import RecentSteps
 from megajax.metrics.writers import Writer
 
+type Rename = Callable[[str], None]
+"""Goes on under another message, its time counted from here."""
+
 
 class Console(Writer, Protocol):
     """A writer that people watch."""
@@ -38,9 +42,20 @@ class Console(Writer, Protocol):
         return
 
     @contextmanager
-    def ticker(self, message: str) -> Generator[None]:
-        """Show that something long is under way, and for how long; print its total time at the end."""
-        yield
+    def ticker(self, message: str, *, total: bool = True) -> Generator[Rename]:
+        """Show that something long is under way, and for how long.
+
+        At the end its time is printed if `total`, or if an exception ended it. What the block gets renames it.
+        """
+        yield lambda message: None
+
+    def stop_requested(self, message: str) -> None:
+        """Tell people that the run was asked to stop; called from any thread."""
+        print(f"megajax: {message}", file=sys.stderr, flush=True)
+
+    def steps_over(self) -> None:
+        """No step comes any more: nothing is shown of the time left."""
+        return
 
     def release(self) -> None:
         """Leave the terminal usable, at once and without waiting for any lock: for a process about to be ended."""
@@ -65,7 +80,7 @@ class PlainConsole(Console):
         clock: Callable[[], datetime] = datetime.now,
     ):
         self._total = total_steps
-        self._printed = _Cadence(every=every, start_step=start_step, total_steps=total_steps)
+        self._printed = _Cadence(every=every, start_step=start_step, total_steps=total_steps, clock=clock)
         self._stream = stream or sys.stdout
         self._tick_seconds = tick_seconds
         self._clock = clock
@@ -86,24 +101,28 @@ class PlainConsole(Console):
         self.say(banner.plain(title, sections))
 
     @contextmanager
-    def ticker(self, message: str) -> Generator[None]:
+    def ticker(self, message: str, *, total: bool = True) -> Generator[Rename]:
         done = threading.Event()
-        start = time.monotonic()
+        ticking = _Ticking(message)
 
         def tick() -> None:
             while not done.wait(self._tick_seconds):
-                self.say(f"{message} … {text.duration(time.monotonic() - start)}")
+                self.say(f"{ticking.message} … {text.duration(ticking.seconds())}")
 
         thread = threading.Thread(target=tick, name="ticker", daemon=True)
         thread.start()
-        outcome = "stopped after "
+        line = None
         try:
-            yield
-            outcome = ""
+            yield ticking.rename
+            line = ticking.outcome() if total else None
+        except BaseException:
+            line = ticking.outcome("stopped after ")
+            raise
         finally:
             done.set()
             thread.join()
-            self.say(f"{message}: {outcome}{text.duration(time.monotonic() - start)}")
+            if line is not None:
+                self.say(line)
 
 
 class LiveConsole(Console):
@@ -119,13 +138,16 @@ class LiveConsole(Console):
         clock: Callable[[], datetime] = datetime.now,
     ):
         self._total = total_steps
-        self._step = start_step
-        self._printed = _Cadence(every=every, start_step=start_step, total_steps=total_steps)
+        self._printed = _Cadence(every=every, start_step=start_step, total_steps=total_steps, clock=clock)
         self._console = console or rich.console.Console()
         self._clock = clock
         self._latest: StepRecord | None = None
+        """What the bar shows; None: no bar."""
+        self._stopping = False
         self._tickers: list[_Ticking] = []
         self._live: Live | None = None
+        self._height = 0
+        """Lines of the part that updates in place."""
 
     def log(self, record: Record) -> None:
         self._start()
@@ -133,10 +155,11 @@ class LiveConsole(Console):
             fields = [("loss", f"{record.loss:.4f}"), ("perplexity", f"{record.perplexity:,.2f}")]
             self._print(self._row(record.step, fields, name=record.split, style="green"))
             return
-        self._latest, self._step = record, record.step
+        self._latest = record
         if summary := self._printed.add(record):
+            fields = lines.short_fields(summary, speed=not self._printed.first(record))
             broken = summary.skipped or summary.not_finite
-            self._print(self._row(record.step, lines.short_fields(summary), style="red" if broken else "default"))
+            self._print(self._row(record.step, fields, style="red" if broken else "default"))
 
     def say(self, message: str) -> None:
         self._print(Text(message))
@@ -144,19 +167,29 @@ class LiveConsole(Console):
     def show(self, title: str, sections: Sequence[Section]) -> None:
         self._print(banner.box(title, sections))
 
+    def stop_requested(self, message: str) -> None:
+        self._stopping = True
+        self._print(Text(message, style="yellow"))
+
+    def steps_over(self) -> None:
+        self._latest = None
+
     @contextmanager
-    def ticker(self, message: str) -> Generator[None]:
-        start = time.monotonic()
-        ticking = _Ticking(message, start)
+    def ticker(self, message: str, *, total: bool = True) -> Generator[Rename]:
+        ticking = _Ticking(message)
         self._tickers.append(ticking)
         self._start()
-        outcome = "stopped after "
+        line = None
         try:
-            yield
-            outcome = ""
+            yield ticking.rename
+            line = ticking.outcome() if total else None
+        except BaseException:
+            line = ticking.outcome("stopped after ")
+            raise
         finally:
             self._tickers.remove(ticking)
-            self.say(f"{message}: {outcome}{text.duration(time.monotonic() - start)}")
+            if line is not None:
+                self.say(line)
 
     def close(self) -> None:
         if self._live is not None:
@@ -166,80 +199,135 @@ class LiveConsole(Console):
     def release(self) -> None:
         # Straight to the descriptor: whoever holds rich's lock may be the thread that was interrupted.
         if self._live is not None and self._console.is_terminal:
-            os.write(self._console.file.fileno(), b"\x1b[?25h\r\n")
+            erase = b"\r\x1b[2K" + b"\x1b[1A\x1b[2K" * (self._height - 1)
+            os.write(self._console.file.fileno(), erase + b"\x1b[?25h")
 
     def _print(self, what: RenderableType) -> None:
-        self._console.print(what, soft_wrap=isinstance(what, Text))
+        self._console.print(what)
 
     def _start(self) -> None:
         if self._live is None:
-            self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
+            self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4, transient=True)
             self._live.start()
 
     def _row(self, step: int, fields: Sequence[tuple[str, str]], *, style: str, name: str = "step") -> Text:
         width = len(str(self._total))
-        row = Text(f"{name} {step:>{width}}/{self._total}", style=style)
-        for key, value in fields:
-            row.append("  ").append(f"{key} ", style="dim").append(value)
-        return row
+        row = Text(f"{name} {step:>{width}}/{self._total}  ", style=style)
+        return row.append_text(_figures(fields, self._console.width - row.cell_len))
 
     def _render(self) -> RenderableType:
-        """The part that updates in place: what is under way, the bar, the figures of the last step."""
+        """The part that updates in place: what is under way, the bar, the figures of the last step.
+
+        Each is one line, with room behind it for what the terminal echoes of the keyboard (^C): a line that the
+        terminal breaks could not be erased as a whole.
+        """
+        width = max(self._console.width - _ECHO, 1)
         parts: list[RenderableType] = list(self._tickers)
         if self._latest is not None:
-            bar = Table.grid(padding=(0, 1))
-            left = self._printed.eta
-            cells: list[RenderableType] = [
-                ProgressBar(total=self._total, completed=self._step, width=30),
-                f"{self._step / max(self._total, 1):.0%}",
-                f"{self._step}/{self._total}",
-            ]
-            if left is not None and self._step < self._total:
-                cells.append(f"{text.duration(left)} left, done at {text.finish_time(self._clock(), left)}")
-            bar.add_row(*cells)
-            figures = Text(style="bold")
-            for key, value in lines.short_fields(Summary.of([self._latest])):
-                # A narrow terminal breaks the line between fields, not between a name and its value.
-                figures.append(f"{key}\N{NO-BREAK SPACE}", style="dim").append(value).append("  ")
-            parts += [bar, figures]
-        return Group(*parts)
+            parts += [self._bar(self._latest.step, width)]
+            parts += [_figures(lines.short_fields(Summary.of([self._latest])), width, style="bold")]
+        self._height = max(len(parts), 1)
+        return Constrain(Group(*parts), width)
+
+    def _bar(self, step: int, width: int) -> RenderableType:
+        done = f"{step / max(self._total, 1):.0%} {step}/{self._total}"
+        if self._stopping:
+            done += "  stopping"
+        elif self._printed.end is not None and step < self._total:
+            left = max((self._printed.end - self._clock()).total_seconds(), 0.0)
+            done += f"  {text.duration(left)} left, done at {text.finish_time(self._clock(), left)}"
+        label = Text(done, no_wrap=True, overflow="ellipsis")
+        room = min(width - label.cell_len - 1, 30)
+        if room < 5:
+            return label
+        bar = Table.grid(padding=(0, 1))
+        bar.add_row(ProgressBar(total=self._total, completed=step, width=room), label)
+        return bar
+
+
+_ECHO = 5
+"""Columns at the right left free: ^C twice, and the cursor."""
+
+
+def _figures(fields: Sequence[tuple[str, str]], room: int, *, style: str = "") -> Text:
+    """As many of the fields as fit on one line of `room` columns; what matters least goes first."""
+    fields = list(fields)
+    for name in lines.EXPENDABLE:
+        if sum(len(key) + len(value) + 3 for key, value in fields) - 2 <= room:
+            break
+        fields = [field for field in fields if field[0] != name]
+    figures = Text(style=style, no_wrap=True, overflow="ellipsis")
+    for index, (key, value) in enumerate(fields):
+        figures.append("  " if index else "").append(f"{key} ", style="dim").append(value)
+    return figures
 
 
 class _Ticking:
-    """A spinner and how long it has been going."""
+    """Something under way: what, and for how long."""
 
-    def __init__(self, message: str, start: float):
+    def __init__(self, message: str):
         self._spinner = Spinner("dots")
-        self._message = message
-        self._start = start
+        self.rename(message)
+
+    def rename(self, message: str) -> None:
+        self.message, self._start = message, time.monotonic()
+
+    def seconds(self) -> float:
+        """Since it has its name."""
+        return time.monotonic() - self._start
+
+    def outcome(self, how: str = "") -> str:
+        """The line at its end."""
+        return f"{self.message}: {how}{text.duration(self.seconds())}"
 
     def __rich__(self) -> RenderableType:
-        self._spinner.update(text=Text(f"{self._message} … {time.monotonic() - self._start:.0f} s"))
-        return self._spinner
+        line = Text(no_wrap=True, overflow="ellipsis")
+        spinner = self._spinner.render(time.monotonic())
+        line.append_text(spinner if isinstance(spinner, Text) else Text())
+        return line.append(f" {self.message} … {self.seconds():.0f} s")
 
 
 class _Cadence:
-    """When a line is due: at the first step of an attempt, every `every` steps, at the last."""
+    """When a line is due: at the first step of an attempt, every `every` steps, 30 s after the last line, at the end.
 
-    def __init__(self, *, every: int, start_step: int, total_steps: int):
+    The time left does not count the first step: compilation is part of it.
+    """
+
+    def __init__(self, *, every: int, start_step: int, total_steps: int, clock: Callable[[], datetime]):
         self._every = every
         self._first = start_step + 1
         self._total = total_steps
+        self._clock = clock
         self._since: list[StepRecord] = []
         self._recent = RecentSteps()
+        self._printed: datetime | None = None
         self.eta: float | None = None
-        """Seconds left for the run, None before its first step."""
+        """Seconds left for the run at its last step; None before the second of an attempt."""
+        self.end: datetime | None = None
+        """When the run will be done, by that."""
+
+    def first(self, record: StepRecord) -> bool:
+        """Whether it is the first step of the attempt."""
+        return record.step == self._first
 
     def add(self, record: StepRecord) -> Summary | None:
         """Take a step; what to print of the steps since the last line, if one is due."""
+        now = self._clock()
         self._since.append(record)
-        self._recent.add(record.rates.step_seconds)
-        self.eta = self._recent.eta(self._total - record.step)
-        if record.step % self._every and record.step not in (self._first, self._total):
+        if not self.first(record):
+            self._recent.add(record.rates.step_seconds)
+            self.eta = self._recent.eta(self._total - record.step)
+        self.end = None if self.eta is None else now + timedelta(seconds=self.eta)
+        silent = self._printed is None or now - self._printed >= _LONGEST_SILENCE
+        if record.step % self._every and record.step != self._total and not silent:
             return None
         summary = Summary.of(self._since)
         self._since.clear()
+        self._printed = now
         return summary
+
+
+_LONGEST_SILENCE = timedelta(seconds=30)
 
 
 def open_console(

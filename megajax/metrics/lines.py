@@ -113,15 +113,19 @@ def evaluation_line(record: EvaluationRecord) -> str:
     )
 
 
-def short_fields(summary: Summary) -> list[tuple[str, str]]:
-    """What a terminal shows of the last steps: (name, value) pairs, unknown ones left out."""
+EXPENDABLE = ("perplexity", "TFLOP/s/device", "lr", "MFU", "tokens/s/device", "grad norm")
+"""Fields a narrow terminal does without, the first of them first."""
+
+
+def short_fields(summary: Summary, *, speed: bool = True) -> list[tuple[str, str]]:
+    """What a terminal shows of the last steps: (name, value) pairs, unknown ones left out; speeds only if `speed`."""
     last, rates = summary.last, summary.rates
     pairs = [("loss", f"{summary.loss:.4f}"), ("grad norm", f"{last.grad_norm:.3f}"), ("lr", f"{last.lr:.2e}")]
-    if rates.tokens_per_second_per_device is not None:
+    if speed and rates.tokens_per_second_per_device is not None:
         pairs.append(("tokens/s/device", text.count(rates.tokens_per_second_per_device)))
-    if rates.tflops_per_device_causal is not None:
+    if speed and rates.tflops_per_device_causal is not None:
         pairs.append(("TFLOP/s/device", f"{rates.tflops_per_device_causal:.1f}"))
-    if rates.mfu_causal is not None:
+    if speed and rates.mfu_causal is not None:
         pairs.append(("MFU", f"{rates.mfu_causal:.1%}"))
     if summary.skipped:
         pairs.append(("skipped", str(summary.skipped)))

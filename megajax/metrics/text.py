@@ -1,5 +1,6 @@
-"""Numbers as people read them: durations, counts, times of day."""
+"""Numbers as people read them: durations, counts, times of day; text of unknown origin made safe to print."""
 
+import unicodedata
 from datetime import datetime, timedelta
 
 
@@ -33,3 +34,21 @@ def finish_time(now: datetime, seconds: float) -> str:
     """The time of day `seconds` after `now`: "18:42", with the date when that is another day: "Nov 22 18:42"."""
     end = now + timedelta(seconds=seconds)
     return end.strftime("%H:%M" if end.date() == now.date() else "%b %d %H:%M")
+
+
+_INVISIBLE = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
+"""Unicode categories: controls, formatting (among it the reversal of a line), surrogates, unassigned, separators."""
+
+
+def visible(written: str) -> str:
+    """Text with its control characters written out, as "\\x1b": it cannot move a cursor or end a line of a log.
+
+    Newlines and tabs stay, and the joiners that scripts and emoji need.
+    """
+    kept = "\n\t\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
+    return "".join(
+        character.encode("unicode_escape").decode("ascii")
+        if unicodedata.category(character) in _INVISIBLE and character not in kept
+        else character
+        for character in written
+    )

@@ -62,6 +62,8 @@ class Signals:
         self._insisted: float | None = None
         self.polled = polled
         """Whether anybody looks at `request`."""
+        self.when = "after this step"
+        """When the run will stop, as people are told."""
 
     @property
     def request(self) -> StopRequest | None:
@@ -116,14 +118,15 @@ class Signals:
         """Count a signal; only the watcher thread comes here."""
         self._take(which)
         if which not in _INSIST:
-            self._tell(f"{which.name} received: stopping after this step")
+            self._tell(f"{which.name} received: stopping {self.when}")
             return
         now = time.monotonic()
         if not self.polled:
             self._exit_now(f"{which.name}: ended at once, with nothing to save yet", which)
         elif self._insisted is None:
             self._insisted = now
-            self._tell(f"{which.name} received: stopping after this step; send it again to exit at once, unsaved")
+            again = "press Ctrl-C again" if which is signal.SIGINT else "send it again"
+            self._tell(f"{which.name} received: stopping {self.when}; {again} to exit at once, unsaved")
         elif now - self._insisted > _ECHO_SECONDS:
             self._exit_now(f"second {which.name}: exiting at once, unsaved", which)
 

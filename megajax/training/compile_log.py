@@ -1,7 +1,8 @@
 """A line for every program that is compiled, or found among the compiled ones: what, for how long, and from where."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -16,9 +17,17 @@ SAVED = "/jax/compilation_cache/compile_time_saved_sec"
 WRITTEN = "/jax/compilation_cache/cache_misses"
 """Events of jax.monitoring; the others are told in the thread that compiles, before the first."""
 
-NAMES: Mapping[str, str] = MappingProxyType({"train_step": "the train step", "_fresh": "the initial state"})
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "train_step": "the train step",
+        "eval_step": "the evaluation step",
+        "forward": "the forward pass",
+        "_fresh": "the initial state",
+    }
+)
+ALWAYS = ("train_step", "_fresh")
 LEAST_SECONDS = 1.0
-"""Programs without a name here are told of from so many seconds on."""
+"""Other programs than those are told of from so many seconds on."""
 
 
 class Compile(NamedTuple):
@@ -48,6 +57,7 @@ class CompileLog:
     def __init__(self, say: Callable[[str], None]):
         self._say = say
         self._event: Callable[..., None] | None = None
+        self._ready: dict[str, Callable[[], None]] = {}
         self._early: list[Compile] = []
         self._thread = threading.local()
 
@@ -57,6 +67,15 @@ class CompileLog:
         for program in self._early:
             self._write(program)
         self._early.clear()
+
+    @contextmanager
+    def ready(self, name: str, call: Callable[[], None]) -> Generator[None]:
+        """Within the block, `call` when the program of function `name` is compiled."""
+        self._ready[name] = call
+        try:
+            yield
+        finally:
+            del self._ready[name]
 
     def __enter__(self) -> Self:
         jax.monitoring.register_event_listener(self._happened)
@@ -87,9 +106,11 @@ class CompileLog:
         noted.clear()
         if written and (folder := cache_in_use()) is not None:
             record(folder)
-        if program.name in NAMES or duration_secs >= LEAST_SECONDS:
+        if program.name in ALWAYS or duration_secs >= LEAST_SECONDS:
             self._say(program.sentence())
             self._write(program)
+        if (call := self._ready.get(program.name)) is not None:
+            call()
 
     def _noted(self) -> dict[str, Any]:
         """What jax has told of the program this thread is compiling."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,8 @@ class Evaluate:
     log: Writer
     stopping: Callable[[], bool] = lambda: False
     """Asked before each batch."""
+    ticker: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    """Shows that an evaluation is under way."""
     last: dict[str, float] = field(default_factory=dict)
     """Split -> loss of its last evaluation."""
     phase: str = EVALUATION
@@ -77,7 +80,8 @@ class Evaluate:
         if self.cfg.evaluation.full:
             source, first = Filled(source, _batch_rows(run)), 0
             batches = len(source) // _batch_rows(run)
-        loss = run.evaluate(source, first=first, batches=batches, stopping=self.stopping)
+        with self.ticker(f"evaluating on the {split} split"):
+            loss = run.evaluate(source, first=first, batches=batches, stopping=self.stopping)
         if loss is None:
             self.log.event("evaluation_broken_off", step=step, split=split)
             return

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,6 +63,7 @@ class Job:
     signals: Signals
     guard: Guard
     profile: Profile
+    compiles: CompileLog
     first: int
     """Steps done before this attempt."""
     sampler: Sampler | None
@@ -90,8 +92,7 @@ class Job:
             guard=self.guard,
             tell_every=self.cfg.logging.every,
         )
-        with self.console.ticker("compiling the train step"):
-            first = next(infos)
+        first = self.first_step(infos)
         self.log.event("first_step", step=first.step, seconds=round(first.seconds, 3))
         if memory := compiled_memory(self.run.mesh.local_devices):
             self.log.event("compiled", **asdict(memory))
@@ -102,6 +103,20 @@ class Job:
             self.manager.poll()
             watch(info)
             yield info
+
+    def first_step(self, infos: Iterator[StepInfo]) -> StepInfo:
+        """Wait for the first step; people see first that it compiles, then that it runs."""
+        self.signals.when = "after the first step, which is being compiled"
+        with self.console.ticker("compiling the train step", total=False) as rename:
+
+            def compiled() -> None:
+                rename("first step")
+                self.signals.when = "after this step"
+
+            with self.compiles.ready("train_step", compiled):
+                first = next(infos)
+        self.signals.when = "after this step"
+        return first
 
     def stopping(self) -> bool:
         """Whether this process was asked to stop, or its time is up."""
@@ -131,7 +146,8 @@ class Job:
             self.save(self.run, step)
         if not stopped and self.cfg.evaluation.at_end:
             self.evaluate.at_end(self.run, step)
-        self.manager.wait()
+        with self.console.ticker("finishing the checkpoint", total=False):
+            self.manager.wait()
         if stopped:
             kept = f"step {self.save.saved} saved" if self.save.saved == step else "nothing saved"
             self.console.say(
@@ -156,13 +172,14 @@ class Job:
         self.report()
         if self.sampler is not None and self.samples(step):
             tokenizer, prompt = self.run.parts.tokenizer, self.cfg.logging.prompt
-            sample = self.sampler(
-                self.run.model,
-                tokenizer,
-                tokenizer.encode(prompt) if prompt else self.run.parts.splits.valid[0]["tokens"],
-                length=self.cfg.model.sequence_length,
-                seed=self.cfg.seed,
-            )
+            with self.console.ticker("sampling text", total=False):
+                sample = self.sampler(
+                    self.run.model,
+                    tokenizer,
+                    tokenizer.encode(prompt) if prompt else self.run.parts.splits.valid[0]["tokens"],
+                    length=self.cfg.model.sequence_length,
+                    seed=self.cfg.seed,
+                )
             self.console.say(sample or "no text sample: the tokenizer has no text")
         made = (self.folder.metrics, self.folder.loss_plot, self.folder.report)
         files = [path for path in made if path.exists()]
@@ -276,7 +293,7 @@ def _train(cfg: RunConfig, folder: RunFolder, stack: ExitStack, asked: _Asked, s
     console = stack.enter_context(
         _closing(open_console(cfg.logging, total_steps=cfg.steps, start_step=first, primary=primary))
     )
-    signals = stack.enter_context(Signals(before_exit=console.release, polled=False))
+    signals = stack.enter_context(Signals(announce=console.stop_requested, before_exit=console.release, polled=False))
     compiles = stack.enter_context(CompileLog(console.say))
     with console.ticker("setting up data, model and state"):
         run = setup(cfg, start=None if found is None else Resume(*found, own=found[0] is manager, say=console.say))
@@ -284,7 +301,7 @@ def _train(cfg: RunConfig, folder: RunFolder, stack: ExitStack, asked: _Asked, s
     resumed = None if found is None else f"step {first} of {Path(found[0].folder).parent}"
     console.show("MegaJAX", facts.banner(run, resumed))
     if asked.skip_train:
-        Evaluate(cfg, console).at_end(run, first)
+        Evaluate(cfg, console, ticker=partial(console.ticker, total=False)).at_end(run, first)
         return 0
     yaml = to_yaml(cfg, asked.sources)
     log = stack.enter_context(
@@ -313,11 +330,12 @@ def _train(cfg: RunConfig, folder: RunFolder, stack: ExitStack, asked: _Asked, s
         console,
         both,
         run,
-        Evaluate(cfg, both, lambda: agree(signals.request is not None)),
+        Evaluate(cfg, both, lambda: agree(signals.request is not None), partial(console.ticker, total=False)),
         Save(manager, both, lambda: stored(run.parts, yaml) | {"spikes": guard.spikes.state()}, cfg.steps),
         signals,
         guard,
         profile,
+        compiles,
         first,
         asked.sampler,
         asked.reporter,
@@ -342,7 +360,9 @@ def _work(job: Job) -> int:
     try:
         for info in job.steps():
             last = info
+        job.console.steps_over()
     except NumericFault as fault:
+        job.console.steps_over()
         job.log.event("numeric_fault", message=str(fault))
         job.console.say(
             f"stopped by a numeric fault at {fault}; the weights before it are kept, nothing was saved. "

@@ -119,7 +119,11 @@ def make_eval_step(
     sums: Callable[[Params, LMBatch], Mapping[str, tuple[Array, Array]]], options: Mapping[str, Value] | None = None
 ) -> Callable:
     """Jitted (weights, batch [M, B, S]) -> {name: (sum, weight)}; options: of the compiler."""
-    return jax.jit(sums, compiler_options=None if options is None else dict(options))
+
+    def eval_step(weights: Params, batch: LMBatch) -> Mapping[str, tuple[Array, Array]]:
+        return sums(weights, batch)
+
+    return jax.jit(eval_step, compiler_options=None if options is None else dict(options))
 
 
 def after(histories: Histories, state: TrainState, seen: Params, loss_scale: Array) -> dict[str, Array]:

@@ -35,3 +35,9 @@ def test_ids_the_tokenizer_does_not_know_are_never_drawn() -> None:
     tokenizer = NullTokenizerConfig(vocabulary_size=10).build()
     text = text_sample(likes(11, 128), tokenizer, np.arange(8), length=LENGTH, seed=0)
     assert all(int(word) < 10 for word in text.splitlines()[1].replace("\u2502", " ").split())
+
+
+def test_control_bytes_do_not_reach_the_terminal() -> None:
+    row = np.frombuffer(b"some\x1b[2J", np.uint8)
+    text = text_sample(likes(7, 384), ByteTokenizerConfig().build(), row, length=LENGTH, seed=0)
+    assert text.splitlines()[1].startswith("some\\x1b[2J\u2502\\x07\\x07")

@@ -31,13 +31,15 @@ def plain_console(total: int = 500, **options) -> tuple[PlainConsole, io.StringI
 
 
 def test_the_plain_line_is_megatrons(step):
-    console, stream = plain_console(start_step=99)
+    console, stream = plain_console(start_step=98)
+    console.log(step(99, rates=KNOWN.rates(0.1234, 12_177)))
+    before = len(stream.getvalue())
     record = step(
         100, 2.345678, grad_norm=0.912, consumed_samples=3200, global_batch_size=32, loss_scale=1.0,
         rates=KNOWN.rates(0.1234, 12_177),
     )  # fmt: skip
     console.log(record)
-    assert stream.getvalue() == (
+    assert stream.getvalue()[before:] == (
         " [2026-11-20 18:00:00] iteration      100/     500 | consumed samples:         3200 | "
         "elapsed time per iteration (ms): 123.4 | throughput per GPU (TFLOP/s/GPU): 12.3 | "
         "learning rate: 3.000000E-04 | global batch size:    32 | lm loss: 2.345678E+00 | loss scale: 1.0 | "
@@ -65,8 +67,8 @@ def test_times_by_phase_and_norms_have_fields_of_their_own(step):
     last = {"data_wait": 0.003, "data_wait_min": 0.001, "data_wait_max": 0.25, "save": 1.0}
     console.log(step(4, phases=last, metrics={"num_zeros": 12.0, "parameter_norm": 3.25}))
     first, second, third = stream.getvalue().splitlines()
-    assert first.endswith("| data wait per iteration (ms): 2.0 | ETA: 12 s |")
-    assert "| data wait per iteration (ms): 4.0 | save (ms): 500.0 | ETA" in second
+    assert first.endswith("| data wait per iteration (ms): 2.0 |")
+    assert "| data wait per iteration (ms): 4.0 | save (ms): 500.0 | ETA: 12 s |" in second
     assert "| data wait per iteration (ms): 2.0 (processes: 1.0 to 250.0) | save (ms): 1000.0 | ETA" in third
     assert "| grad norm: 0.900 | num zeros: 12.0 | params norm: 3.250 | number of skipped" in third
     assert "parameter_norm" not in third
@@ -136,8 +138,8 @@ def test_the_live_console_shows_bar_figures_and_lines_above(step):
     shown = stream.getvalue()
     assert "⠋ compiling the train step … 0 s" in shown
     assert "compiling the train step: 0.1 s\n" in shown
-    last = shown.rsplit("━", 1)[1].replace("\N{NO-BREAK SPACE}", " ")
-    assert "42% 210/500 9m40s left, done at 18:09" in last
+    last = shown.rsplit("━", 1)[1]
+    assert "42% 210/500  9m40s left, done at 18:09" in last
     assert "loss 2.5000  grad norm 0.900  lr 3.00e-04  tokens/s/device 750  TFLOP/s/device 0.8  MFU 0.2%" in last
     assert "step 210/500  loss 2.5000" in shown
     assert "validation 210/500  loss 2.3000  perplexity 9.97" in shown

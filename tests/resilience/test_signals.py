@@ -111,6 +111,7 @@ def test_a_signal_is_a_request_and_the_process_ends_well(start, which):
     out, err = process.communicate("\n", timeout=60)
     assert (process.returncode, out) == (0, "saved\n"), err
     assert err.startswith(f"megajax: {which.name} received: stopping after this step")
+    assert ("press Ctrl-C again" in err) == (which is signal.SIGINT)
 
 
 def test_a_warning_before_sigterm_is_not_a_first_sigterm(start):

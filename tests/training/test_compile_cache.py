@@ -4,7 +4,10 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +17,11 @@ from gpu_stand_in import stand_in
 from jax.experimental.compilation_cache import compilation_cache
 
 from megajax.config.xla import XlaConfig
+from megajax.metrics.console import PlainConsole
 from megajax.training import compile_cache
 from megajax.training.compile_cache import cache_in_use, machine, record, sweep, use_cache
 from megajax.training.compile_log import Compile, CompileLog
+from megajax.training.job import Job
 
 PATIENCE = 300
 
@@ -122,6 +127,31 @@ def test_each_program_is_told_of_once(kept, monkeypatch):
     compile_something()
     assert events == [("compile", "train_step", False), ("compile", "train_step", True)]
     assert "cached" not in said[0] and "compiled the train step: cached, read in" in said[1] and len(said) == 2
+
+
+def test_people_see_that_the_step_compiles_and_then_that_it_runs():
+    shown, waits = [], []
+    console = PlainConsole(total_steps=1, stream=StringIO())
+
+    @contextmanager
+    def ticker(message, **options):
+        shown.append((message, signals.when))
+        yield lambda renamed: shown.append((renamed, signals.when))
+
+    console.ticker = ticker
+    signals = SimpleNamespace(when="")
+
+    def infos():
+        compile_something()
+        waits.append(signals.when)
+        yield "the first step"
+
+    with CompileLog(console.say) as log:
+        job = SimpleNamespace(signals=signals, console=console, compiles=log)
+        assert Job.first_step(job, infos()) == "the first step"
+    compiling = "after the first step, which is being compiled"
+    assert shown == [("compiling the train step", compiling), ("first step", compiling)]
+    assert waits == ["after this step"]
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(kept, monkeypatch, capsys):
