@@ -50,7 +50,8 @@ def drawing(run: Run) -> str:
         more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
         parts += [Text(f"\n{alike[0]}{more}: {_cuts(spec, array)}"), _grid(spec, array)]
     text = io.StringIO()
-    Console(file=text, width=WIDTH, color_system=None).print(Group(*parts))
+    # In a notebook rich would show the text itself, and give none to the file.
+    Console(file=text, width=WIDTH, color_system=None, force_jupyter=False).print(Group(*parts))
     return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
 

@@ -94,6 +94,8 @@ def test_a_step_that_is_not_finite_changes_no_weight(run, poison):
 
 def test_visualize_shows_every_weight_and_who_holds_what(run, capsys, monkeypatch):
     text = drawing(run)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert drawing(run) == text, "in a notebook too"
     assert visualize(run) is None, "the last line of a notebook's cell: shown once"
     assert capsys.readouterr().out == text + "\n"
     lines = text.splitlines()
