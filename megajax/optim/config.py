@@ -335,8 +335,9 @@ class ScheduleConfig(Builds):
 
     def run_problems(self, *, steps: int, global_size: int, samples: Samples | None = None) -> list[Problem]:
         """What is wrong with the schedule for a run of that length, in the units that the settings were given in."""
-        length: dict[str, Any] = {"steps": steps, "global_size": global_size, "samples": samples}
-        warmup, decay, anneal = (f(**length) for f in (self.warmup, self.decay, self.anneal))
+        warmup = self.warmup(steps=steps, global_size=global_size, samples=samples)
+        decay = self.decay(steps=steps, global_size=global_size, samples=samples)
+        anneal = self.anneal(steps=steps, global_size=global_size, samples=samples)
         if decay < 0:
             return []
         rows = _RowsOfSteps(global_size, samples)

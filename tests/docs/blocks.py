@@ -1,4 +1,4 @@
-"""The code blocks of README.md and docs/*.md: `bash` blocks hold commands, `python` blocks hold programs."""
+"""The code blocks of README.md and docs/*.md: `bash` and `console` blocks hold commands, `python` blocks programs."""
 
 import re
 import shlex
@@ -36,8 +36,13 @@ def blocks(page: Path) -> tuple[Block, ...]:
 
 
 def commands(block: Block) -> list[list[str]]:
-    """The words of each command of a `bash` block, without comments; a `\\` at the end of a line continues it."""
+    """The words of each command, without comments; a `\\` at the end of a line continues it.
+
+    In a `console` block the lines with `$ ` are commands and the others are what they print.
+    """
     lines = block.text.replace("\\\n", " ").splitlines()
+    if block.language == "console":
+        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 

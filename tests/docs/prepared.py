@@ -2,11 +2,11 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from megajax.data.preprocessing import preprocess_text
+from megajax.tokenizers.config import ByteTokenizerConfig
 from tests.docs.blocks import ROOT
 
 LINES = [
@@ -37,20 +37,36 @@ def _shards_and_vocabulary(folder: Path) -> None:
     made.save_model(str(folder))
 
 
-def _finished_run(folder: Path) -> None:
-    words = [sys.executable, "-m", "megajax.train", "--config=quickstart.py", "--steps=3", "--evaluation.batches=1"]
-    subprocess.run([*words, "--run_dir=runs/one"], cwd=folder, check=True, capture_output=True)
+def _token_files(folder: Path) -> None:
+    (folder / "data").mkdir()
+    for name in ("web", "code"):
+        preprocess_text(LINES, folder / "data" / name, ByteTokenizerConfig().build())
+
+
+def _file_of_flags(folder: Path) -> None:
+    flags = {"num-layers": 2, "hidden-size": 64, "num-attention-heads": 2, "seq-length": 64, "micro-batch-size": 4}
+    flags |= {"max-position-embeddings": 64, "train-iters": 10, "lr": 1e-4, "mock-data": True, "vocab-size": 256}
+    flags |= {"tokenizer-type": "NullTokenizer", "global-batch-size": 8}
+    (folder / "flags.yaml").write_text("".join(f"{name}: {value}\n" for name, value in flags.items()), encoding="utf-8")
 
 
 PREPARED: dict[str, tuple[Callable[[Path], None], ...]] = {
     "README.md": (_corpus, _megatron_script),
-    "docs/checkpoints.md": (_finished_run,),
-    "docs/data.md": (_corpus,),
+    "docs/data.md": (_token_files,),
+    "docs/first_config.md": (_corpus,),
+    "docs/megatron.md": (_megatron_script, _file_of_flags),
     "docs/preprocess.md": (_shards_and_vocabulary,),
 }
 """By page: what is written into its folder before its first command."""
 
-PRELUDES: dict[str, str] = {}
+PRELUDES = {
+    "docs/checkpoints.md": """
+import jax, jax.numpy as jnp
+state = {"params": {"weight": jnp.ones((4, 4))}, "step": jnp.zeros((), jnp.int32)}
+like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+""",
+    "docs/optimizers.md": "from megajax.optim.config import AdamWConfig, GroupConfig\n",
+}
 """By page: Python that comes before each of its programs, which only show the lines that matter."""
 
 
