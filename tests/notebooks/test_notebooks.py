@@ -10,7 +10,8 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
-LIMIT_SECONDS = 570
+LIMIT_SECONDS = 1700
+"""Of a cell: on a busy machine training takes many times what it takes on an idle one."""
 
 
 def read(name: str) -> nbformat.NotebookNode:
@@ -65,12 +66,13 @@ def test_own_text_runs(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(LIMIT_SECONDS)
 def test_own_text_learns(tmp_path):
-    """With its own number of steps: far from ln 257, and better than the frequencies of single bytes, about 3.1."""
+    """With its own number of steps: better than the frequencies of single bytes allow, 3.26, by far."""
     lines = [line for text in executed("own_text", tmp_path) for line in text.splitlines()]
     losses = [float(line.rpartition(" ")[2]) for line in lines if line.startswith("step ")]
-    assert len(losses) == 8
-    assert losses[-1] < 2.3
+    assert len(losses) == 6
+    assert losses[-1] < 1.8
 
 
 @pytest.mark.slow
