@@ -12,6 +12,7 @@ from megajax.config.errors import ConfigError, UserError
 from megajax.config.tree import check
 from megajax.data.config import BlendConfig, MockConfig
 from megajax.data.indexed import IndexedWriter
+from megajax.metrics.config import LoggingConfig
 from megajax.resilience.config import ResilienceConfig
 from megajax.training.config import EvaluationConfig
 from megajax.training.hooks import Evaluate, Filled
@@ -131,3 +132,8 @@ def test_a_set_without_a_validation_split_is_refused(corpus, tmp_path):
     data = BlendConfig(train_paths=(corpus,), cache_dir=str(tmp_path / "cache"))
     with pytest.raises(UserError, match=r"evaluation\.sets\.code has no validation split"):
         prepare(run_config(evaluation=EvaluationConfig(sets={"code": data})))
+
+
+def test_a_prompt_that_has_no_tokens_is_refused_before_training():
+    with pytest.raises(UserError, match=r"logging\.prompt='def ': The null tokenizer reads numbers"):
+        prepare(run_config(logging=LoggingConfig(prompt="def ")))
