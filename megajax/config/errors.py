@@ -34,6 +34,9 @@ class Problem:
 class TooFewDevices(Problem):
     """The layout takes more devices than there are: a smaller config of the same kind may fit."""
 
+    wanted: int = 0
+    """Devices the layout takes."""
+
 
 class ConfigError(UserError):
     """Everything wrong with a config at once; `place` says in what ("configs/gpt2.py + command line")."""

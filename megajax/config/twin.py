@@ -37,14 +37,19 @@ def command(source: str, root: str | type) -> str | None:
 
 
 def advised(error: ConfigError, source: str | None, verb: str, root: str | type) -> ConfigError:
-    """The error, where it is about a lack of devices with the twin's command as the first hint."""
-    few = any(isinstance(problem, TooFewDevices) for problem in error.problems)
-    words = command(source, root) if few and source else None
-    if words is None:
+    """The error; a lack of devices gets the command of the twin, if there is one, as its first hint."""
+    if not any(isinstance(problem, TooFewDevices) for problem in error.problems):
         return error
-    first = f"its debug twin runs on any machine: python -m megajax.{verb} {words}"
+    words = command(source, root) if source else None
+    first = [f"its debug twin runs on any machine: python -m megajax.{verb} {words}"] if words else []
     problems = [
-        replace(problem, hint=f"{first}\n{problem.hint}") if isinstance(problem, TooFewDevices) else problem
+        replace(problem, hint="\n".join([*first, problem.hint, _virtual(problem.wanted)]))
+        if isinstance(problem, TooFewDevices)
+        else problem
         for problem in error.problems
     ]
     return ConfigError(problems, error.place)
+
+
+def _virtual(count: int) -> str:
+    return f"for a small model, --devices=cpu:{count} makes {count} virtual devices of the CPU"

@@ -130,8 +130,7 @@ class ParallelConfig:
             hint = f"parallel.data can be at most {most}" if most else f"make {smaller} smaller"
             there = f"there {'is' if devices == 1 else 'are'} {devices}"
             what = f"the axes multiply to {wanted} devices ({product}), {there}"
-            virtual = f"on a CPU, --devices=cpu:{wanted} makes virtual devices, for small models"
-            return [TooFewDevices("", what, f"{hint}, or give more devices\n{virtual}")]
+            return [TooFewDevices("", what, f"{hint}, or give more devices", wanted)]
         if self.data is None and devices % self.without_data():
             copies = devices // self.without_data()
             return [

@@ -26,7 +26,7 @@ REFUSED = {
     "another node": ([DEBUG, "--devices=h100:12", "--gpus-per-node=5"], "give 10 or 15"),
     "nodes of nothing": ([DEBUG, "--devices=h100:12", "--gpus-per-node=0"], "--gpus-per-node: must be at least 1"),
     "no number": ([DEBUG, "--devices=h100:8", "--gpus-per-node=few"], "expected a whole number"),
-    "too many": ([DEBUG, "--devices=h100:8", "--parallel.tensor=16"], "multiply to 16 devices, there are 8"),
+    "too many": ([DEBUG, "--devices=h100:8", "--parallel.tensor=16"], "16 devices (tensor 16), there are 8"),
     "too few rows": ([DEBUG, "--devices=h100:128"], "8 rows are not divisible by micro_size=1 x 128"),
     "unknown setting": ([DEBUG, "--devices=h100:8", "--model.hiden=1"], "did you mean model.hidden?"),
     "an audit of no program": ([DEBUG, "--devices=h100:8", "--audit", "--formula"], "--audit: goes with no --formula"),
