@@ -1,0 +1,95 @@
+"""What pyproject.toml requires is used, what is imported is required, and private names of JAX are where they were."""
+
+import ast
+import importlib
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+IMPORTED_AS = {"absl-py": "absl", "orbax-checkpoint": "orbax", "pyyaml": "yaml"}
+FOR_JAX = ("cuda12", "cuda13", "aot")
+"""Extras that JAX loads by itself."""
+WITH_JAX = {"jaxlib"}
+"""Packages that JAX brings along in a version of its own."""
+PRIVATE = {
+    "megajax/checkpoint/peers.py": ("jax._src.distributed", "global_state"),
+    "megajax/kernels/attention.py": ("jax._src.lib", "cuda_versions"),
+}
+"""Why jax has an upper bound: file -> the module and the name in it."""
+
+
+def requirements() -> dict[str, str]:
+    """Import name -> requirement, of the dependencies and of the extras that MegaJAX imports."""
+    extras = (lines for extra, lines in PROJECT["optional-dependencies"].items() if extra not in FOR_JAX)
+    names = [re.split(r"[\[<>=~!; ]", line)[0] for lines in (PROJECT["dependencies"], *extras) for line in lines]
+    return {IMPORTED_AS.get(name, name.replace("-", "_")): name for name in names}
+
+
+@cache
+def trees() -> tuple[tuple[Path, ast.AST], ...]:
+    paths = sorted((ROOT / "megajax").rglob("*.py"))
+    return tuple((path, ast.parse(path.read_text(encoding="utf-8"))) for path in paths)
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Modules of import statements."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+
+
+def named(tree: ast.AST) -> Iterator[str]:
+    """Modules that may be imported by a name in a string, as "matplotlib.figure" is."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w.]+", node.value):
+            yield node.value
+
+
+def test_every_requirement_is_imported_somewhere() -> None:
+    # Names in strings count where a package is imported late, but not in the table of what extras install.
+    used = {
+        module.partition(".")[0]
+        for path, tree in trees()
+        for module in (*imported(tree), *(named(tree) if path.name != "missing.py" else ()))
+    }
+    assert set(requirements()) - used == set()
+
+
+def test_every_import_is_required() -> None:
+    known = {"megajax", *requirements(), *WITH_JAX, *sys.stdlib_module_names}
+    assert [
+        (path.name, name) for path, tree in trees() for name in imported(tree) if name.split(".")[0] not in known
+    ] == []
+
+
+def test_private_names_of_jax_are_these() -> None:
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for path, tree in trees()
+        for module in imported(tree)
+        if module.startswith("jax._src")
+    }
+    assert found == PRIVATE.keys()
+
+
+@pytest.mark.parametrize(("module", "name"), PRIVATE.values())
+def test_private_names_of_jax_exist(module: str, name: str) -> None:
+    """If this fails with a new version of JAX, mend the file first, then raise the upper bound in pyproject.toml."""
+    assert hasattr(importlib.import_module(module), name)
+
+
+def test_the_key_value_store_has_the_methods_that_are_used() -> None:
+    client = pytest.importorskip("jaxlib._jax", reason="jaxlib has moved its private module").DistributedRuntimeClient
+    text = (ROOT / "megajax/checkpoint/peers.py").read_text(encoding="utf-8")
+    methods = set(re.findall(r"self\._client\.(\w+)\(", text))
+    assert methods
+    assert [name for name in sorted(methods) if not hasattr(client, name)] == []
