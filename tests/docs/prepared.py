@@ -40,7 +40,7 @@ def _shards_and_vocabulary(folder: Path) -> None:
 def _token_files(folder: Path) -> None:
     (folder / "data").mkdir()
     for name in ("web", "code"):
-        preprocess_text(LINES, folder / "data" / name, ByteTokenizerConfig().build())
+        preprocess_text(LINES * 20, folder / "data" / name, ByteTokenizerConfig().build())
 
 
 def _file_of_flags(folder: Path) -> None:
