@@ -8,7 +8,8 @@ Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data
 Plan:     python -m megajax.plan --config=gpt3.py:gpt3_175b --devices=h100:128
 Run:      python -m megajax.train --config=gpt3.py:gpt3_1_3b                (on every host, see docs/launch.md)
 Laptop:   python -m megajax.train --config=gpt3.py:gpt3_175b_debug --devices=cpu:8
-Hardware: each size names its own. The three large sizes were compiled for absent H100s and not run on any
+Hardware: each size names its own. The three large sizes were compiled for absent H100s and not run on any: README.md has
+          the peak memory of each
 """
 
 from megajax.checkpoint.config import CheckpointConfig
@@ -63,7 +64,7 @@ def gpt3_160m() -> RunConfig:
 
 
 def gpt3_1_3b() -> RunConfig:
-    """24 layers x 2048 hidden, 16 heads. 300 B tokens, 1 M a step. 8 GPUs with 80 GB, data 8: peak 18.0 GiB per GPU."""
+    """24 layers x 2048 hidden, 16 heads. 300 B tokens, 1 M a step. 8 GPUs with 80 GB, data 8."""
     parallel = ParallelConfig(data_sharding="zero1")
     batch = BatchConfig(global_size=512, micro_size=4)
     return _own_text(
@@ -72,7 +73,7 @@ def gpt3_1_3b() -> RunConfig:
 
 
 def gpt3_6_7b() -> RunConfig:
-    """32 layers x 4096 hidden, 32 heads. 300 B tokens, 2 M a step. 64 GPUs, tensor 2 x data 32: peak 31.5 GiB."""
+    """32 layers x 4096 hidden, 32 heads. 300 B tokens, 2 M a step. 64 GPUs, tensor 2 x data 32."""
     parallel = ParallelConfig(tensor=2, sequence=True, data_sharding="zero1")
     batch = BatchConfig(global_size=1024, micro_size=4)
     return _own_text(
@@ -83,7 +84,7 @@ def gpt3_6_7b() -> RunConfig:
 def gpt3_175b() -> RunConfig:
     """96 layers x 12288 hidden, 96 heads. 300 B tokens, 3.1 M a step. 128 GPUs: pipeline 16 x tensor 8.
 
-    Peak 35.1 GiB per GPU; on 1024 GPUs, data 8 as well, 21.4 GiB.
+    On 1024 GPUs: data 8 as well.
     """
     parallel = ParallelConfig(pipeline=16, tensor=8, sequence=True, data_sharding="zero1")
     batch = BatchConfig(global_size=1536, micro_size=1)

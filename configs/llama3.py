@@ -7,7 +7,8 @@ Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data
 Plan:     python -m megajax.plan --config=llama3.py:llama3_405b --devices=h100:1024
 Run:      python -m megajax.train --config=llama3.py                        (on every host, see docs/launch.md)
 Laptop:   python -m megajax.train --config=llama3.py:llama3_70b_debug --devices=cpu:8
-Hardware: each size names its own. They were compiled for absent H100s and not run on any, but for llama3_7m
+Hardware: each size names its own. All but llama3_7m were compiled for absent H100s and not run on any: README.md has
+          the peak memory of each
 """
 
 from dataclasses import replace
@@ -58,10 +59,7 @@ def llama3_7m() -> RunConfig:
 
 
 def llama3_8b() -> RunConfig:
-    """4 M tokens a step, cosine from 3e-4 to 3e-5. 8 GPUs with 80 GB, tensor 4 x data 2.
-
-    11.2 GiB of state and 18.6 GiB of temporaries per GPU.
-    """
+    """4 M tokens a step, cosine from 3e-4 to 3e-5. 8 GPUs with 80 GB, tensor 4 x data 2."""
     return _own_text(
         "llama3_8b",
         llama3("8b"),
@@ -75,10 +73,7 @@ def llama3_8b() -> RunConfig:
 
 
 def llama3_70b() -> RunConfig:
-    """15 T tokens, 4 M a step, cosine from 1.5e-4 to 1.5e-6. 128 GPUs, tensor 8 x pipeline 4 x data 4.
-
-    Peak 36.4 GiB per GPU.
-    """
+    """15 T tokens, 4 M a step, cosine from 1.5e-4 to 1.5e-6. 128 GPUs, tensor 8 x pipeline 4 x data 4."""
     return _own_text(
         "llama3_70b",
         llama3("70b"),
@@ -92,10 +87,7 @@ def llama3_70b() -> RunConfig:
 
 
 def llama3_405b() -> RunConfig:
-    """15 T tokens, 16 M a step, cosine from 8e-5 to 8e-7. 1024 GPUs, tensor 8 x pipeline 16 x data 8.
-
-    Peak 30.1 GiB per GPU.
-    """
+    """15 T tokens, 16 M a step, cosine from 8e-5 to 8e-7. 1024 GPUs, tensor 8 x pipeline 16 x data 8."""
     return _own_text(
         "llama3_405b",
         replace(llama3("405b"), recompute="full"),

@@ -22,6 +22,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "train_step": "the train step",
         "eval_step": "the evaluation step",
         "forward": "the forward pass",
+        "blame": "the look for weights whose gradients are not finite",
         "_fresh": "the initial state",
     }
 )

@@ -1,0 +1,247 @@
+"""Memory of the shipped configs on absent H100s, compiled: one file of figures, and the tables of the pages made of it.
+
+Run:  nice python benchmarks/compiled_peaks.py            (needs the extra aot; no GPU. Some 15 minutes on two cores)
+      python benchmarks/compiled_peaks.py llama3_8b       only plans whose key contains a word
+      python benchmarks/compiled_peaks.py --check [WORD]  compiles and compares with the file, writes nothing;
+                                                          exit code 1 where a figure differs by more than 1 %
+      python benchmarks/compiled_peaks.py --pages         writes the tables into the pages again; compiles nothing
+
+Figures go to benchmarks/results/compiled_peaks.json, each with the commit it was compiled at. Each plan is written as
+soon as it is compiled. Tables stand between `<!-- figures: NAME ... -->` and `<!-- end of figures -->` in PAGES; a test
+compares them with the file.
+"""
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import outcome
+
+from megajax.config import load
+from megajax.config.builds import resolve
+from megajax.config.command_line import front_door
+
+ROOT = Path(__file__).parents[1]
+FIGURES = outcome.RESULTS / "compiled_peaks.json"
+GIB = 2**30
+TOLERANCE = 0.01
+
+CONFIGS = {
+    "gpt3_1_3b": "gpt3.py:gpt3_1_3b",
+    "gpt3_6_7b": "gpt3.py:gpt3_6_7b",
+    "gpt3_175b": "gpt3.py:gpt3_175b",
+    "llama3_8b": "llama3.py:llama3_8b",
+    "llama3_70b": "llama3.py:llama3_70b",
+    "llama3_405b": "llama3.py:llama3_405b",
+}
+"""Name in keys -> what --config is given, as the pages show it."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A config on so many H100s."""
+
+    config: str
+    """A name of CONFIGS."""
+    gpus: int
+    change: str = ""
+    """What differs from the config as shipped, in words; "": nothing."""
+    settings: tuple[str, ...] = ()
+    """The same as overrides."""
+
+    @property
+    def key(self) -> str:
+        """What its figures are filed under."""
+        return ", ".join([self.config, str(self.gpus), *([self.change] if self.change else [])])
+
+
+def _stages(schedule: str, virtual: int, wait: int = 1) -> tuple[str, ...]:
+    fields = {"schedule": schedule, "virtual_stages": virtual, "loss_wait": wait}
+    return tuple(f"parallel.{name}={value}" for name, value in fields.items())
+
+
+FSDP = ("parallel.tensor=1", "parallel.data=8", "parallel.sequence=false", "parallel.data_sharding=fsdp")
+PLANS = (
+    Plan("gpt3_1_3b", 8),
+    Plan("gpt3_6_7b", 64),
+    Plan("llama3_8b", 8),
+    Plan("llama3_8b", 8, "tensor 1, fsdp", FSDP),
+    Plan("llama3_8b", 8, "`sequence=false`", ("parallel.sequence=false",)),
+    Plan("llama3_8b", 8, "`recompute=none`", ("model.recompute=none",)),
+    Plan("llama3_8b", 8, "`recompute=full`, `micro_size=2`", ("model.recompute=full", "batch.micro_size=2")),
+    Plan("gpt3_175b", 128),
+    Plan("gpt3_175b", 1024),
+    Plan("llama3_70b", 128),
+    Plan("llama3_405b", 1024),
+    Plan("gpt3_175b", 128, "6 virtual stages", _stages("interleaved", 6)),
+    Plan("gpt3_175b", 1024, "6 virtual stages", _stages("interleaved", 6)),
+    Plan("gpt3_175b", 128, "loss does not wait", _stages("1f1b", 1, 0)),
+    Plan("gpt3_175b", 128, "2 virtual stages", _stages("interleaved", 2)),
+    Plan("gpt3_175b", 128, "3 virtual stages", _stages("interleaved", 3)),
+    Plan("gpt3_175b", 128, "64 rows", ("batch.global_size=64",)),
+    Plan("gpt3_175b", 128, "64 rows, 6 virtual stages", ("batch.global_size=64", *_stages("interleaved", 6))),
+    Plan("llama3_70b", 128, "1f1b", _stages("1f1b", 1)),
+    Plan("llama3_70b", 128, "1f1b, loss does not wait", _stages("1f1b", 1, 0)),
+    Plan("llama3_70b", 128, "2 virtual stages", _stages("interleaved", 2)),
+    Plan("llama3_405b", 1024, "1f1b", _stages("1f1b", 1)),
+)
+
+HARDWARE = {
+    "gpt3_1_3b": "8 H100",
+    "gpt3_6_7b": "64 H100",
+    "gpt3_175b": "128 or 1024 H100, tensor 8 x pipeline 16",
+    "llama3_8b": "8 H100",
+    "llama3_70b": "128 H100, tensor 8 x pipeline 4 x 5 virtual",
+    "llama3_405b": "1024 H100, tensor 8 x pipeline 16 x 4 virtual",
+}
+"""What a config is meant for, as README says it."""
+
+type Figures = Mapping[str, Mapping[str, Any]]
+"""Key -> its figures."""
+
+
+def compiled(plan: Plan) -> dict[str, Any]:
+    """GiB of one device, and of a pipeline its schedule."""
+    cfg: Any = load(CONFIGS[plan.config], *plan.settings)
+    cluster, _ = resolve("megajax.planning.devices:read_cluster")(f"h100:{plan.gpus}")
+    found = resolve("megajax.planning.train_step:compile_train_step")(cfg, cluster)
+    resolve("jax:clear_caches")()
+    device = resolve("megajax.planning.costs:DEVICES")["h100"]
+    description = resolve("megajax.planning.description:describe")(cfg, device, plan.gpus)
+    formula = resolve("megajax.planning.estimate:estimate")(description)
+    memory = found.memory
+    figures: dict[str, Any] = {
+        "microbatches": found.microbatches,
+        **{f"{name}_gib": round(getattr(memory, name) / GIB, 3) for name in ("parameters", "optimizer", "arguments")},
+        **{f"{name}_gib": round(getattr(memory, name) / GIB, 3) for name in ("temporary", "peak")},
+        "formula_peak_gib": round(formula.memory.peak / GIB, 3),
+    }
+    if (schedule := found.schedule) is not None:
+        bubble = resolve("megajax.pipeline.check:measure")(schedule).bubble
+        figures |= {"virtual_stages": cfg.parallel.virtual_stages, "loss_wait": schedule.loss_wait}
+        figures |= {"ring_slots": schedule.ring_slots, "bubble": round(float(bubble), 5)}
+    return figures | {"jax": resolve("jax:__version__"), "commit": commit()}
+
+
+def commit() -> str:
+    """The last change of what is compiled."""
+    command = ["git", "log", "-1", "--format=%h", "--", "megajax", "configs"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def read() -> dict[str, dict[str, Any]]:
+    """The figures on file."""
+    return json.loads(FIGURES.read_text(encoding="utf-8")) if FIGURES.exists() else {}
+
+
+def keep(figures: dict[str, dict[str, Any]]) -> None:
+    """Write them, in the order of PLANS, with what each is a plan of; what is no plan any more goes."""
+    ordered = {
+        plan.key: {"config": CONFIGS[plan.config], "gpus": plan.gpus, "settings": list(plan.settings)}
+        | {name: value for name, value in figures[plan.key].items() if name not in ("config", "gpus", "settings")}
+        for plan in PLANS
+        if plan.key in figures
+    }
+    FIGURES.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """What is not as it was, in words."""
+    for name, value in before.items():
+        found = now.get(name)
+        if name in ("config", "gpus", "settings", "jax", "commit") or found == value:
+            continue
+        if not isinstance(value, float) or abs(found - value) > TOLERANCE * value:
+            yield f"{name}: {value} on file, {found} compiled"
+
+
+def configs_table(figures: Figures) -> Iterator[str]:
+    """README's."""
+    yield "| config | hardware it is meant for | peak memory by the compiler |"
+    yield "|---|---|---|"
+    for name, file in CONFIGS.items():
+        peaks = [f"{figures[plan.key]['peak_gib']:.1f}" for plan in PLANS if plan.config == name and not plan.change]
+        yield f"| `{file}` | {HARDWARE[name]} | {' or '.join(peaks)} GiB |"
+
+
+def formula_table(figures: Figures) -> Iterator[str]:
+    """Formulas beside the compiler, docs/planning.md."""
+    yield "| config, devices | formula | compiled | |"
+    yield "|---|---:|---:|---:|"
+    before = None
+    for plan in sorted(PLANS, key=lambda plan: (list(CONFIGS).index(plan.config), plan.gpus)):
+        peak, formula = (figures[plan.key][name] for name in ("peak_gib", "formula_peak_gib"))
+        place = (plan.config, plan.gpus)
+        name = f"the same, {plan.change}" if place == before else f"`{plan.config}`, {plan.gpus}"
+        before = place
+        yield f"| {name} | {formula:.1f} | {peak:.1f} | {formula / peak - 1:+.1%} |".replace("%", " %")
+
+
+def schedules_table(figures: Figures) -> Iterator[str]:
+    """Schedules of the pipelines, docs/pipeline.md."""
+    yield "| config, GPUs | M | V | wait | arguments | temporary | peak | slots | bubble |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for name in CONFIGS:
+        for plan in sorted((plan for plan in PLANS if plan.config == name), key=lambda plan: plan.gpus):
+            found = figures[plan.key]
+            if "ring_slots" not in found:
+                continue
+            title = f"the same, {plan.change}" if plan.change else f"**`{name}`**, {plan.gpus}"
+            sizes = " | ".join(f"{found[f'{part}_gib']:.1f}" for part in ("arguments", "temporary", "peak"))
+            yield (
+                f"| {title} | {found['microbatches']} | {found['virtual_stages']} | {found['loss_wait']} | {sizes} | "
+                f"{found['ring_slots']} | {100 * found['bubble']:.2g} % |"
+            )
+
+
+TABLES: Mapping[str, Callable[[Figures], Iterator[str]]] = {
+    "configs": configs_table,
+    "formulas": formula_table,
+    "schedules": schedules_table,
+}
+PAGES = {"README.md": "configs", "docs/planning.md": "formulas", "docs/pipeline.md": "schedules"}
+"""Page -> its table."""
+BEGIN, END = "<!-- figures: {}, by benchmarks/compiled_peaks.py --pages -->", "<!-- end of figures -->"
+
+
+def with_table(page: str, table: str, figures: Figures) -> str:
+    """The text of a page with its table as the figures have it. Raises ValueError without the two marks."""
+    begin = BEGIN.format(table)
+    before, found, rest = page.partition(begin)
+    _, ended, after = rest.partition(END)
+    if not found or not ended:
+        raise ValueError(f"the marks {begin} and {END} are not there")
+    return "\n".join([before + begin, *TABLES[table](figures), END]) + after
+
+
+def main(argv: list[str]) -> int:
+    """See the text above."""
+    words = [word for word in argv if not word.startswith("--")]
+    figures, wrong = read(), 0
+    if "--pages" not in argv:
+        resolve("megajax.planning.absent:prepare")()
+        for plan in PLANS:
+            if words and not any(word in plan.key for word in words):
+                continue
+            now = compiled(plan)
+            print(f"{plan.key}: {now['peak_gib']:.2f} GiB, by formula {now['formula_peak_gib']:.2f}", flush=True)
+            if "--check" in argv:
+                told = list(differences(figures.get(plan.key, {}), now)) or ([] if plan.key in figures else ["new"])
+                print("".join(f"  {line}\n" for line in told), end="", flush=True)
+                wrong += bool(told)
+            else:
+                figures[plan.key] = now
+                keep(figures)
+    if "--check" not in argv:
+        keep(figures)
+        for name, table in PAGES.items():
+            path = ROOT / name
+            path.write_text(with_table(path.read_text(encoding="utf-8"), table, figures), encoding="utf-8")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    front_door(main)
