@@ -123,6 +123,25 @@ def test_nothing_of_the_bar_is_left_at_the_end(step, width):
 
 
 @WIDTHS
+def test_nothing_of_it_is_left_by_a_crash_or_by_keys(step, width):
+    console, terminal = live(width)
+    with pytest.raises(KeyError), console.ticker("a message " * 20):
+        for number in (None, 1):
+            if number is not None:
+                console.log(step(number, rates=FAST))
+            for _ in range(3):
+                refresh(console)
+                terminal.write("^C^C")
+        console.say("between")
+        raise KeyError
+    console.close()
+    shown = terminal.screen()
+    assert shown[0].startswith("step   1/500") and shown[1] == "between"
+    assert " ".join(shown[2:]).startswith("a message a message") and re.search(r"stopped after \d+\.\d s$", shown[-1])
+    assert not any("━" in line or "^C" in line for line in shown)
+
+
+@WIDTHS
 def test_a_line_of_figures_is_never_broken(step, width):
     console, terminal = live(width, every=1)
     console.log(step(1, rates=FAST))
