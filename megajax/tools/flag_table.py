@@ -1,10 +1,26 @@
 """Write the table of Megatron-LM's flags into docs/megatron.md: `python -m megajax.tools.flag_table`."""
 
+from itertools import groupby
 from pathlib import Path
 
 from megajax.tools.flags import Flag, Mapped, Refused
+from megajax.tools.flags_of_machinery import (
+    CHECKPOINT_MACHINERY,
+    COMMUNICATION,
+    DATA_MACHINERY,
+    KERNELS,
+    OWN_CODE,
+    SERVICES,
+)
 from megajax.tools.flags_of_models import ATTENTION, EXPERTS, LATENT, MEMORY, POSITIONS, SIZES, START
 from megajax.tools.flags_of_operations import CHECKPOINTS, INFERENCE, LOGGING, LOOP, PROFILING
+from megajax.tools.flags_of_other_models import (
+    MORE_EXPERTS,
+    MORE_INFERENCE,
+    OTHER_BLOCKS,
+    OTHER_MODELS,
+    OTHER_OBJECTIVES,
+)
 from megajax.tools.flags_of_runs import BATCH, DATA, OPTIMIZER, PARALLEL, PRECISION, SCHEDULE, SHARDING, TOKENIZER
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "megatron.md"
@@ -16,7 +32,7 @@ PARTS = {
     "Norms, activations, attention": ATTENTION,
     "Dropout and initial weights": START,
     "Latent attention, prediction ahead, state-space models": LATENT,
-    "Mixture of experts": EXPERTS,
+    "Mixture of experts": (*EXPERTS, *MORE_EXPERTS),
     "Memory": MEMORY,
     "Batch, length and evaluation": BATCH,
     "Optimizer": OPTIMIZER,
@@ -30,17 +46,32 @@ PARTS = {
     "Loop": LOOP,
     "Logging": LOGGING,
     "Profiling": PROFILING,
-    "Inference": INFERENCE,
+    "Inference": (*INFERENCE, *MORE_INFERENCE),
+    "Other kinds of layers": OTHER_BLOCKS,
+    "Other kinds of models": OTHER_MODELS,
+    "Other objectives": OTHER_OBJECTIVES,
+    "Kernels and memory": KERNELS,
+    "Communication": COMMUNICATION,
+    "Checkpoint machinery": CHECKPOINT_MACHINERY,
+    "Data machinery": DATA_MACHINERY,
+    "Services, logs and profilers": SERVICES,
+    "Megatron-LM's own code": OWN_CODE,
 }
 
 
 def markdown() -> str:
-    """All rows, in parts: flag with its default, and setting or reason."""
+    """All flags, in parts: each with its default, and setting or reason. Neighbours with one answer share a row."""
     return "".join(f"\n## {title}\n\n| Flag | Here |\n|---|---|\n{_rows(rows)}" for title, rows in PARTS.items())
 
 
 def _rows(rows: tuple[Flag, ...]) -> str:
-    return "".join(f"| `--{row.name}`{_default(row)} | {_here(row)} |\n" for row in rows)
+    answers = ((answer, list(group)) for answer, group in groupby(rows, key=_here))
+    return "".join(f"| {', '.join(map(_flag, group))} | {answer} |\n" for answer, group in answers)
+
+
+def _flag(row: Flag) -> str:
+    also = "".join(f" (`--{name}`)" for name in row.also)
+    return f"`--{row.name}`{also}{_default(row)}"
 
 
 def _default(row: Flag) -> str:

@@ -67,6 +67,19 @@ def flag(name: str, kind: type, fate: Fate, default: Any = None, also: Iterable[
     return Flag(name, kind, fate, default, tuple(also))
 
 
+def flags(fate: Fate, names: str) -> tuple[Flag, ...]:
+    """Rows with one fate, of flags whose values are not read: each takes any number of words.
+
+    Args:
+        names: separated by white space; `name=value` is a default.
+    """
+    rows = []
+    for text in names.split():
+        name, equals, default = text.partition("=")
+        rows.append(Flag(name, list, fate, [default] if equals else None))
+    return tuple(rows)
+
+
 def to(*settings: str, by: "Callable[[Arguments], Settings] | None" = None) -> Mapped:
     """Becomes these settings; without `by`, there is one and it takes the value as it is."""
     return Mapped(settings, by)
@@ -151,8 +164,12 @@ def shown(value: Any) -> str:
 
 
 def spellings(table: Iterable[Flag]) -> dict[str, Flag]:
-    """Every spelling, dashes for underscores -> the flag."""
-    return {name.replace("_", "-"): row for row in table for name in (row.name, *row.also)}
+    """Every spelling, in small letters with dashes for underscores -> the flag."""
+    return {_plain(name): row for row in table for name in (row.name, *row.also)}
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "-").lower()
 
 
 def read_words(words: Sequence[Word], table: Mapping[str, Flag], notes: Notes) -> dict[str, Any]:
@@ -164,7 +181,9 @@ def read_words(words: Sequence[Word], table: Mapping[str, Flag], notes: Notes) -
     def finish() -> None:
         if name is None:
             return
-        if row is None:
+        if row is None and (off := _turned_off(name, known)) is not None and not values:
+            given[off.name] = False
+        elif row is None:
             notes.problems.append(_unknown(name, known))
         else:
             _take(row, name, values, given, notes)
@@ -173,7 +192,7 @@ def read_words(words: Sequence[Word], table: Mapping[str, Flag], notes: Notes) -
         if word.text.startswith("--") and len(word.text) > 2:
             finish()
             text, equals, value = word.text[2:].partition("=")
-            row, name = known.get(text.replace("_", "-")), Word(text, word.place)
+            row, name = known.get(_plain(text)), Word(text, word.place)
             values = [Word(value, word.place, word.unknown)] if equals else []
         elif name is None:
             what = f"{_of_unknown(word)}stands before the first flag" if word.unknown else "is no flag"
@@ -182,6 +201,12 @@ def read_words(words: Sequence[Word], table: Mapping[str, Flag], notes: Notes) -
             values.append(word)
     finish()
     return given
+
+
+def _turned_off(name: Word, known: Mapping[str, Flag]) -> Flag | None:
+    """--no-NAME of a NAME without a value: Megatron-LM makes one of each switch of its config classes."""
+    row = known.get(_plain(name.text).removeprefix("no-"))
+    return row if row is not None and row.kind in (bool, list) else None
 
 
 def _where(text: str, word: Word) -> str:

@@ -59,6 +59,13 @@ POSITIONS: tuple[Flag, ...] = (
     flag("rope-scaling-factor", float, to(f"{MIXER}.rope.scaling.factor", by=stack), default=8.0),
     flag("no-rope-freq", str, to("model.stack.pattern", by=stack)),
     flag("mrope-section", list, refused(NO_VISION)),
+    flag("yarn-original-max-position-embeddings", int, to(f"{MIXER}.rope.scaling.original", by=stack), default=4096),
+    flag("yarn-beta-fast", float, to(f"{MIXER}.rope.scaling.fast", by=stack), default=32.0),
+    flag("yarn-beta-slow", float, to(f"{MIXER}.rope.scaling.slow", by=stack), default=1.0),
+    flag("no-yarn-correction-range-round-to-int", bool, to(f"{MIXER}.rope.scaling.rounded", by=stack), default=False),
+    flag(
+        "yarn-correction-range-round-to-int", bool, needless("borders are rounded unless the flag with --no- is given")
+    ),
     flag("relative-attention-num-buckets", int, refused("set model.stack.pattern.0.mixer.relative by hand"), 32),
     flag("relative-attention-max-distance", int, refused("set model.stack.pattern.0.mixer.relative by hand"), 128),
     flag("no-rope-fusion", bool, needless(FUSED)),
@@ -73,7 +80,13 @@ ATTENTION: tuple[Flag, ...] = (
         default=1e-5,
         also=("layernorm-epsilon",),
     ),
-    flag("apply-layernorm-1p", bool, to(f"{NORM}.zero_centred", "model.norm.zero_centred", by=stack), default=False),
+    flag(
+        "apply-layernorm-1p",
+        bool,
+        to(f"{NORM}.zero_centred", "model.norm.zero_centred", by=stack),
+        default=False,
+        also=("layernorm-zero-centered-gamma",),
+    ),
     flag(
         "apply-residual-connection-post-layernorm",
         bool,
@@ -95,6 +108,7 @@ ATTENTION: tuple[Flag, ...] = (
     flag("qk-clip-threshold", float, refused("clipping of query and key weights is not in this version")),
     flag("window-size", str, to(f"{MIXER}.window", by=stack)),
     flag("window-attn-skip-freq", str, to("model.stack.pattern", by=stack)),
+    flag("softmax-scale", float, to(f"{MIXER}.scale", by=stack)),
     flag("softmax-type", str, to(f"{MIXER}.sink", by=stack), default="vanilla"),
     flag("attention-output-gate", bool, to(f"{MIXER}.gate", by=stack), default=False),
     flag("attention-backend", str, to(f"{MIXER}.kernel", by=stack), default="auto"),
@@ -158,7 +172,7 @@ LATENT: tuple[Flag, ...] = (
 )
 
 EXPERTS: tuple[Flag, ...] = (
-    flag("num-experts", int, refused(NO_EXPERTS)),
+    flag("num-experts", int, refused(NO_EXPERTS), also=("num-moe-experts",)),
     flag("moe-layer-freq", str, refused(NO_EXPERTS), default="1"),
     flag("moe-ffn-hidden-size", int, refused(NO_EXPERTS)),
     flag("moe-shared-expert-intermediate-size", int, refused(NO_EXPERTS)),

@@ -16,6 +16,7 @@ CHECKPOINTS: tuple[Flag, ...] = (
     flag("load", str, to("checkpoint.load", by=checkpoint)),
     flag("save-interval", int, to("checkpoint.every", by=checkpoint), also=("persistent-save-interval",)),
     flag("save-retain-interval", int, to("checkpoint.keep_every", "checkpoint.keep_last", by=checkpoint)),
+    flag("most-recent-k", int, to("checkpoint.keep_last", by=checkpoint), default=-1),
     flag("pretrained-checkpoint", str, refused(NO_WARM_START)),
     flag("ckpt-step", int, to("checkpoint.step")),
     flag("finetune", bool, refused(NO_WARM_START)),

@@ -10,12 +10,15 @@ from megajax.config.errors import Problem
 from megajax.config.patch import patch_of
 from megajax.config.tree import assemble
 from megajax.tools.flags import Arguments, Flag, Mapped, Notes, Refused, Settings, Unnecessary, Word, read_words, shown
+from megajax.tools.flags_of_machinery import MACHINERY_FLAGS
 from megajax.tools.flags_of_models import MODEL_FLAGS
 from megajax.tools.flags_of_operations import OPERATIONS_FLAGS
+from megajax.tools.flags_of_other_models import OTHER_FLAGS
 from megajax.tools.flags_of_runs import RUN_FLAGS
 from megajax.training.run_config import RunConfig
 
-FLAGS: Mapping[str, Flag] = {row.name: row for row in (*MODEL_FLAGS, *RUN_FLAGS, *OPERATIONS_FLAGS)}
+TABLES = (MODEL_FLAGS, RUN_FLAGS, OPERATIONS_FLAGS, OTHER_FLAGS, MACHINERY_FLAGS)
+FLAGS: Mapping[str, Flag] = {row.name: row for table in TABLES for row in table}
 """Name -> row, in the order of Megatron-LM's own groups."""
 
 ONE_OF = (
@@ -161,6 +164,8 @@ def _contradictions(given: Mapping[str, Any]) -> list[Problem]:
 
 
 def _written(name: str, given: Mapping[str, Any]) -> str:
+    if given.get(name) is False:
+        return f"--no-{name}"
     return f"--{name} {shown(given.get(name, True))}".rstrip()
 
 
@@ -212,6 +217,8 @@ def _told(args: Arguments, config: RunConfig | None, problems: list[Problem]) ->
         match fate:
             case Unnecessary() if f"--{name}" not in refusals:
                 unnecessary.append((text, fate.reason))
+            case Refused() if given[name] is False:
+                unnecessary.append((text, "it is off anyway"))
             case Refused() if given[name] == args.table[name].default:
                 unnecessary.append((text, "what Megatron-LM does without it"))
             case Refused():

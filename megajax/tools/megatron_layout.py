@@ -47,6 +47,9 @@ def parallel(args: Arguments) -> Settings:
 
 
 def _sharding(args: Arguments) -> str:
+    if args["use-torch-fsdp2"] and args["torch-fsdp2-no-reshard-after-forward"]:
+        args.remark("torch-fsdp2-no-reshard-after-forward", "weights are whole within a step: that is zero1")
+        return "zero1"
     if args["use-torch-fsdp2"]:
         return "fsdp"
     if args["use-megatron-fsdp"]:

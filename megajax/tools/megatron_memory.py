@@ -37,7 +37,8 @@ def recompute(args: Arguments) -> Settings:
     if kind not in (None, "selective", "full"):
         args.wrong("recompute-granularity", f"expected selective or full, got {kind}")
     whole = args["use-megatron-fsdp"] and args["data-parallel-sharding-strategy"] == "optim_grads_params"
-    if kind is None and (whole or args["use-torch-fsdp2"]):
+    torch = args["use-torch-fsdp2"] and not args["torch-fsdp2-no-reshard-after-forward"]
+    if kind is None and (whole or torch):
         # Kept whole for the backward pass, gathered weights would be all of them.
         name = "use-megatron-fsdp" if whole else "use-torch-fsdp2"
         args.remark(name, "goes with model.recompute=selective here, which gathers weights again and changes no number")

@@ -106,37 +106,56 @@ def _attention(args: Arguments, normal: NormConfig) -> AttentionConfig:
         rope=_rope(args),
         sink=args.one_of("softmax-type", SINKS),
         gate=args["attention-output-gate"],
+        scale=args["softmax-scale"],
         dropout=args["attention-dropout"],
         kernel=args.one_of("attention-backend", KERNELS),
     )
 
 
 def positions(args: Arguments) -> str:
-    """learned_absolute, rope or none."""
+    """learned_absolute, rope (with YaRN or without), or none."""
     kind = "rope" if args["use-rotary-position-embeddings"] else args["position-embedding-type"]
-    if kind in ("relative", "mrope", "yarn"):
+    if kind == "yarn":
+        return "rope"
+    if kind in ("relative", "mrope"):
         whose = {
             "relative": "a bias of scores by distance is set by model.stack.pattern.0.mixer.relative",
             "mrope": "positions of images are not in this version",
-            "yarn": "YaRN outside of latent attention is set by model.stack.pattern.0.mixer.rope.scaling",
         }
         args.refuse("position-embedding-type", whose[kind])
         return "none"
     if kind not in ("learned_absolute", "rope", "none"):
-        args.wrong("position-embedding-type", f"expected learned_absolute, rope or none, got {kind}")
+        args.wrong("position-embedding-type", f"expected learned_absolute, rope, yarn or none, got {kind}")
     return kind
 
 
 def _rope(args: Arguments) -> RopeConfig | None:
     if positions(args) != "rope":
         return None
-    scaling = Llama3ScalingConfig(factor=args["rope-scaling-factor"]) if args["use-rope-scaling"] else None
+    scaling: Llama3ScalingConfig | YarnScalingConfig | None = None
+    if args["position-embedding-type"] == "yarn" and not args["use-rotary-position-embeddings"]:
+        scaling = _yarn(args)
+    elif args["use-rope-scaling"]:
+        scaling = Llama3ScalingConfig(factor=args["rope-scaling-factor"])
     return RopeConfig(
         base=float(args["rotary-base"]),
         scaling=scaling,
         fraction=args["rotary-percent"],
         interleaved=args["rotary-interleaved"],
         interpolation=float(args["rotary-seq-len-interpolation-factor"] or 1),
+    )
+
+
+def _yarn(args: Arguments) -> YarnScalingConfig:
+    """YaRN outside of latent attention: heads get longer, the scale of scores is plain."""
+    return YarnScalingConfig(
+        factor=args["rotary-scaling-factor"],
+        original=args["yarn-original-max-position-embeddings"],
+        fast=args["yarn-beta-fast"],
+        slow=args["yarn-beta-slow"],
+        rounded=not args["no-yarn-correction-range-round-to-int"],
+        mscale=args["mscale"],
+        mscale_all=args["mscale-all-dim"],
     )
 
 

@@ -31,6 +31,9 @@ def precision(args: Arguments) -> Settings:
     """Dtypes and loss scale."""
     compute = "float16" if args["fp16"] else "bfloat16" if args["bf16"] else "float32"
     settings: dict[str, Any] = {"precision.compute": compute}
+    if args["grad-reduce-in-bf16"] and args["ddp-reduce-scatter-with-fp32-accumulation"]:
+        args.refuse("ddp-reduce-scatter-with-fp32-accumulation", "sums have the dtype that is sent: without "
+                    "--grad-reduce-in-bf16 both are float32")  # fmt: skip
     if args["grad-reduce-in-bf16"]:
         settings["precision.gradients"] = "bfloat16"
     elif args["fp16"] and not args["accumulate-allreduce-grads-in-fp32"]:
@@ -86,7 +89,7 @@ def optimizer(args: Arguments) -> Settings:
         "weight_decay": _decay(args),
         "clip": args["clip-grad"] or None,
         **_embedding_decay(args),
-        "decay_qk_norms": args["apply-wd-to-qk-layernorm"],
+        "decay_qk_norms": _decays_qk_norms(args),
         "embedding_lr": args["decoupled-lr"],
         "embedding_min_lr": args["decoupled-min-lr"],
         "moments": _moments(args),
@@ -114,6 +117,13 @@ def _embedding_decay(args: Arguments) -> dict[str, Any]:
         return {"decay_embeddings": False}
     tables = ("tokens", "positions") if positions(args) == "learned_absolute" else ("tokens",)
     return {"groups": tuple(GroupConfig(match=name, decay=0.0) for name in tables)}
+
+
+def _decays_qk_norms(args: Arguments) -> bool:
+    """Said by a flag of its own, or by the older one that names a condition."""
+    if args["no-weight-decay-cond-type"] is None:
+        return args["apply-wd-to-qk-layernorm"]
+    return args.one_of("no-weight-decay-cond-type", {"apply_wd_to_qk_layernorm": True, "qwen3_next": True})
 
 
 def _muon(args: Arguments, shared: dict[str, Any]) -> MuonConfig:
@@ -380,7 +390,8 @@ def checkpoint(args: Arguments) -> Settings:
         settings: dict[str, Any] = {"checkpoint.every": None, "checkpoint.at_end": False}
     else:
         settings = {"run_dir": save, "checkpoint.every": args["save-interval"]}
-    settings["checkpoint.keep_last"] = None if retain is None else 1
+    newest = args["most-recent-k"] if args["most-recent-k"] > 0 else None
+    settings["checkpoint.keep_last"] = newest if newest is not None or retain is None else 1
     settings["checkpoint.keep_every"] = retain
     if load is not None and load != save:
         settings["checkpoint.load"] = Path(load)

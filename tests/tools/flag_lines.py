@@ -56,6 +56,7 @@ def problem(changes: str) -> str:
 FILES = "--without mock-data --data-path a --without tokenizer-type --vocab-file v --merge-file m"
 MLA = "--multi-latent-attention --position-embedding-type rope"
 ROPE = "--position-embedding-type rope"
+YARN = "--position-embedding-type yarn --rotary-scaling-factor 32"
 FP8 = "--bf16 --fp8-recipe tensorwise"
 DELAYED = "--bf16 --fp8-format hybrid"
 MUP = "--use-mup --mup-base-hidden-size 32"
@@ -101,6 +102,11 @@ CASES = {
     "window-size": "--window-size 8,0",
     "window-attn-skip-freq": "--window-size 8,0 --window-attn-skip-freq 2",
     "softmax-type": "--softmax-type learnable",
+    "softmax-scale": "--softmax-scale 0.25",
+    "yarn-original-max-position-embeddings": (YARN, f"{YARN} --yarn-original-max-position-embeddings 2048"),
+    "yarn-beta-fast": (YARN, f"{YARN} --yarn-beta-fast 16"),
+    "yarn-beta-slow": (YARN, f"{YARN} --yarn-beta-slow 2"),
+    "no-yarn-correction-range-round-to-int": (YARN, f"{YARN} --no-yarn-correction-range-round-to-int"),
     "attention-output-gate": "--attention-output-gate",
     "attention-backend": "--attention-backend unfused",
     "hidden-dropout": "--hidden-dropout 0.2",
@@ -175,6 +181,7 @@ CASES = {
     "muon-scale-mode": "--optimizer muon --muon-scale-mode unit_rms_norm",
     "muon-extra-scale-factor": "--optimizer muon --muon-extra-scale-factor 0.2",
     "muon-tp-mode": "--optimizer muon --muon-tp-mode distributed",
+    "no-weight-decay-cond-type": "--no-weight-decay-cond-type apply_wd_to_qk_layernorm",
     "decoupled-lr": "--decoupled-lr 1e-4",
     "decoupled-min-lr": "--decoupled-lr 1e-4 --decoupled-min-lr 1e-5",
     "apply-wd-to-qk-layernorm": "--apply-wd-to-qk-layernorm",
@@ -229,6 +236,7 @@ CASES = {
     "hysteresis": "--fp16 --hysteresis 4",
     "grad-reduce-in-bf16": "--bf16 --grad-reduce-in-bf16",
     "accumulate-allreduce-grads-in-fp32": None,
+    "ddp-reduce-scatter-with-fp32-accumulation": None,
     "tensor-model-parallel-size": "--tensor-model-parallel-size 2",
     "pipeline-model-parallel-size": "--pipeline-model-parallel-size 2",
     "context-parallel-size": None,
@@ -246,6 +254,10 @@ CASES = {
     "use-megatron-fsdp": "--use-megatron-fsdp",
     "data-parallel-sharding-strategy": "--use-megatron-fsdp --data-parallel-sharding-strategy optim",
     "use-torch-fsdp2": "--use-torch-fsdp2",
+    "torch-fsdp2-no-reshard-after-forward": (
+        "--use-torch-fsdp2",
+        "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward",
+    ),
     "data-path": f"{FILES} --data-path 0.3 a 0.7 b",
     "data-args-path": None,
     "per-split-data-args-path": None,
@@ -268,6 +280,7 @@ CASES = {
     "save": "--save s",
     "load": "--load l",
     "save-interval": "--save s --save-interval 5",
+    "most-recent-k": "--save s --save-interval 5 --most-recent-k 2",
     "save-retain-interval": "--save s --save-interval 5 --save-retain-interval 10",
     "ckpt-step": "--ckpt-step 7",
     "async-save": None,

@@ -1,0 +1,125 @@
+"""Every name of Megatron-LM's parser has an answer; a switch can be turned off; an answer says what to do."""
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+from flag_lines import config, made, problem
+
+from megajax.layers.config import AttentionConfig, RopeConfig, YarnScalingConfig
+from megajax.tools.flag_table import PAGE, PARTS
+from megajax.tools.flags import Mapped, Refused, Unnecessary, Word, spellings
+from megajax.tools.megatron_flags import FLAGS, TABLES, convert
+
+REPOSITORY = Path(__file__).parents[2]
+ORACLE = Path(os.environ.get("MEGAJAX_ORACLE_DIR", REPOSITORY.parent / "shared" / "oracle"))
+PARSER = ORACLE.parent / "reference" / "megatron_flags.txt"
+
+
+def unanswered(names: list[str]) -> list[str]:
+    """Flags without a row, under their own name or as a switch that is turned off."""
+    return [one.where for one in convert([Word(name) for name in names]).problems if "no such flag" in one.what]
+
+
+@pytest.mark.skipif(not PARSER.is_file(), reason=f"the names of Megatron-LM's parser are not at {PARSER}")
+def test_every_flag_of_the_parser_has_an_answer() -> None:
+    lines = PARSER.read_text(encoding="utf-8").splitlines()
+    first, second = (number for number, text in enumerate(lines) if text.startswith("#"))
+    literal = [text for text in lines[first + 1 : second] if text.startswith("--")]
+    # One field's name begins with an underscore, which the list has as a third dash.
+    generated = [f"--{text.lstrip('-')}" for text in lines[second + 1 :] if text.startswith("--")]
+    assert (len(literal), len(generated)) == (400, 525)
+    assert unanswered(literal) == []
+    assert unanswered(generated) == []
+
+
+def test_no_row_is_lost() -> None:
+    """The count that holds where the list of the parser is not at hand."""
+    kinds = [type(row.fate) for row in FLAGS.values()]
+    assert len(FLAGS) == sum(map(len, TABLES)), "a flag has two rows"
+    assert len(spellings(FLAGS.values())) == len(FLAGS) + sum(len(row.also) for row in FLAGS.values())
+    assert (kinds.count(Mapped), kinds.count(Unnecessary), kinds.count(Refused)) == (222, 381, 364)
+    assert sum(len(row.also) for row in FLAGS.values()) == 14
+
+
+def test_the_page_has_every_flag() -> None:
+    assert [row.name for rows in PARTS.values() for row in rows if row not in FLAGS.values()] == []
+    page = PAGE.read_text(encoding="utf-8")
+    assert [name for name in FLAGS if f"`--{name}`" not in page] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ("--yaml-cfg model.yaml", "give megatron_args a file of flags and values"),
+        ("--inprocess-restart", "python -m megajax.launch"),
+        ("--retro-project-dir retro", "retrieval models"),
+        ("--rl-default-top-k 5", "reinforcement learning"),
+        ("--grad-reduce-in-bf16 --ddp-reduce-scatter-with-fp32-accumulation", "without --grad-reduce-in-bf16"),
+        ("--megatron-fsdp-main-params-dtype bf16", "precision.gradients"),
+    ],
+)
+def test_a_refusal_says_why_and_what_instead(changes: str, what: str) -> None:
+    found = made(changes)
+    assert not found.problems and len(found.refused) == 1, (found.problems, found.refused)
+    assert what in found.refused[0][1]
+
+
+def test_a_refused_flag_at_its_default_is_unnecessary() -> None:
+    assert not made("--megatron-fsdp-main-params-dtype fp32").refused
+    assert not made("--muon-scalar-optimizer adam").refused
+
+
+def test_a_switch_can_be_turned_off() -> None:
+    assert config("--swiglu --no-swiglu") == config()
+    found = made("--no-perform-rl-step --no-tp-comm-overlap --no-apply-rope-fusion")
+    assert not found.problems and not found.refused
+    assert ("--no-perform-rl-step", "it is off anyway") in found.unnecessary
+    assert {flag for flag, _ in found.unnecessary} >= {"--no-tp-comm-overlap", "--no-apply-rope-fusion"}
+    # Only switches, and only without a value.
+    assert "no such flag is known" in problem("--no-hidden-size")
+    assert "no such flag is known" in problem("--no-swiglu 1")
+
+
+def test_an_unknown_flag_is_compared_with_all_names() -> None:
+    assert "did you mean --inprocess-soft-timeout?" in problem("--inprocess-soft-timeouts 3")
+    assert "did you mean --virtual-pipeline" not in problem("--virtual-pipeline-model-parallel-sise 2")
+
+
+def attention(changes: str) -> AttentionConfig:
+    mixer = config(changes).model.stack.pattern[0].mixer
+    assert isinstance(mixer, AttentionConfig)
+    return mixer
+
+
+def test_yarn_outside_of_latent_attention_is_megatron_lms() -> None:
+    """The flags of gpt-oss. Lengths: 0.1 mscale ln(factor) + 1, over the same of mscale-all-dim."""
+    mixer = attention(
+        "--position-embedding-type yarn --rotary-base 150000 --rotary-scaling-factor 32.0 --mscale 1.0"
+        " --yarn-original-max-position-embeddings 4096 --yarn-beta-fast 32.0 --yarn-beta-slow 1.0"
+        " --mscale-all-dim 0.0 --no-yarn-correction-range-round-to-int"
+    )
+    scaling = YarnScalingConfig(
+        factor=32.0, original=4096, fast=32.0, slow=1.0, rounded=False, mscale=1.0, mscale_all=0.0
+    )
+    assert mixer.rope == RopeConfig(base=150000.0, scaling=scaling)
+    assert scaling.magnitude() == pytest.approx(0.1 * math.log(32) + 1)
+    # The scale of scores is not changed by it.
+    assert mixer.scale is None
+    plain = attention("--position-embedding-type yarn --use-rotary-position-embeddings --rotary-scaling-factor 4")
+    assert plain.rope == RopeConfig(), "Megatron-LM takes plain RoPE for this old flag"
+
+
+def test_newer_and_older_names_of_one_setting() -> None:
+    assert (
+        config("--muon-nesterov --optimizer muon").optimizer == config("--muon-use-nesterov --optimizer muon").optimizer
+    )
+    assert config("--no-weight-decay-cond-type qwen3_next").optimizer.decay_qk_norms
+    assert "apply_wd_to_qk_layernorm" in problem("--no-weight-decay-cond-type bias")
+    assert config("--softmax-scale 0.25").model.stack.pattern[0].mixer.scale == 0.25
+    kept = {text: config(f"--save s --save-interval 5 {text}").checkpoint.keep_last
+            for text in ("", "--most-recent-k 2", "--save-retain-interval 10", "--most-recent-k -1")}  # fmt: skip
+    assert list(kept.values()) == [None, 2, 1, None]
+    whole = config("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward")
+    assert (whole.parallel.data_sharding, whole.model.recompute) == ("zero1", "none")
