@@ -21,6 +21,10 @@ from megajax.checkpoint.integrity import flush_to_disk
 from megajax.config.errors import UserError
 
 STEP = re.compile(r"\d{8,}")
+ARRAYS = "arrays"
+"""Name of the folder of a step that Orbax writes and reads."""
+META = "meta.json"
+"""Name of the file of a step with everything that is not an array."""
 LOCK_PATIENCE_SECONDS = 10.0
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -37,6 +41,20 @@ def steps_in(folder: Path) -> list[int]:
     except FileNotFoundError:
         return []
     return sorted(int(name) for name in found)
+
+
+def locate(path: Path | str) -> tuple[Path, int | None]:
+    """The checkpoints folder that a run folder, a checkpoints folder or one step in it stands for, and that step.
+
+    Raises UserError if nothing is there.
+    """
+    path = Path(path).absolute()
+    if STEP.fullmatch(path.name) and (path.is_dir() or path.parent.is_dir()):
+        return path.parent, int(path.name)
+    if not path.is_dir():
+        raise UserError(f"there are no checkpoints in {path}: it does not exist.")
+    inner = path / "checkpoints"
+    return inner if inner.is_dir() else path, None
 
 
 def damaged_in(folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -107,32 +107,63 @@ def read_manifest(folder: Path) -> Entries:
     return entries
 
 
+class Fault(NamedTuple):
+    """One file that is not as the manifest has it."""
+
+    name: str
+    """Path inside the step, with "/"."""
+    what: str
+    """What was compared: "bytes" or "sha256"; "error" where the file can't be read."""
+    found: str
+    wanted: str
+    """What the manifest says; "" if the file is not in it or can't be read."""
+
+    def __str__(self) -> str:
+        if not self.wanted:
+            return f"{self.name}: {self.found}"
+        found = f"{self.found} bytes" if self.what == "bytes" else f"sha256 {self.found}"
+        return f"{self.name}: {found}, the manifest says {self.wanted}"
+
+
+def wrong_sizes(folder: Path, entries: Entries, names: Iterable[str]) -> list[Fault]:
+    """The named files that are missing, not in the manifest or of another size. Contents are not read."""
+    faults = []
+    for name in names:
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:
+            faults.append(Fault(name, "error", str(error.strerror), ""))
+            continue
+        if name not in entries:
+            faults.append(Fault(name, "error", "not in the manifest", ""))
+        elif size != entries[name]["bytes"]:
+            faults.append(Fault(name, "bytes", str(size), str(entries[name]["bytes"])))
+    return faults
+
+
+def wrong_contents(folder: Path, entries: Entries, names: Iterable[str]) -> list[Fault]:
+    """The named files whose SHA-256 is another than in the manifest, or that can't be read."""
+    names = list(names)
+
+    def one(name: str) -> Fault | None:
+        try:
+            found = _hash(folder / name)["sha256"]
+        except OSError as error:
+            return Fault(name, "error", str(error.strerror), "")
+        wanted = entries[name]["sha256"]
+        return None if found == wanted else Fault(name, "sha256", found, wanted)
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return [fault for fault in pool.map(one, names) if fault is not None]
+
+
 def verify(folder: Path, entries: Entries, names: Iterable[str] | None = None) -> None:
-    """Compares files with the manifest: sizes first, then contents. Raises Damaged naming every file that differs.
+    """Compares files with the manifest: sizes first, then contents. Raises Damaged naming the files that differ.
 
     names: which of them (default: all), so that several processes can share the work.
     """
     chosen = sorted(entries if names is None else names)
-    faults: list[str] = []
-    sized: list[str] = []
-    for name in chosen:
-        try:
-            size = (folder / name).stat().st_size
-        except OSError as error:
-            faults.append(f"{name}: {error.strerror}")
-            continue
-        if name not in entries:
-            faults.append(f"{name}: not in the manifest")
-        elif size == entries[name]["bytes"]:
-            sized.append(name)
-        else:
-            faults.append(f"{name}: {size} bytes, the manifest says {entries[name]['bytes']}")
-    if not faults:
-        try:
-            found = hash_files(folder, sized)
-        except OSError as error:
-            raise Damaged(f"{error.filename}: {error.strerror}") from error
-        faults = [f"{name}: sha256 mismatch" for name in sized if found[name] != entries[name]]
+    faults = wrong_sizes(folder, entries, chosen) or wrong_contents(folder, entries, chosen)
     if faults:
         more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
-        raise Damaged("; ".join(faults[:3]) + more)
+        raise Damaged("; ".join(map(str, faults[:3])) + more)

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple, Self
 
 from megajax.checkpoint import arrays, folder, integrity
 from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.folder import ARRAYS, META
 from megajax.checkpoint.peers import Peers
-from megajax.checkpoint.reader import ARRAYS, META, CheckpointReader, Tree, open_checkpoints, say
+from megajax.checkpoint.reader import CheckpointReader, Tree, open_checkpoints, say
 from megajax.config.errors import UserError
 
 COMMON_FOLDER_PATIENCE_SECONDS = 60.0

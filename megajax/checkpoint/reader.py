@@ -6,17 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from megajax.checkpoint import arrays, folder, integrity
+from megajax.checkpoint.folder import ARRAYS, META
 from megajax.checkpoint.integrity import Damaged
 from megajax.checkpoint.peers import Peers
 from megajax.config.errors import UserError
 
 type Tree = Any
 type Meta = dict[str, Any]
-
-ARRAYS = "arrays"
-"""Name of the folder of a step that Orbax writes and reads."""
-META = "meta.json"
-"""Name of the file of a step with everything that is not an array."""
 
 
 def say(line: str) -> None:
@@ -133,10 +129,5 @@ def open_checkpoints(path: Path | str) -> tuple[CheckpointReader, int | None]:
 
     Raises UserError if nothing is there.
     """
-    path = Path(path).absolute()
-    if folder.STEP.fullmatch(path.name) and (path.is_dir() or path.parent.is_dir()):
-        return CheckpointReader(path.parent), int(path.name)
-    if not path.is_dir():
-        raise UserError(f"there are no checkpoints to load: {path} does not exist.")
-    inner = path / "checkpoints"
-    return CheckpointReader(inner if inner.is_dir() else path), None
+    found, step = folder.locate(path)
+    return CheckpointReader(found), step

@@ -1,7 +1,7 @@
 """Numbers as people read them: durations, counts, times of day; text of unknown origin made safe to print."""
 
 import unicodedata
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 
 def duration(seconds: float) -> str:
@@ -34,6 +34,25 @@ def finish_time(now: datetime, seconds: float) -> str:
     """The time of day `seconds` after `now`: "18:42", with the date when that is another day: "Nov 22 18:42"."""
     end = now + timedelta(seconds=seconds)
     return end.strftime("%H:%M" if end.date() == now.date() else "%b %d %H:%M")
+
+
+def moment(time: float) -> str:
+    """Seconds since 1970 as date and time of day, UTC."""
+    try:
+        return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (OverflowError, ValueError, OSError):
+        return "?"
+
+
+def byte_size(number: float) -> str:
+    """Bytes as "512 B", "1.5 KiB", "12.0 MiB", "326.0 GiB"."""
+    if number < 1024:
+        return f"{number:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        number /= 1024
+        if number < 1023.95 or unit == "TiB":
+            break
+    return f"{number:,.1f} {unit}"
 
 
 _INVISIBLE = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))

@@ -3,12 +3,11 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
 
-from megajax.metrics.text import count, duration
+from megajax.metrics.text import count, duration, moment
 from megajax.reporting.history import Event, History
 from megajax.reporting.timeline import Attempt, Share, attempts, data_wait, time_by_cause
 
@@ -296,11 +295,3 @@ def size(number_of_bytes: float) -> str:
 def short_time(seconds: float) -> str:
     """As `duration`, in milliseconds below a second."""
     return f"{seconds * 1000:.3g} ms" if seconds < 1 else duration(seconds)
-
-
-def moment(time: float) -> str:
-    """Seconds since 1970 as date and time of day, UTC."""
-    try:
-        return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (OverflowError, ValueError, OSError):
-        return "?"

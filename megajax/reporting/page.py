@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from megajax.metrics.text import duration
+from megajax.metrics.text import duration, moment
 from megajax.reporting.chart import Chart, draw, logarithmic
-from megajax.reporting.facts import Facts, Table, details, event_rows, moment
+from megajax.reporting.facts import Facts, Table, details, event_rows
 
 ROUTINE_ROWS = 400
 """Of saves, evaluations and the like: the last ones."""

@@ -50,6 +50,8 @@ def stored(parts: Parts, config_yaml: str) -> dict[str, Any]:
     return {
         "facts": facts(parts),
         "rows": list(parts.program.partition.order()),
+        "mesh": dict(parts.program.mesh.shape),
+        "axes": {path: list(spec.axes) for path, spec in parts.program.declared.items()},
         "config": config_yaml,
         "seed": parts.cfg.seed,
         "versions": packages,
