@@ -111,7 +111,7 @@ def choose(path: Path, steps: list[Step], wanted: int | None) -> Step:
     if wanted is None:
         chosen = max((each for each in steps if each.whole), key=lambda each: each.step, default=None)
         if chosen is None:
-            listed = "\n".join(f"  {each.name}: {'; '.join(each.faults[:3]) or each.state}" for each in steps)
+            listed = "\n".join(f"  {each.name}: {_why(each)}" for each in steps)
             raise UserError(f"none of the checkpoints in {path} is whole:\n{listed}")
         return chosen
     if wanted not in committed:
@@ -121,6 +121,11 @@ def choose(path: Path, steps: list[Step], wanted: int | None) -> Step:
         listed = "\n".join(f"  {fault}" for fault in chosen.faults)
         raise UserError(f"checkpoint step {wanted} in {path} is damaged:\n{listed}\nWhole steps: {whole}.")
     return chosen
+
+
+def _why(step: Step) -> str:
+    more = f" (and {len(step.faults) - 3} more)" if len(step.faults) > 3 else ""
+    return "; ".join(step.faults[:3]) + more or step.state
 
 
 def describe(path: Path, step: int) -> Description:

@@ -1,7 +1,7 @@
 """The arrays of a checkpoint as they are on disk, read with TensorStore alone: no JAX, no devices, no Orbax.
 
-Orbax writes one OCDBT database for each process and merges their trees into one. In it an array is a Zarr 3 array under its
-dotted name: NAME/zarr.json and one chunk for each shard that a device held.
+Orbax writes one OCDBT database for each process and merges their trees into one. In it an array is a Zarr 3 array
+under its dotted name: NAME/zarr.json and one chunk for each shard that a device held.
 """
 
 import json
@@ -22,8 +22,10 @@ from megajax.checkpoint.integrity import Damaged
 DATABASE = "state"
 """Folder of the merged OCDBT database inside the folder that Orbax writes."""
 DESCRIPTION = "/zarr.json"
-PIECE_BYTES = 16 * 2**20
+PIECE_BYTES = 4 * 2**20
 """How much of an array is in memory at a time."""
+BLOCK = 2**18
+"""Elements that are taken to float64 at a time."""
 INDEX_BYTES = 20
 """Index of a Zarr 3 shard with one inner chunk: offset and length as uint64, CRC-32C."""
 
@@ -89,9 +91,8 @@ class StoredArrays:
         low, high, total, squares = np.inf, -np.inf, 0.0, 0.0
         try:
             for piece in self._pieces_of(name):
-                # Blocks, so that float64 copies of narrow dtypes stay small.
-                for start in range(0, piece.size, 2**20):
-                    block = piece[start : start + 2**20].astype(np.float64)
+                for start in range(0, piece.size, BLOCK):
+                    block = piece[start : start + BLOCK].astype(np.float64)
                     finite = block[np.isfinite(block)]
                     count, nonfinite = count + block.size, nonfinite + block.size - finite.size
                     if finite.size:

@@ -47,12 +47,7 @@ def main(argv: list[str]) -> int:
     steps = _survey(folder, step, flags["verify"])
     found: dict[str, Any] = {"folder": str(folder), "steps": [asdict(each) for each in steps]}
     damaged = flags["verify"] and any(each.faults for each in steps)
-    try:
-        chosen = resolve("megajax.checkpoint.inspection:choose")(folder, steps, step)
-    except UserError:
-        if flags["json"] is not True:
-            print(_steps_text(found))
-        raise
+    chosen = resolve("megajax.checkpoint.inspection:choose")(folder, steps, step)
     described = resolve("megajax.checkpoint.inspection:describe")(folder, chosen.step)
     found |= _array_values(described, flags["array"]) if flags["array"] else _values(described)
     text = json.dumps(_finite(found), indent=1, allow_nan=False, default=str)

@@ -50,8 +50,18 @@ def _file_of_flags(folder: Path) -> None:
     (folder / "flags.yaml").write_text("".join(f"{name}: {value}\n" for name, value in flags.items()), encoding="utf-8")
 
 
+def _checkpoint(folder: Path) -> None:
+    import jax.numpy as jnp
+
+    from megajax.checkpoint.config import CheckpointConfig
+
+    with CheckpointConfig().build(folder / "runs/quickstart/checkpoints") as manager:
+        manager.save(20, {"params": {"tokens": jnp.ones((256, 8))}, "step": jnp.int32(20)})
+
+
 PREPARED: dict[str, tuple[Callable[[Path], None], ...]] = {
     "README.md": (_corpus, _megatron_script),
+    "docs/checkpoints.md": (_checkpoint,),
     "docs/data.md": (_token_files,),
     "docs/first_config.md": (_corpus,),
     "docs/megatron.md": (_megatron_script, _file_of_flags),

@@ -1,0 +1,278 @@
+"""The inspector shows what the manager wrote, names every kind of damage, and changes nothing in the folder."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from megajax.checkpoint import inspection, integrity, stored_arrays
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.config.errors import UserError
+from megajax.tools import inspect as tool
+
+VALUES = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
+HOLED = jnp.array([1.5, jnp.nan, -3.0, jnp.inf, 0.0], jnp.bfloat16)
+CONFIG = """
+model:
+  sequence_length: 128
+  hidden: 32
+parallel:
+  tensor: 2  # command line
+  data_sharding: fsdp
+"""
+META = {
+    "config": CONFIG,
+    "seed": 7,
+    "versions": {"jax": "0.0"},
+    "rows": [0, 2, 1, -1],
+    "mesh": {"data": 2, "tensor": 4},
+    "axes": {"stack.w": ["embed", None], "w": ["vocab", "embed"]},
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Steps 1 and 2 of a run, the array `params.stack.w` cut over eight devices."""
+    run = tmp_path_factory.mktemp("a run, 100%")
+    mesh = jax.make_mesh((8,), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
+    cut = jax.device_put(VALUES, NamedSharding(mesh, PartitionSpec(None, "all")))
+    state = {
+        "params": {"stack": {"w": cut}, "w": HOLED},
+        "optimizer": {"first_moment": {"stack": {"w": jnp.zeros((64, 32))}}, "none": jnp.zeros((0, 4))},
+        "consumed_samples": jnp.uint32(40),
+        "loss_scale": jnp.float32(jnp.inf),
+    }
+    with CheckpointConfig(keep_last=None).build(run / "checkpoints") as manager:
+        for step in (1, 2):
+            manager.save(step, state, META)
+    return run
+
+
+@pytest.fixture
+def run(written, tmp_path):
+    """A copy that a test may damage."""
+    shutil.copytree(written, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def files_of(folder: Path) -> dict[str, tuple[str, int]]:
+    """Contents and dates of all files, names of all folders."""
+    return {
+        str(path): ("" if path.is_dir() else hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def as_json(capsys, *words) -> dict:
+    capsys.readouterr()
+    tool.main([*map(str, words), "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+
+
+def largest(step: Path) -> Path:
+    return max((path for path in step.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def test_a_step_is_described(written, capsys):
+    found = as_json(capsys, written)
+    assert [(each["step"], each["state"], each["verified"]) for each in found["steps"]] == [
+        (1, "whole", False),
+        (2, "whole", False),
+    ]
+    assert found["step"] == 2 and found["counters"] == {"consumed_samples": 40, "loss_scale": "inf"}
+    assert (found["consumed_tokens"], found["seed"], found["versions"]) == (40 * 128, 7, {"jax": "0.0"})
+    assert (found["processes"], found["mesh"], found["rows"]) == (1, {"data": 2, "tensor": 4}, [0, 2, 1, -1])
+    arrays = {array.pop("name"): array for array in found["arrays"]}
+    # Arrays without elements are not stored.
+    assert sorted(arrays) == [
+        *("consumed_samples", "loss_scale", "optimizer.first_moment.stack.w", "params.stack.w", "params.w")
+    ]
+    assert arrays["params.stack.w"] == {
+        **{"shape": [64, 32], "dtype": "float32", "pieces": [1, 8], "elements": 2048, "bytes": 8192},
+        "axes": ["embed", None],
+    }
+    assert arrays["optimizer.first_moment.stack.w"]["axes"] == ["embed", None]
+    # Axes of another number of dimensions than the array's belong to something else.
+    assert (arrays["params.w"]["dtype"], arrays["params.w"]["bytes"], arrays["params.w"]["axes"]) == (
+        *("bfloat16", 10),
+        None,
+    )
+    assert found["groups"] == {
+        "counters": {"arrays": 2, "elements": 2, "bytes": 8},
+        "optimizer": {"arrays": 1, "elements": 2048, "bytes": 8192},
+        "params": {"arrays": 2, "elements": 2053, "bytes": 8202},
+    }
+
+
+def test_the_text_says_the_same(written, capsys, tmp_path):
+    assert tool.main([str(written / "checkpoints/00000001"), f"--json={tmp_path / 'out.json'}"]) == 0
+    text = capsys.readouterr().out
+    for line in (
+        "step 1\n",
+        "40 samples, 5,120 tokens",
+        "loss_scale inf",
+        "1 process; 8 devices: data 2, tensor 4; weights and optimizer fsdp",
+        "layer order  0 2 1 - (by row of the stacked arrays)",
+        "model        hidden 32, sequence length 128",
+        "64 x 32  float32   embed, -  1 x 8   8.0 KiB",
+        "params     2 arrays  2,053 elements  8.0 KiB",
+    ):
+        assert line in text
+    assert json.loads((tmp_path / "out.json").read_text())["step"] == 1
+
+
+def test_a_step_without_a_config_is_described_as_well(tmp_path, capsys):
+    with CheckpointConfig().build(tmp_path) as manager:
+        manager.save(3, {"w": jnp.ones(4)})
+    assert tool.main([str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "w     4      float32" in text and "axes" not in text and "seed" not in text
+
+
+@pytest.mark.parametrize("limit", [stored_arrays.PIECE_BYTES, 100, 0], ids=["by chunks", "by bytes", "one by one"])
+def test_statistics_of_an_array_in_pieces(written, capsys, monkeypatch, limit):
+    monkeypatch.setattr(stored_arrays, "PIECE_BYTES", max(limit, 4))
+    monkeypatch.setattr(stored_arrays, "BLOCK", 37)
+    found = as_json(capsys, written, "--array=params.stack.w")["array"]
+    exact = VALUES.astype(np.float64)
+    assert (found["count"], found["nonfinite"]) == (2048, 0)
+    assert (found["min"], found["max"]) == (exact.min(), exact.max())
+    np.testing.assert_allclose([found["mean"], found["rms"]], [exact.mean(), np.sqrt((exact**2).mean())], rtol=1e-12)
+
+    holed = as_json(capsys, written, "--array=params.w")["array"]
+    assert (holed["dtype"], holed["count"], holed["nonfinite"]) == ("bfloat16", 5, 2)
+    assert (holed["min"], holed["max"], holed["mean"]) == (-3.0, 1.5, -0.5)
+    np.testing.assert_allclose(holed["rms"], np.sqrt((1.5**2 + 3**2) / 3))
+
+
+def test_no_more_than_a_piece_is_read_at_a_time(written, monkeypatch):
+    monkeypatch.setattr(stored_arrays, "PIECE_BYTES", 256)
+    source = inspection.describe(written / "checkpoints", 2).source
+    pieces = list(source._pieces_of("params.stack.w"))
+    assert {piece.nbytes for piece in pieces} == {256} and len(pieces) == 8192 // 256
+    whole = np.concatenate([VALUES[:, 4 * part : 4 * part + 4].ravel() for part in range(8)])
+    np.testing.assert_array_equal(np.concatenate(pieces), whole)
+
+
+def test_an_array_of_nothing_finite(tmp_path, capsys):
+    with CheckpointConfig().build(tmp_path) as manager:
+        manager.save(1, {"w": jnp.full(3, jnp.nan)})
+    assert tool.main([str(tmp_path), "--array=w"]) == 0
+    text = capsys.readouterr().out
+    assert "not finite  3" in text and "mean        none is finite" in text
+
+
+def test_verify_names_the_file_and_both_values(run, capsys):
+    assert tool.main([str(run), "--verify"]) == 0
+    assert capsys.readouterr().out.count("whole, every file verified") == 2
+    path = largest(run / "checkpoints/00000002")
+    wanted = hashlib.sha256(path.read_bytes()).hexdigest()
+    flip(path)
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    name = path.relative_to(run / "checkpoints/00000002").as_posix()
+    assert tool.main([str(run), "--verify"]) == 2
+    text = capsys.readouterr().out
+    assert f"{name}: sha256 {found}, the manifest says {wanted}" in text
+    assert "\nstep 1\n" in text  # the newest whole one
+    with pytest.raises(UserError, match=f"step 2 .* is damaged:\n  {name}: sha256 {found}") as caught:
+        tool.main([str(run), "--verify", "--step=2"])
+    assert "Whole steps: 1" in str(caught.value)
+    # The contents of the other step are not read then.
+    assert tool.main([str(run), "--verify", "--step=1"]) == 0
+
+
+def test_a_wrong_size_shows_without_verify(run, capsys):
+    path = largest(run / "checkpoints/00000002")
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-5])
+    found = as_json(capsys, run)
+    assert found["step"] == 1 and found["steps"][1]["state"] == "damaged"
+    assert found["steps"][1]["faults"][0].endswith(f"{size - 5} bytes, the manifest says {size}")
+    path.unlink()
+    assert as_json(capsys, run)["steps"][1]["faults"][0].endswith("No such file or directory")
+
+
+def test_damage_that_leaves_nothing_to_show_is_one_message(run):
+    steps = run / "checkpoints"
+    (steps / "00000002/manifest.json").unlink()
+    with pytest.raises(UserError, match=r"step 2 .* is damaged:\n  manifest\.json is missing.*\nWhole steps: 1"):
+        tool.main([str(run), "--step=2"])
+    (steps / "00000001/manifest.json").write_text("{")
+    with pytest.raises(UserError, match=r"none of .* is whole:\n  00000001: manifest\.json can't be read"):
+        tool.main([str(run)])
+
+
+@pytest.mark.parametrize("name", ["meta.json", "arrays/state/manifest.ocdbt"])
+def test_metadata_that_is_no_metadata(run, name):
+    """The right size and even the right checksum, but nothing that can be read."""
+    step = run / "checkpoints/00000002"
+    size = (step / name).stat().st_size
+    (step / name).write_bytes(b"x" * size)
+    with pytest.raises(UserError, match=f"step 2 in .* ({name}|can't be read)"):
+        tool.main([str(run)])
+    integrity.write_manifest(step, integrity.read_manifest(step) | integrity.hash_files(step, [name]))
+    with pytest.raises(UserError, match=r"step 2 in .*can't be read") as caught:
+        tool.main([str(run)])
+    assert len(str(caught.value)) < 600
+
+
+def test_what_lies_beside_the_steps_is_named(run, capsys):
+    steps = run / "checkpoints"
+    (steps / "00000003.5f0c9a1e0002.saving").mkdir()
+    (steps / "00000003.5f0c9a1e0002.saving/part").write_bytes(b"12345")
+    (steps / "00000001").rename(steps / "00000001.damaged2")
+    found = {each["name"]: each for each in as_json(capsys, run)["steps"]}
+    assert found["00000003.5f0c9a1e0002.saving"]["state"].startswith("being written")
+    assert found["00000003.5f0c9a1e0002.saving"]["bytes"] == 5
+    assert found["00000001.damaged2"]["state"] == "damaged, set aside"
+    with pytest.raises(UserError, match=r"no checkpoint of step 1 .*\nWhole steps: 2"):
+        tool.main([str(run), "--step=1"])
+
+
+def test_requests_that_cannot_be_met(written, tmp_path):
+    for words, message in (
+        ([tmp_path / "typo"], "does not exist"),
+        ([tmp_path], "no checkpoints in"),
+        ([written, "--step=9"], r"no checkpoint of step 9 .*\nWhole steps: 1, 2"),
+        ([written, "--array=param.stack.w"], r"no array param\.stack\.w\n +did you mean params\.stack\.w"),
+        (["--step=1"], "first word must be"),
+        ([written, f"--json={tmp_path}"], "can't be written"),
+    ):
+        with pytest.raises(UserError, match=message):
+            tool.main([str(word) for word in words])
+
+
+def test_nothing_changes_and_jax_stays_away(written):
+    """Also while the folder can't be written."""
+    before = files_of(written)
+    program = f"""
+import sys
+from megajax.tools.inspect import main
+for words in ([], ["--verify"], ["--array=params.w"], ["--json"]):
+    assert main([{str(written)!r}, *words]) == 0
+assert not {{"jax", "orbax", "flax", "rich"}} & set(sys.modules)
+"""
+    folders = [written, *(path for path in written.rglob("*") if path.is_dir())]
+    for folder in folders:
+        folder.chmod(0o555)
+    try:
+        subprocess.run([sys.executable, "-c", program], check=True, env=os.environ, stdout=subprocess.DEVNULL)
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+    assert files_of(written) == before
