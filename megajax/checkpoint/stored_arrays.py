@@ -38,7 +38,7 @@ class StoredArray:
     shape: tuple[int, ...]
     dtype: str
     pieces: tuple[int, ...]
-    """In how many parts each dimension was cut when it was written."""
+    """Along each dimension, the number of pieces it was written in; Orbax also divides what several devices hold alike."""
     elements: int
     bytes: int
     """Size of its elements."""
@@ -155,10 +155,10 @@ def _chunk_shape(described: dict[str, Any]) -> tuple[int, ...]:
 
 def _is_plain(described: dict[str, Any], chunk: tuple[int, ...]) -> bool:
     """Whether a chunk is a shard of one inner chunk, of bare little-endian elements, with its index at the end."""
-    (codec,) = described["codecs"] if len(described["codecs"]) == 1 else ({"name": ""},)
-    if codec["name"] != "sharding_indexed":
+    codecs = described["codecs"]
+    if [codec["name"] for codec in codecs] != ["sharding_indexed"]:
         return False
-    inner = codec["configuration"]
+    inner = codecs[0]["configuration"]
     plain = [{"name": "bytes"}, {"name": "bytes", "configuration": {"endian": "little"}}]
     return (
         tuple(inner["chunk_shape"]) == chunk

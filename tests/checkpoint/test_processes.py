@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from megajax.checkpoint.inspection import describe
 from megajax.checkpoint.reader import CheckpointReader
 
 
@@ -42,3 +43,11 @@ def test_two_processes_save_fail_fall_back_and_one_process_reads_it(tmp_path):
     restored, meta = reader.restore(step, like)
     assert (step, meta) == (3, {"step": 3})
     np.testing.assert_array_equal(np.asarray(restored["w"]), values)
+
+    described = describe(tmp_path, step)
+    assert described.processes == 2 and {array.name: array.shape for array in described.arrays} == {
+        "w": (64, 32),
+        "r": (3,),
+    }
+    found = described.source.statistics("w")
+    assert (found.count, found.min, found.max) == (values.size, values.min(), values.max())

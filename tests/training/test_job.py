@@ -1,14 +1,17 @@
 """Whole jobs in their folders: stopping and going on, refusing to, numeric faults, evaluation alone."""
 
 import json
+import math
 import resource
 import shutil
 from pathlib import Path
 
+import jax
 import pytest
 from small_jobs import model, run_config
 
 from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.inspection import describe
 from megajax.config.errors import UserError
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import AdamWConfig, ScheduleConfig
@@ -76,6 +79,15 @@ def test_a_whole_run_leaves_every_step_and_its_evaluations(whole):
     assert steps(whole)[6]["consumed_tokens"] == 6 * 8 * 16
     assert set(losses(whole)) == {"validation", "test"}
     assert saved(whole) == [3, 6]
+
+
+def test_a_checkpoint_says_where_the_run_was_and_how_it_was_laid_out(whole):
+    found = describe(whole / "checkpoints", 6)
+    assert (found.counters["step"], found.counters["consumed_samples"], found.consumed_tokens) == (6, 48, 48 * 16)
+    assert math.prod(found.mesh.values()) == len(jax.devices()) and found.processes == 1
+    assert found.config["steps"] == 6 and found.seed == found.config["seed"]
+    cut = [array for array in found.arrays if array.name.startswith(("params.", "optimizer.")) and array.shape]
+    assert cut and all(len(found.axes[array.name]) == len(array.shape) for array in cut)
 
 
 def test_a_run_leaves_a_page_that_knows_how_it_ended(whole):
