@@ -38,7 +38,7 @@ class StoredArray:
     shape: tuple[int, ...]
     dtype: str
     pieces: tuple[int, ...]
-    """Along each dimension, the number of pieces it was written in; Orbax also divides what several devices hold alike."""
+    """Pieces it was written in, along each dimension; Orbax also divides what several devices hold alike."""
     elements: int
     bytes: int
     """Size of its elements."""

@@ -16,12 +16,12 @@ import megajax.config.schema as schema
 from megajax.config.coerce import Text
 from megajax.config.dump import default_leaves, flatten, to_yaml
 from megajax.config.errors import ConfigError, Problem, UserError
-from megajax.config.files import ROOT, Source, find, functions_of, read, root_type, split_source
+from megajax.config.files import ROOT, Source, assembled, find, functions_of, read, root_type, split_source
 from megajax.config.help import WIDTH, common_help, entry_text, settings_help
 from megajax.config.missing import remedy
 from megajax.config.nearest import did_you_mean
 from megajax.config.patch import Additions, Mark, leaves, patch_of, plain_name, setting
-from megajax.config.tree import assemble, read_value
+from megajax.config.tree import read_value
 from megajax.config.twin import advised
 from megajax.config.world import COORDINATOR, COUNT, INDEX, RANKS, StartError, find_world, process_index
 
@@ -371,11 +371,11 @@ def _configured(
     try:
         file = read(source, root)
     except ConfigError as error:
-        return None, None, list(error.problems)
+        return None, Source(error.place or source, None), list(error.problems)
     except UserError as error:
         what, _, hint = str(error).partition("\n")
         return None, None, [Problem("--config", what, hint.strip())]
-    config, problems = assemble(root_type(root), file.base, file.over(patch_of(given.items())), devices)
+    config, problems = assembled(file, root, patch_of(given.items()), devices)
     flags = [*own, "config", "devices", "print_config", "help"]
     return config, file, [_with_flag_hint(problem, given, flags) for problem in problems]
 
@@ -414,7 +414,7 @@ def _help(usage: "_Usage", source: str | None, topic: str) -> str:
     config = None
     if cls and source:
         file = read(source, usage.root)
-        config, _ = assemble(cls, file.base, file.over({}))
+        config, _ = assembled(file, usage.root, {})
     if cls and topic not in ("", ALL):
         return settings_help(cls, config, topic)
     flags = [("devices=cpu:8", "", "eight CPU devices instead of what jax finds; gpu insists on GPUs")]

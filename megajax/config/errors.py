@@ -14,6 +14,10 @@ class UserError(Exception):
     code: int = 2
     """1 for those that may go better at another time or place."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython and Jupyter show in place of a traceback."""
+        return f"{type(self).__name__}: {self}".splitlines()
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:

@@ -59,6 +59,11 @@ def common_help(cls: type, config: Any, names: Sequence[str]) -> str:
     return "\n".join(_block(entries[name]) for name in names if name in entries)
 
 
+def field_texts(cls: type) -> dict[str, str]:
+    """Field -> the text below it in the source."""
+    return _Walk().texts(cls)
+
+
 def entry_text(name: str, words: str, text: str) -> str:
     """One flag as --help shows it."""
     body = textwrap.fill(" ".join(text.split()), WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
@@ -90,7 +95,7 @@ class _Walk:
         if cls in self.above:
             return
         self.above.append(cls)
-        texts, annotations = self._texts(cls), schema.hints(cls)
+        texts, annotations = self.texts(cls), schema.hints(cls)
         for field in schema.fields(cls):
             if field.init:
                 here = schema.default(field) if value is None else getattr(value, field.name)
@@ -118,7 +123,8 @@ class _Walk:
             member = cls.__name__ if choice and not present else top.member
             yield from self.config(cls, here if present else None, top.name, member)
 
-    def _texts(self, cls: type) -> dict[str, str]:
+    def texts(self, cls: type) -> dict[str, str]:
+        """Field -> its text, inherited fields too."""
         texts = {}
         for base in reversed(cls.__mro__):
             if dataclasses.is_dataclass(base):

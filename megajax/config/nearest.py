@@ -2,14 +2,25 @@
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher
+from math import isqrt
+
+MOST_TO_DIVIDE = 2**40
+"""Of larger numbers only 1 and the number itself are told: no size of a model is larger."""
+
+
+def divisors_of(n: int) -> list[int]:
+    """All divisors of n (>= 1), ascending."""
+    if n < 1:
+        raise ValueError(f"divisors of {n}: n must be at least 1")
+    if n > MOST_TO_DIVIDE:
+        return [1, n]
+    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def nearest_divisors(n: int, near: int) -> list[int]:
     """The divisors of n (>= 1) on both sides of `near`, ascending: 768 and 7 -> [6, 8]; [near] where it divides n."""
-    if n < 1:
-        raise ValueError(f"divisors of {n}: n must be at least 1")
-    small = [d for d in range(1, int(n**0.5) + 2) if n % d == 0]
-    divisors = sorted({*small, *(n // d for d in small)})
+    divisors = divisors_of(n)
     if near in divisors:
         return [near]
     below = [d for d in divisors if d < near]

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from megajax.config.nearest import either
 
+MOST_OF_A_VALUE = 60  # characters of a wrong value that are shown
 WRITTEN = (str, Path)  # the kinds that take any text
 
 
@@ -146,6 +147,39 @@ def _word(kind: Any) -> str:
         args = get_args(kind)
         return f"name=value pairs (each value {words(args[1])})" if args else "name=value pairs"
     return kind.__name__ if isinstance(kind, type) else "anything"
+
+
+def example(name: str, annotation: Any) -> str:
+    """How a value is written in Python: "write data=BlendConfig(...) or MockConfig(...), from megajax.data.config"."""
+    members = configs(annotation)
+    many = () if members else tuple(part for kind in lists(annotation) for part in configs(entry(kind, 0)))
+    if not members and not many:
+        return f"write {name}=..., {words(annotation)}"
+    calls = either(f"({call(cls)},)" if many else call(cls) for cls in (*members, *many))
+    return f"write {name}={calls}, from {either(dict.fromkeys(cls.__module__ for cls in (*members, *many)))}"
+
+
+def call(cls: type) -> str:
+    """BlockConfig(mixer=..., mlp=...): the settings without a default."""
+    needed = [field.name for field in dataclasses.fields(cls) if field.init and default(field) is dataclasses.MISSING]
+    return f"{cls.__name__}({', '.join(f'{name}=...' for name in needed) or '...'})"
+
+
+def described(value: Any) -> str:
+    """A value that is wrong, in a few words."""
+    if is_config(value):
+        return f"{'an' if type(value).__name__[0] in 'AEIOU' else 'a'} {type(value).__name__}"
+    if value is Ellipsis:
+        return "..."
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if callable(value) and hasattr(value, "__name__"):
+        return f"the function {value.__name__}"
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # of a class of the user's
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= MOST_OF_A_VALUE else text[: MOST_OF_A_VALUE - 3] + "..."
 
 
 def choices(members: tuple[type, ...]) -> str:

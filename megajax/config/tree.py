@@ -2,6 +2,9 @@
 
 import dataclasses
 import inspect
+import re
+import traceback
+import typing
 from collections.abc import Mapping
 from dataclasses import MISSING
 from typing import Any, get_args, get_origin
@@ -12,6 +15,7 @@ from megajax.config.coerce import Mismatch, Text, precedence, scalar
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.nearest import did_you_mean, either
 from megajax.config.patch import Additions, Mark, Over, Patch, join, leaves, patch_of, plain_name, setting, short_type
+from megajax.config.placeholder import Placeholder, UnknownValue, place_of
 
 
 def override(config: Any, *settings: str, devices: int | None = None, place: str = "settings") -> Any:
@@ -38,25 +42,71 @@ def assemble(cls: type, base: Any, written: Any, devices: int | None = None) -> 
     """The config of type cls from `base` (None: the defaults alone) and settings over it, and all that is wrong.
 
     The config is None where it could not be built. Cross-field checks (`problems`) run on every part that could
-    be; the root's is given `devices`, the number of devices in all, or None where not known.
+    be; the root's is given `devices`, the number of devices in all, or None where not known. Placeholders stand for
+    values that are wrong or missing, so parts with such values are checked too.
     """
     builder = _Builder(cls)
     config = builder.value(written, cls, "", base)
-    problems = builder.problems
+    problems, failures = list(builder.problems), []
     for where, node in builder.built.items():
-        problems += _cross_checks(node, where, devices)
-    return None if config is Mark.INVALID else config, list(dict.fromkeys(problems))
+        try:
+            problems += _cross_checks(node, where, devices)
+        except Exception as error:
+            failures.append(_failure(error, where))
+    # A check that fails does so over something wrong, as a rule over what others have found.
+    found = list(dict.fromkeys(problems or failures))
+    return None if builder.problems or config is Mark.INVALID else config, found
 
 
 def _cross_checks(node: Any, where: str, devices: int | None) -> list[Problem]:
+    """What a config finds wrong with itself."""
     ask = getattr(node, "problems", None)
     if not callable(ask):
         return []
     try:
         found = ask(devices) if inspect.signature(ask).parameters else ask()
         return [dataclasses.replace(problem, where=join(where, problem.where) or "config") for problem in found]
-    except ArithmeticError as error:
-        return [Problem(where or "config", f"its settings do not fit together: {error}", "is one of them zero?")]
+    except UnknownValue:
+        return _cross_checks_of_the_rest(node, where, devices)
+
+
+def _failure(error: Exception, where: str) -> Problem:
+    if isinstance(error, ArithmeticError):
+        return Problem(where or "config", f"its settings do not fit together: {error}", "is one of them zero?")
+    line = traceback.extract_tb(error.__traceback__)[-1]
+    what = f"its settings cannot be checked: {type(error).__name__}: {error}"
+    return Problem(where or "config", what, f"{line.filename}, line {line.lineno}: {line.line}")
+
+
+def _cross_checks_of_the_rest(node: Any, where: str, devices: int | None) -> list[Problem]:
+    """What is wrong with the known settings: defaults stand in for the others, and what mentions those is left out."""
+    fields = {field.name: schema.default(field) for field in dataclasses.fields(node) if field.init}
+    unknown = [name for name in fields if isinstance(getattr(node, name), Placeholder)]
+    if not unknown or any(fields[name] is MISSING for name in unknown):
+        return []
+    whole = dataclasses.replace(node, **{name: fields[name] for name in unknown})
+    mention = re.compile(rf"\b({'|'.join(unknown)})\b")
+    found = _cross_checks(whole, where, devices)
+    return [problem for problem in found if not mention.search(f"{problem.where.rpartition('.')[2]} {problem.what}")]
+
+
+def _example(where: str, annotation: Any) -> str:
+    return schema.example(where.rpartition(".")[2], annotation)
+
+
+def _python_hint(where: str, annotation: Any, raw: Any) -> str:
+    """For values that only Python has."""
+    members = schema.configs(annotation)
+    if isinstance(raw, type) and dataclasses.is_dataclass(raw):
+        return f"this is the class: write {schema.call(raw)}"
+    if members and callable(raw) and hasattr(raw, "__name__"):
+        return f"this is the function: write {raw.__name__}(...)"
+    if members and isinstance(raw, tuple | list) and any(isinstance(item, members) for item in raw):
+        return "a comma behind the closing bracket makes a tuple: take it away"
+    listed = any(schema.configs(schema.entry(kind, 0)) for kind in schema.lists(annotation))
+    if raw is Ellipsis or (raw is None and (members or listed)) or (listed and schema.is_config(raw)):
+        return _example(where, annotation)
+    return ""
 
 
 class _Builder:
@@ -72,9 +122,9 @@ class _Builder:
         return Mark.INVALID
 
     def expected(self, where: str, annotation: Any, raw: Any, hint: str = "") -> Mark:
-        shown = repr(str(raw) if isinstance(raw, Text) else raw)
-        shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        return self.fault(where, f"expected {schema.words(annotation)}, got {shown}", hint)
+        shown = schema.described(str(raw) if isinstance(raw, Text) else raw)
+        what = f"expected {schema.words(annotation)}, got {shown}"
+        return self.fault(where, what, hint or _python_hint(where, annotation, raw))
 
     def value(self, raw: Any, annotation: Any, where: str, old: Any) -> Any:
         """What was written for one field (or what is there already), as its annotation wants it; `old` is there now."""
@@ -218,7 +268,8 @@ class _Builder:
         if schema.is_config(raw):
             if isinstance(raw, members):
                 return self._fill(type(raw), {}, where, raw, members)
-            return self.fault(where, f"expected {schema.choices(members)}, got {type(raw).__name__}")
+            what = f"expected {schema.choices(members)}, got {schema.described(raw)}"
+            return self.fault(where, what, _example(where, typing.Union[members]))  # noqa: UP007 - of a tuple
         if "type" in raw and "type" not in schema.hints(members[0]):
             cls = self._chosen(raw["type"], members, where)
             raw = {key: value for key, value in raw.items() if key != "type"}
@@ -247,7 +298,8 @@ class _Builder:
             if isinstance(cls, type) and issubclass(cls, members) and dataclasses.is_dataclass(cls):
                 return cls
         known = [cls.__name__ for cls in members]
-        hint = did_you_mean(str(name), known)
+        begin = [cls.__name__ for cls in members if cls.__name__.lower().startswith(str(name).lower())]
+        hint = f"did you mean {either(begin)}?" if begin and name else did_you_mean(str(name), known)
         return self.fault(join(where, "type"), f"expected {schema.choices(members)}, got {str(name)!r}", hint)
 
     def _fill(self, cls: type, raw: Mapping, where: str, base: Any, members: tuple[type, ...]) -> Any:
@@ -261,23 +313,29 @@ class _Builder:
                 continue
             path = join(where, field.name)
             there = getattr(base, field.name) if base is not None else schema.default(field)
-            if field.name not in given and there is MISSING:
-                what = schema.words(annotations[field.name])
-                values[field.name] = self.fault(path, "has no default and is not given", f"give it: {what}")
-                continue
-            written = given.get(field.name, there)
-            known = there is not MISSING
-            there = None if there is MISSING else there
-            value = self.value(written, annotations[field.name], path, there)
-            # A faulty setting is reported already: its old value lets the checks of the others run too.
-            values[field.name] = there if value is Mark.INVALID and known else value
-        if any(value is Mark.INVALID for value in values.values()):
-            return Mark.INVALID
+            if isinstance(there, Placeholder) or there is MISSING:
+                if field.name not in given:
+                    self._missing(path, annotations[field.name], there)
+                    values[field.name] = Placeholder()
+                    continue
+                there = None
+            value = self.value(given.get(field.name, there), annotations[field.name], path, there)
+            # A wrong setting is reported already: the others are checked all the same.
+            values[field.name] = Placeholder() if value is Mark.INVALID else value
         try:
             self.built[where] = cls(**values)
-        except (TypeError, ValueError, ArithmeticError) as error:
+        except Exception as error:
+            if self.problems:
+                return Mark.INVALID
             return self.fault(where, f"{cls.__name__} refuses these settings: {error}")
         return self.built[where]
+
+    def _missing(self, path: str, annotation: Any, there: Any) -> None:
+        if isinstance(there, Placeholder):
+            what = f"has no default and is not given ({place_of(there)})"
+            self.fault(path, what, _example(path, annotation))
+        else:
+            self.fault(path, "has no default and is not given", f"give it: {schema.words(annotation)}")
 
     def _unknown(self, key: str, value: Any, where: str, cls: type, members: tuple[type, ...]) -> None:
         others = [member.__name__ for member in members if member is not cls and key in schema.hints(member)]

@@ -6,8 +6,7 @@ By convention the twin of `config()` is `debug()`, and that of `NAME()` is `NAME
 from dataclasses import replace
 
 from megajax.config.errors import ConfigError, TooFewDevices, UserError
-from megajax.config.files import find, functions_of, read, root_type, split_source
-from megajax.config.tree import assemble
+from megajax.config.files import assembled, find, functions_of, read, split_source
 
 COUNTS = (8, 4, 2, 1)
 """Virtual CPU devices to try a twin on, the preferred number first: eight show a layout and still start fast."""
@@ -29,10 +28,10 @@ def command(source: str, root: str | type) -> str | None:
     if twin is None:
         return None
     try:
-        file, cls = read(twin, root), root_type(root)
+        file = read(twin, root)
     except UserError:
         return None
-    counts = (count for count in COUNTS if not assemble(cls, file.base, file.over({}), count)[1])
+    counts = (count for count in COUNTS if not assembled(file, root, {}, count)[1])
     return next((f"--config={twin} --devices=cpu:{count}" for count in counts), f"--config={twin}")
 
 

@@ -12,16 +12,22 @@ from typing import ClassVar, Literal
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
+from megajax.config.nearest import divisors_of
 from megajax.kernels.capability import BACKENDS, Kernel, Request, choose
+
+LARGEST = 2**31 - 1
+"""Whole numbers above this do not fit the indices that arrays of the device are addressed with."""
 
 
 def above_zero(**settings: float | None) -> list[Problem]:
-    """A problem for each setting that is given and not a number above 0."""
-    return [
-        Problem(name, f"must be a number above 0, got {value}")
-        for name, value in settings.items()
-        if value is not None and not 0 < value < inf
-    ]
+    """A problem for each setting that is given and not a number above 0, or a whole one above LARGEST."""
+    found = []
+    for name, value in settings.items():
+        if value is not None and not 0 < value < inf:
+            found.append(Problem(name, f"must be a number above 0, got {value}"))
+        elif isinstance(value, int) and value > LARGEST:
+            found.append(Problem(name, f"must be at most {LARGEST}, got {value}"))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,7 +233,7 @@ class AttentionConfig(Builds):
         found = above_zero(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, scale=self.scale)
         groups = self.groups()
         if not found and self.heads % groups:
-            legal = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
+            legal = divisors_of(self.heads)
             found.append(
                 Problem(
                     "kv_heads",
@@ -240,8 +246,8 @@ class AttentionConfig(Builds):
     def shape_problems(self, *, hidden: int, length: int) -> list[Problem]:
         """What is wrong with this on rows of `length` tokens, `hidden` wide."""
         found = _window_problems(self.window, length)
-        if self.head_dim is None and self.heads > 0 and hidden % self.heads:
-            near = sorted((n for n in range(1, hidden + 1) if hidden % n == 0), key=lambda n: abs(n - self.heads))
+        if self.head_dim is None and self.heads > 0 and hidden > 0 and hidden % self.heads:
+            near = sorted(divisors_of(hidden), key=lambda n: abs(n - self.heads))
             found.append(
                 Problem(
                     "heads",
@@ -266,8 +272,7 @@ class AttentionConfig(Builds):
 
         Query heads are cut over them. Key-value heads are cut too, or each is copied to as many devices as share it.
         """
-        divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
-        return [n for n in divisors if self.groups() % n == 0 or n % max(self.groups(), 1) == 0]
+        return [n for n in divisors_of(max(self.heads, 1)) if self.groups() % n == 0 or n % max(self.groups(), 1) == 0]
 
     def has_qkv_bias(self) -> bool:
         """Whether queries, keys and values have biases."""
@@ -344,7 +349,7 @@ class LatentAttentionConfig(Builds):
 
     def tensor_sizes(self) -> list[int]:
         """Numbers of devices of `tensor` that this runs on."""
-        return [n for n in range(1, self.heads + 1) if self.heads % n == 0]
+        return divisors_of(max(self.heads, 1))
 
     def request(self, known: Request) -> Request:
         """What an attention backend is asked for: `known`, with what is said here."""
@@ -463,8 +468,8 @@ class StackConfig(Builds):
         found = []
         if not self.pattern:
             found.append(Problem("pattern", "needs at least one block"))
-        if self.repeats < 1:
-            found.append(Problem("repeats", f"must be at least 1, got {self.repeats}"))
+        if not 1 <= self.repeats <= LARGEST:
+            found.append(Problem("repeats", f"must be between 1 and {LARGEST}, got {self.repeats}"))
         tables = {(block.mixer.heads, bias) for block in self.pattern if (bias := shared_bias(block)) is not None}
         if len(tables) > 1:
             found.append(

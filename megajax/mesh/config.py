@@ -100,8 +100,8 @@ class ParallelConfig:
             found.append(
                 Problem(
                     "layers",
-                    f"{','.join(map(str, self.layers))} must be {self.chunks()} numbers above 0, one for each of "
-                    f"parallel.pipeline={self.pipeline} stages x parallel.virtual_stages={virtual}",
+                    f"{','.join(map(str, self.layers)) or '()'} must be {self.chunks()} numbers above 0, one for each "
+                    f"of parallel.pipeline={self.pipeline} stages x parallel.virtual_stages={virtual}",
                     "none cuts the layers as evenly as can be",
                 )
             )

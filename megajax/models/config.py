@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
-from megajax.layers.config import BlockConfig, NormConfig, RMSNormConfig, StackConfig, above_zero
+from megajax.layers.config import LARGEST, BlockConfig, NormConfig, RMSNormConfig, StackConfig, above_zero
 from megajax.layers.kept import Part, Recompute, Recomputing
 
 
@@ -121,8 +121,8 @@ class DecoderConfig(Builds):
     def problems(self) -> list[Problem]:
         found = []
         for name in ("hidden", "vocabulary_size", "vocabulary_multiple", "sequence_length", "loss_chunk"):
-            if getattr(self, name) < 1:
-                found.append(Problem(name, f"must be at least 1, got {getattr(self, name)}"))
+            if not 1 <= getattr(self, name) <= LARGEST:
+                found.append(Problem(name, f"must be between 1 and {LARGEST}, got {getattr(self, name)}"))
         if self.unroll is not None and self.unroll < 1:
             found.append(Problem("unroll", f"must be at least 1, got {self.unroll}", "none for all layers"))
         if not 0 <= self.dropout < 1:

@@ -8,15 +8,14 @@ from typing import Any
 
 from megajax.config.dump import flatten
 from megajax.config.errors import UserError
-from megajax.config.files import ROOT, SHIPPED, find, read, root_type
-from megajax.config.tree import assemble
+from megajax.config.files import ROOT, SHIPPED, assembled, find, read
 from megajax.training.run_config import RunConfig
 
 
 def base_of(source: str) -> RunConfig:
     """The config of a file alone, whether or not its checks pass. Raises UserError where there is none."""
     file = read(source, ROOT)
-    config, problems = assemble(root_type(ROOT), file.base, file.over({}))
+    config, problems = assembled(file, ROOT, {})
     if config is None:
         raise UserError(f"{file.name} can't be read without settings: {problems[0]}")
     return config

@@ -13,6 +13,10 @@ from megajax.data.config import DataConfig
 
 NUMBER = r"(\d+(?:\.\d*)?|\.\d+)([KMBT]?)"
 THRESHOLD = re.compile(f"{NUMBER}:{NUMBER}", re.IGNORECASE)
+LARGEST = 2**31 - 1
+"""A run counts its rows up to this."""
+MOST_SIZES = 1000
+"""Increments of a ramp."""
 SUFFIXES = (("", 1), ("K", 10**3), ("M", 10**6), ("B", 10**9), ("T", 10**12))
 
 
@@ -34,9 +38,9 @@ class LinearRampConfig:
 
     def problems(self) -> list[Problem]:
         return [
-            Problem(name, f"must be at least 1, got {getattr(self, name)}")
+            Problem(name, f"must be between 1 and {LARGEST}, got {getattr(self, name)}")
             for name in ("start", "increment", "samples")
-            if getattr(self, name) < 1
+            if not 1 <= getattr(self, name) <= LARGEST
         ]
 
     def size_problems(self, global_size: int) -> list[Problem]:
@@ -48,6 +52,11 @@ class LinearRampConfig:
             legal = ", ".join(str(n) for n in nearest_divisors(gap, self.increment))
             what = f"increment={self.increment} does not divide global_size={global_size} - start={self.start} = {gap}"
             return [Problem("increment", what, f"nearest divisors: {legal}")]
+        if gap // self.increment > MOST_SIZES:
+            what = (
+                f"increment={self.increment} makes {gap // self.increment + 1} batch sizes, each a program to compile"
+            )
+            return [Problem("increment", what, f"use {-(-gap // MOST_SIZES)} or more: at most {MOST_SIZES + 1} sizes")]
         return []
 
     def nominal(self, consumed: int, global_size: int) -> int:
@@ -146,9 +155,9 @@ class BatchConfig(Builds):
 
     def problems(self) -> list[Problem]:
         found = [
-            Problem(name, f"must be at least 1, got {getattr(self, name)}")
+            Problem(name, f"must be between 1 and {LARGEST}, got {getattr(self, name)}")
             for name in ("global_size", "micro_size")
-            if getattr(self, name) < 1
+            if not 1 <= getattr(self, name) <= LARGEST
         ]
         if not found and self.ramp is not None and not self.ramp.problems():
             sizes = self.ramp.size_problems(self.global_size)
@@ -162,7 +171,7 @@ class BatchConfig(Builds):
     def replica_problems(self, replicas: int) -> list[Problem]:
         """What is wrong with these sizes on `replicas` data-parallel devices."""
         unit = self.micro_size * replicas
-        if self.global_size < 1 or unit < 1:
+        if not 1 <= self.global_size <= LARGEST or unit < 1:
             return []
         if self.global_size % unit == 0 or (self.decrease and self.global_size >= unit):
             return self._ramp_problems(unit)

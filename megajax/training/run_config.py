@@ -1,6 +1,7 @@
 """A whole run as one frozen tree, and the checks that need more than one of its parts."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.dump import default_leaves, flatten, scalar_text
 from megajax.config.errors import Problem
+from megajax.config.placeholder import UnknownValue
 from megajax.config.xla import XlaConfig
 from megajax.data.config import DataConfig
 from megajax.layers.config import BlockConfig, MixerConfig
@@ -73,7 +75,11 @@ class RunConfig:
 
     def problems(self, devices: int | None = None) -> list[Problem]:
         """Everything the parts cannot see alone; what depends on the number of devices only where that is known."""
-        return [problem for check in _CHECKS for problem in check(self, devices)]
+        found: list[Problem] = []
+        for check in _CHECKS:
+            with suppress(UnknownValue):  # a part that is wrong is reported already; other checks may not need it
+                found.extend(check(self, devices))
+        return found
 
     def replicas(self, devices: int) -> int:
         """Devices that work on different rows."""
@@ -108,6 +114,13 @@ def _known_devices(cfg: RunConfig, devices: int | None) -> int | None:
     if cfg.parallel.data is not None:
         return cfg.parallel.without_data() * cfg.parallel.data
     return devices
+
+
+def _has_sizes(cfg: RunConfig, devices: int) -> bool:
+    """Whether the batch sizes of the run can be told."""
+    batch = cfg.batch
+    wrong = batch.problems() or (batch.ramp is not None and batch.ramp.problems())
+    return not wrong and not batch.replica_problems(cfg.replicas(devices))
 
 
 def _positive(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
@@ -152,7 +165,7 @@ def _pipeline(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
             f"{even}, which none stands for, is as even as can be",
         )
     total = _known_devices(cfg, devices)
-    if total is None or cfg.batch.replica_problems(cfg.replicas(total)):
+    if total is None or not _has_sizes(cfg, total):
         return
     for microbatches in {size.microbatches: None for size in cfg.batch_sizes(cfg.replicas(total)).sizes()}:
         if parallel.virtual_stages == 1 or microbatches % parallel.pipeline == 0:
@@ -275,7 +288,7 @@ def _batch(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
 
 def _schedule(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     total = _known_devices(cfg, devices)
-    fits = total is not None and not cfg.batch.problems() and not cfg.batch.replica_problems(cfg.replicas(total))
+    fits = total is not None and _has_sizes(cfg, total)
     samples = cfg.batch_sizes(cfg.replicas(total or 1)).samples if fits else None
     for problem in cfg.schedule.run_problems(steps=cfg.steps, global_size=cfg.batch.global_size, samples=samples):
         yield Problem(f"schedule.{problem.where}", problem.what, problem.hint)

@@ -74,7 +74,7 @@ def test_a_missing_file_or_function_names_the_near_ones(folder):
         ("x = 1\ny = x +\n", "configs/bad.py, line 2: invalid syntax\n    y = x +"),
         ("def config():\n    return nothing\n", "configs/bad.py, line 2: NameError: name 'nothing' is not defined"),
         ("import no_such_module_at_all\n", "configs/bad.py, line 1: ModuleNotFoundError"),
-        ("def config():\n    return 3\n", "configs/bad.py: config() must return RunConfig, not int"),
+        ("def config():\n    return 3\n", "configs/bad.py: config() must return a RunConfig, and returns 3"),
         ("from config_samples import *\ndef config():\n    return RunConfig(step=1)\n", "did you mean steps?"),
     ],
 )

@@ -234,7 +234,7 @@ def test_problems_of_a_model_say_what_would_do():
     block = BlockConfig(mixer=AttentionConfig(heads=5, kv_heads=2), mlp=GatedMLPConfig(ffn=8))
     cfg = DecoderConfig(hidden=64, vocabulary_size=0, sequence_length=4, stack=StackConfig(pattern=(block,), repeats=1))
     text = "\n".join(map(str, cfg.problems()))
-    assert "vocabulary_size: must be at least 1, got 0" in text
+    assert "vocabulary_size: must be between 1 and 2147483647, got 0" in text
     assert "stack.pattern.0.mixer.heads: hidden=64 is not divisible by heads=5" in text
     assert "divisors near 5: 2, 4, 8" in text
     (problem,) = block.mixer.problems()

@@ -124,8 +124,8 @@ def test_a_ramp_ends_at_global_size(ramp, where, what):
 @pytest.mark.parametrize(
     ("ramp", "where", "what"),
     [
-        (LinearRampConfig(start=0, increment=1, samples=1), "start", "at least 1"),
-        (LinearRampConfig(start=1, increment=1, samples=0), "samples", "at least 1"),
+        (LinearRampConfig(start=0, increment=1, samples=1), "start", "between 1 and"),
+        (LinearRampConfig(start=1, increment=1, samples=0), "samples", "between 1 and"),
         (StepRampConfig(sizes=""), "sizes", "is empty"),
         (StepRampConfig(sizes="0:16 250Q:32"), "sizes", "'250Q:32' is not threshold:rows"),
         (StepRampConfig(sizes="10:16 20:32"), "sizes", "begins at 10"),

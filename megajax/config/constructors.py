@@ -1,0 +1,145 @@
+"""Everything that is wrong with the constructor calls of a config file, by letting them all succeed.
+
+Python ends a file at the first call with an unknown or a missing argument. Here the config classes take such calls for
+a while: unknown settings are noted, and missing ones become placeholders.
+"""
+
+import dataclasses
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import megajax.config.schema as schema
+from megajax.config.errors import Problem
+from megajax.config.nearest import did_you_mean, either
+from megajax.config.patch import join
+from megajax.config.placeholder import Placeholder
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fault:
+    """A call with unknown or missing settings, or with settings that are not named."""
+
+    node: Any
+    unknown: tuple[str, ...]
+    missing: tuple[str, ...]
+    unnamed: int
+    place: str
+    """The file and line of the call, as people read it."""
+
+
+def config_classes(root: type) -> tuple[type, ...]:
+    """Every config class that a tree may hold, `root` first, each before the classes of its own fields."""
+    found: dict[type, None] = {}
+    _collect(root, found)
+    return tuple(found)
+
+
+def _collect(cls: type, found: dict[type, None]) -> None:
+    if cls in found:
+        return
+    found[cls] = None
+    for annotation in schema.hints(cls).values():
+        inner = [annotation]
+        inner += [part for kind in schema.lists(annotation) for part in get_args(kind) if part is not Ellipsis]
+        inner += [args[1] for kind in schema.mappings(annotation) if (args := get_args(kind))]
+        for part in inner:
+            for member in schema.configs(part):
+                _collect(member, found)
+
+
+@contextmanager
+def collecting(classes: Iterable[type], place: Callable[[str, int], str | None]) -> Iterator[list[Fault]]:
+    """While this is entered, constructors of `classes` note what is wrong with a call and go on.
+
+    place: (file, line) -> how it is shown to people, None for a file that is not the user's.
+    """
+    faults: list[Fault] = []
+    originals = {cls: cls.__init__ for cls in classes}
+    try:
+        for cls, original in originals.items():
+            cls.__init__ = _tolerant(cls, original, faults, place)
+        yield faults
+    finally:
+        for cls, original in originals.items():
+            cls.__init__ = original
+
+
+def _tolerant(cls: type, original: Callable, faults: list[Fault], place: Callable[[str, int], str | None]) -> Callable:
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+
+    def init(self: Any, *values: Any, **settings: Any) -> None:
+        given = dict(zip(fields, values, strict=False)) | settings
+        unknown = tuple(name for name in given if name not in fields)
+        needed = [name for name, field in fields.items() if schema.default(field) is dataclasses.MISSING]
+        missing = tuple(name for name in needed if name not in given)
+        where = _caller(place) if unknown or missing or values else ""
+        known = {name: value for name, value in given.items() if name in fields}
+        original(self, **known, **{name: Placeholder(f"{cls.__name__}, {where}") for name in missing})
+        if where:
+            faults.append(Fault(self, unknown, missing, len(values), where))
+
+    return init
+
+
+def _caller(place: Callable[[str, int], str | None]) -> str:
+    frame = sys._getframe(2)
+    while frame is not None:
+        if shown := place(frame.f_code.co_filename, frame.f_lineno):
+            return shown
+        frame = frame.f_back
+    return "this file"
+
+
+def problems_of(faults: list[Fault], config: Any, root: type) -> list[Problem]:
+    """What is wrong with the calls, by dotted name for those whose result is a part of `config` (None: none is).
+
+    Missing settings of such parts are left out: whoever checks the config finds the placeholders.
+    """
+    names = dict(_names(config, "")) if config is not None else {}
+    found = []
+    for fault in faults:
+        cls, where = type(fault.node), names.get(id(fault.node))
+        own = list(schema.hints(cls))
+        for key in fault.unknown:
+            hint = _instead(key, cls, root)
+            if where is None:
+                found.append(Problem(fault.place, f"{cls.__name__} has no setting {key}", hint))
+            else:
+                found.append(Problem(join(where, key), f"no such setting ({cls.__name__}, {fault.place})", hint))
+        if fault.unnamed:
+            what = f"{cls.__name__} takes its settings by name, {fault.unnamed} given without"
+            names_of = ", ".join(f"{name}=..." for name in own[: fault.unnamed])
+            found.append(Problem(fault.place, what, f"write {cls.__name__}({names_of})"))
+        for key in fault.missing if where is None else ():
+            hint = schema.example(key, schema.hints(cls)[key])
+            found.append(Problem(fault.place, f"{cls.__name__} needs {key}", hint))
+    return list(dict.fromkeys(found))
+
+
+def _instead(key: str, cls: type, root: type) -> str:
+    """The setting that was meant, in the same class or elsewhere in the tree; otherwise all settings of the class."""
+    own = list(schema.hints(cls))
+    if near := did_you_mean(key, own):
+        return near
+    elsewhere = sorted((name for name in schema.names(root) if name.endswith(f".{key}")), key=lambda n: n.count("."))
+    if elsewhere:
+        return f"there is {either(elsewhere[:3])}"
+    return "\n".join(textwrap.wrap(f"{cls.__name__} has {', '.join(own)}", 100))
+
+
+def _names(value: Any, where: str) -> Iterator[tuple[int, str]]:
+    """(id of a config in the tree, its dotted name)."""
+    if schema.is_config(value):
+        yield id(value), where
+        for field in dataclasses.fields(value):
+            yield from _names(getattr(value, field.name), join(where, field.name))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _names(item, join(where, str(index)))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _names(item, join(where, str(key)))

@@ -1,0 +1,37 @@
+"""What stands in a config where a value is missing or wrong, so that all else can be built and checked too."""
+
+from typing import Any, NoReturn
+
+
+class UnknownValue(Exception):
+    """Something looked at a value that is missing or wrong. The value itself is reported elsewhere."""
+
+
+class Placeholder:
+    """A value nobody knows: it can be stored and passed on, and whatever looks at it raises UnknownValue.
+
+    `place` says where it was left out: "RunConfig, configs/mine.py, line 9".
+    """
+
+    __slots__ = ("_place",)
+
+    def __init__(self, place: str = ""):
+        object.__setattr__(self, "_place", place)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UnknownValue(name)
+
+    def _unknown(self, *args: Any) -> NoReturn:
+        raise UnknownValue(place_of(self))
+
+    __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = __call__ = __hash__ = _unknown
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _unknown
+    __int__ = __float__ = __index__ = __str__ = __repr__ = __format__ = __round__ = _unknown
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _unknown
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __abs__ = _unknown
+    __setattr__ = __delattr__ = __enter__ = __exit__ = _unknown
+
+
+def place_of(placeholder: Placeholder) -> str:
+    """Where the value was left out; "" where it is there and wrong."""
+    return object.__getattribute__(placeholder, "_place")

@@ -1,0 +1,188 @@
+"""Run a config file written in Python; what is wrong with the file is told by file and line, without a traceback."""
+
+import importlib.util
+import inspect
+import io
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import FrozenInstanceError, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import megajax.config.schema as schema
+from megajax.config.constructors import collecting, config_classes, problems_of
+from megajax.config.errors import ConfigError, Problem, UserError
+from megajax.config.nearest import did_you_mean
+
+MOST_OF_AN_ERROR = 300
+"""Characters of an error of the user's code that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What the function returned, and what is wrong with the calls that made it."""
+
+    config: Any
+    problems: tuple[Problem, ...] = ()
+
+
+def run(path: Path, function: str, root: type) -> Made:
+    """Call a function of the file that returns a `root`.
+
+    Calls of config classes with unknown or missing settings are all reported, each by its dotted name: those of a
+    returned config in `Made.problems`. Raises ConfigError for everything else.
+    """
+    try:
+        return Made(_call(path, function, root))
+    except ConfigError as error:
+        if not isinstance(error.__cause__, TypeError) or "__init__() " not in str(error.__cause__):
+            raise
+        config, problems = _collected(path, function, root)
+        if not problems and config is None:
+            raise
+    if config is None:
+        raise ConfigError(problems, shown(path))
+    return Made(config, tuple(problems))
+
+
+def _collected(path: Path, function: str, root: type) -> tuple[Any, list[Problem]]:
+    """Run the file again with constructors that take any settings; the config is None if it does not get to the end."""
+
+    def place(file: str, line: int) -> str | None:
+        return f"{shown(Path(file))}, line {line}" if Path(file).parent == path.parent else None
+
+    config = None
+    # Code that looks at a placeholder fails, and what it prints has been printed.
+    with collecting(config_classes(root), place) as faults, suppress(UserError), redirect_stdout(io.StringIO()):
+        config = _call(path, function, root)
+    return config, problems_of(faults, config, root)
+
+
+def shown(path: Path) -> str:
+    """The path as people want to read it: relative where it lies below the working directory."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _call(path: Path, function: str, root: type) -> Any:
+    # The module stays known under a name of its own: dataclasses defined in it look their annotations up there.
+    name = f"megajax_config_file {path}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ConfigError([Problem(shown(path), f"cannot be read: {error.strerror}")]) from error
+    with _siblings_importable(path.parent), _faults_named(path, module, root):
+        sys.modules[name] = module
+        # Not through the loader: bytecode caches go by whole seconds, and a config edited twice in one must count.
+        exec(compile(text, str(path), "exec"), module.__dict__)
+        config = _function(path, function, module, root)()
+    if not schema.is_config(config) or not isinstance(config, root):
+        what = f"{function}() must return a {root.__name__}, and returns {schema.described(config)}"
+        raise ConfigError([Problem(shown(path), what, _return_hint(config, root))])
+    return config
+
+
+def _function(path: Path, function: str, module: ModuleType, root: type) -> Any:
+    """Raises ConfigError unless the file has such a function, one that needs no arguments."""
+    made = getattr(module, function, None)
+    if not callable(made):
+        found = [key for key, thing in vars(module).items() if getattr(thing, "__module__", "") == module.__name__]
+        found = [key for key in found if callable(vars(module)[key]) and not isinstance(vars(module)[key], type)]
+        found = [key for key in found if not key.startswith("_")]
+        there = f" (it has {', '.join(found)})" if found else ""
+        hint = did_you_mean(function, found) or f"write def {function}(): return {root.__name__}(...)"
+        what = f"has no function {function}{there}"
+        if made is not None:
+            what = f"{function} is {schema.described(made)}, not a function"
+        raise ConfigError([Problem(shown(path), what, hint)])
+    signature = None
+    with suppress(ValueError, TypeError):
+        signature = inspect.signature(made)
+    try:
+        signature and signature.bind()
+    except TypeError as error:
+        what = f"{function}() is called without arguments: {error}"
+        hint = "give its arguments defaults, or write a function without any"
+        raise ConfigError([Problem(shown(path), what, hint)]) from error
+    return made
+
+
+def _return_hint(config: Any, root: type) -> str:
+    if config is None:
+        return f"end it with return {root.__name__}(...)"
+    if config is root:
+        return f"write {root.__name__}(...)"
+    if isinstance(config, tuple) and any(isinstance(item, root) for item in config):
+        return "a comma behind the closing bracket makes a tuple: take it away"
+    return ""
+
+
+@contextmanager
+def _siblings_importable(folder: Path) -> Iterator[None]:
+    """A config file may import those beside it; then they are forgotten, as other folders may use the same names."""
+    before = set(sys.modules)
+    sys.path.append(str(folder))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        if str(folder) in sys.path:
+            sys.path.remove(str(folder))
+        for name in set(sys.modules) - before:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file and Path(file).parent == folder and not name.startswith("megajax"):
+                del sys.modules[name]
+
+
+@contextmanager
+def _faults_named(path: Path, module: ModuleType, root: type) -> Iterator[None]:
+    """An error in a user's file becomes a ConfigError with the file, the line and the fault."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except SyntaxError as error:
+        file = shown(Path(error.filename)) if error.filename else shown(path)
+        line = "" if error.lineno is None else f", line {error.lineno}"
+        raise ConfigError([Problem(file + line, error.msg, (error.text or "").strip())]) from error
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        # The innermost line of the user's own files is the one to look at.
+        own = [frame for frame in frames if Path(frame.filename).parent == path.parent]
+        where = f"{shown(Path(own[-1].filename))}, line {own[-1].lineno}" if own else shown(path)
+        hints = [own[-1].line] if own and own[-1].line else []
+        hints += [hint] if (hint := _hint(error, module, root)) else []
+        raise ConfigError([Problem(where, _told(error), "\n".join(hints))]) from error
+
+
+def _told(error: BaseException) -> str:
+    """The error in one or two lines."""
+    if isinstance(error, SystemExit):
+        return f"the file ends the program (exit code {error.code}) instead of returning a config"
+    text = " ".join(str(error).split())
+    text = text if len(text) <= MOST_OF_AN_ERROR else text[:MOST_OF_AN_ERROR] + "..."
+    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}".rstrip(": ")
+
+
+def _hint(error: BaseException, module: ModuleType, root: type) -> str:
+    """What to write instead, where that can be told."""
+    if isinstance(error, FrozenInstanceError):
+        return "configs cannot be changed: dataclasses.replace(config, name=value) makes a changed copy"
+    if isinstance(error, AttributeError) and schema.is_config(error.obj):
+        return did_you_mean(error.name or "", schema.hints(type(error.obj)))
+    if isinstance(error, NameError | ImportError):
+        name = str(getattr(error, "name_from", None) or error.name)
+        places = {cls.__name__: cls.__module__ for cls in config_classes(root)}
+        if name in places:
+            return f"write from {places[name]} import {name}"
+        return did_you_mean(name, [*places, *vars(module)])
+    match = re.search(r"(\w+?)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    called = vars(module).get(match[1]) if match else None
+    with suppress(ValueError, TypeError):
+        return did_you_mean(match[2], inspect.signature(called).parameters) if match and callable(called) else ""
+    return ""

@@ -1,0 +1,95 @@
+"""Write docs/config_reference.md from the config classes: `python -m megajax.tools.config_reference`."""
+
+import dataclasses
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import megajax.config.schema as schema
+from megajax.config.command_line import front_door, parse
+from megajax.config.constructors import config_classes
+from megajax.config.help import field_texts
+from megajax.training.run_config import RunConfig
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/config_reference.md"
+HEAD = """# Every config class
+
+Written by `python -m megajax.tools.config_reference` from the source; do not edit. [first_config.md](first_config.md)
+shows how to put a config together, and [config.md](config.md) how to write values on the command line and in YAML.
+
+All classes take their settings by name. A setting without a default must be given. In Python, none is `None`, true and
+false are `True` and `False`, a list is a tuple (`("a", "b")`, or `("a",)` with one entry), and pairs are a dict.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Write the page.
+
+    Raises:
+        UserError: for a wrong command line.
+    """
+    parse(argv, verb="tools.config_reference", with_config=False, description=(__doc__ or "").strip())
+    PAGE.write_text(reference(), encoding="utf-8")
+    print(f"wrote {PAGE}")
+    return 0
+
+
+def reference() -> str:
+    """The page: contents, then a section for each class with all its fields."""
+    classes = config_classes(RunConfig)
+    lines = [HEAD]
+    lines += [f"- [{cls.__name__}](#{cls.__name__.lower()}): {_summary(cls)}" for cls in classes]
+    for cls in classes:
+        text = " ".join((inspect.getdoc(cls) or "").split())
+        lines += ["", f"## {cls.__name__}", "", text, "", "```python"]
+        lines += [f"from {cls.__module__} import {cls.__name__}", "```"]
+        if fields := [field for field in dataclasses.fields(cls) if field.init]:
+            texts, annotations = field_texts(cls), schema.hints(cls)
+            lines += ["", "| setting | type | default | meaning |", "|---|---|---|---|"]
+            lines += [_row(field, annotations[field.name], texts.get(field.name, "")) for field in fields]
+        else:
+            lines += ["", "It has no settings."]
+    return "\n".join(lines) + "\n"
+
+
+def _row(field: dataclasses.Field, annotation: object, text: str) -> str:
+    cells = (f"`{field.name}`", _type(annotation), _default(field), text)
+    return f"| {' | '.join(' '.join(cell.split()).replace('|', '\\|') for cell in cells)} |"
+
+
+def _type(annotation: object) -> str:
+    """The words of --help, with links to the classes among them."""
+    words = schema.words(annotation)
+    many = tuple(member for kind in schema.lists(annotation) for member in schema.configs(schema.entry(kind, 0)))
+    for cls in (*schema.configs(annotation), *many):
+        words = words.replace(cls.__name__, f"[{cls.__name__}](#{cls.__name__.lower()})")
+    return words
+
+
+def _default(field: dataclasses.Field) -> str:
+    value = schema.default(field)
+    if value is dataclasses.MISSING:
+        return "must be given"
+    if schema.is_config(value):
+        changed = [
+            f"{part.name}={_python(getattr(value, part.name))}"
+            for part in dataclasses.fields(value)
+            if getattr(value, part.name) != schema.default(part)
+        ]
+        return f"`{type(value).__name__}({', '.join(changed)})`"
+    return f"`{_python(value)}`"
+
+
+def _python(value: Any) -> str:
+    if isinstance(value, str):
+        return json.dumps(value)
+    return repr(value)
+
+
+def _summary(cls: type) -> str:
+    return " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
+
+
+if __name__ == "__main__":
+    front_door(main)

@@ -1,0 +1,203 @@
+"""Wrong values in a config written in Python: all of them are listed by their dotted names, and nothing is raised."""
+
+import dataclasses
+import itertools
+import sys
+from dataclasses import replace
+
+import pytest
+
+from megajax.config import ConfigError, UserError, load, schema
+from megajax.config import command_line as cli
+from megajax.config.tree import assemble
+from megajax.layers.config import AttentionConfig
+from megajax.optim.config import MuonConfig
+from megajax.training.config import BatchConfig, LinearRampConfig
+from megajax.training.run_config import RunConfig
+
+HEAD = """
+from dataclasses import replace
+from megajax.data.config import MockConfig
+from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, StackConfig
+from megajax.models.config import DecoderConfig
+from megajax.models.presets.llama import llama3
+from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.run_config import RunConfig
+
+def good(**changes):
+    model = llama3("debug", sequence_length=64, vocabulary_size=257)
+    return RunConfig(**({"model": model, "data": MockConfig()} | changes))
+
+"""
+LINE = HEAD.count("\n") + 1
+
+
+@pytest.fixture
+def refusal(tmp_path, monkeypatch):
+    """The message for a file that ends with `text`, of which the first line is LINE."""
+    monkeypatch.chdir(tmp_path)
+
+    def of(text):
+        (tmp_path / "mine.py").write_text(HEAD + text + "\n")
+        with pytest.raises(UserError) as error:
+            load("mine.py")
+        return str(error.value)
+
+    return of
+
+
+def test_every_missing_and_unknown_argument_is_listed_by_its_dotted_name(refusal):
+    text = refusal(
+        "def config():\n"
+        "    block = BlockConfig(mixer=AttentionConfig())\n"
+        "    model = DecoderConfig(hidden=64, vocabulary_size=9, stack=StackConfig(pattern=(block,), repeats=2))\n"
+        "    return RunConfig(model=model, schedule=ScheduleConfig(warmup=3), optimizer=AdamWConfig(lr=1), steps='x')"
+    )
+    assert text.startswith("7 problems in mine.py:\n")
+    for words in (
+        f"schedule.warmup: no such setting (ScheduleConfig, mine.py, line {LINE + 3})",
+        f"optimizer.lr: no such setting (AdamWConfig, mine.py, line {LINE + 3})\n      there is schedule.lr",
+        f"model.sequence_length: has no default and is not given (DecoderConfig, mine.py, line {LINE + 2})\n",
+        f"pattern.0.mixer.heads: has no default and is not given (AttentionConfig, mine.py, line {LINE + 1})",
+        "write mlp=DenseMLPConfig(ffn=...) or GatedMLPConfig(ffn=...), from megajax.layers.config",
+        "write data=BlendConfig(...), MockConfig(...) or StandardLibraryConfig(...), from megajax.data.config",
+        "steps: expected a whole number, got 'x'",
+    ):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "def config(): return RunConfig(model=..., steps=10_000)",
+            ["model: expected DecoderConfig, got ...", "data: "],
+        ),
+        (
+            "def config(): return good(model=None, batch=None)",
+            ["got None\n      write batch=BatchConfig(...)", "model: "],
+        ),
+        ("def config(): return RunConfig(1, 2)", [f"line {LINE}: RunConfig takes its settings by name, 2 given"]),
+        ("def config(): return good(optimizer=AdamWConfig)", ["this is the class: write AdamWConfig(...)"]),
+        ("def config(): return good(model=llama3)", ["this is the function: write llama3(...)"]),
+        ("def config(): return good(data=(MockConfig(),))", ["makes a tuple: take it away"]),
+        ("def config(): return good(optimizer='adam')", ["did you mean AdamWConfig?"]),
+        (
+            "def config(): return good(optimizer=ScheduleConfig())",
+            ["got a ScheduleConfig\n      write optimizer=AdamW"],
+        ),
+        ("def config(): return replace(good(), sedd=3)", ["sedd: no such setting", "did you mean seed?"]),
+        (
+            "def config(): return good(schedule=ScheduleConfig(lr='x', warmup_fraction=2))",
+            ["lr: exp", "between 0 and 1"],
+        ),
+        ("def config(): return good(model=llama3('debug', vocabulary=3))", ["did you mean vocabulary_size?"]),
+        ("def config(): return good(model=llama3('50m'))", [f"line {LINE}: llama3 has no size '50m'; sizes: "]),
+        ("def config():\n    good().steps = 3", ["dataclasses.replace(config, name=value) makes a changed copy"]),
+        ("def config(): return good(parallel=ParallelConfig())", ["from megajax.mesh.config import ParallelConfig"]),
+        ("from megajax.data.config import BlndConfig", ["did you mean BlendConfig?"]),
+        ("def config(): return RunConfig(modl=1).modl", [f"line {LINE}: RunConfig has no setting modl", "needs data"]),
+        (
+            "def config(): return good(steps=[][1])",
+            [f"line {LINE}: IndexError: list index out of range\n    def config"],
+        ),
+        ("raise SystemExit(3)", ["the file ends the program (exit code 3)"]),
+        ("config = good()", ["config is a RunConfig, not a function\n    write def config(): return RunConfig(...)"]),
+        ("def config(size): pass", ["is called without arguments: missing a required argument: 'size'"]),
+        ("def config(): good()", ["config() must return a RunConfig, and returns None\n    end it with return"]),
+        ("def config(): return good(),", ["a comma behind the closing bracket makes a tuple"]),
+        ("x = '\0'", ["mine.py: source code string cannot contain null bytes"]),
+    ],
+)
+def test_what_is_said_of_a_wrong_file(refusal, text, words):
+    message = refusal(text)
+    for part in words:
+        assert part in message
+
+
+def test_a_check_that_fails_is_told_only_where_nothing_else_is_wrong(refusal):
+    own = (
+        "from dataclasses import dataclass\n@dataclass(frozen=True, kw_only=True)\nclass Own(RunConfig):\n"
+        "    def problems(self, devices=None):\n        return self.nothing\n"
+        "def config(): return Own(data=MockConfig(), "
+    )
+    assert "AttributeError: 'Own' object has no attribute 'nothing'" in refusal(f"{own}model=good().model)")
+    assert "cannot be checked" not in refusal(f"{own}model=good().model, steps='x')")
+
+
+def test_a_missing_setting_may_come_from_the_command_line(refusal, tmp_path):
+    assert "data: has no default" in refusal("def config(): return RunConfig(model=good().model)")
+    assert load("mine.py", "data.type=Mock", "steps=3").steps == 3
+
+
+def test_the_command_ends_with_2_and_a_notebook_shows_the_message_alone(refusal, monkeypatch, capsys):
+    message = refusal("def config(): return good(steps='x')")
+    monkeypatch.setattr(sys, "argv", ["train", "--config=mine.py"])
+    with pytest.raises(SystemExit) as end:
+        cli.front_door(lambda argv: cli.parse(argv, verb="train") and 0)
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"\n{message}\n\n"
+    with pytest.raises(ConfigError) as error:
+        load("mine.py")
+    assert error.value.__suppress_context__
+    assert len(error.traceback) <= 2
+    assert error.value._render_traceback_() == f"ConfigError: {message}".splitlines()
+
+
+def places(node, rebuild):
+    """(name, function from a value to the whole tree with it) for every field below a config."""
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+
+        def put(new, node=node, name=field.name):
+            return rebuild(replace(node, **{name: new}))
+
+        yield f"{type(node).__name__}.{field.name}", put
+        if schema.is_config(value):
+            yield from places(value, put)
+        for index, item in enumerate(value if isinstance(value, tuple) else ()):
+            if schema.is_config(item):
+
+                def put_in(new, value=value, index=index, put=put):
+                    return put((*value[:index], new, *value[index + 1 :]))
+
+                yield from places(item, put_in)
+
+
+WRONG = (
+    *(
+        None,
+        "",
+        "text",
+        -1,
+        0,
+        1.5,
+        10**12,
+        10**40,
+        float("nan"),
+        float("inf"),
+        True,
+        (),
+        {},
+        {1: None},
+        (None,),
+        ("a",),
+    ),
+    *(..., object(), len, int, AttentionConfig, AttentionConfig(heads=7), b"x", "0:8", 2**31, complex(1, 2), (-1, 2)),
+)
+
+
+def test_no_value_at_any_place_raises():
+    """Each place is tried with another two of the values."""
+    base = load("quickstart.py")
+    ramp = BatchConfig(global_size=16, micro_size=2, ramp=LinearRampConfig(start=8, increment=4, samples=100))
+    values = itertools.cycle(WRONG)
+    found = {}
+    for name, put in places(replace(base, optimizer=MuonConfig(), batch=ramp), lambda config: config):
+        for _ in range(2):
+            value = next(values)
+            config, problems = assemble(RunConfig, put(value), {}, 8)
+            assert (config is None) <= bool(problems), name
+            found[name, repr(value)[:20]] = [problem for problem in problems if "cannot be checked" in problem.what]
+    assert not any(found.values()), {place: told for place, told in found.items() if told}
