@@ -5,6 +5,7 @@ under its dotted name: NAME/zarr.json and one chunk for each shard that a device
 """
 
 import json
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class StoredArray:
     shape: tuple[int, ...]
     dtype: str
     pieces: tuple[int, ...]
-    """Pieces it was written in, along each dimension; Orbax also divides what several devices hold alike."""
+    """Along each dimension, the number of pieces it was written in. Orbax also divides what devices hold copies of."""
     elements: int
     bytes: int
     """Size of its elements."""
@@ -171,4 +172,4 @@ def _is_plain(described: dict[str, Any], chunk: tuple[int, ...]) -> bool:
 
 def _first_line(error: BaseException) -> str:
     """What happened, without the source locations that TensorStore adds."""
-    return (str(error).splitlines() or [type(error).__name__])[0].partition(" [")[0]
+    return re.split(r" \[\w+=", (str(error).splitlines() or [type(error).__name__])[0])[0]

@@ -7,7 +7,7 @@ a while: unknown settings are noted, and missing ones become placeholders.
 import dataclasses
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -52,7 +52,7 @@ def _collect(cls: type, found: dict[type, None]) -> None:
 
 
 @contextmanager
-def collecting(classes: Iterable[type], place: Callable[[str, int], str | None]) -> Iterator[list[Fault]]:
+def collecting(classes: Iterable[type], place: Callable[[str, int], str | None]) -> Generator[list[Fault]]:
     """While this is entered, constructors of `classes` note what is wrong with a call and go on.
 
     place: (file, line) -> how it is shown to people, None for a file that is not the user's.
@@ -61,15 +61,15 @@ def collecting(classes: Iterable[type], place: Callable[[str, int], str | None])
     originals = {cls: cls.__init__ for cls in classes}
     try:
         for cls, original in originals.items():
-            cls.__init__ = _tolerant(cls, original, faults, place)
+            setattr(cls, "__init__", _tolerant(cls, original, faults, place))  # noqa: B010, a type checker refuses `cls.__init__ =`
         yield faults
     finally:
         for cls, original in originals.items():
-            cls.__init__ = original
+            setattr(cls, "__init__", original)  # noqa: B010
 
 
 def _tolerant(cls: type, original: Callable, faults: list[Fault], place: Callable[[str, int], str | None]) -> Callable:
-    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    fields = {field.name: field for field in schema.fields(cls) if field.init}
 
     def init(self: Any, *values: Any, **settings: Any) -> None:
         given = dict(zip(fields, values, strict=False)) | settings

@@ -1,12 +1,12 @@
 """Run a config file written in Python; what is wrong with the file is told by file and line, without a traceback."""
 
-import importlib.util
+import importlib
 import inspect
 import io
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import FrozenInstanceError, dataclass
 from pathlib import Path
@@ -70,8 +70,8 @@ def shown(path: Path) -> str:
 def _call(path: Path, function: str, root: type) -> Any:
     # The module stays known under a name of its own: dataclasses defined in it look their annotations up there.
     name = f"megajax_config_file {path}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType(name)
+    module.__file__ = str(path)
     try:
         text = path.read_bytes()
     except OSError as error:
@@ -123,7 +123,7 @@ def _return_hint(config: Any, root: type) -> str:
 
 
 @contextmanager
-def _siblings_importable(folder: Path) -> Iterator[None]:
+def _siblings_importable(folder: Path) -> Generator[None]:
     """A config file may import those beside it; then they are forgotten, as other folders may use the same names."""
     before = set(sys.modules)
     sys.path.append(str(folder))
@@ -140,7 +140,7 @@ def _siblings_importable(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _faults_named(path: Path, module: ModuleType, root: type) -> Iterator[None]:
+def _faults_named(path: Path, module: ModuleType, root: type) -> Generator[None]:
     """An error in a user's file becomes a ConfigError with the file, the line and the fault."""
     try:
         yield

@@ -161,7 +161,7 @@ def example(name: str, annotation: Any) -> str:
 
 def call(cls: type) -> str:
     """BlockConfig(mixer=..., mlp=...): the settings without a default."""
-    needed = [field.name for field in dataclasses.fields(cls) if field.init and default(field) is dataclasses.MISSING]
+    needed = [field.name for field in fields(cls) if field.init and default(field) is dataclasses.MISSING]
     return f"{cls.__name__}({', '.join(f'{name}=...' for name in needed) or '...'})"
 
 

@@ -44,7 +44,7 @@ def reference() -> str:
         text = " ".join((inspect.getdoc(cls) or "").split())
         lines += ["", f"## {cls.__name__}", "", text, "", "```python"]
         lines += [f"from {cls.__module__} import {cls.__name__}", "```"]
-        if fields := [field for field in dataclasses.fields(cls) if field.init]:
+        if fields := [field for field in schema.fields(cls) if field.init]:
             texts, annotations = field_texts(cls), schema.hints(cls)
             lines += ["", "| setting | type | default | meaning |", "|---|---|---|---|"]
             lines += [_row(field, annotations[field.name], texts.get(field.name, "")) for field in fields]

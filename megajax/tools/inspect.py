@@ -146,13 +146,11 @@ def _description_text(found: Mapping[str, Any]) -> Iterator[str]:
         )
     yield from _table(rows)
     yield "\ntotals"
-    rows = [
-        (name, f"{group['arrays']} arrays", f"{count(group['elements'])} elements", byte_size(group["bytes"]))
-        for name, group in found["groups"].items()
-    ]
     sums = {key: sum(group[key] for group in found["groups"].values()) for key in ("arrays", "elements", "bytes")}
-    total = (f"{sums['arrays']} arrays", f"{count(sums['elements'])} elements", byte_size(sums["bytes"]))
-    yield from _table([*rows, ("all", *total)])
+    totals = [*found["groups"].items(), ("all", sums)]
+    rows = [("group", "arrays", "elements", "size")]
+    rows += [(name, str(of["arrays"]), count(of["elements"]), byte_size(of["bytes"])) for name, of in totals]
+    yield from _table(rows)
 
 
 def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

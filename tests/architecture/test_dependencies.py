@@ -16,7 +16,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 IMPORTED_AS = {"absl-py": "absl", "orbax-checkpoint": "orbax", "pyyaml": "yaml"}
 FOR_JAX = ("cuda12", "cuda13", "aot")
 """Extras that JAX loads by itself."""
-WITH_JAX = {"jaxlib", "ml_dtypes"}
+WITH_JAX = {"jaxlib"}
 """Packages that JAX brings along in a version of its own."""
 PRIVATE = {
     "megajax/checkpoint/peers.py": ("jax._src.distributed", "global_state"),

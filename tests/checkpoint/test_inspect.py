@@ -130,7 +130,7 @@ def test_the_text_says_the_same(written, capsys, tmp_path):
         "layer order  0 2 1 - (by row of the stacked arrays)",
         "model        hidden 32, sequence length 128",
         "64 x 32  float32   embed, -  1 x 8   8.0 KiB",
-        "params     2 arrays  2,053 elements  8.0 KiB",
+        "params     2       2,053     8.0 KiB",
     ):
         assert line in text
     assert json.loads((tmp_path / "out.json").read_text())["step"] == 1

@@ -6,7 +6,6 @@ import resource
 import shutil
 from pathlib import Path
 
-import jax
 import pytest
 from small_jobs import model, run_config
 
@@ -84,7 +83,7 @@ def test_a_whole_run_leaves_every_step_and_its_evaluations(whole):
 def test_a_checkpoint_says_where_the_run_was_and_how_it_was_laid_out(whole):
     found = describe(whole / "checkpoints", 6)
     assert (found.counters["step"], found.counters["consumed_samples"], found.consumed_tokens) == (6, 48, 48 * 16)
-    assert math.prod(found.mesh.values()) == len(jax.devices()) and found.processes == 1
+    assert math.prod(found.mesh.values()) == 1 == found.processes
     assert found.config["steps"] == 6 and found.seed == found.config["seed"]
     cut = [array for array in found.arrays if array.name.startswith(("params.", "optimizer.")) and array.shape]
     assert cut and all(len(found.axes[array.name]) == len(array.shape) for array in cut)
