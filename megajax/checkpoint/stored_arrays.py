@@ -14,7 +14,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (numpy knows bfloat16 and the 8-bit floats by it)
 import numpy as np
 import tensorstore as ts
 
@@ -115,10 +114,10 @@ class StoredArrays:
             return
         chunk = _chunk_shape(described)
         whole = all(size % part == 0 for size, part in zip(array.shape, chunk, strict=True))
-        size = prod(chunk) * np.dtype(array.dtype).itemsize
+        size = prod(chunk) * _dtype(array.dtype).itemsize
         if size > PIECE_BYTES and whole and _is_plain(described, chunk):
             for place in product(*map(range, array.pieces)):
-                yield from self._bytes_of("/".join((name, "c", *map(str, place))), size, np.dtype(array.dtype))
+                yield from self._bytes_of("/".join((name, "c", *map(str, place))), size, _dtype(array.dtype))
             return
         spec = {"driver": "zarr3", "kvstore": self._spec | {"path": f"{name}/"}}
         opened = ts.open(spec, open=True, read=True, context=self._context).result()
@@ -146,8 +145,13 @@ class StoredArrays:
 def _array(name: str, described: dict[str, Any]) -> StoredArray:
     shape, chunk = tuple(described["shape"]), _chunk_shape(described)
     pieces = tuple(-(-size // part) for size, part in zip(shape, chunk, strict=True))
-    dtype = np.dtype(described["data_type"])
+    dtype = _dtype(described["data_type"])
     return StoredArray(name, shape, dtype.name, pieces, prod(shape), prod(shape) * dtype.itemsize)
+
+
+def _dtype(name: str) -> np.dtype:
+    """The numpy dtype of a name; TensorStore knows bfloat16 and the 8-bit floats too."""
+    return ts.dtype(name).numpy_dtype
 
 
 def _chunk_shape(described: dict[str, Any]) -> tuple[int, ...]:
