@@ -20,6 +20,11 @@ def _corpus(folder: Path) -> None:
     (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES), encoding="utf-8")
 
 
+def _paragraphs(folder: Path) -> None:
+    (folder / "data").mkdir()
+    (folder / "data/corpus.txt").write_text("\n\n".join(LINES * 20), encoding="utf-8")
+
+
 def _megatron_script(folder: Path) -> None:
     shutil.copy(ROOT / "tests/tools/gpt3_175b.sh", folder / "pretrain_gpt3_175b.sh")
 
@@ -63,7 +68,7 @@ PREPARED: dict[str, tuple[Callable[[Path], None], ...]] = {
     "README.md": (_corpus, _megatron_script),
     "docs/checkpoints.md": (_checkpoint,),
     "docs/data.md": (_token_files,),
-    "docs/first_config.md": (_corpus,),
+    "docs/first_config.md": (_paragraphs,),
     "docs/megatron.md": (_megatron_script, _file_of_flags),
     "docs/preprocess.md": (_shards_and_vocabulary,),
 }
