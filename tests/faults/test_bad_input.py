@@ -177,6 +177,7 @@ def test_a_token_outside_the_vocabulary_stops_the_run_with_its_place(tmp_path: P
         assert text in done.stderr
 
 
+@pytest.mark.slow
 def test_a_changed_config_is_refused_with_a_diff(tmp_path: Path) -> None:
     small = [
         "--steps=4",

@@ -31,11 +31,11 @@ INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}
 
 CASES: dict[str, tuple[DecoderConfig, ParallelConfig, int]] = {
     "1f1b fewer than stages, padded": (llama(repeats=5), stages(4, data=2), 3),
-    "1f1b one microbatch, no wait": (llama(repeats=4), stages(4, loss_wait=0), 1),
     "interleaved padded sequence": (llama(repeats=5), stages(2, tensor=2, sequence=True, **INTERLEAVED), 4),
-    "gpipe fewer than stages, padded": (llama("full", repeats=5), stages(4, schedule="gpipe"), 2),
 }
 SLOW: dict[str, tuple[DecoderConfig, ParallelConfig, int]] = {
+    "1f1b one microbatch, no wait": (llama(repeats=4), stages(4, loss_wait=0), 1),
+    "gpipe fewer than stages, padded": (llama("full", repeats=5), stages(4, schedule="gpipe"), 2),
     "1f1b uneven, no wait, dropout": (gpt(repeats=5), stages(4, loss_wait=0), 6),
     "interleaved no wait, padded, dropout": (
         gpt("selective", repeats=5),

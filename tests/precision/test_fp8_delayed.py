@@ -171,6 +171,7 @@ def test_with_fsdp_too() -> None:
     same_after_a_step(LAYOUTS["fsdp"])
 
 
+@pytest.mark.slow
 def test_in_a_pipeline_too_and_rows_that_are_no_layers_stay_zero() -> None:
     """Stages sum the parts of the gradient that each has of the loss, so it is rounded otherwise before it is cast."""
     same_after_a_step(LAYOUTS["uneven pipeline"], repeats=3, gradients=False)

@@ -90,6 +90,11 @@ def test_several_processes_take_programs_from_one_folder(tmp_path):
         assert found["cached"] == (attempt == "second")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once() -> None:
+    """In place of the other tests' cache: here caches are what is tested."""
+
+
 @pytest.fixture
 def kept(tmp_path):
     """A cache folder for this process, forgotten afterwards."""

@@ -227,6 +227,7 @@ def losses(folder: Path) -> dict[int, str]:
     return {line["step"]: line["loss_hex"] for line in lines(folder) if "split" not in line}
 
 
+@pytest.mark.slow
 def test_after_exit_code_17_the_last_checkpoint_goes_on(tmp_path, capsys):
     cfg = run_config(tmp_path / "run", model=model(repeats=1), checkpoint=CheckpointConfig(every=2))
     rule = {"spike_factor": 3.0, "spike_window": 3, "spike_reference": "median"}
