@@ -110,6 +110,8 @@ def _text(raw: Any) -> str:
         return str(raw)
     if isinstance(raw, Path):
         raise Mismatch("")
+    if isinstance(raw, tuple | list) and all(isinstance(item, str | int | float) for item in raw):
+        raise Mismatch(f'write "{",".join(map(str, raw))}"')
     raise Mismatch("put it in quotes to make it text")
 
 

@@ -6,7 +6,7 @@ import io
 import re
 import sys
 import traceback
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import FrozenInstanceError, dataclass
 from pathlib import Path
@@ -169,6 +169,17 @@ def _told(error: BaseException) -> str:
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
+def _class_asked_for(error: NameError | ImportError, places: Mapping[str, str]) -> str:
+    """Where to import a config class from, if the statement that failed takes it from a module that does not exist."""
+    line = next((frame.line or "" for frame in reversed(traceback.extract_tb(error.__traceback__)) if frame.line), "")
+    _, imported, names = line.partition(" import ")
+    known = [name for name in re.findall(r"\w+", names) if name in places] if imported else []
+    by_module: dict[str, list[str]] = {}
+    for name in known:
+        by_module.setdefault(places[name], []).append(name)
+    return "\n".join(f"write from {place} import {', '.join(names)}" for place, names in by_module.items())
+
+
 def _hint(error: BaseException, module: ModuleType, root: type) -> str:
     """What to write instead, where that can be told."""
     if isinstance(error, FrozenInstanceError):
@@ -180,7 +191,8 @@ def _hint(error: BaseException, module: ModuleType, root: type) -> str:
         places = {cls.__name__: cls.__module__ for cls in config_classes(root)}
         if name in places:
             return f"write from {places[name]} import {name}"
-        return did_you_mean(name, [*places, *vars(module)])
+        wrong = _class_asked_for(error, places)
+        return wrong or did_you_mean(name, [*places, *vars(module)])
     match = re.search(r"(\w+?)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'", str(error))
     called = vars(module).get(match[1]) if match else None
     with suppress(ValueError, TypeError):

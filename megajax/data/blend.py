@@ -113,6 +113,7 @@ class BlendedDataset:
                     "Raise data.surplus, two- or tenfold."
                 )
         self.sequence_length = self.datasets[0].sequence_length
+        self.passes = max(dataset.passes for dataset in self.datasets)
 
     def order(self) -> str:
         """Identifies the order of the rows; the same as long as only rows at its end are added."""
@@ -165,7 +166,9 @@ class Cutter:
         description = {"kind": "gpt", "data": identity, "split": split, **request.describe(), **self._describe()}
         name = f"{tokens.prefix}, split {split}"
         arrays = load_or_build(self.folder, description, lambda: build_index(tokens.lengths, request, name)._asdict())
-        return GPTDataset(tokens, RowIndex(**arrays), self.options, tokenizer=self.tokenizer)
+        index = RowIndex(**arrays)
+        passes = len(index.documents) // (request.last - request.first)  # each takes every sequence once
+        return GPTDataset(tokens, index, self.options, tokenizer=self.tokenizer, passes=passes)
 
     def request(self, split: str, bounds: tuple[int, int], rows: int | None) -> IndexRequest:
         """Index request of a split that holds sequences [first, last)."""

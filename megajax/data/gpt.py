@@ -83,15 +83,18 @@ class GPTDataset:
         index: which of their tokens make up each row.
         options: row length and masks.
         tokenizer: vocabulary size, end-of-document and pad token.
+        passes: times that the rows go through the split's sequences.
 
     Raises:
         UserError: tokens stored as floating-point numbers; on reading, a token outside the vocabulary.
     """
 
-    def __init__(self, tokens: TokenSource, index: RowIndex, options: RowOptions, *, tokenizer: Tokenizer):
+    def __init__(
+        self, tokens: TokenSource, index: RowIndex, options: RowOptions, *, tokenizer: Tokenizer, passes: int = 1
+    ):
         if tokens.dtype.kind not in "iu":
             raise UserError(f"{tokens.prefix}: stored as {tokens.dtype.name}, but tokens must be integers.")
-        self.tokens, self.index, self.options = tokens, index, options
+        self.tokens, self.index, self.options, self.passes = tokens, index, options, passes
         self.sequence_length = options.sequence_length
         self._vocabulary_size, self._eod, self._pad = tokenizer.vocabulary_size, tokenizer.eod, pad_token(tokenizer)
         length = options.sequence_length

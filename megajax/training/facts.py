@@ -37,7 +37,8 @@ def banner(run: Run, resumed: str | None) -> list[Section]:
 def _model(run: Run) -> list[tuple[str, str]]:
     cfg = run.cfg.model
     block, parameters, flops = cfg.stack.pattern[0], parameter_count(cfg), flops_per_token(cfg)
-    mixer = block.mixer
+    mixer, known = block.mixer, run.parts.tokenizer.vocabulary_size
+    unused = f" (the tokenizer has {known:,})" if known != cfg.vocabulary_size else ""
     heads = f"{mixer.heads} heads" + (f", {mixer.groups()} key-value heads" if mixer.groups() != mixer.heads else "")
     return [
         (
@@ -49,7 +50,7 @@ def _model(run: Run) -> list[tuple[str, str]]:
             f"{cfg.stack.layers()} layers x {cfg.hidden} hidden, {heads} of {mixer.size(cfg.hidden)}, "
             f"ffn {block.mlp.ffn}",
         ),
-        ("vocabulary", f"{cfg.vocabulary_size:,}, padded to {cfg.padded_vocabulary():,}"),
+        ("vocabulary", f"{cfg.vocabulary_size:,}{unused}, padded to {cfg.padded_vocabulary():,}"),
         ("FLOPs per token", f"{flops.causal:.4g} with causal attention, {flops.full:.4g} with full"),
         ("first loss", f"about ln {cfg.vocabulary_size} = {log(cfg.vocabulary_size):.3f}"),
     ]
@@ -232,10 +233,18 @@ def _compiler(run: Run) -> list[tuple[str, str]]:
     ]
 
 
+def _passes(rows: Any) -> str:
+    """How often the rows of a split repeat its text, where they do. Row sources of users need not tell."""
+    passes = getattr(rows, "passes", 1)
+    return f" ({passes:,} passes over its text)" if passes > 1 else ""
+
+
 def _run(run: Run, resumed: str | None) -> list[tuple[str, str]]:
     splits: Any = run.parts.splits
     rows = ", ".join(
-        f"{name} {len(part):,}" for name, part in zip(splits._fields, splits, strict=True) if part is not None
+        f"{name} {len(part):,}{_passes(part)}"
+        for name, part in zip(splits._fields, splits, strict=True)
+        if part is not None
     )
     return [
         (

@@ -345,11 +345,20 @@ def _train(cfg: RunConfig, folder: RunFolder, stack: ExitStack, asked: _Asked, s
     return _work(job)
 
 
+def _same_decay(cfg: RunConfig) -> str:
+    """What keeps the learning rate of a longer run what it was, where its decay ends with the run."""
+    schedule = cfg.schedule
+    if schedule.style == "constant" or schedule.decay_steps is not None or schedule.decay_samples is not None:
+        return ""
+    return f" (and --schedule.decay_steps={cfg.steps}, as the learning rate was planned)"
+
+
 def _work(job: Job) -> int:
     if job.first >= job.cfg.steps:
         job.console.say(
-            f"nothing to train: --run_dir={job.cfg.run_dir} is at step {job.first} of --steps={job.cfg.steps}. Give "
-            "more --steps to go on, another --run_dir to start anew, or --skip-train to evaluate it"
+            f"nothing to train: --run_dir={job.cfg.run_dir} is at step {job.first} of --steps={job.cfg.steps}. "
+            f"Give more --steps to go on{_same_decay(job.cfg)}, another --run_dir to start anew, or --skip-train to "
+            "evaluate it"
         )
         if not any(line["step"] == job.first for line in read_metrics(job.folder.metrics)[1]):
             job.finish(None)  # the attempt that trained the last step did not get to it

@@ -177,3 +177,8 @@ def test_nearest_names():
     assert nearest_names("grad_clip", names) == ["optimizer.clip"]
     assert nearest_names("zzz", names) == []
     assert did_you_mean("step", names) == "did you mean steps?"
+
+
+def test_a_tuple_in_place_of_text_is_told_as_the_text_it_would_be():
+    with pytest.raises(ConfigError, match='write "90,5,5"'):
+        override(Values(text=(90, 5, 5)))

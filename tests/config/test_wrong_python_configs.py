@@ -201,3 +201,8 @@ def test_no_value_at_any_place_raises():
             assert (config is None) <= bool(problems), name
             found[name, repr(value)[:20]] = [problem for problem in problems if "cannot be checked" in problem.what]
     assert not any(found.values()), {place: told for place, told in found.items() if told}
+
+
+def test_an_import_from_a_module_that_does_not_exist_is_told_where_the_classes_are(refusal):
+    text = refusal("from megajax.batch.config import BatchConfig, EvaluationConfig")
+    assert "write from megajax.training.config import BatchConfig, EvaluationConfig" in text

@@ -1,0 +1,20 @@
+"""A run that repeats its corpus says how often."""
+
+from pathlib import Path
+
+import pytest
+
+from megajax.data.config import BlendConfig, Rows
+from megajax.data.preprocessing import preprocess_text
+from megajax.tokenizers.config import ByteTokenizerConfig
+
+
+@pytest.mark.parametrize(("rows", "passes"), [(10, 1), (100, 2), (1000, 20), (None, 1)])
+def test_passes_over_a_corpus_of_50_rows(rows: int | None, passes: int, tmp_path: Path) -> None:
+    """40 documents of 40 bytes and an end token are 1640 tokens; 1000 rows of 32 and the last label take 32,001."""
+    tokenizer = ByteTokenizerConfig().build()
+    preprocess_text(["x" * 40] * 40, tmp_path / "corpus", tokenizer)
+    config = BlendConfig(paths=(str(tmp_path / "corpus"),), split="1,0,0", cache_dir=str(tmp_path / "cache"))
+    made = config.build(tokenizer=tokenizer, sequence_length=32, rows=Rows(rows), seed=1)
+    assert made.train.passes == passes
+    assert len(made.train) >= (rows or 49)
