@@ -48,6 +48,8 @@ def reason_to_leave_out(words: list[str]) -> str | None:
 
 def shortened(words: list[str]) -> list[str]:
     """The command with fewer steps, where it has steps and does not say how many."""
+    if any(word.startswith(("--help", "--print-config")) for word in words):
+        return words
     added = next((extra for name, extra in SHORTER.items() if name in words), ())
     given = {word.split("=")[0] for word in words}
     words = [REPLACED.get(word, word) for word in words]
