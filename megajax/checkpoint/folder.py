@@ -48,11 +48,13 @@ def locate(path: Path | str) -> tuple[Path, int | None]:
 
     Raises UserError if nothing is there.
     """
-    path = Path(path).absolute()
+    # TensorStore refuses paths with ".." in them.
+    path = Path(path).resolve()
     if STEP.fullmatch(path.name) and (path.is_dir() or path.parent.is_dir()):
         return path.parent, int(path.name)
     if not path.is_dir():
-        raise UserError(f"there are no checkpoints in {path}: it does not exist.")
+        why = "it is a file, not a folder" if path.exists() else "it does not exist"
+        raise UserError(f"there are no checkpoints in {path}: {why}.")
     inner = path / "checkpoints"
     return inner if inner.is_dir() else path, None
 

@@ -228,6 +228,14 @@ type Samples = Callable[[int], int]
 """Steps -> rows they read from the start of the run on; not a plain product where the batch size is ramped."""
 
 
+def _keep_one(given: list[str]) -> str:
+    """How to keep one of several settings that exclude each other: the file may have given the other one."""
+    if len(given) > 2:
+        return "give one of them, and none for the others"
+    first, second = given
+    return f"--schedule.{second}=none keeps {first}, --schedule.{first}=none keeps {second}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig(Builds):
     """Learning rate over the run. Everything is counted in samples (rows); steps are converted by the batch size.
@@ -283,7 +291,7 @@ class ScheduleConfig(Builds):
         ):
             given = [name for name in names if getattr(self, name) is not None]
             if len(given) > 1:
-                found.append(Problem(given[1], f"{' and '.join(given)} are both given", "give one of them"))
+                found.append(Problem(given[1], f"{' and '.join(given)} are both given", _keep_one(given)))
         if self.min_lr > self.lr:
             found.append(Problem("min_lr", f"min_lr={self.min_lr} is above lr={self.lr}"))
         if 0 <= self.lr < self.warmup_start:

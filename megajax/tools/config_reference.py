@@ -9,6 +9,7 @@ from typing import Any
 import megajax.config.schema as schema
 from megajax.config.command_line import front_door, parse
 from megajax.config.constructors import config_classes
+from megajax.config.errors import UserError
 from megajax.config.help import field_texts
 from megajax.training.run_config import RunConfig
 
@@ -27,9 +28,11 @@ def main(argv: list[str]) -> int:
     """Write the page.
 
     Raises:
-        UserError: for a wrong command line.
+        UserError: for a wrong command line, or outside a checkout.
     """
     parse(argv, verb="tools.config_reference", with_config=False, description=(__doc__ or "").strip())
+    if not PAGE.parent.is_dir():
+        raise UserError(f"tools.config_reference writes {PAGE.name} of a checkout; there is no {PAGE.parent}")
     PAGE.write_text(reference(), encoding="utf-8")
     print(f"wrote {PAGE}")
     return 0

@@ -3,6 +3,8 @@
 from itertools import groupby
 from pathlib import Path
 
+from megajax.config.command_line import front_door, parse
+from megajax.config.errors import UserError
 from megajax.tools.flags import Flag, Mapped, Refused
 from megajax.tools.flags_of_machinery import (
     CHECKPOINT_MACHINERY,
@@ -100,5 +102,19 @@ def replaced(page: str) -> str:
     return before + BEGIN + markdown() + "\n" + END + rest.partition(END)[2]
 
 
-if __name__ == "__main__":
+def main(argv: list[str]) -> int:
+    """Write the table into the page.
+
+    Raises:
+        UserError: for a wrong command line, or outside a checkout.
+    """
+    parse(argv, verb="tools.flag_table", with_config=False, description=(__doc__ or "").strip())
+    if not PAGE.is_file():
+        raise UserError(f"tools.flag_table writes {PAGE.name} of a checkout; there is no {PAGE}")
     PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"wrote {PAGE}")
+    return 0
+
+
+if __name__ == "__main__":
+    front_door(main)

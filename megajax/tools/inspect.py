@@ -42,6 +42,8 @@ def main(argv: list[str]) -> int:
     if argv[0].startswith("-"):
         raise UserError(f"the first word must be a run's folder, got {argv[0]}\n{USAGE.splitlines()[0]}")
     flags = parse(argv[1:], verb="tools.inspect", flags=FLAGS, with_config=False).flags
+    if flags["array"] is not None and flags["verify"]:
+        raise UserError("--verify checks files, --array shows one array: give one of them")
     folder, step = resolve("megajax.checkpoint.folder:locate")(Path(argv[0]))
     step = step if flags["step"] is None else flags["step"]
     steps = _survey(folder, step, flags["verify"])

@@ -106,9 +106,11 @@ class Run:
     def model(self, tokens: Array) -> Array:
         """Next-token logits of the present weights: int32 [B, S] -> float32 [B, S, vocabulary_size], by jax.jit.
 
-        Any B and S: rows and positions are padded to what the mesh divides, and cut off again.
+        Any B, and S up to the rows of a learned table of positions: rows and positions are padded to what the mesh
+        divides, and cut off again. Raises ValueError for other shapes and for tokens outside the vocabulary.
         """
         tokens = jnp.asarray(tokens, jnp.int32)
+        _check_tokens(tokens, self.cfg)
         rows, length = tokens.shape
         rules, sizes = self.program.layout.plan.compute, self.mesh.shape
         units = [prod(sizes[axis] for axis in rules.mesh_axes(name)) for name in ("batch", "seq_residual")]
@@ -154,12 +156,27 @@ class Run:
         self._forward = jax.jit(forward, compiler_options=dict(self.program.options))
 
 
+def _check_tokens(tokens: Array, cfg: RunConfig) -> None:
+    """Out of a table's range, a lookup gives numbers that mean nothing. Raises ValueError."""
+    model = cfg.model
+    if tokens.ndim != 2:
+        raise ValueError(f"expected rows of tokens [B, S], got the shape {tokens.shape}: [[1, 2, 3]] is one row")
+    if model.learned_positions and tokens.shape[1] > model.sequence_length:
+        raise ValueError(f"rows have {tokens.shape[1]} tokens, the table of positions {model.sequence_length}")
+    if tokens.size:
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= model.vocabulary_size:
+            raise ValueError(f"tokens are {low} to {high}, the vocabulary is 0 to {model.vocabulary_size - 1}")
+
+
 def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None, start: Start | None = None) -> Run:
     """Everything a run needs, with fresh weights or those `start` brings; writes nothing but data caches.
 
     Raises ConfigError for settings that don't fit together or the devices, UserError for data or a tokenizer that
     can't be had.
     """
+    if not isinstance(cfg, RunConfig):
+        raise UserError(f'setup takes a RunConfig, not {type(cfg).__name__}: setup(load("gpt3.py:debug"))')
     parts = prepare(cfg, devices)
     program = parts.program
     with jax.set_mesh(program.mesh):

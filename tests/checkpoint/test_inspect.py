@@ -244,6 +244,11 @@ def test_what_lies_beside_the_steps_is_named(run, capsys):
         tool.main([str(run), "--step=1"])
 
 
+def test_a_path_may_go_up(written, capsys, monkeypatch):
+    monkeypatch.chdir(written.parent)
+    assert tool.main([f"../{written.parent.name}/{written.name}"]) == 0
+
+
 def test_requests_that_cannot_be_met(written, tmp_path):
     for words, message in (
         ([tmp_path / "typo"], "does not exist"),

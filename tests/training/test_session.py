@@ -57,6 +57,19 @@ def test_the_model_answers_with_the_present_weights(run):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "words"), [([1, 2], r"\[B, S\]"), ([[1, VOCABULARY]], "the vocabulary is 0 to"), ([[-1]], "-1 to -1")]
+)
+def test_the_model_refuses_what_it_has_no_answer_for(run, tokens, words):
+    with pytest.raises(ValueError, match=words):
+        run.model(tokens)
+
+
+def test_setup_takes_a_config_and_says_how_to_load_one():
+    with pytest.raises(UserError, match=r"not str: setup\(load\("):
+        setup("gpt3.py:debug")
+
+
 def test_evaluation_is_the_mean_over_the_counted_tokens(run):
     """Row by row through the logits, with positions and documents as the data says."""
     source = run.parts.splits.valid
