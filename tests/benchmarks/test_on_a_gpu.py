@@ -52,7 +52,8 @@ def here() -> str:
     return jax.devices()[0].platform
 
 
-@pytest.mark.parametrize("compute", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_the_train_step_agrees_with_float32_on_a_cpu(compute: str) -> None:
     setting = f"precision.compute={compute}"
     found, expected = trained(None, setting), trained("cpu", "model.stack.pattern.0.mixer.kernel=reference")

@@ -115,6 +115,7 @@ def dropout(rate: float, rows: np.ndarray, heads: np.ndarray, queries: np.ndarra
     return AttentionDropout(rate, keys, jnp.asarray(heads), jnp.asarray(queries))
 
 
+@pytest.mark.slow
 def test_dropout_of_a_part_is_the_part_of_the_dropout():
     """A device with some rows, heads and queries draws for them what one device would."""
     weights = jnp.ones((3, 4, 8, 16))

@@ -56,6 +56,7 @@ def check(losses: dict[int, float], expected: dict[int, float]) -> None:
     assert losses == pytest.approx(expected, rel=RTOL)
 
 
+@pytest.mark.slow
 def test_two_processes_with_a_device_each(start, tmp_path, alone):
     check(run(start, 2, "zero1", tmp_path / "run", "--evaluation.at_end=false"), alone)
 

@@ -55,6 +55,7 @@ def test_notebooks_are_stored_clean(name):
     assert sum("parameters" in cell["metadata"].get("tags", []) for cell in stored["cells"]) == 1
 
 
+@pytest.mark.slow
 def test_own_text_runs(tmp_path):
     shown = executed("own_text", tmp_path, steps=2)
     (run,) = [text for text in shown if text.startswith("<Run")]

@@ -170,6 +170,7 @@ def test_given_settings_stay(tmp_path: Path) -> None:
     assert written["fixed"] == {"tensor": 8, "recompute": "full", "micro_size": 2}
 
 
+@pytest.mark.slow
 def test_it_searches_where_the_config_itself_does_not_fit(tmp_path: Path) -> None:
     """GPT-3 175B's own layout takes 128 devices; for 64 there is another."""
     written = planned(tmp_path, config="gpt3.py:gpt3_175b")

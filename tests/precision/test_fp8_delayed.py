@@ -162,6 +162,7 @@ def same_after_a_step(
             np.testing.assert_array_equal(shard.data, np.asarray(state.maxima[path])[shard.index])
 
 
+@pytest.mark.slow
 def test_over_data_all_remember_what_one_device_does() -> None:
     same_after_a_step(LAYOUTS["data"])
 

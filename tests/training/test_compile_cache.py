@@ -49,6 +49,7 @@ def step_of(programs: list[dict]) -> dict:
     return found
 
 
+@pytest.mark.slow
 def test_the_second_start_finds_the_programs_of_the_first(tmp_path):
     text, programs = start(tmp_path, "first")
     assert not step_of(programs)["cached"] and "compiled the train step: cached" not in text

@@ -41,6 +41,7 @@ def failing(text: str) -> Any:
     return fetch
 
 
+@pytest.mark.slow
 def test_out_of_memory_ends_a_run_with_what_to_change_and_code_1(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(_Loop, "fetch", failing(EXHAUSTED))
     cfg = run_config(tmp_path / "run", evaluation=run_config().evaluation)
