@@ -37,6 +37,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
 
 
+@pytest.mark.slow
 def test_mfu_measures_the_train_step(tmp_path: Path, process: None, capsys: pytest.CaptureFixture) -> None:
     files = tmp_path / "mfu.json", tmp_path / "start.npz"
     argv = ["--config=bench.py:debug", "--parallel.data=1", "--steps=2"]

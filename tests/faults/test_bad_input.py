@@ -155,6 +155,7 @@ def test_exit_code_and_nothing_written(corpus: Path, tmp_path: Path) -> None:
     assert contents(tmp_path / "run") == {}
 
 
+@pytest.mark.slow
 def test_a_token_outside_the_vocabulary_stops_the_run_with_its_place(tmp_path: Path) -> None:
     prefix = tmp_path / "corpus"
     with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:

@@ -15,6 +15,7 @@ from megajax.training.config import BatchConfig
 from megajax.training.job import train
 
 
+@pytest.mark.slow
 def test_the_window_is_traced_and_summed_up(tmp_path, capsys):
     cfg = run_config(
         tmp_path,
