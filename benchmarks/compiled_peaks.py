@@ -106,12 +106,12 @@ type Figures = Mapping[str, Mapping[str, Any]]
 def compiled(plan: Plan) -> dict[str, Any]:
     """GiB of one device, and of a pipeline its schedule."""
     cfg: Any = load(CONFIGS[plan.config], *plan.settings)
-    cluster, _ = resolve("megajax.planning.devices:read_cluster")(f"h100:{plan.gpus}")
-    found = resolve("megajax.planning.train_step:compile_train_step")(cfg, cluster)
+    cluster, _ = resolve("megajax.planning.program.devices:read_cluster")(f"h100:{plan.gpus}")
+    found = resolve("megajax.planning.program.train_step:compile_train_step")(cfg, cluster)
     resolve("jax:clear_caches")()
-    device = resolve("megajax.planning.costs:DEVICES")["h100"]
-    description = resolve("megajax.planning.description:describe")(cfg, device, plan.gpus)
-    formula = resolve("megajax.planning.estimate:estimate")(description)
+    device = resolve("megajax.planning.cost.costs:DEVICES")["h100"]
+    description = resolve("megajax.planning.cost.description:describe")(cfg, device, plan.gpus)
+    formula = resolve("megajax.planning.cost.estimate:estimate")(description)
     memory = found.memory
     figures: dict[str, Any] = {
         "microbatches": found.microbatches,
@@ -222,7 +222,7 @@ def main(argv: list[str]) -> int:
     words = [word for word in argv if not word.startswith("--")]
     figures, wrong = read(), 0
     if "--pages" not in argv:
-        resolve("megajax.planning.absent:prepare")()
+        resolve("megajax.planning.program.deviceless:prepare")()
         for plan in PLANS:
             if words and not any(word in plan.key for word in words):
                 continue

@@ -48,11 +48,11 @@ def main() -> None:
 
 def absent(name: str) -> Any:
     """A GPU to compile for."""
-    resolve("megajax.planning.absent:prepare")()
-    cluster, problems = resolve("megajax.planning.devices:read_cluster")(f"{name}:1")
+    resolve("megajax.planning.program.deviceless:prepare")()
+    cluster, problems = resolve("megajax.planning.program.devices:read_cluster")(f"{name}:1")
     if problems:
         raise SystemExit("\n".join(map(str, problems)))
-    return resolve("megajax.planning.absent:devices")(cluster)[0]
+    return resolve("megajax.planning.program.deviceless:devices")(cluster)[0]
 
 
 def there() -> Any:

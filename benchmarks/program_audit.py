@@ -3,7 +3,7 @@
 Run:  python benchmarks/program_audit.py [--quick]            (needs the extra aot; no GPU. About two minutes)
 
 Programs of gpt3.py:gpt3_1_3b and llama3.py for absent H100s; the compiler can't time matmul kernels there, so
-which it takes for them says nothing. Bytes are of one device and step (megajax/planning/audit.py says how they are
+which it takes for them says nothing. Bytes are of one device and step (planning/program/audit.py says how they are
 counted). Writes benchmarks/results/program_audit.json. docs/speed.md says what was made of it.
 """
 
@@ -18,8 +18,8 @@ from megajax.config import load
 from megajax.config.builds import resolve
 from megajax.config.command_line import front_door
 from megajax.mesh.config import ParallelConfig
-from megajax.planning.absent import prepare
-from megajax.planning.devices import read_cluster
+from megajax.planning.program.deviceless import prepare
+from megajax.planning.program.devices import read_cluster
 from megajax.training.run_config import RunConfig
 
 GIB, MIB = 2**30, 2**20
@@ -71,14 +71,14 @@ def main(argv: list[str]) -> None:
 
 def compiled(cfg: RunConfig, devices: str) -> tuple[Any, Any]:
     """(plan, audit)."""
-    plan = resolve("megajax.planning.train_step:compile_train_step")(cfg, read_cluster(devices)[0])
-    return plan, resolve("megajax.planning.audit:audit")(plan.text, plan.counts)
+    plan = resolve("megajax.planning.program.train_step:compile_train_step")(cfg, read_cluster(devices)[0])
+    return plan, resolve("megajax.planning.program.audit:audit")(plan.text, plan.counts)
 
 
 def audited(cfg: RunConfig, devices: str) -> dict[str, Any]:
     """All figures of one program."""
     plan, found = compiled(cfg, devices)
-    rows = resolve("megajax.planning.audit:rows")
+    rows = resolve("megajax.planning.program.audit:rows")
     tokens = cfg.batch.micro_size * cfg.model.sequence_length
     wide = found.writes("f32", tokens // plan.mesh["tensor"] * cfg.model.hidden)
     calls: dict[str, Any] = {}
@@ -93,7 +93,7 @@ def audited(cfg: RunConfig, devices: str) -> dict[str, Any]:
         "state_bytes": plan.memory.parameters + plan.memory.optimizer,
         "aliased_bytes": found.aliased,
         "attention_calls": calls,
-        **resolve("megajax.planning.audit_report:to_dict")(found),
+        **resolve("megajax.planning.program.audit_report:to_dict")(found),
         "gib_by_work": {work: round(total / GIB, 2) for work, total in sorted(found.by_work().items())},
         "gib_by_loop": by_loop(found.kernels),
         "moved": short(rows(found.moved()), 20),

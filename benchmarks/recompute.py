@@ -18,11 +18,11 @@ import jax
 import outcome
 
 from megajax.config import UserError, load
-from megajax.planning.absent import prepare
-from megajax.planning.devices import GIB, read_cluster
-from megajax.planning.train_step import compile_train_step
+from megajax.job.saved_bytes import kept_bytes
+from megajax.planning.program.deviceless import prepare
+from megajax.planning.program.devices import GIB, read_cluster
+from megajax.planning.program.train_step import compile_train_step
 from megajax.training import setup
-from megajax.training.kept_bytes import kept_bytes
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run
 

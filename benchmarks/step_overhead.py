@@ -19,17 +19,17 @@ import jax
 import outcome
 
 from megajax.config import load
+from megajax.job.job import step_rate, step_record
+from megajax.job.watch import Watch
 from megajax.metrics.console import open_console
 from megajax.metrics.runfolder import RunFolder
 from megajax.metrics.writers import Writers, open_writers
 from megajax.resilience.config import ResilienceConfig
 from megajax.training import setup
 from megajax.training.guard import Guard, Told
-from megajax.training.job import step_rate, step_record
 from megajax.training.loop import run_steps
 from megajax.training.session import Run
 from megajax.training.step import HELD
-from megajax.training.watch import Watch
 
 WATCHFUL = ResilienceConfig(spike_factor=10.0, spike_reference="median", largest_norm=1e6)
 

@@ -3,7 +3,7 @@
 Run:  python benchmarks/traffic.py [NAME ...]                 (needs the extra aot; no GPU. Minutes for each program)
 
 Each of `CASES` is compiled for absent H100s, and its kernels are counted
-(megajax/planning/audit.py) without cuBLAS's scratch space; beside that is what megajax/planning/memory_traffic.py says.
+(planning/program/audit.py) without cuBLAS's scratch space; beside that is what planning/cost/memory_traffic.py says.
 Of one device and step. Writes benchmarks/results/traffic.json.
 """
 
@@ -15,11 +15,11 @@ from megajax.config import load
 from megajax.config.builds import resolve
 from megajax.config.command_line import front_door
 from megajax.config.errors import UserError
-from megajax.planning.absent import prepare
-from megajax.planning.costs import DEVICES
-from megajax.planning.description import describe
-from megajax.planning.devices import read_cluster
-from megajax.planning.estimate import bytes_per_step, estimate
+from megajax.planning.cost.costs import DEVICES
+from megajax.planning.cost.description import describe
+from megajax.planning.cost.estimate import bytes_per_step, estimate
+from megajax.planning.program.deviceless import prepare
+from megajax.planning.program.devices import read_cluster
 
 TIB = 2**40
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
@@ -65,8 +65,8 @@ def compared(config: str, devices: int, settings: tuple[str, ...]) -> dict[str, 
     """TiB by class, and the formula's over the program's."""
     cfg: Any = load(config, *settings)
     cluster, _ = read_cluster(f"h100:{devices}")
-    plan = resolve("megajax.planning.train_step:compile_train_step")(cfg, cluster)
-    audited = resolve("megajax.planning.audit:audit")(plan.text, plan.counts)
+    plan = resolve("megajax.planning.program.train_step:compile_train_step")(cfg, cluster)
+    audited = resolve("megajax.planning.program.audit:audit")(plan.text, plan.counts)
     counted = audited.by_class()
     for kind in ("total", "matmul"):
         counted[kind] -= audited.workspace()

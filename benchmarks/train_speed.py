@@ -21,6 +21,8 @@ from megajax.batch import LMBatch
 from megajax.config.errors import UserError
 from megajax.config.tree import check
 from megajax.config.xla import memory_fraction
+from megajax.job.compile_log import CompileLog
+from megajax.job.device_memory import peak_memory, size
 from megajax.kernels.capability import Choice
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.metrics.banner import plain
@@ -28,8 +30,6 @@ from megajax.metrics.chrome_trace import find
 from megajax.metrics.text import count, duration
 from megajax.metrics.throughput import Rates, StepRate
 from megajax.models.flops import flops_per_token, parameter_count
-from megajax.training.compile_log import CompileLog
-from megajax.training.device_memory import peak_memory, size
 from megajax.training.kernels import demand_kernels
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig

@@ -21,8 +21,8 @@ from megajax.models.presets.gpt import gpt3
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, GPT2TokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.debug_config import toy
 from megajax.training.run_config import RunConfig
-from megajax.training.toy import toy
 
 
 def config() -> RunConfig:

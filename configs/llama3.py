@@ -23,8 +23,8 @@ from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.config import GPT2TokenizerConfig, HuggingFaceTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.debug_config import toy
 from megajax.training.run_config import RunConfig
-from megajax.training.toy import toy
 
 
 def config() -> RunConfig:

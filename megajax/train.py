@@ -29,8 +29,8 @@ def main(argv: list[str]) -> int:
     set_process(command.config.xla)
     start, finish = (resolve(f"megajax.mesh.processes:{name}") for name in ("start", "finish"))
     start(patience=command.flags["init_timeout"], settings=fingerprint(command))
-    resolve("megajax.training.compile_cache:use_cache")(command.config.xla)
-    train = resolve("megajax.training.job:train")
+    resolve("megajax.job.compile_cache:use_cache")(command.config.xla)
+    train = resolve("megajax.job.job:train")
     sampler = resolve("megajax.inference.sample:text_sample")
     reporter = resolve("megajax.reporting.write:leave_page")
     skip_train = command.flags["skip_train"]

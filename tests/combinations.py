@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from tiny_runs import Trained, gpt, llama, pair, train
 
-from megajax.layers.kept import Recompute
+from megajax.layers.remat import Recompute
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig
 

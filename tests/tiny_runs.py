@@ -23,8 +23,8 @@ from megajax.layers.config import (
     RopeConfig,
     StackConfig,
 )
-from megajax.layers.kept import Recompute
 from megajax.layers.param import Normal
+from megajax.layers.remat import Recompute
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.models.config import DecoderConfig

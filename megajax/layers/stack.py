@@ -14,8 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.batch import Params
 from megajax.layers.config import StackConfig, shared_bias
 from megajax.layers.context import Context
-from megajax.layers.kept import Kept, Recomputing
 from megajax.layers.param import Site, bind, dotted, stacked
+from megajax.layers.remat import Kept, Recomputing
 
 BLOCKS = "blocks."
 """Where a stack's weights with a leading `layer` dimension are; the others are the same for all layers."""

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.layers.config import LARGEST, BlockConfig, NormConfig, RMSNormConfig, StackConfig, above_zero
-from megajax.layers.kept import Part, Recompute, Recomputing
+from megajax.layers.remat import Part, Recompute, Recomputing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

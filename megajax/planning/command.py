@@ -40,7 +40,7 @@ def count_devices(flags: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
 
     None where the layout of the config need not fit them: a search finds others, a sweep takes other numbers.
     """
-    cluster, problems = resolve("megajax.planning.formula:read_target")(flags)
+    cluster, problems = resolve("megajax.planning.cost.formula:read_target")(flags)
     asked = [name for name in MODES if flags[name]]
     if len(asked) > 1:
         problems.append(Problem(f"--{asked[1]}", f"goes with no --{asked[0]}", "ask for one of them at a time"))
@@ -61,8 +61,8 @@ def take_searched(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """
     if not any(plain_name(word) in ("__search", "__search=true") for word in argv):
         return list(argv), {}
-    searched = resolve("megajax.planning.candidates:SEARCHED")
-    annotation = resolve("megajax.planning.candidates:annotation")
+    searched = resolve("megajax.planning.search.candidates:SEARCHED")
+    annotation = resolve("megajax.planning.search.candidates:annotation")
     rest, fixed, problems, words = [], {}, [], list(argv)
     while words:
         word = words.pop(0)
@@ -96,20 +96,20 @@ def plan(config: Any, flags: Mapping[str, Any], source: str, fixed: Mapping[str,
 
     source: what --config says; fixed: of `take_searched`.
     """
-    cluster, _ = resolve("megajax.planning.formula:read_target")(flags)
-    device = resolve("megajax.planning.formula:device_of")(cluster, flags)
+    cluster, _ = resolve("megajax.planning.cost.formula:read_target")(flags)
+    device = resolve("megajax.planning.cost.formula:device_of")(cluster, flags)
     asked = {"cfg": config, "source": source, "cluster": cluster, "device": device, "flags": flags}
     name = Path(source).name
     if flags["search"]:
-        search = resolve("megajax.planning.search_command:Asked")(fixed=fixed, **asked)
-        found, commands = resolve("megajax.planning.search_command:run")(search)
+        search = resolve("megajax.planning.search.search_command:Asked")(fixed=fixed, **asked)
+        found, commands = resolve("megajax.planning.search.search_command:run")(search)
         made = "of_search", (found, commands, name)
     elif flags["compare"] is not None:
-        made = "of_comparison", resolve("megajax.planning.compare:run")(**asked)
+        made = "of_comparison", resolve("megajax.planning.search.compare:run")(**asked)
     elif flags["sweep"] is not None:
-        made = "of_sweep", (resolve("megajax.planning.sweep:run")(**asked), name)
+        made = "of_sweep", (resolve("megajax.planning.search.sweep:run")(**asked), name)
     elif flags["formula"]:
-        made = "of_plan", (resolve("megajax.planning.formula:run")(config, cluster, device, flags), name)
+        made = "of_plan", (resolve("megajax.planning.cost.formula:run")(config, cluster, device, flags), name)
     else:
         made = "of_compiled", (_compiled(config, cluster, device, flags), device, name)
     if flags["html"] is not None:
@@ -120,10 +120,10 @@ def plan(config: Any, flags: Mapping[str, Any], source: str, fixed: Mapping[str,
 
 
 def _compiled(config: Any, cluster: Any, device: Any, flags: Mapping[str, Any]) -> Any:
-    if cluster.name not in resolve("megajax.planning.devices:GPUS"):
+    if cluster.name not in resolve("megajax.planning.program.devices:GPUS"):
         raise UserError(f"{cluster.name} is described in --device-file, which the compiler can't use: give --formula")
-    resolve("megajax.planning.absent:prepare")()
-    compile_train_step = resolve("megajax.planning.train_step:compile_train_step")
+    resolve("megajax.planning.program.deviceless:prepare")()
+    compile_train_step = resolve("megajax.planning.program.train_step:compile_train_step")
     try:
         compiled = compile_train_step(config, cluster)
     except resolve("jax.errors:JaxRuntimeError") as error:
@@ -132,10 +132,10 @@ def _compiled(config: Any, cluster: Any, device: Any, flags: Mapping[str, Any]) 
             f"{str(error).strip().splitlines()[0][:200]}\n"
             "Try a newer jax; --formula needs no compiler"
         ) from error
-    found = resolve("megajax.planning.audit:audit")(compiled.text, compiled.counts) if flags["audit"] else None
+    found = resolve("megajax.planning.program.audit:audit")(compiled.text, compiled.counts) if flags["audit"] else None
     resolve("megajax.planning.report:show")(compiled, device=device, found=found)
     if not compiled.fits:
-        resolve("megajax.planning.too_large:show")(compiled, device)
+        resolve("megajax.planning.search.too_large:show")(compiled, device)
     if flags["json"] is not None:
         resolve("megajax.planning.report:write_json")(compiled, flags["json"], device, found)
     return compiled

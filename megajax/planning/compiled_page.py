@@ -1,11 +1,11 @@
 """The page of a compiled plan: memory as the compiler has it, times of its collectives."""
 
 from megajax.planning.bars import Part
-from megajax.planning.costs import Device
-from megajax.planning.devices import GIB
+from megajax.planning.cost.costs import Device
+from megajax.planning.cost.step_time import timed
 from megajax.planning.page import COMPILED, Page, of_plan
-from megajax.planning.timed import timed
-from megajax.planning.train_step import TrainPlan
+from megajax.planning.program.devices import GIB
+from megajax.planning.program.train_step import TrainPlan
 
 
 def of_compiled(plan: TrainPlan, device: Device, name: str) -> Page:

@@ -7,15 +7,16 @@ from pathlib import Path
 
 from megajax.config.errors import UserError
 from megajax.metrics.banner import Section
-from megajax.planning import formula, search_report, sweep
 from megajax.planning.bars import Curve, Part, bar, curves, legend
-from megajax.planning.compare import Side, differences, lines
-from megajax.planning.devices import GIB
-from megajax.planning.estimate import Estimate
-from megajax.planning.reasons import AXES, parts
-from megajax.planning.sweep import Sweep
+from megajax.planning.cost import formula
+from megajax.planning.cost.estimate import Estimate
+from megajax.planning.program.devices import GIB
+from megajax.planning.search import search_report, sweep
+from megajax.planning.search.compare import Side, differences, lines
+from megajax.planning.search.ranking import Result
+from megajax.planning.search.reasons import AXES, parts
+from megajax.planning.search.sweep import Sweep
 from megajax.planning.timeline import KINDS, draw, timeline
-from megajax.planning.winners import Result
 
 ABOUT = "Predicted by formulas"
 COMPILED = "Compiled for GPUs that are not there; times by the cost model, the timeline by formulas"

@@ -15,15 +15,16 @@ from megajax.metrics import banner
 from megajax.metrics.banner import Section
 from megajax.metrics.text import count, duration
 from megajax.models.flops import parameter_count
-from megajax.planning import audit_report, formula
-from megajax.planning.audit import Audit
-from megajax.planning.collectives import grouped, kernel_rows, runs
-from megajax.planning.costs import Device, known_device
-from megajax.planning.devices import CONTEXT_GIB, GIB, LOST_SHARE, NCCL_GIB
-from megajax.planning.estimate import bytes_per_step, speed
-from megajax.planning.formula import times
-from megajax.planning.timed import timed
-from megajax.planning.train_step import TrainPlan
+from megajax.planning.cost import formula
+from megajax.planning.cost.costs import Device, known_device
+from megajax.planning.cost.estimate import bytes_per_step, speed
+from megajax.planning.cost.formula import times
+from megajax.planning.cost.step_time import timed
+from megajax.planning.program import audit_report
+from megajax.planning.program.audit import Audit
+from megajax.planning.program.collectives import grouped, kernel_rows, runs
+from megajax.planning.program.devices import CONTEXT_GIB, GIB, LOST_SHARE, NCCL_GIB
+from megajax.planning.program.train_step import TrainPlan
 
 NAMELESS = "step"
 """How the table names the part of a program that is outside of all loops."""

@@ -10,8 +10,8 @@ from html import escape
 
 from megajax.metrics.text import duration
 from megajax.pipeline.schedule import build
-from megajax.planning.estimate import Estimate, layer_times
-from megajax.planning.work import head_time
+from megajax.planning.cost.estimate import Estimate, layer_times
+from megajax.planning.cost.work import head_time
 
 MOST_CELLS = 9_000
 """Pieces of work that are drawn at most, if that leaves one microbatch for each stage."""

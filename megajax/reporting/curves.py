@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from megajax.charts import Chart, Mark, Series
 from megajax.metrics.plot import running_mean
-from megajax.reporting.chart import Chart, Mark, Series
 from megajax.reporting.facts import details, mood_of
 from megajax.reporting.history import History, Steps
 from megajax.reporting.timeline import Attempt

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
+from megajax.charts import Chart, draw, logarithmic
 from megajax.metrics.text import duration, moment
-from megajax.reporting.chart import Chart, draw, logarithmic
 from megajax.reporting.facts import Facts, Table, details, event_rows
 
 ROUTINE_ROWS = 400

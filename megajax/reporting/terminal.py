@@ -7,8 +7,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
+from megajax.charts import Chart, tick_text
 from megajax.metrics.text import duration, moment
-from megajax.reporting.chart import Chart, tick_text
 from megajax.reporting.facts import Facts, Table, details, event_rows
 
 MOODS = {"good": "green", "warning": "yellow", "bad": "red", "plain": "default"}

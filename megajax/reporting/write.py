@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megajax.charts import Chart
 from megajax.config.errors import UserError
 from megajax.metrics.runfolder import RunFolder, write_atomically
-from megajax.reporting.chart import Chart
 from megajax.reporting.curves import curves
 from megajax.reporting.facts import Facts, gather
 from megajax.reporting.history import History, read_history

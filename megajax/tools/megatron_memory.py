@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megajax.layers.kept import PARTS, SELECTIVE, Part, Recompute
+from megajax.layers.remat import PARTS, SELECTIVE, Part, Recompute
 from megajax.tools.flags import Arguments, Settings
 
 MODULES: Mapping[str, tuple[Part, ...]] = MappingProxyType(

@@ -12,8 +12,8 @@ from jax import Array
 
 from megajax.mesh.processes import StopFlags
 from megajax.resilience.signals import agree
-from megajax.training.blame import sentence
 from megajax.training.guard import Guard, Orders, Told
+from megajax.training.nonfinite_gradients import sentence
 from megajax.training.step import HELD, SECONDS, STOP, Metrics
 from megajax.training.timing import DATA_WAIT, PhaseTimes
 

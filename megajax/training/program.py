@@ -28,10 +28,10 @@ from megajax.precision.fp8 import refuse_old
 from megajax.precision.loss_scale import LossScaler
 from megajax.precision.maxima import Histories
 from megajax.training.batch_sizes import BatchSizes
-from megajax.training.blame import Blame, make_blame
 from megajax.training.compiler_options import settled
 from megajax.training.grads import GradFn, Weights, accumulate, batch_specs, forward_sums
 from megajax.training.loss import LanguageModelLoss
+from megajax.training.nonfinite_gradients import Blame, make_blame
 from megajax.training.pipelined import pipelined, pipelined_sums
 from megajax.training.run_config import RunConfig
 from megajax.training.staged import staged

@@ -13,7 +13,7 @@ from megajax.config.placeholder import UnknownValue
 from megajax.config.xla import XlaConfig
 from megajax.data.config import DataConfig
 from megajax.layers.config import BlockConfig, MixerConfig
-from megajax.layers.kept import words
+from megajax.layers.remat import words
 from megajax.mesh.config import BATCH_AXES, ParallelConfig
 from megajax.metrics.config import LoggingConfig, ProfileConfig
 from megajax.models.config import DecoderConfig

@@ -13,7 +13,7 @@ RANKS = {
     name: rank
     for rank, names in enumerate(
         (
-            ("config", "batch"),
+            ("config", "batch", "charts"),
             ("mesh",),
             ("kernels", "precision"),
             ("layers", "pipeline"),
@@ -21,13 +21,13 @@ RANKS = {
             ("tokenizers",),
             ("checkpoint", "resilience", "optim", "data", "metrics"),
             ("training", "inference"),
-            ("tasks", "planning", "reporting"),
-            ("tools",),
+            ("job", "tasks", "planning"),
+            ("reporting", "tools"),
         )
     )
     for name in names
 }
-FRONT_DOOR = 9
+FRONT_DOOR = 10
 
 UPWARD = {
     ("megajax.config.files", "megajax.training.run_config"): (

@@ -12,8 +12,8 @@ import pytest
 from megajax.config.command_line import parse
 from megajax.config.errors import UserError
 from megajax.data.indexed import IndexedWriter
+from megajax.job.job import train
 from megajax.training import setup
-from megajax.training.job import train
 
 BASE = ["--config=llama3.py:debug", "--devices=cpu:8"]
 

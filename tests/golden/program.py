@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from megajax.planning.collectives import Collective
+from megajax.planning.program.collectives import Collective
 
 
 def counts(found: Iterable[Collective]) -> list[str]:

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from megajax.config.errors import UserError
 from megajax.config.xla import ABSENT_GPU, compiler_options
 from megajax.kernels.attention import Mask, attend, reference_attention
-from megajax.planning import absent
-from megajax.planning.devices import Cluster
+from megajax.planning.program import deviceless
+from megajax.planning.program.devices import Cluster
 
 LENGTH, HEADS, GROUPS = 2048, 4, 2
 SCORES = LENGTH * LENGTH * 2
@@ -24,14 +24,14 @@ SCORES = LENGTH * LENGTH * 2
 @pytest.fixture(scope="module", autouse=True)
 def compiler() -> None:
     try:
-        absent.prepare()
+        deviceless.prepare()
     except UserError as error:
         pytest.skip(str(error).splitlines()[0])
 
 
 def compiled(gpu: str, kernel: str, *, size: int = 64, wide: int = 64, groups: int = GROUPS, **rest):
     """Kernels of attention's gradient on this GPU, and its temporary bytes beside queries, keys, values and results."""
-    mesh = Mesh(np.array(absent.devices(Cluster(gpu, 1, 8))), ("data",))
+    mesh = Mesh(np.array(deviceless.devices(Cluster(gpu, 1, 8))), ("data",))
     documents = rest.pop("documents", False)
     shapes = [(1, LENGTH, n, h) for n, h in ((HEADS, size), (groups, size), (groups, wide), (HEADS, wide))]
     whole = NamedSharding(mesh, P())

@@ -18,8 +18,8 @@ from megajax.kernels.attention import OUTPUT, PASSES, STATISTICS, Mask, attend, 
 from megajax.kernels.cudnn import Documents
 from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, StackConfig
 from megajax.layers.context import Context
-from megajax.layers.kept import Recomputing
 from megajax.layers.param import Site, bind, specs
+from megajax.layers.remat import Recomputing
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan

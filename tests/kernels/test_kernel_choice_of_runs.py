@@ -6,8 +6,8 @@ import pytest
 
 from megajax.config import load
 from megajax.config.errors import UserError
+from megajax.job import banner
 from megajax.kernels.capability import Device
-from megajax.training import facts
 from megajax.training.kernels import demand_kernels
 
 H100 = Device(name="NVIDIA H100", capability=(9, 0), cudnn=(9, 10, 0))
@@ -49,8 +49,8 @@ def test_the_error_names_the_setting_and_the_nearest() -> None:
 )
 def test_the_banner_says_what_and_why(device, settings, lines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megajax.training.kernels.local_device", lambda: device)
-    monkeypatch.setattr(facts, "local_device", lambda: device)
-    found = facts._kernels(SimpleNamespace(cfg=config(*settings)))
+    monkeypatch.setattr(banner, "local_device", lambda: device)
+    found = banner._kernels(SimpleNamespace(cfg=config(*settings)))
     assert len(found) == len(lines)
     assert [name for name, _ in found] == ["kernels", "attention"][: len(lines)]
     for (_, text), begins in zip(found, lines, strict=True):

@@ -7,8 +7,8 @@ from flax import nnx
 
 from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, RopeConfig, StackConfig
 from megajax.layers.context import Context, dropout
-from megajax.layers.kept import Recomputing
 from megajax.layers.param import Site, bind, specs
+from megajax.layers.remat import Recomputing
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from tiny_runs import LENGTH, ONE, gpt, llama, program
 
-from megajax.layers.kept import NAMES, PARTS, SELECTIVE, Recomputing
-from megajax.training.kept_bytes import KeptBytes, kept_bytes
+from megajax.job.saved_bytes import KeptBytes, kept_bytes
+from megajax.layers.remat import NAMES, PARTS, SELECTIVE, Recomputing
 
 ROWS, HIDDEN, FFN, FLOAT = 6, 32, 64, 4
 """Rows of a microbatch of 4, and sizes of the small GPT."""

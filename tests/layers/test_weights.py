@@ -16,8 +16,8 @@ from megajax.layers.config import (
     RopeConfig,
     StackConfig,
 )
-from megajax.layers.kept import Recomputing
 from megajax.layers.param import ONES, ZEROS, Normal, ParamSpec, Site, bind, initial_values, param, specs
+from megajax.layers.remat import Recomputing
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh

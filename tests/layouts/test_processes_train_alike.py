@@ -9,7 +9,7 @@ import gangs
 import pytest
 
 from megajax.config import load
-from megajax.training.job import train
+from megajax.job.job import train
 
 LAYOUTS = {
     "zero1": (2, ["--parallel.data=2"]),

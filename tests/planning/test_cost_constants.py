@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from megajax.config.errors import UserError
-from megajax.planning.costs import DEVICES, REQUIRED, calibrated, known_device, read_device
-from megajax.planning.devices import GPUS
-from megajax.planning.links import Span, rate, seconds
+from megajax.planning.cost.costs import DEVICES, REQUIRED, calibrated, known_device, read_device
+from megajax.planning.cost.links import Span, rate, seconds
+from megajax.planning.program.devices import GPUS
 
 PLAIN = replace(
     DEVICES["h100"],

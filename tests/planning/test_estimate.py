@@ -18,10 +18,10 @@ from megajax.models.presets.gpt import gpt3
 from megajax.models.presets.llama import llama3
 from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import build
-from megajax.planning.bubble import bubble
-from megajax.planning.costs import DEVICES
-from megajax.planning.description import OURS, Description, describe
-from megajax.planning.estimate import Estimate, estimate, to_dict
+from megajax.planning.cost.costs import DEVICES
+from megajax.planning.cost.description import OURS, Description, describe
+from megajax.planning.cost.estimate import Estimate, estimate, to_dict
+from megajax.planning.cost.pipeline_bubble import bubble
 
 ROOT = Path(__file__).parents[2]
 H100 = DEVICES["h100"]

@@ -6,16 +6,23 @@ from typing import Any
 import pytest
 
 from megajax.config import load
-from megajax.layers.kept import Kept
+from megajax.layers.remat import Kept
 from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.llama import llama3
 from megajax.pipeline.executor import MOST_LOOPS
-from megajax.planning.block_work import blocks_of
-from megajax.planning.costs import DEVICES
-from megajax.planning.description import OURS, Description, System, describe
-from megajax.planning.estimate import bytes_per_step, estimate, to_dict
-from megajax.planning.memory_traffic import block_bytes, optimizer_bytes, products, step_bytes, table_bytes, tick_bytes
-from megajax.planning.traffic import Traffic, memory_bytes
+from megajax.planning.cost.block_work import blocks_of
+from megajax.planning.cost.costs import DEVICES
+from megajax.planning.cost.description import OURS, Description, System, describe
+from megajax.planning.cost.estimate import bytes_per_step, estimate, to_dict
+from megajax.planning.cost.memory_traffic import (
+    block_bytes,
+    optimizer_bytes,
+    products,
+    step_bytes,
+    table_bytes,
+    tick_bytes,
+)
+from megajax.planning.cost.traffic import Traffic, memory_bytes
 
 H100 = DEVICES["h100"]
 FSDP = ("parallel.tensor=1", "parallel.data=8", "parallel.sequence=false", "parallel.data_sharding=fsdp")

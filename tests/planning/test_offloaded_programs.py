@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from tiny_runs import ONE, llama, program
 
-from megajax.planning.absent import prepare
-from megajax.planning.devices import read_cluster
-from megajax.planning.train_step import compile_train_step
+from megajax.planning.program.deviceless import prepare
+from megajax.planning.program.devices import read_cluster
+from megajax.planning.program.train_step import compile_train_step
 
 
 def installed(name: str) -> bool:

@@ -21,11 +21,11 @@ from megajax.config import load
 from megajax.config.xla import XlaConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.planning.absent import prepare
-from megajax.planning.audit import Kernel, audit
-from megajax.planning.collectives import Collective, Contents, Place, read
-from megajax.planning.devices import read_cluster
-from megajax.planning.train_step import compile_train_step
+from megajax.planning.program.audit import Kernel, audit
+from megajax.planning.program.collectives import Collective, Contents, Place, read
+from megajax.planning.program.deviceless import prepare
+from megajax.planning.program.devices import read_cluster
+from megajax.planning.program.train_step import compile_train_step
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
 

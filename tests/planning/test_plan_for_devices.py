@@ -13,7 +13,7 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.plan import main
-from megajax.planning.absent import missing
+from megajax.planning.program.deviceless import missing
 
 ROOT = Path(__file__).parents[2]
 DEBUG = "--config=llama3.py:debug"

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from megajax.planning.devices import GPUS, read_cluster
+from megajax.planning.program.devices import GPUS, read_cluster
 
 
 def test_a_cluster_in_words() -> None:

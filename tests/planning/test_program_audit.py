@@ -2,10 +2,10 @@
 
 import pytest
 
-from megajax.planning import audit_report
-from megajax.planning.audit import audit, dimensions, rows
-from megajax.planning.costs import DEVICES
-from megajax.planning.trip_counts import StepCounts
+from megajax.planning.cost.costs import DEVICES
+from megajax.planning.program import audit_report
+from megajax.planning.program.audit import audit, dimensions, rows
+from megajax.planning.program.trip_counts import StepCounts
 
 TEXT = """\
 HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias), {2}: (1, {}, may-alias) }, \

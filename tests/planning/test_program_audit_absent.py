@@ -10,11 +10,11 @@ import pytest
 
 from megajax.config import load
 from megajax.models.config import DecoderConfig
-from megajax.planning.absent import prepare
-from megajax.planning.audit import Audit, Kernel, audit
-from megajax.planning.devices import read_cluster
-from megajax.planning.hlo import arrays
-from megajax.planning.train_step import TrainPlan, compile_train_step
+from megajax.planning.program.audit import Audit, Kernel, audit
+from megajax.planning.program.deviceless import prepare
+from megajax.planning.program.devices import read_cluster
+from megajax.planning.program.hlo import arrays
+from megajax.planning.program.train_step import TrainPlan, compile_train_step
 
 MIB = 2**20
 COUNTERS = 28

@@ -8,8 +8,8 @@ import pytest
 from jax import Array, lax
 from jax.sharding import AxisType, PartitionSpec
 
-from megajax.planning.collectives import Contents, grouped, kernel_rows, read
-from megajax.planning.hlo import Program, arrays, size
+from megajax.planning.program.collectives import Contents, grouped, kernel_rows, read
+from megajax.planning.program.hlo import Program, arrays, size
 
 AXES = {"pipeline": 2, "data": 2, "tensor": 2}
 BOX = 16 * 32 * 4

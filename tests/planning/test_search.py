@@ -11,13 +11,13 @@ from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.mesh.config import ParallelConfig
 from megajax.plan import main
-from megajax.planning.candidates import Choice, Space, apply, problems
-from megajax.planning.costs import DEVICES
-from megajax.planning.description import describe
-from megajax.planning.estimate import Estimate, estimate
-from megajax.planning.search import Group, Task, explore, groups, merged
-from megajax.planning.verified import Compiled, compile_best
-from megajax.planning.winners import rows_of
+from megajax.planning.cost.costs import DEVICES
+from megajax.planning.cost.description import describe
+from megajax.planning.cost.estimate import Estimate, estimate
+from megajax.planning.search.candidates import Choice, Space, apply, problems
+from megajax.planning.search.ranking import rows_of
+from megajax.planning.search.search import Group, Task, explore, groups, merged
+from megajax.planning.search.verified import Compiled, compile_best
 
 ROOT = Path(__file__).parents[2]
 H100 = DEVICES["h100"]
@@ -190,7 +190,7 @@ def test_a_search_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         made.append(place)
         return explore(asked, place)
 
-    monkeypatch.setattr("megajax.planning.search.explore", counted)
+    monkeypatch.setattr("megajax.planning.search.search.explore", counted)
     again = planned(tmp_path, f"--resume={file}", config="llama3.py", devices="h100:8")
     assert again["best"] == whole["best"] and len(made) == len(lines) - 1 - 3
     made.clear()

@@ -11,15 +11,15 @@ import pytest
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.plan import main
-from megajax.planning.absent import missing
-from megajax.planning.costs import DEVICES
-from megajax.planning.description import describe
-from megajax.planning.devices import GIB, GPUS, Cluster
-from megajax.planning.estimate import estimate
-from megajax.planning.largest import largest
+from megajax.planning.cost.costs import DEVICES
+from megajax.planning.cost.description import describe
+from megajax.planning.cost.estimate import estimate
+from megajax.planning.program.deviceless import missing
+from megajax.planning.program.devices import GIB, GPUS, Cluster
+from megajax.planning.program.largest import largest
+from megajax.planning.program.train_step import scheduler_memory
+from megajax.planning.search.whatif import Situation, cheapest, parts_of
 from megajax.planning.timeline import costs, timeline
-from megajax.planning.train_step import scheduler_memory
-from megajax.planning.whatif import Situation, cheapest, parts_of
 
 ROOT = Path(__file__).parents[2]
 ASKED = ("--config=llama3.py:llama3_70b", "--devices=h100:64")

@@ -13,13 +13,13 @@ from tiny_runs import ONE, QUICK, Program, place, program, rows, start, wide, wi
 
 from megajax.config.errors import ConfigError
 from megajax.config.tree import check
+from megajax.job.layer_order import like_stored, reorder
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.precision.config import DelayedScalingConfig, Fp8Config
 from megajax.precision.fp8 import Fp8Matmul
 from megajax.precision.maxima import STARTS, Histories, added
 from megajax.training.guard import Orders, Told
-from megajax.training.rows import like_stored, reorder
 from megajax.training.state import TrainState
 
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megajax.charts import Chart, Mark, Series, draw, thin, tick_text, ticks
 from megajax.config.errors import UserError
 from megajax.report import main
-from megajax.reporting.chart import Chart, Mark, Series, draw, thin, tick_text, ticks
 from megajax.reporting.curves import curves
 from megajax.reporting.history import read_history
 from megajax.reporting.timeline import attempts

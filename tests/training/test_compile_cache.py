@@ -17,11 +17,11 @@ from gpu_stand_in import stand_in
 from jax.experimental.compilation_cache import compilation_cache
 
 from megajax.config.xla import XlaConfig
+from megajax.job import compile_cache
+from megajax.job.compile_cache import cache_in_use, machine, record, sweep, use_cache
+from megajax.job.compile_log import Compile, CompileLog
+from megajax.job.job import Job
 from megajax.metrics.console import PlainConsole
-from megajax.training import compile_cache
-from megajax.training.compile_cache import cache_in_use, machine, record, sweep, use_cache
-from megajax.training.compile_log import Compile, CompileLog
-from megajax.training.job import Job
 
 PATIENCE = 300
 

@@ -12,9 +12,7 @@ from megajax.config.command_line import front_door
 from megajax.config.installation import Installation
 from megajax.config.tree import override
 from megajax.config.xla import MEMORY_FRACTION
-from megajax.mesh.config import ParallelConfig
-from megajax.training.config import BatchConfig
-from megajax.training.device_faults import (
+from megajax.job.device_faults import (
     DeviceFault,
     cheapest,
     device_fault,
@@ -23,8 +21,10 @@ from megajax.training.device_faults import (
     state_bytes,
     wanted_bytes,
 )
-from megajax.training.device_memory import compiled_memory, memory_in_use, peak_memory
-from megajax.training.job import train
+from megajax.job.device_memory import compiled_memory, memory_in_use, peak_memory
+from megajax.job.job import train
+from megajax.mesh.config import ParallelConfig
+from megajax.training.config import BatchConfig
 from megajax.training.loop import _Loop
 
 EXHAUSTED = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12884901888 bytes."
@@ -134,7 +134,7 @@ def test_gpus_too_old_for_their_cuda_are_named(capability, named, monkeypatch):
     stand_in(monkeypatch, capability=capability, kind="NVIDIA P40")
     plugins = dict.fromkeys(("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt"), "0.12.0.1")
     there = Installation(8, (580, 65), plugins, frozenset({"cudnn", "cublas", "nccl"}))
-    monkeypatch.setattr("megajax.training.device_faults.look", lambda: there)
+    monkeypatch.setattr("megajax.job.device_faults.look", lambda: there)
     text = installation("CUDNN_STATUS_NOT_INITIALIZED")
     assert ("NVIDIA P40 has compute capability 6.1; jax for CUDA 13 needs" in text) == named
 

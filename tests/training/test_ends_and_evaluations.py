@@ -12,11 +12,11 @@ from megajax.config.errors import ConfigError, UserError
 from megajax.config.tree import check
 from megajax.data.config import BlendConfig, MockConfig
 from megajax.data.indexed import IndexedWriter
+from megajax.job.hooks import Evaluate, Filled
+from megajax.job.job import train
 from megajax.metrics.config import LoggingConfig
 from megajax.resilience.config import ResilienceConfig
 from megajax.training.config import EvaluationConfig
-from megajax.training.hooks import Evaluate, Filled
-from megajax.training.job import train
 from megajax.training.run_config import RunConfig
 from megajax.training.session import prepare, setup
 

@@ -21,14 +21,14 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.xla import XlaConfig, compiler_options, set_process
 from megajax.data.config import MockConfig
 from megajax.inference.sample import text_sample
+from megajax.job.compile_cache import use_cache
+from megajax.job.job import train
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import AdamWConfig
 from megajax.precision.config import PrecisionConfig
 from megajax.resilience.config import ResilienceConfig
-from megajax.training.compile_cache import use_cache
 from megajax.training.compiler_options import chosen
 from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.job import train
 from megajax.training.run_config import RunConfig
 
 GIVEN = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": "true"}

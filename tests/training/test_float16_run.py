@@ -5,10 +5,10 @@ from pathlib import Path
 
 from small_jobs import model, run_config
 
+from megajax.job.job import NUMERIC_FAULT_EXIT, train
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import ScheduleConfig
 from megajax.precision.config import DynamicScaleConfig, PrecisionConfig
-from megajax.training.job import NUMERIC_FAULT_EXIT, train
 
 
 def lines(folder: Path) -> list[dict]:

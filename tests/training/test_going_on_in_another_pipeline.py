@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from small_jobs import model, run_config
 
+from megajax.job.job import train
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import ScheduleConfig
 from megajax.training.config import BatchConfig
-from megajax.training.job import train
 
 STEPS = 6
 LEGS = {

@@ -12,11 +12,11 @@ from small_jobs import model, run_config
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.inspection import describe
 from megajax.config.errors import UserError
+from megajax.job.job import Job, train
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.reporting.write import leave_page
 from megajax.training.config import BatchConfig
-from megajax.training.job import Job, train
 from megajax.training.run_config import RunConfig
 
 

@@ -11,10 +11,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny_runs import Program, llama, program
 
+from megajax.job import layer_order
+from megajax.job.layer_order import like_stored, reorder
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import AdamWConfig
-from megajax.training import rows
-from megajax.training.rows import like_stored, reorder
 from megajax.training.state import TrainState
 
 PIPELINE = ParallelConfig(pipeline=4, data=2, data_sharding="zero1")
@@ -82,13 +82,13 @@ def test_memory_never_holds_more_than_the_state_and_one_array_twice(monkeypatch)
     stored, wanted, like = tuple(reversed(range(8))), run.partition.order(), run.state_like()
     others = live()
     state = restored(run, stored)
-    whole, seen, uncut = held(state), [], rows.uncut
+    whole, seen, uncut = held(state), [], layer_order.uncut
 
     def watched(*arguments: Any) -> NamedSharding:
         seen.append(live() - others)
         return uncut(*arguments)
 
-    monkeypatch.setattr(rows, "uncut", watched)
+    monkeypatch.setattr(layer_order, "uncut", watched)
     moved = reorder(state, like, run.arrays, stored, wanted)
     stacked = [path for path, spec in run.declared.items() if spec.layers]
     assert len(seen) == 3 * len(stacked) and max(seen) == whole == held(moved)
@@ -119,7 +119,9 @@ def test_one_array_is_never_whole_on_a_device():
     source, none = np.arange(8, dtype=np.int32)[::-1], np.zeros(8, bool)
     place = NamedSharding(run.mesh, target.sharding.spec)
     take = jax.jit(
-        lambda leaf: rows._take(leaf, source, none, rows.uncut(place, shape)), in_shardings=place, out_shardings=place
+        lambda leaf: layer_order._take(leaf, source, none, layer_order.uncut(place, shape)),
+        in_shardings=place,
+        out_shardings=place,
     )
     text = take.lower(jax.ShapeDtypeStruct(shape, target.dtype)).compile().as_text()
     assert "all-to-all" in text and "all-gather" not in text

@@ -12,17 +12,17 @@ from small_jobs import model, run_config
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import ConfigError
 from megajax.config.tree import check
+from megajax.job.job import train
+from megajax.job.watch import Watch
 from megajax.layers.param import ONES, ParamSpec
 from megajax.precision.config import DynamicScaleConfig, PrecisionConfig
 from megajax.resilience.config import ResilienceConfig
 from megajax.resilience.spikes import SpikeRule
-from megajax.training.blame import sentence
 from megajax.training.guard import Guard
-from megajax.training.job import train
 from megajax.training.loop import NumericFault, StepInfo, run_steps
+from megajax.training.nonfinite_gradients import sentence
 from megajax.training.program import Program
 from megajax.training.session import Parts, Run, prepare
-from megajax.training.watch import Watch
 
 STEPS = 7
 

@@ -1,0 +1,1 @@
+"""What surrounds a training run: banner, resume, hooks, compile cache, device memory and faults."""

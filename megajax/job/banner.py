@@ -1,0 +1,259 @@
+"""What the start banner says of a run: sizes, arithmetic, and every choice made for the user."""
+
+import platform
+from math import log
+from typing import Any
+
+import jax
+
+from megajax.config.xla import flag_names, memory_fraction
+from megajax.job.compile_cache import cache_in_use
+from megajax.job.device_memory import size
+from megajax.job.saved_bytes import kept_bytes
+from megajax.kernels.attention import local_device
+from megajax.layers.remat import Kept, words
+from megajax.metrics.text import count
+from megajax.models.flops import flops_per_token, parameter_count
+from megajax.models.memory import MemorySetting, memory_report
+from megajax.pipeline.check import measure
+from megajax.precision.config import DelayedScalingConfig, PrecisionConfig
+from megajax.training.kernels import demand_kernels
+from megajax.training.session import Run
+
+type Section = tuple[str, list[tuple[str, str]]]
+
+
+def banner(run: Run, resumed: str | None) -> list[Section]:
+    """Sections for metrics.banner: model, layout, batch, numbers, data, run."""
+    return [
+        ("model", _model(run)),
+        ("layout", _layout(run)),
+        ("batch", _batch(run)),
+        ("training", _training(run)),
+        ("run", _run(run, resumed)),
+    ]
+
+
+def _model(run: Run) -> list[tuple[str, str]]:
+    cfg = run.cfg.model
+    block, parameters, flops = cfg.stack.pattern[0], parameter_count(cfg), flops_per_token(cfg)
+    mixer, known = block.mixer, run.parts.tokenizer.vocabulary_size
+    unused = f" (the tokenizer has {known:,})" if known != cfg.vocabulary_size else ""
+    heads = f"{mixer.heads} heads" + (f", {mixer.groups()} key-value heads" if mixer.groups() != mixer.heads else "")
+    return [
+        (
+            "parameters",
+            f"{count(parameters.total)} ({parameters.total:,}), without embeddings {count(parameters.layers)}",
+        ),
+        (
+            "shape",
+            f"{cfg.stack.layers()} layers x {cfg.hidden} hidden, {heads} of {mixer.size(cfg.hidden)}, "
+            f"ffn {block.mlp.ffn}",
+        ),
+        ("vocabulary", f"{cfg.vocabulary_size:,}{unused}, padded to {cfg.padded_vocabulary():,}"),
+        ("FLOPs per token", f"{flops.causal:.4g} with causal attention, {flops.full:.4g} with full"),
+        ("first loss", f"about ln {cfg.vocabulary_size} = {log(cfg.vocabulary_size):.3f}"),
+    ]
+
+
+def _layout(run: Run) -> list[tuple[str, str]]:
+    sizes, parallel = dict(run.mesh.shape), run.cfg.parallel
+    used, found = run.mesh.size, jax.device_count()
+    device = run.mesh.devices.flat[0]
+    rest = f" ({used} of {found} used)" if used < found else ""
+    return [
+        (
+            "devices",
+            f"{used} x {device.device_kind}{rest}, {jax.process_count()} process" + "es" * (jax.process_count() > 1),
+        ),
+        ("mesh", ", ".join(f"{name} {size}" for name, size in sizes.items())),
+        (
+            "data axis shares",
+            {
+                "replicate": "nothing (replicate)",
+                "zero1": "master weights and optimizer state (zero1)",
+                "fsdp": "weights and optimizer state (fsdp)",
+            }[parallel.data_sharding],
+        ),
+        ("sequence parallel", "on" if parallel.sequence else "off"),
+        *_pipeline(run),
+    ]
+
+
+def _pipeline(run: Run) -> list[tuple[str, str]]:
+    schedule, partition = run.program.pipeline, run.program.partition
+    if schedule is None:
+        return []
+    wait = f", losses wait {schedule.loss_wait} tick" if schedule.loss_wait else ""
+    chunks = f" x {schedule.chunks} virtual" if schedule.chunks > 1 else ""
+    sizes = "/".join(map(str, sorted(set(partition.repeats), reverse=True)))
+    rows, layers = partition.rows * len(partition.repeats), sum(partition.repeats)
+    padding = f"; {rows - layers} of {rows} rows are padding, computed for nothing" if rows > layers else ""
+    return [
+        (
+            "pipeline",
+            f"{schedule.name}, {schedule.stages} stages{chunks}{wait}; bubble {float(measure(schedule).bubble):.1%}; "
+            f"activations of {schedule.ring_slots} chunks kept",
+        ),
+        ("layers of a chunk", f"{sizes} repeats of the pattern{padding}"),
+    ]
+
+
+def _batch(run: Run) -> list[tuple[str, str]]:
+    batch, replicas = run.cfg.batch, run.mesh.shape["data"] * run.mesh.shape["expert"]
+    rows = run.program.sizes.sizes()[-1].rows
+    tokens = rows * run.cfg.model.sequence_length
+    whole = run.program.sizes.samples(run.cfg.steps) * run.cfg.model.sequence_length
+    return [
+        (
+            "rows per step",
+            f"{rows} = {run.program.microbatches} microbatches x {replicas} data-parallel x {batch.micro_size} rows",
+        ),
+        ("tokens per step", f"{tokens:,} ({run.cfg.model.sequence_length} per row)"),
+        (
+            "whole run",
+            f"{run.cfg.steps:,} steps, {count(whole)} tokens",
+        ),
+        ("loss average", batch.loss_average),
+    ]
+
+
+def _training(run: Run) -> list[tuple[str, str]]:
+    cfg, schedule = run.cfg, run.cfg.schedule
+    clip = "none" if cfg.optimizer.clip is None else f"{cfg.optimizer.clip:g}"
+    size = cfg.batch.global_size
+    return [
+        (
+            "precision",
+            f"compute {cfg.precision.compute}, weights {cfg.precision.params}, gradients {cfg.precision.gradients}",
+        ),
+        *_fp8(cfg.precision),
+        *_kernels(run),
+        *_recompute(run),
+        (
+            "optimizer",
+            f"{type(cfg.optimizer).__name__.removesuffix('Config')}, decay {cfg.optimizer.weight_decay:g}, clip {clip}",
+        ),
+        (
+            "learning rate",
+            f"{schedule.style} {schedule.lr:g} to {schedule.min_lr:g}, warm-up "
+            f"{run.program.schedule.warmup / size:g} steps, decay over {run.program.schedule.decay / size:g}",
+        ),
+    ]
+
+
+def _kernels(run: Run) -> list[tuple[str, str]]:
+    """Attention backends of the blocks, and why not a faster one where there is a GPU."""
+    chosen = list(dict.fromkeys(demand_kernels(run.cfg)))
+    names = "/".join(dict.fromkeys(choice.kernel for choice in chosen))
+    found = [("kernels", f"attention {names}, cross-entropy in chunks of {run.cfg.model.loss_chunk} tokens")]
+    gpu = local_device().capability is not None
+    why = dict.fromkeys(f"{choice.kernel}, because {'; '.join(choice.reasons)}" for choice in chosen if choice.reasons)
+    return found + [("attention", reason) for reason in why if gpu]
+
+
+def _fp8(precision: PrecisionConfig) -> list[tuple[str, str]]:
+    fp8 = precision.fp8
+    if fp8 is None:
+        return []
+    gradients = {"hybrid": "e5m2", "e4m3": "e4m3"}[fp8.format]
+    adding = "in reduced precision" if fp8.fast_accumulation else "in float32"
+    scales = "scales from each tensor" if fp8.delayed is None else _delayed(fp8.delayed)
+    text = f"layers, e4m3 with gradients in {gradients}; {scales}; forward adds up {adding}"
+    return [("8-bit matmuls", text)]
+
+
+def _delayed(cfg: DelayedScalingConfig) -> str:
+    before = "step before" if cfg.history == 1 or cfg.algorithm == "most_recent" else f"{cfg.history} steps before"
+    return f"scales from the {before}" + f", {cfg.margin} bits left free" * (cfg.margin != 0)
+
+
+def _recompute(run: Run) -> list[tuple[str, str]]:
+    """What the backward pass finds, and what it has to compute again: in words, and in bytes of a layer."""
+    chosen, layers = run.cfg.model.recomputing(), run.cfg.model.stack.layers()
+    text = f"{words(chosen.recompute)}: {_kept(chosen.kept())}"
+    if chosen.together > 1:
+        text = f"{words(chosen.recompute)}: {chosen.together} layers together keep the input of the first"
+    if chosen.layers is not None and chosen.layers < layers:
+        text += f", by the first {chosen.layers} layers of each chunk; by the others {_kept(chosen.others())}"
+    found = [("recompute", text)]
+    costs = kept_bytes(run.program)
+    several, share = len(costs) > 1, run.mesh.shape["tensor"]
+    cost = "; ".join(
+        (f"{kept.layers} of a chunk " if several else "")
+        + f"{size(kept.device)}"
+        + (f" and {size(kept.host)} in host memory" if kept.host else "")
+        + f", {size(kept.again)} computed again"
+        for kept in costs
+    )
+    over = f", over {share} devices" if share > 1 else ""
+    return [*found, ("kept by a layer", f"of a microbatch{over}: {cost}")]
+
+
+def _kept(kept: Kept) -> str:
+    if kept.parts is None:
+        return "all is kept that gradients need"
+    names = ", ".join(f"{part} (in host memory)" if part in kept.offloaded else part for part in kept.parts)
+    return f"kept are {names.replace('_', ' ')}, the rest computed again"
+
+
+def memory_formula(run: Run) -> str:
+    """What Megatron-LM's report says of this model and layout."""
+    sizes, parallel, batch = run.mesh.shape, run.cfg.parallel, run.cfg.batch
+    setting = MemorySetting(
+        tensor=sizes["tensor"],
+        pipeline=sizes["pipeline"],
+        data=sizes["data"] * sizes["expert"],
+        virtual_stages=parallel.virtual_stages,
+        micro_size=batch.micro_size,
+        microbatches=run.program.microbatches,
+        zero1=parallel.data_sharding != "replicate",
+        sequence=parallel.sequence and run.cfg.model.recompute not in ("none", "full"),
+    )
+    report = memory_report(run.cfg.model, setting)
+    return (
+        f"Megatron-LM's formula, for 16-bit training: {size(report.total)} (weights and optimizer "
+        f"{size(report.weights)}, activations {size(report.activations)})"
+    )
+
+
+def _compiler(run: Run) -> list[tuple[str, str]]:
+    """What XLA is told, and what becomes of compiled programs."""
+    given, options, cache = run.cfg.xla.options, run.program.options, cache_in_use()
+    chosen = ", ".join(f"{name}={value}" for name, value in options.items() if name not in given)
+    own = ", ".join(f"{name}={options[name]}" for name in given)
+    share = memory_fraction() if run.mesh.devices.flat[0].platform == "gpu" else None
+    return [
+        *([("XLA", chosen)] if chosen else []),
+        *([("XLA, as asked", own)] if own else []),
+        *([("XLA, by environment", ", ".join(sorted(flag_names())))] if flag_names() else []),
+        *([("deterministic", "on: no autotuning, sums in a fixed order")] if run.cfg.xla.deterministic else []),
+        *([("GPU memory", f"a share of {share} for arrays (xla.memory_fraction)")] if share else []),
+        ("compiled programs", "not kept" if cache is None else f"kept in {cache}"),
+    ]
+
+
+def _passes(rows: Any) -> str:
+    """How often the rows of a split repeat its text, where they do. Row sources of users need not tell."""
+    passes = getattr(rows, "passes", 1)
+    return f" ({passes:,} passes over its text)" if passes > 1 else ""
+
+
+def _run(run: Run, resumed: str | None) -> list[tuple[str, str]]:
+    splits: Any = run.parts.splits
+    rows = ", ".join(
+        f"{name} {len(part):,}{_passes(part)}"
+        for name, part in zip(splits._fields, splits, strict=True)
+        if part is not None
+    )
+    return [
+        (
+            "data",
+            f"{type(run.cfg.data).__name__.removesuffix('Config')}; rows: {rows}"
+            + ("; documents isolated" if run.cfg.data.isolated() else ""),
+        ),
+        ("folder", str(run.cfg.run_dir)),
+        ("start", resumed or "new run"),
+        ("software", f"jax {jax.__version__}, Python {platform.python_version()}"),
+        *_compiler(run),
+    ]

@@ -1,0 +1,226 @@
+"""Errors of devices and of what is installed for them, in words: what was found, what was tried, what to change."""
+
+import os
+import re
+import time
+import traceback
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from megajax.config.errors import UserError
+from megajax.config.installation import look
+from megajax.config.tree import override
+from megajax.config.xla import memory_fraction
+from megajax.job.device_memory import StepMemory, compiled_memory, size
+from megajax.mesh.mesh import build_mesh
+from megajax.training.program import Program
+from megajax.training.run_config import RunConfig
+
+EXHAUSTED = re.compile(r"RESOURCE_EXHAUSTED|out of memory|CUDA_ERROR_OUT_OF_MEMORY", re.IGNORECASE)
+WANTED = re.compile(r"allocat\w*\s+(?:request for\s+)?(?P<number>[\d.]+)\s*(?P<unit>[KMGT]i?B|bytes|B)?", re.IGNORECASE)
+UNITS = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+INSTALLATION = re.compile(
+    r"DNN library|libcu\w+\.so|CUDNN_STATUS|cuDNN version|libdevice|ptxas|nvlink.*not found|no kernel image"
+    r"|NO_BINARY_FOR_GPU|CUDA_ERROR_(?:NO_DEVICE|SYSTEM_DRIVER_MISMATCH|UNSUPPORTED_PTX_VERSION)"
+    r"|driver version is insufficient|PJRT.*version",
+    re.IGNORECASE,
+)
+PHASES = {"evaluate": "in an evaluation", "dispatch": "in a train step", "fetch": "in a train step"}
+"""Function of this library -> what the run was doing in it."""
+
+
+class DeviceFault(UserError):
+    """A device has not enough memory, or what is installed does not fit it; the traceback is in a file."""
+
+    code = 1
+
+
+def device_fault(error: BaseException, cfg: RunConfig, folder: Path) -> DeviceFault | None:
+    """The error in words, its traceback written into `folder`; None for one that has nothing to do with devices."""
+    if not isinstance(error, RuntimeError | ValueError | MemoryError) or isinstance(error, UserError):
+        return None
+    text = str(error)
+    if isinstance(error, MemoryError):
+        said = "out of memory of the machine, not of a device: see data.loader and what else runs there"
+    elif EXHAUSTED.search(text):
+        said = out_of_memory(error, cfg)
+    elif INSTALLATION.search(text):
+        said = installation(text)
+    else:
+        return None
+    return DeviceFault(f"{said}\n{_kept(error, folder)}")
+
+
+def installation(text: str) -> str:
+    """What is wrong with what is installed for the GPUs, as far as that can be seen."""
+    found, devices = look(), _devices()
+    faults = found.faults()
+    for device in {device.device_kind: device for device in devices}.values():
+        written = str(getattr(device, "compute_capability", ""))
+        if re.fullmatch(r"\d+\.\d+", written):
+            major, minor = written.split(".")
+            faults += filter(None, [found.capability_fault(device.device_kind, (int(major), int(minor)))])
+    versions = ", ".join(f"{name} {version}" for name, version in found.packages.items())
+    lines = [f"the GPU's libraries do not work: {_first_line(text)}", *faults]
+    if not faults:
+        lines.append(
+            "Versions fit each other as far as can be seen. cuDNN also fails to start where another process fills the "
+            "GPU's memory (see nvidia-smi), or where LD_LIBRARY_PATH leads to another CUDA: unset it."
+        )
+    return "\n".join([*lines, f"found: {versions}"])
+
+
+class Change(NamedTuple):
+    """Something that would take less memory."""
+
+    setting: str
+    """As on the command line, without dashes."""
+    effect: str
+
+
+def out_of_memory(error: BaseException, cfg: RunConfig) -> str:
+    """What was wanted and what there is, what takes it, and the cheapest changes."""
+    devices = _devices()
+    wanted = wanted_bytes(str(error))
+    limits = [stats.get("bytes_limit") for device in devices if (stats := device.memory_stats())]
+    limit = next(filter(None, limits), None)
+    share = memory_fraction() if limit is not None and devices[0].platform == "gpu" else None
+    lines = [f"out of memory on {devices[0].device_kind if devices else 'a device'}{_phase(error)}"]
+    lines.append(
+        f"  wanted:  {'an unknown amount' if wanted is None else size(wanted)} more; "
+        + ("the device's limit is unknown" if limit is None else f"arrays can have {size(limit)} of the device")
+        + (f" (share {share})" if share else "")
+    )
+    step, state = compiled_memory(devices), state_bytes(cfg, jax.devices())
+    if step is not None:
+        lines.append(
+            f"  needed:  {size(step.total)} by the compiled train step: state and batch {_part(step.arguments, step)}, "
+            f"activations, gradients and other temporaries {_part(step.temporary, step)}"
+        )
+    elif state is not None:
+        lines.append(f"  needed:  {size(state)} for the state alone: weights and optimizer; the step is not compiled")
+    parallel = cfg.parallel
+    mesh = ", ".join(f"{axis} {getattr(parallel, axis)}" for axis in ("pipeline", "data", "context", "tensor"))
+    lines.append(
+        f"  tried:   micro_size {cfg.batch.micro_size}, data_sharding {parallel.data_sharding}, "
+        f"{mesh.replace('None', 'what is left')}, loss_chunk {cfg.model.loss_chunk}"
+    )
+    mostly_state = state is not None and step is not None and state > step.temporary
+    changes = cheapest(cfg, len(jax.devices()), state, mostly_state=mostly_state)
+    if changes:
+        lines += ["  change, cheapest first:", *(f"    --{change.setting}  {change.effect}" for change in changes)]
+    else:
+        lines.append("  take more devices, or a smaller model.sequence_length: nothing cheaper is left")
+    return "\n".join([*lines, "  `python -m megajax.plan` with the same settings says beforehand what fits"])
+
+
+def cheapest(cfg: RunConfig, devices: int, state: int | None, *, mostly_state: bool) -> list[Change]:
+    """At most three changes that the config's own checks allow, those that cost the least speed first."""
+    activations, held = list(_of_activations(cfg)), list(_of_state(cfg, state))
+    ordered = [*held, *activations] if mostly_state else [*activations, *held]
+    return [change for change in ordered if _allowed(cfg, change, devices)][:3]
+
+
+def _of_activations(cfg: RunConfig) -> Iterator[Change]:
+    micro, chunk, parallel = cfg.batch.micro_size, cfg.model.loss_chunk, cfg.parallel
+    if micro > 1:
+        yield Change(f"batch.micro_size={micro // 2}", "halves activations, makes twice as many microbatches")
+    if parallel.tensor > 1 and not parallel.sequence:
+        yield Change("parallel.sequence=true", f"cuts what is between layers over the {parallel.tensor} of tensor")
+    if cfg.model.recompute == "none":
+        yield Change("model.recompute=selective", "keeps what matmuls need, computes the rest again")
+    logits = 4 * chunk * cfg.model.padded_vocabulary() // (parallel.tensor * parallel.pipeline)
+    if logits > 2**30:
+        yield Change(f"model.loss_chunk={chunk // 2}", f"halves the logits, {size(logits)} at a time")
+    if cfg.model.recompute != "full":
+        yield Change("model.recompute=full", "keeps the inputs of layers alone; about a third more computation")
+
+
+def _of_state(cfg: RunConfig, now: int | None) -> Iterator[Change]:
+    parallel, devices = cfg.parallel, jax.devices()
+    changes = []
+    if parallel.data_sharding == "replicate":
+        changes.append(("parallel.data_sharding=zero1", "spreads optimizer and master weights over data"))
+    if parallel.data_sharding != "fsdp":
+        changes.append(("parallel.data_sharding=fsdp", "spreads weights too, and gathers them layer by layer"))
+    changes += [
+        (f"parallel.{axis}={2 * getattr(parallel, axis)}", words)
+        for axis, words in (("tensor", "cuts each layer further"), ("pipeline", "leaves each device fewer layers"))
+    ]
+    for setting, words in changes:
+        if (other := _changed(cfg, setting, len(devices))) is None:
+            continue
+        then = state_bytes(other, devices)
+        known = now is not None and then is not None
+        if known and then >= now:
+            continue
+        yield Change(setting, words + (f": state {size(now)} -> {size(then)}" if known else ""))
+
+
+def _changed(cfg: RunConfig, setting: str, devices: int) -> RunConfig | None:
+    try:
+        return override(cfg, setting, devices=devices)
+    except UserError:
+        return None
+
+
+def _allowed(cfg: RunConfig, change: Change, devices: int) -> bool:
+    return _changed(cfg, change.setting, devices) is not None
+
+
+def state_bytes(cfg: RunConfig, devices: list[jax.Device]) -> int | None:
+    """Of weights and optimizer on one device, found without making them; None where the config does not fit them."""
+    try:
+        program = Program.of(cfg, build_mesh(cfg.parallel, devices), options={})  # only shapes: nothing is compiled
+        with jax.set_mesh(program.mesh):
+            leaves = jax.tree.leaves(program.state_like())
+    except (UserError, RuntimeError, ValueError):
+        return None
+    return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def wanted_bytes(text: str) -> int | None:
+    """What an allocation asked for, as the runtime's message says it."""
+    match = WANTED.search(text)
+    if match is None:
+        return None
+    unit = (match["unit"] or "b").lower()
+    return round(float(match["number"].rstrip(".")) * UNITS.get(unit[0], 1))
+
+
+def _devices() -> list[Any]:
+    try:
+        return jax.local_devices()
+    except RuntimeError:  # the very thing that does not work
+        return []
+
+
+def _part(number: int, step: StepMemory) -> str:
+    return f"{size(number)} ({number / max(step.total, 1):.0%})"
+
+
+def _phase(error: BaseException) -> str:
+    names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    return next((f" {PHASES[name]}" for name in reversed(names) if name in PHASES), " while the run was set up")
+
+
+def _first_line(text: str) -> str:
+    lines = text.strip().splitlines() or [""]
+    return lines[0][:300]
+
+
+def _kept(error: BaseException, folder: Path) -> str:
+    """Write the traceback down. Says where, or shows it where it can't be written."""
+    text = "".join(traceback.format_exception(error))
+    rank = f"-process{jax.process_index()}" if _devices() and jax.process_count() > 1 else ""
+    path = folder / f"traceback{rank}.txt"
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}\n{text}\n")
+    except OSError:
+        return text
+    return f"the traceback is in {path}"

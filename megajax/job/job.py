@@ -1,0 +1,402 @@
+"""A training job from the run folder to the last line: what `python -m megajax.train` does."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from megajax.checkpoint.manager import CheckpointManager
+from megajax.config.command_line import end_at_once
+from megajax.config.dump import diff_from_defaults, flatten, to_yaml
+from megajax.config.errors import UserError
+from megajax.job import banner
+from megajax.job.compile_log import CompileLog
+from megajax.job.device_faults import device_fault
+from megajax.job.device_memory import compiled_memory, memory_in_use, peak_memory, size
+from megajax.job.hooks import Evaluate, Save
+from megajax.job.resume import Resume, stored
+from megajax.job.watch import Watch
+from megajax.mesh.mesh import find_devices
+from megajax.metrics.banner import Totals
+from megajax.metrics.console import Console, open_console
+from megajax.metrics.plot import plot_loss
+from megajax.metrics.profile import Profile
+from megajax.metrics.record import StepRecord, read_metrics
+from megajax.metrics.runfolder import RunFolder
+from megajax.metrics.throughput import StepRate, peak_bf16_flops
+from megajax.metrics.writers import Writers, open_writers
+from megajax.models.flops import flops_per_token
+from megajax.resilience.signals import Signals, agree
+from megajax.training.guard import Guard
+from megajax.training.loop import NumericFault, StepInfo, run_steps
+from megajax.training.run_config import RunConfig
+from megajax.training.session import Run, setup
+
+NUMERIC_FAULT_EXIT = 17
+
+type Sampler = Callable[..., str | None]
+"""(model, tokenizer, row, *, length, seed) -> a text from the model, None without text: `inference.sample.text_sample`.
+
+Handed in by the front door, for training and inference never import each other."""
+
+type Reporter = Callable[[Path], str]
+"""Run folder -> what to say of the page that was made of it: `reporting.write.leave_page`; from the front door too."""
+
+
+@dataclass
+class Job:
+    """The pieces of a running job; made by `train`."""
+
+    cfg: RunConfig
+    folder: RunFolder
+    manager: CheckpointManager
+    console: Console
+    log: Writers
+    run: Run
+    evaluate: Evaluate
+    save: Save
+    signals: Signals
+    guard: Guard
+    profile: Profile
+    compiles: CompileLog
+    first: int
+    """Steps done before this attempt."""
+    sampler: Sampler | None
+    """Makes the text at the end; None: no text."""
+    reporter: Reporter | None
+    """Writes the report at the end; None: no report."""
+    begun: int
+    """Rows read before this attempt."""
+    started: float
+    """Of this attempt, by the monotonic clock."""
+
+    def last(self) -> int:
+        """The step this attempt ends after, unless it is asked to stop."""
+        here = self.cfg.resilience.exit_after_steps
+        return self.cfg.steps if here is None else min(self.cfg.steps, self.first + here)
+
+    def steps(self) -> Iterator[StepInfo]:
+        """Train, log every step, and stop at a signal or a numeric fault."""
+        rate = step_rate(self.run)
+        # Evaluated before saved: a checkpoint at a step means everything due at that step was done.
+        infos = run_steps(
+            self.run,
+            self.last(),
+            (self.profile.ends(), self.evaluate, self.save, self.profile.begins()),
+            self.stopping,
+            guard=self.guard,
+            tell_every=self.cfg.logging.every,
+        )
+        first = self.first_step(infos)
+        self.log.event("first_step", step=first.step, seconds=round(first.seconds, 3))
+        if memory := compiled_memory(self.run.mesh.local_devices):
+            self.log.event("compiled", **asdict(memory))
+            self.console.say(f"{memory.sentence()}; {banner.memory_formula(self.run)}")
+        watch = Watch(self.guard, self.cfg.precision.floor(), self.log, self.console.say)
+        for info in _chain(first, infos):
+            self.log.log(step_record(self.run, info, rate))
+            self.manager.poll()
+            watch(info)
+            yield info
+
+    def first_step(self, infos: Iterator[StepInfo]) -> StepInfo:
+        """Wait for the first step; people see first that it compiles, then that it runs."""
+        self.signals.when = "after the first step, which is being compiled"
+        with self.console.ticker("compiling the train step", total=False) as rename:
+
+            def compiled() -> None:
+                rename("first step")
+                self.signals.when = "after this step"
+
+            with self.compiles.ready("train_step", compiled):
+                first = next(infos)
+        self.signals.when = "after this step"
+        return first
+
+    def stopping(self) -> bool:
+        """Whether this process was asked to stop, or its time is up."""
+        return self.signals.request is not None or self.out_of_time()
+
+    def out_of_time(self) -> bool:
+        """Whether the attempt has lasted as long as it may."""
+        minutes = self.cfg.resilience.exit_after_minutes
+        return minutes is not None and time.monotonic() - self.started >= 60 * minutes
+
+    def reason(self) -> str:
+        """Why training ended before its last step."""
+        if self.signals.request is not None:
+            return self.signals.request.signal
+        if self.run.step >= self.last():
+            return f"resilience.exit_after_steps={self.cfg.resilience.exit_after_steps}"
+        if self.out_of_time():
+            return f"resilience.exit_after_minutes={self.cfg.resilience.exit_after_minutes:g}"
+        return "asked to stop"
+
+    def finish(self, last: StepInfo | None) -> None:
+        """Evaluate, draw, sample, and say what the run came to."""
+        step, stopped = self.run.step, self.run.step < self.cfg.steps
+        self.profile.stop(step)
+        wanted = self.cfg.resilience.save_on_signal or self.signals.request is None
+        if stopped and wanted and self.save.saved != step:
+            self.save(self.run, step)
+        if not stopped and self.cfg.evaluation.at_end:
+            self.evaluate.at_end(self.run, step)
+        with self.console.ticker("finishing the checkpoint", total=False):
+            self.manager.wait()
+        if stopped:
+            kept = f"step {self.save.saved} saved" if self.save.saved == step else "nothing saved"
+            self.console.say(
+                f"stopped after step {step} of {self.cfg.steps} ({self.reason()}); {kept}; the same command goes on "
+                "from there"
+            )
+            self.log.event("stopped", step=step, saved=self.save.saved, reason=self.reason())
+        self.log.event("end", step=step)
+        if jax.process_index() == 0:
+            self.leave_behind(last)
+
+    def leave_behind(self, last: StepInfo | None) -> None:
+        """The picture, the report, the sample and the box with the totals."""
+        step = self.run.step
+        if self.cfg.logging.plot:
+            title = f"{self.folder.path.name}: {step:,} steps"
+            self.console.say(
+                plot_loss(
+                    self.folder.metrics, self.folder.loss_plot, title=title, vocabulary=self.cfg.model.vocabulary_size
+                )
+            )
+        self.report()
+        if self.sampler is not None and self.samples(step):
+            tokenizer, prompt = self.run.parts.tokenizer, self.cfg.logging.prompt
+            with self.console.ticker("sampling text", total=False):
+                sample = self.sampler(
+                    self.run.model,
+                    tokenizer,
+                    tokenizer.encode(prompt) if prompt else self.run.parts.splits.valid[0]["tokens"],
+                    length=self.cfg.model.sequence_length,
+                    seed=self.cfg.seed,
+                )
+            self.console.say(sample or "no text sample: the tokenizer has no text")
+        made = (self.folder.metrics, self.folder.loss_plot, self.folder.report)
+        files = [path for path in made if path.exists()]
+        newest = self.manager.newest()
+        totals = Totals(
+            steps=step,
+            steps_here=step - self.first,
+            tokens=(int(self.run.state.consumed_samples) - self.begun) * self.cfg.model.sequence_length,
+            wall_seconds=time.monotonic() - self.started,
+            train_loss=None if last is None else last.loss,
+            validation_loss=self.evaluate.last.get("validation"),
+            peak_memory=None if (peak := peak_memory()) is None else size(peak[0]) + f" of {size(peak[1])}",
+            checkpoint=None if newest is None else f"{self.folder.checkpoints} (step {newest})",
+            files=[str(path) for path in files],
+        )
+        self.console.show("done" if step >= self.cfg.steps else "stopped", totals.sections())
+
+    def report(self) -> None:
+        """The page about the run; a run that has trained does not fail for want of it."""
+        if self.reporter is None or not self.cfg.logging.report or jax.process_index():
+            return
+        try:
+            self.console.say(self.reporter(self.folder.path))
+        except Exception as error:
+            self.console.say(f"no report: {error}; python -m megajax.report {self.folder.path} tries again")
+
+    def samples(self, step: int) -> bool:
+        """Whether there is a text sample: only after the last step, and by a single process."""
+        wanted = self.cfg.logging.sample and step >= self.cfg.steps
+        begun = self.cfg.logging.prompt or self.run.parts.splits.valid is not None
+        return wanted and jax.process_count() == 1 and bool(begun)
+
+
+def step_record(run: Run, info: StepInfo, rate: StepRate) -> StepRecord:
+    """A step as the writers take it."""
+    cfg = run.cfg
+    return StepRecord(
+        step=info.step,
+        loss=info.loss,
+        grad_norm=info.grad_norm,
+        lr=info.lr,
+        consumed_samples=info.consumed_samples,
+        consumed_tokens=info.consumed_samples * cfg.model.sequence_length,
+        rates=rate.rates(info.seconds, info.rows * cfg.model.sequence_length),
+        loss_scale=info.loss_scale,
+        skipped=info.skipped,
+        global_batch_size=info.rows,
+        metrics=info.metrics,
+        phases=info.phases,
+        memory=memory_in_use(),
+    )
+
+
+def step_rate(run: Run) -> StepRate:
+    """What turns this run's step times into rates."""
+    flops = flops_per_token(run.cfg.model)
+    peak = peak_bf16_flops(run.mesh.devices.flat[0].device_kind)
+    return StepRate(
+        devices=run.mesh.size, flops_per_token_causal=flops.causal, flops_per_token_full=flops.full, peak_flops=peak
+    )
+
+
+def train(
+    cfg: RunConfig,
+    *,
+    skip_train: bool = False,
+    sources: Mapping[str, str] | None = None,
+    sampler: Sampler | None = None,
+    reporter: Reporter | None = None,
+) -> int:
+    """Run the job; returns the exit code. Raises UserError for what is wrong before the first step.
+
+    skip_train: only evaluate the newest checkpoint on the validation and test splits; nothing is written.
+    sources: setting -> where its value came from, for config.yaml.
+    sampler: makes a short text at the end of a finished run, where logging.sample asks for it.
+    reporter: writes a page about the run at its end, unless logging.report is off.
+    """
+    started = time.monotonic()
+    find_devices()
+    folder = RunFolder.create(cfg.run_dir)
+    with ExitStack() as stack:
+        try:
+            return _train(cfg, folder, stack, _Asked(skip_train, sources, sampler, reporter), started)
+        except BaseException as error:
+            fault = device_fault(error, cfg, folder.path)
+            end_at_once(fault or error)
+            if fault is not None:
+                raise fault from error
+            raise
+
+
+class _Asked(NamedTuple):
+    """What a job is asked for beside its config; see `train`."""
+
+    skip_train: bool
+    sources: Mapping[str, str] | None
+    sampler: Sampler | None
+    reporter: Reporter | None
+
+
+def _train(cfg: RunConfig, folder: RunFolder, stack: ExitStack, asked: _Asked, started: float) -> int:
+    primary = jax.process_index() == 0
+    manager = stack.enter_context(cfg.checkpoint.build(folder.checkpoints))
+    found = manager.start()
+    if asked.skip_train and found is None:
+        raise UserError(
+            f"--skip-train: {cfg.run_dir} has no checkpoint to evaluate; give another --run_dir, or "
+            "--checkpoint.load=RUN"
+        )
+    first = 0 if found is None else found[1]
+    console = stack.enter_context(
+        _closing(open_console(cfg.logging, total_steps=cfg.steps, start_step=first, primary=primary))
+    )
+    signals = stack.enter_context(Signals(announce=console.stop_requested, before_exit=console.release, polled=False))
+    compiles = stack.enter_context(CompileLog(console.say))
+    with console.ticker("setting up data, model and state"):
+        run = setup(cfg, start=None if found is None else Resume(*found, own=found[0] is manager, say=console.say))
+    stack.callback(run.close)
+    resumed = None if found is None else f"step {first} of {Path(found[0].folder).parent}"
+    console.show("MegaJAX", banner.banner(run, resumed))
+    if asked.skip_train:
+        Evaluate(cfg, console, ticker=partial(console.ticker, total=False)).at_end(run, first)
+        return 0
+    yaml = to_yaml(cfg, asked.sources)
+    log = stack.enter_context(
+        open_writers(cfg.logging, folder, start_step=first, primary=primary, run_config=flatten(cfg))
+    )
+    if primary:
+        folder.write_config(yaml, "\n".join(diff_from_defaults(cfg)) + "\n")
+    both = Writers([log, console])
+    both.event("start", step=first, devices=run.mesh.size, processes=jax.process_count())
+    compiles.events(both.event)
+    signals.polled = True
+    guard = Guard(cfg.resilience, cfg.precision.floor(), run.mesh)
+    if found is not None and found[0] is manager:
+        guard.spikes.restore(manager.meta(first).get("spikes", {}))
+    profile = Profile(
+        cfg.profile,
+        folder.profile,
+        first,
+        lambda found: console.show(f"profile of {cfg.profile.steps}", found.sections()),
+    )
+    stack.callback(profile.close)
+    job = Job(
+        cfg,
+        folder,
+        manager,
+        console,
+        both,
+        run,
+        Evaluate(cfg, both, lambda: agree(signals.request is not None), partial(console.ticker, total=False)),
+        Save(manager, both, lambda: stored(run.parts, yaml) | {"spikes": guard.spikes.state()}, cfg.steps),
+        signals,
+        guard,
+        profile,
+        compiles,
+        first,
+        asked.sampler,
+        asked.reporter,
+        int(run.state.consumed_samples),
+        started,
+    )
+    return _work(job)
+
+
+def _same_decay(cfg: RunConfig) -> str:
+    """What keeps the learning rate of a longer run what it was, where its decay ends with the run."""
+    schedule = cfg.schedule
+    if schedule.style == "constant" or schedule.decay_steps is not None or schedule.decay_samples is not None:
+        return ""
+    return f" (and --schedule.decay_steps={cfg.steps}, as the learning rate was planned)"
+
+
+def _work(job: Job) -> int:
+    if job.first >= job.cfg.steps:
+        job.console.say(
+            f"nothing to train: --run_dir={job.cfg.run_dir} is at step {job.first} of --steps={job.cfg.steps}. "
+            f"Give more --steps to go on{_same_decay(job.cfg)}, another --run_dir to start anew, or --skip-train to "
+            "evaluate it"
+        )
+        if not any(line["step"] == job.first for line in read_metrics(job.folder.metrics)[1]):
+            job.finish(None)  # the attempt that trained the last step did not get to it
+        return 0
+    if job.first:
+        job.manager.go_back(job.first)
+    last = None
+    try:
+        for info in job.steps():
+            last = info
+        job.console.steps_over()
+    except NumericFault as fault:
+        job.console.steps_over()
+        job.log.event("numeric_fault", message=str(fault))
+        job.console.say(
+            f"stopped by a numeric fault at {fault}; the weights before it are kept, nothing was saved. "
+            "Lower the learning rate, look at the data, or leave the step out with resilience.skip_steps; "
+            "resilience.stop_on_nonfinite=false goes on without updates that are not finite"
+        )
+        job.report()
+        return NUMERIC_FAULT_EXIT
+    job.finish(last)
+    return 0
+
+
+def _chain(first: StepInfo, rest: Iterator[StepInfo]) -> Iterator[StepInfo]:
+    yield first
+    yield from rest
+
+
+class _closing:
+    """Gives the terminal back whatever happens."""
+
+    def __init__(self, console: Console):
+        self.console = console
+
+    def __enter__(self) -> Console:
+        return self.console
+
+    def __exit__(self, *error: object) -> None:
+        self.console.close()

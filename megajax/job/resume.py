@@ -1,0 +1,123 @@
+"""Going on from a checkpoint: what is stored beside the arrays, and what may not have changed since."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from megajax.checkpoint.reader import CheckpointReader
+from megajax.config.dump import flatten, scalar_text
+from megajax.config.errors import UserError
+from megajax.job.layer_order import like_stored, reorder
+from megajax.optim.schedule import DECAY
+from megajax.training.run_config import RunConfig
+from megajax.training.session import Parts
+from megajax.training.state import TrainState
+
+FREE = re.compile(
+    r"(parallel|logging|profile|checkpoint|resilience|evaluation|schedule|xla)\.|run_dir$|steps$|batch\.micro_size$"
+    r"|model\.(recompute\w*|offload.*|unroll|loss_chunk|vocabulary_multiple)$|optimizer\.(log_|offload$)|model\..*\.kernel$|data\.(cache_dir|loader\.|surplus)"
+)
+"""Settings that change no number of the training, or whose effect is compared as a derived fact."""
+
+RATES = re.compile(r"schedule[.:]|optimizer\.(weight_decay|embedding_lr|embedding_min_lr|groups|groups\..*)$")
+"""Facts about learning rates and decay, which schedule.on_resume=config lets change."""
+
+
+def facts(parts: Parts) -> dict[str, Any]:
+    """What training's numbers depend on, setting by setting, as a checkpoint remembers it."""
+    cfg = parts.cfg
+    kept = {name: value for name, value in flatten(cfg).items() if _matters(name, cfg)}
+    kept["model: rows of the vocabulary, padding included"] = cfg.model.padded_vocabulary()
+    kept |= parts.program.schedule.facts()
+    kept["data: order of the training rows (more steps may need another epoch)"] = parts.splits.train.order()
+    return {
+        name: value if isinstance(value, int | float) and not isinstance(value, bool) else scalar_text(value)
+        for name, value in kept.items()
+    }
+
+
+def _matters(name: str, cfg: RunConfig) -> bool:
+    if name == "batch.micro_size":
+        return cfg.batch.loss_average == "microbatches"
+    return FREE.match(name) is None
+
+
+def stored(parts: Parts, config_yaml: str) -> dict[str, Any]:
+    """What goes into a checkpoint beside the arrays."""
+    packages = {name: version(name) for name in ("jax", "jaxlib", "flax", "orbax-checkpoint", "numpy")}
+    return {
+        "facts": facts(parts),
+        "rows": list(parts.program.partition.order()),
+        "mesh": dict(parts.program.mesh.shape),
+        "axes": {path: list(spec.axes) for path, spec in parts.program.declared.items()},
+        "config": config_yaml,
+        "seed": parts.cfg.seed,
+        "versions": packages,
+    }
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    """Facts that differ: name -> `old -> new`."""
+    names = [*old, *(name for name in new if name not in old)]
+    return {
+        name: f"{old.get(name, '(not there)')} -> {new.get(name, '(not there)')}"
+        for name in names
+        if old.get(name) != new.get(name)
+    }
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Brings the state of a checkpoint onto this run's layout, if nothing that matters has changed."""
+
+    reader: CheckpointReader
+    step: int
+    own: bool
+    """The checkpoint is this run's; another run's may have had other settings."""
+    say: Callable[[str], None]
+    """Shows a line to people."""
+
+    def __call__(self, parts: Parts, like: TrainState) -> TrainState:
+        """Raises UserError listing every changed setting, or the arrays that don't fit; nothing is written."""
+        if self.own:
+            self._compare(parts)
+        program = parts.program
+        wanted = program.partition.order()
+        stored = tuple(self.reader.meta(self.step).get("rows", wanted))
+        if stored == wanted:
+            return self.reader.restore(self.step, like)[0]
+        state, _ = self.reader.restore(self.step, like_stored(like, program.arrays, stored))
+        return reorder(state, like, program.arrays, stored, wanted)
+
+    def _compare(self, parts: Parts) -> None:
+        changed = changes(self.reader.meta(self.step)["facts"], facts(parts))
+        rates = {name: text for name, text in changed.items() if RATES.match(name)}
+        may_change = parts.cfg.schedule.on_resume == "config"
+        wrong = {name: text for name, text in changed.items() if not (may_change and name in rates)}
+        if wrong:
+            decay = self._decay(parts) if DECAY in wrong else ""
+            take_over = "set schedule.on_resume=config to let rates change from here on; " * (bool(rates) > may_change)
+            raise UserError(
+                f"{parts.cfg.run_dir} holds step {self.step} of a run with other settings (stored -> asked for):\n"
+                f"{_listed(wrong)}\n{decay}Go on with the old settings; {take_over}or set another run_dir, for a new "
+                f"run there or, with checkpoint.load={parts.cfg.run_dir}, for one that starts from this one's state."
+            )
+        if rates:
+            self.say(f"other rates from step {self.step} on (schedule.on_resume=config):\n{_listed(rates)}")
+
+    def _decay(self, parts: Parts) -> str:
+        """How a run of another length keeps its learning rates; "" where the length of the decay is set."""
+        schedule, sizes = parts.cfg.schedule, parts.program.sizes
+        if schedule.decay_steps is not None or schedule.decay_samples is not None:
+            return ""
+        before = sizes.steps(self.reader.meta(self.step)["facts"][DECAY])
+        return (
+            f"The learning rate decays until the last step, which was {before} and is {parts.cfg.steps} now: "
+            f"--schedule.decay_steps={before} keeps it as it was.\n"
+        )
+
+
+def _listed(changed: Mapping[str, str]) -> str:
+    return "\n".join(f"  {name}: {text}" for name, text in changed.items())

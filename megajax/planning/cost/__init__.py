@@ -1,0 +1,1 @@
+"""Formulas for the time, memory and traffic of a train step."""

@@ -1,0 +1,1 @@
+"""Compile a train step for virtual devices and read the compiled program."""
