@@ -26,6 +26,7 @@ from megajax.data.config import BlendConfig, LoaderConfig, MockConfig, Rows
 from megajax.data.index import IndexRequest, build_index
 from megajax.data.indexed import IndexedTokens, IndexedWriter
 from megajax.data.loader import Loader
+from megajax.models.config import text_schema
 
 VOCABULARY = 50_000
 REPEATS = 3
@@ -110,7 +111,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     results |= index_speed(length)
     for name, options in {"rows": {}, "rows_isolated": {"isolate_documents": True}}.items():
         config = BlendConfig(paths=(str(folder / "corpus"),), split="1", cache_dir=str(folder / "cache"), **options)
-        source = config.build(tokenizer=tokenizer, sequence_length=length, rows=wanted, seed=1).train
+        source = config.build(tokenizer=tokenizer, schema=text_schema(length, 2**31), rows=wanted, seed=1).train
         count = min(2000, len(source))
         taken = seconds(lambda source=source, count=count: [source[row] for row in range(count)])
         results[f"{name}_tokens_per_second"] = count * length / taken
@@ -118,7 +119,9 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for threads in (1, 2, 4):
             speed = batch_speed(source, rows, steps, LoaderConfig(threads=threads))
             results[f"{name}_to_device_{threads}_threads_tokens_per_second"] = speed
-    mock = MockConfig().build(tokenizer=tokenizer, sequence_length=length, rows=Rows(rows * 620), seed=1).train
+    mock = (
+        MockConfig().build(tokenizer=tokenizer, schema=text_schema(length, 2**31), rows=Rows(rows * 620), seed=1).train
+    )
     results["mock_to_device_tokens_per_second"] = batch_speed(mock, rows, 600, LoaderConfig())
     results["data_wait_ms_at_20_ms_steps"] = data_wait(source, rows, 100, 0.02)
     return results

@@ -17,7 +17,7 @@ from jax import Array
 from roofline import Roof, roof_of
 from stopwatch import LEAST, WARM_UP, Spread, readings
 
-from megajax.batch import LMBatch
+from megajax.batch import Batch
 from megajax.config.errors import UserError
 from megajax.config.tree import check
 from megajax.config.xla import memory_fraction
@@ -48,7 +48,7 @@ class Bench:
     compiled: Any
     """Called with (state, batch), returns (state, metrics); the state it gets is gone after that."""
     state: TrainState
-    batch: LMBatch
+    batch: Batch
 
     def step(self) -> dict[str, Array]:
         """Dispatch one; returns its metrics."""
@@ -56,23 +56,23 @@ class Bench:
         return metrics
 
 
-def synthetic_batch(program: Program) -> LMBatch:
+def synthetic_batch(program: Program) -> Batch:
     """A global batch [M, B, S] of tokens drawn at random, every row one document, laid out as the step wants it."""
     like, model = program.batch_like(), program.cfg.model
-    shape = like.tokens.shape
+    shape = like["tokens"].shape
     drawn = np.random.default_rng(0).integers(0, model.vocabulary_size, (*shape[:2], shape[2] + 1), dtype=np.int32)
-    values = LMBatch(
-        tokens=drawn[..., :-1],
-        labels=drawn[..., 1:],
-        loss_mask=np.ones(shape, np.float32),
-        positions=np.broadcast_to(np.arange(shape[2], dtype=np.int32), shape),
-        segment_ids=np.zeros(shape, np.int32),
-        sample=np.arange(prod(shape[:2]), dtype=np.uint32).reshape(shape[:2]),
-    )
+    values = {
+        "tokens": drawn[..., :-1],
+        "labels": drawn[..., 1:],
+        "loss_mask": np.ones(shape, np.float32),
+        "positions": np.broadcast_to(np.arange(shape[2], dtype=np.int32), shape),
+        "segment_ids": np.zeros(shape, np.int32),
+        "sample": np.arange(prod(shape[:2]), dtype=np.uint32).reshape(shape[:2]),
+    }
     return jax.tree.map(
         lambda leaf, value: jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda part: value[part]),
         like,
-        values,
+        {name: values[name] for name in like},
     )
 
 
@@ -229,7 +229,7 @@ def write_start(bench: Bench, file: Path) -> None:
     np.savez(
         file,
         **weights,
-        **{"batch.tokens": np.asarray(bench.batch.tokens), "batch.labels": np.asarray(bench.batch.labels)},
+        **{"batch.tokens": np.asarray(bench.batch["tokens"]), "batch.labels": np.asarray(bench.batch["labels"])},
     )
 
 

@@ -1,30 +1,70 @@
-"""The few pytrees that cross borders between data, models and training."""
+"""The pytrees that cross borders between data, models and training; importing this imports no jax."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 type Array = Any
 type Params = Mapping[str, Array]
 
+type Batch = Mapping[str, Array]
+"""Leaves by name, each [M, B, ...]: microbatch, row, and the dimensions of a row. Inside a step [B, ...]."""
 
-class LMBatch(NamedTuple):
-    """A batch for language models; each leaf is [M, B, S] (microbatch, row, position) or, inside a step, [B, S].
+type Rows = Mapping[str, Array]
+"""The leaves of one microbatch, [B, ...]."""
 
-    A NamedTuple (a pytree without jax) so that data can be prepared before jax is imported.
+SAMPLE = "sample"
+"""The leaf that the loader adds: uint32 [M, B], number of the row in the run's order. Random numbers derive from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One array of a batch, as a single row has it."""
+
+    dtype: str
+    shape: tuple[int, ...] = ()
+    axes: tuple[str | None, ...] = ()
+    """A logical axis for each dimension of `shape`."""
+    below: int | None = None
+    """Values are integers from 0 up to this; None: anything."""
+    optional: bool = False
+    """The model runs without it."""
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.axes):
+            raise ValueError(f"a leaf of shape {self.shape} needs as many logical axes, got {self.axes}")
+
+    @property
+    def batch_axes(self) -> tuple[str | None, ...]:
+        """Logical axes of the leaf in a batch, [M, B, ...]."""
+        return (None, "batch", *self.axes)
+
+    def positions(self) -> int:
+        """Positions along the sequence, 1 for a leaf without one."""
+        return next((size for size, axis in zip(self.shape, self.axes, strict=True) if axis == "seq"), 1)
+
+
+type Schema = Mapping[str, Leaf]
+"""The leaves of a batch by name."""
+
+
+def batch_schema(reads: Schema, makes: Mapping[str, str]) -> dict[str, Leaf]:
+    """The leaves of a run's batches: those that the model reads and the data makes, and `sample`.
+
+    reads: of the model; makes: name -> dtype, of the data.
     """
+    return {name: leaf for name, leaf in reads.items() if name in makes} | {SAMPLE: Leaf("uint32")}
 
-    tokens: Array
-    """int32, inputs."""
-    labels: Array
-    """int32, the token that follows each input."""
-    loss_mask: Array
-    """float32, weight of each label in the loss: 0 or 1."""
-    positions: Array
-    """int32, position of each token, as learned positions and RoPE see it."""
-    segment_ids: Array
-    """int32, number of the document within the row; tokens of different documents do not attend to each other."""
-    sample: Array
-    """uint32 [M, B]: number of the row in the run's sample order; random numbers are derived from it."""
+
+class Loss(NamedTuple):
+    """The loss of one microbatch; all float32 []."""
+
+    loss_sum: Array
+    """Differentiated."""
+    weight_sum: Array
+    """What to divide the sum of loss_sum by."""
+    metrics: Mapping[str, tuple[Array, Array]]
+    """name -> (sum, weight) to report; `loss` is among them."""
 
 
 class Grads(NamedTuple):

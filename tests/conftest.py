@@ -8,6 +8,9 @@ from pathlib import Path
 # The plugin of the extra `aot` compiles for absent GPUs. Without these it looks for a CUDA installation and complains.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Tests compile much and run little: without LLVM's optimizations compiling takes half the time. XLA's own passes, which
+# decide about collectives, memory and rounding, run as they do for users.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 
 import jax
 import pytest

@@ -10,9 +10,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
-from megajax.batch import LMBatch
+from megajax.batch import Batch
 from megajax.data.config import MockConfig
 from megajax.layers.config import (
     AttentionConfig,
@@ -110,7 +109,7 @@ def pair(
     )
 
 
-def rows(seed: int = 0) -> LMBatch:
+def rows(seed: int = 0) -> Batch:
     """Leaves [ROWS, LENGTH]: up to three documents a row, a fifth of the labels masked, unevenly over the rows."""
     rng = np.random.default_rng(seed)
     text = rng.integers(0, VOCABULARY, (ROWS, LENGTH + 1), dtype=np.int32)
@@ -118,7 +117,14 @@ def rows(seed: int = 0) -> LMBatch:
     mask = (rng.random((ROWS, LENGTH)) < np.linspace(0.6, 1, ROWS)[:, None]).astype(np.float32)
     positions = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
     sample = np.arange(40, 40 + ROWS, dtype=np.uint32)
-    return LMBatch(text[:, :-1].copy(), text[:, 1:].copy(), mask, positions, segments, sample)
+    return {
+        "tokens": text[:, :-1].copy(),
+        "labels": text[:, 1:].copy(),
+        "loss_mask": mask,
+        "positions": positions,
+        "segment_ids": segments,
+        "sample": sample,
+    }
 
 
 def program(
@@ -175,13 +181,11 @@ def start(program: Program) -> TrainState:
     return jax.device_put(replace(empty, params=params, loss_scale=np.float32(1)), program.shardings)
 
 
-def place(program: Program, batch: LMBatch) -> LMBatch:
-    """Rows [ROWS, ...] as the microbatches of a step, each of rows that follow each other."""
+def place(program: Program, batch: Batch) -> Batch:
+    """Rows [ROWS, ...] as the microbatches of a step, each of rows that follow each other; what its model reads."""
     micro = program.microbatches
-    cut = LMBatch(*[leaf.reshape(micro, ROWS // micro, *leaf.shape[1:]) for leaf in batch])
-    return jax.tree.map(
-        lambda leaf, spec: jax.device_put(leaf, NamedSharding(program.mesh, spec)), cut, program.batch_specs
-    )
+    cut = {name: batch[name].reshape(micro, ROWS // micro, *batch[name].shape[1:]) for name in program.schema}
+    return jax.device_put(cut, program.batch_shardings)
 
 
 def in_order(program: Program, arrays: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], float]:

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.cache import Arrays, load_or_build, user_cache
 from megajax.data.config import BlendConfig
@@ -230,7 +231,7 @@ class Cutter:
         return BlendedDataset(datasets, index, lengths if weights is None else weights.tolist())
 
 
-def build_splits(config: BlendConfig, *, tokenizer: Tokenizer, sequence_length: int, rows: Rows, seed: int) -> Splits:
+def build_splits(config: BlendConfig, *, tokenizer: Tokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:
     """Row sources for the splits that a run asks for; None for those it does not.
 
     One prefix without a weight is cut to the rows asked for; a blend with weights has Σ ceil(rows · weight) rows; a
@@ -239,7 +240,7 @@ def build_splits(config: BlendConfig, *, tokenizer: Tokenizer, sequence_length: 
     Raises:
         UserError: missing or damaged files, a split that is asked for but empty, too few tokens.
     """
-    cutter = Cutter(config, tokenizer=tokenizer, sequence_length=sequence_length, seed=seed)
+    cutter = Cutter(config, tokenizer=tokenizer, sequence_length=schema["tokens"].positions(), seed=seed)
     if config.paths:
         prefixes, weights = parse_paths(config.paths)
         files = [IndexedTokens(prefix) for prefix in prefixes]

@@ -1,6 +1,7 @@
 """What can be set about data: where rows come from, how they are cut and masked, how they reach the devices.
 
-Each config builds its row sources: `cfg.build(tokenizer=, sequence_length=, rows=Rows(...), seed=) -> Splits`.
+Each config says which leaves its rows have (`leaves()`) and builds its row sources:
+`cfg.build(tokenizer=, schema=, rows=Rows(...), seed=) -> Splits`; schema: the leaves that the model reads.
 """
 
 from dataclasses import dataclass, field
@@ -35,6 +36,12 @@ def _between(where: str, value: float, least: float, most: float) -> list[Proble
 
 def _at_least(where: str, value: float, least: float) -> list[Problem]:
     return [] if value >= least else [Problem(where, f"expected {least} or more, found {value}")]
+
+
+def text_leaves(isolated: bool) -> dict[str, str]:
+    """The leaves of a row of text, name -> dtype; isolated: documents in a row do not attend to each other."""
+    leaves = {"tokens": "int32", "labels": "int32", "loss_mask": "float32", "positions": "int32"}
+    return leaves | {"segment_ids": "int32"} if isolated else leaves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,9 +95,9 @@ class BlendConfig(Builds):
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     """Reading ahead."""
 
-    def isolated(self) -> bool:
-        """Whether documents in one row do not attend to each other."""
-        return self.isolate_documents or self.reset_attention_mask
+    def leaves(self) -> dict[str, str]:
+        """The leaves of a row, name -> dtype."""
+        return text_leaves(self.isolate_documents or self.reset_attention_mask)
 
     def problems(self) -> list[Problem]:
         found = _split_problems(self.split) + _at_least("surplus", self.surplus, 0)
@@ -121,9 +128,9 @@ class MockConfig(Builds):
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     """Reading ahead."""
 
-    def isolated(self) -> bool:
-        """Whether documents in one row do not attend to each other."""
-        return self.isolate_documents
+    def leaves(self) -> dict[str, str]:
+        """The leaves of a row, name -> dtype."""
+        return text_leaves(self.isolate_documents)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,9 +152,9 @@ class StandardLibraryConfig(Builds):
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     """Reading ahead."""
 
-    def isolated(self) -> bool:
-        """Whether documents in one row do not attend to each other."""
-        return self.isolate_documents
+    def leaves(self) -> dict[str, str]:
+        """The leaves of a row, name -> dtype."""
+        return text_leaves(self.isolate_documents)
 
     def problems(self) -> list[Problem]:
         return _split_problems(self.split) + _between("megabytes", self.megabytes, 0.01, 1e6)

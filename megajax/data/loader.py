@@ -12,9 +12,9 @@ import absl.flags
 import grain
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from megajax.batch import LMBatch
+from megajax.batch import SAMPLE, Batch, Schema
 from megajax.config.errors import UserError
 from megajax.data.config import LoaderConfig
 
@@ -23,17 +23,9 @@ SAMPLE_BITS = 32
 type Index = tuple[slice, ...]
 type Block = dict[str, np.ndarray]
 
-LEAVES: tuple[tuple[str, type], ...] = (
-    ("tokens", np.int32),
-    ("labels", np.int32),
-    ("loss_mask", np.float32),
-    ("positions", np.int32),
-    ("segment_ids", np.int32),
-)
-
 
 class RowSource(Protocol):
-    """Rows by number: `len` and `[i]` -> dict of arrays [S]."""
+    """Rows by number: `len` and `[i]` -> a mapping from name to array, with at least the leaves of the schema."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, row: int) -> Mapping[str, np.ndarray]: ...
@@ -69,32 +61,37 @@ class LocalRows:
         return chosen[(slice(None), slice(None), *index[2:])]
 
 
-def read_rows(source: RowSource, first: int, offsets: np.ndarray) -> Block:
-    """Read rows first + offsets: each leaf of LMBatch as [K, S], `sample` as uint32 [K]."""
+def read_rows(source: RowSource, schema: Schema, first: int, offsets: np.ndarray) -> Block:
+    """Read rows first + offsets: each leaf [K, ...], `sample` uint32 [K].
+
+    Raises UserError for a row whose arrays have other shapes than the schema says.
+    """
     numbers = first + offsets
-    row = source[int(numbers[0])]
-    length = len(row["tokens"])
-    block = {name: np.empty((len(numbers), length), dtype) for name, dtype in LEAVES}
+    block = {name: np.empty((len(numbers), *leaf.shape), leaf.dtype) for name, leaf in schema.items() if name != SAMPLE}
     for place, number in enumerate(numbers.tolist()):
-        if place:
-            row = source[number]
+        row = source[number]
         for name, values in block.items():
+            if np.shape(row[name]) != values.shape[1:]:
+                raise UserError(
+                    f"row {number} of the data has {name} of shape {np.shape(row[name])}, the model reads "
+                    f"{values.shape[1:]}"
+                )
             values[place] = row[name]
-    block["sample"] = (numbers % (1 << SAMPLE_BITS)).astype(np.uint32)
+    block[SAMPLE] = (numbers % (1 << SAMPLE_BITS)).astype(np.uint32)
     return block
 
 
 class _Steps:
     """Local rows of step k, for grain to read ahead."""
 
-    def __init__(self, source: RowSource, first: int, size: int, offsets: np.ndarray):
-        self._source, self._first, self._size, self._offsets = source, first, size, offsets
+    def __init__(self, source: RowSource, schema: Schema, first: int, size: int, offsets: np.ndarray):
+        self._source, self._schema, self._first, self._size, self._offsets = source, schema, first, size, offsets
 
     def __len__(self) -> int:
         return max(0, len(self._source) - self._first) // self._size
 
     def __getitem__(self, index: Any) -> Block:
-        return read_rows(self._source, self._first + int(index) * self._size, self._offsets)
+        return read_rows(self._source, self._schema, self._first + int(index) * self._size, self._offsets)
 
 
 class Loader:
@@ -105,7 +102,8 @@ class Loader:
         global_size: G, rows of a step; of the largest, if they grow.
         microbatches: M, which divides G.
         size_at: rows of the step that begins after so many consumed rows, in whole microbatches; None: always G.
-        sharding: layout of leaves [M, B, S] over the devices; `sample` [M, B] follows its first two axes.
+        schema: the leaves to read.
+        shardings: of each leaf [M, B, ...] over the devices.
         consumed: rows used before; the first batch starts there.
         config: threads and batches read ahead.
 
@@ -120,7 +118,8 @@ class Loader:
         *,
         global_size: int,
         microbatches: int,
-        sharding: NamedSharding,
+        schema: Schema,
+        shardings: Mapping[str, NamedSharding],
         consumed: int = 0,
         config: LoaderConfig | None = None,
         size_at: Callable[[int], int] | None = None,
@@ -131,9 +130,8 @@ class Loader:
                 "change batch.global_size or batch.micro_size."
             )
         self.consumed = consumed
-        self._source, self._size, self._sharding = source, global_size, sharding
+        self._source, self._size, self._schema, self._shardings = source, global_size, schema, shardings
         self._micro_rows, self._size_at = global_size // microbatches, size_at
-        self._sample_sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:2]))
         self._config = config or LoaderConfig()
         self._blocks: grain.DatasetIterator[Block] | None = None
 
@@ -155,17 +153,16 @@ class Loader:
         flags = absl.flags.FLAGS
         if not flags.is_parsed():
             flags.mark_as_parsed()  # grain reads its flags, which only programs run by absl have parsed
-        length = len(self._source[self.consumed]["tokens"])
-        indices = self._sharding.addressable_devices_indices_map((*self._shape, length))
+        indices = self._shardings[SAMPLE].addressable_devices_indices_map(self._shape)
         self._local = LocalRows((index for index in indices.values() if index is not None), *self._shape)
-        steps = _Steps(self._source, self.consumed, self._size, self._local.offsets)
+        steps = _Steps(self._source, self._schema, self.consumed, self._size, self._local.offsets)
         ahead = grain.ReadOptions(num_threads=self._config.threads, prefetch_buffer_size=self._config.prefetch)
         return iter(grain.MapDataset.source(steps).to_iter_dataset(ahead))
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> tuple[LMBatch, int]:
+    def __next__(self) -> tuple[Batch, int]:
         self._resize()
         after = self.consumed + self._size
         if after > len(self._source):
@@ -179,7 +176,7 @@ class Loader:
         self.consumed = after
         return self._on_devices(block), after
 
-    def _on_devices(self, block: Block) -> LMBatch:
+    def _on_devices(self, block: Block) -> Batch:
         """Local rows -> global arrays; only the blocks of this process's devices are ever touched."""
 
         def place(name: str, sharding: NamedSharding) -> jax.Array:
@@ -191,8 +188,7 @@ class Loader:
 
             return jax.make_array_from_callback((*self._shape, *values.shape[1:]), sharding, held)
 
-        leaves = {name: place(name, self._sharding) for name, _ in LEAVES}
-        return LMBatch(**leaves, sample=place("sample", self._sample_sharding))
+        return {name: place(name, self._shardings[name]) for name in block}
 
     def close(self) -> None:
         """Stop reading ahead; the loader may be used again and then starts where it stopped."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.blend import Cutter
 from megajax.data.cache import content_key, user_cache
@@ -92,7 +93,7 @@ def corpus(config: StandardLibraryConfig, seed: int) -> IndexedTokens:
 
 
 def build_splits(
-    config: StandardLibraryConfig, *, tokenizer: Tokenizer, sequence_length: int, rows: Rows, seed: int
+    config: StandardLibraryConfig, *, tokenizer: Tokenizer, schema: Schema, rows: Rows, seed: int
 ) -> Splits:
     """Row sources of source text; file choice and row order follow the seed.
 
@@ -107,5 +108,5 @@ def build_splits(
         )
     own_seed = seed if config.seed is None else config.seed
     blend = BlendConfig(seed=own_seed, cache_dir=config.cache_dir, isolate_documents=config.isolate_documents)
-    cutter = Cutter(blend, tokenizer=tokenizer, sequence_length=sequence_length, seed=own_seed)
+    cutter = Cutter(blend, tokenizer=tokenizer, sequence_length=schema["tokens"].positions(), seed=own_seed)
     return cutter.splits([corpus(config, own_seed)], None, parse_split(config.split), rows)

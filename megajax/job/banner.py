@@ -250,7 +250,7 @@ def _run(run: Run, resumed: str | None) -> list[tuple[str, str]]:
         (
             "data",
             f"{type(run.cfg.data).__name__.removesuffix('Config')}; rows: {rows}"
-            + ("; documents isolated" if run.cfg.data.isolated() else ""),
+            + ("; documents isolated" if "segment_ids" in run.program.schema else ""),
         ),
         ("folder", str(run.cfg.run_dir)),
         ("start", resumed or "new run"),

@@ -67,7 +67,7 @@ def _arguments(program: Program, together: int) -> tuple:
     ctx = Context(
         positions=ints,
         index=_like((length,), jnp.int32),
-        segments=ints if cfg.data.isolated() else None,
+        segments=ints if "segment_ids" in cfg.data.leaves() else None,
         row_keys=_like((rows, 2), jnp.uint32) if cfg.model.has_dropout() else None,
     )
     x = _like((rows, length, cfg.model.hidden), jnp.float32 if cfg.model.residual == "float32" else compute)

@@ -4,7 +4,8 @@ The table [V, D] is cut along the vocabulary, over the pipeline too: every devic
 Gradients through the sums over devices are written by hand (see Layout.island).
 
 Within a pipeline the stages call these together, each with its own copy of the other arrays: `embed` takes the same
-cotangent on all of them, and of `vocabulary_loss` each stage gets its part of the gradient with respect to x.
+cotangent on all of them, `vocabulary_loss` a P-th of it on each of P, and each stage gets its part of the gradient with
+respect to x.
 `embedded_beside_loss` leads from the one to the other.
 """
 
@@ -162,8 +163,8 @@ def _loss_backward(
     saved: tuple[Array, Array],
     cotangent: VocabularyLoss,
 ) -> tuple:
-    del layout, size, chunk, objective
-    (dx, dtable), dloss = saved, cotangent.minimised
+    del size, chunk, objective
+    (dx, dtable), dloss = saved, cotangent.minimised * layout.devices_around("vocab")
     return (dx * dloss).astype(dx.dtype), (dtable * dloss).astype(dtable.dtype), None, None
 
 

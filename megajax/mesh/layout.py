@@ -7,6 +7,7 @@ mesh everything is the identity. So the same layer runs by plain `jax.jit` in a 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any, overload
 
 import jax
@@ -168,6 +169,10 @@ class Layout:
         """Mesh axes of these logical axes that are manual already where this is traced."""
         manual = manual_axes()
         return tuple(axis for name in names for axis in self.plan.compute.mesh_axes(name) if manual.get(axis, 1) > 1)
+
+    def devices_around(self, *names: str) -> int:
+        """Number of devices along the axes that `around` has."""
+        return prod(manual_axes()[axis] for axis in self.around(*names))
 
     def _gathered(self, w: Array, moves: Moves, axes: LogicalAxes) -> Array:
         def sent(x: Array, dtype: str | None) -> Array:

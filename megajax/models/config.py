@@ -4,10 +4,12 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import ClassVar, Literal
 
+from megajax.batch import Leaf
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.layers.config import LARGEST, BlockConfig, NormConfig, RMSNormConfig, StackConfig, above_zero
 from megajax.layers.remat import Part, Recompute, Recomputing
+from megajax.models.protocol import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,9 +19,9 @@ class PredictionConfig(Builds):
     target: ClassVar[str] = "megajax.models.prediction:Prediction"
     depth: int = 1
     """How many tokens beyond the next one are predicted; each by a block of its own, one after another."""
-    made_up: Literal["rows", "microbatches"] = "rows"
-    """With batch.loss_average=tokens, over what those tokens that have nothing to predict are made up for by others:
-    rows, which all layouts agree on, or microbatches, as in Megatron-LM."""
+    reweighted: Literal["rows", "microbatches"] = "rows"
+    """With batch.loss_average=tokens, the last tokens of a row have nothing to predict and the others weigh more in
+    return: within rows, which all layouts agree on, or within microbatches, as in Megatron-LM."""
     weight: float = 0.1
     """Their losses together weigh this much beside the main loss, which is reported alone."""
     block: BlockConfig | None = None
@@ -63,8 +65,22 @@ class WidthScalingConfig:
         return (1.0 if self.base_head_dim is None else self.base_head_dim**0.5) / size**self.score_power
 
 
+def text_schema(length: int, vocabulary_size: int) -> dict[str, Leaf]:
+    """The leaves of a row of text of `length` tokens."""
+    ids = Leaf("int32", (length,), ("seq",), below=vocabulary_size)
+    numbers = Leaf("int32", ids.shape, ids.axes)
+    return {
+        "tokens": ids,
+        "labels": ids,  # the token that follows each input
+        "loss_mask": Leaf("float32", ids.shape, ids.axes),  # weight of each label in the loss: 0 or 1
+        "positions": numbers,  # as learned positions and RoPE see them
+        # Number of the document within the row: tokens of different documents do not attend to each other.
+        "segment_ids": replace(numbers, optional=True),
+    }
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderConfig(Builds):
+class DecoderConfig(ModelConfig):
     """A decoder language model: GPT and Llama are configs of it."""
 
     target: ClassVar[str] = "megajax.models.decoder:DecoderLM"
@@ -143,6 +159,10 @@ class DecoderConfig(Builds):
             for problem in block.mixer.shape_problems(hidden=self.hidden, length=self.sequence_length):
                 found.append(Problem(f"{where}.mixer.{problem.where}", problem.what, problem.hint))
         return found
+
+    def schema(self) -> dict[str, Leaf]:
+        """Tokens, their labels, and where documents begin."""
+        return text_schema(self.sequence_length, self.vocabulary_size)
 
     def recomputing(self) -> Recomputing:
         """What each layer keeps for the backward pass."""

@@ -1,5 +1,6 @@
 """Decoder language models. B rows, S positions, D hidden, V padded vocabulary."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from megajax.batch import LMBatch
+from megajax.batch import SAMPLE, Loss, Rows
 from megajax.kernels.cross_entropy import Objective
 from megajax.layers.context import Context, dropout
 from megajax.layers.embedding import (
@@ -22,14 +23,15 @@ from megajax.layers.stack import recomputed
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import manual_axes
 from megajax.models.config import DecoderConfig
-from megajax.models.prediction import ahead
+from megajax.models.prediction import mtp_targets, shifted
+from megajax.models.reduction import LossReduction
 
 EMBEDDING_PLACE = 2**31 - 1
 """A row's key is folded with this for the embedding and with its number for a layer: no layer has this number."""
 
 
 class DecoderLM(nnx.Module):
-    """Tokens in, loss or logits out: embed, trunk, then one of loss, token_losses and logits."""
+    """Tokens in, loss or logits out. It is its own only section: see megajax.models.protocol."""
 
     def __init__(self, cfg: DecoderConfig, layout: Layout):
         std, scaling = cfg.matrix_std(), cfg.width_scaling
@@ -50,70 +52,97 @@ class DecoderLM(nnx.Module):
             for number, block in enumerate(cfg.predicting_blocks(), start=cfg.stack.layers()):
                 self.predictions.append(cfg.prediction.build(site, block=block, norm=cfg.norm, number=number))
 
-    def __call__(self, tokens: Array, positions: Array | None = None, segments: Array | None = None) -> Array:
+    @property
+    def sections(self) -> Mapping[str, "DecoderLM"]:
+        return {"": self}
+
+    def __call__(self, tokens: Array, positions: Array | None = None, segment_ids: Array | None = None) -> Array:
         """tokens int32 [B, S] -> logits float32 [B, S, vocabulary_size]; by plain jax.jit on any mesh."""
         index = jnp.arange(tokens.shape[1])
         positions = jnp.broadcast_to(index[None], tokens.shape) if positions is None else positions
-        return self.logits(self.trunk(tokens, Context(positions, index, segments)))
+        return self.logits(self.hidden_states(tokens, Context(positions, index, segment_ids)))
 
-    def context(self, batch: LMBatch, key: Array | None = None, *, isolated: bool = False) -> Context:
-        """The context of a microbatch [B, S]. key: random key of the run, None for a deterministic forward;
-        isolated: documents in a row do not see each other."""
-        rows = (
-            None if key is None else jax.vmap(lambda n: jax.random.key_data(jax.random.fold_in(key, n)))(batch.sample)
-        )
-        length = batch.tokens.shape[1]
+    def context(self, batch: Rows, key: Array | None = None) -> Context:
+        """The context of a microbatch [B, S]. key: random key of the run, None for a deterministic forward.
+
+        Where the batch has `segment_ids`, tokens of different documents in a row do not attend to each other.
+        """
+        row_keys = None
+        if key is not None and self.cfg.has_dropout():
+            row_keys = jax.vmap(lambda n: jax.random.key_data(jax.random.fold_in(key, n)))(batch[SAMPLE])
+        length = batch["tokens"].shape[1]
         first = lax.axis_index("context") * length if "context" in manual_axes() else 0
-        return Context(batch.positions, first + jnp.arange(length), batch.segment_ids if isolated else None, rows)
+        return Context(batch["positions"], first + jnp.arange(length), batch.get("segment_ids"), row_keys)
 
-    def trunk(self, tokens: Array, ctx: Context) -> Array:
-        """tokens int32 [B, S] -> normalised hidden states [B, S, D]."""
-        return self.finish(self.stack(self.embed(tokens, ctx), ctx))
+    def hidden_states(self, tokens: Array, ctx: Context) -> Array:
+        """tokens int32 [B, S] -> normalised output of the stack [B, S, D]."""
+        return self.final_norm(self.stack(self.enter(self.embed_tokens(tokens), ctx), ctx))
 
-    def embed(self, tokens: Array, ctx: Context) -> Array:
-        """tokens int32 [B, S] -> [B, S, D], laid out (batch, seq_residual, embed)."""
-        return self.enter(self.look_up(tokens), ctx)
+    def embed(self, batch: Rows) -> Array:
+        """The tokens' rows of the table [B, S, D], the part of the way in that is cut over devices."""
+        return self.embed_tokens(batch["tokens"])
 
-    def look_up(self, tokens: Array) -> Array:
-        """tokens int32 [B, S] -> their rows of the table [B, S, D], the part of `embed` that is cut over devices."""
+    def embed_tokens(self, tokens: Array) -> Array:
+        """tokens int32 [B, S] -> their rows of the table [B, S, D]."""
         return embed(self.layout, self.tokens[...], tokens)
 
     def enter(self, x: Array, ctx: Context) -> Array:
-        """The rest of `embed`: positions and dropout, [B, S, D] -> [B, S, D]."""
+        """Positions and dropout, [B, S, D] -> [B, S, D] laid out (batch, seq_residual, embed)."""
         x = x.astype(jnp.float32) if self.cfg.residual == "float32" else x
         if self.cfg.learned_positions:
             x = x + self.layout.act(self.positions[...][ctx.positions], "batch", "seq_residual", "embed")
         x = scaled(x, 1.0 if self.cfg.width_scaling is None else self.cfg.width_scaling.embedding)
         return dropout(x, self.cfg.dropout, ctx, EMBEDDING_PLACE, self.layout)
 
-    def finish(self, x: Array) -> Array:
-        """Final normalisation, laid out (batch, seq_residual, embed)."""
+    def final_norm(self, x: Array) -> Array:
+        """Output of the stack [B, S, D] -> normalised, laid out (batch, seq_residual, embed)."""
         return self.layout.act(self.norm(x), "batch", "seq_residual", "embed")
 
-    def further(self, x: Array, tokens: Array, ctx: Context) -> list[Array]:
-        """What predicts the token after next, the one after that, and so on, each [B, S, D] like `finish` has it.
+    def mtp_states(self, x: Array, tokens: Array, ctx: Context) -> list[Array]:
+        """States that predict the token after next, the one after that, and so on, each [B, S, D] like `final_norm`'s.
 
-        x [B, S, D]: from `finish`; tokens int32 [B, S]. A head sees the token before the one it predicts, as embedded
-        where it stands; from the end of a row or, where documents are apart, of a document, zeros come in.
+        x [B, S, D]: from `final_norm`; tokens int32 [B, S]. A head sees the token before the one it predicts, as
+        embedded at its own position; past the end of a row or, where documents are isolated, of a document, zeros.
         """
-        found, place = [], ctx.positions
+        states, positions = [], ctx.positions
         for depth, head in enumerate(self.predictions, start=1):
-            tokens, place = ahead(tokens, ctx.segments), ahead(place, ctx.segments)
-            there = ctx._replace(positions=place).for_layer(EMBEDDING_PLACE - depth)
-            embedded = self.enter(embedded_beside_loss(self.layout, self.look_up(tokens)), there)
+            tokens, positions = shifted(tokens, ctx.segments), shifted(positions, ctx.segments)
+            there = ctx._replace(positions=positions).for_layer(EMBEDDING_PLACE - depth)
+            embedded = self.enter(embedded_beside_loss(self.layout, self.embed_tokens(tokens)), there)
             run = recomputed(head, self.cfg.recomputing().kept())
             x = self.layout.act(run(x, embedded, ctx), "batch", "seq_residual", "embed")
-            found.append(x)
-        return found
+            states.append(x)
+        return states
 
     def table(self) -> Array:
         """The head's table [V, D]."""
         return self.tokens[...] if self.cfg.tied else self.head[...]
 
-    def loss(self, x: Array, labels: Array, weights: Array) -> VocabularyLoss:
+    def loss(self, x: Array, batch: Rows, ctx: Context, reduction: LossReduction) -> Loss:
+        """Next-token loss of the tokens that `loss_mask` counts, from the output of the stack [B, S, D] on.
+
+        Cross-entropy, with smoothed labels and a z-loss if the config has them; the metric `loss` is the cross-entropy
+        alone. Heads that predict further ahead add a loss each.
+        """
+        mask, scale = batch["loss_mask"], reduction.scale
+        counted = jnp.sum(mask)
+        share, weight = reduction.share(counted)
+        x = self.final_norm(x)
+        sums = self.vocabulary_loss(x, batch["labels"], mask * (share * scale))
+        total = sums.minimised / scale
+        metrics = {name: (each / scale / share, counted) for name, each in sums.losses.items()}
+        states = self.mtp_states(x, batch["tokens"], ctx)
+        targets = mtp_targets(self.cfg.prediction, batch, ctx.segments, reduction)
+        for depth, (state, target) in enumerate(zip(states, targets, strict=False), start=2):
+            sums = self.vocabulary_loss(state, target.labels, target.weights * (target.share * scale))
+            total = total + sums.minimised / scale * target.coefficient
+            metrics[f"loss_{depth}_ahead"] = (sums.losses["loss"] / scale / target.share, target.counted)
+        return Loss(total, weight, metrics)
+
+    def vocabulary_loss(self, x: Array, labels: Array, weights: Array) -> VocabularyLoss:
         """Weighted sums of token losses over the rows that are here: what is minimised, and what to report.
 
-        The loss scale belongs into the weights, see `vocabulary_loss`.
+        x [B, S, D]: from `final_norm`. The loss scale belongs into the weights, see `layers.embedding.vocabulary_loss`.
         """
         cfg, x = self.cfg, scaled(x, self.cfg.logit_factor())
         objective = Objective(cfg.label_smoothing, cfg.z_loss)

@@ -3,14 +3,21 @@
 B rows, S positions, D hidden.
 """
 
+from collections.abc import Iterator
+from types import MappingProxyType
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 
+from megajax.batch import Rows
 from megajax.layers.config import BlockConfig, NormConfig
 from megajax.layers.context import Context
 from megajax.layers.param import Normal, Site, maxima, param
+from megajax.mesh.mesh import manual_axes
 from megajax.models.config import PredictionConfig
+from megajax.models.reduction import LossReduction
 
 
 class Prediction(nnx.Module):
@@ -43,8 +50,52 @@ class Prediction(nnx.Module):
         return self.layout.dot("bsd,de->bse", x, w, "batch", "seq", "mlp", maxima=seen)
 
 
-def ahead(x: Array, segments: Array | None) -> Array:
-    """[B, S] -> what stands one place further on in the row, and document where they are apart; zero at the end."""
+class Target(NamedTuple):
+    """What the states of one head are to predict."""
+
+    labels: Array
+    """int32 [B, S]."""
+    weights: Array
+    """float32 [B, S]."""
+    counted: Array
+    """Their sum, float32 []."""
+    share: Array
+    """Factor on the weights, see `LossReduction.share`; float32 []."""
+    coefficient: float
+    """Factor on the loss."""
+
+
+def mtp_targets(
+    cfg: PredictionConfig, batch: Rows, segments: Array | None, reduction: LossReduction
+) -> Iterator[Target]:
+    """The targets of heads 1, 2, and so on without end: each loss is a mean of the same kind as the main one.
+
+    Average "tokens": a row's last tokens have nothing to predict, and those that do weigh more, so that the row (or
+    microbatch, see `PredictionConfig.reweighted`) weighs as much as in the main loss.
+    """
+    labels, mask = batch["labels"], batch["loss_mask"]
+    while True:
+        labels, mask = shifted(labels, segments), shifted(mask, segments)
+        by_tokens = reduction.average == "tokens"
+        weights = reweighted(mask, batch["loss_mask"], DIMENSIONS[cfg.reweighted]) if by_tokens else mask
+        counted = jnp.sum(weights)
+        yield Target(labels, weights, counted, reduction.share(counted)[0], cfg.weight / cfg.depth)
+
+
+DIMENSIONS = MappingProxyType({"rows": (1,), "microbatches": (0, 1)})
+"""Dimensions of [B, S] over which weights of tokens are kept the same."""
+
+
+def reweighted(mask: Array, whole: Array, over: tuple[int, ...]) -> Array:
+    """float32 [B, S]: `mask` times a factor for which its sum over some dimensions is that of `whole`."""
+    inside, wanted = (jnp.sum(each, axis=over, keepdims=True) for each in (mask, whole))
+    if manual_axes().get("context", 1) > 1:
+        inside, wanted = lax.psum((inside, wanted), "context")
+    return mask * (wanted / jnp.maximum(inside, 1))
+
+
+def shifted(x: Array, segments: Array | None) -> Array:
+    """[B, S] -> the next position's value, within the document where they are apart; zero at the end."""
     last = jnp.zeros_like(x[:, :1])
     if segments is None:
         return jnp.concatenate([x[:, 1:], last], axis=1)

@@ -240,7 +240,7 @@ class Stage:
         """What the heads report, by forwards alone."""
         leaving = entering(self.schedule.forward, self.schedule.stages - 1, self.schedule.chunks - 1)
         first, last = int(np.flatnonzero(leaving >= 0)[0]), int(np.flatnonzero(leaving >= 0)[-1])
-        embedded = self.look_up(jnp.int32(0))
+        embedded = self.embed(jnp.int32(0))
         x = self.blank(embedded, 0.0)
         carry = x, embedded, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.reported(x))
         for start, stop in ((0, first), (first, last + 1)):
@@ -270,7 +270,7 @@ class Stage:
 
     def start(self, zeros: tuple[Params, Params], fill: float) -> Carry:
         """Before the first tick."""
-        schedule, embedded = self.schedule, self.look_up(jnp.int32(0))
+        schedule, embedded = self.schedule, self.embed(jnp.int32(0))
         blank = self.blank(embedded, fill)
         outputs = jnp.full((schedule.output_slots, *blank.shape), fill, blank.dtype)
         sums = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.reported(blank))
@@ -367,7 +367,7 @@ class Stage:
             sums, shared, _ = carry
             rows, ready = self.rows(ticks.microbatch), c.ready if self.early else self.to_all(c.ready)
             _, pull, new = jax.vjp(lambda w, x: self.staged.head(w, x, rows, scale), self.shared, ready, has_aux=True)
-            gradients, dy = pull(scale)
+            gradients, dy = pull(scale / self.schedule.stages)  # see `Staged.head`
             return jax.tree.map(jnp.add, sums, new), add(shared, gradients), self.over_stages(dy)
 
         carry = c.sums, c.shared, jnp.zeros_like(c.ready)
@@ -420,7 +420,7 @@ class Stage:
         """`shared` with the gradient of embedding and `enter` added."""
         rows = self.rows(self.leaving(tick))
         ctx = self.staged.context(rows)
-        _, pull = jax.vjp(lambda w: self.staged.enter(w, self.staged.look_up(w, rows), ctx), self.shared)
+        _, pull = jax.vjp(lambda w: self.staged.enter(w, self.staged.embed(w, rows), ctx), self.shared)
         gradients = pull(left)[0]
         # All stages make the gradient of what is not cut over them, which is summed over stages in the end.
         once = {path: g if path in self.cut else jnp.where(self.index == 0, g, 0) for path, g in gradients.items()}
@@ -460,12 +460,12 @@ class Stage:
         if segment.embed == "none":
             return embedded
         ticks = segment.ticks(tick, after(self.schedule.embed))
-        return maybe(ticks, segment.embed, lambda _: self.look_up(tick + 1), embedded)
+        return maybe(ticks, segment.embed, lambda _: self.embed(tick + 1), embedded)
 
-    def look_up(self, tick: Array) -> Array:
+    def embed(self, tick: Array) -> Array:
         """Embeddings of the microbatch that enters at a tick; of any one where none does."""
         microbatch = jnp.asarray(self.schedule.embed)[jnp.minimum(tick, self.schedule.ticks - 1)]
-        return self.staged.look_up(self.shared, self.rows(microbatch))
+        return self.staged.embed(self.shared, self.rows(microbatch))
 
     def shift(self, x: Array, step: Literal[1, -1]) -> Array:
         """x to the next stage (1) or the one before (-1), around the end only where chunks follow each other there."""

@@ -34,7 +34,7 @@ class Staged(NamedTuple):
 
     context: Callable[[Rows], Any]
     """rows -> what layers know of them besides activations; not differentiated."""
-    look_up: Callable[[Params, Rows], Array]
+    embed: Callable[[Params, Rows], Array]
     """(shared, rows) -> embeddings [B, S, D], by all stages together; the same on all of them, as is the cotangent."""
     enter: Callable[[Params, Array, Any], Array]
     """(shared, embeddings, context) -> input of the first layer [B, S, D]."""
@@ -43,7 +43,8 @@ class Staged(NamedTuple):
     common: Callable[[Params], Params]
     """shared -> those of them that every layer uses; by their paths in `shared`."""
     head: Callable[..., tuple[Array, Sums]]
-    """(shared, x, rows, scale=1.0) -> loss to differentiate [] and what to report; its gradients are a stage's parts.
+    """(shared, x, rows, scale=1.0) -> loss to differentiate [] and what to report.
 
-    scale: of the loss, which the cotangent has too; it changes no value.
+    scale: of the loss, which the cotangent has too; it changes no value. All P stages call it with the same x and a
+    cotangent of scale / P. What they make of it adds up to the gradient.
     """

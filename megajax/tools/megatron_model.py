@@ -306,8 +306,8 @@ def _prediction(args: Arguments) -> PredictionConfig:
         )
     block = blocks[0] if blocks and blocks[0] != pattern[-1] else None
     # Read where gradients are averaged by tokens alone.
-    made_up = "microbatches" if args["calculate-per-token-loss"] else "rows"
-    return PredictionConfig(depth=depth, weight=args["mtp-loss-scaling-factor"], block=block, made_up=made_up)
+    reweighted = "microbatches" if args["calculate-per-token-loss"] else "rows"
+    return PredictionConfig(depth=depth, weight=args["mtp-loss-scaling-factor"], block=block, reweighted=reweighted)
 
 
 def width_scaling(args: Arguments) -> Settings:

@@ -21,7 +21,7 @@ def toy(cfg: RunConfig, model: DecoderConfig, **changes: Any) -> RunConfig:
     settings = {
         "model": model,
         "parallel": ParallelConfig(),
-        "data": MockConfig(isolate_documents=cfg.data.isolated()),
+        "data": MockConfig(isolate_documents="segment_ids" in cfg.data.leaves()),
         "tokenizer": NullTokenizerConfig(vocabulary_size=model.vocabulary_size),
         "precision": PrecisionConfig(compute="float32"),
         "schedule": replace(cfg.schedule, warmup_steps=None, warmup_samples=None, warmup_fraction=0.25),

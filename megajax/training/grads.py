@@ -7,6 +7,7 @@ constraints layers state. A pipelined gradient function has the same signature (
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
-from megajax.batch import Grads, LMBatch, Params
+from megajax.batch import Batch, Grads, Params, Rows, Schema
 from megajax.layers.param import ParamSpec, bind
 from megajax.mesh.collectives import (
     gather_shards,
@@ -29,17 +30,17 @@ from megajax.mesh.config import MESH_AXES
 from megajax.mesh.copies import COPIED, copy_heads, sum_copies
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import free_axes, manual_axes
-from megajax.models.decoder import DecoderLM
+from megajax.models.protocol import Model
+from megajax.models.reduction import LossReduction
 from megajax.pipeline.layer_loop import LayerLoop, add
 from megajax.pipeline.staged import Span, Staged
 from megajax.precision.cast import to_compute, to_optimizer, to_reduce
 from megajax.precision.config import PrecisionConfig
 from megajax.precision.maxima import Histories, is_maxima
-from megajax.training.loss import LossFn
-from megajax.training.staged import Parted
+from megajax.training.staged import Parted, forward
 
-type GradFn = Callable[[Params, LMBatch, Array], Grads]
-"""(float32 weights, batch [M, B, S], loss scale float32 []) -> Grads; gradients are multiplied by the scale."""
+type GradFn = Callable[[Params, Batch, Array], Grads]
+"""(float32 weights, batch [M, B, ...], loss scale float32 []) -> Grads; gradients are multiplied by the scale."""
 
 type Sums = Mapping[str, tuple[Array, Array]]
 
@@ -50,9 +51,11 @@ MANUAL = tuple(axis for axis in MESH_AXES if axis != "tensor")
 class Weights:
     """How the weights of a model move within a step: from rest to use, and their gradients to the optimizer."""
 
-    model: DecoderLM
+    model: Model
     """Abstract: structure without values."""
     declared: Mapping[str, ParamSpec]
+    schema: Schema
+    """The leaves of the batches of training; those of an evaluation may be fewer."""
     layout: Layout
     precision: PrecisionConfig
 
@@ -137,30 +140,34 @@ class Weights:
         """f(params, batch, scale) -> out, as one shard_map; params come in laid out by plan.params."""
         plan = self.layout.plan
         params = {path: plan.params.spec(spec.axes, keep=MANUAL) for path, spec in self.declared.items()}
-        return jax.shard_map(
-            f,
-            mesh=mesh,
-            axis_names=set(MANUAL),
-            check_vma=False,
-            in_specs=(params, batch_specs(self.layout), PartitionSpec()),
-            out_specs=out_specs,
-        )
+
+        def mapped(given: Params, batch: Batch, scale: Array) -> Any:
+            specs = batch_specs({name: self.schema[name] for name in batch}, self.layout)
+            return jax.shard_map(
+                f,
+                mesh=mesh,
+                axis_names=set(MANUAL),
+                check_vma=False,
+                in_specs=(params, specs, PartitionSpec()),
+                out_specs=out_specs,
+            )(given, batch, scale)
+
+        return mapped
 
     def reduced_specs(self) -> dict[str, PartitionSpec]:
         """Where reduced gradients are, as `manual` has it."""
         optimizer = self.layout.plan.optimizer
         return {path: optimizer.spec(spec.axes, keep=MANUAL) for path, spec in self.declared.items()}
 
-    def sums(self, f: Callable, mesh: Mesh) -> Callable[[Params, LMBatch], Sums]:
+    def sums(self, f: Callable, mesh: Mesh) -> Callable[[Params, Batch], Sums]:
         """f(params, batch, scale) -> sums that are the same everywhere, as a function of weights and batch."""
         mapped = self.manual(f, mesh, PartitionSpec())
-        return lambda params, batch: mapped(dict(params), batch, jnp.ones((), jnp.float32))
+        return lambda params, batch: mapped(dict(params), dict(batch), jnp.ones((), jnp.float32))
 
 
-def batch_specs(layout: Layout) -> LMBatch:
-    """Where the leaves of a batch [M, B, S] are."""
-    rows = layout.plan.compute.spec((None, "batch", "seq"))
-    return LMBatch(*[rows] * 5, sample=layout.plan.compute.spec((None, "batch")))
+def batch_specs(schema: Schema, layout: Layout) -> dict[str, PartitionSpec]:
+    """Where the leaves of a batch [M, B, ...] are."""
+    return {name: layout.plan.compute.spec(leaf.batch_axes) for name, leaf in schema.items()}
 
 
 def _live(moves: tuple[tuple[int, str], ...]) -> tuple[tuple[int, str], ...]:
@@ -180,18 +187,18 @@ def accumulate(weights: Weights, parts: Staged, mesh: Mesh) -> GradFn:
     parts: of the whole stack as one chunk.
     """
 
-    def local(params: Params, batch: LMBatch, scale: Array) -> tuple:
+    def local(params: Params, batch: Batch, scale: Array) -> tuple:
         held = weights.hold_all(params, scale)
         stacked, shared = Parted.of(held)
         common, made_in = parts.common(shared), Parted.of(weights.made_in()).stacked
         layers = LayerLoop(parts.spans, weights.layout, stacked, common, in_order(parts.spans), False, made_in)
 
-        def begin(rows: LMBatch) -> tuple:
+        def begin(rows: Rows) -> tuple:
             ctx = parts.context(rows)
-            x, pull = jax.vjp(lambda w: parts.enter(w, parts.look_up(w, rows), ctx), shared)
+            x, pull = jax.vjp(lambda w: parts.enter(w, parts.embed(w, rows), ctx), shared)
             return ctx, x, pull
 
-        def microbatch(carry: tuple, rows: LMBatch) -> tuple[tuple, None]:
+        def microbatch(carry: tuple, rows: Rows) -> tuple[tuple, None]:
             sums, (stacked, others), rings = carry
             ctx, x, to_embedding = begin(rows)
             y, rings = layers.forward(0, x, ctx, rings, 0)
@@ -213,8 +220,8 @@ def accumulate(weights: Weights, parts: Staged, mesh: Mesh) -> GradFn:
 
     mapped = weights.manual(local, mesh, (PartitionSpec(), weights.reduced_specs()))
 
-    def grad_fn(params: Params, batch: LMBatch, scale: Array) -> Grads:
-        (loss_sum, weight_sum, metrics), grads = mapped(dict(params), batch, scale)
+    def grad_fn(params: Params, batch: Batch, scale: Array) -> Grads:
+        (loss_sum, weight_sum, metrics), grads = mapped(dict(params), dict(batch), scale)
         return Grads(loss_sum, weight_sum, grads, metrics)
 
     return grad_fn
@@ -225,12 +232,12 @@ def in_order(spans: Sequence[Span]) -> np.ndarray:
     return np.arange(sum(span.units * span.together for span in spans), dtype=np.int32)
 
 
-def forward_sums(weights: Weights, loss_fn: LossFn, mesh: Mesh) -> Callable[[Params, LMBatch], Sums]:
-    """(weights, batch [M, B, S]) -> metrics summed over the batch, without gradients or dropout."""
+def forward_sums(weights: Weights, reduction: LossReduction, mesh: Mesh) -> Callable[[Params, Batch], Sums]:
+    """(weights, batch [M, B, ...]) -> metrics summed over the batch, without gradients or dropout."""
 
-    def local(params: Params, batch: LMBatch, scale: Array) -> Sums:
+    def local(params: Params, batch: Batch, scale: Array) -> Sums:
         model = bind(weights.model, weights.hold_all(params, scale))
-        parts = lax.map(lambda rows: loss_fn(model, rows, None).metrics, batch)
+        parts = lax.map(lambda rows: forward(model, rows, None, reduction).metrics, batch)
         return over_replicas(jax.tree.map(jnp.sum, parts))
 
     return weights.sums(local, mesh)

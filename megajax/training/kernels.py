@@ -18,7 +18,7 @@ def demand_kernels(cfg: RunConfig, device: Device | None = None) -> tuple[Choice
             cfg.precision.compute,
             head_dim=block.mixer.size(cfg.model.hidden),
             length=cfg.model.sequence_length,
-            documents=cfg.data.isolated(),
+            documents="segment_ids" in cfg.data.leaves(),
             device=device,
             where=f"model.stack.pattern.{place}.mixer.kernel",
         )

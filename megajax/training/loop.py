@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from megajax.batch import SAMPLE
 from megajax.mesh.processes import StopFlags
 from megajax.resilience.signals import agree
 from megajax.training.guard import Guard, Orders, Told
@@ -226,7 +227,7 @@ class _Loop:
             flight.reading.step,
             **known,
             consumed_samples=flight.reading.consumed,
-            rows=flight.reading.batch.sample.size,
+            rows=flight.reading.batch[SAMPLE].size,
             seconds=self.done - since,
             stop=bool(numbers.pop(STOP, False)),
             held=bool(numbers.pop(HELD, False)),

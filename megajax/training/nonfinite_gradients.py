@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from megajax.batch import LMBatch, Params
+from megajax.batch import Batch, Params
 from megajax.config.xla import Value
 from megajax.layers.param import ParamSpec
 from megajax.precision.loss_scale import in_range
@@ -15,8 +15,8 @@ from megajax.precision.maxima import is_maxima
 from megajax.training.grads import GradFn
 from megajax.training.step import alone
 
-type Blame = Callable[[Params, LMBatch, Array, Array], Mapping[str, Array]]
-"""(weights, batch [M, B, S], loss scale, factor on the gradients, both float32 []) -> {path: bool [layers] or []}."""
+type Blame = Callable[[Params, Batch, Array, Array], Mapping[str, Array]]
+"""(weights, batch [M, B, ...], loss scale, factor on the gradients, both float32 []) -> {path: bool [layers] or []}."""
 
 LISTED = 6
 
@@ -25,14 +25,14 @@ def make_blame(
     grad_fn: GradFn,
     everywhere: jax.sharding.Sharding,
     options: Mapping[str, Value] | None = None,
-    weight: Callable[[LMBatch], int] = alone,
+    weight: Callable[[Batch], int] = alone,
 ) -> Blame:
     """Jitted: whether a gradient has elements that are not finite, by path and, of stacked weights, by row.
 
     everywhere: the layout of the answers, on all devices alike; options and weight: as of the train step.
     """
 
-    def blame(params: Params, batch: LMBatch, scale: Array, factor: Array) -> dict[str, Array]:
+    def blame(params: Params, batch: Batch, scale: Array, factor: Array) -> dict[str, Array]:
         grads = grad_fn(params, batch, scale * in_range(weight(batch))).grads
         grads = {path: g * factor for path, g in grads.items() if not is_maxima(path)}
         return {path: jnp.any(~jnp.isfinite(g), axis=tuple(range(1, g.ndim))) for path, g in grads.items()}

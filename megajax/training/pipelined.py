@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from megajax.batch import Grads, LMBatch, Params
+from megajax.batch import SAMPLE, Batch, Grads, Params
 from megajax.pipeline.executor import AXIS, Stage
 from megajax.pipeline.partition import Partition
 from megajax.pipeline.schedule import Schedule
@@ -18,7 +18,7 @@ type Schedules = Callable[[int], Schedule]
 
 
 def _stage(
-    weights: Weights, schedule: Schedule, partition: Partition, parts: Staged, held: Params, batch: LMBatch
+    weights: Weights, schedule: Schedule, partition: Partition, parts: Staged, held: Params, batch: Batch
 ) -> Stage:
     stacked, shared = Parted.of(held)
     made_in = Parted.of(weights.made_in()).stacked
@@ -33,16 +33,16 @@ def pipelined(
     parts: of chunks; fill: what buffers hold before they are written.
     """
 
-    def local(params: Params, batch: LMBatch, scale: Array) -> tuple:
+    def local(params: Params, batch: Batch, scale: Array) -> tuple:
         held = weights.hold_all(params, scale)
-        stage = _stage(weights, schedules(batch.tokens.shape[0]), partition, parts, held, batch)
+        stage = _stage(weights, schedules(len(batch[SAMPLE])), partition, parts, held, batch)
         sums, stacked, shared = stage.gradients(scale, Parted.of(weights.zeros(held)), fill=fill)
         return over_replicas(sums), weights.reduce_all(Parted(stacked, shared).whole())
 
     mapped = weights.manual(local, mesh, (PartitionSpec(), weights.reduced_specs()))
 
-    def grad_fn(params: Params, batch: LMBatch, scale: Array) -> Grads:
-        (loss_sum, weight_sum, metrics), grads = mapped(dict(params), batch, scale)
+    def grad_fn(params: Params, batch: Batch, scale: Array) -> Grads:
+        (loss_sum, weight_sum, metrics), grads = mapped(dict(params), dict(batch), scale)
         return Grads(loss_sum, weight_sum, grads, metrics)
 
     return grad_fn
@@ -50,12 +50,12 @@ def pipelined(
 
 def pipelined_sums(
     weights: Weights, parts: Staged, mesh: Mesh, schedules: Schedules, partition: Partition
-) -> Callable[[Params, LMBatch], Sums]:
-    """(weights, batch [M, B, S]) -> metrics summed over the batch, without gradients or dropout."""
+) -> Callable[[Params, Batch], Sums]:
+    """(weights, batch [M, B, ...]) -> metrics summed over the batch, without gradients or dropout."""
 
-    def local(params: Params, batch: LMBatch, scale: Array) -> Mapping[str, tuple[Array, Array]]:
+    def local(params: Params, batch: Batch, scale: Array) -> Mapping[str, tuple[Array, Array]]:
         held = weights.hold_all(params, scale)
-        stage = _stage(weights, schedules(batch.tokens.shape[0]), partition, parts, held, batch)
+        stage = _stage(weights, schedules(len(batch[SAMPLE])), partition, parts, held, batch)
         return over_replicas(stage.losses()[2])
 
     return weights.sums(local, mesh)

@@ -11,13 +11,14 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
-from megajax.batch import LMBatch, Params
+from megajax.batch import SAMPLE, Batch, Leaf, Params, Schema, batch_schema
 from megajax.config.xla import Value
 from megajax.layers.param import Maxima, ParamSpec, reordered, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
-from megajax.models.decoder import DecoderLM
+from megajax.models.protocol import Model
+from megajax.models.reduction import LossReduction
 from megajax.optim.optimizer import Optimizer
 from megajax.optim.schedule import Schedule as LearningRate
 from megajax.pipeline.check import check
@@ -30,7 +31,6 @@ from megajax.precision.maxima import Histories
 from megajax.training.batch_sizes import BatchSizes
 from megajax.training.compiler_options import settled
 from megajax.training.grads import GradFn, Weights, accumulate, batch_specs, forward_sums
-from megajax.training.loss import LanguageModelLoss
 from megajax.training.nonfinite_gradients import Blame, make_blame
 from megajax.training.pipelined import pipelined, pipelined_sums
 from megajax.training.run_config import RunConfig
@@ -49,7 +49,7 @@ class Program:
     cfg: RunConfig
     mesh: Mesh
     layout: Layout
-    abstract: DecoderLM
+    abstract: Model
     """The model without values."""
     declared: Mapping[str, ParamSpec]
     """Its weights by path."""
@@ -67,6 +67,8 @@ class Program:
     """What stages do when, in steps of the last size; None without a pipeline."""
     options: Mapping[str, Value]
     """Compiler options of every program of the run."""
+    schema: Schema
+    """The leaves of the run's batches."""
 
     def __repr__(self) -> str:
         used = ", ".join(f"{name} {size}" for name, size in self.mesh.shape.items() if size > 1)
@@ -88,7 +90,7 @@ class Program:
         fp8, batch = self.cfg.precision.fp8, self.cfg.batch
         if fp8 is None or fp8.delayed is None:
             return None
-        tokens = batch.micro_size * self.cfg.model.sequence_length
+        tokens = batch.micro_size * self.cfg.model.row_positions()
         return Histories(fp8.delayed, 1.0 if batch.loss_average == "tokens" else 1 / tokens)
 
     def used(self, inputs: Params) -> dict[str, Array]:
@@ -124,6 +126,7 @@ class Program:
             partition,
             _pipeline(cfg.parallel, sizes.sizes()[-1].microbatches) if cfg.parallel.pipeline > 1 else None,
             settled(cfg, mesh) if options is None else options,
+            batch_schema(cfg.model.schema(), cfg.data.leaves()),
         )
 
     def fresh_state(self) -> Callable[[], TrainState]:
@@ -134,32 +137,25 @@ class Program:
         """The state as jax.ShapeDtypeStruct, with shardings."""
         return jax.tree.map(_placed, jax.eval_shape(self._fresh), self.shardings)
 
-    def batch_like(self) -> LMBatch:
-        """A global batch [M, B, S] as jax.ShapeDtypeStruct, with shardings."""
+    def batch_like(self) -> Batch:
+        """A global batch [M, B, ...] as jax.ShapeDtypeStruct, with shardings."""
         rows, microbatches = self.sizes.sizes()[-1]
-        short = (microbatches, rows // microbatches)
-        full = (*short, self.cfg.model.sequence_length)
-        ints = jax.ShapeDtypeStruct(full, jnp.int32)
-        batch = LMBatch(
-            tokens=ints,
-            labels=ints,
-            loss_mask=jax.ShapeDtypeStruct(full, jnp.float32),
-            positions=ints,
-            segment_ids=ints,
-            sample=jax.ShapeDtypeStruct(short, jnp.uint32),
-        )
-        return jax.tree.map(lambda leaf, spec: _placed(leaf, NamedSharding(self.mesh, spec)), batch, self.batch_specs)
+        leading = (microbatches, rows // microbatches)
+
+        def like(leaf: Leaf) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((*leading, *leaf.shape), leaf.dtype)
+
+        return {name: _placed(like(leaf), self.batch_shardings[name]) for name, leaf in self.schema.items()}
 
     @property
-    def batch_specs(self) -> LMBatch:
-        """Where the leaves of a batch [M, B, S] are."""
-        return batch_specs(self.layout)
+    def batch_shardings(self) -> dict[str, NamedSharding]:
+        """Where the leaves of a batch [M, B, ...] are."""
+        specs = batch_specs(self.schema, self.layout)
+        return {name: NamedSharding(self.mesh, spec) for name, spec in specs.items()}
 
     def grad_fn(self, *, fill: float = 0.0) -> GradFn:
         """(weights, batch, loss scale) -> sums of gradients. fill: see `pipelined`; without a pipeline nothing is."""
-        key = (
-            jax.random.fold_in(jax.random.key(self.cfg.seed), DROPOUT_STREAM) if self.cfg.model.has_dropout() else None
-        )
+        key = jax.random.fold_in(jax.random.key(self.cfg.seed), DROPOUT_STREAM)
         if self.pipeline is None:
             return accumulate(self._weights, self._staged(key, first=0), self.mesh)
         return pipelined(self._weights, self._staged(key), self.mesh, self.schedule_of, self.partition, fill=fill)
@@ -191,7 +187,7 @@ class Program:
     def eval_step(self) -> Callable[[Any, Any], Mapping[str, tuple[Array, Array]]]:
         """(weights, batch) -> {name: (sum, weight)}."""
         if self.pipeline is None:
-            sums = forward_sums(self._weights, self._loss, self.mesh)
+            sums = forward_sums(self._weights, self._reduction, self.mesh)
         else:
             sums = pipelined_sums(self._weights, self._staged(None), self.mesh, self.schedule_of, self.partition)
         return make_eval_step(sums, self.options)
@@ -206,22 +202,23 @@ class Program:
     def _scaler(self) -> LossScaler:
         return self.cfg.precision.scale().build()
 
-    def _weight(self, batch: LMBatch) -> int:
+    def _weight(self, batch: Batch) -> int:
         """Largest sum of weights of one device's losses in a step."""
-        microbatches, rows, length = batch.tokens.shape
+        microbatches, rows = batch[SAMPLE].shape
         devices = self.mesh.shape["data"] * self.mesh.shape["expert"] * self.mesh.shape["context"]
-        return self._loss.weight(microbatches, rows * length // devices)
+        positions = rows * self.cfg.model.row_positions() // devices
+        return microbatches * (positions if self._reduction.average == "tokens" else 1)
 
     @property
     def _weights(self) -> Weights:
-        return Weights(self.abstract, self.arrays, self.layout, self.cfg.precision, self.histories)
+        return Weights(self.abstract, self.arrays, self.schema, self.layout, self.cfg.precision, self.histories)
 
     def _staged(self, key: Array | None, first: int | None = None) -> Staged:
-        return staged(self.abstract, self.arrays, self._loss, key, self.partition.rows, first)
+        return staged(self.abstract, self.arrays, self._reduction, key, self.partition.rows, first)
 
     @property
-    def _loss(self) -> LanguageModelLoss:
-        return LanguageModelLoss(self.cfg.data.isolated(), self.cfg.batch.loss_average)
+    def _reduction(self) -> LossReduction:
+        return LossReduction(self.cfg.batch.loss_average)
 
 
 def _layout(cfg: RunConfig, mesh: Mesh, plan: Plan) -> Layout:

@@ -1,6 +1,6 @@
 """A whole run as one frozen tree, and the checks that need more than one of its parts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import lcm
@@ -88,7 +88,7 @@ class RunConfig:
 
     def batch_sizes(self, replicas: int) -> Any:
         """The BatchSizes of the run on that many data-parallel devices."""
-        return self.batch.build(replicas, sequence_length=self.model.sequence_length)
+        return self.batch.build(replicas, sequence_length=self.model.row_positions())
 
     def but(self, **changes: Any) -> "RunConfig":
         """A copy with these fields replaced."""
@@ -304,13 +304,28 @@ def _profile(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
 
 def _evaluation(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     for name, data in cfg.evaluation.sets.items():
-        if data.isolated() != cfg.data.isolated():
+        if data.leaves() != cfg.data.leaves():
             yield Problem(
                 f"evaluation.sets.{name}",
-                f"isolates documents: {str(data.isolated()).lower()}, the run's data: "
-                f"{str(cfg.data.isolated()).lower()}",
-                "the model is compiled for one of the two: set isolate_documents alike",
+                f"makes {_named(data.leaves())}, the run's data {_named(cfg.data.leaves())}",
+                "training and evaluation read the same leaves; segment_ids come with isolate_documents=true",
             )
+
+
+def _leaves(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
+    """The model reads what the data makes."""
+    makes = cfg.data.leaves()
+    for name, leaf in cfg.model.schema().items():
+        if name not in makes and not leaf.optional:
+            what = f"makes {_named(makes)}; the model reads {name} ({leaf.dtype}) too"
+            yield Problem("data", what, f"choose data that makes {name}, or another model")
+        elif name in makes and makes[name] != leaf.dtype:
+            what = f"makes {name} of dtype {makes[name]}, the model reads {leaf.dtype}"
+            yield Problem("data", what, "use the same dtype in both")
+
+
+def _named(leaves: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} ({dtype})" for name, dtype in leaves.items()) or "nothing"
 
 
 def _fp8(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
@@ -343,6 +358,7 @@ def _fp8(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
 
 
 _CHECKS: tuple[Check, ...] = (
+    _leaves,
     _evaluation,
     _profile,
     _positive,

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from megajax.batch import Params
 from megajax.config.errors import UserError
@@ -52,12 +52,12 @@ class Parts:
     def loader(self, source: Any, consumed: int, *, training: bool = False) -> Loader:
         """Global batches of `source` from row `consumed` on; of the last size, or in training of the size due."""
         sizes = self.program.sizes
-        sharding = NamedSharding(self.program.mesh, self.program.batch_specs.tokens)
         return Loader(
             source,
             global_size=sizes.sizes()[-1].rows,
             microbatches=self.program.microbatches,
-            sharding=sharding,
+            schema=self.program.schema,
+            shardings=self.program.batch_shardings,
             consumed=consumed,
             config=self.cfg.data.loader,
             size_at=(lambda rows: sizes.at(rows).rows) if training else None,
@@ -200,7 +200,7 @@ def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
     demand_kernels(cfg)
     options = settled(cfg, mesh)
     wanted = wanted_rows(cfg, cfg.batch_sizes(mesh.shape["data"] * mesh.shape["expert"]))
-    splits = cfg.data.build(tokenizer=tokenizer, sequence_length=cfg.model.sequence_length, rows=wanted, seed=cfg.seed)
+    splits = cfg.data.build(tokenizer=tokenizer, schema=cfg.model.schema(), rows=wanted, seed=cfg.seed)
     sets = validation_sets(cfg, tokenizer, wanted.valid)
     asked = [*zip(splits._fields, splits, wanted, strict=True)]
     for name, part, rows in asked + [(name, part, wanted.valid) for name, part in sets.items()]:
@@ -233,7 +233,7 @@ def validation_sets(cfg: RunConfig, tokenizer: Tokenizer, rows: int | None) -> d
     for name, data in cfg.evaluation.sets.items() if rows != 0 else ():
         built = data.build(
             tokenizer=tokenizer,
-            sequence_length=cfg.model.sequence_length,
+            schema=cfg.model.schema(),
             rows=Rows(0, rows),
             seed=cfg.seed,
         )

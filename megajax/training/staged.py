@@ -1,18 +1,19 @@
-"""A decoder as gradient functions see it: cut into embedding, stack and loss."""
+"""A model as gradient functions see it: cut into way in, stack and loss."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 from jax import Array
 
-from megajax.batch import LMBatch, Params
-from megajax.layers.context import Context
+from megajax.batch import Loss, Params, Rows
+from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec, bind
 from megajax.layers.stack import BLOCKS, Unit
-from megajax.models.decoder import DecoderLM
+from megajax.models.protocol import Model, Section
+from megajax.models.reduction import LossReduction
 from megajax.pipeline.staged import Span, Staged
-from megajax.training.loss import LossFn
 
 OTHERS = "stack."
 """Where a stack's weights are that are not cut over stages."""
@@ -20,10 +21,24 @@ STACK = OTHERS + BLOCKS
 """Where a model's stacked weights are."""
 
 
+def only_section(model: Model) -> Section:
+    """The model's section. Raises UserError for several, which no gradient function runs yet."""
+    if len(model.sections) != 1:
+        raise UserError(f"{type(model).__name__} has {len(model.sections)} sections, training runs models of one")
+    return next(iter(model.sections.values()))
+
+
+def forward(model: Model, rows: Rows, key: Array | None, reduction: LossReduction) -> Loss:
+    """The loss of a microbatch [B, ...], whole; not to be differentiated. key: random key, None: deterministic."""
+    section = only_section(model)
+    ctx = section.context(rows, key)
+    return model.loss(section.stack(section.enter(section.embed(rows), ctx), ctx), rows, ctx, reduction)
+
+
 def staged(
-    model: DecoderLM,
+    model: Model,
     declared: Mapping[str, ParamSpec],
-    loss_fn: LossFn,
+    reduction: LossReduction,
     key: Array | None,
     repeats: int,
     first: int | None = None,
@@ -34,16 +49,20 @@ def staged(
     the first of them where that is the same on all devices.
     """
     shapes = {path: jax.ShapeDtypeStruct(spec.shape, "float32") for path, spec in declared.items()}
+    section = only_section(model)
 
-    def look_up(shared: Params, rows: LMBatch) -> Array:
-        return bind(model, shapes | dict(shared)).look_up(rows.tokens)
+    def bound(shared: Params) -> Any:
+        return bind(model, shapes | dict(shared))
 
-    def enter(shared: Params, x: Array, ctx: Context) -> Array:
-        return bind(model, shapes | dict(shared)).enter(x, ctx)
+    def embed(shared: Params, rows: Rows) -> Array:
+        return only_section(bound(shared)).embed(rows)
 
-    def head(shared: Params, x: Array, rows: LMBatch, scale: Array | float = 1.0) -> tuple[Array, tuple]:
-        out = loss_fn.head(bind(model, shapes | dict(shared)), x, rows, key, scale)
-        return out.loss_sum, tuple(out)
+    def enter(shared: Params, x: Array, ctx: Any) -> Array:
+        return only_section(bound(shared)).enter(x, ctx)
+
+    def head(shared: Params, x: Array, rows: Rows, scale: Array | float = 1.0) -> tuple[Array, tuple]:
+        loss = bound(shared).loss(x, rows, section.context(rows, key), replace(reduction, scale=scale))
+        return loss.loss_sum, tuple(loss)
 
     def common(shared: Params) -> Params:
         return {path: shared[path] for path in shared if path.startswith(OTHERS)}
@@ -54,9 +73,9 @@ def staged(
         )
 
     spans = [
-        Span(span.units, span.together, named(span.unit), span.unroll) for span in model.stack.spans(repeats, first)
+        Span(span.units, span.together, named(span.unit), span.unroll) for span in section.stack.spans(repeats, first)
     ]
-    return Staged(lambda rows: loss_fn.context(model, rows, key), look_up, enter, spans, common, head)
+    return Staged(lambda rows: section.context(rows, key), embed, enter, spans, common, head)
 
 
 class Parted(NamedTuple):

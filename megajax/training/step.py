@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from megajax.batch import LMBatch, Params
+from megajax.batch import SAMPLE, Batch, Params
 from megajax.config.xla import Value
 from megajax.optim.offload import at_rest, on_device
 from megajax.optim.optimizer import Optimizer, clip_factor, global_norm
@@ -33,7 +33,7 @@ COUNTERS = ("step", "loss_scale", "scale_counters", "consumed_samples", "schedul
 """What changes in a state though no update is made."""
 
 
-def alone(batch: LMBatch) -> int:
+def alone(batch: Batch) -> int:
     """The weight of gradients that are left as they are."""
     del batch
     return 1
@@ -46,10 +46,10 @@ def make_train_step(
     shardings: TrainState,
     options: Mapping[str, Value] | None = None,
     scaler: LossScaler = UNSCALED,
-    weight: Callable[[LMBatch], int] = alone,
+    weight: Callable[[Batch], int] = alone,
     histories: Histories | None = None,
 ) -> TrainStep:
-    """Jitted (state, batch [M, B, S]) -> (state, metrics); donates the state, which keeps its layout.
+    """Jitted (state, batch [M, B, ...]) -> (state, metrics); donates the state, which keeps its layout.
 
     A step whose loss or gradient norm is not finite changes no weight and is counted as skipped; a third argument may
     give orders of another kind (see `judge`). Of what processes tell with a step, maxima come back among the metrics,
@@ -61,7 +61,7 @@ def make_train_step(
     parts = (part for part in shardings.optimizer.values() if isinstance(part, dict))
     on_optimizer = {path: sharding.with_memory_kind("device") for part in parts for path, sharding in part.items()}
 
-    def train_step(state: TrainState, batch: LMBatch, told: Told = NOTHING) -> tuple[TrainState, Metrics]:
+    def train_step(state: TrainState, batch: Batch, told: Told = NOTHING) -> tuple[TrainState, Metrics]:
         loss_scale = state.loss_scale * in_range(weight(batch))
         out = grad_fn(state.inputs, batch, loss_scale)
         seen = {path: out.grads[path] for path in state.maxima}
@@ -78,7 +78,7 @@ def make_train_step(
         rates = partial(schedule.rates, state.scheduled_samples, optimizer.cfg.weight_decay)
         before = on_device(state.optimizer, optimizer.cfg.offload)
         updated, moments = optimizer.update(grads, before, params, rates=rates)
-        rows = batch.sample.size
+        rows = batch[SAMPLE].size
         scale, counters = scaler.update(state.loss_scale, state.scale_counters, finite)
         reported = {
             name: jnp.where(weight > 0, total / weight, jnp.nan) for name, (total, weight) in out.metrics.items()
@@ -116,11 +116,11 @@ def make_train_step(
 
 
 def make_eval_step(
-    sums: Callable[[Params, LMBatch], Mapping[str, tuple[Array, Array]]], options: Mapping[str, Value] | None = None
+    sums: Callable[[Params, Batch], Mapping[str, tuple[Array, Array]]], options: Mapping[str, Value] | None = None
 ) -> Callable:
-    """Jitted (weights, batch [M, B, S]) -> {name: (sum, weight)}; options: of the compiler."""
+    """Jitted (weights, batch [M, B, ...]) -> {name: (sum, weight)}; options: of the compiler."""
 
-    def eval_step(weights: Params, batch: LMBatch) -> Mapping[str, tuple[Array, Array]]:
+    def eval_step(weights: Params, batch: Batch) -> Mapping[str, tuple[Array, Array]]:
         return sums(weights, batch)
 
     return jax.jit(eval_step, compiler_options=None if options is None else dict(options))

@@ -56,7 +56,8 @@ COLLECTIVES = {
     "megajax.layers.embedding": ({"psum", "psum_scatter", "all_gather"}, "islands of the cut vocabulary"),
     "megajax.pipeline.executor": ({"psum", "ppermute"}, "between stages"),
     "megajax.training.grads": ({"psum"}, "scalar sums of a step over the replicas"),
-    "megajax.training.loss": ({"psum"}, "one scalar: tokens counted in a row that is cut over `context`"),
+    "megajax.models.prediction": ({"psum"}, "two scalars of a row that is cut over `context`"),
+    "megajax.models.reduction": ({"psum"}, "one scalar: tokens counted in a row that is cut over `context`"),
 }
 """Module -> collectives it may use, and why. kernels/ring and layers/dispatch come here too."""
 

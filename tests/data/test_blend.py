@@ -12,6 +12,7 @@ from megajax.config.errors import UserError
 from megajax.data.blend import BlendedDataset, exhaustive_index, normalised, rows_needed, weighted_index
 from megajax.data.config import BlendConfig, Rows
 from megajax.data.splits import Evaluation, parse_paths, parse_split, requested_rows, split_bounds
+from megajax.models.config import text_schema
 
 
 def by_definition(weights: list[float], rows: int, limits: list[int] | None = None) -> list[tuple[int, int]]:
@@ -98,7 +99,7 @@ def pair(tmp_path: Path) -> list[str]:
 
 def build(tmp_path: Path, rows: Rows, **options: Any) -> Any:
     config = BlendConfig(cache_dir=str(tmp_path / "cache"), **options)
-    return config.build(tokenizer=tokenizer(), sequence_length=16, rows=rows, seed=5)
+    return config.build(tokenizer=tokenizer(), schema=text_schema(16, 2**31), rows=rows, seed=5)
 
 
 def test_a_weighted_blend(tmp_path: Path, pair: list[str]) -> None:

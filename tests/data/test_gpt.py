@@ -10,12 +10,13 @@ from token_files import EOD, tokenizer, write, write_random
 from megajax.config.errors import UserError
 from megajax.data.config import BlendConfig, MockConfig, Rows
 from megajax.data.mock import MockTokens
+from megajax.models.config import text_schema
 
 
 def build(prefix: Path, length: int, rows: Rows, tokens: Any = None, **options: Any) -> Any:
     config = BlendConfig(paths=(str(prefix),), cache_dir=str(prefix.parent / "cache"), **options)
     assert not config.problems()
-    return config.build(tokenizer=tokens or tokenizer(), sequence_length=length, rows=rows, seed=3)
+    return config.build(tokenizer=tokens or tokenizer(), schema=text_schema(length, 2**31), rows=rows, seed=3)
 
 
 def one_row(tmp_path: Path, documents: list[list[int]], length: int, tokens: Any = None, **options: Any) -> Any:
@@ -127,7 +128,7 @@ def test_mock_documents() -> None:
 def test_mock_splits_are_thirds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = MockConfig(isolate_documents=True)
-    splits = config.build(tokenizer=tokenizer(), sequence_length=32, rows=Rows(10, 10, 0), seed=1)
+    splits = config.build(tokenizer=tokenizer(), schema=text_schema(32, 2**31), rows=Rows(10, 10, 0), seed=1)
     assert splits.test is None
     assert splits.train.index.documents.max() == 33332 and splits.valid.index.documents.min() == 33333
     row = splits.train[5]

@@ -11,6 +11,7 @@ from token_files import tokenizer, write
 from megajax.data import blend
 from megajax.data.cache import load_or_build
 from megajax.data.config import BlendConfig, Rows
+from megajax.models.config import text_schema
 
 
 class Builder:
@@ -88,7 +89,7 @@ def test_every_option_and_the_data_are_in_the_key(tmp_path: Path, built: list[st
 
     def build(rows: int = 5, length: int = 8, seed: int = 1, **options: Any) -> None:
         config = BlendConfig(paths=(str(prefix),), split="1", cache_dir=str(tmp_path / "cache"), **options)
-        config.build(tokenizer=tokenizer(), sequence_length=length, rows=Rows(rows), seed=seed)
+        config.build(tokenizer=tokenizer(), schema=text_schema(length, 2**31), rows=Rows(rows), seed=seed)
 
     changes: list[dict[str, Any]] = [{}, {"rows": 6}, {"length": 9}, {"seed": 2}, {"extra_token": False}]
     names = ("reset_positions", "reset_attention_mask", "eod_mask_loss", "isolate_documents")

@@ -8,13 +8,17 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from megajax.batch import batch_schema
 from megajax.config.errors import UserError
 from megajax.data.config import LoaderConfig
-from megajax.data.loader import LEAVES, Loader, LocalRows, read_rows
+from megajax.data.loader import Loader, LocalRows, read_rows
+from megajax.models.config import text_schema
 
 S, G, M = 8, 16, 2
 AXES = ("pipeline", "data", "expert", "context", "tensor")
 SPEC = PartitionSpec(None, ("data", "expert"), "context")
+LEAVES = {name: leaf.dtype for name, leaf in text_schema(S, 100).items()}
+SCHEMA = batch_schema(text_schema(S, 100), LEAVES)
 LAYOUTS = [(1, 8, 1, 1, 1), (1, 2, 2, 1, 2), (2, 2, 1, 2, 1), (1, 1, 1, 1, 8), (2, 1, 2, 2, 1), (1, 1, 1, 8, 1)]
 
 
@@ -29,7 +33,7 @@ class Numbers:
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         self.read.append(row)
-        return {name: (row * S + np.arange(S)).astype(dtype) for name, dtype in LEAVES}
+        return {name: (row * S + np.arange(S)).astype(dtype) for name, dtype in LEAVES.items()}
 
 
 def layout(sizes: tuple[int, ...]) -> NamedSharding:
@@ -43,7 +47,9 @@ def expected(first: int) -> np.ndarray:
 
 
 def load(sharding: NamedSharding, consumed: int = 0, source: Any = None, **options: Any) -> Loader:
-    return Loader(source or Numbers(), global_size=G, microbatches=M, sharding=sharding, consumed=consumed, **options)
+    shardings = dict.fromkeys(LEAVES, sharding) | {"sample": NamedSharding(sharding.mesh, PartitionSpec(*SPEC[:2]))}
+    given = {"global_size": G, "microbatches": M, "schema": SCHEMA, "shardings": shardings, "consumed": consumed}
+    return Loader(source or Numbers(), **(given | options))
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
@@ -53,12 +59,12 @@ def test_every_layout_gets_the_same_batches(sizes: tuple[int, ...]) -> None:
         for first in (16, 32, 48):
             batch, consumed = next(loader)
             assert consumed == first + G
-            for name, dtype in LEAVES:
-                leaf = getattr(batch, name)
+            for name, dtype in LEAVES.items():
+                leaf = batch[name]
                 assert leaf.dtype == dtype and leaf.sharding == sharding
                 np.testing.assert_array_equal(leaf, expected(first))
-            assert batch.sample.dtype == np.uint32 and batch.sample.shape == (M, G // M)
-            np.testing.assert_array_equal(batch.sample, np.arange(first, first + G).reshape(M, G // M))
+            assert batch["sample"].dtype == np.uint32 and batch["sample"].shape == (M, G // M)
+            np.testing.assert_array_equal(batch["sample"], np.arange(first, first + G).reshape(M, G // M))
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 8])
@@ -75,7 +81,7 @@ def test_processes_read_what_their_devices_hold(sizes: tuple[int, ...], processe
         mine = indices[process::processes] if spread else indices[process * size : (process + 1) * size]
         source = Numbers()
         rows = LocalRows(mine, *whole.shape[:2])
-        block = read_rows(source, 32, rows.offsets)
+        block = read_rows(source, SCHEMA, 32, rows.offsets)
         for index in mine:
             np.testing.assert_array_equal(rows.block(block["tokens"], index), whole[index])
             np.testing.assert_array_equal(rows.block(block["sample"], index[:2]), numbers[index[:2]])
@@ -94,12 +100,12 @@ def test_resuming_and_another_batch_size() -> None:
         for batch, consumed in batches[1:]:
             again, after = next(loader)
             assert after == consumed
-            np.testing.assert_array_equal(again.tokens, batch.tokens)
-    larger = Loader(Numbers(), global_size=2 * G, microbatches=4, sharding=sharding, consumed=48)
+            np.testing.assert_array_equal(again["tokens"], batch["tokens"])
+    larger = load(sharding, consumed=48, global_size=2 * G, microbatches=4)
     with larger:
         batch, after = next(larger)
     assert after == 80
-    np.testing.assert_array_equal(batch.tokens, np.concatenate([expected(48), expected(64)]))
+    np.testing.assert_array_equal(batch["tokens"], np.concatenate([expected(48), expected(64)]))
 
 
 def test_closing_and_going_on() -> None:
@@ -108,7 +114,7 @@ def test_closing_and_going_on() -> None:
     loader.close()
     loader.close()
     batch, _ = next(loader)
-    np.testing.assert_array_equal(batch.tokens, expected(16))
+    np.testing.assert_array_equal(batch["tokens"], expected(16))
     loader.close()
 
 
@@ -125,7 +131,7 @@ def test_the_end_of_the_data() -> None:
 
 def test_microbatches_must_divide() -> None:
     with pytest.raises(UserError, match="16 rows cannot be cut into 3"):
-        Loader(Numbers(), global_size=16, microbatches=3, sharding=layout((1, 1, 1, 1, 1)))
+        load(layout((1, 1, 1, 1, 1)), microbatches=3)
 
 
 def test_bad_rows_arrive_as_they_are() -> None:
@@ -159,7 +165,7 @@ def test_reading_runs_ahead() -> None:
 
 
 def test_sample_numbers_wrap_at_32_bits() -> None:
-    block = read_rows(Numbers(), (1 << 32) + 5, np.array([0, 1]))
+    block = read_rows(Numbers(), SCHEMA, (1 << 32) + 5, np.array([0, 1]))
     assert block["sample"].tolist() == [5, 6]
 
 
@@ -171,7 +177,9 @@ def test_steps_that_grow() -> None:
     def some(consumed: int, count: int) -> list[tuple[tuple[int, int], list[int], int]]:
         with load(sharding, consumed=consumed, size_at=sizes.__getitem__) as loader:
             batches = [next(loader) for _ in range(count)]
-        return [(batch.sample.shape, np.asarray(batch.sample).reshape(-1).tolist(), after) for batch, after in batches]
+        return [
+            (batch["sample"].shape, np.asarray(batch["sample"]).reshape(-1).tolist(), after) for batch, after in batches
+        ]
 
     every = [
         ((1, 8), list(range(8)), 8),

@@ -6,6 +6,7 @@ import pytest
 
 from megajax.data.config import BlendConfig, Rows
 from megajax.data.preprocessing import preprocess_text
+from megajax.models.config import text_schema
 from megajax.tokenizers.config import ByteTokenizerConfig
 
 
@@ -15,6 +16,6 @@ def test_passes_over_a_corpus_of_50_rows(rows: int | None, passes: int, tmp_path
     tokenizer = ByteTokenizerConfig().build()
     preprocess_text(["x" * 40] * 40, tmp_path / "corpus", tokenizer)
     config = BlendConfig(paths=(str(tmp_path / "corpus"),), split="1,0,0", cache_dir=str(tmp_path / "cache"))
-    made = config.build(tokenizer=tokenizer, sequence_length=32, rows=Rows(rows), seed=1)
+    made = config.build(tokenizer=tokenizer, schema=text_schema(32, 2**31), rows=Rows(rows), seed=1)
     assert made.train.passes == passes
     assert len(made.train) >= (rows or 49)

@@ -12,13 +12,14 @@ from megajax.config.errors import UserError
 from megajax.data.config import Rows, StandardLibraryConfig
 from megajax.data.indexed import tokens_path
 from megajax.data.standard_library import choose, corpus, source_files
+from megajax.models.config import text_schema
 
 BYTES = tokenizer(vocabulary_size=257, eod=256)
 
 
 def build(folder: Path, seed: int = 1, **options: Any) -> Any:
     config = StandardLibraryConfig(megabytes=0.5, cache_dir=str(folder), **options)
-    return config.build(tokenizer=BYTES, sequence_length=64, rows=Rows(100, 10, 0), seed=seed)
+    return config.build(tokenizer=BYTES, schema=text_schema(64, 2**31), rows=Rows(100, 10, 0), seed=seed)
 
 
 def test_documents_are_source_files(tmp_path: Path) -> None:
@@ -60,4 +61,4 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 def test_other_tokenizers_are_refused(tmp_path: Path) -> None:
     config = StandardLibraryConfig(cache_dir=str(tmp_path))
     with pytest.raises(UserError, match="Choose the byte tokenizer"):
-        config.build(tokenizer=tokenizer(), sequence_length=8, rows=Rows(1), seed=1)
+        config.build(tokenizer=tokenizer(), schema=text_schema(8, 2**31), rows=Rows(1), seed=1)

@@ -13,6 +13,7 @@ from megajax.config.command_line import parse
 from megajax.config.errors import UserError
 from megajax.data.indexed import IndexedWriter
 from megajax.job.job import train
+from megajax.models.config import text_schema
 from megajax.training import setup
 
 BASE = ["--config=llama3.py:debug", "--devices=cpu:8"]
@@ -129,7 +130,7 @@ def test_a_broken_token_file_is_named(case: str, corpus: Path) -> None:
     harm(corpus)
     with pytest.raises(UserError) as raised:
         from_command_line.data.build(
-            tokenizer=from_command_line.tokenizer.build(), sequence_length=64, rows=(10, 2, 2), seed=1
+            tokenizer=from_command_line.tokenizer.build(), schema=text_schema(64, 2**31), rows=(10, 2, 2), seed=1
         )
     for text in expected:
         assert text in str(raised.value), str(raised.value)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from megajax.batch import LMBatch
+from megajax.batch import Batch, batch_schema
 from megajax.layers.config import (
     AttentionConfig,
     BlockConfig,
@@ -30,9 +30,9 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
 from megajax.models.config import DecoderConfig, PredictionConfig, WidthScalingConfig
+from megajax.models.reduction import LossReduction
 from megajax.precision.config import PrecisionConfig
 from megajax.training.grads import Weights, accumulate
-from megajax.training.loss import LanguageModelLoss
 from megajax.training.staged import staged
 from megajax.training.state import parameter_shardings
 
@@ -107,14 +107,16 @@ LAYOUTS = {
 }
 
 
-def batch() -> LMBatch:
+def batch() -> Batch:
     """Leaves [1, ROWS, LENGTH], two documents a row."""
     rng = np.random.default_rng(0)
     text = rng.integers(0, VOCABULARY, (1, ROWS, LENGTH + 1), dtype=np.int32)
     segments = np.broadcast_to(np.arange(LENGTH, dtype=np.int32) // 7, (1, ROWS, LENGTH))
     mask = (rng.random((1, ROWS, LENGTH)) < 0.8).astype(np.float32)
     positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (1, ROWS, LENGTH))
-    return LMBatch(text[..., :-1], text[..., 1:], mask, positions, segments, np.arange(ROWS, dtype=np.uint32)[None])
+    leaves = {"tokens": text[..., :-1], "labels": text[..., 1:], "loss_mask": mask}
+    sample = np.arange(ROWS, dtype=np.uint32)[None]
+    return {**leaves, "positions": positions, "segment_ids": segments, "sample": sample}
 
 
 @cache
@@ -132,9 +134,9 @@ def gradients(name: str, parallel: ParallelConfig) -> tuple[dict[str, float], di
         spec = declared[path]
         drawn = rng.normal(0, spec.init.std if isinstance(spec.init, Normal) else 0.2, spec.shape)
         params[path] = (drawn + (0 if isinstance(spec.init, Normal) else spec.init.value)).astype(np.float32)
-    loss = LanguageModelLoss(isolated=True)
-    weights = Weights(abstract, declared, layout, PrecisionConfig(compute="float32"))
-    grad_fn = accumulate(weights, staged(abstract, declared, loss, None, cfg.stack.repeats, first=0), mesh)
+    schema = batch_schema(cfg.schema(), batch())
+    weights = Weights(abstract, declared, schema, layout, PrecisionConfig(compute="float32"))
+    grad_fn = accumulate(weights, staged(abstract, declared, LossReduction(), None, cfg.stack.repeats, first=0), mesh)
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         placed = jax.device_put(params, parameter_shardings(declared, plan.params, mesh))
         out = jax.device_get(jax.jit(grad_fn)(placed, batch(), jnp.ones(())))

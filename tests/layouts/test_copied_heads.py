@@ -83,7 +83,7 @@ def test_copies_cost_one_reduction_a_step_and_none_in_a_loop(layout):
 @pytest.mark.parametrize("layout", ["fsdp", pytest.param("replicate", marks=pytest.mark.slow)])
 def test_a_model_is_called_with_weights_at_rest(layout):
     """By plain jax.jit, as a notebook does; and differentiated."""
-    tokens = rows().tokens[:4]
+    tokens = rows()["tokens"][:4]
     found = []
     for parallel in (ONE, LAYOUTS[layout]):
         made = program(FULL, parallel, microbatches=2)

@@ -137,7 +137,7 @@ def test_the_factor_on_embeddings_takes_in_learned_positions():
     scaled = replace(GPT, width_scaling=WidthScalingConfig(base_hidden=GPT.hidden, embedding=3.0))
     plain, tripled = (bind(abstract(cfg, ParallelConfig()), weights(GPT)) for cfg in (GPT, scaled))
     ctx = Context(jnp.asarray(POSITIONS), jnp.arange(LENGTH))
-    one, other = (model.embed(jnp.asarray(TOKENS), ctx) for model in (plain, tripled))
+    one, other = (model.enter(model.embed_tokens(jnp.asarray(TOKENS)), ctx) for model in (plain, tripled))
     np.testing.assert_allclose(other, 3 * one, rtol=1e-6)
 
 
@@ -171,13 +171,13 @@ def test_bfloat16_stays_in_the_residual_stream_and_leaves_logits_and_loss_in_flo
 
     def parts(values):
         bound = bind(model, values)
-        x = bound.embed(TOKENS, Context(jnp.asarray(POSITIONS), jnp.arange(LENGTH)))
-        y = bound.finish(bound.stack(x, Context(jnp.asarray(POSITIONS), jnp.arange(LENGTH))))
+        x = bound.enter(bound.embed_tokens(TOKENS), Context(jnp.asarray(POSITIONS), jnp.arange(LENGTH)))
+        y = bound.final_norm(bound.stack(x, Context(jnp.asarray(POSITIONS), jnp.arange(LENGTH))))
         return (
             x,
             y,
             bound.logits(y),
-            bound.loss(y, TOKENS, jnp.ones(TOKENS.shape)).minimised,
+            bound.vocabulary_loss(y, TOKENS, jnp.ones(TOKENS.shape)).minimised,
             bound.token_losses(y, TOKENS),
         )
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from tiny_runs import gpt, llama, train
 
-from megajax.batch import LMBatch
 from megajax.layers.embedding import VocabularyLoss
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig, PredictionConfig
-from megajax.models.prediction import ahead
-from megajax.training.loss import LanguageModelLoss
+from megajax.models.decoder import DecoderLM
+from megajax.models.prediction import shifted
+from megajax.models.reduction import LossReduction
 
 MODELS = {
     "tied, dropout": replace(gpt(dropout=0.1), prediction=PredictionConfig(depth=2)),
@@ -23,35 +23,32 @@ MODELS = {
 
 def test_what_is_ahead_ends_with_the_row_and_the_document():
     x = jnp.asarray([[3, 4, 5, 6, 7]])
-    np.testing.assert_array_equal(ahead(x, None), [[4, 5, 6, 7, 0]])
+    np.testing.assert_array_equal(shifted(x, None), [[4, 5, 6, 7, 0]])
     apart = jnp.asarray([[0, 0, 1, 1, 1]])
-    np.testing.assert_array_equal(ahead(x, apart), [[4, 0, 6, 7, 0]])
-    np.testing.assert_array_equal(ahead(ahead(x, apart), apart), [[0, 0, 7, 0, 0]])
+    np.testing.assert_array_equal(shifted(x, apart), [[4, 0, 6, 7, 0]])
+    np.testing.assert_array_equal(shifted(shifted(x, apart), apart), [[0, 0, 7, 0, 0]])
 
 
 class Known:
     """A model that is told the loss of every token, [B, S] of its own head and of one ahead."""
 
-    def __init__(self, main: np.ndarray, further: np.ndarray, made_up: str):
-        self.cfg = SimpleNamespace(prediction=PredictionConfig(weight=0.5, made_up=made_up))
+    def __init__(self, main: np.ndarray, further: np.ndarray, reweighted: str):
+        self.cfg = SimpleNamespace(prediction=PredictionConfig(weight=0.5, reweighted=reweighted))
         self.main, self.ahead = main, further
 
-    def context(self, batch, key, *, isolated):
-        return SimpleNamespace(segments=None)
-
-    def finish(self, x):
+    def final_norm(self, x):
         return self.main
 
-    def further(self, x, tokens, ctx):
+    def mtp_states(self, x, tokens, ctx):
         return [self.ahead]
 
-    def loss(self, losses, labels, weights):
+    def vocabulary_loss(self, losses, labels, weights):
         total = jnp.sum(losses * weights)
         return VocabularyLoss(total, {"loss": total})
 
 
 @pytest.mark.parametrize(
-    ("average", "made_up", "expected"),
+    ("average", "reweighted", "expected"),
     [
         # Row 0 counts 3 tokens, 2 of them one ahead; row 1 counts 2, one of them ahead.
         ("tokens", "rows", 5 + 0.5 * (10 * 2 * 3 / 2 + 100 * 1 * 2 / 1)),
@@ -59,12 +56,13 @@ class Known:
         ("microbatches", "rows", 5 / 5 + 0.5 * (10 * 2 + 100 * 1) / 3),
     ],
 )
-def test_tokens_that_have_nothing_to_predict_are_made_up_for(average, made_up, expected):
+def test_tokens_that_have_nothing_to_predict_are_made_up_for(average, reweighted, expected):
     mask = np.array([[1, 1, 1, 0], [1, 1, 0, 0]], np.float32)
     further = np.array([[10.0] * 4, [100.0] * 4], np.float32)
-    batch = LMBatch(*[np.zeros((2, 4), np.int32)] * 2, mask, *[np.zeros((2, 4), np.int32)] * 2, np.zeros(2, np.uint32))
-    model = Known(np.ones((2, 4), np.float32), further, made_up)
-    found = LanguageModelLoss(isolated=False, average=average).head(model, None, batch)
+    zeros = np.zeros((2, 4), np.int32)
+    batch = {"tokens": zeros, "labels": zeros, "loss_mask": mask}
+    model = Known(np.ones((2, 4), np.float32), further, reweighted)
+    found = DecoderLM.loss(model, None, batch, SimpleNamespace(segments=None), LossReduction(average))
     assert float(found.loss_sum) == pytest.approx(expected, rel=1e-6)
 
 

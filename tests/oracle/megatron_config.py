@@ -113,7 +113,7 @@ def _prediction(blocks: list[BlockConfig], depth: int, factor: float) -> Predict
     """Its blocks are numbered from 1 on: windows and rotation are those of the first layers."""
     if any(block != blocks[0] for block in blocks[:depth]):
         unsupported("blocks of multi-token prediction that differ")
-    return PredictionConfig(depth=depth, weight=factor, block=blocks[0], made_up="microbatches")
+    return PredictionConfig(depth=depth, weight=factor, block=blocks[0], reweighted="microbatches")
 
 
 def _width_scaling(core: Settings, hidden: int) -> WidthScalingConfig | None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from megajax.batch import LMBatch
+from megajax.batch import Batch, batch_schema
 from megajax.layers.config import AttentionConfig, LayerNormConfig
 from megajax.layers.context import Context
 from megajax.layers.param import bind, specs
@@ -18,11 +18,11 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
 from megajax.models.config import DecoderConfig
+from megajax.models.reduction import LossReduction
 from megajax.optim.config import OptimizerConfig, ScheduleConfig
 from megajax.optim.schedule import Schedule
 from megajax.precision.config import PrecisionConfig
 from megajax.training.grads import GradFn, Weights, accumulate
-from megajax.training.loss import LanguageModelLoss
 from megajax.training.staged import staged
 from megajax.training.state import fresh_state, state_shardings
 from megajax.training.step import make_train_step
@@ -38,12 +38,12 @@ def batch_by_rule(seed: int, rows: int, length: int, vocabulary: int) -> tuple[n
     return text[:, :-1].astype(np.int32), text[:, 1:].astype(np.int32), mask.astype(np.float32)
 
 
-def lm_batch(microbatches: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> LMBatch:
+def lm_batch(microbatches: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Batch:
     """One global batch [M, B, S]; every row is one document."""
     tokens, labels, mask = (np.stack(leaf) for leaf in zip(*microbatches, strict=True))
     positions = np.broadcast_to(np.arange(tokens.shape[-1], dtype=np.int32), tokens.shape)
     sample = np.arange(tokens[..., 0].size, dtype=np.uint32).reshape(tokens.shape[:2])
-    return LMBatch(tokens, labels, mask, positions, np.zeros_like(tokens), sample)
+    return {"tokens": tokens, "labels": labels, "loss_mask": mask, "positions": positions, "sample": sample}
 
 
 class OneDevice:
@@ -103,7 +103,7 @@ class OneDevice:
 
         def compute(params: Any, tokens: Any, labels: Any) -> dict[str, Any]:
             model = bind(self.abstract, params)
-            hidden = model.trunk(tokens, self.context(tokens))
+            hidden = model.hidden_states(tokens, self.context(tokens))
             return {"logits": model.logits(hidden), "per_token_loss": model.token_losses(hidden, labels)}
 
         return self(compute, self.checked(params), tokens, labels)
@@ -117,9 +117,9 @@ class OneDevice:
                 cfg = replace(self.cfg, stack=replace(self.cfg.stack, repeats=layers))
                 short = {path: w[:layers] if self.declared[path].layers else w for path, w in params.items()}
                 model = bind(nnx.eval_shape(lambda cfg=cfg: cfg.build(self.layout)), short)
-                x = model.embed(tokens, ctx)
+                x = model.enter(model.embed_tokens(tokens), ctx)
                 found[f"layer{layers - 1}_out"] = y = model.stack(x, ctx)
-            return found | {"embedding": x, "final_norm": model.finish(y)}
+            return found | {"embedding": x, "final_norm": model.final_norm(y)}
 
         assert len(self.cfg.stack.pattern) == 1
         return self(compute, self.checked(params), tokens)
@@ -129,12 +129,15 @@ class OneDevice:
         return Context(jnp.broadcast_to(index[None], tokens.shape), index)
 
     def grad_fn(self, average: Average) -> GradFn:
-        weights = Weights(self.abstract, self.declared, self.layout, self.precision)
-        loss = LanguageModelLoss(isolated=False, average=average)
-        parts = staged(weights.model, weights.declared, loss, None, weights.model.cfg.stack.repeats, first=0)
+        makes = ("tokens", "labels", "loss_mask", "positions")
+        schema = batch_schema(self.cfg.schema(), dict.fromkeys(makes, ""))
+        weights = Weights(self.abstract, self.declared, schema, self.layout, self.precision)
+        parts = staged(
+            weights.model, weights.declared, LossReduction(average), None, weights.model.cfg.stack.repeats, first=0
+        )
         return accumulate(weights, parts, self.mesh)
 
-    def gradients(self, params: Mapping[str, np.ndarray], batch: LMBatch, average: Average) -> dict[str, Any]:
+    def gradients(self, params: Mapping[str, np.ndarray], batch: Batch, average: Average) -> dict[str, Any]:
         """The training step's gradients by path, the loss they are of, and the loss that is reported."""
         out = self(self.grad_fn(average), self.checked(params), batch, jnp.ones(()))
         total, tokens = out.metrics["loss"]
@@ -180,7 +183,7 @@ class Trainer:
             self.state = jax.device_put(state, shardings)
         self.train_step = make_train_step(model.grad_fn(average), self.optimizer, schedule, shardings)
 
-    def step(self, batch: LMBatch) -> dict[str, float]:
+    def step(self, batch: Batch) -> dict[str, float]:
         """One step -> what it reported."""
         with jax.set_mesh(self.model.mesh), jax.default_matmul_precision("highest"):
             self.state, metrics = self.train_step(self.state, batch)

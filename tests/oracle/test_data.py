@@ -15,6 +15,7 @@ from megajax.data.config import BlendConfig, Rows
 from megajax.data.indexed import IndexedTokens, IndexedWriter, has_modes, index_path, token_dtype, tokens_path
 from megajax.data.loader import LocalRows
 from megajax.data.splits import NAMES, parse_split, split_bounds
+from megajax.models.config import text_schema
 
 FOLDER = (
     Path(os.environ.get("MEGAJAX_ORACLE_DIR", Path(__file__).parents[2] / ".." / "shared" / "oracle")).resolve()
@@ -64,7 +65,7 @@ def build(case: dict[str, Any], cache: Path, length: int, sizes: list[int | None
         options.setdefault("split", case["split"])
     config = BlendConfig(cache_dir=str(cache), **options)
     assert not config.problems()
-    return config.build(tokenizer=tokenizer(), sequence_length=length, rows=Rows(*sizes), seed=case["seed"])
+    return config.build(tokenizer=tokenizer(), schema=text_schema(length, 2**31), rows=Rows(*sizes), seed=case["seed"])
 
 
 def asked(case: dict[str, Any], sizes: list[int | None]) -> list[int | None]:

@@ -8,7 +8,6 @@ from tiny_runs import LENGTH, ONE, ROWS, llama, place, program, rows, start, wit
 
 from megajax.precision.config import ConstantScaleConfig, DynamicScaleConfig, PrecisionConfig
 from megajax.precision.loss_scale import DynamicScale, in_range
-from megajax.training.loss import LanguageModelLoss
 from megajax.training.step import make_train_step
 
 
@@ -61,10 +60,8 @@ def test_scales_that_make_no_sense_are_refused(config, where):
 def test_scales_are_for_gradients_of_a_mean():
     """A float16 step of many tokens overflows where the gradient of their mean does, not of the sum; no bit changes."""
     assert [in_range(weight) for weight in (1, 2, 3, 2047, 2048)] == [1, 1 / 2, 1 / 2, 1 / 1024, 1 / 2048]
-    loss = LanguageModelLoss(isolated=False), LanguageModelLoss(isolated=False, average="microbatches")
-    assert [each.weight(4, 100) for each in loss] == [400, 4]
-    whole = program(llama(), ONE, microbatches=4)
-    assert whole._weight(whole.batch_like()) == ROWS * LENGTH
+    whole, mean = (program(llama(), ONE, microbatches=4, average=a) for a in ("tokens", "microbatches"))
+    assert whole._weight(whole.batch_like()) == ROWS * LENGTH and mean._weight(mean.batch_like()) == 4
     with within(whole):
         state, batch = start(whole), place(whole, rows())
         as_it_is = make_train_step(whole.grad_fn(), whole.optimizer, whole.schedule, whole.shardings)

@@ -308,8 +308,8 @@ def test_blocks_that_predict_further_are_numbered_from_one_on() -> None:
     assert one.mixer.window == 8
     assert made(f"{every} --mtp-num-layers 2").refused
     plain = config("--num-layers 4 --window-size 8,0 --mtp-num-layers 2").model.prediction
-    assert plain.block is None and plain.made_up == "rows"
-    assert config("--mtp-num-layers 1 --calculate-per-token-loss").model.prediction.made_up == "microbatches"
+    assert plain.block is None and plain.reweighted == "rows"
+    assert config("--mtp-num-layers 1 --calculate-per-token-loss").model.prediction.reweighted == "microbatches"
 
 
 def test_latent_attention_scales_scores_alike_with_and_without_mup() -> None:

@@ -34,9 +34,9 @@ def test_gradients_and_metrics_are_those_of_a_plain_log_softmax(average):
         for number in range(2):
             piece = jax.tree.map(lambda leaf, number=number: leaf[number], batch)
             model = bind(made.abstract, params)
-            logits = model.logits(model.trunk(piece.tokens, model.context(piece)))
-            terms = {name: jnp.sum(x * piece.loss_mask) for name, x in token_terms(logits, piece.labels).items()}
-            share = 1 / jnp.sum(piece.loss_mask) if average == "microbatches" else 1.0
+            logits = model.logits(model.hidden_states(piece["tokens"], model.context(piece)))
+            terms = {name: jnp.sum(x * piece["loss_mask"]) for name, x in token_terms(logits, piece["labels"]).items()}
+            share = 1 / jnp.sum(piece["loss_mask"]) if average == "microbatches" else 1.0
             total += (terms["smoothed_loss"] + terms["z_loss"]) * share
             sums = {name: sums[name] + terms[name] for name in sums}
         return total, sums
@@ -51,7 +51,7 @@ def test_gradients_and_metrics_are_those_of_a_plain_log_softmax(average):
     assert found.metrics.keys() == sums.keys()
     for name, expected in sums.items():
         np.testing.assert_allclose(found.metrics[name][0], expected, rtol=1e-5, err_msg=name)
-        assert found.metrics[name][1] == batch.loss_mask.sum()
+        assert found.metrics[name][1] == batch["loss_mask"].sum()
     np.testing.assert_allclose(evaluated[0], sums["loss"], rtol=1e-5)
     for path, expected in gradients.items():
         scale = np.abs(expected).max()

@@ -135,7 +135,7 @@ def test_the_weights_are_named_whose_gradients_are_not_finite(monkeypatch):
 
         def grads(params, batch, scale):
             out = grad_fn(params, batch, scale)
-            wrong = jnp.where((batch.sample == 8 * 3).any(), jnp.nan, 0.0)  # a row of step 4
+            wrong = jnp.where((batch["sample"] == 8 * 3).any(), jnp.nan, 0.0)  # a row of step 4
             return out._replace(grads={**out.grads, path: out.grads[path].at[1, 2, 3].add(wrong)})
 
         return grads

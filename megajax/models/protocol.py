@@ -1,0 +1,82 @@
+"""What training, pipeline, evaluation and planning ask of a model. They know no model beyond these questions.
+
+A model is two things in a user's file or in this folder: a config (`ModelConfig`), which says without jax which arrays
+a row has, and a module (`Model`), which computes. docs/own_model.md builds one of each.
+
+Shapes: B rows, and whatever a model makes of them.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from megajax.batch import Array, Loss, Rows, Schema
+from megajax.config.builds import Builds
+from megajax.layers.config import StackConfig
+
+
+class ModelConfig(Builds):
+    """Base of the configs of models; `build(layout)` makes the module, without values while it is traced."""
+
+    __slots__ = ()
+    stack: StackConfig
+    """The layers, which pipelines cut into stages."""
+
+    @abstractmethod
+    def schema(self) -> Schema:
+        """The leaves of a row that the model reads."""
+
+    def row_positions(self) -> int:
+        """Positions of a row: what throughput is counted in, and what a loss is averaged over. 1 without a sequence."""
+        return max((leaf.positions() for leaf in self.schema().values()), default=1)
+
+    def width_ratio(self) -> float:
+        """How much wider this model is than the one its learning rates were found on (muP); 1 for none."""
+        return 1.0
+
+
+class Section(Protocol):
+    """One tower: a way in and a stack of layers."""
+
+    stack: Any
+    """A `megajax.layers.stack.Stack`."""
+
+    def context(self, batch: Rows, key: Array | None) -> Any:
+        """What layers know of a microbatch besides activations. key: of the run, None for a deterministic forward."""
+        ...
+
+    def embed(self, batch: Rows) -> Array:
+        """The start of the way in, made by all stages of a pipeline together: its tables may be cut over stages.
+
+        Its result is the same on all stages, and so is its cotangent.
+        """
+        ...
+
+    def enter(self, x: Array, ctx: Any) -> Array:
+        """The rest of the way in, from `embed`'s result to the input of the first layer."""
+        ...
+
+
+class Reducing(Protocol):
+    """How the losses of a microbatch become sums; `megajax.models.reduction.LossReduction`."""
+
+    def __call__(self, losses: Array, weights: Array) -> Loss: ...
+
+
+class Model(Protocol):
+    """An nnx.Module whose weights are made by `megajax.layers.param.param`."""
+
+    sections: Mapping[str, Section]
+    """By the path of the section in the model; "" for a model that is its own only section."""
+
+    def loss(self, x: Array, batch: Rows, ctx: Any, reduction: Any) -> Loss:
+        """From the last section's output on.
+
+        In a pipeline all stages call it with the same x, and the gradients that they make are added up: each gets its
+        share of the cotangent, so that what is not cut over stages needs no care.
+        """
+        ...
+
+    def __call__(self, *arrays: Array) -> Array:
+        """Plain use by `jax.jit`, as in a notebook; the arguments have the names of leaves."""
+        ...

@@ -1,0 +1,38 @@
+"""How the losses of a microbatch become the sums that are minimised and reported: sums, never means."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from megajax.batch import Loss
+from megajax.mesh.mesh import manual_axes
+
+
+@dataclass(frozen=True, slots=True)
+class LossReduction:
+    """What a loss weighs.
+
+    average "tokens": everything that is counted weighs 1. "microbatches": what is counted in a device's microbatch
+    shares a weight of 1 (Megatron-LM's default), which makes the gradient the mean of microbatch means.
+    """
+
+    average: Literal["tokens", "microbatches"] = "tokens"
+    scale: Array | float = 1.0
+    """The loss scale, float32 []. It changes no value of a `Loss`. A model that makes gradients in its forward pass
+    makes them with this factor, before they are rounded to the compute dtype."""
+
+    def __call__(self, losses: Array, weights: Array) -> Loss:
+        """The weighted sum of `losses`, an array like `weights` (0 where nothing is counted), float32."""
+        counted = jnp.sum(weights)
+        total, (share, weight) = jnp.sum(losses * weights), self.share(counted)
+        return Loss(total * share, weight, {"loss": (total, counted)})
+
+    def share(self, counted: Array) -> tuple[Array, Array]:
+        """(factor on the weight of each loss, weight of all of them); counted: their sum on this device, float32 []."""
+        if self.average == "tokens":
+            return jnp.ones(()), counted
+        context = manual_axes().get("context", 1)
+        total = lax.psum(counted, "context") if context > 1 else counted
+        return 1 / jnp.maximum(total, 1), jnp.full((), 1 / context)
