@@ -16,12 +16,10 @@ type Moves = tuple[tuple[int, str], ...]
 
 
 def moved_axes(source: Rules, target: Rules, axes: LogicalAxes) -> Moves:
-    """(dimension, mesh axis) pairs that are cut under `source` and whole under `target`, outermost first."""
+    """(dimension, mesh axis) pairs that are sharded under `source` and not under `target`, outermost first."""
+    pairs = zip(source.dimensions(axes), target.dimensions(axes), strict=True)
     return tuple(
-        (dimension, axis)
-        for dimension, name in enumerate(axes)
-        for axis in source.mesh_axes(name)
-        if axis not in target.mesh_axes(name)
+        (dimension, axis) for dimension, (before, after) in enumerate(pairs) for axis in before if axis not in after
     )
 
 

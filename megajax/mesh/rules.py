@@ -43,15 +43,26 @@ class Rules:
     """Of a small weight, one for each device that uses it on its own positions: see Plan.copied."""
 
     def mesh_axes(self, name: str | None) -> MeshAxes:
-        """Mesh axes of one logical axis; None is never cut."""
+        """Mesh axes of one logical axis; None is never sharded."""
         return () if name is None else getattr(self, name)
+
+    def dimensions(self, axes: LogicalAxes) -> tuple[MeshAxes, ...]:
+        """Mesh axes of each dimension of an array with these logical axes.
+
+        `embed`, along which weights are spread at rest, takes only the mesh axes that no other dimension uses: the
+        weights of experts, which are sharded over `expert` already, are spread over `data` and `context`.
+        """
+        used = {axis for name in axes if name != "embed" for axis in self.mesh_axes(name)}
+        return tuple(
+            tuple(axis for axis in self.mesh_axes(name) if name != "embed" or axis not in used) for name in axes
+        )
 
     def spec(self, axes: LogicalAxes, keep: Sequence[str] | None = None) -> PartitionSpec:
         """("vocab", "embed") -> P("tensor", None); with `keep`, only those mesh axes appear.
 
-        Raises ValueError when two dimensions of one array would be cut over the same mesh axis.
+        Raises ValueError when two dimensions of one array would be sharded over the same mesh axis.
         """
-        mapped = [self.mesh_axes(name) for name in axes]
+        mapped = self.dimensions(axes)
         used = [axis for entry in mapped for axis in entry]
         if len(used) != len(set(used)):
             raise ValueError(f"logical axes {tuple(axes)} put a mesh axis on two dimensions: {mapped}")

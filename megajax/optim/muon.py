@@ -182,11 +182,11 @@ class Orthogonalised:
         return None if self.rules is None else replace(self.rules, **dict.fromkeys(names, ()))
 
     def _sharing(self) -> tuple[str, ...]:
-        """Mesh axes that cut `embed` and nothing else here."""
+        """Mesh axes that `embed` is sharded over."""
         if self.rules is None:
             return ()
-        others = {axis for name in self.axes if name != "embed" for axis in self.rules.mesh_axes(name)}
-        return tuple(axis for axis in self.rules.embed if axis not in others)
+        dimensions = zip(self.axes, self.rules.dimensions(self.axes), strict=True)
+        return tuple(axis for name, over in dimensions if name == "embed" for axis in over)
 
     def _sizes(self) -> tuple[int, int]:
         """(parts `layer` is cut into, devices that share a stage's matrices) on the surrounding mesh."""

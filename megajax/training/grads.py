@@ -97,7 +97,7 @@ class Weights:
             g = self.layout.act(g.sum(-2), *axes)
         held = plan.held_during_step(axes)
         moves = _live(moved_axes(plan.optimizer, held, axes))
-        done = {axis for name in axes for axis in held.mesh_axes(name)} | {axis for _, axis in moves}
+        done = {axis for over in held.dimensions(axes) for axis in over} | {axis for _, axis in moves}
         also = tuple(axis for axis in manual_replicas() if axis not in done)
         if moves or also:
             reduced = self.layout.island(lambda part: reduce_shards(row_major(part), moves, also), (axes,), axes)
