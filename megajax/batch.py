@@ -78,3 +78,5 @@ class Grads(NamedTuple):
     """float32, summed over tokens."""
     metrics: Mapping[str, tuple[Array, Array]]
     """name -> (sum, weight), float32 []: for reporting only."""
+    observed: Params
+    """What layers observed, float32 by path; see megajax.mesh.observations."""

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from megajax.layers.context import Context
 from megajax.layers.remat import Kept
 from megajax.layers.stack import BLOCKS, Span
+from megajax.mesh.observations import reduction_of
 from megajax.pipeline.layer_loop import differentiated
-from megajax.precision.maxima import is_maxima
 from megajax.training.program import Program
 
 STACK = "stack."
@@ -75,7 +75,7 @@ def _arguments(program: Program, together: int) -> tuple:
 
 
 def _dtype(path: str, compute: Any) -> Any:
-    return jnp.float32 if is_maxima(path) else compute
+    return compute if reduction_of(path) is None else jnp.float32
 
 
 def _like(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.layers.config import AttentionConfig
 from megajax.layers.context import Context
 from megajax.layers.core_attention import CoreAttention, choose_kernel
-from megajax.layers.param import ZEROS, Normal, Site, maxima, param
+from megajax.layers.param import ZEROS, Normal, Site, matrix, param
 from megajax.mesh.copies import copy_heads
 
 __all__ = ["Attention", "choose_kernel"]
@@ -20,14 +20,14 @@ class Attention(nnx.Module):
     def __init__(self, cfg: AttentionConfig, site: Site):
         hidden, heads, groups, size = site.hidden, cfg.heads, cfg.groups(), cfg.size(site.hidden)
         self.cfg, self.layout = cfg, site.layout
-        inner, outer = Normal(site.std), Normal(site.output_std)
         shared = (site.layout.plan.kv_heads(groups), "head_dim")
-        self.query = param((hidden, heads, size), ("embed", "heads", "head_dim"), init=inner)
-        self.key = param((hidden, groups, size), ("embed", *shared), init=inner)
-        self.value = param((hidden, groups, size), ("embed", *shared), init=inner)
-        self.output = param((heads, size, hidden), ("heads", "head_dim", "embed"), init=outer)
+        self.query = matrix(site, (hidden, heads, size), ("embed", "heads", "head_dim"))
+        self.key = matrix(site, (hidden, groups, size), ("embed", *shared))
+        self.value = matrix(site, (hidden, groups, size), ("embed", *shared))
+        outer = Normal(site.output_std)
+        self.output = matrix(site, (heads, size, hidden), ("heads", "head_dim", "embed"), init=outer)
         if cfg.gate:
-            self.gate = param((hidden, heads, size), ("embed", "heads", "head_dim"), init=inner)
+            self.gate = matrix(site, (hidden, heads, size), ("embed", "heads", "head_dim"))
         if cfg.has_qkv_bias():
             self.query_bias = param((heads, size), ("heads", "head_dim"), init=ZEROS, role="bias")
             self.key_bias = param((groups, size), shared, init=ZEROS, role="bias")
@@ -40,7 +40,6 @@ class Attention(nnx.Module):
             # Used where heads are cut over devices: the compiler completes the gains' gradients layer by layer.
             self.query_norm = cfg.qk_norm.build(site, size=size, axis="head_dim")
             self.key_norm = cfg.qk_norm.build(site, size=size, axis="head_dim")
-        self.maxima = maxima(site, "query", "key", "value", "output", *(("gate",) if cfg.gate else ()))
         self.rope = None if cfg.rope is None else cfg.rope.build(size)
         self.core = CoreAttention(cfg, site, scale=site.score_scale(size) if cfg.scale is None else cfg.scale)
 
@@ -54,53 +53,25 @@ class Attention(nnx.Module):
         mixed = self.core(q, k, v, ctx)  # named "attention" in the kernel, beside what else its backward needs
         if self.cfg.gate:
             mixed = mixed * jax.nn.sigmoid(self.gated(x).astype("float32")).astype(mixed.dtype)
-        y = self.layout.dot(
-            "bsnh,nhd->bsd", mixed, self.output[...], "batch", "seq_residual", "embed", maxima=self.maxima.get("output")
-        )
+        y = self.layout.dot("bsnh,nhd->bsd", mixed, self.output, "batch", "seq_residual", "embed")
         return self.layout.add_bias(y, self.output_bias[...]) if self.cfg.bias else y
 
     def project(self, x: Array) -> tuple[Array, Array, Array]:
         """[B, S, D] -> queries [B, S, N, H], keys and values [B, S, K, H]; with copies of heads, K counts them."""
-        dot = self.layout.dot
-        q = dot(
-            "bsd,dnh->bsnh", x, self.query[...], "batch", "seq", "heads", "head_dim", maxima=self.maxima.get("query")
-        )
-        k = dot(
-            "bsd,dkh->bskh",
-            x,
-            self.own(self.key),
-            "batch",
-            "seq",
-            "kv_heads",
-            "head_dim",
-            maxima=self.maxima.get("key"),
-        )
-        v = dot(
-            "bsd,dkh->bskh",
-            x,
-            self.own(self.value),
-            "batch",
-            "seq",
-            "kv_heads",
-            "head_dim",
-            maxima=self.maxima.get("value"),
-        )
+        dot, keyed = self.layout.dot, ("batch", "seq", "kv_heads", "head_dim")
+        q = dot("bsd,dnh->bsnh", x, self.query, "batch", "seq", "heads", "head_dim")
+        k, v = dot("bsd,dkh->bskh", x, self.key, *keyed), dot("bsd,dkh->bskh", x, self.value, *keyed)
         if not self.cfg.has_qkv_bias():
             return q, k, v
         return _added(q, self.query_bias[...]), _added(k, self.own(self.key_bias)), _added(v, self.own(self.value_bias))
 
     def own(self, w: nnx.Param) -> Array:
-        """A weight of key-value heads, with the copies that more devices than heads need.
-
-        A training step hands in weights that have them; outside of one, they are made here.
-        """
+        """A bias of key-value heads, with the copies that more devices than heads need; see also `Matrix`."""
         return copy_heads(self.layout, w[...], w.axes[-w.ndim :])
 
     def gated(self, x: Array) -> Array:
         """[B, S, D] -> [B, S, N, H], before the sigmoid."""
-        gate = self.layout.dot(
-            "bsd,dnh->bsnh", x, self.gate[...], "batch", "seq", "heads", "head_dim", maxima=self.maxima.get("gate")
-        )
+        gate = self.layout.dot("bsd,dnh->bsnh", x, self.gate, "batch", "seq", "heads", "head_dim")
         gate = gate + self.gate_bias[...][None, None] if self.cfg.has_qkv_bias() else gate
         return checkpoint_name(gate, "gate")
 

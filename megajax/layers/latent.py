@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.layers.config import LatentAttentionConfig, YarnScalingConfig
 from megajax.layers.context import Context
 from megajax.layers.core_attention import CoreAttention
-from megajax.layers.param import ZEROS, Normal, Site, maxima, param
+from megajax.layers.param import ZEROS, Normal, Site, matrix, param
 
 
 class LatentAttention(nnx.Module):
@@ -21,21 +21,19 @@ class LatentAttention(nnx.Module):
     def __init__(self, cfg: LatentAttentionConfig, site: Site):
         hidden, heads, size = site.hidden, cfg.heads, cfg.content_dim + cfg.position_dim
         self.cfg, self.layout = cfg, site.layout
-        inner, outer = Normal(site.std), Normal(site.output_std)
         per_head = ("heads", "head_dim")
         if cfg.query_rank is None:
-            self.query = param((hidden, heads, size), ("embed", *per_head), init=inner)
+            self.query = matrix(site, (hidden, heads, size), ("embed", *per_head))
         else:
-            self.query_down = param((hidden, cfg.query_rank), ("embed", None), init=inner)
-            self.query = param((cfg.query_rank, heads, size), (None, *per_head), init=inner)
-        self.down = param((hidden, cfg.key_value_rank), ("embed", None), init=inner)
-        self.position_key = param((hidden, cfg.position_dim), ("embed", None), init=inner)
-        self.key = param((cfg.key_value_rank, heads, cfg.content_dim), (None, *per_head), init=inner)
-        self.value = param((cfg.key_value_rank, heads, cfg.value_dim), (None, *per_head), init=inner)
-        self.output = param((heads, cfg.value_dim, hidden), (*per_head, "embed"), init=outer)
+            self.query_down = matrix(site, (hidden, cfg.query_rank), ("embed", None))
+            self.query = matrix(site, (cfg.query_rank, heads, size), (None, *per_head))
+        self.down = matrix(site, (hidden, cfg.key_value_rank), ("embed", None))
+        self.position_key = matrix(site, (hidden, cfg.position_dim), ("embed", None))
+        self.key = matrix(site, (cfg.key_value_rank, heads, cfg.content_dim), (None, *per_head))
+        self.value = matrix(site, (cfg.key_value_rank, heads, cfg.value_dim), (None, *per_head))
+        self.output = matrix(site, (heads, cfg.value_dim, hidden), (*per_head, "embed"), init=Normal(site.output_std))
         if cfg.bias:
             self.output_bias = param((hidden,), ("embed",), init=ZEROS, role="bias")
-        self.maxima = maxima(site, *self.multiplied(cfg))
         if cfg.norm is not None:
             self.norm = cfg.norm.build(site, size=cfg.key_value_rank, axis=None)
         if cfg.norm is not None and cfg.query_rank is not None:
@@ -47,44 +45,32 @@ class LatentAttention(nnx.Module):
         q, k, v = self.project(x, ctx)
         q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
         mixed = self.core(q, k, v, ctx)
-        y = self.layout.dot(
-            "bsnu,nud->bsd", mixed, self.output[...], "batch", "seq_residual", "embed", maxima=self.maxima.get("output")
-        )
+        y = self.layout.dot("bsnu,nud->bsd", mixed, self.output, "batch", "seq_residual", "embed")
         return self.layout.add_bias(y, self.output_bias[...]) if self.cfg.bias else y
-
-    @staticmethod
-    def multiplied(cfg: LatentAttentionConfig) -> tuple[str, ...]:
-        """Weights that `dot` multiplies by."""
-        names = ("query", "down", "position_key", "key", "value", "output")
-        return names if cfg.query_rank is None else ("query_down", *names)
 
     def project(self, x: Array, ctx: Context) -> tuple[Array, Array, Array]:
         """[B, S, D] -> queries and keys [B, S, N, C + P], rotated, and values [B, S, N, U]."""
         dot, content = self.layout.dot, self.cfg.content_dim
         heads = ("batch", "seq", "heads", "head_dim")
         latent = self.latent(x)
-        k = dot("bsr,rnc->bsnc", latent, self.key[...], *heads, maxima=self.maxima.get("key"))
-        v = dot("bsr,rnu->bsnu", latent, self.value[...], *heads, maxima=self.maxima.get("value"))
-        q = dot("bsr,rnh->bsnh", self.query_latent(x), self.query[...], *heads, maxima=self.maxima.get("query"))
-        place = dot(
-            "bsd,dp->bsp", x, self.position_key[...], "batch", "seq", None, maxima=self.maxima.get("position_key")
-        )[:, :, None]
+        k = dot("bsr,rnc->bsnc", latent, self.key, *heads)
+        v = dot("bsr,rnu->bsnu", latent, self.value, *heads)
+        q = dot("bsr,rnh->bsnh", self.query_latent(x), self.query, *heads)
+        place = dot("bsd,dp->bsp", x, self.position_key, "batch", "seq", None)[:, :, None]
         place = jnp.broadcast_to(self.rope(place, ctx.positions), (*k.shape[:3], place.shape[-1]))
         q = jnp.concatenate([q[..., :content], self.rope(q[..., content:], ctx.positions)], axis=-1)
         return q, jnp.concatenate([k, place], axis=-1), v
 
     def latent(self, x: Array) -> Array:
         """[B, S, D] -> what keys and values are made of [B, S, R]."""
-        latent = self.layout.dot("bsd,dr->bsr", x, self.down[...], "batch", "seq", None, maxima=self.maxima.get("down"))
+        latent = self.layout.dot("bsd,dr->bsr", x, self.down, "batch", "seq", None)
         return checkpoint_name(latent if self.cfg.norm is None else self.norm(latent), "latent")
 
     def query_latent(self, x: Array) -> Array:
         """[B, S, D] -> what queries are made of [B, S, R], or x itself."""
         if self.cfg.query_rank is None:
             return x
-        latent = self.layout.dot(
-            "bsd,dr->bsr", x, self.query_down[...], "batch", "seq", None, maxima=self.maxima.get("query_down")
-        )
+        latent = self.layout.dot("bsd,dr->bsr", x, self.query_down, "batch", "seq", None)
         return checkpoint_name(latent if self.cfg.norm is None else self.query_norm(latent), "latent")
 
 

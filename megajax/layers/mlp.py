@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.config import DenseMLPConfig, GatedMLPConfig
 from megajax.layers.fused import keeping_inputs
-from megajax.layers.param import ZEROS, Normal, Site, maxima, param
+from megajax.layers.param import ZEROS, Normal, Site, matrix, param
 
 
 def gelu_tanh(x: Array) -> Array:
@@ -39,22 +39,19 @@ class DenseMLP(nnx.Module):
 
     def __init__(self, cfg: DenseMLPConfig, site: Site):
         self.cfg, self.layout = cfg, site.layout
-        self.up = param((site.hidden, cfg.ffn), ("embed", "mlp"), init=Normal(site.std))
-        self.down = param((cfg.ffn, site.hidden), ("mlp", "embed"), init=Normal(site.output_std))
-        self.maxima = maxima(site, "up", "down")
+        self.up = matrix(site, (site.hidden, cfg.ffn), ("embed", "mlp"))
+        self.down = matrix(site, (cfg.ffn, site.hidden), ("mlp", "embed"), init=Normal(site.output_std))
         if cfg.bias:
             self.up_bias = param((cfg.ffn,), ("mlp",), init=ZEROS, role="bias")
             self.down_bias = param((site.hidden,), ("embed",), init=ZEROS, role="bias")
 
     def __call__(self, x: Array) -> Array:
-        up = self.layout.dot("bsd,df->bsf", x, self.up[...], "batch", "seq", "mlp", maxima=self.maxima.get("up"))
+        up = self.layout.dot("bsd,df->bsf", x, self.up, "batch", "seq", "mlp")
         if self.cfg.bias:
             up = up + self.up_bias[...][None, None]
         activation = keeping_inputs(ACTIVATIONS[self.cfg.activation])
         inner = checkpoint_name(activation(checkpoint_name(up, "mlp")), "activation")
-        y = self.layout.dot(
-            "bsf,fd->bsd", inner, self.down[...], "batch", "seq_residual", "embed", maxima=self.maxima.get("down")
-        )
+        y = self.layout.dot("bsf,fd->bsd", inner, self.down, "batch", "seq_residual", "embed")
         return self.layout.add_bias(y, self.down_bias[...]) if self.cfg.bias else y
 
 
@@ -63,27 +60,24 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, cfg: GatedMLPConfig, site: Site):
         self.cfg, self.layout = cfg, site.layout
-        self.gate = param((site.hidden, cfg.ffn), ("embed", "mlp"), init=Normal(site.std))
-        self.up = param((site.hidden, cfg.ffn), ("embed", "mlp"), init=Normal(site.std))
-        self.down = param((cfg.ffn, site.hidden), ("mlp", "embed"), init=Normal(site.output_std))
-        self.maxima = maxima(site, "gate", "up", "down")
+        self.gate = matrix(site, (site.hidden, cfg.ffn), ("embed", "mlp"))
+        self.up = matrix(site, (site.hidden, cfg.ffn), ("embed", "mlp"))
+        self.down = matrix(site, (cfg.ffn, site.hidden), ("mlp", "embed"), init=Normal(site.output_std))
         if cfg.bias:
             self.gate_bias = param((cfg.ffn,), ("mlp",), init=ZEROS, role="bias")
             self.up_bias = param((cfg.ffn,), ("mlp",), init=ZEROS, role="bias")
             self.down_bias = param((site.hidden,), ("embed",), init=ZEROS, role="bias")
 
     def __call__(self, x: Array) -> Array:
-        gate = self.layout.dot("bsd,df->bsf", x, self.gate[...], "batch", "seq", "mlp", maxima=self.maxima.get("gate"))
-        up = self.layout.dot("bsd,df->bsf", x, self.up[...], "batch", "seq", "mlp", maxima=self.maxima.get("up"))
+        gate = self.layout.dot("bsd,df->bsf", x, self.gate, "batch", "seq", "mlp")
+        up = self.layout.dot("bsd,df->bsf", x, self.up, "batch", "seq", "mlp")
         if self.cfg.bias:
             gate, up = gate + self.gate_bias[...][None, None], up + self.up_bias[...][None, None]
         gate, up = checkpoint_name(gate, "mlp"), checkpoint_name(up, "mlp")
         if self.cfg.clamp is not None:
             gate, up = jnp.minimum(gate, self.cfg.clamp), jnp.clip(up, -self.cfg.clamp, self.cfg.clamp)
         inner = checkpoint_name(keeping_inputs(self.product)(gate, up), "activation")
-        y = self.layout.dot(
-            "bsf,fd->bsd", inner, self.down[...], "batch", "seq_residual", "embed", maxima=self.maxima.get("down")
-        )
+        y = self.layout.dot("bsf,fd->bsd", inner, self.down, "batch", "seq_residual", "embed")
         return self.layout.add_bias(y, self.down_bias[...]) if self.cfg.bias else y
 
     def product(self, gate: Array, up: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Weights: made by one function, listed, initialised and put back into a module by their paths.
+"""Weights and observations: declared on one line, listed, initialised and put back into a module by their paths.
 
 Outside modules, the weights of a model are a flat dict from dotted path to array; a stack's weights have a leading
 `layer` dimension.
@@ -7,6 +7,7 @@ Outside modules, the weights of a model are a flat dict from dotted path to arra
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any, Literal
 
 import jax
@@ -15,7 +16,9 @@ from flax import nnx
 from jax import Array
 
 from megajax.batch import Params
+from megajax.mesh.copies import copy_heads
 from megajax.mesh.layout import Layout
+from megajax.mesh.observations import REDUCTIONS, Observed, Reduction, Updater
 from megajax.mesh.rules import LogicalAxes
 
 
@@ -46,7 +49,7 @@ WEIGHTS_STREAM = 0
 ZEROS, ONES = Constant(0.0), Constant(1.0)
 
 type Init = Normal | Constant
-type Role = Literal["weight", "bias", "gain", "maxima"]
+type Role = Literal["weight", "bias", "gain", "observation"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +68,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """One weight as declared: everything its values, layouts and update rules derive from."""
+    """A weight or an observation as declared: everything its values, layouts and update rules derive from."""
 
     path: str
     shape: tuple[int, ...]
@@ -76,76 +79,111 @@ class ParamSpec:
     """Path the initial values derive from: the same for a layer wherever it stands in a stack's pattern."""
     layers: tuple[int, ...]
     """Numbers of the layers along the leading dimension, -1 for a row that is no layer; () outside a stack."""
+    updater: Updater | None = None
+    """Of an observation."""
 
 
 def param(shape: tuple[int, ...], axes: LogicalAxes, *, init: Init, role: Role = "weight") -> nnx.Param:
-    """The only way to make a weight: shape, logical axes and initial values on one line. Zeros until initialised."""
+    """A weight: shape, logical axes and initial values on one line. Zeros until initialised."""
+    return _leaf(nnx.Param, shape, axes, init=init, role=role)
+
+
+class Observation(nnx.Variable):
+    """A leaf whose cotangent is what a layer saw; see megajax.mesh.observations."""
+
+    reduction: Reduction
+
+
+def observation(declared: Observed) -> Observation:
+    """An observation of a layer, to be given to `observe`."""
+    more = {"reduction": declared.reduction, "updater": declared.updater}
+    return _leaf(Observation, declared.shape, declared.axes, init=ZEROS, role="observation", **more)
+
+
+class Matrix(nnx.Module):
+    """A weight that `Layout.dot` multiplies by, with what the layout's recipe keeps beside it.
+
+    The array has the path of the matrix itself (`query`), what is beside it comes after (`query.amax.max`).
+    """
+
+    def __init__(self, layout: Layout, array: nnx.Param):
+        self.layout, self.array = layout, array
+        beside = layout.beside(array.shape, array.axes)
+        self.names = tuple(beside)
+        for name, declared in beside.items():
+            setattr(self, name, observation(declared))
+
+    def __getitem__(self, whole: EllipsisType) -> Array:
+        """matrix[...]: the array as it is multiplied by, with a copy of each key-value head on every device that uses
+        it. A training step hands in weights that have them; outside of one, they are made here."""
+        array = self.array[whole]
+        return copy_heads(self.layout, array, self.array.axes[-array.ndim :])
+
+    def carried(self) -> dict[str, Array]:
+        """What is beside the array, by name."""
+        return {name: getattr(self, name)[...] for name in self.names}
+
+
+def matrix(context: Site, shape: tuple[int, ...], axes: LogicalAxes, *, init: Init | None = None) -> Matrix:
+    """A weight for `Layout.dot`. init: by default that of matrices that do not write to the residual stream."""
+    return Matrix(context.layout, param(shape, axes, init=init or Normal(context.std)))
+
+
+def _leaf[V: nnx.Variable](kind: type[V], shape: tuple[int, ...], axes: LogicalAxes, **metadata: Any) -> V:
     if len(shape) != len(axes):
         raise ValueError(f"shape {shape} and logical axes {axes} differ in length")
-    return nnx.Param(jnp.zeros(shape, jnp.float32), axes=tuple(axes), init=init, role=role, init_path=None, layers=())
-
-
-class Maxima(nnx.Variable):
-    """How large x, w and the result's gradient are expected to be where they are multiplied, float32 [3]: no weight."""
-
-
-def maxima(site: Site, *names: str) -> nnx.Dict:
-    """For each weight of these names that `Layout.dot` multiplies by; nothing where the layout does not track them.
-
-    Their "gradients" are how large the three were.
-    """
-    metadata: Any = {"axes": (None,), "init": ZEROS, "role": "maxima", "init_path": None, "layers": ()}
-    tracked = names if site.layout.tracked else ()
-    return nnx.Dict({name: Maxima(jnp.zeros(3, jnp.float32), **metadata) for name in tracked})
+    return kind(jnp.zeros(shape, jnp.float32), axes=tuple(axes), init_path=None, layers=(), **metadata)
 
 
 def stacked(block: nnx.Module, layers: tuple[int, ...]) -> nnx.Module:
-    """The same module with a leading `layer` dimension on every weight; `layers` are their numbers in the model."""
+    """The same module with a leading `layer` dimension on every leaf; `layers` are their numbers in the model."""
     graph, state = nnx.split(block)
     leaves = []
-    for path, leaf in nnx.to_flat_state(state):
+    for parts, leaf in nnx.to_flat_state(state):
         value = jnp.zeros((len(layers), *leaf.shape), leaf.dtype)
-        name = "layer." + dotted(path)
-        leaves.append(
-            (path, type(leaf)(value, **_metadata(leaf, axes=("layer", *leaf.axes), layers=layers, init_path=name)))
-        )
+        name = "layer." + path_of(parts, leaf)
+        leaves.append((parts, _changed(leaf, value, axes=("layer", *leaf.axes), layers=layers, init_path=name)))
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
 def reordered[M: nnx.Module](model: M, order: Sequence[int]) -> M:
-    """An abstract module with the rows of its stacked weights in another order.
+    """An abstract module with the rows of its stacked leaves in another order.
 
     order: for each row the number of the repeat whose weights it holds, or -1 for a row of zeros that is no layer.
     """
     graph, state = nnx.split(model)
     flat = []
-    for path, leaf in nnx.to_flat_state(state):
+    for parts, leaf in nnx.to_flat_state(state):
         if leaf.layers:
             layers = tuple(-1 if repeat < 0 else leaf.layers[repeat] for repeat in order)
-            value = jax.ShapeDtypeStruct((len(order), *leaf.shape[1:]), leaf.dtype)
-            leaf = type(leaf)(value, **_metadata(leaf, layers=layers))
-        flat.append((path, leaf))
+            leaf = _changed(leaf, jax.ShapeDtypeStruct((len(order), *leaf.shape[1:]), leaf.dtype), layers=layers)
+        flat.append((parts, leaf))
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
-def dotted(path: Sequence[object]) -> str:
-    """The parts of a path as one name."""
-    return ".".join(map(str, path))
+def _changed[V: nnx.Variable](leaf: V, value: Any, **changes: Any) -> V:
+    return type(leaf)(value, **(leaf.get_metadata() | changes))
 
 
-def _metadata(leaf: nnx.Param, **changes: Any) -> dict[str, Any]:
-    return {name: getattr(leaf, name) for name in ("axes", "init", "role", "init_path", "layers")} | changes
+def path_of(parts: Sequence[object], leaf: nnx.Variable) -> str:
+    """Path of a leaf by its place in a module: that of an observation ends in its reduction, see also `Matrix`."""
+    names = [str(part) for part in parts]
+    if isinstance(leaf, Observation):
+        return ".".join([*names, leaf.reduction])
+    names = names[:-1] if names[-1] == "array" else names
+    if names[-1] in REDUCTIONS:
+        raise ValueError(f"{'.'.join(names)}: {names[-1]} is the name of a reduction of observations, not of a weight")
+    return ".".join(names)
 
 
 def specs(model: nnx.Module, kind: type[nnx.Variable] = nnx.Param) -> dict[str, ParamSpec]:
-    """Every weight of a module, by path; or its Maxima."""
-    found = {}
+    """Every weight of a module, or every observation, by path."""
+    declared = {}
     for parts, leaf in nnx.to_flat_state(nnx.state(model, kind)):
-        path = dotted(parts)
-        found[path] = ParamSpec(
-            path, tuple(leaf.shape), leaf.axes, leaf.init, leaf.role, leaf.init_path or path, leaf.layers
-        )
-    return found
+        path, shape, updater = path_of(parts, leaf), tuple(leaf.shape), leaf.get_metadata().get("updater")
+        origin = leaf.init_path or path
+        declared[path] = ParamSpec(path, shape, leaf.axes, leaf.init, leaf.role, origin, leaf.layers, updater)
+    return declared
 
 
 def initial_values(declared: Mapping[str, ParamSpec], seed: int) -> Params:
@@ -172,7 +210,7 @@ def _draw(spec: ParamSpec, key: Array) -> Array:
 
 
 def bind[M: nnx.Module](model: M, values: Params) -> M:
-    """A copy of a (possibly abstract) module whose weights are `values`, by path."""
+    """A copy of a (possibly abstract) module whose leaves are `values`, by path."""
     graph, state = nnx.split(model)
-    flat = [(parts, leaf.replace(values[dotted(parts)])) for parts, leaf in nnx.to_flat_state(state)]
+    flat = [(parts, leaf.replace(values[path_of(parts, leaf)])) for parts, leaf in nnx.to_flat_state(state)]
     return nnx.merge(graph, nnx.from_flat_state(flat))

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.batch import Params
 from megajax.layers.config import StackConfig, shared_bias
 from megajax.layers.context import Context
-from megajax.layers.param import Site, bind, dotted, stacked
+from megajax.layers.param import Site, bind, path_of, stacked
 from megajax.layers.remat import Kept, Recomputing
 
 BLOCKS = "blocks."
@@ -139,7 +139,7 @@ class Stack(nnx.Module):
     def repeat(self, named: bool, recipes: tuple[bool, ...] | None) -> Unit:
         """One repeat of the pattern, under no policy. named: x has a name, rather than being kept as an argument."""
         graph, state = nnx.split(self.blocks)
-        axes = {dotted(path): leaf.axes[1:] for path, leaf in nnx.to_flat_state(state)}
+        axes = {path_of(parts, leaf): leaf.axes[1:] for parts, leaf in nnx.to_flat_state(state)}
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
 
         def repeat(weights: Params, common: Params, number: Array, x: Array, ctx: Context) -> Array:
@@ -164,7 +164,7 @@ class Stack(nnx.Module):
 
     def in_order(self) -> Params:
         """The stacked weights by their paths in `self.blocks`, rows in the order of the layers."""
-        return {dotted(path): _in_order(leaf) for path, leaf in nnx.to_flat_state(nnx.state(self.blocks))}
+        return {path_of(parts, leaf): _in_order(leaf) for parts, leaf in nnx.to_flat_state(nnx.state(self.blocks))}
 
     def common(self) -> Params:
         """The weights that all layers share, by their paths in the stack."""

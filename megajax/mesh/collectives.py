@@ -10,6 +10,7 @@ from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from megajax.mesh.mesh import manual_axes
+from megajax.mesh.observations import Reduction
 from megajax.mesh.rules import SHARDS, LogicalAxes, Rules
 
 type Moves = tuple[tuple[int, str], ...]
@@ -53,9 +54,9 @@ def row_major(x: Array) -> Array:
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
-def largest_over(x: Array, axes: Sequence[str]) -> Array:
-    """The largest value over the mesh axes, on all their devices."""
-    return lax.pmax(x, tuple(axes))
+def combined_over(x: Array, axes: Sequence[str], reduction: Reduction) -> Array:
+    """The maximum or the sum over the mesh axes, on all their devices."""
+    return (lax.pmax if reduction == "max" else lax.psum)(x, tuple(axes))
 
 
 def replica_axes() -> tuple[str, ...]:

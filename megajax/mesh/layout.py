@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any, overload
+from types import EllipsisType
+from typing import Any, Protocol, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +17,41 @@ from jax import Array
 
 from megajax.mesh.collectives import Moves, gather_shards, moved_axes, reduce_shards
 from megajax.mesh.mesh import free_axes, manual_axes
+from megajax.mesh.observations import Observed
 from megajax.mesh.rules import LogicalAxes, Plan
 
 type AxesTree = LogicalAxes | Sequence[AxesTree] | Mapping[str, AxesTree]
 """Logical axes of one array, or of each array of a tuple or a mapping."""
 
 type Matmul = Callable[..., Array]
-"""(einsum equation of an activation and a weight, the two) -> their product, in the activation's dtype. Hashable.
+"""A recipe: (einsum equation of an activation and a weight, the two) -> their product, in the activation's dtype.
 
-A fourth argument, float32 [3], may say how large the two and the product's gradient are expected to be; its cotangent
-is then how large they were.
+Hashable. What the weight carries for it comes as keyword arguments, by the names that `Layout.beside` gives.
 """
 
 
-def exact(equation: str, x: Array, w: Array, expected: Array | None = None) -> Array:
-    """einsum in x's dtype, whatever is expected. The gradient of w is made in w's dtype, not rounded to x's before."""
-    del expected
+class Weight(Protocol):
+    """What `Layout.dot` multiplies by."""
+
+    def __getitem__(self, whole: EllipsisType) -> Array:
+        """weight[...]: the array."""
+        ...
+
+    def carried(self) -> Mapping[str, Array]:
+        """What the recipe keeps beside the array, by name."""
+        ...
+
+
+def exact(equation: str, x: Array, w: Array, **carried: Array) -> Array:
+    """einsum in x's dtype, whatever the weight carries. The gradient of w is computed in w's dtype."""
+    del carried
     return _product(equation, x, w)
+
+
+def nothing(shape: tuple[int, ...], axes: LogicalAxes) -> Mapping[str, Observed]:
+    """What einsum keeps beside a weight."""
+    del shape, axes
+    return {}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -57,18 +76,18 @@ class Layout:
 
     plan: Plan
     matmul: Matmul = exact
-    """How `dot` multiplies; precision.fp8 has another."""
+    """The recipe by which `dot` multiplies; precision.fp8 has another."""
+    beside: Callable[[tuple[int, ...], LogicalAxes], Mapping[str, Observed]] = nothing
+    """(shape, logical axes) of a weight that `dot` multiplies by -> what it carries for the recipe, by name."""
     layers: tuple[int, int] | None = None
-    """Numbers [first, end) of the layers that multiply so, the others with einsum; None: all."""
-    tracked: bool = False
-    """Weights that `dot` multiplies by come with maxima of their products, see layers.param.maxima."""
+    """Numbers [first, end) of the layers that multiply by the recipe, the others with einsum; None: all."""
     gathered: str | None = None
     """Dtype in which `gather` sends weights; None: as they are."""
     reduced: str | None = None
     """Dtype in which it sends their gradients back; None: as they are."""
 
     def plain(self) -> "Layout":
-        """The same without a recipe."""
+        """The same with einsum; weights carry what they did."""
         return replace(self, matmul=exact, layers=None)
 
     def either(
@@ -105,15 +124,15 @@ class Layout:
             return self.act(w, *axes)
         return self._gathered(w, moves, self.plan.axes_in_step(axes))
 
-    def dot(self, equation: str, x: Array, w: Array, *out: str | None, maxima: Any = None) -> Array:
-        """einsum with the result's layout stated, by the recipe of this layout: unless told otherwise in x's dtype.
+    def dot(self, equation: str, x: Array, w: Weight | Array, *out: str | None) -> Array:
+        """einsum of x and a weight by the recipe of this layout, by default in x's dtype; `out`: axes of the result.
 
-        maxima: what x, w and the result's gradient are expected to be at most, where the layout tracks them.
+        w: a layers.param.Matrix, or a plain array, which carries nothing for the recipe.
 
-        Where the result goes to the residual stream, its cotangent is gathered along the sequence once, for both of the
-        backward's matmuls; left alone the compiler gathers it once for each.
+        Where the result goes to the residual stream, its cotangent is gathered along the sequence once, for both
+        matmuls of the backward pass; left alone, the compiler gathers it once for each.
         """
-        y = self.matmul(equation, x, w) if maxima is None else self.matmul(equation, x, w, maxima[...])
+        y = self.matmul(equation, x, w) if isinstance(w, Array) else self.matmul(equation, x, w[...], **w.carried())
         if "seq_residual" in out:
             y = self._cotangent_as(y, tuple("seq" if name == "seq_residual" else name for name in out))
         return self.act(y, *out)

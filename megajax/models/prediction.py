@@ -14,7 +14,7 @@ from jax import Array, lax
 from megajax.batch import Rows
 from megajax.layers.config import BlockConfig, NormConfig
 from megajax.layers.context import Context
-from megajax.layers.param import Normal, Site, maxima, param
+from megajax.layers.param import Matrix, Site, matrix
 from megajax.mesh.mesh import manual_axes
 from megajax.models.config import PredictionConfig
 from megajax.models.reduction import LossReduction
@@ -31,23 +31,21 @@ class Prediction(nnx.Module):
         self.layout, self.number = site.layout, number
         self.embedding_norm, self.state_norm = norm.build(site), norm.build(site)
         shape, axes = (site.hidden, site.hidden), ("embed", "mlp")
-        self.from_embedding = param(shape, axes, init=Normal(site.std))
-        self.from_state = param(shape, axes, init=Normal(site.std))
-        self.maxima = maxima(site, "from_embedding", "from_state")
+        self.from_embedding = matrix(site, shape, axes)
+        self.from_state = matrix(site, shape, axes)
         self.block = block.build(site)
         self.norm = norm.build(site)
 
     def __call__(self, x: Array, embedded: Array, ctx: Context) -> Array:
         """State before [B, S, D] and embeddings [B, S, D] -> normalised state [B, S, D]."""
-        merged = self.part(self.embedding_norm(embedded), "from_embedding")
-        merged = merged + self.part(self.state_norm(x), "from_state")
+        merged = self.part(self.embedding_norm(embedded), self.from_embedding)
+        merged = merged + self.part(self.state_norm(x), self.from_state)
         x = self.block(self.layout.act(merged, "batch", "seq_residual", "embed"), ctx.for_layer(self.number))
         return self.norm(x)
 
-    def part(self, x: Array, name: str) -> Array:
-        """[B, S, D] times the weight of that name -> [B, S, D], cut over devices by columns."""
-        x, w, seen = self.layout.act(x, "batch", "seq", "embed"), getattr(self, name)[...], self.maxima.get(name)
-        return self.layout.dot("bsd,de->bse", x, w, "batch", "seq", "mlp", maxima=seen)
+    def part(self, x: Array, w: Matrix) -> Array:
+        """[B, S, D] times a weight -> [B, S, D], sharded by columns."""
+        return self.layout.dot("bsd,de->bse", self.layout.act(x, "batch", "seq", "embed"), w, "batch", "seq", "mlp")
 
 
 class Target(NamedTuple):

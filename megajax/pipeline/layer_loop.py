@@ -23,8 +23,8 @@ from jax import Array, lax
 
 from megajax.batch import Params
 from megajax.mesh.layout import Layout
+from megajax.mesh.observations import accumulated
 from megajax.pipeline.staged import Span
-from megajax.precision.maxima import added
 
 RESIDUAL = ("batch", "seq_residual", "embed")
 
@@ -51,8 +51,8 @@ def take(array: Array, *index: Array | int) -> Array:
 
 
 def add(total: Params, new: Mapping[str, Array]) -> Params:
-    """`total` with `new` added to the paths it has."""
-    return {**total, **{path: added(path, total[path], g) for path, g in new.items()}}
+    """`total` with `new` added to the paths it has; observations are combined by their reduction."""
+    return {**total, **{path: accumulated(path, total[path], g) for path, g in new.items()}}
 
 
 def differentiated(unit: Callable[..., Array], *inputs: Any) -> tuple[Array, Any]:

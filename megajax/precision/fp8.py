@@ -9,13 +9,18 @@ bits under any scale, unless it is so much smaller than the tensor's largest tha
 numbers. Devices that scale their own parts of a tensor therefore agree on nearly everything.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.config.errors import UserError
+from megajax.mesh.observations import Observed
+from megajax.precision.amax import AmaxHistory
 from megajax.precision.config import MULTIPLE, Fp8Config
 
 OLDEST = (8, 9)
@@ -24,94 +29,113 @@ SMALLEST = 2.0**-100
 """Tensors whose largest magnitude is below this are scaled as if it were this: scales stay within float32."""
 _EXPONENT = 0x7F800000
 
+type Letters = tuple[str, str, str]
+"""Letters of an einsum equation: dimensions of x, of w, of the result."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fp8Matmul:
-    """How a Layout multiplies: forward, and both products of the backward pass, in 8 bits. Hashable."""
+    """A recipe of a Layout: the forward product and both products of the backward pass in 8 bits. Hashable."""
 
     cfg: Fp8Config
+    history: AmaxHistory | None = None
+    """With delayed scaling: where the amax that scales are computed for comes from."""
 
-    def __call__(self, equation: str, x: Array, w: Array, expected: Array | None = None) -> Array:
+    def __call__(self, equation: str, x: Array, w: Array, amax: Array | None = None) -> Array:
         """einsum of an activation and a weight, in x's dtype, accumulated in float32; w's gradient has w's dtype.
 
-        equation: "bsd,df->bsf" and the like; each letter is in two of the three, or in all, and in none twice.
-        Kept for the backward pass are x in 8 bits with its scale, and w as it came: its 8 bits are made again, which
-        leaves a pipeline, whose stages hold the weights anyway, nothing of them to store.
-        expected: largest magnitudes of x, w and the result's gradient that scales are made for, float32 [3]; its
-        cotangent is the largest there were. None: scales are made from the tensors.
+        equation: "bsd,df->bsf" and the like; each letter is in two of the three terms, or in all.
+        Saved for the backward pass: x in 8 bits, its amax, and w itself. w is cast again, so that a pipeline, whose
+        stages hold the weights anyway, saves nothing of them.
+        amax: of x, w and the result's gradient that scales are computed for, float32 [3]; its cotangent is what they
+        were. None: scales are computed from the tensors.
 
-        Raises UserError where a matrix of weights has sides that are no multiples of 16.
+        Raises UserError where a matrix of weights has sides that are not multiples of 16.
         """
-        first, second, out = terms(equation)
         refuse_odd_sides(equation, x, w)
-        if expected is not None:
-            return self._delayed((first, second, out), x, w, expected)
-        forward, backward = self.formats()
-        fast = lax.Precision.DEFAULT if self.cfg.fast_accumulation else lax.Precision.HIGHEST
+        return _multiply(self, terms(equation), x, w, amax)
 
-        @jax.custom_vjp
-        def multiply(x: Array, w: Array) -> Array:
-            return keep(x, w)[0]
-
-        def keep(x: Array, w: Array) -> tuple[Array, tuple]:
-            small, letters = quantize(x, forward), (first, second, out)
-            w_small = quantize(w.astype(x.dtype), forward)
-            return product(letters, small, w_small, dtype=x.dtype, precision=fast), (small, w)
-
-        def gradients(kept: tuple, dy: Array) -> tuple[Array, Array]:
-            small, w = kept
-            dy_small, w_small = quantize(dy, backward), quantize(w.astype(dy.dtype), forward)
-            exact = lax.Precision.HIGHEST
-            dx = product((out, second, first), dy_small, w_small, dtype=dy.dtype, precision=exact)
-            return dx, product((first, out, second), small, dy_small, dtype=w.dtype, precision=exact)
-
-        multiply.defvjp(keep, gradients)
-        return multiply(x, w)
-
-    def _delayed(self, letters: tuple[str, str, str], x: Array, w: Array, expected: Array) -> Array:
-        first, second, out = letters
-        forward, backward = self.formats()
-        margin = 0 if self.cfg.delayed is None else self.cfg.delayed.margin
-        fast = lax.Precision.DEFAULT if self.cfg.fast_accumulation else lax.Precision.HIGHEST
-
-        @jax.custom_vjp
-        def multiply(x: Array, w: Array, expected: Array) -> Array:
-            return keep(x, w, expected)[0]
-
-        def keep(x: Array, w: Array, expected: Array) -> tuple[Array, tuple]:
-            small, seen = quantize_as(x, forward, expected[0], margin)
-            w_small, _ = quantize_as(w.astype(x.dtype), forward, expected[1], margin)
-            return product(letters, small, w_small, dtype=x.dtype, precision=fast), (small[0], seen, w, expected)
-
-        def gradients(kept: tuple, dy: Array) -> tuple[Array, Array, Array]:
-            x_small, seen, w, expected = kept
-            small = x_small, scale_for(expected[0], forward, margin)
-            w_small, w_seen = quantize_as(w.astype(dy.dtype), forward, expected[1], margin)
-            dy_small, dy_seen = quantize_as(dy, backward, expected[2], margin)
-            exact = lax.Precision.HIGHEST
-            dx = product((out, second, first), dy_small, w_small, dtype=dy.dtype, precision=exact)
-            dw = product((first, out, second), small, dy_small, dtype=w.dtype, precision=exact)
-            return dx, dw, jnp.stack([seen, w_seen, dy_seen])
-
-        multiply.defvjp(keep, gradients)
-        return multiply(x, w, expected)
+    def beside(self, shape: tuple[int, ...], axes: Sequence[str | None]) -> Mapping[str, Observed]:
+        """What a weight carries: with delayed scaling the amax of its products."""
+        del shape, axes
+        if self.history is None:
+            return {}
+        return {"amax": Observed(shape=(3,), axes=(None,), reduction="max", updater=self.history)}
 
     def formats(self) -> tuple[jnp.dtype, jnp.dtype]:
         """Of activations and weights, and of gradients."""
         gradients = jnp.float8_e5m2 if self.cfg.format == "hybrid" else jnp.float8_e4m3fn
         return jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(gradients)
 
+    def scaling(self, amax: Array | None, tensor: Literal[0, 1, 2]) -> "Scaling":
+        """Of x, w or the result's gradient; amax: as above."""
+        if amax is None:
+            return ITS_OWN
+        return Scaling(amax[tensor], 0 if self.cfg.delayed is None else self.cfg.delayed.margin)
 
-def terms(equation: str) -> tuple[str, str, str]:
+
+class Scaling(NamedTuple):
+    """What the scale of a tensor is computed from."""
+
+    expected: Array | None = None
+    """Largest magnitude it is expected to have, float32 []; None: the one it has."""
+    margin: int = 0
+    """The scale is divided by 2^margin."""
+
+
+ITS_OWN = Scaling()
+
+
+class Quantized(NamedTuple):
+    """A tensor in 8 bits."""
+
+    values: Array
+    """The tensor times the scale, clipped to the format's range."""
+    scale: Array
+    """float32 []: a power of two."""
+    amax: Array
+    """Largest magnitude of the tensor, float32 []."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _multiply(recipe: Fp8Matmul, letters: Letters, x: Array, w: Array, amax: Array | None) -> Array:
+    return _forward(recipe, letters, x, w, amax)[0]
+
+
+def _forward(recipe: Fp8Matmul, letters: Letters, x: Array, w: Array, amax: Array | None) -> tuple[Array, tuple]:
+    form, _ = recipe.formats()
+    small = quantize(x, form, recipe.scaling(amax, 0))
+    w_small = quantize(w.astype(x.dtype), form, recipe.scaling(amax, 1))
+    precision = lax.Precision.DEFAULT if recipe.cfg.fast_accumulation else lax.Precision.HIGHEST
+    y = product(letters, small, w_small, dtype=x.dtype, precision=precision)
+    return y, (small.values, small.amax, w, amax)
+
+
+def _backward(recipe: Fp8Matmul, letters: Letters, saved: tuple, dy: Array) -> tuple[Array, Array, Array | None]:
+    (values, x_amax, w, amax), (first, second, out) = saved, letters
+    form, gradient_form = recipe.formats()
+    small = Quantized(values, scale_of(x_amax, form, recipe.scaling(amax, 0)), x_amax)
+    w_small = quantize(w.astype(dy.dtype), form, recipe.scaling(amax, 1))
+    dy_small = quantize(dy, gradient_form, recipe.scaling(amax, 2))
+    precision = lax.Precision.HIGHEST
+    dx = product((out, second, first), dy_small, w_small, dtype=dy.dtype, precision=precision)
+    dw = product((first, out, second), small, dy_small, dtype=w.dtype, precision=precision)
+    return dx, dw, None if amax is None else jnp.stack([x_amax, w_small.amax, dy_small.amax])
+
+
+_multiply.defvjp(_forward, _backward)
+
+
+def terms(equation: str) -> Letters:
     """ "bsd,df->bsf" -> ("bsd", "df", "bsf"). Raises ValueError for what isn't a product of two tensors."""
     inputs, arrow, out = equation.partition("->")
     first, comma, second = inputs.partition(",")
-    found = first, second, out
-    seen = "".join(found)
-    once = any(len(set(term)) < len(term) for term in found)
-    if not (arrow and comma) or once or any(seen.count(letter) < 2 for letter in seen):
+    letters = first, second, out
+    joined = "".join(letters)
+    repeated = any(len(set(term)) < len(term) for term in letters)
+    if not (arrow and comma) or repeated or any(joined.count(letter) < 2 for letter in joined):
         raise ValueError(f"{equation!r} is not a product of two tensors")
-    return found
+    return letters
 
 
 def refuse_odd_sides(equation: str, x: Array, w: Array) -> None:
@@ -132,32 +156,32 @@ def refuse_odd_sides(equation: str, x: Array, w: Array) -> None:
         )
 
 
-def quantize(x: Array, form: jnp.dtype) -> tuple[Array, Array]:
-    """x -> (x * scale in `form`, scale float32 []): the largest power of two that leaves nothing above its largest.
+def quantize(x: Array, form: jnp.dtype, scaling: Scaling = ITS_OWN) -> Quantized:
+    """x in 8 bits. Values beyond what the scale allows for are clipped.
 
-    What rounding would bring above that is clipped. All of a tensor with an infinity or NaN becomes NaN: an
-    infinity clipped to a finite number would hide from the guard. The maximum is over what is here: all of x over mesh
-    axes that are left to the compiler, each device's part over manual ones.
+    Infinities and NaNs are not: an infinity clipped to a finite number would be hidden from the guard. With a scale
+    from the tensor itself all of it becomes NaN, with an expected one the elements that are not finite do.
+
+    The maximum is over what is here: all of x over mesh axes that are left to the compiler, each device's part over
+    manual ones. With an expected maximum nothing waits for it.
     """
     top, x = float(jnp.finfo(form).max), _as_stored(x)
-    largest = jnp.max(jnp.abs(x))
-    scale = jnp.where(jnp.isfinite(largest), scale_for(largest, form), jnp.nan)
-    return jnp.clip(x * scale, -top, top).astype(form), scale
+    amax = jnp.max(jnp.abs(x))
+    scale = scale_of(amax, form, scaling)
+    values = jnp.clip(x * scale, -top, top)
+    values = values if scaling.expected is None else jnp.where(jnp.isfinite(x), values, jnp.nan)
+    return Quantized(values.astype(form), scale, amax)
 
 
-def quantize_as(x: Array, form: jnp.dtype, expected: Array, margin: int) -> tuple[tuple[Array, Array], Array]:
-    """x -> ((x * scale in `form`, scale float32 []), largest magnitude of x float32 []).
-
-    The scale is made for the largest magnitude that is expected, so that nothing waits for the one there is. What is
-    larger than the scale lets through is clipped; infinities become NaN, for the guard to see.
-    """
-    top, x, scale = float(jnp.finfo(form).max), _as_stored(x), scale_for(expected, form, margin)
-    small = jnp.where(jnp.isfinite(x), jnp.clip(x * scale, -top, top), jnp.nan).astype(form)
-    return (small, scale), jnp.max(jnp.abs(x))
+def scale_of(amax: Array, form: jnp.dtype, scaling: Scaling) -> Array:
+    """Scale of a tensor with that largest magnitude; NaN where it is not finite and nothing else is expected."""
+    if scaling.expected is None:
+        return jnp.where(jnp.isfinite(amax), scale_for(amax, form), jnp.nan)
+    return scale_for(scaling.expected, form, scaling.margin)
 
 
 def scale_for(largest: Array, form: jnp.dtype, margin: int = 0) -> Array:
-    """The largest power of two that brings `largest` to no more than the format's largest, over 2^margin."""
+    """The largest power of two that keeps `largest` times it within the format's range, over 2^margin."""
     ratio = lax.bitcast_convert_type(float(jnp.finfo(form).max) / jnp.maximum(largest, SMALLEST), jnp.uint32)
     return lax.bitcast_convert_type(ratio & jnp.uint32(_EXPONENT), jnp.float32) * 2.0**-margin
 
@@ -168,29 +192,23 @@ def _as_stored(x: Array) -> Array:
     return lax.reduce_precision(x.astype(jnp.float32), own.nexp, own.nmant)
 
 
-def product(
-    letters: tuple[str, str, str],
-    a: tuple[Array, Array],
-    b: tuple[Array, Array],
-    *,
-    dtype: jnp.dtype,
-    precision: lax.Precision,
-) -> Array:
-    """Quantized a times quantized b, as `dtype`; letters: of a's dimensions, of b's, of the result's.
+def product(letters: Letters, a: Quantized, b: Quantized, *, dtype: jnp.dtype, precision: lax.Precision) -> Array:
+    """a times b, as `dtype`; letters: of a's dimensions, of b's, of the result's.
 
-    Written as a product of what is scaled back, which is exact in bfloat16; the compiler for GPUs makes of it a product
-    in 8 bits that is scaled as it is stored (with the options in config.xla, on which tests insist). Scaling the result
-    instead would stand between sums of products and their sum over devices: those would be summed one by one.
+    Written as the product of the tensors scaled back, which is exact in bfloat16. The compiler for GPUs turns it into a
+    product in 8 bits whose result is scaled as it is stored (given the options in config.xla; tests insist on it).
+    Scaling the result here instead would separate sums of products from their sum over devices, which would then be
+    done one by one.
 
-    precision: on an NVIDIA GPU, DEFAULT lets the tensor cores add up in fewer bits than float32, HIGHEST does not.
+    precision: on an NVIDIA GPU, DEFAULT lets the tensor cores accumulate in fewer bits than float32, HIGHEST does not.
     """
     left, right, out = letters
     shared = [letter for letter in left if letter in right and letter in out]
     summed = [letter for letter in left if letter in right and letter not in out]
     made = [*shared, *(n for n in left if n not in right), *(n for n in right if n not in left)]
 
-    def scaled_back(small: tuple[Array, Array]) -> Array:
-        return small[0].astype(dtype) * (1 / small[1]).astype(dtype)
+    def scaled_back(small: Quantized) -> Array:
+        return small.values.astype(dtype) * (1 / small.scale).astype(dtype)
 
     def places(term: str, names: list[str]) -> tuple[int, ...]:
         return tuple(term.index(name) for name in names)
@@ -206,12 +224,12 @@ def product(
 
 
 def refuse_old(device: jax.Device) -> None:
-    """Raises UserError for a GPU, there or absent, that cannot multiply 8-bit floats. CPUs do it slowly."""
+    """Raises UserError for a GPU, real or virtual, that cannot multiply 8-bit floats. CPUs do it slowly."""
     if device.platform == "cpu":
         return
     written = str(getattr(device, "compute_capability", ""))
-    found = tuple(int(part) for part in written.split(".") if part.isdigit())
-    if found < OLDEST:
+    capability = tuple(int(part) for part in written.split(".") if part.isdigit())
+    if capability < OLDEST:
         needed = ".".join(map(str, OLDEST))
         raise UserError(
             f"precision.fp8: {device.device_kind} has compute capability {written or 'unknown'}, and 8-bit matmuls "

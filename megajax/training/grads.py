@@ -18,8 +18,8 @@ from jax.sharding import Mesh, PartitionSpec
 from megajax.batch import Batch, Grads, Params, Rows, Schema
 from megajax.layers.param import ParamSpec, bind
 from megajax.mesh.collectives import (
+    combined_over,
     gather_shards,
-    largest_over,
     manual_replicas,
     moved_axes,
     reduce_shards,
@@ -30,13 +30,13 @@ from megajax.mesh.config import MESH_AXES
 from megajax.mesh.copies import COPIED, copy_heads, sum_copies
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import free_axes, manual_axes
+from megajax.mesh.observations import Reduction, reduction_of
 from megajax.models.protocol import Model
 from megajax.models.reduction import LossReduction
 from megajax.pipeline.layer_loop import LayerLoop, add
 from megajax.pipeline.staged import Span, Staged
 from megajax.precision.cast import to_compute, to_optimizer, to_reduce
 from megajax.precision.config import PrecisionConfig
-from megajax.precision.maxima import Histories, is_maxima
 from megajax.training.staged import Parted, forward
 
 type GradFn = Callable[[Params, Batch, Array], Grads]
@@ -49,7 +49,10 @@ MANUAL = tuple(axis for axis in MESH_AXES if axis != "tensor")
 
 @dataclass(frozen=True)
 class Weights:
-    """How the weights of a model move within a step: from rest to use, and their gradients to the optimizer."""
+    """How the weights of a model move within a step: from rest to use, and their gradients to the optimizer.
+
+    Observations, among them by path, come as what the state keeps of them; their gradients are what was observed.
+    """
 
     model: Model
     """Abstract: structure without values."""
@@ -59,16 +62,14 @@ class Weights:
     layout: Layout
     precision: PrecisionConfig
 
-    histories: Histories | None = None
-    """How the maxima among them are used."""
-
     def hold(self, path: str, w: Array, scale: Array) -> Array:
         """Master weight at rest -> compute dtype, gathered as far as it is held during the step.
 
-        Of maxima, those that are expected, in float32; scale: of the loss.
+        Of an observation, what layers read of it, in float32; scale: of the loss.
         """
-        if self.histories is not None and is_maxima(path):
-            return self.histories.expected(w, scale)
+        updater = self.declared[path].updater
+        if updater is not None:
+            return updater.used(w, scale)
         plan, axes = self.layout.plan, self.declared[path].axes
         w = copy_heads(self.layout, to_compute(w, self.precision), axes)
         axes = plan.axes_in_step(axes)
@@ -89,10 +90,8 @@ class Weights:
     def reduce(self, path: str, g: Array) -> Array:
         """A device's summed gradient, laid out as the weight was held -> replicas' sum on the optimizer's layout."""
         plan, axes = self.layout.plan, self.layout.plan.axes_in_step(self.declared[path].axes)
-        if is_maxima(path):
-            cut = {axis for name in axes for axis in plan.compute.mesh_axes(name)}
-            over = tuple(axis for axis in manual_replicas() if axis not in cut)
-            return self.layout.island(lambda part: largest_over(part, over), (axes,), axes)(g) if over else g
+        if (reduction := reduction_of(path)) is not None:
+            return self._combined(path, g, reduction)
         if plan.copied(axes):
             g = self.layout.act(g.sum(-2), *axes)
         held = plan.held_during_step(axes)
@@ -103,6 +102,19 @@ class Weights:
             reduced = self.layout.island(lambda part: reduce_shards(row_major(part), moves, also), (axes,), axes)
             g = reduced(to_reduce(g, self.precision))
         return sum_copies(self.layout, to_optimizer(g), *self._heads_at_rest(path))
+
+    def _combined(self, path: str, seen: Array, reduction: Reduction) -> Array:
+        """What devices observed, combined over those that hold copies of it."""
+        axes = self.declared[path].axes
+        sharded = {axis for over in self.layout.plan.compute.dimensions(axes) for axis in over}
+        over = tuple(axis for axis in manual_replicas() if axis not in sharded)
+        if reduction == "sum" and "pipeline" in over:
+            raise ValueError(
+                f"{path}: a pipeline sums observations of stacked layers only; all its stages run the head"
+            )
+        if not over:
+            return seen
+        return self.layout.island(lambda part: combined_over(part, over, reduction), (axes,), axes)(seen)
 
     def _heads_at_rest(self, path: str) -> tuple[tuple[str | None, ...], int]:
         """Logical axes of a weight at rest, and its number of key-value heads held in copies; 0 for none."""
@@ -133,8 +145,14 @@ class Weights:
 
     def zeros(self, held: Params) -> dict[str, Array]:
         """Accumulators for the gradients of `held`."""
-        dtypes = {path: jnp.float32 if is_maxima(path) else self.precision.gradients for path in held}
+        dtypes = {path: self.precision.gradients if reduction_of(path) is None else jnp.float32 for path in held}
         return {path: self.layout.zeros(w.shape, dtypes[path], *self.held_axes(path)) for path, w in held.items()}
+
+    def grads(self, sums: tuple, totals: Params) -> Grads:
+        """What a gradient function returns. sums: loss, weight, metrics; totals: reduced gradients, observations."""
+        (loss_sum, weight_sum, metrics), observed = sums, {p: g for p, g in totals.items() if reduction_of(p)}
+        gradients = {path: g for path, g in totals.items() if path not in observed}
+        return Grads(loss_sum, weight_sum, gradients, metrics, observed)
 
     def manual(self, f: Callable, mesh: Mesh, out_specs: object) -> Callable:
         """f(params, batch, scale) -> out, as one shard_map; params come in laid out by plan.params."""
@@ -221,8 +239,7 @@ def accumulate(weights: Weights, parts: Staged, mesh: Mesh) -> GradFn:
     mapped = weights.manual(local, mesh, (PartitionSpec(), weights.reduced_specs()))
 
     def grad_fn(params: Params, batch: Batch, scale: Array) -> Grads:
-        (loss_sum, weight_sum, metrics), grads = mapped(dict(params), dict(batch), scale)
-        return Grads(loss_sum, weight_sum, grads, metrics)
+        return weights.grads(*mapped(dict(params), dict(batch), scale))
 
     return grad_fn
 

@@ -11,7 +11,6 @@ from megajax.batch import Batch, Params
 from megajax.config.xla import Value
 from megajax.layers.param import ParamSpec
 from megajax.precision.loss_scale import in_range
-from megajax.precision.maxima import is_maxima
 from megajax.training.grads import GradFn
 from megajax.training.step import alone
 
@@ -34,7 +33,7 @@ def make_blame(
 
     def blame(params: Params, batch: Batch, scale: Array, factor: Array) -> dict[str, Array]:
         grads = grad_fn(params, batch, scale * in_range(weight(batch))).grads
-        grads = {path: g * factor for path, g in grads.items() if not is_maxima(path)}
+        grads = {path: g * factor for path, g in grads.items()}
         return {path: jnp.any(~jnp.isfinite(g), axis=tuple(range(1, g.ndim))) for path, g in grads.items()}
 
     return jax.jit(blame, out_shardings=everywhere, compiler_options=None if options is None else dict(options))

@@ -42,8 +42,7 @@ def pipelined(
     mapped = weights.manual(local, mesh, (PartitionSpec(), weights.reduced_specs()))
 
     def grad_fn(params: Params, batch: Batch, scale: Array) -> Grads:
-        (loss_sum, weight_sum, metrics), grads = mapped(dict(params), dict(batch), scale)
-        return Grads(loss_sum, weight_sum, grads, metrics)
+        return weights.grads(*mapped(dict(params), dict(batch), scale))
 
     return grad_fn
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from megajax.batch import SAMPLE, Batch, Leaf, Params, Schema, batch_schema
 from megajax.config.xla import Value
-from megajax.layers.param import Maxima, ParamSpec, reordered, specs
+from megajax.layers.param import Observation, ParamSpec, reordered, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
@@ -25,9 +25,9 @@ from megajax.pipeline.check import check
 from megajax.pipeline.partition import Partition
 from megajax.pipeline.schedule import Schedule, build
 from megajax.pipeline.staged import Staged
+from megajax.precision.amax import AmaxHistory
 from megajax.precision.fp8 import refuse_old
 from megajax.precision.loss_scale import LossScaler
-from megajax.precision.maxima import Histories
 from megajax.training.batch_sizes import BatchSizes
 from megajax.training.compiler_options import settled
 from megajax.training.grads import GradFn, Weights, accumulate, batch_specs, forward_sums
@@ -53,8 +53,8 @@ class Program:
     """The model without values."""
     declared: Mapping[str, ParamSpec]
     """Its weights by path."""
-    maxima: Mapping[str, ParamSpec]
-    """Maxima of its 8-bit products by path, as layers see them; none without delayed scaling."""
+    observed: Mapping[str, ParamSpec]
+    """Its observations by path."""
     optimizer: Optimizer
     schedule: LearningRate
     shardings: Any
@@ -81,22 +81,13 @@ class Program:
 
     @property
     def arrays(self) -> dict[str, ParamSpec]:
-        """Weights and maxima by path."""
-        return {**self.declared, **self.maxima}
-
-    @property
-    def histories(self) -> Histories | None:
-        """How maxima are remembered from step to step and used; None without delayed scaling."""
-        fp8, batch = self.cfg.precision.fp8, self.cfg.batch
-        if fp8 is None or fp8.delayed is None:
-            return None
-        tokens = batch.micro_size * self.cfg.model.row_positions()
-        return Histories(fp8.delayed, 1.0 if batch.loss_average == "tokens" else 1 / tokens)
+        """Weights and observations by path."""
+        return {**self.declared, **self.observed}
 
     def used(self, inputs: Params) -> dict[str, Array]:
-        """Weights and maxima at rest -> weights as they are, and maxima as layers see them; traceable."""
+        """Weights and what is kept of observations -> weights as they are, observations as layers read them."""
         one = jnp.ones((), jnp.float32)
-        return {path: self._weights.hold(path, x, one) if path in self.maxima else x for path, x in inputs.items()}
+        return {path: self._weights.hold(path, x, one) if path in self.observed else x for path, x in inputs.items()}
 
     @classmethod
     def of(cls, cfg: RunConfig, mesh: Mesh, options: Mapping[str, Value] | None = None) -> "Program":
@@ -109,7 +100,7 @@ class Program:
         layout = _layout(cfg, mesh, plan)
         partition = _partition(cfg)
         abstract = reordered(nnx.eval_shape(lambda: cfg.model.build(layout)), partition.order())
-        declared, maxima = specs(abstract), specs(abstract, Maxima)
+        declared, observed = specs(abstract), specs(abstract, Observation)
         optimizer = cfg.optimizer.build(declared, plan, cfg.model.width_ratio())
         sizes = cfg.batch_sizes(mesh.shape["data"] * mesh.shape["expert"])
         return cls(
@@ -118,10 +109,10 @@ class Program:
             layout,
             abstract,
             declared,
-            maxima,
+            observed,
             optimizer,
             cfg.schedule.build(steps=cfg.steps, global_size=cfg.batch.global_size, samples=sizes.samples),
-            state_shardings(declared, optimizer, plan, mesh, maxima),
+            state_shardings(declared, optimizer, plan, mesh, observed),
             sizes,
             partition,
             _pipeline(cfg.parallel, sizes.sizes()[-1].microbatches) if cfg.parallel.pipeline > 1 else None,
@@ -175,7 +166,7 @@ class Program:
             self.options,
             self._scaler,
             self._weight,
-            self.histories,
+            self.observed,
         )
 
     @cached_property
@@ -193,10 +184,7 @@ class Program:
         return make_eval_step(sums, self.options)
 
     def _fresh(self) -> TrainState:
-        fp8 = self.cfg.precision.fp8
-        steps = fp8.delayed.history if fp8 is not None and fp8.delayed is not None else 0
-        shapes = {path: (*spec.shape, steps) for path, spec in self.maxima.items()}
-        return fresh_state(self.declared, self.optimizer, self.cfg.seed, self._scaler, shapes)
+        return fresh_state(self.declared, self.optimizer, self.cfg.seed, self._scaler, self.observed)
 
     @property
     def _scaler(self) -> LossScaler:
@@ -211,7 +199,7 @@ class Program:
 
     @property
     def _weights(self) -> Weights:
-        return Weights(self.abstract, self.arrays, self.schema, self.layout, self.cfg.precision, self.histories)
+        return Weights(self.abstract, self.arrays, self.schema, self.layout, self.cfg.precision)
 
     def _staged(self, key: Array | None, first: int | None = None) -> Staged:
         return staged(self.abstract, self.arrays, self._reduction, key, self.partition.rows, first)
@@ -227,9 +215,11 @@ def _layout(cfg: RunConfig, mesh: Mesh, plan: Plan) -> Layout:
     if precision.fp8 is None:
         return layout
     refuse_old(mesh.devices.flat[0])
-    fp8 = precision.fp8
-    layers = fp8.layers(cfg.model.stack.layers())
-    return replace(layout, matmul=fp8.build(), layers=layers, tracked=fp8.delayed is not None)
+    fp8, batch = precision.fp8, cfg.batch
+    tokens = 1 if batch.loss_average == "tokens" else batch.micro_size * cfg.model.row_positions()
+    history = None if fp8.delayed is None else AmaxHistory(fp8.delayed, token_share=1 / tokens)
+    recipe = fp8.build(history)
+    return replace(layout, matmul=recipe, beside=recipe.beside, layers=fp8.layers(cfg.model.stack.layers()))
 
 
 def _partition(cfg: RunConfig) -> Partition:

@@ -16,6 +16,7 @@ from megajax.mesh.rules import Plan, Rules
 from megajax.optim.offload import in_host_memory
 from megajax.optim.optimizer import Optimizer, OptimizerState
 from megajax.precision.loss_scale import UNSCALED, LossScaler
+from megajax.training.observations import initial
 from megajax.training.summary import state_text
 
 
@@ -40,16 +41,16 @@ class TrainState:
     """int32 []: rows of successful steps; what the schedule counts in."""
     skipped: Array
     """int32 []: steps whose gradients were not finite and changed nothing."""
-    maxima: Params = field(default_factory=dict)
-    """float32 [..., 3, history] by path: what scales of 8-bit products are made from; none without delayed scaling."""
+    observed: Params = field(default_factory=dict)
+    """float32, by path: what is kept of observations between steps; see megajax.mesh.observations."""
 
     def __repr__(self) -> str:
         return state_text(self)
 
     @property
     def inputs(self) -> Params:
-        """All that a model computes with: weights and maxima, by path."""
-        return {**self.params, **self.maxima}
+        """All that a model computes with: weights and what is kept of observations, by path."""
+        return {**self.params, **self.observed}
 
 
 def parameter_shardings(declared: Mapping[str, ParamSpec], rules: Rules, mesh: Mesh) -> dict[str, NamedSharding]:
@@ -62,11 +63,11 @@ def fresh_state(
     optimizer: Optimizer,
     seed: int,
     scaler: LossScaler = UNSCALED,
-    maxima: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    observed: Mapping[str, ParamSpec] = MappingProxyType({}),
 ) -> TrainState:
     """State before the first step; traceable, so that it can be made in place on any layout.
 
-    maxima: path -> shape of what is remembered.
+    observed: observations by path, each with its updater.
     """
     params = initial_values(declared, seed)
     scale, counters = scaler.start()
@@ -79,7 +80,7 @@ def fresh_state(
         consumed_samples=jnp.zeros((), jnp.uint32),
         scheduled_samples=jnp.zeros((), jnp.int32),
         skipped=jnp.zeros((), jnp.int32),
-        maxima={path: jnp.zeros(shape, jnp.float32) for path, shape in maxima.items()},
+        observed=initial(observed),
     )
 
 
@@ -88,7 +89,7 @@ def state_shardings(
     optimizer: Optimizer,
     plan: Plan,
     mesh: Mesh,
-    maxima: Mapping[str, ParamSpec] = MappingProxyType({}),
+    observed: Mapping[str, ParamSpec] = MappingProxyType({}),
 ) -> TrainState:
     """A TrainState of shardings. Moments follow their weight's path under plan.optimizer, scalars are everywhere."""
     # Any: a tree of shardings has the state's structure, not its leaves.
@@ -108,5 +109,5 @@ def state_shardings(
         consumed_samples=everywhere,
         scheduled_samples=everywhere,
         skipped=everywhere,
-        maxima=parameter_shardings(maxima, plan.compute, mesh),
+        observed=parameter_shardings(observed, plan.compute, mesh),
     )

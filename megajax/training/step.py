@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +11,14 @@ from jax import Array
 
 from megajax.batch import SAMPLE, Batch, Params
 from megajax.config.xla import Value
+from megajax.layers.param import ParamSpec
 from megajax.optim.offload import at_rest, on_device
 from megajax.optim.optimizer import Optimizer, clip_factor, global_norm
 from megajax.optim.schedule import Schedule
 from megajax.precision.loss_scale import UNSCALED, LossScaler, in_range
-from megajax.precision.maxima import Histories
 from megajax.training.grads import GradFn
 from megajax.training.guard import NOTHING, Orders, Told, judge
+from megajax.training.observations import updated
 from megajax.training.state import TrainState
 
 type Metrics = Mapping[str, Array]
@@ -47,16 +49,16 @@ def make_train_step(
     options: Mapping[str, Value] | None = None,
     scaler: LossScaler = UNSCALED,
     weight: Callable[[Batch], int] = alone,
-    histories: Histories | None = None,
+    observed: Mapping[str, ParamSpec] = MappingProxyType({}),
 ) -> TrainStep:
     """Jitted (state, batch [M, B, ...]) -> (state, metrics); donates the state, which keeps its layout.
 
     A step whose loss or gradient norm is not finite changes no weight and is counted as skipped; a third argument may
-    give orders of another kind (see `judge`). Of what processes tell with a step, maxima come back among the metrics,
-    so that all learn what one of them says, in a reduction that waits for nothing the step does not wait for.
+    give orders of another kind (see `judge`). Of what processes tell with a step, the largest comes back in the
+    metrics, so that all learn what one of them says, in a reduction that waits for nothing else.
 
     options: of the compiler, see megajax.config.xla; scaler: says what becomes of the loss scale; weight: about what a
-    device's losses add up to, see `in_range`; histories: how maxima of 8-bit tensors are remembered, if they are.
+    device's losses add up to, see `in_range`; observed: observations by path.
     """
     parts = (part for part in shardings.optimizer.values() if isinstance(part, dict))
     on_optimizer = {path: sharding.with_memory_kind("device") for part in parts for path, sharding in part.items()}
@@ -64,7 +66,6 @@ def make_train_step(
     def train_step(state: TrainState, batch: Batch, told: Told = NOTHING) -> tuple[TrainState, Metrics]:
         loss_scale = state.loss_scale * in_range(weight(batch))
         out = grad_fn(state.inputs, batch, loss_scale)
-        seen = {path: out.grads[path] for path in state.maxima}
         orders = Orders() if told.orders is None else Orders(*told.orders)
         divisor = jnp.maximum(out.weight_sum, 1e-8) * loss_scale / orders.gradient_factor
         grads = place({path: out.grads[path] / divisor for path in state.params}, on_optimizer)
@@ -77,7 +78,7 @@ def make_train_step(
         params = place(state.params, on_optimizer)
         rates = partial(schedule.rates, state.scheduled_samples, optimizer.cfg.weight_decay)
         before = on_device(state.optimizer, optimizer.cfg.offload)
-        updated, moments = optimizer.update(grads, before, params, rates=rates)
+        new_params, moments = optimizer.update(grads, before, params, rates=rates)
         rows = batch[SAMPLE].size
         scale, counters = scaler.update(state.loss_scale, state.scale_counters, finite)
         reported = {
@@ -87,14 +88,14 @@ def make_train_step(
         made, held = judge(told, finite=finite, loss=reported["loss"], norm=norm, scale=state.loss_scale)
         new = TrainState(
             step=state.step + 1,
-            params=place(select(made, updated, params), shardings.params),
+            params=place(select(made, new_params, params), shardings.params),
             optimizer=at_rest(select(made, moments, before), optimizer.cfg.offload),
             loss_scale=scale,
             scale_counters=counters,
             consumed_samples=state.consumed_samples + jnp.uint32(rows),
             scheduled_samples=state.scheduled_samples + jnp.where(made, rows, 0),
             skipped=state.skipped + ~made,
-            maxima={} if histories is None else select(made, after(histories, state, seen, loss_scale), state.maxima),
+            observed=select(made, updated(observed, state.observed, out.observed, loss_scale), state.observed),
         )
         if told.held is not None:
             kept = {name: jnp.where(held, getattr(state, name), getattr(new, name)) for name in COUNTERS}
@@ -124,11 +125,6 @@ def make_eval_step(
         return sums(weights, batch)
 
     return jax.jit(eval_step, compiler_options=None if options is None else dict(options))
-
-
-def after(histories: Histories, state: TrainState, seen: Params, loss_scale: Array) -> dict[str, Array]:
-    """The state's maxima with those of a step; loss_scale: all that its gradients were multiplied by."""
-    return {path: histories.remembered(old, seen[path], loss_scale) for path, old in state.maxima.items()}
 
 
 def place(tree: Params, shardings: Mapping[str, jax.sharding.Sharding]) -> Params:

@@ -16,9 +16,10 @@ from megajax.config.tree import check
 from megajax.job.layer_order import like_stored, reorder
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
+from megajax.mesh.observations import accumulated
+from megajax.precision.amax import STARTS, AmaxHistory
 from megajax.precision.config import DelayedScalingConfig, Fp8Config
 from megajax.precision.fp8 import Fp8Matmul
-from megajax.precision.maxima import STARTS, Histories, added
 from megajax.training.guard import Orders, Told
 from megajax.training.state import TrainState
 
@@ -40,13 +41,13 @@ def rounded(x: np.ndarray, form: str, expected: float, margin: int) -> np.ndarra
 def test_four_steps_are_those_of_numpy(algorithm: str) -> None:
     """History 2; magnitudes fall and rise so that the two algorithms differ and something is clipped."""
     cfg = Fp8Config(delayed=DelayedScalingConfig(history=2, algorithm=algorithm, margin=1))
-    histories, multiply = Histories(cfg.delayed, share=0.5), Fp8Matmul(cfg)
-    remembered, scale = jnp.zeros((3, 2)), jnp.float32(8)
+    history, multiply = AmaxHistory(cfg.delayed, token_share=0.5), Fp8Matmul(cfg)
+    kept, scale = jnp.zeros((3, 2)), jnp.float32(8)
     past: list[np.ndarray] = []
     rng, clipped = np.random.default_rng(0), 0
     for size in (1.0, 0.01, 0.0001, 100.0):
         x, w, dy = (rng.normal(0, size, shape) for shape in ((2, 16, 32), (32, 48), (2, 16, 48)))
-        used = histories.expected(remembered, scale)
+        used = history.used(kept, scale)
         y, pull = jax.vjp(lambda x, w, e: multiply(EQUATION, x, w, e), jnp.float32(x), jnp.float32(w), used)
         dx, dw, seen = pull(jnp.float32(dy))
 
@@ -66,23 +67,23 @@ def test_four_steps_are_those_of_numpy(algorithm: str) -> None:
             (dw, np.einsum("bsd,bsf->df", sx, sdy)),
         ):
             np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max() + 1e-30)
-        remembered = histories.remembered(remembered, seen, scale)
+        kept = history.updated(kept, seen, scale)
         past.append(now / [1, 1, 8])
-        np.testing.assert_allclose(remembered[:, 0], past[-1], rtol=1e-7)
+        np.testing.assert_allclose(kept[:, 0], past[-1], rtol=1e-7)
     assert clipped == 1, "the last step is far larger than what the scales were made for"
 
 
 def test_what_was_not_seen_is_not_remembered_and_infinities_show() -> None:
-    histories = Histories(DelayedScalingConfig(history=3), share=1.0)
+    history = AmaxHistory(DelayedScalingConfig(history=3), token_share=1.0)
     kept = jnp.arange(1.0, 10).reshape(3, 3)
-    found = histories.remembered(kept, jnp.array([5.0, 0.0, 6.0]), jnp.float32(2))
+    found = history.updated(kept, jnp.array([5.0, 0.0, 6.0]), jnp.float32(2))
     np.testing.assert_array_equal(found, [[5, 1, 2], [4, 5, 6], [3, 7, 8]])
     x = jnp.ones((2, 16, 32)).at[0, 0, 0].set(jnp.inf)
     y = Fp8Matmul(Fp8Config())(EQUATION, x, jnp.ones((32, 48)), jnp.ones(3))
     assert np.isnan(y[0, 0]).all() and np.isfinite(y[1]).all()
-    total = added("0.mlp.maxima.up", jnp.array([1.0, 4.0, 1.0]), jnp.array([2.0, 3.0, jnp.nan]))
+    total = accumulated("0.mlp.up.amax.max", jnp.array([1.0, 4.0, 1.0]), jnp.array([2.0, 3.0, jnp.nan]))
     np.testing.assert_array_equal(total, [2, 4, np.nan])
-    np.testing.assert_array_equal(added("0.mlp.up", jnp.ones(2), jnp.ones(2)), [2, 2])
+    np.testing.assert_array_equal(accumulated("0.mlp.up", jnp.ones(2), jnp.ones(2)), [2, 2])
 
 
 LAYOUTS = {
@@ -139,7 +140,7 @@ def run(made: Compiled, state: TrainState, numbers: range, *more: Any) -> tuple[
 def remembered(made: Compiled, state: TrainState) -> dict[str, np.ndarray]:
     """Histories with rows in the order of the layers; those of rows that are none are zeros."""
     order = np.array(made.program.partition.order())
-    found = {path: np.asarray(history) for path, history in state.maxima.items()}
+    found = {path: np.asarray(history) for path, history in state.observed.items()}
     assert all((history[order < 0] == 0).all() for history in found.values())
     return {path: history[order >= 0][np.argsort(order[order >= 0])] for path, history in found.items()}
 
@@ -158,8 +159,8 @@ def same_after_a_step(
         same = 3 if gradients else 2
         np.testing.assert_array_equal(history[:, :same], expected[path][:, :same], err_msg=path)
         np.testing.assert_allclose(history, expected[path], rtol=2**-3, err_msg=path)
-        for shard in state.maxima[path].addressable_shards:
-            np.testing.assert_array_equal(shard.data, np.asarray(state.maxima[path])[shard.index])
+        for shard in state.observed[path].addressable_shards:
+            np.testing.assert_array_equal(shard.data, np.asarray(state.observed[path])[shard.index])
 
 
 @pytest.mark.slow
@@ -228,11 +229,11 @@ def test_layers_in_16_bits_remember_nothing() -> None:
 
 def test_they_are_no_weights() -> None:
     made, plain = prepared(ONE, DELAYED), prepared(ONE, Fp8Config())
-    assert made.declared == plain.declared and not plain.maxima
-    assert set(made.arrays) == set(made.maxima) | set(made.declared) and not set(made.maxima) & set(made.declared)
+    assert made.declared == plain.declared and not plain.observed
+    assert set(made.arrays) == set(made.observed) | set(made.declared) and not set(made.observed) & set(made.declared)
     state = made.state_like()
     assert set(state.params) == set(made.declared) == set(state.optimizer["first_moment"])
-    assert set(state.maxima) == set(made.maxima) and plain.state_like().maxima == {}
+    assert set(state.observed) == set(made.observed) and plain.state_like().observed == {}
 
 
 def test_rows_follow_their_layers_to_another_pipeline() -> None:
@@ -240,12 +241,12 @@ def test_rows_follow_their_layers_to_another_pipeline() -> None:
     wanted, stored = other.partition.order(), made.partition.order()
     like = other.state_like()
     there = like_stored(like, other.arrays, stored)
-    assert {leaf.shape for leaf in there.maxima.values()} == {(3, 3, 2)}
-    drawn = {path: np.random.default_rng(0).random(leaf.shape, np.float32) for path, leaf in there.maxima.items()}
+    assert {leaf.shape for leaf in there.observed.values()} == {(3, 3, 2)}
+    drawn = {path: np.random.default_rng(0).random(leaf.shape, np.float32) for path, leaf in there.observed.items()}
     empty = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), there)
-    restored = jax.device_put(replace(empty, maxima=drawn), jax.tree.map(lambda leaf: leaf.sharding, there))
+    restored = jax.device_put(replace(empty, observed=drawn), jax.tree.map(lambda leaf: leaf.sharding, there))
     moved = reorder(restored, like, other.arrays, stored, wanted)
-    for path, history in moved.maxima.items():
+    for path, history in moved.observed.items():
         for row, layer in enumerate(wanted):
             np.testing.assert_array_equal(history[row], drawn[path][layer] if layer >= 0 else 0)
 

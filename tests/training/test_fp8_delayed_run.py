@@ -21,7 +21,7 @@ from megajax.training.run_config import RunConfig
 from megajax.training.session import Run, setup
 
 DELAYED = PrecisionConfig(fp8=Fp8Config(delayed=DelayedScalingConfig(history=3, algorithm="max")))
-STACK = "stack.blocks.0.mlp.maxima.up"
+STACK = "stack.blocks.0.mlp.up.amax.max"
 
 
 def job(folder: Path | str = "unused", **changes) -> RunConfig:
@@ -50,14 +50,14 @@ def test_going_on_from_a_checkpoint_is_exact_and_another_layout_gets_the_same_hi
     assert train(job(halved)) == 0
     assert losses(halved) == losses(whole)
     first, second = (state(folder, job()) for folder in (whole, halved))
-    assert all((np.asarray(history) > 0).all() for history in first.state.maxima.values())
+    assert all((np.asarray(history) > 0).all() for history in first.state.observed.values())
     jax.tree.map(np.testing.assert_array_equal, first.state, second.state)
 
     pipeline = ParallelConfig(data=1, pipeline=2)
     elsewhere = state(whole, job(parallel=pipeline))
-    for path, history in elsewhere.state.maxima.items():
-        np.testing.assert_array_equal(history, first.state.maxima[path])
-    assert STACK in elsewhere.state.maxima and "predictions.0.maxima.from_state" in elsewhere.state.maxima
+    for path, history in elsewhere.state.observed.items():
+        np.testing.assert_array_equal(history, first.state.observed[path])
+    assert STACK in elsewhere.state.observed and "predictions.0.from_state.amax.max" in elsewhere.state.observed
     after = [next(iter(run.steps(1))).loss for run in (first, elsewhere)]
     assert after[1] == pytest.approx(after[0], abs=2e-3)
 
@@ -66,13 +66,13 @@ def test_evaluation_and_the_model_use_them_and_change_nothing(tmp_path: Path) ->
     run = setup(job(model=model(hidden=64, ffn=64, dropout=0.0, repeats=1)))
     for _ in run.steps(1):
         pass
-    before = jax.device_get(run.state.maxima)
+    before = jax.device_get(run.state.observed)
     loss = run.evaluate(run.parts.splits.valid, batches=1)
     tokens = np.zeros((2, 16), np.int32)
     logits = np.asarray(run.model(tokens))
-    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(run.state.maxima))
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(run.state.observed))
     assert np.isfinite(loss) and np.isfinite(logits).all()
     tight = {path: np.full_like(history, 1e-3) for path, history in before.items()}
-    run.state = replace(run.state, maxima=jax.device_put(tight, run.program.shardings.maxima))
+    run.state = replace(run.state, observed=jax.device_put(tight, run.program.shardings.observed))
     assert run.evaluate(run.parts.splits.valid, batches=1) != loss
     assert np.abs(np.asarray(run.model(tokens)) - logits).max() > 0

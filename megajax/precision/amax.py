@@ -1,0 +1,48 @@
+"""Delayed scaling: scales of 8-bit tensors from their largest magnitudes (amax) in the steps before.
+
+Of each matrix product three magnitudes are observed: of x, w and the gradient of the result.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+
+from megajax.precision.config import DelayedScalingConfig
+
+STARTS = (32.0, 4.0, 32.0)
+"""Expected before there is a history: amax of activations, weights, and gradients of one token's loss. Several times
+those of an untrained model: 8-bit floats have range to spare below, and are clipped above."""
+
+
+@dataclass(frozen=True, slots=True)
+class AmaxHistory:
+    """Keeps the observed amax of the last steps: an updater, see megajax.mesh.observations."""
+
+    cfg: DelayedScalingConfig
+    token_share: float
+    """About what a token's loss weighs in the loss that is differentiated."""
+
+    def shape(self, seen: tuple[int, ...]) -> tuple[int, ...]:
+        """[..., 3] -> [..., 3, history], the latest step first."""
+        return (*seen, self.cfg.history)
+
+    def used(self, state: Array, scale: Array) -> Array:
+        """[..., 3, history] -> [..., 3], the amax that scales are computed for; scale: of the loss, float32 []."""
+        seen = state[..., 0] if self.cfg.algorithm == "most_recent" else state.max(-1)
+        x, w, gradient = STARTS
+        start = jnp.broadcast_to(jnp.array([x, w, gradient * self.token_share], jnp.float32), seen.shape)
+        return jnp.where(seen > 0, seen, start) * _units(scale, seen.shape)
+
+    def updated(self, state: Array, seen: Array, scale: Array) -> Array:
+        """[..., 3, history] after a step that saw [..., 3]; scale: as above.
+
+        The history of gradients is that of an unscaled loss. Products that were not computed in 8 bits, and tensors
+        of zeros, leave their history as it was.
+        """
+        seen = (seen / _units(scale, seen.shape))[..., None]
+        return jnp.where(seen > 0, jnp.concatenate([seen, state[..., :-1]], axis=-1), state)
+
+
+def _units(scale: Array, shape: tuple[int, ...]) -> Array:
+    return jnp.broadcast_to(jnp.stack([jnp.float32(1), jnp.float32(1), scale]), shape)
