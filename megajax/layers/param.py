@@ -95,7 +95,12 @@ class Observation(nnx.Variable):
 
 
 def observation(declared: Observed) -> Observation:
-    """An observation of a layer, to be given to `observe`."""
+    """An observation of a layer, to be given to `observe`.
+
+    Raises ValueError for the axis `embed`, along which weights are spread at rest and observations are not.
+    """
+    if "embed" in declared.axes:
+        raise ValueError(f"observations are not spread: use None for embed in the axes {declared.axes}")
     more = {"reduction": declared.reduction, "updater": declared.updater}
     return _leaf(Observation, declared.shape, declared.axes, init=ZEROS, role="observation", **more)
 

@@ -3,8 +3,8 @@
 A layer declares a leaf, as it declares a weight. In the forward pass the leaf holds what the state makes of earlier
 steps, and its cotangent is what the layer saw in this one. So observations pass through scan, recomputation and
 pipelines as the gradients of weights do. They differ in how several are combined, over microbatches and over devices:
-by the maximum or by the sum, which is the last part of their path (`query.amax.max`). The state keeps one array for
-each, which an updater replaces after every step.
+by the maximum (of values that are not negative) or by the sum. The reduction is the last part of their path
+(`query.amax.max`). The state keeps one array for each, which an updater replaces after every step.
 """
 
 from dataclasses import dataclass

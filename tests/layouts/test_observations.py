@@ -1,0 +1,122 @@
+"""What layers observe is the same on every layout: through scan, recomputation, microbatches, data and pipelines."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from tiny_runs import LENGTH, ONE, QUICK, ROWS, llama, place, program, rows, start, within
+
+from megajax.batch import Grads
+from megajax.layers.config import GatedMLPConfig
+from megajax.layers.mlp import GatedMLP
+from megajax.layers.param import Site, observation
+from megajax.layers.remat import Recompute
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.observations import Observed, observe
+from megajax.training.program import Program
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CountingConfig(GatedMLPConfig):
+    """A gated MLP that observes its input."""
+
+    def build(self, *args: Any, **kwargs: Any) -> "Counting":
+        return Counting(self, *args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Halved:
+    """An updater: what layers read is half of what was seen before, plus the loss scale where there was nothing."""
+
+    def shape(self, seen: tuple[int, ...]) -> tuple[int, ...]:
+        return (*seen, 2)
+
+    def used(self, state: Array, scale: Array) -> Array:
+        return state[..., 0] / 2
+
+    def updated(self, state: Array, seen: Array, scale: Array) -> Array:
+        return jnp.stack([seen, state[..., 0]], axis=-1)
+
+
+class Counting(GatedMLP):
+    """Positions, positive inputs by column, and the largest input by column."""
+
+    def __init__(self, cfg: CountingConfig, site: Site):
+        super().__init__(cfg, site)
+        self.positions = observation(Observed(shape=(), axes=(), reduction="sum"))
+        self.positive = observation(Observed(shape=(site.hidden,), axes=(None,), reduction="sum", updater=Halved()))
+        self.largest = observation(Observed(shape=(site.hidden,), axes=(None,), reduction="max"))
+
+    def __call__(self, x: Array) -> Array:
+        y = observe(super().__call__(x), self.positions[...], jnp.float32(x.shape[0] * x.shape[1]))
+        y = observe(y, self.positive[...], jnp.sum(x > 0, axis=(0, 1), dtype=jnp.float32))
+        return observe(y, self.largest[...], jnp.max(jnp.abs(x), axis=(0, 1)))
+
+
+def observing(parallel: ParallelConfig, recompute: Recompute, microbatches: int) -> Program:
+    """A llama of three layers whose feed-forward layers count."""
+    model = llama(recompute, repeats=3)
+    (block,) = model.stack.pattern
+    stack = replace(model.stack, pattern=(replace(block, mlp=CountingConfig(ffn=block.mlp.ffn)),))
+    return program(replace(model, stack=stack), parallel, microbatches=microbatches)
+
+
+@cache
+def seen(parallel: ParallelConfig, recompute: Recompute, microbatches: int) -> dict[str, np.ndarray]:
+    """Observations of a step, rows in the order of the layers; and that rows that are no layer have none."""
+    made = observing(parallel, recompute, microbatches)
+    with within(made):
+        inputs, batch = start(made).inputs, place(made, rows())
+        lowered = jax.jit(lambda: made.grad_fn()(inputs, batch, np.float32(8))).lower()
+        grads: Grads = jax.device_get(lowered.compile(compiler_options=dict(QUICK))())
+    order = np.array(made.partition.order())
+    assert set(grads.grads) == set(made.declared) and set(grads.observed) == set(made.observed)
+    assert all(np.isfinite(g).all() for g in grads.grads.values())
+    assert not any(array[order < 0].any() for array in grads.observed.values())
+    return {path: array[order >= 0][np.argsort(order[order >= 0])] for path, array in grads.observed.items()}
+
+
+LAYOUTS = {
+    "recomputed, in microbatches, over data": (ParallelConfig(data=2, data_sharding="fsdp"), "full", 4),
+    "uneven pipeline, data and tensor": (
+        ParallelConfig(data=2, pipeline=2, tensor=2, layers=(1, 2), sequence=True),
+        "selective",
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sums_and_maxima_are_those_of_one_device(layout: str) -> None:
+    one, other = seen(ONE, "none", 1), seen(*LAYOUTS[layout])
+    mlp = "stack.blocks.0.mlp"
+    assert set(one) == set(other) == {f"{mlp}.positions.sum", f"{mlp}.positive.sum", f"{mlp}.largest.max"}
+    np.testing.assert_array_equal(other[f"{mlp}.positions.sum"], [ROWS * LENGTH] * 3)
+    np.testing.assert_array_equal(other[f"{mlp}.positive.sum"], one[f"{mlp}.positive.sum"])
+    np.testing.assert_allclose(other[f"{mlp}.largest.max"], one[f"{mlp}.largest.max"], rtol=1e-5)
+    assert one[f"{mlp}.positive.sum"].min() > 0 and one[f"{mlp}.positive.sum"].max() < ROWS * LENGTH
+
+
+def test_updaters_make_state_of_them_and_the_optimizer_never_meets_them() -> None:
+    made = observing(ONE, "none", 1)
+    state = made.state_like()
+    assert set(state.observed) == set(made.observed) and not set(made.observed) & set(made.declared)
+    assert set(state.params) == set(made.declared) == set(state.optimizer["first_moment"])
+    path = "stack.blocks.0.mlp.positive.sum"
+    assert state.observed[path].shape == (3, 32, 2)
+    with within(made):
+        first = start(made)
+        kept = np.asarray(first.observed[path])
+        np.testing.assert_array_equal(made.used(first.inputs)[path], kept[..., 0] / 2)
+        step = made.train_step.lower(first, place(made, rows())).compile(compiler_options=dict(QUICK))
+        second, _ = step(first, place(made, rows()))
+        counts = np.asarray(second.observed[path])
+        third, _ = step(second, place(made, rows()))
+    np.testing.assert_array_equal(counts[..., 0], seen(ONE, "none", 1)[path])
+    np.testing.assert_array_equal(np.asarray(third.observed[path])[..., 1], counts[..., 0])
+    assert not counts[..., 1].any()
