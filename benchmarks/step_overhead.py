@@ -26,10 +26,10 @@ from megajax.metrics.runfolder import RunFolder
 from megajax.metrics.writers import Writers, open_writers
 from megajax.resilience.config import ResilienceConfig
 from megajax.training import setup
-from megajax.training.guard import Guard, Told
+from megajax.training.guard import Guard
+from megajax.training.guarded import HELD, StepControl
 from megajax.training.loop import run_steps
 from megajax.training.session import Run
-from megajax.training.step import HELD
 
 WATCHFUL = ResilienceConfig(spike_factor=10.0, spike_reference="median", largest_norm=1e6)
 
@@ -40,7 +40,7 @@ def bare_round(run: Run, batch: object, steps: int, guard: Guard | None = None) 
     with jax.set_mesh(run.mesh), jax.default_matmul_precision(precision):
         held = None if guard is None else guard.held
         for step in range(steps):
-            told = () if guard is None else (Told(orders=guard.sent(guard.orders(step)), held=held),)
+            told = () if guard is None else (StepControl(limits=guard.sent(guard.limits(step)), held=held),)
             run.state, metrics = run.train_step(run.state, batch, *told)
             held = metrics.get(HELD)
         jax.block_until_ready(metrics)

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from math import inf, isfinite
 
 from megajax.metrics.writers import Writer
-from megajax.training.guard import Guard, Orders
+from megajax.training.guard import Guard
+from megajax.training.guarded import GuardLimits
 from megajax.training.loop import NumericFault, StepInfo
 
 
@@ -20,43 +21,43 @@ class Watch:
         """Note what is out of the ordinary. Raises NumericFault where the run has to end."""
         self._skipped += info.skipped
         cfg, first = self._guard.cfg, info.first_try
-        orders = (info if first is None else first).orders or Orders()
-        why = self._guard.why(orders, info.loss, info.grad_norm)
+        limits = (info if first is None else first).limits or GuardLimits()
+        why = self._guard.why(limits, info.loss, info.grad_norm)
         if first is not None and why is None:
-            told = self._told(first, orders)
+            told = self._told(first, limits)
             self._log.event("transient_fault", step=info.step, **told, again=_numbers(info))
             self._say(f"step {info.step}: {told['why']}; run again it is not: a passing fault, training goes on")
             return
         if not isfinite(info.loss) or not isfinite(info.grad_norm):
             if self._floor is not None and info.loss_scale > self._floor:
                 return  # the loss scale is coming down
-            ends = cfg.stop_on_nonfinite and orders.limit != -inf
+            ends = cfg.stop_on_nonfinite and limits.loss != -inf
         elif why is not None:
             ends = cfg.spike_action == "stop"
         else:
             if info.skipped:
-                reason = "skip_steps" if orders.limit == -inf else f"gradient norm above {cfg.largest_norm:g}"
+                reason = "skip_steps" if limits.loss == -inf else f"gradient norm above {cfg.largest_norm:g}"
                 self._log.event("update_skipped", step=info.step, reason=reason, **_numbers(info))
             return
         fields: dict[str, bool | str] = {"made": not info.skipped}
         if first is not None:
             fields["same_again"] = _same(first, info)
-        if info.blame is not None:
-            fields["blame"] = info.blame
-        self._log.event("persistent_fault", step=info.step, **self._told(info, orders), **fields)
+        if info.nonfinite is not None:
+            fields["blame"] = info.nonfinite
+        self._log.event("persistent_fault", step=info.step, **self._told(info, limits), **fields)
         if ends:
             raise NumericFault(self._message(info, str(why)))
         self._say(f"{self._message(info, str(why))}; training goes on with{'out' * info.skipped} its update")
 
-    def _told(self, info: StepInfo, orders: Orders) -> dict[str, object]:
-        return {"why": self._guard.why(orders, info.loss, info.grad_norm), **_numbers(info)}
+    def _told(self, info: StepInfo, limits: GuardLimits) -> dict[str, object]:
+        return {"why": self._guard.why(limits, info.loss, info.grad_norm), **_numbers(info)}
 
     def _message(self, info: StepInfo, why: str) -> str:
         where = f"step {info.step}: {why}; loss {info.loss}, gradient norm {info.grad_norm}"
         if self._floor and not isfinite(info.grad_norm):
             where += f" at the lowest loss scale, {self._floor:g}; {self._skipped} steps were skipped"
-        if info.blame is not None:
-            where += f"; {info.blame}"
+        if info.nonfinite is not None:
+            where += f"; {info.nonfinite}"
         if info.first_try is None:
             return where
         if _same(info.first_try, info):

@@ -13,9 +13,11 @@ from jax import Array
 from megajax.batch import SAMPLE
 from megajax.mesh.processes import StopFlags
 from megajax.resilience.signals import agree
-from megajax.training.guard import Guard, Orders, Told
+from megajax.training.exchange import SECONDS, STOP
+from megajax.training.guard import Guard
+from megajax.training.guarded import HELD, GuardLimits, StepControl
 from megajax.training.nonfinite_gradients import sentence
-from megajax.training.step import HELD, SECONDS, STOP, Metrics
+from megajax.training.step import Metrics
 from megajax.training.timing import DATA_WAIT, PhaseTimes
 
 KEYS = ("loss", "grad_norm", "lr", "loss_scale", "skipped")
@@ -51,11 +53,11 @@ class StepInfo(NamedTuple):
     """Whether some process was asked to stop when this step was dispatched; told by several processes only."""
     held: bool = False
     """Whether it was suspicious and changed nothing, to be run again; never so in what `run_steps` yields."""
-    orders: Orders | None = None
-    """What it was told by a guard."""
+    limits: GuardLimits | None = None
+    """What a guard had for it."""
     first_try: "StepInfo | None" = None
     """What it reported the first time, if it was run again."""
-    blame: str | None = None
+    nonfinite: str | None = None
     """Whose gradients are not finite, if they were not when it was run again."""
 
     def __repr__(self) -> str:
@@ -97,7 +99,7 @@ class Flight(NamedTuple):
     """A dispatched step whose numbers have not been fetched."""
 
     reading: Reading
-    orders: Orders | None
+    limits: GuardLimits | None
     metrics: Metrics
     dispatched: float
 
@@ -168,26 +170,26 @@ class _Loop:
         fresh = self.times.due(step)
         return Reading(step, batch, consumed, self.times.of_step(), self.times.tell(fresh), fresh)
 
-    def dispatch(self, reading: Reading, orders: Orders | None = None) -> Flight:
-        """Send a step off, with orders or with those the guard has for it."""
-        if orders is None and self.guard is not None:
-            orders = self.guard.orders(reading.step)
+    def dispatch(self, reading: Reading, limits: GuardLimits | None = None) -> Flight:
+        """Send a step off, with limits or with those the guard has for it."""
+        if limits is None and self.guard is not None:
+            limits = self.guard.limits(reading.step)
         dispatched = time.monotonic()
         with jax.set_mesh(self.run.mesh), jax.default_matmul_precision(self.precision):
-            told = self.told(reading, orders)
-            more = () if all(part is None for part in told) else (told,)
+            control = self.control(reading, limits)
+            more = () if all(part is None for part in control) else (control,)
             with jax.profiler.StepTraceAnnotation("train", step_num=reading.step):
                 self.run.state, metrics = self.run.train_step(self.run.state, reading.batch, *more)
         if self.guard is not None:
             self.held = metrics[HELD]
-        return Flight(reading, orders, metrics, dispatched)
+        return Flight(reading, limits, metrics, dispatched)
 
-    def told(self, reading: Reading, orders: Orders | None) -> Told:
-        """What a step is told."""
-        return Told(
+    def control(self, reading: Reading, limits: GuardLimits | None) -> StepControl:
+        """What a step takes beside its batch."""
+        return StepControl(
             None if self.flags is None else self.flags(self.stopping()),
             reading.account,
-            None if self.guard is None or orders is None else self.guard.sent(orders),
+            None if self.guard is None or limits is None else self.guard.sent(limits),
             self.held,
         )
 
@@ -199,21 +201,23 @@ class _Loop:
             later = [other.reading for other in flights]
             flights.clear()
             self.held = self.guard.held
-            again = self.dispatch(flight.reading, self.guard.again(info.step, info.orders or Orders()))
+            again = self.dispatch(flight.reading, self.guard.again(info.step, info.limits or GuardLimits()))
             second = self.fetch(again)
-            blame = None if isfinite(second.grad_norm) else self.blame(flight.reading.batch, again.orders, second)
+            cause = None if isfinite(second.grad_norm) else self.cause(flight.reading.batch, again.limits, second)
             stop, seconds = info.stop or second.stop, info.seconds + second.seconds
-            info = second._replace(first_try=info, stop=stop, seconds=seconds, blame=blame)
+            info = second._replace(first_try=info, stop=stop, seconds=seconds, nonfinite=cause)
             flights.extend(self.dispatch(reading) for reading in later)
         if self.guard is not None and not info.skipped:
             self.guard.spikes.note(info.step, info.loss)
         return info
 
-    def blame(self, batch: Any, orders: Orders | None, info: StepInfo) -> str:
+    def cause(self, batch: Any, limits: GuardLimits | None, info: StepInfo) -> str:
         """Whose gradients are not finite in a step that left the weights as they were."""
-        factor = np.float32((orders or Orders()).gradient_factor)
+        factor = np.float32((limits or GuardLimits()).gradient_factor)
         with jax.set_mesh(self.run.mesh), jax.default_matmul_precision(self.precision):
-            found = self.run.program.blame(self.run.state.inputs, batch, np.float32(info.loss_scale), factor)
+            found = self.run.program.nonfinite_gradients(
+                self.run.state.inputs, batch, np.float32(info.loss_scale), factor
+            )
         return sentence(jax.device_get(found), self.run.program.declared)
 
     def fetch(self, flight: Flight) -> StepInfo:
@@ -233,5 +237,5 @@ class _Loop:
             held=bool(numbers.pop(HELD, False)),
             metrics=numbers,
             phases=flight.reading.phases | told,
-            orders=flight.orders,
+            limits=flight.limits,
         )

@@ -12,35 +12,37 @@ from megajax.config.xla import Value
 from megajax.layers.param import ParamSpec
 from megajax.precision.loss_scale import in_range
 from megajax.training.grads import GradFn
-from megajax.training.step import alone
+from megajax.training.step import unit_weight
 
-type Blame = Callable[[Params, Batch, Array, Array], Mapping[str, Array]]
+type NonfiniteGradients = Callable[[Params, Batch, Array, Array], Mapping[str, Array]]
 """(weights, batch [M, B, ...], loss scale, factor on the gradients, both float32 []) -> {path: bool [layers] or []}."""
 
 LISTED = 6
 
 
-def make_blame(
+def make_nonfinite_gradients(
     grad_fn: GradFn,
     everywhere: jax.sharding.Sharding,
     options: Mapping[str, Value] | None = None,
-    weight: Callable[[Batch], int] = alone,
-) -> Blame:
+    weight: Callable[[Batch], int] = unit_weight,
+) -> NonfiniteGradients:
     """Jitted: whether a gradient has elements that are not finite, by path and, of stacked weights, by row.
 
     everywhere: the layout of the answers, on all devices alike; options and weight: as of the train step.
     """
 
-    def blame(params: Params, batch: Batch, scale: Array, factor: Array) -> dict[str, Array]:
+    def nonfinite_gradients(params: Params, batch: Batch, scale: Array, factor: Array) -> dict[str, Array]:
         grads = grad_fn(params, batch, scale * in_range(weight(batch))).grads
         grads = {path: g * factor for path, g in grads.items()}
         return {path: jnp.any(~jnp.isfinite(g), axis=tuple(range(1, g.ndim))) for path, g in grads.items()}
 
-    return jax.jit(blame, out_shardings=everywhere, compiler_options=None if options is None else dict(options))
+    return jax.jit(
+        nonfinite_gradients, out_shardings=everywhere, compiler_options=None if options is None else dict(options)
+    )
 
 
 def sentence(found: Mapping[str, np.ndarray], declared: Mapping[str, ParamSpec]) -> str:
-    """Who is to blame, in words. found: path -> bool [first dimension]."""
+    """Whose gradients are not finite, in words. found: path -> bool [first dimension]."""
     bad = {path: where for path, where in found.items() if where.any()}
     if len(bad) == len(found):
         return "the gradients of all weights are not finite"

@@ -30,13 +30,15 @@ from megajax.precision.fp8 import refuse_old
 from megajax.precision.loss_scale import LossScaler
 from megajax.training.batch_sizes import BatchSizes
 from megajax.training.compiler_options import settled
+from megajax.training.exchange import exchanging
 from megajax.training.grads import GradFn, Weights, accumulate, batch_specs, forward_sums
-from megajax.training.nonfinite_gradients import Blame, make_blame
+from megajax.training.guarded import guarded
+from megajax.training.nonfinite_gradients import NonfiniteGradients, make_nonfinite_gradients
 from megajax.training.pipelined import pipelined, pipelined_sums
 from megajax.training.run_config import RunConfig
 from megajax.training.staged import staged
 from megajax.training.state import TrainState, fresh_state, state_shardings
-from megajax.training.step import TrainStep, make_eval_step, make_train_step
+from megajax.training.step import StepParts, TrainStep, compiled, make_eval_step
 
 DROPOUT_STREAM = 1
 """Tells the random numbers of dropout from those of the initial weights, which derive from the same seed."""
@@ -157,22 +159,27 @@ class Program:
 
     @cached_property
     def train_step(self) -> TrainStep:
-        """(state, batch) -> (state, metrics); not compiled before it is called or lowered."""
-        return make_train_step(
-            self.grad_fn(),
-            self.optimizer,
-            self.schedule,
-            self.shardings,
-            self.options,
-            self._scaler,
-            self._weight,
-            self.observed,
+        """(state, batch) or (state, batch, StepControl) -> (state, metrics); compiled when it is called or lowered."""
+        step = exchanging(guarded(self.step_parts, drills=bool(self.cfg.resilience.drills())))
+        return compiled(step, self.step_parts, self.options)
+
+    @cached_property
+    def step_parts(self) -> StepParts:
+        """What the train step is made of; `plain_step` of it is the step without a guard."""
+        return StepParts(
+            grad_fn=self.grad_fn(),
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            shardings=self.shardings,
+            scaler=self._scaler,
+            weight=self._weight,
+            observed=self.observed,
         )
 
     @cached_property
-    def blame(self) -> Blame:
+    def nonfinite_gradients(self) -> NonfiniteGradients:
         """(weights, batch, loss scale, factor on gradients) -> which gradients are not finite; compiled when called."""
-        return make_blame(self.grad_fn(), self.shardings.step, self.options, self._weight)
+        return make_nonfinite_gradients(self.grad_fn(), self.shardings.step, self.options, self._weight)
 
     @cached_property
     def eval_step(self) -> Callable[[Any, Any], Mapping[str, tuple[Array, Array]]]:

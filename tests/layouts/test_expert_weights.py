@@ -38,7 +38,7 @@ def test_gradients_of_experts_equal_one_device_and_their_weights_are_spread(
     plan, kinds = Plan.of(parallel), (AxisType.Auto,) * len(MESH_AXES)
     mesh = jax.make_mesh([sizes.get(axis, 1) for axis in MESH_AXES], MESH_AXES, axis_types=kinds)
     layout = Layout(plan)
-    weights = Weights(None, {"up": SPEC}, layout, PrecisionConfig(compute="float32"))
+    weights = Weights(None, {"up": SPEC}, {}, layout, PrecisionConfig(compute="float32"))
 
     def local(params: dict[str, Array], x: Array) -> tuple[Array, dict[str, Array]]:
         held = weights.hold_all(params, jnp.ones(()))

@@ -25,7 +25,7 @@ from megajax.precision.config import PrecisionConfig
 from megajax.training.grads import GradFn, Weights, accumulate
 from megajax.training.staged import staged
 from megajax.training.state import fresh_state, state_shardings
-from megajax.training.step import make_train_step
+from megajax.training.step import StepParts, compiled, plain_step
 
 type Average = Literal["tokens", "microbatches"]
 
@@ -181,7 +181,10 @@ class Trainer:
         state = replace(zeros, params=model.checked(params), loss_scale=np.ones((), np.float32))
         with jax.set_mesh(model.mesh):
             self.state = jax.device_put(state, shardings)
-        self.train_step = make_train_step(model.grad_fn(average), self.optimizer, schedule, shardings)
+        parts = StepParts(
+            grad_fn=model.grad_fn(average), optimizer=self.optimizer, schedule=schedule, shardings=shardings
+        )
+        self.train_step = compiled(plain_step(parts), parts)
 
     def step(self, batch: Batch) -> dict[str, float]:
         """One step -> what it reported."""

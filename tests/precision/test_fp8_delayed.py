@@ -20,7 +20,7 @@ from megajax.mesh.observations import accumulated
 from megajax.precision.amax import STARTS, AmaxHistory
 from megajax.precision.config import DelayedScalingConfig, Fp8Config
 from megajax.precision.fp8 import Fp8Matmul
-from megajax.training.guard import Orders, Told
+from megajax.training.guarded import GuardLimits, StepControl
 from megajax.training.state import TrainState
 
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
@@ -93,7 +93,7 @@ LAYOUTS = {
     "uneven pipeline": ParallelConfig(data=1, pipeline=2, layers=(1, 2)),
     "pipeline, data and tensor": ParallelConfig(data=2, pipeline=2, tensor=2, sequence=True),
 }
-AS_IT_IS = np.array(Orders(), np.float32)
+AS_IT_IS = StepControl(limits=np.array(GuardLimits(), np.float32), held=np.bool(False))
 ROUNDED = MappingProxyType({**QUICK, "xla_allow_excess_precision": False})
 """Compiler options: bfloat16 is rounded where the program says so, in every program in the same places."""
 MICROBATCHES, STEPS, APART = 6, 20, 1e-2
@@ -118,12 +118,12 @@ def prepared(parallel: ParallelConfig, fp8: Fp8Config | None, repeats: int = 2) 
 
 @cache
 def compiled(parallel: ParallelConfig, fp8: Fp8Config | None, repeats: int = 2, *, told: bool = False) -> Compiled:
-    """A train step that may be told orders."""
+    """A train step that may be told limits."""
     made = prepared(parallel, fp8, repeats)
-    orders = (Told(orders=AS_IT_IS),) * told
+    control = (AS_IT_IS,) * told
     with within(made):
         step: Any = made.train_step
-        step = step.lower(start(made), place(made, rows()), *orders).compile(compiler_options=dict(ROUNDED))
+        step = step.lower(start(made), place(made, rows()), *control).compile(compiler_options=dict(ROUNDED))
     return Compiled(made, step)
 
 
@@ -190,10 +190,10 @@ def test_pipelines_remember_the_same(parallel: ParallelConfig) -> None:
 
 def test_a_step_that_is_skipped_leaves_them_as_they_are() -> None:
     made = compiled(ONE, DELAYED, told=True)
-    broken = np.array(Orders(gradient_factor=np.nan), np.float32)
-    state, _ = run(made, start(made.program), range(2), Told(orders=AS_IT_IS))
+    broken = AS_IT_IS._replace(limits=np.array(GuardLimits(loss=-np.inf), np.float32))
+    state, _ = run(made, start(made.program), range(2), AS_IT_IS)
     before = remembered(made, state)
-    state, _ = run(made, state, range(2, 3), Told(orders=broken))
+    state, _ = run(made, state, range(2, 3), broken)
     assert int(state.skipped) == 1
     for path, history in remembered(made, state).items():
         np.testing.assert_array_equal(history, before[path])

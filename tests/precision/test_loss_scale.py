@@ -8,7 +8,7 @@ from tiny_runs import LENGTH, ONE, ROWS, llama, place, program, rows, start, wit
 
 from megajax.precision.config import ConstantScaleConfig, DynamicScaleConfig, PrecisionConfig
 from megajax.precision.loss_scale import DynamicScale, in_range
-from megajax.training.step import make_train_step
+from megajax.training.step import StepParts, compiled, plain_step
 
 
 def follow(scaler, finite: list[bool]) -> list[tuple[float, int, int]]:
@@ -64,7 +64,10 @@ def test_scales_are_for_gradients_of_a_mean():
     assert whole._weight(whole.batch_like()) == ROWS * LENGTH and mean._weight(mean.batch_like()) == 4
     with within(whole):
         state, batch = start(whole), place(whole, rows())
-        as_it_is = make_train_step(whole.grad_fn(), whole.optimizer, whole.schedule, whole.shardings)
+        parts = StepParts(
+            grad_fn=whole.grad_fn(), optimizer=whole.optimizer, schedule=whole.schedule, shardings=whole.shardings
+        )
+        as_it_is = compiled(plain_step(parts), parts)
         expected, one = as_it_is(jax.tree.map(jnp.copy, state), batch)
         found, other = whole.train_step(state, batch)
     jax.tree.map(np.testing.assert_array_equal, (found, dict(other)), (expected, dict(one)))

@@ -134,7 +134,13 @@ def test_options_reach_every_program_of_a_run(monkeypatch):
     parts = prepare(cfg)
     program = parts.program
     jitted.clear()
-    program.fresh_state(), program.train_step, program.eval_step, program.blame, Run(parts, program.state_like(), None)
+    (
+        program.fresh_state(),
+        program.train_step,
+        program.eval_step,
+        program.nonfinite_gradients,
+        Run(parts, program.state_like(), None),
+    )
     assert [options for options in jitted if options is not None] == [dict(program.options)] * 5
     assert program.options == compiler_options(*CPU) | {"xla_gpu_enable_triton_gemm": False}
 

@@ -12,14 +12,17 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.precision.config import PrecisionConfig
 from megajax.resilience.config import ResilienceConfig
-from megajax.training.guard import Guard, Orders, Told
+from megajax.training.guard import Guard
+from megajax.training.guarded import GuardLimits, StepControl
 from megajax.training.loop import run_steps
 
 
 class Rows(str):
     """A batch that has a name."""
 
-    sample = np.zeros((2, 4))
+    def __getitem__(self, leaf: str) -> np.ndarray:
+        assert leaf == "sample"
+        return np.zeros((2, 4))
 
 
 class Events:
@@ -112,8 +115,8 @@ class Watched(Events):
         self.batches = ((Rows(f"rows {n}"), 8 * n) for n in itertools.count(1))
         self.guard = Guard(ResilienceConfig(skip_steps=(9,)), None, self.mesh)
 
-    def train_step(self, state: int, batch: str, told: Told):
-        final, held = Orders(*told.orders.tolist()).final, bool(told.held) or (state == 2 and not told.orders[2])
+    def train_step(self, state: int, batch: str, told: StepControl):
+        final, held = GuardLimits(*told.limits.tolist()).final, bool(told.held) or (state == 2 and not told.limits[2])
         self.seen.append(f"{batch}{' again' * (final == 1)}{' held' * held}")
         metrics = {name: jnp.float32(state + 1) for name in ("loss", "grad_norm", "lr", "loss_scale")}
         return state + (not held), metrics | {"skipped": jnp.asarray(held), "held": jnp.asarray(held)}

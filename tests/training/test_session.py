@@ -91,7 +91,7 @@ def test_evaluation_is_the_mean_over_the_counted_tokens(run):
 def test_a_step_that_is_not_finite_changes_no_weight(run, poison):
     before = jax.device_get(run.state)
     batch, _ = next(run.parts.loader(run.parts.splits.train, 0))
-    bad = batch._replace(loss_mask=batch.loss_mask * poison)
+    bad = {**batch, "loss_mask": batch["loss_mask"] * poison}
     with jax.set_mesh(run.mesh), jax.default_matmul_precision("highest"):
         run.state, metrics = run.train_step(run.state, bad)
     assert bool(metrics["skipped"])

@@ -52,7 +52,9 @@ class Pause:
 
 @pytest.fixture(scope="module")
 def parts() -> Parts:
-    return prepare(run_config(steps=STEPS, model=model(repeats=1)))
+    """With a train step that takes the factors of drills; which steps have one is said by the guard of each test."""
+    drilled = ResilienceConfig(inject=("nan:step=1",))
+    return prepare(run_config(steps=STEPS, model=model(repeats=1), resilience=drilled))
 
 
 FRESH: dict[int, object] = {}
@@ -143,12 +145,12 @@ def test_the_weights_are_named_whose_gradients_are_not_finite(monkeypatch):
     monkeypatch.setattr(Program, "grad_fn", poisoned)
     again = prepare(run_config(steps=STEPS, model=model(repeats=2)))
     infos, events = went(again, stop_on_nonfinite=False)
-    assert [info.blame is not None for info in infos] == [step == 4 for step in range(1, STEPS + 1)]
+    assert [info.nonfinite is not None for info in infos] == [step == 4 for step in range(1, STEPS + 1)]
     told = rf"gradients not finite: {re.escape(path)} of layer 1, of \d+ weights"
     assert re.fullmatch(told, dict(events)["persistent_fault"]["blame"])
     with pytest.raises(NumericFault, match=rf"nan; {told}; the same to the last bit"):
         went(again)
-    assert again.program.blame._cache_size() == 1
+    assert again.program.nonfinite_gradients._cache_size() == 1
 
 
 def test_the_sentence_about_gradients_that_are_not_finite():
@@ -210,6 +212,7 @@ def test_overflows_above_the_floor_are_not_suspicious():
     cfg = run_config(
         model=model(repeats=1),
         steps=STEPS,
+        resilience=ResilienceConfig(inject=("inf:step=3",)),
         precision=PrecisionConfig(compute="float32", loss_scale=DynamicScaleConfig(initial=64.0, hysteresis=1)),
     )
     infos, events = went(prepare(cfg), inject=("inf:step=3",))
