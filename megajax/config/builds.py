@@ -1,13 +1,82 @@
-"""How a config makes its object without importing it first."""
+"""References to classes and functions, "package.module:Name" or "folder/file.py:Name", and configs that use one."""
 
 import importlib
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import reduce
+from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
+
+USER_FILE = "megajax_config_file "
+"""Modules run from a path have this and the path as their name."""
 
 
 def resolve(reference: str) -> Any:
-    """ "package.module:Name" -> the thing itself, importing the module now."""
-    module, _, name = reference.partition(":")
-    return getattr(importlib.import_module(module), name)
+    """ "package.module:Name" or "folder/file.py:Name" -> the thing itself; imports the module or runs the file.
+
+    A file that has been run already and has not changed since is not run again.
+    """
+    module, _, name = reference.rpartition(":")
+    owner = _loaded(Path(module).expanduser().resolve()) if module.endswith(".py") else importlib.import_module(module)
+    return reduce(getattr, name.split("."), owner)
+
+
+def reference(cls: type) -> str:
+    """The text by which `resolve` finds the class. Files are written with their absolute paths."""
+    return f"{cls.__module__.removeprefix(USER_FILE)}:{cls.__qualname__}"
+
+
+def run_file(path: Path) -> ModuleType:
+    """Run a Python file as a module; it may import the files beside it. Raises OSError and whatever the file raises.
+
+    The module stays in sys.modules, where dataclasses look up their annotations.
+    """
+    name = f"{USER_FILE}{path}"
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    module.__dict__["__text__"] = path.read_bytes()
+    sys.modules[name] = module
+    # Not through the import system: its bytecode cache compares whole seconds, and a file may be edited twice in one.
+    exec(compile(module.__dict__["__text__"], str(path), "exec"), module.__dict__)
+    return module
+
+
+def _loaded(path: Path) -> ModuleType:
+    there = sys.modules.get(f"{USER_FILE}{path}")
+    if there is not None and there.__dict__["__text__"] == path.read_bytes():
+        return there
+    with siblings_importable(path.parent):
+        return run_file(path)
+
+
+@contextmanager
+def siblings_importable(folder: Path) -> Generator[None]:
+    """The files in the folder can be imported by name.
+
+    Afterwards they are known by their paths only, since files in other folders may have the same names.
+    """
+    before = set(sys.modules)
+    sys.path.append(str(folder))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        if str(folder) in sys.path:
+            sys.path.remove(str(folder))
+        for name in set(sys.modules) - before:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file and Path(file).parent == folder and not name.startswith("megajax"):
+                _rename(name, f"{USER_FILE}{file}")
+
+
+def _rename(name: str, new: str) -> None:
+    module = sys.modules[new] = sys.modules.pop(name)
+    module.__dict__["__text__"] = Path(str(module.__file__)).read_bytes()
+    for thing in vars(module).values():
+        if isinstance(thing, type) and thing.__module__ == name:
+            thing.__module__ = new
 
 
 class Builds:

@@ -437,7 +437,7 @@ def _help(usage: "_Usage", source: str | None, topic: str) -> str:
     elif cls:
         of = f"of {source}" if source else "defaults; with --config=FILE, those of the file"
         lines += [f"\nsettings used most (values: {of})\n", common_help(cls, config, usage.common)]
-        parts = ", ".join(name for name, kind in schema.hints(cls).items() if schema.configs(kind))
+        parts = ", ".join(name for name, kind in schema.hints(cls).items() if schema.holds_configs(kind))
         lines += ["", textwrap.fill(f"--help=all shows every setting, --help=PART one part: {parts}.", WIDTH)]
     return "\n".join(lines)
 

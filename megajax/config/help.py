@@ -107,6 +107,8 @@ class _Walk:
 
     def _field(self, top: Entry, annotation: Any, here: Any) -> Iterator[Entry]:
         members = schema.configs(annotation)
+        if schema.is_config(here) and type(here) not in members:
+            members = (type(here), *members)
         items = here if isinstance(here, tuple | list) else ()
         if not members:
             nodes = [(index, item) for index, item in enumerate(items) if schema.is_config(item)]
@@ -116,7 +118,7 @@ class _Walk:
             return
         choice = len(schema.kinds(annotation)) > 1
         if choice:
-            name = f"{top.name}.type" if len(members) > 1 else top.name
+            name = f"{top.name}.type" if len(members) > 1 or schema.protocols(annotation) else top.name
             yield dataclasses.replace(top, name=name, value=_shown(here, annotation, top.name))
         for cls in sorted(members, key=lambda cls: cls is not type(here)):
             present = cls is type(here)

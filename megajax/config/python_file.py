@@ -1,6 +1,5 @@
 """Run a config file written in Python; what is wrong with the file is told by file and line, without a traceback."""
 
-import importlib
 import inspect
 import io
 import re
@@ -14,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import megajax.config.schema as schema
+from megajax.config.builds import USER_FILE, run_file, siblings_importable
 from megajax.config.constructors import collecting, config_classes, problems_of
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.nearest import did_you_mean
@@ -68,19 +68,12 @@ def shown(path: Path) -> str:
 
 
 def _call(path: Path, function: str, root: type) -> Any:
-    # The module stays known under a name of its own: dataclasses defined in it look their annotations up there.
-    name = f"megajax_config_file {path}"
-    module = ModuleType(name)
-    module.__file__ = str(path)
     try:
-        text = path.read_bytes()
+        path.read_bytes()
     except OSError as error:
         raise ConfigError([Problem(shown(path), f"cannot be read: {error.strerror}")]) from error
-    with _siblings_importable(path.parent), _faults_named(path, module, root):
-        sys.modules[name] = module
-        # Not through the loader: bytecode caches go by whole seconds, and a config edited twice in one must count.
-        exec(compile(text, str(path), "exec"), module.__dict__)
-        config = _function(path, function, module, root)()
+    with siblings_importable(path.parent), _faults_named(path, root):
+        config = _function(path, function, run_file(path), root)()
     if not schema.is_config(config) or not isinstance(config, root):
         what = f"{function}() must return a {root.__name__}, and returns {schema.described(config)}"
         raise ConfigError([Problem(shown(path), what, _return_hint(config, root))])
@@ -123,24 +116,7 @@ def _return_hint(config: Any, root: type) -> str:
 
 
 @contextmanager
-def _siblings_importable(folder: Path) -> Generator[None]:
-    """A config file may import those beside it; then they are forgotten, as other folders may use the same names."""
-    before = set(sys.modules)
-    sys.path.append(str(folder))
-    importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        if str(folder) in sys.path:
-            sys.path.remove(str(folder))
-        for name in set(sys.modules) - before:
-            file = getattr(sys.modules[name], "__file__", None)
-            if file and Path(file).parent == folder and not name.startswith("megajax"):
-                del sys.modules[name]
-
-
-@contextmanager
-def _faults_named(path: Path, module: ModuleType, root: type) -> Generator[None]:
+def _faults_named(path: Path, root: type) -> Generator[None]:
     """An error in a user's file becomes a ConfigError with the file, the line and the fault."""
     try:
         yield
@@ -156,7 +132,7 @@ def _faults_named(path: Path, module: ModuleType, root: type) -> Generator[None]
         own = [frame for frame in frames if Path(frame.filename).parent == path.parent]
         where = f"{shown(Path(own[-1].filename))}, line {own[-1].lineno}" if own else shown(path)
         hints = [own[-1].line] if own and own[-1].line else []
-        hints += [hint] if (hint := _hint(error, module, root)) else []
+        hints += [hint] if (hint := _hint(error, sys.modules.get(f"{USER_FILE}{path}"), root)) else []
         raise ConfigError([Problem(where, _told(error), "\n".join(hints))]) from error
 
 
@@ -180,8 +156,9 @@ def _class_asked_for(error: NameError | ImportError, places: Mapping[str, str]) 
     return "\n".join(f"write from {place} import {', '.join(names)}" for place, names in by_module.items())
 
 
-def _hint(error: BaseException, module: ModuleType, root: type) -> str:
-    """What to write instead, where that can be told."""
+def _hint(error: BaseException, module: ModuleType | None, root: type) -> str:
+    """What to write instead, where that can be told; `module` is what the file has defined so far."""
+    defined = vars(module) if module else {}
     if isinstance(error, FrozenInstanceError):
         return "configs cannot be changed: dataclasses.replace(config, name=value) makes a changed copy"
     if isinstance(error, AttributeError) and schema.is_config(error.obj):
@@ -192,9 +169,9 @@ def _hint(error: BaseException, module: ModuleType, root: type) -> str:
         if name in places:
             return f"write from {places[name]} import {name}"
         wrong = _class_asked_for(error, places)
-        return wrong or did_you_mean(name, [*places, *vars(module)])
+        return wrong or did_you_mean(name, [*places, *defined])
     match = re.search(r"(\w+?)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'", str(error))
-    called = vars(module).get(match[1]) if match else None
+    called = defined.get(match[1]) if match else None
     with suppress(ValueError, TypeError):
         return did_you_mean(match[2], inspect.signature(called).parameters) if match and callable(called) else ""
     return ""

@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from megajax.config.builds import reference
 from megajax.config.nearest import either
 
 MOST_OF_A_VALUE = 60  # characters of a wrong value that are shown
@@ -58,6 +59,41 @@ def configs(annotation: Any) -> tuple[type, ...]:
     return found
 
 
+def protocols(annotation: Any) -> tuple[type, ...]:
+    """The protocols among the kinds: one of them opens the union to every frozen dataclass that has its members."""
+    return tuple(k for k in kinds(annotation) if isinstance(k, type) and getattr(k, "_is_protocol", False))
+
+
+def holds_configs(annotation: Any) -> bool:
+    """Whether a config may stand there."""
+    return bool(configs(annotation) or protocols(annotation))
+
+
+def misfit(cls: Any, annotation: Any) -> str:
+    """Why a config of this class may not stand in a field with this annotation; "" where it may."""
+    if isinstance(cls, type) and issubclass(cls, configs(annotation)):
+        return ""
+    if not isinstance(cls, type) or not dataclasses.is_dataclass(cls) or not protocols(annotation):
+        return f"expected {choices(annotation)}, got {described(cls)}"
+    if not getattr(cls, "__dataclass_params__").frozen:  # noqa: B009, dataclasses declare it nowhere
+        return f"{cls.__name__} can be changed after it is checked: write @dataclass(frozen=True)"
+    if any(field.name == "type" for field in dataclasses.fields(cls)):
+        return f"{cls.__name__} has a field 'type', the key that names the class"
+    try:
+        hints(cls)
+    except Exception as error:  # of a class of the user's
+        return f"the annotations of {cls.__name__} cannot be read: {error}"
+    there = {*dir(cls), *(field.name for field in dataclasses.fields(cls))}
+    lacking = [sorted(members(protocol) - there) for protocol in protocols(annotation)]
+    fewest = min(lacking, key=len)
+    return f"{cls.__name__} lacks {', '.join(fewest)}" if fewest else ""
+
+
+def members(protocol: type) -> frozenset[str]:
+    """The names that a protocol asks for."""
+    return frozenset(getattr(protocol, "__protocol_attrs__"))  # noqa: B009, typing.get_protocol_members is of Python 3.13
+
+
 def lists(annotation: Any) -> tuple[Any, ...]:
     """The tuple and list kinds."""
     return tuple(k for k in kinds(annotation) if (get_origin(k) or k) in (tuple, list, Sequence))
@@ -98,7 +134,7 @@ def tag(cls: type, annotation: Any) -> str:
     if members == (cls,):
         return ""
     alone = [member.__name__ for member in members].count(cls.__name__) == 1
-    return cls.__name__ if cls in members and alone else f"{cls.__module__}:{cls.__qualname__}"
+    return cls.__name__ if cls in members and alone else reference(cls)
 
 
 def names(cls: type, prefix: str = "", above: tuple[type, ...] = ()) -> Iterator[str]:
@@ -111,9 +147,9 @@ def names(cls: type, prefix: str = "", above: tuple[type, ...] = ()) -> Iterator
         inner = [(path, annotation)]
         inner += [(f"{path}.0", entry(annotation, 0))] if lists(annotation) else []
         for place, what in inner:
-            members = configs(what)
-            yield from (f"{place}.type" for _ in members[1:2])
-            for member in members:
+            if len(configs(what)) + len(protocols(what)) > 1:
+                yield f"{place}.type"
+            for member in configs(what):
                 yield from names(member, f"{place}.", (*above, cls))
 
 
@@ -146,7 +182,15 @@ def _word(kind: Any) -> str:
     if mappings(kind):
         args = get_args(kind)
         return f"name=value pairs (each value {words(args[1])})" if args else "name=value pairs"
+    if protocols(kind):
+        return own(kind)
     return kind.__name__ if isinstance(kind, type) else "anything"
+
+
+def own(protocol: type) -> str:
+    """The classes that a protocol allows, in words."""
+    asked = ", ".join(sorted(members(protocol)))
+    return f"module:Class of your own frozen dataclass{f' with {asked}' if asked else ''}"
 
 
 def example(name: str, annotation: Any) -> str:
@@ -182,6 +226,6 @@ def described(value: Any) -> str:
     return text if len(text) <= MOST_OF_A_VALUE else text[: MOST_OF_A_VALUE - 3] + "..."
 
 
-def choices(members: tuple[type, ...]) -> str:
+def choices(annotation: Any) -> str:
     """AdamWConfig or MuonConfig."""
-    return either(member.__name__ for member in members)
+    return either([cls.__name__ for cls in configs(annotation)] + [own(kind) for kind in protocols(annotation)])

@@ -4,13 +4,12 @@ import dataclasses
 import inspect
 import re
 import traceback
-import typing
 from collections.abc import Mapping
 from dataclasses import MISSING
 from typing import Any, get_args, get_origin
 
 import megajax.config.schema as schema
-from megajax.config.builds import resolve
+from megajax.config.builds import reference, resolve
 from megajax.config.coerce import Mismatch, Text, precedence, scalar
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.nearest import did_you_mean, either
@@ -97,14 +96,15 @@ def _example(where: str, annotation: Any) -> str:
 def _python_hint(where: str, annotation: Any, raw: Any) -> str:
     """For values that only Python has."""
     members = schema.configs(annotation)
+    nodes = schema.holds_configs(annotation)
     if isinstance(raw, type) and dataclasses.is_dataclass(raw):
         return f"this is the class: write {schema.call(raw)}"
-    if members and callable(raw) and hasattr(raw, "__name__"):
+    if nodes and callable(raw) and hasattr(raw, "__name__"):
         return f"this is the function: write {raw.__name__}(...)"
     if members and isinstance(raw, tuple | list) and any(isinstance(item, members) for item in raw):
         return "a comma behind the closing bracket makes a tuple: take it away"
-    listed = any(schema.configs(schema.entry(kind, 0)) for kind in schema.lists(annotation))
-    if raw is Ellipsis or (raw is None and (members or listed)) or (listed and schema.is_config(raw)):
+    listed = any(schema.holds_configs(schema.entry(kind, 0)) for kind in schema.lists(annotation))
+    if raw is Ellipsis or (raw is None and (nodes or listed)) or (listed and schema.is_config(raw)):
         return _example(where, annotation)
     return ""
 
@@ -148,7 +148,7 @@ class _Builder:
         return self._scalar(raw, annotation, where, old)
 
     def _over(self, raw: Over, annotation: Any, where: str, old: Any) -> Any:
-        if schema.configs(annotation) and (settings := raw.merged()) is not None:
+        if schema.holds_configs(annotation) and (settings := raw.merged()) is not None:
             return self.value(settings, annotation, where, old)
         if not isinstance(raw.upper, Patch):
             return self.value(raw.upper, annotation, where, old)
@@ -156,13 +156,13 @@ class _Builder:
         return before if before is Mark.INVALID else self.value(raw.upper, annotation, where, before)
 
     def _branches(self, annotation: Any) -> bool:
-        return bool(schema.configs(annotation) or schema.lists(annotation) or schema.mappings(annotation))
+        return bool(schema.holds_configs(annotation) or schema.lists(annotation) or schema.mappings(annotation))
 
     def _branch(self, raw: Any, annotation: Any, where: str, old: Any) -> Any:
         if isinstance(raw, Mapping) and schema.lists(annotation) and isinstance(old, tuple | list):
             return self._list(raw, annotation, where, old)
-        if schema.configs(annotation):
-            return self.node(raw, schema.configs(annotation), where, old)
+        if schema.holds_configs(annotation):
+            return self.node(raw, annotation, where, old)
         if isinstance(raw, Mapping) and schema.mappings(annotation):
             return self._mapping(raw, annotation, where, old)
         if Any in schema.kinds(annotation) and not isinstance(raw, Patch):
@@ -195,8 +195,8 @@ class _Builder:
             return yaml.safe_load(raw) if isinstance(raw, Text) else raw
         if (found := self._unfolded(raw, annotation)) is not None:
             return self._one_or_list(raw, found, annotation, where, hint)
-        if isinstance(raw, str) and schema.configs(annotation):
-            return self.node({"type": raw}, schema.configs(annotation), where, old)
+        if isinstance(raw, str) and schema.holds_configs(annotation):
+            return self.node({"type": raw}, annotation, where, old)
         return self.expected(where, annotation, raw, hint)
 
     def _one_or_list(self, raw: str, found: list | dict, annotation: Any, where: str, hint: str) -> Any:
@@ -263,50 +263,56 @@ class _Builder:
             result[name] = self.value(value, value_kind, path, old.get(key))
         return Mark.INVALID if any(Mark.INVALID in pair for pair in result.items()) else result
 
-    def node(self, raw: Any, members: tuple[type, ...], where: str, old: Any) -> Any:
-        """A config: `raw` is one already, or the settings to change, with `type` to choose among the members."""
+    def node(self, raw: Any, annotation: Any, where: str, old: Any) -> Any:
+        """A config: `raw` is one already, or the settings to change, with `type` to choose its class."""
+        members = schema.configs(annotation)
         if schema.is_config(raw):
-            if isinstance(raw, members):
-                return self._fill(type(raw), {}, where, raw, members)
-            what = f"expected {schema.choices(members)}, got {schema.described(raw)}"
-            return self.fault(where, what, _example(where, typing.Union[members]))  # noqa: UP007 - of a tuple
-        if "type" in raw and "type" not in schema.hints(members[0]):
-            cls = self._chosen(raw["type"], members, where)
+            if not (wrong := schema.misfit(type(raw), annotation)):
+                return self._fill(type(raw), {}, where, raw, annotation)
+            if not schema.protocols(annotation):
+                wrong = f"expected {schema.choices(annotation)}, got {schema.described(raw)}"
+            return self.fault(where, wrong, _example(where, annotation))
+        if "type" in raw and not any("type" in schema.hints(cls) for cls in members):
+            cls = self._chosen(raw["type"], annotation, where, old)
             raw = {key: value for key, value in raw.items() if key != "type"}
-        elif isinstance(old, members):
+        elif schema.is_config(old) and not schema.misfit(type(old), annotation):
             cls = type(old)
         elif len(members) == 1:
             cls = members[0]
         else:
-            cls = self.fault(where, "which one?", f"add --{where}.type={schema.choices(members)}")
+            cls = self.fault(where, "which one?", f"add --{where}.type={schema.choices(annotation)}")
         if isinstance(cls, Mark):
             return cls
-        return self._fill(cls, raw, where, old if type(old) is cls else None, members)
+        return self._fill(cls, raw, where, old if type(old) is cls else None, annotation)
 
-    def _chosen(self, name: Any, members: tuple[type, ...], where: str) -> type | Mark:
+    def _chosen(self, name: Any, annotation: Any, where: str, old: Any) -> type | Mark:
         if not isinstance(name, str):
-            return self.fault(join(where, "type"), "needs a value", f"one of {schema.choices(members)}")
+            return self.fault(join(where, "type"), "needs a value", f"one of {schema.choices(annotation)}")
+        members = schema.configs(annotation)
         for same in (str, short_type):
-            found = [cls for cls in members if same(name) == same(cls.__name__)]
-            if len(found) == 1:
-                return found[0]
-        if ":" in str(name):
+            matches = [cls for cls in members if same(name) == same(cls.__name__)]
+            if len(matches) == 1:
+                return matches[0]
+        if schema.is_config(old) and name == reference(type(old)):
+            return type(old)
+        if ":" in name:
             try:
-                cls = resolve(str(name))
-            except (ImportError, AttributeError) as error:
-                return self.fault(join(where, "type"), f"cannot find {name}: {error}")
-            if isinstance(cls, type) and issubclass(cls, members) and dataclasses.is_dataclass(cls):
-                return cls
+                cls = resolve(name)
+            except Exception as error:  # of a file of the user's
+                what = f"cannot find {name}: {type(error).__name__}: {error}"
+                return self.fault(join(where, "type"), what, "write module:Class or file.py:Class")
+            wrong = schema.misfit(cls, annotation)
+            return self.fault(join(where, "type"), wrong) if wrong else cls
         known = [cls.__name__ for cls in members]
-        begin = [cls.__name__ for cls in members if cls.__name__.lower().startswith(str(name).lower())]
-        hint = f"did you mean {either(begin)}?" if begin and name else did_you_mean(str(name), known)
-        return self.fault(join(where, "type"), f"expected {schema.choices(members)}, got {str(name)!r}", hint)
+        begin = [cls for cls in known if cls.lower().startswith(name.lower())]
+        hint = f"did you mean {either(begin)}?" if begin and name else did_you_mean(name, known)
+        return self.fault(join(where, "type"), f"expected {schema.choices(annotation)}, got {str(name)!r}", hint)
 
-    def _fill(self, cls: type, raw: Mapping, where: str, base: Any, members: tuple[type, ...]) -> Any:
+    def _fill(self, cls: type, raw: Mapping, where: str, base: Any, annotation: Any) -> Any:
         annotations = schema.hints(cls)
         given = {plain_name(key): value for key, value in raw.items()}
         for key in [key for key in given if key not in annotations]:
-            self._unknown(key, given.pop(key), where, cls, members)
+            self._unknown(key, given.pop(key), where, cls, annotation)
         values = {}
         for field in schema.fields(cls):
             if not field.init:
@@ -337,8 +343,8 @@ class _Builder:
         else:
             self.fault(path, "has no default and is not given", f"give it: {schema.words(annotation)}")
 
-    def _unknown(self, key: str, value: Any, where: str, cls: type, members: tuple[type, ...]) -> None:
-        others = [member.__name__ for member in members if member is not cls and key in schema.hints(member)]
+    def _unknown(self, key: str, value: Any, where: str, cls: type, annotation: Any) -> None:
+        others = [c.__name__ for c in schema.configs(annotation) if c is not cls and key in schema.hints(c)]
         near = [*(join(where, name) for name in schema.names(cls)), *schema.names(self.root)]
         there = join(where, key)
         for leaf in leaves(value, there) if isinstance(value, Patch) else [there]:
