@@ -6,6 +6,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from megajax.config.nearest import did_you_mean
 from megajax.tools.config_source import python_source
 from megajax.tools.flags import UNKNOWN, Word, spellings
 from megajax.tools.megatron_flags import FLAGS, Converted, convert
-from megajax.tools.shell import Training, as_training, find_training, read_script
+from megajax.tools.shell import Command, read_script
 
 USAGE = """python -m megajax.tools.megatron_args [options] -- --num-layers 24 …       the flags themselves
 python -m megajax.tools.megatron_args [options] SCRIPT.sh [ARGUMENTS]      a shell script, read and not run
@@ -42,6 +43,16 @@ class Options:
     force: bool = False
     partial: bool = False
     defined: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The command of a script that trains, and what its launcher says."""
+
+    script: str
+    words: tuple[Word, ...]
+    devices: int | None = None
+    """Processes, one for each GPU, where torchrun is told both counts."""
 
 
 def main(argv: list[str]) -> int:
@@ -122,6 +133,41 @@ def _training(rest: Sequence[str], options: Options) -> tuple[Training, str]:
     except UserError as error:
         raise UserError(f"{path}, {error}") from error
     return find_training(commands, str(path)), str(path)
+
+
+def find_training(commands: Sequence[Command], place: str) -> Training:
+    """The command that runs a Python file with flags, pretrain_*.py before others.
+
+    Raises:
+        UserError: none, or several.
+    """
+    for command in commands:
+        if command.words[0].text.startswith("--"):
+            what = f"line {command.line}: {command.words[0].text} belongs to no command"
+            raise UserError(f"{place}, {what}: the line before has a comment, or no \\ at its very end")
+    found = [training for command in commands if (training := as_training(command.words)) is not None]
+    found = [one for one in found if any(word.text.startswith("--") for word in one.words)] or found
+    named = [one for one in found if one.script.rpartition("/")[2].startswith("pretrain")] or found
+    if not named:
+        raise UserError(f"{place}: no command runs a Python file, such as torchrun … pretrain_gpt.py --num-layers …")
+    if len(named) > 1:
+        scripts = ", ".join(f"{one.script} ({one.words[0].place if one.words else 'without flags'})" for one in named)
+        raise UserError(f"{place}: several commands train: {scripts}. Leave one of them in the script.")
+    return named[0]
+
+
+def as_training(words: Sequence[Word]) -> Training | None:
+    """`[launcher …] FILE.py [flags …]`, or None for another command."""
+    place = next((number for number, word in enumerate(words) if word.text.endswith(".py")), None)
+    if place is None:
+        return None
+    counts = {}
+    texts = [text for word in words[:place] for text in word.text.split("=")]
+    for name, value in pairwise(texts):
+        if name.startswith("-") and value.isdigit():
+            counts[name.strip("-").replace("-", "_")] = int(value)
+    each, nodes = counts.get("nproc_per_node"), counts.get("nnodes", 1)
+    return Training(words[place].text, tuple(words[place + 1 :]), each and each * nodes)
 
 
 def _file_words(path: Path, text: str) -> Iterator[Word]:
