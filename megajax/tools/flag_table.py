@@ -6,59 +6,10 @@ from pathlib import Path
 from megajax.config.command_line import front_door, parse
 from megajax.config.errors import UserError
 from megajax.tools.flags import Flag, Mapped, Refused
-from megajax.tools.flags_of_machinery import (
-    CHECKPOINT_MACHINERY,
-    COMMUNICATION,
-    DATA_MACHINERY,
-    KERNELS,
-    OWN_CODE,
-    SERVICES,
-)
-from megajax.tools.flags_of_models import ATTENTION, EXPERTS, LATENT, MEMORY, POSITIONS, SIZES, START
-from megajax.tools.flags_of_operations import CHECKPOINTS, INFERENCE, LOGGING, LOOP, PROFILING
-from megajax.tools.flags_of_other_models import (
-    MORE_EXPERTS,
-    MORE_INFERENCE,
-    OTHER_BLOCKS,
-    OTHER_MODELS,
-    OTHER_OBJECTIVES,
-)
-from megajax.tools.flags_of_runs import BATCH, DATA, OPTIMIZER, PARALLEL, PRECISION, SCHEDULE, SHARDING, TOKENIZER
+from megajax.tools.megatron_flags import PARTS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "megatron.md"
 BEGIN, END = "<!-- flags: begin -->\n", "<!-- flags: end -->\n"
-
-PARTS = {
-    "Sizes of the model": SIZES,
-    "Positions": POSITIONS,
-    "Norms, activations, attention": ATTENTION,
-    "Dropout and initial weights": START,
-    "Latent attention, prediction ahead, state-space models": LATENT,
-    "Mixture of experts": (*EXPERTS, *MORE_EXPERTS),
-    "Memory": MEMORY,
-    "Batch, length and evaluation": BATCH,
-    "Optimizer": OPTIMIZER,
-    "Learning rate and weight decay": SCHEDULE,
-    "Precision": PRECISION,
-    "Layout": PARALLEL,
-    "Data parallelism and overlap": SHARDING,
-    "Data": DATA,
-    "Tokenizer": TOKENIZER,
-    "Checkpoints": CHECKPOINTS,
-    "Loop": LOOP,
-    "Logging": LOGGING,
-    "Profiling": PROFILING,
-    "Inference": (*INFERENCE, *MORE_INFERENCE),
-    "Other kinds of layers": OTHER_BLOCKS,
-    "Other kinds of models": OTHER_MODELS,
-    "Other objectives": OTHER_OBJECTIVES,
-    "Kernels and memory": KERNELS,
-    "Communication": COMMUNICATION,
-    "Checkpoint machinery": CHECKPOINT_MACHINERY,
-    "Data machinery": DATA_MACHINERY,
-    "Services, logs and profilers": SERVICES,
-    "Megatron-LM's own code": OWN_CODE,
-}
 
 
 def markdown() -> str:

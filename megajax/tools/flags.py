@@ -62,37 +62,41 @@ class Flag:
     """Other spellings."""
 
 
-def flag(name: str, kind: type, fate: Fate, default: Any = None, also: Iterable[str] = ()) -> Flag:
-    """A row of the table."""
+KINDS: Mapping[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, list)}
+
+
+def read_table(text: str, functions: "Iterable[Callable[[Arguments], Settings]]") -> dict[str, tuple[Flag, ...]]:
+    """Title of a part -> its rows, of a text as megatron_flags.txt explains it; `functions` make settings."""
+    by_name = {function.__name__: function for function in functions}
+    parts: dict[str, tuple[Flag, ...]] = {}
+    for part in text.split("\n# ")[1:]:
+        title, _, body = part.partition("\n")
+        rows = []
+        for line in filter(None, body.replace("\n  ", " ").splitlines()):
+            names, _, answer = line.partition(" => ")
+            fate = _fate(answer, by_name)
+            rows += [_row(token, fate) for token in names.split()]
+        parts[title] = tuple(rows)
+    return parts
+
+
+def _fate(answer: str, functions: "Mapping[str, Callable[[Arguments], Settings]]") -> Fate:
+    start, colon, rest = answer.partition(": ")
+    if start in ("refused", "unnecessary"):
+        return Refused(rest) if start == "refused" else Unnecessary(rest)
+    return Mapped(tuple(rest.split()), functions[start]) if colon else Mapped((answer,))
+
+
+def _row(token: str, fate: Fate) -> Flag:
+    typed, equals, value = token.partition("=")
+    names, _, written = typed.partition(":")
+    name, *also = names.split("|")
+    kind = KINDS[written or "list"]
+    # A switch that is a setting by itself leaves it alone where it is not given.
+    default = False if kind is bool and not (isinstance(fate, Mapped) and fate.by is None) else None
+    if equals:
+        default = value.split() if kind is list else kind(value)
     return Flag(name, kind, fate, default, tuple(also))
-
-
-def flags(fate: Fate, names: str) -> tuple[Flag, ...]:
-    """Rows with one fate, of flags whose values are not read: each takes any number of words.
-
-    Args:
-        names: separated by white space; `name=value` is a default.
-    """
-    rows = []
-    for text in names.split():
-        name, equals, default = text.partition("=")
-        rows.append(Flag(name, list, fate, [default] if equals else None))
-    return tuple(rows)
-
-
-def to(*settings: str, by: "Callable[[Arguments], Settings] | None" = None) -> Mapped:
-    """Becomes these settings; without `by`, there is one and it takes the value as it is."""
-    return Mapped(settings, by)
-
-
-def needless(reason: str) -> Unnecessary:
-    """Nothing to set, for this reason."""
-    return Unnecessary(reason)
-
-
-def refused(reason: str) -> Refused:
-    """Not to be had, for this reason."""
-    return Refused(reason)
 
 
 @dataclass

@@ -1,25 +1,52 @@
 """Every flag of Megatron-LM that is known here, what contradicts what, and a run's config made of a command line."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megajax.config.dump import flatten, scalar_text
 from megajax.config.errors import Problem
 from megajax.config.patch import patch_of
 from megajax.config.tree import assemble
-from megajax.tools.flags import Arguments, Flag, Mapped, Notes, Refused, Settings, Unnecessary, Word, read_words, shown
-from megajax.tools.flags_of_machinery import MACHINERY_FLAGS
-from megajax.tools.flags_of_models import MODEL_FLAGS
-from megajax.tools.flags_of_operations import OPERATIONS_FLAGS
-from megajax.tools.flags_of_other_models import OTHER_FLAGS
-from megajax.tools.flags_of_runs import RUN_FLAGS
+from megajax.tools.flags import (
+    Arguments,
+    Flag,
+    Mapped,
+    Notes,
+    Refused,
+    Unnecessary,
+    Word,
+    read_table,
+    read_words,
+    shown,
+)
+from megajax.tools.megatron_layout import parallel
+from megajax.tools.megatron_memory import recompute
+from megajax.tools.megatron_model import embedding, residual, stack, vocabulary, width_scaling
+from megajax.tools.megatron_run import (
+    batch,
+    checkpoint,
+    data,
+    evaluation,
+    logging,
+    optimizer,
+    precision,
+    profile,
+    resilience,
+    schedule,
+)
 from megajax.training.run_config import RunConfig
 
-TABLES = (MODEL_FLAGS, RUN_FLAGS, OPERATIONS_FLAGS, OTHER_FLAGS, MACHINERY_FLAGS)
-FLAGS: Mapping[str, Flag] = {row.name: row for table in TABLES for row in table}
-"""Name -> row, in the order of Megatron-LM's own groups."""
+FUNCTIONS = (
+    *(stack, embedding, residual, vocabulary, width_scaling, recompute, parallel),
+    *(batch, optimizer, schedule, precision, data, evaluation, checkpoint, logging, profile, resilience),
+)
+"""What makes settings of several flags, in the order in which they are called."""
+PARTS = read_table(Path(__file__).with_name("megatron_flags.txt").read_text(encoding="utf-8"), FUNCTIONS)
+FLAGS: Mapping[str, Flag] = {row.name: row for rows in PARTS.values() for row in rows}
+"""Name -> row."""
 
 ONE_OF = (
     ("fp16", "bf16"),
@@ -108,12 +135,6 @@ class Converted:
     """What has to be changed before there is a config."""
 
 
-def rules(table: Mapping[str, Flag] = FLAGS) -> list[Callable[[Arguments], Settings]]:
-    """The functions that make settings of several flags, each once, in the table's order."""
-    made = [row.fate.by for row in table.values() if isinstance(row.fate, Mapped) and row.fate.by is not None]
-    return list(dict.fromkeys(made))
-
-
 def convert(words: Sequence[Word], *, devices: int | None = None, table: Mapping[str, Flag] = FLAGS) -> Converted:
     """A command line without the program's name -> the config of a run, and what became of each flag.
 
@@ -124,8 +145,8 @@ def convert(words: Sequence[Word], *, devices: int | None = None, table: Mapping
     notes.problems += _contradictions(given)
     args = Arguments(table, given, notes, devices)
     settings: dict[str, Any] = {}
-    for rule in rules(table):
-        settings |= rule(args)
+    for function in FUNCTIONS:
+        settings |= function(args)
     for name, row in table.items():
         if isinstance(row.fate, Mapped) and row.fate.by is None and args[name] is not None:
             settings[row.fate.settings[0]] = args[name]

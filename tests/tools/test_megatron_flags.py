@@ -14,7 +14,7 @@ from megajax.config.dump import flatten
 from megajax.optim.config import LionConfig, MuonConfig, SGDConfig
 from megajax.precision.config import ConstantScaleConfig, DynamicScaleConfig
 from megajax.tools.flag_table import BEGIN, PAGE, replaced
-from megajax.tools.flags import Mapped, Refused, Unnecessary, Word, flag, to
+from megajax.tools.flags import Flag, Mapped, Refused, Unnecessary, Word
 from megajax.tools.megatron_flags import FLAGS, ONE_OF, ONLY_WITH, convert
 from megajax.training.config import StepRampConfig
 from megajax.training.run_config import RunConfig
@@ -459,7 +459,7 @@ def test_weights_that_are_spread_are_gathered_again() -> None:
 def test_to_map_a_flag_is_to_change_its_row() -> None:
     words = [Word(word) for word in f"{line()} --sample-rate 7".split()]
     assert [text for text, _ in convert(words).refused] == ["--sample-rate 7.0"]
-    table = {**FLAGS, "sample-rate": flag("sample-rate", int, to("schedule.decay_steps"))}
+    table = {**FLAGS, "sample-rate": Flag("sample-rate", int, Mapped(("schedule.decay_steps",)))}
     found = convert(words, table=table)
     assert found.config.schedule.decay_steps == 7 and not found.refused
     assert ("--sample-rate 7", "schedule.decay_steps=7") in found.mapped
