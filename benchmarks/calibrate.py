@@ -25,8 +25,8 @@ from typing import Any
 import outcome
 from stopwatch import readings_in
 
-from megajax.config.command_line import use_devices
-from megajax.config.xla import FP8, GPU, compiler_options
+from megajax.command_line import use_devices
+from megajax.mesh.xla import FP8, GPU, compiler_options
 from megajax.planning.cost.costs import DEVICES, Device
 from megajax.planning.program.devices import GPUS
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import outcome
 
+from megajax.command_line import front_door
 from megajax.config import load
 from megajax.config.builds import resolve
-from megajax.config.command_line import front_door
 
 ROOT = Path(__file__).parents[1]
 FIGURES = outcome.RESULTS / "compiled_peaks.json"

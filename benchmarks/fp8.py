@@ -21,7 +21,7 @@ from typing import Any
 import outcome
 
 from megajax.config.builds import resolve
-from megajax.config.xla import ABSENT_GPU, FP8, GPU, compiler_options
+from megajax.mesh.xla import ABSENT_GPU, FP8, GPU, compiler_options
 from megajax.precision.config import Fp8Config
 
 SHAPES = "4096x14336,14336x4096,4096x6144,4096x4096"

@@ -13,7 +13,6 @@ from outcome import label
 from roofline import Roof, roof_of
 from stopwatch import readings_in
 
-from megajax.config.xla import FP8, GPU, compiler_options
 from megajax.kernels.attention import Mask, attend, local_device, reference_attention
 from megajax.kernels.capability import BACKENDS, Device, Request
 from megajax.layers.config import LayerNormConfig, RMSNormConfig
@@ -21,6 +20,7 @@ from megajax.layers.param import Site
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
+from megajax.mesh.xla import FP8, GPU, compiler_options
 from megajax.precision.config import Fp8Config
 from megajax.precision.fp8 import OLDEST
 

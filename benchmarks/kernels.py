@@ -20,8 +20,8 @@ from typing import Any
 
 import outcome
 
+from megajax.command_line import Flag, front_door, parse
 from megajax.config.builds import resolve
-from megajax.config.command_line import Flag, front_door, parse
 from megajax.config.errors import UserError
 
 PARTS = ("attention", "loss", "norm", "matmul")

@@ -7,8 +7,8 @@ tokens at a time and its gradient in the same pass; the plain one makes all logi
 are 6 x tokens x hidden x vocabulary, shared by the devices. Also a part of benchmarks/kernels.py, which writes JSON.
 """
 
+from megajax.command_line import Flag, front_door, parse
 from megajax.config.builds import resolve
-from megajax.config.command_line import Flag, front_door, parse
 
 FLAGS = (Flag("seconds", float, 0.3), Flag("peak-tflops", float | None))
 

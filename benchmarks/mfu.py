@@ -18,11 +18,11 @@ from pathlib import Path
 
 import outcome
 
+from megajax.command_line import PROCESS_FLAGS, Flag, front_door, parse
 from megajax.config.builds import resolve
-from megajax.config.command_line import PROCESS_FLAGS, Flag, front_door, parse
 from megajax.config.errors import UserError
-from megajax.config.world import process_index
-from megajax.config.xla import set_process
+from megajax.mesh.world import process_index
+from megajax.mesh.xla import set_process
 
 FLAGS = (
     Flag("steps", int, 20),

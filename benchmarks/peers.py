@@ -29,7 +29,7 @@ import megatron_peer
 import outcome
 from stopwatch import WARM_UP, Spread
 
-from megajax.config.command_line import Flag, front_door, parse
+from megajax.command_line import Flag, front_door, parse
 from megajax.config.errors import UserError
 from megajax.layers.config import AttentionConfig, DenseMLPConfig, GatedMLPConfig, LayerNormConfig, RopeConfig
 from megajax.metrics.banner import plain

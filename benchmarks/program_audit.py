@@ -14,9 +14,9 @@ from typing import Any
 
 import outcome
 
+from megajax.command_line import front_door
 from megajax.config import load
 from megajax.config.builds import resolve
-from megajax.config.command_line import front_door
 from megajax.mesh.config import ParallelConfig
 from megajax.planning.program.deviceless import prepare
 from megajax.planning.program.devices import read_cluster

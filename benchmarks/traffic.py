@@ -11,9 +11,9 @@ from typing import Any
 
 import outcome
 
+from megajax.command_line import front_door
 from megajax.config import load
 from megajax.config.builds import resolve
-from megajax.config.command_line import front_door
 from megajax.config.errors import UserError
 from megajax.planning.cost.costs import DEVICES
 from megajax.planning.cost.description import describe

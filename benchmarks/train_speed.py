@@ -20,11 +20,11 @@ from stopwatch import LEAST, WARM_UP, Spread, readings
 from megajax.batch import Batch
 from megajax.config.errors import UserError
 from megajax.config.tree import check
-from megajax.config.xla import memory_fraction
 from megajax.job.compile_log import CompileLog
 from megajax.job.device_memory import peak_memory, size
 from megajax.kernels.capability import Choice
 from megajax.mesh.mesh import build_mesh, find_devices
+from megajax.mesh.xla import memory_fraction
 from megajax.metrics.banner import plain
 from megajax.metrics.chrome_trace import find
 from megajax.metrics.text import count, duration

@@ -20,11 +20,11 @@ from typing import Any
 
 import outcome
 
+from megajax.command_line import Flag, front_door, parse
 from megajax.config.builds import resolve
-from megajax.config.command_line import Flag, front_door, parse
 from megajax.config.errors import UserError
 from megajax.config.tree import override
-from megajax.config.xla import set_process
+from megajax.mesh.xla import set_process
 
 FLAGS = (Flag("steps", int, 20), Flag("json", None | bool | Path), Flag("try", str, ""))
 REPEATED = 5

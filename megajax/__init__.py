@@ -1,6 +1,7 @@
 """MegaJAX: large-scale transformer training in JAX."""
 
 import sys
+from types import TracebackType
 
 if sys.version_info < (3, 12):  # noqa: UP036 - a checkout runs without being installed, so pip has not checked it
     print(
@@ -9,5 +10,17 @@ if sys.version_info < (3, 12):  # noqa: UP036 - a checkout runs without being in
         file=sys.stderr,
     )
     raise SystemExit(2)
+
+
+def _interrupted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Ctrl-C while a command imports its modules is no error to trace."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+if sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2].partition(".")[0] == __name__:  # a command, not a user's program
+    sys.excepthook = _interrupted
 
 __version__ = "0.1.0"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megajax import __version__
-from megajax.config.command_line import front_door
+from megajax.command_line import front_door
 from megajax.config.errors import UserError
 from megajax.config.nearest import did_you_mean
 from megajax.config.patch import plain_name
@@ -30,7 +30,7 @@ def main() -> None:
     name, *rest = sys.argv[1:] or [""]
     verb = plain_name(name)
     if verb not in verbs():
-        front_door(_answer, only_prints=True)
+        front_door(_answer)
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path and not sys.flags.safe_path:
         sys.path.insert(0, here)  # as `python -m` does: a config may name classes of modules in this folder

@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
+from megajax.command_line import Flag, front_door, parse
 from megajax.config.builds import resolve
-from megajax.config.command_line import Flag, front_door, parse
 
 DESCRIPTION = """Check an installation and a machine, a line for each check: ok, warn or fail, and what to do. Takes
 seconds without a GPU; what hangs is given up after a while. On a cluster:
@@ -30,4 +30,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    front_door(main, only_prints=True)
+    front_door(main)

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from megajax.config.command_line import Flag, front_door, parse
+from megajax.command_line import Flag, front_door, parse
 from megajax.config.errors import ConfigError, Problem
 from megajax.resilience.supervisor import Gang, run
 

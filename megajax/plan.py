@@ -5,8 +5,8 @@ import sys
 from dataclasses import replace
 from typing import Literal
 
+from megajax.command_line import Flag, front_door, parse
 from megajax.config.builds import resolve
-from megajax.config.command_line import Flag, front_door, parse
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.patch import plain_name
 from megajax.planning.command import FLAGS, PNG, count_devices, plan, source_of, take_searched
@@ -102,4 +102,4 @@ def _refuse_the_endless(stages: int, microbatches: int, chunks: int) -> None:
 
 
 if __name__ == "__main__":
-    front_door(main, only_prints=True)
+    front_door(main)

@@ -3,7 +3,7 @@
 import signal
 import sys
 
-from megajax.config.command_line import front_door
+from megajax.command_line import front_door
 from megajax.data.preprocessing_options import parse
 from megajax.data.preprocessing_report import Progress
 

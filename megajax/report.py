@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from megajax.command_line import Flag, front_door, parse
 from megajax.config.builds import resolve
-from megajax.config.command_line import Flag, front_door, parse
 
 DESCRIPTION = """Write what a run did (curves, events, time by cause, config) into one HTML page that can be read
 offline: python -m megajax.report RUN_DIR. With --text, print the same facts instead. The run may be under way, or have
@@ -37,4 +37,4 @@ def _named(argv: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    front_door(main, only_prints=True)
+    front_door(main)

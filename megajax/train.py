@@ -3,13 +3,13 @@
 import hashlib
 import signal
 
+from megajax.command_line import PROCESS_FLAGS, Command, Flag, front_door, parse
 from megajax.config.builds import resolve
-from megajax.config.command_line import PROCESS_FLAGS, Command, Flag, front_door, parse
 from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError
 from megajax.config.files import ROOT
 from megajax.config.twin import advised
-from megajax.config.xla import set_process
+from megajax.mesh.xla import set_process
 from megajax.training.run_config import COMMON
 
 DESCRIPTION = """Train a model; resumes by itself from its run folder. With several processes, each is started with the

@@ -48,8 +48,7 @@ def locate(path: Path | str) -> tuple[Path, int | None]:
 
     Raises UserError if nothing is there.
     """
-    # TensorStore refuses paths with ".." in them.
-    path = Path(path).resolve()
+    path = Path(path).absolute()
     if STEP.fullmatch(path.name) and (path.is_dir() or path.parent.is_dir()):
         return path.parent, int(path.name)
     if not path.is_dir():

@@ -63,6 +63,7 @@ class StoredArrays:
 
     def __init__(self, path: Path):
         """path: the folder that Orbax wrote."""
+        path = path.resolve()  # TensorStore refuses paths with ".." in them
         # As JSON, because a URL would need some characters of a path escaped.
         base = {"driver": "file", "path": f"{path / DATABASE}/"}
         # Without a cache: each chunk is read once.

@@ -1,9 +1,13 @@
 """What to do about a package that is not installed. Needs nothing but Python itself."""
 
+import importlib
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
+
+from megajax.config.errors import UserError
 
 REQUIRED = frozenset(
     ("absl", "flax", "grain", "jax", "jaxlib", "ml_dtypes", "numpy", "optax", "orbax", "rich", "tensorstore", "yaml")
@@ -19,6 +23,28 @@ EXTRAS = {
 }
 """Name under which a package is imported -> the extra of MegaJAX that installs it."""
 CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+def require(module: str, what: str, otherwise: str = "") -> ModuleType:
+    """Import a module of an extra's package for `what`, such as a flag.
+
+    Raises:
+        UserError: the package is not installed; says how to install it, or to do `otherwise`.
+    """
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        instead = f", or {otherwise}" if otherwise else ""
+        how = f"{install(EXTRAS[package])}{instead}"
+        raise UserError(f"{what} needs the package {package}, which is not installed. Install it: {how}.") from error
+
+
+def install(extra: str) -> str:
+    """The commands that install an extra, within a sentence."""
+    return f"uv sync --extra {extra}, or pip install 'megajax[{extra}]'"
 
 
 def remedy(error: ModuleNotFoundError, argv: Sequence[str], checkout: Path = CHECKOUT) -> str | None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
 from megajax.config.errors import UserError
+from megajax.config.missing import require
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 TEXT_SUFFIXES = (".txt", ".text")
@@ -197,13 +198,7 @@ class _ZstandardText(io.RawIOBase):
     """Text of a Zstandard file of one or more frames; unlike the package's own reader it notices a missing end."""
 
     def __init__(self, file: BinaryIO, path: str):
-        try:
-            import zstandard
-        except ImportError as error:
-            raise UserError(
-                f"{path}: .zst files need the package zstandard, which is not installed. "
-                "Install the extra `data`: uv sync --extra data, or pip install 'megajax[data]'."
-            ) from error
+        zstandard = require("zstandard", f"{path}, a .zst file,")
         self._file = file
         self._error = zstandard.ZstdError
         self._unpacker = zstandard.ZstdDecompressor()

@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 
-from megajax.config.xla import flag_names, memory_fraction
 from megajax.job.compile_cache import cache_in_use
 from megajax.job.device_memory import size
 from megajax.job.saved_bytes import kept_bytes
 from megajax.kernels.attention import local_device
 from megajax.layers.remat import Kept, words
+from megajax.mesh.xla import flag_names, memory_fraction
 from megajax.metrics.text import count
 from megajax.models.flops import flops_per_token, parameter_count
 from megajax.models.memory import MemorySetting, memory_report

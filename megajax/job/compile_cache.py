@@ -19,9 +19,9 @@ import jax
 import jaxlib
 from jax.experimental import multihost_utils
 
-from megajax.config.xla import XlaConfig
 from megajax.data.cache import user_cache
 from megajax.mesh.mesh import find_devices
+from megajax.mesh.xla import XlaConfig
 from megajax.resilience.signals import agree
 
 OWN = "JAX_COMPILATION_CACHE_DIR"

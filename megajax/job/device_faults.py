@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import jax
 
 from megajax.config.errors import UserError
-from megajax.config.installation import look
 from megajax.config.tree import override
-from megajax.config.xla import memory_fraction
 from megajax.job.device_memory import StepMemory, compiled_memory, size
+from megajax.mesh.installation import look
 from megajax.mesh.mesh import build_mesh
+from megajax.mesh.xla import memory_fraction
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 
 from megajax.checkpoint.manager import CheckpointManager
-from megajax.config.command_line import end_at_once
+from megajax.command_line import end_at_once
 from megajax.config.dump import diff_from_defaults, flatten, to_yaml
 from megajax.config.errors import UserError
 from megajax.job import banner

@@ -8,8 +8,9 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from megajax.config.errors import ConfigError, UserError
-from megajax.config.installation import look
+from megajax.config.missing import install
 from megajax.mesh.config import MESH_AXES, ParallelConfig
+from megajax.mesh.installation import look
 
 
 def build_mesh(cfg: ParallelConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -44,7 +45,7 @@ def find_devices() -> list[jax.Device]:
         wanted, faults = jax.config.jax_platforms or "default", look().faults()
         raise UserError(
             f"jax finds no {wanted} devices: {str(error) or 'the platform is not installed'}\n"
-            + "\n".join(faults or ["For NVIDIA GPUs install the extra cuda12 or cuda13 (uv sync --extra cuda12)."])
+            + "\n".join(faults or [f"For NVIDIA GPUs install the extra cuda12 or cuda13: {install('cuda12')}."])
             + "\nWithout --devices it takes what it finds."
         ) from error
     if devices[0].platform == "cpu" and not jax.config.jax_platforms and (found := look()).gpus:

@@ -10,9 +10,9 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from megajax.config.world import World, find_world
-from megajax.config.xla import CPU_PATIENCE, add_flags
 from megajax.mesh.rendezvous import meet
+from megajax.mesh.world import World, find_world
+from megajax.mesh.xla import CPU_PATIENCE, add_flags
 
 _CONNECT_SECONDS = 60.0
 """Least time for jax to connect processes that are all there."""

@@ -15,7 +15,7 @@ import socket
 import time
 from typing import Any
 
-from megajax.config.world import StartError, World, split_address
+from megajax.mesh.world import StartError, World, split_address
 
 MESSAGE_BYTES = 4096
 """A longer line comes from somebody else."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from megajax.config.missing import install
 from megajax.metrics.record import read_metrics
 
 
@@ -24,7 +25,7 @@ def plot_loss(metrics: Path, picture: Path, *, title: str, vocabulary: int | Non
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
-        return f"{picture.name} not drawn: matplotlib is not installed (pip install 'megajax[plot]')"
+        return f"{picture.name} not drawn: matplotlib is not installed ({install('plot')})"
     # A bare Figure: pyplot would keep it, and look for a display.
     figure = figures.Figure(figsize=(10, 5.625), dpi=160, layout="constrained")
     axes = figure.add_subplot()

@@ -3,16 +3,15 @@
 Writers get plain numbers, already fetched from the devices, so that none of them ever waits for a step.
 """
 
-import importlib
 import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
 
-from megajax.config.errors import UserError
+from megajax.config.missing import require
 from megajax.metrics.config import LoggingConfig, WandbConfig
 from megajax.metrics.record import EvaluationRecord, Record, parse, to_json
 from megajax.metrics.runfolder import RunFolder, write_atomically
@@ -160,7 +159,7 @@ class TensorBoardWriter(Writer):
     """TensorBoard event files in `folder`; points after `start_step` of an earlier attempt are hidden by readers."""
 
     def __init__(self, folder: Path, *, start_step: int = 0):
-        tensorboard = _extra("tensorboardX", setting="logging.tensorboard", extra="log")
+        tensorboard = require("tensorboardX", "logging.tensorboard", otherwise="turn logging.tensorboard off")
         purge_step = start_step + 1 if folder.exists() else None
         # The suffix keeps a second attempt within the same second from writing over the file of the first.
         suffix = f".{start_step}.{os.getpid()}.{time.monotonic_ns()}"
@@ -178,7 +177,7 @@ class WandbWriter(Writer):
     """A Weights & Biases run with its files in `folder`/wandb; later attempts of a run continue the same one."""
 
     def __init__(self, config: WandbConfig, folder: Path, *, run_config: Mapping[str, Any] | None = None):
-        wandb = _extra("wandb", setting="logging.wandb", extra="wandb")
+        wandb = require("wandb", "logging.wandb", otherwise="turn logging.wandb off")
         self._run = wandb.init(
             project=config.project,
             name=config.name or folder.resolve().name,
@@ -208,18 +207,6 @@ def _run_id(folder: Path) -> str:
     if not path.exists():
         write_atomically(path, uuid.uuid4().hex[:16])
     return path.read_text(encoding="utf-8").strip()
-
-
-def _extra(module: str, *, setting: str, extra: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        raise UserError(
-            f"{setting} is on, but the package {module} is not installed. "
-            f"Install it with `pip install 'megajax[{extra}]'`, or turn {setting} off."
-        ) from error
 
 
 def open_writers(

@@ -1,10 +1,10 @@
 """A pipeline schedule as text for the terminal and as a picture."""
 
-import importlib
 from pathlib import Path
 from typing import Any
 
 from megajax.config.errors import UserError
+from megajax.config.missing import require
 from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import Phase, Schedule, Work
 
@@ -115,14 +115,7 @@ def save_picture(schedule: Schedule, path: Path) -> None:
             f"--png={path}: {cells:,} pieces of work are more than a picture shows; at most {PICTURE_CELLS:,}.\n"
             "Draw fewer microbatches: the pattern repeats."
         )
-    try:
-        figures = importlib.import_module("matplotlib.figure")
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        raise UserError(
-            f"--png={path} needs matplotlib, which is not installed: pip install 'megajax[plot]', or leave out --png."
-        ) from error
+    figures = require("matplotlib.figure", f"--png={path}", otherwise="leave out --png")
     starts, lengths = _times(schedule)
     size = (min(40.0, max(8.0, 0.16 * starts[-1])), 1.5 + 0.42 * min(schedule.stages, 64))
     # A bare Figure: pyplot would keep it, and look for a display.

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megajax.command_line import Flag
 from megajax.config.builds import resolve
-from megajax.config.command_line import Flag
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.patch import Mark, plain_name, setting
 from megajax.config.tree import read_value

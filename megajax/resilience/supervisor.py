@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, BinaryIO, Self
 
 from megajax.config.errors import UserError
-from megajax.config.world import COORDINATOR, COUNT, INDEX, LOCAL_COUNT, LOCAL_INDEX
+from megajax.mesh.world import COORDINATOR, COUNT, INDEX, LOCAL_COUNT, LOCAL_INDEX
 
 GRACE_SECONDS = 5.0
 """From SIGTERM to SIGKILL for those that are left after a failure: they can save nothing without the one that died."""

@@ -73,14 +73,6 @@ def read_file(path: str, what: str) -> bytes:
         ) from error
 
 
-def missing_package(package: str, tokenizer: str) -> UserError:
-    """The error for a tokenizer whose package is not installed."""
-    return UserError(
-        f"The {tokenizer} tokenizer needs the package {package}, which is not installed. "
-        "Install the extra `tokenizers`: uv sync --extra tokenizers, or pip install 'megajax[tokenizers]'."
-    )
-
-
 def outside_vocabulary(number: int, vocabulary_size: int) -> UserError:
     """The error for an id that no token has."""
     return UserError(

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.tokenizers.base import before_last_blank, join_tokens, missing_package, read_file
+from megajax.config.missing import require
+from megajax.tokenizers.base import before_last_blank, join_tokens, read_file
 from megajax.tokenizers.config import GPT2TokenizerConfig
 
 PRETOKEN = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -49,10 +50,7 @@ class GPT2Tokenizer:
     """
 
     def __init__(self, config: GPT2TokenizerConfig):
-        try:
-            import tiktoken
-        except ImportError as error:
-            raise missing_package("tiktoken", "GPT-2") from error
+        tiktoken = require("tiktoken", "The GPT-2 tokenizer")
         files = read_file(config.vocabulary, "GPT-2 vocabulary"), read_file(config.merges, "list of GPT-2 merges")
         vocabulary = _read_vocabulary(config.vocabulary, files[0])
         tokens = _ranked(config, vocabulary, files[1])

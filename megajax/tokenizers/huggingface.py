@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.tokenizers.base import missing_package, outside_vocabulary, read_file
+from megajax.config.missing import require
+from megajax.tokenizers.base import outside_vocabulary, read_file
 from megajax.tokenizers.config import HuggingFaceTokenizerConfig
 
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[EOS]", "<EOD>", "<eod>")
@@ -28,10 +29,7 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, config: HuggingFaceTokenizerConfig):
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise missing_package("tokenizers", "Hugging Face") from error
+        tokenizers = require("tokenizers", "The Hugging Face tokenizer")
         path = os.path.join(config.path, "tokenizer.json") if os.path.isdir(config.path) else config.path
         data = read_file(path, "tokenizer.json")
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import megajax.config.schema as schema
-from megajax.config.command_line import front_door, parse
+from megajax.command_line import front_door, parse
 from megajax.config.constructors import config_classes
 from megajax.config.errors import UserError
 from megajax.config.help import field_texts

@@ -3,7 +3,7 @@
 from itertools import groupby
 from pathlib import Path
 
-from megajax.config.command_line import front_door, parse
+from megajax.command_line import front_door, parse
 from megajax.config.errors import UserError
 from megajax.tools.flags import Flag, Mapped, Refused
 from megajax.tools.megatron_flags import PARTS

@@ -7,8 +7,8 @@ from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
+from megajax.command_line import Flag, front_door, parse
 from megajax.config.builds import resolve
-from megajax.config.command_line import Flag, front_door, parse
 from megajax.config.errors import UserError
 from megajax.config.nearest import did_you_mean
 from megajax.metrics.text import byte_size, count, moment
@@ -51,14 +51,15 @@ def main(argv: list[str]) -> int:
     damaged = flags["verify"] and any(each.faults for each in steps)
     chosen = resolve("megajax.checkpoint.inspection:choose")(folder, steps, step)
     described = resolve("megajax.checkpoint.inspection:describe")(folder, chosen.step)
-    found |= _array_values(described, flags["array"]) if flags["array"] else _values(described)
+    found |= _values(described) if flags["array"] is None else _array_values(described, flags["array"])
     text = json.dumps(_finite(found), indent=1, allow_nan=False, default=str)
     if flags["json"] is True:
         print(text)
         return 2 * damaged
     if flags["json"]:
         _write(flags["json"], text)
-    print(_array_text(found) if flags["array"] else "\n".join((_steps_text(found), *_description_text(found))))
+    shown = (_steps_text(found), *_description_text(found)) if flags["array"] is None else [_array_text(found)]
+    print("\n".join(shown))
     return 2 * damaged
 
 
@@ -257,4 +258,4 @@ def _write(path: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    front_door(main, only_prints=True)
+    front_door(main)

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megajax.config.command_line import front_door
+from megajax.command_line import front_door
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.nearest import did_you_mean
 from megajax.tools.config_source import python_source
@@ -234,4 +234,4 @@ def _title(training: Training, source: str, made: Converted) -> str:
 
 
 if __name__ == "__main__":
-    front_door(main, only_prints=True)
+    front_door(main)

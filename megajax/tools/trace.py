@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
+from megajax.command_line import Flag, front_door, parse
 from megajax.config.builds import resolve
-from megajax.config.command_line import Flag, front_door, parse
 from megajax.config.errors import UserError
 
 USAGE = """python -m megajax.tools.trace FOLDER_OR_FILE [--top=20] [--steps=N] [--json[=FILE]]
@@ -61,4 +61,4 @@ def _write(path: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    front_door(main, only_prints=True)
+    front_door(main)

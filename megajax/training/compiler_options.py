@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from megajax.config.coerce import Mismatch, scalar
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.nearest import did_you_mean, nearest_names
-from megajax.config.xla import DEFAULTS, Defaults, Option, Value, compiler_options
+from megajax.mesh.xla import DEFAULTS, Defaults, Option, Value, compiler_options
 from megajax.training.run_config import RunConfig
 
 UNKNOWN = re.compile(r"No such compile option: '(?P<name>[^']*)'")

@@ -8,8 +8,8 @@ import numpy as np
 from jax import Array
 
 from megajax.batch import Batch, Params
-from megajax.config.xla import Value
 from megajax.layers.param import ParamSpec
+from megajax.mesh.xla import Value
 from megajax.precision.loss_scale import in_range
 from megajax.training.grads import GradFn
 from megajax.training.step import unit_weight

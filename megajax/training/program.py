@@ -12,11 +12,11 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from megajax.batch import SAMPLE, Batch, Leaf, Params, Schema, batch_schema
-from megajax.config.xla import Value
 from megajax.layers.param import Observation, ParamSpec, reordered, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
+from megajax.mesh.xla import Value
 from megajax.models.protocol import Model
 from megajax.models.reduction import LossReduction
 from megajax.optim.optimizer import Optimizer

@@ -10,11 +10,11 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.dump import default_leaves, flatten, scalar_text
 from megajax.config.errors import Problem
 from megajax.config.placeholder import UnknownValue
-from megajax.config.xla import XlaConfig
 from megajax.data.config import DataConfig
 from megajax.layers.config import BlockConfig, MixerConfig
 from megajax.layers.remat import words
 from megajax.mesh.config import BATCH_AXES, ParallelConfig
+from megajax.mesh.xla import XlaConfig
 from megajax.metrics.config import LoggingConfig, ProfileConfig
 from megajax.models.config import DecoderConfig
 from megajax.optim.config import AdamWConfig, OptimizerConfig, ScheduleConfig

@@ -16,8 +16,8 @@ from jax import Array
 from jax.sharding import NamedSharding
 
 from megajax.batch import SAMPLE, Batch, Grads, Params
-from megajax.config.xla import Value
 from megajax.layers.param import ParamSpec
+from megajax.mesh.xla import Value
 from megajax.optim.offload import at_rest, on_device
 from megajax.optim.optimizer import Optimizer, OptimizerState, clip_factor, global_norm
 from megajax.optim.schedule import Schedule

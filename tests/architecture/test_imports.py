@@ -15,7 +15,7 @@ RANKS = {
         (
             ("config", "batch", "charts"),
             ("mesh",),
-            ("kernels", "precision"),
+            ("kernels", "precision", "command_line"),
             ("layers", "pipeline"),
             ("models",),
             ("tokenizers",),
@@ -138,7 +138,7 @@ def test_other_libraries_stay_inside_their_borders() -> None:
 
 def test_xla_flags_are_one_files_business() -> None:
     mention = [module.name for module in modules().values() if "XLA_FLAGS" in module.text]
-    assert mention == ["megajax.config.xla"]
+    assert mention == ["megajax.mesh.xla"]
 
 
 def test_configs_build_things_of_their_own_package() -> None:

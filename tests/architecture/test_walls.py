@@ -18,7 +18,7 @@ TRAIN_FLAGS = {
 }
 
 LAZY_TABLES = {
-    "megajax": "an old Python is refused by name, before its first syntax error",
+    "megajax": "an old Python is refused by name, and Ctrl-C while a command is imported prints one line",
     "megajax.training": "its names are imported on first use, as config files import the package before jax",
 }
 """`__init__` files that hold code, and why."""

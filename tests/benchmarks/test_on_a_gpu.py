@@ -12,9 +12,9 @@ import pytest
 from train_speed import Bench, compiled_step, synthetic_batch
 
 from megajax.config import load
-from megajax.config.xla import DETERMINISTIC, FP8, FSDP, GPU, Option
 from megajax.job.device_memory import peak_memory
 from megajax.mesh.mesh import build_mesh
+from megajax.mesh.xla import DETERMINISTIC, FP8, FSDP, GPU, Option
 from megajax.optim.offload import HOST
 from megajax.training.compiler_options import refusal
 from megajax.training.kernels import demand_kernels

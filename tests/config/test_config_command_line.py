@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from config_samples import RunConfig
 
+import megajax.command_line as cli
 from megajax.config import ConfigError, UserError
-from megajax.config import command_line as cli
 
 HERE = Path(__file__).resolve().parent
 FLAGS = (cli.Flag("skip-train", help="Only evaluate."), cli.Flag("prompt", str), cli.Flag("count", int | None, 3))
@@ -94,7 +94,7 @@ def test_devices_that_cannot_be(devices):
 
 def test_devices_are_set_before_jax_is_imported():
     code = (
-        "import sys\nfrom megajax.config import command_line as cli\n"
+        "import sys\nimport megajax.command_line as cli\n"
         "command = cli.parse(sys.argv[1:], verb='train', root='config_samples:RunConfig')\n"
         "heavy = [name for name in ('jax', 'jaxlib', 'numpy', 'flax', 'optax', 'orbax') if name in sys.modules]\n"
         "assert not heavy, heavy\nimport jax\n"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
+from megajax.command_line import parse
 from megajax.config import ConfigError, UserError, load
-from megajax.config.command_line import parse
 from megajax.config.files import SHIPPED, find, functions_of
 from megajax.config.twin import advised, command, twin_of
 

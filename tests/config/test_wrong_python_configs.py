@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+import megajax.command_line as cli
 from megajax.config import ConfigError, UserError, load, schema
-from megajax.config import command_line as cli
 from megajax.config.tree import assemble
 from megajax.layers.config import AttentionConfig
 from megajax.optim.config import MuonConfig

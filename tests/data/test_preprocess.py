@@ -428,7 +428,7 @@ def test_an_interrupt_leaves_nothing(tmp_path, number, code, workers):
 
 INTERRUPTED_IN_A_LOCK = """
 import os, signal, sys, threading
-from megajax.config.command_line import front_door
+from megajax.command_line import front_door
 from megajax.preprocess import main
 
 enter, main_thread, calls = threading.Condition.__enter__, threading.main_thread().ident, []

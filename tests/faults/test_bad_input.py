@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megajax.config.command_line import parse
+from megajax.command_line import parse
 from megajax.config.errors import UserError
 from megajax.data.indexed import IndexedWriter
 from megajax.job.job import train

@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.config.errors import UserError
-from megajax.config.xla import ABSENT_GPU, compiler_options
 from megajax.kernels.attention import Mask, attend, reference_attention
+from megajax.mesh.xla import ABSENT_GPU, compiler_options
 from megajax.planning.program import deviceless
 from megajax.planning.program.devices import Cluster
 

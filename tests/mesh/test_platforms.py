@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from megajax.config import command_line
+from megajax import command_line
 from megajax.config.errors import UserError
-from megajax.config.installation import Installation
-from megajax.config.world import World
 from megajax.mesh import mesh, processes
 from megajax.mesh.config import ParallelConfig
+from megajax.mesh.installation import Installation
 from megajax.mesh.mesh import build_mesh, find_devices
+from megajax.mesh.world import World
 
 GPUS = Installation(8, (550, 54), {"jax": "0.12.0.1", "jaxlib": "0.12.0.1"}, frozenset())
 

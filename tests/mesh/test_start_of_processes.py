@@ -11,11 +11,11 @@ import jax
 import numpy as np
 import pytest
 
-from megajax.config.world import StartError, World
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.processes import StopFlags, local_devices, start
 from megajax.mesh.rendezvous import meet, named
+from megajax.mesh.world import StartError, World
 
 
 def free_port() -> int:

@@ -18,9 +18,9 @@ import pytest
 
 import megajax.training.program as program_module
 from megajax.config import load
-from megajax.config.xla import XlaConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
+from megajax.mesh.xla import XlaConfig
 from megajax.planning.program.audit import Kernel, audit
 from megajax.planning.program.collectives import Collective, Contents, Place, read
 from megajax.planning.program.deviceless import prepare

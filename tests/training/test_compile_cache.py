@@ -16,11 +16,11 @@ from gangs import CONFIG, REPOSITORY, TINY, TRAIN, launcher, started
 from gpu_stand_in import stand_in
 from jax.experimental.compilation_cache import compilation_cache
 
-from megajax.config.xla import XlaConfig
 from megajax.job import compile_cache
 from megajax.job.compile_cache import cache_in_use, machine, record, sweep, use_cache
 from megajax.job.compile_log import Compile, CompileLog
 from megajax.job.job import Job
+from megajax.mesh.xla import XlaConfig
 from megajax.metrics.console import PlainConsole
 
 PATIENCE = 300

@@ -9,9 +9,9 @@ import pytest
 from small_jobs import model, run_config
 
 from megajax.config.errors import ConfigError
-from megajax.config.xla import CPU, DEFAULTS, DETERMINISTIC, FP8, FSDP, GPU, XlaConfig, compiler_options
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
+from megajax.mesh.xla import CPU, DEFAULTS, DETERMINISTIC, FP8, FSDP, GPU, XlaConfig, compiler_options
 from megajax.precision.config import Fp8Config, PrecisionConfig
 from megajax.training.compiler_options import chosen, refusal, settle, settled
 from megajax.training.program import Program

@@ -8,10 +8,8 @@ import pytest
 from gpu_stand_in import KIND, stand_in
 from small_jobs import model, run_config
 
-from megajax.config.command_line import front_door
-from megajax.config.installation import Installation
+from megajax.command_line import front_door
 from megajax.config.tree import override
-from megajax.config.xla import MEMORY_FRACTION
 from megajax.job.device_faults import (
     DeviceFault,
     cheapest,
@@ -24,6 +22,8 @@ from megajax.job.device_faults import (
 from megajax.job.device_memory import compiled_memory, memory_in_use, peak_memory
 from megajax.job.job import train
 from megajax.mesh.config import ParallelConfig
+from megajax.mesh.installation import Installation
+from megajax.mesh.xla import MEMORY_FRACTION
 from megajax.training.config import BatchConfig
 from megajax.training.loop import _Loop
 

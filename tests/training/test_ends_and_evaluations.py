@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from small_jobs import VOCABULARY, model, run_config
 
-from megajax.config.command_line import parse
+from megajax.command_line import parse
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.tree import check
 from megajax.data.config import BlendConfig, MockConfig

@@ -18,12 +18,12 @@ from jax.experimental.compilation_cache import compilation_cache
 from small_jobs import model, run_config
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.config.xla import XlaConfig, compiler_options, set_process
 from megajax.data.config import MockConfig
 from megajax.inference.sample import text_sample
 from megajax.job.compile_cache import use_cache
 from megajax.job.job import train
 from megajax.mesh.config import ParallelConfig
+from megajax.mesh.xla import XlaConfig, compiler_options, set_process
 from megajax.optim.config import AdamWConfig
 from megajax.precision.config import PrecisionConfig
 from megajax.resilience.config import ResilienceConfig

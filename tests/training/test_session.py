@@ -9,10 +9,10 @@ from IPython.lib.pretty import pretty
 from small_jobs import VOCABULARY, model, run_config
 
 from megajax.config.errors import ConfigError, UserError
-from megajax.config.xla import XlaConfig
 from megajax.data.config import MockConfig
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
+from megajax.mesh.xla import XlaConfig
 from megajax.tokenizers.config import NullTokenizerConfig
 from megajax.training import setup, visualize
 from megajax.training.config import BatchConfig, EvaluationConfig

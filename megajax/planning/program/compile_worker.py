@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
+from megajax.command_line import front_door
 from megajax.config import load
 from megajax.config.builds import resolve
-from megajax.config.command_line import front_door
 from megajax.planning.cost.costs import Device
 from megajax.planning.program.deviceless import prepare
 from megajax.planning.program.devices import Cluster

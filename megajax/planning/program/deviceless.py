@@ -6,6 +6,7 @@ from typing import Any
 
 from megajax.config.builds import resolve
 from megajax.config.errors import UserError
+from megajax.config.missing import install
 from megajax.planning.program.devices import Cluster
 
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
@@ -22,8 +23,8 @@ def prepare() -> None:
     absent = missing()
     if absent:
         raise UserError(
-            f"compiling for GPUs that are not there needs {' and '.join(absent)}: install the extra aot with\n"
-            "  uv sync --extra aot\nor\n  pip install 'megajax[aot]'"
+            f"compiling for GPUs that are not there needs {' and '.join(absent)}. Install the extra aot: "
+            f"{install('aot')}"
         )
     os.environ["JAX_PLATFORMS"] = "cpu"  # or jax reports at length that it finds no GPU
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 from megajax.config.tree import check
-from megajax.config.xla import ABSENT_GPU, Option, compiler_options
 from megajax.kernels.capability import Device
 from megajax.mesh.mesh import build_mesh
+from megajax.mesh.xla import ABSENT_GPU, Option, compiler_options
 from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import Schedule
 from megajax.planning.program.collectives import Contents, read

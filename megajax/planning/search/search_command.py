@@ -12,6 +12,7 @@ import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megajax.config.errors import UserError
+from megajax.config.missing import install
 from megajax.planning.cost.costs import Device
 from megajax.planning.program.deviceless import missing
 from megajax.planning.program.devices import GPUS, Cluster
@@ -99,7 +100,7 @@ def _to_compile(asked: Asked) -> int:
         return 0 if absent or asked.flags["formula"] else COMPILED
     if wanted and absent:
         raise UserError(
-            f"--compile={wanted} needs {' and '.join(absent)}.\nInstall the extra aot (uv sync --extra aot), or give "
+            f"--compile={wanted} needs {' and '.join(absent)}.\nInstall the extra aot ({install('aot')}), or give "
             "--compile=0: a search by formulas alone."
         )
     if wanted and asked.flags["formula"]:

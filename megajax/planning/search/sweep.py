@@ -1,6 +1,5 @@
 """Scaling curves: the same layout on more and more devices, or with one setting at several values; by formulas."""
 
-import importlib
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError, Problem, UserError
+from megajax.config.missing import require
 from megajax.config.nearest import did_you_mean
 from megajax.config.tree import override
 from megajax.planning.cost.costs import Device
@@ -253,14 +253,7 @@ def show(found: Sweep, file: TextIO | None = None) -> None:
 
 def save_picture(found: Sweep, path: Path) -> None:
     """Tokens per second and model FLOP utilization as curves, a PNG. Raises UserError where that can't be."""
-    try:
-        figures = importlib.import_module("matplotlib.figure")
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        raise UserError(
-            f"--png={path} needs matplotlib, which is not installed: pip install 'megajax[plot]', or leave out --png."
-        ) from error
+    figures = require("matplotlib.figure", f"--png={path}", otherwise="leave out --png")
     # A bare Figure: pyplot would keep it, and look for a display.
     figure = figures.Figure(figsize=(11, 4.5), dpi=140, layout="constrained")
     speed, share = figure.subplots(1, 2)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megajax.config.xla import flag_names
+from megajax.mesh.xla import flag_names
 from megajax.reporting.machine.check import Check, Finding, fail, ok, warn
 from megajax.reporting.machine.machine import Machine, Output
 

@@ -23,7 +23,7 @@ from megajax.config.nearest import did_you_mean
 from megajax.config.patch import Additions, Mark, leaves, patch_of, plain_name, setting
 from megajax.config.tree import read_value
 from megajax.config.twin import advised
-from megajax.config.world import COORDINATOR, COUNT, INDEX, RANKS, StartError, find_world, process_index
+from megajax.mesh.world import COORDINATOR, COUNT, INDEX, RANKS, StartError, find_world, process_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,26 +144,21 @@ def parse(
     return Command(config, devices, answers, sources, source)
 
 
-def front_door(main: Callable[[list[str]], int | None], *, only_prints: bool = False) -> NoReturn:
+def front_door(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Run a verb's main(argv) and end the program with what it returns (None is 0); with 2 on a UserError, shown.
 
-    Ctrl-C that the verb does not take itself ends it with one line and 130.
-
-    One of several processes ends at once on an error: see `end_at_once`. only_prints: what the verb prints is all there
-    is of it, so it ends without a word, with 141 as other programs do, once nobody reads that (`... | head`).
+    Ctrl-C that the verb does not handle itself ends it with one line and 130. A verb whose output nobody reads any more
+    (`... | head`) ends without a word and with 141, as other programs do. One of several processes ends at once on an
+    error: see `end_at_once`.
     """
     try:
         code = main(sys.argv[1:]) or 0
-        if only_prints:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except SystemExit:
         raise
-    except BrokenPipeError:
-        if not only_prints:
-            raise
-        _drop_output()
-        code = UNREAD
     except BaseException as raised:
+        if isinstance(raised, BrokenPipeError) and _unread():
+            end(UNREAD)
         error = _explained(raised)
         end_at_once(error)
         if not isinstance(error, UserError | KeyboardInterrupt):
@@ -173,9 +168,14 @@ def front_door(main: Callable[[list[str]], int | None], *, only_prints: bool = F
             # Process 0 says it for all; whoever watches over them ends it as soon as this one is gone.
             time.sleep(1.0)
         code = _code(error)
+    end(code)
+
+
+def end(code: int) -> NoReturn:
+    """End the program. One of several processes does not wait for the runtime's end: the others have parted as well."""
     if _among_others():
         _flush()
-        os._exit(code)  # the others have parted as well: nothing at the runtime's end is worth waiting for
+        os._exit(code)
     sys.exit(code)
 
 
@@ -367,7 +367,10 @@ def _configured(
     source: str | None, given: Mapping[str, Any], devices: int | None, own: Iterable[str], root: str | type
 ) -> tuple[Any, Source | None, list[Problem]]:
     if not source:
-        return None, None, [Problem("--config", "must be given", "a file, or a shipped config: --config=quickstart.py")]
+        hint = "a file, or a shipped config: --config=quickstart.py"
+        meant = [name for name in given if did_you_mean(name, ["config"])]
+        wrong = [Problem(f"--{name}", "no such flag or setting", "did you mean --config?") for name in meant]
+        return None, None, [*wrong, Problem("--config", "must be given", hint)]
     try:
         file = read(source, root)
     except ConfigError as error:
@@ -454,10 +457,15 @@ def _show(text: str) -> NoReturn:
         try:
             print(text.rstrip("\n"), flush=True)
         except BrokenPipeError:  # `... --help | head` has seen enough
-            _drop_output()
+            _unread()
     sys.exit(0)
 
 
-def _drop_output() -> None:
-    """Let the interpreter flush at its end what nobody reads."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _unread() -> bool:
+    """Whether nobody reads the standard output; if so, what is left of it is dropped."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False

@@ -8,11 +8,14 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from megajax.config.missing import install
+
 LEAST_DRIVER = {12: 525, 13: 580}
 """Major version of CUDA -> of the driver that runs it (NVIDIA, "CUDA Compatibility", minor version compatibility)."""
 LEAST_CAPABILITY = {12: (5, 0), 13: (7, 5)}
 """Major version of CUDA -> least compute capability it compiles for (CUDA 13.0 release notes: Volta and older left)."""
-INSTALL = "uv sync --extra cuda{0}\nor\n  pip install 'megajax[cuda{0}]'"
+EXTRA = "cuda{}"
+"""Of MegaJAX, with the plugin for a major version of CUDA."""
 LIBRARIES = {"cudnn": "cuDNN", "cublas": "cuBLAS", "nccl": "NCCL"}
 """Module below `nvidia` -> what people call the library; also that of its file, libcudnn.so."""
 
@@ -49,7 +52,7 @@ class Installation:
             return []
         fits = max((major for major, least in LEAST_DRIVER.items() if (self.driver or (0,))[0] >= least), default=12)
         count = f"{self.gpus} NVIDIA GPU{'s' * (self.gpus > 1)}"
-        return [f"{count} found, but no CUDA plugin of jax; to use them install it:\n  {INSTALL.format(fits)}"]
+        return [f"{count} found, but no CUDA plugin of jax; to use them install it:\n  {install(EXTRA.format(fits))}"]
 
     def _versions(self) -> list[str]:
         wanted = self.packages.get("jaxlib")
@@ -58,7 +61,7 @@ class Installation:
             return []
         return [
             f"parts of jax are of different versions: jaxlib {wanted}, but {', '.join(other)}; all must be the same:\n"
-            f"  {INSTALL.format(self.cuda[0])}"
+            f"  {install(EXTRA.format(self.cuda[0]))}"
         ]
 
     def _driver(self) -> list[str]:
@@ -80,7 +83,7 @@ class Installation:
         missing = [words for name, words in LIBRARIES.items() if name not in self.libraries]
         if not self.cuda or not missing:
             return []
-        return [f"not found: {', '.join(missing)}; they come with\n  {INSTALL.format(self.cuda[0])}"]
+        return [f"not found: {', '.join(missing)}; they come with\n  {install(EXTRA.format(self.cuda[0]))}"]
 
     def capability_fault(self, name: str, found: tuple[int, int]) -> str:
         """Why a GPU called `name` of compute capability `found` is too old, or ""."""

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megajax.config.command_line import PROCESS_FLAGS, parse
-from megajax.config.world import StartError, World, find_world, process_index, split_address
+from megajax.command_line import PROCESS_FLAGS, parse
+from megajax.mesh.world import StartError, World, find_world, process_index, split_address
 
 STEP = {
     "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "20", "SLURM_PROCID": "9", "SLURM_LOCALID": "1",
