@@ -10,10 +10,11 @@ Hardware: one H200. Compiled for an absent one, not run: peak 52.1 GiB (llama_1b
 from dataclasses import replace
 
 from megajax.data.config import MockConfig
-from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, RMSNormConfig, RopeConfig, StackConfig
+from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, RMSNormConfig, RopeConfig
 from megajax.models.config import DecoderConfig
 from megajax.models.presets.gpt import gpt3
 from megajax.models.presets.llama import llama3
+from megajax.models.presets.sizes import Size, decoder
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.tokenizers.config import NullTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
@@ -33,12 +34,12 @@ def gpt_1_3b() -> RunConfig:
 
 def llama_1b() -> RunConfig:
     """The shape of Llama 3.2 1B: 16 layers of 2048, heads of 64."""
-    return _run("llama_1b", _llama(layers=16, hidden=2048, heads=32), rows=8)
+    return _run("llama_1b", _llama(Size(16, 2048, 32)), rows=8)
 
 
 def llama_3b() -> RunConfig:
     """The shape of Llama 3.2 3B: 28 layers of 3072, heads of 128."""
-    return _run("llama_3b", _llama(layers=28, hidden=3072, heads=24), rows=4)
+    return _run("llama_3b", _llama(Size(28, 3072, 24)), rows=4)
 
 
 def llama_8b_18_layers() -> RunConfig:
@@ -57,20 +58,10 @@ def debug_gpt() -> RunConfig:
     return toy(gpt_1_3b(), gpt3("debug", sequence_length=64, vocabulary_size=512))
 
 
-def _llama(*, layers: int, hidden: int, heads: int) -> DecoderConfig:
-    block = BlockConfig(
-        mixer=AttentionConfig(heads=heads, kv_heads=8, rope=RopeConfig(base=500000.0)),
-        mlp=GatedMLPConfig(ffn=8192),
-        norm=RMSNormConfig(),
-    )
-    return DecoderConfig(
-        hidden=hidden,
-        vocabulary_size=128256,
-        sequence_length=4096,
-        stack=StackConfig(pattern=(block,), repeats=layers),
-        norm=RMSNormConfig(),
-        tied=True,
-    )
+def _llama(size: Size) -> DecoderConfig:
+    mixer = AttentionConfig(heads=size.heads, kv_heads=8, rope=RopeConfig(base=500000.0))
+    block = BlockConfig(mixer=mixer, mlp=GatedMLPConfig(ffn=8192), norm=RMSNormConfig())
+    return decoder(size, block, sequence_length=4096, vocabulary_size=128256, tied=True)
 
 
 def _run(name: str, model: DecoderConfig, *, rows: int) -> RunConfig:

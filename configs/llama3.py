@@ -66,8 +66,8 @@ def llama3_8b() -> RunConfig:
         parallel=ParallelConfig(tensor=4, sequence=True, data_sharding="zero1"),
         schedule=ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000),
         rows=512,
-        evaluation=EvaluationConfig(every=1000, batches=8),
-        checkpoint=CheckpointConfig(every=500),
+        evaluation_batches=8,
+        save_every=500,
         steps=500_000,
     )
 
@@ -80,8 +80,6 @@ def llama3_70b() -> RunConfig:
         parallel=_interleaved(pipeline=4, tensor=8, virtual_stages=5),
         schedule=ScheduleConfig(lr=1.5e-4, min_lr=1.5e-6, warmup_steps=8000),
         rows=512,
-        evaluation=EvaluationConfig(every=1000, batches=4),
-        checkpoint=CheckpointConfig(every=250),
         steps=3_600_000,
     )
 
@@ -94,8 +92,6 @@ def llama3_405b() -> RunConfig:
         parallel=_interleaved(pipeline=16, tensor=8, virtual_stages=4),
         schedule=ScheduleConfig(lr=8e-5, min_lr=8e-7, warmup_steps=8000),
         rows=2048,
-        evaluation=EvaluationConfig(every=1000, batches=4),
-        checkpoint=CheckpointConfig(every=250),
         steps=900_000,
     )
 
@@ -112,16 +108,20 @@ def llama3_8b_debug() -> RunConfig:
 
 def llama3_70b_debug() -> RunConfig:
     """llama3_70b in toy sizes: pipeline 2 x 2 virtual stages x tensor 2, and data 2 on eight devices."""
-    return toy(llama3_70b(), _toy_model(), parallel=_interleaved(pipeline=2, tensor=2, virtual_stages=2))
+    return _interleaved_twin(llama3_70b())
 
 
 def llama3_405b_debug() -> RunConfig:
-    """llama3_405b in toy sizes: pipeline 2 x 2 virtual stages x tensor 2, and data 2 on eight devices."""
-    return toy(llama3_405b(), _toy_model(), parallel=_interleaved(pipeline=2, tensor=2, virtual_stages=2))
+    """llama3_405b in toy sizes, in the layout of llama3_70b_debug."""
+    return _interleaved_twin(llama3_405b())
 
 
 def _toy_model() -> DecoderConfig:
     return llama3("debug", sequence_length=64, vocabulary_size=512)
+
+
+def _interleaved_twin(run: RunConfig) -> RunConfig:
+    return toy(run, _toy_model(), parallel=_interleaved(pipeline=2, tensor=2, virtual_stages=2))
 
 
 def _interleaved(*, pipeline: int, tensor: int, virtual_stages: int) -> ParallelConfig:
@@ -142,9 +142,9 @@ def _own_text(
     parallel: ParallelConfig,
     schedule: ScheduleConfig,
     rows: int,
-    evaluation: EvaluationConfig,
-    checkpoint: CheckpointConfig,
     steps: int,
+    evaluation_batches: int = 4,
+    save_every: int = 250,
 ) -> RunConfig:
     """`rows` of 8192 tokens of your own text a step, one row per microbatch; documents do not attend to each other."""
     return RunConfig(
@@ -155,8 +155,8 @@ def _own_text(
         optimizer=AdamWConfig(beta2=0.95, weight_decay=0.1),
         schedule=schedule,
         batch=BatchConfig(global_size=rows, micro_size=1),
-        evaluation=evaluation,
-        checkpoint=checkpoint,
+        evaluation=EvaluationConfig(every=1000, batches=evaluation_batches),
+        checkpoint=CheckpointConfig(every=save_every),
         steps=steps,
         run_dir=f"runs/{name}",
     )

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import select
 import sys
 import textwrap
 import time
@@ -463,9 +464,9 @@ def _show(text: str) -> NoReturn:
 
 def _unread() -> bool:
     """Whether nobody reads the standard output; if so, what is left of it is dropped."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    unread = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    if unread:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    return unread

@@ -12,6 +12,7 @@ from megajax.config.builds import resolve
 from megajax.config.errors import UserError
 from megajax.config.nearest import did_you_mean
 from megajax.metrics.text import byte_size, count, moment
+from megajax.tools.json_output import JSON, first_word, show
 
 USAGE = """python -m megajax.tools.inspect RUN [--step=N] [--verify] [--array=NAME] [--json[=FILE]]
 
@@ -25,7 +26,7 @@ needs no devices; a run may be writing meanwhile.
   --array=NAME     statistics of one array instead, such as params.tokens
   --json[=FILE]    print JSON instead, or write it to a file as well
 """
-FLAGS = (Flag("step", int | None), Flag("verify"), Flag("array", str | None), Flag("json", None | bool | Path))
+FLAGS = (Flag("step", int | None), Flag("verify"), Flag("array", str | None), JSON)
 COUNTERS = "counters"
 """The group of arrays without a dot in their names."""
 
@@ -39,12 +40,11 @@ def main(argv: list[str]) -> int:
     if not argv or {"-h", "--help"} & set(argv):
         print(USAGE)
         return 0
-    if argv[0].startswith("-"):
-        raise UserError(f"the first word must be a run's folder, got {argv[0]}\n{USAGE.splitlines()[0]}")
+    run = first_word(argv, "a run's folder", USAGE)
     flags = parse(argv[1:], verb="tools.inspect", flags=FLAGS, with_config=False).flags
     if flags["array"] is not None and flags["verify"]:
         raise UserError("--verify checks files, --array shows one array: give one of them")
-    folder, step = resolve("megajax.checkpoint.folder:locate")(Path(argv[0]))
+    folder, step = resolve("megajax.checkpoint.folder:locate")(run)
     step = step if flags["step"] is None else flags["step"]
     steps = _survey(folder, step, flags["verify"])
     found: dict[str, Any] = {"folder": str(folder), "steps": [asdict(each) for each in steps]}
@@ -53,13 +53,8 @@ def main(argv: list[str]) -> int:
     described = resolve("megajax.checkpoint.inspection:describe")(folder, chosen.step)
     found |= _values(described) if flags["array"] is None else _array_values(described, flags["array"])
     text = json.dumps(_finite(found), indent=1, allow_nan=False, default=str)
-    if flags["json"] is True:
-        print(text)
-        return 2 * damaged
-    if flags["json"]:
-        _write(flags["json"], text)
     shown = (_steps_text(found), *_description_text(found)) if flags["array"] is None else [_array_text(found)]
-    print("\n".join(shown))
+    show("\n".join(shown), text, flags["json"])
     return 2 * damaged
 
 
@@ -137,16 +132,8 @@ def _description_text(found: Mapping[str, Any]) -> Iterator[str]:
     for array in found["arrays"]:
         axes = ", ".join(axis or "-" for axis in array["axes"] or ())
         pieces = "" if max(array["pieces"], default=1) == 1 else _times(array["pieces"])
-        rows.append(
-            (
-                array["name"],
-                _times(array["shape"]),
-                array["dtype"],
-                *[axes] * with_axes,
-                pieces,
-                byte_size(array["bytes"]),
-            )
-        )
+        described = (array["name"], _times(array["shape"]), array["dtype"], *[axes] * with_axes)
+        rows.append((*described, pieces, byte_size(array["bytes"])))
     yield from _table(rows)
     yield "\ntotals"
     sums = {key: sum(group[key] for group in found["groups"].values()) for key in ("arrays", "elements", "bytes")}
@@ -248,13 +235,6 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path} can't be written: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -250,10 +250,14 @@ def test_a_path_may_go_up(written, capsys, monkeypatch):
 
 
 def test_requests_that_cannot_be_met(written, tmp_path):
+    (written.parent / "a_file").touch()
     for words, message in (
         ([tmp_path / "typo"], "does not exist"),
         ([tmp_path], "no checkpoints in"),
         ([written, "--step=9"], r"no checkpoint of step 9 .*\nWhole steps: 1, 2"),
+        ([written, "--array="], "no array"),
+        ([written, "--verify", "--array=params.w"], "give one of them"),
+        ([written.parent / "a_file"], "it is a file, not a folder"),
         ([written, "--array=param.stack.w"], r"no array param\.stack\.w\n +did you mean params\.stack\.w"),
         (["--step=1"], "first word must be"),
         ([written, f"--json={tmp_path}"], "can't be written"),

@@ -85,6 +85,7 @@ def test_everything_wrong_is_in_one_error():
         assert words in message
     assert set(problems("--devices=x", "--config=toi")) == {"--devices", "--config"}
     assert set(problems("--steps=1")) == {"--config"}
+    assert problems("--confg=toy")["--confg"] == "no such flag or setting\ndid you mean --config?"
 
 
 @pytest.mark.parametrize("devices", ["cpu:0", "cpu:", "cpu:x", "cpu:-1", "cpu:99999", "tpu", "8", "", "gpu:4", "CPU:8"])
@@ -232,3 +233,25 @@ def test_one_process_speaks_for_all(capsys, monkeypatch, variable):
     monkeypatch.setenv(variable, "0")
     cli.report(UserError("this disk is full\nmore"))
     assert "more" in capsys.readouterr().err
+
+
+def test_output_that_nobody_reads_ends_a_verb_quietly():
+    code = (
+        "import megajax.command_line as cli\ncli.front_door(lambda argv: [print('x' * 99) for _ in range(9999)] and 0)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=HERE.parents[1], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.readline()
+    process.stdout.close()
+    assert (process.wait(timeout=60), process.stderr.read()) == (cli.UNREAD, "")
+    process.stderr.close()
+
+
+def test_an_interrupt_while_modules_are_imported_is_one_line(tmp_path):
+    (tmp_path / "hashlib.py").write_text("raise KeyboardInterrupt")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE.parents[1])])}
+    done = subprocess.run(
+        [sys.executable, "-m", "megajax.train"], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "interrupted\n"), "a shell shows 130"

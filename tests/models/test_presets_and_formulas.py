@@ -89,7 +89,7 @@ MODELS = {
     "gpt2 1.5b": gpt2("1.5b"),
     "gpt3 175b": gpt3("175b"),
     "llama2 debug": llama2("debug"),
-    "llama3 405b": llama3("405b", stretched=True),
+    "llama3 405b": llama3("405b", llama3_scaling=True),
     "everything": EVERYTHING,
     "varied": VARIED,
     "latent": LATENT,

@@ -2,7 +2,11 @@
 
 import dataclasses
 
+import pytest
+
 from megajax.config.constructors import config_classes
+from megajax.config.errors import UserError
+from megajax.tools import config_reference, flag_table
 from megajax.tools.config_reference import PAGE, reference
 from megajax.training.run_config import RunConfig
 
@@ -10,6 +14,14 @@ from megajax.training.run_config import RunConfig
 def test_the_page_is_up_to_date():
     same = PAGE.read_text(encoding="utf-8") == reference()
     assert same, "write it again: python -m megajax.tools.config_reference"
+
+
+@pytest.mark.parametrize("tool", [config_reference, flag_table])
+def test_outside_of_a_checkout_there_is_no_page_to_write(tool, tmp_path, monkeypatch):
+    monkeypatch.setattr(tool, "PAGE", tmp_path / "docs" / "page.md")
+    with pytest.raises(UserError, match="of a checkout; there is no"):
+        tool.main([])
+    assert not list(tmp_path.iterdir())
 
 
 def test_every_class_and_field_is_there():

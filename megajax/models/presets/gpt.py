@@ -1,21 +1,10 @@
 """GPT-2 (Radford et al. 2019, table 2) and GPT-3 (Brown et al. 2020, table 2.1)."""
 
-from typing import NamedTuple
-
-from megajax.config.errors import UserError
-from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
+from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig
 from megajax.models.config import DecoderConfig
+from megajax.models.presets.sizes import Size, decoder, pick
 
 GPT_VOCABULARY = 50257
-
-
-class Size(NamedTuple):
-    """A row of the paper's table."""
-
-    layers: int
-    hidden: int
-    heads: int
-
 
 GPT2 = {
     "debug": Size(2, 64, 4),
@@ -47,36 +36,29 @@ def gpt2(
     size: str, *, sequence_length: int = 1024, vocabulary_size: int = GPT_VOCABULARY, dropout: float = 0.1
 ) -> DecoderConfig:
     """GPT-2: learned positions, LayerNorm, tanh GELU, biases, tied head. Raises UserError for an unknown size."""
-    return _decoder(_pick("gpt2", GPT2, size), sequence_length, vocabulary_size, dropout)
+    return _gpt(pick("gpt2", GPT2, size), sequence_length, vocabulary_size, dropout)
 
 
 def gpt3(
     size: str, *, sequence_length: int = 2048, vocabulary_size: int = GPT_VOCABULARY, dropout: float = 0.0
 ) -> DecoderConfig:
     """GPT-3 with dense attention in every layer. Raises UserError for an unknown size."""
-    return _decoder(_pick("gpt3", GPT3, size), sequence_length, vocabulary_size, dropout)
+    return _gpt(pick("gpt3", GPT3, size), sequence_length, vocabulary_size, dropout)
 
 
-def _pick(family: str, sizes: dict[str, Size], size: str) -> Size:
-    if size not in sizes:
-        raise UserError(f"{family} has no size {size!r}; sizes: {', '.join(sizes)}")
-    return sizes[size]
-
-
-def _decoder(size: Size, sequence_length: int, vocabulary_size: int, dropout: float) -> DecoderConfig:
+def _gpt(size: Size, sequence_length: int, vocabulary_size: int, dropout: float) -> DecoderConfig:
     block = BlockConfig(
         mixer=AttentionConfig(heads=size.heads, bias=True, dropout=dropout),
         mlp=DenseMLPConfig(ffn=4 * size.hidden, activation="gelu_tanh", bias=True),
         norm=LayerNormConfig(),
         dropout=dropout,
     )
-    return DecoderConfig(
-        hidden=size.hidden,
-        vocabulary_size=vocabulary_size,
+    return decoder(
+        size,
+        block,
         sequence_length=sequence_length,
-        stack=StackConfig(pattern=(block,), repeats=size.layers),
+        vocabulary_size=vocabulary_size,
         learned_positions=True,
-        norm=LayerNormConfig(),
         tied=True,
         dropout=dropout,
     )

@@ -1,30 +1,19 @@
 """Qwen 2.5 (Qwen team 2024, table 1) and the dense Qwen 3 (Qwen team 2025, table 1), sizes of the released configs."""
 
-from typing import NamedTuple
+from typing import Any
 
-from megajax.config.errors import UserError
-from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, RMSNormConfig, RopeConfig, StackConfig
+from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, RMSNormConfig, RopeConfig
 from megajax.models.config import DecoderConfig
+from megajax.models.presets.sizes import Size, decoder, pick
 
-
-class Size(NamedTuple):
-    """A row of the papers' tables."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    tied: bool
-    vocabulary: int = 151936
-    """Rows of the released tables."""
-
+RELEASED = 151936
+"""Rows of the embedding tables as released; the larger sizes of Qwen 2.5 have more."""
 
 QWEN2 = {
-    "debug": Size(2, 64, 4, 2, 192, True),
-    "0.5b": Size(24, 896, 14, 2, 4864, True),
-    "1.5b": Size(28, 1536, 12, 2, 8960, True),
-    "3b": Size(36, 2048, 16, 2, 11008, True),
+    "debug": Size(2, 64, 4, 2, 192, True, RELEASED),
+    "0.5b": Size(24, 896, 14, 2, 4864, True, RELEASED),
+    "1.5b": Size(28, 1536, 12, 2, 8960, True, RELEASED),
+    "3b": Size(36, 2048, 16, 2, 11008, True, RELEASED),
     "7b": Size(28, 3584, 28, 4, 18944, False, 152064),
     "14b": Size(48, 5120, 40, 8, 13824, False, 152064),
     "32b": Size(64, 5120, 40, 8, 27648, False, 152064),
@@ -32,13 +21,13 @@ QWEN2 = {
 }
 
 QWEN3 = {
-    "debug": Size(2, 64, 4, 2, 192, True),
-    "0.6b": Size(28, 1024, 16, 8, 3072, True),
-    "1.7b": Size(28, 2048, 16, 8, 6144, True),
-    "4b": Size(36, 2560, 32, 8, 9728, True),
-    "8b": Size(36, 4096, 32, 8, 12288, False),
-    "14b": Size(40, 5120, 40, 8, 17408, False),
-    "32b": Size(64, 5120, 64, 8, 25600, False),
+    "debug": Size(2, 64, 4, 2, 192, True, RELEASED),
+    "0.6b": Size(28, 1024, 16, 8, 3072, True, RELEASED),
+    "1.7b": Size(28, 2048, 16, 8, 6144, True, RELEASED),
+    "4b": Size(36, 2560, 32, 8, 9728, True, RELEASED),
+    "8b": Size(36, 4096, 32, 8, 12288, False, RELEASED),
+    "14b": Size(40, 5120, 40, 8, 17408, False, RELEASED),
+    "32b": Size(64, 5120, 64, 8, 25600, False, RELEASED),
 }
 
 NORM = RMSNormConfig(epsilon=1e-6)
@@ -46,39 +35,18 @@ NORM = RMSNormConfig(epsilon=1e-6)
 
 def qwen2(size: str, *, sequence_length: int = 32768, vocabulary_size: int | None = None) -> DecoderConfig:
     """Qwen 2.5: like Llama, with biases on queries, keys and values. Raises UserError for an unknown size."""
-    chosen = _pick("qwen2", QWEN2, size)
-    mixer = AttentionConfig(
-        heads=chosen.heads, kv_heads=chosen.kv_heads, qkv_bias=True, rope=RopeConfig(base=1000000.0)
-    )
-    return _decoder(chosen, mixer, sequence_length, vocabulary_size)
+    return _qwen(pick("qwen2", QWEN2, size), sequence_length, vocabulary_size, qkv_bias=True)
 
 
 def qwen3(size: str, *, sequence_length: int = 32768, vocabulary_size: int | None = None) -> DecoderConfig:
-    """Qwen 3: query and key heads normalised, each of 128 whatever the width. Raises UserError for an unknown size."""
-    chosen = _pick("qwen3", QWEN3, size)
-    mixer = AttentionConfig(
-        heads=chosen.heads,
-        kv_heads=chosen.kv_heads,
-        head_dim=16 if size == "debug" else 128,
-        qk_norm=NORM,
-        rope=RopeConfig(base=1000000.0),
-    )
-    return _decoder(chosen, mixer, sequence_length, vocabulary_size)
+    """Qwen 3: normalised queries and keys, heads of 128 for every width. Raises UserError for an unknown size."""
+    head_dim = 16 if size == "debug" else 128
+    return _qwen(pick("qwen3", QWEN3, size), sequence_length, vocabulary_size, head_dim=head_dim, qk_norm=NORM)
 
 
-def _pick(family: str, sizes: dict[str, Size], size: str) -> Size:
-    if size not in sizes:
-        raise UserError(f"{family} has no size {size!r}; sizes: {', '.join(sizes)}")
-    return sizes[size]
-
-
-def _decoder(size: Size, mixer: AttentionConfig, sequence_length: int, vocabulary_size: int | None) -> DecoderConfig:
+def _qwen(size: Size, sequence_length: int, vocabulary_size: int | None, **attention: Any) -> DecoderConfig:
+    rope = RopeConfig(base=1000000.0)
+    mixer = AttentionConfig(heads=size.heads, kv_heads=size.kv_heads, rope=rope, **attention)
     block = BlockConfig(mixer=mixer, mlp=GatedMLPConfig(ffn=size.ffn), norm=NORM)
-    return DecoderConfig(
-        hidden=size.hidden,
-        vocabulary_size=vocabulary_size or size.vocabulary,
-        sequence_length=sequence_length,
-        stack=StackConfig(pattern=(block,), repeats=size.layers),
-        norm=NORM,
-        tied=size.tied,
-    )
+    vocabulary_size = vocabulary_size or size.vocabulary
+    return decoder(size, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size, tied=size.tied)

@@ -1,0 +1,41 @@
+"""Rows of the papers' tables, and the decoder that a row and a block describe."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from megajax.config.errors import UserError
+from megajax.layers.config import BlockConfig, StackConfig
+from megajax.models.config import DecoderConfig
+
+
+class Size(NamedTuple):
+    """A row of a table; what a family does not have is 0."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int = 0
+    ffn: int = 0
+    tied: bool = False
+    vocabulary: int = 0
+
+
+def pick(family: str, sizes: Mapping[str, Size], size: str) -> Size:
+    """The row called `size`. Raises UserError for an unknown one."""
+    if size not in sizes:
+        raise UserError(f"{family} has no size {size!r}; sizes: {', '.join(sizes)}")
+    return sizes[size]
+
+
+def decoder(
+    size: Size, block: BlockConfig, *, sequence_length: int, vocabulary_size: int, **more: Any
+) -> DecoderConfig:
+    """A stack of equal blocks, whose norm is also the final norm; `more` are other settings of the model."""
+    return DecoderConfig(
+        hidden=size.hidden,
+        vocabulary_size=vocabulary_size,
+        sequence_length=sequence_length,
+        stack=StackConfig(pattern=(block,), repeats=size.layers),
+        norm=block.norm,
+        **more,
+    )

@@ -1,0 +1,29 @@
+"""The flag --json[=FILE] of tools that show something."""
+
+from pathlib import Path
+
+from megajax.command_line import Flag
+from megajax.config.errors import UserError
+
+JSON = Flag("json", None | bool | Path)
+
+
+def show(text: str, json_text: str, asked: bool | Path | None) -> None:
+    """Print the text, or with --json the JSON in its place; with --json=FILE, write the JSON to the file as well.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    if isinstance(asked, Path):
+        try:
+            asked.write_text(json_text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{asked} can't be written: {error.strerror}") from error
+    print(json_text if asked is True else text)
+
+
+def first_word(argv: list[str], what: str, usage: str) -> Path:
+    """The path that such a tool begins with. Raises UserError if a flag stands in its place."""
+    if argv[0].startswith("-"):
+        raise UserError(f"the first word must be {what}, got {argv[0]}\n{usage.splitlines()[0]}")
+    return Path(argv[0])
