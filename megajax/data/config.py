@@ -1,4 +1,4 @@
-"""What can be set about data: where rows come from, how they are cut and masked, how they reach the devices.
+"""Settings of data: where rows come from, how they are cut and masked, and how they are read ahead.
 
 Each config says which leaves its rows have (`leaves()`) and builds its row sources:
 `cfg.build(tokenizer=, schema=, rows=Rows(...), seed=) -> Splits`; schema: the leaves that the model reads.
@@ -46,10 +46,10 @@ def text_leaves(isolated: bool) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderConfig:
-    """How rows are read ahead of the step that uses them."""
+    """Reading of rows ahead of the step that uses them."""
 
     threads: int = 1
-    """Threads that read batches. Token files are memory-mapped: one thread reads the most, more get in its way."""
+    """Threads that read batches. One is fastest: token files are memory-mapped, and more threads compete."""
     prefetch: int = 4
     """Batches read ahead and kept in host memory."""
 
@@ -59,41 +59,41 @@ class LoaderConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlendConfig(Builds):
-    """One token file or a weighted blend of several, cut into rows exactly as Megatron-LM cuts them."""
+    """One token file or a weighted blend of several, cut into the same rows as by Megatron-LM."""
 
     target: ClassVar[str] = "megajax.data.blend:build_splits"
 
     paths: tuple[str, ...] = ()
-    """Prefixes of .bin/.idx pairs, all splits from each: "a,b", or with weights "0.3,a,0.7,b"."""
+    """Prefixes of .bin/.idx pairs, each split into train, validation and test: "a,b", or with weights "0.3,a,0.7,b"."""
     train_paths: tuple[str, ...] = ()
-    """Instead of `paths`: prefixes (with or without weights) for training alone."""
+    """Prefixes, with or without weights, of training data only; in place of `paths`."""
     valid_paths: tuple[str, ...] = ()
-    """Instead of `paths`: prefixes for validation alone."""
+    """The same for validation."""
     test_paths: tuple[str, ...] = ()
-    """Instead of `paths`: prefixes for the test set alone."""
+    """The same for the test split."""
     split: str = "969,30,1"
     """Shares of training, validation and test in each of `paths`, by number of sequences; scaled to a sum of 1."""
     cache_dir: str | None = None
-    """Folder for index files; none is the user's cache folder. Need not be shared between hosts."""
+    """Folder for index files; none: the user's cache folder. It need not be shared between hosts."""
     reset_positions: bool = False
-    """Positions start again at 0 after each end-of-document token."""
+    """Restart positions at 0 after each end-of-document token."""
     reset_attention_mask: bool = False
     """Tokens do not attend past the end-of-document token before them."""
     eod_mask_loss: bool = False
-    """No loss where the input is the end-of-document token."""
+    """Mask the loss where the input is the end-of-document token."""
     isolate_documents: bool = False
-    """Documents in one row do not attend to each other and have positions of their own; by the borders of the
-    stored sequences, whether or not they end in an end-of-document token."""
+    """Mask attention between documents of one row and restart positions at each. Documents are the stored sequences,
+    with or without an end-of-document token."""
     extra_token: bool = True
-    """Read one token more than a row holds, so that the last label is known too."""
+    """Read one token more than a row holds, as the label of the last one."""
     drop_last: bool = True
-    """Drop the incomplete last row of the validation set; otherwise it is padded. Other splits always drop it."""
+    """Drop the incomplete last row of the validation split; false pads it. Other splits always drop it."""
     surplus: float = 0.005
-    """Share of rows built in each dataset of a blend beyond those its weight asks for."""
+    """Additional share of rows built for each dataset of a blend, beyond what its weight needs."""
     seed: int | None = None
-    """Seed of document and row order; none is the seed of the run."""
+    """Seed for the order of documents and rows; none: the run's seed."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
-    """Reading ahead."""
+    """How rows are read ahead."""
 
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype."""
@@ -117,16 +117,16 @@ class BlendConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MockConfig(Builds):
-    """Made-up documents 1, 2, 3, … for tests of speed: 100,000 of random length, a third for each split."""
+    """Synthetic documents with the tokens 1, 2, 3, …, to measure speed: 100,000 of random length, a third per split."""
 
     target: ClassVar[str] = "megajax.data.mock:build_splits"
 
     isolate_documents: bool = False
-    """Documents in one row do not attend to each other and have positions of their own."""
+    """Mask attention between documents of one row and restart positions at each."""
     seed: int | None = None
-    """Seed of document and row order; none is the seed of the run."""
+    """Seed for the order of documents and rows; none: the run's seed."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
-    """Reading ahead."""
+    """How rows are read ahead."""
 
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype."""
@@ -135,22 +135,22 @@ class MockConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StandardLibraryConfig(Builds):
-    """Real text that every Python brings along: the source files of its standard library, for the byte tokenizer."""
+    """The source files of Python's standard library as text, for the byte tokenizer. Needs no download."""
 
     target: ClassVar[str] = "megajax.data.standard_library:build_splits"
 
     megabytes: float = 8.0
-    """Text to take, in 10^6 bytes; whole files, one document each, until the limit is reached."""
+    """Size of the text in 10^6 bytes: whole files, one document each, up to this limit."""
     split: str = "90,9,1"
     """Shares of training, validation and test, by number of files."""
     cache_dir: str | None = None
-    """Folder for the token file and its index; none is the user's cache folder."""
+    """Folder for the token file and its index; none: the user's cache folder."""
     isolate_documents: bool = False
-    """Files in one row do not attend to each other and have positions of their own."""
+    """Mask attention between files of one row and restart positions at each."""
     seed: int | None = None
-    """Seed of the choice of files and of row order; none is the seed of the run."""
+    """Seed for the choice of files and the order of rows; none: the run's seed."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
-    """Reading ahead."""
+    """How rows are read ahead."""
 
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype."""

@@ -1,9 +1,9 @@
-"""What XLA and its runtime are told: the one place where their options are named, each with what it is for.
+"""Options of XLA and its runtime; no other file names them. Each has the reason for its value.
 
-Options of programs are handed to the compile of one program, not to the process: one that the compiler does not know is
-an error of that compile, where an unknown word in the environment ends the process. They were compiled with jaxlib
-0.11.2 and 0.12.0.1; what the installed one refuses is left out with a warning (`megajax.training.compiler_options`).
-docs/xla.md has the measurements behind the choices.
+Options are passed to the compilation of one program and not to the process: an unknown option is an error of that
+compilation, while an unknown one in the environment ends the process. All were compiled with jaxlib 0.11.2 and
+0.12.0.1; those the installed version refuses are left out with a warning (`megajax.training.compiler_options`).
+docs/xla.md has the measurements behind the values.
 """
 
 import os
@@ -124,20 +124,20 @@ DEFAULTS: Mapping[str, Defaults] = MappingProxyType({"cpu": Defaults(CPU), "gpu"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class XlaConfig:
-    """How programs are compiled and kept, and what the process takes of a GPU's memory."""
+    """Compiler options, the compile cache, and the share of GPU memory that the process reserves."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of XLA by name, over those of MegaJAX. On the command line --xla=name=value,name=value adds to them."""
+    """XLA options by name; they override MegaJAX's. On the command line --xla=name=value,name=value adds to them."""
     deterministic: bool = False
-    """On GPUs, the same bits from the same run: without kernels that add in no fixed order and without autotuning."""
+    """Make runs on GPUs bitwise reproducible: no kernels with a varying order of sums, and no autotuning."""
     memory_fraction: float = 0.92
-    """Share of a GPU's memory that is taken at the start, for arrays; NCCL, cuDNN and kernels live in the rest."""
+    """Share of GPU memory reserved for arrays at start-up. NCCL, cuDNN and kernels use the rest."""
     compile_cache: bool = True
-    """Keep compiled programs on disk, from where the next start takes them."""
+    """Keep compiled programs on disk for the next start."""
     compile_cache_dir: str | None = None
-    """Folder for them; none: compile/ in the user's cache folder. Several machines need one that all of them see."""
+    """Folder of the compile cache; none: compile/ in the user's cache folder. Several machines need a shared one."""
     compile_cache_gib: float = 2.0
-    """Most that is kept there; what was not used for the longest time goes first."""
+    """Size limit of the compile cache in GiB; the least recently used programs are removed first."""
 
     def problems(self) -> list[Problem]:
         found = []

@@ -18,18 +18,18 @@ SMALLEST_CHANGES = (("bfloat16", 2**-8), ("float16", 2**-10))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupConfig:
-    """Another treatment for some weights. What is none here stays as it is without the group."""
+    """Different learning rates or weight decay for some weights; none: no difference."""
 
     match: str
-    """Weights by path, with * for any text: stack.blocks.*.mlp.* or *bias. Matching none is an error."""
+    """Paths of the weights, with * for any text: stack.blocks.*.mlp.* or *bias. No match is an error."""
     lr: float | None = None
     """Highest learning rate of these weights, in place of schedule.lr."""
     min_lr: float | None = None
-    """The same for schedule.min_lr."""
+    """Lowest learning rate, in place of schedule.min_lr."""
     lr_multiplier: float | None = None
-    """Factor on their learning rate, at all times; 0 freezes them."""
+    """Factor on the learning rate; 0 freezes the weights."""
     decay: float | None = None
-    """Factor on their weight decay; 0: none."""
+    """Factor on the weight decay; 0 turns it off."""
 
     def problems(self) -> list[Problem]:
         found = list(_from_zero(self, "lr", "min_lr", "lr_multiplier", "decay"))
@@ -50,32 +50,32 @@ def _from_zero(cfg: object, *names: str) -> Iterator[Problem]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateConfig(Builds):
-    """What all optimizers share."""
+    """Settings of all optimizers."""
 
     weight_decay: float = 0.01
-    """Share of a weight taken off per step and unit of learning rate; biases, gains and vectors are not decayed."""
+    """Weight decay per step, multiplied by the learning rate; biases, gains and vectors are not decayed."""
     decay_embeddings: bool = True
-    """Decay the token embedding, the head and learned positions like other matrices."""
+    """Apply weight decay to the token embedding, the head and learned positions."""
     decay_qk_norms: bool = False
-    """Decay the gains and biases of query and key norms, and of the norm of latent queries."""
+    """Apply weight decay to the gains and biases of query and key norms and of the norm of latent queries."""
     embedding_lr: float | None = None
-    """Highest learning rate of token embedding and head; none: schedule.lr."""
+    """Highest learning rate of the token embedding and the head; none: schedule.lr."""
     embedding_min_lr: float | None = None
-    """Their lowest; none: schedule.min_lr."""
+    """Lowest learning rate of the token embedding and the head; none: schedule.min_lr."""
     groups: tuple[GroupConfig, ...] = ()
-    """Other treatment for weights by path; of two that match and say the same thing the later one counts."""
+    """Different rates or decay for weights by path. Where two groups set the same value, the last one counts."""
     clip: float | None = 1.0
-    """Largest global gradient norm, gradients are scaled down to it; none: no limit."""
+    """Clip gradients to this global norm; none: no clipping."""
     moments: MomentDtype = "float32"
-    """How running averages are kept between steps; they are computed in float32. float16 has a scale for each weight,
-    and roots of averaged squares."""
+    """Dtype of the moments between steps; they are computed in float32. float16 stores a scale per weight, and the root
+    of the second moment."""
     offload: float = 0.0
-    """Share of the running averages that waits in host memory between updates, largest first; 1: all. They are brought
-    to the device weight by weight while the update runs."""
+    """Share of the moments kept in host memory between updates, largest first; 1: all. They are copied to the device
+    weight by weight during the update."""
     log_zeros: bool = False
-    """Report the number of gradient elements that are exactly 0 with every step, as num_zeros."""
+    """Report the number of gradient elements that are exactly 0 as num_zeros, every step."""
     log_parameter_norm: bool = False
-    """Report the norm of all weights after every step, as parameter_norm."""
+    """Report the norm of all weights as parameter_norm, every step."""
 
     def rate_problems(self, schedule: "ScheduleConfig") -> list[Problem]:
         """What does not fit the schedule. Rates a weight gets from several rules are looked at where weights are known:
@@ -143,7 +143,7 @@ class AdamWConfig(UpdateConfig):
     epsilon: float = 1e-8
     """Added to the root of the second moment."""
     decoupled: bool = True
-    """Decay weights apart from the moments; false adds weight_decay * weight to the gradient: plain Adam with L2."""
+    """Decoupled weight decay (AdamW); false adds weight_decay * weight to the gradient (Adam with L2)."""
 
     def problems(self) -> list[Problem]:
         return self.shared_problems(beta1=self.beta1, beta2=self.beta2) + _epsilon_problems(self.epsilon)
@@ -151,11 +151,11 @@ class AdamWConfig(UpdateConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SGDConfig(UpdateConfig):
-    """Gradient descent with momentum; the decay is added to the gradient."""
+    """Gradient descent with momentum. Weight decay is added to the gradient."""
 
     target: ClassVar[str] = "megajax.optim.optimizer:SGD"
     momentum: float = 0.9
-    """Share of the last direction that is kept: direction = momentum * direction + gradient."""
+    """Momentum: direction = momentum * direction + gradient."""
 
     def problems(self) -> list[Problem]:
         return self.shared_problems(momentum=self.momentum)
@@ -163,12 +163,12 @@ class SGDConfig(UpdateConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LionConfig(UpdateConfig):
-    """The sign of an average (Chen et al. 2023), with decoupled decay; wants a learning rate 3 to 10 times below Adam's
-    and a weight decay as much above."""
+    """Lion (Chen et al. 2023): the sign of an average of gradients, with decoupled weight decay. It needs a learning
+    rate 3 to 10 times smaller than Adam's, and a weight decay larger by the same factor."""
 
     target: ClassVar[str] = "megajax.optim.optimizer:Lion"
     beta1: float = 0.95
-    """Weight of the average against the gradient in the sign that is taken."""
+    """Weight of the average, against the current gradient, in the update."""
     beta2: float = 0.98
     """Decay of the average."""
 
@@ -184,18 +184,18 @@ class MuonConfig(UpdateConfig):
     momentum: float = 0.95
     """Decay of the average of gradients that is orthogonalised."""
     nesterov: bool = True
-    """Orthogonalise momentum * average + (1 - momentum) * gradient in place of the average."""
+    """Orthogonalise momentum * average + (1 - momentum) * gradient, not the average."""
     iterations: int = 5
     """Newton-Schulz iterations."""
     coefficients: Literal["quintic", "simple", "polar_express"] = "quintic"
-    """Polynomials of the iterations: quintic has 5 different ones (iterations must be a multiple), simple the same one
-    each time (Jordan), polar_express 8 and more (Amsel et al. 2025)."""
+    """Polynomials of the iterations: quintic has 5 different ones (iterations must be a multiple of 5), simple one for
+    all (Jordan), polar_express 8 and more (Amsel et al. 2025)."""
     scale: Literal["spectral", "shape_scaling", "unit_rms_norm"] = "spectral"
-    """Factor on an orthogonal [in, out] matrix: root of max(in, out), of max(1, out / in), or of out / in."""
+    """Factor on an orthogonalised [in, out] matrix: sqrt(max(in, out)), sqrt(max(1, out / in)) or sqrt(out / in)."""
     extra_scale: float = 1.0
-    """Another factor; with scale=spectral, 0.2 gives updates of about the size of AdamW's (Liu et al. 2025)."""
+    """Additional factor. With scale=spectral, 0.2 gives updates about as large as AdamW's (Liu et al. 2025)."""
     dtype: Dtype = "float32"
-    """Of the matrices in the iterations; bfloat16 is fast and gives singular values good to about 1 %."""
+    """Dtype of the iterations; bfloat16 is faster and leaves errors of about 1 % in the singular values."""
     beta1: float = 0.9
     """Decay of AdamW's first moment."""
     beta2: float = 0.999
@@ -249,8 +249,8 @@ class ScheduleConfig(Builds):
     min_lr: float = 0.0
     """Rate at the end of the decay, and after it."""
     style: Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"] = "cosine"
-    """Shape of the decay from lr to min_lr; constant never decays; inverse_square_root falls with the root of all
-    samples, never below min_lr; wsd stays at lr until the anneal (warm-up, stable, decay; Hu et al. 2024)."""
+    """Shape of the decay from lr to min_lr; constant never decays; inverse_square_root is proportional to
+    1 / sqrt(samples), at least min_lr; wsd stays at lr until the anneal (warm-up, stable, decay; Hu et al. 2024)."""
     warmup_steps: int | None = None
     """Steps from warmup_start to lr; give at most one of the three warm-ups."""
     warmup_samples: int | None = None
@@ -264,22 +264,22 @@ class ScheduleConfig(Builds):
     decay_samples: int | None = None
     """The same in samples."""
     anneal_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-    """Shape of wsd's decay: 2 * 0.5^r - 1, 1 - r, (1 + cos(pi r)) / 2 or 1 - sqrt(r) of the share r that is done."""
+    """Shape of wsd's decay: 2 * 0.5^r - 1, 1 - r, (1 + cos(pi r)) / 2 or 1 - sqrt(r), with r from 0 to 1."""
     anneal_steps: int | None = None
-    """Steps of wsd's decay, the last ones before the end of decay_steps."""
+    """Length of wsd's decay, the last steps before the end of decay_steps."""
     anneal_samples: int | None = None
     """The same in samples."""
     weight_decay_start: float | None = None
-    """Weight decay of the first update, which then changes to optimizer.weight_decay; none: always that."""
+    """Weight decay of the first update, which changes to optimizer.weight_decay; none: constant."""
     weight_decay_style: Literal["linear", "cosine"] = "linear"
     """Shape of that change."""
     weight_decay_steps: int | None = None
-    """Steps it takes; none: the whole run."""
+    """Steps of that change; none: the whole run."""
     weight_decay_samples: int | None = None
     """The same in samples."""
     on_resume: Literal["same", "config"] = "same"
-    """A run that goes on from its checkpoint with other rates than before: same refuses; config follows this config
-    from there on, at the samples the run has come to. Rates are the schedule, weight decay, and those of groups."""
+    """What happens if a run resumes with a different schedule, weight decay or groups. same: an error; config: follow
+    this config from the samples consumed so far."""
 
     def problems(self) -> list[Problem]:
         found = []

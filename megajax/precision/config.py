@@ -9,21 +9,21 @@ from megajax.config.errors import Problem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicScaleConfig(Builds):
-    """A loss scale that follows overflows; the usual companion of float16."""
+    """Dynamic loss scaling, for float16: the scale falls at an overflow and grows after steps without one."""
 
     target: ClassVar[str] = "megajax.precision.loss_scale:DynamicScale"
     initial: float = 2.0**32
-    """Of the first step; steps are skipped until it is low enough."""
+    """Initial scale. Steps are skipped until it is low enough."""
     floor: float = 1.0
-    """Lowest; an overflow at this scale ends the run."""
+    """Lowest scale. An overflow at this scale ends the run."""
     window: int = 1000
-    """Steps without overflow after which it grows."""
+    """Steps without an overflow after which the scale grows."""
     hysteresis: int = 2
-    """Overflows since it last grew from which on each lowers it."""
+    """The scale is lowered from this many overflows on, counted since it last grew."""
     growth: float = 2.0
-    """Factor by which it grows."""
+    """Factor by which the scale grows."""
     backoff: float = 0.5
-    """Factor by which an overflow lowers it."""
+    """Factor on the scale at an overflow."""
 
     def build(self) -> Any:
         """The object that counts."""
@@ -46,11 +46,11 @@ class DynamicScaleConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConstantScaleConfig(Builds):
-    """One loss scale for the whole run."""
+    """A constant loss scale."""
 
     target: ClassVar[str] = "megajax.precision.loss_scale:ConstantScale"
     value: float = 1.0
-    """1 is none at all."""
+    """The scale; 1 turns loss scaling off."""
 
     def build(self) -> Any:
         """The object that holds it."""
@@ -68,14 +68,14 @@ MULTIPLE = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DelayedScalingConfig:
-    """Scales of 8-bit tensors from the largest magnitudes they had in the steps before."""
+    """Delayed scaling: the scales of 8-bit tensors follow from their amax (largest magnitude) in previous steps."""
 
     history: int = 1
-    """Steps that are remembered."""
+    """Length of the amax history in steps."""
     algorithm: Literal["most_recent", "max"] = "most_recent"
-    """Which magnitude counts: that of the step before, or the largest of all that are remembered."""
+    """Which amax is used: of the previous step, or the largest in the history."""
     margin: int = 0
-    """Bits of range left free above it: scales are divided by 2^margin."""
+    """Bits of headroom above the amax: scales are divided by 2^margin."""
 
     def problems(self) -> list[Problem]:
         found = [] if self.history > 0 else [Problem("history", f"must be at least 1, got {self.history}")]
@@ -86,22 +86,22 @@ class DelayedScalingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Config(Builds):
-    """The layers' matmuls in 8-bit floating point, with one scale for a tensor.
+    """Matmuls of the layers in 8-bit floating point, with one scale per tensor.
 
     Embeddings, the head with its loss, attention scores, norms and everything between matmuls stay as they are.
     """
 
     target: ClassVar[str] = "megajax.precision.fp8:Fp8Matmul"
     format: Literal["hybrid", "e4m3"] = "hybrid"
-    """hybrid: activations and weights in e4m3, gradients in e5m2; e4m3: all of them, finer and with less range."""
+    """hybrid: activations and weights in e4m3, gradients in e5m2. e4m3: all, with more precision and less range."""
     fast_accumulation: bool = True
-    """Forward matmuls on an NVIDIA GPU may add up in fewer bits than float32; backward ones never do."""
+    """Allow forward matmuls on NVIDIA GPUs to accumulate in fewer bits than float32. Backward ones never do."""
     delayed: DelayedScalingConfig | None = None
-    """Scales from the steps before; none: from the tensor itself, at the moment it is multiplied."""
+    """Delayed scaling; none: the scale follows from the current values of the tensor."""
     first_layers: int = 0
-    """Layers at the beginning of the stack that stay in bfloat16."""
+    """Number of layers at the start of the stack that stay in bfloat16."""
     last_layers: int = 0
-    """The same at its end."""
+    """Number of layers at its end that stay in bfloat16."""
 
     def problems(self) -> list[Problem]:
         return [
@@ -117,20 +117,20 @@ class Fp8Config(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionConfig:
-    """Softmax, norms and loss are float32 whatever is said here."""
+    """Dtypes of a run. Softmax, norms and loss are always in float32."""
 
     compute: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Activations, and weights while they are used."""
+    """Activations, and weights when they are used."""
     params: Literal["float32"] = "float32"
     """Master weights."""
     gradients: Literal["float32", "bfloat16"] = "float32"
-    """Accumulation over microbatches, and reduction over devices; the optimizer always works in float32."""
+    """Accumulation over microbatches and reduction over devices. The optimizer always works in float32."""
     reduce: Literal["float32", "bfloat16"] | None = None
-    """Reduction of gradients over devices: once a step, and with fsdp in every layer; none: as they are accumulated."""
+    """Reduction of gradients over devices, once a step, or per layer with fsdp; none: the dtype of accumulation."""
     loss_scale: LossScaleConfig | None = None
-    """Factor on the loss; none: for float16 a dynamic one, otherwise no scaling."""
+    """Loss scaling; none: dynamic for float16, otherwise off."""
     fp8: Fp8Config | None = None
-    """Matmuls of the layers in 8 bits, with compute=bfloat16 around them; none: in `compute`."""
+    """Matmuls of the layers in 8 bits; needs compute=bfloat16. none: matmuls in `compute`."""
 
     def problems(self) -> list[Problem]:
         found = []

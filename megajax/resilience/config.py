@@ -1,4 +1,4 @@
-"""Settings of what a run does when it is told to stop, when it is to end early, and when its numbers go bad."""
+"""Settings for signals, early ends, and losses or gradients that are not finite or spike."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,36 +9,36 @@ from megajax.resilience.drills import Drill
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResilienceConfig:
-    """What a run does when it is told to stop or when its numbers go bad."""
+    """Signals, early ends, and losses or gradients that are not finite or spike."""
 
     save_on_signal: bool = True
-    """Save a checkpoint when stopped by SIGTERM, SIGINT (Ctrl-C) or SIGUSR1, then end with exit code 0."""
+    """On SIGTERM, SIGINT (Ctrl-C) or SIGUSR1, save a checkpoint and end with exit code 0."""
     exit_after_steps: int | None = None
-    """Save and end with exit code 0 after this many steps of this attempt; none: go on to the end."""
+    """Save and end with exit code 0 after this many steps of the current attempt; none: no limit."""
     exit_after_minutes: float | None = None
-    """Save and end with exit code 0 at the first step that ends this many minutes after the start; none: go on."""
+    """Save and end with exit code 0 at the first step that ends this many minutes after the start; none: no limit."""
     stop_on_nonfinite: bool = True
-    """Stop with exit code 17, and save nothing, at a step whose loss or gradient norm is not finite and whose update
-    was not skipped by dynamic loss scaling. false goes on without the updates of such steps."""
+    """Stop with exit code 17, without saving, at a step whose loss or gradient norm is not finite, unless dynamic loss
+    scaling skipped its update. false: skip the updates of such steps and continue."""
     rerun: bool = True
-    """Run a step whose numbers are not finite, or a spike, a second time from the same state and the same rows: numbers
-    that are good then were a passing fault, and training goes on as if it had not been."""
+    """Repeat a step that is not finite or spikes, from the same state and the same rows. If the result is good the
+    second time, it was a transient fault, and training continues with it."""
     spike_factor: float | None = None
-    """A loss above this multiple of `spike_reference` is a spike; none: there are no spikes."""
+    """A loss above this multiple of `spike_reference` is a spike; none: spikes are not detected."""
     spike_reference: Literal["largest", "median"] = "largest"
-    """largest: the largest loss so far (with spike_factor=10 Megatron-LM's rule); median: of the last spike_window."""
+    """largest: the largest loss so far (Megatron-LM's rule, with spike_factor=10). median: of spike_window steps."""
     spike_window: int = 100
-    """Steps before anything is called a spike, and those the median is taken of."""
+    """Steps before spikes are detected, and window of the median."""
     spike_action: Literal["accept", "skip", "stop"] = "accept"
-    """What becomes of a spike that comes again when the step is run again. accept: training goes on with it; skip:
-    without its update; stop: the run ends with exit code 17."""
+    """What to do about a spike that the repeated step confirms. accept: apply the update; skip: skip the update; stop:
+    end with exit code 17."""
     largest_norm: float | None = None
-    """Updates whose gradient norm, before clipping, is above this are not made; none: no limit."""
+    """Skip updates whose gradient norm, before clipping, is above this; none: no limit."""
     skip_steps: tuple[int, ...] = ()
-    """Steps whose rows are read and whose update is not made."""
+    """Steps whose update is skipped; their rows are consumed."""
     inject: tuple[str, ...] = ()
-    """Faults made on purpose, for drills: KIND:step=N the first time an attempt runs it, KIND:step=N:always every time;
-    KIND is nan, inf, spike (1000 times the loss and the gradients) or nan_gradients."""
+    """Faults to inject, for drills. KIND:step=N: the first time an attempt runs that step; KIND:step=N:always: every
+    time. KIND is nan, inf, spike (loss and gradients times 1000) or nan_gradients."""
 
     def drills(self) -> tuple[Drill, ...]:
         """Raises ValueError for what `problems` lists."""

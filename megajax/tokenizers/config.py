@@ -1,4 +1,4 @@
-"""Which tokenizer a run uses: four small configs, each of which builds its own kind."""
+"""Settings of the tokenizers."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,47 +9,47 @@ from megajax.config.errors import Problem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByteTokenizerConfig(Builds):
-    """One token per byte: ids 0 to 255 are the bytes, 256 ends a document; vocabulary 257. Needs no files."""
+    """One token per byte: ids 0 to 255 are the bytes, 256 ends a document. Needs no files."""
 
     target: ClassVar[str] = "megajax.tokenizers.byte:ByteTokenizer"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPT2TokenizerConfig(Builds):
-    """Byte-level byte-pair encoding from a GPT-2 style pair of files (extra `tokenizers`)."""
+    """GPT-2's byte-level BPE, from vocab.json and merges.txt (extra `tokenizers`)."""
 
     target: ClassVar[str] = "megajax.tokenizers.gpt2:GPT2Tokenizer"
 
     vocabulary: str
-    """Path of vocab.json: token in printable form -> id."""
+    """Path of vocab.json, which maps tokens to ids."""
     merges: str
-    """Path of merges.txt: one merge a line, in order of rank."""
+    """Path of merges.txt, with one merge per line in order of rank."""
     eod: str = "<|endoftext|>"
     """Token that ends a document."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HuggingFaceTokenizerConfig(Builds):
-    """Any tokenizer that Hugging Face saves as one tokenizer.json (extra `tokenizers`)."""
+    """A Hugging Face tokenizer.json (extra `tokenizers`)."""
 
     target: ClassVar[str] = "megajax.tokenizers.huggingface:HuggingFaceTokenizer"
 
     path: str
-    """Path of tokenizer.json, or of the folder that holds it."""
+    """Path of tokenizer.json or of its folder."""
     eod: str | None = None
-    """Token that ends a document; none: the first of the usual names that the vocabulary holds."""
+    """Token that ends a document; none: the first of the usual names in the vocabulary."""
     special_tokens_in_text: bool = True
-    """Read special tokens written out in the text, such as </s>, as those tokens (what Hugging Face does)."""
+    """Encode special tokens that appear in the text, such as </s>, as those tokens, as Hugging Face does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NullTokenizerConfig(Builds):
-    """Text that is token ids already: numbers with blanks between; the last id ends a document."""
+    """Text that already consists of token ids, separated by spaces; the last id of the vocabulary ends a document."""
 
     target: ClassVar[str] = "megajax.tokenizers.null:NullTokenizer"
 
     vocabulary_size: int
-    """Number of ids, the one that ends a document (vocabulary_size - 1) included."""
+    """Number of ids, including the one that ends a document, vocabulary_size - 1."""
 
     def problems(self) -> list[Problem]:
         if self.vocabulary_size < 1:

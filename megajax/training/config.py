@@ -30,11 +30,11 @@ class LinearRampConfig:
     """From `start` rows to batch.global_size in equal increments, each for as many samples (Brown et al. 2020)."""
 
     start: int
-    """Rows of the first steps."""
+    """Rows per step at first."""
     increment: int
     """Rows added at a time."""
     samples: int
-    """Samples until batch.global_size."""
+    """Samples after which batch.global_size is reached."""
 
     def problems(self) -> list[Problem]:
         return [
@@ -84,12 +84,12 @@ class LinearRampConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRampConfig:
-    """Sizes and where each begins; the last must be batch.global_size."""
+    """Batch sizes, each with the threshold at which it begins; the last must be batch.global_size."""
 
     sizes: str
     """Pairs threshold:rows with blanks or commas between: "0:768 1.5B:1K"; K, M, B and T are 10^3 to 10^12."""
     unit: Literal["tokens", "samples"] = "tokens"
-    """What thresholds count; tokens are divided by the sequence length, rounded down."""
+    """Unit of the thresholds; tokens are divided by the sequence length, rounded down."""
 
     def problems(self) -> list[Problem]:
         words = self.sizes.replace(",", " ").split()
@@ -137,21 +137,21 @@ type RampConfig = LinearRampConfig | StepRampConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchConfig(Builds):
-    """How many rows make a step, and how many of them a device works on at once."""
+    """Rows per step, and rows per microbatch."""
 
     target: ClassVar[str] = "megajax.training.batch_sizes:BatchSizes"
     global_size: int = 8
-    """Rows per step, over all devices; with a ramp, at its end."""
+    """Rows per step over all devices; with a ramp, at its end."""
     micro_size: int = 1
-    """Rows of a microbatch on each data-parallel device; microbatches of a step follow one another."""
+    """Rows of a microbatch on each data-parallel device. The microbatches of a step run one after another."""
     loss_average: Literal["tokens", "microbatches"] = "tokens"
-    """tokens: every counted token weighs the same; microbatches: the mean over microbatches of their mean losses, as
-    Megatron-LM does without --calculate-per-token-loss. The reported loss is the tokens' mean either way."""
+    """tokens: the mean over all counted tokens. microbatches: the mean over microbatches of their mean losses, as in
+    Megatron-LM without --calculate-per-token-loss. The reported loss is the mean over tokens in both cases."""
     ramp: RampConfig | None = None
-    """Fewer rows in the first steps; none: always global_size."""
+    """Smaller batches at the start of training; none: always global_size."""
     decrease: bool = False
-    """Take as many of the rows as micro_size x data-parallel devices divide, where they don't divide all; without it
-    that is an error."""
+    """Round the batch down to a multiple of micro_size x data-parallel devices. Without it, a batch that is not a
+    multiple is an error."""
 
     def problems(self) -> list[Problem]:
         found = [
@@ -206,16 +206,16 @@ class BatchConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationConfig:
-    """Loss on rows the model is not trained on."""
+    """Evaluation of the loss on the validation and test splits."""
 
     every: int | None = None
-    """Steps between evaluations on the validation split; none: only at the end."""
+    """Steps between evaluations on the validation split; none: evaluate at the end only."""
     batches: int = 10
     """Global batches of each evaluation; 0: no evaluation."""
     full: bool = False
-    """Evaluate on every row of a split, each time, instead of on the next `batches` batches."""
+    """Evaluate on all rows of a split each time, not on the next `batches` batches."""
     sets: Mapping[str, DataConfig] = field(default_factory=dict)
-    """Further validation sets by name: the validation split of each, evaluated and reported along with the run's own.
+    """Additional validation sets by name. The validation split of each is evaluated and reported separately.
     On the command line: --evaluation.sets='{code: {type: BlendConfig, valid_paths: [PREFIX]}}'."""
     at_end: bool = True
     """Evaluate on the validation and test splits when training ends."""
