@@ -124,8 +124,8 @@ def parse(
     problems += wrong or _use_processes(answers)
     count = _all_devices(devices)
     if count_devices is not None and not wrong:
-        count, found = count_devices(answers)
-        problems += found
+        count, wrong = count_devices(answers)
+        problems += wrong
     if not with_config:
         known = [*own, "devices", "help"]
         problems += [Problem(f"--{name}", "no such flag", did_you_mean(name, known)) for name in given]

@@ -33,22 +33,22 @@ class Fault:
 
 def config_classes(root: type) -> tuple[type, ...]:
     """Every config class that a tree may hold, `root` first, each before the classes of its own fields."""
-    found: dict[type, None] = {}
-    _collect(root, found)
-    return tuple(found)
+    classes: dict[type, None] = {}
+    _collect(root, classes)
+    return tuple(classes)
 
 
-def _collect(cls: type, found: dict[type, None]) -> None:
-    if cls in found:
+def _collect(cls: type, classes: dict[type, None]) -> None:
+    if cls in classes:
         return
-    found[cls] = None
+    classes[cls] = None
     for annotation in schema.hints(cls).values():
         inner = [annotation]
         inner += [part for kind in schema.lists(annotation) for part in get_args(kind) if part is not Ellipsis]
         inner += [args[1] for kind in schema.mappings(annotation) if (args := get_args(kind))]
         for part in inner:
             for member in schema.configs(part):
-                _collect(member, found)
+                _collect(member, classes)
 
 
 @contextmanager
@@ -100,24 +100,24 @@ def problems_of(faults: list[Fault], config: Any, root: type) -> list[Problem]:
     Missing settings of such parts are left out: whoever checks the config finds the placeholders.
     """
     names = dict(_names(config, "")) if config is not None else {}
-    found = []
+    problems = []
     for fault in faults:
         cls, where = type(fault.node), names.get(id(fault.node))
         own = list(schema.hints(cls))
         for key in fault.unknown:
             hint = _instead(key, cls, root)
             if where is None:
-                found.append(Problem(fault.place, f"{cls.__name__} has no setting {key}", hint))
+                problems.append(Problem(fault.place, f"{cls.__name__} has no setting {key}", hint))
             else:
-                found.append(Problem(join(where, key), f"no such setting ({cls.__name__}, {fault.place})", hint))
+                problems.append(Problem(join(where, key), f"no such setting ({cls.__name__}, {fault.place})", hint))
         if fault.unnamed:
             what = f"{cls.__name__} takes its settings by name, {fault.unnamed} given without"
             names_of = ", ".join(f"{name}=..." for name in own[: fault.unnamed])
-            found.append(Problem(fault.place, what, f"write {cls.__name__}({names_of})"))
+            problems.append(Problem(fault.place, what, f"write {cls.__name__}({names_of})"))
         for key in fault.missing if where is None else ():
             hint = schema.example(key, schema.hints(cls)[key])
-            found.append(Problem(fault.place, f"{cls.__name__} needs {key}", hint))
-    return list(dict.fromkeys(found))
+            problems.append(Problem(fault.place, f"{cls.__name__} needs {key}", hint))
+    return list(dict.fromkeys(problems))
 
 
 def _instead(key: str, cls: type, root: type) -> str:

@@ -38,12 +38,12 @@ def settings_help(cls: type, config: Any = None, only: str = "") -> str:
     entries = list(_Walk().config(cls, config))
     if only:
         wanted = plain_name(only)
-        found = [entry for entry in entries if f"{entry.name}.".startswith(f"{wanted}.")]
-        found = found or [entry for entry in entries if wanted in entry.name]
-        if not found:
+        matches = [entry for entry in entries if f"{entry.name}.".startswith(f"{wanted}.")]
+        matches = matches or [entry for entry in entries if wanted in entry.name]
+        if not matches:
             hint = did_you_mean(wanted, [*schema.hints(cls), *(entry.name for entry in entries)])
             raise ConfigError([Problem(f"--help={only}", "no such setting", hint)])
-        entries = found
+        entries = matches
     parts: dict[str, list[str]] = {}
     for entry in entries:
         parts.setdefault(entry.name.partition(".")[0], []).append(_block(entry))

@@ -84,11 +84,14 @@ def _function(path: Path, function: str, module: ModuleType, root: type) -> Any:
     """Raises ConfigError unless the file has such a function, one that needs no arguments."""
     made = getattr(module, function, None)
     if not callable(made):
-        found = [key for key, thing in vars(module).items() if getattr(thing, "__module__", "") == module.__name__]
-        found = [key for key in found if callable(vars(module)[key]) and not isinstance(vars(module)[key], type)]
-        found = [key for key in found if not key.startswith("_")]
-        there = f" (it has {', '.join(found)})" if found else ""
-        hint = did_you_mean(function, found) or f"write def {function}(): return {root.__name__}(...)"
+        functions = [
+            name
+            for name, thing in vars(module).items()
+            if callable(thing) and not isinstance(thing, type) and not name.startswith("_")
+            if getattr(thing, "__module__", "") == module.__name__
+        ]
+        there = f" (it has {', '.join(functions)})" if functions else ""
+        hint = did_you_mean(function, functions) or f"write def {function}(): return {root.__name__}(...)"
         what = f"has no function {function}{there}"
         if made is not None:
             what = f"{function} is {schema.described(made)}, not a function"

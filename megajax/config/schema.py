@@ -53,10 +53,10 @@ def is_config(thing: Any) -> bool:
 
 def configs(annotation: Any) -> tuple[type, ...]:
     """The dataclasses among the kinds."""
-    found = tuple(k for k in kinds(annotation) if isinstance(k, type) and dataclasses.is_dataclass(k))
-    if len(found) > 1 and any(field.name == "type" for cls in found for field in dataclasses.fields(cls)):
+    classes = tuple(k for k in kinds(annotation) if isinstance(k, type) and dataclasses.is_dataclass(k))
+    if len(classes) > 1 and any(field.name == "type" for cls in classes for field in dataclasses.fields(cls)):
         raise TypeError(f"a member of the union {annotation} has a field 'type', the key that names the member")
-    return found
+    return classes
 
 
 def protocols(annotation: Any) -> tuple[type, ...]:

@@ -53,8 +53,8 @@ def assemble(cls: type, base: Any, written: Any, devices: int | None = None) -> 
         except Exception as error:
             failures.append(_failure(error, where))
     # A check that fails does so over something wrong, as a rule over what others have found.
-    found = list(dict.fromkeys(problems or failures))
-    return None if builder.problems or config is Mark.INVALID else config, found
+    faults = list(dict.fromkeys(problems or failures))
+    return None if builder.problems or config is Mark.INVALID else config, faults
 
 
 def _cross_checks(node: Any, where: str, devices: int | None) -> list[Problem]:
@@ -63,8 +63,8 @@ def _cross_checks(node: Any, where: str, devices: int | None) -> list[Problem]:
     if not callable(ask):
         return []
     try:
-        found = ask(devices) if inspect.signature(ask).parameters else ask()
-        return [dataclasses.replace(problem, where=join(where, problem.where) or "config") for problem in found]
+        problems = ask(devices) if inspect.signature(ask).parameters else ask()
+        return [dataclasses.replace(problem, where=join(where, problem.where) or "config") for problem in problems]
     except UnknownValue:
         return _cross_checks_of_the_rest(node, where, devices)
 
@@ -85,8 +85,8 @@ def _cross_checks_of_the_rest(node: Any, where: str, devices: int | None) -> lis
         return []
     whole = dataclasses.replace(node, **{name: fields[name] for name in unknown})
     mention = re.compile(rf"\b({'|'.join(unknown)})\b")
-    found = _cross_checks(whole, where, devices)
-    return [problem for problem in found if not mention.search(f"{problem.where.rpartition('.')[2]} {problem.what}")]
+    problems = _cross_checks(whole, where, devices)
+    return [problem for problem in problems if not mention.search(f"{problem.where.rpartition('.')[2]} {problem.what}")]
 
 
 def _example(where: str, annotation: Any) -> str:
@@ -183,8 +183,8 @@ class _Builder:
             # In a file null is None, and the text none is text where text is allowed.
             if kind is type(None) and written:
                 continue
-            if kind in schema.WRITTEN and (found := self._unfolded(raw, annotation, ",=")) is not None:
-                return self.value(found, annotation, where, old)
+            if kind in schema.WRITTEN and (unfolded := self._unfolded(raw, annotation, ",=")) is not None:
+                return self.value(unfolded, annotation, where, old)
             try:
                 return scalar(raw, kind)
             except Mismatch as mismatch:
@@ -193,17 +193,17 @@ class _Builder:
             import yaml
 
             return yaml.safe_load(raw) if isinstance(raw, Text) else raw
-        if (found := self._unfolded(raw, annotation)) is not None:
-            return self._one_or_list(raw, found, annotation, where, hint)
+        if (unfolded := self._unfolded(raw, annotation)) is not None:
+            return self._one_or_list(raw, unfolded, annotation, where, hint)
         if isinstance(raw, str) and schema.holds_configs(annotation):
             return self.node({"type": raw}, annotation, where, old)
         return self.expected(where, annotation, raw, hint)
 
-    def _one_or_list(self, raw: str, found: list | dict, annotation: Any, where: str, hint: str) -> Any:
+    def _one_or_list(self, raw: str, unfolded: list | dict, annotation: Any, where: str, hint: str) -> Any:
         """What was unfolded; where a single word is neither one of the field's words nor an entry, both are told."""
         before = len(self.problems)
-        value = self.value(found, annotation, where, None)
-        if value is not Mark.INVALID or len(found) > 1 or not schema.choosable(annotation):
+        value = self.value(unfolded, annotation, where, None)
+        if value is not Mark.INVALID or len(unfolded) > 1 or not schema.choosable(annotation):
             return value
         fault = self.problems[before]
         del self.problems[before:]

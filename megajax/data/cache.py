@@ -46,9 +46,9 @@ def load_or_build(folder: Path, description: Mapping[str, object], build: Callab
         build: computes the arrays.
     """
     path = folder / f"{content_key(description)[:40]}.arrays"
-    found = _read(path, description)
-    if found is not None:
-        return found
+    cached = _read(path, description)
+    if cached is not None:
+        return cached
     arrays = build()
     try:
         _write(path, description, arrays)

@@ -35,10 +35,10 @@ def demand_files(data: Any, tokenizer: Any) -> None:
     unread = [path for path in _files(tokenizer) if not Path(path).exists()]
     lines += [f"tokenizer: no such file: {', '.join(unread)}"] if unread else []
     words = tokenizer_options(tokenizer)
-    found = re.fullmatch(r"(.+)_([^_/]+)_document", str(absent[0].with_suffix("")))
-    if words and found:
-        key = [] if found[2] == "text" else [f"--json-keys={found[2]}"]
-        words = ["--input", "corpus.jsonl", "--output-prefix", found[1], *words, *key, "--append-eod"]
+    match = re.fullmatch(r"(.+)_([^_/]+)_document", str(absent[0].with_suffix("")))
+    if words and match:
+        key = [] if match[2] == "text" else [f"--json-keys={match[2]}"]
+        words = ["--input", "corpus.jsonl", "--output-prefix", match[1], *words, *key, "--append-eod"]
         lines += ["Make the token files from your own text, corpus.jsonl here (JSON lines or plain text):"]
         lines += [f"  python -m megajax.preprocess {shlex.join(words)}"]
     else:

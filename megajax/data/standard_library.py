@@ -25,14 +25,14 @@ NOT_PYTHON_ITSELF = ("site-packages", "dist-packages", "__pycache__")
 
 def source_files(root: Path) -> list[tuple[str, int]]:
     """(path relative to root, bytes) of the library's Python files, sorted by path; empty files are left out."""
-    found = []
+    files = []
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in NOT_PYTHON_ITSELF)
         for name in names:
             path = Path(folder, name)
             if name.endswith(".py") and path.is_file() and path.stat().st_size:
-                found.append((path.relative_to(root).as_posix(), path.stat().st_size))
-    return sorted(found)
+                files.append((path.relative_to(root).as_posix(), path.stat().st_size))
+    return sorted(files)
 
 
 def choose(files: list[tuple[str, int]], limit: int, seed: int) -> list[tuple[str, int]]:

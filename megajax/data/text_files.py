@@ -150,10 +150,10 @@ def find_files(inputs: Sequence[str], json_lines: bool | None = None) -> list[Te
     """
     paths: list[str] = []
     for given in inputs:
-        found = _expand(given)
-        if not found:
+        matches = _expand(given)
+        if not matches:
             raise UserError(f"--input {given}: no such file, folder or match. Check the path.")
-        paths += found
+        paths += matches
     seen: dict[str, str] = {}
     for path in paths:
         known = seen.setdefault(os.path.realpath(path), path)

@@ -56,7 +56,7 @@ class Installation:
 
     def _versions(self) -> list[str]:
         wanted = self.packages.get("jaxlib")
-        other = [f"{name} {found}" for name, found in sorted(self.packages.items()) if found != wanted]
+        other = [f"{name} {there}" for name, there in sorted(self.packages.items()) if there != wanted]
         if not other or not self.cuda or wanted is None:
             return []
         return [
@@ -85,12 +85,12 @@ class Installation:
             return []
         return [f"not found: {', '.join(missing)}; they come with\n  {install(EXTRA.format(self.cuda[0]))}"]
 
-    def capability_fault(self, name: str, found: tuple[int, int]) -> str:
+    def capability_fault(self, name: str, capability: tuple[int, int]) -> str:
         """Why a GPU called `name` of compute capability `found` is too old, or ""."""
         least = LEAST_CAPABILITY.get(self.cuda[0], (0, 0)) if self.cuda else (0, 0)
-        if found >= least:
+        if capability >= least:
             return ""
-        wanted, there = (".".join(map(str, pair)) for pair in (least, found))
+        wanted, there = (".".join(map(str, pair)) for pair in (least, capability))
         return f"{name} has compute capability {there}; jax for CUDA {self.cuda[0]} needs {wanted} or newer"
 
 
@@ -108,13 +108,13 @@ def look(devices: Path = Path("/dev"), driver: Path = Path("/proc/driver/nvidia/
 
 def _packages() -> dict[str, str]:
     names = ["jax", "jaxlib", *(f"jax-cuda{major}-{part}" for major in LEAST_DRIVER for part in ("plugin", "pjrt"))]
-    found = {}
+    versions = {}
     for name in names:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _there(library: str, search: Callable[[str], str | None] = ctypes.util.find_library) -> bool:

@@ -78,7 +78,7 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
     )
     if not problems and said.count == 1 and not said.index:
         return None
-    launched = next((found for read in _LAUNCHERS if (found := read(environment)).count not in (None, 1)), _Found())
+    launched = next((told for read in _LAUNCHERS if (told := read(environment)).count not in (None, 1)), _Found())
     if not given and launched.count is None:
         return None
     if launched.count is None and said.index is None:
@@ -107,8 +107,8 @@ def process_index(environment: Mapping[str, str] = os.environ) -> int:
     return next((int(environment[name]) for name in names if environment.get(name, "").isdigit()), 0)
 
 
-def _fields(found: _Found) -> tuple:
-    return found.count, found.index, found.coordinator, found.local_index, found.local_count
+def _fields(launcher: _Found) -> tuple:
+    return launcher.count, launcher.index, launcher.coordinator, launcher.local_index, launcher.local_count
 
 
 def _number(environment: Mapping[str, str], name: str, problems: list[str]) -> int | None:

@@ -140,25 +140,25 @@ class XlaConfig:
     """Size limit of the compile cache in GiB; the least recently used programs are removed first."""
 
     def problems(self) -> list[Problem]:
-        found = []
+        problems = []
         for name, value in self.options.items():
             if not re.fullmatch(r"\w+", name):
-                found.append(Problem("options", f"{name!r} is no name of an option", "write --xla=name=value"))
+                problems.append(Problem("options", f"{name!r} is no name of an option", "write --xla=name=value"))
             elif not isinstance(value, bool | int | float | str):
-                found.append(Problem(f"options.{name}", f"expected one value, got {value!r}"))
+                problems.append(Problem(f"options.{name}", f"expected one value, got {value!r}"))
         if not 0 < self.memory_fraction < 1:
-            found.append(
+            problems.append(
                 Problem("memory_fraction", f"must be above 0 and below 1, got {self.memory_fraction:g}", "try 0.9")
             )
         if self.compile_cache_gib <= 0:
-            found.append(
+            problems.append(
                 Problem(
                     "compile_cache_gib",
                     f"must be above 0, got {self.compile_cache_gib:g}",
                     "xla.compile_cache=false turns the cache off",
                 )
             )
-        return found
+        return problems
 
 
 def compiler_options(*options: Option) -> dict[str, Value]:

@@ -57,9 +57,9 @@ def before_last_blank(data: bytes) -> int:
     """Last place in `data` between a visible ASCII character and a space or newline; 0 without one."""
     for size in (1 << 10, len(data)):
         start = max(0, len(data) - size)
-        found = _LAST_BLANK.match(data, start)
-        if found:
-            return found.end()
+        blank = _LAST_BLANK.match(data, start)
+        if blank:
+            return blank.end()
     return 0
 
 

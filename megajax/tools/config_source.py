@@ -32,10 +32,10 @@ def _imports(names: Collection[tuple[str, str]]) -> Iterator[str]:
     for place, module in enumerate(modules):
         if place and module.startswith("megajax") and not modules[place - 1].startswith("megajax"):
             yield "\n"
-        found = sorted(name for there, name in names if there == module)
-        line = f"from {module} import {', '.join(found)}\n"
+        taken = sorted(name for there, name in names if there == module)
+        line = f"from {module} import {', '.join(taken)}\n"
         yield (
-            line if len(line) <= WIDTH + 1 else f"from {module} import (\n{''.join(f'{STEP}{n},\n' for n in found)})\n"
+            line if len(line) <= WIDTH + 1 else f"from {module} import (\n{''.join(f'{STEP}{n},\n' for n in taken)})\n"
         )
 
 
@@ -103,5 +103,5 @@ class _Writer:
 
 def _text(value: str) -> str:
     """A text in double quotes, as the formatter has it."""
-    found = repr(value)
-    return f'"{found[1:-1]}"' if found[0] == "'" and '"' not in value else found
+    text = repr(value)
+    return f'"{text[1:-1]}"' if text[0] == "'" and '"' not in value else text

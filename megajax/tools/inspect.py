@@ -47,14 +47,14 @@ def main(argv: list[str]) -> int:
     folder, step = resolve("megajax.checkpoint.folder:locate")(run)
     step = step if flags["step"] is None else flags["step"]
     steps = _survey(folder, step, flags["verify"])
-    found: dict[str, Any] = {"folder": str(folder), "steps": [asdict(each) for each in steps]}
+    content: dict[str, Any] = {"folder": str(folder), "steps": [asdict(each) for each in steps]}
     damaged = flags["verify"] and any(each.faults for each in steps)
     chosen = resolve("megajax.checkpoint.inspection:choose")(folder, steps, step)
     described = resolve("megajax.checkpoint.inspection:describe")(folder, chosen.step)
-    found |= _values(described) if flags["array"] is None else _array_values(described, flags["array"])
-    text = json.dumps(_finite(found), indent=1, allow_nan=False, default=str)
-    shown = (_steps_text(found), *_description_text(found)) if flags["array"] is None else [_array_text(found)]
-    show("\n".join(shown), text, flags["json"])
+    content |= _values(described) if flags["array"] is None else _array_values(described, flags["array"])
+    text = json.dumps(_finite(content), indent=1, allow_nan=False, default=str)
+    lines = (_steps_text(content), *_description_text(content)) if flags["array"] is None else [_array_text(content)]
+    show("\n".join(lines), text, flags["json"])
     return 2 * damaged
 
 
@@ -105,54 +105,54 @@ def _array_values(described: Any, name: str) -> dict[str, Any]:
         near = did_you_mean(name, arrays) or f"without --array, all {len(arrays)} are listed"
         raise UserError(f"--array: step {described.step} has no array {name}\n    {near}")
     try:
-        found = described.source.statistics(name)
+        statistics = described.source.statistics(name)
     except resolve("megajax.checkpoint.integrity:Damaged") as error:
         raise UserError(f"checkpoint step {described.step}: {error}\n--verify says which file is damaged.") from error
     axes = {"axes": described.axes.get(name)}
-    return {"step": described.step, "array": asdict(arrays[name]) | axes | asdict(found)}
+    return {"step": described.step, "array": asdict(arrays[name]) | axes | asdict(statistics)}
 
 
-def _steps_text(found: Mapping[str, Any]) -> str:
+def _steps_text(content: Mapping[str, Any]) -> str:
     rows = [("step", "committed", "size", "files", "state")]
-    for each in found["steps"]:
+    for each in content["steps"]:
         state = each["state"] + (", every file verified" if each["verified"] and not each["faults"] else "")
         size = byte_size(each["bytes"])
         rows.append((each["name"], moment(each["time"]), size, str(each["files"]), state))
         rows += [("", "", "", "", fault) for fault in each["faults"]]
-    return "\n".join((found["folder"], *_table(rows)))
+    return "\n".join((content["folder"], *_table(rows)))
 
 
-def _description_text(found: Mapping[str, Any]) -> Iterator[str]:
-    yield f"\nstep {found['step']}"
-    facts = [fact for fact in _facts(found) if fact[1]]
+def _description_text(content: Mapping[str, Any]) -> Iterator[str]:
+    yield f"\nstep {content['step']}"
+    facts = [fact for fact in _facts(content) if fact[1]]
     yield from _table(facts)
-    with_axes = any(array["axes"] for array in found["arrays"])
+    with_axes = any(array["axes"] for array in content["arrays"])
     yield "\narrays"
     rows = [("name", "shape", "dtype", *["axes"] * with_axes, "pieces", "size")]
-    for array in found["arrays"]:
+    for array in content["arrays"]:
         axes = ", ".join(axis or "-" for axis in array["axes"] or ())
         pieces = "" if max(array["pieces"], default=1) == 1 else _times(array["pieces"])
         described = (array["name"], _times(array["shape"]), array["dtype"], *[axes] * with_axes)
         rows.append((*described, pieces, byte_size(array["bytes"])))
     yield from _table(rows)
     yield "\ntotals"
-    sums = {key: sum(group[key] for group in found["groups"].values()) for key in ("arrays", "elements", "bytes")}
-    totals = [*found["groups"].items(), ("all", sums)]
+    sums = {key: sum(group[key] for group in content["groups"].values()) for key in ("arrays", "elements", "bytes")}
+    totals = [*content["groups"].items(), ("all", sums)]
     rows = [("group", "arrays", "elements", "size")]
     rows += [(name, str(of["arrays"]), count(of["elements"]), byte_size(of["bytes"])) for name, of in totals]
     yield from _table(rows)
 
 
-def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _facts(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Names and values; "" where the step does not say."""
-    config, counters, tokens = found["config"], found["counters"], found["consumed_tokens"]
+    config, counters, tokens = content["config"], content["counters"], content["consumed_tokens"]
     samples = counters.get("consumed_samples")
     yield "consumed", "" if samples is None else f"{samples:,} samples" + (f", {tokens:,} tokens" if tokens else "")
     yield COUNTERS, ", ".join(f"{name} {value:,}" for name, value in counters.items() if name != "consumed_samples")
-    yield "seed", "" if found["seed"] is None else str(found["seed"])
-    yield "versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    yield "written by", "; ".join(_layout(found))
-    yield "layer order", _order(found["rows"])
+    yield "seed", "" if content["seed"] is None else str(content["seed"])
+    yield "versions", ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    yield "written by", "; ".join(_layout(content))
+    yield "layer order", _order(content["rows"])
     for name, paths in SUMMARY.items():
         values = [(path, _at(config, path)) for path in paths]
         yield name, ", ".join(_setting(path, value) for path, value in values if value is not None)
@@ -184,11 +184,11 @@ def _at(config: Any, path: str) -> Any:
     return config
 
 
-def _layout(found: Mapping[str, Any]) -> Iterator[str]:
+def _layout(content: Mapping[str, Any]) -> Iterator[str]:
     """Processes, mesh and the settings of `parallel` that say more than sizes."""
-    if found["processes"]:
-        yield f"{found['processes']} process{'es' * (found['processes'] > 1)}"
-    parallel, mesh = found["parallel"], found["mesh"]
+    if content["processes"]:
+        yield f"{content['processes']} process{'es' * (content['processes'] > 1)}"
+    parallel, mesh = content["parallel"], content["mesh"]
     if mesh is not None:
         devices = prod(mesh.values())
         cuts = ", ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1)
@@ -208,8 +208,8 @@ def _order(rows: Sequence[int]) -> str:
     return " ".join("-" if row < 0 else str(row) for row in rows) + " (by row of the stacked arrays)"
 
 
-def _array_text(found: Mapping[str, Any]) -> str:
-    array = found["array"]
+def _array_text(content: Mapping[str, Any]) -> str:
+    array = content["array"]
     rows = [
         ("shape", _times(array["shape"])),
         ("dtype", array["dtype"]),
@@ -220,7 +220,7 @@ def _array_text(found: Mapping[str, Any]) -> str:
         ("not finite", f"{array['nonfinite']:,}"),
         *((name, "none is finite" if array[name] is None else f"{array[name]:.6g}") for name in STATISTICS),
     ]
-    return "\n".join((f"{array['name']}, step {found['step']}", *_table([row for row in rows if row[1]])))
+    return "\n".join((f"{array['name']}, step {content['step']}", *_table([row for row in rows if row[1]])))
 
 
 STATISTICS = ("min", "max", "mean", "rms")

@@ -145,9 +145,9 @@ def find_training(commands: Sequence[Command], place: str) -> Training:
         if command.words[0].text.startswith("--"):
             what = f"line {command.line}: {command.words[0].text} belongs to no command"
             raise UserError(f"{place}, {what}: the line before has a comment, or no \\ at its very end")
-    found = [training for command in commands if (training := as_training(command.words)) is not None]
-    found = [one for one in found if any(word.text.startswith("--") for word in one.words)] or found
-    named = [one for one in found if one.script.rpartition("/")[2].startswith("pretrain")] or found
+    trainings = [training for command in commands if (training := as_training(command.words)) is not None]
+    trainings = [one for one in trainings if any(word.text.startswith("--") for word in one.words)] or trainings
+    named = [one for one in trainings if one.script.rpartition("/")[2].startswith("pretrain")] or trainings
     if not named:
         raise UserError(f"{place}: no command runs a Python file, such as torchrun … pretrain_gpt.py --num-layers …")
     if len(named) > 1:
@@ -175,10 +175,10 @@ def _file_words(path: Path, text: str) -> Iterator[Word]:
     import yaml
 
     try:
-        found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path}: {error}") from error
-    flags = found.get("MODEL_ARGS", found) if isinstance(found, Mapping) else None
+    flags = content.get("MODEL_ARGS", content) if isinstance(content, Mapping) else None
     if not isinstance(flags, Mapping):
         raise UserError(f"{path}: expected flags and values, such as num-layers: 24")
     known = spellings(FLAGS.values())

@@ -160,28 +160,28 @@ def convert(words: Sequence[Word], *, devices: int | None = None, table: Mapping
 
 
 def _contradictions(given: Mapping[str, Any]) -> list[Problem]:
-    found = []
+    problems = []
     for names in ONE_OF:
         # A warm-up of 0 is none.
         together = [name for name in names if given.get(name) not in (None, 0)]
         if len(together) > 1:
             first, *others = (_written(name, given) for name in together)
-            found.append(Problem(first, f"contradicts {' and '.join(others)}", "give one of them"))
+            problems.append(Problem(first, f"contradicts {' and '.join(others)}", "give one of them"))
     for name, other, value in ONLY_WITH:
         there = "selective" if given.get("recompute-activations") else given.get(other)
         if name in given and there != value:
             says = f"and it is {there}" if there else "which is not given"
-            found.append(Problem(_written(name, given), f"goes with --{other} {value}, {says}"))
+            problems.append(Problem(_written(name, given), f"goes with --{other} {value}, {says}"))
     if given.get("recompute-activations") and given.get("recompute-granularity") == "full":
         what = "contradicts --recompute-granularity full: it stands for selective"
-        found.append(Problem("--recompute-activations", what, "give one of them"))
+        problems.append(Problem("--recompute-activations", what, "give one of them"))
     for name in ABOVE_ZERO:
         if given.get(name, 1) < 1:
-            found.append(Problem(f"--{name}", f"must be at least 1, got {given[name]}"))
+            problems.append(Problem(f"--{name}", f"must be at least 1, got {given[name]}"))
     if "no-position-embedding" in given and not set(POSITION_KINDS) & set(given):
         what = "alone leaves the learned positions that are the default, which it was to turn off"
-        found.append(Problem("--no-position-embedding", what, "add --position-embedding-type none, or rope"))
-    return found
+        problems.append(Problem("--no-position-embedding", what, "add --position-embedding-type none, or rope"))
+    return problems
 
 
 def _written(name: str, given: Mapping[str, Any]) -> str:

@@ -38,10 +38,10 @@ def parallel(args: Arguments) -> Settings:
     }
     for name, axis in (("context-parallel-size", "context"), ("expert-model-parallel-size", "expert")):
         alone: dict[str, Any] = {axis: args[name]}
-        found = ParallelConfig(**alone).problems()
-        for problem in found:
+        problems = ParallelConfig(**alone).problems()
+        for problem in problems:
             args.refuse(name, problem.what)
-        settings |= {} if found else {f"parallel.{axis}": args[name]}
+        settings |= {} if problems else {f"parallel.{axis}": args[name]}
     cut = _cut(args, max(pipeline, 1), chunks)
     return settings | ({"parallel.layers": cut} if cut else {})
 

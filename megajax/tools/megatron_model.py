@@ -229,14 +229,14 @@ def _chosen_layers(args: Arguments, name: str, count: int, *, ones: bool) -> lis
     if text.isdigit():
         return [int(text) > 0 and number % int(text) == 0 for number in range(1, count + 1)]
     try:
-        found = _listed(ast.parse(text, mode="eval").body)
+        entries = _listed(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError):
-        found = None
-    if not isinstance(found, list) or len(found) != count:
-        got = f"a list of {len(found)}" if isinstance(found, list) else text
+        entries = None
+    if not isinstance(entries, list) or len(entries) != count:
+        got = f"a list of {len(entries)}" if isinstance(entries, list) else text
         args.wrong(name, f"expected a number or a list of {count} (--num-layers) zeros and ones, got {got}")
         return [False] * count
-    return [bool(one) == ones for one in found]
+    return [bool(one) == ones for one in entries]
 
 
 def _listed(node: ast.AST) -> list[int] | int:

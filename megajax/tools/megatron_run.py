@@ -374,9 +374,9 @@ def _split_file(args: Arguments) -> dict[str, Any]:
     name = "per-split-data-args-path"
     words = " ".join(_words_of(args, name))
     try:
-        found = json.loads(words or "{}")
-        return {f"{split}_paths": tuple(map(str, found[split] or ())) for split in ("train", "valid", "test")
-                if split in found}  # fmt: skip
+        lists = json.loads(words or "{}")
+        return {f"{split}_paths": tuple(map(str, lists[split] or ())) for split in ("train", "valid", "test")
+                if split in lists}  # fmt: skip
     except (ValueError, TypeError) as error:
         args.wrong(name, f"{args[name]} is no JSON file of lists named train, valid and test: {error}")
         return {}

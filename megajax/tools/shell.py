@@ -144,12 +144,12 @@ class _Script:
         """A text as one word, as an assignment takes it."""
 
         def piece(match: re.Match) -> str:
-            found = match.groupdict(default="")
-            if found["expansion"]:
-                return " ".join(self._value(found["expansion"], line))
-            if found.get("double"):
-                return self._text(found["double"][1:-1], line, INSIDE)
-            return found.get("single") or found["escaped"].strip("\n")
+            parts = match.groupdict(default="")
+            if parts["expansion"]:
+                return " ".join(self._value(parts["expansion"], line))
+            if parts.get("double"):
+                return self._text(parts["double"][1:-1], line, INSIDE)
+            return parts.get("single") or parts["escaped"].strip("\n")
 
         return pattern.sub(piece, text)
 

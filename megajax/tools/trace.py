@@ -38,9 +38,9 @@ def main(argv: list[str]) -> int:
     if not trace.devices:
         raise UserError(f"{trace.file} has no kernels: nothing ran on a device while it was recorded")
     summary, plain = resolve("megajax.metrics.trace:summary"), resolve("megajax.metrics.banner:plain")
-    found = summary(trace.devices, steps=flags["steps"] or trace.steps or 1, top=flags["top"])
-    text = json.dumps(found.values() | {"complete": trace.complete}, indent=1)
-    lines = [plain(str(trace.file), found.sections())]
+    result = summary(trace.devices, steps=flags["steps"] or trace.steps or 1, top=flags["top"])
+    text = json.dumps(result.values() | {"complete": trace.complete}, indent=1)
+    lines = [plain(str(trace.file), result.sections())]
     if not trace.complete:
         most = resolve("megajax.metrics.chrome_trace:MOST_EVENTS")
         lines += [f"the file has {most:,} events, after which the profiler drops the rest: trace fewer steps"]
