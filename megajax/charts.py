@@ -1,79 +1,207 @@
-"""Line charts as SVG: small, self-contained, faithful to spikes and gaps however long the run.
+"""Charts: lines, stacked bars and timelines as SVG for HTML pages; lines and timelines as PNG by matplotlib.
 
-Colours are CSS variables of the page, so that a chart is light or dark with it. P: points of a series.
+Colours in SVG are classes of pages.css, so that a chart follows the page's light or dark scheme. P: points.
 """
 
-import json
+import importlib
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from html import escape
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
+LEFT, RIGHT, TOP, BOTTOM = 70, 14, 12, 26
+"""Margins around a line chart, in units of its viewBox."""
 
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 26
-"""Room around the plot for ticks, in units of the picture."""
+LOG_RATIO = 50.0
+"""With scale="auto", an axis is logarithmic where the largest value is more than this many times the smallest."""
 
-LOG_FROM = 50.0
-"""Largest over smallest value above which an axis is logarithmic."""
+LOG_RANGE = 1e6
+"""Most that a logarithmic axis spans; smaller values are drawn at its lower edge."""
 
-LOG_REACH = 1e6
-"""Largest over smallest value of a logarithmic axis; what is smaller is drawn at its lower edge."""
+MAX_DOTS = 60
+"""Curves of at most this many points show each as a dot."""
 
-MOST_DOTS = 60
-"""Points of a curve that are drawn as dots."""
+PNG_COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:red", "tab:olive")
+
+
+# Lines
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A curve."""
+    """One curve."""
 
     name: str
-    x: np.ndarray
+    x: Sequence[float]
     """[P], ascending."""
-    y: np.ndarray
-    """float64 [P]; nan leaves a gap."""
+    y: Sequence[float]
+    """[P]; nan leaves a gap."""
     color: int = 0
-    """Of the page's palette."""
-    style: str = "line"
-    """line; faint, for raw values under a mean; dots, joined by a line."""
+    """Place in the palette."""
+    style: Literal["line", "faint", "dots"] = "line"
+    """faint: raw values behind their running mean. dots: a line with a dot at every point."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that happened at a step: a vertical line or, for what happens often, a tick at the lower edge."""
+    """An event at some x: a vertical line, or a short tick at the lower edge."""
 
     x: float
-    mood: str
-    """resume, good, warning, bad or plain."""
+    kind: str
+    """CSS class: resume, good, warning, bad, plain, save or evaluate."""
     text: str
     line: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chart:
-    """What `draw` draws."""
+class LineChart:
+    """Curves over a common x axis, from `first` to `last`."""
 
     title: str
     series: Sequence[Series]
     unit: str = ""
+    x_label: str = ""
     width: int = 560
     height: int = 230
     marks: Sequence[Mark] = ()
-    broken: Sequence[tuple[int, str]] = ()
-    """Steps whose value was not finite, and what it was: crosses at the upper edge."""
+    crosses: Sequence[tuple[float, str]] = ()
+    """x and text of values that can't be drawn, such as a loss that was not finite: crosses at the upper edge."""
+    level: tuple[float, str] | None = None
+    """A horizontal reference line and its name (PNG only)."""
     percent: bool = False
-    """Values are shares."""
-    linear: bool = False
-    """Never logarithmic."""
+    """Values are fractions and shown as percentages."""
+    scale: Literal["auto", "linear", "log"] = "auto"
+    log_x: bool = False
+    """A logarithmic x axis with ticks at the points, as for numbers of devices."""
     first: float = 0.0
     last: float = 1.0
-    """Ends of the x axis."""
+
+    @property
+    def logarithmic(self) -> bool:
+        """Whether the y axis is logarithmic."""
+        values = [value for one in self.series for value in _finite(one.y)]
+        if self.scale != "auto" or not values:
+            return self.scale == "log"
+        return max(values) > LOG_RATIO * min(values) > 0
+
+    def svg(self) -> str:
+        """The chart as an <svg>, of the thinned series; every dot, mark and cross has a tooltip."""
+        if any(len(one.x) > 4 * self.width for one in self.series):
+            return self.thinned().svg()
+        right, lower = self.width - RIGHT, self.height - BOTTOM
+        x, y = self._x_axis(), self._y_axis()
+        label = escape(f"{self.title}{f', {self.unit}' if self.unit else ''}")
+        parts = [
+            f'<svg class="chart" viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{label}">',
+            *self._grid(x, y, lower, right),
+            *_marks(self.marks, x, lower),
+            *(piece for one in self.series for piece in self._curve(one, x, y)),
+            *_crosses(self.crosses, x),
+            f'<line class="cursor" x1="0" x2="0" y1="{TOP}" y2="{lower}"/>',
+            "</svg>",
+        ]
+        return "".join(parts)
+
+    def data(self) -> dict[str, Any]:
+        """What is drawn, as JSON values, for a page's script."""
+        x = self._x_axis()
+        return {
+            **{"left": LEFT, "right": self.width - RIGHT, "width": self.width, "first": x.low, "last": x.high},
+            "percent": self.percent,
+            "series": [
+                {"name": one.name, "color": one.color, "x": [*map(_short, one.x)], "y": [*map(_short, one.y)]}
+                for one in self.series
+                if len(one.x)
+            ],
+            "crosses": [[int(at), text] for at, text in self.crosses[:1000]],
+            "marks": [[mark.x, mark.text] for mark in self.marks if mark.line][:1000],
+        }
+
+    def plot(self, axes: Any) -> None:
+        """Draw on matplotlib axes."""
+        for one in self.series:
+            faint, dots = one.style == "faint", one.style == "dots"
+            axes.plot(
+                one.x,
+                one.y,
+                color=PNG_COLORS[one.color % len(PNG_COLORS)],
+                linewidth=0.7 if faint else 1.2 if dots else 1.8,
+                alpha=0.45 if faint else 1.0,
+                marker="o" if dots else "." if len(one.x) < MAX_DOTS // 2 else None,
+                markersize=4 if dots else None,
+                label=one.name,
+            )
+        if self.level is not None:
+            axes.axhline(self.level[0], color="gray", linestyle=":", linewidth=1.2, label=self.level[1])
+        axes.set_title(self.title)
+        axes.set_xlabel(self.x_label)
+        axes.set_ylabel(self.unit)
+        axes.margins(x=0.01)
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False)
+
+    def thinned(self) -> "LineChart":
+        """The same chart with at most four points a pixel."""
+        x = self._x_axis()
+        return replace(self, series=[thin(one, x.low, x.high, int(x.end - x.begin)) for one in self.series])
+
+    def _x_axis(self) -> "_Axis":
+        high = self.last if self.log_x and self.last > self.first else max(self.last, self.first + 1)
+        return _Axis(self.first, high, LEFT, self.width - RIGHT, self.log_x)
+
+    def _y_axis(self) -> "_Axis":
+        lower = self.height - BOTTOM
+        values = [value for one in self.series for value in _finite(one.y)] or [0.0, 1.0]
+        low, high = min(values), max(values)
+        if self.logarithmic:
+            return _Axis(max(low / 1.15, high / LOG_RANGE), high * 1.15, lower, TOP, True)
+        margin = 0.06 * (high - low) or abs(low) * 0.1 or 1.0
+        if 0 <= low < 0.1 * high:
+            return _Axis(0.0, high + margin, lower, TOP)
+        return _Axis(low - margin, high + margin, lower, TOP)
+
+    def _grid(self, x: "_Axis", y: "_Axis", lower: int, right: int) -> Iterator[str]:
+        for value in ticks(y.low, y.high, logarithmic=y.logarithmic, most=max(self.height // 45, 3)):
+            at = y(value)
+            yield f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>'
+            yield _text(tick_text(value, percent=self.percent), LEFT - 7, at + 3.5, "end")
+        for value in self._x_ticks(x):
+            at = x(value)
+            yield f'<line class="grid axis" x1="{at:.1f}" x2="{at:.1f}" y1="{lower}" y2="{lower + 4}"/>'
+            yield _text(tick_text(value), at, lower + 16)
+        yield f'<line class="grid axis" x1="{LEFT}" x2="{right}" y1="{lower}" y2="{lower}"/>'
+
+    def _x_ticks(self, x: "_Axis") -> list[float]:
+        if self.log_x:
+            points = sorted({value for one in self.series for value in one.x})
+            return points[:: max(1, len(points) // 9)]
+        return [value for value in ticks(x.low, x.high, most=max(self.width // 95, 3)) if value == int(value)]
+
+    def _curve(self, series: Series, x: "_Axis", y: "_Axis") -> Iterator[str]:
+        drawable = [math.isfinite(value) and (value > 0 or not y.logarithmic) for value in series.y]
+        few = sum(drawable) <= MAX_DOTS and series.style != "faint"
+        path, dots = [], []
+        for place, (at, value) in enumerate(zip(series.x, series.y, strict=True)):
+            if not drawable[place]:
+                continue
+            begins = place == 0 or not drawable[place - 1]
+            ends = place + 1 == len(drawable) or not drawable[place + 1]
+            path.append(f"{'M' if begins else 'L'}{x(at):.1f} {y(value):.1f}")
+            if few or (begins and ends):
+                text = escape(f"{series.name}, {at:,.0f}: {f'{value:.1%}' if self.percent else f'{value:,.5g}'}")
+                radius = 3 if series.style == "dots" else 2
+                circle = f'<circle class="dot c{series.color}" cx="{x(at):.1f}" cy="{y(value):.1f}" r="{radius}">'
+                dots.append(f"{circle}<title>{text}</title></circle>")
+        if len(path) > 1:
+            yield f'<path class="curve {series.style} c{series.color}" d="{"".join(path)}"/>'
+        yield from dots
 
 
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    """Values to places on the picture."""
+class _Axis(NamedTuple):
+    """Maps values to places in the picture."""
 
     low: float
     high: float
@@ -81,191 +209,239 @@ class _Scale:
     end: float
     logarithmic: bool = False
 
-    def __call__(self, value: np.ndarray | float) -> np.ndarray:
-        value, low, high = (
-            np.log10(np.maximum(v, self.low)) if self.logarithmic else np.asarray(v, np.float64)
-            for v in (value, self.low, self.high)
-        )
-        return self.begin + (value - low) / (high - low) * (self.end - self.begin)
-
-
-def draw(chart: Chart) -> str:
-    """The chart as an <svg> with its points as JSON for the page's script."""
-    right, lower = chart.width - RIGHT, chart.height - BOTTOM
-    x = _Scale(chart.first, max(chart.last, chart.first + 1), LEFT, right)
-    series = [thin(one, chart.first, x.high, right - LEFT) for one in chart.series]
-    y = _vertical(chart, lower)
-    label = escape(f"{chart.title}{f', {chart.unit}' if chart.unit else ''}")
-    parts = [
-        f'<svg class="chart" viewBox="0 0 {chart.width} {chart.height}" role="img" aria-label="{label}">',
-        *_grid(chart, x, y, lower, right),
-        *_marks(chart.marks, x, lower),
-        *(piece for one in series for piece in _curve(one, x, y)),
-        *_crosses(chart.broken, x),
-        f'<line class="cursor" x1="0" x2="0" y1="{TOP}" y2="{lower}"/>',
-        "</svg>",
-    ]
-    data = {
-        "left": LEFT,
-        "right": right,
-        "width": chart.width,
-        "first": x.low,
-        "last": x.high,
-        "percent": chart.percent,
-        "series": [
-            {"name": one.name, "color": one.color, "x": _short(one.x), "y": _short(one.y)}
-            for one in series
-            if len(one.x)
-        ],
-        "broken": [[int(step), kind] for step, kind in chart.broken[:1000]],
-        "marks": [[mark.x, mark.text] for mark in chart.marks if mark.line][:1000],
-    }
-    return "".join(parts) + f'<script type="application/json">{json.dumps(data).replace("<", "&lt;")}</script>'
+    def __call__(self, value: float) -> float:
+        low, high = self.low, self.high
+        if self.logarithmic:
+            value, low, high = math.log10(max(value, low)), math.log10(low), math.log10(high)
+        return self.begin + (value - low) / ((high - low) or 1.0) * (self.end - self.begin)
 
 
 def thin(series: Series, first: float, last: float, pixels: int) -> Series:
-    """At most four points for each pixel column: its first, smallest, largest and last, so that no spike is lost.
+    """Keep the first, smallest, largest and last point of each pixel column, so that no spike is lost.
 
     A column of nothing but nan keeps one of them, and so stays a gap.
     """
     if len(series.x) <= 2 * pixels:
         return series
-    column = np.minimum((series.x - first) / (last - first) * pixels, pixels - 1).astype(np.int64)
-    starts = np.flatnonzero(np.append(True, np.diff(column) > 0))
-    finite = np.isfinite(series.y)
-    low, high = np.where(finite, series.y, np.inf), np.where(finite, series.y, -np.inf)
-    group = np.cumsum(np.append(True, np.diff(column) > 0)) - 1
-    least, most = np.minimum.reduceat(low, starts), np.maximum.reduceat(high, starts)
-    counts = np.bincount(group[finite], minlength=len(starts))
-    extremes = finite & ((series.y == least[group]) | (series.y == most[group]))
-    # Of equal extremes the first of each column is enough.
-    keep = np.zeros(len(series.x), bool)
-    for value in (least, most):
-        places = np.flatnonzero(extremes & (series.y == value[group]))
-        keep[places[np.unique(group[places], return_index=True)[1]]] = True
-    for order in (np.arange(len(group)), np.arange(len(group))[::-1]):
-        places = order[finite[order]]
-        keep[places[np.unique(group[places], return_index=True)[1]]] = True
-    keep[starts[counts == 0]] = True
-    return Series(series.name, series.x[keep], series.y[keep], series.color, series.style)
-
-
-def logarithmic(chart: Chart) -> bool:
-    """Whether its y axis is: where values are above 0 and far apart."""
-    values = _values(chart)
-    return not chart.linear and values.size > 0 and float(values.max()) > LOG_FROM * float(values.min()) > 0
-
-
-def _values(chart: Chart) -> np.ndarray:
-    return np.concatenate([one.y[np.isfinite(one.y)] for one in chart.series] or [np.zeros(0)])
-
-
-def _vertical(chart: Chart, lower: int) -> _Scale:
-    values = _values(chart)
-    if not values.size:
-        return _Scale(0.0, 1.0, lower, TOP)
-    low, high = float(values.min()), float(values.max())
-    if logarithmic(chart):
-        return _Scale(max(low / 1.15, high / LOG_REACH), high * 1.15, lower, TOP, True)
-    if low == high:
-        room = abs(low) * 0.1 or 1.0
-        return _Scale(low - room, high + room, lower, TOP)
-    if 0 <= low < 0.1 * high:
-        low = 0.0
-    room = 0.06 * (high - low)
-    return _Scale(low if low == 0 else low - room, high + room, lower, TOP)
+    np = importlib.import_module("numpy")
+    x, y = np.asarray(series.x, np.float64), np.asarray(series.y, np.float64)
+    column = np.minimum((x - first) / (last - first) * pixels, pixels - 1).astype(np.int64)
+    keep = np.zeros(len(x), bool)
+    for start, stop in pairwise([0, *(np.flatnonzero(np.diff(column)) + 1).tolist(), len(x)]):
+        finite = start + np.flatnonzero(np.isfinite(y[start:stop]))
+        if finite.size:
+            keep[[finite[0], finite[np.argmin(y[finite])], finite[np.argmax(y[finite])], finite[-1]]] = True
+        else:
+            keep[start] = True
+    return replace(series, x=x[keep].tolist(), y=y[keep].tolist())
 
 
 def ticks(low: float, high: float, *, logarithmic: bool = False, most: int = 6) -> list[float]:
-    """Round numbers within [low, high]: 1, 2, 5 times powers of ten; for a long logarithmic axis the powers alone."""
-    if logarithmic:
-        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        for digits in ((1, 2, 5), (1, 3), (1,)):
-            found = [d * 10.0**power for power in powers for d in digits if low <= d * 10.0**power <= high]
-            if len(found) <= most + 1:
-                return found
-        return found[:: math.ceil(len(found) / most)]
-    rough = (high - low) / most
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(d * power for d in (1, 2, 5, 10) if d * power >= rough)
-    return [round(k * step, 12) for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    """Round numbers within [low, high]: 1, 2, 5 times powers of ten; only the powers on a long logarithmic axis."""
+    if not logarithmic:
+        rough = (high - low) / most
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(d * power for d in (1, 2, 5, 10) if d * power >= rough)
+        return [round(k * step, 12) for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    places: list[float] = []
+    for digits in ((1, 2, 5), (1, 3), (1,)):
+        places = [d * 10.0**power for power in powers for d in digits if low <= d * 10.0**power <= high]
+        if len(places) <= most + 1:
+            return places
+    return places[:: math.ceil(len(places) / most)]
 
 
 def tick_text(value: float, *, percent: bool = False) -> str:
-    """As short as it stays clear: 0, 2.5, 40k, 3e-4, 12%."""
+    """A number in few characters: 0, 2.5, 40k, 3e-4, 12%."""
     if percent:
         return f"{value * 100:g}%"
     size = abs(value)
     if value == 0 or 0.01 <= size < 10_000:
         return f"{value:g}"
     for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if size >= limit and size < 1e15:
+        if limit <= size < 1e15:
             return f"{value / limit:g}{suffix}"
     digits, _, power = f"{value:.2e}".partition("e")
     return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
 
 
-def _grid(chart: Chart, x: _Scale, y: _Scale, lower: int, right: int) -> Iterator[str]:
-    for value in ticks(y.low, y.high, logarithmic=y.logarithmic, most=max(chart.height // 45, 3)):
-        at = float(y(value))
-        yield f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>'
-        text = tick_text(value, percent=chart.percent)
-        yield f'<text class="tick" x="{LEFT - 7}" y="{at + 3.5:.1f}" text-anchor="end">{text}</text>'
-    for value in ticks(x.low, x.high, most=max(chart.width // 95, 3)):
-        if value == int(value):
-            at = float(x(value))
-            yield f'<line class="grid axis" x1="{at:.1f}" x2="{at:.1f}" y1="{lower}" y2="{lower + 4}"/>'
-            yield f'<text class="tick" x="{at:.1f}" y="{lower + 16}" text-anchor="middle">{tick_text(value)}</text>'
-    yield f'<line class="grid axis" x1="{LEFT}" x2="{right}" y1="{lower}" y2="{lower}"/>'
+def _finite(values: Sequence[float]) -> list[float]:
+    return [value for value in map(float, values) if math.isfinite(value)]
 
 
-def _marks(marks: Sequence[Mark], x: _Scale, lower: int) -> Iterator[str]:
-    """One of a kind for each pixel: the many saves of a long run make no longer a file."""
-    seen = set()
+def _short(value: float) -> float | int | None:
+    if not math.isfinite(value):
+        return None
+    return float(f"{value:.6g}") if value % 1 else int(value)
+
+
+def _text(text: str, x: float, y: float, anchor: str = "middle", kind: str = "tick") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _marks(marks: Sequence[Mark], x: _Axis, lower: int) -> Iterator[str]:
+    """At most one mark of a kind per pixel: a long run saves many times."""
+    drawn = set()
     for mark in marks:
-        at = float(x(mark.x))
-        key = round(at), mark.mood, mark.line
-        if key in seen or not x.low <= mark.x <= x.high:
+        key = round(x(mark.x)), mark.kind, mark.line
+        if key in drawn or not x.low <= mark.x <= x.high:
             continue
-        seen.add(key)
-        top = TOP if mark.line else lower - 7
-        kind = "mark" if mark.line else "mark small"
-        line = f'<line class="{kind} {mark.mood}" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{lower}">'
+        drawn.add(key)
+        at, top = f"{x(mark.x):.1f}", TOP if mark.line else lower - 7
+        line = (
+            f'<line class="mark{" small" * (not mark.line)} {mark.kind}" x1="{at}" x2="{at}" y1="{top}" y2="{lower}">'
+        )
         yield f"{line}<title>{escape(mark.text)}</title></line>"
 
 
-def _curve(series: Series, x: _Scale, y: _Scale) -> Iterator[str]:
-    places, finite = np.asarray(x(series.x), np.float64), np.isfinite(series.y)
-    if y.logarithmic:
-        finite &= series.y > 0
-    heights = np.asarray(y(np.where(finite, series.y, 1.0)), np.float64)
-    words, alone = [], []
-    for index in np.flatnonzero(finite):
-        first = index == 0 or not finite[index - 1]
-        words.append(f"{'M' if first else 'L'}{places[index]:.1f} {heights[index]:.1f}")
-        if first and (index + 1 == len(finite) or not finite[index + 1]):
-            alone.append(index)
-    color = f"c{series.color}"
-    if len(words) > 1:
-        yield f'<path class="curve {series.style} {color}" d="{"".join(words)}"/>'
-    few = len(words) <= MOST_DOTS and series.style != "faint"
-    for index in np.flatnonzero(finite) if few else alone:
-        radius = 3 if series.style == "dots" else 2
-        yield f'<circle class="dot {color}" cx="{places[index]:.1f}" cy="{heights[index]:.1f}" r="{radius}"/>'
+def _crosses(crosses: Sequence[tuple[float, str]], x: _Axis) -> Iterator[str]:
+    for at, (step, text) in {round(x(step)): (step, text) for step, text in reversed(crosses)}.items():
+        path = f'<path class="cross" d="M{at - 4} {TOP}l8 8m0 -8l-8 8">'
+        yield f"{path}<title>step {step:,.0f}: {escape(text)}</title></path>"
 
 
-def _crosses(broken: Sequence[tuple[int, str]], x: _Scale) -> Iterator[str]:
-    seen = set()
-    for step, kind in broken:
-        at = float(x(step))
-        if round(at) not in seen:
-            seen.add(round(at))
-            path = f'<path class="cross" d="M{at - 4:.1f} {TOP}l8 8m0 -8l-8 8">'
-            yield f"{path}<title>step {step:,}: {escape(kind)}</title></path>"
+# Stacked bars
 
 
-def _short(values: np.ndarray) -> list[float | int | None]:
-    return [
-        None if value != value or abs(value) == math.inf else float(f"{value:.6g}") if value % 1 else int(value)
-        for value in values.tolist()
-    ]
+def legend(entries: Iterable[tuple[str, str, str]]) -> str:
+    """One key per (CSS class, name, value as text or "")."""
+    keys = "".join(
+        f'<span><i class="key {color}"></i>{escape(name)}{f" <b>{escape(text)}</b>" if text else ""}</span>'
+        for color, name, text in entries
+    )
+    return f'<div class="legend">{keys}</div>'
+
+
+class Segment(NamedTuple):
+    """A part of a stacked bar."""
+
+    name: str
+    size: float
+    text: str
+    """The size as text."""
+    color: str
+    """CSS class."""
+
+
+def stacked_bar(segments: Sequence[Segment], *, limit: tuple[float, str] | None = None, width: int = 1180) -> str:
+    """A stacked bar as <svg>, with a legend below it. limit: a size to mark, and its name."""
+    total = max(sum(part.size for part in segments), limit[0] if limit else 0.0) or 1.0
+    unit, at, parts = (width - 4) / total, 2.0, []
+    for part in segments:
+        wide = part.size * unit
+        box = f'<rect class="{part.color}" x="{at:.1f}" y="26" width="{wide:.1f}" height="38">'
+        parts.append(f"{box}<title>{escape(f'{part.name}: {part.text}')}</title></rect>")
+        if wide > 8 * len(part.text) + 6:
+            parts.append(_text(part.text, at + wide / 2, 50, kind=f"inside on-{part.color.split()[0]}"))
+        at += wide
+    if limit is not None:
+        place = 2 + limit[0] * unit
+        parts.append(f'<line class="limit" x1="{place:.1f}" x2="{place:.1f}" y1="18" y2="72"/>')
+        parts.append(_text(limit[1], place, 13, "end" if place > width / 2 else "start"))
+    svg = f'<svg viewBox="0 0 {width} 76" role="img" aria-label="bar">{"".join(parts)}</svg>'
+    return svg + legend((part.color, part.name, part.text) for part in segments)
+
+
+# Timelines
+
+
+class Box(NamedTuple):
+    """A piece of work: from `start` on, for `length`."""
+
+    row: int
+    start: float
+    length: float
+    text: str = ""
+    """Written on it (PNG only)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """What each row (a stage, a device) does when."""
+
+    rows: Sequence[str]
+    """Names."""
+    boxes: Mapping[str, Sequence[Box]]
+    """CSS class -> its boxes."""
+    end: float
+    names: Mapping[str, str] = field(default_factory=dict)
+    """CSS class -> the tooltip of its boxes."""
+    title: str = ""
+    x_label: str = ""
+    y_label: str = ""
+    breaks: Sequence[tuple[float, str]] = ()
+    """Vertical lines, such as where something is left out, and the text above each."""
+    time_text: Callable[[float], str] = tick_text
+    """How a tick of the time axis is written."""
+
+    def svg(self, width: int = 1180) -> str:
+        """As an <svg>: one path per class, rows of 26 units or, where there are many, 14."""
+        left, top, many = 74, 26, len(self.rows) > 24
+        row = 14 if many else 26
+        lower, unit = top + len(self.rows) * row, (width - left - 12) / (self.end or 1.0)
+        parts = [
+            f'<svg viewBox="0 0 {width} {lower + 30}" role="img" aria-label="{escape(self.title or "timeline")}">',
+            f'<rect class="idle" x="{left}" y="{top}" width="{self.end * unit:.1f}" height="{lower - top}"/>',
+        ]
+        shown = range(0, len(self.rows), 4 if many else 1)
+        parts += [_text(self.rows[place], left - 8, top + (place + 0.62) * row, "end") for place in shown]
+        for color, boxes in self.boxes.items():
+            path = "".join(
+                f"M{left + box.start * unit:.2f} {top + box.row * row + 1}"
+                f"h{box.length * unit:.2f}v{row - 2}h{-box.length * unit:.2f}z"
+                for box in boxes
+            )
+            parts.append(
+                f'<path class="{color}" d="{path}"><title>{escape(self.names.get(color, color))}</title></path>'
+            )
+        for time in ticks(0.0, self.end or 1.0, most=12):
+            at = left + time * unit
+            parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{lower}" y2="{lower + 5}"/>')
+            parts.append(_text(self.time_text(time), at, lower + 19))
+        for time, text in self.breaks:
+            at = left + time * unit
+            parts.append(f'<line class="break" x1="{at:.1f}" x2="{at:.1f}" y1="{top - 6}" y2="{lower + 4}"/>')
+            parts.append(_text(text, at, top - 10, kind="tick strong"))
+        return "".join([*parts, "</svg>"])
+
+    def plot(self, axes: Any, colors: Mapping[str, Any]) -> None:
+        """Draw on matplotlib axes. colors: CSS class -> matplotlib colour."""
+        rows = len(self.rows)
+        axes.broken_barh([(0, self.end)], (-0.5, rows), facecolor="#ececec")
+        for name, boxes in self.boxes.items():
+            for row in sorted({box.row for box in boxes}):
+                spans = [(box.start, box.length) for box in boxes if box.row == row]
+                axes.broken_barh(spans, (row - 0.45, 0.9), facecolor=colors[name], edgecolor="white", linewidth=0.5)
+            for box in boxes:
+                if box.text:
+                    center = box.start + box.length / 2
+                    axes.text(center, box.row, box.text, ha="center", va="center", fontsize=6, clip_on=True)
+        for time, _ in self.breaks:
+            axes.axvline(time, color="black", linewidth=0.8, linestyle=":")
+        axes.set_title(self.title, fontsize=9)
+        axes.set_xlabel(self.x_label)
+        axes.set_ylabel(self.y_label)
+        axes.set_xlim(0, self.end)
+        axes.set_ylim(rows - 0.5, -0.5)
+        axes.set_yticks(shown := range(0, rows, max(1, rows // 32)), [self.rows[row] for row in shown])
+
+
+def save_png(draw: Callable[[Any], None], path: Path, *, inches: tuple[float, float], dpi: int) -> None:
+    """Let `draw` fill matplotlib axes of this size, and write them to `path` under a temporary name first.
+
+    Raises ModuleNotFoundError, with a message for the user, without matplotlib; OSError if the file can't be written.
+    """
+    try:
+        figures = importlib.import_module("matplotlib.figure")
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        message = "matplotlib is not installed (pip install 'megajax[plot]')"
+        raise ModuleNotFoundError(message, name=error.name) from error
+    # A bare Figure: pyplot would keep it, and look for a display.
+    figure = figures.Figure(figsize=inches, dpi=dpi, layout="constrained")
+    draw(figure.add_subplot())
+    temporary = path.with_name(f".{path.name}.tmp")
+    figure.savefig(temporary, format="png")
+    temporary.replace(path)

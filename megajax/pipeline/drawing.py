@@ -1,10 +1,9 @@
 """A pipeline schedule as text for the terminal and as a picture."""
 
 from pathlib import Path
-from typing import Any
 
+from megajax.charts import Box, Timeline, save_png
 from megajax.config.errors import UserError
-from megajax.config.missing import require
 from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import Phase, Schedule, Work
 
@@ -107,7 +106,7 @@ def _span(phase: Phase, ticks: range, cell: int) -> str:
 def save_picture(schedule: Schedule, path: Path) -> None:
     """Draw the schedule over time into `path`, a PNG: a row per stage, backwards twice as long as forwards.
 
-    Raises UserError without matplotlib, for a table too large to see anything in, and where the file can't be written.
+    Raises UserError without matplotlib, for a table too large to be readable, and if the file can't be written.
     """
     cells = sum(int((work.microbatch >= 0).sum()) for _, work in _rows(schedule))
     if cells > PICTURE_CELLS:
@@ -115,68 +114,48 @@ def save_picture(schedule: Schedule, path: Path) -> None:
             f"--png={path}: {cells:,} pieces of work are more than a picture shows; at most {PICTURE_CELLS:,}.\n"
             "Draw fewer microbatches: the pattern repeats."
         )
-    figures = require("matplotlib.figure", f"--png={path}", otherwise="leave out --png")
-    starts, lengths = _times(schedule)
-    size = (min(40.0, max(8.0, 0.16 * starts[-1])), 1.5 + 0.42 * min(schedule.stages, 64))
-    # A bare Figure: pyplot would keep it, and look for a display.
-    figure = figures.Figure(figsize=size, dpi=120, layout="constrained")
-    _draw(figure.add_subplot(), schedule, (starts, lengths), numbered=cells <= NUMBERED_CELLS)
+    timeline, colors = _timeline(schedule, numbered=cells <= NUMBERED_CELLS)
+    inches = (min(40.0, max(8.0, 0.16 * timeline.end)), 1.5 + 0.42 * min(schedule.stages, 64))
     try:
-        figure.savefig(path, format="png")
+        save_png(lambda axes: timeline.plot(axes, colors), path, inches=inches, dpi=120)
+    except ModuleNotFoundError as error:
+        raise UserError(f"--png={path}: {error}. Or leave out --png.") from error
     except OSError as error:
-        raise UserError(
-            f"--png={path} can't be written: {error.strerror}. Give a file in a folder that exists."
-        ) from error
+        raise UserError(f"--png={path} can't be written: {error.strerror}. Choose an existing folder.") from error
 
 
-def _costs(schedule: Schedule) -> tuple[int, int, int]:
-    """Time drawn for forward, input gradient and weight gradient, in forwards; a backward in one piece is the first
-    gradient's."""
-    return (1, 1, 1) if schedule.split_backward else (1, 2, 0)
-
-
-def _times(schedule: Schedule) -> tuple[list[int], list[tuple[int, int, int]]]:
-    """Start of each tick and the end, T + 1 in all, and each kind's time within each tick, 0 if the phase has none."""
-    starts, lengths = [0], []
+def _timeline(schedule: Schedule, *, numbered: bool) -> tuple[Timeline, dict[str, tuple[float, ...]]]:
+    """The boxes of all stages, and the colour of each class of boxes. The unit of time is a forward of a chunk."""
+    costs = (1, 1, 1) if schedule.split_backward else (1, 2, 0)  # forward, input gradient, weight gradient
+    boxes: dict[str, list[Box]] = {}
+    colors, breaks, start = {}, [], 0
     for phase in schedule.phases:
-        each = tuple(cost * has for cost, has in zip(_costs(schedule), phase[2:], strict=True))
-        lengths += [each] * phase.ticks
-        starts += [starts[-1] + sum(each) * (n + 1) for n in range(phase.ticks)]
-    return starts, lengths
+        lengths = [cost * has for cost, has in zip(costs, phase[2:], strict=True)]
+        breaks += [(start, "")] if start else []
+        for tick in range(phase.start, phase.stop):
+            for kind, (letter, work) in enumerate(_rows(schedule)):
+                for stage, i in enumerate(work.microbatch[tick].tolist()):
+                    if i >= 0:
+                        chunk = int(work.chunk[tick, stage])
+                        text = _entry(schedule, i, chunk) if numbered else ""
+                        at = start + sum(lengths[:kind])
+                        boxes.setdefault(f"{letter}{chunk}", []).append(Box(stage, at, lengths[kind], text))
+                        colors[f"{letter}{chunk}"] = _color(kind, chunk, schedule.chunks)
+            start += sum(lengths)
+    timeline = Timeline(
+        rows=[str(stage) for stage in range(schedule.stages)],
+        boxes=boxes,
+        end=start,
+        title=f"{heading(schedule)}; bubble {float(measure(schedule).bubble):.1%} over ideal time",
+        x_label="time, in forwards of a chunk" + ("" if schedule.split_backward else " (backward: 2)"),
+        y_label="stage",
+        breaks=breaks,
+    )
+    return timeline, colors
 
 
-def _draw(axes: Any, schedule: Schedule, times: tuple[list[int], list[tuple[int, int, int]]], numbered: bool) -> None:
-    starts, lengths = times
-    axes.broken_barh([(0, starts[-1])], (-0.5, schedule.stages), facecolor="#ececec")
-    for kind, (_, work) in enumerate(_rows(schedule)):
-        for stage in range(schedule.stages):
-            boxes, colors = [], []
-            for tick, (i, c) in enumerate(
-                zip(work.microbatch[:, stage].tolist(), work.chunk[:, stage].tolist(), strict=True)
-            ):
-                if i < 0:
-                    continue
-                x, length = starts[tick] + sum(lengths[tick][:kind]), lengths[tick][kind]
-                boxes.append((x, length))
-                colors.append(_color(kind, c, schedule.chunks))
-                if numbered:
-                    style = {"ha": "center", "va": "center", "fontsize": 6, "clip_on": True}
-                    axes.text(x + length / 2, stage, _entry(schedule, i, c), **style)
-            axes.broken_barh(boxes, (stage - 0.45, 0.9), facecolor=colors, edgecolor="white", linewidth=0.5)
-    for phase in schedule.phases[1:]:
-        axes.axvline(starts[phase.start], color="black", linewidth=0.8, linestyle=":")
-    figures = measure(schedule)
-    axes.set_title(f"{heading(schedule)}; bubble {float(figures.bubble):.1%} over ideal time", fontsize=9)
-    axes.set_xlabel("time, in forwards of a chunk" + ("" if schedule.split_backward else " (backward: 2)"))
-    axes.set_ylabel("stage")
-    axes.set_xlim(0, starts[-1])
-    axes.set_ylim(schedule.stages - 0.5, -0.5)
-    axes.set_yticks(range(0, schedule.stages, max(1, schedule.stages // 32)))
-
-
-def _color(kind: int, chunk: int, chunks: int) -> tuple[float, float, float]:
-    """Blue forwards, orange (input) and green (weight) gradients; later chunks paler."""
+def _color(kind: int, chunk: int, chunks: int) -> tuple[float, ...]:
+    """Blue forwards, orange input gradients, green weight gradients; later chunks paler."""
     base = ((0.36, 0.60, 0.88), (0.95, 0.62, 0.30), (0.45, 0.75, 0.45))[kind]
-    pale = 0.65 * chunk / max(1, chunks - 1) if chunks > 1 else 0.0
-    red, green, blue = (value + (1 - value) * pale for value in base)
-    return red, green, blue
+    pale = 0.65 * chunk / max(1, chunks - 1)
+    return tuple(value + (1 - value) * pale for value in base)

@@ -1,4 +1,4 @@
-"""What a run folder tells of its run, read back whole or as far as it goes.
+"""Read a run folder, as far as it can be read.
 
 N: steps in metrics.jsonl.
 """
@@ -28,54 +28,56 @@ class Event:
     """Seconds since 1970."""
     name: str
     step: int | None
-    """The step it belongs to, where it has one."""
     fields: Mapping[str, Any]
     """Everything else in the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Training steps in columns, ascending, every step once."""
+    """Training steps in columns, ascending, each step once."""
 
     step: np.ndarray
     """int64 [N]."""
     columns: Mapping[str, np.ndarray]
-    """Name -> float64 [N]; nan where the line has no number."""
-    broken: Mapping[int, str]
-    """Step -> "nan", "inf" or "-inf" for losses that were not finite."""
+    """Name -> float64 [N]; nan if the line has no number."""
+    nonfinite: Mapping[int, str]
+    """Step -> "nan", "inf" or "-inf", for losses that were not finite."""
 
     def __len__(self) -> int:
         return len(self.step)
 
     def column(self, name: str) -> np.ndarray:
-        """float64 [N], all nan where no line has it."""
+        """float64 [N], all nan if no line has it."""
         return self.columns.get(name, np.full(len(self.step), np.nan))
 
-    def total(self, *names: str) -> float:
-        """Sum of whatever numbers the columns hold."""
-        return float(sum(np.nansum(self.column(name)) for name in names))
+    def total(self, name: str) -> float:
+        """Sum of a column's numbers."""
+        return float(np.nansum(self.column(name)))
+
+    def median(self, name: str) -> float | None:
+        """Median of a column's numbers; None if it has none."""
+        column = self.column(name)
+        return float(np.nanmedian(column)) if np.isfinite(column).any() else None
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A run folder's contents."""
+    """The contents of a run folder."""
 
     folder: Path
     steps: Steps
-    superseded: Steps
-    """Steps that a later attempt ran again, as they were the last time before."""
     superseded_seconds: tuple[float, ...]
-    """step_seconds of each line of metrics.superseded.jsonl, in the order of the file."""
+    """step_seconds of each line of metrics.superseded.jsonl (steps that a later attempt ran again), in file order."""
     evaluations: Mapping[str, tuple[np.ndarray, np.ndarray]]
     """Split -> steps int64 and losses float64, of the same length."""
     events: tuple[Event, ...]
-    """In the order they were written."""
+    """In file order."""
     config: Mapping[str, Any]
-    """config.yaml; {} where it is absent or damaged."""
+    """config.yaml; {} if it is missing or damaged."""
     differences: tuple[tuple[str, str, str], ...]
-    """Setting, default and value of the run: the lines of config.diff."""
+    """Setting, default and value in this run: the lines of config.diff."""
     versions: Mapping[str, str]
-    """Package -> version, as the newest checkpoint remembers them."""
+    """Package -> version, from the newest checkpoint."""
     checkpoints: tuple[int, ...]
     """Steps with a committed checkpoint."""
     faults: tuple[str, ...]
@@ -88,21 +90,20 @@ class History:
 
 
 def read_history(run_dir: Path) -> History:
-    """Everything in `run_dir` that can be read: missing files and torn lines are named in `faults`, not refused.
+    """Read everything in `run_dir`. Missing files and torn lines are named in `faults` and raise nothing.
 
-    Raises UserError where the folder is absent or holds no run.
+    Raises UserError if the folder does not exist or holds no run.
     """
     folder = RunFolder(run_dir.expanduser())
-    _demand_a_run(folder)
+    _require_run(folder)
     faults: list[str] = []
     steps, evaluations, _ = _read_metrics(folder.metrics, faults, required=True)
     later = folder.metrics.with_name(f"{folder.metrics.stem}.superseded.jsonl")
-    superseded, _, seconds = _read_metrics(later, faults, required=False)
+    _, _, seconds = _read_metrics(later, faults, required=False)
     checkpoints = tuple(steps_in(folder.checkpoints))
     return History(
         folder=folder.path,
         steps=steps,
-        superseded=superseded,
         superseded_seconds=seconds,
         evaluations=evaluations,
         events=tuple(_read_events(folder.events, faults)),
@@ -114,19 +115,18 @@ def read_history(run_dir: Path) -> History:
     )
 
 
-def _demand_a_run(folder: RunFolder) -> None:
+def _require_run(folder: RunFolder) -> None:
     path = folder.path
     if not path.exists():
         raise UserError(f"there is no folder {path}: give the run_dir of a run")
     if not path.is_dir():
-        raise UserError(f"{path} is a file: give the folder it lies in, the run_dir of a run")
+        raise UserError(f"{path} is a file: give the run_dir of a run, the folder that contains it")
     if any(file.exists() for file in (folder.metrics, folder.events, folder.config_yaml)):
         return
     below = sorted(file.parent.name for file in path.glob("*/metrics.jsonl"))
-    hint = f" Runs lie in {', '.join(below[:5])}{' and others' if len(below) > 5 else ''} below it." if below else ""
+    hint = f" It contains runs: {', '.join(below[:5])}{', …' if len(below) > 5 else ''}." if below else ""
     raise UserError(
-        f"{path} holds no run: neither metrics.jsonl nor events.jsonl nor config.yaml is there.{hint} "
-        "Give the run_dir of a run."
+        f"{path} holds no run: it has no metrics.jsonl, events.jsonl or config.yaml.{hint} Give the run_dir of a run."
     )
 
 
@@ -136,18 +136,18 @@ def _lines(path: Path, faults: list[str], *, required: bool) -> Iterator[str]:
             yield from file
     except FileNotFoundError:
         if required:
-            faults.append(f"{path.name} is not there")
+            faults.append(f"{path.name} is missing")
     except OSError as error:
         faults.append(f"{path.name} cannot be read: {error.strerror or error}")
 
 
 class _Columns:
-    """Numbers of lines as they come, each with its place: most columns are full, some hold one line in a hundred."""
+    """Collects the numbers of lines, each with its place: some columns have a value in few lines."""
 
     def __init__(self) -> None:
         self.step = array("q")
-        self.found: dict[str, tuple[array, array]] = {}
-        self.broken: dict[int, str] = {}
+        self.columns: dict[str, tuple[array, array]] = {}
+        self.nonfinite: dict[int, str] = {}
         self.seconds = array("d")
 
     def add(self, line: Mapping[str, Any]) -> None:
@@ -155,27 +155,27 @@ class _Columns:
         self.step.append(line["step"])
         for name, value in line.items():
             if isinstance(value, int | float) and name != "step":
-                if name not in self.found:
-                    self.found[name] = array("q"), array("d")
-                places, values = self.found[name]
+                if name not in self.columns:
+                    self.columns[name] = array("q"), array("d")
+                places, values = self.columns[name]
                 places.append(place)
                 values.append(value)
         if line.get("loss") is None:
-            self.broken[line["step"]] = str(line.get("loss_hex") or "unknown")
+            self.nonfinite[line["step"]] = str(line.get("loss_hex") or "unknown")
         self.seconds.append(line.get("step_seconds") or 0.0)
 
     def steps(self) -> Steps:
-        """Sorted, the last line of those with one number."""
+        """Sorted by step; the last line of each step."""
         step = np.asarray(self.step, np.int64)
         order = np.argsort(step, kind="stable")
         last = np.append(np.diff(step[order]) > 0, True)[: len(step)]
         order = order[last]
         columns = {}
-        for name, (places, values) in self.found.items():
+        for name, (places, values) in self.columns.items():
             column = np.full(len(step), np.nan)
             column[np.asarray(places, np.int64)] = np.asarray(values)
             columns[name] = column[order]
-        return Steps(step[order], columns, self.broken)
+        return Steps(step[order], columns, self.nonfinite)
 
 
 def _read_metrics(
@@ -192,12 +192,12 @@ def _read_metrics(
         else:
             columns.add(line)
     if torn:
-        faults.append(f"{path.name}: {torn} line{'s' * (torn > 1)} torn off while being written, left out")
+        faults.append(f"{path.name}: {torn} incomplete line{'s' * (torn > 1)} skipped")
     return columns.steps(), {name: _curve(points) for name, points in splits.items()}, tuple(columns.seconds)
 
 
 def _curve(points: Iterable[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """Ascending, the last of each step."""
+    """Sorted by step; the last value of each step."""
     steps, losses = zip(*sorted(dict(points).items()), strict=True)
     return np.asarray(steps, np.int64), np.asarray(losses, np.float64)
 
@@ -217,7 +217,7 @@ def _read_events(path: Path, faults: list[str]) -> Iterator[Event]:
         except (ValueError, TypeError, KeyError, AttributeError):
             torn += bool(text.strip())
     if torn:
-        faults.append(f"{path.name}: {torn} line{'s' * (torn > 1)} torn off while being written, left out")
+        faults.append(f"{path.name}: {torn} incomplete line{'s' * (torn > 1)} skipped")
 
 
 def _read_config(path: Path, faults: list[str]) -> dict[str, Any]:
@@ -246,6 +246,6 @@ def _read_versions(folder: Path, steps: tuple[int, ...], faults: list[str]) -> d
         text = "".join(_lines(path, faults, required=True)) or "{}"
         versions = json.loads(text).get("meta", {}).get("versions", {})
     except (ValueError, AttributeError):
-        faults.append(f"{path} is not what a checkpoint leaves")
+        faults.append(f"{path} is not the metadata of a checkpoint")
         return {}
     return {str(name): str(version) for name, version in versions.items()}

@@ -13,7 +13,7 @@ function show(step,over){for(const p of plots){const d=p.data,at=d.left+(step-d.
     row.append(s.name+": "+text(s.y[i],d.percent)+(Math.abs(s.x[i]-step)>=1?" (step "+s.x[i].toLocaleString("en")+")":""));
     tip.append(row)}
   const reach=6*(d.last-d.first)/(d.right-d.left);
-  for(const [x,words] of [...d.broken.map(([x,k])=>[x,"step "+x+": "+k]),...d.marks])
+  for(const [x,words] of [...d.crosses.map(([x,k])=>[x,"step "+x+": "+k]),...d.marks])
     if(Math.abs(x-step)<=reach&&tip.childElementCount<12)tip.append(element("div","note",words));
   p.box.append(tip);const share=at/d.width;
   if(share>.6)tip.style.right=(100*(1-share)+1)+"%";else tip.style.left=(100*share+1)+"%"}}

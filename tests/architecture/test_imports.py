@@ -13,7 +13,7 @@ RANKS = {
     name: rank
     for rank, names in enumerate(
         (
-            ("config", "batch", "charts"),
+            ("config", "batch", "charts", "pages"),
             ("mesh",),
             ("kernels", "precision", "command_line"),
             ("layers", "pipeline"),

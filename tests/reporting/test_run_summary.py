@@ -9,13 +9,17 @@ import numpy as np
 import pytest
 
 from megajax.config.errors import UserError
-from megajax.reporting.facts import Facts, gather
+from megajax.reporting.attempts import attempts, time_by_cause
 from megajax.reporting.history import read_history
-from megajax.reporting.timeline import attempts, time_by_cause
+from megajax.reporting.run_summary import RunSummary, summarize
 
 
-def facts_of(run) -> Facts:
-    return gather(read_history(run.folder.path))
+def summary_of(run) -> RunSummary:
+    return summarize(read_history(run.folder.path), routine=12)
+
+
+def rows(summary: RunSummary, title: str) -> list:
+    return next((list(table.rows) for table in summary.tables if table.title.startswith(title)), [])
 
 
 def test_a_run_of_five_steps(fake_run: Callable) -> None:
@@ -23,15 +27,15 @@ def test_a_run_of_five_steps(fake_run: Callable) -> None:
     run.config(5)
     run.attempt(0, 5)
     run.event("end", step=5)
-    facts = facts_of(run)
-    assert (facts.verdict, facts.mood) == ("step 5 of 5: done; exit code 0", "good")
-    figures = {name: value for name, value, _ in facts.figures}
+    summary = summary_of(run)
+    assert (summary.verdict, summary.mood) == ("step 5 of 5: done; exit code 0", "good")
+    figures = {name: value for name, value, _ in summary.figures}
     assert figures["steps"] == "5" and figures["train loss"] == "2.6000" and figures["tokens"] == "2,000"
     # 400 tokens in half a second on two devices, 1e9 FLOPs each, of a peak of 1e13: 800 * 1e9 / 2 / 1e13.
     assert figures["MFU"] == "4.0%" and figures["tokens/s"] == "800"
-    assert {share.cause: share.seconds for share in facts.shares} == {"steps": 2.5, "compiling": 10.0}
-    assert facts.differences == (("steps", "1000", "5"), ("data.type", "(required)", "<Mock>"))
-    assert facts.faults == ()
+    assert {share.cause: share.seconds for share in summary.shares} == {"steps": 2.5, "compiling": 10.0}
+    assert rows(summary, "Config") == [("steps", "5", "1000"), ("data.type", "<Mock>", "(required)")]
+    assert summary.faults == ()
 
 
 def test_events_tell_how_far_a_run_came_whose_metrics_are_lost(fake_run: Callable) -> None:
@@ -39,11 +43,11 @@ def test_events_tell_how_far_a_run_came_whose_metrics_are_lost(fake_run: Callabl
     run.config(5)
     run.attempt(0, 5)
     run.event("end", step=5)
-    assert facts_of(run).faults == ()
+    assert summary_of(run).faults == ()
     run.folder.metrics.write_text("")
-    facts = facts_of(run)
-    assert facts.verdict == "step 5 of 5: done; exit code 0"
-    assert facts.faults == ("metrics.jsonl holds no step, events.jsonl tells of step 5: what was measured is lost",)
+    summary = summary_of(run)
+    assert summary.verdict == "step 5 of 5: done; exit code 0"
+    assert summary.faults == ("metrics.jsonl has no steps, but events.jsonl reaches step 5: metrics are lost",)
 
 
 def test_a_run_resumed_twice(fake_run: Callable) -> None:
@@ -59,7 +63,7 @@ def test_a_run_resumed_twice(fake_run: Callable) -> None:
     run.event("end", step=30)
     history = read_history(run.folder.path)
     found = attempts(history)
-    assert [(a.first_step, a.last_step, a.again, a.exit_code) for a in found] == [
+    assert [(a.first_step, a.last_step, a.rerun_steps, a.exit_code) for a in found] == [
         (0, 12, 0, 0),
         (12, 19, 7, None),
         (12, 30, 0, 0),
@@ -97,11 +101,11 @@ def test_numeric_faults_end_with_their_code(fake_run: Callable) -> None:
     run.attempt(0, 8, losses={7: math.inf, 8: math.nan})
     run.event("persistent_fault", step=8, why="loss (nan)", made=False)
     run.event("numeric_fault", message="step 8: loss (nan) is not finite")
-    facts = facts_of(run)
-    assert facts.verdict == "step 8 of 20: loss (nan) is not finite; exit code 17" and facts.mood == "bad"
-    assert dict(facts.summary)["losses not finite"] == "2: step 7 (inf), step 8 (nan)"
-    assert dict(facts.summary)["updates not made"] == "2"
-    assert ("train loss", "nan") in [(name, value) for name, value, _ in facts.figures]
+    summary = summary_of(run)
+    assert summary.verdict == "step 8 of 20: loss (nan) is not finite; exit code 17" and summary.mood == "bad"
+    assert dict(rows(summary, "The run"))["non-finite losses"] == "2: step 7 (inf), step 8 (nan)"
+    assert dict(rows(summary, "The run"))["skipped updates"] == "2"
+    assert ("train loss", "nan") in [(name, value) for name, value, _ in summary.figures]
 
 
 def test_a_line_torn_off_is_left_out_and_named(fake_run: Callable) -> None:
@@ -109,12 +113,12 @@ def test_a_line_torn_off_is_left_out_and_named(fake_run: Callable) -> None:
     run.attempt(0, 6)
     for file in (run.folder.metrics, run.folder.events):
         file.write_text(file.read_text() + '{"step": 7, "loss": 2.', encoding="utf-8")
-    facts = facts_of(run)
-    assert [fault for fault in facts.faults if "torn off" in fault] == [
-        "metrics.jsonl: 1 line torn off while being written, left out",
-        "events.jsonl: 1 line torn off while being written, left out",
+    summary = summary_of(run)
+    assert [fault for fault in summary.faults if "incomplete" in fault] == [
+        "metrics.jsonl: 1 incomplete line skipped",
+        "events.jsonl: 1 incomplete line skipped",
     ]
-    assert ("steps", "6") in [(name, value) for name, value, _ in facts.figures]
+    assert ("steps", "6") in [(name, value) for name, value, _ in summary.figures]
 
 
 @pytest.mark.parametrize("kept", [{"metrics.jsonl"}, {"events.jsonl"}, {"config.yaml"}])
@@ -125,9 +129,9 @@ def test_missing_files_are_named(fake_run: Callable, kept: set[str]) -> None:
     for file in run.folder.path.iterdir():
         if file.name not in kept:
             file.unlink()
-    facts = facts_of(run)
+    summary = summary_of(run)
     missing = {"metrics.jsonl", "events.jsonl", "config.yaml", "config.diff"} - kept
-    assert set(facts.faults) == {f"{name} is not there" for name in missing}
+    assert set(summary.faults) == {f"{name} is missing" for name in missing}
 
 
 def test_damaged_files_do_not_stop_the_report(fake_run: Callable) -> None:
@@ -136,9 +140,11 @@ def test_damaged_files_do_not_stop_the_report(fake_run: Callable) -> None:
     run.folder.config_yaml.write_text("steps: [1, 2\n")
     run.folder.metrics.write_bytes(b"\xff\xfe\x00" + run.folder.metrics.read_bytes())
     run.folder.events.write_text('[1]\n{"event": "start"}\n' + run.folder.events.read_text())
-    facts = facts_of(run)
-    assert "config.yaml is not YAML" in facts.faults and "events.jsonl: 2 lines torn" in " ".join(facts.faults)
-    assert ("steps", "3") in [(name, value) for name, value, _ in facts.figures]
+    summary = summary_of(run)
+    assert "config.yaml is not YAML" in summary.faults and "events.jsonl: 2 incomplete lines" in " ".join(
+        summary.faults
+    )
+    assert ("steps", "3") in [(name, value) for name, value, _ in summary.figures]
 
 
 def test_versions_come_from_the_newest_checkpoint(fake_run: Callable) -> None:
@@ -148,14 +154,15 @@ def test_versions_come_from_the_newest_checkpoint(fake_run: Callable) -> None:
         folder = run.folder.checkpoints / f"{step:08d}"
         folder.mkdir(parents=True)
         (folder / "meta.json").write_text(json.dumps({"step": step, "meta": {"versions": {"jax": version}}}))
-    facts = facts_of(run)
-    assert facts.versions == {"jax": "0.12.1"} and dict(facts.summary)["checkpoints kept"] == "3, 20"
+    summary = summary_of(run)
+    of_run = dict(rows(summary, "The run"))
+    assert of_run["versions"] == "jax 0.12.1 (at the newest checkpoint)" and of_run["checkpoints kept"] == "3, 20"
 
 
 def test_folders_without_a_run_are_refused(tmp_path: Path, fake_run: Callable) -> None:
     run = fake_run("below")
     run.attempt(0, 1)
-    with pytest.raises(UserError, match=r"holds no run.*Runs lie in below below it"):
+    with pytest.raises(UserError, match=r"holds no run.*contains runs: below"):
         read_history(tmp_path)
     with pytest.raises(UserError, match="there is no folder"):
         read_history(tmp_path / "nowhere")

@@ -1,7 +1,7 @@
-"""When a run's attempts began and ended, how, and what their time went into.
+"""The attempts of a run: when they started and ended, how, and where their time went.
 
-metrics.jsonl says how long each step took and events.jsonl when things happened; an attempt that was killed says
-nothing of its end, which is then put after its last event and the steps it logged since.
+metrics.jsonl has the duration of each step, events.jsonl the time of each event. A killed attempt records no end: it is
+taken to end after its last event and the steps it logged since then.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,24 +14,36 @@ import numpy as np
 from megajax.reporting.history import Event, History
 
 START, OPENING = "start", "metrics_superseded"
-"""The event an attempt begins with, and the one that may come before it."""
+"""The first event of an attempt, and one that may precede it."""
 
 ENDS = {"end": 0, "numeric_fault": 17}
-"""Last event of an attempt -> the exit code that goes with it."""
+"""Last event of an attempt -> its exit code, if the event has none."""
+
+
+NOTES = {
+    "steps": "those that counted, without compilation",
+    "saving": "only while training waited for it",
+    "compiling": "up to the end of each attempt's first step",
+    "profiling": "starting and ending traces",
+    "steps run again": "done, and lost to a restart",
+    "between attempts": "waiting for a restart, and setting up",
+    "other": "not accounted for",
+}
+"""Cause of time -> what it includes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One start of the run's command, from the moment it was set up."""
+    """One process (group) of the run, from the end of its setup on."""
 
     number: int
     """From 1."""
     begin: float
     """Seconds since 1970, when it was ready to train."""
     end: float
-    """Of its last sign of life."""
+    """Time of its last event or step."""
     first_step: int
-    """Steps done before it."""
+    """Steps that were done before it."""
     last_step: int
     """The last step it logged."""
     start: Mapping[str, Any]
@@ -39,12 +51,12 @@ class Attempt:
     ending: str
     """How it ended, in words."""
     exit_code: int | None
-    """None where nothing was written at its end: killed, crashed, or still running."""
+    """None if it recorded no end: killed, crashed, or still running."""
     events: tuple[Event, ...]
-    again: int
-    """Steps of it that were later run again."""
-    again_seconds: float
-    """Time these had taken."""
+    rerun_steps: int
+    """How many of its steps a later attempt ran again."""
+    rerun_seconds: float
+    """How long these took in this attempt."""
 
     @property
     def seconds(self) -> float:
@@ -54,34 +66,32 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a part of the wall time went into."""
+    """A part of the wall time."""
 
     cause: str
     seconds: float
     part: float
     """Of the wall time, 0 to 1."""
-    useful: bool
-    """Whether it brought the run forward."""
     note: str = ""
 
 
 def attempts(history: History) -> list[Attempt]:
-    """The attempts events.jsonl tells of, in order."""
+    """The attempts in events.jsonl, in order."""
     groups = list(_groups(history.events))
     opened = [next((e for e in group if e.name == OPENING), None) for group in groups]
-    found, used = [], 0
+    runs, used = [], 0
     for index, group in enumerate(groups):
         after = opened[index + 1] if index + 1 < len(groups) else None
         count = after.fields.get("lines", 0) if after else 0
         redone = history.superseded_seconds[used : used + count] if isinstance(count, int) else ()
         used += len(redone)
         resumed_at = groups[index + 1][0].step if index + 1 < len(groups) else None
-        found.append(_attempt(history, index + 1, group, redone, resumed_at))
-    return found
+        runs.append(_attempt(history, index + 1, group, redone, resumed_at))
+    return runs
 
 
 def _groups(events: Sequence[Event]) -> Iterator[list[Event]]:
-    """The events of each attempt, `start` first; what comes before the first start belongs to it."""
+    """The events of each attempt, `start` first; events before the first start belong to the first attempt."""
     group: list[Event] = []
     early: list[Event] = []
     for event in events:
@@ -121,8 +131,8 @@ def _attempt(
         ending=ending,
         exit_code=code,
         events=tuple(group),
-        again=len(redone),
-        again_seconds=float(sum(redone)),
+        rerun_steps=len(redone),
+        rerun_seconds=float(sum(redone)),
     )
 
 
@@ -147,64 +157,49 @@ def _after_last_event(
     history: History, group: Sequence[Event], redone: Sequence[float], resumed_at: int | None
 ) -> float:
     """Seconds of the steps an attempt logged after its last event."""
-    newest = max(group, key=lambda event: event.time)
     since = max((event.step or 0 for event in group), default=0)
     step, seconds = history.steps.step, history.steps.column("step_seconds")
     upto = np.inf if resumed_at is None else resumed_at
     total = float(np.nansum(seconds[(step > since) & (step <= upto)]))
     if redone and resumed_at is not None:
         total += sum(redone[max(since - resumed_at, 0) :])
-    return total if newest.name != START or since or total else 0.0
+    return total
 
 
-def time_by_cause(history: History, found: Sequence[Attempt]) -> list[Share]:
-    """What the wall time from the first attempt's start to the last one's end went into; [] without any attempt.
+def time_by_cause(history: History, runs: Sequence[Attempt]) -> list[Share]:
+    """Where the wall time from the first attempt's start to the last one's end went; [] without attempts.
 
-    The parts add up to the wall time: what nothing accounts for is the last of them. Setting up an attempt before its
-    event `start` lies between attempts, for the first one nowhere.
+    The parts add up to the wall time; the last one is what is not accounted for. Setup of an attempt, before its event
+    `start`, counts as time between attempts (for the first attempt it is not counted).
     """
-    if not found:
+    if not runs:
         return []
-    wall = max(found[-1].end - found[0].begin, 1e-9)
-    seconds = history.steps.column("step_seconds")
-    typical = float(np.nanmedian(seconds)) if np.isfinite(seconds).any() else 0.0
-    events = [event for a in found for event in a.events]
-    firsts = [(a, event) for a in found for event in a.events if event.name == "first_step"]
-    opened = sum(max(event.time - a.begin - _seconds(event), 0.0) for a, event in firsts)
-    # The first step of an attempt holds its compilation, whether the step was kept or run again.
-    compiling = [(a, max(_seconds(event) - typical, 0.0)) for a, event in firsts]
-    lost = sum(seconds for a, seconds in compiling if a.again and a.last_step - a.again <= a.first_step)
-    kept = history.steps.total("step_seconds")
-    again = sum(a.again_seconds for a in found)
-    evaluation = sum(_seconds(event) for event in events if event.name == "evaluate")
-    saving = sum(_seconds(event) for event in events if event.name == "save")
-    gaps = sum(max(after.begin - a.end, 0.0) for a, after in pairwise(found))
-    profile = history.steps.total("seconds_profile")
-    built = sum(seconds for _, seconds in compiling)
-    parts = [
-        (
-            "steps",
-            max(kept - (built - lost), 0.0),
-            True,
-            "those that counted, without the compilation in the first of each attempt",
-        ),
-        ("evaluation", evaluation, True, ""),
-        ("saving", saving, True, "as long as training waited for it"),
-        ("compiling", built + opened, False, f"{len(found)} attempt{'s' * (len(found) > 1)}, up to the first step"),
-        ("profiling", profile, False, "starting and ending traces"),
-        ("steps run again", max(again - lost, 0.0), False, "done, and lost to a restart"),
-        ("between attempts", gaps, False, "waiting for a restart and setting up"),
-    ]
-    rest = wall - sum(seconds for _, seconds, _, _ in parts)
-    parts.append(("other", max(rest, 0.0), False, "not accounted for"))
-    wall = max(wall, sum(seconds for _, seconds, _, _ in parts))
-    return [Share(cause, seconds, seconds / wall, useful, note) for cause, seconds, useful, note in parts if seconds]
+    events = [event for run in runs for event in run.events]
+    firsts = [(run, event) for run in runs for event in run.events if event.name == "first_step"]
+    before_first = sum(max(event.time - run.begin - _seconds(event), 0.0) for run, event in firsts)
+    # The first step of an attempt includes its compilation, whether the step was kept or run again.
+    typical = history.steps.median("step_seconds") or 0.0
+    compiling = [(run, max(_seconds(event) - typical, 0.0)) for run, event in firsts]
+    compiled = sum(seconds for _, seconds in compiling)
+    lost = sum(s for run, s in compiling if run.rerun_steps and run.last_step - run.rerun_steps <= run.first_step)
+    causes = {
+        "steps": max(history.steps.total("step_seconds") - (compiled - lost), 0.0),
+        "evaluation": sum(_seconds(event) for event in events if event.name == "evaluate"),
+        "saving": sum(_seconds(event) for event in events if event.name == "save"),
+        "compiling": compiled + before_first,
+        "profiling": history.steps.total("seconds_profile"),
+        "steps run again": max(sum(run.rerun_seconds for run in runs) - lost, 0.0),
+        "between attempts": sum(max(after.begin - run.end, 0.0) for run, after in pairwise(runs)),
+    }
+    wall = max(runs[-1].end - runs[0].begin, 1e-9)
+    causes["other"] = max(wall - sum(causes.values()), 0.0)
+    wall = max(wall, sum(causes.values()))
+    return [Share(cause, seconds, seconds / wall, NOTES.get(cause, "")) for cause, seconds in causes.items() if seconds]
 
 
 def data_wait(history: History) -> float | None:
-    """Seconds the first process waited for rows; part of the steps, during which devices may have been busy."""
-    column = history.steps.column("seconds_data_wait")
-    return float(np.nansum(column)) if np.isfinite(column).any() else None
+    """Seconds process 0 waited for data, within the steps; devices may have been busy meanwhile. None if unknown."""
+    return None if history.steps.median("seconds_data_wait") is None else history.steps.total("seconds_data_wait")
 
 
 def _seconds(event: Event) -> float:

@@ -1,0 +1,265 @@
+"""What a report says about a run besides its curves: verdict, headline figures and tables, for page and terminal."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megajax.metrics.text import byte_size, count, duration, moment
+from megajax.reporting.attempts import Attempt, Share, attempts, data_wait, time_by_cause
+from megajax.reporting.history import Event, History
+
+ROUTINE = frozenset({"save", "evaluate", "first_step", "compiled", "metrics_superseded"})
+"""Events of a run without incidents. There may be thousands."""
+
+MOODS = {
+    **dict.fromkeys(("persistent_fault", "numeric_fault", "evaluation_broken_off", "hang"), "bad"),
+    **dict.fromkeys(("transient_fault", "update_skipped", "stopped"), "warning"),
+}
+"""Event -> bad or warning; all others are plain."""
+
+RECENT = 20
+"""Number of last steps whose mean loss is shown."""
+
+EVALUATIONS = 12
+"""Number of last evaluations that are listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text."""
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: frozenset[int] = frozenset()
+    """Columns to be set flush right."""
+    note: str = ""
+    moods: Sequence[str] = ()
+    """good, warning, bad or plain for each row; none: all are plain."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """Everything a report says that is not a curve."""
+
+    name: str
+    verdict: str
+    """The state of the run in one line."""
+    mood: str
+    """good, warning or bad."""
+    figures: Sequence[tuple[str, str, str]]
+    """Name, value and remark of the headline numbers."""
+    shares: Sequence[Share]
+    attempts: Sequence[Attempt]
+    tables: Sequence[Table]
+    """Those that have rows; the first is about time where `shares` are known."""
+    faults: Sequence[str]
+    """What is missing from the folder, or damaged."""
+
+
+def summarize(history: History, *, routine: int) -> RunSummary:
+    """Of routine events, the last `routine` are listed."""
+    runs = attempts(history)
+    shares = time_by_cause(history, runs)
+    verdict, mood = _verdict(history, runs)
+    differences = [(name, value, default) for name, default, value in history.differences]
+    tables = [
+        _time(history, shares),
+        _attempts(runs),
+        _evaluations(history),
+        _memory(runs),
+        _events(runs, routine),
+        Table("The run", (), list(_facts(history, runs))),
+        Table("Config: what differs from the defaults", ("setting", "value", "default"), differences),
+    ]
+    return RunSummary(
+        name=history.name,
+        verdict=verdict,
+        mood=mood,
+        figures=list(_figures(history, runs, shares)),
+        shares=shares,
+        attempts=runs,
+        tables=[table for table in tables if table.rows],
+        faults=(*history.faults, *_lost_metrics(history, runs)),
+    )
+
+
+def _verdict(history: History, runs: Sequence[Attempt]) -> tuple[str, str]:
+    # Events know of steps whose metrics are lost.
+    done = max([0, *history.steps.step[-1:].tolist(), *(run.last_step for run in runs[-1:])])
+    total = history.config.get("steps")
+    at = f"step {done:,}" + (f" of {total:,}" if isinstance(total, int) else "")
+    if not runs:
+        return f"{at}; events.jsonl has no attempt", "warning"
+    last = runs[-1]
+    if last.exit_code is None:
+        return f"{at}: {last.ending}; last event or step at {moment(last.end)}", "warning"
+    mood = "bad" if last.exit_code else "good" if last.ending in ("done", "nothing to train") else "warning"
+    ending = re.sub(r"^step \d+: ", "", last.ending)
+    return f"{at}: {ending}; exit code {last.exit_code}", mood
+
+
+def _lost_metrics(history: History, runs: Sequence[Attempt]) -> Iterator[str]:
+    exists = (history.folder / "metrics.jsonl").exists()  # history.faults names a missing file
+    if exists and not len(history.steps) and any(run.last_step > run.first_step for run in runs):
+        yield f"metrics.jsonl has no steps, but events.jsonl reaches step {runs[-1].last_step:,}: metrics are lost"
+
+
+def _figures(history: History, runs: Sequence[Attempt], shares: Sequence[Share]) -> Iterator[tuple[str, str, str]]:
+    steps = history.steps
+    if not len(steps):
+        return
+    done, total = int(steps.step[-1]), history.config.get("steps")
+    yield "steps", f"{done:,}", f"{done / total:.0%} of {total:,}" if isinstance(total, int) and total else ""
+    loss = steps.column("loss")
+    last = loss[-RECENT:]
+    mean = f"mean of the last {len(last)}: {number(np.nanmean(last))}" if np.isfinite(last).any() else ""
+    yield "train loss", number(loss[-1]) if np.isfinite(loss[-1]) else steps.nonfinite.get(done, "?"), mean
+    for split, (at, losses) in history.evaluations.items():
+        yield f"{split} loss", number(losses[-1]), f"after step {int(at[-1]):,}"
+    if np.isfinite(tokens := steps.column("consumed_tokens")[-1]):
+        yield "tokens", count(tokens), ""
+    if (speed := steps.median("tokens_per_second")) is not None:
+        yield "tokens/s", count(speed), f"median; {count(steps.median('tokens_per_second_per_device') or 0)} per device"
+    if (mfu := steps.median("mfu_causal")) is not None:
+        yield "MFU", f"{mfu:.1%}", f"median; {steps.median('mfu_full') or 0:.1%} with full attention"
+    elif (rate := steps.median("tflops_per_device_causal")) is not None:
+        full = steps.median("tflops_per_device_full") or 0
+        yield "TFLOP/s per device", f"{rate:.3g}", f"median; {full:.3g} with full attention"
+    if shares:
+        useful = sum(share.part for share in shares if share.cause == "steps")
+        yield "wall time", duration(runs[-1].end - runs[0].begin), f"{useful:.0%} of it in steps that counted"
+
+
+def _facts(history: History, runs: Sequence[Attempt]) -> Iterator[tuple[str, str]]:
+    steps, kept = history.steps, history.checkpoints
+    yield "folder", str(history.folder.resolve())
+    if runs:
+        yield "started", moment(runs[0].begin)
+        yield "last event or step", moment(runs[-1].end)
+        devices, processes = (
+            " and ".join(sorted({str(run.start.get(name, "?")) for run in runs})) for name in ("devices", "processes")
+        )
+        yield "devices", f"{devices}, in {processes} process{'es' * (processes != '1')}"
+    if len(steps):
+        seconds, norm, scale = (steps.column(name) for name in ("step_seconds", "grad_norm", "loss_scale"))
+        if np.isfinite(seconds).any():
+            spread = (float(f(seconds)) for f in (np.nanmin, np.nanmedian, np.nanmax))
+            shown = (f"{value * 1000:.3g} ms" if value < 1 else duration(value) for value in spread)
+            yield "fastest, median, slowest step", ", ".join(shown)
+        yield "skipped updates", f"{int(steps.total('skipped')):,}"
+        first = ", ".join(f"step {step:,} ({kind})" for step, kind in list(steps.nonfinite.items())[:5])
+        more = ", …" * (len(steps.nonfinite) > 5)
+        yield "non-finite losses", f"{len(steps.nonfinite):,}: {first}{more}" if first else "none"
+        if np.isfinite(norm).any():
+            place = int(np.nanargmax(norm))
+            yield "largest gradient norm", f"{number(norm[place])} in step {int(steps.step[place]):,}"
+        if (scales := scale[np.isfinite(scale)]).size:
+            yield "loss scale", f"{scales.min():g} to {scales.max():g}, {scales[-1]:g} at the end"
+    listed = ", ".join(f"{step:,}" for step in kept[-8:])
+    yield "checkpoints kept", f"{listed}{' (newest)' * (len(kept) > 8)}" or "none"
+    versions = ", ".join(f"{name} {version}" for name, version in history.versions.items())
+    yield "versions", f"{versions} (at the newest checkpoint)" if versions else "unknown: stored in checkpoints only"
+
+
+def _time(history: History, shares: Sequence[Share]) -> Table:
+    rows = [(share.cause, duration(share.seconds), f"{share.part:.1%}", share.note) for share in shares]
+    wait = data_wait(history)
+    note = "" if wait is None else f"Of the steps, {duration(wait)} waiting for data, while devices may have been busy."
+    return Table("Where the time went", (), rows, frozenset({1, 2}), note)
+
+
+def _attempts(runs: Sequence[Attempt]) -> Table:
+    rows = [
+        (
+            str(run.number),
+            moment(run.begin),
+            duration(run.seconds),
+            f"{run.first_step:,}",
+            f"{run.last_step:,}",
+            f"{run.rerun_steps:,}" if run.rerun_steps else "",
+            str(run.start.get("devices", "?")),
+            "" if run.exit_code is None else str(run.exit_code),
+            run.ending,
+        )
+        for run in runs
+    ]
+    headings = ("attempt", "started", "duration", "from step", "to step", "run again", "devices", "exit code", "end")
+    return Table("Attempts", headings, rows, frozenset({2, 3, 4, 5, 6, 7}))
+
+
+def _evaluations(history: History) -> Table:
+    rows, left_out = [], 0
+    for split, (steps, losses) in history.evaluations.items():
+        best = int(np.nanargmin(losses)) if np.isfinite(losses).any() else -1
+        shown = sorted({best, *range(max(len(steps) - EVALUATIONS, 0), len(steps))} - {-1})
+        left_out += len(steps) - len(shown)
+        for place in shown:
+            loss = float(losses[place])
+            perplexity = "?" if loss != loss else f"{np.exp(loss):,.2f}" if loss < 700 else "inf"
+            lowest = "lowest" if place == best and len(steps) > 1 else ""
+            rows.append((split, f"{int(steps[place]):,}", number(loss), perplexity, lowest))
+    note = f"{left_out:,} earlier ones left out." if left_out else ""
+    return Table("Evaluations", ("split", "after step", "loss", "perplexity", ""), rows, frozenset({1, 2, 3}), note)
+
+
+def _memory(runs: Sequence[Attempt]) -> Table:
+    rows = []
+    for run in runs:
+        for event in run.events:
+            if event.name == "compiled":
+                parts = [event.fields.get(name) for name in ("arguments", "temporary", "outputs", "program")]
+                known = [part for part in parts if isinstance(part, int | float)]
+                sizes = [byte_size(part) if isinstance(part, int | float) else "?" for part in parts]
+                rows.append((str(run.number), byte_size(sum(known)), *sizes))
+    headings = ("attempt", "total", "state and batch", "temporaries", "outputs", "program")
+    return Table("Memory of the compiled step, per device", headings, rows, frozenset(range(1, 6)))
+
+
+def _events(runs: Sequence[Attempt], routine: int) -> Table:
+    events = [event for run in runs for event in run.events]
+    usual = [place for place, event in enumerate(events) if event.name in ROUTINE]
+    dropped = set(usual[: max(len(usual) - routine, 0)])
+    shown = [event for place, event in enumerate(events) if place not in dropped]
+    rows = [
+        (
+            moment(event.time),
+            "" if event.step is None else f"{event.step:,}",
+            event.name.replace("_", " "),
+            details(event),
+        )
+        for event in shown
+    ]
+    note = f"{len(dropped):,} earlier saves, evaluations and the like left out." if dropped else ""
+    headings = ("time", "step", "event", "details")
+    return Table("Events", headings, rows, frozenset({1}), note, [MOODS.get(event.name, "plain") for event in shown])
+
+
+def details(event: Event) -> str:
+    """The fields of an event as text."""
+    return ", ".join(f"{name.replace('_', ' ')} {_plain(value)}" for name, value in event.fields.items())
+
+
+def _plain(value: Any) -> str:
+    match value:
+        case dict():
+            return "(" + ", ".join(f"{name.replace('_', ' ')} {_plain(item)}" for name, item in value.items()) + ")"
+        case None:
+            return "none"
+        case bool():
+            return str(value)
+        case float():
+            return f"{value:.6g}"
+        case int():
+            return f"{value:,}" if value >= 10_000 else str(value)
+    return str(value)
+
+
+def number(value: float) -> str:
+    """A loss or a norm with four decimals, or in scientific notation where these would show nothing."""
+    if not np.isfinite(value):
+        return str(float(value))
+    return f"{value:.4f}" if 0.01 <= abs(value) < 10_000 or value == 0 else f"{value:.3e}"
