@@ -1,76 +1,38 @@
-"""A check: something to look at, and what to make of it."""
+"""A check of this machine, and its finding."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Literal, NamedTuple
 
 from megajax.reporting.machine.machine import Machine
 
-type Status = Literal["ok", "warn", "fail"]
 
+class Finding(NamedTuple):
+    """The state of something, and what to do about it if it is not fine."""
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What was found, and what to do about it where something is not as it should be."""
-
-    status: Status
+    status: Literal["ok", "warn", "fail"]
+    """warn: not as it should be, but training may work. fail: no run will work correctly on this machine."""
     found: str
     advice: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line of the report."""
+ok = partial(Finding, "ok")
+warn = partial(Finding, "warn")
+fail = partial(Finding, "fail")
 
-    name: str
-    probe: Callable[[Machine], Any]
-    """Looks. What it raises becomes a warning: nothing is known then."""
-    judge: Callable[[Any], Finding | None]
-    """Makes something of what the probe saw, and looks at nothing itself; None: does not apply to this machine."""
+type Check = tuple[str, Callable[[Machine], Finding | None]]
+"""A name, and a function that looks at the machine; None: the check does not apply to it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """A finding under the name of its check."""
-
-    name: str
-    status: Status
-    found: str
-    advice: str
-    seconds: float
-    """How long it took."""
-
-
-def ok(found: str) -> Finding:
-    """As it should be."""
-    return Finding("ok", found)
-
-
-def warn(found: str, advice: str) -> Finding:
-    """Not as it should be, and no reason not to train."""
-    return Finding("warn", found, advice)
-
-
-def fail(found: str, advice: str) -> Finding:
-    """No run will do what it should on this machine."""
-    return Finding("fail", found, advice)
-
-
-def run_checks(checks: Iterable[Check], machine: Machine) -> Iterator[Result]:
-    """The results as they come; checks that don't apply give none."""
-    for check in checks:
-        begun = time.monotonic()
+def run_checks(checks: Iterable[Check], machine: Machine) -> Iterator[tuple[str, Finding, float]]:
+    """Name, finding and seconds of each check that applies, as they come. An exception becomes a warning."""
+    for name, look in checks:
+        start = time.monotonic()
         try:
-            finding = check.judge(check.probe(machine))
+            finding = look(machine)
         except Exception as error:
-            finding = warn(f"could not be looked at: {type(error).__name__}: {error}", "look by hand")
+            finding = Finding("warn", f"could not be checked: {type(error).__name__}: {error}", "check by hand")
         if finding is not None:
-            seconds = round(time.monotonic() - begun, 3)
-            found, advice = (" ".join(text.split()) for text in (finding.found, finding.advice))  # a line is a line
-            yield Result(check.name, finding.status, found, advice, seconds)
-
-
-def exit_code(results: Iterable[Result]) -> int:
-    """1 if anything failed, else 0."""
-    return int(any(result.status == "fail" for result in results))
+            one_line = Finding(finding.status, " ".join(finding.found.split()), " ".join(finding.advice.split()))
+            yield name, one_line, round(time.monotonic() - start, 3)

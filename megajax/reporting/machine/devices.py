@@ -1,18 +1,14 @@
-"""Try every device jax finds, stage by stage, in a process of its own, for any stage may hang or crash.
+"""Try every device jax finds, in stages; print a line of JSON for each. Any stage may hang or crash: see trial.py."""
 
-Started by Machine; prints lines of JSON: {"begins": STAGE} and {"stage": STAGE, "found": ..., "seconds": ...}.
-"""
-
+import faulthandler
 import json
-import time
+import sys
+from collections import Counter
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from megajax.config.errors import UserError
 from megajax.kernels.attention import attend, local_device
@@ -21,91 +17,92 @@ from megajax.kernels.mask import Mask
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.mesh.processes import each_process
+from megajax.metrics.text import byte_size
+from megajax.reporting.machine.check import Finding, fail, ok, warn
+from megajax.reporting.machine.machine import Machine
+from megajax.reporting.machine.trial import FIRST_AID, STAGES
 
 SIZE = 512
 """Rows and columns of the matrices."""
 
 ROWS, LENGTH, HEADS, GROUPS, HEAD = 2, 128, 4, 2, 64
-"""Of the attention."""
+"""Shape of the attention."""
 
-REPEATS = 5
-"""How often a matmul is done: twice the same is asked of a sound device."""
+REPEATS, ELEMENTS = 5, 1 << 18
+"""Runs of each matmul; numbers that each device contributes to the all-reduce."""
 
-ELEMENTS = 1 << 18
-"""float32 numbers each device brings to the sum."""
+TIGHT = 1e-5
+"""Relative error of one operation in float32, and of a product of bfloat16 numbers summed in float32."""
 
-
-def versions() -> dict[str, str]:
-    """Of what was imported, which is not always what is installed."""
-    return {"jax": jax.__version__, "jaxlib": jax.lib.__version__, "numpy": np.__version__}
+ROUNDED = 1e-2
+"""Relative error of attention in 16 bits: 2^-9 for each number of the result, and the weights are rounded as well."""
 
 
-def found() -> list[dict[str, Any]]:
-    """The local devices."""
-    find_devices()  # says what to do where there are none
-    return [
-        {
-            "id": device.id,
-            "platform": device.platform,
-            "kind": device.device_kind,
-            "capability": getattr(device, "compute_capability", None),
-            "memory": (device.memory_stats() or {}).get("bytes_limit"),
-        }
-        for device in jax.local_devices()
-    ]
+def devices() -> Finding:
+    """jax finds devices, and all GPUs of this machine."""
+    find_devices()
+    kinds: Counter[str] = Counter()
+    for device in jax.local_devices():
+        capability = getattr(device, "compute_capability", None)
+        size = (device.memory_stats() or {}).get("bytes_limit")
+        kind = f"{device.device_kind} ({device.platform}" + (f", capability {capability}" if capability else "")
+        kinds[kind + (f", {byte_size(size)} for jax)" if size else ")")] += 1
+    text = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
+    gpus, found = Machine().gpu_files, sum(device.platform == "gpu" for device in jax.local_devices())
+    if gpus and not found:
+        return fail(f"{text}, with {gpus} GPUs", "uv sync --extra cuda12 (or cuda13); unset JAX_PLATFORMS")
+    if found < gpus:
+        return warn(f"{text}, of {gpus} GPUs", "check CUDA_VISIBLE_DEVICES; nvidia-smi -L")
+    return ok(text)
 
 
-def matmul() -> list[dict[str, Any]]:
-    """On each device: relative error (Frobenius norm) against numpy in float64, and whether it repeats itself."""
+def matmul() -> Finding:
+    """Every device multiplies as numpy in float64 (error by Frobenius norm), and repeats are bit-equal."""
     random = np.random.default_rng(7)
     a, b = (random.standard_normal((SIZE, SIZE)).astype(np.float32) for _ in range(2))
     product = jax.jit(lambda x, y: jnp.dot(x, y, precision="highest", preferred_element_type=jnp.float32))
-    results = []
+    wrong, worst = [], 0.0
     for device in jax.local_devices():
         for dtype in (jnp.float32, jnp.bfloat16):
             x, y = (jax.device_put(jnp.asarray(each, dtype), device) for each in (a, b))
-            wanted = np.asarray(x, np.float64) @ np.asarray(y, np.float64)
-            got = [np.asarray(product(x, y)) for _ in range(REPEATS)]
-            results.append(
-                {
-                    "device": device.id,
-                    "dtype": jnp.dtype(dtype).name,
-                    "error": relative(got[0], wanted),
-                    "repeats": all(np.array_equal(got[0], other) for other in got[1:]),
-                }
-            )
-    return results
+            first, *others = (np.asarray(product(x, y)) for _ in range(REPEATS))
+            error = relative_error(first, np.asarray(x, np.float64) @ np.asarray(y, np.float64))
+            worst = max(worst, error)
+            name = f"device {device.id} {jnp.dtype(dtype).name}"
+            wrong += [f"{name}: error {error:.1e}"] * (error > TIGHT)
+            wrong += [f"{name}: not reproducible"] * any(not np.array_equal(first, other) for other in others)
+    if wrong:
+        return fail("; ".join(wrong), "take the device out of service: its results can't be trusted")
+    return ok(f"correct and reproducible on all devices (relative error {worst:.0e})")
 
 
-def attention() -> list[dict[str, Any]]:
-    """Each backend that runs here against the formula in float64: causal, with grouped queries."""
+def attention() -> Finding:
+    """Every kernel that runs here computes what the formula gives in float64: causal, with grouped queries."""
     random = np.random.default_rng(11)
     shapes = ((ROWS, LENGTH, HEADS, HEAD), *[(ROWS, LENGTH, GROUPS, HEAD)] * 2)
     arrays = [random.standard_normal(shape).astype(np.float32) for shape in shapes]
-    results = []
+    positions = jnp.arange(LENGTH, dtype=jnp.int32)
+    mask = Mask(positions, positions, None, None)
+    ran, refused, wrong = [], [], []
     for name, backend in BACKENDS.items():
         dtype = jnp.float32 if backend.dtypes is None else jnp.bfloat16
         request = Request(dtype=jnp.dtype(dtype).name, key_dim=HEAD, value_dim=HEAD, length=LENGTH)
-        entry: dict[str, Any] = {"backend": name, "dtype": request.dtype}
-        results.append(entry)
         if refusal := backend.refusal(request, local_device()):
-            entry["refusal"] = f"{backend.says} {refusal}"
+            refused.append(f"; not here: {backend.says} {refusal}")
             continue
-        index = np.arange(LENGTH, dtype=np.int32)
-        program = jax.jit(partial(_attend, name, index))
+        program, error = jax.jit(lambda q, k, v, name=name: attend(name, q, k, v, mask, scale=HEAD**-0.5)), 0.0
         for device in jax.local_devices():
             q, k, v = (jax.device_put(jnp.asarray(each, dtype), device) for each in arrays)
-            wanted = formula(*(np.asarray(each, np.float64) for each in (q, k, v)))
-            # A GPU would round float32 to 10 bits otherwise; what is in 16 bits is left alone.
+            expected = formula(*(np.asarray(each, np.float64) for each in (q, k, v)))
+            # By default a GPU rounds float32 to TF32; this has no effect on 16 bits.
             with jax.default_matmul_precision("highest" if dtype == jnp.float32 else None):
-                got = program(q, k, v)
-            entry["error"] = max(entry.get("error", 0.0), relative(np.asarray(got, np.float64), wanted))
-    return results
-
-
-def _attend(name: str, index: np.ndarray, q: Array, k: Array, v: Array) -> Array:
-    places = jnp.asarray(index)
-    return attend(name, q, k, v, Mask(places, places, None, None), scale=HEAD**-0.5)
+                error = max(error, relative_error(np.asarray(program(q, k, v), np.float64), expected))
+        ran.append(f"{name} ({request.dtype}) {error:.0e}")
+        wrong += ran[-1:] * (error > (TIGHT if dtype == jnp.float32 else ROUNDED))
+    if wrong:
+        advice = "set the mixer's kernel=reference, or use another cuDNN or jax"
+        return fail(f"relative error too large: {', '.join(wrong)}", advice)
+    return ok(f"relative error: {', '.join(ran)}{''.join(refused[:1])}")
 
 
 def formula(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -117,61 +114,40 @@ def formula(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     return np.einsum("bnst,btnh->bsnh", weights / weights.sum(-1, keepdims=True), v)
 
 
-def all_reduce() -> dict[str, Any]:
-    """The sum over all local devices of whole numbers, another for each: exact, whatever the order."""
+def all_reduce() -> Finding:
+    """The sum of whole numbers, different ones on each local device, is exact: it is in any order."""
     devices = jax.local_devices()
     mesh = build_mesh(ParallelConfig(data=len(devices)), devices)
     values = np.random.default_rng(13).integers(-1000, 1000, (len(devices), ELEMENTS)).astype(np.float32)
     spread = jax.device_put(values, each_process(mesh, np.zeros(ELEMENTS, np.float32)).sharding)
-    program = jax.jit(lambda x: x.sum(0)).lower(spread).compile()
-    total = program(spread)
-    wanted = values.sum(0)
-    wrong = [
-        shard.device.id for shard in total.addressable_shards if not np.array_equal(shard.data, wanted[shard.index])
-    ]
-    seconds = []
-    for _ in range(REPEATS):
-        begun = time.monotonic()
-        jax.block_until_ready(program(spread))
-        seconds.append(time.monotonic() - begun)
-    return {
-        "devices": len(devices),
-        "wrong": wrong,
-        "reduced": "all-reduce" in (program.as_text() or ""),
-        "milliseconds": 1000 * min(seconds),
-        "bytes": 4 * ELEMENTS,
-    }
+    shards, expected = jax.jit(lambda x: x.sum(0))(spread).addressable_shards, values.sum(0)
+    wrong = [shard.device.id for shard in shards if not np.array_equal(shard.data, expected[shard.index])]
+    if wrong:
+        text = f"the sum over {len(devices)} devices is wrong on {wrong}"
+        return fail(text, "NCCL_DEBUG=WARN tells more; NCCL_P2P_DISABLE=1 shows whether a link is at fault")
+    return ok(f"exact over {len(devices)} devices" if len(devices) > 1 else "one device: nothing to reduce")
 
 
-def relative(got: np.ndarray, wanted: np.ndarray) -> float:
-    """Frobenius norm of the difference over that of what was wanted; inf where it is not a number."""
-    error = float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
-    return error if np.isfinite(error) else 1e308
-
-
-STAGES: tuple[tuple[str, Callable[[], Any]], ...] = (
-    ("versions", versions),
-    ("devices", found),
-    ("matmul", matmul),
-    ("attention", attention),
-    ("all_reduce", all_reduce),
-)
+def relative_error(result: np.ndarray, expected: np.ndarray) -> float:
+    """Frobenius norm of the difference over that of `expected`; inf if it is not finite."""
+    error = float(np.linalg.norm(result - expected) / np.linalg.norm(expected))
+    return error if np.isfinite(error) else np.inf
 
 
 def main() -> None:
-    """All stages; one that raises has {"error": ...} for its result."""
-    for name, stage in STAGES:
-        print(json.dumps({"begins": name}), flush=True)
-        begun = time.monotonic()
+    """Run all stages; one that raises fails. One that takes more seconds than the first argument ends the process."""
+    functions: tuple[Callable[[], Finding], ...] = (devices, matmul, attention, all_reduce)
+    for name, stage in zip(STAGES, functions, strict=True):
+        print(json.dumps({"stage": name}))
+        faulthandler.dump_traceback_later(float(sys.argv[1]), exit=True)  # works even if a driver holds the GIL
         try:
-            result: Any = stage()
+            finding = stage()
         except Exception as error:
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            result = {"error": f"{kind}{error}"[:600]}
-        print(json.dumps({"stage": name, "found": result, "seconds": time.monotonic() - begun}), flush=True)
-        if stage is found and "error" in result:
+            finding = fail(f"{kind}{error}"[:600], FIRST_AID)
+        print(json.dumps({"stage": name, "finding": finding}))
+        if name == STAGES[0] and finding.advice == FIRST_AID:  # it raised
             break
-    print(json.dumps({"begins": ""}), flush=True)
 
 
 if __name__ == "__main__":

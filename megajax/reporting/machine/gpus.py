@@ -1,254 +1,157 @@
-"""Checks of NVIDIA GPUs by what their driver tells: nvidia-smi, and the kernel's log."""
+"""Checks of NVIDIA GPUs: what the driver says through NVML, and the kernel log."""
 
+import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from packaging.version import Version
+
+from megajax.metrics.text import byte_size
 from megajax.reporting.machine.check import Check, Finding, fail, ok, warn
-from megajax.reporting.machine.machine import Machine, Output
-from megajax.reporting.machine.software import judge_driver
+from megajax.reporting.machine.machine import Machine
 
-SMI_SECONDS = 20.0
-"""The driver may have to wake up first (persistence mode is off); a broken GPU may hang it."""
+NVML_SECONDS = 20.0
+"""The driver may have to wake up first (persistence mode is off)."""
 
-FIELDS = ("index", "name", "driver_version", "compute_cap", "memory.total", "memory.used")
-HEALTH = ("index", "ecc.mode.current", "ecc.errors.uncorrected.volatile.total", "temperature.gpu")
-REMAPPED = ("index", "remapped_rows.pending", "remapped_rows.failure")
-LINK = ("index", "pcie.link.width.current", "pcie.link.width.max", "persistence_mode", "mig.mode.current")
-REASONS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
+DRIVERS = {"jax-cuda12-plugin": "525.60.13", "jax-cuda13-plugin": "580"}
+"""The oldest driver each plugin runs on, from jax's installation guide."""
 
-BUSY_SHARE = 0.02
-HOT = 87.0
+BUSY_SHARE, HOT = 0.02, 87
+NOT_INSTALLED = "nvidia-ml-py is not installed"
 
-FATAL = frozenset({48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140, 143})
-"""Xid errors of NVIDIA's catalogue that speak of broken hardware or a GPU that has to be reset."""
+FATAL_XIDS = frozenset({48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140, 143})
+"""Xid errors that NVIDIA's catalogue attributes to broken hardware or to a GPU that needs a reset."""
 
 
-class Told(NamedTuple):
-    """Answers of nvidia-smi."""
+class Driver(NamedTuple):
+    """What the driver said, in the terms of nvml.py."""
 
-    rows: tuple[Mapping[str, str], ...]
-    """GPU by GPU, field -> text."""
+    gpus: Sequence[Mapping[str, Any]] = ()
+    version: str | None = None
+    without_nvlink: Sequence[str] = ()
     why: str = ""
-    """Why there are none."""
+    """Why it said nothing."""
 
 
-class Cards(NamedTuple):
-    """What was asked, and how many GPUs the kernel shows."""
-
-    told: Told
-    files: int
+def driver(machine: Machine) -> Driver:
+    """Ask NVML once."""
+    return machine.once("nvml", _ask)
 
 
-def query(machine: Machine, fields: Sequence[str]) -> Told:
-    """`fields` of every GPU."""
-    asked = f"--query-gpu={','.join(fields)}"
-    words = ("nvidia-smi", asked, "--format=csv,noheader,nounits")
-    return machine.once(asked, lambda machine: read_query(machine.run(*words, seconds=SMI_SECONDS), fields))
-
-
-def read_query(output: Output, fields: Sequence[str]) -> Told:
-    """The lines of a query."""
+def _ask(machine: Machine) -> Driver:
+    output = machine.run(sys.executable, "-m", "megajax.reporting.machine.nvml", seconds=NVML_SECONDS)
+    if "No module named 'pynvml'" in output.err:
+        return Driver(why=NOT_INSTALLED)
     if output.code != 0:
-        last = (output.out + output.err).strip().splitlines()
-        return Told((), output.why or (last[-1] if last else f"ended with code {output.code}"))
-    lines = [[part.strip() for part in line.split(",")] for line in output.out.splitlines() if line.strip()]
-    if any(len(line) != len(fields) for line in lines):
-        return Told((), f"answered with other than {len(fields)} fields: {output.out.splitlines()[0][:80]}")
-    return Told(tuple(dict(zip(fields, line, strict=True)) for line in lines))
+        return Driver(why=f"the driver does not answer: {output.reason}")
+    return Driver(**json.loads(output.out.splitlines()[-1]))
 
 
-def _value(row: Mapping[str, str], name: str) -> float | None:
-    try:
-        return float(row.get(name, ""))
-    except ValueError:
-        return None
-
-
-def judge_cards(found: Cards) -> Finding:
-    """There are GPUs, and the driver answers for all of them."""
-    rows = found.told.rows
-    if not rows and not found.files:
-        return warn("no NVIDIA GPU", "runs take the CPU: good for trying things out")
-    if not rows:
-        text = f"{found.files} GPUs by their device files, but nvidia-smi {found.told.why}"
-        return fail(text, "reload the driver or reboot; in a container, see that the toolkit passes nvidia-smi in")
-    if len(rows) < found.files:
-        text = f"nvidia-smi tells of {len(rows)} GPUs, the kernel of {found.files}"
+def count(machine: Machine) -> Finding:
+    """There are GPUs, and the driver knows all of them."""
+    known, files = driver(machine), machine.gpu_files
+    if not known.gpus and not files:
+        return warn("no NVIDIA GPU", "runs use the CPU: enough to try things out")
+    if known.why == NOT_INSTALLED:
+        return warn(f"{files} device files; not checked: {known.why}", "pip install 'megajax[monitor]'")
+    if not known.gpus:
+        return fail(f"{files} device files; {known.why or 'the driver knows no GPU'}", "reload the driver, or reboot")
+    if len(known.gpus) < files:
+        text = f"the driver knows {len(known.gpus)} GPUs, the kernel {files}"
         return fail(text, "one has fallen off the bus, or belongs to another container: see dmesg")
-    kinds: dict[str, int] = {}
-    for row in rows:
-        memory = _value(row, "memory.total")
-        size = f", {memory / 1024:.0f} GiB" if memory else ""
-        kind = f"{row['name']} (capability {row['compute_cap']}{size})"
-        kinds[kind] = kinds.get(kind, 0) + 1
+    kinds = Counter(f"{g['name']} (capability {g['capability']}, {byte_size(g['memory_total'])})" for g in known.gpus)
     text = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
     if len(kinds) > 1:
-        return warn(text, "one program runs on all: it goes at the pace and with the memory of the least")
+        return warn(text, "a program that runs on all of them has the speed and the memory of the smallest")
     return ok(text)
 
 
-def judge_memory(told: Told) -> Finding | None:
-    """Nobody else is on the GPUs."""
-    used = {
-        row["index"]: (used, total)
-        for row in told.rows
-        if (used := _value(row, "memory.used")) is not None and (total := _value(row, "memory.total"))
-    }
-    if not used:
+def version(machine: Machine) -> Finding | None:
+    """The driver is new enough for jax's plugin."""
+    installed = driver(machine).version
+    if installed is None:
         return None
-    busy = [f"GPU {name} {u:,.0f} MiB" for name, (u, total) in used.items() if u > BUSY_SHARE * total]
-    if busy:
-        return warn(f"in use already: {', '.join(busy)}", "end what runs there (nvidia-smi lists it)")
-    return ok("GPU memory is free")
+    for plugin, oldest in DRIVERS.items():
+        if plugin in machine.packages and Version(installed) < Version(oldest):
+            text = f"driver {installed} is too old for {plugin}"
+            return fail(text, f"update it to {oldest} or newer, or use an older CUDA")
+    if not DRIVERS.keys() & machine.packages.keys():
+        return warn(f"driver {installed}, but no CUDA plugin for jax", "uv sync --extra cuda12 (or cuda13)")
+    return ok(f"{installed}, new enough for jax's plugin")
 
 
-def judge_health(found: tuple[Told, Told]) -> Finding | None:
-    """Errors the GPUs count themselves. (ecc and temperature, rows set aside)."""
-    health, remapped = found
-    if not health.rows:
-        return None
-    broken, doubtful = [], []
-    for row in health.rows:
-        errors = _value(row, "ecc.errors.uncorrected.volatile.total")
-        if errors:
-            broken.append(f"GPU {row['index']}: {errors:.0f} uncorrected memory errors")
-        if row["ecc.mode.current"] == "Disabled":
-            doubtful.append(f"GPU {row['index']}: ECC is off")
-        if (heat := _value(row, "temperature.gpu")) is not None and heat >= HOT:
-            doubtful.append(f"GPU {row['index']}: {heat:.0f} °C")
-    for row in remapped.rows:
-        if row["remapped_rows.failure"] in ("Yes", "1"):
-            broken.append(f"GPU {row['index']}: no memory rows left to put in place of broken ones")
-        if row["remapped_rows.pending"] in ("Yes", "1"):
-            doubtful.append(f"GPU {row['index']}: waits for a reset to replace a broken memory row")
-    if broken:
-        return fail("; ".join(broken + doubtful), "take the machine out and have the GPU reset or replaced")
-    if doubtful:
-        return warn("; ".join(doubtful), "reset the GPU (nvidia-smi -r), turn ECC on (-e 1), look at the cooling")
-    modes = sorted({row["ecc.mode.current"] for row in health.rows})
-    return ok(f"no uncorrected memory errors; ECC {'/'.join(modes).lower()}")
-
-
-def judge_slowdown(told: Told) -> Finding | None:
-    """Nothing holds the clocks down."""
-    if not told.rows:
-        return None
-    slow = [
-        f"GPU {row['index']}: {name.rpartition('.')[2].replace('_', ' ')}"
-        for row in told.rows
-        for name, text in row.items()
-        if text == "Active"
+def health(machine: Machine) -> Finding | None:
+    """Memory errors, temperature, clocks, PCIe and modes; nothing else runs on the GPUs."""
+    gpus = driver(machine).gpus
+    problems = [
+        (status, f"GPU {i} {text}", advice) for i, g in enumerate(gpus) for status, text, advice in _problems(g)
     ]
-    if slow:
-        return warn("; ".join(slow), "look at cooling and power supply: one slow GPU slows a whole run")
-    return ok("clocks are not held down")
+    if not problems:
+        return ok("free, no memory errors, no slowdown, full PCIe width") if gpus else None
+    advice = "; ".join(dict.fromkeys(advice for _, _, advice in problems))
+    status = "fail" if any(status == "fail" for status, _, _ in problems) else "warn"
+    return Finding(status, "; ".join(text for _, text, _ in problems), advice)
 
 
-def judge_link(told: Told) -> Finding | None:
-    """PCIe at full width, no slices."""
-    if not told.rows:
+def _problems(gpu: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Status, text and advice."""
+    replace = "drain the machine, and have the GPU reset or replaced"
+    if gpu["uncorrected_errors"]:
+        yield "fail", f"has {gpu['uncorrected_errors']} uncorrected memory errors", replace
+    if gpu["remap_failed"]:
+        yield "fail", "has no spare memory rows left to replace broken ones", replace
+    if gpu["remap_pending"]:
+        yield "warn", "needs a reset to replace a broken memory row", "nvidia-smi -r"
+    if gpu["ecc"] == 0:
+        yield "warn", "has ECC off", "nvidia-smi -e 1"
+    if gpu["slowdowns"] or (gpu["temperature"] or 0) >= HOT:
+        text = f"has {gpu['temperature']} °C, slowdowns: {', '.join(gpu['slowdowns']) or 'none'}"
+        yield "warn", text, "check cooling and power supply: one slow GPU slows the whole run"
+    if gpu["memory_used"] > BUSY_SHARE * gpu["memory_total"]:
+        yield "warn", f"has {gpu['memory_used'] / 2**20:,.0f} MiB in use", "stop what runs there (see nvidia-smi)"
+    if (gpu["pcie_width"] or 0) < (gpu["pcie_width_max"] or 0):
+        yield "warn", f"has PCIe x{gpu['pcie_width']} of x{gpu['pcie_width_max']}", "reseat the card"
+    if gpu["mig"]:
+        yield "warn", "is partitioned (MIG)", "nvidia-smi -mig 0"
+    if gpu["persistence"] == 0:
+        yield "warn", "has persistence mode off", "nvidia-smi -pm 1"
+
+
+def log(machine: Machine) -> Finding | None:
+    """Xid errors in the kernel log since the machine started."""
+    if not machine.gpu_files:
         return None
-    found = []
-    for row in told.rows:
-        width, most = (_value(row, f"pcie.link.width.{name}") for name in ("current", "max"))
-        if width and most and width < most:
-            found.append(f"GPU {row['index']}: PCIe x{width:.0f} of x{most:.0f}")
-        if row["mig.mode.current"] == "Enabled":
-            found.append(f"GPU {row['index']} is cut into slices (MIG)")
-        if row["persistence_mode"] == "Disabled":
-            found.append(f"GPU {row['index']}: persistence mode is off")
-    if found:
-        return warn("; ".join(found), "reseat the card; nvidia-smi -mig 0; nvidia-smi -pm 1")
-    return ok("PCIe at full width, persistence mode on")
-
-
-def judge_xid(found: tuple[Output, int]) -> Finding | None:
-    """Errors in the kernel's log since the machine started. (dmesg, GPUs)."""
-    output, gpus = found
-    if not gpus:
-        return None
+    output = machine.run("dmesg", seconds=5.0)
     if output.code != 0:
-        return warn("the kernel's log cannot be read", "run as root, or look for Xid in dmesg by hand")
-    errors = re.findall(r"NVRM: Xid \((?:PCI:)?([\w:.]+)\): (\d+)", output.out)
-    if not errors:
-        return ok("no Xid errors in the kernel's log")
-    text = ", ".join(f"Xid {number} at {place}" for place, number in dict.fromkeys(errors))
-    if any(int(number) in FATAL for _, number in errors):
-        return fail(text, "take the machine out: these speak of broken hardware, or of a GPU to be reset")
-    return warn(text, "look the numbers up: they may come from programs as well")
+        return warn("the kernel log can't be read", "run as root, or search dmesg for Xid by hand")
+    xids = re.findall(r"NVRM: Xid \((?:PCI:)?([\w:.]+)\): (\d+)", output.out)
+    text = ", ".join(f"Xid {number} at {place}" for place, number in dict.fromkeys(xids))
+    if any(int(number) in FATAL_XIDS for _, number in xids):
+        return fail(text, "drain the machine: broken hardware, or a GPU that needs a reset")
+    return warn(text, "look the numbers up: programs cause some of them") if xids else ok("no Xid errors")
 
 
-def judge_topology(found: tuple[Output, int]) -> Finding | None:
-    """GPUs see each other over NVLink. (nvidia-smi topo -m, GPUs)."""
-    output, gpus = found
-    if gpus < 2 or output.code != 0:
+def links(machine: Machine) -> Finding | None:
+    """NVLink between all GPUs."""
+    known = driver(machine)
+    number, counts = len(known.gpus), sorted({gpu["nvlinks"] for gpu in known.gpus})
+    if number < 2:
         return None
-    links = read_topology(output.out)
-    if not links:
-        return warn("nvidia-smi topo -m tells nothing", "look at it by hand")
-    kinds = sorted(set(links.values()))
-    without = [f"{a}-{b} {kind}" for (a, b), kind in links.items() if not kind.startswith("NV")]
-    if len(without) == len(links):
-        return warn(f"no NVLink: {', '.join(kinds)}", "keep parallel.tensor=1: its exchanges would go over PCIe")
-    if without:
-        text = f"some pairs have no NVLink: {', '.join(without[:6])}"
-        return warn(text, "right for cards bridged in pairs; else a link is down: nvidia-smi nvlink -s")
-    if len(kinds) > 1:
-        return warn(f"unequal NVLinks: {', '.join(kinds)}", "a link may be down: nvidia-smi nvlink -s")
-    return ok(f"every pair of {gpus} GPUs by {kinds[0]}")
+    if len(known.without_nvlink) == number * (number - 1) // 2:
+        return warn("no NVLink between GPUs", "keep parallel.tensor=1: its communication would use PCIe")
+    if known.without_nvlink or len(counts) > 1:
+        text = f"NVLinks per GPU: {counts}; pairs without: {', '.join(known.without_nvlink[:6]) or 'none'}"
+        return warn(text, "expected for cards bridged in pairs; otherwise a link is down: nvidia-smi nvlink -s")
+    return ok(f"NVLink between all {number} GPUs, {counts[0]} links each")
 
 
-def read_topology(text: str) -> dict[tuple[str, str], str]:
-    """Pairs of GPUs -> their link (NV18, PIX, SYS), from the matrix nvidia-smi prints."""
-    plain = re.sub(r"\x1b\[[\d;]*m", "", text)
-    rows = [line.split() for line in plain.splitlines() if line.strip()]
-    heading = next((row for row in rows if row[0] == "GPU0" and "X" not in row), [])
-    names = [name for name in heading if re.fullmatch(r"GPU\d+", name)]
-    cells = {row[0]: row[1 : 1 + len(names)] for row in rows if row[0] in names and "X" in row}
-    pairs = [(a, b) for place, a in enumerate(names) for b in names[place + 1 :] if a in cells]
-    return {(a, b): cells[a][names.index(b)] for a, b in pairs if names.index(b) < len(cells[a])}
-
-
-def _slowdown(machine: Machine) -> Told:
-    """The names of the reasons depend on the driver."""
-    told = Told(())
-    for family in ("clocks_event_reasons", "clocks_throttle_reasons"):
-        told = query(machine, ("index", *(f"{family}.{name}" for name in REASONS)))
-        if told.rows:
-            return told
-    return told
-
-
-def _cards(machine: Machine) -> Cards:
-    return Cards(query(machine, FIELDS), machine.gpu_files)
-
-
-def _if_there(machine: Machine, fields: Sequence[str]) -> Told:
-    return query(machine, fields) if machine.gpu_files else Told(())
-
-
-def _driver(machine: Machine) -> tuple[str | None, Mapping[str, str]]:
-    rows = _if_there(machine, FIELDS).rows
-    return (rows[0]["driver_version"] if rows else None), machine.packages
-
-
-CHECKS = (
-    Check("GPUs", _cards, judge_cards),
-    Check("driver", _driver, judge_driver),
-    Check("GPU memory", lambda machine: _if_there(machine, FIELDS), judge_memory),
-    Check("GPU errors", lambda machine: (_if_there(machine, HEALTH), _if_there(machine, REMAPPED)), judge_health),
-    Check("GPU clocks", lambda machine: _slowdown(machine) if machine.gpu_files else Told(()), judge_slowdown),
-    Check("GPU slots", lambda machine: _if_there(machine, LINK), judge_link),
-    Check("GPU log", lambda machine: (machine.run("dmesg", seconds=5.0), machine.gpu_files), judge_xid),
-    Check(
-        "GPU links",
-        lambda machine: (
-            machine.run("nvidia-smi", "topo", "-m", seconds=SMI_SECONDS)
-            if machine.gpu_files > 1
-            else Output(0, "", ""),
-            machine.gpu_files,
-        ),
-        judge_topology,
-    ),
+CHECKS: tuple[Check, ...] = (
+    ("GPUs", count),
+    ("driver", version),
+    ("GPU health", health),
+    ("GPU log", log),
+    ("GPU links", links),
 )
