@@ -1,8 +1,8 @@
-"""Compiled programs kept on disk between starts: jax's persistent cache, in a folder that is checked and bounded.
+"""Compiled programs are kept on disk between starts: jax's persistent cache, in a folder that is checked.
 
-jax reads an entry in every process and writes it in process 0. A damaged one it notices in most cases, warns of at each
-start, and never replaces; one whose machine code was hit it would run. So each entry has a SHA-256 beside it, and what
-does not match is thrown away before jax looks.
+jax reads entries in every process and writes them in process 0, which also limits their size. It notices most damaged
+entries, warns of them at each start and never replaces them; one with damaged machine code it would run. So each entry
+has a SHA-256 beside it, and entries that don't match are deleted before jax looks.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import hashlib
 import os
 import platform
 import secrets
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -22,21 +23,26 @@ from jax.experimental import multihost_utils
 from megajax.data.cache import user_cache
 from megajax.mesh.mesh import find_devices
 from megajax.mesh.xla import XlaConfig
+from megajax.metrics.runfolder import write_atomically
 from megajax.resilience.signals import agree
 
 OWN = "JAX_COMPILATION_CACHE_DIR"
-"""Set by a user, the cache is that folder, as jax alone would have it."""
-LEAST_SECONDS = 0.25
+"""If a user sets this variable, the cache is that folder, and all is left to jax."""
+MIN_COMPILE_SECONDS = 0.25
 """Programs that compile faster are not kept: they would be many files."""
 DIGEST = ".sha256"
+LAST_START = ".writable"
+"""File of a folder that each start writes."""
+UNUSED_SECONDS = 30 * 24 * 3600
+"""Folders of other versions of jax are deleted when no run has used them for so long."""
 GIB = 2**30
 
 
 def use_cache(xla: XlaConfig) -> None:
-    """Have jax keep programs as the settings say: after the processes of a run have met, before the first compile.
+    """Set up jax's cache by the settings: after the processes of a run have connected, before the first compilation.
 
-    Several processes use it only where all see one folder: a process that compiles waits for the others' share of the
-    timing of kernels, which never comes from one that found the program in a folder of its own.
+    Several processes use it only if all see the same folder. XLA divides the timing of kernels between processes: one
+    that found the program in a folder of its own would never send its share.
     """
     if not xla.compile_cache:
         jax.config.update("jax_enable_compilation_cache", False)
@@ -45,98 +51,93 @@ def use_cache(xla: XlaConfig) -> None:
         return
     base = Path(xla.compile_cache_dir).expanduser() if xla.compile_cache_dir else user_cache() / "compile"
     folder = base / machine()
-    reason = _prepare(base, folder, round(xla.compile_cache_gib * GIB))
+    reason = _prepare(base, folder)
     if agree(reason is not None):
         if reason is not None:
             print(f"warning: {reason}; programs are not kept", file=sys.stderr)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
+    if jax.process_index() == 0:
+        # Not in other processes: with a limit jax locks the folder for each read.
+        jax.config.update("jax_compilation_cache_max_size", round(xla.compile_cache_gib * GIB))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_SECONDS)
 
 
 def cache_in_use() -> Path | None:
-    """The folder in which jax keeps programs; None where it keeps none."""
+    """The folder in which jax keeps programs; None if it keeps none."""
     folder = jax.config.jax_compilation_cache_dir
     return Path(folder) if folder and jax.config.jax_enable_compilation_cache else None
 
 
 def machine() -> str:
-    """Name of the folder for programs that run with this jax and on this kind of machine. Raises as `find_devices`."""
+    """Name of the folder for programs of this jax and this kind of machine. Raises as `find_devices`."""
     backend = find_devices()[0].platform
     parts = [f"jax-{jax.__version__}", f"jaxlib-{jaxlib.__version__}", backend]
     if backend == "cpu":
-        # Its programs hold machine code for this very processor.
+        # Programs for CPUs hold machine code for this very processor.
         parts.append(hashlib.sha256(_processor().encode()).hexdigest()[:8])
     return "-".join(parts)
 
 
 def record(folder: Path) -> None:
-    """Write down the SHA-256 of every entry that has none: of those this process has just made."""
+    """Write the SHA-256 of every entry that has none: of those this process has just made."""
     for path in _entries(folder):
-        beside = _digest_of(path)
-        if not beside.exists():
-            try:
-                digest = hashlib.sha256(path.read_bytes()).hexdigest()
-                temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-                temporary.write_text(digest)
-                os.replace(temporary, beside)
-            except OSError:
-                continue  # the next start throws the entry away
+        if not _digest(path).exists():
+            with contextlib.suppress(OSError):  # the next start deletes an entry without one
+                write_atomically(_digest(path), hashlib.sha256(path.read_bytes()).hexdigest())
 
 
-def sweep(base: Path, folder: Path, limit: int) -> list[str]:
-    """Throw away damaged entries of `folder`, then the least used ones below `base` until `limit` bytes are left.
+def delete_damaged(folder: Path) -> list[str]:
+    """Delete entries that don't match their SHA-256 or have none, and return their names.
 
-    Returns the names of the damaged ones. XLA writes results of autotuning into a folder of its own below, also for
-    programs that are not kept. Those without a checksum are removed too, but not reported: they are measured again.
+    XLA writes results of autotuning into a folder below, also for programs that are not kept. Such files without a
+    SHA-256 are deleted as well, but not returned: the results are measured again.
     """
     damaged = []
     for path in _entries(folder):
         try:
-            sound = _digest_of(path).read_text() == hashlib.sha256(path.read_bytes()).hexdigest()
+            intact = _digest(path).read_text() == hashlib.sha256(path.read_bytes()).hexdigest()
         except OSError:
-            sound = False
-        if not sound:
-            if path.parent == folder:
-                damaged.append(path.name)
-            _remove(path)
-    entries = []
-    for path in _entries(base):
-        try:
-            found = path.stat()
-        except OSError:
-            continue
-        entries.append((max(found.st_atime, found.st_mtime), found.st_size, path))
-    total = sum(size for _, size, _ in entries)
-    for _, size, path in sorted(entries):
-        if total <= limit:
-            break
-        _remove(path)
-        total -= size
+            intact = False
+        if not intact:
+            damaged += [path.name] * (path.parent == folder)
+            with contextlib.suppress(OSError):  # another start may do the same
+                path.unlink(missing_ok=True)
+    for digest in folder.rglob(f"*{DIGEST}"):
+        if not digest.with_suffix("").exists():  # jax evicted the entry
+            digest.unlink(missing_ok=True)
     return damaged
 
 
-def _prepare(base: Path, folder: Path, limit: int) -> str | None:
-    """Make and sweep the folder, in process 0, and see whether all have the same. Returns why it can't be used."""
+def delete_unused(base: Path, *, now: float) -> None:
+    """Delete the folders below `base` that no run has used for UNUSED_SECONDS: jax limits its own folder only."""
+    for folder in base.glob("jax-*"):
+        last_start = folder / LAST_START
+        if last_start.exists() and now - last_start.stat().st_mtime > UNUSED_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prepare(base: Path, folder: Path) -> str | None:
+    """Create and check the folder, in process 0, and see whether all processes see it. Returns why it can't be used."""
     first = jax.process_index() == 0
     reason = None
     if first:
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            damaged = sweep(base, folder, limit)
-            if damaged:
-                print(f"compile cache: {len(damaged)} damaged entries thrown away in {folder}", file=sys.stderr)
-            (folder / ".writable").write_text("")
+            (folder / LAST_START).write_text("")
+            delete_unused(base, now=time.time())
+            if damaged := delete_damaged(folder):
+                print(f"compile cache: {len(damaged)} damaged entries deleted in {folder}", file=sys.stderr)
         except OSError as error:
-            reason = f"the compile cache {folder} cannot be written: {error.strerror or error}"
+            reason = f"the compile cache {folder} can't be written: {error.strerror or error}"
     if jax.process_count() == 1:
         return reason
     return reason or _not_shared(folder, first)
 
 
 def _not_shared(folder: Path, first: bool) -> str | None:
-    """Why the folder is not the one process 0 sees; a collective."""
+    """Why this folder is not the one that process 0 sees. A collective."""
     number = int(multihost_utils.broadcast_one_to_all(secrets.randbits(31)))
     token = folder / f".seen-{number}"
     if first:
@@ -144,30 +145,23 @@ def _not_shared(folder: Path, first: bool) -> str | None:
             token.write_text("")
     multihost_utils.sync_global_devices("compile cache")
     deadline = time.monotonic() + 3.0  # a network file system may show a new file late
-    while not (there := token.exists()) and time.monotonic() < deadline:
+    while not (exists := token.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
     multihost_utils.sync_global_devices("compile cache seen")
     if first:
         token.unlink(missing_ok=True)
-    return None if there else f"the compile cache {folder} is not the same folder for all processes"
+    return None if exists else f"the compile cache {folder} is not the same folder for all processes"
 
 
 def _entries(folder: Path) -> Iterator[Path]:
+    """Programs, and files of XLA; not those in which jax keeps the times of use."""
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and not path.name.startswith(".") and path.suffix != DIGEST:
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith((DIGEST, "-atime")):
             yield path
 
 
-def _digest_of(path: Path) -> Path:
+def _digest(path: Path) -> Path:
     return path.with_name(path.name + DIGEST)
-
-
-def _remove(path: Path) -> None:
-    for file in (path, _digest_of(path)):
-        try:
-            file.unlink(missing_ok=True)
-        except OSError:
-            continue  # another start may be at it
 
 
 def _processor(description: Path = Path("/proc/cpuinfo")) -> str:

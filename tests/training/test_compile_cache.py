@@ -17,7 +17,7 @@ from gpu_stand_in import stand_in
 from jax.experimental.compilation_cache import compilation_cache
 
 from megajax.job import compile_cache
-from megajax.job.compile_cache import cache_in_use, machine, record, sweep, use_cache
+from megajax.job.compile_cache import cache_in_use, delete_damaged, delete_unused, machine, record, use_cache
 from megajax.job.compile_log import Compile, CompileLog
 from megajax.job.job import Job
 from megajax.mesh.xla import XlaConfig
@@ -68,7 +68,7 @@ def test_damaged_programs_are_compiled_again(tmp_path):
     for number, damaged in enumerate([whole[: len(whole) // 2], b"", whole[:-9] + b"\1" * 9]):
         entry.write_bytes(damaged)
         text, programs = start(tmp_path, f"damaged-{number}")
-        assert not step_of(programs)["cached"] and "1 damaged entries thrown away" in text
+        assert not step_of(programs)["cached"] and "1 damaged entries deleted" in text
         assert "Error reading persistent compilation cache" not in text
     assert step_of(start(tmp_path, "after")[1])["cached"], "it was written again"
 
@@ -100,6 +100,7 @@ def compiled_once() -> None:
 def kept(tmp_path):
     """A cache folder for this process, forgotten afterwards."""
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache")
+    names += ("jax_compilation_cache_max_size",)
     before = {name: getattr(jax.config, name) for name in names}
     compilation_cache.reset_cache()
     yield tmp_path
@@ -165,7 +166,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(kept, monkeypatch, capsys):
     (kept / "file").write_text("")
     use_cache(XlaConfig(compile_cache_dir=str(kept / "file")))
     assert cache_in_use() is None
-    assert "cannot be written" in capsys.readouterr().err
+    assert "can't be written" in capsys.readouterr().err
 
 
 def test_a_folder_of_the_users_own_is_left_to_jax(kept, monkeypatch):
@@ -174,31 +175,42 @@ def test_a_folder_of_the_users_own_is_left_to_jax(kept, monkeypatch):
     assert not (kept / "other").exists()
 
 
-def entry(folder: Path, name: str, size: int, used: float) -> Path:
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(os.urandom(size))
-    record(path.parent)
-    os.utime(path, (used, used))
-    return path
+def test_jax_evicts_the_least_recently_used_programs(kept, monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    limit = 2**15
+    use_cache(XlaConfig(compile_cache_dir=str(kept), compile_cache_gib=limit / 2**30))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    folder = kept / machine()
+    with CompileLog(lambda text: None):
+        for number in range(1, 12):
+            jax.jit(lambda x, number=number: jnp.sin(x) * number)(jnp.ones(number)).block_until_ready()
+            newest = max(folder.glob("*-atime"), key=lambda path: int.from_bytes(path.read_bytes(), "little"))
+    entries = list(folder.glob("*-cache"))
+    assert 1 < len(entries) < 11 and sum(path.stat().st_size for path in entries) <= limit
+    assert newest.with_name(newest.name.removesuffix("-atime") + "-cache") in entries
+    assert len(list(folder.glob("*.sha256"))) > len(entries)
+    assert delete_damaged(folder) == [], "neither jax's times of use nor what it evicted are damaged"
+    assert len(list(folder.glob("*.sha256"))) == len(list(folder.glob("*-cache"))) == len(entries)
 
 
-def test_what_was_not_used_for_longest_goes_first(tmp_path):
-    here, other = tmp_path / "here", tmp_path / "older-jax"
-    old, older, new = entry(here, "a-cache", 100, 5), entry(other, "b-cache", 100, 3), entry(here, "c-cache", 100, 9)
-    assert sweep(tmp_path, here, 300) == []
-    assert sweep(tmp_path, here, 250) == []
-    assert (old.exists(), older.exists(), new.exists()) == (True, False, True)
-    assert not older.with_name("b-cache.sha256").exists()
-    assert sweep(tmp_path, here, 0) == [] and not old.exists() and not new.exists()
+def test_folders_of_other_versions_go_when_no_run_uses_them(tmp_path):
+    for name, age in (("jax-1", 40), ("jax-2", 1), ("mine", 40)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".writable").write_text("")
+        os.utime(tmp_path / name / ".writable", (10**9 - age * 86400,) * 2)
+    delete_unused(tmp_path, now=10**9)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["jax-2", "mine"]
 
 
 def test_what_does_not_match_its_checksum_or_has_none_goes(tmp_path):
-    sound, torn, unknown = (entry(tmp_path, name, 50, 1) for name in ("a-cache", "b-cache", "c-cache"))
-    torn.write_bytes(torn.read_bytes()[:-1])
-    unknown.with_name("c-cache.sha256").unlink()
-    assert sweep(tmp_path, tmp_path, 10**6) == ["b-cache", "c-cache"]
-    assert sound.exists() and not torn.exists() and not unknown.exists()
+    for name in ("a-cache", "b-cache", "c-cache"):
+        (tmp_path / name).write_bytes(os.urandom(50))
+    record(tmp_path)
+    (tmp_path / "b-cache").write_bytes(b"torn")
+    (tmp_path / "c-cache.sha256").unlink()
+    assert delete_damaged(tmp_path) == ["b-cache", "c-cache"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a-cache", "a-cache.sha256"]
 
 
 def test_results_of_autotuning_are_kept_with_the_programs(kept, monkeypatch):
@@ -210,9 +222,9 @@ def test_results_of_autotuning_are_kept_with_the_programs(kept, monkeypatch):
     results.mkdir()
     with CompileLog(lambda text: None):
         (results / "fusion.textproto").write_text("algorithm")
-    assert sweep(kept, folder, 10**6) == [] and (results / "fusion.textproto").exists()
+    assert delete_damaged(folder) == [] and (results / "fusion.textproto").exists()
     (results / "killed.textproto").write_text("algo")
-    assert sweep(kept, folder, 10**6) == []
+    assert delete_damaged(folder) == []
     assert [path.name for path in results.glob("*.textproto")] == ["fusion.textproto"]
 
 
