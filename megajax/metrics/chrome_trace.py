@@ -1,43 +1,39 @@
 """Reads the file `*.trace.json.gz` that jax's profiler writes, with the standard library alone.
 
-The format is Chrome's trace events: processes are devices, threads are streams, "X" events have a begin and a duration
+The format is Chrome's trace events: processes are devices, threads are streams, "X" events have a start and a duration
 in microseconds. The profiler writes at most MOST_EVENTS of them and drops the rest.
 """
 
 import gzip
 import json
-import re
 import zlib
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megajax.config.errors import UserError
-from megajax.metrics.trace import Event, event
+from megajax.metrics.trace import Event, Record, kernels_by_device
 
 SUFFIX = ".trace.json.gz"
 MOST_EVENTS = 1_000_000
-DEVICE = re.compile(r"/device:(GPU|TPU)")
-HOST = "/host:CPU"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChromeTrace:
-    """What a trace file holds."""
+    """The contents of a trace file."""
 
     file: Path
     devices: tuple[list[Event], ...]
     """Events of each device; empty for a trace without kernels."""
     steps: int | None
-    """Steps marked with `jax.profiler.StepTraceAnnotation`; None where none is."""
+    """Steps marked with `jax.profiler.StepTraceAnnotation`; None if none is."""
     complete: bool
-    """Whether the profiler may be taken to have written every event."""
+    """Whether the file has fewer events than the profiler writes at most."""
 
 
 def find(path: Path) -> Path:
-    """The file itself, or the newest trace file in a folder or below it. Raises UserError where there is none."""
+    """The file itself, or the newest trace file in a folder or below it. Raises UserError if there is none."""
     if path.is_dir():
         files = sorted(path.rglob(f"*{SUFFIX}"), key=lambda file: file.stat().st_mtime_ns)
         if not files:
@@ -56,45 +52,34 @@ def read(path: Path) -> ChromeTrace:
     try:
         packed = file.read_bytes()
         text = gzip.decompress(packed) if packed[:2] == b"\x1f\x8b" else packed
-        records = json.loads(text)["traceEvents"]
+        lines = json.loads(text)["traceEvents"]
     except OSError as error:
         raise UserError(f"{file} can't be read: {error.strerror or error}") from error
     except (EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} is no trace of jax's profiler, or it is cut off: {error}") from error
-    spans = [record for record in records if record.get("ph") == "X"]
-    marked = {record["args"]["step_num"] for record in spans if "step_num" in record.get("args", ())}
+    spans = [line for line in lines if line.get("ph") == "X"]
+    marked = {span["args"]["step_num"] for span in spans if "step_num" in span.get("args", ())}
     return ChromeTrace(
         file=file,
-        devices=tuple(_devices(records, spans).values()),
+        devices=tuple(kernels_by_device(_records(lines, spans))),
         steps=len(marked) or None,
         complete=len(spans) < MOST_EVENTS,
     )
 
 
-def _devices(records: Iterable[dict[str, Any]], spans: list[dict[str, Any]]) -> dict[Any, list[Event]]:
+def _records(lines: Iterable[dict[str, Any]], spans: Iterable[dict[str, Any]]) -> Iterator[Record]:
     processes: dict[Any, str] = {}
     threads: dict[tuple[Any, Any], str] = {}
-    for record in records:
-        if record.get("ph") == "M" and record["name"] == "process_name":
-            processes[record["pid"]] = record["args"]["name"]
-        if record.get("ph") == "M" and record["name"] == "thread_name":
-            threads[record["pid"], record["tid"]] = record["args"]["name"]
-    streamed = {pid for (pid, _), name in threads.items() if name.startswith("Stream")}
-    on_device: dict[Any, list[Event]] = defaultdict(list)
-    on_host: dict[Any, list[Event]] = defaultdict(list)
-    for record in spans:
-        pid, process = record["pid"], processes.get(record["pid"], "")
-        thread, fields = threads.get((pid, record["tid"]), ""), record.get("args", {})
-        host = process == HOST
-        if not host and (not DEVICE.match(process) or (pid in streamed and not thread.startswith("Stream"))):
-            continue
-        # In picoseconds, as they were recorded: otherwise rounding opens gaps between kernels that touch.
-        begin = round(1e3 * float(record["ts"]), 3)
-        end = round(1e3 * (float(record["ts"]) + float(record.get("dur", 0.0))), 3)
-        operation, stream = str(fields.get("hlo_op", "")), thread.partition("/")[0]
-        made = event(str(record["name"]), operation, begin, end, stream, on_host=host)
-        if made is not None and host:
-            on_host[str(fields.get("device_ordinal", ""))].append(made)
-        elif made is not None:
-            on_device[pid].append(made)
-    return on_device or on_host
+    for line in lines:
+        if line.get("ph") == "M" and line["name"] == "process_name":
+            processes[line["pid"]] = line["args"]["name"]
+        if line.get("ph") == "M" and line["name"] == "thread_name":
+            threads[line["pid"], line["tid"]] = line["args"]["name"]
+    for span in spans:
+        process, thread = processes.get(span["pid"], ""), threads.get((span["pid"], span["tid"]), "")
+        # Recorded in picoseconds: without rounding to them, gaps open between kernels that touch.
+        begin = round(1e3 * float(span["ts"]), 3)
+        end = round(1e3 * (float(span["ts"]) + float(span.get("dur", 0.0))), 3)
+        fields = span.get("args", {})
+        operation, ordinal = str(fields.get("hlo_op", "")), str(fields.get("device_ordinal", ""))
+        yield Record(process, thread, str(span["name"]), begin, end, operation, ordinal)

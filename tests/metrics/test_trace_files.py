@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megajax.config.errors import UserError
 from megajax.metrics import chrome_trace, xplane
-from megajax.metrics.trace import Kernel, summary
+from megajax.metrics.trace import Kernel, kernels_by_device, summary
 from megajax.tools import trace as tool
 
 
@@ -63,7 +63,7 @@ def test_a_trace_of_a_gpu_by_hand(tmp_path: Path) -> None:
     assert (said.communication, said.exposed) == pytest.approx((1.5, 0.5))
     assert said.kernels == (
         Kernel(name="gemm", calls=1, milliseconds=3.5, share=pytest.approx(7 / 11.795)),
-        Kernel(name="ncclDevKernel_AllGather", calls=1, milliseconds=1.5, share=pytest.approx(3 / 11.795)),
+        Kernel(name="ncclDevKernel_AllGather", calls=1, milliseconds=1.5, share=pytest.approx(3 / 11.795), exposed=0.5),
     )
     (collective,) = said.collectives
     assert (collective.milliseconds, collective.exposed) == pytest.approx((1.5, 0.5))
@@ -165,6 +165,6 @@ def test_the_readers_agree_on_a_gpu(tmp_path: Path) -> None:
 
     lines = {1: [line(1, tid) for tid in (13, 20, 99)], 2: [line(2, 1)]}
     data = SimpleNamespace(planes=[SimpleNamespace(name=names[pid, None], lines=lines[pid]) for pid in (1, 2)])
-    devices = [*xplane._devices(data).values()]
+    devices = kernels_by_device(xplane.records(data))
     expected = chrome_trace.read(written(tmp_path / "one.trace.json.gz", GPU)).devices
     assert summary(devices, steps=2, top=9) == summary(expected, steps=2, top=9)
