@@ -1,4 +1,4 @@
-"""The facts a run starts with and the totals it ends with, as aligned text or as a table on a terminal."""
+"""Sections of facts, as aligned text or as a table on a terminal; the totals of a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ def plain(title: str, sections: Sequence[Section]) -> str:
 
 
 def box(title: str, sections: Sequence[Section]) -> RenderableType:
-    """The same for a terminal: one frame, one column of names, one of values."""
+    """For a terminal: a frame with a column of names and one of values."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -43,26 +43,26 @@ def box(title: str, sections: Sequence[Section]) -> RenderableType:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """What a run came to; None where it does not apply."""
+    """Totals of a run; None where they don't apply."""
 
     steps: int
-    """Steps the run has behind it, those of earlier attempts included."""
+    """Steps done, including earlier attempts."""
     steps_here: int
     """Steps of this attempt."""
     tokens: int
     """Tokens of this attempt."""
     wall_seconds: float
-    """Wall time of this attempt, evaluation and saving included."""
+    """Wall time of this attempt, including evaluation and saving."""
     train_loss: float | None = None
     """Loss of the last step."""
     validation_loss: float | None = None
     """Loss of the last evaluation."""
     peak_memory: str | None = None
-    """The most memory ever in use on a device."""
+    """Largest memory in use on a device, as text."""
     checkpoint: str | None = None
-    """Where the last checkpoint lies."""
+    """Folder of the last checkpoint."""
     files: Sequence[str] = ()
-    """What the run left to look at."""
+    """Other files to look at."""
 
     def sections(self) -> list[Section]:
         """The totals as sections for `plain` or `box`."""

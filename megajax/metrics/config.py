@@ -1,4 +1,4 @@
-"""Settings of what a run writes down and what it shows at the terminal."""
+"""Settings of a run's logs and terminal output."""
 
 import re
 from dataclasses import dataclass
@@ -72,15 +72,17 @@ class ProfileConfig:
         return None if match is None else (int(match[1]), int(match[2] or match[1]))
 
     def problems(self) -> list[Problem]:
-        found = []
+        problems = []
         window = self.window()
         if self.steps is not None and window is None:
-            found.append(
+            problems.append(
                 Problem("steps", f"expected FIRST:LAST, got {self.steps!r}", "for example profile.steps=10:13")
             )
         elif window is not None and not 1 <= window[0] <= window[1]:
-            found.append(Problem("steps", f"{self.steps} holds no step", "steps count from 1, and FIRST comes first"))
-        found += [Problem("processes", f"count from 0, got {n}") for n in self.processes if n < 0]
+            problems.append(
+                Problem("steps", f"{self.steps} holds no step", "steps count from 1, and FIRST comes first")
+            )
+        problems += [Problem("processes", f"count from 0, got {n}") for n in self.processes if n < 0]
         if self.top < 1:
-            found.append(Problem("top", f"must be at least 1, got {self.top}"))
-        return found
+            problems.append(Problem("top", f"must be at least 1, got {self.top}"))
+        return problems

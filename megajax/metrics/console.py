@@ -1,4 +1,4 @@
-"""What a run shows while it goes: a bar that updates in place on a terminal, one plain line at a time elsewhere."""
+"""The output of a run: a progress bar that updates in place on a terminal, plain lines elsewhere."""
 
 import os
 import sys
@@ -27,14 +27,14 @@ from megajax.metrics.throughput import RecentSteps
 from megajax.metrics.writers import Writer
 
 type Rename = Callable[[str], None]
-"""Goes on under another message, its time counted from here."""
+"""Continues with another message; its time counts from here."""
 
 
 class Console(Writer, Protocol):
-    """A writer that people watch."""
+    """A writer for people."""
 
     def say(self, message: str) -> None:
-        """Print a line; it stays."""
+        """Print a line."""
         return
 
     def show(self, title: str, sections: Sequence[Section]) -> None:
@@ -43,27 +43,27 @@ class Console(Writer, Protocol):
 
     @contextmanager
     def ticker(self, message: str, *, total: bool = True) -> Generator[Rename]:
-        """Show that something long is under way, and for how long.
+        """Show that something long is running, and for how long. The block gets a function that renames it.
 
-        At the end its time is printed if `total`, or if an exception ended it. What the block gets renames it.
+        The time it took is printed at the end if `total`, or if an exception ended it.
         """
         yield lambda message: None
 
     def stop_requested(self, message: str) -> None:
-        """Tell people that the run was asked to stop; called from any thread."""
+        """Say that the run was asked to stop; may be called from any thread."""
         print(f"megajax: {message}", file=sys.stderr, flush=True)
 
     def steps_over(self) -> None:
-        """No step comes any more: nothing is shown of the time left."""
+        """There are no more steps: show no time left."""
         return
 
     def release(self) -> None:
-        """Leave the terminal usable, at once and without waiting for any lock: for a process about to be ended."""
+        """Restore the terminal at once, without waiting for a lock: the process is about to be killed."""
         return
 
 
 class QuietConsole(Console):
-    """Shows nothing: for every process but the first."""
+    """Shows nothing: for all processes but the first."""
 
 
 class PlainConsole(Console):
@@ -109,20 +109,14 @@ class PlainConsole(Console):
             while not done.wait(self._tick_seconds):
                 self.say(f"{ticking.message} … {text.duration(ticking.seconds())}")
 
-        thread = threading.Thread(target=tick, name="ticker", daemon=True)
-        thread.start()
-        line = None
-        try:
-            yield ticking.rename
-            line = ticking.outcome() if total else None
-        except BaseException:
-            line = ticking.outcome("stopped after ")
-            raise
-        finally:
+        def stop() -> None:
             done.set()
             thread.join()
-            if line is not None:
-                self.say(line)
+
+        thread = threading.Thread(target=tick, name="ticker", daemon=True)
+        thread.start()
+        with ticking.ended(self.say, stop, total=total):
+            yield ticking.rename
 
 
 class LiveConsole(Console):
@@ -147,7 +141,7 @@ class LiveConsole(Console):
         self._tickers: list[_Ticking] = []
         self._live: Live | None = None
         self._height = 0
-        """Lines of the part that updates in place."""
+        """Lines that update in place."""
 
     def log(self, record: Record) -> None:
         self._start()
@@ -179,17 +173,8 @@ class LiveConsole(Console):
         ticking = _Ticking(message)
         self._tickers.append(ticking)
         self._start()
-        line = None
-        try:
+        with ticking.ended(self.say, lambda: self._tickers.remove(ticking), total=total):
             yield ticking.rename
-            line = ticking.outcome() if total else None
-        except BaseException:
-            line = ticking.outcome("stopped after ")
-            raise
-        finally:
-            self._tickers.remove(ticking)
-            if line is not None:
-                self.say(line)
 
     def close(self) -> None:
         if self._live is not None:
@@ -197,7 +182,7 @@ class LiveConsole(Console):
             self._live = None
 
     def release(self) -> None:
-        # Straight to the descriptor: whoever holds rich's lock may be the thread that was interrupted.
+        # Written to the descriptor: the interrupted thread may hold rich's lock.
         if self._live is not None and self._console.is_terminal:
             erase = b"\r\x1b[2K" + b"\x1b[1A\x1b[2K" * (self._height - 1)
             os.write(self._console.file.fileno(), erase + b"\x1b[?25h")
@@ -216,10 +201,10 @@ class LiveConsole(Console):
         return row.append_text(_figures(fields, self._console.width - row.cell_len))
 
     def _render(self) -> RenderableType:
-        """The part that updates in place: what is under way, the bar, the figures of the last step.
+        """The lines that update in place: tickers, the bar, the figures of the last step.
 
-        Each is one line, with room behind it for what the terminal echoes of the keyboard (^C): a line that the
-        terminal breaks could not be erased as a whole.
+        Each leaves room for what the terminal echoes of the keyboard (^C): a line that the terminal wraps could not be
+        erased completely.
         """
         width = max(self._console.width - _ECHO, 1)
         parts: list[RenderableType] = list(self._tickers)
@@ -246,11 +231,11 @@ class LiveConsole(Console):
 
 
 _ECHO = 5
-"""Columns at the right left free: ^C twice, and the cursor."""
+"""Columns left free at the right: ^C twice, and the cursor."""
 
 
 def _figures(fields: Sequence[tuple[str, str]], room: int, *, style: str = "") -> Text:
-    """As many of the fields as fit on one line of `room` columns; what matters least goes first."""
+    """The fields that fit on a line of `room` columns; the least important ones are dropped first."""
     fields = list(fields)
     for name in lines.EXPENDABLE:
         if sum(len(key) + len(value) + 3 for key, value in fields) - 2 <= room:
@@ -263,7 +248,7 @@ def _figures(fields: Sequence[tuple[str, str]], room: int, *, style: str = "") -
 
 
 class _Ticking:
-    """Something under way: what, and for how long."""
+    """Something that is running, and for how long."""
 
     def __init__(self, message: str):
         self._spinner = Spinner("dots")
@@ -273,12 +258,23 @@ class _Ticking:
         self.message, self._start = message, time.monotonic()
 
     def seconds(self) -> float:
-        """Since it has its name."""
+        """Since the last rename."""
         return time.monotonic() - self._start
 
-    def outcome(self, how: str = "") -> str:
-        """The line at its end."""
-        return f"{self.message}: {how}{text.duration(self.seconds())}"
+    @contextmanager
+    def ended(self, say: Callable[[str], None], stop: Callable[[], None], *, total: bool) -> Generator[None]:
+        """At the end of the block, call `stop`, then say how long it took: if `total`, or if an exception ended it."""
+        how = None
+        try:
+            yield
+            how = "" if total else None
+        except BaseException:
+            how = "stopped after "
+            raise
+        finally:
+            stop()
+            if how is not None:
+                say(f"{self.message}: {how}{text.duration(self.seconds())}")
 
     def __rich__(self) -> RenderableType:
         line = Text(no_wrap=True, overflow="ellipsis")
@@ -288,9 +284,9 @@ class _Ticking:
 
 
 class _Cadence:
-    """When a line is due: at the first step of an attempt, every `every` steps, 30 s after the last line, at the end.
+    """When to print a line: at the first step of an attempt, every `every` steps, 30 s after the last line, at the end.
 
-    The time left does not count the first step: compilation is part of it.
+    The time left is estimated without the first step, which includes compilation.
     """
 
     def __init__(self, *, every: int, start_step: int, total_steps: int, clock: Callable[[], datetime]):
@@ -302,16 +298,16 @@ class _Cadence:
         self._recent = RecentSteps()
         self._printed: datetime | None = None
         self.eta: float | None = None
-        """Seconds left for the run at its last step; None before the second of an attempt."""
+        """Seconds left after the last step; None before the second step of an attempt."""
         self.end: datetime | None = None
-        """When the run will be done, by that."""
+        """When the run will be done, by this estimate."""
 
     def first(self, record: StepRecord) -> bool:
-        """Whether it is the first step of the attempt."""
+        """Whether this is the first step of the attempt."""
         return record.step == self._first
 
     def add(self, record: StepRecord) -> Summary | None:
-        """Take a step; what to print of the steps since the last line, if one is due."""
+        """Take a step -> a summary of the steps since the last line, if a line is due."""
         now = self._clock()
         self._since.append(record)
         if not self.first(record):
@@ -333,7 +329,7 @@ _LONGEST_SILENCE = timedelta(seconds=30)
 def open_console(
     config: LoggingConfig, *, total_steps: int, start_step: int = 0, primary: bool = True, stream: TextIO | None = None
 ) -> Console:
-    """The console for where `stream` (standard output unless given) goes; one that is quiet off the first process."""
+    """A console for `stream`, by default standard output; a quiet one in all processes but the first."""
     if not primary:
         return QuietConsole()
     stream = stream or sys.stdout

@@ -1,4 +1,4 @@
-"""The lines a run prints, as pure text; field names are those of Megatron-LM's log, so that parsers of it work."""
+"""The lines a run prints. Field names are those of Megatron-LM's log, so that its parsers work."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,22 +13,22 @@ from megajax.metrics.throughput import Rates, mean_rates
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """The steps since the last line, in one."""
+    """A summary of the steps since the last line."""
 
     last: StepRecord
     loss: float
-    """Mean over the steps that were neither skipped nor not finite; the last step's loss where there are none."""
+    """Mean over the steps with a finite loss that were not skipped; the last step's loss if there are none."""
     rates: Rates
     skipped: int
-    """Steps whose update was left out."""
+    """Steps whose update was skipped."""
     not_finite: int
-    """Steps whose loss was nan or infinite, whatever became of their update."""
+    """Steps whose loss was nan or infinite, with or without an update."""
     phases: Mapping[str, float]
-    """Seconds by phase: the mean of data_wait, the sum of others; the last that is known of *_min and *_max."""
+    """Seconds by phase: the mean of data_wait, the sum of others, the last known value of *_min and *_max."""
 
     @classmethod
     def of(cls, records: Sequence[StepRecord]) -> "Summary":
-        """Sum up `records`, at least one, in order of step."""
+        """Summarize `records`, at least one, in order of step."""
         good = [record.loss for record in records if math.isfinite(record.loss) and not record.skipped]
         return cls(
             last=records[-1],
@@ -41,17 +41,17 @@ class Summary:
 
 
 def _phases(records: Sequence[StepRecord]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    phases: dict[str, float] = {}
     for record in records:
         for name, seconds in record.phases.items():
-            found[name] = seconds if name.endswith(("_min", "_max")) else found.get(name, 0.0) + seconds
-    if "data_wait" in found:
-        found["data_wait"] /= len(records)
-    return found
+            phases[name] = seconds if name.endswith(("_min", "_max")) else phases.get(name, 0.0) + seconds
+    if "data_wait" in phases:
+        phases["data_wait"] /= len(records)
+    return phases
 
 
 _AFTER_NORM = MappingProxyType({"num_zeros": "num zeros: {:.1f}", "parameter_norm": "params norm: {:.3f}"})
-"""Metrics that have a place of their own in the line, and a name."""
+"""Metrics with a fixed place and name in the line."""
 
 _TIMES = MappingProxyType(
     {"data_wait": "data wait per iteration (ms)", "evaluation": "evaluation (ms)", "save": "save (ms)"}
@@ -59,7 +59,7 @@ _TIMES = MappingProxyType(
 
 
 def _times(phases: Mapping[str, float]) -> list[str]:
-    """Seconds by phase as fields; where known, with the least and the largest over processes."""
+    """Seconds by phase as fields, with the smallest and largest over processes if known."""
     parts = []
     for name, title in _TIMES.items():
         shown = f"{1000 * phases[name]:.1f}" if name in phases else None
@@ -72,7 +72,7 @@ def _times(phases: Mapping[str, float]) -> list[str]:
 
 
 def step_line(summary: Summary, *, total_steps: int, now: datetime, eta: float | None) -> str:
-    """The line of a log file. Fields that are not known are left out; `eta` is in seconds."""
+    """The line of a log file, without unknown fields; `eta` is in seconds."""
     last, rates = summary.last, summary.rates
     parts = [
         f" [{now:%Y-%m-%d %H:%M:%S}] iteration {last.step:8d}/{total_steps:8d}",
@@ -114,11 +114,11 @@ def evaluation_line(record: EvaluationRecord) -> str:
 
 
 EXPENDABLE = ("perplexity", "TFLOP/s/device", "lr", "MFU", "tokens/s/device", "grad norm")
-"""Fields a narrow terminal does without, the first of them first."""
+"""Fields that a narrow terminal leaves out, in this order."""
 
 
 def short_fields(summary: Summary, *, speed: bool = True) -> list[tuple[str, str]]:
-    """What a terminal shows of the last steps: (name, value) pairs, unknown ones left out; speeds only if `speed`."""
+    """The figures a terminal shows: (name, value) pairs, without unknown ones, and without speeds unless `speed`."""
     last, rates = summary.last, summary.rates
     pairs = [("loss", f"{summary.loss:.4f}"), ("grad norm", f"{last.grad_norm:.3f}"), ("lr", f"{last.lr:.2e}")]
     if speed and rates.tokens_per_second_per_device is not None:

@@ -1,4 +1,4 @@
-"""A profiler trace of a few steps, and what it comes to."""
+"""A profiler trace of a few steps, and its summary."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ from megajax.metrics.xplane import summarize
 class Profile:
     """Traces the steps of a window into `folder`. first: steps done before this attempt.
 
-    A window that begins earlier is traced from its first step of this attempt on; one that is over is left out.
+    Of a window that starts earlier, the steps of this attempt are traced.
     """
 
     def __init__(self, cfg: ProfileConfig, folder: Path, first: int, show: Callable[[TraceSummary], None]):
@@ -27,32 +27,32 @@ class Profile:
             None if window is None or window[1] <= first or not mine else (max(window[0], first + 1), window[1])
         )
         self.started_at: int | None = None
-        """Step before the traced ones, while a trace is under way."""
+        """Step before the first traced one, while tracing."""
         if self.window is not None and self.window[0] == first + 1:
             self.start(first)
 
     def start(self, step: int) -> None:
-        """Begin, after `step`."""
+        """Start after `step`."""
         options: Any = jax.profiler.ProfileOptions()
-        # Python's own calls fill a trace before the devices' work does.
+        # Otherwise Python's calls fill the trace.
         options.python_tracer_level = 0
         self.folder.mkdir(parents=True, exist_ok=True)
         jax.profiler.start_trace(str(self.folder), profiler_options=options)
         self.started_at = step
 
     def stop(self, step: int) -> None:
-        """End after `step`, whose work is done; show and write summary.json."""
+        """Stop after `step`, whose work is done; show and write the summary."""
         if self.started_at is None:
             return
         steps, self.started_at = step - self.started_at, None
         jax.profiler.stop_trace()
-        found = summarize(self.folder, steps=steps, top=self.cfg.top) if steps else None
-        if found is not None:
-            write_atomically(self.folder / "summary.json", to_json(found.values()))
-            self._show(found)
+        summary = summarize(self.folder, steps=steps, top=self.cfg.top) if steps else None
+        if summary is not None:
+            write_atomically(self.folder / "summary.json", to_json(summary.values()))
+            self._show(summary)
 
     def close(self) -> None:
-        """End a trace that a fault left open."""
+        """Stop a trace that a fault left open."""
         if self.started_at is not None:
             self.started_at = None
             jax.profiler.stop_trace()

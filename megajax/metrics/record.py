@@ -1,4 +1,4 @@
-"""A line of metrics.jsonl: what is in it, how it is written and read back."""
+"""A line of metrics.jsonl: its contents, writing and reading."""
 
 import json
 import math
@@ -15,7 +15,7 @@ type Record = StepRecord | EvaluationRecord
 
 
 def loss_hex(loss: float) -> str:
-    """The float32 value of `loss`, exactly, as a hexadecimal literal; "nan", "inf" or "-inf" where it is not finite."""
+    """The float32 value of `loss`, exactly, as a hexadecimal literal; "nan", "inf" or "-inf" if it is not finite."""
     return float(np.float32(loss)).hex()
 
 
@@ -29,25 +29,25 @@ class StepRecord:
     grad_norm: float
     """Global L2 norm before clipping."""
     lr: float
-    """Learning rate this step used."""
+    """Learning rate of this step."""
     consumed_samples: int
-    """Samples seen by the run, this step's included."""
+    """Samples seen by the run, including this step."""
     consumed_tokens: int
     rates: Rates
     loss_scale: float | None = None
     skipped: bool = False
-    """The update was left out because the gradients were not finite."""
+    """The update was skipped because the gradients were not finite."""
     global_batch_size: int
     """Samples in this step; shown at the terminal, not written to metrics.jsonl."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What else a model reports (name -> mean); written after the fixed keys. A name of those keys is an error."""
+    """Other metrics of the model (name -> mean), written after the fixed keys. The name of a fixed key is an error."""
 
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Phase -> seconds it took before this step, written as seconds_PHASE: data_wait; evaluation and save where there
-    was one; with several processes, now and then, the least and largest of all as data_wait_min and data_wait_max."""
+    """Phase -> seconds it took before this step, written as seconds_PHASE: data_wait; evaluation and save if there was
+    one; with several processes, now and then, the extremes over processes as data_wait_min and data_wait_max."""
 
     memory: Mapping[str, int] = field(default_factory=dict)
-    """Bytes after this step, as far as they are counted, written as memory_NAME: see device_memory.memory_in_use."""
+    """Bytes after this step, where known, written as memory_NAME: see device_memory.memory_in_use."""
 
     def line(self) -> dict[str, Any]:
         """The keys and values of this step's line, in order; floats may be nan or infinite."""
@@ -66,7 +66,7 @@ class StepRecord:
             **{f"memory_{name}": size for name, size in self.memory.items()},
         }
         if clash := fixed.keys() & self.metrics.keys():
-            raise ValueError(f"metrics {sorted(clash)} have the names of fixed keys of metrics.jsonl; rename them")
+            raise ValueError(f"metrics {sorted(clash)} are fixed keys of metrics.jsonl; rename them")
         return {**fixed, **self.metrics}
 
 
@@ -76,13 +76,13 @@ class EvaluationRecord:
 
     step: int
     split: str
-    """What it was measured on: "validation", "test"."""
+    """Such as "validation" or "test"."""
     loss: float
     """Mean over the weighted labels, nats per token."""
 
     @property
     def perplexity(self) -> float:
-        """exp(loss), infinite where that leaves the range of a float."""
+        """exp(loss); inf if that overflows."""
         try:
             return math.exp(self.loss)
         except OverflowError:
@@ -100,7 +100,7 @@ class EvaluationRecord:
 
 
 def to_json(line: Mapping[str, Any]) -> str:
-    """`line` as one line of strict JSON, with the newline: what is not finite becomes null, paths become strings."""
+    """`line` as one line of strict JSON, with a newline: non-finite numbers become null, paths become strings."""
     return json.dumps(_finite(line), allow_nan=False, default=_plain) + "\n"
 
 
@@ -122,7 +122,7 @@ def _plain(value: Any) -> str:
 
 
 def parse(line: str) -> dict[str, Any] | None:
-    """A line of metrics.jsonl as a dict, or None for one that was torn off while being written."""
+    """A line of metrics.jsonl as a dict, or None for an incomplete one."""
     try:
         value = json.loads(line)
     except json.JSONDecodeError:
@@ -131,7 +131,7 @@ def parse(line: str) -> dict[str, Any] | None:
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The training lines and the evaluation lines of a metrics.jsonl, in file order; torn lines are left out."""
+    """The training lines and the evaluation lines of a metrics.jsonl, in file order, without incomplete lines."""
     with path.open(encoding="utf-8") as file:
         lines = [line for line in map(parse, file) if line is not None]
     return [line for line in lines if "split" not in line], [line for line in lines if "split" in line]

@@ -1,4 +1,4 @@
-"""The folder of a run: what lies where, made and checked at the start."""
+"""The folder of a run: its files, and its creation."""
 
 import os
 import tempfile
@@ -10,13 +10,13 @@ from megajax.config.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths in `run_dir`; nothing is touched until `create` or a writer does."""
+    """Paths in `run_dir`."""
 
     path: Path
 
     @classmethod
     def create(cls, run_dir: str | Path) -> "RunFolder":
-        """Make `run_dir` and prove that files can be written there; UserError if not."""
+        """Create `run_dir`. Raises UserError unless files can be written there."""
         path = Path(run_dir).expanduser()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -24,8 +24,8 @@ class RunFolder:
                 pass
         except OSError as error:
             raise UserError(
-                f"run_dir {path} cannot be written: {error.strerror or error}. "
-                "Set run_dir to a folder you can write to, with space left on its disk."
+                f"run_dir {path} can't be written: {error.strerror or error}. "
+                "Set run_dir to a writable folder with free space."
             ) from error
         return cls(path)
 
@@ -72,7 +72,7 @@ class RunFolder:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` (UTF-8) so that readers, and a machine that loses power, see the old file or the new, whole."""
+    """Write `text` (UTF-8) so that readers see the old file or the new one, even after a power failure."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:

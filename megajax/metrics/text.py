@@ -1,4 +1,4 @@
-"""Numbers as people read them: durations, counts, times of day; text of unknown origin made safe to print."""
+"""Durations, counts, sizes and times of day as text; untrusted text made safe to print."""
 
 import unicodedata
 from datetime import UTC, datetime, timedelta
@@ -31,7 +31,7 @@ def count(number: float) -> str:
 
 
 def finish_time(now: datetime, seconds: float) -> str:
-    """The time of day `seconds` after `now`: "18:42", with the date when that is another day: "Nov 22 18:42"."""
+    """The time of day `seconds` after `now`: "18:42", with the date if that is another day: "Nov 22 18:42"."""
     end = now + timedelta(seconds=seconds)
     return end.strftime("%H:%M" if end.date() == now.date() else "%b %d %H:%M")
 
@@ -60,7 +60,7 @@ _INVISIBLE = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
 
 
 def visible(written: str) -> str:
-    """Text with its control characters written out, as "\\x1b": it cannot move a cursor or end a line of a log.
+    """Text with escaped control characters, as "\\x1b": it can't move a cursor or end a line of a log.
 
     Newlines and tabs stay, and the joiners that scripts and emoji need.
     """

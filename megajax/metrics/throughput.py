@@ -1,4 +1,4 @@
-"""How fast a step went: tokens per second, FLOP/s, the share of the hardware's peak (MFU), and the time left.
+"""Speed of steps: tokens per second, FLOP/s, the share of the hardware's peak (MFU), and the time left.
 
 MFU, model FLOPs utilisation, is defined in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): the FLOP/s a
 model needs, without anything recomputed, over the peak of the devices. It is quoted twice, for attention counted as
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-# First match decides. A slice of a device (MIG) has a share of the peak that its name does not say, so it has none.
+# The first match counts. The name of a partition of a device (MIG) does not say its share of the peak.
 _PEAK_TFLOPS: tuple[tuple[str, float | None], ...] = (
     (r"\bMIG\b", None),
     (r"\bGB[23]00\b", 2500),
@@ -42,8 +42,7 @@ _PEAK_TFLOPS: tuple[tuple[str, float | None], ...] = (
 def peak_bf16_flops(device_kind: str) -> float | None:
     """Peak dense bfloat16 FLOP/s of one device with float32 accumulation, as published, not measured here.
 
-    `device_kind` is what `jax.devices()[0].device_kind` says. None for CPUs and for kinds not in the table: an MFU is
-    then unknown, not guessed.
+    device_kind: of `jax.devices()[0]`. None for CPUs and for kinds that are not in the table.
     """
     for pattern, tflops in _PEAK_TFLOPS:
         if re.search(pattern, device_kind):
@@ -72,10 +71,10 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRate:
-    """What turns the seconds of a step into rates.
+    """Turns the seconds of a step into rates.
 
     `flops_per_token_causal` and `flops_per_token_full` count forward and backward without recompute, for the run's
-    sequence length; `peak_flops` is FLOP/s of one device. None in any of them gives None in what depends on it.
+    sequence length; `peak_flops` is FLOP/s of one device. Rates that depend on None are None.
     """
 
     devices: int
@@ -131,7 +130,7 @@ class RecentSteps:
     def eta(self, steps_left: int) -> float | None:
         """Seconds until `steps_left` more steps are done, at the median pace; None before the first step.
 
-        The median passes over steps slowed by a compilation, a checkpoint or an evaluation; of two middle values the
-        lower counts, so that a slow first step is passed over as soon as there is a second.
+        The median ignores steps that a compilation, a checkpoint or an evaluation slowed down. Of two middle values
+        the lower counts, so that a slow first step is ignored as soon as there is a second.
         """
         return statistics.median_low(self._seconds) * steps_left if self._seconds else None

@@ -1,7 +1,7 @@
 """A profiler trace in a few lines: kernels by time, idle gaps, streams, and exposed communication.
 
-Records come from a reader: `metrics/xplane.py` for the profiler's own format, `metrics/chrome_trace.py` for the compressed
-JSON file beside it. Neither jax nor numpy is imported here.
+Records come from a reader: `metrics/xplane.py` for the profiler's own format, `metrics/chrome_trace.py` for the
+compressed JSON file beside it. Neither jax nor numpy is imported here.
 """
 
 import re

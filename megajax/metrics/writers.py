@@ -18,18 +18,18 @@ from megajax.metrics.runfolder import RunFolder, write_atomically
 
 
 class Writer(Protocol):
-    """Something that takes note. A subclass overrides what concerns it; the rest does nothing."""
+    """Takes records and events. A subclass overrides what it needs; the other methods do nothing."""
 
     def log(self, record: Record) -> None:
         """Take a training step or an evaluation."""
         return
 
     def event(self, name: str, /, **fields: Any) -> None:
-        """Take note of something that happened: "start", "compiled", "saved", "stopped"."""
+        """Take an event, such as "start", "compiled", "save" or "stopped"."""
         return
 
     def close(self) -> None:
-        """Write out what is left. Called once, nothing comes after it."""
+        """Write what is left. Called once, as the last method."""
         return
 
 
@@ -48,7 +48,7 @@ class Writers(Writer):
             writer.event(name, **fields)
 
     def close(self) -> None:
-        """Close every writer, then raise what the first failing one raised."""
+        """Close all writers, then raise the first error, if any."""
         errors: list[Exception] = []
         for writer in self._writers:
             try:
@@ -68,7 +68,7 @@ class Writers(Writer):
 
 
 class JsonlWriter(Writer):
-    """metrics.jsonl: a line for every step and every evaluation, handed to the system before the next.
+    """metrics.jsonl: a line for every step and every evaluation, flushed one by one.
 
     A run that resumes after `start_step` steps writes the later ones again. Their old lines are moved to
     metrics.superseded.jsonl, so that metrics.jsonl has every step once.
@@ -76,7 +76,7 @@ class JsonlWriter(Writer):
 
     def __init__(self, path: Path, *, start_step: int = 0):
         self.superseded = 0
-        """Lines of an earlier attempt moved aside when the file was opened."""
+        """Number of lines that were moved when the file was opened."""
         self._evaluated: set[str] = set()
         self._start_step = start_step
         if path.exists():
@@ -84,7 +84,7 @@ class JsonlWriter(Writer):
         self._file = path.open("a", encoding="utf-8")
 
     def _rewind(self, path: Path) -> None:
-        """Replace the file, whole, by its lines up to the starting step; a line torn off by a crash is dropped."""
+        """Replace the file atomically by its lines up to the starting step, without incomplete ones."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         later: list[str] = []
         try:
@@ -110,7 +110,7 @@ class JsonlWriter(Writer):
         self.superseded = len(later)
 
     def log(self, record: Record) -> None:
-        # An evaluation of the very state a run starts from may be in the file already.
+        # An evaluation of the state that a run starts from may be in the file already.
         if isinstance(record, EvaluationRecord) and record.step == self._start_step:
             if record.split in self._evaluated:
                 return
@@ -128,7 +128,7 @@ def _sync(file: TextIO) -> None:
 
 
 class EventsWriter(Writer):
-    """events.jsonl: what happened when, over all attempts of a run. `time` is in seconds since 1970 (UTC)."""
+    """events.jsonl: the events of all attempts of a run. `time` is in seconds since 1970 (UTC)."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time):
         self._file = path.open("a", encoding="utf-8")
@@ -136,7 +136,7 @@ class EventsWriter(Writer):
 
     def event(self, name: str, /, **fields: Any) -> None:
         if clash := {"time", "event"} & fields.keys():
-            raise ValueError(f"event {name!r} has a field called {min(clash)!r}, which every event has; rename it")
+            raise ValueError(f"event {name!r} has a field {min(clash)!r}, which every event has; rename it")
         self._file.write(to_json({"time": self._clock(), "event": name, **fields}))
         self._file.flush()
 
@@ -145,7 +145,7 @@ class EventsWriter(Writer):
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The numbers of a record under the names dashboards show: train/loss, validation/perplexity."""
+    """The numbers of a record under the names of dashboards: train/loss, validation/perplexity."""
     line = record.line()
     prefix = line.pop("split", "train")
     return {
@@ -156,12 +156,12 @@ def scalars(record: Record) -> dict[str, float]:
 
 
 class TensorBoardWriter(Writer):
-    """TensorBoard event files in `folder`; points after `start_step` of an earlier attempt are hidden by readers."""
+    """TensorBoard event files in `folder`; readers hide points of an earlier attempt after `start_step`."""
 
     def __init__(self, folder: Path, *, start_step: int = 0):
         tensorboard = require("tensorboardX", "logging.tensorboard", otherwise="turn logging.tensorboard off")
         purge_step = start_step + 1 if folder.exists() else None
-        # The suffix keeps a second attempt within the same second from writing over the file of the first.
+        # With the suffix, a second attempt within the same second does not overwrite the first one's file.
         suffix = f".{start_step}.{os.getpid()}.{time.monotonic_ns()}"
         self._file = tensorboard.SummaryWriter(logdir=str(folder), purge_step=purge_step, filename_suffix=suffix)
 
@@ -174,7 +174,7 @@ class TensorBoardWriter(Writer):
 
 
 class WandbWriter(Writer):
-    """A Weights & Biases run with its files in `folder`/wandb; later attempts of a run continue the same one."""
+    """A Weights & Biases run with its files in `folder`/wandb; later attempts continue it."""
 
     def __init__(self, config: WandbConfig, folder: Path, *, run_config: Mapping[str, Any] | None = None):
         wandb = require("wandb", "logging.wandb", otherwise="turn logging.wandb off")
@@ -186,7 +186,7 @@ class WandbWriter(Writer):
             mode=config.mode,
             dir=str(folder),
             config=None if run_config is None else dict(run_config),
-            # The terminal belongs to the console; a second reader of stdout would break a line that updates in place.
+            # The console owns the terminal; another reader of stdout would break lines that update in place.
             settings=wandb.Settings(console="off", silent=True),
         )
         # An axis of its own: wandb's built-in step refuses an evaluation that arrives after a later step.
@@ -201,7 +201,7 @@ class WandbWriter(Writer):
 
 
 def _run_id(folder: Path) -> str:
-    """The run's name towards wandb, kept in the run folder so that a resumed run finds it."""
+    """The run's wandb id, kept in the run folder for later attempts."""
     path = folder / "wandb" / "megajax-run-id"
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
@@ -217,11 +217,10 @@ def open_writers(
     primary: bool = True,
     run_config: Mapping[str, Any] | None = None,
 ) -> Writers:
-    """The writers `config` asks for, over `folder`.
+    """The writers that `config` asks for, in `folder`; in processes other than `primary` they do nothing.
 
-    `start_step` is the number of steps the restored checkpoint has behind it, 0 for a new run. Only the process with
-    `primary` writes; the others get writers that do nothing. `run_config` is shown beside the run in dashboards.
-    Raises UserError when an extra that was asked for is not installed, before any file is touched.
+    start_step: steps before the restored checkpoint, 0 for a new run. run_config: shown in dashboards.
+    Raises UserError if a package of an extra is missing, before any file is written.
     """
     if not primary:
         return Writers()
