@@ -1,4 +1,4 @@
-"""Check whether this machine is fit for training: `python -m megajax.doctor`."""
+"""Check an installation and a machine: `python -m megajax.doctor`."""
 
 import sys
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 from megajax.command_line import Flag, front_door, parse
 from megajax.config.builds import resolve
 
-DESCRIPTION = """Check an installation and a machine, a line for each check: ok, warn or fail, and what to do. Takes
-seconds without a GPU; what hangs is given up after a while. On a cluster:
+DESCRIPTION = """Check an installation and a machine: a line for each check, ok, warn or fail, and what to do. Takes
+seconds without a GPU; every check has a time limit. On a cluster:
 srun --ntasks-per-node=1 python -m megajax.doctor"""
 FLAGS = (
-    Flag("run-dir", Path | None, help="where runs are to be written; none: the folder this is started in"),
+    Flag("run-dir", Path | None, help="where runs will be written; none: the current folder"),
     Flag("json", help="print JSON instead of lines"),
 )
 
@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
     """Exit codes: 0 nothing failed (there may be warnings), 1 a check failed, 2 a wrong command line, 130 interrupted.
 
     Raises:
-        UserError: for what the user has to change.
+        UserError: for errors that the user can mend.
     """
     flags = parse(argv, verb="doctor", flags=FLAGS, with_config=False, description=DESCRIPTION).flags
     try:

@@ -1,4 +1,4 @@
-"""A line for every program that is compiled, or found among the compiled ones: what, for how long, and from where."""
+"""A line for every program that is compiled or read from the cache: its name and how long it took."""
 
 import threading
 from collections.abc import Callable, Generator, Mapping
@@ -15,36 +15,36 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 HIT = "/jax/compilation_cache/cache_hits"
 SAVED = "/jax/compilation_cache/compile_time_saved_sec"
 WRITTEN = "/jax/compilation_cache/cache_misses"
-"""Events of jax.monitoring; the others are told in the thread that compiles, before the first."""
+"""Events of jax.monitoring. The other three come from the compiling thread, before COMPILED."""
 
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "train_step": "the train step",
         "eval_step": "the evaluation step",
         "forward": "the forward pass",
-        "blame": "the look for weights whose gradients are not finite",
+        "blame": "the search for weights whose gradients are not finite",
         "_fresh": "the initial state",
     }
 )
 ALWAYS = ("train_step", "_fresh")
-LEAST_SECONDS = 1.0
-"""Other programs than those are told of from so many seconds on."""
+MIN_SECONDS = 1.0
+"""Other programs are reported if they took at least this long."""
 
 
 class Compile(NamedTuple):
-    """One program."""
+    """A compiled program."""
 
     name: str
-    """Of the function."""
+    """Name of the function."""
     seconds: float
-    """Until it was ready, read or compiled."""
+    """To read or to compile it."""
     cached: bool
     """Whether it was read from disk."""
     saved: float | None
-    """Seconds that reading it saved, as jax noted when it was compiled; None where it was compiled."""
+    """Seconds that reading it saved, as jax recorded when it was compiled; None if it was compiled."""
 
     def sentence(self) -> str:
-        """In words."""
+        """One line of text."""
         name = NAMES.get(self.name, self.name)
         if not self.cached:
             return f"compiled {name}: {duration(self.seconds)}"
@@ -53,7 +53,7 @@ class Compile(NamedTuple):
 
 
 class CompileLog:
-    """Within its `with` block tells of each program: `say` a sentence, and what `events` gives its fields."""
+    """Within its `with` block, reports each program: a sentence to `say`, and an event to what `events` was given."""
 
     def __init__(self, say: Callable[[str], None]):
         self._say = say
@@ -63,7 +63,7 @@ class CompileLog:
         self._thread = threading.local()
 
     def events(self, event: Callable[..., None]) -> None:
-        """Have programs written down from now on, and those before."""
+        """Write programs as events from now on, and the earlier ones."""
         self._event = event
         for program in self._early:
             self._write(program)
@@ -71,7 +71,7 @@ class CompileLog:
 
     @contextmanager
     def ready(self, name: str, call: Callable[[], None]) -> Generator[None]:
-        """Within the block, `call` when the program of function `name` is compiled."""
+        """Within the block, call `call` once the program of function `name` is compiled."""
         self._ready[name] = call
         try:
             yield
@@ -89,7 +89,7 @@ class CompileLog:
         jax.monitoring.unregister_event_listener(self._happened)
         jax.monitoring.unregister_event_duration_listener(self._lasted)
         if jax.process_index() == 0 and (folder := cache_in_use()) is not None:
-            record(folder)  # what XLA itself wrote there while it compiled programs that are not kept
+            record(folder)  # results of autotuning, also for programs that are not kept
 
     def _happened(self, event: str, **_: Any) -> None:
         if event in (HIT, WRITTEN):
@@ -107,14 +107,14 @@ class CompileLog:
         noted.clear()
         if written and (folder := cache_in_use()) is not None:
             record(folder)
-        if program.name in ALWAYS or duration_secs >= LEAST_SECONDS:
+        if program.name in ALWAYS or duration_secs >= MIN_SECONDS:
             self._say(program.sentence())
             self._write(program)
         if (call := self._ready.get(program.name)) is not None:
             call()
 
     def _noted(self) -> dict[str, Any]:
-        """What jax has told of the program this thread is compiling."""
+        """What jax reported about the program that this thread is compiling."""
         return self._thread.__dict__
 
     def _write(self, program: Compile) -> None:

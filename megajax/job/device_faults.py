@@ -1,4 +1,4 @@
-"""Errors of devices and of what is installed for them, in words: what was found, what was tried, what to change."""
+"""Errors of devices and of their libraries, explained: what failed, the facts, and what to change."""
 
 import os
 import re
@@ -30,22 +30,22 @@ INSTALLATION = re.compile(
     re.IGNORECASE,
 )
 PHASES = {"evaluate": "in an evaluation", "dispatch": "in a train step", "fetch": "in a train step"}
-"""Function of this library -> what the run was doing in it."""
+"""Function of this library -> the phase of the run."""
 
 
 class DeviceFault(UserError):
-    """A device has not enough memory, or what is installed does not fit it; the traceback is in a file."""
+    """A device has too little memory, or its libraries do not fit; the traceback is in a file."""
 
     code = 1
 
 
 def device_fault(error: BaseException, cfg: RunConfig, folder: Path) -> DeviceFault | None:
-    """The error in words, its traceback written into `folder`; None for one that has nothing to do with devices."""
+    """The error explained, its traceback written into `folder`; None if it has nothing to do with devices."""
     if not isinstance(error, RuntimeError | ValueError | MemoryError) or isinstance(error, UserError):
         return None
     text = str(error)
     if isinstance(error, MemoryError):
-        said = "out of memory of the machine, not of a device: see data.loader and what else runs there"
+        said = "the host is out of memory, not a device: check data.loader and other processes"
     elif EXHAUSTED.search(text):
         said = out_of_memory(error, cfg)
     elif INSTALLATION.search(text):
@@ -56,26 +56,26 @@ def device_fault(error: BaseException, cfg: RunConfig, folder: Path) -> DeviceFa
 
 
 def installation(text: str) -> str:
-    """What is wrong with what is installed for the GPUs, as far as that can be seen."""
-    found, devices = look(), _devices()
-    faults = found.faults()
+    """What is wrong with the installed GPU libraries, as far as can be seen."""
+    installed, devices = look(), _devices()
+    faults = installed.faults()
     for device in {device.device_kind: device for device in devices}.values():
         written = str(getattr(device, "compute_capability", ""))
         if re.fullmatch(r"\d+\.\d+", written):
             major, minor = written.split(".")
-            faults += filter(None, [found.capability_fault(device.device_kind, (int(major), int(minor)))])
-    versions = ", ".join(f"{name} {version}" for name, version in found.packages.items())
+            faults += filter(None, [installed.capability_fault(device.device_kind, (int(major), int(minor)))])
+    versions = ", ".join(f"{name} {version}" for name, version in installed.packages.items())
     lines = [f"the GPU's libraries do not work: {_first_line(text)}", *faults]
     if not faults:
         lines.append(
-            "Versions fit each other as far as can be seen. cuDNN also fails to start where another process fills the "
-            "GPU's memory (see nvidia-smi), or where LD_LIBRARY_PATH leads to another CUDA: unset it."
+            "The versions seem to match. cuDNN also fails to start if another process fills the GPU's memory (see "
+            "nvidia-smi), or if LD_LIBRARY_PATH points to another CUDA: unset it."
         )
-    return "\n".join([*lines, f"found: {versions}"])
+    return "\n".join([*lines, f"installed: {versions}"])
 
 
 class Change(NamedTuple):
-    """Something that would take less memory."""
+    """A setting that would take less memory."""
 
     setting: str
     """As on the command line, without dashes."""
@@ -83,7 +83,7 @@ class Change(NamedTuple):
 
 
 def out_of_memory(error: BaseException, cfg: RunConfig) -> str:
-    """What was wanted and what there is, what takes it, and the cheapest changes."""
+    """What was requested, what is available, what uses it, and the cheapest changes."""
     devices = _devices()
     wanted = wanted_bytes(str(error))
     limits = [stats.get("bytes_limit") for device in devices if (stats := device.memory_stats())]
@@ -119,37 +119,39 @@ def out_of_memory(error: BaseException, cfg: RunConfig) -> str:
 
 
 def cheapest(cfg: RunConfig, devices: int, state: int | None, *, mostly_state: bool) -> list[Change]:
-    """At most three changes that the config's own checks allow, those that cost the least speed first."""
-    activations, held = list(_of_activations(cfg)), list(_of_state(cfg, state))
-    ordered = [*held, *activations] if mostly_state else [*activations, *held]
+    """At most three changes that the config's checks allow, in order of their cost in speed."""
+    activations, states = list(_of_activations(cfg)), list(_of_state(cfg, state))
+    ordered = [*states, *activations] if mostly_state else [*activations, *states]
     return [change for change in ordered if _allowed(cfg, change, devices)][:3]
 
 
 def _of_activations(cfg: RunConfig) -> Iterator[Change]:
     micro, chunk, parallel = cfg.batch.micro_size, cfg.model.loss_chunk, cfg.parallel
     if micro > 1:
-        yield Change(f"batch.micro_size={micro // 2}", "halves activations, makes twice as many microbatches")
+        yield Change(f"batch.micro_size={micro // 2}", "halves activations, doubles the number of microbatches")
     if parallel.tensor > 1 and not parallel.sequence:
-        yield Change("parallel.sequence=true", f"cuts what is between layers over the {parallel.tensor} of tensor")
+        yield Change(
+            "parallel.sequence=true", f"shards activations between layers over the {parallel.tensor} of tensor"
+        )
     if cfg.model.recompute == "none":
-        yield Change("model.recompute=selective", "keeps what matmuls need, computes the rest again")
+        yield Change("model.recompute=selective", "saves inputs of matmuls, recomputes the rest")
     logits = 4 * chunk * cfg.model.padded_vocabulary() // (parallel.tensor * parallel.pipeline)
     if logits > 2**30:
         yield Change(f"model.loss_chunk={chunk // 2}", f"halves the logits, {size(logits)} at a time")
     if cfg.model.recompute != "full":
-        yield Change("model.recompute=full", "keeps the inputs of layers alone; about a third more computation")
+        yield Change("model.recompute=full", "saves inputs of layers only; about a third more computation")
 
 
 def _of_state(cfg: RunConfig, now: int | None) -> Iterator[Change]:
     parallel, devices = cfg.parallel, jax.devices()
     changes = []
     if parallel.data_sharding == "replicate":
-        changes.append(("parallel.data_sharding=zero1", "spreads optimizer and master weights over data"))
+        changes.append(("parallel.data_sharding=zero1", "shards optimizer and master weights over data"))
     if parallel.data_sharding != "fsdp":
-        changes.append(("parallel.data_sharding=fsdp", "spreads weights too, and gathers them layer by layer"))
+        changes.append(("parallel.data_sharding=fsdp", "shards weights too, and gathers them layer by layer"))
     changes += [
         (f"parallel.{axis}={2 * getattr(parallel, axis)}", words)
-        for axis, words in (("tensor", "cuts each layer further"), ("pipeline", "leaves each device fewer layers"))
+        for axis, words in (("tensor", "shards each layer further"), ("pipeline", "fewer layers on each device"))
     ]
     for setting, words in changes:
         if (other := _changed(cfg, setting, len(devices))) is None:
@@ -173,9 +175,9 @@ def _allowed(cfg: RunConfig, change: Change, devices: int) -> bool:
 
 
 def state_bytes(cfg: RunConfig, devices: list[jax.Device]) -> int | None:
-    """Of weights and optimizer on one device, found without making them; None where the config does not fit them."""
+    """Bytes of weights and optimizer on one device, computed from shapes; None if the config does not fit `devices`."""
     try:
-        program = Program.of(cfg, build_mesh(cfg.parallel, devices), options={})  # only shapes: nothing is compiled
+        program = Program.of(cfg, build_mesh(cfg.parallel, devices), options={})  # only shapes, nothing is compiled
         with jax.set_mesh(program.mesh):
             leaves = jax.tree.leaves(program.state_like())
     except (UserError, RuntimeError, ValueError):
@@ -184,7 +186,7 @@ def state_bytes(cfg: RunConfig, devices: list[jax.Device]) -> int | None:
 
 
 def wanted_bytes(text: str) -> int | None:
-    """What an allocation asked for, as the runtime's message says it."""
+    """The size of the failed allocation, from the runtime's message."""
     match = WANTED.search(text)
     if match is None:
         return None
@@ -195,7 +197,7 @@ def wanted_bytes(text: str) -> int | None:
 def _devices() -> list[Any]:
     try:
         return jax.local_devices()
-    except RuntimeError:  # the very thing that does not work
+    except RuntimeError:  # the devices themselves fail
         return []
 
 
@@ -214,7 +216,7 @@ def _first_line(text: str) -> str:
 
 
 def _kept(error: BaseException, folder: Path) -> str:
-    """Write the traceback down. Says where, or shows it where it can't be written."""
+    """Write the traceback to a file and say where; the traceback itself if that fails."""
     text = "".join(traceback.format_exception(error))
     rank = f"-process{jax.process_index()}" if _devices() and jax.process_count() > 1 else ""
     path = folder / f"traceback{rank}.txt"

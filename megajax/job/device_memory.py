@@ -1,4 +1,4 @@
-"""What a step takes on a device: as it was compiled, now, and the most there ever was."""
+"""Device memory: of the compiled step, in use now, and at its peak."""
 
 import resource
 from collections.abc import Iterable
@@ -19,9 +19,9 @@ class StepMemory:
     arguments: int
     """State and batch."""
     outputs: int
-    """Beyond those written in place of arguments."""
+    """Without those that reuse the memory of arguments."""
     temporary: int
-    """Activations, gradients and what kernels need."""
+    """Activations, gradients and workspaces of kernels."""
     program: int
     """Code and constants."""
 
@@ -30,7 +30,7 @@ class StepMemory:
         return self.arguments + self.outputs + self.temporary + self.program
 
     def sentence(self) -> str:
-        """In words."""
+        """One line of text."""
         parts = f"state and batch {size(self.arguments)}, activations and other temporaries {size(self.temporary)}"
         rest = self.outputs + self.program
         return f"memory of the compiled step: {size(self.total)} a device ({parts}, the rest {size(rest)})"
@@ -42,19 +42,19 @@ def size(number: float) -> str:
 
 
 def compiled_memory(devices: Iterable[jax.Device], name: str = "train_step") -> StepMemory | None:
-    """Of the largest program called `name` that is loaded; None where the runtime does not say.
+    """Memory of the largest loaded program called `name`; None if the runtime does not know.
 
-    Asks the runtime for what it has loaded already: compiling once more to learn it would take as long again.
+    Asks the runtime for its loaded programs: compiling again to learn it would take as long as the first time.
     """
     clients: dict[int, Any] = {id(device.client): device.client for device in devices}
-    found = []
+    known = []
     for client in clients.values():
         for program in getattr(client, "live_executables", list)():
             try:
                 if any(module.name == f"jit_{name}" for module in program.hlo_modules()):
-                    found.append(program.get_compiled_memory_stats())
+                    known.append(program.get_compiled_memory_stats())
             except jax.errors.JaxRuntimeError:
-                continue  # a plugin that does not say; a run goes on without knowing
+                continue  # a plugin that does not support it
     sizes = [
         StepMemory(
             arguments=stats.argument_size_in_bytes,
@@ -62,29 +62,29 @@ def compiled_memory(devices: Iterable[jax.Device], name: str = "train_step") -> 
             temporary=stats.temp_size_in_bytes,
             program=stats.generated_code_size_in_bytes,
         )
-        for stats in found
+        for stats in known
     ]
     return max(sizes, key=lambda memory: memory.total, default=None)
 
 
 def peak_memory() -> tuple[int, int] | None:
-    """(most bytes in use at once, bytes there are) of the local device that used most; None where it is not counted."""
+    """(peak bytes in use, bytes available) of the local device with the highest peak; None if not counted."""
     return max(((stats["peak_bytes_in_use"], stats.get("bytes_limit", 0)) for stats in _counted()), default=None)
 
 
 def memory_in_use() -> dict[str, int]:
-    """Bytes now, what is not counted left out: `device` and `device_peak`, each of the local device with most of it,
-    and `host`, what of this process is in main memory."""
-    found = {}
+    """Bytes in use, as far as they are counted: `device` and `device_peak`, the largest over local devices, and `host`,
+    the resident memory of this process."""
+    sizes = {}
     if counted := _counted():
-        found["device"] = max(stats["bytes_in_use"] for stats in counted)
-        found["device_peak"] = max(stats["peak_bytes_in_use"] for stats in counted)
+        sizes["device"] = max(stats["bytes_in_use"] for stats in counted)
+        sizes["device_peak"] = max(stats["peak_bytes_in_use"] for stats in counted)
     if _PAGES.exists():
-        found["host"] = int(_PAGES.read_text().split()[1]) * resource.getpagesize()
-    return found
+        sizes["host"] = int(_PAGES.read_text().split()[1]) * resource.getpagesize()
+    return sizes
 
 
 def _counted() -> list[dict[str, int]]:
-    """What local devices say of their memory, those that count it: not CPUs, nor GPUs with every allocator."""
+    """Memory statistics of the local devices that count: CPUs do not, nor GPUs with some allocators."""
     counted = [device.memory_stats() or {} for device in jax.local_devices()]
     return [stats for stats in counted if {"bytes_in_use", "peak_bytes_in_use"} <= stats.keys()]

@@ -1,4 +1,4 @@
-"""A pipeline schedule as text for the terminal and as a picture."""
+"""A pipeline schedule as text and as a picture."""
 
 from pathlib import Path
 
@@ -8,20 +8,20 @@ from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import Phase, Schedule, Work
 
 LABEL = 6
-"""Columns of the names of rows, for stages of one digit."""
+"""Columns of a row's name, for stages of one digit."""
 END = " |"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PICTURE_CELLS = 50_000
-"""Pieces of work beyond which a picture shows nothing and takes minutes."""
+"""A picture of more pieces of work would be unreadable, and would take minutes."""
 NUMBERED_CELLS = 3_000
-"""Up to here each piece of work in a picture carries its number."""
+"""Up to this many, pieces of work in a picture are numbered."""
 
 
 def table(schedule: Schedule, width: int | None = None) -> str:
     """The table as text: a column per tick, a row per stage and kind of work, an entry per microbatch.
 
-    With several chunks a letter says which chunk. F forward, B backward, and I and W where input and weight
-    gradients have ticks of their own. Ticks that don't fit into `width` columns follow below; None: one long line.
+    With several chunks, a letter says which one. F is a forward, B a backward, I and W are input and weight gradients
+    with ticks of their own. Ticks that don't fit into `width` columns follow below; None: no limit.
     """
     cell = 1 + max(2, len(str(schedule.ticks - 1)), len(_entry(schedule, schedule.microbatches - 1, 0)))
     label = LABEL + len(str(schedule.stages - 1)) - 1

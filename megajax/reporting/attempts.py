@@ -138,8 +138,8 @@ def _attempt(
 
 def _ending(history: History, group: Sequence[Event], last: int, *, followed: bool) -> tuple[int | None, str]:
     named = {event.name: event for event in group}
-    told = [event.fields["exit_code"] for event in group if isinstance(event.fields.get("exit_code"), int)]
-    code = told[-1] if told else next((code for name, code in ENDS.items() if name in named), None)
+    codes = [event.fields["exit_code"] for event in group if isinstance(event.fields.get("exit_code"), int)]
+    code = codes[-1] if codes else next((code for name, code in ENDS.items() if name in named), None)
     total = history.config.get("steps")
     if code is None and isinstance(total, int) and (group[0].step or 0) >= total:
         return 0, "nothing to train"

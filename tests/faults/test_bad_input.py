@@ -205,4 +205,4 @@ def test_a_changed_config_is_refused_with_a_diff(tmp_path: Path) -> None:
 def test_an_unwritable_run_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     done = run(tmp_path)
-    assert done.returncode == 2 and "cannot be written" in done.stderr
+    assert done.returncode == 2 and "can't be written" in done.stderr

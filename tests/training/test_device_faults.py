@@ -233,4 +233,4 @@ def test_other_errors_are_left_alone(tmp_path):
 
 
 def test_a_machine_out_of_memory_is_not_called_a_device(tmp_path):
-    assert "of the machine" in str(device_fault(MemoryError(), run_config(), tmp_path))
+    assert "the host is out of memory" in str(device_fault(MemoryError(), run_config(), tmp_path))
