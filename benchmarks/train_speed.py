@@ -29,7 +29,6 @@ from megajax.metrics.banner import plain
 from megajax.metrics.chrome_trace import find
 from megajax.metrics.text import count, duration
 from megajax.metrics.throughput import Rates, StepRate
-from megajax.models.flops import flops_per_token, parameter_count
 from megajax.training.kernels import demand_kernels
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
@@ -152,7 +151,7 @@ def speeds(cfg: RunConfig, devices: int, roof: Roof, step: Spread, tokens: int) 
 
     An 8-bit recipe has its MFU by two peaks: the bfloat16 one, as all others, and its own.
     """
-    flops = flops_per_token(cfg.model)
+    flops = cfg.model.flops()
     rate = StepRate(
         devices=devices, flops_per_token_causal=flops.causal, flops_per_token_full=flops.full, peak_flops=roof.bf16
     )
@@ -197,7 +196,7 @@ def facts(program: Program, compiled: Any, kernels: tuple[Choice, ...]) -> dict[
     cfg, mesh = program.cfg, program.mesh
     model, device = cfg.model, mesh.devices.flat[0]
     return {
-        "parameters": parameter_count(model).total,
+        "parameters": model.parameter_count().total,
         "layers": model.stack.layers(),
         "hidden": model.hidden,
         "sequence_length": model.sequence_length,

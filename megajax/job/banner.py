@@ -1,7 +1,7 @@
 """What the start banner says of a run: sizes, arithmetic, and every choice made for the user."""
 
 import platform
-from math import log
+from math import log, prod
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from megajax.kernels.attention import local_device
 from megajax.layers.remat import Kept, words
 from megajax.mesh.xla import flag_names, memory_fraction
 from megajax.metrics.text import count
-from megajax.models.flops import flops_per_token, parameter_count
+from megajax.models.facts import facts_of, flops_of
 from megajax.models.memory import MemorySetting, memory_report
 from megajax.pipeline.check import measure
 from megajax.precision.config import DelayedScalingConfig, PrecisionConfig
@@ -35,25 +35,24 @@ def banner(run: Run, resumed: str | None) -> list[Section]:
 
 
 def _model(run: Run) -> list[tuple[str, str]]:
-    cfg = run.cfg.model
-    block, parameters, flops = cfg.stack.pattern[0], parameter_count(cfg), flops_per_token(cfg)
-    mixer, known = block.mixer, run.parts.tokenizer.vocabulary_size
+    cfg, known = run.cfg.model, run.parts.tokenizer.vocabulary_size
+    facts, flops = facts_of(cfg), flops_of(cfg)
+    if facts is None:
+        total = sum(prod(spec.shape) for spec in run.program.arrays.values())
+        rows = [("parameters", f"{count(total)} ({total:,})")]
+    else:
+        parameters, block = facts.parameter_count(), facts.stack.pattern[0]
+        sizes = f"{facts.stack.layers()} layers x {facts.hidden} hidden, {block.summary(facts.hidden)}"
+        all_weights = f"{count(parameters.total)} ({parameters.total:,})"
+        rows = [
+            ("parameters", f"{all_weights}, without embeddings {count(parameters.layers)}"),
+            ("shape", sizes),
+        ]
     unused = f" (the tokenizer has {known:,})" if known != cfg.vocabulary_size else ""
-    heads = f"{mixer.heads} heads" + (f", {mixer.groups()} key-value heads" if mixer.groups() != mixer.heads else "")
-    return [
-        (
-            "parameters",
-            f"{count(parameters.total)} ({parameters.total:,}), without embeddings {count(parameters.layers)}",
-        ),
-        (
-            "shape",
-            f"{cfg.stack.layers()} layers x {cfg.hidden} hidden, {heads} of {mixer.size(cfg.hidden)}, "
-            f"ffn {block.mlp.ffn}",
-        ),
-        ("vocabulary", f"{cfg.vocabulary_size:,}{unused}, padded to {cfg.padded_vocabulary():,}"),
-        ("FLOPs per token", f"{flops.causal:.4g} with causal attention, {flops.full:.4g} with full"),
-        ("first loss", f"about ln {cfg.vocabulary_size} = {log(cfg.vocabulary_size):.3f}"),
-    ]
+    rows.append(("vocabulary", f"{cfg.vocabulary_size:,}{unused}, padded to {cfg.padded_vocabulary():,}"))
+    if flops is not None:
+        rows.append(("FLOPs per token", f"{flops.causal:.4g} with causal attention, {flops.full:.4g} with full"))
+    return [*rows, ("first loss", f"about ln {cfg.vocabulary_size} = {log(cfg.vocabulary_size):.3f}")]
 
 
 def _layout(run: Run) -> list[tuple[str, str]]:

@@ -30,7 +30,7 @@ from megajax.metrics.record import StepRecord, read_metrics
 from megajax.metrics.runfolder import RunFolder
 from megajax.metrics.throughput import StepRate, peak_bf16_flops
 from megajax.metrics.writers import Writers, open_writers
-from megajax.models.flops import flops_per_token
+from megajax.models.facts import flops_of
 from megajax.resilience.signals import Signals, agree
 from megajax.training.guard import Guard
 from megajax.training.loop import NumericFault, StepInfo, run_steps
@@ -235,10 +235,12 @@ def step_record(run: Run, info: StepInfo, rate: StepRate) -> StepRecord:
 
 def step_rate(run: Run) -> StepRate:
     """What turns this run's step times into rates."""
-    flops = flops_per_token(run.cfg.model)
-    peak = peak_bf16_flops(run.mesh.devices.flat[0].device_kind)
+    flops = flops_of(run.cfg.model)
     return StepRate(
-        devices=run.mesh.size, flops_per_token_causal=flops.causal, flops_per_token_full=flops.full, peak_flops=peak
+        devices=run.mesh.size,
+        flops_per_token_causal=None if flops is None else flops.causal,
+        flops_per_token_full=None if flops is None else flops.full,
+        peak_flops=peak_bf16_flops(run.mesh.devices.flat[0].device_kind),
     )
 
 

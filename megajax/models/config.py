@@ -1,14 +1,18 @@
 """What a decoder can be told; importing this imports neither jax nor flax."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import inf, lcm
 from typing import ClassVar, Literal
 
 from megajax.batch import Leaf
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
+from megajax.kernels.capability import Choice, Device, Request
 from megajax.layers.config import LARGEST, BlockConfig, NormConfig, RMSNormConfig, StackConfig, above_zero
+from megajax.layers.facts import Side, total_size
 from megajax.layers.remat import Part, Recompute, Recomputing
+from megajax.models.facts import Flops, ParameterCount
 from megajax.models.protocol import ModelConfig
 
 
@@ -148,14 +152,10 @@ class DecoderConfig(ModelConfig):
         found += self._smoothing_problems()
         found += above_zero(init_std=self.init_std, embedding_std=self.embedding_std)
         found += self._recompute_problems()
-        blocks = {f"stack.pattern.{place}": block for place, block in enumerate(self.stack.pattern)}
-        if self.prediction is not None:
-            if self.prediction.block is not None:
-                blocks["prediction.block"] = self.prediction.block
-            if self.prediction.depth >= self.sequence_length:
-                what = f"{self.prediction.depth} reaches beyond sequence_length={self.sequence_length}"
-                found.append(Problem("prediction.depth", what))
-        for where, block in blocks.items():
+        if self.prediction is not None and self.prediction.depth >= self.sequence_length:
+            what = f"{self.prediction.depth} reaches beyond sequence_length={self.sequence_length}"
+            found.append(Problem("prediction.depth", what))
+        for where, block in self.named_blocks().items():
             for problem in block.mixer.shape_problems(hidden=self.hidden, length=self.sequence_length):
                 found.append(Problem(f"{where}.mixer.{problem.where}", problem.what, problem.hint))
         return found
@@ -163,6 +163,12 @@ class DecoderConfig(ModelConfig):
     def schema(self) -> dict[str, Leaf]:
         """Tokens, their labels, and where documents begin."""
         return text_schema(self.sequence_length, self.vocabulary_size)
+
+    def named_blocks(self) -> dict[str, BlockConfig]:
+        """Setting -> block, of each that is written in the config."""
+        blocks = {f"stack.pattern.{place}": block for place, block in enumerate(self.stack.pattern)}
+        own = None if self.prediction is None else self.prediction.block
+        return blocks if own is None else {**blocks, "prediction.block": own}
 
     def recomputing(self) -> Recomputing:
         """What each layer keeps for the backward pass."""
@@ -215,9 +221,79 @@ class DecoderConfig(ModelConfig):
     def has_dropout(self) -> bool:
         """Whether training draws random numbers."""
         return self.dropout > 0 or any(
-            block.dropout > 0 or block.mixer.dropout > 0 for block in (*self.stack.pattern, *self.predicting_blocks())
+            block.has_dropout() for block in (*self.stack.pattern, *self.predicting_blocks())
         )
 
     def padded_vocabulary(self) -> int:
         """Rows of the embedding table."""
         return -(-self.vocabulary_size // self.vocabulary_multiple) * self.vocabulary_multiple
+
+    def flops(self) -> Flops:
+        """Forward and backward pass per token, for rows of sequence_length tokens.
+
+        Counted as Megatron-LM's throughput line does: a multiply-add is two operations, the backward pass costs twice
+        the forward; matmuls of mixers, MLPs and heads count, norms, softmax and recomputation do not, nor does a window
+        make a difference. Of heads that predict further ahead, blocks, two matrices, three norms and logits count.
+        """
+        hidden, ahead = self.hidden, self.predicting_blocks()
+        counts = [block.multiply_adds(hidden) for block in self.stack.pattern] * self.stack.repeats
+        counts += [block.multiply_adds(hidden) for block in ahead]
+        outside = len(ahead) * (3 * hidden + 2 * hidden**2) + (1 + len(ahead)) * hidden * self.padded_vocabulary()
+        once = 2 * (sum(count.per_token for count in counts) + outside)
+        full = 2 * sum(count.per_pair for count in counts) * self.sequence_length
+        return Flops(causal=3 * (once + full / 2), full=3 * (once + full))
+
+    def parameter_count(self) -> ParameterCount:
+        """Number of weights, from those that the layers declare."""
+        hidden, ahead = self.hidden, self.predicting_blocks()
+        norm = total_size(self.norm.weights(hidden))
+        stack = sum(total_size(block.weights(hidden)) for block in self.stack.pattern) * self.stack.repeats
+        heads = sum(total_size(block.weights(hidden)) + 3 * norm + 2 * hidden**2 for block in ahead)
+        layers = stack + total_size(self.stack.shared_weights()) + norm + heads
+        table, positions = hidden * self.vocabulary_size, hidden * self.sequence_length * self.learned_positions
+        return ParameterCount(layers, table + positions, 0 if self.tied else table)
+
+    def kernel_choices(self, known: Request, device: Device | None) -> tuple[Choice, ...]:
+        """The kernel of each block of the pattern, and why not a faster one. device: None for any NVIDIA GPU.
+
+        known: what is known of the run. Raises UserError for a kernel asked for by name that is not available.
+        """
+        known = replace(known, length=self.sequence_length)
+        return tuple(
+            block.mixer.kernel_choice(self.hidden, known, device, f"model.stack.pattern.{place}.mixer.kernel")
+            for place, block in enumerate(self.stack.pattern)
+        )
+
+    def with_kernels(self, names: tuple[str, ...]) -> "DecoderConfig":
+        """The same model with these kernels in the blocks of the pattern."""
+        pairs = zip(self.stack.pattern, names, strict=True)
+        pattern = tuple(replace(block, mixer=replace(block.mixer, kernel=name)) for block, name in pairs)
+        return replace(self, stack=replace(self.stack, pattern=pattern))
+
+    def mesh_problems(self, sizes: Mapping[str, int], *, sequence: bool) -> Iterator[Problem]:
+        """What is wrong with the model on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""
+        tensor, cuts = sizes["tensor"], sizes["pipeline"] * sizes["tensor"]
+        if tensor > 1:
+            for where, block in self.named_blocks().items():
+                for problem in block.mesh_problems(sizes):
+                    yield replace(problem, where=f"{where}.{problem.where}")
+            if self.prediction is not None and self.hidden % tensor:
+                what = f"{self.hidden} is not divisible by parallel.tensor={tensor}, which cuts the matrices of "
+                yield Problem("hidden", f"{what}model.prediction")
+            if sequence and self.sequence_length % tensor:
+                what = f"{self.sequence_length} is not divisible by parallel.tensor={tensor}"
+                yield Problem("sequence_length", what, "needed with parallel.sequence=true")
+        if cuts > 0 and self.padded_vocabulary() % cuts:
+            yield Problem(
+                "vocabulary_multiple",
+                f"the vocabulary, padded to {self.padded_vocabulary()}, is cut over parallel.pipeline="
+                f"{sizes['pipeline']} x parallel.tensor={tensor} = {cuts} devices, which do not divide it",
+                f"set model.vocabulary_multiple={lcm(self.vocabulary_multiple, cuts)}",
+            )
+
+    def matmul_sides(self, tensor: int) -> Iterator[Side]:
+        """Sides of the matrices of the stack on one device."""
+        yield Side("hidden", "", self.hidden)
+        for place, block in enumerate(self.stack.pattern):
+            for side in block.matmul_sides(self.hidden, tensor):
+                yield side._replace(where=f"stack.pattern.{place}.{side.where}")

@@ -8,8 +8,9 @@ grouped queries and gated MLPs do not enter the activations, biases and learned 
 
 from dataclasses import dataclass
 
-from megajax.layers.config import BlockConfig, GatedMLPConfig, LatentAttentionConfig, LayerNormConfig
-from megajax.models.config import DecoderConfig
+from megajax.layers.config import BlockConfig
+from megajax.layers.facts import total_size
+from megajax.models.facts import Facts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,13 +53,12 @@ class MemoryReport:
         return self.weights + self.activations
 
 
-def memory_report(cfg: DecoderConfig, setting: MemorySetting) -> MemoryReport:
+def memory_report(cfg: Facts, setting: MemorySetting) -> MemoryReport:
     """For rows of cfg.sequence_length tokens."""
     hidden, table = cfg.hidden, cfg.hidden * cfg.padded_vocabulary()
-    blocks = [*cfg.stack.pattern] * cfg.stack.repeats
-    cut = sum(_matrices(block, hidden) for block in blocks) / setting.pipeline
-    final = hidden * (2 if isinstance(cfg.norm, LayerNormConfig) else 1)
-    held = sum(_norms(block, hidden) for block in blocks) + final
+    cut = sum(_matrices(block, hidden) for block in cfg.stack.pattern) * cfg.stack.repeats / setting.pipeline
+    held = sum(_norms(block, hidden) for block in cfg.stack.pattern) * cfg.stack.repeats
+    held += total_size(cfg.norm.weights(hidden))
     further = sum(_matrices(block, hidden) for block in cfg.predicting_blocks())
     further_held = sum(_norms(block, hidden) for block in cfg.predicting_blocks())
     tables = table if cfg.tied else 2 * table
@@ -76,7 +76,7 @@ def memory_report(cfg: DecoderConfig, setting: MemorySetting) -> MemoryReport:
     )
 
 
-def activation_bytes(cfg: DecoderConfig, setting: MemorySetting) -> float:
+def activation_bytes(cfg: Facts, setting: MemorySetting) -> float:
     """Of the first stage, which holds most microbatches at once."""
     block = cfg.stack.pattern[0]
     tokens, hidden, layers = cfg.sequence_length * setting.micro_size, cfg.hidden, cfg.stack.layers()
@@ -84,7 +84,7 @@ def activation_bytes(cfg: DecoderConfig, setting: MemorySetting) -> float:
     # Token and position ids of 8 bytes for each microbatch that is under way, and dropout's mask of the embedding.
     entering = (8 * tokens + tokens * hidden) * stages
     if setting.sequence:
-        per_layer = tokens * hidden * (18 + 4 * block.mlp.ffn / hidden)
+        per_layer = tokens * hidden * (18 + 4 * block.tensors(hidden)["activation"].total / hidden)
         head = 4 * tokens * hidden * (1 + vocabulary / hidden) if stages == 1 else 0
         return ((per_layer * layers + entering) * _in_flight(setting) + head) / setting.tensor
     per_layer = tokens * hidden * (10 + 24 / setting.tensor)
@@ -100,19 +100,12 @@ def _in_flight(setting: MemorySetting) -> float:
     return 1.0 if setting.microbatches is None else min(1.0, setting.microbatches / stages)
 
 
-def _matrices(block: BlockConfig, hidden: int) -> float:
+def _matrices(block: BlockConfig, hidden: int) -> int:
     """Parameters of a block that tensor parallelism cuts, as the report has it."""
-    mixer = block.mixer
-    mlp = 2 * hidden * block.mlp.ffn * (1.5 if isinstance(block.mlp, GatedMLPConfig) else 1)
-    if not isinstance(mixer, LatentAttentionConfig):
-        return 2 * hidden * mixer.size(hidden) * (mixer.heads + mixer.groups()) + mlp
-    gains = 2 if isinstance(block.norm, LayerNormConfig) else 1
-    size, rank = mixer.content_dim + mixer.position_dim, mixer.query_rank
-    queries = hidden * mixer.heads * size if rank is None else rank * (hidden + mixer.heads * size + gains)
-    latents = mixer.key_value_rank * (hidden + mixer.heads * (mixer.content_dim + mixer.value_dim) + gains)
-    return queries + latents + hidden * mixer.position_dim + mixer.heads * mixer.value_dim * hidden + mlp
+    gains = total_size(block.norm.weights(hidden)) // hidden
+    return sum(layer.megatron_matrices(hidden, gains) for layer in block.layers().values())
 
 
 def _norms(block: BlockConfig, hidden: int) -> int:
     """Parameters of a block that all devices of a stage hold."""
-    return 2 * hidden * (2 if isinstance(block.norm, LayerNormConfig) else 1)
+    return 2 * total_size(block.norm.weights(hidden))

@@ -2,7 +2,7 @@
 
 from megajax.planning.bars import Part
 from megajax.planning.cost.costs import Device
-from megajax.planning.cost.step_time import timed
+from megajax.planning.cost.estimate import step_time
 from megajax.planning.page import COMPILED, Page, of_plan
 from megajax.planning.program.devices import GIB
 from megajax.planning.program.train_step import TrainPlan
@@ -19,4 +19,4 @@ def of_compiled(plan: TrainPlan, device: Device, name: str) -> Page:
         ("batch and outputs", rest, "working"),
     )
     held = [Part(told, size / GIB, f"{size / GIB:.1f}", color) for told, size, color in sizes if size > 0]
-    return of_plan(timed(plan, device), name, held=held, about=COMPILED)
+    return of_plan(step_time(plan, device), name, held=held, about=COMPILED)

@@ -14,12 +14,10 @@ from megajax.config.errors import UserError
 from megajax.metrics import banner
 from megajax.metrics.banner import Section
 from megajax.metrics.text import count, duration
-from megajax.models.flops import parameter_count
 from megajax.planning.cost import formula
 from megajax.planning.cost.costs import Device, known_device
-from megajax.planning.cost.estimate import bytes_per_step, speed
+from megajax.planning.cost.estimate import bytes_per_step, speed, step_time
 from megajax.planning.cost.formula import times
-from megajax.planning.cost.step_time import timed
 from megajax.planning.program import audit_report
 from megajax.planning.program.audit import Audit
 from megajax.planning.program.collectives import grouped, kernel_rows, runs
@@ -36,7 +34,7 @@ def to_dict(plan: TrainPlan, device: Device | None = None, found: Audit | None =
     Rows of `collectives` are those of `grouped`, with how long they take. device: see `timed`; found: the program's
     memory traffic, where it is asked for.
     """
-    memory, cluster, time = plan.memory, plan.cluster, timed(plan, device)
+    memory, cluster, time = plan.memory, plan.cluster, step_time(plan, device)
     collectives = [
         row | {"seconds": moved.seconds}
         for row, moved in zip(grouped(plan.contents.collectives, plan.counts), time.traffic, strict=True)
@@ -77,7 +75,7 @@ def to_dict(plan: TrainPlan, device: Device | None = None, found: Audit | None =
         "gpus_per_node": cluster.per_node,
         "mesh": plan.mesh,
         "microbatches": plan.microbatches,
-        "parameters": parameter_count(plan.cfg.model).total,
+        "parameters": plan.cfg.model.parameter_count().total,
         "compile_seconds": plan.compile_seconds,
         "jax_version": jax.__version__,
     }
@@ -116,7 +114,7 @@ def show(plan: TrainPlan, file: TextIO | None = None, device: Device | None = No
 
 def sections(plan: TrainPlan, device: Device | None = None) -> list[Section]:
     """What `banner.plain` and `banner.box` print."""
-    cluster, memory, parameters = plan.cluster, plan.memory, parameter_count(plan.cfg.model)
+    cluster, memory, parameters = plan.cluster, plan.memory, plan.cfg.model.parameter_count()
     gpu, batch = cluster.gpu, plan.cfg.batch
     room = gpu.usable_gib - memory.peak / GIB
     rest = memory.arguments - memory.parameters - memory.optimizer
@@ -157,7 +155,7 @@ def sections(plan: TrainPlan, device: Device | None = None) -> list[Section]:
         ("layout", layout),
         ("memory of one device, GiB", held),
         ("custom calls", kernels),
-        ("time of a step, by the cost model", times(timed(plan, device))),
+        ("time of a step, by the cost model", times(step_time(plan, device))),
         ("compile", [("time", duration(plan.compile_seconds)), ("jax", jax.__version__), *_asked(plan)]),
     ]
 

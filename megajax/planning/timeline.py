@@ -10,8 +10,8 @@ from html import escape
 
 from megajax.metrics.text import duration
 from megajax.pipeline.schedule import build
-from megajax.planning.cost.estimate import Estimate, layer_times
-from megajax.planning.cost.work import head_time
+from megajax.planning.cost.estimate import Estimate
+from megajax.planning.cost.work import head_seconds, layers_work
 
 MOST_CELLS = 9_000
 """Pieces of work that are drawn at most, if that leaves one microbatch for each stage."""
@@ -65,18 +65,17 @@ class Timeline:
 def costs(found: Estimate) -> Costs:
     """Of an estimate, whose seconds they add up to."""
     run = found.run
-    times, _ = layer_times(run)
-    head, pieces = head_time(run), run.microbatches * run.parallel.virtual_stages
+    layers, pieces = layers_work(run), run.microbatches * run.parallel.virtual_stages
     told = {"forward": 0.0, "backward": 0.0, "loss": 0.0, "between": 0.0, "data": 0.0}
     for row in found.traffic:
         told[_place(row.axis, row.what)] += row.exposed
     ticks = max(1, found.schedule.ticks)
     return Costs(
-        forward=times.forward / run.parallel.virtual_stages,
+        forward=layers.forward.seconds / run.parallel.virtual_stages,
         forward_exposed=told["forward"] / pieces,
-        backward=times.backward / run.parallel.virtual_stages,
+        backward=layers.backward.seconds / run.parallel.virtual_stages,
         backward_exposed=told["backward"] / pieces,
-        loss=head.total,
+        loss=head_seconds(run),
         loss_exposed=told["loss"] / run.microbatches,
         between=told["between"] / ticks,
         data=told["data"],

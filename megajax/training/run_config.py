@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from math import lcm
 from typing import Any
 
 from megajax.checkpoint.config import CheckpointConfig
@@ -11,12 +10,13 @@ from megajax.config.dump import default_leaves, flatten, scalar_text
 from megajax.config.errors import Problem
 from megajax.config.placeholder import UnknownValue
 from megajax.data.config import DataConfig
-from megajax.layers.config import BlockConfig, MixerConfig
+from megajax.layers.facts import Side
 from megajax.layers.remat import words
-from megajax.mesh.config import BATCH_AXES, ParallelConfig
+from megajax.mesh.config import BATCH_AXES, MESH_AXES, ParallelConfig
 from megajax.mesh.xla import XlaConfig
 from megajax.metrics.config import LoggingConfig, ProfileConfig
 from megajax.models.config import DecoderConfig
+from megajax.models.facts import facts_of
 from megajax.optim.config import AdamWConfig, OptimizerConfig, ScheduleConfig
 from megajax.precision.config import MULTIPLE, PrecisionConfig
 from megajax.resilience.config import ResilienceConfig
@@ -202,59 +202,12 @@ def _together(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
         )
 
 
-def _vocabulary(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
-    parallel, vocabulary = cfg.parallel, cfg.model.padded_vocabulary()
-    cuts = parallel.pipeline * parallel.tensor
-    if cuts > 0 and vocabulary % cuts:
-        yield Problem(
-            "model.vocabulary_multiple",
-            f"the vocabulary, padded to {vocabulary}, is cut over parallel.pipeline={parallel.pipeline} x "
-            f"parallel.tensor={parallel.tensor} = {cuts} devices, which do not divide it",
-            f"set model.vocabulary_multiple={lcm(cfg.model.vocabulary_multiple, cuts)}",
-        )
-
-
-def _tensor(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
-    size = cfg.parallel.tensor
-    if size < 2:
-        return
-    for place, block in enumerate(cfg.model.stack.pattern):
-        yield from _tensor_in_block(f"model.stack.pattern.{place}", block, size)
-    if cfg.model.prediction is not None:
-        if cfg.model.prediction.block is not None:
-            yield from _tensor_in_block("model.prediction.block", cfg.model.prediction.block, size)
-        if cfg.model.hidden % size:
-            yield Problem(
-                "model.hidden",
-                f"{cfg.model.hidden} is not divisible by parallel.tensor={size}, which cuts the matrices of "
-                "model.prediction",
-            )
-    if cfg.parallel.sequence and cfg.model.sequence_length % size:
-        yield Problem(
-            "model.sequence_length",
-            f"{cfg.model.sequence_length} is not divisible by parallel.tensor={size}",
-            "needed with parallel.sequence=true",
-        )
-
-
-def _tensor_in_block(where: str, block: BlockConfig, size: int) -> Iterator[Problem]:
-    mixer: MixerConfig = block.mixer
-    legal = mixer.tensor_sizes()
-    hint = f"parallel.tensor can be {', '.join(map(str, legal))}"
-    if mixer.heads % size:
-        yield Problem(f"{where}.mixer.heads", f"heads={mixer.heads} is not divisible by parallel.tensor={size}", hint)
-    elif size not in legal:
-        what = f"kv_heads={mixer.groups()} and parallel.tensor={size}: one must be a multiple of the other"
-        yield Problem(f"{where}.mixer.kv_heads", what, hint)
-    if block.mlp.ffn % size:
-        below = block.mlp.ffn // size * size
-        near = " or ".join(str(width) for width in (below, below + size) if width)
-        both = ", ".join(str(n) for n in legal if block.mlp.ffn % n == 0)
-        yield Problem(
-            f"{where}.mlp.ffn",
-            f"ffn={block.mlp.ffn} is not divisible by parallel.tensor={size}",
-            f"use ffn={near}; parallel.tensor can be {both}",
-        )
+def _mesh(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
+    """What the model and its layers say against the mesh."""
+    facts, parallel = facts_of(cfg.model), cfg.parallel
+    sizes = {axis: getattr(parallel, axis) or 1 for axis in MESH_AXES}
+    for problem in () if facts is None else facts.mesh_problems(sizes, sequence=parallel.sequence):
+        yield replace(problem, where=f"model.{problem.where}")
 
 
 def _sharding(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
@@ -330,7 +283,8 @@ def _named(leaves: Mapping[str, str]) -> str:
 
 def _fp8(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     """Sides of the matrices that one device multiplies; those of latents are refused when they are traced."""
-    if cfg.precision.fp8 is None or cfg.parallel.problems():
+    facts = facts_of(cfg.model)
+    if facts is None or cfg.precision.fp8 is None or cfg.parallel.problems():
         return
     model, tensor, context = cfg.model, cfg.parallel.tensor, cfg.parallel.context
     first, last, layers = cfg.precision.fp8.first_layers, cfg.precision.fp8.last_layers, model.stack.layers()
@@ -338,23 +292,13 @@ def _fp8(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
         yield Problem(
             "precision.fp8", f"first_layers={first} and last_layers={last} are more than the {layers} there are"
         )
-    over = {1: ""} | {tensor: f" over parallel.tensor={tensor}"}
     rows = f"batch.micro_size={cfg.batch.micro_size} rows of {model.sequence_length}"
     tokens = cfg.batch.micro_size * model.sequence_length
-    sides = [("model.sequence_length", f"{rows} over parallel.context={context} are ", tokens, context)]
-    sides.append(("model.hidden", "", model.hidden, 1))
-    for place, block in enumerate(model.stack.pattern):
-        where, mixer = f"model.stack.pattern.{place}", block.mixer
-        size = mixer.size(model.hidden)
-        for name, heads in (("heads", mixer.heads), ("kv_heads", mixer.groups())):
-            held = max(heads, tensor) if tensor in mixer.tensor_sizes() else heads
-            if tensor > 0 and held % tensor == 0:
-                sides.append((f"{where}.mixer.{name}", f"{heads} of {size}{over[tensor]} are ", held * size, tensor))
-        sides.append((f"{where}.mlp.ffn", f"{block.mlp.ffn}{over[tensor]} is ", block.mlp.ffn, tensor))
-    for where, text, whole, cuts in sides:
-        if cuts > 0 and whole % cuts == 0 and whole // cuts % MULTIPLE:
-            what = f"{text}{whole // cuts}, no multiple of {MULTIPLE}, which 8-bit matmuls need"
-            yield Problem(where, what, "or set precision.fp8=none")
+    sides = [Side("sequence_length", f"{rows} over parallel.context={context} are", tokens // context)]
+    for side in (*sides * (tokens % context == 0), *facts.matmul_sides(tensor)):
+        if side.size % MULTIPLE:
+            what = f"{side.text} {side.size}, no multiple of {MULTIPLE}, which 8-bit matmuls need"
+            yield Problem(f"model.{side.where}", what.lstrip(), "or set precision.fp8=none")
 
 
 _CHECKS: tuple[Check, ...] = (
@@ -363,8 +307,7 @@ _CHECKS: tuple[Check, ...] = (
     _profile,
     _positive,
     _devices,
-    _tensor,
-    _vocabulary,
+    _mesh,
     _sharding,
     _batch,
     _pipeline,

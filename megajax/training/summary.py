@@ -8,7 +8,6 @@ import jax
 from jax.core import Tracer
 
 from megajax.metrics.text import count
-from megajax.models.flops import parameter_count
 
 type Rows = Sequence[tuple[str, str]]
 """(name, value) pairs, a line each."""
@@ -27,7 +26,7 @@ def run_rows(program: Any, step: int | None) -> Rows:
     return (
         (
             "model",
-            f"{type(program.abstract).__name__}, {count(parameter_count(model).total)} parameters: "
+            f"{type(program.abstract).__name__}, {count(model.parameter_count().total)} parameters: "
             f"{model.stack.layers()} layers, hidden {model.hidden}, vocabulary {model.vocabulary_size:,}",
         ),
         ("layout", f"{devices}{': ' * bool(used)}{used}; {', '.join(kinds)}"),

@@ -23,7 +23,6 @@ from roofline import roof_of
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.kernels.attention import local_device
-from megajax.models.flops import flops_per_token, parameter_count
 from megajax.tools import megatron_args
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -52,7 +51,7 @@ def test_mfu_measures_the_train_step(tmp_path: Path, process: None, capsys: pyte
     assert found["memory"]["peak_in_use"] is None and found["memory"]["planned_peak"] > 0
     assert found["seconds"]["compile"] > 0
     run = found["run"]
-    assert run["parameters"] == parameter_count(cfg.model).total
+    assert run["parameters"] == cfg.model.parameter_count().total
     assert (run["attention"], run["microbatches"], run["recompute"]) == (["reference"], 8, "selective")
     assert {"compiler_options", "custom_calls", "environment", "backend", "precision"} <= run.keys()
     assert found["losses"][0] == pytest.approx(np.log(512), abs=0.05)
@@ -208,8 +207,8 @@ def test_megatrons_flags_mean_the_same_model(run: str, tmp_path: Path) -> None:
     words = megatron_peer.flags(peers.spec_of(cfg) | more)
     assert megatron_args.main([f"--output={file}", "--", *words]) == 0
     back = load(str(file))
-    assert parameter_count(back.model) == parameter_count(cfg.model)
-    assert flops_per_token(back.model) == flops_per_token(cfg.model)
+    assert back.model.parameter_count() == cfg.model.parameter_count()
+    assert back.model.flops() == cfg.model.flops()
     assert back.model.stack.pattern[0].mixer.rope == cfg.model.stack.pattern[0].mixer.rope
     assert (back.batch.micro_size, back.batch.global_size) == (cfg.batch.micro_size, cfg.batch.global_size)
     assert (back.optimizer.beta2, back.optimizer.clip) == (cfg.optimizer.beta2, cfg.optimizer.clip)

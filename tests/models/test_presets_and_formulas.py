@@ -24,7 +24,6 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.models.config import DecoderConfig, PredictionConfig, WidthScalingConfig
-from megajax.models.flops import flops_per_token, parameter_count
 from megajax.models.memory import MemorySetting, memory_report
 from megajax.models.presets.gpt import GPT2, GPT3, gpt2, gpt3
 from megajax.models.presets.llama import LLAMA2, LLAMA3, llama2, llama3
@@ -106,7 +105,7 @@ def test_parameter_count_is_what_the_arrays_hold(cfg):
     held = shapes(cfg)
     padding = cfg.hidden * (cfg.padded_vocabulary() - cfg.vocabulary_size)
     tables = {path: prod(held[path]) for path in ("tokens", "positions", "head") if path in held}
-    count = parameter_count(cfg)
+    count = cfg.parameter_count()
     assert cfg.padded_vocabulary() % 128 == 0
     assert ("head" in tables) is not cfg.tied
     assert count.embedding == tables["tokens"] - padding + tables.get("positions", 0)
@@ -139,7 +138,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize(("cfg", "published"), PUBLISHED.values(), ids=PUBLISHED)
 def test_sizes_are_those_of_the_released_weights(cfg, published):
-    assert parameter_count(cfg).total == published
+    assert cfg.parameter_count().total == published
 
 
 @pytest.mark.parametrize("size", [size for size in GPT3 if size != "debug"])
@@ -147,7 +146,7 @@ def test_gpt3_sizes_are_what_they_are_called(size):
     """Never released; the paper's names are rounded. 50m is counted with a vocabulary of bytes."""
     called = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
     model = gpt3(size, sequence_length=512, vocabulary_size=257) if size == "50m" else gpt3(size)
-    assert abs(parameter_count(model).total / called - 1) < 0.025
+    assert abs(model.parameter_count().total / called - 1) < 0.025
 
 
 @pytest.mark.parametrize("cfg", MODELS.values(), ids=MODELS)
@@ -171,7 +170,7 @@ def test_operations_are_six_for_each_weight_of_a_matmul_and_attention(cfg):
     for mixer in mixers + [block.mixer for block in cfg.predicting_blocks()]:
         size = mixer.size(cfg.hidden)
         widths += mixer.heads * (size + getattr(mixer, "value_dim", size)) / 2
-    found = flops_per_token(cfg)
+    found = cfg.flops()
     assert found.full == 6 * in_matmuls + 12 * widths * cfg.sequence_length
     assert found.causal == 6 * in_matmuls + 6 * widths * cfg.sequence_length
 
@@ -207,7 +206,7 @@ def test_norms_of_further_heads_are_on_every_device_in_the_memory_report():
 
 def test_gpt3_175b_is_what_the_paper_says_it_cost():
     """Brown et al. 2020, table D.1: 3.14e23 operations for 300 billion tokens, attention left out."""
-    assert flops_per_token(gpt3("175b")).causal * 300e9 == pytest.approx(3.14e23, rel=0.04)
+    assert gpt3("175b").flops().causal * 300e9 == pytest.approx(3.14e23, rel=0.04)
 
 
 FAMILIES = {"gpt2": (gpt2, GPT2), "gpt3": (gpt3, GPT3), "llama2": (llama2, LLAMA2), "llama3": (llama3, LLAMA3),

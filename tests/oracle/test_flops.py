@@ -8,7 +8,6 @@ from megatron_cases import Comparison, cases, load_json
 from megatron_config import flag_config, memory_setting
 
 from megajax.models.config import DecoderConfig
-from megajax.models.flops import flops_per_token
 from megajax.models.memory import activation_bytes, memory_report
 
 TOLERANCE = 1e-9
@@ -34,7 +33,7 @@ def test_operations(case: str) -> None:
     """Of a global batch, of one row, and of packed rows, whose core attention goes by the sum of squared lengths."""
     theirs = CASES[case]
     cfg, _ = config_of(theirs)
-    each, compare = flops_per_token(cfg), Comparison(case)
+    each, compare = cfg.flops(), Comparison(case)
     for rows, name in ((theirs["global_batch_size"], ""), (1, "_batch1")):
         stored = theirs[f"num_floating_point_operations{name}"]
         compare.check("operations", each.causal * cfg.sequence_length * rows, stored, TOLERANCE, name=f"of {rows} rows")

@@ -7,7 +7,7 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.planning.cost.costs import DEVICES, REQUIRED, calibrated, known_device, read_device
-from megajax.planning.cost.links import Span, rate, seconds
+from megajax.planning.cost.traffic import Span, ring_rate, seconds
 from megajax.planning.program.devices import GPUS
 
 PLAIN = replace(
@@ -44,9 +44,9 @@ def test_a_ring_in_a_node_sends_all_but_its_own_part() -> None:
 
 
 def test_between_nodes_the_members_in_a_node_share_the_way() -> None:
-    assert rate(PLAIN, Span(8, 1)) == 10e9
-    assert rate(PLAIN, Span(8, 4)) == 40e9, "four network links"
-    assert rate(PLAIN, Span(160, 80)) == 100e9, "never faster than NVLink"
+    assert ring_rate(PLAIN, Span(8, 1)) == 10e9
+    assert ring_rate(PLAIN, Span(8, 4)) == 40e9, "four network links"
+    assert ring_rate(PLAIN, Span(160, 80)) == 100e9, "never faster than NVLink"
     assert seconds("collective-permute", GIGABYTE, Span(4, 1), PLAIN) == pytest.approx(0.1, rel=1e-3)
 
 

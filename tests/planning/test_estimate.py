@@ -19,9 +19,8 @@ from megajax.models.presets.llama import llama3
 from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import build
 from megajax.planning.cost.costs import DEVICES
-from megajax.planning.cost.description import OURS, Description, describe
+from megajax.planning.cost.description import OURS, Description, describe, pipeline_bubble
 from megajax.planning.cost.estimate import Estimate, estimate, to_dict
-from megajax.planning.cost.pipeline_bubble import bubble
 
 ROOT = Path(__file__).parents[2]
 H100 = DEVICES["h100"]
@@ -68,7 +67,7 @@ def test_a_bubble_is_that_of_the_table(sizes: tuple[int, int, int]) -> None:
         for wait in (0,) if name == "gpipe" else (0, 1):
             table = build(name, stages=stages, microbatches=microbatches, chunks=chunks, loss_wait=wait)
             layout = ParallelConfig(pipeline=stages, virtual_stages=chunks, schedule=name, loss_wait=wait, data=1)
-            found = bubble(run(parallel=layout, global_size=microbatches))
+            found = pipeline_bubble(run(parallel=layout, global_size=microbatches))
             assert (found.ticks, found.slots) == (table.ticks, table.ring_slots)
             assert found.fraction == pytest.approx(float(measure(table).bubble))
 

@@ -10,19 +10,21 @@ from megajax.layers.remat import Kept
 from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.llama import llama3
 from megajax.pipeline.executor import MOST_LOOPS
-from megajax.planning.cost.block_work import blocks_of
 from megajax.planning.cost.costs import DEVICES
 from megajax.planning.cost.description import OURS, Description, System, describe
 from megajax.planning.cost.estimate import bytes_per_step, estimate, to_dict
-from megajax.planning.cost.memory_traffic import (
-    block_bytes,
+from megajax.planning.cost.traffic import Traffic, memory_bytes
+from megajax.planning.cost.work import (
+    Work,
+    block_work,
+    head_work,
+    layers_work,
     optimizer_bytes,
     products,
-    step_bytes,
-    table_bytes,
-    tick_bytes,
+    step_work,
+    table_work,
+    tick_work,
 )
-from megajax.planning.cost.traffic import Traffic, memory_bytes
 
 H100 = DEVICES["h100"]
 FSDP = ("parallel.tensor=1", "parallel.data=8", "parallel.sequence=false", "parallel.data_sharding=fsdp")
@@ -67,18 +69,18 @@ def run(**changes: Any) -> Description:
 
 def of_block(described: Description, kept: Kept | None = None) -> tuple[Any, Any, float]:
     """Bytes of the forward and the backward pass of a block, and its weights on a device."""
-    (block,) = blocks_of(described)
-    halves = block_bytes(described, block, kept or described.recomputing.kept())
-    return *halves, block.parameters / described.parallel.tensor
+    (block,) = described.blocks
+    halves = block_work(described, block, kept or described.recomputing.kept())
+    return *halves, block.held(described.parallel.tensor)
 
 
 def test_a_product_reads_both_and_writes_the_third() -> None:
     joined = run(system=replace(OURS, joined=True))
-    (block,) = blocks_of(joined)
+    (block,) = joined.blocks
     every = list(products(joined, block, Kept(parts=None)))
-    assert len(every) == 3 * len(block.matrices) and sum(one.backward for one in every) == 2 * len(block.matrices)
-    output = block.matrices[1]
-    rows, columns = output.rows / 4, output.columns
+    assert len(every) == 3 * len(block.matmuls) and sum(one.backward for one in every) == 2 * len(block.matmuls)
+    output = block.matmuls[1]
+    rows, columns = output.inputs.total / 4, output.outputs.total
     forward = next(one for one in every if (one.contracted, one.columns) == (rows, columns))
     assert forward.bytes == 2 * (8192 * rows + rows * columns + 8192 * columns)
     gradient = next(one for one in every if one.contracted == 8192 and one.rows == rows)
@@ -131,20 +133,23 @@ def test_other_systems_copy_nothing_in_layers() -> None:
 def test_the_loss_passes_over_its_table_chunk_by_chunk() -> None:
     one = replace(llama3("8b"), loss_chunk=8192)
     table = 128_256 / 4 * 4096
-    few, many = (table_bytes(run(model=model)) for model in (one, replace(one, loss_chunk=1024)))
+    few, many = (table_work(run(model=model)) for model in (one, replace(one, loss_chunk=1024)))
     assert many[0].matmul - few[0].matmul == pytest.approx(7 * 2 * table)
     assert many[1].matmul - few[1].matmul == pytest.approx(7 * (2 + 8) * table)
     assert many[0].elementwise == few[0].elementwise
     # cuBLAS wants multiples of 8: 32,003 columns are padded by copies.
-    uneven = table_bytes(run(model=replace(one, vocabulary_size=4 * 32_003, vocabulary_multiple=4)))[1]
+    uneven = table_work(run(model=replace(one, vocabulary_size=4 * 32_003, vocabulary_multiple=4)))[1]
     assert uneven.copies - few[1].copies == pytest.approx(20 * table, rel=0.01)
 
 
 def test_ticks_and_idle_forwards_count_in_a_pipeline() -> None:
     layout = ParallelConfig(pipeline=4, data=1)
     pipelined = run(parallel=layout, global_size=4)
-    assert tick_bytes(run()).total == 0 < tick_bytes(pipelined).total
-    few, many = (step_bytes(run(parallel=layout, global_size=count), 0.0, 0.0) for count in (4, 8))
+    assert tick_work(run()).stream == 0 < tick_work(pipelined).stream
+    few, many = (
+        step_work(each, layers_work(each), head_work(each), Work())
+        for each in (run(parallel=layout, global_size=count) for count in (4, 8))
+    )
     # Twice the microbatches run fewer than twice the forwards: 4 + 3 ticks and 8 + 3.
     assert many.matmul < 2 * few.matmul
     assert optimizer_bytes(pipelined, 10.0) == 10 * (16 + 16 + 2)

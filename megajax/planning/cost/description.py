@@ -1,16 +1,21 @@
-"""What the cost model wants to know of a run: a small description that a RunConfig maps to.
+"""The input of the cost model: a small description of a run, made from a RunConfig or by hand.
 
-It may describe more than a config may ask for today: context parallelism, fp8, and programs of other systems, which
-differ from ours in what they hide behind what. So published runs can be predicted (benchmarks/planner_accuracy.py).
+By hand it may describe what no config may ask for: context parallelism, and the programs of other systems, which
+overlap communication and computation differently. So speeds that others published can be predicted
+(benchmarks/planner_accuracy.py).
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
 from typing import Literal
 
 from megajax.config.errors import UserError
+from megajax.layers.config import BlockConfig
+from megajax.layers.facts import BlockFacts, Share
 from megajax.layers.remat import Recomputing
 from megajax.mesh.config import ParallelConfig
-from megajax.models.config import DecoderConfig
+from megajax.models.facts import Facts, facts_of
 from megajax.optim.config import LionConfig, SGDConfig
 from megajax.planning.cost.costs import Device
 from megajax.planning.program.devices import MOST_DEVICES
@@ -24,32 +29,32 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 2}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class System:
-    """What a training system's program does beside the arithmetic."""
+    """How the programs of a training system differ from each other, beside the arithmetic."""
 
     name: str
     lockstep: bool = False
-    """Stages go through ticks together, as ours; otherwise each runs as soon as its input is there."""
+    """Stages of a pipeline run in ticks together, as ours; otherwise each runs as soon as its input has arrived."""
     head: Literal["spread", "last"] = "last"
-    """Who makes the loss: all stages, each its share of the vocabulary, or the last one."""
+    """Where the loss is computed: on all stages, each with its part of the vocabulary, or on the last one."""
     data_hidden: bool = True
-    """Weights are gathered beside the first microbatch's forward, gradients reduced beside the last one's backward."""
+    """Gathers of weights overlap the first microbatch's forward, reductions of gradients the last one's backward."""
     tensor_hidden: float | None = None
     """Share of the time of collectives over `tensor` that matmuls hide; None: as counted in our compiled programs."""
     adds_in_matmul: bool = True
-    """The product that makes a weight's gradient adds it to those of the microbatches before, in place; otherwise the
-    gradient goes through memory, and so does the sum."""
+    """The matmul that makes a weight's gradient adds it to the accumulator in place; otherwise the gradient goes
+    through memory, and so does the sum."""
     most_in_place: int | None = None
-    """Chunks of a stage up to which matmuls use a layer's weights and sums of gradients where they are; None: always.
-    With more, weights are copied out of their stack, and sums out and in."""
+    """Chunks of a stage up to which matmuls use a layer's weights and gradient accumulators in place; None: always.
+    With more, weights are copied out of their stack, and accumulators out and in."""
     joined: bool = True
-    """Queries, keys and values are one matrix, gate and up another; otherwise their products are apart."""
+    """Queries, keys and values are one matrix, gate and up another; otherwise each is multiplied on its own."""
     stacked: bool = False
-    """Loops of XLA: what a layer keeps for its backward pass is copied into a stack, and what attention reads out of
-    it."""
+    """XLA's loops over layers: what a layer saves for its backward pass is copied into a stacked array, and what
+    attention reads is copied out of it."""
     fused_loss: bool = True
     """The loss works on chunks of tokens; otherwise all logits go through memory several times."""
     overhead: float = 1.0
-    """Factor on the time of matmuls and what streams through memory, for an old or a new generation of kernels."""
+    """Factor on the time of matmuls and of memory-bound kernels, for an older or a newer generation of kernels."""
 
 
 OURS = System(
@@ -61,16 +66,16 @@ OURS = System(
     joined=False,
     stacked=True,
 )
-"""What `python -m megajax.plan --config` finds in the compiled program, see docs/planning.md."""
+"""As `python -m megajax.plan --config` finds it in compiled programs, see docs/planning.md."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Description:
     """A run, as far as its speed and memory depend on it. Hashable."""
 
-    model: DecoderConfig
+    model: Facts
     parallel: ParallelConfig
-    """With `data` given; its problems() are not asked: context may be above 1."""
+    """`data` is given. Its problems() are not asked: context may be above 1."""
     device: Device
     per_node: int
     """Devices that NVLink connects."""
@@ -80,14 +85,14 @@ class Description:
     """Rows of a microbatch on each data-parallel device."""
     compute: Compute = "bfloat16"
     gradients: str = "float32"
-    """Dtype in which gradients are added up over microbatches."""
+    """Dtype in which gradients are accumulated over microbatches."""
     reduce: str | None = None
-    """Dtype in which they are reduced over devices; None: as they were added up."""
+    """Dtype in which they are reduced over devices; None: as they were accumulated."""
     moments: int = 2
     """Arrays of the optimizer for each weight."""
     moment_bytes: int = 4
     moments_away: float = 0.0
-    """Share of them that waits in host memory between updates."""
+    """Share of the moments that is in host memory between updates."""
     steps: int = 0
     """Of the whole run; 0: not known."""
     system: System = OURS
@@ -99,10 +104,7 @@ class Description:
 
     @property
     def devices(self) -> int:
-        total = 1
-        for size in self.sizes.values():
-            total *= size
-        return total
+        return prod(self.sizes.values())
 
     @property
     def replicas(self) -> int:
@@ -136,8 +138,13 @@ class Description:
         return -(-self.model.stack.repeats // self.parallel.chunks())
 
     @property
+    def repeats(self) -> int:
+        """Repeats of the stack's pattern on a device."""
+        return self.rows * self.parallel.virtual_stages
+
+    @property
     def in_place(self) -> bool:
-        """Whether matmuls use weights and sums of gradients where they are, see `System.most_in_place`."""
+        """Whether matmuls use weights and gradient accumulators in place, see `System.most_in_place`."""
         most = self.system.most_in_place
         return most is None or self.parallel.virtual_stages <= most
 
@@ -147,7 +154,7 @@ class Description:
 
     @property
     def recomputing_share(self) -> float:
-        """Share of the layers that recompute as the model says; the others do one step less."""
+        """Share of the layers that recompute as the model says; the others recompute one step less."""
         layers = self.recomputing.layers
         return 1.0 if layers is None else min(1.0, layers / (len(self.model.stack.pattern) * self.rows))
 
@@ -158,15 +165,92 @@ class Description:
 
     @property
     def cut(self) -> int:
-        """Devices over which activations between the matmuls of a block are cut along the sequence."""
+        """Devices that cut the residual stream along the sequence."""
         return self.parallel.tensor if self.parallel.sequence else 1
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of what is not multiplied in fp8: attention, the loss."""
+        return "bfloat16" if self.compute == "fp8" else self.compute
+
+    @property
+    def share(self) -> Share:
+        """A device's part of a microbatch."""
+        return Share(tokens=self.tokens, width=self.width, tensor=self.parallel.tensor, sequence=self.cut)
+
+    @property
+    def blocks(self) -> tuple[BlockFacts, ...]:
+        """Of the stack's pattern, in order."""
+        return tuple(self._facts(block) for block in self.model.stack.pattern)
+
+    @property
+    def predicting_blocks(self) -> tuple[BlockFacts, ...]:
+        """Of the heads that predict further ahead."""
+        return tuple(self._facts(block) for block in self.model.predicting_blocks())
+
+    def _facts(self, block: BlockConfig) -> BlockFacts:
+        return block_facts(block, self.model.hidden, self.model.sequence_length, self.dtype)
+
+    @property
+    def table(self) -> float:
+        """Weights of a device's part of one table of the vocabulary."""
+        return self.model.padded_vocabulary() * self.model.hidden / (self.parallel.pipeline * self.parallel.tensor)
+
+
+@lru_cache(maxsize=4096)
+def block_facts(block: BlockConfig, hidden: int, length: int, dtype: str) -> BlockFacts:
+    """The same as `BlockConfig.facts`, computed once."""
+    return block.facts(hidden=hidden, length=length, dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineBubble:
+    """Of one step; P stages, V chunks on each, M microbatches."""
+
+    fraction: float
+    """Time stages are idle over the time they work: (P-1)/(V*M)."""
+    ticks: int
+    """Of the schedule."""
+    alone: int
+    """Ticks with forwards only, and as many with backwards only."""
+    slots: int
+    """Of the ring that keeps activations on each stage, each for one chunk and microbatch."""
+
+
+def pipeline_bubble(run: Description) -> PipelineBubble:
+    """Closed form of a run's schedule (Narayanan et al., 2104.04473); megajax.pipeline.check tests tables against it.
+
+    A run without a pipeline has one stage, no bubble, and keeps one microbatch.
+    """
+    parallel = run.parallel
+    stages, chunks = parallel.pipeline, parallel.virtual_stages
+    work = run.microbatches * chunks
+    if stages == 1:
+        return PipelineBubble(0.0, work, 0, 1)
+    fraction = (stages - 1) / work
+    if not run.system.lockstep:
+        # The first stage of a free-running pipeline: Narayanan et al., section 2.2.
+        kept = stages * chunks + stages - 1 if chunks > 1 else stages
+        return PipelineBubble(fraction, work + stages - 1, stages - 1, min(work, kept))
+    last = work + stages - 1
+    alone = last if parallel.schedule == "gpipe" else min(stages * chunks - 1 + parallel.loss_wait, last)
+    held = work if parallel.schedule == "gpipe" else min(work, alone + stages)
+    # Where forwards end before the first slot is free again, those of idle stages need a slot to write to.
+    spare = work < alone + stages
+    return PipelineBubble(fraction, last + alone, alone, held + spare)
 
 
 def describe(cfg: RunConfig, device: Device, devices: int, per_node: int | None = None) -> Description:
-    """Of a config that passes its checks on that many devices.
+    """The description of a config that passes its checks on that many devices.
 
-    Raises UserError for more than MOST_DEVICES devices.
+    Raises UserError for more than MOST_DEVICES devices, and for a model or a layer without facts.
     """
+    model = facts_of(cfg.model)
+    if model is None:
+        raise UserError(
+            f"no formulas for {type(cfg.model).__name__}: its config, or that of one of its layers, does not tell what "
+            "they need (megajax.models.facts, megajax.layers.facts).\nPlan without --formula: the compiler needs none."
+        )
     if devices > MOST_DEVICES:
         raise UserError(
             f"{devices:,} devices asked for, plans are made for at most {MOST_DEVICES:,}.\n"
@@ -175,7 +259,7 @@ def describe(cfg: RunConfig, device: Device, devices: int, per_node: int | None 
     parallel = replace(cfg.parallel, data=cfg.parallel.data_size(devices))
     few = isinstance(cfg.optimizer, SGDConfig | LionConfig)
     return Description(
-        model=cfg.model,
+        model=model,
         parallel=parallel,
         device=device,
         per_node=per_node or device.per_node,

@@ -1,45 +1,148 @@
-"""How long a step takes, and what it takes: one pure function, made for many calls.
+"""Speed and memory of a run by formulas: pure functions, made for many calls.
 
 `estimate(description)` compiles nothing, imports neither jax nor numpy, and takes about a millisecond.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from megajax.models.flops import Flops, flops_per_token
+from megajax.models.facts import Flops
 from megajax.models.memory import MemoryReport, MemorySetting, memory_report
-from megajax.planning.cost.block_work import blocks_of
-from megajax.planning.cost.description import Description
-from megajax.planning.cost.footprint import Footprint, footprint, held_weights
-from megajax.planning.cost.memory_traffic import once_bytes, step_bytes
-from megajax.planning.cost.pipeline_bubble import Bubble, bubble
-from megajax.planning.cost.traffic import Times, Traffic, memory_bytes, traffic
-from megajax.planning.cost.work import Halves, Seconds, block_time, head_time
+from megajax.planning.cost.costs import Device, known_device
+from megajax.planning.cost.description import BYTES, Description, PipelineBubble, describe, pipeline_bubble
+from megajax.planning.cost.traffic import Span, Traffic, copied_weights, memory_bytes, seconds, traffic
+from megajax.planning.cost.work import Work, head_work, layers_work, memory_rate, once_work, step_work, tick_work
+from megajax.planning.program.collectives import grouped
 from megajax.planning.program.devices import GIB
+
+if TYPE_CHECKING:
+    from megajax.planning.program.train_step import TrainPlan
 
 DAY = 86_400
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """Bytes of one device at the moment when it holds most."""
+
+    parameters: float
+    """float32 master weights, at rest."""
+    optimizer: float
+    """Its moments, without those in host memory."""
+    weights: float
+    """In compute dtype, as held during the step."""
+    gradients: float
+    """Accumulated over microbatches."""
+    activations: float
+    """Saved for the backward pass: of a microbatch, or in the ring of a pipeline."""
+    working: float
+    """What a layer or the loss uses while it runs, and what travels between stages."""
+
+    @property
+    def peak(self) -> float:
+        return self.parameters + self.optimizer + self.weights + self.gradients + self.activations + self.working
+
+    @property
+    def peak_gib(self) -> float:
+        return self.peak / GIB
+
+
+def held_weights(run: Description) -> tuple[float, float]:
+    """Weights of the stack's matrices, and all others, on one device of `pipeline` and `tensor`, whole over data.
+
+    As held during the step: of key-value heads fewer than the devices of `tensor`, one. Vectors (norms, biases) are
+    whole on every device of `tensor`, as layers use them.
+    """
+    model, tensor = run.model, run.parallel.tensor
+    stack = run.repeats * sum(block.held(tensor) for block in run.blocks)
+    vectors = run.repeats * sum(block.vectors for block in run.blocks)
+    ahead = sum(block.held(tensor) + 2 * model.hidden**2 / tensor for block in run.predicting_blocks)
+    positions = model.sequence_length * model.hidden if model.learned_positions else 0
+    return stack, vectors + ahead + positions + run.table * (1 if model.tied else 2)
+
+
+def footprint(run: Description) -> Footprint:
+    """Memory of the most loaded device; with OURS as the system all are loaded alike.
+
+    By formulas that follow the program: its accumulators, its ring, its recomputation. docs/planning.md compares them
+    with compiled plans.
+    """
+    parallel, chosen, share = run.parallel, run.recomputing, run.recomputing_share
+    stack, rest = held_weights(run)
+    held = stack + rest
+    spread = 1 if parallel.data_sharding == "replicate" else run.shards
+    # FSDP holds the stack's matrices in shards; what is outside of the stack is gathered once a step.
+    within = stack / spread + rest if parallel.data_sharding == "fsdp" else held
+    saved = sum(
+        share * block.saved_bytes(chosen.kept(), run.share)
+        + (1 - share) * block.saved_bytes(chosen.others(), run.share)
+        for block in run.blocks
+    )
+    all_heads, own_heads = copied_weights(run)
+    at_rest = held + all_heads - own_heads
+    copies = 0.0 if run.compute == "float32" and spread == 1 else within * run.width
+    return Footprint(
+        parameters=4 * at_rest / spread,
+        optimizer=(1 - run.moments_away) * run.moments * run.moment_bytes * at_rest / spread,
+        weights=copies,
+        gradients=within * BYTES[run.gradients],
+        activations=saved * run.rows * pipeline_bubble(run).slots,
+        working=_working(run, stack / run.repeats),
+    )
+
+
+def _working(run: Description, row: float) -> float:
+    """row: matrices of a repeat of the pattern, on one device of `tensor`."""
+    model, pipelined, hidden = run.model, run.parallel.pipeline > 1, run.model.hidden
+    # A layer's backward pass: what is recomputed, gradients, and whole rows of the residual stream.
+    layer = run.tokens * run.width * (3 * hidden / run.cut + 2 * hidden + _largest_layer(run))
+    # A chunk's logits three times in float32; in a pipeline the table's gradient as well.
+    loss = 12 * min(run.tokens, model.loss_chunk) * run.table / hidden + 4 * run.table * pipelined
+    # Without one, gradients of the vocabulary's tables are held through a microbatch's layers.
+    tables = 0.0 if pipelined else 4 * run.table * (1 if model.tied else 2)
+    # Between stages, and a row's gradients before they are accumulated; under FSDP weights of two layers, gradients of
+    # one.
+    fsdp = run.parallel.data_sharding == "fsdp"
+    moved = row * (2 * run.width + BYTES[run.reduce or run.gradients]) if fsdp else 0.0
+    if pipelined:
+        moved += (10 * run.tokens * hidden / run.cut + row) * run.width
+    return max(layer, loss) + tables + moved
+
+
+def _largest_layer(run: Description) -> float:
+    """Elements for each token that the backward pass of the pattern's largest layer recomputes and differentiates."""
+    kept, tensor, largest = run.recomputing.kept(), run.parallel.tensor, 0.0
+    for block in run.blocks:
+        divided = {part: elements.divided for part, elements in block.tensors.items()}
+        again = sum(count for part, count in divided.items() if kept.parts is not None and part not in kept.parts)
+        copied = sum(elements.copied(tensor) for elements in block.tensors.values())
+        largest = max(largest, (sum(divided.values()) + again * kept.together) / tensor + copied)
+    return largest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """Of one step and one device. Seconds add up: compute, exposed communication, bubble and optimizer are the step."""
+    """Of one step and one device. Compute, exposed communication, bubble and optimizer add up to the step."""
 
     run: Description
     memory: Footprint
     report: MemoryReport
-    """What Megatron-LM's report says of the same model and layout."""
+    """Megatron-LM's memory report for the same model and layout."""
     flops: Flops
     """Model operations for each token."""
-    schedule: Bubble
+    schedule: PipelineBubble
     traffic: tuple[Traffic, ...]
+    work: Work
+    """Bytes through memory."""
     matmul_seconds: float
     attention_seconds: float
     stream_seconds: float
-    """Of what memory bounds: norms, activations, casts, logits, additions and copies."""
+    """Of memory-bound kernels: norms, activations, casts, logits, additions and copies."""
     exposed_seconds: float
     """Of collectives that nothing hides."""
     hidden_seconds: float
-    """Of collectives that run beside computing; not part of the step."""
+    """Of collectives that overlap with computing; not part of the step."""
     bubble_seconds: float
     optimizer_seconds: float
 
@@ -57,7 +160,7 @@ class Estimate:
 
     @property
     def mfu_causal(self) -> float:
-        """Share of the data sheet's peak in bfloat16, as runs tell it whatever they multiply in; causal attention."""
+        """Model FLOPs over the data sheet's peak in bfloat16, whatever dtype matmuls are in; causal attention."""
         return self.flops.causal * self.tokens_per_second_per_device / self.run.device.peak
 
     @property
@@ -67,7 +170,7 @@ class Estimate:
 
     @property
     def days(self) -> float:
-        """Of all steps, if they follow each other without a stop."""
+        """Of all steps, without interruptions."""
         return self.run.steps * self.step_seconds / DAY
 
     @property
@@ -88,38 +191,41 @@ class Estimate:
 def estimate(run: Description) -> Estimate:
     """Speed and memory of a run, from its description alone.
 
-    Raises UserError for a layer there is no formula for, and for fp8 on a device that has none.
+    Raises UserError for fp8 on a device that has none.
     """
-    times, share = layer_times(run)
-    head = head_time(run)
-    microbatches = run.microbatches
-    held = held_weights(run)
-    rows = traffic(run, times, held)
-    work = share.plus(head.forward).plus(head.backward)
+    layers, microbatches, held = layers_work(run), run.microbatches, held_weights(run)
+    rows, schedule, memory = traffic(run, layers, held), pipeline_bubble(run), footprint(run)
+    each = layers.forward.plus(layers.backward)
     # The layers' own collectives run in idle ticks as well; losses do not.
     inside = sum(row.exposed for row in rows if row.axis in ("tensor", "context"))
-    layers = microbatches * share.total + inside
-    schedule = bubble(run)
-    memory = footprint(run)
+    bubble_seconds = schedule.fraction * (microbatches * each.seconds + inside)
+    head = head_work(run)
+    each = each.plus(head.forward).plus(head.backward)
+    each.stream_seconds += run.parallel.virtual_stages * tick_work(run).stream_seconds
+    weights = memory.parameters / 4
+    once = once_work(run, sum(held), weights)
+    # Moments in host memory are fetched and sent back, and nothing overlaps with that.
+    away = run.moments_away * run.moments * run.moment_bytes * weights
     return Estimate(
         run=run,
         memory=memory,
         report=megatron_report(run),
-        flops=flops_per_token(run.model),
+        flops=run.model.flops(),
         schedule=schedule,
         traffic=tuple(rows),
-        matmul_seconds=microbatches * work.matmul,
-        attention_seconds=microbatches * work.attention,
-        stream_seconds=microbatches * work.stream,
+        work=step_work(run, layers, head, once),
+        matmul_seconds=microbatches * each.matmul_seconds,
+        attention_seconds=microbatches * each.attention_seconds,
+        stream_seconds=microbatches * each.stream_seconds,
         exposed_seconds=sum(row.exposed for row in rows),
         hidden_seconds=sum(row.seconds - row.exposed for row in rows),
-        bubble_seconds=schedule.fraction * layers,
-        optimizer_seconds=_once(run, memory, held),
+        bubble_seconds=bubble_seconds,
+        optimizer_seconds=once.stream / memory_rate(run) + 2 * away / run.device.host,
     )
 
 
 def megatron_report(run: Description) -> MemoryReport:
-    """What Megatron-LM's memory report says of the model in this layout."""
+    """Megatron-LM's memory report for the model in this layout."""
     parallel = run.parallel
     setting = MemorySetting(
         tensor=parallel.tensor,
@@ -134,102 +240,90 @@ def megatron_report(run: Description) -> MemoryReport:
     return memory_report(run.model, setting)
 
 
-def layer_times(run: Description) -> tuple[Times, Seconds]:
-    """Of the layers of one device and one microbatch; the second is their sum by what bounds it."""
-    kept, others, share = run.recomputing.kept(), run.recomputing.others(), run.recomputing_share
-    repeats = run.rows * run.parallel.virtual_stages
-    pairs, total = [], Seconds()
-    for block in blocks_of(run):
-        halves = block_time(run, block, kept)
-        if share < 1:
-            lighter = block_time(run, block, others)
-            none = Seconds()
-            halves = Halves(
-                none.plus(halves.forward, share).plus(lighter.forward, 1 - share),
-                none.plus(halves.backward, share).plus(lighter.backward, 1 - share),
-            )
-        pairs.append((block, halves))
-        total = total.plus(halves.forward, repeats).plus(halves.backward, repeats)
-    return Times(tuple(pairs), repeats, total.attention), total
+def step_time(plan: "TrainPlan", device: Device | None = None) -> Estimate:
+    """The estimate of a compiled plan, with the collectives of its program. device: None for the plan's own.
 
-
-def _once(run: Description, memory: Footprint, held: tuple[float, float]) -> float:
-    """Seconds of the optimizer, and of zeros that a step begins with.
-
-    Moments in host memory are fetched and sent back, and nothing runs beside that.
+    What the compiler put beside matmuls counts as hidden, as far as there is computing to hide it. Ticks of a pipeline
+    in which a stage is idle have collectives like all others, so the bubble is of computing alone. A loop whose rounds
+    the compiler doesn't know counts as `StepCounts` says, a branch as often as there are microbatches.
     """
-    weights = memory.parameters / 4
-    away = run.moments_away * run.moments * run.moment_bytes * weights
-    moved = once_bytes(run, sum(held), weights).stream
-    return moved / (run.device.bandwidth * run.device.stream) + 2 * away / run.device.host
+    device = device or known_device(plan.cluster.name)
+    formula = estimate(describe(plan.cfg, device, plan.cluster.devices, plan.cluster.per_node))
+    rows = [_compiled_traffic(row, plan, device) for row in grouped(plan.contents.collectives)]
+    hidden = min(sum(row.hidden for row in rows), formula.compute_seconds)
+    return replace(
+        formula,
+        traffic=tuple(rows),
+        exposed_seconds=sum(row.seconds for row in rows) - hidden,
+        hidden_seconds=hidden,
+        bubble_seconds=formula.schedule.fraction * formula.compute_seconds,
+    )
 
 
-def bytes_per_step(found: Estimate) -> dict[str, float]:
+def _compiled_traffic(row: Mapping[str, Any], plan: "TrainPlan", device: Device) -> Traffic:
+    """Of a row of `grouped`."""
+    count = row["instructions"] * row["share"] * plan.counts.rounds(row["trips"])
+    if row["conditional"]:
+        count *= plan.counts.busy_share(row["trips"])
+    axes = row["axis"].partition(" ")[0]  # without "(part)"
+    span = Span.along(axes.split("+"), plan.mesh, plan.cluster.per_node)
+    size = row["bytes_once"] / row["instructions"]
+    total = count * seconds(row["kind"], size, span, device)
+    what = f"loop {row['loop']}" if row["loop"] else "once a step"
+    return Traffic(row["kind"], row["axis"], what, count, count * size, total, total if row["overlapped"] else 0.0)
+
+
+def bytes_per_step(step: Estimate) -> dict[str, float]:
     """Through the memory of one device, in the classes of `plan --audit`."""
-    run = found.run
-    moved = step_bytes(run, sum(held_weights(run)), found.memory.parameters / 4)
-    sums = {
-        "copies": moved.copies,
-        "elementwise": moved.elementwise,
-        "matmul": moved.matmul,
-        "attention": moved.attention,
-        "collective": sum(memory_bytes(run, row) for row in found.traffic),
-    }
-    return {"total": sum(sums.values()), **sums}
+    classes = {name: getattr(step.work, name) for name in ("copies", "elementwise", "matmul", "attention")}
+    classes["collective"] = sum(memory_bytes(step.run, row) for row in step.traffic)
+    return {"total": sum(classes.values()), **classes}
 
 
-def to_dict(found: Estimate) -> dict[str, Any]:
+SPEED = (
+    *("step_seconds", "compute_seconds", "matmul_seconds", "attention_seconds", "stream_seconds", "exposed_seconds"),
+    *(
+        "hidden_seconds",
+        "bubble_seconds",
+        "optimizer_seconds",
+        "tokens_per_second_per_device",
+        "mfu_full",
+        "mfu_causal",
+    ),
+)
+
+
+def speed(step: Estimate) -> dict[str, Any]:
+    """The figures of time, for any plan."""
+    return {name: getattr(step, name) for name in SPEED}
+
+
+def to_dict(step: Estimate) -> dict[str, Any]:
     """The estimate's figures under the names of plans; bytes and seconds are of one device and one step."""
-    run, memory = found.run, found.memory
+    run, memory = step.run, step.memory
     parts = ("parameters", "optimizer", "weights", "gradients", "activations", "working", "peak")
+    names = ("kind", "axis", "what", "count", "bytes", "seconds")
     return {
         **{f"{name}_gib": getattr(memory, name) / GIB for name in parts},
         "usable_gib": run.device.usable_gib,
         "device_gib": run.device.memory_gib,
-        "fits": found.fits,
-        "megatron_report_gib": found.report.total / GIB,
-        "flops_per_token_causal": found.flops.causal,
-        "flops_per_token_full": found.flops.full,
-        "bubble_fraction": found.schedule.fraction,
-        "ring_slots": found.schedule.slots if run.parallel.pipeline > 1 else None,
+        "fits": step.fits,
+        "megatron_report_gib": step.report.total / GIB,
+        "flops_per_token_causal": step.flops.causal,
+        "flops_per_token_full": step.flops.full,
+        "bubble_fraction": step.schedule.fraction,
+        "ring_slots": step.schedule.slots if run.parallel.pipeline > 1 else None,
         "collectives": [
-            {
-                "kind": row.kind,
-                "axis": row.axis,
-                "what": row.what,
-                "count": row.count,
-                "bytes": row.bytes,
-                "seconds": row.seconds,
-                "exposed_seconds": row.exposed,
-            }
-            for row in found.traffic
+            {**{name: getattr(row, name) for name in names}, "exposed_seconds": row.exposed} for row in step.traffic
         ],
-        **speed(found),
-        "bytes_per_step": bytes_per_step(found),
+        **speed(step),
+        "bytes_per_step": bytes_per_step(step),
         "device": run.device.name,
         "devices": run.devices,
         "gpus_per_node": run.per_node,
         "mesh": run.sizes,
         "microbatches": run.microbatches,
-        "tokens": found.tokens,
-        "days": found.days,
-        "gpu_hours": found.device_hours,
-    }
-
-
-def speed(found: Estimate) -> dict[str, Any]:
-    """The figures of time, for any plan."""
-    return {
-        "step_seconds": found.step_seconds,
-        "compute_seconds": found.compute_seconds,
-        "matmul_seconds": found.matmul_seconds,
-        "attention_seconds": found.attention_seconds,
-        "stream_seconds": found.stream_seconds,
-        "exposed_seconds": found.exposed_seconds,
-        "hidden_seconds": found.hidden_seconds,
-        "bubble_seconds": found.bubble_seconds,
-        "optimizer_seconds": found.optimizer_seconds,
-        "tokens_per_second_per_device": found.tokens_per_second_per_device,
-        "mfu_full": found.mfu_full,
-        "mfu_causal": found.mfu_causal,
+        "tokens": step.tokens,
+        "days": step.days,
+        "gpu_hours": step.device_hours,
     }

@@ -11,7 +11,6 @@ from megajax.config.errors import Problem, UserError
 from megajax.metrics import banner
 from megajax.metrics.banner import Section
 from megajax.metrics.text import count, duration
-from megajax.models.flops import parameter_count
 from megajax.planning.cost.byte_classes import classes
 from megajax.planning.cost.costs import Device, calibrated, known_device, read_device
 from megajax.planning.cost.description import describe
@@ -73,7 +72,7 @@ def run(cfg: RunConfig, cluster: Cluster, device: Device, flags: Mapping[str, An
 
 def write_json(found: Estimate, path: Path) -> None:
     """Raises UserError where the file can't be written."""
-    written = to_dict(found) | {"parameters": parameter_count(found.run.model).total}
+    written = to_dict(found) | {"parameters": found.run.model.parameter_count().total}
     try:
         path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
@@ -91,7 +90,7 @@ def sections(found: Estimate) -> list[Section]:
     """What `show` prints."""
     run, memory = found.run, found.memory
     room = run.device.usable_gib - memory.peak_gib
-    parameters = parameter_count(run.model)
+    parameters = run.model.parameter_count()
     layout = [
         ("devices", f"{run.devices} in nodes of {run.per_node}"),
         ("mesh", ", ".join(f"{name} {size}" for name, size in run.sizes.items())),

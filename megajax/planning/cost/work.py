@@ -1,116 +1,317 @@
-"""How long one device computes: matmuls, attention and what streams through memory, of a block and of the head.
+"""What one device computes: seconds of matmuls, attention and memory-bound kernels, and bytes through memory.
 
-Times are of one microbatch.
+Kernels read each operand once and write each result once. The numbers of passes over activations are counted in
+compiled programs of GPT-3 175B and of Llama-3 8B, 70B and 405B; benchmarks/traffic.py compares the sums with those
+programs. Bytes come in the classes of `plan --audit`; collectives are in megajax.planning.cost.traffic.
+
+T tokens of a microbatch on a device of `context`, D hidden, F ffn. Times are of one microbatch.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
 
-from megajax.layers.remat import Kept
-from megajax.planning.cost.block_work import BlockWork, again, block_work
-from megajax.planning.cost.description import Description
-from megajax.planning.cost.memory_traffic import SCORE_BYTES, block_bytes, products, table_bytes, tick_bytes
+from megajax.layers.facts import BlockFacts
+from megajax.layers.remat import NAMES, Kept, Part
+from megajax.planning.cost.description import BYTES, Description, pipeline_bubble
 
 ATTENTION_BACKWARD = 2.5
-"""Operations of fused attention backward over forward: the scores, computed again, and four gradients against two."""
+"""Operations of fused attention backward over forward: five matmuls (one recomputes the scores) against two."""
+RESIDUAL_PASSES = 24
+"""Reads and writes of an array of T x D by a block's norms and additions, forward and backward."""
+JOINING_PASSES = 3
+"""The same of whole rows, by adding the input's gradients from matmuls that are not joined."""
+PASSES: dict[Part, int] = {
+    "query_key_value": 4,  # rotations, biases, casts beside attention
+    "mlp": 2,
+    "activation": 4,
+}
+"""The same of the tensors that layers name."""
+LIGHT: tuple[Part, ...] = ("norm", "activation", "residual", "mlp")
+"""Tensors whose recomputation makes memory-bound kernels run again."""
+CAST_BYTES = 4
+"""Of casting one element to fp8: read in bfloat16, written twice, as it is and transposed."""
+SCORE_BYTES = 24
+"""Of one attention score, forward and backward, where scores are kept: softmax, mask and gradients."""
+LOGIT_BYTES = 14
+"""Of one logit, beside the matmuls, where the loss works in chunks: read in float32 for maximum, sum and gradient,
+which is written in bfloat16."""
+UNFUSED_LOGIT_BYTES = 36
+"""The same with a loss of separate steps, each of which reads and writes all logits in float32."""
+EMBEDDING_PASSES = 6
+"""Of T x D, by looking up embeddings and accumulating their gradients, once a microbatch."""
+ENTRY_PASSES = 12
+"""The same of what is cut along the sequence: the last norm, the loss's input and its gradient."""
+TICK_PASSES = {"elementwise": 9, "copies": 10}
+"""Of T x D along the sequence, by what goes between stages: selected, kept, sent; once a tick."""
+ALIGNED = 8
+"""cuBLAS wants matrices with multiples of so many columns; others are padded by copies."""
 
 
 @dataclass(slots=True)
-class Seconds:
-    """Of one device, by what bounds it."""
+class Work:
+    """Of one device: seconds by what bounds them, bytes through memory by class of kernel."""
 
+    matmul_seconds: float = 0.0
+    attention_seconds: float = 0.0
+    stream_seconds: float = 0.0
+    """Of memory-bound kernels."""
+    copies: float = 0.0
+    elementwise: float = 0.0
     matmul: float = 0.0
     attention: float = 0.0
-    stream: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.matmul_seconds + self.attention_seconds + self.stream_seconds
+
+    @property
+    def stream(self) -> float:
+        """Bytes of memory-bound kernels."""
+        return self.copies + self.elementwise
+
+    def plus(self, other: "Work", times: float = 1.0) -> "Work":
+        """The sum with another, taken that many times."""
+        return Work(*(getattr(self, name) + times * getattr(other, name) for name in self.__slots__))
+
+    def streamed(self, run: Description) -> "Work":
+        """The same with the seconds of its memory-bound bytes."""
+        self.stream_seconds = run.system.overhead * self.stream / memory_rate(run)
+        return self
+
+
+class Halves(NamedTuple):
+    """Forward and backward pass; the backward pass includes what is recomputed."""
+
+    forward: Work
+    backward: Work
 
     @property
     def total(self) -> float:
-        return self.matmul + self.attention + self.stream
+        """Seconds of both."""
+        return self.forward.seconds + self.backward.seconds
 
-    def plus(self, other: "Seconds", times: float = 1.0) -> "Seconds":
-        """The sum with another, taken that many times."""
-        return Seconds(
-            self.matmul + times * other.matmul,
-            self.attention + times * other.attention,
-            self.stream + times * other.stream,
-        )
+    def plus(self, other: "Halves", times: float = 1.0) -> "Halves":
+        return Halves(self.forward.plus(other.forward, times), self.backward.plus(other.backward, times))
+
+
+def memory_rate(run: Description) -> float:
+    """Bytes per second that memory-bound kernels reach."""
+    return run.device.bandwidth * run.device.stream
+
+
+def recomputed(kept: Kept, part: Part | None) -> bool:
+    """Whether the backward pass recomputes a named tensor."""
+    return kept.parts is not None and part in NAMES and part not in kept.parts
 
 
 @dataclass(frozen=True, slots=True)
-class Halves:
-    """Forward and backward, which includes what is computed again."""
+class Product:
+    """One matmul of a layer: rows x contracted by contracted x columns."""
 
-    forward: Seconds
-    backward: Seconds
+    rows: float
+    contracted: float
+    columns: float
+    bytes: float
+    backward: bool
 
-    @property
-    def total(self) -> float:
-        return self.forward.total + self.backward.total
-
-
-def block_time(run: Description, block: BlockWork, kept: Kept) -> Halves:
-    """Of a block that keeps that much for its backward pass, without collectives."""
-    halves, factor = (Seconds(), Seconds()), run.system.overhead
-    stream = run.device.bandwidth * run.device.stream / factor
-    for one in products(run, block, kept):
-        shape = one.rows, one.contracted, one.columns
-        halves[one.backward].matmul += factor * _matmul(run, shape, one.bytes)
-    _attention(run, block, kept, halves)
-    for half, moved in zip(halves, block_bytes(run, block, kept), strict=True):
-        half.stream += moved.stream / stream
-    return Halves(*halves)
+    def seconds(self, run: Description) -> float:
+        return matmul_seconds(run, (self.rows, self.contracted, self.columns), self.bytes)
 
 
-def _attention(run: Description, block: BlockWork, kept: Kept, halves: tuple[Seconds, Seconds]) -> None:
-    forward, backward = halves
-    device, length = run.device, run.model.sequence_length
-    full = 2.0 * run.tokens * length * block.core / run.parallel.tensor
-    repeated = again(kept, "core_attention")
-    if block.fused:
-        forward.attention += full / 2 / (device.peak * device.attention_forward)
-        backward.attention += ATTENTION_BACKWARD * full / 2 / (device.peak * device.attention_backward)
-        backward.attention += repeated * forward.attention
-        return
-    kind = "bfloat16" if run.compute == "fp8" else run.compute
-    scores = run.tokens * length * block.heads / run.parallel.tensor * SCORE_BYTES * run.width / 2
-    forward.attention += full / device.matmul_rate(kind) + scores / 3 / (device.bandwidth * device.stream)
-    # With anything but `none` scores are computed again.
-    backward.attention += 2 * full / device.matmul_rate(kind) + scores * 2 / 3 / (device.bandwidth * device.stream)
-    backward.attention += (kept.parts is not None) * forward.attention
-
-
-def head_time(run: Description) -> Halves:
-    """Of the loss of one microbatch on one of the devices that make it, and of looking embeddings up.
-
-    What predicts tokens further ahead is with it: its blocks, the matrices before them, and its losses. So is what goes
-    through memory between the stages of a pipeline, for the ticks of one microbatch.
-    """
-    device, model = run.device, run.model
-    stages = run.parallel.pipeline if run.system.head == "spread" else 1
-    vocabulary = model.padded_vocabulary() / (stages * run.parallel.tensor)
-    times, factor = 1 + len(model.predicting_blocks()), run.system.overhead
-    # The loss is in 16 bits where blocks are in fp8; chunks of tokens are its rows.
-    kind = "bfloat16" if run.compute == "fp8" else run.compute
-    rate = device.matmul_rate(kind) * device.matmul_share(min(run.tokens, model.loss_chunk), model.hidden, vocabulary)
-    once = times * 2 * run.tokens * model.hidden * vocabulary / rate
-    stream = device.bandwidth * device.stream
-    halves = tuple(
-        Seconds(matmul=factor * max(count * once, moved.matmul / stream), stream=factor * moved.stream / stream)
-        for count, moved in zip((1, 2), table_bytes(run), strict=True)
-    )
-    between = tick_bytes(run).stream / stream * run.parallel.virtual_stages
-    forward, backward = halves[0].plus(Seconds(stream=factor * between)), halves[1]
-    for block in model.predicting_blocks():
-        work = block_work(block, model.hidden, model.sequence_length, run.compute)
-        found = block_time(run, work, run.recomputing.kept())
-        merged = run.tokens, 2 * model.hidden, model.hidden / run.parallel.tensor
-        merging = factor * _matmul(run, merged, 0.0)
-        forward = forward.plus(found.forward).plus(Seconds(matmul=merging))
-        backward = backward.plus(found.backward).plus(Seconds(matmul=2 * merging))
-    return Halves(forward, backward)
-
-
-def _matmul(run: Description, shape: tuple[float, float, float], moved: float) -> float:
+def matmul_seconds(run: Description, shape: tuple[float, float, float], moved: float = 0.0) -> float:
     """shape: rows, contracted, columns; moved: bytes."""
-    device, (rows, contracted, columns) = run.device, shape
-    rate = device.matmul_rate(run.compute) * device.matmul_share(rows, contracted, columns)
-    return max(2 * rows * contracted * columns / rate, moved / (device.bandwidth * device.stream))
+    operations = 2 * shape[0] * shape[1] * shape[2]
+    rate = run.device.matmul_rate(run.compute) * run.device.matmul_share(*shape)
+    return run.system.overhead * max(operations / rate, moved / memory_rate(run))
+
+
+def products(run: Description, block: BlockFacts, kept: Kept) -> Iterator[Product]:
+    """The matmuls of a block's forward and backward pass; those that are recomputed are in both."""
+    tokens, width, tensor = run.tokens, run.width, run.parallel.tensor
+    for matmul in block.matmuls:
+        inner, outer = matmul.inputs.local(tensor), matmul.outputs.local(tensor)
+        behind = 1 if run.system.joined else matmul.weights
+        ahead = 1 if matmul.joined else behind
+        weights = inner * outer
+        forward = (tokens * (ahead * inner + outer) + weights) * width
+        yield Product(tokens, inner, outer, forward, False)
+        if recomputed(kept, matmul.result):
+            yield Product(tokens, inner, outer, forward, True)
+        # Results of further weights are added to the first one's: read once more.
+        given = (tokens * (outer + (2 * behind - 1) * inner) + weights) * width
+        yield Product(tokens, outer, inner, given, True)
+        made = tokens * (behind * inner + outer) * width + weights * _gradient_bytes(run)
+        yield Product(inner, tokens, outer, made, True)
+
+
+def _gradient_bytes(run: Description) -> float:
+    """What the matmul that makes a weight's gradient reads and writes of it."""
+    if run.parallel.data_sharding == "fsdp":
+        return BYTES[run.reduce or run.gradients]
+    return 2 * BYTES[run.gradients] if run.system.adds_in_matmul else run.width
+
+
+def block_work(run: Description, block: BlockFacts, kept: Kept) -> Halves:
+    """Of a block that saves these tensors for its backward pass, without collectives."""
+    halves = forward, backward = Halves(Work(), Work())
+    tensor, bytes_per_element = run.parallel.tensor, run.tokens * run.width
+    for one in products(run, block, kept):
+        half = halves[one.backward]
+        half.matmul += one.bytes
+        half.matmul_seconds += one.seconds(run)
+    _attention(run, block, kept, halves)
+    hidden = bytes_per_element * run.model.hidden
+    heads, core = (
+        bytes_per_element * block.elements(part).local(tensor) for part in ("query_key_value", "core_attention")
+    )
+    inner = sum(passes * block.elements(part).local(tensor) for part, passes in PASSES.items())
+    passes = RESIDUAL_PASSES * hidden / run.cut + bytes_per_element * inner
+    again = sum(recomputed(kept, part) for part in LIGHT) / len(LIGHT)
+    forward.elementwise += passes / 3
+    backward.elementwise += (2 + again) * passes / 3
+    if not run.system.joined:
+        # XLA joins the matmuls of queries, keys and values itself, by copies of the weights and of their gradients.
+        forward.copies += 2 * run.width * sum(matmul.held(tensor) for matmul in block.matmuls if matmul.joined)
+        backward.copies += 2 * heads
+        backward.elementwise += JOINING_PASSES * hidden
+    _accumulation(run, block, backward)
+    if run.system.stacked:
+        # What is saved goes into a stacked array, and what attention reads comes out of it; matmuls read it there.
+        forward.copies += 2 * block.saved_bytes(kept, run.share)
+        backward.copies += 2 * (heads + core)
+    if run.compute == "fp8":
+        for matmul in block.matmuls:
+            rows, columns = matmul.inputs.local(tensor), matmul.outputs.local(tensor)
+            # Inputs and outputs' gradients; weights are read in bfloat16 for each microbatch.
+            forward.elementwise += CAST_BYTES * (run.tokens * rows + rows * columns)
+            backward.elementwise += CAST_BYTES * run.tokens * columns
+    return Halves(forward.streamed(run), backward.streamed(run))
+
+
+def _attention(run: Description, block: BlockFacts, kept: Kept, halves: Halves) -> None:
+    """The kernel between a mixer's matmuls."""
+    forward, backward = halves
+    device, length, tensor = run.device, run.model.sequence_length, run.parallel.tensor
+    full = 2.0 * run.tokens * length * block.multiply_adds.per_pair / tensor
+    elements = sum(block.elements(part).local(tensor) for part in ("query_key_value", "core_attention"))
+    once = run.tokens * elements * run.width
+    if block.fused:
+        again = recomputed(kept, "core_attention")
+        forward.attention_seconds = full / 2 / (device.peak * device.attention_forward)
+        backward.attention_seconds = ATTENTION_BACKWARD * full / 2 / (device.peak * device.attention_backward)
+    else:
+        again = kept.parts is not None  # scores have no name: only recompute=none saves them
+        scores = run.tokens * length * block.heads / tensor * SCORE_BYTES * run.width / 2
+        forward.attention_seconds = full / device.matmul_rate(run.dtype) + scores / 3 / memory_rate(run)
+        backward.attention_seconds = 2 * forward.attention_seconds
+        once += scores / 3
+    forward.attention += once
+    backward.attention += (2 + again) * once
+    backward.attention_seconds += again * forward.attention_seconds
+
+
+def _accumulation(run: Description, block: BlockFacts, backward: Work) -> None:
+    """Adding a layer's gradients to those of the microbatches before, and taking weights out of their stack."""
+    weights, gradient = block.held(run.parallel.tensor), BYTES[run.gradients]
+    if run.parallel.data_sharding == "fsdp":
+        backward.elementwise += weights / run.shards * (BYTES[run.reduce or run.gradients] + 2 * gradient)
+        return
+    if not run.system.adds_in_matmul:
+        # Copied out of the stack, added up, written into it.
+        backward.copies += 2 * gradient * weights
+        backward.elementwise += (2 * gradient + run.width) * weights
+    elif not run.in_place:
+        backward.copies += 4 * gradient * weights
+    if not run.in_place:
+        backward.copies += 4 * run.width * weights
+
+
+def table_work(run: Description) -> Halves:
+    """Of the loss of one microbatch on one of the devices that compute it, and of looking up embeddings."""
+    model, width, device = run.model, run.width, run.device
+    stages = run.parallel.pipeline if run.system.head == "spread" else 1
+    columns = model.padded_vocabulary() / (stages * run.parallel.tensor)
+    table, rows = columns * model.hidden, min(run.tokens, model.loss_chunk)
+    chunks, hidden = ceil(run.tokens / rows), run.tokens * model.hidden * width
+    times, logits = 1 + len(run.predicting_blocks), run.tokens * columns
+    forward = Work(matmul=times * (hidden + chunks * table * width + 4 * logits))
+    # Gradients of the input and of the table, which is accumulated in float32 chunk by chunk.
+    backward = Work(matmul=times * (2 * hidden + chunks * table * (width + 8) + 4 * logits))
+    if columns % ALIGNED:
+        backward.copies += times * chunks * 20 * table
+    streamed = times * (LOGIT_BYTES if run.system.fused_loss else UNFUSED_LOGIT_BYTES) * logits
+    streamed += EMBEDDING_PASSES * hidden + ENTRY_PASSES * hidden / run.cut
+    streamed += 12 * run.tokens * model.hidden * model.learned_positions
+    forward.elementwise += streamed / 3
+    tables = 1 if model.tied else 2
+    # Zeros for a microbatch's gradients of the tables, added to those before.
+    backward.elementwise += 2 * streamed / 3 + 12 * tables * table
+    backward.copies += 4 * tables * table + 2 * hidden
+    rate = device.matmul_rate(run.dtype) * device.matmul_share(rows, model.hidden, columns)
+    once = times * 2 * run.tokens * model.hidden * columns / rate
+    for half, count in ((forward, 1), (backward, 2)):
+        half.matmul_seconds = run.system.overhead * max(count * once, half.matmul / memory_rate(run))
+    return Halves(forward.streamed(run), backward.streamed(run))
+
+
+def tick_work(run: Description) -> Work:
+    """Of a tick of a pipeline in lockstep, beside layers and loss; nothing without one."""
+    if run.parallel.pipeline == 1 or not run.system.lockstep:
+        return Work()
+    row = run.tokens * run.model.hidden / run.cut * run.width
+    return Work(**{name: passes * row for name, passes in TICK_PASSES.items()}).streamed(run)
+
+
+def head_work(run: Description) -> Halves:
+    """Of loss and embeddings of one microbatch, and of the heads that predict further ahead."""
+    head = table_work(run)
+    for block in run.predicting_blocks:
+        merging = matmul_seconds(run, (run.tokens, 2 * run.model.hidden, run.model.hidden / run.parallel.tensor))
+        head = head.plus(block_work(run, block, run.recomputing.kept()))
+        head = head.plus(Halves(Work(matmul_seconds=merging), Work(matmul_seconds=2 * merging)))
+    return head
+
+
+def head_seconds(run: Description) -> float:
+    """Of `head_work`, with what goes through memory between stages for the ticks of one microbatch."""
+    return head_work(run).total + run.parallel.virtual_stages * tick_work(run).stream_seconds
+
+
+def layers_work(run: Description) -> Halves:
+    """Of all layers of one device and one microbatch."""
+    kept, others, share = run.recomputing.kept(), run.recomputing.others(), run.recomputing_share
+    total = Halves(Work(), Work())
+    for block in run.blocks:
+        total = total.plus(block_work(run, block, kept), share * run.repeats)
+        if share < 1:
+            total = total.plus(block_work(run, block, others), (1 - share) * run.repeats)
+    return total
+
+
+def once_work(run: Description, held: float, weights: float) -> Work:
+    """Bytes of the optimizer and of what a step begins with. held: weights in use on a device; weights: those it
+    updates."""
+    blocks, kept = run.blocks, run.recomputing.kept()
+    ring = pipeline_bubble(run).slots * run.rows * sum(block.saved_bytes(kept, run.share) for block in blocks)
+    gradient = BYTES[run.gradients]
+    # Zeros, and the transpose before what is reduced over devices is cut.
+    turned = 2 * gradient * held * (run.shards > 1)
+    copies = gradient * held + (ring + turned) * run.system.stacked
+    return Work(copies=copies, elementwise=optimizer_bytes(run, weights))
+
+
+def optimizer_bytes(run: Description, weights: float) -> float:
+    """Of so many weights: gradient read twice, for the norm and the update; weights and moments read and written; a
+    copy in compute dtype made."""
+    return weights * (8 + 8 + 2 * run.moments * run.moment_bytes + run.width)
+
+
+def step_work(run: Description, layers: Halves, head: Halves, once: Work) -> Work:
+    """Bytes of a step, from those of a microbatch. Forwards run in idle ticks as well."""
+    schedule = pipeline_bubble(run)
+    ticks = (schedule.ticks - schedule.alone) / run.parallel.virtual_stages if run.system.lockstep else run.microbatches
+    total = once.plus(layers.forward, ticks).plus(layers.backward, run.microbatches)
+    total = total.plus(head.forward, run.microbatches).plus(head.backward, run.microbatches)
+    return total.plus(tick_work(run), schedule.ticks)

@@ -16,7 +16,6 @@ from megajax.config.dump import diff
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.tree import override
 from megajax.metrics.text import count, duration
-from megajax.models.flops import parameter_count
 from megajax.planning.cost.costs import Device, known_device
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import Estimate, estimate, to_dict
@@ -123,7 +122,7 @@ def lines(first: Side, second: Side) -> list[tuple[str, str, str, str]]:
         (name, describing(first), describing(second), "")
         for name, describing in (
             ("devices", lambda side: f"{side.found.run.devices} x {side.found.run.device.name}"),
-            ("parameters", lambda side: count(parameter_count(side.cfg.model).total)),
+            ("parameters", lambda side: count(side.cfg.model.parameter_count().total)),
             ("mesh", lambda side: ", ".join(f"{name} {n}" for name, n in side.found.run.sizes.items() if n > 1) or "1"),
             ("microbatches", lambda side: f"{side.found.run.microbatches} x {side.found.run.micro_size} rows"),
             ("fits", lambda side: "yes" if side.found.fits else "NO"),

@@ -11,8 +11,7 @@ from typing import Any
 from megajax.config.errors import UserError
 from megajax.planning.cost.costs import Device
 from megajax.planning.cost.description import Description, describe
-from megajax.planning.cost.estimate import Estimate, estimate
-from megajax.planning.cost.footprint import footprint
+from megajax.planning.cost.estimate import Estimate, estimate, footprint
 from megajax.planning.program.devices import GIB
 from megajax.planning.search.candidates import Choice, Space, apply, problems
 

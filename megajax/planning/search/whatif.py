@@ -10,8 +10,7 @@ from megajax.metrics import banner
 from megajax.metrics.banner import Section
 from megajax.planning.cost.costs import Device
 from megajax.planning.cost.description import describe
-from megajax.planning.cost.estimate import Estimate, estimate
-from megajax.planning.cost.footprint import footprint
+from megajax.planning.cost.estimate import Estimate, estimate, footprint
 from megajax.planning.program.devices import GIB, Cluster
 from megajax.planning.program.largest import Array
 from megajax.planning.search import changes

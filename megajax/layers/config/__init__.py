@@ -1,0 +1,32 @@
+"""Configs of layers, one file for each type of layer; imports neither jax nor flax.
+
+Sizes that all layers share (hidden size, number of layers, standard deviation of initial weights) belong to the model.
+"""
+
+from megajax.layers.config.attention import AttentionConfig, LatentAttentionConfig, MixerConfig
+from megajax.layers.config.block import BlockConfig, StackConfig, shared_bias
+from megajax.layers.config.mlp import DenseMLPConfig, GatedMLPConfig, MLPConfig
+from megajax.layers.config.norm import LARGEST, L2NormConfig, LayerNormConfig, NormConfig, RMSNormConfig, above_zero
+from megajax.layers.config.position import Llama3ScalingConfig, RelativeBiasConfig, RopeConfig, YarnScalingConfig
+
+__all__ = [
+    "LARGEST",
+    "AttentionConfig",
+    "BlockConfig",
+    "DenseMLPConfig",
+    "GatedMLPConfig",
+    "L2NormConfig",
+    "LatentAttentionConfig",
+    "LayerNormConfig",
+    "Llama3ScalingConfig",
+    "MLPConfig",
+    "MixerConfig",
+    "NormConfig",
+    "RMSNormConfig",
+    "RelativeBiasConfig",
+    "RopeConfig",
+    "StackConfig",
+    "YarnScalingConfig",
+    "above_zero",
+    "shared_bias",
+]

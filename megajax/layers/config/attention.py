@@ -1,0 +1,378 @@
+"""Configs of attention layers; imports neither jax nor flax."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
+
+from megajax.config.builds import Builds
+from megajax.config.errors import Problem
+from megajax.config.nearest import divisors_of
+from megajax.kernels.capability import BACKENDS, Choice, Device, Kernel, Request, choose
+from megajax.layers.config.norm import NormConfig, RMSNormConfig, above_zero
+from megajax.layers.config.position import RelativeBiasConfig, RopeConfig
+from megajax.layers.facts import Elements, Matmul, MultiplyAdds, Side, Weight, prefixed
+from megajax.layers.remat import Part
+
+PER_HEAD = ("heads", "head_dim")
+PER_GROUP = ("kv_heads", "head_dim")
+
+
+class MultiHeadConfig(Builds):
+    """What every kind of attention has: heads that `tensor` divides, and a kernel that mixes their values."""
+
+    __slots__ = ()
+    heads: int
+    window: int | None
+    sink: Literal["none", "zero", "learned"]
+    dropout: float
+    kernel: Kernel
+
+    def groups(self) -> int:
+        """Number of key-value heads."""
+        raise NotImplementedError
+
+    def size(self, hidden: int) -> int:
+        """Size of a query or key head."""
+        raise NotImplementedError
+
+    def value_size(self, hidden: int) -> int:
+        """Size of a value head."""
+        return self.size(hidden)
+
+    def request(self, known: Request) -> Request:
+        """What an attention backend is asked for: `known`, with the settings of this layer."""
+        raise NotImplementedError
+
+    def core_problems(self) -> list[Problem]:
+        """What is wrong with the settings that all kinds of attention have."""
+        problems = []
+        if not 0 <= self.dropout < 1:
+            problems.append(Problem("dropout", f"must be at least 0 and below 1, got {self.dropout}"))
+        if self.window is not None and self.window < 0:
+            what = f"must be at least 0, got {self.window}"
+            problems.append(Problem("window", what, "none lets a query see all tokens before it"))
+        request = self.request(Request())
+        refusal = None if self.kernel == "auto" else BACKENDS[self.kernel].refusal(request)
+        if self.kernel != "auto" and refusal is not None:
+            able = choose("auto", request, None).kernel
+            problems.append(Problem("kernel", f"{BACKENDS[self.kernel].says} {refusal}", f"set kernel={able} or auto"))
+        return problems
+
+    def window_problems(self, length: int) -> list[Problem]:
+        """What is wrong with the window on rows of `length` tokens."""
+        if self.window is None or self.window < length:
+            return []
+        what = f"{self.window} reaches beyond sequence_length={length}"
+        return [Problem("window", what, f"use at most {length - 1}, or none")]
+
+    def kernel_choice(self, hidden: int, known: Request, device: Device | None, where: str = "kernel") -> Choice:
+        """The attention backend, and why not a faster one. device: None for any NVIDIA GPU.
+
+        Raises UserError where a backend asked for by name is not available; `where` is the name of the setting.
+        """
+        return choose(self.kernel, self.request(replace(known, key_dim=self.size(hidden))), device, where)
+
+    def kernel_weights(self) -> tuple[Weight, ...]:
+        """Weights that the kernel itself reads."""
+        return (Weight("core.sink", (self.heads,), ("heads",)),) if self.sink == "learned" else ()
+
+    def per_pair(self, hidden: int) -> int:
+        """Multiply-adds for each pair of tokens: a score and a value of each head."""
+        return self.heads * (self.size(hidden) + self.value_size(hidden))
+
+    def tensors(self, hidden: int) -> Mapping[Part, Elements]:
+        """What the kernel reads and writes."""
+        size, values = self.size(hidden), self.value_size(hidden)
+        keys = Elements(cut=self.heads * size, grouped=self.groups() * (size + values), groups=self.groups())
+        return {"query_key_value": keys, "core_attention": Elements(cut=self.heads * values)}
+
+    def tensor_sizes(self) -> list[int]:
+        """Numbers of devices of `tensor` that heads can be divided over.
+
+        Key-value heads are divided too, or each is copied to as many devices as share it.
+        """
+        groups = max(self.groups(), 1)
+        return [n for n in divisors_of(max(self.heads, 1)) if groups % n == 0 or n % groups == 0]
+
+    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """`tensor` has to divide heads, and to divide key-value heads or to be a multiple of them."""
+        tensor = sizes["tensor"]
+        if self.heads % tensor:
+            yield Problem("heads", f"heads={self.heads} is not divisible by parallel.tensor={tensor}")
+        elif tensor not in self.tensor_sizes():
+            what = f"kv_heads={self.groups()} and parallel.tensor={tensor}: one must be a multiple of the other"
+            yield Problem("kv_heads", what)
+
+    def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
+        """A device's query heads, and its key-value heads."""
+        size = self.size(hidden)
+        for name, heads in (("heads", self.heads), ("kv_heads", self.groups())):
+            held = max(heads, tensor) if tensor in self.tensor_sizes() else heads
+            if held % tensor == 0:
+                yield Side(name, f"{heads} of {size} over parallel.tensor={tensor} are", held * size // tensor)
+
+    def summary(self, hidden: int) -> str:
+        """Numbers and size of heads."""
+        groups = f", {self.groups()} key-value heads" if self.groups() != self.heads else ""
+        return f"{self.heads} heads{groups} of {self.size(hidden)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionConfig(MultiHeadConfig):
+    """Grouped-query self-attention, causal."""
+
+    target: ClassVar[str] = "megajax.layers.attention:Attention"
+    heads: int
+    """Query heads."""
+    kv_heads: int | None = None
+    """Key and value heads, each shared by heads / kv_heads query heads; none: as many as heads."""
+    head_dim: int | None = None
+    """Size of one head; none: hidden size / heads."""
+    bias: bool = False
+    """Biases on query, key, value and output."""
+    qkv_bias: bool | None = None
+    """Biases on query, key and value; none: as bias says."""
+    qk_norm: NormConfig | None = None
+    """Normalisation of each query and key head, before rotation (Henry et al. 2020); none: none."""
+    rope: RopeConfig | None = None
+    """Rotary positions; none: the model has positions elsewhere, or this layer none."""
+    relative: RelativeBiasConfig | None = None
+    """Learned bias of scores by distance; none: none."""
+    window: int | None = None
+    """Keys a query sees before its own: with 8 it sees 9 tokens, itself and 8 before; none: all before it."""
+    sink: Literal["none", "zero", "learned"] = "none"
+    """A score that takes part in the softmax and brings no value: 0 (off by one), or learned for each head."""
+    gate: bool = False
+    """What heads mixed is multiplied by the sigmoid of a projection of the input, before the output matrix."""
+    scale: float | None = None
+    """Factor on scores; none: 1 / sqrt(head size). The softmax is in float32 always."""
+    dropout: float = 0.0
+    """Share of attention weights zeroed in training."""
+    kernel: Kernel = "auto"
+    """auto: the fastest that can (docs/attention.md); cudnn, pallas, cudnn_mask or reference: that one or an error."""
+
+    def problems(self) -> list[Problem]:
+        found = above_zero(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, scale=self.scale)
+        groups = self.groups()
+        if not found and self.heads % groups:
+            legal = divisors_of(self.heads)
+            found.append(
+                Problem(
+                    "kv_heads",
+                    f"heads={self.heads} is not a multiple of kv_heads={groups}",
+                    f"kv_heads can be {', '.join(map(str, legal))}",
+                )
+            )
+        return found + self.core_problems()
+
+    def shape_problems(self, *, hidden: int, length: int) -> list[Problem]:
+        """What is wrong with this on rows of `length` tokens, `hidden` wide."""
+        found = self.window_problems(length)
+        if self.head_dim is None and self.heads > 0 and hidden > 0 and hidden % self.heads:
+            near = sorted(divisors_of(hidden), key=lambda n: abs(n - self.heads))
+            found.append(
+                Problem(
+                    "heads",
+                    f"hidden={hidden} is not divisible by heads={self.heads}",
+                    f"divisors near {self.heads}: {', '.join(map(str, sorted(near[:3])))}",
+                )
+            )
+        elif self.rope is not None and self.heads > 0:
+            found += self.rope.head_problems(self.size(hidden))
+        return found
+
+    def groups(self) -> int:
+        """Number of key-value heads."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    def size(self, hidden: int) -> int:
+        """Size of one head."""
+        return self.head_dim or hidden // self.heads
+
+    def has_qkv_bias(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return self.bias if self.qkv_bias is None else self.qkv_bias
+
+    def request(self, known: Request) -> Request:
+        """What an attention backend is asked for: `known`, with what is said here."""
+        size = self.head_dim if known.key_dim is None else known.key_dim
+        return replace(
+            known,
+            key_dim=size,
+            value_dim=size,
+            window=self.window,
+            sink=self.sink != "none",
+            bias=self.relative is not None,
+            dropout=self.dropout,
+        )
+
+    def weights(self, hidden: int) -> tuple[Weight, ...]:
+        """Every weight of the module; a table of relative biases that layers share is the stack's."""
+        size, heads, groups = self.size(hidden), self.heads, self.groups()
+        gated = [("gate", heads, PER_HEAD)] if self.gate else []
+        inner = [("query", heads, PER_HEAD), ("key", groups, PER_GROUP), ("value", groups, PER_GROUP), *gated]
+        weights = [Weight(name, (hidden, count, size), ("embed", *axes)) for name, count, axes in inner]
+        weights.append(Weight("output", (heads, size, hidden), (*PER_HEAD, "embed")))
+        if self.has_qkv_bias():
+            weights += [Weight(f"{name}_bias", (count, size), axes) for name, count, axes in inner]
+        if self.bias:
+            weights.append(Weight("output_bias", (hidden,), ("embed",)))
+        if self.qk_norm is not None:
+            gains = self.qk_norm.weights(size, "head_dim")
+            weights += [*prefixed("query_norm", gains), *prefixed("key_norm", gains)]
+        if self.relative is not None and not self.relative.shared:
+            weights.append(Weight("core.relative.table", (self.relative.buckets, heads), (None, "heads")))
+        return (*weights, *self.kernel_weights())
+
+    def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
+        """Queries, keys, values and gates; the output."""
+        whole, queries = Elements(whole=hidden), self.heads * self.size(hidden)
+        keys = 2 * self.groups() * self.size(hidden)
+        outputs = Elements(cut=queries * (1 + self.gate), grouped=keys, groups=self.groups())
+        return (
+            Matmul(inputs=whole, outputs=outputs, result="query_key_value", weights=3, joined=True),
+            Matmul(inputs=Elements(cut=queries), outputs=whole, result="residual"),
+        )
+
+    def multiply_adds(self, hidden: int) -> MultiplyAdds:
+        """Those of the matmuls, and of scores and values."""
+        return MultiplyAdds(sum(matmul.size for matmul in self.matmuls(hidden)), self.per_pair(hidden))
+
+    def megatron_matrices(self, hidden: int, gains: int) -> int:
+        """Queries, keys, values and the output: the report knows no gate."""
+        del gains
+        return 2 * hidden * self.size(hidden) * (self.heads + self.groups())
+
+    def tensors(self, hidden: int) -> Mapping[Part, Elements]:
+        """What the kernel reads and writes, and the gate."""
+        # `super()` without arguments does not find the class that slots=True makes.
+        kernel = MultiHeadConfig.tensors(self, hidden)
+        return {**kernel, "gate": Elements(cut=self.heads * self.size(hidden))} if self.gate else kernel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentAttentionConfig(MultiHeadConfig):
+    """Multi-head latent attention: queries, keys and values from narrow latents (DeepSeek-AI 2024, section 2.1)."""
+
+    target: ClassVar[str] = "megajax.layers.latent:LatentAttention"
+    relative: ClassVar[RelativeBiasConfig | None] = None
+    heads: int
+    """Heads of queries, keys and values."""
+    query_rank: int | None = None
+    """Width of the queries' latent; none: queries come from the input directly."""
+    key_value_rank: int = 512
+    """Width of the latent of keys and values."""
+    content_dim: int = 128
+    """Part of a query or key head that knows no positions."""
+    position_dim: int = 64
+    """Part that is rotated; the key's is one for all heads."""
+    value_dim: int = 128
+    """Size of a value head."""
+    bias: bool = False
+    """Bias on the output; the other matrices have none."""
+    norm: NormConfig | None = field(default_factory=RMSNormConfig)
+    """Normalisation of the latents; none: none."""
+    rope: RopeConfig = field(default_factory=lambda: RopeConfig(interleaved=True))
+    """Rotation of the position parts."""
+    window: int | None = None
+    """Keys a query sees before its own; none: all before it."""
+    sink: Literal["none", "zero", "learned"] = "none"
+    """A score that takes part in the softmax and brings no value: 0 (off by one), or learned for each head."""
+    scale: float | None = None
+    """Factor on scores; none: 1 / sqrt(head size), times YaRN's mscale_all squared."""
+    dropout: float = 0.0
+    """Share of attention weights zeroed in training."""
+    kernel: Kernel = "auto"
+    """auto: the fastest that can (docs/attention.md); cudnn, pallas, cudnn_mask or reference: that one or an error."""
+
+    def problems(self) -> list[Problem]:
+        sizes = {
+            name: getattr(self, name)
+            for name in ("heads", "query_rank", "key_value_rank", "content_dim", "position_dim", "value_dim", "scale")
+        }
+        return above_zero(**sizes) + self.core_problems()
+
+    def shape_problems(self, *, hidden: int, length: int) -> list[Problem]:
+        """What is wrong with this on rows of `length` tokens, `hidden` wide."""
+        del hidden
+        return self.window_problems(length) + self.rope.head_problems(self.position_dim)
+
+    def groups(self) -> int:
+        """Number of key-value heads: all have keys and values of their own."""
+        return self.heads
+
+    def size(self, hidden: int) -> int:
+        """Size of a query or key head."""
+        del hidden
+        return self.content_dim + self.position_dim
+
+    def request(self, known: Request) -> Request:
+        """What an attention backend is asked for: `known`, with what is said here."""
+        return replace(
+            known,
+            key_dim=self.content_dim + self.position_dim,
+            value_dim=self.value_dim,
+            window=self.window,
+            sink=self.sink != "none",
+            dropout=self.dropout,
+        )
+
+    def value_size(self, hidden: int) -> int:
+        """Size of a value head."""
+        del hidden
+        return self.value_dim
+
+    def weights(self, hidden: int) -> tuple[Weight, ...]:
+        """Every weight of the module."""
+        heads, size, query, keys = self.heads, self.size(hidden), self.query_rank, self.key_value_rank
+        weights = [
+            Weight("query", (query or hidden, heads, size), ("embed" if query is None else None, *PER_HEAD)),
+            Weight("down", (hidden, keys), ("embed", None)),
+            Weight("position_key", (hidden, self.position_dim), ("embed", None)),
+            Weight("key", (keys, heads, self.content_dim), (None, *PER_HEAD)),
+            Weight("value", (keys, heads, self.value_dim), (None, *PER_HEAD)),
+            Weight("output", (heads, self.value_dim, hidden), (*PER_HEAD, "embed")),
+        ]
+        if query is not None:
+            weights.append(Weight("query_down", (hidden, query), ("embed", None)))
+        if self.bias:
+            weights.append(Weight("output_bias", (hidden,), ("embed",)))
+        if self.norm is not None:
+            weights += prefixed("norm", self.norm.weights(keys, None))
+        if self.norm is not None and query is not None:
+            weights += prefixed("query_norm", self.norm.weights(query, None))
+        return (*weights, *self.kernel_weights())
+
+    def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
+        """All that leads to queries, keys and values, as one matrix with as many elements; the output."""
+        values = self.heads * self.value_dim
+        inner = round(self.multiply_adds(hidden).per_token / hidden) - values
+        return (
+            Matmul(
+                inputs=Elements(whole=hidden),
+                outputs=Elements(cut=inner),
+                result="query_key_value",
+                weights=3,
+                joined=True,
+            ),
+            Matmul(inputs=Elements(cut=values), outputs=Elements(whole=hidden), result="residual"),
+        )
+
+    def multiply_adds(self, hidden: int) -> MultiplyAdds:
+        """Of matrices, of scores and values, and of one gain for each element of latents, as Megatron-LM counts."""
+        return MultiplyAdds(self.megatron_matrices(hidden, gains=1), self.per_pair(hidden))
+
+    def megatron_matrices(self, hidden: int, gains: int) -> int:
+        """Matrices, and the weights of the latents' norms, whether there are norms or not."""
+        query, heads, size = self.query_rank, self.heads, self.size(hidden)
+        queries = hidden * heads * size if query is None else query * (hidden + heads * size + gains)
+        latents = self.key_value_rank * (hidden + heads * (self.content_dim + self.value_dim) + gains)
+        return queries + latents + hidden * self.position_dim + heads * self.value_dim * hidden
+
+    def tensors(self, hidden: int) -> Mapping[Part, Elements]:
+        """What the kernel reads and writes, and the latents."""
+        latents = self.key_value_rank + (self.query_rank or 0)
+        return {**MultiHeadConfig.tensors(self, hidden), "latent": Elements(whole=latents)}
+
+
+type MixerConfig = AttentionConfig | LatentAttentionConfig

@@ -1,0 +1,115 @@
+"""Configs of feed-forward layers; imports neither jax nor flax."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from megajax.config.builds import Builds
+from megajax.config.errors import Problem
+from megajax.config.nearest import divisors_of
+from megajax.layers.config.norm import above_zero
+from megajax.layers.facts import Elements, Matmul, MultiplyAdds, Side, Weight
+from megajax.layers.remat import Part
+
+
+class FeedForward(Builds):
+    """Facts of an MLP whose matrices `inner` lead to ffn and whose matrix `down` leads back."""
+
+    __slots__ = ()
+    inner: ClassVar[tuple[str, ...]]
+    """Names of the matrices that multiply the input."""
+    ffn: int
+    bias: bool
+
+    def weights(self, hidden: int) -> tuple[Weight, ...]:
+        """Every weight of the module."""
+        inner = [Weight(name, (hidden, self.ffn), ("embed", "mlp")) for name in self.inner]
+        matrices = (*inner, Weight("down", (self.ffn, hidden), ("mlp", "embed")))
+        if not self.bias:
+            return matrices
+        biases = [Weight(f"{name}_bias", (self.ffn,), ("mlp",)) for name in self.inner]
+        return (*matrices, *biases, Weight("down_bias", (hidden,), ("embed",)))
+
+    def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
+        """Into ffn and back."""
+        whole, count = Elements(whole=hidden), len(self.inner)
+        up = Matmul(inputs=whole, outputs=Elements(cut=count * self.ffn), result="mlp", weights=count)
+        return up, Matmul(inputs=Elements(cut=self.ffn), outputs=whole)
+
+    def multiply_adds(self, hidden: int) -> MultiplyAdds:
+        """Those of the matmuls."""
+        return MultiplyAdds(sum(matmul.size for matmul in self.matmuls(hidden)))
+
+    def tensors(self, hidden: int) -> Mapping[Part, Elements]:
+        """Inputs of the activation function, and what leads into `down`."""
+        del hidden
+        return {"mlp": Elements(cut=len(self.inner) * self.ffn), "activation": Elements(cut=self.ffn)}
+
+    def megatron_matrices(self, hidden: int, gains: int) -> int:
+        """All matrices."""
+        del gains
+        return self.multiply_adds(hidden).per_token
+
+    def tensor_sizes(self) -> list[int]:
+        """Numbers of devices of `tensor` that ffn can be divided over."""
+        return divisors_of(max(self.ffn, 1))
+
+    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """`tensor` has to divide ffn."""
+        tensor = sizes["tensor"]
+        if self.ffn % tensor:
+            below = self.ffn // tensor * tensor
+            near = " or ".join(str(width) for width in (below, below + tensor) if width)
+            yield Problem("ffn", f"ffn={self.ffn} is not divisible by parallel.tensor={tensor}", f"use ffn={near}")
+
+    def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
+        """A device's part of ffn."""
+        del hidden
+        if self.ffn % tensor == 0:
+            yield Side("ffn", f"{self.ffn} over parallel.tensor={tensor} is", self.ffn // tensor)
+
+    def summary(self, hidden: int) -> str:
+        """Its width."""
+        del hidden
+        return f"ffn {self.ffn}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseMLPConfig(FeedForward):
+    """Two matrices with an activation function between them."""
+
+    target: ClassVar[str] = "megajax.layers.mlp:DenseMLP"
+    inner: ClassVar[tuple[str, ...]] = ("up",)
+    ffn: int
+    """Width between the matrices."""
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu"] = "gelu"
+    """gelu is exact (erf), gelu_tanh the approximation GPT-2 used, quick_gelu x sigmoid(1.702 x)."""
+    bias: bool = True
+    """Biases on both matrices."""
+
+    def problems(self) -> list[Problem]:
+        return above_zero(ffn=self.ffn)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatedMLPConfig(FeedForward):
+    """activation(x gate) * (x up), then down (Shazeer 2020)."""
+
+    target: ClassVar[str] = "megajax.layers.mlp:GatedMLP"
+    inner: ClassVar[tuple[str, ...]] = ("gate", "up")
+    ffn: int
+    """Width between the matrices."""
+    activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu"] = "silu"
+    """silu makes it SwiGLU, gelu GeGLU."""
+    bias: bool = False
+    """Biases on all three matrices."""
+    clamp: float | None = None
+    """x gate is clipped to at most this, x up to between this and its negative; none: neither."""
+    offset: float = 0.0
+    """Added to x up."""
+
+    def problems(self) -> list[Problem]:
+        return above_zero(ffn=self.ffn, clamp=self.clamp)
+
+
+type MLPConfig = DenseMLPConfig | GatedMLPConfig

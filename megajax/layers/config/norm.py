@@ -1,0 +1,79 @@
+"""Configs of normalisation layers, and checks that all configs of layers share; imports neither jax nor flax."""
+
+from dataclasses import dataclass
+from math import inf
+from typing import ClassVar
+
+from megajax.config.builds import Builds
+from megajax.config.errors import Problem
+from megajax.layers.facts import Weight
+
+LARGEST = 2**31 - 1
+"""The largest integer that fits the int32 indices of arrays on a device."""
+
+
+def above_zero(**settings: float | None) -> list[Problem]:
+    """A problem for each setting that is given and is not a finite number above 0, or is an integer above LARGEST."""
+    problems = []
+    for name, value in settings.items():
+        if value is not None and not 0 < value < inf:
+            problems.append(Problem(name, f"must be a number above 0, got {value}"))
+        elif isinstance(value, int) and value > LARGEST:
+            problems.append(Problem(name, f"must be at most {LARGEST}, got {value}"))
+    return problems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerNormConfig(Builds):
+    """Mean and variance normalisation with gain and bias (Ba et al. 2016)."""
+
+    target: ClassVar[str] = "megajax.layers.norm:LayerNorm"
+    epsilon: float = 1e-5
+    """Added to the variance."""
+    zero_centred: bool = False
+    """The gain is 1 + weight, so that weight decay and initial zeros pull it towards 1."""
+
+    def problems(self) -> list[Problem]:
+        return above_zero(epsilon=self.epsilon)
+
+    def weights(self, size: int, axis: str | None = "embed") -> tuple[Weight, ...]:
+        """Weights of a norm over a dimension of this size and logical axis."""
+        return Weight("gain", (size,), (axis,)), Weight("bias", (size,), (axis,))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RMSNormConfig(Builds):
+    """Root-mean-square normalisation with gain (Zhang and Sennrich 2019)."""
+
+    target: ClassVar[str] = "megajax.layers.norm:RMSNorm"
+    epsilon: float = 1e-5
+    """Added to the mean square."""
+    zero_centred: bool = False
+    """The gain is 1 + weight, so that weight decay and initial zeros pull it towards 1."""
+
+    def problems(self) -> list[Problem]:
+        return above_zero(epsilon=self.epsilon)
+
+    def weights(self, size: int, axis: str | None = "embed") -> tuple[Weight, ...]:
+        """Weights of a norm over a dimension of this size and logical axis."""
+        return (Weight("gain", (size,), (axis,)),)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class L2NormConfig(Builds):
+    """Root-mean-square normalisation without weights, as Llama 4 has it on queries and keys."""
+
+    target: ClassVar[str] = "megajax.layers.norm:L2Norm"
+    epsilon: float = 1e-6
+    """Added to the mean square."""
+
+    def problems(self) -> list[Problem]:
+        return above_zero(epsilon=self.epsilon)
+
+    def weights(self, size: int, axis: str | None = "embed") -> tuple[Weight, ...]:
+        """None."""
+        del size, axis
+        return ()
+
+
+type NormConfig = LayerNormConfig | RMSNormConfig | L2NormConfig

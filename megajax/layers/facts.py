@@ -1,0 +1,246 @@
+"""What the config of a layer tells about the layer: weights, matmuls, operations, saved tensors, limits of the mesh.
+
+Parameter counts, FLOPs, plans, memory reports, checks of a config and the start banner are made of these facts and of
+nothing else: no other module asks what type a layer has. A new mixer or feed-forward is a config class with the methods
+of `Layer` (and of `Mixer`); planning and training need no change. Importing this imports neither jax nor flax.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from megajax.config.errors import Problem
+from megajax.kernels.capability import Choice, Device, Request
+from megajax.layers.remat import PARTS, Kept, Part
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight as the layer's module declares it; a test compares the two."""
+
+    name: str
+    """Path below the layer: "query", "query_norm.gain"."""
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    """Logical axes, one for each dimension."""
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+
+def total_size(weights: Sequence[Weight]) -> int:
+    """Elements of all of them."""
+    return sum(weight.size for weight in weights)
+
+
+def prefixed(prefix: str, weights: Sequence[Weight]) -> tuple[Weight, ...]:
+    """The weights of a part of a layer, with the part's name before theirs."""
+    return tuple(replace(weight, name=f"{prefix}.{weight.name}") for weight in weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Elements of a tensor for each token, or of one side of a matrix, by how the mesh axis `tensor` divides them."""
+
+    whole: int = 0
+    """Not divided: every device has all of them."""
+    cut: int = 0
+    """Divided over all devices of `tensor`."""
+    grouped: int = 0
+    """Divided over at most `groups` devices of `tensor`: key-value heads, of which further devices hold copies."""
+    groups: int = 1
+
+    @property
+    def total(self) -> int:
+        return self.whole + self.divided
+
+    @property
+    def divided(self) -> int:
+        """All that is not whole."""
+        return self.cut + self.grouped
+
+    def copied(self, tensor: int) -> float:
+        """Elements of a device beyond its even share, because groups are fewer than devices."""
+        return self.grouped * (1 / min(tensor, self.groups) - 1 / tensor)
+
+    def local(self, tensor: int) -> float:
+        """Elements on one of that many devices of `tensor`."""
+        return self.whole + self.divided / tensor + self.copied(tensor)
+
+
+NO_ELEMENTS = Elements()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Matmul:
+    """[tokens, inputs] x [inputs, outputs], by one weight or by several that multiply the same tensor."""
+
+    inputs: Elements
+    outputs: Elements
+    result: Part | None = None
+    """Name by which the result is saved for the backward pass; None: no gradient needs it."""
+    weights: int = 1
+    """Weights it is made of."""
+    joined: bool = False
+    """XLA concatenates the weights, by copies, and multiplies once in the forward pass; never with one weight."""
+
+    @property
+    def size(self) -> int:
+        """Elements of its weights."""
+        return self.inputs.total * self.outputs.total
+
+    def held(self, tensor: int) -> float:
+        """Elements of its weights on one device during the step."""
+        return self.inputs.local(tensor) * self.outputs.local(tensor)
+
+    def undivided(self, tensor: int) -> int:
+        """Elements of its weights that each device of `tensor` has all of at rest: those of groups too few to cut."""
+        return self.inputs.total * self.outputs.grouped * (tensor > self.outputs.groups)
+
+    def copies(self, tensor: int) -> float:
+        """Those of them that a device uses during the step: one group."""
+        return self.undivided(tensor) / self.outputs.groups
+
+
+class MultiplyAdds(NamedTuple):
+    """Multiply-adds of a forward pass, as Megatron-LM's throughput counts them: matmuls, no norms, no softmax."""
+
+    per_token: int
+    per_pair: int = 0
+    """For each pair of tokens of a row, without regard to masks and windows."""
+
+    def plus(self, other: "MultiplyAdds") -> "MultiplyAdds":
+        return MultiplyAdds(self.per_token + other.per_token, self.per_pair + other.per_pair)
+
+
+class Side(NamedTuple):
+    """A side of the matrices that one device multiplies."""
+
+    where: str
+    """Setting that decides it."""
+    text: str
+    """What it is, to be followed by the size."""
+    size: int
+
+
+@runtime_checkable
+class Layer(Protocol):
+    """Methods of a config that plans, counts and checks call. hidden: width of the residual stream."""
+
+    def weights(self, hidden: int) -> tuple[Weight, ...]:
+        """Every weight of the layer's module."""
+        ...
+
+    def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
+        """Products with weights, in the order of the forward pass."""
+        ...
+
+    def multiply_adds(self, hidden: int) -> MultiplyAdds:
+        """Operations of the forward pass."""
+        ...
+
+    def tensors(self, hidden: int) -> Mapping[Part, Elements]:
+        """Tensors that may be saved for the backward pass, by the names in megajax.layers.remat.
+
+        A kernel between matmuls reads `query_key_value` and writes `core_attention`.
+        """
+        ...
+
+    def megatron_matrices(self, hidden: int, gains: int) -> int:
+        """Parameters that tensor parallelism cuts, by Megatron-LM's memory report. gains: weights of a norm, each."""
+        ...
+
+    def tensor_sizes(self) -> list[int]:
+        """Numbers of devices of `tensor` that the layer can be divided over."""
+        ...
+
+    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """What is wrong with the layer on a mesh. sizes: mesh axis -> devices."""
+        ...
+
+    def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
+        """Sides of the matrices on one device; those that `tensor` does not divide are left to `mesh_problems`."""
+        ...
+
+    def summary(self, hidden: int) -> str:
+        """Sizes, in words, for the start banner."""
+        ...
+
+
+@runtime_checkable
+class Mixer(Layer, Protocol):
+    """A layer that mixes tokens of a row."""
+
+    heads: int
+    """Rows of scores, or of states, that its kernel has for each token."""
+    dropout: float
+    """Share of what the kernel mixes by that is zeroed in training."""
+
+    def shape_problems(self, *, hidden: int, length: int) -> list[Problem]:
+        """What is wrong with it on rows of `length` tokens."""
+        ...
+
+    def kernel_choice(self, hidden: int, known: Request, device: Device | None, where: str = "kernel") -> Choice:
+        """The kernel that computes it and why not a faster one; device: None for any NVIDIA GPU.
+
+        Raises UserError where a kernel asked for by name is not available; `where` is the name of the setting.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """A device's part of a microbatch."""
+
+    tokens: int
+    """Of the microbatch, after the sequence is cut over `context`."""
+    width: int
+    """Bytes of an element in compute dtype."""
+    tensor: int = 1
+    sequence: int = 1
+    """Devices that cut the residual stream along the sequence: those of `tensor` with sequence parallelism, else 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockFacts:
+    """The facts of a residual block's parts together, whatever the layout."""
+
+    hidden: int
+    weights: int
+    """Elements of all weights."""
+    matmuls: tuple[Matmul, ...]
+    tensors: Mapping[Part, Elements]
+    multiply_adds: MultiplyAdds
+    heads: int
+    """See `Mixer`."""
+    fused: bool
+    """Whether a fused kernel computes attention, so that scores stay out of memory."""
+
+    def elements(self, part: Part) -> Elements:
+        """Of a tensor; none where the block has no such tensor."""
+        return self.tensors.get(part, NO_ELEMENTS)
+
+    @property
+    def vectors(self) -> int:
+        """Elements of weights that are no matrices: gains, biases and the like."""
+        return self.weights - sum(matmul.size for matmul in self.matmuls)
+
+    def held(self, tensor: int) -> float:
+        """Elements of matrices on one device during the step."""
+        return sum(matmul.held(tensor) for matmul in self.matmuls)
+
+    def saved_bytes(self, kept: Kept, share: Share) -> float:
+        """Bytes on a device that the block saves of a microbatch; what waits in host memory does not count.
+
+        Where nothing is recomputed, norms and activations save their inputs alone: as if all tensors were named.
+        """
+        here = tuple(part for part in (PARTS if kept.parts is None else kept.parts) if part not in kept.offloaded)
+        residual = self.hidden / share.sequence
+        elements = 0.0 if "input" in kept.offloaded else residual / kept.together
+        # Outputs of norms are saved as matmuls read them: gathered along the sequence.
+        elements += ("residual" in here) * residual + 2 * ("norm" in here) * self.hidden
+        elements += sum(self.elements(part).local(share.tensor) for part in here)
+        statistics = 4 * self.heads / share.tensor if "core_attention" in here and self.fused else 0
+        return share.tokens * (elements * share.width + statistics)
