@@ -2,7 +2,7 @@
 
 from megajax.planning.bars import Part
 from megajax.planning.cost.costs import Device
-from megajax.planning.cost.estimate import step_time
+from megajax.planning.cost.step_time import step_time
 from megajax.planning.page import COMPILED, Page, of_plan
 from megajax.planning.program.devices import GIB
 from megajax.planning.program.train_step import TrainPlan

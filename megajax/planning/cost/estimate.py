@@ -3,21 +3,15 @@
 `estimate(description)` compiles nothing, imports neither jax nor numpy, and takes about a millisecond.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from megajax.models.facts import Flops
 from megajax.models.memory import MemoryReport, MemorySetting, memory_report
-from megajax.planning.cost.costs import Device, known_device
-from megajax.planning.cost.description import BYTES, Description, PipelineBubble, describe, pipeline_bubble
-from megajax.planning.cost.traffic import Span, Traffic, copied_weights, memory_bytes, seconds, traffic
+from megajax.planning.cost.description import BYTES, Description, PipelineBubble, pipeline_bubble
+from megajax.planning.cost.traffic import Traffic, copied_weights, memory_bytes, traffic
 from megajax.planning.cost.work import Work, head_work, layers_work, memory_rate, once_work, step_work, tick_work
-from megajax.planning.program.collectives import grouped
 from megajax.planning.program.devices import GIB
-
-if TYPE_CHECKING:
-    from megajax.planning.program.train_step import TrainPlan
 
 DAY = 86_400
 
@@ -238,39 +232,6 @@ def megatron_report(run: Description) -> MemoryReport:
         sequence=parallel.sequence and run.model.recompute == "selective",
     )
     return memory_report(run.model, setting)
-
-
-def step_time(plan: "TrainPlan", device: Device | None = None) -> Estimate:
-    """The estimate of a compiled plan, with the collectives of its program. device: None for the plan's own.
-
-    What the compiler put beside matmuls counts as hidden, as far as there is computing to hide it. Ticks of a pipeline
-    in which a stage is idle have collectives like all others, so the bubble is of computing alone. A loop whose rounds
-    the compiler doesn't know counts as `StepCounts` says, a branch as often as there are microbatches.
-    """
-    device = device or known_device(plan.cluster.name)
-    formula = estimate(describe(plan.cfg, device, plan.cluster.devices, plan.cluster.per_node))
-    rows = [_compiled_traffic(row, plan, device) for row in grouped(plan.contents.collectives)]
-    hidden = min(sum(row.hidden for row in rows), formula.compute_seconds)
-    return replace(
-        formula,
-        traffic=tuple(rows),
-        exposed_seconds=sum(row.seconds for row in rows) - hidden,
-        hidden_seconds=hidden,
-        bubble_seconds=formula.schedule.fraction * formula.compute_seconds,
-    )
-
-
-def _compiled_traffic(row: Mapping[str, Any], plan: "TrainPlan", device: Device) -> Traffic:
-    """Of a row of `grouped`."""
-    count = row["instructions"] * row["share"] * plan.counts.rounds(row["trips"])
-    if row["conditional"]:
-        count *= plan.counts.busy_share(row["trips"])
-    axes = row["axis"].partition(" ")[0]  # without "(part)"
-    span = Span.along(axes.split("+"), plan.mesh, plan.cluster.per_node)
-    size = row["bytes_once"] / row["instructions"]
-    total = count * seconds(row["kind"], size, span, device)
-    what = f"loop {row['loop']}" if row["loop"] else "once a step"
-    return Traffic(row["kind"], row["axis"], what, count, count * size, total, total if row["overlapped"] else 0.0)
 
 
 def bytes_per_step(step: Estimate) -> dict[str, float]:
