@@ -18,7 +18,7 @@ import jax
 import outcome
 
 from megajax.config import UserError, load
-from megajax.job.saved_bytes import kept_bytes
+from megajax.job.banner import saved_by_layers
 from megajax.planning.program.deviceless import prepare
 from megajax.planning.program.devices import GIB, read_cluster
 from megajax.planning.program.train_step import compile_train_step
@@ -65,7 +65,7 @@ def compiled(run: Run, batch: object) -> dict[str, Any]:
     start = time.perf_counter()
     memory = run.train_step.lower(run.state, batch).compile().memory_analysis()
     found = {"compile_seconds": round(time.perf_counter() - start, 2)}
-    kept = kept_bytes(run.program)
+    kept = saved_by_layers(run, run.cfg.model)
     return found | {
         "temporary_mib": round(memory.temp_size_in_bytes / MIB, 1),
         "kept_mib_per_layer": [round(each.device / MIB, 2) for each in kept],

@@ -1,20 +1,22 @@
 """What the start banner says of a run: sizes, arithmetic, and every choice made for the user."""
 
 import platform
+from dataclasses import replace
 from math import log, prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from megajax.job.compile_cache import cache_in_use
 from megajax.job.device_memory import size
-from megajax.job.saved_bytes import kept_bytes
 from megajax.kernels.attention import local_device
+from megajax.layers.facts import Share
 from megajax.layers.remat import Kept, words
 from megajax.mesh.xla import flag_names, memory_fraction
 from megajax.metrics.text import count
-from megajax.models.facts import facts_of, flops_of
-from megajax.models.memory import MemorySetting, memory_report
+from megajax.models.facts import Facts, block_facts, facts_of, flops_of
+from megajax.models.memory import MemorySetting, SavedBytes, memory_report, saved_bytes
 from megajax.pipeline.check import measure
 from megajax.precision.config import DelayedScalingConfig, PrecisionConfig
 from megajax.training.kernels import demand_kernels
@@ -175,18 +177,36 @@ def _recompute(run: Run) -> list[tuple[str, str]]:
         text = f"{words(chosen.recompute)}: {chosen.together} layers together keep the input of the first"
     if chosen.layers is not None and chosen.layers < layers:
         text += f", by the first {chosen.layers} layers of each chunk; by the others {_kept(chosen.others())}"
-    found = [("recompute", text)]
-    costs = kept_bytes(run.program)
+    facts = facts_of(run.cfg.model)
+    if facts is None:
+        return [("recompute", text)]
+    costs = saved_by_layers(run, facts)
     several, share = len(costs) > 1, run.mesh.shape["tensor"]
     cost = "; ".join(
-        (f"{kept.layers} of a chunk " if several else "")
-        + f"{size(kept.device)}"
-        + (f" and {size(kept.host)} in host memory" if kept.host else "")
-        + f", {size(kept.again)} computed again"
-        for kept in costs
+        (f"{each.layers:.0f} of a chunk " if several else "")
+        + f"{size(each.device)}"
+        + (f" and {size(each.host)} in host memory" if each.host else "")
+        + f", {size(each.recomputed)} computed again"
+        for each in costs
     )
     over = f", over {share} devices" if share > 1 else ""
-    return [*found, ("kept by a layer", f"of a microbatch{over}: {cost}")]
+    return [("recompute", text), ("kept by a layer", f"of a microbatch{over}: {cost}")]
+
+
+def saved_by_layers(run: Run, facts: Facts) -> list[SavedBytes]:
+    """What layers save of a microbatch, over all devices of `tensor`."""
+    cfg, program = run.cfg, run.program
+    width = jnp.dtype(cfg.precision.compute).itemsize
+    share = Share(
+        tokens=cfg.batch.micro_size * facts.sequence_length,
+        width=width,
+        residual_width=4 if facts.residual == "float32" else width,
+    )
+    blocks = block_facts(facts, facts.stack.pattern, cfg.precision.compute)
+    choices = zip(blocks, demand_kernels(cfg), strict=True)
+    pattern = [replace(block, fused=choice.kernel != "reference") for block, choice in choices]
+    repeats = facts.stack.repeats if program.pipeline is None else program.partition.rows
+    return list(saved_bytes(facts.recomputing(), pattern, share, repeats))
 
 
 def _kept(kept: Kept) -> str:

@@ -85,15 +85,19 @@ class Matmul:
     """Weights it is made of."""
     joined: bool = False
     """XLA concatenates the weights, by copies, and multiplies once in the forward pass; never with one weight."""
+    experts: int = 1
+    """Matrices of this shape, over which tokens are distributed."""
+    per_token: int = 1
+    """Experts that multiply each token."""
 
     @property
     def size(self) -> int:
         """Elements of its weights."""
-        return self.inputs.total * self.outputs.total
+        return self.experts * self.inputs.total * self.outputs.total
 
     def held(self, tensor: int) -> float:
         """Elements of its weights on one device during the step."""
-        return self.inputs.local(tensor) * self.outputs.local(tensor)
+        return self.experts * self.inputs.local(tensor) * self.outputs.local(tensor)
 
     def undivided(self, tensor: int) -> int:
         """Elements of its weights that each device of `tensor` has all of at rest: those of groups too few to cut."""
@@ -198,6 +202,8 @@ class Share:
     """Of the microbatch, after the sequence is cut over `context`."""
     width: int
     """Bytes of an element in compute dtype."""
+    residual_width: int
+    """The same of the residual stream."""
     tensor: int = 1
     sequence: int = 1
     """Devices that cut the residual stream along the sequence: those of `tensor` with sequence parallelism, else 1."""
@@ -231,16 +237,33 @@ class BlockFacts:
         """Elements of matrices on one device during the step."""
         return sum(matmul.held(tensor) for matmul in self.matmuls)
 
+    def tensor_bytes(self, part: Part, share: Share) -> float:
+        """Bytes of the block's tensors of that name, of a microbatch on a device."""
+        if part in ("input", "residual"):
+            return share.tokens * self.hidden * share.residual_width / share.sequence
+        if part == "norm":
+            # Two outputs of norms, saved as matmuls read them: gathered along the sequence.
+            return share.tokens * 2 * self.hidden * share.width
+        statistics = 4 * self.heads / share.tensor if part == "core_attention" and self.fused else 0
+        return share.tokens * (self.elements(part).local(share.tensor) * share.width + statistics)
+
     def saved_bytes(self, kept: Kept, share: Share) -> float:
         """Bytes on a device that the block saves of a microbatch; what waits in host memory does not count.
 
         Where nothing is recomputed, norms and activations save their inputs alone: as if all tensors were named.
         """
-        here = tuple(part for part in (PARTS if kept.parts is None else kept.parts) if part not in kept.offloaded)
-        residual = self.hidden / share.sequence
-        elements = 0.0 if "input" in kept.offloaded else residual / kept.together
-        # Outputs of norms are saved as matmuls read them: gathered along the sequence.
-        elements += ("residual" in here) * residual + 2 * ("norm" in here) * self.hidden
-        elements += sum(self.elements(part).local(share.tensor) for part in here)
-        statistics = 4 * self.heads / share.tensor if "core_attention" in here and self.fused else 0
-        return share.tokens * (elements * share.width + statistics)
+        here = [part for part in (PARTS if kept.parts is None else kept.parts) if part not in kept.offloaded]
+        return self._bytes(here, kept, share)
+
+    def host_bytes(self, kept: Kept, share: Share) -> float:
+        """Bytes that the block saves in host memory."""
+        return self._bytes(kept.offloaded, kept, share)
+
+    def _bytes(self, parts: Sequence[Part], kept: Kept, share: Share) -> float:
+        """Of several layers that are recomputed together, only the first saves its input."""
+        return sum(self.tensor_bytes(part, share) / (kept.together if part == "input" else 1) for part in parts)
+
+    def recomputed_bytes(self, kept: Kept, share: Share) -> float:
+        """Bytes of tensors that the backward pass computes again."""
+        everything = sum(self.tensor_bytes(part, share) for part in PARTS)
+        return everything - self.saved_bytes(kept, share) - self.host_bytes(kept, share)

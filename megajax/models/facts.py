@@ -6,12 +6,13 @@ are made by the compiler alone. Importing this imports neither jax nor flax.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 from megajax.config.errors import Problem
 from megajax.kernels.capability import Choice, Device, Request
 from megajax.layers.config import BlockConfig, NormConfig, StackConfig
-from megajax.layers.facts import Layer, Side
+from megajax.layers.facts import BlockFacts, Layer, Side
 from megajax.layers.remat import Recompute, Recomputing
 
 
@@ -53,6 +54,7 @@ class Facts(Protocol):
     learned_positions: bool
     loss_chunk: int
     recompute: Recompute
+    residual: str
 
     def flops(self) -> Flops:
         """Forward and backward pass, for rows of sequence_length tokens."""
@@ -101,3 +103,13 @@ def flops_of(model: Any) -> Flops | None:
         return None
     count = getattr(model, "flops", None)
     return None if count is None else count()
+
+
+def block_facts(model: Facts, blocks: tuple[BlockConfig, ...], dtype: str) -> tuple[BlockFacts, ...]:
+    """Facts of blocks of a model that computes in this dtype."""
+    return tuple(_block_facts(block, model.hidden, model.sequence_length, dtype) for block in blocks)
+
+
+@lru_cache(maxsize=4096)
+def _block_facts(block: BlockConfig, hidden: int, length: int, dtype: str) -> BlockFacts:
+    return block.facts(hidden=hidden, length=length, dtype=dtype)

@@ -1,16 +1,42 @@
-"""Memory that training a decoder is said to take, by Megatron-LM's report.
+"""Memory from the facts of a model: what its layers save for the backward pass, and Megatron-LM's memory report.
 
-An estimate from shapes, to compare layouts with each other and with Megatron-LM's own; `python -m megajax.plan`
-compiles the real program and says what that holds. Activations follow Korthikanti et al. 2022, 2 bytes each; a
-parameter takes 18 bytes: a weight of 2 bytes, and gradient, master weight and two moments of 4. As in the report,
-grouped queries and gated MLPs do not enter the activations, biases and learned positions are not parameters.
+The report is there to compare layouts with each other and with Megatron-LM's own; `python -m megajax.plan` compiles the
+real program and tells its memory. Activations follow Korthikanti et al. 2022, 2 bytes each; a parameter takes 18 bytes:
+a weight of 2 bytes, and gradient, master weight and two moments of 4. As in the report, grouped queries and gated MLPs
+do not enter the activations, biases and learned positions are not parameters.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megajax.layers.config import BlockConfig
-from megajax.layers.facts import total_size
+from megajax.layers.facts import BlockFacts, Share, total_size
+from megajax.layers.remat import Recomputing
 from megajax.models.facts import Facts
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBytes:
+    """What a layer saves of a microbatch for its backward pass; the mean over a stack's pattern."""
+
+    layers: float
+    """Layers of a chunk of a stage that do so."""
+    device: float
+    host: float
+    recomputed: float
+
+
+def saved_bytes(chosen: Recomputing, pattern: Sequence[BlockFacts], share: Share, repeats: int) -> Iterator[SavedBytes]:
+    """For each way in which layers of a chunk save. repeats: of the pattern, in the chunk."""
+    layers = repeats * len(pattern)
+    first = layers if chosen.layers is None else min(chosen.layers, layers)
+    for count, kept in ((first, chosen.kept()), (layers - first, chosen.others())):
+        if count:
+            sums = (
+                sum(measure(block, kept, share) for block in pattern) / len(pattern)
+                for measure in (BlockFacts.saved_bytes, BlockFacts.host_bytes, BlockFacts.recomputed_bytes)
+            )
+            yield SavedBytes(count, *sums)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

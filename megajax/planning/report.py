@@ -17,8 +17,8 @@ from megajax.metrics.text import count, duration
 from megajax.planning.cost import formula
 from megajax.planning.cost.costs import Device, known_device
 from megajax.planning.cost.estimate import bytes_per_step, speed
-from megajax.planning.cost.step_time import step_time
 from megajax.planning.cost.formula import times
+from megajax.planning.cost.step_time import step_time
 from megajax.planning.program import audit_report
 from megajax.planning.program.audit import Audit
 from megajax.planning.program.collectives import grouped, kernel_rows, runs

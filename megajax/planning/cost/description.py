@@ -6,16 +6,14 @@ overlap communication and computation differently. So speeds that others publish
 """
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import prod
 from typing import Literal
 
 from megajax.config.errors import UserError
-from megajax.layers.config import BlockConfig
 from megajax.layers.facts import BlockFacts, Share
 from megajax.layers.remat import Recomputing
 from megajax.mesh.config import ParallelConfig
-from megajax.models.facts import Facts, facts_of
+from megajax.models.facts import Facts, block_facts, facts_of
 from megajax.optim.config import LionConfig, SGDConfig
 from megajax.planning.cost.costs import Device
 from megajax.planning.program.devices import MOST_DEVICES
@@ -176,31 +174,28 @@ class Description:
     @property
     def share(self) -> Share:
         """A device's part of a microbatch."""
-        return Share(tokens=self.tokens, width=self.width, tensor=self.parallel.tensor, sequence=self.cut)
+        return Share(
+            tokens=self.tokens,
+            width=self.width,
+            residual_width=4 if self.model.residual == "float32" else self.width,
+            tensor=self.parallel.tensor,
+            sequence=self.cut,
+        )
 
     @property
     def blocks(self) -> tuple[BlockFacts, ...]:
         """Of the stack's pattern, in order."""
-        return tuple(self._facts(block) for block in self.model.stack.pattern)
+        return block_facts(self.model, self.model.stack.pattern, self.dtype)
 
     @property
     def predicting_blocks(self) -> tuple[BlockFacts, ...]:
         """Of the heads that predict further ahead."""
-        return tuple(self._facts(block) for block in self.model.predicting_blocks())
-
-    def _facts(self, block: BlockConfig) -> BlockFacts:
-        return block_facts(block, self.model.hidden, self.model.sequence_length, self.dtype)
+        return block_facts(self.model, self.model.predicting_blocks(), self.dtype)
 
     @property
     def table(self) -> float:
         """Weights of a device's part of one table of the vocabulary."""
         return self.model.padded_vocabulary() * self.model.hidden / (self.parallel.pipeline * self.parallel.tensor)
-
-
-@lru_cache(maxsize=4096)
-def block_facts(block: BlockConfig, hidden: int, length: int, dtype: str) -> BlockFacts:
-    """The same as `BlockConfig.facts`, computed once."""
-    return block.facts(hidden=hidden, length=length, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True)

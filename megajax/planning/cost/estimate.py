@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megajax.models.facts import Flops
-from megajax.models.memory import MemoryReport, MemorySetting, memory_report
+from megajax.models.memory import MemoryReport, MemorySetting, memory_report, saved_bytes
 from megajax.planning.cost.description import BYTES, Description, PipelineBubble, pipeline_bubble
 from megajax.planning.cost.traffic import Traffic, copied_weights, memory_bytes, traffic
 from megajax.planning.cost.work import Work, head_work, layers_work, memory_rate, once_work, step_work, tick_work
@@ -62,17 +62,13 @@ def footprint(run: Description) -> Footprint:
     By formulas that follow the program: its accumulators, its ring, its recomputation. docs/planning.md compares them
     with compiled plans.
     """
-    parallel, chosen, share = run.parallel, run.recomputing, run.recomputing_share
+    parallel = run.parallel
     stack, rest = held_weights(run)
     held = stack + rest
     spread = 1 if parallel.data_sharding == "replicate" else run.shards
     # FSDP holds the stack's matrices in shards; what is outside of the stack is gathered once a step.
     within = stack / spread + rest if parallel.data_sharding == "fsdp" else held
-    saved = sum(
-        share * block.saved_bytes(chosen.kept(), run.share)
-        + (1 - share) * block.saved_bytes(chosen.others(), run.share)
-        for block in run.blocks
-    )
+    saved = saved_bytes(run.recomputing, run.blocks, run.share, run.rows)
     all_heads, own_heads = copied_weights(run)
     at_rest = held + all_heads - own_heads
     copies = 0.0 if run.compute == "float32" and spread == 1 else within * run.width
@@ -81,7 +77,7 @@ def footprint(run: Description) -> Footprint:
         optimizer=(1 - run.moments_away) * run.moments * run.moment_bytes * at_rest / spread,
         weights=copies,
         gradients=within * BYTES[run.gradients],
-        activations=saved * run.rows * pipeline_bubble(run).slots,
+        activations=sum(each.layers * each.device for each in saved) * pipeline_bubble(run).slots,
         working=_working(run, stack / run.repeats),
     )
 

@@ -108,42 +108,41 @@ def recomputed(kept: Kept, part: Part | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One matmul of a layer: rows x contracted by contracted x columns."""
+    """One matmul of a layer, rows x contracted by contracted x columns, or one for each expert."""
 
     rows: float
     contracted: float
     columns: float
     bytes: float
-    backward: bool
+    """Of all experts."""
+    backward: bool = False
+    experts: int = 1
 
     def seconds(self, run: Description) -> float:
-        return matmul_seconds(run, (self.rows, self.contracted, self.columns), self.bytes)
-
-
-def matmul_seconds(run: Description, shape: tuple[float, float, float], moved: float = 0.0) -> float:
-    """shape: rows, contracted, columns; moved: bytes."""
-    operations = 2 * shape[0] * shape[1] * shape[2]
-    rate = run.device.matmul_rate(run.compute) * run.device.matmul_share(*shape)
-    return run.system.overhead * max(operations / rate, moved / memory_rate(run))
+        shape = self.rows, self.contracted, self.columns
+        rate = run.device.matmul_rate(run.compute) * run.device.matmul_share(*shape)
+        operations = 2 * self.experts * self.rows * self.contracted * self.columns
+        return run.system.overhead * max(operations / rate, self.bytes / memory_rate(run))
 
 
 def products(run: Description, block: BlockFacts, kept: Kept) -> Iterator[Product]:
     """The matmuls of a block's forward and backward pass; those that are recomputed are in both."""
-    tokens, width, tensor = run.tokens, run.width, run.parallel.tensor
+    width, tensor = run.width, run.parallel.tensor
     for matmul in block.matmuls:
-        inner, outer = matmul.inputs.local(tensor), matmul.outputs.local(tensor)
+        inner, outer, experts = matmul.inputs.local(tensor), matmul.outputs.local(tensor), matmul.experts
         behind = 1 if run.system.joined else matmul.weights
         ahead = 1 if matmul.joined else behind
-        weights = inner * outer
+        tokens, weights = run.tokens * matmul.per_token, matmul.held(tensor)
+        rows = tokens / experts
         forward = (tokens * (ahead * inner + outer) + weights) * width
-        yield Product(tokens, inner, outer, forward, False)
+        yield Product(rows, inner, outer, forward, False, experts)
         if recomputed(kept, matmul.result):
-            yield Product(tokens, inner, outer, forward, True)
+            yield Product(rows, inner, outer, forward, True, experts)
         # Results of further weights are added to the first one's: read once more.
         given = (tokens * (outer + (2 * behind - 1) * inner) + weights) * width
-        yield Product(tokens, outer, inner, given, True)
+        yield Product(rows, outer, inner, given, True, experts)
         made = tokens * (behind * inner + outer) * width + weights * _gradient_bytes(run)
-        yield Product(inner, tokens, outer, made, True)
+        yield Product(inner, rows, outer, made, True, experts)
 
 
 def _gradient_bytes(run: Description) -> float:
@@ -185,8 +184,9 @@ def block_work(run: Description, block: BlockFacts, kept: Kept) -> Halves:
         for matmul in block.matmuls:
             rows, columns = matmul.inputs.local(tensor), matmul.outputs.local(tensor)
             # Inputs and outputs' gradients; weights are read in bfloat16 for each microbatch.
-            forward.elementwise += CAST_BYTES * (run.tokens * rows + rows * columns)
-            backward.elementwise += CAST_BYTES * run.tokens * columns
+            tokens = run.tokens * matmul.per_token
+            forward.elementwise += CAST_BYTES * (tokens * rows + matmul.held(tensor))
+            backward.elementwise += CAST_BYTES * tokens * columns
     return Halves(forward.streamed(run), backward.streamed(run))
 
 
@@ -268,7 +268,7 @@ def head_work(run: Description) -> Halves:
     """Of loss and embeddings of one microbatch, and of the heads that predict further ahead."""
     head = table_work(run)
     for block in run.predicting_blocks:
-        merging = matmul_seconds(run, (run.tokens, 2 * run.model.hidden, run.model.hidden / run.parallel.tensor))
+        merging = Product(run.tokens, 2 * run.model.hidden, run.model.hidden / run.parallel.tensor, 0.0).seconds(run)
         head = head.plus(block_work(run, block, run.recomputing.kept()))
         head = head.plus(Halves(Work(matmul_seconds=merging), Work(matmul_seconds=2 * merging)))
     return head

@@ -1,0 +1,146 @@
+"""Bytes that layers save for the backward pass: by formula, and in the traced program; and what is refused."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tiny_runs import LENGTH, ONE, gpt, llama, program
+
+from megajax.layers.config import LatentAttentionConfig
+from megajax.layers.context import Context
+from megajax.layers.facts import Share
+from megajax.layers.remat import NAMES, PARTS, SELECTIVE, Recomputing
+from megajax.layers.stack import BLOCKS, Span
+from megajax.models.config import DecoderConfig
+from megajax.models.facts import block_facts
+from megajax.models.memory import saved_bytes
+from megajax.pipeline.layer_loop import differentiated
+from megajax.training.program import Program
+
+ROWS, FLOAT = 6, 4
+"""Rows of a microbatch of 4, and bytes of a float32."""
+
+
+def formula(model: DecoderConfig, width: int = FLOAT) -> list[tuple[float, float, float]]:
+    """(layers, bytes on the device, bytes in host memory) for each way in which layers save."""
+    residual_width = FLOAT if model.residual == "float32" else width
+    share = Share(tokens=ROWS * LENGTH, width=width, residual_width=residual_width)
+    blocks = [replace(block, fused=False) for block in block_facts(model, model.stack.pattern, "float32")]
+    return [
+        (each.layers, each.device, each.host)
+        for each in saved_bytes(model.recomputing(), blocks, share, model.stack.repeats)
+    ]
+
+
+def traced(model: DecoderConfig, compute: str = "float32") -> list[tuple[float, float, float]]:
+    """The same by tracing the layers' gradients."""
+    made = program(model, ONE, microbatches=4, compute=compute)
+    stack, found = made.abstract.stack, []
+    for span in stack.spans(stack.repeats):
+        layers = span.together * stack.pattern
+        avals = jax.make_jaxpr(lambda *args, span=span: differentiated(span.unit, *args)[1])(
+            *arguments(made, span, compute)
+        ).out_avals
+        on_host = [aval.memory_space == jax.memory.Space.Host for aval in avals]
+        # Constants, such as the frequencies of rotary positions, have fewer elements than there are tokens.
+        sizes = [aval.size * aval.dtype.itemsize * (aval.size >= ROWS * LENGTH) / layers for aval in avals]
+        host = sum(size for size, away in zip(sizes, on_host, strict=True) if away)
+        found.append((span.units * layers, sum(sizes) - host, host))
+    return found
+
+
+def arguments(made: Program, span: Span, compute: str) -> tuple:
+    """A unit's weights, common weights, numbers, x and context, without values."""
+    stacked, several, like = {}, () if span.together == 1 else (span.together,), jax.ShapeDtypeStruct
+    for path, spec in made.arrays.items():
+        if path.startswith("stack." + BLOCKS):
+            stacked[path.removeprefix("stack." + BLOCKS)] = like((*several, *spec.shape[1:]), jnp.dtype(compute))
+    ints = like((ROWS, LENGTH), jnp.int32)
+    ctx = Context(positions=ints, index=like((LENGTH,), jnp.int32), segments=ints)
+    model = made.cfg.model
+    residual = jnp.dtype("float32" if model.residual == "float32" else compute)
+    return stacked, {}, like(several, jnp.int32), like((ROWS, LENGTH, model.hidden), residual), ctx
+
+
+def small(**changes: Any) -> DecoderConfig:
+    return replace(gpt(dropout=0.0, repeats=4), **changes)
+
+
+def latent(**changes: Any) -> DecoderConfig:
+    """Latent attention, of which queries have a latent of their own."""
+    mixer = LatentAttentionConfig(heads=4, query_rank=12, key_value_rank=8, content_dim=6, position_dim=4, value_dim=5)
+    (block,) = llama().stack.pattern
+    model = llama(repeats=2)
+    return replace(model, stack=replace(model.stack, pattern=(replace(block, mixer=mixer),)), **changes)
+
+
+def gated(**changes: Any) -> DecoderConfig:
+    """Grouped queries and a gate."""
+    model = llama(repeats=2)
+    (block,) = model.stack.pattern
+    block = replace(block, mixer=replace(block.mixer, gate=True))
+    return replace(model, stack=replace(model.stack, pattern=(block,)), **changes)
+
+
+@pytest.mark.parametrize("build", [small, latent, gated])
+def test_every_part_saves_its_tensors_and_no_more(build: Any):
+    for again in (SELECTIVE, ("residual", "mlp"), ("query_key_value", "gate"), ("core_attention", "latent"), "full"):
+        model = build(recompute=again)
+        assert formula(model) == traced(model), again
+
+
+def test_what_is_offloaded_is_saved_in_host_memory():
+    model = small(recompute="selective", offload=("query_key_value", "mlp"))
+    assert formula(model) == traced(model)
+    ((_, device, host),) = formula(small(recompute="full", offload=("input",)))
+    assert (device, host) == (0, ROWS * LENGTH * model.hidden * FLOAT)
+    assert formula(small(recompute="full", offload=("input",))) == traced(small(recompute="full", offload=("input",)))
+
+
+def test_some_layers_and_several_together():
+    for changes in ({"recompute_layers": 1}, {"recompute_together": 2}):
+        model = small(recompute="full", **changes)
+        assert formula(model) == traced(model), changes
+    assert [layers for layers, _, _ in formula(small(recompute="full", recompute_layers=1))] == [1, 3]
+
+
+def test_the_residual_stream_may_be_float32():
+    """What is computed from it stays in bfloat16."""
+    for parts in ((), ("residual",), ("norm", "query_key_value", "mlp")):
+        again = tuple(part for part in PARTS if part not in ("input", *parts))
+        for residual in ("compute", "float32"):
+            model = small(residual=residual, recompute=again)
+            assert formula(model, width=2) == traced(model, "bfloat16"), (parts, residual)
+
+
+def test_without_recomputation_more_is_saved_than_has_names():
+    ((_, device, _),) = formula(small(recompute="none"))
+    ((_, whole, _),) = traced(small(recompute="none"))
+    assert device < whole < 2 * device
+
+
+def test_synonyms():
+    assert Recomputing(recompute="selective").kept() == Recomputing(recompute=SELECTIVE).kept()
+    everything = tuple(part for part in PARTS if part != "input")
+    assert Recomputing(recompute="full").kept() == Recomputing(recompute=everything).kept()
+    assert set(NAMES) == set(PARTS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "what"),
+    [
+        ({"recompute": ("norm", "input")}, "recompute", "all else is computed from"),
+        ({"recompute": ("norm", "norm")}, "recompute", "norm twice"),
+        ({"recompute": ()}, "recompute", "names nothing"),
+        ({"offload": ("norm",)}, "offload", "norm is computed again by recompute=selective"),
+        ({"recompute": "none", "offload": ("mlp",)}, "offload", "keeps all without"),
+        ({"recompute": "none", "recompute_layers": 2}, "recompute_layers", "2 with recompute=none"),
+        ({"recompute_layers": 0}, "recompute_layers", "0 with recompute=selective"),
+        ({"recompute_together": 2}, "recompute_together", "2 with recompute=selective"),
+    ],
+)
+def test_contradictions_are_refused(changes: dict[str, Any], where: str, what: str):
+    found = {problem.where: problem.what for problem in replace(llama(repeats=4), **changes).problems()}
+    assert list(found) == [where] and what in found[where]

@@ -1,0 +1,126 @@
+"""Facts of configs: equal to what modules declare, and enough for a layer that nothing else knows."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from flax import nnx
+from test_presets_and_formulas import BIASED, EVERYTHING, MODELS
+
+from megajax.config.errors import Problem, UserError
+from megajax.layers.config import BlockConfig, DenseMLPConfig, RelativeBiasConfig
+from megajax.layers.facts import Elements, Layer, Matmul, MultiplyAdds, Side, Weight, prefixed
+from megajax.layers.param import specs
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.rules import Plan
+from megajax.models.config import DecoderConfig
+from megajax.models.facts import facts_of, flops_of
+from megajax.models.presets.llama import llama3
+from megajax.planning.cost.costs import DEVICES
+from megajax.planning.cost.description import Description, describe
+from megajax.planning.cost.estimate import estimate
+
+SHARED = BlockConfig(
+    mixer=replace(BIASED, relative=RelativeBiasConfig(buckets=8, shared=True)), mlp=DenseMLPConfig(ffn=20)
+)
+MODELS_AND_SHARED = {
+    **MODELS,
+    "shared": replace(
+        EVERYTHING, stack=replace(EVERYTHING.stack, pattern=(replace(EVERYTHING.stack.pattern[1], mixer=SHARED),) * 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("cfg", MODELS_AND_SHARED.values(), ids=MODELS_AND_SHARED)
+def test_weights_are_those_that_modules_declare(cfg: DecoderConfig) -> None:
+    """Names, shapes and logical axes, of blocks and of what they share."""
+    layout = Layout(Plan.of(ParallelConfig()))
+    held = specs(nnx.eval_shape(lambda: cfg.build(layout)))
+    declared = {weight.name: weight for weight in prefixed("stack", cfg.stack.shared_weights())}
+    for place, block in enumerate(cfg.stack.pattern):
+        for weight in prefixed(f"stack.blocks.{place}", block.weights(cfg.hidden)):
+            stacked = Weight(weight.name, (cfg.stack.repeats, *weight.shape), ("layer", *weight.axes))
+            declared[stacked.name] = stacked
+    in_stack = {path: Weight(path, spec.shape, spec.axes) for path, spec in held.items() if path.startswith("stack.")}
+    assert declared == in_stack
+    assert cfg.parameter_count().layers == sum(spec.size for spec in in_stack.values()) + _outside(cfg, held)
+
+
+def _outside(cfg: DecoderConfig, held: Mapping[str, Any]) -> int:
+    """Elements of the final norm and of the heads that predict further ahead."""
+    parts = [spec for path, spec in held.items() if path.startswith(("norm.", "predictions."))]
+    return sum(Weight("", spec.shape, spec.axes).size for spec in parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsConfig:
+    """A feed-forward of a user's: as many experts, of which a token is sent to one."""
+
+    experts: int
+    ffn: int
+
+    def weights(self, hidden: int) -> tuple[Weight, ...]:
+        shapes = {"up": (self.experts, hidden, self.ffn), "down": (self.experts, self.ffn, hidden)}
+        axes = {"up": ("expert", "embed", "mlp"), "down": ("expert", "mlp", "embed")}
+        return tuple(Weight(name, shapes[name], axes[name]) for name in shapes)
+
+    def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
+        whole, cut = Elements(whole=hidden), Elements(cut=self.ffn)
+        up = Matmul(inputs=whole, outputs=cut, result="mlp", experts=self.experts)
+        return up, Matmul(inputs=cut, outputs=whole, experts=self.experts)
+
+    def multiply_adds(self, hidden: int) -> MultiplyAdds:
+        return MultiplyAdds(2 * hidden * self.ffn)
+
+    def tensors(self, hidden: int) -> Mapping[Any, Elements]:
+        return {"mlp": Elements(cut=self.ffn), "activation": Elements(cut=self.ffn)}
+
+    def megatron_matrices(self, hidden: int, gains: int) -> int:
+        return 2 * hidden * self.ffn * self.experts
+
+    def tensor_sizes(self) -> list[int]:
+        return [1, 2]
+
+    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        if self.experts % sizes["expert"] or sizes["tensor"] > 2:
+            yield Problem("experts", "do not fit")
+
+    def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
+        yield Side("ffn", f"{self.ffn} is", self.ffn)
+
+    def summary(self, hidden: int) -> str:
+        return f"{self.experts} experts"
+
+
+def with_mlp(mlp: Any) -> DecoderConfig:
+    """Llama-3 8B with another feed-forward."""
+    model = llama3("8b")
+    return replace(model, stack=replace(model.stack, pattern=(replace(model.stack.pattern[0], mlp=mlp),)))
+
+
+def test_a_layer_of_a_user_plugs_into_counts_checks_and_plans() -> None:
+    model, dense = with_mlp(ExpertsConfig(experts=8, ffn=14_336)), llama3("8b")
+    assert isinstance(ExpertsConfig(experts=8, ffn=1), Layer) and facts_of(model) is model
+    assert model.parameter_count().layers - dense.parameter_count().layers == 32 * (8 * 2 - 3) * 4096 * 14_336
+    assert flops_of(dense).full - flops_of(model).full == 6 * 32 * 4096 * 14_336
+    (problem,) = model.mesh_problems({"pipeline": 1, "expert": 1, "tensor": 4}, sequence=False)
+    assert (problem.where, problem.hint) == ("stack.pattern.0.mlp.experts", "parallel.tensor can be 1, 2")
+    parallel = ParallelConfig(tensor=2, sequence=True, data=4)
+    given = {"parallel": parallel, "device": DEVICES["h100"], "per_node": 8, "global_size": 8}
+    ours, theirs = (estimate(Description(model=each, **given)) for each in (model, dense))
+    assert 0 < ours.matmul_seconds < theirs.matmul_seconds
+    more = 32 * (8 * 2 - 3) * 4096 * 14_336 / 2
+    assert ours.memory.weights - theirs.memory.weights == pytest.approx(2 * more), "a device holds half of all experts"
+
+
+def test_a_model_without_facts_has_unknown_flops_and_no_plan_by_formula() -> None:
+    """An open union: neither a model nor a layer of a user's has to know our protocol."""
+    for model in (SimpleNamespace(layers=3), with_mlp(SimpleNamespace(ffn=8))):
+        assert facts_of(model) is None and flops_of(model) is None
+        cfg = SimpleNamespace(model=model)
+        with pytest.raises(UserError, match=r"no formulas for .*\n.*without --formula"):
+            describe(cfg, DEVICES["h100"], 8)  # ty: ignore
+    assert flops_of(SimpleNamespace(flops=lambda: 12)) == 12
