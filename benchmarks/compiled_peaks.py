@@ -222,7 +222,7 @@ def main(argv: list[str]) -> int:
     words = [word for word in argv if not word.startswith("--")]
     figures, wrong = read(), 0
     if "--pages" not in argv:
-        resolve("megajax.planning.program.deviceless:prepare")()
+        resolve("megajax.planning.program.devices:prepare")()
         for plan in PLANS:
             if words and not any(word in plan.key for word in words):
                 continue

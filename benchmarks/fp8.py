@@ -21,7 +21,7 @@ from typing import Any
 import outcome
 
 from megajax.config.builds import resolve
-from megajax.mesh.xla import ABSENT_GPU, FP8, GPU, compiler_options
+from megajax.mesh.xla import DEVICELESS, FP8, GPU, compiler_options
 from megajax.precision.config import Fp8Config
 
 SHAPES = "4096x14336,14336x4096,4096x6144,4096x4096"
@@ -48,11 +48,11 @@ def main() -> None:
 
 def absent(name: str) -> Any:
     """A GPU to compile for."""
-    resolve("megajax.planning.program.deviceless:prepare")()
+    resolve("megajax.planning.program.devices:prepare")()
     cluster, problems = resolve("megajax.planning.program.devices:read_cluster")(f"{name}:1")
     if problems:
         raise SystemExit("\n".join(map(str, problems)))
-    return resolve("megajax.planning.program.deviceless:devices")(cluster)[0]
+    return resolve("megajax.planning.program.devices:virtual_devices")(cluster)[0]
 
 
 def there() -> Any:
@@ -70,7 +70,7 @@ def compared(device: Any, tokens: int, sides: tuple[int, int], rounds: int) -> d
     import jax.numpy as jnp
 
     shapes = ((tokens, sides[0]), sides, (tokens, sides[1]))
-    options = compiler_options(*GPU, *FP8, *(() if rounds else ABSENT_GPU))
+    options = compiler_options(*GPU, *FP8, *(() if rounds else DEVICELESS))
     sharding = jax.sharding.SingleDeviceSharding(device)
     steps = {}
     for name, multiply in (("bfloat16", jnp.einsum), ("8 bits", Fp8Config().build())):

@@ -25,8 +25,7 @@ from megajax.config import UserError, load
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.models.presets.llama import llama3
-from megajax.planning.program.deviceless import prepare
-from megajax.planning.program.devices import GIB, read_cluster
+from megajax.planning.program.devices import GIB, prepare, read_cluster
 from megajax.planning.program.train_step import compile_train_step
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig

@@ -18,8 +18,7 @@ from megajax.command_line import front_door
 from megajax.config import load
 from megajax.config.builds import resolve
 from megajax.mesh.config import ParallelConfig
-from megajax.planning.program.deviceless import prepare
-from megajax.planning.program.devices import read_cluster
+from megajax.planning.program.devices import prepare, read_cluster
 from megajax.training.run_config import RunConfig
 
 GIB, MIB = 2**30, 2**20
@@ -72,7 +71,7 @@ def main(argv: list[str]) -> None:
 def compiled(cfg: RunConfig, devices: str) -> tuple[Any, Any]:
     """(plan, audit)."""
     plan = resolve("megajax.planning.program.train_step:compile_train_step")(cfg, read_cluster(devices)[0])
-    return plan, resolve("megajax.planning.program.audit:audit")(plan.text, plan.counts)
+    return plan, resolve("megajax.planning.program.audit:audit")(plan.text, plan.unknown_trips)
 
 
 def audited(cfg: RunConfig, devices: str) -> dict[str, Any]:
@@ -93,7 +92,7 @@ def audited(cfg: RunConfig, devices: str) -> dict[str, Any]:
         "state_bytes": plan.memory.parameters + plan.memory.optimizer,
         "aliased_bytes": found.aliased,
         "attention_calls": calls,
-        **resolve("megajax.planning.program.audit_report:to_dict")(found),
+        **found.to_dict(),
         "gib_by_work": {work: round(total / GIB, 2) for work, total in sorted(found.by_work().items())},
         "gib_by_loop": by_loop(found.kernels),
         "moved": short(rows(found.moved()), 20),

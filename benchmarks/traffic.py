@@ -18,8 +18,7 @@ from megajax.config.errors import UserError
 from megajax.planning.cost.costs import DEVICES
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import bytes_per_step, estimate
-from megajax.planning.program.deviceless import prepare
-from megajax.planning.program.devices import read_cluster
+from megajax.planning.program.devices import prepare, read_cluster
 
 TIB = 2**40
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
@@ -66,7 +65,7 @@ def compared(config: str, devices: int, settings: tuple[str, ...]) -> dict[str, 
     cfg: Any = load(config, *settings)
     cluster, _ = read_cluster(f"h100:{devices}")
     plan = resolve("megajax.planning.program.train_step:compile_train_step")(cfg, cluster)
-    audited = resolve("megajax.planning.program.audit:audit")(plan.text, plan.counts)
+    audited = resolve("megajax.planning.program.audit:audit")(plan.text, plan.unknown_trips)
     counted = audited.by_class()
     for kind in ("total", "matmul"):
         counted[kind] -= audited.workspace()

@@ -58,7 +58,7 @@ GPU = (
         "leaves matmuls to cuBLASLt, which reads a row of a stack, and adds to a row of an accumulator, in place",
     ),
 )
-"""For every program of a run on GPUs, there or absent."""
+"""For every program of a run on GPUs, real or virtual."""
 
 FP8 = (
     Option(
@@ -76,11 +76,10 @@ DETERMINISTIC = (
         "no kernel whose sums depend on the order in which threads come, and none chosen by a stopwatch",
     ),
 )
-"""Beside those of GPU, with xla.deterministic, on GPUs that are there: for absent ones the compiler then finds no
-kernels."""
+"""Beside those of GPU, with xla.deterministic, on real GPUs: for virtual devices the compiler then finds no kernels."""
 
-ABSENT_GPU = (Option("xla_gpu_autotune_level", 0, "there is no device to time kernels on"),)
-"""Beside those of GPU, for compiling where the GPUs are absent."""
+DEVICELESS = (Option("xla_gpu_autotune_level", 0, "there is no device to time kernels on"),)
+"""Beside those of GPU, for deviceless compilation."""
 
 
 CPU_PATIENCE = (

@@ -1,4 +1,4 @@
-"""What `python -m megajax.plan --config` does: its flags, and the plan they ask for, compiled or by formula."""
+"""The flags of `python -m megajax.plan --config`, and what of the command line is read before the config."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from megajax.command_line import Flag
 from megajax.config.builds import resolve
-from megajax.config.errors import ConfigError, Problem, UserError
+from megajax.config.errors import ConfigError, Problem
 from megajax.config.patch import Mark, plain_name, setting
 from megajax.config.tree import read_value
 
@@ -19,28 +19,28 @@ FLAGS = (
     Flag("search", help="find the fastest layout; settings given on the command line stay"),
     Flag("compile", int | None, help="of a search: layouts to compile; 3 with the extra aot, else 0"),
     Flag("out", Path | None, help="of a search: write the best into this config file, which loads --config"),
-    Flag("resume", Path | None, help="of a search: file that remembers what was found; beside --out unless given"),
-    Flag("compare", str | None, help="beside what else, in quotes: OTHER.py, GPU:N, --setting=value ..., or several"),
+    Flag("resume", Path | None, help="of a search: cache file to go on from; beside --out unless given"),
+    Flag("compare", str | None, help="another plan, in quotes: OTHER.py, GPU:N, --setting=value ..., or several"),
     Flag("sweep", str | None, help="curves over devices:64,128,...,16384, or over a setting: NAME:1,2,4"),
     Flag("device-file", Path | None, help="by formula: YAML that describes another device"),
-    Flag("calibration", Path | None, help="what benchmarks/calibrate.py measured, in place of what is known"),
+    Flag("calibration", Path | None, help="constants measured by benchmarks/calibrate.py, in place of the known ones"),
     Flag("nvlink", float | None, help="GB/s from a GPU to others of its node, one direction"),
     Flag("network", float | None, help="GB/s from a GPU to other nodes, one direction"),
     Flag("json", Path | None, help="also write it into this file"),
-    Flag("html", Path | None, help="also draw it as a page that needs nothing beside itself"),
+    Flag("html", Path | None, help="also write it as a self-contained HTML page"),
     PNG,
 )
 MODES = ("search", "compare", "sweep")
 BELONG = {"compile": "search", "out": "search", "resume": "search", "png": "sweep"}
-"""Flags that say nothing without another."""
+"""Flags that need another flag."""
 
 
 def count_devices(flags: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
-    """Devices that the flags ask for, and what is wrong with them. Raises UserError for an unreadable file.
+    """Number of devices that the flags ask for, and problems of the flags. Raises UserError for an unreadable file.
 
-    None where the layout of the config need not fit them: a search finds others, a sweep takes other numbers.
+    None if the config's own layout need not match them: a search tries others, a sweep takes other numbers.
     """
-    cluster, problems = resolve("megajax.planning.cost.formula:read_target")(flags)
+    cluster, problems = resolve("megajax.planning.modes:read_target")(flags)
     asked = [name for name in MODES if flags[name]]
     if len(asked) > 1:
         problems.append(Problem(f"--{asked[1]}", f"goes with no --{asked[0]}", "ask for one of them at a time"))
@@ -55,9 +55,9 @@ def count_devices(flags: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
 
 
 def take_searched(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """With --search, the words without settings that a search chooses, and those as fields of a Choice: they are fixed.
+    """With --search: the words without the settings that a search chooses, and those settings as fields of a Choice.
 
-    They need not fit the config's own layout. Raises ConfigError for values of the wrong kind.
+    They are fixed in the search and need not match the config's own layout. Raises ConfigError for wrong values.
     """
     if not any(plain_name(word) in ("__search", "__search=true") for word in argv):
         return list(argv), {}
@@ -81,61 +81,11 @@ def take_searched(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def source_of(argv: Sequence[str]) -> str:
-    """What --config says; the last counts."""
-    found = ""
+    """The value of the last --config."""
+    source = ""
     for place, word in enumerate(argv):
         if word.startswith("--config="):
-            found = word.partition("=")[2]
+            source = word.partition("=")[2]
         elif word == "--config":
-            found = argv[place + 1]
-    return found
-
-
-def plan(config: Any, flags: Mapping[str, Any], source: str, fixed: Mapping[str, Any]) -> None:
-    """Print a config's plan and write what is asked for. Raises UserError for what the user has to change.
-
-    source: what --config says; fixed: of `take_searched`.
-    """
-    cluster, _ = resolve("megajax.planning.cost.formula:read_target")(flags)
-    device = resolve("megajax.planning.cost.formula:device_of")(cluster, flags)
-    asked = {"cfg": config, "source": source, "cluster": cluster, "device": device, "flags": flags}
-    name = Path(source).name
-    if flags["search"]:
-        search = resolve("megajax.planning.search.search_command:Asked")(fixed=fixed, **asked)
-        found, commands = resolve("megajax.planning.search.search_command:run")(search)
-        made = "of_search", (found, commands, name)
-    elif flags["compare"] is not None:
-        made = "of_comparison", resolve("megajax.planning.search.compare:run")(**asked)
-    elif flags["sweep"] is not None:
-        made = "of_sweep", (resolve("megajax.planning.search.sweep:run")(**asked), name)
-    elif flags["formula"]:
-        made = "of_plan", (resolve("megajax.planning.cost.formula:run")(config, cluster, device, flags), name)
-    else:
-        made = "of_compiled", (_compiled(config, cluster, device, flags), device, name)
-    if flags["html"] is not None:
-        module = "compiled_page" if made[0] == "of_compiled" else "page"
-        page = resolve(f"megajax.planning.{module}:{made[0]}")(*made[1])
-        resolve("megajax.planning.page:write")(page, flags["html"])
-        print(f"\npage: {flags['html']}")
-
-
-def _compiled(config: Any, cluster: Any, device: Any, flags: Mapping[str, Any]) -> Any:
-    if cluster.name not in resolve("megajax.planning.program.devices:GPUS"):
-        raise UserError(f"{cluster.name} is described in --device-file, which the compiler can't use: give --formula")
-    resolve("megajax.planning.program.deviceless:prepare")()
-    compile_train_step = resolve("megajax.planning.program.train_step:compile_train_step")
-    try:
-        compiled = compile_train_step(config, cluster)
-    except resolve("jax.errors:JaxRuntimeError") as error:
-        raise UserError(
-            f"XLA of jax {resolve('jax:__version__')} did not compile this for {cluster.name}: "
-            f"{str(error).strip().splitlines()[0][:200]}\n"
-            "Try a newer jax; --formula needs no compiler"
-        ) from error
-    found = resolve("megajax.planning.program.audit:audit")(compiled.text, compiled.counts) if flags["audit"] else None
-    resolve("megajax.planning.report:show")(compiled, device=device, found=found)
-    if not compiled.fits:
-        resolve("megajax.planning.search.too_large:show")(compiled, device)
-    if flags["json"] is not None:
-        resolve("megajax.planning.report:write_json")(compiled, flags["json"], device, found)
-    return compiled
+            source = argv[place + 1]
+    return source

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config.errors import UserError
 from megajax.kernels.attention import Mask, attend, reference_attention
-from megajax.mesh.xla import ABSENT_GPU, compiler_options
-from megajax.planning.program import deviceless
+from megajax.mesh.xla import DEVICELESS, compiler_options
+from megajax.planning.program import devices
 from megajax.planning.program.devices import Cluster
 
 LENGTH, HEADS, GROUPS = 2048, 4, 2
@@ -24,14 +24,14 @@ SCORES = LENGTH * LENGTH * 2
 @pytest.fixture(scope="module", autouse=True)
 def compiler() -> None:
     try:
-        deviceless.prepare()
+        devices.prepare()
     except UserError as error:
         pytest.skip(str(error).splitlines()[0])
 
 
 def compiled(gpu: str, kernel: str, *, size: int = 64, wide: int = 64, groups: int = GROUPS, **rest):
     """Kernels of attention's gradient on this GPU, and its temporary bytes beside queries, keys, values and results."""
-    mesh = Mesh(np.array(deviceless.devices(Cluster(gpu, 1, 8))), ("data",))
+    mesh = Mesh(np.array(devices.virtual_devices(Cluster(gpu, 1, 8))), ("data",))
     documents = rest.pop("documents", False)
     shapes = [(1, LENGTH, n, h) for n, h in ((HEADS, size), (groups, size), (groups, wide), (HEADS, wide))]
     whole = NamedSharding(mesh, P())
@@ -47,7 +47,7 @@ def compiled(gpu: str, kernel: str, *, size: int = 64, wide: int = 64, groups: i
 
     with jax.set_mesh(mesh):
         island = jax.shard_map(gradients, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-        program = jax.jit(island).lower(*arrays, segments).compile(compiler_options=compiler_options(*ABSENT_GPU))
+        program = jax.jit(island).lower(*arrays, segments).compile(compiler_options=compiler_options(*DEVICELESS))
     targets = re.findall(r'custom_call_target="(__cudnn\$fmha\w+|__gpu\$xla.gpu.triton)"', program.as_text())
     return sorted(targets), program.memory_analysis().temp_size_in_bytes
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 from tiny_runs import ONE, llama, program
 
-from megajax.planning.program.deviceless import prepare
-from megajax.planning.program.devices import read_cluster
+from megajax.planning.program.devices import prepare, read_cluster
 from megajax.planning.program.train_step import compile_train_step
 
 

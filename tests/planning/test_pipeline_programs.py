@@ -23,8 +23,7 @@ from megajax.mesh.mesh import build_mesh
 from megajax.mesh.xla import XlaConfig
 from megajax.planning.program.audit import Kernel, audit
 from megajax.planning.program.collectives import Collective, Contents, Place, read
-from megajax.planning.program.deviceless import prepare
-from megajax.planning.program.devices import read_cluster
+from megajax.planning.program.devices import prepare, read_cluster
 from megajax.planning.program.train_step import compile_train_step
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
@@ -167,7 +166,7 @@ def absent() -> Iterator[Absent]:
         if plan.schedule.chunks > 1:
             # Of several chunks, idle ones are skipped: of each, the microbatches' forwards alone.
             ticks = microbatches * plan.schedule.chunks
-        found = audit(plan.text, plan.counts)
+        found = audit(plan.text, plan.unknown_trips)
         return Compiled(
             plan.contents,
             plan.memory.temporary,

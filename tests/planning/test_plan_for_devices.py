@@ -13,7 +13,7 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.plan import main
-from megajax.planning.program.deviceless import missing
+from megajax.planning.program.devices import missing_packages
 
 ROOT = Path(__file__).parents[2]
 DEBUG = "--config=llama3.py:debug"
@@ -210,7 +210,7 @@ def test_a_pipeline_has_permutes_in_its_ticks_and_a_bubble(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(missing()), reason="needs the extra aot")
+@pytest.mark.skipif(bool(missing_packages()), reason="needs the extra aot")
 def test_gathers_begun_a_microbatch_early_are_in_the_time_of_a_step(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     settings = [

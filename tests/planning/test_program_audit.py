@@ -2,10 +2,10 @@
 
 import pytest
 
+from megajax.planning.compiled_plan import traffic_section
 from megajax.planning.cost.costs import DEVICES
-from megajax.planning.program import audit_report
 from megajax.planning.program.audit import audit, dimensions, rows
-from megajax.planning.program.trip_counts import StepCounts
+from megajax.planning.program.hlo import rounds
 
 TEXT = """\
 HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias), {2}: (1, {}, may-alias) }, \
@@ -191,8 +191,9 @@ backend_config={"known_trip_count":{"n":"20"}}
 
 
 def test_a_branch_counts_by_the_share_of_runs_that_take_it() -> None:
-    """8 microbatches of 2 chunks in 20 ticks: idle ticks copy; of two alike chunks each has half of the ticks."""
-    pipelined = audit(BRANCHES, StepCounts(microbatches=8, chunks=2))
+    """In 20 ticks: work that its name says runs in 8, idle ticks copy; two equal chunks have half of the ticks each."""
+    marked = 'metadata={op_name="jit(step)/runs_8_of_20/cond"}'
+    pipelined = audit(BRANCHES.replace("{%idle, %working}", "{%idle, %working}, " + marked))
     shares = [(one.name, one.share, one.rounds) for one in pipelined.kernels]
     assert shares == [
         ("copied", pytest.approx(0.6), 20),
@@ -207,29 +208,26 @@ def test_a_branch_counts_by_the_share_of_runs_that_take_it() -> None:
         "compute": 8 * 3072 + 20 * 3072,
         "attention": 20 * 2048,
     }
-    told = audit_report.to_dict(pipelined)
-    assert told["bytes_in_branches"] == {
-        "counted": told["bytes_per_step"]["total"],
+    plain = pipelined.to_dict()
+    assert plain["bytes_in_branches"] == {
+        "counted": plain["bytes_per_step"]["total"],
         "if_all_ran": 20 * (3 * 2048 + 3 * 3072),
     }
-    # Nothing is known of the step: what may be idle works.
+    # Without a name that says how often, an idle branch is never taken.
     assert [one.share for one in audit(BRANCHES).kernels][:2] == [0.0, 1.0]
 
 
 def test_a_loop_of_unknown_trip_count_is_named_and_runs_as_the_loop_over_microbatches() -> None:
     text = BRANCHES.replace('backend_config={"known_trip_count":{"n":"20"}}', "")
-    found = audit(text, StepCounts(microbatches=8))
+    found = audit(text, unknown_trips=7)
     assert found.unknown_loops() == ["1"] and {one.rounds for one in found.kernels} == {7}
     assert {one.rounds for one in audit(text).kernels} == {1}
-    lines = dict(audit_report.section(found, DEVICES["h100"], found.by_class())[1])
+    lines = dict(traffic_section(found, DEVICES["h100"], found.by_class())[1])
     assert "loop 1" in lines["unknown trip counts"] and "s at the data sheet's 3.35 TB/s" in lines["total"]
 
 
-def test_what_says_how_often_it_runs_counts_so() -> None:
-    """In 20 ticks: a branch that works in 5 of them, and a loop of one turn or none that has one in 8."""
-    marked = 'metadata={op_name="jit(step)/runs_5_of_20/cond"}'
-    text = BRANCHES.replace("{%idle, %working}", "{%idle, %working}, " + marked)
-    assert [one.share for one in audit(text).kernels][:2] == [0.75, 0.25]
+def test_a_loop_of_at_most_one_trip_counts_by_the_share_in_its_name() -> None:
+    """In 20 ticks: a loop of at most one trip that runs in 8 of them."""
     loop = """
   %maybe_loop = (s32[], f32[256]{0}) while(%t), condition=%go, body=%inner, metadata={op_name="a/runs_8_of_20/while"}
 """
@@ -248,22 +246,12 @@ def test_what_says_how_often_it_runs_counts_so() -> None:
     assert audit(text).unknown_loops() == []
 
 
-def test_rounds_of_loops_whose_trip_count_the_compiler_lost() -> None:
-    alone, pipelined = StepCounts(microbatches=8), StepCounts(microbatches=8, chunks=1)
-    assert alone.rounds([4, 31]) == 124
-    assert alone.rounds([]) == 1
-    assert alone.rounds([None]) == 7
-    assert alone.rounds([None, 31]) == 7 * 31
-    assert StepCounts(microbatches=1).rounds([None, 31]) == 31
-    assert pipelined.rounds([None, 31]) == 31
-
-
-def test_share_of_ticks_with_work() -> None:
-    chunks = StepCounts(microbatches=128, chunks=5)
-    assert chunks.busy_share([640]) == 0.2
-    assert chunks.busy_share([20]) == 0.2, "start and end of the schedule: as often as in its middle"
-    assert chunks.busy_share([None]) == chunks.busy_share([]) == 1.0
-    assert StepCounts(microbatches=128).busy_share([640]) == 1.0
+def test_an_outermost_loop_of_unknown_trip_count_runs_as_often_as_given() -> None:
+    assert rounds([4, 31], 7) == 124
+    assert rounds([], 7) == 1
+    assert rounds([None], 7) == 7
+    assert rounds([None, 31], 7) == 7 * 31
+    assert rounds([3, None, 31], 7) == 3 * 31, "inner ones count once"
 
 
 def test_other_text_is_refused() -> None:

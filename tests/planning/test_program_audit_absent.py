@@ -11,8 +11,7 @@ import pytest
 from megajax.config import load
 from megajax.models.config import DecoderConfig
 from megajax.planning.program.audit import Audit, Kernel, audit
-from megajax.planning.program.deviceless import prepare
-from megajax.planning.program.devices import read_cluster
+from megajax.planning.program.devices import prepare, read_cluster
 from megajax.planning.program.hlo import arrays
 from megajax.planning.program.train_step import TrainPlan, compile_train_step
 

@@ -9,6 +9,7 @@ from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import Estimate, estimate
 from megajax.planning.cost.traffic import Span, Traffic, seconds
 from megajax.planning.program.collectives import grouped
+from megajax.planning.program.hlo import rounds
 from megajax.planning.program.train_step import TrainPlan
 
 
@@ -16,8 +17,8 @@ def step_time(plan: TrainPlan, device: Device | None = None) -> Estimate:
     """The estimate of a compiled plan, with the collectives of its program. device: None for a known one.
 
     What the compiler put beside matmuls counts as hidden, as far as there is computing to hide it. Ticks of a pipeline
-    in which a stage is idle have collectives like all others, so the bubble is of computing alone. A loop whose rounds
-    the compiler doesn't know counts as `StepCounts` says, a branch as often as there are microbatches.
+    in which a stage is idle have collectives like all others, so the bubble is of computing alone. For an
+    outermost loop of unknown trip count see `TrainPlan.unknown_trips`.
     """
     device = device or known_device(plan.cluster.name)
     formula = estimate(describe(plan.cfg, device, plan.cluster.devices, plan.cluster.per_node))
@@ -34,9 +35,7 @@ def step_time(plan: TrainPlan, device: Device | None = None) -> Estimate:
 
 def _traffic(row: Mapping[str, Any], plan: TrainPlan, device: Device) -> Traffic:
     """Of a row of `grouped`."""
-    count = row["instructions"] * row["share"] * plan.counts.rounds(row["trips"])
-    if row["conditional"]:
-        count *= plan.counts.busy_share(row["trips"])
+    count = row["instructions"] * row["share"] * rounds(row["trips"], plan.unknown_trips)
     axes = row["axis"].partition(" ")[0]  # without "(part)"
     span = Span.along(axes.split("+"), plan.mesh, plan.cluster.per_node)
     size = row["bytes_once"] / row["instructions"]

@@ -1,8 +1,8 @@
-"""Memory traffic of a compiled program: every kernel, the loop it runs in, the bytes it moves, its place in the source.
+"""Memory traffic of a compiled program: every kernel with its loop, the bytes it moves and its origin; largest arrays.
 
 Bytes are the least that a kernel needs: each operand is read once; of a sliced operand only the slice counts, of an
-in-place update only the part that is updated. A kernel counts as often as it runs: by the trip counts of its loops, and
-in a conditional by the share of the runs that take its branch (see `_shares`).
+in-place update only the part that is updated. A kernel counts as often as it runs: by the trip counts of its loops and,
+in a conditional, by the fraction of the runs that take its branch (see `_branch_shares`).
 """
 
 import re
@@ -11,13 +11,22 @@ from dataclasses import dataclass, replace
 from itertools import count, groupby
 from typing import Any, Literal
 
-from megajax.planning.program.collectives import DONE, KINDS, START, Place
-from megajax.planning.program.hlo import Computation, Instruction, Program, arrays, size
-from megajax.planning.program.trip_counts import StepCounts
+from megajax.planning.program.hlo import (
+    COLLECTIVES,
+    DONE,
+    START,
+    Computation,
+    Instruction,
+    Place,
+    Program,
+    arrays,
+    rounds,
+    size,
+)
 
 type Work = Literal["matmul", "attention", "collective", "fill", "move", "cast", "compute"]
-"""matmul, attention: kernels with tensor-core arithmetic and all that is fused into them; fill: writes a constant;
-move: slices, updates, copies, transposes, joins, without arithmetic; cast: between dtypes; compute: the rest."""
+"""matmul, attention: kernels on tensor cores, with all that is fused into them; fill: writes a constant; move: slices,
+updates, copies, transposes, concatenations, without arithmetic; cast: between dtypes; compute: the rest."""
 
 CLASSES: dict[str, tuple[Work, ...]] = {
     "copies": ("fill", "move"),
@@ -26,29 +35,32 @@ CLASSES: dict[str, tuple[Work, ...]] = {
     "attention": ("attention",),
     "collective": ("collective",),
 }
-"""Kinds of work as plans report them."""
+"""Kinds of work by the class under which plans report them."""
+LARGEST_KERNELS = 12
+"""Rows of the table of kernels."""
 FREE = frozenset(
     ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id")
 )
-"""Opcodes that run nothing."""
+"""Opcodes that run no kernel."""
 SLICING = frozenset(("slice", "dynamic-slice", "gather"))
 MOVING = SLICING - {"gather"} | frozenset(
     ("copy", "transpose", "dynamic-update-slice", "concatenate", "reshape", "broadcast", "pad", "reverse", "iota")
 )
 THROUGH = frozenset(("bitcast", "convert", "reshape", "copy", "transpose"))
-"""Opcodes of which a part can be had from the same part of what they are given."""
+"""Opcodes for which a part of the result needs only the same part of the operand."""
 OFFSETS = frozenset(("s32", "u32", "s64", "u64", "pred"))
-"""Types of what says which slice."""
+"""Types of slice indices."""
 
-_ORIGIN = re.compile(r'op_name="([^"]*)"')
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 _RUNS = re.compile(r"runs_\d+_of_\d+/")
 _SHAPE = re.compile(r"\w+\[[\d,]*\]")
+_ONE_ARRAY = re.compile(r"(\w+\[[\d,]+\])")
+_FUSED = re.compile(r"fused|wrapped")
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One kernel at one place of a program."""
+    """One kernel of a program."""
 
     name: str
     work: Work
@@ -56,18 +68,18 @@ class Kernel:
     shape: str
     """Of its result."""
     read: int
-    """Bytes of one device and one run."""
+    """Bytes, of one device and one run."""
     written: int
     origin: str
-    """Path of the operation in the traced program, as the compiler kept it; may be empty."""
+    """Path of the operation in the traced program; may be empty."""
     target: str | None
     """Of a custom call."""
     opcodes: frozenset[str]
-    """Of all that is fused in it, without what runs nothing."""
+    """Of all instructions fused into it, without FREE ones."""
     rounds: int
-    """Runs of the loops around it per step, if none is skipped."""
+    """Runs per step of the loops around it, before skipping."""
     share: float = 1.0
-    """Of these, the share that is not skipped and takes the branches it is in."""
+    """Fraction of these runs that is not skipped and takes the branches it is in."""
 
     @property
     def bytes(self) -> int:
@@ -76,44 +88,44 @@ class Kernel:
 
     @property
     def total(self) -> int:
-        """The same for all runs of a step."""
+        """Bytes of one device and step."""
         return round(self.bytes * self.rounds * self.share)
 
     @property
     def most(self) -> int:
-        """The same if every run took its branches; what loops skip stays out."""
+        """Bytes of one device and step if every run took its branches."""
         return round(self.bytes * self.rounds * self.place.share)
 
 
 @dataclass(frozen=True)
 class Audit:
-    """A program's kernels in the order they run, and what of its arguments it overwrites."""
+    """A program's kernels in execution order, and the arguments that it updates in place."""
 
     kernels: tuple[Kernel, ...]
     aliased: int
-    """Bytes of one device's arguments whose place results take."""
+    """Bytes of one device's arguments whose buffers are reused by results."""
     donated: int
-    """How many arguments these are."""
+    """Number of these arguments."""
 
     def calls(self, text: str) -> list[Kernel]:
         """Custom calls whose target contains a text."""
         return [one for one in self.kernels if one.target is not None and text in one.target]
 
     def moved(self, least: int = 2**20) -> list[Kernel]:
-        """Kernels without arithmetic that write at least so many bytes at once."""
+        """Kernels without arithmetic that write at least `least` bytes a run."""
         return [one for one in self.kernels if one.work in ("fill", "move") and one.written >= least]
 
     def writes(self, kind: str, least: int) -> list[Kernel]:
-        """Kernels with a result of a dtype ("f32") that has at least so many elements."""
+        """Kernels with a result of a dtype ("f32") and at least `least` elements."""
         return [one for one in self.kernels if any(k == kind and n >= least for k, n in arrays(one.shape))]
 
     def shapes(self, kind: str) -> set[tuple[int, ...]]:
-        """Of all results of a dtype."""
-        found = {text for one in self.kernels for text in _SHAPE.findall(one.shape)}
-        return {dimensions(text) for text in found if text.startswith(f"{kind}[")}
+        """Shapes of all results of a dtype."""
+        written = {text for one in self.kernels for text in _SHAPE.findall(one.shape)}
+        return {dimensions(text) for text in written if text.startswith(f"{kind}[")}
 
     def largest(self, most: int = 10) -> list[Kernel]:
-        """Those that write most at once."""
+        """Kernels that write most in one run."""
         return sorted(self.kernels, key=lambda one: -one.written)[:most]
 
     def by_work(self) -> dict[str, int]:
@@ -124,19 +136,33 @@ class Audit:
         return sums
 
     def workspace(self) -> int:
-        """Bytes per step of the scratch arrays that cuBLAS calls get, which count as written and are hardly used."""
+        """Bytes per step of the scratch arrays of cuBLAS calls, which count as written and are hardly used."""
         calls = (one for one in self.kernels if one.work == "matmul" and "cublas" in (one.target or ""))
         return sum(round(one.rounds * one.share * _scratch(one.shape)) for one in calls)
 
     def by_class(self) -> dict[str, int]:
-        """The same by class of work, with `total`, which is their sum."""
+        """Bytes per step and device by class of work, with their sum as `total`."""
         works = self.by_work()
         sums = {name: sum(works.get(work, 0) for work in among) for name, among in CLASSES.items()}
         return {"total": sum(sums.values()), **sums}
 
     def unknown_loops(self) -> list[str]:
-        """Names of the loops whose trip count the compiler does not say."""
+        """Names of the loops of unknown trip count."""
         return list(dict.fromkeys(one.place.name for one in self.kernels if one.place.times is None))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Bytes of one device and step, under the names of a plan's JSON."""
+        branches = [one for one in self.kernels if one.place.conditional]
+        return {
+            "bytes_per_step": self.by_class(),
+            "bytes_of_workspace": self.workspace(),
+            "bytes_in_branches": {
+                "counted": sum(one.total for one in branches),
+                "if_all_ran": sum(one.most for one in branches),
+            },
+            "loops_of_unknown_rounds": self.unknown_loops(),
+            "largest_kernels": rows(self.kernels)[:LARGEST_KERNELS],
+        }
 
 
 def dimensions(shape: str) -> tuple[int, ...]:
@@ -145,41 +171,42 @@ def dimensions(shape: str) -> tuple[int, ...]:
 
 
 def _scratch(shape: str) -> int:
-    """Bytes of the arrays of bytes in the result of a call."""
+    """Bytes of the byte arrays in a tuple result."""
     return sum(elements for kind, elements in arrays(shape) if kind in ("s8", "u8") and shape.startswith("("))
 
 
-def audit(text: str, counts: StepCounts | None = None) -> Audit:
-    """From `compiled.as_text()`. Raises ValueError for text that can't be read.
+def audit(text: str, unknown_trips: int = 1) -> Audit:
+    """Read `compiled.as_text()`. Raises ValueError for other text.
 
-    counts: what is known of the step beside its text; None: loops of unknown trip count run once, and conditionals
-    with an idle branch always work.
+    unknown_trips: see `hlo.rounds`. Conditionals that don't say how often they run and have an idle branch count as
+    always working.
     """
     program = Program.read(text)
     head = text.partition("\n")[0]
     aliases = _ALIAS.findall(head.partition("entry_computation_layout")[0])
     arguments = _SHAPE.findall(head.partition("entry_computation_layout={(")[2].partition(")->")[0])
     return Audit(
-        kernels=tuple(_kernels(program, program.entry, (Place(), counts or StepCounts(1)), count(1))),
+        kernels=tuple(_kernels(program, program.entry, (Place(), unknown_trips), count(1))),
         aliased=sum(size(arguments[int(number)]) for _, number in aliases),
         donated=len(aliases),
     )
 
 
 def rows(kernels: Iterable[Kernel]) -> list[dict[str, Any]]:
-    """Kernels alike in kind of work, result, origin and trip counts of their loops, summed: rows of a table.
+    """Kernels with the same work, result, origin and trip counts, summed: rows of a table, most bytes per step first.
 
-    Those with most bytes per step come first. loop: the first one's, as loops over a stage's chunks have the same
-    kernels; runs: of all of them per step; instructions: how many they are in the program; bytes_once: each run once.
+    loop: of the first, as loops over the chunks of a stage have the same kernels; runs: per step, of all of them;
+    instructions: their number in the program; bytes_once: each run once.
     """
 
     def key(one: Kernel) -> tuple:
-        return tuple(-1 if trips is None else trips for trips in one.place.trips), one.work, one.shape, _where(one)
+        trips = tuple(-1 if trips is None else trips for trips in one.place.trips)
+        return trips, one.work, one.shape, _RUNS.sub("", one.origin)
 
-    found = []
+    table = []
     for (_, work, shape, origin), group in groupby(sorted(kernels, key=key), key):
         same = list(group)
-        found.append(
+        table.append(
             {
                 "loop": same[0].place.name,
                 "runs": round(sum(one.rounds * one.share for one in same)),
@@ -191,27 +218,21 @@ def rows(kernels: Iterable[Kernel]) -> list[dict[str, Any]]:
                 "origin": origin,
             }
         )
-    return sorted(found, key=lambda row: -row["bytes"])
+    return sorted(table, key=lambda row: -row["bytes"])
 
 
-def _where(one: Kernel) -> str:
-    """Its origin, without how often it runs."""
-    return _RUNS.sub("", one.origin)
-
-
-def _kernels(program: Program, name: str, where: tuple[Place, StepCounts], numbers: Iterator[int]) -> Iterator[Kernel]:
-    """Of a computation and all it runs."""
-    computation, (place, counts) = program.computations[name], where
+def _kernels(program: Program, name: str, where: tuple[Place, int], numbers: Iterator[int]) -> Iterator[Kernel]:
+    """Kernels of a computation and of all it calls; where: its place, and `unknown_trips`."""
+    computation, (place, unknown_trips) = program.computations[name], where
     for one in computation.values():
         if one.opcode == "while":
             inner = place.inside(one, next(numbers))
-            yield from _kernels(program, one.callees["body"][0], (inner, counts), count(1))
+            yield from _kernels(program, one.callees["body"][0], (inner, unknown_trips), count(1))
         elif one.opcode == "conditional":
-            inside = Place(place.path, place.trips, True, place.share), counts
+            inside = Place(place.path, place.trips, True, place.share), unknown_trips
             names = program.called(one, "branches")
             branches = [[*_kernels(program, branch, inside, numbers)] for branch in names]
-            busy = counts.busy_share(place.trips) if one.share is None else one.share
-            for branch, share in zip(branches, _shares(branches, busy), strict=True):
+            for branch, share in zip(branches, _branch_shares(branches, one.share), strict=True):
                 yield from (replace(each, share=share * each.share) for each in branch)
         elif one.opcode == "call":
             for callee in program.called(one):
@@ -220,13 +241,13 @@ def _kernels(program: Program, name: str, where: tuple[Place, StepCounts], numbe
             yield _kernel(program, one, computation, where)
 
 
-def _shares(branches: Sequence[Sequence[Kernel]], busy: float) -> list[float]:
-    """Share of the runs that take each branch of a conditional.
+def _branch_shares(branches: Sequence[Sequence[Kernel]], busy: float | None) -> list[float]:
+    """Fraction of the runs that takes each branch of a conditional; busy: what its name says, see `Instruction.share`.
 
-    Where all branches compute attention and some call cuDNN, those are always taken: the others are for rows of more
-    documents than cuDNN is laid out for. Where some branches only copy or fill, they are those of idle pipeline ticks,
-    and the others are taken in the `busy` share of the runs. Branches that are alike are taken equally often, as those
-    of a switch over a stage's chunks.
+    Where all branches compute attention and some call cuDNN, those are always taken: the others are for rows with more
+    documents than cuDNN's layout has room for. Branches that only copy or fill are those of idle pipeline ticks; the
+    others are taken in the `busy` share of the runs. Equal branches are taken equally often, as those of a switch over
+    the chunks of a stage.
     """
     fused = [any("fmha" in (one.target or "") for one in branch) for branch in branches]
     attention = all(any(one.work == "attention" for one in branch) for branch in branches)
@@ -235,19 +256,18 @@ def _shares(branches: Sequence[Sequence[Kernel]], busy: float) -> list[float]:
         return [is_fused / sum(fused) for is_fused in fused]
     if all(idle) or not any(idle):
         return [1 / len(branches)] * len(branches)
+    busy = 1.0 if busy is None else busy
     return [(1 - busy) / sum(idle) if is_idle else busy / (len(idle) - sum(idle)) for is_idle in idle]
 
 
-def _kernel(program: Program, one: Instruction, home: Computation, where: tuple[Place, StepCounts]) -> Kernel:
-    place, counts = where
+def _kernel(program: Program, one: Instruction, home: Computation, where: tuple[Place, int]) -> Kernel:
+    place, unknown_trips = where
     inner = [program.computations[name] for name in program.called(one, "calls")]
     body = inner[0] if inner else {one.name: one}
     if inner:
         read, written = _read(body), _written(next(reversed(body.values())), body)
     else:
-        read, written = _plain(one, home)
-    origin = _ORIGIN.search(one.attributes)
-    target = next((each.target for each in body.values() if each.target is not None), None)
+        read, written = _unfused(one, home)
     return Kernel(
         name=one.name,
         work=_work(program, one, body),
@@ -255,16 +275,16 @@ def _kernel(program: Program, one: Instruction, home: Computation, where: tuple[
         shape=_result(one),
         read=read,
         written=written,
-        origin=origin[1] if origin else "",
-        target=target,
+        origin=one.origin,
+        target=next((each.target for each in body.values() if each.target is not None), None),
         opcodes=frozenset(each.opcode for each in body.values()) - FREE,
         share=place.share,
-        rounds=counts.rounds(place.trips),
+        rounds=rounds(place.trips, unknown_trips),
     )
 
 
 def _result(one: Instruction) -> str:
-    """Shape of the result, also of what only starts: ((operands), result, context)."""
+    """Shape of the result, also of an asynchronous start, whose shape is ((operands), result, context)."""
     if not one.opcode.endswith(START) or not one.shape.startswith("(("):
         return one.shape
     depth = 0
@@ -279,13 +299,13 @@ def _result(one: Instruction) -> str:
 def _work(program: Program, one: Instruction, body: Computation) -> Work:
     opcodes = {each.opcode for each in body.values()} - FREE
     targets = [each.target or "" for each in body.values()]
-    if any(opcode.removesuffix(START) in KINDS for opcode in opcodes | {one.opcode}):
+    if any(opcode.removesuffix(START) in COLLECTIVES for opcode in opcodes | {one.opcode}):
         return "collective"
     if any("fmha" in target for target in targets) or "pallas_call" in one.attributes:
         return "attention"
     if program.matmuls(one):
         return "matmul"
-    numbers = {each.opcode for each in body.values() if not _places(each)} - FREE
+    numbers = {each.opcode for each in body.values() if not _is_index(each)} - FREE
     if numbers <= {"broadcast", "iota", "copy"} and not any(each.opcode == "parameter" for each in body.values()):
         return "fill" if len(body) > 1 or one.opcode in ("broadcast", "iota") else "move"
     if numbers <= MOVING:
@@ -293,12 +313,12 @@ def _work(program: Program, one: Instruction, body: Computation) -> Work:
     return "cast" if numbers <= MOVING | {"convert"} else "compute"
 
 
-def _places(one: Instruction) -> bool:
-    """Whether it computes a place in an array: one integer."""
+def _is_index(one: Instruction) -> bool:
+    """Whether it computes an index into an array: one integer."""
     return all(kind in OFFSETS and elements == 1 for kind, elements in arrays(one.shape))
 
 
-def _plain(one: Instruction, home: Computation) -> tuple[int, int]:
+def _unfused(one: Instruction, home: Computation) -> tuple[int, int]:
     """(read, written) of an instruction that is a kernel by itself."""
     if one.opcode in SLICING:
         return size(one.shape), size(one.shape)
@@ -308,14 +328,14 @@ def _plain(one: Instruction, home: Computation) -> tuple[int, int]:
 
 
 def _read(body: Computation) -> int:
-    """Bytes a fusion reads of its parameters."""
+    """Bytes that a fusion reads of its parameters."""
     users: dict[str, list[Instruction]] = {}
     for one in body.values():
         for name in one.operands:
             users.setdefault(name, []).append(one)
 
     def elements(name: str) -> int:
-        """Of an instruction's result, how many are needed."""
+        """Elements that are needed of an instruction's result."""
         whole = sum(n for _, n in arrays(body[name].shape))
         needed = 0
         for user in users.get(name, []):
@@ -329,7 +349,7 @@ def _read(body: Computation) -> int:
                 needed += elements(user.name)
             else:
                 return whole
-        # The result itself, where nothing uses it.
+        # What nothing uses is the fusion's own result.
         return min(whole, needed) if name in users else whole
 
     total = 0
@@ -340,7 +360,7 @@ def _read(body: Computation) -> int:
 
 
 def _written(root: Instruction, body: Computation) -> int:
-    """Bytes a fusion writes: of its root, or of each part of a tuple."""
+    """Bytes that a fusion writes: of its root, or of each part of a tuple."""
     if root.opcode == "tuple":
         return sum(_written(body[name], body) for name in root.operands)
     if root.opcode == "dynamic-update-slice":
@@ -350,3 +370,35 @@ def _written(root: Instruction, body: Computation) -> int:
     if root.opcode == "bitcast" and body[root.operands[0]].opcode in ("dynamic-update-slice", "scatter"):
         return _written(body[root.operands[0]], body)
     return size(root.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """All arrays of one shape, on one device."""
+
+    shape: str
+    """As in f32[24,5,8192]."""
+    bytes: int
+    """Of one of them."""
+    times: int
+    """Instructions that make one; not all are alive at once."""
+    made_by: str
+    """Last parts of the origin of the first of them."""
+
+
+def largest_arrays(text: str, most: int = 5) -> tuple[Array, ...]:
+    """The largest arrays in memory of a program's text, by shape; arrays inside of fusions are never in memory."""
+    makers: dict[str, list[str]] = {}
+    for name, computation in Program.read(text).computations.items():
+        for one in () if _FUSED.match(name) else computation.values():
+            shape = _ONE_ARRAY.match(one.shape)
+            if shape is not None and one.opcode not in ("parameter", "get-tuple-element", "bitcast"):
+                makers.setdefault(shape[1], []).append(one.origin or one.opcode)
+    largest = sorted(makers.items(), key=lambda item: -size(item[0]))[:most]
+    return tuple(Array(shape, size(shape), len(names), _short(names[0])) for shape, names in largest)
+
+
+def _short(origin: str) -> str:
+    """The last three parts of an origin that say something."""
+    parts = [part for part in origin.split("/") if part not in ("while", "body", "closed_call", "cond", "shard_map")]
+    return "/".join(parts[-3:])

@@ -1,83 +1,74 @@
-"""The collectives of a compiled program: kind, mesh axes, bytes, the loops around them, and what runs beside them."""
+"""The collectives of a compiled program: kind, mesh axes, bytes, the loops around them, and what hides them."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count, groupby
 from math import prod
 from typing import Any
 
-from megajax.planning.program.groups import Groups, groups_of
-from megajax.planning.program.hlo import Computation, Instruction, Program, arrays, size
-from megajax.planning.program.trip_counts import StepCounts
+import numpy as np
 
-KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
+from megajax.planning.program.hlo import (
+    COLLECTIVES,
+    DONE,
+    START,
+    Computation,
+    Instruction,
+    Place,
+    Program,
+    arrays,
+    size,
 )
-START, DONE = "-start", "-done"
+
+_LISTED = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
+_TILED = re.compile(r"replica_groups=(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
+_NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\((.*?)\))? ?\{([^}]*)\}")
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+_TILES = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
+_AXIS = re.compile(r"'?([\w.-]+)'?=(\d+)")
+_USED = re.compile(r"'([\w.-]+)'(?::\((\d+)\)(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where in a program something is: the loops around it, outermost first."""
+class Groups:
+    """The device groups of one collective."""
 
-    path: tuple[int, ...] = ()
-    """Number of each loop among its siblings, counted from 1 in the order they run; () is outside all loops."""
-    trips: tuple[int | None, ...] = ()
-    """How often each loop runs for one run of the one around it; None where the compiler doesn't know."""
-    conditional: bool = False
-    """Whether it is in a branch: then it runs at most `times` times."""
-    share: float = 1.0
-    """Of the runs that trips make, the part that is not skipped, as the program says itself."""
-
-    def inside(self, one: Instruction, number: int) -> "Place":
-        """Within the body of a while loop, the `number`th one here."""
-        known = one.trips is not None or one.share is None
-        trips, share = (one.trips, 1.0) if known else (1, one.share or 1.0)
-        return Place((*self.path, number), (*self.trips, trips), self.conditional, self.share * share)
-
-    def branch(self, one: Instruction) -> "Place":
-        """Within the branches of a conditional."""
-        return Place(self.path, self.trips, self.conditional or one.share is None, self.share * (one.share or 1.0))
+    axes: tuple[str, ...]
+    """Mesh axes along which the members of a group differ, outermost first."""
+    size: int
+    """Devices in a group; of a permute, the product of its axes."""
+    whole: bool = True
+    """False if a group holds only some of the devices along its axes."""
 
     @property
     def name(self) -> str:
-        """Such as "1.2": the second loop in the first; "" outside all loops."""
-        return ".".join(map(str, self.path))
-
-    @property
-    def times(self) -> int | None:
-        """Runs per step: the product of the trips, without what is skipped."""
-        known = [trips for trips in self.trips if trips is not None]
-        return round(prod(known) * self.share) if len(known) == len(self.trips) else None
+        """Such as "tensor", "data+context", or "tensor (part)"."""
+        return "+".join(self.axes) + ("" if self.whole else " (part)")
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective at one place of a program; neighbours that the compiler joined are one."""
+    """One collective instruction; collectives that the compiler combined are one."""
 
     kind: str
     groups: Groups
     place: Place
     bytes: int
-    """Of one device and one run: the whole (gathered, unreduced) side, which is the result of an all-gather and the
-    operands of all others."""
+    """Of one device and one run, on the full (gathered, unreduced) side: the result of an all-gather, the operands of
+    all others."""
     arrays: int
-    """How many it moves at once."""
+    """Arrays it moves at once."""
     elements: int
-    """Numbers in its results on one device."""
+    """Elements of its results on one device."""
     overlapped: bool
     """Whether matmuls, or a loop with matmuls, are scheduled between its start and its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One custom call at one place of a program."""
+    """One custom call."""
 
     target: str
     place: Place
@@ -85,16 +76,16 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A loop, or the program outside of all loops."""
+    """A loop, or the program outside all loops."""
 
     place: Place
     matmuls: int
-    """Matrix products of one run of the body, without those of loops inside."""
+    """Matrix products of one run of the body, without those of inner loops."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a program holds, in the order it runs."""
+    """What a program runs, in execution order."""
 
     collectives: tuple[Collective, ...]
     kernels: tuple[Kernel, ...]
@@ -104,7 +95,7 @@ class Contents:
 def read(text: str, mesh: Mapping[str, int]) -> Contents:
     """Contents of a compiled program from `compiled.as_text()`; mesh: axis -> size, outermost first.
 
-    Collectives of a single device, which move nothing, are left out. Raises ValueError for text that can't be read.
+    Collectives over groups of one device, which move nothing, are left out. Raises ValueError for other text.
     """
     reader = _Reader(Program.read(text), mesh)
     reader.body(reader.program.entry, Place())
@@ -112,7 +103,7 @@ def read(text: str, mesh: Mapping[str, int]) -> Contents:
 
 
 class _Reader:
-    """One walk through a program along everything that it runs."""
+    """One walk over all computations that a program runs."""
 
     def __init__(self, program: Program, mesh: Mapping[str, int]):
         self.program, self.mesh = program, mesh
@@ -121,7 +112,7 @@ class _Reader:
         self.loops: list[Loop] = []
 
     def body(self, name: str, place: Place, *more: str) -> None:
-        """The body of a loop, or the whole program; `more` runs with it, as a loop's condition does."""
+        """Read the body of a loop, or the whole program; more: computations that run with it (a loop's condition)."""
         index = len(self.loops)
         self.loops.append(Loop(place, 0))
         numbers = count(1)
@@ -129,18 +120,18 @@ class _Reader:
         self.loops[index] = Loop(place, matmuls)
 
     def computation(self, name: str, place: Place, numbers: Iterator[int]) -> int:
-        """Note what is in it; the matmuls outside of inner loops."""
+        """Read one computation; gives its number of matmuls outside inner loops."""
         computation = self.program.computations[name]
         done = _ends(computation)
         work = [self.program.matmuls(one) for one in computation.values()]
         total = 0
         for index, one in enumerate(computation.values()):
-            found = self.collective(one, computation)
-            if found is not None:
+            collective = self.collective(one, computation)
+            if collective is not None:
                 last = done.get(one.name, len(work)) if one.opcode.endswith(START) else index
-                # Two halves that the compiler runs as one are no start and end.
+                # A start and end with is_sync run as one blocking operation.
                 overlapped = any(work[index + 1 : last]) and '"is_sync":true' not in one.attributes
-                self.note(*found, place, overlapped)
+                self.add(*collective, place, overlapped)
             elif one.opcode == "while":
                 inner = place.inside(one, next(numbers))
                 self.body(one.callees["body"][0], inner, *one.callees.get("condition", ()))
@@ -155,7 +146,7 @@ class _Reader:
         return total
 
     def targets(self, one: Instruction) -> Iterator[str]:
-        """Of custom calls, those inside a fusion too."""
+        """Targets of custom calls, also of those inside a fusion."""
         if one.target is not None:
             yield one.target
         for name in self.program.called(one, "calls"):
@@ -163,36 +154,36 @@ class _Reader:
                 yield from self.targets(inner)
 
     def collective(self, one: Instruction, home: Computation) -> tuple[Instruction, Computation] | None:
-        """The collective that an instruction is, starts or wraps (in a fusion, in an async-start), and where it is."""
-        if one.opcode.removesuffix(START) in KINDS:
+        """The collective that an instruction is, starts or wraps (fusion, async-start), and its computation."""
+        if one.opcode.removesuffix(START) in COLLECTIVES:
             return one, home
         if one.opcode == "fusion" or one.opcode.endswith(START):
             for name in self.program.called(one, "calls"):
                 inner = self.program.computations[name]
                 for each in inner.values():
-                    if (found := self.collective(each, inner)) is not None:
-                        return found
+                    if (wrapped := self.collective(each, inner)) is not None:
+                        return wrapped
         return None
 
-    def note(self, one: Instruction, home: Computation, place: Place, overlapped: bool) -> None:
+    def add(self, one: Instruction, home: Computation, place: Place, overlapped: bool) -> None:
         kind = one.opcode.removesuffix(START)
         groups = groups_of(one.attributes, self.mesh)
         if not groups.axes:
             return
-        # Of a ragged exchange the operands after the first are where to write and how much.
+        # The further operands of a ragged exchange are offsets and sizes.
         operands = one.operands[:1] if kind == "ragged-all-to-all" else one.operands
         shapes = [home[name].shape for name in operands]
-        held = sum(size(shape) for shape in shapes)
-        numbers = sum(elements for shape in shapes for _, elements in arrays(shape))
+        total = sum(size(shape) for shape in shapes)
+        elements = sum(number for shape in shapes for _, number in arrays(shape))
         if kind == "all-gather":
-            held, numbers = held * groups.size, numbers * groups.size
+            total, elements = total * groups.size, elements * groups.size
         elif kind == "reduce-scatter":
-            numbers //= groups.size
-        self.collectives.append(Collective(kind, groups, place, held, len(operands), numbers, overlapped))
+            elements //= groups.size
+        self.collectives.append(Collective(kind, groups, place, total, len(operands), elements, overlapped))
 
 
 def _ends(computation: Computation) -> dict[str, int]:
-    """Name of what starts something -> where in the computation it ends."""
+    """Name of each asynchronous start -> index of its end in the computation."""
     started = {}
     ends = {}
     for index, one in enumerate(computation.values()):
@@ -204,23 +195,18 @@ def _ends(computation: Computation) -> dict[str, int]:
     return ends
 
 
-def runs(place: Place, counts: StepCounts | None) -> int | None:
-    """Runs per step; where the compiler does not know, as `counts` has it, None without."""
-    if place.times is not None or counts is None:
-        return place.times
-    return round(counts.rounds(place.trips) * place.share)
+def runs(place: Place, unknown_trips: int | None) -> int | None:
+    """Runs per step. unknown_trips: see `hlo.rounds`; None: the result is None where a trip count is unknown."""
+    return place.times if unknown_trips is None else place.times_given(unknown_trips)
 
 
-def grouped(found: Iterable[Collective], counts: StepCounts | None = None) -> list[dict[str, Any]]:
-    """Collectives alike in place, kind, axes and overlap, summed: rows of a table, in the order of places.
-
-    counts: what is known of trip counts beside the program.
+def grouped(collectives: Iterable[Collective], unknown_trips: int | None = None) -> list[dict[str, Any]]:
+    """Collectives with the same place, kind, axes and overlap, summed: rows of a table, in the order of places.
 
     kind; axis: "tensor", "data+context"; loop: "1.2" is the second loop in the first, "" outside all loops; trips: of
-    the loops around, outermost first; inside_loop; conditional; share: of the runs, the part that is not skipped;
-    overlapped; instructions: how many they are in the program; arrays: how many these move, as the compiler joins
-    neighbours; count: runs per step, null where nothing is known of a loop's trips; bytes_once: of one device, each run
-    once; bytes: of one device per step, or null.
+    the loops around, outermost first; inside_loop; conditional; share: fraction of the runs that is not skipped;
+    overlapped; instructions: their number in the program; arrays: how many these move; count: runs per step;
+    bytes_once: of one device, each run once; bytes: of one device per step. count and bytes are None as in `runs`.
     """
 
     def key(one: Collective) -> tuple:
@@ -228,10 +214,10 @@ def grouped(found: Iterable[Collective], counts: StepCounts | None = None) -> li
         return place.path, one.kind, one.groups.name, not one.overlapped, place.conditional, place.share
 
     rows = []
-    for _, group in groupby(sorted(found, key=key), key):
+    for _, group in groupby(sorted(collectives, key=key), key):
         same = list(group)
         place, once = same[0].place, sum(one.bytes for one in same)
-        times = runs(place, counts)
+        times = runs(place, unknown_trips)
         rows.append(
             {
                 "kind": same[0].kind,
@@ -252,25 +238,105 @@ def grouped(found: Iterable[Collective], counts: StepCounts | None = None) -> li
     return rows
 
 
-def kernel_rows(found: Iterable[Kernel], counts: StepCounts | None = None) -> list[dict[str, Any]]:
-    """Custom calls by target: instructions, runs per step (null where not known), whether some are in a branch.
+def kernel_rows(kernels: Iterable[Kernel], unknown_trips: int | None = None) -> list[dict[str, Any]]:
+    """Custom calls by target: instructions, count (runs per step, None as in `runs`), conditional.
 
-    Those in a branch run at most so often: of attention's kernels for packed documents one branch runs.
+    Calls in a branch run at most `count` times: of the attention kernels for packed documents one branch runs.
     """
-
-    def target(one: Kernel) -> str:
-        return one.target
-
+    places: dict[str, list[Place]] = {}
+    for one in kernels:
+        places.setdefault(one.target, []).append(one.place)
     rows = []
-    for name, group in groupby(sorted(found, key=target), target):
-        places = [one.place for one in group]
-        known = [times for place in places if (times := runs(place, counts)) is not None]
+    for target, where in sorted(places.items()):
+        counts = [runs(place, unknown_trips) for place in where]
         rows.append(
             {
-                "target": name,
-                "instructions": len(places),
-                "count": sum(known) if len(known) == len(places) else None,
-                "conditional": any(place.conditional for place in places),
+                "target": target,
+                "instructions": len(where),
+                "count": None if None in counts else sum(n for n in counts if n is not None),
+                "conditional": any(place.conditional for place in where),
             }
         )
     return rows
+
+
+def groups_of(attributes: str, mesh: Mapping[str, int]) -> Groups:
+    """The groups that a collective's attributes give in one of several forms; mesh: axis -> size.
+
+    The compiler numbers devices by their position in the mesh. Raises ValueError for an unknown form.
+    """
+    return _groups_of(attributes, tuple(mesh.items()))
+
+
+@lru_cache(maxsize=1024)
+def _groups_of(attributes: str, mesh: tuple[tuple[str, int], ...]) -> Groups:
+    sizes = dict(mesh)
+    devices = prod(sizes.values())
+    if pairs := _PAIRS.search(attributes):
+        return _moved(_rows(pairs[1]), sizes)
+    if listed := _LISTED.search(attributes):
+        return _along(_rows(listed[1]) or [list(range(devices))], sizes)
+    if tiled := _TILED.search(attributes):
+        return _along(_order(tiled[1]).tolist(), sizes)
+    if named := _NAMED.search(attributes):
+        return _along(_by_name(*named.groups()), sizes)
+    raise ValueError(f"a collective whose groups can't be read: {attributes[:300]}")
+
+
+def _rows(text: str) -> list[list[int]]:
+    return [[int(place) for place in row.split(",")] for row in re.findall(r"\{([\d,]+)\}", text)]
+
+
+def _order(text: str) -> np.ndarray:
+    """ "[2,4]<=[4,2]T(1,0)" -> the numbers of [4, 2], transposed, as an array [2, 4]."""
+    tiles = _TILES.match(text)
+    if tiles is None:
+        raise ValueError(f"not an order of devices: {text}")
+    shape, dims, turned = ([int(n) for n in part.split(",")] if part else [] for part in tiles.groups())
+    order = np.arange(prod(shape)).reshape(dims or shape)
+    return order.transpose(turned or range(order.ndim)).reshape(shape)
+
+
+def _by_name(axes: str, order: str | None, used: str) -> list[list[int]]:
+    """Groups along the used axes, or sub-axes 'name':(stride)size, of a mesh written out in the text."""
+    sizes = {name: int(size) for name, size in _AXIS.findall(axes)}
+    places = np.arange(prod(sizes.values())) if order is None else _order(order).ravel()
+    split: list[tuple[int, bool]] = []
+    for name, whole in sizes.items():
+        parts = [
+            (int(before or 1), int(part or whole)) for part_of, before, part in _USED.findall(used) if part_of == name
+        ]
+        done = 1
+        for before, part in sorted(parts):
+            split += [(before // done, False), (part, True)]
+            done = before * part
+        split.append((whole // done, False))
+    grid = places.reshape([length for length, _ in split])
+    chosen = [dim for dim, (_, taken) in enumerate(split) if taken]
+    last = np.moveaxis(grid, chosen, range(grid.ndim - len(chosen), grid.ndim))
+    return last.reshape(-1, prod(split[dim][0] for dim in chosen)).tolist()
+
+
+def _coordinates(places: list[int], sizes: dict[str, int]) -> np.ndarray:
+    """[axes, places]."""
+    return np.array(np.unravel_index(np.array(places), tuple(sizes.values())))
+
+
+def _along(groups: list[list[int]], sizes: dict[str, int]) -> Groups:
+    differing = np.zeros(len(sizes), bool)
+    for group in groups:
+        coordinates = _coordinates(group, sizes)
+        differing |= (coordinates != coordinates[:, :1]).any(axis=1)
+    axes = tuple(name for name, differs in zip(sizes, differing, strict=True) if differs)
+    members = max(len(group) for group in groups)
+    return Groups(axes, members, members == prod(sizes[name] for name in axes))
+
+
+def _moved(pairs: list[list[int]], sizes: dict[str, int]) -> Groups:
+    """Groups of a permute: the axes along which any pair differs."""
+    if not pairs:
+        return Groups((), 1)
+    ends = np.array(pairs).T
+    differing = (_coordinates(ends[0], sizes) != _coordinates(ends[1], sizes)).any(axis=1)
+    axes = tuple(name for name, differs in zip(sizes, differing, strict=True) if differs)
+    return Groups(axes, prod(sizes[name] for name in axes))

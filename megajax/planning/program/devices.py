@@ -1,18 +1,21 @@
-"""GPUs to plan for, as data: what the compiler wants to know of each, and how much of its memory a program may have.
+"""GPUs to plan for: what the compiler needs to know of each, usable memory, and virtual devices to compile for.
 
-Numbers are of NVIDIA's data sheets and architecture white papers (A100: DS-10031, "NVIDIA A100 Tensor Core GPU
+Sources of the numbers: NVIDIA's data sheets and architecture white papers (A100: DS-10031, "NVIDIA A100 Tensor Core GPU
 Architecture"; H100 and H200 SXM: "NVIDIA H100 Tensor Core GPU Architecture" and the H200 data sheet; B200 and GB200:
 "NVIDIA Blackwell Architecture Technical Brief", the DGX B200 and the GB200 NVL72 data sheets) and, for what is common
-to a compute capability, of the table in the CUDA C++ Programming Guide.
+to a compute capability, the table in the CUDA C++ Programming Guide.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from megajax.config.errors import Problem
+from megajax.config.builds import resolve
+from megajax.config.errors import Problem, UserError
 from megajax.config.nearest import did_you_mean
 
 GIB = 2**30
@@ -20,19 +23,19 @@ MIB = 2**20
 KIB = 2**10
 
 CONTEXT_GIB = 1.0
-"""CUDA context, kernels' code, handles and workspaces of cuBLAS and cuDNN."""
+"""CUDA context, code of kernels, handles and workspaces of cuBLAS and cuDNN."""
 NCCL_GIB = 2.0
-"""Channel buffers of NCCL's communicators; they lie outside the memory pool."""
+"""Channel buffers of NCCL's communicators, which are outside the memory pool."""
 CUDNN = (9, 10, 0)
-"""Version of cuDNN that is taken to be there."""
+"""Version of cuDNN that virtual devices have."""
 MOST_DEVICES = 16_384
-"""Largest cluster that is planned for."""
+"""Largest cluster."""
 LOST_SHARE = 0.04
-"""Share of the data sheet's memory that the driver keeps (about 1 %) or that fragments of the pool make useless."""
+"""Fraction of the data sheet's memory that the driver keeps (about 1 %) or that is lost to fragmentation."""
 
 
 def usable_gib(memory_gib: float) -> float:
-    """What is left of a GPU's memory for a program's arrays."""
+    """GiB of a GPU's memory that a program's arrays may use."""
     return memory_gib * (1 - LOST_SHARE) - CONTEXT_GIB - NCCL_GIB
 
 
@@ -41,7 +44,7 @@ class GPU:
     """One model of GPU."""
 
     description: str
-    """As the driver calls it."""
+    """Name as the driver reports it."""
     memory_gib: float
     """Of the data sheet."""
     bandwidth: float
@@ -53,7 +56,7 @@ class GPU:
     capability: tuple[int, int]
     """Compute capability."""
     shared_kib: int
-    """Shared memory per multiprocessor; a block may have all but 1 KiB of it."""
+    """Shared memory per multiprocessor; a block may use all but 1 KiB of it."""
     l2_mib: float
     """Level-2 cache."""
     clock_ghz: float
@@ -61,18 +64,18 @@ class GPU:
     links: int
     """NVLink connections."""
     per_node: int = 8
-    """GPUs that NVLink connects, unless said otherwise."""
+    """Default number of GPUs that NVLink connects."""
 
     @property
     def usable_gib(self) -> float:
-        """What is left for a program's arrays after CONTEXT_GIB, NCCL_GIB and LOST_SHARE."""
+        """GiB for a program's arrays: memory less CONTEXT_GIB, NCCL_GIB and LOST_SHARE."""
         return usable_gib(self.memory_gib)
 
     def target_config(self) -> str:
-        """XLA's GpuTargetConfigProto as text: what `get_topology_desc(target_config=...)` takes."""
+        """XLA's GpuTargetConfigProto as text, for `get_topology_desc(target_config=...)`."""
         major, minor = self.capability
         cuda = (12, 9, 0)
-        # Kernels with "accelerated" instructions (wgmma, tcgen05) run on this very architecture alone, from Hopper on.
+        # From Hopper on, kernels use "accelerated" instructions (wgmma, tcgen05), which run on one architecture only.
         extension = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
         device = {
             **_COMMON,
@@ -102,7 +105,7 @@ class GPU:
 
 
 class _Word(str):
-    """A value of an enumeration: text without quotes."""
+    """A value of an enumeration: written without quotes."""
 
 
 _COMMON = {
@@ -122,7 +125,7 @@ _COMMON = {
     "collective_memory_granularity": 2 * MIB,
     "device_vendor": "NVIDIA Corporation",
 }
-"""The same from compute capability 8.0 to 10.0 (CUDA C++ Programming Guide, "Technical Specifications")."""
+"""Equal for compute capabilities 8.0 to 10.0 (CUDA C++ Programming Guide, "Technical Specifications")."""
 
 
 def _dotted(version: tuple[int, ...]) -> str:
@@ -130,7 +133,7 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 def _proto(fields: dict, indent: str = "") -> str:
-    """Protocol-buffer text of nested dicts."""
+    """Nested dicts as protocol-buffer text."""
     lines = []
     for name, value in fields.items():
         match value:
@@ -185,7 +188,7 @@ NO_OTHERS: Mapping[str, int] = MappingProxyType({})
 
 
 class Cluster(NamedTuple):
-    """How many of which GPU, in nodes."""
+    """A number of GPUs of one kind, in nodes."""
 
     name: str
     """Key of GPUS."""
@@ -201,16 +204,16 @@ class Cluster(NamedTuple):
         return -(-self.devices // self.per_node)
 
     def topology(self) -> str:
-        """As `get_topology_desc` wants it: NVLink domains, each a node, x hosts in one x GPUs of a host."""
+        """For `get_topology_desc`: NVLink domains (nodes) x hosts of a domain x GPUs of a host."""
         return f"{self.nodes}x1x{min(self.devices, self.per_node)}"
 
 
 def read_cluster(
     text: str | None, per_node: int | None = None, described: Mapping[str, int] = NO_OTHERS
 ) -> tuple[Cluster | None, list[Problem]]:
-    """ "h100:128" -> 128 GPUs in nodes of `per_node`; "h100" is one node. None with problems where it can't be read.
+    """ "h100:128" -> 128 GPUs in nodes of `per_node`; "h100" is one node. None and problems for other text.
 
-    per_node: None for as many as the GPU's own; described: other devices by name, with theirs.
+    per_node: None for the GPU's default; described: further devices, name -> default.
     """
     nodes = {name: gpu.per_node for name, gpu in GPUS.items()} | dict(described)
     known = ", ".join([*OTHER_NAMES, *nodes])
@@ -237,3 +240,43 @@ def read_cluster(
         what = f"{devices} GPUs don't fill nodes of {per_node}"
         return None, [Problem("--devices", what, f"give {below} or {below + per_node}, or another --gpus-per-node")]
     return Cluster(name, devices, per_node), []
+
+
+PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+
+
+def missing_packages() -> list[str]:
+    """What deviceless compilation needs and is not installed: the compiler for GPUs, cuDNN."""
+    plugin = any(_installed(name) for name in PLUGINS)
+    needed = (("the CUDA plugin of jax", plugin), ("cuDNN", _installed("nvidia.cudnn")))
+    return [name for name, installed in needed if not installed]
+
+
+def prepare() -> None:
+    """Set what jax reads at import for deviceless compilation. Raises UserError if the extra aot is not installed."""
+    missing = missing_packages()
+    if missing:
+        raise UserError(
+            f"compiling for virtual GPU devices needs {' and '.join(missing)}: install the extra aot with\n"
+            "  uv sync --extra aot\nor\n  pip install 'megajax[aot]'"
+        )
+    os.environ["JAX_PLATFORMS"] = "cpu"  # otherwise jax prints a long report that it finds no GPU
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+
+
+def virtual_devices(cluster: Cluster) -> list[Any]:
+    """jax devices of a cluster that programs can be compiled for, node by node. Call `prepare` before importing jax."""
+    topology = resolve("jax.experimental.topologies:get_topology_desc")(
+        topology_name=cluster.name,
+        platform="cuda",
+        target_config=cluster.gpu.target_config(),
+        topology=cluster.topology(),
+    )
+    return list(topology.devices[: cluster.devices])
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of the parent package
+        return False

@@ -1,25 +1,32 @@
-"""The layouts a search may choose among: what it may set, what of that the user has fixed, and every combination.
+"""A config on a cluster, and the layouts a search chooses among: a Choice of settings, and every combination of them.
 
-A `Choice` is the settings; `apply` puts one into a config, whose own rules then say whether it may be.
+`apply` puts a Choice into a config; the config's own rules then say whether it is valid.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from itertools import product
 from types import MappingProxyType
 from typing import Any, Literal
 
 import megajax.config.schema as schema
+from megajax.config.dump import flatten
 from megajax.config.errors import Problem
 from megajax.layers.config import LatentAttentionConfig
 from megajax.layers.remat import Recompute, words
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig
 from megajax.optim.config import AdamWConfig
+from megajax.planning.cost.costs import Device
+from megajax.planning.cost.description import Description, describe
+from megajax.planning.cost.estimate import Estimate, estimate
+from megajax.planning.program.devices import Cluster
 from megajax.training.config import BatchConfig
 from megajax.training.run_config import RunConfig
 
-MOST_TOKENS = 65_536
-"""Of a microbatch, unless a single row has more: matmuls have their full rate long before."""
+MAX_TOKENS = 65_536
+"""Tokens of a microbatch, unless a single row has more: matmuls reach their full rate long before."""
 
 PARTIAL: tuple[Recompute, ...] = (
     ("activation",),
@@ -30,7 +37,26 @@ PARTIAL: tuple[Recompute, ...] = (
     ("norm", "latent", "activation", "mlp", "query_key_value"),
     ("norm", "latent", "activation", "mlp", "query_key_value", "core_attention"),
 )
-"""Between none and full, what costs least to compute again first."""
+"""Recompute policies between none and full, cheapest first."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A config on a cluster."""
+
+    cfg: RunConfig
+    cluster: Cluster
+    device: Device
+    """Constants of the cluster's devices."""
+
+    @cached_property
+    def described(self) -> Description:
+        return describe(self.cfg, self.device, self.cluster.devices, self.cluster.per_node)
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        return estimate(self.described)
+
 
 type Sharding = Literal["replicate", "zero1", "fsdp"]
 SHARDINGS: tuple[Sharding, ...] = ("zero1", "fsdp", "replicate")
@@ -53,31 +79,31 @@ class Choice:
 
     @property
     def layout(self) -> str:
-        """In a word: tensor 4, pipeline 4 x 5, data 4."""
+        """Such as "tensor 4, pipeline 4 x 5, data 4"."""
         chunks = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
         return f"tensor {self.tensor}, pipeline {self.pipeline}{chunks}, data {self.data}"
 
     @property
     def recomputing(self) -> str:
-        """In a word: full, 3 layers."""
+        """Such as "full, 3 layers"."""
         some = "" if self.recompute_layers is None else f", {self.recompute_layers} layers"
         return words(self.recompute) + some
 
     @property
     def details(self) -> str:
-        """All that `layout` does not say: zero1, 2 rows, recompute full."""
+        """What `layout` does not say: "zero1, 2 rows, recompute full"."""
         rows = f"{self.micro_size} row{'s' * (self.micro_size > 1)}"
-        away = f", {self.offload:.0%} of the moments in host memory" if self.offload else ""
+        away = f", {self.offload:.0%} of moments in host memory" if self.offload else ""
         return f"{self.data_sharding}, {rows}, recompute {self.recomputing}{away}"
 
     @property
     def kind(self) -> tuple:
-        """What tells layouts apart in a list of the best: all but how much is computed again."""
+        """Everything but the recompute policy: layouts of one kind appear once in a ranking."""
         return self.tensor, self.pipeline, self.virtual_stages, self.data_sharding, self.micro_size, self.sequence
 
     @classmethod
     def of(cls, cfg: RunConfig, devices: int) -> "Choice":
-        """Of a config as it is."""
+        """The settings that a config has."""
         parallel = cfg.parallel
         return cls(
             tensor=parallel.tensor,
@@ -98,11 +124,9 @@ class Choice:
 
     @classmethod
     def read(cls, written: Mapping[str, Any]) -> "Choice":
-        """Of `plain`, through JSON."""
-        given: dict[str, Any] = dict(written)
-        if isinstance(given["recompute"], list):
-            given["recompute"] = tuple(given["recompute"])
-        return cls(**given)
+        """From JSON of `plain`."""
+        again = written["recompute"]
+        return cls(**{**written, "recompute": tuple(again) if isinstance(again, list) else again})
 
 
 _PARALLEL = ("tensor", "pipeline", "virtual_stages", "data", "data_sharding", "sequence")
@@ -115,19 +139,19 @@ SEARCHED: Mapping[str, str] = MappingProxyType(
         "optimizer.offload": "offload",
     }
 )
-"""Settings of a config that a search chooses, and their names in a Choice."""
+"""Settings that a search chooses -> their names in a Choice."""
 
 _OWNERS = {"parallel": ParallelConfig, "batch": BatchConfig, "model": DecoderConfig, "optimizer": AdamWConfig}
 
 
 def annotation(name: str) -> Any:
-    """Of a searched setting, by its dotted name."""
+    """Type of a searched setting, by its dotted name."""
     owner, _, setting = name.partition(".")
     return schema.hints(_OWNERS[owner])[setting]
 
 
 def apply(choice: Choice, cfg: RunConfig) -> RunConfig:
-    """The config with a choice in it; what goes with another layout only is left out."""
+    """The config with a choice in it, without settings that belong to its previous layout only."""
     old, model = cfg.parallel, cfg.model
     chunks = choice.pipeline * choice.virtual_stages
     schedule = old.schedule
@@ -139,8 +163,8 @@ def apply(choice: Choice, cfg: RunConfig) -> RunConfig:
         schedule=schedule,
         layers=old.layers if chunks == old.chunks() and choice.pipeline == old.pipeline else None,
     )
-    again = replace(model.recomputing(), recompute=choice.recompute).again()
-    away = () if choice.recompute == "none" else tuple(part for part in model.offload if part not in again)
+    recomputed = replace(model.recomputing(), recompute=choice.recompute).again()
+    offload = () if choice.recompute == "none" else tuple(part for part in model.offload if part not in recomputed)
     return cfg.but(
         parallel=parallel,
         model=replace(
@@ -148,7 +172,7 @@ def apply(choice: Choice, cfg: RunConfig) -> RunConfig:
             recompute=choice.recompute,
             recompute_layers=choice.recompute_layers,
             recompute_together=model.recompute_together if choice.recompute == "full" else 1,
-            offload=away,
+            offload=offload,
         ),
         batch=replace(cfg.batch, micro_size=choice.micro_size),
         optimizer=replace(cfg.optimizer, offload=choice.offload),
@@ -156,21 +180,39 @@ def apply(choice: Choice, cfg: RunConfig) -> RunConfig:
 
 
 def problems(cfg: RunConfig, devices: int) -> list[Problem]:
-    """What the config's own rules say against a choice in it; only the parts a choice changes are asked."""
-    found = [Problem(f"parallel.{one.where}", one.what, one.hint) for one in cfg.parallel.problems()]
-    again = [Problem(f"model.{one.where}", one.what, one.hint) for one in cfg.model.problems()]
-    return found or again or cfg.problems(devices)
+    """Problems of a config with a choice in it; only the parts that a choice changes are checked."""
+    parallel = [Problem(f"parallel.{one.where}", one.what, one.hint) for one in cfg.parallel.problems()]
+    model = [Problem(f"model.{one.where}", one.what, one.hint) for one in cfg.model.problems()]
+    return parallel or model or cfg.problems(devices)
+
+
+def settings(old: RunConfig, new: RunConfig) -> list[str]:
+    """The settings that turn `old` into `new`, as "parallel.tensor=4"."""
+    before, after = flatten(old), flatten(new)
+    return [f"{name}={_text(value)}" for name, value in after.items() if name not in before or before[name] != value]
+
+
+def _text(value: Any) -> str:
+    """A plain value as it is written on a command line."""
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return str(value).lower()
+        case list():
+            return ",".join(map(_text, value))
+    return str(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
-    """Where a search looks."""
+    """All layouts of a config on a cluster."""
 
     cfg: RunConfig
     devices: int
     per_node: int
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of a Choice that stay as they are."""
+    """Fields of a Choice that the user has given."""
 
     def given(self) -> Choice:
         """The config as it is, with what is fixed."""
@@ -180,56 +222,59 @@ class Space:
 
     def groups(self) -> list[tuple[int, int, int]]:
         """(tensor, pipeline, data) that use all devices, or as many as a fixed `data` leaves."""
-        found = []
+        places = []
         for tensor in self._given("tensor") or divisors(self.devices, self.per_node):
             repeats = self.cfg.model.stack.repeats
             for pipeline in self._given("pipeline") or divisors(self.devices // tensor, repeats):
                 rest, over = divmod(self.devices, tensor * pipeline)
-                found += [(tensor, pipeline, data) for data in self._given("data") or [rest] * (rest and not over)]
-        return found
+                places += [(tensor, pipeline, data) for data in self._given("data") or [rest] * (rest and not over)]
+        return places
 
     def layouts(self, group: tuple[int, int, int]) -> Iterator[Choice]:
-        """All of a group that differ in more than what is computed again; of that they have what takes least memory."""
+        """All layouts of a group, each with the recompute policy that takes least memory."""
         tensor, pipeline, data = group
-        sequences = self._given("sequence") or ([True, False] if tensor > 1 else [False])
-        for sharding in self._given("data_sharding") or self._shardings(data):
-            for sequence in sequences:
-                for chunks in self._given("virtual_stages") or self._chunks(pipeline):
-                    for micro_size in self._given("micro_size") or self._micro_sizes(data):
-                        yield Choice(
-                            tensor=tensor,
-                            pipeline=pipeline,
-                            virtual_stages=chunks,
-                            data=data,
-                            data_sharding=sharding,
-                            sequence=sequence,
-                            micro_size=micro_size,
-                            recompute=self.recomputes()[-1],
-                            recompute_layers=self.fixed.get("recompute_layers"),
-                            offload=self.fixed.get("offload", 0.0),
-                        )
+        for sharding, sequence, chunks, micro_size in product(
+            self._given("data_sharding") or self._shardings(data),
+            self._given("sequence") or ([True, False] if tensor > 1 else [False]),
+            self._given("virtual_stages") or self._chunks(pipeline),
+            self._given("micro_size") or self._micro_sizes(data),
+        ):
+            yield Choice(
+                tensor=tensor,
+                pipeline=pipeline,
+                virtual_stages=chunks,
+                data=data,
+                data_sharding=sharding,
+                sequence=sequence,
+                micro_size=micro_size,
+                recompute=self.recomputes()[-1],
+                recompute_layers=self.fixed.get("recompute_layers"),
+                offload=self.fixed.get("offload", 0.0),
+            )
 
     def recomputes(self) -> list[Recompute]:
-        """What may be computed again, least first; latents only where there are any."""
+        """Recompute policies, least recomputing first; those with latents only for models that have any."""
         if "recompute" in self.fixed:
             return [self.fixed["recompute"]]
         latents = any(isinstance(block.mixer, LatentAttentionConfig) for block in self.cfg.model.stack.pattern)
-        found: dict[Recompute, None] = {"none": None}
-        for again in PARTIAL:
-            same = again == ("norm", "activation") and not latents
-            found["selective" if same else _without_latents(again, latents)] = None
-        return [*found, "full"]
+        policies: dict[Recompute, None] = {"none": None}
+        for parts in PARTIAL:
+            if not latents and not isinstance(parts, str):
+                # Without latents, these two parts are what "selective" recomputes.
+                parts = "selective" if parts == ("norm", "activation") else tuple(p for p in parts if p != "latent")
+            policies[parts] = None
+        return [*policies, "full"]
 
     def _given(self, name: str) -> list[Any]:
         return [self.fixed[name]] if name in self.fixed else []
 
     def _shardings(self, data: int) -> tuple[Sharding, ...]:
-        """With one device in `data` they are all the same."""
+        """All, or one of them where `data` is 1 and they are equal."""
         mine = self.cfg.parallel.data_sharding
         return SHARDINGS if data > 1 else (mine if mine != "fsdp" else "zero1",)
 
     def _chunks(self, pipeline: int) -> list[int]:
-        """Virtual stages that make chunks of different sizes; of those that make the same, the fewest."""
+        """Numbers of virtual stages that give chunks of different sizes; of equal ones, the smallest number."""
         if pipeline == 1 or self.cfg.parallel.schedule == "gpipe":
             return [1]
         repeats = self.cfg.model.stack.repeats
@@ -240,15 +285,9 @@ class Space:
 
     def _micro_sizes(self, data: int) -> list[int]:
         rows = max(1, self.cfg.batch.global_size // data)
-        return divisors(rows, max(1, self.cfg.batch.micro_size, MOST_TOKENS // self.cfg.model.sequence_length))
-
-
-def _without_latents(again: Recompute, latents: bool) -> Recompute:
-    if latents or isinstance(again, str):
-        return again
-    return tuple(part for part in again if part != "latent")
+        return divisors(rows, max(1, self.cfg.batch.micro_size, MAX_TOKENS // self.cfg.model.sequence_length))
 
 
 def divisors(number: int, most: int) -> list[int]:
-    """Of a number, up to a largest, ascending."""
+    """Divisors of a number up to `most`, ascending."""
     return [n for n in range(1, min(number, most) + 1) if number % n == 0]

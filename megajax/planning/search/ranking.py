@@ -1,16 +1,22 @@
-"""What a search found, in order: the best layouts with their figures, and why each is where it is."""
+"""The result of a search: the best layouts in order, well-known layouts beside them, and a config file of the best."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from megajax.planning.cost.costs import Device
+from megajax.charts import Segment
+from megajax.config.errors import UserError
+from megajax.config.files import SHIPPED, find, split_source
+from megajax.metrics.text import duration
 from megajax.planning.cost.estimate import Estimate, speed
 from megajax.planning.program.devices import GIB
 from megajax.planning.search.candidates import Choice
-from megajax.planning.search.reasons import Verdict, difference, parts, strength, well_known
-from megajax.planning.search.search import Entry, Group, Tally, Task, merged, rank, rounded
-from megajax.planning.search.verified import Compiled
+from megajax.planning.search.compile_worker import Prediction
+from megajax.planning.search.search import Entry, Group, Place, Tally, Task, explore, merged, rank, rounded
+from megajax.planning.show import BY_FORMULA, Report, Table, plan_report
 
 SHOWN = 5
 """Layouts in the table."""
@@ -22,64 +28,33 @@ class Row:
 
     entry: Entry
     estimate: Estimate
-    compiled: Compiled | None
-    """None where only formulas were asked."""
-    why: str = ""
-
-    @property
-    def step_seconds(self) -> float:
-        return self.compiled.step_seconds if self.compiled else self.estimate.step_seconds
-
-    @property
-    def tokens(self) -> float:
-        """Per second and device."""
-        if self.compiled:
-            return self.compiled.tokens_per_second_per_device
-        return self.estimate.tokens_per_second_per_device
-
-    @property
-    def mfu(self) -> float:
-        return self.compiled.mfu_causal if self.compiled else self.estimate.mfu_causal
-
-    @property
-    def peak_gib(self) -> float:
-        return self.compiled.peak_gib if self.compiled else self.estimate.memory.peak_gib
+    """By formula."""
+    prediction: Prediction
+    """Of its compiled program, if it was compiled; else by formula."""
+    compiled: bool
 
     @property
     def exposed(self) -> float:
-        """Share of the step in which collectives run alone."""
-        seconds = self.compiled.exposed_seconds if self.compiled else self.estimate.exposed_seconds
-        return seconds / self.step_seconds
+        """Fraction of the step in which communication is not hidden."""
+        return self.prediction.exposed_seconds / self.prediction.step_seconds
 
     @property
     def bubble(self) -> float:
-        """Share of the step in which stages wait."""
-        seconds = self.compiled.bubble_seconds if self.compiled else self.estimate.bubble_seconds
-        return seconds / self.step_seconds
-
-    def parts(self, of_compiled: bool) -> dict[str, float]:
-        """Seconds by cause."""
-        if not of_compiled or self.compiled is None:
-            return parts(self.estimate)
-        names = {
-            "compute_seconds": "computing",
-            "exposed_seconds": "exposed communication",
-            "bubble_seconds": "bubble",
-            "optimizer_seconds": "optimizer",
-        }
-        return {told: getattr(self.compiled, name) for name, told in names.items()}
+        """Fraction of the step in which stages idle."""
+        return self.prediction.bubble_seconds / self.prediction.step_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """All that a search has to say."""
+    """Everything that a search has found."""
 
     task: Task
     rows: tuple[Row, ...]
-    """The best, those the compiler has confirmed before all others."""
-    refuted: tuple[tuple[Choice, Compiled], ...]
-    """Promising by formula, but not for the compiler."""
-    verdicts: tuple[Verdict, ...]
+    """The best: compiled ones first, by their own times."""
+    rejected: tuple[tuple[Choice, Prediction], ...]
+    """Promising by formula, but the compiled program does not fit or there is none."""
+    well_known: tuple[tuple[str, str], ...]
+    """Name and verdict of layouts that a reader will ask about."""
     tally: Tally
     seconds: float
     compile_seconds: float
@@ -88,119 +63,247 @@ class Result:
     def best(self) -> Row:
         return self.rows[0]
 
+    def slower(self, row: Row) -> float:
+        """Step time over that of the best, less 1."""
+        return row.prediction.step_seconds / self.best.prediction.step_seconds - 1
 
-def rows_of(task: Task, entries: list[Entry], compiled: Mapping[Choice, Compiled]) -> list[Row]:
-    """The best SHOWN. What was compiled is ranked by its program, ahead of what was not."""
-    fitting = [entry for entry in entries if entry.choice not in compiled or compiled[entry.choice].fits]
-    promising = fitting[: SHOWN + len(compiled)]
-    rows = [
-        Row(entry=entry, estimate=task.estimated(entry.choice), compiled=compiled.get(entry.choice))
-        for entry in promising
-    ]
-    rows.sort(key=lambda row: (row.compiled is None, rounded(row.step_seconds), rank(row.entry)[1], row.peak_gib))
-    return [_explained(row, rows[0], task.device) for row in rows[:SHOWN]]
-
-
-def _explained(row: Row, best: Row, device: Device) -> Row:
-    if row is best:
-        why = strength(row.parts(True), device.usable_gib - row.peak_gib)
-    else:
-        both = row.compiled is not None and best.compiled is not None
-        slower = row.step_seconds / best.step_seconds - 1
-        told = difference(row.parts(both), best.parts(both))
-        words = f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster'}" if abs(slower) >= 5e-4 else "as fast"
-        if slower < 0 and rounded(row.step_seconds) == rounded(best.step_seconds):
-            words += ", no difference to the model, with a longer pipeline or more memory"
-        why = words + (f": {told}" if told else "")
-        if row.compiled is None and best.compiled is not None and slower < 0:
-            why = f"as fast by formula, not compiled{': ' + told if told else ''}"
-    return Row(entry=row.entry, estimate=row.estimate, compiled=row.compiled, why=why)
+    def to_dict(self, settings: list[str]) -> dict[str, Any]:
+        """For JSON. settings: those that the best lays over the config."""
+        task, tally = self.task, self.tally
+        return {
+            "device": task.device.name,
+            "devices": task.space.devices,
+            "gpus_per_node": task.space.per_node,
+            "fixed": dict(task.space.fixed),
+            "settings": settings,
+            "tried": tally.total,
+            "refused": tally.refused,
+            "too_large": tally.too_large,
+            "estimated": tally.estimated,
+            "seconds": self.seconds,
+            "compile_seconds": self.compile_seconds,
+            "best": [
+                {
+                    **row.entry.choice.plain(),
+                    "compiled": row.compiled,
+                    "usable_gib": task.device.usable_gib,
+                    "formula_peak_gib": row.estimate.memory.peak_gib,
+                    **speed(row.estimate),
+                    "formula_step_seconds": row.estimate.step_seconds,
+                    "peak_gib": row.prediction.peak_gib,
+                    "step_seconds": row.prediction.step_seconds,
+                    "tokens_per_second_per_device": row.prediction.tokens_per_second_per_device,
+                    "mfu_causal": row.prediction.mfu_causal,
+                    "exposed_share": row.exposed,
+                    "bubble_share": row.bubble,
+                    "slower": self.slower(row),
+                }
+                for row in self.rows
+            ],
+            "rejected_by_compiler": [
+                {**choice.plain(), "peak_gib": one.peak_gib, "error": one.error} for choice, one in self.rejected
+            ],
+            "well_known": [{"choice": name, "verdict": verdict} for name, verdict in self.well_known],
+        }
 
 
 def result(
     task: Task,
-    found: Mapping[tuple[int, int, int], Group],
-    compiled: Mapping[Choice, Compiled],
+    groups: Mapping[Place, Group],
+    compiled: Mapping[Choice, Prediction],
     *,
     seconds: float,
     compile_seconds: float,
-) -> Result | None:
-    """None where nothing fits."""
-    entries, tally = merged(found)
+) -> Result:
+    """Rank what a search has found. Raises UserError if nothing fits."""
+    entries, tally = merged(groups)
     rows = rows_of(task, entries, compiled)
     if not rows:
-        return None
+        raise UserError(_nothing_fits(task, groups))
     return Result(
         task=task,
         rows=tuple(rows),
-        refuted=tuple((choice, one) for choice, one in compiled.items() if not one.fits),
-        verdicts=tuple(well_known(task, found, rows[0].entry)),
+        rejected=tuple((choice, one) for choice, one in compiled.items() if not one.fits),
+        well_known=tuple(_well_known(task, groups, rows[0].entry.choice)),
         tally=tally,
         seconds=seconds,
         compile_seconds=compile_seconds,
     )
 
 
-def to_dict(found: Result, settings: list[str]) -> dict[str, Any]:
-    """For JSON; settings: what the best lays over the config."""
-    task = found.task
-    return {
-        "device": task.device.name,
-        "devices": task.space.devices,
-        "gpus_per_node": task.space.per_node,
-        "fixed": dict(task.space.fixed),
-        "settings": settings,
-        "tried": found.tally.total,
-        "refused": found.tally.refused,
-        "too_large": found.tally.too_large,
-        "estimated": found.tally.estimated,
-        "seconds": found.seconds,
-        "compile_seconds": found.compile_seconds,
-        "best": [
-            {
-                **row.entry.choice.plain(),
-                "compiled": row.compiled is not None,
-                "peak_gib": row.peak_gib,
-                "usable_gib": task.device.usable_gib,
-                "formula_peak_gib": row.estimate.memory.peak_gib,
-                **speed(row.estimate),
-                "step_seconds": row.step_seconds,
-                "formula_step_seconds": row.estimate.step_seconds,
-                "tokens_per_second_per_device": row.tokens,
-                "mfu_causal": row.mfu,
-                "exposed_share": row.exposed,
-                "bubble_share": row.bubble,
-                "why": row.why,
-            }
-            for row in found.rows
-        ],
-        "rejected_by_compiler": [
-            {**choice.plain(), "peak_gib": one.peak_gib, "error": one.error} for choice, one in found.refuted
-        ],
-        "well_known": [{"choice": verdict.name, "verdict": verdict.text} for verdict in found.verdicts],
-    }
+def rows_of(task: Task, entries: list[Entry], compiled: Mapping[Choice, Prediction]) -> list[Row]:
+    """The best SHOWN layouts. Compiled ones rank by their programs, ahead of all others."""
+    fitting = [entry for entry in entries if entry.choice not in compiled or compiled[entry.choice].fits]
+    rows = []
+    for entry in fitting[: SHOWN + len(compiled)]:
+        estimate = task.estimated(entry.choice)
+        prediction = compiled.get(entry.choice) or Prediction.of(estimate, estimate.memory.peak_gib)
+        in_program = entry.choice in compiled
+        rows.append(Row(entry=entry, estimate=estimate, prediction=prediction, compiled=in_program))
+
+    def key(row: Row) -> tuple:
+        prediction = row.prediction
+        return not row.compiled, rounded(prediction.step_seconds), rank(row.entry)[1], prediction.peak_gib
+
+    return sorted(rows, key=key)[:SHOWN]
 
 
-def nothing_fits(task: Task, found: Mapping[tuple[int, int, int], Group]) -> str:
-    """What to tell where no layout fits."""
-    fixed = ", ".join(f"{name}={value}" for name, value in task.space.fixed.items())
-    given = f" with {fixed}" if fixed else ""
-    where = f"{task.space.devices} x {task.device.name}"
-    small = [entry for group in found.values() for entry in group.smallest.values()]
-    if small:
-        least = min(small, key=lambda entry: entry.peak)
+def _well_known(task: Task, groups: Mapping[Place, Group], best: Choice) -> Iterator[tuple[str, str]]:
+    """Pure FSDP, tensor parallelism without a pipeline, and the config as given: name and verdict."""
+    space, fsdp = task.space, (1, 1, task.space.devices)
+    group = None
+    if fsdp in groups and space.fixed.get("data_sharding", "fsdp") == "fsdp":
+        sharded = replace(space, fixed={**space.fixed, "data_sharding": "fsdp"})
+        group = explore(replace(task, space=sharded), fsdp)
+    yield "pure FSDP", _verdict_of_group(task, group, best)
+    tensor = max((place[0] for place in groups if place[1] == 1 and place[0] <= space.per_node), default=space.per_node)
+    group = groups.get((tensor, 1, space.devices // tensor))
+    yield f"tensor {tensor} without a pipeline", _verdict_of_group(task, group, best)
+    given = space.given()
+    yield f"the config as given ({given.layout})", _verdict(task, given, best)
+
+
+def _verdict_of_group(task: Task, group: Group | None, best: Choice) -> str:
+    if group is None:
+        return f"not tried: {task.fixed()} is given" if task.space.fixed else "not tried: does not match these devices"
+    if group.best:
+        return _verdict(task, group.best[0].choice, best)
+    if group.smallest is not None:
+        return _verdict(task, group.smallest.choice, best)
+    return f"refused: {_most_common(group.refusals)[0]}" if group.refusals else "not tried"
+
+
+def _verdict(task: Task, choice: Choice, best: Choice) -> str:
+    if choice == best:
+        return "is the best"
+    refusal = task.refusal(choice)
+    if refusal:
+        return f"refused: {refusal}"
+    this = task.estimated(choice)
+    if this.memory.peak > task.limit:
+        return f"does not fit: {this.memory.peak_gib:.1f} of {task.limit / GIB:.1f} GiB ({choice.details})"
+    slower = this.step_seconds / task.estimated(best).step_seconds - 1
+    return f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster by formula'} ({choice.details})"
+
+
+def _most_common(refusals: Mapping[str, int]) -> list[str]:
+    return sorted(refusals, key=lambda text: -refusals[text])
+
+
+def _nothing_fits(task: Task, groups: Mapping[Place, Group]) -> str:
+    """The error message where no layout fits."""
+    given = f" with {task.fixed()}" if task.space.fixed else ""
+    fewer = ", or fix fewer settings" if task.space.fixed else ""
+    where = f"{task.space.devices} x {task.device.name}{given}"
+    smallest = [group.smallest for group in groups.values() if group.smallest is not None]
+    if smallest:
+        least = min(smallest, key=lambda entry: entry.peak)
         return (
-            f"nothing fits on {where}{given}: the smallest layout ({least.choice.layout}, "
-            f"{least.choice.details}) takes {least.peak / GIB:.1f} GiB, and {task.limit / GIB:.1f} may be taken.\n"
-            f"Give more devices or larger ones{', or fix fewer settings' * bool(fixed)}."
+            f"nothing fits on {where}: the smallest layout ({least.choice.layout}, {least.choice.details}) takes "
+            f"{least.peak / GIB:.1f} GiB, and {task.limit / GIB:.1f} may be taken.\n"
+            f"Give more devices or larger ones{fewer}."
         )
     refusals: dict[str, int] = {}
-    for group in found.values():
-        for text in group.refusals.values():
-            refusals[text] = refusals.get(text, 0) + 1
-    most = sorted(refusals, key=lambda text: -refusals[text])[:3]
-    return (
-        f"no layout of {where}{given} passes the config's rules:\n"
-        + "\n".join(f"  {text}" for text in most)
-        + f"\nChange what they name{', or fix fewer settings' * bool(fixed)}."
+    for group in groups.values():
+        for text, number in group.refusals.items():
+            refusals[text] = refusals.get(text, 0) + number
+    reasons = "\n".join(f"  {text}" for text in _most_common(refusals)[:3])
+    return f"no layout of {where} passes the config's rules:\n{reasons}\nChange what they name{fewer}."
+
+
+SEARCH_COLUMNS = (
+    *("", "layout", "data sharding", "sequence", "micro", "recompute", "step, s", "slower", "tokens/s/GPU"),
+    *("MFU", "peak GiB", "bubble", "exposed", "by"),
+)
+LEFT_OUT = "context and expert parallelism, which the config's rules refuse in this version"
+
+
+def search_report(result: Result, commands: Sequence[str], name: str) -> Report:
+    """The best layouts, the well-known ones beside them, and how to use the best."""
+    task, tally, best = result.task, result.tally, result.best
+    compiled = sum(row.compiled for row in result.rows) + len(result.rejected)
+    searched = [
+        (
+            "layouts",
+            f"{tally.total:,} in {result.seconds:.1f} s: {tally.refused:,} against the config's rules, "
+            f"{tally.too_large:,} too large, {tally.estimated:,} estimated",
+        ),
+        ("compiled", f"{compiled} in {duration(result.compile_seconds)}" if compiled else "none"),
+        *([("fixed", task.fixed())] if task.space.fixed else []),
+        ("left out", LEFT_OUT),
+    ]
+    usable = task.device.usable_gib
+    rejected = [
+        (f"{choice.layout}, {choice.details}", one.error or f"compiled: {one.peak_gib:.1f} of {usable:.1f} GiB")
+        for choice, one in result.rejected
+    ]
+    whole = [Segment("by the compiler", best.prediction.peak_gib, f"{best.prediction.peak_gib:.1f}", "activations")]
+    page = plan_report(best.estimate, name, memory=whole if best.compiled else ())
+    rows = [_search_row(place, row, result) for place, row in enumerate(result.rows, 1)]
+    return replace(
+        page,
+        title=f"search for {task.space.devices} x {task.device.name}",
+        blocks=[
+            ("searched", searched),
+            Table("", SEARCH_COLUMNS, rows, (1, 2, 3, 5, 13)),
+            Table("", ("not chosen", ""), [*result.well_known, *rejected], (0, 1)),
+            Table("", ("to use the best",), [[line] for line in commands]),
+        ],
+        page_title=f"{page.page_title}: {best.entry.choice.layout}",
+        remark=BY_FORMULA if not best.compiled else "The best layout, compiled; the timeline by formulas.",
     )
+
+
+def _search_row(place: int, row: Row, result: Result) -> list[str]:
+    choice, prediction = row.entry.choice, row.prediction
+    step = prediction.step_seconds
+    offload = f", {choice.offload:.0%} of moments in host memory" if choice.offload else ""
+    return [
+        str(place),
+        choice.layout,
+        choice.data_sharding + offload,
+        "yes" if choice.sequence else "no",
+        str(choice.micro_size),
+        choice.recomputing,
+        f"{step:.{2 if step >= 10 else 3 if step >= 1 else 4}f}",
+        "" if row is result.best else f"{result.slower(row):+.1%}",
+        f"{prediction.tokens_per_second_per_device:,.0f}",
+        f"{prediction.mfu_causal:.1%}",
+        f"{prediction.peak_gib:.1f}",
+        f"{row.bubble:.1%}",
+        f"{row.exposed:.1%}",
+        "compiler" if row.compiled else "formula",
+    ]
+
+
+def check_config_path(path: Path, source: str) -> None:
+    """Raises UserError for a file that `write_config` could not write, before the search starts."""
+    if path.suffix != ".py":
+        raise UserError(f"--out={path} must end in .py: it is a config file of a few lines.")
+    if not path.resolve().parent.is_dir():
+        raise UserError(f"--out={path} can't be written: there is no folder {path.parent}.")
+    if find(split_source(source)[0]) == path.resolve():
+        raise UserError(f"--out={path} is the config itself.\nGive another file: it will load this one.")
+
+
+def write_config(path: Path, source: str, settings: list[str], title: str) -> None:
+    """Write a config file that loads `source` with settings over it. Raises UserError if it can't be written."""
+    name, function = split_source(source)
+    base, suffix = find(name), f":{function}" if function else ""
+    if base.parent == SHIPPED:
+        loaded, imports = json.dumps(base.name + suffix), ""
+    else:
+        relative = json.dumps(os.path.relpath(base, path.resolve().parent))
+        loaded = f"str(Path(__file__).parent / {relative})" + (f" + {json.dumps(suffix)}" if suffix else "")
+        imports = "from pathlib import Path\n\n"
+    lines = "".join(f"        {json.dumps(one)},\n" for one in settings)
+    text = (
+        f'"""{title}\n\nTrain:    python -m megajax.train --config={path}\n"""\n\n{imports}'
+        "from megajax.config import load\nfrom megajax.training.run_config import RunConfig\n\n\n"
+        'def config() -> RunConfig:\n    """The config that was searched for, in another layout."""\n'
+        f"    return load(\n        {loaded},\n{lines}    )\n"
+    )
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} can't be written: {error.strerror}") from error

@@ -1,29 +1,39 @@
-"""The fastest layout of a config on a cluster, by formulas: every combination, less what rules and memory forbid.
+"""The fastest layout of a config on a cluster, by formulas: every combination that the rules and the memory allow.
 
-Groups of (tensor, pipeline, data) are looked at one after another, so that a search can show where it is, stop, and go
-on. Of each layout what is computed again is tried from the least on.
+Groups of (tensor, pipeline, data) are searched one after another, so that a search can report progress, stop, and go
+on from its cache. Of each layout the recompute policies are tried from the cheapest on.
 """
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TextIO
 
+from megajax.config.dump import plain
 from megajax.config.errors import UserError
 from megajax.planning.cost.costs import Device
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import Estimate, estimate, footprint
 from megajax.planning.program.devices import GIB
 from megajax.planning.search.candidates import Choice, Space, apply, problems
+from megajax.planning.search.compile_worker import Prediction
 
 HEADROOM = 0.05
-"""Share of usable memory that a layout must leave by formula: compiled plans are up to 3 % larger, and above 95 % of
-the memory the compiler's scheduler hides less and less."""
+"""Fraction of usable memory that a layout must leave by formula: compiled plans are up to 3 % larger, and above 95 % of
+the memory the compiler's scheduler hides less and less communication."""
 KEPT = 12
-"""Layouts remembered of each group."""
-AWAY = (0.5, 1.0)
-"""Shares of the moments in host memory that are tried, where nothing fits without."""
-PLAIN = ("selective", "full")
-"""What some layers may do while the others do one step less."""
+"""Best layouts kept of each group."""
+OFFLOADS = (0.5, 1.0)
+"""Fractions of the moments in host memory that are tried where nothing fits without."""
+SOME_LAYERS = ("selective", "full")
+"""Policies that are also tried on some of the layers only."""
+FORMAT = 2
+"""Of the cache; increase it when formulas or the search change."""
+
+type Place = tuple[int, int, int]
+"""(tensor, pipeline, data) of a group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,43 +49,59 @@ class Task:
         return self.device.usable_gib * GIB * (1 - HEADROOM)
 
     def described(self, choice: Choice) -> Description:
-        """Raises nothing for choices that the config's rules refuse: ask `problems` first."""
-        cfg = apply(choice, self.space.cfg)
-        return describe(cfg, self.device, self.space.devices, self.space.per_node)
+        """For a choice that the config's rules allow; see `refusal`."""
+        return describe(apply(choice, self.space.cfg), self.device, self.space.devices, self.space.per_node)
 
     def estimated(self, choice: Choice) -> Estimate:
-        """The whole estimate of a choice."""
         return estimate(self.described(choice))
 
     def refusal(self, choice: Choice) -> str:
-        """What the config's own rules say against it, in one line; empty where nothing."""
-        found = problems(apply(choice, self.space.cfg), self.space.devices)
-        return f"{found[0].where}: {found[0].what}" if found else ""
+        """Why the config's own rules refuse a choice, in one line; empty if they don't."""
+        first = problems(apply(choice, self.space.cfg), self.space.devices)[:1]
+        return "".join(f"{one.where}: {one.what}" for one in first)
+
+    def fixed(self) -> str:
+        """The settings that the user has given: "tensor=4, micro_size=2"."""
+        return ", ".join(f"{name}={value}" for name, value in self.space.fixed.items())
+
+    def fingerprint(self) -> str:
+        """Hash of all that the result depends on: config, fixed settings, devices and their constants."""
+        space = self.space
+        parts = {
+            "format": FORMAT,
+            "headroom": HEADROOM,
+            "config": plain(space.cfg),
+            "fixed": dict(sorted(space.fixed.items())),
+            "devices": space.devices,
+            "per_node": space.per_node,
+            "device": asdict(self.device),
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A layout with its two figures."""
+    """A layout with its two figures by formula."""
 
     choice: Choice
     step_seconds: float
-    """By formula; 0 where it was not asked for."""
+    """0 if not estimated."""
     peak: float
-    """Bytes of a device, by formula."""
+    """Bytes of a device."""
+
+    @classmethod
+    def read(cls, written: Mapping[str, Any]) -> "Entry":
+        """From JSON of `asdict`."""
+        return cls(Choice.read(written["choice"]), written["step_seconds"], written["peak"])
 
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the layouts and their ways of computing again."""
+    """Numbers of layouts, each recompute policy counted, by outcome."""
 
     refused: int = 0
     too_large: int = 0
     estimated: int = 0
-
-    def add(self, other: "Tally") -> None:
-        self.refused += other.refused
-        self.too_large += other.too_large
-        self.estimated += other.estimated
 
     @property
     def total(self) -> int:
@@ -84,59 +110,62 @@ class Tally:
 
 @dataclass(slots=True)
 class Group:
-    """What was found of one (tensor, pipeline, data)."""
+    """Result of one (tensor, pipeline, data)."""
 
-    place: tuple[int, int, int]
+    place: Place
     best: list[Entry] = field(default_factory=list)
     """That fit, fastest first; layouts of one kind once."""
-    fastest: dict[str, Entry] = field(default_factory=dict)
-    """By data sharding, that fits."""
-    smallest: dict[str, Entry] = field(default_factory=dict)
-    """By data sharding, whether or not it fits."""
-    refusals: dict[str, str] = field(default_factory=dict)
-    """By data sharding, the first."""
+    smallest: Entry | None = None
+    """Whether or not it fits."""
+    refusals: dict[str, int] = field(default_factory=dict)
+    """Reason -> number of layouts."""
     tally: Tally = field(default_factory=Tally)
 
+    @classmethod
+    def read(cls, written: Mapping[str, Any]) -> "Group":
+        """From JSON of `asdict`."""
+        smallest = written["smallest"]
+        return cls(
+            place=tuple(written["place"]),
+            best=[Entry.read(one) for one in written["best"]],
+            smallest=None if smallest is None else Entry.read(smallest),
+            refusals=written["refusals"],
+            tally=Tally(**written["tally"]),
+        )
 
-def groups(task: Task, known: Mapping[tuple[int, int, int], Group]) -> Iterator[tuple[Group, bool]]:
-    """All groups, one after another, and whether each is new; those known from an earlier search are not made again.
 
-    Raises UserError where the fixed settings leave none.
+def search(task: Task, known: Mapping[Place, Group]) -> Iterator[tuple[Group, bool]]:
+    """All groups, and whether each is new; those known from an earlier search are not repeated.
+
+    Raises UserError if the fixed settings leave no group.
     """
     places = task.space.groups()
     if not places:
-        raise UserError(_nothing_divides(task.space))
+        devices = task.space.devices
+        raise UserError(
+            f"nothing to search: no layout of {devices} devices has {task.fixed()}.\n"
+            f"tensor x pipeline x data must be {devices}; give other values, or fewer of them."
+        )
     for place in places:
-        if place in known:
-            yield known[place], False
-        else:
-            yield explore(task, place), True
+        yield known.get(place) or explore(task, place), place not in known
 
 
-def _nothing_divides(space: Space) -> str:
-    given = ", ".join(f"{name}={value}" for name, value in space.fixed.items())
-    return (
-        f"nothing to search: no layout of {space.devices} devices has {given}.\n"
-        f"tensor x pipeline x data must be {space.devices}; give other values, or fewer of them."
-    )
-
-
-def explore(task: Task, place: tuple[int, int, int]) -> Group:
-    """One group. Moments wait in host memory only where nothing of it fits otherwise."""
+def explore(task: Task, place: Place) -> Group:
+    """Search one group. Moments are offloaded only if none of its layouts fits without."""
     group = Group(place)
-    _explore(task, group, task.space.fixed.get("offload", 0.0))
-    if not group.fastest and "offload" not in task.space.fixed and group.smallest:
-        for share in AWAY:
-            _explore(task, group, share)
+    entries = [*_fitting(task, group, task.space.fixed.get("offload", 0.0))]
+    if not entries and "offload" not in task.space.fixed and group.smallest is not None:
+        for share in OFFLOADS:
+            entries += _fitting(task, group, share)
     kinds: dict[tuple, Entry] = {}
-    for entry in sorted(group.best, key=rank):
+    for entry in sorted(entries, key=rank):
         kinds.setdefault(entry.choice.kind, entry)
     group.best = list(kinds.values())[:KEPT]
     return group
 
 
 def rank(entry: Entry) -> tuple[float, int, float]:
-    """What to sort by: speed to three digits, as the model knows no more; then the shorter pipeline, then memory."""
+    """Sort key: step time in three digits, the model's precision; then the shorter pipeline; then less memory."""
     return rounded(entry.step_seconds), entry.choice.pipeline * entry.choice.virtual_stages, entry.peak
 
 
@@ -145,33 +174,29 @@ def rounded(seconds: float) -> float:
     return float(f"{seconds:.2e}")
 
 
-def _explore(task: Task, group: Group, offload: float) -> None:
+def _fitting(task: Task, group: Group, offload: float) -> Iterator[Entry]:
+    """Layouts of a group that fit; counts the others."""
     for layout in task.space.layouts(group.place):
         layout = replace(layout, offload=offload)
-        sharding = layout.data_sharding
         refusal = task.refusal(layout)
         if refusal:
             group.tally.refused += 1
-            group.refusals.setdefault(sharding, refusal)
+            group.refusals[refusal] = group.refusals.get(refusal, 0) + 1
             continue
         least = Entry(layout, 0.0, footprint(task.described(layout)).peak)
-        if sharding not in group.smallest or least.peak < group.smallest[sharding].peak:
-            group.smallest[sharding] = least
+        if group.smallest is None or least.peak < group.smallest.peak:
+            group.smallest = least
         if least.peak > task.limit:
             group.tally.too_large += 1
             continue
-        for entry in _ladder(task, layout, group.tally):
-            group.best.append(entry)
-            if sharding not in group.fastest or rank(entry) < rank(group.fastest[sharding]):
-                group.fastest[sharding] = entry
+        yield from _policies(task, layout, group.tally)
 
 
-def _ladder(task: Task, layout: Choice, tally: Tally) -> Iterator[Entry]:
-    """A layout with all that it may compute again, as far as it fits; nothing is faster than computing nothing."""
-    for again in task.space.recomputes():
-        choice = replace(layout, recompute=again)
-        refused = again != layout.recompute and task.refusal(choice)
-        if refused:
+def _policies(task: Task, layout: Choice, tally: Tally) -> Iterator[Entry]:
+    """A layout with each recompute policy that fits; nothing is faster than no recomputing."""
+    for recompute in task.space.recomputes():
+        choice = replace(layout, recompute=recompute)
+        if recompute != layout.recompute and task.refusal(choice):
             tally.refused += 1
             continue
         described = task.described(choice)
@@ -181,14 +206,14 @@ def _ladder(task: Task, layout: Choice, tally: Tally) -> Iterator[Entry]:
             continue
         tally.estimated += 1
         yield Entry(choice, estimate(described).step_seconds, peak)
-        if again == "none":
+        if recompute == "none":
             return
-        if again in PLAIN and not {"recompute", "recompute_layers"} & set(task.space.fixed):
+        if recompute in SOME_LAYERS and not {"recompute", "recompute_layers"} & set(task.space.fixed):
             yield from _some_layers(task, choice, described, tally)
 
 
 def _some_layers(task: Task, choice: Choice, whole: Description, tally: Tally) -> Iterator[Entry]:
-    """The fewest layers of each chunk that have to do it for the rest to fit."""
+    """The policy on the fewest layers of each chunk with which it fits, by bisection."""
     size = len(whole.model.stack.pattern)
     few, enough = 0, whole.rows  # in repeats of the pattern
     while enough - few > 1:
@@ -206,9 +231,79 @@ def _some_layers(task: Task, choice: Choice, whole: Description, tally: Tally) -
         yield Entry(some, estimate(described).step_seconds, footprint(described).peak)
 
 
-def merged(found: Mapping[Any, Group]) -> tuple[list[Entry], Tally]:
-    """The best of all groups, fastest first, and what was tried altogether."""
-    tally = Tally()
-    for group in found.values():
-        tally.add(group.tally)
-    return sorted((entry for group in found.values() for entry in group.best), key=rank), tally
+def merged(groups: Mapping[Place, Group]) -> tuple[list[Entry], Tally]:
+    """The best layouts of all groups, fastest first, and the sums of their tallies."""
+    tallies = [group.tally for group in groups.values()]
+    names = ("refused", "too_large", "estimated")
+    total = Tally(**{name: sum(getattr(one, name) for one in tallies) for name in names})
+    return sorted((entry for group in groups.values() for entry in group.best), key=rank), total
+
+
+class SearchCache:
+    """Results of a search in a JSON-lines file, from which a search that was stopped goes on; no file without a path.
+
+    The first line is the task's fingerprint; each further one a group, or the prediction of a compiled layout.
+    """
+
+    def __init__(self, path: Path | None, task: Task, *, insist: bool = False):
+        """Read the file if there is one; insist: raise UserError for that of another search instead of replacing it."""
+        self.path = path
+        self.groups: dict[Place, Group] = {}
+        self.compiled: dict[Choice, Prediction] = {}
+        self._file: TextIO | None = None
+        if path is None:
+            return
+        head = {"search": task.fingerprint()}
+        lines = _lines(path)
+        known = lines[:1] == [head]
+        if lines and not known and insist:
+            raise UserError(
+                f"{path} is not of this search: config, overrides, devices or their constants differ.\n"
+                "Give another file to --resume, or delete this one."
+            )
+        try:
+            self._file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{path} can't be written: {error.strerror}") from error
+        # Rewritten from the start, as the last line may be incomplete.
+        self._write(head)
+        for line in lines[1:] if known else ():
+            if "group" in line:
+                self.add_group(Group.read(line["group"]))
+            elif "compiled" in line:
+                self.add_compiled(Choice.read(line["compiled"]), Prediction(**line["prediction"]))
+
+    def add_group(self, group: Group) -> None:
+        self.groups[group.place] = group
+        self._write({"group": asdict(group)})
+
+    def add_compiled(self, choice: Choice, prediction: Prediction) -> None:
+        self.compiled[choice] = prediction
+        self._write({"compiled": choice.plain(), "prediction": asdict(prediction)})
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a cache; [] if there is no file. Raises UserError if it can't be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} can't be read: {error}") from error
+    lines = []
+    for line in text.splitlines():
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        lines.append(value if isinstance(value, dict) else {})
+    return lines or [{}] * bool(text.strip())

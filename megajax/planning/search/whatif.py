@@ -1,179 +1,129 @@
-"""What to do about a plan that does not fit: what takes most, and the cheapest changes that make it fit."""
+"""A plan that does not fit: what takes most memory, and the cheapest changes that make it fit."""
 
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any, TextIO
+from typing import Any
 
-from megajax.metrics import banner
-from megajax.metrics.banner import Section
-from megajax.planning.cost.costs import Device
-from megajax.planning.cost.description import describe
-from megajax.planning.cost.estimate import Estimate, estimate, footprint
-from megajax.planning.program.devices import GIB, Cluster
-from megajax.planning.program.largest import Array
-from megajax.planning.search import changes
-from megajax.planning.search.candidates import Choice, Space, apply, divisors, problems
-from megajax.planning.search.search import AWAY, HEADROOM
-from megajax.training.run_config import RunConfig
+from megajax.planning.cost.estimate import Estimate, footprint
+from megajax.planning.program.audit import Array
+from megajax.planning.program.devices import GIB
+from megajax.planning.search.candidates import Case, Choice, Space, apply, divisors, problems, settings
+from megajax.planning.search.search import HEADROOM, OFFLOADS
+from megajax.planning.show import Table, memory_parts
 
 SHOWN = 3
-"""Changes that are told."""
-
+"""Changes that are shown."""
 TRIED = 8
-"""Of the alternatives of a kind, the smallest plans, that are tried together with those of another."""
-SPREAD = ("replicate", "zero1", "fsdp")
-"""Data sharding, from the one that holds most."""
-PARTS = {
-    "parameters": "master weights",
-    "optimizer": "optimizer state",
-    "weights": "weights in compute dtype",
-    "gradients": "gradients, added up",
-    "activations": "activations kept for the backward pass",
-    "working": "of a layer or the loss, and under way",
-}
-"""Fields of Footprint, in words."""
+"""Alternatives of a kind, the smallest plans, that are tried in pairs with those of another kind."""
+SHARDINGS = ("replicate", "zero1", "fsdp")
+"""Data sharding, from the largest plan to the smallest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A way to make a config smaller, on its own or two together."""
+    """Settings that make a config fit."""
 
     settings: tuple[str, ...]
-    """ "parallel.data_sharding=fsdp"."""
-    peak_gib: float
+    """Such as "parallel.data_sharding=fsdp"."""
     estimate: Estimate
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Situation:
-    """A config that does not fit, and where."""
+def cheapest(here: Case, limit_gib: float) -> list[Change]:
+    """Changes with a peak of at most `limit_gib` by formula, fastest first.
 
-    cfg: RunConfig
-    cluster: Cluster
-    device: Device
-    excess: float = 0.0
-    """GiB by which the compiled program is larger than the formula's, which changes are taken not to alter."""
-    margin: float = HEADROOM
-    """Share of usable memory that a change must leave, as in a search."""
-
-    @property
-    def choice(self) -> Choice:
-        return Choice.of(self.cfg, self.cluster.devices)
-
-    @property
-    def now(self) -> Estimate:
-        """By formula."""
-        return estimate(describe(self.cfg, self.device, self.cluster.devices, self.cluster.per_node))
-
-
-def parts_of(now: Estimate) -> list[tuple[str, float]]:
-    """What the peak is made of, in words and GiB, largest first."""
-    return sorted(((told, getattr(now.memory, name) / GIB) for name, told in PARTS.items()), key=lambda pair: -pair[1])
-
-
-def cheapest(here: Situation) -> list[Change]:
-    """Changes that make it fit, fastest first: one of each kind, pairs of kinds not enough alone, more of one kind."""
+    One of each kind; then pairs of kinds that are not enough alone.
+    """
     kinds = list(_kinds(here))
-    single = [_fitting(here, kind) for kind in kinds]
-    found = sorted((changes[0] for changes in single if changes), key=_seconds)
-    if len(found) >= SHOWN:
-        return found[:SHOWN]
+    single = [_fitting(here, kind, limit_gib) for kind in kinds]
+    first = sorted((changes[0] for changes in single if changes), key=_seconds)
+    if len(first) >= SHOWN:
+        return first[:SHOWN]
     rest = [kind for kind, fitting in zip(kinds, single, strict=True) if not fitting]
     together = (
-        _fitting(here, [a | b for a in one[-TRIED:] for b in other[-TRIED:] if not a.keys() & b.keys()])
+        _fitting(here, [a | b for a in one[-TRIED:] for b in other[-TRIED:] if not a.keys() & b.keys()], limit_gib)
         for one, other in combinations(rest, 2)
     )
     pairs = sorted((changes[0] for changes in together if changes), key=_seconds)
-    further = sorted((change for fitting in single for change in fitting[1:]), key=_seconds)
-    return sorted([*found, *pairs, *further][:SHOWN], key=_seconds)
+    more = sorted((change for fitting in single for change in fitting[1:]), key=_seconds)
+    return sorted([*first, *pairs, *more][:SHOWN], key=_seconds)
 
 
 def _seconds(change: Change) -> float:
     return change.estimate.step_seconds
 
 
-def _kinds(here: Situation) -> Iterator[list[dict[str, Any]]]:
-    """Lists of alternatives, each as fields of a Choice and other values; the smallest plan last."""
-    choice, cluster = here.choice, here.cluster
-    space = Space(cfg=here.cfg, devices=cluster.devices, per_node=cluster.per_node)
+def _kinds(here: Case) -> Iterator[list[dict[str, Any]]]:
+    """Lists of alternatives, each as fields of a Choice and `loss_wait`; the smallest plan last."""
+    cluster, repeats = here.cluster, here.cfg.model.stack.repeats
+    choice = Choice.of(here.cfg, cluster.devices)
     yield [{"micro_size": n} for n in reversed(divisors(choice.micro_size, choice.micro_size - 1))]
-    recomputes = space.recomputes()
+    recomputes = Space(cfg=here.cfg, devices=cluster.devices, per_node=cluster.per_node).recomputes()
     known = choice.recompute in recomputes and choice.recompute_layers is None
     later = recomputes[recomputes.index(choice.recompute) + 1 :] if known else recomputes
-    rows = -(-here.cfg.model.stack.repeats // here.cfg.parallel.chunks())
-    size = len(here.cfg.model.stack.pattern)
+    rows, size = -(-repeats // here.cfg.parallel.chunks()), len(here.cfg.model.stack.pattern)
     some = [{"recompute": "full", "recompute_layers": n * size} for n in range(1, rows)]
-    yield [*some, *({"recompute": again, "recompute_layers": None} for again in later)]
-    yield [{"data_sharding": name} for name in SPREAD[SPREAD.index(choice.data_sharding) + 1 :]]
+    yield [*some, *({"recompute": policy, "recompute_layers": None} for policy in later)]
+    yield [{"data_sharding": name} for name in SHARDINGS[SHARDINGS.index(choice.data_sharding) + 1 :]]
     if choice.tensor > 1 and not choice.sequence:
         yield [{"sequence": True}]
     if choice.pipeline > 1:
-        more = range(choice.virtual_stages + 1, here.cfg.model.stack.repeats // choice.pipeline + 1)
-        yield [{"virtual_stages": n} for n in more]
+        yield [{"virtual_stages": n} for n in range(choice.virtual_stages + 1, repeats // choice.pipeline + 1)]
         yield [{"loss_wait": 0}] if here.cfg.parallel.loss_wait else []
     for name in ("tensor", "pipeline"):
-        larger = [getattr(choice, name) * by for by in (2, 4) if choice.data % by == 0]
+        now = getattr(choice, name)
         sequence = {"sequence": True} if name == "tensor" else {}
         yield [
-            {name: n, "data": choice.data * getattr(choice, name) // n} | sequence
-            for n in larger
-            if name == "pipeline" or n <= cluster.per_node
+            {name: now * by, "data": choice.data // by} | sequence
+            for by in (2, 4)
+            if choice.data % by == 0 and (name == "pipeline" or now * by <= cluster.per_node)
         ]
-    yield [{"offload": share} for share in AWAY if share > choice.offload]
+    yield [{"offload": share} for share in OFFLOADS if share > choice.offload]
 
 
-def _fitting(here: Situation, alternatives: list[dict[str, Any]]) -> list[Change]:
-    """Fastest first."""
-    found = [change for one in alternatives if (change := _change(here, one)) is not None]
-    return sorted(found, key=_seconds)
+def _fitting(here: Case, alternatives: list[dict[str, Any]], limit_gib: float) -> list[Change]:
+    """Those that the config's rules allow and that fit, fastest first."""
+    changes = (_change(here, one, limit_gib) for one in alternatives)
+    return sorted((change for change in changes if change is not None), key=_seconds)
 
 
-def _change(here: Situation, fields: Mapping[str, Any]) -> Change | None:
-    """None where the config's rules refuse it or it does not fit either."""
-    cluster, chosen = here.cluster, {name: value for name, value in fields.items() if name != "loss_wait"}
-    cfg = apply(replace(here.choice, **chosen), here.cfg)
-    cfg = cfg.but(
-        parallel=replace(
-            cfg.parallel,
-            loss_wait=fields.get("loss_wait", cfg.parallel.loss_wait),
-            data=None if here.cfg.parallel.data is None else cfg.parallel.data,
-        )
-    )
-    if problems(cfg, cluster.devices):
+def _change(here: Case, fields: Mapping[str, Any], limit_gib: float) -> Change | None:
+    chosen = {name: value for name, value in fields.items() if name != "loss_wait"}
+    cfg = apply(replace(Choice.of(here.cfg, here.cluster.devices), **chosen), here.cfg)
+    loss_wait = fields.get("loss_wait", cfg.parallel.loss_wait)
+    data = None if here.cfg.parallel.data is None else cfg.parallel.data
+    cfg = cfg.but(parallel=replace(cfg.parallel, loss_wait=loss_wait, data=data))
+    if problems(cfg, here.cluster.devices):
         return None
-    described = describe(cfg, here.device, cluster.devices, cluster.per_node)
-    peak = footprint(described).peak_gib + here.excess
-    if peak > here.device.usable_gib * (1 - here.margin):
+    there = replace(here, cfg=cfg)
+    if footprint(there.described).peak_gib > limit_gib:
         return None
-    return Change(settings=tuple(changes.settings(here.cfg, cfg)), peak_gib=peak, estimate=estimate(described))
+    return Change(settings=tuple(settings(here.cfg, cfg)), estimate=there.estimate)
 
 
-def sections(here: Situation, arrays: tuple[Array, ...] = ()) -> list[Section]:
-    """What `show` prints. arrays: the largest of a compiled program."""
-    now = here.now
-    found: list[Section] = [
-        (
-            "what takes most, GiB",
-            [(told, f"{size:8.2f}  {size / now.memory.peak_gib:.0%}") for told, size in parts_of(now)],
-        )
-    ]
+def advice(
+    here: Case, *, excess_gib: float = 0.0, margin: float = HEADROOM, arrays: Sequence[Array] = ()
+) -> list[Table]:
+    """What takes most memory of a plan that does not fit, and the cheapest changes that make it fit.
+
+    Of a compiled plan, excess_gib: by how much it is larger than the formula says, assumed to be the same for every
+    change; arrays: the largest of its program. margin: fraction of usable memory that a change must leave.
+    """
+    now = here.estimate
+    parts = sorted(memory_parts(now), key=lambda part: -part.size)
+    rows = [(part.name, f"{part.size:.2f}", f"{part.size / now.memory.peak_gib:.0%}") for part in parts]
+    tables = [Table("it does not fit: what takes most memory", ("", "GiB", "of peak"), rows)]
     if arrays:
-        rows = [(one.shape, f"{one.bytes / GIB:8.2f}  {one.times} in the program; {one.made_by}") for one in arrays]
-        found.append(("largest arrays of the program, GiB", rows))
-    told = [
+        rows = [(one.shape, f"{one.bytes / GIB:.2f}", str(one.times), one.made_by) for one in arrays]
+        headings = ("largest arrays of the program", "GiB", "in program", "made by")
+        tables.append(Table("", headings, rows, (0, 3)))
+    changes = [
         (
             " ".join(f"--{one}" for one in change.settings),
-            f"peak {change.peak_gib:6.2f} GiB, step {change.estimate.step_seconds:.3f} s "
-            f"({change.estimate.step_seconds / now.step_seconds - 1:+.1%})",
+            f"{change.estimate.memory.peak_gib + excess_gib:.2f}",
+            f"{change.estimate.step_seconds:.3f}",
+            f"{change.estimate.step_seconds / now.step_seconds - 1:+.1%}",
         )
-        for change in cheapest(here)
-    ]
-    none = [("none of those tried", "--search tries all layouts, more devices make room")]
-    return [*found, ("cheapest changes that make it fit", told or none)]
-
-
-def show(here: Situation, arrays: tuple[Array, ...] = (), file: TextIO | None = None) -> None:
-    """Print it."""
-    print("\n" + banner.plain("it does not fit", sections(here, arrays)), file=file or sys.stdout)
+        for change in cheapest(here, here.device.usable_gib * (1 - margin) - excess_gib)
+    ] or [("none of those tried; --search tries all layouts, more devices make room", "", "", "")]
+    return [*tables, Table("", ("cheapest changes that make it fit", "peak, GiB", "step, s", "slower"), changes)]
