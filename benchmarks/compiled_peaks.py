@@ -1,4 +1,4 @@
-"""Memory of the shipped configs on absent H100s, compiled: one file of figures, and the tables of the pages made of it.
+"""Memory of the shipped configs on virtual H100s, compiled: one file of figures, and tables of pages made of it.
 
 Run:  nice python benchmarks/compiled_peaks.py            (needs the extra aot; no GPU. Some 15 minutes on two cores)
       python benchmarks/compiled_peaks.py llama3_8b       only plans whose key contains a word

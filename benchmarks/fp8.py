@@ -1,14 +1,14 @@
 """One matmul of a layer and its gradients, in 8 bits and in bfloat16: time and memory, side by side in one run.
 
 Run:  python benchmarks/fp8.py                     on a GPU
-      python benchmarks/fp8.py --absent=h100       compiles for one that is not there: memory and kernels, no times
+      python benchmarks/fp8.py --deviceless=h100       compiles for a virtual one: memory and kernels, no times
 
   --tokens=N     rows of the activations (default 8192)
   --shapes=LIST  in x out of the weights (default those of an 8B model: 4096x14336,14336x4096,4096x6144,4096x4096)
   --rounds=N     timed rounds of each; the two take turns (default 20)
 
 "8 bits" is what a train step runs: maxima, scales and casts of all three tensors, and whatever the compiler turns over
-for the tensor cores. Rates count 6 x tokens x in x out. Writes benchmarks/results/fp8.json, or fp8_absent.json.
+for the tensor cores. Rates count 6 x tokens x in x out. Writes benchmarks/results/fp8.json, or fp8_deviceless.json.
 """
 
 import argparse
@@ -31,22 +31,22 @@ EQUATION = "bd,df->bf"
 def main() -> None:
     """Measure or compile."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--absent")
+    parser.add_argument("--deviceless")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--rounds", type=int, default=20)
     asked = parser.parse_args()
-    device = absent(asked.absent) if asked.absent else there()
+    device = virtual_device(asked.deviceless) if asked.deviceless else there()
     figures = []
     for shape in asked.shapes.split(","):
         sides = tuple(int(side) for side in shape.split("x"))
-        figures.append(compared(device, asked.tokens, sides, 0 if asked.absent else asked.rounds))
+        figures.append(compared(device, asked.tokens, sides, 0 if asked.deviceless else asked.rounds))
         print(figures[-1], flush=True)
-    name = "fp8_absent" if asked.absent else "fp8"
+    name = "fp8_deviceless" if asked.deviceless else "fp8"
     outcome.write(name, {"device": device.device_kind, "tokens": asked.tokens, "matmuls": figures})
 
 
-def absent(name: str) -> Any:
+def virtual_device(name: str) -> Any:
     """A GPU to compile for."""
     resolve("megajax.planning.program.devices:prepare")()
     cluster, problems = resolve("megajax.planning.program.devices:read_cluster")(f"{name}:1")
@@ -59,7 +59,7 @@ def there() -> Any:
     """The first GPU."""
     device = resolve("jax:devices")()[0]
     if device.platform != "gpu":
-        raise SystemExit("no GPU here: give --absent=h100 for memory and kernels without times")
+        raise SystemExit("no GPU here: give --deviceless=h100 for memory and kernels without times")
     resolve("megajax.precision.fp8:refuse_old")(device)
     return device
 

@@ -6,8 +6,8 @@ Temporary memory of a model of 0.6 B against the number of microbatches, compile
 and for eight H100s that need not be there. It must not grow with 1f1b and interleaved (by less than 2 % from 8 to 32),
 and must with gpipe; exits 1 otherwise. compiled_peaks.py has the configs for large models, by schedule.
 
-What is absent is compiled for with the extra aot (`uv sync --extra aot`); without it the CPU's part is printed, the
-message what is missing, and the exit code is 2. Writes benchmarks/results/pipeline_memory.json.
+GPUs are virtual devices, which need the extra aot (`uv sync --extra aot`); without it the CPU's part is printed, then
+what is missing, and the exit code is 2. Writes benchmarks/results/pipeline_memory.json.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def on_cpu(cfg: RunConfig) -> int:
 
 
 def on_gpu(cfg: RunConfig) -> int:
-    """Bytes of temporaries on absent H100s."""
+    """Bytes of temporaries on virtual H100s."""
     cluster, _ = read_cluster("h100:8")
     assert cluster is not None
     return compile_train_step(cfg, cluster).memory.temporary

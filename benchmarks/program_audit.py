@@ -2,7 +2,7 @@
 
 Run:  python benchmarks/program_audit.py [--quick]            (needs the extra aot; no GPU. About two minutes)
 
-Programs of gpt3.py:gpt3_1_3b and llama3.py for absent H100s; the compiler can't time matmul kernels there, so
+Programs of gpt3.py:gpt3_1_3b and llama3.py for virtual H100s; the compiler can't time matmul kernels there, so
 which it takes for them says nothing. Bytes are of one device and step (planning/program/audit.py says how they are
 counted). Writes benchmarks/results/program_audit.json. docs/speed.md says what was made of it.
 """

@@ -1,10 +1,10 @@
 """What each way of keeping and computing again costs: time to compile, time of a step, memory.
 
-Run:  python benchmarks/recompute.py [--config=FILE] [--rounds=8] [--steps=3] [--absent=CONFIG --devices=h100:8]
+Run:  python benchmarks/recompute.py [--config=FILE] [--rounds=8] [--steps=3] [--deviceless=CONFIG --devices=h100:8]
 
 Short rounds of all take turns, so that a noisy machine disturbs them alike; ratios are to `none`. Temporary memory is
 what the compiler says of the step, kept is what layers keep of a microbatch by the shapes of their gradients. With
---absent a config is compiled for GPUs that are not there as well (extra aot): memory alone, there is nothing to time.
+--deviceless a config is compiled for virtual GPU devices as well (extra aot): memory alone, there is nothing to time.
 Writes benchmarks/results/recompute.json.
 """
 
@@ -99,7 +99,7 @@ def here(config: str, rounds: int, steps: int) -> dict[str, Any]:
 
 
 def elsewhere(config: str, devices: str) -> dict[str, Any]:
-    """Compiled for GPUs that are not there: GiB of one of them."""
+    """Compiled for virtual GPU devices: GiB of one of them."""
     cluster, problems = read_cluster(devices, 8)
     if cluster is None:
         raise UserError(f"--devices={devices}: {problems[0].what}")
@@ -121,14 +121,14 @@ def main() -> int:
     parser.add_argument("--config", default="quickstart.py")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--absent")
+    parser.add_argument("--deviceless")
     parser.add_argument("--devices", default="h100:8")
     asked = parser.parse_args()
     figures: dict[str, Any] = {"config": asked.config, "device": jax.devices()[0].device_kind}
     try:
-        if asked.absent:
+        if asked.deviceless:
             prepare()
-            figures[f"{asked.absent} on {asked.devices}, absent"] = elsewhere(asked.absent, asked.devices)
+            figures[f"{asked.deviceless} on {asked.devices}, deviceless"] = elsewhere(asked.deviceless, asked.devices)
         figures["here"] = here(asked.config, asked.rounds, asked.steps)
     except UserError as error:
         print(error, file=sys.stderr)

@@ -2,7 +2,7 @@
 
 Run:      python benchmarks/mfu.py --config=bench.py:llama_1b          (docs/benchmarks.md has the other programs)
 Length:   --model.sequence_length=8192 --batch.micro_size=2 --batch.global_size=8 (llama_3b: as many tokens as before)
-Hardware: one H200. Compiled for an absent one, not run: peak 52.1 GiB (llama_1b), 57.7 (gpt_1_3b), 89.9 (llama_3b),
+Hardware: one H200. Compiled for a virtual one, not run: peak 52.1 GiB (llama_1b), 57.7 (gpt_1_3b), 89.9 (llama_3b),
           109.0 (llama_8b_18_layers); as much at lengths of 2048, 4096 and 8192 with as many tokens. With
           --model.recompute=none they take 63.9, 75.8 and 102.3
 """

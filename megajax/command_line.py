@@ -137,7 +137,7 @@ def parse(
     places = ([file.name] if file else []) + ["command line"] * bool(given or problems or file is None)
     if file is None or wrong or problems:
         error = ConfigError([*wrong, *problems], " + ".join(places))
-        # A verb that counts absent devices has no use for a config of this machine's size.
+        # A verb that counts virtual devices has no use for a config of this machine's size.
         raise error if count_devices else advised(error, source, verb, root)
     sources = _sources(config, file, patch_of(given.items()))
     if "print_config" in asked:

@@ -12,7 +12,7 @@ from megajax.config.patch import plain_name
 from megajax.planning.command import FLAGS, PNG, count_devices, source_of, take_searched
 from megajax.training.run_config import COMMON
 
-DESCRIPTION = """With --config and --devices: compile the config's train step for GPUs that are not there, and print
+DESCRIPTION = """With --config and --devices: compile the config's train step for virtual GPU devices, and print
 what each of them holds, whether it fits, every collective, and how long a step should take. With --formula, all that by
 formulas, in a second and without a compiler. Overrides are as in training; data need not exist. --search finds the
 fastest layout, --compare puts two plans beside each other, --sweep draws curves over numbers of devices.

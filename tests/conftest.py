@@ -5,7 +5,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-# The plugin of the extra `aot` compiles for absent GPUs. Without these it looks for a CUDA installation and complains.
+# The plugin of the extra `aot` compiles for virtual GPUs. Without these it looks for a CUDA installation and complains.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tests compile much and run little: without LLVM's optimizations compiling takes half the time. XLA's own passes, which

@@ -1,6 +1,6 @@
 """cuDNN's fused attention, forward and backward, called as XLA knows it (custom calls `__cudnn$fmha...`).
 
-jax's own wrapper asks the local GPU what it can do, which there is not where programs are compiled for absent ones;
+jax's own wrapper asks the local GPU what it can do, which is not there in deviceless compilation;
 keeps the log-sum-exp without a name, so that recomputation runs the forward kernel twice; and gives no say in what its
 backward kernel is handed. The calls below are the same to the letter: tests/kernels compares them with jax's.
 

@@ -41,7 +41,7 @@ def choose_kernel(
 ) -> str:
     """The attention backend: for `auto` the fastest that can on the first device jax finds; arguments as above.
 
-    One asked for by name is not held against that device, as programs are compiled for absent ones too.
+    One asked for by name is not held against that device, as programs are also compiled for virtual devices.
     """
     device = local_device() if cfg.kernel == "auto" else None
     return kernel_choice(cfg, dtype, head_dim=head_dim, length=length, documents=documents, device=device).kernel

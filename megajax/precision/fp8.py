@@ -224,7 +224,7 @@ def product(letters: Letters, a: Quantized, b: Quantized, *, dtype: jnp.dtype, p
 
 
 def refuse_old(device: jax.Device) -> None:
-    """Raises UserError for a GPU, real or virtual, that cannot multiply 8-bit floats. CPUs do it slowly."""
+    """Raises UserError for a real or virtual GPU that cannot multiply 8-bit floats. CPUs do it slowly."""
     if device.platform == "cpu":
         return
     written = str(getattr(device, "compute_capability", ""))

@@ -33,7 +33,7 @@ LEFT_OUT = {
     "FILE.trace": "needs a profile; tests/metrics reads one",
     "source .venv": "the tests run in that environment",
     "benchmarks/kernels.py": "needs a GPU",
-    "benchmarks/program_audit.py": "tests/planning/test_program_audit_absent.py does the same",
+    "benchmarks/program_audit.py": "tests/planning/test_program_audit_deviceless.py does the same",
 }
 """Words of the commands that do not run here, with the reason."""
 

@@ -19,11 +19,11 @@ def test_the_mesh_has_all_five_axes_with_tensor_innermost():
     assert [device.id for device in neighbours] == [2, 3]
 
 
-class Absent:
+class VirtualDevice:
     """A device there is not, for meshes that are larger than the tests' eight devices."""
 
     def __init__(self, number: int):
-        self.id, self.process_index, self.platform, self.device_kind = number, number // 8, "gpu", "absent"
+        self.id, self.process_index, self.platform, self.device_kind = number, number // 8, "gpu", "virtual"
 
 
 def groups(mesh: jax.sharding.Mesh, axis: str) -> list[list[int]]:
@@ -34,7 +34,7 @@ def groups(mesh: jax.sharding.Mesh, axis: str) -> list[list[int]]:
 
 def test_groups_of_sixteen_devices_are_those_of_megatron():
     """Two-way tensor, four-way pipeline, 16 GPUs: the example of Megatron-LM's initialize_model_parallel."""
-    mesh = build_mesh(ParallelConfig(tensor=2, pipeline=4), [Absent(number) for number in range(16)])
+    mesh = build_mesh(ParallelConfig(tensor=2, pipeline=4), [VirtualDevice(number) for number in range(16)])
     assert groups(mesh, "tensor") == [[first, first + 1] for first in range(0, 16, 2)]
     assert groups(mesh, "data") == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
     assert groups(mesh, "pipeline") == [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]

@@ -1,4 +1,4 @@
-"""Activations that wait in host memory, in programs compiled for an absent GPU."""
+"""Activations that wait in host memory, in programs compiled for a virtual GPU."""
 
 import importlib.util
 import re

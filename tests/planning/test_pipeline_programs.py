@@ -1,6 +1,6 @@
 """What a pipeline's compiled train step holds: what goes over each mesh axis and where, what overlaps, memory.
 
-Compiled for absent H100s where the extra aot is installed, and one tiny program for CPU devices, whose compiler
+Compiled for virtual H100s where the extra aot is installed, and one tiny program for CPU devices, whose compiler
 overlaps nothing and leaves all-reduces in layers where a GPU's makes reduce-scatters.
 """
 
@@ -142,12 +142,12 @@ def installed(name: str) -> bool:
 
 
 HAS_COMPILER = installed("jax_cuda12_plugin") and installed("nvidia.cudnn")
-type Absent = Callable[..., Compiled]
+type Deviceless = Callable[..., Compiled]
 
 
 @pytest.fixture(scope="module")
-def absent() -> Iterator[Absent]:
-    """(family, schedule, microbatches, wait=1) -> its step on 32 absent H100s, each compiled once."""
+def deviceless() -> Iterator[Deviceless]:
+    """(family, schedule, microbatches, wait=1) -> its step on 32 virtual H100s, each compiled once."""
     if not HAS_COMPILER:
         pytest.skip("needs the compiler for GPUs and cuDNN: the extra aot")
     cluster, _ = read_cluster("h100:32")
@@ -197,21 +197,23 @@ KINDS = pytest.mark.parametrize(
 
 
 @KINDS
-def test_between_stages_go_activations_alone(family: str, schedule: str, absent: Absent) -> None:
-    check_axes(absent(family, schedule))
+def test_between_stages_go_activations_alone(family: str, schedule: str, deviceless: Deviceless) -> None:
+    check_axes(deviceless(family, schedule))
 
 
 @KINDS
-def test_what_goes_between_stages_travels_while_layers_compute(family: str, schedule: str, absent: Absent) -> None:
-    assert exposed(absent(family, schedule).contents) == []
+def test_what_goes_between_stages_travels_while_layers_compute(
+    family: str, schedule: str, deviceless: Deviceless
+) -> None:
+    assert exposed(deviceless(family, schedule).contents) == []
 
 
 @KINDS
 def test_sums_over_stages_are_made_where_a_microbatch_enters_or_leaves(
-    family: str, schedule: str, absent: Absent
+    family: str, schedule: str, deviceless: Deviceless
 ) -> None:
     """With one chunk that is in every tick of the steady loop, with several in a share of them."""
-    found = absent(family, schedule).contents
+    found = deviceless(family, schedule).contents
     (steady,) = (place for place, permutes in Counter(permuting(found)).items() if permutes == 2)
     sums = [
         one
@@ -227,9 +229,9 @@ def test_sums_over_stages_are_made_where_a_microbatch_enters_or_leaves(
 
 
 @KINDS
-def test_weight_gradients_are_added_in_place(family: str, schedule: str, absent: Absent) -> None:
+def test_weight_gradients_are_added_in_place(family: str, schedule: str, deviceless: Deviceless) -> None:
     """Products add to rows of float32 stacks. No loop copies an accumulator, or a row of one."""
-    step = absent(family, schedule)
+    step = deviceless(family, schedule)
     # [rows, ...] is a stack of accumulators, [1, ...] a row of one; attention's statistics have more leading ones.
     stack = re.compile(rf"f32\[({LAYERS // STAGES}|1),(?!1,)")
     copied = [one for one in step.moved if one.place.path and stack.match(one.shape)]
@@ -239,8 +241,10 @@ def test_weight_gradients_are_added_in_place(family: str, schedule: str, absent:
 
 
 @KINDS
-def test_a_layer_gathers_and_scatters_and_sums_nothing_for_all(family: str, schedule: str, absent: Absent) -> None:
-    found = absent(family, schedule).contents
+def test_a_layer_gathers_and_scatters_and_sums_nothing_for_all(
+    family: str, schedule: str, deviceless: Deviceless
+) -> None:
+    found = deviceless(family, schedule).contents
     # With documents apart a kernel is in a branch of its loop; what travels is beside it.
     kernels = {(replace(one.place, conditional=False), one.target) for one in found.kernels if "fmha" in one.target}
     forwards = {place for place, target in kernels if "Backward" not in target}
@@ -254,40 +258,40 @@ def test_a_layer_gathers_and_scatters_and_sums_nothing_for_all(family: str, sche
 
 
 @KINDS
-def test_attention_is_computed_once_forward_and_never_again(family: str, schedule: str, absent: Absent) -> None:
-    step = absent(family, schedule)
+def test_attention_is_computed_once_forward_and_never_again(family: str, schedule: str, deviceless: Deviceless) -> None:
+    step = deviceless(family, schedule)
     kernels = [one for one in step.contents.kernels if "fmha" in one.target and "Backward" not in one.target]
     runs = sum(prod(one.place.trips) * one.place.share for one in kernels)
     assert runs == pytest.approx(step.forwards)
 
 
-def test_memory_does_not_grow_with_microbatches(absent: Absent) -> None:
-    few, many = (absent("llama", "1f1b", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
+def test_memory_does_not_grow_with_microbatches(deviceless: Deviceless) -> None:
+    few, many = (deviceless("llama", "1f1b", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
     assert many == pytest.approx(few, rel=0.02)
 
 
 @pytest.mark.slow
-def test_memory_of_gpipe_grows_and_that_of_interleaved_does_not(absent: Absent) -> None:
-    few, many = (absent("llama", "interleaved", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
+def test_memory_of_gpipe_grows_and_that_of_interleaved_does_not(deviceless: Deviceless) -> None:
+    few, many = (deviceless("llama", "interleaved", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
     assert many == pytest.approx(few, rel=0.02)
-    few, many = (absent("llama", "gpipe", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
+    few, many = (deviceless("llama", "gpipe", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
     assert many > 1.5 * few
 
 
 @pytest.mark.slow
-def test_a_loss_that_does_not_wait_is_waited_for(absent: Absent) -> None:
-    found = {one.kind for one in exposed(absent("llama", "1f1b", wait=0).contents)}
+def test_a_loss_that_does_not_wait_is_waited_for(deviceless: Deviceless) -> None:
+    found = {one.kind for one in exposed(deviceless("llama", "1f1b", wait=0).contents)}
     assert found == {"all-reduce"}, "output to all for the loss, and its gradient back"
 
 
 @pytest.mark.slow
-def test_reductions_joined_are_waited_for(absent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reductions_joined_are_waited_for(deviceless: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The option that keeps them apart does something."""
     joined = tuple(
         option._replace(value=2**30) if "combine_threshold" in option.name else option for option in program_module.GPU
     )
     monkeypatch.setattr(program_module, "GPU", joined)
-    step = absent.__wrapped__("llama", "1f1b")
+    step = deviceless.__wrapped__("llama", "1f1b")
     found = exposed(step.contents)
     assert {one.kind for one in found} == {"all-reduce"} and max(one.bytes for one in found) > step.residual
 

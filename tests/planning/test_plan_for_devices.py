@@ -1,4 +1,4 @@
-"""python -m megajax.plan --config --devices: what it refuses, and what it finds for GPUs that are not there."""
+"""python -m megajax.plan --config --devices: what it refuses, and what it finds for virtual GPU devices."""
 
 import importlib.util
 import json
@@ -114,7 +114,7 @@ def row(found: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]:
 
 
 @needs_compiler
-def test_a_train_step_for_absent_gpus(tmp_path: Path) -> None:
+def test_a_train_step_for_virtual_gpus(tmp_path: Path) -> None:
     found, printed = plan(
         tmp_path, "--devices=h100:8", "--parallel.data=4", "--parallel.tensor=2", "--parallel.sequence=true"
     )

@@ -1,4 +1,4 @@
-"""That a compiled train step multiplies in 8 bits: for absent H100s, where the extra aot is installed.
+"""That a compiled train step multiplies in 8 bits: for virtual H100s, where the extra aot is installed.
 
 What the compiler does not recognise runs in 16 bits, right and slow, and says nothing: so every matmul is counted.
 """
@@ -25,7 +25,7 @@ from megajax.training.run_config import RunConfig
 LLAMA, GPT = 7, 6
 """Matmuls of a layer: four of attention, and three or two of the feed-forward."""
 OPERANDS = {"f8e4m3fn", "f8e5m2"}
-type Absent = Callable[..., TrainPlan]
+type Deviceless = Callable[..., TrainPlan]
 
 
 def installed(name: str) -> bool:
@@ -52,8 +52,8 @@ def wide(family: str, parallel: ParallelConfig, fp8: Fp8Config | None) -> RunCon
 
 
 @pytest.fixture(scope="module")
-def absent() -> Iterator[Absent]:
-    """(family, gpus, fp8, parallel) -> its train step for absent GPUs, each compiled once."""
+def deviceless() -> Iterator[Deviceless]:
+    """(family, gpus, fp8, parallel) -> its train step for virtual GPUs, each compiled once."""
     if not (installed("jax_cuda12_plugin") and installed("nvidia.cudnn")):
         pytest.skip("needs the compiler for GPUs and cuDNN: the extra aot")
 
@@ -117,22 +117,22 @@ def check(plan: TrainPlan, matmuls: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "matmuls"), [("llama", LLAMA), ("gpt", GPT)])
-def test_every_matmul_of_a_layer_is_in_8_bits(family: str, matmuls: int, absent: Absent) -> None:
-    check(absent(family, "h100:1", HYBRID, ParallelConfig(data=1)), matmuls)
+def test_every_matmul_of_a_layer_is_in_8_bits(family: str, matmuls: int, deviceless: Deviceless) -> None:
+    check(deviceless(family, "h100:1", HYBRID, ParallelConfig(data=1)), matmuls)
 
 
 @pytest.mark.slow
-def test_layers_at_both_ends_in_16_bits_are_chosen_without_a_branch(absent: Absent) -> None:
-    plan = absent("llama", "h100:1", Fp8Config(first_layers=1), ParallelConfig(data=1))
+def test_layers_at_both_ends_in_16_bits_are_chosen_without_a_branch(deviceless: Deviceless) -> None:
+    plan = deviceless("llama", "h100:1", Fp8Config(first_layers=1), ParallelConfig(data=1))
     assert in_8_bits(plan) == {FORWARD: LLAMA, BACKWARD: 2 * LLAMA}
     assert len(others(plan)) == 3 + 3 * LLAMA
     assert "f8e4m3" not in "".join(line for line in plan.text.splitlines() if " conditional(" in line)
 
 
 @pytest.mark.slow
-def test_over_tensor_it_moves_what_16_bits_move_and_a_few_maxima(absent: Absent) -> None:
+def test_over_tensor_it_moves_what_16_bits_move_and_a_few_maxima(deviceless: Deviceless) -> None:
     parallel = ParallelConfig(data=2, tensor=2, sequence=True)
-    small, wide = (absent("llama", "h100:4", fp8, parallel) for fp8 in (HYBRID, None))
+    small, wide = (deviceless("llama", "h100:4", fp8, parallel) for fp8 in (HYBRID, None))
     check(small, LLAMA)
     assert along_tensor(small.contents) == along_tensor(wide.contents)
     maxima = [one for one in small.contents.collectives if one.bytes < 64 and len(one.place.path) == 2]
@@ -141,33 +141,33 @@ def test_over_tensor_it_moves_what_16_bits_move_and_a_few_maxima(absent: Absent)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [ParallelConfig(data=2, data_sharding="fsdp"), ParallelConfig(data=1, pipeline=2)])
-def test_other_layouts(parallel: ParallelConfig, absent: Absent) -> None:
-    found = in_8_bits(absent("llama", "h100:2", HYBRID, parallel))
+def test_other_layouts(parallel: ParallelConfig, deviceless: Deviceless) -> None:
+    found = in_8_bits(deviceless("llama", "h100:2", HYBRID, parallel))
     assert set(found) == {FORWARD, BACKWARD}
     # A loop may be taken apart, its first round or its last being written out, and a pipeline has phases.
     assert found[FORWARD] % LLAMA == 0 and found[BACKWARD] % (2 * LLAMA) == 0
-    assert len(others(absent("llama", "h100:2", HYBRID, parallel))) % 3 == 0
+    assert len(others(deviceless("llama", "h100:2", HYBRID, parallel))) % 3 == 0
 
 
 @pytest.mark.slow
-def test_all_in_e4m3_and_adding_up_in_float32(absent: Absent) -> None:
-    found = in_8_bits(absent("llama", "h100:1", ONLY_E4M3, ParallelConfig(data=1)))
+def test_all_in_e4m3_and_adding_up_in_float32(deviceless: Deviceless) -> None:
+    found = in_8_bits(deviceless("llama", "h100:1", ONLY_E4M3, ParallelConfig(data=1)))
     assert found == {("f8e4m3fn", "f8e4m3fn", "HIGHEST"): 3 * LLAMA}
 
 
 @pytest.mark.slow
-def test_scales_from_the_steps_before(absent: Absent) -> None:
-    check(absent("llama", "h100:1", DELAYED, ParallelConfig(data=1)), LLAMA)
-    found = in_8_bits(absent("llama", "h100:2", DELAYED, ParallelConfig(data=1, pipeline=2)))
+def test_scales_from_the_steps_before(deviceless: Deviceless) -> None:
+    check(deviceless("llama", "h100:1", DELAYED, ParallelConfig(data=1)), LLAMA)
+    found = in_8_bits(deviceless("llama", "h100:2", DELAYED, ParallelConfig(data=1, pipeline=2)))
     assert set(found) == {FORWARD, BACKWARD}
     assert found[FORWARD] % LLAMA == 0 and found[BACKWARD] % (2 * LLAMA) == 0
 
 
 @pytest.mark.slow
-def test_maxima_go_over_all_devices_once_a_step(absent: Absent) -> None:
+def test_maxima_go_over_all_devices_once_a_step(deviceless: Deviceless) -> None:
     """And over tensor once a layer, when its gradients are made: nothing waits for them."""
     parallel = ParallelConfig(data=2, tensor=2, sequence=True)
-    before, now = (absent("llama", "h100:4", fp8, parallel) for fp8 in (DELAYED, HYBRID))
+    before, now = (deviceless("llama", "h100:4", fp8, parallel) for fp8 in (DELAYED, HYBRID))
     check(before, LLAMA)
     assert along_tensor(before.contents) == along_tensor(now.contents)
     maxima = [one for one in before.contents.collectives if one.bytes < 128 and len(one.place.path) == 2]
@@ -179,6 +179,6 @@ def test_maxima_go_over_all_devices_once_a_step(absent: Absent) -> None:
 
 
 @pytest.mark.slow
-def test_an_a100_is_refused(absent: Absent) -> None:
+def test_an_a100_is_refused(deviceless: Deviceless) -> None:
     with pytest.raises(UserError, match=r"A100.* has compute capability 8.0, and 8-bit matmuls need 8.9"):
-        absent("llama", "a100:1", HYBRID, ParallelConfig(data=1))
+        deviceless("llama", "a100:1", HYBRID, ParallelConfig(data=1))

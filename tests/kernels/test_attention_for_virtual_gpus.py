@@ -1,4 +1,4 @@
-"""Attention compiled for GPUs that are not there: which kernels its programs call, and that none holds the scores."""
+"""Attention compiled for virtual GPU devices: which kernels its programs call, and that none holds the scores."""
 
 import re
 from functools import partial

@@ -1,4 +1,4 @@
-"""What the train steps of two configs do with memory, compiled for absent H100s where the extra aot is installed."""
+"""What the train steps of two configs do with memory, compiled for virtual H100s where the extra aot is installed."""
 
 import importlib.util
 from collections.abc import Iterator
