@@ -1,4 +1,4 @@
-"""Plan a run on GPUs that need not be present, or draw a pipeline's schedule: `python -m megajax.plan`."""
+"""Plan a run on virtual GPU devices, or draw a pipeline's schedule: `python -m megajax.plan`."""
 
 import shutil
 import sys
@@ -13,9 +13,9 @@ from megajax.planning.command import FLAGS, PNG, count_devices, source_of, take_
 from megajax.training.run_config import COMMON
 
 DESCRIPTION = """With --config and --devices: compile the config's train step for virtual GPU devices, and print
-what each of them holds, whether it fits, every collective, and how long a step should take. With --formula, all that by
+the memory of each, whether it fits, every collective, and the predicted time of a step. With --formula, the same by
 formulas, in a second and without a compiler. Overrides are as in training; data need not exist. --search finds the
-fastest layout, --compare puts two plans beside each other, --sweep draws curves over numbers of devices.
+fastest layout, --compare shows two plans side by side, --sweep scales the number of devices or a setting.
 
 With --schedule, --stages and --microbatches: draw a pipeline schedule: which stage works on which microbatch at each
 tick, what share of the time stages wait (the bubble), and how many activations each stage keeps."""

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from megajax import charts, pages
 from megajax.charts import Box, Segment, Timeline, tick_text
+from megajax.config.builds import resolve
 from megajax.config.errors import UserError
 from megajax.metrics import banner
 from megajax.metrics.banner import Section
 from megajax.metrics.text import count, duration
-from megajax.pipeline.schedule import build
 from megajax.planning.cost.costs import Device
 from megajax.planning.cost.estimate import Estimate, bytes_per_step
 from megajax.planning.cost.work import head_seconds, layers_work
@@ -389,7 +389,7 @@ def _ticks(plan: Estimate, microbatches: int) -> list[tuple[dict[int, int], dict
     if parallel.pipeline == 1:
         return [({0: 0}, {0: 0}, True)] * microbatches
     name = "interleaved" if parallel.virtual_stages > 1 else "gpipe" if parallel.schedule == "gpipe" else "1f1b"
-    table = build(
+    table = resolve("megajax.pipeline.schedule:build")(  # it imports numpy
         name,
         stages=parallel.pipeline,
         microbatches=microbatches,

@@ -38,6 +38,6 @@ def test_axes(form: str) -> None:
     assert (groups.name, groups.size) == (name, size)
 
 
-def test_an_unknown_form_is_refused() -> None:
+def test_an_unknown_form_is_an_error() -> None:
     with pytest.raises(ValueError, match="can't be read"):
         groups_of("), replica_groups=somehow", MESH)

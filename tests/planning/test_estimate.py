@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from descriptions import llama3_8b
 
 from megajax.config import load
 from megajax.config.errors import UserError
@@ -47,14 +48,7 @@ def test_memory_is_that_of_compiled_plans(case: str) -> None:
 
 
 def run(**changes: Any) -> Description:
-    given: dict[str, Any] = {
-        "model": llama3("8b"),
-        "parallel": ParallelConfig(tensor=8, sequence=True, data=1),
-        "device": H100,
-        "per_node": 8,
-        "global_size": 8,
-    }
-    return Description(**(given | changes))
+    return llama3_8b(**{"parallel": ParallelConfig(tensor=8, sequence=True, data=1), "global_size": 8} | changes)
 
 
 SIZES = ((2, 1, 1), (2, 1, 2), (2, 1, 4), (4, 1, 7), (4, 1, 8), (16, 1, 31), (16, 1, 64), (4, 2, 8), (4, 5, 128))

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from descriptions import llama3_8b
 
 from megajax.config import load
 from megajax.layers.remat import Kept
@@ -57,14 +58,7 @@ def test_bytes_are_those_of_compiled_programs(case: str) -> None:
 
 
 def run(**changes: Any) -> Description:
-    given: dict[str, Any] = {
-        "model": llama3("8b"),
-        "parallel": ParallelConfig(tensor=4, sequence=True, data=2),
-        "device": H100,
-        "per_node": 8,
-        "global_size": 64,
-    }
-    return Description(**(given | changes))
+    return llama3_8b(**{"parallel": ParallelConfig(tensor=4, sequence=True, data=2), "global_size": 64} | changes)
 
 
 def of_block(described: Description, kept: Kept | None = None) -> tuple[Any, Any, float]:

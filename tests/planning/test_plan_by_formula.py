@@ -19,7 +19,7 @@ def written(folder: Path, *arguments: str) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-def test_what_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_and_printed_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = written(tmp_path)
     assert found["mesh"] == {"pipeline": 4, "data": 4, "expert": 1, "context": 1, "tensor": 8}
     assert found["fits"] is True and found["ring_slots"] == 24 and found["devices"] == 128
@@ -45,7 +45,7 @@ def test_a_calibration_is_read(tmp_path: Path) -> None:
     assert written(tmp_path, f"--calibration={file}")["matmul_seconds"] > 1.9 * written(tmp_path)["matmul_seconds"]
 
 
-def test_a_device_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("name: mine\nmemory_gib: 96\nbandwidth: 3e12\npeak: 5e14\nnvlink: 200e9\nnetwork: 25e9\n")
     asked = [ASKED[0], "--devices=mine:128", f"--device-file={file}"]
@@ -65,7 +65,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case: str) -> None:
+def test_errors(case: str) -> None:
     arguments, message = REFUSED[case]
     with pytest.raises(UserError) as caught:
         main([*ASKED[:1], *(word for word in ASKED[1:] if "devices" not in str(arguments) or "devices" not in word),

@@ -1,4 +1,4 @@
-"""python -m megajax.plan --config --devices: what it refuses, and what it finds for virtual GPU devices."""
+"""python -m megajax.plan --config --devices: errors, and plans compiled for virtual GPU devices."""
 
 import importlib.util
 import json
@@ -38,14 +38,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case: str) -> None:
+def test_errors(case: str) -> None:
     arguments, message = REFUSED[case]
     with pytest.raises(UserError) as caught:
         main(arguments)
     assert message in str(caught.value)
 
 
-def test_faults_of_devices_and_settings_are_listed_together() -> None:
+def test_errors_of_devices_and_settings_are_reported_together() -> None:
     with pytest.raises(UserError) as caught:
         main([DEBUG, "--devices=h300:8", "--model.hiden=1"])
     assert "2 problems" in str(caught.value)

@@ -1,4 +1,4 @@
-"""GPUs to plan for: how they are asked for, and what the compiler is told of them."""
+"""Virtual GPUs: parsing of --devices, and the compiler's description of each."""
 
 import re
 
@@ -7,7 +7,7 @@ import pytest
 from megajax.planning.program.devices import GPUS, read_cluster
 
 
-def test_a_cluster_in_words() -> None:
+def test_clusters_are_parsed() -> None:
     cluster, problems = read_cluster("h100:128")
     assert cluster is not None and not problems
     assert (cluster.name, cluster.devices, cluster.nodes, cluster.topology()) == ("h100", 128, 16, "16x1x8")
@@ -33,7 +33,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_is_no_cluster(text: str | None) -> None:
+def test_errors_of_devices(text: str | None) -> None:
     cluster, (problem,) = read_cluster(text)
     assert cluster is None
     assert REFUSED[text] in problem.what
@@ -41,13 +41,13 @@ def test_what_is_no_cluster(text: str | None) -> None:
         assert all(name in problem.hint for name in GPUS), "lists those there are"
 
 
-def test_the_nearest_is_named() -> None:
+def test_the_nearest_name_is_suggested() -> None:
     (problem,) = read_cluster("h10:8")[1]
     assert problem.hint.startswith("did you mean h100")
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_what_the_compiler_is_told(name: str) -> None:
+def test_target_config(name: str) -> None:
     gpu, text = GPUS[name], GPUS[name].target_config()
     assert text.count("{") == text.count("}") == 4
     value = dict(re.findall(r"^ *(\w+): (.*)$", text, re.MULTILINE))

@@ -1,4 +1,4 @@
-"""How a program's text is audited, on a few lines of it: bytes, kinds of work, places, what is overwritten."""
+"""The audit of a small program's text: bytes, kinds of work, loops, branches, donated arguments."""
 
 import pytest
 
@@ -86,7 +86,7 @@ def found():
     return audit(TEXT)
 
 
-def test_kernels_and_the_bytes_that_go_through_them(found) -> None:
+def test_bytes_of_each_kernel(found) -> None:
     told = {one.name: (one.work, one.place.name, one.read, one.written) for one in found.kernels}
     assert told == {
         "filled": ("fill", "", 0, 4 * ROW),
@@ -107,11 +107,11 @@ def test_kernels_in_loops_count_as_often_as_these_run(found) -> None:
     assert (row["loop"], row["runs"], row["origin"]) == ("1", 4, "jit(step)/mul")
 
 
-def test_arguments_that_are_overwritten(found) -> None:
+def test_donated_arguments(found) -> None:
     assert (found.aliased, found.donated) == (4 * ROW + 4, 2)
 
 
-def test_what_is_asked_of_it(found) -> None:
+def test_selections_of_kernels(found) -> None:
     assert [one.name for one in found.calls("fmha")] == ["softmax"]
     assert [one.name for one in found.moved(2 * ROW)] == ["filled", "turned"]
     assert [one.name for one in found.writes("f32", 4 * 256)] == ["filled", "put"]
@@ -130,7 +130,7 @@ def test_classes_sum_to_the_total(found) -> None:
     assert sums["elementwise"] == 6 * ROW + 4 * (3 * ROW + ROW // 2)
 
 
-def test_workspace_of_cublas_calls_is_told_apart() -> None:
+def test_workspace_of_cublas_calls() -> None:
     text = TEXT.replace('"__cudnn$fmhaSoftmax"', '"__cublas$lt$matmul"').replace("u8[0]", "s8[64]")
     found = audit(text)
     assert found.workspace() == 4 * 64 and found.by_class()["matmul"] == 4 * (ROW + 16 + 64)
@@ -254,6 +254,6 @@ def test_an_outermost_loop_of_unknown_trip_count_runs_as_often_as_given() -> Non
     assert rounds([3, None, 31], 7) == 3 * 31, "inner ones count once"
 
 
-def test_other_text_is_refused() -> None:
+def test_other_text_is_an_error() -> None:
     with pytest.raises(ValueError, match="no ENTRY"):
         audit("module { }")

@@ -71,14 +71,14 @@ def test_loops_by_number_with_their_matmuls(contents: Contents) -> None:
     ]
 
 
-def test_numbers_in_the_results(contents: Contents) -> None:
+def test_elements_of_results(contents: Contents) -> None:
     found = {one.kind: (one.arrays, one.elements) for one in contents.collectives}
     assert found["all-gather"] == (1, 2 * 16 * 32)
     assert found["reduce-scatter"] == (1, 16 * 32 // 4)
     assert found["all-to-all"] == (2, 16 * 32), "a piece for each device"
 
 
-def test_joined_neighbours_are_one_with_the_bytes_of_all() -> None:
+def test_combined_collectives_are_one_with_the_bytes_of_all() -> None:
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
     def sums(a: Array, b: Array) -> tuple[Array, Array]:
@@ -104,7 +104,7 @@ ASYNCHRONOUS = Path(__file__).with_name("asynchronous.hlo.txt").read_text(encodi
 ROWS = 8 * 64 * 2
 
 
-def test_what_runs_beside_matmuls() -> None:
+def test_overlap_with_matmuls() -> None:
     found = read(ASYNCHRONOUS, {"pipeline": 4, "tensor": 2})
     rows = [
         tuple(row[key] for key in ("kind", "axis", "loop", "overlapped", "count", "bytes_once"))
@@ -134,6 +134,6 @@ def test_shapes() -> None:
     assert {shape: size(shape) for shape in sizes} == sizes
 
 
-def test_another_text_is_refused() -> None:
+def test_other_text_is_an_error() -> None:
     with pytest.raises(ValueError, match="ENTRY"):
         Program.read("module @jit_step { }")

@@ -1,4 +1,4 @@
-"""python -m megajax.plan --search: what it finds, keeps, refuses, writes, and how it goes on after a stop."""
+"""python -m megajax.plan --search: ranking, fixed settings, errors, files, and resuming from the cache."""
 
 import json
 from dataclasses import replace
@@ -29,7 +29,7 @@ def task(name: str, devices: int, *overrides: str, device: str = "h100", **fixed
     return Task(space=Space(cfg=cfg, devices=devices, per_node=chosen.per_node, fixed=fixed), device=chosen)
 
 
-def found(asked: Task) -> dict[tuple[int, int, int], Group]:
+def groups_of(asked: Task) -> dict[tuple[int, int, int], Group]:
     return {group.place: group for group, _ in search(asked, {})}
 
 
@@ -62,7 +62,7 @@ def test_it_finds_a_layout_no_slower_than_the_published_one(case: str) -> None:
     data = devices // (sizes["tensor"] * sizes["pipeline"] * sizes.get("context", 1))
     base = ParallelConfig(data=data, sequence=True, schedule="interleaved", data_sharding="zero1")
     layout = replace(base, **sizes)
-    entries, tally = merged(found(asked))
+    entries, tally = merged(groups_of(asked))
     best = entries[0]
     kept = [published(asked, devices, layout, recompute=word) for word in ("none", "selective", LIGHT, "full")]
     fastest = min(other.step_seconds for other in kept if other.memory.peak <= asked.limit)
@@ -78,7 +78,7 @@ def test_it_finds_a_layout_no_slower_than_the_published_one(case: str) -> None:
 
 def test_nothing_it_lists_is_refused_or_too_large_and_none_is_listed_twice() -> None:
     asked = task("llama3_8b", 8, device="h200")
-    entries, _ = merged(found(asked))
+    entries, _ = merged(groups_of(asked))
     assert len({entry.choice.kind for entry in entries}) == len(entries)
     for entry in entries:
         assert not asked.refusal(entry.choice)
@@ -88,10 +88,10 @@ def test_nothing_it_lists_is_refused_or_too_large_and_none_is_listed_twice() -> 
     )
 
 
-def test_it_is_the_best_of_all_that_can_be_written() -> None:
+def test_the_best_is_that_of_an_exhaustive_search() -> None:
     """By brute force over a small corner."""
     asked = task("llama3_8b", 8, device="h100", data_sharding="zero1", recompute="selective", micro_size=1)
-    entries, _ = merged(found(asked))
+    entries, _ = merged(groups_of(asked))
     space, best = asked.space, float("inf")
     for tensor in (1, 2, 4, 8):
         for pipeline in (1, 2, 4, 8):
@@ -109,7 +109,7 @@ def test_it_is_the_best_of_all_that_can_be_written() -> None:
     assert entries[0].step_seconds == pytest.approx(best, rel=5e-3)
 
 
-def test_layers_that_recompute_are_as_few_as_fit() -> None:
+def test_the_fewest_layers_that_fit_recompute() -> None:
     asked = task("llama3_70b", 64, tensor=1, pipeline=1, data_sharding="fsdp", micro_size=1)
     (entry,) = explore(asked, (1, 1, 64)).best
     assert entry.choice.recompute == "full" and entry.choice.recompute_layers is not None
@@ -138,7 +138,7 @@ def planned(
     return json.loads(file.read_text())
 
 
-def test_what_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_table_json_and_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "best.py"
     written = planned(tmp_path, f"--out={out}", "--batch.global_size=256")
     printed = capsys.readouterr().out
@@ -155,7 +155,7 @@ def test_what_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "--batch.global_size=256" in printed
 
 
-def test_a_config_beside_is_loaded_from_where_it_is(tmp_path: Path) -> None:
+def test_a_written_config_loads_its_base_by_relative_path(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text((ROOT / "configs" / "llama3.py").read_text())
     out = tmp_path / "runs" / "best.py"
     out.parent.mkdir()
@@ -163,7 +163,7 @@ def test_a_config_beside_is_loaded_from_where_it_is(tmp_path: Path) -> None:
     assert load(str(out), devices=8) is not None and "../mine.py" in out.read_text()
 
 
-def test_given_settings_stay(tmp_path: Path) -> None:
+def test_fixed_settings_are_kept(tmp_path: Path) -> None:
     written = planned(tmp_path, "--parallel.tensor=8", "--model.recompute", "full", "--batch.micro-size=2")
     for row in written["best"]:
         assert (row["tensor"], row["recompute"], row["recompute_layers"], row["micro_size"]) == (8, "full", None, 2)
@@ -179,7 +179,7 @@ def test_it_searches_where_the_config_itself_does_not_fit(tmp_path: Path) -> Non
     assert given["verdict"].startswith("refused: parallel")
 
 
-def test_a_search_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_resumes_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "search.jsonl"
     whole = planned(tmp_path, f"--resume={file}", config="llama3.py", devices="h100:8")
     lines = file.read_text().splitlines()
@@ -200,9 +200,9 @@ def test_a_search_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         planned(tmp_path, f"--resume={file}", "--network=25", config="llama3.py", devices="h100:8")
 
 
-def test_the_compiler_has_the_last_word() -> None:
+def test_compiled_layouts_rank_by_their_programs() -> None:
     asked = task("llama3_8b", 8)
-    entries, _ = merged(found(asked))
+    entries, _ = merged(groups_of(asked))
     usable = H100.usable_gib
     known: dict[Choice, Prediction] = {}
 
@@ -243,14 +243,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case: str) -> None:
+def test_errors(case: str) -> None:
     arguments, message = REFUSED[case]
     with pytest.raises(UserError) as caught:
         main(["--config=llama3.py:llama3_70b", "--devices=h100:64", "--search", *arguments])
     assert message in str(caught.value)
 
 
-def test_flags_of_a_search_alone() -> None:
+def test_flags_that_need_search() -> None:
     for flag in ("--out=x.py", "--resume=x", "--compile=1"):
         with pytest.raises(UserError, match="goes with --search"):
             main(["--config=llama3.py:llama3_70b", "--devices=h100:64", "--formula", flag])

@@ -1,4 +1,4 @@
-"""What goes with a search: comparisons, sweeps, what to do about a plan that does not fit, and the page."""
+"""Comparisons, sweeps, changes that make a plan fit, timelines and pages."""
 
 import json
 import re
@@ -35,14 +35,14 @@ def written(folder: Path, *arguments: str) -> Any:
     return json.loads(file.read_text())
 
 
-def test_two_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = written(tmp_path, "--compare=h200:128")
     assert found["first"]["device"] == "h100" and found["second"]["device"] == "h200"
     assert found["second"]["devices"] == 128 and 0.45 < found["ratios"]["step, s"] < 0.55
     assert "ratio" in capsys.readouterr().out
 
 
-def test_two_configs_and_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_configs_and_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = written(tmp_path, "--compare=llama3.py --parallel.tensor=8")
     assert found["second"]["mesh"]["tensor"] == 8 and found["ratios"]["step, s"] < 0.3
     found = written(tmp_path, "--compare=--parallel.tensor=4")
@@ -50,7 +50,7 @@ def test_two_configs_and_settings(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "parallel.tensor: 8 -> 4" in capsys.readouterr().out
 
 
-def test_scaling(tmp_path: Path) -> None:
+def test_weak_and_strong_scaling(tmp_path: Path) -> None:
     found = written(tmp_path, "--sweep=devices:64,128,...,16384")
     weak, strong = ([one for one in found if one["mode"] == mode] for mode in ("weak", "strong"))
     assert [one["devices"] for one in weak] == [64 * 2**n for n in range(9)]
@@ -63,7 +63,7 @@ def test_scaling(tmp_path: Path) -> None:
     assert strong[0] | {"mode": "weak"} == weak[0] | {"days": strong[0]["days"]}
 
 
-def test_a_sweep_over_a_setting_and_in_steps(tmp_path: Path) -> None:
+def test_sweep_over_a_setting_and_by_a_difference(tmp_path: Path) -> None:
     found = written(tmp_path, "--sweep=batch.micro_size:1,2,3,4")
     assert [one["value"] for one in found] == ["1", "2", "3", "4"] and "refusal" in found[2]
     assert found[1]["activations_gib"] == pytest.approx(2 * found[0]["activations_gib"])
@@ -95,7 +95,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case: str) -> None:
+def test_errors(case: str) -> None:
     arguments, message = REFUSED[case]
     with pytest.raises(UserError) as caught:
         main([*ASKED, *arguments])
@@ -125,7 +125,7 @@ def test_changes_of_a_compiled_plan_start_from_its_peak() -> None:
     assert peaks[1] and max(peaks[1]) <= 0.95 * here.device.usable_gib and min(peaks[1]) > 32 and peaks[0] != peaks[1]
 
 
-def test_it_is_told_where_a_plan_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_advice_is_printed_if_a_plan_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ASKED, "--formula", "--parallel.tensor=2"]) == 0
     printed = capsys.readouterr().out
     assert "it does not fit" in printed and "--parallel.tensor=8" in printed and "--model.recompute=full" in printed
@@ -227,13 +227,13 @@ def test_a_page_stands_alone(case: str, tmp_path: Path) -> None:
     assert ("svg" in page.seen) == (case != "sweep of a setting")
 
 
-def test_kept_norms_are_whole_along_the_sequence() -> None:
+def test_saved_norms_are_whole_along_the_sequence() -> None:
     """As compiled for 64 H100s with jax 0.12.0.1: they are gathered before the matmuls that read them."""
     here = case_of("parallel.tensor=4", "parallel.pipeline=8", "model.recompute=activation")
     assert here.estimate.memory.peak_gib == pytest.approx(83.71, rel=0.02)
 
 
-def test_a_plan_gives_the_scheduler_what_a_gpu_would() -> None:
+def test_the_scheduler_has_as_much_memory_as_on_a_gpu() -> None:
     cfg: Any = load("llama3.py:llama3_70b")
     held = 12 * GIB
     name, factor, _ = scheduler_memory(cfg, GPUS["h100"], held)
@@ -243,7 +243,7 @@ def test_a_plan_gives_the_scheduler_what_a_gpu_would() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(missing_packages()), reason="needs the extra aot")
-def test_the_best_is_compiled(tmp_path: Path) -> None:
+def test_the_best_layout_is_compiled(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     cluster = ("--config=gpt3.py:gpt3_1_3b", "--devices=h100:8", "--model.recompute=selective")
     asked = [*cluster, "--search", "--compile=1", f"--json={file}"]

@@ -220,7 +220,7 @@ LEFT_OUT = "context and expert parallelism, which the config's rules refuse in t
 
 def search_report(result: Result, commands: Sequence[str], name: str) -> Report:
     """The best layouts, the well-known ones beside them, and how to use the best."""
-    task, tally, best = result.task, result.tally, result.best
+    task, tally, best, prediction = result.task, result.tally, result.best, result.best.prediction
     compiled = sum(row.compiled for row in result.rows) + len(result.rejected)
     searched = [
         (
@@ -237,7 +237,7 @@ def search_report(result: Result, commands: Sequence[str], name: str) -> Report:
         (f"{choice.layout}, {choice.details}", one.error or f"compiled: {one.peak_gib:.1f} of {usable:.1f} GiB")
         for choice, one in result.rejected
     ]
-    whole = [Segment("by the compiler", best.prediction.peak_gib, f"{best.prediction.peak_gib:.1f}", "activations")]
+    whole = [Segment("by the compiler", prediction.peak_gib, f"{prediction.peak_gib:.1f}", "activations")]
     page = plan_report(best.estimate, name, memory=whole if best.compiled else ())
     rows = [_search_row(place, row, result) for place, row in enumerate(result.rows, 1)]
     return replace(
@@ -248,6 +248,14 @@ def search_report(result: Result, commands: Sequence[str], name: str) -> Report:
             Table("", SEARCH_COLUMNS, rows, (1, 2, 3, 5, 13)),
             Table("", ("not chosen", ""), [*result.well_known, *rejected], (0, 1)),
             Table("", ("to use the best",), [[line] for line in commands]),
+        ],
+        figures=[
+            ("step", f"{prediction.step_seconds:.3g} s", "of the compiled program" if best.compiled else "by formula"),
+            ("tokens/s", f"{prediction.tokens_per_second_per_device:,.0f}", "per GPU"),
+            ("MFU", f"{prediction.mfu_causal:.1%}", "causal attention"),
+            *page.figures[3:4],
+            ("bubble", f"{best.bubble:.1%}", "of the step"),
+            ("exposed", f"{best.exposed:.1%}", "communication that is not hidden"),
         ],
         page_title=f"{page.page_title}: {best.entry.choice.layout}",
         remark=BY_FORMULA if not best.compiled else "The best layout, compiled; the timeline by formulas.",
@@ -266,7 +274,7 @@ def _search_row(place: int, row: Row, result: Result) -> list[str]:
         str(choice.micro_size),
         choice.recomputing,
         f"{step:.{2 if step >= 10 else 3 if step >= 1 else 4}f}",
-        "" if row is result.best else f"{result.slower(row):+.1%}",
+        "" if row is result.best else f"{round(result.slower(row), 3) + 0.0:+.1%}",  # never -0.0%
         f"{prediction.tokens_per_second_per_device:,.0f}",
         f"{prediction.mfu_causal:.1%}",
         f"{prediction.peak_gib:.1f}",

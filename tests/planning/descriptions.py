@@ -1,0 +1,14 @@
+"""Descriptions of runs for tests of the formulas."""
+
+from typing import Any
+
+from megajax.mesh.config import ParallelConfig
+from megajax.models.presets.llama import llama3
+from megajax.planning.cost.costs import DEVICES
+from megajax.planning.cost.description import Description
+
+
+def llama3_8b(parallel: ParallelConfig, global_size: int, **changes: Any) -> Description:
+    """Llama-3 8B on nodes of 8 H100s."""
+    given = {"model": llama3("8b"), "device": DEVICES["h100"], "per_node": 8}
+    return Description(**{**given, "parallel": parallel, "global_size": global_size, **changes})
