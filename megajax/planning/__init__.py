@@ -1,1 +1,1 @@
-"""What a config will do on devices that are not there: compile its train step for them and read the program."""
+"""Plans for virtual GPU devices: compile a train step or estimate it by formulas, search layouts, show the results."""

@@ -31,7 +31,7 @@ FLAGS = (
     PNG,
 )
 MODES = ("search", "compare", "sweep")
-BELONG = {"compile": "search", "out": "search", "resume": "search", "png": "sweep"}
+NEEDS = {"compile": "search", "out": "search", "resume": "search", "png": "sweep"}
 """Flags that need another flag."""
 
 
@@ -41,13 +41,13 @@ def count_devices(flags: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
     None if the config's own layout need not match them: a search tries others, a sweep takes other numbers.
     """
     cluster, problems = resolve("megajax.planning.modes:read_target")(flags)
-    asked = [name for name in MODES if flags[name]]
-    if len(asked) > 1:
-        problems.append(Problem(f"--{asked[1]}", f"goes with no --{asked[0]}", "ask for one of them at a time"))
-    without = next((name for name in ("formula", *asked) if flags[name]), None)
+    modes = [name for name in MODES if flags[name]]
+    if len(modes) > 1:
+        problems.append(Problem(f"--{modes[1]}", f"goes with no --{modes[0]}", "ask for one of them at a time"))
+    without = next((name for name in ("formula", *modes) if flags[name]), None)
     if flags["audit"] and without is not None:
         problems.append(Problem("--audit", f"goes with no --{without}", "it reads the program that is compiled"))
-    for name, mode in BELONG.items():
+    for name, mode in NEEDS.items():
         if flags[name] is not None and not flags[mode]:
             problems.append(Problem(f"--{name}", f"goes with --{mode}, which is not given"))
     free = cluster is None or flags["search"] or flags["sweep"] is not None

@@ -159,7 +159,10 @@ def segments(parts: Sequence[tuple[str, float, str]]) -> list[Segment]:
 def pictures(plan: Estimate, memory: Sequence[Segment]) -> list[str]:
     """The timeline of a step and the memory of a device."""
     drawn, device = timeline(plan), plan.run.device
-    keys = {NAMES[kind]: kind for kind in sorted(drawn.boxes, reverse=True)}
+    keys: dict[str, str] = {}
+    for kind, name in NAMES.items():
+        if kind in drawn.boxes:
+            keys.setdefault(name, kind)
     legend = charts.legend([*((kind, name, "") for name, kind in keys.items()), ("idle", "idle", "")])
     free = device.usable_gib - sum(part.size for part in memory)
     bar = charts.stacked_bar(

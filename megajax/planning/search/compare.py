@@ -108,11 +108,11 @@ def comparison_report(names: tuple[str, str], cases: tuple[Case, Case]) -> Repor
         rows.append([name, format(value(first), style), format(value(second), style), f"{ratio:.3f}" if ratio else ""])
     changed = diff(cases[0].cfg, cases[1].cfg)
     more = [f"and {len(changed) - MAX_DIFFERENCES} more"] if len(changed) > MAX_DIFFERENCES else []
-    differing = Table("", ("settings that differ",), [[line] for line in [*changed[:MAX_DIFFERENCES], *more]])
+    differing: Section = ("settings that differ", [("", line) for line in [*changed[:MAX_DIFFERENCES], *more]])
     title = " and ".join(names)
     return Report(
         title=title,
-        blocks=[Table("", ("", *names, "ratio"), rows), *[differing] * bool(changed)],
+        blocks=[Table("side by side", ("", *names, "ratio"), rows), *[differing] * bool(changed)],
         page_title=title,
         pictures=lambda: [*_cards(names[0], first), *_cards(names[1], second)],
     )
@@ -273,7 +273,7 @@ def efficiency(points: Sequence[Point]) -> list[float | None]:
 MODES = {
     "weak": "weak scaling: the batch grows with the devices",
     "strong": "strong scaling: the batch stays the same",
-    "": "",
+    "": "one setting at several values",
 }
 
 
@@ -293,11 +293,11 @@ def sweep_report(sweep: Sweep, source: str) -> Report:
         Table(MODES[mode], (sweep.axis, *["data"] * bool(mode), *names, "peak GiB", "fits"), [*_sweep_rows(points)], ())
         for mode, points in sweep.modes()
     ]
-    refused = Table("", ("refused",), [[line] for line in sweep.refusals()])
+    refused: Section = ("refused", [("", line) for line in sweep.refusals()])
     drawn = chart(sweep)
     return Report(
         title=title,
-        blocks=[*about, *tables, *[refused] * bool(refused.rows)],
+        blocks=[*about, *tables, *[refused] * bool(refused[1])],
         page_title=title,
         pictures=lambda: [pages.section(drawn.title, drawn.svg() + _chart_legend(drawn))] * drawn.log_x,
     )

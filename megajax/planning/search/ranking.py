@@ -245,9 +245,9 @@ def search_report(result: Result, commands: Sequence[str], name: str) -> Report:
         title=f"search for {task.space.devices} x {task.device.name}",
         blocks=[
             ("searched", searched),
-            Table("", SEARCH_COLUMNS, rows, (1, 2, 3, 5, 13)),
-            Table("", ("not chosen", ""), [*result.well_known, *rejected], (0, 1)),
-            Table("", ("to use the best",), [[line] for line in commands]),
+            Table("best layouts", SEARCH_COLUMNS, rows, (1, 2, 3, 5, 13)),
+            Table("not chosen", ("layout", "verdict"), [*result.well_known, *rejected], (0, 1)),
+            ("to use the best", [("", line) for line in commands]),
         ],
         figures=[
             ("step", f"{prediction.step_seconds:.3g} s", "of the compiled program" if best.compiled else "by formula"),

@@ -112,11 +112,11 @@ def advice(
     now = here.estimate
     parts = sorted(memory_parts(now), key=lambda part: -part.size)
     rows = [(part.name, f"{part.size:.2f}", f"{part.size / now.memory.peak_gib:.0%}") for part in parts]
-    tables = [Table("it does not fit: what takes most memory", ("", "GiB", "of peak"), rows)]
+    tables = [Table("it does not fit: what takes most memory", ("part", "GiB", "of peak"), rows)]
     if arrays:
         rows = [(one.shape, f"{one.bytes / GIB:.2f}", str(one.times), one.made_by) for one in arrays]
-        headings = ("largest arrays of the program", "GiB", "in program", "made by")
-        tables.append(Table("", headings, rows, (0, 3)))
+        headings = ("shape", "GiB", "in program", "made by")
+        tables.append(Table("largest arrays of the program", headings, rows, (0, 3)))
     changes = [
         (
             " ".join(f"--{one}" for one in change.settings),
@@ -126,4 +126,4 @@ def advice(
         )
         for change in cheapest(here, here.device.usable_gib * (1 - margin) - excess_gib)
     ] or [("none of those tried; --search tries all layouts, more devices make room", "", "", "")]
-    return [*tables, Table("", ("cheapest changes that make it fit", "peak, GiB", "step, s", "slower"), changes)]
+    return [*tables, Table("cheapest changes that make it fit", ("change", "peak, GiB", "step, s", "slower"), changes)]
