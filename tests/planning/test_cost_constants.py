@@ -85,9 +85,9 @@ def test_a_described_device(tmp_path: Path) -> None:
 
 WRONG = {
     "nothing": ("", "must hold names and numbers"),
-    "a part": ("name: mine\npeak: 1e15\n", "does not say memory_gib, bandwidth, nvlink, network"),
-    "no number": (MINE.replace("3e12", "fast"), "bandwidth must be a number above 0, got 'fast'"),
-    "below nothing": (MINE.replace("3e12", "-1"), "bandwidth must be a number above 0"),
+    "a part": ("name: mine\npeak: 1e15\n", "memory_gib: has no default and is not given"),
+    "no number": (MINE.replace("3e12", "fast"), "bandwidth: expected a number, got 'fast'"),
+    "below nothing": (MINE.replace("3e12", "-1"), "bandwidth: must be a number above 0, got -1"),
     "another name": (MINE + "nvlnk: 1\n", "did you mean nvlink"),
     "no YAML": ("a: [", "is not YAML"),
 }

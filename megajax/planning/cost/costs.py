@@ -7,14 +7,17 @@ hardware at hand, and `calibrated` puts such a file in their place.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megajax.config.errors import UserError
+from megajax.config.coerce import Text
+from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.nearest import did_you_mean
+from megajax.config.tree import assemble
+from megajax.layers.config import above_zero
 from megajax.planning.program.devices import GPUS, OTHER_NAMES, usable_gib
 
 FITTED = (
@@ -72,6 +75,9 @@ class Device:
     """Seconds that any collective takes at least."""
     host: float = 50e9
     """To or from host memory, bytes/s that large copies reach: PCIe 5.0 x16 unless given (64 GB/s by its standard)."""
+
+    def problems(self) -> list[Problem]:
+        return above_zero(**{field.name: getattr(self, field.name) for field in fields(self) if field.name != "name"})
 
     @property
     def usable_gib(self) -> float:
@@ -184,12 +190,8 @@ def known_device(name: str) -> Device:
 
 
 def read_device(path: Path) -> Device:
-    """A device described in a YAML file. Raises UserError naming what is missing or wrong."""
-    given = _read(path)
-    missing = [name for name in REQUIRED if name not in given]
-    if missing:
-        raise UserError(f"{path} does not say {', '.join(missing)}.\nTo plan for a device, {HOW}")
-    return Device(**given)
+    """A device described in a YAML file. Raises UserError with all that is missing or wrong."""
+    return _device(path, None, _read(path))
 
 
 def calibrated(base: Device, path: Path) -> Device:
@@ -198,45 +200,34 @@ def calibrated(base: Device, path: Path) -> Device:
     Raises UserError for a file that can't be read, and for one of another device.
     """
     given = _read(path)
-    measured = given.pop("name", base.name)
+    measured = given.get("name", base.name)
     if measured != base.name:
         raise UserError(
             f"{path} was measured on {measured}, the plan is for {base.name}.\n"
             f"Plan for {measured}, or give a file measured on {base.name}."
         )
-    return replace(base, **given)
+    return _device(path, base, given)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Fields of Device, with numbers as such; of a calibration file, those of its figures' constants."""
+def _device(path: Path, base: Device | None, given: Mapping[str, Any]) -> Device:
+    # YAML reads 50e9, without a point, as text.
+    written = {name: Text(value) if isinstance(value, str) else value for name, value in given.items()}
+    device, problems = assemble(Device, base, written)
+    if problems:
+        raise UserError(f"{ConfigError(problems, str(path))}\nTo plan for a device, {HOW}")
+    return device
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """Names and values in a YAML file; of a calibration file, its figures' constants. Raises UserError."""
     try:
         read: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not YAML: {str(error).splitlines()[0]}") from error
-    constants = read
     for inner in ("figures", "constants"):
-        constants = constants.get(inner, constants) if isinstance(constants, Mapping) else constants
-    if not isinstance(constants, Mapping):
+        read = read.get(inner, read) if isinstance(read, Mapping) else read
+    if not isinstance(read, Mapping):
         raise UserError(f"{path} must hold names and numbers.\nTo plan for a device, {HOW}")
-    names = [field.name for field in fields(Device)]
-    found: dict[str, Any] = {}
-    for key, value in constants.items():
-        if key not in names:
-            raise UserError(f"{path}: nothing known about {key!r}; {did_you_mean(str(key), names) or HOW}")
-        found[key] = str(value) if key == "name" else _number(path, key, value)
-    return found
-
-
-def _number(path: Path, key: str, value: Any) -> float | int | None:
-    if value is None and key in ("peak_fp8", "peak_float32"):
-        return None
-    try:
-        # YAML takes 50e9, without a point, for text.
-        number = float(value)
-    except (TypeError, ValueError):
-        number = -1.0
-    if not 0 < number < float("inf"):
-        raise UserError(f"{path}: {key} must be a number above 0, got {value!r}")
-    return int(number) if key == "per_node" else number
+    return read
