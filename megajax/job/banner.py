@@ -217,21 +217,20 @@ def _kept(kept: Kept) -> str:
 
 
 def memory_formula(run: Run) -> str:
-    """What Megatron-LM's report says of this model and layout."""
-    sizes, parallel, batch = run.mesh.shape, run.cfg.parallel, run.cfg.batch
-    setting = MemorySetting(
-        tensor=sizes["tensor"],
-        pipeline=sizes["pipeline"],
+    """What Megatron-LM's report says of this model and layout; "" for a model without facts."""
+    facts, sizes = facts_of(run.cfg.model), run.mesh.shape
+    if facts is None:
+        return ""
+    setting = MemorySetting.of(
+        run.cfg.parallel,
+        facts.recompute,
         data=sizes["data"] * sizes["expert"],
-        virtual_stages=parallel.virtual_stages,
-        micro_size=batch.micro_size,
+        micro_size=run.cfg.batch.micro_size,
         microbatches=run.program.microbatches,
-        zero1=parallel.data_sharding != "replicate",
-        sequence=parallel.sequence and run.cfg.model.recompute not in ("none", "full"),
     )
-    report = memory_report(run.cfg.model, setting)
+    report = memory_report(facts, setting)
     return (
-        f"Megatron-LM's formula, for 16-bit training: {size(report.total)} (weights and optimizer "
+        f"; Megatron-LM's formula, for 16-bit training: {size(report.total)} (weights and optimizer "
         f"{size(report.weights)}, activations {size(report.activations)})"
     )
 

@@ -96,7 +96,7 @@ class Job:
         self.log.event("first_step", step=first.step, seconds=round(first.seconds, 3))
         if memory := compiled_memory(self.run.mesh.local_devices):
             self.log.event("compiled", **asdict(memory))
-            self.console.say(f"{memory.sentence()}; {banner.memory_formula(self.run)}")
+            self.console.say(f"{memory.sentence()}{banner.memory_formula(self.run)}")
         watch = Watch(self.guard, self.cfg.precision.floor(), self.log, self.console.say)
         for info in _chain(first, infos):
             self.log.log(step_record(self.run, info, rate))

@@ -193,6 +193,10 @@ class Mixer(Layer, Protocol):
         """
         ...
 
+    def with_kernel(self, name: str) -> "Mixer":
+        """The same layer with this kernel."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:

@@ -1,6 +1,6 @@
 """What a decoder can be told; importing this imports neither jax nor flax."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, lcm
 from typing import ClassVar, Literal
@@ -264,10 +264,10 @@ class DecoderConfig(ModelConfig):
             for place, block in enumerate(self.stack.pattern)
         )
 
-    def with_kernels(self, names: tuple[str, ...]) -> "DecoderConfig":
+    def with_kernels(self, names: Sequence[str]) -> "DecoderConfig":
         """The same model with these kernels in the blocks of the pattern."""
         pairs = zip(self.stack.pattern, names, strict=True)
-        pattern = tuple(replace(block, mixer=replace(block.mixer, kernel=name)) for block, name in pairs)
+        pattern = tuple(replace(block, mixer=block.mixer.with_kernel(name)) for block, name in pairs)
         return replace(self, stack=replace(self.stack, pattern=pattern))
 
     def mesh_problems(self, sizes: Mapping[str, int], *, sequence: bool) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ A model need not have facts. Where it has none, FLOPs are unknown (null in metri
 are made by the compiler alone. Importing this imports neither jax nor flax.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
@@ -78,6 +78,10 @@ class Facts(Protocol):
 
     def kernel_choices(self, known: Request, device: Device | None) -> tuple[Choice, ...]:
         """The kernel of each block of the pattern. Raises UserError for one that is asked for and not available."""
+        ...
+
+    def with_kernels(self, names: Sequence[str]) -> "Facts":
+        """The same model with these kernels in the blocks of the pattern."""
         ...
 
     def mesh_problems(self, sizes: Mapping[str, int], *, sequence: bool) -> Iterator[Problem]:

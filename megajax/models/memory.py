@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from megajax.layers.config import BlockConfig
 from megajax.layers.facts import BlockFacts, Share, total_size
-from megajax.layers.remat import Recomputing
+from megajax.layers.remat import Recompute, Recomputing
+from megajax.mesh.config import ParallelConfig
 from megajax.models.facts import Facts
 
 
@@ -56,6 +57,25 @@ class MemorySetting:
     """The optimizer's state is cut over the data-parallel devices."""
     sequence: bool = False
     """Sequence parallelism with selective recomputation; otherwise the report's other formula holds."""
+
+    @classmethod
+    def of(
+        cls, parallel: ParallelConfig, recompute: Recompute, *, data: int, micro_size: int, microbatches: int
+    ) -> "MemorySetting":
+        """Of a layout; recomputation of tensors given by name is selective, as Megatron-LM's --recompute-modules is.
+
+        data: devices that hold the same weights.
+        """
+        return cls(
+            tensor=parallel.tensor,
+            pipeline=parallel.pipeline,
+            data=data,
+            virtual_stages=parallel.virtual_stages,
+            micro_size=micro_size,
+            microbatches=microbatches,
+            zero1=parallel.data_sharding != "replicate",
+            sequence=parallel.sequence and recompute not in ("none", "full"),
+        )
 
 
 @dataclass(frozen=True, slots=True)

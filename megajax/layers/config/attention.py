@@ -72,6 +72,10 @@ class MultiHeadConfig(Builds):
         """
         return choose(self.kernel, self.request(replace(known, key_dim=self.size(hidden))), device, where)
 
+    def with_kernel(self, name: Kernel) -> "MultiHeadConfig":
+        """The same layer with this kernel."""
+        return replace(self, kernel=name)
+
     def kernel_weights(self) -> tuple[Weight, ...]:
         """Weights that the kernel itself reads."""
         return (Weight("core.sink", (self.heads,), ("heads",)),) if self.sink == "learned" else ()

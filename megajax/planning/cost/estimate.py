@@ -216,18 +216,8 @@ def estimate(run: Description) -> Estimate:
 
 def megatron_report(run: Description) -> MemoryReport:
     """Megatron-LM's memory report for the model in this layout."""
-    parallel = run.parallel
-    setting = MemorySetting(
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        data=run.shards,
-        virtual_stages=parallel.virtual_stages,
-        micro_size=run.micro_size,
-        microbatches=run.microbatches,
-        zero1=parallel.data_sharding != "replicate",
-        sequence=parallel.sequence and run.model.recompute == "selective",
-    )
-    return memory_report(run.model, setting)
+    counts = {"data": run.shards, "micro_size": run.micro_size, "microbatches": run.microbatches}
+    return memory_report(run.model, MemorySetting.of(run.parallel, run.model.recompute, **counts))
 
 
 def bytes_per_step(step: Estimate) -> dict[str, float]:

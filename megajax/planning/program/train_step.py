@@ -10,7 +10,7 @@ import jax
 from megajax.config.tree import check
 from megajax.kernels.capability import Device
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.xla import DEVICELESS, Option, compiler_options
+from megajax.models.facts import facts_of
 from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import Schedule
 from megajax.planning.program.collectives import Contents, read
@@ -144,13 +144,10 @@ def with_kernels(cfg: RunConfig, gpu: GPU) -> tuple[RunConfig, tuple[str, ...]]:
     Raises UserError for a kernel that is named in the config and not supported there.
     """
     chosen = demand_kernels(cfg, Device(name=gpu.description, capability=gpu.capability, cudnn=CUDNN))
-    pattern = tuple(
-        replace(block, mixer=replace(block.mixer, kernel=choice.kernel))
-        for block, choice in zip(cfg.model.stack.pattern, chosen, strict=True)
-    )
-    stack = replace(cfg.model.stack, pattern=pattern)
+    facts = facts_of(cfg.model)
+    model = cfg.model if facts is None else facts.with_kernels([choice.kernel for choice in chosen])
     described = (f"{kernel} ({'; '.join(reasons)})" if reasons else kernel for kernel, reasons in chosen)
-    return cfg.but(model=replace(cfg.model, stack=stack)), tuple(described)
+    return cfg.but(model=model), tuple(described)
 
 
 def bytes_per_device(tree: Any) -> int:

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import megajax.config.schema as schema
 from megajax.config.dump import flatten
 from megajax.config.errors import Problem
-from megajax.layers.config import LatentAttentionConfig
 from megajax.layers.remat import Recompute, words
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig
@@ -256,7 +255,7 @@ class Space:
         """Recompute policies, least recomputing first; those with latents only for models that have any."""
         if "recompute" in self.fixed:
             return [self.fixed["recompute"]]
-        latents = any(isinstance(block.mixer, LatentAttentionConfig) for block in self.cfg.model.stack.pattern)
+        latents = any("latent" in block.tensors(self.cfg.model.hidden) for block in self.cfg.model.stack.pattern)
         policies: dict[Recompute, None] = {"none": None}
         for parts in PARTIAL:
             if not latents and not isinstance(parts, str):
