@@ -228,6 +228,10 @@ class DecoderConfig(ModelConfig):
         """Rows of the embedding table."""
         return -(-self.vocabulary_size // self.vocabulary_multiple) * self.vocabulary_multiple
 
+    def repeated_blocks(self) -> tuple[tuple[BlockConfig, int], ...]:
+        """Each block that is written in the config or follows from it, and how often it is applied."""
+        return (*self.stack.repeated_blocks(), *((block, 1) for block in self.predicting_blocks()))
+
     def flops(self) -> Flops:
         """Forward and backward pass per token, for rows of sequence_length tokens.
 
@@ -235,21 +239,19 @@ class DecoderConfig(ModelConfig):
         the forward; matmuls of mixers, MLPs and heads count, norms, softmax and recomputation do not, nor does a window
         make a difference. Of heads that predict further ahead, blocks, two matrices, three norms and logits count.
         """
-        hidden, ahead = self.hidden, self.predicting_blocks()
-        counts = [block.multiply_adds(hidden) for block in self.stack.pattern] * self.stack.repeats
-        counts += [block.multiply_adds(hidden) for block in ahead]
-        outside = len(ahead) * (3 * hidden + 2 * hidden**2) + (1 + len(ahead)) * hidden * self.padded_vocabulary()
-        once = 2 * (sum(count.per_token for count in counts) + outside)
-        full = 2 * sum(count.per_pair for count in counts) * self.sequence_length
+        hidden, ahead = self.hidden, len(self.predicting_blocks())
+        counts = [(block.multiply_adds(hidden), times) for block, times in self.repeated_blocks()]
+        outside = ahead * (3 * hidden + 2 * hidden**2) + (1 + ahead) * hidden * self.padded_vocabulary()
+        once = 2 * (sum(times * count.per_token for count, times in counts) + outside)
+        full = 2 * sum(times * count.per_pair for count, times in counts) * self.sequence_length
         return Flops(causal=3 * (once + full / 2), full=3 * (once + full))
 
     def parameter_count(self) -> ParameterCount:
         """Number of weights, from those that the layers declare."""
-        hidden, ahead = self.hidden, self.predicting_blocks()
-        norm = total_size(self.norm.weights(hidden))
-        stack = sum(total_size(block.weights(hidden)) for block in self.stack.pattern) * self.stack.repeats
-        heads = sum(total_size(block.weights(hidden)) + 3 * norm + 2 * hidden**2 for block in ahead)
-        layers = stack + total_size(self.stack.shared_weights()) + norm + heads
+        hidden, norm = self.hidden, total_size(self.norm.weights(self.hidden))
+        blocks = sum(times * total_size(block.weights(hidden)) for block, times in self.repeated_blocks())
+        merging = len(self.predicting_blocks()) * (3 * norm + 2 * hidden**2)
+        layers = blocks + total_size(self.stack.shared_weights()) + norm + merging
         table, positions = hidden * self.vocabulary_size, hidden * self.sequence_length * self.learned_positions
         return ParameterCount(layers, table + positions, 0 if self.tied else table)
 

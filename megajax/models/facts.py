@@ -72,6 +72,10 @@ class Facts(Protocol):
         """Blocks behind the stack, each with two matrices of hidden x hidden and three norms."""
         ...
 
+    def repeated_blocks(self) -> tuple[tuple[BlockConfig, int], ...]:
+        """Each block, and how often it is applied; those behind the stack too."""
+        ...
+
     def recomputing(self) -> Recomputing:
         """What each layer saves for the backward pass."""
         ...
@@ -97,8 +101,8 @@ def facts_of(model: Any) -> Facts | None:
     """The config itself, where it and all its layers have facts."""
     if not isinstance(model, Facts):
         return None
-    blocks = (*model.stack.pattern, *model.predicting_blocks())
-    return model if all(isinstance(layer, Layer) for block in blocks for layer in block.layers().values()) else None
+    layers = (layer for block, _ in model.repeated_blocks() for layer in block.layers().values())
+    return model if all(isinstance(layer, Layer) for layer in layers) else None
 
 
 def flops_of(model: Any) -> Flops | None:

@@ -140,6 +140,10 @@ class StackConfig(Builds):
         """Number of blocks a token passes."""
         return len(self.pattern) * self.repeats
 
+    def repeated_blocks(self) -> tuple[tuple[BlockConfig, int], ...]:
+        """Each block that is written in the config, and how often it is applied."""
+        return tuple((block, self.repeats) for block in self.pattern)
+
     def shared_weights(self) -> tuple[Weight, ...]:
         """Weights of the stack itself: the table of relative biases that its blocks share."""
         tables = {(block.mixer.heads, bias) for block in self.pattern if (bias := shared_bias(block)) is not None}
