@@ -1,4 +1,4 @@
-"""What a decoder can be told; importing this imports neither jax nor flax."""
+"""Configs of decoders; importing this imports neither jax nor flax."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -50,7 +50,7 @@ class MultiHeadConfig(Builds):
             problems.append(Problem("dropout", f"must be at least 0 and below 1, got {self.dropout}"))
         if self.window is not None and self.window < 0:
             what = f"must be at least 0, got {self.window}"
-            problems.append(Problem("window", what, "none lets a query see all tokens before it"))
+            problems.append(Problem("window", what, "none attends to all previous tokens"))
         request = self.request(Request())
         refusal = None if self.kernel == "auto" else BACKENDS[self.kernel].refusal(request)
         if self.kernel != "auto" and refusal is not None:
@@ -137,44 +137,44 @@ class AttentionConfig(MultiHeadConfig):
     qkv_bias: bool | None = None
     """Biases on query, key and value; none: as bias says."""
     qk_norm: NormConfig | None = None
-    """Normalisation of each query and key head, before rotation (Henry et al. 2020); none: none."""
+    """Normalisation of each query and key head, before rotary positions (Henry et al. 2020); none: none."""
     rope: RopeConfig | None = None
-    """Rotary positions; none: the model has positions elsewhere, or this layer none."""
+    """Rotary positions; none: none in this layer."""
     relative: RelativeBiasConfig | None = None
     """Learned bias of scores by distance; none: none."""
     window: int | None = None
-    """Keys a query sees before its own: with 8 it sees 9 tokens, itself and 8 before; none: all before it."""
+    """Number of previous tokens a query attends to beside its own; none: all."""
     sink: Literal["none", "zero", "learned"] = "none"
-    """A score that takes part in the softmax and brings no value: 0 (off by one), or learned for each head."""
+    """An extra score in the softmax that has no value: 0 (softmax off by one), or learned for each head."""
     gate: bool = False
-    """What heads mixed is multiplied by the sigmoid of a projection of the input, before the output matrix."""
+    """The kernel's output is multiplied by the sigmoid of a projection of the input, before the output matrix."""
     scale: float | None = None
-    """Factor on scores; none: 1 / sqrt(head size). The softmax is in float32 always."""
+    """Factor on scores; none: 1 / sqrt(head size). The softmax is always in float32."""
     dropout: float = 0.0
     """Share of attention weights zeroed in training."""
     kernel: Kernel = "auto"
-    """auto: the fastest that can (docs/attention.md); cudnn, pallas, cudnn_mask or reference: that one or an error."""
+    """auto: the fastest available (docs/attention.md); cudnn, pallas, cudnn_mask or reference: that one or an error."""
 
     def problems(self) -> list[Problem]:
-        found = above_zero(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, scale=self.scale)
+        problems = above_zero(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, scale=self.scale)
         groups = self.groups()
-        if not found and self.heads % groups:
+        if not problems and self.heads % groups:
             legal = divisors_of(self.heads)
-            found.append(
+            problems.append(
                 Problem(
                     "kv_heads",
                     f"heads={self.heads} is not a multiple of kv_heads={groups}",
                     f"kv_heads can be {', '.join(map(str, legal))}",
                 )
             )
-        return found + self.core_problems()
+        return problems + self.core_problems()
 
     def shape_problems(self, *, hidden: int, length: int) -> list[Problem]:
-        """What is wrong with this on rows of `length` tokens, `hidden` wide."""
-        found = self.window_problems(length)
+        """What is wrong on rows of `length` tokens with `hidden` elements each."""
+        problems = self.window_problems(length)
         if self.head_dim is None and self.heads > 0 and hidden > 0 and hidden % self.heads:
             near = sorted(divisors_of(hidden), key=lambda n: abs(n - self.heads))
-            found.append(
+            problems.append(
                 Problem(
                     "heads",
                     f"hidden={hidden} is not divisible by heads={self.heads}",
@@ -182,8 +182,8 @@ class AttentionConfig(MultiHeadConfig):
                 )
             )
         elif self.rope is not None and self.heads > 0:
-            found += self.rope.head_problems(self.size(hidden))
-        return found
+            problems += self.rope.head_problems(self.size(hidden))
+        return problems
 
     def groups(self) -> int:
         """Number of key-value heads."""
@@ -263,31 +263,31 @@ class LatentAttentionConfig(MultiHeadConfig):
     heads: int
     """Heads of queries, keys and values."""
     query_rank: int | None = None
-    """Width of the queries' latent; none: queries come from the input directly."""
+    """Width of the queries' latent; none: queries are projected from the input."""
     key_value_rank: int = 512
     """Width of the latent of keys and values."""
     content_dim: int = 128
-    """Part of a query or key head that knows no positions."""
+    """Size of the part of a query or key head without positions."""
     position_dim: int = 64
-    """Part that is rotated; the key's is one for all heads."""
+    """Size of the part with rotary positions; keys share one for all heads."""
     value_dim: int = 128
     """Size of a value head."""
     bias: bool = False
-    """Bias on the output; the other matrices have none."""
+    """Bias on the output; other matrices have none."""
     norm: NormConfig | None = field(default_factory=RMSNormConfig)
     """Normalisation of the latents; none: none."""
     rope: RopeConfig = field(default_factory=lambda: RopeConfig(interleaved=True))
     """Rotation of the position parts."""
     window: int | None = None
-    """Keys a query sees before its own; none: all before it."""
+    """Number of previous tokens a query attends to beside its own; none: all."""
     sink: Literal["none", "zero", "learned"] = "none"
-    """A score that takes part in the softmax and brings no value: 0 (off by one), or learned for each head."""
+    """An extra score in the softmax that has no value: 0 (softmax off by one), or learned for each head."""
     scale: float | None = None
     """Factor on scores; none: 1 / sqrt(head size), times YaRN's mscale_all squared."""
     dropout: float = 0.0
     """Share of attention weights zeroed in training."""
     kernel: Kernel = "auto"
-    """auto: the fastest that can (docs/attention.md); cudnn, pallas, cudnn_mask or reference: that one or an error."""
+    """auto: the fastest available (docs/attention.md); cudnn, pallas, cudnn_mask or reference: that one or an error."""
 
     def problems(self) -> list[Problem]:
         sizes = {
@@ -297,7 +297,7 @@ class LatentAttentionConfig(MultiHeadConfig):
         return above_zero(**sizes) + self.core_problems()
 
     def shape_problems(self, *, hidden: int, length: int) -> list[Problem]:
-        """What is wrong with this on rows of `length` tokens, `hidden` wide."""
+        """What is wrong on rows of `length` tokens with `hidden` elements each."""
         del hidden
         return self.window_problems(length) + self.rope.head_problems(self.position_dim)
 

@@ -104,34 +104,34 @@ def shared_bias(block: BlockConfig) -> RelativeBiasConfig | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackConfig(Builds):
-    """`pattern` is unrolled in Python, `repeats` is scanned: (dense, moe) x 16 is 32 layers."""
+    """`pattern` is unrolled in Python and scanned over `repeats`: (dense, moe) x 16 is 32 layers."""
 
     target: ClassVar[str] = "megajax.layers.stack:Stack"
     pattern: tuple[BlockConfig, ...]
-    """Blocks that repeat together."""
+    """Blocks that are repeated together."""
     repeats: int
     """How many times the pattern is applied; layers = len(pattern) * repeats."""
 
     def problems(self) -> list[Problem]:
-        found = []
+        problems = []
         if not self.pattern:
-            found.append(Problem("pattern", "needs at least one block"))
+            problems.append(Problem("pattern", "needs at least one block"))
         if not 1 <= self.repeats <= LARGEST:
-            found.append(Problem("repeats", f"must be between 1 and {LARGEST}, got {self.repeats}"))
+            problems.append(Problem("repeats", f"must be between 1 and {LARGEST}, got {self.repeats}"))
         tables = {(block.mixer.heads, bias) for block in self.pattern if (bias := shared_bias(block)) is not None}
         if len(tables) > 1:
-            found.append(
+            problems.append(
                 Problem(
                     "pattern",
                     "blocks that share a table of relative biases differ in it, or in heads",
                     "make them alike",
                 )
             )
-        return found
+        return problems
 
     @classmethod
     def of(cls, blocks: Sequence[BlockConfig]) -> "StackConfig":
-        """These blocks, as the shortest pattern that gives them: every fourth full, the others windowed, and so on."""
+        """A stack of these blocks, with the shortest pattern whose repeats give them."""
         count = len(blocks)
         period = next(n for n in range(1, count + 1) if count % n == 0 and all(map(eq, blocks, blocks[n:])))
         return cls(pattern=tuple(blocks[:period]), repeats=count // period)

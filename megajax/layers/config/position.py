@@ -11,61 +11,61 @@ from megajax.layers.config.norm import above_zero
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Llama3ScalingConfig:
-    """Llama 3.1's stretch of the low RoPE frequencies (Llama team 2024)."""
+    """Llama 3.1's scaling of low RoPE frequencies for longer sequences (Llama team 2024)."""
 
     factor: float = 8.0
-    """How far the lowest frequencies are stretched."""
+    """What the lowest frequencies are divided by."""
     low: float = 1.0
-    """Wavelengths above original/low are stretched in full."""
+    """Frequencies with wavelengths above original/low are scaled by the whole factor."""
     high: float = 4.0
-    """Wavelengths below original/high are left alone."""
+    """Frequencies with wavelengths below original/high are not scaled."""
     original: int = 8192
-    """Sequence length the model was trained on before."""
+    """Sequence length of the training before the extension."""
 
     def problems(self) -> list[Problem]:
-        found = above_zero(factor=self.factor, low=self.low, high=self.high, original=self.original)
-        if not found and self.low >= self.high:
-            found.append(Problem("low", f"must be below high, got low={self.low} and high={self.high}"))
-        return found
+        problems = above_zero(factor=self.factor, low=self.low, high=self.high, original=self.original)
+        if not problems and self.low >= self.high:
+            problems.append(Problem("low", f"must be below high, got low={self.low} and high={self.high}"))
+        return problems
 
     def magnitude(self) -> float:
-        """What rotated queries and keys are multiplied by."""
+        """Factor on rotated queries and keys."""
         return 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class YarnScalingConfig:
-    """YaRN: low frequencies interpolated, high ones kept, rotated heads made longer (Peng et al. 2023)."""
+    """YaRN: interpolates low frequencies, keeps high ones, and scales rotated heads (Peng et al. 2023)."""
 
     factor: float
-    """How far the lowest frequencies are stretched."""
+    """What the lowest frequencies are divided by."""
     original: int = 4096
-    """Sequence length the model was trained on before."""
+    """Sequence length of the training before the extension."""
     fast: float = 32.0
-    """Pairs that turn more often than this over the original length are left alone."""
+    """Dimensions with more rotations than this over the original length are not interpolated."""
     slow: float = 1.0
-    """Pairs that turn less often than this are stretched in full."""
+    """Dimensions with fewer rotations than this are interpolated by the whole factor."""
     rounded: bool = True
-    """The two borders between pairs are rounded outwards to whole pairs."""
+    """The bounds of the ramp between the two are rounded outwards to whole dimensions."""
     mscale: float | None = None
-    """Weight of the factor's logarithm in the length of rotated heads, none: 1; needs mscale_all."""
+    """Coefficient of ln(factor) in the scale of rotated heads, none: 1; needs mscale_all."""
     mscale_all: float | None = None
-    """The same, but divided out again: latent attention has its square in the scale of all scores instead."""
+    """The same, divided out again: latent attention has its square in the scale of all scores instead."""
 
     def problems(self) -> list[Problem]:
-        found = above_zero(factor=self.factor, original=self.original, fast=self.fast, slow=self.slow)
-        if not found and self.slow >= self.fast:
-            found.append(Problem("slow", f"must be below fast, got slow={self.slow} and fast={self.fast}"))
+        problems = above_zero(factor=self.factor, original=self.original, fast=self.fast, slow=self.slow)
+        if not problems and self.slow >= self.fast:
+            problems.append(Problem("slow", f"must be below fast, got slow={self.slow} and fast={self.fast}"))
         if (self.mscale is None) != (self.mscale_all is None):
-            found.append(Problem("mscale", f"goes with mscale_all: got {self.mscale} and {self.mscale_all}"))
-        return found
+            problems.append(Problem("mscale", f"goes with mscale_all: got {self.mscale} and {self.mscale_all}"))
+        return problems
 
     def lengthened(self, weight: float) -> float:
         """0.1 weight ln(factor) + 1, the paper's fit with weight 1."""
         return 0.1 * weight * log(self.factor) + 1 if self.factor > 1 else 1.0
 
     def magnitude(self) -> float:
-        """What rotated queries and keys are multiplied by."""
+        """Factor on rotated queries and keys."""
         if self.mscale is None or self.mscale_all is None:
             return self.lengthened(1.0)
         return self.lengthened(self.mscale) / self.lengthened(self.mscale_all)
@@ -79,19 +79,19 @@ class RopeConfig(Builds):
     base: float = 10000.0
     """Wavelengths run from 2 pi to 2 pi * base."""
     scaling: Llama3ScalingConfig | YarnScalingConfig | None = None
-    """Stretched frequencies for long sequences; none: plain."""
+    """Scaling of frequencies for long sequences; none: none."""
     fraction: float = 1.0
-    """Share of each head that is rotated, from its first dimension on; the rest knows no positions."""
+    """Share of each head that is rotated, from its first dimension on; the rest has no positions."""
     interleaved: bool = False
-    """Neighbours are rotated against each other; otherwise the two halves of what is rotated."""
+    """Rotate pairs of adjacent dimensions; otherwise pairs of one dimension from each half."""
     interpolation: float = 1.0
     """Positions are divided by this (Chen et al. 2023)."""
 
     def problems(self) -> list[Problem]:
-        found = above_zero(base=self.base, interpolation=self.interpolation)
+        problems = above_zero(base=self.base, interpolation=self.interpolation)
         if not 0 < self.fraction <= 1:
-            found.append(Problem("fraction", f"must be above 0 and at most 1, got {self.fraction}"))
-        return found
+            problems.append(Problem("fraction", f"must be above 0 and at most 1, got {self.fraction}"))
+        return problems
 
     def rotated(self, size: int) -> int:
         """Dimensions of a head of this size that are rotated."""
@@ -108,17 +108,17 @@ class RopeConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RelativeBiasConfig(Builds):
-    """A learned number for each head and distance, added to scores (T5, Raffel et al. 2020, section 2.1)."""
+    """A learned bias of scores by head and distance (T5, Raffel et al. 2020, section 2.1)."""
 
     target: ClassVar[str] = "megajax.layers.relative:RelativeBias"
     buckets: int = 32
-    """Distances told apart: half of them one by one, the others in steps that grow."""
+    """Buckets of distances: half of them hold one distance each, the others logarithmically wider ranges."""
     distance: int = 128
-    """From here on all distances are one."""
+    """Distances from this one on share the last bucket."""
     both_ways: bool = False
-    """Keys after the query have buckets of their own, half of them."""
+    """Half of the buckets are for keys after the query."""
     shared: bool = False
-    """One table for all layers of a stack, as T5 has it, rather than one for each."""
+    """One table for all layers of a stack, as in T5, rather than one for each."""
 
     def problems(self) -> list[Problem]:
         each = self.buckets // 2 if self.both_ways else self.buckets
@@ -126,6 +126,6 @@ class RelativeBiasConfig(Builds):
             return [Problem("buckets", f"must be an even number of 2 or more for each direction, got {self.buckets}")]
         if self.distance <= each // 2:
             return [
-                Problem("distance", f"must be above {each // 2}, the distances told one by one; got {self.distance}")
+                Problem("distance", f"must be above {each // 2}, the distances with a bucket each; got {self.distance}")
             ]
         return []
