@@ -3,7 +3,7 @@
 Run:  python benchmarks/traffic.py [NAME ...]                 (needs the extra aot; no GPU. Minutes for each program)
 
 Each of `CASES` is compiled for virtual H100s, and its kernels are counted
-(planning/program/audit.py) without cuBLAS's scratch space; beside that is what planning/cost/memory_traffic.py says.
+(planning/program/audit.py) without cuBLAS's scratch space; beside that is what planning/cost/work.py says.
 Of one device and step. Writes benchmarks/results/traffic.json.
 """
 
