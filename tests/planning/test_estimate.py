@@ -39,12 +39,12 @@ def shipped(name: str, devices: int, *overrides: str) -> Estimate:
 def test_memory_is_that_of_compiled_plans(case: str) -> None:
     plan = COMPILED[case]
     cfg: Any = load(f"{ROOT}/configs/{plan['config']}", *plan["settings"])
-    found = to_dict(estimate(describe(cfg, H100, plan["gpus"])))
-    assert found["parameters_gib"] == pytest.approx(plan["parameters_gib"], rel=5e-3)
-    assert found["optimizer_gib"] == pytest.approx(plan["optimizer_gib"], rel=5e-3)
-    assert found["peak_gib"] == pytest.approx(plan["peak_gib"], rel=0.04)
+    formula = to_dict(estimate(describe(cfg, H100, plan["gpus"])))
+    assert formula["parameters_gib"] == pytest.approx(plan["parameters_gib"], rel=5e-3)
+    assert formula["optimizer_gib"] == pytest.approx(plan["optimizer_gib"], rel=5e-3)
+    assert formula["peak_gib"] == pytest.approx(plan["peak_gib"], rel=0.04)
     # What the page says of the formula is what the formula says now.
-    assert found["peak_gib"] == pytest.approx(plan["formula_peak_gib"], abs=1e-3)
+    assert formula["peak_gib"] == pytest.approx(plan["formula_peak_gib"], abs=1e-3)
 
 
 def run(**changes: Any) -> Description:
@@ -61,21 +61,21 @@ def test_a_bubble_is_that_of_the_table(sizes: tuple[int, int, int]) -> None:
         for wait in (0,) if name == "gpipe" else (0, 1):
             table = build(name, stages=stages, microbatches=microbatches, chunks=chunks, loss_wait=wait)
             layout = ParallelConfig(pipeline=stages, virtual_stages=chunks, schedule=name, loss_wait=wait, data=1)
-            found = pipeline_bubble(run(parallel=layout, global_size=microbatches))
-            assert (found.ticks, found.slots) == (table.ticks, table.ring_slots)
-            assert found.fraction == pytest.approx(float(measure(table).bubble))
+            bubble = pipeline_bubble(run(parallel=layout, global_size=microbatches))
+            assert (bubble.ticks, bubble.slots) == (table.ticks, table.ring_slots)
+            assert bubble.fraction == pytest.approx(float(measure(table).bubble))
 
 
 def test_seconds_add_up_and_hidden_ones_do_not() -> None:
-    found = shipped("llama3_70b", 128)
-    parts = (found.compute_seconds, found.exposed_seconds, found.bubble_seconds, found.optimizer_seconds)
-    assert found.step_seconds == pytest.approx(sum(parts)) and min(parts) > 0
-    assert sum(row.seconds for row in found.traffic) == pytest.approx(found.exposed_seconds + found.hidden_seconds)
-    tokens = 512 * 8192 / found.step_seconds / 128
-    assert found.tokens_per_second_per_device == pytest.approx(tokens)
-    assert found.mfu_causal == pytest.approx(tokens * found.flops.causal / 989.4e12)
-    assert found.mfu_causal < found.mfu_full < 1
-    assert found.days == pytest.approx(3_600_000 * found.step_seconds / 86_400)
+    step = shipped("llama3_70b", 128)
+    parts = (step.compute_seconds, step.exposed_seconds, step.bubble_seconds, step.optimizer_seconds)
+    assert step.step_seconds == pytest.approx(sum(parts)) and min(parts) > 0
+    assert sum(row.seconds for row in step.traffic) == pytest.approx(step.exposed_seconds + step.hidden_seconds)
+    tokens = 512 * 8192 / step.step_seconds / 128
+    assert step.tokens_per_second_per_device == pytest.approx(tokens)
+    assert step.mfu_causal == pytest.approx(tokens * step.flops.causal / 989.4e12)
+    assert step.mfu_causal < step.mfu_full < 1
+    assert step.days == pytest.approx(3_600_000 * step.step_seconds / 86_400)
 
 
 def test_traffic_is_that_of_the_compiled_program() -> None:
@@ -150,8 +150,8 @@ def test_a_free_running_pipeline_keeps_fewer_and_its_last_stage_has_the_head() -
 
 def test_mfu_is_of_the_same_peak_whatever_is_multiplied_in() -> None:
     for compute in ("bfloat16", "fp8", "float32"):
-        found = estimate(run(compute=compute))
-        assert found.mfu_full == found.flops.full * found.tokens_per_second_per_device / found.run.device.peak
+        step = estimate(run(compute=compute))
+        assert step.mfu_full == step.flops.full * step.tokens_per_second_per_device / step.run.device.peak
 
 
 def test_fp8_needs_a_device_that_has_it() -> None:
@@ -175,9 +175,9 @@ def test_an_estimate_is_quick_and_the_same_every_time() -> None:
 
 def _timed(described: Description, wanted: Estimate) -> float:
     started = time.perf_counter()
-    found = estimate(described)
+    again = estimate(described)
     seconds = time.perf_counter() - started
-    assert found == wanted
+    assert again == wanted
     return seconds
 
 
@@ -196,5 +196,5 @@ def test_every_layout_of_a_gpt_has_an_estimate() -> None:
     for sharding in ("replicate", "zero1", "fsdp"):
         for tensor, sequence in ((1, False), (2, False), (2, True)):
             layout = ParallelConfig(tensor=tensor, sequence=sequence, data=4, data_sharding=sharding)
-            found = estimate(run(model=gpt3("1.3b"), parallel=layout, global_size=16))
-            assert found.step_seconds > 0 and found.fits
+            step = estimate(run(model=gpt3("1.3b"), parallel=layout, global_size=16))
+            assert step.step_seconds > 0 and step.fits

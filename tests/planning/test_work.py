@@ -50,11 +50,11 @@ scratch space): all, copies and elementwise, matmul. benchmarks/traffic.py compi
 def test_bytes_are_those_of_compiled_programs(case: str) -> None:
     name, devices, settings, (total, streamed, matmul) = COMPILED[case]
     cfg: Any = load(f"{name.split('_')[0]}.py:{name}", *settings)
-    found = {kind: size / 2**40 for kind, size in bytes_per_step(estimate(describe(cfg, H100, devices))).items()}
-    assert found["total"] == pytest.approx(total, rel=0.1)
-    assert found["copies"] + found["elementwise"] == pytest.approx(streamed, rel=0.25)
-    assert found["matmul"] == pytest.approx(matmul, rel=0.12)
-    assert found["total"] == pytest.approx(sum(found.values()) - found["total"])
+    formula = {kind: size / 2**40 for kind, size in bytes_per_step(estimate(describe(cfg, H100, devices))).items()}
+    assert formula["total"] == pytest.approx(total, rel=0.1)
+    assert formula["copies"] + formula["elementwise"] == pytest.approx(streamed, rel=0.25)
+    assert formula["matmul"] == pytest.approx(matmul, rel=0.12)
+    assert formula["total"] == pytest.approx(sum(formula.values()) - formula["total"])
 
 
 def run(**changes: Any) -> Description:
