@@ -1,4 +1,4 @@
-"""How configs are found, overridden, checked, printed and compared: the mechanism, no settings of its own."""
+"""Find, override, check, print and compare configs."""
 
 from megajax.config.builds import Builds
 from megajax.config.errors import ConfigError, Problem, UserError

@@ -1,6 +1,6 @@
-"""One value of a config from what was written, by the annotation of its field.
+"""Parse one value by the annotation of its field.
 
-The same rules serve the command line, YAML, JSON and values set in Python, so that `1e3` means the same everywhere.
+The command line, YAML, JSON and values set in Python follow the same rules: `1e3` means the same everywhere.
 """
 
 import math
@@ -27,7 +27,7 @@ class Text(str):
 
 
 class Mismatch(Exception):
-    """The value is not of this kind; the message is a hint, often empty."""
+    """The value is not of this kind. The message is a hint; it may be empty."""
 
 
 def scalar(raw: Any, kind: Any) -> Any:
@@ -43,7 +43,7 @@ def scalar(raw: Any, kind: Any) -> Any:
 
 
 def precedence(kind: Any) -> int:
-    """The order in which the members of a union are tried: the pickier ones first."""
+    """The order in which the members of a union are tried: the most specific first."""
     order = (types.NoneType, bool, int, float, Path, str)
     return order.index(kind) if kind in order else -1
 

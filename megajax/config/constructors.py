@@ -1,7 +1,7 @@
-"""Everything that is wrong with the constructor calls of a config file, by letting them all succeed.
+"""Find all wrong constructor calls in a config file.
 
-Python ends a file at the first call with an unknown or a missing argument. Here the config classes take such calls for
-a while: unknown settings are noted, and missing ones become placeholders.
+Python ends a file at the first call with an unknown or a missing argument. While `collecting` is entered, the config
+classes accept such calls: unknown settings are recorded, and missing ones become placeholders.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ def _collect(cls: type, classes: dict[type, None]) -> None:
 
 @contextmanager
 def collecting(classes: Iterable[type], place: Callable[[str, int], str | None]) -> Generator[list[Fault]]:
-    """While this is entered, constructors of `classes` note what is wrong with a call and go on.
+    """While this is entered, constructors of `classes` record wrong calls and continue.
 
     place: (file, line) -> how it is shown to people, None for a file that is not the user's.
     """
@@ -95,7 +95,7 @@ def _caller(place: Callable[[str, int], str | None]) -> str:
 
 
 def problems_of(faults: list[Fault], config: Any, root: type) -> list[Problem]:
-    """What is wrong with the calls, by dotted name for those whose result is a part of `config` (None: none is).
+    """The problems of the calls, by dotted name where the result is a part of `config`.
 
     Missing settings of such parts are left out: whoever checks the config finds the placeholders.
     """

@@ -1,4 +1,4 @@
-"""A config tree as plain values, as YAML that loads back to an equal tree, as dotted names, and against another."""
+"""Config trees as plain values, as YAML that loads back to an equal tree, and as dotted names; differences of two."""
 
 import dataclasses
 import re
@@ -50,12 +50,12 @@ def flatten(config: Any) -> dict[str, Any]:
 
 
 def diff(old: Any, new: Any) -> list[str]:
-    """What changed between two trees, a line each: "parallel.tensor: 1 -> 2"."""
+    """Differences between two trees, one per line: "parallel.tensor: 1 -> 2"."""
     return _differences(flatten(old), flatten(new), "absent")
 
 
 def diff_from_defaults(config: Any) -> list[str]:
-    """What the config sets otherwise than its classes do, a line each: the text of config.diff."""
+    """Settings that differ from the defaults of their classes, one per line: the text of config.diff."""
     defaults = default_leaves(config)
     leaves = flatten(config)
     return _differences({name: value for name, value in defaults.items() if name in leaves}, leaves, "required")

@@ -1,4 +1,4 @@
-"""What a user can get wrong, said once and in full: the errors that end a command with exit code 2."""
+"""Errors that the user can correct; they end a command with exit code 2."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ class UserError(Exception):
     """
 
     code: int = 2
-    """1 for those that may go better at another time or place."""
+    """1 for errors that may not occur at another time or on another machine."""
 
     def _render_traceback_(self) -> list[str]:
         """What IPython and Jupyter show in place of a traceback."""
@@ -21,7 +21,7 @@ class UserError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong: `where` is the dotted setting, `what` the fault with both values, `hint` the remedy.
+    """One error: `where` is the dotted setting, `what` the error with both values, `hint` the remedy.
 
     A hint may have several lines.
     """
@@ -36,14 +36,14 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class TooFewDevices(Problem):
-    """The layout takes more devices than there are: a smaller config of the same kind may fit."""
+    """The layout needs more devices than there are."""
 
     wanted: int = 0
-    """Devices the layout takes."""
+    """Devices that the layout needs."""
 
 
 class ConfigError(UserError):
-    """Everything wrong with a config at once; `place` says in what ("configs/gpt2.py + command line")."""
+    """All errors of a config; `place` names their sources ("configs/gpt2.py + command line")."""
 
     def __init__(self, problems: Iterable[Problem], place: str = ""):
         self.problems, self.place = tuple(problems), place

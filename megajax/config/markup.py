@@ -1,4 +1,4 @@
-"""YAML and JSON files as settings. Imported where such a file is read: yaml is not part of Python."""
+"""Settings from YAML and JSON files. Imported only when such a file is read, since yaml is an extra package."""
 
 import json
 from collections.abc import Mapping

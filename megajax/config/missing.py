@@ -1,4 +1,4 @@
-"""What to do about a package that is not installed. Needs nothing but Python itself."""
+"""Missing packages and how to install them. Imports only Python's standard library."""
 
 import importlib
 import shlex

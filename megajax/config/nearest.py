@@ -1,11 +1,11 @@
-"""The nearest legal thing to what was written: for hints that name the remedy."""
+"""Nearest names and divisors, for hints."""
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 from math import isqrt
 
 MOST_TO_DIVIDE = 2**40
-"""Of larger numbers only 1 and the number itself are told: no size of a model is larger."""
+"""For larger numbers only 1 and the number itself are returned; sizes of models are smaller."""
 
 
 def divisors_of(n: int) -> list[int]:
@@ -31,7 +31,7 @@ def nearest_divisors(n: int, near: int) -> list[int]:
 def nearest_names(name: str, choices: Iterable[str], at_most: int = 3) -> list[str]:
     """The choices most like `name`, best first; dotted choices also match by their last part alone.
 
-    Only those nearly as good as the best one are given: one clear answer is worth more than three.
+    Only choices nearly as good as the best one are returned.
     """
     wanted = name.lower().replace("-", "_")
     leaf = wanted.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Settings not yet typed: dotted names as a tree, and one set of settings over another."""
+"""Settings before they are typed: trees of dotted names, and one set of settings over another."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from megajax.config.coerce import Text
 
 
 class Mark(Enum):
-    """Values that are none."""
+    """Markers in place of a value."""
 
-    BARE = "a name without a value: true for a switch, wrong for all else"
+    BARE = "a name without a value: true for a switch, an error otherwise"
     INVALID = "could not be built; the problem is noted"
 
 
@@ -25,15 +25,15 @@ class Additions(Patch):
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Two things written for one place. What the upper leaves of the lower depends on the field, known only later."""
+    """Two values for one setting. Whether the upper replaces the lower or is merged into it depends on the field."""
 
     lower: Any
     upper: Any
 
     def merged(self) -> Mapping | None:
-        """Both as one set of settings (one level deep), or None where one of them is a whole value.
+        """Both merged, one level deep; None if one of them is a whole value.
 
-        Where the upper names another `type`, the lower's settings belong to something that is gone.
+        If the upper names a different `type`, the lower's settings are dropped.
         """
         lower, upper = (side.merged() if isinstance(side, Over) else side for side in (self.lower, self.upper))
         if not isinstance(lower, Mapping) or not isinstance(upper, Mapping):
@@ -90,7 +90,7 @@ def join(where: str, name: str) -> str:
 
 
 def plain_name(name: Any) -> str:
-    """Dashes and underscores are one."""
+    """The name with underscores for dashes."""
     return str(name).replace("-", "_")
 
 

@@ -1,14 +1,14 @@
-"""What stands in a config where a value is missing or wrong, so that all else can be built and checked too."""
+"""A placeholder for a missing or wrong value, so that the rest of a config can be built and checked."""
 
 from typing import Any, NoReturn
 
 
 class UnknownValue(Exception):
-    """Something looked at a value that is missing or wrong. The value itself is reported elsewhere."""
+    """A missing or wrong value was used. The value itself is reported elsewhere."""
 
 
 class Placeholder:
-    """A value nobody knows: it can be stored and passed on, and whatever looks at it raises UnknownValue.
+    """An unknown value: it can be stored and passed on, and any use of it raises UnknownValue.
 
     `place` says where it was left out: "RunConfig, configs/mine.py, line 9".
     """

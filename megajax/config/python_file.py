@@ -1,4 +1,4 @@
-"""Run a config file written in Python; what is wrong with the file is told by file and line, without a traceback."""
+"""Run a Python config file. Errors of the file are reported by file and line, without a traceback."""
 
 import inspect
 import io
@@ -24,7 +24,7 @@ MOST_OF_AN_ERROR = 300
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What the function returned, and what is wrong with the calls that made it."""
+    """What the function returned, and the problems of its constructor calls."""
 
     config: Any
     problems: tuple[Problem, ...] = ()

@@ -1,4 +1,4 @@
-"""What the annotations of config dataclasses say: the kinds in a union, entries of lists, words for messages."""
+"""Annotations of config dataclasses: members of a union, entries of lists, and their names in messages."""
 
 import dataclasses
 import types

@@ -1,4 +1,4 @@
-"""Build a config tree: what is written is laid over what is there, and everything wrong is listed at once."""
+"""Build a config tree from a base and settings over it. All errors are reported together."""
 
 import dataclasses
 import inspect
@@ -18,7 +18,7 @@ from megajax.config.placeholder import Placeholder, UnknownValue, place_of
 
 
 def override(config: Any, *settings: str, devices: int | None = None, place: str = "settings") -> Any:
-    """A copy of the config with "dotted.name=value" settings, checked. Raises ConfigError listing all that is wrong."""
+    """A copy of the config with "dotted.name=value" settings, checked. Raises ConfigError with all errors."""
     patch = patch_of(setting(text) for text in settings)
     changed, problems = assemble(type(config), config, patch, devices)
     if problems:
@@ -52,13 +52,13 @@ def assemble(cls: type, base: Any, written: Any, devices: int | None = None) -> 
             problems += _cross_checks(node, where, devices)
         except Exception as error:
             failures.append(_failure(error, where))
-    # A check that fails does so over something wrong, as a rule over what others have found.
+    # A check usually fails because of a problem that another check reports.
     faults = list(dict.fromkeys(problems or failures))
     return None if builder.problems or config is Mark.INVALID else config, faults
 
 
 def _cross_checks(node: Any, where: str, devices: int | None) -> list[Problem]:
-    """What a config finds wrong with itself."""
+    """The problems that a config reports about itself."""
     ask = getattr(node, "problems", None)
     if not callable(ask):
         return []
@@ -78,7 +78,7 @@ def _failure(error: Exception, where: str) -> Problem:
 
 
 def _cross_checks_of_the_rest(node: Any, where: str, devices: int | None) -> list[Problem]:
-    """What is wrong with the known settings: defaults stand in for the others, and what mentions those is left out."""
+    """Problems of the known settings. Defaults replace the unknown ones; problems that mention these are left out."""
     fields = {field.name: schema.default(field) for field in dataclasses.fields(node) if field.init}
     unknown = [name for name in fields if isinstance(getattr(node, name), Placeholder)]
     if not unknown or any(fields[name] is MISSING for name in unknown):
@@ -94,7 +94,7 @@ def _example(where: str, annotation: Any) -> str:
 
 
 def _python_hint(where: str, annotation: Any, raw: Any) -> str:
-    """For values that only Python has."""
+    """A hint for values that only a Python config can hold."""
     members = schema.configs(annotation)
     nodes = schema.holds_configs(annotation)
     if isinstance(raw, type) and dataclasses.is_dataclass(raw):
@@ -110,7 +110,7 @@ def _python_hint(where: str, annotation: Any, raw: Any) -> str:
 
 
 class _Builder:
-    """One pass over a tree; notes problems and goes on."""
+    """One pass over a tree that collects problems and continues."""
 
     def __init__(self, root: type):
         self.root = root
@@ -127,7 +127,7 @@ class _Builder:
         return self.fault(where, what, hint or _python_hint(where, annotation, raw))
 
     def value(self, raw: Any, annotation: Any, where: str, old: Any) -> Any:
-        """What was written for one field (or what is there already), as its annotation wants it; `old` is there now."""
+        """The value of one field by its annotation, from a setting or from `old`, the present value."""
         if isinstance(raw, Over):
             return self._over(raw, annotation, where, old)
         if raw is Mark.BARE:
@@ -200,7 +200,7 @@ class _Builder:
         return self.expected(where, annotation, raw, hint)
 
     def _one_or_list(self, raw: str, unfolded: list | dict, annotation: Any, where: str, hint: str) -> Any:
-        """What was unfolded; where a single word is neither one of the field's words nor an entry, both are told."""
+        """The unfolded value. If one word is neither a word of the field nor an entry, the error names both."""
         before = len(self.problems)
         value = self.value(unfolded, annotation, where, None)
         if value is not Mark.INVALID or len(unfolded) > 1 or not schema.choosable(annotation):
@@ -225,7 +225,7 @@ class _Builder:
     def _list(self, raw: Any, annotation: Any, where: str, old: Any) -> Any:
         kind = schema.lists(annotation)[0]
         _, count = schema.entries(kind)
-        # Numbered entries change what is there; a list is a whole new value and starts from the defaults.
+        # Numbered entries change the present list; a list replaces it and starts from the defaults.
         items = list(old if isinstance(raw, Mapping) else raw)
         before = list(old) if isinstance(raw, Mapping) else [None] * len(items)
         for key, value in raw.items() if isinstance(raw, Mapping) else ():
@@ -326,7 +326,7 @@ class _Builder:
                     continue
                 there = None
             value = self.value(given.get(field.name, there), annotations[field.name], path, there)
-            # A wrong setting is reported already: the others are checked all the same.
+            # A wrong setting is reported already; the others are still checked.
             values[field.name] = Placeholder() if value is Mark.INVALID else value
         try:
             self.built[where] = cls(**values)

@@ -1,4 +1,4 @@
-"""The debug twin of a config: the same tree in toy sizes, for a machine that lacks the devices of the large one.
+"""The debug twin of a config: the same tree with small sizes, for a machine with fewer devices.
 
 By convention the twin of `config()` is `debug()`, and that of `NAME()` is `NAME_debug()` in the same file.
 """

@@ -1,4 +1,4 @@
-"""A corpus that is always there: the source text of Python's standard library, docstrings and all."""
+"""A corpus without a download: the source text of Python's standard library."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""What is installed of jax, its CUDA plugin and NVIDIA's libraries, and what is wrong with that; imports none of it."""
+"""Installed versions of jax, its CUDA plugin and NVIDIA's libraries, and problems with them; imports none of them."""
 
 import ctypes.util
 import re
@@ -85,12 +85,12 @@ class Installation:
             return []
         return [f"not found: {', '.join(missing)}; they come with\n  {install(EXTRA.format(self.cuda[0]))}"]
 
-    def capability_fault(self, name: str, capability: tuple[int, int]) -> str:
-        """Why a GPU called `name` of compute capability `found` is too old, or ""."""
+    def capability_fault(self, name: str, actual: tuple[int, int]) -> str:
+        """Why a GPU called `name` of compute capability `actual` is too old, or ""."""
         least = LEAST_CAPABILITY.get(self.cuda[0], (0, 0)) if self.cuda else (0, 0)
-        if capability >= least:
+        if actual >= least:
             return ""
-        wanted, there = (".".join(map(str, pair)) for pair in (least, capability))
+        wanted, there = (".".join(map(str, pair)) for pair in (least, actual))
         return f"{name} has compute capability {there}; jax for CUDA {self.cuda[0]} needs {wanted} or newer"
 
 

@@ -1,6 +1,6 @@
-"""Which of how many processes this is, as flags, the launcher or the scheduler say: read from the environment alone.
+"""The number of processes and the index of this one, from flags, launcher or scheduler; read from the environment.
 
-A process for which nobody says that there are others is on its own: a laptop, a notebook, a shell inside an allocation.
+A process is on its own unless one of them says otherwise: a laptop, a notebook, a shell inside an allocation.
 """
 
 import os

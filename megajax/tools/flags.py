@@ -1,4 +1,4 @@
-"""What another trainer's flag is here: a setting, unnecessary, or refused; and command lines read by such a table."""
+"""A table of another trainer's flags, each a setting, unnecessary or refused, and command lines read by it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
