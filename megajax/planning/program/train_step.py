@@ -10,6 +10,7 @@ import jax
 from megajax.config.tree import check
 from megajax.kernels.capability import Device
 from megajax.mesh.mesh import build_mesh
+from megajax.mesh.xla import DEVICELESS, Option, compiler_options
 from megajax.models.facts import facts_of
 from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import Schedule
