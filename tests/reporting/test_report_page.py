@@ -172,9 +172,9 @@ def test_two_hundred_thousand_steps_take_seconds(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for step, noise in enumerate(random, 1):
             file.write(json.dumps(line | {"step": step, "loss": 2.5 + 0.1 * noise + 10 / step}) + "\n")
-    begun = time.monotonic()
+    start = time.process_time()
     assert main([str(tmp_path)]) == 0
-    assert time.monotonic() - begun < 10
+    assert time.process_time() - start < 10
     assert (tmp_path / "report.html").stat().st_size < 3e6
 
 

@@ -31,11 +31,8 @@ ROWS, LENGTH, HEADS, GROUPS, HEAD = 2, 128, 4, 2, 64
 REPEATS, ELEMENTS = 5, 1 << 18
 """Runs of each matmul; numbers that each device contributes to the all-reduce."""
 
-TIGHT = 1e-5
-"""Relative error of one operation in float32, and of a product of bfloat16 numbers summed in float32."""
-
-ROUNDED = 1e-2
-"""Relative error of attention in 16 bits: 2^-9 for each number of the result, and the weights are rounded as well."""
+TIGHT, ROUNDED = 1e-5, 1e-2
+"""Relative error of one operation summed in float32; of attention in 16 bits, 2^-9 for each number and each weight."""
 
 
 def devices() -> Finding:
@@ -48,10 +45,10 @@ def devices() -> Finding:
         kind = f"{device.device_kind} ({device.platform}" + (f", capability {capability}" if capability else "")
         kinds[kind + (f", {byte_size(size)} for jax)" if size else ")")] += 1
     text = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
-    gpus, found = Machine().gpu_files, sum(device.platform == "gpu" for device in jax.local_devices())
-    if gpus and not found:
+    gpus, used = Machine().gpu_files, sum(device.platform == "gpu" for device in jax.local_devices())
+    if gpus and not used:
         return fail(f"{text}, with {gpus} GPUs", "uv sync --extra cuda12 (or cuda13); unset JAX_PLATFORMS")
-    if found < gpus:
+    if used < gpus:
         return warn(f"{text}, of {gpus} GPUs", "check CUDA_VISIBLE_DEVICES; nvidia-smi -L")
     return ok(text)
 

@@ -63,25 +63,25 @@ def platforms(machine: Machine) -> Finding:
 
 def library_path(machine: Machine) -> Finding:
     """No other CUDA precedes the one of jax's wheels."""
-    found = []
+    folders = []
     for folder in filter(None, machine.environment.get("LD_LIBRARY_PATH", "").split(":")):
         names = sorted(path.name for path in Path(folder).glob("lib*.so*") if CUDA_LIBRARY.fullmatch(path.name))
         if names:
-            found.append(f"{folder} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})")
-    text = f"CUDA libraries in LD_LIBRARY_PATH: {'; '.join(found)}"
-    if found and any(name.startswith("nvidia-cu") for name in machine.packages):
+            folders.append(f"{folder} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})")
+    text = f"CUDA libraries in LD_LIBRARY_PATH: {'; '.join(folders)}"
+    if folders and any(name.startswith("nvidia-cu") for name in machine.packages):
         return warn(f"{text}, before those of jax's wheels", "unset LD_LIBRARY_PATH, or remove these folders")
-    return ok(text if found else "no CUDA libraries in LD_LIBRARY_PATH")
+    return ok(text if folders else "no CUDA libraries in LD_LIBRARY_PATH")
 
 
 def variables(machine: Machine) -> Finding:
     """None that makes runs slow or changes their numbers."""
-    found = []
+    problems = []
     for name, (values, why) in HARMFUL.items():
         value = machine.environment.get(name)
         if value is not None and re.fullmatch(values, value.strip(), re.IGNORECASE):
-            found.append(f"{name}={value}: {why}")
-    return warn("; ".join(found), "unset what you did not set on purpose") if found else ok("none is harmful")
+            problems.append(f"{name}={value}: {why}")
+    return warn("; ".join(problems), "unset what you did not set on purpose") if problems else ok("none is harmful")
 
 
 CHECKS: tuple[Check, ...] = (

@@ -56,10 +56,10 @@ def memory(machine: Machine) -> Finding:
 def shared_memory(machine: Machine) -> Finding:
     """/dev/shm, through which NCCL and data workers communicate within a machine."""
     try:
-        found = os.statvfs("/dev/shm")
+        shared = os.statvfs("/dev/shm")
     except OSError:
         return warn("/dev/shm does not exist", "mount it (docker run --shm-size=8g)")
-    size = found.f_blocks * found.f_frsize
+    size = shared.f_blocks * shared.f_frsize
     if size < MIN_SHARED:
         verdict = fail if machine.gpu_files > 1 and size < MIN_SHARED_FOR_NCCL else warn
         return verdict(f"/dev/shm has {byte_size(size)}", "enlarge it (docker run --shm-size=8g, or emptyDir: Memory)")
