@@ -62,6 +62,9 @@ class UpdateConfig(Builds):
     """Highest learning rate of the token embedding and the head; none: schedule.lr."""
     embedding_min_lr: float | None = None
     """Lowest learning rate of the token embedding and the head; none: schedule.min_lr."""
+    trainable: tuple[str, ...] = ("*",)
+    """Weights by path, with * for any text, that are trained. The others are frozen: they have no gradients and no
+    optimizer state."""
     groups: tuple[GroupConfig, ...] = ()
     """Different rates or decay for weights by path. Where two groups set the same value, the last one counts."""
     clip: float | None = 1.0
@@ -94,6 +97,8 @@ class UpdateConfig(Builds):
         found = list(_from_zero(self, "weight_decay", "embedding_lr", "embedding_min_lr"))
         if self.clip is not None and not 0 < self.clip < inf:
             found.append(Problem("clip", f"must be a number above 0, got {self.clip}", "clip=none turns clipping off"))
+        if not self.trainable:
+            found.append(Problem("trainable", "names no weight", "the default, *, trains all"))
         if not 0 <= self.offload <= 1:
             found.append(Problem("offload", f"is a share, from 0 to 1, got {self.offload:g}"))
         for name, beta in averages.items():

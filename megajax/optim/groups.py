@@ -79,10 +79,20 @@ def groups(
     for place, rule in enumerate(cfg.groups):
         matched = [path for path in found if fnmatchcase(path, rule.match)]
         if not matched:
-            raise UserError(_unmatched(place, rule.match, list(found)))
+            raise UserError(_unmatched(f"optimizer.groups.{place}.match", rule.match, list(found)))
         for path in matched:
             found[path] = _changed(found[path], rule)
     return found
+
+
+def trainable(cfg: UpdateConfig, declared: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
+    """The weights that are trained, in their order. Raises UserError for a pattern that matches no weight."""
+    for pattern in cfg.trainable:
+        if not any(fnmatchcase(path, pattern) for path in declared):
+            raise UserError(_unmatched("optimizer.trainable", pattern, list(declared)))
+    return {
+        path: spec for path, spec in declared.items() if any(fnmatchcase(path, pattern) for pattern in cfg.trainable)
+    }
 
 
 def _plain(cfg: UpdateConfig, spec: ParamSpec) -> Group:
@@ -98,10 +108,10 @@ def _changed(group: Group, rule: GroupConfig) -> Group:
     return replace(group, **{name: value for name, value in said.items() if value is not None})
 
 
-def _unmatched(place: int, pattern: str, paths: list[str]) -> str:
+def _unmatched(setting: str, pattern: str, paths: list[str]) -> str:
     near = nearest_names(pattern.replace("*", ""), paths) or paths[:3]
     return (
-        f"optimizer.groups.{place}.match={pattern} matches no weight of the model: did you mean {either(near)}? "
+        f"{setting}={pattern} matches no weight of the model: did you mean {either(near)}? "
         "* stands for any text, dots included"
     )
 

@@ -383,7 +383,7 @@ class Stage:
         if from_loss is not None:
             dy = jnp.where(self.last & (chunk == self.schedule.chunks - 1), from_loss, dy)
 
-        totals = dict(c.stacked), {path: c.shared[path] for path in self.staged.common(self.shared)}
+        totals = dict(c.stacked), {path: c.shared[path] for path in self.staged.common(self.shared) if path in c.shared}
 
         def pulled(
             first: Array | int, carry: tuple[Array, tuple[Params, Params]]

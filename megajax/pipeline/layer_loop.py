@@ -51,8 +51,11 @@ def take(array: Array, *index: Array | int) -> Array:
 
 
 def add(total: Params, new: Mapping[str, Array]) -> Params:
-    """`total` with `new` added to the paths it has; observations are combined by their reduction."""
-    return {**total, **{path: accumulated(path, total[path], g) for path, g in new.items()}}
+    """`total` with `new` added to the paths it has; observations are combined by their reduction.
+
+    Frozen weights have no total. What would be added to it is then not computed: the compiler drops it.
+    """
+    return {**total, **{path: accumulated(path, total[path], g) for path, g in new.items() if path in total}}
 
 
 def differentiated(unit: Callable[..., Array], *inputs: Any) -> tuple[Array, Any]:

@@ -61,6 +61,8 @@ class Weights:
     """The leaves of the batches of training; those of an evaluation may be fewer."""
     layout: Layout
     precision: PrecisionConfig
+    frozen: frozenset[str] = frozenset()
+    """Paths of weights that are not trained: they have no gradients."""
 
     def hold(self, path: str, w: Array, scale: Array) -> Array:
         """Master weight at rest -> compute dtype, gathered as far as it is held during the step.
@@ -140,13 +142,18 @@ class Weights:
 
         The matrix itself enters in it, so it is never narrower than the compute dtype.
         """
-        matrices = (path for path, spec in self.declared.items() if spec.role == "weight" and spec.layers)
+        trained = ((path, spec) for path, spec in self.declared.items() if path not in self.frozen)
+        matrices = (path for path, spec in trained if spec.role == "weight" and spec.layers)
         return dict.fromkeys(matrices, jnp.promote_types(self.precision.compute, self.precision.gradients))
 
     def zeros(self, held: Params) -> dict[str, Array]:
-        """Accumulators for the gradients of `held`."""
-        dtypes = {path: self.precision.gradients if reduction_of(path) is None else jnp.float32 for path in held}
-        return {path: self.layout.zeros(w.shape, dtypes[path], *self.held_axes(path)) for path, w in held.items()}
+        """Accumulators for the gradients of `held`, without the frozen ones."""
+        dtypes = {
+            path: self.precision.gradients if reduction_of(path) is None else jnp.float32
+            for path in held
+            if path not in self.frozen
+        }
+        return {path: self.layout.zeros(held[path].shape, dtypes[path], *self.held_axes(path)) for path in dtypes}
 
     def grads(self, sums: tuple, totals: Params) -> Grads:
         """What a gradient function returns. sums: loss, weight, metrics; totals: reduced gradients, observations."""
@@ -175,7 +182,8 @@ class Weights:
     def reduced_specs(self) -> dict[str, PartitionSpec]:
         """Where reduced gradients are, as `manual` has it."""
         optimizer = self.layout.plan.optimizer
-        return {path: optimizer.spec(spec.axes, keep=MANUAL) for path, spec in self.declared.items()}
+        trained = {path: spec for path, spec in self.declared.items() if path not in self.frozen}
+        return {path: optimizer.spec(spec.axes, keep=MANUAL) for path, spec in trained.items()}
 
     def sums(self, f: Callable, mesh: Mesh) -> Callable[[Params, Batch], Sums]:
         """f(params, batch, scale) -> sums that are the same everywhere, as a function of weights and batch."""
@@ -223,7 +231,7 @@ def accumulate(weights: Weights, parts: Staged, mesh: Mesh) -> GradFn:
             _, to_head, new = jax.vjp(lambda w, x: parts.head(w, x, rows, scale), shared, y, has_aux=True)
             gradients, dy = to_head(scale)
             others = add(others, gradients)
-            totals = stacked, {path: others[path] for path in common}
+            totals = stacked, {path: others[path] for path in common if path in others}
             dx, (stacked, same) = layers.backward(0, dy, ctx, rings, 0, totals)
             others = add({**others, **same}, to_embedding(dx)[0])
             return (jax.tree.map(jnp.add, sums, new), (stacked, others), rings), None

@@ -19,6 +19,7 @@ from megajax.mesh.rules import Plan
 from megajax.mesh.xla import Value
 from megajax.models.protocol import Model
 from megajax.models.reduction import LossReduction
+from megajax.optim.groups import trainable
 from megajax.optim.optimizer import Optimizer
 from megajax.optim.schedule import Schedule as LearningRate
 from megajax.pipeline.check import check
@@ -103,7 +104,7 @@ class Program:
         partition = _partition(cfg)
         abstract = reordered(nnx.eval_shape(lambda: cfg.model.build(layout)), partition.order())
         declared, observed = specs(abstract), specs(abstract, Observation)
-        optimizer = cfg.optimizer.build(declared, plan, cfg.model.width_ratio())
+        optimizer = cfg.optimizer.build(trainable(cfg.optimizer, declared), plan, cfg.model.width_ratio())
         sizes = cfg.batch_sizes(mesh.shape["data"] * mesh.shape["expert"])
         return cls(
             cfg,
@@ -206,7 +207,8 @@ class Program:
 
     @property
     def _weights(self) -> Weights:
-        return Weights(self.abstract, self.arrays, self.schema, self.layout, self.cfg.precision)
+        frozen = frozenset(self.declared) - frozenset(self.optimizer.declared)
+        return Weights(self.abstract, self.arrays, self.schema, self.layout, self.cfg.precision, frozen)
 
     def _staged(self, key: Array | None, first: int | None = None) -> Staged:
         return staged(self.abstract, self.arrays, self._reduction, key, self.partition.rows, first)

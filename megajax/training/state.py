@@ -74,7 +74,7 @@ def fresh_state(
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        optimizer=optimizer.init(params),
+        optimizer=optimizer.init({path: params[path] for path in optimizer.declared}),
         loss_scale=scale,
         scale_counters=counters,
         consumed_samples=jnp.zeros((), jnp.uint32),
@@ -95,7 +95,7 @@ def state_shardings(
     # Any: a tree of shardings has the state's structure, not its leaves.
     everywhere: Any = NamedSharding(mesh, PartitionSpec())
     moments = parameter_shardings(declared, plan.optimizer, mesh)
-    abstract = jax.eval_shape(lambda: optimizer.init(initial_values(declared, 0)))
+    abstract = jax.eval_shape(lambda: optimizer.init(initial_values(optimizer.declared, 0)))
     placed = {
         name: {path: moments[path] for path in part} if isinstance(part, dict) else everywhere
         for name, part in abstract.items()

@@ -59,6 +59,10 @@ class StepParts:
         parts = (part for part in self.shardings.optimizer.values() if isinstance(part, dict))
         return {path: sharding.with_memory_kind("device") for part in parts for path, sharding in part.items()}
 
+    def trained(self, state: TrainState) -> dict[str, Array]:
+        """The weights that are trained, where their gradients are."""
+        return place({path: state.params[path] for path in self.optimizer.declared}, self.gradient_shardings)
+
 
 class Update(NamedTuple):
     """An update that is computed, and whether it can be applied."""
@@ -84,7 +88,7 @@ def compute_update(parts: StepParts, state: TrainState, batch: Batch) -> Update:
     params, moments = parts.optimizer.update(
         grads,
         on_device(state.optimizer, parts.optimizer.cfg.offload),
-        place(state.params, parts.gradient_shardings),
+        parts.trained(state),
         rates=partial(parts.schedule.rates, state.scheduled_samples, parts.optimizer.cfg.weight_decay),
     )
     metrics = {name: jnp.where(weight > 0, total / weight, jnp.nan) for name, (total, weight) in out.metrics.items()}
@@ -99,10 +103,9 @@ def apply_update(
     """The state after a step, with the update or, unless `apply` (bool []), with the weights as they were."""
     offload, rows = parts.optimizer.cfg.offload, batch[SAMPLE].size
     scale, counters = parts.scaler.update(state.loss_scale, state.scale_counters, update.finite)
-    before = place(state.params, parts.gradient_shardings)
     new = TrainState(
         step=state.step + 1,
-        params=place(select(apply, update.params, before), parts.shardings.params),
+        params={**state.params, **place(select(apply, update.params, parts.trained(state)), parts.shardings.params)},
         optimizer=at_rest(select(apply, update.optimizer, on_device(state.optimizer, offload)), offload),
         loss_scale=scale,
         scale_counters=counters,

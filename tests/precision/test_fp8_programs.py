@@ -80,7 +80,8 @@ def in_8_bits(plan: TrainPlan) -> Counter[tuple[str, str, str]]:
                 formats = [computation[name].shape.partition("[")[0] for name in one.operands[:2]]
                 assert set(formats) <= OPERANDS
                 precision = re.search(r'"operand_precision":\["(\w+)"', one.attributes)
-                assert precision is not None and "bf16" in one.shape
+                # Gradients of weights are computed in the dtype they are accumulated in, the others in bfloat16.
+                assert precision is not None and one.shape.lstrip("(").startswith(("bf16[", "f32["))
                 found[(*sorted(formats), precision[1])] += 1
     return found
 

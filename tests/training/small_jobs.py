@@ -1,5 +1,6 @@
 """The smallest run that is a whole run: made-up data, one layer, batches of eight rows."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +44,9 @@ def run_config(folder: Path | str = "unused", **changes: Any) -> RunConfig:
         "run_dir": str(folder),
     }
     return RunConfig(**settings | changes)
+
+
+def losses(folder: Path) -> list[float]:
+    """Of the steps of a run."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "split" not in line]

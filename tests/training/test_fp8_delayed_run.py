@@ -1,13 +1,12 @@
 """A run whose 8-bit scales come from the steps before: stopped, and gone on with here and on another layout."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from small_jobs import model, run_config
+from small_jobs import losses, model, run_config
 
 from megajax.checkpoint.reader import open_checkpoints
 from megajax.job.job import train
@@ -29,11 +28,6 @@ def job(folder: Path | str = "unused", **changes) -> RunConfig:
     wide = replace(model(hidden=64, ffn=64, dropout=0.0), prediction=PredictionConfig())
     settings = {"model": wide, "precision": DELAYED, "schedule": ScheduleConfig(lr=1e-2, style="constant"), "steps": 4}
     return run_config(folder, **settings | changes)
-
-
-def losses(folder: Path) -> list[float]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if "split" not in line]
 
 
 def state(folder: Path, cfg: RunConfig) -> Run:
