@@ -156,6 +156,8 @@ def reordered[M: nnx.Module](model: M, order: Sequence[int]) -> M:
 
     order: for each row the number of the repeat whose weights it holds, or -1 for a row of zeros that is no layer.
     """
+    if list(order) == list(range(len(order))):
+        return model
     graph, state = nnx.split(model)
     flat = []
     for parts, leaf in nnx.to_flat_state(state):

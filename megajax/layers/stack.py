@@ -1,6 +1,6 @@
-"""The residual tower: a pattern of blocks, scanned, with what the backward pass keeps chosen by name."""
+"""A stack of residual blocks: patterns that are scanned, with what the backward pass saves chosen by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from megajax.layers.config import StackConfig, shared_bias
 from megajax.layers.context import Context
 from megajax.layers.param import Site, bind, path_of, stacked
 from megajax.layers.remat import Kept, Recomputing
+from megajax.layers.segments import SegmentsConfig
 
 BLOCKS = "blocks."
 """Where a stack's weights with a leading `layer` dimension are; the others are the same for all layers."""
@@ -32,8 +33,23 @@ type Recipes = tuple[tuple[bool, ...], ...]
 """For each repeat of a unit, for each block of the pattern: whether it multiplies by the layout's recipe."""
 
 
+class Segment(NamedTuple):
+    """Layers whose blocks are a pattern, repeated."""
+
+    number: int
+    """Its place in the stack."""
+    blocks: range
+    """Where the pattern is among the blocks of the stack."""
+    repeats: int
+    layer: int
+    """Number of the first layer."""
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(map(str, self.blocks))
+
+
 class Span(NamedTuple):
-    """Repeats that follow each other and keep the same for the backward pass."""
+    """Consecutive repeats that save the same for the backward pass."""
 
     units: int
     """How often `unit` is applied."""
@@ -42,6 +58,14 @@ class Span(NamedTuple):
     unit: Unit
     unroll: int
     """Units written out one after another in the compiled program, in each turn of a loop over them."""
+    start: int
+    """Row of the first repeat in the stacked weights; in a pipeline counted from the first row of the chunk."""
+    segment: Segment
+
+    def weights[T](self, by_path: Mapping[str, T]) -> dict[str, T]:
+        """Of the stacked weights, by their paths in `blocks`, those of its blocks."""
+        names = self.segment.names()
+        return {path: w for path, w in by_path.items() if path.partition(".")[0] in names}
 
 
 def recomputed(layer: Callable, kept: Kept) -> Callable:
@@ -62,70 +86,82 @@ def recomputed(layer: Callable, kept: Kept) -> Callable:
 
 
 class Stack(nnx.Module):
-    """pattern x repeats blocks, [B, S, D] -> [B, S, D]; each weight has a leading `layer` dimension of size repeats."""
+    """Blocks one after another, [B, S, D] -> [B, S, D], in segments of a pattern and its repeats.
 
-    def __init__(self, cfg: StackConfig, site: Site, *, recomputing: Recomputing, unroll: int | None = 1):
-        self.pattern, self.repeats, self.layout = len(cfg.pattern), cfg.repeats, site.layout
+    Each weight of a block has a leading `layer` dimension with a row for each repeat.
+    """
+
+    def __init__(
+        self, cfg: StackConfig | SegmentsConfig, site: Site, *, recomputing: Recomputing, unroll: int | None = 1
+    ):
+        self.segments, self.repeats, self.layout = _segments(cfg), cfg.repeats, site.layout
         self.recomputing, self.unroll = recomputing, unroll
         self.blocks = _blocks(cfg, site)
         # Structure alone: the weights are those of `blocks`.
-        self.plain = (
-            nnx.graphdef(_blocks(cfg, replace(site, layout=site.layout.plain()))) if site.layout.layers else None
-        )
+        plain = _blocks(cfg, replace(site, layout=site.layout.plain())) if site.layout.layers else None
+        self.plain = None if plain is None else tuple(nnx.graphdef(_part(plain, each)) for each in self.segments)
         shared = [(block.mixer.heads, bias) for block in cfg.pattern if (bias := shared_bias(block)) is not None]
         self.relative = shared[0][1].build(site, heads=shared[0][0]) if shared else None
 
     def __call__(self, x: Array, ctx: Context) -> Array:
-        weights, first = self.in_order(), 0
-        for units, together, unit, unroll in self.spans(self.repeats, 0):
-            last = first + units * together
-            cut = (units, together) if together > 1 else (units,)
-            rows = {path: w[first:last].reshape(*cut, *w.shape[1:]) for path, w in weights.items()}
-            numbers = jnp.arange(first, last).reshape(cut)
+        weights = self.in_order()
+        for span in self.spans(self.repeats, 0):
+            first, last = span.start, span.start + span.units * span.together
+            shape = (span.units, span.together) if span.together > 1 else (span.units,)
+            rows = {path: w[first:last].reshape(*shape, *w.shape[1:]) for path, w in span.weights(weights).items()}
 
-            def step(x: Array, row: tuple[Params, Array], unit: Unit = unit) -> tuple[Array, None]:
+            def step(x: Array, row: tuple[Params, Array], unit: Unit = span.unit) -> tuple[Array, None]:
                 return unit(row[0], self.common(), row[1], x, ctx), None
 
-            x, first = jax.lax.scan(step, x, (rows, numbers), unroll=unroll)[0], last
+            x = jax.lax.scan(step, x, (rows, jnp.arange(first, last).reshape(shape)), unroll=span.unroll)[0]
         return x
 
     def spans(self, repeats: int, first: int | None = None) -> list[Span]:
-        """How that many repeats in a row are differentiated: all there are, or a chunk of a stage.
+        """How layers are differentiated: all there are, or in a pipeline a chunk of that many repeats.
 
-        first: the number of the first, where it is the same on all devices: layers of another recipe than their
-        neighbours are then spans of their own; else each layer looks at its number as it runs.
-        Raises ValueError where recompute_together does not divide them.
+        first: the number of the first repeat, where it is the same on all devices: layers whose recipe differs from
+        their neighbours' are then spans of their own; else each layer looks at its number as it runs.
+        Raises ValueError where recompute_together does not divide the repeats.
         """
-        chosen = self.recomputing
-        again = repeats if chosen.layers is None else min(chosen.layers // self.pattern, repeats)
-        found, done = [], 0
-        for count, kept in ((again, chosen.kept()), (repeats - again, chosen.others())):
-            together = max(1, kept.together // self.pattern)
+        if len(self.segments) == 1:
+            return self.spans_of(self.segments[0], repeats, first)
+        return [span for each in self.segments for span in self.spans_of(each, each.repeats, first)]
+
+    def spans_of(self, segment: Segment, repeats: int, first: int | None) -> list[Span]:
+        """Those of that many repeats of a segment."""
+        pattern, chosen = len(segment.blocks), self.recomputing
+        recomputing = repeats if chosen.layers is None else min(chosen.layers // pattern, repeats)
+        spans, done = [], 0
+        for count, kept in ((recomputing, chosen.kept()), (repeats - recomputing, chosen.others())):
+            together = max(1, kept.together // pattern)
             if count % together:
                 raise ValueError(f"{count} repeats cannot be computed again {together} together")
             starts = range(done, done + count, together)
-            for recipes, alike in groupby(self.recipes(start, together, first) for start in starts):
-                units = len(list(alike))
-                unroll = units if self.unroll is None else min(units, -(-self.unroll // (together * self.pattern)))
-                found.append(Span(units, together, self.unit(kept, together, recipes), unroll))
+            for recipes, alike in groupby(starts, lambda start: self.recipes(segment, start, together, first)):  # noqa: B023
+                begin, *more = alike
+                units = 1 + len(more)
+                unroll = units if self.unroll is None else min(units, -(-self.unroll // (together * pattern)))
+                unit = self.unit(segment, kept, together, recipes)
+                spans.append(Span(units, together, unit, unroll, begin, segment))
             done += count
-        return found
+        return spans
 
-    def recipes(self, start: int, together: int, first: int | None) -> Recipes | None:
+    def recipes(self, segment: Segment, start: int, together: int, first: int | None) -> Recipes | None:
         """Of the repeats from `start` on, where they are known and not all the same."""
         if first is None or self.plain is None:
             return None
-        layers = [(first + start + row) * self.pattern for row in range(together)]
-        return tuple(tuple(self.layout.by_recipe(layer + place) for place in range(self.pattern)) for layer in layers)
+        pattern = len(segment.blocks)
+        layers = [segment.layer + (first + start + row) * pattern for row in range(together)]
+        return tuple(tuple(self.layout.by_recipe(layer + place) for place in range(pattern)) for layer in layers)
 
-    def unit(self, kept: Kept, together: int, recipes: Recipes | None = None) -> Unit:
-        """`together` repeats of the pattern as one function, which keeps what is said."""
+    def unit(self, segment: Segment, kept: Kept, together: int, recipes: Recipes | None = None) -> Unit:
+        """`together` repeats of a segment's pattern as one function, which saves what `kept` says."""
         named = "input" in kept.offloaded
         if together == 1:
-            return recomputed(self.repeat(named, None if recipes is None else recipes[0]), kept)
-        # Each is computed again and then, while it is differentiated, keeps what matmuls need.
+            return recomputed(self.repeat(segment, named, None if recipes is None else recipes[0]), kept)
+        # Each is computed again and then, while it is differentiated, saves what matmuls need.
         inner = [
-            recomputed(self.repeat(named, each), Recomputing().kept())
+            recomputed(self.repeat(segment, named, each), Recomputing().kept())
             for each in ([None] * together if recipes is None else recipes)
         ]
 
@@ -136,28 +172,29 @@ class Stack(nnx.Module):
 
         return recomputed(unit, kept)
 
-    def repeat(self, named: bool, recipes: tuple[bool, ...] | None) -> Unit:
-        """One repeat of the pattern, under no policy. named: x has a name, rather than being kept as an argument."""
-        graph, state = nnx.split(self.blocks)
+    def repeat(self, segment: Segment, named: bool, recipes: tuple[bool, ...] | None) -> Unit:
+        """One repeat of a segment's pattern, under no policy. named: x is saved by its name, not as an argument."""
+        graph, state = nnx.split(_part(self.blocks, segment))
         axes = {path_of(parts, leaf): leaf.axes[1:] for parts, leaf in nnx.to_flat_state(state)}
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
 
-        def repeat(weights: Params, common: Params, number: Array, x: Array, ctx: Context) -> Array:
+        def repeat(weights: Params, common: Params, repeat: Array, x: Array, ctx: Context) -> Array:
             used = {path: self.layout.gather(w, axes[path]) for path, w in weights.items()}
             x = checkpoint_name(x, "input") if named else x
             ctx = ctx._replace(bias=common.get("relative.table"))
-            plain = None if self.plain is None else bind(nnx.merge(self.plain, abstract), used)
-            for place, block in enumerate(bind(nnx.merge(graph, abstract), used)):
-                layer = number * self.pattern + place
+            blocks = bind(nnx.merge(graph, abstract), used)
+            plain = None if self.plain is None else bind(nnx.merge(self.plain[segment.number], abstract), used)
+            for place, name in enumerate(segment.names()):
+                block, layer = blocks[name], segment.layer + repeat * len(segment.blocks) + place
                 if plain is not None:
-                    block = self.chosen(block, plain[place], layer, None if recipes is None else recipes[place])
+                    block = self.chosen(block, plain[name], layer, None if recipes is None else recipes[place])
                 x = block(x, ctx.for_layer(layer))
             return x
 
         return repeat
 
     def chosen(self, block: Callable, plain: Callable, layer: Array, by_recipe: bool | None) -> Callable:
-        """The block with the recipe or without, by the layer's number where nobody knows better."""
+        """The block with the recipe or without; where it is not known while tracing, by the layer's number."""
         if by_recipe is None:
             return self.layout.either(layer, block, plain)
         return block if by_recipe else plain
@@ -171,14 +208,27 @@ class Stack(nnx.Module):
         return {} if self.relative is None else {"relative.table": self.relative.table[...]}
 
 
-def _blocks(cfg: StackConfig, site: Site) -> nnx.List:
-    pattern = len(cfg.pattern)
-    return nnx.List(
-        [
-            stacked(block.build(site), tuple(range(place, cfg.layers(), pattern)))
-            for place, block in enumerate(cfg.pattern)
-        ]
-    )
+def _segments(cfg: StackConfig | SegmentsConfig) -> tuple[Segment, ...]:
+    segments, block, layer = [], 0, 0
+    for number, part in enumerate(cfg.parts()):
+        segments.append(Segment(number, range(block, block + len(part.pattern)), part.repeats, layer))
+        block, layer = block + len(part.pattern), layer + part.layers()
+    return tuple(segments)
+
+
+def _blocks(cfg: StackConfig | SegmentsConfig, site: Site) -> nnx.List:
+    """The blocks of all patterns, one after another, with their weights stacked over the repeats."""
+    blocks = []
+    for part, segment in zip(cfg.parts(), _segments(cfg), strict=True):
+        for place, block in enumerate(part.pattern):
+            first, end = segment.layer + place, segment.layer + part.layers()
+            blocks.append(stacked(block.build(site), tuple(range(first, end, len(part.pattern)))))
+    return nnx.List(blocks)
+
+
+def _part(blocks: nnx.List, segment: Segment) -> nnx.Dict:
+    """A segment's blocks, by the paths they have among all."""
+    return nnx.Dict({name: blocks[number] for name, number in zip(segment.names(), segment.blocks, strict=True)})
 
 
 def _in_order(leaf: nnx.Param) -> Array:

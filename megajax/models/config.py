@@ -12,6 +12,7 @@ from megajax.kernels.capability import Choice, Device, Request
 from megajax.layers.config import LARGEST, BlockConfig, NormConfig, RMSNormConfig, StackConfig, above_zero
 from megajax.layers.facts import Side, total_size
 from megajax.layers.remat import Part, Recompute, Recomputing
+from megajax.layers.segments import SegmentsConfig
 from megajax.models.facts import Flops, ParameterCount
 from megajax.models.protocol import ModelConfig
 
@@ -94,7 +95,7 @@ class DecoderConfig(ModelConfig):
     """Token ids in use; the table is padded to a multiple of vocabulary_multiple, the padding takes no part."""
     sequence_length: int
     """Tokens in a training row."""
-    stack: StackConfig
+    stack: StackConfig | SegmentsConfig
     """The blocks."""
     vocabulary_multiple: int = 128
     """What the padded vocabulary is a multiple of; pipeline x tensor devices must divide it."""
@@ -190,6 +191,8 @@ class DecoderConfig(ModelConfig):
         names = {"layers": "recompute_layers", "together": "recompute_together"}
         found = [replace(p, where=names.get(p.where, p.where)) for p in self.recomputing().problems()]
         size = len(self.stack.pattern)
+        if len(self.stack.parts()) > 1 and self.recompute_together > 1:
+            found.append(Problem("recompute_together", f"{self.recompute_together} of a segmented stack", "use 1"))
         for name, count in (
             ("recompute_layers", self.recompute_layers),
             ("recompute_together", self.recompute_together if self.recompute_together > 1 else None),

@@ -13,13 +13,14 @@ from typing import Any, Protocol
 from megajax.batch import Array, Loss, Rows, Schema
 from megajax.config.builds import Builds
 from megajax.layers.config import StackConfig
+from megajax.layers.segments import SegmentsConfig
 
 
 class ModelConfig(Builds):
     """Base of the configs of models; `build(layout)` makes the module, without values while it is traced."""
 
     __slots__ = ()
-    stack: StackConfig
+    stack: StackConfig | SegmentsConfig
     """The layers, which pipelines cut into stages."""
 
     @abstractmethod

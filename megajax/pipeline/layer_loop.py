@@ -140,8 +140,7 @@ class LayerLoop:
 
     def starts(self, first: Array | int) -> list[tuple[Array | int, Span]]:
         """The spans of a chunk, each with its first row."""
-        counts = np.cumsum([0, *(span.units * span.together for span in self.spans)]).tolist()
-        return [(first + count, span) for count, span in zip(counts, self.spans, strict=False)]
+        return [(first + span.start, span) for span in self.spans]
 
     def buffers(self, slots: int, x: Array, ctx: Any, fill: float) -> Rings:
         """Rings before anything is saved. x [B, S, D]: like a layer's input; fill: about what they hold."""
@@ -198,15 +197,15 @@ class LayerLoop:
             gradients, everywhere, _, dx, _ = pull(dy)
             if self.padded:
                 everywhere = {path: jnp.where(self._real(row), g, 0) for path, g in everywhere.items()}
-            sums = add(_rows(stacked, row, span.together), gradients)
-            stacked = {path: _put_rows(stacked[path], g, row, span.together) for path, g in sums.items()}
-            return self._passed_by(row, dx, dy), stacked, add(common, everywhere)
+            sums = add(_rows(span.uses(stacked), row, span.together), gradients)
+            rows = {path: _put_rows(stacked[path], g, row, span.together) for path, g in sums.items()}
+            return self._passed_by(row, dx, dy), {**stacked, **rows}, add(common, everywhere)
 
         return one
 
     def _arguments(self, span: Span, row: Array) -> tuple[Params, Params, Array]:
         """A unit's weights and numbers."""
-        weights, numbers = _rows((self.stacked, jnp.asarray(self.numbers)), row, span.together)
+        weights, numbers = _rows((span.uses(self.stacked), jnp.asarray(self.numbers)), row, span.together)
         made = {path: w.astype(self.made_in.get(path, w.dtype)) for path, w in weights.items()}
         return made, self.common, numbers
 

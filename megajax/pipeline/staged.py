@@ -3,7 +3,7 @@
 B rows, S positions, D hidden.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax import Array
@@ -27,6 +27,10 @@ class Span(NamedTuple):
     """(rows of the stacked weights, common weights, the rows' numbers, x, context) -> x; [n, ...] of each for n > 1."""
     unroll: int
     """Units written out in each turn of a loop over them."""
+    start: int
+    """Its first row, counted from the first one of the chunk."""
+    uses: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    """Values by paths of stacked weights -> those of the weights whose rows it takes."""
 
 
 class Staged(NamedTuple):

@@ -149,6 +149,9 @@ def _pipeline(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     parallel, repeats = cfg.parallel, cfg.model.stack.repeats
     if parallel.problems() or parallel.pipeline == 1:
         return
+    if len(cfg.model.stack.parts()) > 1:
+        yield Problem("parallel.pipeline", "stages run one program, and a segmented stack has none in common", "use 1")
+        return
     if parallel.chunks() > repeats:
         yield Problem(
             "parallel.pipeline",

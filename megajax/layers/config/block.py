@@ -118,23 +118,17 @@ class StackConfig(Builds):
             problems.append(Problem("pattern", "needs at least one block"))
         if not 1 <= self.repeats <= LARGEST:
             problems.append(Problem("repeats", f"must be between 1 and {LARGEST}, got {self.repeats}"))
-        tables = {(block.mixer.heads, bias) for block in self.pattern if (bias := shared_bias(block)) is not None}
-        if len(tables) > 1:
-            problems.append(
-                Problem(
-                    "pattern",
-                    "blocks that share a table of relative biases differ in it, or in heads",
-                    "make them alike",
-                )
-            )
-        return problems
+        return problems + table_problems("pattern", self.pattern)
+
+    def parts(self) -> tuple["StackConfig", ...]:
+        """The segments of the stack: itself."""
+        return (self,)
 
     @classmethod
     def of(cls, blocks: Sequence[BlockConfig]) -> "StackConfig":
         """A stack of these blocks, with the shortest pattern whose repeats give them."""
-        count = len(blocks)
-        period = next(n for n in range(1, count + 1) if count % n == 0 and all(map(eq, blocks, blocks[n:])))
-        return cls(pattern=tuple(blocks[:period]), repeats=count // period)
+        length = period([blocks.index(block) for block in blocks])
+        return cls(pattern=tuple(blocks[:length]), repeats=len(blocks) // length)
 
     def layers(self) -> int:
         """Number of blocks a token passes."""
@@ -145,6 +139,29 @@ class StackConfig(Builds):
         return tuple((block, self.repeats) for block in self.pattern)
 
     def shared_weights(self) -> tuple[Weight, ...]:
-        """Weights of the stack itself: the table of relative biases that its blocks share."""
-        tables = {(block.mixer.heads, bias) for block in self.pattern if (bias := shared_bias(block)) is not None}
-        return tuple(Weight("relative.table", (bias.buckets, heads), (None, "heads")) for heads, bias in tables)
+        """Weights of the stack itself."""
+        return table_weights(self.pattern)
+
+
+def period(numbers: Sequence[int]) -> int:
+    """Length of the shortest sequence whose repeats give this one."""
+    count = len(numbers)
+    return next(n for n in range(1, count + 1) if count % n == 0 and all(map(eq, numbers, numbers[n:])))
+
+
+def shared_tables(blocks: Sequence[BlockConfig]) -> set[tuple[int, RelativeBiasConfig]]:
+    """Heads and settings of the tables of relative biases that blocks of a stack share."""
+    return {(block.mixer.heads, bias) for block in blocks if (bias := shared_bias(block)) is not None}
+
+
+def table_problems(where: str, blocks: Sequence[BlockConfig]) -> list[Problem]:
+    """What is wrong with the tables that blocks of a stack share."""
+    what = "blocks that share a table of relative biases differ in it, or in heads"
+    return [Problem(where, what, "make them alike")] if len(shared_tables(blocks)) > 1 else []
+
+
+def table_weights(blocks: Sequence[BlockConfig]) -> tuple[Weight, ...]:
+    """The tables that blocks of a stack share."""
+    return tuple(
+        Weight("relative.table", (bias.buckets, heads), (None, "heads")) for heads, bias in shared_tables(blocks)
+    )

@@ -1,0 +1,92 @@
+"""Stacks of several patterns: how layers are cut into segments, and that the cut changes nothing."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tiny_runs import LENGTH, ONE, QUICK, gpt, llama, place, program, rows, within
+
+from megajax.config.errors import ConfigError
+from megajax.config.tree import check
+from megajax.layers.config import BlockConfig, StackConfig
+from megajax.layers.param import bind, initial_values
+from megajax.layers.segments import SegmentsConfig
+from megajax.mesh.config import ParallelConfig
+
+A = replace(llama().stack.pattern[0], dropout=0.1)
+B = replace(A, mlp=gpt().stack.pattern[0].mlp)
+FSDP = ParallelConfig(data=2, tensor=2, data_sharding="fsdp", sequence=True)
+
+
+def one_by_one(*blocks: BlockConfig) -> SegmentsConfig:
+    return SegmentsConfig(segments=tuple(StackConfig(pattern=(block,), repeats=1) for block in blocks))
+
+
+def losses(stack: StackConfig | SegmentsConfig, parallel: ParallelConfig = ONE, **settings: Any) -> list[float]:
+    """Of three steps, from the library's own initial weights."""
+    made = program(replace(llama(), stack=stack, dropout=0.1, **settings), parallel, microbatches=4)
+    batch, reported = place(made, rows()), []
+    with within(made):
+        state = made.fresh_state()()
+        step: Any = made.train_step
+        step = step.lower(state, batch).compile(compiler_options=dict(QUICK))
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            reported.append(float(metrics["loss"]))
+    return reported
+
+
+@pytest.fixture(scope="module")
+def repeated() -> list[float]:
+    return losses(StackConfig(pattern=(A, B), repeats=2))
+
+
+def test_a_repeated_pattern_is_the_same_as_its_segments(repeated: list[float]) -> None:
+    """Dropout and initial values go by the number of the layer, wherever its block is."""
+    np.testing.assert_allclose(losses(one_by_one(A, B, A, B)), repeated, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_segments_on_a_layout(repeated: list[float]) -> None:
+    segments = (StackConfig(pattern=(A, B), repeats=1), *one_by_one(A, B).segments)
+    np.testing.assert_allclose(losses(SegmentsConfig(segments=segments), FSDP), repeated, rtol=1e-4)
+    np.testing.assert_allclose(losses(SegmentsConfig(segments=segments), recompute="full"), repeated, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_forward_pass_by_plain_jit() -> None:
+    """The model as a notebook calls it, without a mesh."""
+    models = []
+    for stack in (StackConfig(pattern=(A, B), repeats=2), one_by_one(A, B, A, B)):
+        made = program(replace(llama(), stack=stack), ONE, microbatches=4)
+        models.append(bind(made.abstract, initial_values(made.declared, 3)))
+    tokens = np.arange(2 * LENGTH, dtype=np.int32).reshape(2, LENGTH)
+    one, other = (np.asarray(jax.jit(model)(tokens)) for model in models)
+    np.testing.assert_allclose(other, one, atol=1e-5)
+
+
+def test_segments_of_layers_have_the_fewest_blocks_to_compile() -> None:
+    def letters(text: str) -> str:
+        blocks = [replace(A, dropout=ord(letter) / 1000) for letter in text]
+        cut = SegmentsConfig.of(blocks)
+        assert [block for part in cut.segments for block in part.pattern * part.repeats] == blocks
+        assert cut.layers() == len(text)
+        return " ".join(
+            "".join(chr(round(block.dropout * 1000)) for block in part.pattern) + str(part.repeats)
+            for part in cut.segments
+        )
+
+    assert letters("AAAA") == "A4"
+    assert letters("ABABABCC") == "AB3 C2"
+    assert letters("AAAABBBBA") == "A4 B4 A1"
+    assert letters("ABCABCD") == "ABC2 D1"
+
+
+def test_a_pipeline_is_refused() -> None:
+    cfg = program(replace(llama(), stack=one_by_one(A, B)), ONE, microbatches=4).cfg
+    with pytest.raises(ConfigError, match=r"parallel\.pipeline: stages run one program"):
+        check(cfg.but(parallel=ParallelConfig(pipeline=2)), 8)
+    with pytest.raises(ConfigError, match=r"segments: needs at least one"):
+        check(cfg.but(model=replace(cfg.model, stack=SegmentsConfig(segments=()))), 8)
