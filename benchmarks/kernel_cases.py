@@ -16,7 +16,7 @@ from stopwatch import readings_in
 from megajax.kernels.attention import Mask, attend, local_device, reference_attention
 from megajax.kernels.capability import BACKENDS, Device, Request
 from megajax.layers.config import LayerNormConfig, RMSNormConfig
-from megajax.layers.param import Site
+from megajax.layers.param import LayerSettings
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
@@ -154,7 +154,7 @@ def sliced(run: Callable, groups: int) -> Callable:
 def norm(on_gpu: bool, device: Device) -> list[Case]:
     """RMSNorm and LayerNorm over the residual stream of 16,384 tokens."""
     tokens, hidden = (16384, 4096) if on_gpu else (64, 32)
-    site = Site(layout=Layout(Plan.of(ParallelConfig())), hidden=hidden, std=0.02, output_std=0.02)
+    settings = LayerSettings(layout=Layout(Plan.of(ParallelConfig())), hidden=hidden, std=0.02, output_std=0.02)
     cases = []
     for name, cfg, vectors in (("RMSNorm", RMSNormConfig(), 1), ("LayerNorm", LayerNormConfig(), 2)):
         array = 2 * tokens * hidden
@@ -162,7 +162,7 @@ def norm(on_gpu: bool, device: Device) -> list[Case]:
             Case(
                 name=name,
                 sizes={"tokens": tokens, "hidden": hidden},
-                call=cfg.build(site).normalise,
+                call=cfg.build(settings).normalise,
                 reference=_layer_norm if vectors == 2 else _rms_norm,
                 shapes=((1, tokens, hidden), *[(hidden,)] * vectors),
                 flops=(0.0, 0.0),

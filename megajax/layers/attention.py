@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.layers.config import AttentionConfig
 from megajax.layers.context import Context
 from megajax.layers.core_attention import CoreAttention, choose_kernel
-from megajax.layers.param import ZEROS, Normal, Site, matrix, param
+from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, param
 from megajax.mesh.copies import copy_heads
 
 __all__ = ["Attention", "choose_kernel"]
@@ -17,17 +17,17 @@ __all__ = ["Attention", "choose_kernel"]
 class Attention(nnx.Module):
     """Causal self-attention, [B, S, D] -> [B, S, D]."""
 
-    def __init__(self, cfg: AttentionConfig, site: Site):
-        hidden, heads, groups, size = site.hidden, cfg.heads, cfg.groups(), cfg.size(site.hidden)
-        self.cfg, self.layout = cfg, site.layout
-        shared = (site.layout.plan.kv_heads(groups), "head_dim")
-        self.query = matrix(site, (hidden, heads, size), ("embed", "heads", "head_dim"))
-        self.key = matrix(site, (hidden, groups, size), ("embed", *shared))
-        self.value = matrix(site, (hidden, groups, size), ("embed", *shared))
-        outer = Normal(site.output_std)
-        self.output = matrix(site, (heads, size, hidden), ("heads", "head_dim", "embed"), init=outer)
+    def __init__(self, cfg: AttentionConfig, settings: LayerSettings):
+        hidden, heads, groups, size = settings.hidden, cfg.heads, cfg.groups(), cfg.size(settings.hidden)
+        self.cfg, self.layout = cfg, settings.layout
+        shared = (settings.layout.plan.kv_heads(groups), "head_dim")
+        self.query = matrix(settings, (hidden, heads, size), ("embed", "heads", "head_dim"))
+        self.key = matrix(settings, (hidden, groups, size), ("embed", *shared))
+        self.value = matrix(settings, (hidden, groups, size), ("embed", *shared))
+        outer = Normal(settings.output_std)
+        self.output = matrix(settings, (heads, size, hidden), ("heads", "head_dim", "embed"), init=outer)
         if cfg.gate:
-            self.gate = matrix(site, (hidden, heads, size), ("embed", "heads", "head_dim"))
+            self.gate = matrix(settings, (hidden, heads, size), ("embed", "heads", "head_dim"))
         if cfg.has_qkv_bias():
             self.query_bias = param((heads, size), ("heads", "head_dim"), init=ZEROS, role="bias")
             self.key_bias = param((groups, size), shared, init=ZEROS, role="bias")
@@ -38,10 +38,10 @@ class Attention(nnx.Module):
             self.output_bias = param((hidden,), ("embed",), init=ZEROS, role="bias")
         if cfg.qk_norm is not None:
             # Used where heads are cut over devices: the compiler completes the gains' gradients layer by layer.
-            self.query_norm = cfg.qk_norm.build(site, size=size, axis="head_dim")
-            self.key_norm = cfg.qk_norm.build(site, size=size, axis="head_dim")
+            self.query_norm = cfg.qk_norm.build(settings, size=size, axis="head_dim")
+            self.key_norm = cfg.qk_norm.build(settings, size=size, axis="head_dim")
         self.rope = None if cfg.rope is None else cfg.rope.build(size)
-        self.core = CoreAttention(cfg, site, scale=site.score_scale(size) if cfg.scale is None else cfg.scale)
+        self.core = CoreAttention(cfg, settings, scale=settings.score_scale(size) if cfg.scale is None else cfg.scale)
 
     def __call__(self, x: Array, ctx: Context) -> Array:
         q, k, v = self.project(x)

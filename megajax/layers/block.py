@@ -6,7 +6,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.config import BlockConfig
 from megajax.layers.context import Context, dropout
-from megajax.layers.param import Site
+from megajax.layers.param import LayerSettings
 
 MIXER_PLACE, MLP_PLACE = 2, 3
 
@@ -14,12 +14,12 @@ MIXER_PLACE, MLP_PLACE = 2, 3
 class Block(nnx.Module):
     """Pre-normalised residual block, [B, S, D] -> [B, S, D], laid out (batch, seq_residual, embed)."""
 
-    def __init__(self, cfg: BlockConfig, site: Site):
-        self.rate, self.layout = cfg.dropout, site.layout
-        self.mixer_norm = cfg.norm.build(site)
-        self.mixer = cfg.mixer.build(site)
-        self.mlp_norm = cfg.norm.build(site)
-        self.mlp = cfg.mlp.build(site)
+    def __init__(self, cfg: BlockConfig, settings: LayerSettings):
+        self.rate, self.layout = cfg.dropout, settings.layout
+        self.mixer_norm = cfg.norm.build(settings)
+        self.mixer = cfg.mixer.build(settings)
+        self.mlp_norm = cfg.norm.build(settings)
+        self.mlp = cfg.mlp.build(settings)
 
     def __call__(self, x: Array, ctx: Context) -> Array:
         x = checkpoint_name(

@@ -10,7 +10,7 @@ from megajax.kernels.attention import AttentionDropout, Mask, attend, local_devi
 from megajax.kernels.capability import Choice, Device, Request, choose
 from megajax.layers.config import AttentionConfig, MixerConfig
 from megajax.layers.context import Context, fold_rows
-from megajax.layers.param import ZEROS, Site, param
+from megajax.layers.param import ZEROS, LayerSettings, param
 from megajax.layers.relative import biases
 
 DROPOUT_PLACE = 1
@@ -50,13 +50,13 @@ def choose_kernel(
 class CoreAttention(nnx.Module):
     """The kernel in an island: each device has whole sequences of some heads."""
 
-    def __init__(self, cfg: MixerConfig, site: Site, *, scale: float):
-        self.cfg, self.layout, self.scale = cfg, site.layout, scale
+    def __init__(self, cfg: MixerConfig, settings: LayerSettings, *, scale: float):
+        self.cfg, self.layout, self.scale = cfg, settings.layout, scale
         if cfg.sink == "learned":
             self.sink = param((cfg.heads,), ("heads",), init=ZEROS, role="bias")
         relative = cfg.relative if isinstance(cfg, AttentionConfig) else None
         self.bias = relative
-        self.relative = None if relative is None or relative.shared else relative.build(site, heads=cfg.heads)
+        self.relative = None if relative is None or relative.shared else relative.build(settings, heads=cfg.heads)
 
     def __call__(self, q: Array, k: Array, v: Array, ctx: Context) -> Array:
         """q [B, S, N, H], k [B, S, K, H], v [B, S, K, U] -> [B, S, N, U], causal."""

@@ -12,34 +12,36 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.layers.config import LatentAttentionConfig, YarnScalingConfig
 from megajax.layers.context import Context
 from megajax.layers.core_attention import CoreAttention
-from megajax.layers.param import ZEROS, Normal, Site, matrix, param
+from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, param
 
 
 class LatentAttention(nnx.Module):
     """Causal self-attention, [B, S, D] -> [B, S, D]."""
 
-    def __init__(self, cfg: LatentAttentionConfig, site: Site):
-        hidden, heads, size = site.hidden, cfg.heads, cfg.content_dim + cfg.position_dim
-        self.cfg, self.layout = cfg, site.layout
+    def __init__(self, cfg: LatentAttentionConfig, settings: LayerSettings):
+        hidden, heads, size = settings.hidden, cfg.heads, cfg.content_dim + cfg.position_dim
+        self.cfg, self.layout = cfg, settings.layout
         per_head = ("heads", "head_dim")
         if cfg.query_rank is None:
-            self.query = matrix(site, (hidden, heads, size), ("embed", *per_head))
+            self.query = matrix(settings, (hidden, heads, size), ("embed", *per_head))
         else:
-            self.query_down = matrix(site, (hidden, cfg.query_rank), ("embed", None))
-            self.query = matrix(site, (cfg.query_rank, heads, size), (None, *per_head))
-        self.down = matrix(site, (hidden, cfg.key_value_rank), ("embed", None))
-        self.position_key = matrix(site, (hidden, cfg.position_dim), ("embed", None))
-        self.key = matrix(site, (cfg.key_value_rank, heads, cfg.content_dim), (None, *per_head))
-        self.value = matrix(site, (cfg.key_value_rank, heads, cfg.value_dim), (None, *per_head))
-        self.output = matrix(site, (heads, cfg.value_dim, hidden), (*per_head, "embed"), init=Normal(site.output_std))
+            self.query_down = matrix(settings, (hidden, cfg.query_rank), ("embed", None))
+            self.query = matrix(settings, (cfg.query_rank, heads, size), (None, *per_head))
+        self.down = matrix(settings, (hidden, cfg.key_value_rank), ("embed", None))
+        self.position_key = matrix(settings, (hidden, cfg.position_dim), ("embed", None))
+        self.key = matrix(settings, (cfg.key_value_rank, heads, cfg.content_dim), (None, *per_head))
+        self.value = matrix(settings, (cfg.key_value_rank, heads, cfg.value_dim), (None, *per_head))
+        self.output = matrix(
+            settings, (heads, cfg.value_dim, hidden), (*per_head, "embed"), init=Normal(settings.output_std)
+        )
         if cfg.bias:
             self.output_bias = param((hidden,), ("embed",), init=ZEROS, role="bias")
         if cfg.norm is not None:
-            self.norm = cfg.norm.build(site, size=cfg.key_value_rank, axis=None)
+            self.norm = cfg.norm.build(settings, size=cfg.key_value_rank, axis=None)
         if cfg.norm is not None and cfg.query_rank is not None:
-            self.query_norm = cfg.norm.build(site, size=cfg.query_rank, axis=None)
+            self.query_norm = cfg.norm.build(settings, size=cfg.query_rank, axis=None)
         self.rope = cfg.rope.build(cfg.position_dim)
-        self.core = CoreAttention(cfg, site, scale=score_scale(cfg, site))
+        self.core = CoreAttention(cfg, settings, scale=score_scale(cfg, settings))
 
     def __call__(self, x: Array, ctx: Context) -> Array:
         q, k, v = self.project(x, ctx)
@@ -74,10 +76,10 @@ class LatentAttention(nnx.Module):
         return checkpoint_name(latent if self.cfg.norm is None else self.query_norm(latent), "latent")
 
 
-def score_scale(cfg: LatentAttentionConfig, site: Site) -> float:
+def score_scale(cfg: LatentAttentionConfig, settings: LayerSettings) -> float:
     """As the model has it; where YaRN has an mscale_all, it lengthens queries and keys here, content and all."""
     if cfg.scale is not None:
         return cfg.scale
     yarn = cfg.rope.scaling
     longer = yarn.lengthened(yarn.mscale_all or 0.0) if isinstance(yarn, YarnScalingConfig) else 1.0
-    return longer**2 * site.score_scale(cfg.content_dim + cfg.position_dim)
+    return longer**2 * settings.score_scale(cfg.content_dim + cfg.position_dim)

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.config import DenseMLPConfig, GatedMLPConfig
 from megajax.layers.fused import keeping_inputs
-from megajax.layers.param import ZEROS, Normal, Site, matrix, param
+from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, param
 
 
 def gelu_tanh(x: Array) -> Array:
@@ -37,13 +37,13 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
 class DenseMLP(nnx.Module):
     """activation(x up) down, [B, S, D] -> [B, S, D]."""
 
-    def __init__(self, cfg: DenseMLPConfig, site: Site):
-        self.cfg, self.layout = cfg, site.layout
-        self.up = matrix(site, (site.hidden, cfg.ffn), ("embed", "mlp"))
-        self.down = matrix(site, (cfg.ffn, site.hidden), ("mlp", "embed"), init=Normal(site.output_std))
+    def __init__(self, cfg: DenseMLPConfig, settings: LayerSettings):
+        self.cfg, self.layout = cfg, settings.layout
+        self.up = matrix(settings, (settings.hidden, cfg.ffn), ("embed", "mlp"))
+        self.down = matrix(settings, (cfg.ffn, settings.hidden), ("mlp", "embed"), init=Normal(settings.output_std))
         if cfg.bias:
             self.up_bias = param((cfg.ffn,), ("mlp",), init=ZEROS, role="bias")
-            self.down_bias = param((site.hidden,), ("embed",), init=ZEROS, role="bias")
+            self.down_bias = param((settings.hidden,), ("embed",), init=ZEROS, role="bias")
 
     def __call__(self, x: Array) -> Array:
         up = self.layout.dot("bsd,df->bsf", x, self.up, "batch", "seq", "mlp")
@@ -58,15 +58,15 @@ class DenseMLP(nnx.Module):
 class GatedMLP(nnx.Module):
     """(activation(x gate) * (x up + offset)) down, [B, S, D] -> [B, S, D]."""
 
-    def __init__(self, cfg: GatedMLPConfig, site: Site):
-        self.cfg, self.layout = cfg, site.layout
-        self.gate = matrix(site, (site.hidden, cfg.ffn), ("embed", "mlp"))
-        self.up = matrix(site, (site.hidden, cfg.ffn), ("embed", "mlp"))
-        self.down = matrix(site, (cfg.ffn, site.hidden), ("mlp", "embed"), init=Normal(site.output_std))
+    def __init__(self, cfg: GatedMLPConfig, settings: LayerSettings):
+        self.cfg, self.layout = cfg, settings.layout
+        self.gate = matrix(settings, (settings.hidden, cfg.ffn), ("embed", "mlp"))
+        self.up = matrix(settings, (settings.hidden, cfg.ffn), ("embed", "mlp"))
+        self.down = matrix(settings, (cfg.ffn, settings.hidden), ("mlp", "embed"), init=Normal(settings.output_std))
         if cfg.bias:
             self.gate_bias = param((cfg.ffn,), ("mlp",), init=ZEROS, role="bias")
             self.up_bias = param((cfg.ffn,), ("mlp",), init=ZEROS, role="bias")
-            self.down_bias = param((site.hidden,), ("embed",), init=ZEROS, role="bias")
+            self.down_bias = param((settings.hidden,), ("embed",), init=ZEROS, role="bias")
 
     def __call__(self, x: Array) -> Array:
         gate = self.layout.dot("bsd,df->bsf", x, self.gate, "batch", "seq", "mlp")

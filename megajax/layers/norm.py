@@ -13,16 +13,18 @@ from jax import Array, lax
 
 from megajax.layers.config import L2NormConfig, LayerNormConfig, RMSNormConfig
 from megajax.layers.fused import keeping_inputs
-from megajax.layers.param import ONES, ZEROS, Site, param
+from megajax.layers.param import ONES, ZEROS, LayerSettings, param
 
 
 class LayerNorm(nnx.Module):
     """(x - mean) / sqrt(variance + epsilon) * gain + bias, [..., D] -> [..., D]."""
 
-    def __init__(self, cfg: LayerNormConfig, site: Site, *, size: int | None = None, axis: str | None = "embed"):
-        self.cfg, self.layout = cfg, site.layout
-        self.gain = _gain(cfg, size or site.hidden, axis)
-        self.bias = param((size or site.hidden,), (axis,), init=ZEROS, role="bias")
+    def __init__(
+        self, cfg: LayerNormConfig, settings: LayerSettings, *, size: int | None = None, axis: str | None = "embed"
+    ):
+        self.cfg, self.layout = cfg, settings.layout
+        self.gain = _gain(cfg, size or settings.hidden, axis)
+        self.bias = param((size or settings.hidden,), (axis,), init=ZEROS, role="bias")
 
     def __call__(self, x: Array) -> Array:
         return self.layout.rowwise(self.normalise, x, self.gain[...], self.bias[...])
@@ -34,9 +36,11 @@ class LayerNorm(nnx.Module):
 class RMSNorm(nnx.Module):
     """x / sqrt(mean(x^2) + epsilon) * gain, [..., D] -> [..., D]."""
 
-    def __init__(self, cfg: RMSNormConfig, site: Site, *, size: int | None = None, axis: str | None = "embed"):
-        self.cfg, self.layout = cfg, site.layout
-        self.gain = _gain(cfg, size or site.hidden, axis)
+    def __init__(
+        self, cfg: RMSNormConfig, settings: LayerSettings, *, size: int | None = None, axis: str | None = "embed"
+    ):
+        self.cfg, self.layout = cfg, settings.layout
+        self.gain = _gain(cfg, size or settings.hidden, axis)
 
     def __call__(self, x: Array) -> Array:
         return self.layout.rowwise(keeping_inputs(self.normalise), x, self.gain[...])
@@ -48,8 +52,10 @@ class RMSNorm(nnx.Module):
 class L2Norm(nnx.Module):
     """x / sqrt(mean(x^2) + epsilon), [..., D] -> [..., D] in x's dtype; no weights."""
 
-    def __init__(self, cfg: L2NormConfig, site: Site, *, size: int | None = None, axis: str | None = "embed"):
-        del site, size, axis
+    def __init__(
+        self, cfg: L2NormConfig, settings: LayerSettings, *, size: int | None = None, axis: str | None = "embed"
+    ):
+        del settings, size, axis
         self.cfg = cfg
 
     def __call__(self, x: Array) -> Array:

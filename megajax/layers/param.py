@@ -53,7 +53,7 @@ type Role = Literal["weight", "bias", "gain", "observation"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Site:
+class LayerSettings:
     """What every layer of a model shares."""
 
     layout: Layout
@@ -129,9 +129,9 @@ class Matrix(nnx.Module):
         return {name: getattr(self, name)[...] for name in self.names}
 
 
-def matrix(context: Site, shape: tuple[int, ...], axes: LogicalAxes, *, init: Init | None = None) -> Matrix:
+def matrix(settings: LayerSettings, shape: tuple[int, ...], axes: LogicalAxes, *, init: Init | None = None) -> Matrix:
     """A weight for `Layout.dot`. init: by default that of matrices that do not write to the residual stream."""
-    return Matrix(context.layout, param(shape, axes, init=init or Normal(context.std)))
+    return Matrix(settings.layout, param(shape, axes, init=init or Normal(settings.std)))
 
 
 def _leaf[V: nnx.Variable](kind: type[V], shape: tuple[int, ...], axes: LogicalAxes, **metadata: Any) -> V:

@@ -6,14 +6,14 @@ from flax import nnx
 from jax import Array
 
 from megajax.layers.config import RelativeBiasConfig
-from megajax.layers.param import Normal, Site, param
+from megajax.layers.param import LayerSettings, Normal, param
 
 
 class RelativeBias(nnx.Module):
     """A table [buckets, N] that is cut over devices with the heads."""
 
-    def __init__(self, cfg: RelativeBiasConfig, site: Site, *, heads: int):
-        self.table = param((cfg.buckets, heads), (None, "heads"), init=Normal(site.std))
+    def __init__(self, cfg: RelativeBiasConfig, settings: LayerSettings, *, heads: int):
+        self.table = param((cfg.buckets, heads), (None, "heads"), init=Normal(settings.std))
 
 
 def biases(cfg: RelativeBiasConfig, table: Array, query_index: Array, key_index: Array) -> Array:

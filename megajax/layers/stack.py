@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.batch import Params
 from megajax.layers.config import StackConfig, shared_bias
 from megajax.layers.context import Context
-from megajax.layers.param import Site, bind, path_of, stacked
+from megajax.layers.param import LayerSettings, bind, path_of, stacked
 from megajax.layers.remat import Kept, Recomputing
 from megajax.layers.segments import SegmentsConfig
 
@@ -92,16 +92,21 @@ class Stack(nnx.Module):
     """
 
     def __init__(
-        self, cfg: StackConfig | SegmentsConfig, site: Site, *, recomputing: Recomputing, unroll: int | None = 1
+        self,
+        cfg: StackConfig | SegmentsConfig,
+        settings: LayerSettings,
+        *,
+        recomputing: Recomputing,
+        unroll: int | None = 1,
     ):
-        self.segments, self.repeats, self.layout = _segments(cfg), cfg.repeats, site.layout
+        self.segments, self.repeats, self.layout = _segments(cfg), cfg.repeats, settings.layout
         self.recomputing, self.unroll = recomputing, unroll
-        self.blocks = _blocks(cfg, site)
+        self.blocks = _blocks(cfg, settings)
         # Structure alone: the weights are those of `blocks`.
-        plain = _blocks(cfg, replace(site, layout=site.layout.plain())) if site.layout.layers else None
+        plain = _blocks(cfg, replace(settings, layout=settings.layout.plain())) if settings.layout.layers else None
         self.plain = None if plain is None else tuple(nnx.graphdef(_part(plain, each)) for each in self.segments)
         shared = [(block.mixer.heads, bias) for block in cfg.pattern if (bias := shared_bias(block)) is not None]
-        self.relative = shared[0][1].build(site, heads=shared[0][0]) if shared else None
+        self.relative = shared[0][1].build(settings, heads=shared[0][0]) if shared else None
 
     def __call__(self, x: Array, ctx: Context) -> Array:
         weights = self.in_order()
@@ -216,13 +221,13 @@ def _segments(cfg: StackConfig | SegmentsConfig) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
-def _blocks(cfg: StackConfig | SegmentsConfig, site: Site) -> nnx.List:
+def _blocks(cfg: StackConfig | SegmentsConfig, settings: LayerSettings) -> nnx.List:
     """The blocks of all patterns, one after another, with their weights stacked over the repeats."""
     blocks = []
     for part, segment in zip(cfg.parts(), _segments(cfg), strict=True):
         for place, block in enumerate(part.pattern):
             first, end = segment.layer + place, segment.layer + part.layers()
-            blocks.append(stacked(block.build(site), tuple(range(first, end, len(part.pattern)))))
+            blocks.append(stacked(block.build(settings), tuple(range(first, end, len(part.pattern)))))
     return nnx.List(blocks)
 
 

@@ -18,7 +18,7 @@ from megajax.layers.embedding import (
     vocabulary_loss,
     vocabulary_token_losses,
 )
-from megajax.layers.param import Normal, Site, param
+from megajax.layers.param import LayerSettings, Normal, param
 from megajax.layers.stack import recomputed
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import manual_axes
@@ -35,22 +35,24 @@ class DecoderLM(nnx.Module):
 
     def __init__(self, cfg: DecoderConfig, layout: Layout):
         std, scaling = cfg.matrix_std(), cfg.width_scaling
-        site = Site(layout=layout, hidden=cfg.hidden, std=std, output_std=std / (2 * cfg.stack.layers()) ** 0.5)
+        settings = LayerSettings(
+            layout=layout, hidden=cfg.hidden, std=std, output_std=std / (2 * cfg.stack.layers()) ** 0.5
+        )
         if scaling is not None:
-            site = replace(site, score_scale=scaling.score_scale)
+            settings = replace(settings, score_scale=scaling.score_scale)
         vocabulary, init = cfg.padded_vocabulary(), Normal(cfg.embedding_std or cfg.init_std)
         self.cfg, self.layout = cfg, layout
         self.tokens = param((vocabulary, cfg.hidden), ("vocab", "embed"), init=init)
         if cfg.learned_positions:
             self.positions = param((cfg.sequence_length, cfg.hidden), (None, "embed"), init=init)
-        self.stack = cfg.stack.build(site, recomputing=cfg.recomputing(), unroll=cfg.unroll)
-        self.norm = cfg.norm.build(site)
+        self.stack = cfg.stack.build(settings, recomputing=cfg.recomputing(), unroll=cfg.unroll)
+        self.norm = cfg.norm.build(settings)
         if not cfg.tied:
             self.head = param((vocabulary, cfg.hidden), ("vocab", "embed"), init=Normal(cfg.init_std))
         self.predictions = nnx.List()
         if cfg.prediction is not None:
             for number, block in enumerate(cfg.predicting_blocks(), start=cfg.stack.layers()):
-                self.predictions.append(cfg.prediction.build(site, block=block, norm=cfg.norm, number=number))
+                self.predictions.append(cfg.prediction.build(settings, block=block, norm=cfg.norm, number=number))
 
     @property
     def sections(self) -> Mapping[str, "DecoderLM"]:

@@ -14,7 +14,7 @@ from jax import Array, lax
 from megajax.batch import Rows
 from megajax.layers.config import BlockConfig, NormConfig
 from megajax.layers.context import Context
-from megajax.layers.param import Matrix, Site, matrix
+from megajax.layers.param import LayerSettings, Matrix, matrix
 from megajax.mesh.mesh import manual_axes
 from megajax.models.config import PredictionConfig
 from megajax.models.reduction import LossReduction
@@ -26,15 +26,17 @@ class Prediction(nnx.Module):
     number: of its block, counted on from the stack's, for dropout.
     """
 
-    def __init__(self, cfg: PredictionConfig, site: Site, *, block: BlockConfig, norm: NormConfig, number: int):
+    def __init__(
+        self, cfg: PredictionConfig, settings: LayerSettings, *, block: BlockConfig, norm: NormConfig, number: int
+    ):
         del cfg
-        self.layout, self.number = site.layout, number
-        self.embedding_norm, self.state_norm = norm.build(site), norm.build(site)
-        shape, axes = (site.hidden, site.hidden), ("embed", "mlp")
-        self.from_embedding = matrix(site, shape, axes)
-        self.from_state = matrix(site, shape, axes)
-        self.block = block.build(site)
-        self.norm = norm.build(site)
+        self.layout, self.number = settings.layout, number
+        self.embedding_norm, self.state_norm = norm.build(settings), norm.build(settings)
+        shape, axes = (settings.hidden, settings.hidden), ("embed", "mlp")
+        self.from_embedding = matrix(settings, shape, axes)
+        self.from_state = matrix(settings, shape, axes)
+        self.block = block.build(settings)
+        self.norm = norm.build(settings)
 
     def __call__(self, x: Array, embedded: Array, ctx: Context) -> Array:
         """State before [B, S, D] and embeddings [B, S, D] -> normalised state [B, S, D]."""

@@ -18,7 +18,7 @@ from megajax.kernels.attention import OUTPUT, PASSES, STATISTICS, Mask, attend, 
 from megajax.kernels.cudnn import Documents
 from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, StackConfig
 from megajax.layers.context import Context
-from megajax.layers.param import Site, bind, specs
+from megajax.layers.param import LayerSettings, bind, specs
 from megajax.layers.remat import Recomputing
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
@@ -93,12 +93,12 @@ def test_the_forward_kernel_runs_again_only_where_nothing_is_kept(recompute):
 @MASKS
 def test_a_stack_keeps_what_the_backward_kernel_needs_once(segments, recompute):
     hidden = HEADS * SIZE
-    site = Site(layout=Layout(Plan.of(ParallelConfig())), hidden=hidden, std=0.3, output_std=0.3)
+    settings = LayerSettings(layout=Layout(Plan.of(ParallelConfig())), hidden=hidden, std=0.3, output_std=0.3)
     # With its own way to isolate documents comes a kernel for rows with too many, which needs a GPU to be lowered for.
     kernel = "cudnn" if segments is None else "cudnn_mask"
     block = BlockConfig(mixer=AttentionConfig(heads=HEADS, kv_heads=GROUPS, kernel=kernel), mlp=GatedMLPConfig(ffn=24))
     cfg = StackConfig(pattern=(block,), repeats=LAYERS)
-    stack = nnx.eval_shape(lambda: cfg.build(site, recomputing=Recomputing(recompute=recompute)))
+    stack = nnx.eval_shape(lambda: cfg.build(settings, recomputing=Recomputing(recompute=recompute)))
     ctx = Context(jnp.asarray(INDEX)[None].repeat(ROWS, 0), jnp.asarray(INDEX), segments)
     weights = {path: jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16) for path, spec in specs(stack).items()}
     gradient = jax.grad(summed(lambda values, x: bind(stack, values)(x, ctx)))

@@ -20,14 +20,14 @@ from megajax.layers.config import (
     YarnScalingConfig,
 )
 from megajax.layers.context import Context
-from megajax.layers.param import Site, bind, specs
+from megajax.layers.param import LayerSettings, bind, specs
 from megajax.layers.relative import bucket
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 
 HIDDEN, LENGTH = 12, 7
-SITE = Site(layout=Layout(Plan.of(ParallelConfig())), hidden=HIDDEN, std=0.3, output_std=0.3)
+SETTINGS = LayerSettings(layout=Layout(Plan.of(ParallelConfig())), hidden=HIDDEN, std=0.3, output_std=0.3)
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(2, LENGTH, HIDDEN)).astype(np.float32)
 CTX = Context(jnp.broadcast_to(jnp.arange(LENGTH), (2, LENGTH)), jnp.arange(LENGTH))
@@ -35,7 +35,7 @@ CTX = Context(jnp.broadcast_to(jnp.arange(LENGTH), (2, LENGTH)), jnp.arange(LENG
 
 def called(cfg) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Output for X with random weights, and those weights."""
-    module = cfg.build(SITE)
+    module = cfg.build(SETTINGS)
     rng = np.random.default_rng(1)
     w = {path: rng.normal(0, 0.5, spec.shape).astype(np.float32) for path, spec in sorted(specs(module).items())}
     with jax.default_matmul_precision("highest"):
@@ -122,8 +122,8 @@ def test_yarn_scales_all_scores_of_latent_attention():
     yarn = YarnScalingConfig(factor=40.0, mscale=1.0, mscale_all=1.0)
     cfg = LatentAttentionConfig(heads=2, key_value_rank=6, content_dim=4, position_dim=2, value_dim=4)
     longer = replace(cfg, rope=RopeConfig(interleaved=True, scaling=yarn))
-    assert longer.build(SITE).core.scale == pytest.approx(6**-0.5 * (0.1 * log(40) + 1) ** 2)
-    assert cfg.build(SITE).core.scale == pytest.approx(6**-0.5)
+    assert longer.build(SETTINGS).core.scale == pytest.approx(6**-0.5 * (0.1 * log(40) + 1) ** 2)
+    assert cfg.build(SETTINGS).core.scale == pytest.approx(6**-0.5)
 
 
 def test_the_shortest_pattern_of_blocks():

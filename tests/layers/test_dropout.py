@@ -7,7 +7,7 @@ from flax import nnx
 
 from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, RopeConfig, StackConfig
 from megajax.layers.context import Context, dropout
-from megajax.layers.param import Site, bind, specs
+from megajax.layers.param import LayerSettings, bind, specs
 from megajax.layers.remat import Recomputing
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
@@ -75,9 +75,9 @@ def run(pattern: int, recompute: str, values: dict[str, np.ndarray]) -> tuple[ja
 
 
 def abstract(pattern: int, recompute: str) -> nnx.Module:
-    site = Site(layout=Layout(Plan.of(ParallelConfig())), hidden=HIDDEN, std=0.3, output_std=0.3)
+    settings = LayerSettings(layout=Layout(Plan.of(ParallelConfig())), hidden=HIDDEN, std=0.3, output_std=0.3)
     cfg = StackConfig(pattern=(BLOCK,) * pattern, repeats=4 // pattern)
-    return nnx.eval_shape(lambda: cfg.build(site, recomputing=Recomputing(recompute=recompute)))
+    return nnx.eval_shape(lambda: cfg.build(settings, recomputing=Recomputing(recompute=recompute)))
 
 
 def test_a_stack_is_the_same_however_grouped_and_recomputed():

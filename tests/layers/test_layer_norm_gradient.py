@@ -8,20 +8,20 @@ import pytest
 from megajax.layers.attention import _added
 from megajax.layers.config import DenseMLPConfig, GatedMLPConfig, LayerNormConfig, RMSNormConfig
 from megajax.layers.mlp import ACTIVATIONS
-from megajax.layers.param import Site, bind, specs
+from megajax.layers.param import LayerSettings, bind, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 
 RNG = np.random.default_rng(7)
 HIDDEN = 48
-SITE = Site(layout=Layout(Plan.of(ParallelConfig())), hidden=HIDDEN, std=0.02, output_std=0.02)
+SETTINGS = LayerSettings(layout=Layout(Plan.of(ParallelConfig())), hidden=HIDDEN, std=0.02, output_std=0.02)
 
 
 @pytest.mark.parametrize("shape", [(2, 5, HIDDEN), (2, 3, 4, HIDDEN)])
 @pytest.mark.parametrize("zero_centred", [False, True])
 def test_the_gradient_of_layer_norm_is_that_of_its_formula(shape, zero_centred) -> None:
-    module = LayerNormConfig(epsilon=1e-3, zero_centred=zero_centred).build(SITE)
+    module = LayerNormConfig(epsilon=1e-3, zero_centred=zero_centred).build(SETTINGS)
     x, dy = (jnp.asarray(RNG.normal(1, 2, shape), jnp.float32) for _ in range(2))
     weights = {name: jnp.asarray(RNG.normal(1, 0.3, HIDDEN), jnp.float32) for name in ("gain", "bias")}
 
@@ -38,7 +38,7 @@ def test_the_gradient_of_layer_norm_is_that_of_its_formula(shape, zero_centred) 
 
 def test_gradients_of_layer_norm_come_in_the_dtypes_of_what_they_are_of() -> None:
     """A float32 residual stream, with weights in bfloat16 in use."""
-    module = LayerNormConfig().build(SITE)
+    module = LayerNormConfig().build(SETTINGS)
     weights = {name: jnp.ones(HIDDEN, jnp.bfloat16) for name in ("gain", "bias")}
     y, pullback = jax.vjp(lambda x, weights: bind(module, weights)(x), jnp.ones((2, 3, HIDDEN), jnp.float32), weights)
     dx, dweights = pullback(jnp.ones_like(y))
@@ -47,7 +47,7 @@ def test_gradients_of_layer_norm_come_in_the_dtypes_of_what_they_are_of() -> Non
 
 
 def test_layer_norm_keeps_no_array_of_its_inputs_size_but_the_input() -> None:
-    module = LayerNormConfig().build(SITE)
+    module = LayerNormConfig().build(SETTINGS)
     x = jnp.ones((2, 3, HIDDEN), jnp.bfloat16)
     _, pullback = jax.vjp(module, x)
     kept = [leaf for leaf in jax.tree.leaves(pullback) if leaf.size >= x.size]
@@ -80,7 +80,7 @@ def test_gelu_by_a_sigmoid() -> None:
 )
 def test_layers_keep_what_they_are_given_and_what_matmuls_give(layer) -> None:
     """Where nothing is computed again by name: no results of single elementwise operations."""
-    module = layer.build(SITE)
+    module = layer.build(SETTINGS)
     half = {path: jnp.zeros(spec.shape, jnp.bfloat16) for path, spec in specs(module).items()}
     x = jnp.ones((4, 32, HIDDEN), jnp.bfloat16)
     _, pullback = jax.vjp(lambda x: bind(module, half)(x), x)

@@ -17,19 +17,19 @@ from megajax.layers.config import (
     RopeConfig,
     YarnScalingConfig,
 )
-from megajax.layers.param import Site, bind, specs
+from megajax.layers.param import LayerSettings, bind, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 
 HIDDEN = 12
-SITE = Site(layout=Layout(Plan.of(ParallelConfig())), hidden=HIDDEN, std=0.02, output_std=0.01)
+SETTINGS = LayerSettings(layout=Layout(Plan.of(ParallelConfig())), hidden=HIDDEN, std=0.02, output_std=0.01)
 RNG = np.random.default_rng(0)
 
 
 def weighted(config, dtype=np.float32):
     """A module of random weights, biases and gains among them, and those weights."""
-    module = config.build(SITE)
+    module = config.build(SETTINGS)
     rng = np.random.default_rng(1)
     values = {path: rng.normal(size=spec.shape).astype(dtype) for path, spec in specs(module).items()}
     found = {path: value.astype(np.float32) for path, value in values.items()}
@@ -59,7 +59,7 @@ def test_a_zero_centred_gain_is_one_more_than_its_weight(config):
     x = RNG.normal(2, 0.1, (2, 3, HIDDEN)).astype(np.float32)
     moved = weights | {"gain": weights["gain"] + 1}
     np.testing.assert_allclose(module(x), normalised(x, moved, 1e-3), rtol=1e-5, atol=1e-5)
-    fresh = config(epsilon=1e-3, zero_centred=True).build(SITE)
+    fresh = config(epsilon=1e-3, zero_centred=True).build(SETTINGS)
     assert not np.any(fresh.gain[...]) and specs(fresh)["gain"].init.value == 0
 
 

@@ -16,7 +16,7 @@ from megajax.layers.config import (
     RopeConfig,
     StackConfig,
 )
-from megajax.layers.param import ONES, ZEROS, Normal, ParamSpec, Site, bind, initial_values, param, specs
+from megajax.layers.param import ONES, ZEROS, LayerSettings, Normal, ParamSpec, bind, initial_values, param, specs
 from megajax.layers.remat import Recomputing
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
@@ -31,13 +31,13 @@ PLAIN = BlockConfig(
 LLAMA = BlockConfig(mixer=AttentionConfig(heads=4, kv_heads=2, rope=RopeConfig()), mlp=GatedMLPConfig(ffn=24))
 
 
-def site(parallel: ParallelConfig | None = None) -> Site:
-    return Site(layout=Layout(Plan.of(parallel or ParallelConfig())), hidden=HIDDEN, std=0.5, output_std=0.1)
+def settings(parallel: ParallelConfig | None = None) -> LayerSettings:
+    return LayerSettings(layout=Layout(Plan.of(parallel or ParallelConfig())), hidden=HIDDEN, std=0.5, output_std=0.1)
 
 
 def abstract(*pattern: BlockConfig, repeats: int) -> nnx.Module:
     cfg = StackConfig(pattern=pattern, repeats=repeats)
-    return nnx.eval_shape(lambda: cfg.build(site(), recomputing=Recomputing(recompute="none")))
+    return nnx.eval_shape(lambda: cfg.build(settings(), recomputing=Recomputing(recompute="none")))
 
 
 PARTS = ("mixer.key", "mixer.output", "mlp.gate", "mlp.up", "mlp_norm.gain")

@@ -14,7 +14,7 @@ from tiny_runs import LENGTH, ONE, QUICK, ROWS, llama, place, program, rows, sta
 from megajax.batch import Grads
 from megajax.layers.config import GatedMLPConfig
 from megajax.layers.mlp import GatedMLP
-from megajax.layers.param import Site, observation
+from megajax.layers.param import LayerSettings, observation
 from megajax.layers.remat import Recompute
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.observations import Observed, observe
@@ -46,11 +46,11 @@ class Halved:
 class Counting(GatedMLP):
     """Positions, positive inputs by column, and the largest input by column."""
 
-    def __init__(self, cfg: CountingConfig, site: Site):
-        super().__init__(cfg, site)
+    def __init__(self, cfg: CountingConfig, settings: LayerSettings):
+        super().__init__(cfg, settings)
         self.positions = observation(Observed(shape=(), axes=(), reduction="sum"))
-        self.positive = observation(Observed(shape=(site.hidden,), axes=(None,), reduction="sum", updater=Halved()))
-        self.largest = observation(Observed(shape=(site.hidden,), axes=(None,), reduction="max"))
+        self.positive = observation(Observed(shape=(settings.hidden,), axes=(None,), reduction="sum", updater=Halved()))
+        self.largest = observation(Observed(shape=(settings.hidden,), axes=(None,), reduction="max"))
 
     def __call__(self, x: Array) -> Array:
         y = observe(super().__call__(x), self.positions[...], jnp.float32(x.shape[0] * x.shape[1]))
