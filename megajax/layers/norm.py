@@ -27,7 +27,7 @@ class LayerNorm(nnx.Module):
         self.bias = param((size or settings.hidden,), (axis,), init=ZEROS, role="bias")
 
     def __call__(self, x: Array) -> Array:
-        return self.layout.rowwise(self.normalise, x, self.gain[...], self.bias[...])
+        return self.layout.per_token(self.normalise, x, self.gain[...], self.bias[...])
 
     def normalise(self, x: Array, gain: Array, bias: Array) -> Array:
         return _normalised(self.cfg.epsilon, gain.dtype, x, _factor(self.cfg, gain, x), _row(bias, x))
@@ -43,7 +43,7 @@ class RMSNorm(nnx.Module):
         self.gain = _gain(cfg, size or settings.hidden, axis)
 
     def __call__(self, x: Array) -> Array:
-        return self.layout.rowwise(keeping_inputs(self.normalise), x, self.gain[...])
+        return self.layout.per_token(keeping_inputs(self.normalise), x, self.gain[...])
 
     def normalise(self, x: Array, gain: Array) -> Array:
         return (_scaled(x, self.cfg.epsilon) * _factor(self.cfg, gain, x)).astype(gain.dtype)

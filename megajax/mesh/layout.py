@@ -115,9 +115,9 @@ class Layout:
         return jax.lax.with_sharding_constraint(x, self.plan.compute.spec(axes, keep=tuple(free)))
 
     def gather(self, w: Array, axes: LogicalAxes) -> Array:
-        """A weight as it is held during the step -> as it is used; the transpose reduces its gradient back."""
-        held = self.plan.held_during_step(("layer", *axes))
-        moves = moved_axes(held, self.plan.compute, axes)
+        """A weight as it is laid out during the step -> as it is used; the transpose reduces its gradient back."""
+        in_step = self.plan.rules_in_step(("layer", *axes))
+        moves = moved_axes(in_step, self.plan.compute, axes)
         if not moves:
             return w
         if not set(manual_axes()).issuperset(axis for _, axis in moves):
@@ -157,10 +157,10 @@ class Layout:
         # lost in the transpose. Gradients through psum are therefore written by hand, never left to autodiff.
         return jax.shard_map(f, axis_names=set(free), in_specs=specs[0], out_specs=specs[1], check_vma=False)
 
-    def rowwise(self, f: Callable, x: Array, *weights: Array) -> Array:
-        """f(x, *weights) for an f that works position by position on the residual stream, x [B, S, D].
+    def per_token(self, f: Callable, x: Array, *weights: Array) -> Array:
+        """f(x, *weights) for an f that works on each position of the residual stream x [B, S, D] alone.
 
-        weights: [D], or [copies, D] where they are held in copies (see Plan.copied).
+        weights: [D], or [copies, D] where there is a copy per device (see Plan.replicated_per_tensor_rank).
         """
         if weights[0].ndim == 1:
             return f(x, *weights)
@@ -173,7 +173,7 @@ class Layout:
 
     def add_bias(self, y: Array, bias: Array) -> Array:
         """y [B, S, D] on the residual stream + bias [D] or [copies, D]."""
-        return self.rowwise(lambda y, bias: y + bias[None, None], y, bias)
+        return self.per_token(lambda y, bias: y + bias[None, None], y, bias)
 
     def zeros(self, shape: Sequence[int], dtype: Any, *axes: str | None) -> Array:
         """Zeros that are laid out from the start."""

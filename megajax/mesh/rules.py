@@ -40,7 +40,7 @@ class Rules:
     layer: MeshAxes = ("pipeline",)
     """Rows of stacked weights; `pipeline.partition` puts the layers of a stage next to each other."""
     copies: MeshAxes = ("tensor",)
-    """Of a small weight, one for each device that uses it on its own positions: see Plan.copied."""
+    """Of a small weight, one for each device that uses it on its own positions: see Plan.replicated_per_tensor_rank."""
 
     def mesh_axes(self, name: str | None) -> MeshAxes:
         """Mesh axes of one logical axis; None is never sharded."""
@@ -72,17 +72,17 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Where arrays are: in use, held between uses within a step, at rest, and in the optimizer.
+    """Where arrays are: in use, during a step before they are used, at rest, and in the optimizer.
 
     compute: activations, and weights while a layer uses them.
-    held: weights in compute dtype during the step, before a layer asks for them.
+    step_layout: weights in compute dtype during the step, before a layer gathers them.
     params: float32 master weights between steps.
     optimizer: gradients and optimizer state when the update is made.
-    tensor: devices of `tensor`; fewer key-value heads are held in copies.
+    tensor: devices of `tensor`; fewer key-value heads are replicated over them.
     """
 
     compute: Rules
-    held: Rules
+    step_layout: Rules
     params: Rules
     optimizer: Rules
     tensor: int = 1
@@ -94,30 +94,31 @@ class Plan:
         spread = replace(compute, embed=SHARDS)
         match cfg.data_sharding:
             case "replicate":
-                held, rest = compute, compute
+                in_step, at_rest = compute, compute
             case "zero1":
-                held, rest = compute, spread
+                in_step, at_rest = compute, spread
             case "fsdp":
-                held, rest = spread, spread
-        return cls(compute=compute, held=held, params=rest, optimizer=rest, tensor=cfg.tensor)
+                in_step, at_rest = spread, spread
+        return cls(compute=compute, step_layout=in_step, params=at_rest, optimizer=at_rest, tensor=cfg.tensor)
 
     def kv_heads(self, heads: int) -> str:
         """Logical axis of a weight's dimension of that many key-value heads."""
         return "kv_heads_copied" if heads < self.tensor else "kv_heads"
 
     def axes_in_step(self, axes: LogicalAxes) -> LogicalAxes:
-        """Logical axes of a weight during the step: key-value heads held in copies are cut like others."""
+        """Logical axes of a weight during the step: replicated key-value heads are sharded like others."""
         return tuple("kv_heads" if name == "kv_heads_copied" else name for name in axes)
 
-    def held_during_step(self, axes: LogicalAxes) -> Rules:
+    def rules_in_step(self, axes: LogicalAxes) -> Rules:
         """Table of a weight during the step: only stacked matrices are worth gathering layer by layer."""
-        return self.held if "layer" in axes and len(axes) > 2 else self.compute
+        return self.step_layout if "layer" in axes and len(axes) > 2 else self.compute
 
-    def copied(self, axes: LogicalAxes) -> bool:
-        """Whether a weight is held in copies: gains and biases of the residual stream under sequence parallelism.
+    def replicated_per_tensor_rank(self, axes: LogicalAxes) -> bool:
+        """Whether a weight has one copy per device of `tensor` during the step, along an axis `copies`.
 
-        Each device of `tensor` uses them on positions of its own. With a copy each, their gradients are summed over
-        `tensor` once a step; with one for all, the compiler would sum them in every layer of every microbatch.
+        So it is with gains and biases of the residual stream under sequence parallelism, where each device uses them
+        on its own positions. With a copy each, their gradients are summed over `tensor` once a step; with a single one
+        the compiler would sum them in every layer of every microbatch.
         """
         apart = set(self.compute.mesh_axes("seq_residual")) >= set(self.compute.mesh_axes("copies"))
         return apart and tuple(axes) in (("embed",), ("layer", "embed"))

@@ -64,8 +64,8 @@ class Weights:
     frozen: frozenset[str] = frozenset()
     """Paths of weights that are not trained: they have no gradients."""
 
-    def hold(self, path: str, w: Array, scale: Array) -> Array:
-        """Master weight at rest -> compute dtype, gathered as far as it is held during the step.
+    def gather_for_step(self, path: str, w: Array, scale: Array) -> Array:
+        """Master weight at rest -> compute dtype, gathered to its layout during the step.
 
         Of an observation, what layers read of it, in float32; scale: of the loss.
         """
@@ -75,30 +75,30 @@ class Weights:
         plan, axes = self.layout.plan, self.declared[path].axes
         w = copy_heads(self.layout, to_compute(w, self.precision), axes)
         axes = plan.axes_in_step(axes)
-        moves = _live(moved_axes(plan.params, plan.held_during_step(axes), axes))
+        moves = _live(moved_axes(plan.params, plan.rules_in_step(axes), axes))
         if moves:
             w = self.layout.island(lambda shard: row_major(gather_shards(shard, moves)), (axes,), axes)(w)
-        if not plan.copied(axes):
+        if not plan.replicated_per_tensor_rank(axes):
             return w
         copies = prod(free_axes().get(axis, 1) for axis in plan.compute.mesh_axes("copies"))
         shape = (*w.shape[:-1], copies, w.shape[-1])
-        return self.layout.act(jnp.broadcast_to(w[..., None, :], shape), *self.held_axes(path))
+        return self.layout.act(jnp.broadcast_to(w[..., None, :], shape), *self.axes_for_step(path))
 
-    def held_axes(self, path: str) -> tuple[str | None, ...]:
-        """Logical axes of what `hold` returns."""
+    def axes_for_step(self, path: str) -> tuple[str | None, ...]:
+        """Logical axes of what `gather_for_step` returns."""
         axes = tuple(self.layout.plan.axes_in_step(self.declared[path].axes))
-        return (*axes[:-1], "copies", axes[-1]) if self.layout.plan.copied(axes) else axes
+        return (*axes[:-1], "copies", axes[-1]) if self.layout.plan.replicated_per_tensor_rank(axes) else axes
 
     def reduce(self, path: str, g: Array) -> Array:
-        """A device's summed gradient, laid out as the weight was held -> replicas' sum on the optimizer's layout."""
+        """A device's summed gradient, laid out as the weight in the step -> replicas' sum on the optimizer's layout."""
         plan, axes = self.layout.plan, self.layout.plan.axes_in_step(self.declared[path].axes)
         if (reduction := reduction_of(path)) is not None:
             return self._combined(path, g, reduction)
-        if plan.copied(axes):
+        if plan.replicated_per_tensor_rank(axes):
             g = self.layout.act(g.sum(-2), *axes)
-        held = plan.held_during_step(axes)
-        moves = _live(moved_axes(plan.optimizer, held, axes))
-        done = {axis for over in held.dimensions(axes) for axis in over} | {axis for _, axis in moves}
+        in_step = plan.rules_in_step(axes)
+        moves = _live(moved_axes(plan.optimizer, in_step, axes))
+        done = {axis for over in in_step.dimensions(axes) for axis in over} | {axis for _, axis in moves}
         also = tuple(axis for axis in manual_replicas() if axis not in done)
         if moves or also:
             reduced = self.layout.island(lambda part: reduce_shards(row_major(part), moves, also), (axes,), axes)
@@ -119,7 +119,7 @@ class Weights:
         return self.layout.island(lambda part: combined_over(part, over, reduction), (axes,), axes)(seen)
 
     def _heads_at_rest(self, path: str) -> tuple[tuple[str | None, ...], int]:
-        """Logical axes of a weight at rest, and its number of key-value heads held in copies; 0 for none."""
+        """Logical axes of a weight at rest, and its number of replicated key-value heads; 0 for none."""
         spec = self.declared[path]
         return spec.axes, dict(zip(spec.axes, spec.shape, strict=True)).get(COPIED, 0)
 
@@ -129,9 +129,9 @@ class Weights:
         over = {path: [a for name in spec.axes for a in rules.mesh_axes(name)] for path, spec in self.declared.items()}
         return frozenset(path for path, axes in over.items() if axis in axes)
 
-    def hold_all(self, params: Params, scale: Array) -> dict[str, Array]:
-        """All weights as they are held, see `hold`."""
-        return {path: self.hold(path, w, scale) for path, w in params.items()}
+    def gather_all_for_step(self, params: Params, scale: Array) -> dict[str, Array]:
+        """All weights, see `gather_for_step`."""
+        return {path: self.gather_for_step(path, w, scale) for path, w in params.items()}
 
     def reduce_all(self, totals: Params) -> dict[str, Array]:
         """All summed gradients on the optimizer's layout, see `reduce`."""
@@ -146,14 +146,16 @@ class Weights:
         matrices = (path for path, spec in trained if spec.role == "weight" and spec.layers)
         return dict.fromkeys(matrices, jnp.promote_types(self.precision.compute, self.precision.gradients))
 
-    def zeros(self, held: Params) -> dict[str, Array]:
-        """Accumulators for the gradients of `held`, without the frozen ones."""
+    def zeros(self, in_step: Params) -> dict[str, Array]:
+        """Accumulators for the gradients of `in_step`, without the frozen ones."""
         dtypes = {
             path: self.precision.gradients if reduction_of(path) is None else jnp.float32
-            for path in held
+            for path in in_step
             if path not in self.frozen
         }
-        return {path: self.layout.zeros(held[path].shape, dtypes[path], *self.held_axes(path)) for path in dtypes}
+        return {
+            path: self.layout.zeros(in_step[path].shape, dtypes[path], *self.axes_for_step(path)) for path in dtypes
+        }
 
     def grads(self, sums: tuple, totals: Params) -> Grads:
         """What a gradient function returns. sums: loss, weight, metrics; totals: reduced gradients, observations."""
@@ -214,8 +216,8 @@ def accumulate(weights: Weights, parts: Staged, mesh: Mesh) -> GradFn:
     """
 
     def local(params: Params, batch: Batch, scale: Array) -> tuple:
-        held = weights.hold_all(params, scale)
-        stacked, shared = Parted.of(held)
+        in_step = weights.gather_all_for_step(params, scale)
+        stacked, shared = Parted.of(in_step)
         common, made_in = parts.common(shared), Parted.of(weights.made_in()).stacked
         layers = LayerLoop(parts.spans, weights.layout, stacked, common, in_order(parts.spans), False, made_in)
 
@@ -240,7 +242,7 @@ def accumulate(weights: Weights, parts: Staged, mesh: Mesh) -> GradFn:
         ctx, x, _ = begin(first)
         shapes = jax.eval_shape(lambda x: parts.head(shared, x, first)[1], x)
         sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        start = sums, tuple(Parted.of(weights.zeros(held))), layers.buffers(1, x, ctx, 0.0)
+        start = sums, tuple(Parted.of(weights.zeros(in_step))), layers.buffers(1, x, ctx, 0.0)
         (sums, totals, _), _ = lax.scan(microbatch, start, batch)
         return over_replicas(sums), weights.reduce_all(Parted(*totals).whole())
 
@@ -261,7 +263,7 @@ def forward_sums(weights: Weights, reduction: LossReduction, mesh: Mesh) -> Call
     """(weights, batch [M, B, ...]) -> metrics summed over the batch, without gradients or dropout."""
 
     def local(params: Params, batch: Batch, scale: Array) -> Sums:
-        model = bind(weights.model, weights.hold_all(params, scale))
+        model = bind(weights.model, weights.gather_all_for_step(params, scale))
         parts = lax.map(lambda rows: forward(model, rows, None, reduction).metrics, batch)
         return over_replicas(jax.tree.map(jnp.sum, parts))
 

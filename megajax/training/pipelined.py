@@ -18,9 +18,9 @@ type Schedules = Callable[[int], Schedule]
 
 
 def _stage(
-    weights: Weights, schedule: Schedule, partition: Partition, parts: Staged, held: Params, batch: Batch
+    weights: Weights, schedule: Schedule, partition: Partition, parts: Staged, in_step: Params, batch: Batch
 ) -> Stage:
-    stacked, shared = Parted.of(held)
+    stacked, shared = Parted.of(in_step)
     made_in = Parted.of(weights.made_in()).stacked
     return Stage(schedule, partition, parts, weights.layout, stacked, shared, weights.cut_over(AXIS), made_in, batch)
 
@@ -34,9 +34,9 @@ def pipelined(
     """
 
     def local(params: Params, batch: Batch, scale: Array) -> tuple:
-        held = weights.hold_all(params, scale)
-        stage = _stage(weights, schedules(len(batch[SAMPLE])), partition, parts, held, batch)
-        sums, stacked, shared = stage.gradients(scale, Parted.of(weights.zeros(held)), fill=fill)
+        in_step = weights.gather_all_for_step(params, scale)
+        stage = _stage(weights, schedules(len(batch[SAMPLE])), partition, parts, in_step, batch)
+        sums, stacked, shared = stage.gradients(scale, Parted.of(weights.zeros(in_step)), fill=fill)
         return over_replicas(sums), weights.reduce_all(Parted(stacked, shared).whole())
 
     mapped = weights.manual(local, mesh, (PartitionSpec(), weights.reduced_specs()))
@@ -53,8 +53,8 @@ def pipelined_sums(
     """(weights, batch [M, B, ...]) -> metrics summed over the batch, without gradients or dropout."""
 
     def local(params: Params, batch: Batch, scale: Array) -> Mapping[str, tuple[Array, Array]]:
-        held = weights.hold_all(params, scale)
-        stage = _stage(weights, schedules(len(batch[SAMPLE])), partition, parts, held, batch)
+        in_step = weights.gather_all_for_step(params, scale)
+        stage = _stage(weights, schedules(len(batch[SAMPLE])), partition, parts, in_step, batch)
         return over_replicas(stage.losses()[2])
 
     return weights.sums(local, mesh)

@@ -90,7 +90,10 @@ class Program:
     def used(self, inputs: Params) -> dict[str, Array]:
         """Weights and what is kept of observations -> weights as they are, observations as layers read them."""
         one = jnp.ones((), jnp.float32)
-        return {path: self._weights.hold(path, x, one) if path in self.observed else x for path, x in inputs.items()}
+        return {
+            path: self._weights.gather_for_step(path, x, one) if path in self.observed else x
+            for path, x in inputs.items()
+        }
 
     @classmethod
     def of(cls, cfg: RunConfig, mesh: Mesh, options: Mapping[str, Value] | None = None) -> "Program":

@@ -46,7 +46,7 @@ def _axes(entries: tuple) -> str:
 
 
 def _weight(spec: ParamSpec, plan: Plan) -> tuple[str, ...]:
-    tables = (plan.params, plan.held_during_step(spec.axes), plan.compute, plan.optimizer)
+    tables = (plan.params, plan.rules_in_step(spec.axes), plan.compute, plan.optimizer)
     places = [_axes(tuple(rules.spec(spec.axes))) for rules in tables]
     shape = " x ".join(map(str, spec.shape))
     return (spec.path, shape, _axes(spec.axes), spec.role, str(spec.init), *places)

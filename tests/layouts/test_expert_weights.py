@@ -41,7 +41,7 @@ def test_gradients_of_experts_equal_one_device_and_their_weights_are_spread(
     weights = Weights(None, {"up": SPEC}, {}, layout, PrecisionConfig(compute="float32"))
 
     def local(params: dict[str, Array], x: Array) -> tuple[Array, dict[str, Array]]:
-        held = weights.hold_all(params, jnp.ones(()))
+        in_step = weights.gather_all_for_step(params, jnp.ones(()))
 
         def every_token(x: Array) -> Array:
             return lax.all_gather(x, "expert", tiled=True)
@@ -52,7 +52,7 @@ def test_gradients_of_experts_equal_one_device_and_their_weights_are_spread(
             products = [jnp.einsum("td,edf->etf", tokens(x), row) for row in used]
             return sum(jnp.square(y).sum() for y in products) / 2
 
-        value, gradient = jax.value_and_grad(loss)(held["up"])
+        value, gradient = jax.value_and_grad(loss)(in_step["up"])
         return lax.psum(value, replica_axes()), weights.reduce_all({"up": gradient})
 
     at_rest = plan.params.spec(AXES)

@@ -105,10 +105,10 @@ def test_plans_differ_in_where_embed_is_held():
     where = {}
     for sharding in ("replicate", "zero1", "fsdp"):
         plan = Plan.of(ParallelConfig(data_sharding=sharding))
-        layer = plan.held_during_step(("layer", *axes))
+        layer = plan.rules_in_step(("layer", *axes))
         where[sharding] = [rules.spec(axes) for rules in (plan.compute, layer, plan.params, plan.optimizer)]
         # Tables outside the stack are used whole at once: nothing is gained by gathering them later.
-        assert plan.held_during_step(("vocab", "embed")) == plan.compute
+        assert plan.rules_in_step(("vocab", "embed")) == plan.compute
     whole = P(None, "tensor")
     assert where == {
         "replicate": [whole] * 4,
