@@ -37,7 +37,7 @@ WAYS = {
     "full in half the layers": ["recompute=full", "recompute_layers=HALF"],
     "selective, no loop over layers": ["recompute=selective", "unroll=none"],
     "full": ["recompute=full"],
-    "full, in twos": ["recompute=full", "recompute_together=2"],
+    "full, in twos": ["recompute=full", "layers_per_checkpoint=2"],
     "selective, mlp on the host": ["recompute=selective", "offload=mlp"],
     "full, input on the host": ["recompute=full", "offload=input"],
 }

@@ -12,7 +12,7 @@ from megajax.job.compile_cache import cache_in_use
 from megajax.job.device_memory import size
 from megajax.kernels.attention import local_device
 from megajax.layers.facts import Share
-from megajax.layers.remat import Kept, words
+from megajax.layers.remat import SavePolicy, words
 from megajax.mesh.xla import flag_names, memory_fraction
 from megajax.metrics.text import count
 from megajax.models.facts import Facts, block_facts, facts_of, flops_of
@@ -172,11 +172,11 @@ def _delayed(cfg: DelayedScalingConfig) -> str:
 def _recompute(run: Run) -> list[tuple[str, str]]:
     """What the backward pass finds, and what it has to compute again: in words, and in bytes of a layer."""
     chosen, layers = run.cfg.model.recomputing(), run.cfg.model.stack.layers()
-    text = f"{words(chosen.recompute)}: {_kept(chosen.kept())}"
-    if chosen.together > 1:
-        text = f"{words(chosen.recompute)}: {chosen.together} layers together keep the input of the first"
+    text = f"{words(chosen.recompute)}: {_kept(chosen.policy())}"
+    if chosen.layers_per_checkpoint > 1:
+        text = f"{words(chosen.recompute)}: {chosen.layers_per_checkpoint} layers together keep the input of the first"
     if chosen.layers is not None and chosen.layers < layers:
-        text += f", by the first {chosen.layers} layers of each chunk; by the others {_kept(chosen.others())}"
+        text += f", by the first {chosen.layers} layers of each chunk; by the others {_kept(chosen.lighter_policy())}"
     facts = facts_of(run.cfg.model)
     if facts is None:
         return [("recompute", text)]
@@ -209,7 +209,7 @@ def saved_by_layers(run: Run, facts: Facts) -> list[SavedBytes]:
     return list(saved_bytes(facts.recomputing(), pattern, share, repeats))
 
 
-def _kept(kept: Kept) -> str:
+def _kept(kept: SavePolicy) -> str:
     if kept.parts is None:
         return "all is kept that gradients need"
     names = ", ".join(f"{part} (in host memory)" if part in kept.offloaded else part for part in kept.parts)

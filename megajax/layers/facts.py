@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from megajax.config.errors import Problem
 from megajax.kernels.capability import Choice, Device, Request
-from megajax.layers.remat import PARTS, Kept, Part
+from megajax.layers.remat import PARTS, Part, SavePolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,23 +251,24 @@ class BlockFacts:
         statistics = 4 * self.heads / share.tensor if part == "core_attention" and self.fused else 0
         return share.tokens * (self.elements(part).local(share.tensor) * share.width + statistics)
 
-    def saved_bytes(self, kept: Kept, share: Share) -> float:
+    def saved_bytes(self, policy: SavePolicy, share: Share) -> float:
         """Bytes on a device that the block saves of a microbatch; what waits in host memory does not count.
 
         Where nothing is recomputed, norms and activations save their inputs alone: as if all tensors were named.
         """
-        here = [part for part in (PARTS if kept.parts is None else kept.parts) if part not in kept.offloaded]
-        return self._bytes(here, kept, share)
+        here = [part for part in (PARTS if policy.parts is None else policy.parts) if part not in policy.offloaded]
+        return self._bytes(here, policy, share)
 
-    def host_bytes(self, kept: Kept, share: Share) -> float:
+    def host_bytes(self, policy: SavePolicy, share: Share) -> float:
         """Bytes that the block saves in host memory."""
-        return self._bytes(kept.offloaded, kept, share)
+        return self._bytes(policy.offloaded, policy, share)
 
-    def _bytes(self, parts: Sequence[Part], kept: Kept, share: Share) -> float:
+    def _bytes(self, parts: Sequence[Part], policy: SavePolicy, share: Share) -> float:
         """Of several layers that are recomputed together, only the first saves its input."""
-        return sum(self.tensor_bytes(part, share) / (kept.together if part == "input" else 1) for part in parts)
+        shares = {"input": policy.layers_per_checkpoint}
+        return sum(self.tensor_bytes(part, share) / shares.get(part, 1) for part in parts)
 
-    def recomputed_bytes(self, kept: Kept, share: Share) -> float:
+    def recomputed_bytes(self, policy: SavePolicy, share: Share) -> float:
         """Bytes of tensors that the backward pass computes again."""
         everything = sum(self.tensor_bytes(part, share) for part in PARTS)
-        return everything - self.saved_bytes(kept, share) - self.host_bytes(kept, share)
+        return everything - self.saved_bytes(policy, share) - self.host_bytes(policy, share)

@@ -1,4 +1,7 @@
-"""What the backward pass of a layer finds, and what it computes again; importing this imports neither jax nor flax."""
+"""Which activations of a layer are saved for its backward pass, the others being recomputed.
+
+Importing this imports neither jax nor flax.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,27 +27,28 @@ NAMES: Mapping[Part, tuple[str, ...]] = MappingProxyType(
         "input": ("input",),
     }
 )
-"""What layers call the tensors of each part: outputs of norms; what attention's kernel reads; the latents it is made
-of; what the kernel writes; the gate on it; the residual stream between attention and MLP; inputs of the MLP's
-activation, and its output; the residual stream at the start of a layer, which is always kept. All else never is."""
+"""Names that layers give to the tensors of each part. In order: outputs of norms; inputs of the attention kernel; the
+latents of latent attention; outputs of the attention kernel; the gate on them; the residual stream between attention
+and MLP; inputs of the MLP's activation; its output; the residual stream at the start of a layer, which is always saved.
+Other tensors never are."""
 
 PARTS: tuple[Part, ...] = tuple(NAMES)
 SELECTIVE: tuple[Part, ...] = ("norm", "latent", "activation")
-"""What costs no large matmul to compute again."""
+"""Parts that are recomputed without a large matmul."""
 
 type Recompute = Literal["none", "selective", "full"] | tuple[Part, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
-    """What a layer function keeps."""
+class SavePolicy:
+    """What a layer function saves for its backward pass."""
 
     parts: tuple[Part, ...] | None
-    """None: all that its gradient needs, whatever it is."""
+    """None: everything its gradient needs, without a policy."""
     offloaded: tuple[Part, ...] = ()
-    """Of these, what waits in host memory."""
-    together: int = 1
-    """Layers that keep the input of the first of them only."""
+    """Of these, the parts that wait in host memory."""
+    layers_per_checkpoint: int = 1
+    """Layers of which only the input of the first is saved; they are recomputed together."""
 
     @property
     def saved(self) -> tuple[str, ...]:
@@ -59,68 +63,74 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recomputing:
-    """The choice as a config has it; `settings` are the names of its fields there, for messages."""
+    """The choice as a config has it."""
 
     recompute: Recompute = "selective"
     layers: int | None = None
-    together: int = 1
+    layers_per_checkpoint: int = 1
     offload: tuple[Part, ...] = ()
 
     def again(self) -> tuple[Part, ...]:
-        """Parts computed again; () where nothing is."""
+        """Parts that are recomputed; () for none."""
         if isinstance(self.recompute, tuple):
             return self.recompute
         return {"none": (), "selective": SELECTIVE, "full": tuple(part for part in PARTS if part != "input")}[
             self.recompute
         ]
 
-    def kept(self) -> Kept:
-        """By layers that recompute."""
+    def policy(self) -> SavePolicy:
+        """Of layers that recompute."""
         if self.recompute == "none":
-            return Kept(parts=None)
+            return SavePolicy(parts=None)
         again = self.again()
-        return Kept(
+        return SavePolicy(
             parts=tuple(part for part in PARTS if part not in again),
             offloaded=tuple(part for part in PARTS if part in self.offload),
-            together=self.together,
+            layers_per_checkpoint=self.layers_per_checkpoint,
         )
 
-    def others(self) -> Kept:
-        """By the layers beyond `layers`: one step lighter."""
+    def lighter_policy(self) -> SavePolicy:
+        """Of the layers beyond `layers`: they recompute one step less."""
         lighter = "none" if set(self.again()) <= set(SELECTIVE) else "selective"
-        return replace(self, recompute=lighter, together=1, offload=()).kept()
+        return replace(self, recompute=lighter, layers_per_checkpoint=1, offload=()).policy()
 
     def keeps_all(self) -> bool:
-        """Whether some layer keeps whatever its gradient needs."""
-        return self.kept().parts is None or (self.layers is not None and self.others().parts is None)
+        """Whether some layer saves everything its gradient needs."""
+        return self.policy().parts is None or (self.layers is not None and self.lighter_policy().parts is None)
 
     def problems(self) -> list[Problem]:
-        """`where`: names of this class's fields."""
+        """With `where` as the names of this class's fields."""
         again, written = self.again(), words(self.recompute)
-        found = _named_twice("recompute", again) + _named_twice("offload", self.offload)
+        problems = _named_twice("recompute", again) + _named_twice("offload", self.offload)
         if not again and self.recompute != "none":
-            found.append(Problem("recompute", "names nothing", "write none, which keeps all that gradients need"))
+            problems.append(Problem("recompute", "names no part", "write none, which saves all that gradients need"))
         if "input" in again:
-            found.append(Problem("recompute", "input is what all else is computed from", "leave it out"))
+            problems.append(Problem("recompute", "input is what everything else is computed from", "leave it out"))
         lost = [part for part in self.offload if part in again]
         if lost:
             left = ", ".join(part for part in PARTS if part not in again)
-            found.append(
-                Problem("offload", f"{', '.join(lost)} is computed again by recompute={written}", f"kept: {left}")
+            problems.append(
+                Problem("offload", f"{', '.join(lost)} is recomputed with recompute={written}", f"saved: {left}")
             )
         if self.offload and self.recompute == "none":
-            found.append(
-                Problem("offload", "needs tensors by name, and recompute=none keeps all without", "use selective")
+            problems.append(
+                Problem("offload", "needs tensors by name, and recompute=none saves all without names", "use selective")
             )
         if self.layers is not None and (self.layers < 1 or self.recompute == "none"):
             what = f"{self.layers} with recompute={written}"
-            found.append(Problem("layers", what, "at least 1, of recompute=selective, full or parts; none: all layers"))
-        if self.together < 1 or (self.together > 1 and self.recompute != "full"):
-            what = f"{self.together} with recompute={written}"
-            found.append(
-                Problem("together", what, "at least 1; above 1 only with recompute=full, which keeps inputs only")
+            problems.append(
+                Problem("layers", what, "at least 1, of recompute=selective, full or parts; none: all layers")
             )
-        return found
+        if self.layers_per_checkpoint < 1 or (self.layers_per_checkpoint > 1 and self.recompute != "full"):
+            what = f"{self.layers_per_checkpoint} with recompute={written}"
+            problems.append(
+                Problem(
+                    "layers_per_checkpoint",
+                    what,
+                    "at least 1; above 1 only with recompute=full",
+                )
+            )
+        return problems
 
 
 def words(recompute: Recompute) -> str:

@@ -15,7 +15,7 @@ from megajax.batch import Params
 from megajax.layers.config import StackConfig, shared_bias
 from megajax.layers.context import Context
 from megajax.layers.param import LayerSettings, bind, path_of, stacked
-from megajax.layers.remat import Kept, Recomputing
+from megajax.layers.remat import Recomputing, SavePolicy
 from megajax.layers.segments import SegmentsConfig
 
 BLOCKS = "blocks."
@@ -53,7 +53,7 @@ class Span(NamedTuple):
 
     units: int
     """How often `unit` is applied."""
-    together: int
+    repeats: int
     """Repeats it takes."""
     unit: Unit
     unroll: int
@@ -68,21 +68,21 @@ class Span(NamedTuple):
         return {path: w for path, w in by_path.items() if path.partition(".")[0] in names}
 
 
-def recomputed(layer: Callable, kept: Kept) -> Callable:
-    """A layer function that keeps for the backward pass only what is said."""
+def recomputed(layer: Callable, policy: SavePolicy) -> Callable:
+    """A layer function that saves for the backward pass only what the policy says."""
     policies = jax.checkpoint_policies
-    if kept.parts is None:
+    if policy.parts is None:
         return layer
-    if kept.moved:
-        policy = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(kept.saved),
-            names_which_can_be_offloaded=list(kept.moved),
+    if policy.moved:
+        saveable = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(policy.saved),
+            names_which_can_be_offloaded=list(policy.moved),
             offload_src="device",
             offload_dst="pinned_host",
         )
     else:
-        policy = policies.save_only_these_names(*kept.saved)
-    return jax.checkpoint(layer, policy=policy, prevent_cse=False)
+        saveable = policies.save_only_these_names(*policy.saved)
+    return jax.checkpoint(layer, policy=saveable, prevent_cse=False)
 
 
 class Stack(nnx.Module):
@@ -111,8 +111,8 @@ class Stack(nnx.Module):
     def __call__(self, x: Array, ctx: Context) -> Array:
         weights = self.in_order()
         for span in self.spans(self.repeats, 0):
-            first, last = span.start, span.start + span.units * span.together
-            shape = (span.units, span.together) if span.together > 1 else (span.units,)
+            first, last = span.start, span.start + span.units * span.repeats
+            shape = (span.units, span.repeats) if span.repeats > 1 else (span.units,)
             rows = {path: w[first:last].reshape(*shape, *w.shape[1:]) for path, w in span.weights(weights).items()}
 
             def step(x: Array, row: tuple[Params, Array], unit: Unit = span.unit) -> tuple[Array, None]:
@@ -126,7 +126,7 @@ class Stack(nnx.Module):
 
         first: the number of the first repeat, where it is the same on all devices: layers whose recipe differs from
         their neighbours' are then spans of their own; else each layer looks at its number as it runs.
-        Raises ValueError where recompute_together does not divide the repeats.
+        Raises ValueError where layers_per_checkpoint does not divide the repeats.
         """
         if len(self.segments) == 1:
             return self.spans_of(self.segments[0], repeats, first)
@@ -137,37 +137,37 @@ class Stack(nnx.Module):
         pattern, chosen = len(segment.blocks), self.recomputing
         recomputing = repeats if chosen.layers is None else min(chosen.layers // pattern, repeats)
         spans, done = [], 0
-        for count, kept in ((recomputing, chosen.kept()), (repeats - recomputing, chosen.others())):
-            together = max(1, kept.together // pattern)
-            if count % together:
-                raise ValueError(f"{count} repeats cannot be computed again {together} together")
-            starts = range(done, done + count, together)
-            for recipes, alike in groupby(starts, lambda start: self.recipes(segment, start, together, first)):  # noqa: B023
+        for count, policy in ((recomputing, chosen.policy()), (repeats - recomputing, chosen.lighter_policy())):
+            group = max(1, policy.layers_per_checkpoint // pattern)
+            if count % group:
+                raise ValueError(f"{count} repeats are no multiple of the {group} of a checkpoint")
+            starts = range(done, done + count, group)
+            for recipes, alike in groupby(starts, lambda start: self.recipes(segment, start, group, first)):  # noqa: B023
                 begin, *more = alike
                 units = 1 + len(more)
-                unroll = units if self.unroll is None else min(units, -(-self.unroll // (together * pattern)))
-                unit = self.unit(segment, kept, together, recipes)
-                spans.append(Span(units, together, unit, unroll, begin, segment))
+                unroll = units if self.unroll is None else min(units, -(-self.unroll // (group * pattern)))
+                unit = self.unit(segment, policy, group, recipes)
+                spans.append(Span(units, group, unit, unroll, begin, segment))
             done += count
         return spans
 
-    def recipes(self, segment: Segment, start: int, together: int, first: int | None) -> Recipes | None:
+    def recipes(self, segment: Segment, start: int, repeats: int, first: int | None) -> Recipes | None:
         """Of the repeats from `start` on, where they are known and not all the same."""
         if first is None or self.plain is None:
             return None
         pattern = len(segment.blocks)
-        layers = [segment.layer + (first + start + row) * pattern for row in range(together)]
+        layers = [segment.layer + (first + start + row) * pattern for row in range(repeats)]
         return tuple(tuple(self.layout.by_recipe(layer + place) for place in range(pattern)) for layer in layers)
 
-    def unit(self, segment: Segment, kept: Kept, together: int, recipes: Recipes | None = None) -> Unit:
-        """`together` repeats of a segment's pattern as one function, which saves what `kept` says."""
-        named = "input" in kept.offloaded
-        if together == 1:
-            return recomputed(self.repeat(segment, named, None if recipes is None else recipes[0]), kept)
+    def unit(self, segment: Segment, policy: SavePolicy, repeats: int, recipes: Recipes | None = None) -> Unit:
+        """That many repeats of a segment's pattern as one function, which saves what the policy says."""
+        named = "input" in policy.offloaded
+        if repeats == 1:
+            return recomputed(self.repeat(segment, named, None if recipes is None else recipes[0]), policy)
         # Each is computed again and then, while it is differentiated, saves what matmuls need.
         inner = [
-            recomputed(self.repeat(segment, named, each), Recomputing().kept())
-            for each in ([None] * together if recipes is None else recipes)
+            recomputed(self.repeat(segment, named, each), Recomputing().policy())
+            for each in ([None] * repeats if recipes is None else recipes)
         ]
 
         def unit(weights: Params, common: Params, numbers: Array, x: Array, ctx: Context) -> Array:
@@ -175,7 +175,7 @@ class Stack(nnx.Module):
                 x = repeat({path: w[row] for path, w in weights.items()}, common, numbers[row], x, ctx)
             return x
 
-        return recomputed(unit, kept)
+        return recomputed(unit, policy)
 
     def repeat(self, segment: Segment, named: bool, recipes: tuple[bool, ...] | None) -> Unit:
         """One repeat of a segment's pattern, under no policy. named: x is saved by its name, not as an argument."""

@@ -123,8 +123,8 @@ class DecoderConfig(ModelConfig):
     recompute_layers: int | None = None
     """Layers that do so, the first of each chunk of a stage; the others are selective, or none if these are; none:
     all."""
-    recompute_together: int = 1
-    """With full, layers that keep the input of their first only and are computed again together."""
+    layers_per_checkpoint: int = 1
+    """With full, layers that save the input of the first of them only and are recomputed together."""
     offload: tuple[Part, ...] = ()
     """Kept parts that wait for the backward pass in host memory; input is the residual stream at a layer's start."""
     unroll: int | None = 1
@@ -176,7 +176,7 @@ class DecoderConfig(ModelConfig):
         return Recomputing(
             recompute=self.recompute,
             layers=self.recompute_layers,
-            together=self.recompute_together,
+            layers_per_checkpoint=self.layers_per_checkpoint,
             offload=self.offload,
         )
 
@@ -188,14 +188,16 @@ class DecoderConfig(ModelConfig):
         return []
 
     def _recompute_problems(self) -> list[Problem]:
-        names = {"layers": "recompute_layers", "together": "recompute_together"}
+        names = {"layers": "recompute_layers"}
         found = [replace(p, where=names.get(p.where, p.where)) for p in self.recomputing().problems()]
         size = len(self.stack.pattern)
-        if len(self.stack.parts()) > 1 and self.recompute_together > 1:
-            found.append(Problem("recompute_together", f"{self.recompute_together} of a segmented stack", "use 1"))
+        if len(self.stack.parts()) > 1 and self.layers_per_checkpoint > 1:
+            found.append(
+                Problem("layers_per_checkpoint", f"{self.layers_per_checkpoint} of a segmented stack", "use 1")
+            )
         for name, count in (
             ("recompute_layers", self.recompute_layers),
-            ("recompute_together", self.recompute_together if self.recompute_together > 1 else None),
+            ("layers_per_checkpoint", self.layers_per_checkpoint if self.layers_per_checkpoint > 1 else None),
         ):
             if size and count is not None and count % size:
                 what = f"{count} cuts the stack's pattern of {size} blocks"

@@ -111,7 +111,7 @@ class DecoderLM(nnx.Module):
             tokens, positions = shifted(tokens, ctx.segments), shifted(positions, ctx.segments)
             there = ctx._replace(positions=positions).for_layer(EMBEDDING_PLACE - depth)
             embedded = self.enter(embedded_beside_loss(self.layout, self.embed_tokens(tokens)), there)
-            run = recomputed(head, self.cfg.recomputing().kept())
+            run = recomputed(head, self.cfg.recomputing().policy())
             x = self.layout.act(run(x, embedded, ctx), "batch", "seq_residual", "embed")
             states.append(x)
         return states

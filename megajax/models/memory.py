@@ -31,10 +31,10 @@ def saved_bytes(chosen: Recomputing, pattern: Sequence[BlockFacts], share: Share
     """For each way in which layers of a chunk save. repeats: of the pattern, in the chunk."""
     layers = repeats * len(pattern)
     first = layers if chosen.layers is None else min(chosen.layers, layers)
-    for count, kept in ((first, chosen.kept()), (layers - first, chosen.others())):
+    for count, policy in ((first, chosen.policy()), (layers - first, chosen.lighter_policy())):
         if count:
             sums = (
-                sum(measure(block, kept, share) for block in pattern) / len(pattern)
+                sum(measure(block, policy, share) for block in pattern) / len(pattern)
                 for measure in (BlockFacts.saved_bytes, BlockFacts.host_bytes, BlockFacts.recomputed_bytes)
             )
             yield SavedBytes(count, *sums)

@@ -104,7 +104,7 @@ class LayerLoop:
 
             def one(n: Array, carry: tuple, start: Array | int = start, span: Span = span) -> tuple[Array, list[Array]]:
                 x, ring = carry
-                row = start + n * span.together
+                row = start + n * span.rows_per_unit
                 y, pull = self._differentiated(span, row, x, ctx)
                 ring = [put(a, value, slot, n) for a, value in zip(ring, jax.tree.leaves(pull), strict=True)]
                 return self._passed_by(row, y, x), ring
@@ -132,7 +132,7 @@ class LayerLoop:
         for start, span in self.starts(first):
 
             def one(n: Array, x: Array, start: Array | int = start, span: Span = span) -> Array:
-                row = start + n * span.together
+                row = start + n * span.rows_per_unit
                 return self._passed_by(row, span.unit(*self._arguments(span, row), x, ctx), x)
 
             x = lax.fori_loop(0, span.units, one, x)
@@ -190,22 +190,22 @@ class LayerLoop:
         def one(done: Array, carry: tuple) -> tuple:
             dy, stacked, common = carry
             n = span.units - 1 - done
-            row = start + n * span.together
+            row = start + n * span.rows_per_unit
             tree = jax.tree.structure(self._saved(span, dy, ctx))
             pull = jax.tree.unflatten(tree, [take(a, slot, n) for a in ring])
             pull.args_res[:3], pull.args_res[4] = self._arguments(span, row), ctx
             gradients, everywhere, _, dx, _ = pull(dy)
             if self.padded:
                 everywhere = {path: jnp.where(self._real(row), g, 0) for path, g in everywhere.items()}
-            sums = add(_rows(span.uses(stacked), row, span.together), gradients)
-            rows = {path: _put_rows(stacked[path], g, row, span.together) for path, g in sums.items()}
+            sums = add(_rows(span.uses(stacked), row, span.rows_per_unit), gradients)
+            rows = {path: _put_rows(stacked[path], g, row, span.rows_per_unit) for path, g in sums.items()}
             return self._passed_by(row, dx, dy), {**stacked, **rows}, add(common, everywhere)
 
         return one
 
     def _arguments(self, span: Span, row: Array) -> tuple[Params, Params, Array]:
         """A unit's weights and numbers."""
-        weights, numbers = _rows((span.uses(self.stacked), jnp.asarray(self.numbers)), row, span.together)
+        weights, numbers = _rows((span.uses(self.stacked), jnp.asarray(self.numbers)), row, span.rows_per_unit)
         made = {path: w.astype(self.made_in.get(path, w.dtype)) for path, w in weights.items()}
         return made, self.common, numbers
 

@@ -21,7 +21,7 @@ class Span(NamedTuple):
 
     units: int
     """How often `unit` is applied."""
-    together: int
+    rows_per_unit: int
     """Rows that each application uses: n."""
     unit: Callable[[Params, Params, Array, Array, Any], Array]
     """(rows of the stacked weights, common weights, the rows' numbers, x, context) -> x; [n, ...] of each for n > 1."""

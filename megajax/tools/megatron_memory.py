@@ -77,7 +77,7 @@ def layers_again(args: Arguments) -> Settings:
     if method == "block":
         args.remark("recompute-method", "the other layers of a stage compute norms and activations again")
         return {"model.recompute_layers": count}
-    return {"model.recompute_together": count}
+    return {"model.layers_per_checkpoint": count}
 
 
 def offloaded_modules(args: Arguments) -> list[str]:

@@ -256,7 +256,7 @@ def accumulate(weights: Weights, parts: Staged, mesh: Mesh) -> GradFn:
 
 def in_order(spans: Sequence[Span]) -> np.ndarray:
     """Numbers of the repeats in rows that are in the order of the layers, int32."""
-    return np.arange(sum(span.units * span.together for span in spans), dtype=np.int32)
+    return np.arange(sum(span.units * span.rows_per_unit for span in spans), dtype=np.int32)
 
 
 def forward_sums(weights: Weights, reduction: LossReduction, mesh: Mesh) -> Callable[[Params, Batch], Sums]:

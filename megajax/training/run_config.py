@@ -187,19 +187,19 @@ def _pipeline(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
 def _together(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     """Layers that are computed again together are whole groups of a chunk, of layers that are all there."""
     model, parallel = cfg.model, cfg.parallel
-    together, size = model.recompute_together, len(model.stack.pattern)
-    if together < 2 or not size or together % size or parallel.problems() or parallel.chunks() > model.stack.repeats:
+    group, size = model.layers_per_checkpoint, len(model.stack.pattern)
+    if group < 2 or not size or group % size or parallel.problems() or parallel.chunks() > model.stack.repeats:
         return
     chunks = parallel.layers or tuple(
         model.stack.repeats // parallel.chunks() + (chunk < model.stack.repeats % parallel.chunks())
         for chunk in range(parallel.chunks())
     )
     counts = {min(count * size, model.recompute_layers or count * size) for count in chunks}
-    if len(set(chunks)) > 1 or any(count % together for count in counts):
+    if len(set(chunks)) > 1 or any(count % group for count in counts):
         held = " and ".join(str(count * size) for count in sorted(set(chunks)))
         yield Problem(
-            "model.recompute_together",
-            f"{together} does not divide what is computed again, {' or '.join(map(str, sorted(counts)))} of the {held} "
+            "model.layers_per_checkpoint",
+            f"{group} does not divide what is computed again, {' or '.join(map(str, sorted(counts)))} of the {held} "
             "layers of each chunk of a stage",
             "chunks must be alike, and hold a multiple of it",
         )

@@ -73,7 +73,7 @@ def staged(
         )
 
     spans = [
-        Span(span.units, span.together, named(span.unit), span.unroll, span.start, span.weights)
+        Span(span.units, span.repeats, named(span.unit), span.unroll, span.start, span.weights)
         for span in section.stack.spans(repeats, first)
     ]
     return Staged(lambda rows: section.context(rows, key), embed, enter, spans, common, head)

@@ -39,7 +39,7 @@ def traced(model: DecoderConfig, compute: str = "float32") -> list[tuple[float, 
     made = program(model, ONE, microbatches=4, compute=compute)
     stack, found = made.abstract.stack, []
     for span in stack.spans(stack.repeats):
-        layers = span.together * stack.pattern
+        layers = span.repeats * len(span.segment.blocks)
         avals = jax.make_jaxpr(lambda *args, span=span: differentiated(span.unit, *args)[1])(
             *arguments(made, span, compute)
         ).out_avals
@@ -53,7 +53,7 @@ def traced(model: DecoderConfig, compute: str = "float32") -> list[tuple[float, 
 
 def arguments(made: Program, span: Span, compute: str) -> tuple:
     """A unit's weights, common weights, numbers, x and context, without values."""
-    stacked, several, like = {}, () if span.together == 1 else (span.together,), jax.ShapeDtypeStruct
+    stacked, several, like = {}, () if span.repeats == 1 else (span.repeats,), jax.ShapeDtypeStruct
     for path, spec in made.arrays.items():
         if path.startswith("stack." + BLOCKS):
             stacked[path.removeprefix("stack." + BLOCKS)] = like((*several, *spec.shape[1:]), jnp.dtype(compute))
@@ -61,7 +61,7 @@ def arguments(made: Program, span: Span, compute: str) -> tuple:
     ctx = Context(positions=ints, index=like((LENGTH,), jnp.int32), segments=ints)
     model = made.cfg.model
     residual = jnp.dtype("float32" if model.residual == "float32" else compute)
-    return stacked, {}, like(several, jnp.int32), like((ROWS, LENGTH, model.hidden), residual), ctx
+    return span.weights(stacked), {}, like(several, jnp.int32), like((ROWS, LENGTH, model.hidden), residual), ctx
 
 
 def small(**changes: Any) -> DecoderConfig:
@@ -100,7 +100,7 @@ def test_what_is_offloaded_is_saved_in_host_memory():
 
 
 def test_some_layers_and_several_together():
-    for changes in ({"recompute_layers": 1}, {"recompute_together": 2}):
+    for changes in ({"recompute_layers": 1}, {"layers_per_checkpoint": 2}):
         model = small(recompute="full", **changes)
         assert formula(model) == traced(model), changes
     assert [layers for layers, _, _ in formula(small(recompute="full", recompute_layers=1))] == [1, 3]
@@ -122,9 +122,9 @@ def test_without_recomputation_more_is_saved_than_has_names():
 
 
 def test_synonyms():
-    assert Recomputing(recompute="selective").kept() == Recomputing(recompute=SELECTIVE).kept()
+    assert Recomputing(recompute="selective").policy() == Recomputing(recompute=SELECTIVE).policy()
     everything = tuple(part for part in PARTS if part != "input")
-    assert Recomputing(recompute="full").kept() == Recomputing(recompute=everything).kept()
+    assert Recomputing(recompute="full").policy() == Recomputing(recompute=everything).policy()
     assert set(NAMES) == set(PARTS)
 
 
@@ -138,7 +138,7 @@ def test_synonyms():
         ({"recompute": "none", "offload": ("mlp",)}, "offload", "keeps all without"),
         ({"recompute": "none", "recompute_layers": 2}, "recompute_layers", "2 with recompute=none"),
         ({"recompute_layers": 0}, "recompute_layers", "0 with recompute=selective"),
-        ({"recompute_together": 2}, "recompute_together", "2 with recompute=selective"),
+        ({"layers_per_checkpoint": 2}, "layers_per_checkpoint", "2 with recompute=selective"),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, Any], where: str, what: str):

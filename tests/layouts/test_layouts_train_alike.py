@@ -86,7 +86,7 @@ KEPT = {
     },
     "two layers together, their input in host memory": {
         "recompute": "full",
-        "recompute_together": 2,
+        "layers_per_checkpoint": 2,
         "offload": ("input",),
     },
     "no loop": {"recompute": "selective", "unroll": None},

@@ -7,7 +7,7 @@ import pytest
 from descriptions import llama3_8b
 
 from megajax.config import load
-from megajax.layers.remat import Kept
+from megajax.layers.remat import SavePolicy
 from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.llama import llama3
 from megajax.pipeline.executor import MOST_LOOPS
@@ -61,17 +61,17 @@ def run(**changes: Any) -> Description:
     return llama3_8b(**{"parallel": ParallelConfig(tensor=4, sequence=True, data=2), "global_size": 64} | changes)
 
 
-def of_block(described: Description, kept: Kept | None = None) -> tuple[Any, Any, float]:
+def of_block(described: Description, kept: SavePolicy | None = None) -> tuple[Any, Any, float]:
     """Bytes of the forward and the backward pass of a block, and its weights on a device."""
     (block,) = described.blocks
-    halves = block_work(described, block, kept or described.recomputing.kept())
+    halves = block_work(described, block, kept or described.recomputing.policy())
     return *halves, block.held(described.parallel.tensor)
 
 
 def test_a_product_reads_both_and_writes_the_third() -> None:
     joined = run(system=replace(OURS, joined=True))
     (block,) = joined.blocks
-    every = list(products(joined, block, Kept(parts=None)))
+    every = list(products(joined, block, SavePolicy(parts=None)))
     assert len(every) == 3 * len(block.matmuls) and sum(one.backward for one in every) == 2 * len(block.matmuls)
     output = block.matmuls[1]
     rows, columns = output.inputs.total / 4, output.outputs.total

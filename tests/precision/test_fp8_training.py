@@ -85,7 +85,7 @@ def test_layers_at_both_ends_stay_in_16_bits(layout: ParallelConfig) -> None:
     ("recomputed", "units"),
     [
         ({}, [1, 2, 1]),
-        ({"recompute": "full", "recompute_together": 2}, [1, 1]),
+        ({"recompute": "full", "layers_per_checkpoint": 2}, [1, 1]),
         ({"recompute_layers": 2}, [1, 1, 1, 1]),
     ],
 )

@@ -423,11 +423,11 @@ def test_where_a_run_starts_from() -> None:
         ),
         (
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
-            {"recompute": "full", "recompute_together": 2, "recompute_layers": None},
+            {"recompute": "full", "layers_per_checkpoint": 2, "recompute_layers": None},
         ),
         (
             "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
-            {"recompute": "full", "recompute_together": 1, "recompute_layers": 1},
+            {"recompute": "full", "layers_per_checkpoint": 1, "recompute_layers": 1},
         ),
         (
             "--fine-grained-activation-offloading --offload-modules moe_act core_attn qkv_linear attn_norm",

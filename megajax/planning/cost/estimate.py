@@ -102,12 +102,12 @@ def _working(run: Description, row: float) -> float:
 
 def _largest_layer(run: Description) -> float:
     """Elements for each token that the backward pass of the pattern's largest layer recomputes and differentiates."""
-    kept, tensor, largest = run.recomputing.kept(), run.parallel.tensor, 0.0
+    kept, tensor, largest = run.recomputing.policy(), run.parallel.tensor, 0.0
     for block in run.blocks:
         divided = {part: elements.divided for part, elements in block.tensors.items()}
         again = sum(count for part, count in divided.items() if kept.parts is not None and part not in kept.parts)
         copied = sum(elements.copied(tensor) for elements in block.tensors.values())
-        largest = max(largest, (sum(divided.values()) + again * kept.together) / tensor + copied)
+        largest = max(largest, (sum(divided.values()) + again * kept.layers_per_checkpoint) / tensor + copied)
     return largest
 
 

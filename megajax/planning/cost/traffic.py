@@ -148,7 +148,7 @@ def _tensor(run: Description) -> Iterator[Traffic]:
         return
     size = run.tokens * run.model.hidden * run.width
     layers = run.microbatches * run.repeats * len(run.blocks)
-    kept, given = run.recomputing.kept(), run.system.tensor_hidden
+    kept, given = run.recomputing.policy(), run.system.tensor_hidden
     once_more = recomputed(kept, "residual")
     copied = copied_weights(run)[0] / (1 if run.parallel.data_sharding == "replicate" else run.shards)
     yield _row(run, ("all-reduce", "tensor", "gradients of copied heads, once a step"), float(copied > 0), 4 * copied)

@@ -13,7 +13,7 @@ from math import ceil
 from typing import NamedTuple
 
 from megajax.layers.facts import BlockFacts
-from megajax.layers.remat import NAMES, Kept, Part
+from megajax.layers.remat import NAMES, Part, SavePolicy
 from megajax.planning.cost.description import BYTES, Description, pipeline_bubble
 
 ATTENTION_BACKWARD = 2.5
@@ -101,7 +101,7 @@ def memory_rate(run: Description) -> float:
     return run.device.bandwidth * run.device.stream
 
 
-def recomputed(kept: Kept, part: Part | None) -> bool:
+def recomputed(kept: SavePolicy, part: Part | None) -> bool:
     """Whether the backward pass recomputes a named tensor."""
     return kept.parts is not None and part in NAMES and part not in kept.parts
 
@@ -125,7 +125,7 @@ class Product:
         return run.system.overhead * max(operations / rate, self.bytes / memory_rate(run))
 
 
-def products(run: Description, block: BlockFacts, kept: Kept) -> Iterator[Product]:
+def products(run: Description, block: BlockFacts, kept: SavePolicy) -> Iterator[Product]:
     """The matmuls of a block's forward and backward pass; those that are recomputed are in both."""
     width, tensor = run.width, run.parallel.tensor
     for matmul in block.matmuls:
@@ -152,7 +152,7 @@ def _gradient_bytes(run: Description) -> float:
     return 2 * BYTES[run.gradients] if run.system.adds_in_matmul else run.width
 
 
-def block_work(run: Description, block: BlockFacts, kept: Kept) -> Halves:
+def block_work(run: Description, block: BlockFacts, kept: SavePolicy) -> Halves:
     """Of a block that saves these tensors for its backward pass, without collectives."""
     halves = forward, backward = Halves(Work(), Work())
     tensor, bytes_per_element = run.parallel.tensor, run.tokens * run.width
@@ -190,7 +190,7 @@ def block_work(run: Description, block: BlockFacts, kept: Kept) -> Halves:
     return Halves(forward.streamed(run), backward.streamed(run))
 
 
-def _attention(run: Description, block: BlockFacts, kept: Kept, halves: Halves) -> None:
+def _attention(run: Description, block: BlockFacts, kept: SavePolicy, halves: Halves) -> None:
     """The kernel between a mixer's matmuls."""
     forward, backward = halves
     device, length, tensor = run.device, run.model.sequence_length, run.parallel.tensor
@@ -269,7 +269,7 @@ def head_work(run: Description) -> Halves:
     head = table_work(run)
     for block in run.predicting_blocks:
         merging = Product(run.tokens, 2 * run.model.hidden, run.model.hidden / run.parallel.tensor, 0.0).seconds(run)
-        head = head.plus(block_work(run, block, run.recomputing.kept()))
+        head = head.plus(block_work(run, block, run.recomputing.policy()))
         head = head.plus(Halves(Work(matmul_seconds=merging), Work(matmul_seconds=2 * merging)))
     return head
 
@@ -281,7 +281,7 @@ def head_seconds(run: Description) -> float:
 
 def layers_work(run: Description) -> Halves:
     """Of all layers of one device and one microbatch."""
-    kept, others, share = run.recomputing.kept(), run.recomputing.others(), run.recomputing_share
+    kept, others, share = run.recomputing.policy(), run.recomputing.lighter_policy(), run.recomputing_share
     total = Halves(Work(), Work())
     for block in run.blocks:
         total = total.plus(block_work(run, block, kept), share * run.repeats)
@@ -293,7 +293,7 @@ def layers_work(run: Description) -> Halves:
 def once_work(run: Description, held: float, weights: float) -> Work:
     """Bytes of the optimizer and of what a step begins with. held: weights in use on a device; weights: those it
     updates."""
-    blocks, kept = run.blocks, run.recomputing.kept()
+    blocks, kept = run.blocks, run.recomputing.policy()
     ring = pipeline_bubble(run).slots * run.rows * sum(block.saved_bytes(kept, run.share) for block in blocks)
     gradient = BYTES[run.gradients]
     # Zeros, and the transpose before what is reduced over devices is cut.

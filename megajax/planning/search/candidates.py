@@ -170,7 +170,7 @@ def apply(choice: Choice, cfg: RunConfig) -> RunConfig:
             model,
             recompute=choice.recompute,
             recompute_layers=choice.recompute_layers,
-            recompute_together=model.recompute_together if choice.recompute == "full" else 1,
+            layers_per_checkpoint=model.layers_per_checkpoint if choice.recompute == "full" else 1,
             offload=offload,
         ),
         batch=replace(cfg.batch, micro_size=choice.micro_size),
