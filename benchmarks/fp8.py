@@ -7,7 +7,7 @@ Run:  python benchmarks/fp8.py                     on a GPU
   --shapes=LIST  in x out of the weights (default those of an 8B model: 4096x14336,14336x4096,4096x6144,4096x4096)
   --rounds=N     timed rounds of each; the two take turns (default 20)
 
-"8 bits" is what a train step runs: maxima, scales and casts of all three tensors, and whatever the compiler turns over
+"8 bits" is what a train step runs: amax, scales and casts of all three tensors, and whatever the compiler turns over
 for the tensor cores. Rates count 6 x tokens x in x out. Writes benchmarks/results/fp8.json, or fp8_deviceless.json.
 """
 

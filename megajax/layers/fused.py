@@ -1,4 +1,4 @@
-"""What kernels of several elementwise operations are to the backward pass."""
+"""Elementwise functions that the compiler fuses into one kernel, and their backward pass."""
 
 from collections.abc import Callable
 
@@ -6,9 +6,9 @@ import jax
 
 
 def keeping_inputs[**P, R](f: Callable[P, R]) -> Callable[P, R]:
-    """f, of which the backward pass finds the arguments and nothing between, whatever layers keep.
+    """f, saving only its arguments for the backward pass and recomputing the rest, whatever the layer's policy.
 
-    For what the compiler makes one kernel of: it reads the same arguments again, where differentiation would have it
-    write each intermediate result, in float32 where f computes in that.
+    For functions that the compiler fuses: the backward kernel reads the arguments again, where it would otherwise read
+    each intermediate result, written in float32 if f computes in it.
     """
     return jax.checkpoint(f, prevent_cse=False)

@@ -28,9 +28,9 @@ class Rope:
             case None:
                 scaled = plain
             case Llama3ScalingConfig():
-                scaled = stretched(plain, scaling)
+                scaled = llama3_scaling(plain, scaling)
             case YarnScalingConfig():
-                scaled = interpolated(plain, scaling, self.cfg.base)
+                scaled = yarn_scaling(plain, scaling, self.cfg.base)
         return scaled / self.cfg.interpolation
 
     def angles(self, positions: Array) -> Array:
@@ -67,17 +67,17 @@ class Rope:
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def stretched(frequencies: np.ndarray, cfg: Llama3ScalingConfig) -> np.ndarray:
-    """Llama 3.1's rule: long wavelengths times `factor`, short ones as they are, a smooth passage between."""
+def llama3_scaling(frequencies: np.ndarray, cfg: Llama3ScalingConfig) -> np.ndarray:
+    """Llama 3.1's rule: long wavelengths times `factor`, short ones unchanged, a smooth transition between them."""
     wavelengths = 2 * pi / frequencies
     smooth = np.clip((cfg.original / wavelengths - cfg.low) / (cfg.high - cfg.low), 0, 1)
     return smooth * frequencies + (1 - smooth) * frequencies / cfg.factor
 
 
-def interpolated(frequencies: np.ndarray, cfg: YarnScalingConfig, base: float) -> np.ndarray:
-    """YaRN's rule (Peng et al. 2023, section 3.2), its passage linear in the number of the pair.
+def yarn_scaling(frequencies: np.ndarray, cfg: YarnScalingConfig, base: float) -> np.ndarray:
+    """YaRN's rule (Peng et al. 2023, section 3.2), with a transition that is linear in the number of the pair.
 
-    As in the released code, the upper border is held below the number of dimensions, not of pairs.
+    As in the released code, its upper end is limited to the number of dimensions, not of pairs.
     """
     size = 2 * len(frequencies)
 

@@ -29,8 +29,8 @@ are. One row is taken outside: taken within, it would be kept as something compu
 """
 
 
-type Recipes = tuple[tuple[bool, ...], ...]
-"""For each repeat of a unit, for each block of the pattern: whether it multiplies by the layout's recipe."""
+type Fp8Layers = tuple[tuple[bool, ...], ...]
+"""For each repeat of a unit, for each block of the pattern: whether it multiplies in 8 bits."""
 
 
 class Segment(NamedTuple):
@@ -103,7 +103,7 @@ class Stack(nnx.Module):
         self.recomputing, self.unroll = recomputing, unroll
         self.blocks = _blocks(cfg, settings)
         # Structure alone: the weights are those of `blocks`.
-        plain = _blocks(cfg, replace(settings, layout=settings.layout.plain())) if settings.layout.layers else None
+        plain = _blocks(cfg, replace(settings, layout=settings.layout.plain())) if settings.layout.fp8_layers else None
         self.plain = None if plain is None else tuple(nnx.graphdef(_part(plain, each)) for each in self.segments)
         shared = [(block.mixer.heads, bias) for block in cfg.pattern if (bias := shared_bias(block)) is not None]
         self.relative = shared[0][1].build(settings, heads=shared[0][0]) if shared else None
@@ -142,32 +142,32 @@ class Stack(nnx.Module):
             if count % group:
                 raise ValueError(f"{count} repeats are no multiple of the {group} of a checkpoint")
             starts = range(done, done + count, group)
-            for recipes, alike in groupby(starts, lambda start: self.recipes(segment, start, group, first)):  # noqa: B023
+            for fp8_layers, alike in groupby(starts, lambda start: self.fp8_layers(segment, start, group, first)):  # noqa: B023
                 begin, *more = alike
                 units = 1 + len(more)
                 unroll = units if self.unroll is None else min(units, -(-self.unroll // (group * pattern)))
-                unit = self.unit(segment, policy, group, recipes)
+                unit = self.unit(segment, policy, group, fp8_layers)
                 spans.append(Span(units, group, unit, unroll, begin, segment))
             done += count
         return spans
 
-    def recipes(self, segment: Segment, start: int, repeats: int, first: int | None) -> Recipes | None:
+    def fp8_layers(self, segment: Segment, start: int, repeats: int, first: int | None) -> Fp8Layers | None:
         """Of the repeats from `start` on, where they are known and not all the same."""
         if first is None or self.plain is None:
             return None
         pattern = len(segment.blocks)
         layers = [segment.layer + (first + start + row) * pattern for row in range(repeats)]
-        return tuple(tuple(self.layout.by_recipe(layer + place) for place in range(pattern)) for layer in layers)
+        return tuple(tuple(self.layout.in_fp8(layer + place) for place in range(pattern)) for layer in layers)
 
-    def unit(self, segment: Segment, policy: SavePolicy, repeats: int, recipes: Recipes | None = None) -> Unit:
+    def unit(self, segment: Segment, policy: SavePolicy, repeats: int, fp8_layers: Fp8Layers | None = None) -> Unit:
         """That many repeats of a segment's pattern as one function, which saves what the policy says."""
         named = "input" in policy.offloaded
         if repeats == 1:
-            return recomputed(self.repeat(segment, named, None if recipes is None else recipes[0]), policy)
+            return recomputed(self.repeat(segment, named, None if fp8_layers is None else fp8_layers[0]), policy)
         # Each is computed again and then, while it is differentiated, saves what matmuls need.
         inner = [
             recomputed(self.repeat(segment, named, each), Recomputing().policy())
-            for each in ([None] * repeats if recipes is None else recipes)
+            for each in ([None] * repeats if fp8_layers is None else fp8_layers)
         ]
 
         def unit(weights: Params, common: Params, numbers: Array, x: Array, ctx: Context) -> Array:
@@ -177,7 +177,7 @@ class Stack(nnx.Module):
 
         return recomputed(unit, policy)
 
-    def repeat(self, segment: Segment, named: bool, recipes: tuple[bool, ...] | None) -> Unit:
+    def repeat(self, segment: Segment, named: bool, fp8_layers: tuple[bool, ...] | None) -> Unit:
         """One repeat of a segment's pattern, under no policy. named: x is saved by its name, not as an argument."""
         graph, state = nnx.split(_part(self.blocks, segment))
         axes = {path_of(parts, leaf): leaf.axes[1:] for parts, leaf in nnx.to_flat_state(state)}
@@ -192,17 +192,17 @@ class Stack(nnx.Module):
             for place, name in enumerate(segment.names()):
                 block, layer = blocks[name], segment.layer + repeat * len(segment.blocks) + place
                 if plain is not None:
-                    block = self.chosen(block, plain[name], layer, None if recipes is None else recipes[place])
+                    block = self.chosen(block, plain[name], layer, None if fp8_layers is None else fp8_layers[place])
                 x = block(x, ctx.for_layer(layer))
             return x
 
         return repeat
 
-    def chosen(self, block: Callable, plain: Callable, layer: Array, by_recipe: bool | None) -> Callable:
+    def chosen(self, block: Callable, plain: Callable, layer: Array, in_fp8: bool | None) -> Callable:
         """The block with the recipe or without; where it is not known while tracing, by the layer's number."""
-        if by_recipe is None:
+        if in_fp8 is None:
             return self.layout.either(layer, block, plain)
-        return block if by_recipe else plain
+        return block if in_fp8 else plain
 
     def in_order(self) -> Params:
         """The stacked weights by their paths in `self.blocks`, rows in the order of the layers."""

@@ -17,9 +17,9 @@ COPIED = "kv_heads_copied"
 
 
 def copy_heads(layout: Layout, w: Array, axes: LogicalAxes) -> Array:
-    """A weight with K heads, whole on all devices of `tensor` -> T heads, one on each; no communication.
+    """A weight with K heads, replicated over `tensor` -> T heads, one on each device; no communication.
 
-    Unchanged are weights without the axis, those that have their copies already, and all without a mesh.
+    Weights without the axis, or with their copies already, are returned as they are; so are all without a mesh.
     """
     if COPIED not in axes:
         return w
@@ -35,7 +35,7 @@ def copy_heads(layout: Layout, w: Array, axes: LogicalAxes) -> Array:
 
 
 def sum_copies(layout: Layout, g: Array, axes: LogicalAxes, heads: int) -> Array:
-    """The gradient of a weight with its copies, T heads -> of the weight with K heads, whole on all devices.
+    """Gradient of a weight with copies of its heads, T heads -> of the weight with K heads, replicated.
 
     One all-reduce over `tensor`, of the K heads. Gradients of weights without copies are returned as they are.
     """

@@ -79,7 +79,7 @@ class Layout:
     """The recipe by which `dot` multiplies; precision.fp8 has another."""
     beside: Callable[[tuple[int, ...], LogicalAxes], Mapping[str, Observed]] = nothing
     """(shape, logical axes) of a weight that `dot` multiplies by -> what it carries for the recipe, by name."""
-    layers: tuple[int, int] | None = None
+    fp8_layers: tuple[int, int] | None = None
     """Numbers [first, end) of the layers that multiply by the recipe, the others with einsum; None: all."""
     gathered: str | None = None
     """Dtype in which `gather` sends weights; None: as they are."""
@@ -88,21 +88,19 @@ class Layout:
 
     def plain(self) -> "Layout":
         """The same with einsum; weights carry what they did."""
-        return replace(self, matmul=exact, layers=None)
+        return replace(self, matmul=exact, fp8_layers=None)
 
-    def either(
-        self, layer: Array, by_recipe: Callable[..., Array], plain: Callable[..., Array]
-    ) -> Callable[..., Array]:
-        """by_recipe for the layers that `layers` says, plain for others; all devices of `tensor` agree on it."""
-        return lambda *inputs: jax.lax.cond(self.by_recipe(layer), by_recipe, plain, *inputs)
+    def either(self, layer: Array, in_fp8: Callable[..., Array], plain: Callable[..., Array]) -> Callable[..., Array]:
+        """in_fp8 for the layers that `fp8_layers` says, plain for others; all devices of `tensor` agree on it."""
+        return lambda *inputs: jax.lax.cond(self.in_fp8(layer), in_fp8, plain, *inputs)
 
     @overload
-    def by_recipe(self, layer: int) -> bool: ...
+    def in_fp8(self, layer: int) -> bool: ...
     @overload
-    def by_recipe(self, layer: Array) -> Array: ...
-    def by_recipe(self, layer: Array | int) -> Array | bool:
-        """Whether the layer of that number is one of `layers`."""
-        first, end = self.layers or (0, 2**31 - 1)
+    def in_fp8(self, layer: Array) -> Array: ...
+    def in_fp8(self, layer: Array | int) -> Array | bool:
+        """Whether the layer of that number is one of `fp8_layers`."""
+        first, end = self.fp8_layers or (0, 2**31 - 1)
         return (layer >= first) & (layer < end)
 
     def act(self, x: Array, *axes: str | None) -> Array:

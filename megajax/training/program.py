@@ -231,7 +231,7 @@ def _layout(cfg: RunConfig, mesh: Mesh, plan: Plan) -> Layout:
     tokens = 1 if batch.loss_average == "tokens" else batch.micro_size * cfg.model.row_positions()
     history = None if fp8.delayed is None else AmaxHistory(fp8.delayed, token_share=1 / tokens)
     recipe = fp8.build(history)
-    return replace(layout, matmul=recipe, beside=recipe.beside, layers=fp8.layers(cfg.model.stack.layers()))
+    return replace(layout, matmul=recipe, beside=recipe.beside, fp8_layers=fp8.layers(cfg.model.stack.layers()))
 
 
 def _partition(cfg: RunConfig) -> Partition:

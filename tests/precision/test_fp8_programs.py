@@ -131,13 +131,13 @@ def test_layers_at_both_ends_in_16_bits_are_chosen_without_a_branch(deviceless: 
 
 
 @pytest.mark.slow
-def test_over_tensor_it_moves_what_16_bits_move_and_a_few_maxima(deviceless: Deviceless) -> None:
+def test_over_tensor_it_moves_what_16_bits_move_and_a_few_amax(deviceless: Deviceless) -> None:
     parallel = ParallelConfig(data=2, tensor=2, sequence=True)
     small, wide = (deviceless("llama", "h100:4", fp8, parallel) for fp8 in (HYBRID, None))
     check(small, LLAMA)
     assert along_tensor(small.contents) == along_tensor(wide.contents)
-    maxima = [one for one in small.contents.collectives if one.bytes < 64 and len(one.place.path) == 2]
-    assert {one.kind for one in maxima} == {"all-reduce"} and len(maxima) <= 10
+    amax = [one for one in small.contents.collectives if one.bytes < 64 and len(one.place.path) == 2]
+    assert {one.kind for one in amax} == {"all-reduce"} and len(amax) <= 10
 
 
 @pytest.mark.slow
@@ -165,14 +165,14 @@ def test_scales_from_the_steps_before(deviceless: Deviceless) -> None:
 
 
 @pytest.mark.slow
-def test_maxima_go_over_all_devices_once_a_step(deviceless: Deviceless) -> None:
+def test_amax_goes_over_all_devices_once_a_step(deviceless: Deviceless) -> None:
     """And over tensor once a layer, when its gradients are made: nothing waits for them."""
     parallel = ParallelConfig(data=2, tensor=2, sequence=True)
     before, now = (deviceless("llama", "h100:4", fp8, parallel) for fp8 in (DELAYED, HYBRID))
     check(before, LLAMA)
     assert along_tensor(before.contents) == along_tensor(now.contents)
-    maxima = [one for one in before.contents.collectives if one.bytes < 128 and len(one.place.path) == 2]
-    assert [(one.kind, one.groups.axes) for one in maxima] == [("all-reduce", ("tensor",))]
+    amax = [one for one in before.contents.collectives if one.bytes < 128 and len(one.place.path) == 2]
+    assert [(one.kind, one.groups.axes) for one in amax] == [("all-reduce", ("tensor",))]
     sizes = [
         sum(one.bytes for one in found.contents.collectives if "data" in one.groups.axes) for found in (before, now)
     ]
