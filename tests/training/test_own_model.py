@@ -1,0 +1,57 @@
+"""The model of docs/own_model.md, a user's own, trains on every kind of layout like on one device."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megajax.config import load
+from megajax.training import setup
+from tests.docs.blocks import ROOT, blocks
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("own")
+    for block in blocks(ROOT / "docs/own_model.md"):
+        name = block.text.splitlines()[0].removeprefix("# ")
+        if name.endswith(".py"):
+            (folder / name).write_text(block.text, encoding="utf-8")
+    return folder / "my_model.py"
+
+
+def losses(config_file: Path, *settings: str) -> list[float]:
+    """Of a few steps and of an evaluation after them."""
+    cfg = load(config_file, "steps=3", *settings)
+    run = setup(cfg)
+    found = [info.loss for info in run.steps(STEPS)]
+    found.append(run.evaluate(run.parts.splits.valid, batches=1))
+    run.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(config_file: Path) -> list[float]:
+    return losses(config_file, "parallel.data=1")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("parallel.data=8",),
+        ("parallel.data=2", "parallel.tensor=2"),
+        ("parallel.data=4", "parallel.data_sharding=fsdp"),
+        ("parallel.data=2", "parallel.data_sharding=zero1"),
+        ("parallel.data=1", "parallel.pipeline=2", "parallel.schedule=1f1b"),
+        ("parallel.data=2", "parallel.pipeline=2", "parallel.tensor=2"),
+    ],
+    ids=["data", "tensor", "fsdp", "zero1", "pipeline", "all"],
+)
+def test_as_on_one_device(config_file, expected, settings):
+    np.testing.assert_allclose(losses(config_file, *settings), expected, rtol=1e-5)
+
+
+def test_it_learns(expected):
+    assert expected[-1] < expected[0]
