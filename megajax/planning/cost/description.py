@@ -10,6 +10,7 @@ from math import prod
 from typing import Literal
 
 from megajax.config.errors import UserError
+from megajax.layers.config import StackConfig
 from megajax.layers.facts import BlockFacts, Share
 from megajax.layers.remat import Recomputing
 from megajax.mesh.config import ParallelConfig
@@ -238,13 +239,15 @@ def pipeline_bubble(run: Description) -> PipelineBubble:
 def describe(cfg: RunConfig, device: Device, devices: int, per_node: int | None = None) -> Description:
     """The description of a config that passes its checks on that many devices.
 
-    Raises UserError for more than MOST_DEVICES devices, and for a model or a layer without facts.
+    Raises UserError for more than MOST_DEVICES devices, for a model or a layer without facts, and for a stack that is
+    not one repeated pattern.
     """
     model = facts_of(cfg.model)
-    if model is None:
+    if model is None or not isinstance(model.stack, StackConfig):
         raise UserError(
-            f"no formulas for {type(cfg.model).__name__}: its config, or that of one of its layers, does not tell what "
-            "they need (megajax.models.facts, megajax.layers.facts).\nPlan without --formula: the compiler needs none."
+            f"no formulas for {type(cfg.model).__name__}: its config, or that of its stack or a layer, does not tell "
+            "what they need (megajax.models.facts, megajax.layers.facts).\nPlan without --formula: the compiler needs "
+            "none."
         )
     if devices > MOST_DEVICES:
         raise UserError(
