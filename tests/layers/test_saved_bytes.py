@@ -131,11 +131,11 @@ def test_synonyms():
 @pytest.mark.parametrize(
     ("changes", "where", "what"),
     [
-        ({"recompute": ("norm", "input")}, "recompute", "all else is computed from"),
+        ({"recompute": ("norm", "input")}, "recompute", "everything else is computed from"),
         ({"recompute": ("norm", "norm")}, "recompute", "norm twice"),
-        ({"recompute": ()}, "recompute", "names nothing"),
-        ({"offload": ("norm",)}, "offload", "norm is computed again by recompute=selective"),
-        ({"recompute": "none", "offload": ("mlp",)}, "offload", "keeps all without"),
+        ({"recompute": ()}, "recompute", "names no part"),
+        ({"offload": ("norm",)}, "offload", "norm is recomputed with recompute=selective"),
+        ({"recompute": "none", "offload": ("mlp",)}, "offload", "saves all without names"),
         ({"recompute": "none", "recompute_layers": 2}, "recompute_layers", "2 with recompute=none"),
         ({"recompute_layers": 0}, "recompute_layers", "0 with recompute=selective"),
         ({"layers_per_checkpoint": 2}, "layers_per_checkpoint", "2 with recompute=selective"),
