@@ -80,7 +80,13 @@ class ParamSpec:
     layers: tuple[int, ...]
     """Numbers of the layers along the leading dimension, -1 for a row that is no layer; () outside a stack."""
     updater: Updater | None = None
-    """Of an observation."""
+    """Of an observation; None for a weight."""
+
+    def observed(self) -> Updater:
+        """The updater. Raises TypeError for a weight."""
+        if self.updater is None:
+            raise TypeError(f"{self.path} is a weight, not an observation")
+        return self.updater
 
 
 def param(shape: tuple[int, ...], axes: LogicalAxes, *, init: Init, role: Role = "weight") -> nnx.Param:

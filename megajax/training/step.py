@@ -59,7 +59,7 @@ class StepParts:
         parts = (part for part in self.shardings.optimizer.values() if isinstance(part, dict))
         return {path: sharding.with_memory_kind("device") for part in parts for path, sharding in part.items()}
 
-    def trained(self, state: TrainState) -> dict[str, Array]:
+    def trained(self, state: TrainState) -> Params:
         """The weights that are trained, where their gradients are."""
         return place({path: state.params[path] for path in self.optimizer.declared}, self.gradient_shardings)
 
