@@ -4,9 +4,11 @@ Each config says which leaves its rows have (`leaves()`) and builds its row sour
 `cfg.build(tokenizer=, schema=, rows=Rows(...), seed=) -> Splits`; schema: the leaves that the model reads.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
+from megajax.batch import Schema
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem, UserError
 from megajax.data.splits import NAMES, Rows, Splits, parse_paths, parse_split
@@ -17,6 +19,7 @@ __all__ = [
     "LoaderConfig",
     "MockConfig",
     "Rows",
+    "RowsConfig",
     "Splits",
     "StandardLibraryConfig",
 ]
@@ -42,6 +45,24 @@ def text_leaves(isolated: bool) -> dict[str, str]:
     """The leaves of a row of text, name -> dtype; isolated: documents in a row do not attend to each other."""
     leaves = {"tokens": "int32", "labels": "int32", "loss_mask": "float32", "positions": "int32"}
     return leaves | {"segment_ids": "int32"} if isolated else leaves
+
+
+class RowsConfig(Protocol):
+    """A data config of your own."""
+
+    loader: "LoaderConfig"
+    """A field of the config."""
+
+    def leaves(self) -> Mapping[str, str]:
+        """The leaves of a row, name -> dtype."""
+        ...
+
+    def build(self, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
+        """Row sources (`len`, `[i]` -> mapping of arrays) for training, validation and test; pure functions of i.
+
+        schema: the leaves that the model reads; rows: how many rows of each split the run reads.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ from megajax.mesh.xla import flag_names, memory_fraction
 from megajax.metrics.text import count
 from megajax.models.facts import Facts, block_facts, facts_of, flops_of
 from megajax.models.memory import MemorySetting, SavedBytes, memory_report, saved_bytes
+from megajax.models.protocol import ids_below
 from megajax.pipeline.check import measure
 from megajax.precision.config import DelayedScalingConfig, PrecisionConfig
 from megajax.training.kernels import demand_kernels
@@ -50,11 +51,14 @@ def _model(run: Run) -> list[tuple[str, str]]:
             ("parameters", f"{all_weights}, without embeddings {count(parameters.layers)}"),
             ("shape", sizes),
         ]
-    unused = f" (the tokenizer has {known:,})" if known != cfg.vocabulary_size else ""
-    rows.append(("vocabulary", f"{cfg.vocabulary_size:,}{unused}, padded to {cfg.padded_vocabulary():,}"))
+    vocabulary = ids_below(cfg)
+    if vocabulary is not None:
+        unused = f" (the tokenizer has {known:,})" if known != vocabulary else ""
+        padded = "" if facts is None else f", padded to {facts.padded_vocabulary():,}"
+        rows.append(("vocabulary", f"{vocabulary:,}{unused}{padded}"))
     if flops is not None:
         rows.append(("FLOPs per token", f"{flops.causal:.4g} with causal attention, {flops.full:.4g} with full"))
-    return [*rows, ("first loss", f"about ln {cfg.vocabulary_size} = {log(cfg.vocabulary_size):.3f}")]
+    return rows if vocabulary is None else [*rows, ("first loss", f"about ln {vocabulary} = {log(vocabulary):.3f}")]
 
 
 def _layout(run: Run) -> list[tuple[str, str]]:
@@ -103,14 +107,14 @@ def _pipeline(run: Run) -> list[tuple[str, str]]:
 def _batch(run: Run) -> list[tuple[str, str]]:
     batch, replicas = run.cfg.batch, run.mesh.shape["data"] * run.mesh.shape["expert"]
     rows = run.program.sizes.sizes()[-1].rows
-    tokens = rows * run.cfg.model.sequence_length
-    whole = run.program.sizes.samples(run.cfg.steps) * run.cfg.model.sequence_length
+    tokens = rows * run.cfg.model.row_positions()
+    whole = run.program.sizes.samples(run.cfg.steps) * run.cfg.model.row_positions()
     return [
         (
             "rows per step",
             f"{rows} = {run.program.microbatches} microbatches x {replicas} data-parallel x {batch.micro_size} rows",
         ),
-        ("tokens per step", f"{tokens:,} ({run.cfg.model.sequence_length} per row)"),
+        ("tokens per step", f"{tokens:,} ({run.cfg.model.row_positions()} per row)"),
         (
             "whole run",
             f"{run.cfg.steps:,} steps, {count(whole)} tokens",
@@ -145,12 +149,14 @@ def _training(run: Run) -> list[tuple[str, str]]:
 
 def _kernels(run: Run) -> list[tuple[str, str]]:
     """Attention backends of the blocks, and why not a faster one where there is a GPU."""
-    chosen = list(dict.fromkeys(demand_kernels(run.cfg)))
+    facts, chosen = facts_of(run.cfg.model), list(dict.fromkeys(demand_kernels(run.cfg)))
+    if facts is None:
+        return []
     names = "/".join(dict.fromkeys(choice.kernel for choice in chosen))
-    found = [("kernels", f"attention {names}, cross-entropy in chunks of {run.cfg.model.loss_chunk} tokens")]
+    rows = [("kernels", f"attention {names}, cross-entropy in chunks of {facts.loss_chunk} tokens")]
     gpu = local_device().capability is not None
     why = dict.fromkeys(f"{choice.kernel}, because {'; '.join(choice.reasons)}" for choice in chosen if choice.reasons)
-    return found + [("attention", reason) for reason in why if gpu]
+    return rows + [("attention", reason) for reason in why if gpu]
 
 
 def _fp8(precision: PrecisionConfig) -> list[tuple[str, str]]:
@@ -171,15 +177,15 @@ def _delayed(cfg: DelayedScalingConfig) -> str:
 
 def _recompute(run: Run) -> list[tuple[str, str]]:
     """What the backward pass finds, and what it has to compute again: in words, and in bytes of a layer."""
-    chosen, layers = run.cfg.model.recomputing(), run.cfg.model.stack.layers()
+    facts = facts_of(run.cfg.model)
+    if facts is None:
+        return []
+    chosen, layers = facts.recomputing(), facts.stack.layers()
     text = f"{words(chosen.recompute)}: {_kept(chosen.policy())}"
     if chosen.layers_per_checkpoint > 1:
         text = f"{words(chosen.recompute)}: {chosen.layers_per_checkpoint} layers together keep the input of the first"
     if chosen.layers is not None and chosen.layers < layers:
         text += f", by the first {chosen.layers} layers of each chunk; by the others {_kept(chosen.lighter_policy())}"
-    facts = facts_of(run.cfg.model)
-    if facts is None:
-        return [("recompute", text)]
     costs = saved_by_layers(run, facts)
     several, share = len(costs) > 1, run.mesh.shape["tensor"]
     cost = "; ".join(

@@ -17,6 +17,7 @@ from megajax.job.device_memory import StepMemory, compiled_memory, size
 from megajax.mesh.installation import look
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.xla import memory_fraction
+from megajax.models.facts import facts_of
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
 
@@ -103,11 +104,11 @@ def out_of_memory(error: BaseException, cfg: RunConfig) -> str:
         )
     elif state is not None:
         lines.append(f"  needed:  {size(state)} for the state alone: weights and optimizer; the step is not compiled")
-    parallel = cfg.parallel
+    parallel, model = cfg.parallel, facts_of(cfg.model)
     mesh = ", ".join(f"{axis} {getattr(parallel, axis)}" for axis in ("pipeline", "data", "context", "tensor"))
     lines.append(
         f"  tried:   micro_size {cfg.batch.micro_size}, data_sharding {parallel.data_sharding}, "
-        f"{mesh.replace('None', 'what is left')}, loss_chunk {cfg.model.loss_chunk}"
+        f"{mesh.replace('None', 'what is left')}{'' if model is None else f', loss_chunk {model.loss_chunk}'}"
     )
     mostly_state = state is not None and step is not None and state > step.temporary
     changes = cheapest(cfg, len(jax.devices()), state, mostly_state=mostly_state)
@@ -126,19 +127,21 @@ def cheapest(cfg: RunConfig, devices: int, state: int | None, *, mostly_state: b
 
 
 def _of_activations(cfg: RunConfig) -> Iterator[Change]:
-    micro, chunk, parallel = cfg.batch.micro_size, cfg.model.loss_chunk, cfg.parallel
+    micro, parallel, model = cfg.batch.micro_size, cfg.parallel, facts_of(cfg.model)
     if micro > 1:
         yield Change(f"batch.micro_size={micro // 2}", "halves activations, doubles the number of microbatches")
     if parallel.tensor > 1 and not parallel.sequence:
         yield Change(
             "parallel.sequence=true", f"shards activations between layers over the {parallel.tensor} of tensor"
         )
-    if cfg.model.recompute == "none":
+    if model is None:
+        return
+    if model.recompute == "none":
         yield Change("model.recompute=selective", "saves inputs of matmuls, recomputes the rest")
-    logits = 4 * chunk * cfg.model.padded_vocabulary() // (parallel.tensor * parallel.pipeline)
+    logits = 4 * model.loss_chunk * model.padded_vocabulary() // (parallel.tensor * parallel.pipeline)
     if logits > 2**30:
-        yield Change(f"model.loss_chunk={chunk // 2}", f"halves the logits, {size(logits)} at a time")
-    if cfg.model.recompute != "full":
+        yield Change(f"model.loss_chunk={model.loss_chunk // 2}", f"halves the logits, {size(logits)} at a time")
+    if model.recompute != "full":
         yield Change("model.recompute=full", "saves inputs of layers only; about a third more computation")
 
 

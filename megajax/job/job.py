@@ -31,6 +31,7 @@ from megajax.metrics.runfolder import RunFolder
 from megajax.metrics.throughput import StepRate, peak_bf16_flops
 from megajax.metrics.writers import Writers, open_writers
 from megajax.models.facts import flops_of
+from megajax.models.protocol import ids_below
 from megajax.resilience.signals import Signals, agree
 from megajax.training.guard import Guard
 from megajax.training.loop import NumericFault, StepInfo, run_steps
@@ -165,9 +166,7 @@ class Job:
         if self.cfg.logging.plot:
             title = f"{self.folder.path.name}: {step:,} steps"
             self.console.say(
-                plot_loss(
-                    self.folder.metrics, self.folder.loss_plot, title=title, vocabulary=self.cfg.model.vocabulary_size
-                )
+                plot_loss(self.folder.metrics, self.folder.loss_plot, title=title, vocabulary=ids_below(self.cfg.model))
             )
         self.report()
         if self.sampler is not None and self.samples(step):
@@ -177,7 +176,7 @@ class Job:
                     self.run.model,
                     tokenizer,
                     tokenizer.encode(prompt) if prompt else self.run.parts.splits.valid[0]["tokens"],
-                    length=self.cfg.model.sequence_length,
+                    length=self.cfg.model.row_positions(),
                     seed=self.cfg.seed,
                 )
             self.console.say(sample or "no text sample: the tokenizer has no text")
@@ -187,7 +186,7 @@ class Job:
         totals = Totals(
             steps=step,
             steps_here=step - self.first,
-            tokens=(int(self.run.state.consumed_samples) - self.begun) * self.cfg.model.sequence_length,
+            tokens=(int(self.run.state.consumed_samples) - self.begun) * self.cfg.model.row_positions(),
             wall_seconds=time.monotonic() - self.started,
             train_loss=None if last is None else last.loss,
             validation_loss=self.evaluate.last.get("validation"),
@@ -208,7 +207,7 @@ class Job:
 
     def samples(self, step: int) -> bool:
         """Whether there is a text sample: only after the last step, and by a single process."""
-        wanted = self.cfg.logging.sample and step >= self.cfg.steps
+        wanted = self.cfg.logging.sample and step >= self.cfg.steps and self.cfg.model.generates_text()
         begun = self.cfg.logging.prompt or self.run.parts.splits.valid is not None
         return wanted and jax.process_count() == 1 and bool(begun)
 
@@ -222,8 +221,8 @@ def step_record(run: Run, info: StepInfo, rate: StepRate) -> StepRecord:
         grad_norm=info.grad_norm,
         lr=info.lr,
         consumed_samples=info.consumed_samples,
-        consumed_tokens=info.consumed_samples * cfg.model.sequence_length,
-        rates=rate.rates(info.seconds, info.rows * cfg.model.sequence_length),
+        consumed_tokens=info.consumed_samples * cfg.model.row_positions(),
+        rates=rate.rates(info.seconds, info.rows * cfg.model.row_positions()),
         loss_scale=info.loss_scale,
         skipped=info.skipped,
         global_batch_size=info.rows,

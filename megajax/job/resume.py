@@ -10,6 +10,7 @@ from megajax.checkpoint.reader import CheckpointReader
 from megajax.config.dump import flatten, scalar_text
 from megajax.config.errors import UserError
 from megajax.job.layer_order import like_stored, reorder
+from megajax.models.facts import facts_of
 from megajax.optim.schedule import DECAY
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Parts
@@ -29,9 +30,11 @@ def facts(parts: Parts) -> dict[str, Any]:
     """What training's numbers depend on, setting by setting, as a checkpoint remembers it."""
     cfg = parts.cfg
     kept = {name: value for name, value in flatten(cfg).items() if _matters(name, cfg)}
-    kept["model: rows of the vocabulary, padding included"] = cfg.model.padded_vocabulary()
+    if (model := facts_of(cfg.model)) is not None:
+        kept["model: rows of the vocabulary, padding included"] = model.padded_vocabulary()
     kept |= parts.program.schedule.facts()
-    kept["data: order of the training rows (more steps may need another epoch)"] = parts.splits.train.order()
+    if hasattr(parts.splits.train, "order"):
+        kept["data: order of the training rows (more steps may need another epoch)"] = parts.splits.train.order()
     return {
         name: value if isinstance(value, int | float) and not isinstance(value, bool) else scalar_text(value)
         for name, value in kept.items()

@@ -8,7 +8,7 @@ of `Layer` (and of `Mixer`); planning and training need no change. Importing thi
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from megajax.config.errors import Problem
 from megajax.kernels.capability import Choice, Device, Request
@@ -127,6 +127,14 @@ class Side(NamedTuple):
     text: str
     """What it is, to be followed by the size."""
     size: int
+
+
+class LayerBuilder(Protocol):
+    """A mixer, MLP or norm of your own; without the methods of `Layer` its model has no facts."""
+
+    def build(self, settings: Any) -> Any:
+        """The module; settings: `megajax.layers.param.LayerSettings`."""
+        ...
 
 
 @runtime_checkable

@@ -11,8 +11,9 @@ from megajax.config.errors import Problem
 from megajax.kernels.capability import Choice, Device, Request
 from megajax.layers.config import LARGEST, BlockConfig, NormConfig, RMSNormConfig, StackConfig, above_zero
 from megajax.layers.facts import Side, total_size
-from megajax.layers.remat import Part, Recompute, Recomputing
+from megajax.layers.remat import Part, Recompute, Recomputing, words
 from megajax.layers.segments import SegmentsConfig
+from megajax.mesh.config import MESH_AXES, ParallelConfig
 from megajax.models.facts import Flops, ParameterCount
 from megajax.models.protocol import ModelConfig
 
@@ -85,7 +86,7 @@ def text_schema(length: int, vocabulary_size: int) -> dict[str, Leaf]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderConfig(ModelConfig):
+class DecoderConfig(Builds, ModelConfig):
     """A decoder language model: GPT and Llama are configs of it."""
 
     target: ClassVar[str] = "megajax.models.decoder:DecoderLM"
@@ -276,6 +277,52 @@ class DecoderConfig(ModelConfig):
         pairs = zip(self.stack.pattern, names, strict=True)
         pattern = tuple(replace(block, mixer=block.mixer.with_kernel(name)) for block, name in pairs)
         return replace(self, stack=replace(self.stack, pattern=pattern))
+
+    def row_positions(self) -> int:
+        """Tokens of a row."""
+        return self.sequence_length
+
+    def generates_text(self) -> bool:
+        """A decoder does."""
+        return True
+
+    def parallel_problems(self, parallel: ParallelConfig, shards: int | None) -> Iterator[Problem]:
+        """Sizes that the mesh does not divide, and recomputation that does not fit it."""
+        sizes = {axis: getattr(parallel, axis) or 1 for axis in MESH_AXES}
+        yield from self.mesh_problems(sizes, sequence=parallel.sequence)
+        yield from self._group_problems(parallel)
+        if parallel.data_sharding == "fsdp" and self.recomputing().keeps_all():
+            yield Problem(
+                "recompute",
+                f"{words(self.recompute)} with parallel.data_sharding=fsdp would save gathered weights of every layer "
+                "for the backward pass",
+                "use recompute=selective or full for all layers, or data_sharding=zero1",
+            )
+        if shards is not None and parallel.data_sharding != "replicate" and self.hidden % shards:
+            yield Problem(
+                "hidden",
+                f"parallel.data_sharding={parallel.data_sharding} cuts hidden={self.hidden} over {shards} "
+                "data-parallel devices, which do not divide it",
+                "use data_sharding=replicate or another parallel.data",
+            )
+
+    def _group_problems(self, parallel: ParallelConfig) -> Iterator[Problem]:
+        """Layers of one checkpoint are in one chunk of a stage, and chunks are alike."""
+        group, size, repeats = self.layers_per_checkpoint, len(self.stack.pattern), self.stack.repeats
+        if group < 2 or not size or group % size or parallel.problems() or parallel.chunks() > repeats:
+            return
+        chunks = parallel.layers or tuple(
+            repeats // parallel.chunks() + (chunk < repeats % parallel.chunks()) for chunk in range(parallel.chunks())
+        )
+        counts = {min(count * size, self.recompute_layers or count * size) for count in chunks}
+        if len(set(chunks)) > 1 or any(count % group for count in counts):
+            layers = " and ".join(str(count * size) for count in sorted(set(chunks)))
+            yield Problem(
+                "layers_per_checkpoint",
+                f"{group} does not divide the layers that are recomputed, {' or '.join(map(str, sorted(counts)))} of "
+                f"the {layers} layers of each chunk of a stage",
+                "chunks must be alike, and hold a multiple of it",
+            )
 
     def mesh_problems(self, sizes: Mapping[str, int], *, sequence: bool) -> Iterator[Problem]:
         """What is wrong with the model on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""

@@ -60,7 +60,10 @@ class DecoderLM(nnx.Module):
 
     def __call__(self, tokens: Array, positions: Array | None = None, segment_ids: Array | None = None) -> Array:
         """tokens int32 [B, S] -> logits float32 [B, S, vocabulary_size]; by plain jax.jit on any mesh."""
-        index = jnp.arange(tokens.shape[1])
+        length = tokens.shape[1]
+        if self.cfg.learned_positions and length > self.cfg.sequence_length:
+            raise ValueError(f"rows have {length} tokens, the table of positions {self.cfg.sequence_length}")
+        index = jnp.arange(length)
         positions = jnp.broadcast_to(index[None], tokens.shape) if positions is None else positions
         return self.logits(self.hidden_states(tokens, Context(positions, index, segment_ids)))
 

@@ -6,26 +6,31 @@ a row has, and a module (`Model`), which computes. docs/own_model.md builds one 
 Shapes: B rows, and whatever a model makes of them.
 """
 
-from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from megajax.batch import Array, Loss, Rows, Schema
-from megajax.config.builds import Builds
+from megajax.config.errors import Problem
 from megajax.layers.config import StackConfig
 from megajax.layers.segments import SegmentsConfig
+from megajax.mesh.config import ParallelConfig
 
 
-class ModelConfig(Builds):
-    """Base of the configs of models; `build(layout)` makes the module, without values while it is traced."""
+class ModelConfig(Protocol):
+    """Base of the configs of models. A model of your own has `stack`, `schema` and `build`; the rest has defaults."""
 
     __slots__ = ()
-    stack: StackConfig | SegmentsConfig
-    """The layers, which pipelines cut into stages."""
 
-    @abstractmethod
+    stack: StackConfig | SegmentsConfig
+    """The layers, which pipelines cut into stages; a field of the config."""
+
+    def build(self, layout: Any) -> Any:
+        """The module (`Model`) on this `megajax.mesh.layout.Layout`; its values are made elsewhere."""
+        ...
+
     def schema(self) -> Schema:
         """The leaves of a row that the model reads."""
+        ...
 
     def row_positions(self) -> int:
         """Positions of a row: what throughput is counted in, and what a loss is averaged over. 1 without a sequence."""
@@ -34,6 +39,20 @@ class ModelConfig(Builds):
     def width_ratio(self) -> float:
         """How much wider this model is than the one its learning rates were found on (muP); 1 for none."""
         return 1.0
+
+    def generates_text(self) -> bool:
+        """Whether `Model.__call__` maps tokens to logits of the next ones, so that text can be sampled."""
+        return False
+
+    def parallel_problems(self, parallel: ParallelConfig, shards: int | None) -> Iterator[Problem]:
+        """What does not fit these settings. shards: devices that ZeRO and FSDP spread a weight over, if known."""
+        yield from ()
+
+
+def ids_below(model: ModelConfig) -> int | None:
+    """Size of the vocabulary of a model that reads tokens; None for others."""
+    tokens = model.schema().get("tokens")
+    return None if tokens is None else tokens.below
 
 
 class Section(Protocol):

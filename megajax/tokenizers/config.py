@@ -1,10 +1,18 @@
 """Settings of the tokenizers."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
+
+
+class TokenizerBuilder(Protocol):
+    """A tokenizer config of your own."""
+
+    def build(self) -> Any:
+        """A `megajax.tokenizers.base.Tokenizer`."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from megajax.batch import SAMPLE, Batch, Leaf, Params, Schema, batch_schema
+from megajax.config.errors import UserError
 from megajax.layers.param import Observation, ParamSpec, reordered, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
@@ -107,6 +109,7 @@ class Program:
         partition = _partition(cfg)
         abstract = reordered(nnx.eval_shape(lambda: cfg.model.build(layout)), partition.order())
         declared, observed = specs(abstract), specs(abstract, Observation)
+        demand_divisible(declared, plan, mesh)
         optimizer = cfg.optimizer.build(trainable(cfg.optimizer, declared), plan, cfg.model.width_ratio())
         sizes = cfg.batch_sizes(mesh.shape["data"] * mesh.shape["expert"])
         return cls(
@@ -219,6 +222,20 @@ class Program:
     @property
     def _reduction(self) -> LossReduction:
         return LossReduction(self.cfg.batch.loss_average)
+
+
+def demand_divisible(declared: Mapping[str, ParamSpec], plan: Plan, mesh: Mesh) -> None:
+    """Raises UserError for a weight with a dimension that the mesh axes it is cut over do not divide."""
+    for path, spec in declared.items():
+        for rules in (plan.compute, plan.params, plan.optimizer):
+            for size, name, axes in zip(spec.shape, spec.axes, rules.dimensions(spec.axes), strict=True):
+                devices = prod(mesh.shape[axis] for axis in axes)
+                if size % devices:
+                    over = " x ".join(axes)
+                    raise UserError(
+                        f"{path} has shape {spec.shape}: its dimension {name} of {size} is cut over {over}, {devices} "
+                        "devices, which do not divide it. Change the size or the layout (parallel)."
+                    )
 
 
 def _layout(cfg: RunConfig, mesh: Mesh, plan: Plan) -> Layout:

@@ -9,18 +9,18 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.dump import default_leaves, flatten, scalar_text
 from megajax.config.errors import Problem
 from megajax.config.placeholder import UnknownValue
-from megajax.data.config import DataConfig
+from megajax.data.config import DataConfig, RowsConfig
 from megajax.layers.facts import Side
-from megajax.layers.remat import words
-from megajax.mesh.config import BATCH_AXES, MESH_AXES, ParallelConfig
+from megajax.mesh.config import BATCH_AXES, ParallelConfig
 from megajax.mesh.xla import XlaConfig
 from megajax.metrics.config import LoggingConfig, ProfileConfig
 from megajax.models.config import DecoderConfig
 from megajax.models.facts import facts_of
+from megajax.models.protocol import ModelConfig
 from megajax.optim.config import AdamWConfig, OptimizerConfig, ScheduleConfig
 from megajax.precision.config import MULTIPLE, PrecisionConfig
 from megajax.resilience.config import ResilienceConfig
-from megajax.tokenizers.config import ByteTokenizerConfig, TokenizerConfig
+from megajax.tokenizers.config import ByteTokenizerConfig, TokenizerBuilder, TokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
 
 
@@ -28,11 +28,11 @@ from megajax.training.config import BatchConfig, EvaluationConfig
 class RunConfig:
     """Everything a training run depends on."""
 
-    model: DecoderConfig
+    model: DecoderConfig | ModelConfig
     """The network."""
-    data: DataConfig
+    data: DataConfig | RowsConfig
     """The rows it is trained on."""
-    tokenizer: TokenizerConfig = field(default_factory=ByteTokenizerConfig)
+    tokenizer: TokenizerConfig | TokenizerBuilder = field(default_factory=ByteTokenizerConfig)
     """Text to token ids and back."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """How the devices share the work."""
@@ -184,54 +184,13 @@ def _pipeline(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
         )
 
 
-def _together(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
-    """Layers that are computed again together are whole groups of a chunk, of layers that are all there."""
-    model, parallel = cfg.model, cfg.parallel
-    group, size = model.layers_per_checkpoint, len(model.stack.pattern)
-    if group < 2 or not size or group % size or parallel.problems() or parallel.chunks() > model.stack.repeats:
-        return
-    chunks = parallel.layers or tuple(
-        model.stack.repeats // parallel.chunks() + (chunk < model.stack.repeats % parallel.chunks())
-        for chunk in range(parallel.chunks())
-    )
-    counts = {min(count * size, model.recompute_layers or count * size) for count in chunks}
-    if len(set(chunks)) > 1 or any(count % group for count in counts):
-        held = " and ".join(str(count * size) for count in sorted(set(chunks)))
-        yield Problem(
-            "model.layers_per_checkpoint",
-            f"{group} does not divide what is computed again, {' or '.join(map(str, sorted(counts)))} of the {held} "
-            "layers of each chunk of a stage",
-            "chunks must be alike, and hold a multiple of it",
-        )
-
-
-def _mesh(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
-    """What the model and its layers say against the mesh."""
-    facts, parallel = facts_of(cfg.model), cfg.parallel
-    sizes = {axis: getattr(parallel, axis) or 1 for axis in MESH_AXES}
-    for problem in () if facts is None else facts.mesh_problems(sizes, sequence=parallel.sequence):
-        yield replace(problem, where=f"model.{problem.where}")
-
-
-def _sharding(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
+def _model(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
+    """What the model says against the mesh."""
     total = _known_devices(cfg, devices)
-    if cfg.parallel.data_sharding == "fsdp" and cfg.model.recomputing().keeps_all():
-        yield Problem(
-            "model.recompute",
-            f"{words(cfg.model.recompute)} with parallel.data_sharding=fsdp would keep gathered weights of every layer "
-            "for the backward pass",
-            "use recompute=selective or full for all layers, or data_sharding=zero1",
-        )
-    if total is None or cfg.parallel.data_sharding == "replicate" or cfg.parallel.problems():
-        return
-    shards = cfg.replicas(total) * cfg.parallel.context
-    if cfg.model.hidden % shards:
-        yield Problem(
-            "parallel.data_sharding",
-            f"{cfg.parallel.data_sharding} cuts hidden={cfg.model.hidden} over "
-            f"{shards} data-parallel devices, which do not divide it",
-            "use data_sharding=replicate or another parallel.data",
-        )
+    known = total is not None and not cfg.parallel.problems()
+    shards = cfg.replicas(total) * cfg.parallel.context if known else None
+    for problem in cfg.model.parallel_problems(cfg.parallel, shards):
+        yield replace(problem, where=f"model.{problem.where}")
 
 
 def _batch(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
@@ -286,10 +245,10 @@ def _named(leaves: Mapping[str, str]) -> str:
 
 def _fp8(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     """Sides of the matrices that one device multiplies; those of latents are refused when they are traced."""
-    facts = facts_of(cfg.model)
-    if facts is None or cfg.precision.fp8 is None or cfg.parallel.problems():
+    model = facts_of(cfg.model)
+    if model is None or cfg.precision.fp8 is None or cfg.parallel.problems():
         return
-    model, tensor, context = cfg.model, cfg.parallel.tensor, cfg.parallel.context
+    tensor, context = cfg.parallel.tensor, cfg.parallel.context
     first, last, layers = cfg.precision.fp8.first_layers, cfg.precision.fp8.last_layers, model.stack.layers()
     if first + last > layers:
         yield Problem(
@@ -298,7 +257,7 @@ def _fp8(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     rows = f"batch.micro_size={cfg.batch.micro_size} rows of {model.sequence_length}"
     tokens = cfg.batch.micro_size * model.sequence_length
     sides = [Side("sequence_length", f"{rows} over parallel.context={context} are", tokens // context)]
-    for side in (*sides * (tokens % context == 0), *facts.matmul_sides(tensor)):
+    for side in (*sides * (tokens % context == 0), *model.matmul_sides(tensor)):
         if side.size % MULTIPLE:
             what = f"{side.text} {side.size}, no multiple of {MULTIPLE}, which 8-bit matmuls need"
             yield Problem(f"model.{side.where}", what.lstrip(), "or set precision.fp8=none")
@@ -310,11 +269,9 @@ _CHECKS: tuple[Check, ...] = (
     _profile,
     _positive,
     _devices,
-    _mesh,
-    _sharding,
+    _model,
     _batch,
     _pipeline,
-    _together,
     _schedule,
     _fp8,
 )

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from math import prod
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from megajax.batch import Params
+from megajax.batch import Leaf, Params
 from megajax.config.errors import UserError
 from megajax.config.tree import check
 from megajax.data.loader import Loader
@@ -18,6 +19,7 @@ from megajax.data.missing import demand_files
 from megajax.data.splits import Evaluation, Rows, Splits, requested_rows
 from megajax.layers.param import bind
 from megajax.mesh.mesh import build_mesh, find_devices
+from megajax.models.protocol import ids_below
 from megajax.tokenizers.base import Tokenizer
 from megajax.training.batch_sizes import BatchSizes
 from megajax.training.compiler_options import settled
@@ -103,20 +105,31 @@ class Run:
         """Steps done; waits for the last one."""
         return int(self.state.step)
 
-    def model(self, tokens: Array) -> Array:
-        """Next-token logits of the present weights: int32 [B, S] -> float32 [B, S, vocabulary_size], by jax.jit.
+    def model(self, *arrays: Any) -> Array:
+        """What the module gives with the present weights, by jax.jit: `run.model(tokens)` are next-token logits.
 
-        Any B, and S up to the rows of a learned table of positions: rows and positions are padded to what the mesh
-        divides, and cut off again. Raises ValueError for other shapes and for tokens outside the vocabulary.
+        arrays: leaves of the model's schema, in the order of the module's `__call__`. Any number of rows, and
+        positions up to what the model allows: both are padded to what the mesh divides, and cut off again. Raises
+        ValueError for other shapes and for ids out of range.
         """
-        tokens = jnp.asarray(tokens, jnp.int32)
-        _check_tokens(tokens, self.cfg)
-        rows, length = tokens.shape
-        rules, sizes = self.program.layout.plan.compute, self.mesh.shape
-        units = [prod(sizes[axis] for axis in rules.mesh_axes(name)) for name in ("batch", "seq_residual")]
-        padded = jnp.pad(tokens, ((0, -rows % units[0]), (0, -length % units[1])))
+        names = list(signature(self.program.abstract).parameters)
+        leaves = [self.cfg.model.schema()[name] for name in names[: len(arrays)]]
+        given = [checked(*each) for each in zip(names, leaves, arrays, strict=False)]
+        rows, (length, padded) = len(given[0]), (0, 0)
+        for place, leaf in enumerate(leaves):
+            widths = [(0, -rows % self._multiple("batch"))]
+            for size, axis in zip(given[place].shape[1:], leaf.axes, strict=True):
+                more = -size % self._multiple("seq_residual") if axis == "seq" else 0
+                length, padded = (size, size + more) if axis == "seq" else (length, padded)
+                widths.append((0, more))
+            given[place] = np.pad(given[place], widths)
         with jax.set_mesh(self.mesh), jax.default_matmul_precision(self.cfg.precision.matmul_precision()):
-            return self._forward(self.state.inputs, padded)[:rows, :length]
+            result = self._forward(self.state.inputs, *given)[:rows]
+        return result[:, :length] if padded > length and result.shape[1] == padded else result
+
+    def _multiple(self, axis: str) -> int:
+        """What the mesh divides a dimension of this logical axis by."""
+        return prod(self.mesh.shape[name] for name in self.program.layout.plan.compute.mesh_axes(axis))
 
     def steps(self, count: int | None = None) -> Iterator[StepInfo]:
         """Train `count` steps (default: what is left of cfg.steps), yielding what each reported."""
@@ -150,23 +163,23 @@ class Run:
         self.batches.close()
 
     def __post_init__(self) -> None:
-        def forward(params: Params, tokens: Array) -> Array:
-            return bind(self.program.abstract, self.program.used(params))(tokens)
+        def forward(params: Params, *arrays: Array) -> Array:
+            return bind(self.program.abstract, self.program.used(params))(*arrays)
 
         self._forward = jax.jit(forward, compiler_options=dict(self.program.options))
 
 
-def _check_tokens(tokens: Array, cfg: RunConfig) -> None:
-    """Out of a table's range, a lookup gives numbers that mean nothing. Raises ValueError."""
-    model = cfg.model
-    if tokens.ndim != 2:
-        raise ValueError(f"expected rows of tokens [B, S], got the shape {tokens.shape}: [[1, 2, 3]] is one row")
-    if model.learned_positions and tokens.shape[1] > model.sequence_length:
-        raise ValueError(f"rows have {tokens.shape[1]} tokens, the table of positions {model.sequence_length}")
-    if tokens.size:
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= model.vocabulary_size:
-            raise ValueError(f"tokens are {low} to {high}, the vocabulary is 0 to {model.vocabulary_size - 1}")
+def checked(name: str, leaf: Leaf, array: Any) -> np.ndarray:
+    """The rows of a leaf. Raises ValueError: a lookup out of a table's range gives meaningless numbers."""
+    rows = np.asarray(array, leaf.dtype)
+    if rows.ndim != 1 + len(leaf.shape):
+        example = ": [[1, 2, 3]] is one row" if len(leaf.shape) == 1 else ""
+        raise ValueError(
+            f"expected rows of {name}, {1 + len(leaf.shape)} dimensions, got the shape {rows.shape}{example}"
+        )
+    if leaf.below is not None and rows.size and not 0 <= rows.min() <= rows.max() < leaf.below:
+        raise ValueError(f"{name} are {rows.min()} to {rows.max()}, the model takes 0 to {leaf.below - 1}")
+    return rows
 
 
 def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None, start: Start | None = None) -> Run:
@@ -191,10 +204,11 @@ def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
     mesh = build_mesh(cfg.parallel, devices)
     demand_files(cfg.data, cfg.tokenizer)
     tokenizer = cfg.tokenizer.build()
-    if tokenizer.vocabulary_size > cfg.model.vocabulary_size:
+    vocabulary = ids_below(cfg.model)
+    if vocabulary is not None and tokenizer.vocabulary_size > vocabulary:
         raise UserError(
-            f"the tokenizer has {tokenizer.vocabulary_size} tokens, model.vocabulary_size is "
-            f"{cfg.model.vocabulary_size}: set model.vocabulary_size={tokenizer.vocabulary_size}"
+            f"the tokenizer has {tokenizer.vocabulary_size} tokens, model.vocabulary_size is {vocabulary}: "
+            f"set model.vocabulary_size={tokenizer.vocabulary_size}"
         )
     _check_prompt(cfg.logging.prompt, tokenizer)
     demand_kernels(cfg)

@@ -2,12 +2,15 @@
 
 import html
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import jax
 from jax.core import Tracer
 
 from megajax.metrics.text import count
+from megajax.models.facts import facts_of
+from megajax.models.protocol import ids_below
 
 type Rows = Sequence[tuple[str, str]]
 """(name, value) pairs, a line each."""
@@ -21,13 +24,18 @@ def run_rows(program: Any, step: int | None) -> Rows:
     used = ", ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
     devices = f"{mesh.size} {device.device_kind} device" + "s" * (mesh.size > 1)
     kinds = [parallel.data_sharding, *["sequence parallel"] * parallel.sequence]
-    rows, length = batch.rows, model.sequence_length
+    rows, length = batch.rows, model.row_positions()
+    facts, vocabulary = facts_of(model), ids_below(model)
+    parameters = (
+        sum(prod(spec.shape) for spec in program.declared.values()) if facts is None else facts.parameter_count().total
+    )
     done = "unknown: its arrays were given to a later step" if step is None else f"{step:,} of {cfg.steps:,}"
     return (
         (
             "model",
-            f"{type(program.abstract).__name__}, {count(model.parameter_count().total)} parameters: "
-            f"{model.stack.layers()} layers, hidden {model.hidden}, vocabulary {model.vocabulary_size:,}",
+            f"{type(program.abstract).__name__}, {count(parameters)} parameters: {model.stack.layers()} layers"
+            + ("" if facts is None else f", hidden {facts.hidden}")
+            + ("" if vocabulary is None else f", vocabulary {vocabulary:,}"),
         ),
         ("layout", f"{devices}{': ' * bool(used)}{used}; {', '.join(kinds)}"),
         ("batch", f"{rows:,} rows of {length:,} tokens, {microbatches}"),

@@ -12,7 +12,18 @@ from megajax.layers.config.attention import MixerConfig
 from megajax.layers.config.mlp import MLPConfig
 from megajax.layers.config.norm import LARGEST, NormConfig, RMSNormConfig
 from megajax.layers.config.position import RelativeBiasConfig
-from megajax.layers.facts import BlockFacts, Elements, Layer, Matmul, MultiplyAdds, Side, Weight, prefixed, total_size
+from megajax.layers.facts import (
+    BlockFacts,
+    Elements,
+    Layer,
+    LayerBuilder,
+    Matmul,
+    MultiplyAdds,
+    Side,
+    Weight,
+    prefixed,
+    total_size,
+)
 from megajax.layers.remat import Part
 
 
@@ -21,11 +32,11 @@ class BlockConfig(Builds):
     """One residual block: x + mixer(norm(x)), then x + mlp(norm(x))."""
 
     target: ClassVar[str] = "megajax.layers.block:Block"
-    mixer: MixerConfig
+    mixer: MixerConfig | LayerBuilder
     """What mixes along the sequence."""
-    mlp: MLPConfig
+    mlp: MLPConfig | LayerBuilder
     """What works on each position."""
-    norm: NormConfig = field(default_factory=RMSNormConfig)
+    norm: NormConfig | LayerBuilder = field(default_factory=RMSNormConfig)
     """Normalisation before each of the two."""
     dropout: float = 0.0
     """Share of each sub-layer's output zeroed in training."""
@@ -45,7 +56,7 @@ class BlockConfig(Builds):
 
     def has_dropout(self) -> bool:
         """Whether training draws random numbers."""
-        return self.dropout > 0 or self.mixer.dropout > 0
+        return self.dropout > 0 or getattr(self.mixer, "dropout", 1.0) > 0  # a mixer that does not say may do so
 
     def weights(self, hidden: int) -> tuple[Weight, ...]:
         """Every weight of the module."""
