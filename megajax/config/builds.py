@@ -91,4 +91,12 @@ class Builds:
     target: ClassVar[str]
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        return resolve(self.target)(self, *args, **kwargs)
+        return resolve(beside(type(self), self.target))(self, *args, **kwargs)
+
+
+def beside(cls: type, reference: str) -> str:
+    """The reference with the path of a file, if it names one, taken from the folder of the file that defines `cls`."""
+    module, _, name = reference.rpartition(":")
+    if not module.endswith(".py"):
+        return reference
+    return f"{Path(str(sys.modules[cls.__module__].__file__)).parent / module}:{name}"

@@ -36,7 +36,7 @@ class Source:
         return upper if self.written is None else Over(self.written, upper)
 
 
-def load(source: str, *settings: str, devices: int | None = None, root: str | type = ROOT) -> Any:
+def load(source: str | Path, *settings: str, devices: int | None = None, root: str | type = ROOT) -> Any:
     """The config of a file with "dotted.name=value" settings over it, checked.
 
     `source` is a path, or a name in configs/, with ":function" behind it for another function than `config`.
@@ -44,7 +44,7 @@ def load(source: str, *settings: str, devices: int | None = None, root: str | ty
     UserError where the file cannot be found or run.
     """
     try:
-        file = read(source, root)
+        file = read(str(source), root)
         patch = patch_of(setting(text) for text in settings)
         config, problems = assembled(file, root, patch, devices)
         if problems:
