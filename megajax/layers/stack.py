@@ -85,6 +85,10 @@ def recomputed(layer: Callable, policy: SavePolicy) -> Callable:
     return jax.checkpoint(layer, policy=saveable, prevent_cse=False)
 
 
+RECOMPUTING = Recomputing()
+"""What layers save unless the model says otherwise."""
+
+
 class Stack(nnx.Module):
     """Blocks one after another, [B, S, D] -> [B, S, D], in segments of a pattern and its repeats.
 
@@ -96,7 +100,7 @@ class Stack(nnx.Module):
         cfg: StackConfig | SegmentsConfig,
         settings: LayerSettings,
         *,
-        recomputing: Recomputing,
+        recomputing: Recomputing = RECOMPUTING,
         unroll: int | None = 1,
     ):
         self.segments, self.repeats, self.layout = _segments(cfg), cfg.repeats, settings.layout

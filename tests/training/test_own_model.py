@@ -24,7 +24,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def losses(config_file: Path, *settings: str) -> list[float]:
     """Of a few steps and of an evaluation after them."""
-    cfg = load(config_file, "steps=3", *settings)
+    cfg = load(config_file, "steps=3", "precision.compute=float32", *settings)
     run = setup(cfg)
     found = [info.loss for info in run.steps(STEPS)]
     found.append(run.evaluate(run.parts.splits.valid, batches=1))
