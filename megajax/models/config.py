@@ -20,18 +20,18 @@ from megajax.models.protocol import ModelConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PredictionConfig(Builds):
-    """Further heads, each predicting one token further ahead (DeepSeek-AI 2024, DeepSeek-V3, section 2.2)."""
+    """Multi-token prediction: heads that predict further tokens (DeepSeek-AI 2024, DeepSeek-V3, section 2.2)."""
 
     target: ClassVar[str] = "megajax.models.prediction:Prediction"
     depth: int = 1
-    """How many tokens beyond the next one are predicted; each by a block of its own, one after another."""
+    """Number of tokens predicted beyond the next one, each by its own block; the blocks run in sequence."""
     reweighted: Literal["rows", "microbatches"] = "rows"
-    """With batch.loss_average=tokens, the last tokens of a row have nothing to predict and the others weigh more in
-    return: within rows, which all layouts agree on, or within microbatches, as in Megatron-LM."""
+    """With batch.loss_average=tokens, the last tokens of a row have no target and the others get larger weights, so
+    that their sum stays the same: the sum over a row (the same on every layout), or over a microbatch (as Megatron-LM)."""
     weight: float = 0.1
-    """Their losses together weigh this much beside the main loss, which is reported alone."""
+    """Weight of the sum of their losses, relative to the main loss. The reported loss is the main loss."""
     block: BlockConfig | None = None
-    """The block of each; none: like the last of the stack's pattern."""
+    """Block of each head; none: the last block of the stack's pattern."""
 
     def problems(self) -> list[Problem]:
         found = [] if self.depth >= 1 else [Problem("depth", f"must be at least 1, got {self.depth}")]
@@ -40,20 +40,20 @@ class PredictionConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WidthScalingConfig:
-    """Settings found on a narrow model for a wide one (muP, Yang et al. 2022): W is the ratio of the two widths.
+    """Maximal update parametrization (muP, Yang et al. 2022): settings tuned on a narrow base model, for a wide one.
 
-    Initial spreads of matrices inside the blocks are divided by sqrt(W), logits by W. Optimizers follow: Adam divides
-    the learning rate and epsilon of these matrices, and of a head of its own, by W.
+    W is the ratio of the widths. Initial standard deviations of matrices inside blocks are divided by sqrt(W), logits by
+    W. Adam divides the learning rate and epsilon of these matrices and of an untied head by W.
     """
 
     base_hidden: int
-    """Width of the residual stream that the settings were found on."""
+    """Hidden size of the base model."""
     base_head_dim: int | None = None
-    """Size of a head there; scores are divided by the head size over the root of this; none: by the head size."""
+    """Head size of the base model. Scores are divided by head size / sqrt(base head size); none: by the head size."""
     score_power: float = 1.0
-    """Power of the head size that scores are divided by; 0.5 is the usual root."""
+    """Power of the head size in that divisor; 0.5 is the usual square root."""
     embedding: float = 1.0
-    """Factor on embeddings, learned positions included."""
+    """Factor on embeddings, including learned positions."""
     output: float | None = None
     """Factor on logits; none: 1 / W."""
 
@@ -91,15 +91,15 @@ class DecoderConfig(Builds, ModelConfig):
 
     target: ClassVar[str] = "megajax.models.decoder:DecoderLM"
     hidden: int
-    """Width of the residual stream."""
+    """Hidden size: width of the residual stream."""
     vocabulary_size: int
-    """Token ids in use; the table is padded to a multiple of vocabulary_multiple, the padding takes no part."""
+    """Number of token ids. The table is padded to a multiple of vocabulary_multiple; the padding is never used."""
     sequence_length: int
     """Tokens in a training row."""
     stack: StackConfig | SegmentsConfig
     """The blocks."""
     vocabulary_multiple: int = 128
-    """What the padded vocabulary is a multiple of; pipeline x tensor devices must divide it."""
+    """The padded vocabulary is a multiple of this; pipeline x tensor devices must divide it."""
     learned_positions: bool = False
     """A learned embedding for each of the sequence_length positions."""
     norm: NormConfig = field(default_factory=RMSNormConfig)
@@ -107,38 +107,37 @@ class DecoderConfig(Builds, ModelConfig):
     tied: bool = False
     """The head uses the token embedding's table."""
     dropout: float = 0.0
-    """Share of the embedding's output zeroed in training."""
+    """Dropout rate of the embedding's output."""
     residual: Literal["compute", "float32"] = "compute"
-    """The residual stream from embedding to last norm: in precision.compute, or in float32 whatever that is."""
+    """Dtype of the residual stream: precision.compute or float32."""
     init_std: float = 0.02
-    """Standard deviation of initial weights; of matrices that write to the residual stream: over sqrt(2 * layers)."""
+    """Standard deviation of initial weights; divided by sqrt(2 * layers) for matrices that write to the residual stream."""
     embedding_std: float | None = None
-    """The same for token and position tables, and so for a tied head; none: init_std."""
+    """Standard deviation of token and position embeddings (and of a tied head); none: init_std."""
     prediction: PredictionConfig | None = None
-    """Heads that predict tokens further ahead; none: none."""
+    """Heads that predict further tokens (multi-token prediction)."""
     width_scaling: WidthScalingConfig | None = None
-    """Settings taken over from a narrower model; none: as they are."""
+    """muP scaling from a narrower base model."""
     recompute: Recompute = "selective"
-    """What the backward pass computes again: none; parts by name, as in norm,activation,mlp; selective, which is
-    norm,latent,activation; full, all but layer inputs. Attention scores and the like always are, unless none."""
+    """Tensors that the backward pass recomputes instead of saving: none; a list of names such as norm,activation,mlp;
+    selective, which is norm,latent,activation; or full, everything but the inputs of layers. Except with none,
+    attention scores are always recomputed."""
     recompute_layers: int | None = None
-    """Layers that do so, the first of each chunk of a stage; the others are selective, or none if these are; none:
-    all."""
+    """Apply recompute to this many layers, the first of each chunk of a pipeline stage; the other layers use the next
+    cheaper setting (selective, or none). none: all layers."""
     layers_per_checkpoint: int = 1
-    """With full, layers that save the input of the first of them only and are recomputed together."""
+    """With recompute=full, consecutive layers that save one input, that of the first, and are recomputed together."""
     offload: tuple[Part, ...] = ()
-    """Kept parts that wait for the backward pass in host memory; input is the residual stream at a layer's start."""
+    """Saved tensors that are offloaded to host memory until the backward pass; input is the input of a layer."""
     unroll: int | None = 1
-    """Layers written out one after another in each turn of the compiled loop over layers; none: all of them, no loop.
-    More takes longer to compile and lets the compiler work across layers."""
+    """Layers per iteration of the compiled loop over layers (the unroll of jax.lax.scan); none: all, without a loop.
+    Unrolling takes longer to compile and lets the compiler optimize across layers."""
     loss_chunk: int = 1024
-    """Tokens whose float32 logits exist at once."""
+    """Tokens per chunk of the cross-entropy: only one chunk of float32 logits exists at a time."""
     label_smoothing: float = 0.0
-    """Probability that training's target gives to all ids in use but the label, together and each the same; evaluation
-    is without it."""
+    """Label smoothing: probability mass spread evenly over all ids but the label. Training only."""
     z_loss: float = 0.0
-    """Coefficient of log(Z)^2, which training adds to the loss of a token, Z being the softmax's denominator; 1e-4 in
-    PaLM; evaluation is without it."""
+    """Coefficient of the z-loss log(Z)^2, where Z is the softmax denominator (1e-4 in PaLM). Training only."""
 
     def problems(self) -> list[Problem]:
         found = []
