@@ -27,7 +27,7 @@ class PredictionConfig(Builds):
     """Number of tokens predicted beyond the next one, each by its own block; the blocks run in sequence."""
     reweighted: Literal["rows", "microbatches"] = "rows"
     """With batch.loss_average=tokens, the last tokens of a row have no target and the others get larger weights, so
-    that their sum stays the same: the sum over a row (the same on every layout), or over a microbatch (as Megatron-LM)."""
+    that their sum stays the same: over a row (the same on every layout) or over a microbatch (as Megatron-LM)."""
     weight: float = 0.1
     """Weight of the sum of their losses, relative to the main loss. The reported loss is the main loss."""
     block: BlockConfig | None = None
@@ -42,8 +42,8 @@ class PredictionConfig(Builds):
 class WidthScalingConfig:
     """Maximal update parametrization (muP, Yang et al. 2022): settings tuned on a narrow base model, for a wide one.
 
-    W is the ratio of the widths. Initial standard deviations of matrices inside blocks are divided by sqrt(W), logits by
-    W. Adam divides the learning rate and epsilon of these matrices and of an untied head by W.
+    W is the ratio of the widths. Initial standard deviations of matrices inside blocks are divided by sqrt(W), logits
+    by W. Adam divides the learning rate and epsilon of these matrices and of an untied head by W.
     """
 
     base_hidden: int
@@ -111,7 +111,7 @@ class DecoderConfig(Builds, ModelConfig):
     residual: Literal["compute", "float32"] = "compute"
     """Dtype of the residual stream: precision.compute or float32."""
     init_std: float = 0.02
-    """Standard deviation of initial weights; divided by sqrt(2 * layers) for matrices that write to the residual stream."""
+    """Standard deviation of initial weights, over sqrt(2 * layers) where they write to the residual stream."""
     embedding_std: float | None = None
     """Standard deviation of token and position embeddings (and of a tied head); none: init_std."""
     prediction: PredictionConfig | None = None

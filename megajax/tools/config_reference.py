@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def _type(annotation: object) -> str:
     words = schema.words(annotation)
     many = tuple(member for kind in schema.lists(annotation) for member in schema.configs(schema.entry(kind, 0)))
     for cls in (*schema.configs(annotation), *many):
-        words = words.replace(cls.__name__, f"[{cls.__name__}](#{cls.__name__.lower()})")
+        words = re.sub(rf"\b{cls.__name__}\b", f"[{cls.__name__}](#{cls.__name__.lower()})", words)
     return words
 
 
