@@ -1,4 +1,4 @@
-"""What the start banner says of a run: sizes, arithmetic, and every choice made for the user."""
+"""The start banner: sizes, arithmetic, and every choice that was made for the user."""
 
 import platform
 from dataclasses import replace
@@ -63,9 +63,9 @@ def _model(run: Run) -> list[tuple[str, str]]:
 
 def _layout(run: Run) -> list[tuple[str, str]]:
     sizes, parallel = dict(run.mesh.shape), run.cfg.parallel
-    used, found = run.mesh.size, jax.device_count()
+    used, available = run.mesh.size, jax.device_count()
     device = run.mesh.devices.flat[0]
-    rest = f" ({used} of {found} used)" if used < found else ""
+    rest = f" ({used} of {available} used)" if used < available else ""
     return [
         (
             "devices",
@@ -73,11 +73,11 @@ def _layout(run: Run) -> list[tuple[str, str]]:
         ),
         ("mesh", ", ".join(f"{name} {size}" for name, size in sizes.items())),
         (
-            "data axis shares",
+            "data sharding",
             {
-                "replicate": "nothing (replicate)",
-                "zero1": "master weights and optimizer state (zero1)",
-                "fsdp": "weights and optimizer state (fsdp)",
+                "replicate": "replicate: none",
+                "zero1": "zero1: master weights and optimizer state",
+                "fsdp": "fsdp: weights and optimizer state",
             }[parallel.data_sharding],
         ),
         ("sequence parallel", "on" if parallel.sequence else "off"),
@@ -89,11 +89,11 @@ def _pipeline(run: Run) -> list[tuple[str, str]]:
     schedule, partition = run.program.pipeline, run.program.partition
     if schedule is None:
         return []
-    wait = f", losses wait {schedule.loss_wait} tick" if schedule.loss_wait else ""
+    wait = f", losses delayed by {schedule.loss_wait} tick" if schedule.loss_wait else ""
     chunks = f" x {schedule.chunks} virtual" if schedule.chunks > 1 else ""
     sizes = "/".join(map(str, sorted(set(partition.repeats), reverse=True)))
     rows, layers = partition.rows * len(partition.repeats), sum(partition.repeats)
-    padding = f"; {rows - layers} of {rows} rows are padding, computed for nothing" if rows > layers else ""
+    padding = f"; {rows - layers} of {rows} rows are padding" if rows > layers else ""
     return [
         (
             "pipeline",
@@ -166,37 +166,37 @@ def _fp8(precision: PrecisionConfig) -> list[tuple[str, str]]:
     gradients = {"hybrid": "e5m2", "e4m3": "e4m3"}[fp8.format]
     adding = "in reduced precision" if fp8.fast_accumulation else "in float32"
     scales = "scales from each tensor" if fp8.delayed is None else _delayed(fp8.delayed)
-    text = f"layers, e4m3 with gradients in {gradients}; {scales}; forward adds up {adding}"
+    text = f"layers, e4m3 with gradients in {gradients}; {scales}; forward pass accumulates {adding}"
     return [("8-bit matmuls", text)]
 
 
 def _delayed(cfg: DelayedScalingConfig) -> str:
     before = "step before" if cfg.history == 1 or cfg.algorithm == "most_recent" else f"{cfg.history} steps before"
-    return f"scales from the {before}" + f", {cfg.margin} bits left free" * (cfg.margin != 0)
+    return f"scales from the {before}" + f", margin {cfg.margin} bits" * (cfg.margin != 0)
 
 
 def _recompute(run: Run) -> list[tuple[str, str]]:
-    """What the backward pass finds, and what it has to compute again: in words, and in bytes of a layer."""
+    """What layers save for the backward pass and what it recomputes, in words and in bytes per layer."""
     facts = facts_of(run.cfg.model)
     if facts is None:
         return []
     chosen, layers = facts.recomputing(), facts.stack.layers()
-    text = f"{words(chosen.recompute)}: {_kept(chosen.policy())}"
+    text = f"{words(chosen.recompute)}: {_saved(chosen.policy())}"
     if chosen.layers_per_checkpoint > 1:
-        text = f"{words(chosen.recompute)}: {chosen.layers_per_checkpoint} layers together keep the input of the first"
+        text = f"{words(chosen.recompute)}: groups of {chosen.layers_per_checkpoint} layers save the input of the first"
     if chosen.layers is not None and chosen.layers < layers:
-        text += f", by the first {chosen.layers} layers of each chunk; by the others {_kept(chosen.lighter_policy())}"
+        text += f" (first {chosen.layers} layers of each chunk); other layers: {_saved(chosen.lighter_policy())}"
     costs = saved_by_layers(run, facts)
     several, share = len(costs) > 1, run.mesh.shape["tensor"]
     cost = "; ".join(
-        (f"{each.layers:.0f} of a chunk " if several else "")
+        (f"{each.layers:.0f} layers of a chunk " if several else "")
         + f"{size(each.device)}"
         + (f" and {size(each.host)} in host memory" if each.host else "")
-        + f", {size(each.recomputed)} computed again"
+        + f", {size(each.recomputed)} recomputed"
         for each in costs
     )
     over = f", over {share} devices" if share > 1 else ""
-    return [("recompute", text), ("kept by a layer", f"of a microbatch{over}: {cost}")]
+    return [("recompute", text), ("saved by a layer", f"per microbatch{over}: {cost}")]
 
 
 def saved_by_layers(run: Run, facts: Facts) -> list[SavedBytes]:
@@ -215,15 +215,15 @@ def saved_by_layers(run: Run, facts: Facts) -> list[SavedBytes]:
     return list(saved_bytes(facts.recomputing(), pattern, share, repeats))
 
 
-def _kept(kept: SavePolicy) -> str:
-    if kept.parts is None:
-        return "all is kept that gradients need"
-    names = ", ".join(f"{part} (in host memory)" if part in kept.offloaded else part for part in kept.parts)
-    return f"kept are {names.replace('_', ' ')}, the rest computed again"
+def _saved(policy: SavePolicy) -> str:
+    if policy.parts is None:
+        return "save everything that gradients need"
+    names = ", ".join(f"{part} (in host memory)" if part in policy.offloaded else part for part in policy.parts)
+    return f"save {names.replace('_', ' ')}; recompute the rest"
 
 
 def memory_formula(run: Run) -> str:
-    """What Megatron-LM's report says of this model and layout; "" for a model without facts."""
+    """Memory by Megatron-LM's formula, as the end of a line; "" for a model without facts."""
     facts, sizes = facts_of(run.cfg.model), run.mesh.shape
     if facts is None:
         return ""
