@@ -97,7 +97,7 @@ HARDWARE = {
     "llama3_70b": "128 H100, tensor 8 x pipeline 4 x 5 virtual",
     "llama3_405b": "1024 H100, tensor 8 x pipeline 16 x 4 virtual",
 }
-"""What a config is meant for, as README says it."""
+"""What a config is meant for, as docs/layouts.md says it."""
 
 type Figures = Mapping[str, Mapping[str, Any]]
 """Key -> its figures."""
@@ -159,7 +159,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[s
 
 
 def configs_table(figures: Figures) -> Iterator[str]:
-    """README's."""
+    """The shipped configs, docs/layouts.md."""
     yield "| config | hardware it is meant for | peak memory by the compiler |"
     yield "|---|---|---|"
     for name, file in CONFIGS.items():
@@ -202,7 +202,7 @@ TABLES: Mapping[str, Callable[[Figures], Iterator[str]]] = {
     "formulas": formula_table,
     "schedules": schedules_table,
 }
-PAGES = {"README.md": "configs", "docs/planning.md": "formulas", "docs/pipeline.md": "schedules"}
+PAGES = {"docs/layouts.md": "configs", "docs/planning.md": "formulas", "docs/pipeline.md": "schedules"}
 """Page -> its table."""
 BEGIN, END = "<!-- figures: {}, by benchmarks/compiled_peaks.py --pages -->", "<!-- end of figures -->"
 

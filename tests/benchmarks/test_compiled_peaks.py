@@ -36,7 +36,7 @@ def test_a_page_has_the_figures_of_the_file(page: str) -> None:
 def test_another_figure_makes_another_page() -> None:
     figures = read()
     figures[PLANS[0].key] |= {"peak_gib": 12.34}
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/layouts.md").read_text(encoding="utf-8")
     assert " | 12.3 GiB |" in with_table(text, "configs", figures)
     with pytest.raises(ValueError, match=r"the marks .* are not there"):
         with_table("a page without marks", "configs", figures)
@@ -45,7 +45,7 @@ def test_another_figure_makes_another_page() -> None:
 def test_configs_leave_figures_to_the_tables() -> None:
     for file in {ROOT / "configs" / name.partition(":")[0] for name in CONFIGS.values()}:
         said = re.findall(r"\d GiB", file.read_text(encoding="utf-8"))
-        assert not said, f"{file.name} has a figure of its own: README's table has it"
+        assert not said, f"{file.name} has a figure of its own: docs/layouts.md has it"
 
 
 def test_a_check_tells_what_is_no_longer_so(monkeypatch, capsys, tmp_path) -> None:

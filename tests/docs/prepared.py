@@ -65,7 +65,7 @@ def _checkpoint(folder: Path) -> None:
 
 
 PREPARED: dict[str, tuple[Callable[[Path], None], ...]] = {
-    "README.md": (_corpus, _megatron_script),
+    "docs/getting_started.md": (_corpus, _megatron_script),
     "docs/checkpoints.md": (_checkpoint,),
     "docs/data.md": (_token_files,),
     "docs/first_config.md": (_paragraphs,),
