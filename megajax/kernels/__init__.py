@@ -1,1 +1,1 @@
-"""Pure array functions: the reference first, fast paths beside it, one signature."""
+"""Pure array functions: a reference implementation and fast ones with the same signature."""

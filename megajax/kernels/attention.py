@@ -1,8 +1,9 @@
-"""Attention over whole rows: the reference, and the fused backends behind the same signature.
+"""Attention: the reference, and fused backends with the same signature.
 
-Each backend is two functions, `forward` (result and log-sum-exp) and `backward` (gradients from those two), which ring
-attention calls for parts of a row. `attend` puts them together: differentiable, with sinks, and with result and
-log-sum-exp named for recomputation. A layer need not name them: a second name outside would save the result twice.
+A backend is two functions: `forward` returns the output and its log-sum-exp, and `backward` computes gradients from
+them. Ring attention can call both for parts of a row. `attend` combines them into a differentiable function with
+sinks. It names the output and the log-sum-exp for recomputation policies. Layers must not name the output again: it
+would be saved twice.
 
 B rows, S queries, T keys, N query heads, K key-value heads (N a multiple of K), H head size, U size of a value head.
 """
@@ -25,36 +26,36 @@ from megajax.kernels.mask import Mask
 __all__ = ["PASSES", "AttentionDropout", "Mask", "Passes", "attend", "local_device", "reference_attention"]
 
 OUTPUT, STATISTICS = "attention", "attention_statistics"
-"""Names of what a backward kernel needs beside queries, keys and values: the forward's output and its log-sum-exp."""
+"""Checkpoint names of the residuals of a backward kernel beside q, k and v: the output and its log-sum-exp."""
 
 
 class AttentionDropout(NamedTuple):
-    """Dropout of attention weights that is the same on every layout: one key for each (row, head, query)."""
+    """Dropout of attention weights with one random key per (row, head, query): the same on every layout."""
 
     rate: float
     row_keys: Array
     """uint32 [B, 2]: key data of each row."""
     head_index: Array
-    """int32 [N]: number of each head in the whole model."""
+    """int32 [N]: index of each head in the whole model."""
     query_index: Array
-    """int32 [S]: place of each query in its row."""
+    """int32 [S]: position of each query in its row."""
 
     def apply(self, weights: Array) -> Array:
-        """[B, N, S, T] -> the same with a share `rate` of the weights zeroed and the rest scaled up."""
+        """Zeroes a share `rate` of the weights [B, N, S, T] and scales up the rest."""
         fold = jax.random.fold_in
 
-        def kept(row: Array, head: Array, query: Array) -> Array:
+        def keep_one(row: Array, head: Array, query: Array) -> Array:
             key = fold(fold(jax.random.wrap_key_data(row), head), query)
             return jax.random.bernoulli(key, 1 - self.rate, weights.shape[-1:])
 
-        over_queries = jax.vmap(kept, (None, None, 0))
+        over_queries = jax.vmap(keep_one, (None, None, 0))
         over_heads = jax.vmap(over_queries, (None, 0, None))
         keep = jax.vmap(over_heads, (0, None, None))(self.row_keys, self.head_index, self.query_index)
         return jnp.where(keep, weights / (1 - self.rate), 0)
 
 
 def _scores(q: Array, k: Array, mask: Mask, scale: float, bias: Array | None) -> Array:
-    """float32 [B, K, N/K, S, T], the lowest number there is where a query does not see a key."""
+    """float32 [B, K, N/K, S, T]; masked entries hold the lowest finite number."""
     batch, queries, heads, size = q.shape
     groups = k.shape[2]
     q = q.reshape(batch, queries, groups, heads // groups, size)
@@ -77,9 +78,8 @@ def reference_attention(
 ) -> Array:
     """softmax(q k^T * scale + bias) v with scores and softmax in float32 (Vaswani et al. 2017, section 3.2.1).
 
-    q [B, S, N, H], k [B, T, K, H], v [B, T, K, U] -> [B, S, N, U] in q's dtype. Holds all B * N * S * T scores.
-    sink [N]: a score of each head that takes part in the softmax and brings no value (Xiao et al. 2023, section 3.3);
-    bias [N, S, T].
+    q [B, S, N, H], k [B, T, K, H], v [B, T, K, U] -> [B, S, N, U] in q's dtype. Stores all B * N * S * T scores.
+    sink [N]: one more score per head in the softmax, without a value (Xiao et al. 2023, section 3.3); bias [N, S, T].
     """
     batch, queries, heads, _ = q.shape
     scores = _scores(q, k, mask, scale, bias)
@@ -93,17 +93,17 @@ def reference_attention(
 
 def _softmax_with_sink(scores: Array, sink: Array) -> Array:
     """scores float32 [B, K, N/K, S, T], sink [N] -> weights that sum to less than 1."""
-    each = sink.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1, 1)
-    column = jnp.broadcast_to(each, (*scores.shape[:-1], 1))
+    column = sink.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1, 1)
+    column = jnp.broadcast_to(column, (*scores.shape[:-1], 1))
     return jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
 
 
 def reference_forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float) -> tuple[Array, Array]:
-    """The reference's result [B, S, N, U] and its log-sum-exp float32 [B, N, S]; 0 and -inf where no key is seen."""
+    """The output [B, S, N, U] and its log-sum-exp, float32 [B, N, S]; 0 and -inf where no key is visible."""
     scores = _scores(q, k, mask, scale, None)
-    seen = mask.visible()[:, None, None]
-    lse = jax.nn.logsumexp(scores, axis=-1, where=seen)
-    weights = jnp.where(seen, jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0, lse)[..., None]), 0)
+    visible = mask.visible()[:, None, None]
+    lse = jax.nn.logsumexp(scores, axis=-1, where=visible)
+    weights = jnp.where(visible, jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0, lse)[..., None]), 0)
     out = jnp.einsum("bkgst,btku->bskgu", weights.astype(v.dtype), v)
     return out.reshape(*q.shape[:3], v.shape[-1]), lse.reshape(q.shape[0], q.shape[2], q.shape[1])
 
@@ -113,12 +113,13 @@ def reference_backward(
 ) -> tuple[Array, Array, Array]:
     """Gradients with respect to q, k and v, from the output [B, S, N, U], its log-sum-exp [B, N, S] and its gradient.
 
-    out and lse may be those of a softmax over further keys too: then this is those keys' share (Liu et al. 2023).
+    out and lse may come from a softmax over more keys than these: the gradients are then the contribution of these
+    keys (Liu et al. 2023).
     """
     scores = _scores(q, k, mask, scale, None)
     split = q.shape[0], q.shape[1], k.shape[2], q.shape[2] // k.shape[2]
-    seen = mask.visible()[:, None, None]
-    weights = jnp.where(seen, jnp.exp(scores - lse.reshape(*scores.shape[:-1], 1)), 0)
+    visible = mask.visible()[:, None, None]
+    weights = jnp.where(visible, jnp.exp(scores - lse.reshape(*scores.shape[:-1], 1)), 0)
     delta = jnp.einsum("bsnu,bsnu->bns", out.astype(jnp.float32), dout.astype(jnp.float32))
     dout = dout.reshape(*split, v.shape[-1])
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -131,12 +132,12 @@ def reference_backward(
 
 
 class Passes(NamedTuple):
-    """A backend's two functions; neither is to be differentiated."""
+    """The two functions of a backend; neither is differentiable."""
 
     forward: Callable[..., tuple[Array, Array]]
-    """(q, k, v, mask, scale=) -> the result [B, S, N, U] and its log-sum-exp float32 [B, N, S]."""
+    """(q, k, v, mask, scale=) -> the output [B, S, N, U] and its log-sum-exp, float32 [B, N, S]."""
     backward: Callable[..., tuple[Array, Array, Array]]
-    """(q, k, v, mask, result, log-sum-exp, gradient of the result, scale=) -> gradients of q, k and v."""
+    """(q, k, v, mask, output, log-sum-exp, gradient of the output, scale=) -> gradients of q, k and v."""
 
 
 PASSES: Mapping[str, Passes] = MappingProxyType(
@@ -149,8 +150,8 @@ PASSES: Mapping[str, Passes] = MappingProxyType(
 )
 
 
-class _How(NamedTuple):
-    """What is known while tracing."""
+class _Static(NamedTuple):
+    """The arguments of `attend` that are static while tracing."""
 
     passes: Passes
     scale: float
@@ -159,27 +160,29 @@ class _How(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(how: _How, q: Array, k: Array, v: Array, places: tuple, sink: Array | None) -> Array:
-    return _fused_forward(how, q, k, v, places, sink)[0]
+def _fused(static: _Static, q: Array, k: Array, v: Array, positions: tuple, sink: Array | None) -> Array:
+    return _fused_forward(static, q, k, v, positions, sink)[0]
 
 
-def _fused_forward(how: _How, q: Array, k: Array, v: Array, places: tuple, sink: Array | None) -> tuple[Array, tuple]:
-    out, lse = how.passes.forward(q, k, v, Mask(*places, how.window, how.causal), scale=how.scale)
+def _fused_forward(
+    static: _Static, q: Array, k: Array, v: Array, positions: tuple, sink: Array | None
+) -> tuple[Array, tuple]:
+    out, lse = static.passes.forward(q, k, v, Mask(*positions, static.window, static.causal), scale=static.scale)
     if sink is not None:
-        # The sink is one more score without a value: it lengthens the sum all weights are divided by.
-        longer = jnp.logaddexp(lse, sink.astype(jnp.float32)[None, :, None])
-        share = jnp.exp(lse - longer).transpose(0, 2, 1)[..., None]
-        out, lse = (out.astype(jnp.float32) * share).astype(out.dtype), longer
-    # Result and residual must be one named array: whichever lacked the name would have to be computed again.
+        # The sink is one more score without a value: it only adds to the denominator of the softmax.
+        with_sink = jnp.logaddexp(lse, sink.astype(jnp.float32)[None, :, None])
+        share = jnp.exp(lse - with_sink).transpose(0, 2, 1)[..., None]
+        out, lse = (out.astype(jnp.float32) * share).astype(out.dtype), with_sink
+    # The output and the residual must be the same named array, or the unnamed one would be recomputed.
     out, lse = checkpoint_name(out, OUTPUT), checkpoint_name(lse, STATISTICS)
-    return out, (q, k, v, places, sink, out, lse)
+    return out, (q, k, v, positions, sink, out, lse)
 
 
-def _fused_backward(how: _How, saved: tuple, dout: Array) -> tuple:
-    """With the lengthened sum a backward kernel finds the weights as the sink left them, and so needs no change."""
-    q, k, v, places, sink, out, lse = saved
-    mask = Mask(*places, how.window, how.causal)
-    dq, dk, dv = how.passes.backward(q, k, v, mask, out, lse, dout, scale=how.scale)
+def _fused_backward(static: _Static, saved: tuple, dout: Array) -> tuple:
+    """The saved log-sum-exp includes the sink, so the backward kernel needs no change for it."""
+    q, k, v, positions, sink, out, lse = saved
+    mask = Mask(*positions, static.window, static.causal)
+    dq, dk, dv = static.passes.backward(q, k, v, mask, out, lse, dout, scale=static.scale)
     if sink is None:
         return dq, dk, dv, None, None
     delta = jnp.einsum("bsnu,bsnu->bns", out.astype(jnp.float32), dout.astype(jnp.float32))
@@ -202,8 +205,10 @@ def attend(
     sink: Array | None = None,
     bias: Array | None = None,
 ) -> Array:
-    """softmax(q k^T * scale + bias) v by this backend, a name in PASSES or functions like those; arguments as of
-    reference_attention, which alone takes dropout and bias (ValueError elsewhere; capability.choose says so before).
+    """softmax(q k^T * scale + bias) v by a backend: a name in PASSES, or a `Passes`.
+
+    Arguments as for `reference_attention`. Raises ValueError for dropout or bias with any other backend
+    (`capability.choose` checks earlier).
     """
     if kernel == "reference":
         return reference_attention(q, k, v, mask, scale=scale, dropout=dropout, sink=sink, bias=bias)
@@ -211,12 +216,12 @@ def attend(
         what = "bias of scores" if dropout is None else "dropout of attention weights"
         raise ValueError(f"{kernel} attention has no {what}: set kernel=reference")
     passes = PASSES[kernel] if isinstance(kernel, str) else kernel
-    places = mask.query_index, mask.key_index, mask.query_segments, mask.key_segments
-    return _fused(_How(passes, scale, mask.window, mask.causal), q, k, v, places, sink)
+    positions = mask.query_index, mask.key_index, mask.query_segments, mask.key_segments
+    return _fused(_Static(passes, scale, mask.window, mask.causal), q, k, v, positions, sink)
 
 
 def local_device() -> Device:
-    """The first device jax found, of which all others here are taken to be."""
+    """The first local device; all others are assumed to be the same."""
     device = jax.devices()[0]
     if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
         return Device(name=device.device_kind)

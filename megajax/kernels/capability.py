@@ -1,6 +1,6 @@
-"""What each attention backend can compute, and on which devices: one table for choice, errors, banner and docs.
+"""The capabilities of the attention backends: one table for the choice, the errors, the banner and the docs.
 
-Importing this imports neither jax nor numpy, so that configs are checked against the same table.
+This module imports neither jax nor numpy, so configs are checked against the same table.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ type Kernel = Literal["auto", "reference", "cudnn", "cudnn_mask", "pallas"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """An attention to be computed; None where something is not known yet and so cannot be refused."""
+    """The attention to compute. None: not known yet, and not checked."""
 
     dtype: str | None = None
     """Of queries, keys and values."""
@@ -28,99 +28,103 @@ class Request:
     """Positions in a row."""
     causal: bool = True
     window: int | None = None
-    """Keys a query sees before its own."""
+    """Number of keys before its own position that a query sees."""
     documents: bool = False
-    """Rows hold documents that do not see each other."""
+    """Rows hold several documents, isolated from each other."""
     sink: bool = False
     bias: bool = False
-    """Of scores, with a gradient."""
+    """Differentiable bias of the scores."""
     dropout: float = 0.0
     """Of attention weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """What limits depend on."""
+    """The properties of a device that backends depend on."""
 
     name: str
-    """As its driver calls it."""
+    """The driver's name of it."""
     capability: Version | None = None
     """Compute capability of an NVIDIA GPU, (9, 0) for an H100; None: not an NVIDIA GPU."""
     cudnn: Version | None = None
-    """Version of cuDNN beside it; None: none."""
+    """Installed version of cuDNN; None: not installed."""
 
 
-class Since(NamedTuple):
-    """Devices something runs on."""
+class DeviceRange(NamedTuple):
+    """The NVIDIA GPUs that support a feature."""
 
     capability: Version
     """Lowest compute capability."""
     cudnn: Version
     """Lowest version of cuDNN."""
     below: Version = (100,)
-    """Compute capability from which on it does not."""
+    """First compute capability without support."""
 
     def refusal(self, device: Device) -> str | None:
-        """Why not on this NVIDIA GPU."""
-        have = device.capability or ()
-        if have < self.capability:
-            return f"from compute capability {_dotted(self.capability)} on, {device.name} has {_dotted(have)}"
-        if have >= self.below:
-            return f"below compute capability {_dotted(self.below)}, {device.name} has {_dotted(have)}"
+        """Why this NVIDIA GPU is not supported; None if it is."""
+        actual = device.capability or ()
+        if actual < self.capability:
+            return f"from compute capability {_dotted(self.capability)} on, {device.name} has {_dotted(actual)}"
+        if actual >= self.below:
+            return f"below compute capability {_dotted(self.below)}, {device.name} has {_dotted(actual)}"
         if self.cudnn and (device.cudnn is None or device.cudnn < self.cudnn):
-            found = "none was found" if device.cudnn is None else f"here is {_dotted(device.cudnn)}"
-            return f"from cuDNN {_dotted(self.cudnn)} on, {found}"
+            installed = "none was found" if device.cudnn is None else f"here is {_dotted(device.cudnn)}"
+            return f"from cuDNN {_dotted(self.cudnn)} on, {installed}"
         return None
 
 
 class Heads(NamedTuple):
-    """Sizes of heads up to these, on these devices."""
+    """The largest head sizes on these devices."""
 
     key_dim: int
     value_dim: int
-    since: Since
+    devices: DeviceRange
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
-    """A way to compute attention: what it takes, and where. All take grouped queries and give a log-sum-exp."""
+    """What an attention backend supports. All support grouped queries and return a log-sum-exp."""
 
-    says: str
-    """What messages call it."""
+    label: str
+    """Its name in messages."""
     dtypes: tuple[str, ...] | None = None
     """None: any."""
-    since: Since | None = None
-    """NVIDIA GPUs it runs on; None: any device."""
+    devices: DeviceRange | None = None
+    """The NVIDIA GPUs that it runs on; None: any device."""
     heads: tuple[Heads, ...] = ()
-    """Sizes of heads, one of which must do; (): any."""
+    """Supported head sizes; (): any."""
     multiple: int = 1
-    """Sizes of heads are multiples of this."""
+    """Head sizes must be multiples of this."""
     even: bool = False
-    """Rows are of even length."""
-    documents: Since | None = None
-    """Where it isolates documents beside its other needs; None: nowhere."""
+    """Rows must have an even length."""
+    documents: DeviceRange | None = None
+    """Devices on which it isolates documents; None: none."""
     documents_of_one_size: bool = False
-    """With documents, the narrower of keys and values get zeros up to the size of the others."""
-    both_ways_window: bool = False
-    """A window goes with attention that is not causal."""
+    """With documents, the smaller of key and value heads are zero-padded to the size of the larger."""
+    bidirectional_window: bool = False
+    """Whether a window works without a causal mask."""
     bias: bool = False
     dropout: bool = False
 
     def refusal(self, request: Request, device: Device | None = None) -> str | None:
-        """Why this is not to be had, to follow `says`; None where it is. Without a device: on any NVIDIA GPU."""
-        if device is not None and self.since is not None:
+        """Why the request is not supported, to follow `label`; None if it is. No device: on any NVIDIA GPU."""
+        if device is not None and self.devices is not None:
             if device.capability is None:
                 return f"needs an NVIDIA GPU, jax found {device.name}"
-            if where := self.since.refusal(device):
-                return f"runs {where}"
-        return self._shape_refusal(request) or self._head_refusal(request, device) or self._rest(request, device)
+            if reason := self.devices.refusal(device):
+                return f"runs {reason}"
+        return (
+            self._shape_refusal(request)
+            or self._head_refusal(request, device)
+            or self._feature_refusal(request, device)
+        )
 
     def _shape_refusal(self, request: Request) -> str | None:
         if self.dtypes is not None and request.dtype is not None and request.dtype not in self.dtypes:
             return f"computes in {' or '.join(self.dtypes)}, not in {request.dtype}"
         if self.even and request.length is not None and request.length % 2:
             return f"takes rows of even length, not of {request.length}"
-        if request.window is not None and not request.causal and not self.both_ways_window:
+        if request.window is not None and not request.causal and not self.bidirectional_window:
             return f"has windows in causal attention only, and window={request.window}"
         return None
 
@@ -134,25 +138,25 @@ class Backend:
         sizes = f"{key}" if key == value else f"{key} with values of {value}"
         if key % self.multiple or value % self.multiple:
             return f"takes heads of a multiple of {self.multiple}, not of {sizes}"
-        wide = [each for each in self.heads if key <= each.key_dim and value <= each.value_dim]
-        if not wide:
-            largest = max(each.key_dim for each in self.heads)
+        large_enough = [heads for heads in self.heads if key <= heads.key_dim and value <= heads.value_dim]
+        if not large_enough:
+            largest = max(heads.key_dim for heads in self.heads)
             return f"takes heads up to {largest}, not of {sizes}"
-        where = ["" if device is None else each.since.refusal(device) or "" for each in wide]
-        if not all(where):
+        reasons = ["" if device is None else heads.devices.refusal(device) or "" for heads in large_enough]
+        if not all(reasons):
             return None
-        # A newer cuDNN is nearer than another GPU.
-        return f"takes heads of {sizes} {min(where, key=lambda text: not text.startswith('from cuDNN'))}"
+        # A newer cuDNN is easier to get than another GPU, so that reason comes first.
+        return f"takes heads of {sizes} {min(reasons, key=lambda text: not text.startswith('from cuDNN'))}"
 
-    def _rest(self, request: Request, device: Device | None) -> str | None:
+    def _feature_refusal(self, request: Request, device: Device | None) -> str | None:
         if request.bias and not self.bias:
-            return "is given no bias of scores"
+            return "has no bias of scores"
         if request.dropout and not self.dropout:
             return f"has no dropout of attention weights that is the same on every layout, which is {request.dropout:g}"
         if request.documents and self.documents is None:
             return "does not isolate documents"
-        where = self.documents.refusal(device) if request.documents and self.documents and device else None
-        return f"isolates documents {where}" if where else None
+        reason = self.documents.refusal(device) if request.documents and self.documents and device else None
+        return f"isolates documents {reason}" if reason else None
 
 
 def _dotted(version: Version) -> str:
@@ -161,62 +165,62 @@ def _dotted(version: Version) -> str:
 
 AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
 _CUDNN = Backend(
-    says="cuDNN's attention",
+    label="cuDNN's attention",
     dtypes=("bfloat16", "float16"),
-    since=Since(AMPERE, (9, 2)),
+    devices=DeviceRange(AMPERE, (9, 2)),
     multiple=8,
     even=True,
     heads=(
-        Heads(128, 128, Since(AMPERE, (9, 2))),
-        Heads(256, 256, Since(HOPPER, (9, 10), below=BLACKWELL)),
-        Heads(192, 128, Since(BLACKWELL, (9, 11), below=(11,))),
+        Heads(128, 128, DeviceRange(AMPERE, (9, 2))),
+        Heads(256, 256, DeviceRange(HOPPER, (9, 10), below=BLACKWELL)),
+        Heads(192, 128, DeviceRange(BLACKWELL, (9, 11), below=(11,))),
     ),
 )
 
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
     {
-        "cudnn": replace(_CUDNN, documents=Since(HOPPER, (9, 6), below=(11,)), documents_of_one_size=True),
+        "cudnn": replace(_CUDNN, documents=DeviceRange(HOPPER, (9, 6), below=(11,)), documents_of_one_size=True),
         "pallas": Backend(
-            says="the Pallas kernel",
+            label="the Pallas kernel",
             dtypes=("bfloat16", "float16"),
-            since=Since(AMPERE, ()),
+            devices=DeviceRange(AMPERE, ()),
             multiple=16,
-            heads=(Heads(256, 256, Since(AMPERE, ())),),
-            documents=Since(AMPERE, ()),
-            both_ways_window=True,
+            heads=(Heads(256, 256, DeviceRange(AMPERE, ())),),
+            documents=DeviceRange(AMPERE, ()),
+            bidirectional_window=True,
         ),
-        "cudnn_mask": replace(_CUDNN, says="cuDNN's attention with a mask", documents=Since(AMPERE, (9, 2))),
+        "cudnn_mask": replace(_CUDNN, label="cuDNN's attention with a mask", documents=DeviceRange(AMPERE, (9, 2))),
         "reference": Backend(
-            says="the reference", documents=Since((), ()), both_ways_window=True, bias=True, dropout=True
+            label="the reference", documents=DeviceRange((), ()), bidirectional_window=True, bias=True, dropout=True
         ),
     }
 )
-"""Fastest first. Sizes and versions are those of cuDNN's release notes and of the checks of jax 0.12."""
+"""Fastest first. Sizes and versions follow cuDNN's release notes and the checks of jax 0.12."""
 
 
 class Choice(NamedTuple):
-    """A backend, and why not a faster one."""
+    """A backend, and why the faster ones were not chosen."""
 
     kernel: str
     reasons: tuple[str, ...] = ()
-    """Faster backends that can't and what they can't, "cudnn, pallas: takes heads up to 256, not of 512"."""
+    """Faster backends with the reason, "cudnn, pallas: takes heads up to 256, not of 512"."""
 
 
 def choose(kernel: str, request: Request, device: Device | None, where: str = "kernel") -> Choice:
-    """What `kernel` means for this request on this device: itself, or for `auto` the fastest that can.
+    """The backend for this request on this device: `kernel` itself, or for `auto` the fastest that supports it.
 
-    Raises UserError where it was asked for by name and can't, naming the fastest that can; `where` is the setting.
+    Raises UserError if the named backend does not support the request. `where`: name of the setting.
     """
     if kernel == "auto":
-        found = {name: backend.refusal(request, device) for name, backend in BACKENDS.items()}
-        able = next(name for name, refusal in found.items() if refusal is None)
-        faster = list(BACKENDS)[: list(BACKENDS).index(able)]
         reasons: dict[str, list[str]] = {}
-        for name in faster:
-            reasons.setdefault(str(found[name]), []).append(name)
-        return Choice(able, tuple(f"{', '.join(names)}: {reason}" for reason, names in reasons.items()))
+        for name, backend in BACKENDS.items():
+            refusal = backend.refusal(request, device)
+            if refusal is None:
+                return Choice(name, tuple(f"{', '.join(names)}: {reason}" for reason, names in reasons.items()))
+            reasons.setdefault(refusal, []).append(name)
+        raise AssertionError("the reference supports every request")
     refusal = BACKENDS[kernel].refusal(request, device)
     if refusal is None:
         return Choice(kernel)
-    nearest = choose("auto", request, device).kernel
-    raise UserError(f"{where}={kernel}: {BACKENDS[kernel].says} {refusal}. Set {where}={nearest} or auto.")
+    supported = choose("auto", request, device).kernel
+    raise UserError(f"{where}={kernel}: {BACKENDS[kernel].label} {refusal}. Set {where}={supported} or auto.")

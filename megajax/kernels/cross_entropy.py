@@ -1,9 +1,9 @@
-"""Cross-entropy over a vocabulary cut into shards, a chunk of tokens at a time.
+"""Cross-entropy over a sharded vocabulary, computed in chunks of tokens.
 
-Float32 logits exist for one chunk only. The gradient is made in the same pass as the loss. The loss is the end of the
-model and its cotangent a scalar, so the backward pass need not compute the logits again.
+Float32 logits exist for one chunk only. The gradient is computed in the same pass as the loss: the cotangent of the
+loss is a scalar, so the backward pass does not recompute the logits.
 
-T tokens, D hidden size, V rows of the vocabulary table held here.
+T tokens, C tokens of a chunk, D hidden size, V rows of this shard of the vocabulary table.
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ from jax import Array, lax
 
 
 class VocabularyShard(NamedTuple):
-    """The rows of the table this device holds."""
+    """The rows of the table on this device."""
 
     first: Array | int
     """Id of its first row."""
     size: int
-    """Ids at or above this are padding: they take no part in the softmax."""
+    """Vocabulary size without padding: ids at or above it are not part of the softmax."""
     axes: tuple[str, ...]
-    """Mesh axes (manual here) the table is cut over; () when it is whole."""
+    """Mesh axes (manual here) that the table is sharded over; () for an unsharded table."""
 
     def sum(self, x: Array) -> Array:
         return lax.psum(x, self.axes) if self.axes else x
@@ -34,91 +34,92 @@ class VocabularyShard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What is minimised for a token, beside the weights of tokens. K ids in use, p their softmax, Z its denominator."""
+    """The loss of a token. K ids without padding, p their softmax, Z its denominator."""
 
     label_smoothing: float = 0.0
-    """Probability that the target gives to all other ids together, each of them a share of 1 / (K - 1)."""
+    """Probability that the target distribution spreads evenly over the K - 1 other ids."""
     z_loss: float = 0.0
-    """Coefficient of log(Z)^2, which is added (Chowdhery et al. 2022, section 5)."""
+    """Coefficient of the added term log(Z)^2 (Chowdhery et al. 2022, section 5)."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of `losses`."""
+        """Names of the `losses`."""
         return ("loss", *["smoothed_loss"] * bool(self.label_smoothing), *["z_loss"] * bool(self.z_loss))
 
-    def losses(self, seen: "Softmax", size: int) -> dict[str, Array]:
-        """Losses of tokens by name, each float32 [C]: `loss`, the cross-entropy alone, and what `minimised` needs."""
-        found = {"loss": seen.log_z - seen.at_label}
+    def losses(self, softmax: "Softmax", size: int) -> dict[str, Array]:
+        """Losses of tokens by name, float32 [C] each: `loss`, the plain cross-entropy, and the other terms."""
+        losses = {"loss": softmax.log_z - softmax.label_logit}
         if self.label_smoothing:
-            if seen.mean is None:
+            if softmax.mean_logit is None:
                 raise ValueError("label smoothing needs the mean logit of every token")
             uniform = self._uniform(size)
-            found["smoothed_loss"] = seen.log_z - (1 - uniform) * seen.at_label - uniform * seen.mean
+            smoothed = softmax.log_z - (1 - uniform) * softmax.label_logit - uniform * softmax.mean_logit
+            losses["smoothed_loss"] = smoothed
         if self.z_loss:
-            found["z_loss"] = self.z_loss * jnp.square(seen.log_z)
-        return found
+            losses["z_loss"] = self.z_loss * jnp.square(softmax.log_z)
+        return losses
 
     def minimised(self, losses: Mapping[str, Array]) -> Array:
-        """Of such losses, or of weighted sums of them, what is minimised."""
+        """The loss to minimise, from such losses or from weighted sums of them."""
         loss = losses["smoothed_loss"] if self.label_smoothing else losses["loss"]
         return loss + losses["z_loss"] if self.z_loss else loss
 
-    def gradient(self, seen: "Softmax", size: int) -> Array:
-        """d minimised / d logits of each token, float32 [C, V]."""
-        p = seen.probabilities
-        p = p * (1 + 2 * self.z_loss * seen.log_z)[:, None] if self.z_loss else p
+    def gradient(self, softmax: "Softmax", size: int) -> Array:
+        """Gradient of `minimised` with respect to the logits of each token, float32 [C, V]."""
+        p = softmax.probabilities
+        p = p * (1 + 2 * self.z_loss * softmax.log_z)[:, None] if self.z_loss else p
         if not self.label_smoothing:
-            return p - seen.hit
+            return p - softmax.one_hot
         uniform = self._uniform(size)
-        return p - (1 - uniform) * seen.hit - uniform / size * seen.in_use[None]
+        return p - (1 - uniform) * softmax.one_hot - uniform / size * softmax.in_vocabulary[None]
 
     def _uniform(self, size: int) -> float:
-        """u, where the target is u times the uniform distribution and 1 - u times the label's."""
+        """u, where the target is u times the uniform distribution plus 1 - u times the one-hot label."""
         return self.label_smoothing * size / (size - 1)
 
 
 CROSS_ENTROPY = Objective()
-"""The cross-entropy alone."""
+"""The plain cross-entropy."""
 
 
 class Softmax(NamedTuple):
-    """What is known of a chunk of tokens [C] over the rows of the table that are here [V]; float32."""
+    """Softmax of a chunk of tokens [C] over this shard of the vocabulary [V]; float32."""
 
     log_z: Array
-    """[C]: the logarithm of the sum of exponentials of all logits."""
-    at_label: Array
-    """[C]: the label's logit."""
-    mean: Array | None
-    """[C]: the mean logit of the ids in use, where the objective needs it."""
+    """[C]: log-sum-exp of all logits."""
+    label_logit: Array
+    """[C]: the logit of the label."""
+    mean_logit: Array | None
+    """[C]: the mean logit without padding; None unless the objective needs it."""
     probabilities: Array
     """[C, V]: 0 for padding."""
-    hit: Array
-    """bool [C, V]: one-hot mask of labels."""
-    in_use: Array
-    """bool [V]: rows that are no padding."""
+    one_hot: Array
+    """bool [C, V]: mask of the labels."""
+    in_vocabulary: Array
+    """bool [V]: False for padding."""
 
 
 def _softmax(x: Array, table: Array, labels: Array, shard: VocabularyShard, objective: Objective) -> Softmax:
     """x [C, D], table [V, D], labels int32 [C]."""
     rows = shard.first + jnp.arange(table.shape[0])
-    in_use = rows < shard.size
+    in_vocabulary = rows < shard.size
     logits = jnp.einsum("cd,vd->cv", x, table, preferred_element_type=jnp.float32)
-    logits = jnp.where(in_use[None], logits, -jnp.inf)
-    highest = shard.max(logits.max(-1))
-    exponentials = jnp.exp(logits - highest[:, None])
-    hit = labels[:, None] == rows[None]
-    sums = [exponentials.sum(-1), jnp.where(hit, logits, 0).sum(-1)]
+    logits = jnp.where(in_vocabulary[None], logits, -jnp.inf)
+    maximum = shard.max(logits.max(-1))
+    exponentials = jnp.exp(logits - maximum[:, None])
+    one_hot = labels[:, None] == rows[None]
+    sums = [exponentials.sum(-1), jnp.where(one_hot, logits, 0).sum(-1)]
     if objective.label_smoothing:
-        sums.append(jnp.where(in_use[None], logits, 0).sum(-1) / shard.size)
-    # One reduction for all: in a pipeline it spans many nodes, and its latency is what it costs.
-    total, at_label, *mean = shard.sum(jnp.stack(sums))
+        sums.append(jnp.where(in_vocabulary[None], logits, 0).sum(-1) / shard.size)
+    # A single reduction: in a pipeline it spans many nodes, so latency dominates its cost.
+    total, label_logit, *mean_logit = shard.sum(jnp.stack(sums))
     return Softmax(
-        log_z=jnp.log(total) + highest,
-        at_label=at_label,
-        mean=mean[0] if mean else None,
+        log_z=jnp.log(total) + maximum,
+        label_logit=label_logit,
+        mean_logit=mean_logit[0] if mean_logit else None,
         probabilities=exponentials / total[:, None],
-        hit=hit,
-        in_use=in_use,
+        one_hot=one_hot,
+        in_vocabulary=in_vocabulary,
     )
 
 
@@ -132,7 +133,7 @@ def _chunked(x: Array, chunk: int) -> Array:
 def token_losses(
     x: Array, table: Array, labels: Array, shard: VocabularyShard, objective: Objective = CROSS_ENTROPY, *, chunk: int
 ) -> dict[str, Array]:
-    """The objective's losses by name, not to be differentiated.
+    """The losses of the objective by name; not differentiable.
 
     x [T, D], table [V, D], labels int32 [T] -> float32 [T] each; `loss` is -log p(label).
     """
@@ -146,7 +147,7 @@ def token_losses(
 
 
 def weighted(losses: Array, weights: Array) -> Array:
-    """Sum of losses times weights, float32 []; at weight 0 even an infinite loss, of a label in the padding, is 0."""
+    """Sum of losses times weights, float32 []; weight 0 gives 0 even for an infinite loss (a label in the padding)."""
     return jnp.sum(jnp.where(weights == 0, 0, losses * weights))
 
 
@@ -160,12 +161,12 @@ def loss_and_gradients(
     *,
     chunk: int,
 ) -> tuple[dict[str, Array], Array, Array]:
-    """Weighted sums of token losses, with the gradients of what is minimised.
+    """Weighted sums of the losses of tokens, and the gradients of `Objective.minimised`.
 
-    x [T, D], table [V, D], labels int32 [T], weights float32 [T], the loss scale included: gradients with respect to
-    logits are rounded to x's dtype after they are multiplied by it.
-    -> the objective's losses by name, float32 [] each; d minimised / dx [T, D] in x's dtype (this shard's part: sum it
-       over shard.axes), d minimised / dtable float32 [V, D].
+    x [T, D], table [V, D], labels int32 [T], weights float32 [T]. The weights include the loss scale: gradients with
+    respect to logits are multiplied by them before they are rounded to x's dtype.
+    -> losses by name, float32 [] each; the gradient of x [T, D] in x's dtype, to be summed over shard.axes; the
+       gradient of the table, float32 [V, D].
     """
     tokens = x.shape[0]
     chunk = min(chunk, tokens)
@@ -173,11 +174,11 @@ def loss_and_gradients(
     def one(carry: tuple[dict[str, Array], Array], piece: tuple[Array, ...]) -> tuple[tuple, Array]:
         sums, dtable = carry
         x, labels, weights = piece
-        seen = _softmax(x, table, labels, shard, objective)
-        dlogits = (objective.gradient(seen, shard.size) * weights[:, None]).astype(x.dtype)
+        softmax = _softmax(x, table, labels, shard, objective)
+        dlogits = (objective.gradient(softmax, shard.size) * weights[:, None]).astype(x.dtype)
         dx = jnp.einsum("cv,vd->cd", dlogits, table)
         dtable = dtable + jnp.einsum("cv,cd->vd", dlogits, x, preferred_element_type=jnp.float32)
-        losses = objective.losses(seen, shard.size)
+        losses = objective.losses(softmax, shard.size)
         return ({name: sums[name] + weighted(each, weights) for name, each in losses.items()}, dtable), dx
 
     pieces = _chunked(x, chunk), _chunked(labels, chunk), _chunked(weights, chunk)

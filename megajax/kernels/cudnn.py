@@ -1,14 +1,14 @@
-"""cuDNN's fused attention, forward and backward, called as XLA knows it (custom calls `__cudnn$fmha...`).
+"""cuDNN's fused attention, forward and backward, as XLA custom calls (`__cudnn$fmha...`).
 
-jax's own wrapper asks the local GPU what it can do, which is not there in deviceless compilation;
-keeps the log-sum-exp without a name, so that recomputation runs the forward kernel twice; and gives no say in what its
-backward kernel is handed. The calls below are the same to the letter: tests/kernels compares them with jax's.
+jax's own wrapper is not used for three reasons: it queries the local GPU, which deviceless compilation does not have;
+it does not name the log-sum-exp, so recomputation runs the forward kernel twice; and it does not expose the backward
+kernel's inputs. The calls below are identical to jax's, which tests/kernels checks.
 
-Documents go in one of two ways. `forward` and `backward` hand over where each begins and how long it is, so that cuDNN
-computes nothing between them; `masked_forward` and `masked_backward` hand over a mask [B, 1, S, S].
+Documents are passed in one of two ways. `forward` and `backward` pass the start and length of each document, so cuDNN
+skips the scores between documents. `masked_forward` and `masked_backward` pass a mask [B, 1, S, S].
 
 B rows, S positions, N query heads, K key-value heads (N a multiple of K), H head size, U size of a value head,
-M documents a row at most.
+M maximum number of documents in a row.
 """
 
 import json
@@ -22,24 +22,24 @@ from megajax.kernels import pallas_attention
 from megajax.kernels.mask import Mask
 
 DOCUMENTS = 64
-"""Documents of a row that are laid out for. cuDNN writes a log-sum-exp for each of them times each position."""
+"""Maximum number of documents in a row. cuDNN writes a log-sum-exp for each of them times each position."""
 ELEMENT = {jnp.dtype(jnp.bfloat16): "BF16", jnp.dtype(jnp.float16): "F16"}
-"""XLA's names of what it computes in."""
-WIDEST_PADDED = 128
-"""Up to here every GPU takes heads, but not all take values of another size than keys: the narrower get zeros."""
+"""XLA's names of the dtypes."""
+LARGEST_PADDED = 128
+"""Head size that every GPU supports. Up to it, smaller value heads are zero-padded, since not all GPUs support them."""
 
 
 class _Call(NamedTuple):
-    """What both kernels are told beside arrays."""
+    """The static arguments of both kernels."""
 
     scale: float
     mask_type: str
     window: int | None
     documents: int = 1
-    """At most in a row; 1: rows are whole."""
+    """Maximum number in a row."""
 
     def config(self, q: Array, k: Array, *, backward: bool) -> str:
-        """XLA's CudnnfMHABackendConfig for arrays laid out as [B, S, N, H]."""
+        """XLA's CudnnfMHABackendConfig for arrays with the layout [B, S, N, H]."""
         batch, queries, heads, _ = q.shape
         dimensions = [str(n) for n in (batch, heads, queries, k.shape[1])]
         scores = {
@@ -58,7 +58,7 @@ class _Call(NamedTuple):
             },
             "is_dynamic_dimension": [False] * 4,
         }
-        inputs, mixed = ("0", "2"), ("0", "1")  # where batch and heads are: of q, k, v; of the scores
+        inputs, mixed = ("0", "2"), ("0", "1")  # dimensions of batch and heads, in q, k, v and in the scores
         if backward:
             matmuls = {
                 "bmm1_grad_gemm1": ("2", "1", mixed, inputs),
@@ -91,7 +91,7 @@ class _Call(NamedTuple):
             },
             "dropout_rate": 0.0,
             "seed": 42,
-            # cuDNN counts the query's own place.
+            # cuDNN counts the query's own position.
             "sliding_window_length": 0 if self.window is None else self.window + 1,
             "max_seg_per_batch": self.documents,
             "is_paged_attention": False,
@@ -99,16 +99,16 @@ class _Call(NamedTuple):
         return json.dumps({"operation_queue_id": "0", "cudnn_fmha_backend_config": config})
 
 
-def _custom_call(target: str, shapes: list[jax.ShapeDtypeStruct], turned: int, config: str, operands: list) -> list:
-    """The first `turned` results are [B, N, S, H] laid out as [B, S, N, H], and come back as that."""
-    layouts = [(0, 2, 1, 3)] * turned + [tuple(range(len(shape.shape))) for shape in shapes[turned:]]
-    found = jax.ffi.ffi_call(
+def _custom_call(target: str, shapes: list[jax.ShapeDtypeStruct], transposed: int, config: str, operands: list) -> list:
+    """Calls the kernel. The first `transposed` results are [B, N, S, H] in memory and are returned as [B, S, N, H]."""
+    layouts = [(0, 2, 1, 3)] * transposed + [tuple(range(len(shape.shape))) for shape in shapes[transposed:]]
+    results = jax.ffi.ffi_call(
         target, shapes, output_layouts=layouts, custom_call_api_version=2, legacy_backend_config=config
     )(*operands)
-    return [x.transpose(0, 2, 1, 3) if place < turned else x for place, x in enumerate(found)]
+    return [x.transpose(0, 2, 1, 3) if number < transposed else x for number, x in enumerate(results)]
 
 
-def _turned(x: Array) -> jax.ShapeDtypeStruct:
+def _transposed(x: Array) -> jax.ShapeDtypeStruct:
     batch, length, heads, size = x.shape
     return jax.ShapeDtypeStruct((batch, heads, length, size), x.dtype)
 
@@ -123,87 +123,90 @@ def _forward(call: _Call, q: Array, k: Array, v: Array, bias: list[Array], rest:
     out = jax.ShapeDtypeStruct((batch, heads, queries, v.shape[-1]), q.dtype)
     target = f"__cudnn$fmha{'ScaleBias' if bias else ''}Softmax"
     config = call.config(q, k, backward=False)
-    mixed, found, _ = _custom_call(target, [out, statistics, WORKSPACE], 1, config, [q, k, v, *bias, *rest])
-    return mixed, found
+    mixed, statistics, _ = _custom_call(target, [out, statistics, WORKSPACE], 1, config, [q, k, v, *bias, *rest])
+    return mixed, statistics
 
 
 def _backward(
-    call: _Call, saved: tuple[Array, Array, Array, Array, Array], dout: Array, bias: list[Array], rest: list[Array]
+    call: _Call, arrays: tuple[Array, ...], bias: list[Array], documents: "Documents | None"
 ) -> tuple[Array, Array, Array]:
-    """saved: q, k, v, the output and the statistics."""
-    q, k, v, out, statistics = saved
+    """arrays: q, k, v, the output, its statistics and its gradient; -> gradients of q, k and v."""
+    q, k, v, out, statistics, dout = arrays
+    size, value_size = q.shape[-1], v.shape[-1]
+    q, k, v = _same_head_size(q, k, v, always=documents is not None)
+    out, dout = (_pad_heads(x, v.shape[-1]) for x in (out, dout.astype(q.dtype)))
     target = f"__cudnn$fmha{'ScaleBias' if bias else ''}SoftmaxBackward"
-    shapes = [_turned(q), _turned(k), _turned(v), WORKSPACE]
-    operands = [q, k, v, statistics, dout, *bias, out, *rest]
+    shapes = [_transposed(q), _transposed(k), _transposed(v), WORKSPACE]
+    operands = [q, k, v, statistics, dout, *bias, out, *(documents.operands(q, k) if documents else [])]
     dq, dk, dv, _ = _custom_call(target, shapes, 3, call.config(q, k, backward=True), operands)
-    return dq, dk, dv
+    return dq[..., :size], dk[..., :size], dv[..., :value_size]
 
 
 class Documents(NamedTuple):
-    """Of a batch, as cuDNN wants them: numbered through all rows."""
+    """The documents of a batch, numbered through all rows, as cuDNN expects them."""
 
     number: Array
-    """int32 [B, S]: of the document of each position."""
-    place: Array
-    """int32 [B, S]: of each position in its document."""
+    """int32 [B, S]: document of each position."""
+    position: Array
+    """int32 [B, S]: of each token in its document."""
     lengths: Array
-    """int32 [B, M], read as one line: positions of each document, 0 where there are no more."""
-    begins: Array
-    """int32 [B, M + 1], read as one line: first position of each document in the batch, behind them the batch's end."""
+    """int32 [B, M], flat: length of each document, 0 after the last one."""
+    starts: Array
+    """int32 [B, M + 1], flat: first position of each document in the batch, then the end of the batch."""
     fit: Array
-    """bool []: there are at most B * M, in every row M, and none is in two pieces."""
+    """bool []: no row has more than M documents, and every document is contiguous."""
 
     @classmethod
-    def of(cls, segments: Array, most: int) -> "Documents":
-        """segments int32 [B, S]: number of the document of each position; most: M."""
+    def of(cls, segments: Array, maximum: int) -> "Documents":
+        """segments int32 [B, S]: document of each position; maximum: M."""
         batch, length = segments.shape
         new = jnp.concatenate([jnp.ones((batch, 1), bool), segments[:, 1:] != segments[:, :-1]], axis=1)
         flat = new.reshape(batch * length)
         number = jnp.cumsum(flat, dtype=jnp.int32) - 1
-        places = jnp.arange(batch * length, dtype=jnp.int32)
-        place = places - lax.cummax(jnp.where(flat, places, 0))
-        lengths = jnp.zeros((batch * most,), jnp.int32).at[number].add(1, mode="drop")
-        begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
-        begins = jnp.pad(begins, (0, batch - 1), constant_values=batch * length)
-        fit = (new.sum(1) <= most).all() & (segments[:, 1:] >= segments[:, :-1]).all()
+        positions = jnp.arange(batch * length, dtype=jnp.int32)
+        position = positions - lax.cummax(jnp.where(flat, positions, 0))
+        lengths = jnp.zeros((batch * maximum,), jnp.int32).at[number].add(1, mode="drop")
+        starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
+        starts = jnp.pad(starts, (0, batch - 1), constant_values=batch * length)
+        fit = (new.sum(1) <= maximum).all() & (segments[:, 1:] >= segments[:, :-1]).all()
         shape = (batch, length)
         return cls(
-            number.reshape(shape), place.reshape(shape), lengths.reshape(batch, most),
-            begins.reshape(batch, most + 1), fit,
+            number.reshape(shape), position.reshape(shape), lengths.reshape(batch, maximum),
+            starts.reshape(batch, maximum + 1), fit,
         )  # fmt: skip
 
     def operands(self, q: Array, k: Array) -> list[Array]:
-        """Lengths of queries and keys, and where they begin, counted in numbers rather than positions."""
-        starts = [self.begins * (x.shape[2] * x.shape[3]) for x in (q, k)]
+        """Lengths of the documents of queries and of keys, and their starts, counted in elements."""
+        starts = [self.starts * (x.shape[2] * x.shape[3]) for x in (q, k)]
         return [self.lengths, self.lengths, *starts]
 
 
-def _of_one_size(q: Array, k: Array, v: Array, *, always: bool) -> tuple[Array, Array, Array]:
-    """With zeros at the ends of narrower heads, where values may not have a size of their own."""
-    size, wide = q.shape[-1], v.shape[-1]
-    if size == wide or (max(size, wide) > WIDEST_PADDED and not always):
+def _same_head_size(q: Array, k: Array, v: Array, *, always: bool) -> tuple[Array, Array, Array]:
+    """Zero-pads the smaller heads, where keys and values must have the same head size."""
+    size = max(q.shape[-1], v.shape[-1])
+    if q.shape[-1] == v.shape[-1] or (size > LARGEST_PADDED and not always):
         return q, k, v
-    return _widened(q, max(size, wide)), _widened(k, max(size, wide)), _widened(v, max(size, wide))
+    return _pad_heads(q, size), _pad_heads(k, size), _pad_heads(v, size)
 
 
-def _widened(x: Array, size: int) -> Array:
+def _pad_heads(x: Array, size: int) -> Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])]) if x.shape[-1] < size else x
 
 
-def _type(mask: Mask, *, documents: bool) -> str:
+def _mask_type(mask: Mask, *, documents: bool) -> str:
     words = ["PADDING"] * documents + ["CAUSAL"] * mask.causal
     return "_".join(words) or "NO_MASK"
 
 
-def _spread(x: Array, documents: Documents) -> Array:
-    """float32 [B, N, S], place in row -> [B * M, N, S], document and place in it."""
+def _by_document(x: Array, documents: Documents) -> Array:
+    """float32 [B, N, S] of positions in rows -> [B * M, N, S] of positions in documents."""
     _, heads, length = x.shape
     empty = jnp.zeros((documents.lengths.size, heads, length), x.dtype)
-    return empty.at[documents.number, :, documents.place].set(x.transpose(0, 2, 1), mode="drop")
+    return empty.at[documents.number, :, documents.position].set(x.transpose(0, 2, 1), mode="drop")
 
 
-def _ragged(q: Array, v: Array, mask: Mask) -> int:
-    """Documents a row that are laid out for, 1 for whole rows; 0 where cuDNN's 32-bit counts would not reach."""
+def _maximum_documents(q: Array, v: Array, mask: Mask) -> int:
+    """M, or 1 without documents; 0 where cuDNN's 32-bit offsets would overflow."""
     if mask.query_segments is None:
         return 1
     batch, length, heads, size = q.shape
@@ -211,27 +214,27 @@ def _ragged(q: Array, v: Array, mask: Mask) -> int:
 
 
 def forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float) -> tuple[Array, Array]:
-    """softmax(q k^T * scale) v over the keys the mask shows, never holding the scores (Dao 2023).
+    """softmax(q k^T * scale) v over the visible keys, without storing the scores (Dao 2023).
 
     q [B, S, N, H], k [B, S, K, H], v [B, S, K, U] in bfloat16 or float16, whole rows in order
     -> [B, S, N, U] in q's dtype, and the log-sum-exp of each query's scores, float32 [B, N, S].
-    Not to be differentiated: `backward` is its gradient. Rows with more than DOCUMENTS documents, or with one in two
-    pieces, have the whole batch computed by the Pallas kernel: both are in the program.
+    Not differentiable: `backward` is its gradient. A batch whose documents do not `fit` is computed by the Pallas
+    kernel; the program contains both.
     """
-    most, wide = _ragged(q, v, mask), v.shape[-1]
-    if most == 0:
+    maximum, value_size = _maximum_documents(q, v, mask), v.shape[-1]
+    if maximum == 0:
         return pallas_attention.forward(q, k, v, mask, scale=scale)
-    call = _Call(scale, _type(mask, documents=mask.query_segments is not None), mask.window, most)
+    call = _Call(scale, _mask_type(mask, documents=mask.query_segments is not None), mask.window, maximum)
     if mask.query_segments is None:
-        out, statistics = _forward(call, *_of_one_size(q, k, v, always=False), [], [])
-        return out[..., :wide], statistics
-    documents = Documents.of(mask.query_segments, most)
+        out, statistics = _forward(call, *_same_head_size(q, k, v, always=False), [], [])
+        return out[..., :value_size], statistics
+    documents = Documents.of(mask.query_segments, maximum)
 
     def ragged() -> tuple[Array, Array]:
-        # cuDNN counts where heads begin once for queries and output, once for keys and values.
-        alike = _of_one_size(q, k, v, always=True)
-        out, statistics = _forward(call, *alike, [], documents.operands(*alike[:2]))
-        return out[..., :wide], statistics[documents.number, :, documents.place].transpose(0, 2, 1)
+        # cuDNN has one table of offsets for queries and output, and one for keys and values.
+        padded = _same_head_size(q, k, v, always=True)
+        out, statistics = _forward(call, *padded, [], documents.operands(*padded[:2]))
+        return out[..., :value_size], statistics[documents.number, :, documents.position].transpose(0, 2, 1)
 
     return lax.cond(documents.fit, ragged, lambda: pallas_attention.forward(q, k, v, mask, scale=scale))
 
@@ -239,58 +242,44 @@ def forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float) -> tuple[
 def backward(
     q: Array, k: Array, v: Array, mask: Mask, out: Array, lse: Array, dout: Array, *, scale: float
 ) -> tuple[Array, Array, Array]:
-    """Gradients with respect to q, k and v, from the output [B, S, N, U], its log-sum-exp [B, N, S] and its gradient.
-
-    out and lse may be those of a softmax over further keys too: then this is those keys' share (Liu et al. 2023).
-    """
-    most, size, wide = _ragged(q, v, mask), q.shape[-1], v.shape[-1]
-    if most == 0:
+    """Gradients with respect to q, k and v, as `reference_backward` in kernels/attention.py computes them."""
+    maximum = _maximum_documents(q, v, mask)
+    if maximum == 0:
         return pallas_attention.backward(q, k, v, mask, out, lse, dout, scale=scale)
-    call = _Call(scale, _type(mask, documents=mask.query_segments is not None), mask.window, most)
-
-    def fused(statistics: Array, documents: Documents | None) -> tuple[Array, Array, Array]:
-        a, b, c = _of_one_size(q, k, v, always=documents is not None)
-        ends = [_widened(x, c.shape[-1]) for x in (out, dout.astype(q.dtype))]
-        rest = [] if documents is None else documents.operands(a, b)
-        dq, dk, dv = _backward(call, (a, b, c, ends[0], statistics), ends[1], [], rest)
-        return dq[..., :size], dk[..., :size], dv[..., :wide]
-
+    call = _Call(scale, _mask_type(mask, documents=mask.query_segments is not None), mask.window, maximum)
     if mask.query_segments is None:
-        return fused(lse, None)
-    documents = Documents.of(mask.query_segments, most)
+        return _backward(call, (q, k, v, out, lse, dout), [], None)
+    documents = Documents.of(mask.query_segments, maximum)
     return lax.cond(
         documents.fit,
-        lambda: fused(_spread(lse, documents), documents),
+        lambda: _backward(call, (q, k, v, out, _by_document(lse, documents), dout), [], documents),
         lambda: pallas_attention.backward(q, k, v, mask, out, lse, dout, scale=scale),
     )
 
 
 def masked_forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float) -> tuple[Array, Array]:
-    """As `forward`, with documents in a mask [B, 1, S, S] in q's dtype, of which every score has a number added."""
+    """As `forward`, with documents as a bias [B, 1, S, S] in q's dtype."""
     if mask.query_segments is None:
         return forward(q, k, v, mask, scale=scale)
-    call = _Call(scale, _type(mask, documents=False), None)
-    out, lse = _forward(call, *_of_one_size(q, k, v, always=False), [_added(mask, q.dtype)], [])
+    call = _Call(scale, _mask_type(mask, documents=False), None)
+    out, lse = _forward(call, *_same_head_size(q, k, v, always=False), [_bias(mask, q.dtype)], [])
     return out[..., : v.shape[-1]], lse
 
 
 def masked_backward(
     q: Array, k: Array, v: Array, mask: Mask, out: Array, lse: Array, dout: Array, *, scale: float
 ) -> tuple[Array, Array, Array]:
-    """As `backward`, with documents in a mask [B, 1, S, S]."""
+    """As `backward`, with documents as a bias [B, 1, S, S]."""
     if mask.query_segments is None:
         return backward(q, k, v, mask, out, lse, dout, scale=scale)
-    a, b, c = _of_one_size(q, k, v, always=False)
-    ends = [_widened(x, c.shape[-1]) for x in (out, dout.astype(q.dtype))]
-    call = _Call(scale, _type(mask, documents=False), None)
-    dq, dk, dv = _backward(call, (a, b, c, ends[0], lse), ends[1], [_added(mask, q.dtype)], [])
-    return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]]
+    call = _Call(scale, _mask_type(mask, documents=False), None)
+    return _backward(call, (q, k, v, out, lse, dout), [_bias(mask, q.dtype)], None)
 
 
-def _added(mask: Mask, dtype: Any) -> Array:
-    """[B, 1, S, S]: 0 where a query sees a key; where not, a number whose exponential is 0 beside any other score's.
+def _bias(mask: Mask, dtype: Any) -> Array:
+    """[B, 1, S, S]: 0 for visible keys, and a large negative number for masked ones.
 
-    Not the lowest there is: cuDNN subtracts such numbers from each other.
+    Not the lowest finite number: cuDNN subtracts two of them from each other.
     """
     lowest = -(2.0**41) if jnp.dtype(dtype) == jnp.bfloat16 else -(2.0**15)
     return jnp.where(mask.visible()[:, None], 0, lowest).astype(dtype)

@@ -152,11 +152,11 @@ def test_result_log_sum_exp_and_gradients_are_those_of_the_formula(case: str, na
         return out, lse, passes.backward(q, k, v, mask, out, lse, dout, scale=SCALE), pullback(dout)
 
     with jax.default_matmul_precision("highest"):
-        out, lse, found, wanted = run(q, k, v, dout)
+        out, lse, actual, wanted = run(q, k, v, dout)
     exact, exact_lse = plain(q, k, v, mask)
     np.testing.assert_allclose(out, exact, atol=1e-5)
     np.testing.assert_allclose(lse, exact_lse, atol=1e-5)
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(actual, wanted, strict=True):
         assert one.shape == other.shape
         np.testing.assert_allclose(one, other, atol=1e-5)
 
@@ -175,11 +175,11 @@ def test_a_sink_and_its_gradient_are_exact(masked: bool, name: str, passes: Pass
 
     ways = [partial(total, way) for way in (partial(attend, passes), reference_attention)]
     with jax.default_matmul_precision("highest"):
-        found, wanted = jax.jit(lambda *args: [jax.value_and_grad(way, (0, 1, 2, 3))(*args) for way in ways])(
+        actual, wanted = jax.jit(lambda *args: [jax.value_and_grad(way, (0, 1, 2, 3))(*args) for way in ways])(
             q, k, v, sink
         )
-    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
-    for one, other in zip(found[1], wanted[1], strict=True):
+    np.testing.assert_allclose(actual[0], wanted[0], rtol=1e-5)
+    for one, other in zip(actual[1], wanted[1], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5 * max(1, np.abs(other).max()))
 
 
@@ -245,11 +245,11 @@ def check_formula(passes: Passes, case: str, length: int) -> None:
     def wanted(q, k, v, dout):
         return jax.vjp(lambda q, k, v: reference_attention(q, k, v, mask, scale=SCALE), q, k, v)[1](dout)
 
-    out, lse, found = run(q, k, v, dout)
+    out, lse, actual = run(q, k, v, dout)
     gradients = wanted(*(x.astype(jnp.float32) for x in (q, k, v, dout)))
     exact, exact_lse = plain(q, k, v, mask)
     np.testing.assert_allclose(lse, exact_lse, atol=2**-8 * np.abs(exact_lse).max())
-    for one, other in zip((out, *found), (exact, *gradients), strict=True):
+    for one, other in zip((out, *actual), (exact, *gradients), strict=True):
         # bfloat16 keeps 8 bits; the longest way from inputs to a gradient rounds a few times.
         np.testing.assert_allclose(np.asarray(one, np.float32), other, atol=2**-6 * np.abs(other).max())
 
@@ -323,12 +323,12 @@ def test_parts_of_a_row_put_together_by_their_log_sum_exp_are_the_row() -> None:
 def test_blocks_that_see_nothing_are_not_walked_over() -> None:
     segments = jnp.asarray(np.repeat(np.arange(4), 64)[None])
     mask = whole(256, segments)
-    walk = pallas_attention._walk(mask, 1, Blocks(32, 32, 4))
+    walk = pallas_attention._cut_into_blocks(mask, 1, Blocks(32, 32, 4))
     first, last = np.asarray(walk.keys_of)[0]
     # Two blocks to a document: the first of them walks over one block, the second over two.
     np.testing.assert_array_equal(last - first, [1, 2] * 4)
     np.testing.assert_array_equal(first, np.repeat([0, 2, 4, 6], 2))
-    first, last = np.asarray(pallas_attention._walk(whole(256, window=31), 1, Blocks(32, 32, 4)).keys_of)[0]
+    first, last = np.asarray(pallas_attention._cut_into_blocks(whole(256, window=31), 1, Blocks(32, 32, 4)).keys_of)[0]
     np.testing.assert_array_equal(last - first, [1] + [2] * 7)
     first, last = np.asarray(walk.queries_of)[0]
     np.testing.assert_array_equal(last - first, [2, 1] * 4)

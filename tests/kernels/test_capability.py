@@ -43,7 +43,7 @@ LATENT = replace(PLAIN, key_dim=192)
         (H100, replace(PLAIN, key_dim=72, value_dim=72), "cudnn", ()),
         (H100, replace(PLAIN, length=4095), "pallas", ("cudnn: takes rows of even length, not of 4095",)),
         (H100, replace(PLAIN, dtype="float32"), "reference", ("cudnn, pallas, cudnn_mask: computes in bfloat16 or",)),
-        (H100, replace(PLAIN, bias=True), "reference", ("is given no bias of scores",)),
+        (H100, replace(PLAIN, bias=True), "reference", ("has no bias of scores",)),
         (H100, replace(PLAIN, dropout=0.1), "reference", ("the same on every layout, which is 0.1",)),
         (H100, replace(PLAIN, causal=False, window=3), "pallas", ("has windows in causal attention only",)),
     ],

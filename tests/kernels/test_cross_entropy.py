@@ -56,10 +56,10 @@ def test_the_closed_form_is_the_derivative(given):
 def test_any_chunk_gives_the_dense_loss_and_gradients(given, chunk):
     shard = VocabularyShard(0, SIZE, ())
     losses, dx, dtable = dense(given)
-    found = loss_and_gradients(**given, shard=shard, chunk=chunk)
-    np.testing.assert_allclose(found[0]["loss"], losses @ given["weights"], rtol=1e-5)
-    np.testing.assert_allclose(found[1], dx, atol=1e-5)
-    np.testing.assert_allclose(found[2], dtable, atol=1e-5)
+    actual = loss_and_gradients(**given, shard=shard, chunk=chunk)
+    np.testing.assert_allclose(actual[0]["loss"], losses @ given["weights"], rtol=1e-5)
+    np.testing.assert_allclose(actual[1], dx, atol=1e-5)
+    np.testing.assert_allclose(actual[2], dtable, atol=1e-5)
     each = token_losses(given["x"], given["table"], given["labels"], shard, chunk=chunk)
     np.testing.assert_allclose(each["loss"], losses, rtol=1e-5)
 
@@ -81,10 +81,10 @@ def test_a_masked_token_counts_for_nothing_whatever_its_label(given):
     masked["weights"][:2] = 0
     other = masked | {"labels": masked["labels"].copy()}
     other["labels"][:2] = -100, SIZE + 1
-    for found, expected in zip(
+    for actual, expected in zip(
         *[jax.tree.leaves(loss_and_gradients(**each, shard=shard, chunk=8)) for each in (other, masked)], strict=True
     ):
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -112,14 +112,14 @@ def test_a_stack_keeps_what_the_backward_kernel_needs_once(segments, recompute):
 
 def calls(text: str) -> list[tuple]:
     """Of cuDNN in a program's text: target, number of operands, configuration, layouts and types."""
-    found = []
+    actual = []
     for line in text.splitlines():
         if match := re.search(r"custom_call @(__cudnn\$fmha\w+)\((.*?)\) \{.*backend_config = \"(.*?)\"(.*)$", line):
             target, operands, config, rest = match.groups()
             config = json.loads(config.replace(r"\22", '"'))
             # How the calls came about: jax may have them in functions of their own, and with metadata.
-            found.append((target, operands.count("%"), config, re.sub(r"[\w.]+ = \{.*?\},? ?|loc\(.*\)", "", rest)))
-    return found
+            actual.append((target, operands.count("%"), config, re.sub(r"[\w.]+ = \{.*?\},? ?|loc\(.*\)", "", rest)))
+    return actual
 
 
 MIXED = [(2, 32, 4, 48), (2, 32, 2, 48), (2, 32, 2, 32)]
@@ -161,12 +161,12 @@ def test_the_calls_are_those_of_jax_to_the_letter(case, dtype, monkeypatch):
         said["mask"] = mask.visible()[:, None]
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     jaxs = partial(theirs.dot_product_attention, scale=SCALE, **said)
-    found, expected = (
+    actual, expected = (
         calls(lowered(jax.value_and_grad(summed(f), (0, 1, 2)), *arrays))
         for f in (partial(attend, kernel, mask=mask, scale=SCALE), jaxs)
     )
-    assert len(found) == 2
-    assert found == expected
+    assert len(actual) == 2
+    assert actual == expected
 
 
 def test_documents_are_handed_over_as_jax_would():
@@ -177,11 +177,11 @@ def test_documents_are_handed_over_as_jax_would():
     for row, each in enumerate(segments):
         _, first, count = np.unique(each, return_index=True, return_counts=True)
         lengths[row, : len(count)], begins[row, : len(first)] = count, first
-    found = Documents.of(jnp.asarray(segments), 8)
+    actual = Documents.of(jnp.asarray(segments), 8)
     expected = theirs._fix_seqlen_offsets(lengths, lengths, begins, begins, q, k)
-    for one, other in zip(found.operands(q, k), expected, strict=True):
+    for one, other in zip(actual.operands(q, k), expected, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert found.fit and not Documents.of(jnp.asarray(segments), 3).fit
+    assert actual.fit and not Documents.of(jnp.asarray(segments), 3).fit
     np.testing.assert_array_equal(np.asarray(begins)[np.arange(3)[:, None], segments - segments[:, :1]] >= 0, True)
 
 
@@ -208,7 +208,7 @@ def gradients(attend, recompute: str, segments: np.ndarray | None, jit: bool, dt
 def test_gradients_through_the_kept_residuals_are_those_of_the_reference(segments, recompute, jit):
     """By the rule all fused backends share, around forward and backward functions in plain jax."""
     with jax.default_matmul_precision("highest"):
-        found = gradients(partial(attend, PASSES["reference"]), recompute, segments, jit)
+        actual = gradients(partial(attend, PASSES["reference"]), recompute, segments, jit)
         expected = gradients(reference_attention, recompute, segments, True)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())

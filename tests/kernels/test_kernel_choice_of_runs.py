@@ -50,8 +50,8 @@ def test_the_error_names_the_setting_and_the_nearest() -> None:
 def test_the_banner_says_what_and_why(device, settings, lines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megajax.training.kernels.local_device", lambda: device)
     monkeypatch.setattr(banner, "local_device", lambda: device)
-    found = banner._kernels(SimpleNamespace(cfg=config(*settings)))
-    assert len(found) == len(lines)
-    assert [name for name, _ in found] == ["kernels", "attention"][: len(lines)]
-    for (_, text), begins in zip(found, lines, strict=True):
+    actual = banner._kernels(SimpleNamespace(cfg=config(*settings)))
+    assert len(actual) == len(lines)
+    assert [name for name, _ in actual] == ["kernels", "attention"][: len(lines)]
+    for (_, text), begins in zip(actual, lines, strict=True):
         assert text.startswith(begins)

@@ -61,8 +61,8 @@ def test_matches_a_float64_loop(heads, groups, isolated):
     given = inputs(heads, groups)
     segments = given.segments if isolated else None
     with jax.default_matmul_precision("highest"):
-        found = reference_attention(*given[:3], whole_row(segments), scale=SCALE)
-    np.testing.assert_allclose(found, looped(*given[:3], segments), rtol=1e-5, atol=1e-6)
+        actual = reference_attention(*given[:3], whole_row(segments), scale=SCALE)
+    np.testing.assert_allclose(actual, looped(*given[:3], segments), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("isolated", [False, True])
@@ -73,41 +73,41 @@ def test_a_window_is_what_a_query_sees_beside_itself(window, isolated):
     mask = whole_row(segments)._replace(window=window)
     assert np.asarray(mask.visible()).sum(-1).max() <= window + 1
     with jax.default_matmul_precision("highest"):
-        found = reference_attention(*given[:3], mask, scale=SCALE)
-    np.testing.assert_allclose(found, looped(*given[:3], segments, window=window), rtol=1e-5, atol=1e-6)
+        actual = reference_attention(*given[:3], mask, scale=SCALE)
+    np.testing.assert_allclose(actual, looped(*given[:3], segments, window=window), rtol=1e-5, atol=1e-6)
 
 
 def test_a_sink_takes_part_and_brings_nothing():
     given, sink = inputs(4, 2), np.array([-2.0, 0.0, 1.0, 3.0], np.float32)
     with jax.default_matmul_precision("highest"):
-        found = reference_attention(*given[:3], whole_row(), scale=SCALE, sink=sink)
-    np.testing.assert_allclose(found, looped(*given[:3], None, sink=sink), rtol=1e-5, atol=1e-6)
+        actual = reference_attention(*given[:3], whole_row(), scale=SCALE, sink=sink)
+    np.testing.assert_allclose(actual, looped(*given[:3], None, sink=sink), rtol=1e-5, atol=1e-6)
 
 
 def test_a_bias_of_scores_and_values_of_another_size():
     given = inputs(4, 2)
     bias = np.random.default_rng(1).normal(size=(4, LENGTH, LENGTH)).astype(np.float32)
     with jax.default_matmul_precision("highest"):
-        found = reference_attention(*given[:2], given.v[..., :4], whole_row(), scale=SCALE, bias=bias)
+        actual = reference_attention(*given[:2], given.v[..., :4], whole_row(), scale=SCALE, bias=bias)
     expected = looped(*given[:2], given.v[..., :4], None, bias=bias)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_queries_in_the_middle_of_a_row_see_the_keys_before_them():
     given = inputs(4, 2)
     mask = Mask(jnp.arange(4, 7), jnp.arange(LENGTH), given.segments[:, 4:7], given.segments)
-    found = reference_attention(given.q[:, 4:7], given.k, given.v, mask, scale=SCALE)
-    np.testing.assert_allclose(found, looped(*given)[:, 4:7], rtol=1e-5, atol=1e-6)
+    actual = reference_attention(given.q[:, 4:7], given.k, given.v, mask, scale=SCALE)
+    np.testing.assert_allclose(actual, looped(*given)[:, 4:7], rtol=1e-5, atol=1e-6)
 
 
 def test_bfloat16_only_rounds_what_goes_in_and_out():
     given = inputs(4, 2)
     low = [jnp.asarray(x, jnp.bfloat16) for x in given[:3]]
-    found = reference_attention(*low, whole_row(), scale=SCALE)
+    actual = reference_attention(*low, whole_row(), scale=SCALE)
     exact = looped(*[np.asarray(x, np.float32) for x in low], None)
-    assert found.dtype == jnp.bfloat16
+    assert actual.dtype == jnp.bfloat16
     # Weights and output are rounded to 8 bits each; scores that were would be several times further off.
-    np.testing.assert_allclose(np.asarray(found, np.float32), exact, atol=2**-7)
+    np.testing.assert_allclose(np.asarray(actual, np.float32), exact, atol=2**-7)
 
 
 def dropout(rate: float, rows: np.ndarray, heads: np.ndarray, queries: np.ndarray) -> AttentionDropout:

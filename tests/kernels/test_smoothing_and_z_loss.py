@@ -51,18 +51,18 @@ def plain(objective: Objective, x: Any, table: Any, labels: Any, weights: Any) -
     return minimised, losses
 
 
-def check(found: tuple, objective: Objective, given: dict[str, np.ndarray]) -> None:
+def check(actual: tuple, objective: Objective, given: dict[str, np.ndarray]) -> None:
     """(minimised, losses, dx, dtable) as automatic differentiation has them."""
     with jax.default_matmul_precision("highest"):
         differentiated = jax.value_and_grad(lambda *a: plain(objective, *a), (0, 1), has_aux=True)
         (minimised, losses), gradients = differentiated(*given.values())
-    np.testing.assert_allclose(found[0], minimised, rtol=1e-5)
-    assert dict(found[1]).keys() == losses.keys() == set(objective.names)
+    np.testing.assert_allclose(actual[0], minimised, rtol=1e-5)
+    assert dict(actual[1]).keys() == losses.keys() == set(objective.names)
     for name, expected in losses.items():
-        np.testing.assert_allclose(found[1][name], expected, rtol=1e-5, err_msg=name)
-    for one, other in zip(found[2:], gradients, strict=True):
+        np.testing.assert_allclose(actual[1][name], expected, rtol=1e-5, err_msg=name)
+    for one, other in zip(actual[2:], gradients, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
-    assert not np.any(found[3][SIZE:])
+    assert not np.any(actual[3][SIZE:])
 
 
 @pytest.mark.parametrize("chunk", [5, TOKENS])

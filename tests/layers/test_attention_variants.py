@@ -142,7 +142,7 @@ def test_the_shortest_pattern_of_blocks():
         (AttentionConfig(heads=2, kernel="cudnn", dropout=0.1), "kernel: cuDNN's attention has no dropout"),
         (
             AttentionConfig(heads=2, kernel="cudnn", relative=RelativeBiasConfig()),
-            "kernel: cuDNN's attention is given no bias of scores",
+            "kernel: cuDNN's attention has no bias of scores",
         ),
         (LatentAttentionConfig(heads=2, key_value_rank=0), "key_value_rank: must be a number above 0, got 0"),
         (

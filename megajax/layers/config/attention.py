@@ -55,7 +55,7 @@ class MultiHeadConfig(Builds):
         refusal = None if self.kernel == "auto" else BACKENDS[self.kernel].refusal(request)
         if self.kernel != "auto" and refusal is not None:
             able = choose("auto", request, None).kernel
-            problems.append(Problem("kernel", f"{BACKENDS[self.kernel].says} {refusal}", f"set kernel={able} or auto"))
+            problems.append(Problem("kernel", f"{BACKENDS[self.kernel].label} {refusal}", f"set kernel={able} or auto"))
         return problems
 
     def window_problems(self, length: int) -> list[Problem]:

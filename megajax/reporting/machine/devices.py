@@ -85,7 +85,7 @@ def attention() -> Finding:
         dtype = jnp.float32 if backend.dtypes is None else jnp.bfloat16
         request = Request(dtype=jnp.dtype(dtype).name, key_dim=HEAD, value_dim=HEAD, length=LENGTH)
         if refusal := backend.refusal(request, local_device()):
-            refused.append(f"; not here: {backend.says} {refusal}")
+            refused.append(f"; not here: {backend.label} {refusal}")
             continue
         program, error = jax.jit(lambda q, k, v, name=name: attend(name, q, k, v, mask, scale=HEAD**-0.5)), 0.0
         for device in jax.local_devices():
