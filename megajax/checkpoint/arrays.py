@@ -1,7 +1,7 @@
-"""Arrays to disk and back, on any layout: the only file that imports Orbax.
+"""Saving and loading arrays with any layout: the only file that imports Orbax.
 
-A tree is stored flat, under the dotted names of its leaves ("params.blocks.norm.scale"): what is on disk then
-depends on names, shapes and dtypes alone, not on the kind of containers an optimizer happens to use.
+A tree is stored flat, under the dotted names of its leaves ("params.blocks.norm.scale"). The files thus depend on
+names, shapes and dtypes only, not on the container types of an optimizer.
 """
 
 import logging
@@ -19,8 +19,8 @@ from megajax.config.errors import UserError
 type Tree = Any
 
 
-def names_of(tree: Tree) -> dict[str, Any]:
-    """Dotted name -> leaf. Raises ValueError if two leaves would share a name."""
+def named_leaves(tree: Tree) -> dict[str, Any]:
+    """Dotted name -> leaf. Raises ValueError if two leaves have the same name."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     if len(named) != len(leaves):
@@ -29,41 +29,41 @@ def names_of(tree: Tree) -> dict[str, Any]:
 
 
 def _stored(leaf: Any) -> bool:
-    """Arrays without elements carry nothing and Orbax refuses them: they are made anew when loading."""
+    """Whether an array is stored: Orbax refuses arrays without elements, so loading creates them anew."""
     return prod(leaf.shape) > 0
 
 
 def _context(partial: bool = False) -> ocp.Context:
     context = ocp.Context()
-    # Weights and moments in float32 shrink by 8 % under zstd, for several times the time (benchmarks/checkpoint.py).
+    # zstd shrinks float32 weights and moments by 8 % only, and takes several times as long (benchmarks/checkpoint.py).
     context.array.saving.use_compression = False
-    # A restore always says its own shardings; those of the saving run are of no use to it.
+    # A restore passes its own shardings, so those of the saving run are not needed.
     context.array.saving.enable_write_sharding_file = False
     context.pytree.loading.partial_load = partial
     return context
 
 
 def flatten(state: Tree) -> dict[str, jax.Array]:
-    """The arrays to store by their names. Raises TypeError if a leaf is no jax.Array, ValueError if names collide."""
-    named = names_of(state)
-    strangers = [name for name, leaf in named.items() if not isinstance(leaf, jax.Array)]
-    if strangers:
-        raise TypeError(f"a checkpoint holds jax.Arrays only, but {', '.join(strangers[:5])} are something else")
+    """The arrays to store, by name. Raises TypeError if a leaf is no jax.Array, ValueError if names collide."""
+    named = named_leaves(state)
+    others = [name for name, leaf in named.items() if not isinstance(leaf, jax.Array)]
+    if others:
+        raise TypeError(f"a checkpoint holds jax.Arrays only, but {', '.join(others[:5])} are something else")
     return {name: leaf for name, leaf in named.items() if _stored(leaf)}
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """False for what Orbax's threads log of an error that it also raises, and so do we: pages of traceback, thrice."""
+def _is_not_raised(record: logging.LogRecord) -> bool:
+    """False for tracebacks that Orbax's threads log although the same error is raised here as well."""
     return "_SignalingThread.run() raised an exception" not in record.getMessage()
 
 
 def start_writing(path: Path, named: Mapping[str, jax.Array]) -> Any:
-    """Copies arrays on any layout to host memory and returns while they are written to the new folder `path`.
+    """Copies arrays to host memory, then writes them to the new folder `path` in the background.
 
-    When it returns, the arrays may be donated. Called by all processes; each writes the shards it holds.
-    Returns a response whose `result(timeout)` waits for the writing of all processes and raises what went wrong.
+    The arrays may be donated as soon as it returns. Called by all processes; each writes its own shards.
+    Returns a response whose `result(timeout)` waits until all processes have written, and raises their errors.
     """
-    logging.getLogger("absl").addFilter(_is_news)  # adding it again changes nothing
+    logging.getLogger("absl").addFilter(_is_not_raised)  # adding the same filter again has no effect
     with _context():
         return ocp.save_async(str(path), dict(named))
 
@@ -75,7 +75,7 @@ def _stored_shapes(path: Path) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
 def _differences(
     stored: Mapping[str, tuple[tuple[int, ...], jnp.dtype]], wanted: Mapping[str, Any], *, cast: bool, partial: bool
 ) -> list[tuple[str, str, str, str]]:
-    """Rows (name, fault, in the checkpoint, in this run)."""
+    """Table rows (name, kind of difference, in the checkpoint, in this run)."""
 
     def show(shape: tuple[int, ...], dtype: Any) -> str:
         return f"{jnp.dtype(dtype).name}[{', '.join(map(str, shape))}]"
@@ -97,45 +97,42 @@ def _differences(
     return rows
 
 
-def _table(rows: list[tuple[str, str, str, str]], most: int = 40) -> str:
-    head = ("array", "fault", "in the checkpoint", "in this run")
-    shown = [head, *rows[:most]]
-    widths = [max(len(row[column]) for row in shown) for column in range(len(head))]
-    lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in shown]
-    if len(rows) > most:
-        lines.append(f"  ... and {len(rows) - most} more")
+def _table(rows: list[tuple[str, str, str, str]], limit: int = 40) -> str:
+    shown = [("array", "fault", "in the checkpoint", "in this run"), *rows[:limit]]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    lines = ["  " + "  ".join(map(str.ljust, row, widths)) for row in shown]
+    if len(rows) > limit:
+        lines.append(f"  ... and {len(rows) - limit} more")
     return "\n".join(line.rstrip() for line in lines)
 
 
 def read(path: Path, like: Tree, *, cast: bool = False, partial: bool = False) -> Tree:
-    """Reads a tree onto the layout of `like`, each process its own shards, whatever layout it was written from.
+    """Reads a tree with the layout of `like`; each process reads its own shards. The saving layout does not matter.
 
     like: jax.ShapeDtypeStructs with shardings (in a single process a missing sharding means the first device).
-    cast: lets floating-point arrays be read in another floating-point dtype; partial: `like` may name a part of
-    what is stored. Raises one UserError with a table if names, shapes or dtypes differ.
+    cast: convert floating-point arrays to the dtype of `like`. partial: `like` may be a part of the stored tree.
+    Raises one UserError with a table if names, shapes or dtypes differ.
     """
-    wanted = names_of(like)
-    stored = _stored_shapes(path)
-    rows = _differences(
-        stored, {name: leaf for name, leaf in wanted.items() if _stored(leaf)}, cast=cast, partial=partial
-    )
+    wanted = named_leaves(like)
+    to_load = {name: leaf for name, leaf in wanted.items() if _stored(leaf)}
+    rows = _differences(_stored_shapes(path), to_load, cast=cast, partial=partial)
     if rows:
         raise UserError(
             f"the checkpoint {path.parent} does not fit this run: {len(rows)} of its arrays differ.\n{_table(rows)}\n"
-            "Use the model and optimizer settings the checkpoint was made with, or start a new run."
+            "Use the model and optimizer settings of the run that saved it, or start a new run."
         )
     if jax.process_count() > 1 and any(leaf.sharding is None for leaf in wanted.values()):
         raise ValueError("with several processes every array to restore needs a sharding")
-    alone = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     target = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or alone)
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or first_device)
         for name, leaf in wanted.items()
     }
     with _context(partial):
-        loaded = ocp.load(str(path), {name: leaf for name, leaf in target.items() if _stored(leaf)})
+        loaded = ocp.load(str(path), {name: target[name] for name in to_load})
     empty = {
         name: jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=leaf.sharding)(leaf.shape, leaf.dtype)
         for name, leaf in target.items()
-        if not _stored(leaf)
+        if name not in to_load
     }
     return jax.tree.unflatten(jax.tree.structure(like), [{**loaded, **empty}[name] for name in wanted])

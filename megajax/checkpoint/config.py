@@ -1,4 +1,4 @@
-"""When checkpoints are written, which are kept and what a run starts from."""
+"""Settings for saving, keeping and loading checkpoints."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,29 +26,29 @@ class CheckpointConfig(Builds):
     """Write a checkpoint after the last step."""
     load: Path | None = None
     """Start from another run's state: its run folder, its checkpoints folder or one step in it.
-    Only a run without checkpoints of its own does; a restarted run goes on from its own newest."""
+    Ignored by a run that has checkpoints of its own: it resumes from its newest."""
     step: int | None = None
-    """The step to start from, in `load` or, without it, in the run's own folder; none: the newest one that is whole.
+    """The step to start from, in `load` or else in the run's own folder; none: the newest intact one.
     Going back in the run's own folder sets the later steps aside."""
 
     def problems(self) -> list[Problem]:
-        """What is wrong with these settings by themselves; folders are looked at when the manager is made."""
-        found = [
-            Problem(name, f"is {value}, but must be at least {least}", hint)
-            for name, value, least, hint in (
+        """Problems of the settings themselves; the manager checks the folders."""
+        problems = [
+            Problem(name, f"is {value}, but must be at least {minimum}", hint)
+            for name, value, minimum, hint in (
                 ("every", self.every, 1, "use none to save only at the end"),
                 ("keep_last", self.keep_last, 1, "use none to keep all"),
                 ("keep_every", self.keep_every, 1, "use none to keep no step for good"),
                 ("step", self.step, 0, "use none for the newest"),
             )
-            if value is not None and value < least
+            if value is not None and value < minimum
         ]
-        if not found and self.every and self.keep_every and self.keep_every % self.every:
-            found.append(
+        if not problems and self.every and self.keep_every and self.keep_every % self.every:
+            problems.append(
                 Problem(
                     "keep_every",
                     f"is {self.keep_every}, which is not a multiple of every = {self.every}",
                     "only steps that are saved can be kept",
                 )
             )
-        return found
+        return problems

@@ -1,11 +1,11 @@
-"""What lies in a checkpoints folder: names that tell committed steps from the rest, and the lock of its one writer.
+"""The checkpoints folder: the names of committed and other steps, and the writer's lock.
 
-00000100/                    a committed step; only a rename brings this name into being
+00000100/                    a committed step; the name is only ever created by a rename
 00000200.5f0c9a1e.saving/    being written by the attempt 5f0c9a1e; removed when the next writer takes the lock
-00000050.deleting/           on its way out: first it loses its name, then its files
-00000150.damaged/            failed verification; kept for the curious, never counted
-00000400.abandoned/          later than the step a run was told to go back to
-lock                         held by the writing run, released by the kernel when its process 0 dies
+00000050.deleting/           being deleted: it is renamed first, then its files are removed
+00000150.damaged/            failed verification; kept for inspection, never loaded
+00000400.abandoned/          later than the step that a run was told to go back to
+lock                         locked by the writing run; the kernel releases it when process 0 dies
 """
 
 import errno
@@ -24,29 +24,28 @@ STEP = re.compile(r"\d{8,}")
 ARRAYS = "arrays"
 """Name of the folder of a step that Orbax writes and reads."""
 META = "meta.json"
-"""Name of the file of a step with everything that is not an array."""
-LOCK_PATIENCE_SECONDS = 10.0
-_NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Name of the file of a step with everything but the arrays."""
+LOCK_TIMEOUT_SECONDS = 10.0
+_LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def step_name(step: int) -> str:
-    """The folder of a step: its number in eight digits or more."""
+    """Folder name of a step: its number with at least eight digits."""
     return f"{step:08d}"
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Numbers of the committed steps, ascending. Order is by number; clocks have no say."""
+    """Numbers of the committed steps, ascending. File dates are not used."""
     try:
-        found = [entry.name for entry in os.scandir(folder) if STEP.fullmatch(entry.name) and entry.is_dir()]
+        return sorted(int(entry.name) for entry in os.scandir(folder) if STEP.fullmatch(entry.name) and entry.is_dir())
     except FileNotFoundError:
         return []
-    return sorted(int(name) for name in found)
 
 
 def locate(path: Path | str) -> tuple[Path, int | None]:
-    """The checkpoints folder that a run folder, a checkpoints folder or one step in it stands for, and that step.
+    """The checkpoints folder and the step that a path refers to: a run folder, a checkpoints folder or one step in it.
 
-    Raises UserError if nothing is there.
+    Raises UserError if the path does not exist.
     """
     path = Path(path).absolute()
     if STEP.fullmatch(path.name) and (path.is_dir() or path.parent.is_dir()):
@@ -59,51 +58,51 @@ def locate(path: Path | str) -> tuple[Path, int | None]:
 
 
 def damaged_in(folder: Path) -> list[str]:
-    """Names of the steps that were set aside as damaged."""
+    """Names of the steps set aside as damaged."""
     return sorted(path.name for path in folder.glob("*.damaged*")) if folder.is_dir() else []
 
 
-def set_aside(folder: Path, step: int, word: str) -> Path:
-    """Renames a committed step to NAME.word (or NAME.word2, ... where that is taken)."""
+def set_aside(folder: Path, step: int, suffix: str) -> Path:
+    """Renames a committed step to NAME.suffix, or NAME.suffix2, ... if that exists."""
     source = folder / step_name(step)
-    target, number = source.with_name(f"{source.name}.{word}"), 1
+    target, number = source.with_name(f"{source.name}.{suffix}"), 1
     while target.exists():
         number += 1
-        target = source.with_name(f"{source.name}.{word}{number}")
+        target = source.with_name(f"{source.name}.{suffix}{number}")
     source.rename(target)
     flush_to_disk(folder)
     return target
 
 
 def delete_step(folder: Path, step: int) -> None:
-    """Takes the step's name away first, then its files: a death in between leaves nothing that looks committed."""
+    """Renames the step, then deletes its files: if the process dies in between, nothing looks committed."""
     shutil.rmtree(set_aside(folder, step, "deleting"))
 
 
-def remove_remains(folder: Path) -> list[str]:
-    """Removes what dead attempts left unfinished; the caller holds the lock, so that nobody is still at it."""
-    remains = [path for path in folder.iterdir() if re.fullmatch(r"\d{8,}\.([0-9a-f]+\.saving|deleting\d*)", path.name)]
-    for path in remains:
+def remove_unfinished(folder: Path) -> list[str]:
+    """Removes the unfinished folders of dead attempts. The caller holds the lock, so nobody is writing them."""
+    pattern = re.compile(r"\d{8,}\.([0-9a-f]+\.saving|deleting\d*)")
+    unfinished = [path for path in folder.iterdir() if pattern.fullmatch(path.name)]
+    for path in unfinished:
         shutil.rmtree(path, ignore_errors=True)
-    return sorted(path.name for path in remains)
+    return sorted(path.name for path in unfinished)
 
 
 class WriterLock:
-    """The right to change a checkpoints folder: one run at a time.
+    """Exclusive write access to a checkpoints folder.
 
-    A POSIX record lock: it works over NFS, a killed process loses it at once, children don't inherit it, and
-    the same process may take it twice (a notebook that sets a run up again). On file systems without locks there
-    is none, and two runs in one folder are the user's affair.
+    A POSIX record lock: it works over NFS, is released when the process dies, is not inherited by children, and the
+    same process may take it twice (a notebook that sets up a run again). File systems without locks are not protected.
     """
 
     def __init__(self, folder: Path):
-        """Makes the folder, takes the lock and tries a write. Raises UserError if any of these can't be done."""
+        """Creates the folder, takes the lock and tries a write. Raises UserError if one of them fails."""
         self._descriptor: int | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
             self._take(folder, self._descriptor)
-            # Also a probe: a full or read-only disk shows before the first step and not at the first save.
+            # Also a check: a full or read-only disk is an error before the first step, not at the first save.
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, f"{socket.gethostname()} pid {os.getpid()}\n".encode().ljust(4096), 0)
             os.fsync(self._descriptor)
@@ -118,13 +117,13 @@ class WriterLock:
             ) from error
 
     def _take(self, folder: Path, descriptor: int) -> None:
-        deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
+        deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
         while True:
             try:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except OSError as error:
-                if error.errno in _NO_LOCKS_HERE:
+                if error.errno in _LOCKS_UNSUPPORTED:
                     return
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
                     raise

@@ -1,14 +1,15 @@
-"""What is in a checkpoints folder, for people: its steps, what a step says of its run, its arrays.
+"""Inspection of a checkpoints folder: its steps, and the metadata and arrays of a step.
 
-Nothing here changes the folder, takes its lock or needs JAX. The lock file is not even opened: closing it would release
-the lock of a run in the same process.
+Nothing here changes the folder, takes its lock or needs JAX. The lock file is not opened, because closing it would
+release the lock of a run in the same process.
 """
 
 import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,38 +28,38 @@ ASIDE = {
     "damaged": "damaged, set aside",
     "abandoned": "set aside when the run went back to an earlier step",
 }
-"""By the last word of a folder's name: what it is."""
+"""Suffix of a folder's name -> its state."""
 NAME = re.compile(rf"(\d{{8,}})(?:\.[0-9a-f]+)?(?:\.({'|'.join(ASIDE)})\d*)?")
 COMMITTED_AT = f"{ARRAYS}/_CHECKPOINT_METADATA"
-"""The file in which Orbax writes when it committed: unlike a file's date it survives copying."""
+"""The file with Orbax's commit time, which copying preserves, unlike a file's date."""
 PROCESS = re.compile(rf"{ARRAYS}/state/ocdbt\.process_(\d+)/")
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A folder of a checkpoints folder."""
+    """A step in a checkpoints folder, committed or not."""
 
     step: int
     name: str
     state: str
     """WHOLE, DAMAGED or a value of ASIDE."""
     time: float
-    """When it was committed, or else last changed, in seconds since 1970."""
+    """Time of the commit, or else of the last change, in seconds since 1970."""
     bytes: int
     files: int
     verified: bool = False
-    """Whether the contents of its files were compared with the manifest, and not their sizes alone."""
+    """Whether file contents were compared with the manifest; False: only sizes."""
     faults: tuple[str, ...] = ()
 
     @property
     def whole(self) -> bool:
-        """Whether it is committed and nothing wrong with it is known."""
+        """Whether it is committed and has no known fault."""
         return self.state == WHOLE
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a step holds."""
+    """The contents of a step."""
 
     step: int
     counters: Mapping[str, int | float]
@@ -67,69 +68,68 @@ class Description:
     seed: int | None
     versions: Mapping[str, str]
     processes: int
-    """Processes that wrote it."""
+    """Number of processes that wrote it."""
     mesh: Mapping[str, int] | None
-    """Size of each mesh axis; None where the step does not say."""
+    """Size of each mesh axis; None if not saved."""
     parallel: Mapping[str, Any]
     """Settings of `parallel` in the run's config."""
     rows: tuple[int, ...]
-    """For each row of stacked arrays the repeat of the stack in it, -1: none."""
+    """For each row of stacked arrays, the repeat of the stack in it; -1 for padding."""
     config: Mapping[str, Any]
-    """The run's config as it was saved; empty if none was."""
+    """The saved config of the run; empty if not saved."""
     arrays: tuple[StoredArray, ...]
     axes: Mapping[str, tuple[str | None, ...]]
-    """Name of an array -> the logical axes of its dimensions, where the step says."""
+    """Name of an array -> the logical axes of its dimensions, where known."""
     source: StoredArrays
 
 
 def survey(path: Path, verify: Callable[[int], bool] = lambda step: False) -> list[Step]:
-    """All steps of a checkpoints folder and what lies beside them, by step; whole ones have the right file sizes.
+    """All steps of a checkpoints folder, committed and others, sorted by step. Checks file sizes.
 
-    verify: for which steps contents are compared with the manifest too, which reads all their files.
-    Raises UserError if there is nothing.
+    verify: for which steps to compare file contents with the manifest too, which reads all their files.
+    Raises UserError if there are no steps.
     """
-    found = []
+    steps = []
     for entry in sorted(path.iterdir()):
         match = NAME.fullmatch(entry.name)
         if match is None or not entry.is_dir():
             continue
-        step, word = int(match[1]), match[2]
-        found.append(_aside(entry, step, ASIDE[word]) if word else _committed(entry, step, verify(step)))
-    if not found:
+        step, suffix = int(match[1]), match[2]
+        steps.append(_aside(entry, step, ASIDE[suffix]) if suffix else _committed(entry, step, verify(step)))
+    if not steps:
         raise UserError(
             f"there are no checkpoints in {path}.\n"
             "Give a run's folder, its checkpoints folder or one step in it. A run writes its first checkpoint after "
             "checkpoint.every steps, and its last one at its end."
         )
-    return sorted(found, key=lambda each: (each.step, each.name))
+    return sorted(steps, key=lambda step: (step.step, step.name))
 
 
-def choose(path: Path, steps: list[Step], wanted: int | None) -> Step:
-    """The step asked for, or else the newest whole one. Raises UserError if it is missing or damaged."""
-    whole = ", ".join(str(each.step) for each in steps if each.whole) or "none"
-    committed = {each.step: each for each in steps if each.name == folder.step_name(each.step)}
-    if wanted is None:
-        chosen = max((each for each in steps if each.whole), key=lambda each: each.step, default=None)
-        if chosen is None:
-            listed = "\n".join(f"  {each.name}: {_why(each)}" for each in steps)
+def choose(path: Path, steps: list[Step], number: int | None) -> Step:
+    """The step of that number, or the newest intact one. Raises UserError if it is missing or damaged."""
+    whole = [step for step in steps if step.whole]
+    if number is None:
+        if not whole:
+            listed = "\n".join(f"  {step.name}: {_reason(step)}" for step in steps)
             raise UserError(f"none of the checkpoints in {path} is whole:\n{listed}")
-        return chosen
-    if wanted not in committed:
-        raise UserError(f"there is no checkpoint of step {wanted} in {path}.\nWhole steps: {whole}.")
-    chosen = committed[wanted]
+        return max(whole, key=lambda step: step.step)
+    hint = f"Whole steps: {', '.join(str(step.step) for step in whole) or 'none'}."
+    chosen = next((step for step in steps if step.name == folder.step_name(number)), None)
+    if chosen is None:
+        raise UserError(f"there is no checkpoint of step {number} in {path}.\n{hint}")
     if not chosen.whole:
         listed = "\n".join(f"  {fault}" for fault in chosen.faults)
-        raise UserError(f"checkpoint step {wanted} in {path} is damaged:\n{listed}\nWhole steps: {whole}.")
+        raise UserError(f"checkpoint step {number} in {path} is damaged:\n{listed}\n{hint}")
     return chosen
 
 
-def _why(step: Step) -> str:
+def _reason(step: Step) -> str:
     more = f" (and {len(step.faults) - 3} more)" if len(step.faults) > 3 else ""
     return "; ".join(step.faults[:3]) + more or step.state
 
 
 def describe(path: Path, step: int) -> Description:
-    """What a committed step holds. Raises UserError if its meta.json or the description of its arrays is damaged."""
+    """The contents of a committed step. Raises UserError if its metadata is damaged."""
     home = path / folder.step_name(step)
     try:
         entries = integrity.read_manifest(home)
@@ -165,30 +165,22 @@ def describe(path: Path, step: int) -> Description:
 
 
 def _aside(path: Path, step: int, state: str) -> Step:
-    """A folder that is no committed step; its files may disappear while it is looked at."""
-    sizes = [
-        size for root, _, names in os.walk(path) for name in names if (size := _size(Path(root) / name)) is not None
-    ]
-    try:
+    """A folder that is not committed; its files may disappear in the meantime."""
+    sizes, time = [], 0.0
+    with suppress(FileNotFoundError):
         time = path.stat().st_mtime
-    except FileNotFoundError:
-        time = 0.0
+    for root, _, names in os.walk(path):
+        for name in names:
+            with suppress(OSError):
+                sizes.append((Path(root) / name).stat().st_size)
     return Step(step, path.name, state, time, sum(sizes), len(sizes))
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
 
 
 def _committed(path: Path, step: int, verify: bool) -> Step:
     try:
         entries = integrity.read_manifest(path)
     except (Damaged, OSError) as error:
-        seen = _aside(path, step, DAMAGED)
-        return Step(step, path.name, DAMAGED, seen.time, seen.bytes, seen.files, verify, (str(error),))
+        return replace(_aside(path, step, DAMAGED), verified=verify, faults=(str(error),))
     if META not in entries:
         return Step(step, path.name, DAMAGED, _time(path), 0, len(entries), verify, (f"{META} is not in the manifest",))
     faults = integrity.wrong_sizes(path, entries, sorted(entries))
@@ -212,18 +204,18 @@ def _is_counter(array: StoredArray) -> bool:
 
 
 def _axes(arrays: Mapping[str, StoredArray], declared: Mapping[str, list]) -> dict[str, tuple[str | None, ...]]:
-    """The axes of weights, and of moments that have a weight's path and shape.
+    """Logical axes of weights, and of optimizer moments with a weight's path and shape.
 
     declared: path of a weight -> its logical axes.
     """
-    found = {}
-    # Longest first: "norm.gain" is also the end of "blocks.norm.gain".
+    axes_by_name = {}
+    # Longest path first: "norm.gain" is also a suffix of "blocks.norm.gain".
     for path, axes in sorted(declared.items(), key=lambda item: -len(item[0])):
         weight = arrays.get(f"params.{path}")
         if weight is None or len(weight.shape) != len(axes):
             continue
         for name, array in arrays.items():
-            alike = name == weight.name or (name.startswith("optimizer.") and name.endswith(f".{path}"))
-            if alike and array.shape == weight.shape:
-                found.setdefault(name, tuple(axes))
-    return found
+            belongs = name == weight.name or (name.startswith("optimizer.") and name.endswith(f".{path}"))
+            if belongs and array.shape == weight.shape:
+                axes_by_name.setdefault(name, tuple(axes))
+    return axes_by_name

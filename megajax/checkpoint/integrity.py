@@ -1,14 +1,14 @@
-"""The SHA-256 manifest that makes a folder of files a checkpoint, and the writing that survives a power cut.
+"""The SHA-256 manifest of a checkpoint, and durable writes.
 
-Orbax commits by a rename that says nothing of the content, and the bytes of arrays carry no checksum; a truncated or
-flipped file would load, or fail in the middle of a load. So every file is hashed after it was written, the manifest is
-written last, and it is verified before anything is loaded.
+Orbax commits by a rename, which does not verify the content, and array files carry no checksum: a truncated or
+corrupted file would load, or fail in the middle of a load. So every file is hashed after it is written, the manifest
+is written last, and it is verified before anything is loaded.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,15 +17,15 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 
 type Entries = dict[str, dict[str, Any]]
-"""path inside the step, with "/" -> {"bytes": int, "sha256": hexadecimal}."""
+"""Path in the step's folder -> {"bytes": int, "sha256": hexadecimal}."""
 
 
 class Damaged(Exception):
-    """A step is not whole; the message says which file and why."""
+    """A step is damaged; the message names the file and the reason."""
 
 
 def flush_to_disk(path: Path) -> None:
-    """fsync of a file or a folder (a folder's fsync makes the names in it durable)."""
+    """fsync of a file, or of a folder, which makes the names in it durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -34,7 +34,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Writes a small file so that after a crash it is there in full or not at all."""
+    """Writes a small file atomically: after a crash it is complete or does not exist."""
     temporary = path.with_name(path.name + ".writing")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
@@ -45,7 +45,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def files_below(folder: Path) -> list[str]:
-    """Paths of all files below a folder, relative to it, sorted."""
+    """Sorted paths of all files below a folder, relative to it."""
     return sorted(
         (Path(root) / name).relative_to(folder).as_posix() for root, _, names in os.walk(folder) for name in names
     )
@@ -58,24 +58,25 @@ def _hash(path: Path) -> dict[str, Any]:
 
 
 def hash_files(folder: Path, names: Iterable[str], durably: bool = False) -> Entries:
-    """Hashes the named files; with `durably` also forces them and their folders to the disk.
-
-    hashlib lets go of the interpreter while it works, so several files are hashed at once and a training loop in
-    the main thread goes on.
-    """
+    """Hashes the named files; `durably`: also flushes them and their folders to disk."""
     names = list(names)
 
-    def one(name: str) -> dict[str, Any]:
+    def entry(name: str) -> dict[str, Any]:
         if durably:
             flush_to_disk(folder / name)
         return _hash(folder / name)
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        entries = dict(zip(names, pool.map(one, names), strict=True))
+    entries = dict(zip(names, _in_threads(entry, names), strict=True))
     if durably:
         for parent in sorted({(folder / name).parent for name in names}):
             flush_to_disk(parent)
     return entries
+
+
+def _in_threads[T](work: Callable[[str], T], names: list[str]) -> list[T]:
+    """work of each name. hashlib releases the GIL, so files are hashed in parallel and the training loop continues."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return list(pool.map(work, names))
 
 
 def _seal(entries: Entries) -> str:
@@ -83,7 +84,7 @@ def _seal(entries: Entries) -> str:
 
 
 def write_manifest(folder: Path, entries: Entries) -> None:
-    """Writes the manifest, as the last file of a step."""
+    """Writes the manifest, the last file of a step."""
     document = {"format": FORMAT, "files": entries, "seal": _seal(entries)}
     write_durably(folder / MANIFEST, json.dumps(document, indent=1, sort_keys=True))
 
@@ -93,13 +94,13 @@ def read_manifest(folder: Path) -> Entries:
     path = folder / MANIFEST
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        form, entries, seal = document["format"], document["files"], document["seal"]
+        version, entries, seal = document["format"], document["files"], document["seal"]
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST} is missing, so the step was never committed") from None
     except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{MANIFEST} can't be read ({error})") from None
-    if form != FORMAT:
-        raise Damaged(f"{MANIFEST} has format {form}, this version reads {FORMAT}")
+    if version != FORMAT:
+        raise Damaged(f"{MANIFEST} has format {version}, this version reads {FORMAT}")
     if seal != _seal(entries):
         raise Damaged(f"{MANIFEST} was altered: its own sha256 does not match")
     if any(Path(name).is_absolute() or ".." in Path(name).parts for name in entries):
@@ -108,25 +109,25 @@ def read_manifest(folder: Path) -> Entries:
 
 
 class Fault(NamedTuple):
-    """One file that is not as the manifest has it."""
+    """A file that differs from the manifest."""
 
     name: str
-    """Path inside the step, with "/"."""
-    what: str
-    """What was compared: "bytes" or "sha256"; "error" where the file can't be read."""
-    found: str
-    wanted: str
-    """What the manifest says; "" if the file is not in it or can't be read."""
+    """Path in the step's folder."""
+    kind: str
+    """Either "bytes" or "sha256", which differs; "error" if the file can't be read."""
+    actual: str
+    expected: str
+    """The manifest's value; "" if the file is not in it or can't be read."""
 
     def __str__(self) -> str:
-        if not self.wanted:
-            return f"{self.name}: {self.found}"
-        found = f"{self.found} bytes" if self.what == "bytes" else f"sha256 {self.found}"
-        return f"{self.name}: {found}, the manifest says {self.wanted}"
+        if not self.expected:
+            return f"{self.name}: {self.actual}"
+        actual = f"{self.actual} bytes" if self.kind == "bytes" else f"sha256 {self.actual}"
+        return f"{self.name}: {actual}, the manifest says {self.expected}"
 
 
 def wrong_sizes(folder: Path, entries: Entries, names: Iterable[str]) -> list[Fault]:
-    """The named files that are missing, not in the manifest or of another size. Contents are not read."""
+    """The named files that are missing, have another size, or are not in the manifest. Contents are not read."""
     faults = []
     for name in names:
         try:
@@ -142,25 +143,23 @@ def wrong_sizes(folder: Path, entries: Entries, names: Iterable[str]) -> list[Fa
 
 
 def wrong_contents(folder: Path, entries: Entries, names: Iterable[str]) -> list[Fault]:
-    """The named files whose SHA-256 is another than in the manifest, or that can't be read."""
-    names = list(names)
+    """The named files whose SHA-256 differs from the manifest, or that can't be read."""
 
-    def one(name: str) -> Fault | None:
+    def fault(name: str) -> Fault | None:
         try:
-            found = _hash(folder / name)["sha256"]
+            actual = _hash(folder / name)["sha256"]
         except OSError as error:
             return Fault(name, "error", str(error.strerror), "")
-        wanted = entries[name]["sha256"]
-        return None if found == wanted else Fault(name, "sha256", found, wanted)
+        expected = entries[name]["sha256"]
+        return None if actual == expected else Fault(name, "sha256", actual, expected)
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return [fault for fault in pool.map(one, names) if fault is not None]
+    return [fault for fault in _in_threads(fault, list(names)) if fault is not None]
 
 
 def verify(folder: Path, entries: Entries, names: Iterable[str] | None = None) -> None:
     """Compares files with the manifest: sizes first, then contents. Raises Damaged naming the files that differ.
 
-    names: which of them (default: all), so that several processes can share the work.
+    names: the files to check (default: all), so that processes can divide the work.
     """
     chosen = sorted(entries if names is None else names)
     faults = wrong_sizes(folder, entries, chosen) or wrong_contents(folder, entries, chosen)

@@ -1,13 +1,13 @@
-"""Checkpoints of a run: asynchronous saves and a commit order that survives kill -9 and a power cut.
+"""Checkpoints of a run: asynchronous saves, with a commit order that survives kill -9 and a power cut.
 
-A save, each line done and on disk before the next begins:
+The stages of a save, each on disk before the next begins:
     all processes: their shards into STEP.TOKEN.saving/arrays (Orbax)
-    each process: meta.json (process 0) or the SHA-256 of the files it wrote (the others); fsync
+    each process: meta.json (process 0) or the SHA-256 of its own files (the others); fsync
     process 0: the SHA-256 of the rest, manifest.json, then the rename to STEP
-    process 0: old steps lose their names, then their files
-A step without a valid manifest is not a step. This calls `ocp.save_async` on one folder a step and not
-`ocp.training.Checkpointer`, whose commit comes before there is a manifest, whose preservation policies would
-count damaged steps as kept, and whose failed background saves stay silent until somebody asks.
+    process 0: old steps are renamed, then deleted
+A step without a valid manifest does not count. The manager calls `ocp.save_async` for each step and not
+`ocp.training.Checkpointer`, which commits before a manifest exists, counts damaged steps as kept, and reports failed
+background saves only on request.
 """
 
 import json
@@ -27,27 +27,27 @@ from megajax.checkpoint.peers import Peers
 from megajax.checkpoint.reader import CheckpointReader, Tree, open_checkpoints, say
 from megajax.config.errors import UserError
 
-COMMON_FOLDER_PATIENCE_SECONDS = 60.0
+SHARED_FOLDER_TIMEOUT_SECONDS = 60.0
 
 
 class CheckpointError(Exception):
-    """A checkpoint was not saved; older ones are as they were. Unlike a UserError it may pass when tried again."""
+    """A checkpoint was not saved; older ones are unchanged. Unlike after a UserError, a retry may succeed."""
 
 
 class SaveReport(NamedTuple):
-    """One finished save."""
+    """A finished save."""
 
     step: int
     blocking_seconds: float
-    """How long the caller of `save` waited, an unfinished earlier save included."""
+    """How long the caller of `save` waited, including for an earlier save."""
     total_seconds: float
-    """From the call to the commit, hashing included."""
+    """From the call to the commit, including hashing."""
     bytes: int
     """Size of all files of the step (0 on processes other than 0)."""
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost reason, on one line: Orbax and TensorStore wrap it in pages of their own."""
+    """The innermost reason, on one line, without the long messages that Orbax and TensorStore add."""
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
     if isinstance(error, OSError) and error.strerror:
@@ -57,7 +57,7 @@ def _cause(error: BaseException) -> str:
 
 @dataclass
 class _Save:
-    """One save on its way, shared by the caller of `save` and the thread that finishes it."""
+    """A save in progress, shared by the caller of `save` and the background thread."""
 
     step: int
     path: Path
@@ -80,17 +80,17 @@ class _Save:
 
 
 class CheckpointManager(CheckpointReader):
-    """The one writer of a run's checkpoints folder. Use it as a context manager, or call `close`.
+    """The writer of a run's checkpoints folder. Use it as a context manager, or call `close`.
 
-    Damaged steps are renamed to NAME.damaged and kept. A save that failed in the background is raised by the next
-    `save`, `poll`, `wait` or `close`; the manager stays usable and the next save may succeed.
+    Damaged steps are renamed to NAME.damaged and kept. The error of a failed background save is raised by the next
+    `save`, `poll`, `wait` or `close`; the manager stays usable, and the next save may succeed.
     """
 
     def __init__(self, cfg: CheckpointConfig, path: Path | str):
-        """Takes the folder's lock and removes what dead attempts left unfinished.
+        """Takes the folder's lock and removes the unfinished steps of dead attempts.
 
-        Raises UserError if the folder can't be written, is being written by another run, or is not one and the
-        same folder for all processes.
+        Raises UserError if the folder can't be written, is being written by another run, or is not shared by all
+        processes.
         """
         super().__init__(path)
         self.cfg = cfg
@@ -98,7 +98,7 @@ class CheckpointManager(CheckpointReader):
         self._current: _Save | None = None
         self._reports: list[SaveReport] = []
         self._lock: folder.WriterLock | None = None
-        for check in (self._open, self._see_common_folder):
+        for check in (self._open, self._check_shared_folder):
             if (reason := self._peers.agree(check())) is not None:
                 self._release()
                 raise UserError(reason)
@@ -108,41 +108,41 @@ class CheckpointManager(CheckpointReader):
             return None
         try:
             self._lock = folder.WriterLock(self.folder)
-            for name in folder.remove_remains(self.folder):
+            for name in folder.remove_unfinished(self.folder):
                 say(f"removed {self.folder / name}, left unfinished by an earlier attempt")
             if self._peers.count > 1:
-                integrity.write_durably(self._mark(), "")
+                integrity.write_durably(self._marker(), "")
         except UserError as error:
             return str(error)
         return None
 
-    def _mark(self) -> Path:
+    def _marker(self) -> Path:
         return self.folder / f"lock.{self._peers.token}"
 
-    def _see_common_folder(self) -> str | None:
-        """Every process must see what process 0 wrote: with folders of their own no step would ever be complete."""
+    def _check_shared_folder(self) -> str | None:
+        """Every process must see the marker of process 0; with separate folders no step would ever be complete."""
         if self._peers.count == 1:
             return None
         # Network file systems may show a new name late.
-        deadline = time.monotonic() + COMMON_FOLDER_PATIENCE_SECONDS
-        while not (seen := self._mark().exists()) and time.monotonic() < deadline:
+        deadline = time.monotonic() + SHARED_FOLDER_TIMEOUT_SECONDS
+        while not (visible := self._marker().exists()) and time.monotonic() < deadline:
             time.sleep(0.5)
-        missing = self._peers.agree(
+        reason = self._peers.agree(
             None
-            if seen
+            if visible
             else f"{self.folder} is not one folder for all processes: what process 0 writes can't be seen by others.\n"
             "Use a run_dir on a file system that all machines share."
         )
         if self._peers.first:
-            self._mark().unlink()
-        return missing
+            self._marker().unlink()
+        return reason
 
     def start(self) -> tuple[CheckpointReader, int] | None:
-        """Where this run starts from: whose checkpoints (this manager, or the reader of `load`) and which step.
+        """The start of this run: the checkpoints to read (this manager, or the reader of `load`) and the step.
 
-        None: from nothing, and only if no start was asked for and this folder never held a checkpoint. A run that
-        goes on from a step of this manager calls `go_back` before it saves. Raises UserError if what was asked for
-        is not there or not whole.
+        None: start from scratch, if no checkpoint was asked for and this folder never had one. A run that resumes
+        from a step of this manager calls `go_back` before it saves. Raises UserError if the requested checkpoint is
+        missing or damaged.
         """
         own = self._peers.share(bool(self.steps() or folder.damaged_in(self.folder)))
         if self.cfg.load is not None and not own:
@@ -159,29 +159,29 @@ class CheckpointManager(CheckpointReader):
         return None if step is None else (self, step)
 
     def go_back(self, step: int) -> None:
-        """Set aside the steps after `step`, or a restart of this run would jump to a future it has left.
+        """Sets aside the steps after `step`; otherwise a restart of this run would resume from one of them.
 
-        To be called once the run is sure to go on from `step`: until then nothing in the folder changes.
+        Call it when the run is certain to resume from `step`; nothing in the folder changes before.
         """
         later = self._peers.share([number for number in self.steps() if number > step])
         if self._peers.first:
             for number in later:
-                kept = folder.set_aside(self.folder, number, "abandoned")
-                say(f"going back to step {step}: the later checkpoint is kept aside as {kept}")
+                path = folder.set_aside(self.folder, number, "abandoned")
+                say(f"going back to step {step}: the later checkpoint is kept as {path}")
         self._peers.agree()
 
     def due(self, step: int, total: int) -> bool:
-        """Whether the policy wants a checkpoint after `step` of `total` steps."""
+        """Whether to save a checkpoint after `step` of `total` steps."""
         regular = self.cfg.every is not None and step > 0 and step % self.cfg.every == 0
         return regular or (self.cfg.at_end and step == total)
 
     def save(self, step: int, state: Tree, meta: Mapping[str, Any] | None = None) -> None:
-        """Saves jax.Arrays on any layout and what else a resume needs (meta: anything JSON can say, no NaN).
+        """Saves jax.Arrays with any layout, and metadata (JSON-serialisable, no NaN).
 
-        Returns when the arrays were copied to host memory (they may be donated then), or, with asynchronous=False,
-        when the step is committed. Waits for an earlier save first. A step that is committed already is not
-        written again. Called by all processes. Raises CheckpointError if this or an earlier save failed, TypeError
-        or ValueError if the state or meta can't be saved at all.
+        Waits for an earlier save first. Returns when the arrays are copied to host memory, after which they may be
+        donated; with asynchronous=False, when the step is committed. A committed step is not written again. Called
+        by all processes. Raises CheckpointError if this or an earlier save failed, TypeError or ValueError if the
+        state or the metadata can't be saved.
         """
         started = time.monotonic()
         self.wait()
@@ -193,16 +193,16 @@ class CheckpointManager(CheckpointReader):
         path = self.folder / f"{folder.step_name(step)}.{self._peers.token}{self._saves:04x}.saving"
         save = _Save(step, path, text, self._peers.among(f"save{self._saves}"), started)
         try:
-            self._together(save, lambda: save.path.mkdir() if save.peers.first else None)
+            self._on_all(save, lambda: save.path.mkdir() if save.peers.first else None)
         except CheckpointError as error:
             raise self._failed(save, error) from error
         try:
             save.response = arrays.start_writing(save.path / ARRAYS, named)
         except Exception as error:
-            # The others may have started well: the thread tells them, then `wait` raises this here.
+            # Other processes may have succeeded: the thread informs them, then `wait` raises the error here.
             save.early_error = error
         save.blocking_seconds = time.monotonic() - started
-        # Not a daemon: a program that ends without `close` still gets its last checkpoint.
+        # Not a daemon: a program that ends without `close` still completes its last checkpoint.
         save.thread = threading.Thread(target=self._finish, args=(save,), name=f"megajax checkpoint {step}")
         self._current = save
         save.thread.start()
@@ -214,8 +214,8 @@ class CheckpointManager(CheckpointReader):
             shutil.rmtree(save.path, ignore_errors=True)
         return CheckpointError(f"checkpoint step {save.step} not saved: {error} ({self.folder})")
 
-    def _together[T](self, save: _Save, work: Callable[[], T]) -> T:
-        """Does this process's part, then waits for all. Raises CheckpointError, everywhere, if any part failed."""
+    def _on_all[T](self, save: _Save, work: Callable[[], T]) -> T:
+        """Does this process's part, then waits for all. Raises CheckpointError on all processes if any part failed."""
         try:
             result = work()
         except Exception as error:
@@ -228,11 +228,11 @@ class CheckpointManager(CheckpointReader):
         return result
 
     def _finish(self, save: _Save) -> None:
-        """The background half of a save; runs in a thread of its own on every process."""
+        """The background part of a save; runs in a thread on every process."""
         try:
-            self._together(save, lambda: self._wait_for_arrays(save))
-            self._together(save, lambda: self._write_part(save))
-            size = self._together(save, lambda: self._commit(save) if save.peers.first else 0)
+            self._on_all(save, lambda: self._wait_for_arrays(save))
+            self._on_all(save, lambda: self._write_part(save))
+            size = self._on_all(save, lambda: self._commit(save) if save.peers.first else 0)
         except Exception as error:
             save.error = self._failed(save, error)
             save.error.__cause__ = error
@@ -243,21 +243,21 @@ class CheckpointManager(CheckpointReader):
         self._reports.append(SaveReport(save.step, blocking, total, size))
 
     def _wait_for_arrays(self, save: _Save) -> None:
-        """Orbax keeps the healthy processes at a barrier for minutes when one failed; this one asks the others."""
+        """Waits for Orbax, whose barrier lasts minutes if another process failed: polls the others for failures."""
         if save.early_error is not None:
             raise save.early_error
         while True:
-            asked = time.monotonic()
+            began = time.monotonic()
             try:
                 return save.response.result(timeout=1.0)
             except TimeoutError:
-                if time.monotonic() - asked < 0.5:  # not our timeout but one that ended the writing
+                if time.monotonic() - began < 0.5:  # not this timeout but one that ended the writing
                     raise
             if (failure := save.peers.failure()) is not None:
                 raise CheckpointError(failure)
 
     def _write_part(self, save: _Save) -> None:
-        """What each process can say of its own files, so that no process hashes a whole large checkpoint."""
+        """Process 0: writes the metadata. Others: hash their own files, so that process 0 need not hash all."""
         if save.peers.first:
             integrity.write_durably(save.path / META, save.meta)
             return
@@ -267,7 +267,7 @@ class CheckpointManager(CheckpointReader):
         integrity.write_durably(save.path / f"manifest.{save.peers.index}.json", json.dumps(entries))
 
     def _commit(self, save: _Save) -> int:
-        """Process 0: gathers the others' entries, hashes the rest, writes the manifest, renames; the size in bytes."""
+        """Process 0: merges the others' entries, hashes the rest, writes the manifest, renames. Size in bytes."""
         entries: integrity.Entries = {}
         for index in range(1, save.peers.count):
             part = save.path / f"manifest.{index}.json"
@@ -280,12 +280,12 @@ class CheckpointManager(CheckpointReader):
         integrity.write_manifest(save.path, entries)
         save.path.rename(self.folder / folder.step_name(save.step))
         integrity.flush_to_disk(self.folder)
-        # Before the others are told, so that all see the same steps once the save is over.
+        # Before the other processes continue, so that all see the same steps after the save.
         self._delete_old(save.step)
         return sum(entry["bytes"] for entry in entries.values())
 
     def _delete_old(self, committed: int) -> None:
-        """Deletes what the policy no longer wants; only after `committed` was, so that a whole step always remains."""
+        """Deletes steps beyond keep_last; only after `committed` is, so that an intact step always remains."""
         if self.cfg.keep_last is None:
             return
         for step in self.steps()[: -self.cfg.keep_last]:
@@ -296,14 +296,14 @@ class CheckpointManager(CheckpointReader):
                     say(f"old checkpoint step {step} in {self.folder} was not deleted: {error.strerror}")
 
     def poll(self) -> list[SaveReport]:
-        """Saves that finished since the last call, without waiting. Raises CheckpointError if one failed."""
+        """The saves that finished since the last call, without waiting. Raises CheckpointError if one failed."""
         if self._current is not None and not self._current.running():
             self.wait()
         reports, self._reports = self._reports, []
         return reports
 
     def wait(self) -> None:
-        """Waits for the save on its way. Raises CheckpointError if it failed; its report is kept for `poll`."""
+        """Waits for the save in progress. Raises CheckpointError if it failed; `poll` returns its report."""
         if self._current is None:
             return
         self._current.join()
@@ -312,7 +312,7 @@ class CheckpointManager(CheckpointReader):
             raise save.error
 
     def close(self) -> None:
-        """Waits for the last save and lets go of the folder. Raises CheckpointError if the save failed."""
+        """Waits for the last save and releases the lock. Raises CheckpointError if the save failed."""
         try:
             self.wait()
         finally:
@@ -326,7 +326,7 @@ class CheckpointManager(CheckpointReader):
     def _refuse(self, step: int, reason: str) -> None:
         super()._refuse(step, reason)
         if self._peers.first:
-            say(f"it is kept aside as {folder.set_aside(self.folder, step, 'damaged')}")
+            say(f"it is kept as {folder.set_aside(self.folder, step, 'damaged')}")
         self._peers.agree()
 
     def __enter__(self) -> Self:
@@ -338,5 +338,5 @@ class CheckpointManager(CheckpointReader):
             return
         try:
             self.close()
-        except CheckpointError as failed:  # the error on its way matters more, but this one must not be lost
+        except CheckpointError as failed:  # the first error matters more, but this one must not be lost
             error.add_note(str(failed))

@@ -1,6 +1,6 @@
-"""How the processes of a run agree on a checkpoint: words through JAX's coordination service, never array collectives.
+"""Communication between processes about a checkpoint, through JAX's coordination service.
 
-A background thread must not start collectives on devices: their order against those of the training step would
+A background thread must not start collectives on devices: their order relative to those of the training step would
 differ between processes. The coordination service has no such order.
 """
 
@@ -14,21 +14,21 @@ import numpy as np
 from jax._src import distributed  # the key-value store of the coordination service has no public name
 from jax.experimental import multihost_utils
 
-PATIENCE_SECONDS = 1800
-"""How long a process waits for the others: longer than writing a share of the largest checkpoint takes."""
+TIMEOUT_SECONDS = 1800
+"""How long a process waits for the others: longer than writing its part of the largest checkpoint takes."""
 
 
 class Peers:
-    """All processes of the run; every method but `failure` and `fail` is called by all of them, in the same order."""
+    """All processes of the run. All of them call the methods in the same order, except `failure` and `fail`."""
 
     def __init__(self, token: str | None = None):
-        """token: a name that no other object in this run has; without one, process 0 draws it (a collective)."""
+        """token: a unique name in this run; None: process 0 draws one (a collective)."""
         state = distributed.global_state
         self.count = jax.process_count()
-        # Not jax.process_index(): Orbax names the files of a process by its number in the coordination service.
+        # Not jax.process_index(): Orbax names files by the process's index in the coordination service.
         self.index = state.process_id if self.count > 1 else 0
-        self._client: Any = state.client  # None with a single process; nothing uses it then
-        self._turns = 0
+        self._client: Any = state.client  # None, and unused, with a single process
+        self._rounds = 0
         if token is None:
             drawn = np.frombuffer(secrets.token_bytes(4), np.uint8)
             token = bytes(multihost_utils.broadcast_one_to_all(drawn) if self.count > 1 else drawn).hex()
@@ -39,7 +39,7 @@ class Peers:
         return self.index == 0
 
     def among(self, name: str) -> "Peers":
-        """The same processes with a name space of their own, for a thread of its own."""
+        """The same processes with a separate namespace, for another thread."""
         return Peers(f"{self.token}/{name}")
 
     def _key(self, name: str) -> str:
@@ -54,38 +54,38 @@ class Peers:
             raise
 
     def _signed(self, reason: str) -> str:
-        """Says whose reason it is, unless it was passed on from another process."""
+        """The reason with the index of its process, unless it has one already."""
         return reason if re.match(r"process \d+: ", reason) else f"process {self.index}: {reason}"
 
     def fail(self, reason: str) -> None:
-        """Lets the others know that this process failed, without waiting for them."""
+        """Reports a failure of this process to the others, without waiting for them."""
         if self.count > 1 and self.failure() is None:
             self._client.key_value_set(self._key("failure"), self._signed(reason), allow_overwrite=True)
 
     def failure(self) -> str | None:
-        """What a process said to `fail` in this name space, or None."""
-        if self.count == 1:
-            return None
-        return self._get(self._key("failure"))
+        """The failure that a process reported in this namespace, or None."""
+        return None if self.count == 1 else self._get(self._key("failure"))
 
     def agree(self, reason: str | None = None) -> str | None:
-        """Waits for all; the reason given by the process that has one (any of them, if several), else None."""
+        """Waits for all processes. Returns the reason that any of them gave, or None."""
         if self.count == 1:
             return reason
-        self._turns += 1
-        turn = self._key(f"turn{self._turns}")
+        key = self._next_key()
         if reason is not None:
-            self._client.key_value_set(f"{turn}/reason", self._signed(reason), allow_overwrite=True)
-        self._client.wait_at_barrier(f"{turn}/said", PATIENCE_SECONDS * 1000)
-        return self._get(f"{turn}/reason")
+            self._client.key_value_set(f"{key}/reason", self._signed(reason), allow_overwrite=True)
+        self._client.wait_at_barrier(f"{key}/said", TIMEOUT_SECONDS * 1000)
+        return self._get(f"{key}/reason")
 
     def share[T](self, value: T) -> T:
-        """Process 0's value (anything JSON can say) on all processes."""
+        """The value of process 0, JSON-serialisable, on all processes."""
         if self.count == 1:
             return value
-        self._turns += 1
-        key = self._key(f"turn{self._turns}/value")
+        key = f"{self._next_key()}/value"
         if self.first:
             self._client.key_value_set(key, json.dumps(value))
             return value
-        return json.loads(self._client.blocking_key_value_get(key, PATIENCE_SECONDS * 1000))
+        return json.loads(self._client.blocking_key_value_get(key, TIMEOUT_SECONDS * 1000))
+
+    def _next_key(self) -> str:
+        self._rounds += 1
+        return self._key(f"round{self._rounds}")

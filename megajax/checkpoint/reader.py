@@ -1,4 +1,4 @@
-"""Finding, verifying and restoring checkpoints: everything that changes nothing on disk."""
+"""Finding, verifying and restoring checkpoints: read-only operations."""
 
 import json
 import sys
@@ -16,14 +16,14 @@ type Meta = dict[str, Any]
 
 
 def say(line: str) -> None:
-    """One line for the person at the terminal, on stderr."""
+    """Prints a line for the user, on stderr."""
     print(f"megajax: {line}", file=sys.stderr, flush=True)
 
 
 class CheckpointReader:
     """Finds, verifies and restores the steps of a checkpoints folder without changing anything in it.
 
-    With several processes all of them make one and call the same methods in the same order.
+    With several processes, each creates a reader, and all call the same methods in the same order.
     """
 
     def __init__(self, path: Path | str, *, peers: Peers | None = None):
@@ -33,17 +33,17 @@ class CheckpointReader:
         self._refused: set[int] = set()
 
     def steps(self) -> list[int]:
-        """Numbers of the committed steps, ascending; those found damaged are left out."""
+        """Numbers of the committed steps, ascending, without those that failed verification."""
         return [step for step in folder.steps_in(self.folder) if step not in self._refused]
 
     def newest(self) -> int | None:
-        """The committed step with the highest number, by name only; see `newest_whole`."""
+        """The committed step with the highest number, unverified; see `newest_whole`."""
         return max(self.steps(), default=None)
 
     def newest_whole(self) -> int | None:
-        """The newest step that passes verification; each newer one is named on stderr with what is wrong with it.
+        """The newest step that passes verification; newer ones are reported on stderr with their faults.
 
-        None only if there never was a checkpoint here. Raises UserError if there were some and none is whole.
+        None if there never was a checkpoint here. Raises UserError if there were some and all are damaged.
         """
         steps, damaged = self._peers.share((self.steps(), folder.damaged_in(self.folder)))
         for step in reversed(steps):
@@ -61,9 +61,9 @@ class CheckpointReader:
         return None
 
     def meta(self, step: int) -> Meta:
-        """What was saved beside the arrays, as it was given to `save`; verified, but without reading arrays.
+        """The metadata given to `save`; verified, without reading arrays.
 
-        Raises UserError if there is no such step or its meta.json is damaged.
+        Raises UserError if the step does not exist or its meta.json is damaged.
         """
         path = self._existing(step)
         try:
@@ -73,18 +73,18 @@ class CheckpointReader:
             raise UserError(f"checkpoint step {step} in {self.folder} is damaged: {error}") from error
 
     def restore(self, step: int, like: Tree, *, cast: bool = False, partial: bool = False) -> tuple[Tree, Meta]:
-        """Reads a step onto the layout of `like`, bit for bit, and what was saved beside it.
+        """The arrays of a step with the layout of `like`, and its metadata.
 
-        like: tree of jax.ShapeDtypeStruct with shardings, of any mesh and any number of processes.
-        cast: floating-point arrays may be read in another floating-point dtype. partial: `like` may ask for a part.
-        Raises UserError if the step is missing or damaged (only `newest_whole` falls back to another step), or if
-        names, shapes or dtypes differ (with a table).
+        like: tree of jax.ShapeDtypeStruct with shardings, on any mesh and any number of processes.
+        cast, partial: see `arrays.read`.
+        Raises UserError if the step is missing or damaged, or if names, shapes or dtypes differ. Only `newest_whole`
+        falls back to another step.
         """
         path = self.demand(step)
         return arrays.read(path / ARRAYS, like, cast=cast, partial=partial), self.meta(step)
 
     def demand(self, step: int) -> Path:
-        """Path of a step that is there and whole. Raises UserError if it is not, whatever other steps there are."""
+        """Path of a step. Raises UserError if it is missing or damaged, even if there are other steps."""
         path = self._existing(step)
         reason = self._fault(step)
         if reason is not None:
@@ -97,12 +97,12 @@ class CheckpointReader:
     def _existing(self, step: int) -> Path:
         path = self.folder / folder.step_name(step)
         if not path.is_dir():
-            there = ", ".join(map(str, self.steps())) or "none"
-            raise UserError(f"there is no checkpoint of step {step} in {self.folder}.\nCommitted steps: {there}.")
+            committed = ", ".join(map(str, self.steps())) or "none"
+            raise UserError(f"there is no checkpoint of step {step} in {self.folder}.\nCommitted steps: {committed}.")
         return path
 
     def _fault(self, step: int) -> str | None:
-        """What is wrong with a step; the processes share the hashing and all get the same answer."""
+        """Why a step is damaged, or None. The processes divide the hashing, and all get the same result."""
         if step in self._verified:
             return None
         path, reason = self.folder / folder.step_name(step), None
@@ -125,9 +125,9 @@ class CheckpointReader:
 
 
 def open_checkpoints(path: Path | str) -> tuple[CheckpointReader, int | None]:
-    """A reader for a run folder, a checkpoints folder or one step in it, and the step if it was one.
+    """A reader for a run folder, a checkpoints folder or one step in it; and the step, if the path is one.
 
-    Raises UserError if nothing is there.
+    Raises UserError if the path does not exist.
     """
-    found, step = folder.locate(path)
-    return CheckpointReader(found), step
+    checkpoints, step = folder.locate(path)
+    return CheckpointReader(checkpoints), step

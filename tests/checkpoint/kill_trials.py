@@ -28,10 +28,10 @@ def state_of(step: int) -> dict:
 
 def attempt(folder: Path, asynchronous: bool, ready: int) -> None:
     with CheckpointConfig(keep_last=2, asynchronous=asynchronous).build(folder) as manager:
-        found = manager.start()
+        actual = manager.start()
         step = 0
-        if found is not None:
-            source, step = found
+        if actual is not None:
+            source, step = actual
             state, meta = source.restore(step, jax.eval_shape(lambda: state_of(0)))
             assert meta == {"step": step}
             for name, wanted in state_of(step).items():

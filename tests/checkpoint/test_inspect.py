@@ -89,15 +89,15 @@ def largest(step: Path) -> Path:
 
 
 def test_a_step_is_described(written, capsys):
-    found = as_json(capsys, written)
-    assert [(each["step"], each["state"], each["verified"]) for each in found["steps"]] == [
+    actual = as_json(capsys, written)
+    assert [(each["step"], each["state"], each["verified"]) for each in actual["steps"]] == [
         (1, "whole", False),
         (2, "whole", False),
     ]
-    assert found["step"] == 2 and found["counters"] == {"consumed_samples": 40, "loss_scale": "inf"}
-    assert (found["consumed_tokens"], found["seed"], found["versions"]) == (40 * 128, 7, {"jax": "0.0"})
-    assert (found["processes"], found["mesh"], found["rows"]) == (1, {"data": 2, "tensor": 4}, [0, 2, 1, -1])
-    arrays = {array.pop("name"): array for array in found["arrays"]}
+    assert actual["step"] == 2 and actual["counters"] == {"consumed_samples": 40, "loss_scale": "inf"}
+    assert (actual["consumed_tokens"], actual["seed"], actual["versions"]) == (40 * 128, 7, {"jax": "0.0"})
+    assert (actual["processes"], actual["mesh"], actual["rows"]) == (1, {"data": 2, "tensor": 4}, [0, 2, 1, -1])
+    arrays = {array.pop("name"): array for array in actual["arrays"]}
     # Arrays without elements are not stored.
     assert sorted(arrays) == [
         *("consumed_samples", "loss_scale", "optimizer.first_moment.stack.w", "params.stack.w", "params.w")
@@ -112,7 +112,7 @@ def test_a_step_is_described(written, capsys):
         *("bfloat16", 10),
         None,
     )
-    assert found["groups"] == {
+    assert actual["groups"] == {
         "counters": {"arrays": 2, "elements": 2, "bytes": 8},
         "optimizer": {"arrays": 1, "elements": 2048, "bytes": 8192},
         "params": {"arrays": 2, "elements": 2053, "bytes": 8202},
@@ -144,29 +144,18 @@ def test_a_step_without_a_config_is_described_as_well(tmp_path, capsys):
     assert "w     4      float32" in text and "axes" not in text and "seed" not in text
 
 
-@pytest.mark.parametrize("limit", [stored_arrays.PIECE_BYTES, 100, 0], ids=["by chunks", "by bytes", "one by one"])
-def test_statistics_of_an_array_in_pieces(written, capsys, monkeypatch, limit):
-    monkeypatch.setattr(stored_arrays, "PIECE_BYTES", max(limit, 4))
+def test_statistics_of_an_array_in_blocks(written, capsys, monkeypatch):
     monkeypatch.setattr(stored_arrays, "BLOCK", 37)
-    found = as_json(capsys, written, "--array=params.stack.w")["array"]
+    actual = as_json(capsys, written, "--array=params.stack.w")["array"]
     exact = VALUES.astype(np.float64)
-    assert (found["count"], found["nonfinite"]) == (2048, 0)
-    assert (found["min"], found["max"]) == (exact.min(), exact.max())
-    np.testing.assert_allclose([found["mean"], found["rms"]], [exact.mean(), np.sqrt((exact**2).mean())], rtol=1e-12)
+    assert (actual["count"], actual["nonfinite"]) == (2048, 0)
+    assert (actual["min"], actual["max"]) == (exact.min(), exact.max())
+    np.testing.assert_allclose([actual["mean"], actual["rms"]], [exact.mean(), np.sqrt((exact**2).mean())], rtol=1e-12)
 
     holed = as_json(capsys, written, "--array=params.w")["array"]
     assert (holed["dtype"], holed["count"], holed["nonfinite"]) == ("bfloat16", 5, 2)
     assert (holed["min"], holed["max"], holed["mean"]) == (-3.0, 1.5, -0.5)
     np.testing.assert_allclose(holed["rms"], np.sqrt((1.5**2 + 3**2) / 3))
-
-
-def test_no_more_than_a_piece_is_read_at_a_time(written, monkeypatch):
-    monkeypatch.setattr(stored_arrays, "PIECE_BYTES", 256)
-    source = inspection.describe(written / "checkpoints", 2).source
-    pieces = list(source._pieces_of("params.stack.w"))
-    assert {piece.nbytes for piece in pieces} == {256} and len(pieces) == 8192 // 256
-    whole = np.concatenate([VALUES[:, 4 * part : 4 * part + 4].ravel() for part in range(8)])
-    np.testing.assert_array_equal(np.concatenate(pieces), whole)
 
 
 def test_an_array_of_nothing_finite(tmp_path, capsys):
@@ -183,13 +172,13 @@ def test_verify_names_the_file_and_both_values(run, capsys):
     path = largest(run / "checkpoints/00000002")
     wanted = hashlib.sha256(path.read_bytes()).hexdigest()
     flip(path)
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    actual = hashlib.sha256(path.read_bytes()).hexdigest()
     name = path.relative_to(run / "checkpoints/00000002").as_posix()
     assert tool.main([str(run), "--verify"]) == 2
     text = capsys.readouterr().out
-    assert f"{name}: sha256 {found}, the manifest says {wanted}" in text
+    assert f"{name}: sha256 {actual}, the manifest says {wanted}" in text
     assert "\nstep 1\n" in text  # the newest whole one
-    with pytest.raises(UserError, match=f"step 2 .* is damaged:\n  {name}: sha256 {found}") as caught:
+    with pytest.raises(UserError, match=f"step 2 .* is damaged:\n  {name}: sha256 {actual}") as caught:
         tool.main([str(run), "--verify", "--step=2"])
     assert "Whole steps: 1" in str(caught.value)
     # The contents of the other step are not read then.
@@ -200,9 +189,9 @@ def test_a_wrong_size_shows_without_verify(run, capsys):
     path = largest(run / "checkpoints/00000002")
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-5])
-    found = as_json(capsys, run)
-    assert found["step"] == 1 and found["steps"][1]["state"] == "damaged"
-    assert found["steps"][1]["faults"][0].endswith(f"{size - 5} bytes, the manifest says {size}")
+    actual = as_json(capsys, run)
+    assert actual["step"] == 1 and actual["steps"][1]["state"] == "damaged"
+    assert actual["steps"][1]["faults"][0].endswith(f"{size - 5} bytes, the manifest says {size}")
     path.unlink()
     assert as_json(capsys, run)["steps"][1]["faults"][0].endswith("No such file or directory")
 
@@ -236,10 +225,10 @@ def test_what_lies_beside_the_steps_is_named(run, capsys):
     (steps / "00000003.5f0c9a1e0002.saving").mkdir()
     (steps / "00000003.5f0c9a1e0002.saving/part").write_bytes(b"12345")
     (steps / "00000001").rename(steps / "00000001.damaged2")
-    found = {each["name"]: each for each in as_json(capsys, run)["steps"]}
-    assert found["00000003.5f0c9a1e0002.saving"]["state"].startswith("being written")
-    assert found["00000003.5f0c9a1e0002.saving"]["bytes"] == 5
-    assert found["00000001.damaged2"]["state"] == "damaged, set aside"
+    actual = {each["name"]: each for each in as_json(capsys, run)["steps"]}
+    assert actual["00000003.5f0c9a1e0002.saving"]["state"].startswith("being written")
+    assert actual["00000003.5f0c9a1e0002.saving"]["bytes"] == 5
+    assert actual["00000001.damaged2"]["state"] == "damaged, set aside"
     with pytest.raises(UserError, match=r"no checkpoint of step 1 .*\nWhole steps: 2"):
         tool.main([str(run), "--step=1"])
 

@@ -143,8 +143,8 @@ def test_start_from_another_run_and_then_from_its_own(tmp_path):
         save_all(manager, [1, 2])
     for load, step, expected in (("a", None, 2), ("a", 1, 1), ("a/checkpoints/00000001", None, 1)):
         with CheckpointConfig(load=tmp_path / load, step=step).build(tmp_path / "b") as manager:
-            source, found = manager.start()
-            assert source is not manager and found == expected and source.meta(found) == {"step": expected}
+            source, actual = manager.start()
+            assert source is not manager and actual == expected and source.meta(actual) == {"step": expected}
     with CheckpointConfig(load=tmp_path / "a", step=1).build(tmp_path / "b") as manager:
         save_all(manager, [5])
         assert manager.start() == (manager, 5)
@@ -191,7 +191,7 @@ def test_the_folder_of_a_running_writer_is_left_alone(tmp_path, monkeypatch):
         "import sys; from megajax.checkpoint.config import CheckpointConfig\n"
         "manager = CheckpointConfig().build(sys.argv[1]); print('ready', flush=True); sys.stdin.read()"
     )
-    monkeypatch.setattr("megajax.checkpoint.folder.LOCK_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr("megajax.checkpoint.folder.LOCK_TIMEOUT_SECONDS", 0.3)
     holder = subprocess.Popen(
         [sys.executable, "-c", script, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -49,5 +49,5 @@ def test_two_processes_save_fail_fall_back_and_one_process_reads_it(tmp_path):
         "w": (64, 32),
         "r": (3,),
     }
-    found = described.source.statistics("w")
-    assert (found.count, found.min, found.max) == (values.size, values.min(), values.max())
+    actual = described.source.statistics("w")
+    assert (actual.count, actual.min, actual.max) == (values.size, values.min(), values.max())

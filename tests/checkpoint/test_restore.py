@@ -193,8 +193,8 @@ def test_checkpoints_are_found_by_run_folder_checkpoints_folder_and_step(tmp_pat
     folder = tmp_path / "checkpoints"
     saved(folder, {"x": jnp.ones(1)}, step=40)
     for path, step in ((tmp_path, None), (folder, None), (folder / "00000040", 40)):
-        reader, found = open_checkpoints(path)
-        assert found == step and reader.newest_whole() == 40
+        reader, actual = open_checkpoints(path)
+        assert actual == step and reader.newest_whole() == 40
     with pytest.raises(UserError, match="does not exist"):
         open_checkpoints(tmp_path / "typo")
 

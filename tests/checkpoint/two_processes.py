@@ -106,5 +106,5 @@ def main() -> None:
 if __name__ == "__main__":
     import megajax.checkpoint.manager as manager_module
 
-    manager_module.COMMON_FOLDER_PATIENCE_SECONDS = 1.0
+    manager_module.SHARED_FOLDER_TIMEOUT_SECONDS = 1.0
     main()

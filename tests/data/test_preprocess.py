@@ -56,12 +56,12 @@ def read(prefix: Path | str) -> list[list[list[int]]]:
 
 def texts(prefix: Path | str) -> list[str | None]:
     """Text of each document written with the byte tokenizer; None for an empty one; its end must be marked."""
-    found = []
+    actual = []
     for document in read(prefix):
         assert len(document) <= 1
         assert not document or document[0][-1] == EOD
-        found.append(bytes(document[0][:-1]).decode() if document else None)
-    return found
+        actual.append(bytes(document[0][:-1]).decode() if document else None)
+    return actual
 
 
 def content(prefix: Path | str) -> tuple[bytes, bytes]:
@@ -162,8 +162,8 @@ def one_worker(mixed, tmp_path_factory) -> tuple[bytes, bytes]:
 def test_mixed_inputs_are_read_in_order(mixed, tmp_path, one_worker):
     records = [json.loads(line)["text"] or None for line in mixed[0].read_text().splitlines()]
     whole = mixed[2].read_text()
-    found = texts(preprocess(job(tmp_path, *mixed)).prefixes[0])
-    assert found == [*records, *records, whole, whole + "more", None]
+    actual = texts(preprocess(job(tmp_path, *mixed)).prefixes[0])
+    assert actual == [*records, *records, whole, whole + "more", None]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])

@@ -67,9 +67,9 @@ def interrupt(run_dir: Path, number: int) -> int:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     folder = tmp_path_factory.mktemp("undisturbed")
     finish(folder)
-    found = losses(folder)
-    assert sorted(found) == list(range(1, STEPS + 1))
-    return found
+    actual = losses(folder)
+    assert sorted(actual) == list(range(1, STEPS + 1))
+    return actual
 
 
 @pytest.mark.parametrize(

@@ -59,9 +59,9 @@ def test_axes_that_are_manual_already_are_dropped():
         local, mesh=mesh, axis_names={"data"}, in_specs=P("data"), out_specs=P("data"), check_vma=False
     )
     with jax.set_mesh(mesh):
-        found = jax.jit(mapped)(X)
+        actual = jax.jit(mapped)(X)
     # Each device of the island has half the rows and half the sequence.
-    np.testing.assert_array_equal(found, X * (2 * 3 * 8))
+    np.testing.assert_array_equal(actual, X * (2 * 3 * 8))
 
 
 def test_gathering_and_reducing_undo_each_other():

@@ -19,7 +19,7 @@ GPUS = Installation(8, (550, 54), {"jax": "0.12.0.1", "jaxlib": "0.12.0.1"}, fro
 
 
 @pytest.fixture
-def found(monkeypatch) -> list[object]:
+def actual(monkeypatch) -> list[object]:
     """What jax.devices gives; an error is raised. No platform is asked for."""
     answers: list[object] = []
 
@@ -34,13 +34,13 @@ def found(monkeypatch) -> list[object]:
     return answers
 
 
-def test_gpus_are_taken_without_a_word(found, recwarn):
-    found.append(SimpleNamespace(platform="gpu"))
-    assert find_devices() == found and not recwarn
+def test_gpus_are_taken_without_a_word(actual, recwarn):
+    actual.append(SimpleNamespace(platform="gpu"))
+    assert find_devices() == actual and not recwarn
 
 
-def test_falling_back_on_the_cpu_of_a_machine_with_gpus_is_warned_of(found, monkeypatch, recwarn):
-    found.append(SimpleNamespace(platform="cpu"))
+def test_falling_back_on_the_cpu_of_a_machine_with_gpus_is_warned_of(actual, monkeypatch, recwarn):
+    actual.append(SimpleNamespace(platform="cpu"))
     with pytest.warns(UserWarning, match="(?s)training on the CPU: 8 NVIDIA GPUs found, but no CUDA plugin"):
         find_devices()
     recwarn.clear()
@@ -55,8 +55,8 @@ def test_falling_back_on_the_cpu_of_a_machine_with_gpus_is_warned_of(found, monk
 @pytest.mark.parametrize(
     ("there", "says"), [(GPUS, "8 NVIDIA GPUs found"), (Installation(0, None, {}, frozenset()), "extra cuda12")]
 )
-def test_gpus_that_are_not_found_are_an_error_with_the_remedy(found, there, says, monkeypatch):
-    found.append(RuntimeError("no CUDA-capable device"))
+def test_gpus_that_are_not_found_are_an_error_with_the_remedy(actual, there, says, monkeypatch):
+    actual.append(RuntimeError("no CUDA-capable device"))
     monkeypatch.setattr(mesh, "look", lambda: there)
     with pytest.raises(UserError, match="jax finds no default devices: no CUDA-capable device") as refused:
         find_devices()

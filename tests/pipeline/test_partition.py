@@ -69,10 +69,10 @@ def test_a_layer_starts_with_the_same_weights_wherever_it_is():
     order = np.array(cut.partition.order())
     assert order.tolist() == [0, -1, -1, -1, 1, 2, 3, 4]
     paths = [f"stack.blocks.{block}.{name}" for block in (0, 1) for name in ("mixer.query", "mixer_norm.gain")]
-    expected, found = (initial_values({path: made.declared[path] for path in paths}, 3) for made in (alone, cut))
+    expected, actual = (initial_values({path: made.declared[path] for path in paths}, 3) for made in (alone, cut))
     assert cut.declared[paths[2]].layers == (1, -1, -1, -1, 3, 5, 7, 9)
     for path in paths:
-        rows = np.asarray(found[path])
+        rows = np.asarray(actual[path])
         assert not rows[order < 0].any()
         np.testing.assert_allclose(rows[order >= 0], expected[path], rtol=1e-6)
         assert np.asarray(expected[path]).any()

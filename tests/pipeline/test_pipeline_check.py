@@ -27,14 +27,14 @@ def line(schedule: Schedule, name: str, tick: int, value: int) -> Schedule:
 
 
 def ticks_of(schedule: Schedule) -> dict[str, np.ndarray]:
-    found = {}
+    actual = {}
     for kind in ("forward", "input_gradient", "weight_gradient"):
         work = getattr(schedule, kind)
         when = np.zeros((schedule.microbatches, schedule.chunks, schedule.stages), int)
         for tick, stage in np.argwhere(work.microbatch >= 0):
             when[work.microbatch[tick, stage], work.chunk[tick, stage], stage] = tick
-        found[kind] = when
-    return found
+        actual[kind] = when
+    return actual
 
 
 def moved(schedule: Schedule, **by: np.ndarray) -> Schedule:
@@ -200,7 +200,7 @@ MUTATIONS: list[tuple[str, Callable[[], Schedule]]] = [
 @pytest.mark.parametrize(("rule", "mutation"), MUTATIONS, ids=[make.__name__ for _, make in MUTATIONS])
 def test_a_broken_table_is_refused_by_its_rule(rule: str, mutation: Callable[[], Schedule]) -> None:
     broken = mutation()
-    assert rule in {found.rule for found in violations(broken)}
+    assert rule in {actual.rule for actual in violations(broken)}
     with pytest.raises(InvalidSchedule, match=f"{rule}: "):
         check(broken)
 
@@ -208,7 +208,7 @@ def test_a_broken_table_is_refused_by_its_rule(rule: str, mutation: Callable[[],
 @pytest.mark.parametrize("rule", ["idle_forward_on_a_taken_slot", "backwards_a_tick_later_than_need_be"])
 def test_a_subtle_fault_breaks_its_rule_alone(rule: str) -> None:
     wanted, make = next(entry for entry in MUTATIONS if entry[1].__name__ == rule)
-    assert {found.rule for found in violations(make())} == {wanted}
+    assert {actual.rule for actual in violations(make())} == {wanted}
 
 
 @pytest.mark.parametrize(

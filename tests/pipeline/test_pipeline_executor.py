@@ -106,10 +106,10 @@ def test_chunks_too_many_for_loops_of_their_own_share_one(monkeypatch: pytest.Mo
 def test_what_is_done_in_some_ticks_says_in_how_many() -> None:
     """The names that plans read: see planning.hlo."""
     schedule = build("interleaved", stages=2, microbatches=4, chunks=2, loss_wait=1)
-    found = segments(schedule)
+    actual = segments(schedule)
     for chunk in range(2):
-        told = [re.fullmatch(r"runs_(\d+)_of_(\d+)", one.runs(schedule.input_gradient, chunk)) for one in found]
-        ticks = [one.stop - one.start for one in found]
+        told = [re.fullmatch(r"runs_(\d+)_of_(\d+)", one.runs(schedule.input_gradient, chunk)) for one in actual]
+        ticks = [one.stop - one.start for one in actual]
         shares = [int(each[1]) / int(each[2]) for each in told if each]
         assert sum(share * count for share, count in zip(shares, ticks, strict=True)) == pytest.approx(4)
     one_chunk = segments(build("1f1b", stages=4, microbatches=8, loss_wait=1))
@@ -142,8 +142,8 @@ def test_what_travels(parallel: ParallelConfig, microbatches: int) -> None:
     """Between stages single activations, between replicas nothing before the last microbatch is done."""
     made = program(distinct(), parallel, microbatches=microbatches)
     text = compiled_text(made)
-    found = read(text, made.mesh.shape).collectives
-    between = [one for one in found if "pipeline" in one.groups.axes]
+    actual = read(text, made.mesh.shape).collectives
+    between = [one for one in actual if "pipeline" in one.groups.axes]
     activation = ROWS // (microbatches * parallel.data) * LENGTH * made.cfg.model.hidden * 4
     assert {one.kind for one in between} == {"collective-permute", "all-reduce"}
     assert max(one.bytes // one.arrays for one in between) <= activation
@@ -153,7 +153,7 @@ def test_what_travels(parallel: ParallelConfig, microbatches: int) -> None:
         if one.kind == "collective-permute" and one.place.path:
             permutes[one.place.path] += one.arrays
     assert max(permutes.values()) == 2
-    between_replicas = [one for one in found if "data" in one.groups.axes]
+    between_replicas = [one for one in actual if "data" in one.groups.axes]
     assert between_replicas
     assert not [one for one in between_replicas if one.place.path]
 
@@ -170,14 +170,14 @@ def test_no_gradients_of_all_stages_or_microbatches_are_stacked() -> None:
 def stacks(text: str, made: Program, *, more_than: int) -> list[str]:
     """Shapes of arrays in a compiled program that hold a layer's matrix, in any layout, for so many rows or more."""
     matrices = {tuple(sorted(spec.shape[1:])) for spec in made.declared.values() if spec.layers and len(spec.shape) > 2}
-    found = []
+    actual = []
     for shape in sorted(set(re.findall(r"\w\[([\d,]+)\]", text))):
         sizes = tuple(map(int, shape.split(",")))
         for matrix in matrices:
             behind = len(sizes) - len(matrix)
             if behind > 0 and tuple(sorted(sizes[behind:])) == matrix and prod(sizes[:behind]) > more_than:
-                found.append(shape)
-    return found
+                actual.append(shape)
+    return actual
 
 
 @pytest.mark.parametrize("parallel", [stages(2), ONE], ids=["pipeline", "accumulated"])
@@ -240,10 +240,10 @@ def test_what_a_vjp_saves_would_show_weights(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("wait", [0, 1])
 def test_segments_are_the_ticks_in_turn_with_losses_where_the_table_has_them(name: str, wait: int) -> None:
     schedule = build(name, stages=4, microbatches=8, chunks=2 if name == "interleaved" else 1, loss_wait=wait)
-    found = segments(schedule)
-    assert [one.start for one in found] == [0, *(one.stop for one in found[:-1])]
-    assert found[-1].stop == schedule.ticks
-    for one in found:
+    actual = segments(schedule)
+    assert [one.start for one in actual] == [0, *(one.stop for one in actual[:-1])]
+    assert actual[-1].stop == schedule.ticks
+    for one in actual:
         losses = schedule.head[one.start : one.stop] >= 0
         assert one.head == ("all" if losses.all() else "some" if losses.any() else "none")
         assert one.forward == (schedule.forward.microbatch[one.start : one.stop] >= 0).any()

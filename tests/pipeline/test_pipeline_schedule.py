@@ -201,8 +201,8 @@ def test_what_cannot_be_is_refused_with_the_remedy(
     name: str, sizes: tuple[int, int, int], where: str, hint: str
 ) -> None:
     stages, microbatches, chunks = sizes
-    found = problems(name, stages=stages, microbatches=microbatches, chunks=chunks)
-    assert [(problem.where, problem.hint) for problem in found] == [(where, hint)]
+    actual = problems(name, stages=stages, microbatches=microbatches, chunks=chunks)
+    assert [(problem.where, problem.hint) for problem in actual] == [(where, hint)]
     with pytest.raises(ConfigError, match=where):
         build(name, stages=stages, microbatches=microbatches, chunks=chunks)
 
