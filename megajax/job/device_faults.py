@@ -14,7 +14,7 @@ import jax
 from megajax.config.errors import UserError
 from megajax.config.tree import override
 from megajax.job.device_memory import StepMemory, compiled_memory, size
-from megajax.mesh.installation import look
+from megajax.mesh.installation import find_installation
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.xla import memory_fraction
 from megajax.models.facts import facts_of
@@ -58,7 +58,7 @@ def device_fault(error: BaseException, cfg: RunConfig, folder: Path) -> DeviceFa
 
 def installation(text: str) -> str:
     """What is wrong with the installed GPU libraries, as far as can be seen."""
-    installed, devices = look(), _devices()
+    installed, devices = find_installation(), _devices()
     faults = installed.faults()
     for device in {device.device_kind: device for device in devices}.values():
         written = str(getattr(device, "compute_capability", ""))

@@ -1,1 +1,1 @@
-"""Where arrays live: the mesh and its axes, the tables from logical to mesh axes, and moving between layouts."""
+"""The device mesh, the rules from logical to mesh axes, layouts, and the start of multi-process runs."""

@@ -1,7 +1,7 @@
-"""Moving arrays between two layouts by hand, inside fully manual code.
+"""Explicit collectives between two layouts, for fully manual code.
 
-Bare all_gather or psum_scatter over a manual axis first gathers the dimensions left to the compiler, so everything here
-runs in an island (see Layout.island).
+A plain all_gather or psum_scatter over one manual axis first gathers the dimensions that the compiler shards.
+Therefore everything here runs in an island (see Layout.island).
 """
 
 from collections.abc import Sequence
@@ -32,39 +32,39 @@ def _by_dimension(moves: Moves) -> dict[int, tuple[str, ...]]:
 
 
 def gather_shards(x: Array, moves: Moves) -> Array:
-    """All-gather the named dimensions over the named mesh axes; transposes to the reduce-scatter."""
+    """All-gather of each dimension over its mesh axes; the transpose is a reduce-scatter."""
     for dimension, names in _by_dimension(moves).items():
         x = lax.all_gather(x, names, axis=dimension, tiled=True)
     return x
 
 
 def reduce_shards(x: Array, moves: Moves, also: Sequence[str] = ()) -> Array:
-    """Sum over the mesh axes of `moves`, each device keeping its shard, and over `also`, each keeping all of it."""
+    """Reduce-scatter over the mesh axes of `moves`, and all-reduce over `also`."""
     for dimension, names in _by_dimension(moves).items():
         x = lax.psum_scatter(x, names, scatter_dimension=dimension, tiled=True)
     return lax.psum(x, tuple(also)) if also else x
 
 
 def row_major(x: Array) -> Array:
-    """x, stored with its last dimension contiguous.
+    """x in row-major order.
 
-    A gather over the second dimension leaves that one outermost unless told otherwise, and a layer's row of a stack is
-    then spread over memory: every use of the row would copy it.
+    By default a gather over the second dimension makes that dimension the outermost one. A layer's row of a stack is
+    then not contiguous, and every use of the row copies it.
     """
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 def combined_over(x: Array, axes: Sequence[str], reduction: Reduction) -> Array:
-    """The maximum or the sum over the mesh axes, on all their devices."""
+    """All-reduce over the mesh axes, by maximum or sum."""
     return (lax.pmax if reduction == "max" else lax.psum)(x, tuple(axes))
 
 
 def replica_axes() -> tuple[str, ...]:
-    """Manual mesh axes with more than one device that work on different tokens."""
+    """Manual mesh axes of more than one device whose devices work on different tokens."""
     sizes = manual_axes()
     return tuple(axis for axis in SHARDS if sizes.get(axis, 1) > 1)
 
 
 def manual_replicas() -> tuple[str, ...]:
-    """Manual mesh axes with more than one device: a weight's gradient is a sum over those that do not cut it."""
+    """Manual mesh axes of more than one device. A weight's gradient is summed over those that do not shard it."""
     return tuple(axis for axis, size in manual_axes().items() if size > 1)

@@ -1,8 +1,8 @@
-"""Key-value heads of grouped-query attention where `tensor` has more devices than there are heads.
+"""Replication of key-value heads for tensor parallelism with more devices than heads.
 
-K heads, T devices of `tensor`, T a multiple of K. A weight has K heads at rest and in the optimizer, as on any other
-layout. During the step each device holds the head that its query heads use. Query heads are cut in order, so devices
-i T/K to (i + 1) T/K - 1 hold copies of head i. The copies' gradients are summed once a step.
+K heads, T devices of `tensor`, T a multiple of K. A weight has K heads at rest and in the optimizer, as with any other
+layout. During the step, each device has the head that its query heads use. Query heads are sharded in order, so devices
+i T/K to (i + 1) T/K - 1 have copies of head i. The gradients of the copies are summed once per step.
 """
 
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ COPIED = "kv_heads_copied"
 def copy_heads(layout: Layout, w: Array, axes: LogicalAxes) -> Array:
     """A weight with K heads, replicated over `tensor` -> T heads, one on each device; no communication.
 
-    Weights without the axis, or with their copies already, are returned as they are; so are all without a mesh.
+    Weights without the axis, or that are copied already, are returned unchanged; so are all without a mesh.
     """
     if COPIED not in axes:
         return w
@@ -35,9 +35,9 @@ def copy_heads(layout: Layout, w: Array, axes: LogicalAxes) -> Array:
 
 
 def sum_copies(layout: Layout, g: Array, axes: LogicalAxes, heads: int) -> Array:
-    """Gradient of a weight with copies of its heads, T heads -> of the weight with K heads, replicated.
+    """Gradient of a weight with T copied heads -> gradient of the weight with K heads, replicated.
 
-    One all-reduce over `tensor`, of the K heads. Gradients of weights without copies are returned as they are.
+    One all-reduce over `tensor`, of the K heads. Gradients of weights without copies are returned unchanged.
     """
     if COPIED not in axes:
         return g
@@ -54,7 +54,7 @@ def sum_copies(layout: Layout, g: Array, axes: LogicalAxes, heads: int) -> Array
 
 
 def _devices(layout: Layout) -> tuple[tuple[str, ...], int]:
-    """Mesh axes that key-value heads are cut over here, and their number of devices."""
+    """Free mesh axes of key-value heads, and their number of devices."""
     free, over, devices = free_axes(), layout.plan.compute.mesh_axes("kv_heads"), 1
     for axis in over:
         devices *= free.get(axis, 1)

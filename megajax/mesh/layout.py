@@ -1,7 +1,7 @@
-"""The one object layers use to say where arrays live: act, gather, dot, island, zeros.
+"""The object through which layers state the layout of arrays: act, gather, dot, island, zeros.
 
-It reads the surrounding mesh while tracing: axes that an enclosing shard_map made manual are dropped, and without a
-mesh everything is the identity. So the same layer runs by plain `jax.jit` in a notebook and inside the training step.
+It reads the surrounding mesh while tracing. Axes that an enclosing shard_map made manual are dropped, and without a
+mesh everything is the identity. So the same layer runs under plain `jax.jit` in a notebook and in the training step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,32 +24,32 @@ type AxesTree = LogicalAxes | Sequence[AxesTree] | Mapping[str, AxesTree]
 """Logical axes of one array, or of each array of a tuple or a mapping."""
 
 type Matmul = Callable[..., Array]
-"""A recipe: (einsum equation of an activation and a weight, the two) -> their product, in the activation's dtype.
+"""A matmul recipe: (einsum equation, activation, weight) -> their product, in the activation's dtype.
 
-Hashable. What the weight carries for it comes as keyword arguments, by the names that `Layout.beside` gives.
+Hashable. The auxiliary arrays of the weight are passed as keyword arguments, by the names of `Layout.beside`.
 """
 
 
 class Weight(Protocol):
-    """What `Layout.dot` multiplies by."""
+    """A weight that `Layout.dot` multiplies by."""
 
     def __getitem__(self, whole: EllipsisType) -> Array:
         """weight[...]: the array."""
         ...
 
     def carried(self) -> Mapping[str, Array]:
-        """What the recipe keeps beside the array, by name."""
+        """The auxiliary arrays that the recipe needs, by name."""
         ...
 
 
 def exact(equation: str, x: Array, w: Array, **carried: Array) -> Array:
-    """einsum in x's dtype, whatever the weight carries. The gradient of w is computed in w's dtype."""
+    """einsum in x's dtype; ignores auxiliary arrays. The gradient of w is computed in w's dtype."""
     del carried
     return _product(equation, x, w)
 
 
 def nothing(shape: tuple[int, ...], axes: LogicalAxes) -> Mapping[str, Observed]:
-    """What einsum keeps beside a weight."""
+    """The auxiliary arrays of a weight for einsum: none."""
     del shape, axes
     return {}
 
@@ -76,22 +76,22 @@ class Layout:
 
     plan: Plan
     matmul: Matmul = exact
-    """The recipe by which `dot` multiplies; precision.fp8 has another."""
+    """The recipe of `dot`; precision.fp8 has another."""
     beside: Callable[[tuple[int, ...], LogicalAxes], Mapping[str, Observed]] = nothing
-    """(shape, logical axes) of a weight that `dot` multiplies by -> what it carries for the recipe, by name."""
+    """(shape, logical axes) of a weight -> its auxiliary arrays for the recipe, by name."""
     fp8_layers: tuple[int, int] | None = None
-    """Numbers [first, end) of the layers that multiply by the recipe, the others with einsum; None: all."""
+    """Layers [first, end) that use the recipe; the others use einsum. None: all use it."""
     gathered: str | None = None
-    """Dtype in which `gather` sends weights; None: as they are."""
+    """Dtype in which `gather` communicates weights; None: unchanged."""
     reduced: str | None = None
-    """Dtype in which it sends their gradients back; None: as they are."""
+    """Dtype in which their gradients are communicated; None: unchanged."""
 
     def plain(self) -> "Layout":
-        """The same with einsum; weights carry what they did."""
+        """The same layout with einsum; the auxiliary arrays of weights stay."""
         return replace(self, matmul=exact, fp8_layers=None)
 
     def either(self, layer: Array, in_fp8: Callable[..., Array], plain: Callable[..., Array]) -> Callable[..., Array]:
-        """in_fp8 for the layers that `fp8_layers` says, plain for others; all devices of `tensor` agree on it."""
+        """in_fp8 for the layers in `fp8_layers`, plain for the others; the same on all devices of `tensor`."""
         return lambda *inputs: jax.lax.cond(self.in_fp8(layer), in_fp8, plain, *inputs)
 
     @overload
@@ -99,12 +99,12 @@ class Layout:
     @overload
     def in_fp8(self, layer: Array) -> Array: ...
     def in_fp8(self, layer: Array | int) -> Array | bool:
-        """Whether the layer of that number is one of `fp8_layers`."""
+        """Whether the layer is one of `fp8_layers`."""
         first, end = self.fp8_layers or (0, 2**31 - 1)
         return (layer >= first) & (layer < end)
 
     def act(self, x: Array, *axes: str | None) -> Array:
-        """Lay out an activation; one logical axis (or None) for each dimension of x."""
+        """Constrains the sharding of an activation; one logical axis (or None) for each dimension of x."""
         if len(axes) != x.ndim:
             raise ValueError(f"{len(axes)} logical axes {axes} for an array of shape {x.shape}")
         free = free_axes()
@@ -113,7 +113,7 @@ class Layout:
         return jax.lax.with_sharding_constraint(x, self.plan.compute.spec(axes, keep=tuple(free)))
 
     def gather(self, w: Array, axes: LogicalAxes) -> Array:
-        """A weight as it is laid out during the step -> as it is used; the transpose reduces its gradient back."""
+        """All-gathers a weight from its layout during the step; the transpose reduce-scatters its gradient."""
         in_step = self.plan.rules_in_step(("layer", *axes))
         moves = moved_axes(in_step, self.plan.compute, axes)
         if not moves:
@@ -123,12 +123,12 @@ class Layout:
         return self._gathered(w, moves, self.plan.axes_in_step(axes))
 
     def dot(self, equation: str, x: Array, w: Weight | Array, *out: str | None) -> Array:
-        """einsum of x and a weight by the recipe of this layout, by default in x's dtype; `out`: axes of the result.
+        """einsum of x and a weight with the recipe of this layout, by default in x's dtype; `out`: axes of the result.
 
-        w: a layers.param.Matrix, or a plain array, which carries nothing for the recipe.
+        w: a layers.param.Matrix, or a plain array, which has no auxiliary arrays.
 
-        Where the result goes to the residual stream, its cotangent is gathered along the sequence once, for both
-        matmuls of the backward pass; left alone, the compiler gathers it once for each.
+        If the result is added to the residual stream, its cotangent is gathered along the sequence once, for both
+        matmuls of the backward pass. By default, the compiler gathers it for each.
         """
         y = self.matmul(equation, x, w) if isinstance(w, Array) else self.matmul(equation, x, w[...], **w.carried())
         if "seq_residual" in out:
@@ -136,9 +136,9 @@ class Layout:
         return self.act(y, *out)
 
     def island(self, f: Callable, ins: Sequence[AxesTree], out: AxesTree) -> Callable:
-        """f with every remaining mesh axis manual: kernels and collectives run in islands.
+        """f in a shard_map over all axes that are not manual yet: kernels and collectives run in islands.
 
-        ins: for each argument the logical axes of its arrays; out: those of the result.
+        ins: for each argument, the logical axes of its arrays; out: those of the result.
         """
         free = tuple(free_axes())
         if not free:
@@ -151,14 +151,14 @@ class Layout:
             jax.tree.map(lambda axes: self.plan.compute.spec(axes, keep=free), tree, is_leaf=is_axes)
             for tree in (tuple(ins), out)
         ]
-        # check_vma=True is refused around differentiated islands (jax 0.11, 0.12): the vma of the outer manual axes is
-        # lost in the transpose. Gradients through psum are therefore written by hand, never left to autodiff.
+        # check_vma=True fails for differentiated islands (jax 0.11, 0.12): the transpose loses the vma of the outer
+        # manual axes. Gradients through psum are therefore written by hand and not left to autodiff.
         return jax.shard_map(f, axis_names=set(free), in_specs=specs[0], out_specs=specs[1], check_vma=False)
 
     def per_token(self, f: Callable, x: Array, *weights: Array) -> Array:
-        """f(x, *weights) for an f that works on each position of the residual stream x [B, S, D] alone.
+        """f(x, *weights) for an f that acts on each position of the residual stream x [B, S, D] separately.
 
-        weights: [D], or [copies, D] where there is a copy per device (see Plan.replicated_per_tensor_rank).
+        weights: [D], or [copies, D] with a copy per device (see Plan.replicated_per_tensor_rank).
         """
         if weights[0].ndim == 1:
             return f(x, *weights)
@@ -170,25 +170,25 @@ class Layout:
         return self.island(local, (residual, *[("copies", "embed")] * len(weights)), residual)(x, *weights)
 
     def add_bias(self, y: Array, bias: Array) -> Array:
-        """y [B, S, D] on the residual stream + bias [D] or [copies, D]."""
+        """y [B, S, D] in the residual stream + bias [D] or [copies, D]."""
         return self.per_token(lambda y, bias: y + bias[None, None], y, bias)
 
     def zeros(self, shape: Sequence[int], dtype: Any, *axes: str | None) -> Array:
-        """Zeros that are laid out from the start."""
+        """Zeros with this layout."""
         return self.act(jnp.zeros(shape, dtype), *axes)
 
     def summed(self, *names: str) -> tuple[str, ...]:
-        """Mesh axes of these logical axes that are free here: what an island must psum over for a full sum."""
+        """Free mesh axes of these logical axes: an island must psum over them for a full sum."""
         free = free_axes()
         return tuple(axis for name in names for axis in self.plan.compute.mesh_axes(name) if free.get(axis, 1) > 1)
 
     def around(self, *names: str) -> tuple[str, ...]:
-        """Mesh axes of these logical axes that are manual already where this is traced."""
+        """Manual mesh axes of these logical axes."""
         manual = manual_axes()
         return tuple(axis for name in names for axis in self.plan.compute.mesh_axes(name) if manual.get(axis, 1) > 1)
 
     def devices_around(self, *names: str) -> int:
-        """Number of devices along the axes that `around` has."""
+        """Number of devices along the axes of `around`."""
         return prod(manual_axes()[axis] for axis in self.around(*names))
 
     def _gathered(self, w: Array, moves: Moves, axes: LogicalAxes) -> Array:

@@ -1,10 +1,10 @@
-"""Observations: what layers see in a step and the training state learns from.
+"""Observations: values that layers compute in a step and that update the training state.
 
-A layer declares a leaf, as it declares a weight. In the forward pass the leaf holds what the state makes of earlier
-steps, and its cotangent is what the layer saw in this one. So observations pass through scan, recomputation and
-pipelines as the gradients of weights do. They differ in how several are combined, over microbatches and over devices:
-by the maximum (of values that are not negative) or by the sum. The reduction is the last part of their path
-(`query.amax.max`). The state keeps one array for each, which an updater replaces after every step.
+A layer declares an observation as a leaf, like a weight. In the forward pass, the leaf has a value derived from the
+state; its cotangent is the value observed in this step. Observations therefore pass through scan, recomputation and
+pipelines like the gradients of weights. Over microbatches and devices they are combined by the maximum (of values that
+are not negative) or by the sum. The reduction is the last part of their path (`query.amax.max`). The state has one
+array for each, which an updater replaces after every step.
 """
 
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ REDUCTIONS: tuple[Reduction, ...] = ("max", "sum")
 
 
 class Updater(Protocol):
-    """What becomes of an observation between steps. Hashable."""
+    """How an observation updates the state. Hashable."""
 
     def shape(self, seen: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the state's array for an observation of that shape; it begins as zeros."""
+        """Shape of the state's array for an observation of shape `seen`; its initial value is zeros."""
         ...
 
     def used(self, state: Array, scale: Array) -> Array:
-        """State -> what layers read. scale: what the loss is multiplied by, float32 []."""
+        """The value that layers read. scale: the loss scale, float32 []."""
         ...
 
     def updated(self, state: Array, seen: Array, scale: Array) -> Array:
-        """State after a step that saw `seen`; scale: as above."""
+        """The state after a step with the observation `seen`."""
         ...
 
 
@@ -52,7 +52,7 @@ class Latest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
-    """An observation as declared: shape and logical axes of the array that layers read, float32."""
+    """Declaration of an observation: shape and logical axes of the array that layers read, float32."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
@@ -62,10 +62,10 @@ class Observed:
 
 @jax.custom_vjp
 def observe(x: Array, leaf: Array, seen: Array) -> Array:
-    """x as it is; the cotangent of `leaf` is `seen`, which has its shape. Once per leaf and call of a layer.
+    """Returns x; makes `seen` the cotangent of `leaf`, which has the same shape. Once per leaf and call of a layer.
 
-    x must have a part in the loss. A `sum` counts the positions that are here: devices that work on other positions
-    count theirs, so `seen` must not be summed over mesh axes of the batch or the sequence already.
+    The loss must depend on x. For a `sum`, `seen` covers the positions of this device only; it must not be summed over
+    mesh axes of the batch or the sequence.
     """
     del leaf, seen
     return x
@@ -75,12 +75,12 @@ observe.defvjp(lambda x, leaf, seen: (x, seen.astype(leaf.dtype)), lambda seen, 
 
 
 def reduction_of(path: str) -> Reduction | None:
-    """How observations of that path are combined; None for the path of a weight."""
+    """Reduction of the observation with this path; None for a weight."""
     last = path.rpartition(".")[2]
     return next((reduction for reduction in REDUCTIONS if last == reduction), None)
 
 
 def accumulated(path: str, total: Array, new: Array) -> Array:
-    """A total with one more added, in the total's dtype; the maximum where observations have it, NaN if one is NaN."""
+    """total + new, or their maximum for a `max` observation, in the dtype of total; NaN if either is NaN."""
     new = new.astype(total.dtype)
     return jnp.maximum(total, new) if reduction_of(path) == "max" else total + new

@@ -1,9 +1,9 @@
-"""All processes of a run meet before jax connects them: whoever is missing, doubled or in the wrong run is named.
+"""A rendezvous of all processes of a run before jax connects them: names missing, duplicate and foreign processes.
 
-jax's own meeting point aborts every process without saying who is missing, lets two processes with one number replace
-each other, and shares its port with another run's. So process 0 first listens on the same port itself, each of the
-others tells it in a line of JSON who it is, and it answers all of them once it has heard from all. Then it closes the
-port, and jax takes it over.
+jax's own initialisation aborts every process without naming the missing ones, lets two processes with the same index
+replace each other, and accepts processes of another run on its port. So process 0 first listens on that port itself.
+Each other process sends a line of JSON about itself, and process 0 answers all of them when all have connected. Then
+it closes the port, and jax uses it.
 """
 
 import contextlib
@@ -18,25 +18,25 @@ from typing import Any
 from megajax.mesh.world import StartError, World, split_address
 
 MESSAGE_BYTES = 4096
-"""A longer line comes from somebody else."""
+"""Maximum length of a line; a longer one is not from a process of a run."""
 
 RETRY_SECONDS = 0.2
 LATE_SECONDS = 1.0
-"""How long process 0 goes on telling those who come late what went wrong."""
+"""How long process 0 keeps reporting the error to processes that connect late."""
 
 NAMED = 8
-"""Processes that a message names; the others are counted."""
+"""Maximum number of processes that a message names; the rest are counted."""
 
 type Hello = dict[str, Any]
 
 
 def meet(world: World, *, patience: float, settings: str = "") -> str:
-    """Wait until all processes are there. -> the address jax's service binds in process 0 ("" in the others).
+    """Waits until all processes have connected. -> the address that jax's service binds in process 0, "" in others.
 
-    patience: seconds for all of them to come.
-    settings: what must be the same for all, such as a digest of the config.
+    patience: timeout in seconds.
+    settings: a value that must be the same for all, such as a digest of the config.
 
-    Raises StartError, saying who is missing or what does not fit.
+    Raises StartError, which names missing processes or the mismatch.
     """
     deadline = time.monotonic() + patience
     hello = {
@@ -57,20 +57,20 @@ def meet(world: World, *, patience: float, settings: str = "") -> str:
 
 
 def _listen(world: World, deadline: float) -> socket.socket:
-    """The port of the coordinator, on its address alone."""
+    """A server socket on the coordinator's address and port."""
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or world.coordinator
     address = split_address(bind)
     if address is None:
         raise StartError(f"JAX_COORDINATOR_BIND_ADDRESS must be ADDRESS:PORT, it is {bind!r}", code=2)
     host, port = address
-    found = _resolve(host, port, deadline)
+    addresses = _resolve(host, port, deadline)
     loopback = host == "localhost" or host.startswith("127.") or host == "::1"
-    if not loopback and all(where[0].startswith("127.") or where[0] == "::1" for _, where in found):
-        # Many machines call themselves by a loopback address, at which the others would never find them.
-        found = [(socket.AF_INET, ("0.0.0.0", port))]
-    for place, (family, where) in enumerate(found, 1):
+    if not loopback and all(each[0].startswith("127.") or each[0] == "::1" for _, each in addresses):
+        # Many machines resolve their own name to a loopback address, which other machines can't reach.
+        addresses = [(socket.AF_INET, ("0.0.0.0", port))]
+    for number, (family, each) in enumerate(addresses, 1):
         try:
-            return socket.create_server(where[:2], family=family, backlog=1024)
+            return socket.create_server(each[:2], family=family, backlog=1024)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise StartError(
@@ -78,22 +78,22 @@ def _listen(world: World, deadline: float) -> socket.socket:
                     "--coordinator=HOST:PORT or MEGAJAX_COORDINATOR",
                     code=2,
                 ) from error
-            if place < len(found):
+            if number < len(addresses):
                 continue
             raise StartError(
                 f"process 0 runs on {socket.gethostname()} and cannot listen at {host}:{port} "
                 f"({error.strerror}): the coordinator must be an address of the machine of process 0",
                 code=2,
             ) from error
-    raise AssertionError("getaddrinfo gave nothing")
+    raise AssertionError("getaddrinfo returned no address")
 
 
 def _resolve(host: str, port: int, deadline: float) -> list[tuple[socket.AddressFamily, Any]]:
-    """Addresses of a host; its name may become known only while its machine starts."""
+    """Addresses of a host. Retries, because a name may not resolve before its machine has started."""
     while True:
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            return list(dict.fromkeys((family, where) for family, _, _, _, where in found))
+            results = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            return list(dict.fromkeys((family, address) for family, _, _, _, address in results))
         except OSError as error:
             if time.monotonic() + RETRY_SECONDS > deadline:
                 what = f"the coordinator's host name {host!r} is not known here ({error.strerror})"
@@ -102,24 +102,24 @@ def _resolve(host: str, port: int, deadline: float) -> list[tuple[socket.Address
 
 
 class _Host:
-    """Process 0 while it awaits the others."""
+    """Process 0 during the rendezvous."""
 
     def __init__(self, world: World, hello: Hello, listener: socket.socket, selector: selectors.BaseSelector):
         self._world, self._hello = world, hello
         self._listener, self._selector = listener, selector
-        self._heard: dict[socket.socket, bytes] = {}
-        """What every open connection has sent so far."""
-        self._there: dict[int, tuple[socket.socket, Hello]] = {}
-        """Who has come, but for process 0."""
+        self._received: dict[socket.socket, bytes] = {}
+        """Bytes received from every open connection."""
+        self._arrived: dict[int, tuple[socket.socket, Hello]] = {}
+        """The processes that have connected, without process 0."""
         self._refusal: StartError | None = None
-        """Why nobody can start any more."""
+        """Why the run can't start."""
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ)
 
     def gather(self, deadline: float, patience: float) -> None:
-        """Return when all are there and know it; raises StartError after telling those who are there why not."""
+        """Returns when all have arrived and been answered; on an error, reports it to all, then raises StartError."""
         self._serve(deadline)
-        missing = set(range(1, self._world.count)) - self._there.keys()
+        missing = set(range(1, self._world.count)) - self._arrived.keys()
         if missing and self._refusal is None:
             self._refusal = StartError(
                 f"{named(missing)} of {self._world.count} did not come within {patience:g} s to "
@@ -127,47 +127,47 @@ class _Host:
                 code=1,
             )
         if self._refusal is None:
-            for connection, _ in self._there.values():
+            for connection, _ in self._arrived.values():
                 _say(connection, {"go": True})
         else:
-            for connection, _ in list(self._there.values()):
+            for connection, _ in list(self._arrived.values()):
                 self._refuse(connection)
             self._serve(time.monotonic() + LATE_SECONDS)
-        for connection in list(self._heard):
+        for connection in list(self._received):
             self._drop(connection)
         if self._refusal is not None:
             raise self._refusal
 
     def _serve(self, deadline: float) -> None:
-        """Hear everybody until the deadline, until all are there or until it is clear that they never will."""
+        """Handles connections until the deadline, until all have arrived, or until there is a refusal."""
         known = self._refusal
         while (left := deadline - time.monotonic()) > 0:
-            if self._refusal is not known or (known is None and len(self._there) == self._world.count - 1):
+            if self._refusal is not known or (known is None and len(self._arrived) == self._world.count - 1):
                 return
             for key, _ in self._selector.select(left):
                 if key.fileobj is self._listener:
                     self._accept()
                 else:
-                    self._hear(key.fileobj)
+                    self._receive(key.fileobj)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
             connection.setblocking(False)
             self._selector.register(connection, selectors.EVENT_READ)
-            self._heard[connection] = b""
+            self._received[connection] = b""
 
-    def _hear(self, connection: Any) -> None:
-        """Read on; a whole line is taken, whoever is gone forgotten, anything else shut out."""
-        if connection not in self._heard:
+    def _receive(self, connection: Any) -> None:
+        """Reads from a connection; handles a complete line, and drops closed and invalid connections."""
+        if connection not in self._received:
             return  # dropped since the selector woke
         try:
             data = connection.recv(MESSAGE_BYTES)
         except OSError:
             data = b""
-        line, end, _ = (self._heard[connection] + data).partition(b"\n")
-        self._heard[connection] = line + end
-        came = any(its is connection for its, _ in self._there.values())
+        line, end, _ = (self._received[connection] + data).partition(b"\n")
+        self._received[connection] = line + end
+        came = any(its is connection for its, _ in self._arrived.values())
         if not data or came or len(line) > MESSAGE_BYTES:
             self._drop(connection)
         elif end:
@@ -175,22 +175,22 @@ class _Host:
             if hello is None:
                 self._drop(connection)
             elif self._refusal is None and (wrong := self._objection(hello)) is None:
-                self._there[hello["index"]] = connection, hello
+                self._arrived[hello["index"]] = connection, hello
             else:
                 self._refusal = self._refusal or StartError(str(wrong), code=2)
                 self._refuse(connection)
 
     def _objection(self, hello: Hello) -> str | None:
-        """Why this process can't be one of ours."""
+        """Why this process does not belong to the run, or None."""
         index, count, at, here = hello["index"], hello["count"], hello["at"], self._hello["at"]
         if count != self._world.count:
             return f"process {index} ({at}) was told of {count} processes, process 0 ({here}) of {self._world.count}"
         if not 0 <= index < count:
             return f"a process ({at}) says it is number {index} of {count}"
-        if index in self._there and _gone(self._there[index][0]):
-            self._drop(self._there[index][0])  # started again by its launcher
-        if index == 0 or index in self._there:
-            other = here if index == 0 else self._there[index][1]["at"]
+        if index in self._arrived and _gone(self._arrived[index][0]):
+            self._drop(self._arrived[index][0])  # started again by its launcher
+        if index == 0 or index in self._arrived:
+            other = here if index == 0 else self._arrived[index][1]["at"]
             return f"two processes say they are process {index}: on {other} and on {at}"
         if hello["settings"] != self._hello["settings"]:
             return (
@@ -207,9 +207,9 @@ class _Host:
 
     def _drop(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
-        self._heard.pop(connection)
-        for index in [index for index, (its, _) in self._there.items() if its is connection]:
-            del self._there[index]
+        self._received.pop(connection)
+        for index in [index for index, (its, _) in self._arrived.items() if its is connection]:
+            del self._arrived[index]
         connection.close()
 
 
@@ -230,40 +230,40 @@ def _gone(connection: socket.socket) -> bool:
 
 
 def _parse(line: bytes) -> Hello | None:
-    """What a process says of itself; None if it is none of ours."""
+    """The message of a process about itself; None if it is not one."""
     try:
         hello = json.loads(line)
     except (ValueError, RecursionError):
         return None
     kinds = {"megajax": int, "index": int, "count": int, "settings": str, "at": str}
     whole = isinstance(hello, dict) and all(type(hello.get(name)) is kind for name, kind in kinds.items())
-    # It may end up on a terminal.
+    # It may be printed on a terminal.
     return hello if whole and hello["at"].isprintable() else None
 
 
 def _announce(world: World, hello: Hello, deadline: float, patience: float) -> None:
-    """Tell process 0 of this process until it answers."""
+    """Sends this process's message to process 0 until it answers."""
     address = split_address(world.coordinator)
     assert address is not None, "find_world gives no other"
     host, port = address
     _resolve(host, port, deadline)
-    why = "it does not answer"
+    reason = "it does not answer"
     while (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((host, port), timeout=min(left, 10.0)) as connection:
                 connection.sendall(json.dumps(hello).encode() + b"\n")
-                # Process 0 tells everybody at its own deadline, which may be a little later than this one's.
+                # Process 0 answers at its own deadline, which may be slightly later than this one's.
                 connection.settimeout(left + 2.0)
                 with connection.makefile("rb") as answers:
                     answer = answers.readline(MESSAGE_BYTES)
                 if answer.endswith(b"\n"):
                     return _obey(answer, world)
-                why = "it is there, but not as process 0 of this run"
+                reason = "it is there, but not as process 0 of this run"
         except OSError as error:
-            why = error.strerror or str(error)
+            reason = error.strerror or str(error)
         time.sleep(min(RETRY_SECONDS, max(deadline - time.monotonic(), 0)))
     raise StartError(
-        f"process {world.index} found no process 0 at {world.coordinator} within {patience:g} s ({why})", code=1
+        f"process {world.index} found no process 0 at {world.coordinator} within {patience:g} s ({reason})", code=1
     )
 
 

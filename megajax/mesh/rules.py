@@ -1,7 +1,7 @@
-"""The tables from logical axes to mesh axes, and the plans made of them.
+"""Rules from logical axes to mesh axes, and plans, which consist of several rules.
 
-Layers name logical axes only. What data parallelism, ZeRO, FSDP, tensor and sequence parallelism mean is said here and
-nowhere else: they are rows of these tables.
+Layers name logical axes only. Data parallelism, ZeRO, FSDP, tensor and sequence parallelism are defined here and
+nowhere else: each is an entry of these rules.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ type LogicalAxes = Sequence[str | None]
 type MeshAxes = tuple[str, ...]
 
 SHARDS = ("data", "expert", "context")
-"""Mesh axes whose devices hold the same dense weights: what ZeRO and FSDP spread them over."""
+"""Mesh axes over which dense weights are replicated; ZeRO and FSDP shard them over these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """Logical axis -> mesh axes it is cut over; () means every device holds all of it. Hashable."""
+    """Logical axis -> mesh axes that it is sharded over; (): not sharded. Hashable."""
 
     batch: MeshAxes = ("data", "expert")
     seq: MeshAxes = ("context",)
@@ -31,26 +31,26 @@ class Rules:
     heads: MeshAxes = ("tensor",)
     kv_heads: MeshAxes = ("tensor",)
     kv_heads_copied: MeshAxes = ()
-    """Key-value heads fewer than the devices of `tensor`: whole at rest, a copy on each device that uses one."""
+    """Fewer key-value heads than devices of `tensor`: unsharded at rest, copied to the devices that use them."""
     head_dim: MeshAxes = ()
     vocab: MeshAxes = ("pipeline", "tensor")
-    """Every stage does its share of each microbatch's embedding and loss: no stage is special."""
+    """Every pipeline stage computes a part of each microbatch's embedding and loss, so all stages are alike."""
     expert: MeshAxes = ("expert",)
     state: MeshAxes = ()
     layer: MeshAxes = ("pipeline",)
-    """Rows of stacked weights; `pipeline.partition` puts the layers of a stage next to each other."""
+    """Rows of stacked weights; `pipeline.partition` makes the layers of a stage adjacent."""
     copies: MeshAxes = ("tensor",)
-    """Of a small weight, one for each device that uses it on its own positions: see Plan.replicated_per_tensor_rank."""
+    """Copies of a small weight, one per device: see Plan.replicated_per_tensor_rank."""
 
     def mesh_axes(self, name: str | None) -> MeshAxes:
-        """Mesh axes of one logical axis; None is never sharded."""
+        """Mesh axes of a logical axis; None is never sharded."""
         return () if name is None else getattr(self, name)
 
     def dimensions(self, axes: LogicalAxes) -> tuple[MeshAxes, ...]:
         """Mesh axes of each dimension of an array with these logical axes.
 
-        `embed`, along which weights are spread at rest, takes only the mesh axes that no other dimension uses: the
-        weights of experts, which are sharded over `expert` already, are spread over `data` and `context`.
+        `embed`, along which weights are sharded at rest, uses only the mesh axes that no other dimension uses: weights
+        of experts are sharded over `expert` already, so their `embed` is sharded over `data` and `context`.
         """
         used = {axis for name in axes if name != "embed" for axis in self.mesh_axes(name)}
         return tuple(
@@ -72,13 +72,13 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Where arrays are: in use, during a step before they are used, at rest, and in the optimizer.
+    """The rules of arrays in computation, during the step, at rest, and in the optimizer.
 
     compute: activations, and weights while a layer uses them.
     step_layout: weights in compute dtype during the step, before a layer gathers them.
     params: float32 master weights between steps.
-    optimizer: gradients and optimizer state when the update is made.
-    tensor: devices of `tensor`; fewer key-value heads are replicated over them.
+    optimizer: gradients and optimizer state during the update.
+    tensor: size of `tensor`; key-value heads are copied if there are fewer.
     """
 
     compute: Rules
@@ -89,7 +89,7 @@ class Plan:
 
     @classmethod
     def of(cls, cfg: ParallelConfig) -> "Plan":
-        """The plan a ParallelConfig asks for: replicate, zero1 and fsdp differ in three tables and in no code."""
+        """The plan of a ParallelConfig: replicate, zero1 and fsdp differ in the rules only, not in code."""
         compute = Rules(seq_residual=("context", "tensor")) if cfg.sequence else Rules()
         spread = replace(compute, embed=SHARDS)
         match cfg.data_sharding:
@@ -102,23 +102,23 @@ class Plan:
         return cls(compute=compute, step_layout=in_step, params=at_rest, optimizer=at_rest, tensor=cfg.tensor)
 
     def kv_heads(self, heads: int) -> str:
-        """Logical axis of a weight's dimension of that many key-value heads."""
+        """Logical axis of a weight's key-value heads."""
         return "kv_heads_copied" if heads < self.tensor else "kv_heads"
 
     def axes_in_step(self, axes: LogicalAxes) -> LogicalAxes:
-        """Logical axes of a weight during the step: replicated key-value heads are sharded like others."""
+        """Logical axes of a weight during the step: copied key-value heads are sharded like others."""
         return tuple("kv_heads" if name == "kv_heads_copied" else name for name in axes)
 
     def rules_in_step(self, axes: LogicalAxes) -> Rules:
-        """Table of a weight during the step: only stacked matrices are worth gathering layer by layer."""
+        """Rules of a weight during the step: only stacked matrices are worth gathering layer by layer."""
         return self.step_layout if "layer" in axes and len(axes) > 2 else self.compute
 
     def replicated_per_tensor_rank(self, axes: LogicalAxes) -> bool:
         """Whether a weight has one copy per device of `tensor` during the step, along an axis `copies`.
 
-        So it is with gains and biases of the residual stream under sequence parallelism, where each device uses them
-        on its own positions. With a copy each, their gradients are summed over `tensor` once a step; with a single one
-        the compiler would sum them in every layer of every microbatch.
+        True for gains and biases of the residual stream under sequence parallelism, which each device uses on its own
+        positions. With a copy each, their gradients are summed over `tensor` once per step. With a shared weight, the
+        compiler would sum them in every layer of every microbatch.
         """
-        apart = set(self.compute.mesh_axes("seq_residual")) >= set(self.compute.mesh_axes("copies"))
-        return apart and tuple(axes) in (("embed",), ("layer", "embed"))
+        sequence_parallel = set(self.compute.mesh_axes("seq_residual")) >= set(self.compute.mesh_axes("copies"))
+        return sequence_parallel and tuple(axes) in (("embed",), ("layer", "embed"))

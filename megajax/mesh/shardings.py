@@ -1,4 +1,4 @@
-"""Other layouts made from the one an array has."""
+"""Functions of the sharding of an array."""
 
 from collections.abc import Sequence
 from math import prod
@@ -7,10 +7,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def uncut(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """Each device has all rows of a part of the array: the mesh axes of dimension 0 go to another dimension.
+    """A sharding with dimension 0 unsharded: its mesh axes move to other dimensions.
 
-    Each goes to the first one whose size it divides, after the axes which that one is cut over already. Where there is
-    none the array is replicated over the axis. The kind of memory stays.
+    Each moves to the first dimension whose size it divides, after the mesh axes of that dimension. If there is none,
+    the array is replicated over the axis. The memory kind stays.
     """
     spec = [axes_of(sharding, dimension) for dimension in range(len(shape))]
     freed, spec[0] = spec[0], ()
@@ -24,11 +24,11 @@ def uncut(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
 
 
 def axes_of(sharding: NamedSharding, dimension: int) -> tuple[str, ...]:
-    """Mesh axes that a dimension is cut over."""
+    """Mesh axes that a dimension is sharded over."""
     entry = sharding.spec[dimension] if dimension < len(sharding.spec) else None
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 def parts(sharding: NamedSharding, dimension: int) -> int:
-    """Number of parts that a dimension is cut into."""
+    """Number of shards of a dimension."""
     return prod(sharding.mesh.shape[axis] for axis in axes_of(sharding, dimension))

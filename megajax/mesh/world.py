@@ -1,13 +1,14 @@
-"""The number of processes and the index of this one, from flags, launcher or scheduler; read from the environment.
+"""The number of processes and the index of this one, from flags, launcher or scheduler, read from the environment.
 
-A process is on its own unless one of them says otherwise: a laptop, a notebook, a shell inside an allocation.
+By default a run has a single process: on a laptop, in a notebook, or in a shell inside an allocation.
 """
 
 import os
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from megajax.config.errors import UserError
 
@@ -19,15 +20,15 @@ LOCAL_COUNT = "MEGAJAX_LOCAL_PROCESSES"
 
 RANKS = (INDEX, "JAX_PROCESS_ID", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # the nearest launcher first
 
-# Above the ports that Linux hands out to outgoing connections.
+# Above the ports that Linux uses for outgoing connections.
 _FIRST_PORT, _PORTS = 61440, 4096
 
 
 class StartError(UserError):
-    """The processes of a run did not come together. Code 1: it may go better next time; 2: something is to change."""
+    """The processes of a run did not connect. Code 1: a retry may succeed; 2: the user must change something."""
 
     def __init__(self, message: str, *, code: int, said: bool = False):
-        """said: another process prints this very message."""
+        """said: another process prints the same message."""
         super().__init__(f"megajax: {message}")
         self.code = code
         self.said = said
@@ -35,23 +36,22 @@ class StartError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The place of this process among those of its run."""
+    """The processes of the run, and the index of this one."""
 
     count: int
-    """Processes of the run, at least 2."""
+    """Number of processes, at least 2."""
     index: int
-    """This one's number, from 0."""
+    """Index of this process, from 0."""
     coordinator: str
-    """HOST:PORT at which process 0 awaits the others."""
+    """HOST:PORT at which process 0 listens."""
     local_index: int | None = None
-    """This one's number among those on its machine, where a launcher says so."""
+    """Index of this process on its machine, if the launcher sets it."""
     local_count: int | None = None
-    """Processes on this machine, where a launcher says so."""
+    """Number of processes on this machine, if the launcher sets it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What one launcher tells; None where it does not."""
+class _Launcher(NamedTuple):
+    """The values that a launcher sets; None: not set."""
 
     count: int | None = None
     index: int | None = None
@@ -61,31 +61,33 @@ class _Found:
 
 
 def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
-    """This process's place, or None where it is on its own.
+    """The processes of this run, or None for a single process.
 
-    MEGAJAX_COORDINATOR, MEGAJAX_NUM_PROCESSES and MEGAJAX_PROCESS_ID (flags of the command line are put there) come
-    first, and what they leave open is taken from JAX_*, Open MPI, Slurm or Kubernetes, the first of them that says that
-    there are several processes. Raises StartError where they say less than is needed or do not fit together.
+    MEGAJAX_COORDINATOR, MEGAJAX_NUM_PROCESSES and MEGAJAX_PROCESS_ID (also set by flags of the command line) come
+    first. The rest is taken from JAX_*, Open MPI, Slurm or Kubernetes: the first that sets several processes. Raises
+    StartError if values are missing or inconsistent.
     """
     given = [name for name in (COORDINATOR, COUNT, INDEX) if environment.get(name)]
     problems: list[str] = []
-    said = _Found(
+    own = _Launcher(
         _number(environment, COUNT, problems),
         _number(environment, INDEX, problems),
         environment.get(COORDINATOR) or None,
         _number(environment, LOCAL_INDEX, problems),
         _number(environment, LOCAL_COUNT, problems),
     )
-    if not problems and said.count == 1 and not said.index:
+    if not problems and own.count == 1 and not own.index:
         return None
-    launched = next((told for read in _LAUNCHERS if (told := read(environment)).count not in (None, 1)), _Found())
+    launched = next(
+        (values for read in _LAUNCHERS if (values := read(environment)).count not in (None, 1)), _Launcher()
+    )
     if not given and launched.count is None:
         return None
-    if launched.count is None and said.index is None:
-        # An indexed job has an index even where its pods have nothing to do with each other: it counts only here.
-        launched = replace(launched, index=_number(environment, "JOB_COMPLETION_INDEX", problems))
+    if launched.count is None and own.index is None:
+        # An indexed job also has an index when its pods are independent, so it is used only here.
+        launched = launched._replace(index=_number(environment, "JOB_COMPLETION_INDEX", problems))
     count, index, coordinator, local_index, local_count = (
-        mine if mine is not None else theirs for mine, theirs in zip(_fields(said), _fields(launched), strict=True)
+        mine if mine is not None else theirs for mine, theirs in zip(own, launched, strict=True)
     )
     problems += _missing(count, index, coordinator)
     if problems or count is None or index is None or coordinator is None:
@@ -102,13 +104,9 @@ def split_address(address: str) -> tuple[str, int] | None:
 
 
 def process_index(environment: Mapping[str, str] = os.environ) -> int:
-    """The number of this process as its launcher says it in the environment; 0 without one."""
+    """The index of this process as set by its launcher; 0 without one."""
     names = (*RANKS, "JOB_COMPLETION_INDEX") if environment.get(COUNT) else RANKS
     return next((int(environment[name]) for name in names if environment.get(name, "").isdigit()), 0)
-
-
-def _fields(launcher: _Found) -> tuple:
-    return launcher.count, launcher.index, launcher.coordinator, launcher.local_index, launcher.local_count
 
 
 def _number(environment: Mapping[str, str], name: str, problems: list[str]) -> int | None:
@@ -120,7 +118,7 @@ def _number(environment: Mapping[str, str], name: str, problems: list[str]) -> i
 
 
 def _missing(count: int | None, index: int | None, coordinator: str | None) -> list[str]:
-    """What is not known, or can't be."""
+    """Messages about missing and invalid values."""
     problems = [
         f"{what} is not known: give {flag} or set {name} for every process"
         for value, flag, name, what in (
@@ -144,20 +142,20 @@ def _int(environment: Mapping[str, str], name: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _jax(environment: Mapping[str, str]) -> _Found:
-    """jax's own variables, if all are there."""
+def _jax(environment: Mapping[str, str]) -> _Launcher:
+    """jax's own variables, if all are set."""
     count, index = _int(environment, "JAX_NUM_PROCESSES"), _int(environment, "JAX_PROCESS_ID")
     address = environment.get("JAX_COORDINATOR_ADDRESS")
-    return _Found(count, index, address) if address and count is not None and index is not None else _Found()
+    return _Launcher(count, index, address) if address and count is not None and index is not None else _Launcher()
 
 
-def _open_mpi(environment: Mapping[str, str]) -> _Found:
-    """mpirun. Open MPI 5 does not say where process 0 is unless all are on one machine."""
+def _open_mpi(environment: Mapping[str, str]) -> _Launcher:
+    """mpirun. Open MPI 5 does not set the host of process 0 unless all processes are on one machine."""
     count, local_count = _int(environment, "OMPI_COMM_WORLD_SIZE"), _int(environment, "OMPI_COMM_WORLD_LOCAL_SIZE")
     job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid") or ""
     uri = re.search(r"tcp://([^,:]+)", environment.get("OMPI_MCA_orte_hnp_uri", ""))
     host = "127.0.0.1" if count == local_count else uri[1] if uri else None
-    return _Found(
+    return _Launcher(
         count,
         _int(environment, "OMPI_COMM_WORLD_RANK"),
         host and f"{host}:{_port(job.rpartition('@')[0] or job)}",
@@ -166,14 +164,14 @@ def _open_mpi(environment: Mapping[str, str]) -> _Found:
     )
 
 
-def _slurm(environment: Mapping[str, str]) -> _Found:
-    """srun: what the step has, not the allocation, whose shell or batch script runs one process."""
+def _slurm(environment: Mapping[str, str]) -> _Launcher:
+    """srun. Reads the job step, not the allocation, whose shell or batch script is a single process."""
     count, nodes = _int(environment, "SLURM_STEP_NUM_TASKS"), environment.get("SLURM_STEP_NODELIST", "")
     if count is None or not nodes:
-        return _Found()
+        return _Launcher()
     job = f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}"
     node, tasks = _int(environment, "SLURM_NODEID") or 0, _tasks(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    return _Found(
+    return _Launcher(
         count,
         _int(environment, "SLURM_PROCID"),
         f"{_first_host(nodes)}:{_port(job)}",
@@ -182,7 +180,7 @@ def _slurm(environment: Mapping[str, str]) -> _Found:
     )
 
 
-_LAUNCHERS: tuple[Callable[[Mapping[str, str]], _Found], ...] = (_jax, _open_mpi, _slurm)
+_LAUNCHERS: tuple[Callable[[Mapping[str, str]], _Launcher], ...] = (_jax, _open_mpi, _slurm)
 
 
 def _first_host(nodes: str) -> str:
@@ -198,5 +196,5 @@ def _tasks(text: str) -> list[int]:
 
 
 def _port(job: str) -> int:
-    """The same for all processes of a job, likely another for another job."""
+    """A port derived from the job: the same for all its processes, probably different for other jobs."""
     return _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS

@@ -1,9 +1,9 @@
-"""Options of XLA and its runtime; no other file names them. Each has the reason for its value.
+"""Options of XLA and its runtime, each with the reason for its value; no other file names them.
 
-Options are passed to the compilation of one program and not to the process: an unknown option is an error of that
-compilation, while an unknown one in the environment ends the process. All were compiled with jaxlib 0.11.2 and
-0.12.0.1; those the installed version refuses are left out with a warning (`megajax.training.compiler_options`).
-docs/xla.md has the measurements behind the values.
+Options are passed to the compilation of a program and not through the environment: an unknown option is then an error
+of that compilation, while an unknown option in the environment ends the process. All work with jaxlib 0.11.2 and
+0.12.0.1; those that the installed version refuses are left out with a warning (`megajax.training.compiler_options`).
+docs/xla.md has the measurements.
 """
 
 import os
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from megajax.config.errors import Problem
 
 type Value = bool | int | float | str
-"""Of an option; those that are enumerations are text."""
+"""Value of an option; enumerations are strings."""
 
 
 class Option(NamedTuple):
@@ -31,10 +31,10 @@ CPU = (
     Option(
         "xla_cpu_enable_fast_math",
         False,
-        "NaN, infinity and the order of sums stay as written, for comparisons with references; XLA's own default too",
+        "keeps NaN, infinity and the order of sums, for comparisons with references; XLA's own default too",
     ),
 )
-"""For every program of a run on CPUs. Not empty: runs on CPUs then settle and pass options as runs on GPUs do."""
+"""For every program on CPUs. Not empty, so that runs on CPUs pass options as runs on GPUs do."""
 
 GPU = (
     Option(
@@ -45,48 +45,48 @@ GPU = (
     Option(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         6,
-        "lets what travels between pipeline stages stay under way during a loop over layers that has collectives too",
+        "lets transfers between pipeline stages overlap a loop over layers that has collectives too",
     ),
     Option(
         "xla_gpu_all_reduce_combine_threshold_bytes",
         2**20,
-        "keeps the reductions over stages apart: joined into one, they would all wait for the last to be ready",
+        "keeps the reductions over stages separate: combined, all would wait for the last one",
     ),
     Option(
         "xla_gpu_enable_triton_gemm",
         False,
-        "leaves matmuls to cuBLASLt, which reads a row of a stack, and adds to a row of an accumulator, in place",
+        "uses cuBLASLt for matmuls, which reads a row of a stack, and adds to a row of an accumulator, in place",
     ),
 )
-"""For every program of a run on GPUs, real or virtual."""
+"""For every program on GPUs, real or virtual."""
 
 FP8 = (
     Option(
         "xla_gpu_dot_merger_threshold_mb",
         0,
-        "keeps matmuls of one input apart: weights joined behind their scales would be multiplied in 16 bits",
+        "keeps matmuls of the same input separate: merged, scaled weights would be multiplied in 16 bits",
     ),
 )
-"""Beside those of GPU, for programs with precision.fp8."""
+"""In addition to GPU, for programs with precision.fp8."""
 
 DETERMINISTIC = (
     Option(
         "xla_gpu_deterministic_ops",
         True,
-        "no kernel whose sums depend on the order in which threads come, and none chosen by a stopwatch",
+        "excludes kernels whose order of sums varies between runs, and choices by timing",
     ),
 )
-"""Beside those of GPU, with xla.deterministic, on real GPUs: for virtual devices the compiler then finds no kernels."""
+"""In addition to GPU, with xla.deterministic, on real GPUs only: for virtual devices the compiler finds no kernels."""
 
 DEVICELESS = (Option("xla_gpu_autotune_level", 0, "there is no device to time kernels on"),)
-"""Beside those of GPU, for deviceless compilation."""
+"""In addition to GPU, for deviceless compilation."""
 
 
 CPU_PATIENCE = (
-    Option("xla_cpu_collective_call_warn_stuck_timeout_seconds", 60, "devices of a busy machine come minutes apart"),
-    Option("xla_cpu_collective_call_terminate_timeout_seconds", 600, "40 seconds end a run while a process compiles"),
+    Option("xla_cpu_collective_call_warn_stuck_timeout_seconds", 60, "on a busy machine, devices may be minutes apart"),
+    Option("xla_cpu_collective_call_terminate_timeout_seconds", 600, "40 s would end a run while a process compiles"),
 )
-"""For the environment of each of several processes on CPUs."""
+"""For the environment of multi-process runs on CPUs."""
 
 FSDP = (
     Option(
@@ -97,14 +97,14 @@ FSDP = (
     Option(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         2,
-        "spreads gathers and scatters over the matmuls of a layer; with 6 under way at once, fewer are beside one",
+        "spreads gathers and scatters over the matmuls of a layer; with 6 in flight, fewer overlap with one",
     ),
 )
-"""Over those of GPU, for weights gathered layer by layer, without a pipeline of stages."""
+"""Override those of GPU, for weights that are gathered layer by layer, without a pipeline."""
 
 
 class Defaults(NamedTuple):
-    """The options of a platform that are set unless a user says otherwise."""
+    """The default options of a platform."""
 
     always: tuple[Option, ...] = ()
     fsdp: tuple[Option, ...] = ()
@@ -118,7 +118,7 @@ class Defaults(NamedTuple):
 _ON_GPU = Defaults(GPU, FSDP, FP8, DETERMINISTIC)
 
 DEFAULTS: Mapping[str, Defaults] = MappingProxyType({"cpu": Defaults(CPU), "gpu": _ON_GPU, "cuda": _ON_GPU})
-"""Platform, as a jax.Device names its own, -> its options. GPUs of a topology are "cuda", others "gpu"."""
+"""jax.Device.platform -> default options. Devices of a GPU topology are "cuda", other GPUs "gpu"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,22 +172,22 @@ def flag_names(environment: Mapping[str, str] = os.environ) -> set[str]:
 
 
 def add_flags(options: Iterable[Option], environment: Any = os.environ) -> None:
-    """Put options into XLA_FLAGS, for all programs of a process: before jax starts, and only ones every jax knows."""
-    there = flag_names(environment)
-    added = [f"--{option.name}={option.value}" for option in options if option.name not in there]
+    """Adds options to XLA_FLAGS, for all programs of the process. Before jax starts; only options of every version."""
+    present = flag_names(environment)
+    added = [f"--{option.name}={option.value}" for option in options if option.name not in present]
     environment["XLA_FLAGS"] = " ".join([environment.get("XLA_FLAGS", ""), *added]).strip()
 
 
 MEMORY_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-"""Environment variables, any of which says what share of a GPU's memory is taken; read when jax finds its devices."""
+"""Environment variables for the reserved share of GPU memory; jax reads them when it initialises devices."""
 
 
 def set_process(xla: XlaConfig, environment: Any = os.environ) -> None:
-    """Set what jax's runtime reads when it starts. What the user's environment says is left as it is."""
+    """Sets the environment variables that jax's runtime reads when it starts, unless the user has set them."""
     if not any(environment.get(name) for name in MEMORY_FRACTION):
         environment[MEMORY_FRACTION[0]] = f"{xla.memory_fraction:g}"
 
 
 def memory_fraction(environment: Mapping[str, str] = os.environ) -> str | None:
-    """What share of a GPU's memory the process takes, as set; None where jax decides."""
+    """The reserved share of GPU memory, as set in the environment; None: jax's default."""
     return next((value for name in MEMORY_FRACTION if (value := environment.get(name))), None)

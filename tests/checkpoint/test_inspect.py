@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from megajax.checkpoint import inspection, integrity, stored_arrays
+from megajax.checkpoint import integrity, stored_arrays
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import UserError
 from megajax.tools import inspect as tool

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megajax.mesh.installation import LIBRARIES, Installation, look
+from megajax.mesh.installation import LIBRARIES, Installation, find_installation
 
 VERSION = "0.12.0.1"
 NAMES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt")
@@ -60,8 +60,8 @@ def test_looking_reads_the_drivers_own_words(tmp_path):
     driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.06  Wed Jun 26 06:46:07 UTC 2024\n")
     for name in ("nvidia0", "nvidia1", "nvidiactl", "null"):
         (tmp_path / name).touch()
-    actual = look(tmp_path, driver)
+    actual = find_installation(tmp_path, driver)
     assert (actual.gpus, actual.driver) == (2, (535, 183, 6))
     assert actual.packages["jax"] == actual.packages["jaxlib"]
     driver.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n")
-    assert look(tmp_path, driver).driver == (580, 65, 6)
+    assert find_installation(tmp_path, driver).driver == (580, 65, 6)

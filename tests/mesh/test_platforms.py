@@ -29,7 +29,7 @@ def actual(monkeypatch) -> list[object]:
         return answers
 
     monkeypatch.setattr(jax, "devices", devices)
-    monkeypatch.setattr(mesh, "look", lambda: GPUS)
+    monkeypatch.setattr(mesh, "find_installation", lambda: GPUS)
     monkeypatch.setattr(mesh.jax, "config", SimpleNamespace(jax_platforms=None))
     return answers
 
@@ -47,7 +47,7 @@ def test_falling_back_on_the_cpu_of_a_machine_with_gpus_is_warned_of(actual, mon
     monkeypatch.setattr(mesh.jax, "config", SimpleNamespace(jax_platforms="cpu"))
     find_devices()
     monkeypatch.setattr(mesh.jax, "config", SimpleNamespace(jax_platforms=None))
-    monkeypatch.setattr(mesh, "look", lambda: Installation(0, None, GPUS.packages, frozenset()))
+    monkeypatch.setattr(mesh, "find_installation", lambda: Installation(0, None, GPUS.packages, frozenset()))
     find_devices()
     assert not recwarn, "asked for, or no GPUs there"
 
@@ -57,7 +57,7 @@ def test_falling_back_on_the_cpu_of_a_machine_with_gpus_is_warned_of(actual, mon
 )
 def test_gpus_that_are_not_found_are_an_error_with_the_remedy(actual, there, says, monkeypatch):
     actual.append(RuntimeError("no CUDA-capable device"))
-    monkeypatch.setattr(mesh, "look", lambda: there)
+    monkeypatch.setattr(mesh, "find_installation", lambda: there)
     with pytest.raises(UserError, match="jax finds no default devices: no CUDA-capable device") as refused:
         find_devices()
     assert says in str(refused.value)

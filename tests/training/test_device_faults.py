@@ -134,7 +134,7 @@ def test_gpus_too_old_for_their_cuda_are_named(capability, named, monkeypatch):
     stand_in(monkeypatch, capability=capability, kind="NVIDIA P40")
     plugins = dict.fromkeys(("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt"), "0.12.0.1")
     there = Installation(8, (580, 65), plugins, frozenset({"cudnn", "cublas", "nccl"}))
-    monkeypatch.setattr("megajax.job.device_faults.look", lambda: there)
+    monkeypatch.setattr("megajax.job.device_faults.find_installation", lambda: there)
     text = installation("CUDNN_STATUS_NOT_INITIALIZED")
     assert ("NVIDIA P40 has compute capability 6.1; jax for CUDA 13 needs" in text) == named
 
