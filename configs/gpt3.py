@@ -8,7 +8,7 @@ Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data
 Plan:     python -m megajax.plan --config=gpt3.py:gpt3_175b --devices=h100:128
 Run:      python -m megajax.train --config=gpt3.py:gpt3_1_3b                (on every host, see docs/launch.md)
 Laptop:   python -m megajax.train --config=gpt3.py:gpt3_175b_debug --devices=cpu:8
-Hardware: each size names its own. The three large sizes were compiled for virtual H100s and not run on any: docs/layouts.md
+Hardware: each size names its own. The large sizes were compiled for virtual H100s and not run: docs/layouts.md
           has the peak memory of each
 """
 
