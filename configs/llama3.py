@@ -7,7 +7,7 @@ Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data
 Plan:     python -m megajax.plan --config=llama3.py:llama3_405b --devices=h100:1024
 Run:      python -m megajax.train --config=llama3.py                        (on every host, see docs/launch.md)
 Laptop:   python -m megajax.train --config=llama3.py:llama3_70b_debug --devices=cpu:8
-Hardware: each size names its own. All but llama3_7m were compiled for virtual H100s and not run on any: docs/layouts.md has
+Hardware: each size names its own. All but llama3_7m were compiled for virtual H100s, not run: docs/layouts.md has
           the peak memory of each
 """
 
