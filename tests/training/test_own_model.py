@@ -40,11 +40,11 @@ def expected(config_file: Path) -> list[float]:
 @pytest.mark.parametrize(
     "settings",
     [
-        ("parallel.data=8",),
-        ("parallel.data=2", "parallel.tensor=2"),
+        pytest.param(("parallel.data=8",), marks=pytest.mark.slow),
+        pytest.param(("parallel.data=2", "parallel.tensor=2"), marks=pytest.mark.slow),
         ("parallel.data=4", "parallel.data_sharding=fsdp"),
-        ("parallel.data=2", "parallel.data_sharding=zero1"),
-        ("parallel.data=1", "parallel.pipeline=2", "parallel.schedule=1f1b"),
+        pytest.param(("parallel.data=2", "parallel.data_sharding=zero1"), marks=pytest.mark.slow),
+        pytest.param(("parallel.data=1", "parallel.pipeline=2", "parallel.schedule=1f1b"), marks=pytest.mark.slow),
         ("parallel.data=2", "parallel.pipeline=2", "parallel.tensor=2"),
     ],
     ids=["data", "tensor", "fsdp", "zero1", "pipeline", "all"],

@@ -208,8 +208,8 @@ def test_spreading_weights_needs_a_hidden_size_that_divides(sharding):
         model=model(hidden=20, recompute="full"),
         batch=BatchConfig(global_size=8),
     )
-    message = problems(cfg)["parallel.data_sharding"]
-    assert message.startswith(f"{sharding} cuts hidden=20 over 8 data-parallel devices")
+    message = problems(cfg)["model.hidden"]
+    assert message.startswith(f"parallel.data_sharding={sharding} cuts hidden=20 over 8 data-parallel devices")
     assert "data_sharding=replicate" in message
     assert problems(cfg.but(parallel=on(data=8, data_sharding="replicate"))) == {}
 
