@@ -16,8 +16,8 @@ SHORTER = {
     "benchmarks/mfu.py": ("--steps=2",),
 }
 """Settings that make a command take seconds. The page's own settings win."""
-REPLACED = {"--schedule.anneal_steps=200": "--schedule.anneal_steps=1"}
-"""Settings that do not suit so few steps."""
+REPLACED = {"--schedule.anneal_steps=200": "--schedule.anneal_steps=1", "--steps=100": "--steps=3"}
+"""Settings that do not suit so few steps, or that ask for more."""
 
 LEFT_OUT = {
     "pip install": "installs packages",
