@@ -20,10 +20,10 @@ FLAGS = (
 
 
 def main(argv: list[str]) -> int:
-    """Exit codes: 0 when all ended with 0, else that of the first to fail (1 for a signal), 2 for a wrong request.
+    """Exit codes: 0 if all ended with 0, else that of the first to fail (1 for a signal); 2 for bad arguments.
 
     Raises:
-        UserError: for what the user has to change.
+        UserError: invalid arguments, or a process that can't be started.
     """
     own, command = _split(argv)
     asked = parse(own, verb="launch", flags=FLAGS, with_config=False, description=DESCRIPTION).flags
@@ -52,9 +52,9 @@ def main(argv: list[str]) -> int:
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """The launcher's own words, and the command after the dashes; `python` in it is this program's interpreter."""
-    place = argv.index("--") if "--" in argv else len(argv)
-    own, command = argv[:place], argv[place + 1 :]
+    """The launcher's own arguments, and the command after the dashes, in which `python` is this interpreter."""
+    split = argv.index("--") if "--" in argv else len(argv)
+    own, command = argv[:split], argv[split + 1 :]
     return own, [sys.executable, *command[1:]] if command[:1] in (["python"], ["python3"]) else command
 
 

@@ -1,4 +1,4 @@
-"""Several datasets as one: which dataset gives row i, and how many rows each must have."""
+"""Blends of datasets: the dataset of each row, and the number of rows of each dataset."""
 
 import math
 import zlib
@@ -17,11 +17,11 @@ from megajax.data.index import IndexRequest, RowIndex, build_index
 from megajax.data.indexed import IndexedTokens
 from megajax.data.splits import NAMES, Range, Rows, Splits, parse_paths, parse_split, split_bounds, wanted
 
-MOST_DATASETS = 32766
+MAXIMUM_DATASETS = 32766
 """Dataset numbers are int16."""
 SEEDS = 1 << 32
 BLOCK = 4096
-"""Rows whose target counts are multiplied out at a time."""
+"""Rows whose target counts are computed at a time."""
 
 
 class RowSource(Protocol):
@@ -47,43 +47,42 @@ def normalised(weights: Sequence[float]) -> np.ndarray:
 
 
 def rows_needed(rows: int, weights: np.ndarray, surplus: float = 0.0) -> list[int]:
-    """Rows each dataset gives to a blend of `rows`: rows · weight rounded up, then the surplus, rounded up again."""
+    """Rows of each dataset in a blend of `rows`: rows · weight rounded up, then the surplus, rounded up again."""
     return [math.ceil(math.ceil(rows * weight) * (1 + surplus)) for weight in weights.tolist()]
 
 
 def _greedy(weights: np.ndarray, rows: int, limits: np.ndarray | None = None) -> np.ndarray:
-    """For each row in turn the dataset furthest below its share, the first of equals; int16 [rows].
+    """For each row, the dataset with the largest shortfall, the first one of equals; int16 [rows].
 
-    The shortfall w_d · max(i, 1) - count_d is computed in float64 in this very order, since ties and near-ties
-    decide. About a million rows a second, whatever the number of datasets. With `limits`, a dataset that has given
-    that many rows gives no more.
+    The shortfall w_d · max(i, 1) - count_d is computed in float64 in this order, because rounding decides near-ties.
+    About a million rows per second for any number of datasets. limits: maximum number of rows of each dataset.
     """
     chosen = np.empty(rows, np.int16)
     counts, shortfall = np.zeros(len(weights)), np.empty(len(weights))
-    furthest, subtract = shortfall.argmax, np.subtract
+    largest, subtract = shortfall.argmax, np.subtract
     if limits is not None:
         counts[limits == 0] = np.inf
     for start in range(0, rows, BLOCK):
-        places = np.maximum(np.arange(start, min(start + BLOCK, rows), dtype=np.float64), 1)
-        picks = []
-        for shares in np.multiply.outer(places, weights):
-            subtract(shares, counts, shortfall)
-            dataset = furthest()
+        positions = np.maximum(np.arange(start, min(start + BLOCK, rows), dtype=np.float64), 1)
+        datasets = []
+        for targets in np.multiply.outer(positions, weights):
+            subtract(targets, counts, shortfall)
+            dataset = largest()
             counts[dataset] += 1
-            picks.append(dataset)
+            datasets.append(dataset)
             if limits is not None and counts[dataset] == limits[dataset]:
                 counts[dataset] = np.inf
-        chosen[start : start + len(picks)] = picks
+        chosen[start : start + len(datasets)] = datasets
     return chosen
 
 
-def _numbered(chosen: np.ndarray) -> BlendIndex:
-    """Within each dataset rows are used in order 0, 1, 2, …"""
-    by_dataset = np.argsort(chosen, kind="stable")
-    counts = np.bincount(chosen)
-    samples = np.empty(len(chosen), np.int64)
-    samples[by_dataset] = np.arange(len(chosen)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return BlendIndex(chosen, samples)
+def _numbered(datasets: np.ndarray) -> BlendIndex:
+    """Uses the rows of each dataset in the order 0, 1, 2, …"""
+    by_dataset = np.argsort(datasets, kind="stable")
+    counts = np.bincount(datasets)
+    samples = np.empty(len(datasets), np.int64)
+    samples[by_dataset] = np.arange(len(datasets)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return BlendIndex(datasets, samples)
 
 
 def weighted_index(weights: Sequence[float], rows: int) -> BlendIndex:
@@ -98,10 +97,10 @@ def exhaustive_index(lengths: Sequence[int]) -> BlendIndex:
 
 
 class BlendedDataset:
-    """Rows of several datasets in the order of a blend index, with `dataset_id` (int16) beside the row's arrays.
+    """Rows of several datasets in the order of a blend index, with an additional array `dataset_id` (int16).
 
     Raises:
-        UserError: the index asks a dataset for more rows than it has.
+        UserError: the index needs more rows of a dataset than it has.
     """
 
     def __init__(self, datasets: Sequence[GPTDataset], index: BlendIndex, weights: Sequence[float]):
@@ -117,7 +116,7 @@ class BlendedDataset:
         self.passes = max(dataset.passes for dataset in self.datasets)
 
     def order(self) -> str:
-        """Identifies the order of the rows; the same as long as only rows at its end are added."""
+        """Identifier of the order of the rows; unchanged if rows are appended."""
         weights = f"{zlib.crc32(repr(self.weights).encode()):08x}"
         return "-".join([weights, *(dataset.order() for dataset in self.datasets)])
 
@@ -131,8 +130,8 @@ class BlendedDataset:
         return {"dataset_id": dataset, **self.datasets[dataset][int(self.index.samples[row])]}
 
 
-class Cutter:
-    """Makes datasets out of token files with one set of options; builds each index once per content."""
+class DatasetBuilder:
+    """Builds datasets from token files with the same options; each index is built once and cached by content."""
 
     def __init__(self, config: BlendConfig, *, tokenizer: Tokenizer, sequence_length: int, seed: int):
         self.config, self.tokenizer = config, tokenizer
@@ -168,11 +167,11 @@ class Cutter:
         name = f"{tokens.prefix}, split {split}"
         arrays = load_or_build(self.folder, description, lambda: build_index(tokens.lengths, request, name)._asdict())
         index = RowIndex(**arrays)
-        passes = len(index.documents) // (request.last - request.first)  # each takes every sequence once
+        passes = len(index.documents) // (request.last - request.first)  # each reads every sequence once
         return GPTDataset(tokens, index, self.options, tokenizer=self.tokenizer, passes=passes)
 
     def request(self, split: str, bounds: tuple[int, int], rows: int | None) -> IndexRequest:
-        """Index request of a split that holds sequences [first, last)."""
+        """Index request of a split with sequences [first, last)."""
         return IndexRequest(
             first=bounds[0],
             last=bounds[1],
@@ -186,12 +185,12 @@ class Cutter:
     def splits(
         self, files: Sequence[TokenSource], weights: np.ndarray | None, shares: Sequence[Range | None], rows: Rows
     ) -> Splits:
-        """The splits that `rows` asks for, of one token file or of a blend of several.
+        """The splits that `rows` requests, from one token file or a blend of several.
 
         Validation or test with a share of zero is None; a share that rounds to no sequence is an error.
         """
-        if len(files) > MOST_DATASETS:
-            raise UserError(f"a blend of {len(files)} datasets: at most {MOST_DATASETS} are possible. Merge some.")
+        if len(files) > MAXIMUM_DATASETS:
+            raise UserError(f"a blend of {len(files)} datasets: at most {MAXIMUM_DATASETS} are possible. Merge some.")
         identities = [tokens.identity() for tokens in files]
         built: list[GPTDataset | BlendedDataset | None] = [None, None, None]
         for position, split, asked in wanted(rows):
@@ -232,20 +231,21 @@ class Cutter:
 
 
 def build_splits(config: BlendConfig, *, tokenizer: Tokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:
-    """Row sources for the splits that a run asks for; None for those it does not.
+    """Row sources for the splits that a run requests; None for the others.
 
-    One prefix without a weight is cut to the rows asked for; a blend with weights has Σ ceil(rows · weight) rows; a
-    blend without weights, or asked for one pass (rows None), reads one epoch of each dataset in proportion to lengths.
+    One prefix without a weight gives the requested number of rows; a blend with weights has Σ ceil(rows · weight)
+    rows; a blend without weights, or for one pass (rows None), reads one epoch of each dataset, in proportion to their
+    lengths.
 
     Raises:
-        UserError: missing or damaged files, a split that is asked for but empty, too few tokens.
+        UserError: missing or damaged files, a requested split that is empty, too few tokens.
     """
-    cutter = Cutter(config, tokenizer=tokenizer, sequence_length=schema["tokens"].positions(), seed=seed)
+    builder = DatasetBuilder(config, tokenizer=tokenizer, sequence_length=schema["tokens"].positions(), seed=seed)
     if config.paths:
         prefixes, weights = parse_paths(config.paths)
         files = [IndexedTokens(prefix) for prefix in prefixes]
         scaled = None if weights is None else normalised(weights)
-        return cutter.splits(files, scaled, parse_split(config.split), rows)
+        return builder.splits(files, scaled, parse_split(config.split), rows)
     built: list[GPTDataset | BlendedDataset | None] = [None, None, None]
     for position, name, asked in wanted(rows):
         items = getattr(config, f"{name}_paths")
@@ -255,9 +255,9 @@ def build_splits(config: BlendConfig, *, tokenizer: Tokenizer, schema: Schema, r
             raise UserError("data.train_paths is empty: there is nothing to train on.")
         prefixes, weights = parse_paths(items)
         files = [IndexedTokens(prefix) for prefix in prefixes]
-        # A lone prefix is no blend, whatever its weight: Megatron-LM's rule for lists per split.
+        # A single prefix is not a blend, even with a weight: Megatron-LM's rule for lists per split.
         scaled = None if weights is None or len(prefixes) == 1 else normalised(weights)
         shares = [(0.0, 1.0) if other == name else None for other in NAMES]
         only = Rows(*(asked if other == name else 0 for other in NAMES))
-        built[position] = cutter.splits(files, scaled, shares, only)[position]
+        built[position] = builder.splits(files, scaled, shares, only)[position]
     return Splits(*built)

@@ -1,8 +1,8 @@
-"""Arrays kept on disk under the key of everything they were computed from.
+"""An on-disk cache of arrays, keyed by everything that they are computed from.
 
-A cache file is built by any process that misses it, written under a temporary name, renamed, and carries a checksum.
-Several hosts may build the same file at once: the contents are equal, so it does not matter whose rename is last.
-No barrier and no shared file system is needed.
+A process that misses a file builds it, writes it with a checksum under a temporary name, and renames it. Several hosts
+may build the same file at once: the contents are equal, so the order of the renames does not matter. No barrier and no
+shared file system is needed.
 """
 
 import hashlib
@@ -35,13 +35,13 @@ def content_key(description: Mapping[str, object]) -> str:
 
 
 def load_or_build(folder: Path, description: Mapping[str, object], build: Callable[[], Arrays]) -> Arrays:
-    """The arrays that `build` computes, from the cache when it has them whole and for this very description.
+    """The arrays that `build` computes, from the cache if it has an intact file for this description.
 
-    A file that is torn, altered or of another description is built anew and replaced. When the folder cannot be
-    written the arrays are computed in memory, with one warning.
+    A damaged file, or one of another description, is replaced. If the folder is not writable, the arrays are kept in
+    memory, with a warning.
 
     Args:
-        folder: folder of cache files; made when missing.
+        folder: folder of cache files; created if missing.
         description: everything that the arrays depend on, as JSON values.
         build: computes the arrays.
     """
@@ -86,7 +86,7 @@ def _write(path: Path, description: Mapping[str, object], arrays: Arrays) -> Non
 
 
 def _read(path: Path, description: Mapping[str, object]) -> Arrays | None:
-    """Arrays of a whole and matching file, memory-mapped; None when there is no such file."""
+    """Arrays of an intact and matching file, memory-mapped; None if there is none."""
     try:
         with path.open("rb") as file:
             buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -1,4 +1,4 @@
-"""Rows for language models: a fixed number of tokens cut from a stream of shuffled documents."""
+"""Rows for language models: a fixed number of tokens from a stream of shuffled documents."""
 
 import zlib
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from megajax.config.errors import UserError
 from megajax.data.index import RowIndex
 
 NO_PAD = -1
-"""Stands for padding in tokenizers without a pad token of its own: no token has this value."""
+"""Padding value for tokenizers without a pad token: no token has this value."""
 
 
 class Tokenizer(Protocol):
-    """What data needs to know of a tokenizer."""
+    """The attributes of a tokenizer that datasets need."""
 
     vocabulary_size: int
     eod: int
@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
 
 
 class TokenSource(Protocol):
-    """Sequences of tokens: a token file (`megajax.data.indexed`) or a made-up one (`megajax.data.mock`)."""
+    """Sequences of tokens: a token file (`megajax.data.indexed`) or generated data (`megajax.data.mock`)."""
 
     prefix: Path
     dtype: np.dtype
@@ -37,12 +37,12 @@ class TokenSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowOptions:
-    """How a row of tokens is masked and numbered."""
+    """Length, masks and positions of rows."""
 
     sequence_length: int
-    """S, tokens of a row."""
+    """S, tokens per row."""
     extra: int = 1
-    """1 when rows are read with one token more, the last label; 0 leaves the last label unknown and masked."""
+    """1: rows are read with one more token, the last label; 0: the last label is unknown and masked."""
     reset_positions: bool = False
     """Position 0 after each end-of-document token."""
     reset_attention_mask: bool = False
@@ -50,11 +50,11 @@ class RowOptions:
     eod_mask_loss: bool = False
     """No loss where the input is the end-of-document token."""
     isolate_documents: bool = False
-    """A new segment, from position 0, at each document border."""
+    """A new segment, from position 0, at the start of each document."""
 
 
 def pad_token(tokenizer: Tokenizer) -> int:
-    """The tokenizer's pad token, or -1 when it has none or one that also ends documents."""
+    """The tokenizer's pad token, or -1 if it has none or if it is the end-of-document token."""
     return NO_PAD if tokenizer.pad is None or tokenizer.pad == tokenizer.eod else tokenizer.pad
 
 
@@ -64,26 +64,26 @@ def _constant(values: np.ndarray) -> np.ndarray:
 
 
 ORDER_SAMPLE = 65536
-"""Entries of an index that identify an order: another epoch or another rule reshuffles all of it."""
+"""Number of index entries that identify an order: another epoch or another rule reshuffles all entries."""
 
 
 class GPTDataset:
     """Row i of a split as a dict of arrays, a pure function of i.
 
-    `dataset[i]` gives, each of length S and not writable:
+    `dataset[i]` has these read-only arrays of length S:
 
         tokens: int32, inputs. Padding is 0.
         labels: int32, the token after each input. Padding is 0.
-        loss_mask: float32, 0 where the label is padding (or the input ends a document, when asked for), else 1.
-        positions: int32, from 0; from 0 again in each document, when asked for.
-        segment_ids: int32, number of the document within the row, when documents are kept apart; else 0.
+        loss_mask: float32, 0 if the label is padding (optionally, if the input ends a document), else 1.
+        positions: int32, from 0; optionally from 0 in each document.
+        segment_ids: int32, index of the document in the row if documents are separated, else 0.
 
     Args:
         tokens: the sequences.
-        index: which of their tokens make up each row.
+        index: the tokens of each row.
         options: row length and masks.
         tokenizer: vocabulary size, end-of-document and pad token.
-        passes: times that the rows go through the split's sequences.
+        passes: number of epochs over the split's sequences.
 
     Raises:
         UserError: tokens stored as floating-point numbers; on reading, a token outside the vocabulary.
@@ -101,11 +101,11 @@ class GPTDataset:
         self._positions = _constant(np.arange(length, dtype=np.int32))
         self._zeros = _constant(np.zeros(length, np.int32))
         self._ones = _constant(np.ones(length, np.float32))
-        # int64 tokens are checked against the vocabulary before they are narrowed.
+        # int64 tokens are checked against the vocabulary before they are cast to int32.
         self._dtype = np.int64 if tokens.dtype.itemsize > 4 else np.int32
 
     def order(self) -> str:
-        """Identifies the order of the rows; the same as long as only rows at its end are added."""
+        """Identifier of the order of the rows; unchanged if rows are appended."""
         heads = (self.index.documents[:ORDER_SAMPLE], self.index.shuffle[:ORDER_SAMPLE])
         return "-".join(f"{zlib.crc32(np.ascontiguousarray(head).tobytes()):08x}" for head in heads)
 
@@ -129,9 +129,9 @@ class GPTDataset:
         return row_of
 
     def _pieces(self, row: int) -> list[tuple[int, int, int | None]]:
-        """(sequence, first token, one past the last) of each part of a row; an end of None is the sequence's own."""
-        place = int(self.index.shuffle[row])
-        (first, begin), (last, end) = self.index.samples[place : place + 2].tolist()
+        """(sequence, first token, one past the last) of each part of a row; None: the end of the sequence."""
+        position = int(self.index.shuffle[row])
+        (first, begin), (last, end) = self.index.samples[position : position + 2].tolist()
         documents = self.index.documents[first : last + 1].tolist()
         pieces: list[tuple[int, int, int | None]] = [(document, 0, None) for document in documents]
         pieces[-1] = (documents[-1], 0, end + self.options.extra)
@@ -139,7 +139,7 @@ class GPTDataset:
         return pieces
 
     def _text(self, row: int) -> tuple[np.ndarray, list[int], int]:
-        """Tokens [S + extra] padded at the end, where in them documents begin, and how many are real."""
+        """Tokens [S + extra] with padding at the end, the start of each document, and the number of real tokens."""
         text = np.empty(self.sequence_length + self.options.extra, self._dtype)
         pieces, borders, filled = self._pieces(row), [], 0
         for sequence, begin, end in pieces:
@@ -170,7 +170,7 @@ class GPTDataset:
         return np.where(masked, np.float32(0), np.float32(1)) if masked.any() else self._ones
 
     def _numbers(self, tokens: np.ndarray, borders: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """(positions, segment_ids) [S]. An end-of-document token still belongs to the document it ends."""
+        """(positions, segment_ids) [S]. An end-of-document token belongs to the document that it ends."""
         options, length = self.options, self.sequence_length
         if not (options.isolate_documents or options.reset_positions or options.reset_attention_mask):
             return self._positions, self._zeros

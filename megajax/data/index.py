@@ -1,8 +1,8 @@
-"""Which tokens make up row i: the document, sample and shuffle indices of Megatron-LM's GPT dataset.
+"""The tokens of each row: the document, sample and shuffle indices of Megatron-LM's GPT dataset.
 
-The documents of a split, E copies of them, are shuffled and read as one stream of tokens. Row k of the stream starts
-at token k·S and spans S tokens plus one extra that is the last label, so neighbours share a token. The rows are
-shuffled in turn. One generator, seeded once, does both, and the arrays are equal to Megatron-LM's to the last bit.
+E copies of the documents of a split are shuffled and concatenated to one stream of tokens. Row k of the stream starts
+at token k·S and has S tokens plus one extra, the last label, so adjacent rows share a token. Then the rows are
+shuffled. One generator, seeded once, does both, and the arrays are bitwise equal to Megatron-LM's.
 """
 
 from dataclasses import asdict, dataclass
@@ -13,48 +13,48 @@ import numpy as np
 from megajax.config.errors import UserError
 
 SEPARATE_BELOW = 0.80
-"""The last epoch is shuffled apart when less than this share of it is asked for."""
+"""The last epoch is shuffled separately if less than this share of it is used."""
 UINT32_MAX = np.iinfo(np.uint32).max
 INT32_MAX = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexRequest:
-    """What an index is built for."""
+    """The parameters of an index."""
 
     first: int
     """First sequence of the split."""
     last: int
     """One past its last sequence."""
     rows: int | None
-    """Rows needed at least; None is one epoch."""
+    """Minimum number of rows; None: one epoch."""
     sequence_length: int
-    """S, tokens of a row."""
+    """S, tokens per row."""
     seed: int
     """Seed of the generator, 0 to 2^32 - 1."""
     extra: int = 1
-    """1 when each row reads one token more than it holds, else 0."""
+    """1 if each row reads one token more than its length, else 0."""
     drop_last: bool = True
-    """False: the incomplete last row counts too."""
+    """False: an incomplete last row is kept."""
 
     def describe(self) -> dict[str, int | bool | None]:
-        """Everything the index depends on but the data."""
+        """Everything that the index depends on, except the data."""
         return asdict(self)
 
 
 class RowIndex(NamedTuple):
-    """Three arrays that give row i: its place in the stream is `shuffle[i]`."""
+    """The three arrays of an index. Row i is row `shuffle[i]` of the stream."""
 
     documents: np.ndarray
     """int32 [D]: sequence numbers in the order of the stream."""
     samples: np.ndarray
-    """int32 or int64 [n + 1, 2]: where each row begins: position in `documents`, token offset in that sequence."""
+    """int32 or int64 [n + 1, 2]: start of each row: position in `documents`, token offset in that sequence."""
     shuffle: np.ndarray
-    """uint32 or int64 [n]: order in which the rows of the stream are used."""
+    """uint32 or int64 [n]: order of the rows of the stream."""
 
 
 class Epochs(NamedTuple):
-    """How often the split is read, and whether its last epoch is shuffled apart from the others."""
+    """Number of epochs, and whether the last one is shuffled separately."""
 
     count: int
     rows_before_last: int
@@ -62,7 +62,7 @@ class Epochs(NamedTuple):
 
 
 def plan_epochs(tokens_per_epoch: int, request: IndexRequest) -> Epochs:
-    """Fewest epochs that hold the rows asked for, each row S tokens, plus the extra token of the last row."""
+    """The smallest number of epochs with the requested rows of S tokens, plus the extra token of the last row."""
     if request.rows is None:
         return Epochs(1, 0, False)
     length, extra = request.sequence_length, request.extra
@@ -80,7 +80,7 @@ def build_index(lengths: np.ndarray, request: IndexRequest, name: str) -> RowInd
     Args:
         lengths: int32 [N], tokens of every sequence of the token file.
         request: split, rows, row length, seed.
-        name: what to call the split in errors.
+        name: the split's name in errors.
 
     Raises:
         UserError: the split has no sequences, no tokens, or too few tokens for a single row.
@@ -114,22 +114,23 @@ def _document_index(request: IndexRequest, epochs: Epochs, generator: np.random.
 
 
 def _sample_index(stream_ends: np.ndarray, longest: int, request: IndexRequest) -> np.ndarray:
-    """Row k + 1 starts at token (k + 1)·S, recorded in the document of row k's last token (extra included).
+    """Row k + 1 starts at token (k + 1)·S, in the document of the last token (including the extra one) of row k.
 
-    So after an exact fit the next row starts on the last token of that document, not at the head of the next one.
+    If a row ends exactly at the end of a document, the next one starts at that document's last token, not in the next
+    document.
 
     Args:
-        stream_ends: int64 [D], running sum of document lengths in stream order.
-        longest: tokens of the longest sequence of the file; decides on the dtype, as does D.
-        request: row length, extra token, what to do with an incomplete last row.
+        stream_ends: int64 [D], cumulative sum of document lengths in stream order.
+        longest: length of the longest sequence of the file; together with D, it determines the dtype.
+        request: row length, extra token, whether to drop an incomplete last row.
     """
     length, extra, total = request.sequence_length, request.extra, int(stream_ends[-1])
-    # A ceiling in integers: Megatron-LM divides float32 numbers here, which miscounts above 2^24 tokens.
+    # Integer ceiling: Megatron-LM divides float32 numbers here, which is wrong above 2^24 tokens.
     rows = (total - extra) // length if request.drop_last else -(-(total - extra) // length)
     dtype = np.int32 if max(len(stream_ends), longest) <= INT32_MAX else np.int64
     samples = np.zeros((rows + 1, 2), dtype)
     starts = np.arange(1, rows + 1, dtype=np.int64) * length
-    # The stream may end inside the last row; that row then ends where the stream does.
+    # If the stream ends inside the last row, that row ends there too.
     past_end = rows > 0 and int(starts[-1]) + extra > total
     last_tokens = starts + (extra - 1)
     positions = np.searchsorted(stream_ends, last_tokens[: rows - past_end], side="right")

@@ -1,4 +1,4 @@
-"""Token files on disk: the `.bin`/`.idx` pair that Megatron-LM's preprocessing writes, read and written.
+"""Reading and writing token files: the `.bin`/`.idx` pairs of Megatron-LM's preprocessing.
 
 PREFIX.bin holds the tokens of all sequences back to back, nothing else. PREFIX.idx, little-endian throughout:
 
@@ -37,11 +37,11 @@ CODES = (None, "<u1", "<i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")
 UINT16_VOCABULARY = 65500
 """Vocabularies below this size are stored as uint16, all others as int32."""
 CHECK_ROWS = 1 << 22
-"""Entries of a table that are checked at a time: bounds the memory that opening a large index needs."""
+"""Table entries that are checked at a time, which limits the memory for opening a large index."""
 
 
 def token_dtype(vocabulary_size: int | None) -> np.dtype:
-    """Dtype in which a corpus of this vocabulary is stored: uint16 below 65500, int32 otherwise or when unknown."""
+    """Stored dtype for this vocabulary size: uint16 below 65500, int32 otherwise or if unknown."""
     small = vocabulary_size is not None and vocabulary_size < UINT16_VOCABULARY
     return np.dtype("<u2" if small else "<i4")
 
@@ -74,8 +74,8 @@ class IndexedTokens:
         tokens: all tokens of `.bin`, flat, in `dtype`.
 
     Raises:
-        UserError: a file is missing or any field of the index is wrong; names file, field, byte offset, the
-            value expected and the value found.
+        UserError: a file is missing or a field of the index is invalid; names file, field, byte offset, and the
+            expected and actual value.
     """
 
     def __init__(self, prefix: Path | str, *, multimodal: bool = False):
@@ -128,7 +128,7 @@ class IndexedTokens:
         return int(np.searchsorted(self.document_table, sequence, side="right")) - 1
 
     def identity(self) -> str:
-        """SHA-256 over the content of `.idx` and the size of `.bin`: equal for copies, whatever their dates."""
+        """SHA-256 of the content of `.idx` and the size of `.bin`: independent of file dates."""
         with index_path(self.prefix).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256")
         digest.update(struct.pack("<Q", self.tokens.nbytes))
@@ -136,7 +136,7 @@ class IndexedTokens:
 
 
 def _map(path: Path) -> mmap.mmap | bytes:
-    """Read-only memory map; an empty file, which cannot be mapped, is b""."""
+    """Read-only memory map; b"" for an empty file, which cannot be mapped."""
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             return b""
@@ -169,7 +169,7 @@ def _header(path: Path, buffer: mmap.mmap | bytes, multimodal: bool) -> tuple[np
 
 
 def _check_sequences(path: Path, lengths: np.ndarray, offsets: np.ndarray, itemsize: int) -> int:
-    """Lengths are not negative and offsets are their exclusive running sum in bytes -> total bytes."""
+    """Checks that lengths are not negative and offsets are their exclusive cumulative sum in bytes. -> total bytes."""
     total, sequences = 0, len(lengths)
     for start in range(0, sequences, CHECK_ROWS):
         part = lengths[start : start + CHECK_ROWS].astype(np.int64)
@@ -188,7 +188,7 @@ def _check_sequences(path: Path, lengths: np.ndarray, offsets: np.ndarray, items
 
 
 def _check_documents(path: Path, table: np.ndarray, sequences: int, at: int) -> None:
-    """The document table starts at 0, never decreases and ends at the number of sequences."""
+    """Checks that the document table starts at 0, never decreases and ends at the number of sequences."""
     if table[0] != 0:
         raise _fault(path, "first entry of the document table", at, 0, int(table[0]))
     for start in range(0, len(table) - 1, CHECK_ROWS):
@@ -204,7 +204,7 @@ def _check_documents(path: Path, table: np.ndarray, sequences: int, at: int) -> 
 
 
 def has_modes(prefix: Path | str) -> bool:
-    """True when the size of PREFIX.idx is that of a multimodal file; the other fields are not checked."""
+    """Whether the size of PREFIX.idx is that of a multimodal file; other fields are not checked."""
     path = index_path(prefix)
     with path.open("rb") as file:
         head = file.read(HEADER_BYTES)
@@ -215,17 +215,17 @@ def has_modes(prefix: Path | str) -> bool:
 
 
 class IndexedWriter:
-    """Writes a `.bin`/`.idx` pair, document by document, in constant memory but for 4 to 12 bytes a sequence.
+    """Writes a `.bin`/`.idx` pair, document by document, with 4 to 12 bytes of memory per sequence.
 
-    Both files are written under temporary names beside their place and renamed by `finish`, so that nobody ever
-    sees half a corpus. As a context manager: `finish` at the end of the block, `discard` when it raises.
+    Both files have temporary names until `finish` renames them, so an incomplete corpus is never visible. As a context
+    manager: `finish` at the end of the block, `discard` if it raises.
 
     Args:
-        prefix: output path without `.bin` / `.idx`; missing folders are made.
+        prefix: output path without `.bin` / `.idx`; missing folders are created.
         dtype: stored dtype, one of the eight of the format; see `token_dtype`.
 
     Raises:
-        UserError: dtype that the format does not know, or a folder that cannot be written.
+        UserError: an unsupported dtype, or a folder that cannot be written.
     """
 
     def __init__(self, prefix: Path | str, dtype: np.dtype):
@@ -257,11 +257,11 @@ class IndexedWriter:
             self.discard()
 
     def add_document(self, sequences: Sequence[np.ndarray], modes: Sequence[int] | None = None) -> None:
-        """Add one document of zero or more sequences; an empty document adds a boundary only.
+        """Adds a document of zero or more sequences; an empty document adds a boundary only.
 
         Args:
-            sequences: integer (or float, for the float dtypes) arrays [length], values within the stored dtype.
-            modes: int8 mode of each sequence, in all documents or in none; makes the file a multimodal one.
+            sequences: integer (or float, for the float dtypes) arrays [length], values in the range of the dtype.
+            modes: int8 mode of each sequence, in all documents or none; makes the file multimodal.
 
         Raises:
             UserError: a value outside the stored dtype, or modes that do not fit.
@@ -295,7 +295,7 @@ class IndexedWriter:
         return np.ascontiguousarray(sequence, dtype=self.dtype)
 
     def append_index(self, prefix: Path | str) -> None:
-        """Append all documents of another dataset, which must have the same dtype (merging).
+        """Appends all documents of another dataset, which must have the same dtype.
 
         Raises:
             UserError: the other dataset is damaged, or differs in dtype or in having modes.
@@ -316,7 +316,7 @@ class IndexedWriter:
             self._modes.frombytes(other.modes.tobytes())
 
     def finish(self) -> None:
-        """Write the index and give both files their names; the tokens first, since readers look for the index."""
+        """Writes the index and renames both files; the tokens first, because readers look for the index."""
         if self._file.closed:
             return
         lengths = np.frombuffer(self._lengths, np.intc).astype("<i4") if self._lengths else np.zeros(0, "<i4")
@@ -337,7 +337,7 @@ class IndexedWriter:
         self._temporary(index).replace(index)
 
     def discard(self) -> None:
-        """Give up: remove the temporary files, leave what had the final names untouched."""
+        """Removes the temporary files; existing files with the final names stay."""
         self._file.close()
         for path in (tokens_path(self.prefix), index_path(self.prefix)):
             self._temporary(path).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Interrupts that wait until the program can take one."""
+"""Deferral of interrupts until the program can handle them."""
 
 import signal
 import threading
@@ -6,39 +6,39 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
 
-_HELD = (signal.SIGINT, signal.SIGTERM)
+_DEFERRED = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def interrupts_held() -> Generator[Callable[[], None]]:
-    """Hold SIGINT and SIGTERM back; calling the yielded function, or leaving, does what the held one would have done.
+def deferred_interrupts() -> Generator[Callable[[], None]]:
+    """Defers SIGINT and SIGTERM until the yielded function is called, or the block is left.
 
-    The pools of the standard library do not survive an exception that a signal raises inside them: after an interrupt
-    at the last instruction of `Condition.__enter__`, which is a Python function, its lock stays taken and whoever waits
-    for the pool waits forever. So the former handlers are called only where no lock is held.
+    The pools of the standard library do not survive an exception raised by a signal handler inside them: after an
+    interrupt at the last instruction of `Condition.__enter__`, a Python function, its lock is never released, and
+    everything that waits for the pool hangs. So the former handlers are called only where no lock is held.
 
-    A signal without a handler in Python still ends the process at once. Outside the main thread, where signals do not
-    arrive, this does nothing.
+    A signal without a Python handler still ends the process at once. Outside the main thread, which does not receive
+    signals, this does nothing.
     """
-    held: list[int] = []
-    former = {number: handler for number in _HELD if callable(handler := signal.getsignal(number))}
+    pending: list[int] = []
+    former = {number: handler for number in _DEFERRED if callable(handler := signal.getsignal(number))}
     if threading.current_thread() is not threading.main_thread():
         former = {}
 
-    def hold(number: int, frame: FrameType | None) -> None:
-        held.append(number)
+    def defer(number: int, frame: FrameType | None) -> None:
+        pending.append(number)
 
-    def release() -> None:
-        if held:
-            number = held[0]
-            held.clear()
+    def handle_pending() -> None:
+        if pending:
+            number = pending[0]
+            pending.clear()
             former[number](number, None)
 
     for number in former:
-        signal.signal(number, hold)
+        signal.signal(number, defer)
     try:
-        yield release
+        yield handle_pending
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
-    release()
+    handle_pending()

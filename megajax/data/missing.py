@@ -1,4 +1,4 @@
-"""Token files that a config names and that do not exist, with the command that makes them."""
+"""The error for missing token files, with the command that creates them."""
 
 import re
 import shlex
@@ -19,10 +19,10 @@ SOURCES = {
 
 
 def demand_files(data: Any, tokenizer: Any) -> None:
-    """Check that the token files of a BlendConfig are there, before the tokenizer is built or any of them is read.
+    """Checks that the token files of a BlendConfig exist, before the tokenizer is built or a file is read.
 
     Raises:
-        UserError: the files that are missing, those of the tokenizer with them, and the command that writes them.
+        UserError: names the missing files, including those of the tokenizer, and the command that writes them.
     """
     if not isinstance(data, BlendConfig):
         return

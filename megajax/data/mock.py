@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from megajax.batch import Schema
-from megajax.data.blend import Cutter
+from megajax.data.blend import DatasetBuilder
 from megajax.data.config import BlendConfig, MockConfig
 from megajax.data.gpt import Tokenizer
 from megajax.data.splits import Rows, Splits, parse_split
@@ -51,6 +51,6 @@ class MockTokens:
 def build_splits(config: MockConfig, *, tokenizer: Tokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:
     """Made-up rows for the splits that a run asks for; each split has a third of the documents."""
     blend = BlendConfig(seed=config.seed, isolate_documents=config.isolate_documents)
-    cutter = Cutter(blend, tokenizer=tokenizer, sequence_length=schema["tokens"].positions(), seed=seed)
+    builder = DatasetBuilder(blend, tokenizer=tokenizer, sequence_length=schema["tokens"].positions(), seed=seed)
     tokens = MockTokens(vocabulary_size=tokenizer.vocabulary_size, eod=tokenizer.eod)
-    return cutter.splits([tokens], None, parse_split(SPLIT), rows)
+    return builder.splits([tokens], None, parse_split(SPLIT), rows)

@@ -26,7 +26,7 @@ import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.data.indexed import IndexedTokens, IndexedWriter, index_path, token_dtype, tokens_path
-from megajax.data.interrupts import interrupts_held
+from megajax.data.interrupts import deferred_interrupts
 from megajax.data.preprocessing_options import TEXT_KEY, Preprocessing
 from megajax.data.preprocessing_report import Counts, Preprocessed
 from megajax.data.text_files import (
@@ -276,12 +276,12 @@ def _tokenised(job: Preprocessing, chunks: Iterator[Chunk], folder: Path) -> Gen
         for number, chunk in enumerate(chunks):
             yield chunk, tokenise(job, chunk, str(folder / f"chunk{number}"))
         return
-    with interrupts_held() as release:
-        yield from _by_workers(job, chunks, folder, release)
+    with deferred_interrupts() as handle_pending:
+        yield from _by_workers(job, chunks, folder, handle_pending)
 
 
 def _by_workers(
-    job: Preprocessing, chunks: Iterator[Chunk], folder: Path, release: Callable[[], None]
+    job: Preprocessing, chunks: Iterator[Chunk], folder: Path, handle_pending: Callable[[], None]
 ) -> Generator[tuple[Chunk, _Done]]:
     others = multiprocessing.active_children()
     context = multiprocessing.get_context("spawn")
@@ -291,8 +291,8 @@ def _by_workers(
     def first() -> tuple[Chunk, _Done]:
         chunk, future = waiting.popleft()
         while not wait([future], timeout=_LOOK_SECONDS).done:
-            release()
-        release()
+            handle_pending()
+        handle_pending()
         return chunk, future.result()
 
     try:

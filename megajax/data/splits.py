@@ -1,4 +1,4 @@
-"""Which part of a corpus is for training, validation and test, and how many rows of each a run asks for."""
+"""The training, validation and test splits of a corpus, and the number of rows that a run needs of each."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ NAMES = ("train", "valid", "test")
 
 
 class Rows(NamedTuple):
-    """Rows (samples of one sequence) a run asks for: None is one pass over the data, 0 is not wanted."""
+    """Number of rows that a run requests of each split: None is one epoch, 0 is no split."""
 
     train: int | None
     valid: int | None = 0
@@ -20,7 +20,7 @@ class Rows(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """What building data gives: row sources (`len`, `[i]` -> dict of numpy arrays [S]), None where not wanted."""
+    """Row sources (`len`, `[i]` -> dict of numpy arrays [S]); None for splits that are not requested."""
 
     train: Any
     valid: Any
@@ -28,17 +28,17 @@ class Splits(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """How often a run evaluates and on how much: every `every` steps, `batches` batches of `size` rows."""
+    """The evaluations of a run: every `every` steps, `batches` batches of `size` rows."""
 
     every: int
     batches: int
     size: int
     start: int = 0
-    """Step before which there is no evaluation."""
+    """No evaluation before this step."""
 
 
 def requested_rows(*, steps: int, global_size: int, evaluation: Evaluation | None, rows: int | None = None) -> Rows:
-    """Rows that a run of `steps` steps reads: `rows` itself, or steps · global_size, and those of its evaluations.
+    """Number of rows that a run of `steps` steps reads: `rows`, or steps · global_size, and those of its evaluations.
 
     Validation is read once every `evaluation.every` steps and once more at the end, the test set once.
     """
@@ -61,10 +61,10 @@ def _is_number(item: object) -> bool:
 def parse_paths(items: Iterable[object]) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
     """("0.3", "a", "0.7", "b") -> (("a", "b"), (0.3, 0.7)); ("a", "b") -> (("a", "b"), None).
 
-    Prefixes alone when their number is odd or anything at an even position (0, 2, …) is not a number.
+    There are no weights if the number of items is odd, or if any item at an even position (0, 2, …) is not a number.
 
     Raises:
-        UserError: no path, or a weight that is not above zero.
+        UserError: no path, or a weight that is not positive.
     """
     items = tuple(str(item) for item in items)
     if not items:
@@ -79,16 +79,16 @@ def parse_paths(items: Iterable[object]) -> tuple[tuple[str, ...], tuple[float, 
 
 
 def parse_split(text: str) -> tuple[Range | None, Range | None, Range | None]:
-    """ "969,30,1" -> the share of the corpus, as running sums (low, high), of train, valid and test.
+    """ "969,30,1" -> the ranges (low, high) of train, valid and test in the corpus, from 0 to 1.
 
-    Numbers are taken wherever they stand, missing ones are zero, and the sum is scaled to 1. A share of zero is None.
+    Any characters may separate the numbers, missing ones are zero, and the sum is scaled to 1. A share of 0 is None.
 
     Raises:
         UserError: no number, a malformed one, more than three, or all zero.
     """
-    found = re.findall(r"[.0-9]+", text)
-    numbers = [float(item) for item in found if _is_number(item)]
-    if not numbers or len(numbers) != len(found) or len(numbers) > 3 or sum(numbers) <= 0:
+    items = re.findall(r"[.0-9]+", text)
+    numbers = [float(item) for item in items if _is_number(item)]
+    if not numbers or len(numbers) != len(items) or len(numbers) > 3 or sum(numbers) <= 0:
         raise UserError(f'split {text!r}: expected one to three numbers, not all zero, such as "969,30,1".')
     numbers += [0.0] * (3 - len(numbers))
     total = numbers[0] + numbers[1] + numbers[2]
@@ -108,7 +108,7 @@ def split_bounds(share: Range | None, count: int) -> tuple[int, int]:
 
 
 def wanted(rows: Rows) -> Iterator[tuple[int, str, int | None]]:
-    """(position, name, rows) of the splits that a run asks for."""
+    """(position, name, rows) of the splits that a run requests."""
     for position, (name, asked) in enumerate(zip(NAMES, rows, strict=True)):
         if asked is None or asked > 0:
             yield position, name, asked

@@ -12,7 +12,7 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
-from megajax.data.blend import Cutter
+from megajax.data.blend import DatasetBuilder
 from megajax.data.cache import content_key, user_cache
 from megajax.data.config import BlendConfig, StandardLibraryConfig
 from megajax.data.gpt import Tokenizer
@@ -36,7 +36,7 @@ def source_files(root: Path) -> list[tuple[str, int]]:
 
 
 def choose(files: list[tuple[str, int]], limit: int, seed: int) -> list[tuple[str, int]]:
-    """Files in an order that depends on the seed alone, as many as fit into `limit` bytes; at least one."""
+    """Files in an order that depends only on the seed, as many as fit into `limit` bytes; at least one."""
     order = list(files)
     random.Random(seed).shuffle(order)
     chosen, total = [], 0
@@ -54,8 +54,8 @@ def _write(prefix: Path, root: Path, chosen: list[tuple[str, int]]) -> None:
             writer.add_document([np.append(text.astype(np.uint16), np.uint16(BYTE_EOD))])
 
 
-def _places(config: StandardLibraryConfig) -> Iterator[Path]:
-    """Folders for the corpus, best first: the one asked for, the user's cache, the system's temporary folder."""
+def _folders(config: StandardLibraryConfig) -> Iterator[Path]:
+    """Folders to try for the corpus: the configured one, the user's cache, the system's temporary folder."""
     if config.cache_dir:
         yield Path(config.cache_dir)
     yield user_cache() / "standard_library"
@@ -63,13 +63,13 @@ def _places(config: StandardLibraryConfig) -> Iterator[Path]:
 
 
 def corpus(config: StandardLibraryConfig, seed: int) -> IndexedTokens:
-    """The token file of the chosen files: the one on disk, or a new one.
+    """The token file of the chosen files, created if it does not exist.
 
-    Its name holds the Python version and the names and sizes of the files, so a Python upgrade makes a new corpus.
-    Several processes may make it at once: each writes temporary files and renames them, with equal content.
+    Its name depends on the Python version and the names and sizes of the files, so a Python upgrade makes a new corpus.
+    Several processes may create it at once: each writes temporary files and renames them, with equal content.
 
     Raises:
-        UserError: this Python came without its sources, or no folder can be written.
+        UserError: this Python has no library sources, or no folder can be written.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     chosen = choose(source_files(root), int(config.megabytes * 1e6), seed)
@@ -77,12 +77,12 @@ def corpus(config: StandardLibraryConfig, seed: int) -> IndexedTokens:
         raise UserError(f"{root}: no Python source files: this Python came without its library's sources.")
     key = content_key({"python": platform.python_version(), "files": [list(entry) for entry in chosen]})
     failures = []
-    for folder in _places(config):
+    for folder in _folders(config):
         prefix = folder / f"python-{platform.python_version()}-{len(chosen)}-{key[:16]}"
         try:
             return IndexedTokens(prefix)
         except UserError:
-            pass  # missing, or torn by a crash: written again
+            pass  # missing, or damaged by a crash: written again
         try:
             _write(prefix, root, chosen)
         except (OSError, UserError) as error:
@@ -108,5 +108,5 @@ def build_splits(
         )
     own_seed = seed if config.seed is None else config.seed
     blend = BlendConfig(seed=own_seed, cache_dir=config.cache_dir, isolate_documents=config.isolate_documents)
-    cutter = Cutter(blend, tokenizer=tokenizer, sequence_length=schema["tokens"].positions(), seed=own_seed)
-    return cutter.splits([corpus(config, own_seed)], None, parse_split(config.split), rows)
+    builder = DatasetBuilder(blend, tokenizer=tokenizer, sequence_length=schema["tokens"].positions(), seed=own_seed)
+    return builder.splits([corpus(config, own_seed)], None, parse_split(config.split), rows)

@@ -1,1 +1,1 @@
-"""Text from trained weights."""
+"""Text generation."""

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as integer tables, their checker, their drawing; numpy only so far."""
+"""Pipeline parallelism: schedules as integer tables, their checks and drawings, and the executor that runs them."""

@@ -1,4 +1,4 @@
-"""What makes a pipeline table valid, what it costs, and what theory says it should: no devices needed."""
+"""Checks of pipeline schedules, and their costs, measured and by formula; no devices needed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ KINDS = ("forward", "input_gradient", "weight_gradient")
 
 
 class Violation(NamedTuple):
-    """One rule that a table breaks, and where."""
+    """A rule that a schedule violates, and where."""
 
     rule: str
     """form, phases, once, order, arrival, slots, outputs, borders or figures: see `violations`."""
@@ -24,38 +24,38 @@ class Violation(NamedTuple):
 
 
 class InvalidSchedule(ValueError):
-    """A table that no executor may run: a fault of the code that made it, not of its user."""
+    """An invalid schedule: an error in the code that made it, not of the user."""
 
-    def __init__(self, name: str, found: list[Violation]):
-        self.found = tuple(found)
-        more = f"\n  and {len(found) - 10} more" if len(found) > 10 else ""
-        super().__init__(f"schedule {name}:\n  " + "\n  ".join(map(str, found[:10])) + more)
+    def __init__(self, name: str, violations: list[Violation]):
+        self.violations = tuple(violations)
+        more = f"\n  and {len(violations) - 10} more" if len(violations) > 10 else ""
+        super().__init__(f"schedule {name}:\n  " + "\n  ".join(map(str, violations[:10])) + more)
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a schedule costs; equal for the table and for the formulas of its kind."""
+    """The cost of a schedule."""
 
     ticks: int
     bubble: Fraction
-    """Time over the ideal (every stage always busy), as a share of the ideal: (P-1)/(V·M)."""
+    """Time above the ideal (all stages always busy), relative to the ideal: (P-1)/(V·M)."""
     in_flight: tuple[int, ...]
-    """By stage, the most activations of a (microbatch, chunk) alive at once, each of 1/V of the stage's layers."""
+    """By stage, the maximum number of activations in memory, each of a microbatch in 1/V of the stage's layers."""
     slots: int
-    """Of the ring on each stage, without a spare one."""
+    """Ring slots per stage, without the spare one."""
 
     @property
     def bubble_of_total(self) -> Fraction:
-        """Share of the whole time in which a stage waits: (P-1)/(V·M + P-1)."""
+        """Share of the total time in which a stage is idle: (P-1)/(V·M + P-1)."""
         return self.bubble / (1 + self.bubble)
 
 
 def formulas(schedule: Schedule) -> Figures | None:
-    """The closed form for the schedule's name and sizes (Narayanan et al., 2104.04473, in lockstep); None if unknown.
+    """Closed form for the schedule's name and sizes (Narayanan et al., 2104.04473, in lockstep); None if unknown.
 
-    Forward k (of M·V) runs on stage s at tick k+s, backward k at tick b+k+P-1-s. So the stage holds all of its
-    forwards when its first backward starts at tick b+P-1-s: b+P-2s of them, or M·V if there are no more. Losses that
-    wait w ticks for their backward put b, which is P·V-1, off by w.
+    Forward k (of M·V) runs on stage s at tick k+s, backward k at tick b+k+P-1-s. When the first backward of stage s
+    starts, at tick b+P-1-s, the activations of b+P-2s forwards are in memory, or of all M·V if there are fewer. Here
+    b is P·V-1+w if losses wait w ticks.
     """
     stages, chunks, microbatches = schedule.stages, schedule.chunks, schedule.microbatches
     work = microbatches * chunks
@@ -70,7 +70,7 @@ def formulas(schedule: Schedule) -> Figures | None:
 
 
 def measure(schedule: Schedule, *, forward: int = 1, input_gradient: int = 1, weight_gradient: int = 1) -> Figures:
-    """The same from the table. The three numbers are the costs of a stage's work on one microbatch, in any unit.
+    """Cost measured on the table. The arguments are the costs of a stage's work on one microbatch, in any unit.
 
     A tick costs 1/V of all kinds of work in its phase.
     """
@@ -78,52 +78,48 @@ def measure(schedule: Schedule, *, forward: int = 1, input_gradient: int = 1, we
     time = sum(phase.ticks * sum(cost for cost, has in zip(costs, phase[2:], strict=True) if has) for phase in
                schedule.phases)  # fmt: skip
     ideal = schedule.microbatches * schedule.chunks * sum(costs)
-    born = np.cumsum(schedule.forward.microbatch >= 0, axis=0)
-    gone = np.cumsum(schedule.weight_gradient.microbatch >= 0, axis=0)
-    alive = born - np.concatenate([np.zeros_like(gone[:1]), gone[:-1]])
-    return Figures(schedule.ticks, Fraction(time, ideal) - 1, tuple(alive.max(axis=0).tolist()), schedule.slots)
+    started = np.cumsum(schedule.forward.microbatch >= 0, axis=0)
+    finished = np.cumsum(schedule.weight_gradient.microbatch >= 0, axis=0)
+    in_flight = started - np.concatenate([np.zeros_like(finished[:1]), finished[:-1]])
+    return Figures(schedule.ticks, Fraction(time, ideal) - 1, tuple(in_flight.max(axis=0).tolist()), schedule.slots)
 
 
 def check(schedule: Schedule) -> None:
-    """Raises InvalidSchedule naming every rule the table breaks."""
-    found = violations(schedule)
-    if found:
+    """Raises InvalidSchedule, which names every violated rule."""
+    if found := violations(schedule):
         raise InvalidSchedule(schedule.name, found)
 
 
 def violations(schedule: Schedule) -> list[Violation]:
-    """Everything that is wrong with a table, by rule.
+    """All violations of a schedule, by rule.
 
-    - form: arrays have their types and shapes, numbers are in range; if not, nothing else is looked at.
-    - phases: phases follow each other over all ticks, and work is only where its phase has that kind.
-    - once: each (microbatch, chunk, stage) has each kind of work once. That a stage has at most one of a kind in a
-      tick is in the form: an entry holds one.
-    - order: a forward comes after the forward before it, a backward after the backward after it and after its own
-      forward (in the same tick at the earliest), a weight gradient no earlier than its input gradient.
-    - arrival: what a neighbour made is used at the very next tick; the tick after, something else has arrived.
-    - slots: no forward, idle ones included, writes a slot whose activations are still needed; gradients read the
-      slot of their own forward.
+    - form: arrays have the right types, shapes and ranges; otherwise, nothing else is checked.
+    - phases: phases cover all ticks in order, and contain only their kinds of work.
+    - once: each (microbatch, chunk, stage) has each kind of work once.
+    - order: a forward comes after the previous chunk's forward; a backward after the next chunk's backward, and not
+      before its own forward; a weight gradient not before its input gradient.
+    - arrival: a value from a neighbour is used in the next tick, because another one arrives in the tick after.
+    - slots: no forward, including idle ones, overwrites activations that are still needed; gradients read the slot of
+      their own forward.
     - outputs: the same for outputs that wait for their loss.
-    - borders: embed, head and embed_gradient are what enters and leaves the pipeline at that tick.
-    - figures: ticks, bubble, activations in flight and slots are those of the formulas, where there are any.
+    - borders: embed, head and embed_gradient are the microbatches that enter and leave the pipeline in a tick.
+    - figures: ticks, bubble, activations in flight and slots agree with the formulas, if there are any.
     """
-    wrong = list(_form(schedule))
-    if wrong:
-        return wrong
-    found = [*_phases(schedule), *_borders(schedule)]
-    whole = list(_once(schedule))
-    if not whole:
-        found += [*_order(schedule), *_arrival(schedule)]
-    found += [*whole, *_slots(schedule), *_outputs(schedule)]
-    wanted, got = formulas(schedule), measure(schedule)
-    if wanted is not None and wanted != got:
-        names = ("ticks", "bubble", "in_flight", "slots")
-        differ = [name for name in names if getattr(wanted, name) != getattr(got, name)]
-        found += [
-            Violation("figures", f"{name} is {getattr(got, name)}, the formula says {getattr(wanted, name)}")
-            for name in differ
+    form = list(_form(schedule))
+    if form:
+        return form
+    violations, once = [*_phases(schedule), *_borders(schedule)], list(_once(schedule))
+    if not once:
+        violations += [*_order(schedule), *_arrival(schedule)]
+    violations += [*once, *_slots(schedule), *_outputs(schedule)]
+    expected, actual = formulas(schedule), measure(schedule)
+    if expected is not None:
+        violations += [
+            Violation("figures", f"{name} is {getattr(actual, name)}, the formula says {getattr(expected, name)}")
+            for name in ("ticks", "bubble", "in_flight", "slots")
+            if getattr(expected, name) != getattr(actual, name)
         ]
-    return found
+    return violations
 
 
 def _works(schedule: Schedule) -> dict[str, Work]:
@@ -139,7 +135,7 @@ def _form(schedule: Schedule) -> Iterator[Violation]:
         for name, bound in zip(Work._fields, bounds, strict=True)
     ]
     lines = dict.fromkeys(("embed", "head", "embed_gradient"), schedule.microbatches)
-    lines |= dict.fromkeys(("output_kept", "output_taken"), schedule.output_slots)
+    lines |= dict.fromkeys(("output_written", "output_read"), schedule.output_slots)
     arrays += [(name, getattr(schedule, name), shape[:1], -1, bound) for name, bound in lines.items()]
     for name, array, wanted, low, bound in arrays:
         if array.dtype != np.int32 or array.shape != wanted:
@@ -190,7 +186,7 @@ def _item(microbatch: int, chunk: int, stage: int) -> str:
 
 
 def _when(schedule: Schedule, kind: str) -> np.ndarray:
-    """Tick of each piece of work, int [M, V, P]; for tables in which each is done once."""
+    """Tick of each piece of work, int [M, V, P]; for schedules in which each is done once."""
     work = getattr(schedule, kind)
     when = np.zeros((schedule.microbatches, schedule.chunks, schedule.stages), np.int64)
     tick, stage = np.nonzero(work.microbatch >= 0)
@@ -204,7 +200,7 @@ def _along(when: np.ndarray) -> np.ndarray:
 
 
 def _waits(schedule: Schedule) -> Iterator[tuple[str, np.ndarray, slice]]:
-    """For forward and backward: ticks between making an input and using it, int [M, V·P - 1], and whose they are."""
+    """For forward and backward: ticks between producing an input and using it, int [M, V·P - 1], and the users."""
     forward, backward = (np.diff(_along(_when(schedule, kind)), axis=1) for kind in KINDS[:2])
     yield "forward", forward, slice(1, None)
     yield "input_gradient", -backward, slice(None, -1)
@@ -233,9 +229,9 @@ def _arrival(schedule: Schedule) -> Iterator[Violation]:
 
 
 def _slots(schedule: Schedule) -> Iterator[Violation]:
-    """Goes through the ticks with the rings of all stages, each slot holding the number of what it is kept for."""
-    nobody = -1
-    ring = np.full((schedule.stages, schedule.ring_slots), nobody)
+    """Simulates the rings of all stages; each slot has the number of its (microbatch, chunk), or -1."""
+    empty = -1
+    ring = np.full((schedule.stages, schedule.ring_slots), empty)
     works = _works(schedule)
     numbers = {kind: work.microbatch * schedule.chunks + work.chunk for kind, work in works.items()}
     runs = _ticks_with(schedule.phases, schedule.ticks)
@@ -243,23 +239,23 @@ def _slots(schedule: Schedule) -> Iterator[Violation]:
     for tick in range(schedule.ticks):
         for kind, work in works.items():
             busy, slot, number = work.microbatch[tick] >= 0, work.slot[tick], numbers[kind][tick]
-            held = ring[stages, slot]
+            stored = ring[stages, slot]
             if kind == "forward":
                 writes = busy | runs[tick]
-                for s in np.flatnonzero(writes & (held != nobody)):
+                for s in np.flatnonzero(writes & (stored != empty)):
                     what = "forward" if busy[s] else "idle forward"
                     yield Violation("slots", f"{what} at tick {tick} on stage {s} writes slot {slot[s]}, still needed")
                 ring[stages[busy], slot[busy]] = number[busy]
                 continue
-            for s in np.flatnonzero(busy & (held != number)):
+            for s in np.flatnonzero(busy & (stored != number)):
                 item = _item(*divmod(int(number[s]), schedule.chunks), int(s))
                 yield Violation("slots", f"{kind} of {item} at tick {tick} reads slot {slot[s]}, which is not its own")
             if kind == "weight_gradient":
-                ring[stages[busy], slot[busy]] = nobody
+                ring[stages[busy], slot[busy]] = empty
 
 
 def _ticks_with(phases: tuple[Phase, ...], ticks: int) -> np.ndarray:
-    """Whether the forwards of a tick run, idle ones too, bool [T]."""
+    """Whether forwards, including idle ones, run in a tick, bool [T]."""
     runs = np.zeros(ticks, bool)
     for phase in phases:
         runs[phase.start : phase.stop] = phase.forward
@@ -270,7 +266,7 @@ def _outputs(schedule: Schedule) -> Iterator[Violation]:
     made = entering(schedule.forward, schedule.stages - 1, schedule.chunks - 1)
     kept: dict[int, int] = {}
     for tick in range(schedule.ticks):
-        into, out, wanted = schedule.output_kept[tick], schedule.output_taken[tick], schedule.head[tick]
+        into, out, wanted = schedule.output_written[tick], schedule.output_read[tick], schedule.head[tick]
         if into >= 0 and into in kept:
             yield Violation("outputs", f"tick {tick} writes output slot {into}, still needed")
         if into >= 0:

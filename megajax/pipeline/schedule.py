@@ -1,12 +1,12 @@
-"""Pipeline schedules as integer tables: which microbatch each stage works on at each tick, and where it is kept.
+"""Pipeline schedules as integer tables: the microbatch of each stage in each tick, and the slot of its activations.
 
-Letters: P stages, V chunks per stage (virtual stages), M microbatches, T ticks; s stage, c chunk, i microbatch.
-The layers of a model are cut into P·V chunks; stage s holds chunks s, P+s, 2P+s, ..., which it numbers c = 0, 1, 2, ...
+P stages, V chunks per stage (virtual stages), M microbatches, T ticks; s stage, c chunk, i microbatch.
+The layers of a model are divided into P·V chunks; stage s has chunks s, P+s, 2P+s, ..., numbered c = 0, 1, 2, ...
 
-All stages go through the ticks together. In a tick a stage does at most one forward, then at most one gradient with
-respect to a chunk's input, then at most one with respect to its weights; what it made goes to its neighbour while the
-tick ends and is there for the next tick, and only then. A tick costs what its phase does, whether or not all stages
-have work: so forwards come first, then ticks of both kinds, then backwards, and the bubble is the classical one.
+All stages run each tick together. In a tick, a stage runs at most one forward, then at most one gradient with respect
+to a chunk's input, then at most one with respect to its weights. It sends the results to its neighbours, which must use
+them in the next tick. A tick takes the time of all kinds of work in its phase, even if a stage is idle. So forwards
+come first, then ticks with both kinds, then backwards, and the bubble is the usual one.
 """
 
 from collections.abc import Callable
@@ -25,20 +25,20 @@ from megajax.config.nearest import did_you_mean, either
 class Work(NamedTuple):
     """One kind of work, three int32 [T, P] arrays.
 
-    An idle entry has microbatch -1, chunk 0 and a slot it can do no harm in, so that an executor may compute on it as
-    on any other, as long as it adds the result to nothing.
+    An idle entry has microbatch -1, chunk 0 and a slot that is not in use. So an executor may run it like any other,
+    if it does not accumulate the result.
     """
 
     microbatch: np.ndarray
-    """Worked on; -1 where the stage is idle."""
+    """Microbatch; -1 if the stage is idle."""
     chunk: np.ndarray
-    """The stage's chunk that does it."""
+    """Chunk of the stage."""
     slot: np.ndarray
-    """Of the stage's ring of saved activations: a forward writes it, gradients read it."""
+    """Slot in the stage's ring of saved activations: a forward writes it, gradients read it."""
 
 
 class Phase(NamedTuple):
-    """Ticks [start, stop) with the same kinds of work on any of the stages: one loop of the executor."""
+    """Ticks [start, stop) with the same kinds of work: one loop of the executor."""
 
     start: int
     stop: int
@@ -52,7 +52,7 @@ class Phase(NamedTuple):
 
     @property
     def label(self) -> str:
-        """F, F+B or B; with the weight gradients apart, I and W instead of B."""
+        """F, F+B or B; with separate weight gradients, I and W instead of B."""
         if self.input_gradient and self.weight_gradient:
             names = ("F" * self.forward, "B")
         else:
@@ -62,10 +62,10 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """Everything an executor has to know about one step; `megajax.pipeline.check` says what makes a table valid.
+    """The schedule of one step; `megajax.pipeline.check` defines which tables are valid.
 
-    A backward in one piece is in `input_gradient` and in `weight_gradient` at the same tick. A schedule that puts
-    weight gradients off (zero bubble) has them at later ticks; their slot stays taken until then.
+    An undivided backward is in `input_gradient` and in `weight_gradient` in the same tick. A schedule that delays
+    weight gradients (zero bubble) has them in later ticks; their slot stays in use until then.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Schedule:
     loss_wait: int
     """Ticks that were added between a microbatch's last forward and its loss: see `interleaved`."""
     output_slots: int
-    """Outputs of the last chunk that wait for their loss at once; 0 where each loss follows its forward directly."""
+    """Maximum number of outputs of the last chunk that wait for their loss; 0 if each loss follows its forward."""
     phases: tuple[Phase, ...]
     """All ticks, in order."""
     forward: Work
@@ -89,13 +89,13 @@ class Schedule:
     embed: np.ndarray
     """Int32 [T]: microbatch to embed for stage 0, before the tick's forward; -1 for none."""
     head: np.ndarray
-    """Int32 [T]: microbatch whose loss and output gradient are made, between forward and backward; -1 for none."""
+    """Int32 [T]: microbatch whose loss and output gradient are computed, before the tick's backward; -1 for none."""
     embed_gradient: np.ndarray
     """Int32 [T]: microbatch whose gradient leaves stage 0 for the embedding, after the backward; -1 for none."""
-    output_kept: np.ndarray
-    """Int32 [T]: output slot that takes the output of the last stage's forward of this tick; -1 for none."""
-    output_taken: np.ndarray
-    """Int32 [T]: output slot that `head` reads; -1 where it reads the output made in this very tick."""
+    output_written: np.ndarray
+    """Int32 [T]: output slot that stores the output of the last stage's forward; -1 for none."""
+    output_read: np.ndarray
+    """Int32 [T]: output slot that `head` reads; -1 if it reads the output of the same tick."""
 
     @property
     def ticks(self) -> int:
@@ -108,16 +108,16 @@ class Schedule:
 
     @property
     def split_backward(self) -> bool:
-        """Whether any weight gradient has a tick of its own, apart from its input gradient."""
+        """Whether any weight gradient is in another tick than its input gradient."""
         both = zip(self.input_gradient[:2], self.weight_gradient[:2], strict=True)
         return not all(np.array_equal(a, b) for a, b in both)
 
 
 def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """All forwards, then all backwards: every activation of the step is alive at once (Huang et al., 1811.06965).
+    """All forwards, then all backwards: keeps the activations of all microbatches (Huang et al., 1811.06965).
 
-    Shorter bubbles by several chunks per stage are as in MaxText's and praxis' circular pipelines. The outputs of all
-    microbatches wait for their loss. Raises ConfigError as `problems` has it.
+    With several chunks per stage it is the circular pipeline of MaxText and praxis. The outputs of all microbatches
+    wait for their loss. Raises ConfigError for the problems of `problems`.
     """
     _refuse("gpipe", stages, microbatches, chunks)
     last_forward = microbatches * chunks + stages - 2
@@ -125,26 +125,26 @@ def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def one_f_one_b(stages: int, microbatches: int, *, loss_wait: int = 0) -> Schedule:
-    """A backward as soon as there is one to do: activations of 2(P-s)-1 microbatches (Narayanan et al., 2104.04473).
+    """Each backward as early as possible: keeps activations of 2(P-s)-1 microbatches (Narayanan et al., 2104.04473).
 
-    Their free-running stages hold P-s; that stages go through ticks together costs the rest. The last stage does
-    forward and backward of a microbatch in one tick, or `loss_wait` ticks apart: see `interleaved`. Raises ConfigError
-    as `problems` has it.
+    Asynchronous stages would keep P-s; running ticks together costs the rest. The last stage runs forward and backward
+    of a microbatch in one tick, or `loss_wait` ticks apart: see `interleaved`. Raises ConfigError for the problems of
+    `problems`.
     """
     _refuse("1f1b", stages, microbatches, 1)
     return _in_turn("1f1b", (stages, 1, microbatches), first_backward=stages - 1, loss_wait=loss_wait)
 
 
 def interleaved(stages: int, microbatches: int, chunks: int, *, loss_wait: int = 0) -> Schedule:
-    """1F1B over several chunks per stage: a bubble of 1/V, V times the traffic (Narayanan et al., 2104.04473).
+    """1F1B over several chunks per stage: 1/V of the bubble, V times the traffic (Narayanan et al., 2104.04473).
 
-    Microbatches go in groups of P through the first chunk, then through the next: a microbatch that leaves the last
-    stage enters the first one at the next tick.
+    Groups of P microbatches pass through the first chunk, then through the next: a microbatch that leaves the last
+    stage enters the first one in the next tick.
 
-    loss_wait: ticks between a microbatch's last forward and its loss. With 1, the output travels to all stages while
-    they work backward, and the loss's gradient comes back while they work forward; with 0 all stages wait for both. It
-    costs one more activation in flight, and no time: one tick of both kinds becomes one of each. Raises ConfigError as
-    `problems` has it.
+    loss_wait: ticks between a microbatch's last forward and its loss. With 1, sending the output to all stages overlaps
+    with a backward, and sending back the gradient of the loss overlaps with a forward; with 0 all stages wait for both.
+    It costs one more activation in flight, and no time: one tick of both kinds becomes one of each. Raises ConfigError
+    for the problems of `problems`.
     """
     _refuse("interleaved", stages, microbatches, chunks)
     return _in_turn(
@@ -167,24 +167,24 @@ SCHEDULES: MappingProxyType[str, Callable[[int, int, int, int], Schedule]] = Map
         ),
     }
 )
-"""By the name users give, called with (stages, microbatches, chunks, loss_wait); 1f1b with several chunks is
-interleaved, and GPipe's losses wait for its last forward anyway."""
+"""Name in configs -> function of (stages, microbatches, chunks, loss_wait). 1f1b with several chunks is interleaved;
+the losses of GPipe always wait for its last forward."""
 
 
 def build(name: str, *, stages: int, microbatches: int, chunks: int = 1, loss_wait: int = 0) -> Schedule:
-    """The schedule of that name. Raises ConfigError listing what is wrong, as `problems` has it."""
+    """The schedule with this name. Raises ConfigError for the problems of `problems`."""
     _refuse(name, stages, microbatches, chunks)
     return SCHEDULES[name](stages, microbatches, chunks, loss_wait)
 
 
 def problems(name: str, *, stages: int, microbatches: int, chunks: int) -> list[Problem]:
-    """Why there is no such schedule: an unknown name, a number below 1, microbatches that don't come in groups."""
-    found = []
+    """Problems of these sizes: an unknown name, a number below 1, microbatches not in groups of the stages."""
+    problems = []
     if name not in SCHEDULES:
         near = did_you_mean(name, SCHEDULES) or f"there are {', '.join(SCHEDULES)}"
-        found.append(Problem("schedule", f"there is no schedule {name!r}", near))
+        problems.append(Problem("schedule", f"there is no schedule {name!r}", near))
     numbers = {"stages": stages, "microbatches": microbatches, "virtual_stages": chunks}
-    found += [
+    problems += [
         Problem(where, f"must be at least 1, got {number}", "give 1 or more")
         for where, number in numbers.items()
         if number < 1
@@ -192,7 +192,7 @@ def problems(name: str, *, stages: int, microbatches: int, chunks: int) -> list[
     if min(numbers.values()) >= 1 and chunks > 1 and microbatches % stages:
         below = microbatches - microbatches % stages
         nearest = either(str(number) for number in (below, below + stages) if number)
-        found.append(
+        problems.append(
             Problem(
                 "microbatches",
                 f"with virtual_stages={chunks}, microbatches go in groups of {stages}, the stages, and "
@@ -200,17 +200,16 @@ def problems(name: str, *, stages: int, microbatches: int, chunks: int) -> list[
                 f"set microbatches to {nearest}, or virtual_stages to 1",
             )
         )
-    return found
+    return problems
 
 
 def _refuse(name: str, stages: int, microbatches: int, chunks: int) -> None:
-    found = problems(name, stages=stages, microbatches=microbatches, chunks=chunks)
-    if found:
+    if found := problems(name, stages=stages, microbatches=microbatches, chunks=chunks):
         raise ConfigError(found, "the pipeline schedule")
 
 
 def _in_turn(name: str, sizes: tuple[int, int, int], *, first_backward: int, loss_wait: int = 0) -> Schedule:
-    """Forwards one after the other on each stage from tick s on, backwards from `first_backward` + P-1-s on or later.
+    """Consecutive forwards on each stage from tick s on, and backwards from tick `first_backward` + P-1-s on.
 
     Both in groups of P microbatches, chunk by chunk; backwards from the last chunk to the first.
     """
@@ -226,11 +225,11 @@ def _in_turn(name: str, sizes: tuple[int, int, int], *, first_backward: int, los
 def assemble(
     name: str, *, forward: np.ndarray, input_gradient: np.ndarray, weight_gradient: np.ndarray, loss_wait: int = 0
 ) -> Schedule:
-    """A schedule from the ticks of each kind of work, int [M, V, P] each, with slots assigned; not checked.
+    """A schedule from the ticks of each kind of work, int [M, V, P] each; assigns slots, and does not check the result.
 
-    Slots are the lowest free ones: a ring holds no more than the most that is alive at once. A forward writes its
-    slot before the tick's gradients give up theirs. Raises ValueError for two pieces of work of one kind in one tick
-    of a stage, and for weight gradients before their forwards: no slots can be assigned to those.
+    Each forward gets the lowest free slot, so a ring is no larger than necessary. A forward writes its slot before the
+    tick's gradients free theirs. Raises ValueError if a stage has two pieces of work of one kind in one tick, or a
+    weight gradient before its forward.
     """
     microbatches, chunks, stages = forward.shape
     kinds = {"forward": forward, "input_gradient": input_gradient, "weight_gradient": weight_gradient}
@@ -250,10 +249,10 @@ def assemble(
     spare_slot = _idle_slots(tables[0], free, phases, slots)
     output_first, output_last = forward[:, -1, -1], input_gradient[:, -1, -1]
     waits = bool((output_first != output_last).any())
-    output_kept, output_taken = np.full((2, ticks), -1, np.int32)
+    output_written, output_read = np.full((2, ticks), -1, np.int32)
     if waits:
         output_slot, _ = _assign(output_first, output_last, ticks)
-        output_kept[output_first] = output_taken[output_last] = output_slot
+        output_written[output_first] = output_read[output_last] = output_slot
     return Schedule(
         name=name,
         stages=stages,
@@ -262,7 +261,7 @@ def assemble(
         slots=slots,
         spare_slot=spare_slot,
         loss_wait=loss_wait,
-        output_slots=int(output_kept.max()) + 1,
+        output_slots=int(output_written.max()) + 1,
         phases=phases,
         forward=_frozen(tables[0]),
         input_gradient=_frozen(tables[1]),
@@ -270,24 +269,24 @@ def assemble(
         embed=_fixed(entering(tables[0], 0, 0)),
         head=_fixed(entering(tables[1], stages - 1, chunks - 1)),
         embed_gradient=_fixed(entering(tables[1], 0, 0)),
-        output_kept=_fixed(output_kept),
-        output_taken=_fixed(output_taken),
+        output_written=_fixed(output_written),
+        output_read=_fixed(output_read),
     )
 
 
 def entering(work: Work, stage: int, chunk: int) -> np.ndarray:
-    """Microbatch that a chunk of a stage works on at each tick, int32 [T]; -1 where none."""
+    """Microbatch of a chunk of a stage in each tick, int32 [T]; -1 for none."""
     return np.where(work.chunk[:, stage] == chunk, work.microbatch[:, stage], np.int32(-1))
 
 
 def _alive(first: np.ndarray, last: np.ndarray, ticks: int) -> np.ndarray:
-    """How many of the items with these ticks of first and last use, int [N], are alive in each tick, int [T]."""
+    """Number of items in use in each tick, int [T], from their ticks of first and last use, int [N]."""
     change = np.bincount(first, minlength=ticks + 1) - np.bincount(last + 1, minlength=ticks + 1)
     return np.cumsum(change)[:ticks]
 
 
 def _assign(first: np.ndarray, last: np.ndarray, ticks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Slot of each item, int32 [N], and a slot free in each tick that begins no item, int32 [T]; -1 if there is none.
+    """Slot of each item, int32 [N], and a free slot in each tick in which no item begins, int32 [T]; -1 for none.
 
     No two items begin, and no two end, in the same tick.
     """
@@ -320,12 +319,12 @@ def _phases(tables: list[Work]) -> tuple[Phase, ...]:
 
 
 def _idle_slots(forward: Work, free: np.ndarray, phases: tuple[Phase, ...], slots: int) -> bool:
-    """Point idle forwards (in phases that have any) to slots nobody needs; whether that took the spare one."""
+    """Assigns unused slots to idle forwards, in phases with forwards; returns whether one needs the spare slot."""
     runs = np.zeros(len(free), bool)
     for phase in phases:
         runs[phase.start : phase.stop] = phase.forward
     idle = runs[:, None] & (forward.microbatch < 0)
-    # Where all slots that a stage uses are taken, the one after them is free: another stage's need, or the spare one.
+    # If all slots that a stage uses are taken, the next one is free: another stage needs it, or it is the spare one.
     own = forward.slot.max(axis=0) + 1
     forward.slot[idle] = np.where(free < 0, np.minimum(own, slots), free)[idle]
     return bool((forward.slot == slots).any())

@@ -41,32 +41,32 @@ class ResilienceConfig:
     time. KIND is nan, inf, spike (loss and gradients times 1000) or nan_gradients."""
 
     def drills(self) -> tuple[Drill, ...]:
-        """Raises ValueError for what `problems` lists."""
+        """The faults to inject. Raises ValueError for an invalid one, which `problems` lists."""
         return tuple(Drill.parse(text) for text in self.inject)
 
     def problems(self) -> list[Problem]:
-        found = [
+        problems = [
             Problem(name, f"must be above 0, got {value:g}", "none sets no limit")
             for name in ("exit_after_steps", "exit_after_minutes", "largest_norm")
             if (value := getattr(self, name)) is not None and not value > 0
         ]
         if self.spike_factor is not None and not self.spike_factor > 1:
-            found.append(Problem("spike_factor", f"must be above 1, got {self.spike_factor:g}", "none turns it off"))
+            problems.append(Problem("spike_factor", f"must be above 1, got {self.spike_factor:g}", "none turns it off"))
         if self.spike_window < 1:
-            found.append(Problem("spike_window", f"must be at least 1, got {self.spike_window}"))
+            problems.append(Problem("spike_window", f"must be at least 1, got {self.spike_window}"))
         if self.spike_factor is not None and self.spike_action == "accept" and not self.rerun:
-            found.append(
+            problems.append(
                 Problem(
                     "spike_action",
                     "accept with rerun=false would do nothing about a spike",
                     "set rerun=true, spike_action=skip or stop, or spike_factor=none",
                 )
             )
-        found += [Problem("skip_steps", f"steps count from 1, got {step}") for step in self.skip_steps if step < 1]
+        problems += [Problem("skip_steps", f"steps count from 1, got {step}") for step in self.skip_steps if step < 1]
         for text in self.inject:
             try:
                 if Drill.parse(text).step < 1:
-                    found.append(Problem("inject", f"steps count from 1, got {text!r}"))
+                    problems.append(Problem("inject", f"steps count from 1, got {text!r}"))
             except ValueError as error:
-                found.append(Problem("inject", f"{error}; got {text!r}"))
-        return found
+                problems.append(Problem("inject", f"{error}; got {text!r}"))
+        return problems

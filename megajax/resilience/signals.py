@@ -1,4 +1,4 @@
-"""Being told to stop: signals become a request that the training loop polls, so that it can save first."""
+"""Stop signals: they become a request that the training loop polls, so that it can save a checkpoint first."""
 
 import os
 import signal
@@ -18,10 +18,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_INSIST = (signal.SIGTERM, signal.SIGINT)
+_EXIT_IF_REPEATED = (signal.SIGTERM, signal.SIGINT)
 
-# A launcher and the terminal, or two layers of a scheduler, pass on one and the same request within milliseconds.
-_ECHO_SECONDS = 0.25
+# A launcher and the terminal, or two layers of a scheduler, may forward the same request within milliseconds.
+_DUPLICATE_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +31,20 @@ class StopRequest:
     signal: str
     """Its name: "SIGTERM", "SIGINT" or "SIGUSR1"."""
     time: float
-    """When it came, seconds since 1970."""
+    """Time of the signal, in seconds since 1970."""
 
 
 class Signals:
-    """Within its `with` block SIGTERM, SIGINT and SIGUSR1 set `request` instead of ending the process.
+    """Context manager in which SIGTERM, SIGINT and SIGUSR1 set `request` instead of ending the process.
 
-    The loop polls `request` wherever it may wait long: between steps, in evaluation, while data is awaited. A second
-    SIGTERM or SIGINT ends the process at once, with exit code 143 or 130 and nothing saved, even while the main thread
-    is inside a compilation or a collective; `before_exit` is then called first, to put a terminal in order. A signal
-    that follows another within a quarter of a second counts as its echo. SIGUSR1 only ever asks. Not `polled`, while
-    there is nothing to save yet, the first SIGTERM or SIGINT ends the process so.
+    The loop polls `request` wherever it may wait: between steps, in evaluation, and for data. A second SIGTERM or
+    SIGINT ends the process at once with exit code 143 or 130, without saving, even if the main thread is in a
+    compilation or a collective; `before_exit` is called first, to restore the terminal. A signal within 0.25 s of
+    another is a duplicate. SIGUSR1 never ends the process at once. While `polled` is False, because there is nothing
+    to save yet, the first SIGTERM or SIGINT ends the process in the same way.
 
-    To be entered in the main thread, after `jax.distributed.initialize`: that installs a SIGTERM handler of its own
-    (unless jax_enable_preemption_service is off) over one that is there, and is not undone here. Leaving the block puts
-    the former handlers back.
+    Enter it in the main thread, after `jax.distributed.initialize`, which replaces the handler of SIGTERM unless
+    jax_enable_preemption_service is off. Leaving the block restores the former handlers.
     """
 
     def __init__(
@@ -59,20 +58,20 @@ class Signals:
         self._before_exit = before_exit
         self._request: StopRequest | None = None
         self._former: dict[signal.Signals, Any] = {}
-        self._insisted: float | None = None
+        self._first_time: float | None = None
         self.polled = polled
-        """Whether anybody looks at `request`."""
+        """Whether the program polls `request`."""
         self.when = "after this step"
-        """When the run will stop, as people are told."""
+        """When the run will stop, for messages."""
 
     @property
     def request(self) -> StopRequest | None:
-        """What asked this process to stop, or None. Other processes may know of another: see `agree`."""
+        """The request to stop this process, or None. Other processes may have others: see `agree`."""
         return self._request
 
     def __enter__(self) -> Self:
-        # Python runs handlers only between bytecodes of the main thread, which may be inside XLA for minutes. The
-        # number of each signal is therefore also written to a socket, by C code at once, and a thread reads it there.
+        # Python runs handlers only between bytecodes of the main thread, which may be in XLA for minutes. Therefore C
+        # code also writes the number of each signal to a socket at once, and a thread reads it.
         self._inbox, self._outbox = socket.socketpair()
         self._outbox.setblocking(False)
         self._former = {number: signal.signal(number, self._handle) for number in _STOP}
@@ -92,12 +91,12 @@ class Signals:
         self._inbox.close()
 
     def _restore(self) -> None:
-        """Put back what was there before; also in a forked child, whose signals are not this process's."""
+        """Restores the former handlers; also in a forked child."""
         if not self._former:
             return
         signal.set_wakeup_fd(self._former_descriptor)
         for number, handler in self._former.items():
-            # None: a handler that was not installed from Python, which Python cannot put back.
+            # None: a handler that was not installed from Python and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._former = {}
 
@@ -115,26 +114,26 @@ class Signals:
             self._request = StopRequest(which.name, time.time())
 
     def _arrive(self, which: signal.Signals) -> None:
-        """Count a signal; only the watcher thread comes here."""
+        """Handles a signal; only called in the watcher thread."""
         self._take(which)
-        if which not in _INSIST:
+        if which not in _EXIT_IF_REPEATED:
             self._tell(f"{which.name} received: stopping {self.when}")
             return
         now = time.monotonic()
         if not self.polled:
             self._exit_now(f"{which.name}: ended at once, with nothing to save yet", which)
-        elif self._insisted is None:
-            self._insisted = now
+        elif self._first_time is None:
+            self._first_time = now
             again = "press Ctrl-C again" if which is signal.SIGINT else "send it again"
             self._tell(f"{which.name} received: stopping {self.when}; {again} to exit at once, unsaved")
-        elif now - self._insisted > _ECHO_SECONDS:
+        elif now - self._first_time > _DUPLICATE_SECONDS:
             self._exit_now(f"second {which.name}: exiting at once, unsaved", which)
 
     def _tell(self, message: str) -> None:
         try:
             self._announce(message)
         except Exception:
-            # The terminal may be gone; the watcher has to live on for the second signal.
+            # The terminal may be gone; the watcher must survive for the second signal.
             traceback.print_exc()
 
     def _exit_now(self, message: str, which: signal.Signals) -> None:
@@ -152,10 +151,10 @@ def _to_stderr(message: str) -> None:
 
 
 def agree(flag: bool) -> bool:
-    """True on every process as soon as `flag` is true on one of them.
+    """True on every process if `flag` is true on any of them.
 
-    With several processes this is a collective over all of them and waits for the step that is under way: every
-    process calls it at the same steps. With one process it costs nothing.
+    With several processes this is a collective, which waits for the current step: every process must call it at the
+    same steps. With one process it costs nothing.
     """
     if jax.process_count() == 1:
         return flag

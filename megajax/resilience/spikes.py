@@ -1,4 +1,4 @@
-"""When a loss counts as a spike: above a multiple of what the losses before it were."""
+"""Detection of loss spikes: losses above a multiple of earlier ones."""
 
 import statistics
 from collections import deque
@@ -7,18 +7,18 @@ from math import inf, isfinite
 from typing import Any, Literal
 
 LAG = 2
-"""Steps between a loss and the first step it is held against: results are fetched one step late. One number for all
-steps, so that pauses for saving or a resume change no verdict."""
+"""Steps between a loss and the first step that is compared with it, because results are fetched one step late. The same
+for all steps, so that pauses for saving or a resume do not change results."""
 
 
 class SpikeRule:
-    """The largest loss that is no spike, from the losses of earlier steps.
+    """The spike threshold, from the losses of earlier steps.
 
     Args:
-        factor: multiple of the reference above which a loss is a spike; None: there are no spikes.
+        factor: multiple of the reference above which a loss is a spike; None: no spikes.
         reference: "largest": the largest loss so far (Megatron-LM's rule, with factor 10); "median": the median of the
             last `window` losses.
-        window: losses that are needed before anything is a spike.
+        window: number of losses before spikes are detected.
     """
 
     def __init__(self, factor: float | None, reference: Literal["largest", "median"], window: int):
@@ -28,12 +28,12 @@ class SpikeRule:
         self._waiting: deque[tuple[int, float]] = deque()
 
     def note(self, step: int, loss: float) -> None:
-        """Take the loss of a step whose update was made."""
+        """Records the loss of a step whose update was applied."""
         if self._factor is not None and isfinite(loss):
             self._waiting.append((step, loss))
 
     def limit(self, step: int) -> float:
-        """The largest loss of `step` that is no spike; infinite as long as there is too little to go by."""
+        """The largest loss of `step` that is not a spike; infinite until there are `window` losses."""
         while self._waiting and self._waiting[0][0] <= step - LAG:
             _, loss = self._waiting.popleft()
             self._count += 1
@@ -44,14 +44,14 @@ class SpikeRule:
         return self._factor * (self._largest if self._reference == "largest" else statistics.median(self._recent))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint remembers, as plain values; {} where there are no spikes."""
+        """The state to save in a checkpoint, as plain values; {} without a factor."""
         if self._factor is None:
             return {}
         recent = list(self._recent) if self._reference == "median" else []
         return {"count": self._count, "largest": self._largest, "recent": recent, "waiting": list(self._waiting)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what a checkpoint remembers; with nothing to go on from, begin to count."""
+        """Restores the state of a checkpoint; an empty one starts from scratch."""
         if self._factor is None or not state:
             return
         self._count, self._largest = int(state["count"]), float(state["largest"])

@@ -1,7 +1,6 @@
-"""The processes of one machine as a gang: started together, watched, and ended together when one of them fails.
+"""Starts and supervises the processes of one machine (a gang), and stops all of them when one fails.
 
-Whoever dies first is the cause; the others are stuck without it, in a collective that may never return, so they are
-ended at once instead of being left to find out.
+The first process to fail is the cause. The others would hang in a collective with it, so they are stopped at once.
 """
 
 import contextlib
@@ -24,36 +23,36 @@ from megajax.config.errors import UserError
 from megajax.mesh.world import COORDINATOR, COUNT, INDEX, LOCAL_COUNT, LOCAL_INDEX
 
 GRACE_SECONDS = 5.0
-"""From SIGTERM to SIGKILL for those that are left after a failure: they can save nothing without the one that died."""
+"""From SIGTERM to SIGKILL after a failure: the remaining processes can't save without the failed one."""
 
-WORD_SECONDS = 1.0
-"""From a failure with an exit code to SIGTERM for the others, who may be about to say why they fail as well."""
+OTHER_ERRORS_SECONDS = 1.0
+"""From an exit with an error code to SIGTERM for the others, which may be about to print their own errors."""
 
 DRAIN_SECONDS = 1.0
-"""How long the last words of processes that are gone are waited for."""
+"""How long to wait for the remaining output of ended processes."""
 
 LINE_BYTES = 1 << 16
-"""A longer line is passed on in pieces."""
+"""A longer line is forwarded in pieces."""
 
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gang:
-    """What is to be started."""
+    """The processes to start."""
 
     command: Sequence[str]
     processes: int
     devices_per_process: int | None = None
     """CPU devices, or GPUs, of each; None: one CPU device, or an equal share of the GPUs."""
     port: int | None = None
-    """Of the coordinator, on the loopback address; None: a free one."""
+    """Port of the coordinator, on the loopback address; None: a free one."""
     log_dir: Path | None = None
-    """A file for each process's output; None: all of it goes on, line by line with the process's number."""
+    """Folder for a log file per process; None: output is printed, each line with the index of its process."""
 
     def environment(self, index: int, port: int) -> dict[str, str]:
-        """What process `index` finds in its environment beside the launcher's own."""
+        """Environment variables of process `index`, in addition to the launcher's own."""
         own = {
             COORDINATOR: f"127.0.0.1:{port}",
             COUNT: str(self.processes),
@@ -69,10 +68,10 @@ class Gang:
 
 
 def run(gang: Gang) -> int:
-    """Start the gang and see it to its end. -> its exit code: 0, or that of the first process that failed.
+    """Starts the gang and waits for its end. -> exit code: 0, or that of the first process that failed.
 
-    SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed on to every process. Raises UserError for what can't be started.
-    To be called in the main thread.
+    SIGTERM, SIGINT, SIGUSR1 and SIGHUP are forwarded to every process. Raises UserError if a process can't be started.
+    Call it in the main thread.
     """
     if gang.log_dir is not None:
         try:
@@ -85,39 +84,39 @@ def run(gang: Gang) -> int:
         try:
             for index in range(gang.processes):
                 members.append(_Member.start(gang, index, port, output))
-            return _Watch(members, signals, output).until_the_end()
+            return _Supervisor(members, signals, output).wait()
         finally:
             for member in members:
                 member.kill()
             output.drain(DRAIN_SECONDS)
 
 
-def free_port(wanted: int | None) -> int:
-    """A port of the loopback address on which nobody listens. Raises UserError where that is not so of `wanted`."""
+def free_port(port: int | None) -> int:
+    """The port, or for None a free one, of the loopback address. Raises UserError if the port is in use."""
     try:
-        with socket.create_server(("127.0.0.1", wanted or 0)) as probe:
-            return probe.getsockname()[1]
+        with socket.create_server(("127.0.0.1", port or 0)) as server:
+            return server.getsockname()[1]
     except OSError as error:
         raise UserError(
-            f"--coordinator-port={wanted}: {error.strerror}; give another one, or none for one that is free"
+            f"--coordinator-port={port}: {error.strerror}; give another one, or none for one that is free"
         ) from error
 
 
 class _Signals:
-    """Signals to this process as something to wait for beside the gang's output."""
+    """Makes signals to this process readable from a socket, so that a selector can wait for them and for output."""
 
     def __init__(self) -> None:
-        self.asked: list[signal.Signals] = []
-        """To be passed on."""
+        self.pending: list[signal.Signals] = []
+        """Signals to forward."""
 
     def __enter__(self) -> Self:
         self.inbox, self._outbox = socket.socketpair()
         for end in (self.inbox, self._outbox):
             end.setblocking(False)
         self._former_descriptor = signal.set_wakeup_fd(self._outbox.fileno(), warn_on_full_buffer=False)
-        # Who runs this with nohup wants it to live on.
-        heard = [number for number in _PASSED_ON if signal.getsignal(number) != signal.SIG_IGN]
-        self._former = {number: signal.signal(number, self._take) for number in heard}
+        # nohup ignores SIGHUP, which must stay ignored.
+        handled = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
+        self._former = {number: signal.signal(number, self._take) for number in handled}
         self._former[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
         return self
 
@@ -129,17 +128,17 @@ class _Signals:
         self._outbox.close()
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        self.asked.append(signal.Signals(number))
+        self.pending.append(signal.Signals(number))
 
     def empty(self) -> None:
-        """Read what woke us."""
+        """Empties the socket."""
         with contextlib.suppress(BlockingIOError):
             while self.inbox.recv(512):
                 pass
 
 
 class _Output:
-    """Pipes from the gang, passed on line by line with the number of the process."""
+    """Forwards the output of the gang, line by line with the index of the process."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -151,12 +150,12 @@ class _Output:
         self.selector.close()
 
     def add(self, index: int, pipe: Any, target: BinaryIO) -> None:
-        """Pass on what process `index` writes into `pipe`."""
+        """Forwards what process `index` writes into `pipe`."""
         os.set_blocking(pipe.fileno(), False)
         self.selector.register(pipe, selectors.EVENT_READ, _Lines(f"[{index}] ".encode(), target))
 
-    def pass_on(self, pipe: Any, lines: "_Lines") -> None:
-        """What is there to read."""
+    def forward(self, pipe: Any, lines: "_Lines") -> None:
+        """Forwards the data in a pipe."""
         data = pipe.read(LINE_BYTES)
         if data is None:
             return
@@ -166,28 +165,28 @@ class _Output:
             pipe.close()
 
     def drain(self, seconds: float) -> None:
-        """What is left, up to the end of every pipe, which a stray grandchild may keep open."""
+        """Forwards the rest, up to the end of all pipes or the timeout: a stray grandchild may keep a pipe open."""
         deadline = time.monotonic() + seconds
         while pipes := [key for key in self.selector.get_map().values() if isinstance(key.data, _Lines)]:
             if (left := deadline - time.monotonic()) <= 0:
                 break
             for key, _ in self.selector.select(left):
                 if isinstance(key.data, _Lines):
-                    self.pass_on(key.fileobj, key.data)
+                    self.forward(key.fileobj, key.data)
         for key in pipes:
             key.data.take(b"")
 
 
 @dataclass
 class _Lines:
-    """Bytes of one pipe until they make a line."""
+    """Collects the bytes of a pipe into lines."""
 
     prefix: bytes
     target: BinaryIO
     rest: bytes = b""
 
     def take(self, data: bytes) -> None:
-        """Write every whole line; nothing means the end."""
+        """Writes the complete lines; empty data means the end."""
         *whole, self.rest = (self.rest + data).split(b"\n")
         if self.rest and (not data or len(self.rest) > LINE_BYTES):
             whole, self.rest = [*whole, self.rest], b""
@@ -219,7 +218,7 @@ class _Member:
                     gang.command,
                     stdin=subprocess.DEVNULL,
                     env=environment,
-                    process_group=0,  # Ctrl-C goes to the launcher alone, which passes it on once
+                    process_group=0,  # Ctrl-C reaches the launcher only, which forwards it once
                     preexec_fn=_Prepare(os.getpid()),
                     bufsize=0,
                     stdout=out,
@@ -234,56 +233,56 @@ class _Member:
         return member
 
     def signal(self, number: int) -> None:
-        """To its whole process group, if there is one left."""
+        """Signals its process group, if that still exists."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
-    def look(self) -> bool:
-        """Whether it has ended; what it left in its process group goes with it."""
+    def poll(self) -> bool:
+        """Whether it has ended; kills the rest of its process group."""
         if self.process.poll() is None:
             return False
         self.signal(signal.SIGKILL)
         return True
 
     def kill(self) -> None:
-        """End it and wait until it is gone."""
+        """Kills it and waits for its end."""
         if not self.ended:
             self.signal(signal.SIGKILL)
             self.process.wait()
 
     @property
     def ended(self) -> bool:
-        """Whether `look` has seen its end."""
+        """Whether `poll` has seen its end."""
         return self.process.returncode is not None
 
     @property
     def killed_by(self) -> int | None:
-        """The signal that ended it."""
+        """The signal that ended it, or None."""
         status = self.process.returncode
         return -status if status is not None and status < 0 else None
 
     @property
     def code(self) -> int:
-        """Its exit code; 1 where a signal ended it."""
+        """Its exit code; 1 if a signal ended it."""
         return 1 if self.killed_by is not None else self.process.returncode or 0
 
-    def likely_victim(self) -> int:
-        """0 for what only the process itself can have caused, more for what the loss of a partner looks like."""
+    def secondary_failure(self) -> int:
+        """How likely another process caused its failure: 0 if it caused it itself; an abort is the most likely."""
         if self.killed_by is not None:
             return 2 if self.killed_by == signal.SIGABRT else 0
         return int(self.code == 1)
 
-    def obituary(self) -> str:
+    def describe_exit(self) -> str:
         """process 2 killed by SIGKILL after 12.3 s (DIR/process_2.log)."""
-        how = f"exited with code {self.code}"
+        reason = f"exited with code {self.code}"
         if self.killed_by is not None:
-            how = f"killed by {signal.Signals(self.killed_by).name}"
-        where = f" ({self.log})" if self.log else ""
-        return f"process {self.index} {how} after {time.monotonic() - self.started:.1f} s{where}"
+            reason = f"killed by {signal.Signals(self.killed_by).name}"
+        log = f" ({self.log})" if self.log else ""
+        return f"process {self.index} {reason} after {time.monotonic() - self.started:.1f} s{log}"
 
 
 class _Prepare:
-    """Run in a child before its program: it dies with the launcher and leaves no core."""
+    """Runs in a child before its program: makes it die with the launcher, and disables core dumps."""
 
     def __init__(self, parent: int):
         self._parent = parent
@@ -293,59 +292,60 @@ class _Prepare:
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         if self._prctl is not None:
             self._prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != self._parent:  # it died in the meantime
+            if os.getppid() != self._parent:  # the launcher died in the meantime
                 os._exit(1)
 
 
 @dataclass
-class _Watch:
-    """The gang at work."""
+class _Supervisor:
+    """Supervises the running gang."""
 
     members: list[_Member]
     signals: _Signals
     output: _Output
     cause: str = ""
-    """What the first failure was."""
+    """Description of the first failure."""
     code: int = 0
-    orders: list[tuple[float, signal.Signals]] = field(default_factory=list)
-    """What those that are left after a failure are to be sent, and when."""
+    scheduled: list[tuple[float, signal.Signals]] = field(default_factory=list)
+    """Signals to send after a failure, with their times."""
     alive: list[_Member] = field(default_factory=list)
 
-    def until_the_end(self) -> int:
-        """Pass signals and output on until all have ended."""
+    def wait(self) -> int:
+        """Forwards signals and output until all have ended. -> exit code."""
         self.output.selector.register(self.signals.inbox, selectors.EVENT_READ, None)
         self.alive = list(self.members)
         while self.alive:
-            wait = max(self.orders[0][0] - time.monotonic(), 0) if self.orders else None
-            for key, _ in self.output.selector.select(wait):
+            timeout = max(self.scheduled[0][0] - time.monotonic(), 0) if self.scheduled else None
+            for key, _ in self.output.selector.select(timeout):
                 if key.data is None:
                     self.signals.empty()
                 else:
-                    self.output.pass_on(key.fileobj, key.data)
-            while self.signals.asked:
-                self.send(self.signals.asked.pop(0))
-            self.bury()
-            while self.orders and time.monotonic() >= self.orders[0][0]:
-                self.send(self.orders.pop(0)[1])
+                    self.output.forward(key.fileobj, key.data)
+            while self.signals.pending:
+                self.send(self.signals.pending.pop(0))
+            self.reap()
+            while self.scheduled and time.monotonic() >= self.scheduled[0][0]:
+                self.send(self.scheduled.pop(0)[1])
         self.output.drain(DRAIN_SECONDS)
         if self.cause:
             print(f"megajax.launch: {self.cause}; the others were stopped", file=sys.stderr, flush=True)
         return self.code
 
     def send(self, number: signal.Signals) -> None:
-        """A signal to all that are left."""
+        """Signals all running processes."""
         for member in self.alive:
             member.signal(number)
 
-    def bury(self) -> None:
-        """Take note of who has ended; at the first failure, end the others."""
-        ended = [member for member in self.alive if member.look()]
+    def reap(self) -> None:
+        """Removes ended processes; at the first failure, schedules the end of the others."""
+        ended = [member for member in self.alive if member.poll()]
         self.alive = [member for member in self.alive if not member.ended]
         failed = [member for member in ended if member.code]
         if not failed or self.cause:
             return
-        # Several at one look: those that lose a partner abort or raise, so what is neither was first.
-        first = min(failed, key=_Member.likely_victim)
-        self.cause, self.code = first.obituary(), first.code
-        now = time.monotonic() + (0.0 if first.killed_by else WORD_SECONDS)
-        self.orders = [(now, signal.SIGTERM), (now + GRACE_SECONDS, signal.SIGKILL)]
+        # If several have failed since the last poll: processes abort or raise when they lose a peer, so another kind
+        # of failure came first.
+        first = min(failed, key=_Member.secondary_failure)
+        self.cause, self.code = first.describe_exit(), first.code
+        terminate = time.monotonic() + (0.0 if first.killed_by else OTHER_ERRORS_SECONDS)
+        self.scheduled = [(terminate, signal.SIGTERM), (terminate + GRACE_SECONDS, signal.SIGKILL)]

@@ -137,7 +137,7 @@ class Weights:
         """All summed gradients on the optimizer's layout, see `reduce`."""
         return {path: self.reduce(path, g) for path, g in totals.items()}
 
-    def made_in(self) -> dict[str, jnp.dtype]:
+    def gradient_dtypes(self) -> dict[str, jnp.dtype]:
         """Dtype in which a layer makes the gradient of a matrix: that in which gradients are added up.
 
         The matrix itself enters in it, so it is never narrower than the compute dtype.
@@ -218,8 +218,8 @@ def accumulate(weights: Weights, parts: Staged, mesh: Mesh) -> GradFn:
     def local(params: Params, batch: Batch, scale: Array) -> tuple:
         in_step = weights.gather_all_for_step(params, scale)
         stacked, shared = Parted.of(in_step)
-        common, made_in = parts.common(shared), Parted.of(weights.made_in()).stacked
-        layers = LayerLoop(parts.spans, weights.layout, stacked, common, in_order(parts.spans), False, made_in)
+        common, gradient_dtypes = parts.common(shared), Parted.of(weights.gradient_dtypes()).stacked
+        layers = LayerLoop(parts.spans, weights.layout, stacked, common, in_order(parts.spans), False, gradient_dtypes)
 
         def begin(rows: Rows) -> tuple:
             ctx = parts.context(rows)

@@ -21,8 +21,8 @@ def _stage(
     weights: Weights, schedule: Schedule, partition: Partition, parts: Staged, in_step: Params, batch: Batch
 ) -> Stage:
     stacked, shared = Parted.of(in_step)
-    made_in = Parted.of(weights.made_in()).stacked
-    return Stage(schedule, partition, parts, weights.layout, stacked, shared, weights.cut_over(AXIS), made_in, batch)
+    dtypes = Parted.of(weights.gradient_dtypes()).stacked
+    return Stage(schedule, partition, parts, weights.layout, stacked, shared, weights.cut_over(AXIS), dtypes, batch)
 
 
 def pipelined(

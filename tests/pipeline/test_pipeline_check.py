@@ -146,15 +146,15 @@ def embedding_gradient_too_early() -> Schedule:
 
 
 def output_overwritten() -> Schedule:
-    return line(ALL_FIRST, "output_kept", 2, int(ALL_FIRST.output_kept[1]))
+    return line(ALL_FIRST, "output_written", 2, int(ALL_FIRST.output_written[1]))
 
 
 def loss_of_another_output() -> Schedule:
-    return line(ALL_FIRST, "output_taken", 4, int(ALL_FIRST.output_kept[2]))
+    return line(ALL_FIRST, "output_read", 4, int(ALL_FIRST.output_written[2]))
 
 
 def loss_of_an_output_not_made_now() -> Schedule:
-    return line(ALL_FIRST, "output_taken", 4, -1)
+    return line(ALL_FIRST, "output_read", 4, -1)
 
 
 def backwards_a_tick_later_than_need_be() -> Schedule:

@@ -200,14 +200,14 @@ def test_saved_activations_hold_no_weights(
 def look_at(made: Program, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of what a layer saves, B = 3 rows, as a program of two stages allocates it."""
     seen = []
-    original = LayerLoop._saved
+    original = LayerLoop._residuals
 
     def saved(self: LayerLoop, span: Span, x: jax.Array, ctx: Any) -> Any:
         out = original(self, span, x, ctx)
         seen.append([leaf.shape for leaf in jax.tree.leaves(out)])
         return out
 
-    monkeypatch.setattr(LayerLoop, "_saved", saved)
+    monkeypatch.setattr(LayerLoop, "_residuals", saved)
     state = made.state_like()
     with within(made):
         jax.eval_shape(made.grad_fn(), state.params, made.batch_like(), state.loss_scale)
@@ -256,6 +256,6 @@ def test_weight_gradients_apart_are_refused() -> None:
     when["weight_gradient"] = when["input_gradient"] + 2
     split = assemble("apart", **when)
     assert split.split_backward
-    with pytest.raises(ValueError, match="apart has weight gradients apart"):
+    with pytest.raises(ValueError, match="apart has separate weight gradients"):
         segments(split)
     assert segments(one_f_one_b(2, 2))

@@ -71,10 +71,10 @@ def run(schedule: Schedule) -> dict[str, list]:
                     rings[s][schedule.forward.slot[tick, s]] = work
                     outputs[s] = ("x", work[0], work[1] * stages + s + 1)
                     log["forward"].append((*work, s))
-            if schedule.output_kept[tick] >= 0:
-                waiting[schedule.output_kept[tick]] = outputs[-1]
+            if schedule.output_written[tick] >= 0:
+                waiting[schedule.output_written[tick]] = outputs[-1]
             if (i := schedule.head[tick]) >= 0:
-                taken = schedule.output_taken[tick]
+                taken = schedule.output_read[tick]
                 assert (outputs[-1] if taken < 0 else waiting[taken]) == ("x", i, stages * chunks)
                 returning[-1] = ("g", i, stages * chunks)
                 log["head"].append(int(i))
@@ -159,7 +159,7 @@ def test_one_chunk_interleaved_is_1f1b() -> None:
 
 def test_tables_cannot_be_changed() -> None:
     schedule = one_f_one_b(2, 2)
-    for array in (*schedule.forward, *schedule.input_gradient, schedule.embed, schedule.output_kept):
+    for array in (*schedule.forward, *schedule.input_gradient, schedule.embed, schedule.output_written):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 0
 
