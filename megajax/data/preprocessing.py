@@ -1,7 +1,7 @@
-"""Text files to token files, by one process or several, with the same bytes as the result.
+"""Converts text files to token files, with one or several processes; the result is the same.
 
-Chunks of the input are tokenised wherever there is a free process, each into small token files of its own, and joined
-in the order of the input. Everything is written in a folder beside the output and renamed at the end.
+Free processes tokenise chunks of the input, each into small token files, which are joined in the order of the input.
+Everything is written to a temporary folder beside the output and renamed at the end.
 """
 
 import errno
@@ -40,16 +40,15 @@ from megajax.data.text_files import (
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.config import TokenizerConfig
 
-_LOOK_SECONDS = 0.1
-"""How long an interrupt may go unseen while workers are awaited."""
+_POLL_SECONDS = 0.1
+"""Interval at which interrupts are handled while waiting for workers."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Done:
-    """A chunk that was tokenised: into token files `PREFIX-KEY`, or, for a piece of a document, to the bare ids in a
-    file `PREFIX`.
+class _Result:
+    """A tokenised chunk, in token files `PREFIX-KEY`; for a piece of a document, its ids in a file `PREFIX`.
 
-    It holds no ids: a worker that is killed in the middle of a long answer leaves the pool waiting for the rest.
+    It contains no ids, because the pool would hang if a worker were killed while it sends a long result.
     """
 
     counts: Counts
@@ -60,12 +59,12 @@ class _Done:
 def preprocess_text(
     documents: Iterable[str | bytes], prefix: str | Path, tokenizer: Tokenizer, append_eod: bool = True
 ) -> Counts:
-    """Tokenise documents, in this process, into PREFIX.bin and PREFIX.idx; one sequence per document.
+    """Tokenises documents, in this process, into PREFIX.bin and PREFIX.idx; one sequence per document.
 
-    A document without tokens adds only a boundary, and no end of document. The files appear when all is done.
+    A document without tokens adds only a boundary, without an end-of-document token. The files appear at the end.
 
     Raises:
-        UserError: PREFIX cannot be written, or a document does not suit the tokenizer.
+        UserError: PREFIX cannot be written, or the tokenizer refuses a document.
     """
     counts = _Counting()
     with IndexedWriter(prefix, token_dtype(tokenizer.vocabulary_size)) as writer:
@@ -78,7 +77,7 @@ def preprocess_text(
 def _write_documents(
     writers: list[IndexedWriter], tokenizer: Tokenizer, texts: tuple[bytes, ...], *, append_eod: bool
 ) -> int:
-    """Add a text to each writer -> tokens in all, ends of documents included."""
+    """Adds a text to each writer -> total number of tokens, including end-of-document tokens."""
     total = 0
     for writer, text in zip(writers, texts, strict=True):
         ids = tokenizer.encode_bytes(text)
@@ -108,14 +107,14 @@ class _Counting:
 
 
 def preprocess(job: Preprocessing, report: Callable[[Counts, int], None] = lambda counts, total: None) -> Preprocessed:
-    """Tokenise the inputs into one dataset per key. The result does not depend on `workers` or `chunk_bytes`.
+    """Tokenises the inputs into one dataset per key. The result does not depend on `workers` or `chunk_bytes`.
 
     Args:
-        report: called after every chunk with what is done so far and the bytes on disk of all inputs.
+        report: called after every chunk with the counts so far and the bytes on disk of all inputs.
 
     Raises:
-        UserError: input that is missing, damaged or not what it should be; output that exists, can't be written or
-            does not fit on the disk; a tokenizer that can't be made.
+        UserError: input that is missing, damaged or invalid; output that exists, can't be written or does not fit on
+            the disk; a tokenizer that can't be built.
         RuntimeError: a worker died (killed, or out of memory).
     """
     started = time.perf_counter()
@@ -129,7 +128,7 @@ def preprocess(job: Preprocessing, report: Callable[[Counts, int], None] = lambd
     tokenizer = _built(job.tokenizer)
     final = tuple(job.output(key) for key in job.keys)
     _check_output(job, final)
-    workers = min(job.workers, _worthwhile(files, job.chunk_bytes))
+    workers = min(job.workers, _useful_workers(files, job.chunk_bytes))
     folder = _working_folder(job.prefix)
     try:
         counts = _write(replace(job, workers=workers), tokenizer, files, folder=folder, report=report)
@@ -186,12 +185,12 @@ def _working_folder(prefix: str) -> Path:
         ) from error
 
 
-def _worthwhile(files: list[TextFile], chunk_bytes: int) -> int:
-    """How many processes the work is worth, since starting one takes as long as a chunk or two.
+def _useful_workers(files: list[TextFile], chunk_bytes: int) -> int:
+    """The largest useful number of processes: starting one takes as long as one or two chunks.
 
-    Packed text is taken to be four times its size on disk.
+    Assumes that text is four times as large as a compressed file.
     """
-    text = sum(file.size * (4 if file.packed else 1) for file in files)
+    text = sum(file.size * (4 if file.compressed else 1) for file in files)
     return max(1, math.ceil(text / (2 * chunk_bytes)))
 
 
@@ -203,7 +202,7 @@ def _write(
     folder: Path,
     report: Callable[[Counts, int], None],
 ) -> Counts:
-    """Tokenise all files into `folder`/KEY.bin and .idx."""
+    """Tokenises all files into `folder`/KEY.bin and .idx."""
     total = sum(file.size for file in files)
     counts = Counts()
     dtype = token_dtype(tokenizer.vocabulary_size)
@@ -215,7 +214,7 @@ def _write(
     with ExitStack() as stack:
         writers = {key: stack.enter_context(IndexedWriter(folder / key, dtype)) for key in job.keys}
         pieces: list[np.ndarray] = []
-        # Closed before the folder goes, so that no worker still writes there.
+        # Closed before the folder is removed, so that no worker still writes there.
         results = stack.enter_context(closing(_tokenised(job, chunks, folder)))
         for chunk, done in results:
             if done.piece:
@@ -242,7 +241,7 @@ def _append(writer: IndexedWriter, prefix: str) -> None:
 
 
 def _add_pieces(writer: IndexedWriter, pieces: list[np.ndarray], eod: int | None) -> Counts:
-    """A document that came in pieces -> what was not counted with the pieces: the document and its end."""
+    """Adds a document from its pieces -> counts without those of the pieces: the document and its end."""
     size = sum(len(piece) for piece in pieces)
     if size and eod is not None:
         pieces.append(np.array([eod], writer.dtype))
@@ -253,7 +252,7 @@ def _add_pieces(writer: IndexedWriter, pieces: list[np.ndarray], eod: int | None
 
 
 def _check_space(folder: Path, counts: Counts, total: int, itemsize: int) -> None:
-    """Stop at the first chunk when by its measure the tokens of all inputs can't fit on the disk."""
+    """Raises UserError after the first chunk if, extrapolated, the tokens of all inputs don't fit on the disk."""
     free = shutil.disk_usage(folder).free
     needed = counts.tokens * itemsize * total // max(counts.stored, 1)
     if needed > free:
@@ -264,14 +263,14 @@ def _check_space(folder: Path, counts: Counts, total: int, itemsize: int) -> Non
 
 
 def _validate(prefix: Path, counts: Counts, final: str) -> None:
-    """Open the dataset as training would, which checks every field, and compare it with what was counted."""
+    """Opens the dataset as training does, which checks every field, and compares it with the counts."""
     dataset = IndexedTokens(prefix)
     if dataset.documents != counts.documents:
         raise RuntimeError(f"{final}: {counts.documents} documents were tokenised, {dataset.documents} were written.")
 
 
-def _tokenised(job: Preprocessing, chunks: Iterator[Chunk], folder: Path) -> Generator[tuple[Chunk, _Done]]:
-    """Chunks with their results, in order, whichever process works on them."""
+def _tokenised(job: Preprocessing, chunks: Iterator[Chunk], folder: Path) -> Generator[tuple[Chunk, _Result]]:
+    """Chunks with their results, in order."""
     if job.workers == 1:
         for number, chunk in enumerate(chunks):
             yield chunk, tokenise(job, chunk, str(folder / f"chunk{number}"))
@@ -282,15 +281,15 @@ def _tokenised(job: Preprocessing, chunks: Iterator[Chunk], folder: Path) -> Gen
 
 def _by_workers(
     job: Preprocessing, chunks: Iterator[Chunk], folder: Path, handle_pending: Callable[[], None]
-) -> Generator[tuple[Chunk, _Done]]:
+) -> Generator[tuple[Chunk, _Result]]:
     others = multiprocessing.active_children()
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(job.workers, context, initializer=_start_worker)
     waiting: deque = deque()
 
-    def first() -> tuple[Chunk, _Done]:
+    def first() -> tuple[Chunk, _Result]:
         chunk, future = waiting.popleft()
-        while not wait([future], timeout=_LOOK_SECONDS).done:
+        while not wait([future], timeout=_POLL_SECONDS).done:
             handle_pending()
         handle_pending()
         return chunk, future.result()
@@ -305,7 +304,7 @@ def _by_workers(
     except BrokenProcessPool as error:
         raise RuntimeError("A worker process died; was it killed for memory? Try fewer --workers.") from error
     except BaseException:
-        # Nobody wants what the workers are at: stop them now instead of waiting for it.
+        # The results are not needed any more: stop the workers instead of waiting for them.
         for worker in multiprocessing.active_children():
             if worker not in others:
                 worker.terminate()
@@ -315,14 +314,14 @@ def _by_workers(
 
 
 def _start_worker() -> None:
-    """Die silently at Ctrl-C, and with the parent however it ends; leave the processors to the other workers."""
+    """Makes a worker die silently at Ctrl-C, and with its parent; disables threads of the tokenizers library."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _follow_parent() -> None:
+def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -334,11 +333,11 @@ def _built(config: TokenizerConfig) -> Tokenizer:
     return config.build()
 
 
-def tokenise(job: Preprocessing, chunk: Chunk, prefix: str) -> _Done:
-    """Tokenise one chunk, into token files PREFIX-KEY or, a piece of a document, into ids in PREFIX; run by workers.
+def tokenise(job: Preprocessing, chunk: Chunk, prefix: str) -> _Result:
+    """Tokenises one chunk into token files PREFIX-KEY, or a piece of a document into ids in PREFIX; runs in workers.
 
     Raises:
-        UserError: a line or document that is not what it should be; names the file and the line.
+        UserError: an invalid line or document; names the file and the line.
     """
     tokenizer = _built(job.tokenizer)
     data = chunk.read()
@@ -349,7 +348,7 @@ def tokenise(job: Preprocessing, chunk: Chunk, prefix: str) -> _Done:
         except UserError as error:
             raise UserError(f"{chunk.file.path}: {error}") from error
         piece.tofile(prefix)
-        return _Done(Counts(stored=chunk.stored, text=len(data), tokens=len(piece)), prefix, piece=True)
+        return _Result(Counts(stored=chunk.stored, text=len(data), tokens=len(piece)), prefix, piece=True)
     if chunk.file.json:
         documents = json_documents(chunk, data, job.keys)
     else:
@@ -362,4 +361,4 @@ def tokenise(job: Preprocessing, chunk: Chunk, prefix: str) -> _Done:
                 counts.add(_write_documents(writers, tokenizer, texts, append_eod=job.append_eod), texts)
             except UserError as error:
                 raise UserError(f"{chunk.file.path}, line {chunk.line_number(offset)}: {error}") from error
-    return _Done(counts.total(chunk.stored), prefix)
+    return _Result(counts.total(chunk.stored), prefix)

@@ -1,4 +1,4 @@
-"""What to preprocess: the job, and the command line that describes one."""
+"""The preprocessing job and its command line."""
 
 import argparse
 import os
@@ -21,23 +21,23 @@ from megajax.tokenizers.config import (
 )
 
 TEXT_KEY = "text"
-"""Key under which plain text counts."""
+"""The key of plain text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preprocessing(Builds):
-    """What to turn into tokens and how.
+    """A preprocessing job.
 
     Attributes:
         inputs: files, patterns and folders.
         prefix: output goes to PREFIX_KEY_document.bin and .idx, for each of `keys`.
-        keys: keys of JSON lines that hold text; plain text counts as "text".
+        keys: keys of text in JSON lines; the key of plain text is "text".
         append_eod: end every document that is not empty with the tokenizer's `eod`.
-        rule: what a document of plain text is.
+        rule: how plain text is divided into documents.
         json_lines: JSON lines or plain text, None: by the names of the files.
-        workers: processes, at most.
-        overwrite: replace output that exists.
-        chunk_bytes: text that a process takes at a time; does not show in the result.
+        workers: maximum number of processes.
+        overwrite: replace existing output.
+        chunk_bytes: bytes of text per chunk; does not affect the result.
     """
 
     target: ClassVar[str] = "megajax.data.preprocessing:preprocess"
@@ -106,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def tokenizer_config(options: argparse.Namespace) -> TokenizerConfig:
-    """The tokenizer that the options ask for. Raises UserError for options that don't belong together."""
+    """The tokenizer of the options. Raises UserError for inconsistent options."""
     kind, eod = options.tokenizer, options.eod_token
     wanted = {"gpt2": ("vocab_file", "merge_file"), "null": ("vocab_size",)}.get(kind, ())
     for name in ("vocab_file", "merge_file", "vocab_size"):
@@ -128,7 +128,7 @@ def tokenizer_config(options: argparse.Namespace) -> TokenizerConfig:
 
 
 def tokenizer_options(config: TokenizerConfig) -> list[str]:
-    """The options that ask for a tokenizer, the inverse of `tokenizer_config`; [] for one that has none."""
+    """The options for a tokenizer, the inverse of `tokenizer_config`; [] if there are none."""
     match config:
         case ByteTokenizerConfig():
             return ["--tokenizer=byte"]
@@ -145,7 +145,7 @@ def tokenizer_options(config: TokenizerConfig) -> list[str]:
 
 
 def document_rule(options: argparse.Namespace) -> DocumentRule:
-    """What a document of plain text is. Raises UserError for two answers or a pattern that is none."""
+    """How plain text is divided into documents. Raises UserError for two options or an invalid pattern."""
     if options.document_regex is None:
         return RULES[options.document or "file"]()
     if options.document is not None:
@@ -157,7 +157,7 @@ def document_rule(options: argparse.Namespace) -> DocumentRule:
 
 
 def parse(arguments: Sequence[str]) -> tuple[Preprocessing, float]:
-    """Job and seconds between lines of progress. Raises UserError for options that are unknown or don't fit."""
+    """The job, and the seconds between progress lines. Raises UserError for unknown or inconsistent options."""
     made = parser()
     known = {"--", "--help", *re.findall(r"--[\w-]+", made.format_usage())}
     for argument in arguments:

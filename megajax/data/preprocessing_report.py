@@ -1,21 +1,21 @@
-"""What preprocessing says while it works and at its end."""
+"""Progress lines and summary of preprocessing."""
 
 import math
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TextIO
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """How much was done.
+    """Amounts of processed data.
 
     Attributes:
-        stored: bytes of input files, as they are on disk.
-        text: bytes of text (UTF-8) that were tokenised; for JSON lines only what the keys hold.
+        stored: bytes of input files on disk.
+        text: bytes of tokenised text (UTF-8); for JSON lines, only the values of the keys.
         documents: lines of JSON, or documents of plain text; `empty`: those without a token under any key.
-        tokens: tokens written, ends of documents included.
+        tokens: tokens written, including end-of-document tokens.
     """
 
     stored: int = 0
@@ -25,18 +25,12 @@ class Counts:
     tokens: int = 0
 
     def __add__(self, other: "Counts") -> "Counts":
-        return Counts(
-            stored=self.stored + other.stored,
-            text=self.text + other.text,
-            documents=self.documents + other.documents,
-            empty=self.empty + other.empty,
-            tokens=self.tokens + other.tokens,
-        )
+        return Counts(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preprocessed:
-    """What came out: the prefixes of the datasets, in the order of the keys, and how much went into them."""
+    """The result of preprocessing: the prefixes of the datasets, in the order of the keys, and counts."""
 
     prefixes: tuple[str, ...]
     counts: Counts
@@ -45,7 +39,7 @@ class Preprocessed:
     workers: int
 
     def summary(self) -> str:
-        """Several lines for the person at the terminal: how much, how fast, which files, and how to use them."""
+        """Several lines for the user: amounts, speed, files, and how to train on them."""
         counts = self.counts
         empty = f" ({counts.empty:,} empty)" if counts.empty else ""
         sizes = [
@@ -66,7 +60,7 @@ class Preprocessed:
 
 
 class Progress:
-    """How far `preprocess` is: on a terminal one line that changes, elsewhere a new line every `interval` seconds."""
+    """Progress of `preprocess`: an updated line on a terminal, else a new line every `interval` seconds."""
 
     def __init__(self, stream: TextIO, interval: float):
         self._stream = stream
@@ -75,7 +69,7 @@ class Progress:
         self._started = self._last = time.monotonic()
 
     def __call__(self, counts: Counts, total: int) -> None:
-        """Show, unless it is too soon, what is done of `total` bytes on disk."""
+        """Shows the progress of `total` bytes on disk, unless the last line is too recent."""
         now = time.monotonic()
         if now - self._last < self._interval:
             return
@@ -90,7 +84,7 @@ class Progress:
         self._stream.flush()
 
     def clear(self) -> None:
-        """Take the changing line away."""
+        """Clears the updated line."""
         if self._live:
             self._stream.write("\r\x1b[K")
             self._stream.flush()

@@ -1,7 +1,7 @@
-"""Text corpora as files: which files, what one document is, and chunks of them for several processes.
+"""Text corpora: finding files, dividing them into documents, and chunks for several processes.
 
-A chunk holds whole documents, or a piece of one where a whole file is one document, so that no file is ever in memory
-as a whole. Offsets count bytes of the text itself, after decompression.
+A chunk consists of complete documents, or is a piece of one if a whole file is one document, so no file is ever in
+memory as a whole. Offsets are in bytes of the decompressed text.
 """
 
 import glob
@@ -21,18 +21,18 @@ from megajax.config.missing import require
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 TEXT_SUFFIXES = (".txt", ".text")
-PACKED_SUFFIXES = (".gz", ".zst")
+COMPRESSED_SUFFIXES = (".gz", ".zst")
 
 
 class DocumentRule(Protocol):
-    """What one document of plain text is."""
+    """How plain text is divided into documents."""
 
     def starts(self, previous: bytes, line: bytes) -> bool:
-        """Whether a document begins at `line`, which follows `previous`; both with their line ends."""
+        """Whether a document starts at `line`, which follows `previous`; both include their line ends."""
         ...
 
     def trim(self, document: bytes) -> bytes | None:
-        """The document as it is tokenised; None for what is no document at all."""
+        """The document to tokenise; None if it is not a document."""
         ...
 
 
@@ -49,7 +49,7 @@ class EachLine:
 
 @dataclass(frozen=True, slots=True)
 class EachParagraph:
-    """Documents are separated by blank lines, which belong to none of them; inner line ends stay, the last one goes."""
+    """Documents are separated by blank lines, which are dropped; the last line end of a document is removed."""
 
     def starts(self, previous: bytes, line: bytes) -> bool:
         return not previous.strip() and bool(line.strip())
@@ -65,9 +65,9 @@ class EachParagraph:
 
 @dataclass(frozen=True, slots=True)
 class MarkedLines:
-    """A document runs from one line that `pattern` is found in (line end apart) to the next one, every byte of it kept.
+    """A document starts at each line that contains `pattern` (without the line end); all bytes are kept.
 
-    What comes before the first such line is a document too, unless it is blank.
+    Text before the first such line is a document too, unless it is blank.
     """
 
     pattern: re.Pattern[str]
@@ -82,7 +82,7 @@ class MarkedLines:
 
 @dataclass(frozen=True, slots=True)
 class WholeFile:
-    """Every file is one document, to the last byte."""
+    """Every file is one document."""
 
     def starts(self, previous: bytes, line: bytes) -> bool:
         return False
@@ -93,25 +93,25 @@ class WholeFile:
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """One input: `json` says JSON lines instead of plain text, `size` is in bytes on disk."""
+    """An input file. json: JSON lines instead of plain text; size: bytes on disk."""
 
     path: str
     json: bool
     size: int
 
     @property
-    def packed(self) -> bool:
-        return self.path.endswith(PACKED_SUFFIXES)
+    def compressed(self) -> bool:
+        return self.path.endswith(COMPRESSED_SUFFIXES)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Bytes [start, stop) of a file's text, starting where a document does (or goes on).
+    """Bytes [start, stop) of a file's text, which start at a document, or continue one.
 
     Attributes:
-        data: the bytes, where reading them again would mean decompressing the file from its beginning; else None.
-        stored: bytes on disk that it stands for, for the share of the work done.
-        piece: it belongs to a document that is a whole file; `ends`: and is the last piece of it.
+        data: the bytes, if reading them again would decompress the file from its start; else None.
+        stored: corresponding bytes on disk, for the progress.
+        piece: part of a document that is a whole file; `ends`: its last piece.
     """
 
     file: TextFile
@@ -130,7 +130,7 @@ class Chunk:
             return file.read(self.stop - self.start)
 
     def line_number(self, offset: int) -> int:
-        """Number, from 1, of the line of the file at `offset` bytes into the chunk; reads the file up to there."""
+        """Line number in the file, from 1, of byte `offset` of the chunk; reads the file up to there."""
         lines, left = 1, self.start + offset
         with open_text(self.file.path) as (stream, _):
             while left > 0 and (block := stream.read(min(left, 1 << 20))):
@@ -140,13 +140,13 @@ class Chunk:
 
 
 def find_files(inputs: Sequence[str], json_lines: bool | None = None) -> list[TextFile]:
-    """Files behind paths, patterns (`*`, `?`, `[…]`, `**`) and folders (searched through), in the order given.
+    """Files for paths, patterns (`*`, `?`, `[…]`, `**`) and folders (searched recursively), in the given order.
 
     Args:
         json_lines: JSON lines or plain text for all of them; None: by their names.
 
     Raises:
-        UserError: nothing there, a name that does not tell what is inside, or the same file twice.
+        UserError: no file, an unknown suffix, or a duplicate file.
     """
     paths: list[str] = []
     for given in inputs:
@@ -167,22 +167,24 @@ def find_files(inputs: Sequence[str], json_lines: bool | None = None) -> list[Te
 def _expand(given: str) -> list[str]:
     if os.path.isdir(given):
         every = (os.path.join(folder, name) for folder, _, names in os.walk(given) for name in names)
-        return sorted(path for path in every if _bare(path).endswith(JSON_SUFFIXES + TEXT_SUFFIXES))
+        return sorted(path for path in every if _without_compression(path).endswith(JSON_SUFFIXES + TEXT_SUFFIXES))
     if os.path.exists(given):
         return [given]
     return sorted(path for path in glob.glob(given, recursive=True) if os.path.isfile(path))
 
 
-def _bare(path: str) -> str:
-    for suffix in PACKED_SUFFIXES:
+def _without_compression(path: str) -> str:
+    for suffix in COMPRESSED_SUFFIXES:
         path = path.removesuffix(suffix)
     return path
 
 
 def _is_json(path: str) -> bool:
-    name = _bare(path)
+    name = _without_compression(path)
     if not name.endswith(JSON_SUFFIXES + TEXT_SUFFIXES):
-        known = f"{', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)}, and {' or '.join(PACKED_SUFFIXES)} after that if packed"
+        known = (
+            f"{', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)}, and {' or '.join(COMPRESSED_SUFFIXES)} after that if packed"
+        )
         raise UserError(
             f"{path}: its name does not tell JSON lines from plain text (known: {known}). "
             "Say --format=jsonl or --format=text."
@@ -191,11 +193,11 @@ def _is_json(path: str) -> bool:
 
 
 class _Damaged(Exception):
-    """A packed file that can't be unpacked."""
+    """A compressed file that can't be decompressed."""
 
 
 class _ZstandardText(io.RawIOBase):
-    """Text of a Zstandard file of one or more frames; unlike the package's own reader it notices a missing end."""
+    """Text of a Zstandard file of one or more frames; unlike the package's own reader, detects a missing end."""
 
     def __init__(self, file: BinaryIO, path: str):
         zstandard = require("zstandard", f"{path}, a .zst file,")
@@ -222,10 +224,10 @@ class _ZstandardText(io.RawIOBase):
         self._text = self._text[size:]
         return size
 
-    def _unpack(self, packed: bytes) -> None:
+    def _unpack(self, compressed: bytes) -> None:
         self._frame = self._frame or self._unpacker.decompressobj()
         try:
-            self._text = memoryview(self._frame.decompress(packed))
+            self._text = memoryview(self._frame.decompress(compressed))
         except self._error as error:
             raise _Damaged(str(error)) from error
         self._packed = self._frame.unused_data
@@ -235,7 +237,7 @@ class _ZstandardText(io.RawIOBase):
 
 @contextmanager
 def open_text(path: str) -> Generator[tuple[io.BufferedIOBase, Callable[[], int]]]:
-    """The file's text, unpacked by its suffix, and a function that tells how many bytes on disk were read so far.
+    """The file's text, decompressed by its suffix, and a function that returns the bytes on disk read so far.
 
     Raises:
         UserError: the file can't be opened, is damaged, or needs a package that is not installed.
@@ -260,17 +262,17 @@ def cut(file: TextFile, rule: DocumentRule, *, size: int, split_point: Callable[
     """Chunks of a file, in order, each of about `size` bytes of text (one document may be larger).
 
     Args:
-        rule: what a document is, for plain text.
-        split_point: where a document may be cut when the whole file is one: `Tokenizer.split_point`.
+        rule: how plain text is divided into documents.
+        split_point: where a document may be divided if a whole file is one: `Tokenizer.split_point`.
     """
     if file.json:
         rule = EachLine()
     if isinstance(rule, WholeFile):
         yield from _pieces(file, size, split_point)
-    elif file.packed:
-        yield from _packed_chunks(file, rule, size)
+    elif file.compressed:
+        yield from _compressed_chunks(file, rule, size)
     else:
-        yield from _plain_chunks(file, rule, size)
+        yield from _uncompressed_chunks(file, rule, size)
 
 
 def _pieces(file: TextFile, size: int, split_point: Callable[[bytes], int]) -> Iterator[Chunk]:
@@ -288,7 +290,7 @@ def _pieces(file: TextFile, size: int, split_point: Callable[[bytes], int]) -> I
                 return
 
 
-def _packed_chunks(file: TextFile, rule: DocumentRule, size: int) -> Iterator[Chunk]:
+def _compressed_chunks(file: TextFile, rule: DocumentRule, size: int) -> Iterator[Chunk]:
     start, before, first = 0, 0, b""
     with open_text(file.path) as (stream, position):
         while data := first + stream.read(size):
@@ -299,7 +301,7 @@ def _packed_chunks(file: TextFile, rule: DocumentRule, size: int) -> Iterator[Ch
             start, before = start + len(data), stored
 
 
-def _plain_chunks(file: TextFile, rule: DocumentRule, size: int) -> Iterator[Chunk]:
+def _uncompressed_chunks(file: TextFile, rule: DocumentRule, size: int) -> Iterator[Chunk]:
     start = 0
     with open_text(file.path) as (stream, _):
         while start < file.size:
@@ -311,7 +313,7 @@ def _plain_chunks(file: TextFile, rule: DocumentRule, size: int) -> Iterator[Chu
 
 
 def _to_next_start(stream: io.BufferedIOBase, rule: DocumentRule) -> tuple[bytes, bytes]:
-    """Read on to where a document starts -> (what was read before it, its first line; empty at the end of the file)."""
+    """Reads up to the next document start -> (the text before it, its first line; empty at the end of the file)."""
     skipped = [stream.readline(), stream.readline()]
     while line := stream.readline():
         if rule.starts(skipped[-1], line):
@@ -335,11 +337,11 @@ def text_documents(data: bytes, rule: DocumentRule) -> Iterator[tuple[int, bytes
 
 
 def json_documents(chunk: Chunk, data: bytes, keys: Sequence[str]) -> Iterator[tuple[int, tuple[bytes, ...]]]:
-    """UTF-8 texts under `keys` of each line of a chunk of JSON lines that is not blank, with its offset in bytes.
+    """UTF-8 values of `keys` in each non-blank line of a chunk of JSON lines, with the line's offset in bytes.
 
     Raises:
-        UserError: a line that is no JSON object, lacks a key, or has something else than a string there; names the
-            file and the line.
+        UserError: a line that is not a JSON object, lacks a key, or whose value is not a string; names the file and the
+            line.
     """
     offset = 0
     for line in io.BytesIO(data):
@@ -354,7 +356,7 @@ def json_documents(chunk: Chunk, data: bytes, keys: Sequence[str]) -> Iterator[t
 
 
 class _BadLine(Exception):
-    """What is wrong with one line."""
+    """An invalid line."""
 
 
 def _texts(line: bytes, keys: Sequence[str]) -> tuple[bytes, ...]:
@@ -371,7 +373,7 @@ def _texts(line: bytes, keys: Sequence[str]) -> tuple[bytes, ...]:
             raise _BadLine(f"no key {key!r}; the line has {has}. Choose keys with --json-keys.")
         if not isinstance(record[key], str):
             raise _BadLine(f"key {key!r} holds a {_kind(record[key])}, not a string.")
-    # JSON can spell half a surrogate pair, which has no UTF-8: its three bytes stay.
+    # JSON can contain half a surrogate pair, which has no UTF-8 encoding: it is encoded to three bytes.
     return tuple(record[key].encode("utf-8", errors="surrogatepass") for key in keys)
 
 

@@ -119,7 +119,7 @@ def test_a_step_is_described(written, capsys):
     }
 
 
-def test_the_text_says_the_same(written, capsys, tmp_path):
+def test_the_text_shows_the_schedule(written, capsys, tmp_path):
     assert tool.main([str(written / "checkpoints/00000001"), f"--json={tmp_path / 'out.json'}"]) == 0
     text = capsys.readouterr().out
     for line in (
@@ -136,7 +136,7 @@ def test_the_text_says_the_same(written, capsys, tmp_path):
     assert json.loads((tmp_path / "out.json").read_text())["step"] == 1
 
 
-def test_a_step_without_a_config_is_described_as_well(tmp_path, capsys):
+def test_a_step_without_a_config_is_described(tmp_path, capsys):
     with CheckpointConfig().build(tmp_path) as manager:
         manager.save(3, {"w": jnp.ones(4)})
     assert tool.main([str(tmp_path)]) == 0
@@ -158,7 +158,7 @@ def test_statistics_of_an_array_in_blocks(written, capsys, monkeypatch):
     np.testing.assert_allclose(holed["rms"], np.sqrt((1.5**2 + 3**2) / 3))
 
 
-def test_an_array_of_nothing_finite(tmp_path, capsys):
+def test_an_array_without_finite_elements(tmp_path, capsys):
     with CheckpointConfig().build(tmp_path) as manager:
         manager.save(1, {"w": jnp.full(3, jnp.nan)})
     assert tool.main([str(tmp_path), "--array=w"]) == 0
@@ -185,7 +185,7 @@ def test_verify_names_the_file_and_both_values(run, capsys):
     assert tool.main([str(run), "--verify", "--step=1"]) == 0
 
 
-def test_a_wrong_size_shows_without_verify(run, capsys):
+def test_a_wrong_size_is_found_without_verify(run, capsys):
     path = largest(run / "checkpoints/00000002")
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-5])
@@ -196,7 +196,7 @@ def test_a_wrong_size_shows_without_verify(run, capsys):
     assert as_json(capsys, run)["steps"][1]["faults"][0].endswith("No such file or directory")
 
 
-def test_damage_that_leaves_nothing_to_show_is_one_message(run):
+def test_damage_of_all_steps_is_one_message(run):
     steps = run / "checkpoints"
     (steps / "00000002/manifest.json").unlink()
     with pytest.raises(UserError, match=r"step 2 .* is damaged:\n  manifest\.json is missing.*\nWhole steps: 1"):
@@ -220,7 +220,7 @@ def test_metadata_that_is_no_metadata(run, name):
     assert len(str(caught.value)) < 600
 
 
-def test_what_lies_beside_the_steps_is_named(run, capsys):
+def test_folders_beside_the_steps_are_named(run, capsys):
     steps = run / "checkpoints"
     (steps / "00000003.5f0c9a1e0002.saving").mkdir()
     (steps / "00000003.5f0c9a1e0002.saving/part").write_bytes(b"12345")
@@ -233,12 +233,12 @@ def test_what_lies_beside_the_steps_is_named(run, capsys):
         tool.main([str(run), "--step=1"])
 
 
-def test_a_path_may_go_up(written, capsys, monkeypatch):
+def test_a_path_may_contain_parent_folders(written, capsys, monkeypatch):
     monkeypatch.chdir(written.parent)
     assert tool.main([f"../{written.parent.name}/{written.name}"]) == 0
 
 
-def test_requests_that_cannot_be_met(written, tmp_path):
+def test_impossible_requests(written, tmp_path):
     (written.parent / "a_file").touch()
     for words, message in (
         ([tmp_path / "typo"], "does not exist"),

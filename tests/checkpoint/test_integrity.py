@@ -42,7 +42,7 @@ def delete(path):
 
 
 @pytest.mark.parametrize("damage", [empty, halve, flip, delete])
-def test_every_damage_of_every_file_falls_back_to_the_step_before(folder, capfd, damage):
+def test_damage_of_any_file_falls_back_to_the_previous_step(folder, capfd, damage):
     newest = folder / "00000002"
     names = [name for name in integrity.files_below(newest) if (newest / name).stat().st_size > 1 or damage is delete]
     assert len(names) >= 8
@@ -71,7 +71,7 @@ def test_the_whole_step_is_restored_after_the_fall_back(folder):
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["00000001", "00000002.damaged"]
 
 
-def test_none_whole_is_an_error_and_stays_one(folder, capfd):
+def test_only_damaged_steps_is_an_error(folder, capfd):
     for step in ("00000001", "00000002"):
         flip(folder / step / "meta.json")
     for _ in range(2):  # the second time there are only steps that were set aside
@@ -87,7 +87,7 @@ def test_a_folder_without_a_manifest_was_never_committed(folder, capfd):
     assert "never committed" in capfd.readouterr().err
 
 
-def test_a_damaged_step_asked_for_by_number_is_an_error_not_another_step(folder):
+def test_a_requested_damaged_step_is_an_error(folder):
     flip(folder / "00000001" / "meta.json")
     with CheckpointConfig(step=1).build(folder) as manager, pytest.raises(UserError, match=r"step 1 .*meta\.json"):
         manager.start()
@@ -98,7 +98,7 @@ def test_a_damaged_step_asked_for_by_number_is_an_error_not_another_step(folder)
         reader.meta(1)
 
 
-def test_a_reader_passes_over_damage_without_touching_it(folder, capfd):
+def test_a_reader_skips_damaged_steps_without_changing_them(folder, capfd):
     flip(folder / "00000002" / "meta.json")
     before = sorted(path.name for path in folder.iterdir())
     reader = CheckpointReader(folder)
@@ -114,7 +114,7 @@ def test_a_manifest_that_names_files_outside_the_step_is_refused(folder):
         integrity.read_manifest(step)
 
 
-def test_an_altered_manifest_is_noticed_by_its_own_seal(folder):
+def test_an_altered_manifest_is_detected(folder):
     path = folder / "00000002" / integrity.MANIFEST
     document = json.loads(path.read_text())
     document["files"].pop("arrays/state/_METADATA")

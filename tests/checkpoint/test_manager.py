@@ -50,7 +50,7 @@ def test_due_follows_the_policy(tmp_path):
         ({"every": 1, "keep_last": 1, "keep_every": 2}, [2, 4, 6]),
     ],
 )
-def test_old_steps_go_and_kept_ones_stay(tmp_path, settings, kept):
+def test_old_steps_are_deleted_except_kept_ones(tmp_path, settings, kept):
     with CheckpointConfig(**settings).build(tmp_path) as manager:
         save_all(manager, range(1, 7))
         assert manager.steps() == kept
@@ -76,7 +76,7 @@ class FailsLater:
 
 
 @pytest.mark.parametrize("how", ["save", "wait", "close", "exit"])
-def test_a_failure_in_the_background_is_never_lost(tmp_path, monkeypatch, how):
+def test_a_background_failure_is_raised(tmp_path, monkeypatch, how):
     manager = CheckpointConfig().build(tmp_path)
     monkeypatch.setattr(arrays, "start_writing", lambda path, named: FailsLater())
     with pytest.raises(CheckpointError, match=r"step 3 not saved: No space left on device \(/some/file\)"):
@@ -104,7 +104,7 @@ def test_poll_reports_and_raises_without_waiting(tmp_path, monkeypatch):
         assert manager.poll() == []
 
 
-def test_an_error_on_its_way_out_is_not_hidden_by_a_failed_save(tmp_path, monkeypatch):
+def test_a_failed_save_does_not_hide_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(arrays, "start_writing", lambda path, named: FailsLater())
     with pytest.raises(ZeroDivisionError) as caught, CheckpointConfig().build(tmp_path) as manager:
         manager.save(3, state_of(3))
@@ -126,7 +126,7 @@ def test_a_committed_step_is_not_written_again(tmp_path):
         assert (tmp_path / "00000001" / "manifest.json").stat().st_mtime_ns == before
 
 
-def test_newest_is_the_highest_number_whatever_the_clock_says(tmp_path):
+def test_newest_is_the_highest_number(tmp_path):
     with CheckpointConfig().build(tmp_path) as manager:
         save_all(manager, [2, 10, 3])
         os.utime(tmp_path / "00000002", (2e9, 2e9))
@@ -151,7 +151,7 @@ def test_start_from_another_run_and_then_from_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["typo", "empty", "only_unfinished", "missing_step"])
-def test_a_load_that_finds_nothing_is_an_error(tmp_path, what):
+def test_loading_from_an_empty_folder_is_an_error(tmp_path, what):
     (tmp_path / "empty").mkdir()
     (tmp_path / "only_unfinished" / "00000003.0123abcd.saving").mkdir(parents=True)
     with CheckpointConfig().build(tmp_path / "missing_step") as manager:
@@ -161,7 +161,7 @@ def test_a_load_that_finds_nothing_is_an_error(tmp_path, what):
         manager.start()
 
 
-def test_going_back_sets_the_later_steps_aside(tmp_path, capfd):
+def test_going_back_sets_later_steps_aside(tmp_path, capfd):
     with CheckpointConfig(keep_last=None).build(tmp_path) as manager:
         save_all(manager, [1, 2, 3])
     with CheckpointConfig(step=2).build(tmp_path) as manager:
@@ -176,7 +176,7 @@ def test_going_back_sets_the_later_steps_aside(tmp_path, capfd):
         manager.start()
 
 
-def test_what_dead_attempts_left_is_removed_and_nothing_else(tmp_path, capfd):
+def test_only_unfinished_steps_of_dead_attempts_are_removed(tmp_path, capfd):
     remains = ["00000003.0123abcd0001.saving", "00000001.deleting"]
     for name in [*remains, "00000002.damaged", "notes"]:
         (tmp_path / name / "inside").mkdir(parents=True)
@@ -230,7 +230,7 @@ def test_a_path_that_is_a_file_is_an_error_at_the_start(tmp_path):
         CheckpointConfig().build(tmp_path / "file" / "checkpoints")
 
 
-def test_a_failing_disk_leaves_older_steps_whole_and_is_one_clear_line(tmp_path):
+def test_a_failing_disk_keeps_older_steps_and_gives_one_line(tmp_path):
     script = """
 import resource, sys
 import jax, jax.numpy as jnp
@@ -259,7 +259,7 @@ with CheckpointConfig(keep_last=1).build(sys.argv[1]) as manager:
     assert folders(tmp_path) == ["00000003"]
 
 
-def test_normal_paths_say_nothing(tmp_path, capfd):
+def test_normal_paths_print_nothing(tmp_path, capfd):
     with CheckpointConfig(keep_last=1).build(tmp_path) as manager:
         save_all(manager, [1, 2])
         source, step = manager.start()

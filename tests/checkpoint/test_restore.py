@@ -62,7 +62,7 @@ def saved(folder, state, meta=None, step=7):
     ("shape", "spec"),
     [((4, 2), None), ((2, 4), ("tensor",)), ((8, 1), (None, "data")), ((1, 1), ()), ((1, 8), (None, "tensor"))],
 )
-def test_bit_exact_on_the_same_and_other_layouts(tmp_path, shape, spec):
+def test_restores_are_bit_exact_on_any_layout(tmp_path, shape, spec):
     state = state_on(mesh_of(4, 2))
     reader = saved(tmp_path, state)
     if spec is None:
@@ -88,7 +88,7 @@ def test_meta_comes_back_without_reading_arrays(tmp_path):
     assert reader.meta(7) == meta
 
 
-def test_donating_the_state_right_after_the_save_does_not_change_what_is_saved(tmp_path):
+def test_donating_the_state_after_a_save_does_not_change_the_checkpoint(tmp_path):
     mesh = mesh_of(4, 2)
     before = np.random.default_rng(0).standard_normal((2048, 1024)).astype(np.float32)
     state = {"w": jax.device_put(before, NamedSharding(mesh, PartitionSpec("data", "tensor")))}
@@ -110,7 +110,7 @@ class Moments(NamedTuple):
     mean: dict
 
 
-def test_names_count_and_containers_do_not(tmp_path):
+def test_names_matter_and_containers_do_not(tmp_path):
     state = {"optimizer": (Moments(jnp.int32(3), {"w": jnp.arange(4.0)}), {}), "none": None}
     reader = saved(tmp_path, state)
     like = jax.eval_shape(lambda: state)
@@ -121,13 +121,13 @@ def test_names_count_and_containers_do_not(tmp_path):
     np.testing.assert_array_equal(restored["optimizer"][0]["mean"]["w"], np.arange(4.0))
 
 
-def test_arrays_without_elements_come_back(tmp_path):
+def test_arrays_without_elements_are_restored(tmp_path):
     state = {"empty": jnp.zeros((0, 3)), "full": jnp.ones(2)}
     restored, _ = saved(tmp_path, state).restore(7, jax.eval_shape(lambda: state))
     assert restored["empty"].shape == (0, 3) and restored["empty"].dtype == jnp.float32
 
 
-def test_several_processes_need_to_be_told_where_arrays_go(tmp_path, monkeypatch):
+def test_several_processes_need_shardings(tmp_path, monkeypatch):
     reader = saved(tmp_path, {"a": jnp.ones(2)})
     like = {"a": jax.ShapeDtypeStruct((2,), jnp.float32)}
     assert reader.restore(7, like)[0]["a"].sharding.device_set == {jax.local_devices()[0]}
@@ -183,7 +183,7 @@ def test_a_part_may_be_restored_when_asked(tmp_path):
         reader.restore(7, like, partial=True)
 
 
-def test_a_step_that_is_not_there_is_named_with_those_that_are(tmp_path):
+def test_a_missing_step_is_named_with_the_existing_ones(tmp_path):
     reader = saved(tmp_path, {"x": jnp.ones(1)}, step=40)
     with pytest.raises(UserError, match=r"no checkpoint of step 41 .*\nCommitted steps: 40"):
         reader.restore(41, {})
@@ -199,7 +199,7 @@ def test_checkpoints_are_found_by_run_folder_checkpoints_folder_and_step(tmp_pat
         open_checkpoints(tmp_path / "typo")
 
 
-def test_what_is_no_array_is_refused(tmp_path):
+def test_leaves_that_are_not_arrays_are_refused(tmp_path):
     with CheckpointConfig().build(tmp_path) as manager:
         with pytest.raises(TypeError, match="step"):
             manager.save(1, {"step": 3})

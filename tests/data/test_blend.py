@@ -76,7 +76,7 @@ def test_split_shares() -> None:
             parse_split(bad)
 
 
-def test_rows_a_run_asks_for() -> None:
+def test_rows_that_a_run_requests() -> None:
     evaluation = Evaluation(every=10, batches=3, size=4)
     assert requested_rows(steps=25, global_size=8, evaluation=evaluation) == (200, 36, 12)
     assert requested_rows(steps=25, global_size=8, evaluation=evaluation._replace(start=10)) == (200, 24, 12)
@@ -115,7 +115,7 @@ def test_a_weighted_blend(tmp_path: Path, pair: list[str]) -> None:
     assert any((other[row]["tokens"] != splits.train[row]["tokens"]).any() for row in range(5))
 
 
-def test_a_lone_weight_is_a_blend_in_paths_but_not_per_split(tmp_path: Path, pair: list[str]) -> None:
+def test_a_single_weighted_path_is_a_blend_in_paths_only(tmp_path: Path, pair: list[str]) -> None:
     """Megatron-LM's rule: `1.0 a` gets the surplus, a lone prefix in a list per split does not."""
     assert isinstance(build(tmp_path, Rows(10), paths=("1", pair[0])).train, BlendedDataset)
     lone = build(tmp_path, Rows(10, 5), train_paths=("1", pair[0]), valid_paths=(pair[1],))
@@ -125,9 +125,7 @@ def test_a_lone_weight_is_a_blend_in_paths_but_not_per_split(tmp_path: Path, pai
         build(tmp_path, Rows(10, 5), valid_paths=(pair[0],))
 
 
-def test_a_share_of_zero_is_no_split_but_one_that_rounds_to_nothing_is_an_error(
-    tmp_path: Path, pair: list[str]
-) -> None:
+def test_a_zero_share_is_no_split_and_an_empty_one_is_an_error(tmp_path: Path, pair: list[str]) -> None:
     assert build(tmp_path, Rows(10, 5, 5), paths=(pair[0],), split="80,20,0").test is None
     with pytest.raises(UserError, match="split test"):
         build(tmp_path, Rows(10, 5, 5), paths=(pair[0],), split="80,20,0.001")
@@ -144,7 +142,7 @@ def test_blends_without_weights(tmp_path: Path, pair: list[str]) -> None:
     assert np.bincount(one_pass.index.datasets).tolist() == lengths
 
 
-def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
+def test_impossible_requests(tmp_path: Path) -> None:
     small = str(write(tmp_path / "small", [[1] * 20] * 10))
     with pytest.raises(UserError, match=r"small, split test: 0 of 10 sequences"):
         build(tmp_path, Rows(10, 2, 2), paths=(small,), split="949,50,1")
@@ -155,7 +153,7 @@ def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
         build(tmp_path, Rows(1), paths=(str(tmp_path / "absent"),))
 
 
-def test_the_order_of_rows_is_known_by_name(tmp_path: Path, pair: list[str]) -> None:
+def test_the_order_of_rows_has_an_identifier(tmp_path: Path, pair: list[str]) -> None:
     """A run may be made longer as long as that only adds rows at the end."""
 
     def order(rows: int, **settings: object) -> str:

@@ -70,7 +70,7 @@ def test_every_layout_gets_the_same_batches(sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("processes", [1, 2, 4, 8])
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 @pytest.mark.parametrize("spread", [False, True])
-def test_processes_read_what_their_devices_hold(sizes: tuple[int, ...], processes: int, spread: bool) -> None:
+def test_processes_read_the_rows_of_their_devices(sizes: tuple[int, ...], processes: int, spread: bool) -> None:
     """Each process has a run of the devices, or every n-th: their blocks make up the batch, none reads more."""
     sharding, whole = layout(sizes), expected(32)
     numbers = whole[..., 0] // S
@@ -108,7 +108,7 @@ def test_resuming_and_another_batch_size() -> None:
     np.testing.assert_array_equal(batch["tokens"], np.concatenate([expected(48), expected(64)]))
 
 
-def test_closing_and_going_on() -> None:
+def test_closing_and_resuming() -> None:
     loader = load(layout((1, 1, 1, 1, 8)), config=LoaderConfig(threads=1, prefetch=1))
     next(loader)
     loader.close()
@@ -169,7 +169,7 @@ def test_sample_numbers_wrap_at_32_bits() -> None:
     assert block["sample"].tolist() == [5, 6]
 
 
-def test_steps_that_grow() -> None:
+def test_growing_steps() -> None:
     """Every size is a whole number of microbatches of 8 rows; the position says which one is next."""
     sizes = {0: 8, 8: 8, 16: 16, 32: 24, 56: 24}
     sharding = layout((1, 8, 1, 1, 1))

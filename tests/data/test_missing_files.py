@@ -24,7 +24,7 @@ def refusal(data, tokenizer) -> str:
     return str(refused.value)
 
 
-def test_the_command_writes_the_files_that_are_missing(tmp_path, monkeypatch):
+def test_the_suggested_command_writes_the_missing_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = refusal(BlendConfig(paths=("data/corpus_text_document",)), GPT2)
     assert "data/corpus_text_document.bin, data/corpus_text_document.idx" in text and str(tmp_path) in text
@@ -46,7 +46,7 @@ def test_only_what_is_missing_is_named(tmp_path):
     assert "PREFIX.bin and PREFIX.idx" in refusal(BlendConfig(train_paths=(f"{tmp_path}/c",)), ByteTokenizerConfig())
 
 
-def test_options_of_a_tokenizer_ask_for_it(tmp_path):
+def test_tokenizer_options_round_trip(tmp_path):
     (tmp_path / "tokenizer.json").touch()
     for config in (
         GPT2,

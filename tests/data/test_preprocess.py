@@ -87,7 +87,7 @@ def only_output(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "out").iterdir())
 
 
-def test_an_empty_document_is_a_boundary_alone(tmp_path):
+def test_an_empty_document_is_only_a_boundary(tmp_path):
     source = lines(tmp_path / "a.jsonl", [{"text": "ab"}, {"text": ""}, {"text": "c"}, {"text": ""}])
     done = preprocess(job(tmp_path, source))
     assert read(done.prefixes[0]) == [[[97, 98, EOD]], [], [[99, EOD]], []]
@@ -186,7 +186,7 @@ RULES = (EachLine(), EachParagraph(), MarkedLines(re.compile("^=")), WholeFile()
 )
 @example(data=b"a\na", size=1, rule=EachParagraph(), packed=False)
 @example(data=b"a\n\na\na", size=3, rule=EachParagraph(), packed=True)
-def test_chunks_hold_whole_documents(tmp_path, data, size, rule, packed):
+def test_chunks_consist_of_complete_documents(tmp_path, data, size, rule, packed):
     path = tmp_path / ("a.txt.gz" if packed else "a.txt")
     path.write_bytes(gzip.compress(data, 1) if packed else data)
     file = TextFile(str(path), False, path.stat().st_size)
@@ -271,7 +271,7 @@ def test_bad_line_in_a_worker_is_the_first_one(tmp_path):
     assert only_output(tmp_path) == []
 
 
-def test_text_that_does_not_suit_the_tokenizer(tmp_path):
+def test_text_that_the_tokenizer_refuses(tmp_path):
     (tmp_path / "a.txt").write_text("1 2\n3 x\n")
     numbers = NullTokenizerConfig(vocabulary_size=9)
     with pytest.raises(UserError, match=r"a\.txt, line 2: The null tokenizer reads numbers .*'x'"):
@@ -314,7 +314,7 @@ def test_bad_inputs_and_outputs(tmp_path):
     assert only_output(tmp_path) == ["corpus_text_document.bin", "corpus_text_document.idx"]
 
 
-def test_too_little_disk_is_told_at_the_start(tmp_path, monkeypatch):
+def test_too_little_disk_space_is_an_early_error(tmp_path, monkeypatch):
     source = lines(tmp_path / "a.jsonl", [{"text": "a" * 1000}] * 100)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 100_000}))
     reports = []
@@ -448,7 +448,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("at", [3, 12, 25])
-def test_an_interrupt_inside_a_lock_of_the_pool_ends_it_all_the_same(tmp_path, at):
+def test_an_interrupt_inside_a_lock_of_the_pool_ends_it(tmp_path, at):
     source = tmp_path / "a.jsonl"
     source.write_text('{"text": "some words to keep it busy"}\n' * 1_000_000)
     (tmp_path / "out").mkdir()

@@ -50,7 +50,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_setting_is_named_with_its_remedy(case: str) -> None:
+def test_an_invalid_setting_is_named_with_its_remedy(case: str) -> None:
     settings, expected = WRONG[case]
     with pytest.raises(UserError) as raised:
         parse([*BASE, *settings], verb="train")
@@ -136,7 +136,7 @@ def test_a_broken_token_file_is_named(case: str, corpus: Path) -> None:
         assert text in str(raised.value), str(raised.value)
 
 
-def test_a_kernel_that_cannot_be_had_is_an_error(tmp_path: Path) -> None:
+def test_an_unavailable_kernel_is_an_error(tmp_path: Path) -> None:
     cfg = parse([*BASE, "--model.stack.pattern.0.mixer.kernel=cudnn"], verb="train").config
     with pytest.raises(UserError, match=r"mixer.kernel=cudnn: cuDNN's attention needs an NVIDIA GPU, jax found cpu"):
         setup(cfg)
@@ -157,7 +157,7 @@ def test_exit_code_and_nothing_written(corpus: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_token_outside_the_vocabulary_stops_the_run_with_its_place(tmp_path: Path) -> None:
+def test_a_token_outside_the_vocabulary_stops_the_run_with_its_position(tmp_path: Path) -> None:
     prefix = tmp_path / "corpus"
     with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
         for document in range(50):

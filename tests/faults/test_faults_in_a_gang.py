@@ -13,7 +13,7 @@ def events(folder: Path, name: str) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_a_passing_fault_leaves_no_trace_in_a_gang_either(tmp_path):
+def test_a_transient_fault_has_no_effect_in_a_gang(tmp_path):
     losses = {}
     with gangs.started(tmp_path) as start:
         for name, more in (("plain", ()), ("faulty", ("--resilience.inject=nan:step=3,inf:step=4",))):

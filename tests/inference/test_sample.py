@@ -19,7 +19,7 @@ def likes(token: int, size: int):
     return model
 
 
-def test_the_prompt_goes_on_with_what_the_model_likes() -> None:
+def test_the_prompt_is_continued_by_the_model() -> None:
     row = np.frombuffer(b"some bytes of text", np.uint8)[:LENGTH]
     text = text_sample(likes(ord("x"), 384), ByteTokenizerConfig().build(), row, length=LENGTH, seed=0)
     assert text.splitlines()[1].startswith("some byt\u2502xxxxxxxx")
@@ -31,7 +31,7 @@ def test_an_end_of_document_ends_it() -> None:
     assert text.splitlines()[1] == "aaaaaaaa\u2502"
 
 
-def test_ids_the_tokenizer_does_not_know_are_never_drawn() -> None:
+def test_ids_outside_the_tokenizer_are_never_sampled() -> None:
     tokenizer = NullTokenizerConfig(vocabulary_size=10).build()
     text = text_sample(likes(11, 128), tokenizer, np.arange(8), length=LENGTH, seed=0)
     assert all(int(word) < 10 for word in text.splitlines()[1].replace("\u2502", " ").split())

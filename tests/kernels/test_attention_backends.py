@@ -139,7 +139,7 @@ FIRST, SLOW = list(SHAPES)[:3], [pytest.param(case, marks=pytest.mark.slow) for 
 
 @BACKENDS
 @pytest.mark.parametrize("case", [*FIRST, *SLOW])
-def test_result_log_sum_exp_and_gradients_are_those_of_the_formula(case: str, name: str, passes: Passes) -> None:
+def test_output_log_sum_exp_and_gradients_match_the_formula(case: str, name: str, passes: Passes) -> None:
     length, size, wide, rest = SHAPES[case]
     q, k, v, dout = inputs(length, size, wide)
     rest = dict(rest)
@@ -212,14 +212,14 @@ def check_isolation(
 
 @BACKENDS
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 4])
-def test_documents_are_isolated_to_the_bit(window: int | None, name: str, passes: Passes) -> None:
+def test_documents_are_isolated_bitwise(window: int | None, name: str, passes: Passes) -> None:
     check_isolation(passes, inputs(48, 16, 16), documents(48), window=window)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
 @BACKENDS
-def test_documents_are_isolated_to_the_bit_on_a_gpu(name: str) -> None:
+def test_documents_are_isolated_bitwise_on_a_gpu(name: str) -> None:
     shape = (2, 512)
     segments = jnp.asarray((np.arange(512)[None, :, None] >= np.array([[100, 300], [7, 256]])[:, None]).sum(-1))
     rng = np.random.default_rng(0)
@@ -258,16 +258,16 @@ def check_formula(passes: Passes, case: str, length: int) -> None:
 @pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("name", ["pallas", "cudnn", "cudnn_mask"])
 @pytest.mark.parametrize("case", [case for case in SHAPES if case != "no multiple of a block"])
-def test_on_a_gpu_it_agrees_with_the_formula(case: str, name: str) -> None:
+def test_kernels_on_a_gpu_match_the_formula(case: str, name: str) -> None:
     check_formula(PASSES[name], case, 256)
 
 
 @BACKENDS
-def test_the_check_for_gpus_holds_for_the_stand_ins(name: str, passes: Passes) -> None:
+def test_the_check_for_gpus_passes_for_the_cpu_replacements(name: str, passes: Passes) -> None:
     check_formula(passes, "documents and a window", 32)
 
 
-def test_rows_with_too_many_documents_go_to_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_too_many_documents_use_the_pallas_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those with a document in two pieces: which of the two it is, only the running program knows."""
     monkeypatch.setitem(cudnn.ELEMENT, jnp.dtype(jnp.float32), "BF16")
     monkeypatch.setattr(cudnn, "DOCUMENTS", 3)
@@ -288,7 +288,7 @@ def test_rows_with_too_many_documents_go_to_the_other_kernel(monkeypatch: pytest
         assert bool(cudnn.Documents.of(segments, 3).fit) == bool(ran) == fits
 
 
-def test_parts_of_a_row_put_together_by_their_log_sum_exp_are_the_row() -> None:
+def test_partial_results_combine_by_log_sum_exp() -> None:
     """As ring attention does: keys in two halves, in blocks that are out of order, and gradients half by half."""
     q, k, v, dout = inputs(32, 16, 16)
     order = jnp.asarray(np.r_[16:32, 0:16])
@@ -320,7 +320,7 @@ def test_parts_of_a_row_put_together_by_their_log_sum_exp_are_the_row() -> None:
         np.testing.assert_allclose(part_dv, dv[:, keys], atol=1e-5)
 
 
-def test_blocks_that_see_nothing_are_not_walked_over() -> None:
+def test_fully_masked_blocks_are_skipped() -> None:
     segments = jnp.asarray(np.repeat(np.arange(4), 64)[None])
     mask = whole(256, segments)
     walk = pallas_attention._cut_into_blocks(mask, 1, Blocks(32, 32, 4))
@@ -335,7 +335,7 @@ def test_blocks_that_see_nothing_are_not_walked_over() -> None:
 
 
 @pytest.mark.parametrize("name", ["cudnn", "cudnn_mask", "pallas"])
-def test_what_the_fused_have_not_is_refused(name: str) -> None:
+def test_unsupported_features_of_fused_backends_are_refused(name: str) -> None:
     q, k, v, _ = inputs(32, 16, 16)
     with pytest.raises(ValueError, match="kernel=reference"):
         attend(name, q, k, v, whole(32), scale=SCALE, bias=jnp.zeros((HEADS, 32, 32)))

@@ -64,7 +64,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_h100_calls_cudnn_and_holds_no_scores(case: str) -> None:
+def test_an_h100_calls_cudnn_and_stores_no_scores(case: str) -> None:
     targets, temporary = compiled("h100", "cudnn", **CASES[case])
     assert [target for target in targets if target != TRITON] == FUSED
     # Rows with too many documents have kernels of their own beside cuDNN's.
@@ -73,7 +73,7 @@ def test_an_h100_calls_cudnn_and_holds_no_scores(case: str) -> None:
     assert temporary < kept + SCORES // 2, "what is kept for the backward pass, and less than half the scores of a head"
 
 
-def test_the_reference_and_the_mask_show_what_holding_scores_takes() -> None:
+def test_the_reference_and_the_mask_store_scores() -> None:
     assert compiled("h100", "reference")[1] > HEADS * SCORES
     targets, temporary = compiled("h100", "cudnn_mask", documents=True)
     assert targets == ["__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"]

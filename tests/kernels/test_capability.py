@@ -48,7 +48,9 @@ LATENT = replace(PLAIN, key_dim=192)
         (H100, replace(PLAIN, causal=False, window=3), "pallas", ("has windows in causal attention only",)),
     ],
 )
-def test_auto_takes_the_fastest_that_can(device: Device, request_: Request, kernel: str, why: tuple[str, ...]) -> None:
+def test_auto_chooses_the_fastest_supported_backend(
+    device: Device, request_: Request, kernel: str, why: tuple[str, ...]
+) -> None:
     choice = choose("auto", request_, device)
     assert choice.kernel == kernel
     assert len(choice.reasons) >= len(why)
@@ -57,7 +59,7 @@ def test_auto_takes_the_fastest_that_can(device: Device, request_: Request, kern
     assert choose(kernel, request_, device).kernel == kernel
 
 
-def test_one_asked_for_by_name_that_cannot_is_an_error_with_the_nearest() -> None:
+def test_an_unsupported_backend_is_an_error_with_an_alternative() -> None:
     with pytest.raises(UserError) as caught:
         choose("cudnn", replace(PLAIN, documents=True), A100, "model.kernel")
     assert str(caught.value) == (
@@ -68,14 +70,14 @@ def test_one_asked_for_by_name_that_cannot_is_an_error_with_the_nearest() -> Non
         choose("pallas", PLAIN, Device(name="cpu"))
 
 
-def test_what_is_not_known_yet_is_not_refused() -> None:
+def test_unknown_properties_are_not_refused() -> None:
     for name, backend in BACKENDS.items():
         assert backend.refusal(Request()) is None, name
         assert backend.refusal(Request(documents=True, window=4, sink=True)) is None, name
     assert "takes heads up to 256" in str(BACKENDS["cudnn"].refusal(Request(key_dim=264, value_dim=264)))
 
 
-def test_every_backend_is_there_and_the_last_can_all() -> None:
+def test_every_backend_exists_and_the_reference_supports_everything() -> None:
     assert set(BACKENDS) == set(PASSES) and list(BACKENDS)[-1] == "reference"
     hard = Request(dtype="float64", key_dim=7, value_dim=9, length=3, causal=False, window=1, documents=True, sink=True)
     assert BACKENDS["reference"].refusal(replace(hard, bias=True, dropout=0.5), Device(name="cpu")) is None
@@ -89,7 +91,7 @@ def test_every_backend_is_there_and_the_last_can_all() -> None:
         ("PJRT C API\nrocm 60300", 91002, Device(name=KIND)),
     ],
 )
-def test_a_gpu_is_known_by_its_capability_and_cudnn(client, cudnn, expected, monkeypatch) -> None:
+def test_a_gpu_has_its_capability_and_cudnn_version(client, cudnn, expected, monkeypatch) -> None:
     stand_in(monkeypatch)
     monkeypatch.setattr(jaxlib._jax.Client, "platform_version", property(lambda _: client))
     monkeypatch.setattr(CudaVersions, "cudnn_get_version", lambda: cudnn)
@@ -98,7 +100,7 @@ def test_a_gpu_is_known_by_its_capability_and_cudnn(client, cudnn, expected, mon
     assert local_device().cudnn is None
 
 
-def test_the_device_here() -> None:
+def test_the_local_device() -> None:
     device = local_device()
     assert device.name == jax.devices()[0].device_kind
     assert (device.capability is None) == (jax.devices()[0].platform != "gpu")

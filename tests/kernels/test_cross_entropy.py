@@ -64,7 +64,7 @@ def test_any_chunk_gives_the_dense_loss_and_gradients(given, chunk):
     np.testing.assert_allclose(each["loss"], losses, rtol=1e-5)
 
 
-def test_padding_takes_no_part(given):
+def test_padding_does_not_change_the_loss(given):
     shard = VocabularyShard(0, SIZE, ())
     other = given | {"table": np.where(np.arange(ROWS)[:, None] < SIZE, given["table"], 1e4).astype(np.float32)}
     loss, dx, dtable = loss_and_gradients(**given, shard=shard, chunk=8)
@@ -74,7 +74,7 @@ def test_padding_takes_no_part(given):
     assert not np.any(dtable[SIZE:])
 
 
-def test_a_masked_token_counts_for_nothing_whatever_its_label(given):
+def test_a_masked_token_has_no_effect_whatever_its_label(given):
     """Label -100 (none at all) and a label in the padding, at weight 0."""
     shard = VocabularyShard(0, SIZE, ())
     masked = given | {"weights": given["weights"].copy()}
@@ -88,7 +88,7 @@ def test_a_masked_token_counts_for_nothing_whatever_its_label(given):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_shards_of_the_vocabulary_add_up_to_the_whole(given, size):
+def test_sharded_vocabulary_equals_unsharded(given, size):
     mesh = jax.make_mesh((size,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
 
     def local(x, table, labels, weights):
@@ -119,7 +119,7 @@ def test_bfloat16_keeps_loss_and_table_gradient_in_float32(given):
     np.testing.assert_allclose(dtable, dense_dtable, atol=2**-6)
 
 
-def test_float32_logits_of_the_whole_batch_never_exist():
+def test_float32_logits_exist_for_one_chunk_only():
     tokens, rows, chunk = 512, 1024, 32
     shapes = [((tokens, 8), jnp.bfloat16), ((rows, 8), jnp.bfloat16), ((tokens,), jnp.int32), ((tokens,), jnp.float32)]
     arguments = [jax.ShapeDtypeStruct(*each) for each in shapes]

@@ -80,7 +80,7 @@ def summed(f):
 
 
 @RECOMPUTE
-def test_the_forward_kernel_runs_again_only_where_nothing_is_kept(recompute):
+def test_the_forward_kernel_is_recomputed_only_if_nothing_is_saved(recompute):
     attention = partial(attend, "cudnn", mask=whole_row(None), scale=SCALE)
     gradient = jax.grad(summed(partial(tower, attention, recompute, Mesh(np.array(jax.devices()[:2]), ("data",)))))
     x = jax.ShapeDtypeStruct(QUERIES, jnp.bfloat16)
@@ -91,7 +91,7 @@ def test_the_forward_kernel_runs_again_only_where_nothing_is_kept(recompute):
 
 @RECOMPUTE
 @MASKS
-def test_a_stack_keeps_what_the_backward_kernel_needs_once(segments, recompute):
+def test_a_stack_saves_the_residuals_of_the_backward_kernel_once(segments, recompute):
     hidden = HEADS * SIZE
     settings = LayerSettings(layout=Layout(Plan.of(ParallelConfig())), hidden=hidden, std=0.3, output_std=0.3)
     # With its own way to isolate documents comes a kernel for rows with too many, which needs a GPU to be lowered for.
@@ -145,7 +145,7 @@ CALLS = {
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CALLS)
-def test_the_calls_are_those_of_jax_to_the_letter(case, dtype, monkeypatch):
+def test_the_custom_calls_equal_those_of_jax(case, dtype, monkeypatch):
     """Same kernels, same settings, same operands: a jax that calls cuDNN in another way is found here."""
     monkeypatch.setattr(theirs, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(theirs, "check_compute_capability", lambda _: True)
@@ -169,7 +169,7 @@ def test_the_calls_are_those_of_jax_to_the_letter(case, dtype, monkeypatch):
     assert actual == expected
 
 
-def test_documents_are_handed_over_as_jax_would():
+def test_document_operands_equal_those_of_jax():
     rng = np.random.default_rng(0)
     q, k = np.zeros((3, 40, 4, 16)), np.zeros((3, 40, 2, 16))
     segments = np.sort(rng.integers(0, 5, (3, 40)), axis=1).astype(np.int32)
@@ -205,7 +205,7 @@ def gradients(attend, recompute: str, segments: np.ndarray | None, jit: bool, dt
 
 @pytest.mark.parametrize(("recompute", "jit"), [("selective", True), ("full", True), ("selective", False)])
 @MASKS
-def test_gradients_through_the_kept_residuals_are_those_of_the_reference(segments, recompute, jit):
+def test_gradients_from_saved_residuals_match_the_reference(segments, recompute, jit):
     """By the rule all fused backends share, around forward and backward functions in plain jax."""
     with jax.default_matmul_precision("highest"):
         actual = gradients(partial(attend, PASSES["reference"]), recompute, segments, jit)

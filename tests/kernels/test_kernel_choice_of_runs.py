@@ -19,14 +19,14 @@ def config(*settings: str):
     return load("llama3.py", *settings)
 
 
-def test_isolated_documents_decide_too() -> None:
+def test_isolated_documents_affect_the_choice() -> None:
     assert [choice.kernel for choice in demand_kernels(config(), H100)] == ["cudnn"]
     assert [choice.kernel for choice in demand_kernels(config(), A100)] == ["pallas"]
     apart = config("data.isolate_documents=false")
     assert [choice.kernel for choice in demand_kernels(apart, A100)] == ["cudnn"]
 
 
-def test_the_error_names_the_setting_and_the_nearest() -> None:
+def test_the_error_names_the_setting_and_an_alternative() -> None:
     with pytest.raises(UserError) as caught:
         demand_kernels(config(f"{MIXER}.kernel=cudnn"), A100)
     assert str(caught.value).startswith(f"{MIXER}.kernel=cudnn: cuDNN's attention isolates documents from compute")
@@ -47,7 +47,7 @@ def test_the_error_names_the_setting_and_the_nearest() -> None:
         (Device(name="cpu"), (), ["attention reference"]),
     ],
 )
-def test_the_banner_says_what_and_why(device, settings, lines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_banner_shows_the_kernel_and_the_reasons(device, settings, lines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megajax.training.kernels.local_device", lambda: device)
     monkeypatch.setattr(banner, "local_device", lambda: device)
     actual = banner._kernels(SimpleNamespace(cfg=config(*settings)))

@@ -67,7 +67,7 @@ def test_matches_a_float64_loop(heads, groups, isolated):
 
 @pytest.mark.parametrize("isolated", [False, True])
 @pytest.mark.parametrize("window", [0, 3, LENGTH])
-def test_a_window_is_what_a_query_sees_beside_itself(window, isolated):
+def test_a_window_excludes_the_query_itself(window, isolated):
     given = inputs(4, 2)
     segments = given.segments if isolated else None
     mask = whole_row(segments)._replace(window=window)
@@ -77,14 +77,14 @@ def test_a_window_is_what_a_query_sees_beside_itself(window, isolated):
     np.testing.assert_allclose(actual, looped(*given[:3], segments, window=window), rtol=1e-5, atol=1e-6)
 
 
-def test_a_sink_takes_part_and_brings_nothing():
+def test_a_sink_adds_to_the_denominator_only():
     given, sink = inputs(4, 2), np.array([-2.0, 0.0, 1.0, 3.0], np.float32)
     with jax.default_matmul_precision("highest"):
         actual = reference_attention(*given[:3], whole_row(), scale=SCALE, sink=sink)
     np.testing.assert_allclose(actual, looped(*given[:3], None, sink=sink), rtol=1e-5, atol=1e-6)
 
 
-def test_a_bias_of_scores_and_values_of_another_size():
+def test_a_bias_and_values_of_another_head_size():
     given = inputs(4, 2)
     bias = np.random.default_rng(1).normal(size=(4, LENGTH, LENGTH)).astype(np.float32)
     with jax.default_matmul_precision("highest"):
@@ -100,7 +100,7 @@ def test_queries_in_the_middle_of_a_row_see_the_keys_before_them():
     np.testing.assert_allclose(actual, looped(*given)[:, 4:7], rtol=1e-5, atol=1e-6)
 
 
-def test_bfloat16_only_rounds_what_goes_in_and_out():
+def test_bfloat16_rounds_only_inputs_and_outputs():
     given = inputs(4, 2)
     low = [jnp.asarray(x, jnp.bfloat16) for x in given[:3]]
     actual = reference_attention(*low, whole_row(), scale=SCALE)
@@ -116,7 +116,7 @@ def dropout(rate: float, rows: np.ndarray, heads: np.ndarray, queries: np.ndarra
 
 
 @pytest.mark.slow
-def test_dropout_of_a_part_is_the_part_of_the_dropout():
+def test_dropout_is_the_same_for_a_part_of_the_heads():
     """A device with some rows, heads and queries draws for them what one device would."""
     weights = jnp.ones((3, 4, 8, 16))
     whole = dropout(0.5, np.arange(3), np.arange(4), np.arange(8)).apply(weights)
@@ -145,7 +145,7 @@ def test_attention_with_dropout_averages_to_attention_without():
 
 
 @pytest.mark.parametrize("kernel", ["cudnn", "cudnn_mask", "pallas"])
-def test_others_refuse_dropout_they_would_draw_layout_by_layout(kernel):
+def test_fused_backends_refuse_dropout(kernel):
     given = inputs(4, 2)
     with pytest.raises(ValueError, match="kernel=reference"):
         attend(kernel, *given[:3], whole_row(), scale=SCALE, dropout=dropout(0.1, *[np.arange(2)] * 3))

@@ -74,7 +74,7 @@ def test_any_chunk_gives_the_plain_loss_and_gradients(given, objective, chunk):
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=NAMES)
-def test_shards_of_the_vocabulary_add_up_to_the_whole(given, objective):
+def test_sharded_vocabulary_equals_unsharded(given, objective):
     """The mean of logits is of all ids, not of a device's, which is what Megatron-LM takes."""
     mesh = jax.make_mesh((4,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 
@@ -104,7 +104,7 @@ def test_the_minimum_is_at_the_target_distribution():
     np.testing.assert_allclose(dtable, 0, atol=1e-6)
 
 
-def test_without_either_only_the_cross_entropy_is_computed():
+def test_the_default_objective_computes_only_the_cross_entropy():
     assert replace(OBJECTIVES[2], label_smoothing=0.0, z_loss=0.0) == CROSS_ENTROPY
     assert CROSS_ENTROPY.names == ("loss",)
     losses = {"loss": np.float32(3)}

@@ -52,7 +52,7 @@ def test_process_0_killed_ends_all_within_ten_seconds(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_partner_that_does_not_listen_is_killed(start, tmp_path):
+def test_a_process_that_ignores_sigterm_is_killed(start, tmp_path):
     gang = training(start, tmp_path / "run")
     first, second = gang.children()
     os.kill(first, signal.SIGSTOP)
@@ -84,7 +84,7 @@ def test_sigterm_to_one_process_saves_one_step_of_all(start, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_launcher_is_passed_on_once(start, tmp_path, number):
+def test_a_signal_to_the_launcher_is_forwarded_once(start, tmp_path, number):
     gang = training(start, tmp_path / "run")
     gang.process.send_signal(number)
     assert gang.wait(30) == 0, gang.text
@@ -95,7 +95,7 @@ def test_a_signal_to_the_launcher_is_passed_on_once(start, tmp_path, number):
 
 
 @pytest.mark.slow
-def test_a_killed_launcher_leaves_nobody_behind(start, tmp_path):
+def test_a_killed_launcher_leaves_no_processes(start, tmp_path):
     gang = training(start, tmp_path / "run")
     pids = gang.children()
     assert len(pids) == 2
@@ -107,7 +107,7 @@ def test_a_killed_launcher_leaves_nobody_behind(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_finishing_one_after_the_other_is_a_good_end(start, tmp_path):
+def test_finishing_at_different_times_is_success(start, tmp_path):
     gang = start(*launcher(), sys.executable, FAILING, "late", *TINY, f"--run_dir={tmp_path / 'run'}")
     assert gang.wait() == 0, gang.text
     assert "process 1 is late" in gang.text
@@ -135,7 +135,7 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("case", SCRIPTS)
-def test_the_first_failure_is_named_and_its_code_is_the_answer(start, case):
+def test_the_first_failure_is_named_and_gives_the_exit_code(start, case):
     script, code, words = SCRIPTS[case]
     gang = start(*launcher(processes=3), sys.executable, "-c", script)
     assert gang.wait(20) == code, gang.text

@@ -27,7 +27,7 @@ def test_a_missing_process(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_with_one_number(start, tmp_path):
+def test_duplicate_process_ids(start, tmp_path):
     port = free_port()
     members = [member(start, tmp_path, index, port, name=f"m{n}", count=3) for n, index in enumerate((0, 1, 1))]
     assert {member.wait(60) for member in members[:2]} == {2}
@@ -86,7 +86,7 @@ def test_the_launchers_port_is_in_use(start):
     assert f"--coordinator-port={port}: Address already in use" in gang.text
 
 
-def test_a_wrong_setting_is_said_once(start, tmp_path):
+def test_an_invalid_setting_is_reported_once(start, tmp_path):
     gang = start(*launcher(processes=3), *TRAIN, *TINY, "--steps=many", f"--run_dir={tmp_path / 'run'}")
     assert gang.wait(30) == 2
     assert gang.text.count("steps: expected a whole number, got 'many'") == 1, gang.text

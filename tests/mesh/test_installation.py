@@ -30,12 +30,12 @@ def plain(version: str = VERSION) -> dict[str, str]:
         ({"libraries": frozenset({"cublas", "nccl"})}, ["not found: cuDNN", "--extra cuda12"]),
     ],
 )
-def test_each_fault_is_said_with_what_is_needed(changes, says):
+def test_each_fault_names_its_remedy(changes, says):
     (fault,) = replace(WHOLE, **changes).faults()
     assert all(text in fault for text in says), fault
 
 
-def test_a_whole_installation_has_no_fault():
+def test_a_complete_installation_has_no_fault():
     assert WHOLE.faults() == []
     assert Installation(0, None, plain(), frozenset()).faults() == [], "a machine without GPUs needs nothing"
 
@@ -55,7 +55,7 @@ def test_old_gpus_are_named():
     assert new.capability_fault("Tesla T4", (7, 5)) == "" == WHOLE.capability_fault("Tesla V100", (7, 0))
 
 
-def test_looking_reads_the_drivers_own_words(tmp_path):
+def test_the_driver_version_is_read(tmp_path):
     driver = tmp_path / "version"
     driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.06  Wed Jun 26 06:46:07 UTC 2024\n")
     for name in ("nvidia0", "nvidia1", "nvidiactl", "null"):

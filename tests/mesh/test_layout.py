@@ -33,7 +33,7 @@ def test_an_array_needs_an_axis_for_each_dimension():
         LAYOUT.act(jnp.asarray(X), "batch", "embed")
 
 
-def test_act_lays_out_over_the_mesh():
+def test_act_constrains_the_sharding():
     with jax.set_mesh(build_mesh(PARALLEL)):
         assert LAYOUT.summed("batch", "vocab") == ("data", "tensor")
         laid = jax.jit(lambda x: LAYOUT.act(x, "batch", "seq_residual", "embed"))(X)
@@ -41,7 +41,7 @@ def test_act_lays_out_over_the_mesh():
     np.testing.assert_array_equal(laid, X)
 
 
-def test_axes_that_are_manual_already_are_dropped():
+def test_manual_axes_are_dropped():
     mesh = build_mesh(PARALLEL)
 
     def local(x):
@@ -64,7 +64,7 @@ def test_axes_that_are_manual_already_are_dropped():
     np.testing.assert_array_equal(actual, X * (2 * 3 * 8))
 
 
-def test_gathering_and_reducing_undo_each_other():
+def test_gather_and_reduce_are_inverse():
     """embed [6] over data: gathered it is whole, and its transpose adds up what both copies got."""
     mesh = build_mesh(PARALLEL)
     w, dy = X[0], np.stack([X[1], X[2]])
@@ -88,7 +88,7 @@ def test_gathering_and_reducing_undo_each_other():
     np.testing.assert_array_equal(dw, dy.sum(0))
 
 
-def test_moves_by_hand():
+def test_explicit_moves():
     moves = moved_axes(PLAN.params, PLAN.compute, ("layer", "embed", "mlp"))
     assert moves == ((1, "data"), (1, "expert"), (1, "context"))
     assert moved_axes(PLAN.compute, PLAN.params, AXES) == ()

@@ -32,7 +32,7 @@ def groups(mesh: jax.sharding.Mesh, axis: str) -> list[list[int]]:
     return sorted(ids.reshape(-1, ids.shape[-1]).tolist())
 
 
-def test_groups_of_sixteen_devices_are_those_of_megatron():
+def test_groups_of_sixteen_devices_match_megatron():
     """Two-way tensor, four-way pipeline, 16 GPUs: the example of Megatron-LM's initialize_model_parallel."""
     mesh = build_mesh(ParallelConfig(tensor=2, pipeline=4), [VirtualDevice(number) for number in range(16)])
     assert groups(mesh, "tensor") == [[first, first + 1] for first in range(0, 16, 2)]
@@ -100,7 +100,7 @@ def test_specs_from_logical_axes():
         rules.spec(("hedas",))
 
 
-def test_plans_differ_in_where_embed_is_held():
+def test_plans_differ_in_the_sharding_of_embed():
     axes, spread = ("embed", "mlp"), P(("data", "expert", "context"), "tensor")
     where = {}
     for sharding in ("replicate", "zero1", "fsdp"):
@@ -117,7 +117,7 @@ def test_plans_differ_in_where_embed_is_held():
     }
 
 
-def test_sequence_parallelism_cuts_the_residual_stream_and_nothing_else():
+def test_sequence_parallelism_shards_only_the_residual_stream():
     plain, cut = (Plan.of(ParallelConfig(tensor=2, sequence=flag)).compute for flag in (False, True))
     residual = ("batch", "seq_residual", "embed")
     assert plain.spec(residual) == P(("data", "expert"), "context", None)

@@ -34,12 +34,12 @@ def actual(monkeypatch) -> list[object]:
     return answers
 
 
-def test_gpus_are_taken_without_a_word(actual, recwarn):
+def test_gpus_are_used_without_a_warning(actual, recwarn):
     actual.append(SimpleNamespace(platform="gpu"))
     assert find_devices() == actual and not recwarn
 
 
-def test_falling_back_on_the_cpu_of_a_machine_with_gpus_is_warned_of(actual, monkeypatch, recwarn):
+def test_falling_back_to_the_cpu_with_gpus_is_a_warning(actual, monkeypatch, recwarn):
     actual.append(SimpleNamespace(platform="cpu"))
     with pytest.warns(UserWarning, match="(?s)training on the CPU: 8 NVIDIA GPUs found, but no CUDA plugin"):
         find_devices()
@@ -55,7 +55,7 @@ def test_falling_back_on_the_cpu_of_a_machine_with_gpus_is_warned_of(actual, mon
 @pytest.mark.parametrize(
     ("there", "says"), [(GPUS, "8 NVIDIA GPUs found"), (Installation(0, None, {}, frozenset()), "extra cuda12")]
 )
-def test_gpus_that_are_not_found_are_an_error_with_the_remedy(actual, there, says, monkeypatch):
+def test_missing_gpus_are_an_error_with_the_remedy(actual, there, says, monkeypatch):
     actual.append(RuntimeError("no CUDA-capable device"))
     monkeypatch.setattr(mesh, "find_installation", lambda: there)
     with pytest.raises(UserError, match="jax finds no default devices: no CUDA-capable device") as refused:
@@ -96,7 +96,7 @@ def test_processes_on_cpus_connect_over_gloo_and_those_on_gpus_do_not(platforms,
     ("devices", "platforms", "count"),
     [(None, None, None), ("gpu", "cuda", None), ("cuda", "cuda", None), ("cpu:4", "cpu", "4")],
 )
-def test_what_jax_is_told_of_devices(devices, platforms, count, files, tmp_path, monkeypatch):
+def test_local_device_ids(devices, platforms, count, files, tmp_path, monkeypatch):
     names = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
     for name in names:
         monkeypatch.delenv(name, raising=False)

@@ -62,7 +62,7 @@ class Meeting:
         return errors
 
 
-def test_all_meet_and_the_port_is_free_again():
+def test_all_processes_connect_and_the_port_is_freed():
     meeting = Meeting()
     for index in (3, 1, 0, 2):
         meeting.come(index, 4)
@@ -70,7 +70,7 @@ def test_all_meet_and_the_port_is_free_again():
     socket.create_server(("127.0.0.1", meeting.port)).close()
 
 
-def test_the_missing_are_named():
+def test_missing_processes_are_named():
     meeting = Meeting(patience=1.0)
     meeting.come(0, 5)
     meeting.come(2, 5)
@@ -83,7 +83,7 @@ def test_many_missing_are_counted():
     assert named(set(range(1, 60))) == "processes 1, 2, 3, 4, 5, 6, 7, 8 and 51 more"
 
 
-def test_two_with_one_number():
+def test_duplicate_process_ids():
     meeting = Meeting()
     for index in (0, 1, 1):
         meeting.come(index, 3)
@@ -104,7 +104,7 @@ def test_other_settings():
     meeting.errors(2, "process 1 (", "other settings than process 0", "the same config file and command line")
 
 
-def test_late_comers_are_told_as_well():
+def test_late_processes_get_the_error_too():
     meeting = Meeting()
     for index in (0, 1, 1):
         meeting.come(index, 4)
@@ -120,14 +120,14 @@ def test_a_port_in_use():
         meeting.errors(2, f"port {meeting.port} of 127.0.0.1 is in use")
 
 
-def test_process_0_on_another_machine_than_the_coordinator():
+def test_a_coordinator_on_another_machine_than_process_0():
     meeting = Meeting()
     meeting.come(0, 2, host="203.0.113.7")
     meeting.errors(2, f"process 0 runs on {socket.gethostname()}", "203.0.113.7", "an address of the machine")
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_host_that_is_not_known(index, monkeypatch):
+def test_an_unknown_host(index, monkeypatch):
     def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
@@ -146,7 +146,7 @@ def test_nobody_at_the_coordinator():
     assert time.monotonic() - began < 30
 
 
-def test_a_stranger_at_the_coordinators_address():
+def test_a_foreign_server_at_the_coordinators_address():
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def answer() -> None:
@@ -160,7 +160,7 @@ def test_a_stranger_at_the_coordinators_address():
             meet(World(2, 1, f"127.0.0.1:{other.getsockname()[1]}"), patience=5)
 
 
-def test_strangers_do_not_disturb():
+def test_foreign_connections_are_ignored():
     """Half a line, noise, and one that came and went are not the process that is awaited."""
     meeting = Meeting()
     meeting.come(0, 3)
@@ -191,7 +191,7 @@ def test_strangers_do_not_disturb():
         stranger.close()
 
 
-def test_a_process_on_its_own_starts_nothing(monkeypatch):
+def test_a_single_process_starts_nothing(monkeypatch):
     for name in list(os.environ):
         if name.startswith(("MEGAJAX_", "SLURM_", "OMPI_", "JAX_COORDINATOR")):
             monkeypatch.delenv(name)
@@ -221,7 +221,7 @@ def test_the_gpus_of_a_process(case, tmp_path: Path):
     assert local_devices(world, environment, tmp_path) == expected
 
 
-def test_flags_are_one_for_each_device_and_made_once():
+def test_there_is_one_flag_per_device_created_once():
     mesh = build_mesh(ParallelConfig(data=4, tensor=2))
     flags = StopFlags(mesh)
     assert flags(False) is flags(False)

@@ -92,7 +92,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_does_not_fit(case):
+def test_mismatched_processes(case):
     changes, message = WRONG[case]
     with pytest.raises(StartError) as error:
         find_world(OURS | changes)

@@ -43,7 +43,7 @@ def as_before(monkeypatch):
         (["--xla=--xla_one=false --xla_two=0.5"], {"xla_one": False, "xla_two": 0.5}),
     ],
 )
-def test_options_are_given_again_and_again_and_become_settings(words, options, capsys):
+def test_xla_options_may_be_repeated_and_become_settings(words, options, capsys):
     command = parsed(*words)
     assert dict(command.config.xla.options) == options
     assert "more than once" not in capsys.readouterr().err
@@ -61,7 +61,7 @@ def test_options_of_a_file_stay(tmp_path):
 
 
 @pytest.mark.parametrize("words", ["--xla", "--xla=xla_gpu_autotune_level", "--xla==1", "--xla=a=1,b"])
-def test_what_is_no_option_is_refused_or_taken_as_text(words):
+def test_unknown_options_are_refused_or_taken_as_text(words):
     if words == "--xla=a=1,b":
         assert dict(parsed(words).config.xla.options) == {"a": "1,b"}
         return
@@ -98,13 +98,13 @@ def test_settings_that_cannot_be(changes, where):
         ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.6"}, "0.6"),
     ],
 )
-def test_the_share_of_memory_is_what_the_user_says(environment, share):
+def test_the_users_memory_fraction_is_kept(environment, share):
     set_process(XlaConfig(), environment)
     assert memory_fraction(environment) == share
     assert len(environment) == 1
 
 
-def test_what_the_environment_says_stays(monkeypatch):
+def test_environment_variables_are_kept(monkeypatch):
     name = GPU[0].name
     monkeypatch.setenv("XLA_FLAGS", f"--{name}=false --xla_other=1")
     assert flag_names() == {name, "xla_other"}
@@ -114,5 +114,5 @@ def test_what_the_environment_says_stays(monkeypatch):
     assert environment == {"XLA_FLAGS": "--xla_other=1 --xla_more=3"}
 
 
-def test_every_option_says_what_it_is_for():
+def test_every_option_has_a_reason():
     assert all(len(option.why) > 20 for option in GPU)

@@ -13,7 +13,7 @@ from megajax.pipeline.partition import Partition
 from megajax.training.program import Program
 
 
-def test_chunks_take_turns_on_the_stages():
+def test_chunks_alternate_between_stages():
     partition = Partition.even(8, 2, 2)
     assert partition.repeats == (2, 2, 2, 2)
     # Stage 0 holds chunks 0 and 2, stage 1 chunks 1 and 3.
@@ -23,7 +23,7 @@ def test_chunks_take_turns_on_the_stages():
     assert not partition.padded()
 
 
-def test_what_does_not_divide_goes_to_the_first_chunks():
+def test_the_remainder_goes_to_the_first_chunks():
     partition = Partition.even(5, 2, 1)
     assert partition.repeats == (3, 2)
     assert partition.numbers().tolist() == [[0, 1, 2], [3, 4, -1]]
@@ -31,7 +31,7 @@ def test_what_does_not_divide_goes_to_the_first_chunks():
     assert Partition.even(5, 4, 1).repeats == (2, 1, 1, 1)
 
 
-def test_layers_as_stated():
+def test_configured_layers_per_chunk():
     partition = Partition(2, 2, (1, 2, 1, 1))
     assert partition.numbers().tolist() == [[0, -1, 3, -1], [1, 2, 4, -1]]
 

@@ -198,7 +198,7 @@ MUTATIONS: list[tuple[str, Callable[[], Schedule]]] = [
 
 
 @pytest.mark.parametrize(("rule", "mutation"), MUTATIONS, ids=[make.__name__ for _, make in MUTATIONS])
-def test_a_broken_table_is_refused_by_its_rule(rule: str, mutation: Callable[[], Schedule]) -> None:
+def test_an_invalid_table_is_refused_by_its_rule(rule: str, mutation: Callable[[], Schedule]) -> None:
     broken = mutation()
     assert rule in {actual.rule for actual in violations(broken)}
     with pytest.raises(InvalidSchedule, match=f"{rule}: "):
@@ -206,7 +206,7 @@ def test_a_broken_table_is_refused_by_its_rule(rule: str, mutation: Callable[[],
 
 
 @pytest.mark.parametrize("rule", ["idle_forward_on_a_taken_slot", "backwards_a_tick_later_than_need_be"])
-def test_a_subtle_fault_breaks_its_rule_alone(rule: str) -> None:
+def test_a_subtle_fault_violates_only_its_rule(rule: str) -> None:
     wanted, make = next(entry for entry in MUTATIONS if entry[1].__name__ == rule)
     assert {actual.rule for actual in violations(make())} == {wanted}
 
@@ -214,7 +214,7 @@ def test_a_subtle_fault_breaks_its_rule_alone(rule: str) -> None:
 @pytest.mark.parametrize(
     "schedule", [FOUR, TWO_CHUNKS, ALL_FIRST, gpipe(2, 4, 2), build("1f1b", stages=4, microbatches=3)]
 )
-def test_every_single_changed_number_that_matters_is_found(schedule: Schedule) -> None:
+def test_every_changed_number_is_found(schedule: Schedule) -> None:
     """Every microbatch, chunk and slot of a busy entry, one after the other, set to another legal number."""
     bounds: dict[str, Any] = {
         "microbatch": schedule.microbatches,

@@ -65,7 +65,7 @@ def grads_of(made: Program, *runs: tuple[float, float]) -> list[Grads]:
 
 
 @pytest.mark.parametrize("case", [*CASES, *[pytest.param(case, marks=pytest.mark.slow) for case in SLOW]])
-def test_nothing_depends_on_what_buffers_held_before(case: str) -> None:
+def test_results_do_not_depend_on_initial_buffers(case: str) -> None:
     """NaN in every buffer: idle stages compute on it, and nothing of that is ever added, not even times zero."""
     model, parallel, microbatches = (CASES | SLOW)[case]
     made = program(model, parallel, microbatches=microbatches)
@@ -80,7 +80,7 @@ def test_nothing_depends_on_what_buffers_held_before(case: str) -> None:
         np.testing.assert_allclose(scaled.grads[path], 8 * g, rtol=1e-6, atol=1e-6 * np.abs(g).max(), err_msg=path)
 
 
-def test_idle_backwards_would_let_nan_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_backwards_would_propagate_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above sees what it is for: idle stages that took part would add what they found."""
 
     def always(self: Stage, segment: Segment, kind: Work, chunk: Any, work: Any, carry: Any) -> Any:
@@ -92,7 +92,7 @@ def test_idle_backwards_would_let_nan_through(monkeypatch: pytest.MonkeyPatch) -
     assert any(np.isnan(g).any() for g in filled.grads.values())
 
 
-def test_chunks_too_many_for_loops_of_their_own_share_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_chunks_share_one_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same gradients, from rows that are data rather than static."""
     model, parallel, microbatches = CASES["interleaved padded sequence"]
     made = program(model, parallel, microbatches=microbatches)
@@ -103,7 +103,7 @@ def test_chunks_too_many_for_loops_of_their_own_share_one(monkeypatch: pytest.Mo
         np.testing.assert_allclose(shared.grads[path], g, rtol=1e-5, atol=1e-6 * np.abs(g).max(), err_msg=path)
 
 
-def test_what_is_done_in_some_ticks_says_in_how_many() -> None:
+def test_work_in_some_ticks_is_named_after_their_number() -> None:
     """The names that plans read: see planning.hlo."""
     schedule = build("interleaved", stages=2, microbatches=4, chunks=2, loss_wait=1)
     actual = segments(schedule)
@@ -138,7 +138,7 @@ def distinct() -> DecoderConfig:
     ],
     ids=["1f1b-zero1", "interleaved-sequence-replicate"],
 )
-def test_what_travels(parallel: ParallelConfig, microbatches: int) -> None:
+def test_communication_between_stages(parallel: ParallelConfig, microbatches: int) -> None:
     """Between stages single activations, between replicas nothing before the last microbatch is done."""
     made = program(distinct(), parallel, microbatches=microbatches)
     text = compiled_text(made)
@@ -158,7 +158,7 @@ def test_what_travels(parallel: ParallelConfig, microbatches: int) -> None:
     assert not [one for one in between_replicas if one.place.path]
 
 
-def test_no_gradients_of_all_stages_or_microbatches_are_stacked() -> None:
+def test_gradients_are_never_stacked_over_stages_or_microbatches() -> None:
     """As they would be if the compiler or autodiff went through the loop over ticks."""
     made = program(distinct(), stages(4, data=2, data_sharding="replicate"), microbatches=3)
     text = compiled_text(made)
@@ -215,7 +215,7 @@ def look_at(made: Program, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, .
     return seen[0]
 
 
-def test_what_a_vjp_saves_would_show_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_saved_by_a_vjp_would_be_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above sees what it is for: with the inputs left in, the weights of a layer are among what it saves."""
 
     def differentiated(self: LayerLoop, span: Span, row: Any, x: Any, ctx: Any) -> Any:
@@ -238,7 +238,7 @@ def test_what_a_vjp_saves_would_show_weights(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
 @pytest.mark.parametrize("wait", [0, 1])
-def test_segments_are_the_ticks_in_turn_with_losses_where_the_table_has_them(name: str, wait: int) -> None:
+def test_segments_cover_the_ticks_and_have_the_losses_of_the_table(name: str, wait: int) -> None:
     schedule = build(name, stages=4, microbatches=8, chunks=2 if name == "interleaved" else 1, loss_wait=wait)
     actual = segments(schedule)
     assert [one.start for one in actual] == [0, *(one.stop for one in actual[:-1])]
@@ -250,7 +250,7 @@ def test_segments_are_the_ticks_in_turn_with_losses_where_the_table_has_them(nam
         assert one.backward == (schedule.input_gradient.microbatch[one.start : one.stop] >= 0).any()
 
 
-def test_weight_gradients_apart_are_refused() -> None:
+def test_separate_weight_gradients_are_refused() -> None:
     when = {kind: np.array([[[0, 1]], [[1, 2]]]) for kind in ("forward", "input_gradient", "weight_gradient")}
     when["input_gradient"] = np.array([[[2, 1]], [[3, 2]]])
     when["weight_gradient"] = when["input_gradient"] + 2

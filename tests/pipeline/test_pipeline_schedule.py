@@ -108,14 +108,14 @@ def assert_complete(schedule: Schedule) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(schedules())
-def test_an_executor_that_only_follows_the_table_computes_everything_once(schedule: Schedule) -> None:
+def test_following_the_table_computes_everything_once(schedule: Schedule) -> None:
     assert_complete(schedule)
     check(schedule)
 
 
 @settings(max_examples=60, deadline=None)
 @given(schedules())
-def test_figures_are_those_of_the_formulas(schedule: Schedule) -> None:
+def test_figures_match_the_formulas(schedule: Schedule) -> None:
     figures = measure(schedule)
     stages, chunks, microbatches = schedule.stages, schedule.chunks, schedule.microbatches
     assert figures.bubble == Fraction(stages - 1, chunks * microbatches)
@@ -166,7 +166,7 @@ def test_tables_cannot_be_changed() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(schedules(), st.integers(1, 5))
-def test_weight_gradients_put_off_fit_the_form(schedule: Schedule, later: int) -> None:
+def test_delayed_weight_gradients_are_valid(schedule: Schedule, later: int) -> None:
     """A zero-bubble schedule is three arrays of ticks: weight gradients some ticks after their input gradients."""
     ticks = {}
     for kind in ("forward", "input_gradient"):
@@ -197,7 +197,7 @@ def test_weight_gradients_put_off_fit_the_form(schedule: Schedule, later: int) -
         ("interleaved", (4, 2, 2), "microbatches", "set microbatches to 4, or virtual_stages to 1"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_remedy(
+def test_invalid_sizes_are_refused_with_the_remedy(
     name: str, sizes: tuple[int, int, int], where: str, hint: str
 ) -> None:
     stages, microbatches, chunks = sizes
@@ -213,7 +213,7 @@ def test_every_constructor_refuses_by_itself() -> None:
             make()
 
 
-def test_two_pieces_of_work_in_one_tick_are_no_schedule() -> None:
+def test_two_pieces_of_work_in_one_tick_are_refused() -> None:
     when = np.zeros((2, 1, 1), int)
     with pytest.raises(ValueError, match="two pieces of work of kind forward"):
         assemble("wrong", forward=when, input_gradient=when, weight_gradient=when)

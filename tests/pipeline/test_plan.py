@@ -61,20 +61,20 @@ def test_interleaved(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "5 3 by stage, in chunks of 1/2 stage\n" in text
 
 
-def test_gpipe_says_what_it_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpipe_reports_its_activations(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--schedule=gpipe", "--stages=2", "--microbatches=3", "--virtual-stages=1")
     assert "ticks       8: 4 F, 4 B\n" in text
     assert "ring slots  3 per stage, and 1 for idle forwards to write to: 4\n" in text
     assert "outputs     3 wait for their loss\n" in text
 
 
-def test_with_the_wait_of_training(capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_the_loss_wait_of_training(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--schedule=1f1b", "--stages=4", "--microbatches=8", "--loss-wait=1")
     assert "ticks       15: 4 F, 7 F+B, 4 B\nbubble      37.50%" in text
     assert "in flight   8 6 4 2 by stage" in text and "outputs     2 wait for their loss\n" in text
 
 
-def test_a_long_table_folds_into_the_width_of_the_terminal() -> None:
+def test_a_long_table_wraps_at_the_terminal_width() -> None:
     folded = table(one_f_one_b(4, 8), width=40)
     assert max(map(len, folded.splitlines())) <= 40
     blocks = [block.splitlines() for block in folded.split("\n\n")]
@@ -84,7 +84,7 @@ def test_a_long_table_folds_into_the_width_of_the_terminal() -> None:
     assert table(one_f_one_b(4, 8), width=1).count("tick") == 14, "one tick a block where nothing fits"
 
 
-def test_columns_stand_below_each_other_for_large_numbers() -> None:
+def test_columns_are_aligned_for_large_numbers() -> None:
     lines = table(interleaved(12, 120, 30)).splitlines()
     rows = lines[:-1]
     assert len({len(row) for row in rows}) == 1
@@ -93,7 +93,7 @@ def test_columns_stand_below_each_other_for_large_numbers() -> None:
     assert ends[-1] == len(rows[0])
 
 
-def test_gradients_apart_have_rows_of_their_own() -> None:
+def test_separate_weight_gradients_have_their_own_rows() -> None:
     forward = np.arange(2).reshape(2, 1, 1)
     split = assemble("apart", forward=forward, input_gradient=forward, weight_gradient=forward + 1)
     assert table(split).splitlines() == [
@@ -115,7 +115,7 @@ def test_the_picture_is_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert text.endswith(f"picture     {path}\n")
 
 
-def test_what_is_drawn_takes_the_time_of_the_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_picture_has_the_duration_of_the_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Busy time and whole time of the boxes make the bubble, for backwards twice as long as forwards."""
     axes_module = pytest.importorskip("matplotlib.axes", reason="needs the extra plot")
     drawn = []
@@ -154,7 +154,7 @@ def test_without_matplotlib_the_message_names_the_extra(tmp_path: Path, monkeypa
         main(["--schedule=1f1b", "--stages=2", "--microbatches=2", f"--png={tmp_path / 'x.png'}"])
 
 
-def test_a_picture_nobody_could_read_is_refused(tmp_path: Path) -> None:
+def test_a_picture_too_large_to_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="pieces of work"):
         save_picture(one_f_one_b(8, 4000), tmp_path / "x.png")
     assert not list(tmp_path.iterdir())
@@ -202,7 +202,7 @@ def test_from_the_shell_help_is_quick_and_a_fault_ends_with_code_2() -> None:
 
 
 @pytest.mark.parametrize("microbatches", [8, 4000])
-def test_who_stops_reading_ends_it_without_a_word(microbatches: int) -> None:
+def test_a_closed_pipe_ends_it_silently(microbatches: int) -> None:
     """A table that fits into the pipe's buffer, and one that does not."""
     command = [sys.executable, "-m", "megajax.plan", "--schedule=1f1b", "--stages=4", f"--microbatches={microbatches}"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

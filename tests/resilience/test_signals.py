@@ -101,7 +101,7 @@ def wait_for(process: subprocess.Popen, line: str) -> None:
     "which",
     [signal.SIGINT, *(pytest.param(which, marks=pytest.mark.slow) for which in (signal.SIGTERM, signal.SIGUSR1))],
 )
-def test_a_signal_is_a_request_and_the_process_ends_well(start, which):
+def test_a_signal_is_a_request_and_the_exit_code_is_0(start, which):
     process = start(POLLING)
     wait_for(process, "ready")
     process.send_signal(which)
@@ -114,7 +114,7 @@ def test_a_signal_is_a_request_and_the_process_ends_well(start, which):
     assert ("press Ctrl-C again" in err) == (which is signal.SIGINT)
 
 
-def test_a_warning_before_sigterm_is_not_a_first_sigterm(start):
+def test_sigusr1_before_sigterm_is_not_a_first_sigterm(start):
     process = start(POLLING)
     wait_for(process, "ready")
     process.send_signal(signal.SIGUSR1)
@@ -129,7 +129,7 @@ def test_a_warning_before_sigterm_is_not_a_first_sigterm(start):
 @pytest.mark.parametrize(
     ("second", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )
-def test_a_second_signal_ends_a_process_that_is_inside_xla(start, second, code):
+def test_a_second_signal_ends_a_process_inside_xla(start, second, code):
     process = start(STUCK)
     wait_for(process, "ready")
     assert process.stderr is not None
@@ -146,7 +146,7 @@ def test_a_second_signal_ends_a_process_that_is_inside_xla(start, second, code):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_the_first_one_ends_a_process_that_has_nothing_to_save_yet(start, number, code):
+def test_the_first_signal_ends_a_process_without_anything_to_save(start, number, code):
     process = start(UNPOLLED)
     wait_for(process, "ready")
     process.send_signal(number)
@@ -161,7 +161,7 @@ def test_a_forked_worker_has_its_own_signals(start):
     assert out == f"child {int(signal.SIGTERM)}\nparent None\n", err
 
 
-def test_what_was_there_before_is_there_again():
+def test_former_handlers_are_restored():
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
     heard: list[str] = []
@@ -185,7 +185,7 @@ def test_one_process_agrees_with_itself():
     assert agree(False) is False
 
 
-def test_two_processes_stop_at_the_same_step_when_one_is_told(start):
+def test_two_processes_stop_at_the_same_step_after_one_signal(start):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -218,7 +218,7 @@ def config():
 """
 
 
-def test_ctrl_c_before_a_run_listens_is_not_lost(tmp_path: Path) -> None:
+def test_ctrl_c_before_the_handlers_are_installed_is_not_lost(tmp_path: Path) -> None:
     # Raised in __del__, as in callbacks of libraries while they are imported, KeyboardInterrupt would be ignored.
     (tmp_path / "deaf.py").write_text(DEAF, encoding="utf-8")
     command = [sys.executable, "-m", "megajax.train", f"--config={tmp_path / 'deaf.py'}", "--print-config"]
