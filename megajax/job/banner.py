@@ -137,7 +137,7 @@ def _training(run: Run) -> list[tuple[str, str]]:
         *_recompute(run),
         (
             "optimizer",
-            f"{type(cfg.optimizer).__name__.removesuffix('Config')}, decay {cfg.optimizer.weight_decay:g}, clip {clip}",
+            f"{cfg.optimizer.name()}, decay {cfg.optimizer.weight_decay:g}, clip {clip}",
         ),
         (
             "learning rate",

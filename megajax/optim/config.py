@@ -1,10 +1,10 @@
 """Settings of the optimizers and of the schedule that drives them, without importing jax."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import inf
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
@@ -79,6 +79,10 @@ class UpdateConfig(Builds):
     """Report the number of gradient elements that are exactly 0 as num_zeros, every step."""
     log_parameter_norm: bool = False
     """Report the norm of all weights as parameter_norm, every step."""
+
+    def name(self) -> str:
+        """For people."""
+        return type(self).__name__.removesuffix("Config")
 
     def rate_problems(self, schedule: "ScheduleConfig") -> list[Problem]:
         """What does not fit the schedule. Rates a weight gets from several rules are looked at where weights are known:
@@ -226,8 +230,70 @@ class MuonConfig(UpdateConfig):
         return found
 
 
-OptimizerConfig = AdamWConfig | SGDConfig | LionConfig | MuonConfig
-"""Every optimizer a run can name."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptaxConfig(UpdateConfig):
+    """Any optax.GradientTransformation, with the learning rate of the schedule."""
+
+    target: ClassVar[str] = "megajax.optim.optax_adapter:OptaxOptimizer"
+    make: str
+    """Function that returns the transformation, as module:function or file.py:function, such as optax:adafactor. Every
+    update calls make(learning_rate=..., **settings) with the learning rate of that step."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the function, by name."""
+    per_layer: bool = True
+    """The transformation sees each layer's own weights. false: it sees weights of all layers as one array, for
+    transformations that combine weights and treat all elements of a weight alike."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay in addition to the transformation's own, for the same weights as other optimizers."""
+
+    def name(self) -> str:
+        return self.make
+
+    def problems(self) -> list[Problem]:
+        found = self.shared_problems()
+        module, _, name = self.make.rpartition(":")
+        if not module or not name:
+            hint = "module:function or file.py:function, as in optax:adafactor"
+            found.append(Problem("make", f"names no function, got {self.make}", hint))
+        if "learning_rate" in self.settings:
+            found.append(Problem("settings.learning_rate", "the schedule gives the learning rate", "set schedule.lr"))
+        if self.moments != "float32":
+            what = f"{self.moments} cannot be chosen here: the transformation decides how its state is kept"
+            found.append(Problem("moments", what, "leave it out; many take a dtype: settings.mu_dtype=bfloat16"))
+        hint = "use optimizer.trainable to freeze weights, and optax.partition within the function for other rates"
+        for name in ("embedding_lr", "embedding_min_lr"):
+            if getattr(self, name) is not None:
+                found.append(Problem(name, "a transformation has one learning rate, the schedule's", hint))
+        for place, group in enumerate(self.groups):
+            if any(rate is not None for rate in (group.lr, group.min_lr, group.lr_multiplier)):
+                what = "changes a learning rate; a transformation has one, the schedule's. Groups can change the decay"
+                found.append(Problem(f"groups.{place}", what, hint))
+        return found
+
+
+class OptimizerBuilder(Protocol):
+    """Settings of an optimizer of your own, derived from UpdateConfig."""
+
+    weight_decay: float
+    trainable: tuple[str, ...]
+    clip: float | None
+    offload: float
+
+    def name(self) -> str:
+        """For people."""
+        ...
+
+    def rate_problems(self, schedule: "ScheduleConfig") -> list[Problem]:
+        """What does not fit the schedule."""
+        ...
+
+    def build(self, declared: Any, plan: Any = None, width: float = 1.0) -> Any:
+        """A `megajax.optim.optimizer.Optimizer` for weights by path."""
+        ...
+
+
+OptimizerConfig = AdamWConfig | SGDConfig | LionConfig | MuonConfig | OptaxConfig
+"""Every optimizer that comes with the library."""
 
 type Samples = Callable[[int], int]
 """Steps -> rows they read from the start of the run on; not a plain product where the batch size is ramped."""

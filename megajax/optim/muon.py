@@ -20,7 +20,7 @@ from megajax.layers.param import ParamSpec
 from megajax.mesh.mesh import free_axes
 from megajax.mesh.rules import LogicalAxes, Plan, Rules
 from megajax.optim.config import MuonConfig
-from megajax.optim.optimizer import Adam, Moments, Optimizer, Rule
+from megajax.optim.optimizer import Adam, Moments, Rule, RuleOptimizer
 
 type Polynomial = tuple[float, float, float]
 
@@ -205,7 +205,7 @@ class Orthogonalised:
         return jax.lax.with_sharding_constraint(x, rules.spec(self.axes, keep=tuple(free)))
 
 
-class Muon(Optimizer):
+class Muon(RuleOptimizer):
     """Orthogonalised momentum for matrices of the stack, AdamW for the rest."""
 
     def __init__(

@@ -44,7 +44,43 @@ class Rule(Protocol):
 
 
 class Optimizer:
-    """A rule for each weight, rates from the schedule by group; decay is apart from moments unless the rule couples it.
+    """How weights become other weights by their gradients, with rates from the schedule by group."""
+
+    def __init__(self, cfg: UpdateConfig, declared: Mapping[str, ParamSpec], widths: Mapping[str, float] | None = None):
+        self.cfg, self.declared = cfg, dict(declared)
+        self.groups = groups(cfg, declared, widths)
+        self.decayed = {path: group.decay > 0 for path, group in self.groups.items()}
+
+    def init(self, params: Params) -> OptimizerState:
+        """The state before the first update."""
+        raise NotImplementedError
+
+    def update(
+        self, grads: Params, state: OptimizerState, params: Params, *, rates: Rates
+    ) -> tuple[Params, OptimizerState]:
+        """One update. grads float32, already divided and clipped. -> new weights and state."""
+        raise NotImplementedError
+
+    def kinds(self) -> dict[str, str]:
+        """Path -> name of the update rule."""
+        raise NotImplementedError
+
+    def table(self) -> list[tuple[str, str]]:
+        """Rows for people: rule and rates, and the weights that have them."""
+        return table(self.groups, self.kinds())
+
+    def measures(self, grads: Params, params: Params) -> dict[str, Array]:
+        """What was asked for of num_zeros and parameter_norm, float32 []."""
+        found = {}
+        if self.cfg.log_zeros:
+            found["num_zeros"] = zeros(grads, self.declared)
+        if self.cfg.log_parameter_norm:
+            found["parameter_norm"] = global_norm(params)
+        return found
+
+
+class RuleOptimizer(Optimizer):
+    """A rule for each weight; weight decay is apart from moments unless the rule couples it.
 
     p <- p - lr * (direction(gradient) + decay * p), which rounds each weight once.
     width: how many times wider the model is than the one its learning rates were found on; rates given for some weights
@@ -54,10 +90,9 @@ class Optimizer:
     def __init__(
         self, cfg: UpdateConfig, declared: Mapping[str, ParamSpec], rules: Mapping[str, Rule], width: float = 1.0
     ):
-        self.cfg, self.rules, self.declared = cfg, dict(rules), dict(declared)
         powers = {path: rule.width_powers[0 if grows(declared[path]) else 1] for path, rule in rules.items()}
-        self.groups = groups(cfg, declared, {path: width**power for path, power in powers.items()})
-        self.decayed = {path: group.decay > 0 for path, group in self.groups.items()}
+        super().__init__(cfg, declared, {path: width**power for path, power in powers.items()})
+        self.rules = dict(rules)
 
     def init(self, params: Params) -> OptimizerState:
         """Moments of zero, laid out like params; plain dicts, so that checkpoints name every array."""
@@ -96,18 +131,8 @@ class Optimizer:
                 after[name][path] = moment
         return updated, {"count": count} | kept(after, self.cfg.moments)
 
-    def table(self) -> list[tuple[str, str]]:
-        """Rows for people: rule and rates, and the weights that have them."""
-        return table(self.groups, {path: type(rule).__name__ for path, rule in self.rules.items()})
-
-    def measures(self, grads: Params, params: Params) -> dict[str, Array]:
-        """What was asked for of num_zeros and parameter_norm, float32 []."""
-        found = {}
-        if self.cfg.log_zeros:
-            found["num_zeros"] = zeros(grads, self.declared)
-        if self.cfg.log_parameter_norm:
-            found["parameter_norm"] = global_norm(params)
-        return found
+    def kinds(self) -> dict[str, str]:
+        return {path: type(rule).__name__ for path, rule in self.rules.items()}
 
 
 @dataclass(frozen=True)
@@ -162,7 +187,7 @@ class SignOfAverage:
         return jnp.sign(self.beta1 * m + (1 - self.beta1) * g), (self.beta2 * m + (1 - self.beta2) * g,)
 
 
-class AdamW(Optimizer):
+class AdamW(RuleOptimizer):
     """Adam for every weight. epsilon is divided by the width as gradients are, where a weight's input grows with it."""
 
     def __init__(
@@ -173,14 +198,14 @@ class AdamW(Optimizer):
         super().__init__(cfg, declared, {p: wide if grows(spec) else rule for p, spec in declared.items()}, width)
 
 
-class SGD(Optimizer):
+class SGD(RuleOptimizer):
     """Momentum for every weight."""
 
     def __init__(self, cfg: SGDConfig, declared: Mapping[str, ParamSpec], plan: Plan | None = None, width: float = 1.0):
         super().__init__(cfg, declared, dict.fromkeys(declared, Momentum(cfg.momentum)), width)
 
 
-class Lion(Optimizer):
+class Lion(RuleOptimizer):
     """The sign of an average for every weight."""
 
     def __init__(

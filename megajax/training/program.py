@@ -40,7 +40,7 @@ from megajax.training.nonfinite_gradients import NonfiniteGradients, make_nonfin
 from megajax.training.pipelined import pipelined, pipelined_sums
 from megajax.training.run_config import RunConfig
 from megajax.training.staged import staged
-from megajax.training.state import TrainState, fresh_state, state_shardings
+from megajax.training.state import TrainState, fresh_state, parameter_shardings, state_shardings
 from megajax.training.step import StepParts, TrainStep, compiled, make_eval_step
 
 DROPOUT_STREAM = 1
@@ -178,6 +178,7 @@ class Program:
             optimizer=self.optimizer,
             schedule=self.schedule,
             shardings=self.shardings,
+            gradient_shardings=parameter_shardings(self.optimizer.declared, self.layout.plan.optimizer, self.mesh),
             scaler=self._scaler,
             weight=self._weight,
             observed=self.observed,

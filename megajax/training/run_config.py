@@ -17,7 +17,7 @@ from megajax.metrics.config import LoggingConfig, ProfileConfig
 from megajax.models.config import DecoderConfig
 from megajax.models.facts import facts_of
 from megajax.models.protocol import ModelConfig
-from megajax.optim.config import AdamWConfig, OptimizerConfig, ScheduleConfig
+from megajax.optim.config import AdamWConfig, OptimizerBuilder, OptimizerConfig, ScheduleConfig
 from megajax.precision.config import MULTIPLE, PrecisionConfig
 from megajax.resilience.config import ResilienceConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, TokenizerBuilder, TokenizerConfig
@@ -38,7 +38,7 @@ class RunConfig:
     """How the devices share the work."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     """Dtypes."""
-    optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
+    optimizer: OptimizerConfig | OptimizerBuilder = field(default_factory=AdamWConfig)
     """The update rule."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate over the run."""

@@ -91,13 +91,24 @@ def state_shardings(
     mesh: Mesh,
     observed: Mapping[str, ParamSpec] = MappingProxyType({}),
 ) -> TrainState:
-    """A TrainState of shardings. Moments follow their weight's path under plan.optimizer, scalars are everywhere."""
+    """A TrainState of shardings. Moments of a weight's shape are where it is under plan.optimizer.
+
+    Of other arrays that belong to a stacked weight, the rows are cut over stages; all else is everywhere.
+    """
     # Any: a tree of shardings has the state's structure, not its leaves.
     everywhere: Any = NamedSharding(mesh, PartitionSpec())
-    moments = parameter_shardings(declared, plan.optimizer, mesh)
+
+    def placed_like(path: str, shape: tuple[int, ...]) -> NamedSharding:
+        spec = declared[path]
+        rows = ("layer",)[: bool(spec.layers)]
+        axes = spec.axes if shape == spec.shape else (*rows, *[None] * (len(shape) - len(rows)))
+        return NamedSharding(mesh, plan.optimizer.spec(axes))
+
     abstract = jax.eval_shape(lambda: optimizer.init(initial_values(optimizer.declared, 0)))
     placed = {
-        name: {path: moments[path] for path in part} if isinstance(part, dict) else everywhere
+        name: {path: placed_like(path, leaf.shape) for path, leaf in part.items()}
+        if isinstance(part, dict)
+        else everywhere
         for name, part in abstract.items()
     }
     return TrainState(

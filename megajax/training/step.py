@@ -46,18 +46,14 @@ class StepParts:
     schedule: Schedule
     shardings: TrainState
     """Where each leaf of the state is."""
+    gradient_shardings: Mapping[str, NamedSharding]
+    """Where gradients are when the update is made, by path."""
     scaler: LossScaler = UNSCALED
     """What becomes of the loss scale."""
     weight: Callable[[Batch], int] = unit_weight
     """About what the losses of a device add up to, see `in_range`."""
     observed: Mapping[str, ParamSpec] = field(default_factory=lambda: MappingProxyType({}))
     """Observations by path."""
-
-    @property
-    def gradient_shardings(self) -> dict[str, NamedSharding]:
-        """Where gradients are when the update is made: where the optimizer keeps its moments."""
-        parts = (part for part in self.shardings.optimizer.values() if isinstance(part, dict))
-        return {path: sharding.with_memory_kind("device") for part in parts for path, sharding in part.items()}
 
     def trained(self, state: TrainState) -> Params:
         """The weights that are trained, where their gradients are."""

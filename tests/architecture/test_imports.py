@@ -37,7 +37,7 @@ UPWARD = {
 """Reviewed names of something higher up; by statement there are none."""
 
 BORDERS = {
-    "optax": (),
+    "optax": ("megajax.optim",),
     "orbax": ("megajax.checkpoint",),
     "grain": ("megajax.data.loader",),
     "flax": tuple(f"megajax.{name}" for name in ("mesh", "layers", "models", "training", "inference", "checkpoint")),

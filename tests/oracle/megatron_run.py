@@ -24,7 +24,7 @@ from megajax.optim.schedule import Schedule
 from megajax.precision.config import PrecisionConfig
 from megajax.training.grads import GradFn, Weights, accumulate
 from megajax.training.staged import staged
-from megajax.training.state import fresh_state, state_shardings
+from megajax.training.state import fresh_state, parameter_shardings, state_shardings
 from megajax.training.step import StepParts, compiled, plain_step
 
 type Average = Literal["tokens", "microbatches"]
@@ -182,7 +182,11 @@ class Trainer:
         with jax.set_mesh(model.mesh):
             self.state = jax.device_put(state, shardings)
         parts = StepParts(
-            grad_fn=model.grad_fn(average), optimizer=self.optimizer, schedule=schedule, shardings=shardings
+            grad_fn=model.grad_fn(average),
+            optimizer=self.optimizer,
+            schedule=schedule,
+            shardings=shardings,
+            gradient_shardings=parameter_shardings(model.declared, model.layout.plan.optimizer, model.mesh),
         )
         self.train_step = compiled(plain_step(parts), parts)
 

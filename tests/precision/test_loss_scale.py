@@ -65,7 +65,11 @@ def test_scales_are_for_gradients_of_a_mean():
     with within(whole):
         state, batch = start(whole), place(whole, rows())
         parts = StepParts(
-            grad_fn=whole.grad_fn(), optimizer=whole.optimizer, schedule=whole.schedule, shardings=whole.shardings
+            grad_fn=whole.grad_fn(),
+            optimizer=whole.optimizer,
+            schedule=whole.schedule,
+            shardings=whole.shardings,
+            gradient_shardings=whole.step_parts.gradient_shardings,
         )
         as_it_is = compiled(plain_step(parts), parts)
         expected, one = as_it_is(jax.tree.map(jnp.copy, state), batch)

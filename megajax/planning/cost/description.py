@@ -15,7 +15,7 @@ from megajax.layers.facts import BlockFacts, Share
 from megajax.layers.remat import Recomputing
 from megajax.mesh.config import ParallelConfig
 from megajax.models.facts import Facts, block_facts, facts_of
-from megajax.optim.config import LionConfig, SGDConfig
+from megajax.optim.config import AdamWConfig, LionConfig, MuonConfig, SGDConfig
 from megajax.planning.cost.costs import Device
 from megajax.planning.program.devices import MOST_DEVICES
 from megajax.training.run_config import RunConfig
@@ -239,8 +239,8 @@ def pipeline_bubble(run: Description) -> PipelineBubble:
 def describe(cfg: RunConfig, device: Device, devices: int, per_node: int | None = None) -> Description:
     """The description of a config that passes its checks on that many devices.
 
-    Raises UserError for more than MOST_DEVICES devices, for a model or a layer without facts, and for a stack that is
-    not one repeated pattern.
+    Raises UserError for more than MOST_DEVICES devices, for a model or a layer without facts, for a stack that is not
+    one repeated pattern, and for an optimizer that is not one of the library's.
     """
     model = facts_of(cfg.model)
     if model is None or not isinstance(model.stack, StackConfig):
@@ -254,8 +254,13 @@ def describe(cfg: RunConfig, device: Device, devices: int, per_node: int | None 
             f"{devices:,} devices asked for, plans are made for at most {MOST_DEVICES:,}.\n"
             "Give fewer --devices: a run's speed per device hardly changes with more data parallelism."
         )
-    parallel = replace(cfg.parallel, data=cfg.parallel.data_size(devices))
     few = isinstance(cfg.optimizer, SGDConfig | LionConfig)
+    if not few and not isinstance(cfg.optimizer, AdamWConfig | MuonConfig):
+        raise UserError(
+            f"no formulas for the state of the optimizer {cfg.optimizer.name()}.\n"
+            "Plan without --formula: the compiler needs none."
+        )
+    parallel = replace(cfg.parallel, data=cfg.parallel.data_size(devices))
     return Description(
         model=model,
         parallel=parallel,

@@ -1,0 +1,63 @@
+"""Our update rules as `optax.GradientTransformation`s."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from megajax.batch import Params
+from megajax.optim.groups import Rates
+from megajax.optim.moments import OptimizerState
+from megajax.optim.optimizer import Optimizer, Rule
+
+
+class RuleState(NamedTuple):
+    """State of `scale_by_rule`."""
+
+    count: Array
+    """int32 []: updates done."""
+    moments: dict[str, Any]
+    """Kind of moment -> a tree like the weights'."""
+
+
+def scale_by_rule(rule: Rule) -> optax.GradientTransformation:
+    """Gradients -> the directions of a rule (Adam, Momentum, SignOfAverage), for any tree of float32 arrays.
+
+    Chain it as `optax.scale_by_adam`: with `optax.add_decayed_weights` and `optax.scale_by_learning_rate`.
+    """
+
+    def init(params: Any) -> RuleState:
+        zeros = {name: jax.tree.map(jnp.zeros_like, params) for name in rule.moments}
+        return RuleState(jnp.zeros((), jnp.int32), zeros)
+
+    def update(grads: Any, state: RuleState, params: Any = None) -> tuple[Any, RuleState]:
+        del params
+        count = state.count + 1
+        leaves, tree = jax.tree.flatten(grads)
+        moments = [tree.flatten_up_to(state.moments[name]) for name in rule.moments]
+        done = [rule(g, tuple(m), count.astype(jnp.float32)) for g, *m in zip(leaves, *moments, strict=True)]
+        new = {name: tree.unflatten([each[1][i] for each in done]) for i, name in enumerate(rule.moments)}
+        return tree.unflatten([direction for direction, _ in done]), RuleState(count, new)
+
+    return optax.GradientTransformation(init, update)
+
+
+def transformation(optimizer: Optimizer, rates: Rates) -> optax.GradientTransformation:
+    """A whole optimizer, Muon included, for the weights it was built for, by path.
+
+    Its updates include learning rate and weight decay. rates: group -> (learning rate, weight decay), see
+    `megajax.optim.optimizer.steady`.
+    """
+
+    def init(params: Params) -> OptimizerState:
+        return optimizer.init(params)
+
+    def update(grads: Params, state: OptimizerState, params: Params | None = None) -> tuple[Params, OptimizerState]:
+        if params is None:
+            raise ValueError("the update needs the weights: update(gradients, state, weights)")
+        new, state = optimizer.update(grads, state, params, rates=rates)
+        return {path: new[path] - p for path, p in params.items()}, state
+
+    return optax.GradientTransformation(init, update)

@@ -1,0 +1,273 @@
+"""optax transformations as the optimizer: each layer's own arrays, on a mesh as on one device, and what is refused."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+
+from megajax.config.errors import UserError
+from megajax.layers.param import ONES, Normal, ParamSpec
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.mesh import build_mesh
+from megajax.mesh.rules import Plan
+from megajax.optim.config import AdamWConfig, GroupConfig, LionConfig, MuonConfig, OptaxConfig, SGDConfig
+from megajax.optim.optax_export import scale_by_rule, transformation
+from megajax.optim.optimizer import Adam, Momentum, SignOfAverage, steady
+
+LAYERS = 4
+SHAPES = {
+    "query": ((LAYERS, 8, 2, 4), ("layer", "embed", "heads", "head_dim")),
+    "up": ((LAYERS, 8, 12), ("layer", "embed", "mlp")),
+    "gain": ((LAYERS, 8), ("layer", "embed")),
+    "other": ((2, 8, 4), ("layer", "embed", "mlp")),
+    "tokens": ((12, 8), ("vocab", "embed")),
+    "norm": ((8,), ("embed",)),
+}
+ROWS = (0, 1, 2, -1)
+DECLARED = {
+    path: ParamSpec(
+        path,
+        shape,
+        axes,
+        ONES if path in ("gain", "norm") else Normal(0.02),
+        "gain" if path in ("gain", "norm") else "weight",
+        path,
+        () if axes[0] != "layer" else ROWS if shape[0] == LAYERS else (0, 1),
+    )
+    for path, (shape, axes) in SHAPES.items()
+}
+PARALLEL = ParallelConfig(pipeline=2, data=2, tensor=2, data_sharding="zero1")
+HERE = "test_optax"
+
+
+def heads_joined(params: Any) -> Any:
+    """Every matrix of a layer for Muon; heads and head_dim are one dimension of a query."""
+    by_rank = {2: optax.contrib.MuonDimensionNumbers(0, 1), 3: optax.contrib.MuonDimensionNumbers((0,), (1, 2))}
+    return {path: None if path == "tokens" else by_rank.get(getattr(p, "ndim", 0)) for path, p in params.items()}
+
+
+def muon(learning_rate: Any, **settings: Any) -> optax.GradientTransformation:
+    return optax.contrib.muon(learning_rate, muon_weight_dimension_numbers=heads_joined, **settings)
+
+
+def of_a_user(learning_rate: Any, momentum: float = 0.9) -> optax.GradientTransformation:
+    """Momentum, a norm per weight, an update count, and NaN where a weight has no gradient."""
+
+    def init(params: Any) -> Any:
+        return {"momentum": jax.tree.map(jnp.zeros_like, params), "norm": jax.tree.map(lambda p: 0.0, params), "n": 0}
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        moved = jax.tree.map(lambda m, g: momentum * m + g, state["momentum"], grads)
+        norm = jax.tree.map(lambda m: jnp.sqrt(jnp.sum(jnp.square(m))), moved)
+        updates = jax.tree.map(lambda m, n: -learning_rate * m / n, moved, norm)
+        return updates, {"momentum": moved, "norm": norm, "n": state["n"] + 1}
+
+    return optax.GradientTransformation(init, update)
+
+
+ADAFACTOR = OptaxConfig(make="optax:adafactor", settings={"min_dim_size_to_factor": 4}, weight_decay=0.1)
+MUON = OptaxConfig(make=f"{HERE}:muon", settings={"weight_decay": 0.1, "ns_steps": 2})
+OWN = OptaxConfig(make=f"{HERE}:of_a_user", settings={"momentum": 0.8})
+CLIPPED = OptaxConfig(make=f"{HERE}:clipped", per_layer=False)
+EVERY = {"adafactor": ADAFACTOR, "muon": MUON, "a user's": OWN, "stacked": CLIPPED}
+
+
+def clipped(learning_rate: Any) -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(learning_rate))
+
+
+def arrays(seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    drawn = {path: rng.normal(size=shape).astype(np.float32) for path, (shape, _) in SHAPES.items()}
+    for path, spec in DECLARED.items():
+        if -1 in spec.layers:
+            drawn[path][-1] = 0  # a row that is no layer
+    return drawn
+
+
+def two_updates(optimizer: Any, place: Any) -> tuple[Any, Any]:
+    update = jax.jit(partial(optimizer.update, rates=steady(0.01, optimizer.cfg.weight_decay)))
+    params = place(arrays(0))
+    state = optimizer.init(params)
+    for seed in (1, 2):
+        params, state = update(place(arrays(seed)), state, params)
+    return jax.device_get(params), jax.device_get(state)
+
+
+def by_layer(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Every layer's weights as arrays of their own, under names that no code knows."""
+    split = {
+        (path, row): values[path][row]
+        for path, spec in DECLARED.items()
+        for row, layer in enumerate(spec.layers)
+        if layer >= 0
+    }
+    whole = {(path, None): values[path] for path, spec in DECLARED.items() if not spec.layers}
+    return {f"{path}/{row}": x for (path, row), x in (split | whole).items()}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_layers_are_arrays_of_their_own_on_any_layout(name: str) -> None:
+    """As optax treats a list of layers' weights, on one device and on pipeline 2 x data 2 x tensor 2."""
+    cfg = EVERY[name]
+    wanted = by_layer(arrays(0))
+    tx = {"adafactor": partial(optax.adafactor, min_dim_size_to_factor=4), "muon": muon}
+    tx = tx.get(name, {"a user's": partial(of_a_user, momentum=0.8), "stacked": clipped}.get(name))(0.01)
+    if name == "muon":
+        numbers = {path: heads_joined({path.split("/")[0]: x})[path.split("/")[0]] for path, x in wanted.items()}
+        tx = optax.contrib.muon(0.01, muon_weight_dimension_numbers=lambda _: numbers, weight_decay=0.1, ns_steps=2)
+    state = tx.init(wanted)
+    for seed in (1, 2):
+        updates, state = jax.jit(tx.update)(by_layer(arrays(seed)), state, wanted)
+        decay = {path: 0.01 * cfg.weight_decay * x * (np.ndim(x) > 1) for path, x in wanted.items()}
+        wanted = {path: x + updates[path] - decay[path] for path, x in wanted.items()}
+
+    plan, mesh = Plan.of(PARALLEL), build_mesh(PARALLEL)
+    single = two_updates(cfg.build(DECLARED), lambda values: values)
+
+    def place(values: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        return {p: jax.device_put(x, NamedSharding(mesh, plan.optimizer.spec(SHAPES[p][1]))) for p, x in values.items()}
+
+    with jax.set_mesh(mesh):
+        spread = two_updates(cfg.build(DECLARED, plan), place)
+    for params, kept in (single, spread):
+        for path, x in by_layer(params).items():
+            np.testing.assert_allclose(x, wanted[path], rtol=1e-5, atol=1e-5, err_msg=path)
+        for part in (params, *(part for part in kept.values() if isinstance(part, dict))):
+            for path, x in part.items():
+                assert np.isfinite(x).all(), path
+                if -1 in DECLARED[path].layers:
+                    np.testing.assert_array_equal(x[-1], 0, err_msg=path)
+
+
+def of_all_weights(learning_rate: Any) -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(learning_rate))
+
+
+def prodigy(learning_rate: Any) -> optax.GradientTransformation:
+    """Keeps a number that depends on all weights."""
+    return optax.contrib.prodigy(learning_rate)
+
+
+def shrinking(learning_rate: Any) -> optax.GradientTransformation:
+    return optax.stateless(lambda updates, params: jax.tree.map(lambda g: -learning_rate * g.sum(), updates))
+
+
+def halving(learning_rate: Any) -> optax.GradientTransformation:
+    return optax.stateless(lambda updates, params: jax.tree.map(lambda g: g.astype(jnp.bfloat16), updates))
+
+
+def growing(learning_rate: Any) -> optax.GradientTransformation:
+    return optax.GradientTransformation(lambda params: {"n": 0}, lambda g, state, params: (g, {"n": 0, "more": 1}))
+
+
+def flat(learning_rate: Any) -> optax.GradientTransformation:
+    return optax.flatten(optax.sgd(learning_rate, 0.9))
+
+
+def noisy(learning_rate: Any) -> optax.GradientTransformation:
+    return optax.chain(optax.add_noise(0.1, 0.5, key=jax.random.key(0)), optax.sgd(learning_rate))
+
+
+def of_the_loss(learning_rate: Any) -> optax.GradientTransformation:
+    return optax.contrib.reduce_on_plateau()
+
+
+NO_FUNCTION = 3
+
+REFUSED = {
+    "no_such_module:make": "cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'",
+    "optax:adamfactor": "cannot be loaded: AttributeError.*adamfactor",
+    "no/such/file.py:make": "cannot be loaded: FileNotFoundError.*no/such/file.py",
+    f"{HERE}:NO_FUNCTION": "is of type int, not a function",
+    f"{HERE}:by_layer": "failed: TypeError.*learning_rate",
+    "builtins:dict": "returned a dict, not an optax.GradientTransformation",
+    f"{HERE}:of_all_weights": "combines weights: the update of .* depends on .*optimizer.clip.*per_layer=false",
+    f"{HERE}:prodigy": "combines weights",
+    f"{HERE}:shrinking": r"its update changes .* to float32\[\]",
+    f"{HERE}:halving": "its update changes .* to bfloat16",
+    f"{HERE}:growing": "another structure than its init",
+    f"{HERE}:noisy": "keeps random keys",
+    f"{HERE}:of_the_loss": "failed: TypeError.*value",
+}
+
+
+@pytest.mark.parametrize("make", REFUSED)
+def test_a_transformation_that_does_not_fit_is_one_clear_message(make: str) -> None:
+    with pytest.raises(UserError, match=f"(?s)^optimizer.make={make}:? .*?{REFUSED[make]}") as error:
+        OptaxConfig(make=make).build(DECLARED)
+    assert error.value.code == 2
+
+
+def test_state_without_rows_is_refused_where_layers_are_stacked() -> None:
+    for make in (f"{HERE}:flat", "optax:adafactor"):
+        with pytest.raises(UserError, match=r"per_layer=false keeps .* whose rows do not correspond to layers"):
+            OptaxConfig(make=make, per_layer=False).build(DECLARED)
+    kept = jax.eval_shape(OptaxConfig(make=f"{HERE}:prodigy", per_layer=False).build(DECLARED).init, arrays(0))
+    assert kept["estim_lr"].shape == () and kept["exp_avg"]["up"].shape == SHAPES["up"][0]
+
+
+def test_rates_that_are_not_the_schedules_are_refused() -> None:
+    wrong = OptaxConfig(
+        make="adafactor",
+        settings={"learning_rate": 1},
+        moments="bfloat16",
+        embedding_lr=1e-3,
+        groups=(GroupConfig(match="tokens", decay=2.0), GroupConfig(match="up", lr_multiplier=0.5)),
+    )
+    where = [problem.where for problem in wrong.problems()]
+    assert where == ["make", "settings.learning_rate", "moments", "embedding_lr", "groups.1"]
+    assert not ADAFACTOR.problems()
+    with pytest.raises(UserError, match=r"model\.width_scaling with optimizer\.type=Optax"):
+        ADAFACTOR.build(DECLARED, None, 2.0)
+
+
+PAIRS = {
+    "SGD": (lambda: scale_by_rule(Momentum(0.9)), lambda: optax.trace(0.9), 1e-6),
+    "Lion": (lambda: scale_by_rule(SignOfAverage(0.9, 0.99)), lambda: optax.scale_by_lion(0.9, 0.99), 0.0),
+    # optax computes 1 - beta^t as it is written, in float32: off by 1e-5 of itself at beta2 = 0.999.
+    "Adam": (lambda: scale_by_rule(Adam(0.9, 0.999, 1e-8)), lambda: optax.scale_by_adam(0.9, 0.999, 1e-8), 1.2e-5),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_rules_as_transformations_agree_with_optax(name: str) -> None:
+    """Directions of twenty updates of a tree of any shape."""
+    ours, theirs, tolerance = PAIRS[name]
+    rng = np.random.default_rng(0)
+    params = {"a": jnp.zeros((3, 4)), "b": [jnp.zeros(5)]}
+    states = [ours().init(params), theirs().init(params)]
+    for _ in range(20):
+        grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), params)
+        found, states[0] = ours().update(grads, states[0])
+        wanted, states[1] = theirs().update(grads, states[1])
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=tolerance, atol=0), found, wanted)
+
+
+@pytest.mark.parametrize(
+    "cfg", [AdamWConfig(), SGDConfig(), LionConfig(), MuonConfig()], ids=lambda c: type(c).__name__
+)
+def test_an_optimizer_is_a_transformation(cfg: Any) -> None:
+    """What it adds to the weights is what its own update does to them."""
+    optimizer, params = cfg.build(DECLARED), arrays(0)
+    tx = transformation(optimizer, steady(0.01, 0.1))
+    wanted, _ = optimizer.update(arrays(1), optimizer.init(params), params, rates=steady(0.01, 0.1))
+    updates, _ = tx.update(arrays(1), tx.init(params), params)
+    found = optax.apply_updates(params, updates)
+    for path in params:
+        np.testing.assert_allclose(found[path], wanted[path], rtol=1e-6, atol=1e-7, err_msg=path)
+
+
+def own_sgd(learning_rate: Any) -> optax.GradientTransformation:
+    return optax.chain(scale_by_rule(Momentum(0.9)), optax.scale_by_learning_rate(learning_rate))
+
+
+def test_our_rule_by_way_of_optax_is_our_optimizer() -> None:
+    own, _ = two_updates(SGDConfig(weight_decay=0).build(DECLARED), lambda values: values)
+    by_optax, _ = two_updates(OptaxConfig(make=f"{HERE}:own_sgd").build(DECLARED), lambda values: values)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), by_optax, own)

@@ -1,0 +1,145 @@
+"""Runs whose optimizer is an optax transformation: any layout, resumed, and resumed on another pipeline."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from small_jobs import losses, model, run_config
+from tiny_runs import ONE, QUICK, in_order, llama, place, program, rows, start, within
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.job.job import train
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.mesh import build_mesh
+from megajax.optim.config import OptaxConfig, ScheduleConfig
+from megajax.resilience.config import ResilienceConfig
+from megajax.training.program import Program
+
+FILE = str(Path(__file__))
+LAYOUTS = {
+    "zero1 in an uneven pipeline": ParallelConfig(data=2, pipeline=2, layers=(1, 2), data_sharding="zero1"),
+    "fsdp": ParallelConfig(data=2, data_sharding="fsdp"),
+    "tensor and sequence": ParallelConfig(data=1, tensor=2, sequence=True),
+    "data": ParallelConfig(data=4),
+}
+SHORT = "zero1 in an uneven pipeline"
+
+
+def heads_joined(params: Any) -> Any:
+    """Matrices for Muon by path: heads and head_dim are one dimension of queries, keys, values and of the output."""
+    numbers = optax.contrib.MuonDimensionNumbers
+
+    def one(path: str, rank: int) -> Any:
+        if rank == 3:
+            return numbers((0, 1), (2,)) if path.endswith(".output") else numbers((0,), (1, 2))
+        return numbers() if rank == 2 and path.startswith("stack.") else None
+
+    return {path: one(path, getattr(p, "ndim", 0)) for path, p in params.items()}
+
+
+def muon(learning_rate: Any) -> optax.GradientTransformation:
+    return optax.contrib.muon(learning_rate, ns_steps=2, muon_weight_dimension_numbers=heads_joined)
+
+
+def normed_momentum(learning_rate: Any) -> optax.GradientTransformation:
+    """What a user may write: momentum, divided by its norm in each weight."""
+
+    def init(params: Any) -> Any:
+        return jax.tree.map(jnp.zeros_like, params)
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        state = jax.tree.map(lambda m, g: 0.9 * m + g, state, grads)
+        return jax.tree.map(lambda m: -learning_rate * m / jnp.sqrt(jnp.sum(jnp.square(m))), state), state
+
+    return optax.GradientTransformation(init, update)
+
+
+OPTIMIZERS = {
+    "adafactor": OptaxConfig(make="optax:adafactor", settings={"min_dim_size_to_factor": 4}, weight_decay=0.1),
+    "muon": OptaxConfig(make=f"{FILE}:muon", offload=0.5),
+    "a user's": OptaxConfig(make=f"{FILE}:normed_momentum", trainable=("*.mixer.*", "*gain", "head")),
+}
+
+
+@cache
+def trained(name: str, parallel: ParallelConfig) -> tuple[Program, list[float], dict[str, np.ndarray]]:
+    """(program, losses of three steps, weights in the order of layers); rows that are no layer stay zeros."""
+    cfg = program(llama(repeats=3), parallel, microbatches=2).cfg.but(optimizer=OPTIMIZERS[name])
+    made = Program.of(cfg, build_mesh(parallel))
+    with within(made):
+        state = start(made)
+        first = made.optimizer.init({path: state.params[path] for path in made.optimizer.declared})
+        state = replace(state, optimizer=jax.device_put(first, made.shardings.optimizer))
+        batch = place(made, rows())
+        step: Any = made.train_step
+        step = step.lower(state, batch).compile(compiler_options=dict(QUICK))
+        reported = []
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            reported.append(float(metrics["loss"]))
+    assert all(in_order(made, part)[1] == 0 for part in state.optimizer.values() if isinstance(part, dict))
+    weights, padding = in_order(made, state.params)
+    assert padding == 0
+    return made, reported, weights
+
+
+@pytest.mark.parametrize("layout", [pytest.param(x, marks=[] if x == SHORT else pytest.mark.slow) for x in LAYOUTS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[] if x == "adafactor" else pytest.mark.slow) for x in OPTIMIZERS]
+)
+def test_training_is_the_same_on_any_layout(name: str, layout: str) -> None:
+    (_, wanted, expected), (_, found, weights) = trained(name, ONE), trained(name, LAYOUTS[layout])
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    assert len(set(found)) == 3
+    for path, x in weights.items():
+        np.testing.assert_allclose(x, expected[path], rtol=0, atol=1e-5 * np.abs(expected[path]).max(), err_msg=path)
+
+
+def test_factored_state_is_cut_over_stages_and_moments_as_their_weights() -> None:
+    made = program(llama(repeats=3), LAYOUTS[SHORT], microbatches=2)
+    cfg = replace(OPTIMIZERS["adafactor"], settings={"min_dim_size_to_factor": 4, "momentum": 0.9})
+    made = Program.of(made.cfg.but(optimizer=cfg), made.mesh)
+    like, weights = made.state_like().optimizer, made.state_like().params
+    (row,), (moment,) = ([part for name, part in like.items() if name.endswith(end)] for end in ("v_row", "ema"))
+    up = "stack.blocks.0.mlp.up"
+    assert row[up].shape == (4, 32) and tuple(row[up].sharding.spec) == ("pipeline", None)
+    assert all(moment[path].sharding == made.step_parts.gradient_shardings[path] for path in weights)
+    assert tuple(moment[up].sharding.spec) == ("pipeline", ("data", "expert", "context"), "tensor")
+
+
+LEGS = {
+    "from a pipeline": (LAYOUTS[SHORT], ONE),
+    "to a pipeline": (ONE, LAYOUTS[SHORT]),
+    "as it was": (ONE, ONE),
+    "on fsdp": (LAYOUTS["fsdp"], LAYOUTS["fsdp"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "legs"),
+    [
+        pytest.param(name, legs, marks=[] if (name, legs) == ("adafactor", "from a pipeline") else pytest.mark.slow)
+        for name in OPTIMIZERS
+        for legs in LEGS
+    ],
+)
+def test_a_resumed_run_goes_on(tmp_path: Path, name: str, legs: str) -> None:
+    def job(folder: Path, parallel: ParallelConfig, **changes: Any) -> int:
+        settings = {"model": model(repeats=3, recompute="full"), "checkpoint": CheckpointConfig(every=2), "steps": 4}
+        settings |= {"schedule": ScheduleConfig(lr=1e-2, warmup_steps=2), "optimizer": OPTIMIZERS[name]}
+        return train(run_config(folder, **settings | {"parallel": parallel} | changes))
+
+    first, second = LEGS[legs]
+    whole, halved = tmp_path / "whole", tmp_path / "halved"
+    assert job(whole, second) == 0
+    assert job(halved, first, resilience=ResilienceConfig(exit_after_steps=2)) == 0
+    assert job(halved, second) == 0
+    if first == second:
+        assert losses(halved) == losses(whole)
+    np.testing.assert_allclose(losses(halved), losses(whole), rtol=1e-5)
