@@ -1,13 +1,13 @@
 """Any `optax.GradientTransformation` as the optimizer of a run.
 
-The transformation gets flat dicts from path to array. By default it sees each layer's own weights: it is mapped over the
-rows of stacked weights by vmap. This is correct if no weight's update depends on another weight, which `dependencies`
-checks on the traced update; a transformation that combines weights, such as clipping by the global norm, is refused.
-With `per_layer=false` it sees the stacked arrays instead.
+The transformation gets flat dicts from path to array. By default it sees each layer's own weights: it is mapped over
+the rows of stacked weights by vmap. This is correct if no weight's update depends on another weight, which
+`dependencies` checks on the traced update; a transformation that combines weights, such as clipping by the global norm,
+is refused. With `per_layer=false` it sees the stacked arrays instead.
 
-Its state is stored in the form of every other optimizer's state: an array that belongs to a weight is stored by name and
-path, with the rows of a stacked weight as the leading dimension, any other array by name. Layouts, offload, checkpoints
-and the order of rows therefore do not depend on optax.
+Its state is stored in the form of every other optimizer's state: an array that belongs to a weight is stored by name
+and path, with the rows of a stacked weight as the leading dimension, any other array by name. Layouts, offload,
+checkpoints and the order of rows therefore do not depend on optax.
 """
 
 import math
@@ -80,8 +80,8 @@ class OptaxOptimizer(Optimizer):
         for place, (_, leaf) in zip(self._places, leaves, strict=True):
             if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
                 raise UserError(
-                    f"{self._named()} keeps random keys ({place}). Checkpoints cannot store them, and every layer would "
-                    "draw the same numbers."
+                    f"{self._named()} keeps random keys ({place}). Checkpoints cannot store them, and every layer "
+                    "would draw the same numbers."
                 )
         self._check(seen)
 
@@ -236,8 +236,8 @@ class OptaxOptimizer(Optimizer):
             joined = path is None and leaf.size >= least and not stacked.keys().isdisjoint(keeps[name])
             if joined or (path in stacked and leaf.shape != stacked[path]):
                 raise UserError(
-                    f"{self._named()} with optimizer.per_layer=false keeps {place} of shape {[*leaf.shape]}, whose rows "
-                    "do not correspond to layers. Set optimizer.per_layer=true."
+                    f"{self._named()} with optimizer.per_layer=false keeps {place} of shape {[*leaf.shape]}, whose "
+                    "rows do not correspond to layers. Set optimizer.per_layer=true."
                 )
 
     def _named(self) -> str:

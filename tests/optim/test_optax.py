@@ -154,6 +154,13 @@ def prodigy(learning_rate: Any) -> optax.GradientTransformation:
     return optax.contrib.prodigy(learning_rate)
 
 
+def starting_together(learning_rate: Any) -> optax.GradientTransformation:
+    """An update depends on its own weight only, but the first state on all."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda p: p + optax.tree.norm(params), params), lambda g, state, params: (g, state)
+    )
+
+
 def shrinking(learning_rate: Any) -> optax.GradientTransformation:
     return optax.stateless(lambda updates, params: jax.tree.map(lambda g: -learning_rate * g.sum(), updates))
 
@@ -189,6 +196,7 @@ REFUSED = {
     "builtins:dict": "returned a dict, not an optax.GradientTransformation",
     f"{HERE}:of_all_weights": "combines weights: the update of .* depends on .*optimizer.clip.*per_layer=false",
     f"{HERE}:prodigy": "combines weights",
+    f"{HERE}:starting_together": "combines weights: the state of .* depends on",
     f"{HERE}:shrinking": r"its update changes .* to float32\[\]",
     f"{HERE}:halving": "its update changes .* to bfloat16",
     f"{HERE}:growing": "another structure than its init",
