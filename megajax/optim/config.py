@@ -1,13 +1,13 @@
 """Settings of the optimizers and of the schedule that drives them, without importing jax."""
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
+from megajax.optim.lengths import Length, RowsOfSteps, Samples, rows_of
 
 type Dtype = Literal["float32", "bfloat16"]
 type MomentDtype = Literal["float32", "bfloat16", "float16"]
@@ -275,9 +275,13 @@ class OptimizerBuilder(Protocol):
     """Settings of an optimizer of your own, derived from UpdateConfig."""
 
     weight_decay: float
+    """Weight decay per step, given to the update by group."""
     trainable: tuple[str, ...]
+    """Weights by path, with * for any text, that are trained."""
     clip: float | None
+    """Clip gradients to this global norm."""
     offload: float
+    """Share of the state kept in host memory between updates."""
 
     def name(self) -> str:
         """For people."""
@@ -294,9 +298,6 @@ class OptimizerBuilder(Protocol):
 
 OptimizerConfig = AdamWConfig | SGDConfig | LionConfig | MuonConfig | OptaxConfig
 """Every optimizer that comes with the library."""
-
-type Samples = Callable[[int], int]
-"""Steps -> rows they read from the start of the run on; not a plain product where the batch size is ramped."""
 
 
 def _keep_one(given: list[str]) -> str:
@@ -390,7 +391,7 @@ class ScheduleConfig(Builds):
         """Samples until min_lr. samples: rows of the first steps; none: global_size each."""
         if self.decay_samples is not None:
             return self.decay_samples
-        return _rows(steps if self.decay_steps is None else self.decay_steps, global_size, samples)
+        return rows_of(steps if self.decay_steps is None else self.decay_steps, global_size, samples)
 
     def warmup(self, *, steps: int, global_size: int, samples: Samples | None = None) -> float:
         """Samples of warm-up."""
@@ -398,7 +399,7 @@ class ScheduleConfig(Builds):
             return self.warmup_fraction * self.decay(steps=steps, global_size=global_size, samples=samples)
         if self.warmup_samples is not None:
             return self.warmup_samples
-        return _rows(self.warmup_steps or 0, global_size, samples)
+        return rows_of(self.warmup_steps or 0, global_size, samples)
 
     def anneal(self, *, steps: int, global_size: int, samples: Samples | None = None) -> int:
         """Samples of wsd's decay, which end with `decay`; a step of it has the whole batch."""
@@ -410,7 +411,7 @@ class ScheduleConfig(Builds):
         """Samples over which the weight decay changes."""
         if self.weight_decay_samples is not None:
             return self.weight_decay_samples
-        return _rows(steps if self.weight_decay_steps is None else self.weight_decay_steps, global_size, samples)
+        return rows_of(steps if self.weight_decay_steps is None else self.weight_decay_steps, global_size, samples)
 
     def run_problems(self, *, steps: int, global_size: int, samples: Samples | None = None) -> list[Problem]:
         """What is wrong with the schedule for a run of that length, in the units that the settings were given in."""
@@ -419,7 +420,7 @@ class ScheduleConfig(Builds):
         anneal = self.anneal(steps=steps, global_size=global_size, samples=samples)
         if decay < 0:
             return []
-        rows = _RowsOfSteps(global_size, samples)
+        rows = RowsOfSteps(global_size, samples)
         found: list[Problem] = []
         if self.style != "constant" and warmup >= decay and warmup > 0:
             found.append(self._long_warmup(warmup, decay, steps, rows))
@@ -427,16 +428,16 @@ class ScheduleConfig(Builds):
             found.append(self._long_anneal(anneal, decay, steps, global_size))
         return found
 
-    def _long_warmup(self, warmup: float, decay: int, steps: int, rows: "_RowsOfSteps") -> Problem:
+    def _long_warmup(self, warmup: float, decay: int, steps: int, rows: RowsOfSteps) -> Problem:
         """A warm-up that leaves nothing of the decay."""
         end = self._end(decay, steps)
         if self.warmup_fraction is not None:
             what = f"a warm-up of {self.warmup_fraction:g} x the decay leaves no step for the decay"
             return Problem("warmup_fraction", what, "use a --schedule.warmup_fraction below 1")
         if self.warmup_samples is not None:
-            taken, most = _Length("schedule.warmup_samples", self.warmup_samples, "samples"), decay - 1
+            taken, most = Length("schedule.warmup_samples", self.warmup_samples, "samples"), decay - 1
         else:
-            taken, most = _Length("schedule.warmup_steps", self.warmup_steps or 0, "steps"), rows.steps_below(decay)
+            taken, most = Length("schedule.warmup_steps", self.warmup_steps or 0, "steps"), rows.steps_below(decay)
         enough = int(warmup) + 1 if end.unit == "samples" else rows.steps_beyond(warmup)
         hint = f"use --{taken.setting}={most} or less, or --{end.setting}={enough} or more"
         if most < 0:
@@ -447,58 +448,15 @@ class ScheduleConfig(Builds):
         """An anneal longer than the schedule; each step of it has `global_size` samples."""
         end = self._end(decay, steps)
         if self.anneal_samples is not None:
-            taken, most = _Length("schedule.anneal_samples", anneal, "samples"), decay
+            taken, most = Length("schedule.anneal_samples", anneal, "samples"), decay
         else:
-            taken, most = _Length("schedule.anneal_steps", self.anneal_steps or 0, "steps"), decay // global_size
+            taken, most = Length("schedule.anneal_steps", self.anneal_steps or 0, "steps"), decay // global_size
         hint = f"use --{taken.setting}={most} or less, or a larger --{end.setting}"
         return taken.beyond(end, "anneal", anneal, decay, hint)
 
-    def _end(self, decay: int, steps: int) -> "_Length":
+    def _end(self, decay: int, steps: int) -> Length:
         if self.decay_samples is not None:
-            return _Length("schedule.decay_samples", decay, "samples")
+            return Length("schedule.decay_samples", decay, "samples")
         if self.decay_steps is not None:
-            return _Length("schedule.decay_steps", self.decay_steps, "steps")
-        return _Length("steps", steps, "steps")
-
-
-class _Length(NamedTuple):
-    """A part of the schedule as the user gave it."""
-
-    setting: str
-    """The dotted name that says how long it is."""
-    count: int
-    """Its length."""
-    unit: Literal["steps", "samples"]
-    """What that counts."""
-
-    def beyond(self, end: "_Length", part: str, mine: float, others: float, hint: str) -> Problem:
-        """This part takes `mine` samples, more than the `others` until `end`; samples are told where units differ."""
-        taken, limit = f"{self.count} {self.unit}", f"{end.count} {end.unit}"
-        if self.unit != end.unit:
-            taken += f" ({mine:g} samples)" if self.unit == "steps" else ""
-            limit += f" ({others:g} samples)" if end.unit == "steps" else ""
-        where = "the whole run has" if end.setting == "steps" else "the decay ends after"
-        return Problem(self.setting.removeprefix("schedule."), f"the {part} takes {taken}, {where} {limit}", hint)
-
-
-def _rows(steps: int, global_size: int, samples: Samples | None) -> int:
-    return steps * global_size if samples is None else samples(steps)
-
-
-class _RowsOfSteps:
-    """Steps for rows, the inverse of `Samples`."""
-
-    def __init__(self, global_size: int, samples: Samples | None):
-        self.of = lambda steps: _rows(steps, global_size, samples)
-
-    def steps_beyond(self, rows: float) -> int:
-        """Fewest steps that read more than `rows`; every step reads at least one."""
-        return bisect_right(range(_bounded(rows) + 2), rows, key=self.of)
-
-    def steps_below(self, rows: int) -> int:
-        """Most steps that read less than `rows`; -1 where even no step reads as many."""
-        return bisect_left(range(_bounded(rows) + 1), rows, key=self.of) - 1
-
-
-def _bounded(rows: float) -> int:
-    return int(min(rows, 2**60))
+            return Length("schedule.decay_steps", self.decay_steps, "steps")
+        return Length("steps", steps, "steps")

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from megajax.config.errors import UserError
-from megajax.optim.config import Samples, ScheduleConfig
+from megajax.optim.config import ScheduleConfig
 from megajax.optim.groups import Group
+from megajax.optim.lengths import Samples
 
 SHAPES: Mapping[str, Callable[[float], float]] = MappingProxyType(
     {
