@@ -229,7 +229,7 @@ def memory_formula(run: Run) -> str:
         return ""
     setting = MemorySetting.of(
         run.cfg.parallel,
-        facts.recompute,
+        facts.recomputing().recompute,
         data=sizes["data"] * sizes["expert"],
         micro_size=run.cfg.batch.micro_size,
         microbatches=run.program.microbatches,

@@ -136,12 +136,13 @@ def _of_activations(cfg: RunConfig) -> Iterator[Change]:
         )
     if model is None:
         return
-    if model.recompute == "none":
+    recompute = model.recomputing().recompute
+    if recompute == "none":
         yield Change("model.recompute=selective", "saves inputs of matmuls, recomputes the rest")
     logits = 4 * model.loss_chunk * model.padded_vocabulary() // (parallel.tensor * parallel.pipeline)
     if logits > 2**30:
         yield Change(f"model.loss_chunk={model.loss_chunk // 2}", f"halves the logits, {size(logits)} at a time")
-    if model.recompute != "full":
+    if recompute != "full":
         yield Change("model.recompute=full", "saves inputs of layers only; about a third more computation")
 
 

@@ -177,7 +177,7 @@ _CUDNN = Backend(
     ),
 )
 
-BACKENDS: Mapping[str, Backend] = MappingProxyType(
+BACKENDS: Mapping[Kernel, Backend] = MappingProxyType(
     {
         "cudnn": replace(_CUDNN, documents=DeviceRange(HOPPER, (9, 6), below=(11,)), documents_of_one_size=True),
         "pallas": Backend(
@@ -201,12 +201,12 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
 class Choice(NamedTuple):
     """A backend, and why the faster ones were not chosen."""
 
-    kernel: str
+    kernel: Kernel
     reasons: tuple[str, ...] = ()
     """Faster backends with the reason, "cudnn, pallas: takes heads up to 256, not of 512"."""
 
 
-def choose(kernel: str, request: Request, device: Device | None, where: str = "kernel") -> Choice:
+def choose(kernel: Kernel, request: Request, device: Device | None, where: str = "kernel") -> Choice:
     """The backend for this request on this device: `kernel` itself, or for `auto` the fastest that supports it.
 
     Raises UserError if the named backend does not support the request. `where`: name of the setting.

@@ -11,7 +11,7 @@ from math import prod
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from megajax.config.errors import Problem
-from megajax.kernels.capability import Choice, Device, Request
+from megajax.kernels.capability import Choice, Device, Kernel, Request
 from megajax.layers.remat import PARTS, Part, SavePolicy
 
 
@@ -130,7 +130,7 @@ class Side(NamedTuple):
 
 
 class LayerBuilder(Protocol):
-    """A mixer, MLP or norm of your own; without the methods of `Layer` its model has no facts."""
+    """A mixer, MLP or norm of your own. Its model has facts if it has the methods of `Mixer`, `Layer` or `Norm`."""
 
     def build(self, settings: Any) -> Any:
         """The module; settings: `megajax.layers.param.LayerSettings`."""
@@ -185,10 +185,10 @@ class Layer(Protocol):
 class Mixer(Layer, Protocol):
     """A layer that mixes tokens of a row."""
 
-    heads: int
-    """Rows of scores, or of states, that its kernel has for each token."""
-    dropout: float
-    """Share of what the kernel mixes by that is zeroed in training."""
+    @property
+    def heads(self) -> int:
+        """Rows of scores, or of states, that its kernel has for each token."""
+        ...
 
     def shape_problems(self, *, hidden: int, length: int) -> list[Problem]:
         """What is wrong with it on rows of `length` tokens."""
@@ -201,9 +201,33 @@ class Mixer(Layer, Protocol):
         """
         ...
 
-    def with_kernel(self, name: str) -> "Mixer":
+    def with_kernel(self, name: Kernel) -> "Mixer":
         """The same layer with this kernel."""
         ...
+
+
+@runtime_checkable
+class Norm(Protocol):
+    """A normalisation."""
+
+    def weights(self, size: int, axis: str | None = "embed") -> tuple[Weight, ...]:
+        """Weights of a norm over a dimension of this size and logical axis."""
+        ...
+
+
+class BlockLayers(NamedTuple):
+    """The layers of a block, which have facts."""
+
+    mixer: Mixer
+    mlp: Layer
+    norm: Norm
+
+
+def missing_members(config: object, protocol: type) -> list[str]:
+    """Names of the protocol that the config does not have."""
+    protocols = [cls for cls in protocol.__mro__ if cls.__module__ not in ("typing", "builtins")]
+    names = {name: None for cls in protocols for name in (*vars(cls), *cls.__annotations__) if not name.startswith("_")}
+    return [name for name in names if not hasattr(config, name)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -222,7 +222,7 @@ def _draw(spec: ParamSpec, key: Array) -> Array:
     return jnp.where(layers.reshape(-1, *[1] * (drawn.ndim - 1)) >= 0, drawn, 0)
 
 
-def bind[M: nnx.Module](model: M, values: Params) -> M:
+def bind[M](model: M, values: Params) -> M:
     """A copy of a (possibly abstract) module whose leaves are `values`, by path."""
     graph, state = nnx.split(model)
     flat = [(parts, leaf.replace(values[path_of(parts, leaf)])) for parts, leaf in nnx.to_flat_state(state)]

@@ -109,7 +109,7 @@ class Stack(nnx.Module):
         # Structure alone: the weights are those of `blocks`.
         plain = _blocks(cfg, replace(settings, layout=settings.layout.plain())) if settings.layout.fp8_layers else None
         self.plain = None if plain is None else tuple(nnx.graphdef(_part(plain, each)) for each in self.segments)
-        shared = [(block.mixer.heads, bias) for block in cfg.pattern if (bias := shared_bias(block)) is not None]
+        shared = [bias for block in cfg.pattern if (bias := shared_bias(block)) is not None]
         self.relative = shared[0][1].build(settings, heads=shared[0][0]) if shared else None
 
     def __call__(self, x: Array, ctx: Context) -> Array:

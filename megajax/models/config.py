@@ -7,10 +7,10 @@ from typing import ClassVar, Literal
 
 from megajax.batch import Leaf
 from megajax.config.builds import Builds
-from megajax.config.errors import Problem
-from megajax.kernels.capability import Choice, Device, Request
+from megajax.config.errors import Problem, UserError
+from megajax.kernels.capability import Choice, Device, Kernel, Request
 from megajax.layers.config import LARGEST, BlockConfig, NormConfig, RMSNormConfig, StackConfig, above_zero
-from megajax.layers.facts import Side, total_size
+from megajax.layers.facts import LayerBuilder, Mixer, Norm, Side, total_size
 from megajax.layers.remat import Part, Recompute, Recomputing, words
 from megajax.layers.segments import SegmentsConfig
 from megajax.mesh.config import MESH_AXES, ParallelConfig
@@ -102,7 +102,7 @@ class DecoderConfig(Builds, ModelConfig):
     """The padded vocabulary is a multiple of this; pipeline x tensor devices must divide it."""
     learned_positions: bool = False
     """A learned embedding for each of the sequence_length positions."""
-    norm: NormConfig = field(default_factory=RMSNormConfig)
+    norm: NormConfig | LayerBuilder = field(default_factory=RMSNormConfig)
     """Normalisation before the head."""
     tied: bool = False
     """The head uses the token embedding's table."""
@@ -157,8 +157,9 @@ class DecoderConfig(Builds, ModelConfig):
             what = f"{self.prediction.depth} reaches beyond sequence_length={self.sequence_length}"
             found.append(Problem("prediction.depth", what))
         for where, block in self.named_blocks().items():
-            for problem in block.mixer.shape_problems(hidden=self.hidden, length=self.sequence_length):
-                found.append(Problem(f"{where}.mixer.{problem.where}", problem.what, problem.hint))
+            if isinstance(block.mixer, Mixer):
+                for problem in block.mixer.shape_problems(hidden=self.hidden, length=self.sequence_length):
+                    found.append(Problem(f"{where}.mixer.{problem.where}", problem.what, problem.hint))
         return found
 
     def schema(self) -> dict[str, Leaf]:
@@ -172,12 +173,22 @@ class DecoderConfig(Builds, ModelConfig):
         return blocks if own is None else {**blocks, "prediction.block": own}
 
     def recomputing(self) -> Recomputing:
-        """What each layer keeps for the backward pass."""
+        """What each layer saves for the backward pass."""
         return Recomputing(
             recompute=self.recompute,
             layers=self.recompute_layers,
             layers_per_checkpoint=self.layers_per_checkpoint,
             offload=self.offload,
+        )
+
+    def with_recomputing(self, chosen: Recomputing) -> "DecoderConfig":
+        """The same model, whose layers save this."""
+        return replace(
+            self,
+            recompute=chosen.recompute,
+            recompute_layers=chosen.layers,
+            layers_per_checkpoint=chosen.layers_per_checkpoint,
+            offload=chosen.offload,
         )
 
     def _smoothing_problems(self) -> list[Problem]:
@@ -253,12 +264,18 @@ class DecoderConfig(Builds, ModelConfig):
 
     def parameter_count(self) -> ParameterCount:
         """Number of weights, from those that the layers declare."""
-        hidden, norm = self.hidden, total_size(self.norm.weights(self.hidden))
+        hidden, norm = self.hidden, self.norm_size()
         blocks = sum(times * total_size(block.weights(hidden)) for block, times in self.repeated_blocks())
         merging = len(self.predicting_blocks()) * (3 * norm + 2 * hidden**2)
         layers = blocks + total_size(self.stack.shared_weights()) + norm + merging
         table, positions = hidden * self.vocabulary_size, hidden * self.sequence_length * self.learned_positions
         return ParameterCount(layers, table + positions, 0 if self.tied else table)
+
+    def norm_size(self) -> int:
+        """Weights of the norm before the head. Raises UserError where its config does not tell."""
+        if not isinstance(self.norm, Norm):
+            raise UserError(f"model.norm: {type(self.norm).__name__} has no weights (megajax.layers.facts.Norm)")
+        return total_size(self.norm.weights(self.hidden))
 
     def kernel_choices(self, known: Request, device: Device | None) -> tuple[Choice, ...]:
         """The kernel of each block of the pattern, and why not a faster one. device: None for any NVIDIA GPU.
@@ -267,14 +284,14 @@ class DecoderConfig(Builds, ModelConfig):
         """
         known = replace(known, length=self.sequence_length)
         return tuple(
-            block.mixer.kernel_choice(self.hidden, known, device, f"model.stack.pattern.{place}.mixer.kernel")
+            block.layers().mixer.kernel_choice(self.hidden, known, device, f"model.stack.pattern.{place}.mixer.kernel")
             for place, block in enumerate(self.stack.pattern)
         )
 
-    def with_kernels(self, names: Sequence[str]) -> "DecoderConfig":
+    def with_kernels(self, names: Sequence[Kernel]) -> "DecoderConfig":
         """The same model with these kernels in the blocks of the pattern."""
         pairs = zip(self.stack.pattern, names, strict=True)
-        pattern = tuple(replace(block, mixer=block.mixer.with_kernel(name)) for block, name in pairs)
+        pattern = tuple(replace(block, mixer=block.layers().mixer.with_kernel(name)) for block, name in pairs)
         return replace(self, stack=replace(self.stack, pattern=pattern))
 
     def row_positions(self) -> int:

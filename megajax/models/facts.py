@@ -1,7 +1,7 @@
 """What the config of a model tells about the model: counts, and what plans by formula are made of.
 
 A model need not have facts. Where it has none, FLOPs are unknown (null in metrics, left out of the banner), and plans
-are made by the compiler alone. Importing this imports neither jax nor flax.
+are made by the compiler alone, without the time of a step. Importing this imports neither jax nor flax.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
-from megajax.config.errors import Problem
-from megajax.kernels.capability import Choice, Device, Request
-from megajax.layers.config import BlockConfig, NormConfig, StackConfig
-from megajax.layers.facts import BlockFacts, Layer, Side
-from megajax.layers.remat import Recompute, Recomputing
+from megajax.config.errors import Problem, UserError
+from megajax.kernels.capability import Choice, Device, Kernel, Request
+from megajax.layers.config import BlockConfig, StackConfig
+from megajax.layers.facts import BlockFacts, LayerBuilder, Norm, Side, missing_members
+from megajax.layers.remat import Recomputing
+from megajax.layers.segments import SegmentsConfig
+from megajax.models.protocol import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +45,43 @@ class ParameterCount:
 
 
 @runtime_checkable
-class Facts(Protocol):
-    """A model of one stack of blocks between the tables of a vocabulary."""
+class Facts(ModelConfig, Protocol):
+    """A model of one stack of blocks between the tables of a vocabulary; fields or properties, and methods."""
 
-    hidden: int
-    sequence_length: int
-    stack: StackConfig
-    norm: NormConfig
-    tied: bool
-    learned_positions: bool
-    loss_chunk: int
-    recompute: Recompute
-    residual: str
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream."""
+        ...
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a row."""
+        ...
+
+    @property
+    def norm(self) -> Norm | LayerBuilder:
+        """Normalisation before the head."""
+        ...
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head uses the token embedding's table."""
+        ...
+
+    @property
+    def learned_positions(self) -> bool:
+        """Whether there is a table of positions."""
+        ...
+
+    @property
+    def loss_chunk(self) -> int:
+        """Tokens whose float32 logits exist at once."""
+        ...
+
+    @property
+    def residual(self) -> str:
+        """Dtype of the residual stream: compute or float32."""
+        ...
 
     def flops(self) -> Flops:
         """Forward and backward pass, for rows of sequence_length tokens."""
@@ -76,15 +103,23 @@ class Facts(Protocol):
         """Each block, and how often it is applied; those behind the stack too."""
         ...
 
+    def norm_size(self) -> int:
+        """Weights of the norm before the head."""
+        ...
+
     def recomputing(self) -> Recomputing:
         """What each layer saves for the backward pass."""
+        ...
+
+    def with_recomputing(self, chosen: Recomputing) -> "Facts":
+        """The same model, whose layers save this."""
         ...
 
     def kernel_choices(self, known: Request, device: Device | None) -> tuple[Choice, ...]:
         """The kernel of each block of the pattern. Raises UserError for one that is asked for and not available."""
         ...
 
-    def with_kernels(self, names: Sequence[str]) -> "Facts":
+    def with_kernels(self, names: Sequence[Kernel]) -> "Facts":
         """The same model with these kernels in the blocks of the pattern."""
         ...
 
@@ -97,12 +132,42 @@ class Facts(Protocol):
         ...
 
 
+def missing_facts(model: Any) -> dict[str, str]:
+    """Setting -> what its config lacks, for each part of the config of a model that has no facts."""
+    lacking: dict[str, tuple[Any, list[str]]] = {"model": (model, missing_members(model, Facts))}
+    if hasattr(model, "norm"):
+        lacking["model.norm"] = (model.norm, missing_members(model.norm, Norm))
+    stack = getattr(model, "stack", None)
+    if isinstance(stack, StackConfig | SegmentsConfig):
+        for place, block in enumerate(stack.pattern):
+            for name, members in block.missing_facts().items():
+                lacking[f"model.stack.pattern.{place}.{name}"] = (getattr(block, name), members)
+    said: dict[str, str] = {}
+    for where, (part, names) in lacking.items():
+        if names:  # of equal layers, the first
+            said.setdefault(f"{type(part).__name__} has no {', '.join(names)}", where)
+    return {where: what for what, where in said.items()}
+
+
 def facts_of(model: Any) -> Facts | None:
     """The config itself, where it and all its layers have facts."""
-    if not isinstance(model, Facts):
+    if not isinstance(model, Facts) or not isinstance(model.norm, Norm):
         return None
-    layers = (layer for block, _ in model.repeated_blocks() for layer in block.layers().values())
-    return model if all(isinstance(layer, Layer) for layer in layers) else None
+    known = all(block.known_layers() is not None for block, _ in model.repeated_blocks())
+    return model if known else None
+
+
+def demand_facts(model: Any) -> Facts:
+    """The config itself. Raises UserError where it has no facts, which names what is missing."""
+    facts = facts_of(model)
+    if facts is None:
+        lines = "\n".join(f"  {where}: {what}" for where, what in missing_facts(model).items())
+        raise UserError(
+            f"{type(model).__name__} has no facts, which formulas, searches, comparisons and sweeps are made of.\n"
+            f"Missing are methods and fields of megajax.models.facts.Facts and megajax.layers.facts.Layer:\n{lines}\n"
+            "The compiler needs none of them: plan without --formula, --search, --compare and --sweep."
+        )
+    return facts
 
 
 def flops_of(model: Any) -> Flops | None:

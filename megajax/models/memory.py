@@ -9,8 +9,7 @@ do not enter the activations, biases and learned positions are not parameters.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megajax.layers.config import BlockConfig
-from megajax.layers.facts import BlockFacts, Share, total_size
+from megajax.layers.facts import BlockFacts, Share
 from megajax.layers.remat import Recompute, Recomputing
 from megajax.mesh.config import ParallelConfig
 from megajax.models.facts import Facts
@@ -102,11 +101,11 @@ class MemoryReport:
 def memory_report(cfg: Facts, setting: MemorySetting) -> MemoryReport:
     """For rows of cfg.sequence_length tokens."""
     hidden, table = cfg.hidden, cfg.hidden * cfg.padded_vocabulary()
-    cut = sum(_matrices(block, hidden) for block in cfg.stack.pattern) * cfg.stack.repeats / setting.pipeline
-    held = sum(_norms(block, hidden) for block in cfg.stack.pattern) * cfg.stack.repeats
-    held += total_size(cfg.norm.weights(hidden))
-    further = sum(_matrices(block, hidden) for block in cfg.predicting_blocks())
-    further_held = sum(_norms(block, hidden) for block in cfg.predicting_blocks())
+    cut = sum(block.megatron_matrices(hidden) for block in cfg.stack.pattern) * cfg.stack.repeats / setting.pipeline
+    held = sum(block.norm_size(hidden) for block in cfg.stack.pattern) * cfg.stack.repeats
+    held += cfg.norm_size()
+    further = sum(block.megatron_matrices(hidden) for block in cfg.predicting_blocks())
+    further_held = sum(block.norm_size(hidden) for block in cfg.predicting_blocks())
     tables = table if cfg.tied else 2 * table
     most = (cut + further + table) / setting.tensor + held / setting.pipeline + further_held
     if not cfg.tied and setting.pipeline == 1:
@@ -144,14 +143,3 @@ def _in_flight(setting: MemorySetting) -> float:
     if virtual > 1:
         return 1 + (stages - 1) / (stages * virtual)
     return 1.0 if setting.microbatches is None else min(1.0, setting.microbatches / stages)
-
-
-def _matrices(block: BlockConfig, hidden: int) -> int:
-    """Parameters of a block that tensor parallelism cuts, as the report has it."""
-    gains = total_size(block.norm.weights(hidden)) // hidden
-    return sum(layer.megatron_matrices(hidden, gains) for layer in block.layers().values())
-
-
-def _norms(block: BlockConfig, hidden: int) -> int:
-    """Parameters of a block that all devices of a stage hold."""
-    return 2 * total_size(block.norm.weights(hidden))

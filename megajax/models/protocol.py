@@ -7,7 +7,7 @@ Shapes: B rows, and whatever a model makes of them.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megajax.batch import Array, Loss, Rows, Schema
 from megajax.config.errors import Problem
@@ -21,8 +21,12 @@ class ModelConfig(Protocol):
 
     __slots__ = ()
 
-    stack: StackConfig | SegmentsConfig
-    """The layers, which pipelines cut into stages; a field of the config."""
+    if TYPE_CHECKING:  # else a dataclass would take the property for the default of its field
+
+        @property
+        def stack(self) -> StackConfig | SegmentsConfig:
+            """The layers, which pipelines cut into stages; a field of the config."""
+            ...
 
     def build(self, layout: Any) -> Any:
         """The module (`Model`) on this `megajax.mesh.layout.Layout`; its values are made elsewhere."""
@@ -31,6 +35,10 @@ class ModelConfig(Protocol):
     def schema(self) -> Schema:
         """The leaves of a row that the model reads."""
         ...
+
+    def problems(self) -> list[Problem]:
+        """What is wrong with the settings of the model itself."""
+        return []
 
     def row_positions(self) -> int:
         """Positions of a row: what throughput is counted in, and what a loss is averaged over. 1 without a sequence."""

@@ -16,7 +16,9 @@ from megajax.config.builds import resolve
 from megajax.config.errors import Problem, UserError
 from megajax.config.files import ROOT, assembled, read
 from megajax.planning import show
+from megajax.planning.command import MODES
 from megajax.planning.cost.costs import Device, calibrated, known_device, read_device
+from megajax.planning.cost.description import demand_formulas
 from megajax.planning.cost.estimate import to_dict
 from megajax.planning.program.devices import GPUS, Cluster, missing_packages, prepare, read_cluster
 from megajax.planning.search import compare, ranking
@@ -52,7 +54,7 @@ class Request:
         report = show.plan_report(plan, self.name)
         if not plan.fits:
             report = replace(report, blocks=[*report.blocks, *advice(self.case)])
-        return report, to_dict(plan) | {"parameters": self.case.cfg.model.parameter_count().total}
+        return report, to_dict(plan) | {"parameters": plan.run.model.parameter_count().total}
 
     def compiled(self) -> tuple[Report, Any]:
         cluster = self.case.cluster
@@ -166,6 +168,8 @@ def plan(config: RunConfig, flags: Mapping[str, Any], source: str, fixed: Mappin
     """
     cluster, _ = read_target(flags)
     assert cluster is not None  # `count_devices` has reported its problems
+    if any(flags[name] for name in ("formula", *MODES)):
+        demand_formulas(config)
     request = Request(case=Case(config, cluster, device_of(cluster, flags)), source=source, flags=flags, fixed=fixed)
     if flags["search"]:
         report, figures = request.search()

@@ -29,7 +29,8 @@ SHARED = BlockConfig(
 MODELS_AND_SHARED = {
     **MODELS,
     "shared": replace(
-        EVERYTHING, stack=replace(EVERYTHING.stack, pattern=(replace(EVERYTHING.stack.pattern[1], mixer=SHARED),) * 2)
+        EVERYTHING,
+        stack=replace(EVERYTHING.stack, pattern=(replace(EVERYTHING.stack.pattern[1], mixer=SHARED.mixer),) * 2),
     ),
 }
 
@@ -95,10 +96,15 @@ class ExpertsConfig:
         return f"{self.experts} experts"
 
 
+def with_block(**layers: Any) -> DecoderConfig:
+    """Llama-3 8B with other layers in its blocks."""
+    model = llama3("8b")
+    return replace(model, stack=replace(model.stack, pattern=(replace(model.stack.pattern[0], **layers),)))
+
+
 def with_mlp(mlp: Any) -> DecoderConfig:
     """Llama-3 8B with another feed-forward."""
-    model = llama3("8b")
-    return replace(model, stack=replace(model.stack, pattern=(replace(model.stack.pattern[0], mlp=mlp),)))
+    return with_block(mlp=mlp)
 
 
 def test_a_layer_of_a_user_plugs_into_counts_checks_and_plans() -> None:
@@ -118,9 +124,16 @@ def test_a_layer_of_a_user_plugs_into_counts_checks_and_plans() -> None:
 
 def test_a_model_without_facts_has_unknown_flops_and_no_plan_by_formula() -> None:
     """An open union: neither a model nor a layer of a user's has to know our protocol."""
-    for model in (SimpleNamespace(layers=3), with_mlp(SimpleNamespace(ffn=8))):
+    expected = {
+        "model: SimpleNamespace has no .*parameter_count": SimpleNamespace(layers=3),
+        r"model.stack.pattern.0.mlp: SimpleNamespace has no weights, matmuls": with_mlp(SimpleNamespace(ffn=8)),
+        r"model.stack.pattern.0.mixer: SimpleNamespace has no .*heads": with_block(mixer=SimpleNamespace(ffn=8)),
+        r"model.stack.pattern.0.norm: SimpleNamespace has no weights": with_block(norm=SimpleNamespace()),
+        r"model.norm: SimpleNamespace has no weights": replace(llama3("8b"), norm=SimpleNamespace()),
+    }
+    for missing, model in expected.items():
         assert facts_of(model) is None and flops_of(model) is None
         cfg = SimpleNamespace(model=model)
-        with pytest.raises(UserError, match=r"no formulas for .*\n.*without --formula"):
-            describe(cfg, DEVICES["h100"], 8)  # ty: ignore
+        with pytest.raises(UserError, match=rf"has no facts.*\n.*\n  {missing}(.*\n)+.*without --formula"):
+            describe(cfg, DEVICES["h100"], 8)  # ty: ignore[invalid-argument-type] the model is all that is read
     assert flops_of(SimpleNamespace(flops=lambda: 12)) == 12

@@ -1,8 +1,8 @@
 """Configs of attention layers; imports neither jax nor flax."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from dataclasses import Field, dataclass, field, replace
+from typing import Any, ClassVar, Literal, Self
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
@@ -21,6 +21,8 @@ class MultiHeadConfig(Builds):
     """What every kind of attention has: heads that `tensor` divides, and a kernel that mixes their values."""
 
     __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    """Those of the subclass: every subclass is a dataclass."""
     heads: int
     window: int | None
     sink: Literal["none", "zero", "learned"]
@@ -72,7 +74,7 @@ class MultiHeadConfig(Builds):
         """
         return choose(self.kernel, self.request(replace(known, key_dim=self.size(hidden))), device, where)
 
-    def with_kernel(self, name: Kernel) -> "MultiHeadConfig":
+    def with_kernel(self, name: Kernel) -> Self:
         """The same layer with this kernel."""
         return replace(self, kernel=name)
 

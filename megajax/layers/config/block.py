@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import eq
-from typing import ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
 
 from megajax.config.builds import Builds
-from megajax.config.errors import Problem
+from megajax.config.errors import Problem, UserError
 from megajax.kernels.capability import Request
 from megajax.layers.config.attention import MixerConfig
 from megajax.layers.config.mlp import MLPConfig
@@ -14,13 +14,17 @@ from megajax.layers.config.norm import LARGEST, NormConfig, RMSNormConfig
 from megajax.layers.config.position import RelativeBiasConfig
 from megajax.layers.facts import (
     BlockFacts,
+    BlockLayers,
     Elements,
     Layer,
     LayerBuilder,
     Matmul,
+    Mixer,
     MultiplyAdds,
+    Norm,
     Side,
     Weight,
+    missing_members,
     prefixed,
     total_size,
 )
@@ -46,13 +50,34 @@ class BlockConfig(Builds):
             return [Problem("dropout", f"must be at least 0 and below 1, got {self.dropout}")]
         return []
 
-    def layers(self) -> Mapping[str, Layer]:
-        """The two by their names in messages."""
-        return {"mixer": self.mixer, "mlp": self.mlp}
+    def missing_facts(self) -> dict[str, list[str]]:
+        """Setting -> what its config lacks of the protocol of such layers, for each that lacks any."""
+        layers: dict[str, tuple[object, type]] = {
+            "mixer": (self.mixer, Mixer),
+            "mlp": (self.mlp, Layer),
+            "norm": (self.norm, Norm),
+        }
+        missing = {name: missing_members(layer, protocol) for name, (layer, protocol) in layers.items()}
+        return {name: lacking for name, lacking in missing.items() if lacking}
+
+    def known_layers(self) -> BlockLayers | None:
+        """Mixer, MLP and norm; None where one has no facts."""
+        mixer, mlp, norm = self.mixer, self.mlp, self.norm
+        if isinstance(mixer, Mixer) and isinstance(mlp, Layer) and isinstance(norm, Norm):
+            return BlockLayers(mixer, mlp, norm)
+        return None
+
+    def layers(self) -> BlockLayers:
+        """Mixer, MLP and norm. Raises UserError where one has no facts."""
+        if (known := self.known_layers()) is not None:
+            return known
+        lacking = "; ".join(f"{name} has no {', '.join(names)}" for name, names in self.missing_facts().items())
+        raise UserError(f"the layers of a block do not tell their sizes (megajax.layers.facts): {lacking}")
 
     def summary(self, hidden: int) -> str:
         """Sizes of mixer and MLP, in words."""
-        return ", ".join(layer.summary(hidden) for layer in self.layers().values())
+        mixer, mlp, _ = self.layers()
+        return f"{mixer.summary(hidden)}, {mlp.summary(hidden)}"
 
     def has_dropout(self) -> bool:
         """Whether training draws random numbers."""
@@ -60,38 +85,53 @@ class BlockConfig(Builds):
 
     def weights(self, hidden: int) -> tuple[Weight, ...]:
         """Every weight of the module."""
-        norm = self.norm.weights(hidden)
-        parts = {"mixer_norm": norm, "mlp_norm": norm, **{name: x.weights(hidden) for name, x in self.layers().items()}}
+        mixer, mlp, norm = (layer.weights(hidden) for layer in self.layers())
+        parts = {"mixer_norm": norm, "mlp_norm": norm, "mixer": mixer, "mlp": mlp}
         return tuple(weight for name, weights in parts.items() for weight in prefixed(name, weights))
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
         """Those of mixer and MLP."""
-        return (*self.mixer.matmuls(hidden), *self.mlp.matmuls(hidden))
+        mixer, mlp, _ = self.layers()
+        return (*mixer.matmuls(hidden), *mlp.matmuls(hidden))
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
         """Operations of the forward pass."""
-        return self.mixer.multiply_adds(hidden).plus(self.mlp.multiply_adds(hidden))
+        mixer, mlp, _ = self.layers()
+        return mixer.multiply_adds(hidden).plus(mlp.multiply_adds(hidden))
 
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:
         """Tensors within mixer and MLP that may be saved."""
-        return {**self.mixer.tensors(hidden), **self.mlp.tensors(hidden)}
+        mixer, mlp, _ = self.layers()
+        return {**mixer.tensors(hidden), **mlp.tensors(hidden)}
+
+    def megatron_matrices(self, hidden: int) -> int:
+        """Parameters that tensor parallelism cuts, by Megatron-LM's memory report."""
+        mixer, mlp, norm = self.layers()
+        gains = total_size(norm.weights(hidden)) // hidden
+        return mixer.megatron_matrices(hidden, gains) + mlp.megatron_matrices(hidden, gains)
+
+    def norm_size(self, hidden: int) -> int:
+        """Weights of the two norms."""
+        return 2 * total_size(self.layers().norm.weights(hidden))
 
     def facts(self, *, hidden: int, length: int, dtype: str) -> BlockFacts:
         """What the block costs on rows of `length` tokens in this compute dtype."""
-        choice = self.mixer.kernel_choice(hidden, Request(dtype=dtype, length=length), None)
+        mixer = self.layers().mixer
+        choice = mixer.kernel_choice(hidden, Request(dtype=dtype, length=length), None)
         return BlockFacts(
             hidden=hidden,
             weights=total_size(self.weights(hidden)),
             matmuls=self.matmuls(hidden),
             tensors=self.tensors(hidden),
             multiply_adds=self.multiply_adds(hidden),
-            heads=self.mixer.heads,
+            heads=mixer.heads,
             fused=choice.kernel != "reference",
         )
 
     def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """What is wrong with mixer and MLP on a mesh. sizes: mesh axis -> devices."""
-        layers = self.layers()
+        """What is wrong with mixer and MLP on a mesh, as far as they tell. sizes: mesh axis -> devices."""
+        both = {"mixer": self.mixer, "mlp": self.mlp}
+        layers = {name: layer for name, layer in both.items() if isinstance(layer, Layer)}
         problems = [(name, problem) for name, layer in layers.items() for problem in layer.mesh_problems(sizes)]
         if problems:
             legal = set.intersection(*(set(layer.tensor_sizes()) for layer in layers.values()))
@@ -102,15 +142,29 @@ class BlockConfig(Builds):
 
     def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
         """Sides of the matrices on one device, beside the hidden size."""
-        for name, layer in self.layers().items():
+        mixer, mlp, _ = self.layers()
+        for name, layer in (("mixer", mixer), ("mlp", mlp)):
             for side in layer.matmul_sides(hidden, tensor):
                 yield side._replace(where=f"{name}.{side.where}")
 
 
-def shared_bias(block: BlockConfig) -> RelativeBiasConfig | None:
-    """The table a block shares with others of its stack."""
-    relative = getattr(block.mixer, "relative", None)
-    return relative if relative is not None and relative.shared else None
+@runtime_checkable
+class RelativelyBiased(Protocol):
+    """A mixer that may have a bias of scores by distance."""
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def relative(self) -> RelativeBiasConfig | None: ...
+
+
+def shared_bias(block: BlockConfig) -> tuple[int, RelativeBiasConfig] | None:
+    """Heads and settings of the table a block shares with others of its stack."""
+    mixer = block.mixer
+    if isinstance(mixer, RelativelyBiased) and mixer.relative is not None and mixer.relative.shared:
+        return mixer.heads, mixer.relative
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +216,7 @@ def period(numbers: Sequence[int]) -> int:
 
 def shared_tables(blocks: Sequence[BlockConfig]) -> set[tuple[int, RelativeBiasConfig]]:
     """Heads and settings of the tables of relative biases that blocks of a stack share."""
-    return {(block.mixer.heads, bias) for block in blocks if (bias := shared_bias(block)) is not None}
+    return {shared for block in blocks if (shared := shared_bias(block)) is not None}
 
 
 def table_problems(where: str, blocks: Sequence[BlockConfig]) -> list[Problem]:

@@ -14,7 +14,7 @@ from megajax.layers.config import StackConfig
 from megajax.layers.facts import BlockFacts, Share
 from megajax.layers.remat import Recomputing
 from megajax.mesh.config import ParallelConfig
-from megajax.models.facts import Facts, block_facts, facts_of
+from megajax.models.facts import Facts, block_facts, demand_facts, facts_of
 from megajax.optim.config import AdamWConfig, LionConfig, MuonConfig, SGDConfig
 from megajax.planning.cost.costs import Device
 from megajax.planning.program.devices import MOST_DEVICES
@@ -236,19 +236,29 @@ def pipeline_bubble(run: Description) -> PipelineBubble:
     return PipelineBubble(fraction, last + alone, alone, held + spare)
 
 
+def has_formulas(cfg: RunConfig) -> bool:
+    """Whether the formulas hold for the model: one with facts, of one repeated pattern."""
+    return facts_of(cfg.model) is not None and isinstance(cfg.model.stack, StackConfig)
+
+
+def demand_formulas(cfg: RunConfig) -> Facts:
+    """The model of a config. Raises UserError where formulas do not hold for it."""
+    model = demand_facts(cfg.model)
+    if not isinstance(model.stack, StackConfig):
+        raise UserError(
+            "model.stack has segments, and formulas, searches, comparisons and sweeps know one repeated pattern alone."
+            "\nThe compiler plans it: leave out --formula, --search, --compare and --sweep."
+        )
+    return model
+
+
 def describe(cfg: RunConfig, device: Device, devices: int, per_node: int | None = None) -> Description:
     """The description of a config that passes its checks on that many devices.
 
     Raises UserError for more than MOST_DEVICES devices, for a model or a layer without facts, for a stack that is not
     one repeated pattern, and for an optimizer that is not one of the library's.
     """
-    model = facts_of(cfg.model)
-    if model is None or not isinstance(model.stack, StackConfig):
-        raise UserError(
-            f"no formulas for {type(cfg.model).__name__}: its config, or that of its stack or a layer, does not tell "
-            "what they need (megajax.models.facts, megajax.layers.facts).\nPlan without --formula: the compiler needs "
-            "none."
-        )
+    model = demand_formulas(cfg)
     if devices > MOST_DEVICES:
         raise UserError(
             f"{devices:,} devices asked for, plans are made for at most {MOST_DEVICES:,}.\n"

@@ -217,7 +217,7 @@ def estimate(run: Description) -> Estimate:
 def megatron_report(run: Description) -> MemoryReport:
     """Megatron-LM's memory report for the model in this layout."""
     counts = {"data": run.shards, "micro_size": run.micro_size, "microbatches": run.microbatches}
-    return memory_report(run.model, MemorySetting.of(run.parallel, run.model.recompute, **counts))
+    return memory_report(run.model, MemorySetting.of(run.parallel, run.recomputing.recompute, **counts))
 
 
 def bytes_per_step(step: Estimate) -> dict[str, float]:

@@ -13,9 +13,10 @@ from typing import Any, Literal
 import megajax.config.schema as schema
 from megajax.config.dump import flatten
 from megajax.config.errors import Problem
-from megajax.layers.remat import Recompute, words
+from megajax.layers.remat import Recompute, Recomputing, words
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig
+from megajax.models.facts import Facts, demand_facts
 from megajax.optim.config import AdamWConfig
 from megajax.planning.cost.costs import Device
 from megajax.planning.cost.description import Description, describe
@@ -102,8 +103,8 @@ class Choice:
 
     @classmethod
     def of(cls, cfg: RunConfig, devices: int) -> "Choice":
-        """The settings that a config has."""
-        parallel = cfg.parallel
+        """The settings that a config has. Raises UserError for a model without facts."""
+        parallel, recomputing = cfg.parallel, demand_facts(cfg.model).recomputing()
         return cls(
             tensor=parallel.tensor,
             pipeline=parallel.pipeline,
@@ -112,8 +113,8 @@ class Choice:
             data_sharding=parallel.data_sharding,
             sequence=parallel.sequence,
             micro_size=cfg.batch.micro_size,
-            recompute=cfg.model.recompute,
-            recompute_layers=cfg.model.recompute_layers,
+            recompute=recomputing.recompute,
+            recompute_layers=recomputing.layers,
             offload=cfg.optimizer.offload,
         )
 
@@ -151,7 +152,7 @@ def annotation(name: str) -> Any:
 
 def apply(choice: Choice, cfg: RunConfig) -> RunConfig:
     """The config with a choice in it, without settings that belong to its previous layout only."""
-    old, model = cfg.parallel, cfg.model
+    old, model = cfg.parallel, demand_facts(cfg.model)
     chunks = choice.pipeline * choice.virtual_stages
     schedule = old.schedule
     if choice.virtual_stages > 1 or schedule == "interleaved":
@@ -162,17 +163,17 @@ def apply(choice: Choice, cfg: RunConfig) -> RunConfig:
         schedule=schedule,
         layers=old.layers if chunks == old.chunks() and choice.pipeline == old.pipeline else None,
     )
-    recomputed = replace(model.recomputing(), recompute=choice.recompute).again()
-    offload = () if choice.recompute == "none" else tuple(part for part in model.offload if part not in recomputed)
+    before = model.recomputing()
+    recomputing = Recomputing(
+        recompute=choice.recompute,
+        layers=choice.recompute_layers,
+        layers_per_checkpoint=before.layers_per_checkpoint if choice.recompute == "full" else 1,
+    )
+    again = recomputing.again()
+    offload = () if choice.recompute == "none" else tuple(part for part in before.offload if part not in again)
     return cfg.but(
         parallel=parallel,
-        model=replace(
-            model,
-            recompute=choice.recompute,
-            recompute_layers=choice.recompute_layers,
-            layers_per_checkpoint=model.layers_per_checkpoint if choice.recompute == "full" else 1,
-            offload=offload,
-        ),
+        model=model.with_recomputing(replace(recomputing, offload=offload)),
         batch=replace(cfg.batch, micro_size=choice.micro_size),
         optimizer=replace(cfg.optimizer, offload=choice.offload),
     )
@@ -212,6 +213,11 @@ class Space:
     per_node: int
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a Choice that the user has given."""
+
+    @property
+    def model(self) -> Facts:
+        """Raises UserError for a model without facts."""
+        return demand_facts(self.cfg.model)
 
     def given(self) -> Choice:
         """The config as it is, with what is fixed."""
@@ -255,7 +261,7 @@ class Space:
         """Recompute policies, least recomputing first; those with latents only for models that have any."""
         if "recompute" in self.fixed:
             return [self.fixed["recompute"]]
-        latents = any("latent" in block.tensors(self.cfg.model.hidden) for block in self.cfg.model.stack.pattern)
+        latents = any("latent" in block.tensors(self.model.hidden) for block in self.model.stack.pattern)
         policies: dict[Recompute, None] = {"none": None}
         for parts in PARTIAL:
             if not latents and not isinstance(parts, str):
@@ -284,7 +290,7 @@ class Space:
 
     def _micro_sizes(self, data: int) -> list[int]:
         rows = max(1, self.cfg.batch.global_size // data)
-        return divisors(rows, max(1, self.cfg.batch.micro_size, MAX_TOKENS // self.cfg.model.sequence_length))
+        return divisors(rows, max(1, self.cfg.batch.micro_size, MAX_TOKENS // self.model.sequence_length))
 
 
 def divisors(number: int, most: int) -> list[int]:

@@ -95,7 +95,7 @@ def comparison_report(names: tuple[str, str], cases: tuple[Case, Case]) -> Repor
     first, second = (case.estimate for case in cases)
     facts: dict[str, Callable[[Case], str]] = {
         "devices": lambda case: f"{case.cluster.devices} x {case.device.name}",
-        "parameters": lambda case: count(case.cfg.model.parameter_count().total),
+        "parameters": lambda case: count(case.described.model.parameter_count().total),
         "mesh": lambda case: ", ".join(f"{axis} {n}" for axis, n in case.described.sizes.items() if n > 1) or "1",
         "microbatches": lambda case: f"{case.described.microbatches} x {case.described.micro_size} rows",
         "fits": lambda case: "yes" if case.estimate.fits else "NO",
