@@ -2,7 +2,7 @@
 
 import platform
 from dataclasses import replace
-from math import log, prod
+from math import log
 from typing import Any
 
 import jax
@@ -41,8 +41,8 @@ def _model(run: Run) -> list[tuple[str, str]]:
     cfg, known = run.cfg.model, run.parts.tokenizer.vocabulary_size
     facts, flops = facts_of(cfg), flops_of(cfg)
     if facts is None:
-        total = sum(prod(spec.shape) for spec in run.program.arrays.values())
-        rows = [("parameters", f"{count(total)} ({total:,})")]
+        total = run.program.parameters
+        rows = [("parameters", f"{count(total)} ({total:,})"), ("shape", f"{cfg.stack.layers()} layers")]
     else:
         parameters, block = facts.parameter_count(), facts.stack.pattern[0]
         sizes = f"{facts.stack.layers()} layers x {facts.hidden} hidden, {block.summary(facts.hidden)}"
@@ -150,10 +150,11 @@ def _training(run: Run) -> list[tuple[str, str]]:
 def _kernels(run: Run) -> list[tuple[str, str]]:
     """Attention backends of the blocks, and why not a faster one where there is a GPU."""
     facts, chosen = facts_of(run.cfg.model), list(dict.fromkeys(demand_kernels(run.cfg)))
-    if facts is None:
-        return []
     names = "/".join(dict.fromkeys(choice.kernel for choice in chosen))
-    rows = [("kernels", f"attention {names}, cross-entropy in chunks of {facts.loss_chunk} tokens")]
+    kernels = [f"attention {names}"] if chosen else []
+    if facts is not None:
+        kernels.append(f"cross-entropy in chunks of {facts.loss_chunk} tokens")
+    rows = [("kernels", ", ".join(kernels))] if kernels else []
     gpu = local_device().capability is not None
     why = dict.fromkeys(f"{choice.kernel}, because {'; '.join(choice.reasons)}" for choice in chosen if choice.reasons)
     return rows + [("attention", reason) for reason in why if gpu]

@@ -1,7 +1,8 @@
 """Stacks of several patterns; importing this imports neither jax nor flax."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import ClassVar
 
 from megajax.config.builds import Builds
@@ -29,6 +30,15 @@ class SegmentsConfig(Builds):
 
     def parts(self) -> tuple[StackConfig, ...]:
         return self.segments
+
+    def with_pattern(self, blocks: Sequence[BlockConfig]) -> "SegmentsConfig":
+        """The same segments of other blocks, one for each layer. Equal layers must become equal ones."""
+        starts = accumulate((part.layers() for part in self.segments), initial=0)
+        parts = [
+            part.with_pattern(blocks[start : start + len(part.pattern)])
+            for start, part in zip(starts, self.segments, strict=False)
+        ]
+        return replace(self, segments=tuple(parts))
 
     @property
     def pattern(self) -> tuple[BlockConfig, ...]:

@@ -278,21 +278,23 @@ class DecoderConfig(Builds, ModelConfig):
         return total_size(self.norm.weights(self.hidden))
 
     def kernel_choices(self, known: Request, device: Device | None) -> tuple[Choice, ...]:
-        """The kernel of each block of the pattern, and why not a faster one. device: None for any NVIDIA GPU.
+        """The kernel of each block whose mixer is a `Mixer`, and why not a faster one. device: None for any NVIDIA GPU.
 
         known: what is known of the run. Raises UserError for a kernel asked for by name that is not available.
         """
         known = replace(known, length=self.sequence_length)
         return tuple(
-            block.layers().mixer.kernel_choice(self.hidden, known, device, f"model.stack.pattern.{place}.mixer.kernel")
+            block.mixer.kernel_choice(self.hidden, known, device, f"model.stack.pattern.{place}.mixer.kernel")
             for place, block in enumerate(self.stack.pattern)
+            if isinstance(block.mixer, Mixer)
         )
 
     def with_kernels(self, names: Sequence[Kernel]) -> "DecoderConfig":
-        """The same model with these kernels in the blocks of the pattern."""
-        pairs = zip(self.stack.pattern, names, strict=True)
-        pattern = tuple(replace(block, mixer=block.layers().mixer.with_kernel(name)) for block, name in pairs)
-        return replace(self, stack=replace(self.stack, pattern=pattern))
+        """The same model with these kernels in the blocks of `kernel_choices`."""
+        chosen, mixers = iter(names), (block.mixer for block in self.stack.pattern)
+        new = [mixer.with_kernel(next(chosen)) if isinstance(mixer, Mixer) else mixer for mixer in mixers]
+        blocks = [replace(block, mixer=mixer) for block, mixer in zip(self.stack.pattern, new, strict=True)]
+        return replace(self, stack=self.stack.with_pattern(blocks))
 
     def row_positions(self) -> int:
         """Tokens of a row."""

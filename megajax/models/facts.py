@@ -45,7 +45,23 @@ class ParameterCount:
 
 
 @runtime_checkable
-class Facts(ModelConfig, Protocol):
+class ChoosesKernels(Protocol):
+    """A model whose kernels can be told before it is built. Of its blocks, those whose mixer is a `Mixer` count."""
+
+    def kernel_choices(self, known: Request, device: Device | None) -> tuple[Choice, ...]:
+        """The kernel of each such block of the pattern.
+
+        Raises UserError for one that is asked for and not available.
+        """
+        ...
+
+    def with_kernels(self, names: Sequence[Kernel]) -> "ModelConfig":
+        """The same model with these kernels in these blocks."""
+        ...
+
+
+@runtime_checkable
+class Facts(ModelConfig, ChoosesKernels, Protocol):
     """A model of one stack of blocks between the tables of a vocabulary; fields or properties, and methods."""
 
     @property
@@ -113,14 +129,6 @@ class Facts(ModelConfig, Protocol):
 
     def with_recomputing(self, chosen: Recomputing) -> "Facts":
         """The same model, whose layers save this."""
-        ...
-
-    def kernel_choices(self, known: Request, device: Device | None) -> tuple[Choice, ...]:
-        """The kernel of each block of the pattern. Raises UserError for one that is asked for and not available."""
-        ...
-
-    def with_kernels(self, names: Sequence[Kernel]) -> "Facts":
-        """The same model with these kernels in the blocks of the pattern."""
         ...
 
     def mesh_problems(self, sizes: Mapping[str, int], *, sequence: bool) -> Iterator[Problem]:

@@ -7,17 +7,29 @@ from typing import Any
 import jax
 
 from megajax.metrics.banner import Section
-from megajax.metrics.text import byte_size, duration
+from megajax.metrics.text import byte_size, count, duration
 from megajax.planning.cost.costs import Device
-from megajax.planning.cost.estimate import Estimate, bytes_per_step, speed
-from megajax.planning.cost.step_time import step_time
+from megajax.planning.cost.description import has_formulas
+from megajax.planning.cost.estimate import SPEED, Estimate, bytes_per_step, speed
+from megajax.planning.cost.step_time import program_traffic, step_time
 from megajax.planning.program.audit import Audit, largest_arrays
 from megajax.planning.program.collectives import grouped, kernel_rows, runs
 from megajax.planning.program.devices import CONTEXT_GIB, GIB, LOST_SHARE, NCCL_GIB
 from megajax.planning.program.train_step import TrainPlan
 from megajax.planning.search.candidates import Case
-from megajax.planning.search.whatif import advice
-from megajax.planning.show import Report, Table, classes, layout, memory_rows, plan_report, segments, times, unit_of
+from megajax.planning.search.whatif import advice, largest_table
+from megajax.planning.show import (
+    Report,
+    Table,
+    classes,
+    layout,
+    memory_report,
+    memory_rows,
+    plan_report,
+    segments,
+    times,
+    unit_of,
+)
 
 MARGIN = 0.03
 """Fraction of usable memory that a change of a compiled plan must leave: its excess over the formula may change."""
@@ -26,16 +38,21 @@ ORIGIN_WIDTH, RESULT_WIDTH = 60, 44
 COMMON_SCOPES = ("while", "body", "eval_jaxpr", "shard_map", "checkpoint")
 """Parts of an operation's path that are left out."""
 
+UNKNOWN_TIME = ("unknown", "the cost model needs facts of the model (megajax.models.facts) and one repeated pattern")
 
-def to_dict(plan: TrainPlan, times: Estimate, audit: Audit | None = None) -> dict[str, Any]:
+
+def to_dict(plan: TrainPlan, device: Device, times: Estimate | None, audit: Audit | None = None) -> dict[str, Any]:
     """Everything about a plan; memory, bytes and seconds are of one device.
 
-    Rows of `collectives` are those of `grouped`, with their seconds. times: of `step_time`.
+    Rows of `collectives` are those of `grouped`, with their seconds. times: of `step_time`; None where the formulas do
+    not hold for the model.
     """
     memory, cluster = plan.memory, plan.cluster
     collectives = [
         row | {"seconds": moved.seconds}
-        for row, moved in zip(grouped(plan.contents.collectives, plan.unknown_trips), times.traffic, strict=True)
+        for row, moved in zip(
+            grouped(plan.contents.collectives, plan.unknown_trips), program_traffic(plan, device), strict=True
+        )
     ]
     sizes = ("peak", "arguments", "parameters", "optimizer", "host", "temporary", "outputs", "aliased")
     return {
@@ -60,14 +77,14 @@ def to_dict(plan: TrainPlan, times: Estimate, audit: Audit | None = None) -> dic
         ],
         "kernels": kernel_rows(plan.contents.kernels, plan.unknown_trips),
         "attention": list(plan.kernels),
-        **speed(times),
+        **(dict.fromkeys(SPEED) if times is None else speed(times)),
         **({} if audit is None else audit.to_dict()),
         "device": cluster.name,
         "devices": cluster.devices,
         "gpus_per_node": cluster.per_node,
         "mesh": plan.mesh,
         "microbatches": plan.microbatches,
-        "parameters": plan.cfg.model.parameter_count().total,
+        "parameters": plan.parameters,
         "compile_seconds": plan.compile_seconds,
         "jax_version": jax.__version__,
     }
@@ -75,7 +92,8 @@ def to_dict(plan: TrainPlan, times: Estimate, audit: Audit | None = None) -> dic
 
 def report(plan: TrainPlan, device: Device, name: str, audit: Audit | None = None) -> tuple[Report, dict[str, Any]]:
     """The report of a compiled plan, and its JSON."""
-    step, memory, here = step_time(plan, device), plan.memory, Case(plan.cfg, plan.cluster, device)
+    memory, here = plan.memory, Case(plan.cfg, plan.cluster, device)
+    step = step_time(plan, device) if has_formulas(plan.cfg) else None
     rest = memory.arguments - memory.parameters - memory.optimizer + memory.outputs - memory.aliased
     parts = (
         ("master weights", memory.parameters, "master"),
@@ -84,25 +102,48 @@ def report(plan: TrainPlan, device: Device, name: str, audit: Audit | None = Non
         ("batch and outputs", rest, "working"),
     )
     blocks: list[Section | Table] = [
-        ("layout", [*layout(step), ("attention", "; ".join(dict.fromkeys(plan.kernels)))]),
+        ("layout", [*(_layout(plan) if step is None else layout(step)), *_attention(plan)]),
         ("memory of one device, GiB", _memory(plan)),
         ("custom calls", _kernels(plan)),
-        ("time of a step, by the cost model", times(step)),
-        *([] if audit is None else [traffic_section(audit, device, bytes_per_step(here.estimate))]),
+        ("time of a step, by the cost model", [UNKNOWN_TIME] if step is None else times(step)),
+        *(
+            []
+            if audit is None
+            else [traffic_section(audit, device, None if step is None else bytes_per_step(here.estimate))]
+        ),
         ("compile", [("time", duration(plan.compile_seconds)), ("jax", jax.__version__), *_options(plan)]),
         _collectives(plan),
         *([] if audit is None else [_largest_kernels(audit)]),
     ]
-    if not plan.fits:
+    if not plan.fits and step is None:
+        blocks.append(largest_table(largest_arrays(plan.text)))
+    elif not plan.fits:
         excess = memory.peak / GIB - here.estimate.memory.peak_gib
         blocks += advice(here, excess_gib=excess, margin=MARGIN, arrays=largest_arrays(plan.text))
-    page = replace(
-        plan_report(step, name, memory=segments(parts)),
-        title=f"plan for {plan.cluster.devices} x {plan.cluster.gpu.description}",
-        blocks=blocks,
-        remark="Compiled for virtual GPU devices; times by the cost model, the timeline by formulas.",
-    )
-    return page, to_dict(plan, step, audit)
+    title, held = f"plan for {plan.cluster.devices} x {plan.cluster.gpu.description}", segments(parts)
+    if step is None:
+        page = memory_report(title, name, held, device, blocks)
+    else:
+        remark = "Compiled for virtual GPU devices; times by the cost model, the timeline by formulas."
+        page = replace(plan_report(step, name, memory=held), title=title, blocks=blocks, remark=remark)
+    return page, to_dict(plan, device, step, audit)
+
+
+def _layout(plan: TrainPlan) -> list[tuple[str, str]]:
+    """Of a model without facts."""
+    return [
+        ("devices", f"{plan.cluster.devices} in nodes of {plan.cluster.per_node}"),
+        ("mesh", ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items())),
+        ("parameters", f"{count(plan.parameters)} ({plan.parameters:,})"),
+        ("microbatches", f"{plan.microbatches} of {plan.cfg.batch.micro_size} rows"),
+    ]
+
+
+def _attention(plan: TrainPlan) -> list[tuple[str, str]]:
+    if plan.kernels:
+        return [("attention", "; ".join(dict.fromkeys(plan.kernels)))]
+    auto = any(getattr(block.mixer, "kernel", None) == "auto" for block in plan.cfg.model.stack.pattern)
+    return [("attention", "kernel=auto is what this machine would take: name one in the config")] if auto else []
 
 
 def _memory(plan: TrainPlan) -> list[tuple[str, str]]:
@@ -170,8 +211,11 @@ def _collective_rows(plan: TrainPlan) -> Iterator[Sequence[str]]:
             )
 
 
-def traffic_section(audit: Audit, device: Device, predicted: dict[str, float]) -> Section:
-    """Bytes by class, and how conditionals and loops of unknown trip count are counted. predicted: by formula."""
+def traffic_section(audit: Audit, device: Device, predicted: dict[str, float] | None) -> Section:
+    """Bytes by class, and how conditionals and loops of unknown trip count are counted.
+
+    predicted: by formula; None where there is none for the model.
+    """
     (_, unit), plain = unit_of(audit.by_class()["total"]), audit.to_dict()
     title, (*lines,) = classes(audit.by_class(), device, predicted)
     if workspace := plain["bytes_of_workspace"]:

@@ -86,12 +86,13 @@ class Report:
 
     def text(self) -> str:
         lines = [self.title]
-        for is_table, group in groupby(self.blocks, lambda block: isinstance(block, Table)):
-            if is_table:
-                for table in group:
+        for _, group in groupby(self.blocks, lambda block: isinstance(block, Table)):
+            blocks = list(group)
+            for table in blocks:
+                if isinstance(table, Table):
                     lines += ["", *table.lines()]
-            else:
-                lines += ["" for _ in lines[1:2]] + banner.plain("", [*group]).splitlines()[1:]
+            if sections := [block for block in blocks if not isinstance(block, Table)]:
+                lines += ["" for _ in lines[1:2]] + banner.plain("", sections).splitlines()[1:]
         return "\n".join(lines)
 
     def write_page(self, path: Path) -> None:
@@ -118,24 +119,47 @@ def plan_report(plan: Estimate, name: str, *, memory: Sequence[Segment] = ()) ->
     """A plan by formula. memory: what a device holds in a compiled program, in GiB; else by formula."""
     run = plan.run
     memory = memory or memory_parts(plan)
-    peak, usable = sum(part.size for part in memory), run.device.usable_gib
-    room = usable - peak
-    fits, too_large = ("good", f"fits, {room:.1f} GiB to spare"), ("bad", f"does not fit: {-room:.1f} GiB too much")
     return Report(
         title=f"plan for {run.devices} x {run.device.name}, by formula",
         blocks=sections(plan),
         page_title=f"{name} on {run.devices} x {run.device.name}",
-        verdict=fits if room >= 0 else too_large,
+        verdict=_verdict(memory, run.device),
         figures=[
             ("step", f"{plan.step_seconds:.3g} s", f"{run.step_tokens:,} tokens"),
             ("tokens/s", f"{plan.tokens_per_second_per_device:,.0f}", "per GPU"),
             ("MFU", f"{plan.mfu_causal:.1%}", f"{plan.mfu_full:.1%} with full attention"),
-            ("peak memory", f"{peak:.1f} GiB", f"of {usable:.1f} usable"),
+            _peak_figure(memory, run.device),
             ("bubble", f"{plan.bubble_seconds / plan.step_seconds:.1%}", "of the step"),
             ("exposed", f"{plan.exposed_seconds / plan.step_seconds:.1%}", "communication that is not hidden"),
         ],
         pictures=lambda: pictures(plan, memory),
     )
+
+
+def memory_report(
+    title: str, name: str, memory: Sequence[Segment], device: Device, blocks: Sequence[Section | Table]
+) -> Report:
+    """A compiled plan of a model that formulas do not know: memory without times. memory: in GiB."""
+    return Report(
+        title=title,
+        blocks=blocks,
+        page_title=f"{name}: {title}",
+        remark="Compiled for virtual GPU devices.",
+        verdict=_verdict(memory, device),
+        figures=[_peak_figure(memory, device)],
+        pictures=lambda: [_memory_picture(memory, device)],
+    )
+
+
+def _verdict(memory: Sequence[Segment], device: Device) -> tuple[str, str]:
+    room = device.usable_gib - sum(part.size for part in memory)
+    return (
+        ("good", f"fits, {room:.1f} GiB to spare") if room >= 0 else ("bad", f"does not fit: {-room:.1f} GiB too much")
+    )
+
+
+def _peak_figure(memory: Sequence[Segment], device: Device) -> tuple[str, str, str]:
+    return "peak memory", f"{sum(part.size for part in memory):.1f} GiB", f"of {device.usable_gib:.1f} usable"
 
 
 def memory_parts(plan: Estimate) -> list[Segment]:
@@ -158,22 +182,26 @@ def segments(parts: Sequence[tuple[str, float, str]]) -> list[Segment]:
 
 def pictures(plan: Estimate, memory: Sequence[Segment]) -> list[str]:
     """The timeline of a step and the memory of a device."""
-    drawn, device = timeline(plan), plan.run.device
+    drawn = timeline(plan)
     keys: dict[str, str] = {}
     for kind, name in NAMES.items():
         if kind in drawn.boxes:
             keys.setdefault(name, kind)
     legend = charts.legend([*((kind, name, "") for name, kind in keys.items()), ("idle", "idle", "")])
+    scrolled = f'<div class="scroll">{drawn.svg()}</div>{legend}'
+    return [
+        pages.section("A step", scrolled, f"{plan.step_seconds:.4g} s; time of each stage, by formulas"),
+        _memory_picture(memory, plan.run.device),
+    ]
+
+
+def _memory_picture(memory: Sequence[Segment], device: Device) -> str:
     free = device.usable_gib - sum(part.size for part in memory)
     bar = charts.stacked_bar(
         [*memory, *[Segment("free", free, f"{free:.1f}", "free")] * (free > 0)],
         limit=(device.usable_gib, f"usable {device.usable_gib:.1f} of {device.memory_gib:g}"),
     )
-    scrolled = f'<div class="scroll">{drawn.svg()}</div>{legend}'
-    return [
-        pages.section("A step", scrolled, f"{plan.step_seconds:.4g} s; time of each stage, by formulas"),
-        pages.section("Memory of one device", bar, "GiB"),
-    ]
+    return pages.section("Memory of one device", bar, "GiB")
 
 
 def sections(plan: Estimate) -> list[Section]:

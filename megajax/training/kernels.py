@@ -2,16 +2,17 @@
 
 from megajax.kernels.attention import local_device
 from megajax.kernels.capability import Choice, Device, Request
-from megajax.models.facts import facts_of
+from megajax.models.facts import ChoosesKernels
 from megajax.training.run_config import RunConfig
 
 
 def demand_kernels(cfg: RunConfig, device: Device | None = None) -> tuple[Choice, ...]:
-    """The kernel of each block of the pattern on `device`; () for a model without facts.
+    """The kernel of each block of the pattern on `device`, as far as the model tells; see `ChoosesKernels`.
 
     device: None for the first that jax finds. Raises UserError where a kernel was asked for by name that is not
     available there.
     """
-    facts = facts_of(cfg.model)
     known = Request(dtype=cfg.precision.compute, documents="segment_ids" in cfg.data.leaves())
-    return () if facts is None else facts.kernel_choices(known, local_device() if device is None else device)
+    if not isinstance(cfg.model, ChoosesKernels):
+        return ()
+    return cfg.model.kernel_choices(known, local_device() if device is None else device)

@@ -19,6 +19,7 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.mesh.xla import Value
+from megajax.models.facts import facts_of
 from megajax.models.protocol import Model
 from megajax.models.reduction import LossReduction
 from megajax.optim.groups import trainable
@@ -83,6 +84,12 @@ class Program:
     def microbatches(self) -> int:
         """Microbatches of a step of the last size, the largest."""
         return self.sizes.sizes()[-1].microbatches
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights, without padding of the vocabulary if the model has facts."""
+        facts = facts_of(self.cfg.model)
+        return sum(_size(spec) for spec in self.declared.values()) if facts is None else facts.parameter_count().total
 
     @property
     def arrays(self) -> dict[str, ParamSpec]:
@@ -269,6 +276,12 @@ def _pipeline(parallel: ParallelConfig, microbatches: int) -> Schedule:
     )
     check(schedule)
     return schedule
+
+
+def _size(spec: ParamSpec) -> int:
+    """Elements of a weight, without the rows that are no layer."""
+    rows = sum(layer >= 0 for layer in spec.layers)
+    return prod(spec.shape) * rows // len(spec.layers) if spec.layers else prod(spec.shape)
 
 
 def _placed(leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:

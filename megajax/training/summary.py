@@ -2,7 +2,6 @@
 
 import html
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import jax
@@ -26,14 +25,11 @@ def run_rows(program: Any, step: int | None) -> Rows:
     kinds = [parallel.data_sharding, *["sequence parallel"] * parallel.sequence]
     rows, length = batch.rows, model.row_positions()
     facts, vocabulary = facts_of(model), ids_below(model)
-    parameters = (
-        sum(prod(spec.shape) for spec in program.declared.values()) if facts is None else facts.parameter_count().total
-    )
     done = "unknown: its arrays were given to a later step" if step is None else f"{step:,} of {cfg.steps:,}"
     return (
         (
             "model",
-            f"{type(program.abstract).__name__}, {count(parameters)} parameters: {model.stack.layers()} layers"
+            f"{type(program.abstract).__name__}, {count(program.parameters)} parameters: {model.stack.layers()} layers"
             + ("" if facts is None else f", hidden {facts.hidden}")
             + ("" if vocabulary is None else f", vocabulary {vocabulary:,}"),
         ),

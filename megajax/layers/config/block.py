@@ -1,7 +1,7 @@
 """Configs of a residual block and of a stack of blocks; imports neither jax nor flax."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import eq
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -188,6 +188,10 @@ class StackConfig(Builds):
     def parts(self) -> tuple["StackConfig", ...]:
         """The segments of the stack: itself."""
         return (self,)
+
+    def with_pattern(self, blocks: Sequence[BlockConfig]) -> "StackConfig":
+        """The same stack of other blocks."""
+        return replace(self, pattern=tuple(blocks))
 
     @classmethod
     def of(cls, blocks: Sequence[BlockConfig]) -> "StackConfig":

@@ -18,11 +18,11 @@ def step_time(plan: TrainPlan, device: Device | None = None) -> Estimate:
 
     What the compiler put beside matmuls counts as hidden, as far as there is computing to hide it. Ticks of a pipeline
     in which a stage is idle have collectives like all others, so the bubble is of computing alone. For an
-    outermost loop of unknown trip count see `TrainPlan.unknown_trips`.
+    outermost loop of unknown trip count see `TrainPlan.unknown_trips`. Raises UserError as `describe` does.
     """
     device = device or known_device(plan.cluster.name)
     formula = estimate(describe(plan.cfg, device, plan.cluster.devices, plan.cluster.per_node))
-    rows = [_traffic(row, plan, device) for row in grouped(plan.contents.collectives)]
+    rows = program_traffic(plan, device)
     hidden = min(sum(row.hidden for row in rows), formula.compute_seconds)
     return replace(
         formula,
@@ -31,6 +31,11 @@ def step_time(plan: TrainPlan, device: Device | None = None) -> Estimate:
         hidden_seconds=hidden,
         bubble_seconds=formula.schedule.fraction * formula.compute_seconds,
     )
+
+
+def program_traffic(plan: TrainPlan, device: Device) -> list[Traffic]:
+    """The collectives of a compiled program with their times, in the order of `grouped`; any model has them."""
+    return [_traffic(row, plan, device) for row in grouped(plan.contents.collectives)]
 
 
 def _traffic(row: Mapping[str, Any], plan: TrainPlan, device: Device) -> Traffic:

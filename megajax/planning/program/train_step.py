@@ -11,7 +11,7 @@ from megajax.config.tree import check
 from megajax.kernels.capability import Device
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.xla import DEVICELESS, Option, compiler_options
-from megajax.models.facts import facts_of
+from megajax.models.facts import ChoosesKernels
 from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import Schedule
 from megajax.planning.program.collectives import Contents, read
@@ -54,8 +54,10 @@ class TrainPlan:
     cluster: Cluster
     mesh: dict[str, int]
     microbatches: int
+    parameters: int
+    """Of the model."""
     kernels: tuple[str, ...]
-    """Attention kernel of each block of the pattern, with the reason if it is not cuDNN's."""
+    """Attention kernel of each block of the pattern, with the reason if it is not cuDNN's; () if they are unknown."""
     memory: Memory
     contents: Contents
     schedule: Schedule | None
@@ -118,6 +120,7 @@ def compile_train_step(cfg: RunConfig, cluster: Cluster) -> TrainPlan:
         cluster=cluster,
         mesh=dict(mesh.shape),
         microbatches=program.microbatches,
+        parameters=program.parameters,
         kernels=kernels,
         memory=memory,
         contents=read(text, mesh.shape),
@@ -145,8 +148,9 @@ def with_kernels(cfg: RunConfig, gpu: GPU) -> tuple[RunConfig, tuple[str, ...]]:
     Raises UserError for a kernel that is named in the config and not supported there.
     """
     chosen = demand_kernels(cfg, Device(name=gpu.description, capability=gpu.capability, cudnn=CUDNN))
-    facts = facts_of(cfg.model)
-    model = cfg.model if facts is None else facts.with_kernels([choice.kernel for choice in chosen])
+    model = cfg.model
+    if isinstance(model, ChoosesKernels):
+        model = model.with_kernels([choice.kernel for choice in chosen])
     described = (f"{kernel} ({'; '.join(reasons)})" if reasons else kernel for kernel, reasons in chosen)
     return cfg.but(model=model), tuple(described)
 

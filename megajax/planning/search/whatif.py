@@ -114,9 +114,7 @@ def advice(
     rows = [(part.name, f"{part.size:.2f}", f"{part.size / now.memory.peak_gib:.0%}") for part in parts]
     tables = [Table("it does not fit: what takes most memory", ("part", "GiB", "of peak"), rows)]
     if arrays:
-        rows = [(one.shape, f"{one.bytes / GIB:.2f}", str(one.times), one.made_by) for one in arrays]
-        headings = ("shape", "GiB", "in program", "made by")
-        tables.append(Table("largest arrays of the program", headings, rows, (0, 3)))
+        tables.append(largest_table(arrays))
     changes = [
         (
             " ".join(f"--{one}" for one in change.settings),
@@ -127,3 +125,9 @@ def advice(
         for change in cheapest(here, here.device.usable_gib * (1 - margin) - excess_gib)
     ] or [("none of those tried; --search tries all layouts, more devices make room", "", "", "")]
     return [*tables, Table("cheapest changes that make it fit", ("change", "peak, GiB", "step, s", "slower"), changes)]
+
+
+def largest_table(arrays: Sequence[Array]) -> Table:
+    """The largest arrays of a compiled program."""
+    rows = [(one.shape, f"{one.bytes / GIB:.2f}", str(one.times), one.made_by) for one in arrays]
+    return Table("largest arrays of the program", ("shape", "GiB", "in program", "made by"), rows, (0, 3))
