@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from megajax.batch import SAMPLE, Batch, Schema
+from megajax.batch import SAMPLE, Batch, Leaf, Schema
 from megajax.config.errors import UserError
 from megajax.data.config import LoaderConfig
 
@@ -64,21 +64,39 @@ class LocalRows:
 def read_rows(source: RowSource, schema: Schema, first: int, offsets: np.ndarray) -> Block:
     """Read rows first + offsets: each leaf [K, ...], `sample` uint32 [K].
 
-    Raises UserError for a row whose arrays have other shapes than the schema says.
+    Raises UserError for a row that lacks a leaf, and for arrays with other shapes, kinds of dtypes or values than the
+    schema says.
     """
     numbers = first + offsets
     block = {name: np.empty((len(numbers), *leaf.shape), leaf.dtype) for name, leaf in schema.items() if name != SAMPLE}
     for place, number in enumerate(numbers.tolist()):
         row = source[number]
         for name, values in block.items():
-            if np.shape(row[name]) != values.shape[1:]:
-                raise UserError(
-                    f"row {number} of the data has {name} of shape {np.shape(row[name])}, the model reads "
-                    f"{values.shape[1:]}"
-                )
-            values[place] = row[name]
+            values[place] = _array(row, name, schema[name], number)
+    for name, values in block.items():
+        below = schema[name].below
+        if below is not None and values.size and not 0 <= values.min() <= values.max() < below:
+            outside = np.any((values < 0) | (values >= below), axis=tuple(range(1, values.ndim)))
+            raise UserError(
+                f"row {numbers[outside][0]} of the data has {name} from {values[outside][0].min()} to "
+                f"{values[outside][0].max()}, the model reads 0 to {below - 1}"
+            )
     block[SAMPLE] = (numbers % (1 << SAMPLE_BITS)).astype(np.uint32)
     return block
+
+
+def _array(row: Mapping[str, np.ndarray], name: str, leaf: Leaf, number: int) -> np.ndarray:
+    """One array of a row. Raises UserError where it does not match its leaf."""
+    if not isinstance(row, Mapping) or name not in row:
+        there = ", ".join(row) if isinstance(row, Mapping) else f"a {type(row).__name__}, and must be a mapping"
+        raise UserError(f"row {number} of the data has no {name}, which the model reads; it has {there}")
+    value = np.asarray(row[name])
+    if value.shape != leaf.shape:
+        raise UserError(f"row {number} of the data has {name} of shape {value.shape}, the model reads {leaf.shape}")
+    integers = np.issubdtype(value.dtype, np.integer) and np.issubdtype(leaf.dtype, np.integer)
+    if not integers and not np.can_cast(value.dtype, leaf.dtype, "same_kind"):
+        raise UserError(f"row {number} of the data has {name} of dtype {value.dtype}, the model reads {leaf.dtype}")
+    return value
 
 
 class _Steps:
@@ -109,7 +127,7 @@ class Loader:
 
     Raises:
         UserError: G is not divisible by M; on iteration, the source has too few rows for the next batch, or a
-            token lies outside the vocabulary.
+            row does not match the schema.
     """
 
     def __init__(

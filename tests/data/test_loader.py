@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from megajax.batch import batch_schema
+from megajax.batch import Leaf, batch_schema
 from megajax.config.errors import UserError
 from megajax.data.config import LoaderConfig
 from megajax.data.loader import Loader, LocalRows, read_rows
@@ -17,8 +17,8 @@ from megajax.models.config import text_schema
 S, G, M = 8, 16, 2
 AXES = ("pipeline", "data", "expert", "context", "tensor")
 SPEC = PartitionSpec(None, ("data", "expert"), "context")
-LEAVES = {name: leaf.dtype for name, leaf in text_schema(S, 100).items()}
-SCHEMA = batch_schema(text_schema(S, 100), LEAVES)
+LEAVES = {name: leaf.dtype for name, leaf in text_schema(S, 10_000).items()}
+SCHEMA = batch_schema(text_schema(S, 10_000), LEAVES)
 LAYOUTS = [(1, 8, 1, 1, 1), (1, 2, 2, 1, 2), (2, 2, 1, 2, 1), (1, 1, 1, 1, 8), (2, 1, 2, 2, 1), (1, 1, 1, 8, 1)]
 
 
@@ -167,6 +167,35 @@ def test_reading_runs_ahead() -> None:
 def test_sample_numbers_wrap_at_32_bits() -> None:
     block = read_rows(Numbers(), SCHEMA, (1 << 32) + 5, np.array([0, 1]))
     assert block["sample"].tolist() == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"tokens": None}, "has no tokens, which the model reads; it has labels"),
+        ({"tokens": np.zeros(3, np.int32)}, r"tokens of shape \(3,\), the model reads \(8,\)"),
+        ({"tokens": np.full(S, 0.5)}, "tokens of dtype float64, the model reads int32"),
+        ({"loss_mask": np.full(S, "1")}, "loss_mask of dtype <U1, the model reads float32"),
+        ({"labels": np.arange(9_993, 9_993 + S)}, "labels from 9993 to 10000, the model reads 0 to 9999"),
+        ({"labels": np.full(S, -1)}, "labels from -1 to -1"),
+    ],
+    ids=["missing", "shape", "dtype", "text", "above", "below"],
+)
+def test_a_row_that_does_not_match_the_schema_is_refused(row: dict[str, Any], message: str) -> None:
+    class Wrong(Numbers):
+        def __getitem__(self, number: int) -> dict[str, np.ndarray]:
+            right = super().__getitem__(number)
+            return {name: value for name, value in (right | row).items() if value is not None} if number == 6 else right
+
+    with pytest.raises(UserError, match=f"row 6 of the data has {message.removeprefix('has ')}"):
+        read_rows(Wrong(), SCHEMA, 0, np.array([2, 6]))
+
+
+def test_integers_of_any_size_are_read_and_a_row_must_be_a_mapping() -> None:
+    schema = {"label": Leaf("uint8")}
+    assert read_rows([{"label": 3}], schema, 0, np.array([0]))["label"].tolist() == [3]
+    with pytest.raises(UserError, match="it has a list, and must be a mapping"):
+        read_rows([[3]], schema, 0, np.array([0]))
 
 
 def test_growing_steps() -> None:
