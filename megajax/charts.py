@@ -10,7 +10,13 @@ from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+
+type Values = Sequence[float] | np.ndarray
+"""Numbers [P]."""
 
 LEFT, RIGHT, TOP, BOTTOM = 70, 14, 12, 26
 """Margins around a line chart, in units of its viewBox."""
@@ -35,9 +41,9 @@ class Series:
     """One curve."""
 
     name: str
-    x: Sequence[float]
+    x: Values
     """[P], ascending."""
-    y: Sequence[float]
+    y: Values
     """[P]; nan leaves a gap."""
     color: int = 0
     """Place in the palette."""
@@ -266,7 +272,7 @@ def tick_text(value: float, *, percent: bool = False) -> str:
     return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
 
 
-def _finite(values: Sequence[float]) -> list[float]:
+def _finite(values: Values) -> list[float]:
     return [value for value in map(float, values) if math.isfinite(value)]
 
 

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 _DEFERRED = (signal.SIGINT, signal.SIGTERM)
 
@@ -21,6 +22,7 @@ def deferred_interrupts() -> Generator[Callable[[], None]]:
     signals, this does nothing.
     """
     pending: list[int] = []
+    former: dict[int, Callable[[int, FrameType | None], Any]]
     former = {number: handler for number in _DEFERRED if callable(handler := signal.getsignal(number))}
     if threading.current_thread() is not threading.main_thread():
         former = {}

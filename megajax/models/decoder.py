@@ -137,7 +137,8 @@ class DecoderLM(nnx.Module):
         total = sums.minimised / scale
         metrics = {name: (each / scale / share, counted) for name, each in sums.losses.items()}
         states = self.mtp_states(x, batch["tokens"], ctx)
-        targets = mtp_targets(self.cfg.prediction, batch, ctx.segments, reduction)
+        prediction = self.cfg.prediction
+        targets = () if prediction is None else mtp_targets(prediction, batch, ctx.segments, reduction)
         for depth, (state, target) in enumerate(zip(states, targets, strict=False), start=2):
             sums = self.vocabulary_loss(state, target.labels, target.weights * (target.share * scale))
             total = total + sums.minimised / scale * target.coefficient

@@ -1,6 +1,6 @@
 """The curves of a report, with the events of the run marked on them."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -74,6 +74,9 @@ def _others(steps: Steps, compiling: Collection[int]) -> Iterator[LineChart]:
     compiles = np.isin(steps.step, list(compiling)) if len(steps) > len(compiling) else np.zeros(len(steps), bool)
 
     def series(speed: bool = False, scale: float = 1.0, **columns: str) -> list[Series]:
+        return of(columns, speed=speed, scale=scale)
+
+    def of(columns: Mapping[str, str], *, speed: bool = False, scale: float = 1.0) -> list[Series]:
         made: list[Series] = []
         for index, (name, column) in enumerate(columns.items()):
             y = np.where(compiles, np.nan, steps.column(column)) if speed else steps.column(column) * scale
@@ -111,7 +114,7 @@ def _others(steps: Steps, compiling: Collection[int]) -> Iterator[LineChart]:
         yield LineChart(title="Loss scale", series=series(loss_scale="loss_scale"))
     for name in sorted(steps.columns.keys() - PLOTTED):
         if not name.startswith("seconds_"):
-            yield LineChart(title=name.replace("_", " "), series=series(**{name: name}))
+            yield LineChart(title=name.replace("_", " "), series=of({name: name}))
 
 
 def _marks(runs: Sequence[Attempt]) -> Iterator[Mark]:

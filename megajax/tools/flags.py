@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from megajax.config.errors import Problem
 from megajax.config.nearest import did_you_mean
@@ -65,7 +65,15 @@ class Flag:
 KINDS: Mapping[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, list)}
 
 
-def read_table(text: str, functions: "Iterable[Callable[[Arguments], Settings]]") -> dict[str, tuple[Flag, ...]]:
+class Maker(Protocol):
+    """A function that makes settings."""
+
+    __name__: str
+
+    def __call__(self, args: "Arguments", /) -> Settings: ...
+
+
+def read_table(text: str, functions: Iterable[Maker]) -> dict[str, tuple[Flag, ...]]:
     """Title of a part -> its rows, of a text as megatron_flags.txt explains it; `functions` make settings."""
     by_name = {function.__name__: function for function in functions}
     parts: dict[str, tuple[Flag, ...]] = {}

@@ -62,6 +62,7 @@ def guarded(parts: StepParts, *, drills: bool = False) -> TrainStep:
     def train_step(state: TrainState, batch: Batch, control: StepControl) -> tuple[TrainState, Metrics]:
         if control.limits is None:
             return plain(state, batch)
+        assert control.held is not None  # it comes with limits
         limits = GuardLimits(*control.limits)
         faulty = replace(parts, grad_fn=with_fault(parts.grad_fn, limits)) if drills else parts
         update = compute_update(faulty, state, batch)

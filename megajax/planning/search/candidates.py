@@ -126,7 +126,8 @@ class Choice:
     def read(cls, written: Mapping[str, Any]) -> "Choice":
         """From JSON of `plain`."""
         again = written["recompute"]
-        return cls(**{**written, "recompute": tuple(again) if isinstance(again, list) else again})
+        fields: dict[str, Any] = {**written, "recompute": tuple(again) if isinstance(again, list) else again}
+        return cls(**fields)
 
 
 _PARALLEL = ("tensor", "pipeline", "virtual_stages", "data", "data_sharding", "sequence")

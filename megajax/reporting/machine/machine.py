@@ -28,7 +28,8 @@ class Output(NamedTuple):
     @property
     def reason(self) -> str:
         """Why the command failed, in one line."""
-        how = f"was killed by signal {-self.code}" if (self.code or 0) < 0 else f"ended with code {self.code}"
+        killed = self.code is not None and self.code < 0
+        how = f"was killed by signal {abs(self.code or 0)}" if killed else f"ended with code {self.code}"
         last = " / ".join((self.err.strip() or self.out.strip()).splitlines()[-3:])
         return self.why or (f"{how}: {last}" if last else how)
 
@@ -37,9 +38,10 @@ def run_limited(command: Sequence[str], *, seconds: float, environment: Mapping[
     """Run a command for at most `seconds`, then kill it with all its children. Never waits for one that won't die."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         # Files, not pipes: a grandchild that keeps a pipe open would keep this process waiting.
-        streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
         try:
-            process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+            process = subprocess.Popen(
+                command, env=environment, start_new_session=True, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+            )
         except OSError as error:
             return Output(None, why=f"cannot be started: {error.strerror or error}")
         code, why = None, ""
