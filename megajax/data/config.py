@@ -121,19 +121,19 @@ class BlendConfig(Builds):
         return text_leaves(self.isolate_documents or self.reset_attention_mask)
 
     def problems(self) -> list[Problem]:
-        found = _split_problems(self.split) + _at_least("surplus", self.surplus, 0)
+        problems = _split_problems(self.split) + _at_least("surplus", self.surplus, 0)
         lists = {f"{name}_paths": getattr(self, f"{name}_paths") for name in NAMES}
         given = [name for name, items in lists.items() if items]
         if self.paths and given:
-            found.append(Problem("paths", f"set together with {', '.join(given)}", "use one of the two ways"))
+            problems.append(Problem("paths", f"set together with {', '.join(given)}", "use one of the two ways"))
         if not self.paths and not given:
-            found.append(Problem("paths", "no data path given", "set data.paths=PREFIX (without .bin and .idx)"))
+            problems.append(Problem("paths", "no data path given", "set data.paths=PREFIX (without .bin and .idx)"))
         for name, items in {"paths": self.paths, **lists}.items():
             try:
                 parse_paths(items or ("unset",))
             except UserError as error:
-                found.append(Problem(name, str(error)))
-        return found
+                problems.append(Problem(name, str(error)))
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -77,7 +77,7 @@ class _Blocked(NamedTuple):
 
     @property
     def positions(self) -> tuple[Array, Array, Array, Array]:
-        return self[:4]
+        return self.query_index, self.key_index, self.query_segments, self.key_segments
 
 
 def _cut_into_blocks(mask: Mask, rows: int, blocks: Blocks) -> _Blocked:

@@ -86,13 +86,12 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
     if launched.count is None and own.index is None:
         # An indexed job also has an index when its pods are independent, so it is used only here.
         launched = launched._replace(index=_number(environment, "JOB_COMPLETION_INDEX", problems))
-    count, index, coordinator, local_index, local_count = (
-        mine if mine is not None else theirs for mine, theirs in zip(own, launched, strict=True)
-    )
+    merged = launched._replace(**{name: value for name, value in own._asdict().items() if value is not None})
+    count, index, coordinator = merged.count, merged.index, merged.coordinator
     problems += _missing(count, index, coordinator)
     if problems or count is None or index is None or coordinator is None:
         raise StartError("; ".join(problems), code=2)
-    return World(count, index, coordinator, local_index, local_count)
+    return World(count, index, coordinator, merged.local_index, merged.local_count)
 
 
 def split_address(address: str) -> tuple[str, int] | None:

@@ -34,8 +34,8 @@ class PredictionConfig(Builds):
     """Block of each head; none: the last block of the stack's pattern."""
 
     def problems(self) -> list[Problem]:
-        found = [] if self.depth >= 1 else [Problem("depth", f"must be at least 1, got {self.depth}")]
-        return found + above_zero(weight=self.weight)
+        problems = [] if self.depth >= 1 else [Problem("depth", f"must be at least 1, got {self.depth}")]
+        return problems + above_zero(weight=self.weight)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,27 +140,27 @@ class DecoderConfig(Builds, ModelConfig):
     """Coefficient of the z-loss log(Z)^2, where Z is the softmax denominator (1e-4 in PaLM). Training only."""
 
     def problems(self) -> list[Problem]:
-        found = []
+        problems = []
         for name in ("hidden", "vocabulary_size", "vocabulary_multiple", "sequence_length", "loss_chunk"):
             if not 1 <= getattr(self, name) <= LARGEST:
-                found.append(Problem(name, f"must be between 1 and {LARGEST}, got {getattr(self, name)}"))
+                problems.append(Problem(name, f"must be between 1 and {LARGEST}, got {getattr(self, name)}"))
         if self.unroll is not None and self.unroll < 1:
-            found.append(Problem("unroll", f"must be at least 1, got {self.unroll}", "none for all layers"))
+            problems.append(Problem("unroll", f"must be at least 1, got {self.unroll}", "none for all layers"))
         if not 0 <= self.dropout < 1:
-            found.append(Problem("dropout", f"must be at least 0 and below 1, got {self.dropout}"))
+            problems.append(Problem("dropout", f"must be at least 0 and below 1, got {self.dropout}"))
         if not 0 <= self.z_loss < inf:
-            found.append(Problem("z_loss", f"must be a number from 0 up, got {self.z_loss}"))
-        found += self._smoothing_problems()
-        found += above_zero(init_std=self.init_std, embedding_std=self.embedding_std)
-        found += self._recompute_problems()
+            problems.append(Problem("z_loss", f"must be a number from 0 up, got {self.z_loss}"))
+        problems += self._smoothing_problems()
+        problems += above_zero(init_std=self.init_std, embedding_std=self.embedding_std)
+        problems += self._recompute_problems()
         if self.prediction is not None and self.prediction.depth >= self.sequence_length:
             what = f"{self.prediction.depth} reaches beyond sequence_length={self.sequence_length}"
-            found.append(Problem("prediction.depth", what))
+            problems.append(Problem("prediction.depth", what))
         for where, block in self.named_blocks().items():
             if isinstance(block.mixer, Mixer):
                 for problem in block.mixer.shape_problems(hidden=self.hidden, length=self.sequence_length):
-                    found.append(Problem(f"{where}.mixer.{problem.where}", problem.what, problem.hint))
-        return found
+                    problems.append(Problem(f"{where}.mixer.{problem.where}", problem.what, problem.hint))
+        return problems
 
     def schema(self) -> dict[str, Leaf]:
         """Tokens, their labels, and where documents begin."""
@@ -200,10 +200,10 @@ class DecoderConfig(Builds, ModelConfig):
 
     def _recompute_problems(self) -> list[Problem]:
         names = {"layers": "recompute_layers"}
-        found = [replace(p, where=names.get(p.where, p.where)) for p in self.recomputing().problems()]
+        problems = [replace(p, where=names.get(p.where, p.where)) for p in self.recomputing().problems()]
         size = len(self.stack.pattern)
         if len(self.stack.parts()) > 1 and self.layers_per_checkpoint > 1:
-            found.append(
+            problems.append(
                 Problem("layers_per_checkpoint", f"{self.layers_per_checkpoint} of a segmented stack", "use 1")
             )
         for name, count in (
@@ -212,8 +212,8 @@ class DecoderConfig(Builds, ModelConfig):
         ):
             if size and count is not None and count % size:
                 what = f"{count} cuts the stack's pattern of {size} blocks"
-                found.append(Problem(name, what, f"use a multiple of {size}"))
-        return found
+                problems.append(Problem(name, what, f"use a multiple of {size}"))
+        return problems
 
     def predicting_blocks(self) -> tuple[BlockConfig, ...]:
         """The blocks behind the stack, one for each further token."""

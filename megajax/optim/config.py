@@ -32,12 +32,12 @@ class GroupConfig:
     """Factor on the weight decay; 0 turns it off."""
 
     def problems(self) -> list[Problem]:
-        found = list(_from_zero(self, "lr", "min_lr", "lr_multiplier", "decay"))
+        problems = list(_from_zero(self, "lr", "min_lr", "lr_multiplier", "decay"))
         if not self.match:
-            found.append(Problem("match", "is empty", "name weights by their path, * stands for any text"))
-        if not found and self.lr is not None and (self.min_lr or 0) > self.lr:
-            found.append(Problem("min_lr", f"min_lr={self.min_lr} is above lr={self.lr}"))
-        return found
+            problems.append(Problem("match", "is empty", "name weights by their path, * stands for any text"))
+        if not problems and self.lr is not None and (self.min_lr or 0) > self.lr:
+            problems.append(Problem("min_lr", f"min_lr={self.min_lr} is above lr={self.lr}"))
+        return problems
 
 
 def _from_zero(cfg: object, *names: str) -> Iterator[Problem]:
@@ -87,29 +87,31 @@ class UpdateConfig(Builds):
     def rate_problems(self, schedule: "ScheduleConfig") -> list[Problem]:
         """What does not fit the schedule. Rates a weight gets from several rules are looked at where weights are known:
         by Schedule.rates."""
-        found = _rate_problem("embedding_min_lr", self.embedding_lr, self.embedding_min_lr, schedule)
+        problems = _rate_problem("embedding_min_lr", self.embedding_lr, self.embedding_min_lr, schedule)
         rules = (*self.groups, GroupConfig(match="*", lr=self.embedding_lr, min_lr=self.embedding_min_lr))
         for place, rule in enumerate(self.groups):
             others = rules[:place] + rules[place + 1 :]
             given = any((other.min_lr if rule.min_lr is None else other.lr) is not None for other in others)
             if not given:
-                found += _rate_problem(f"groups.{place}.min_lr", rule.lr, rule.min_lr, schedule)
-        return found
+                problems += _rate_problem(f"groups.{place}.min_lr", rule.lr, rule.min_lr, schedule)
+        return problems
 
     def shared_problems(self, **averages: float) -> list[Problem]:
         """Of the settings above. averages: name -> decay of the running averages, the optimizer's own."""
-        found = list(_from_zero(self, "weight_decay", "embedding_lr", "embedding_min_lr"))
+        problems = list(_from_zero(self, "weight_decay", "embedding_lr", "embedding_min_lr"))
         if self.clip is not None and not 0 < self.clip < inf:
-            found.append(Problem("clip", f"must be a number above 0, got {self.clip}", "clip=none turns clipping off"))
+            problems.append(
+                Problem("clip", f"must be a number above 0, got {self.clip}", "clip=none turns clipping off")
+            )
         if not self.trainable:
-            found.append(Problem("trainable", "names no weight", "the default, *, trains all"))
+            problems.append(Problem("trainable", "names no weight", "the default, *, trains all"))
         if not 0 <= self.offload <= 1:
-            found.append(Problem("offload", f"is a share, from 0 to 1, got {self.offload:g}"))
+            problems.append(Problem("offload", f"is a share, from 0 to 1, got {self.offload:g}"))
         for name, beta in averages.items():
             if not 0 <= beta < 1:
-                found.append(Problem(name, f"must be at least 0 and below 1, got {beta}"))
+                problems.append(Problem(name, f"must be at least 0 and below 1, got {beta}"))
             elif 1 - beta < (least := dict(SMALLEST_CHANGES).get(self.moments, 0.0)):
-                found.append(
+                problems.append(
                     Problem(
                         "moments",
                         f"{self.moments} cannot hold a change by {1 - beta:.2g} of a value, which {name}={beta} makes: "
@@ -118,10 +120,10 @@ class UpdateConfig(Builds):
                     )
                 )
         if self.embedding_lr is not None and (self.embedding_min_lr or 0) > self.embedding_lr:
-            found.append(
+            problems.append(
                 Problem("embedding_min_lr", f"{self.embedding_min_lr} is above embedding_lr={self.embedding_lr}")
             )
-        return found
+        return problems
 
 
 def _rate_problem(where: str, lr: float | None, min_lr: float | None, schedule: "ScheduleConfig") -> list[Problem]:
@@ -213,21 +215,23 @@ class MuonConfig(UpdateConfig):
     """Added to the root of AdamW's second moment."""
 
     def problems(self) -> list[Problem]:
-        found = self.shared_problems(momentum=self.momentum, beta1=self.beta1, beta2=self.beta2)
-        found += _epsilon_problems(self.epsilon)
+        problems = self.shared_problems(momentum=self.momentum, beta1=self.beta1, beta2=self.beta2)
+        problems += _epsilon_problems(self.epsilon)
         count = self.iterations
         if count < 1:
-            found.append(Problem("iterations", f"must be at least 1, got {count}"))
+            problems.append(Problem("iterations", f"must be at least 1, got {count}"))
         elif self.coefficients == "quintic" and count % 5:
             near = ", ".join(str(n) for n in (count // 5 * 5, count // 5 * 5 + 5) if n)
-            found.append(
+            problems.append(
                 Problem("iterations", f"{count} is not a multiple of quintic's 5 polynomials", f"nearest: {near}")
             )
         elif self.coefficients == "polar_express" and count < 8:
-            found.append(Problem("iterations", f"polar_express has 8 polynomials, iterations={count} leaves some out"))
+            problems.append(
+                Problem("iterations", f"polar_express has 8 polynomials, iterations={count} leaves some out")
+            )
         if not 0 < self.extra_scale < inf:
-            found.append(Problem("extra_scale", f"must be a number above 0, got {self.extra_scale}"))
-        return found
+            problems.append(Problem("extra_scale", f"must be a number above 0, got {self.extra_scale}"))
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,25 +254,27 @@ class OptaxConfig(UpdateConfig):
         return self.make
 
     def problems(self) -> list[Problem]:
-        found = self.shared_problems()
+        problems = self.shared_problems()
         module, _, name = self.make.rpartition(":")
         if not module or not name:
             hint = "module:function or file.py:function, as in optax:adafactor"
-            found.append(Problem("make", f"names no function, got {self.make}", hint))
+            problems.append(Problem("make", f"names no function, got {self.make}", hint))
         if "learning_rate" in self.settings:
-            found.append(Problem("settings.learning_rate", "the schedule gives the learning rate", "set schedule.lr"))
+            problems.append(
+                Problem("settings.learning_rate", "the schedule gives the learning rate", "set schedule.lr")
+            )
         if self.moments != "float32":
             what = f"{self.moments} cannot be chosen here: the transformation decides how its state is kept"
-            found.append(Problem("moments", what, "leave it out; many take a dtype: settings.mu_dtype=bfloat16"))
+            problems.append(Problem("moments", what, "leave it out; many take a dtype: settings.mu_dtype=bfloat16"))
         hint = "use optimizer.trainable to freeze weights, and optax.partition within the function for other rates"
         for name in ("embedding_lr", "embedding_min_lr"):
             if getattr(self, name) is not None:
-                found.append(Problem(name, "a transformation has one learning rate, the schedule's", hint))
+                problems.append(Problem(name, "a transformation has one learning rate, the schedule's", hint))
         for place, group in enumerate(self.groups):
             if any(rate is not None for rate in (group.lr, group.min_lr, group.lr_multiplier)):
                 what = "changes a learning rate; a transformation has one, the schedule's. Groups can change the decay"
-                found.append(Problem(f"groups.{place}", what, hint))
-        return found
+                problems.append(Problem(f"groups.{place}", what, hint))
+        return problems
 
 
 class OptimizerBuilder(Protocol):
@@ -354,7 +360,7 @@ class ScheduleConfig(Builds):
     this config from the samples consumed so far."""
 
     def problems(self) -> list[Problem]:
-        found = []
+        problems = []
         for names in (
             ("warmup_steps", "warmup_samples", "warmup_fraction"),
             ("decay_steps", "decay_samples"),
@@ -363,16 +369,16 @@ class ScheduleConfig(Builds):
         ):
             given = [name for name in names if getattr(self, name) is not None]
             if len(given) > 1:
-                found.append(Problem(given[1], f"{' and '.join(given)} are both given", _keep_one(given)))
+                problems.append(Problem(given[1], f"{' and '.join(given)} are both given", _keep_one(given)))
         if self.min_lr > self.lr:
-            found.append(Problem("min_lr", f"min_lr={self.min_lr} is above lr={self.lr}"))
+            problems.append(Problem("min_lr", f"min_lr={self.min_lr} is above lr={self.lr}"))
         if 0 <= self.lr < self.warmup_start:
-            found.append(Problem("warmup_start", f"warmup_start={self.warmup_start} is above lr={self.lr}"))
-        found += _from_zero(self, "lr", "min_lr", "warmup_start", "warmup_steps", "warmup_samples")
-        found += _from_zero(self, "weight_decay_start", "weight_decay_steps", "weight_decay_samples")
+            problems.append(Problem("warmup_start", f"warmup_start={self.warmup_start} is above lr={self.lr}"))
+        problems += _from_zero(self, "lr", "min_lr", "warmup_start", "warmup_steps", "warmup_samples")
+        problems += _from_zero(self, "weight_decay_start", "weight_decay_steps", "weight_decay_samples")
         if self.warmup_fraction is not None and not 0 <= self.warmup_fraction <= 1:
-            found.append(Problem("warmup_fraction", f"must be between 0 and 1, got {self.warmup_fraction}"))
-        return found + self._anneal_problems()
+            problems.append(Problem("warmup_fraction", f"must be between 0 and 1, got {self.warmup_fraction}"))
+        return problems + self._anneal_problems()
 
     def _anneal_problems(self) -> list[Problem]:
         given = [name for name in ("anneal_steps", "anneal_samples") if getattr(self, name) is not None]
@@ -421,12 +427,12 @@ class ScheduleConfig(Builds):
         if decay < 0:
             return []
         rows = RowsOfSteps(global_size, samples)
-        found: list[Problem] = []
+        problems: list[Problem] = []
         if self.style != "constant" and warmup >= decay and warmup > 0:
-            found.append(self._long_warmup(warmup, decay, steps, rows))
+            problems.append(self._long_warmup(warmup, decay, steps, rows))
         if self.style == "wsd" and anneal > decay > 0:
-            found.append(self._long_anneal(anneal, decay, steps, global_size))
-        return found
+            problems.append(self._long_anneal(anneal, decay, steps, global_size))
+        return problems
 
     def _long_warmup(self, warmup: float, decay: int, steps: int, rows: RowsOfSteps) -> Problem:
         """A warm-up that leaves nothing of the decay."""

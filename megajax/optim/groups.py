@@ -9,7 +9,7 @@ from jax import Array
 from megajax.config.errors import UserError
 from megajax.config.nearest import either, nearest_names
 from megajax.layers.param import ParamSpec
-from megajax.optim.config import GroupConfig, UpdateConfig
+from megajax.optim.config import GroupConfig, OptimizerBuilder, UpdateConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def groups(
     return found
 
 
-def trainable(cfg: UpdateConfig, declared: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
+def trainable(cfg: UpdateConfig | OptimizerBuilder, declared: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
     """The weights that are trained, in their order. Raises UserError for a pattern that matches no weight."""
     for pattern in cfg.trainable:
         if not any(fnmatchcase(path, pattern) for path in declared):

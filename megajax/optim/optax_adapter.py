@@ -54,6 +54,8 @@ class OptaxOptimizer(Optimizer):
     does. Weight decay is decoupled; decay is the group's.
     """
 
+    cfg: OptaxConfig
+
     def __init__(
         self, cfg: OptaxConfig, declared: Mapping[str, ParamSpec], plan: Plan | None = None, width: float = 1.0
     ):
@@ -126,7 +128,8 @@ class OptaxOptimizer(Optimizer):
     ) -> tuple[Params, OptimizerState]:
         """Of weights as the transformation sees them."""
         leaves = [state[name] if path is None else state[name][path] for name, path in self._places]
-        updates, new = self._transformation(lr).update(grads, self._tree.unflatten(leaves), params)
+        done: Any = self._transformation(lr).update(grads, self._tree.unflatten(leaves), params)
+        updates, new = done
         return updates, self._stored(new)
 
     def _stored(self, state: Any) -> OptimizerState:

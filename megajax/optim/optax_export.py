@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from megajax.batch import Params
 from megajax.optim.groups import Rates
-from megajax.optim.moments import OptimizerState
 from megajax.optim.optimizer import Optimizer, Rule
 
 
@@ -32,10 +30,10 @@ def scale_by_rule(rule: Rule) -> optax.GradientTransformation:
         zeros = {name: jax.tree.map(jnp.zeros_like, params) for name in rule.moments}
         return RuleState(jnp.zeros((), jnp.int32), zeros)
 
-    def update(grads: Any, state: RuleState, params: Any = None) -> tuple[Any, RuleState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
         count = state.count + 1
-        leaves, tree = jax.tree.flatten(grads)
+        leaves, tree = jax.tree.flatten(updates)
         moments = [tree.flatten_up_to(state.moments[name]) for name in rule.moments]
         done = [rule(g, tuple(m), count.astype(jnp.float32)) for g, *m in zip(leaves, *moments, strict=True)]
         new = {name: tree.unflatten([each[1][i] for each in done]) for i, name in enumerate(rule.moments)}
@@ -51,13 +49,13 @@ def transformation(optimizer: Optimizer, rates: Rates) -> optax.GradientTransfor
     `megajax.optim.optimizer.steady`.
     """
 
-    def init(params: Params) -> OptimizerState:
+    def init(params: Any) -> Any:
         return optimizer.init(params)
 
-    def update(grads: Params, state: OptimizerState, params: Params | None = None) -> tuple[Params, OptimizerState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("the update needs the weights: update(gradients, state, weights)")
-        new, state = optimizer.update(grads, state, params, rates=rates)
+        new, state = optimizer.update(updates, state, params, rates=rates)
         return {path: new[path] - p for path, p in params.items()}, state
 
     return optax.GradientTransformation(init, update)

@@ -30,18 +30,20 @@ class DynamicScaleConfig(Builds):
         return resolve(self.target)(self.initial, self.floor, self.window, self.hysteresis, self.growth, self.backoff)
 
     def problems(self) -> list[Problem]:
-        found = [
+        problems = [
             Problem(name, f"must be at least 1, got {getattr(self, name)}")
             for name in ("window", "hysteresis")
             if getattr(self, name) < 1
         ]
         if not self.growth > 1:
-            found.append(Problem("growth", f"must be above 1, got {self.growth:g}"))
+            problems.append(Problem("growth", f"must be above 1, got {self.growth:g}"))
         if not 0 < self.backoff < 1:
-            found.append(Problem("backoff", f"must be between 0 and 1, got {self.backoff:g}"))
+            problems.append(Problem("backoff", f"must be between 0 and 1, got {self.backoff:g}"))
         if not 0 < self.floor <= self.initial:
-            found.append(Problem("floor", f"must be above 0 and at most initial={self.initial:g}, got {self.floor:g}"))
-        return found
+            problems.append(
+                Problem("floor", f"must be above 0 and at most initial={self.initial:g}, got {self.floor:g}")
+            )
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,10 +80,10 @@ class DelayedScalingConfig:
     """Bits of headroom above the amax: scales are divided by 2^margin."""
 
     def problems(self) -> list[Problem]:
-        found = [] if self.history > 0 else [Problem("history", f"must be at least 1, got {self.history}")]
+        problems = [] if self.history > 0 else [Problem("history", f"must be at least 1, got {self.history}")]
         if not -64 <= self.margin <= 64:
-            found.append(Problem("margin", f"must be between -64 and 64, got {self.margin}"))
-        return found
+            problems.append(Problem("margin", f"must be between -64 and 64, got {self.margin}"))
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,9 +135,9 @@ class PrecisionConfig:
     """Matmuls of the layers in 8 bits; needs compute=bfloat16. none: matmuls in `compute`."""
 
     def problems(self) -> list[Problem]:
-        found = []
+        problems = []
         if self.compute == "float16" and self.gradients == "bfloat16":
-            found.append(
+            problems.append(
                 Problem(
                     "gradients",
                     "bfloat16 with compute=float16 would lose three bits of every gradient",
@@ -143,12 +145,12 @@ class PrecisionConfig:
                 )
             )
         if self.fp8 is not None and self.compute != "bfloat16":
-            found.append(
+            problems.append(
                 Problem(
                     "fp8", f"goes with compute=bfloat16, not with {self.compute}", "set compute=bfloat16, or fp8=none"
                 )
             )
-        return found
+        return problems
 
     def scale(self) -> LossScaleConfig:
         """The loss scale in force."""

@@ -98,17 +98,21 @@ class StepRampConfig:
             shown = f"{wrong[0]!r} is not threshold:rows" if wrong else "is empty"
             return [Problem("sizes", shown, "write for example 0:768 250B:1536")]
         pairs = self.pairs()
-        found = []
+        problems = []
         if pairs[0][0]:
-            found.append(Problem("sizes", f"begins at {pairs[0][0]}", "the first threshold is 0"))
+            problems.append(Problem("sizes", f"begins at {pairs[0][0]}", "the first threshold is 0"))
         for (here, rows), (there, more) in pairwise(pairs):
             if there <= here:
-                found.append(Problem("sizes", f"threshold {there} is given twice", "each must be above the one before"))
+                problems.append(
+                    Problem("sizes", f"threshold {there} is given twice", "each must be above the one before")
+                )
             if more <= rows:
-                found.append(Problem("sizes", f"{rows} rows are followed by {more}", "a batch may only grow in a run"))
+                problems.append(
+                    Problem("sizes", f"{rows} rows are followed by {more}", "a batch may only grow in a run")
+                )
         if pairs[0][1] < 1:
-            found.append(Problem("sizes", f"rows must be at least 1, got {pairs[0][1]}"))
-        return found
+            problems.append(Problem("sizes", f"rows must be at least 1, got {pairs[0][1]}"))
+        return problems
 
     def pairs(self) -> list[tuple[int, int]]:
         """(threshold in units, rows), by threshold."""
@@ -154,19 +158,19 @@ class BatchConfig(Builds):
     multiple is an error."""
 
     def problems(self) -> list[Problem]:
-        found = [
+        problems = [
             Problem(name, f"must be between 1 and {LARGEST}, got {getattr(self, name)}")
             for name in ("global_size", "micro_size")
             if not 1 <= getattr(self, name) <= LARGEST
         ]
-        if not found and self.ramp is not None and not self.ramp.problems():
+        if not problems and self.ramp is not None and not self.ramp.problems():
             sizes = self.ramp.size_problems(self.global_size)
-            found += [replace(problem, where=f"ramp.{problem.where}") for problem in sizes]
-        if not found and self.global_size % self.micro_size and not self.decrease:
+            problems += [replace(problem, where=f"ramp.{problem.where}") for problem in sizes]
+        if not problems and self.global_size % self.micro_size and not self.decrease:
             legal = ", ".join(str(n) for n in nearest_divisors(self.global_size, self.micro_size))
             what = f"micro_size={self.micro_size} does not divide global_size={self.global_size}"
-            found.append(Problem("micro_size", what, f"nearest divisors: {legal}"))
-        return found
+            problems.append(Problem("micro_size", what, f"nearest divisors: {legal}"))
+        return problems
 
     def replica_problems(self, replicas: int) -> list[Problem]:
         """What is wrong with these sizes on `replicas` data-parallel devices."""
@@ -221,21 +225,21 @@ class EvaluationConfig:
     """Evaluate on the validation and test splits when training ends."""
 
     def problems(self) -> list[Problem]:
-        found = []
+        problems = []
         if self.every is not None and self.every < 1:
-            found.append(
+            problems.append(
                 Problem("every", f"must be at least 1, got {self.every}", "every=none evaluates at the end only")
             )
         if self.batches < 0:
-            found.append(Problem("batches", f"must not be negative, got {self.batches}"))
+            problems.append(Problem("batches", f"must not be negative, got {self.batches}"))
         for name in self.sets:
             if not re.fullmatch(r"[\w.-]+", name):
-                found.append(Problem("sets", f"the name {name!r} is not made of letters, digits, _ . -"))
+                problems.append(Problem("sets", f"the name {name!r} is not made of letters, digits, _ . -"))
             elif name in ("train", "validation", "test"):
-                found.append(Problem("sets", f"{name} is the name of a split of the run's own data", "use another"))
+                problems.append(Problem("sets", f"{name} is the name of a split of the run's own data", "use another"))
             where = f"sets.{name}"
-            found += [replace(problem, where=f"{where}.{problem.where}") for problem in _problems(self.sets[name])]
-        return found
+            problems += [replace(problem, where=f"{where}.{problem.where}") for problem in _problems(self.sets[name])]
+        return problems
 
 
 def _problems(data: DataConfig) -> list[Problem]:

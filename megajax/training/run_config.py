@@ -75,11 +75,11 @@ class RunConfig:
 
     def problems(self, devices: int | None = None) -> list[Problem]:
         """Everything the parts cannot see alone; what depends on the number of devices only where that is known."""
-        found: list[Problem] = []
+        problems: list[Problem] = []
         for check in _CHECKS:
             with suppress(UnknownValue):  # a part that is wrong is reported already; other checks may not need it
-                found.extend(check(self, devices))
-        return found
+                problems.extend(check(self, devices))
+        return problems
 
     def replicas(self, devices: int) -> int:
         """Devices that work on different rows."""

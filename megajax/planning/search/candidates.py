@@ -176,7 +176,8 @@ def apply(choice: Choice, cfg: RunConfig) -> RunConfig:
         parallel=parallel,
         model=model.with_recomputing(replace(recomputing, offload=offload)),
         batch=replace(cfg.batch, micro_size=choice.micro_size),
-        optimizer=replace(cfg.optimizer, offload=choice.offload),
+        # Every config is a dataclass, which its Protocol cannot say.
+        optimizer=replace(cfg.optimizer, offload=choice.offload),  # ty: ignore[invalid-argument-type]
     )
 
 
