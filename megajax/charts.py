@@ -10,13 +10,16 @@ from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    import numpy as np
 
-type Values = Sequence[float] | np.ndarray
-"""Numbers [P]."""
+class Values(Protocol):
+    """Numbers [P]: a sequence of them, or an array of numpy, which this module does not import."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def __getitem__(self, place: int, /) -> Any: ...
+
 
 LEFT, RIGHT, TOP, BOTTOM = 70, 14, 12, 26
 """Margins around a line chart, in units of its viewBox."""

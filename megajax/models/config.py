@@ -96,7 +96,7 @@ class DecoderConfig(Builds, ModelConfig):
     """Number of token ids. The table is padded to a multiple of vocabulary_multiple; the padding is never used."""
     sequence_length: int
     """Tokens in a training row."""
-    stack: StackConfig | SegmentsConfig
+    stack: StackConfig | SegmentsConfig  # ty: ignore[incompatible-attribute-override] frozen, and nothing sets it
     """The blocks."""
     vocabulary_multiple: int = 128
     """The padded vocabulary is a multiple of this; pipeline x tensor devices must divide it."""

@@ -7,7 +7,7 @@ Shapes: B rows, and whatever a model makes of them.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from megajax.batch import Array, Loss, Rows, Schema
 from megajax.config.errors import Problem
@@ -21,12 +21,8 @@ class ModelConfig(Protocol):
 
     __slots__ = ()
 
-    if TYPE_CHECKING:  # else a dataclass would take the property for the default of its field
-
-        @property
-        def stack(self) -> StackConfig | SegmentsConfig:
-            """The layers, which pipelines cut into stages; a field of the config."""
-            ...
+    stack: StackConfig | SegmentsConfig
+    """The layers, which pipelines cut into stages; a field of the config, which may be frozen."""
 
     def build(self, layout: Any) -> Any:
         """The module (`Model`) on this `megajax.mesh.layout.Layout`; its values are made elsewhere."""

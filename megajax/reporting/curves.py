@@ -44,7 +44,7 @@ def curves(history: History, runs: Sequence[Attempt]) -> list[LineChart]:
     return [
         replace(chart, last=last, **(LOSS_SIZE | {"marks": marks} if chart.title == "Loss" else {"marks": lines}))
         for chart in charts
-        if any(np.isfinite(one.y).any() for one in chart.series) or chart.crosses
+        if any(np.isfinite(np.asarray(one.y)).any() for one in chart.series) or chart.crosses
     ]
 
 
