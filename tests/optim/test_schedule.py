@@ -267,3 +267,10 @@ def test_a_schedule_that_fits_has_no_problem():
     assert ScheduleConfig().run_problems(steps=0, global_size=SIZE) == []
     cfg = ScheduleConfig(style="wsd", anneal_samples=900)
     assert cfg.run_problems(steps=113, global_size=SIZE) == []
+
+
+def test_of_two_settings_that_exclude_each_other_the_hint_keeps_either():
+    (problem,) = ScheduleConfig(warmup_steps=1, warmup_samples=1).problems()
+    assert problem.hint == (
+        "--schedule.warmup_samples=none keeps warmup_steps, --schedule.warmup_steps=none keeps warmup_samples"
+    )
