@@ -109,7 +109,7 @@ def spec_of(cfg: RunConfig) -> dict[str, Any]:
         "model.stack.pattern.0.norm": block.norm != model.norm or getattr(model.norm, "zero_centred", True),
         "model": bool(model.prediction or model.width_scaling or model.has_dropout()),
         "optimizer": type(optimizer) is not AdamWConfig or optimizer != _adam(optimizer),
-        "data.isolate_documents": cfg.data.isolated(),
+        "data.isolate_documents": "segment_ids" in cfg.data.leaves(),
         "batch": cfg.batch.ramp is not None or cfg.batch.loss_average != "tokens",
         "parallel": cfg.parallel.without_data() > 1,
         "precision": cfg.precision.gradients != "float32" or cfg.precision.fp8 is not None,

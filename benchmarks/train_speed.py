@@ -213,7 +213,7 @@ def facts(program: Program, compiled: Any, kernels: tuple[Choice, ...]) -> dict[
         "attention": list(dict.fromkeys(choice.kernel for choice in kernels)),
         "why_not_faster": list(dict.fromkeys(reason for choice in kernels for reason in choice.reasons)),
         "loss_chunk": model.loss_chunk,
-        "documents_isolated": cfg.data.isolated(),
+        "documents_isolated": "segment_ids" in cfg.data.leaves(),
         "custom_calls": dict(Counter(CALLS.findall(compiled.as_text())).most_common()),
         "compiler_options": dict(program.options),
         "memory_fraction": memory_fraction() if device.platform == "gpu" else None,

@@ -97,10 +97,10 @@ class CoreAttention(nnx.Module):
 
     def weights(self, ctx: Context) -> dict[str, Array]:
         """Those of the kernel itself, each cut over devices with the heads."""
-        found = {"sink": self.sink[...]} if self.cfg.sink == "learned" else {}
+        weights = {"sink": self.sink[...]} if self.cfg.sink == "learned" else {}
         if self.bias is None:
-            return found
+            return weights
         table = ctx.bias if self.relative is None else self.relative.table[...]
         if table is None:
             raise ValueError("the stack has to give the table of biases that its layers share: ctx.bias is None")
-        return {**found, "table": table}
+        return {**weights, "table": table}

@@ -58,8 +58,8 @@ def embed(layout: Layout, table: Array, tokens: Array) -> Array:
         shard = _shard(table, 0, axes)
         row = tokens - shard.first
         here = (row >= 0) & (row < table.shape[0])
-        found = jnp.where(here[..., None], table[jnp.where(here, row, 0)], 0)
-        return _summed(found, axes, extra)
+        rows = jnp.where(here[..., None], table[jnp.where(here, row, 0)], 0)
+        return _summed(rows, axes, extra)
 
     return layout.island(local, (TABLE, TOKENS), RESIDUAL)(table, tokens)
 

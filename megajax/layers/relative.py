@@ -18,8 +18,8 @@ class RelativeBias(nnx.Module):
 
 def biases(cfg: RelativeBiasConfig, table: Array, query_index: Array, key_index: Array) -> Array:
     """table [buckets, heads here], places in the row int32 [S] and [T] -> [heads here, S, T]."""
-    found = table[bucket(cfg, key_index[None, :] - query_index[:, None])]
-    return jnp.moveaxis(found, -1, 0)
+    values = table[bucket(cfg, key_index[None, :] - query_index[:, None])]
+    return jnp.moveaxis(values, -1, 0)
 
 
 def bucket(cfg: RelativeBiasConfig, after: Array) -> Array:
@@ -32,5 +32,5 @@ def bucket(cfg: RelativeBiasConfig, after: Array) -> Array:
     single = each // 2
     steps = jnp.log(jnp.maximum(away, 1).astype(jnp.float32) / single) / np.log(cfg.distance / single)
     grown = jnp.minimum(single + (steps * (each - single)).astype(jnp.int32), each - 1)
-    found = jnp.where(away < single, away, grown)
-    return jnp.where(after > 0, found + each, found) if cfg.both_ways else found
+    one_way = jnp.where(away < single, away, grown)
+    return jnp.where(after > 0, one_way + each, one_way) if cfg.both_ways else one_way

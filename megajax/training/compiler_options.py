@@ -155,8 +155,8 @@ def nearest(name: str, device: jax.Device) -> str:
 
 def _known(name: str, device: jax.Device) -> bool:
     # No option has this value: it is refused before anything is compiled, unless it is text.
-    found = refusal({name: "?"}, device)
-    return found is None or found.kind is not None
+    answer = refusal({name: "?"}, device)
+    return answer is None or answer.kind is not None
 
 
 def candidates() -> set[str]:
@@ -164,5 +164,5 @@ def candidates() -> set[str]:
     names = set()
     for library in Path(jaxlib.__file__).parent.glob("libjax_common.*"):
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            names |= {found.group().decode() for found in re.finditer(rb"\bxla_[a-z0-9_]{3,80}\b", text)}
+            names |= {match.group().decode() for match in re.finditer(rb"\bxla_[a-z0-9_]{3,80}\b", text)}
     return names

@@ -68,7 +68,7 @@ class LinearRampConfig:
 
     def thresholds(self, global_size: int, sequence_length: int | None) -> tuple[tuple[int, int], ...]:
         """(samples from which on, rows), in order."""
-        found = [(0, self.nominal(0, global_size))]
+        steps = [(0, self.nominal(0, global_size))]
         increments = (global_size - self.start) // self.increment
         for number in range(1, increments + 1):
             rows = self.start + number * self.increment
@@ -78,8 +78,8 @@ class LinearRampConfig:
                 first -= 1
             while self.nominal(first, global_size) < rows:
                 first += 1
-            found = [*found, (first, rows)] if first > found[-1][0] else [*found[:-1], (first, rows)]
-        return tuple(found)
+            steps = [*steps, (first, rows)] if first > steps[-1][0] else [*steps[:-1], (first, rows)]
+        return tuple(steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,8 +116,8 @@ class StepRampConfig:
 
     def pairs(self) -> list[tuple[int, int]]:
         """(threshold in units, rows), by threshold."""
-        found = [THRESHOLD.fullmatch(word) for word in self.sizes.replace(",", " ").split()]
-        return sorted((_whole(m[1], m[2]), _whole(m[3], m[4])) for m in found if m)
+        matches = [THRESHOLD.fullmatch(word) for word in self.sizes.replace(",", " ").split()]
+        return sorted((_whole(m[1], m[2]), _whole(m[3], m[4])) for m in matches if m)
 
     def size_problems(self, global_size: int) -> list[Problem]:
         """What does not fit the size it ends at."""

@@ -215,10 +215,10 @@ class _Loop:
         """Whose gradients are not finite in a step that left the weights as they were."""
         factor = np.float32((limits or GuardLimits()).gradient_factor)
         with jax.set_mesh(self.run.mesh), jax.default_matmul_precision(self.precision):
-            found = self.run.program.nonfinite_gradients(
+            nonfinite = self.run.program.nonfinite_gradients(
                 self.run.state.inputs, batch, np.float32(info.loss_scale), factor
             )
-        return sentence(jax.device_get(found), self.run.program.declared)
+        return sentence(jax.device_get(nonfinite), self.run.program.declared)
 
     def fetch(self, flight: Flight) -> StepInfo:
         """Wait for a step."""

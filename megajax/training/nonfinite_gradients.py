@@ -41,16 +41,16 @@ def make_nonfinite_gradients(
     )
 
 
-def sentence(found: Mapping[str, np.ndarray], declared: Mapping[str, ParamSpec]) -> str:
-    """Whose gradients are not finite, in words. found: path -> bool [first dimension]."""
-    bad = {path: where for path, where in found.items() if where.any()}
-    if len(bad) == len(found):
+def sentence(nonfinite: Mapping[str, np.ndarray], declared: Mapping[str, ParamSpec]) -> str:
+    """Whose gradients are not finite, in words. nonfinite: path -> bool [first dimension]."""
+    bad = {path: where for path, where in nonfinite.items() if where.any()}
+    if len(bad) == len(nonfinite):
         return "the gradients of all weights are not finite"
     if not bad:
         return "computed alone, the gradients are finite"
     named = [path + _layers(where, declared[path].layers) for path, where in bad.items()]
     more = f" and {len(named) - LISTED} more" if len(named) > LISTED else ""
-    return f"gradients not finite: {', '.join(named[:LISTED])}{more}, of {len(found)} weights"
+    return f"gradients not finite: {', '.join(named[:LISTED])}{more}, of {len(nonfinite)} weights"
 
 
 def _layers(where: np.ndarray, layers: tuple[int, ...]) -> str:

@@ -243,7 +243,7 @@ def _check_prompt(prompt: str | None, tokenizer: Tokenizer) -> None:
 
 def validation_sets(cfg: RunConfig, tokenizer: Tokenizer, rows: int | None) -> dict[str, Any]:
     """`rows` rows of the further validation sets. Raises UserError for one without a validation split."""
-    found = {}
+    sets = {}
     for name, data in cfg.evaluation.sets.items() if rows != 0 else ():
         built = data.build(
             tokenizer=tokenizer,
@@ -255,8 +255,8 @@ def validation_sets(cfg: RunConfig, tokenizer: Tokenizer, rows: int | None) -> d
             raise UserError(
                 f"evaluation.sets.{name} has no validation split: give it valid_paths, or a share of its split"
             )
-        found[name] = built.valid
-    return found
+        sets[name] = built.valid
+    return sets
 
 
 def wanted_rows(cfg: RunConfig, sizes: BatchSizes) -> Any:

@@ -64,8 +64,8 @@ def state_text(state: Any) -> str:
 
     def shown(value: Any) -> str:
         leaves = jax.tree.leaves(value)
-        if len(leaves) == 1 and (found := number(leaves[0])) is not None:
-            return str(found)
+        if len(leaves) == 1 and (value_text := number(leaves[0])) is not None:
+            return str(value_text)
         values = sum(getattr(leaf, "size", 0) for leaf in leaves)
         return f"<{len(leaves)} array{'s' * (len(leaves) != 1)}, {values:,} values>"
 

@@ -45,9 +45,9 @@ class PhaseTimes:
 
     def of_step(self) -> dict[str, float]:
         """Seconds by phase since it was last asked; phases without any are left out."""
-        found, self._since_step = self._since_step, {}
+        seconds, self._since_step = self._since_step, {}
         self._steps += 1
-        return found
+        return seconds
 
     def due(self, step: int) -> bool:
         """Whether seconds are told with this step."""

@@ -91,7 +91,7 @@ def test_a_checkpoint_says_where_the_run_was_and_how_it_was_laid_out(whole):
 
 def test_a_run_leaves_a_page_that_knows_how_it_ended(whole):
     page = (whole / "report.html").read_text(encoding="utf-8")
-    assert "step 6 of 6: done; exit code 0" in page and ">Main memory <" in page
+    assert "step 6 of 6: done; exit code 0" in page and "Host memory" in page
 
 
 def test_memory_of_the_process_is_in_every_line(whole):

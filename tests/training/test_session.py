@@ -58,7 +58,7 @@ def test_the_model_answers_with_the_present_weights(run):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "words"), [([1, 2], r"\[B, S\]"), ([[1, VOCABULARY]], "the vocabulary is 0 to"), ([[-1]], "-1 to -1")]
+    ("tokens", "words"), [([1, 2], "2 dimensions"), ([[1, VOCABULARY]], "the model takes 0 to"), ([[-1]], "-1 to -1")]
 )
 def test_the_model_refuses_what_it_has_no_answer_for(run, tokens, words):
     with pytest.raises(ValueError, match=words):
