@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +12,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tests compile much and run little: without LLVM's optimizations compiling takes half the time. XLA's own passes, which
 # decide about collectives, memory and rounding, run as they do for users.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+# Dozens of tests start processes: they and pytest itself keep the bytecode they make, whatever the machine's habit.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import jax
 import pytest
 
+sys.dont_write_bytecode = False
 jax.config.update("jax_num_cpu_devices", 8)
 # A shell that starts the tests in the background has them, and what they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
