@@ -51,24 +51,24 @@ class Module:
 @cache
 def modules() -> dict[str, Module]:
     """Every module of the library by its dotted name."""
-    found = {}
+    actual = {}
     for path in sorted(LIBRARY.rglob("*.py")):
         parts = path.relative_to(REPOSITORY).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         text = path.read_text(encoding="utf-8")
-        found[name] = Module(name, path, text, ast.parse(text, str(path)))
-    return found
+        actual[name] = Module(name, path, text, ast.parse(text, str(path)))
+    return actual
 
 
 @cache
 def imports() -> tuple[Import, ...]:
     """Every import of every module, of this library and of others, by statement and by name."""
-    return tuple(found for module in modules().values() for found in _imports(module))
+    return tuple(actual for module in modules().values() for actual in _imports(module))
 
 
 def first_party() -> Iterator[Import]:
     """Those of this library."""
-    return (found for found in imports() if found.target.split(".")[0] == "megajax")
+    return (actual for actual in imports() if actual.target.split(".")[0] == "megajax")
 
 
 def _imports(module: Module) -> Iterator[Import]:

@@ -74,13 +74,13 @@ def test_every_import_is_required() -> None:
 
 
 def test_private_names_of_jax_are_these() -> None:
-    found = {
+    actual = {
         path.relative_to(ROOT).as_posix()
         for path, tree in trees()
         for module in imported(tree)
         if module.startswith("jax._src")
     }
-    assert found == PRIVATE.keys()
+    assert actual == PRIVATE.keys()
 
 
 @pytest.mark.parametrize(("module", "name"), PRIVATE.values())

@@ -80,40 +80,40 @@ def package(name: str) -> str:
 
 
 def test_every_first_party_import_is_of_something_that_exists() -> None:
-    missing = [found for found in first_party() if found.target not in modules()]
-    assert not missing, [str(found) for found in missing]
+    missing = [actual for actual in first_party() if actual.target not in modules()]
+    assert not missing, [str(actual) for actual in missing]
     absent = []
-    for found in first_party():
-        defined = importlib.import_module(found.target) if found.by_name else None
-        absent += [f"{found}:{name}" for name in found.names if defined is not None and not hasattr(defined, name)]
+    for actual in first_party():
+        defined = importlib.import_module(actual.target) if actual.by_name else None
+        absent += [f"{actual}:{name}" for name in actual.names if defined is not None and not hasattr(defined, name)]
     assert not absent
 
 
 def test_imports_point_down() -> None:
     wrong = []
-    for found in first_party():
-        here, there = package(found.source), package(found.target)
-        if here == there or not there or (found.by_name and (found.source, found.target) in UPWARD):
+    for actual in first_party():
+        here, there = package(actual.source), package(actual.target)
+        if here == there or not there or (actual.by_name and (actual.source, actual.target) in UPWARD):
             continue
         if rank(here) <= rank(there):
-            wrong.append(f"{found}: rank {rank(here)} imports rank {rank(there)}")
+            wrong.append(f"{actual}: rank {rank(here)} imports rank {rank(there)}")
     assert not wrong, "\n".join(wrong)
-    named = {(found.source, found.target) for found in first_party() if found.by_name}
+    named = {(actual.source, actual.target) for actual in first_party() if actual.by_name}
     assert set(UPWARD) <= named, "an exception nobody needs any more"
 
 
 def test_presets_import_models_and_not_the_reverse() -> None:
     inside = "megajax.models.presets"
     wrong = [f for f in first_party() if f.target.startswith(inside) and not f.source.startswith(inside)]
-    below_front_doors = [found for found in wrong if rank(package(found.source)) < RANKS["tasks"]]
-    assert not below_front_doors, [str(found) for found in below_front_doors]
+    below_front_doors = [actual for actual in wrong if rank(package(actual.source)) < RANKS["tasks"]]
+    assert not below_front_doors, [str(actual) for actual in below_front_doors]
 
 
 def test_no_cycles() -> None:
     graph = {name: set() for name in modules()}
-    for found in first_party():
-        if not found.by_name and found.target != found.source:
-            graph[found.source].add(found.target)
+    for actual in first_party():
+        if not actual.by_name and actual.target != actual.source:
+            graph[actual.source].add(actual.target)
     try:
         list(TopologicalSorter(graph).static_order())
     except CycleError as error:
@@ -121,7 +121,7 @@ def test_no_cycles() -> None:
 
 
 def test_imports_of_this_library_stand_at_the_top() -> None:
-    local = [str(found) for found in first_party() if found.local and not found.by_name]
+    local = [str(actual) for actual in first_party() if actual.local and not actual.by_name]
     assert not local
     dodging = [module.shown for module in modules().values() if "TYPE_CHECKING" in module.text]
     assert not dodging, "TYPE_CHECKING hides an import that goes the wrong way"
@@ -129,10 +129,10 @@ def test_imports_of_this_library_stand_at_the_top() -> None:
 
 def test_other_libraries_stay_inside_their_borders() -> None:
     outside = []
-    for found in imports():
-        allowed = BORDERS.get(found.target.split(".")[0])
-        if allowed and not any(found.source == place or found.source.startswith(f"{place}.") for place in allowed):
-            outside.append(str(found))
+    for actual in imports():
+        allowed = BORDERS.get(actual.target.split(".")[0])
+        if allowed and not any(actual.source == place or actual.source.startswith(f"{place}.") for place in allowed):
+            outside.append(str(actual))
     assert not outside
 
 
@@ -174,7 +174,7 @@ print(json.dumps(heavy))
 
 
 def test_partition_specs_are_made_in_mesh() -> None:
-    found: dict[str, str] = {}
+    actual: dict[str, str] = {}
     for module in modules().values():
         for node in ast.walk(module.tree):
             if isinstance(node, ast.ImportFrom) and node.module == "jax.sharding":
@@ -185,12 +185,12 @@ def test_partition_specs_are_made_in_mesh() -> None:
             if module.package == "mesh":
                 continue
             if module.package != "training" or node.args:
-                found[module.name] = ast.unparse(node)
-    assert not found
+                actual[module.name] = ast.unparse(node)
+    assert not actual
 
 
 def test_collectives_are_where_they_were_reviewed() -> None:
-    found: dict[str, set[str]] = {}
+    actual: dict[str, set[str]] = {}
     for module in modules().values():
         for node in ast.walk(module.tree):
             names = []
@@ -199,5 +199,5 @@ def test_collectives_are_where_they_were_reviewed() -> None:
             elif isinstance(node, ast.ImportFrom) and node.module == "jax.lax":
                 names = [alias.name for alias in node.names]
             for name in COMMUNICATES.intersection(names):
-                found.setdefault(module.name, set()).add(name)
-    assert found == {name: allowed for name, (allowed, _) in COLLECTIVES.items()}
+                actual.setdefault(module.name, set()).add(name)
+    assert actual == {name: allowed for name, (allowed, _) in COLLECTIVES.items()}

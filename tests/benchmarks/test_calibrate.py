@@ -39,5 +39,5 @@ def test_a_tiny_run_writes_what_the_planner_reads(tmp_path: Path) -> None:
     constants = yaml.safe_load(file.read_text())["figures"]["constants"]
     whole = tmp_path / "whole.yaml"
     whole.write_text(yaml.safe_dump(constants | {"network": 1e9, "memory_gib": 16}))
-    found = read_device(whole)
-    assert found.name == "cpu" and found.peak > 0 and found.bandwidth > 0 and found.nvlink > 0
+    actual = read_device(whole)
+    assert actual.name == "cpu" and actual.peak > 0 and actual.bandwidth > 0 and actual.nvlink > 0

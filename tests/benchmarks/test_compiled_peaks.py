@@ -14,15 +14,15 @@ def test_the_file_has_every_plan_and_nothing_else() -> None:
     assert list(figures) == [plan.key for plan in PLANS]
     assert CONFIGS.keys() == HARDWARE.keys() == {plan.config for plan in PLANS}
     for plan in PLANS:
-        found = figures[plan.key]
-        assert (found["config"], found["gpus"]) == (CONFIGS[plan.config], plan.gpus)
-        assert found["settings"] == list(plan.settings) and found["commit"]
-        assert found["arguments_gib"] + found["temporary_gib"] == pytest.approx(found["peak_gib"], rel=0.01)
+        actual = figures[plan.key]
+        assert (actual["config"], actual["gpus"]) == (CONFIGS[plan.config], plan.gpus)
+        assert actual["settings"] == list(plan.settings) and actual["commit"]
+        assert actual["arguments_gib"] + actual["temporary_gib"] == pytest.approx(actual["peak_gib"], rel=0.01)
 
 
 def test_large_models_leave_room_on_their_gpus() -> None:
     """Limits that were set before the programs were written."""
-    peaks = [(plan.config, found["peak_gib"]) for plan, found in zip(PLANS, read().values(), strict=True)]
+    peaks = [(plan.config, actual["peak_gib"]) for plan, actual in zip(PLANS, read().values(), strict=True)]
     assert all(min(peak for name, peak in peaks if name == config) <= 40 for config in ("gpt3_175b", "llama3_70b"))
 
 

@@ -33,11 +33,11 @@ def test_every_list_fits_into_its_call_and_three_into_a_lease() -> None:
     assert ended.returncode == 0, ended.stderr
     sums: dict[str, int] = {}
     for line in ended.stdout.splitlines():
-        if found := re.fullmatch(r"(\w+): .*", line):
-            name = found[1]
+        if actual := re.fullmatch(r"(\w+): .*", line):
+            name = actual[1]
             sums[name] = 0
-        elif found := re.fullmatch(r" +(\d+) s  (\w+)", line):
-            sums[name] += int(found[1])
+        elif actual := re.fullmatch(r" +(\d+) s  (\w+)", line):
+            sums[name] += int(actual[1])
     assert sums.keys() == LISTS.keys()
     assert max(sums.values()) <= BUDGET == 570
     assert sums["first"] + sums["second"] + sums["third"] <= LEASE - START
@@ -110,8 +110,8 @@ def test_what_was_measured_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert time.monotonic() - began < 40
     mine.budget = 0.0
     mine.run(quick("late", WRITE))
-    found = json.loads(mine.file.read_text())["parts"]
-    assert {name: result["code"] for name, result in found.items()} == {
+    answer = json.loads(mine.file.read_text())["parts"]
+    assert {name: result["code"] for name, result in answer.items()} == {
         "good": 0,
         "broken": 3,
         "slow": gpu_check.TIMED_OUT,
@@ -167,11 +167,11 @@ def test_a_whole_call(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert ("the ratios mean nothing" in said) == (not gpu)
     assert len(ran) == len(LISTS["first"]) + len(LISTS["second"])
     assert ("--config=bench.py:llama_3b" in ran[1]) == bool(gpu)
-    found = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
-    assert found["gpu"] == (gpu or None) and list(found["parts"]) == [
+    answer = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
+    assert answer["gpu"] == (gpu or None) and list(answer["parts"]) == [
         p.name for n in ("first", "second") for p in LISTS[n]
     ]
-    (row,) = (row for row in found["comparison"] if row["figure"] == "RMSNorm tokens=16384 hidden=4096: forward ms")
+    (row,) = (row for row in answer["comparison"] if row["figure"] == "RMSNorm tokens=16384 hidden=4096: forward ms")
     least = 4 * 16384 * 4096 / 3.35e12
     assert not gpu or row["measured_over_predicted"] == pytest.approx(1e-4 / least, rel=1e-3)
 
@@ -219,9 +219,9 @@ def test_results_of_pytest(tmp_path: Path) -> None:
     file = tmp_path / "tests.xml"
     cases = '<testcase name="a"/><testcase name="b"><failure/></testcase><testcase name="c"><skipped/></testcase>'
     file.write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
-    found = comparison.tests_of(file)
-    assert found == {"failed": 1, "passed": 1, "skipped": 1, "which_failed": ["b"]}
-    assert comparison.measured("tests", found) == {"failed": 1, "passed": 1, "skipped": 1}
+    actual = comparison.tests_of(file)
+    assert actual == {"failed": 1, "passed": 1, "skipped": 1, "which_failed": ["b"]}
+    assert comparison.measured("tests", actual) == {"failed": 1, "passed": 1, "skipped": 1}
 
 
 def arrays(jaxpr: Any) -> Iterator[int]:

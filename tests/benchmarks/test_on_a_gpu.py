@@ -56,25 +56,25 @@ def here() -> str:
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_the_train_step_agrees_with_float32_on_a_cpu(compute: str) -> None:
     setting = f"precision.compute={compute}"
-    found, expected = trained(None, setting), trained("cpu", "model.stack.pattern.0.mixer.kernel=reference")
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=0, atol=TOLERANCES[compute])
-    assert found.losses[-1] < found.losses[0]
-    (choice,) = demand_kernels(found.bench.program.cfg)
-    assert CALLS[choice.kernel] in found.bench.compiled.as_text()
+    actual, expected = trained(None, setting), trained("cpu", "model.stack.pattern.0.mixer.kernel=reference")
+    np.testing.assert_allclose(actual.losses, expected.losses, rtol=0, atol=TOLERANCES[compute])
+    assert actual.losses[-1] < actual.losses[0]
+    (choice,) = demand_kernels(actual.bench.program.cfg)
+    assert CALLS[choice.kernel] in actual.bench.compiled.as_text()
 
 
 @pytest.mark.slow
 def test_matmuls_in_8_bits_run_in_8_bits() -> None:
-    found, expected = trained(None, BFLOAT16, "precision.fp8=Fp8"), trained(None, BFLOAT16)
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=0, atol=5e-2)
-    assert EIGHT_BITS[here()] in found.bench.compiled.as_text()
+    actual, expected = trained(None, BFLOAT16, "precision.fp8=Fp8"), trained(None, BFLOAT16)
+    np.testing.assert_allclose(actual.losses, expected.losses, rtol=0, atol=5e-2)
+    assert EIGHT_BITS[here()] in actual.bench.compiled.as_text()
 
 
 @pytest.mark.slow
 def test_moments_in_host_memory_change_no_bit() -> None:
-    found, expected = trained(None, BFLOAT16, "optimizer.offload=1.0"), trained(None, BFLOAT16)
-    assert found.losses == expected.losses
-    moments = {name: part for name, part in found.bench.state.optimizer.items() if isinstance(part, dict)}
+    actual, expected = trained(None, BFLOAT16, "optimizer.offload=1.0"), trained(None, BFLOAT16)
+    assert actual.losses == expected.losses
+    moments = {name: part for name, part in actual.bench.state.optimizer.items() if isinstance(part, dict)}
     kinds = {leaf.sharding.memory_kind for part in moments.values() for leaf in part.values()}
     assert kinds == {HOST}
 

@@ -19,15 +19,15 @@ def test_gpt3_1_3b_by_hand() -> None:
     scores = 24 * 2 * 2048 * 2048  # multiply-adds of a token's scores and values, the whole square
     causal, full = 6 * weights + 3 * scores, 6 * weights + 6 * scores
     assert (causal, full) == (8_469_872_640, 9_073_852_416)
-    found = train_speed.speeds(load("bench.py:gpt_1_3b"), 1, roof_of(H200, "gpu"), Spread(2.0, 1.6, 2.5, 10), 131_072)
-    assert found["flops_per_token"] == {"causal": causal, "full": full}
-    assert found["tokens_per_second_per_device"]["median"] == 65_536
-    assert found["tokens_per_second_per_device"]["p10"] == pytest.approx(52_428.8)
-    assert found["tokens_per_second_per_device"]["p90"] == pytest.approx(81_920)
-    assert found["tflops_per_device"] == pytest.approx({"causal": 555.0816, "full": 594.6640}, rel=1e-6)
-    assert found["mfu"] == pytest.approx({"causal": 0.5612554, "full": 0.6012781}, rel=1e-6)
-    assert found["peak_bf16_tflops"] == 989
-    assert "mfu_of_fp8_peak" not in found
+    actual = train_speed.speeds(load("bench.py:gpt_1_3b"), 1, roof_of(H200, "gpu"), Spread(2.0, 1.6, 2.5, 10), 131_072)
+    assert actual["flops_per_token"] == {"causal": causal, "full": full}
+    assert actual["tokens_per_second_per_device"]["median"] == 65_536
+    assert actual["tokens_per_second_per_device"]["p10"] == pytest.approx(52_428.8)
+    assert actual["tokens_per_second_per_device"]["p90"] == pytest.approx(81_920)
+    assert actual["tflops_per_device"] == pytest.approx({"causal": 555.0816, "full": 594.6640}, rel=1e-6)
+    assert actual["mfu"] == pytest.approx({"causal": 0.5612554, "full": 0.6012781}, rel=1e-6)
+    assert actual["peak_bf16_tflops"] == 989
+    assert "mfu_of_fp8_peak" not in actual
 
 
 def test_devices_share_the_tokens() -> None:
@@ -40,17 +40,17 @@ def test_devices_share_the_tokens() -> None:
 
 def test_eight_bits_have_two_peaks() -> None:
     cfg = load("bench.py:llama_1b", "precision.fp8=Fp8")
-    found = train_speed.speeds(cfg, 1, roof_of(H200, "gpu"), Spread(1.0, 1.0, 1.0, 1), 131_072)
-    assert found["mfu_of_fp8_peak"]["full"] == pytest.approx(found["mfu"]["full"] / 2)
-    assert (found["peak_bf16_tflops"], found["peak_fp8_tflops"]) == (989, 1978)
+    actual = train_speed.speeds(cfg, 1, roof_of(H200, "gpu"), Spread(1.0, 1.0, 1.0, 1), 131_072)
+    assert actual["mfu_of_fp8_peak"]["full"] == pytest.approx(actual["mfu"]["full"] / 2)
+    assert (actual["peak_bf16_tflops"], actual["peak_fp8_tflops"]) == (989, 1978)
     on_a100 = train_speed.speeds(cfg, 1, roof_of("NVIDIA A100-SXM4-80GB", "gpu"), Spread(1.0, 1.0, 1.0, 1), 131_072)
     assert on_a100["mfu_of_fp8_peak"] == {"causal": None, "full": None}
 
 
 def test_a_cpu_has_rates_and_no_mfu() -> None:
-    found = train_speed.speeds(load("bench.py:gpt_1_3b"), 1, roof_of("cpu", "cpu"), Spread(2.0, 2.0, 2.0, 1), 131_072)
-    assert found["mfu"] == {"causal": None, "full": None}
-    assert found["tflops_per_device"]["causal"] == pytest.approx(555.0816, rel=1e-6)
+    actual = train_speed.speeds(load("bench.py:gpt_1_3b"), 1, roof_of("cpu", "cpu"), Spread(2.0, 2.0, 2.0, 1), 131_072)
+    assert actual["mfu"] == {"causal": None, "full": None}
+    assert actual["tflops_per_device"]["causal"] == pytest.approx(555.0816, rel=1e-6)
 
 
 def test_an_unknown_gpu_is_refused_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,18 +44,18 @@ def test_mfu_measures_the_train_step(tmp_path: Path, process: None, capsys: pyte
     assert "MFU                      none: no peak is known for CPU" in capsys.readouterr().out
     outcome = json.loads(files[0].read_text())
     assert {"command", "commit", "date", "figures", "machine", "versions"} == outcome.keys()
-    found, cfg = outcome["figures"], load("bench.py:debug")
-    assert found["mfu"] == {"causal": None, "full": None}
-    assert found["tokens_per_step"] == 8 * 64 and found["timed_steps"] == 2 and found["devices"] == 1
-    assert {"median", "p10", "p90", "readings"} == found["step_seconds"].keys()
-    assert found["memory"]["peak_in_use"] is None and found["memory"]["planned_peak"] > 0
-    assert found["seconds"]["compile"] > 0
-    run = found["run"]
+    actual, cfg = outcome["figures"], load("bench.py:debug")
+    assert actual["mfu"] == {"causal": None, "full": None}
+    assert actual["tokens_per_step"] == 8 * 64 and actual["timed_steps"] == 2 and actual["devices"] == 1
+    assert {"median", "p10", "p90", "readings"} == actual["step_seconds"].keys()
+    assert actual["memory"]["peak_in_use"] is None and actual["memory"]["planned_peak"] > 0
+    assert actual["seconds"]["compile"] > 0
+    run = actual["run"]
     assert run["parameters"] == cfg.model.parameter_count().total
     assert (run["attention"], run["microbatches"], run["recompute"]) == (["reference"], 8, "selective")
     assert {"compiler_options", "custom_calls", "environment", "backend", "precision"} <= run.keys()
-    assert found["losses"][0] == pytest.approx(np.log(512), abs=0.05)
-    assert found["last_loss"] < found["losses"][0], "one batch again and again is learnt"
+    assert actual["losses"][0] == pytest.approx(np.log(512), abs=0.05)
+    assert actual["last_loss"] < actual["losses"][0], "one batch again and again is learnt"
     start = np.load(files[1])
     assert sum(start[name].size for name in start.files if not name.startswith("batch.")) == run["parameters"]
     assert start["batch.tokens"].shape == (8, 1, 64) and start["batch.tokens"].max() < 512
@@ -67,8 +67,8 @@ def test_kernels_that_are_wrong_are_named() -> None:
     assert kernel_cases.measure(right, CPU, 1e-3)["right"]
     fields = {name: getattr(right, name) for name in right.__dataclass_fields__}
     wrong = kernel_cases.Case(**fields | {"call": lambda x, w: jnp.einsum("ti,io->to", x, w) * 1.1})
-    found = kernel_cases.measure(wrong, CPU, 1e-3)
-    assert not found["right"] and "WRONG" in kernel_cases.line(found)
+    actual = kernel_cases.measure(wrong, CPU, 1e-3)
+    assert not actual["right"] and "WRONG" in kernel_cases.line(actual)
     broken = kernel_cases.attempt(kernel_cases.Case(**fields | {"call": lambda x, w: x @ w.T}), CPU, 1e-3)
     assert not broken["right"] and "FAILED: TypeError" in kernel_cases.line(broken)
 
@@ -76,17 +76,17 @@ def test_kernels_that_are_wrong_are_named() -> None:
 @pytest.mark.slow
 def test_every_case_on_cpu_is_right() -> None:
     cases = [case for make in kernel_cases.MAKERS.values() for case in make(False, local_device())]
-    found = {case.name: kernel_cases.measure(case, CPU, 1e-3) for case in cases}
-    assert {"attention, reference", "RMSNorm", "LayerNorm", "matmul, bfloat16"} <= found.keys()
-    assert all(one["right"] for one in found.values())
-    assert all(one["both"]["share_of_floor"] is None for one in found.values())
+    actual = {case.name: kernel_cases.measure(case, CPU, 1e-3) for case in cases}
+    assert {"attention, reference", "RMSNorm", "LayerNorm", "matmul, bfloat16"} <= actual.keys()
+    assert all(one["right"] for one in actual.values())
+    assert all(one["both"]["share_of_floor"] is None for one in actual.values())
 
 
 def test_chunks_of_the_loss_over_eight_devices_agree_with_whole_logits() -> None:
-    found = [*loss_cases.rows((64, 16, 512), (16,), CPU, 1e-3)]
-    assert [one["name"] for one in found] == ["loss, plain", "loss, chunks of 16"]
-    assert all(one["right"] and one["sizes"]["devices"] == 8 for one in found)
-    assert found[1]["temporary_bytes"] < found[0]["temporary_bytes"]
+    actual = [*loss_cases.rows((64, 16, 512), (16,), CPU, 1e-3)]
+    assert [one["name"] for one in actual] == ["loss, plain", "loss, chunks of 16"]
+    assert all(one["right"] and one["sizes"]["devices"] == 8 for one in actual)
+    assert actual[1]["temporary_bytes"] < actual[0]["temporary_bytes"]
 
 
 def test_costs_of_attention() -> None:
@@ -138,10 +138,10 @@ def _sides(*losses: float) -> tuple[dict, dict]:
 
 
 def test_ratios_are_over_the_fastest_of_those_that_did_the_same_work() -> None:
-    found = peers.compared(*_sides(6.0, 6.0), "float32")
-    assert found["equal_work"] and found["ours_over_torch"] == {"tokens_per_second": 1.5, "peak_memory": 0.5}
-    found = peers.compared(*_sides(6.001, 6.0), "float32")
-    assert not found["equal_work"] and found["ours_over_torch"]["tokens_per_second"] == 2.0
+    actual = peers.compared(*_sides(6.0, 6.0), "float32")
+    assert actual["equal_work"] and actual["ours_over_torch"] == {"tokens_per_second": 1.5, "peak_memory": 0.5}
+    actual = peers.compared(*_sides(6.001, 6.0), "float32")
+    assert not actual["equal_work"] and actual["ours_over_torch"]["tokens_per_second"] == 2.0
     assert peers.compared(*_sides(6.001, 6.0), "bfloat16")["equal_work"]
     nothing = peers.compared(*_sides(), "bfloat16")
     assert not nothing["equal_work"] and nothing["ours_over_torch"]["tokens_per_second"] is None
@@ -165,14 +165,14 @@ def test_the_baseline_runs_on_an_older_python(name: str) -> None:
 
 def test_a_baseline_that_is_ended_or_breaks_keeps_what_it_measured(tmp_path: Path) -> None:
     file = tmp_path / "torch.json"
-    found = {"versions": {"torch": "2", "cudnn": 9}, "variants": _sides(6.0)[1]["variants"]}
-    write = f"from pathlib import Path; Path({str(file)!r}).write_text({json.dumps(found)!r});"
+    actual = {"versions": {"torch": "2", "cudnn": 9}, "variants": _sides(6.0)[1]["variants"]}
+    write = f"from pathlib import Path; Path({str(file)!r}).write_text({json.dumps(actual)!r});"
     slow = [sys.executable, "-c", f"{write} import time; time.sleep(60)"]
     broken = [sys.executable, "-c", f"{write} import os; os._exit(3)"]
     for program, said in ((slow, "was ended after 2 s"), (broken, "ended with code 3")):
         file.unlink(missing_ok=True)
         theirs = peers.measure_torch(program, file, dict(os.environ), 2.0)
-        assert theirs == found | {"ended": f"the torch baseline {said}"}
+        assert theirs == actual | {"ended": f"the torch baseline {said}"}
         assert peers.compared(_sides()[0], theirs, "bfloat16")["ours_over_torch"]["tokens_per_second"] == 1.5
     file.unlink()
     with pytest.raises(UserError, match="the torch baseline ended with code 4"):
@@ -222,8 +222,8 @@ def test_what_megatron_prints_is_read() -> None:
     )
     log = "\n".join([line.format(1, 9000.0), line.format(2, 510.5), line.format(3, 500.5)])
     log += "\n[Rank 0] (after 1 iterations) memory (MB) | allocated: 100.0 | max allocated: 2048.0 | reserved: 1.0"
-    found = megatron_peer.read(log, {"warm_up": 1})
-    assert found == {"seconds": [0.5105, 0.5005], "losses": [11.1], "peak_memory": 2**31}
+    actual = megatron_peer.read(log, {"warm_up": 1})
+    assert actual == {"seconds": [0.5105, 0.5005], "losses": [11.1], "peak_memory": 2**31}
     assert "out of memory" in megatron_peer.read("starting\nCUDA out of memory\n", {"warm_up": 1})["error"]
 
 
@@ -238,12 +238,12 @@ def test_the_torch_baseline_trains_to_the_same_losses(config: str, tmp_path: Pat
         [*program, f"--torch-python={TORCH}", f"--json={file}"], env=environment, capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
-    found = json.loads(file.read_text())["figures"]
-    assert found["equal_work"]
-    losses = [variant["losses"] for variant in found["torch"]["variants"]]
+    answer = json.loads(file.read_text())["figures"]
+    assert answer["equal_work"]
+    losses = [variant["losses"] for variant in answer["torch"]["variants"]]
     assert len(losses) == 3
     for theirs in losses:
-        np.testing.assert_allclose(theirs, found["ours"]["losses"], rtol=1e-5)
+        np.testing.assert_allclose(theirs, answer["ours"]["losses"], rtol=1e-5)
 
 
 @pytest.mark.slow

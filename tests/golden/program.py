@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from megajax.planning.program.collectives import Collective
 
 
-def counts(found: Iterable[Collective]) -> list[str]:
+def counts(actual: Iterable[Collective]) -> list[str]:
     """Lines "in 2 loops: all-gather over tensor: 3 arrays, 4,096 numbers", sorted."""
     arrays: Counter[tuple[int, str, str]] = Counter()
     elements: Counter[tuple[int, str, str]] = Counter()
-    for one in found:
+    for one in actual:
         place = len(one.place.path), one.kind, one.groups.name
         arrays[place] += one.arrays
         elements[place] += one.elements

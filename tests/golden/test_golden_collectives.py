@@ -46,10 +46,10 @@ def _compiled(parts: Parts) -> str:
         return step.lower(parts.program.state_like(), parts.program.batch_like()).compile().as_text()
 
 
-def _over_data(found: list[Collective]) -> dict[tuple[int, str], int]:
+def _over_data(actual: list[Collective]) -> dict[tuple[int, str], int]:
     """(loops, kind) -> arrays moved over the data axis."""
     moved: dict[tuple[int, str], int] = {}
-    for one in found:
+    for one in actual:
         if "data" in one.groups.axes:
             place = len(one.place.path), one.kind
             moved[place] = moved.get(place, 0) + one.arrays
@@ -60,25 +60,25 @@ def _over_data(found: list[Collective]) -> dict[tuple[int, str], int]:
 def test_collectives_of_a_step(layout: str, golden: Callable[[str, str], None]) -> None:
     parts = _parts(layout)
     every = read(_compiled(parts), parts.program.mesh.shape).collectives
-    found = [one for one in every if len(one.place.path) > STEP or one.elements > one.arrays]
+    actual = [one for one in every if len(one.place.path) > STEP or one.elements > one.arrays]
     # Of the stacked weights, gains are too small to be gathered layer by layer.
     stacked = sum("layer" in spec.axes and len(spec.axes) > 2 for spec in parts.program.declared.values())
     alone = len(parts.program.declared) - stacked
     if layout == "zero1":
         # One gather and one reduction of each weight a step, whatever the number of microbatches.
         weights = stacked + alone
-        assert _over_data(found) == {(STEP, "all-gather"): weights, (STEP, "reduce-scatter"): weights}
+        assert _over_data(actual) == {(STEP, "all-gather"): weights, (STEP, "reduce-scatter"): weights}
     else:
         # A layer's matrices twice a microbatch (the backward pass gathers them again), the others once a step.
-        assert _over_data(found) == {
+        assert _over_data(actual) == {
             (STEP, "all-gather"): alone,
             (STEP, "reduce-scatter"): alone,
             (LAYER, "all-gather"): 2 * stacked,
             (LAYER, "reduce-scatter"): stacked,
         }
-    assert all(len(one.groups.axes) == 1 for one in found), "a collective over data and tensor at once"
-    assert not {"all-to-all", "collective-permute"} & {one.kind for one in found}
+    assert all(len(one.groups.axes) == 1 for one in actual), "a collective over data and tensor at once"
+    assert not {"all-to-all", "collective-permute"} & {one.kind for one in actual}
     if jax.__version__ != LOCKED:
         pytest.skip(f"the whole list is kept for jax {LOCKED}; this is {jax.__version__}")
-    lines = [f"data 2 x tensor 2, sequence parallel, {layout}; sums of scalars once a step left out", *counts(found)]
+    lines = [f"data 2 x tensor 2, sequence parallel, {layout}; sums of scalars once a step left out", *counts(actual)]
     golden(f"collectives_{layout}", "\n".join(lines) + "\n")

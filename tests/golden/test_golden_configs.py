@@ -21,13 +21,13 @@ CONFIGS = FOLDER.parents[1] / "configs"
 
 def _runs() -> list[str]:
     """ "file:function" of every run in configs/, without those that only return another one of the file."""
-    found = []
+    actual = []
     for file in sorted(CONFIGS.glob("*.py")):
         bodies = {node.name: node.body[-1] for node in ast.parse(file.read_text()).body if hasattr(node, "name")}
         names = functions_of(file)
         calls = {f"return {name}()" for name in names}
-        found += [f"{file.name}:{name}" for name in names if ast.unparse(bodies[name]) not in calls]
-    return found
+        actual += [f"{file.name}:{name}" for name in names if ast.unparse(bodies[name]) not in calls]
+    return actual
 
 
 def _name(run: str) -> str:

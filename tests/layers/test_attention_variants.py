@@ -65,30 +65,30 @@ def turned(x: np.ndarray) -> np.ndarray:
 
 def test_query_and_key_heads_are_normalised_each_and_scaled_as_told():
     cfg = AttentionConfig(heads=3, head_dim=4, qk_norm=RMSNormConfig(zero_centred=True), scale=0.7)
-    found, w = called(cfg)
+    actual, w = called(cfg)
     q, k, v = (np.einsum("bsd,dnh->bsnh", X, w[name]) for name in ("query", "key", "value"))
     q, k = rms(q, 1 + w["query_norm.gain"]), rms(k, 1 + w["key_norm.gain"])
-    np.testing.assert_allclose(found, np.einsum("bsnh,nhd->bsd", attended(q, k, v, 0.7), w["output"]), atol=1e-4)
+    np.testing.assert_allclose(actual, np.einsum("bsnh,nhd->bsd", attended(q, k, v, 0.7), w["output"]), atol=1e-4)
 
 
 def test_a_gate_is_of_the_input_and_comes_before_the_output():
-    found, w = called(AttentionConfig(heads=3, head_dim=4, gate=True, qkv_bias=True))
+    actual, w = called(AttentionConfig(heads=3, head_dim=4, gate=True, qkv_bias=True))
     q, k, v, gate = (
         np.einsum("bsd,dnh->bsnh", X, w[name]) + w[f"{name}_bias"] for name in ("query", "key", "value", "gate")
     )
     mixed = attended(q, k, v, 0.5) / (1 + np.exp(-gate))
     assert "output_bias" not in w
-    np.testing.assert_allclose(found, np.einsum("bsnh,nhd->bsd", mixed, w["output"]), atol=1e-4)
+    np.testing.assert_allclose(actual, np.einsum("bsnh,nhd->bsd", mixed, w["output"]), atol=1e-4)
 
 
 def test_relative_bias_is_looked_up_by_distance():
-    found, w = called(AttentionConfig(heads=3, head_dim=4, relative=RelativeBiasConfig(buckets=8, distance=20)))
+    actual, w = called(AttentionConfig(heads=3, head_dim=4, relative=RelativeBiasConfig(buckets=8, distance=20)))
     q, k, v = (np.einsum("bsd,dnh->bsnh", X, w[name]) for name in ("query", "key", "value"))
     far = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
     # Below 4 one by one; 4, 5 and 6 are 4 ln(far / 4) / ln(5) = 0, 0.55 and 1.01 steps beyond.
     number = np.array([0, 1, 2, 3, 4, 4, 5])[np.maximum(far, 0)]
     bias = w["core.relative.table"][number].transpose(2, 0, 1)
-    np.testing.assert_allclose(found, np.einsum("bsnh,nhd->bsd", attended(q, k, v, 0.5, bias), w["output"]), atol=1e-4)
+    np.testing.assert_allclose(actual, np.einsum("bsnh,nhd->bsd", attended(q, k, v, 0.5, bias), w["output"]), atol=1e-4)
 
 
 def test_buckets_are_those_of_t5():
@@ -106,7 +106,7 @@ def test_latent_attention(rank):
     cfg = LatentAttentionConfig(
         heads=3, query_rank=rank, key_value_rank=6, content_dim=4, position_dim=2, value_dim=5, bias=True
     )
-    found, w = called(cfg)
+    actual, w = called(cfg)
     queries = X if rank is None else rms(X @ w["query_down"], w["query_norm.gain"])
     latent = rms(X @ w["down"], w["norm.gain"])
     q = np.einsum("bsr,rnh->bsnh", queries, w["query"])
@@ -115,7 +115,7 @@ def test_latent_attention(rank):
     q = np.concatenate([q[..., :4], turned(q[..., 4:])], axis=-1)
     k = np.concatenate([k, np.repeat(place, 3, axis=2)], axis=-1)
     mixed = attended(q, k, v, 6**-0.5)
-    np.testing.assert_allclose(found, np.einsum("bsnu,nud->bsd", mixed, w["output"]) + w["output_bias"], atol=1e-4)
+    np.testing.assert_allclose(actual, np.einsum("bsnu,nud->bsd", mixed, w["output"]) + w["output_bias"], atol=1e-4)
 
 
 def test_yarn_scales_all_scores_of_latent_attention():
@@ -165,8 +165,8 @@ def test_problems_are_named(cfg, says):
 
 def test_problems_with_the_model_around():
     attention = AttentionConfig(heads=2, window=16, rope=RopeConfig(fraction=0.3))
-    found = [str(problem) for problem in attention.shape_problems(hidden=20, length=16)]
-    assert found[0].startswith("window: 16 reaches beyond sequence_length=16")
-    assert found[1].startswith("rope: rotary positions need an even head size, got 3, 0.3 of 10")
+    problems = [str(problem) for problem in attention.shape_problems(hidden=20, length=16)]
+    assert problems[0].startswith("window: 16 reaches beyond sequence_length=16")
+    assert problems[1].startswith("rope: rotary positions need an even head size, got 3, 0.3 of 10")
     latent = LatentAttentionConfig(heads=2, position_dim=5)
     assert [problem.where for problem in latent.shape_problems(hidden=7, length=4)] == ["rope"]

@@ -47,11 +47,11 @@ def test_masks_follow_the_row_and_differ_by_layer_and_place():
     np.testing.assert_array_equal(masks[2:], dropped(layout, context(2, first=2)))
     assert len(np.unique(masks.reshape(-1, HIDDEN), axis=0)) > ROWS * LENGTH - 4
     others = [context().for_layer(0), context().for_layer(1)]
-    found = [masks, *[np.asarray(dropped(layout, ctx, place)) for ctx in others for place in (2, 3)]]
-    for place, mask in enumerate(found):
+    actual = [masks, *[np.asarray(dropped(layout, ctx, place)) for ctx in others for place in (2, 3)]]
+    for place, mask in enumerate(actual):
         np.testing.assert_allclose(np.unique(mask), [0, 1 / 0.75], rtol=1e-6)
         assert abs((mask == 0).mean() - 0.25) < 0.08
-        assert not any(np.array_equal(mask, other) for other in found[:place])
+        assert not any(np.array_equal(mask, other) for other in actual[:place])
 
 
 def test_without_keys_or_rate_nothing_is_dropped():

@@ -88,16 +88,16 @@ LAYOUTS = [
 def test_as_plain_indexing_on_every_layout(given, expected, parallel):
     layout = Layout(Plan.of(parallel))
     with jax.set_mesh(build_mesh(parallel)), jax.default_matmul_precision("highest"):
-        found = jax.jit(lambda: ours(layout, given))()
-    np.testing.assert_array_equal(found.embedded, expected.embedded)
+        actual = jax.jit(lambda: ours(layout, given))()
+    np.testing.assert_array_equal(actual.embedded, expected.embedded)
     for name in ("loss", "token_losses", "dtable", "dhead"):
-        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=1e-5, atol=1e-5, err_msg=name)
-    assert not np.any(found.dhead[SIZE:])
+        np.testing.assert_allclose(getattr(actual, name), getattr(expected, name), rtol=1e-5, atol=1e-5, err_msg=name)
+    assert not np.any(actual.dhead[SIZE:])
 
 
 def test_without_a_mesh_as_well(given, expected):
-    found = ours(Layout(Plan.of(ParallelConfig())), given)
-    for one, other in zip(found, expected, strict=True):
+    actual = ours(Layout(Plan.of(ParallelConfig())), given)
+    for one, other in zip(actual, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 

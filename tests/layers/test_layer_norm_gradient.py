@@ -30,9 +30,9 @@ def test_the_gradient_of_layer_norm_is_that_of_its_formula(shape, zero_centred) 
         gain, bias = (jnp.broadcast_to(weights[name], x.shape) for name in ("gain", "bias"))
         return scaled * (gain + zero_centred) + bias
 
-    found, pullback = jax.vjp(lambda x, weights: bind(module, weights)(x), x, weights)
+    actual, pullback = jax.vjp(lambda x, weights: bind(module, weights)(x), x, weights)
     wanted, exact = jax.vjp(formula, x, weights)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), pullback(dy), exact(dy))
 
 

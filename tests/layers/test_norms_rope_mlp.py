@@ -32,8 +32,8 @@ def weighted(config, dtype=np.float32):
     module = config.build(SETTINGS)
     rng = np.random.default_rng(1)
     values = {path: rng.normal(size=spec.shape).astype(dtype) for path, spec in specs(module).items()}
-    found = {path: value.astype(np.float32) for path, value in values.items()}
-    return bind(module, {path: jnp.asarray(value) for path, value in values.items()}), found
+    actual = {path: value.astype(np.float32) for path, value in values.items()}
+    return bind(module, {path: jnp.asarray(value) for path, value in values.items()}), actual
 
 
 def normalised(x: np.ndarray, weights: dict[str, np.ndarray], epsilon: float) -> np.ndarray:
@@ -70,9 +70,9 @@ def test_norms_of_bfloat16_are_computed_in_float32(config):
     x = jnp.asarray(RNG.normal(100, 3, (4, HIDDEN)), jnp.bfloat16)
     exact = normalised(np.asarray(x, np.float32), weights, 1e-5)
     for residual in (jnp.bfloat16, jnp.float32):
-        found = module(x.astype(residual))
-        assert found.dtype == jnp.bfloat16
-        np.testing.assert_allclose(np.asarray(found, np.float32), exact, rtol=2**-8, atol=2**-8)
+        actual = module(x.astype(residual))
+        assert actual.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(actual, np.float32), exact, rtol=2**-8, atol=2**-8)
 
 
 def rotated(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
@@ -94,10 +94,10 @@ def test_rope_of_bfloat16_is_computed_in_float32():
     """At position 5001, bfloat16 would be off by up to 16 radians."""
     rope = RopeConfig().build(8)
     x = jnp.asarray(RNG.normal(size=(1, 1, 1, 8)), jnp.bfloat16)
-    found = rope(x, np.array([[5001]], np.int32))
+    actual = rope(x, np.array([[5001]], np.int32))
     exact = rotated(np.asarray(x, np.float64), np.array([[5001]]), 10000.0 ** (-np.arange(4) / 4))
-    assert found.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(found, np.float32), exact, rtol=2**-7, atol=2**-7)
+    assert actual.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(actual, np.float32), exact, rtol=2**-7, atol=2**-7)
 
 
 LONG = [
@@ -117,10 +117,10 @@ def test_rope_is_as_exact_at_a_million_positions_as_at_the_first(config):
         np.testing.assert_allclose(rope.frequencies(), exact, rtol=1e-14)
     chosen = np.concatenate([[0, 1, -7, 131071, 2**20, 2**31 - 1], RNG.integers(0, 2**20, 2000)])
     x = np.concatenate([np.ones((1, len(chosen), 1, 64)), np.zeros((1, len(chosen), 1, 64))], -1).astype(np.float32)
-    found = jax.jit(lambda positions: rope(x, positions))(jnp.asarray(chosen, jnp.int32)[None])
+    actual = jax.jit(lambda positions: rope(x, positions))(jnp.asarray(chosen, jnp.int32)[None])
     magnitude = 1.0 if config.scaling is None else config.scaling.magnitude()
     exact = magnitude * rotated(x.astype(np.float64), chosen[None].astype(np.float64), rope.frequencies())
-    np.testing.assert_allclose(found, exact, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(actual, exact, rtol=0, atol=1e-6)
 
 
 def test_a_part_of_a_head_is_rotated_and_the_rest_left_alone():
@@ -128,9 +128,9 @@ def test_a_part_of_a_head_is_rotated_and_the_rest_left_alone():
     rope = RopeConfig(base=1000.0, fraction=0.25).build(16)
     x = RNG.normal(size=(2, 5, 3, 16)).astype(np.float32)
     positions = RNG.integers(0, 200, (2, 5)).astype(np.int32)
-    found = rope(x, positions)
-    np.testing.assert_array_equal(found[..., 4:], x[..., 4:])
-    np.testing.assert_allclose(found[..., :4], rotated(x[..., :4], positions, np.array([1, 1000**-0.5])), atol=2e-5)
+    actual = rope(x, positions)
+    np.testing.assert_array_equal(actual[..., 4:], x[..., 4:])
+    np.testing.assert_allclose(actual[..., :4], rotated(x[..., :4], positions, np.array([1, 1000**-0.5])), atol=2e-5)
 
 
 def test_interleaved_rope_turns_neighbours():
@@ -138,28 +138,28 @@ def test_interleaved_rope_turns_neighbours():
     positions = RNG.integers(0, 200, (2, 5)).astype(np.int32)
     apart = np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
     turned = np.asarray(RopeConfig().build(8)(apart, positions))
-    found = np.asarray(RopeConfig(interleaved=True).build(8)(x, positions))
-    np.testing.assert_allclose(np.concatenate([found[..., ::2], found[..., 1::2]], axis=-1), turned, atol=1e-6)
+    actual = np.asarray(RopeConfig(interleaved=True).build(8)(x, positions))
+    np.testing.assert_allclose(np.concatenate([actual[..., ::2], actual[..., 1::2]], axis=-1), turned, atol=1e-6)
 
 
 def test_interpolated_positions_are_divided():
     x = RNG.normal(size=(1, 5, 3, 8)).astype(np.float32)
     positions = np.arange(5, dtype=np.int32)[None]
-    found = RopeConfig(interpolation=4.0).build(8)(x, 4 * positions)
-    np.testing.assert_allclose(found, RopeConfig().build(8)(x, positions), atol=1e-6)
+    actual = RopeConfig(interpolation=4.0).build(8)(x, 4 * positions)
+    np.testing.assert_allclose(actual, RopeConfig().build(8)(x, positions), atol=1e-6)
 
 
 def test_yarn_keeps_what_turns_often_and_stretches_what_turns_seldom():
     """The paper's ramp, pair by pair, over the number of turns within the original length."""
     scaling = YarnScalingConfig(factor=40.0, original=4096, fast=32.0, slow=1.0)
     plain = RopeConfig().build(64).frequencies().astype(np.float64)
-    found = RopeConfig(scaling=scaling).build(64).frequencies()
+    actual = RopeConfig(scaling=scaling).build(64).frequencies()
     # 64 ln(4096 / (2 pi turns)) / (2 ln 10000) is 10.4 for 32 turns and 22.5 for one.
-    for pair, (old, new) in enumerate(zip(plain, found, strict=True)):
+    for pair, (old, new) in enumerate(zip(plain, actual, strict=True)):
         share = min(max((pair - 10) / (23 - 10), 0), 1)
         np.testing.assert_allclose(new, old / 40 * share + old * (1 - share), rtol=1e-12)
     unrounded = RopeConfig(scaling=YarnScalingConfig(factor=40.0, rounded=False)).build(64).frequencies()
-    assert 0 < np.abs(unrounded / found - 1).max() < 0.5
+    assert 0 < np.abs(unrounded / actual - 1).max() < 0.5
 
 
 def test_yarn_lengthens_what_it_turns():
@@ -172,16 +172,16 @@ def test_yarn_lengthens_what_it_turns():
         YarnScalingConfig(factor=0.5): 1.0,
     }
     for scaling, expected in longer.items():
-        found = np.asarray(RopeConfig(scaling=scaling).build(8)(x, positions))
-        np.testing.assert_allclose(np.linalg.norm(found), np.linalg.norm(x) * expected, rtol=1e-5)
+        actual = np.asarray(RopeConfig(scaling=scaling).build(8)(x, positions))
+        np.testing.assert_allclose(np.linalg.norm(actual), np.linalg.norm(x) * expected, rtol=1e-5)
 
 
 def test_stretched_rope_is_llama_3_1s():
     """Wavelengths below original/high stay, above original/low grow by factor, between they are mixed."""
     scaling = Llama3ScalingConfig(factor=8.0, low=1.0, high=4.0, original=8192)
     plain = RopeConfig(base=500000.0).build(128).frequencies()
-    found = RopeConfig(base=500000.0, scaling=scaling).build(128).frequencies()
-    for old, new in zip(plain.astype(np.float64), found, strict=True):
+    actual = RopeConfig(base=500000.0, scaling=scaling).build(128).frequencies()
+    for old, new in zip(plain.astype(np.float64), actual, strict=True):
         wavelength = 2 * np.pi / old
         if wavelength < 8192 / 4:
             expected = old
@@ -191,7 +191,7 @@ def test_stretched_rope_is_llama_3_1s():
             smooth = (8192 / wavelength - 1) / 3
             expected = (1 - smooth) * old / 8 + smooth * old
         np.testing.assert_allclose(new, expected, rtol=1e-12)
-    assert 0 < np.sum((found < plain) & (found > plain / 8 * 1.0001)) < 20
+    assert 0 < np.sum((actual < plain) & (actual > plain / 8 * 1.0001)) < 20
 
 
 EXACT = {
@@ -209,9 +209,9 @@ def test_dense_mlp(activation):
     module, w = weighted(DenseMLPConfig(ffn=20, activation=activation))
     x = RNG.normal(size=(2, 3, HIDDEN)).astype(np.float32)
     with jax.default_matmul_precision("highest"):
-        found = module(x)
+        actual = module(x)
     inner = EXACT[activation](x.astype(np.float64) @ w["up"] + w["up_bias"])
-    np.testing.assert_allclose(found, inner @ w["down"] + w["down_bias"], rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(actual, inner @ w["down"] + w["down_bias"], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(("activation", "bias"), [("silu", False), ("gelu", True)])
@@ -219,19 +219,19 @@ def test_gated_mlp(activation, bias):
     module, w = weighted(GatedMLPConfig(ffn=20, activation=activation, bias=bias))
     x = RNG.normal(size=(2, 3, HIDDEN)).astype(np.float32)
     with jax.default_matmul_precision("highest"):
-        found = module(x)
+        actual = module(x)
     gate, up = (x.astype(np.float64) @ w[name] + w.get(f"{name}_bias", 0) for name in ("gate", "up"))
     assert len(w) == (6 if bias else 3)
     exact = EXACT[activation](gate) * up @ w["down"] + w.get("down_bias", 0)
-    np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(actual, exact, rtol=1e-5, atol=1e-4)
 
 
 def test_a_clamped_gated_mlp_cuts_the_gate_above_and_the_other_on_both_sides():
     module, w = weighted(GatedMLPConfig(ffn=20, activation="quick_gelu", bias=True, clamp=0.7, offset=1.0))
     x = RNG.normal(size=(2, 3, HIDDEN)).astype(np.float32)
     with jax.default_matmul_precision("highest"):
-        found = module(x)
+        actual = module(x)
     gate, up = (x.astype(np.float64) @ w[name] + w[f"{name}_bias"] for name in ("gate", "up"))
     assert gate.max() > 0.7 and gate.min() < -0.7 and np.abs(up).max() > 0.7
     inner = EXACT["quick_gelu"](np.minimum(gate, 0.7)) * (np.clip(up, -0.7, 0.7) + 1)
-    np.testing.assert_allclose(found, inner @ w["down"] + w["down_bias"], rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(actual, inner @ w["down"] + w["down_bias"], rtol=1e-5, atol=1e-4)

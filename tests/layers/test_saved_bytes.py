@@ -37,7 +37,7 @@ def formula(model: DecoderConfig, width: int = FLOAT) -> list[tuple[float, float
 def traced(model: DecoderConfig, compute: str = "float32") -> list[tuple[float, float, float]]:
     """The same by tracing the layers' gradients."""
     made = program(model, ONE, microbatches=4, compute=compute)
-    stack, found = made.abstract.stack, []
+    stack, actual = made.abstract.stack, []
     for span in stack.spans(stack.repeats):
         layers = span.repeats * len(span.segment.blocks)
         avals = jax.make_jaxpr(lambda *args, span=span: differentiated(span.unit, *args)[1])(
@@ -47,8 +47,8 @@ def traced(model: DecoderConfig, compute: str = "float32") -> list[tuple[float, 
         # Constants, such as the frequencies of rotary positions, have fewer elements than there are tokens.
         sizes = [aval.size * aval.dtype.itemsize * (aval.size >= ROWS * LENGTH) / layers for aval in avals]
         host = sum(size for size, away in zip(sizes, on_host, strict=True) if away)
-        found.append((span.units * layers, sum(sizes) - host, host))
-    return found
+        actual.append((span.units * layers, sum(sizes) - host, host))
+    return actual
 
 
 def arguments(made: Program, span: Span, compute: str) -> tuple:
@@ -142,5 +142,5 @@ def test_synonyms():
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, Any], where: str, what: str):
-    found = {problem.where: problem.what for problem in replace(llama(repeats=4), **changes).problems()}
-    assert list(found) == [where] and what in found[where]
+    problems = {problem.where: problem.what for problem in replace(llama(repeats=4), **changes).problems()}
+    assert list(problems) == [where] and what in problems[where]

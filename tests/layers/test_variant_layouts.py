@@ -146,10 +146,10 @@ def gradients(name: str, parallel: ParallelConfig) -> tuple[dict[str, float], di
 
 def test_the_variants_are_legal():
     for name, cfg in VARIANTS.items():
-        found = cfg.problems() + [
+        problems = cfg.problems() + [
             p for block in cfg.stack.pattern for p in (*block.problems(), *block.mixer.problems())
         ]
-        assert not found, name
+        assert not problems, name
 
 
 def one_layout_each() -> list:
@@ -165,10 +165,10 @@ def one_layout_each() -> list:
 @pytest.mark.parametrize(("name", "layout"), one_layout_each())
 def test_as_on_one_device(name, layout):
     losses, expected = gradients(name, ParallelConfig(data=1))
-    found, grads = gradients(name, LAYOUTS[layout])
+    actual, grads = gradients(name, LAYOUTS[layout])
     assert grads.keys() == expected.keys()
     for key, value in losses.items():
-        np.testing.assert_allclose(found[key], value, rtol=1e-5, err_msg=key)
+        np.testing.assert_allclose(actual[key], value, rtol=1e-5, err_msg=key)
     top = max(np.abs(g).max() for g in expected.values())
     for path, g in expected.items():
         # The gradient of a key's bias that is not rotated is zero but for the rounding of what it is summed from.

@@ -55,9 +55,9 @@ def values(*pattern: BlockConfig, repeats: int) -> dict[str, np.ndarray]:
 
 
 def test_specs_of_a_block_with_everything():
-    found = specs(abstract(PLAIN, LLAMA, repeats=3))
+    actual = specs(abstract(PLAIN, LLAMA, repeats=3))
     inner, outer = Normal(0.5), Normal(0.1)
-    spec = found["blocks.0.mixer.query"]
+    spec = actual["blocks.0.mixer.query"]
     expected = ParamSpec(
         path="blocks.0.mixer.query",
         shape=(3, HIDDEN, 4, 4),
@@ -68,23 +68,23 @@ def test_specs_of_a_block_with_everything():
         layers=(0, 2, 4),
     )
     assert spec == expected
-    assert found["blocks.1.mixer.key"].axes == ("layer", "embed", "kv_heads", "head_dim")
-    assert found["blocks.1.mixer.key"].shape == (3, HIDDEN, 2, 4)
-    assert found["blocks.1.mixer.key"].layers == (1, 3, 5)
-    assert found["blocks.1.mixer.key"].init_path == "layer.mixer.key"
-    writing = {path for path, spec in found.items() if spec.init == outer}
+    assert actual["blocks.1.mixer.key"].axes == ("layer", "embed", "kv_heads", "head_dim")
+    assert actual["blocks.1.mixer.key"].shape == (3, HIDDEN, 2, 4)
+    assert actual["blocks.1.mixer.key"].layers == (1, 3, 5)
+    assert actual["blocks.1.mixer.key"].init_path == "layer.mixer.key"
+    writing = {path for path, spec in actual.items() if spec.init == outer}
     assert writing == {f"blocks.{place}.{part}" for place in (0, 1) for part in ("mixer.output", "mlp.down")}
-    for path, spec in found.items():
+    for path, spec in actual.items():
         last = path.rsplit(".", 1)[1]
         role = "bias" if last.endswith("bias") else "gain" if last == "gain" else "weight"
         assert spec.role == role, path
         assert spec.init == {"bias": ZEROS, "gain": ONES}.get(role, spec.init), path
-    assert sum(spec.role == "bias" for spec in found.values()) == 4 + 2 + 2
+    assert sum(spec.role == "bias" for spec in actual.values()) == 4 + 2 + 2
 
 
 def test_values_have_their_spread_and_no_two_are_alike():
-    found = values(LLAMA, repeats=4)
-    for path, array in found.items():
+    actual = values(LLAMA, repeats=4)
+    for path, array in actual.items():
         if path.endswith("gain"):
             assert (array == 1).all()
             continue
@@ -94,9 +94,9 @@ def test_values_have_their_spread_and_no_two_are_alike():
         assert abs(array.std() / std - 1) < 0.15, path
         # Float32 Gaussians come from 23 random bits: a few coincide.
         assert len(np.unique(array)) > 0.99 * array.size, path
-    assert not np.array_equal(found["blocks.0.mlp.gate"], found["blocks.0.mlp.up"])
+    assert not np.array_equal(actual["blocks.0.mlp.gate"], actual["blocks.0.mlp.up"])
     up = {path: spec for path, spec in some(LLAMA, repeats=4).items() if path.endswith("up")}
-    assert np.isin(np.asarray(initial_values(up, 1)["blocks.0.mlp.up"]), found["blocks.0.mlp.up"]).mean() < 0.01
+    assert np.isin(np.asarray(initial_values(up, 1)["blocks.0.mlp.up"]), actual["blocks.0.mlp.up"]).mean() < 0.01
 
 
 def test_values_do_not_depend_on_how_layers_are_grouped():
@@ -113,12 +113,12 @@ def test_values_are_the_same_on_every_layout():
     mesh = build_mesh(parallel)
     shardings = parameter_shardings(declared, Plan.of(parallel).params, mesh)
     with jax.set_mesh(mesh):
-        found = jax.jit(lambda: initial_values(declared, 0), out_shardings=shardings)()
-    assert found["blocks.0.mlp.up"].addressable_shards[0].data.shape == (4, HIDDEN // 2, 12)
+        actual = jax.jit(lambda: initial_values(declared, 0), out_shardings=shardings)()
+    assert actual["blocks.0.mlp.up"].addressable_shards[0].data.shape == (4, HIDDEN // 2, 12)
     for path, array in values(LLAMA, repeats=4).items():
         # The random bits are equal; the compiler's vector and scalar code for the Gaussian differ in the last place.
-        np.testing.assert_allclose(array, found[path], rtol=5e-7, err_msg=path)
-        assert np.mean(array != np.asarray(found[path])) < 0.1, path
+        np.testing.assert_allclose(array, actual[path], rtol=5e-7, err_msg=path)
+        assert np.mean(array != np.asarray(actual[path])) < 0.1, path
 
 
 def test_bound_values_are_the_modules_own():

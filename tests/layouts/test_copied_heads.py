@@ -39,14 +39,14 @@ FULL = model(qkv_bias=True, qk_norm=RMSNormConfig())
 
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in LAYOUTS])
 def test_losses_and_gradients_are_those_of_one_device(layout):
-    one, found = train(FULL, ONE, microbatches=2), train(FULL, LAYOUTS[layout], microbatches=2)
-    np.testing.assert_allclose(found.losses, one.losses, rtol=1e-6)
-    np.testing.assert_allclose(found.evaluation, one.evaluation, rtol=1e-6)
-    np.testing.assert_allclose(found.norms, one.norms, rtol=1e-5)
+    one, actual = train(FULL, ONE, microbatches=2), train(FULL, LAYOUTS[layout], microbatches=2)
+    np.testing.assert_allclose(actual.losses, one.losses, rtol=1e-6)
+    np.testing.assert_allclose(actual.evaluation, one.evaluation, rtol=1e-6)
+    np.testing.assert_allclose(actual.norms, one.norms, rtol=1e-5)
     for path, gradient in one.gradients.items():
-        assert found.state.params[path].shape == one.state.params[path].shape
+        assert actual.state.params[path].shape == one.state.params[path].shape
         top = max(np.abs(gradient).max(), 1e-3)
-        np.testing.assert_allclose(found.gradients[path], gradient, atol=1e-5 * top, err_msg=path)
+        np.testing.assert_allclose(actual.gradients[path], gradient, atol=1e-5 * top, err_msg=path)
 
 
 def collectives(kv_heads: int, parallel: ParallelConfig) -> list[Collective]:
@@ -66,12 +66,12 @@ def test_copies_cost_one_reduction_a_step_and_none_in_a_loop(layout):
     parallel = LAYOUTS[layout]
     cut, copied = collectives(4, parallel), collectives(2, parallel)
 
-    def moved(found: list[Collective]) -> list[tuple]:
-        return sorted((one.place.path, one.kind, one.groups.name, one.elements) for one in found if one.place.path)
+    def moved(actual: list[Collective]) -> list[tuple]:
+        return sorted((one.place.path, one.kind, one.groups.name, one.elements) for one in actual if one.place.path)
 
-    def summed(found: list[Collective]) -> int:
+    def summed(actual: list[Collective]) -> int:
         """Numbers added up over `tensor` once a step."""
-        outside = [one for one in found if not one.place.path and one.groups.name == "tensor"]
+        outside = [one for one in actual if not one.place.path and one.groups.name == "tensor"]
         return sum(one.elements for one in outside if one.kind == "all-reduce")
 
     assert moved(copied) == moved(cut)
@@ -84,7 +84,7 @@ def test_copies_cost_one_reduction_a_step_and_none_in_a_loop(layout):
 def test_a_model_is_called_with_weights_at_rest(layout):
     """By plain jax.jit, as a notebook does; and differentiated."""
     tokens = rows()["tokens"][:4]
-    found = []
+    actual = []
     for parallel in (ONE, LAYOUTS[layout]):
         made = program(FULL, parallel, microbatches=2)
 
@@ -95,8 +95,8 @@ def test_a_model_is_called_with_weights_at_rest(layout):
         with within(made):
             (_, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(start(made).params, tokens)
         assert logits.shape == (4, LENGTH, VOCABULARY)
-        found.append((np.asarray(logits), jax.device_get(grads)))
-    np.testing.assert_allclose(found[1][0], found[0][0], atol=1e-5)
-    for path, gradient in found[0][1].items():
+        actual.append((np.asarray(logits), jax.device_get(grads)))
+    np.testing.assert_allclose(actual[1][0], actual[0][0], atol=1e-5)
+    for path, gradient in actual[0][1].items():
         top = max(np.abs(gradient).max(), 1e-6)
-        np.testing.assert_allclose(found[1][1][path], gradient, atol=1e-5 * top, err_msg=path)
+        np.testing.assert_allclose(actual[1][1][path], gradient, atol=1e-5 * top, err_msg=path)

@@ -22,9 +22,9 @@ def small_memory():
 
 
 def compare(one: Combination) -> None:
-    found = difference(one.run(), one.alone())
-    assert max(found.loss, found.norm, found.gradient) <= TOLERANCE, found
-    assert found.padding == 0, found
+    actual = difference(one.run(), one.alone())
+    assert max(actual.loss, actual.norm, actual.gradient) <= TOLERANCE, actual
+    assert actual.padding == 0, actual
 
 
 @pytest.mark.parametrize("one", QUICKEST, ids=lambda one: one.name)
@@ -69,14 +69,14 @@ def possible(one: tuple[str, object], other: tuple[str, object]) -> bool:
 def test_any_two_values_occur_together() -> None:
     assert len(COMBINATIONS) >= 24
     assert len({one.name for one in COMBINATIONS}) == len(COMBINATIONS)
-    occur = {frozenset(found) for one in COMBINATIONS for found in pairs(one)}
+    occur = {frozenset(actual) for one in COMBINATIONS for actual in pairs(one)}
     values = sorted({value for one in COMBINATIONS for value in one.values.items()}, key=str)
     wanted = {
         frozenset((one, other)) for one in values for other in values if one[0] < other[0] and possible(one, other)
     }
     assert wanted - occur == set()
     assert occur - wanted == set(), "possible() denies what there is"
-    always = {frozenset(found) for one in QUICKEST for found in pairs(one)}
+    always = {frozenset(actual) for one in QUICKEST for actual in pairs(one)}
     assert len(always) > 0.6 * len(wanted)
     assert {value for one in QUICKEST for value in one.values.items()} == set(values)
 
@@ -116,11 +116,11 @@ def stages(count: int, *, data: int = 1, tensor: int = 1, **settings: object) ->
 )
 def test_evaluates_as_one_device_does(model, parallel, microbatches) -> None:
     """Before any step, on two batches of rows."""
-    found, expected = (
+    actual, expected = (
         train(model, on, microbatches=count, steps=0) for on, count in ((parallel, microbatches), (ONE, 4))
     )
-    assert found.counted == expected.counted
-    np.testing.assert_allclose([found.before, found.evaluation], [expected.before, expected.evaluation], rtol=1e-6)
+    assert actual.counted == expected.counted
+    np.testing.assert_allclose([actual.before, actual.evaluation], [expected.before, expected.evaluation], rtol=1e-6)
 
 
 @pytest.mark.slow

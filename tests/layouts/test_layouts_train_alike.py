@@ -33,13 +33,13 @@ def name(value: object) -> str:
     return str(value)
 
 
-def same(found: Trained, expected: Trained, *, rtol: float = 1e-4, first: float = 1e-5) -> None:
+def same(actual: Trained, expected: Trained, *, rtol: float = 1e-4, first: float = 1e-5) -> None:
     """Losses and gradient norms of every step, more closely those of the first, and the evaluation after the last."""
-    assert found.counted == expected.counted
-    for one, other in ((found.losses, expected.losses), (found.norms, expected.norms)):
+    assert actual.counted == expected.counted
+    for one, other in ((actual.losses, expected.losses), (actual.norms, expected.norms)):
         np.testing.assert_allclose(one[0], other[0], rtol=first)
         np.testing.assert_allclose(one, other, rtol=rtol)
-    np.testing.assert_allclose(found.evaluation, expected.evaluation, rtol=rtol)
+    np.testing.assert_allclose(actual.evaluation, expected.evaluation, rtol=rtol)
 
 
 def test_fsdp_with_tensor_and_sequence():
@@ -66,10 +66,10 @@ def test_every_combination(model, parallel, microbatches):
 
 def test_the_run_learns_and_starts_where_it_should():
     """The comparisons above mean something: losses move, and the first is that of guessing."""
-    found = train(llama(), ONE, microbatches=4)
-    assert abs(found.losses[0] - np.log(VOCABULARY)) < 0.1
-    assert found.losses[2] < found.losses[1] < found.losses[0] - 0.05
-    assert found.counted == rows(1)["loss_mask"].sum() < ROWS * LENGTH
+    actual = train(llama(), ONE, microbatches=4)
+    assert abs(actual.losses[0] - np.log(VOCABULARY)) < 0.1
+    assert actual.losses[2] < actual.losses[1] < actual.losses[0] - 0.05
+    assert actual.counted == rows(1)["loss_mask"].sum() < ROWS * LENGTH
 
 
 @pytest.mark.slow
@@ -114,11 +114,11 @@ def test_what_layers_keep_does_not_matter(changes, parallel):
 def test_a_table_for_all_layers_has_the_gradients_of_all():
     """The table of T5's biases is used on every stage."""
     model = with_relative(RelativeBiasConfig(buckets=8, shared=True))
-    found = train(model, ParallelConfig(pipeline=2, data=1, tensor=2), microbatches=4)
-    same(found, train(model, ONE, microbatches=4))
-    assert found.state.params["stack.relative.table"].shape == (8, 8)
+    actual = train(model, ParallelConfig(pipeline=2, data=1, tensor=2), microbatches=4)
+    same(actual, train(model, ONE, microbatches=4))
+    assert actual.state.params["stack.relative.table"].shape == (8, 8)
     apart = train(with_relative(RelativeBiasConfig(buckets=8)), ONE, microbatches=4, steps=0)
-    assert abs(apart.before / found.before - 1) > 1e-6
+    assert abs(apart.before / actual.before - 1) > 1e-6
 
 
 def test_evaluation_is_the_training_loss_without_dropout():

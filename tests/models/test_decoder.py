@@ -161,8 +161,8 @@ def test_plain_jit_on_a_mesh_is_one_device(cfg):
     model, mesh, plan = abstract(cfg, parallel), build_mesh(parallel), Plan.of(parallel)
     placed = jax.device_put(weights(cfg), parameter_shardings(specs(model), plan.params, mesh))
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
-        found = jax.jit(lambda values: bind(model, values)(TOKENS))(placed)
-    np.testing.assert_allclose(found, forward(cfg)(TOKENS, POSITIONS, NONE), atol=1e-5, rtol=1e-5)
+        actual = jax.jit(lambda values: bind(model, values)(TOKENS))(placed)
+    np.testing.assert_allclose(actual, forward(cfg)(TOKENS, POSITIONS, NONE), atol=1e-5, rtol=1e-5)
 
 
 def test_bfloat16_stays_in_the_residual_stream_and_leaves_logits_and_loss_in_float32():

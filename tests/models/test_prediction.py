@@ -62,8 +62,8 @@ def test_tokens_that_have_nothing_to_predict_are_made_up_for(average, reweighted
     zeros = np.zeros((2, 4), np.int32)
     batch = {"tokens": zeros, "labels": zeros, "loss_mask": mask}
     model = Known(np.ones((2, 4), np.float32), further, reweighted)
-    found = DecoderLM.loss(model, None, batch, SimpleNamespace(segments=None), LossReduction(average))
-    assert float(found.loss_sum) == pytest.approx(expected, rel=1e-6)
+    losses = DecoderLM.loss(model, None, batch, SimpleNamespace(segments=None), LossReduction(average))
+    assert float(losses.loss_sum) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -75,11 +75,11 @@ def test_tokens_that_have_nothing_to_predict_are_made_up_for(average, reweighted
 )
 def test_a_pipeline_trains_them_like_one_device(name, parallel):
     cfg: DecoderConfig = MODELS[name]
-    expected, found = (train(cfg, each, microbatches=3, steps=1) for each in (ParallelConfig(data=1), parallel))
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
-    np.testing.assert_allclose(found.evaluation, expected.evaluation, rtol=1e-5)
-    np.testing.assert_allclose(found.norms, expected.norms, rtol=1e-5)
+    expected, actual = (train(cfg, each, microbatches=3, steps=1) for each in (ParallelConfig(data=1), parallel))
+    np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-5)
+    np.testing.assert_allclose(actual.evaluation, expected.evaluation, rtol=1e-5)
+    np.testing.assert_allclose(actual.norms, expected.norms, rtol=1e-5)
     top = max(np.abs(g).max() for g in expected.gradients.values())
     for path, g in expected.gradients.items():
         scale = max(np.abs(g).max(), 1e-3 * top)
-        np.testing.assert_allclose(found.gradients[path], g, atol=1e-5 * scale, err_msg=path)
+        np.testing.assert_allclose(actual.gradients[path], g, atol=1e-5 * scale, err_msg=path)

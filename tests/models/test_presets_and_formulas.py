@@ -170,9 +170,9 @@ def test_operations_are_six_for_each_weight_of_a_matmul_and_attention(cfg):
     for mixer in mixers + [block.mixer for block in cfg.predicting_blocks()]:
         size = mixer.size(cfg.hidden)
         widths += mixer.heads * (size + getattr(mixer, "value_dim", size)) / 2
-    found = cfg.flops()
-    assert found.full == 6 * in_matmuls + 12 * widths * cfg.sequence_length
-    assert found.causal == 6 * in_matmuls + 6 * widths * cfg.sequence_length
+    actual = cfg.flops()
+    assert actual.full == 6 * in_matmuls + 12 * widths * cfg.sequence_length
+    assert actual.causal == 6 * in_matmuls + 6 * widths * cfg.sequence_length
 
 
 def test_a_wider_model_starts_narrower_and_scales_embeddings_scores_and_logits():

@@ -23,7 +23,7 @@ def outcome_of(report: Any) -> str:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """How many cases of each kind agreed: `oracle numerics: 5 passed, 9 unsupported`."""
     counts: dict[str, Counter[str]] = {}
-    for report in (report for found in terminalreporter.stats.values() for report in found):
+    for report in (report for actual in terminalreporter.stats.values() for report in actual):
         file = Path(getattr(report, "nodeid", "").partition("::")[0])
         if (
             file.parts[-2:-1] == ("oracle",)
@@ -31,7 +31,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             and not (report.when != "call" and report.passed)
         ):
             counts.setdefault(file.stem.removeprefix("test_"), Counter())[outcome_of(report)] += 1
-    for kind, found in sorted(counts.items()):
+    for kind, actual in sorted(counts.items()):
         terminalreporter.write_line(
-            f"oracle {kind}: " + ", ".join(f"{n} {outcome}" for outcome, n in sorted(found.items()))
+            f"oracle {kind}: " + ", ".join(f"{n} {outcome}" for outcome, n in sorted(actual.items()))
         )

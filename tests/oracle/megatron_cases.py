@@ -24,10 +24,10 @@ def load_arrays(name: str) -> dict[str, np.ndarray]:
         return dict(stored)
 
 
-def cases(found: Iterable[str]) -> list[Any]:
+def cases(actual: Iterable[str]) -> list[Any]:
     """Parameters of a test, or one skip that says why there are none."""
     reason = f"nothing of this kind at {FOLDER}: set MEGAJAX_ORACLE_DIR"
-    return sorted(found) or [pytest.param(None, marks=pytest.mark.skip(reason=reason))]
+    return sorted(actual) or [pytest.param(None, marks=pytest.mark.skip(reason=reason))]
 
 
 def unsupported(what: str) -> NoReturn:

@@ -444,12 +444,12 @@ def memory_setting(flags: Mapping[str, Any], layers: int, *, data: int, microbat
 
 def flags_of(line: str) -> dict[str, Any]:
     """--num-layers 2 --swiglu -> {"num_layers": "2", "swiglu": True}."""
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     name = ""
     for word in shlex.split(line):
         if word.startswith("--"):
             name, _, value = word[2:].replace("-", "_").partition("=")
-            found[name] = value or True
+            actual[name] = value or True
         else:
-            found[name] = word if found[name] is True else f"{found[name]} {word}"
-    return found
+            actual[name] = word if actual[name] is True else f"{actual[name]} {word}"
+    return actual

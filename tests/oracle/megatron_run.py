@@ -74,7 +74,7 @@ class OneDevice:
         What is the same in all keys, but for what is rotated, adds the same to all scores of a query, which softmax
         takes out again unless there is a sink.
         """
-        found, cfg = {}, self.cfg
+        actual, cfg = {}, self.cfg
         blocks = {f"stack.blocks.{place}": block for place, block in enumerate(cfg.stack.pattern)}
         blocks |= {f"predictions.{place}.block": block for place, block in enumerate(cfg.predicting_blocks())}
         for where, block in blocks.items():
@@ -87,9 +87,9 @@ class OneDevice:
                 path = f"{where}.mixer.key_bias"
             else:
                 continue
-            found[path] = np.zeros(self.declared[path].shape, bool)
-            found[path][..., 0 if mixer.rope is None else mixer.rope.rotated(mixer.size(cfg.hidden)) :] = True
-        return found
+            actual[path] = np.zeros(self.declared[path].shape, bool)
+            actual[path][..., 0 if mixer.rope is None else mixer.rope.rotated(mixer.size(cfg.hidden)) :] = True
+        return actual
 
     def __call__(self, f: Any, *args: Any) -> Any:
         """jit(f)(*args) on the mesh."""
@@ -112,14 +112,14 @@ class OneDevice:
         """Hidden states [B, S, D]: after the embedding, after each layer, after the last norm."""
 
         def compute(params: Any, tokens: Any) -> dict[str, Any]:
-            found, ctx = {}, self.context(tokens)
+            actual, ctx = {}, self.context(tokens)
             for layers in range(1, self.cfg.stack.repeats + 1):
                 cfg = replace(self.cfg, stack=replace(self.cfg.stack, repeats=layers))
                 short = {path: w[:layers] if self.declared[path].layers else w for path, w in params.items()}
                 model = bind(nnx.eval_shape(lambda cfg=cfg: cfg.build(self.layout)), short)
                 x = model.enter(model.embed_tokens(tokens), ctx)
-                found[f"layer{layers - 1}_out"] = y = model.stack(x, ctx)
-            return found | {"embedding": x, "final_norm": model.final_norm(y)}
+                actual[f"layer{layers - 1}_out"] = y = model.stack(x, ctx)
+            return actual | {"embedding": x, "final_norm": model.final_norm(y)}
 
         assert len(self.cfg.stack.pattern) == 1
         return self(compute, self.checked(params), tokens)

@@ -121,10 +121,10 @@ def _halves(paths: tuple[str, str], layer: int | None) -> Piece:
 def _norm(name: str, path: str, cfg: NormConfig | None, layer: int | None) -> dict[str, Piece]:
     if cfg is None or isinstance(cfg, L2NormConfig):
         return {}
-    found = {f"{name}.weight": _same(f"{path}.gain", layer)}
+    actual = {f"{name}.weight": _same(f"{path}.gain", layer)}
     if isinstance(cfg, LayerNormConfig):
-        found[f"{name}.bias"] = _same(f"{path}.bias", layer)
-    return found
+        actual[f"{name}.bias"] = _same(f"{path}.bias", layer)
+    return actual
 
 
 def _core(name: str, path: str, cfg: MixerConfig, layer: int | None) -> dict[str, Piece]:
@@ -134,86 +134,86 @@ def _core(name: str, path: str, cfg: MixerConfig, layer: int | None) -> dict[str
 
 def _attention(name: str, path: str, cfg: AttentionConfig, hidden: int, layer: int | None) -> dict[str, Piece]:
     size = cfg.size(hidden)
-    found = _core(name, path, cfg, layer)
-    found[f"{name}.linear_proj.weight"] = _output(cfg.heads, f"{path}.output", layer)
+    actual = _core(name, path, cfg, layer)
+    actual[f"{name}.linear_proj.weight"] = _output(cfg.heads, f"{path}.output", layer)
     if cfg.bias:
-        found[f"{name}.linear_proj.bias"] = _same(f"{path}.output_bias", layer)
+        actual[f"{name}.linear_proj.bias"] = _same(f"{path}.output_bias", layer)
     parts = tuple(f"{path}.{part}" for part in ("query", *["gate"] * cfg.gate, "key", "value"))
-    found[f"{name}.linear_qkv.weight"] = _qkv(cfg, size, parts, layer)
+    actual[f"{name}.linear_qkv.weight"] = _qkv(cfg, size, parts, layer)
     if cfg.has_qkv_bias():
-        found[f"{name}.linear_qkv.bias"] = _qkv(cfg, size, tuple(f"{part}_bias" for part in parts), layer)
-    found |= _norm(f"{name}.q_layernorm", f"{path}.query_norm", cfg.qk_norm, layer)
-    return found | _norm(f"{name}.k_layernorm", f"{path}.key_norm", cfg.qk_norm, layer)
+        actual[f"{name}.linear_qkv.bias"] = _qkv(cfg, size, tuple(f"{part}_bias" for part in parts), layer)
+    actual |= _norm(f"{name}.q_layernorm", f"{path}.query_norm", cfg.qk_norm, layer)
+    return actual | _norm(f"{name}.k_layernorm", f"{path}.key_norm", cfg.qk_norm, layer)
 
 
 def _latent(name: str, path: str, cfg: LatentAttentionConfig, layer: int | None) -> dict[str, Piece]:
-    found = _core(name, path, cfg, layer)
-    found[f"{name}.linear_proj.weight"] = _output(cfg.heads, f"{path}.output", layer)
+    actual = _core(name, path, cfg, layer)
+    actual[f"{name}.linear_proj.weight"] = _output(cfg.heads, f"{path}.output", layer)
     if cfg.bias:
-        found[f"{name}.linear_proj.bias"] = _same(f"{path}.output_bias", layer)
+        actual[f"{name}.linear_proj.bias"] = _same(f"{path}.output_bias", layer)
     query = _per_head(cfg.heads, f"{path}.query", layer)
     if cfg.query_rank is None:
-        found[f"{name}.linear_q_proj.weight"] = query
+        actual[f"{name}.linear_q_proj.weight"] = query
     else:
-        found[f"{name}.linear_q_down_proj.weight"] = _transposed(f"{path}.query_down", layer)
-        found[f"{name}.linear_q_up_proj.weight"] = query
+        actual[f"{name}.linear_q_down_proj.weight"] = _transposed(f"{path}.query_down", layer)
+        actual[f"{name}.linear_q_up_proj.weight"] = query
     down, up = (f"{path}.down", f"{path}.position_key"), (f"{path}.key", f"{path}.value")
-    found[f"{name}.linear_kv_down_proj.weight"] = _stacked_rows(down, cfg.key_value_rank, layer)
-    found[f"{name}.linear_kv_up_proj.weight"] = _keys_and_values(cfg, up, layer)
+    actual[f"{name}.linear_kv_down_proj.weight"] = _stacked_rows(down, cfg.key_value_rank, layer)
+    actual[f"{name}.linear_kv_up_proj.weight"] = _keys_and_values(cfg, up, layer)
     if cfg.query_rank is not None:
-        found |= _norm(f"{name}.q_layernorm", f"{path}.query_norm", cfg.norm, layer)
-    return found | _norm(f"{name}.kv_layernorm", f"{path}.norm", cfg.norm, layer)
+        actual |= _norm(f"{name}.q_layernorm", f"{path}.query_norm", cfg.norm, layer)
+    return actual | _norm(f"{name}.kv_layernorm", f"{path}.norm", cfg.norm, layer)
 
 
 def _block(name: str, path: str, block: BlockConfig, hidden: int, layer: int | None) -> dict[str, Piece]:
     gated, mixer, mlp = isinstance(block.mlp, GatedMLPConfig), block.mixer, f"{path}.mlp"
-    found = _norm(f"{name}.input_layernorm", f"{path}.mixer_norm", block.norm, layer)
+    actual = _norm(f"{name}.input_layernorm", f"{path}.mixer_norm", block.norm, layer)
     if isinstance(mixer, LatentAttentionConfig):
-        found |= _latent(f"{name}.self_attention", f"{path}.mixer", mixer, layer)
+        actual |= _latent(f"{name}.self_attention", f"{path}.mixer", mixer, layer)
     else:
-        found |= _attention(f"{name}.self_attention", f"{path}.mixer", mixer, hidden, layer)
-    found |= _norm(f"{name}.pre_mlp_layernorm", f"{path}.mlp_norm", block.norm, layer)
+        actual |= _attention(f"{name}.self_attention", f"{path}.mixer", mixer, hidden, layer)
+    actual |= _norm(f"{name}.pre_mlp_layernorm", f"{path}.mlp_norm", block.norm, layer)
     up, down = f"{name}.mlp.linear_fc1", f"{name}.mlp.linear_fc2"
-    found[f"{up}.weight"] = _halves((f"{mlp}.gate", f"{mlp}.up"), layer) if gated else _transposed(f"{mlp}.up", layer)
+    actual[f"{up}.weight"] = _halves((f"{mlp}.gate", f"{mlp}.up"), layer) if gated else _transposed(f"{mlp}.up", layer)
     if block.mlp.bias:
-        found[f"{up}.bias"] = (
+        actual[f"{up}.bias"] = (
             _halves((f"{mlp}.gate_bias", f"{mlp}.up_bias"), layer) if gated else _same(f"{mlp}.up_bias", layer)
         )
-    found[f"{down}.weight"] = _transposed(f"{mlp}.down", layer)
+    actual[f"{down}.weight"] = _transposed(f"{mlp}.down", layer)
     if block.mlp.bias:
-        found[f"{down}.bias"] = _same(f"{mlp}.down_bias", layer)
-    return found
+        actual[f"{down}.bias"] = _same(f"{mlp}.down_bias", layer)
+    return actual
 
 
 def _prediction(number: int, cfg: DecoderConfig) -> dict[str, Piece]:
     name, path, block = f"mtp.layers.{number}", f"predictions.{number}", cfg.predicting_blocks()[number]
-    found = _norm(f"{name}.enorm", f"{path}.embedding_norm", cfg.norm, None)
-    found |= _norm(f"{name}.hnorm", f"{path}.state_norm", cfg.norm, None)
-    found[f"{name}.eh_proj.weight"] = Piece(
+    actual = _norm(f"{name}.enorm", f"{path}.embedding_norm", cfg.norm, None)
+    actual |= _norm(f"{name}.hnorm", f"{path}.state_norm", cfg.norm, None)
+    actual[f"{name}.eh_proj.weight"] = Piece(
         (f"{path}.from_embedding", f"{path}.from_state"),
         None,
         lambda w: tuple(half.T for half in np.split(w, 2, axis=1)),
         lambda embedding, state: np.concatenate([embedding.T, state.T], axis=1),
     )
-    found |= _block(f"{name}.mtp_model_layer", f"{path}.block", block, cfg.hidden, None)
-    return found | _norm(f"{name}.final_layernorm", f"{path}.norm", cfg.norm, None)
+    actual |= _block(f"{name}.mtp_model_layer", f"{path}.block", block, cfg.hidden, None)
+    return actual | _norm(f"{name}.final_layernorm", f"{path}.norm", cfg.norm, None)
 
 
 def pieces(cfg: DecoderConfig) -> dict[str, Piece]:
     """Megatron-LM's name -> its place in ours, in the order of its named_parameters()."""
-    found = {"embedding.word_embeddings.weight": _table("tokens", cfg)}
+    actual = {"embedding.word_embeddings.weight": _table("tokens", cfg)}
     if cfg.learned_positions:
-        found["embedding.position_embeddings.weight"] = _same("positions")
+        actual["embedding.position_embeddings.weight"] = _same("positions")
     for number in range(cfg.stack.layers()):
         repeat, place = divmod(number, len(cfg.stack.pattern))
         path = f"stack.blocks.{place}"
-        found |= _block(f"decoder.layers.{number}", path, cfg.stack.pattern[place], cfg.hidden, repeat)
-    found |= _norm("decoder.final_layernorm", "norm", cfg.norm, None)
+        actual |= _block(f"decoder.layers.{number}", path, cfg.stack.pattern[place], cfg.hidden, repeat)
+    actual |= _norm("decoder.final_layernorm", "norm", cfg.norm, None)
     for number in range(len(cfg.predicting_blocks())):
-        found |= _prediction(number, cfg)
+        actual |= _prediction(number, cfg)
     if not cfg.tied:
-        found["output_layer.weight"] = _table("head", cfg)
-    return found
+        actual["output_layer.weight"] = _table("head", cfg)
+    return actual
 
 
 def to_megatron(cfg: DecoderConfig, ours: Arrays) -> dict[str, np.ndarray]:
@@ -254,8 +254,8 @@ def strided(arrays: Arrays) -> np.ndarray:
     rows = np.zeros((len(arrays), 32), np.float32)
     for row, array in zip(rows, arrays.values(), strict=True):
         flat = array.reshape(-1)
-        found = flat[:: max(1, flat.size // 32)][:32]
-        row[: found.size] = found
+        actual = flat[:: max(1, flat.size // 32)][:32]
+        row[: actual.size] = actual
     return rows
 
 

@@ -40,10 +40,10 @@ META = load_json("gpt_meta.json")
 INDICES, SAMPLES, BLENDS = (load_arrays(f"gpt_{kind}.npz") for kind in ("indices", "samples", "blends"))
 
 
-def cases(found: Any) -> list[Any]:
+def cases(actual: Any) -> list[Any]:
     """Parameters of a test, or one skip that says why there are none."""
     reason = f"nothing of this kind at {FOLDER}: set MEGAJAX_ORACLE_DIR"
-    return sorted(found) or [pytest.param(None, marks=pytest.mark.skip(reason=reason))]
+    return sorted(actual) or [pytest.param(None, marks=pytest.mark.skip(reason=reason))]
 
 
 def corpus(letter: str) -> Path:
@@ -93,12 +93,12 @@ def test_index(key: str, cache: Path) -> None:
         expected = META["index"][key]["splits"][name]
         assert len(dataset) == expected["len"]
         for theirs, ours in ARRAYS.items():
-            found = getattr(dataset.index, ours)
-            assert found.dtype.name == expected["dtypes"][list(ARRAYS).index(theirs)]
+            actual = getattr(dataset.index, ours)
+            assert actual.dtype.name == expected["dtypes"][list(ARRAYS).index(theirs)]
             array = INDICES.get(f"{key}/{name}/{theirs}")
             if array is not None:
                 # Some sample indices are stored without all but their last rows.
-                np.testing.assert_array_equal(found[-len(array) :], array)
+                np.testing.assert_array_equal(actual[-len(array) :], array)
                 compared += 1
     assert compared
 
@@ -163,9 +163,9 @@ def test_blend(key: str, cache: Path) -> None:
             continue
         assert [len(member) for member in dataset.datasets] == expected["mid_len"]
         for theirs, ours in (("dataset_index", "datasets"), ("dataset_sample_index", "samples")):
-            found, array = getattr(dataset.index, ours), BLENDS[prefix + theirs]
-            assert found.dtype == array.dtype
-            np.testing.assert_array_equal(found, array)
+            actual, array = getattr(dataset.index, ours), BLENDS[prefix + theirs]
+            assert actual.dtype == array.dtype
+            np.testing.assert_array_equal(actual, array)
         check_rows(BLENDS, prefix, dataset)
         ids = BLENDS[prefix + "dataset_id"]
         np.testing.assert_array_equal([dataset[i]["dataset_id"] for i in range(len(ids))], ids)
@@ -217,16 +217,16 @@ def test_corpus(key: str) -> None:
     file, expected = IndexedTokens(corpus(letter)), load_arrays("corpora_reference.npz")[key]
     per_document = np.diff(file.document_table)
     token_ends = np.concatenate([[0], np.cumsum(file.lengths)])
-    found = {
+    actual = {
         "tokens": file.tokens,
         "tokens_head": file.tokens[: len(expected)],
         "sentence_lengths": file.lengths,
         "sentences_per_doc": per_document,
         "doc_lengths": np.diff(token_ends[file.document_table]),
     }
-    if kind not in found:
+    if kind not in actual:
         pytest.skip(f"unsupported: {key}")
-    np.testing.assert_array_equal(found[kind], expected)
+    np.testing.assert_array_equal(actual[kind], expected)
 
 
 @pytest.mark.parametrize("size", cases(load_json("corpora_meta.json").get("optimal_dtype", {})))

@@ -41,8 +41,8 @@ def test_operations(case: str) -> None:
     if packed:
         # The causal half of core attention is what the two counts differ by.
         core = (each.full - each.causal) / cfg.sequence_length
-        found = (2 * each.causal - each.full) * packed["total_real_tokens"] + core * packed["seqlen_squared_sum"]
-        compare.check("operations", found, packed["value"], TOLERANCE, name="of packed rows")
+        actual = (2 * each.causal - each.full) * packed["total_real_tokens"] + core * packed["seqlen_squared_sum"]
+        compare.check("operations", actual, packed["value"], TOLERANCE, name="of packed rows")
     compare.finish()
 
 
@@ -54,11 +54,11 @@ def test_memory(case: str) -> None:
     stored = theirs["report_theoretical_memory_MB"]
     counts = {"microbatches": stored["num_microbatches"], "data": theirs["data_parallel_size"]}
     setting = memory_setting(flags, cfg.stack.layers(), **counts)
-    found = memory_report(cfg, setting)
-    compare.check("memory", found.weights, theirs["weight_and_optimizer_bytes"], TOLERANCE, name="of weights")
+    actual = memory_report(cfg, setting)
+    compare.check("memory", actual.weights, theirs["weight_and_optimizer_bytes"], TOLERANCE, name="of weights")
     expected = stored["weight_optimizer"], stored["activation"], stored["total"]
     for one, other, name in (
-        (found, expected, "in all"),
+        (actual, expected, "in all"),
         (memory_report(cfg, replace(setting, microbatches=None)), theirs["report_num_microbatches_None_MB"], "full"),
     ):
         parts = [one.weights / MB, one.activations / MB, one.total / MB]
@@ -66,9 +66,9 @@ def test_memory(case: str) -> None:
     for sequence, name in ((True, "sp"), (False, "without_sp")):
         value = activation_bytes(cfg, replace(setting, sequence=sequence))
         compare.check("memory", value, theirs[f"activation_bytes_{name}_formula"], TOLERANCE, name=name)
-    parameters = found.layer_parameters + found.embedding_parameters
+    parameters = actual.layer_parameters + actual.embedding_parameters
     said = {line.partition(" in billions: ")[0]: line.rpartition(" ")[2] for line in theirs["verbose_stdout"]}
     compare.check("parameters", parameters / 1e9, float(said["Total number of parameters"]), 0.0051, scale=1.0)
     shard = float(said["Number of parameters in most loaded shard"])
-    compare.check("parameters", found.most_loaded / 1e9, shard, 0.000051, scale=1.0)
+    compare.check("parameters", actual.most_loaded / 1e9, shard, 0.000051, scale=1.0)
     compare.finish()

@@ -74,10 +74,10 @@ class Checkpoint:
     def norm(self, path: str, name: str) -> Tensors:
         """Gain and, where there is one, bias."""
         read = self.each if "{}" in name else self.one
-        found = {f"{path}.gain": read(f"{name}.weight")}
+        actual = {f"{path}.gain": read(f"{name}.weight")}
         if f"{name}.bias".format(0) in self.tensors:
-            found[f"{path}.bias"] = read(f"{name}.bias")
-        return found
+            actual[f"{path}.bias"] = read(f"{name}.bias")
+        return actual
 
 
 def gpt2_config(given: Settings) -> DecoderConfig:
@@ -107,9 +107,9 @@ def gpt2_weights(cfg: DecoderConfig, held: Checkpoint) -> Tensors:
     heads, h, b = (mixer.heads, mixer.size(cfg.hidden)), "transformer.h.{}", "stack.blocks.0"
     qkv = held.each(f"{h}.attn.c_attn.weight", lambda w: w.reshape(cfg.hidden, 3, *heads).swapaxes(0, 1))
     biases = held.each(f"{h}.attn.c_attn.bias", lambda w: w.reshape(3, *heads))
-    found = {f"{b}.mixer.{name}": qkv[:, i] for i, name in enumerate(("query", "key", "value"))}
-    found |= {f"{b}.mixer.{name}_bias": biases[:, i] for i, name in enumerate(("query", "key", "value"))}
-    found |= {
+    actual = {f"{b}.mixer.{name}": qkv[:, i] for i, name in enumerate(("query", "key", "value"))}
+    actual |= {f"{b}.mixer.{name}_bias": biases[:, i] for i, name in enumerate(("query", "key", "value"))}
+    actual |= {
         "tokens": held.one("transformer.wte.weight"),
         "positions": held.one("transformer.wpe.weight"),
         f"{b}.mixer.output": held.each(f"{h}.attn.c_proj.weight", lambda w: w.reshape(*heads, cfg.hidden)),
@@ -119,8 +119,8 @@ def gpt2_weights(cfg: DecoderConfig, held: Checkpoint) -> Tensors:
         f"{b}.mlp.down": held.each(f"{h}.mlp.c_proj.weight"),
         f"{b}.mlp.down_bias": held.each(f"{h}.mlp.c_proj.bias"),
     }
-    found |= held.norm(f"{b}.mixer_norm", f"{h}.ln_1") | held.norm(f"{b}.mlp_norm", f"{h}.ln_2")
-    return found | held.norm("norm", "transformer.ln_f") | ({} if cfg.tied else {"head": held.one("lm_head.weight")})
+    actual |= held.norm(f"{b}.mixer_norm", f"{h}.ln_1") | held.norm(f"{b}.mlp_norm", f"{h}.ln_2")
+    return actual | held.norm("norm", "transformer.ln_f") | ({} if cfg.tied else {"head": held.one("lm_head.weight")})
 
 
 def llama_rope(given: Settings) -> RopeConfig:
@@ -181,36 +181,36 @@ def llama_config(given: Settings) -> DecoderConfig:
 
 def llama_weights(cfg: DecoderConfig, held: Checkpoint) -> Tensors:
     """Matrices are (out, in)."""
-    found = {"tokens": held.one("model.embed_tokens.weight")}
+    actual = {"tokens": held.one("model.embed_tokens.weight")}
     layers = [llama_layer(cfg, held, f"model.layers.{number}") for number in range(cfg.stack.layers())]
     period = len(cfg.stack.pattern)
     for place in range(period):
         for name in layers[place]:
-            found[f"stack.blocks.{place}.{name}"] = np.stack([layer[name] for layer in layers[place::period]])
-    return found | held.norm("norm", "model.norm") | ({} if cfg.tied else {"head": held.one("lm_head.weight")})
+            actual[f"stack.blocks.{place}.{name}"] = np.stack([layer[name] for layer in layers[place::period]])
+    return actual | held.norm("norm", "model.norm") | ({} if cfg.tied else {"head": held.one("lm_head.weight")})
 
 
 def llama_layer(cfg: DecoderConfig, held: Checkpoint, layer: str) -> Tensors:
     """Of one layer, by paths in a block."""
-    block, found = cfg.stack.pattern[0], {}
+    block, actual = cfg.stack.pattern[0], {}
     mixer, size = block.mixer, block.mixer.size(cfg.hidden)
     for ours, theirs in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")):
         name = f"{layer}.self_attn.{theirs}"
-        found[f"mixer.{ours}"] = held.one(f"{name}.weight", lambda w: w.T.reshape(cfg.hidden, -1, size))
+        actual[f"mixer.{ours}"] = held.one(f"{name}.weight", lambda w: w.T.reshape(cfg.hidden, -1, size))
         if mixer.has_qkv_bias():
-            found[f"mixer.{ours}_bias"] = held.one(f"{name}.bias", lambda w: w.reshape(-1, size))
+            actual[f"mixer.{ours}_bias"] = held.one(f"{name}.bias", lambda w: w.reshape(-1, size))
     if mixer.qk_norm is not None:
-        found |= held.norm("mixer.query_norm", f"{layer}.self_attn.q_norm")
-        found |= held.norm("mixer.key_norm", f"{layer}.self_attn.k_norm")
-    found["mixer.output"] = held.one(f"{layer}.self_attn.o_proj.weight", lambda w: w.T.reshape(-1, size, cfg.hidden))
+        actual |= held.norm("mixer.query_norm", f"{layer}.self_attn.q_norm")
+        actual |= held.norm("mixer.key_norm", f"{layer}.self_attn.k_norm")
+    actual["mixer.output"] = held.one(f"{layer}.self_attn.o_proj.weight", lambda w: w.T.reshape(-1, size, cfg.hidden))
     if mixer.bias:
-        found["mixer.output_bias"] = held.one(f"{layer}.self_attn.o_proj.bias")
+        actual["mixer.output_bias"] = held.one(f"{layer}.self_attn.o_proj.bias")
     for name in ("gate", "up", "down"):
-        found[f"mlp.{name}"] = held.one(f"{layer}.mlp.{name}_proj.weight", np.transpose)
+        actual[f"mlp.{name}"] = held.one(f"{layer}.mlp.{name}_proj.weight", np.transpose)
         if block.mlp.bias:
-            found[f"mlp.{name}_bias"] = held.one(f"{layer}.mlp.{name}_proj.bias")
-    found |= held.norm("mixer_norm", f"{layer}.input_layernorm")
-    return found | held.norm("mlp_norm", f"{layer}.post_attention_layernorm")
+            actual[f"mlp.{name}_bias"] = held.one(f"{layer}.mlp.{name}_proj.bias")
+    actual |= held.norm("mixer_norm", f"{layer}.input_layernorm")
+    return actual | held.norm("mlp_norm", f"{layer}.post_attention_layernorm")
 
 
 FAMILIES = {
@@ -246,11 +246,11 @@ def test_checkpoint(case: str, oracle_dir: Path) -> None:
     ids, greedy, compare = io["input_ids"].astype(np.int32), io["greedy"].astype(np.int32), Comparison(case)
     assert ids.shape == greedy.shape
     rows = np.concatenate([ids, greedy])
-    found = OneDevice(cfg).forward(params, rows, np.roll(rows, -1, axis=1))
-    compare.check("logits", found["logits"][: len(ids)], io["logits"], TOLERANCE)
-    compare.check("loss", found["per_token_loss"][: len(ids), :-1].mean(), io["loss"], TOLERANCE)
+    actual = OneDevice(cfg).forward(params, rows, np.roll(rows, -1, axis=1))
+    compare.check("logits", actual["logits"][: len(ids)], io["logits"], TOLERANCE)
+    compare.check("loss", actual["per_token_loss"][: len(ids), :-1].mean(), io["loss"], TOLERANCE)
     # Each next token is the likeliest after those before it, hence the whole text is what greedy decoding gives.
     prompt = greedy.shape[1] - 8
     np.testing.assert_array_equal(greedy[:, :prompt], ids[:, :prompt])
-    np.testing.assert_array_equal(found["logits"][len(ids) :, prompt - 1 : -1].argmax(-1), greedy[:, prompt:])
+    np.testing.assert_array_equal(actual["logits"][len(ids) :, prompt - 1 : -1].argmax(-1), greedy[:, prompt:])
     compare.finish()

@@ -73,23 +73,23 @@ def check_gradients(
     )
 
 
-def check_forward(compare: Comparison, stored: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> None:
-    logits = found["logits"]
+def check_forward(compare: Comparison, stored: dict[str, np.ndarray], actual: dict[str, np.ndarray]) -> None:
+    logits = actual["logits"]
     if "logits" in stored:
         compare.check("logits", logits, stored["logits"], LOGITS)
     if "logits_sample0_every4th" in stored:
         compare.check("logits", logits[0, ::4], stored["logits_sample0_every4th"], LOGITS)
     compare.check("logits sum", np.abs(logits.astype(np.float64)).sum(), stored["logits_abs_sum"], LOGITS)
-    compare.check("token losses", found["per_token_loss"], stored["per_token_loss"], LOGITS)
+    compare.check("token losses", actual["per_token_loss"], stored["per_token_loss"], LOGITS)
 
 
-def check_hidden(compare: Comparison, stored: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> None:
+def check_hidden(compare: Comparison, stored: dict[str, np.ndarray], actual: dict[str, np.ndarray]) -> None:
     """Theirs are [S, 1, D], of the first row."""
     for key in (key for key in stored if key.startswith("hidden/")):
         name = key.removeprefix("hidden/").removesuffix("_sbh")
-        compare.require("hidden states", name in found, f"no {name} among {sorted(found)}")
-        if name in found:
-            compare.check("hidden states", found[name][0][:, None], stored[key], LOGITS, name=name)
+        compare.require("hidden states", name in actual, f"no {name} among {sorted(actual)}")
+        if name in actual:
+            compare.check("hidden states", actual[name][0][:, None], stored[key], LOGITS, name=name)
 
 
 def check_weights(compare: Comparison, stored: dict[str, np.ndarray], weights: dict[str, np.ndarray]) -> None:
@@ -101,18 +101,18 @@ def check_weights(compare: Comparison, stored: dict[str, np.ndarray], weights: d
 
 
 def check_losses(
-    compare: Comparison, stored: dict[str, np.ndarray], meta: dict[str, Any], found: dict[str, Any]
+    compare: Comparison, stored: dict[str, np.ndarray], meta: dict[str, Any], actual: dict[str, Any]
 ) -> None:
     """What is minimised, and what is reported: the mean over all tokens."""
     sums = stored["loss_sum_and_ntokens_per_microbatch"].astype(np.float64)
-    compare.check("reported loss", found["reported"], sums[:, 0].sum() / sums[:, 1].sum(), LOGITS)
-    main = found["minimised"]
-    if found["ahead"] and meta["micro"] == 1:
+    compare.check("reported loss", actual["reported"], sums[:, 0].sum() / sums[:, 1].sum(), LOGITS)
+    main = actual["minimised"]
+    if actual["ahead"] and meta["micro"] == 1:
         # Theirs leaves out what predicts further ahead; it is logged apart.
         tracked = np.array(meta["mtp_tracker"]["loss_values"])
-        compare.check("losses further ahead", found["ahead"], tracked, LOGITS)
-        main = main - meta["config"].get("mtp_loss_scaling_factor", 0.1) * np.mean(found["ahead"])
-    if found["ahead"] and meta["micro"] > 1:
+        compare.check("losses further ahead", actual["ahead"], tracked, LOGITS)
+        main = main - meta["config"].get("mtp_loss_scaling_factor", 0.1) * np.mean(actual["ahead"])
+    if actual["ahead"] and meta["micro"] > 1:
         return
     compare.check("loss", main, stored["loss"], LOGITS)
     compare.check("loss", main, meta["loss"], LOGITS, name="in the description")
@@ -161,7 +161,7 @@ def test_model(case: str) -> None:
     each = rows // meta["micro"]
     microbatches = [tuple(leaf[i * each : (i + 1) * each] for leaf in batch) for i in range(meta["micro"])]
     average = "tokens" if meta["config"].get("calculate_per_token_loss") else "microbatches"
-    found = model.gradients(params, lm_batch(microbatches), average)
-    check_losses(compare, stored, meta, found)
-    check_gradients(compare, stored, to_megatron(model.cfg, found["grads"]), noise_of(model))
+    gradients = model.gradients(params, lm_batch(microbatches), average)
+    check_losses(compare, stored, meta, gradients)
+    check_gradients(compare, stored, to_megatron(model.cfg, gradients["grads"]), noise_of(model))
     compare.finish()

@@ -22,7 +22,7 @@ SCALERS = load_json("schedules/dynamic_grad_scaler.json")
 
 def numbered(rows: dict[str, list[Any]]) -> dict[str, Any]:
     """{"constant": [a, b]} -> {"constant-0": a, "constant-1": b}."""
-    return {f"{kind}-{number}": row for kind, found in rows.items() for number, row in enumerate(found)}
+    return {f"{kind}-{number}": row for kind, actual in rows.items() for number, row in enumerate(actual)}
 
 
 @pytest.mark.parametrize("case", cases(RATES))
@@ -73,15 +73,15 @@ def test_microbatches(case: str) -> None:
     batch = batch_config(kind, row)
     # Before the run, what is wrong with any of the sizes is known; nor may they shrink, which theirs finds in the run.
     ramp = [] if batch.ramp is None else batch.ramp.problems()
-    found = ramp + batch.problems() + batch.replica_problems(row["dp"])
+    problems = ramp + batch.problems() + batch.replica_problems(row["dp"])
     if "error" in row and "divi" not in row["error"] and "at least 1" not in row["error"]:
         # They refuse the text, or thresholds that become the same row, of which the later counts here.
-        assert found or len(batch.build(row["dp"], sequence_length=row["seq_length"]).thresholds) < len(
+        assert problems or len(batch.build(row["dp"], sequence_length=row["seq_length"]).thresholds) < len(
             batch.ramp.pairs()
         )
         return
     uneven = [rows for _, rows, running, count in rows_of(row) if count * row["mbs"] * row["dp"] != running]
-    assert bool(found) == ("error" in row or bool(uneven) or shrinks(row))
+    assert bool(problems) == ("error" in row or bool(uneven) or shrinks(row))
     sizes = batch.build(row["dp"], sequence_length=row.get("seq_length"))
     if "parsed" in row:
         assert [list(pair) for pair in sizes.thresholds] == row["parsed"]
@@ -105,8 +105,8 @@ def refused(sizes: BatchSizes) -> None:
 
 def shrinks(row: dict[str, Any]) -> bool:
     """Whether a later step has fewer rows."""
-    found = [nominal for _, nominal, *_ in rows_of(row)]
-    return found != sorted(found)
+    actual = [nominal for _, nominal, *_ in rows_of(row)]
+    return actual != sorted(actual)
 
 
 def rows_of(row: dict[str, Any]) -> list[list[int]]:

@@ -20,8 +20,8 @@ RUNS = load_json("numerics/train_runs.json")
 
 def first_seed(run: dict[str, Any]) -> int:
     """Seed of the first microbatch; they follow one another."""
-    found = re.search(r"seed=(\d+)\+t\*micro\+i", run["batch_rule"])
-    return int(found[1]) if found else unsupported(f"batch rule {run['batch_rule']}")
+    matches = re.search(r"seed=(\d+)\+t\*micro\+i", run["batch_rule"])
+    return int(matches[1]) if matches else unsupported(f"batch rule {run['batch_rule']}")
 
 
 def run_model(run: dict[str, Any]) -> OneDevice:
@@ -120,14 +120,14 @@ def test_run(case: str) -> None:
         ]
         counted = [float(mask.sum()) for _, _, mask in batches]
         assert counted == [count for _, count in row["per_micro"]], "the batch rule gives other rows"
-        found, at = trainer.step(lm_batch(batches)), f"in step {row['iteration']}"
-        compare.check("loss", found["loss"], row["reported_loss"], TOLERANCE, name=at)
-        compare.check("gradient norm", found["grad_norm"], row["grad_norm"], TOLERANCE, name=at)
-        compare.check("lr", found["lr"], row["lr_used"], TOLERANCE, name=at)
+        actual, at = trainer.step(lm_batch(batches)), f"in step {row['iteration']}"
+        compare.check("loss", actual["loss"], row["reported_loss"], TOLERANCE, name=at)
+        compare.check("gradient norm", actual["grad_norm"], row["grad_norm"], TOLERANCE, name=at)
+        compare.check("lr", actual["lr"], row["lr_used"], TOLERANCE, name=at)
         now = trainer.schedule.weight_decay_at(t * micro * run["mbs"], optimizer.weight_decay)
         decay = [now * group["wd_mult"] for group in run["groups"]]
         compare.check("weight decay", decay, row["wd_used"], TOLERANCE, name=at)
-        compare.require("skipped", found["skipped"] == (not row["ok"]), f"{bool(found['skipped'])} {at}")
+        compare.require("skipped", actual["skipped"] == (not row["ok"]), f"{bool(actual['skipped'])} {at}")
         if f"step{row['iteration']}/param_strided" in stored:
             now = to_megatron(model.cfg, trainer.params())
             check_params(compare, stored, row["iteration"], now, meaningful)

@@ -31,8 +31,8 @@ def gradients(parallel: ParallelConfig, compute: str, average: str, scale: float
         return {path: np.asarray(g) / (scale * float(out.weight_sum)) for path, g in out.grads.items()}
 
 
-def off(found: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+def off(actual: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
 @pytest.mark.parametrize("parallel", [ONE, ParallelConfig(pipeline=2, data=1)], ids=["one device", "pipeline"])
@@ -40,8 +40,8 @@ def off(found: np.ndarray, expected: np.ndarray) -> float:
 def test_the_scale_comes_before_the_rounding(parallel, average):
     """Of rows of the head that are no label's, whose gradients are the smallest, and of everything behind them."""
     expected = gradients(ONE, "float32", average, 1.0)
-    found = gradients(parallel, "float16", average, SCALE)
+    actual = gradients(parallel, "float16", average, SCALE)
     # Rounding to 11 bits is off by 2^-12 at most; these are sums of what was rounded.
-    assert off(found["head"][VOCABULARY:LARGE], expected["head"][VOCABULARY:LARGE]) < 2**-10
+    assert off(actual["head"][VOCABULARY:LARGE], expected["head"][VOCABULARY:LARGE]) < 2**-10
     for path, g in expected.items():
-        assert off(found[path], g) < 2**-7, path
+        assert off(actual[path], g) < 2**-7, path

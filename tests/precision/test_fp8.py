@@ -55,12 +55,12 @@ def test_forward_and_both_gradients_are_products_of_8_bit_numbers(equation: str,
     dx, dw = pull(dy)
     small_x, small_w = (rounded(np.asarray(a), "e4m3") for a in (x, w))
     small_dy = rounded(np.asarray(dy), "e5m2" if form == "hybrid" else "e4m3")
-    for found, expected in (
+    for actual, expected in (
         (y, np.einsum(equation, small_x, small_w)),
         (dx, np.einsum(f"{out},{second}->{first}", small_dy, small_w)),
         (dw, np.einsum(f"{first},{out}->{second}", small_x, small_dy)),
     ):
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
     exact = np.einsum(equation, np.asarray(x, np.float64), np.asarray(w, np.float64))
     assert 0.003 < np.abs(y - exact).max() / np.abs(exact).max() < 0.1, "8 bits round, but not more than they do"
 

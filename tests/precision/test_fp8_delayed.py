@@ -61,12 +61,12 @@ def test_four_steps_are_those_of_numpy(algorithm: str) -> None:
             for a, form, e in zip((x, w, dy), ("e4m3", "e4m3", "e5m2"), expected, strict=True)
         )
         clipped += np.abs(sx).max() < np.abs(x).max() / 2
-        for found, wanted in (
+        for actual, wanted in (
             (y, np.einsum(EQUATION, sx, sw)),
             (dx, np.einsum("bsf,df->bsd", sdy, sw)),
             (dw, np.einsum("bsd,bsf->df", sx, sdy)),
         ):
-            np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max() + 1e-30)
+            np.testing.assert_allclose(actual, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max() + 1e-30)
         kept = history.updated(kept, seen, scale)
         past.append(now / [1, 1, 8])
         np.testing.assert_allclose(kept[:, 0], past[-1], rtol=1e-7)
@@ -76,8 +76,8 @@ def test_four_steps_are_those_of_numpy(algorithm: str) -> None:
 def test_what_was_not_seen_is_not_remembered_and_infinities_show() -> None:
     history = AmaxHistory(DelayedScalingConfig(history=3), token_share=1.0)
     kept = jnp.arange(1.0, 10).reshape(3, 3)
-    found = history.updated(kept, jnp.array([5.0, 0.0, 6.0]), jnp.float32(2))
-    np.testing.assert_array_equal(found, [[5, 1, 2], [4, 5, 6], [3, 7, 8]])
+    actual = history.updated(kept, jnp.array([5.0, 0.0, 6.0]), jnp.float32(2))
+    np.testing.assert_array_equal(actual, [[5, 1, 2], [4, 5, 6], [3, 7, 8]])
     x = jnp.ones((2, 16, 32)).at[0, 0, 0].set(jnp.inf)
     y = Fp8Matmul(Fp8Config())(EQUATION, x, jnp.ones((32, 48)), jnp.ones(3))
     assert np.isnan(y[0, 0]).all() and np.isfinite(y[1]).all()
@@ -140,9 +140,9 @@ def run(made: Compiled, state: TrainState, numbers: range, *more: Any) -> tuple[
 def remembered(made: Compiled, state: TrainState) -> dict[str, np.ndarray]:
     """Histories with rows in the order of the layers; those of rows that are none are zeros."""
     order = np.array(made.program.partition.order())
-    found = {path: np.asarray(history) for path, history in state.observed.items()}
-    assert all((history[order < 0] == 0).all() for history in found.values())
-    return {path: history[order >= 0][np.argsort(order[order >= 0])] for path, history in found.items()}
+    actual = {path: np.asarray(history) for path, history in state.observed.items()}
+    assert all((history[order < 0] == 0).all() for history in actual.values())
+    return {path: history[order >= 0][np.argsort(order[order >= 0])] for path, history in actual.items()}
 
 
 def same_after_a_step(
@@ -150,8 +150,8 @@ def same_after_a_step(
 ) -> None:
     """Histories after one step; gradients: those of gradients too, or else up to what 8 bits round."""
     one, other = compiled(wanted, DELAYED, repeats), compiled(parallel, DELAYED, repeats)
-    (alone, losses), (state, found) = (run(made, start(made.program), range(1)) for made in (one, other))
-    assert found[0] == pytest.approx(losses[0], rel=1e-6)
+    (alone, losses), (state, actual) = (run(made, start(made.program), range(1)) for made in (one, other))
+    assert actual[0] == pytest.approx(losses[0], rel=1e-6)
     expected, histories = remembered(one, alone), remembered(other, state)
     assert len(expected) == 7 and all((history[..., 0] > 0).all() for history in expected.values())
     for path, history in histories.items():
@@ -214,9 +214,9 @@ def test_twenty_steps_beside_current_scaling_and_bfloat16() -> None:
 @pytest.mark.parametrize("layout", ["data", "pipeline", "pipeline, data and tensor"])
 def test_twenty_steps_on_other_layouts(layout: str) -> None:
     one, other = compiled(ONE, DELAYED), compiled(LAYOUTS[layout], DELAYED)
-    (_, wanted), (_, found) = (run(made, start(made.program), range(STEPS)) for made in (one, other))
-    print(layout, np.abs(np.array(found) - wanted).max())
-    assert np.abs(np.array(found) - wanted).max() < APART
+    (_, wanted), (_, actual) = (run(made, start(made.program), range(STEPS)) for made in (one, other))
+    print(layout, np.abs(np.array(actual) - wanted).max())
+    assert np.abs(np.array(actual) - wanted).max() < APART
 
 
 @pytest.mark.slow

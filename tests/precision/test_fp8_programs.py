@@ -73,7 +73,7 @@ def deviceless() -> Iterator[Deviceless]:
 
 def in_8_bits(plan: TrainPlan) -> Counter[tuple[str, str, str]]:
     """(formats of both operands, precision) -> matmuls in the program."""
-    found = Counter()
+    actual = Counter()
     for computation in Program.read(plan.text).computations.values():
         for one in computation.values():
             if one.target == "__cublas$lt$matmul$f8":
@@ -82,8 +82,8 @@ def in_8_bits(plan: TrainPlan) -> Counter[tuple[str, str, str]]:
                 precision = re.search(r'"operand_precision":\["(\w+)"', one.attributes)
                 # Gradients of weights are computed in the dtype they are accumulated in, the others in bfloat16.
                 assert precision is not None and one.shape.lstrip("(").startswith(("bf16[", "f32["))
-                found[(*sorted(formats), precision[1])] += 1
-    return found
+                actual[(*sorted(formats), precision[1])] += 1
+    return actual
 
 
 def others(plan: TrainPlan) -> list[str]:
@@ -96,10 +96,10 @@ def others(plan: TrainPlan) -> list[str]:
     ]
 
 
-def along_tensor(found: Contents) -> Counter[tuple[tuple[int, ...], str]]:
+def along_tensor(actual: Contents) -> Counter[tuple[tuple[int, ...], str]]:
     """(loop, kind) -> arrays of some size that go over `tensor`."""
     counts = Counter()
-    for one in found.collectives:
+    for one in actual.collectives:
         if one.groups.axes == ("tensor",) and one.bytes > 2**16:
             counts[(one.place.path, one.kind)] += one.arrays
     return counts
@@ -143,25 +143,25 @@ def test_over_tensor_it_moves_what_16_bits_move_and_a_few_amax(deviceless: Devic
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [ParallelConfig(data=2, data_sharding="fsdp"), ParallelConfig(data=1, pipeline=2)])
 def test_other_layouts(parallel: ParallelConfig, deviceless: Deviceless) -> None:
-    found = in_8_bits(deviceless("llama", "h100:2", HYBRID, parallel))
-    assert set(found) == {FORWARD, BACKWARD}
+    actual = in_8_bits(deviceless("llama", "h100:2", HYBRID, parallel))
+    assert set(actual) == {FORWARD, BACKWARD}
     # A loop may be taken apart, its first round or its last being written out, and a pipeline has phases.
-    assert found[FORWARD] % LLAMA == 0 and found[BACKWARD] % (2 * LLAMA) == 0
+    assert actual[FORWARD] % LLAMA == 0 and actual[BACKWARD] % (2 * LLAMA) == 0
     assert len(others(deviceless("llama", "h100:2", HYBRID, parallel))) % 3 == 0
 
 
 @pytest.mark.slow
 def test_all_in_e4m3_and_adding_up_in_float32(deviceless: Deviceless) -> None:
-    found = in_8_bits(deviceless("llama", "h100:1", ONLY_E4M3, ParallelConfig(data=1)))
-    assert found == {("f8e4m3fn", "f8e4m3fn", "HIGHEST"): 3 * LLAMA}
+    actual = in_8_bits(deviceless("llama", "h100:1", ONLY_E4M3, ParallelConfig(data=1)))
+    assert actual == {("f8e4m3fn", "f8e4m3fn", "HIGHEST"): 3 * LLAMA}
 
 
 @pytest.mark.slow
 def test_scales_from_the_steps_before(deviceless: Deviceless) -> None:
     check(deviceless("llama", "h100:1", DELAYED, ParallelConfig(data=1)), LLAMA)
-    found = in_8_bits(deviceless("llama", "h100:2", DELAYED, ParallelConfig(data=1, pipeline=2)))
-    assert set(found) == {FORWARD, BACKWARD}
-    assert found[FORWARD] % LLAMA == 0 and found[BACKWARD] % (2 * LLAMA) == 0
+    actual = in_8_bits(deviceless("llama", "h100:2", DELAYED, ParallelConfig(data=1, pipeline=2)))
+    assert set(actual) == {FORWARD, BACKWARD}
+    assert actual[FORWARD] % LLAMA == 0 and actual[BACKWARD] % (2 * LLAMA) == 0
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ def test_amax_goes_over_all_devices_once_a_step(deviceless: Deviceless) -> None:
     amax = [one for one in before.contents.collectives if one.bytes < 128 and len(one.place.path) == 2]
     assert [(one.kind, one.groups.axes) for one in amax] == [("all-reduce", ("tensor",))]
     sizes = [
-        sum(one.bytes for one in found.contents.collectives if "data" in one.groups.axes) for found in (before, now)
+        sum(one.bytes for one in actual.contents.collectives if "data" in one.groups.axes) for actual in (before, now)
     ]
     assert sizes[0] - sizes[1] == 2 * LLAMA * 3 * 4, "two layers, seven products, three float32"
 

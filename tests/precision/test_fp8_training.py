@@ -42,20 +42,20 @@ def losses(parallel: ParallelConfig, fp8: Fp8Config | None, steps: int) -> np.nd
     )
     assert not cfg.problems(8)
     made = Program.of(cfg, build_mesh(parallel))
-    found = []
+    actual = []
     with within(made):
         state, batch = start(made), place(made, rows())
         step: Any = made.train_step
         step = step.lower(state, batch).compile(compiler_options=dict(QUICK) | ROUNDED)
         for number in range(steps):
             state, metrics = step(state, place(made, rows(number)))
-            found.append(float(metrics["loss"]))
-    return np.array(found)
+            actual.append(float(metrics["loss"]))
+    return np.array(actual)
 
 
 def test_over_tensor() -> None:
-    found, wanted = losses(LAYOUTS["tensor and sequence"], Fp8Config(), 3), losses(ONE, Fp8Config(), 3)
-    assert np.abs(found - wanted).max() < APART
+    actual, wanted = losses(LAYOUTS["tensor and sequence"], Fp8Config(), 3), losses(ONE, Fp8Config(), 3)
+    assert np.abs(actual - wanted).max() < APART
 
 
 @pytest.mark.slow
@@ -68,17 +68,17 @@ def test_twenty_steps_beside_bfloat16(form: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_twenty_steps_on_other_layouts(layout: str) -> None:
-    found, wanted = losses(LAYOUTS[layout], Fp8Config(), STEPS), losses(ONE, Fp8Config(), STEPS)
-    assert np.abs(found - wanted).max() < APART
+    actual, wanted = losses(LAYOUTS[layout], Fp8Config(), STEPS), losses(ONE, Fp8Config(), STEPS)
+    assert np.abs(actual - wanted).max() < APART
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [ONE, LAYOUTS["pipeline"]])
 def test_layers_at_both_ends_stay_in_16_bits(layout: ParallelConfig) -> None:
     """Of two layers both ends are all: the same as without."""
-    found = losses(layout, Fp8Config(first_layers=1, last_layers=1), 3)
-    np.testing.assert_allclose(found, losses(ONE, None, 3), rtol=2e-4)
-    assert np.abs(losses(layout, Fp8Config(first_layers=1), 3) - found).max() > 5e-4
+    actual = losses(layout, Fp8Config(first_layers=1, last_layers=1), 3)
+    np.testing.assert_allclose(actual, losses(ONE, None, 3), rtol=2e-4)
+    assert np.abs(losses(layout, Fp8Config(first_layers=1), 3) - actual).max() > 5e-4
 
 
 @pytest.mark.parametrize(
@@ -114,5 +114,5 @@ def test_the_first_loss_is_the_same_whether_a_branch_decides() -> None:
 @pytest.mark.parametrize("layout", ["data", "pipeline"])
 def test_the_first_loss_is_the_same_where_no_sum_is_cut(layout: str) -> None:
     """Scales of parts of a batch differ, the 8-bit numbers do not: powers of two."""
-    found, wanted = losses(LAYOUTS[layout], Fp8Config(), STEPS), losses(ONE, Fp8Config(), STEPS)
-    assert found[0] == pytest.approx(wanted[0], rel=1e-6)
+    actual, wanted = losses(LAYOUTS[layout], Fp8Config(), STEPS), losses(ONE, Fp8Config(), STEPS)
+    assert actual[0] == pytest.approx(wanted[0], rel=1e-6)

@@ -73,5 +73,5 @@ def test_scales_are_for_gradients_of_a_mean():
         )
         as_it_is = compiled(plain_step(parts), parts)
         expected, one = as_it_is(jax.tree.map(jnp.copy, state), batch)
-        found, other = whole.train_step(state, batch)
-    jax.tree.map(np.testing.assert_array_equal, (found, dict(other)), (expected, dict(one)))
+        actual, other = whole.train_step(state, batch)
+    jax.tree.map(np.testing.assert_array_equal, (actual, dict(other)), (expected, dict(one)))

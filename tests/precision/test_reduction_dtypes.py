@@ -62,7 +62,7 @@ def test_fsdp_sends_gradients_as_it_is_told(setting: str, once_a_step: tuple[Par
 def test_weights_are_not_rounded_to_the_dtype_of_gradients() -> None:
     """The training loss is that of evaluation; 2e-5 off where weights are rounded to bfloat16."""
     made = with_precision("zero1", compute="float32", gradients="bfloat16")
-    found = summed(made)
+    actual = summed(made)
     with within(made):
         loss, weight = made.eval_step(start(made).params, place(made, rows()))["loss"]
-    np.testing.assert_allclose(found.loss_sum / found.weight_sum, loss / weight, rtol=1e-6)
+    np.testing.assert_allclose(actual.loss_sum / actual.weight_sum, loss / weight, rtol=1e-6)

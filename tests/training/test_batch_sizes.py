@@ -17,42 +17,42 @@ def sizes(ramp=None, replicas=4, length=None, **settings):
 
 
 def test_without_a_ramp_there_is_one_size():
-    found = sizes()
-    assert found.at(0) == found.at(10**9) == BatchSize(64, 8)
-    assert found.sizes() == (BatchSize(64, 8),)
-    assert (found.samples(7), found.samples(7, start=100)) == (448, 448)
-    assert (found.steps(448), found.steps(449), found.steps(0)) == (7, 8, 0)
+    actual = sizes()
+    assert actual.at(0) == actual.at(10**9) == BatchSize(64, 8)
+    assert actual.sizes() == (BatchSize(64, 8),)
+    assert (actual.samples(7), actual.samples(7, start=100)) == (448, 448)
+    assert (actual.steps(448), actual.steps(449), actual.steps(0)) == (7, 8, 0)
 
 
 @pytest.mark.parametrize(
     ("start", "increment", "samples", "final"), [(16, 8, 1000, 64), (2, 2, 7, 24), (8, 8, 997, 64), (4, 4, 100_003, 40)]
 )
 def test_linear_ramp_is_the_rule_at_every_sample(start, increment, samples, final):
-    found = sizes(
+    actual = sizes(
         LinearRampConfig(start=start, increment=increment, samples=samples), 1, global_size=final, decrease=True
     )
     per = samples / ((final - start) // increment)
-    near = [first + by for first, _ in found.thresholds for by in (-2, -1, 0, 1, 2)]
+    near = [first + by for first, _ in actual.thresholds for by in (-2, -1, 0, 1, 2)]
     for n in [n for n in (*range(50), *near, samples, samples + 1, 10 * samples) if n >= 0]:
         expected = final if n > samples else start + int(n / per) * increment
-        assert found.nominal(n) == expected, n
+        assert actual.nominal(n) == expected, n
 
 
 def test_steps_of_a_ramp_add_up():
     for ramp in (LINEAR, STEPS):
-        found = sizes(ramp)
+        actual = sizes(ramp)
         consumed, read = 0, [0]
         for _ in range(400):
-            consumed += found.at(consumed).rows
+            consumed += actual.at(consumed).rows
             read.append(consumed)
-        assert [found.samples(n) for n in range(401)] == read
+        assert [actual.samples(n) for n in range(401)] == read
         for begin in (0, 3, 100, 250):
-            assert [found.samples(n, start=read[begin]) for n in range(50)] == [
+            assert [actual.samples(n, start=read[begin]) for n in range(50)] == [
                 read[begin + n] - read[begin] for n in range(50)
             ]
-        assert [found.steps(total) for total in read] == list(range(401))
-        assert found.steps(read[10] + 1) == 11
-        assert found.steps(read[20] - read[10], start=read[10]) == 10
+        assert [actual.steps(total) for total in read] == list(range(401))
+        assert actual.steps(read[10] + 1) == 11
+        assert actual.steps(read[20] - read[10], start=read[10]) == 10
 
 
 def test_thresholds_and_rows_are_numbers_with_a_suffix():
@@ -64,14 +64,14 @@ def test_thresholds_and_rows_are_numbers_with_a_suffix():
 
 
 def test_a_step_may_reach_over_a_size():
-    found = sizes(StepRampConfig(sizes="0:16 4:32 8:64", unit="samples"))
-    assert (found.samples(1), found.samples(2), found.samples(3)) == (16, 80, 144)
-    assert found.steps(81) == 3
+    actual = sizes(StepRampConfig(sizes="0:16 4:32 8:64", unit="samples"))
+    assert (actual.samples(1), actual.samples(2), actual.samples(3)) == (16, 80, 144)
+    assert actual.steps(81) == 3
 
 
 def test_thresholds_in_tokens_become_rows():
-    found = sizes(StepRampConfig(sizes="0:16 1K:32 1M:64"), length=128)
-    assert found.thresholds == ((0, 16), (7, 32), (7812, 64))
+    actual = sizes(StepRampConfig(sizes="0:16 1K:32 1M:64"), length=128)
+    assert actual.thresholds == ((0, 16), (7, 32), (7812, 64))
     with pytest.raises(ValueError, match="need a sequence length"):
         sizes(StepRampConfig(sizes="0:16 1K:64"))
 

@@ -45,8 +45,8 @@ def start(folder: Path, run: str, *words: str) -> tuple[str, list[dict]]:
 
 
 def step_of(programs: list[dict]) -> dict:
-    (found,) = [program for program in programs if program["name"] == "train_step"]
-    return found
+    (actual,) = [program for program in programs if program["name"] == "train_step"]
+    return actual
 
 
 @pytest.mark.slow
@@ -87,8 +87,8 @@ def test_several_processes_take_programs_from_one_folder(tmp_path):
             run = gang(*launcher(), *TRAIN, *TINY, f"--run_dir={tmp_path / attempt}", name=attempt, **own)
             assert run.wait() == 0, run.text
         lines = map(json.loads, (tmp_path / attempt / "events.jsonl").read_text().splitlines())
-        found = step_of([line for line in lines if line["event"] == "compile"])
-        assert found["cached"] == (attempt == "second")
+        actual = step_of([line for line in lines if line["event"] == "compile"])
+        assert actual["cached"] == (attempt == "second")
 
 
 @pytest.fixture(scope="module", autouse=True)

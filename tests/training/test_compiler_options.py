@@ -112,8 +112,8 @@ def test_options_are_settled_inside_a_mesh_of_several_devices(platform, monkeypa
     )
     mesh = build_mesh(cfg.parallel, jax.devices())
     with jax.set_mesh(mesh):
-        found = Program.of(cfg, mesh).options
-    assert found == compiler_options(*chosen(cfg, platform)) | {"xla_gpu_enable_triton_gemm": False}
+        actual = Program.of(cfg, mesh).options
+    assert actual == compiler_options(*chosen(cfg, platform)) | {"xla_gpu_enable_triton_gemm": False}
 
 
 def test_the_options_of_a_process_are_asked_for_a_device_of_its_own(monkeypatch):

@@ -79,8 +79,8 @@ class Counting:
 def test_memory_in_use_is_that_of_the_fullest_device(monkeypatch):
     assert set(memory_in_use()) == {"host"}, "this device does not count"
     monkeypatch.setattr(jax, "local_devices", lambda: [Counting(10, 60), Counting(20, 40)])
-    found = memory_in_use()
-    assert (found["device"], found["device_peak"]) == (20, 60) and found["host"] > 2**20
+    actual = memory_in_use()
+    assert (actual["device"], actual["device_peak"]) == (20, 60) and actual["host"] > 2**20
 
 
 def test_gpus_that_do_not_count_their_memory_are_left_out(monkeypatch):
@@ -164,9 +164,9 @@ def test_the_traceback_is_shown_where_it_cannot_be_kept(tmp_path):
 def test_every_change_is_one_the_config_allows(changes, mostly_state):
     cfg = run_config(**changes)
     state = state_bytes(cfg, jax.devices())
-    found = cheapest(cfg, len(jax.devices()), state, mostly_state=mostly_state)
-    assert 1 <= len(found) <= 3
-    for change in found:
+    actual = cheapest(cfg, len(jax.devices()), state, mostly_state=mostly_state)
+    assert 1 <= len(actual) <= 3
+    for change in actual:
         assert override(cfg, change.setting, devices=len(jax.devices())) != cfg
 
 

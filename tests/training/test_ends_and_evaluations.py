@@ -79,9 +79,9 @@ def test_several_validation_sets_are_reported_by_name(corpus, tmp_path):
     sets = {"other": BlendConfig(valid_paths=(corpus,), cache_dir=str(tmp_path / "cache")), "same": MockConfig()}
     cfg = small(tmp_path / "run", evaluation=EvaluationConfig(every=3, batches=1, sets=sets), steps=3)
     assert train(cfg) == 0
-    found = {line["split"]: line["loss"] for line in lines(tmp_path / "run") if "split" in line}
-    assert list(found) == ["validation", "other", "same", "test"]
-    assert found["same"] == found["validation"] != found["other"]
+    losses = {line["split"]: line["loss"] for line in lines(tmp_path / "run") if "split" in line}
+    assert list(losses) == ["validation", "other", "same", "test"]
+    assert losses["same"] == losses["validation"] != losses["other"]
 
 
 def test_full_validation_counts_every_row_once(corpus, tmp_path):

@@ -56,14 +56,14 @@ def config(folder: Path, **changes: Any) -> RunConfig:
 @pytest.fixture
 def told(monkeypatch) -> list[dict[str, Any]]:
     """The options of every program that is jitted with options."""
-    found, plain = [], jax.jit
+    actual, plain = [], jax.jit
 
     def jit(*args: Any, **more: Any) -> Any:
-        found.extend([more["compiler_options"]] if more.get("compiler_options") else [])
+        actual.extend([more["compiler_options"]] if more.get("compiler_options") else [])
         return plain(*args, **more)
 
     monkeypatch.setattr(jax, "jit", jit)
-    return found
+    return actual
 
 
 @pytest.fixture
@@ -90,9 +90,9 @@ def walk(cfg: RunConfig) -> None:
     assert train(cfg, sampler=text_sample) == 0
     assert train(cfg, sampler=text_sample) == 0
     assert train(cfg, skip_train=True) == 0
-    found = lines(cfg)
-    assert [line["step"] for line in found if "split" not in line] == [1, 2, 3]
-    assert [line["split"] for line in found if "split" in line] == ["validation", "validation", "test"]
+    actual = lines(cfg)
+    assert [line["step"] for line in actual if "split" not in line] == [1, 2, 3]
+    assert [line["split"] for line in actual if "split" in line] == ["validation", "validation", "test"]
 
 
 def test_a_job_on_gpus_from_its_first_start_to_an_evaluation_alone(tmp_path, monkeypatch, capsys, told, cached):

@@ -81,12 +81,12 @@ def test_a_whole_run_leaves_every_step_and_its_evaluations(whole):
 
 
 def test_a_checkpoint_says_where_the_run_was_and_how_it_was_laid_out(whole):
-    found = describe(whole / "checkpoints", 6)
-    assert (found.counters["step"], found.counters["consumed_samples"], found.consumed_tokens) == (6, 48, 48 * 16)
-    assert math.prod(found.mesh.values()) == 1 == found.processes
-    assert found.config["steps"] == 6 and found.seed == found.config["seed"]
-    cut = [array for array in found.arrays if array.name.startswith(("params.", "optimizer.")) and array.shape]
-    assert cut and all(len(found.axes[array.name]) == len(array.shape) for array in cut)
+    actual = describe(whole / "checkpoints", 6)
+    assert (actual.counters["step"], actual.counters["consumed_samples"], actual.consumed_tokens) == (6, 48, 48 * 16)
+    assert math.prod(actual.mesh.values()) == 1 == actual.processes
+    assert actual.config["steps"] == 6 and actual.seed == actual.config["seed"]
+    cut = [array for array in actual.arrays if array.name.startswith(("params.", "optimizer.")) and array.shape]
+    assert cut and all(len(actual.axes[array.name]) == len(array.shape) for array in cut)
 
 
 def test_a_run_leaves_a_page_that_knows_how_it_ended(whole):

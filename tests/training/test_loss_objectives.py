@@ -43,19 +43,19 @@ def test_gradients_and_metrics_are_those_of_a_plain_log_softmax(average):
 
     with within(made):
         params, batch = start(made).params, place(made, rows())
-        found = jax.jit(made.grad_fn(), compiler_options=dict(QUICK))(params, batch, np.float32(4))
+        actual = jax.jit(made.grad_fn(), compiler_options=dict(QUICK))(params, batch, np.float32(4))
         differentiated = jax.jit(jax.value_and_grad(plain, has_aux=True), compiler_options=dict(QUICK))
         (total, sums), gradients = differentiated(params, batch)
         evaluated = jax.device_get(made.eval_step(params, batch)["loss"])
-    np.testing.assert_allclose(found.loss_sum, total, rtol=1e-5)
-    assert found.metrics.keys() == sums.keys()
+    np.testing.assert_allclose(actual.loss_sum, total, rtol=1e-5)
+    assert actual.metrics.keys() == sums.keys()
     for name, expected in sums.items():
-        np.testing.assert_allclose(found.metrics[name][0], expected, rtol=1e-5, err_msg=name)
-        assert found.metrics[name][1] == batch["loss_mask"].sum()
+        np.testing.assert_allclose(actual.metrics[name][0], expected, rtol=1e-5, err_msg=name)
+        assert actual.metrics[name][1] == batch["loss_mask"].sum()
     np.testing.assert_allclose(evaluated[0], sums["loss"], rtol=1e-5)
     for path, expected in gradients.items():
         scale = np.abs(expected).max()
-        np.testing.assert_allclose(found.grads[path] / 4, expected, atol=1e-4 * scale, err_msg=path)
+        np.testing.assert_allclose(actual.grads[path] / 4, expected, atol=1e-4 * scale, err_msg=path)
 
 
 @pytest.mark.parametrize(
@@ -71,13 +71,13 @@ def test_gradients_and_metrics_are_those_of_a_plain_log_softmax(average):
     ids=["one head", "further ahead"],
 )
 def test_layouts_that_cut_the_vocabulary_train_alike(model, parallel):
-    expected, found = (train(model, each, microbatches=3, steps=1, evaluated=False) for each in (ONE, parallel))
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
-    np.testing.assert_allclose(found.norms, expected.norms, rtol=1e-5)
+    expected, actual = (train(model, each, microbatches=3, steps=1, evaluated=False) for each in (ONE, parallel))
+    np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-5)
+    np.testing.assert_allclose(actual.norms, expected.norms, rtol=1e-5)
     top = max(np.abs(g).max() for g in expected.gradients.values())
     for path, g in expected.gradients.items():
         scale = max(np.abs(g).max(), 1e-3 * top)
-        np.testing.assert_allclose(found.gradients[path], g, atol=1e-5 * scale, err_msg=path)
+        np.testing.assert_allclose(actual.gradients[path], g, atol=1e-5 * scale, err_msg=path)
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,9 @@ def trained(name: str, parallel: ParallelConfig) -> tuple[list[float], dict[str,
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_is_the_same_on_any_layout(name: str, layout: str) -> None:
-    (wanted, expected), (found, weights) = trained(name, ONE), trained(name, LAYOUTS[layout])
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
-    assert len(set(found)) == 3
+    (wanted, expected), (actual, weights) = trained(name, ONE), trained(name, LAYOUTS[layout])
+    np.testing.assert_allclose(actual, wanted, rtol=1e-5)
+    assert len(set(actual)) == 3
     for path, x in weights.items():
         np.testing.assert_allclose(x, expected[path], rtol=0, atol=1e-5 * np.abs(expected[path]).max(), err_msg=path)
 

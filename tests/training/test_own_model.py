@@ -26,10 +26,10 @@ def losses(config_file: Path, *settings: str) -> list[float]:
     """Of a few steps and of an evaluation after them."""
     cfg = load(config_file, "steps=3", "precision.compute=float32", *settings)
     run = setup(cfg)
-    found = [info.loss for info in run.steps(STEPS)]
-    found.append(run.evaluate(run.parts.splits.valid, batches=1))
+    losses = [info.loss for info in run.steps(STEPS)]
+    losses.append(run.evaluate(run.parts.splits.valid, batches=1))
     run.close()
-    return found
+    return losses
 
 
 @pytest.fixture(scope="module")

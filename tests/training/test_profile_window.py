@@ -28,12 +28,12 @@ def test_the_window_is_traced_and_summed_up(tmp_path, capsys):
     assert train(cfg) == 0
     traces = list((tmp_path / "profile").rglob("*.xplane.pb"))
     assert len(traces) == 1 and list((tmp_path / "profile").rglob("*.trace.json.gz"))
-    found = json.loads((tmp_path / "profile" / "summary.json").read_text())
-    assert (found["steps"], found["devices"]) == (2, 2)
-    assert len(found["kernels"]) == 5
-    assert found["busy"] > 0 and found["communication"] > 0
-    assert found["exposed"] <= found["communication"] <= found["busy"]
-    assert sum(kernel["share"] for kernel in found["kernels"]) <= 1
+    answer = json.loads((tmp_path / "profile" / "summary.json").read_text())
+    assert (answer["steps"], answer["devices"]) == (2, 2)
+    assert len(answer["kernels"]) == 5
+    assert answer["busy"] > 0 and answer["communication"] > 0
+    assert answer["exposed"] <= answer["communication"] <= answer["busy"]
+    assert sum(kernel["share"] for kernel in answer["kernels"]) <= 1
     assert "profile of 3:4" in (shown := capsys.readouterr().out) and "of it exposed" in shown
     compiled = next(e for e in map(json.loads, (tmp_path / "events.jsonl").open()) if e["event"] == "compiled")
     assert compiled["arguments"] > 3 * 4 * 1000 and compiled["temporary"] > 0

@@ -31,18 +31,18 @@ def test_the_small_run_is_fine():
 
 
 def test_tensor_must_divide_heads_and_ffn():
-    found = problems(run_config(model=model(heads=6, hidden=12, kv_heads=3, ffn=30), parallel=on(tensor=4)))
-    assert found["model.stack.pattern.0.mixer.heads"].startswith("heads=6 is not divisible by parallel.tensor=4")
-    assert found["model.stack.pattern.0.mixer.heads"].endswith("parallel.tensor can be 1, 3, 6")
-    assert found["model.stack.pattern.0.mlp.ffn"] == (
+    actual = problems(run_config(model=model(heads=6, hidden=12, kv_heads=3, ffn=30), parallel=on(tensor=4)))
+    assert actual["model.stack.pattern.0.mixer.heads"].startswith("heads=6 is not divisible by parallel.tensor=4")
+    assert actual["model.stack.pattern.0.mixer.heads"].endswith("parallel.tensor can be 1, 3, 6")
+    assert actual["model.stack.pattern.0.mlp.ffn"] == (
         "ffn=30 is not divisible by parallel.tensor=4 | use ffn=28 or 32; parallel.tensor can be 1, 3, 6"
     )
 
 
 def test_of_key_value_heads_and_tensor_one_is_a_multiple_of_the_other():
     assert problems(run_config(parallel=on(tensor=4), model=model(kv_heads=2))) == {}
-    found = problems(run_config(parallel=on(tensor=4), model=model(heads=12, hidden=24, kv_heads=6)))
-    assert found == {
+    actual = problems(run_config(parallel=on(tensor=4), model=model(heads=12, hidden=24, kv_heads=6)))
+    assert actual == {
         "model.stack.pattern.0.mixer.kv_heads": (
             "kv_heads=6 and parallel.tensor=4: one must be a multiple of the other | parallel.tensor can be 1, 2"
         )
@@ -215,14 +215,14 @@ def test_spreading_weights_needs_a_hidden_size_that_divides(sharding):
 
 
 def test_devices_seed_steps_and_schedule():
-    found = problems(
+    actual = problems(
         run_config(parallel=on(data=16), seed=-1, steps=-1, batch=BatchConfig(global_size=16), model=model())
     )
-    assert found["parallel"].startswith("the axes multiply to 16 devices (data 16), there are 8")
-    assert found["seed"].startswith("must be between 0 and 4294967295, got -1")
-    assert found["steps"].startswith("must not be negative, got -1")
-    found = problems(run_config(schedule=ScheduleConfig(warmup_steps=6)))
-    assert found["schedule.warmup_steps"].startswith("the warm-up takes 6 steps, the whole run has 6 steps")
+    assert actual["parallel"].startswith("the axes multiply to 16 devices (data 16), there are 8")
+    assert actual["seed"].startswith("must be between 0 and 4294967295, got -1")
+    assert actual["steps"].startswith("must not be negative, got -1")
+    actual = problems(run_config(schedule=ScheduleConfig(warmup_steps=6)))
+    assert actual["schedule.warmup_steps"].startswith("the warm-up takes 6 steps, the whole run has 6 steps")
 
 
 def test_every_problem_is_listed_at_once():

@@ -49,12 +49,12 @@ def test_steps_of_a_notebook_go_on_where_they_stopped(run):
 
 def test_the_model_answers_with_the_present_weights(run):
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (3, 7))
-    found = run.model(tokens)
-    assert found.shape == (3, 7, VOCABULARY)
+    actual = run.model(tokens)
+    assert actual.shape == (3, 7, VOCABULARY)
     alone = jax.device_put(jax.device_get(run.state.params), jax.devices()[0])
     with jax.default_matmul_precision("highest"):
         expected = bind(run.program.abstract, alone)(np.asarray(tokens, np.int32))
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

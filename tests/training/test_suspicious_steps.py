@@ -251,15 +251,15 @@ def test_after_exit_code_17_the_last_checkpoint_goes_on(tmp_path, capsys):
 @pytest.mark.parametrize("reference", ["largest", "median"])
 def test_a_pause_or_a_resume_changes_no_limit(reference):
     def limits(pauses: tuple[int, ...]) -> list[float]:
-        rule, found = SpikeRule(2.0, reference, 4), []
+        rule, actual = SpikeRule(2.0, reference, 4), []
         for step in range(1, 20):
-            found.append(rule.limit(step))
+            actual.append(rule.limit(step))
             rule.note(step, 5.0 + (7 * step) % 5)
             if step in pauses:
                 state = json.loads(json.dumps(rule.state()))
                 rule = SpikeRule(2.0, reference, 4)
                 rule.restore(state)
-        return found
+        return actual
 
     assert limits(()) == limits((3, 4, 9, 15))
     assert limits(())[:5] == [float("inf")] * 5 and max(limits(())[5:]) < 20
