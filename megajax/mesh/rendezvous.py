@@ -10,9 +10,9 @@ import contextlib
 import errno
 import json
 import os
-import selectors
 import socket
 import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megajax.mesh.world import StartError, World, split_address
@@ -21,6 +21,8 @@ MESSAGE_BYTES = 4096
 """Maximum length of a line; a longer one is not from a process of a run."""
 
 RETRY_SECONDS = 0.2
+HELLO_SECONDS = 2.0
+"""How long process 0 waits for the message on a connection."""
 LATE_SECONDS = 1.0
 """How long process 0 keeps reporting the error to processes that connect late."""
 
@@ -48,8 +50,8 @@ def meet(world: World, *, patience: float, settings: str = "") -> str:
     }
     if world.index == 0:
         listener = _listen(world, deadline)
-        with listener, selectors.DefaultSelector() as selector:
-            _Host(world, hello, listener, selector).gather(deadline, patience)
+        with listener:
+            _gather(world, hello, listener, deadline, patience)
             host, port = listener.getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     _announce(world, hello, deadline, patience)
@@ -101,116 +103,72 @@ def _resolve(host: str, port: int, deadline: float) -> list[tuple[socket.Address
         time.sleep(RETRY_SECONDS)
 
 
-class _Host:
-    """Process 0 during the rendezvous."""
-
-    def __init__(self, world: World, hello: Hello, listener: socket.socket, selector: selectors.BaseSelector):
-        self._world, self._hello = world, hello
-        self._listener, self._selector = listener, selector
-        self._received: dict[socket.socket, bytes] = {}
-        """Bytes received from every open connection."""
-        self._arrived: dict[int, tuple[socket.socket, Hello]] = {}
-        """The processes that have connected, without process 0."""
-        self._refusal: StartError | None = None
-        """Why the run can't start."""
-        listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ)
-
-    def gather(self, deadline: float, patience: float) -> None:
-        """Returns when all have arrived and been answered; on an error, reports it to all, then raises StartError."""
-        self._serve(deadline)
-        missing = set(range(1, self._world.count)) - self._arrived.keys()
-        if missing and self._refusal is None:
-            self._refusal = StartError(
-                f"{named(missing)} of {self._world.count} did not come within {patience:g} s to "
-                f"{self._world.coordinator}: see whether they were started, and what they say themselves",
-                code=1,
-            )
-        if self._refusal is None:
-            for connection, _ in self._arrived.values():
-                _say(connection, {"go": True})
-        else:
-            for connection, _ in list(self._arrived.values()):
-                self._refuse(connection)
-            self._serve(time.monotonic() + LATE_SECONDS)
-        for connection in list(self._received):
-            self._drop(connection)
-        if self._refusal is not None:
-            raise self._refusal
-
-    def _serve(self, deadline: float) -> None:
-        """Handles connections until the deadline, until all have arrived, or until there is a refusal."""
-        known = self._refusal
-        while (left := deadline - time.monotonic()) > 0:
-            if self._refusal is not known or (known is None and len(self._arrived) == self._world.count - 1):
-                return
-            for key, _ in self._selector.select(left):
-                if key.fileobj is self._listener:
-                    self._accept()
-                else:
-                    self._receive(key.fileobj)
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            connection, _ = self._listener.accept()
-            connection.setblocking(False)
-            self._selector.register(connection, selectors.EVENT_READ)
-            self._received[connection] = b""
-
-    def _receive(self, connection: Any) -> None:
-        """Reads from a connection; handles a complete line, and drops closed and invalid connections."""
-        if connection not in self._received:
-            return  # dropped since the selector woke
+def _gather(world: World, own: Hello, listener: socket.socket, deadline: float, patience: float) -> None:
+    """Process 0: waits for all others and answers them. On an error, reports it to all, then raises StartError."""
+    arrived: dict[int, tuple[socket.socket, Hello]] = {}
+    with contextlib.ExitStack() as stack:
+        connections: list[socket.socket] = []
         try:
-            data = connection.recv(MESSAGE_BYTES)
-        except OSError:
-            data = b""
-        line, end, _ = (self._received[connection] + data).partition(b"\n")
-        self._received[connection] = line + end
-        came = any(its is connection for its, _ in self._arrived.values())
-        if not data or came or len(line) > MESSAGE_BYTES:
-            self._drop(connection)
-        elif end:
-            hello = _parse(line)
-            if hello is None:
-                self._drop(connection)
-            elif self._refusal is None and (wrong := self._objection(hello)) is None:
-                self._arrived[hello["index"]] = connection, hello
+            for connection, hello in _hellos(listener, deadline):
+                connections.append(stack.enter_context(connection))
+                if (wrong := _objection(hello, own, arrived)) is not None:
+                    raise StartError(wrong, code=2)
+                arrived[hello["index"]] = connection, hello
+                if len(arrived) == world.count - 1:
+                    arrived = {index: each for index, each in arrived.items() if not _gone(each[0])}
+                if len(arrived) == world.count - 1:
+                    break
             else:
-                self._refusal = self._refusal or StartError(str(wrong), code=2)
-                self._refuse(connection)
+                missing = set(range(1, world.count)) - arrived.keys()
+                raise StartError(
+                    f"{named(missing)} of {world.count} did not come within {patience:g} s to {world.coordinator}: "
+                    "see whether they were started, and what they say themselves",
+                    code=1,
+                )
+        except StartError as error:
+            answer = {"error": str(error).removeprefix("megajax: "), "code": error.code}
+            for connection in connections:
+                _say(connection, answer)
+            for connection, _ in _hellos(listener, time.monotonic() + LATE_SECONDS):
+                _say(stack.enter_context(connection), answer)
+            raise
+        for connection, _ in arrived.values():
+            _say(connection, {"go": True})
 
-    def _objection(self, hello: Hello) -> str | None:
-        """Why this process does not belong to the run, or None."""
-        index, count, at, here = hello["index"], hello["count"], hello["at"], self._hello["at"]
-        if count != self._world.count:
-            return f"process {index} ({at}) was told of {count} processes, process 0 ({here}) of {self._world.count}"
-        if not 0 <= index < count:
-            return f"a process ({at}) says it is number {index} of {count}"
-        if index in self._arrived and _gone(self._arrived[index][0]):
-            self._drop(self._arrived[index][0])  # started again by its launcher
-        if index == 0 or index in self._arrived:
-            other = here if index == 0 else self._arrived[index][1]["at"]
-            return f"two processes say they are process {index}: on {other} and on {at}"
-        if hello["settings"] != self._hello["settings"]:
-            return (
-                f"process {index} ({at}) was started with other settings than process 0 ({here}): give all of them "
-                "the same config file and command line"
-            )
-        return None
 
-    def _refuse(self, connection: socket.socket) -> None:
-        error = self._refusal
-        assert error is not None
-        _say(connection, {"error": str(error).removeprefix("megajax: "), "code": error.code})
-        self._drop(connection)
+def _hellos(listener: socket.socket, deadline: float) -> Iterator[tuple[socket.socket, Hello]]:
+    """Connections until the deadline, with the messages on them; those without a valid message are closed."""
+    while (left := deadline - time.monotonic()) > 0:
+        listener.settimeout(left)
+        with contextlib.suppress(OSError):
+            connection, _ = listener.accept()
+            hello = None
+            with contextlib.suppress(OSError):
+                connection.settimeout(min(left, HELLO_SECONDS))
+                hello = _parse(connection.makefile("rb").readline(MESSAGE_BYTES))
+            if hello is None:
+                connection.close()
+            else:
+                yield connection, hello
 
-    def _drop(self, connection: socket.socket) -> None:
-        self._selector.unregister(connection)
-        self._received.pop(connection)
-        for index in [index for index, (its, _) in self._arrived.items() if its is connection]:
-            del self._arrived[index]
-        connection.close()
+
+def _objection(hello: Hello, own: Hello, arrived: Mapping[int, tuple[socket.socket, Hello]]) -> str | None:
+    """Why a process does not belong to the run, or None. own: the message of process 0."""
+    index, count, at, here = hello["index"], hello["count"], hello["at"], own["at"]
+    if count != own["count"]:
+        return f"process {index} ({at}) was told of {count} processes, process 0 ({here}) of {own['count']}"
+    if not 0 <= index < count:
+        return f"a process ({at}) says it is number {index} of {count}"
+    # A process that is gone may have been started again by its launcher.
+    if index == 0 or (index in arrived and not _gone(arrived[index][0])):
+        other = here if index == 0 else arrived[index][1]["at"]
+        return f"two processes say they are process {index}: on {other} and on {at}"
+    if hello["settings"] != own["settings"]:
+        return (
+            f"process {index} ({at}) was started with other settings than process 0 ({here}): give all of them "
+            "the same config file and command line"
+        )
+    return None
 
 
 def _say(connection: socket.socket, answer: dict[str, Any]) -> None:
@@ -221,8 +179,9 @@ def _say(connection: socket.socket, answer: dict[str, Any]) -> None:
 
 def _gone(connection: socket.socket) -> bool:
     """Whether the other end has closed."""
+    connection.settimeout(0)
     try:
-        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        return connection.recv(1, socket.MSG_PEEK) == b""
     except BlockingIOError:
         return False
     except OSError:

@@ -1,7 +1,8 @@
 """A config written as a config file: Python that builds it again."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,83 +23,78 @@ def python_source(config: RunConfig, title: str, written: Collection[str] = ()) 
     writer = _Writer(written)
     body = writer.expression(config, "", len(STEP + "return "), STEP)
     head = title.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
-    blocks = [f"{STEP}{name} = {text}\n" for name, text in writer.blocks.values()]
-    imports = "".join(_imports(writer.names))
-    return f'"""{head}"""\n\n{imports}\n\ndef config() -> RunConfig:\n{"".join(blocks)}{STEP}return {body}\n'
-
-
-def _imports(names: Collection[tuple[str, str]]) -> Iterator[str]:
-    modules = sorted({module for module, _ in names}, key=lambda module: (module.startswith("megajax"), module))
-    for place, module in enumerate(modules):
-        if place and module.startswith("megajax") and not modules[place - 1].startswith("megajax"):
-            yield "\n"
-        taken = sorted(name for there, name in names if there == module)
-        line = f"from {module} import {', '.join(taken)}\n"
-        yield (
-            line if len(line) <= WIDTH + 1 else f"from {module} import (\n{''.join(f'{STEP}{n},\n' for n in taken)})\n"
-        )
+    blocks = "".join(f"{STEP}{name} = {text}\n" for name, text in writer.blocks.values())
+    return f'"""{head}"""\n\n{writer.imports()}\n\ndef config() -> RunConfig:\n{blocks}{STEP}return {body}\n'
 
 
 class _Writer:
     def __init__(self, written: Collection[str]):
         self.written = written
         self.names: set[tuple[str, str]] = set()
+        """(module, name) of what is used."""
         self.blocks: dict[BlockConfig, tuple[str, str]] = {}
+        """Blocks are named before the config, each once: (name, expression)."""
+
+    def imports(self) -> str:
+        """The import statements, that of Path first."""
+        text = ""
+        names = sorted(self.names, key=lambda name: (name[0].startswith("megajax"), name))
+        for module, group in groupby(names, key=lambda name: name[0]):
+            used = [name for _, name in group]
+            line = f"from {module} import {', '.join(used)}"
+            text += line if len(line) <= WIDTH else _over_lines(f"from {module} import (", used, ")", "")
+            text += "\n" if module.startswith("megajax") else "\n\n"
+        return text
 
     def expression(self, value: Any, where: str, taken: int, indent: str) -> str:
-        """The value as Python; `taken` signs of its first line are in use, further lines begin with `indent`."""
+        """The value as Python; `taken` characters of its first line are in use, further lines begin with `indent`."""
         if isinstance(value, BlockConfig):
-            return self._block(value, where)
+            if value not in self.blocks:
+                name = f"block_{len(self.blocks) + 1}" if self.blocks else "block"
+                self.blocks[value] = name, ""
+                self.blocks[value] = name, self._config(value, where, len(f"{STEP}{name} = "), STEP)
+            return self.blocks[value][0]
         if schema.is_config(value):
-            return self._call(value, where, taken, indent)
+            return self._config(value, where, taken, indent)
         if isinstance(value, tuple):
-            items = [self.expression(item, join(where, str(place)), len(indent) + 4, indent + STEP)
-                     for place, item in enumerate(value)]  # fmt: skip
-            return self._wrapped("(", items, ")", taken, indent)
+            parts = {str(place): ("", item) for place, item in enumerate(value)}
+            return self._wrapped("(", parts, ")", where, taken, indent)
         if isinstance(value, Mapping):
-            items = []
-            for key, item in value.items():
-                name = f"{_text(key)}: "
-                items.append(name + self.expression(item, join(where, key), len(indent) + 4 + len(name), indent + STEP))
-            return self._wrapped("{", items, "}", taken, indent)
+            parts = {key: (f"{_text(key)}: ", item) for key, item in value.items()}
+            return self._wrapped("{", parts, "}", where, taken, indent)
         if isinstance(value, Path):
             self.names.add(("pathlib", "Path"))
             return f"Path({_text(str(value))})"
         if isinstance(value, str):
             return _text(value)
-        if type(value) is int and abs(value) >= 10_000:
-            return f"{value:_}"
-        return repr(value)
+        return f"{value:_}" if type(value) is int and abs(value) >= 10_000 else repr(value)
 
-    def _block(self, block: BlockConfig, where: str) -> str:
-        """Blocks are named before the config, each once."""
-        if block not in self.blocks:
-            name = "block" if not self.blocks else f"block_{len(self.blocks) + 1}"
-            self.blocks[block] = name, ""
-            self.blocks[block] = name, self._call(block, where, len(f"{STEP}{name} = "), STEP)
-        return self.blocks[block][0]
-
-    def _call(self, value: Any, where: str, taken: int, indent: str) -> str:
-        cls = type(value)
+    def _config(self, value: Any, where: str, taken: int, indent: str) -> str:
+        cls, parts = type(value), {}
         self.names.add((cls.__module__, cls.__name__))
-        items = []
         for field in fields(value):
-            here, place = getattr(value, field.name), join(where, field.name)
-            default = schema.default(field)
-            if default is MISSING or here != default or self._is_written(place):
-                name = f"{field.name}="
-                items.append(name + self.expression(here, place, len(indent) + 4 + len(name), indent + STEP))
-        return self._wrapped(f"{cls.__name__}(", items, ")", taken, indent)
+            here, default, place = getattr(value, field.name), schema.default(field), join(where, field.name)
+            is_written = any(f"{name}.".startswith(f"{place}.") for name in self.written)
+            if default is MISSING or here != default or is_written:
+                parts[field.name] = (f"{field.name}=", here)
+        return self._wrapped(f"{cls.__name__}(", parts, ")", where, taken, indent)
 
-    def _is_written(self, place: str) -> bool:
-        return any(name == place or name.startswith(f"{place}.") for name in self.written)
-
-    def _wrapped(self, start: str, items: list[str], end: str, taken: int, indent: str) -> str:
+    def _wrapped(
+        self, start: str, parts: Mapping[str, tuple[str, Any]], end: str, where: str, taken: int, indent: str
+    ) -> str:
+        """parts: name of a setting -> what stands before its value, and the value."""
+        inner = indent + STEP
+        items = [
+            label + self.expression(value, join(where, name), len(inner + label), inner)
+            for name, (label, value) in parts.items()
+        ]
         alone = "," if start == "(" and len(items) == 1 else ""
         line = f"{start}{', '.join(items)}{alone}{end}"
-        if "\n" not in line and taken + len(line) + 1 <= WIDTH:
-            return line
-        return f"{start}\n" + "".join(f"{indent}{STEP}{item},\n" for item in items) + indent + end
+        return line if "\n" not in line and taken + len(line) < WIDTH else _over_lines(start, items, end, indent)
+
+
+def _over_lines(start: str, items: Collection[str], end: str, indent: str) -> str:
+    return f"{start}\n" + "".join(f"{indent}{STEP}{item},\n" for item in items) + indent + end
 
 
 def _text(value: str) -> str:

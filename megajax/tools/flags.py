@@ -1,11 +1,11 @@
 """A table of another trainer's flags, each a setting, unnecessary or refused, and command lines read by it."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from megajax.config.errors import Problem
-from megajax.config.nearest import did_you_mean
+from megajax.config.nearest import either, nearest_names
 
 type Settings = Mapping[str, Any]
 """Dotted names of settings -> values."""
@@ -23,6 +23,10 @@ class Word:
     place: str = ""
     unknown: tuple[str, ...] = ()
     """What is not known of it; it stands in the text as UNKNOWN."""
+
+    def where(self, text: str) -> str:
+        """A text with the place of this word."""
+        return f"{self.place}: {text}" if self.place else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,34 +69,17 @@ class Flag:
 KINDS: Mapping[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, list)}
 
 
-class Maker(Protocol):
-    """A function that makes settings."""
-
-    __name__: str
-
-    def __call__(self, args: "Arguments", /) -> Settings: ...
-
-
-def read_table(text: str, functions: Iterable[Maker]) -> dict[str, tuple[Flag, ...]]:
-    """Title of a part -> its rows, of a text as megatron_flags.txt explains it; `functions` make settings."""
-    by_name = {function.__name__: function for function in functions}
-    parts: dict[str, tuple[Flag, ...]] = {}
-    for part in text.split("\n# ")[1:]:
-        title, _, body = part.partition("\n")
-        rows = []
-        for line in filter(None, body.replace("\n  ", " ").splitlines()):
-            names, _, answer = line.partition(" => ")
-            fate = _fate(answer, by_name)
-            rows += [_row(token, fate) for token in names.split()]
-        parts[title] = tuple(rows)
-    return parts
-
-
-def _fate(answer: str, functions: "Mapping[str, Callable[[Arguments], Settings]]") -> Fate:
-    start, colon, rest = answer.partition(": ")
-    if start in ("refused", "unnecessary"):
-        return Refused(rest) if start == "refused" else Unnecessary(rest)
-    return Mapped(tuple(rest.split()), functions[start]) if colon else Mapped((answer,))
+def read_table(text: str, functions: "Mapping[str, Callable[[Arguments], Settings]]") -> Iterator[Flag]:
+    """The rows of a text as megatron_flags.txt explains it. functions: name -> what makes settings."""
+    for line in text[text.index("\n# ") :].replace("\n  ", " ").splitlines():
+        names, arrow, answer = line.partition(" => ")
+        if arrow:
+            start, colon, rest = answer.partition(": ")
+            if start in ("refused", "unnecessary"):
+                fate = Refused(rest) if start == "refused" else Unnecessary(rest)
+            else:
+                fate = Mapped(tuple(rest.split()), functions[start]) if colon else Mapped((answer,))
+            yield from (_row(token, fate) for token in names.split())
 
 
 def _row(token: str, fate: Fate) -> Flag:
@@ -108,28 +95,23 @@ def _row(token: str, fate: Fate) -> Flag:
 
 
 @dataclass
-class Notes:
-    """What there is to say about the flags of one command line."""
+class Arguments:
+    """The values of a command line's flags, or their defaults, and notes on what is wrong with them."""
 
+    table: Mapping[str, Flag]
+    devices: int | None = None
+    """How many share the work, where that is known."""
+    flags: dict[str, Any] = field(default_factory=dict)
+    """Values of the flags that were given."""
+    used: set[str] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
     """What makes no sense: unknown flags, contradictions."""
     refusals: list[Problem] = field(default_factory=list)
     """What makes sense and cannot be had."""
     remarks: list[Problem] = field(default_factory=list)
-    """What the person at the terminal should know of a flag that was mapped."""
+    """What the user should know of a flag that was mapped."""
     unread: set[str] = field(default_factory=set)
     """Flags whose value could not be read, which is a problem already."""
-
-
-class Arguments:
-    """The values of a command line's flags, or their defaults, and notes on what is wrong with them."""
-
-    def __init__(self, table: Mapping[str, Flag], given: Mapping[str, Any], notes: Notes, devices: int | None = None):
-        self.table = table
-        self.flags = dict(given)
-        self.notes = notes
-        self.devices = devices
-        self.used: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:
         self.used.add(name)
@@ -148,18 +130,26 @@ class Arguments:
         self.wrong(name, f"expected one of {', '.join(choices)}, got {value}")
         return next(iter(choices.values()))
 
+    def numbers(self, name: str) -> tuple[int, ...]:
+        """Words of a flag as whole numbers; others are a problem, and () the answer."""
+        words = self[name]
+        if all(word.isdigit() for word in words):
+            return tuple(map(int, words))
+        self.wrong(name, f"expected whole numbers, got {' '.join(words)}")
+        return ()
+
     def wrong(self, name: str, what: str, hint: str = "") -> None:
         """Note an error of the command line."""
-        if name not in self.notes.unread:
-            self._note(self.notes.problems, name, what, hint)
+        if name not in self.unread:
+            self._note(self.problems, name, what, hint)
 
     def refuse(self, name: str, why: str) -> None:
         """Note that this value of a flag cannot be had."""
-        self._note(self.notes.refusals, name, why)
+        self._note(self.refusals, name, why)
 
     def remark(self, name: str, text: str) -> None:
         """Note something to know about a flag."""
-        self._note(self.notes.remarks, name, text)
+        self._note(self.remarks, name, text)
 
     def _note(self, notes: list[Problem], name: str, what: str, hint: str = "") -> None:
         self.used.add(name)
@@ -167,11 +157,83 @@ class Arguments:
         if problem not in notes:
             notes.append(problem)
 
+    def written(self, name: str) -> str:
+        """A flag as it was given."""
+        value = self.flags.get(name, True)
+        return f"--no-{name}" if value is False else f"--{name} {shown(value)}".rstrip()
+
+    def read(self, words: Sequence[Word]) -> None:
+        """Take the flags of a command line; the last counts where one is repeated, as in argparse."""
+        known = spellings(self.table.values())
+        name, values = None, []
+        for word in (*words, None):
+            if word is None or (word.text.startswith("--") and len(word.text) > 2):
+                if name is not None:
+                    self._take(name, values, known)
+                if word is not None:
+                    text, equals, value = word.text[2:].partition("=")
+                    name = Word(text, word.place)
+                    values = [Word(value, word.place, word.unknown)] if equals else []
+            elif name is None:
+                reasons = "".join(f"{reason}; " for reason in word.unknown)
+                what = f"{reasons}stands before the first flag" if word.unknown else "is no flag"
+                self.problems.append(Problem(word.where(word.text.replace(UNKNOWN, "…")), what))
+            else:
+                values.append(word)
+
+    def _take(self, name: Word, values: Sequence[Word], known: Mapping[str, Flag]) -> None:
+        plain = _plain(name.text)
+        if (row := known.get(plain)) is None:
+            # Megatron-LM makes a --no-NAME without a value of each switch of its config classes.
+            switch = known.get(plain.removeprefix("no-"))
+            if switch is not None and switch.kind in (bool, list) and not values:
+                self.flags[switch.name] = False
+            else:
+                near = nearest_names(name.text, [spelling.replace("-", "_") for spelling in known])
+                names = dict.fromkeys(f"--{known[spelling.replace('_', '-')].name}" for spelling in near)
+                hint = f"did you mean {either(names)}?" if names else ""
+                self.problems.append(Problem(name.where(f"--{name.text}"), "no such flag is known", hint))
+            return
+        where = name.where(f"--{row.name}")
+        unknown = dict.fromkeys(reason for word in values for reason in word.unknown)
+        if unknown and (row.kind is bool or (row.kind is not list and not values[0].unknown)):
+            # What follows a flag that needs no more may be anything, flags among it.
+            self.problems.append(Problem(values[-1].place or where, "; ".join(unknown), DEFINE))
+            return
+        try:
+            value = _value(row, values)
+        except ValueError as error:
+            self.unread.add(row.name)
+            hint = DEFINE if unknown else ""
+            self.problems.append(Problem(where, "; ".join(unknown) or str(error), hint))
+            return
+        if self.flags.get(row.name, value) != value:
+            text = f"is given twice; the last counts ({shown(value)}, not {shown(self.flags[row.name])})"
+            self.remarks.append(Problem(f"--{row.name}", text))
+        self.flags[row.name] = value
+
+
+def _value(row: Flag, values: Sequence[Word]) -> Any:
+    """Raises ValueError for words that are no value of this flag."""
+    texts = [word.text for word in values]
+    if any(word.unknown for word in values):
+        raise ValueError("is not known")
+    if row.kind is list:
+        return texts
+    if len(texts) != (row.kind is not bool):
+        wanted = "no value" if row.kind is bool else "one value"
+        raise ValueError(f"takes {wanted}, got {len(texts)}: {' '.join(texts) or 'none'}")
+    try:
+        return row.kind is bool or row.kind(texts[0])
+    except ValueError:
+        wanted = "a whole number" if row.kind is int else "a number"
+        raise ValueError(f"expected {wanted}, got {texts[0]}") from None
+
 
 def shown(value: Any) -> str:
     """A flag's value as it is written."""
     if isinstance(value, list):
-        return " ".join(str(item) for item in value)
+        return " ".join(map(str, value))
     return "" if value is True else str(value)
 
 
@@ -182,89 +244,3 @@ def spellings(table: Iterable[Flag]) -> dict[str, Flag]:
 
 def _plain(name: str) -> str:
     return name.replace("_", "-").lower()
-
-
-def read_words(words: Sequence[Word], table: Mapping[str, Flag], notes: Notes) -> dict[str, Any]:
-    """The values of the flags on a command line; the last counts where one is repeated, as in argparse."""
-    known = spellings(table.values())
-    given: dict[str, Any] = {}
-    row, name, values = None, None, []
-
-    def finish() -> None:
-        if name is None:
-            return
-        if row is None and (off := _turned_off(name, known)) is not None and not values:
-            given[off.name] = False
-        elif row is None:
-            notes.problems.append(_unknown(name, known))
-        else:
-            _take(row, name, values, given, notes)
-
-    for word in words:
-        if word.text.startswith("--") and len(word.text) > 2:
-            finish()
-            text, equals, value = word.text[2:].partition("=")
-            row, name = known.get(_plain(text)), Word(text, word.place)
-            values = [Word(value, word.place, word.unknown)] if equals else []
-        elif name is None:
-            what = f"{_of_unknown(word)}stands before the first flag" if word.unknown else "is no flag"
-            notes.problems.append(Problem(_where(word.text.replace(UNKNOWN, "…"), word), what))
-        else:
-            values.append(word)
-    finish()
-    return given
-
-
-def _turned_off(name: Word, known: Mapping[str, Flag]) -> Flag | None:
-    """--no-NAME of a NAME without a value: Megatron-LM makes one of each switch of its config classes."""
-    row = known.get(_plain(name.text).removeprefix("no-"))
-    return row if row is not None and row.kind in (bool, list) else None
-
-
-def _where(text: str, word: Word) -> str:
-    return f"{word.place}: {text}" if word.place else text
-
-
-def _of_unknown(word: Word) -> str:
-    return "".join(f"{what}; " for what in word.unknown)
-
-
-def _unknown(name: Word, known: Mapping[str, Flag]) -> Problem:
-    """Nearest names among the flags that are known."""
-    names = {spelling.replace("-", "_"): f"--{row.name}" for spelling, row in known.items()}
-    hint = did_you_mean(name.text, names)
-    for plain, written in names.items():
-        hint = hint.replace(f" {plain},", f" {written},").replace(f" {plain} ", f" {written} ")
-        hint = hint.replace(f" {plain}?", f" {written}?")
-    return Problem(_where(f"--{name.text}", name), "no such flag is known", hint)
-
-
-def _take(row: Flag, name: Word, values: Sequence[Word], given: dict[str, Any], notes: Notes) -> None:
-    where = _where(f"--{row.name}", name)
-    unknown = [what for word in values for what in word.unknown]
-    complete = row.kind is bool or (row.kind is not list and bool(values) and not values[0].unknown)
-    if unknown and complete:
-        # What follows a flag that needs no more may be anything, flags among it.
-        notes.problems.append(Problem(values[-1].place or where, "; ".join(dict.fromkeys(unknown)), DEFINE))
-        return
-    if unknown:
-        notes.unread.add(row.name)
-        notes.problems.append(Problem(where, "; ".join(dict.fromkeys(unknown)), DEFINE))
-        return
-    texts = [word.text for word in values]
-    if row.kind is not list and len(texts) != (row.kind is not bool):
-        wanted = "no value" if row.kind is bool else "one value"
-        notes.unread.add(row.name)
-        notes.problems.append(Problem(where, f"takes {wanted}, got {len(texts)}: {' '.join(texts) or 'none'}"))
-        return
-    try:
-        value = True if row.kind is bool else texts if row.kind is list else row.kind(texts[0])
-    except ValueError:
-        notes.unread.add(row.name)
-        kinds: dict[type, str] = {int: "a whole number", float: "a number"}
-        notes.problems.append(Problem(where, f"expected {kinds[row.kind]}, got {texts[0]}"))
-        return
-    if row.name in given and given[row.name] != value:
-        text = f"is given twice; the last counts ({shown(value)}, not {shown(given[row.name])})"
-        notes.remarks.append(Problem(f"--{row.name}", text))
-    given[row.name] = value

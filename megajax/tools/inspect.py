@@ -3,8 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from math import isfinite, prod
-from pathlib import Path
+from math import isfinite
 from typing import Any
 
 from megajax.command_line import Flag, front_door, parse
@@ -27,8 +26,12 @@ needs no devices; a run may be writing meanwhile.
   --json[=FILE]    print JSON instead, or write it to a file as well
 """
 FLAGS = (Flag("step", int | None), Flag("verify"), Flag("array", str | None), JSON)
-COUNTERS = "counters"
-"""The group of arrays without a dot in their names."""
+SETTINGS = (
+    *("model.hidden", "model.stack.repeats", "model.vocabulary_size", "model.sequence_length", "data.type"),
+    *("tokenizer.type", "optimizer.type", "precision.compute", "schedule.lr", "batch.global_size", "steps", "run_dir"),
+    *("parallel.data_sharding", "parallel.schedule"),
+)
+"""Settings of the config that are shown."""
 
 
 def main(argv: list[str]) -> int:
@@ -42,52 +45,26 @@ def main(argv: list[str]) -> int:
         return 0
     run = first_word(argv, "a run's folder", USAGE)
     flags = parse(argv[1:], verb="tools.inspect", flags=FLAGS, with_config=False).flags
-    if flags["array"] is not None and flags["verify"]:
+    verify, name = flags["verify"], flags["array"]
+    if name is not None and verify:
         raise UserError("--verify checks files, --array shows one array: give one of them")
     folder, step = resolve("megajax.checkpoint.folder:locate")(run)
     step = step if flags["step"] is None else flags["step"]
-    steps = _survey(folder, step, flags["verify"])
-    content: dict[str, Any] = {"folder": str(folder), "steps": [asdict(each) for each in steps]}
-    damaged = flags["verify"] and any(each.faults for each in steps)
-    chosen = resolve("megajax.checkpoint.inspection:choose")(folder, steps, step)
-    described = resolve("megajax.checkpoint.inspection:describe")(folder, chosen.step)
-    content |= _values(described) if flags["array"] is None else _array_values(described, flags["array"])
-    text = json.dumps(_finite(content), indent=1, allow_nan=False, default=str)
-    lines = (_steps_text(content), *_description_text(content)) if flags["array"] is None else [_array_text(content)]
-    show("\n".join(lines), text, flags["json"])
-    return 2 * damaged
-
-
-def _survey(folder: Path, step: int | None, verify: bool) -> list[Any]:
+    # By name, so that the front door can report a package that is not installed.
+    survey, choose, describe = (
+        resolve(f"megajax.checkpoint.inspection:{function}") for function in ("survey", "choose", "describe")
+    )
     try:
-        return resolve("megajax.checkpoint.inspection:survey")(folder, lambda each: verify and step in (None, each))
+        steps = survey(folder, lambda each: verify and step in (None, each))
     except OSError as error:
         raise UserError(f"{error.filename or folder} can't be read: {error.strerror}") from error
-
-
-def _values(described: Any) -> dict[str, Any]:
-    """A description as JSON can say it."""
-    names = (
-        "step",
-        "counters",
-        "consumed_tokens",
-        "seed",
-        "versions",
-        "processes",
-        "mesh",
-        "parallel",
-        "rows",
-        "config",
-    )
-    arrays = [asdict(array) | {"axes": described.axes.get(array.name)} for array in described.arrays]
-    groups: dict[str, dict[str, int]] = {}
-    for array in described.arrays:
-        head, dot, _ = array.name.partition(".")
-        group = groups.setdefault(head if dot else COUNTERS, {"arrays": 0, "elements": 0, "bytes": 0})
-        group["arrays"] += 1
-        group["elements"] += array.elements
-        group["bytes"] += array.bytes
-    return {name: getattr(described, name) for name in names} | {"arrays": arrays, "groups": groups}
+    content, arrays = describe(folder, choose(folder, steps, step).step)
+    if name is not None:
+        content = {"step": content["step"], "array": _array(content, arrays, name)}
+    content = {"folder": str(folder), "steps": [asdict(each) for each in steps]} | content
+    lines = _array_lines(content) if name is not None else (*_steps_lines(content), *_content_lines(content))
+    show("\n".join(lines), json.dumps(_finite(content), indent=1, allow_nan=False, default=str), flags["json"])
+    return 2 if verify and any(each.faults for each in steps) else 0
 
 
 def _finite(value: Any) -> Any:
@@ -99,83 +76,58 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 
-def _array_values(described: Any, name: str) -> dict[str, Any]:
-    arrays = {array.name: array for array in described.arrays}
-    if name not in arrays:
-        near = did_you_mean(name, arrays) or f"without --array, all {len(arrays)} are listed"
-        raise UserError(f"--array: step {described.step} has no array {name}\n    {near}")
+def _array(content: Mapping[str, Any], arrays: Any, name: str) -> dict[str, Any]:
+    """An array with its statistics."""
+    described = {array["name"]: array for array in content["arrays"]}
+    if name not in described:
+        near = did_you_mean(name, described) or f"without --array, all {len(described)} are listed"
+        raise UserError(f"--array: step {content['step']} has no array {name}\n    {near}")
     try:
-        statistics = described.source.statistics(name)
+        return described[name] | asdict(arrays.statistics(name))
     except resolve("megajax.checkpoint.integrity:Damaged") as error:
-        raise UserError(f"checkpoint step {described.step}: {error}\n--verify says which file is damaged.") from error
-    axes = {"axes": described.axes.get(name)}
-    return {"step": described.step, "array": asdict(arrays[name]) | axes | asdict(statistics)}
+        raise UserError(f"checkpoint step {content['step']}: {error}\n--verify says which file is damaged.") from error
 
 
-def _steps_text(content: Mapping[str, Any]) -> str:
+def _steps_lines(content: Mapping[str, Any]) -> Iterator[str]:
     rows = [("step", "committed", "size", "files", "state")]
     for each in content["steps"]:
         state = each["state"] + (", every file verified" if each["verified"] and not each["faults"] else "")
-        size = byte_size(each["bytes"])
-        rows.append((each["name"], moment(each["time"]), size, str(each["files"]), state))
+        rows.append((each["name"], moment(each["time"]), byte_size(each["bytes"]), str(each["files"]), state))
         rows += [("", "", "", "", fault) for fault in each["faults"]]
-    return "\n".join((content["folder"], *_table(rows)))
+    yield content["folder"]
+    yield from _table(rows)
 
 
-def _description_text(content: Mapping[str, Any]) -> Iterator[str]:
+def _content_lines(content: Mapping[str, Any]) -> Iterator[str]:
     yield f"\nstep {content['step']}"
-    facts = [fact for fact in _facts(content) if fact[1]]
-    yield from _table(facts)
-    with_axes = any(array["axes"] for array in content["arrays"])
+    yield from _table([fact for fact in _facts(content) if fact[1]])
     yield "\narrays"
+    with_axes = any(array["axes"] for array in content["arrays"])
     rows = [("name", "shape", "dtype", *["axes"] * with_axes, "pieces", "size")]
     for array in content["arrays"]:
-        axes = ", ".join(axis or "-" for axis in array["axes"] or ())
-        pieces = "" if max(array["pieces"], default=1) == 1 else _times(array["pieces"])
-        described = (array["name"], _times(array["shape"]), array["dtype"], *[axes] * with_axes)
-        rows.append((*described, pieces, byte_size(array["bytes"])))
+        axes, pieces = ([_axes(array)] if with_axes else []), _pieces(array)
+        rows.append((array["name"], _times(array["shape"]), array["dtype"], *axes, pieces, byte_size(array["bytes"])))
     yield from _table(rows)
     yield "\ntotals"
     sums = {key: sum(group[key] for group in content["groups"].values()) for key in ("arrays", "elements", "bytes")}
-    totals = [*content["groups"].items(), ("all", sums)]
     rows = [("group", "arrays", "elements", "size")]
-    rows += [(name, str(of["arrays"]), count(of["elements"]), byte_size(of["bytes"])) for name, of in totals]
+    for name, total in (content["groups"] | {"all": sums}).items():
+        rows.append((name, str(total["arrays"]), count(total["elements"]), byte_size(total["bytes"])))
     yield from _table(rows)
 
 
 def _facts(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Names and values; "" where the step does not say."""
-    config, counters, tokens = content["config"], content["counters"], content["consumed_tokens"]
-    samples = counters.get("consumed_samples")
-    yield "consumed", "" if samples is None else f"{samples:,} samples" + (f", {tokens:,} tokens" if tokens else "")
-    yield COUNTERS, ", ".join(f"{name} {value:,}" for name, value in counters.items() if name != "consumed_samples")
+    tokens = content["consumed_tokens"]
+    yield "counters", ", ".join(f"{name} {value:,}" for name, value in content["counters"].items())
+    yield "tokens", f"{tokens:,} consumed" if tokens else ""
     yield "seed", "" if content["seed"] is None else str(content["seed"])
     yield "versions", ", ".join(f"{name} {version}" for name, version in content["versions"].items())
-    yield "written by", "; ".join(_layout(content))
-    yield "layer order", _order(content["rows"])
-    for name, paths in SUMMARY.items():
-        values = [(path, _at(config, path)) for path in paths]
-        yield name, ", ".join(_setting(path, value) for path, value in values if value is not None)
-
-
-SUMMARY = {
-    "model": ("model.hidden", "model.stack.repeats", "model.vocabulary_size", "model.sequence_length"),
-    "layers": ("model.stack.pattern",),
-    "data": ("data.type", "tokenizer.type"),
-    "training": ("optimizer.type", "precision.compute", "schedule.lr", "batch.global_size", "steps"),
-    "run folder": ("run_dir",),
-}
-"""Line -> settings of the config that it shows."""
-
-
-def _setting(path: str, value: Any) -> str:
-    last = path.rpartition(".")[2]
-    if last == "pattern":
-        blocks = [[block.get(part, {}).get("type", "?") for part in ("mixer", "mlp")] for block in value]
-        return "; ".join(" and ".join(kinds) for kinds in blocks).replace("Config", "")
-    if last in ("type", "run_dir"):
-        return str(value).removesuffix("Config")
-    return f"{last.replace('_', ' ')} {f'{value:,}' if type(value) is int else value}"
+    yield "processes", str(content["processes"] or "")
+    yield "mesh", ", ".join(f"{axis} {size}" for axis, size in (content["mesh"] or {}).items())
+    yield "layer order", " ".join("-" if row < 0 else str(row) for row in content["rows"])
+    values = ((path, _at(content["config"], path)) for path in SETTINGS)
+    yield "settings", ", ".join(f"{path}={value}" for path, value in values if value is not None)
 
 
 def _at(config: Any, path: str) -> Any:
@@ -184,47 +136,31 @@ def _at(config: Any, path: str) -> Any:
     return config
 
 
-def _layout(content: Mapping[str, Any]) -> Iterator[str]:
-    """Processes, mesh and the settings of `parallel` that say more than sizes."""
-    if content["processes"]:
-        yield f"{content['processes']} process{'es' * (content['processes'] > 1)}"
-    parallel, mesh = content["parallel"], content["mesh"]
-    if mesh is not None:
-        devices = prod(mesh.values())
-        cuts = ", ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1)
-        yield f"{devices} device{'s' * (devices > 1)}{': ' * bool(cuts)}{cuts}"
-    else:
-        cuts = [f"{axis} {size}" for axis, size in parallel.items() if type(size) is int and size > 1]
-        yield from [", ".join(cuts)] if cuts else []
-    if parallel.get("data_sharding"):
-        yield f"weights and optimizer {parallel['data_sharding']}"
-    if (parallel.get("pipeline") or 1) > 1:
-        yield f"schedule {parallel.get('schedule')}"
-
-
-def _order(rows: Sequence[int]) -> str:
-    if list(rows) == list(range(len(rows))):
-        return f"0 to {len(rows) - 1}, as they follow each other" if rows else ""
-    return " ".join("-" if row < 0 else str(row) for row in rows) + " (by row of the stacked arrays)"
-
-
-def _array_text(content: Mapping[str, Any]) -> str:
+def _array_lines(content: Mapping[str, Any]) -> Iterator[str]:
     array = content["array"]
     rows = [
         ("shape", _times(array["shape"])),
         ("dtype", array["dtype"]),
-        ("axes", ", ".join(axis or "-" for axis in array["axes"] or ())),
-        ("pieces", "" if max(array["pieces"], default=1) == 1 else _times(array["pieces"])),
+        ("axes", _axes(array)),
+        ("pieces", _pieces(array)),
         ("size", byte_size(array["bytes"])),
         ("elements", f"{array['count']:,}"),
         ("not finite", f"{array['nonfinite']:,}"),
-        *((name, "none is finite" if array[name] is None else f"{array[name]:.6g}") for name in STATISTICS),
+        *(
+            (name, "none is finite" if array[name] is None else f"{array[name]:.6g}")
+            for name in ("min", "max", "mean", "rms")
+        ),
     ]
-    return "\n".join((f"{array['name']}, step {content['step']}", *_table([row for row in rows if row[1]])))
+    yield f"{array['name']}, step {content['step']}"
+    yield from _table([row for row in rows if row[1]])
 
 
-STATISTICS = ("min", "max", "mean", "rms")
-"""Of the finite elements."""
+def _axes(array: Mapping[str, Any]) -> str:
+    return ", ".join(axis or "-" for axis in array["axes"] or ())
+
+
+def _pieces(array: Mapping[str, Any]) -> str:
+    return "" if max(array["pieces"], default=1) == 1 else _times(array["pieces"])
 
 
 def _times(numbers: Sequence[int]) -> str:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +10,7 @@ from megajax.config.dump import flatten, scalar_text
 from megajax.config.errors import Problem
 from megajax.config.patch import patch_of
 from megajax.config.tree import assemble
-from megajax.tools.flags import (
-    Arguments,
-    Flag,
-    Mapped,
-    Notes,
-    Refused,
-    Unnecessary,
-    Word,
-    read_table,
-    read_words,
-    shown,
-)
+from megajax.tools.flags import Arguments, Flag, Mapped, Refused, Unnecessary, Word, read_table
 from megajax.tools.megatron_layout import parallel
 from megajax.tools.megatron_memory import recompute
 from megajax.tools.megatron_model import embedding, residual, stack, vocabulary, width_scaling
@@ -44,8 +33,13 @@ FUNCTIONS = (
     *(batch, optimizer, schedule, precision, data, evaluation, checkpoint, logging, profile, resilience),
 )
 """What makes settings of several flags, in the order in which they are called."""
-PARTS = read_table(Path(__file__).with_name("megatron_flags.txt").read_text(encoding="utf-8"), FUNCTIONS)
-FLAGS: Mapping[str, Flag] = {row.name: row for rows in PARTS.values() for row in rows}
+ROWS = tuple(
+    read_table(
+        Path(__file__).with_name("megatron_flags.txt").read_text(encoding="utf-8"),
+        {function.__name__: function for function in FUNCTIONS},
+    )
+)
+FLAGS: Mapping[str, Flag] = {row.name: row for row in ROWS}
 """Name -> row."""
 
 ONE_OF = (
@@ -140,38 +134,35 @@ def convert(words: Sequence[Word], *, devices: int | None = None, table: Mapping
 
     devices: how many share the work, where that is known.
     """
-    notes = Notes()
-    given = read_words(words, table, notes)
-    notes.problems += _contradictions(given)
-    args = Arguments(table, given, notes, devices)
+    args = Arguments(table, devices)
+    args.read(words)
+    args.problems += _contradictions(args)
     settings: dict[str, Any] = {}
     for function in FUNCTIONS:
         settings |= function(args)
     for name, row in table.items():
         if isinstance(row.fate, Mapped) and row.fate.by is None and args[name] is not None:
             settings[row.fate.settings[0]] = args[name]
-    problems = list(notes.problems)
-    config = None
+    problems, config = list(args.problems), None
     if not problems:
         config, wrong = assemble(RunConfig, None, patch_of(settings.items()))
-        problems = [_with_flags(problem, given, table) for problem in wrong]
-        config = None if problems else config
-    return _told(args, config, problems)
+        problems = [_with_flags(problem, args) for problem in wrong]
+    return _converted(args, None if problems else config, problems)
 
 
-def _contradictions(given: Mapping[str, Any]) -> list[Problem]:
-    problems = []
+def _contradictions(args: Arguments) -> list[Problem]:
+    given, problems = args.flags, []
     for names in ONE_OF:
         # A warm-up of 0 is none.
         together = [name for name in names if given.get(name) not in (None, 0)]
         if len(together) > 1:
-            first, *others = (_written(name, given) for name in together)
+            first, *others = map(args.written, together)
             problems.append(Problem(first, f"contradicts {' and '.join(others)}", "give one of them"))
     for name, other, value in ONLY_WITH:
-        there = "selective" if given.get("recompute-activations") else given.get(other)
-        if name in given and there != value:
-            says = f"and it is {there}" if there else "which is not given"
-            problems.append(Problem(_written(name, given), f"goes with --{other} {value}, {says}"))
+        actual = "selective" if given.get("recompute-activations") else given.get(other)
+        if name in given and actual != value:
+            says = f"and it is {actual}" if actual else "which is not given"
+            problems.append(Problem(args.written(name), f"goes with --{other} {value}, {says}"))
     if given.get("recompute-activations") and given.get("recompute-granularity") == "full":
         what = "contradicts --recompute-granularity full: it stands for selective"
         problems.append(Problem("--recompute-activations", what, "give one of them"))
@@ -184,35 +175,14 @@ def _contradictions(given: Mapping[str, Any]) -> list[Problem]:
     return problems
 
 
-def _written(name: str, given: Mapping[str, Any]) -> str:
-    if given.get(name) is False:
-        return f"--no-{name}"
-    return f"--{name} {shown(given.get(name, True))}".rstrip()
-
-
-def _with_flags(problem: Problem, given: Mapping[str, Any], table: Mapping[str, Flag]) -> Problem:
+def _with_flags(problem: Problem, args: Arguments) -> Problem:
     """A problem of the config, with the flags that made the setting."""
     makers = [
-        _written(name, given)
-        for name in given
-        if isinstance(fate := table[name].fate, Mapped) and any(_about(problem, one) for one in fate.settings)
+        args.written(name)
+        for name in args.flags
+        if isinstance(fate := args.table[name].fate, Mapped) and any(_about(problem, one) for one in fate.settings)
     ]
-    where = f"{problem.where} ({', '.join(makers)})" if makers else problem.where
-    return Problem(where, problem.what, problem.hint)
-
-
-def _became(settings: Sequence[str], values: Mapping[str, Any]) -> str:
-    """Settings with their values, those that are none only where all are."""
-    texts = {}
-    for setting in settings:
-        leaves = {leaf: value for leaf, value in values.items() if _near(leaf, setting)}
-        if setting == "model.stack.pattern":
-            blocks = len({leaf.split(".")[3] for leaf in leaves})
-            texts[f"{setting} of {blocks} block{'s' * (blocks > 1)}"] = True
-            continue
-        for leaf, value in leaves.items():
-            texts[f"{leaf}={scalar_text(value)}"] = value is not None
-    return ", ".join([text for text, told in texts.items() if told] or texts)
+    return replace(problem, where=f"{problem.where} ({', '.join(makers)})" if makers else problem.where)
 
 
 def _about(problem: Problem, setting: str) -> bool:
@@ -220,43 +190,55 @@ def _about(problem: Problem, setting: str) -> bool:
     parent, _, name = setting.rpartition(".")
     named = re.search(rf"(?<![.\w])({re.escape(setting)}|{name}) ?=", problem.what)
     beside = named is not None and (named[1] == setting or parent == problem.where.rpartition(".")[0])
-    return beside or _near(problem.where, setting)
+    return beside or _is_below(problem.where, setting)
 
 
-def _near(setting: str, other: str) -> bool:
-    return setting == other or setting.startswith(f"{other}.")
+def _is_below(setting: str, other: str) -> bool:
+    return f"{setting}.".startswith(f"{other}.")
 
 
-def _told(args: Arguments, config: RunConfig | None, problems: list[Problem]) -> Converted:
-    given, notes = args.flags, args.notes
+def _settings_text(settings: Sequence[str], values: Mapping[str, Any]) -> str:
+    """Settings with their values, those that are none only where all are."""
+    texts = {}
+    for setting in settings:
+        leaves = {leaf: value for leaf, value in values.items() if _is_below(leaf, setting)}
+        if setting == "model.stack.pattern":
+            blocks = len({leaf.split(".")[3] for leaf in leaves})
+            texts[f"{setting} of {blocks} block{'s' * (blocks > 1)}"] = True
+        else:
+            texts |= {f"{leaf}={scalar_text(value)}": value is not None for leaf, value in leaves.items()}
+    return ", ".join([text for text, has_value in texts.items() if has_value] or texts)
+
+
+def _converted(args: Arguments, config: RunConfig | None, problems: list[Problem]) -> Converted:
     values = flatten(config) if config is not None else {}
     mapped, idle, unnecessary = [], [], []
-    refusals = {problem.where: (_written(problem.where[2:], given), problem.what) for problem in notes.refusals}
-    written: set[str] = set()
-    for name in given:
-        fate, text = args.table[name].fate, _written(name, given)
-        match fate:
-            case Unnecessary() if f"--{name}" not in refusals:
-                unnecessary.append((text, fate.reason))
-            case Refused() if given[name] is False:
+    refused = {problem.where: (args.written(problem.where[2:]), problem.what) for problem in args.refusals}
+    decided: set[str] = set()
+    for name, value in args.flags.items():
+        row, text, is_refused = args.table[name], args.written(name), f"--{name}" in refused
+        match row.fate:
+            case Unnecessary(reason) if not is_refused:
+                unnecessary.append((text, reason))
+            case Refused() if value is False:
                 unnecessary.append((text, "it is off anyway"))
-            case Refused() if given[name] == args.table[name].default:
+            case Refused() if value == row.default:
                 unnecessary.append((text, "what Megatron-LM does without it"))
-            case Refused():
-                refusals[f"--{name}"] = (text, fate.reason)
-            case Mapped() if fate.by is not None and name not in args.used:
+            case Refused(reason):
+                refused[f"--{name}"] = (text, reason)
+            case Mapped(by=by) if by is not None and name not in args.used:
                 idle.append(text)
-            case Mapped() if f"--{name}" not in refusals:
-                if values.get(fate.settings[0]) is not None:
-                    written.add(fate.settings[0])
-                mapped.append((text, _became(fate.settings, values)))
+            case Mapped(settings) if not is_refused:
+                if values.get(settings[0]) is not None:
+                    decided.add(settings[0])
+                mapped.append((text, _settings_text(settings, values)))
     return Converted(
         config=config,
-        written=frozenset(written),
+        written=frozenset(decided),
         mapped=tuple(mapped),
         idle=tuple(idle),
         unnecessary=tuple(unnecessary),
-        refused=tuple(refusals.values()),
-        remarks=tuple((problem.where, problem.what) for problem in notes.remarks),
+        refused=tuple(refused.values()),
+        remarks=tuple((problem.where, problem.what) for problem in args.remarks),
         problems=tuple(problems),
     )

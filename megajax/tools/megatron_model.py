@@ -85,24 +85,17 @@ def norm(args: Arguments) -> NormConfig:
 
 
 def _attention(args: Arguments, normal: NormConfig) -> AttentionConfig:
-    groups = None
-    if args["group-query-attention"]:
-        groups = args["num-query-groups"]
-    elif args.given("num-query-groups"):
+    if not args["group-query-attention"] and args.given("num-query-groups"):
         args.remark("num-query-groups", "has no effect without --group-query-attention, there as here")
     bias = not args["disable-bias-linear"]
-    on_heads = None
-    if args["qk-layernorm"]:
-        on_heads = normal
-    elif args["qk-l2-norm"]:
-        on_heads = L2NormConfig(epsilon=normal.epsilon)
+    l2_norm = L2NormConfig(epsilon=normal.epsilon) if args["qk-l2-norm"] else None
     return AttentionConfig(
         heads=needed(args, "num-attention-heads"),
-        kv_heads=groups,
+        kv_heads=args["num-query-groups"] if args["group-query-attention"] else None,
         head_dim=args["kv-channels"],
         bias=bias,
         qkv_bias=True if args["add-qkv-bias"] and not bias else None,
-        qk_norm=on_heads,
+        qk_norm=normal if args["qk-layernorm"] else l2_norm,
         rope=_rope(args),
         sink=args.one_of("softmax-type", SINKS),
         gate=args["attention-output-gate"],
@@ -134,7 +127,8 @@ def _rope(args: Arguments) -> RopeConfig | None:
         return None
     scaling: Llama3ScalingConfig | YarnScalingConfig | None = None
     if args["position-embedding-type"] == "yarn" and not args["use-rotary-position-embeddings"]:
-        scaling = _yarn(args)
+        # Outside of latent attention, heads get longer and the scale of scores is plain.
+        scaling = replace(_yarn(args, "yarn-"), rounded=not args["no-yarn-correction-range-round-to-int"])
     elif args["use-rope-scaling"]:
         scaling = Llama3ScalingConfig(factor=args["rope-scaling-factor"])
     return RopeConfig(
@@ -146,14 +140,13 @@ def _rope(args: Arguments) -> RopeConfig | None:
     )
 
 
-def _yarn(args: Arguments) -> YarnScalingConfig:
-    """YaRN outside of latent attention: heads get longer, the scale of scores is plain."""
+def _yarn(args: Arguments, prefix: str = "") -> YarnScalingConfig:
+    """prefix: of the names of its flags, other than for latent attention."""
     return YarnScalingConfig(
         factor=args["rotary-scaling-factor"],
-        original=args["yarn-original-max-position-embeddings"],
-        fast=args["yarn-beta-fast"],
-        slow=args["yarn-beta-slow"],
-        rounded=not args["no-yarn-correction-range-round-to-int"],
+        original=args[f"{prefix}original-max-position-embeddings"],
+        fast=args[f"{prefix}beta-fast"],
+        slow=args[f"{prefix}beta-slow"],
         mscale=args["mscale"],
         mscale_all=args["mscale-all-dim"],
     )
@@ -163,16 +156,7 @@ def _latent(args: Arguments, normal: NormConfig) -> LatentAttentionConfig:
     """Defaults of the command line, which are not those of Megatron-LM's MLATransformerConfig."""
     if args["position-embedding-type"] != "rope" and not args["use-rotary-position-embeddings"]:
         args.remark("multi-latent-attention", "rotates positions whatever --position-embedding-type says")
-    factor = args["rotary-scaling-factor"]
-    yarn = YarnScalingConfig(
-        factor=factor,
-        original=args["original-max-position-embeddings"],
-        fast=args["beta-fast"],
-        slow=args["beta-slow"],
-        mscale=args["mscale"],
-        mscale_all=args["mscale-all-dim"],
-    )
-    scaled = args.one_of("rope-type", {"yarn": True, "rope": False})
+    yarn, scaled = _yarn(args), args.one_of("rope-type", {"yarn": True, "rope": False})
     content, place = args["qk-head-dim"], args["qk-pos-emb-head-dim"]
     rope = RopeConfig(base=float(args["rotary-base"]), interleaved=True)
     rope = replace(rope, scaling=yarn) if scaled else replace(rope, fraction=args["rotary-percent"])
@@ -264,10 +248,8 @@ def _mlp(args: Arguments) -> MLPConfig:
         return GatedMLPConfig(ffn=width, activation="silu", bias=bias, offset=args["glu-linear-offset"])
     width = ffn or 4 * hidden
     if args["quick-geglu"]:
-        clamp = args["activation-func-clamp-value"]
-        return GatedMLPConfig(
-            ffn=width, activation="quick_gelu", bias=bias, clamp=clamp, offset=args["glu-linear-offset"]
-        )
+        clamp, offset = args["activation-func-clamp-value"], args["glu-linear-offset"]
+        return GatedMLPConfig(ffn=width, activation="quick_gelu", bias=bias, clamp=clamp, offset=offset)
     if args["squared-relu"]:
         return DenseMLPConfig(ffn=width, activation="squared_relu", bias=bias)
     # The kernel fused with the bias, which is the default, is the tanh form; without a bias nothing is fused.
@@ -301,9 +283,8 @@ def _prediction(args: Arguments) -> PredictionConfig:
     depth, pattern = args["mtp-num-layers"], stack(args)["model.stack"].pattern
     blocks = [pattern[number % len(pattern)] for number in range(min(depth, len(pattern)))]
     if any(block != blocks[0] for block in blocks):
-        args.refuse(
-            "mtp-num-layers", "the blocks of heads that predict further are all alike, the first layers are not"
-        )
+        what = "the blocks of heads that predict further are all alike, the first layers are not"
+        args.refuse("mtp-num-layers", what)
     block = blocks[0] if blocks and blocks[0] != pattern[-1] else None
     # Read where gradients are averaged by tokens alone.
     reweighted = "microbatches" if args["calculate-per-token-loss"] else "rows"
@@ -350,10 +331,8 @@ def vocabulary(args: Arguments) -> Settings:
     if rows % cuts:
         settings["model.vocabulary_multiple"] = lcm(multiple, cuts)
         flag = "padded-vocab-size" if padded else "make-vocab-size-divisible-by"
-        text = (
-            f"{rows} rows are not divisible by {tensor} x {pipeline} devices that share them: padded to a multiple of"
-        )
-        args.remark(flag, f"{text} {lcm(multiple, cuts)} instead. Padding takes no part in the softmax here")
+        text = f"{rows} rows are not divisible by {tensor} x {pipeline} devices that share them: padded to a multiple"
+        args.remark(flag, f"{text} of {lcm(multiple, cuts)} instead. Padding takes no part in the softmax here")
     return settings
 
 
@@ -367,8 +346,10 @@ def _tokenizer(args: Arguments) -> tuple[TokenizerConfig, int]:
         path = args["tokenizer-model"]
         if path is None:
             args.wrong("tokenizer-model", "must be given with --tokenizer-type HuggingFaceTokenizer")
-        size = _told_or_counted(args, "tokenizer-model", told, path and _count_huggingface(Path(path)))
-        return HuggingFaceTokenizerConfig(path=path or "unset"), size
+        size = (path and _count_ids(path)) or told
+        if not size and args.given("tokenizer-model"):
+            args.wrong("vocab-size", f"must be given: --tokenizer-model {path} is not here to be counted")
+        return HuggingFaceTokenizerConfig(path=path or "unset"), size or 1
     if kind != "GPT2BPETokenizer":
         args.refuse("tokenizer-type", "this version reads GPT2BPETokenizer, HuggingFaceTokenizer and NullTokenizer")
         return NullTokenizerConfig(vocabulary_size=told or GPT2_VOCABULARY), told or GPT2_VOCABULARY
@@ -376,40 +357,21 @@ def _tokenizer(args: Arguments) -> tuple[TokenizerConfig, int]:
         missing = "vocab-file" if args["vocab-file"] is None else "merge-file"
         args.wrong(missing, "must be given with --tokenizer-type GPT2BPETokenizer, the default")
     file, merges = args["vocab-file"] or "unset", args["merge-file"] or "unset"
-    counted = _count_gpt2(Path(file))
+    counted = _count_ids(file)
     if counted is None and told is None and args["vocab-file"] is not None:
-        text = f"is not here to be counted: taken to be GPT-2's own, of {GPT2_VOCABULARY} tokens"
-        args.remark(
-            "vocab-file",
-            f"{file} {text}; a run whose file has more tokens ends at its start; --vocab-size says otherwise",
-        )
+        text = f"{file} is not here to be counted: taken to be GPT-2's own, of {GPT2_VOCABULARY} tokens"
+        args.remark("vocab-file", f"{text}; a run whose file has more tokens ends at its start; see --vocab-size")
     size = counted or told or GPT2_VOCABULARY
     return GPT2TokenizerConfig(vocabulary=file, merges=merges), size
 
 
-def _told_or_counted(args: Arguments, name: str, told: int | None, counted: int | None) -> int:
-    if counted or told:
-        return counted or told or 1
-    if args.given(name):
-        args.wrong("vocab-size", f"must be given: --{name} {args[name]} is not here to be counted")
-    return 1
-
-
-def _count_gpt2(path: Path) -> int | None:
-    """Tokens in a vocab.json, None where it can't be read."""
+def _count_ids(name: str) -> int | None:
+    """Ids in a vocab.json, in a tokenizer.json or in the folder that holds it, None where it can't be read."""
     try:
-        return max(json.loads(path.expanduser().read_bytes()).values()) + 1
-    except (OSError, ValueError, AttributeError, TypeError):
-        return None
-
-
-def _count_huggingface(path: Path) -> int | None:
-    """Ids in a tokenizer.json or in the folder that holds it, None where it can't be read."""
-    try:
-        path = path.expanduser()
+        path = Path(name).expanduser()
         saved = json.loads((path / "tokenizer.json" if path.is_dir() else path).read_bytes())
-        tokens = saved["model"]["vocab"]
-        ids = list(tokens.values()) if isinstance(tokens, dict) else list(range(len(tokens)))
-        return max([*ids, *(token["id"] for token in saved.get("added_tokens", []))]) + 1
+        tokens, added = (saved["model"]["vocab"], saved.get("added_tokens", [])) if "model" in saved else (saved, [])
+        ids = tokens.values() if isinstance(tokens, dict) else range(len(tokens))
+        return max([*ids, *(token["id"] for token in added)]) + 1
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return None

@@ -23,8 +23,12 @@ STYLES = {
     "inverse-square-root": "inverse_square_root",
     "WSD": "wsd",
 }
-SAME = {name: name for name in ("exponential", "linear", "cosine", "minus_sqrt")}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def _same(*names: str) -> dict[str, str]:
+    """Values that have one name there and here."""
+    return {name: name for name in names}
 
 
 def precision(args: Arguments) -> Settings:
@@ -48,35 +52,30 @@ def precision(args: Arguments) -> Settings:
             window=int(args["loss-scale-window"]),
             hysteresis=args["hysteresis"],
         )
-    if (kind := _eight_bits(args)) is not None:
-        settings["precision.fp8"] = kind
+    if (fp8 := _fp8(args)) is not None:
+        settings["precision.fp8"] = fp8
     return settings
 
 
-def _eight_bits(args: Arguments) -> Fp8Config | None:
-    """The recipe of matmuls in 8 bits."""
+def _fp8(args: Arguments) -> Fp8Config | None:
+    """The recipe of matmuls in fp8."""
     short = "hybrid" if args["fp8-hybrid"] else "e4m3" if args["fp8-e4m3"] else None
-    form, recipe = args["fp8-format"] or short, args["fp8-recipe"]
+    form, recipe, delayed = args["fp8-format"] or short, args["fp8-recipe"], None
     ends = (args["num-layers-at-start-in-bf16"], args["num-layers-at-end-in-bf16"])
     ends = ends if args["first-last-layers-bf16"] else (0, 0)
     if form is None:
         return None
     if form not in ("hybrid", "e4m3"):
         args.wrong("fp8-format", f"expected hybrid or e4m3, got {form}")
-    elif recipe not in ("delayed", "tensorwise"):
+        return None
+    if recipe not in ("delayed", "tensorwise"):
         args.refuse("fp8-recipe", f"{recipe}: a tensor has one scale here, as with delayed and tensorwise")
-    else:
-        delayed = _delayed(args) if recipe == "delayed" else None
-        return Fp8Config(format=form, first_layers=ends[0], last_layers=ends[1], delayed=delayed)
-    return None
-
-
-def _delayed(args: Arguments) -> DelayedScalingConfig:
-    """Scales from the steps before, as --fp8-recipe delayed has them."""
-    algorithm = args.one_of("fp8-amax-compute-algo", {"most_recent": "most_recent", "max": "max"})
-    return DelayedScalingConfig(
-        history=args["fp8-amax-history-len"], algorithm=algorithm or "most_recent", margin=args["fp8-margin"]
-    )
+        return None
+    if recipe == "delayed":
+        algorithm = args.one_of("fp8-amax-compute-algo", _same("most_recent", "max"))
+        history, margin = args["fp8-amax-history-len"], args["fp8-margin"]
+        delayed = DelayedScalingConfig(history=history, algorithm=algorithm, margin=margin)
+    return Fp8Config(format=form, first_layers=ends[0], last_layers=ends[1], delayed=delayed)
 
 
 def optimizer(args: Arguments) -> Settings:
@@ -89,7 +88,9 @@ def optimizer(args: Arguments) -> Settings:
         "weight_decay": _decay(args),
         "clip": args["clip-grad"] or None,
         **_embedding_decay(args),
-        "decay_qk_norms": _decays_qk_norms(args),
+        "decay_qk_norms": args["apply-wd-to-qk-layernorm"]
+        if args["no-weight-decay-cond-type"] is None
+        else args.one_of("no-weight-decay-cond-type", {"apply_wd_to_qk_layernorm": True, "qwen3_next": True}),
         "embedding_lr": args["decoupled-lr"],
         "embedding_min_lr": args["decoupled-min-lr"],
         "moments": _moments(args),
@@ -119,27 +120,17 @@ def _embedding_decay(args: Arguments) -> dict[str, Any]:
     return {"groups": tuple(GroupConfig(match=name, decay=0.0) for name in tables)}
 
 
-def _decays_qk_norms(args: Arguments) -> bool:
-    """Said by a flag of its own, or by the older one that names a condition."""
-    if args["no-weight-decay-cond-type"] is None:
-        return args["apply-wd-to-qk-layernorm"]
-    return args.one_of("no-weight-decay-cond-type", {"apply_wd_to_qk_layernorm": True, "qwen3_next": True})
-
-
 def _muon(args: Arguments, shared: dict[str, Any]) -> MuonConfig:
     if args["swiglu"] or args["quick-geglu"]:
         args.remark("optimizer", "orthogonalises gate and up apart, which Megatron-LM does as one matrix")
     if args["muon-tp-mode"] == "blockwise":
         args.refuse("muon-tp-mode", "matrices are orthogonalised whole here, as with duplicated and distributed")
-    scales = ("spectral", "shape_scaling", "unit_rms_norm")
     return MuonConfig(
         momentum=args["muon-momentum"],
         nesterov=args["muon-use-nesterov"],
         iterations=args["muon-num-ns-steps"],
-        coefficients=args.one_of(
-            "muon-coefficient-type", {name: name for name in ("quintic", "simple", "polar_express")}
-        ),
-        scale=args.one_of("muon-scale-mode", {name: name for name in scales}),
+        coefficients=args.one_of("muon-coefficient-type", _same("quintic", "simple", "polar_express")),
+        scale=args.one_of("muon-scale-mode", _same("spectral", "shape_scaling", "unit_rms_norm")),
         extra_scale=args["muon-extra-scale-factor"],
         **shared,
     )
@@ -152,8 +143,8 @@ def _moments(args: Arguments) -> str:
         if args[name] != "fp32":
             args.refuse(name, "the optimizer works on float32 weights and gradients")
     first, second = args["exp-avg-dtype"], args["exp-avg-sq-dtype"]
-    for name, value in (("exp-avg-dtype", first), ("exp-avg-sq-dtype", second)):
-        if value not in DTYPES:
+    for name in ("exp-avg-dtype", "exp-avg-sq-dtype"):
+        if args[name] not in DTYPES:
             args.refuse(name, "moments are kept in float32, bfloat16 or float16")
     if first != second:
         args.refuse("exp-avg-sq-dtype", f"both moments have one dtype here, and --exp-avg-dtype is {first}")
@@ -175,8 +166,8 @@ def _decay(args: Arguments) -> float:
 
 def global_size(args: Arguments) -> int:
     """Rows of a step, with a ramp at its end."""
-    if args["step-batch-size-schedule"]:
-        pairs = StepRampConfig(sizes=_step_sizes(args)).pairs()
+    if isinstance(steps := ramp(args), StepRampConfig):
+        pairs = steps.pairs()
         return pairs[-1][1] if pairs else 1
     if args["global-batch-size"] is not None:
         return args["global-batch-size"]
@@ -189,21 +180,17 @@ def global_size(args: Arguments) -> int:
     return size
 
 
-def _step_sizes(args: Arguments) -> str:
-    return " ".join(args["step-batch-size-schedule"])
-
-
 def ramp(args: Arguments) -> RampConfig | None:
     """The batch in the first steps."""
     if args["step-batch-size-schedule"]:
-        return StepRampConfig(sizes=_step_sizes(args))
-    words = args["rampup-batch-size"]
-    if not words:
+        return StepRampConfig(sizes=" ".join(args["step-batch-size-schedule"]))
+    if not args["rampup-batch-size"]:
         return None
-    if len(words) != 3 or not all(word.isdigit() for word in words):
-        args.wrong("rampup-batch-size", f"expected start, increment and samples, three numbers; got {' '.join(words)}")
+    numbers = args.numbers("rampup-batch-size")
+    if len(numbers) != 3:
+        args.wrong("rampup-batch-size", "expected start, increment and samples, three numbers")
         return None
-    return LinearRampConfig(start=int(words[0]), increment=int(words[1]), samples=int(words[2]))
+    return LinearRampConfig(start=numbers[0], increment=numbers[1], samples=numbers[2])
 
 
 def batch(args: Arguments) -> Settings:
@@ -269,7 +256,9 @@ def schedule(args: Arguments) -> Settings:
     elif args["lr-warmup-iters"]:
         settings |= _counted(args, "warmup", args["lr-warmup-iters"])
     if style == "wsd":
-        settings["schedule.anneal_style"] = args.one_of("lr-wsd-decay-style", SAME)
+        settings["schedule.anneal_style"] = args.one_of(
+            "lr-wsd-decay-style", _same("exponential", "linear", "cosine", "minus_sqrt")
+        )
         if args["lr-wsd-decay-samples"]:
             settings["schedule.anneal_samples"] = args["lr-wsd-decay-samples"]
         else:
@@ -290,7 +279,7 @@ def _decay_schedule(args: Arguments) -> dict[str, Any]:
         return {}
     settings: dict[str, Any] = {
         "schedule.weight_decay_start": args["start-weight-decay"],
-        "schedule.weight_decay_style": args.one_of("weight-decay-incr-style", {"linear": "linear", "cosine": "cosine"}),
+        "schedule.weight_decay_style": args.one_of("weight-decay-incr-style", _same("linear", "cosine")),
     }
     if args["train-samples"] is not None:
         settings["schedule.weight_decay_samples"] = args["train-samples"]
@@ -329,18 +318,17 @@ def data(args: Arguments) -> Settings:
         "surplus": args["mid-level-dataset-surplus"],
     }
     if args["reset-attention-mask"]:
-        text = "documents are kept apart here; Megatron-LM's fused attention ignores the flag"
-        args.remark("reset-attention-mask", text)
+        args.remark("reset-attention-mask", "documents are kept apart here; Megatron-LM's fused attention ignores it")
     apart: dict[str, Any] = {
         f"{split}_paths": tuple(args[f"{split}-data-path"] or ()) for split in ("train", "valid", "test")
     }
     apart |= _split_file(args)
     if any(apart.values()):
+        sets = {}
         if args["multiple-validation-sets"]:
-            sets = {name: BlendConfig(valid_paths=(path,), **shared) for name, path in _sets(args, apart).items()}
-            apart["valid_paths"] = ()
-            return {"data": BlendConfig(**apart, **shared), "evaluation.sets": sets}
-        return {"data": BlendConfig(**apart, **shared)}
+            configs = {name: BlendConfig(valid_paths=(path,), **shared) for name, path in _sets(args, apart).items()}
+            sets, apart["valid_paths"] = {"evaluation.sets": configs}, ()
+        return {"data": BlendConfig(**apart, **shared), **sets}
     paths = args["data-path"] or _words_of(args, "data-args-path")
     if not paths:
         args.wrong("data-path", "no data: give it, --train-data-path or --mock-data")
@@ -405,9 +393,7 @@ def checkpoint(args: Arguments) -> Settings:
 
 def logging(args: Arguments) -> Settings:
     """What is written down."""
-    settings: dict[str, Any] = {
-        "logging.every": args["log-interval"],
-    }
+    settings: dict[str, Any] = {"logging.every": args["log-interval"]}
     if args["tensorboard-dir"] is not None:
         settings["logging.tensorboard"] = True
         args.remark("tensorboard-dir", "TensorBoard's files lie in the run's folder")
@@ -429,19 +415,12 @@ def resilience(args: Arguments) -> Settings:
     if args["check-for-spiky-loss"]:
         settings["resilience.spike_factor"] = 10.0
     if args["iterations-to-skip"]:
-        words = args["iterations-to-skip"]
-        if not all(word.isdigit() for word in words):
-            args.wrong("iterations-to-skip", f"expected whole numbers, got {' '.join(words)}")
-        else:
-            settings["resilience.skip_steps"] = tuple(map(int, words))
+        settings["resilience.skip_steps"] = args.numbers("iterations-to-skip")
         args.remark("iterations-to-skip", "steps count from 1, as in Megatron-LM from 0.18 on")
-    mode = args["rerun-mode"]
-    if mode == "report_stats":
+    if args["rerun-mode"] == "report_stats":
         args.refuse("rerun-mode", "steps are run again only where their numbers are bad")
-    settings["resilience.rerun"] = args.one_of(
-        "rerun-mode", {"validate_results": True, "disabled": False, "report_stats": True}
-    )
-    return settings
+    reruns = {"validate_results": True, "disabled": False, "report_stats": True}
+    return settings | {"resilience.rerun": args.one_of("rerun-mode", reruns)}
 
 
 def profile(args: Arguments) -> Settings:
@@ -456,9 +435,6 @@ def profile(args: Arguments) -> Settings:
         return {}
     settings: dict[str, Any] = {"profile.steps": f"{first}:{last}"}
     if args.given("profile-ranks"):
-        if not all(word.isdigit() for word in args["profile-ranks"]):
-            args.wrong("profile-ranks", f"expected whole numbers, got {' '.join(args['profile-ranks'])}")
-        else:
-            settings["profile.processes"] = tuple(map(int, args["profile-ranks"]))
-            args.remark("profile-ranks", "are processes here, which may have several GPUs each")
+        settings["profile.processes"] = args.numbers("profile-ranks")
+        args.remark("profile-ranks", "are processes here, which may have several GPUs each")
     return settings

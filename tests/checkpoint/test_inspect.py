@@ -124,11 +124,11 @@ def test_the_text_shows_the_schedule(written, capsys, tmp_path):
     text = capsys.readouterr().out
     for line in (
         "step 1\n",
-        "40 samples, 5,120 tokens",
-        "loss_scale inf",
-        "1 process; 8 devices: data 2, tensor 4; weights and optimizer fsdp",
-        "layer order  0 2 1 - (by row of the stacked arrays)",
-        "model        hidden 32, sequence length 128",
+        "counters     consumed_samples 40, loss_scale inf",
+        "5,120 consumed",
+        "mesh         data 2, tensor 4",
+        "layer order  0 2 1 -",
+        "model.hidden=32, model.sequence_length=128, parallel.data_sharding=fsdp",
         "64 x 32  float32   embed, -  1 x 8   8.0 KiB",
         "params     2       2,053     8.0 KiB",
     ):

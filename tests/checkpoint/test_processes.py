@@ -44,10 +44,8 @@ def test_two_processes_save_fail_fall_back_and_one_process_reads_it(tmp_path):
     assert (step, meta) == (3, {"step": 3})
     np.testing.assert_array_equal(np.asarray(restored["w"]), values)
 
-    described = describe(tmp_path, step)
-    assert described.processes == 2 and {array.name: array.shape for array in described.arrays} == {
-        "w": (64, 32),
-        "r": (3,),
-    }
-    actual = described.source.statistics("w")
+    content, arrays = describe(tmp_path, step)
+    shapes = {name: array.shape for name, array in arrays.arrays.items()}
+    assert content["processes"] == 2 and shapes == {"w": (64, 32), "r": (3,)}
+    actual = arrays.statistics("w")
     assert (actual.count, actual.min, actual.max) == (values.size, values.min(), values.max())

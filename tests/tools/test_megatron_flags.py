@@ -1,8 +1,6 @@
 """The table of Megatron-LM's flags: complete, pointing at settings that exist, each doing what its row says."""
 
 import math
-import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,65 +11,10 @@ from megajax.config import schema
 from megajax.config.dump import flatten
 from megajax.optim.config import LionConfig, MuonConfig, SGDConfig
 from megajax.precision.config import ConstantScaleConfig, DynamicScaleConfig
-from megajax.tools.flag_table import BEGIN, PAGE, replaced
 from megajax.tools.flags import Flag, Mapped, Refused, Unnecessary, Word
 from megajax.tools.megatron_flags import FLAGS, ONE_OF, ONLY_WITH, convert
 from megajax.training.config import StepRampConfig
 from megajax.training.run_config import RunConfig
-
-HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[1]
-ORACLE = Path(os.environ.get("MEGAJAX_ORACLE_DIR", REPOSITORY.parent / "shared" / "oracle"))
-REFERENCE = ORACLE.parent / "reference" / "megatron.md"
-NAMES = (HERE / "megatron_flag_names.txt").read_text(encoding="utf-8").split()
-
-
-def test_every_flag_of_the_list_is_in_the_table() -> None:
-    assert len(NAMES) == 333 and len(set(NAMES)) == 333
-    assert [name for name in NAMES if name not in FLAGS] == []
-
-
-SHORTHAND = {
-    "--qk-clip*": "qk-clip",
-    "-buffer-size-gb": "inference-dynamic-batching-buffer-size-gb",
-    "-max-requests": "inference-dynamic-batching-max-requests",
-    "-max-tokens": "inference-dynamic-batching-max-tokens",
-}
-
-
-def spelled_out(text: str) -> list[str]:
-    """--adam-beta1/2 -> both; --lr-decay-iters/-samples -> both; --log-{a,b}-to-x -> both."""
-    if text in SHORTHAND:
-        return [SHORTHAND[text]]
-    text = text.removeprefix("--").partition(" ")[0]
-    if braces := re.fullmatch(r"(.*)\{(.*)\}(.*)", text):
-        return [f"{braces[1]}{middle}{braces[3]}" for middle in braces[2].split(",")]
-    first, *others = text.split("/")
-    found = [first]
-    for other in others:
-        if other.startswith("-"):
-            # The family that both end in: lr-decay-iters and -samples; wandb-project and -exp-name.
-            stem = [name for name in FLAGS if name.endswith(other) and first.startswith(name.removesuffix(other))]
-            found.append(max(stem, key=len))
-        elif other.isdigit():
-            found.append(first[:-1] + other)
-        else:
-            # One word in the middle or at the end; what follows it belongs to all.
-            word, dash, tail = other.partition("-")
-            found = [f"{name}{dash}{tail}" if not name.endswith(tail) else name for name in found]
-            stem = found[0].removesuffix(f"{dash}{tail}").rpartition("-")[0]
-            found.append("-".join(filter(None, (stem, f"{word}{dash}{tail}"))))
-    return found
-
-
-@pytest.mark.skipif(not REFERENCE.is_file(), reason=f"the reference of Megatron-LM's flags is not at {REFERENCE}")
-def test_the_list_is_that_of_the_reference() -> None:
-    text = REFERENCE.read_text(encoding="utf-8")
-    part = text[text.index("## 2. ") : text.index("## 3. ")]
-    spans = [span for span in re.findall(r"`([^`]*)`", part) if span.startswith("--") or span in SHORTHAND]
-    assert len(spans) > 300
-    found = [name for span in spans for name in spelled_out(span)]
-    assert sorted(set(found)) == sorted(NAMES)
 
 
 def test_settings_of_the_table_exist() -> None:
@@ -493,11 +436,3 @@ def test_embeddings_with_a_spread_of_their_own_are_not_decayed() -> None:
     assert not config("--embedding-init-method-std 1").optimizer.decay_embeddings
     untied = config("--embedding-init-method-std 1 --untie-embeddings-and-output-weights").optimizer
     assert untied.decay_embeddings and [(g.match, g.decay) for g in untied.groups] == [("tokens", 0), ("positions", 0)]
-
-
-def test_the_table_in_the_docs_is_the_codes() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    assert page == replaced(page), "python -m megajax.tools.flag_table writes it again"
-    cells = re.findall(r"^\| (`--.*?) \| ", page.partition(BEGIN)[2], re.MULTILINE)
-    listed = re.findall(r"(?<!\()`--([\w-]+)`", " ".join(cells))
-    assert sorted(listed) == sorted(FLAGS)
