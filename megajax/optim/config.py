@@ -1,16 +1,18 @@
 """Settings of the optimizers and of the schedule that drives them, without importing jax."""
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, ClassVar, Literal, Protocol
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
-from megajax.optim.lengths import Length, RowsOfSteps, Samples, rows_of
 
 type Dtype = Literal["float32", "bfloat16"]
 type MomentDtype = Literal["float32", "bfloat16", "float16"]
+type Samples = Callable[[int], int]
+"""Steps -> rows they read from the start of the run on; not a plain product where the batch size is ramped."""
 
 SMALLEST_CHANGES = (("bfloat16", 2**-8), ("float16", 2**-10))
 """Shares of a value by which it must change to be rounded to another one, a root of it in float16."""
@@ -397,7 +399,7 @@ class ScheduleConfig(Builds):
         """Samples until min_lr. samples: rows of the first steps; none: global_size each."""
         if self.decay_samples is not None:
             return self.decay_samples
-        return rows_of(steps if self.decay_steps is None else self.decay_steps, global_size, samples)
+        return _rows_of(steps if self.decay_steps is None else self.decay_steps, global_size, samples)
 
     def warmup(self, *, steps: int, global_size: int, samples: Samples | None = None) -> float:
         """Samples of warm-up."""
@@ -405,7 +407,7 @@ class ScheduleConfig(Builds):
             return self.warmup_fraction * self.decay(steps=steps, global_size=global_size, samples=samples)
         if self.warmup_samples is not None:
             return self.warmup_samples
-        return rows_of(self.warmup_steps or 0, global_size, samples)
+        return _rows_of(self.warmup_steps or 0, global_size, samples)
 
     def anneal(self, *, steps: int, global_size: int, samples: Samples | None = None) -> int:
         """Samples of wsd's decay, which end with `decay`; a step of it has the whole batch."""
@@ -417,52 +419,37 @@ class ScheduleConfig(Builds):
         """Samples over which the weight decay changes."""
         if self.weight_decay_samples is not None:
             return self.weight_decay_samples
-        return rows_of(steps if self.weight_decay_steps is None else self.weight_decay_steps, global_size, samples)
+        return _rows_of(steps if self.weight_decay_steps is None else self.weight_decay_steps, global_size, samples)
 
     def run_problems(self, *, steps: int, global_size: int, samples: Samples | None = None) -> list[Problem]:
-        """What is wrong with the schedule for a run of that length, in the units that the settings were given in."""
-        warmup = self.warmup(steps=steps, global_size=global_size, samples=samples)
+        """A warm-up that leaves nothing of the decay, and an anneal longer than it, for a run of that length."""
         decay = self.decay(steps=steps, global_size=global_size, samples=samples)
+        warmup = self.warmup(steps=steps, global_size=global_size, samples=samples)
         anneal = self.anneal(steps=steps, global_size=global_size, samples=samples)
-        if decay < 0:
-            return []
-        rows = RowsOfSteps(global_size, samples)
-        problems: list[Problem] = []
-        if self.style != "constant" and warmup >= decay and warmup > 0:
-            problems.append(self._long_warmup(warmup, decay, steps, rows))
+        problems = []
+        if self.style != "constant" and warmup >= decay >= 0 and warmup > 0:
+            most = bisect_left(range(decay + 1), decay, key=lambda n: _rows_of(n, global_size, samples)) - 1
+            names = {"warmup_fraction": 0.99, "warmup_samples": decay - 1, "warmup_steps": most}
+            problems.append(self._too_long("warm-up", warmup, decay, names, steps))
         if self.style == "wsd" and anneal > decay > 0:
-            problems.append(self._long_anneal(anneal, decay, steps, global_size))
+            names = {"anneal_samples": decay, "anneal_steps": decay // global_size}
+            problems.append(self._too_long("anneal", anneal, decay, names, steps))
         return problems
 
-    def _long_warmup(self, warmup: float, decay: int, steps: int, rows: RowsOfSteps) -> Problem:
-        """A warm-up that leaves nothing of the decay."""
-        end = self._end(decay, steps)
-        if self.warmup_fraction is not None:
-            what = f"a warm-up of {self.warmup_fraction:g} x the decay leaves no step for the decay"
-            return Problem("warmup_fraction", what, "use a --schedule.warmup_fraction below 1")
-        if self.warmup_samples is not None:
-            taken, most = Length("schedule.warmup_samples", self.warmup_samples, "samples"), decay - 1
-        else:
-            taken, most = Length("schedule.warmup_steps", self.warmup_steps or 0, "steps"), rows.steps_below(decay)
-        enough = int(warmup) + 1 if end.unit == "samples" else rows.steps_beyond(warmup)
-        hint = f"use --{taken.setting}={most} or less, or --{end.setting}={enough} or more"
-        if most < 0:
-            hint = f"use --{end.setting}={enough} or more"
-        return taken.beyond(end, "warm-up", warmup, decay, hint)
+    def _too_long(self, part: str, samples: float, decay: int, most: Mapping[str, float], steps: int) -> Problem:
+        """A part of `samples` samples that does not fit. most: the settings of its length, with values that fit."""
+        name = next((name for name in most if getattr(self, name) is not None), "warmup_steps")
+        end = next((end for end in ("decay_samples", "decay_steps") if getattr(self, end) is not None), "")
+        until = (
+            f"the decay ends after {decay} (schedule.{end}={getattr(self, end)})"
+            if end
+            else (f"the whole run has {decay} (steps={steps})")
+        )
+        what = f"the {part} takes {samples:g} samples ({name}={getattr(self, name)}), {until}"
+        fits = f"--schedule.{name}={most[name]} or less, or " if most[name] >= 0 else ""
+        return Problem(name, what, f"use {fits}a larger --{f'schedule.{end}' if end else 'steps'}")
 
-    def _long_anneal(self, anneal: int, decay: int, steps: int, global_size: int) -> Problem:
-        """An anneal longer than the schedule; each step of it has `global_size` samples."""
-        end = self._end(decay, steps)
-        if self.anneal_samples is not None:
-            taken, most = Length("schedule.anneal_samples", anneal, "samples"), decay
-        else:
-            taken, most = Length("schedule.anneal_steps", self.anneal_steps or 0, "steps"), decay // global_size
-        hint = f"use --{taken.setting}={most} or less, or a larger --{end.setting}"
-        return taken.beyond(end, "anneal", anneal, decay, hint)
 
-    def _end(self, decay: int, steps: int) -> Length:
-        if self.decay_samples is not None:
-            return Length("schedule.decay_samples", decay, "samples")
-        if self.decay_steps is not None:
-            return Length("schedule.decay_steps", self.decay_steps, "steps")
-        return Length("steps", steps, "steps")
+def _rows_of(steps: int, global_size: int, samples: Samples | None) -> int:
+    """Rows that the first steps read."""
+    return steps * global_size if samples is None else samples(steps)

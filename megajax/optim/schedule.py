@@ -1,7 +1,7 @@
 """Learning rate and weight decay as pure functions of the samples consumed by successful steps."""
 
 from collections.abc import Callable, Mapping
-from math import cos, floor, log, pi, sqrt
+from math import floor, log, pi, sqrt
 from types import MappingProxyType
 from typing import Any
 
@@ -9,21 +9,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from megajax.config.errors import UserError
-from megajax.optim.config import ScheduleConfig
+from megajax.optim.config import Samples, ScheduleConfig
 from megajax.optim.groups import Group
-from megajax.optim.lengths import Samples
 
-SHAPES: Mapping[str, Callable[[float], float]] = MappingProxyType(
-    {
-        "linear": lambda done: 1.0 - done,
-        "cosine": lambda done: 0.5 * (cos(pi * done) + 1.0),
-        "exponential": lambda done: 2.0 * 0.5**done - 1.0,
-        "minus_sqrt": lambda done: 1.0 - sqrt(done),
-    }
-)
-"""Share of the way from min_lr to lr, by the share of the decay that is done; on the host, in float64."""
-
-SHAPES_IN_FLOAT32: Mapping[str, Callable[[Array, Array], Array]] = MappingProxyType(
+SHAPES: Mapping[str, Callable[[Array, Array], Array]] = MappingProxyType(
     {
         "linear": lambda done, left: left,
         "cosine": lambda done, left: jnp.square(jnp.sin(0.5 * pi * left)),
@@ -31,7 +20,9 @@ SHAPES_IN_FLOAT32: Mapping[str, Callable[[Array, Array], Array]] = MappingProxyT
         "minus_sqrt": lambda done, left: left / (1 + jnp.sqrt(done)),
     }
 )
-"""The same functions of (share done, share left) = (r, 1 - r), written so that nothing cancels in float32."""
+"""Share of the way from min_lr to lr, by (share of the decay done, share left) = (r, 1 - r).
+
+1 - r, (1 + cos(pi r)) / 2, 2 * 0.5^r - 1 and 1 - sqrt(r), written so that nothing cancels in float32."""
 
 DECAY = "schedule: samples of decay (steps x batch.global_size unless set)"
 """The fact that tells how long the rate falls."""
@@ -65,26 +56,11 @@ class Schedule:
             span = max(self.decay - self.falls_from, 1.0)
             done = jnp.clip(_minus(n, self.falls_from) / span, 0, 1)
             left = jnp.clip(-_minus(n, self.decay) / span, 0, 1)
-            falling = low + SHAPES_IN_FLOAT32[self.shape](done, left) * (top - low)
+            falling = low + SHAPES[self.shape](done, left) * (top - low)
         if cfg.style != "constant":
             falling = jnp.where(_minus(n, self.decay) > 0, low, falling)
         warming = _minus(n, floor(self.warmup)) <= 0 if self.warmup > 0 else jnp.zeros((), bool)
         return jnp.where(warming, rising, falling).astype(jnp.float32)
-
-    def at(self, samples: int, *, lr: float | None = None, min_lr: float | None = None) -> float:
-        """The same on the host in float64."""
-        cfg, n = self.cfg, samples
-        top, low = cfg.lr if lr is None else lr, cfg.min_lr if min_lr is None else min_lr
-        if 0 < self.warmup >= n:
-            return cfg.warmup_start + (top - cfg.warmup_start) * n / self.warmup
-        if cfg.style == "constant":
-            return top
-        if n > self.decay:
-            return low
-        if cfg.style == "inverse_square_root":
-            return max(low, top * max(self.warmup, 1) ** 0.5 / max(n, 1) ** 0.5)
-        done = max(n - self.falls_from, 0.0) / max(self.decay - self.falls_from, 1.0)
-        return low + SHAPES[self.shape](done) * (top - low)
 
     def weight_decay(self, samples: Array, end: float) -> Array:
         """Weight decay of an update, rising to `end`; float32 [], traceable."""
@@ -95,16 +71,6 @@ class Schedule:
         if self.cfg.weight_decay_style == "cosine":
             share = jnp.square(jnp.sin(0.5 * pi * share))
         return (start + share * (end - start)).astype(jnp.float32)
-
-    def weight_decay_at(self, samples: int, end: float) -> float:
-        """The same on the host in float64."""
-        start = self.cfg.weight_decay_start
-        if start is None or samples > self.weight_decay_span:
-            return end
-        share = samples / max(self.weight_decay_span, 1.0)
-        if self.cfg.weight_decay_style == "cosine":
-            share = 0.5 * (cos(pi * (1 - share)) + 1.0)
-        return start + share * (end - start)
 
     def rates(self, samples: Array, weight_decay: float, group: Group) -> tuple[Array, Array]:
         """Learning rate and weight decay of a group; weight_decay: optimizer.weight_decay.
@@ -127,20 +93,19 @@ class Schedule:
     def facts(self) -> dict[str, str | float | int]:
         """What the rates depend on, for comparing two runs; lengths in samples, and only what has an effect."""
         cfg = self.cfg
-        found: dict[str, str | float | int] = {
-            f"schedule.{name}": getattr(cfg, name) for name in ("lr", "min_lr", "style", "warmup_start")
-        }
-        found["schedule: samples of warm-up"] = round(self.warmup)
+        names = ("lr", "min_lr", "style", "warmup_start")
+        facts: dict[str, str | float | int] = {f"schedule.{name}": getattr(cfg, name) for name in names}
+        facts["schedule: samples of warm-up"] = round(self.warmup)
         if cfg.style != "constant":
-            found[DECAY] = round(self.decay)
+            facts[DECAY] = round(self.decay)
         if cfg.style == "wsd":
-            found["schedule.anneal_style"] = cfg.anneal_style
-            found["schedule: samples of the anneal"] = round(self.decay - self.falls_from)
+            facts["schedule.anneal_style"] = cfg.anneal_style
+            facts["schedule: samples of the anneal"] = round(self.decay - self.falls_from)
         if cfg.weight_decay_start is not None:
-            found["schedule.weight_decay_start"] = cfg.weight_decay_start
-            found["schedule.weight_decay_style"] = cfg.weight_decay_style
-            found["schedule: samples until optimizer.weight_decay"] = round(self.weight_decay_span)
-        return found
+            facts["schedule.weight_decay_start"] = cfg.weight_decay_start
+            facts["schedule.weight_decay_style"] = cfg.weight_decay_style
+            facts["schedule: samples until optimizer.weight_decay"] = round(self.weight_decay_span)
+        return facts
 
 
 def _minus(n: Array, value: float) -> Array:

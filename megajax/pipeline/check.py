@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megajax.pipeline.schedule import Phase, Schedule, Work, entering
+from megajax.pipeline.schedule import Schedule, Work, entering
 
-KINDS = ("forward", "input_gradient", "weight_gradient")
+KINDS = ("forward", "backward")
 
 
 class Violation(NamedTuple):
@@ -69,25 +69,23 @@ def formulas(schedule: Schedule) -> Figures | None:
     return None
 
 
-def measure(schedule: Schedule, *, forward: int = 1, input_gradient: int = 1, weight_gradient: int = 1) -> Figures:
+def measure(schedule: Schedule, *, forward: int = 1, backward: int = 2) -> Figures:
     """Cost measured on the table. The arguments are the costs of a stage's work on one microbatch, in any unit.
 
     A tick costs 1/V of all kinds of work in its phase.
     """
-    costs = (forward, input_gradient, weight_gradient)
-    time = sum(phase.ticks * sum(cost for cost, has in zip(costs, phase[2:], strict=True) if has) for phase in
-               schedule.phases)  # fmt: skip
-    ideal = schedule.microbatches * schedule.chunks * sum(costs)
+    time = sum(phase.ticks * (forward * phase.forward + backward * phase.backward) for phase in schedule.phases)
+    ideal = schedule.microbatches * schedule.chunks * (forward + backward)
     started = np.cumsum(schedule.forward.microbatch >= 0, axis=0)
-    finished = np.cumsum(schedule.weight_gradient.microbatch >= 0, axis=0)
+    finished = np.cumsum(schedule.backward.microbatch >= 0, axis=0)
     in_flight = started - np.concatenate([np.zeros_like(finished[:1]), finished[:-1]])
     return Figures(schedule.ticks, Fraction(time, ideal) - 1, tuple(in_flight.max(axis=0).tolist()), schedule.slots)
 
 
 def check(schedule: Schedule) -> None:
     """Raises InvalidSchedule, which names every violated rule."""
-    if found := violations(schedule):
-        raise InvalidSchedule(schedule.name, found)
+    if broken := violations(schedule):
+        raise InvalidSchedule(schedule.name, broken)
 
 
 def violations(schedule: Schedule) -> list[Violation]:
@@ -97,9 +95,9 @@ def violations(schedule: Schedule) -> list[Violation]:
     - phases: phases cover all ticks in order, and contain only their kinds of work.
     - once: each (microbatch, chunk, stage) has each kind of work once.
     - order: a forward comes after the previous chunk's forward; a backward after the next chunk's backward, and not
-      before its own forward; a weight gradient not before its input gradient.
+      before its own forward.
     - arrival: a value from a neighbour is used in the next tick, because another one arrives in the tick after.
-    - slots: no forward, including idle ones, overwrites activations that are still needed; gradients read the slot of
+    - slots: no forward, including idle ones, overwrites activations that are still needed; backwards read the slot of
       their own forward.
     - outputs: the same for outputs that wait for their loss.
     - borders: embed, head and embed_gradient are the microbatches that enter and leave the pipeline in a tick.
@@ -109,9 +107,7 @@ def violations(schedule: Schedule) -> list[Violation]:
     if form:
         return form
     violations, once = [*_phases(schedule), *_borders(schedule)], list(_once(schedule))
-    if not once:
-        violations += [*_order(schedule), *_arrival(schedule)]
-    violations += [*once, *_slots(schedule), *_outputs(schedule)]
+    violations += [*(once or _times(schedule)), *_slots(schedule), *_outputs(schedule)]
     expected, actual = formulas(schedule), measure(schedule)
     if expected is not None:
         violations += [
@@ -162,8 +158,8 @@ def _borders(schedule: Schedule) -> Iterator[Violation]:
     last = (schedule.stages - 1, schedule.chunks - 1)
     for name, work, place in (
         ("embed", schedule.forward, (0, 0)),
-        ("head", schedule.input_gradient, last),
-        ("embed_gradient", schedule.input_gradient, (0, 0)),
+        ("head", schedule.backward, last),
+        ("embed_gradient", schedule.backward, (0, 0)),
     ):
         got, wanted = getattr(schedule, name), entering(work, *place)
         for tick in np.flatnonzero(got != wanted):
@@ -194,72 +190,42 @@ def _when(schedule: Schedule, kind: str) -> np.ndarray:
     return when
 
 
-def _along(when: np.ndarray) -> np.ndarray:
-    """[M, V, P] -> [M, V·P]: the chunks in the order of the model's layers."""
-    return when.reshape(len(when), when.shape[1] * when.shape[2])
-
-
-def _waits(schedule: Schedule) -> Iterator[tuple[str, np.ndarray, slice]]:
-    """For forward and backward: ticks between producing an input and using it, int [M, V·P - 1], and the users."""
-    forward, backward = (np.diff(_along(_when(schedule, kind)), axis=1) for kind in KINDS[:2])
-    yield "forward", forward, slice(1, None)
-    yield "input_gradient", -backward, slice(None, -1)
-
-
-def _order(schedule: Schedule) -> Iterator[Violation]:
-    for kind, wait, users in _waits(schedule):
-        places = range(schedule.chunks * schedule.stages)[users]
-        for i, place in np.argwhere(wait < 1):
-            item = _item(i, *divmod(places[place], schedule.stages))
-            yield Violation("order", f"{kind} of {item} begins before its input is there")
-    ticks = [_when(schedule, kind) for kind in KINDS]
-    for (first, second), (before, after) in zip(
-        (KINDS[:2], KINDS[1:]), ((ticks[0], ticks[1]), (ticks[1], ticks[2])), strict=True
-    ):
-        for item in np.argwhere(after < before):
-            yield Violation("order", f"{second} of {_item(*item)} comes before its {first}")
-
-
-def _arrival(schedule: Schedule) -> Iterator[Violation]:
-    for kind, wait, users in _waits(schedule):
-        places = range(schedule.chunks * schedule.stages)[users]
-        for i, place in np.argwhere(wait > 1):
-            item = _item(i, *divmod(places[place], schedule.stages))
-            yield Violation("arrival", f"input of {kind} of {item} came {wait[i, place]} ticks before, must be 1")
+def _times(schedule: Schedule) -> Iterator[Violation]:
+    """The rules order and arrival."""
+    forward, backward = (_when(schedule, kind) for kind in KINDS)
+    places = schedule.chunks * schedule.stages
+    # [M, V, P] -> [M, V·P]: the chunks in the order of the model's layers.
+    along = [when.reshape(schedule.microbatches, places) for when in (forward, backward)]
+    # Ticks between producing an input and using it, and the first user.
+    for kind, wait, user in (("forward", np.diff(along[0]), 1), ("backward", -np.diff(along[1]), 0)):
+        for i, place in np.argwhere(wait != 1):
+            item, ticks = _item(i, *divmod(place + user, schedule.stages)), wait[i, place]
+            if ticks < 1:
+                yield Violation("order", f"{kind} of {item} begins before its input is there")
+            else:
+                yield Violation("arrival", f"input of {kind} of {item} came {ticks} ticks before, must be 1")
+    for item in np.argwhere(backward < forward):
+        yield Violation("order", f"backward of {_item(*item)} comes before its forward")
 
 
 def _slots(schedule: Schedule) -> Iterator[Violation]:
     """Simulates the rings of all stages; each slot has the number of its (microbatch, chunk), or -1."""
-    empty = -1
+    empty, stages = -1, np.arange(schedule.stages)
     ring = np.full((schedule.stages, schedule.ring_slots), empty)
-    works = _works(schedule)
-    numbers = {kind: work.microbatch * schedule.chunks + work.chunk for kind, work in works.items()}
-    runs = _ticks_with(schedule.phases, schedule.ticks)
-    stages = np.arange(schedule.stages)
-    for tick in range(schedule.ticks):
-        for kind, work in works.items():
-            busy, slot, number = work.microbatch[tick] >= 0, work.slot[tick], numbers[kind][tick]
-            stored = ring[stages, slot]
-            if kind == "forward":
-                writes = busy | runs[tick]
-                for s in np.flatnonzero(writes & (stored != empty)):
-                    what = "forward" if busy[s] else "idle forward"
-                    yield Violation("slots", f"{what} at tick {tick} on stage {s} writes slot {slot[s]}, still needed")
-                ring[stages[busy], slot[busy]] = number[busy]
-                continue
-            for s in np.flatnonzero(busy & (stored != number)):
-                item = _item(*divmod(int(number[s]), schedule.chunks), int(s))
-                yield Violation("slots", f"{kind} of {item} at tick {tick} reads slot {slot[s]}, which is not its own")
-            if kind == "weight_gradient":
-                ring[stages[busy], slot[busy]] = empty
-
-
-def _ticks_with(phases: tuple[Phase, ...], ticks: int) -> np.ndarray:
-    """Whether forwards, including idle ones, run in a tick, bool [T]."""
-    runs = np.zeros(ticks, bool)
-    for phase in phases:
-        runs[phase.start : phase.stop] = phase.forward
-    return runs
+    for phase in schedule.phases:
+        for tick in range(phase.start, min(phase.stop, schedule.ticks)):
+            for kind, work in _works(schedule).items():
+                busy, slot = work.microbatch[tick] >= 0, work.slot[tick]
+                number = work.microbatch[tick] * schedule.chunks + work.chunk[tick]
+                if kind == "forward":
+                    for s in np.flatnonzero((busy | phase.forward) & (ring[stages, slot] != empty)):
+                        what = f"{'forward' if busy[s] else 'idle forward'} at tick {tick} on stage {s}"
+                        yield Violation("slots", f"{what} writes slot {slot[s]}, still needed")
+                else:
+                    for s in np.flatnonzero(busy & (ring[stages, slot] != number)):
+                        what = f"backward of {_item(*divmod(int(number[s]), schedule.chunks), int(s))} at tick {tick}"
+                        yield Violation("slots", f"{what} reads slot {slot[s]}, which is not its own")
+                ring[stages[busy], slot[busy]] = number[busy] if kind == "forward" else empty
 
 
 def _outputs(schedule: Schedule) -> Iterator[Violation]:

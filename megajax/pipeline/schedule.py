@@ -3,13 +3,13 @@
 P stages, V chunks per stage (virtual stages), M microbatches, T ticks; s stage, c chunk, i microbatch.
 The layers of a model are divided into P·V chunks; stage s has chunks s, P+s, 2P+s, ..., numbered c = 0, 1, 2, ...
 
-All stages run each tick together. In a tick, a stage runs at most one forward, then at most one gradient with respect
-to a chunk's input, then at most one with respect to its weights. It sends the results to its neighbours, which must use
-them in the next tick. A tick takes the time of all kinds of work in its phase, even if a stage is idle. So forwards
-come first, then ticks with both kinds, then backwards, and the bubble is the usual one.
+All stages run each tick together. In a tick, a stage runs at most one forward, then at most one backward. It sends
+the results to its neighbours, which must use them in the next tick. A tick takes the time of all kinds of work in its
+phase, even if a stage is idle. So forwards come first, then ticks with both kinds, then backwards, and the bubble is
+the usual one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -34,7 +34,7 @@ class Work(NamedTuple):
     chunk: np.ndarray
     """Chunk of the stage."""
     slot: np.ndarray
-    """Slot in the stage's ring of saved activations: a forward writes it, gradients read it."""
+    """Slot in the stage's ring of saved activations: a forward writes it, the backward reads it."""
 
 
 class Phase(NamedTuple):
@@ -43,8 +43,7 @@ class Phase(NamedTuple):
     start: int
     stop: int
     forward: bool
-    input_gradient: bool
-    weight_gradient: bool
+    backward: bool
 
     @property
     def ticks(self) -> int:
@@ -52,21 +51,13 @@ class Phase(NamedTuple):
 
     @property
     def label(self) -> str:
-        """F, F+B or B; with separate weight gradients, I and W instead of B."""
-        if self.input_gradient and self.weight_gradient:
-            names = ("F" * self.forward, "B")
-        else:
-            names = ("F" * self.forward, "I" * self.input_gradient, "W" * self.weight_gradient)
-        return "+".join(filter(None, names)) or "idle"
+        """F, F+B or B."""
+        return "+".join(filter(None, ("F" * self.forward, "B" * self.backward))) or "idle"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """The schedule of one step; `megajax.pipeline.check` defines which tables are valid.
-
-    An undivided backward is in `input_gradient` and in `weight_gradient` in the same tick. A schedule that delays
-    weight gradients (zero bubble) has them in later ticks; their slot stays in use until then.
-    """
+    """The schedule of one step; `megajax.pipeline.check` defines which tables are valid."""
 
     name: str
     stages: int
@@ -78,14 +69,13 @@ class Schedule:
     spare_slot: bool
     """Whether idle forwards need one more slot, number `slots`, to write to because all others are taken."""
     loss_wait: int
-    """Ticks that were added between a microbatch's last forward and its loss: see `interleaved`."""
+    """Ticks that were added between a microbatch's last forward and its loss: see `one_f_one_b`."""
     output_slots: int
     """Maximum number of outputs of the last chunk that wait for their loss; 0 if each loss follows its forward."""
     phases: tuple[Phase, ...]
     """All ticks, in order."""
     forward: Work
-    input_gradient: Work
-    weight_gradient: Work
+    backward: Work
     embed: np.ndarray
     """Int32 [T]: microbatch to embed for stage 0, before the tick's forward; -1 for none."""
     head: np.ndarray
@@ -106,75 +96,44 @@ class Schedule:
         """Slots to allocate."""
         return self.slots + self.spare_slot
 
-    @property
-    def split_backward(self) -> bool:
-        """Whether any weight gradient is in another tick than its input gradient."""
-        both = zip(self.input_gradient[:2], self.weight_gradient[:2], strict=True)
-        return not all(np.array_equal(a, b) for a, b in both)
 
-
-def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+def gpipe(stages: int, microbatches: int, chunks: int = 1, *, loss_wait: int = 0) -> Schedule:
     """All forwards, then all backwards: keeps the activations of all microbatches (Huang et al., 1811.06965).
 
     With several chunks per stage it is the circular pipeline of MaxText and praxis. The outputs of all microbatches
-    wait for their loss. Raises ConfigError for the problems of `problems`.
+    wait for their loss; loss_wait has no effect.
     """
-    _refuse("gpipe", stages, microbatches, chunks)
-    last_forward = microbatches * chunks + stages - 2
-    return _in_turn("gpipe", (stages, chunks, microbatches), first_backward=last_forward + 1)
+    del loss_wait
+    return _in_turn("gpipe", stages, microbatches, chunks, first_backward=microbatches * chunks + stages - 1)
 
 
-def one_f_one_b(stages: int, microbatches: int, *, loss_wait: int = 0) -> Schedule:
-    """Each backward as early as possible: keeps activations of 2(P-s)-1 microbatches (Narayanan et al., 2104.04473).
+def one_f_one_b(stages: int, microbatches: int, chunks: int = 1, *, loss_wait: int = 0) -> Schedule:
+    """Each backward as early as possible (Narayanan et al., 2104.04473); with several chunks per stage, interleaved.
 
-    Asynchronous stages would keep P-s; running ticks together costs the rest. The last stage runs forward and backward
-    of a microbatch in one tick, or `loss_wait` ticks apart: see `interleaved`. Raises ConfigError for the problems of
-    `problems`.
-    """
-    _refuse("1f1b", stages, microbatches, 1)
-    return _in_turn("1f1b", (stages, 1, microbatches), first_backward=stages - 1, loss_wait=loss_wait)
-
-
-def interleaved(stages: int, microbatches: int, chunks: int, *, loss_wait: int = 0) -> Schedule:
-    """1F1B over several chunks per stage: 1/V of the bubble, V times the traffic (Narayanan et al., 2104.04473).
-
-    Groups of P microbatches pass through the first chunk, then through the next: a microbatch that leaves the last
-    stage enters the first one in the next tick.
+    With one chunk, it keeps activations of 2(P-s)-1 microbatches. Asynchronous stages would keep P-s; running ticks
+    together costs the rest. Several chunks make 1/V of the bubble and V times the traffic: groups of P microbatches
+    pass through the first chunk, then through the next, and a microbatch that leaves the last stage enters the first
+    one in the next tick.
 
     loss_wait: ticks between a microbatch's last forward and its loss. With 1, sending the output to all stages overlaps
     with a backward, and sending back the gradient of the loss overlaps with a forward; with 0 all stages wait for both.
-    It costs one more activation in flight, and no time: one tick of both kinds becomes one of each. Raises ConfigError
-    for the problems of `problems`.
+    It costs one more activation in flight, and no time: one tick of both kinds becomes one of each.
     """
-    _refuse("interleaved", stages, microbatches, chunks)
-    return _in_turn(
-        "interleaved", (stages, chunks, microbatches), first_backward=stages * chunks - 1, loss_wait=loss_wait
-    )
+    name = "1f1b" if chunks == 1 else "interleaved"
+    return _in_turn(name, stages, microbatches, chunks, first_backward=stages * chunks - 1, loss_wait=loss_wait)
 
 
-def _one_f_one_b(stages: int, microbatches: int, chunks: int, loss_wait: int) -> Schedule:
-    if chunks > 1:
-        return interleaved(stages, microbatches, chunks, loss_wait=loss_wait)
-    return one_f_one_b(stages, microbatches, loss_wait=loss_wait)
-
-
-SCHEDULES: MappingProxyType[str, Callable[[int, int, int, int], Schedule]] = MappingProxyType(
-    {
-        "gpipe": lambda stages, microbatches, chunks, loss_wait: gpipe(stages, microbatches, chunks),
-        "1f1b": _one_f_one_b,
-        "interleaved": lambda stages, microbatches, chunks, loss_wait: interleaved(
-            stages, microbatches, chunks, loss_wait=loss_wait
-        ),
-    }
+SCHEDULES: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
+    {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": one_f_one_b}
 )
-"""Name in configs -> function of (stages, microbatches, chunks, loss_wait). 1f1b with several chunks is interleaved;
-the losses of GPipe always wait for its last forward."""
+"""Name in configs -> function of (stages, microbatches, chunks, loss_wait=)."""
 
 
 def build(name: str, *, stages: int, microbatches: int, chunks: int = 1, loss_wait: int = 0) -> Schedule:
     """The schedule with this name. Raises ConfigError for the problems of `problems`."""
-    _refuse(name, stages, microbatches, chunks)
-    return SCHEDULES[name](stages, microbatches, chunks, loss_wait)
+    if wrong := problems(name, stages=stages, microbatches=microbatches, chunks=chunks):
+        raise ConfigError(wrong, "the pipeline schedule")
+    return SCHEDULES[name](stages, microbatches, chunks, loss_wait=loss_wait)
 
 
 def problems(name: str, *, stages: int, microbatches: int, chunks: int) -> list[Problem]:
@@ -203,57 +162,49 @@ def problems(name: str, *, stages: int, microbatches: int, chunks: int) -> list[
     return problems
 
 
-def _refuse(name: str, stages: int, microbatches: int, chunks: int) -> None:
-    if found := problems(name, stages=stages, microbatches=microbatches, chunks=chunks):
-        raise ConfigError(found, "the pipeline schedule")
-
-
-def _in_turn(name: str, sizes: tuple[int, int, int], *, first_backward: int, loss_wait: int = 0) -> Schedule:
+def _in_turn(
+    name: str, stages: int, microbatches: int, chunks: int, *, first_backward: int, loss_wait: int = 0
+) -> Schedule:
     """Consecutive forwards on each stage from tick s on, and backwards from tick `first_backward` + P-1-s on.
 
     Both in groups of P microbatches, chunk by chunk; backwards from the last chunk to the first.
     """
-    stages, chunks, microbatches = sizes
     i, c, s = np.indices((microbatches, chunks, stages))
     group, member = np.divmod(i, stages)
     start = group * stages * chunks + member
     forward = start + c * stages + s
     backward = first_backward + loss_wait + start + (chunks - 1 - c) * stages + (stages - 1 - s)
-    return assemble(name, forward=forward, input_gradient=backward, weight_gradient=backward, loss_wait=loss_wait)
+    return assemble(name, forward=forward, backward=backward, loss_wait=loss_wait)
 
 
-def assemble(
-    name: str, *, forward: np.ndarray, input_gradient: np.ndarray, weight_gradient: np.ndarray, loss_wait: int = 0
-) -> Schedule:
+def assemble(name: str, *, forward: np.ndarray, backward: np.ndarray, loss_wait: int = 0) -> Schedule:
     """A schedule from the ticks of each kind of work, int [M, V, P] each; assigns slots, and does not check the result.
 
     Each forward gets the lowest free slot, so a ring is no larger than necessary. A forward writes its slot before the
-    tick's gradients free theirs. Raises ValueError if a stage has two pieces of work of one kind in one tick, or a
-    weight gradient before its forward.
+    tick's backward frees its own. Raises ValueError if a stage has two pieces of work of one kind in one tick, or a
+    backward before its forward.
     """
     microbatches, chunks, stages = forward.shape
-    kinds = {"forward": forward, "input_gradient": input_gradient, "weight_gradient": weight_gradient}
-    for kind, when in kinds.items():
-        if (np.diff(np.sort(when.reshape(microbatches * chunks, stages), axis=0), axis=0) == 0).any():
+    first, last = (when.reshape(microbatches * chunks, stages) for when in (forward, backward))
+    for kind, when in (("forward", first), ("backward", last)):
+        if (np.diff(np.sort(when, axis=0), axis=0) == 0).any():
             raise ValueError(f"schedule {name}: a stage has two pieces of work of kind {kind} in one tick")
-    if (weight_gradient < forward).any():
-        raise ValueError(f"schedule {name}: weight_gradient comes before forward")
-    ticks = 1 + max(int(when.max()) for when in kinds.values())
-    stage_first, stage_last = (kind.reshape(microbatches * chunks, stages) for kind in (forward, weight_gradient))
-    slots = max(int(_alive(stage_first[:, s], stage_last[:, s], ticks).max()) for s in range(stages))
-    assigned = [_assign(stage_first[:, s], stage_last[:, s], ticks) for s in range(stages)]
+    if (last < first).any():
+        raise ValueError(f"schedule {name}: backward comes before forward")
+    ticks = 1 + max(int(when.max()) for when in (first, last))
+    slots = max(int(_alive(first[:, s], last[:, s], ticks).max()) for s in range(stages))
+    assigned = [_assign(first[:, s], last[:, s], ticks) for s in range(stages)]
     slot = np.stack([taken for taken, _ in assigned], axis=1).reshape(forward.shape)
-    tables = [_table(when, slot, ticks) for when in kinds.values()]
+    tables = [_table(when, slot, ticks) for when in (forward, backward)]
     phases = _phases(tables)
     free = np.stack([free for _, free in assigned], axis=1)
     spare_slot = _idle_slots(tables[0], free, phases, slots)
-    output_first, output_last = forward[:, -1, -1], input_gradient[:, -1, -1]
-    waits = bool((output_first != output_last).any())
+    output_first, output_last = forward[:, -1, -1], backward[:, -1, -1]
     output_written, output_read = np.full((2, ticks), -1, np.int32)
-    if waits:
+    if (output_first != output_last).any():
         output_slot, _ = _assign(output_first, output_last, ticks)
         output_written[output_first] = output_read[output_last] = output_slot
-    return Schedule(
+    made = Schedule(
         name=name,
         stages=stages,
         chunks=chunks,
@@ -263,15 +214,18 @@ def assemble(
         loss_wait=loss_wait,
         output_slots=int(output_written.max()) + 1,
         phases=phases,
-        forward=_frozen(tables[0]),
-        input_gradient=_frozen(tables[1]),
-        weight_gradient=_frozen(tables[2]),
-        embed=_fixed(entering(tables[0], 0, 0)),
-        head=_fixed(entering(tables[1], stages - 1, chunks - 1)),
-        embed_gradient=_fixed(entering(tables[1], 0, 0)),
-        output_written=_fixed(output_written),
-        output_read=_fixed(output_read),
+        forward=tables[0],
+        backward=tables[1],
+        embed=entering(tables[0], 0, 0),
+        head=entering(tables[1], stages - 1, chunks - 1),
+        embed_gradient=entering(tables[1], 0, 0),
+        output_written=output_written,
+        output_read=output_read,
     )
+    lines = (made.embed, made.head, made.embed_gradient, output_written, output_read)
+    for array in (*made.forward, *made.backward, *lines):
+        array.setflags(write=False)
+    return made
 
 
 def entering(work: Work, stage: int, chunk: int) -> np.ndarray:
@@ -328,12 +282,3 @@ def _idle_slots(forward: Work, free: np.ndarray, phases: tuple[Phase, ...], slot
     own = forward.slot.max(axis=0) + 1
     forward.slot[idle] = np.where(free < 0, np.minimum(own, slots), free)[idle]
     return bool((forward.slot == slots).any())
-
-
-def _frozen(work: Work) -> Work:
-    return Work(*map(_fixed, work))
-
-
-def _fixed(array: np.ndarray) -> np.ndarray:
-    array.setflags(write=False)
-    return array

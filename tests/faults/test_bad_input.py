@@ -31,7 +31,7 @@ WRONG = {
     "recompute": (["--parallel.data_sharding=fsdp", "--model.recompute=none"], ["fsdp", "selective or full"]),
     "schedule": (
         ["--schedule.warmup_steps=50", "--schedule.warmup_fraction=none"],
-        ["warm-up takes 50 steps", "the whole run has 20 steps", "--steps=51"],
+        ["warm-up takes", "warmup_steps=50", "steps=20", "a larger --steps"],
     ),
     "two warm-ups": (["--schedule.warmup_samples=5"], ["warmup_samples and warmup_fraction"]),
     "optimizer": (["--optimizer.beta2=1.5"], ["beta2", "1.5"]),

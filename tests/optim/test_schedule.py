@@ -15,20 +15,24 @@ from megajax.optim.schedule import Schedule
 STEPS, SIZE = 100, 8
 
 
+def lr_at(schedule: Schedule, samples: int, **rates: float) -> float:
+    return float(schedule(jnp.int32(samples), **rates))
+
+
 def schedule(**settings) -> Schedule:
     return ScheduleConfig(**{"lr": 1e-3, "min_lr": 1e-4} | settings).build(steps=STEPS, global_size=SIZE)
 
 
 def test_the_first_update_is_at_warmup_start():
-    assert schedule(warmup_steps=10).at(0) == 0
-    assert schedule(warmup_steps=10, warmup_start=1e-5).at(0) == 1e-5
-    assert schedule().at(0) == 1e-3
+    assert lr_at(schedule(warmup_steps=10), 0) == 0
+    assert lr_at(schedule(warmup_steps=10, warmup_start=1e-5), 0) == pytest.approx(1e-5)
+    assert lr_at(schedule(), 0) == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
 def test_warm_up_rises_in_a_line_and_ends_at_lr(style):
     lr = schedule(style=style, warmup_steps=10, warmup_start=2e-4)
-    np.testing.assert_allclose([lr.at(n * SIZE) for n in range(11)], np.linspace(2e-4, 1e-3, 11), rtol=1e-12)
+    np.testing.assert_allclose([lr_at(lr, n * SIZE) for n in range(11)], np.linspace(2e-4, 1e-3, 11), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -39,9 +43,9 @@ def test_decay_from_the_end_of_the_warm_up(style, shape):
     for step in (20, 21, 60, 99, 100):
         share = 1.0 if shape is None else shape((step - 20) / 80)
         expected = 1e-3 if shape is None else 1e-4 + 9e-4 * share
-        assert lr.at(step * SIZE) == pytest.approx(expected, rel=1e-12)
+        assert lr_at(lr, step * SIZE) == pytest.approx(expected, rel=1e-6)
     for after in (100 * SIZE + 1, 10**6):
-        assert lr.at(after) == (1e-3 if shape is None else 1e-4)
+        assert lr_at(lr, after) == pytest.approx(1e-3 if shape is None else 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +60,8 @@ def test_decay_from_the_end_of_the_warm_up(style, shape):
 def test_lengths_are_counted_in_samples(settings, warmup, decay):
     lr = schedule(**settings)
     assert (lr.warmup, lr.decay) == (warmup, decay)
-    assert lr.at(warmup) == 1e-3
-    assert lr.at(decay) == pytest.approx(1e-4)
+    assert lr_at(lr, warmup) == pytest.approx(1e-3)
+    assert lr_at(lr, decay) == pytest.approx(1e-4)
 
 
 SETTINGS = [
@@ -91,8 +95,6 @@ def test_on_the_device_as_on_the_host(settings, steps):
     assert found.dtype == np.float32
     exact = np.array([exactly(lr, n) for n in samples.tolist()])
     np.testing.assert_allclose(found, exact, rtol=1e-6, atol=0)
-    # The host's float64 has less to lose, but loses it the same way: at the end 1 - r is all rounding.
-    np.testing.assert_allclose([lr.at(n) for n in samples.tolist()], exact, rtol=1e-12, atol=1e-16)
 
 
 def exactly(schedule: Schedule, n: int) -> float:
@@ -119,21 +121,21 @@ def exactly(schedule: Schedule, n: int) -> float:
 
 def test_wsd_stays_and_then_falls():
     lr = schedule(style="wsd", warmup_steps=10, anneal_steps=20, anneal_style="linear")
-    assert [lr.at(n * SIZE) for n in (10, 11, 50, 80)] == [1e-3] * 4
-    assert lr.at(90 * SIZE) == pytest.approx(5.5e-4, rel=1e-12)
-    assert lr.at(100 * SIZE) == pytest.approx(1e-4, rel=1e-12)
+    assert [lr_at(lr, n * SIZE) for n in (10, 11, 50, 80)] == pytest.approx([1e-3] * 4)
+    assert lr_at(lr, 90 * SIZE) == pytest.approx(5.5e-4, rel=1e-6)
+    assert lr_at(lr, 100 * SIZE) == pytest.approx(1e-4, rel=1e-6)
     half = {"exponential": 2 * 0.5**0.5 - 1, "cosine": 0.5, "minus_sqrt": 1 - 0.5**0.5}
     for style, share in half.items():
         lr = schedule(style="wsd", anneal_samples=20 * SIZE, anneal_style=style)
-        assert lr.at(90 * SIZE) == pytest.approx(1e-4 + share * 9e-4, rel=1e-12), style
+        assert lr_at(lr, 90 * SIZE) == pytest.approx(1e-4 + share * 9e-4, rel=1e-6), style
 
 
 def test_inverse_square_root_falls_with_all_samples_and_not_below_the_lowest_rate():
     lr = schedule(style="inverse_square_root", warmup_steps=4)
-    assert lr.at(16 * SIZE) == pytest.approx(5e-4, rel=1e-12)
-    assert lr.at(64 * SIZE) == pytest.approx(2.5e-4, rel=1e-12)
-    assert schedule(style="inverse_square_root", warmup_samples=1).at(100 * SIZE) == 1e-4
-    assert lr.at(100 * SIZE + 1) == 1e-4
+    assert lr_at(lr, 16 * SIZE) == pytest.approx(5e-4, rel=1e-6)
+    assert lr_at(lr, 64 * SIZE) == pytest.approx(2.5e-4, rel=1e-6)
+    assert lr_at(schedule(style="inverse_square_root", warmup_samples=1), 100 * SIZE) == pytest.approx(1e-4)
+    assert lr_at(lr, 100 * SIZE + 1) == pytest.approx(1e-4)
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine"])
@@ -142,16 +144,16 @@ def test_weight_decay_rises_over_the_run(style):
     samples = np.array([0, 1, 200, 400, 799, 800, 801, 5000], np.int32)
     share = np.minimum(samples / 800, 1)
     exact = 0.01 + 0.09 * (share if style == "linear" else np.sin(np.pi / 2 * share) ** 2)
-    np.testing.assert_allclose([rising.weight_decay_at(n, 0.1) for n in samples.tolist()], exact, rtol=1e-12)
     np.testing.assert_allclose(jax.jit(jax.vmap(lambda n: rising.weight_decay(n, 0.1)))(samples), exact, rtol=1e-6)
-    assert schedule().weight_decay_at(400, 0.1) == 0.1
-    assert schedule(weight_decay_start=0.0, weight_decay_steps=10).weight_decay_at(40, 0.1) == pytest.approx(0.05)
+    assert schedule().weight_decay(jnp.int32(400), 0.1) == np.float32(0.1)
+    quick = schedule(weight_decay_start=0.0, weight_decay_steps=10)
+    assert float(quick.weight_decay(jnp.int32(40), 0.1)) == pytest.approx(0.05)
 
 
 def test_groups_have_their_own_highest_and_lowest_rate():
     lr = schedule(style="linear", warmup_steps=50)
-    assert lr.at(75 * SIZE, lr=4e-3, min_lr=2e-3) == pytest.approx(3e-3, rel=1e-12)
-    assert lr.at(25 * SIZE, lr=4e-3) == pytest.approx(2e-3, rel=1e-12)
+    assert lr_at(lr, 75 * SIZE, lr=4e-3, min_lr=2e-3) == pytest.approx(3e-3, rel=1e-6)
+    assert lr_at(lr, 25 * SIZE, lr=4e-3) == pytest.approx(2e-3, rel=1e-6)
     found = lr(jnp.int32(75 * SIZE), lr=4e-3, min_lr=2e-3)
     np.testing.assert_allclose(found, 3e-3, rtol=1e-6)
     rate, decay = lr.rates(jnp.int32(75 * SIZE), 0.1, Group(lr=4e-3, min_lr=2e-3, lr_multiplier=0.5, decay=3.0))
@@ -176,7 +178,7 @@ def test_facts_name_what_has_an_effect():
 def test_no_length_divides_by_zero():
     for settings in ({}, {"warmup_samples": 0}, {"warmup_fraction": 0.0}):
         lr = ScheduleConfig(lr=1e-3, **settings).build(steps=0, global_size=SIZE)
-        assert np.isfinite([lr.at(0), lr.at(1), float(lr(jnp.int32(0)))]).all()
+        assert np.isfinite([lr_at(lr, 0), lr_at(lr, 1)]).all()
 
 
 @pytest.mark.parametrize(
@@ -203,61 +205,53 @@ def test_problems(settings, where, what):
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "what", "hint"),
     [
         (
             {"warmup_steps": 100},
-            "warmup_steps: the warm-up takes 100 steps, the whole run has 100 steps\n"
-            "    use --schedule.warmup_steps=99 or less, or --steps=101 or more",
-        ),
-        (
-            {"warmup_steps": 10, "decay_steps": 6},
-            "warmup_steps: the warm-up takes 10 steps, the decay ends after 6 steps\n"
-            "    use --schedule.warmup_steps=5 or less, or --schedule.decay_steps=11 or more",
-        ),
-        (
-            {"warmup_samples": 805},
-            "warmup_samples: the warm-up takes 805 samples, the whole run has 100 steps (800 samples)\n"
-            "    use --schedule.warmup_samples=799 or less, or --steps=101 or more",
+            "the warm-up takes 800 samples (warmup_steps=100), the whole run has 800 (steps=100)",
+            "use --schedule.warmup_steps=99 or less, or a larger --steps",
         ),
         (
             {"warmup_steps": 10, "decay_samples": 48},
-            "warmup_steps: the warm-up takes 10 steps (80 samples), the decay ends after 48 samples\n"
-            "    use --schedule.warmup_steps=5 or less, or --schedule.decay_samples=81 or more",
+            "the warm-up takes 80 samples (warmup_steps=10), the decay ends after 48 (schedule.decay_samples=48)",
+            "use --schedule.warmup_steps=5 or less, or a larger --schedule.decay_samples",
+        ),
+        (
+            {"warmup_samples": 805, "decay_steps": 6},
+            "the warm-up takes 805 samples (warmup_samples=805), the decay ends after 48 (schedule.decay_steps=6)",
+            "use --schedule.warmup_samples=47 or less, or a larger --schedule.decay_steps",
         ),
         (
             {"warmup_fraction": 1.0},
-            "warmup_fraction: a warm-up of 1 x the decay leaves no step for the decay\n"
-            "    use a --schedule.warmup_fraction below 1",
+            "the warm-up takes 800 samples (warmup_fraction=1.0), the whole run has 800 (steps=100)",
+            "use --schedule.warmup_fraction=0.99 or less, or a larger --steps",
         ),
         (
             {"style": "wsd", "anneal_samples": 900},
-            "anneal_samples: the anneal takes 900 samples, the whole run has 100 steps (800 samples)\n"
-            "    use --schedule.anneal_samples=800 or less, or a larger --steps",
+            "the anneal takes 900 samples (anneal_samples=900), the whole run has 800 (steps=100)",
+            "use --schedule.anneal_samples=800 or less, or a larger --steps",
         ),
         (
             {"style": "wsd", "anneal_steps": 101},
-            "anneal_steps: the anneal takes 101 steps, the whole run has 100 steps\n"
-            "    use --schedule.anneal_steps=100 or less, or a larger --steps",
+            "the anneal takes 808 samples (anneal_steps=101), the whole run has 800 (steps=100)",
+            "use --schedule.anneal_steps=100 or less, or a larger --steps",
         ),
     ],
 )
-def test_a_warm_up_or_anneal_that_does_not_fit_is_told_in_the_users_units(settings, told):
+def test_a_warm_up_or_anneal_that_does_not_fit(settings, what, hint):
     (problem,) = ScheduleConfig(**settings).run_problems(steps=STEPS, global_size=SIZE)
-    assert str(problem) == told
+    assert (problem.what, problem.hint) == (what, hint)
 
 
-def test_the_values_that_are_proposed_for_a_long_warm_up_are_the_nearest_that_fit():
+def test_the_warm_up_that_is_proposed_is_the_longest_that_fits():
     """With rows that grow too: steps of 4, 4, 8, 8, ... rows."""
 
     def samples(steps):
         return 4 * min(steps, 2) + 8 * max(steps - 2, 0)
 
-    (problem,) = ScheduleConfig(warmup_samples=32).run_problems(steps=5, global_size=8, samples=samples)
-    assert "--schedule.warmup_samples=31 or less, or --steps=6 or more" in problem.hint
-    assert ScheduleConfig(warmup_samples=32).run_problems(steps=6, global_size=8, samples=samples) == []
     (problem,) = ScheduleConfig(warmup_steps=9, decay_samples=32).run_problems(steps=9, global_size=8, samples=samples)
-    assert "--schedule.warmup_steps=4 or less, or --schedule.decay_samples=65 or more" in problem.hint
+    assert "--schedule.warmup_steps=4 or less" in problem.hint
     shorter = ScheduleConfig(warmup_steps=4, decay_samples=32)
     assert shorter.run_problems(steps=9, global_size=8, samples=samples) == []
 

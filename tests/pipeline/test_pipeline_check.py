@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.pipeline.check import InvalidSchedule, check, violations
-from megajax.pipeline.schedule import Phase, Schedule, Work, assemble, build, gpipe, interleaved, one_f_one_b
+from megajax.pipeline.schedule import Phase, Schedule, Work, assemble, build, gpipe, one_f_one_b
 
 
 def changed(schedule: Schedule, kind: str, column: str, entries: dict[tuple[int, int], int]) -> Schedule:
@@ -28,7 +28,7 @@ def line(schedule: Schedule, name: str, tick: int, value: int) -> Schedule:
 
 def ticks_of(schedule: Schedule) -> dict[str, np.ndarray]:
     actual = {}
-    for kind in ("forward", "input_gradient", "weight_gradient"):
+    for kind in ("forward", "backward"):
         work = getattr(schedule, kind)
         when = np.zeros((schedule.microbatches, schedule.chunks, schedule.stages), int)
         for tick, stage in np.argwhere(work.microbatch >= 0):
@@ -45,7 +45,7 @@ def moved(schedule: Schedule, **by: np.ndarray) -> Schedule:
 
 FOUR = one_f_one_b(4, 8)
 """Tick 5: F 5 4 3 2, B . 0 1 2; phases 3 F, 8 F+B, 3 B."""
-TWO_CHUNKS = interleaved(2, 4, 2)
+TWO_CHUNKS = one_f_one_b(2, 4, 2)
 ALL_FIRST = gpipe(2, 3)
 
 
@@ -55,10 +55,6 @@ def forward_left_out() -> Schedule:
 
 def forward_done_twice() -> Schedule:
     return changed(FOUR, "forward", "microbatch", {(10, 0): 0})
-
-
-def weight_gradient_left_out() -> Schedule:
-    return changed(FOUR, "weight_gradient", "microbatch", {(8, 2): -1})
 
 
 def wrong_chunk() -> Schedule:
@@ -76,20 +72,15 @@ def forward_before_its_input() -> Schedule:
 
 def backward_before_its_forward() -> Schedule:
     """All gradients two ticks earlier, slots as they were (assemble refuses such ticks)."""
-    earlier = Work(*(np.roll(array, -2, axis=0) for array in FOUR.input_gradient))
+    earlier = Work(*(np.roll(array, -2, axis=0) for array in FOUR.backward))
     lines = {name: np.roll(getattr(FOUR, name), -2) for name in ("head", "embed_gradient")}
-    return replace(FOUR, input_gradient=earlier, weight_gradient=earlier, **lines)
-
-
-def weight_gradient_before_its_input_gradient() -> Schedule:
-    """The input gradients of a whole schedule one tick after the weight gradients."""
-    return moved(FOUR, input_gradient=np.array(1))
+    return replace(FOUR, backward=earlier, **lines)
 
 
 def input_that_waits_two_ticks() -> Schedule:
     """Stage 2 and 3 a tick late with every forward, and everything after with them."""
     late = np.array([0, 0, 1, 1])
-    return moved(FOUR, forward=late, input_gradient=np.array(1), weight_gradient=np.array(1))
+    return moved(FOUR, forward=late, backward=np.array(1))
 
 
 def slot_of_another_forward() -> Schedule:
@@ -102,11 +93,7 @@ def idle_forward_on_a_taken_slot() -> Schedule:
 
 
 def backward_that_reads_another_slot() -> Schedule:
-    return changed(FOUR, "input_gradient", "slot", {(6, 0): FOUR.forward.slot[1, 0]})
-
-
-def weight_gradient_that_frees_another_slot() -> Schedule:
-    return changed(FOUR, "weight_gradient", "slot", {(6, 0): FOUR.forward.slot[1, 0]})
+    return changed(FOUR, "backward", "slot", {(6, 0): FOUR.forward.slot[1, 0]})
 
 
 def slot_outside_the_ring() -> Schedule:
@@ -122,11 +109,11 @@ def wrong_dtype() -> Schedule:
 
 
 def a_stage_too_few() -> Schedule:
-    return replace(FOUR, input_gradient=Work(*(array[:, :3] for array in FOUR.input_gradient)))
+    return replace(FOUR, backward=Work(*(array[:, :3] for array in FOUR.backward)))
 
 
 def phase_that_ends_early() -> Schedule:
-    return replace(FOUR, phases=(Phase(0, 4, True, False, False), Phase(4, 11, True, True, True), FOUR.phases[2]))
+    return replace(FOUR, phases=(Phase(0, 4, True, False), Phase(4, 11, True, True), FOUR.phases[2]))
 
 
 def phases_with_a_gap() -> Schedule:
@@ -159,7 +146,7 @@ def loss_of_an_output_not_made_now() -> Schedule:
 
 def backwards_a_tick_later_than_need_be() -> Schedule:
     """Valid in every other way, and a longer bubble."""
-    return moved(FOUR, input_gradient=np.array(1), weight_gradient=np.array(1))
+    return moved(FOUR, backward=np.array(1))
 
 
 def more_slots_than_the_formula() -> Schedule:
@@ -169,17 +156,14 @@ def more_slots_than_the_formula() -> Schedule:
 MUTATIONS: list[tuple[str, Callable[[], Schedule]]] = [
     ("once", forward_left_out),
     ("once", forward_done_twice),
-    ("once", weight_gradient_left_out),
     ("once", wrong_chunk),
     ("order", chunks_in_the_wrong_order),
     ("order", forward_before_its_input),
     ("order", backward_before_its_forward),
-    ("order", weight_gradient_before_its_input_gradient),
     ("arrival", input_that_waits_two_ticks),
     ("slots", slot_of_another_forward),
     ("slots", idle_forward_on_a_taken_slot),
     ("slots", backward_that_reads_another_slot),
-    ("slots", weight_gradient_that_frees_another_slot),
     ("form", slot_outside_the_ring),
     ("form", microbatch_that_does_not_exist),
     ("form", wrong_dtype),
@@ -222,7 +206,7 @@ def test_every_changed_number_is_found(schedule: Schedule) -> None:
         "slot": schedule.ring_slots,
     }
     missed = []
-    for kind in ("forward", "input_gradient", "weight_gradient"):
+    for kind in ("forward", "backward"):
         for tick, stage in np.argwhere(getattr(schedule, kind).microbatch >= 0):
             for column, bound in bounds.items():
                 value = int(getattr(getattr(schedule, kind), column)[tick, stage])

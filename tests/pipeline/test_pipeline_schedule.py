@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megajax.config.errors import ConfigError
 from megajax.pipeline.check import check, formulas, measure
-from megajax.pipeline.schedule import Schedule, Work, assemble, build, gpipe, interleaved, one_f_one_b, problems
+from megajax.pipeline.schedule import Schedule, Work, assemble, build, gpipe, one_f_one_b, problems
 
 TEN = [
     (1, 1, 4),
@@ -49,14 +49,7 @@ def run(schedule: Schedule) -> dict[str, list]:
     arriving, returning = [None] * stages, [None] * stages
     rings = [["nothing"] * schedule.ring_slots for _ in range(stages)]
     waiting = ["nothing"] * schedule.output_slots
-    log: dict[str, list] = {
-        "forward": [],
-        "input_gradient": [],
-        "weight_gradient": [],
-        "embed": [],
-        "head": [],
-        "end": [],
-    }
+    log: dict[str, list] = {"forward": [], "backward": [], "embed": [], "head": [], "end": []}
     for phase in schedule.phases:
         for tick in range(phase.start, phase.stop):
             outputs, gradients = ["garbage"] * stages, ["garbage"] * stages
@@ -78,17 +71,12 @@ def run(schedule: Schedule) -> dict[str, list]:
                 assert (outputs[-1] if taken < 0 else waiting[taken]) == ("x", i, stages * chunks)
                 returning[-1] = ("g", i, stages * chunks)
                 log["head"].append(int(i))
-            for s in range(stages if phase.input_gradient else 0):
-                if work := done(schedule.input_gradient, tick, s):
+            for s in range(stages if phase.backward else 0):
+                if work := done(schedule.backward, tick, s):
                     assert returning[s] == ("g", work[0], work[1] * stages + s + 1)
-                    assert rings[s][schedule.input_gradient.slot[tick, s]] == work
+                    assert rings[s][schedule.backward.slot[tick, s]] == work
                     gradients[s] = ("g", work[0], work[1] * stages + s)
-                    log["input_gradient"].append((*work, s))
-            for s in range(stages if phase.weight_gradient else 0):
-                if work := done(schedule.weight_gradient, tick, s):
-                    assert (*work, s) in log["input_gradient"]
-                    assert rings[s][schedule.weight_gradient.slot[tick, s]] == work
-                    log["weight_gradient"].append((*work, s))
+                    log["backward"].append((*work, s))
             if (i := schedule.embed_gradient[tick]) >= 0:
                 assert gradients[0] == ("g", i, 0)
                 log["end"].append(int(i))
@@ -100,7 +88,7 @@ def run(schedule: Schedule) -> dict[str, list]:
 def assert_complete(schedule: Schedule) -> None:
     log = run(schedule)
     sizes = (schedule.microbatches, schedule.chunks, schedule.stages)
-    for kind in ("forward", "input_gradient", "weight_gradient"):
+    for kind in ("forward", "backward"):
         assert sorted(log[kind]) == list(np.ndindex(sizes)), kind
     for kind in ("embed", "head", "end"):
         assert sorted(log[kind]) == list(range(schedule.microbatches)), kind
@@ -120,7 +108,7 @@ def test_figures_match_the_formulas(schedule: Schedule) -> None:
     stages, chunks, microbatches = schedule.stages, schedule.chunks, schedule.microbatches
     assert figures.bubble == Fraction(stages - 1, chunks * microbatches)
     assert figures.bubble_of_total == Fraction(stages - 1, chunks * microbatches + stages - 1)
-    assert figures == measure(schedule, forward=3, input_gradient=4, weight_gradient=5), "the bubble is of ticks"
+    assert figures == measure(schedule, forward=3, backward=4), "the bubble is of ticks"
     most = chunks * microbatches
     if schedule.name == "gpipe":
         assert schedule.slots == most and figures.in_flight == (most,) * stages
@@ -147,42 +135,15 @@ def test_ten_sizes(stages: int, chunks: int, microbatches: int) -> None:
 
 def test_memory_of_1f1b_does_not_grow_with_microbatches() -> None:
     assert one_f_one_b(4, 8).ring_slots == one_f_one_b(4, 64).ring_slots == 7
-    assert interleaved(4, 8, 2).ring_slots == interleaved(4, 64, 2).ring_slots == 11
+    assert one_f_one_b(4, 8, 2).ring_slots == one_f_one_b(4, 64, 2).ring_slots == 11
     assert gpipe(4, 64).slots == 64
-
-
-def test_one_chunk_interleaved_is_1f1b() -> None:
-    one, other = one_f_one_b(4, 6), interleaved(4, 6, 1)
-    for kind in ("forward", "input_gradient", "weight_gradient"):
-        assert all(map(np.array_equal, getattr(one, kind), getattr(other, kind)))
 
 
 def test_tables_cannot_be_changed() -> None:
     schedule = one_f_one_b(2, 2)
-    for array in (*schedule.forward, *schedule.input_gradient, schedule.embed, schedule.output_written):
+    for array in (*schedule.forward, *schedule.backward, schedule.embed, schedule.output_written):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 0
-
-
-@settings(max_examples=30, deadline=None)
-@given(schedules(), st.integers(1, 5))
-def test_delayed_weight_gradients_are_valid(schedule: Schedule, later: int) -> None:
-    """A zero-bubble schedule is three arrays of ticks: weight gradients some ticks after their input gradients."""
-    ticks = {}
-    for kind in ("forward", "input_gradient"):
-        work = getattr(schedule, kind)
-        tick, stage = np.nonzero(work.microbatch >= 0)
-        when = np.zeros((schedule.microbatches, schedule.chunks, schedule.stages), int)
-        when[work.microbatch[tick, stage], work.chunk[tick, stage], stage] = tick
-        ticks[kind] = when
-    split = assemble("put off", **ticks, weight_gradient=ticks["input_gradient"] + later)
-    assert_complete(split)
-    check(split)
-    assert split.split_backward and not schedule.split_backward
-    assert split.ticks == schedule.ticks + later
-    more = np.subtract(measure(split).in_flight, measure(schedule).in_flight)
-    assert ((more >= 0) & (more <= later)).all(), "activations stay alive for those ticks"
-    assert split.phases[-1].label == "W"
 
 
 @pytest.mark.parametrize(
@@ -207,16 +168,10 @@ def test_invalid_sizes_are_refused_with_the_remedy(
         build(name, stages=stages, microbatches=microbatches, chunks=chunks)
 
 
-def test_every_constructor_refuses_by_itself() -> None:
-    for make in (lambda: gpipe(2, 3, 2), lambda: one_f_one_b(0, 1), lambda: interleaved(4, 6, 2)):
-        with pytest.raises(ConfigError):
-            make()
-
-
 def test_two_pieces_of_work_in_one_tick_are_refused() -> None:
     when = np.zeros((2, 1, 1), int)
     with pytest.raises(ValueError, match="two pieces of work of kind forward"):
-        assemble("wrong", forward=when, input_gradient=when, weight_gradient=when)
+        assemble("wrong", forward=when, backward=when)
     ticks = np.arange(1, 3).reshape(2, 1, 1)
     with pytest.raises(ValueError, match="before forward"):
-        assemble("wrong", forward=ticks, input_gradient=ticks, weight_gradient=ticks - 1)
+        assemble("wrong", forward=ticks, backward=ticks - 1)

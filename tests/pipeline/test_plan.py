@@ -11,7 +11,7 @@ import pytest
 from megajax.config.errors import UserError
 from megajax.pipeline.check import measure
 from megajax.pipeline.drawing import report, save_picture, table
-from megajax.pipeline.schedule import assemble, interleaved, one_f_one_b
+from megajax.pipeline.schedule import one_f_one_b
 from megajax.plan import main
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ def test_1f1b_with_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])
-def test_interleaved(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_f_one_b(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, f"--schedule={name}", "--stages=2", "--microbatches=4", "--virtual-stages=2")
     assert text.startswith(f"interleaved: 2 stages, 2 chunks each, 4 microbatches\n\n{P2_V2_M4}\n")
     assert "5 3 by stage, in chunks of 1/2 stage\n" in text
@@ -85,24 +85,12 @@ def test_a_long_table_wraps_at_the_terminal_width() -> None:
 
 
 def test_columns_are_aligned_for_large_numbers() -> None:
-    lines = table(interleaved(12, 120, 30)).splitlines()
+    lines = table(one_f_one_b(12, 120, 30)).splitlines()
     rows = lines[:-1]
     assert len({len(row) for row in rows}) == 1
     assert "0.29" in rows[1], "more chunks than letters"
     ends = np.cumsum([len(part) for part in rows[0].replace(" ", "\0 ").split("\0")])
     assert ends[-1] == len(rows[0])
-
-
-def test_separate_weight_gradients_have_their_own_rows() -> None:
-    forward = np.arange(2).reshape(2, 1, 1)
-    split = assemble("apart", forward=forward, input_gradient=forward, weight_gradient=forward + 1)
-    assert table(split).splitlines() == [
-        "tick    0  1  2",
-        "F s0    0  1  .",
-        "I s0    0  1  .",
-        "W s0    .  0  1",
-        "phase  |- |- |W |",
-    ]
 
 
 def test_the_picture_is_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,7 +114,7 @@ def test_the_picture_has_the_duration_of_the_schedule(tmp_path: Path, monkeypatc
         return original(self, boxes, rows, **style)
 
     monkeypatch.setattr(axes_module.Axes, "broken_barh", spy)
-    schedule = interleaved(4, 8, 2)
+    schedule = one_f_one_b(4, 8, 2)
     save_picture(schedule, tmp_path / "x.png")
     ((_, whole),), _ = drawn[0]
     for stage in range(4):
