@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,17 +26,9 @@ import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.data.indexed import IndexedTokens, IndexedWriter, index_path, token_dtype, tokens_path
-from megajax.data.interrupts import deferred_interrupts
 from megajax.data.preprocessing_options import TEXT_KEY, Preprocessing
 from megajax.data.preprocessing_report import Counts, Preprocessed
-from megajax.data.text_files import (
-    Chunk,
-    TextFile,
-    cut,
-    find_files,
-    json_documents,
-    text_documents,
-)
+from megajax.data.text_files import Chunk, TextFile, cut, find_files, json_lines, json_texts, text_documents
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.config import TokenizerConfig
 
@@ -66,44 +58,36 @@ def preprocess_text(
     Raises:
         UserError: PREFIX cannot be written, or the tokenizer refuses a document.
     """
-    counts = _Counting()
+    encoded = (
+        document.encode("utf-8", errors="surrogatepass") if isinstance(document, str) else document
+        for document in documents
+    )
     with IndexedWriter(prefix, token_dtype(tokenizer.vocabulary_size)) as writer:
-        for document in documents:
-            data = document.encode("utf-8", errors="surrogatepass") if isinstance(document, str) else document
-            counts.add(_write_documents([writer], tokenizer, (data,), append_eod=append_eod), (data,))
-    return counts.total()
+        return _write_documents([writer], tokenizer, ((data,) for data in encoded), append_eod=append_eod)
 
 
 def _write_documents(
-    writers: list[IndexedWriter], tokenizer: Tokenizer, texts: tuple[bytes, ...], *, append_eod: bool
-) -> int:
-    """Adds a text to each writer -> total number of tokens, including end-of-document tokens."""
-    total = 0
-    for writer, text in zip(writers, texts, strict=True):
-        ids = tokenizer.encode_bytes(text)
-        size = len(ids) + 1 if append_eod and len(ids) else len(ids)
-        tokens = np.empty(size, writer.dtype)
-        tokens[: len(ids)] = ids
-        tokens[len(ids) :] = tokenizer.eod
-        writer.add_document([tokens] if size else [])
-        total += size
-    return total
-
-
-class _Counting:
-    """Sums over documents."""
-
-    def __init__(self):
-        self._text = self._documents = self._empty = self._tokens = 0
-
-    def add(self, tokens: int, texts: tuple[bytes, ...]) -> None:
-        self._text += sum(map(len, texts))
-        self._documents += 1
-        self._empty += tokens == 0
-        self._tokens += tokens
-
-    def total(self, stored: int = 0) -> Counts:
-        return Counts(stored=stored, text=self._text, documents=self._documents, empty=self._empty, tokens=self._tokens)
+    writers: list[IndexedWriter],
+    tokenizer: Tokenizer,
+    documents: Iterable[tuple[bytes, ...]],
+    *,
+    append_eod: bool,
+    stored: int = 0,
+) -> Counts:
+    """Adds each text of a document to its writer. stored: bytes on disk."""
+    text, tokens = 0, []
+    for texts in documents:
+        total = 0
+        for writer, data in zip(writers, texts, strict=True):
+            ids = tokenizer.encode_bytes(data)
+            stored_tokens = np.empty(len(ids) + (append_eod and len(ids) > 0), writer.dtype)
+            stored_tokens[: len(ids)] = ids
+            stored_tokens[len(ids) :] = tokenizer.eod
+            writer.add_document([stored_tokens] if len(ids) else [])
+            total += len(stored_tokens)
+        text += sum(map(len, texts))
+        tokens.append(total)
+    return Counts(stored=stored, text=text, documents=len(tokens), empty=tokens.count(0), tokens=sum(tokens))
 
 
 def preprocess(job: Preprocessing, report: Callable[[Counts, int], None] = lambda counts, total: None) -> Preprocessed:
@@ -135,16 +119,18 @@ def preprocess(job: Preprocessing, report: Callable[[Counts, int], None] = lambd
         if counts.tokens == 0:
             raise UserError(f"No tokens in {len(files)} input file(s), first {files[0].path}; nothing was written.")
         for key, prefix in zip(job.keys, final, strict=True):
-            _validate(folder / key, counts, prefix)
+            # Opened as training does, which checks every field.
+            written = IndexedTokens(folder / key).documents
+            if written != counts.documents:
+                raise RuntimeError(f"{prefix}: {counts.documents} documents were tokenised, {written} were written.")
         for key, prefix in zip(job.keys, final, strict=True):
             tokens_path(folder / key).replace(tokens_path(prefix))
             index_path(folder / key).replace(index_path(prefix))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise UserError(
-            f"{job.prefix}: the disk is full: {error.strerror}. Nothing was written; free some space."
-        ) from error
+        what = f"the disk is full: {error.strerror}. Nothing was written; free some space."
+        raise UserError(f"{job.prefix}: {what}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     seconds = time.perf_counter() - started
@@ -165,24 +151,20 @@ def _check_output(job: Preprocessing, prefixes: tuple[str, ...]) -> None:
             if path.is_dir():
                 raise UserError(f"{path}: is a folder. Choose another --output-prefix.")
             if path.exists() and not job.overwrite:
-                raise UserError(
-                    f"{path}: exists already. Choose another --output-prefix, or --overwrite to replace it."
-                )
+                raise UserError(f"{path}: exists already. Choose another --output-prefix, or give --overwrite.")
 
 
 def _working_folder(prefix: str) -> Path:
     parent, name = os.path.split(os.path.abspath(prefix))
     if not name or prefix.endswith(os.sep):
-        raise UserError(
-            f"--output-prefix {prefix}: names a folder; add the beginning of a file name, as in {prefix}corpus."
-        )
+        what = f"names a folder; add the beginning of a file name, as in {prefix}corpus."
+        raise UserError(f"--output-prefix {prefix}: {what}")
     try:
         os.makedirs(parent, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=parent))
     except OSError as error:
-        raise UserError(
-            f"--output-prefix {prefix}: can't write there: {error.strerror}. Choose another place."
-        ) from error
+        what = f"can't write there: {error.strerror}. Choose another place."
+        raise UserError(f"--output-prefix {prefix}: {what}") from error
 
 
 def _useful_workers(files: list[TextFile], chunk_bytes: int) -> int:
@@ -203,8 +185,7 @@ def _write(
     report: Callable[[Counts, int], None],
 ) -> Counts:
     """Tokenises all files into `folder`/KEY.bin and .idx."""
-    total = sum(file.size for file in files)
-    counts = Counts()
+    total, counts = sum(file.size for file in files), Counts()
     dtype = token_dtype(tokenizer.vocabulary_size)
     chunks = (
         chunk
@@ -225,19 +206,15 @@ def _write(
                     pieces.clear()
             else:
                 for key, writer in writers.items():
-                    _append(writer, f"{done.prefix}-{key}")
-            first = counts.stored == 0
-            counts += done.counts
-            if first:
+                    prefix = f"{done.prefix}-{key}"
+                    writer.append_index(prefix)
+                    tokens_path(prefix).unlink()
+                    index_path(prefix).unlink()
+            is_first, counts = counts.stored == 0, counts + done.counts
+            if is_first:
                 _check_space(folder, counts, total, dtype.itemsize)
             report(counts, total)
     return counts
-
-
-def _append(writer: IndexedWriter, prefix: str) -> None:
-    writer.append_index(prefix)
-    tokens_path(prefix).unlink()
-    index_path(prefix).unlink()
 
 
 def _add_pieces(writer: IndexedWriter, pieces: list[np.ndarray], eod: int | None) -> Counts:
@@ -262,21 +239,46 @@ def _check_space(folder: Path, counts: Counts, total: int, itemsize: int) -> Non
         )
 
 
-def _validate(prefix: Path, counts: Counts, final: str) -> None:
-    """Opens the dataset as training does, which checks every field, and compares it with the counts."""
-    dataset = IndexedTokens(prefix)
-    if dataset.documents != counts.documents:
-        raise RuntimeError(f"{final}: {counts.documents} documents were tokenised, {dataset.documents} were written.")
-
-
 def _tokenised(job: Preprocessing, chunks: Iterator[Chunk], folder: Path) -> Generator[tuple[Chunk, _Result]]:
     """Chunks with their results, in order."""
     if job.workers == 1:
         for number, chunk in enumerate(chunks):
             yield chunk, tokenise(job, chunk, str(folder / f"chunk{number}"))
         return
-    with deferred_interrupts() as handle_pending:
+    with _deferred_interrupts() as handle_pending:
         yield from _by_workers(job, chunks, folder, handle_pending)
+
+
+@contextmanager
+def _deferred_interrupts() -> Generator[Callable[[], None]]:
+    """Defers SIGINT and SIGTERM until the yielded function is called, or the block is left.
+
+    The pools of the standard library do not survive an exception raised by a signal handler inside them: after an
+    interrupt at the last instruction of `Condition.__enter__`, a Python function, its lock is never released, and
+    everything that waits for the pool hangs. So the former handlers are called only where no lock is held.
+
+    A signal without a Python handler still ends the process at once. Outside the main thread, which does not receive
+    signals, this does nothing.
+    """
+    pending: list[int] = []
+    in_main = threading.current_thread() is threading.main_thread()
+    handlers = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if in_main}
+    former = {number: handler for number, handler in handlers.items() if callable(handler)}
+
+    def handle_pending() -> None:
+        if pending:
+            number = pending[0]
+            pending.clear()
+            former[number](number, None)
+
+    for number in former:
+        signal.signal(number, lambda number, frame: pending.append(number))
+    try:
+        yield handle_pending
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+    handle_pending()
 
 
 def _by_workers(
@@ -349,16 +351,19 @@ def tokenise(job: Preprocessing, chunk: Chunk, prefix: str) -> _Result:
             raise UserError(f"{chunk.file.path}: {error}") from error
         piece.tofile(prefix)
         return _Result(Counts(stored=chunk.stored, text=len(data), tokens=len(piece)), prefix, piece=True)
-    if chunk.file.json:
-        documents = json_documents(chunk, data, job.keys)
-    else:
-        documents = ((offset, (document,)) for offset, document in text_documents(data, job.rule))
-    counts = _Counting()
+    lines = json_lines(data, is_start=chunk.start == 0) if chunk.file.json else text_documents(data, job.rule)
+    offset = 0
+
+    def documents() -> Iterator[tuple[bytes, ...]]:
+        nonlocal offset
+        for start, document in lines:
+            offset = start
+            yield json_texts(document, job.keys) if chunk.file.json else (document,)
+
     with ExitStack() as stack:
         writers = [stack.enter_context(IndexedWriter(f"{prefix}-{key}", dtype)) for key in job.keys]
-        for offset, texts in documents:
-            try:
-                counts.add(_write_documents(writers, tokenizer, texts, append_eod=job.append_eod), texts)
-            except UserError as error:
-                raise UserError(f"{chunk.file.path}, line {chunk.line_number(offset)}: {error}") from error
-    return _Result(counts.total(chunk.stored), prefix)
+        try:
+            counts = _write_documents(writers, tokenizer, documents(), append_eod=job.append_eod, stored=chunk.stored)
+        except UserError as error:
+            raise UserError(f"{chunk.file.path}, line {chunk.line_number(offset)}: {error}") from error
+    return _Result(counts, prefix)

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Buffer, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import BinaryIO, Protocol
 
 from megajax.config.errors import UserError
@@ -148,20 +149,16 @@ def find_files(inputs: Sequence[str], json_lines: bool | None = None) -> list[Te
     Raises:
         UserError: no file, an unknown suffix, or a duplicate file.
     """
-    paths: list[str] = []
+    paths: dict[str, str] = {}
     for given in inputs:
         matches = _expand(given)
         if not matches:
             raise UserError(f"--input {given}: no such file, folder or match. Check the path.")
-        paths += matches
-    seen: dict[str, str] = {}
-    for path in paths:
-        known = seen.setdefault(os.path.realpath(path), path)
-        if known is not path:
-            raise UserError(f"--input: {path} is given twice, which would repeat its documents. Name it once.")
-    return [
-        TextFile(path, _is_json(path) if json_lines is None else json_lines, os.stat(path).st_size) for path in paths
-    ]
+        for path in matches:
+            if paths.setdefault(os.path.realpath(path), path) is not path:
+                raise UserError(f"--input: {path} is given twice, which would repeat its documents. Name it once.")
+    kinds = {path: _is_json(path) if json_lines is None else json_lines for path in paths.values()}
+    return [TextFile(path, is_json, os.stat(path).st_size) for path, is_json in kinds.items()]
 
 
 def _expand(given: str) -> list[str]:
@@ -182,13 +179,9 @@ def _without_compression(path: str) -> str:
 def _is_json(path: str) -> bool:
     name = _without_compression(path)
     if not name.endswith(JSON_SUFFIXES + TEXT_SUFFIXES):
-        known = (
-            f"{', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)}, and {' or '.join(COMPRESSED_SUFFIXES)} after that if packed"
-        )
-        raise UserError(
-            f"{path}: its name does not tell JSON lines from plain text (known: {known}). "
-            "Say --format=jsonl or --format=text."
-        )
+        known = f"{', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)}, with {' or '.join(COMPRESSED_SUFFIXES)} if compressed"
+        what = f"its name does not tell JSON lines from plain text (known: {known})"
+        raise UserError(f"{path}: {what}. Say --format=jsonl or --format=text.")
     return name.endswith(JSON_SUFFIXES)
 
 
@@ -201,38 +194,31 @@ class _ZstandardText(io.RawIOBase):
 
     def __init__(self, file: BinaryIO, path: str):
         zstandard = require("zstandard", f"{path}, a .zst file,")
-        self._file = file
-        self._error = zstandard.ZstdError
-        self._unpacker = zstandard.ZstdDecompressor()
+        self._file, self._error, self._unpacker = file, zstandard.ZstdError, zstandard.ZstdDecompressor()
         self._frame = None
-        self._packed = b""
-        self._text = memoryview(b"")
+        self._compressed, self._text = b"", memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Buffer) -> int:
         while not self._text:
-            if not self._packed and not (block := self._file.read(1 << 15)):
+            self._compressed = self._compressed or self._file.read(1 << 15)
+            if not self._compressed:
                 if self._frame is not None:
                     raise _Damaged("its end is missing")
                 return 0
-            self._unpack(self._packed or block)
+            self._frame = self._frame or self._unpacker.decompressobj()
+            try:
+                self._text = memoryview(self._frame.decompress(self._compressed))
+            except self._error as error:
+                raise _Damaged(str(error)) from error
+            self._compressed = self._frame.unused_data
+            self._frame = None if self._frame.eof else self._frame
         target = memoryview(buffer)
         size = min(len(target), len(self._text))
-        target[:size] = self._text[:size]
-        self._text = self._text[size:]
+        target[:size], self._text = self._text[:size], self._text[size:]
         return size
-
-    def _unpack(self, compressed: bytes) -> None:
-        self._frame = self._frame or self._unpacker.decompressobj()
-        try:
-            self._text = memoryview(self._frame.decompress(compressed))
-        except self._error as error:
-            raise _Damaged(str(error)) from error
-        self._packed = self._frame.unused_data
-        if self._frame.eof:
-            self._frame = None
 
 
 @contextmanager
@@ -324,55 +310,41 @@ def _to_next_start(stream: io.BufferedIOBase, rule: DocumentRule) -> tuple[bytes
 
 def text_documents(data: bytes, rule: DocumentRule) -> Iterator[tuple[int, bytes]]:
     """Documents of a chunk of plain text, each with its offset in bytes."""
-    start, position, previous = 0, 0, b""
+    starts, position, previous = [0], 0, b""
     for line in io.BytesIO(data):
-        if position > start and rule.starts(previous, line):
-            if (document := rule.trim(data[start:position])) is not None:
-                yield start, document
-            start = position
+        if position and rule.starts(previous, line):
+            starts.append(position)
         position += len(line)
         previous = line
-    if position > start and (document := rule.trim(data[start:position])) is not None:
-        yield start, document
+    for start, stop in pairwise([*starts, position]):
+        if stop > start and (document := rule.trim(data[start:stop])) is not None:
+            yield start, document
 
 
-def json_documents(chunk: Chunk, data: bytes, keys: Sequence[str]) -> Iterator[tuple[int, tuple[bytes, ...]]]:
-    """UTF-8 values of `keys` in each non-blank line of a chunk of JSON lines, with the line's offset in bytes.
-
-    Raises:
-        UserError: a line that is not a JSON object, lacks a key, or whose value is not a string; names the file and the
-            line.
-    """
+def json_lines(data: bytes, *, is_start: bool) -> Iterator[tuple[int, bytes]]:
+    """The lines of JSON lines that are not blank, each with its offset in bytes. is_start: of a file."""
     offset = 0
     for line in io.BytesIO(data):
         if line.strip():
-            text = line.removeprefix(b"\xef\xbb\xbf") if chunk.start + offset == 0 else line
-            try:
-                yield offset, _texts(text, keys)
-            except _BadLine as error:
-                number = chunk.line_number(offset)
-                raise UserError(f"{chunk.file.path}, line {number}: {error}") from error
+            yield offset, line.removeprefix(b"\xef\xbb\xbf") if is_start and offset == 0 else line
         offset += len(line)
 
 
-class _BadLine(Exception):
-    """An invalid line."""
-
-
-def _texts(line: bytes, keys: Sequence[str]) -> tuple[bytes, ...]:
+def json_texts(line: bytes, keys: Sequence[str]) -> tuple[bytes, ...]:
+    """UTF-8 values of the keys. Raises UserError for a line that is no JSON object with a string under each key."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         shown = line[:60].decode("utf-8", errors="replace").rstrip()
-        raise _BadLine(f"not valid JSON ({error}): {shown!r}. Each line must be one JSON object.") from error
+        raise UserError(f"not valid JSON ({error}): {shown!r}. Each line must be one JSON object.") from error
     if not isinstance(record, dict):
-        raise _BadLine(f"a JSON {_kind(record)}, but each line must be an object with the keys {', '.join(keys)}.")
+        raise UserError(f"a JSON {_kind(record)}, but each line must be an object with the keys {', '.join(keys)}.")
     for key in keys:
         if key not in record:
             has = ", ".join(repr(name) for name in record) or "none"
-            raise _BadLine(f"no key {key!r}; the line has {has}. Choose keys with --json-keys.")
+            raise UserError(f"no key {key!r}; the line has {has}. Choose keys with --json-keys.")
         if not isinstance(record[key], str):
-            raise _BadLine(f"key {key!r} holds a {_kind(record[key])}, not a string.")
+            raise UserError(f"key {key!r} holds a {_kind(record[key])}, not a string.")
     # JSON can contain half a surrogate pair, which has no UTF-8 encoding: it is encoded to three bytes.
     return tuple(record[key].encode("utf-8", errors="surrogatepass") for key in keys)
 
