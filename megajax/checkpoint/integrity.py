@@ -113,17 +113,10 @@ class Fault(NamedTuple):
 
     name: str
     """Path in the step's folder."""
-    kind: str
-    """Either "bytes" or "sha256", which differs; "error" if the file can't be read."""
-    actual: str
-    expected: str
-    """The manifest's value; "" if the file is not in it or can't be read."""
+    what: str
 
     def __str__(self) -> str:
-        if not self.expected:
-            return f"{self.name}: {self.actual}"
-        actual = f"{self.actual} bytes" if self.kind == "bytes" else f"sha256 {self.actual}"
-        return f"{self.name}: {actual}, the manifest says {self.expected}"
+        return f"{self.name}: {self.what}"
 
 
 def wrong_sizes(folder: Path, entries: Entries, names: Iterable[str]) -> list[Fault]:
@@ -133,12 +126,12 @@ def wrong_sizes(folder: Path, entries: Entries, names: Iterable[str]) -> list[Fa
         try:
             size = (folder / name).stat().st_size
         except OSError as error:
-            faults.append(Fault(name, "error", str(error.strerror), ""))
+            faults.append(Fault(name, str(error.strerror)))
             continue
         if name not in entries:
-            faults.append(Fault(name, "error", "not in the manifest", ""))
+            faults.append(Fault(name, "not in the manifest"))
         elif size != entries[name]["bytes"]:
-            faults.append(Fault(name, "bytes", str(size), str(entries[name]["bytes"])))
+            faults.append(Fault(name, f"{size} bytes, the manifest says {entries[name]['bytes']}"))
     return faults
 
 
@@ -149,9 +142,9 @@ def wrong_contents(folder: Path, entries: Entries, names: Iterable[str]) -> list
         try:
             actual = _hash(folder / name)["sha256"]
         except OSError as error:
-            return Fault(name, "error", str(error.strerror), "")
+            return Fault(name, str(error.strerror))
         expected = entries[name]["sha256"]
-        return None if actual == expected else Fault(name, "sha256", actual, expected)
+        return None if actual == expected else Fault(name, f"sha256 {actual}, the manifest says {expected}")
 
     return [fault for fault in _in_threads(fault, list(names)) if fault is not None]
 

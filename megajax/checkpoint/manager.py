@@ -13,10 +13,9 @@ background saves only on request.
 import json
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -55,28 +54,14 @@ def _cause(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:500]
 
 
-@dataclass
-class _Save:
-    """A save in progress, shared by the caller of `save` and the background thread."""
+class _Save(NamedTuple):
+    """A save in progress."""
 
     step: int
     path: Path
     meta: str
     peers: Peers
     started: float
-    response: Any = None
-    blocking_seconds: float = 0.0
-    thread: threading.Thread | None = None
-    early_error: Exception | None = None
-    error: CheckpointError | None = None
-
-    def running(self) -> bool:
-        return self.thread is not None and self.thread.is_alive()
-
-    def join(self) -> None:
-        """Waits for the thread, where one was started."""
-        if self.thread is not None:
-            self.thread.join()
 
 
 class CheckpointManager(CheckpointReader):
@@ -95,7 +80,9 @@ class CheckpointManager(CheckpointReader):
         super().__init__(path)
         self.cfg = cfg
         self._saves = 0
-        self._current: _Save | None = None
+        # Its thread is not a daemon: a program that ends without `close` still completes its last checkpoint.
+        self._background = futures.ThreadPoolExecutor(1, thread_name_prefix="megajax checkpoint")
+        self._current: futures.Future[SaveReport] | None = None
         self._reports: list[SaveReport] = []
         self._lock: folder.WriterLock | None = None
         for check in (self._open, self._check_shared_folder):
@@ -197,16 +184,12 @@ class CheckpointManager(CheckpointReader):
         except CheckpointError as error:
             raise self._failed(save, error) from error
         try:
-            save.response = arrays.start_writing(save.path / ARRAYS, named)
+            writing: Any = arrays.start_writing(save.path / ARRAYS, named)
         except Exception as error:
             # Other processes may have succeeded: the thread informs them, then `wait` raises the error here.
-            save.early_error = error
-        save.blocking_seconds = time.monotonic() - started
-        # Not a daemon: a program that ends without `close` still completes its last checkpoint.
-        save.thread = threading.Thread(target=self._finish, args=(save,), name=f"megajax checkpoint {step}")
-        self._current = save
-        save.thread.start()
-        if save.early_error is not None or not self.cfg.asynchronous:
+            writing = error
+        self._current = self._background.submit(self._finish, save, writing, time.monotonic() - started)
+        if isinstance(writing, Exception) or not self.cfg.asynchronous:
             self.wait()
 
     def _failed(self, save: _Save, error: Exception) -> CheckpointError:
@@ -227,29 +210,26 @@ class CheckpointManager(CheckpointReader):
             raise CheckpointError(failure)
         return result
 
-    def _finish(self, save: _Save) -> None:
-        """The background part of a save; runs in a thread on every process."""
+    def _finish(self, save: _Save, writing: Any, blocking: float) -> SaveReport:
+        """The background part of a save; runs in a thread on every process. writing: of arrays, or its error."""
         try:
-            self._on_all(save, lambda: self._wait_for_arrays(save))
+            self._on_all(save, lambda: self._wait_for_arrays(save, writing))
             self._on_all(save, lambda: self._write_part(save))
             size = self._on_all(save, lambda: self._commit(save) if save.peers.first else 0)
         except Exception as error:
-            save.error = self._failed(save, error)
-            save.error.__cause__ = error
-            return
+            raise self._failed(save, error) from error
         self._verified.add(save.step)
         total = time.monotonic() - save.started
-        blocking = save.blocking_seconds if self.cfg.asynchronous else total
-        self._reports.append(SaveReport(save.step, blocking, total, size))
+        return SaveReport(save.step, blocking if self.cfg.asynchronous else total, total, size)
 
-    def _wait_for_arrays(self, save: _Save) -> None:
+    def _wait_for_arrays(self, save: _Save, writing: Any) -> None:
         """Waits for Orbax, whose barrier lasts minutes if another process failed: polls the others for failures."""
-        if save.early_error is not None:
-            raise save.early_error
+        if isinstance(writing, Exception):
+            raise writing
         while True:
             began = time.monotonic()
             try:
-                return save.response.result(timeout=1.0)
+                return writing.result(timeout=1.0)
             except TimeoutError:
                 if time.monotonic() - began < 0.5:  # not this timeout but one that ended the writing
                     raise
@@ -297,7 +277,7 @@ class CheckpointManager(CheckpointReader):
 
     def poll(self) -> list[SaveReport]:
         """The saves that finished since the last call, without waiting. Raises CheckpointError if one failed."""
-        if self._current is not None and not self._current.running():
+        if self._current is not None and self._current.done():
             self.wait()
         reports, self._reports = self._reports, []
         return reports
@@ -306,10 +286,9 @@ class CheckpointManager(CheckpointReader):
         """Waits for the save in progress. Raises CheckpointError if it failed; `poll` returns its report."""
         if self._current is None:
             return
-        self._current.join()
-        save, self._current = self._current, None
-        if save.error is not None:
-            raise save.error
+        futures.wait([self._current])
+        finished, self._current = self._current, None
+        self._reports.append(finished.result())
 
     def close(self) -> None:
         """Waits for the last save and releases the lock. Raises CheckpointError if the save failed."""

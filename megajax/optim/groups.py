@@ -9,7 +9,7 @@ from jax import Array
 from megajax.config.errors import UserError
 from megajax.config.nearest import either, nearest_names
 from megajax.layers.param import ParamSpec
-from megajax.optim.config import GroupConfig, OptimizerBuilder, UpdateConfig
+from megajax.optim.config import OptimizerBuilder, UpdateConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,26 +73,19 @@ def groups(
 
     Raises UserError for a pattern that matches no weight, naming the nearest paths.
     """
-    found = {path: _plain(cfg, spec) for path, spec in declared.items()}
-    for path, factor in (widths or {}).items():
-        found[path] = replace(found[path], width=factor)
+    by_path = {path: replace(_plain(cfg, spec), width=(widths or {}).get(path, 1.0)) for path, spec in declared.items()}
     for place, rule in enumerate(cfg.groups):
-        matched = [path for path in found if fnmatchcase(path, rule.match)]
-        if not matched:
-            raise UserError(_unmatched(f"optimizer.groups.{place}.match", rule.match, list(found)))
-        for path in matched:
-            found[path] = _changed(found[path], rule)
-    return found
+        rates = {name: getattr(rule, name) for name in ("lr", "min_lr", "lr_multiplier", "decay")}
+        rates = {name: value for name, value in rates.items() if value is not None}
+        for path in _matching(f"optimizer.groups.{place}.match", rule.match, declared):
+            by_path[path] = replace(by_path[path], **rates)
+    return by_path
 
 
 def trainable(cfg: UpdateConfig | OptimizerBuilder, declared: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
     """The weights that are trained, in their order. Raises UserError for a pattern that matches no weight."""
-    for pattern in cfg.trainable:
-        if not any(fnmatchcase(path, pattern) for path in declared):
-            raise UserError(_unmatched("optimizer.trainable", pattern, list(declared)))
-    return {
-        path: spec for path, spec in declared.items() if any(fnmatchcase(path, pattern) for pattern in cfg.trainable)
-    }
+    paths = {path for pattern in cfg.trainable for path in _matching("optimizer.trainable", pattern, declared)}
+    return {path: spec for path, spec in declared.items() if path in paths}
 
 
 def _plain(cfg: UpdateConfig, spec: ParamSpec) -> Group:
@@ -103,23 +96,13 @@ def _plain(cfg: UpdateConfig, spec: ParamSpec) -> Group:
     return Group(lr=cfg.embedding_lr, min_lr=cfg.embedding_min_lr, decay=float(decay))
 
 
-def _changed(group: Group, rule: GroupConfig) -> Group:
-    said = {name: getattr(rule, name) for name in ("lr", "min_lr", "lr_multiplier", "decay")}
-    return replace(group, **{name: value for name, value in said.items() if value is not None})
-
-
-def _unmatched(setting: str, pattern: str, paths: list[str]) -> str:
+def _matching(setting: str, pattern: str, declared: Mapping[str, ParamSpec]) -> list[str]:
+    """Paths that match. Raises UserError, which names the nearest ones, where none does."""
+    paths = list(declared)
+    if matched := [path for path in paths if fnmatchcase(path, pattern)]:
+        return matched
     near = nearest_names(pattern.replace("*", ""), paths) or paths[:3]
-    return (
+    raise UserError(
         f"{setting}={pattern} matches no weight of the model: did you mean {either(near)}? "
         "* stands for any text, dots included"
     )
-
-
-def table(found: Mapping[str, Group], kinds: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
-    """Rows for people: what is done, and to which weights. kinds: path -> name of the update rule."""
-    rows: dict[str, list[str]] = {}
-    for path, group in found.items():
-        rule = "" if kinds is None else f"{kinds[path]}, "
-        rows.setdefault(f"{rule}{group}", []).append(path)
-    return [(what, ", ".join(paths)) for what, paths in rows.items()]

@@ -34,13 +34,13 @@ def kept(moments: Mapping[str, Mapping[str, Array]], dtype: str) -> OptimizerSta
 
 def loaded(state: OptimizerState) -> dict[str, dict[str, Array]]:
     """Averages as they are kept -> float32 by kind and path."""
-    found: dict[str, dict[str, Array]] = {}
+    moments: dict[str, dict[str, Array]] = {}
     for name, part in state.items():
         if not isinstance(part, dict):
             continue
         if name + SCALE not in state:
-            found[name] = {path: x.astype(jnp.float32) for path, x in part.items()}
+            moments[name] = {path: x.astype(jnp.float32) for path, x in part.items()}
             continue
         read = {path: from_float16(part[path], state[name + SCALE][place]) for place, path in enumerate(sorted(part))}
-        found[name] = {path: jnp.square(x) for path, x in read.items()} if name in SQUARES else read
-    return found
+        moments[name] = {path: jnp.square(x) for path, x in read.items()} if name in SQUARES else read
+    return moments

@@ -160,8 +160,8 @@ class Orthogonalised:
         keep = self.rules if rows or columns else self._uncut()
         whole = self._laid_out(part.reshape(-1, *part.shape[2:]), keep)
         flat = whole.reshape(*whole.shape[: self.shape.stacked], *self.shape.size(whole.shape))
-        found = orthogonalise(flat, self.cfg, tall=True if rows else None)
-        done = self._laid_out(found.reshape(whole.shape), keep)
+        orthogonal = orthogonalise(flat, self.cfg, tall=True if rows else None)
+        done = self._laid_out(orthogonal.reshape(whole.shape), keep)
         return self._laid_out(done).reshape(part.shape)
 
     def _cut(self, rows: int, columns: int) -> tuple[bool, bool]:

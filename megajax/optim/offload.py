@@ -3,7 +3,7 @@
 Which they are follows from shapes, not from shardings: devices that are not there have no kinds of memory.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -24,36 +24,31 @@ def away(shapes: Mapping[str, Any], share: float) -> frozenset[tuple[str, str]]:
         if isinstance(part, dict)
         for path, array in part.items()
     }
-    wanted, found = share * sum(sizes.values()), set()
+    left, moved = share * sum(sizes.values()), set()
     for key in sorted(sizes, key=lambda key: -sizes[key]):
-        if wanted <= 0:
-            break
-        found.add(key)
-        wanted -= sizes[key]
-    return frozenset(found)
+        if left > 0:
+            moved.add(key)
+            left -= sizes[key]
+    return frozenset(moved)
 
 
 def in_host_memory(shardings: Mapping[str, Any], shapes: Mapping[str, Any], share: float) -> dict[str, Any]:
     """An optimizer's shardings with those moments in host memory."""
-    moved = away(shapes, share)
-    found = {name: dict(part) if isinstance(part, dict) else part for name, part in shardings.items()}
-    for name, path in moved:
-        found[name][path] = found[name][path].with_memory_kind(HOST)
-    return found
+    return _changed(shardings, away(shapes, share), lambda sharding: sharding.with_memory_kind(HOST))
 
 
 def on_device(state: OptimizerState, share: float) -> OptimizerState:
     """What waits in host memory brought to the device; traced."""
-    return _moved(state, share, jax.memory.Space.Device)
+    return _changed(state, away(state, share), lambda array: jax.device_put(array, jax.memory.Space.Device))
 
 
 def at_rest(state: OptimizerState, share: float) -> OptimizerState:
     """What is to wait in host memory sent there; traced."""
-    return _moved(state, share, jax.memory.Space.Host)
+    return _changed(state, away(state, share), lambda array: jax.device_put(array, jax.memory.Space.Host))
 
 
-def _moved(state: OptimizerState, share: float, space: jax.memory.Space) -> OptimizerState:
-    found = {name: dict(part) if isinstance(part, dict) else part for name, part in state.items()}
-    for name, path in away(state, share):
-        found[name][path] = jax.device_put(found[name][path], space)
-    return found
+def _changed(tree: Mapping[str, Any], moved: frozenset[tuple[str, str]], change: Callable) -> dict[str, Any]:
+    changed = {name: dict(part) if isinstance(part, dict) else part for name, part in tree.items()}
+    for name, path in moved:
+        changed[name][path] = change(changed[name][path])
+    return changed

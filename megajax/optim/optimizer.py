@@ -13,7 +13,7 @@ from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec
 from megajax.mesh.rules import Plan
 from megajax.optim.config import AdamWConfig, LionConfig, SGDConfig, UpdateConfig
-from megajax.optim.groups import Rates, groups, grows, table
+from megajax.optim.groups import Rates, groups, grows
 from megajax.optim.moments import OptimizerState, kept, loaded
 
 type Moments = tuple[Array, ...]
@@ -67,16 +67,19 @@ class Optimizer:
 
     def table(self) -> list[tuple[str, str]]:
         """Rows for people: rule and rates, and the weights that have them."""
-        return table(self.groups, self.kinds())
+        rows: dict[str, list[str]] = {}
+        for path, kind in self.kinds().items():
+            rows.setdefault(f"{kind}, {self.groups[path]}", []).append(path)
+        return [(what, ", ".join(paths)) for what, paths in rows.items()]
 
     def measures(self, grads: Params, params: Params) -> dict[str, Array]:
         """What was asked for of num_zeros and parameter_norm, float32 []."""
-        found = {}
+        measures = {}
         if self.cfg.log_zeros:
-            found["num_zeros"] = zeros(grads, self.declared)
+            measures["num_zeros"] = zeros(grads, self.declared)
         if self.cfg.log_parameter_norm:
-            found["parameter_norm"] = global_norm(params)
-        return found
+            measures["parameter_norm"] = global_norm(params)
+        return measures
 
 
 class RuleOptimizer(Optimizer):

@@ -13,7 +13,7 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.models.presets.gpt import gpt2
 from megajax.optim.config import AdamWConfig, GroupConfig, MuonConfig, ScheduleConfig, SGDConfig
-from megajax.optim.groups import Group, groups, table
+from megajax.optim.groups import Group, groups
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_the_table_names_rule_rates_and_weights(declared):
     assert "stack.blocks.0.mlp.up" in rows["Orthogonalised, schedule's lr, decay"]
     listed = sorted(path for weights in rows.values() for path in weights.split(", "))
     assert listed == sorted(declared)
-    assert dict(table({"a": Group()})) == {"schedule's lr, decay": "a"}
+    assert str(Group()) == "schedule's lr, decay"
 
 
 @pytest.mark.parametrize(
