@@ -26,8 +26,8 @@ class Tokenizer(Protocol):
     identity: str
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of the text, int32 [tokens]; never adds tokens of its own such as `eod`."""
-        ...
+        """Ids of the text, int32 [tokens], without added ones such as `eod`. Half surrogates become three bytes."""
+        return self.encode_bytes(text.encode("utf-8", errors="surrogatepass"))
 
     def encode_bytes(self, data: bytes) -> np.ndarray:
         """Ids of UTF-8 bytes, int32 [tokens]; what becomes of bytes that are not UTF-8 is said by each tokenizer."""
@@ -37,17 +37,13 @@ class Tokenizer(Protocol):
         """Text of the ids, U+FFFD for bytes that are not UTF-8. Raises UserError for an id outside the vocabulary."""
         ...
 
-    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
-        """Bytes of the ids. Raises UserError for an id outside the vocabulary."""
-        ...
-
     def split_point(self, data: bytes) -> int:
         """Last place p known to be safe to cut at, 0 where none is known.
 
         Safe: the ids of `data` are those of `data[:p]` followed by those of `data[p:]`, whatever comes after `data`.
         Lets a document of any size be tokenised piece by piece.
         """
-        ...
+        return 0
 
 
 _LAST_BLANK = re.compile(rb"(?s:.*)[!-~](?=[ \n])")
@@ -68,25 +64,25 @@ def read_file(path: str, what: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
+        text = f"{path}: cannot read this {what}: {error.strerror or error}."
+        raise UserError(f"{text} Set the path in the tokenizer's settings.") from error
+
+
+def check_ids(ids: Sequence[int] | np.ndarray, vocabulary_size: int) -> list[int]:
+    """The ids as a list. Raises UserError for one outside the vocabulary."""
+    numbers = np.asarray(ids, dtype=np.int64)
+    outside = numbers[(numbers < 0) | (numbers >= vocabulary_size)]
+    if outside.size:
         raise UserError(
-            f"{path}: cannot read this {what}: {error.strerror or error}. Set the path in the tokenizer's settings."
-        ) from error
-
-
-def outside_vocabulary(number: int, vocabulary_size: int) -> UserError:
-    """The error for an id that no token has."""
-    return UserError(
-        f"Token id {number} is outside the vocabulary: ids go from 0 to {vocabulary_size - 1}. "
-        "Were these tokens made by another tokenizer?"
-    )
+            f"Token id {outside[0]} is outside the vocabulary: ids go from 0 to {vocabulary_size - 1}. "
+            "Were these tokens made by another tokenizer?"
+        )
+    return numbers.tolist()
 
 
 def join_tokens(ids: Sequence[int] | np.ndarray, table: Sequence[bytes | None]) -> bytes:
     """Bytes of ids by a table [vocabulary] of the bytes of each. Raises UserError for an id the table lacks."""
-    pieces = []
-    for number in np.asarray(ids, dtype=np.int64).tolist():
-        piece = table[number] if 0 <= number < len(table) else None
-        if piece is None:
-            raise outside_vocabulary(number, len(table))
-        pieces.append(piece)
-    return b"".join(pieces)
+    pieces = [(number, table[number]) for number in check_ids(ids, len(table))]
+    if unknown := [number for number, piece in pieces if piece is None]:
+        raise UserError(f"Token id {unknown[0]} is not in the vocabulary, which has gaps.")
+    return b"".join(piece for _, piece in pieces if piece is not None)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megajax.tokenizers.base import join_tokens
+from megajax.tokenizers.base import Tokenizer, join_tokens
 from megajax.tokenizers.config import ByteTokenizerConfig
 
 EOD = 256
@@ -12,7 +12,7 @@ TABLE = (*(bytes((value,)) for value in range(EOD)), b"")
 """Bytes of each id; the end of a document has none."""
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """Ids 0 to 255 are byte values, 256 ends a document. Exact for any bytes; a half surrogate is three of them."""
 
     def __init__(self, config: ByteTokenizerConfig):
@@ -21,17 +21,11 @@ class ByteTokenizer:
         self.pad = None
         self.identity = f"byte:{self.vocabulary_size}"
 
-    def encode(self, text: str) -> np.ndarray:
-        return self.encode_bytes(text.encode("utf-8", errors="surrogatepass"))
-
     def encode_bytes(self, data: bytes) -> np.ndarray:
         return np.frombuffer(data, np.uint8).astype(np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
-
-    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
-        return join_tokens(ids, TABLE)
+        return join_tokens(ids, TABLE).decode("utf-8", errors="replace")
 
     def split_point(self, data: bytes) -> int:
         return len(data)

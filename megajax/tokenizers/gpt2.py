@@ -13,7 +13,7 @@ import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.config.missing import require
-from megajax.tokenizers.base import before_last_blank, join_tokens, read_file
+from megajax.tokenizers.base import Tokenizer, before_last_blank, join_tokens, read_file
 from megajax.tokenizers.config import GPT2TokenizerConfig
 
 PRETOKEN = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -38,7 +38,7 @@ def printable_bytes() -> dict[str, int]:
     return {chr(value): value for value in visible} | {chr(0x100 + place): value for place, value in enumerate(hidden)}
 
 
-class GPT2Tokenizer:
+class GPT2Tokenizer(Tokenizer):
     """Ids equal to those of Hugging Face's byte-level BPE with the same files, at several times its speed.
 
     Any bytes survive a round trip: a stretch that is no UTF-8 ends the pretoken before it and becomes a token per byte.
@@ -62,11 +62,10 @@ class GPT2Tokenizer:
         digest = hashlib.sha256(b"".join(hashlib.sha256(file).digest() for file in files)).hexdigest()
         self.identity = f"gpt2:{digest[:16]}:eod={self.eod}"
         self._ids = np.array([number for _, number in tokens], np.int32)
-        self._table: list[bytes | None] = [None] * self.vocabulary_size
-        for token, number in vocabulary.items():
-            self._table[number] = token.encode("utf-8")
-        for piece, number in tokens:
-            self._table[number] = piece
+        self.table: list[bytes | None] = [None] * self.vocabulary_size
+        """Bytes of each id."""
+        for piece, number in [*((token.encode("utf-8"), number) for token, number in vocabulary.items()), *tokens]:
+            self.table[number] = piece
         self._single = np.zeros(256, np.int32)
         for piece, number in tokens[:256]:
             self._single[piece[0]] = number
@@ -74,10 +73,6 @@ class GPT2Tokenizer:
         self._engine = tiktoken.Encoding(
             self.identity, pat_str=PRETOKEN, mergeable_ranks=ranks, special_tokens={}, explicit_n_vocab=len(ranks)
         )
-
-    def encode(self, text: str) -> np.ndarray:
-        """Ids, int32 [tokens]; half surrogates, which no UTF-8 has, keep their three bytes."""
-        return self.encode_bytes(text.encode("utf-8", errors="surrogatepass"))
 
     def encode_bytes(self, data: bytes) -> np.ndarray:
         """Ids, int32 [tokens], of any bytes."""
@@ -98,10 +93,7 @@ class GPT2Tokenizer:
         return self._ids[np.concatenate(pieces) if len(pieces) > 1 else pieces[0]]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
-
-    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
-        return join_tokens(ids, self._table)
+        return join_tokens(ids, self.table).decode("utf-8", errors="replace")
 
     def split_point(self, data: bytes) -> int:
         """No pretoken has a blank after something else, so any change to a blank is a border."""
@@ -125,10 +117,8 @@ def _ranked(config: GPT2TokenizerConfig, vocabulary: dict[str, int], merges: byt
     byte_of = printable_bytes()
     for character, value in byte_of.items():
         if character not in vocabulary:
-            raise UserError(
-                f"{config.vocabulary}: no token {character!r} for byte 0x{value:02x}; "
-                "a byte-level vocabulary has all 256."
-            )
+            what = f"no token {character!r} for byte 0x{value:02x}; a byte-level vocabulary has all 256."
+            raise UserError(f"{config.vocabulary}: {what}")
     ranked = {
         bytes((byte_of[character],)): vocabulary[character] for character in sorted(byte_of, key=vocabulary.__getitem__)
     }

@@ -8,7 +8,7 @@ import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.config.missing import require
-from megajax.tokenizers.base import outside_vocabulary, read_file
+from megajax.tokenizers.base import Tokenizer, check_ids, read_file
 from megajax.tokenizers.config import HuggingFaceTokenizerConfig
 
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[EOS]", "<EOD>", "<eod>")
@@ -17,7 +17,7 @@ PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|endofp
 """Names of padding tokens, likewise."""
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json as it is, without the truncation, padding and added tokens that the file may ask for.
 
     Bytes that are no UTF-8 become U+FFFD before they are tokenised, and whether text survives a round trip is up to the
@@ -46,34 +46,17 @@ class HuggingFaceTokenizer:
         eod = next((vocabulary[name] for name in names if name in vocabulary), None)
         if eod is None:
             wanted = "none of the usual tokens" if config.eod is None else "no token"
-            raise UserError(
-                f"{path}: {wanted} {', '.join(names)} to end a document. Name one of this vocabulary as `eod`."
-            )
+            what = f"{wanted} {', '.join(names)} to end a document. Name one of this vocabulary as `eod`."
+            raise UserError(f"{path}: {what}")
         self.eod: int = eod
         self.pad = next((vocabulary[name] for name in PAD_NAMES if name in vocabulary), None)
         special = "" if config.special_tokens_in_text else ":plain"
         self.identity = f"huggingface:{hashlib.sha256(data).hexdigest()[:16]}:eod={self.eod}{special}"
 
-    def encode(self, text: str) -> np.ndarray:
-        """Ids, int32 [tokens]; half surrogates, which no UTF-8 has, become U+FFFD."""
-        if not text.isascii():
-            text = text.encode("utf-8", errors="surrogatepass").decode("utf-8", errors="replace")
+    def encode_bytes(self, data: bytes) -> np.ndarray:
+        text = data.decode("utf-8", errors="replace")
         encoding = self._engine.encode_batch_fast([text], add_special_tokens=False)[0]
         return np.array(encoding.ids, np.int32)
 
-    def encode_bytes(self, data: bytes) -> np.ndarray:
-        return self.encode(data.decode("utf-8", errors="replace"))
-
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        numbers = np.asarray(ids, dtype=np.int64)
-        outside = numbers[(numbers < 0) | (numbers >= self.vocabulary_size)]
-        if outside.size:
-            raise outside_vocabulary(int(outside[0]), self.vocabulary_size)
-        return self._engine.decode(numbers.tolist(), skip_special_tokens=False)
-
-    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
-        return self.decode(ids).encode("utf-8")
-
-    def split_point(self, data: bytes) -> int:
-        """Where a document can be cut depends on the file, so nowhere."""
-        return 0
+        return self._engine.decode(check_ids(ids, self.vocabulary_size), skip_special_tokens=False)

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megajax.config.errors import UserError
+from megajax.tokenizers.base import join_tokens
 from megajax.tokenizers.config import GPT2TokenizerConfig
 from megajax.tokenizers.gpt2 import RUN, printable_bytes
 
@@ -42,7 +43,7 @@ def test_same_ids_as_hugging_face(tokenizer, trained, text):
 @fixture
 @given(st.lists(st.one_of(st.binary(max_size=20), texts.map(str.encode))).map(b"".join))
 def test_any_bytes_survive(tokenizer, data):
-    assert tokenizer.decode_bytes(tokenizer.encode_bytes(data)) == data
+    assert join_tokens(tokenizer.encode_bytes(data), tokenizer.table) == data
 
 
 @fixture
@@ -77,7 +78,7 @@ def test_special_tokens_in_text_are_text(tokenizer):
 
 
 def test_half_surrogates_keep_their_bytes(tokenizer):
-    assert tokenizer.decode_bytes(tokenizer.encode("a\ud800b")) == b"a\xed\xa0\x80b"
+    assert join_tokens(tokenizer.encode("a\ud800b"), tokenizer.table) == b"a\xed\xa0\x80b"
 
 
 def test_printable_bytes():
@@ -143,4 +144,4 @@ def test_real_vocabulary_on_real_text(data_dir):
         data = (data_dir / name).read_bytes()
         ids = ours.encode_bytes(data)
         assert ids.tolist() == theirs.encode(data.decode()).ids and len(ids) == tokens
-        assert ours.decode_bytes(ids) == data
+        assert join_tokens(ids, ours.table) == data
