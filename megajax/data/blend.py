@@ -3,6 +3,7 @@
 import math
 import zlib
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -148,22 +149,10 @@ class DatasetBuilder:
             isolate_documents=config.isolate_documents,
         )
 
-    def _describe(self) -> dict[str, object]:
-        tokenizer, config = self.tokenizer, self.config
-        return {
-            "extra_token": config.extra_token,
-            "drop_last": config.drop_last,
-            "reset_positions": config.reset_positions,
-            "reset_attention_mask": config.reset_attention_mask,
-            "eod_mask_loss": config.eod_mask_loss,
-            "isolate_documents": config.isolate_documents,
-            "tokenizer": tokenizer.identity,
-            "pad": pad_token(tokenizer),
-        }
-
     def dataset(self, tokens: TokenSource, identity: str, split: str, request: IndexRequest) -> GPTDataset:
         """Rows of one split of one token file."""
-        description = {"kind": "gpt", "data": identity, "split": split, **request.describe(), **self._describe()}
+        description = {"kind": "gpt", "data": identity, "split": split, **asdict(request), **asdict(self.options)}
+        description |= {"tokenizer": self.tokenizer.identity, "pad": pad_token(self.tokenizer)}
         name = f"{tokens.prefix}, split {split}"
         arrays = load_or_build(self.folder, description, lambda: build_index(tokens.lengths, request, name)._asdict())
         index = RowIndex(**arrays)
@@ -197,16 +186,13 @@ class DatasetBuilder:
             if shares[position] is None and split != "train":
                 continue
             single = len(files) == 1 and weights is None
-            if single or weights is None or asked is None:
-                each: list[int | None] = [asked if single else None] * len(files)
-            else:
-                each = list(rows_needed(asked, weights, self.config.surplus))
-            datasets = [
-                self.dataset(tokens, identity, split, self.request(split, split_bounds(share, len(tokens.lengths)), n))
-                for tokens, identity, n, share in zip(
-                    files, identities, each, [shares[position]] * len(files), strict=True
-                )
-            ]
+            each: Sequence[int | None] = [asked if single else None] * len(files)
+            if weights is not None and asked is not None:
+                each = rows_needed(asked, weights, self.config.surplus)
+            datasets = []
+            for tokens, identity, count in zip(files, identities, each, strict=True):
+                request = self.request(split, split_bounds(shares[position], len(tokens.lengths)), count)
+                datasets.append(self.dataset(tokens, identity, split, request))
             built[position] = datasets[0] if single else self._blend(datasets, weights, asked, identities)
         return Splits(*built)
 

@@ -5,7 +5,7 @@ at token k·S and has S tokens plus one extra, the last label, so adjacent rows 
 shuffled. One generator, seeded once, does both, and the arrays are bitwise equal to Megatron-LM's.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -36,10 +36,6 @@ class IndexRequest:
     """1 if each row reads one token more than its length, else 0."""
     drop_last: bool = True
     """False: an incomplete last row is kept."""
-
-    def describe(self) -> dict[str, int | bool | None]:
-        """Everything that the index depends on, except the data."""
-        return asdict(self)
 
 
 class RowIndex(NamedTuple):

@@ -53,12 +53,12 @@ def test_ten_updates_are_those_of_float64(cfg):
     gradients = [random(rng, 10.0 ** rng.integers(-9, 2)) for _ in rates]
     optimizer = cfg.build(DECLARED)
     update = jax.jit(lambda g, s, p, lr: optimizer.update(g, s, p, rates=steady(lr, cfg.weight_decay)))
-    found, state = {path: jnp.asarray(p) for path, p in params.items()}, optimizer.init(params)
+    weights, state = {path: jnp.asarray(p) for path, p in params.items()}, optimizer.init(params)
     for grads, lr in zip(gradients, rates, strict=True):
-        found, state = update(grads, state, found, jnp.float32(lr))
+        weights, state = update(grads, state, weights, jnp.float32(lr))
     assert int(state["count"]) == 10
     for path, exact in in_float64(params, gradients, rates, cfg).items():
-        np.testing.assert_allclose(found[path], exact, rtol=1e-5, atol=1e-6, err_msg=path)
+        np.testing.assert_allclose(weights[path], exact, rtol=1e-5, atol=1e-6, err_msg=path)
         assert np.abs(exact - params[path]).max() > 0.01, path
 
 
@@ -66,8 +66,8 @@ def test_bias_corrections_are_right_from_the_first_step_on():
     """1 - beta^t taken in float32 would be off by 6e-5 at the first step with beta2=0.999."""
     for beta in (0.9, 0.95, 0.999, 0.9999):
         for step in (1, 2, 3, 10, 1000, 100_000):
-            found = float(jax.jit(lambda t, beta=beta: weight_so_far(beta, t))(jnp.float32(step)))
-            assert found == pytest.approx(-np.expm1(step * np.log(beta)), rel=2 * BIT), (beta, step)
+            share = float(jax.jit(lambda t, beta=beta: weight_so_far(beta, t))(jnp.float32(step)))
+            assert share == pytest.approx(-np.expm1(step * np.log(beta)), rel=2 * BIT), (beta, step)
     assert float(weight_so_far(0.0, jnp.float32(1))) == 1
 
 
@@ -76,9 +76,9 @@ def test_first_update_is_the_sign_of_the_gradient():
     rng = np.random.default_rng(5)
     params, grads = random(rng), random(rng)
     optimizer = AdamWConfig(weight_decay=0.0, epsilon=1e-30).build(DECLARED)
-    found, _ = optimizer.update(grads, optimizer.init(params), params, rates=steady(1.0))
+    weights, _ = optimizer.update(grads, optimizer.init(params), params, rates=steady(1.0))
     for path, g in grads.items():
-        np.testing.assert_allclose(params[path] - np.asarray(found[path]), np.sign(g), atol=5e-7)
+        np.testing.assert_allclose(params[path] - np.asarray(weights[path]), np.sign(g), atol=5e-7)
 
 
 def test_coupled_decay_goes_through_the_moments():
@@ -86,27 +86,27 @@ def test_coupled_decay_goes_through_the_moments():
     params, rates = random(rng), [1e-2] * 4
     gradients = [random(rng) for _ in rates]
     optimizer = cfg.build(DECLARED)
-    found, state = params, optimizer.init(params)
+    weights, state = params, optimizer.init(params)
     exact = {path: p.astype(np.float64) for path, p in params.items()}
     m, v = ({path: np.zeros_like(p) for path, p in exact.items()} for _ in range(2))
     for t, grads in enumerate(gradients, start=1):
-        found, state = optimizer.update(grads, state, found, rates=steady(1e-2, 0.1))
+        weights, state = optimizer.update(grads, state, weights, rates=steady(1e-2, 0.1))
         for path, p in exact.items():
             g = grads[path] + (0.1 * p if path == "matrix" else 0)
             m[path], v[path] = 0.9 * m[path] + 0.1 * g, 0.95 * v[path] + 0.05 * g * g
             exact[path] = p - 1e-2 * (m[path] / (1 - 0.9**t)) / (np.sqrt(v[path] / (1 - 0.95**t)) + 1e-8)
     for path, p in exact.items():
-        np.testing.assert_allclose(found[path], p, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(weights[path], p, rtol=1e-6, atol=1e-6)
 
 
 def test_without_gradient_only_matrices_shrink():
     params = random(np.random.default_rng(1))
     zero = {path: np.zeros_like(p) for path, p in params.items()}
     optimizer = CONFIG.build(DECLARED)
-    found, _ = optimizer.update(zero, optimizer.init(params), params, rates=steady(0.5, 0.1))
-    np.testing.assert_allclose(found["matrix"], params["matrix"] * (1 - 0.5 * 0.1), rtol=1e-6)
+    weights, _ = optimizer.update(zero, optimizer.init(params), params, rates=steady(0.5, 0.1))
+    np.testing.assert_allclose(weights["matrix"], params["matrix"] * (1 - 0.5 * 0.1), rtol=1e-6)
     for path in ("gain", "bias"):
-        np.testing.assert_array_equal(found[path], params[path])
+        np.testing.assert_array_equal(weights[path], params[path])
 
 
 def test_tables_decay_and_biases_and_gains_do_not():

@@ -22,10 +22,10 @@ def declared() -> dict[str, ParamSpec]:
 
 
 def test_matrices_decay_at_the_schedules_rate(declared):
-    found = groups(AdamWConfig(), declared)
-    assert set(found.values()) == {Group(), Group(decay=0.0)}
-    assert {path for path, group in found.items() if not group.decay} == {
-        path for path in found if path.endswith(("bias", "gain"))
+    by_path = groups(AdamWConfig(), declared)
+    assert set(by_path.values()) == {Group(), Group(decay=0.0)}
+    assert {path for path, group in by_path.items() if not group.decay} == {
+        path for path in by_path if path.endswith(("bias", "gain"))
     }
 
 
@@ -46,16 +46,18 @@ def test_query_and_key_norms_may_decay():
         if (path := f"{mixer}.{name}.{role}")
     }
     several["q"] = ParamSpec("latent.query_norm.gain", (4, 8), ("layer", None), ONES, "gain", "q", (0, 1, 2, 3))
-    found = groups(AdamWConfig(decay_qk_norms=True), several)
-    assert {path for path, group in found.items() if group.decay} == {path for path in several if ".norm." not in path}
+    by_path = groups(AdamWConfig(decay_qk_norms=True), several)
+    assert {path for path, group in by_path.items() if group.decay} == {
+        path for path in several if ".norm." not in path
+    }
     assert not any(group.decay for group in groups(AdamWConfig(), several).values())
 
 
 def test_token_embedding_and_head_have_rates_of_their_own(declared):
-    found = groups(AdamWConfig(embedding_lr=1e-4, embedding_min_lr=1e-6), declared)
-    own = {path for path, group in found.items() if group.lr is not None}
+    by_path = groups(AdamWConfig(embedding_lr=1e-4, embedding_min_lr=1e-6), declared)
+    own = {path for path, group in by_path.items() if group.lr is not None}
     assert own == {path for path, spec in declared.items() if "vocab" in spec.axes}
-    assert found["tokens"] == Group(lr=1e-4, min_lr=1e-6)
+    assert by_path["tokens"] == Group(lr=1e-4, min_lr=1e-6)
 
 
 def test_patterns_change_what_they_say_and_later_ones_win(declared):
@@ -66,11 +68,11 @@ def test_patterns_change_what_they_say_and_later_ones_win(declared):
             GroupConfig(match="positions", decay=0.0),
         )
     )
-    found = groups(cfg, declared)
-    assert found["stack.blocks.0.mlp.up"] == Group(lr_multiplier=3.0, decay=2.0)
-    assert found["stack.blocks.0.mlp.down"] == Group(lr_multiplier=0.5, decay=2.0)
-    assert found["positions"] == Group(decay=0.0)
-    assert found["tokens"] == Group()
+    by_path = groups(cfg, declared)
+    assert by_path["stack.blocks.0.mlp.up"] == Group(lr_multiplier=3.0, decay=2.0)
+    assert by_path["stack.blocks.0.mlp.down"] == Group(lr_multiplier=0.5, decay=2.0)
+    assert by_path["positions"] == Group(decay=0.0)
+    assert by_path["tokens"] == Group()
 
 
 def test_a_pattern_that_matches_nothing_names_the_nearest_paths(declared):
@@ -97,10 +99,10 @@ def test_the_update_uses_each_groups_rates():
         rates = lambda group: schedule.rates(n, cfg.weight_decay, group)  # noqa: E731
         return optimizer.update(params, optimizer.init(params), params, rates=rates)[0]
 
-    found = jax.jit(update)(jnp.int32(5))
-    np.testing.assert_allclose(found["a"], 1 - 5e-3 * 1.1, rtol=1e-6)
-    np.testing.assert_allclose(found["b"], 1 - 1.5e-2 * 1.3, rtol=1e-6)
-    np.testing.assert_array_equal(found["frozen"], 1)
+    updated = jax.jit(update)(jnp.int32(5))
+    np.testing.assert_allclose(updated["a"], 1 - 5e-3 * 1.1, rtol=1e-6)
+    np.testing.assert_allclose(updated["b"], 1 - 1.5e-2 * 1.3, rtol=1e-6)
+    np.testing.assert_array_equal(updated["frozen"], 1)
 
 
 def test_a_group_whose_rate_would_rise_is_refused():

@@ -23,12 +23,12 @@ LR, STEPS = 1e-2, 20
 def gradients(step: int, orders: int) -> dict[str, np.ndarray]:
     """Elements of a weight differ in size by up to so many orders of magnitude; those of one weight are 0."""
     size, noise = np.random.default_rng(0), np.random.default_rng(1 + step)
-    found = {}
+    weights = {}
     for path, shape in SHAPES.items():
         scale = 10.0 ** size.uniform(1 - orders, 1, shape)
-        found[path] = (scale * (0.5 + noise.normal(size=shape))).astype(np.float32)
-    found["never"][:] = 0
-    return found
+        weights[path] = (scale * (0.5 + noise.normal(size=shape))).astype(np.float32)
+    weights["never"][:] = 0
+    return weights
 
 
 def run(cfg, steps: int = STEPS, orders: int = 7):
@@ -46,15 +46,15 @@ def run(cfg, steps: int = STEPS, orders: int = 7):
 def test_twenty_updates_follow_those_with_float32_moments(beta2):
     settings = {"beta2": beta2, "epsilon": 1e-15, "weight_decay": 0.0}
     exact, _ = run(AdamWConfig(**settings))
-    found, state = run(AdamWConfig(moments="float16", **settings))
-    for step, (now, wanted) in enumerate(zip(found, exact, strict=True), start=1):
+    weights, state = run(AdamWConfig(moments="float16", **settings))
+    for step, (now, wanted) in enumerate(zip(weights, exact, strict=True), start=1):
         for path in SHAPES:
             # Each of two moments is rounded by up to 2^-11 a step, which an average forgets after some ten steps; an
             # update is about one learning rate.
             off = np.abs(np.asarray(now[path]) - wanted[path]).max() / LR
             assert off < 1e-3 * step, (path, step, off)
     assert np.median(np.abs(np.asarray(exact[-1]["b"]))) > LR
-    np.testing.assert_array_equal(found[-1]["never"], 0)
+    np.testing.assert_array_equal(weights[-1]["never"], 0)
     assert state["first_moment"]["b"].dtype == state["second_moment"]["b"].dtype == jnp.float16
     assert state["second_moment_scale"].dtype == jnp.float32 and state["second_moment_scale"].shape == (3,)
 
@@ -65,10 +65,10 @@ def test_what_is_kept_is_the_moment_and_the_root_of_the_second():
     for place, path in enumerate(sorted(SHAPES)):
         first = np.asarray(from_float16(state["first_moment"][path], state["first_moment_scale"][place]))
         second = np.asarray(from_float16(state["second_moment"][path], state["second_moment_scale"][place])) ** 2
-        for found, wanted in ((first, exact["first_moment"][path]), (second, exact["second_moment"][path])):
+        for moment, wanted in ((first, exact["first_moment"][path]), (second, exact["second_moment"][path])):
             wanted = np.asarray(wanted)
             large = np.abs(wanted) > np.abs(wanted).max() * 2**-28
-            np.testing.assert_allclose(found[large], wanted[large], rtol=2**-10)
+            np.testing.assert_allclose(moment[large], wanted[large], rtol=2**-10)
 
 
 def test_float16_holds_twelve_orders_of_magnitude_and_any_size():
@@ -91,9 +91,9 @@ def test_elements_beyond_the_range_do_not_run_away():
     """A quarter of them are below what float16 can tell from 0 beside the largest, and epsilon stops nothing."""
     cfg = AdamWConfig(beta2=0.95, epsilon=1e-25, weight_decay=0.0)
     exact, _ = run(cfg, orders=16)
-    found, state = run(replace(cfg, moments="float16"), orders=16)
+    weights, state = run(replace(cfg, moments="float16"), orders=16)
     before = {path: np.zeros(shape) for path, shape in SHAPES.items()}
-    for now in found:
+    for now in weights:
         assert all(np.abs(np.asarray(now[path]) - before[path]).max() < 4 * LR for path in SHAPES)
         before = {path: np.asarray(p) for path, p in now.items()}
     assert max(np.abs(np.asarray(p)).max() for p in exact[-1].values()) < STEPS * LR
@@ -103,10 +103,10 @@ def test_elements_beyond_the_range_do_not_run_away():
 
 @pytest.mark.parametrize("cfg", [LionConfig(moments="float16"), MuonConfig(moments="float16")], ids=["lion", "muon"])
 def test_other_averages_can_be_kept_so_too(cfg):
-    found, state = run(cfg, 2)
+    weights, state = run(cfg, 2)
     kind = next(name for name in state if name.endswith("_scale")).removesuffix("_scale")
     assert all(moment.dtype == jnp.float16 for moment in state[kind].values())
-    assert np.isfinite(np.asarray(found[-1]["b"])).all()
+    assert np.isfinite(np.asarray(weights[-1]["b"])).all()
 
 
 def test_a_beta_that_float16_could_not_follow_is_refused():

@@ -49,10 +49,10 @@ DECLARED = {
     ],
 )
 def test_what_is_a_matrix(shape, axes, expected, size):
-    found = matrices(spec("w", shape, axes))
-    assert found == expected
-    if found is not None:
-        assert found.size(shape) == size
+    view = matrices(spec("w", shape, axes))
+    assert view == expected
+    if view is not None:
+        assert view.size(shape) == size
 
 
 def test_in_a_model_the_matrices_of_the_stack_are_orthogonalised():
@@ -78,9 +78,9 @@ def test_in_a_model_the_matrices_of_the_stack_are_orthogonalised():
 def test_singular_values_come_near_one(shape, settings, low, high):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, *shape)).astype(np.float32) * np.array([1e-6, 1e3], np.float32)[:, None, None]
-    found = np.asarray(orthogonalise(jnp.asarray(x), MuonConfig(**settings)))
-    assert found.dtype == np.float32
-    for before, after in zip(x, found, strict=True):
+    orthogonal = np.asarray(orthogonalise(jnp.asarray(x), MuonConfig(**settings)))
+    assert orthogonal.dtype == np.float32
+    for before, after in zip(x, orthogonal, strict=True):
         left, values, right = np.linalg.svd(before.astype(np.float64), full_matrices=False)
         # The iteration is an odd polynomial of the singular values: only those that are not tiny get near 1.
         core = left.T @ after @ right.T
@@ -112,9 +112,9 @@ def test_three_updates_are_those_of_numpy(nesterov):
     gradients = [{path: rng.normal(size=s.shape).astype(np.float32) for path, s in DECLARED.items()} for _ in range(3)]
     optimizer = cfg.build(DECLARED)
     update = jax.jit(partial(optimizer.update, rates=steady(0.01, 0.1)))
-    found, state = params, optimizer.init(params)
+    weights, state = params, optimizer.init(params)
     for grads in gradients:
-        found, state = update(grads, state, found)
+        weights, state = update(grads, state, weights)
     for path, shape in {"query": (8, 6), "output": (6, 8), "down": (12, 8)}.items():
         for layer in range(3):
             p, m = params[path][layer].astype(np.float64), 0.0
@@ -127,5 +127,5 @@ def test_three_updates_are_those_of_numpy(nesterov):
                     gram = x @ x.T
                     x = a * x + b * gram @ x + c * gram @ gram @ x
                 p = p * (1 - 0.01 * 0.1) - 0.01 * max(shape) ** 0.5 * x.reshape(p.shape)
-            np.testing.assert_allclose(found[path][layer], p, rtol=2e-6, atol=2e-6, err_msg=f"{path} {layer}")
+            np.testing.assert_allclose(weights[path][layer], p, rtol=2e-6, atol=2e-6, err_msg=f"{path} {layer}")
     assert set(state["first_moment"]) == {"tokens", "gain"}

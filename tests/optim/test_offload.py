@@ -40,9 +40,9 @@ def test_the_largest_moments_move_until_the_share_is_reached():
     shardings = {"count": place, "first": dict.fromkeys(sizes, place)}
 
     def moved(share: float) -> set[str]:
-        found = in_host_memory(shardings, {"count": None, "first": shapes}, share)
-        assert found["count"] is place
-        return {path for path, sharding in found["first"].items() if sharding.memory_kind == HOST}
+        moved = in_host_memory(shardings, {"count": None, "first": shapes}, share)
+        assert moved["count"] is place
+        return {path for path, sharding in moved["first"].items() if sharding.memory_kind == HOST}
 
     assert [moved(share) for share in (0, 0.5, 0.6, 0.9, 1)] == [set(), {"b"}, {"b", "c"}, {"b", "c"}, set(sizes)]
 

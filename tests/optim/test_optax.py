@@ -252,9 +252,9 @@ def test_rules_as_transformations_agree_with_optax(name: str) -> None:
     states = [ours().init(params), theirs().init(params)]
     for _ in range(20):
         grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), params)
-        found, states[0] = ours().update(grads, states[0])
+        updates, states[0] = ours().update(grads, states[0])
         wanted, states[1] = theirs().update(grads, states[1])
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=tolerance, atol=0), found, wanted)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=tolerance, atol=0), updates, wanted)
 
 
 @pytest.mark.parametrize(
@@ -266,9 +266,9 @@ def test_an_optimizer_is_a_transformation(cfg: Any) -> None:
     tx = transformation(optimizer, steady(0.01, 0.1))
     wanted, _ = optimizer.update(arrays(1), optimizer.init(params), params, rates=steady(0.01, 0.1))
     updates, _ = tx.update(arrays(1), tx.init(params), params)
-    found = optax.apply_updates(params, updates)
+    updated = optax.apply_updates(params, updates)
     for path in params:
-        np.testing.assert_allclose(found[path], wanted[path], rtol=1e-6, atol=1e-7, err_msg=path)
+        np.testing.assert_allclose(updated[path], wanted[path], rtol=1e-6, atol=1e-7, err_msg=path)
 
 
 def own_sgd(learning_rate: Any) -> optax.GradientTransformation:

@@ -31,36 +31,36 @@ def run(cfg, params, gradients, lr):
     """(weights, state) after one update for each gradient."""
     optimizer = cfg.build(DECLARED)
     update = jax.jit(lambda g, s, p: optimizer.update(g, s, p, rates=steady(lr, cfg.weight_decay)))
-    found, state = {path: jnp.asarray(p) for path, p in params.items()}, optimizer.init(params)
+    weights, state = {path: jnp.asarray(p) for path, p in params.items()}, optimizer.init(params)
     for grads in gradients:
-        found, state = update(grads, state, found)
-    return found, state
+        weights, state = update(grads, state, weights)
+    return weights, state
 
 
 def test_momentum():
     rng, cfg = np.random.default_rng(0), SGDConfig(momentum=0.9, weight_decay=0.1)
     params, gradients = random(rng), [random(rng) for _ in range(5)]
-    found, state = run(cfg, params, gradients, 0.01)
+    weights, state = run(cfg, params, gradients, 0.01)
     for path, p in params.items():
         p, kept = p.astype(np.float64), 0.0
         for grads in gradients:
             kept = 0.9 * kept + grads[path] + (0.1 * p if path in ("stack.matrix", "tokens") else 0)
             p = p - 0.01 * kept
-        np.testing.assert_allclose(found[path], p, rtol=1e-6, atol=1e-6, err_msg=path)
+        np.testing.assert_allclose(weights[path], p, rtol=1e-6, atol=1e-6, err_msg=path)
         np.testing.assert_allclose(state["momentum"][path], kept, rtol=1e-5, atol=1e-5, err_msg=path)
 
 
 def test_lion():
     rng, cfg = np.random.default_rng(1), LionConfig(beta1=0.9, beta2=0.99, weight_decay=0.3)
     params, gradients = random(rng), [random(rng) for _ in range(5)]
-    found, _ = run(cfg, params, gradients, 0.01)
+    weights, _ = run(cfg, params, gradients, 0.01)
     for path, p in params.items():
         p, m = p.astype(np.float64), 0.0
         for grads in gradients:
             p = p * (1 - 0.01 * (0.3 if path in ("stack.matrix", "tokens") else 0))
             p = p - 0.01 * np.sign(0.9 * m + 0.1 * grads[path])
             m = 0.99 * m + 0.01 * grads[path]
-        np.testing.assert_allclose(found[path], p, rtol=1e-6, atol=1e-6, err_msg=path)
+        np.testing.assert_allclose(weights[path], p, rtol=1e-6, atol=1e-6, err_msg=path)
 
 
 @pytest.mark.parametrize("cfg", [AdamWConfig(), LionConfig(beta1=0.9, beta2=0.999)], ids=["AdamW", "Lion"])
@@ -72,10 +72,10 @@ def test_an_update_rounds_each_weight_once(cfg):
     gradients = rng.normal(size=(30, 64, 64)).astype(np.float32)
     optimizer = cfg.build({"tokens": replace(DECLARED["tokens"], shape=start.shape)})
     update = jax.jit(lambda g, s, p: optimizer.update(g, s, p, rates=steady(lr, decay)))
-    found, state = {"tokens": jnp.asarray(start)}, optimizer.init({"tokens": start})
+    weights, state = {"tokens": jnp.asarray(start)}, optimizer.init({"tokens": start})
     p, m, v = start.astype(np.float64), 0.0, 0.0
     for t, g in enumerate(gradients, start=1):
-        found, state = update({"tokens": g}, state, found)
+        weights, state = update({"tokens": g}, state, weights)
         g = g.astype(np.float64)
         if isinstance(cfg, LionConfig):
             direction, m = np.sign(0.9 * m + 0.1 * g), 0.999 * m + 0.001 * g
@@ -83,7 +83,7 @@ def test_an_update_rounds_each_weight_once(cfg):
             m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
             direction = m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
         p = p - float(lr) * (direction + float(decay) * p)
-    off = np.asarray(found["tokens"], np.float64) - p
+    off = np.asarray(weights["tokens"], np.float64) - p
     assert np.linalg.norm(off) < 2.5e-7 * np.linalg.norm(p)
     assert abs(np.mean(off * np.sign(p))) < 5e-8
 
@@ -104,7 +104,7 @@ def test_moments_in_bfloat16_are_kept_so_and_computed_in_float32(cfg):
     rng = np.random.default_rng(3)
     params, gradients = random(rng), [random(rng) for _ in range(4)]
     exact, long_state = run(cfg, params, gradients, 0.01)
-    found, state = run(replace(cfg, moments="bfloat16"), params, gradients, 0.01)
+    weights, state = run(replace(cfg, moments="bfloat16"), params, gradients, 0.01)
     for name, part in state.items():
         if name == "count":
             assert int(part) == 4
@@ -115,9 +115,9 @@ def test_moments_in_bfloat16_are_kept_so_and_computed_in_float32(cfg):
             wanted = np.asarray(long_state[name][path])
             np.testing.assert_allclose(moment.astype(jnp.float32), wanted, rtol=0.02, atol=0.02 * np.abs(wanted).max())
     for path, p in exact.items():
-        assert found[path].dtype == jnp.float32
+        assert weights[path].dtype == jnp.float32
         # Newton-Schulz on a matrix this small turns small singular values by more.
-        assert float(jnp.abs(found[path] - p).max()) < 0.04
+        assert float(jnp.abs(weights[path] - p).max()) < 0.04
 
 
 def test_a_second_moment_that_bfloat16_could_not_lower_is_refused():
@@ -134,10 +134,10 @@ def test_zeros_and_the_norm_are_reported_where_asked_for():
     params = random(np.random.default_rng(4))
     grads = {path: np.where(np.arange(p.size).reshape(p.shape) % 3 == 0, 0, p) for path, p in params.items()}
     optimizer = AdamWConfig(log_zeros=True, log_parameter_norm=True).build(DECLARED)
-    found = optimizer.measures(grads, params)
-    assert float(found["num_zeros"]) == sum(int((g == 0).sum()) for g in grads.values())
+    measures = optimizer.measures(grads, params)
+    assert float(measures["num_zeros"]) == sum(int((g == 0).sum()) for g in grads.values())
     exact = np.sqrt(sum((p.astype(np.float64) ** 2).sum() for p in params.values()))
-    np.testing.assert_allclose(found["parameter_norm"], exact, rtol=1e-6)
+    np.testing.assert_allclose(measures["parameter_norm"], exact, rtol=1e-6)
     assert AdamWConfig().build(DECLARED).measures(grads, params) == {}
 
 

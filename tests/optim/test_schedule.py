@@ -91,10 +91,10 @@ def test_on_the_device_as_on_the_host(settings, steps):
     end, edges = steps * SIZE, [round(lr.warmup), round(lr.falls_from)]
     near = [edge + by for edge in (*edges, end) for by in (-2, -1, 0, 1, 2)]
     samples = np.array([n for n in [0, 1, 55, 57, end // 2, end * 5, *near] if 0 <= n < 2**31], np.int32)
-    found = np.asarray(jax.jit(jax.vmap(lr))(samples))
-    assert found.dtype == np.float32
+    rates = np.asarray(jax.jit(jax.vmap(lr))(samples))
+    assert rates.dtype == np.float32
     exact = np.array([exactly(lr, n) for n in samples.tolist()])
-    np.testing.assert_allclose(found, exact, rtol=1e-6, atol=0)
+    np.testing.assert_allclose(rates, exact, rtol=1e-6, atol=0)
 
 
 def exactly(schedule: Schedule, n: int) -> float:
@@ -154,8 +154,8 @@ def test_groups_have_their_own_highest_and_lowest_rate():
     lr = schedule(style="linear", warmup_steps=50)
     assert lr_at(lr, 75 * SIZE, lr=4e-3, min_lr=2e-3) == pytest.approx(3e-3, rel=1e-6)
     assert lr_at(lr, 25 * SIZE, lr=4e-3) == pytest.approx(2e-3, rel=1e-6)
-    found = lr(jnp.int32(75 * SIZE), lr=4e-3, min_lr=2e-3)
-    np.testing.assert_allclose(found, 3e-3, rtol=1e-6)
+    rates = lr(jnp.int32(75 * SIZE), lr=4e-3, min_lr=2e-3)
+    np.testing.assert_allclose(rates, 3e-3, rtol=1e-6)
     rate, decay = lr.rates(jnp.int32(75 * SIZE), 0.1, Group(lr=4e-3, min_lr=2e-3, lr_multiplier=0.5, decay=3.0))
     np.testing.assert_allclose([rate, decay], [1.5e-3, 0.3], rtol=1e-6)
 

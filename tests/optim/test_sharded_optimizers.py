@@ -36,11 +36,11 @@ PARALLEL = ParallelConfig(pipeline=2, data=2, tensor=2, data_sharding="zero1")
 
 def arrays(seed: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    found = {path: rng.normal(size=shape).astype(np.float32) for path, (shape, _) in SHAPES.items()}
-    for path in found:
+    arrays = {path: rng.normal(size=shape).astype(np.float32) for path, (shape, _) in SHAPES.items()}
+    for path in arrays:
         if DECLARED[path].layers:
-            found[path][-1] = 0  # a row that is no layer
-    return found
+            arrays[path][-1] = 0  # a row that is no layer
+    return arrays
 
 
 def two_updates(optimizer, place):
@@ -65,12 +65,12 @@ def test_as_on_one_device(cfg):
         return {p: jax.device_put(x, NamedSharding(mesh, plan.optimizer.spec(SHAPES[p][1]))) for p, x in values.items()}
 
     with jax.set_mesh(mesh):
-        found = two_updates(cfg.build(DECLARED, plan), place)
+        weights = two_updates(cfg.build(DECLARED, plan), place)
         norm = jax.jit(global_norm)(place(arrays(1)))
     for path, wanted in alone.items():
-        np.testing.assert_allclose(found[path], wanted, rtol=1e-5, atol=1e-6, err_msg=path)
+        np.testing.assert_allclose(weights[path], wanted, rtol=1e-5, atol=1e-6, err_msg=path)
         if DECLARED[path].layers:
-            np.testing.assert_array_equal(np.asarray(found[path])[-1], 0)
+            np.testing.assert_array_equal(np.asarray(weights[path])[-1], 0)
     # Cut over data, tensor and pipeline or whole everywhere: an element counts once.
     exact = np.sqrt(sum((x.astype(np.float64) ** 2).sum() for x in arrays(1).values()))
     np.testing.assert_allclose(norm, exact, rtol=1e-6)

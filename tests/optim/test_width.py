@@ -61,10 +61,10 @@ def test_which_weights_get_which_rates(cfg, matrices, others):
 
 
 def test_muon_keeps_its_own_matrices_as_they_are():
-    found = widths(MuonConfig())
+    factors = widths(MuonConfig())
     own = {path for path in MATRICES if EVERYTHING[path].layers}
-    assert {path for path in found if found[path] != 1} == MATRICES - own
-    assert found["head"] == 1 / 4
+    assert {path for path in factors if factors[path] != 1} == MATRICES - own
+    assert factors["head"] == 1 / 4
 
 
 def test_a_head_that_is_the_embedding_is_an_embedding():
@@ -126,10 +126,10 @@ def test_ten_updates_are_those_of_float64():
     ]
     schedule = ScheduleConfig(lr=1e-2, style="constant").build(steps=10, global_size=1)
     optimizer = cfg.build(weights, None, 4.0)
-    found, state = params, optimizer.init(params)
+    weights, state = params, optimizer.init(params)
     update = jax.jit(lambda g, s, p: optimizer.update(g, s, p, rates=lambda group: schedule.rates(0, 0.1, group)))
     for grads in gradients:
-        found, state = update(grads, state, found)
+        weights, state = update(grads, state, weights)
     for path, p in params.items():
         ratio = 4 if path in MATRICES else 1
         p, m, v = p.astype(np.float64), 0.0, 0.0
@@ -138,7 +138,7 @@ def test_ten_updates_are_those_of_float64():
             m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
             direction = (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.95**t)) + 1e-3 / ratio)
             p = p - 1e-2 / ratio * (direction + 0.1 * p * (path != "norm.gain"))
-        np.testing.assert_allclose(found[path], p, rtol=1e-6, atol=1e-6, err_msg=path)
+        np.testing.assert_allclose(weights[path], p, rtol=1e-6, atol=1e-6, err_msg=path)
 
 
 def moved(hidden: int) -> float:

@@ -41,16 +41,16 @@ def made(changes: str = "", **options: int) -> Converted:
 
 
 def config(changes: str = "", **options: int) -> RunConfig:
-    found = made(changes, **options)
-    assert not found.problems and not found.refused, (found.problems, found.refused)
-    assert found.config is not None
-    return found.config
+    converted = made(changes, **options)
+    assert not converted.problems and not converted.refused, (converted.problems, converted.refused)
+    assert converted.config is not None
+    return converted.config
 
 
 def problem(changes: str) -> str:
-    found = made(changes)
-    assert found.config is None
-    return "\n".join(str(one) for one in found.problems)
+    converted = made(changes)
+    assert converted.config is None
+    return "\n".join(str(one) for one in converted.problems)
 
 
 FILES = "--without mock-data --data-path a --without tokenizer-type --vocab-file v --merge-file m"

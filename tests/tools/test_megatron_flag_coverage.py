@@ -55,9 +55,9 @@ def test_no_row_is_lost() -> None:
     ],
 )
 def test_a_refusal_says_why_and_what_instead(changes: str, what: str) -> None:
-    found = made(changes)
-    assert not found.problems and len(found.refused) == 1, (found.problems, found.refused)
-    assert what in found.refused[0][1]
+    converted = made(changes)
+    assert not converted.problems and len(converted.refused) == 1, (converted.problems, converted.refused)
+    assert what in converted.refused[0][1]
 
 
 def test_a_refused_flag_at_its_default_is_unnecessary() -> None:
@@ -67,10 +67,10 @@ def test_a_refused_flag_at_its_default_is_unnecessary() -> None:
 
 def test_a_switch_can_be_turned_off() -> None:
     assert config("--swiglu --no-swiglu") == config()
-    found = made("--no-perform-rl-step --no-tp-comm-overlap --no-apply-rope-fusion")
-    assert not found.problems and not found.refused
-    assert ("--no-perform-rl-step", "it is off anyway") in found.unnecessary
-    assert {flag for flag, _ in found.unnecessary} >= {"--no-tp-comm-overlap", "--no-apply-rope-fusion"}
+    converted = made("--no-perform-rl-step --no-tp-comm-overlap --no-apply-rope-fusion")
+    assert not converted.problems and not converted.refused
+    assert ("--no-perform-rl-step", "it is off anyway") in converted.unnecessary
+    assert {flag for flag, _ in converted.unnecessary} >= {"--no-tp-comm-overlap", "--no-apply-rope-fusion"}
     # Only switches, and only without a value.
     assert "no such flag is known" in problem("--no-hidden-size")
     assert "no such flag is known" in problem("--no-swiglu 1")

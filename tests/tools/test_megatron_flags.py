@@ -49,15 +49,18 @@ def test_every_mapped_flag_has_a_case() -> None:
 def test_a_mapped_flag_changes_its_settings(name: str) -> None:
     case = CASES[name]
     before, after = ("", case) if isinstance(case, str) else case
-    old, found = flatten(config(before)), made(after)
-    assert not found.problems and not found.refused and found.config is not None, (found.problems, found.refused)
-    new = flatten(found.config)
+    old, converted = flatten(config(before)), made(after)
+    assert not converted.problems and not converted.refused and converted.config is not None, (
+        converted.problems,
+        converted.refused,
+    )
+    new = flatten(converted.config)
     settings = FLAGS[name].fate.settings
     changed = {key for key in {*old, *new} if old.get(key) != new.get(key)}
     touched = {key for key in changed if any(key == one or key.startswith(f"{one}.") for one in settings)}
     assert touched or (settings == ("model.stack.pattern",) and changed), changed
-    told = [flag for flag, _ in found.mapped if flag.split()[0] == f"--{name}"]
-    assert told, (name, found.mapped, found.idle)
+    told = [flag for flag, _ in converted.mapped if flag.split()[0] == f"--{name}"]
+    assert told, (name, converted.mapped, converted.idle)
 
 
 def test_unknown_flags_are_errors_with_the_nearest_name() -> None:
@@ -346,8 +349,8 @@ def test_where_a_run_starts_from() -> None:
     kept = config("--save s --save-interval 5 --save-retain-interval 10").checkpoint
     assert (kept.keep_last, kept.keep_every) == (1, 10)
     assert made("--save s --load s --exit-on-missing-checkpoint").refused[0][0] == "--exit-on-missing-checkpoint"
-    found = made("--save s --load t --exit-on-missing-checkpoint")
-    assert (found.refused, found.unnecessary[0][0]) == ((), "--exit-on-missing-checkpoint")
+    converted = made("--save s --load t --exit-on-missing-checkpoint")
+    assert (converted.refused, converted.unnecessary[0][0]) == ((), "--exit-on-missing-checkpoint")
     assert config("--async-save").checkpoint.asynchronous
     assert config("--exit-signal-handler").resilience.save_on_signal
 
@@ -392,8 +395,8 @@ def test_moments_in_host_memory() -> None:
 
 def test_weights_that_are_spread_are_gathered_again() -> None:
     for name in ("--use-megatron-fsdp", "--use-torch-fsdp2"):
-        found = made(name)
-        assert found.config.model.recompute == "selective" and name in dict(found.remarks)
+        converted = made(name)
+        assert converted.config.model.recompute == "selective" and name in dict(converted.remarks)
     assert config("--use-megatron-fsdp --recompute-granularity full").model.recompute == "full"
     kept = config("--use-megatron-fsdp --data-parallel-sharding-strategy optim")
     assert (kept.model.recompute, kept.parallel.data_sharding) == ("none", "zero1")
@@ -403,9 +406,9 @@ def test_to_map_a_flag_is_to_change_its_row() -> None:
     words = [Word(word) for word in f"{line()} --sample-rate 7".split()]
     assert [text for text, _ in convert(words).refused] == ["--sample-rate 7.0"]
     table = {**FLAGS, "sample-rate": Flag("sample-rate", int, Mapped(("schedule.decay_steps",)))}
-    found = convert(words, table=table)
-    assert found.config.schedule.decay_steps == 7 and not found.refused
-    assert ("--sample-rate 7", "schedule.decay_steps=7") in found.mapped
+    converted = convert(words, table=table)
+    assert converted.config.schedule.decay_steps == 7 and not converted.refused
+    assert ("--sample-rate 7", "schedule.decay_steps=7") in converted.mapped
 
 
 def test_without_a_global_batch_the_launcher_must_say_how_many_devices() -> None:

@@ -63,9 +63,9 @@ def test_arguments_and_definitions() -> None:
     ],
 )
 def test_what_is_not_known_is_said_with_its_line(text: str, why: str) -> None:
-    found = [word for command in commands(text) for word in command.words if word.unknown]
-    assert [word.unknown for word in found] == [(why,)]
-    assert all(UNKNOWN in word.text for word in found)
+    unknown = [word for command in commands(text) for word in command.words if word.unknown]
+    assert [word.unknown for word in unknown] == [(why,)]
+    assert all(UNKNOWN in word.text for word in unknown)
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_what_nothing_closes(text: str) -> None:
 def test_the_command_that_trains() -> None:
     text = "python tools/preprocess_data.py --input x\nGPUS=8\n"
     launch = "torchrun --nproc_per_node=$GPUS --nnodes 2 src/pretrain_gpt.py --a 1 | tee log"
-    found = find_training(commands(text + launch), "run.sh")
-    assert (found.script, found.devices, [word.text for word in found.words]) == (
+    training = find_training(commands(text + launch), "run.sh")
+    assert (training.script, training.devices, [word.text for word in training.words]) == (
         "src/pretrain_gpt.py",
         16,
         ["--a", "1"],
