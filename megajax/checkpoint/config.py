@@ -44,11 +44,6 @@ class CheckpointConfig(Builds):
             if value is not None and value < minimum
         ]
         if not problems and self.every and self.keep_every and self.keep_every % self.every:
-            problems.append(
-                Problem(
-                    "keep_every",
-                    f"is {self.keep_every}, which is not a multiple of every = {self.every}",
-                    "only steps that are saved can be kept",
-                )
-            )
+            what = f"is {self.keep_every}, which is not a multiple of every = {self.every}"
+            problems.append(Problem("keep_every", what, "only steps that are saved can be kept"))
         return problems

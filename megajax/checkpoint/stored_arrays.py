@@ -38,20 +38,6 @@ class StoredArray:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """Statistics of an array. min, max, mean and rms are over its finite elements; None if there are none."""
-
-    count: int
-    nonfinite: int
-    """Number of elements that are NaN or infinite."""
-    min: float | None
-    max: float | None
-    mean: float | None
-    rms: float | None
-    """Root of the mean square."""
-
-
 class StoredArrays:
     """Reads the arrays of one step. Raises Damaged if the database can't be read."""
 
@@ -80,8 +66,11 @@ class StoredArrays:
         (chunk,) = self._chunks(name)
         return chunk.item()
 
-    def statistics(self, name: str) -> Statistics:
-        """Statistics of an array, in float64, read a chunk at a time."""
+    def statistics(self, name: str) -> dict[str, float | None]:
+        """count, nonfinite (NaN or infinite); min, max, mean and rms of the finite elements, None if there are none.
+
+        In float64, read a chunk at a time.
+        """
         count = nonfinite = 0
         low, high, total, squares = np.inf, -np.inf, 0.0, 0.0
         try:
@@ -95,11 +84,13 @@ class StoredArrays:
                         total, squares = total + finite.sum(), squares + np.square(finite).sum()
         except (ValueError, OSError) as error:
             raise Damaged(f"{name} can't be read: {_first_line(error)}") from error
-        finite_count = count - nonfinite
-        if not finite_count:
-            return Statistics(count, nonfinite, None, None, None, None)
-        mean, rms = total / finite_count, np.sqrt(squares / finite_count)
-        return Statistics(count, nonfinite, float(low), float(high), float(mean), float(rms))
+        finite = count - nonfinite
+        values = (low, high, total / finite, np.sqrt(squares / finite)) if finite else (None,) * 4
+        counts: dict[str, float | None] = {"count": count, "nonfinite": nonfinite}
+        return counts | {
+            name: value if value is None else float(value)
+            for name, value in zip(("min", "max", "mean", "rms"), values, strict=True)
+        }
 
     def _chunks(self, name: str) -> Iterator[np.ndarray]:
         """The chunks of an array, flat."""
@@ -120,13 +111,8 @@ class StoredArrays:
 def _array(name: str, described: dict[str, Any]) -> StoredArray:
     shape, chunk = tuple(described["shape"]), _chunk_shape(described)
     pieces = tuple(-(-size // part) for size, part in zip(shape, chunk, strict=True))
-    dtype = _dtype(described["data_type"])
+    dtype = ts.dtype(described["data_type"]).numpy_dtype  # bfloat16 and the 8-bit floats included
     return StoredArray(name, shape, dtype.name, pieces, prod(shape), prod(shape) * dtype.itemsize)
-
-
-def _dtype(name: str) -> np.dtype:
-    """The numpy dtype of a name, including bfloat16 and the 8-bit floats."""
-    return ts.dtype(name).numpy_dtype
 
 
 def _chunk_shape(described: dict[str, Any]) -> tuple[int, ...]:

@@ -115,12 +115,7 @@ class ParallelConfig:
             return [TooFewDevices("", what, f"{hint}, or give more devices", needed)]
         if self.data is None and devices % self.without_data():
             replicas = devices // self.without_data()
-            return [
-                Problem(
-                    next((name for name in MESH_AXES[::-1] if devices % (getattr(self, name) or 1)), "tensor"),
-                    f"{devices} devices are not divisible by {self.without_data()}, "
-                    "the devices of one copy of the model",
-                    f"parallel.data={replicas} uses {replicas * self.without_data()} of them",
-                )
-            ]
+            where = next((name for name in MESH_AXES[::-1] if devices % (getattr(self, name) or 1)), "tensor")
+            what = f"{devices} devices are not divisible by {self.without_data()}, the devices of one copy of the model"
+            return [Problem(where, what, f"parallel.data={replicas} uses {replicas * self.without_data()} of them")]
         return []

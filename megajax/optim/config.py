@@ -102,9 +102,8 @@ class UpdateConfig(Builds):
         """Of the settings above. averages: name -> decay of the running averages, the optimizer's own."""
         problems = list(_from_zero(self, "weight_decay", "embedding_lr", "embedding_min_lr"))
         if self.clip is not None and not 0 < self.clip < inf:
-            problems.append(
-                Problem("clip", f"must be a number above 0, got {self.clip}", "clip=none turns clipping off")
-            )
+            what = f"must be a number above 0, got {self.clip}"
+            problems.append(Problem("clip", what, "clip=none turns clipping off"))
         if not self.trainable:
             problems.append(Problem("trainable", "names no weight", "the default, *, trains all"))
         if not 0 <= self.offload <= 1:
@@ -113,18 +112,13 @@ class UpdateConfig(Builds):
             if not 0 <= beta < 1:
                 problems.append(Problem(name, f"must be at least 0 and below 1, got {beta}"))
             elif 1 - beta < (least := dict(SMALLEST_CHANGES).get(self.moments, 0.0)):
-                problems.append(
-                    Problem(
-                        "moments",
-                        f"{self.moments} cannot hold a change by {1 - beta:.2g} of a value, which {name}={beta} makes: "
-                        "the average would never fall",
-                        f"use moments=float32, or {name} of at most {1 - least:.3f}",
-                    )
-                )
+                change = f"a change by {1 - beta:.2g} of a value, which {name}={beta} makes"
+                what = f"{self.moments} cannot hold {change}: the average would never fall"
+                hint = f"use moments=float32, or {name} of at most {1 - least:.3f}"
+                problems.append(Problem("moments", what, hint))
         if self.embedding_lr is not None and (self.embedding_min_lr or 0) > self.embedding_lr:
-            problems.append(
-                Problem("embedding_min_lr", f"{self.embedding_min_lr} is above embedding_lr={self.embedding_lr}")
-            )
+            what = f"{self.embedding_min_lr} is above embedding_lr={self.embedding_lr}"
+            problems.append(Problem("embedding_min_lr", what))
         return problems
 
 
@@ -224,13 +218,11 @@ class MuonConfig(UpdateConfig):
             problems.append(Problem("iterations", f"must be at least 1, got {count}"))
         elif self.coefficients == "quintic" and count % 5:
             near = ", ".join(str(n) for n in (count // 5 * 5, count // 5 * 5 + 5) if n)
-            problems.append(
-                Problem("iterations", f"{count} is not a multiple of quintic's 5 polynomials", f"nearest: {near}")
-            )
+            what = f"{count} is not a multiple of quintic's 5 polynomials"
+            problems.append(Problem("iterations", what, f"nearest: {near}"))
         elif self.coefficients == "polar_express" and count < 8:
-            problems.append(
-                Problem("iterations", f"polar_express has 8 polynomials, iterations={count} leaves some out")
-            )
+            what = f"polar_express has 8 polynomials, iterations={count} leaves some out"
+            problems.append(Problem("iterations", what))
         if not 0 < self.extra_scale < inf:
             problems.append(Problem("extra_scale", f"must be a number above 0, got {self.extra_scale}"))
         return problems
@@ -262,9 +254,8 @@ class OptaxConfig(UpdateConfig):
             hint = "module:function or file.py:function, as in optax:adafactor"
             problems.append(Problem("make", f"names no function, got {self.make}", hint))
         if "learning_rate" in self.settings:
-            problems.append(
-                Problem("settings.learning_rate", "the schedule gives the learning rate", "set schedule.lr")
-            )
+            what = "the schedule gives the learning rate"
+            problems.append(Problem("settings.learning_rate", what, "set schedule.lr"))
         if self.moments != "float32":
             what = f"{self.moments} cannot be chosen here: the transformation decides how its state is kept"
             problems.append(Problem("moments", what, "leave it out; many take a dtype: settings.mu_dtype=bfloat16"))

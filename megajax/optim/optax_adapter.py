@@ -11,13 +11,14 @@ checkpoints and the order of rows therefore do not depend on optax.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.extend.core import Jaxpr, Literal
 
 from megajax.batch import Params
 from megajax.config.builds import resolve
@@ -25,15 +26,16 @@ from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec
 from megajax.mesh.rules import Plan
 from megajax.optim.config import OptaxConfig
-from megajax.optim.dataflow import NONE, dependencies
 from megajax.optim.groups import Group, Rates
 from megajax.optim.moments import OptimizerState
 from megajax.optim.optimizer import Optimizer
 
 type Shapes = dict[str, jax.ShapeDtypeStruct]
+type Names = frozenset[str]
 
 RATE = jax.ShapeDtypeStruct((), jnp.float32)
 """A learning rate."""
+NONE: Names = frozenset()
 
 
 class Place(NamedTuple):
@@ -300,3 +302,28 @@ def _places(leaves: list[tuple], declared: Mapping[str, ParamSpec]) -> list[Plac
         name = jax.tree_util.keystr(rest, simple=True, separator=".") or "state"
         places.append(Place(name, None if at is None else own[at]))
     return places
+
+
+def dependencies(jaxpr: Jaxpr, inputs: Sequence[Names]) -> list[Names]:
+    """For each output the names of the inputs that it may depend on. inputs: the names of each input.
+
+    Calls and branches are followed for each output. Every output of any other operation, loops included, is assumed to
+    depend on all inputs of the operation.
+    """
+    known: dict[Any, Names] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def names(variable: Any) -> Names:
+        return NONE if isinstance(variable, Literal) else known.get(variable, NONE)
+
+    for equation in jaxpr.eqns:
+        given = [names(variable) for variable in equation.invars]
+        match equation.primitive.name:
+            case "jit" | "pjit":
+                made = dependencies(equation.params["jaxpr"].jaxpr, given)
+            case "cond":
+                branches = [dependencies(branch.jaxpr, given[1:]) for branch in equation.params["branches"]]
+                made = [given[0].union(*each) for each in zip(*branches, strict=True)]
+            case _:
+                made = [NONE.union(*given)] * len(equation.outvars)
+        known.update(zip(equation.outvars, made, strict=True))
+    return [names(variable) for variable in jaxpr.outvars]

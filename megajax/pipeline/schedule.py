@@ -151,14 +151,9 @@ def problems(name: str, *, stages: int, microbatches: int, chunks: int) -> list[
     if min(numbers.values()) >= 1 and chunks > 1 and microbatches % stages:
         below = microbatches - microbatches % stages
         nearest = either(str(number) for number in (below, below + stages) if number)
-        problems.append(
-            Problem(
-                "microbatches",
-                f"with virtual_stages={chunks}, microbatches go in groups of {stages}, the stages, and "
-                f"{microbatches} is not a multiple of {stages}",
-                f"set microbatches to {nearest}, or virtual_stages to 1",
-            )
-        )
+        groups = f"with virtual_stages={chunks}, microbatches go in groups of {stages}, the stages"
+        what = f"{groups}, and {microbatches} is not a multiple of {stages}"
+        problems.append(Problem("microbatches", what, f"set microbatches to {nearest}, or virtual_stages to 1"))
     return problems
 
 

@@ -60,11 +60,8 @@ class NullTokenizerConfig(Builds):
     """Number of ids, including the one that ends a document, vocabulary_size - 1."""
 
     def problems(self) -> list[Problem]:
-        if self.vocabulary_size < 1:
-            return [
-                Problem("vocabulary_size", f"is {self.vocabulary_size}", "give at least 1: the last id ends a document")
-            ]
-        return []
+        hint = "give at least 1: the last id ends a document"
+        return [] if self.vocabulary_size > 0 else [Problem("vocabulary_size", f"is {self.vocabulary_size}", hint)]
 
 
 TokenizerConfig = ByteTokenizerConfig | GPT2TokenizerConfig | HuggingFaceTokenizerConfig | NullTokenizerConfig

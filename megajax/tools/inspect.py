@@ -83,7 +83,7 @@ def _array(content: Mapping[str, Any], arrays: Any, name: str) -> dict[str, Any]
         near = did_you_mean(name, described) or f"without --array, all {len(described)} are listed"
         raise UserError(f"--array: step {content['step']} has no array {name}\n    {near}")
     try:
-        return described[name] | asdict(arrays.statistics(name))
+        return described[name] | arrays.statistics(name)
     except resolve("megajax.checkpoint.integrity:Damaged") as error:
         raise UserError(f"checkpoint step {content['step']}: {error}\n--verify says which file is damaged.") from error
 

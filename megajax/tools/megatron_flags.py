@@ -33,75 +33,17 @@ FUNCTIONS = (
     *(batch, optimizer, schedule, precision, data, evaluation, checkpoint, logging, profile, resilience),
 )
 """What makes settings of several flags, in the order in which they are called."""
-ROWS = tuple(
-    read_table(
-        Path(__file__).with_name("megatron_flags.txt").read_text(encoding="utf-8"),
-        {function.__name__: function for function in FUNCTIONS},
-    )
-)
+TABLE = Path(__file__).with_name("megatron_flags.txt").read_text(encoding="utf-8")
+ROWS = tuple(read_table(TABLE, {function.__name__: function for function in FUNCTIONS}))
 FLAGS: Mapping[str, Flag] = {row.name: row for row in ROWS}
 """Name -> row."""
 
-ONE_OF = (
-    ("fp16", "bf16"),
-    ("train-iters", "train-samples"),
-    ("rampup-batch-size", "step-batch-size-schedule"),
-    ("global-batch-size", "step-batch-size-schedule"),
-    ("decrease-batch-size-if-needed", "step-batch-size-schedule"),
-    ("lr-warmup-fraction", "lr-warmup-iters", "lr-warmup-samples"),
-    ("lr-decay-iters", "lr-decay-samples"),
-    ("lr-wsd-decay-iters", "lr-wsd-decay-samples"),
-    ("train-iters", "lr-decay-samples"),
-    ("train-iters", "lr-warmup-samples"),
-    ("train-samples", "lr-decay-iters"),
-    ("train-samples", "lr-warmup-iters"),
-    ("loss-scale", "initial-loss-scale"),
-    ("grad-reduce-in-bf16", "accumulate-allreduce-grads-in-fp32"),
-    ("grad-reduce-in-bf16", "fp16"),
-    ("fp8-format", "fp4-format"),
-    ("num-layers", "encoder-num-layers"),
-    ("seq-length", "encoder-seq-length"),
-    ("swiglu", "squared-relu", "quick-geglu", "openai-gelu"),
-    ("qk-layernorm", "qk-l2-norm"),
-    ("multi-latent-attention", "group-query-attention"),
-    (
-        "num-layers-per-virtual-pipeline-stage",
-        "num-virtual-stages-per-pipeline-rank",
-        "pipeline-model-parallel-layout",
-    ),
-    ("num-layers-per-virtual-pipeline-stage", "decoder-first-pipeline-num-layers"),
-    ("num-layers-per-virtual-pipeline-stage", "decoder-last-pipeline-num-layers"),
-    ("pipeline-model-parallel-layout", "decoder-first-pipeline-num-layers"),
-    ("pipeline-model-parallel-layout", "decoder-last-pipeline-num-layers"),
-    ("use-megatron-fsdp", "use-torch-fsdp2"),
-    ("use-distributed-optimizer", "use-torch-fsdp2"),
-    ("mock-data", "data-path", "data-args-path", "train-data-path", "per-split-data-args-path"),
-    ("data-path", "valid-data-path"),
-    ("data-path", "test-data-path"),
-    ("split", "train-data-path", "per-split-data-args-path"),
-    ("override-opt_param-scheduler", "use-checkpoint-opt_param-scheduler"),
-    ("no-check-for-nan-in-loss-and-grad", "check-for-nan-in-loss-and-grad"),
+ONE_OF, ONLY_WITH, ABOVE_ZERO = (
+    tuple(tuple(line.split()) for line in re.findall(rf"^{what}: (.*)$", TABLE, re.MULTILINE))
+    for what in ("one of", "only with", "above zero")
 )
-"""Of each of these at most one may be given."""
-
-ONLY_WITH = (
-    ("recompute-method", "recompute-granularity", "full"),
-    ("distribute-saved-activations", "recompute-granularity", "full"),
-    ("recompute-modules", "recompute-granularity", "selective"),
-)
-"""A flag that goes with one value of another."""
-
-ABOVE_ZERO = (
-    "num-layers",
-    "encoder-num-layers",
-    "ffn-hidden-size",
-    "vocab-size",
-    "recompute-num-layers",
-    "lr-decay-iters",
-    "lr-decay-samples",
-    "rotary-seq-len-interpolation-factor",
-)
-"""Flags whose 0 must not be taken for one that is not given."""
+"""Flags of which at most one may be given; (flag, other flag, its value that the first one needs); flags that must not
+be 0."""
 
 POSITION_KINDS = ("position-embedding-type", "use-rotary-position-embeddings", "multi-latent-attention")
 """Flags one of which --no-position-embedding wants beside it."""
@@ -166,7 +108,7 @@ def _contradictions(args: Arguments) -> list[Problem]:
     if given.get("recompute-activations") and given.get("recompute-granularity") == "full":
         what = "contradicts --recompute-granularity full: it stands for selective"
         problems.append(Problem("--recompute-activations", what, "give one of them"))
-    for name in ABOVE_ZERO:
+    for (name,) in ABOVE_ZERO:
         if given.get(name, 1) < 1:
             problems.append(Problem(f"--{name}", f"must be at least 1, got {given[name]}"))
     if "no-position-embedding" in given and not set(POSITION_KINDS) & set(given):

@@ -48,4 +48,4 @@ def test_two_processes_save_fail_fall_back_and_one_process_reads_it(tmp_path):
     shapes = {name: array.shape for name, array in arrays.arrays.items()}
     assert content["processes"] == 2 and shapes == {"w": (64, 32), "r": (3,)}
     actual = arrays.statistics("w")
-    assert (actual.count, actual.min, actual.max) == (values.size, values.min(), values.max())
+    assert (actual["count"], actual["min"], actual["max"]) == (values.size, values.min(), values.max())
