@@ -73,7 +73,7 @@ def _stored_shapes(path: Path) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
 
 
 def _differences(
-    stored: Mapping[str, tuple[tuple[int, ...], jnp.dtype]], wanted: Mapping[str, Any], *, cast: bool, partial: bool
+    stored: Mapping[str, tuple[tuple[int, ...], jnp.dtype]], wanted: Mapping[str, Any], *, partial: bool
 ) -> list[tuple[str, str, str, str]]:
     """Table rows (name, kind of difference, in the checkpoint, in this run)."""
 
@@ -89,10 +89,9 @@ def _differences(
                 rows.append((name, "extra", show(*stored[name]), "-"))
         else:
             (shape, dtype), leaf = stored[name], wanted[name]
-            floats = jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(leaf.dtype, jnp.floating)
             if shape != tuple(leaf.shape):
                 rows.append((name, "shape", show(shape, dtype), show(leaf.shape, leaf.dtype)))
-            elif dtype != leaf.dtype and not (cast and floats):
+            elif dtype != leaf.dtype:
                 rows.append((name, "dtype", show(shape, dtype), show(leaf.shape, leaf.dtype)))
     return rows
 
@@ -106,16 +105,16 @@ def _table(rows: list[tuple[str, str, str, str]], limit: int = 40) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def read(path: Path, like: Tree, *, cast: bool = False, partial: bool = False) -> Tree:
+def read(path: Path, like: Tree, *, partial: bool = False) -> Tree:
     """Reads a tree with the layout of `like`; each process reads its own shards. The saving layout does not matter.
 
     like: jax.ShapeDtypeStructs with shardings (in a single process a missing sharding means the first device).
-    cast: convert floating-point arrays to the dtype of `like`. partial: `like` may be a part of the stored tree.
+    partial: `like` may be a part of the stored tree.
     Raises one UserError with a table if names, shapes or dtypes differ.
     """
     wanted = named_leaves(like)
     to_load = {name: leaf for name, leaf in wanted.items() if _stored(leaf)}
-    rows = _differences(_stored_shapes(path), to_load, cast=cast, partial=partial)
+    rows = _differences(_stored_shapes(path), to_load, partial=partial)
     if rows:
         raise UserError(
             f"the checkpoint {path.parent} does not fit this run: {len(rows)} of its arrays differ.\n{_table(rows)}\n"

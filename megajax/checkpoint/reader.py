@@ -72,16 +72,16 @@ class CheckpointReader:
         except Damaged as error:
             raise UserError(f"checkpoint step {step} in {self.folder} is damaged: {error}") from error
 
-    def restore(self, step: int, like: Tree, *, cast: bool = False, partial: bool = False) -> tuple[Tree, Meta]:
+    def restore(self, step: int, like: Tree, *, partial: bool = False) -> tuple[Tree, Meta]:
         """The arrays of a step with the layout of `like`, and its metadata.
 
         like: tree of jax.ShapeDtypeStruct with shardings, on any mesh and any number of processes.
-        cast, partial: see `arrays.read`.
+        partial: see `arrays.read`.
         Raises UserError if the step is missing or damaged, or if names, shapes or dtypes differ. Only `newest_whole`
         falls back to another step.
         """
         path = self.demand(step)
-        return arrays.read(path / ARRAYS, like, cast=cast, partial=partial), self.meta(step)
+        return arrays.read(path / ARRAYS, like, partial=partial), self.meta(step)
 
     def demand(self, step: int) -> Path:
         """Path of a step. Raises UserError if it is missing or damaged, even if there are other steps."""

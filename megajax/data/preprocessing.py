@@ -342,23 +342,23 @@ def tokenise(job: Preprocessing, chunk: Chunk, prefix: str) -> _Result:
         UserError: an invalid line or document; names the file and the line.
     """
     tokenizer = _built(job.tokenizer)
-    data = chunk.read()
     dtype = token_dtype(tokenizer.vocabulary_size)
     if chunk.piece:
         try:
-            piece = tokenizer.encode_bytes(data).astype(dtype)
+            piece = tokenizer.encode_bytes(chunk.data).astype(dtype)
         except UserError as error:
             raise UserError(f"{chunk.file.path}: {error}") from error
         piece.tofile(prefix)
-        return _Result(Counts(stored=chunk.stored, text=len(data), tokens=len(piece)), prefix, piece=True)
-    lines = json_lines(data, is_start=chunk.start == 0) if chunk.file.json else text_documents(data, job.rule)
+        return _Result(Counts(stored=chunk.stored, text=len(chunk.data), tokens=len(piece)), prefix, piece=True)
+    is_json, data = chunk.file.json, chunk.data
+    lines = json_lines(data, is_start=chunk.start == 0) if is_json else text_documents(data, job.rule)
     offset = 0
 
     def documents() -> Iterator[tuple[bytes, ...]]:
         nonlocal offset
         for start, document in lines:
             offset = start
-            yield json_texts(document, job.keys) if chunk.file.json else (document,)
+            yield json_texts(document, job.keys) if is_json else (document,)
 
     with ExitStack() as stack:
         writers = [stack.enter_context(IndexedWriter(f"{prefix}-{key}", dtype)) for key in job.keys]

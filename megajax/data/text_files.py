@@ -107,28 +107,19 @@ class TextFile:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Bytes [start, stop) of a file's text, which start at a document, or continue one.
+    """Bytes of a file's text, from byte `start` on, which start at a document, or continue one.
 
     Attributes:
-        data: the bytes, if reading them again would decompress the file from its start; else None.
         stored: corresponding bytes on disk, for the progress.
         piece: part of a document that is a whole file; `ends`: its last piece.
     """
 
     file: TextFile
     start: int
-    stop: int
-    data: bytes | None
+    data: bytes
     stored: int
     piece: bool = False
     ends: bool = True
-
-    def read(self) -> bytes:
-        if self.data is not None:
-            return self.data
-        with open(self.file.path, "rb") as file:
-            file.seek(self.start)
-            return file.read(self.stop - self.start)
 
     def line_number(self, offset: int) -> int:
         """Line number in the file, from 1, of byte `offset` of the chunk; reads the file up to there."""
@@ -251,51 +242,23 @@ def cut(file: TextFile, rule: DocumentRule, *, size: int, split_point: Callable[
         rule: how plain text is divided into documents.
         split_point: where a document may be divided if a whole file is one: `Tokenizer.split_point`.
     """
-    if file.json:
-        rule = EachLine()
-    if isinstance(rule, WholeFile):
-        yield from _pieces(file, size, split_point)
-    elif file.compressed:
-        yield from _compressed_chunks(file, rule, size)
-    else:
-        yield from _uncompressed_chunks(file, rule, size)
-
-
-def _pieces(file: TextFile, size: int, split_point: Callable[[bytes], int]) -> Iterator[Chunk]:
-    start, before, data = 0, 0, b""
+    rule = EachLine() if file.json else rule
+    whole, start, before, data, block = isinstance(rule, WholeFile), 0, 0, b"", b"-"
     with open_text(file.path) as (stream, position):
-        while True:
+        while block:
             block = stream.read(size)
             data += block
-            place = split_point(data) if block else len(data)
-            if place or not block:
+            if whole:
+                place = split_point(data) if block else len(data)
+                data, rest = data[:place], data[place:]
+            else:
+                more, rest = _to_next_start(stream, rule)
+                data += more
+            if data or (whole and not block):
                 stored = position()
-                yield Chunk(file, start, start + place, data[:place], stored - before, piece=True, ends=not block)
-                start, before, data = start + place, stored, data[place:]
-            if not block:
-                return
-
-
-def _compressed_chunks(file: TextFile, rule: DocumentRule, size: int) -> Iterator[Chunk]:
-    start, before, first = 0, 0, b""
-    with open_text(file.path) as (stream, position):
-        while data := first + stream.read(size):
-            rest, first = _to_next_start(stream, rule)
-            data += rest
-            stored = position()
-            yield Chunk(file, start, start + len(data), data, stored - before)
-            start, before = start + len(data), stored
-
-
-def _uncompressed_chunks(file: TextFile, rule: DocumentRule, size: int) -> Iterator[Chunk]:
-    start = 0
-    with open_text(file.path) as (stream, _):
-        while start < file.size:
-            stream.seek(min(start + size, file.size))
-            _, first = _to_next_start(stream, rule)
-            stop = min(stream.tell() - len(first), file.size)
-            yield Chunk(file, start, stop, None, stop - start)
-            start = stop
+                yield Chunk(file, start, data, stored - before, piece=whole, ends=not (whole and block))
+                start, before = start + len(data), stored
+            data = rest
 
 
 def _to_next_start(stream: io.BufferedIOBase, rule: DocumentRule) -> tuple[bytes, bytes]:

@@ -69,13 +69,10 @@ def formulas(schedule: Schedule) -> Figures | None:
     return None
 
 
-def measure(schedule: Schedule, *, forward: int = 1, backward: int = 2) -> Figures:
-    """Cost measured on the table. The arguments are the costs of a stage's work on one microbatch, in any unit.
-
-    A tick costs 1/V of all kinds of work in its phase.
-    """
-    time = sum(phase.ticks * (forward * phase.forward + backward * phase.backward) for phase in schedule.phases)
-    ideal = schedule.microbatches * schedule.chunks * (forward + backward)
+def measure(schedule: Schedule) -> Figures:
+    """Cost measured on the table. A tick costs the work in its phase; a backward takes as long as two forwards."""
+    time = sum(phase.ticks * (phase.forward + 2 * phase.backward) for phase in schedule.phases)
+    ideal = 3 * schedule.microbatches * schedule.chunks
     started = np.cumsum(schedule.forward.microbatch >= 0, axis=0)
     finished = np.cumsum(schedule.backward.microbatch >= 0, axis=0)
     in_flight = started - np.concatenate([np.zeros_like(finished[:1]), finished[:-1]])

@@ -157,19 +157,6 @@ def test_differences_are_one_error_with_a_table(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_floats_are_cast_only_when_asked_and_integers_never(tmp_path):
-    values = np.random.default_rng(0).standard_normal(16).astype(np.float32)
-    reader = saved(tmp_path, {"w": jnp.asarray(values), "n": jnp.ones(2, jnp.int32)})
-    like = {"w": jax.ShapeDtypeStruct((16,), jnp.bfloat16), "n": jax.ShapeDtypeStruct((2,), jnp.int32)}
-    with pytest.raises(UserError, match=r"w +dtype +float32\[16\] +bfloat16\[16\]"):
-        reader.restore(7, like)
-    restored, _ = reader.restore(7, like, cast=True)
-    assert bits(restored["w"]) == bits(values.astype(jnp.bfloat16))
-    like["n"] = jax.ShapeDtypeStruct((2,), jnp.float32)
-    with pytest.raises(UserError, match=r"n +dtype +int32\[2\] +float32\[2\]"):
-        reader.restore(7, like, cast=True)
-
-
 def test_a_part_may_be_restored_when_asked(tmp_path):
     state = {"params": {"w": jnp.arange(6.0)}, "optimizer": {"mean": jnp.ones(6)}}
     reader = saved(tmp_path, state)

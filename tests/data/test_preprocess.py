@@ -191,10 +191,10 @@ def test_chunks_consist_of_complete_documents(tmp_path, data, size, rule, packed
     path.write_bytes(gzip.compress(data, 1) if packed else data)
     file = TextFile(str(path), False, path.stat().st_size)
     chunks = list(cut(file, rule, size=size, split_point=lambda text: max(0, len(text) - 3)))
-    assert b"".join(chunk.read() for chunk in chunks) == data
-    assert [chunk.start for chunk in chunks] == [sum(len(c.read()) for c in chunks[:i]) for i in range(len(chunks))]
+    assert b"".join(chunk.data for chunk in chunks) == data
+    assert [chunk.start for chunk in chunks] == [sum(len(c.data) for c in chunks[:i]) for i in range(len(chunks))]
     if not isinstance(rule, WholeFile):
-        together = [document for chunk in chunks for _, document in text_documents(chunk.read(), rule)]
+        together = [document for chunk in chunks for _, document in text_documents(chunk.data, rule)]
         assert together == [document for _, document in text_documents(data, rule)]
     else:
         assert [chunk.ends for chunk in chunks] == [False] * (len(chunks) - 1) + [True]

@@ -108,7 +108,6 @@ def test_figures_match_the_formulas(schedule: Schedule) -> None:
     stages, chunks, microbatches = schedule.stages, schedule.chunks, schedule.microbatches
     assert figures.bubble == Fraction(stages - 1, chunks * microbatches)
     assert figures.bubble_of_total == Fraction(stages - 1, chunks * microbatches + stages - 1)
-    assert figures == measure(schedule, forward=3, backward=4), "the bubble is of ticks"
     most = chunks * microbatches
     if schedule.name == "gpipe":
         assert schedule.slots == most and figures.in_flight == (most,) * stages
