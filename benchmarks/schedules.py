@@ -45,7 +45,7 @@ def counted(schedule: Schedule) -> dict[str, Any]:
     """ticks: of forwards alone, of both, of backwards alone; bubble over ideal time; in_flight by stage; slots."""
     figures = measure(schedule)
     ticks = [
-        sum(phase.ticks for phase in schedule.phases if (phase.forward, phase.backward) == kinds)
+        sum(phase.ticks for phase in schedule.phases if (phase.forward, phase.input_gradient) == kinds)
         for kinds in ((True, False), (True, True), (False, True))
     ]
     return {

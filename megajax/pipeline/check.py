@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from megajax.pipeline.schedule import Schedule, Work, entering
 
-KINDS = ("forward", "backward")
+KINDS = ("forward", "input_gradient", "weight_gradient")
 
 
 class Violation(NamedTuple):
@@ -70,11 +71,11 @@ def formulas(schedule: Schedule) -> Figures | None:
 
 
 def measure(schedule: Schedule) -> Figures:
-    """Cost measured on the table. A tick costs the work in its phase; a backward takes as long as two forwards."""
-    time = sum(phase.ticks * (phase.forward + 2 * phase.backward) for phase in schedule.phases)
+    """Cost measured on the table. A tick costs the kinds of work in its phase, which take equally long."""
+    time = sum(phase.ticks * sum(phase[2:]) for phase in schedule.phases)
     ideal = 3 * schedule.microbatches * schedule.chunks
     started = np.cumsum(schedule.forward.microbatch >= 0, axis=0)
-    finished = np.cumsum(schedule.backward.microbatch >= 0, axis=0)
+    finished = np.cumsum(schedule.weight_gradient.microbatch >= 0, axis=0)
     in_flight = started - np.concatenate([np.zeros_like(finished[:1]), finished[:-1]])
     return Figures(schedule.ticks, Fraction(time, ideal) - 1, tuple(in_flight.max(axis=0).tolist()), schedule.slots)
 
@@ -92,9 +93,9 @@ def violations(schedule: Schedule) -> list[Violation]:
     - phases: phases cover all ticks in order, and contain only their kinds of work.
     - once: each (microbatch, chunk, stage) has each kind of work once.
     - order: a forward comes after the previous chunk's forward; a backward after the next chunk's backward, and not
-      before its own forward.
+      before its own forward; a weight gradient not before its input gradient.
     - arrival: a value from a neighbour is used in the next tick, because another one arrives in the tick after.
-    - slots: no forward, including idle ones, overwrites activations that are still needed; backwards read the slot of
+    - slots: no forward, including idle ones, overwrites activations that are still needed; gradients read the slot of
       their own forward.
     - outputs: the same for outputs that wait for their loss.
     - borders: embed, head and embed_gradient are the microbatches that enter and leave the pipeline in a tick.
@@ -155,8 +156,8 @@ def _borders(schedule: Schedule) -> Iterator[Violation]:
     last = (schedule.stages - 1, schedule.chunks - 1)
     for name, work, place in (
         ("embed", schedule.forward, (0, 0)),
-        ("head", schedule.backward, last),
-        ("embed_gradient", schedule.backward, (0, 0)),
+        ("head", schedule.input_gradient, last),
+        ("embed_gradient", schedule.input_gradient, (0, 0)),
     ):
         got, wanted = getattr(schedule, name), entering(work, *place)
         for tick in np.flatnonzero(got != wanted):
@@ -189,20 +190,21 @@ def _when(schedule: Schedule, kind: str) -> np.ndarray:
 
 def _times(schedule: Schedule) -> Iterator[Violation]:
     """The rules order and arrival."""
-    forward, backward = (_when(schedule, kind) for kind in KINDS)
+    ticks_of = [_when(schedule, kind) for kind in KINDS]
     places = schedule.chunks * schedule.stages
     # [M, V, P] -> [M, V·P]: the chunks in the order of the model's layers.
-    along = [when.reshape(schedule.microbatches, places) for when in (forward, backward)]
+    along = [when.reshape(schedule.microbatches, places) for when in ticks_of[:2]]
     # Ticks between producing an input and using it, and the first user.
-    for kind, wait, user in (("forward", np.diff(along[0]), 1), ("backward", -np.diff(along[1]), 0)):
+    for kind, wait, user in ((KINDS[0], np.diff(along[0]), 1), (KINDS[1], -np.diff(along[1]), 0)):
         for i, place in np.argwhere(wait != 1):
             item, ticks = _item(i, *divmod(place + user, schedule.stages)), wait[i, place]
             if ticks < 1:
                 yield Violation("order", f"{kind} of {item} begins before its input is there")
             else:
                 yield Violation("arrival", f"input of {kind} of {item} came {ticks} ticks before, must be 1")
-    for item in np.argwhere(backward < forward):
-        yield Violation("order", f"backward of {_item(*item)} comes before its forward")
+    for (first, before), (second, after) in pairwise(zip(KINDS, ticks_of, strict=True)):
+        for item in np.argwhere(after < before):
+            yield Violation("order", f"{second} of {_item(*item)} comes before its {first}")
 
 
 def _slots(schedule: Schedule) -> Iterator[Violation]:
@@ -220,9 +222,10 @@ def _slots(schedule: Schedule) -> Iterator[Violation]:
                         yield Violation("slots", f"{what} writes slot {slot[s]}, still needed")
                 else:
                     for s in np.flatnonzero(busy & (ring[stages, slot] != number)):
-                        what = f"backward of {_item(*divmod(int(number[s]), schedule.chunks), int(s))} at tick {tick}"
+                        what = f"{kind} of {_item(*divmod(int(number[s]), schedule.chunks), int(s))} at tick {tick}"
                         yield Violation("slots", f"{what} reads slot {slot[s]}, which is not its own")
-                ring[stages[busy], slot[busy]] = number[busy] if kind == "forward" else empty
+                if kind != "input_gradient":
+                    ring[stages[busy], slot[busy]] = number[busy] if kind == "forward" else empty
 
 
 def _outputs(schedule: Schedule) -> Iterator[Violation]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from megajax.charts import Box, Timeline, save_png
 from megajax.config.errors import UserError
 from megajax.pipeline.check import measure
-from megajax.pipeline.schedule import Phase, Schedule
+from megajax.pipeline.schedule import Phase, Schedule, Work
 
 LABEL = 6
 """Columns of a row's name, for stages of one digit."""
@@ -20,8 +20,8 @@ NUMBERED_CELLS = 3_000
 def table(schedule: Schedule, width: int | None = None) -> str:
     """The table as text: a column per tick, a row per stage and kind of work, an entry per microbatch.
 
-    With several chunks, a letter says which one. F is a forward, B a backward. Ticks that don't fit into `width`
-    columns follow below; None: no limit.
+    With several chunks, a letter says which one. F is a forward, B a backward, I and W are input and weight gradients
+    with ticks of their own. Ticks that don't fit into `width` columns follow below; None: no limit.
     """
     cell = 1 + max(2, len(str(schedule.ticks - 1)), len(_entry(schedule, schedule.microbatches - 1, 0)))
     label = LABEL + len(str(schedule.stages - 1)) - 1
@@ -76,13 +76,20 @@ def _entry(schedule: Schedule, microbatch: int, chunk: int) -> str:
 
 def _block(schedule: Schedule, ticks: range, label: int, cell: int) -> str:
     lines = ["tick".ljust(label) + "".join(f"{tick:>{cell}}" for tick in ticks)]
-    for letter, work in (("F", schedule.forward), ("B", schedule.backward)):
+    for letter, work, _ in _rows(schedule):
         for stage in range(schedule.stages):
             entries = zip(work.microbatch[ticks, stage].tolist(), work.chunk[ticks, stage].tolist(), strict=True)
             cells = ["." if i < 0 else _entry(schedule, i, c) for i, c in entries]
             lines.append(f"{letter} s{stage}".ljust(label) + "".join(f"{text:>{cell}}" for text in cells))
     lines.append("phase".ljust(label) + "".join(_span(phase, ticks, cell) for phase in schedule.phases) + END)
     return "\n".join(lines)
+
+
+def _rows(schedule: Schedule) -> list[tuple[str, Work, int]]:
+    """Kinds of work with a letter, and how long they take, in forwards."""
+    if not schedule.split_backward:
+        return [("F", schedule.forward, 1), ("B", schedule.input_gradient, 2)]
+    return [("F", schedule.forward, 1), ("I", schedule.input_gradient, 1), ("W", schedule.weight_gradient, 1)]
 
 
 def _span(phase: Phase, ticks: range, cell: int) -> str:
@@ -101,7 +108,7 @@ def save_picture(schedule: Schedule, path: Path) -> None:
 
     Raises UserError without matplotlib, for a table too large to be readable, and if the file can't be written.
     """
-    cells = 2 * schedule.microbatches * schedule.chunks * schedule.stages
+    cells = len(_rows(schedule)) * schedule.microbatches * schedule.chunks * schedule.stages
     if cells > PICTURE_CELLS:
         raise UserError(
             f"--png={path}: {cells:,} pieces of work are more than a picture shows; at most {PICTURE_CELLS:,}.\n"
@@ -124,7 +131,7 @@ def _timeline(schedule: Schedule, *, numbered: bool) -> tuple[Timeline, dict[str
     for phase in schedule.phases:
         breaks += [(start, "")] if start else []
         for tick in range(phase.start, phase.stop):
-            for letter, work, length in (("F", schedule.forward, 1), ("B", schedule.backward, 2)):
+            for letter, work, length in _rows(schedule):
                 for stage, i in enumerate(work.microbatch[tick].tolist()):
                     if i >= 0:
                         chunk = int(work.chunk[tick, stage])
@@ -137,7 +144,7 @@ def _timeline(schedule: Schedule, *, numbered: bool) -> tuple[Timeline, dict[str
         boxes=boxes,
         end=start,
         title=f"{heading(schedule)}; bubble {float(measure(schedule).bubble):.1%} over ideal time",
-        x_label="time, in forwards of a chunk (backward: 2)",
+        x_label="time, in forwards of a chunk" + ("" if schedule.split_backward else " (backward: 2)"),
         y_label="stage",
         breaks=breaks,
     )
@@ -145,7 +152,7 @@ def _timeline(schedule: Schedule, *, numbered: bool) -> tuple[Timeline, dict[str
 
 
 def _color(letter: str, chunk: int, chunks: int) -> tuple[float, ...]:
-    """Blue forwards and orange backwards; later chunks paler."""
-    base = (0.36, 0.60, 0.88) if letter == "F" else (0.95, 0.62, 0.30)
+    """Blue forwards, orange input gradients, green weight gradients; later chunks paler."""
+    base = {"F": (0.36, 0.60, 0.88), "W": (0.45, 0.75, 0.45)}.get(letter, (0.95, 0.62, 0.30))
     pale = 0.65 * chunk / max(1, chunks - 1)
     return tuple(value + (1 - value) * pale for value in base)

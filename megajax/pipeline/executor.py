@@ -98,7 +98,9 @@ class Carry(NamedTuple):
 
 
 def segments(schedule: Schedule) -> list[Segment]:
-    """The phases of the schedule, split where losses begin and end."""
+    """The phases of the schedule, split where losses begin and end. Raises ValueError for a split backward."""
+    if schedule.split_backward:
+        raise ValueError(f"schedule {schedule.name} has separate weight gradients, which the executor does not run")
     losses = np.flatnonzero(schedule.head >= 0)
     edges = {edge for phase in schedule.phases for edge in phase[:2]} | {int(losses[0]), int(losses[-1]) + 1}
     segments = []
@@ -110,7 +112,7 @@ def segments(schedule: Schedule) -> list[Segment]:
             _which_collective(schedule, before(schedule.embed_gradient)[start:stop]),
         )
         head = _which(schedule.head[start:stop])
-        segments.append(Segment(start, stop, phase.forward, phase.backward, head, *collectives))
+        segments.append(Segment(start, stop, phase.forward, phase.input_gradient, head, *collectives))
     return segments
 
 
@@ -381,7 +383,7 @@ class Stage:
         self, segment: Segment, tick: Array, from_next: Array, from_loss: Array | None, c: Carry
     ) -> tuple[Array, Params, Params]:
         """(gradient of the chunk's input, gradients of the stacked and of the shared weights) after the tick."""
-        microbatch, chunk, slot = self.entry(self.schedule.backward, tick)
+        microbatch, chunk, slot = self.entry(self.schedule.input_gradient, tick)
         ctx, dy = self.staged.context(self.rows(microbatch)), from_next
         if from_loss is not None:
             dy = jnp.where(self.last & (chunk == self.schedule.chunks - 1), from_loss, dy)
@@ -393,7 +395,7 @@ class Stage:
         ) -> tuple[Array, tuple[Params, Params]]:
             return self.layers.backward(first, carry[0], ctx, c.rings, slot, carry[1])
 
-        kind, chunk = self.schedule.backward, jnp.where(microbatch >= 0, chunk, -1)
+        kind, chunk = self.schedule.input_gradient, jnp.where(microbatch >= 0, chunk, -1)
         dx, (stacked, common) = self.in_chunk(segment, kind, chunk, run_layers, (dy, totals))
         return dx, stacked, {**c.shared, **common}
 

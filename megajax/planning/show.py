@@ -431,7 +431,7 @@ def _ticks(plan: Estimate, microbatches: int) -> list[tuple[dict[int, int], dict
     for tick in range(table.ticks):
         forward, backward = (
             {s: int(work.chunk[tick, s]) for s in range(table.stages) if work.microbatch[tick, s] >= 0}
-            for work in (table.forward, table.backward)
+            for work in (table.forward, table.input_gradient)
         )
         ticks.append((forward, backward, bool(table.head[tick] >= 0)))
     return ticks

@@ -28,7 +28,7 @@ def line(schedule: Schedule, name: str, tick: int, value: int) -> Schedule:
 
 def ticks_of(schedule: Schedule) -> dict[str, np.ndarray]:
     actual = {}
-    for kind in ("forward", "backward"):
+    for kind in ("forward", "input_gradient", "weight_gradient"):
         work = getattr(schedule, kind)
         when = np.zeros((schedule.microbatches, schedule.chunks, schedule.stages), int)
         for tick, stage in np.argwhere(work.microbatch >= 0):
@@ -57,6 +57,10 @@ def forward_done_twice() -> Schedule:
     return changed(FOUR, "forward", "microbatch", {(10, 0): 0})
 
 
+def weight_gradient_left_out() -> Schedule:
+    return changed(FOUR, "weight_gradient", "microbatch", {(8, 2): -1})
+
+
 def wrong_chunk() -> Schedule:
     return changed(TWO_CHUNKS, "forward", "chunk", {(0, 0): 1})
 
@@ -72,15 +76,20 @@ def forward_before_its_input() -> Schedule:
 
 def backward_before_its_forward() -> Schedule:
     """All gradients two ticks earlier, slots as they were (assemble refuses such ticks)."""
-    earlier = Work(*(np.roll(array, -2, axis=0) for array in FOUR.backward))
+    earlier = Work(*(np.roll(array, -2, axis=0) for array in FOUR.input_gradient))
     lines = {name: np.roll(getattr(FOUR, name), -2) for name in ("head", "embed_gradient")}
-    return replace(FOUR, backward=earlier, **lines)
+    return replace(FOUR, input_gradient=earlier, weight_gradient=earlier, **lines)
+
+
+def weight_gradient_before_its_input_gradient() -> Schedule:
+    """The input gradients of a whole schedule one tick after the weight gradients."""
+    return moved(FOUR, input_gradient=np.array(1))
 
 
 def input_that_waits_two_ticks() -> Schedule:
     """Stage 2 and 3 a tick late with every forward, and everything after with them."""
     late = np.array([0, 0, 1, 1])
-    return moved(FOUR, forward=late, backward=np.array(1))
+    return moved(FOUR, forward=late, input_gradient=np.array(1), weight_gradient=np.array(1))
 
 
 def slot_of_another_forward() -> Schedule:
@@ -93,7 +102,11 @@ def idle_forward_on_a_taken_slot() -> Schedule:
 
 
 def backward_that_reads_another_slot() -> Schedule:
-    return changed(FOUR, "backward", "slot", {(6, 0): FOUR.forward.slot[1, 0]})
+    return changed(FOUR, "input_gradient", "slot", {(6, 0): FOUR.forward.slot[1, 0]})
+
+
+def weight_gradient_that_frees_another_slot() -> Schedule:
+    return changed(FOUR, "weight_gradient", "slot", {(6, 0): FOUR.forward.slot[1, 0]})
 
 
 def slot_outside_the_ring() -> Schedule:
@@ -109,11 +122,11 @@ def wrong_dtype() -> Schedule:
 
 
 def a_stage_too_few() -> Schedule:
-    return replace(FOUR, backward=Work(*(array[:, :3] for array in FOUR.backward)))
+    return replace(FOUR, input_gradient=Work(*(array[:, :3] for array in FOUR.input_gradient)))
 
 
 def phase_that_ends_early() -> Schedule:
-    return replace(FOUR, phases=(Phase(0, 4, True, False), Phase(4, 11, True, True), FOUR.phases[2]))
+    return replace(FOUR, phases=(Phase(0, 4, True, False, False), Phase(4, 11, True, True, True), FOUR.phases[2]))
 
 
 def phases_with_a_gap() -> Schedule:
@@ -146,7 +159,7 @@ def loss_of_an_output_not_made_now() -> Schedule:
 
 def backwards_a_tick_later_than_need_be() -> Schedule:
     """Valid in every other way, and a longer bubble."""
-    return moved(FOUR, backward=np.array(1))
+    return moved(FOUR, input_gradient=np.array(1), weight_gradient=np.array(1))
 
 
 def more_slots_than_the_formula() -> Schedule:
@@ -156,14 +169,17 @@ def more_slots_than_the_formula() -> Schedule:
 MUTATIONS: list[tuple[str, Callable[[], Schedule]]] = [
     ("once", forward_left_out),
     ("once", forward_done_twice),
+    ("once", weight_gradient_left_out),
     ("once", wrong_chunk),
     ("order", chunks_in_the_wrong_order),
     ("order", forward_before_its_input),
     ("order", backward_before_its_forward),
+    ("order", weight_gradient_before_its_input_gradient),
     ("arrival", input_that_waits_two_ticks),
     ("slots", slot_of_another_forward),
     ("slots", idle_forward_on_a_taken_slot),
     ("slots", backward_that_reads_another_slot),
+    ("slots", weight_gradient_that_frees_another_slot),
     ("form", slot_outside_the_ring),
     ("form", microbatch_that_does_not_exist),
     ("form", wrong_dtype),
@@ -206,7 +222,7 @@ def test_every_changed_number_is_found(schedule: Schedule) -> None:
         "slot": schedule.ring_slots,
     }
     missed = []
-    for kind in ("forward", "backward"):
+    for kind in ("forward", "input_gradient", "weight_gradient"):
         for tick, stage in np.argwhere(getattr(schedule, kind).microbatch >= 0):
             for column, bound in bounds.items():
                 value = int(getattr(getattr(schedule, kind), column)[tick, stage])

@@ -17,7 +17,7 @@ from megajax.models.config import DecoderConfig
 from megajax.pipeline import executor
 from megajax.pipeline.executor import Segment, Stage, segments
 from megajax.pipeline.layer_loop import LayerLoop
-from megajax.pipeline.schedule import Work, build
+from megajax.pipeline.schedule import Work, assemble, build, one_f_one_b
 from megajax.pipeline.staged import Span
 from megajax.planning.program.collectives import read
 from megajax.training.program import Program
@@ -108,7 +108,7 @@ def test_work_in_some_ticks_is_named_after_their_number() -> None:
     schedule = build("interleaved", stages=2, microbatches=4, chunks=2, loss_wait=1)
     actual = segments(schedule)
     for chunk in range(2):
-        told = [re.fullmatch(r"runs_(\d+)_of_(\d+)", one.runs(schedule.backward, chunk)) for one in actual]
+        told = [re.fullmatch(r"runs_(\d+)_of_(\d+)", one.runs(schedule.input_gradient, chunk)) for one in actual]
         ticks = [one.stop - one.start for one in actual]
         shares = [int(each[1]) / int(each[2]) for each in told if each]
         assert sum(share * count for share, count in zip(shares, ticks, strict=True)) == pytest.approx(4)
@@ -247,4 +247,15 @@ def test_segments_cover_the_ticks_and_have_the_losses_of_the_table(name: str, wa
         losses = schedule.head[one.start : one.stop] >= 0
         assert one.head == ("all" if losses.all() else "some" if losses.any() else "none")
         assert one.forward == (schedule.forward.microbatch[one.start : one.stop] >= 0).any()
-        assert one.backward == (schedule.backward.microbatch[one.start : one.stop] >= 0).any()
+        assert one.backward == (schedule.input_gradient.microbatch[one.start : one.stop] >= 0).any()
+
+
+def test_separate_weight_gradients_are_refused() -> None:
+    when = {kind: np.array([[[0, 1]], [[1, 2]]]) for kind in ("forward", "input_gradient", "weight_gradient")}
+    when["input_gradient"] = np.array([[[2, 1]], [[3, 2]]])
+    when["weight_gradient"] = when["input_gradient"] + 2
+    split = assemble("apart", **when)
+    assert split.split_backward
+    with pytest.raises(ValueError, match="apart has separate weight gradients"):
+        segments(split)
+    assert segments(one_f_one_b(2, 2))
