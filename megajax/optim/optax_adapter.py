@@ -68,7 +68,7 @@ class OptaxOptimizer(Optimizer):
                 "is not known. Use another optimizer, or scale updates within the transformation."
             )
         super().__init__(cfg, declared)
-        self._make = _function(cfg)
+        self._make = self._function()
         stacked = {path: len(spec.layers) for path, spec in self.declared.items()}
         self._rows = stacked if cfg.per_layer else dict.fromkeys(stacked, 0)
         """Path -> number of rows over which the transformation is mapped; 0: it gets the array as it is."""
@@ -80,13 +80,11 @@ class OptaxOptimizer(Optimizer):
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(state)
         self._places = _places([keys for keys, _ in leaves], self.declared)
         if len(set(self._places)) < len(self._places):
-            raise UserError(f"{self._named()}: two arrays of its state have the same name")
+            raise self._wrong("has two arrays of the same name in its state")
         for place, (_, leaf) in zip(self._places, leaves, strict=True):
             if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-                raise UserError(
-                    f"{self._named()} keeps random keys ({place}). Checkpoints cannot store them, and every layer "
-                    "would draw the same numbers."
-                )
+                what = "Checkpoints cannot store them, and every layer would draw the same numbers."
+                raise self._wrong(f"keeps random keys ({place}). {what}")
         self._check(seen)
 
     def init(self, params: Params) -> OptimizerState:
@@ -113,12 +111,20 @@ class OptaxOptimizer(Optimizer):
     def kinds(self) -> dict[str, str]:
         return dict.fromkeys(self.declared, self.cfg.make)
 
+    def _function(self) -> Callable[..., Any]:
+        try:
+            function = resolve(self.cfg.make)
+        except Exception as error:
+            hint = "Give module:function or file.py:function, such as optax:adafactor."
+            raise self._wrong(f"cannot be loaded: {type(error).__name__}: {error}\n{hint}") from error
+        if not callable(function):
+            raise self._wrong(f"is of type {type(function).__name__}, not a function")
+        return function
+
     def _transformation(self, lr: Array) -> optax.GradientTransformationExtraArgs:
         made = self._make(learning_rate=lr, **self.cfg.settings)
         if not isinstance(made, optax.GradientTransformation):
-            raise UserError(
-                f"optimizer.make={self.cfg.make} returned a {type(made).__name__}, not an optax.GradientTransformation"
-            )
+            raise self._wrong(f"returned a {type(made).__name__}, not an optax.GradientTransformation")
         return optax.with_extra_args_support(made)
 
     def _first_state(self, lr: Array, params: Params) -> OptimizerState:
@@ -138,7 +144,7 @@ class OptaxOptimizer(Optimizer):
         """The transformation's state in the form in which it is stored."""
         leaves, tree = jax.tree_util.tree_flatten(state)
         if tree != self._tree:
-            raise UserError(f"{self._named()}: its update returns a state of another structure than its init")
+            raise self._wrong("returns a state of another structure from its update than from its init")
         # Python numbers are weakly typed arrays; with them the step would be compiled a second time.
         arrays = iter(jnp.asarray(leaf).astype(jnp.result_type(leaf)) for leaf in leaves)
         return self._by_place(lambda place: next(arrays))
@@ -187,7 +193,7 @@ class OptaxOptimizer(Optimizer):
         traced, (updates, new) = self._attempt(
             lambda: jax.make_jaxpr(self._one_update, return_shape=True)(RATE, seen, state, seen)
         )
-        self._check_same("update", seen, updates)
+        self._check_same("updates", seen, updates)
         self._check_same("state", state, new)
         starts = _names(first.jaxpr, (NONE, own), state)
         needs, keeps = _names(traced.jaxpr, (NONE, own, of_state, own), (updates, new))
@@ -200,14 +206,13 @@ class OptaxOptimizer(Optimizer):
 
     def _check_same(self, what: str, before: Any, after: Any) -> None:
         if jax.tree.structure(before) != jax.tree.structure(after):
-            raise UserError(f"{self._named()}: its {what} has another structure than the weights")
+            raise self._wrong(f"makes {what} of another structure than the weights'")
         pairs = zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True)
         for (keys, old), now in pairs:
             if (old.shape, old.dtype) != (now.shape, now.dtype):
-                raise UserError(
-                    f"{self._named()}: its {what} changes {jax.tree_util.keystr(keys)} from {old.dtype}{[*old.shape]} "
-                    f"to {now.dtype}{[*now.shape]}. Shapes and dtypes must stay; weights and gradients are float32."
-                )
+                change = f"{old.dtype}{[*old.shape]} to {now.dtype}{[*now.shape]}"
+                rule = "Shapes and dtypes must stay; weights and gradients are float32."
+                raise self._wrong(f"changes {what} {jax.tree_util.keystr(keys)} from {change}. {rule}")
 
     def _check_independence(self, what: str, tree: Mapping[str, Any]) -> None:
         """Raises UserError if an array depends on a weight other than its own and one of the two is mapped.
@@ -219,9 +224,9 @@ class OptaxOptimizer(Optimizer):
             others = sorted(names - {path})
             if others and any(self._rows.get(name) for name in (path, *others)):
                 more = " and others" if len(others) > 3 else ""
-                raise UserError(
-                    f"{self._named()} combines weights: {what} of {path} depends on {', '.join(others[:3])}{more}, but "
-                    "it sees one layer at a time.\n"
+                raise self._wrong(
+                    f"combines weights: {what} of {path} depends on {', '.join(others[:3])}{more}, but it sees one "
+                    "layer at a time.\n"
                     "To clip by the global norm, use optimizer.clip and leave it out of the transformation. For a "
                     "transformation that treats all elements of a weight alike, as Adam does, set "
                     "optimizer.per_layer=false."
@@ -240,13 +245,13 @@ class OptaxOptimizer(Optimizer):
             leaf = state[name] if path is None else state[name][path]
             joined = path is None and leaf.size >= least and not stacked.keys().isdisjoint(keeps[name])
             if joined or (path in stacked and leaf.shape != stacked[path]):
-                raise UserError(
-                    f"{self._named()} with optimizer.per_layer=false keeps {place} of shape {[*leaf.shape]}, whose "
-                    "rows do not correspond to layers. Set optimizer.per_layer=true."
+                raise self._wrong(
+                    f"with optimizer.per_layer=false keeps {place} of shape {[*leaf.shape]}, whose rows do not "
+                    "correspond to layers. Set optimizer.per_layer=true."
                 )
 
-    def _named(self) -> str:
-        return f"optimizer.make={self.cfg.make}"
+    def _wrong(self, what: str) -> UserError:
+        return UserError(f"optimizer.make={self.cfg.make} {what}")
 
     def _attempt[T](self, f: Callable[[], T]) -> T:
         """f(), which runs the user's code; its exceptions become UserErrors."""
@@ -255,24 +260,11 @@ class OptaxOptimizer(Optimizer):
         except UserError:
             raise
         except Exception as error:
-            raise UserError(
-                f"{self._named()} failed: {type(error).__name__}: {str(error).partition('\n')[0]}\n"
+            raise self._wrong(
+                f"failed: {type(error).__name__}: {str(error).partition('\n')[0]}\n"
                 "The function is called as make(learning_rate=..., **optimizer.settings) with a traced learning rate, "
                 "its result as init(weights) and update(gradients, state, weights) with dicts from path to array."
             ) from error
-
-
-def _function(cfg: OptaxConfig) -> Callable[..., Any]:
-    try:
-        function = resolve(cfg.make)
-    except Exception as error:
-        raise UserError(
-            f"optimizer.make={cfg.make} cannot be loaded: {type(error).__name__}: {error}\n"
-            "Give module:function or file.py:function, such as optax:adafactor."
-        ) from error
-    if not callable(function):
-        raise UserError(f"optimizer.make={cfg.make} is of type {type(function).__name__}, not a function")
-    return function
 
 
 def _is_names(x: Any) -> bool:

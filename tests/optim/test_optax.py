@@ -197,9 +197,9 @@ REFUSED = {
     f"{HERE}:of_all_weights": "combines weights: the update of .* depends on .*optimizer.clip.*per_layer=false",
     f"{HERE}:prodigy": "combines weights",
     f"{HERE}:starting_together": "combines weights: the state of .* depends on",
-    f"{HERE}:shrinking": r"its update changes .* to float32\[\]",
-    f"{HERE}:halving": "its update changes .* to bfloat16",
-    f"{HERE}:growing": "another structure than its init",
+    f"{HERE}:shrinking": r"changes updates .* to float32\[\]",
+    f"{HERE}:halving": "changes updates .* to bfloat16",
+    f"{HERE}:growing": "another structure from its update than from its init",
     f"{HERE}:noisy": "keeps random keys",
     f"{HERE}:of_the_loss": "failed: TypeError.*value",
 }
