@@ -67,6 +67,8 @@ class _Save(NamedTuple):
 class CheckpointManager(CheckpointReader):
     """The writer of a run's checkpoints folder. Use it as a context manager, or call `close`.
 
+    A program that ends without either leaves its last save incomplete.
+
     Damaged steps are renamed to NAME.damaged and kept. The error of a failed background save is raised by the next
     `save`, `poll`, `wait` or `close`; the manager stays usable, and the next save may succeed.
     """
@@ -80,7 +82,6 @@ class CheckpointManager(CheckpointReader):
         super().__init__(path)
         self.cfg = cfg
         self._saves = 0
-        # Its thread is not a daemon: a program that ends without `close` still completes its last checkpoint.
         self._background = futures.ThreadPoolExecutor(1, thread_name_prefix="megajax checkpoint")
         self._current: futures.Future[SaveReport] | None = None
         self._reports: list[SaveReport] = []
