@@ -120,10 +120,10 @@ def test_run(case: str) -> None:
         ]
         counted = [float(mask.sum()) for _, _, mask in batches]
         assert counted == [count for _, count in row["per_micro"]], "the batch rule gives other rows"
-        found, at = trainer.step(lm_batch(batches)), f"in step {row['iteration']}"
-        compare.check("loss", found["loss"], row["reported_loss"], TOLERANCE, name=at)
-        compare.check("gradient norm", found["grad_norm"], row["grad_norm"], TOLERANCE, name=at)
-        compare.check("lr", found["lr"], row["lr_used"], TOLERANCE, name=at)
+        actual, at = trainer.step(lm_batch(batches)), f"in step {row['iteration']}"
+        compare.check("loss", actual["loss"], row["reported_loss"], TOLERANCE, name=at)
+        compare.check("gradient norm", actual["grad_norm"], row["grad_norm"], TOLERANCE, name=at)
+        compare.check("lr", actual["lr"], row["lr_used"], TOLERANCE, name=at)
         now = float(trainer.schedule.weight_decay(np.int32(t * micro * run["mbs"]), optimizer.weight_decay))
         decay = [now * group["wd_mult"] for group in run["groups"]]
         compare.check("weight decay", decay, row["wd_used"], TOLERANCE, name=at)

@@ -218,11 +218,11 @@ def test_devices_seed_steps_and_schedule():
     actual = problems(
         run_config(parallel=on(data=16), seed=-1, steps=-1, batch=BatchConfig(global_size=16), model=model())
     )
-    assert found["parallel"].startswith("the axes multiply to 16 devices (data 16), there are 8")
-    assert found["seed"].startswith("must be between 0 and 4294967295, got -1")
-    assert found["steps"].startswith("must not be negative, got -1")
-    found = problems(run_config(schedule=ScheduleConfig(warmup_steps=6)))
-    assert found["schedule.warmup_steps"].startswith("the warm-up takes 48 samples (warmup_steps=6)")
+    assert actual["parallel"].startswith("the axes multiply to 16 devices (data 16), there are 8")
+    assert actual["seed"].startswith("must be between 0 and 4294967295, got -1")
+    assert actual["steps"].startswith("must not be negative, got -1")
+    actual = problems(run_config(schedule=ScheduleConfig(warmup_steps=6)))
+    assert actual["schedule.warmup_steps"].startswith("the warm-up takes 48 samples (warmup_steps=6)")
 
 
 def test_every_problem_is_listed_at_once():
