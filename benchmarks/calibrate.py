@@ -8,7 +8,7 @@ reach and the size at which half of that is lost; a stream through memory; causa
 with several local devices, an all-gather large and small. Inputs are random numbers: on zeros or ones a GPU draws less
 power and runs up to 13 % faster than on data. Calls are enqueued in groups that are waited for once; each makes several
 products of inputs of its own, so that starting a program does not count as the time of a small matmul. Shares are of
-data sheets (planning/cost/costs.py). On a device that is not known there, the rates measured stand for its peaks:
+data sheets (planning/program/devices.py). On a device that is not known there, the rates measured stand for its peaks:
 add `network` to plan with it by --device-file.
 --seconds: of timed calls for each figure. --tiny: sizes for a CPU, to see that it runs. FILE is
 benchmarks/results/calibration.json unless given; it is written after each kind of figure.
@@ -27,8 +27,7 @@ from stopwatch import readings_in
 
 from megajax.command_line import use_devices
 from megajax.mesh.xla import FP8, GPU, compiler_options
-from megajax.planning.cost.costs import DEVICES, Device
-from megajax.planning.program.devices import GPUS
+from megajax.planning.program.devices import DEVICES, GPUS, Device
 
 SIZES = (
     *((rows, contracted, columns) for rows in (1024, 8192) for contracted in (1024, 8192) for columns in (1024, 8192)),

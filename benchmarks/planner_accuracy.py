@@ -23,9 +23,9 @@ from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig
 from megajax.models.presets.gpt import gpt3
 from megajax.models.presets.llama import llama2, llama3
-from megajax.planning.cost.costs import DEVICES, FITTED
 from megajax.planning.cost.description import Description, System
 from megajax.planning.cost.estimate import estimate
+from megajax.planning.program.devices import DEVICES, FITTED
 
 MEGATRON = System(name="Megatron-LM with TransformerEngine", tensor_hidden=0.75)
 """All of NVIDIA's own runs from 2024 on: collectives over `tensor` run in pieces beside the matmul they belong to."""

@@ -24,10 +24,9 @@ from roofline import Roof, roof_of
 
 from megajax.config import load
 from megajax.kernels.capability import Device
-from megajax.planning.cost.costs import DEVICES
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import estimate
-from megajax.planning.program.devices import GPUS
+from megajax.planning.program.devices import DEVICES, GPUS
 
 NAMES = ("h200", "h100")
 HOPPER = Device(name="Hopper", capability=(9, 0), cudnn=(9, 10, 0))

@@ -15,10 +15,9 @@ from megajax.command_line import front_door
 from megajax.config import load
 from megajax.config.builds import resolve
 from megajax.config.errors import UserError
-from megajax.planning.cost.costs import DEVICES
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import bytes_per_step, estimate
-from megajax.planning.program.devices import prepare, read_cluster
+from megajax.planning.program.devices import DEVICES, prepare, read_cluster
 
 TIB = 2**40
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {

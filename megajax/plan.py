@@ -9,7 +9,7 @@ from megajax.command_line import Flag, front_door, parse
 from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.patch import plain_name
-from megajax.planning.command import FLAGS, PNG, count_devices, source_of, take_searched
+from megajax.planning.command import FLAGS, PNG, count_devices, plan, take_searched
 from megajax.training.run_config import COMMON
 
 DESCRIPTION = """With --config and --devices: compile the config's train step for virtual GPU devices, and print
@@ -65,7 +65,7 @@ def plan_config(argv: list[str]) -> int:
     """Plan a config; print the tables and write what is asked for."""
     words, fixed = take_searched(argv)
     command = parse(words, verb="plan", flags=FLAGS, description=DESCRIPTION, count_devices=count_devices)
-    resolve("megajax.planning.modes:plan")(command.config, command.flags, source_of(argv), fixed)
+    plan(command, fixed)
     return 0
 
 

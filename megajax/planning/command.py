@@ -1,14 +1,39 @@
-"""The flags of `python -m megajax.plan --config`, and what of the command line is read before the config."""
+"""`python -m megajax.plan --config`: its flags, and what it prints: a plan, a search, a comparison or a sweep."""
 
+import json
+import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megajax.command_line import Flag
+import megajax.config.schema as schema
+from megajax.command_line import Command, Flag
 from megajax.config.builds import resolve
-from megajax.config.errors import ConfigError, Problem
+from megajax.config.errors import ConfigError, Problem, UserError
+from megajax.config.files import ROOT, assembled, read
 from megajax.config.patch import Mark, plain_name, setting
 from megajax.config.tree import read_value
+from megajax.planning.cost.description import demand_formulas, has_formulas
+from megajax.planning.cost.estimate import Case, to_dict
+from megajax.planning.program.audit import arrays_table, audit
+from megajax.planning.program.devices import (
+    DEVICES,
+    GIB,
+    GPUS,
+    Cluster,
+    Device,
+    calibrated,
+    missing_packages,
+    prepare,
+    read_cluster,
+    read_device,
+)
+from megajax.planning.search.compare import Sweep, advice, comparison_report, other, ratios
+from megajax.planning.search.ranking import Cache, check_config_path, find_best, write_config
+from megajax.planning.search.search import SEARCHED, Choice, Task, apply, settings
+from megajax.planning.show import Report, plan_report
+from megajax.training.run_config import RunConfig
 
 PNG = Flag("png", Path | None, help="of a schedule or a sweep: also draw it into this file (extra plot)")
 FLAGS = (
@@ -27,10 +52,14 @@ FLAGS = (
     Flag("nvlink", float | None, help="GB/s from a GPU to others of its node, one direction"),
     Flag("network", float | None, help="GB/s from a GPU to other nodes, one direction"),
     Flag("json", Path | None, help="also write it into this file"),
-    Flag("html", Path | None, help="also write it as a self-contained HTML page"),
+    Flag("html", Path | None, help="of a plan: also write it as an HTML page, with the timeline of a step"),
     PNG,
 )
 MODES = ("search", "compare", "sweep")
+COMPILED = 3
+"""Layouts of a search that are compiled by default, if the compiler is installed."""
+MARGIN = 0.03
+"""Fraction of usable memory that a change of a compiled plan must leave: its excess over the formula may change."""
 NEEDS = {"compile": "search", "out": "search", "resume": "search", "png": "sweep"}
 """Flags that need another flag."""
 
@@ -40,13 +69,16 @@ def count_devices(flags: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
 
     None if the config's own layout need not match them: a search tries others, a sweep takes other numbers.
     """
-    cluster, problems = resolve("megajax.planning.modes:read_target")(flags)
+    cluster, problems = read_target(flags)
     modes = [name for name in MODES if flags[name]]
     if len(modes) > 1:
         problems.append(Problem(f"--{modes[1]}", f"goes with no --{modes[0]}", "ask for one of them at a time"))
-    without = next((name for name in ("formula", *modes) if flags[name]), None)
-    if flags["audit"] and without is not None:
-        problems.append(Problem("--audit", f"goes with no --{without}", "it reads the program that is compiled"))
+    without = ("formula", *modes)[not flags["formula"] :][:1]
+    for mode in without:
+        if flags["audit"]:
+            problems.append(Problem("--audit", f"goes with no --{mode}", "it reads the program that is compiled"))
+    if flags["html"] is not None and modes:
+        problems.append(Problem("--html", f"goes with no --{modes[0]}", "it shows a single plan"))
     for name, mode in NEEDS.items():
         if flags[name] is not None and not flags[mode]:
             problems.append(Problem(f"--{name}", f"goes with --{mode}, which is not given"))
@@ -61,31 +93,184 @@ def take_searched(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """
     if not any(plain_name(word) in ("__search", "__search=true") for word in argv):
         return list(argv), {}
-    searched = resolve("megajax.planning.search.candidates:SEARCHED")
-    annotation = resolve("megajax.planning.search.candidates:annotation")
+    types = {**schema.hints(Choice), "data": int | None}
     rest, fixed, problems, words = [], {}, [], list(argv)
     while words:
         word = words.pop(0)
         name, value = setting(word)
-        if not word.startswith("--") or name not in searched:
+        if not word.startswith("--") or name not in SEARCHED:
             rest.append(word)
             continue
         if value is Mark.BARE and words and not words[0].startswith("--"):
             _, value = setting(f"--{name}={words.pop(0)}")
-        read, wrong = read_value(value, annotation(name), name)
+        given, wrong = read_value(value, types[SEARCHED[name]], name)
         problems += wrong
-        fixed[searched[name]] = read
+        fixed[SEARCHED[name]] = given
     if problems:
         raise ConfigError(problems, "command line")
     return rest, {name: value for name, value in fixed.items() if name != "data" or value is not None}
 
 
-def source_of(argv: Sequence[str]) -> str:
-    """The value of the last --config."""
-    source = ""
-    for place, word in enumerate(argv):
-        if word.startswith("--config="):
-            source = word.partition("=")[2]
-        elif word == "--config":
-            source = argv[place + 1]
-    return source
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A plan, as the command line asks for it. Each mode gives its report and the figures for --json."""
+
+    case: Case
+    source: str
+    """The value of --config."""
+    flags: Mapping[str, Any]
+    fixed: Mapping[str, Any]
+    """Fields of a Choice that a search keeps."""
+
+    def by_formula(self) -> tuple[Report, Any]:
+        estimate = self.case.estimate
+        report = plan_report(estimate)
+        if not estimate.fits:
+            report = replace(report, blocks=[*report.blocks, *advice(self.case)])
+        return report, to_dict(estimate) | {"parameters": estimate.run.model.parameter_count().total}
+
+    def compiled(self) -> tuple[Report, Any]:
+        case = self.case
+        if case.cluster.name not in GPUS:
+            raise UserError(
+                f"{case.cluster.name} is described in --device-file, which the compiler can't use: give --formula"
+            )
+        prepare()  # before anything imports jax
+        try:
+            plan = resolve("megajax.planning.program.train_step:compile_train_step")(case.cfg, case.cluster)
+        except resolve("jax.errors:JaxRuntimeError") as error:
+            raise UserError(
+                f"XLA of jax {resolve('jax:__version__')} did not compile this for {case.cluster.name}: "
+                f"{str(error).strip().splitlines()[0][:200]}\n"
+                "Try a newer jax; --formula needs no compiler"
+            ) from error
+        audited = audit(plan.text, plan.unknown_trips) if self.flags["audit"] else None
+        report, figures = resolve("megajax.planning.program.train_step:report")(plan, case.device, audited)
+        tables = [] if plan.fits else [arrays_table(plan.text)]
+        if not plan.fits and has_formulas(case.cfg):
+            excess = plan.memory.peak / GIB - case.estimate.memory.peak_gib
+            tables += advice(case, excess_gib=excess, margin=MARGIN)
+        return replace(report, blocks=[*report.blocks, *tables]), figures
+
+    def compare(self) -> tuple[Report, Any]:
+        asked = self.flags["compare"]
+        cases = self.case, other(self.case, asked, self.flags["gpus_per_node"])
+        first, second = (case.estimate for case in cases)
+        figures = {"first": to_dict(first), "second": to_dict(second), "ratios": ratios(first, second)}
+        return comparison_report((self.source, asked), cases), figures
+
+    def sweep(self) -> tuple[Report, Any]:
+        sweep = Sweep.of(self.flags["sweep"], self.case)
+        if self.flags["png"] is not None:
+            sweep.save_picture(self.flags["png"])
+        return sweep.report(self.source), sweep.to_list()
+
+    def search(self) -> tuple[Report, Any]:
+        out, resume, wanted = self.flags["out"], self.flags["resume"], self._layouts_to_compile()
+        task = Task(self.case, self.fixed)
+        if out is not None:
+            check_config_path(out, self.source)
+        path = resume or (None if out is None else out.with_suffix(".search.jsonl"))
+        cache = Cache(path, task, insist=resume is not None)
+        try:
+            result = find_best(task, cache, wanted)
+        finally:
+            cache.close()
+        changed = settings(_config_of(self.source), self._with(result.best))
+        lines = [f"python -m megajax.train {shlex.join([f'--config={self.source}', *(f'--{s}' for s in changed)])}"]
+        if out is not None:
+            name, cluster = Path(self.source).name, self.case.cluster
+            title = f"{name} on {cluster.devices} x {self.case.device.name}: {result.best.layout}."
+            write_config(out, self.source, changed, title)
+            lines.append(f"or --config={out}, which loads that config with these settings")
+        if path is not None:
+            lines.append(f"the search's compiled layouts are in {path}")
+        return result.report(lines), result.to_dict(changed)
+
+    def _with(self, choice: Choice) -> RunConfig:
+        """The config with a choice; `data` is left open, unless it was given or is in the config already."""
+        cfg = apply(choice, self.case.cfg)
+        if "data" in self.fixed or self.case.cfg.parallel.data == choice.data:
+            return cfg
+        return cfg.but(parallel=replace(cfg.parallel, data=None))
+
+    def _layouts_to_compile(self) -> int:
+        wanted, formula = self.flags["compile"], self.flags["formula"]
+        if wanted is not None and wanted < 0:
+            raise UserError(f"--compile must be 0 or more layouts, got {wanted}")
+        name = self.case.cluster.name
+        missing = missing_packages() if name in GPUS else [f"a device the compiler knows, which {name} is not"]
+        if wanted is None:
+            return 0 if missing or formula else COMPILED
+        if wanted and missing:
+            raise UserError(
+                f"--compile={wanted} needs {' and '.join(missing)}.\nInstall the extra aot (uv sync --extra aot), or "
+                "give --compile=0: a search by formulas alone."
+            )
+        if wanted and formula:
+            raise UserError(f"--compile={wanted} and --formula, which compiles nothing: give one of them")
+        return wanted
+
+
+def plan(command: Command, fixed: Mapping[str, Any]) -> None:
+    """Print what the flags ask for and write the files. fixed: of `take_searched`.
+
+    Raises UserError for what the user has to change.
+    """
+    flags = command.flags
+    cluster, _ = read_target(flags)
+    assert cluster is not None  # `count_devices` has reported its problems
+    mode = next((name for name in MODES if flags[name]), "by_formula" if flags["formula"] else "compiled")
+    if mode != "compiled":
+        demand_formulas(command.config)
+    request = Request(Case(command.config, cluster, device_of(cluster, flags)), command.source or "", flags, fixed)
+    report, figures = getattr(request, mode)()
+    print(report.text())
+    if flags["png"] is not None:
+        print(f"\npicture {flags['png']}")
+    if flags["json"] is not None:
+        try:
+            flags["json"].write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{flags['json']} can't be written: {error.strerror}") from error
+    if flags["html"] is not None:
+        report.write_page(flags["html"])
+        print(f"\npage: {flags['html']}")
+
+
+def _config_of(source: str) -> RunConfig:
+    """The config of a file without settings, whether or not its checks pass. Raises UserError if there is none."""
+    file = read(source, ROOT)
+    config, problems = assembled(file, ROOT, {})
+    if config is None:
+        raise UserError(f"{file.name} can't be read without settings: {problems[0]}")
+    return config
+
+
+def read_target(flags: Mapping[str, Any]) -> tuple[Cluster | None, list[Problem]]:
+    """Cluster that --devices, --gpus-per-node and --device-file ask for; None and problems for wrong values.
+
+    Raises UserError for a --device-file that can't be read.
+    """
+    file = flags["device_file"]
+    own = None if file is None else read_device(file)
+    described = {} if own is None else {own.name.lower(): own.per_node}
+    return read_cluster(flags["devices"], flags["gpus_per_node"], described)
+
+
+def device_of(cluster: Cluster, flags: Mapping[str, Any]) -> Device:
+    """Constants of the cluster's devices, with those of --calibration, --nvlink and --network in their place.
+
+    Raises UserError for files that can't be read or are of another device.
+    """
+    own = None if flags["device_file"] is None else read_device(flags["device_file"])
+    device = own if own is not None and own.name.lower() == cluster.name else DEVICES[cluster.name]
+    if flags["calibration"] is not None:
+        device = calibrated(device, flags["calibration"])
+    for name in ("nvlink", "network"):
+        rate = flags[name]
+        if rate is not None:
+            if not 0 < rate < float("inf"):
+                raise UserError(f"--{name} must be above 0 GB/s, got {rate:g}")
+            device = replace(device, **{name: rate * 1e9})
+    return device

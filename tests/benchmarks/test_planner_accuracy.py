@@ -7,7 +7,7 @@ from pathlib import Path
 import planner_accuracy
 import pytest
 
-from megajax.planning.cost.costs import DEVICES, FITTED
+from megajax.planning.program.devices import DEVICES, FITTED
 
 
 def test_published_speeds_are_predicted() -> None:

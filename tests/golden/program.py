@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from megajax.planning.program.collectives import Collective
+from megajax.planning.program.hlo import Collective
 
 
 def counts(actual: Iterable[Collective]) -> list[str]:

@@ -14,7 +14,7 @@ from program import counts
 
 from megajax.config import load
 from megajax.mesh.config import ParallelConfig
-from megajax.planning.program.collectives import Collective, read
+from megajax.planning.program.hlo import Collective, read
 from megajax.training.config import BatchConfig
 from megajax.training.session import Parts, prepare
 

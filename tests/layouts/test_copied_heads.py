@@ -12,7 +12,7 @@ from megajax.layers.config import RMSNormConfig
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig
-from megajax.planning.program.collectives import Collective, read
+from megajax.planning.program.hlo import Collective, read
 
 FSDP = ParallelConfig(data=2, tensor=4, sequence=True, data_sharding="fsdp")
 PIPELINE = ParallelConfig(pipeline=2, data=1, tensor=4)

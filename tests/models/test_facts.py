@@ -19,9 +19,9 @@ from megajax.mesh.rules import Plan
 from megajax.models.config import DecoderConfig
 from megajax.models.facts import facts_of, flops_of
 from megajax.models.presets.llama import llama3
-from megajax.planning.cost.costs import DEVICES
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import estimate
+from megajax.planning.program.devices import DEVICES
 
 SHARED = BlockConfig(
     mixer=replace(BIASED, relative=RelativeBiasConfig(buckets=8, shared=True)), mlp=DenseMLPConfig(ffn=20)

@@ -19,7 +19,7 @@ from megajax.pipeline.executor import Segment, Stage, segments
 from megajax.pipeline.layer_loop import LayerLoop
 from megajax.pipeline.schedule import Work, assemble, build, one_f_one_b
 from megajax.pipeline.staged import Span
-from megajax.planning.program.collectives import read
+from megajax.planning.program.hlo import read
 from megajax.training.program import Program
 
 

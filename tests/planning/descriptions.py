@@ -4,8 +4,8 @@ from typing import Any
 
 from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.llama import llama3
-from megajax.planning.cost.costs import DEVICES
 from megajax.planning.cost.description import Description
+from megajax.planning.program.devices import DEVICES
 
 
 def llama3_8b(parallel: ParallelConfig, global_size: int, **changes: Any) -> Description:

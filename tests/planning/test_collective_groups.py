@@ -2,7 +2,7 @@
 
 import pytest
 
-from megajax.planning.program.collectives import groups_of
+from megajax.planning.program.hlo import groups_of
 
 MESH = {"pipeline": 2, "data": 4, "expert": 1, "context": 1, "tensor": 2}
 NAMED = "mesh['pipeline'=2,'data'=4,'expert'=1,'context'=1,'tensor'=2]"

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from megajax.config.errors import UserError
-from megajax.planning.cost.costs import DEVICES, REQUIRED, calibrated, known_device, read_device
-from megajax.planning.cost.traffic import Span, ring_rate, seconds
-from megajax.planning.program.devices import GPUS
+from megajax.planning.cost.estimate import Span, ring_rate, seconds
+from megajax.planning.program.devices import DEVICES, GPUS, REQUIRED, calibrated, known_device, read_device
 
 PLAIN = replace(
     DEVICES["h100"],

@@ -19,9 +19,9 @@ from megajax.models.presets.gpt import gpt3
 from megajax.models.presets.llama import llama3
 from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import build
-from megajax.planning.cost.costs import DEVICES
 from megajax.planning.cost.description import OURS, Description, describe, pipeline_bubble
 from megajax.planning.cost.estimate import Estimate, estimate, to_dict
+from megajax.planning.program.devices import DEVICES
 
 ROOT = Path(__file__).parents[2]
 H100 = DEVICES["h100"]

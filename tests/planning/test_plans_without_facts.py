@@ -10,11 +10,9 @@ from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.layers.segments import SegmentsConfig
 from megajax.plan import main
-from megajax.planning.compiled_plan import report
-from megajax.planning.cost.costs import known_device
-from megajax.planning.program.collectives import Contents
-from megajax.planning.program.devices import GPUS, Cluster
-from megajax.planning.program.train_step import Memory, TrainPlan, with_kernels
+from megajax.planning.program.devices import GPUS, Cluster, known_device
+from megajax.planning.program.hlo import Contents
+from megajax.planning.program.train_step import Memory, TrainPlan, report, with_kernels
 from tests.docs.blocks import ROOT, blocks
 
 

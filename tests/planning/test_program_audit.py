@@ -2,10 +2,10 @@
 
 import pytest
 
-from megajax.planning.compiled_plan import traffic_section
-from megajax.planning.cost.costs import DEVICES
 from megajax.planning.program.audit import audit, dimensions, rows
+from megajax.planning.program.devices import DEVICES
 from megajax.planning.program.hlo import rounds
+from megajax.planning.program.train_step import traffic_section
 
 TEXT = """\
 HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias), {2}: (1, {}, may-alias) }, \

@@ -8,8 +8,7 @@ import pytest
 from jax import Array, lax
 from jax.sharding import AxisType, PartitionSpec
 
-from megajax.planning.program.collectives import Contents, grouped, kernel_rows, read
-from megajax.planning.program.hlo import Program, arrays, size
+from megajax.planning.program.hlo import Contents, Program, arrays, grouped, kernel_rows, read, size
 
 AXES = {"pipeline": 2, "data": 2, "tensor": 2}
 BOX = 16 * 32 * 4

@@ -11,13 +11,11 @@ from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.mesh.config import ParallelConfig
 from megajax.plan import main
-from megajax.planning.cost.costs import DEVICES
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import Estimate, estimate
-from megajax.planning.search.candidates import Choice, Space, apply, problems
-from megajax.planning.search.compile_worker import Prediction, compile_best
-from megajax.planning.search.ranking import rows_of
-from megajax.planning.search.search import Group, Task, explore, merged, search
+from megajax.planning.program.devices import DEVICES
+from megajax.planning.search.ranking import Prediction, compile_best, rows_of
+from megajax.planning.search.search import Choice, Group, Space, Task, apply, explore, merged, problems, search
 
 ROOT = Path(__file__).parents[2]
 H100 = DEVICES["h100"]

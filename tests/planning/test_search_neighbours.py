@@ -11,14 +11,13 @@ import pytest
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.plan import main
-from megajax.planning.cost.costs import DEVICES
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import estimate
 from megajax.planning.program.audit import largest_arrays
-from megajax.planning.program.devices import GIB, GPUS, Cluster, missing_packages
+from megajax.planning.program.devices import DEVICES, GIB, GPUS, Cluster, missing_packages
 from megajax.planning.program.train_step import scheduler_memory
-from megajax.planning.search.candidates import Case
-from megajax.planning.search.whatif import advice, cheapest
+from megajax.planning.search.compare import advice, cheapest
+from megajax.planning.search.search import Case
 from megajax.planning.show import costs, timeline
 
 ROOT = Path(__file__).parents[2]

@@ -11,10 +11,8 @@ from megajax.layers.remat import SavePolicy
 from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.llama import llama3
 from megajax.pipeline.executor import MOST_LOOPS
-from megajax.planning.cost.costs import DEVICES
 from megajax.planning.cost.description import OURS, Description, System, describe
-from megajax.planning.cost.estimate import bytes_per_step, estimate, to_dict
-from megajax.planning.cost.traffic import Traffic, memory_bytes
+from megajax.planning.cost.estimate import Traffic, bytes_per_step, estimate, memory_bytes, to_dict
 from megajax.planning.cost.work import (
     Work,
     block_work,
@@ -26,6 +24,7 @@ from megajax.planning.cost.work import (
     table_work,
     tick_work,
 )
+from megajax.planning.program.devices import DEVICES
 
 H100 = DEVICES["h100"]
 FSDP = ("parallel.tensor=1", "parallel.data=8", "parallel.sequence=false", "parallel.data_sharding=fsdp")

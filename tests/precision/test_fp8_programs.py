@@ -15,9 +15,8 @@ import pytest
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.mesh.config import ParallelConfig
-from megajax.planning.program.collectives import Contents
 from megajax.planning.program.devices import prepare, read_cluster
-from megajax.planning.program.hlo import Program
+from megajax.planning.program.hlo import Contents, Program
 from megajax.planning.program.train_step import TrainPlan, compile_train_step
 from megajax.precision.config import DelayedScalingConfig, Fp8Config, PrecisionConfig
 from megajax.training.run_config import RunConfig

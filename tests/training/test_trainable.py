@@ -17,7 +17,7 @@ from megajax.job.job import train
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.optim.config import AdamWConfig
-from megajax.planning.program.collectives import Collective, read
+from megajax.planning.program.hlo import Collective, read
 from megajax.resilience.config import ResilienceConfig
 
 TRAINED = ("*.mixer.query", "norm.gain")

@@ -16,8 +16,7 @@ from megajax.layers.remat import Recomputing
 from megajax.mesh.config import ParallelConfig
 from megajax.models.facts import Facts, block_facts, demand_facts, facts_of
 from megajax.optim.config import AdamWConfig, LionConfig, MuonConfig, SGDConfig
-from megajax.planning.cost.costs import Device
-from megajax.planning.program.devices import MOST_DEVICES
+from megajax.planning.program.devices import MOST_DEVICES, Device
 from megajax.training.run_config import RunConfig
 
 type Compute = Literal["bfloat16", "float16", "float32", "fp8"]

@@ -1,114 +1,277 @@
-"""Speed and memory of a run by formulas: pure functions, made for many calls.
+"""The time of a step by formulas: its collectives, what of them computing hides, and the sum of all.
 
 `estimate(description)` compiles nothing, imports neither jax nor numpy, and takes about a millisecond.
+
+What overlaps what is read from our compiled programs (docs/planning.md, docs/pipeline.md): in the backward pass two
+gathers of a layer, or a gather and a scatter; in the ticks of a pipeline with both kinds of work what travels between
+stages; under FSDP most gathers and all scatters of a layer; nothing of what ZeRO-1 does once a step.
+
+Times are ring (bandwidth) and tree (latency) costs as in NCCL's own model: of n devices, a ring all-gather or
+reduce-scatter sends (n-1)/n of the whole from each, an all-reduce twice that. A ring that crosses nodes leaves and
+enters each node once, and all devices of the group in that node carry parts of it in parallel over their own network
+links.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil, log2, prod
 from typing import Any
 
 from megajax.models.facts import Flops
-from megajax.models.memory import MemoryReport, MemorySetting, memory_report, saved_bytes
-from megajax.planning.cost.description import BYTES, Description, PipelineBubble, pipeline_bubble
-from megajax.planning.cost.traffic import Traffic, copied_weights, memory_bytes, traffic
-from megajax.planning.cost.work import Work, head_work, layers_work, memory_rate, once_work, step_work, tick_work
-from megajax.planning.program.devices import GIB
+from megajax.models.memory import MemoryReport, MemorySetting, memory_report
+from megajax.planning.cost.description import BYTES, Description, PipelineBubble, describe, pipeline_bubble
+from megajax.planning.cost.work import (
+    Footprint,
+    Halves,
+    Work,
+    copied_weights,
+    footprint,
+    head_work,
+    held_weights,
+    layers_work,
+    memory_rate,
+    once_work,
+    recomputed,
+    step_work,
+    tick_work,
+)
+from megajax.planning.program.devices import GIB, Cluster, Device
+from megajax.training.run_config import RunConfig
 
 DAY = 86_400
+GATHERED_BESIDE = (0.6, 0.75)
+"""Shares of a layer's weights that our FSDP gathers beside matmuls, in the forward and in the backward pass."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Footprint:
-    """Bytes of one device at the moment when it holds most."""
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The devices of one group along a mesh axis."""
 
-    parameters: float
-    """float32 master weights, at rest."""
-    optimizer: float
-    """Its moments, without those in host memory."""
-    weights: float
-    """In compute dtype, as held during the step."""
-    gradients: float
-    """Accumulated over microbatches."""
-    activations: float
-    """Saved for the backward pass: of a microbatch, or in the ring of a pipeline."""
-    working: float
-    """What a layer or the loss uses while it runs, and what travels between stages."""
+    size: int
+    inside: int
+    """How many of them are in one node."""
+
+    @classmethod
+    def of(cls, size: int, stride: int, per_node: int) -> "Span":
+        """size: devices of the group; stride: places in the mesh from one to the next."""
+        return cls(size, min(size, max(1, per_node // stride)))
+
+    @classmethod
+    def along(cls, axes: Sequence[str], mesh: Mapping[str, int], per_node: int) -> "Span":
+        """Of groups along mesh axes, outermost first; mesh: axis -> size. Of several axes, their product's devices."""
+        size = inside = 1
+        for axis in reversed(axes):
+            names = list(mesh)
+            stride = prod(mesh[name] for name in names[names.index(axis) + 1 :])
+            size *= mesh[axis]
+            inside *= cls.of(mesh[axis], stride, per_node).inside
+        return cls(size, inside)
 
     @property
-    def peak(self) -> float:
-        return self.parameters + self.optimizer + self.weights + self.gradients + self.activations + self.working
+    def nodes(self) -> int:
+        """Nodes it reaches."""
+        return ceil(self.size / self.inside)
+
+
+def ring_rate(device: Device, span: Span) -> float:
+    """Bytes per second that each device of a group sends in a ring."""
+    nvlink = device.nvlink * device.nvlink_share
+    if span.nodes == 1:
+        return nvlink
+    return min(nvlink, span.inside * device.network * device.network_share)
+
+
+def seconds(kind: str, size: float, span: Span, device: Device) -> float:
+    """Of one collective. size: bytes of its whole side (gathered, unreduced; of a permute, what each device sends)."""
+    if span.size < 2:
+        return 0.0
+    if kind == "collective-permute":
+        # The slowest pair is that between nodes, if there is one; each device has a network link of its own.
+        between = span.nodes > 1
+        speed = device.network * device.network_share if between else device.nvlink * device.nvlink_share
+        return device.launch + size / speed + (device.network_latency if between else device.nvlink_latency)
+    twice = 2 if kind == "all-reduce" else 1
+    moved = twice * size * (span.size - 1) / span.size
+    hops = (span.inside - 1) * device.nvlink_latency + (span.nodes - 1) * device.network_latency
+    ring = moved / ring_rate(device, span) + twice * hops
+    # A tree moves as much at the links' rate and has as many hops as the group can be halved.
+    steps = ceil(log2(span.inside or 1)) * device.nvlink_latency + ceil(log2(span.nodes)) * device.network_latency
+    tree = (twice * size / ring_rate(device, span)) + 2 * steps
+    return device.launch + (min(ring, tree) if kind == "all-reduce" else ring)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Collectives of one kind over one axis, of one device and one step."""
+
+    kind: str
+    axis: str
+    what: str
+    """What moves, in words."""
+    count: float
+    bytes: float
+    """Of the whole side of all of them."""
+    seconds: float
+    """If nothing were hidden."""
+    hidden: float
+    """Of the seconds, what overlaps with computing."""
 
     @property
-    def peak_gib(self) -> float:
-        return self.peak / GIB
+    def exposed(self) -> float:
+        """Seconds in which nothing is computed."""
+        return max(0.0, self.seconds - self.hidden)
+
+    def beside(self, computing: float) -> "Traffic":
+        """The same, hidden by so many seconds of computing at most."""
+        return replace(self, hidden=min(self.seconds, computing))
 
 
-def held_weights(run: Description) -> tuple[float, float]:
-    """Weights of the stack's matrices, and all others, on one device of `pipeline` and `tensor`, whole over data.
+def traffic(run: Description, layers: Halves, held: tuple[float, float]) -> list[Traffic]:
+    """Every kind of collective of a step.
 
-    As held during the step: of key-value heads fewer than the devices of `tensor`, one. Vectors (norms, biases) are
-    whole on every device of `tensor`, as layers use them.
+    layers: computing of all layers of a device and microbatch; held: weights of the stack and all others on a device.
     """
-    model, tensor = run.model, run.parallel.tensor
-    stack = run.repeats * sum(block.held(tensor) for block in run.blocks)
-    vectors = run.repeats * sum(block.vectors for block in run.blocks)
-    ahead = sum(block.held(tensor) + 2 * model.hidden**2 / tensor for block in run.predicting_blocks)
-    positions = model.sequence_length * model.hidden if model.learned_positions else 0
-    return stack, vectors + ahead + positions + run.table * (1 if model.tied else 2)
+    rows = (*_tensor(run), *_context(run, layers), *_pipeline(run, layers), *_loss(run), *_data(run, layers, held))
+    return [row for row in rows if row.count]
 
 
-def footprint(run: Description) -> Footprint:
-    """Memory of the most loaded device; with OURS as the system all are loaded alike.
-
-    By formulas that follow the program: its accumulators, its ring, its recomputation. docs/planning.md compares them
-    with compiled plans.
-    """
-    parallel = run.parallel
-    stack, rest = held_weights(run)
-    held = stack + rest
-    spread = 1 if parallel.data_sharding == "replicate" else run.shards
-    # FSDP holds the stack's matrices in shards; what is outside of the stack is gathered once a step.
-    within = stack / spread + rest if parallel.data_sharding == "fsdp" else held
-    saved = saved_bytes(run.recomputing, run.blocks, run.share, run.rows)
-    all_heads, own_heads = copied_weights(run)
-    at_rest = held + all_heads - own_heads
-    copies = 0.0 if run.compute == "float32" and spread == 1 else within * run.width
-    return Footprint(
-        parameters=4 * at_rest / spread,
-        optimizer=(1 - run.moments_away) * run.moments * run.moment_bytes * at_rest / spread,
-        weights=copies,
-        gradients=within * BYTES[run.gradients],
-        activations=sum(each.layers * each.device for each in saved) * pipeline_bubble(run).slots,
-        working=_working(run, stack / run.repeats),
-    )
+def memory_bytes(run: Description, row: Traffic) -> float:
+    """What its kernels read and write in memory: the whole side and a device's part, or the whole twice."""
+    axes = row.axis.partition(" ")[0].split("+")  # a program's may be of a part of an axis
+    devices = run.shards if axes == ["data"] else prod(run.sizes[axis] for axis in axes)
+    return row.bytes * (1 + 1 / devices if row.kind in ("all-gather", "reduce-scatter") else 2)
 
 
-def _working(run: Description, row: float) -> float:
-    """row: matrices of a repeat of the pattern, on one device of `tensor`."""
-    model, pipelined, hidden = run.model, run.parallel.pipeline > 1, run.model.hidden
-    # A layer's backward pass: what is recomputed, gradients, and whole rows of the residual stream.
-    layer = run.tokens * run.width * (3 * hidden / run.cut + 2 * hidden + _largest_layer(run))
-    # A chunk's logits three times in float32; in a pipeline the table's gradient as well.
-    loss = 12 * min(run.tokens, model.loss_chunk) * run.table / hidden + 4 * run.table * pipelined
-    # Without one, gradients of the vocabulary's tables are held through a microbatch's layers.
-    tables = 0.0 if pipelined else 4 * run.table * (1 if model.tied else 2)
-    # Between stages, and a row's gradients before they are accumulated; under FSDP weights of two layers, gradients of
-    # one.
-    fsdp = run.parallel.data_sharding == "fsdp"
-    moved = row * (2 * run.width + BYTES[run.reduce or run.gradients]) if fsdp else 0.0
-    if pipelined:
-        moved += (10 * run.tokens * hidden / run.cut + row) * run.width
-    return max(layer, loss) + tables + moved
+def _span(run: Description, axis: str) -> Span:
+    """Of the groups along a mesh axis; `data` takes all devices that hold the same weights."""
+    if axis == "data":
+        return Span.of(run.shards, run.sizes["tensor"], run.per_node)
+    return Span.along((axis,), run.sizes, run.per_node)
 
 
-def _largest_layer(run: Description) -> float:
-    """Elements for each token that the backward pass of the pattern's largest layer recomputes and differentiates."""
-    kept, tensor, largest = run.recomputing.policy(), run.parallel.tensor, 0.0
-    for block in run.blocks:
-        divided = {part: elements.divided for part, elements in block.tensors.items()}
-        again = sum(count for part, count in divided.items() if kept.parts is not None and part not in kept.parts)
-        copied = sum(elements.copied(tensor) for elements in block.tensors.values())
-        largest = max(largest, (sum(divided.values()) + again * kept.layers_per_checkpoint) / tensor + copied)
-    return largest
+def _row(run: Description, named: tuple[str, str, str], count: float, size: float, hidden: float = 0.0) -> Traffic:
+    """named: kind, axis, what; size: bytes of each; hidden: share of the seconds."""
+    kind, axis, what = named
+    total = count * seconds(kind, size, _span(run, axis), run.device)
+    return Traffic(kind, axis, what, count, count * size, total, hidden * total)
+
+
+def _tensor(run: Description) -> Iterator[Traffic]:
+    if run.parallel.tensor == 1:
+        return
+    size = run.tokens * run.model.hidden * run.width
+    layers = run.microbatches * run.repeats * len(run.blocks)
+    kept, given = run.recomputing.policy(), run.system.tensor_hidden
+    once_more = recomputed(kept, "residual")
+    copied = copied_weights(run)[0] / (1 if run.parallel.data_sharding == "replicate" else run.shards)
+    yield _row(run, ("all-reduce", "tensor", "gradients of copied heads, once a step"), float(copied > 0), 4 * copied)
+    forward = 0.0 if given is None else given
+    if run.cut == 1:
+        beside = 1.0 if given is None else given
+        yield _row(run, ("all-reduce", "tensor", "activations, forward"), 2 * layers, size, forward)
+        yield _row(run, ("all-reduce", "tensor", "gradients, backward"), 2 * layers, size, beside)
+        yield _row(run, ("all-reduce", "tensor", "activations, again"), once_more * layers, size, forward)
+        return
+    gathers, scatters = (2 if kept.parts is None else 4), 2 + once_more
+    # Counted in compiled programs: of all that is recomputed, of norms and activations, of nothing.
+    loose = (1, 1) if once_more else (0, 1) if kept.parts is None else (2, 0)
+    beside_matmuls = {"all-gather": (gathers, loose[0]), "reduce-scatter": (scatters, loose[1])}
+    for kind, (count, free) in beside_matmuls.items():
+        yield _row(run, (kind, "tensor", "activations, forward"), 2 * layers, size, forward)
+        share = free / count if given is None else given
+        yield _row(run, (kind, "tensor", "activations and gradients, backward"), count * layers, size, share)
+        yield _row(run, (kind, "tensor", "embeddings and outputs"), 2 * run.microbatches, size)
+
+
+def _context(run: Description, layers: Halves) -> Iterator[Traffic]:
+    """Ring attention: keys and values go around, and their gradients backwards."""
+    devices, tensor = run.parallel.context, run.parallel.tensor
+    if devices == 1:
+        return
+    keys = [block.elements("query_key_value") for block in run.blocks]
+    size = run.tokens * sum(each.grouped / tensor + each.copied(tensor) for each in keys) * run.width
+    count = 3 * (devices - 1) * run.repeats * run.microbatches
+    attention = layers.forward.attention_seconds + layers.backward.attention_seconds
+    row = _row(run, ("collective-permute", "context", "keys and values"), count, size)
+    yield row.beside(attention * run.microbatches * (devices - 1) / devices)
+
+
+def _pipeline(run: Description, layers: Halves) -> Iterator[Traffic]:
+    stages, chunks = run.parallel.pipeline, run.parallel.virtual_stages
+    if stages == 1:
+        return
+    size = run.tokens * run.model.hidden * run.width / run.cut
+    schedule, span = pipeline_bubble(run), _span(run, "pipeline")
+    permute = seconds("collective-permute", size, span, run.device)
+    between = ("collective-permute", "pipeline", "between stages")
+    if not run.system.lockstep:
+        count = 2 * run.microbatches * chunks
+        # All but those that fill and drain the pipeline.
+        hidden = permute * (count - 2 * (stages - 1))
+        yield replace(_row(run, between, count, size), hidden=max(0, hidden))
+        return
+    reduction = seconds("all-reduce", size, span, run.device)
+    alone = schedule.alone
+    both = schedule.ticks - 2 * alone
+    # With one chunk all ticks of both kinds have a microbatch that enters and one that leaves, and reductions travel
+    # while layers compute. With more, some ticks have: reductions are in branches, where nothing else runs.
+    every = chunks == 1
+    forward, backward = layers.forward.seconds / chunks, layers.backward.seconds / chunks
+    beside_forward = min(1.0, forward / (permute + 3 * reduction * every))
+    beside_backward = min(1.0, backward / (permute + reduction * every))
+    count = 2 * schedule.ticks - 2 * alone
+    yield replace(_row(run, between, count, size), hidden=both * permute * (beside_forward + beside_backward))
+    # Forwards alone hide the next embedding; backwards alone hide nothing.
+    hidden = reduction * (both * (3 * beside_forward + beside_backward) + alone * min(1.0, forward / reduction))
+    what = "embeddings, outputs and their gradients, to all stages"
+    yield _row(run, ("all-reduce", "pipeline", what), 4 * run.microbatches, size).beside(hidden * every)
+
+
+def _loss(run: Description) -> Iterator[Traffic]:
+    """Sums over the vocabulary: small, and nothing overlaps with them."""
+    spread = run.parallel.pipeline if run.system.head == "spread" else 1
+    devices = spread * run.parallel.tensor
+    if devices == 1:
+        return
+    rows = min(run.tokens, run.model.loss_chunk)
+    count = 2 * ceil(run.tokens / rows) * run.microbatches
+    # Groups reach from stage to stage: as many devices of a node as `tensor` has.
+    inside = min(run.parallel.tensor, run.per_node) if spread > 1 else min(devices, run.per_node)
+    once = seconds("all-reduce", 6 * rows, Span(devices, inside), run.device)
+    axis = "pipeline+tensor" if spread > 1 and run.parallel.tensor > 1 else "pipeline" if spread > 1 else "tensor"
+    yield Traffic("all-reduce", axis, "sums of the loss", count, count * 6 * rows, count * once, 0.0)
+
+
+def _data(run: Description, layers: Halves, held: tuple[float, float]) -> Iterator[Traffic]:
+    if run.shards == 1:
+        return
+    stack, rest = held
+    reduced, beside = BYTES[run.reduce or run.gradients], run.system.data_hidden
+    sharding = run.parallel.data_sharding
+    once = rest if sharding == "fsdp" else stack + rest
+    before, after = layers.forward.seconds, layers.backward.seconds
+    if sharding == "fsdp":
+        forward, backward = (1.0, 1.0) if beside else GATHERED_BESIDE
+        count, size = run.microbatches * run.repeats, stack * run.width / run.repeats
+        for kind, what, share, room in (
+            ("all-gather", "a layer's weights, forward", forward, before),
+            ("all-gather", "a layer's weights, backward", backward, after / 2),
+            ("reduce-scatter", "a layer's gradients", 1.0, after / 2),
+        ):
+            row = _row(run, (kind, "data", what), count, size)
+            yield row.beside(share * min(row.seconds, room * run.microbatches))
+    # The last (first) microbatches of an interleaved pipeline leave (enter) chunk after chunk, in groups of its stages.
+    group = min(run.microbatches, run.parallel.pipeline) if run.parallel.virtual_stages > 1 else 1
+    kinds = [("all-gather", "weights", run.width, before), ("reduce-scatter", "gradients", reduced, after)]
+    if sharding == "replicate":
+        kinds = [("all-reduce", "gradients", reduced, after)]
+    for kind, what, width, room in kinds:
+        row = _row(run, (kind, "data", f"{what}, once a step"), 1, once * width)
+        yield row.beside(room * group) if beside else row
+
+
+# The step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,22 +390,15 @@ def bytes_per_step(step: Estimate) -> dict[str, float]:
     return {"total": sum(classes.values()), **classes}
 
 
-SPEED = (
-    *("step_seconds", "compute_seconds", "matmul_seconds", "attention_seconds", "stream_seconds", "exposed_seconds"),
-    *(
-        "hidden_seconds",
-        "bubble_seconds",
-        "optimizer_seconds",
-        "tokens_per_second_per_device",
-        "mfu_full",
-        "mfu_causal",
-    ),
-)
+SPEED = ("step_seconds", "compute_seconds", "matmul_seconds", "attention_seconds", "stream_seconds", "exposed_seconds",
+         "hidden_seconds", "bubble_seconds", "optimizer_seconds", "tokens_per_second_per_device", "mfu_full",
+         "mfu_causal")  # fmt: skip
+"""Figures of time in the JSON of any plan."""
 
 
-def speed(step: Estimate) -> dict[str, Any]:
-    """The figures of time, for any plan."""
-    return {name: getattr(step, name) for name in SPEED}
+def speed(step: Estimate | None) -> dict[str, Any]:
+    """The figures of time; None for each where formulas do not hold."""
+    return {name: None if step is None else getattr(step, name) for name in SPEED}
 
 
 def to_dict(step: Estimate) -> dict[str, Any]:
@@ -274,3 +430,21 @@ def to_dict(step: Estimate) -> dict[str, Any]:
         "days": step.days,
         "gpu_hours": step.device_hours,
     }
+
+
+@dataclass(frozen=True)
+class Case:
+    """A config on a cluster."""
+
+    cfg: RunConfig
+    cluster: Cluster
+    device: Device
+    """Constants of the cluster's devices."""
+
+    @cached_property
+    def described(self) -> Description:
+        return describe(self.cfg, self.device, self.cluster.devices, self.cluster.per_node)
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        return estimate(self.described)

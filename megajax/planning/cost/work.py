@@ -1,8 +1,8 @@
-"""What one device computes: seconds of matmuls, attention and memory-bound kernels, and bytes through memory.
+"""What one device computes and holds: seconds of kernels, bytes through memory, peak memory.
 
 Kernels read each operand once and write each result once. The numbers of passes over activations are counted in
 compiled programs of GPT-3 175B and of Llama-3 8B, 70B and 405B; benchmarks/traffic.py compares the sums with those
-programs. Bytes come in the classes of `plan --audit`; collectives are in megajax.planning.cost.traffic.
+programs. Bytes come in the classes of `plan --audit`; collectives are in megajax.planning.cost.estimate.
 
 T tokens of a microbatch on a device of `context`, D hidden, F ffn. Times are of one microbatch.
 """
@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 from megajax.layers.facts import BlockFacts
 from megajax.layers.remat import NAMES, Part, SavePolicy
+from megajax.models.memory import saved_bytes
 from megajax.planning.cost.description import BYTES, Description, pipeline_bubble
+from megajax.planning.program.devices import GIB
 
 ATTENTION_BACKWARD = 2.5
 """Operations of fused attention backward over forward: five matmuls (one recomputes the scores) against two."""
@@ -315,3 +317,109 @@ def step_work(run: Description, layers: Halves, head: Halves, once: Work) -> Wor
     total = once.plus(layers.forward, ticks).plus(layers.backward, run.microbatches)
     total = total.plus(head.forward, run.microbatches).plus(head.backward, run.microbatches)
     return total.plus(tick_work(run), schedule.ticks)
+
+
+# Memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """Bytes of one device at the moment when it holds most."""
+
+    parameters: float
+    """float32 master weights, at rest."""
+    optimizer: float
+    """Its moments, without those in host memory."""
+    weights: float
+    """In compute dtype, as held during the step."""
+    gradients: float
+    """Accumulated over microbatches."""
+    activations: float
+    """Saved for the backward pass: of a microbatch, or in the ring of a pipeline."""
+    working: float
+    """What a layer or the loss uses while it runs, and what travels between stages."""
+
+    @property
+    def peak(self) -> float:
+        return self.parameters + self.optimizer + self.weights + self.gradients + self.activations + self.working
+
+    @property
+    def peak_gib(self) -> float:
+        return self.peak / GIB
+
+
+def held_weights(run: Description) -> tuple[float, float]:
+    """Weights of the stack's matrices, and all others, on one device of `pipeline` and `tensor`, whole over data.
+
+    As held during the step: of key-value heads fewer than the devices of `tensor`, one. Vectors (norms, biases) are
+    whole on every device of `tensor`, as layers use them.
+    """
+    model, tensor = run.model, run.parallel.tensor
+    stack = run.repeats * sum(block.held(tensor) for block in run.blocks)
+    vectors = run.repeats * sum(block.vectors for block in run.blocks)
+    ahead = sum(block.held(tensor) + 2 * model.hidden**2 / tensor for block in run.predicting_blocks)
+    positions = model.sequence_length * model.hidden if model.learned_positions else 0
+    return stack, vectors + ahead + positions + run.table * (1 if model.tied else 2)
+
+
+def footprint(run: Description) -> Footprint:
+    """Memory of the most loaded device; with OURS as the system all are loaded alike.
+
+    By formulas that follow the program: its accumulators, its ring, its recomputation. docs/planning.md compares them
+    with compiled plans.
+    """
+    parallel = run.parallel
+    stack, rest = held_weights(run)
+    held = stack + rest
+    spread = 1 if parallel.data_sharding == "replicate" else run.shards
+    # FSDP holds the stack's matrices in shards; what is outside of the stack is gathered once a step.
+    within = stack / spread + rest if parallel.data_sharding == "fsdp" else held
+    saved = saved_bytes(run.recomputing, run.blocks, run.share, run.rows)
+    all_heads, own_heads = copied_weights(run)
+    at_rest = held + all_heads - own_heads
+    copies = 0.0 if run.compute == "float32" and spread == 1 else within * run.width
+    return Footprint(
+        parameters=4 * at_rest / spread,
+        optimizer=(1 - run.moments_away) * run.moments * run.moment_bytes * at_rest / spread,
+        weights=copies,
+        gradients=within * BYTES[run.gradients],
+        activations=sum(each.layers * each.device for each in saved) * pipeline_bubble(run).slots,
+        working=_working(run, stack / run.repeats),
+    )
+
+
+def _working(run: Description, row: float) -> float:
+    """row: matrices of a repeat of the pattern, on one device of `tensor`."""
+    model, pipelined, hidden = run.model, run.parallel.pipeline > 1, run.model.hidden
+    # A layer's backward pass: what is recomputed, gradients, and whole rows of the residual stream.
+    layer = run.tokens * run.width * (3 * hidden / run.cut + 2 * hidden + _largest_layer(run))
+    # A chunk's logits three times in float32; in a pipeline the table's gradient as well.
+    loss = 12 * min(run.tokens, model.loss_chunk) * run.table / hidden + 4 * run.table * pipelined
+    # Without one, gradients of the vocabulary's tables are held through a microbatch's layers.
+    tables = 0.0 if pipelined else 4 * run.table * (1 if model.tied else 2)
+    # Between stages, and a row's gradients before they are accumulated; under FSDP weights of two layers, gradients of
+    # one.
+    fsdp = run.parallel.data_sharding == "fsdp"
+    moved = row * (2 * run.width + BYTES[run.reduce or run.gradients]) if fsdp else 0.0
+    if pipelined:
+        moved += (10 * run.tokens * hidden / run.cut + row) * run.width
+    return max(layer, loss) + tables + moved
+
+
+def _largest_layer(run: Description) -> float:
+    """Elements for each token that the backward pass of the pattern's largest layer recomputes and differentiates."""
+    kept, tensor, largest = run.recomputing.policy(), run.parallel.tensor, 0.0
+    for block in run.blocks:
+        divided = {part: elements.divided for part, elements in block.tensors.items()}
+        again = sum(count for part, count in divided.items() if kept.parts is not None and part not in kept.parts)
+        copied = sum(elements.copied(tensor) for elements in block.tensors.values())
+        largest = max(largest, (sum(divided.values()) + again * kept.layers_per_checkpoint) / tensor + copied)
+    return largest
+
+
+def copied_weights(run: Description) -> tuple[float, float]:
+    """Weights of key-value heads fewer than the devices of `tensor`: all that a device has at rest, and those copies
+    that it holds during the step."""
+    tensor, matmuls = run.parallel.tensor, [matmul for block in run.blocks for matmul in block.matmuls]
+    rest = sum(matmul.undivided(tensor) for matmul in matmuls)
+    return run.repeats * rest, run.repeats * sum(matmul.copies(tensor) for matmul in matmuls)

@@ -1,4 +1,4 @@
-"""Memory traffic of a compiled program: every kernel with its loop, the bytes it moves and its origin; largest arrays.
+"""What a compiled program moves through memory, kernel by kernel, and its largest arrays.
 
 Bytes are the least that a kernel needs: each operand is read once; of a sliced operand only the slice counts, of an
 in-place update only the part that is updated. A kernel counts as often as it runs: by the trip counts of its loops and,
@@ -6,11 +6,13 @@ in a conditional, by the fraction of the runs that take its branch (see `_branch
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, groupby
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from megajax.metrics.banner import Section
+from megajax.planning.program.devices import GIB, MIB, Device
 from megajax.planning.program.hlo import (
     COLLECTIVES,
     DONE,
@@ -20,9 +22,11 @@ from megajax.planning.program.hlo import (
     Place,
     Program,
     arrays,
+    closing,
     rounds,
     size,
 )
+from megajax.planning.show import Table, traffic_by_class, unit_of
 
 type Work = Literal["matmul", "attention", "collective", "fill", "move", "cast", "compute"]
 """matmul, attention: kernels on tensor cores, with all that is fused into them; fill: writes a constant; move: slices,
@@ -38,6 +42,10 @@ CLASSES: dict[str, tuple[Work, ...]] = {
 """Kinds of work by the class under which plans report them."""
 LARGEST_KERNELS = 12
 """Rows of the table of kernels."""
+ORIGIN_WIDTH, RESULT_WIDTH = 60, 44
+"""Characters of a kernel's origin and result that are shown."""
+COMMON_SCOPES = frozenset(("while", "body", "cond", "closed_call", "eval_jaxpr", "shard_map", "checkpoint"))
+"""Parts of an operation's path that are not shown."""
 FREE = frozenset(
     ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id")
 )
@@ -51,7 +59,7 @@ THROUGH = frozenset(("bitcast", "convert", "reshape", "copy", "transpose"))
 OFFSETS = frozenset(("s32", "u32", "s64", "u64", "pred"))
 """Types of slice indices."""
 
-_ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
+_ALIAS = re.compile(r"\{\d*\}: \((\d+), \{\}")
 _RUNS = re.compile(r"runs_\d+_of_\d+/")
 _SHAPE = re.compile(r"\w+\[[\d,]*\]")
 _ONE_ARRAY = re.compile(r"(\w+\[[\d,]+\])")
@@ -91,11 +99,6 @@ class Kernel:
         """Bytes of one device and step."""
         return round(self.bytes * self.rounds * self.share)
 
-    @property
-    def most(self) -> int:
-        """Bytes of one device and step if every run took its branches."""
-        return round(self.bytes * self.rounds * self.place.share)
-
 
 @dataclass(frozen=True)
 class Audit:
@@ -104,29 +107,14 @@ class Audit:
     kernels: tuple[Kernel, ...]
     aliased: int
     """Bytes of one device's arguments whose buffers are reused by results."""
-    donated: int
-    """Number of these arguments."""
 
-    def calls(self, text: str) -> list[Kernel]:
-        """Custom calls whose target contains a text."""
-        return [one for one in self.kernels if one.target is not None and text in one.target]
-
-    def moved(self, least: int = 2**20) -> list[Kernel]:
+    def moved(self, least: int = MIB) -> list[Kernel]:
         """Kernels without arithmetic that write at least `least` bytes a run."""
         return [one for one in self.kernels if one.work in ("fill", "move") and one.written >= least]
 
     def writes(self, kind: str, least: int) -> list[Kernel]:
         """Kernels with a result of a dtype ("f32") and at least `least` elements."""
         return [one for one in self.kernels if any(k == kind and n >= least for k, n in arrays(one.shape))]
-
-    def shapes(self, kind: str) -> set[tuple[int, ...]]:
-        """Shapes of all results of a dtype."""
-        written = {text for one in self.kernels for text in _SHAPE.findall(one.shape)}
-        return {dimensions(text) for text in written if text.startswith(f"{kind}[")}
-
-    def largest(self, most: int = 10) -> list[Kernel]:
-        """Kernels that write most in one run."""
-        return sorted(self.kernels, key=lambda one: -one.written)[:most]
 
     def by_work(self) -> dict[str, int]:
         """Bytes per step and device by kind of work."""
@@ -146,28 +134,13 @@ class Audit:
         sums = {name: sum(works.get(work, 0) for work in among) for name, among in CLASSES.items()}
         return {"total": sum(sums.values()), **sums}
 
-    def unknown_loops(self) -> list[str]:
-        """Names of the loops of unknown trip count."""
-        return list(dict.fromkeys(one.place.name for one in self.kernels if one.place.times is None))
-
     def to_dict(self) -> dict[str, Any]:
         """Bytes of one device and step, under the names of a plan's JSON."""
-        branches = [one for one in self.kernels if one.place.conditional]
         return {
             "bytes_per_step": self.by_class(),
             "bytes_of_workspace": self.workspace(),
-            "bytes_in_branches": {
-                "counted": sum(one.total for one in branches),
-                "if_all_ran": sum(one.most for one in branches),
-            },
-            "loops_of_unknown_rounds": self.unknown_loops(),
             "largest_kernels": rows(self.kernels)[:LARGEST_KERNELS],
         }
-
-
-def dimensions(shape: str) -> tuple[int, ...]:
-    """ "f32[2,3]" -> (2, 3)."""
-    return tuple(int(n) for n in shape.partition("[")[2].partition("]")[0].split(",") if n)
 
 
 def _scratch(shape: str) -> int:
@@ -183,12 +156,11 @@ def audit(text: str, unknown_trips: int = 1) -> Audit:
     """
     program = Program.read(text)
     head = text.partition("\n")[0]
-    aliases = _ALIAS.findall(head.partition("entry_computation_layout")[0])
+    aliased = [int(number) for number in _ALIAS.findall(head.partition("entry_computation_layout")[0])]
     arguments = _SHAPE.findall(head.partition("entry_computation_layout={(")[2].partition(")->")[0])
     return Audit(
         kernels=tuple(_kernels(program, program.entry, (Place(), unknown_trips), count(1))),
-        aliased=sum(size(arguments[int(number)]) for _, number in aliases),
-        donated=len(aliases),
+        aliased=sum(size(arguments[number]) for number in aliased),
     )
 
 
@@ -287,13 +259,8 @@ def _result(one: Instruction) -> str:
     """Shape of the result, also of an asynchronous start, whose shape is ((operands), result, context)."""
     if not one.opcode.endswith(START) or not one.shape.startswith("(("):
         return one.shape
-    depth = 0
-    for place, character in enumerate(one.shape[1:], 1):
-        depth += (character == "(") - (character == ")")
-        if depth == 0:
-            rest = one.shape[place + 1 :].lstrip(", ")
-            return rest.rpartition(", u32[]")[0] or rest
-    return one.shape
+    rest = one.shape[closing(one.shape, 1) :].lstrip(", ")
+    return rest.rpartition(", u32[]")[0] or rest
 
 
 def _work(program: Program, one: Instruction, body: Computation) -> Work:
@@ -372,8 +339,7 @@ def _written(root: Instruction, body: Computation) -> int:
     return size(root.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Array:
+class Array(NamedTuple):
     """All arrays of one shape, on one device."""
 
     shape: str
@@ -386,7 +352,7 @@ class Array:
     """Last parts of the origin of the first of them."""
 
 
-def largest_arrays(text: str, most: int = 5) -> tuple[Array, ...]:
+def largest_arrays(text: str, most: int = 5) -> list[Array]:
     """The largest arrays in memory of a program's text, by shape; arrays inside of fusions are never in memory."""
     makers: dict[str, list[str]] = {}
     for name, computation in Program.read(text).computations.items():
@@ -395,10 +361,46 @@ def largest_arrays(text: str, most: int = 5) -> tuple[Array, ...]:
             if shape is not None and one.opcode not in ("parameter", "get-tuple-element", "bitcast"):
                 makers.setdefault(shape[1], []).append(one.origin or one.opcode)
     largest = sorted(makers.items(), key=lambda item: -size(item[0]))[:most]
-    return tuple(Array(shape, size(shape), len(names), _short(names[0])) for shape, names in largest)
+    return [Array(shape, size(shape), len(names), "/".join(_path(names[0])[-3:])) for shape, names in largest]
 
 
-def _short(origin: str) -> str:
-    """The last three parts of an origin that say something."""
-    parts = [part for part in origin.split("/") if part not in ("while", "body", "closed_call", "cond", "shard_map")]
-    return "/".join(parts[-3:])
+def _path(origin: str) -> list[str]:
+    """The parts of an operation's path that say something."""
+    return [part for part in origin.split("/") if part not in COMMON_SCOPES]
+
+
+def arrays_table(text: str) -> Table:
+    """The largest arrays of a program's text."""
+    rows = [(one.shape, f"{one.bytes / GIB:.2f}", str(one.times), one.made_by) for one in largest_arrays(text)]
+    return Table("largest arrays of the program", ("shape", "GiB", "in program", "made by"), rows, (0, 3))
+
+
+def kernels_table(audited: Audit) -> Table:
+    """The kernels that move most bytes per step; equal ones are one row."""
+    name, unit = unit_of(audited.by_class()["total"])
+    table = [
+        (
+            f"{row['bytes'] / unit:.2f}",
+            row["work"],
+            row["loop"] or "step",
+            f"{row['runs']:,}",
+            f"{row['bytes_once'] / row['instructions'] / MIB:,.1f}",
+            _shorten(row["result"], RESULT_WIDTH),
+            "/".join(_path(row["origin"]))[-ORIGIN_WIDTH:],
+        )
+        for row in rows(audited.kernels)[:LARGEST_KERNELS]
+    ]
+    headings = (name, "work", "loop", "runs", "MiB each", "result", "origin")
+    return Table("kernels that move most", headings, table, (1, 2, 5, 6))
+
+
+def _shorten(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def traffic_section(audited: Audit, device: Device, predicted: Mapping[str, float] | None) -> Section:
+    """Bytes by class. predicted: by formula; None where there is none for the model."""
+    sums, workspace = audited.by_class(), audited.workspace()
+    title, lines = traffic_by_class(sums, device, predicted)
+    scratch = f"{workspace / unit_of(sums['total'])[1]:8.2f}  of matmul: scratch space, at most"
+    return title, [*lines, *[("cuBLAS workspace", scratch)] * bool(workspace)]

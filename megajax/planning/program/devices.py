@@ -1,47 +1,64 @@
-"""GPUs to plan for: what the compiler needs to know of each, usable memory, and virtual devices to compile for.
+"""What is known of GPUs and links: for the compiler, for the memory of a plan, and the constants of the cost model.
 
 Sources of the numbers: NVIDIA's data sheets and architecture white papers (A100: DS-10031, "NVIDIA A100 Tensor Core GPU
 Architecture"; H100 and H200 SXM: "NVIDIA H100 Tensor Core GPU Architecture" and the H200 data sheet; B200 and GB200:
 "NVIDIA Blackwell Architecture Technical Brief", the DGX B200 and the GB200 NVL72 data sheets) and, for what is common
-to a compute capability, the table in the CUDA C++ Programming Guide.
+to a compute capability, the table in the CUDA C++ Programming Guide. Rates of NVLink and ConnectX are of one direction.
+
+The shares of these rates that programs achieve come from measurements named beside each, or from the runs named in
+`FITTED`, which benchmarks/planner_accuracy.py fits them to; benchmarks/calibrate.py measures them on hardware at hand,
+and `calibrated` puts such a file in their place.
 """
 
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
+from math import prod
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from megajax.config.builds import resolve
-from megajax.config.errors import Problem, UserError
-from megajax.config.nearest import did_you_mean
+import yaml
 
-GIB = 2**30
-MIB = 2**20
-KIB = 2**10
+from megajax.config.builds import resolve
+from megajax.config.coerce import Text
+from megajax.config.errors import ConfigError, Problem, UserError
+from megajax.config.nearest import did_you_mean
+from megajax.config.tree import assemble
+from megajax.layers.config import above_zero
+
+GIB, MIB, KIB = 2**30, 2**20, 2**10
 
 CONTEXT_GIB = 1.0
 """CUDA context, code of kernels, handles and workspaces of cuBLAS and cuDNN."""
 NCCL_GIB = 2.0
 """Channel buffers of NCCL's communicators, which are outside the memory pool."""
+LOST_SHARE = 0.04
+"""Fraction of the data sheet's memory that the driver keeps (about 1 %) or that is lost to fragmentation."""
 CUDNN = (9, 10, 0)
 """Version of cuDNN that virtual devices have."""
 MOST_DEVICES = 16_384
 """Largest cluster."""
-LOST_SHARE = 0.04
-"""Fraction of the data sheet's memory that the driver keeps (about 1 %) or that is lost to fragmentation."""
+FITTED = (
+    "NeMo, Llama-3.1 8B, 8 x H100, bf16",
+    "Megatron-Bridge, Llama-3 8B, 8 x H100, fp8",
+    "Megatron-Bridge, Llama-3 8B, 8 x B200, fp8",
+    "Megatron-LM core r0.8, GPT 32B, 384 x H100, bf16",
+)
+"""Published runs that constants were fitted to, in benchmarks/planner_accuracy.py: `matmul` of Hopper, `matmul_fp8` of
+Hopper, `matmul_fp8` of Blackwell, and the overhead of Megatron-LM's kernels of 2024."""
 
 
 def usable_gib(memory_gib: float) -> float:
-    """GiB of a GPU's memory that a program's arrays may use."""
+    """GiB of a GPU's memory that a program's arrays may use: less CONTEXT_GIB, NCCL_GIB and LOST_SHARE."""
     return memory_gib * (1 - LOST_SHARE) - CONTEXT_GIB - NCCL_GIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPU:
-    """One model of GPU."""
+    """One model of GPU, as the compiler knows it."""
 
     description: str
     """Name as the driver reports it."""
@@ -68,111 +85,151 @@ class GPU:
 
     @property
     def usable_gib(self) -> float:
-        """GiB for a program's arrays: memory less CONTEXT_GIB, NCCL_GIB and LOST_SHARE."""
         return usable_gib(self.memory_gib)
 
     def target_config(self) -> str:
-        """XLA's GpuTargetConfigProto as text, for `get_topology_desc(target_config=...)`."""
-        major, minor = self.capability
-        cuda = (12, 9, 0)
+        """XLA's GpuTargetConfigProto as text, for `get_topology_desc(target_config=...)`.
+
+        What is common to compute capabilities 8.0 to 10.0 is from the CUDA C++ Programming Guide, "Technical
+        Specifications".
+        """
         # From Hopper on, kernels use "accelerated" instructions (wgmma, tcgen05), which run on one architecture only.
-        extension = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
-        device = {
-            **_COMMON,
-            "shared_memory_per_core": self.shared_kib * KIB,
-            "shared_memory_per_block_optin": (self.shared_kib - 1) * KIB,
-            "core_count": self.cores,
-            "fpus_per_core": self.lanes,
-            "memory_bandwidth": round(self.bandwidth),
-            "l2_cache_size": round(self.l2_mib * MIB),
-            "clock_rate_ghz": self.clock_ghz,
-            "device_memory_size": round(self.memory_gib * GIB),
-            "cuda_compute_capability": {"major": major, "minor": minor, "feature_extension": _Word(extension)},
-            "name": self.description,
-            "device_interconnect_info": {"active_links": self.links},
-            **{f"{part}_version": _dotted(cuda) for part in ("driver", "runtime", "compile_time_toolkit")},
-            "dnn_version": _dotted(CUDNN),
-        }
-        names = ("major", "minor", "patch")
-        return _proto(
-            {
-                "gpu_device_info": device,
-                "platform_name": "CUDA",
-                "dnn_version_info": dict(zip(names, CUDNN, strict=True)),
-                "device_description_str": self.description,
-            }
-        )
+        extension = "ACCELERATED_FEATURES" if self.capability[0] >= 9 else "NONE"
+        return f"""gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  threads_per_core_limit: 2048
+  shared_memory_per_block: {48 * KIB}
+  shared_memory_per_core: {self.shared_kib * KIB}
+  shared_memory_per_block_optin: {(self.shared_kib - 1) * KIB}
+  registers_per_core_limit: {64 * KIB}
+  registers_per_block_limit: {64 * KIB}
+  block_dim_limit_x: {2**31 - 1}
+  block_dim_limit_y: {2**16 - 1}
+  block_dim_limit_z: {2**16 - 1}
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  device_address_bits: 64
+  collective_memory_granularity: {2 * MIB}
+  device_vendor: "NVIDIA Corporation"
+  core_count: {self.cores}
+  fpus_per_core: {self.lanes}
+  memory_bandwidth: {round(self.bandwidth)}
+  l2_cache_size: {round(self.l2_mib * MIB)}
+  clock_rate_ghz: {self.clock_ghz}
+  device_memory_size: {round(self.memory_gib * GIB)}
+  cuda_compute_capability {{
+    major: {self.capability[0]}
+    minor: {self.capability[1]}
+    feature_extension: {extension}
+  }}
+  name: "{self.description}"
+  device_interconnect_info {{
+    active_links: {self.links}
+  }}
+  driver_version: "12.9.0"
+  runtime_version: "12.9.0"
+  compile_time_toolkit_version: "12.9.0"
+  dnn_version: "{".".join(map(str, CUDNN))}"
+}}
+platform_name: "CUDA"
+dnn_version_info {{
+  major: {CUDNN[0]}
+  minor: {CUDNN[1]}
+  patch: {CUDNN[2]}
+}}
+device_description_str: "{self.description}"
+"""
 
 
-class _Word(str):
-    """A value of an enumeration: written without quotes."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """One GPU and its links, as the cost model sees them. Rates in operations or bytes per second."""
+
+    name: str
+    memory_gib: float
+    """Of the data sheet."""
+    bandwidth: float
+    """Of its memory."""
+    peak: float
+    """Of dense bfloat16 or float16 matmuls."""
+    nvlink: float
+    """To other devices of the node, one direction."""
+    network: float
+    """To other nodes, one direction, each device's share."""
+    peak_fp8: float | None = None
+    """Of dense fp8 matmuls; None where there are none."""
+    peak_float32: float | None = None
+    """Of float32 matmuls without TF32; None: a thirtieth of `peak`."""
+    per_node: int = 8
+    """Devices that NVLink connects, unless said otherwise."""
+    matmul: float = 0.75
+    """Share of `peak` that large matmuls reach."""
+    matmul_fp8: float = 0.70
+    """Share of `peak_fp8` that large matmuls reach, without the casts."""
+    matmul_half: float = 64.0
+    """Size of a dimension at which a matmul has half the rate of a large one; see `matmul_share`."""
+    attention_forward: float = 0.60
+    """Share of `peak` that a fused causal attention reaches, operations on masked scores not counted."""
+    attention_backward: float = 0.50
+    """The same backward, where five matmuls stand against two forward."""
+    stream: float = 0.80
+    """Share of `bandwidth` that norms, activations and the optimizer reach."""
+    nvlink_share: float = 0.75
+    """Share of `nvlink` that a ring reaches."""
+    network_share: float = 0.85
+    """Share of `network` that a ring reaches."""
+    nvlink_latency: float = 4e-6
+    """Seconds of one hop within a node, a collective's start included."""
+    network_latency: float = 12e-6
+    """Seconds of one hop between nodes."""
+    launch: float = 12e-6
+    """Seconds that any collective takes at least."""
+    host: float = 50e9
+    """To or from host memory, bytes/s that large copies reach: PCIe 5.0 x16 unless given (64 GB/s by its standard)."""
+
+    def problems(self) -> list[Problem]:
+        return above_zero(**{field.name: getattr(self, field.name) for field in fields(self) if field.name != "name"})
+
+    @property
+    def usable_gib(self) -> float:
+        return usable_gib(self.memory_gib)
+
+    def peak_of(self, compute: str) -> float:
+        """Operations per second of matmuls in bfloat16, float16, float32 or fp8, by the data sheet.
+
+        Raises UserError where it has no such matmuls.
+        """
+        match compute:
+            case "fp8":
+                if self.peak_fp8 is None:
+                    raise UserError(f"{self.name} has no fp8 matmuls.\nPlan for bfloat16, or for another device.")
+                return self.peak_fp8
+            case "float32":
+                return self.peak_float32 or self.peak / 30
+        return self.peak
+
+    def matmul_rate(self, compute: str) -> float:
+        """Operations per second of large matmuls."""
+        return self.peak_of(compute) * (self.matmul_fp8 if compute == "fp8" else self.matmul)
+
+    def matmul_share(self, *sizes: float) -> float:
+        """Rate of a matmul of these sizes (rows, contracted, columns) over that of a large one.
+
+        The product of n / (n + matmul_half) over the dimensions: tiles that are not full, and pipelines that fill and
+        drain, cost the same whatever the size. Alike for the forward and both backward matmuls, which turn the same
+        three numbers around.
+        """
+        return prod(size / (size + self.matmul_half) for size in sizes)
 
 
-_COMMON = {
-    "threads_per_block_limit": 1024,
-    "threads_per_warp": 32,
-    "threads_per_core_limit": 2048,
-    "shared_memory_per_block": 48 * KIB,
-    "registers_per_core_limit": 64 * KIB,
-    "registers_per_block_limit": 64 * KIB,
-    "block_dim_limit_x": 2**31 - 1,
-    "block_dim_limit_y": 2**16 - 1,
-    "block_dim_limit_z": 2**16 - 1,
-    "thread_dim_limit_x": 1024,
-    "thread_dim_limit_y": 1024,
-    "thread_dim_limit_z": 64,
-    "device_address_bits": 64,
-    "collective_memory_granularity": 2 * MIB,
-    "device_vendor": "NVIDIA Corporation",
-}
-"""Equal for compute capabilities 8.0 to 10.0 (CUDA C++ Programming Guide, "Technical Specifications")."""
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
-
-
-def _proto(fields: dict, indent: str = "") -> str:
-    """Nested dicts as protocol-buffer text."""
-    lines = []
-    for name, value in fields.items():
-        match value:
-            case dict():
-                lines += [f"{indent}{name} {{", _proto(value, indent + "  ").rstrip("\n"), f"{indent}}}"]
-            case str() if not isinstance(value, _Word):
-                lines.append(f'{indent}{name}: "{value}"')
-            case _:
-                lines.append(f"{indent}{name}: {value}")
-    return "\n".join(lines) + "\n"
-
-
-_A100: dict[str, Any] = {
-    "cores": 108,
-    "lanes": 64,
-    "capability": (8, 0),
-    "shared_kib": 164,
-    "l2_mib": 40,
-    "clock_ghz": 1.41,
-    "links": 12,
-}
-_HOPPER: dict[str, Any] = {
-    "cores": 132,
-    "lanes": 128,
-    "capability": (9, 0),
-    "shared_kib": 228,
-    "l2_mib": 50,
-    "clock_ghz": 1.98,
-    "links": 18,
-}
-_BLACKWELL: dict[str, Any] = {
-    "cores": 148,
-    "lanes": 128,
-    "capability": (10, 0),
-    "shared_kib": 228,
-    "l2_mib": 126,
-    "clock_ghz": 1.965,
-    "links": 18,
-}
+_A100: dict[str, Any] = {"cores": 108, "lanes": 64, "capability": (8, 0), "shared_kib": 164, "l2_mib": 40}
+_A100 |= {"clock_ghz": 1.41, "links": 12}
+_HOPPER: dict[str, Any] = {"cores": 132, "lanes": 128, "capability": (9, 0), "shared_kib": 228, "l2_mib": 50}
+_HOPPER |= {"clock_ghz": 1.98, "links": 18}
+_BLACKWELL: dict[str, Any] = {"cores": 148, "lanes": 128, "capability": (10, 0), "shared_kib": 228, "l2_mib": 126}
+_BLACKWELL |= {"clock_ghz": 1.965, "links": 18}
 
 GPUS = {
     "a100-40gb": GPU(description="NVIDIA A100-SXM4-40GB", memory_gib=40, bandwidth=1.555e12, **_A100),
@@ -183,15 +240,121 @@ GPUS = {
     "gb200": GPU(description="NVIDIA GB200", memory_gib=186, bandwidth=8e12, per_node=72, **_BLACKWELL),
 }
 OTHER_NAMES = {"a100": "a100-80gb"}
-OTHERS = "any other one: --formula --device-file=FILE, YAML with name, memory_gib, bandwidth, peak, nvlink, network"
-NO_OTHERS: Mapping[str, int] = MappingProxyType({})
+
+_AMPERE_RATES = {
+    "peak": 312e12,
+    "peak_float32": 19.5e12,
+    "nvlink": 300e9,
+    "network": 25e9,
+    # Power does not limit it as it does later generations: cuBLAS on large matmuls, about 260 of 312 TFLOP/s.
+    "matmul": 0.83,
+    # FlashAttention-2 (Dao 2023, figures 4 to 6): 190 to 200 TFLOP/s forward, 170 to 180 both.
+    "attention_forward": 0.60,
+    "attention_backward": 0.52,
+    "host": 25e9,  # PCIe 4.0 x16: 32 GB/s by its standard
+}
+_HOPPER_RATES = {
+    "peak": 989.4e12,
+    "peak_fp8": 1978.9e12,
+    "peak_float32": 67e12,
+    "nvlink": 450e9,
+    "network": 50e9,
+    "matmul": 0.675,  # fitted
+    "matmul_fp8": 0.599,  # fitted
+    # cuDNN on an H100, 2 rows of 4096 tokens, 32 heads of 128, forward: 0.453 ms (AXLearn's benchmark), 0.61 of the
+    # peak; FlashAttention-3 (Shah et al. 2024, figure 6), backward: 450 to 560 TFLOP/s.
+    "attention_forward": 0.60,
+    "attention_backward": 0.50,
+}
+_BLACKWELL_RATES = {
+    "peak_float32": 75e12,
+    "nvlink": 900e9,
+    "network": 50e9,
+    "matmul": 0.70,  # between Hopper and Ampere; no run in bfloat16 is published
+    "matmul_fp8": 0.512,  # fitted
+    "attention_forward": 0.60,
+    "attention_backward": 0.45,
+}
+
+
+def _known(name: str, **rates: Any) -> Device:
+    gpu = GPUS[name]
+    return Device(name=name, memory_gib=gpu.memory_gib, bandwidth=gpu.bandwidth, per_node=gpu.per_node, **rates)
+
+
+DEVICES = {
+    "a100-40gb": _known("a100-40gb", **_AMPERE_RATES),
+    "a100-80gb": _known("a100-80gb", **_AMPERE_RATES),
+    "h100": _known("h100", **_HOPPER_RATES),
+    "h200": _known("h200", **_HOPPER_RATES),
+    "b200": _known("b200", peak=2250e12, peak_fp8=4500e12, **_BLACKWELL_RATES),
+    # The same chip with a higher power limit; NVLink-C2C to the host: 900 GB/s of two GPUs, both directions.
+    "gb200": _known("gb200", peak=2450e12, peak_fp8=4900e12, host=200e9, **_BLACKWELL_RATES),
+}
+"""By the names of GPUS."""
+
+REQUIRED = ("name", "memory_gib", "bandwidth", "peak", "nvlink", "network")
+OTHERS = f"any other one: --formula --device-file=FILE, YAML with {', '.join(REQUIRED)}"
+HOW = (
+    "describe it in a file and give that with --device-file, as YAML:\n"
+    "  name: h300\n  memory_gib: 192\n  bandwidth: 6.0e12   # of its memory, bytes/s\n"
+    "  peak: 1.2e15       # bfloat16 matmuls, operations/s\n"
+    "  nvlink: 600e9      # within a node, bytes/s, one direction\n"
+    "  network: 50e9      # between nodes, bytes/s of each device, one direction\n"
+    f"and, if known: {', '.join(f.name for f in fields(Device) if f.name not in REQUIRED)}"
+)
+"""How to plan for a device that is not known."""
+
+
+def read_device(path: Path) -> Device:
+    """A device described in a YAML file. Raises UserError with all that is missing or wrong."""
+    return _device(path, None, _read(path))
+
+
+def calibrated(base: Device, path: Path) -> Device:
+    """A device with the constants that were measured, from what benchmarks/calibrate.py writes.
+
+    Raises UserError for a file that can't be read, and for one of another device.
+    """
+    given = _read(path)
+    measured = given.get("name", base.name)
+    if measured != base.name:
+        raise UserError(
+            f"{path} was measured on {measured}, the plan is for {base.name}.\n"
+            f"Plan for {measured}, or give a file measured on {base.name}."
+        )
+    return _device(path, base, given)
+
+
+def _device(path: Path, base: Device | None, given: Mapping[str, Any]) -> Device:
+    # YAML reads 50e9, without a point, as text.
+    written = {name: Text(value) if isinstance(value, str) else value for name, value in given.items()}
+    device, problems = assemble(Device, base, written)
+    if problems:
+        raise UserError(f"{ConfigError(problems, str(path))}\nTo plan for a device, {HOW}")
+    return device
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """Names and values in a YAML file; of a calibration file, its figures' constants. Raises UserError."""
+    try:
+        read: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not YAML: {str(error).splitlines()[0]}") from error
+    for inner in ("figures", "constants"):
+        read = read.get(inner, read) if isinstance(read, Mapping) else read
+    if not isinstance(read, Mapping):
+        raise UserError(f"{path} must hold names and numbers.\nTo plan for a device, {HOW}")
+    return read
 
 
 class Cluster(NamedTuple):
     """A number of GPUs of one kind, in nodes."""
 
     name: str
-    """Key of GPUS."""
+    """Key of GPUS, or the name of a described device."""
     devices: int
     per_node: int
 
@@ -209,7 +372,7 @@ class Cluster(NamedTuple):
 
 
 def read_cluster(
-    text: str | None, per_node: int | None = None, described: Mapping[str, int] = NO_OTHERS
+    text: str | None, per_node: int | None = None, described: Mapping[str, int] = MappingProxyType({})
 ) -> tuple[Cluster | None, list[Problem]]:
     """ "h100:128" -> 128 GPUs in nodes of `per_node`; "h100" is one node. None and problems for other text.
 
@@ -222,8 +385,7 @@ def read_cluster(
     if per_node is not None and per_node < 1:
         return None, [Problem("--gpus-per-node", f"must be at least 1, got {per_node}")]
     written, colon, count = text.partition(":")
-    name = written.lower()
-    name = OTHER_NAMES.get(name, name)
+    name = OTHER_NAMES.get(written.lower(), written.lower())
     if name not in nodes:
         near = did_you_mean(name, nodes)
         hint = f"{near + '; ' if near else ''}known: {known}; {OTHERS}"
@@ -242,14 +404,18 @@ def read_cluster(
     return Cluster(name, devices, per_node), []
 
 
-PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-
-
 def missing_packages() -> list[str]:
     """What deviceless compilation needs and is not installed: the compiler for GPUs, cuDNN."""
-    plugin = any(_installed(name) for name in PLUGINS)
+    plugin = any(_installed(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin"))
     needed = (("the CUDA plugin of jax", plugin), ("cuDNN", _installed("nvidia.cudnn")))
     return [name for name, installed in needed if not installed]
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of the parent package
+        return False
 
 
 def prepare() -> None:
@@ -273,10 +439,3 @@ def virtual_devices(cluster: Cluster) -> list[Any]:
         topology=cluster.topology(),
     )
     return list(topology.devices[: cluster.devices])
-
-
-def _installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # of the parent package
-        return False

@@ -1,10 +1,15 @@
-"""The text of a compiled program (scheduled HLO): computations made of instructions, in execution order."""
+"""The text of a compiled program (scheduled HLO): its instructions, loops, collectives and custom calls.
+
+Of each collective: kind, mesh axes, bytes, the loops around it, and whether matmuls overlap with it.
+"""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import batched, count, product
 from math import prod
+from operator import mul
 
 MATMULS = ("dot", "convolution", "ragged-dot", "scaled-dot")
 MATMUL_KERNELS = re.compile(r"gemm|matmul|blas|fmha|cudnn|conv|triton|mosaic|_dot", re.IGNORECASE)
@@ -33,6 +38,14 @@ _ORIGIN = re.compile(r'op_name="([^"]*)"')
 _RUNS = re.compile(r"\bruns_(\d+)_of_(\d+)/(?:while|cond)$")
 """Written by pipeline.executor into the name of what runs in some ticks only."""
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
+
+_TILES = re.compile(r"\[((?:\d+,)*)(\d+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
+_LISTED = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
+_TILED = re.compile(rf"replica_groups={_TILES.pattern}")
+_NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\((.*?)\))? ?\{([^}]*)\}")
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+_AXIS = re.compile(r"'?([\w.-]+)'?=(\d+)")
+_USED = re.compile(r"'([\w.-]+)'(?::\((\d+)\)(\d+))?")
 
 
 def arrays(shape: str) -> list[tuple[str, int]]:
@@ -76,11 +89,15 @@ class Instruction:
             callees.setdefault("branches", []).extend(name.strip(" %") for name in names.split(","))
         return callees
 
+    def _attribute(self, pattern: re.Pattern[str]) -> str | None:
+        match = pattern.search(self.attributes)
+        return match[1] if match else None
+
     @property
     def trips(self) -> int | None:
         """Trip count of a while loop; None where the compiler does not know it."""
-        known = _TRIPS.search(self.attributes)
-        return int(known[1]) if known else None
+        known = self._attribute(_TRIPS)
+        return int(known) if known else None
 
     @property
     def share(self) -> float | None:
@@ -91,14 +108,12 @@ class Instruction:
     @property
     def origin(self) -> str:
         """Path of the operation in the traced program; may be empty."""
-        named = _ORIGIN.search(self.attributes)
-        return named[1] if named else ""
+        return self._attribute(_ORIGIN) or ""
 
     @property
     def target(self) -> str | None:
         """Target of a custom call."""
-        named = _TARGET.search(self.attributes) if self.opcode == "custom-call" else None
-        return named[1] if named else None
+        return self._attribute(_TARGET) if self.opcode == "custom-call" else None
 
     @property
     def is_matmul(self) -> bool:
@@ -186,12 +201,14 @@ class Place:
 
     @property
     def times(self) -> int | None:
-        """Runs per step: the product of the trip counts, without what is skipped; None if one is unknown."""
-        return None if None in self.trips else self.times_given(1)
+        """Runs per step; None if a trip count is unknown."""
+        return self.runs()
 
-    def times_given(self, unknown_trips: int) -> int:
-        """Runs per step if an outermost loop of unknown trip count runs so often; see `rounds`."""
-        return round(rounds(self.trips, unknown_trips) * self.share)
+    def runs(self, unknown_trips: int | None = None) -> int | None:
+        """Runs per step, without what is skipped. unknown_trips: see `rounds`; without it, as `times`."""
+        if unknown_trips is None and None in self.trips:
+            return None
+        return round(rounds(self.trips, unknown_trips or 1) * self.share)
 
 
 def rounds(trips: Sequence[int | None], unknown_trips: int = 1) -> int:
@@ -207,16 +224,16 @@ def _instruction(line: str) -> Instruction | None:
     if not named:
         return None
     start = named.end()
-    end = _closing(line, start) if line[start] == "(" else line.find(" ", start)
+    end = closing(line, start) if line[start] == "(" else line.find(" ", start)
     opcode = _OPCODE.match(line, end)
     if not opcode:
         return None
-    last = _closing(line, opcode.end() - 1)
+    last = closing(line, opcode.end() - 1)
     operands = tuple(_NAME.findall(line[opcode.end() : last]))
     return Instruction(named[1], line[start:end], opcode[1], operands, line[last:])
 
 
-def _closing(line: str, start: int) -> int:
+def closing(line: str, start: int) -> int:
     """The place after the bracket that closes the one at `start`."""
     depth = 0
     for place in range(start, len(line)):
@@ -224,3 +241,244 @@ def _closing(line: str, start: int) -> int:
         if depth == 0:
             return place + 1
     return len(line)
+
+
+# Collectives and custom calls
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The device groups of one collective."""
+
+    axes: tuple[str, ...]
+    """Mesh axes along which the members of a group differ, outermost first."""
+    size: int
+    """Devices in a group; of a permute, the product of its axes."""
+    whole: bool = True
+    """False if a group holds only some of the devices along its axes."""
+
+    @property
+    def name(self) -> str:
+        """Such as "tensor", "data+context", or "tensor (part)"."""
+        return "+".join(self.axes) + ("" if self.whole else " (part)")
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective instruction; collectives that the compiler combined are one."""
+
+    kind: str
+    groups: Groups
+    place: Place
+    bytes: int
+    """Of one device and one run, on the full (gathered, unreduced) side: the result of an all-gather, the operands of
+    all others."""
+    arrays: int
+    """Arrays it moves at once."""
+    elements: int
+    """Elements of its results on one device."""
+    overlapped: bool
+    """Whether matmuls, or a loop with matmuls, are scheduled between its start and its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class CustomCall:
+    """One custom call."""
+
+    target: str
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A loop, or the program outside all loops."""
+
+    place: Place
+    matmuls: int
+    """Matrix products of one run of the body, without those of inner loops."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a program runs, in execution order."""
+
+    collectives: tuple[Collective, ...]
+    kernels: tuple[CustomCall, ...]
+    loops: tuple[Loop, ...]
+
+
+def read(text: str, mesh: Mapping[str, int]) -> Contents:
+    """Contents of a compiled program from `compiled.as_text()`; mesh: axis -> size, outermost first.
+
+    Collectives over groups of one device, which move nothing, are left out. Raises ValueError for other text.
+    """
+    reader = _Reader(Program.read(text), mesh)
+    reader.body(reader.program.entry, Place())
+    return Contents(tuple(reader.collectives), tuple(reader.kernels), tuple(reader.loops))
+
+
+class _Reader:
+    """One walk over all computations that a program runs."""
+
+    def __init__(self, program: Program, mesh: Mapping[str, int]):
+        self.program, self.mesh = program, mesh
+        self.collectives: list[Collective] = []
+        self.kernels: list[CustomCall] = []
+        self.loops: list[Loop] = []
+
+    def body(self, name: str, place: Place, *more: str) -> None:
+        """Read the body of a loop, or the whole program; more: computations that run with it (a loop's condition)."""
+        index = len(self.loops)
+        self.loops.append(Loop(place, 0))
+        numbers = count(1)
+        matmuls = sum(self.computation(each, place, numbers) for each in (name, *more))
+        self.loops[index] = Loop(place, matmuls)
+
+    def computation(self, name: str, place: Place, numbers: Iterator[int]) -> int:
+        """Read one computation; gives its number of matmuls outside inner loops."""
+        computation = self.program.computations[name]
+        done = _ends(computation)
+        work = [self.program.matmuls(one) for one in computation.values()]
+        total = 0
+        for index, one in enumerate(computation.values()):
+            collective = self.collective(one, computation)
+            if collective is not None:
+                last = done.get(one.name, len(work)) if one.opcode.endswith(START) else index
+                # A start and end with is_sync run as one blocking operation.
+                overlapped = any(work[index + 1 : last]) and '"is_sync":true' not in one.attributes
+                self.add(*collective, place, overlapped)
+            elif one.opcode == "while":
+                inner = place.inside(one, next(numbers))
+                self.body(one.callees["body"][0], inner, *one.callees.get("condition", ()))
+            elif one.opcode == "conditional":
+                branch = place.branch(one)
+                total += sum(self.computation(each, branch, numbers) for each in self.program.called(one, "branches"))
+            elif one.opcode == "call" or one.opcode.endswith(START):
+                total += sum(self.computation(each, place, numbers) for each in self.program.called(one))
+            else:
+                total += work[index]
+                self.kernels += [CustomCall(target, place) for target in self.targets(one)]
+        return total
+
+    def targets(self, one: Instruction) -> Iterator[str]:
+        """Targets of custom calls, also of those inside a fusion."""
+        if one.target is not None:
+            yield one.target
+        for name in self.program.called(one, "calls"):
+            for inner in self.program.computations[name].values():
+                yield from self.targets(inner)
+
+    def collective(self, one: Instruction, home: Computation) -> tuple[Instruction, Computation] | None:
+        """The collective that an instruction is, starts or wraps (fusion, async-start), and its computation."""
+        if one.opcode.removesuffix(START) in COLLECTIVES:
+            return one, home
+        if one.opcode == "fusion" or one.opcode.endswith(START):
+            for name in self.program.called(one, "calls"):
+                inner = self.program.computations[name]
+                for each in inner.values():
+                    if (wrapped := self.collective(each, inner)) is not None:
+                        return wrapped
+        return None
+
+    def add(self, one: Instruction, home: Computation, place: Place, overlapped: bool) -> None:
+        kind = one.opcode.removesuffix(START)
+        groups = groups_of(one.attributes, self.mesh)
+        if not groups.axes:
+            return
+        # The further operands of a ragged exchange are offsets and sizes.
+        operands = one.operands[:1] if kind == "ragged-all-to-all" else one.operands
+        shapes = [home[name].shape for name in operands]
+        total = sum(size(shape) for shape in shapes)
+        elements = sum(number for shape in shapes for _, number in arrays(shape))
+        if kind == "all-gather":
+            total, elements = total * groups.size, elements * groups.size
+        elif kind == "reduce-scatter":
+            elements //= groups.size
+        self.collectives.append(Collective(kind, groups, place, total, len(operands), elements, overlapped))
+
+
+def _ends(computation: Computation) -> dict[str, int]:
+    """Name of each asynchronous start -> index of its end in the computation."""
+    started = {}
+    ends = {}
+    for index, one in enumerate(computation.values()):
+        origin = started.get(one.operands[0], one.operands[0]) if one.operands else ""
+        if one.opcode == "async-update":
+            started[one.name] = origin
+        elif one.opcode.endswith(DONE):
+            ends[origin] = index
+    return ends
+
+
+@lru_cache(maxsize=1024)
+def _groups(attributes: str, mesh: tuple[tuple[str, int], ...]) -> Groups:
+    sizes = [size for _, size in mesh]
+    pairs = _PAIRS.search(attributes)
+    if pairs:
+        groups = _rows(pairs[1])
+    elif listed := _LISTED.search(attributes):
+        groups = _rows(listed[1]) or [[*range(prod(sizes))]]
+    elif tiled := _TILED.search(attributes):
+        groups = [*batched(_order(tiled), int(tiled[2]))]
+    elif named := _NAMED.search(attributes):
+        groups = _by_name(*named.groups())
+    else:
+        raise ValueError(f"a collective whose groups can't be read: {attributes[:300]}")
+    coordinates = [*product(*map(range, sizes))]
+    differing = {
+        axis
+        for group in groups
+        for place in group
+        for axis, here in enumerate(coordinates[place])
+        if here != coordinates[group[0]][axis]
+    }
+    along = prod(sizes[axis] for axis in differing)
+    members = along if pairs else max(map(len, groups))
+    return Groups(tuple(name for axis, (name, _) in enumerate(mesh) if axis in differing), members, members == along)
+
+
+def groups_of(attributes: str, mesh: Mapping[str, int]) -> Groups:
+    """The groups that a collective's attributes give in one of several forms; mesh: axis -> size.
+
+    The compiler numbers devices by their position in the mesh. Raises ValueError for an unknown form.
+    """
+    return _groups(attributes, tuple(mesh.items()))
+
+
+def _numbers(text: str | None) -> list[int]:
+    return [int(number) for number in text.split(",")] if text else []
+
+
+def _rows(text: str) -> list[list[int]]:
+    return [_numbers(row) for row in re.findall(r"\{([\d,]+)\}", text)]
+
+
+def _order(tiles: re.Match[str]) -> list[int]:
+    """ "[2,4]<=[4,2]T(1,0)": the numbers of an array [4, 2], transposed."""
+    shape, last, dims, axes = tiles.groups()
+    sizes = _numbers(dims) or _numbers(f"{shape}{last}")
+    return _transposed(sizes, _numbers(axes) or [*range(len(sizes))])
+
+
+def _transposed(sizes: Sequence[int], axes: Sequence[int]) -> list[int]:
+    """The numbers of an array of these sizes, in the order after its transposition."""
+    steps = [prod(sizes[axis + 1 :]) for axis in axes]
+    return [sum(map(mul, index, steps)) for index in product(*(range(sizes[axis]) for axis in axes))]
+
+
+def _by_name(axes: str, order: str | None, used: str) -> list[Sequence[int]]:
+    """Groups along the used axes, or sub-axes 'name':(stride)size, of a mesh written out in the text."""
+    split: list[tuple[int, bool]] = []
+    for name, text in _AXIS.findall(axes):
+        whole, done = int(text), 1
+        parts = [(int(before or 1), int(part or whole)) for axis, before, part in _USED.findall(used) if axis == name]
+        for before, part in sorted(parts):
+            split += [(before // done, False), (part, True)]
+            done = before * part
+        split.append((whole // done, False))
+    # The used axes last: each group is a run of these.
+    places = _transposed([size for size, _ in split], sorted(range(len(split)), key=lambda axis: split[axis][1]))
+    if order is not None and (tiles := _TILES.search(order)):
+        devices = _order(tiles)
+        places = [devices[place] for place in places]
+    return [*batched(places, prod(size for size, taken in split if taken))]

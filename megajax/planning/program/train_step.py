@@ -1,21 +1,47 @@
-"""The train step of a config, compiled for virtual GPU devices: memory, collectives, kernels."""
+"""The train step of a config, compiled for virtual GPU devices: memory, collectives, kernels, and its time."""
 
 import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import prod
 from typing import Any
 
 import jax
 
 from megajax.config.tree import check
-from megajax.kernels.capability import Device
+from megajax.kernels.capability import Device as KernelDevice
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.xla import DEVICELESS, Option, compiler_options
+from megajax.metrics.banner import Section
+from megajax.metrics.text import byte_size, count, duration
 from megajax.models.facts import ChoosesKernels
 from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import Schedule
-from megajax.planning.program.collectives import Contents, read
-from megajax.planning.program.devices import CUDNN, GIB, GPU, Cluster, virtual_devices
+from megajax.planning.cost.description import has_formulas
+from megajax.planning.cost.estimate import Case, Estimate, Span, Traffic, bytes_per_step, seconds, speed
+from megajax.planning.program.audit import Audit, kernels_table, traffic_section
+from megajax.planning.program.devices import (
+    CONTEXT_GIB,
+    CUDNN,
+    GIB,
+    GPU,
+    LOST_SHARE,
+    NCCL_GIB,
+    Cluster,
+    Device,
+    virtual_devices,
+)
+from megajax.planning.program.hlo import Collective, Contents, CustomCall, Place, read, rounds
+from megajax.planning.show import (
+    Report,
+    Table,
+    layout,
+    memory_picture,
+    memory_rows,
+    step_picture,
+    times,
+)
 from megajax.training.kernels import demand_kernels
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
@@ -147,7 +173,7 @@ def with_kernels(cfg: RunConfig, gpu: GPU) -> tuple[RunConfig, tuple[str, ...]]:
 
     Raises UserError for a kernel that is named in the config and not supported there.
     """
-    chosen = demand_kernels(cfg, Device(name=gpu.description, capability=gpu.capability, cudnn=CUDNN))
+    chosen = demand_kernels(cfg, KernelDevice(name=gpu.description, capability=gpu.capability, cudnn=CUDNN))
     model = cfg.model
     if isinstance(model, ChoosesKernels):
         model = model.with_kernels([choice.kernel for choice in chosen])
@@ -159,3 +185,253 @@ def bytes_per_device(tree: Any) -> int:
     """Bytes on one device of jax.ShapeDtypeStruct leaves with shardings."""
     leaves = jax.tree.leaves(tree)
     return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+# Rows of tables and of JSON
+
+
+def grouped(collectives: Iterable[Collective], unknown_trips: int | None = None) -> list[dict[str, Any]]:
+    """Collectives with the same place, kind, axes and overlap, summed: rows of a table, in the order of places.
+
+    kind; axis: "tensor", "data+context"; loop: "1.2" is the second loop in the first, "" outside all loops; trips: of
+    the loops around, outermost first; inside_loop; conditional; share: fraction of the runs that is not skipped;
+    overlapped; instructions: their number in the program; arrays: how many these move; count: runs per step;
+    bytes_once: of one device, each run once; bytes: of one device per step. count, bytes: None as in `Place.runs`.
+    """
+
+    def key(one: Collective) -> tuple:
+        place = one.place
+        return place.path, one.kind, one.groups.name, not one.overlapped, place.conditional, place.share
+
+    rows = []
+    for _, group in groupby(sorted(collectives, key=key), key):
+        same = list(group)
+        place, once = same[0].place, sum(one.bytes for one in same)
+        times = place.runs(unknown_trips)
+        rows.append(
+            {
+                "kind": same[0].kind,
+                "axis": same[0].groups.name,
+                "loop": place.name,
+                "trips": list(place.trips),
+                "inside_loop": bool(place.path),
+                "conditional": place.conditional,
+                "share": place.share,
+                "overlapped": same[0].overlapped,
+                "instructions": len(same),
+                "arrays": sum(one.arrays for one in same),
+                "count": None if times is None else times * len(same),
+                "bytes_once": once,
+                "bytes": None if times is None else times * once,
+            }
+        )
+    return rows
+
+
+def kernel_rows(kernels: Iterable[CustomCall], unknown_trips: int | None = None) -> list[dict[str, Any]]:
+    """Custom calls by target: instructions, count (runs per step, None as in `Place.runs`), conditional.
+
+    Calls in a branch run at most `count` times: of the attention kernels for packed documents one branch runs.
+    """
+    places: dict[str, list[Place]] = {}
+    for one in kernels:
+        places.setdefault(one.target, []).append(one.place)
+    rows = []
+    for target, where in sorted(places.items()):
+        counts = [place.runs(unknown_trips) for place in where]
+        rows.append(
+            {
+                "target": target,
+                "instructions": len(where),
+                "count": None if None in counts else sum(n for n in counts if n is not None),
+                "conditional": any(place.conditional for place in where),
+            }
+        )
+    return rows
+
+
+# The time of a step
+
+
+def step_time(plan: TrainPlan, device: Device) -> Estimate:
+    """The estimate of a compiled plan, with the collectives of its program.
+
+    What the compiler put beside matmuls counts as hidden, as far as there is computing to hide it. Ticks of a pipeline
+    in which a stage is idle have collectives like all others, so the bubble is of computing alone. For an
+    outermost loop of unknown trip count see `TrainPlan.unknown_trips`. Raises UserError as `describe` does.
+    """
+    formula = Case(plan.cfg, plan.cluster, device).estimate
+    rows = program_traffic(plan, device)
+    hidden = min(sum(row.hidden for row in rows), formula.compute_seconds)
+    return replace(
+        formula,
+        traffic=tuple(rows),
+        exposed_seconds=sum(row.seconds for row in rows) - hidden,
+        hidden_seconds=hidden,
+        bubble_seconds=formula.schedule.fraction * formula.compute_seconds,
+    )
+
+
+def program_traffic(plan: TrainPlan, device: Device) -> list[Traffic]:
+    """The collectives of a compiled program with their times, in the order of `grouped`; any model has them."""
+    return [_traffic(row, plan, device) for row in grouped(plan.contents.collectives)]
+
+
+def _traffic(row: Mapping[str, Any], plan: TrainPlan, device: Device) -> Traffic:
+    """Of a row of `grouped`."""
+    count = row["instructions"] * row["share"] * rounds(row["trips"], plan.unknown_trips)
+    axes = row["axis"].partition(" ")[0]  # without "(part)"
+    span = Span.along(axes.split("+"), plan.mesh, plan.cluster.per_node)
+    size = row["bytes_once"] / row["instructions"]
+    total = count * seconds(row["kind"], size, span, device)
+    what = f"loop {row['loop']}" if row["loop"] else "once a step"
+    return Traffic(row["kind"], row["axis"], what, count, count * size, total, total if row["overlapped"] else 0.0)
+
+
+# JSON and tables
+
+
+def to_dict(plan: TrainPlan, device: Device, step: Estimate | None, audited: Audit | None = None) -> dict[str, Any]:
+    """Everything about a plan; memory, bytes and seconds are of one device.
+
+    Rows of `collectives` are those of `grouped`, with their seconds. step: of `step_time`; None where the formulas do
+    not hold for the model.
+    """
+    memory, cluster, schedule, unknown = plan.memory, plan.cluster, plan.schedule, plan.unknown_trips
+    collectives = zip(grouped(plan.contents.collectives, unknown), program_traffic(plan, device), strict=True)
+    sizes = ("peak", "arguments", "parameters", "optimizer", "host", "temporary", "outputs", "aliased")
+    return {
+        "fits": plan.fits,
+        **{f"{name}_gib": getattr(memory, name) / GIB for name in sizes},
+        "usable_gib": cluster.gpu.usable_gib,
+        "device_gib": cluster.gpu.memory_gib,
+        "bubble_fraction": plan.bubble,
+        "schedule": None if schedule is None else schedule.name,
+        "virtual_stages": plan.cfg.parallel.virtual_stages,
+        "ring_slots": None if schedule is None else schedule.ring_slots,
+        "collectives": [row | {"seconds": moved.seconds} for row, moved in collectives],
+        "loops": [
+            {
+                "loop": loop.place.name,
+                "trips": list(loop.place.trips),
+                "count": loop.place.runs(unknown),
+                "conditional": loop.place.conditional,
+                "matmuls": loop.matmuls,
+            }
+            for loop in plan.contents.loops
+        ],
+        "kernels": kernel_rows(plan.contents.kernels, unknown),
+        "attention": list(plan.kernels),
+        **speed(step),
+        **({} if audited is None else audited.to_dict()),
+        "device": cluster.name,
+        "devices": cluster.devices,
+        "gpus_per_node": cluster.per_node,
+        "mesh": plan.mesh,
+        "microbatches": plan.microbatches,
+        "parameters": plan.parameters,
+        "compile_seconds": plan.compile_seconds,
+        "jax_version": jax.__version__,
+    }
+
+
+def report(plan: TrainPlan, device: Device, audited: Audit | None = None) -> tuple[Report, dict[str, Any]]:
+    """The report of a compiled plan, and its JSON."""
+    memory, gpu = plan.memory, plan.cluster.gpu
+    step = step_time(plan, device) if has_formulas(plan.cfg) else None
+    parts = [
+        ("weights", memory.parameters, "master weights"),
+        ("optimizer", memory.optimizer, "its state"),
+        ("temporary", memory.temporary, "weights in compute dtype, gradients, activations"),
+        ("batch and rest", memory.arguments - memory.parameters - memory.optimizer, "other arguments of the step"),
+        ("outputs", memory.outputs - memory.aliased, "not in the place of arguments"),
+    ]
+    reserve = f"{LOST_SHARE:.0%} lost, CUDA {CONTEXT_GIB:g}, NCCL {NCCL_GIB:g}"
+    lines = [
+        *parts,
+        ("peak", memory.peak, ""),
+        ("usable", gpu.usable_gib * GIB, f"of {gpu.memory_gib:g}: {reserve}"),
+        *([("in host memory", memory.host, "beside that")] if memory.host else []),
+    ]
+    options = ", ".join(f"{name}={value}" for name, value in plan.cfg.xla.options.items())
+    blocks: list[Section | Table] = [
+        ("layout", [*(_layout(plan) if step is None else layout(step)), *_attention(plan)]),
+        ("memory of one device, GiB", memory_rows(lines, gpu.usable_gib - memory.peak / GIB)),
+        ("custom calls", _custom_calls(plan)),
+        ("time of a step, by the cost model", [UNKNOWN_TIME] if step is None else times(step)),
+        ("compile", [("time", duration(plan.compile_seconds)), ("jax", jax.__version__),
+                     *[("XLA, as asked", options)] * bool(options)]),
+        _collectives(plan),
+    ]  # fmt: skip
+    if audited is not None:
+        predicted = None if step is None else bytes_per_step(Case(plan.cfg, plan.cluster, device).estimate)
+        blocks[4:4] = [traffic_section(audited, device, predicted)]
+        blocks.append(kernels_table(audited))
+    shown = Report(
+        f"plan for {plan.cluster.devices} x {gpu.description}",
+        blocks,
+        lambda: [*([] if step is None else [step_picture(step)]), memory_picture(parts, device)],
+    )
+    return shown, to_dict(plan, device, step, audited)
+
+
+UNKNOWN_TIME = ("unknown", "the cost model needs facts of the model (megajax.models.facts) and one repeated pattern")
+
+
+def _layout(plan: TrainPlan) -> list[tuple[str, str]]:
+    """Of a model without facts."""
+    return [
+        ("devices", f"{plan.cluster.devices} in nodes of {plan.cluster.per_node}"),
+        ("mesh", ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items())),
+        ("parameters", f"{count(plan.parameters)} ({plan.parameters:,})"),
+        ("microbatches", f"{plan.microbatches} of {plan.cfg.batch.micro_size} rows"),
+    ]
+
+
+def _attention(plan: TrainPlan) -> list[tuple[str, str]]:
+    if plan.kernels:
+        return [("attention", "; ".join(dict.fromkeys(plan.kernels)))]
+    auto = any(getattr(block.mixer, "kernel", None) == "auto" for block in plan.cfg.model.stack.pattern)
+    return [("attention", "kernel=auto is what this machine would take: name one in the config")] if auto else []
+
+
+def _custom_calls(plan: TrainPlan) -> list[tuple[str, str]]:
+    return [
+        (
+            row["target"],
+            f"{'at most ' * row['conditional']}{row['count']:,} a step, {row['instructions']} in the program",
+        )
+        for row in kernel_rows(plan.contents.kernels, plan.unknown_trips)
+    ] or [("none", "")]
+
+
+def _collectives(plan: TrainPlan) -> Table:
+    """One line for each kind of collective of each loop, below the loop's own."""
+    unknown = ", ".join(loop.place.name for loop in plan.contents.loops if loop.place.times is None)
+    note = f"; ?: the compiler does not know the trip count of loop {unknown}, {plan.unknown_trips:,} is taken"
+    headings = ("loop, collective", "axis", "in program", "per step", "bytes each time", "bytes per step")
+    title = f"collectives of one device{note * bool(unknown)}"
+    return Table(title, (*headings, "beside matmuls"), [*_collective_rows(plan)], (0, 1, 6))
+
+
+def _collective_rows(plan: TrainPlan) -> Iterator[Sequence[str]]:
+    rows = grouped(plan.contents.collectives, plan.unknown_trips)
+    for loop in plan.contents.loops:
+        place = loop.place
+        inside = [row for row in rows if row["loop"] == place.name]
+        if not inside and not loop.matmuls:
+            continue
+        indent = "  " * len(place.path)
+        trips = " x ".join("?" if trips is None else f"{trips:,}" for trips in place.trips)
+        heading = (f"{place.name}: {trips} times" if place.path else "step") + " at most" * place.conditional
+        yield f"{indent}{heading}, {loop.matmuls} matmul{'s' * (loop.matmuls != 1)}", "", "", "", "", "", ""
+        for row in inside:
+            yield (
+                f"{indent}  {row['kind']}{' (in a branch)' * row['conditional']}",
+                row["axis"],
+                str(row["instructions"]),
+                f"{row['count']:,}",
+                byte_size(row["bytes_once"] / row["instructions"]),
+                byte_size(row["bytes"]),
+                "yes" if row["overlapped"] else "no",
+            )

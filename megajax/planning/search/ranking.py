@@ -1,25 +1,156 @@
-"""The result of a search: the best layouts in order, well-known layouts beside them, and a config file of the best."""
+"""The layouts that a search lists: the best, the most promising of them compiled, and well-known ones beside them.
+
+`python -m megajax.planning.search.ranking TASK.json PREDICTION.json` compiles one layout, in a process of its own.
+"""
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from megajax.charts import Segment
+from rich.console import Console
+from rich.progress import Progress
+
+from megajax.command_line import front_door
+from megajax.config import load
+from megajax.config.builds import resolve
+from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
 from megajax.config.files import SHIPPED, find, split_source
 from megajax.metrics.text import duration
-from megajax.planning.cost.estimate import Estimate, speed
-from megajax.planning.program.devices import GIB
-from megajax.planning.search.candidates import Choice
-from megajax.planning.search.compile_worker import Prediction
-from megajax.planning.search.search import Entry, Group, Place, Tally, Task, explore, merged, rank, rounded
-from megajax.planning.show import BY_FORMULA, Report, Table, plan_report
+from megajax.planning.cost.estimate import Case, Estimate, speed
+from megajax.planning.program.devices import GIB, Cluster, Device, prepare
+from megajax.planning.search.search import Choice, Entry, Group, Place, Task, explore, rank, ranked, rounded, search
+from megajax.planning.show import Report, Table
 
+MAX_TRIES = 2
+"""Layouts that are compiled at most, as a multiple of those asked for: some turn out not to fit."""
 SHOWN = 5
 """Layouts in the table."""
+LEFT_OUT = "context and expert parallelism, which the config's rules refuse in this version"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """Memory and time of a step on one device, by formula or of a compiled program."""
+
+    error: str = ""
+    """Last line of the compiler's message; all else is 0 then."""
+    peak_gib: float = 0.0
+    fits: bool = False
+    step_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    bubble_seconds: float = 0.0
+    tokens_per_second_per_device: float = 0.0
+    mfu_causal: float = 0.0
+
+    @classmethod
+    def of(cls, times: Estimate, peak_gib: float) -> "Prediction":
+        names = ("step_seconds", "exposed_seconds", "bubble_seconds", "tokens_per_second_per_device", "mfu_causal")
+        fits = peak_gib <= times.run.device.usable_gib
+        return cls(peak_gib=peak_gib, fits=fits, **{name: getattr(times, name) for name in names})
+
+
+def compile_layout(case: Case) -> Prediction:
+    """Compile the step of a config on a cluster, in a worker process."""
+    with tempfile.TemporaryDirectory(prefix="megajax_search_") as folder:
+        config, task, prediction = (Path(folder) / name for name in ("config.yaml", "task.json", "prediction.json"))
+        config.write_text(to_yaml(case.cfg), encoding="utf-8")
+        written = {"config": str(config), "cluster": case.cluster, "device": asdict(case.device)}
+        task.write_text(json.dumps(written), encoding="utf-8")
+        command = [sys.executable, "-m", "megajax.planning.search.ranking", str(task), str(prediction)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            return Prediction(error=lines[-1].strip() if lines else f"ended with code {done.returncode}")
+        return Prediction(**json.loads(prediction.read_text(encoding="utf-8")))
+
+
+def compile_best(
+    choices: Iterable[Choice],
+    wanted: int,
+    compiler: Callable[[Choice], Prediction],
+    cache: "Cache",
+    advance: Callable[[], None] = lambda: None,
+) -> None:
+    """Compile layouts until `wanted` of them fit, at most MAX_TRIES times as many; none that is in the cache."""
+    waiting, fitting = list(choices)[: MAX_TRIES * wanted], 0
+    with ThreadPoolExecutor(max(1, min(wanted, os.cpu_count() or 1))) as pool:
+        while waiting and fitting < wanted:
+            batch, waiting = waiting[: wanted - fitting], waiting[wanted - fitting :]
+            jobs = {pool.submit(compiler, choice): choice for choice in batch if cache.get(choice) is None}
+            for job in as_completed(jobs):
+                cache.add(jobs[job], job.result())
+                advance()
+            fitting += sum(one is not None and one.fits for one in map(cache.get, batch))
+
+
+class Cache:
+    """Predictions of compiled layouts. A JSON-lines file keeps them, if there is a path, for a search that was stopped.
+
+    The first line is the task's fingerprint.
+    """
+
+    def __init__(self, path: Path | None = None, task: Task | None = None, *, insist: bool = False):
+        """Read the file if there is one; insist: raise UserError for that of another search instead of replacing it."""
+        self.path = path
+        self._predictions: dict[str, Prediction] = {}
+        self._file: TextIO | None = None
+        if path is None or task is None:
+            return
+        head, *lines = [*_lines(path), None] if path.exists() else [None]
+        known = head == {"search": task.fingerprint()}
+        if path.exists() and not known and insist:
+            raise UserError(
+                f"{path} is not of this search: config, overrides, devices or their constants differ.\n"
+                "Give another file to --resume, or delete this one."
+            )
+        try:
+            self._file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{path} can't be written: {error.strerror}") from error
+        # Rewritten from the start, as the last line may be incomplete.
+        self._write({"search": task.fingerprint()})
+        for line in lines if known else ():
+            if line is not None:
+                self._add(line["layout"], Prediction(**line["prediction"]))
+
+    def get(self, choice: Choice) -> Prediction | None:
+        return self._predictions.get(json.dumps(asdict(choice)))
+
+    def add(self, choice: Choice, prediction: Prediction) -> None:
+        self._add(json.dumps(asdict(choice)), prediction)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _add(self, layout: str, prediction: Prediction) -> None:
+        self._predictions[layout] = prediction
+        self._write({"layout": layout, "prediction": asdict(prediction)})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+
+
+def _lines(path: Path) -> Iterator[Any]:
+    """The complete lines of a cache. Raises UserError if it can't be read."""
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            yield json.loads(line)
+    except json.JSONDecodeError:
+        return
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} can't be read: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,57 +174,65 @@ class Row:
         """Fraction of the step in which stages idle."""
         return self.prediction.bubble_seconds / self.prediction.step_seconds
 
+    @property
+    def sort_key(self) -> tuple:
+        """Compiled layouts rank by their programs, ahead of all others."""
+        step = rounded(self.prediction.step_seconds)
+        return not self.compiled, step, rank(self.entry)[1], self.prediction.peak_gib
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """Everything that a search has found."""
+    """What a search has found."""
 
     task: Task
-    rows: tuple[Row, ...]
-    """The best: compiled ones first, by their own times."""
-    rejected: tuple[tuple[Choice, Prediction], ...]
+    groups: Mapping[Place, Group]
+    rows: Sequence[Row]
+    """The best SHOWN layouts."""
+    rejected: Sequence[tuple[Choice, Prediction]]
     """Promising by formula, but the compiled program does not fit or there is none."""
-    well_known: tuple[tuple[str, str], ...]
-    """Name and verdict of layouts that a reader will ask about."""
-    tally: Tally
     seconds: float
     compile_seconds: float
 
     @property
-    def best(self) -> Row:
-        return self.rows[0]
+    def best(self) -> Choice:
+        return self.rows[0].entry.choice
 
     def slower(self, row: Row) -> float:
         """Step time over that of the best, less 1."""
-        return row.prediction.step_seconds / self.best.prediction.step_seconds - 1
+        return row.prediction.step_seconds / self.rows[0].prediction.step_seconds - 1
+
+    def tally(self) -> dict[str, int]:
+        """How many layouts were tried, and what became of them."""
+        groups = self.groups.values()
+        counts = {
+            "refused": sum(sum(group.refusals.values()) for group in groups),
+            "too_large": sum(group.too_large for group in groups),
+            "estimated": sum(group.estimated for group in groups),
+        }
+        return {"tried": sum(counts.values()), **counts}
 
     def to_dict(self, settings: list[str]) -> dict[str, Any]:
         """For JSON. settings: those that the best lays over the config."""
-        task, tally = self.task, self.tally
+        cluster, device = self.task.case.cluster, self.task.case.device
         return {
-            "device": task.device.name,
-            "devices": task.space.devices,
-            "gpus_per_node": task.space.per_node,
-            "fixed": dict(task.space.fixed),
+            "device": device.name,
+            "devices": cluster.devices,
+            "gpus_per_node": cluster.per_node,
+            "fixed": dict(self.task.fixed),
             "settings": settings,
-            "tried": tally.total,
-            "refused": tally.refused,
-            "too_large": tally.too_large,
-            "estimated": tally.estimated,
+            **self.tally(),
             "seconds": self.seconds,
             "compile_seconds": self.compile_seconds,
             "best": [
                 {
-                    **row.entry.choice.plain(),
+                    **asdict(row.entry.choice),
                     "compiled": row.compiled,
-                    "usable_gib": task.device.usable_gib,
+                    "usable_gib": device.usable_gib,
                     "formula_peak_gib": row.estimate.memory.peak_gib,
-                    **speed(row.estimate),
                     "formula_step_seconds": row.estimate.step_seconds,
-                    "peak_gib": row.prediction.peak_gib,
-                    "step_seconds": row.prediction.step_seconds,
-                    "tokens_per_second_per_device": row.prediction.tokens_per_second_per_device,
-                    "mfu_causal": row.prediction.mfu_causal,
+                    **speed(row.estimate),
+                    **{name: value for name, value in asdict(row.prediction).items() if name not in ("error", "fits")},
                     "exposed_share": row.exposed,
                     "bubble_share": row.bubble,
                     "slower": self.slower(row),
@@ -101,89 +240,144 @@ class Result:
                 for row in self.rows
             ],
             "rejected_by_compiler": [
-                {**choice.plain(), "peak_gib": one.peak_gib, "error": one.error} for choice, one in self.rejected
+                {**asdict(choice), "peak_gib": one.peak_gib, "error": one.error} for choice, one in self.rejected
             ],
-            "well_known": [{"choice": name, "verdict": verdict} for name, verdict in self.well_known],
+            "well_known": [{"choice": name, "verdict": verdict} for name, verdict in self.well_known()],
         }
 
+    def well_known(self) -> Iterator[tuple[str, str]]:
+        """Pure FSDP, tensor parallelism without a pipeline, and the config as given: name and verdict."""
+        task, devices, per_node = self.task, self.task.devices, self.task.case.cluster.per_node
+        group = None
+        if (1, 1, devices) in self.groups and task.fixed.get("data_sharding", "fsdp") == "fsdp":
+            group = explore(replace(task, fixed={**task.fixed, "data_sharding": "fsdp"}), (1, 1, devices))
+        yield "pure FSDP", self._verdict_of_group(group)
+        tensors = (place[0] for place in self.groups if place[1] == 1 and place[0] <= per_node)
+        tensor = max(tensors, default=per_node)
+        group = self.groups.get((tensor, 1, devices // tensor))
+        yield f"tensor {tensor} without a pipeline", self._verdict_of_group(group)
+        given = task.given()
+        yield f"the config as given ({given.layout})", self._verdict(given)
 
-def result(
-    task: Task,
-    groups: Mapping[Place, Group],
-    compiled: Mapping[Choice, Prediction],
-    *,
-    seconds: float,
-    compile_seconds: float,
-) -> Result:
-    """Rank what a search has found. Raises UserError if nothing fits."""
-    entries, tally = merged(groups)
-    rows = rows_of(task, entries, compiled)
+    def _verdict_of_group(self, group: Group | None) -> str:
+        if group is None:
+            fixed = self.task.fixed_text()
+            return f"not tried: {fixed} is given" if fixed else "not tried: does not match these devices"
+        entry = group.best[0] if group.best else group.smallest
+        if entry is not None:
+            return self._verdict(entry.choice)
+        return f"refused: {_most_common(group.refusals)[0]}" if group.refusals else "not tried"
+
+    def _verdict(self, choice: Choice) -> str:
+        task = self.task
+        if choice == self.best:
+            return "is the best"
+        if refusal := task.refusal(choice):
+            return f"refused: {refusal}"
+        this = task.estimated(choice)
+        if this.memory.peak > task.limit:
+            return f"does not fit: {this.memory.peak_gib:.1f} of {task.limit / GIB:.1f} GiB ({choice.details})"
+        slower = this.step_seconds / task.estimated(self.best).step_seconds - 1
+        return f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster by formula'} ({choice.details})"
+
+    def report(self, commands: Sequence[str]) -> Report:
+        """The best layouts, the well-known ones beside them, and how to use the best."""
+        tally, device = self.tally(), self.task.case.device
+        compiled = sum(row.compiled for row in self.rows) + len(self.rejected)
+        searched = [
+            (
+                "layouts",
+                f"{tally['tried']:,} in {self.seconds:.1f} s: {tally['refused']:,} against the config's rules, "
+                f"{tally['too_large']:,} too large, {tally['estimated']:,} estimated",
+            ),
+            ("compiled", f"{compiled} in {duration(self.compile_seconds)}" if compiled else "none"),
+            *([("fixed", self.task.fixed_text())] if self.task.fixed else []),
+            ("left out", LEFT_OUT),
+        ]
+        rejected = [
+            (
+                f"{choice.layout}, {choice.details}",
+                one.error or f"compiled: {one.peak_gib:.1f} of {device.usable_gib:.1f} GiB",
+            )
+            for choice, one in self.rejected
+        ]
+        columns = ("", "layout", "data sharding", "sequence", "micro", "recompute", "step, s", "slower",
+                   "tokens/s/GPU", "MFU", "peak GiB", "bubble", "exposed", "by")  # fmt: skip
+        rows = [self._cells(place, row) for place, row in enumerate(self.rows, 1)]
+        return Report(
+            f"search for {self.task.devices} x {device.name}",
+            [
+                ("searched", searched),
+                Table("best layouts", columns, rows, (1, 2, 3, 5, 13)),
+                Table("not chosen", ("layout", "verdict"), [*self.well_known(), *rejected], (0, 1)),
+                ("to use the best", [("", line) for line in commands]),
+            ],
+        )
+
+    def _cells(self, place: int, row: Row) -> list[str]:
+        choice, prediction = row.entry.choice, row.prediction
+        step = prediction.step_seconds
+        offload = f", {choice.offload:.0%} of moments in host memory" if choice.offload else ""
+        return [
+            str(place),
+            choice.layout,
+            choice.data_sharding + offload,
+            "yes" if choice.sequence else "no",
+            str(choice.micro_size),
+            choice.recomputing,
+            f"{step:.{2 if step >= 10 else 3 if step >= 1 else 4}f}",
+            "" if place == 1 else f"{round(self.slower(row), 3) + 0.0:+.1%}",  # never -0.0%
+            f"{prediction.tokens_per_second_per_device:,.0f}",
+            f"{prediction.mfu_causal:.1%}",
+            f"{prediction.peak_gib:.1f}",
+            f"{row.bubble:.1%}",
+            f"{row.exposed:.1%}",
+            "compiler" if row.compiled else "formula",
+        ]
+
+
+def find_best(task: Task, cache: Cache, wanted: int) -> Result:
+    """Search, compile `wanted` of the best layouts, and rank them. Raises UserError if nothing fits."""
+    started = time.monotonic()
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        layouts, groups = bar.add_task("layouts", total=len(task.groups())), {}
+        for group in search(task):
+            groups[group.place] = group
+            bar.advance(layouts)
+        seconds = time.monotonic() - started
+        entries = ranked(groups)
+        if wanted and entries:
+            done = bar.add_task("compiled", total=wanted)
+            # Programs for virtual GPU devices have no host memory to offload moments to.
+            choices = (entry.choice for entry in entries if not entry.choice.offload)
+            compile_best(choices, wanted, lambda choice: compile_layout(task.with_choice(choice)), cache,
+                         lambda: bar.advance(done))  # fmt: skip
+    rows, rejected = rank_rows(task, entries, cache if wanted else Cache())
     if not rows:
         raise UserError(_nothing_fits(task, groups))
     return Result(
         task=task,
-        rows=tuple(rows),
-        rejected=tuple((choice, one) for choice, one in compiled.items() if not one.fits),
-        well_known=tuple(_well_known(task, groups, rows[0].entry.choice)),
-        tally=tally,
+        groups=groups,
+        rows=rows,
+        rejected=rejected,
         seconds=seconds,
-        compile_seconds=compile_seconds,
+        compile_seconds=time.monotonic() - started - seconds,
     )
 
 
-def rows_of(task: Task, entries: list[Entry], compiled: Mapping[Choice, Prediction]) -> list[Row]:
-    """The best SHOWN layouts. Compiled ones rank by their programs, ahead of all others."""
-    fitting = [entry for entry in entries if entry.choice not in compiled or compiled[entry.choice].fits]
-    rows = []
-    for entry in fitting[: SHOWN + len(compiled)]:
-        estimate = task.estimated(entry.choice)
-        prediction = compiled.get(entry.choice) or Prediction.of(estimate, estimate.memory.peak_gib)
-        in_program = entry.choice in compiled
-        rows.append(Row(entry=entry, estimate=estimate, prediction=prediction, compiled=in_program))
-
-    def key(row: Row) -> tuple:
-        prediction = row.prediction
-        return not row.compiled, rounded(prediction.step_seconds), rank(row.entry)[1], prediction.peak_gib
-
-    return sorted(rows, key=key)[:SHOWN]
-
-
-def _well_known(task: Task, groups: Mapping[Place, Group], best: Choice) -> Iterator[tuple[str, str]]:
-    """Pure FSDP, tensor parallelism without a pipeline, and the config as given: name and verdict."""
-    space, fsdp = task.space, (1, 1, task.space.devices)
-    group = None
-    if fsdp in groups and space.fixed.get("data_sharding", "fsdp") == "fsdp":
-        sharded = replace(space, fixed={**space.fixed, "data_sharding": "fsdp"})
-        group = explore(replace(task, space=sharded), fsdp)
-    yield "pure FSDP", _verdict_of_group(task, group, best)
-    tensor = max((place[0] for place in groups if place[1] == 1 and place[0] <= space.per_node), default=space.per_node)
-    group = groups.get((tensor, 1, space.devices // tensor))
-    yield f"tensor {tensor} without a pipeline", _verdict_of_group(task, group, best)
-    given = space.given()
-    yield f"the config as given ({given.layout})", _verdict(task, given, best)
-
-
-def _verdict_of_group(task: Task, group: Group | None, best: Choice) -> str:
-    if group is None:
-        return f"not tried: {task.fixed()} is given" if task.space.fixed else "not tried: does not match these devices"
-    if group.best:
-        return _verdict(task, group.best[0].choice, best)
-    if group.smallest is not None:
-        return _verdict(task, group.smallest.choice, best)
-    return f"refused: {_most_common(group.refusals)[0]}" if group.refusals else "not tried"
-
-
-def _verdict(task: Task, choice: Choice, best: Choice) -> str:
-    if choice == best:
-        return "is the best"
-    refusal = task.refusal(choice)
-    if refusal:
-        return f"refused: {refusal}"
-    this = task.estimated(choice)
-    if this.memory.peak > task.limit:
-        return f"does not fit: {this.memory.peak_gib:.1f} of {task.limit / GIB:.1f} GiB ({choice.details})"
-    slower = this.step_seconds / task.estimated(best).step_seconds - 1
-    return f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster by formula'} ({choice.details})"
+def rank_rows(task: Task, entries: Sequence[Entry], cache: Cache) -> tuple[list[Row], list[tuple[Choice, Prediction]]]:
+    """The best SHOWN layouts, and those whose compiled program does not fit."""
+    rows, rejected = [], []
+    for entry in entries:
+        compiled = cache.get(entry.choice)
+        if compiled is not None and not compiled.fits:
+            rejected.append((entry.choice, compiled))
+        elif compiled is not None or sum(not row.compiled for row in rows) < SHOWN:
+            estimate = task.estimated(entry.choice)
+            prediction = compiled or Prediction.of(estimate, estimate.memory.peak_gib)
+            rows.append(Row(entry=entry, estimate=estimate, prediction=prediction, compiled=compiled is not None))
+    return sorted(rows, key=lambda row: row.sort_key)[:SHOWN], rejected
 
 
 def _most_common(refusals: Mapping[str, int]) -> list[str]:
@@ -192,9 +386,9 @@ def _most_common(refusals: Mapping[str, int]) -> list[str]:
 
 def _nothing_fits(task: Task, groups: Mapping[Place, Group]) -> str:
     """The error message where no layout fits."""
-    given = f" with {task.fixed()}" if task.space.fixed else ""
-    fewer = ", or fix fewer settings" if task.space.fixed else ""
-    where = f"{task.space.devices} x {task.device.name}{given}"
+    given = f" with {task.fixed_text()}" if task.fixed else ""
+    fewer = ", or fix fewer settings" if task.fixed else ""
+    where = f"{task.devices} x {task.case.device.name}{given}"
     smallest = [group.smallest for group in groups.values() if group.smallest is not None]
     if smallest:
         least = min(smallest, key=lambda entry: entry.peak)
@@ -209,79 +403,6 @@ def _nothing_fits(task: Task, groups: Mapping[Place, Group]) -> str:
             refusals[text] = refusals.get(text, 0) + number
     reasons = "\n".join(f"  {text}" for text in _most_common(refusals)[:3])
     return f"no layout of {where} passes the config's rules:\n{reasons}\nChange what they name{fewer}."
-
-
-SEARCH_COLUMNS = (
-    *("", "layout", "data sharding", "sequence", "micro", "recompute", "step, s", "slower", "tokens/s/GPU"),
-    *("MFU", "peak GiB", "bubble", "exposed", "by"),
-)
-LEFT_OUT = "context and expert parallelism, which the config's rules refuse in this version"
-
-
-def search_report(result: Result, commands: Sequence[str], name: str) -> Report:
-    """The best layouts, the well-known ones beside them, and how to use the best."""
-    task, tally, best, prediction = result.task, result.tally, result.best, result.best.prediction
-    compiled = sum(row.compiled for row in result.rows) + len(result.rejected)
-    searched = [
-        (
-            "layouts",
-            f"{tally.total:,} in {result.seconds:.1f} s: {tally.refused:,} against the config's rules, "
-            f"{tally.too_large:,} too large, {tally.estimated:,} estimated",
-        ),
-        ("compiled", f"{compiled} in {duration(result.compile_seconds)}" if compiled else "none"),
-        *([("fixed", task.fixed())] if task.space.fixed else []),
-        ("left out", LEFT_OUT),
-    ]
-    usable = task.device.usable_gib
-    rejected = [
-        (f"{choice.layout}, {choice.details}", one.error or f"compiled: {one.peak_gib:.1f} of {usable:.1f} GiB")
-        for choice, one in result.rejected
-    ]
-    whole = [Segment("by the compiler", prediction.peak_gib, f"{prediction.peak_gib:.1f}", "activations")]
-    page = plan_report(best.estimate, name, memory=whole if best.compiled else ())
-    rows = [_search_row(place, row, result) for place, row in enumerate(result.rows, 1)]
-    return replace(
-        page,
-        title=f"search for {task.space.devices} x {task.device.name}",
-        blocks=[
-            ("searched", searched),
-            Table("best layouts", SEARCH_COLUMNS, rows, (1, 2, 3, 5, 13)),
-            Table("not chosen", ("layout", "verdict"), [*result.well_known, *rejected], (0, 1)),
-            ("to use the best", [("", line) for line in commands]),
-        ],
-        figures=[
-            ("step", f"{prediction.step_seconds:.3g} s", "of the compiled program" if best.compiled else "by formula"),
-            ("tokens/s", f"{prediction.tokens_per_second_per_device:,.0f}", "per GPU"),
-            ("MFU", f"{prediction.mfu_causal:.1%}", "causal attention"),
-            *page.figures[3:4],
-            ("bubble", f"{best.bubble:.1%}", "of the step"),
-            ("exposed", f"{best.exposed:.1%}", "communication that is not hidden"),
-        ],
-        page_title=f"{page.page_title}: {best.entry.choice.layout}",
-        remark=BY_FORMULA if not best.compiled else "The best layout, compiled; the timeline by formulas.",
-    )
-
-
-def _search_row(place: int, row: Row, result: Result) -> list[str]:
-    choice, prediction = row.entry.choice, row.prediction
-    step = prediction.step_seconds
-    offload = f", {choice.offload:.0%} of moments in host memory" if choice.offload else ""
-    return [
-        str(place),
-        choice.layout,
-        choice.data_sharding + offload,
-        "yes" if choice.sequence else "no",
-        str(choice.micro_size),
-        choice.recomputing,
-        f"{step:.{2 if step >= 10 else 3 if step >= 1 else 4}f}",
-        "" if row is result.best else f"{round(result.slower(row), 3) + 0.0:+.1%}",  # never -0.0%
-        f"{prediction.tokens_per_second_per_device:,.0f}",
-        f"{prediction.mfu_causal:.1%}",
-        f"{prediction.peak_gib:.1f}",
-        f"{row.bubble:.1%}",
-        f"{row.exposed:.1%}",
-        "compiler" if row.compiled else "formula",
-    ]
 
 
 def check_config_path(path: Path, source: str) -> None:
@@ -315,3 +436,22 @@ def write_config(path: Path, source: str, settings: list[str], title: str) -> No
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} can't be written: {error.strerror}") from error
+
+
+def main(argv: list[str]) -> int:
+    """The worker. TASK names a config file and has cluster and device; the prediction is written to the other file.
+
+    Raises UserError as `compile_train_step` does.
+    """
+    task = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
+    prepare()  # before anything imports jax
+    compile_step = resolve("megajax.planning.program.train_step:compile_train_step")
+    plan = compile_step(load(task["config"]), Cluster(*task["cluster"]))
+    times = resolve("megajax.planning.program.train_step:step_time")(plan, Device(**task["device"]))
+    prediction = Prediction.of(times, plan.memory.peak / GIB)
+    Path(argv[1]).write_text(json.dumps(asdict(prediction)), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    front_door(main)

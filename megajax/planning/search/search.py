@@ -1,24 +1,27 @@
 """The fastest layout of a config on a cluster, by formulas: every combination that the rules and the memory allow.
 
-Groups of (tensor, pipeline, data) are searched one after another, so that a search can report progress, stop, and go
-on from its cache. Of each layout the recompute policies are tried from the cheapest on.
+A layout is a Choice of settings. `apply` puts it into a config, and the config's own rules say whether it is valid.
+Groups of (tensor, pipeline, data) are searched one after another, so that a search can report progress. Of each layout
+the recompute policies are tried from the cheapest on.
 """
 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any, TextIO
+from itertools import product
+from types import MappingProxyType
+from typing import Any, Literal
 
-from megajax.config.dump import plain
-from megajax.config.errors import UserError
-from megajax.planning.cost.costs import Device
-from megajax.planning.cost.description import Description, describe
-from megajax.planning.cost.estimate import Estimate, estimate, footprint
+from megajax.config.dump import flatten, plain
+from megajax.config.errors import Problem, UserError
+from megajax.layers.remat import Recompute, Recomputing, words
+from megajax.models.facts import Facts, demand_facts
+from megajax.planning.cost.description import Description
+from megajax.planning.cost.estimate import Case, Estimate, estimate
+from megajax.planning.cost.work import footprint
 from megajax.planning.program.devices import GIB
-from megajax.planning.search.candidates import Choice, Space, apply, problems
-from megajax.planning.search.compile_worker import Prediction
+from megajax.training.run_config import RunConfig
 
 HEADROOM = 0.05
 """Fraction of usable memory that a layout must leave by formula: compiled plans are up to 3 % larger, and above 95 % of
@@ -29,54 +32,277 @@ OFFLOADS = (0.5, 1.0)
 """Fractions of the moments in host memory that are tried where nothing fits without."""
 SOME_LAYERS = ("selective", "full")
 """Policies that are also tried on some of the layers only."""
-FORMAT = 2
-"""Of the cache; increase it when formulas or the search change."""
+MAX_TOKENS = 65_536
+"""Tokens of a microbatch, unless a single row has more: matmuls reach their full rate long before."""
+
+PARTIAL: tuple[Recompute, ...] = (
+    ("activation",),
+    ("norm", "activation"),
+    "selective",
+    ("norm", "latent", "activation", "mlp"),
+    ("norm", "latent", "activation", "query_key_value"),
+    ("norm", "latent", "activation", "mlp", "query_key_value"),
+    ("norm", "latent", "activation", "mlp", "query_key_value", "core_attention"),
+)
+"""Recompute policies between none and full, cheapest first."""
+
+
+type Sharding = Literal["replicate", "zero1", "fsdp"]
+SHARDINGS: tuple[Sharding, ...] = ("zero1", "fsdp", "replicate")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What a search sets, by the names of `SEARCHED`."""
+
+    tensor: int
+    pipeline: int
+    virtual_stages: int
+    data: int
+    data_sharding: Sharding
+    sequence: bool
+    micro_size: int
+    recompute: Recompute = "selective"
+    recompute_layers: int | None = None
+    offload: float = 0.0
+
+    @property
+    def layout(self) -> str:
+        """Such as "tensor 4, pipeline 4 x 5, data 4"."""
+        chunks = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
+        return f"tensor {self.tensor}, pipeline {self.pipeline}{chunks}, data {self.data}"
+
+    @property
+    def recomputing(self) -> str:
+        """Such as "full, 3 layers"."""
+        some = "" if self.recompute_layers is None else f", {self.recompute_layers} layers"
+        return words(self.recompute) + some
+
+    @property
+    def details(self) -> str:
+        """What `layout` does not say: "zero1, 2 rows, recompute full"."""
+        rows = f"{self.micro_size} row{'s' * (self.micro_size > 1)}"
+        away = f", {self.offload:.0%} of moments in host memory" if self.offload else ""
+        return f"{self.data_sharding}, {rows}, recompute {self.recomputing}{away}"
+
+    @property
+    def kind(self) -> tuple:
+        """Everything but the recompute policy: layouts of one kind appear once in a ranking."""
+        return self.tensor, self.pipeline, self.virtual_stages, self.data_sharding, self.micro_size, self.sequence
+
+    @classmethod
+    def of(cls, cfg: RunConfig, devices: int) -> "Choice":
+        """The settings that a config has. Raises UserError for a model without facts."""
+        parallel, recomputing = cfg.parallel, demand_facts(cfg.model).recomputing()
+        return cls(
+            tensor=parallel.tensor,
+            pipeline=parallel.pipeline,
+            virtual_stages=parallel.virtual_stages,
+            data=parallel.data_size(devices),
+            data_sharding=parallel.data_sharding,
+            sequence=parallel.sequence,
+            micro_size=cfg.batch.micro_size,
+            recompute=recomputing.recompute,
+            recompute_layers=recomputing.layers,
+            offload=cfg.optimizer.offload,
+        )
+
+
+_PARALLEL = ("tensor", "pipeline", "virtual_stages", "data", "data_sharding", "sequence")
+SEARCHED: Mapping[str, str] = MappingProxyType(
+    {f"parallel.{name}": name for name in _PARALLEL}
+    | {
+        "batch.micro_size": "micro_size",
+        "model.recompute": "recompute",
+        "model.recompute_layers": "recompute_layers",
+        "optimizer.offload": "offload",
+    }
+)
+"""Settings that a search chooses -> their names in a Choice."""
+
+
+def apply(choice: Choice, cfg: RunConfig) -> RunConfig:
+    """The config with a choice in it, without settings that belong to its previous layout only."""
+    old, model = cfg.parallel, demand_facts(cfg.model)
+    chunks = choice.pipeline * choice.virtual_stages
+    schedule = old.schedule
+    if choice.virtual_stages > 1 or schedule == "interleaved":
+        schedule = "interleaved" if choice.virtual_stages > 1 else "1f1b"
+    parallel = replace(
+        old,
+        **{name: getattr(choice, name) for name in _PARALLEL},
+        schedule=schedule,
+        layers=old.layers if chunks == old.chunks() and choice.pipeline == old.pipeline else None,
+    )
+    before = model.recomputing()
+    recomputing = Recomputing(
+        recompute=choice.recompute,
+        layers=choice.recompute_layers,
+        layers_per_checkpoint=before.layers_per_checkpoint if choice.recompute == "full" else 1,
+    )
+    again = recomputing.again()
+    offload = () if choice.recompute == "none" else tuple(part for part in before.offload if part not in again)
+    return cfg.but(
+        parallel=parallel,
+        model=model.with_recomputing(replace(recomputing, offload=offload)),
+        batch=replace(cfg.batch, micro_size=choice.micro_size),
+        # Every config is a dataclass, which its Protocol cannot say.
+        optimizer=replace(cfg.optimizer, offload=choice.offload),  # ty: ignore[invalid-argument-type]
+    )
+
+
+def problems(cfg: RunConfig, devices: int) -> list[Problem]:
+    """Problems of a config with a choice in it; only the parts that a choice changes are checked."""
+    parallel = [Problem(f"parallel.{one.where}", one.what, one.hint) for one in cfg.parallel.problems()]
+    model = [Problem(f"model.{one.where}", one.what, one.hint) for one in cfg.model.problems()]
+    return parallel or model or cfg.problems(devices)
+
+
+def settings(old: RunConfig, new: RunConfig) -> list[str]:
+    """The settings that turn `old` into `new`, as "parallel.tensor=4"."""
+    before, after = flatten(old), flatten(new)
+    return [f"{name}={_text(value)}" for name, value in after.items() if name not in before or before[name] != value]
+
+
+def _text(value: Any) -> str:
+    """A plain value as it is written on a command line."""
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return str(value).lower()
+        case list():
+            return ",".join(map(_text, value))
+    return str(value)
+
 
 type Place = tuple[int, int, int]
 """(tensor, pipeline, data) of a group."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Task:
-    """What to search."""
+    """What to search: all layouts of a config on a cluster."""
 
-    space: Space
-    device: Device
+    case: Case
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of a Choice that the user has given."""
+
+    @property
+    def model(self) -> Facts:
+        """Raises UserError for a model without facts."""
+        return demand_facts(self.case.cfg.model)
+
+    @property
+    def devices(self) -> int:
+        return self.case.cluster.devices
 
     @property
     def limit(self) -> float:
         """Bytes that a layout may take by formula."""
-        return self.device.usable_gib * GIB * (1 - HEADROOM)
+        return self.case.device.usable_gib * GIB * (1 - HEADROOM)
+
+    def with_choice(self, choice: Choice) -> Case:
+        return replace(self.case, cfg=apply(choice, self.case.cfg))
 
     def described(self, choice: Choice) -> Description:
         """For a choice that the config's rules allow; see `refusal`."""
-        return describe(apply(choice, self.space.cfg), self.device, self.space.devices, self.space.per_node)
+        return self.with_choice(choice).described
 
     def estimated(self, choice: Choice) -> Estimate:
         return estimate(self.described(choice))
 
     def refusal(self, choice: Choice) -> str:
         """Why the config's own rules refuse a choice, in one line; empty if they don't."""
-        first = problems(apply(choice, self.space.cfg), self.space.devices)[:1]
+        first = problems(self.with_choice(choice).cfg, self.devices)[:1]
         return "".join(f"{one.where}: {one.what}" for one in first)
 
-    def fixed(self) -> str:
+    def fixed_text(self) -> str:
         """The settings that the user has given: "tensor=4, micro_size=2"."""
-        return ", ".join(f"{name}={value}" for name, value in self.space.fixed.items())
+        return ", ".join(f"{name}={value}" for name, value in self.fixed.items())
 
     def fingerprint(self) -> str:
         """Hash of all that the result depends on: config, fixed settings, devices and their constants."""
-        space = self.space
-        parts = {
-            "format": FORMAT,
-            "headroom": HEADROOM,
-            "config": plain(space.cfg),
-            "fixed": dict(sorted(space.fixed.items())),
-            "devices": space.devices,
-            "per_node": space.per_node,
-            "device": asdict(self.device),
-        }
+        parts = [plain(self.case.cfg), dict(sorted(self.fixed.items())), self.case.cluster, asdict(self.case.device)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+    def given(self) -> Choice:
+        """The config as it is, with what is fixed."""
+        now = replace(Choice.of(self.case.cfg, self.devices), **self.fixed)
+        rest = max(1, self.devices // (now.tensor * now.pipeline))
+        return now if "data" in self.fixed or self.case.cfg.parallel.data is not None else replace(now, data=rest)
+
+    def groups(self) -> list[Place]:
+        """(tensor, pipeline, data) that use all devices, or as many as a fixed `data` leaves."""
+        places = []
+        for tensor in self._given("tensor") or divisors(self.devices, self.case.cluster.per_node):
+            repeats = self.case.cfg.model.stack.repeats
+            for pipeline in self._given("pipeline") or divisors(self.devices // tensor, repeats):
+                rest, over = divmod(self.devices, tensor * pipeline)
+                places += [(tensor, pipeline, data) for data in self._given("data") or [rest] * (rest and not over)]
+        return places
+
+    def layouts(self, group: Place) -> Iterator[Choice]:
+        """All layouts of a group, each with the recompute policy that takes least memory."""
+        tensor, pipeline, data = group
+        for sharding, sequence, chunks, micro_size in product(
+            self._given("data_sharding") or self._shardings(data),
+            self._given("sequence") or ([True, False] if tensor > 1 else [False]),
+            self._given("virtual_stages") or self._chunks(pipeline),
+            self._given("micro_size") or self._micro_sizes(data),
+        ):
+            yield Choice(
+                tensor=tensor,
+                pipeline=pipeline,
+                virtual_stages=chunks,
+                data=data,
+                data_sharding=sharding,
+                sequence=sequence,
+                micro_size=micro_size,
+                recompute=self.recomputes()[-1],
+                recompute_layers=self.fixed.get("recompute_layers"),
+                offload=self.fixed.get("offload", 0.0),
+            )
+
+    def recomputes(self) -> list[Recompute]:
+        """Recompute policies, least recomputing first; those with latents only for models that have any."""
+        if "recompute" in self.fixed:
+            return [self.fixed["recompute"]]
+        latents = any("latent" in block.tensors(self.model.hidden) for block in self.model.stack.pattern)
+        policies: dict[Recompute, None] = {"none": None}
+        for parts in PARTIAL:
+            if not latents and not isinstance(parts, str):
+                # Without latents, these two parts are what "selective" recomputes.
+                parts = "selective" if parts == ("norm", "activation") else tuple(p for p in parts if p != "latent")
+            policies[parts] = None
+        return [*policies, "full"]
+
+    def _given(self, name: str) -> list[Any]:
+        return [self.fixed[name]] if name in self.fixed else []
+
+    def _shardings(self, data: int) -> tuple[Sharding, ...]:
+        """All, or one of them where `data` is 1 and they are equal."""
+        mine = self.case.cfg.parallel.data_sharding
+        return SHARDINGS if data > 1 else (mine if mine != "fsdp" else "zero1",)
+
+    def _chunks(self, pipeline: int) -> list[int]:
+        """Numbers of virtual stages that give chunks of different sizes; of equal ones, the smallest number."""
+        if pipeline == 1 or self.case.cfg.parallel.schedule == "gpipe":
+            return [1]
+        repeats = self.case.cfg.model.stack.repeats
+        fewest: dict[int, int] = {}
+        for chunks in range(1, repeats // pipeline + 1):
+            fewest.setdefault(-(-repeats // (pipeline * chunks)), chunks)
+        return list(fewest.values())
+
+    def _micro_sizes(self, data: int) -> list[int]:
+        rows = max(1, self.case.cfg.batch.global_size // data)
+        return divisors(rows, max(1, self.case.cfg.batch.micro_size, MAX_TOKENS // self.model.sequence_length))
+
+
+def divisors(number: int, most: int) -> list[int]:
+    """Divisors of a number up to `most`, ascending."""
+    return [n for n in range(1, min(number, most) + 1) if number % n == 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,28 +315,10 @@ class Entry:
     peak: float
     """Bytes of a device."""
 
-    @classmethod
-    def read(cls, written: Mapping[str, Any]) -> "Entry":
-        """From JSON of `asdict`."""
-        return cls(Choice.read(written["choice"]), written["step_seconds"], written["peak"])
-
-
-@dataclass(slots=True)
-class Tally:
-    """Numbers of layouts, each recompute policy counted, by outcome."""
-
-    refused: int = 0
-    too_large: int = 0
-    estimated: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.refused + self.too_large + self.estimated
-
 
 @dataclass(slots=True)
 class Group:
-    """Result of one (tensor, pipeline, data)."""
+    """Result for one (tensor, pipeline, data)."""
 
     place: Place
     best: list[Entry] = field(default_factory=list)
@@ -119,42 +327,29 @@ class Group:
     """Whether or not it fits."""
     refusals: dict[str, int] = field(default_factory=dict)
     """Reason -> number of layouts."""
-    tally: Tally = field(default_factory=Tally)
+    too_large: int = 0
+    estimated: int = 0
 
-    @classmethod
-    def read(cls, written: Mapping[str, Any]) -> "Group":
-        """From JSON of `asdict`."""
-        smallest = written["smallest"]
-        return cls(
-            place=tuple(written["place"]),
-            best=[Entry.read(one) for one in written["best"]],
-            smallest=None if smallest is None else Entry.read(smallest),
-            refusals=written["refusals"],
-            tally=Tally(**written["tally"]),
-        )
+    def refuse(self, reason: str) -> None:
+        self.refusals[reason] = self.refusals.get(reason, 0) + 1
 
 
-def search(task: Task, known: Mapping[Place, Group]) -> Iterator[tuple[Group, bool]]:
-    """All groups, and whether each is new; those known from an earlier search are not repeated.
-
-    Raises UserError if the fixed settings leave no group.
-    """
-    places = task.space.groups()
+def search(task: Task) -> Iterator[Group]:
+    """All groups. Raises UserError if the fixed settings leave none."""
+    places = task.groups()
     if not places:
-        devices = task.space.devices
         raise UserError(
-            f"nothing to search: no layout of {devices} devices has {task.fixed()}.\n"
-            f"tensor x pipeline x data must be {devices}; give other values, or fewer of them."
+            f"nothing to search: no layout of {task.devices} devices has {task.fixed_text()}.\n"
+            f"tensor x pipeline x data must be {task.devices}; give other values, or fewer of them."
         )
-    for place in places:
-        yield known.get(place) or explore(task, place), place not in known
+    yield from (explore(task, place) for place in places)
 
 
 def explore(task: Task, place: Place) -> Group:
     """Search one group. Moments are offloaded only if none of its layouts fits without."""
     group = Group(place)
-    entries = [*_fitting(task, group, task.space.fixed.get("offload", 0.0))]
-    if not entries and "offload" not in task.space.fixed and group.smallest is not None:
+    entries = [*_fitting(task, group, task.fixed.get("offload", 0.0))]
+    if not entries and "offload" not in task.fixed and group.smallest is not None:
         for share in OFFLOADS:
             entries += _fitting(task, group, share)
     kinds: dict[tuple, Entry] = {}
@@ -176,43 +371,42 @@ def rounded(seconds: float) -> float:
 
 def _fitting(task: Task, group: Group, offload: float) -> Iterator[Entry]:
     """Layouts of a group that fit; counts the others."""
-    for layout in task.space.layouts(group.place):
+    for layout in task.layouts(group.place):
         layout = replace(layout, offload=offload)
         refusal = task.refusal(layout)
         if refusal:
-            group.tally.refused += 1
-            group.refusals[refusal] = group.refusals.get(refusal, 0) + 1
+            group.refuse(refusal)
             continue
         least = Entry(layout, 0.0, footprint(task.described(layout)).peak)
         if group.smallest is None or least.peak < group.smallest.peak:
             group.smallest = least
         if least.peak > task.limit:
-            group.tally.too_large += 1
+            group.too_large += 1
             continue
-        yield from _policies(task, layout, group.tally)
+        yield from _policies(task, layout, group)
 
 
-def _policies(task: Task, layout: Choice, tally: Tally) -> Iterator[Entry]:
+def _policies(task: Task, layout: Choice, group: Group) -> Iterator[Entry]:
     """A layout with each recompute policy that fits; nothing is faster than no recomputing."""
-    for recompute in task.space.recomputes():
+    for recompute in task.recomputes():
         choice = replace(layout, recompute=recompute)
-        if recompute != layout.recompute and task.refusal(choice):
-            tally.refused += 1
+        if recompute != layout.recompute and (refusal := task.refusal(choice)):
+            group.refuse(refusal)
             continue
         described = task.described(choice)
         peak = footprint(described).peak
         if peak > task.limit:
-            tally.too_large += 1
+            group.too_large += 1
             continue
-        tally.estimated += 1
+        group.estimated += 1
         yield Entry(choice, estimate(described).step_seconds, peak)
         if recompute == "none":
             return
-        if recompute in SOME_LAYERS and not {"recompute", "recompute_layers"} & set(task.space.fixed):
-            yield from _some_layers(task, choice, described, tally)
+        if recompute in SOME_LAYERS and not {"recompute", "recompute_layers"} & set(task.fixed):
+            yield from _some_layers(task, choice, described, group)
 
 
-def _some_layers(task: Task, choice: Choice, whole: Description, tally: Tally) -> Iterator[Entry]:
+def _some_layers(task: Task, choice: Choice, whole: Description, group: Group) -> Iterator[Entry]:
     """The policy on the fewest layers of each chunk with which it fits, by bisection."""
     size = len(whole.model.stack.pattern)
     few, enough = 0, whole.rows  # in repeats of the pattern
@@ -223,87 +417,14 @@ def _some_layers(task: Task, choice: Choice, whole: Description, tally: Tally) -
         few, enough = (few, middle) if fits else (middle, enough)
     if enough < whole.rows:
         some = replace(choice, recompute_layers=enough * size)
-        if task.refusal(some):
-            tally.refused += 1
+        if refusal := task.refusal(some):
+            group.refuse(refusal)
             return
         described = task.described(some)
-        tally.estimated += 1
+        group.estimated += 1
         yield Entry(some, estimate(described).step_seconds, footprint(described).peak)
 
 
-def merged(groups: Mapping[Place, Group]) -> tuple[list[Entry], Tally]:
-    """The best layouts of all groups, fastest first, and the sums of their tallies."""
-    tallies = [group.tally for group in groups.values()]
-    names = ("refused", "too_large", "estimated")
-    total = Tally(**{name: sum(getattr(one, name) for one in tallies) for name in names})
-    return sorted((entry for group in groups.values() for entry in group.best), key=rank), total
-
-
-class SearchCache:
-    """Results of a search in a JSON-lines file, from which a search that was stopped goes on; no file without a path.
-
-    The first line is the task's fingerprint; each further one a group, or the prediction of a compiled layout.
-    """
-
-    def __init__(self, path: Path | None, task: Task, *, insist: bool = False):
-        """Read the file if there is one; insist: raise UserError for that of another search instead of replacing it."""
-        self.path = path
-        self.groups: dict[Place, Group] = {}
-        self.compiled: dict[Choice, Prediction] = {}
-        self._file: TextIO | None = None
-        if path is None:
-            return
-        head = {"search": task.fingerprint()}
-        lines = _lines(path)
-        known = lines[:1] == [head]
-        if lines and not known and insist:
-            raise UserError(
-                f"{path} is not of this search: config, overrides, devices or their constants differ.\n"
-                "Give another file to --resume, or delete this one."
-            )
-        try:
-            self._file = path.open("w", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{path} can't be written: {error.strerror}") from error
-        # Rewritten from the start, as the last line may be incomplete.
-        self._write(head)
-        for line in lines[1:] if known else ():
-            if "group" in line:
-                self.add_group(Group.read(line["group"]))
-            elif "compiled" in line:
-                self.add_compiled(Choice.read(line["compiled"]), Prediction(**line["prediction"]))
-
-    def add_group(self, group: Group) -> None:
-        self.groups[group.place] = group
-        self._write({"group": asdict(group)})
-
-    def add_compiled(self, choice: Choice, prediction: Prediction) -> None:
-        self.compiled[choice] = prediction
-        self._write({"compiled": choice.plain(), "prediction": asdict(prediction)})
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def _write(self, line: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a cache; [] if there is no file. Raises UserError if it can't be read."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return []
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} can't be read: {error}") from error
-    lines = []
-    for line in text.splitlines():
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        lines.append(value if isinstance(value, dict) else {})
-    return lines or [{}] * bool(text.strip())
+def ranked(groups: Mapping[Place, Group]) -> list[Entry]:
+    """The best layouts of all groups, fastest first."""
+    return sorted((entry for group in groups.values() for entry in group.best), key=rank)
