@@ -8,8 +8,10 @@ counted). Writes benchmarks/results/program_audit.json. docs/speed.md says what 
 """
 
 import argparse
+import re
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import outcome
@@ -23,6 +25,8 @@ from megajax.training.run_config import RunConfig
 
 GIB, MIB = 2**30, 2**20
 CHUNKS = (1024, 2048, 4096, 8192)
+
+RUNS = re.compile(r"runs_\d+_of_\d+/")
 
 
 def gpt() -> RunConfig:
@@ -77,7 +81,6 @@ def compiled(cfg: RunConfig, devices: str) -> tuple[Any, Any]:
 def audited(cfg: RunConfig, devices: str) -> dict[str, Any]:
     """All figures of one program."""
     plan, found = compiled(cfg, devices)
-    rows = resolve("megajax.planning.program.audit:rows")
     tokens = cfg.batch.micro_size * cfg.model.sequence_length
     wide = found.writes("f32", tokens // plan.mesh["tensor"] * cfg.model.hidden)
     calls: dict[str, Any] = {}
@@ -93,6 +96,7 @@ def audited(cfg: RunConfig, devices: str) -> dict[str, Any]:
         "aliased_bytes": found.aliased,
         "attention_calls": calls,
         **found.to_dict(),
+        "largest_kernels": rows(found.kernels)[:12],
         "gib_by_work": {work: round(total / GIB, 2) for work, total in sorted(found.by_work().items())},
         "gib_by_loop": by_loop(found.kernels),
         "moved": short(rows(found.moved()), 20),
@@ -100,9 +104,38 @@ def audited(cfg: RunConfig, devices: str) -> dict[str, Any]:
         "float32_in_loops": short(rows(one for one in wide if one.place.path), 12),
         "largest": [
             {"mib": round(one.written / MIB, 1), "result": one.shape[:90], "loop": one.place.name, "work": one.work}
-            for one in found.largest()
+            for one in sorted(found.kernels, key=lambda one: -one.written)[:10]
         ],
     }
+
+
+def rows(kernels: Iterable[Any]) -> list[dict[str, Any]]:
+    """Kernels with the same work, result, origin and trip counts, summed: rows of a table, most bytes per step first.
+
+    loop: of the first, as loops over the chunks of a stage have the same kernels; runs: per step, of all of them;
+    instructions: their number in the program; bytes_once: each run once.
+    """
+
+    def key(one: Any) -> tuple:
+        trips = tuple(-1 if trips is None else trips for trips in one.place.trips)
+        return trips, one.work, one.shape, RUNS.sub("", one.origin)
+
+    table = []
+    for (_, work, shape, origin), group in groupby(sorted(kernels, key=key), key):
+        same = list(group)
+        table.append(
+            {
+                "loop": same[0].place.name,
+                "runs": round(sum(one.rounds * one.share for one in same)),
+                "work": work,
+                "result": shape,
+                "instructions": len(same),
+                "bytes_once": sum(one.bytes for one in same),
+                "bytes": sum(one.total for one in same),
+                "origin": origin,
+            }
+        )
+    return sorted(table, key=lambda row: -row["bytes"])
 
 
 def by_loop(kernels: Iterable[Any]) -> dict[str, dict[str, float]]:
@@ -114,7 +147,7 @@ def by_loop(kernels: Iterable[Any]) -> dict[str, dict[str, float]]:
     return {loop: {work: round(total, 2) for work, total in works.items()} for loop, works in sums.items()}
 
 
-def short(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+def short(table: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
     """The first rows, with figures for people."""
     return [
         {
@@ -126,7 +159,7 @@ def short(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
             "result": row["result"][:90],
             "origin": row["origin"][-90:],
         }
-        for row in rows[:most]
+        for row in table[:most]
     ]
 
 

@@ -29,9 +29,9 @@ from megajax.planning.program.devices import (
     read_cluster,
     read_device,
 )
-from megajax.planning.search.compare import Sweep, advice, comparison_report, other, ratios
+from megajax.planning.search.compare import advice, comparison, other, sweep
 from megajax.planning.search.ranking import Cache, check_config_path, find_best, write_config
-from megajax.planning.search.search import SEARCHED, Choice, Task, apply, settings
+from megajax.planning.search.search import SEARCHED, Choice, Task, apply, changes, settings
 from megajax.planning.show import Report, plan_report
 from megajax.training.run_config import RunConfig
 
@@ -39,11 +39,11 @@ PNG = Flag("png", Path | None, help="of a schedule or a sweep: also draw it into
 FLAGS = (
     Flag("devices", str | None, help="GPUs to plan for, as GPU:N: a100-40gb, a100 (80 GB), h100, h200, b200 or gb200"),
     Flag("gpus-per-node", int | None, help="GPUs that NVLink connects; 8, of gb200 72, unless given"),
-    Flag("audit", help="of a compiled plan: bytes through memory by class of kernel, and the kernels that move most"),
+    Flag("audit", help="of a compiled plan: bytes through memory, by class of kernel"),
     Flag("formula", help="compile nothing: memory, traffic and speed by formulas"),
     Flag("search", help="find the fastest layout; settings given on the command line stay"),
     Flag("compile", int | None, help="of a search: layouts to compile; 3 with the extra aot, else 0"),
-    Flag("out", Path | None, help="of a search: write the best into this config file, which loads --config"),
+    Flag("out", Path | None, help="of a search: write the best into this YAML file, a config based on --config"),
     Flag("resume", Path | None, help="of a search: cache file to go on from; beside --out unless given"),
     Flag("compare", str | None, help="another plan, in quotes: OTHER.py, GPU:N, --setting=value ..., or several"),
     Flag("sweep", str | None, help="curves over devices:64,128,...,16384, or over a setting: NAME:1,2,4"),
@@ -69,13 +69,12 @@ def count_devices(flags: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
 
     None if the config's own layout need not match them: a search tries others, a sweep takes other numbers.
     """
-    cluster, problems = read_target(flags)
+    cluster, _, problems = read_target(flags)
     modes = [name for name in MODES if flags[name]]
     if len(modes) > 1:
         problems.append(Problem(f"--{modes[1]}", f"goes with no --{modes[0]}", "ask for one of them at a time"))
-    without = ("formula", *modes)[not flags["formula"] :][:1]
-    for mode in without:
-        if flags["audit"]:
+    for mode in ("formula", *MODES):
+        if flags["audit"] and flags[mode]:
             problems.append(Problem("--audit", f"goes with no --{mode}", "it reads the program that is compiled"))
     if flags["html"] is not None and modes:
         problems.append(Problem("--html", f"goes with no --{modes[0]}", "it shows a single plan"))
@@ -154,38 +153,29 @@ class Request:
 
     def compare(self) -> tuple[Report, Any]:
         asked = self.flags["compare"]
-        cases = self.case, other(self.case, asked, self.flags["gpus_per_node"])
-        first, second = (case.estimate for case in cases)
-        figures = {"first": to_dict(first), "second": to_dict(second), "ratios": ratios(first, second)}
-        return comparison_report((self.source, asked), cases), figures
+        return comparison((self.source, asked), (self.case, other(self.case, asked, self.flags["gpus_per_node"])))
 
     def sweep(self) -> tuple[Report, Any]:
-        sweep = Sweep.of(self.flags["sweep"], self.case)
-        if self.flags["png"] is not None:
-            sweep.save_picture(self.flags["png"])
-        return sweep.report(self.source), sweep.to_list()
+        return sweep(self.flags["sweep"], self.case, self.source, self.flags["png"])
 
     def search(self) -> tuple[Report, Any]:
         out, resume, wanted = self.flags["out"], self.flags["resume"], self._layouts_to_compile()
         task = Task(self.case, self.fixed)
         if out is not None:
             check_config_path(out, self.source)
-        path = resume or (None if out is None else out.with_suffix(".search.jsonl"))
-        cache = Cache(path, task, insist=resume is not None)
-        try:
-            result = find_best(task, cache, wanted)
-        finally:
-            cache.close()
-        changed = settings(_config_of(self.source), self._with(result.best))
-        lines = [f"python -m megajax.train {shlex.join([f'--config={self.source}', *(f'--{s}' for s in changed)])}"]
+        path = resume or (None if out is None else out.with_suffix(".search.json"))
+        result = find_best(task, Cache(path, task.fingerprint(), insist=resume is not None), wanted)
+        changed = changes(_config_of(self.source), self._with(result.best))
+        words = [f"--config={self.source}", *(f"--{one}" for one in settings(changed))]
+        lines = [f"python -m megajax.train {shlex.join(words)}"]
         if out is not None:
             name, cluster = Path(self.source).name, self.case.cluster
             title = f"{name} on {cluster.devices} x {self.case.device.name}: {result.best.layout}."
             write_config(out, self.source, changed, title)
-            lines.append(f"or --config={out}, which loads that config with these settings")
+            lines.append(f"or --config={out}, which has these settings")
         if path is not None:
             lines.append(f"the search's compiled layouts are in {path}")
-        return result.report(lines), result.to_dict(changed)
+        return result.report(lines), result.to_dict(settings(changed))
 
     def _with(self, choice: Choice) -> RunConfig:
         """The config with a choice; `data` is left open, unless it was given or is in the config already."""
@@ -195,20 +185,17 @@ class Request:
         return cfg.but(parallel=replace(cfg.parallel, data=None))
 
     def _layouts_to_compile(self) -> int:
-        wanted, formula = self.flags["compile"], self.flags["formula"]
-        if wanted is not None and wanted < 0:
-            raise UserError(f"--compile must be 0 or more layouts, got {wanted}")
-        name = self.case.cluster.name
+        name, wanted = self.case.cluster.name, self.flags["compile"]
         missing = missing_packages() if name in GPUS else [f"a device the compiler knows, which {name} is not"]
         if wanted is None:
-            return 0 if missing or formula else COMPILED
+            return 0 if missing or self.flags["formula"] else COMPILED
+        if wanted < 0:
+            raise UserError(f"--compile must be 0 or more layouts, got {wanted}")
         if wanted and missing:
             raise UserError(
                 f"--compile={wanted} needs {' and '.join(missing)}.\nInstall the extra aot (uv sync --extra aot), or "
                 "give --compile=0: a search by formulas alone."
             )
-        if wanted and formula:
-            raise UserError(f"--compile={wanted} and --formula, which compiles nothing: give one of them")
         return wanted
 
 
@@ -218,12 +205,12 @@ def plan(command: Command, fixed: Mapping[str, Any]) -> None:
     Raises UserError for what the user has to change.
     """
     flags = command.flags
-    cluster, _ = read_target(flags)
-    assert cluster is not None  # `count_devices` has reported its problems
+    cluster, device, _ = read_target(flags)
+    assert cluster is not None and device is not None  # `count_devices` has reported problems
     mode = next((name for name in MODES if flags[name]), "by_formula" if flags["formula"] else "compiled")
     if mode != "compiled":
         demand_formulas(command.config)
-    request = Request(Case(command.config, cluster, device_of(cluster, flags)), command.source or "", flags, fixed)
+    request = Request(Case(command.config, cluster, device), command.source or "", flags, fixed)
     report, figures = getattr(request, mode)()
     print(report.text())
     if flags["png"] is not None:
@@ -247,30 +234,25 @@ def _config_of(source: str) -> RunConfig:
     return config
 
 
-def read_target(flags: Mapping[str, Any]) -> tuple[Cluster | None, list[Problem]]:
-    """Cluster that --devices, --gpus-per-node and --device-file ask for; None and problems for wrong values.
+def read_target(flags: Mapping[str, Any]) -> tuple[Cluster | None, Device | None, list[Problem]]:
+    """Cluster that --devices asks for, and the constants of its devices with those of other flags in their place.
 
-    Raises UserError for a --device-file that can't be read.
+    None and problems for wrong values of --devices. Raises UserError for a file that can't be read or is of another
+    device.
     """
-    file = flags["device_file"]
-    own = None if file is None else read_device(file)
-    described = {} if own is None else {own.name.lower(): own.per_node}
-    return read_cluster(flags["devices"], flags["gpus_per_node"], described)
-
-
-def device_of(cluster: Cluster, flags: Mapping[str, Any]) -> Device:
-    """Constants of the cluster's devices, with those of --calibration, --nvlink and --network in their place.
-
-    Raises UserError for files that can't be read or are of another device.
-    """
-    own = None if flags["device_file"] is None else read_device(flags["device_file"])
-    device = own if own is not None and own.name.lower() == cluster.name else DEVICES[cluster.name]
+    described = {}
+    if flags["device_file"] is not None:
+        own = read_device(flags["device_file"])
+        described = {own.name.lower(): own}
+    nodes = {name: own.per_node for name, own in described.items()}
+    cluster, problems = read_cluster(flags["devices"], flags["gpus_per_node"], nodes)
+    if cluster is None:
+        return None, None, problems
+    device = described.get(cluster.name) or DEVICES[cluster.name]
     if flags["calibration"] is not None:
         device = calibrated(device, flags["calibration"])
-    for name in ("nvlink", "network"):
-        rate = flags[name]
-        if rate is not None:
-            if not 0 < rate < float("inf"):
-                raise UserError(f"--{name} must be above 0 GB/s, got {rate:g}")
-            device = replace(device, **{name: rate * 1e9})
-    return device
+    rates = {name: flags[name] * 1e9 for name in ("nvlink", "network") if flags[name] is not None}
+    for name, rate in rates.items():
+        if not 0 < rate < float("inf"):
+            problems.append(Problem(f"--{name}", f"must be above 0 GB/s, got {flags[name]:g}"))
+    return cluster, replace(device, **rates), problems

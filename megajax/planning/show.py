@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from megajax import charts, pages
 from megajax.charts import Box, Segment, Timeline, tick_text
@@ -24,6 +25,16 @@ BYTE_CLASSES = {
     "collective": "what they read and write in memory",
 }
 """Classes of memory traffic, and what is in them."""
+FIGURES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "step, s": lambda plan: f"{plan['step_seconds']:.4g}",
+    "tokens/s/GPU": lambda plan: f"{plan['tokens_per_second_per_device']:,.0f}",
+    "MFU": lambda plan: f"{plan['mfu_causal']:.1%}",
+    "bubble": lambda plan: f"{plan['bubble_seconds'] / plan['step_seconds']:.1%}",
+    "exposed": lambda plan: f"{plan['exposed_seconds'] / plan['step_seconds']:.1%}",
+    "peak GiB": lambda plan: f"{plan['peak_gib']:.1f}",
+    "fits": lambda plan: "yes" if plan["fits"] else "NO",
+}
+"""Columns of tables that list plans, from the figures of a plan's JSON."""
 BYTE_UNITS = (("TiB", 2**40), ("GiB", GIB), ("MiB", MIB))
 MAX_BOXES = 9_000
 """Boxes drawn at most, if that leaves one microbatch for each stage."""
@@ -103,6 +114,11 @@ class Report:
             path.write_text(page, encoding="utf-8")
         except OSError as error:
             raise UserError(f"--html={path} can't be written: {error.strerror}") from error
+
+
+def cells(plan: Mapping[str, Any]) -> list[str]:
+    """A plan in the columns of FIGURES; nothing where its figures are unknown."""
+    return [text(plan) if plan.get("step_seconds") else "" for text in FIGURES.values()]
 
 
 def plan_report(plan: Estimate) -> Report:

@@ -7,7 +7,7 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.planning.cost.estimate import Span, ring_rate, seconds
-from megajax.planning.program.devices import DEVICES, GPUS, REQUIRED, calibrated, known_device, read_device
+from megajax.planning.program.devices import DEVICES, GPUS, REQUIRED, calibrated, read_device
 
 PLAIN = replace(
     DEVICES["h100"],
@@ -58,13 +58,6 @@ def test_small_matmuls_are_slower() -> None:
     assert device.matmul_share(64) == 0.5
     assert device.matmul_share(64, 64, 64) == 0.125
     assert device.matmul_share(8192, 8192, 8192) > 0.97
-
-
-def test_an_unknown_device_lists_the_known_and_how_to_describe_it() -> None:
-    with pytest.raises(UserError) as caught:
-        known_device("h300")
-    for text in ("a100", "gb200", "--device-file", "memory_gib", "did you mean"):
-        assert text in str(caught.value)
 
 
 def described(folder: Path, text: str) -> Path:

@@ -58,7 +58,7 @@ def test_a_device_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 REFUSED = {
     "unknown device": (["--devices=h300:8"], "any other one: --formula --device-file=FILE"),
     "too many": (["--devices=h100:32768"], "32,768 devices asked for, plans are made for at most 16,384"),
-    "no rate": (["--network=0"], "--network must be above 0"),
+    "no rate": (["--network=0"], "--network: must be above 0 GB/s"),
     "no file": (["--calibration=nowhere.json"], "nowhere.json can't be read"),
     "layout": (["--parallel.tensor=3"], "parallel.tensor"),
 }

@@ -124,10 +124,6 @@ def test_a_train_step_for_virtual_gpus(tmp_path: Path) -> None:
     assert found["peak_gib"] == pytest.approx(found["arguments_gib"] + found["temporary_gib"], rel=1e-2)
     # Two float32 moments for each float32 weight.
     assert found["optimizer_gib"] == pytest.approx(2 * found["parameters_gib"], rel=1e-3)
-    forward = [
-        one for one in found["kernels"] if one["target"].startswith("__cudnn$fmha") and "Back" not in one["target"]
-    ]
-    assert sum(one["count"] for one in forward) == 4 * 3, "once a layer and microbatch"
     # Per layer: attention and MLP each gather their input along the sequence and scatter their output.
     layers = [one for one in row(found, kind="all-gather", axis="tensor") if one["trips"] == [4, 3]]
     rows = 128 * 64 * 2
@@ -173,7 +169,6 @@ def test_float32_has_the_reference_attention_and_says_why(tmp_path: Path) -> Non
     assert "xla_cpu_enable_fast_math=False, xla_gpu_enable_triton_gemm=False" in printed
     why = "cudnn, pallas, cudnn_mask: computes in bfloat16 or float16, not in float32"
     assert found["attention"] == [f"reference ({why})"]
-    assert not [one for one in found["kernels"] if "fmha" in one["target"]]
     assert "not in float32" in printed
 
 
@@ -193,12 +188,8 @@ def test_a_pipeline_has_permutes_in_its_ticks_and_a_bubble(tmp_path: Path) -> No
     assert "12.50% over ideal time" in printed
     moved = found["bytes_per_step"]
     assert moved["total"] == sum(moved.values()) - moved["total"] and min(moved.values()) > 0
-    assert 0 < found["bytes_in_branches"]["counted"] <= found["bytes_in_branches"]["if_all_ran"]
     assert all(one["count"] is not None for one in found["loops"])
-    largest = found["largest_kernels"]
-    assert [one["bytes"] for one in largest] == sorted((one["bytes"] for one in largest), reverse=True)
-    assert sum(one["bytes"] for one in largest) < moved["total"] and all(one["result"] for one in largest)
-    for text in ("memory traffic of one device and step", "by formula", "kernels that move most"):
+    for text in ("memory traffic of one device and step", "by formula"):
         assert text in printed
     main([*config, "--formula", f"--json={tmp_path / 'formula.json'}"])
     predicted = json.loads((tmp_path / "formula.json").read_text())["bytes_per_step"]

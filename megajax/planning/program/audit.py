@@ -6,9 +6,9 @@ in a conditional, by the fraction of the runs that take its branch (see `_branch
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, groupby
+from itertools import count
 from typing import Any, Literal, NamedTuple
 
 from megajax.metrics.banner import Section
@@ -40,10 +40,6 @@ CLASSES: dict[str, tuple[Work, ...]] = {
     "collective": ("collective",),
 }
 """Kinds of work by the class under which plans report them."""
-LARGEST_KERNELS = 12
-"""Rows of the table of kernels."""
-ORIGIN_WIDTH, RESULT_WIDTH = 60, 44
-"""Characters of a kernel's origin and result that are shown."""
 COMMON_SCOPES = frozenset(("while", "body", "cond", "closed_call", "eval_jaxpr", "shard_map", "checkpoint"))
 """Parts of an operation's path that are not shown."""
 FREE = frozenset(
@@ -60,7 +56,6 @@ OFFSETS = frozenset(("s32", "u32", "s64", "u64", "pred"))
 """Types of slice indices."""
 
 _ALIAS = re.compile(r"\{\d*\}: \((\d+), \{\}")
-_RUNS = re.compile(r"runs_\d+_of_\d+/")
 _SHAPE = re.compile(r"\w+\[[\d,]*\]")
 _ONE_ARRAY = re.compile(r"(\w+\[[\d,]+\])")
 _FUSED = re.compile(r"fused|wrapped")
@@ -136,11 +131,7 @@ class Audit:
 
     def to_dict(self) -> dict[str, Any]:
         """Bytes of one device and step, under the names of a plan's JSON."""
-        return {
-            "bytes_per_step": self.by_class(),
-            "bytes_of_workspace": self.workspace(),
-            "largest_kernels": rows(self.kernels)[:LARGEST_KERNELS],
-        }
+        return {"bytes_per_step": self.by_class(), "bytes_of_workspace": self.workspace()}
 
 
 def _scratch(shape: str) -> int:
@@ -162,35 +153,6 @@ def audit(text: str, unknown_trips: int = 1) -> Audit:
         kernels=tuple(_kernels(program, program.entry, (Place(), unknown_trips), count(1))),
         aliased=sum(size(arguments[number]) for number in aliased),
     )
-
-
-def rows(kernels: Iterable[Kernel]) -> list[dict[str, Any]]:
-    """Kernels with the same work, result, origin and trip counts, summed: rows of a table, most bytes per step first.
-
-    loop: of the first, as loops over the chunks of a stage have the same kernels; runs: per step, of all of them;
-    instructions: their number in the program; bytes_once: each run once.
-    """
-
-    def key(one: Kernel) -> tuple:
-        trips = tuple(-1 if trips is None else trips for trips in one.place.trips)
-        return trips, one.work, one.shape, _RUNS.sub("", one.origin)
-
-    table = []
-    for (_, work, shape, origin), group in groupby(sorted(kernels, key=key), key):
-        same = list(group)
-        table.append(
-            {
-                "loop": same[0].place.name,
-                "runs": round(sum(one.rounds * one.share for one in same)),
-                "work": work,
-                "result": shape,
-                "instructions": len(same),
-                "bytes_once": sum(one.bytes for one in same),
-                "bytes": sum(one.total for one in same),
-                "origin": origin,
-            }
-        )
-    return sorted(table, key=lambda row: -row["bytes"])
 
 
 def _kernels(program: Program, name: str, where: tuple[Place, int], numbers: Iterator[int]) -> Iterator[Kernel]:
@@ -361,41 +323,17 @@ def largest_arrays(text: str, most: int = 5) -> list[Array]:
             if shape is not None and one.opcode not in ("parameter", "get-tuple-element", "bitcast"):
                 makers.setdefault(shape[1], []).append(one.origin or one.opcode)
     largest = sorted(makers.items(), key=lambda item: -size(item[0]))[:most]
-    return [Array(shape, size(shape), len(names), "/".join(_path(names[0])[-3:])) for shape, names in largest]
 
+    def made_by(origin: str) -> str:
+        return "/".join([part for part in origin.split("/") if part not in COMMON_SCOPES][-3:])
 
-def _path(origin: str) -> list[str]:
-    """The parts of an operation's path that say something."""
-    return [part for part in origin.split("/") if part not in COMMON_SCOPES]
+    return [Array(shape, size(shape), len(names), made_by(names[0])) for shape, names in largest]
 
 
 def arrays_table(text: str) -> Table:
     """The largest arrays of a program's text."""
     rows = [(one.shape, f"{one.bytes / GIB:.2f}", str(one.times), one.made_by) for one in largest_arrays(text)]
     return Table("largest arrays of the program", ("shape", "GiB", "in program", "made by"), rows, (0, 3))
-
-
-def kernels_table(audited: Audit) -> Table:
-    """The kernels that move most bytes per step; equal ones are one row."""
-    name, unit = unit_of(audited.by_class()["total"])
-    table = [
-        (
-            f"{row['bytes'] / unit:.2f}",
-            row["work"],
-            row["loop"] or "step",
-            f"{row['runs']:,}",
-            f"{row['bytes_once'] / row['instructions'] / MIB:,.1f}",
-            _shorten(row["result"], RESULT_WIDTH),
-            "/".join(_path(row["origin"]))[-ORIGIN_WIDTH:],
-        )
-        for row in rows(audited.kernels)[:LARGEST_KERNELS]
-    ]
-    headings = (name, "work", "loop", "runs", "MiB each", "result", "origin")
-    return Table("kernels that move most", headings, table, (1, 2, 5, 6))
-
-
-def _shorten(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def traffic_section(audited: Audit, device: Device, predicted: Mapping[str, float] | None) -> Section:

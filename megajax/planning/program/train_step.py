@@ -20,7 +20,7 @@ from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import Schedule
 from megajax.planning.cost.description import has_formulas
 from megajax.planning.cost.estimate import Case, Estimate, Span, Traffic, bytes_per_step, seconds, speed
-from megajax.planning.program.audit import Audit, kernels_table, traffic_section
+from megajax.planning.program.audit import Audit, traffic_section
 from megajax.planning.program.devices import (
     CONTEXT_GIB,
     CUDNN,
@@ -32,7 +32,7 @@ from megajax.planning.program.devices import (
     Device,
     virtual_devices,
 )
-from megajax.planning.program.hlo import Collective, Contents, CustomCall, Place, read, rounds
+from megajax.planning.program.hlo import Collective, Contents, read, rounds
 from megajax.planning.show import (
     Report,
     Table,
@@ -228,28 +228,6 @@ def grouped(collectives: Iterable[Collective], unknown_trips: int | None = None)
     return rows
 
 
-def kernel_rows(kernels: Iterable[CustomCall], unknown_trips: int | None = None) -> list[dict[str, Any]]:
-    """Custom calls by target: instructions, count (runs per step, None as in `Place.runs`), conditional.
-
-    Calls in a branch run at most `count` times: of the attention kernels for packed documents one branch runs.
-    """
-    places: dict[str, list[Place]] = {}
-    for one in kernels:
-        places.setdefault(one.target, []).append(one.place)
-    rows = []
-    for target, where in sorted(places.items()):
-        counts = [place.runs(unknown_trips) for place in where]
-        rows.append(
-            {
-                "target": target,
-                "instructions": len(where),
-                "count": None if None in counts else sum(n for n in counts if n is not None),
-                "conditional": any(place.conditional for place in where),
-            }
-        )
-    return rows
-
-
 # The time of a step
 
 
@@ -320,7 +298,6 @@ def to_dict(plan: TrainPlan, device: Device, step: Estimate | None, audited: Aud
             }
             for loop in plan.contents.loops
         ],
-        "kernels": kernel_rows(plan.contents.kernels, unknown),
         "attention": list(plan.kernels),
         **speed(step),
         **({} if audited is None else audited.to_dict()),
@@ -357,7 +334,6 @@ def report(plan: TrainPlan, device: Device, audited: Audit | None = None) -> tup
     blocks: list[Section | Table] = [
         ("layout", [*(_layout(plan) if step is None else layout(step)), *_attention(plan)]),
         ("memory of one device, GiB", memory_rows(lines, gpu.usable_gib - memory.peak / GIB)),
-        ("custom calls", _custom_calls(plan)),
         ("time of a step, by the cost model", [UNKNOWN_TIME] if step is None else times(step)),
         ("compile", [("time", duration(plan.compile_seconds)), ("jax", jax.__version__),
                      *[("XLA, as asked", options)] * bool(options)]),
@@ -365,8 +341,7 @@ def report(plan: TrainPlan, device: Device, audited: Audit | None = None) -> tup
     ]  # fmt: skip
     if audited is not None:
         predicted = None if step is None else bytes_per_step(Case(plan.cfg, plan.cluster, device).estimate)
-        blocks[4:4] = [traffic_section(audited, device, predicted)]
-        blocks.append(kernels_table(audited))
+        blocks[3:3] = [traffic_section(audited, device, predicted)]
     shown = Report(
         f"plan for {plan.cluster.devices} x {gpu.description}",
         blocks,
@@ -393,16 +368,6 @@ def _attention(plan: TrainPlan) -> list[tuple[str, str]]:
         return [("attention", "; ".join(dict.fromkeys(plan.kernels)))]
     auto = any(getattr(block.mixer, "kernel", None) == "auto" for block in plan.cfg.model.stack.pattern)
     return [("attention", "kernel=auto is what this machine would take: name one in the config")] if auto else []
-
-
-def _custom_calls(plan: TrainPlan) -> list[tuple[str, str]]:
-    return [
-        (
-            row["target"],
-            f"{'at most ' * row['conditional']}{row['count']:,} a step, {row['instructions']} in the program",
-        )
-        for row in kernel_rows(plan.contents.kernels, plan.unknown_trips)
-    ] or [("none", "")]
 
 
 def _collectives(plan: TrainPlan) -> Table:

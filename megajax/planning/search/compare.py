@@ -16,11 +16,21 @@ from megajax.config.nearest import did_you_mean
 from megajax.config.tree import override
 from megajax.metrics.banner import Section
 from megajax.metrics.text import count, duration
-from megajax.planning.cost.estimate import Case, Estimate, to_dict
+from megajax.planning.cost.estimate import SPEED, Case, Estimate, to_dict
 from megajax.planning.cost.work import footprint
 from megajax.planning.program.devices import DEVICES, GIB, GPUS, OTHER_NAMES, read_cluster
-from megajax.planning.search.search import HEADROOM, OFFLOADS, Choice, Task, apply, divisors, problems, settings
-from megajax.planning.show import Report, Table, memory_parts
+from megajax.planning.search.search import (
+    HEADROOM,
+    OFFLOADS,
+    Choice,
+    Task,
+    apply,
+    changes,
+    divisors,
+    problems,
+    settings,
+)
+from megajax.planning.show import FIGURES, Report, Table, cells, memory_parts
 from megajax.training.run_config import RunConfig
 
 # Two plans
@@ -69,32 +79,11 @@ def _on_devices(case: Case, text: str, per_node: int | None) -> Case:
     return Case(case.cfg, cluster, device)
 
 
-COMPARED: tuple[tuple[str, Callable[[Estimate], float], str], ...] = (
-    ("step, s", lambda plan: plan.step_seconds, ".3f"),
-    ("tokens/s per device", lambda plan: plan.tokens_per_second_per_device, ",.0f"),
-    ("tokens/s", lambda plan: plan.tokens_per_second_per_device * plan.run.devices, ",.0f"),
-    ("MFU, causal attention", lambda plan: plan.mfu_causal, ".1%"),
-    ("computing, s", lambda plan: plan.compute_seconds, ".3f"),
-    ("exposed communication, s", lambda plan: plan.exposed_seconds, ".3f"),
-    ("bubble, s", lambda plan: plan.bubble_seconds, ".3f"),
-    ("optimizer, s", lambda plan: plan.optimizer_seconds, ".3f"),
-    ("peak, GiB", lambda plan: plan.memory.peak_gib, ".2f"),
-    ("usable, GiB", lambda plan: plan.run.device.usable_gib, ".2f"),
-    ("tokens of a step", lambda plan: plan.run.step_tokens, ",.0f"),
-    ("GPU hours", lambda plan: plan.device_hours, ",.0f"),
-)
-"""Figures that are compared: name, value, format."""
-
-
-def ratios(first: Estimate, second: Estimate) -> dict[str, float | None]:
-    """The second over the first, by name of COMPARED; None if the first is 0."""
-    pairs = {name: (value(first), value(second)) for name, value, _ in COMPARED}
-    return {name: there / here if here else None for name, (here, there) in pairs.items()}
-
-
-def comparison_report(names: tuple[str, str], cases: tuple[Case, Case]) -> Report:
-    """Two plans side by side."""
-    first, second = (case.estimate for case in cases)
+def comparison(names: tuple[str, str], cases: tuple[Case, Case]) -> tuple[Report, dict[str, Any]]:
+    """Two plans side by side, and their JSON: both plans, and the ratios of the second's figures to the first's."""
+    plans = [to_dict(case.estimate) for case in cases]
+    first, second = plans
+    ratios = {name: second[name] / first[name] for name in (*SPEED, "peak_gib") if first[name]}
     facts: dict[str, Callable[[Case], str]] = {
         "devices": lambda case: f"{case.cluster.devices} x {case.device.name}",
         "parameters": lambda case: count(case.described.model.parameter_count().total),
@@ -104,21 +93,20 @@ def comparison_report(names: tuple[str, str], cases: tuple[Case, Case]) -> Repor
         "whole run": lambda case: duration(case.estimate.days * 86_400) if case.described.steps else "",
     }
     rows = [[name, *map(fact, cases), ""] for name, fact in facts.items()]
-    over = ratios(first, second)
-    for name, value, style in COMPARED:
-        ratio = over[name]
-        rows.append([name, format(value(first), style), format(value(second), style), f"{ratio:.3f}" if ratio else ""])
+    rows += [
+        [name.replace("_", " "), f"{first[name]:.4g}", f"{second[name]:.4g}", f"{ratio:.3f}"]
+        for name, ratio in ratios.items()
+    ]
     changed = diff(cases[0].cfg, cases[1].cfg)
     more = [f"and {len(changed) - MAX_DIFFERENCES} more"] if len(changed) > MAX_DIFFERENCES else []
     differing: Section = ("settings that differ", [("", line) for line in [*changed[:MAX_DIFFERENCES], *more]])
-    return Report(
-        " and ".join(names), [Table("side by side", ("", *names, "ratio"), rows), *[differing] * bool(changed)]
-    )
+    blocks = [Table("side by side", ("", *names, "ratio"), rows), *[differing] * bool(changed)]
+    return Report(" and ".join(names), blocks), {"first": first, "second": second, "ratios": ratios}
 
 
 # Sweeps
 
-OVER_DEVICES = "devices"
+DEVICES_AXIS = "devices"
 MAX_POINTS = 64
 STEP_SETTINGS = ("steps", "schedule.", "profile.", "optimizer.")
 """Problems with these settings are no problems of a layout; a larger batch in fewer steps may cause them."""
@@ -138,78 +126,67 @@ class Point:
     mode: Mode
     case: Case
     refusal: str = ""
-    """Why the config's rules refuse it; it has no estimate then."""
-
-    @property
-    def estimate(self) -> Estimate | None:
-        return None if self.refusal else self.case.estimate
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second and device; 0 if refused."""
-        return self.estimate.tokens_per_second_per_device if self.estimate else 0.0
+    """Why the config's rules refuse it; it has no figures then."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         size = self.case.cfg.batch.global_size
         point = {"value": self.value, "mode": self.mode, "devices": self.case.cluster.devices, "global_size": size}
-        return point | ({"refusal": self.refusal} if self.estimate is None else to_dict(self.estimate))
+        return point | ({"refusal": self.refusal} if self.refusal else to_dict(self.case.estimate))
 
 
-@dataclass(frozen=True, slots=True)
-class Sweep:
-    """All plans of a sweep."""
+def sweep(text: str, case: Case, source: str, picture: Path | None) -> tuple[Report, list[dict[str, Any]]]:
+    """The plans that --sweep asks for: a table of each mode, and JSON; picture: also draw them there.
 
-    axis: str
-    modes: dict[Mode, list[Point]]
+    Raises UserError for other text, if the checks refuse every point, and if the picture can't be made.
+    """
+    axis, values = read_axis(text, case.cfg)
+    points = _over_devices(case, [*map(int, values)]) if axis == DEVICES_AXIS else _over(case, axis, values)
+    if all(point.refusal for point in points):
+        raise UserError(f"--sweep={text}: no point passes the checks; the first: {points[0].refusal}")
+    plans = [point.to_dict() for point in points]
+    tables = [
+        Table(title, (axis, "data", "rows", "microbatches", "efficiency", "tokens/s", *FIGURES), rows, ())
+        for mode, title in MODES.items()
+        if (rows := _rows([plan for plan in plans if plan["mode"] == mode]))
+    ]
+    refused = [("", f"{one.mode} {one.value}: {one.refusal}".strip()) for one in points if one.refusal]
+    if picture is not None:
+        _save_picture(axis, plans, picture)
+    return Report(f"{source} by {axis}", [*tables, *[("refused", refused)] * bool(refused)]), plans
 
-    @property
-    def points(self) -> list[Point]:
-        """Of all modes, those of weak scaling first."""
-        return [point for points in self.modes.values() for point in points]
 
-    @classmethod
-    def of(cls, text: str, case: Case) -> "Sweep":
-        """The sweep that --sweep asks for. Raises UserError for other text, and if the checks refuse every point."""
-        axis, values = read_axis(text, case.cfg)
-        over_devices = axis == OVER_DEVICES
-        sweep = cls(axis, _over_devices(case, [*map(int, values)]) if over_devices else _over(case, axis, values))
-        if all(point.refusal for point in sweep.points):
-            raise UserError(f"--sweep={text}: no point passes the checks; the first: {sweep.points[0].refusal}")
-        return sweep
+def _rows(plans: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    speeds = [plan.get("tokens_per_second_per_device", 0.0) for plan in plans]
+    first = next((speed for speed in speeds if speed), 1.0)
+    rows = []
+    for plan, speed in zip(plans, speeds, strict=True):
+        about = ["refused", "", "", "", ""]
+        if speed:
+            counts = (plan["mesh"]["data"], plan["global_size"], plan["microbatches"])
+            about = [*(f"{n:,}" for n in counts), f"{speed / first:.1%}", f"{speed * plan['devices']:,.0f}"]
+        rows.append([plan["value"], *about, *cells(plan)])
+    return rows
 
-    def to_list(self) -> list[dict[str, Any]]:
-        """For JSON."""
-        return [point.to_dict() for point in self.points]
 
-    def report(self, source: str) -> Report:
-        """A table of each mode."""
-        names = ("rows", "microbatches", "step, s", "tokens/s/GPU", "tokens/s", "MFU", "efficiency", "bubble",
-                 "exposed", "peak GiB", "fits")  # fmt: skip
-        tables = [
-            Table(MODES[mode], (self.axis, "data", *names), _sweep_rows(points), ())
-            for mode, points in self.modes.items()
-        ]
-        refused = [("", f"{one.mode} {one.value}: {one.refusal}".strip()) for one in self.points if one.refusal]
-        return Report(f"{source} by {self.axis}", [*tables, *[("refused", refused)] * bool(refused)])
+def _save_picture(axis: str, plans: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Tokens per second as a PNG. Raises UserError without matplotlib, and if the file can't be written."""
 
-    def save_picture(self, path: Path) -> None:
-        """Tokens per second as a PNG. Raises UserError without matplotlib, and if the file can't be written."""
+    def draw(axes: Any) -> None:
+        for mode, title in MODES.items():
+            ran = [plan for plan in plans if plan["mode"] == mode and "refusal" not in plan]
+            if ran:
+                speeds = [plan["tokens_per_second_per_device"] * plan["devices"] for plan in ran]
+                axes.plot([plan["value"] for plan in ran], speeds, marker="o", label=title)
+        axes.set(title="Tokens per second", xlabel=axis, yscale="log" if axis == DEVICES_AXIS else "linear")
+        axes.legend()
 
-        def draw(axes: Any) -> None:
-            for mode, points in self.modes.items():
-                ran = [point for point in points if not point.refusal]
-                speeds = [point.speed * point.case.cluster.devices for point in ran]
-                axes.plot([point.value for point in ran], speeds, marker="o", label=MODES[mode])
-            axes.set(title="Tokens per second", xlabel=self.axis, yscale="log" if "weak" in self.modes else "linear")
-            axes.legend()
-
-        try:
-            charts.save_png(draw, path, inches=(8, 4.5), dpi=140)
-        except ModuleNotFoundError as error:
-            raise UserError(f"--png={path}: {error}; or leave out --png") from error
-        except OSError as error:
-            raise UserError(f"--png={path} can't be written: {error.strerror}") from error
+    try:
+        charts.save_png(draw, path, inches=(8, 4.5), dpi=140)
+    except ModuleNotFoundError as error:
+        raise UserError(f"--png={path}: {error}; or leave out --png") from error
+    except OSError as error:
+        raise UserError(f"--png={path} can't be written: {error.strerror}") from error
 
 
 def read_axis(text: str, cfg: RunConfig) -> tuple[str, list[str]]:
@@ -223,36 +200,33 @@ def read_axis(text: str, cfg: RunConfig) -> tuple[str, list[str]]:
         raise UserError(
             f"--sweep={text!r} must be AXIS:VALUE,VALUE,...\nE.g. devices:64,128,...,16384 or batch.micro_size:1,2,4"
         )
-    names = [OVER_DEVICES, *flatten(cfg)]
+    names = [DEVICES_AXIS, *flatten(cfg)]
     if axis not in names:
         near = did_you_mean(axis, names)
         raise UserError(f"--sweep: unknown axis {axis!r}; {near or 'devices, or a setting such as batch.micro_size'}")
     values = _continued(text, values)
-    if axis == OVER_DEVICES and (wrong := [value for value in values if not re.fullmatch(r"[1-9]\d{0,5}", value)]):
+    if axis == DEVICES_AXIS and (wrong := [value for value in values if not re.fullmatch(r"[1-9]\d{0,5}", value)]):
         raise UserError(f"--sweep={text!r}: {wrong[0]!r} is no number of devices")
     return axis, values
 
 
 def _continued(text: str, values: list[str]) -> list[str]:
-    """With "..." filled in: by a constant factor if that leads to the last value, else by a constant difference."""
+    """With "..." filled in, by a constant factor."""
     if "..." not in values:
         return values
     place = values.index("...")
     before, after = values[:place], values[place + 1 :]
     if len(before) < 2 or len(after) != 1 or not all(value.isdigit() for value in (*before, *after)):
         raise UserError(f"--sweep={text!r}: '...' stands between two or more numbers and the last one: 64,128,...,1024")
-    start, second, last = int(before[-2]), int(before[-1]), int(after[0])
-    for following in (lambda n: n * second // start if second % start == 0 else 0, lambda n: n + second - start):
-        filled, n = list(before), second
-        while n < last and following(n) > n and len(filled) < MAX_POINTS:
-            n = following(n)
-            filled.append(str(n))
-        if n == last:
-            return filled
-    raise UserError(f"--sweep={text!r}: {start}, {second}, ... does not lead to {last} in {MAX_POINTS} steps")
+    start, filled, last = int(before[-2]), [int(before[-1])], int(after[0])
+    while start and filled[-1] < last and filled[0] > start and len(filled) < MAX_POINTS:
+        filled.append(filled[-1] * filled[0] // start)
+    if filled[-1] != last:
+        raise UserError(f"--sweep={text!r}: {start}, {filled[0]}, ... does not lead to {last} by a constant factor")
+    return [*before[:-1], *map(str, filled)]
 
 
-def _over_devices(case: Case, counts: Sequence[int]) -> dict[Mode, list[Point]]:
+def _over_devices(case: Case, counts: Sequence[int]) -> list[Point]:
     """The same layout with more `data`. Weak: rows per device as at the first count; strong: the same global batch."""
     cfg = case.cfg.but(parallel=replace(case.cfg.parallel, data=None))
     size, name, per_node = cfg.batch.global_size, case.cluster.name, case.cluster.per_node
@@ -267,10 +241,10 @@ def _over_devices(case: Case, counts: Sequence[int]) -> dict[Mode, list[Point]]:
         steps = cfg.steps * counts[0] // devices  # the same number of tokens
         there = replace(there, cfg=cfg.but(batch=replace(cfg.batch, global_size=rows), steps=steps))
         weak.append(_point(there, str(devices), "weak", refusal))
-    return {"weak": weak, "strong": strong}
+    return [*weak, *strong]
 
 
-def _over(case: Case, name: str, values: Sequence[str]) -> dict[Mode, list[Point]]:
+def _over(case: Case, name: str, values: Sequence[str]) -> list[Point]:
     """The same config with values of a setting."""
     points = []
     for value in values:
@@ -278,7 +252,7 @@ def _over(case: Case, name: str, values: Sequence[str]) -> dict[Mode, list[Point
             points.append(_point(replace(case, cfg=override(case.cfg, f"{name}={value}")), value))
         except ConfigError as error:
             points.append(Point(value, "", case, _first(error.problems)))
-    return {"": points}
+    return points
 
 
 def _first(problems: Sequence[Problem]) -> str:
@@ -292,34 +266,6 @@ def _point(case: Case, value: str, mode: Mode = "", refusal: str = "") -> Point:
         except ConfigError as error:
             refusal = _first([one for one in error.problems if not one.where.startswith(STEP_SETTINGS)])
     return Point(value, mode, case, refusal)
-
-
-def _sweep_rows(points: Sequence[Point]) -> list[list[str]]:
-    first = next((point.speed for point in points if point.speed), 0.0)
-    rows = []
-    for point in points:
-        plan = point.estimate
-        if plan is None:
-            rows.append([point.value, *[""] * 11, "refused"])
-            continue
-        rows.append(
-            [
-                point.value,
-                str(plan.run.parallel.data),
-                f"{plan.run.global_size:,}",
-                f"{plan.run.microbatches:,}",
-                f"{plan.step_seconds:.3f}",
-                f"{point.speed:,.0f}",
-                f"{point.speed * plan.run.devices:,.0f}",
-                f"{plan.mfu_causal:.1%}",
-                f"{point.speed / first:.1%}",
-                f"{plan.bubble_seconds / plan.step_seconds:.1%}",
-                f"{plan.exposed_seconds / plan.step_seconds:.1%}",
-                f"{plan.memory.peak_gib:.1f}",
-                "yes" if plan.fits else "NO",
-            ]
-        )
-    return rows
 
 
 # Changes that make a plan fit
@@ -344,21 +290,15 @@ class Change:
 def cheapest(here: Case, limit_gib: float) -> list[Change]:
     """Changes with a peak of at most `limit_gib` by formula, fastest first.
 
-    One of each kind; then pairs of kinds that are not enough alone.
+    One of each kind; if these are too few, pairs of two kinds as well.
     """
-    kinds = list(_kinds(here))
-    single = [_fitting(here, kind, limit_gib) for kind in kinds]
-    first = sorted((changes[0] for changes in single if changes), key=_seconds)
-    if len(first) >= MOST_CHANGES:
-        return first[:MOST_CHANGES]
-    rest = [kind for kind, fitting in zip(kinds, single, strict=True) if not fitting]
-    together = (
-        _fitting(here, [a | b for a in one[-TRIED:] for b in other[-TRIED:] if not a.keys() & b.keys()], limit_gib)
-        for one, other in combinations(rest, 2)
-    )
-    pairs = sorted((changes[0] for changes in together if changes), key=_seconds)
-    more = sorted((change for fitting in single for change in fitting[1:]), key=_seconds)
-    return sorted([*first, *pairs, *more][:MOST_CHANGES], key=_seconds)
+    kinds = [*_kinds(here)]
+    best = [change for kind in kinds for change in _fitting(here, kind, limit_gib)[:1]]
+    if len(best) < MOST_CHANGES:
+        for one, other in combinations(kinds, 2):
+            pairs = [a | b for a in one[-TRIED:] for b in other[-TRIED:] if not a.keys() & b.keys()]
+            best += _fitting(here, pairs, limit_gib)[:1]
+    return sorted(best, key=_seconds)[:MOST_CHANGES]
 
 
 def _seconds(change: Change) -> float:
@@ -410,7 +350,7 @@ def _change(here: Case, fields: Mapping[str, Any], limit_gib: float) -> Change |
     there = replace(here, cfg=cfg)
     if footprint(there.described).peak_gib > limit_gib:
         return None
-    return Change(settings=tuple(settings(here.cfg, cfg)), estimate=there.estimate)
+    return Change(settings=tuple(settings(changes(here.cfg, cfg))), estimate=there.estimate)
 
 
 def advice(here: Case, *, excess_gib: float = 0.0, margin: float = HEADROOM) -> list[Table]:

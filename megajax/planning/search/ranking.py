@@ -1,8 +1,9 @@
 """The layouts that a search lists: the best, the most promising of them compiled, and well-known ones beside them.
 
-`python -m megajax.planning.search.ranking TASK.json PREDICTION.json` compiles one layout, in a process of its own.
+`python -m megajax.planning.search.ranking TASK.json FIGURES.json` compiles one layout, in a process of its own.
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -13,8 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.progress import Progress
 
@@ -28,7 +30,7 @@ from megajax.metrics.text import duration
 from megajax.planning.cost.estimate import Case, Estimate, speed
 from megajax.planning.program.devices import GIB, Cluster, Device, prepare
 from megajax.planning.search.search import Choice, Entry, Group, Place, Task, explore, rank, ranked, rounded, search
-from megajax.planning.show import Report, Table
+from megajax.planning.show import FIGURES, Report, Table, cells
 
 MAX_TRIES = 2
 """Layouts that are compiled at most, as a multiple of those asked for: some turn out not to fit."""
@@ -37,148 +39,98 @@ SHOWN = 5
 LEFT_OUT = "context and expert parallelism, which the config's rules refuse in this version"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
-    """Memory and time of a step on one device, by formula or of a compiled program."""
-
-    error: str = ""
-    """Last line of the compiler's message; all else is 0 then."""
-    peak_gib: float = 0.0
-    fits: bool = False
-    step_seconds: float = 0.0
-    exposed_seconds: float = 0.0
-    bubble_seconds: float = 0.0
-    tokens_per_second_per_device: float = 0.0
-    mfu_causal: float = 0.0
-
-    @classmethod
-    def of(cls, times: Estimate, peak_gib: float) -> "Prediction":
-        names = ("step_seconds", "exposed_seconds", "bubble_seconds", "tokens_per_second_per_device", "mfu_causal")
-        fits = peak_gib <= times.run.device.usable_gib
-        return cls(peak_gib=peak_gib, fits=fits, **{name: getattr(times, name) for name in names})
+type Figures = dict[str, Any]
+"""By the names of a plan's JSON: `fits`, `peak_gib` and those of time; or only `fits` and the compiler's `error`."""
 
 
-def compile_layout(case: Case) -> Prediction:
+def figures(step: Estimate, peak_gib: float) -> Figures:
+    return {"peak_gib": peak_gib, "fits": peak_gib <= step.run.device.usable_gib, **speed(step)}
+
+
+def compile_layout(case: Case) -> Figures:
     """Compile the step of a config on a cluster, in a worker process."""
     with tempfile.TemporaryDirectory(prefix="megajax_search_") as folder:
-        config, task, prediction = (Path(folder) / name for name in ("config.yaml", "task.json", "prediction.json"))
+        config, task, out = (Path(folder) / name for name in ("config.yaml", "task.json", "figures.json"))
         config.write_text(to_yaml(case.cfg), encoding="utf-8")
         written = {"config": str(config), "cluster": case.cluster, "device": asdict(case.device)}
         task.write_text(json.dumps(written), encoding="utf-8")
-        command = [sys.executable, "-m", "megajax.planning.search.ranking", str(task), str(prediction)]
+        command = [sys.executable, "-m", "megajax.planning.search.ranking", str(task), str(out)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if line.strip()]
-            return Prediction(error=lines[-1].strip() if lines else f"ended with code {done.returncode}")
-        return Prediction(**json.loads(prediction.read_text(encoding="utf-8")))
+            return {"fits": False, "error": lines[-1].strip() if lines else f"ended with code {done.returncode}"}
+        return json.loads(out.read_text(encoding="utf-8"))
+
+
+class Cache:
+    """Figures of compiled layouts; with a path, kept in a file from which a search that was stopped goes on."""
+
+    def __init__(self, path: Path | None = None, fingerprint: str = "", *, insist: bool = False):
+        """Read the file if there is one; insist: raise UserError for that of another search instead of replacing it."""
+        self.path, self.fingerprint = path, fingerprint
+        self.layouts: dict[str, Figures] = {}
+        if path is None:
+            return
+        written: Any = None
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            written = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(written, dict) and written.get("search") == fingerprint:
+            self.layouts = written["layouts"]
+        elif insist and path.exists():
+            raise UserError(
+                f"{path} is not of this search: config, overrides, devices or their constants differ.\n"
+                "Give another file to --resume, or delete this one."
+            )
+        self._save()
+
+    def get(self, choice: Choice) -> Figures | None:
+        return self.layouts.get(json.dumps(asdict(choice)))
+
+    def add(self, choice: Choice, compiled: Figures) -> None:
+        self.layouts[json.dumps(asdict(choice))] = compiled
+        self._save()
+
+    def _save(self) -> None:
+        """Raises UserError if the file can't be written."""
+        if self.path is None:
+            return
+        part = self.path.with_suffix(".part")
+        try:
+            part.write_text(json.dumps({"search": self.fingerprint, "layouts": self.layouts}), encoding="utf-8")
+            part.replace(self.path)
+        except OSError as error:
+            raise UserError(f"{self.path} can't be written: {error.strerror}") from error
 
 
 def compile_best(
-    choices: Iterable[Choice],
-    wanted: int,
-    compiler: Callable[[Choice], Prediction],
-    cache: "Cache",
-    advance: Callable[[], None] = lambda: None,
+    task: Task, choices: Iterable[Choice], wanted: int, cache: Cache, *, advance: Callable[[], None] = lambda: None
 ) -> None:
     """Compile layouts until `wanted` of them fit, at most MAX_TRIES times as many; none that is in the cache."""
     waiting, fitting = list(choices)[: MAX_TRIES * wanted], 0
     with ThreadPoolExecutor(max(1, min(wanted, os.cpu_count() or 1))) as pool:
         while waiting and fitting < wanted:
             batch, waiting = waiting[: wanted - fitting], waiting[wanted - fitting :]
-            jobs = {pool.submit(compiler, choice): choice for choice in batch if cache.get(choice) is None}
+            jobs = {pool.submit(compile_layout, task.with_choice(one)): one for one in batch if cache.get(one) is None}
             for job in as_completed(jobs):
                 cache.add(jobs[job], job.result())
                 advance()
-            fitting += sum(one is not None and one.fits for one in map(cache.get, batch))
+            fitting += sum((cache.get(choice) or {"fits": False})["fits"] for choice in batch)
 
 
-class Cache:
-    """Predictions of compiled layouts. A JSON-lines file keeps them, if there is a path, for a search that was stopped.
-
-    The first line is the task's fingerprint.
-    """
-
-    def __init__(self, path: Path | None = None, task: Task | None = None, *, insist: bool = False):
-        """Read the file if there is one; insist: raise UserError for that of another search instead of replacing it."""
-        self.path = path
-        self._predictions: dict[str, Prediction] = {}
-        self._file: TextIO | None = None
-        if path is None or task is None:
-            return
-        head, *lines = [*_lines(path), None] if path.exists() else [None]
-        known = head == {"search": task.fingerprint()}
-        if path.exists() and not known and insist:
-            raise UserError(
-                f"{path} is not of this search: config, overrides, devices or their constants differ.\n"
-                "Give another file to --resume, or delete this one."
-            )
-        try:
-            self._file = path.open("w", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{path} can't be written: {error.strerror}") from error
-        # Rewritten from the start, as the last line may be incomplete.
-        self._write({"search": task.fingerprint()})
-        for line in lines if known else ():
-            if line is not None:
-                self._add(line["layout"], Prediction(**line["prediction"]))
-
-    def get(self, choice: Choice) -> Prediction | None:
-        return self._predictions.get(json.dumps(asdict(choice)))
-
-    def add(self, choice: Choice, prediction: Prediction) -> None:
-        self._add(json.dumps(asdict(choice)), prediction)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def _add(self, layout: str, prediction: Prediction) -> None:
-        self._predictions[layout] = prediction
-        self._write({"layout": layout, "prediction": asdict(prediction)})
-
-    def _write(self, line: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
-
-
-def _lines(path: Path) -> Iterator[Any]:
-    """The complete lines of a cache. Raises UserError if it can't be read."""
-    try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            yield json.loads(line)
-    except json.JSONDecodeError:
-        return
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} can't be read: {error}") from error
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """A layout in the table."""
 
     entry: Entry
-    estimate: Estimate
-    """By formula."""
-    prediction: Prediction
+    figures: Figures
     """Of its compiled program, if it was compiled; else by formula."""
     compiled: bool
 
     @property
-    def exposed(self) -> float:
-        """Fraction of the step in which communication is not hidden."""
-        return self.prediction.exposed_seconds / self.prediction.step_seconds
-
-    @property
-    def bubble(self) -> float:
-        """Fraction of the step in which stages idle."""
-        return self.prediction.bubble_seconds / self.prediction.step_seconds
-
-    @property
     def sort_key(self) -> tuple:
         """Compiled layouts rank by their programs, ahead of all others."""
-        step = rounded(self.prediction.step_seconds)
-        return not self.compiled, step, rank(self.entry)[1], self.prediction.peak_gib
+        step = rounded(self.figures["step_seconds"])
+        return not self.compiled, step, rank(self.entry)[1], self.figures["peak_gib"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,7 +141,7 @@ class Result:
     groups: Mapping[Place, Group]
     rows: Sequence[Row]
     """The best SHOWN layouts."""
-    rejected: Sequence[tuple[Choice, Prediction]]
+    rejected: Sequence[tuple[Choice, Figures]]
     """Promising by formula, but the compiled program does not fit or there is none."""
     seconds: float
     compile_seconds: float
@@ -200,7 +152,7 @@ class Result:
 
     def slower(self, row: Row) -> float:
         """Step time over that of the best, less 1."""
-        return row.prediction.step_seconds / self.rows[0].prediction.step_seconds - 1
+        return row.figures["step_seconds"] / self.rows[0].figures["step_seconds"] - 1
 
     def tally(self) -> dict[str, int]:
         """How many layouts were tried, and what became of them."""
@@ -227,21 +179,16 @@ class Result:
             "best": [
                 {
                     **asdict(row.entry.choice),
+                    **row.figures,
                     "compiled": row.compiled,
                     "usable_gib": device.usable_gib,
-                    "formula_peak_gib": row.estimate.memory.peak_gib,
-                    "formula_step_seconds": row.estimate.step_seconds,
-                    **speed(row.estimate),
-                    **{name: value for name, value in asdict(row.prediction).items() if name not in ("error", "fits")},
-                    "exposed_share": row.exposed,
-                    "bubble_share": row.bubble,
+                    "formula_peak_gib": row.entry.peak / GIB,
+                    "formula_step_seconds": row.entry.step_seconds,
                     "slower": self.slower(row),
                 }
                 for row in self.rows
             ],
-            "rejected_by_compiler": [
-                {**asdict(choice), "peak_gib": one.peak_gib, "error": one.error} for choice, one in self.rejected
-            ],
+            "rejected_by_compiler": [{**asdict(choice), **compiled} for choice, compiled in self.rejected],
             "well_known": [{"choice": name, "verdict": verdict} for name, verdict in self.well_known()],
         }
 
@@ -297,51 +244,42 @@ class Result:
         rejected = [
             (
                 f"{choice.layout}, {choice.details}",
-                one.error or f"compiled: {one.peak_gib:.1f} of {device.usable_gib:.1f} GiB",
+                one.get("error") or f"compiled: {one['peak_gib']:.1f} of {device.usable_gib:.1f} GiB",
             )
             for choice, one in self.rejected
         ]
-        columns = ("", "layout", "data sharding", "sequence", "micro", "recompute", "step, s", "slower",
-                   "tokens/s/GPU", "MFU", "peak GiB", "bubble", "exposed", "by")  # fmt: skip
+        columns = ("", "layout", "data sharding", "sequence", "micro", "recompute", "by", "slower", *FIGURES)
         rows = [self._cells(place, row) for place, row in enumerate(self.rows, 1)]
         return Report(
             f"search for {self.task.devices} x {device.name}",
             [
                 ("searched", searched),
-                Table("best layouts", columns, rows, (1, 2, 3, 5, 13)),
+                Table("best layouts", columns, rows, (1, 2, 3, 5, 6)),
                 Table("not chosen", ("layout", "verdict"), [*self.well_known(), *rejected], (0, 1)),
                 ("to use the best", [("", line) for line in commands]),
             ],
         )
 
     def _cells(self, place: int, row: Row) -> list[str]:
-        choice, prediction = row.entry.choice, row.prediction
-        step = prediction.step_seconds
-        offload = f", {choice.offload:.0%} of moments in host memory" if choice.offload else ""
+        choice = row.entry.choice
         return [
             str(place),
             choice.layout,
-            choice.data_sharding + offload,
+            choice.data_sharding + (f", {choice.offload:.0%} of moments in host memory" if choice.offload else ""),
             "yes" if choice.sequence else "no",
             str(choice.micro_size),
             choice.recomputing,
-            f"{step:.{2 if step >= 10 else 3 if step >= 1 else 4}f}",
-            "" if place == 1 else f"{round(self.slower(row), 3) + 0.0:+.1%}",  # never -0.0%
-            f"{prediction.tokens_per_second_per_device:,.0f}",
-            f"{prediction.mfu_causal:.1%}",
-            f"{prediction.peak_gib:.1f}",
-            f"{row.bubble:.1%}",
-            f"{row.exposed:.1%}",
             "compiler" if row.compiled else "formula",
+            "" if place == 1 else f"{round(self.slower(row), 3) + 0.0:+.1%}",  # never -0.0%
+            *cells(row.figures),
         ]
 
 
 def find_best(task: Task, cache: Cache, wanted: int) -> Result:
     """Search, compile `wanted` of the best layouts, and rank them. Raises UserError if nothing fits."""
-    started = time.monotonic()
-    console = Console(stderr=True)
+    started, console, groups = time.monotonic(), Console(stderr=True), {}
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        layouts, groups = bar.add_task("layouts", total=len(task.groups())), {}
+        layouts = bar.add_task("layouts", total=len(task.groups()))
         for group in search(task):
             groups[group.place] = group
             bar.advance(layouts)
@@ -351,32 +289,27 @@ def find_best(task: Task, cache: Cache, wanted: int) -> Result:
             done = bar.add_task("compiled", total=wanted)
             # Programs for virtual GPU devices have no host memory to offload moments to.
             choices = (entry.choice for entry in entries if not entry.choice.offload)
-            compile_best(choices, wanted, lambda choice: compile_layout(task.with_choice(choice)), cache,
-                         lambda: bar.advance(done))  # fmt: skip
+            compile_best(task, choices, wanted, cache, advance=lambda: bar.advance(done))
     rows, rejected = rank_rows(task, entries, cache if wanted else Cache())
     if not rows:
         raise UserError(_nothing_fits(task, groups))
+    compile_seconds = time.monotonic() - started - seconds
     return Result(
-        task=task,
-        groups=groups,
-        rows=rows,
-        rejected=rejected,
-        seconds=seconds,
-        compile_seconds=time.monotonic() - started - seconds,
+        task=task, groups=groups, rows=rows, rejected=rejected, seconds=seconds, compile_seconds=compile_seconds
     )
 
 
-def rank_rows(task: Task, entries: Sequence[Entry], cache: Cache) -> tuple[list[Row], list[tuple[Choice, Prediction]]]:
+def rank_rows(task: Task, entries: Sequence[Entry], cache: Cache) -> tuple[list[Row], list[tuple[Choice, Figures]]]:
     """The best SHOWN layouts, and those whose compiled program does not fit."""
-    rows, rejected = [], []
+    rows, rejected, by_formula = [], [], 0
     for entry in entries:
         compiled = cache.get(entry.choice)
-        if compiled is not None and not compiled.fits:
+        if compiled is not None and not compiled["fits"]:
             rejected.append((entry.choice, compiled))
-        elif compiled is not None or sum(not row.compiled for row in rows) < SHOWN:
+        elif compiled is not None or by_formula < SHOWN:
+            by_formula += compiled is None
             estimate = task.estimated(entry.choice)
-            prediction = compiled or Prediction.of(estimate, estimate.memory.peak_gib)
-            rows.append(Row(entry=entry, estimate=estimate, prediction=prediction, compiled=compiled is not None))
+            rows.append(Row(entry, compiled or figures(estimate, estimate.memory.peak_gib), compiled is not None))
     return sorted(rows, key=lambda row: row.sort_key)[:SHOWN], rejected
 
 
@@ -407,39 +340,33 @@ def _nothing_fits(task: Task, groups: Mapping[Place, Group]) -> str:
 
 def check_config_path(path: Path, source: str) -> None:
     """Raises UserError for a file that `write_config` could not write, before the search starts."""
-    if path.suffix != ".py":
-        raise UserError(f"--out={path} must end in .py: it is a config file of a few lines.")
+    if path.suffix != ".yaml":
+        raise UserError(f"--out={path} must end in .yaml: it is a config file of a few lines.")
     if not path.resolve().parent.is_dir():
         raise UserError(f"--out={path} can't be written: there is no folder {path.parent}.")
     if find(split_source(source)[0]) == path.resolve():
-        raise UserError(f"--out={path} is the config itself.\nGive another file: it will load this one.")
+        raise UserError(f"--out={path} is the config itself.\nGive another file: it will be based on this one.")
 
 
-def write_config(path: Path, source: str, settings: list[str], title: str) -> None:
-    """Write a config file that loads `source` with settings over it. Raises UserError if it can't be written."""
+def write_config(path: Path, source: str, changed: Mapping[str, Any], title: str) -> None:
+    """Write a config file of settings over those of `source`. Raises UserError if it can't be written."""
     name, function = split_source(source)
-    base, suffix = find(name), f":{function}" if function else ""
-    if base.parent == SHIPPED:
-        loaded, imports = json.dumps(base.name + suffix), ""
-    else:
-        relative = json.dumps(os.path.relpath(base, path.resolve().parent))
-        loaded = f"str(Path(__file__).parent / {relative})" + (f" + {json.dumps(suffix)}" if suffix else "")
-        imports = "from pathlib import Path\n\n"
-    lines = "".join(f"        {json.dumps(one)},\n" for one in settings)
-    text = (
-        f'"""{title}\n\nTrain:    python -m megajax.train --config={path}\n"""\n\n{imports}'
-        "from megajax.config import load\nfrom megajax.training.run_config import RunConfig\n\n\n"
-        'def config() -> RunConfig:\n    """The config that was searched for, in another layout."""\n'
-        f"    return load(\n        {loaded},\n{lines}    )\n"
-    )
+    base = find(name)
+    based_on = base.name if base.parent == SHIPPED else os.path.relpath(base, path.resolve().parent)
+    tree: dict[str | int, Any] = {"config": f"{based_on}:{function}" if function else based_on}
+    for dotted, value in changed.items():
+        node, (*parents, last) = tree, [int(part) if part.isdigit() else part for part in dotted.split(".")]
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(f"# {title}\n{yaml.safe_dump(tree, sort_keys=False)}", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} can't be written: {error.strerror}") from error
 
 
 def main(argv: list[str]) -> int:
-    """The worker. TASK names a config file and has cluster and device; the prediction is written to the other file.
+    """The worker. TASK names a config file and has cluster and device; figures are written to the other file.
 
     Raises UserError as `compile_train_step` does.
     """
@@ -447,9 +374,8 @@ def main(argv: list[str]) -> int:
     prepare()  # before anything imports jax
     compile_step = resolve("megajax.planning.program.train_step:compile_train_step")
     plan = compile_step(load(task["config"]), Cluster(*task["cluster"]))
-    times = resolve("megajax.planning.program.train_step:step_time")(plan, Device(**task["device"]))
-    prediction = Prediction.of(times, plan.memory.peak / GIB)
-    Path(argv[1]).write_text(json.dumps(asdict(prediction)), encoding="utf-8")
+    step = resolve("megajax.planning.program.train_step:step_time")(plan, Device(**task["device"]))
+    Path(argv[1]).write_text(json.dumps(figures(step, plan.memory.peak / GIB)), encoding="utf-8")
     return 0
 
 

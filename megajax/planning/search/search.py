@@ -158,10 +158,15 @@ def problems(cfg: RunConfig, devices: int) -> list[Problem]:
     return parallel or model or cfg.problems(devices)
 
 
-def settings(old: RunConfig, new: RunConfig) -> list[str]:
-    """The settings that turn `old` into `new`, as "parallel.tensor=4"."""
-    before, after = flatten(old), flatten(new)
-    return [f"{name}={_text(value)}" for name, value in after.items() if name not in before or before[name] != value]
+def changes(old: RunConfig, new: RunConfig) -> dict[str, Any]:
+    """The settings that turn `old` into `new`: dotted name -> plain value."""
+    before = flatten(old)
+    return {name: value for name, value in flatten(new).items() if name not in before or before[name] != value}
+
+
+def settings(changed: Mapping[str, Any]) -> list[str]:
+    """As "parallel.tensor=4"."""
+    return [f"{name}={_text(value)}" for name, value in changed.items()]
 
 
 def _text(value: Any) -> str:
