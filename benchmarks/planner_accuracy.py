@@ -3,7 +3,7 @@
 Run:  python benchmarks/planner_accuracy.py [--fit]
 
 Tokens per second and GPU of dense models on A100, H100, H200, B200 and GB200, as their makers publish them (`RUNS`,
-with where), each described by model, layout, batch, recomputation and precision. Four of them (`costs.FITTED`) set four
+with where), each described by model, layout, batch, recomputation and precision. Four of them (`FITTED`) set four
 constants; all others are predictions. With --fit the four constants are found again and printed. Needs no device.
 Writes benchmarks/results/planner_accuracy.json and planner_accuracy.md.
 """
@@ -25,7 +25,16 @@ from megajax.models.presets.gpt import gpt3
 from megajax.models.presets.llama import llama2, llama3
 from megajax.planning.cost.description import Description, System
 from megajax.planning.cost.estimate import estimate
-from megajax.planning.program.devices import DEVICES, FITTED
+from megajax.planning.program.devices import DEVICES
+
+FITTED = (
+    "NeMo, Llama-3.1 8B, 8 x H100, bf16",
+    "Megatron-Bridge, Llama-3 8B, 8 x H100, fp8",
+    "Megatron-Bridge, Llama-3 8B, 8 x B200, fp8",
+    "Megatron-LM core r0.8, GPT 32B, 384 x H100, bf16",
+)
+"""Published runs that constants were fitted to, here: `matmul` of Hopper, `matmul_fp8` of
+Hopper, `matmul_fp8` of Blackwell, and the overhead of Megatron-LM's kernels of 2024."""
 
 MEGATRON = System(name="Megatron-LM with TransformerEngine", tensor_hidden=0.75)
 """All of NVIDIA's own runs from 2024 on: collectives over `tensor` run in pieces beside the matmul they belong to."""

@@ -16,19 +16,8 @@ from megajax.config.patch import Mark, plain_name, setting
 from megajax.config.tree import read_value
 from megajax.planning.cost.description import demand_formulas, has_formulas
 from megajax.planning.cost.estimate import Case, to_dict
-from megajax.planning.program.audit import arrays_table, audit
-from megajax.planning.program.devices import (
-    DEVICES,
-    GIB,
-    GPUS,
-    Cluster,
-    Device,
-    calibrated,
-    missing_packages,
-    prepare,
-    read_cluster,
-    read_device,
-)
+from megajax.planning.program import devices
+from megajax.planning.program.audit import audit, largest_arrays
 from megajax.planning.search.compare import advice, comparison, other, sweep
 from megajax.planning.search.ranking import Cache, check_config_path, find_best, write_config
 from megajax.planning.search.search import SEARCHED, Choice, Task, apply, changes, settings
@@ -64,17 +53,22 @@ NEEDS = {"compile": "search", "out": "search", "resume": "search", "png": "sweep
 """Flags that need another flag."""
 
 
+def modes_of(flags: Mapping[str, Any]) -> list[str]:
+    """Those of MODES that the flags ask for."""
+    return [name for name in MODES if flags[name] not in (None, False)]
+
+
 def count_devices(flags: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
     """Number of devices that the flags ask for, and problems of the flags. Raises UserError for an unreadable file.
 
     None if the config's own layout need not match them: a search tries others, a sweep takes other numbers.
     """
     cluster, _, problems = read_target(flags)
-    modes = [name for name in MODES if flags[name]]
+    modes = modes_of(flags)
     if len(modes) > 1:
         problems.append(Problem(f"--{modes[1]}", f"goes with no --{modes[0]}", "ask for one of them at a time"))
-    for mode in ("formula", *MODES):
-        if flags["audit"] and flags[mode]:
+    for mode in [*["formula"] * flags["formula"], *modes]:
+        if flags["audit"]:
             problems.append(Problem("--audit", f"goes with no --{mode}", "it reads the program that is compiled"))
     if flags["html"] is not None and modes:
         problems.append(Problem("--html", f"goes with no --{modes[0]}", "it shows a single plan"))
@@ -130,11 +124,11 @@ class Request:
 
     def compiled(self) -> tuple[Report, Any]:
         case = self.case
-        if case.cluster.name not in GPUS:
+        if case.cluster.name not in devices.GPUS:
             raise UserError(
                 f"{case.cluster.name} is described in --device-file, which the compiler can't use: give --formula"
             )
-        prepare()  # before anything imports jax
+        devices.prepare()  # before anything imports jax
         try:
             plan = resolve("megajax.planning.program.train_step:compile_train_step")(case.cfg, case.cluster)
         except resolve("jax.errors:JaxRuntimeError") as error:
@@ -145,9 +139,9 @@ class Request:
             ) from error
         audited = audit(plan.text, plan.unknown_trips) if self.flags["audit"] else None
         report, figures = resolve("megajax.planning.program.train_step:report")(plan, case.device, audited)
-        tables = [] if plan.fits else [arrays_table(plan.text)]
+        tables = [] if plan.fits else [largest_arrays(plan.text)]
         if not plan.fits and has_formulas(case.cfg):
-            excess = plan.memory.peak / GIB - case.estimate.memory.peak_gib
+            excess = plan.memory.peak / devices.GIB - case.estimate.memory.peak_gib
             tables += advice(case, excess_gib=excess, margin=MARGIN)
         return replace(report, blocks=[*report.blocks, *tables]), figures
 
@@ -186,7 +180,9 @@ class Request:
 
     def _layouts_to_compile(self) -> int:
         name, wanted = self.case.cluster.name, self.flags["compile"]
-        missing = missing_packages() if name in GPUS else [f"a device the compiler knows, which {name} is not"]
+        missing = [f"a device the compiler knows, which {name} is not"]
+        if name in devices.GPUS:
+            missing = devices.missing_packages()
         if wanted is None:
             return 0 if missing or self.flags["formula"] else COMPILED
         if wanted < 0:
@@ -207,7 +203,7 @@ def plan(command: Command, fixed: Mapping[str, Any]) -> None:
     flags = command.flags
     cluster, device, _ = read_target(flags)
     assert cluster is not None and device is not None  # `count_devices` has reported problems
-    mode = next((name for name in MODES if flags[name]), "by_formula" if flags["formula"] else "compiled")
+    mode = next(iter(modes_of(flags)), "by_formula" if flags["formula"] else "compiled")
     if mode != "compiled":
         demand_formulas(command.config)
     request = Request(Case(command.config, cluster, device), command.source or "", flags, fixed)
@@ -234,7 +230,7 @@ def _config_of(source: str) -> RunConfig:
     return config
 
 
-def read_target(flags: Mapping[str, Any]) -> tuple[Cluster | None, Device | None, list[Problem]]:
+def read_target(flags: Mapping[str, Any]) -> tuple[devices.Cluster | None, devices.Device | None, list[Problem]]:
     """Cluster that --devices asks for, and the constants of its devices with those of other flags in their place.
 
     None and problems for wrong values of --devices. Raises UserError for a file that can't be read or is of another
@@ -242,15 +238,15 @@ def read_target(flags: Mapping[str, Any]) -> tuple[Cluster | None, Device | None
     """
     described = {}
     if flags["device_file"] is not None:
-        own = read_device(flags["device_file"])
+        own = devices.read_device(flags["device_file"])
         described = {own.name.lower(): own}
     nodes = {name: own.per_node for name, own in described.items()}
-    cluster, problems = read_cluster(flags["devices"], flags["gpus_per_node"], nodes)
+    cluster, problems = devices.read_cluster(flags["devices"], flags["gpus_per_node"], nodes)
     if cluster is None:
         return None, None, problems
-    device = described.get(cluster.name) or DEVICES[cluster.name]
+    device = described.get(cluster.name) or devices.DEVICES[cluster.name]
     if flags["calibration"] is not None:
-        device = calibrated(device, flags["calibration"])
+        device = devices.calibrated(device, flags["calibration"])
     rates = {name: flags[name] * 1e9 for name in ("nvlink", "network") if flags[name] is not None}
     for name, rate in rates.items():
         if not 0 < rate < float("inf"):

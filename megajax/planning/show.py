@@ -26,7 +26,7 @@ BYTE_CLASSES = {
 }
 """Classes of memory traffic, and what is in them."""
 FIGURES: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "step, s": lambda plan: f"{plan['step_seconds']:.4g}",
+    "step, s": lambda plan: f"{plan['step_seconds']:#.4g}".rstrip("."),
     "tokens/s/GPU": lambda plan: f"{plan['tokens_per_second_per_device']:,.0f}",
     "MFU": lambda plan: f"{plan['mfu_causal']:.1%}",
     "bubble": lambda plan: f"{plan['bubble_seconds'] / plan['step_seconds']:.1%}",

@@ -7,13 +7,13 @@ from pathlib import Path
 import planner_accuracy
 import pytest
 
-from megajax.planning.program.devices import DEVICES, FITTED
+from megajax.planning.program.devices import DEVICES
 
 
 def test_published_speeds_are_predicted() -> None:
     actual = planner_accuracy.lines()
     said = planner_accuracy.summary(actual)
-    assert said["predicted"] >= 16 and said["fitted"] == len(FITTED) <= 4
+    assert said["predicted"] >= 16 and said["fitted"] == len(planner_accuracy.FITTED) <= 4
     assert said["median_error"] <= 0.10 and said["worst_error"] <= 0.20
     devices = {run.device for run in planner_accuracy.RUNS}
     assert devices == {"a100-80gb", "h100", "h200", "b200", "gb200"}

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,21 @@ PUBLISHED: dict[str, tuple[str, int, dict[str, int]]] = {
 LIGHT = ("norm", "activation", "query_key_value")
 
 
-@pytest.mark.parametrize("case", PUBLISHED)
+@cache
+def best_zero1(name: str, devices: int) -> tuple[Task, Entry]:
+    asked = task(name, devices, data_sharding="zero1")
+    return asked, best_of(asked)[0]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.slow] * name.endswith("1024")) for name in PUBLISHED]
+)
 def test_it_finds_a_layout_no_slower_than_the_published_one(case: str) -> None:
     name, devices, sizes = PUBLISHED[case]
-    asked = task(name, devices, data_sharding="zero1")
+    asked, best = best_zero1(name, devices)
     data = devices // (sizes["tensor"] * sizes["pipeline"] * sizes.get("context", 1))
     base = ParallelConfig(data=data, sequence=True, schedule="interleaved", data_sharding="zero1")
     layout = replace(base, **sizes)
-    best = best_of(asked)[0]
     kept = [published(asked, devices, layout, recompute=word) for word in ("none", "selective", LIGHT, "full")]
     fastest = min(other.step_seconds for other in kept if other.memory.peak <= asked.limit)
     # Steps that differ in the fourth digit rank as alike. With a context axis, which configs refuse in this version,
@@ -137,12 +145,12 @@ def planned(
 
 def test_printed_table_json_and_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "best.yaml"
-    written = planned(tmp_path, f"--out={out}", "--batch.global_size=256")
+    written = planned(tmp_path, f"--out={out}", "--batch.global_size=256", "--parallel.tensor=8")
     printed = capsys.readouterr().out
     for text in ("pure FSDP", "tensor 8 without a pipeline", "the config as given", "slower", "exposed"):
         assert text in printed
     assert "context and expert parallelism" in printed and f"--config={out}" in printed
-    assert len(written["best"]) == 5 and written["tried"] > 3000
+    assert len(written["best"]) == 5 and written["tried"] > 500
     assert written["best"][0]["step_seconds"] <= written["best"][1]["step_seconds"]
     assert written["best"][0]["slower"] == 0 < written["best"][-1]["slower"]
     # The file is a config; so is the command line. Both are what was found.

@@ -359,10 +359,11 @@ def estimate(run: Description) -> Estimate:
     once = once_work(run, sum(held), weights)
     # Moments in host memory are fetched and sent back, and nothing overlaps with that.
     away = run.moments_away * run.moments * run.moment_bytes * weights
+    counts = {"data": run.shards, "micro_size": run.micro_size, "microbatches": run.microbatches}
     return Estimate(
         run=run,
         memory=memory,
-        report=megatron_report(run),
+        report=memory_report(run.model, MemorySetting.of(run.parallel, run.recomputing.recompute, **counts)),
         flops=run.model.flops(),
         schedule=schedule,
         traffic=tuple(rows),
@@ -375,12 +376,6 @@ def estimate(run: Description) -> Estimate:
         bubble_seconds=bubble_seconds,
         optimizer_seconds=once.stream / memory_rate(run) + 2 * away / run.device.host,
     )
-
-
-def megatron_report(run: Description) -> MemoryReport:
-    """Megatron-LM's memory report for the model in this layout."""
-    counts = {"data": run.shards, "micro_size": run.micro_size, "microbatches": run.microbatches}
-    return memory_report(run.model, MemorySetting.of(run.parallel, run.recomputing.recompute, **counts))
 
 
 def bytes_per_step(step: Estimate) -> dict[str, float]:

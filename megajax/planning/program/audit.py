@@ -9,23 +9,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from megajax.metrics.banner import Section
+from megajax.planning.program import hlo
 from megajax.planning.program.devices import GIB, MIB, Device
-from megajax.planning.program.hlo import (
-    COLLECTIVES,
-    DONE,
-    START,
-    Computation,
-    Instruction,
-    Place,
-    Program,
-    arrays,
-    closing,
-    rounds,
-    size,
-)
 from megajax.planning.show import Table, traffic_by_class, unit_of
 
 type Work = Literal["matmul", "attention", "collective", "fill", "move", "cast", "compute"]
@@ -67,7 +55,7 @@ class Kernel:
 
     name: str
     work: Work
-    place: Place
+    place: hlo.Place
     shape: str
     """Of its result."""
     read: int
@@ -109,7 +97,7 @@ class Audit:
 
     def writes(self, kind: str, least: int) -> list[Kernel]:
         """Kernels with a result of a dtype ("f32") and at least `least` elements."""
-        return [one for one in self.kernels if any(k == kind and n >= least for k, n in arrays(one.shape))]
+        return [one for one in self.kernels if any(k == kind and n >= least for k, n in hlo.arrays(one.shape))]
 
     def by_work(self) -> dict[str, int]:
         """Bytes per step and device by kind of work."""
@@ -136,7 +124,7 @@ class Audit:
 
 def _scratch(shape: str) -> int:
     """Bytes of the byte arrays in a tuple result."""
-    return sum(elements for kind, elements in arrays(shape) if kind in ("s8", "u8") and shape.startswith("("))
+    return sum(elements for kind, elements in hlo.arrays(shape) if kind in ("s8", "u8") and shape.startswith("("))
 
 
 def audit(text: str, unknown_trips: int = 1) -> Audit:
@@ -145,17 +133,17 @@ def audit(text: str, unknown_trips: int = 1) -> Audit:
     unknown_trips: see `hlo.rounds`. Conditionals that don't say how often they run and have an idle branch count as
     always working.
     """
-    program = Program.read(text)
+    program = hlo.Program.read(text)
     head = text.partition("\n")[0]
     aliased = [int(number) for number in _ALIAS.findall(head.partition("entry_computation_layout")[0])]
     arguments = _SHAPE.findall(head.partition("entry_computation_layout={(")[2].partition(")->")[0])
     return Audit(
-        kernels=tuple(_kernels(program, program.entry, (Place(), unknown_trips), count(1))),
-        aliased=sum(size(arguments[number]) for number in aliased),
+        kernels=tuple(_kernels(program, program.entry, (hlo.Place(), unknown_trips), count(1))),
+        aliased=sum(hlo.size(arguments[number]) for number in aliased),
     )
 
 
-def _kernels(program: Program, name: str, where: tuple[Place, int], numbers: Iterator[int]) -> Iterator[Kernel]:
+def _kernels(program: hlo.Program, name: str, where: tuple[hlo.Place, int], numbers: Iterator[int]) -> Iterator[Kernel]:
     """Kernels of a computation and of all it calls; where: its place, and `unknown_trips`."""
     computation, (place, unknown_trips) = program.computations[name], where
     for one in computation.values():
@@ -163,7 +151,7 @@ def _kernels(program: Program, name: str, where: tuple[Place, int], numbers: Ite
             inner = place.inside(one, next(numbers))
             yield from _kernels(program, one.callees["body"][0], (inner, unknown_trips), count(1))
         elif one.opcode == "conditional":
-            inside = Place(place.path, place.trips, True, place.share), unknown_trips
+            inside = hlo.Place(place.path, place.trips, True, place.share), unknown_trips
             names = program.called(one, "branches")
             branches = [[*_kernels(program, branch, inside, numbers)] for branch in names]
             for branch, share in zip(branches, _branch_shares(branches, one.share), strict=True):
@@ -171,7 +159,7 @@ def _kernels(program: Program, name: str, where: tuple[Place, int], numbers: Ite
         elif one.opcode == "call":
             for callee in program.called(one):
                 yield from _kernels(program, callee, where, numbers)
-        elif one.opcode not in FREE and not one.opcode.endswith(DONE):
+        elif one.opcode not in FREE and not one.opcode.endswith(hlo.DONE):
             yield _kernel(program, one, computation, where)
 
 
@@ -194,7 +182,7 @@ def _branch_shares(branches: Sequence[Sequence[Kernel]], busy: float | None) -> 
     return [(1 - busy) / sum(idle) if is_idle else busy / (len(idle) - sum(idle)) for is_idle in idle]
 
 
-def _kernel(program: Program, one: Instruction, home: Computation, where: tuple[Place, int]) -> Kernel:
+def _kernel(program: hlo.Program, one: hlo.Instruction, home: hlo.Computation, where: tuple[hlo.Place, int]) -> Kernel:
     place, unknown_trips = where
     inner = [program.computations[name] for name in program.called(one, "calls")]
     body = inner[0] if inner else {one.name: one}
@@ -213,22 +201,22 @@ def _kernel(program: Program, one: Instruction, home: Computation, where: tuple[
         target=next((each.target for each in body.values() if each.target is not None), None),
         opcodes=frozenset(each.opcode for each in body.values()) - FREE,
         share=place.share,
-        rounds=rounds(place.trips, unknown_trips),
+        rounds=hlo.rounds(place.trips, unknown_trips),
     )
 
 
-def _result(one: Instruction) -> str:
+def _result(one: hlo.Instruction) -> str:
     """Shape of the result, also of an asynchronous start, whose shape is ((operands), result, context)."""
-    if not one.opcode.endswith(START) or not one.shape.startswith("(("):
+    if not one.opcode.endswith(hlo.START) or not one.shape.startswith("(("):
         return one.shape
-    rest = one.shape[closing(one.shape, 1) :].lstrip(", ")
+    rest = one.shape[hlo.closing(one.shape, 1) :].lstrip(", ")
     return rest.rpartition(", u32[]")[0] or rest
 
 
-def _work(program: Program, one: Instruction, body: Computation) -> Work:
+def _work(program: hlo.Program, one: hlo.Instruction, body: hlo.Computation) -> Work:
     opcodes = {each.opcode for each in body.values()} - FREE
     targets = [each.target or "" for each in body.values()]
-    if any(opcode.removesuffix(START) in COLLECTIVES for opcode in opcodes | {one.opcode}):
+    if any(opcode.removesuffix(hlo.START) in hlo.COLLECTIVES for opcode in opcodes | {one.opcode}):
         return "collective"
     if any("fmha" in target for target in targets) or "pallas_call" in one.attributes:
         return "attention"
@@ -242,38 +230,38 @@ def _work(program: Program, one: Instruction, body: Computation) -> Work:
     return "cast" if numbers <= MOVING | {"convert"} else "compute"
 
 
-def _is_index(one: Instruction) -> bool:
+def _is_index(one: hlo.Instruction) -> bool:
     """Whether it computes an index into an array: one integer."""
-    return all(kind in OFFSETS and elements == 1 for kind, elements in arrays(one.shape))
+    return all(kind in OFFSETS and elements == 1 for kind, elements in hlo.arrays(one.shape))
 
 
-def _unfused(one: Instruction, home: Computation) -> tuple[int, int]:
+def _unfused(one: hlo.Instruction, home: hlo.Computation) -> tuple[int, int]:
     """(read, written) of an instruction that is a kernel by itself."""
     if one.opcode in SLICING:
-        return size(one.shape), size(one.shape)
+        return hlo.size(one.shape), hlo.size(one.shape)
     if one.opcode == "dynamic-update-slice":
-        return size(home[one.operands[1]].shape), size(home[one.operands[1]].shape)
-    return sum(size(home[name].shape) for name in one.operands if name in home), size(_result(one))
+        return hlo.size(home[one.operands[1]].shape), hlo.size(home[one.operands[1]].shape)
+    return sum(hlo.size(home[name].shape) for name in one.operands if name in home), hlo.size(_result(one))
 
 
-def _read(body: Computation) -> int:
+def _read(body: hlo.Computation) -> int:
     """Bytes that a fusion reads of its parameters."""
-    users: dict[str, list[Instruction]] = {}
+    users: dict[str, list[hlo.Instruction]] = {}
     for one in body.values():
         for name in one.operands:
             users.setdefault(name, []).append(one)
 
     def elements(name: str) -> int:
         """Elements that are needed of an instruction's result."""
-        whole = sum(n for _, n in arrays(body[name].shape))
+        whole = sum(n for _, n in hlo.arrays(body[name].shape))
         needed = 0
         for user in users.get(name, []):
             if user.opcode in SLICING and user.operands[0] == name:
-                needed += sum(n for _, n in arrays(user.shape))
+                needed += sum(n for _, n in hlo.arrays(user.shape))
             elif user.opcode == "dynamic-update-slice" and user.operands[0] == name:
                 continue
             elif user.opcode == "scatter" and user.operands[0] == name:
-                needed += sum(n for _, n in arrays(body[user.operands[-1]].shape))
+                needed += sum(n for _, n in hlo.arrays(body[user.operands[-1]].shape))
             elif user.opcode in THROUGH:
                 needed += elements(user.name)
             else:
@@ -283,56 +271,41 @@ def _read(body: Computation) -> int:
 
     total = 0
     for one in body.values():
-        if one.opcode == "parameter" and (whole := sum(n for _, n in arrays(one.shape))):
-            total += size(one.shape) * elements(one.name) // whole
+        if one.opcode == "parameter" and (whole := sum(n for _, n in hlo.arrays(one.shape))):
+            total += hlo.size(one.shape) * elements(one.name) // whole
     return total
 
 
-def _written(root: Instruction, body: Computation) -> int:
+def _written(root: hlo.Instruction, body: hlo.Computation) -> int:
     """Bytes that a fusion writes: of its root, or of each part of a tuple."""
     if root.opcode == "tuple":
         return sum(_written(body[name], body) for name in root.operands)
     if root.opcode == "dynamic-update-slice":
-        return size(body[root.operands[1]].shape)
+        return hlo.size(body[root.operands[1]].shape)
     if root.opcode == "scatter":
-        return size(body[root.operands[-1]].shape)
+        return hlo.size(body[root.operands[-1]].shape)
     if root.opcode == "bitcast" and body[root.operands[0]].opcode in ("dynamic-update-slice", "scatter"):
         return _written(body[root.operands[0]], body)
-    return size(root.shape)
+    return hlo.size(root.shape)
 
 
-class Array(NamedTuple):
-    """All arrays of one shape, on one device."""
+def largest_arrays(text: str, most: int = 5) -> Table:
+    """The largest arrays in memory of a program's text, by shape; arrays inside of fusions are never in memory.
 
-    shape: str
-    """As in f32[24,5,8192]."""
-    bytes: int
-    """Of one of them."""
-    times: int
-    """Instructions that make one; not all are alive at once."""
-    made_by: str
-    """Last parts of the origin of the first of them."""
-
-
-def largest_arrays(text: str, most: int = 5) -> list[Array]:
-    """The largest arrays in memory of a program's text, by shape; arrays inside of fusions are never in memory."""
+    in program: instructions that make one, not all of which are alive at once; made by: the first of them.
+    """
     makers: dict[str, list[str]] = {}
-    for name, computation in Program.read(text).computations.items():
+    for name, computation in hlo.Program.read(text).computations.items():
         for one in () if _FUSED.match(name) else computation.values():
             shape = _ONE_ARRAY.match(one.shape)
             if shape is not None and one.opcode not in ("parameter", "get-tuple-element", "bitcast"):
                 makers.setdefault(shape[1], []).append(one.origin or one.opcode)
-    largest = sorted(makers.items(), key=lambda item: -size(item[0]))[:most]
 
     def made_by(origin: str) -> str:
         return "/".join([part for part in origin.split("/") if part not in COMMON_SCOPES][-3:])
 
-    return [Array(shape, size(shape), len(names), made_by(names[0])) for shape, names in largest]
-
-
-def arrays_table(text: str) -> Table:
-    """The largest arrays of a program's text."""
-    rows = [(one.shape, f"{one.bytes / GIB:.2f}", str(one.times), one.made_by) for one in largest_arrays(text)]
+    largest = sorted(makers.items(), key=lambda item: -hlo.size(item[0]))[:most]
+    rows = [(shape, f"{hlo.size(shape) / GIB:.2f}", str(len(names)), made_by(names[0])) for shape, names in largest]
     return Table("largest arrays of the program", ("shape", "GiB", "in program", "made by"), rows, (0, 3))
 
 

@@ -5,9 +5,9 @@ Architecture"; H100 and H200 SXM: "NVIDIA H100 Tensor Core GPU Architecture" and
 "NVIDIA Blackwell Architecture Technical Brief", the DGX B200 and the GB200 NVL72 data sheets) and, for what is common
 to a compute capability, the table in the CUDA C++ Programming Guide. Rates of NVLink and ConnectX are of one direction.
 
-The shares of these rates that programs achieve come from measurements named beside each, or from the runs named in
-`FITTED`, which benchmarks/planner_accuracy.py fits them to; benchmarks/calibrate.py measures them on hardware at hand,
-and `calibrated` puts such a file in their place.
+The shares of these rates that programs achieve come from measurements named beside each; those that are fitted, to the
+runs named in benchmarks/planner_accuracy.py. benchmarks/calibrate.py measures them on hardware at hand, and
+`calibrated` puts such a file in their place.
 """
 
 import os
@@ -41,14 +41,6 @@ CUDNN = (9, 10, 0)
 """Version of cuDNN that virtual devices have."""
 MOST_DEVICES = 16_384
 """Largest cluster."""
-FITTED = (
-    "NeMo, Llama-3.1 8B, 8 x H100, bf16",
-    "Megatron-Bridge, Llama-3 8B, 8 x H100, fp8",
-    "Megatron-Bridge, Llama-3 8B, 8 x B200, fp8",
-    "Megatron-LM core r0.8, GPT 32B, 384 x H100, bf16",
-)
-"""Published runs that constants were fitted to, in benchmarks/planner_accuracy.py: `matmul` of Hopper, `matmul_fp8` of
-Hopper, `matmul_fp8` of Blackwell, and the overhead of Megatron-LM's kernels of 2024."""
 
 
 def usable_gib(memory_gib: float) -> float:
@@ -71,13 +63,10 @@ class GPU:
     lanes: int
     """float32 units per multiprocessor."""
     capability: tuple[int, int]
-    """Compute capability."""
     shared_kib: int
     """Shared memory per multiprocessor; a block may use all but 1 KiB of it."""
     l2_mib: float
-    """Level-2 cache."""
     clock_ghz: float
-    """Boost clock."""
     links: int
     """NVLink connections."""
     per_node: int = 8
@@ -296,12 +285,8 @@ DEVICES = {
 REQUIRED = ("name", "memory_gib", "bandwidth", "peak", "nvlink", "network")
 OTHERS = f"any other one: --formula --device-file=FILE, YAML with {', '.join(REQUIRED)}"
 HOW = (
-    "describe it in a file and give that with --device-file, as YAML:\n"
-    "  name: h300\n  memory_gib: 192\n  bandwidth: 6.0e12   # of its memory, bytes/s\n"
-    "  peak: 1.2e15       # bfloat16 matmuls, operations/s\n"
-    "  nvlink: 600e9      # within a node, bytes/s, one direction\n"
-    "  network: 50e9      # between nodes, bytes/s of each device, one direction\n"
-    f"and, if known: {', '.join(f.name for f in fields(Device) if f.name not in REQUIRED)}"
+    f"give a YAML file with {', '.join(REQUIRED)}, in GiB, bytes/s and operations/s (docs/planning.md has one),\n"
+    f"and, if known: {', '.join(field.name for field in fields(Device) if field.name not in REQUIRED)}"
 )
 """How to plan for a device that is not known."""
 

@@ -290,15 +290,17 @@ class Change:
 def cheapest(here: Case, limit_gib: float) -> list[Change]:
     """Changes with a peak of at most `limit_gib` by formula, fastest first.
 
-    One of each kind; if these are too few, pairs of two kinds as well.
+    One of each kind; if these are too few, pairs of kinds that are not enough alone, and further ones of a kind.
     """
     kinds = [*_kinds(here)]
-    best = [change for kind in kinds for change in _fitting(here, kind, limit_gib)[:1]]
+    single = [_fitting(here, kind, limit_gib) for kind in kinds]
+    best = sorted((changes[0] for changes in single if changes), key=_seconds)
     if len(best) < MOST_CHANGES:
-        for one, other in combinations(kinds, 2):
-            pairs = [a | b for a in one[-TRIED:] for b in other[-TRIED:] if not a.keys() & b.keys()]
-            best += _fitting(here, pairs, limit_gib)[:1]
-    return sorted(best, key=_seconds)[:MOST_CHANGES]
+        rest = [kind[-TRIED:] for kind, fitting in zip(kinds, single, strict=True) if not fitting]
+        pairs = ([a | b for a in one for b in two if not a.keys() & b.keys()] for one, two in combinations(rest, 2))
+        best += sorted((change for pair in pairs for change in _fitting(here, pair, limit_gib)[:1]), key=_seconds)
+        best += sorted((change for fitting in single for change in fitting[1:]), key=_seconds)
+    return sorted(best[:MOST_CHANGES], key=_seconds)
 
 
 def _seconds(change: Change) -> float:

@@ -93,14 +93,11 @@ class Choice:
     @classmethod
     def of(cls, cfg: RunConfig, devices: int) -> "Choice":
         """The settings that a config has. Raises UserError for a model without facts."""
-        parallel, recomputing = cfg.parallel, demand_facts(cfg.model).recomputing()
+        recomputing = demand_facts(cfg.model).recomputing()
+        parallel: dict[str, Any] = {name: getattr(cfg.parallel, name) for name in _PARALLEL}
+        parallel["data"] = cfg.parallel.data_size(devices)
         return cls(
-            tensor=parallel.tensor,
-            pipeline=parallel.pipeline,
-            virtual_stages=parallel.virtual_stages,
-            data=parallel.data_size(devices),
-            data_sharding=parallel.data_sharding,
-            sequence=parallel.sequence,
+            **parallel,
             micro_size=cfg.batch.micro_size,
             recompute=recomputing.recompute,
             recompute_layers=recomputing.layers,
