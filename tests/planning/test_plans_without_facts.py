@@ -64,7 +64,7 @@ def test_a_compiled_plan_has_memory_and_no_times(config_file: Path, tmp_path: Pa
     assert figures["step_seconds"] is None and figures["mfu_causal"] is None
     assert "needs facts of the model" in shown.text()
     shown.write_page(tmp_path / "plan.html")
-    assert f"{peak_gib}.0 GiB" in (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert f"temporary: {peak_gib}.0" in (tmp_path / "plan.html").read_text(encoding="utf-8")
 
 
 def test_kernels_are_those_of_the_planned_gpu_beside_a_layer_without_facts_and_in_segments() -> None:

@@ -1,7 +1,4 @@
-"""The layouts that a search lists: the best, the most promising of them compiled, and well-known ones beside them.
-
-`python -m megajax.planning.search.ranking TASK.json FIGURES.json` compiles one layout, in a process of its own.
-"""
+"""The layouts that a search lists: the best, the most promising of them compiled, and well-known ones beside them."""
 
 import contextlib
 import json
@@ -20,15 +17,12 @@ import yaml
 from rich.console import Console
 from rich.progress import Progress
 
-from megajax.command_line import front_door
-from megajax.config import load
-from megajax.config.builds import resolve
 from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
 from megajax.config.files import SHIPPED, find, split_source
 from megajax.metrics.text import duration
-from megajax.planning.cost.estimate import Case, Estimate, speed
-from megajax.planning.program.devices import GIB, Cluster, Device, prepare
+from megajax.planning.cost.estimate import SPEED, Case, to_dict
+from megajax.planning.program.devices import GIB
 from megajax.planning.search.search import Choice, Entry, Group, Place, Task, explore, rank, ranked, rounded, search
 from megajax.planning.show import FIGURES, Report, Table, cells
 
@@ -43,23 +37,21 @@ type Figures = dict[str, Any]
 """By the names of a plan's JSON: `fits`, `peak_gib` and those of time; or only `fits` and the compiler's `error`."""
 
 
-def figures(step: Estimate, peak_gib: float) -> Figures:
-    return {"peak_gib": peak_gib, "fits": peak_gib <= step.run.device.usable_gib, **speed(step)}
-
-
 def compile_layout(case: Case) -> Figures:
-    """Compile the step of a config on a cluster, in a worker process."""
+    """Compile the step of a config on a cluster, in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="megajax_search_") as folder:
-        config, task, out = (Path(folder) / name for name in ("config.yaml", "task.json", "figures.json"))
+        config, constants, out = (Path(folder) / name for name in ("config.yaml", "device.json", "plan.json"))
         config.write_text(to_yaml(case.cfg), encoding="utf-8")
-        written = {"config": str(config), "cluster": case.cluster, "device": asdict(case.device)}
-        task.write_text(json.dumps(written), encoding="utf-8")
-        command = [sys.executable, "-m", "megajax.planning.search.ranking", str(task), str(out)]
+        constants.write_text(json.dumps(asdict(case.device)), encoding="utf-8")
+        name, devices, per_node = case.cluster
+        words = [f"--devices={name}:{devices}", f"--gpus-per-node={per_node}", f"--calibration={constants}"]
+        command = [sys.executable, "-m", "megajax.plan", f"--config={config}", *words, f"--json={out}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if line.strip()]
             return {"fits": False, "error": lines[-1].strip() if lines else f"ended with code {done.returncode}"}
-        return json.loads(out.read_text(encoding="utf-8"))
+        plan = json.loads(out.read_text(encoding="utf-8"))
+        return {key: plan[key] for key in ("peak_gib", "fits", *SPEED)}
 
 
 class Cache:
@@ -179,7 +171,7 @@ class Result:
             "best": [
                 {
                     **asdict(row.entry.choice),
-                    **row.figures,
+                    **{name: row.figures[name] for name in ("peak_gib", "fits", *SPEED)},
                     "compiled": row.compiled,
                     "usable_gib": device.usable_gib,
                     "formula_peak_gib": row.entry.peak / GIB,
@@ -308,8 +300,7 @@ def rank_rows(task: Task, entries: Sequence[Entry], cache: Cache) -> tuple[list[
             rejected.append((entry.choice, compiled))
         elif compiled is not None or by_formula < SHOWN:
             by_formula += compiled is None
-            estimate = task.estimated(entry.choice)
-            rows.append(Row(entry, compiled or figures(estimate, estimate.memory.peak_gib), compiled is not None))
+            rows.append(Row(entry, compiled or to_dict(task.estimated(entry.choice)), compiled is not None))
     return sorted(rows, key=lambda row: row.sort_key)[:SHOWN], rejected
 
 
@@ -363,21 +354,3 @@ def write_config(path: Path, source: str, changed: Mapping[str, Any], title: str
         path.write_text(f"# {title}\n{yaml.safe_dump(tree, sort_keys=False)}", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} can't be written: {error.strerror}") from error
-
-
-def main(argv: list[str]) -> int:
-    """The worker. TASK names a config file and has cluster and device; figures are written to the other file.
-
-    Raises UserError as `compile_train_step` does.
-    """
-    task = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
-    prepare()  # before anything imports jax
-    compile_step = resolve("megajax.planning.program.train_step:compile_train_step")
-    plan = compile_step(load(task["config"]), Cluster(*task["cluster"]))
-    step = resolve("megajax.planning.program.train_step:step_time")(plan, Device(**task["device"]))
-    Path(argv[1]).write_text(json.dumps(figures(step, plan.memory.peak / GIB)), encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    front_door(main)
