@@ -1,15 +1,14 @@
 """Plan a run on virtual GPU devices, or draw a pipeline's schedule: `python -m megajax.plan`."""
 
-import shutil
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 from megajax.command_line import Flag, front_door, parse
 from megajax.config.builds import resolve
-from megajax.config.errors import ConfigError, UserError
+from megajax.config.errors import UserError
 from megajax.config.patch import plain_name
-from megajax.planning.command import FLAGS, PNG, count_devices, plan, take_searched
 from megajax.training.run_config import COMMON
 
 DESCRIPTION = """With --config and --devices: compile the config's train step for virtual GPU devices, and print
@@ -20,6 +19,26 @@ fastest layout, --compare shows two plans side by side, --sweep scales the numbe
 With --schedule, --stages and --microbatches: draw a pipeline schedule: which stage works on which microbatch at each
 tick, what share of the time stages wait (the bubble), and how many activations each stage keeps."""
 
+PNG = Flag("png", Path | None, help="of a schedule or a sweep: also draw it into this file (extra plot)")
+FLAGS = (
+    Flag("devices", str | None, help="GPUs to plan for, as GPU:N: a100-40gb, a100 (80 GB), h100, h200, b200 or gb200"),
+    Flag("gpus-per-node", int | None, help="GPUs that NVLink connects; 8, of gb200 72, unless given"),
+    Flag("audit", help="of a compiled plan: bytes through memory, by class of kernel"),
+    Flag("formula", help="compile nothing: memory, traffic and speed by formulas"),
+    Flag("search", help="find the fastest layout; settings given on the command line stay"),
+    Flag("compile", int | None, help="of a search: layouts to compile; 3 with the extra aot, else 0"),
+    Flag("out", Path | None, help="of a search: write the best into this YAML file, a config based on --config"),
+    Flag("resume", Path | None, help="of a search: cache file to go on from; beside --out unless given"),
+    Flag("compare", str | None, help="another plan, in quotes: OTHER.py, GPU:N, --setting=value ..., or several"),
+    Flag("sweep", str | None, help="curves over devices:64,128,...,16384, or over a setting: NAME:1,2,4"),
+    Flag("device-file", Path | None, help="by formula: YAML that describes another device"),
+    Flag("calibration", Path | None, help="constants measured by benchmarks/calibrate.py, in place of the known ones"),
+    Flag("nvlink", float | None, help="GB/s from a GPU to others of its node, one direction"),
+    Flag("network", float | None, help="GB/s from a GPU to other nodes, one direction"),
+    Flag("json", Path | None, help="also write it into this file"),
+    Flag("html", Path | None, help="of a plan: also write it as an HTML page, with the timeline of a step"),
+    PNG,
+)
 SCHEDULE_FLAGS = (
     Flag("schedule", str, required=True, help="gpipe: all forwards, then all backwards; 1f1b: backwards as early as "
          "they can be; interleaved: 1f1b over several virtual stages"),
@@ -30,7 +49,6 @@ SCHEDULE_FLAGS = (
          "(parallel.loss_wait)"),
     PNG,
 )  # fmt: skip
-MOST_ENTRIES = 1_000_000
 USAGE = """
   python -m megajax.plan --config=FILE --devices=h100:128          compiles the config for 128 GPUs (or --formula)
   python -m megajax.plan --config=FILE --devices=h100:128 --search     finds its fastest layout there
@@ -52,53 +70,18 @@ def main(argv: list[str]) -> int:
             for flag in SCHEDULE_FLAGS:
                 if plain_name(flag.name) in names and flag not in FLAGS:
                     raise UserError(f"--{flag.name} goes with --schedule, not with --config{USAGE}")
-            return plan_config(argv)
+            words, fixed = resolve("megajax.planning.command:take_searched")(argv)
+            count = resolve("megajax.planning.command:count_devices")
+            command = parse(words, verb="plan", flags=FLAGS, description=DESCRIPTION, count_devices=count)
+            resolve("megajax.planning.command:plan")(command, fixed, (sys.executable, "-m", "megajax.plan"))
         case False, True:
-            return draw(argv)
+            command = parse(argv, verb="plan", flags=SCHEDULE_FLAGS, with_config=False, description=DESCRIPTION)
+            resolve("megajax.planning.command:draw")(command.flags)
         case True, True:
             raise UserError(f"--config and --schedule ask for two plans: give one of them{USAGE}")
         case _:
             raise UserError(f"nothing to plan: give --config or --schedule{USAGE}")
-
-
-def plan_config(argv: list[str]) -> int:
-    """Plan a config; print the tables and write what is asked for."""
-    words, fixed = take_searched(argv)
-    command = parse(words, verb="plan", flags=FLAGS, description=DESCRIPTION, count_devices=count_devices)
-    plan(command, fixed)
     return 0
-
-
-def draw(argv: list[str]) -> int:
-    """Print a schedule's table and its figures; with --png, draw it."""
-    command = parse(argv, verb="plan", flags=SCHEDULE_FLAGS, with_config=False, description=DESCRIPTION)
-    flags = command.flags
-    name = flags["schedule"]
-    sizes = {"stages": flags["stages"], "microbatches": flags["microbatches"], "chunks": flags["virtual_stages"]}
-    problems = resolve("megajax.pipeline.schedule:problems")(name, **sizes)
-    if problems:
-        flagged = [replace(problem, where=f"--{problem.where.replace('_', '-')}") for problem in problems]
-        raise ConfigError(flagged, "command line")
-    _refuse_the_endless(**sizes)
-    schedule = resolve("megajax.pipeline.schedule:build")(name, **sizes, loss_wait=flags["loss_wait"])
-    resolve("megajax.pipeline.check:check")(schedule)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    picture = flags["png"]
-    if picture is not None:
-        resolve("megajax.pipeline.drawing:save_picture")(schedule, picture)
-    print(resolve("megajax.pipeline.drawing:report")(schedule, width))
-    if picture is not None:
-        print(f"{'picture':<11} {picture}")
-    return 0
-
-
-def _refuse_the_endless(stages: int, microbatches: int, chunks: int) -> None:
-    entries = stages * microbatches * chunks
-    if entries > MOST_ENTRIES:
-        raise UserError(
-            f"{stages} stages of {chunks} chunks and {microbatches} microbatches make {entries:,} entries, more than "
-            f"the {MOST_ENTRIES:,} that are drawn.\nGive fewer --microbatches: the pattern repeats."
-        )
 
 
 if __name__ == "__main__":

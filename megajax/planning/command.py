@@ -1,14 +1,18 @@
-"""`python -m megajax.plan --config`: its flags, and what it prints: a plan, a search, a comparison or a sweep."""
+"""What `python -m megajax.plan` prints: a plan, a search, a comparison, a sweep, or a pipeline's schedule."""
 
 import json
 import shlex
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import megajax.config.schema as schema
-from megajax.command_line import Command, Flag
+from megajax.command_line import Command
 from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.files import ROOT, assembled, read
@@ -19,31 +23,13 @@ from megajax.planning.cost.estimate import Case, to_dict
 from megajax.planning.program import devices
 from megajax.planning.program.audit import audit, largest_arrays
 from megajax.planning.search.compare import advice, comparison, other, sweep
-from megajax.planning.search.ranking import Cache, check_config_path, find_best, write_config
+from megajax.planning.search.ranking import Cache, check_config_path, compile_layout, find_best, write_config
 from megajax.planning.search.search import SEARCHED, Choice, Task, apply, changes, settings
 from megajax.planning.show import Report, plan_report
 from megajax.training.run_config import RunConfig
 
-PNG = Flag("png", Path | None, help="of a schedule or a sweep: also draw it into this file (extra plot)")
-FLAGS = (
-    Flag("devices", str | None, help="GPUs to plan for, as GPU:N: a100-40gb, a100 (80 GB), h100, h200, b200 or gb200"),
-    Flag("gpus-per-node", int | None, help="GPUs that NVLink connects; 8, of gb200 72, unless given"),
-    Flag("audit", help="of a compiled plan: bytes through memory, by class of kernel"),
-    Flag("formula", help="compile nothing: memory, traffic and speed by formulas"),
-    Flag("search", help="find the fastest layout; settings given on the command line stay"),
-    Flag("compile", int | None, help="of a search: layouts to compile; 3 with the extra aot, else 0"),
-    Flag("out", Path | None, help="of a search: write the best into this YAML file, a config based on --config"),
-    Flag("resume", Path | None, help="of a search: cache file to go on from; beside --out unless given"),
-    Flag("compare", str | None, help="another plan, in quotes: OTHER.py, GPU:N, --setting=value ..., or several"),
-    Flag("sweep", str | None, help="curves over devices:64,128,...,16384, or over a setting: NAME:1,2,4"),
-    Flag("device-file", Path | None, help="by formula: YAML that describes another device"),
-    Flag("calibration", Path | None, help="constants measured by benchmarks/calibrate.py, in place of the known ones"),
-    Flag("nvlink", float | None, help="GB/s from a GPU to others of its node, one direction"),
-    Flag("network", float | None, help="GB/s from a GPU to other nodes, one direction"),
-    Flag("json", Path | None, help="also write it into this file"),
-    Flag("html", Path | None, help="of a plan: also write it as an HTML page, with the timeline of a step"),
-    PNG,
-)
+MOST_ENTRIES = 1_000_000
+"""Of a schedule that is drawn."""
 MODES = ("search", "compare", "sweep")
 COMPILED = 3
 """Layouts of a search that are compiled by default, if the compiler is installed."""
@@ -114,6 +100,8 @@ class Request:
     flags: Mapping[str, Any]
     fixed: Mapping[str, Any]
     """Fields of a Choice that a search keeps."""
+    program: Sequence[str]
+    """Words that start this command in another process."""
 
     def by_formula(self) -> tuple[Report, Any]:
         estimate = self.case.estimate
@@ -158,7 +146,8 @@ class Request:
         if out is not None:
             check_config_path(out, self.source)
         path = resume or (None if out is None else out.with_suffix(".search.json"))
-        result = find_best(task, Cache(path, task.fingerprint(), insist=resume is not None), wanted)
+        cache = Cache(path, task.fingerprint(), insist=resume is not None)
+        result = find_best(task, cache, wanted, partial(compile_layout, self.program))
         changed = changes(_config_of(self.source), self._with(result.best))
         words = [f"--config={self.source}", *(f"--{one}" for one in settings(changed))]
         lines = [f"python -m megajax.train {shlex.join(words)}"]
@@ -195,8 +184,8 @@ class Request:
         return wanted
 
 
-def plan(command: Command, fixed: Mapping[str, Any]) -> None:
-    """Print what the flags ask for and write the files. fixed: of `take_searched`.
+def plan(command: Command, fixed: Mapping[str, Any], program: Sequence[str]) -> None:
+    """Print what the flags ask for and write the files. fixed: of `take_searched`; program: starts this command again.
 
     Raises UserError for what the user has to change.
     """
@@ -206,7 +195,7 @@ def plan(command: Command, fixed: Mapping[str, Any]) -> None:
     mode = next(iter(modes_of(flags)), "by_formula" if flags["formula"] else "compiled")
     if mode != "compiled":
         demand_formulas(command.config)
-    request = Request(Case(command.config, cluster, device), command.source or "", flags, fixed)
+    request = Request(Case(command.config, cluster, device), command.source or "", flags, fixed, program)
     report, figures = getattr(request, mode)()
     print(report.text())
     if flags["png"] is not None:
@@ -252,3 +241,29 @@ def read_target(flags: Mapping[str, Any]) -> tuple[devices.Cluster | None, devic
         if not 0 < rate < float("inf"):
             problems.append(Problem(f"--{name}", f"must be above 0 GB/s, got {flags[name]:g}"))
     return cluster, replace(device, **rates), problems
+
+
+def draw(flags: Mapping[str, Any]) -> None:
+    """Print a schedule's table and its figures; with --png, draw it. Raises UserError for wrong sizes."""
+    name = flags["schedule"]
+    sizes = {"stages": flags["stages"], "microbatches": flags["microbatches"], "chunks": flags["virtual_stages"]}
+    problems = resolve("megajax.pipeline.schedule:problems")(name, **sizes)
+    if problems:
+        flagged = [replace(problem, where=f"--{problem.where.replace('_', '-')}") for problem in problems]
+        raise ConfigError(flagged, "command line")
+    entries = prod(sizes.values())
+    if entries > MOST_ENTRIES:
+        raise UserError(
+            f"{sizes['stages']} stages of {sizes['chunks']} chunks and {sizes['microbatches']} microbatches make "
+            f"{entries:,} entries, more than the {MOST_ENTRIES:,} that are drawn.\n"
+            "Give fewer --microbatches: the pattern repeats."
+        )
+    schedule = resolve("megajax.pipeline.schedule:build")(name, **sizes, loss_wait=flags["loss_wait"])
+    resolve("megajax.pipeline.check:check")(schedule)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    picture = flags["png"]
+    if picture is not None:
+        resolve("megajax.pipeline.drawing:save_picture")(schedule, picture)
+    print(resolve("megajax.pipeline.drawing:report")(schedule, width))
+    if picture is not None:
+        print(f"{'picture':<11} {picture}")

@@ -3,7 +3,7 @@
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from megajax.config.nearest import did_you_mean
 from megajax.config.tree import override
 from megajax.metrics.banner import Section
 from megajax.metrics.text import count, duration
-from megajax.planning.cost.estimate import SPEED, Case, Estimate, to_dict
+from megajax.planning.cost.estimate import SPEED, Case, to_dict
 from megajax.planning.cost.work import footprint
 from megajax.planning.program.devices import DEVICES, GIB, GPUS, OTHER_NAMES, read_cluster
 from megajax.planning.search.search import (
@@ -118,45 +118,31 @@ MODES: dict[Mode, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One plan of a sweep."""
-
-    value: str
-    mode: Mode
-    case: Case
-    refusal: str = ""
-    """Why the config's rules refuse it; it has no figures then."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        size = self.case.cfg.batch.global_size
-        point = {"value": self.value, "mode": self.mode, "devices": self.case.cluster.devices, "global_size": size}
-        return point | ({"refusal": self.refusal} if self.refusal else to_dict(self.case.estimate))
+type Point = dict[str, Any]
+"""JSON of a plan of a sweep: `value`, `mode`, `devices`, `global_size`, and its figures or the rules' `refusal`."""
 
 
-def sweep(text: str, case: Case, source: str, picture: Path | None) -> tuple[Report, list[dict[str, Any]]]:
+def sweep(text: str, case: Case, source: str, picture: Path | None) -> tuple[Report, list[Point]]:
     """The plans that --sweep asks for: a table of each mode, and JSON; picture: also draw them there.
 
     Raises UserError for other text, if the checks refuse every point, and if the picture can't be made.
     """
     axis, values = read_axis(text, case.cfg)
     points = _over_devices(case, [*map(int, values)]) if axis == DEVICES_AXIS else _over(case, axis, values)
-    if all(point.refusal for point in points):
-        raise UserError(f"--sweep={text}: no point passes the checks; the first: {points[0].refusal}")
-    plans = [point.to_dict() for point in points]
+    refused = [("", f"{one['mode']} {one['value']}: {one['refusal']}".strip()) for one in points if "refusal" in one]
+    if len(refused) == len(points):
+        raise UserError(f"--sweep={text}: no point passes the checks; the first: {points[0]['refusal']}")
     tables = [
         Table(title, (axis, "data", "rows", "microbatches", "efficiency", "tokens/s", *FIGURES), rows, ())
         for mode, title in MODES.items()
-        if (rows := _rows([plan for plan in plans if plan["mode"] == mode]))
+        if (rows := _rows([point for point in points if point["mode"] == mode]))
     ]
-    refused = [("", f"{one.mode} {one.value}: {one.refusal}".strip()) for one in points if one.refusal]
     if picture is not None:
-        _save_picture(axis, plans, picture)
-    return Report(f"{source} by {axis}", [*tables, *[("refused", refused)] * bool(refused)]), plans
+        _save_picture(axis, points, picture)
+    return Report(f"{source} by {axis}", [*tables, *[("refused", refused)] * bool(refused)]), points
 
 
-def _rows(plans: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def _rows(plans: Sequence[Point]) -> list[list[str]]:
     speeds = [plan.get("tokens_per_second_per_device", 0.0) for plan in plans]
     first = next((speed for speed in speeds if speed), 1.0)
     rows = []
@@ -169,7 +155,7 @@ def _rows(plans: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return rows
 
 
-def _save_picture(axis: str, plans: Sequence[Mapping[str, Any]], path: Path) -> None:
+def _save_picture(axis: str, plans: Sequence[Point], path: Path) -> None:
     """Tokens per second as a PNG. Raises UserError without matplotlib, and if the file can't be written."""
 
     def draw(axes: Any) -> None:
@@ -251,7 +237,7 @@ def _over(case: Case, name: str, values: Sequence[str]) -> list[Point]:
         try:
             points.append(_point(replace(case, cfg=override(case.cfg, f"{name}={value}")), value))
         except ConfigError as error:
-            points.append(Point(value, "", case, _first(error.problems)))
+            points.append(_point(case, value, refusal=_first(error.problems)))
     return points
 
 
@@ -265,7 +251,9 @@ def _point(case: Case, value: str, mode: Mode = "", refusal: str = "") -> Point:
             override(case.cfg, devices=case.cluster.devices)
         except ConfigError as error:
             refusal = _first([one for one in error.problems if not one.where.startswith(STEP_SETTINGS)])
-    return Point(value, mode, case, refusal)
+    size = case.cfg.batch.global_size
+    point = {"value": value, "mode": mode, "devices": case.cluster.devices, "global_size": size}
+    return point | ({"refusal": refusal} if refusal else to_dict(case.estimate))
 
 
 # Changes that make a plan fit
@@ -278,17 +266,8 @@ SHARDINGS = ("replicate", "zero1", "fsdp")
 """Data sharding, from the largest plan to the smallest."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
-    """Settings that make a config fit."""
-
-    settings: tuple[str, ...]
-    """Such as "parallel.data_sharding=fsdp"."""
-    estimate: Estimate
-
-
-def cheapest(here: Case, limit_gib: float) -> list[Change]:
-    """Changes with a peak of at most `limit_gib` by formula, fastest first.
+def cheapest(here: Case, limit_gib: float) -> list[Case]:
+    """Changed configs with a peak of at most `limit_gib` by formula, fastest first.
 
     One of each kind; if these are too few, pairs of kinds that are not enough alone, and further ones of a kind.
     """
@@ -303,7 +282,7 @@ def cheapest(here: Case, limit_gib: float) -> list[Change]:
     return sorted(best[:MOST_CHANGES], key=_seconds)
 
 
-def _seconds(change: Change) -> float:
+def _seconds(change: Case) -> float:
     return change.estimate.step_seconds
 
 
@@ -335,24 +314,21 @@ def _kinds(here: Case) -> Iterator[list[dict[str, Any]]]:
     yield [{"offload": share} for share in OFFLOADS if share > choice.offload]
 
 
-def _fitting(here: Case, alternatives: list[dict[str, Any]], limit_gib: float) -> list[Change]:
+def _fitting(here: Case, alternatives: list[dict[str, Any]], limit_gib: float) -> list[Case]:
     """Those that the config's rules allow and that fit, fastest first."""
-    changes = (_change(here, one, limit_gib) for one in alternatives)
-    return sorted((change for change in changes if change is not None), key=_seconds)
+    cases = (_change(here, one, limit_gib) for one in alternatives)
+    return sorted((case for case in cases if case is not None), key=_seconds)
 
 
-def _change(here: Case, fields: Mapping[str, Any], limit_gib: float) -> Change | None:
+def _change(here: Case, fields: Mapping[str, Any], limit_gib: float) -> Case | None:
     chosen = {name: value for name, value in fields.items() if name != "loss_wait"}
     cfg = apply(replace(Choice.of(here.cfg, here.cluster.devices), **chosen), here.cfg)
     loss_wait = fields.get("loss_wait", cfg.parallel.loss_wait)
     data = None if here.cfg.parallel.data is None else cfg.parallel.data
-    cfg = cfg.but(parallel=replace(cfg.parallel, loss_wait=loss_wait, data=data))
-    if problems(cfg, here.cluster.devices):
+    there = replace(here, cfg=cfg.but(parallel=replace(cfg.parallel, loss_wait=loss_wait, data=data)))
+    if problems(there.cfg, here.cluster.devices) or footprint(there.described).peak_gib > limit_gib:
         return None
-    there = replace(here, cfg=cfg)
-    if footprint(there.described).peak_gib > limit_gib:
-        return None
-    return Change(settings=tuple(settings(changes(here.cfg, cfg))), estimate=there.estimate)
+    return there
 
 
 def advice(here: Case, *, excess_gib: float = 0.0, margin: float = HEADROOM) -> list[Table]:
@@ -364,9 +340,9 @@ def advice(here: Case, *, excess_gib: float = 0.0, margin: float = HEADROOM) -> 
     now = here.estimate
     parts = sorted(memory_parts(now), key=lambda part: -part[1])
     rows = [(name, f"{size / GIB:.2f}", f"{size / now.memory.peak:.0%}", about) for name, size, about in parts if size]
-    changes = [
+    fixes = [
         (
-            " ".join(f"--{one}" for one in change.settings),
+            " ".join(f"--{one}" for one in settings(changes(here.cfg, change.cfg))),
             f"{change.estimate.memory.peak_gib + excess_gib:.2f}",
             f"{change.estimate.step_seconds:.3f}",
             f"{change.estimate.step_seconds / now.step_seconds - 1:+.1%}",
@@ -375,5 +351,5 @@ def advice(here: Case, *, excess_gib: float = 0.0, margin: float = HEADROOM) -> 
     ] or [("none of those tried; --search tries all layouts, more devices make room", "", "", "")]
     return [
         Table("it does not fit: what takes most memory", ("part", "GiB", "of peak", ""), rows, (0, 3)),
-        Table("cheapest changes that make it fit", ("change", "peak, GiB", "step, s", "slower"), changes),
+        Table("cheapest changes that make it fit", ("change", "peak, GiB", "step, s", "slower"), fixes),
     ]

@@ -4,12 +4,12 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +37,15 @@ type Figures = dict[str, Any]
 """By the names of a plan's JSON: `fits`, `peak_gib` and those of time; or only `fits` and the compiler's `error`."""
 
 
-def compile_layout(case: Case) -> Figures:
-    """Compile the step of a config on a cluster, in a process of its own."""
+def compile_layout(program: Sequence[str], case: Case) -> Figures:
+    """Compile the step of a config on a cluster, in a process of its own. program: the words that start a plan."""
     with tempfile.TemporaryDirectory(prefix="megajax_search_") as folder:
         config, constants, out = (Path(folder) / name for name in ("config.yaml", "device.json", "plan.json"))
         config.write_text(to_yaml(case.cfg), encoding="utf-8")
         constants.write_text(json.dumps(asdict(case.device)), encoding="utf-8")
         name, devices, per_node = case.cluster
         words = [f"--devices={name}:{devices}", f"--gpus-per-node={per_node}", f"--calibration={constants}"]
-        command = [sys.executable, "-m", "megajax.plan", f"--config={config}", *words, f"--json={out}"]
+        command = [*program, f"--config={config}", *words, f"--json={out}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if line.strip()]
@@ -95,14 +95,19 @@ class Cache:
 
 
 def compile_best(
-    task: Task, choices: Iterable[Choice], wanted: int, cache: Cache, *, advance: Callable[[], None] = lambda: None
+    task: Task,
+    choices: Iterable[Choice],
+    wanted: int,
+    cache: Cache,
+    compiler: Callable[[Case], Figures],
+    advance: Callable[[], None] = lambda: None,
 ) -> None:
     """Compile layouts until `wanted` of them fit, at most MAX_TRIES times as many; none that is in the cache."""
     waiting, fitting = list(choices)[: MAX_TRIES * wanted], 0
     with ThreadPoolExecutor(max(1, min(wanted, os.cpu_count() or 1))) as pool:
         while waiting and fitting < wanted:
             batch, waiting = waiting[: wanted - fitting], waiting[wanted - fitting :]
-            jobs = {pool.submit(compile_layout, task.with_choice(one)): one for one in batch if cache.get(one) is None}
+            jobs = {pool.submit(compiler, task.with_choice(one)): one for one in batch if cache.get(one) is None}
             for job in as_completed(jobs):
                 cache.add(jobs[job], job.result())
                 advance()
@@ -125,7 +130,7 @@ class Row:
         return not self.compiled, step, rank(self.entry)[1], self.figures["peak_gib"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Result:
     """What a search has found."""
 
@@ -181,22 +186,24 @@ class Result:
                 for row in self.rows
             ],
             "rejected_by_compiler": [{**asdict(choice), **compiled} for choice, compiled in self.rejected],
-            "well_known": [{"choice": name, "verdict": verdict} for name, verdict in self.well_known()],
+            "well_known": [{"choice": name, "verdict": verdict} for name, verdict in self.well_known],
         }
 
-    def well_known(self) -> Iterator[tuple[str, str]]:
+    @cached_property
+    def well_known(self) -> list[tuple[str, str]]:
         """Pure FSDP, tensor parallelism without a pipeline, and the config as given: name and verdict."""
         task, devices, per_node = self.task, self.task.devices, self.task.case.cluster.per_node
-        group = None
+        fsdp = None
         if (1, 1, devices) in self.groups and task.fixed.get("data_sharding", "fsdp") == "fsdp":
-            group = explore(replace(task, fixed={**task.fixed, "data_sharding": "fsdp"}), (1, 1, devices))
-        yield "pure FSDP", self._verdict_of_group(group)
+            fsdp = explore(replace(task, fixed={**task.fixed, "data_sharding": "fsdp"}), (1, 1, devices))
         tensors = (place[0] for place in self.groups if place[1] == 1 and place[0] <= per_node)
-        tensor = max(tensors, default=per_node)
-        group = self.groups.get((tensor, 1, devices // tensor))
-        yield f"tensor {tensor} without a pipeline", self._verdict_of_group(group)
-        given = task.given()
-        yield f"the config as given ({given.layout})", self._verdict(given)
+        tensor, given = max(tensors, default=per_node), task.given()
+        tensor_alone = self.groups.get((tensor, 1, devices // tensor))
+        return [
+            ("pure FSDP", self._verdict_of_group(fsdp)),
+            (f"tensor {tensor} without a pipeline", self._verdict_of_group(tensor_alone)),
+            (f"the config as given ({given.layout})", self._verdict(given)),
+        ]
 
     def _verdict_of_group(self, group: Group | None) -> str:
         if group is None:
@@ -247,7 +254,7 @@ class Result:
             [
                 ("searched", searched),
                 Table("best layouts", columns, rows, (1, 2, 3, 5, 6)),
-                Table("not chosen", ("layout", "verdict"), [*self.well_known(), *rejected], (0, 1)),
+                Table("not chosen", ("layout", "verdict"), [*self.well_known, *rejected], (0, 1)),
                 ("to use the best", [("", line) for line in commands]),
             ],
         )
@@ -267,7 +274,7 @@ class Result:
         ]
 
 
-def find_best(task: Task, cache: Cache, wanted: int) -> Result:
+def find_best(task: Task, cache: Cache, wanted: int, compiler: Callable[[Case], Figures]) -> Result:
     """Search, compile `wanted` of the best layouts, and rank them. Raises UserError if nothing fits."""
     started, console, groups = time.monotonic(), Console(stderr=True), {}
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -281,7 +288,7 @@ def find_best(task: Task, cache: Cache, wanted: int) -> Result:
             done = bar.add_task("compiled", total=wanted)
             # Programs for virtual GPU devices have no host memory to offload moments to.
             choices = (entry.choice for entry in entries if not entry.choice.offload)
-            compile_best(task, choices, wanted, cache, advance=lambda: bar.advance(done))
+            compile_best(task, choices, wanted, cache, compiler, lambda: bar.advance(done))
     rows, rejected = rank_rows(task, entries, cache if wanted else Cache())
     if not rows:
         raise UserError(_nothing_fits(task, groups))
