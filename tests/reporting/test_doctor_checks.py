@@ -3,57 +3,35 @@
 import json
 import resource
 from collections.abc import Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megajax.reporting.machine import devices, environment, gpus, software, storage, system, trial
-from megajax.reporting.machine.check import Check, fail, ok, run_checks, warn
+from megajax.mesh.installation import Installation
+from megajax.reporting.machine import devices, gpus, host, trial
 from megajax.reporting.machine.examine import CHECKS, examine
-from megajax.reporting.machine.machine import Machine, Output
+from megajax.reporting.machine.machine import Check, Machine, Output, fail, ok, run_checks, warn
 
-JAX = {"jax": "0.12.0.1", "jaxlib": "0.12.0.1"}
-CUDA = JAX | {"jax-cuda12-plugin": "0.12.0.1", "jax-cuda12-pjrt": "0.12.0.1"}
 NEEDS = {"megajax": ["jax>=0.11.2", "orbax-checkpoint<0.13,>=0.12.4", "tiktoken; extra == 'tokenizers'"]}
-INSTALLED = CUDA | {"orbax-checkpoint": "0.12.8"}
+INSTALLED = {"jax": "0.12.0.1", "jaxlib": "0.12.0.1", "orbax-checkpoint": "0.12.8"}
 GIB, MIB = 2**30, 2**20
 GPU = {
-    **{"name": "NVIDIA H100", "capability": "9.0", "memory_total": 80 * GIB, "memory_used": 4 * MIB, "ecc": 1},
+    **{"name": "NVIDIA H100", "capability": "9.0", "memory_total": 80 * GIB, "memory_used": 4 * MIB},
     **{"uncorrected_errors": 0, "remap_pending": 0, "remap_failed": 0, "temperature": 34, "slowdowns": []},
-    **{"pcie_width": 16, "pcie_width_max": 16, "persistence": 1, "mig": 0, "nvlinks": 18},
 }
-MEMINFO = "MemTotal: 67108864 kB\nMemAvailable: 62914560 kB\n"
 
 
 class FakeMachine(Machine):
-    """A machine of which everything is given. run: program or last word of a command -> its output."""
+    """A machine on which every command has the output `run`."""
 
-    def __init__(
-        self,
-        *,
-        packages: Mapping[str, str] = JAX,
-        requires: Mapping[str, list[str]] = NEEDS,
-        files: Mapping[str, str] | None = None,
-        run: Mapping[str, Output] | Output | None = None,
-        gpu_files: int = 0,
-        run_dir: Path | None = None,
-        **variables: str,
-    ):
-        super().__init__(run_dir, variables)
-        self.packages, self.gpu_files, self._requires, self._files = packages, gpu_files, requires, files or {}
-        self._outputs = run or {}
+    def __init__(self, run: Output | None = None, gpu_files: int = 0, **variables: str):
+        super().__init__(None, variables)
+        self.gpu_files, self._output = gpu_files, run or Output(0)
 
     def run(self, *command: str, seconds: float = 10.0, **variables: str) -> Output:
-        return self._outputs if isinstance(self._outputs, Output) else self._outputs[command[0]]
-
-    def read(self, path: str) -> str:
-        return self._files.get(path, "")
-
-    def requires(self, package: str) -> list[str]:
-        return list(self._requires.get(package, []))
+        return self._output
 
 
 def out(text: str = "", *, code: int | None = 0, err: str = "", why: str = "") -> Output:
@@ -64,13 +42,10 @@ def machine(**given: Any) -> Machine:
     return FakeMachine(**given)
 
 
-def with_gpus(*given: Mapping[str, Any], number: int | None = None, **facts: Any) -> Machine:
+def with_gpus(*given: Mapping[str, Any], number: int | None = None, without_nvlink: tuple[str, ...] = ()) -> Machine:
     """A machine whose driver says this."""
-    found = {"gpus": given, "version": "550.54.15", "without_nvlink": []} | facts
-    packages = facts.pop("packages", CUDA)
-    found.pop("packages", None)
-    count = len(given) if number is None else number
-    return FakeMachine(run=out(json.dumps(found)), gpu_files=count, packages=packages)
+    answers = {"gpus": given, "without_nvlink": without_nvlink}
+    return FakeMachine(run=out(json.dumps(answers)), gpu_files=len(given) if number is None else number)
 
 
 def tried(*lines: dict[str, Any], **failed: Any) -> Machine:
@@ -85,93 +60,43 @@ def stage(name: str, *finding: str) -> list[dict[str, Any]]:
 DEVICES = stage("devices", "ok", "8 x H100", "")
 
 CASES = (
-    (software.packages, machine(packages=INSTALLED), "ok", "orbax-checkpoint 0.12.8"),
-    (software.packages, machine(packages=JAX), "fail", "installed is none"),
-    (software.packages, machine(packages=INSTALLED | {"orbax-checkpoint": "0.13.0"}), "fail", "installed is 0.13.0"),
+    (host.compiler_flags, machine(), "ok", "none set"),
+    (host.compiler_flags, machine(XLA_FLAGS="--xla_a=1", run=out()), "ok", "xla_a: known"),
     (
-        software.packages,
-        machine(packages=INSTALLED | {"jaxlib": "0.11.2"}, requires=NEEDS | {"jax": ["jaxlib>=0.12"]}),
-        "fail",
-        "jax requires jaxlib>=0.12, installed is 0.11.2",
-    ),
-    (software.packages, machine(requires={}), "warn", "megajax is not installed"),
-    (software.cuda_plugin, machine(), "ok", "none"),
-    (software.cuda_plugin, machine(packages=CUDA), "ok", "plugin are both 0.12.0.1"),
-    (software.cuda_plugin, machine(packages=CUDA | {"jax-cuda12-plugin": "0.11.2"}), "fail", "plugin 0.11.2"),
-    (software.cuda_plugin, machine(packages=CUDA | {"jax-cuda13-plugin": "1"}), "fail", "cuda12 and cuda13 are both"),
-    (software.cuda_plugin, machine(packages=JAX | {"jax-cuda12-plugin": "0.12.0.1"}), "fail", "jaxlib 0.12.0.1 with"),
-    (environment.compiler_flags, machine(), "ok", "none set"),
-    (environment.compiler_flags, machine(XLA_FLAGS="--xla_a=1", run=out()), "ok", "xla_a: known"),
-    (
-        environment.compiler_flags,
+        host.compiler_flags,
         machine(XLA_FLAGS="--xla_a=1", run=out(code=-6, err="F1 Unknown flag in XLA_FLAGS: --xla_a=1\n")),
         "fail",
         "--xla_a=1 is not known",
     ),
-    (environment.compiler_flags, machine(XLA_FLAGS="--xla_a=1", run=out(code=1, err="boom")), "fail", "code 1: boom"),
-    (environment.platforms, machine(gpu_files=8), "ok", "may choose"),
-    (environment.platforms, machine(gpu_files=8, JAX_PLATFORMS="cpu"), "fail", "JAX_PLATFORMS=cpu with 8 GPUs"),
-    (environment.platforms, machine(gpu_files=8, JAX_PLATFORMS="cuda,cpu"), "ok", "cuda"),
-    (environment.platforms, machine(JAX_PLATFORMS="cuda"), "fail", "with no GPUs"),
-    (environment.platforms, machine(JAX_PLATFORMS="cpu"), "ok", "cpu"),
-    (environment.platforms, machine(gpu_files=8, CUDA_VISIBLE_DEVICES=""), "fail", "shows 0 of 8"),
-    (environment.platforms, machine(gpu_files=8, CUDA_VISIBLE_DEVICES="0,1"), "warn", "shows 2 of 8"),
-    (environment.variables, machine(HOME="/root", NCCL_DEBUG="WARN"), "ok", "none"),
-    (environment.variables, machine(JAX_DISABLE_JIT="True", HTTP_PROXY="p:1"), "warn", "HTTP_PROXY=p:1: connections"),
-    (system.memory, machine(files={"/proc/meminfo": MEMINFO}), "ok", "60.0 GiB of 64.0 GiB"),
-    (
-        system.memory,
-        machine(
-            files={
-                "/proc/meminfo": MEMINFO,
-                "/proc/self/cgroup": "0::/job/step\n",
-                "/sys/fs/cgroup/job/memory.max": str(8 * GIB),
-                "/sys/fs/cgroup/job/memory.current": str(6 * GIB),
-            }
-        ),
-        "warn",
-        "2.0 GiB of the control group's 8.0 GiB free",
-    ),
-    (system.host_name, machine(run=out("10.0.0.3\n10.0.0.3\n")), "ok", "is 10.0.0.3"),
-    (system.host_name, machine(run=out("127.0.1.1\n")), "warn", "other machines can't reach"),
-    (system.host_name, machine(run=out(code=1, err="gaierror: unknown\n")), "warn", "gaierror: unknown"),
-    (system.host_name, machine(run=out(code=None, why="gave no answer within 5 s")), "warn", "within 5 s"),
-    (storage.disk, machine(run=out(str(640 * MIB))), "ok", "640.0 MiB/s"),
-    (storage.disk, machine(run=out(str(32 * MIB))), "warn", "32.0 MiB/s"),
-    (storage.disk, machine(run=out(code=1, err="OSError: Read-only file system\n")), "fail", "Read-only"),
-    (storage.disk, machine(run=out(code=None, why="gave no answer within 30 s")), "fail", "within 30 s"),
+    (host.compiler_flags, machine(XLA_FLAGS="--xla_a=1", run=out(code=1, err="boom")), "fail", "code 1: boom"),
+    (host.platforms, machine(gpu_files=8), "ok", "may choose"),
+    (host.platforms, machine(gpu_files=8, JAX_PLATFORMS="cpu"), "fail", "JAX_PLATFORMS=cpu with 8 GPUs"),
+    (host.platforms, machine(gpu_files=8, JAX_PLATFORMS="cuda,cpu"), "ok", "cuda"),
+    (host.platforms, machine(JAX_PLATFORMS="cuda"), "fail", "with no GPUs"),
+    (host.platforms, machine(JAX_PLATFORMS="cpu"), "ok", "cpu"),
+    (host.platforms, machine(gpu_files=8, CUDA_VISIBLE_DEVICES=""), "fail", "shows 0 of 8"),
+    (host.platforms, machine(gpu_files=8, CUDA_VISIBLE_DEVICES="0,1"), "warn", "shows 2 of 8"),
+    (host.variables, machine(HOME="/root", NCCL_P2P_DISABLE="0"), "ok", "none"),
+    (host.variables, machine(JAX_DISABLE_JIT="True"), "warn", "JAX_DISABLE_JIT=True: nothing is compiled"),
+    (host.disk, machine(run=out(code=1, err="OSError: Read-only file system\n")), "fail", "Read-only"),
+    (host.disk, machine(run=out(code=None, why="gave no answer within 30 s")), "fail", "within 30 s"),
     (gpus.count, with_gpus(), "warn", "no NVIDIA GPU"),
     (gpus.count, with_gpus(GPU), "ok", "1 x NVIDIA H100 (capability 9.0, 80.0 GiB)"),
     (gpus.count, with_gpus(GPU, number=2), "fail", "knows 1 GPUs, the kernel 2"),
     (gpus.count, with_gpus(GPU, GPU | {"name": "NVIDIA A100"}), "warn", "NVIDIA A100"),
     (gpus.count, machine(gpu_files=8, run=out(code=None, why="gave no answer within 20 s")), "fail", "no answer"),
     (gpus.count, machine(gpu_files=8, run=out(code=1, err="No module named 'pynvml'")), "warn", "is not installed"),
-    (gpus.version, with_gpus(GPU), "ok", "new enough"),
-    (gpus.version, with_gpus(GPU, version="470.1"), "fail", "too old for jax-cuda12-plugin"),
-    (gpus.version, with_gpus(GPU, packages=JAX), "warn", "no CUDA plugin"),
-    (gpus.version, machine(run=out(code=1)), None, ""),
     (gpus.health, with_gpus(GPU), "ok", "no memory errors"),
     (gpus.health, with_gpus(), None, ""),
     (gpus.health, with_gpus(GPU | {"uncorrected_errors": 3}), "fail", "GPU 0 has 3 uncorrected"),
-    (gpus.health, with_gpus(GPU | {"remap_failed": 1, "mig": 1}), "fail", "no spare memory rows"),
+    (gpus.health, with_gpus(GPU | {"remap_failed": 1, "slowdowns": ["HwSlowdown"]}), "fail", "no spare memory rows"),
     (gpus.health, with_gpus(GPU, GPU | {"remap_pending": 1}), "warn", "GPU 1 needs a reset"),
-    (gpus.health, with_gpus(GPU | {"ecc": 0}), "warn", "ECC off"),
-    (gpus.health, with_gpus(GPU | {"temperature": 91}), "warn", "91 °C"),
     (gpus.health, with_gpus(GPU | {"slowdowns": ["HwSlowdown"]}), "warn", "HwSlowdown"),
     (gpus.health, with_gpus(GPU | {"memory_used": 40 * GIB}), "warn", "40,960 MiB in use"),
-    (gpus.health, with_gpus(GPU | {"pcie_width": 8}), "warn", "x8 of x16"),
-    (gpus.health, with_gpus(GPU | {"mig": 1}), "warn", "partitioned"),
-    (gpus.health, with_gpus(GPU | {"persistence": 0}), "warn", "persistence mode off"),
-    (gpus.health, with_gpus(GPU | dict.fromkeys(("ecc", "temperature", "pcie_width_max", "mig"))), "ok", "free"),
-    (gpus.log, machine(run=out("nothing"), gpu_files=8), "ok", "no Xid"),
-    (gpus.log, machine(run=out("NVRM: Xid (PCI:0000:17:00): 79, fallen off"), gpu_files=8), "fail", "79 at 0000:17:00"),
-    (gpus.log, machine(run=out("NVRM: Xid (PCI:0000:17:00): 13, Graphics"), gpu_files=8), "warn", "Xid 13"),
-    (gpus.log, machine(run=out(code=1), gpu_files=8), "warn", "can't be read"),
-    (gpus.log, machine(), None, ""),
-    (gpus.links, with_gpus(GPU, GPU), "ok", "NVLink between all 2 GPUs, 18 links each"),
-    (gpus.links, with_gpus(GPU, GPU, without_nvlink=["0-1"]), "warn", "no NVLink"),
-    (gpus.links, with_gpus(GPU, GPU, GPU, without_nvlink=["0-2"]), "warn", "pairs without: 0-2"),
-    (gpus.links, with_gpus(GPU, GPU | {"nvlinks": 12}), "warn", "[12, 18]"),
+    (gpus.health, with_gpus(GPU | dict.fromkeys(("uncorrected_errors", "remap_failed", "temperature"))), "ok", "free"),
+    (gpus.links, with_gpus(GPU, GPU), "ok", "NVLink between all 2 GPUs"),
+    (gpus.links, with_gpus(GPU, GPU, without_nvlink=("0-1",)), "warn", "no NVLink"),
+    (gpus.links, with_gpus(GPU, GPU, GPU, without_nvlink=("0-2",)), "warn", "without NVLink: 0-2"),
     (gpus.links, with_gpus(GPU), None, ""),
 )
 TRIED = (
@@ -203,20 +128,6 @@ def test_findings_of_the_trial(name: str, given: Machine, status: str, words: st
 
 
 @pytest.mark.parametrize(
-    ("affinity", "quota", "given", "status", "words"),
-    [
-        (64, "max 100000", 8, "ok", "64 of 64"),
-        (64, "250000 100000", 8, "warn", "2.5 of 64 usable, for 8 GPUs"),
-        (1, "", 0, "warn", "1 of 64"),
-    ],
-)
-def test_cores(affinity: int, quota: str, given: int, status: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system.os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(system.os, "sched_getaffinity", lambda _: range(affinity), raising=False)
-    check(system.cores(machine(files={"/sys/fs/cgroup/cpu.max": quota}, gpu_files=given)), status, words)
-
-
-@pytest.mark.parametrize(
     ("size", "given", "status"), [(64 * GIB, 8, "ok"), (64 * MIB, 0, "warn"), (64 * MIB, 8, "fail"), (None, 0, "warn")]
 )
 def test_shared_memory(size: int | None, given: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,8 +136,8 @@ def test_shared_memory(size: int | None, given: int, status: str, monkeypatch: p
             raise FileNotFoundError(path)
         return SimpleNamespace(f_blocks=size, f_frsize=1)
 
-    monkeypatch.setattr(system.os, "statvfs", statvfs)
-    check(system.shared_memory(machine(gpu_files=given)), status, "/dev/shm")
+    monkeypatch.setattr(host.os, "statvfs", statvfs)
+    check(host.shared_memory(machine(gpu_files=given)), status, "/dev/shm")
 
 
 @pytest.mark.parametrize(
@@ -235,28 +146,51 @@ def test_shared_memory(size: int | None, given: int, status: str, monkeypatch: p
 )
 def test_limits(files: int, locked: int, infiniband: bool, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {resource.RLIMIT_NOFILE: (files, files), resource.RLIMIT_MEMLOCK: (locked, locked)}
-    monkeypatch.setattr(system.resource, "getrlimit", limits.get)
-    given = machine()
-    given.once("infiniband", lambda _: infiniband)
-    check(system.limits(given), status, "")
+    monkeypatch.setattr(host.resource, "getrlimit", limits.get)
+    monkeypatch.setattr(host, "Path", lambda path: SimpleNamespace(glob=lambda pattern: ["mlx5_0"] * infiniband))
+    check(host.limits(machine()), status, "")
 
 
 @pytest.mark.parametrize(
-    ("free", "inodes", "status"), [(500, 10**6, "ok"), (5, 10**6, "warn"), (500, 9, "warn"), (0, 9, "fail")]
+    ("free", "speed", "status"), [(500, 640, "ok"), (500, 32, "warn"), (5, 640, "warn"), (0, 640, "fail")]
 )
-def test_disk_space(free: int, inodes: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = SimpleNamespace(f_bavail=free * GIB, f_frsize=1, f_favail=inodes, f_files=10**6)
-    monkeypatch.setattr(storage.os, "statvfs", lambda _: figures)
-    check(storage.disk(machine(run=out(str(640 * MIB)))), status, "free")
+def test_disk(free: int, speed: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host.os, "statvfs", lambda _: SimpleNamespace(f_bavail=free * GIB, f_frsize=1))
+    check(host.disk(machine(run=out(str(speed * MIB)))), status, f"{speed}.0 MiB/s")
 
 
-def test_cuda_libraries_on_the_path(tmp_path: Path) -> None:
-    (tmp_path / "libcudart.so.11").touch()
-    path = {"LD_LIBRARY_PATH": str(tmp_path)}
-    check(environment.library_path(machine()), "ok", "no CUDA libraries")
-    check(environment.library_path(machine(**path)), "ok", "libcudart.so.11")
-    wheels = JAX | {"nvidia-cuda-runtime-cu12": "12"}
-    check(environment.library_path(machine(packages=wheels, **path)), "warn", "before those of jax's wheels")
+@pytest.mark.parametrize(
+    ("needs", "versions", "status", "words"),
+    [
+        (NEEDS, INSTALLED, "ok", "orbax-checkpoint 0.12.8"),
+        (NEEDS, {"jax": "0.12.0.1"}, "fail", "installed is none"),
+        (NEEDS, INSTALLED | {"orbax-checkpoint": "0.13.0"}, "fail", "installed is 0.13.0"),
+        (NEEDS | {"jax": ["jaxlib>=0.13"]}, INSTALLED, "fail", "jax requires jaxlib>=0.13, installed is 0.12.0.1"),
+        ({}, INSTALLED, "warn", "megajax is not installed"),
+    ],
+)
+def test_packages(needs: dict, versions: dict, status: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_requirements", lambda package: needs.get(package, []))
+    monkeypatch.setattr(host, "_version", versions.get)
+    check(host.packages(machine()), status, words)
+
+
+@pytest.mark.parametrize(
+    ("number", "driver", "packages", "status", "words"),
+    [
+        (0, None, {}, None, ""),
+        (8, (550, 54), {"jax-cuda12-plugin": "1"}, "ok", "driver 550.54, plugin for CUDA 12"),
+        (8, (470, 1), {"jax-cuda12-plugin": "1"}, "fail", "the NVIDIA driver is 470.1"),
+        (8, (550, 54), {}, "fail", "no CUDA plugin of jax"),
+        (0, None, {"jax-cuda12-plugin": "1"}, "warn", "no NVIDIA driver is loaded"),
+    ],
+)
+def test_installation(
+    number: int, driver: Any, packages: dict, status: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = Installation(number, driver, packages, frozenset(("cudnn", "cublas", "nccl")))
+    monkeypatch.setattr(gpus, "find_installation", lambda: installed)
+    check(gpus.installation(machine()), status, words)
 
 
 @pytest.mark.parametrize("look", [devices.matmul, devices.attention])
@@ -276,7 +210,7 @@ def test_a_result_that_is_not_finite_has_an_infinite_error() -> None:
 
 
 def test_every_check_is_tested_above() -> None:
-    here = {look for look, *_ in CASES} | {system.cores, system.shared_memory, system.limits, environment.library_path}
+    here = {look for look, *_ in CASES} | {host.shared_memory, host.limits, host.packages, gpus.installation}
     assert {look for name, look in CHECKS if name not in trial.STAGES} == here
     assert len({name for name, _ in CHECKS}) == len(CHECKS)
 

@@ -11,38 +11,30 @@ import jax
 import pytest
 from gpu_stand_in import stand_in
 
-from megajax.reporting.machine import devices, gpus, storage, trial
-from megajax.reporting.machine.check import run_checks
-from megajax.reporting.machine.machine import Machine, run_limited
+from megajax.reporting.machine import devices, gpus, host, trial
+from megajax.reporting.machine.machine import Machine, run_checks, run_limited
 
 PYNVML = '''
 """Two H100 as NVML describes them; the second lacks what some GPUs lack."""
 from types import SimpleNamespace
 class NVMLError(Exception): pass
-NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK, NVML_NVLINK_MAX_LINKS, NVML_FEATURE_ENABLED = 2, 0, 18, 1
+NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 2, 0
 NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC, NVML_TEMPERATURE_GPU = 1, 0, 0
 nvmlClocksThrottleReasonHwSlowdown, nvmlClocksThrottleReasonHwThermalSlowdown = 8, 64
 nvmlClocksThrottleReasonHwPowerBrakeSlowdown, nvmlClocksThrottleReasonSwThermalSlowdown = 128, 32
 def nvmlInit(): {init}
 def nvmlDeviceGetCount(): return 2
 def nvmlDeviceGetHandleByIndex(index): return index
-def nvmlSystemGetDriverVersion(): return "550.54.15"
 def nvmlDeviceGetName(h): return "NVIDIA H100 80GB HBM3"
 def nvmlDeviceGetCudaComputeCapability(h): return (9, 0)
 def nvmlDeviceGetMemoryInfo(h): return SimpleNamespace(total=80 * 2**30, used=2**20)
-def nvmlDeviceGetEccMode(h): return [1, 1]
 def nvmlDeviceGetTotalEccErrors(h, kind, counter): return 0
 def nvmlDeviceGetTemperature(h, sensor): return 33
 def nvmlDeviceGetCurrentClocksThrottleReasons(h): return 64 if h else 1
-def nvmlDeviceGetCurrPcieLinkWidth(h): return 16
-def nvmlDeviceGetMaxPcieLinkWidth(h): return 16
-def nvmlDeviceGetPersistenceMode(h): return 1
 def nvmlDeviceGetP2PStatus(a, b, index): return 0
-def nvmlDeviceGetNvLinkState(h, link): return 1
 def nvmlDeviceGetRemappedRows(h):
     if h: raise NVMLError("Not Supported")
     return (0, 0, 0, 0)
-def nvmlDeviceGetMigMode(h): raise NVMLError("Not Supported")
 '''
 
 
@@ -53,13 +45,9 @@ class TwoGpus(Machine):
 
 
 def with_driver(folder: Path, init: str = "pass") -> Machine:
-    """A machine with a fake pynvml, and a kernel log."""
+    """A machine with a fake pynvml."""
     (folder / "pynvml.py").write_text(PYNVML.replace("{init}", init))
-    dmesg = folder / "dmesg"
-    dmesg.write_text("#!/bin/sh\necho '[9] NVRM: Xid (PCI:0000:17:00): 94, pid=1'\n")
-    dmesg.chmod(0o755)
-    paths = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(folder)}
-    return TwoGpus(environment=os.environ | paths)
+    return TwoGpus(environment=os.environ | {"PYTHONPATH": str(folder)})
 
 
 def test_a_command_that_hangs_is_killed_with_its_children() -> None:
@@ -78,9 +66,7 @@ def test_what_the_driver_says(tmp_path: Path) -> None:
     results = {name: (f.status, f.found) for name, f, _ in run_checks(gpus.CHECKS, with_driver(tmp_path))}
     assert results["GPUs"] == ("ok", "2 x NVIDIA H100 80GB HBM3 (capability 9.0, 80.0 GiB)")
     assert results["GPU health"] == ("warn", "GPU 1 has 33 °C, slowdowns: HwThermalSlowdown")
-    assert results["GPU log"] == ("fail", "Xid 94 at 0000:17:00")
-    assert results["GPU links"] == ("ok", "NVLink between all 2 GPUs, 18 links each")
-    assert "550.54.15" in results["driver"][1]
+    assert results["GPU links"] == ("ok", "NVLink between all 2 GPUs")
 
 
 def test_a_driver_that_hangs_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +87,7 @@ def test_without_nvidia_ml_py_the_doctor_says_what_to_install(tmp_path: Path) ->
     (tmp_path / "pynvml.py").write_text("raise ModuleNotFoundError(\"No module named 'pynvml'\", name='pynvml')")
     results = {name: finding for name, finding, _ in run_checks(gpus.CHECKS, machine)}
     assert results["GPUs"].status == "warn" and "megajax[monitor]" in results["GPUs"].advice
-    assert set(results) == {"GPUs", "GPU log"}, "the other checks go on"
+    assert results.keys() <= {"GPUs", "CUDA"}
 
 
 def test_nvidia_ml_py_has_what_is_asked_of_it() -> None:
@@ -109,11 +95,11 @@ def test_nvidia_ml_py_has_what_is_asked_of_it() -> None:
     fake: dict = {}
     exec(PYNVML.replace("{init}", "pass"), fake)
     names = [name for name in fake if name.startswith(("nvml", "NVML"))]
-    assert len(names) > 25 and [name for name in names if not hasattr(pynvml, name)] == []
+    assert len(names) > 18 and [name for name in names if not hasattr(pynvml, name)] == []
 
 
 def test_the_disk_below_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
-    finding = storage.disk(Machine(tmp_path / "runs" / "first"))
+    finding = host.disk(Machine(tmp_path / "runs" / "first"))
     assert finding.status != "fail" and finding.found.startswith(f"{tmp_path} has")
     assert list(tmp_path.iterdir()) == [], "it leaves nothing behind"
 
@@ -150,7 +136,7 @@ def test_this_machine(tmp_path: Path) -> None:
         assert checks["devices"]["found"] == "2 x cpu (cpu)"
         assert checks["all-reduce"]["found"] == "exact over 2 devices"
         assert checks["matmul"]["status"] == checks["attention"]["status"] == "ok"
-    assert {"packages", "disk", "limits", "host name", "memory"} <= checks.keys()
+    assert {"packages", "disk", "limits"} <= checks.keys()
 
 
 def test_stages_on_gpus_try_every_kernel_and_tell_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,7 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.mesh.processes import each_process
 from megajax.metrics.text import byte_size
-from megajax.reporting.machine.check import Finding, fail, ok, warn
-from megajax.reporting.machine.machine import Machine
+from megajax.reporting.machine.machine import Finding, Machine, fail, ok, warn
 from megajax.reporting.machine.trial import FIRST_AID, STAGES
 
 SIZE = 512

@@ -11,12 +11,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from megajax.reporting.machine import environment, gpus, software, storage, system, trial
-from megajax.reporting.machine.check import Check, run_checks
-from megajax.reporting.machine.machine import Machine
+from megajax.reporting.machine import gpus, host, trial
+from megajax.reporting.machine.machine import Check, Machine, run_checks
 
 COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
-CHECKS = (*software.CHECKS, *gpus.CHECKS, *environment.CHECKS, *system.CHECKS, *storage.CHECKS, *trial.CHECKS)
+CHECKS = (*gpus.CHECKS, *host.CHECKS, *trial.CHECKS)
 
 
 def examine(run_dir: Path | None, *, as_json: bool, checks: Sequence[Check] = CHECKS) -> int:
@@ -25,7 +24,7 @@ def examine(run_dir: Path | None, *, as_json: bool, checks: Sequence[Check] = CH
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty(), quiet=as_json)
     console.print(Text(f"{platform.node()}, {datetime.now(UTC):%Y-%m-%d %H:%M:%S UTC}", style="bold"))
     for name, finding, took in run_checks(checks, Machine(run_dir)):
-        results.append({"name": name, **finding._asdict(), "seconds": took})
+        results.append({"name": name, **finding._asdict(), "seconds": round(took, 3)})
         color = COLORS[finding.status]
         status, label = (f"{finding.status:<5}", f"bold {color}"), (f"{name:<20}", "dim")
         console.print(Text.assemble(status, label, finding.found))

@@ -1,15 +1,15 @@
-"""How checks look at this machine: its environment, its files, and commands that may hang."""
+"""Checks of this machine, and how they look at it: its environment, its packages, and commands that may hang."""
 
 import contextlib
 import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from importlib.metadata import PackageNotFoundError, distributions, requires
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 KILL_SECONDS = 2.0
 """How long to wait for a killed process: one that hangs in a driver never ends."""
@@ -79,27 +79,37 @@ class Machine:
             self._known[name] = look(self)
         return self._known[name]
 
-    def read(self, path: str) -> str:
-        """A file of the system; "" if it can't be read."""
-        try:
-            return Path(path).read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return ""
-
-    @cached_property
-    def packages(self) -> dict[str, str]:
-        """Installed distribution, in lower case with dashes -> its version."""
-        names = ((each.metadata["Name"] or "", each.version) for each in reversed([*distributions()]))
-        return {name.lower().replace("_", "-").replace(".", "-"): version for name, version in names}
-
-    def requires(self, package: str) -> list[str]:
-        """The requirements of an installed distribution."""
-        try:
-            return requires(package) or []
-        except PackageNotFoundError:
-            return []
-
     @cached_property
     def gpu_files(self) -> int:
         """Number of NVIDIA GPUs with a device file."""
         return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+class Finding(NamedTuple):
+    """The state of something, and what to do about it if it is not fine."""
+
+    status: Literal["ok", "warn", "fail"]
+    """warn: not as it should be, but training may work. fail: no run will work correctly on this machine."""
+    found: str
+    advice: str = ""
+
+
+ok = partial(Finding, "ok")
+warn = partial(Finding, "warn")
+fail = partial(Finding, "fail")
+
+type Check = tuple[str, Callable[[Machine], Finding | None]]
+"""A name, and a function that looks at the machine; None: the check does not apply to it."""
+
+
+def run_checks(checks: Iterable[Check], machine: Machine) -> Iterator[tuple[str, Finding, float]]:
+    """Name, finding and seconds of each check that applies, as they come. An exception becomes a warning."""
+    for name, look in checks:
+        start = time.monotonic()
+        try:
+            finding = look(machine)
+        except Exception as error:
+            finding = warn(f"could not be checked: {type(error).__name__}: {error}", "check by hand")
+        if finding is not None:
+            status, *texts = finding
+            yield name, Finding(status, *(" ".join(text.split()) for text in texts)), time.monotonic() - start

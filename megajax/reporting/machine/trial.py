@@ -6,8 +6,7 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 
-from megajax.reporting.machine.check import Check, Finding, fail, warn
-from megajax.reporting.machine.machine import Machine
+from megajax.reporting.machine.machine import Check, Finding, Machine, fail, warn
 
 STAGES = ("devices", "matmul", "attention", "all-reduce")
 STAGE_SECONDS = 90.0

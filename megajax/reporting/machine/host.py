@@ -1,0 +1,181 @@
+"""Checks of the host: packages, environment variables, limits, and the file system that runs are written to."""
+
+import os
+import platform
+import re
+import resource
+import sys
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from megajax.mesh.xla import flag_names
+from megajax.metrics.text import byte_size
+from megajax.reporting.machine.machine import Check, Finding, Machine, fail, ok, warn
+
+MIB, GIB = 2**20, 2**30
+MIN_SHARED, MIN_SHARED_FOR_NCCL = GIB, 128 * MIB
+MIN_FILES, FEW_FILES = 1024, 8192
+LITTLE_SPACE, TOO_LITTLE_SPACE = 20 * GIB, GIB
+SLOW_DISK = 100 * MIB
+"""Bytes per second: a checkpoint of 10 GiB takes minutes."""
+DISK_SECONDS = 30.0
+
+SHOWN = ("jax", "jaxlib", "flax", "orbax-checkpoint", "grain", "numpy")
+
+HARMFUL = {
+    "JAX_DISABLE_JIT": ("1|true", "nothing is compiled: runs are extremely slow"),
+    "JAX_DEBUG_NANS": ("1|true", "every step waits for its results"),
+    "JAX_ENABLE_X64": ("1|true", "float64 appears where float32 is meant"),
+    "XLA_PYTHON_CLIENT_ALLOCATOR": ("platform", "every allocation goes to the driver: slow"),
+    "CUDA_LAUNCH_BLOCKING": ("1", "the host waits for every kernel"),
+    "NVIDIA_TF32_OVERRIDE": (".+", "changes how float32 is multiplied"),
+    "NCCL_P2P_DISABLE": ("1", "GPUs of a machine communicate through the host"),
+    "NCCL_SHM_DISABLE": ("1", "processes of a machine communicate through the network"),
+    "NCCL_IB_DISABLE": ("1", "machines communicate through TCP"),
+}
+"""Variable -> values that are warned of (a pattern for the whole value), and why."""
+
+# Writes 64 MiB, or as much as 2 s allow, and prints the bytes per second.
+WRITE = """
+import os, sys, tempfile, time
+data, written = os.urandom(2**22), 0
+with tempfile.NamedTemporaryFile(dir=sys.argv[1], prefix=".doctor-") as file:
+    start = time.monotonic()
+    while written < 2**26 and time.monotonic() - start < 2:
+        written += os.write(file.fileno(), data)
+    os.fsync(file.fileno())
+    print(written / (time.monotonic() - start))
+"""
+
+
+def packages(machine: Machine) -> Finding:
+    """The requirements of the library and of jax are met."""
+    problems = []
+    for package in ("megajax", "jax", "jaxlib"):
+        for requirement in map(Requirement, _requirements(package)):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                installed = _version(requirement.name)
+                if installed is None or not requirement.specifier.contains(installed, prereleases=True):
+                    bounds = f"{requirement.name}{requirement.specifier}"
+                    problems.append(f"{package} requires {bounds}, installed is {installed or 'none'}")
+    if problems:
+        return fail("; ".join(dict.fromkeys(problems)), "uv sync, or pip install --upgrade megajax")
+    if not _requirements("megajax"):
+        return warn("megajax is not installed, so its requirements are unknown", "uv sync, or pip install -e .")
+    shown = [f"{name} {installed}" for name in SHOWN if (installed := _version(name))]
+    return ok(f"Python {platform.python_version()}, {', '.join(shown)}")
+
+
+def _requirements(package: str) -> list[str]:
+    try:
+        return requires(package) or []
+    except PackageNotFoundError:
+        return []
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def compiler_flags(machine: Machine) -> Finding:
+    """XLA knows all flags it is given. Starts jax on the CPU, which knows the flags for GPUs as well."""
+    names = ", ".join(sorted(flag_names(machine.environment)))
+    if not names:
+        return ok("none set")
+    output = machine.run(sys.executable, "-c", "import jax; jax.devices()", seconds=60.0, JAX_PLATFORMS="cpu")
+    if unknown := re.search(r"Unknown flags? in (\w+): (.*)", output.err):
+        advice = f"remove it from {unknown[1]}: every process would exit at its start"
+        return fail(f"{unknown[2].strip()} is not known to this XLA", advice)
+    if output.code != 0:
+        return fail(f"with {names}, jax does not start: it {output.reason[:200]}", "unset them")
+    return ok(f"{names}: known to XLA")
+
+
+def platforms(machine: Machine) -> Finding:
+    """jax may use the GPUs of this machine."""
+    gpus, chosen = machine.gpu_files, machine.environment.get("JAX_PLATFORMS", "")
+    visible = machine.environment.get("CUDA_VISIBLE_DEVICES")
+    wants_gpu = bool({"cuda", "gpu"} & {name.strip() for name in chosen.lower().split(",")})
+    if chosen and bool(gpus) != wants_gpu:
+        return fail(f"JAX_PLATFORMS={chosen} with {gpus or 'no'} GPUs", "unset JAX_PLATFORMS")
+    if gpus and visible is not None:
+        shown = [name for name in visible.split(",") if name.strip() not in ("", "-1")]
+        text = f"CUDA_VISIBLE_DEVICES={visible} shows {len(shown)} of {gpus} GPUs"
+        if not shown:
+            return fail(text, "unset it")
+        if len(shown) < gpus:
+            return warn(text, "unset it, unless others use the rest")
+    return ok(f"JAX_PLATFORMS={chosen}" if chosen else "jax may choose")
+
+
+def variables(machine: Machine) -> Finding:
+    """None that makes runs slow or changes their numbers."""
+    problems = []
+    for name, (values, why) in HARMFUL.items():
+        value = machine.environment.get(name)
+        if value is not None and re.fullmatch(values, value.strip(), re.IGNORECASE):
+            problems.append(f"{name}={value}: {why}")
+    return warn("; ".join(problems), "unset what you did not set on purpose") if problems else ok("none is harmful")
+
+
+def shared_memory(machine: Machine) -> Finding:
+    """/dev/shm, through which NCCL and data workers communicate within a machine."""
+    try:
+        shared = os.statvfs("/dev/shm")
+    except OSError:
+        return warn("/dev/shm does not exist", "mount it (docker run --shm-size=8g)")
+    size = shared.f_blocks * shared.f_frsize
+    if size < MIN_SHARED:
+        verdict = fail if machine.gpu_files > 1 and size < MIN_SHARED_FOR_NCCL else warn
+        return verdict(f"/dev/shm has {byte_size(size)}", "enlarge it (docker run --shm-size=8g, or emptyDir: Memory)")
+    return ok(f"/dev/shm has {byte_size(size)}")
+
+
+def limits(machine: Machine) -> Finding:
+    """Open files, and the locked memory that InfiniBand needs."""
+    (files, _), (locked, _) = (resource.getrlimit(kind) for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
+    if locked != resource.RLIM_INFINITY and any(Path("/sys/class/infiniband").glob("*")):
+        text = f"{byte_size(locked)} of locked memory, with InfiniBand"
+        return fail(text, "ulimit -l unlimited (docker run --ulimit memlock=-1)")
+    if files == resource.RLIM_INFINITY:
+        return ok("any number of open files")
+    if files < FEW_FILES:
+        verdict = fail if files < MIN_FILES else warn
+        return verdict(f"{files:,} open files", "ulimit -n 65536: checkpoints and data need many files")
+    return ok(f"{files:,} open files")
+
+
+def disk(machine: Machine) -> Finding:
+    """The run folder, or the nearest one above it that exists, is writable, fast enough, and has space."""
+    wanted = machine.run_dir.expanduser().absolute()
+    folder = next(each for each in (wanted, *wanted.parents) if each.is_dir())
+    # In a process of its own: a network file system that is gone blocks every access.
+    output = machine.run(sys.executable, "-S", "-c", WRITE, str(folder), seconds=DISK_SECONDS)
+    if output.code != 0:
+        return fail(f"{folder} is not writable: {output.reason}", "make it writable, or choose another --run-dir")
+    system, speed = os.statvfs(folder), float(output.out)
+    free = system.f_bavail * system.f_frsize
+    text = f"{folder} has {byte_size(free)} free, {byte_size(speed)}/s with fsync"
+    if free < TOO_LITTLE_SPACE:
+        return fail(text, "free some space: not even a small checkpoint fits")
+    if free < LITTLE_SPACE:
+        return warn(text, "free some space: a checkpoint takes at least 12 bytes per weight, and several are kept")
+    if speed < SLOW_DISK:
+        return warn(text, "checkpoints will be slow: use a faster file system for the run folder")
+    return ok(text)
+
+
+CHECKS: tuple[Check, ...] = (
+    ("packages", packages),
+    ("compiler flags", compiler_flags),
+    ("platforms", platforms),
+    ("variables", variables),
+    ("shared memory", shared_memory),
+    ("limits", limits),
+    ("disk", disk),
+)
