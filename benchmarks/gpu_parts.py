@@ -15,7 +15,7 @@ BUDGET = 570
 """Seconds of one call: a command on a lent machine is ended after 600."""
 TORCH_SECONDS = 200
 """Of the 300 that a comparison has, the most that PyTorch may take."""
-TRACE = "{out}/llama_3b.trace.json.gz"
+TRACE = "{out}/llama_3b.xplane.pb.gz"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """The shipped train step, compiled and timed on the devices that are here: what `mfu.py` tells."""
 
+import gzip
 import os
 import re
-import shutil
 import tempfile
 import time
 from collections import Counter
@@ -26,9 +26,9 @@ from megajax.kernels.capability import Choice
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.mesh.xla import memory_fraction
 from megajax.metrics.banner import plain
-from megajax.metrics.chrome_trace import find
 from megajax.metrics.text import count, duration
 from megajax.metrics.throughput import Rates, StepRate
+from megajax.metrics.trace import find
 from megajax.training.kernels import demand_kernels
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
@@ -131,7 +131,7 @@ def compiled_step(program: Program) -> tuple[Any, dict[str, Any]]:
 
 
 def write_trace(bench: Bench, file: Path) -> None:
-    """A profiler trace of TRACED_STEPS further steps, as `file` (.trace.json.gz): see `megajax.tools.trace`."""
+    """A profiler trace of TRACED_STEPS further steps, as `file` (.xplane.pb.gz): see `megajax.tools.trace`."""
     options: Any = jax.profiler.ProfileOptions()
     # Python's own calls would fill the trace.
     options.python_tracer_level = 0
@@ -143,7 +143,7 @@ def write_trace(bench: Bench, file: Path) -> None:
         jax.block_until_ready(metrics)
         jax.profiler.stop_trace()
         file.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(find(Path(folder)), file)
+        file.write_bytes(gzip.compress(find(Path(folder)).read_bytes()))
 
 
 def speeds(cfg: RunConfig, devices: int, roof: Roof, step: Spread, tokens: int) -> dict[str, Any]:

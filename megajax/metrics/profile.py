@@ -9,8 +9,7 @@ import jax
 from megajax.metrics.config import ProfileConfig
 from megajax.metrics.record import to_json
 from megajax.metrics.runfolder import write_atomically
-from megajax.metrics.trace import TraceSummary
-from megajax.metrics.xplane import summarize
+from megajax.metrics.trace import TraceSummary, find, read, summary
 
 
 class Profile:
@@ -46,10 +45,10 @@ class Profile:
             return
         steps, self.started_at = step - self.started_at, None
         jax.profiler.stop_trace()
-        summary = summarize(self.folder, steps=steps, top=self.cfg.top) if steps else None
-        if summary is not None:
-            write_atomically(self.folder / "summary.json", to_json(summary.values()))
-            self._show(summary)
+        if steps and (devices := read(find(self.folder)).devices):
+            result = summary(devices, steps=steps, top=self.cfg.top)
+            write_atomically(self.folder / "summary.json", to_json(result.values()))
+            self._show(result)
 
     def close(self) -> None:
         """Stop a trace that a fault left open."""
@@ -59,11 +58,11 @@ class Profile:
 
     def begins(self) -> "Border":
         """A hook that starts it."""
-        return Border(None if self.window is None else self.window[0] - 1, lambda step: self.start(step))
+        return Border(None if self.window is None else self.window[0] - 1, self.start)
 
     def ends(self) -> "Border":
         """A hook that ends it."""
-        return Border(None if self.window is None else self.window[1], lambda step: self.stop(step))
+        return Border(None if self.window is None else self.window[1], self.stop)
 
 
 class Border:

@@ -1,17 +1,23 @@
-"""A profiler trace in a few lines: kernels by time, idle gaps, streams, and exposed communication.
+"""A profiler trace in a few lines: kernels by time, idle gaps, and exposed communication.
 
-Records come from a reader: `metrics/xplane.py` for the profiler's own format, `metrics/chrome_trace.py` for the
-compressed JSON file beside it. Neither jax nor numpy is imported here.
+Reads what jax's profiler recorded in its own format (`*.xplane.pb`): planes are processes, lines are threads. Times of
+events are in nanoseconds.
 """
 
+import gzip
 import re
+import zlib
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
+from megajax.config.errors import UserError
 from megajax.metrics.banner import Section
 
 DEVICE = re.compile(r"/device:(GPU|TPU)")
@@ -21,61 +27,50 @@ COMMUNICATION = re.compile(
 )
 WRAPPERS = re.compile(r"(while|call|conditional|async-\w+)(\.|$)")
 """Operations that contain others, whose time is counted already."""
-GAP_CLASSES = (0.0, 10.0, 100.0, 1000.0)
-"""Lower ends of the classes of idle gaps, in microseconds."""
-LONGEST = 5
-"""How many idle gaps are listed one by one."""
+LONGEST = 10
+"""How many idle gaps are listed."""
 
 type Interval = tuple[float, float]
 
 
+class Event(NamedTuple):
+    """One run of one kernel."""
+
+    name: str
+    begin: float
+    end: float
+    communicates: bool
+
+
+class Trace(NamedTuple):
+    """The contents of a trace."""
+
+    devices: list[list[Event]]
+    """Events of each device; none for a trace without kernels."""
+    steps: int | None
+    """Steps marked with `jax.profiler.StepTraceAnnotation`; None if none is."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """All calls of one kernel (on a CPU: of one operation)."""
+    """All calls of one kernel (on a CPU: of one operation), per device and step."""
 
     name: str
     calls: int
-    """Per device and step."""
     milliseconds: float
-    """Per device and step."""
     share: float
     """Of the time of all kernels, 0 to 1."""
     exposed: float = 0.0
-    """Milliseconds per device and step of a collective, while nothing was computed."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GapClass:
-    """Idle gaps between kernels of a device, by length."""
-
-    over: float
-    """Lower end of the class, in microseconds; its upper end is the lower end of the next."""
-    gaps: float
-    """Per device and step."""
-    milliseconds: float
-    """Per device and step."""
+    """Milliseconds of a collective while nothing was computed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gap:
-    """One idle gap of a device."""
+    """An idle gap of a device, between two kernels."""
 
     milliseconds: float
     after: str
-    """The kernel that ended last before it."""
     before: str
-    """The kernel that started after it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stream:
-    """One stream of a device (on a CPU: threads of one pool)."""
-
-    name: str
-    milliseconds: float
-    """Busy time per device and step."""
-    share: float
-    """Of the time from the first kernel of the trace to the last, 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,96 +91,113 @@ class TraceSummary:
     """By time, longest first."""
     collectives: tuple[Kernel, ...] = ()
     """Those with exposed time, most first."""
-    gaps: tuple[GapClass, ...] = ()
-    """Shortest first, without classes that have no gap."""
-    longest_gaps: tuple[Gap, ...] = ()
-    streams: tuple[Stream, ...] = ()
-    """By busy time, most first."""
+    gaps: tuple[Gap, ...] = ()
+    """The longest, longest first; not means."""
 
     def sections(self) -> list[Section]:
         """As sections for metrics.banner."""
-
-        def part(milliseconds: float) -> str:
-            whole = self.busy + self.idle
-            return f"{milliseconds:.3f} ms" + (f" ({milliseconds / whole:.1%})" if whole else "")
-
+        whole = self.busy + self.idle
         times = [
-            ("kernels", part(self.busy)),
-            ("idle", part(self.idle)),
-            ("communication", part(self.communication)),
-            ("of it exposed", part(self.exposed)),
+            (name, f"{time:.3f} ms" + (f" ({time / whole:.1%})" if whole else ""))
+            for name, time in (
+                ("kernels", self.busy),
+                ("idle", self.idle),
+                ("communication", self.communication),
+                ("of it exposed", self.exposed),
+            )
         ]
         kernels = [(f"{k.share:5.1%}  {k.milliseconds:10.3f} ms", f"{k.calls} x {k.name}") for k in self.kernels]
         collectives = [(f"{one.exposed:.3f} of {one.milliseconds:.3f} ms", one.name) for one in self.collectives]
-        gaps = [(f"over {one.over:g} us", f"{one.gaps:g} gaps, {part(one.milliseconds)}") for one in self.gaps]
-        gaps += [(f"{gap.milliseconds:.3f} ms", f"after {gap.after}, before {gap.before}") for gap in self.longest_gaps]
-        streams = [(stream.name, f"{stream.milliseconds:.3f} ms ({stream.share:.1%})") for stream in self.streams]
-        title = f"a step, mean over {self.steps} steps and {self.devices} devices"
-        rest = [("exposed collectives", collectives), ("idle gaps", gaps), ("busy streams", streams)]
-        return [(title, times), ("longest kernels", kernels), *((name, rows) for name, rows in rest if rows)]
+        gaps = [(f"{gap.milliseconds:.3f} ms", f"after {gap.after}, before {gap.before}") for gap in self.gaps]
+        sections = [
+            (f"a step, mean over {self.steps} steps and {self.devices} devices", times),
+            ("longest kernels", kernels),
+            ("exposed collectives", collectives),
+            ("longest idle gaps", gaps),
+        ]
+        return [(name, rows) for name, rows in sections if rows]
 
     def values(self) -> dict[str, Any]:
         """As plain values, for a file."""
         return asdict(self)
 
 
-class Record(NamedTuple):
-    """One record of a profiler. Times in nanoseconds."""
-
-    process: str
-    """/device:GPU:0, /host:CPU."""
-    thread: str
-    """Stream #13(Compute)."""
-    name: str
-    begin: float
-    end: float
-    operation: str = ""
-    """The HLO operation it belongs to."""
-    ordinal: str = ""
-    """The device of an operation that the host ran."""
+def find(path: Path) -> Path:
+    """The file itself, or the newest trace in a folder or below it. Raises UserError if there is none."""
+    if not path.is_dir():
+        if not path.is_file():
+            raise UserError(f"{path}: no such file or folder")
+        return path
+    files = sorted(path.rglob("*.xplane.pb*"), key=lambda file: file.stat().st_mtime_ns)
+    if not files:
+        raise UserError(f"{path}: no *.xplane.pb in this folder or below it.\nTrace some steps: --profile.steps=10:12")
+    return files[-1]
 
 
-class Event(NamedTuple):
-    """One run of one kernel. Times in nanoseconds."""
+def read(file: Path) -> Trace:
+    """A trace, plain or compressed by gzip. Raises UserError if it is none."""
+    try:
+        packed = file.read_bytes()
+        data = gzip.decompress(packed) if packed[:2] == b"\x1f\x8b" else packed
+        return contents(jax.profiler.ProfileData.from_serialized_xspace(data))
+    except OSError as error:
+        raise UserError(f"{file} can't be read: {error.strerror or error}") from error
+    except (EOFError, zlib.error, ValueError, RuntimeError) as error:
+        raise UserError(f"{file} is no trace of jax's profiler, or it is cut off: {error}") from error
 
-    name: str
-    begin: float
-    end: float
-    communicates: bool
-    stream: str = ""
 
-
-def kernels_by_device(records: Iterable[Record]) -> list[list[Event]]:
-    """The kernels of each GPU, from its streams if it has any; without GPUs, the operations of each CPU device.
+def contents(data: Any) -> Trace:
+    """Of a ProfileData: the kernels of each GPU, from its streams if it has any; without GPUs, operations by device.
 
     Records of a host without an operation are the runtime's own work, and wrappers would be counted twice.
     """
-    on_device: dict[str, list[Event]] = defaultdict(list)
-    on_host: dict[str, list[Event]] = defaultdict(list)
-    for process, thread, name, begin, end, operation, ordinal in records:
-        communicates = bool(COMMUNICATION.search(name) or COMMUNICATION.match(operation))
-        if DEVICE.match(process):
-            on_device[process].append(Event(name, begin, end, communicates, thread.partition("/")[0]))
-        elif process == HOST and operation and not WRAPPERS.match(operation):
-            on_host[ordinal].append(Event(operation, begin, end, communicates, thread.partition("/")[0]))
-    streams = [[event for event in events if event.stream.startswith("Stream")] for events in on_device.values()]
-    kernels = [some or events for some, events in zip(streams, on_device.values(), strict=True)]
-    return kernels or list(on_host.values())
+    gpus: list[list[Event]] = []
+    hosts: dict[str, list[Event]] = defaultdict(list)
+    steps: set[str] = set()
+    for plane in data.planes:
+        if DEVICE.match(plane.name):
+            lines = list(plane.lines)
+            streams = [line for line in lines if line.name.startswith("Stream")]
+            gpus.append([_event(e, e.name, _stats(e)) for line in streams or lines for e in line.events])
+            continue
+        for event in (event for line in plane.lines for event in line.events):
+            stats = _stats(event)
+            if "step_num" in stats:
+                steps.add(stats["step_num"])
+            operation = stats.get("hlo_op", "")
+            if plane.name == HOST and operation and not WRAPPERS.match(operation):
+                hosts[stats.get("device_ordinal", "")].append(_event(event, operation, stats))
+    devices = [events for events in gpus if events] or list(hosts.values())
+    return Trace(devices, len(steps) or None)
+
+
+def _stats(event: Any) -> dict[str, str]:
+    wanted = ("hlo_op", "device_ordinal", "step_num")
+    return {name: str(value) for name, value in event.stats if name in wanted}
+
+
+def _event(event: Any, name: str, stats: dict[str, str]) -> Event:
+    begin = float(event.start_ns)
+    communicates = COMMUNICATION.search(event.name) or COMMUNICATION.match(stats.get("hlo_op", ""))
+    return Event(name, begin, begin + float(event.duration_ns), bool(communicates))
 
 
 def summary(devices: Sequence[list[Event]], *, steps: int, top: int) -> TraceSummary:
     """Summary of the events of each device, none of them empty. top: how many kernels are listed."""
     per = 1e-6 / (steps * len(devices))
     busy = span = communication = exposed = 0.0
+    gaps: list[tuple[float, str, str]] = []
     for events in devices:
+        kernels_run = union((e.begin, e.end) for e in events)
         computing = length(union((e.begin, e.end) for e in events if not e.communicates))
-        device_busy = length(union((e.begin, e.end) for e in events))
-        busy += device_busy
-        exposed += device_busy - computing
+        busy += length(kernels_run)
+        exposed += length(kernels_run) - computing
         communication += length(union((e.begin, e.end) for e in events if e.communicates))
-        span += max(e.end for e in events) - min(e.begin for e in events)
+        span += kernels_run[-1][1] - kernels_run[0][0]
+        last, first = {e.end: e.name for e in events}, {e.begin: e.name for e in events}
+        gaps += [(b[0] - a[1], last[a[1]], first[b[0]]) for a, b in pairwise(kernels_run)]
     kernels = _kernels(devices, steps)
-    classes, longest_gaps = _gaps(devices, per)
+    longest = sorted(gaps, key=lambda gap: -gap[0])[:LONGEST]
     return TraceSummary(
         devices=len(devices),
         steps=steps,
@@ -195,9 +207,7 @@ def summary(devices: Sequence[list[Event]], *, steps: int, top: int) -> TraceSum
         exposed=exposed * per,
         kernels=tuple(kernels[:top]),
         collectives=tuple(sorted((k for k in kernels if k.exposed), key=lambda k: -k.exposed)[:top]),
-        gaps=classes,
-        longest_gaps=longest_gaps,
-        streams=_streams(devices, per, span)[:top],
+        gaps=tuple(Gap(milliseconds=gap * 1e-6, after=after, before=before) for gap, after, before in longest),
     )
 
 
@@ -227,37 +237,6 @@ def _kernels(devices: Sequence[list[Event]], steps: int) -> list[Kernel]:
         )
         for name, (calls, time, exposed) in sorted(totals.items(), key=lambda item: -item[1][1])
     ]
-
-
-def _gaps(devices: Sequence[list[Event]], per: float) -> tuple[tuple[GapClass, ...], tuple[Gap, ...]]:
-    """Classes of idle gaps, and the longest one by one."""
-    gaps: list[tuple[float, str, str]] = []
-    for events in devices:
-        busy = union((e.begin, e.end) for e in events)
-        last, first = {e.end: e.name for e in events}, {e.begin: e.name for e in events}
-        gaps += [(after[0] - before[1], last[before[1]], first[after[0]]) for before, after in pairwise(busy)]
-    classes = []
-    for over, upper in pairwise((*GAP_CLASSES, float("inf"))):
-        inside = [gap for gap, *_ in gaps if 1e3 * over < gap <= 1e3 * upper]
-        if inside:
-            number = round(len(inside) * per * 1e6, 2)
-            classes.append(GapClass(over=over, gaps=number, milliseconds=sum(inside) * per))
-    longest = sorted(gaps, key=lambda gap: -gap[0])[:LONGEST]
-    return tuple(classes), tuple(Gap(milliseconds=gap * 1e-6, after=a, before=b) for gap, a, b in longest)
-
-
-def _streams(devices: Sequence[list[Event]], per: float, span: float) -> tuple[Stream, ...]:
-    busy: dict[str, float] = defaultdict(float)
-    for events in devices:
-        streams: dict[str, list[Interval]] = defaultdict(list)
-        for e in events:
-            streams[e.stream].append((e.begin, e.end))
-        for name, intervals in streams.items():
-            busy[name] += length(union(intervals))
-    return tuple(
-        Stream(name=name or "unnamed", milliseconds=time * per, share=time / span if span else 0.0)
-        for name, time in sorted(busy.items(), key=lambda item: -item[1])
-    )
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -9,9 +9,9 @@ from megajax.tools.json_output import JSON, first_word, show
 
 USAGE = """python -m megajax.tools.trace FOLDER_OR_FILE [--top=20] [--steps=N] [--json[=FILE]]
 
-Summarises a trace of jax's profiler: the longest kernels, idle gaps, busy time of each stream, and collectives with
-nothing computed beside them. It reads *.trace.json.gz, the newest one where a folder is given: RUN_DIR/profile of a run
-with --profile.steps=10:12, or what benchmarks/mfu.py --trace=FILE wrote. Needs no jax.
+Summarises a trace of jax's profiler: the longest kernels and idle gaps, and collectives with nothing computed beside
+them. It reads *.xplane.pb, also compressed (.gz), the newest one where a folder is given: RUN_DIR/profile of a run with
+--profile.steps=10:12, or what benchmarks/mfu.py --trace=FILE wrote.
 
   --top=N          kernels listed (default 20)
   --steps=N        steps the trace holds; by default those marked in it, or one
@@ -34,17 +34,14 @@ def main(argv: list[str]) -> int:
     if flags["top"] < 1 or (flags["steps"] is not None and flags["steps"] < 1):
         raise UserError("--top and --steps must be at least 1")
     # By name, so that the front door can report a package that is not installed.
-    trace = resolve("megajax.metrics.chrome_trace:read")(path)
+    find, read, summary = (resolve(f"megajax.metrics.trace:{name}") for name in ("find", "read", "summary"))
+    file = find(path)
+    trace = read(file)
     if not trace.devices:
-        raise UserError(f"{trace.file} has no kernels: nothing ran on a device while it was recorded")
-    summary, plain = resolve("megajax.metrics.trace:summary"), resolve("megajax.metrics.banner:plain")
+        raise UserError(f"{file} has no kernels: nothing ran on a device while it was recorded")
     result = summary(trace.devices, steps=flags["steps"] or trace.steps or 1, top=flags["top"])
-    text = json.dumps(result.values() | {"complete": trace.complete}, indent=1)
-    lines = [plain(str(trace.file), result.sections())]
-    if not trace.complete:
-        most = resolve("megajax.metrics.chrome_trace:MOST_EVENTS")
-        lines += [f"the file has {most:,} events, after which the profiler drops the rest: trace fewer steps"]
-    show("\n".join(lines), text, flags["json"])
+    text = resolve("megajax.metrics.banner:plain")(str(file), result.sections())
+    show(text, json.dumps(result.values(), indent=1), flags["json"])
     return 0
 
 

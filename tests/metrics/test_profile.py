@@ -1,31 +1,36 @@
 """A window of steps traced, its summary, and what is refused."""
 
+import gzip
+import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+from megajax.config.errors import UserError
 from megajax.metrics.config import ProfileConfig
 from megajax.metrics.profile import Profile
-from megajax.metrics.trace import Event, length, summary, union
-from megajax.metrics.xplane import summarize
+from megajax.metrics.trace import Event, Kernel, contents, find, length, read, summary, union
+from megajax.tools import trace as tool
 
 
-def event(name: str, begin: float, end: float, talks: bool = False) -> Event:
-    return Event(name, begin * 1e6, end * 1e6, talks)
+def event(name: str, begin: float, end: float, communicates: bool = False) -> Event:
+    return Event(name, begin * 1e6, end * 1e6, communicates)
 
 
 def test_what_is_exposed_is_communication_beside_which_nothing_runs():
     first = [event("dot", 0, 4), event("nccl", 3, 6, True), event("dot", 7, 9), event("add", 8, 10)]
     second = [event("dot", 0, 10), event("nccl", 2, 4, True)]
-    found = summary([first, second], steps=1, top=2)
-    assert (found.busy, found.idle) == pytest.approx((9.5, 0.5))
-    assert (found.communication, found.exposed) == pytest.approx((2.5, 1.0))
-    assert [(kernel.name, kernel.milliseconds) for kernel in found.kernels] == [("dot", 8.0), ("nccl", 2.5)]
-    assert found.kernels[0].share == pytest.approx(16 / 23)
+    whole = summary([first, second], steps=1, top=2)
+    assert (whole.busy, whole.idle) == pytest.approx((9.5, 0.5))
+    assert (whole.communication, whole.exposed) == pytest.approx((2.5, 1.0))
+    assert [(kernel.name, kernel.milliseconds) for kernel in whole.kernels] == [("dot", 8.0), ("nccl", 2.5)]
+    assert whole.kernels[0].share == pytest.approx(16 / 23)
     half = summary([first, second], steps=2, top=2)
-    assert half.busy == pytest.approx(found.busy / 2)
+    assert half.busy == pytest.approx(whole.busy / 2)
 
 
 def test_intervals():
@@ -42,45 +47,108 @@ def test_windows(text):
         assert [problem.where for problem in config.problems()] == ["steps"]
 
 
-def told(name: str, start: float, duration: float, **stats: object) -> SimpleNamespace:
-    return SimpleNamespace(name=name, start_ns=start, duration_ns=duration, stats=stats.items())
+def recorded(name: str, begin: float, end: float, **stats: object) -> SimpleNamespace:
+    """An event of the profiler, from `begin` to `end` in microseconds."""
+    return SimpleNamespace(name=name, start_ns=1e3 * begin, duration_ns=1e3 * (end - begin), stats=stats.items())
 
 
-def lane(name: str, *events: SimpleNamespace) -> SimpleNamespace:
+def line(name: str, *events: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(name=name, events=events)
 
 
-HOST = SimpleNamespace(
-    name="/host:CPU",
-    lines=[lane("worker", told("dot", 0, 4e6, hlo_op="dot.1", device_ordinal=0), told("python", 0, 9e6))],
+def plane(name: str, *lines: SimpleNamespace) -> SimpleNamespace:
+    return SimpleNamespace(name=name, lines=lines)
+
+
+HOST = plane(
+    "/host:CPU",
+    line("worker", recorded("dot", 0, 4000, hlo_op="dot.1", device_ordinal=0), recorded("python", 0, 9000)),
+    line("steps", recorded("train", 0, 100, step_num=7), recorded("train", 100, 200, step_num=8)),
 )
-GPU = SimpleNamespace(
-    name="/device:GPU:0",
-    lines=[
-        lane("Stream #1(Compute)", told("gemm", 0, 3e6, hlo_op="dot.1")),
-        lane("Stream #2(NCCL)", told("ncclDevKernel_AllGather", 2e6, 3e6, hlo_op="all-gather.1")),
-        lane("XLA Ops", told("dot.1", 0, 9e6, hlo_op="dot.1")),
-    ],
+# Two steps of 5000 us: matmuls on one stream, collectives on the other; half of the first all-gather is exposed.
+GPU = plane(
+    "/device:GPU:0",
+    line(
+        "Stream #13(Compute)",
+        *(recorded("gemm", 0, 4000), recorded("gemm", 5000, 8000)),
+        *(recorded("fusion", 8200, 9980), recorded("memset", 9985, 10000)),
+    ),
+    line(
+        "Stream #20(Compute)",
+        recorded("ncclDevKernel_AllGather", 3000, 5000),
+        recorded("ncclDevKernel_AllGather", 6000, 7000),
+    ),
+    line("XLA Modules", recorded("jit_train_step", 0, 10000)),
 )
 
 
-@pytest.mark.parametrize(
-    ("planes", "kernels", "numbers"),
-    [
-        ([HOST, GPU], ["gemm", "ncclDevKernel_AllGather"], (5.0, 3.0, 2.0)),
-        ([HOST], ["dot.1"], (4.0, 0.0, 0.0)),
-        ([SimpleNamespace(name="/device:GPU:0", lines=[]), HOST], ["dot.1"], (4.0, 0.0, 0.0)),
-    ],
-    ids=["gpu", "cpu", "a GPU that did nothing"],
-)
-def test_kernels_of_gpus_come_before_operations_of_the_host(planes, kernels, numbers, tmp_path, monkeypatch):
-    (tmp_path / "one.xplane.pb").touch()
-    data = SimpleNamespace(from_file=lambda file: SimpleNamespace(planes=planes))
-    monkeypatch.setattr(jax.profiler, "ProfileData", data)
-    found = summarize(tmp_path, steps=1, top=3)
-    assert found is not None and found.devices == 1
-    assert [kernel.name for kernel in found.kernels] == kernels
-    assert (found.busy, found.communication, found.exposed) == pytest.approx(numbers)
+def test_a_trace_of_a_gpu_by_hand() -> None:
+    trace = contents(SimpleNamespace(planes=[HOST, GPU]))
+    assert (trace.steps, len(trace.devices)) == (2, 1)
+    result = summary(trace.devices, steps=2, top=2)
+    assert (result.busy, result.idle) == pytest.approx((9.795 / 2, 0.205 / 2))
+    assert (result.communication, result.exposed) == pytest.approx((1.5, 0.5))
+    assert result.kernels == (
+        Kernel(name="gemm", calls=1, milliseconds=3.5, share=pytest.approx(7 / 11.795)),
+        Kernel(name="ncclDevKernel_AllGather", calls=1, milliseconds=1.5, share=pytest.approx(3 / 11.795), exposed=0.5),
+    )
+    (collective,) = result.collectives
+    assert (collective.milliseconds, collective.exposed) == pytest.approx((1.5, 0.5))
+    longest, other = result.gaps
+    assert (longest.milliseconds, longest.after, longest.before) == (pytest.approx(0.2), "gemm", "fusion")
+    assert other.milliseconds == pytest.approx(0.005)
+
+
+@pytest.mark.parametrize("planes", [[HOST], [plane("/device:GPU:0"), HOST]], ids=["cpu", "a GPU that did nothing"])
+def test_without_kernels_of_gpus_operations_of_the_host_count(planes) -> None:
+    (events,) = contents(SimpleNamespace(planes=planes)).devices
+    assert events == [Event("dot.1", 0.0, 4e6, False)]
+
+
+def test_a_real_trace_by_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    x, work = jnp.ones((64, 64)), jax.jit(lambda x: (x @ x.T).sum())
+    work(x).block_until_ready()
+    options: Any = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    jax.profiler.start_trace(str(tmp_path), profiler_options=options)
+    for number in range(3):
+        with jax.profiler.StepTraceAnnotation("train", step_num=number):
+            work(x).block_until_ready()
+    jax.profiler.stop_trace()
+    trace = read(find(tmp_path))
+    assert trace.steps == 3 and len(trace.devices) == 1
+    packed = tmp_path / "one.xplane.pb.gz"
+    packed.write_bytes(gzip.compress(find(tmp_path).read_bytes()))
+    assert read(packed) == trace
+    assert tool.main([str(tmp_path), "--top=1", f"--json={tmp_path / 'out.json'}"]) == 0
+    text = capsys.readouterr().out
+    for part in ("mean over 3 steps and 1 devices", "longest kernels", "1 x "):
+        assert part in text
+    assert tool.main([str(packed), "--top=1", "--steps=1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 1
+    assert json.loads((tmp_path / "out.json").read_text())["kernels"][0]["calls"] == 1
+    cut = tmp_path / "cut.xplane.pb.gz"
+    cut.write_bytes(packed.read_bytes()[:100])
+    with pytest.raises(UserError, match="is no trace of jax's profiler, or it is cut off"):
+        tool.main([str(cut)])
+
+
+def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
+    text, empty = tmp_path / "text.json", tmp_path / "empty.xplane.pb"
+    text.write_text("[]")
+    empty.touch()
+    (tmp_path / "folder").mkdir()
+    refused = [
+        ([str(tmp_path / "none")], "no such file or folder"),
+        ([str(text)], "is no trace of jax's profiler"),
+        ([str(empty)], "has no kernels"),
+        (["--top=3"], "the first word must be a folder or a file"),
+        ([str(empty), "--top=0"], "must be at least 1"),
+        ([str(tmp_path / "folder")], r"no \*\.xplane\.pb in this folder"),
+    ]
+    for words, message in refused:
+        with pytest.raises(UserError, match=message):
+            tool.main(words)
 
 
 @pytest.mark.parametrize(("index", "traces"), [(0, False), (1, True)])
