@@ -7,17 +7,17 @@ import contextlib
 import ctypes
 import os
 import resource
-import selectors
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, BinaryIO, Self
+from queue import Empty, SimpleQueue
+from typing import BinaryIO
 
 from megajax.config.errors import UserError
 from megajax.mesh.world import COORDINATOR, COUNT, INDEX, LOCAL_COUNT, LOCAL_INDEX
@@ -28,8 +28,11 @@ GRACE_SECONDS = 5.0
 OTHER_ERRORS_SECONDS = 1.0
 """From an exit with an error code to SIGTERM for the others, which may be about to print their own errors."""
 
+TOGETHER_SECONDS = 0.05
+"""Processes that end within this time may have failed in any order."""
+
 DRAIN_SECONDS = 1.0
-"""How long to wait for the remaining output of ended processes."""
+"""How long to wait for the remaining output of ended processes: a stray grandchild may keep a pipe open."""
 
 LINE_BYTES = 1 << 16
 """A longer line is forwarded in pieces."""
@@ -68,10 +71,9 @@ class Gang:
 
 
 def run(gang: Gang) -> int:
-    """Starts the gang and waits for its end. -> exit code: 0, or that of the first process that failed.
+    """Start the gang and wait for its end. -> 0, or the exit code of the process that failed first (1 for a signal).
 
-    SIGTERM, SIGINT, SIGUSR1 and SIGHUP are forwarded to every process. Raises UserError if a process can't be started.
-    Call it in the main thread.
+    Raises UserError where a process can't be started.
     """
     if gang.log_dir is not None:
         try:
@@ -79,16 +81,27 @@ def run(gang: Gang) -> int:
         except OSError as error:
             raise UserError(f"--log-dir={gang.log_dir} cannot be made: {error.strerror}") from error
     port = free_port(gang.port)
-    with _Signals() as signals, _Output() as output:
-        members: list[_Member] = []
+    events: SimpleQueue[_Member | signal.Signals] = SimpleQueue()
+    members: list[_Member] = []
+    with _forwarding(events):
         try:
             for index in range(gang.processes):
-                members.append(_Member.start(gang, index, port, output))
-            return _Supervisor(members, signals, output).wait()
+                members.append(_Member(gang, index, port))
+            # Only now, because a process with threads may not be forked safely.
+            for member in members:
+                member.watch(events)
+            code, cause = _supervise(members, events)
         finally:
             for member in members:
-                member.kill()
-            output.drain(DRAIN_SECONDS)
+                if member.process.returncode is None:
+                    member.signal(signal.SIGKILL)
+                    member.process.wait()
+            deadline = time.monotonic() + DRAIN_SECONDS
+            for member in members:
+                member.drain(deadline)
+    if cause:
+        print(f"megajax.launch: {cause}; the others were stopped", file=sys.stderr, flush=True)
+    return code
 
 
 def free_port(port: int | None) -> int:
@@ -102,158 +115,68 @@ def free_port(port: int | None) -> int:
         ) from error
 
 
-class _Signals:
-    """Makes signals to this process readable from a socket, so that a selector can wait for them and for output."""
-
-    def __init__(self) -> None:
-        self.pending: list[signal.Signals] = []
-        """Signals to forward."""
-
-    def __enter__(self) -> Self:
-        self.inbox, self._outbox = socket.socketpair()
-        for end in (self.inbox, self._outbox):
-            end.setblocking(False)
-        self._former_descriptor = signal.set_wakeup_fd(self._outbox.fileno(), warn_on_full_buffer=False)
-        # nohup ignores SIGHUP, which must stay ignored.
-        handled = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
-        self._former = {number: signal.signal(number, self._take) for number in handled}
-        self._former[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        signal.set_wakeup_fd(self._former_descriptor)
-        for number, handler in self._former.items():
+@contextlib.contextmanager
+def _forwarding(events: SimpleQueue) -> Generator[None]:
+    """Within the block, signals to this process go into `events`."""
+    # nohup ignores SIGHUP, which must stay ignored.
+    handled = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
+    former = {number: signal.signal(number, lambda number, _: events.put(signal.Signals(number))) for number in handled}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self.inbox.close()
-        self._outbox.close()
-
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        self.pending.append(signal.Signals(number))
-
-    def empty(self) -> None:
-        """Empties the socket."""
-        with contextlib.suppress(BlockingIOError):
-            while self.inbox.recv(512):
-                pass
 
 
-class _Output:
-    """Forwards the output of the gang, line by line with the index of the process."""
-
-    def __init__(self) -> None:
-        self.selector = selectors.DefaultSelector()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.selector.close()
-
-    def add(self, index: int, pipe: Any, target: BinaryIO) -> None:
-        """Forwards what process `index` writes into `pipe`."""
-        os.set_blocking(pipe.fileno(), False)
-        self.selector.register(pipe, selectors.EVENT_READ, _Lines(f"[{index}] ".encode(), target))
-
-    def forward(self, pipe: Any, lines: "_Lines") -> None:
-        """Forwards the data in a pipe."""
-        data = pipe.read(LINE_BYTES)
-        if data is None:
-            return
-        lines.take(data)
-        if not data:
-            self.selector.unregister(pipe)
-            pipe.close()
-
-    def drain(self, seconds: float) -> None:
-        """Forwards the rest, up to the end of all pipes or the timeout: a stray grandchild may keep a pipe open."""
-        deadline = time.monotonic() + seconds
-        while pipes := [key for key in self.selector.get_map().values() if isinstance(key.data, _Lines)]:
-            if (left := deadline - time.monotonic()) <= 0:
-                break
-            for key, _ in self.selector.select(left):
-                if isinstance(key.data, _Lines):
-                    self.forward(key.fileobj, key.data)
-        for key in pipes:
-            key.data.take(b"")
-
-
-@dataclass
-class _Lines:
-    """Collects the bytes of a pipe into lines."""
-
-    prefix: bytes
-    target: BinaryIO
-    rest: bytes = b""
-
-    def take(self, data: bytes) -> None:
-        """Writes the complete lines; empty data means the end."""
-        *whole, self.rest = (self.rest + data).split(b"\n")
-        if self.rest and (not data or len(self.rest) > LINE_BYTES):
-            whole, self.rest = [*whole, self.rest], b""
-        if whole:
-            self.target.write(b"".join(self.prefix + line + b"\n" for line in whole))
-            self.target.flush()
-
-
-@dataclass
 class _Member:
-    """One process of the gang."""
+    """One process of the gang. Raises UserError where its command can't be run."""
 
-    index: int
-    process: subprocess.Popen
-    started: float
-    log: Path | None
-
-    @classmethod
-    def start(cls, gang: Gang, index: int, port: int, output: _Output) -> "_Member":
-        """Raises UserError where the command can't be run."""
-        environment = os.environ | gang.environment(index, port)
-        log = None if gang.log_dir is None else gang.log_dir / f"process_{index}.log"
-        out: Any = subprocess.PIPE
+    def __init__(self, gang: Gang, index: int, port: int):
+        self.index, self.started = index, time.monotonic()
+        self.log = None if gang.log_dir is None else gang.log_dir / f"process_{index}.log"
         with contextlib.ExitStack() as stack:
-            if log is not None:
-                out = stack.enter_context(log.open("ab"))
+            log = None if self.log is None else stack.enter_context(self.log.open("ab"))
             try:
-                process = subprocess.Popen(
+                self.process = subprocess.Popen(
                     gang.command,
                     stdin=subprocess.DEVNULL,
-                    env=environment,
+                    env=os.environ | gang.environment(index, port),
                     process_group=0,  # Ctrl-C reaches the launcher only, which forwards it once
                     preexec_fn=_Prepare(os.getpid()),
-                    bufsize=0,
-                    stdout=out,
+                    stdout=log or subprocess.PIPE,
                     stderr=subprocess.STDOUT if log else subprocess.PIPE,
                 )
             except (OSError, subprocess.SubprocessError) as error:
                 raise UserError(f"{gang.command[0]} cannot be started: {error}") from error
-        member = cls(index, process, time.monotonic(), log)
-        if process.stdout is not None and process.stderr is not None:
-            output.add(index, process.stdout, sys.stdout.buffer)
-            output.add(index, process.stderr, sys.stderr.buffer)
-        return member
+        self._readers: list[threading.Thread] = []
+
+    def watch(self, events: SimpleQueue) -> None:
+        """Forward its output from now on, and put this object into `events` when it has ended."""
+        for pipe, target in ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr)):
+            if pipe is not None:
+                self._readers.append(threading.Thread(target=self._forward, args=(pipe, target.buffer), daemon=True))
+        for thread in (*self._readers, threading.Thread(target=self._wait, args=(events,), daemon=True)):
+            thread.start()
+
+    def _wait(self, events: SimpleQueue) -> None:
+        self.process.wait()
+        self.signal(signal.SIGKILL)  # the rest of its process group
+        events.put(self)
+
+    def _forward(self, pipe: BinaryIO, target: BinaryIO) -> None:
+        while line := pipe.readline(LINE_BYTES):
+            target.write(b"[%d] %s\n" % (self.index, line.removesuffix(b"\n")))
+            target.flush()
+
+    def drain(self, deadline: float) -> None:
+        """Wait until all its output is forwarded, or until the deadline."""
+        for thread in self._readers:
+            thread.join(max(deadline - time.monotonic(), 0))
 
     def signal(self, number: int) -> None:
         """Signals its process group, if that still exists."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
-
-    def poll(self) -> bool:
-        """Whether it has ended; kills the rest of its process group."""
-        if self.process.poll() is None:
-            return False
-        self.signal(signal.SIGKILL)
-        return True
-
-    def kill(self) -> None:
-        """Kills it and waits for its end."""
-        if not self.ended:
-            self.signal(signal.SIGKILL)
-            self.process.wait()
-
-    @property
-    def ended(self) -> bool:
-        """Whether `poll` has seen its end."""
-        return self.process.returncode is not None
 
     @property
     def killed_by(self) -> int | None:
@@ -296,56 +219,25 @@ class _Prepare:
                 os._exit(1)
 
 
-@dataclass
-class _Supervisor:
-    """Supervises the running gang."""
-
-    members: list[_Member]
-    signals: _Signals
-    output: _Output
-    cause: str = ""
-    """Description of the first failure."""
-    code: int = 0
-    scheduled: list[tuple[float, signal.Signals]] = field(default_factory=list)
-    """Signals to send after a failure, with their times."""
-    alive: list[_Member] = field(default_factory=list)
-
-    def wait(self) -> int:
-        """Forwards signals and output until all have ended. -> exit code."""
-        self.output.selector.register(self.signals.inbox, selectors.EVENT_READ, None)
-        self.alive = list(self.members)
-        while self.alive:
-            timeout = max(self.scheduled[0][0] - time.monotonic(), 0) if self.scheduled else None
-            for key, _ in self.output.selector.select(timeout):
-                if key.data is None:
-                    self.signals.empty()
-                else:
-                    self.output.forward(key.fileobj, key.data)
-            while self.signals.pending:
-                self.send(self.signals.pending.pop(0))
-            self.reap()
-            while self.scheduled and time.monotonic() >= self.scheduled[0][0]:
-                self.send(self.scheduled.pop(0)[1])
-        self.output.drain(DRAIN_SECONDS)
-        if self.cause:
-            print(f"megajax.launch: {self.cause}; the others were stopped", file=sys.stderr, flush=True)
-        return self.code
-
-    def send(self, number: signal.Signals) -> None:
-        """Signals all running processes."""
-        for member in self.alive:
-            member.signal(number)
-
-    def reap(self) -> None:
-        """Removes ended processes; at the first failure, schedules the end of the others."""
-        ended = [member for member in self.alive if member.poll()]
-        self.alive = [member for member in self.alive if not member.ended]
-        failed = [member for member in ended if member.code]
-        if not failed or self.cause:
-            return
-        # If several have failed since the last poll: processes abort or raise when they lose a peer, so another kind
-        # of failure came first.
-        first = min(failed, key=_Member.secondary_failure)
-        self.cause, self.code = first.describe_exit(), first.code
-        terminate = time.monotonic() + (0.0 if first.killed_by else OTHER_ERRORS_SECONDS)
-        self.scheduled = [(terminate, signal.SIGTERM), (terminate + GRACE_SECONDS, signal.SIGKILL)]
+def _supervise(members: Sequence[_Member], events: SimpleQueue) -> tuple[int, str]:
+    """Forward signals until all have ended; at the first failure, stop the others. -> exit code, first failure."""
+    alive, code, cause = set(members), 0, ""
+    scheduled: list[tuple[float, signal.Signals]] = []
+    while alive:
+        try:
+            event = events.get(timeout=max(scheduled[0][0] - time.monotonic(), 0) if scheduled else None)
+        except Empty:
+            event = scheduled.pop(0)[1]
+        if isinstance(event, signal.Signals):
+            for member in alive:
+                member.signal(event)
+            continue
+        if event.code and not cause:
+            time.sleep(TOGETHER_SECONDS)
+            # Processes abort or raise when they lose a peer, so another kind of failure came first.
+            first = min((member for member in alive if member.code), key=_Member.secondary_failure)
+            code, cause = first.code, first.describe_exit()
+            terminate = time.monotonic() + (0.0 if first.killed_by else OTHER_ERRORS_SECONDS)
+            scheduled = [(terminate, signal.SIGTERM), (terminate + GRACE_SECONDS, signal.SIGKILL)]
+        alive.remove(event)
+    return code, cause
