@@ -6,8 +6,9 @@ N: steps in metrics.jsonl.
 import json
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Training steps in columns, ascending, each step once."""
+    """Training steps in columns, ascending."""
 
     step: np.ndarray
     """int64 [N]."""
@@ -97,15 +98,15 @@ def read_history(run_dir: Path) -> History:
     folder = RunFolder(run_dir.expanduser())
     _require_run(folder)
     faults: list[str] = []
-    steps, evaluations, _ = _read_metrics(folder.metrics, faults, required=True)
+    metrics = _read_metrics(folder.metrics, faults)
     later = folder.metrics.with_name(f"{folder.metrics.stem}.superseded.jsonl")
-    _, _, seconds = _read_metrics(later, faults, required=False)
+    superseded = _read_metrics(later, faults) if later.exists() else _Columns()
     checkpoints = tuple(steps_in(folder.checkpoints))
     return History(
         folder=folder.path,
-        steps=steps,
-        superseded_seconds=seconds,
-        evaluations=evaluations,
+        steps=metrics.steps(),
+        superseded_seconds=tuple(np.nan_to_num(superseded.steps().column("step_seconds")).tolist()),
+        evaluations={split: _curve(points) for split, points in metrics.splits.items()},
         events=tuple(_read_events(folder.events, faults)),
         config=_read_config(folder.config_yaml, faults),
         differences=tuple(_read_differences(folder.config_diff, faults)),
@@ -130,85 +131,77 @@ def _require_run(folder: RunFolder) -> None:
     )
 
 
-def _lines(path: Path, faults: list[str], *, required: bool) -> Iterator[str]:
+def _lines(path: Path, faults: list[str]) -> Iterator[str]:
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             yield from file
     except FileNotFoundError:
-        if required:
-            faults.append(f"{path.name} is missing")
+        faults.append(f"{path.name} is missing")
     except OSError as error:
         faults.append(f"{path.name} cannot be read: {error.strerror or error}")
 
 
-class _Columns:
-    """Collects the numbers of lines, each with its place: some columns have a value in few lines."""
+def _note_torn(path: Path, torn: int, faults: list[str]) -> None:
+    if torn:
+        faults.append(f"{path.name}: {torn} incomplete line{'s' * (torn > 1)} skipped")
 
-    def __init__(self) -> None:
-        self.step = array("q")
-        self.columns: dict[str, tuple[array, array]] = {}
-        self.nonfinite: dict[int, str] = {}
-        self.seconds = array("d")
+
+@dataclass
+class _Columns:
+    """Collects the numbers of lines in arrays: a long run has millions."""
+
+    step: array = field(default_factory=lambda: array("q"))
+    columns: dict[str, array] = field(default_factory=lambda: defaultdict(lambda: array("d")))
+    """Those of columns that were missing in earlier lines are filled up with nan."""
+    nonfinite: dict[int, str] = field(default_factory=dict)
+    splits: dict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
+    """Split -> step -> loss."""
 
     def add(self, line: Mapping[str, Any]) -> None:
-        place = len(self.step)
-        self.step.append(line["step"])
+        if "split" in line:
+            loss = line.get("loss")
+            self.splits[str(line["split"])][line["step"]] = loss if isinstance(loss, int | float) else math.nan
+            return
         for name, value in line.items():
             if isinstance(value, int | float) and name != "step":
-                if name not in self.columns:
-                    self.columns[name] = array("q"), array("d")
-                places, values = self.columns[name]
-                places.append(place)
-                values.append(value)
+                self._fill(self.columns[name])
+                self.columns[name].append(value)
         if line.get("loss") is None:
             self.nonfinite[line["step"]] = str(line.get("loss_hex") or "unknown")
-        self.seconds.append(line.get("step_seconds") or 0.0)
+        self.step.append(line["step"])
+
+    def _fill(self, column: array) -> None:
+        column.extend([math.nan] * (len(self.step) - len(column)))
 
     def steps(self) -> Steps:
-        """Sorted by step; the last line of each step."""
+        for column in self.columns.values():
+            self._fill(column)
         step = np.asarray(self.step, np.int64)
         order = np.argsort(step, kind="stable")
-        last = np.append(np.diff(step[order]) > 0, True)[: len(step)]
-        order = order[last]
-        columns = {}
-        for name, (places, values) in self.columns.items():
-            column = np.full(len(step), np.nan)
-            column[np.asarray(places, np.int64)] = np.asarray(values)
-            columns[name] = column[order]
+        columns = {name: np.asarray(column)[order] for name, column in self.columns.items()}
         return Steps(step[order], columns, self.nonfinite)
 
 
-def _read_metrics(
-    path: Path, faults: list[str], *, required: bool
-) -> tuple[Steps, dict[str, tuple[np.ndarray, np.ndarray]], tuple[float, ...]]:
+def _read_metrics(path: Path, faults: list[str]) -> _Columns:
     columns, torn = _Columns(), 0
-    splits: dict[str, list[tuple[int, float]]] = {}
-    for text in _lines(path, faults, required=required):
+    for text in _lines(path, faults):
         line = parse(text)
         if line is None:
             torn += bool(text.strip())
-        elif "split" in line:
-            splits.setdefault(str(line["split"]), []).append((line["step"], _number(line.get("loss"))))
         else:
             columns.add(line)
-    if torn:
-        faults.append(f"{path.name}: {torn} incomplete line{'s' * (torn > 1)} skipped")
-    return columns.steps(), {name: _curve(points) for name, points in splits.items()}, tuple(columns.seconds)
+    _note_torn(path, torn, faults)
+    return columns
 
 
-def _curve(points: Iterable[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """Sorted by step; the last value of each step."""
-    steps, losses = zip(*sorted(dict(points).items()), strict=True)
+def _curve(points: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
+    steps, losses = zip(*sorted(points.items()), strict=True)
     return np.asarray(steps, np.int64), np.asarray(losses, np.float64)
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _read_events(path: Path, faults: list[str]) -> Iterator[Event]:
     torn = 0
-    for text in _lines(path, faults, required=True):
+    for text in _lines(path, faults):
         try:
             line = json.loads(text)
             fields = {name: value for name, value in line.items() if name not in ("time", "event", "step")}
@@ -216,14 +209,12 @@ def _read_events(path: Path, faults: list[str]) -> Iterator[Event]:
             yield Event(float(line["time"]), str(line["event"]), step if isinstance(step, int) else None, fields)
         except (ValueError, TypeError, KeyError, AttributeError):
             torn += bool(text.strip())
-    if torn:
-        faults.append(f"{path.name}: {torn} incomplete line{'s' * (torn > 1)} skipped")
+    _note_torn(path, torn, faults)
 
 
 def _read_config(path: Path, faults: list[str]) -> dict[str, Any]:
-    text = "".join(_lines(path, faults, required=True))
     try:
-        values = yaml.safe_load(text) if text else {}
+        values = yaml.safe_load("".join(_lines(path, faults)))
     except yaml.YAMLError:
         faults.append(f"{path.name} is not YAML")
         return {}
@@ -231,7 +222,7 @@ def _read_config(path: Path, faults: list[str]) -> dict[str, Any]:
 
 
 def _read_differences(path: Path, faults: list[str]) -> Iterator[tuple[str, str, str]]:
-    for line in _lines(path, faults, required=True):
+    for line in _lines(path, faults):
         name, colon, change = line.rstrip("\n").partition(": ")
         default, arrow, value = change.partition(" -> ")
         if colon and arrow:
@@ -243,9 +234,7 @@ def _read_versions(folder: Path, steps: tuple[int, ...], faults: list[str]) -> d
         return {}
     path = folder / step_name(steps[-1]) / "meta.json"
     try:
-        text = "".join(_lines(path, faults, required=True)) or "{}"
-        versions = json.loads(text).get("meta", {}).get("versions", {})
-    except (ValueError, AttributeError):
+        return dict(json.loads("".join(_lines(path, faults)))["meta"]["versions"])
+    except (ValueError, TypeError, KeyError):
         faults.append(f"{path} is not the metadata of a checkpoint")
         return {}
-    return {str(name): str(version) for name, version in versions.items()}

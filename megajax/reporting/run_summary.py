@@ -145,20 +145,10 @@ def _facts(history: History, runs: Sequence[Attempt]) -> Iterator[tuple[str, str
         )
         yield "devices", f"{devices}, in {processes} process{'es' * (processes != '1')}"
     if len(steps):
-        seconds, norm, scale = (steps.column(name) for name in ("step_seconds", "grad_norm", "loss_scale"))
-        if np.isfinite(seconds).any():
-            spread = (float(f(seconds)) for f in (np.nanmin, np.nanmedian, np.nanmax))
-            shown = (f"{value * 1000:.3g} ms" if value < 1 else duration(value) for value in spread)
-            yield "fastest, median, slowest step", ", ".join(shown)
         yield "skipped updates", f"{int(steps.total('skipped')):,}"
         first = ", ".join(f"step {step:,} ({kind})" for step, kind in list(steps.nonfinite.items())[:5])
         more = ", …" * (len(steps.nonfinite) > 5)
         yield "non-finite losses", f"{len(steps.nonfinite):,}: {first}{more}" if first else "none"
-        if np.isfinite(norm).any():
-            place = int(np.nanargmax(norm))
-            yield "largest gradient norm", f"{number(norm[place])} in step {int(steps.step[place]):,}"
-        if (scales := scale[np.isfinite(scale)]).size:
-            yield "loss scale", f"{scales.min():g} to {scales.max():g}, {scales[-1]:g} at the end"
     listed = ", ".join(f"{step:,}" for step in kept[-8:])
     yield "checkpoints kept", f"{listed}{' (newest)' * (len(kept) > 8)}" or "none"
     versions = ", ".join(f"{name} {version}" for name, version in history.versions.items())
