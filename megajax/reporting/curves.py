@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -73,48 +74,40 @@ def _others(steps: Steps, compiling: Collection[int]) -> Iterator[LineChart]:
     """compiling: steps whose time includes a compilation; curves of speed leave them out."""
     compiles = np.isin(steps.step, list(compiling)) if len(steps) > len(compiling) else np.zeros(len(steps), bool)
 
-    def series(speed: bool = False, scale: float = 1.0, **columns: str) -> list[Series]:
-        return of(columns, speed=speed, scale=scale)
-
-    def of(columns: Mapping[str, str], *, speed: bool = False, scale: float = 1.0) -> list[Series]:
-        made: list[Series] = []
+    def chart(
+        title: str, unit: str, columns: Mapping[str, str], *, factor: float = 1.0, speed: bool = False, **options: Any
+    ) -> LineChart:
+        """columns: name of the curve -> column, multiplied by `factor`."""
+        series: list[Series] = []
         for index, (name, column) in enumerate(columns.items()):
-            y = np.where(compiles, np.nan, steps.column(column)) if speed else steps.column(column) * scale
+            y = np.where(compiles & speed, np.nan, steps.column(column) * factor)
             if np.isfinite(y).any():
-                made += _with_mean(Series(name.replace("_", " "), steps.step, y, index))
-        return made
+                series += _with_mean(Series(name, steps.step, y, index))
+        return LineChart(title=title, unit=unit + WITHOUT_COMPILATION * speed, series=series, **options)
 
     skipped = tuple((int(step), "update skipped") for step in steps.step[steps.column("skipped") == 1])
-    norm = series(gradient_norm="grad_norm")
-    yield LineChart(title="Gradient norm", unit="before clipping", series=norm, crosses=skipped)
-    yield LineChart(title="Learning rate", series=series(learning_rate="lr"), scale="linear")
-    each, unit = "tokens_per_second_per_device", WITHOUT_COMPILATION
-    total = series(speed=True, tokens_per_second="tokens_per_second")
-    yield LineChart(title="Tokens per second", unit=f"all devices; {unit}", series=total)
-    if not np.array_equal(steps.column("tokens_per_second"), steps.column(each), equal_nan=True):
-        per_device = series(speed=True, tokens_per_second_per_device=each)
-        yield LineChart(title="Tokens per second and device", unit=unit, series=per_device)
+    yield chart("Gradient norm", "before clipping", {"gradient norm": "grad_norm"}, crosses=skipped)
+    yield chart("Learning rate", "", {"learning rate": "lr"}, scale="linear")
+    total, each = "tokens_per_second", "tokens_per_second_per_device"
+    yield chart("Tokens per second", "all devices; ", {"tokens per second": total}, speed=True)
+    if not np.array_equal(steps.column(total), steps.column(each), equal_nan=True):
+        yield chart("Tokens per second and device", "", {"tokens per second": each}, speed=True)
     if steps.median("mfu_causal") is not None:
-        mfu = series(speed=True, causal_attention="mfu_causal", full_attention="mfu_full")
-        yield LineChart(title="MFU", unit=f"model FLOP/s over the peak; {unit}", series=mfu, percent=True)
+        both = {"causal attention": "mfu_causal", "full attention": "mfu_full"}
+        yield chart("MFU", "model FLOP/s over the peak; ", both, percent=True, speed=True)
     else:
-        tflops = series(
-            speed=True, causal_attention="tflops_per_device_causal", full_attention="tflops_per_device_full"
-        )
-        yield LineChart(title="TFLOP/s per device", unit=f"of the model; {unit}", series=tflops)
-    times = series(step="step_seconds", of_it_waiting_for_data="seconds_data_wait")
-    yield LineChart(title="Step time", unit="s", series=times)
-    device = series(scale=2**-30, in_use_after_the_step="memory_device", peak_so_far="memory_device_peak")
-    yield LineChart(title="Device memory", unit="GiB", series=device, scale="linear")
-    yield LineChart(
-        title="Host memory", unit="GiB", series=series(scale=2**-30, process_0="memory_host"), scale="linear"
-    )
+        both = {"causal attention": "tflops_per_device_causal", "full attention": "tflops_per_device_full"}
+        yield chart("TFLOP/s per device", "of the model; ", both, speed=True)
+    yield chart("Step time", "s", {"step": "step_seconds", "of it waiting for data": "seconds_data_wait"})
+    device = {"in use after the step": "memory_device", "peak so far": "memory_device_peak"}
+    yield chart("Device memory", "GiB", device, factor=2**-30, scale="linear")
+    yield chart("Host memory", "GiB", {"process 0": "memory_host"}, factor=2**-30, scale="linear")
     scales = steps.column("loss_scale")
     if np.isfinite(scales).any() and np.nanmin(scales) != np.nanmax(scales):
-        yield LineChart(title="Loss scale", series=series(loss_scale="loss_scale"))
+        yield chart("Loss scale", "", {"loss scale": "loss_scale"})
     for name in sorted(steps.columns.keys() - PLOTTED):
         if not name.startswith("seconds_"):
-            yield LineChart(title=name.replace("_", " "), series=of({name: name}))
+            yield chart(name.replace("_", " "), "", {name.replace("_", " "): name})
 
 
 def _marks(runs: Sequence[Attempt]) -> Iterator[Mark]:
