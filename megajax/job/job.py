@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 
@@ -22,12 +22,13 @@ from megajax.job.hooks import Evaluate, Save
 from megajax.job.resume import Resume, stored
 from megajax.job.watch import Watch
 from megajax.mesh.mesh import find_devices
-from megajax.metrics.banner import Totals
+from megajax.metrics.banner import Section
 from megajax.metrics.console import Console, open_console
 from megajax.metrics.plot import plot_loss
 from megajax.metrics.profile import Profile
 from megajax.metrics.record import StepRecord, read_metrics
 from megajax.metrics.runfolder import RunFolder
+from megajax.metrics.text import count, duration
 from megajax.metrics.throughput import StepRate, peak_bf16_flops
 from megajax.metrics.writers import Writers, open_writers
 from megajax.models.facts import flops_of
@@ -67,14 +68,14 @@ class Job:
     compiles: CompileLog
     first: int
     """Steps done before this attempt."""
-    sampler: Sampler | None
-    """Makes the text at the end; None: no text."""
-    reporter: Reporter | None
-    """Writes the report at the end; None: no report."""
     begun: int
     """Rows read before this attempt."""
     started: float
     """Of this attempt, by the monotonic clock."""
+    sampler: Sampler | None = None
+    """Makes the text at the end; None: no text."""
+    reporter: Reporter | None = None
+    """Writes the report at the end; None: no report."""
 
     def last(self) -> int:
         """The step this attempt ends after, unless it is asked to stop."""
@@ -99,7 +100,7 @@ class Job:
             self.log.event("compiled", **asdict(memory))
             self.console.say(f"{memory.sentence()}{banner.memory_formula(self.run)}")
         watch = Watch(self.guard, self.cfg.precision.floor(), self.log, self.console.say)
-        for info in _chain(first, infos):
+        for info in chain([first], infos):
             self.log.log(step_record(self.run, info, rate))
             self.manager.poll()
             watch(info)
@@ -130,13 +131,12 @@ class Job:
 
     def reason(self) -> str:
         """Why training ended before its last step."""
+        limits = self.cfg.resilience
         if self.signals.request is not None:
             return self.signals.request.signal
         if self.run.step >= self.last():
-            return f"resilience.exit_after_steps={self.cfg.resilience.exit_after_steps}"
-        if self.out_of_time():
-            return f"resilience.exit_after_minutes={self.cfg.resilience.exit_after_minutes:g}"
-        return "asked to stop"
+            return f"resilience.exit_after_steps={limits.exit_after_steps}"
+        return f"resilience.exit_after_minutes={limits.exit_after_minutes:g}" if self.out_of_time() else "asked to stop"
 
     def finish(self, last: StepInfo | None) -> None:
         """Evaluate, draw, sample, and say what the run came to."""
@@ -169,32 +169,41 @@ class Job:
                 plot_loss(self.folder.metrics, self.folder.loss_plot, title=title, vocabulary=ids_below(self.cfg.model))
             )
         self.report()
-        if self.sampler is not None and self.samples(step):
-            tokenizer, prompt = self.run.parts.tokenizer, self.cfg.logging.prompt
-            with self.console.ticker("sampling text", total=False):
-                sample = self.sampler(
-                    self.run.model,
-                    tokenizer,
-                    tokenizer.encode(prompt) if prompt else self.run.parts.splits.valid[0]["tokens"],
-                    length=self.cfg.model.row_positions(),
-                    seed=self.cfg.seed,
-                )
-            self.console.say(sample or "no text sample: the tokenizer has no text")
-        made = (self.folder.metrics, self.folder.loss_plot, self.folder.report)
-        files = [path for path in made if path.exists()]
+        self.sample()
+        self.console.show("done" if step >= self.cfg.steps else "stopped", self.totals(last))
+
+    def sample(self) -> None:
+        """A short text of the model: only after the last step, and by a single process."""
+        cfg, valid, tokenizer = self.cfg.logging, self.run.parts.splits.valid, self.run.parts.tokenizer
+        wanted = self.run.step >= self.cfg.steps and cfg.sample and self.cfg.model.generates_text()
+        if self.sampler is None or not wanted or jax.process_count() > 1 or (not cfg.prompt and valid is None):
+            return
+        row = tokenizer.encode(cfg.prompt) if cfg.prompt else valid[0]["tokens"]
+        with self.console.ticker("sampling text", total=False):
+            length = self.cfg.model.row_positions()
+            text = self.sampler(self.run.model, tokenizer, row, length=length, seed=self.cfg.seed)
+        self.console.say(text or "no text sample: the tokenizer has no text")
+
+    def totals(self, last: StepInfo | None) -> list[Section]:
+        """What the run came to; last: the last step of this attempt."""
+        step, here, seconds = self.run.step, self.run.step - self.first, time.monotonic() - self.started
+        tokens = (int(self.run.state.consumed_samples) - self.begun) * self.cfg.model.row_positions()
+        work = [
+            ("steps", f"{step:,}" + (f" ({here:,} in this attempt)" if here != step else "")),
+            ("tokens", count(tokens)),
+            ("wall time", duration(seconds)),
+            ("tokens/s, all included", count(tokens / seconds)),
+        ]
+        if (peak := peak_memory()) is not None:
+            work.append(("peak memory of a device", f"{size(peak[0])} of {size(peak[1])}"))
+        losses = [("train loss", f"{last.loss:.4f}")] if last is not None else []
+        if "validation" in self.evaluate.last:
+            losses.append(("validation loss", f"{self.evaluate.last['validation']:.4f}"))
         newest = self.manager.newest()
-        totals = Totals(
-            steps=step,
-            steps_here=step - self.first,
-            tokens=(int(self.run.state.consumed_samples) - self.begun) * self.cfg.model.row_positions(),
-            wall_seconds=time.monotonic() - self.started,
-            train_loss=None if last is None else last.loss,
-            validation_loss=self.evaluate.last.get("validation"),
-            peak_memory=None if (peak := peak_memory()) is None else size(peak[0]) + f" of {size(peak[1])}",
-            checkpoint=None if newest is None else f"{self.folder.checkpoints} (step {newest})",
-            files=[str(path) for path in files],
-        )
-        self.console.show("done" if step >= self.cfg.steps else "stopped", totals.sections())
+        kept = [] if newest is None else [("checkpoint", f"{self.folder.checkpoints} (step {newest})")]
+        files = [path for path in (self.folder.metrics, self.folder.loss_plot, self.folder.report) if path.exists()]
+        kept.append(("files", "\n".join(map(str, files))))
+        return [section for section in (("work", work), ("loss", losses), ("kept", kept)) if section[1]]
 
     def report(self) -> None:
         """The page about the run; a run that has trained does not fail for want of it."""
@@ -204,12 +213,6 @@ class Job:
             self.console.say(self.reporter(self.folder.path))
         except Exception as error:
             self.console.say(f"no report: {error}; python -m megajax.report {self.folder.path} tries again")
-
-    def samples(self, step: int) -> bool:
-        """Whether there is a text sample: only after the last step, and by a single process."""
-        wanted = self.cfg.logging.sample and step >= self.cfg.steps and self.cfg.model.generates_text()
-        begun = self.cfg.logging.prompt or self.run.parts.splits.valid is not None
-        return wanted and jax.process_count() == 1 and bool(begun)
 
 
 def step_record(run: Run, info: StepInfo, rate: StepRate) -> StepRecord:
@@ -263,7 +266,11 @@ def train(
     folder = RunFolder.create(cfg.run_dir)
     with ExitStack() as stack:
         try:
-            return _train(cfg, folder, stack, _Asked(skip_train, sources, sampler, reporter), started)
+            job = _job(cfg, folder, stack, started, skip_train=skip_train, sources=sources)
+            if job is None:
+                return 0
+            job.sampler, job.reporter = sampler, reporter
+            return _work(job)
         except BaseException as error:
             fault = device_fault(error, cfg, folder.path)
             end_at_once(fault or error)
@@ -272,39 +279,37 @@ def train(
             raise
 
 
-class _Asked(NamedTuple):
-    """What a job is asked for beside its config; see `train`."""
-
-    skip_train: bool
-    sources: Mapping[str, str] | None
-    sampler: Sampler | None
-    reporter: Reporter | None
-
-
-def _train(cfg: RunConfig, folder: RunFolder, stack: ExitStack, asked: _Asked, started: float) -> int:
+def _job(
+    cfg: RunConfig,
+    folder: RunFolder,
+    stack: ExitStack,
+    started: float,
+    *,
+    skip_train: bool,
+    sources: Mapping[str, str] | None,
+) -> Job | None:
+    """A job that is ready to train; None after an evaluation alone."""
     primary = jax.process_index() == 0
     manager = stack.enter_context(cfg.checkpoint.build(folder.checkpoints))
-    found = manager.start()
-    if asked.skip_train and found is None:
+    start = manager.start()
+    if skip_train and start is None:
         raise UserError(
             f"--skip-train: {cfg.run_dir} has no checkpoint to evaluate; give another --run_dir, or "
             "--checkpoint.load=RUN"
         )
-    first = 0 if found is None else found[1]
-    console = stack.enter_context(
-        _closing(open_console(cfg.logging, total_steps=cfg.steps, start_step=first, primary=primary))
-    )
+    first = 0 if start is None else start[1]
+    console = stack.enter_context(open_console(cfg.logging, total_steps=cfg.steps, start_step=first, primary=primary))
     signals = stack.enter_context(Signals(announce=console.stop_requested, before_exit=console.release, polled=False))
     compiles = stack.enter_context(CompileLog(console.say))
     with console.ticker("setting up data, model and state"):
-        run = setup(cfg, start=None if found is None else Resume(*found, own=found[0] is manager, say=console.say))
+        run = setup(cfg, start=None if start is None else Resume(*start, own=start[0] is manager, say=console.say))
     stack.callback(run.close)
-    resumed = None if found is None else f"step {first} of {Path(found[0].folder).parent}"
+    resumed = None if start is None else f"step {first} of {Path(start[0].folder).parent}"
     console.show("MegaJAX", banner.banner(run, resumed))
-    if asked.skip_train:
+    if skip_train:
         Evaluate(cfg, console, ticker=partial(console.ticker, total=False)).at_end(run, first)
-        return 0
-    yaml = to_yaml(cfg, asked.sources)
+        return None
+    yaml = to_yaml(cfg, sources)
     log = stack.enter_context(
         open_writers(cfg.logging, folder, start_step=first, primary=primary, run_config=flatten(cfg))
     )
@@ -315,35 +320,28 @@ def _train(cfg: RunConfig, folder: RunFolder, stack: ExitStack, asked: _Asked, s
     compiles.events(both.event)
     signals.polled = True
     guard = Guard(cfg.resilience, cfg.precision.floor(), run.mesh)
-    if found is not None and found[0] is manager:
+    if start is not None and start[0] is manager:
         guard.spikes.restore(manager.meta(first).get("spikes", {}))
-    profile = Profile(
-        cfg.profile,
-        folder.profile,
-        first,
-        lambda found: console.show(f"profile of {cfg.profile.steps}", found.sections()),
-    )
+    show = partial(console.show, f"profile of {cfg.profile.steps}")
+    profile = Profile(cfg.profile, folder.profile, first, lambda summary: show(summary.sections()))
     stack.callback(profile.close)
-    job = Job(
-        cfg,
-        folder,
-        manager,
-        console,
-        both,
-        run,
-        Evaluate(cfg, both, lambda: agree(signals.request is not None), partial(console.ticker, total=False)),
-        Save(manager, both, lambda: stored(run.parts, yaml) | {"spikes": guard.spikes.state()}, cfg.steps),
-        signals,
-        guard,
-        profile,
-        compiles,
-        first,
-        asked.sampler,
-        asked.reporter,
-        int(run.state.consumed_samples),
-        started,
+    return Job(
+        cfg=cfg,
+        folder=folder,
+        manager=manager,
+        console=console,
+        log=both,
+        run=run,
+        evaluate=Evaluate(cfg, both, lambda: agree(signals.request is not None), partial(console.ticker, total=False)),
+        save=Save(manager, both, lambda: stored(run.parts, yaml) | {"spikes": guard.spikes.state()}, cfg.steps),
+        signals=signals,
+        guard=guard,
+        profile=profile,
+        compiles=compiles,
+        first=first,
+        begun=int(run.state.consumed_samples),
+        started=started,
     )
-    return _work(job)
 
 
 def _same_decay(cfg: RunConfig) -> str:
@@ -383,21 +381,3 @@ def _work(job: Job) -> int:
         return NUMERIC_FAULT_EXIT
     job.finish(last)
     return 0
-
-
-def _chain(first: StepInfo, rest: Iterator[StepInfo]) -> Iterator[StepInfo]:
-    yield first
-    yield from rest
-
-
-class _closing:
-    """Gives the terminal back whatever happens."""
-
-    def __init__(self, console: Console):
-        self.console = console
-
-    def __enter__(self) -> Console:
-        return self.console
-
-    def __exit__(self, *error: object) -> None:
-        self.console.close()

@@ -1,14 +1,11 @@
-"""Sections of facts, as aligned text or as a table on a terminal; the totals of a run."""
+"""Sections of facts, as aligned text or as a table on a terminal."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rich.console import RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-
-from megajax.metrics import text
 
 type Section = tuple[str, Sequence[tuple[str, str]]]
 """A title and its (name, value) rows; a value may have several lines."""
@@ -39,49 +36,3 @@ def box(title: str, sections: Sequence[Section]) -> RenderableType:
         for name, value in rows:
             table.add_row(Text(f"  {name}"), Text(str(value)))
     return Panel(table, title=Text(title, style="bold"), title_align="left", expand=False, border_style="cyan")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Totals:
-    """Totals of a run; None where they don't apply."""
-
-    steps: int
-    """Steps done, including earlier attempts."""
-    steps_here: int
-    """Steps of this attempt."""
-    tokens: int
-    """Tokens of this attempt."""
-    wall_seconds: float
-    """Wall time of this attempt, including evaluation and saving."""
-    train_loss: float | None = None
-    """Loss of the last step."""
-    validation_loss: float | None = None
-    """Loss of the last evaluation."""
-    peak_memory: str | None = None
-    """Largest memory in use on a device, as text."""
-    checkpoint: str | None = None
-    """Folder of the last checkpoint."""
-    files: Sequence[str] = ()
-    """Other files to look at."""
-
-    def sections(self) -> list[Section]:
-        """The totals as sections for `plain` or `box`."""
-        speed = text.count(self.tokens / self.wall_seconds) if self.wall_seconds > 0 else "?"
-        here = "" if self.steps_here == self.steps else f" ({self.steps_here:,} in this attempt)"
-        work = [
-            ("steps", f"{self.steps:,}{here}"),
-            ("tokens", text.count(self.tokens)),
-            ("wall time", text.duration(self.wall_seconds)),
-            ("tokens/s, all included", speed),
-        ]
-        if self.peak_memory:
-            work.append(("peak memory of a device", self.peak_memory))
-        losses = [
-            (name, f"{loss:.4f}")
-            for name, loss in (("train loss", self.train_loss), ("validation loss", self.validation_loss))
-            if loss is not None
-        ]
-        kept = [("checkpoint", self.checkpoint)] if self.checkpoint else []
-        files = [("files", "\n".join(self.files))] if self.files else []
-        sections: list[Section] = [("work", work), ("loss", losses), ("kept", kept + files)]
-        return [section for section in sections if section[1]]

@@ -1,13 +1,15 @@
 """The output of a run: a progress bar that updates in place on a terminal, plain lines elsewhere."""
 
 import os
+import statistics
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import rich.console
 from rich.console import Group, RenderableType
@@ -23,23 +25,20 @@ from megajax.metrics.banner import Section
 from megajax.metrics.config import LoggingConfig
 from megajax.metrics.lines import Summary
 from megajax.metrics.record import EvaluationRecord, Record, StepRecord
-from megajax.metrics.throughput import RecentSteps
 from megajax.metrics.writers import Writer
 
 type Rename = Callable[[str], None]
 """Continues with another message; its time counts from here."""
 
 
-class Console(Writer, Protocol):
-    """A writer for people."""
+class Console(Writer):
+    """A writer for people. This one shows nothing: for all processes but the first."""
 
     def say(self, message: str) -> None:
         """Print a line."""
-        return
 
     def show(self, title: str, sections: Sequence[Section]) -> None:
         """Print a table of facts."""
-        return
 
     @contextmanager
     def ticker(self, message: str, *, total: bool = True) -> Generator[Rename]:
@@ -55,42 +54,25 @@ class Console(Writer, Protocol):
 
     def steps_over(self) -> None:
         """There are no more steps: show no time left."""
-        return
 
     def release(self) -> None:
         """Restore the terminal at once, without waiting for a lock: the process is about to be killed."""
-        return
-
-
-class QuietConsole(Console):
-    """Shows nothing: for all processes but the first."""
 
 
 class PlainConsole(Console):
-    """Lines of plain text, for files and pipes."""
+    """Lines of plain text, for files and pipes. cadence: keyword arguments of `Cadence`."""
 
-    def __init__(
-        self,
-        *,
-        total_steps: int,
-        start_step: int = 0,
-        every: int = 10,
-        stream: TextIO | None = None,
-        tick_seconds: float = 30.0,
-        clock: Callable[[], datetime] = datetime.now,
-    ):
-        self._total = total_steps
-        self._printed = _Cadence(every=every, start_step=start_step, total_steps=total_steps, clock=clock)
+    def __init__(self, *, stream: TextIO | None = None, tick_seconds: float = 30.0, **cadence: Any):
+        self._printed = Cadence(**cadence)
         self._stream = stream or sys.stdout
         self._tick_seconds = tick_seconds
-        self._clock = clock
 
     def log(self, record: Record) -> None:
         if isinstance(record, EvaluationRecord):
             self.say(lines.evaluation_line(record))
         elif summary := self._printed.add(record):
-            eta = self._printed.eta
-            self.say(lines.step_line(summary, total_steps=self._total, now=self._clock(), eta=eta))
+            now, eta = self._printed.clock(), self._printed.eta
+            self.say(lines.step_line(summary, total_steps=self._printed.total_steps, now=now, eta=eta))
 
     def say(self, message: str) -> None:
         # One write per line: lines of a second thread or process must not land inside it.
@@ -120,21 +102,15 @@ class PlainConsole(Console):
 
 
 class LiveConsole(Console):
-    """A bar and the latest figures at the bottom of a terminal; lines scroll by above them."""
+    """A bar and the latest figures at the bottom of a terminal; lines scroll by above them.
 
-    def __init__(
-        self,
-        *,
-        total_steps: int,
-        start_step: int = 0,
-        every: int = 10,
-        console: rich.console.Console | None = None,
-        clock: Callable[[], datetime] = datetime.now,
-    ):
-        self._total = total_steps
-        self._printed = _Cadence(every=every, start_step=start_step, total_steps=total_steps, clock=clock)
+    cadence: keyword arguments of `Cadence`.
+    """
+
+    def __init__(self, *, console: rich.console.Console | None = None, **cadence: Any):
+        self._printed = Cadence(**cadence)
+        self._total = self._printed.total_steps
         self._console = console or rich.console.Console()
-        self._clock = clock
         self._latest: StepRecord | None = None
         """What the bar shows; None: no bar."""
         self._stopping = False
@@ -219,8 +195,9 @@ class LiveConsole(Console):
         if self._stopping:
             done += "  stopping"
         elif self._printed.end is not None and step < self._total:
-            left = max((self._printed.end - self._clock()).total_seconds(), 0.0)
-            done += f"  {text.duration(left)} left, done at {text.finish_time(self._clock(), left)}"
+            now, end = self._printed.clock(), self._printed.end
+            at = end.strftime("%H:%M" if end.date() == now.date() else "%b %d %H:%M")
+            done += f"  {text.duration(max((end - now).total_seconds(), 0.0))} left, done at {at}"
         label = Text(done, no_wrap=True, overflow="ellipsis")
         room = min(width - label.cell_len - 1, 30)
         if room < 5:
@@ -283,19 +260,25 @@ class _Ticking:
         return line.append(f" {self.message} … {self.seconds():.0f} s")
 
 
-class _Cadence:
+class Cadence:
     """When to print a line: at the first step of an attempt, every `every` steps, 30 s after the last line, at the end.
 
-    The time left is estimated without the first step, which includes compilation.
+    The time left is estimated from the median of the last steps, which ignores those that a checkpoint or an evaluation
+    slowed down, and without the first step, which includes compilation.
     """
 
-    def __init__(self, *, every: int, start_step: int, total_steps: int, clock: Callable[[], datetime]):
-        self._every = every
-        self._first = start_step + 1
-        self._total = total_steps
-        self._clock = clock
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        start_step: int = 0,
+        every: int = 10,
+        clock: Callable[[], datetime] = datetime.now,
+    ):
+        self.total_steps, self.clock = total_steps, clock
+        self._every, self._first = every, start_step + 1
         self._since: list[StepRecord] = []
-        self._recent = RecentSteps()
+        self._recent: deque[float] = deque(maxlen=_RECENT)
         self._printed: datetime | None = None
         self.eta: float | None = None
         """Seconds left after the last step; None before the second step of an attempt."""
@@ -308,14 +291,14 @@ class _Cadence:
 
     def add(self, record: StepRecord) -> Summary | None:
         """Take a step -> a summary of the steps since the last line, if a line is due."""
-        now = self._clock()
+        now = self.clock()
         self._since.append(record)
         if not self.first(record):
-            self._recent.add(record.rates.step_seconds)
-            self.eta = self._recent.eta(self._total - record.step)
-        self.end = None if self.eta is None else now + timedelta(seconds=self.eta)
+            self._recent.append(record.rates.step_seconds)
+            self.eta = statistics.median_low(self._recent) * (self.total_steps - record.step)
+            self.end = now + timedelta(seconds=self.eta)
         silent = self._printed is None or now - self._printed >= _LONGEST_SILENCE
-        if record.step % self._every and record.step != self._total and not silent:
+        if record.step % self._every and record.step != self.total_steps and not silent:
             return None
         summary = Summary.of(self._since)
         self._since.clear()
@@ -324,6 +307,8 @@ class _Cadence:
 
 
 _LONGEST_SILENCE = timedelta(seconds=30)
+_RECENT = 50
+"""Steps whose median time gives the time left."""
 
 
 def open_console(
@@ -331,7 +316,7 @@ def open_console(
 ) -> Console:
     """A console for `stream`, by default standard output; a quiet one in all processes but the first."""
     if not primary:
-        return QuietConsole()
+        return Console()
     stream = stream or sys.stdout
     steps: dict[str, Any] = {"total_steps": total_steps, "start_step": start_step, "every": config.every}
     on_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"

@@ -1,7 +1,7 @@
 """Durations, counts, sizes and times of day as text; untrusted text made safe to print."""
 
 import unicodedata
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
 
 def duration(seconds: float) -> str:
@@ -28,12 +28,6 @@ def count(number: float) -> str:
         if abs(scaled) < 999.95 or suffix == "E":
             break
     return f"{scaled:.2f}{suffix}" if abs(scaled) < 10 else f"{scaled:.1f}{suffix}"
-
-
-def finish_time(now: datetime, seconds: float) -> str:
-    """The time of day `seconds` after `now`: "18:42", with the date if that is another day: "Nov 22 18:42"."""
-    end = now + timedelta(seconds=seconds)
-    return end.strftime("%H:%M" if end.date() == now.date() else "%b %d %H:%M")
 
 
 def moment(time: float) -> str:

@@ -1,4 +1,4 @@
-"""Speed of steps: tokens per second, FLOP/s, the share of the hardware's peak (MFU), and the time left.
+"""Speed of steps: tokens per second, FLOP/s, and the share of the hardware's peak (MFU).
 
 MFU, model FLOPs utilisation, is defined in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): the FLOP/s a
 model needs, without anything recomputed, over the peak of the devices. It is quoted twice, for attention counted as
@@ -6,8 +6,6 @@ causal (only the half of the scores that is used) and as full; published figures
 """
 
 import re
-import statistics
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -116,21 +114,3 @@ def mean_rates(steps: Sequence[Rates]) -> Rates:
         known = all(value is not None for value in values) and sum(seconds) > 0
         means[name] = sum(v * s for v, s in zip(values, seconds, strict=True)) / sum(seconds) if known else None
     return Rates(**means)  # type: ignore[arg-type]
-
-
-class RecentSteps:
-    """Wall times of the last `window` steps, for the time left."""
-
-    def __init__(self, window: int = 50):
-        self._seconds: deque[float] = deque(maxlen=window)
-
-    def add(self, seconds: float) -> None:
-        self._seconds.append(seconds)
-
-    def eta(self, steps_left: int) -> float | None:
-        """Seconds until `steps_left` more steps are done, at the median pace; None before the first step.
-
-        The median ignores steps that a compilation, a checkpoint or an evaluation slowed down. Of two middle values
-        the lower counts, so that a slow first step is ignored as soon as there is a second.
-        """
-        return statistics.median_low(self._seconds) * steps_left if self._seconds else None

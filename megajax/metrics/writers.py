@@ -8,8 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self, TextIO
+from typing import Any, Self, TextIO
 
 from megajax.config.missing import require
 from megajax.metrics.config import LoggingConfig, WandbConfig
@@ -17,20 +16,23 @@ from megajax.metrics.record import EvaluationRecord, Record, parse, to_json
 from megajax.metrics.runfolder import RunFolder, write_atomically
 
 
-class Writer(Protocol):
+class Writer:
     """Takes records and events. A subclass overrides what it needs; the other methods do nothing."""
 
     def log(self, record: Record) -> None:
         """Take a training step or an evaluation."""
-        return
 
     def event(self, name: str, /, **fields: Any) -> None:
         """Take an event, such as "start", "compiled", "save" or "stopped"."""
-        return
 
     def close(self) -> None:
         """Write what is left. Called once, as the last method."""
-        return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 class Writers(Writer):
@@ -57,14 +59,6 @@ class Writers(Writer):
                 errors.append(error)
         if errors:
             raise errors[0]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class JsonlWriter(Writer):

@@ -190,7 +190,7 @@ def test_the_time_of_the_end_stays_while_a_step_lasts(step):
         console.log(step(number, rates=KNOWN.rates(60.0, 10)))
     refresh(console)
     assert "8h18m left, done at Nov 21 02:18" in terminal.screen()[-2]
-    console._clock.wait(120)
+    console._printed.clock.wait(120)
     refresh(console)
     assert "8h16m left, done at Nov 21 02:18" in terminal.screen()[-2]
     console.close()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megajax.metrics.throughput import RecentSteps, StepRate, mean_rates, peak_bf16_flops
+from megajax.metrics.throughput import StepRate, mean_rates, peak_bf16_flops
 
 
 @pytest.mark.parametrize(
@@ -60,15 +60,3 @@ def test_mean_rates_are_total_work_over_total_time():
     assert mean.tokens_per_second == pytest.approx(50.0)
     assert mean.tokens_per_second_per_device == pytest.approx(25.0)
     assert mean.mfu_causal is None
-
-
-def test_eta_passes_over_slow_steps():
-    recent = RecentSteps(window=5)
-    assert recent.eta(10) is None
-    recent.add(30.0)
-    assert recent.eta(10) == 300
-    recent.add(1.0)
-    assert recent.eta(10) == 10
-    for seconds in (1.0, 60.0, 1.0):
-        recent.add(seconds)
-    assert recent.eta(10) == 10
