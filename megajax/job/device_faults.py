@@ -13,7 +13,7 @@ import jax
 
 from megajax.config.errors import UserError
 from megajax.config.tree import override
-from megajax.job.device_memory import StepMemory, compiled_memory, size
+from megajax.job.device_memory import compiled_memory, size
 from megajax.mesh.installation import find_installation
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.xla import memory_fraction
@@ -66,7 +66,8 @@ def installation(text: str) -> str:
             major, minor = written.split(".")
             faults += filter(None, [installed.capability_fault(device.device_kind, (int(major), int(minor)))])
     versions = ", ".join(f"{name} {version}" for name, version in installed.packages.items())
-    lines = [f"the GPU's libraries do not work: {_first_line(text)}", *faults]
+    first, *_ = text.strip().splitlines()
+    lines = [f"the GPU's libraries do not work: {first[:300]}", *faults]
     if not faults:
         lines.append(
             "The versions seem to match. cuDNN also fails to start if another process fills the GPU's memory (see "
@@ -85,22 +86,22 @@ class Change(NamedTuple):
 
 def out_of_memory(error: BaseException, cfg: RunConfig) -> str:
     """What was requested, what is available, what uses it, and the cheapest changes."""
-    devices = _devices()
-    wanted = wanted_bytes(str(error))
-    limits = [stats.get("bytes_limit") for device in devices if (stats := device.memory_stats())]
+    devices, wanted = _devices(), wanted_bytes(str(error))
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
     limit = next(filter(None, limits), None)
     share = memory_fraction() if limit is not None and devices[0].platform == "gpu" else None
-    lines = [f"out of memory on {devices[0].device_kind if devices else 'a device'}{_phase(error)}"]
-    lines.append(
+    lines = [
+        f"out of memory on {devices[0].device_kind if devices else 'a device'}{_phase(error)}",
         f"  wanted:  {'an unknown amount' if wanted is None else size(wanted)} more; "
         + ("the device's limit is unknown" if limit is None else f"arrays can have {size(limit)} of the device")
-        + (f" (share {share})" if share else "")
-    )
+        + (f" (share {share})" if share else ""),
+    ]
     step, state = compiled_memory(devices), state_bytes(cfg, jax.devices())
     if step is not None:
+        arguments, temporary = (f"{size(n)} ({n / max(step.total, 1):.0%})" for n in (step.arguments, step.temporary))
         lines.append(
-            f"  needed:  {size(step.total)} by the compiled train step: state and batch {_part(step.arguments, step)}, "
-            f"activations, gradients and other temporaries {_part(step.temporary, step)}"
+            f"  needed:  {size(step.total)} by the compiled train step: state and batch {arguments}, "
+            f"activations, gradients and other temporaries {temporary}"
         )
     elif state is not None:
         lines.append(f"  needed:  {size(state)} for the state alone: weights and optimizer; the step is not compiled")
@@ -120,10 +121,26 @@ def out_of_memory(error: BaseException, cfg: RunConfig) -> str:
 
 
 def cheapest(cfg: RunConfig, devices: int, state: int | None, *, mostly_state: bool) -> list[Change]:
-    """At most three changes that the config's checks allow, in order of their cost in speed."""
-    activations, states = list(_of_activations(cfg)), list(_of_state(cfg, state))
-    ordered = [*states, *activations] if mostly_state else [*activations, *states]
-    return [change for change in ordered if _allowed(cfg, change, devices)][:3]
+    """At most three changes that the config's checks allow, in order of their cost in speed.
+
+    state: bytes of weights and optimizer on a device. Changes of the layout have to make them fewer.
+    """
+    of_state = set(_of_state(cfg))
+    changes = [*_of_state(cfg), *_of_activations(cfg)] if mostly_state else [*_of_activations(cfg), *_of_state(cfg)]
+    chosen: list[Change] = []
+    for change in changes:
+        try:
+            other = override(cfg, change.setting, devices=devices)
+        except UserError:
+            continue
+        if state is not None and change in of_state and (then := state_bytes(other, jax.devices())) is not None:
+            if then >= state:
+                continue
+            change = change._replace(effect=f"{change.effect}: state {size(state)} -> {size(then)}")
+        chosen.append(change)
+        if len(chosen) == 3:
+            break
+    return chosen
 
 
 def _of_activations(cfg: RunConfig) -> Iterator[Change]:
@@ -131,9 +148,8 @@ def _of_activations(cfg: RunConfig) -> Iterator[Change]:
     if micro > 1:
         yield Change(f"batch.micro_size={micro // 2}", "halves activations, doubles the number of microbatches")
     if parallel.tensor > 1 and not parallel.sequence:
-        yield Change(
-            "parallel.sequence=true", f"shards activations between layers over the {parallel.tensor} of tensor"
-        )
+        effect = f"shards activations between layers over the {parallel.tensor} of tensor"
+        yield Change("parallel.sequence=true", effect)
     if model is None:
         return
     recompute = model.recomputing().recompute
@@ -146,36 +162,14 @@ def _of_activations(cfg: RunConfig) -> Iterator[Change]:
         yield Change("model.recompute=full", "saves inputs of layers only; about a third more computation")
 
 
-def _of_state(cfg: RunConfig, now: int | None) -> Iterator[Change]:
-    parallel, devices = cfg.parallel, jax.devices()
-    changes = []
+def _of_state(cfg: RunConfig) -> Iterator[Change]:
+    parallel = cfg.parallel
     if parallel.data_sharding == "replicate":
-        changes.append(("parallel.data_sharding=zero1", "shards optimizer and master weights over data"))
+        yield Change("parallel.data_sharding=zero1", "shards optimizer and master weights over data")
     if parallel.data_sharding != "fsdp":
-        changes.append(("parallel.data_sharding=fsdp", "shards weights too, and gathers them layer by layer"))
-    changes += [
-        (f"parallel.{axis}={2 * getattr(parallel, axis)}", words)
-        for axis, words in (("tensor", "shards each layer further"), ("pipeline", "fewer layers on each device"))
-    ]
-    for setting, words in changes:
-        if (other := _changed(cfg, setting, len(devices))) is None:
-            continue
-        then = state_bytes(other, devices)
-        known = now is not None and then is not None
-        if known and then >= now:
-            continue
-        yield Change(setting, words + (f": state {size(now)} -> {size(then)}" if known else ""))
-
-
-def _changed(cfg: RunConfig, setting: str, devices: int) -> RunConfig | None:
-    try:
-        return override(cfg, setting, devices=devices)
-    except UserError:
-        return None
-
-
-def _allowed(cfg: RunConfig, change: Change, devices: int) -> bool:
-    return _changed(cfg, change.setting, devices) is not None
+        yield Change("parallel.data_sharding=fsdp", "shards weights too, and gathers them layer by layer")
+    yield Change(f"parallel.tensor={2 * parallel.tensor}", "shards each layer further")
+    yield Change(f"parallel.pipeline={2 * parallel.pipeline}", "fewer layers on each device")
 
 
 def state_bytes(cfg: RunConfig, devices: list[jax.Device]) -> int | None:
@@ -205,18 +199,9 @@ def _devices() -> list[Any]:
         return []
 
 
-def _part(number: int, step: StepMemory) -> str:
-    return f"{size(number)} ({number / max(step.total, 1):.0%})"
-
-
 def _phase(error: BaseException) -> str:
     names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     return next((f" {PHASES[name]}" for name in reversed(names) if name in PHASES), " while the run was set up")
-
-
-def _first_line(text: str) -> str:
-    lines = text.strip().splitlines() or [""]
-    return lines[0][:300]
 
 
 def _kept(error: BaseException, folder: Path) -> str:
