@@ -138,7 +138,7 @@ def parse(
     if file is None or wrong or problems:
         error = ConfigError([*wrong, *problems], " + ".join(places))
         # A verb that counts virtual devices has no use for a config of this machine's size.
-        raise error if count_devices else advised(error, source, verb, root)
+        raise error if count_devices else advised(error, source, verb)
     sources = _sources(config, file, patch_of(given.items()))
     if "print_config" in asked:
         _show(to_yaml(config, sources))

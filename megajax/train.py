@@ -7,7 +7,6 @@ from megajax.command_line import PROCESS_FLAGS, Command, Flag, front_door, parse
 from megajax.config.builds import resolve
 from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError
-from megajax.config.files import ROOT
 from megajax.config.twin import advised
 from megajax.mesh.xla import set_process
 from megajax.training.run_config import COMMON
@@ -38,7 +37,7 @@ def main(argv: list[str]) -> int:
     try:
         code = train(command.config, skip_train=skip_train, sources=sources, sampler=sampler, reporter=reporter)
     except ConfigError as error:
-        raise advised(error, command.source, "train", ROOT) from None
+        raise advised(error, command.source, "train") from None
     finish()
     return code
 

@@ -7,7 +7,6 @@ import math
 import re
 import types
 from decimal import Decimal
-from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -31,11 +30,9 @@ class Mismatch(Exception):
 
 
 def scalar(raw: Any, kind: Any) -> Any:
-    """raw as `kind` (None, bool, int, float, str, Path, a Literal or an Enum). Raises Mismatch."""
+    """raw as `kind` (None, bool, int, float, str, Path or a Literal). Raises Mismatch."""
     if get_origin(kind) is Literal:
         return _literal(raw, get_args(kind))
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return _member(raw, kind)
     readers = {types.NoneType: _none, bool: _boolean, int: _whole, float: _number, str: _text, Path: _path}
     if kind not in readers:
         raise Mismatch("")
@@ -135,17 +132,3 @@ def _literal(raw: Any, values: tuple[Any, ...]) -> Any:
     if isinstance(raw, bool) and any(isinstance(value, str) for value in values):
         raise Mismatch("YAML reads unquoted yes, no, on and off as true and false; put it in quotes")
     raise Mismatch("")
-
-
-def _member(raw: Any, kind: type[Enum]) -> Enum:
-    if isinstance(raw, kind):
-        return raw
-    by_name = {name.lower(): member for name, member in kind.__members__.items()}
-    if isinstance(raw, str) and raw in kind.__members__:
-        return kind[raw]
-    if isinstance(raw, str) and raw.lower() in by_name:
-        return by_name[raw.lower()]
-    for member in kind:
-        if member.value == raw or (isinstance(raw, Text) and str(member.value) == raw):
-            return member
-    raise Mismatch(did_you_mean(raw, kind.__members__) if isinstance(raw, str) else "")

@@ -7,23 +7,20 @@ classes accept such calls: unknown settings are recorded, and missing ones becom
 import dataclasses
 import sys
 import textwrap
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import megajax.config.schema as schema
 from megajax.config.errors import Problem
 from megajax.config.nearest import did_you_mean, either
-from megajax.config.patch import join
 from megajax.config.placeholder import Placeholder
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Fault:
+class Fault(NamedTuple):
     """A call with unknown or missing settings, or with settings that are not named."""
 
-    node: Any
+    cls: type
     unknown: tuple[str, ...]
     missing: tuple[str, ...]
     unnamed: int
@@ -80,7 +77,7 @@ def _tolerant(cls: type, original: Callable, faults: list[Fault], place: Callabl
         known = {name: value for name, value in given.items() if name in fields}
         original(self, **known, **{name: Placeholder(f"{cls.__name__}, {where}") for name in missing})
         if where:
-            faults.append(Fault(self, unknown, missing, len(values), where))
+            faults.append(Fault(cls, unknown, missing, len(values), where))
 
     return init
 
@@ -94,27 +91,21 @@ def _caller(place: Callable[[str, int], str | None]) -> str:
     return "this file"
 
 
-def problems_of(faults: list[Fault], config: Any, root: type) -> list[Problem]:
-    """The problems of the calls, by dotted name where the result is a part of `config`.
+def problems_of(faults: list[Fault], root: type, *, whole: bool) -> list[Problem]:
+    """The problems of the calls, by file and line.
 
-    Missing settings of such parts are left out: whoever checks the config finds the placeholders.
+    whole: the file made a config. Whoever checks it finds the placeholders of missing settings, by dotted name.
     """
-    names = dict(_names(config, "")) if config is not None else {}
     problems = []
     for fault in faults:
-        cls, where = type(fault.node), names.get(id(fault.node))
-        own = list(schema.hints(cls))
+        cls, own = fault.cls, list(schema.hints(fault.cls))
         for key in fault.unknown:
-            hint = _instead(key, cls, root)
-            if where is None:
-                problems.append(Problem(fault.place, f"{cls.__name__} has no setting {key}", hint))
-            else:
-                problems.append(Problem(join(where, key), f"no such setting ({cls.__name__}, {fault.place})", hint))
+            problems.append(Problem(fault.place, f"{cls.__name__} has no setting {key}", _instead(key, cls, root)))
         if fault.unnamed:
             what = f"{cls.__name__} takes its settings by name, {fault.unnamed} given without"
             names_of = ", ".join(f"{name}=..." for name in own[: fault.unnamed])
             problems.append(Problem(fault.place, what, f"write {cls.__name__}({names_of})"))
-        for key in fault.missing if where is None else ():
+        for key in () if whole else fault.missing:
             hint = schema.example(key, schema.hints(cls)[key])
             problems.append(Problem(fault.place, f"{cls.__name__} needs {key}", hint))
     return list(dict.fromkeys(problems))
@@ -129,17 +120,3 @@ def _instead(key: str, cls: type, root: type) -> str:
     if elsewhere:
         return f"there is {either(elsewhere[:3])}"
     return "\n".join(textwrap.wrap(f"{cls.__name__} has {', '.join(own)}", 100))
-
-
-def _names(value: Any, where: str) -> Iterator[tuple[int, str]]:
-    """(id of a config in the tree, its dotted name)."""
-    if schema.is_config(value):
-        yield id(value), where
-        for field in dataclasses.fields(value):
-            yield from _names(getattr(value, field.name), join(where, field.name))
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _names(item, join(where, str(index)))
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _names(item, join(where, str(key)))

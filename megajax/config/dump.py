@@ -4,7 +4,6 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING
-from enum import Enum
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,8 +29,6 @@ def plain(value: Any, annotation: Any = None, where: str = "") -> Any:
         kinds = [get_args(kind)[1] for kind in schema.mappings(annotation) if get_args(kind)]
         inner = kinds[0] if kinds else Any
         return {plain(key): plain(x, inner, join(where, str(key))) for key, x in value.items()}
-    if isinstance(value, Enum):
-        return value.name
     if isinstance(value, Path):
         return str(value)
     if value is None or isinstance(value, str | int | float):

@@ -56,22 +56,16 @@ def remedy(error: ModuleNotFoundError, argv: Sequence[str], checkout: Path = CHE
     name = (error.name or "").partition(".")[0]
     if name not in REQUIRED and name not in EXTRAS:
         return None
-    here = (checkout / "pyproject.toml").is_file()
+    checked_out = (checkout / "pyproject.toml").is_file()
     extra = EXTRAS.get(name)
+    of_extra = f"[{extra}]" if extra else ""
     lines = [f"No module named {name!r} in {sys.executable}, which runs this command."]
     if extra is not None:
-        lines.append(f"It comes with the extra {extra}:")
-        lines += [f"  uv sync --extra {extra}"] if here else []
-        lines.append(
-            f"  {sys.executable} -m pip install {f"-e '{checkout}[{extra}]'" if here else f"'megajax[{extra}]'"}"
-        )
-    elif not here:
-        lines += ["Install MegaJAX with the packages it needs:", f"  {sys.executable} -m pip install megajax"]
-    else:
-        lines += ["Activate the environment of the checkout first:"]
+        lines += [f"It comes with the extra {extra}:", *[f"  uv sync --extra {extra}"] * checked_out]
+    elif checked_out:
         made = (checkout / ".venv").is_dir()
-        lines.append(f"  {'' if made else f'cd {checkout} && uv sync && '}source {checkout}/.venv/bin/activate")
-        if "-m" in argv:
-            lines += ["or run the command through uv:", f"  uv run python {shlex.join(argv[1:])}"]
-        lines += ["or install MegaJAX into this Python:", f"  {sys.executable} -m pip install -e {checkout}"]
-    return "\n".join(lines)
+        lines += ["Activate the environment of the checkout first:"]
+        lines += [f"  {'' if made else f'cd {checkout} && uv sync && '}source {checkout}/.venv/bin/activate"]
+        lines += ["or run the command through uv:", f"  uv run python {shlex.join(argv[1:])}"]
+    package = f"-e '{checkout}{of_extra}'" if checked_out else f"'megajax{of_extra}'"
+    return "\n".join([*lines, "Or install MegaJAX into this Python:", f"  {sys.executable} -m pip install {package}"])

@@ -5,7 +5,7 @@ import io
 import re
 import sys
 import traceback
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import FrozenInstanceError, dataclass
 from pathlib import Path
@@ -33,8 +33,8 @@ class Made:
 def run(path: Path, function: str, root: type) -> Made:
     """Call a function of the file that returns a `root`.
 
-    Calls of config classes with unknown or missing settings are all reported, each by its dotted name: those of a
-    returned config in `Made.problems`. Raises ConfigError for everything else.
+    Calls of config classes with unknown or missing settings are all reported, by file and line: where a config is
+    returned, in `Made.problems`. Raises ConfigError for everything else.
     """
     try:
         return Made(_call(path, function, root))
@@ -59,7 +59,7 @@ def _collected(path: Path, function: str, root: type) -> tuple[Any, list[Problem
     # Code that looks at a placeholder fails, and what it prints has been printed.
     with collecting(config_classes(root), place) as faults, suppress(UserError), redirect_stdout(io.StringIO()):
         config = _call(path, function, root)
-    return config, problems_of(faults, config, root)
+    return config, problems_of(faults, root, whole=config is not None)
 
 
 def shown(path: Path) -> str:
@@ -148,17 +148,6 @@ def _told(error: BaseException) -> str:
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
-def _class_asked_for(error: NameError | ImportError, places: Mapping[str, str]) -> str:
-    """Where to import a config class from, if the statement that failed takes it from a module that does not exist."""
-    line = next((frame.line or "" for frame in reversed(traceback.extract_tb(error.__traceback__)) if frame.line), "")
-    _, imported, names = line.partition(" import ")
-    known = [name for name in re.findall(r"\w+", names) if name in places] if imported else []
-    by_module: dict[str, list[str]] = {}
-    for name in known:
-        by_module.setdefault(places[name], []).append(name)
-    return "\n".join(f"write from {place} import {', '.join(names)}" for place, names in by_module.items())
-
-
 def _hint(error: BaseException, module: ModuleType | None, root: type) -> str:
     """What to write instead, where that can be told; `module` is what the file has defined so far."""
     defined = vars(module) if module else {}
@@ -171,8 +160,7 @@ def _hint(error: BaseException, module: ModuleType | None, root: type) -> str:
         places = {cls.__name__: cls.__module__ for cls in config_classes(root)}
         if name in places:
             return f"write from {places[name]} import {name}"
-        wrong = _class_asked_for(error, places)
-        return wrong or did_you_mean(name, [*places, *defined])
+        return did_you_mean(name, [*places, *defined])
     match = re.search(r"(\w+?)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'", str(error))
     called = defined.get(match[1]) if match else None
     with suppress(ValueError, TypeError):

@@ -4,7 +4,6 @@ import dataclasses
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -172,8 +171,6 @@ def _word(kind: Any) -> str:
         return plain[kind]
     if origin is Literal:
         return f"{'one of ' if len(get_args(kind)) > 1 else ''}{', '.join(str(value) for value in get_args(kind))}"
-    if isinstance(origin, type) and issubclass(origin, Enum):
-        return f"one of {', '.join(origin.__members__)}"
     if lists(kind):
         each, count = entries(kind)
         if count is None:

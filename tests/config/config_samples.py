@@ -2,17 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Literal
 
 from megajax.config import Problem
 from megajax.config.nearest import nearest_divisors
-
-
-class Dtype(Enum):
-    BFLOAT16 = "bf16"
-    FLOAT32 = "f32"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +40,7 @@ class ModelConfig:
     """Width of the residual stream."""
     pattern: tuple[BlockConfig | MambaConfig, ...] = (BlockConfig(),)
     """The blocks that repeat."""
-    dtype: Dtype = Dtype.BFLOAT16
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """What the model computes in."""
 
     def problems(self) -> list[Problem]:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,11 +11,6 @@ import pytest
 from megajax.config import ConfigError
 from megajax.config.nearest import did_you_mean, nearest_divisors, nearest_names
 from megajax.config.tree import override
-
-
-class Mode(Enum):
-    FAST = "f"
-    SLOW = "s"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +23,6 @@ class Values:
     maybe_text: str | None = "x"
     choice: Literal["full", "selective", "none"] = "full"
     size: Literal[1, 2, 4] = 1
-    mode: Mode = Mode.FAST
     pair: tuple[float, float] = (0.0, 0.0)
     names: tuple[str, ...] = ("a",)
     nested: tuple[tuple[int, int], ...] = ()
@@ -85,8 +78,6 @@ class Values:
         ("choice=none", "none"),
         ("choice=Selective", "selective"),
         ("size=4", 4),
-        ("mode=slow", Mode.SLOW),
-        ("mode=f", Mode.FAST),
         ("pair=0.9,0.95", (0.9, 0.95)),
         ("pair=[0.9, 1e-1]", (0.9, 0.1)),
         ("names=/a, /b", ("/a", "/b")),
@@ -132,7 +123,6 @@ def test_reads(setting, value):
         ("switch=2", "expected true or false, got '2'"),
         ("choice=selectve", "did you mean selective?"),
         ("size=3", "expected one of 1, 2, 4, got '3'"),
-        ("mode=fsat", "did you mean FAST?"),
         ("pair=0.9", "pair: expected 2 values (a number, a number), got 1"),
         ("pair=0.9,x", "pair.1: expected a number, got 'x'"),
         ("names=[a", "the brackets do not match up"),

@@ -55,12 +55,12 @@ def missing(name: str) -> ModuleNotFoundError:
 
 def test_in_a_checkout_and_in_an_installation(tmp_path):
     text = remedy(missing("yaml"), SHELL, tmp_path) or ""
-    assert "pip install megajax" in text and "activate" not in text
+    assert "pip install 'megajax'" in text and "activate" not in text
     (tmp_path / "pyproject.toml").touch()
     text = remedy(missing("yaml"), SHELL, tmp_path) or ""
     assert f"cd {tmp_path} && uv sync && source {tmp_path}/.venv/bin/activate" in text
     assert "  uv run python -m megajax.train --config=quickstart.py" in text
-    assert f"pip install -e {tmp_path}" in text
+    assert f"pip install -e '{tmp_path}'" in text
 
 
 @pytest.mark.parametrize(("module", "extra"), EXTRAS.items())

@@ -47,7 +47,7 @@ def refusal(tmp_path, monkeypatch):
     return of
 
 
-def test_every_missing_and_unknown_argument_is_listed_by_its_dotted_name(refusal):
+def test_every_missing_and_unknown_argument_is_listed(refusal):
     text = refusal(
         "def config():\n"
         "    block = BlockConfig(mixer=AttentionConfig())\n"
@@ -56,8 +56,8 @@ def test_every_missing_and_unknown_argument_is_listed_by_its_dotted_name(refusal
     )
     assert text.startswith("7 problems in mine.py:\n")
     for words in (
-        f"schedule.warmup: no such setting (ScheduleConfig, mine.py, line {LINE + 3})",
-        f"optimizer.lr: no such setting (AdamWConfig, mine.py, line {LINE + 3})\n      there is schedule.lr",
+        f"mine.py, line {LINE + 3}: ScheduleConfig has no setting warmup",
+        f"mine.py, line {LINE + 3}: AdamWConfig has no setting lr\n      there is schedule.lr",
         f"model.sequence_length: has no default and is not given (DecoderConfig, mine.py, line {LINE + 2})\n",
         f"pattern.0.mixer.heads: has no default and is not given (AttentionConfig, mine.py, line {LINE + 1})",
         "write mlp=DenseMLPConfig(ffn=...) or GatedMLPConfig(ffn=...), from megajax.layers.config",
@@ -87,7 +87,7 @@ def test_every_missing_and_unknown_argument_is_listed_by_its_dotted_name(refusal
             "def config(): return good(optimizer=ScheduleConfig())",
             ["optimizer: ScheduleConfig lacks clip, name", "\n      write optimizer=AdamW"],
         ),
-        ("def config(): return replace(good(), sedd=3)", ["sedd: no such setting", "did you mean seed?"]),
+        ("def config(): return replace(good(), sedd=3)", ["RunConfig has no setting sedd", "did you mean seed?"]),
         (
             "def config(): return good(schedule=ScheduleConfig(lr='x', warmup_fraction=2))",
             ["lr: exp", "between 0 and 1"],
@@ -201,8 +201,3 @@ def test_no_value_at_any_place_raises():
             assert (config is None) <= bool(problems), name
             found[name, repr(value)[:20]] = [problem for problem in problems if "cannot be checked" in problem.what]
     assert not any(found.values()), {place: told for place, told in found.items() if told}
-
-
-def test_an_import_from_a_module_that_does_not_exist_is_told_where_the_classes_are(refusal):
-    text = refusal("from megajax.batch.config import BatchConfig, EvaluationConfig")
-    assert "write from megajax.training.config import BatchConfig, EvaluationConfig" in text
