@@ -19,7 +19,7 @@ from megajax.models.facts import Facts, block_facts, facts_of, flops_of
 from megajax.models.memory import MemorySetting, SavedBytes, memory_report, saved_bytes
 from megajax.models.protocol import ids_below
 from megajax.pipeline.check import measure
-from megajax.precision.config import DelayedScalingConfig, PrecisionConfig
+from megajax.precision.config import PrecisionConfig
 from megajax.training.kernels import demand_kernels
 from megajax.training.session import Run
 
@@ -39,22 +39,16 @@ def banner(run: Run, resumed: str | None) -> list[Section]:
 
 def _model(run: Run) -> list[tuple[str, str]]:
     cfg, known = run.cfg.model, run.parts.tokenizer.vocabulary_size
-    facts, flops = facts_of(cfg), flops_of(cfg)
-    if facts is None:
-        total = run.program.parameters
-        rows = [("parameters", f"{count(total)} ({total:,})"), ("shape", f"{cfg.stack.layers()} layers")]
-    else:
+    facts, flops, vocabulary = facts_of(cfg), flops_of(cfg), ids_below(cfg)
+    total, shape, besides, padded = run.program.parameters, f"{cfg.stack.layers()} layers", "", ""
+    if facts is not None:
         parameters, block = facts.parameter_count(), facts.stack.pattern[0]
-        sizes = f"{facts.stack.layers()} layers x {facts.hidden} hidden, {block.summary(facts.hidden)}"
-        all_weights = f"{count(parameters.total)} ({parameters.total:,})"
-        rows = [
-            ("parameters", f"{all_weights}, without embeddings {count(parameters.layers)}"),
-            ("shape", sizes),
-        ]
-    vocabulary = ids_below(cfg)
+        total, besides = parameters.total, f", without embeddings {count(parameters.layers)}"
+        shape = f"{facts.stack.layers()} layers x {facts.hidden} hidden, {block.summary(facts.hidden)}"
+        padded = f", padded to {facts.padded_vocabulary():,}"
+    rows = [("parameters", f"{count(total)} ({total:,}){besides}"), ("shape", shape)]
     if vocabulary is not None:
         unused = f" (the tokenizer has {known:,})" if known != vocabulary else ""
-        padded = "" if facts is None else f", padded to {facts.padded_vocabulary():,}"
         rows.append(("vocabulary", f"{vocabulary:,}{unused}{padded}"))
     if flops is not None:
         rows.append(("FLOPs per token", f"{flops.causal:.4g} with causal attention, {flops.full:.4g} with full"))
@@ -62,24 +56,18 @@ def _model(run: Run) -> list[tuple[str, str]]:
 
 
 def _layout(run: Run) -> list[tuple[str, str]]:
-    sizes, parallel = dict(run.mesh.shape), run.cfg.parallel
-    used, available = run.mesh.size, jax.device_count()
-    device = run.mesh.devices.flat[0]
+    parallel, used, available = run.cfg.parallel, run.mesh.size, jax.device_count()
     rest = f" ({used} of {available} used)" if used < available else ""
+    processes = f"{jax.process_count()} process" + "es" * (jax.process_count() > 1)
+    sharding = {
+        "replicate": "replicate: none",
+        "zero1": "zero1: master weights and optimizer state",
+        "fsdp": "fsdp: weights and optimizer state",
+    }
     return [
-        (
-            "devices",
-            f"{used} x {device.device_kind}{rest}, {jax.process_count()} process" + "es" * (jax.process_count() > 1),
-        ),
-        ("mesh", ", ".join(f"{name} {size}" for name, size in sizes.items())),
-        (
-            "data sharding",
-            {
-                "replicate": "replicate: none",
-                "zero1": "zero1: master weights and optimizer state",
-                "fsdp": "fsdp: weights and optimizer state",
-            }[parallel.data_sharding],
-        ),
+        ("devices", f"{used} x {run.mesh.devices.flat[0].device_kind}{rest}, {processes}"),
+        ("mesh", ", ".join(f"{name} {size}" for name, size in run.mesh.shape.items())),
+        ("data sharding", sharding[parallel.data_sharding]),
         ("sequence parallel", "on" if parallel.sequence else "off"),
         *_pipeline(run),
     ]
@@ -91,59 +79,42 @@ def _pipeline(run: Run) -> list[tuple[str, str]]:
         return []
     wait = f", losses delayed by {schedule.loss_wait} tick" if schedule.loss_wait else ""
     chunks = f" x {schedule.chunks} virtual" if schedule.chunks > 1 else ""
+    text = (
+        f"{schedule.name}, {schedule.stages} stages{chunks}{wait}; bubble {float(measure(schedule).bubble):.1%}; "
+        f"activations of {schedule.ring_slots} chunks kept"
+    )
     sizes = "/".join(map(str, sorted(set(partition.repeats), reverse=True)))
     rows, layers = partition.rows * len(partition.repeats), sum(partition.repeats)
     padding = f"; {rows - layers} of {rows} rows are padding" if rows > layers else ""
-    return [
-        (
-            "pipeline",
-            f"{schedule.name}, {schedule.stages} stages{chunks}{wait}; bubble {float(measure(schedule).bubble):.1%}; "
-            f"activations of {schedule.ring_slots} chunks kept",
-        ),
-        ("layers of a chunk", f"{sizes} repeats of the pattern{padding}"),
-    ]
+    return [("pipeline", text), ("layers of a chunk", f"{sizes} repeats of the pattern{padding}")]
 
 
 def _batch(run: Run) -> list[tuple[str, str]]:
     batch, replicas = run.cfg.batch, run.mesh.shape["data"] * run.mesh.shape["expert"]
-    rows = run.program.sizes.sizes()[-1].rows
-    tokens = rows * run.cfg.model.row_positions()
-    whole = run.program.sizes.samples(run.cfg.steps) * run.cfg.model.row_positions()
+    rows, length = run.program.sizes.sizes()[-1].rows, run.cfg.model.row_positions()
+    split = f"{run.program.microbatches} microbatches x {replicas} data-parallel x {batch.micro_size} rows"
+    whole = run.program.sizes.samples(run.cfg.steps) * length
     return [
-        (
-            "rows per step",
-            f"{rows} = {run.program.microbatches} microbatches x {replicas} data-parallel x {batch.micro_size} rows",
-        ),
-        ("tokens per step", f"{tokens:,} ({run.cfg.model.row_positions()} per row)"),
-        (
-            "whole run",
-            f"{run.cfg.steps:,} steps, {count(whole)} tokens",
-        ),
+        ("rows per step", f"{rows} = {split}"),
+        ("tokens per step", f"{rows * length:,} ({length} per row)"),
+        ("whole run", f"{run.cfg.steps:,} steps, {count(whole)} tokens"),
         ("loss average", batch.loss_average),
     ]
 
 
 def _training(run: Run) -> list[tuple[str, str]]:
-    cfg, schedule = run.cfg, run.cfg.schedule
-    clip = "none" if cfg.optimizer.clip is None else f"{cfg.optimizer.clip:g}"
-    size = cfg.batch.global_size
+    precision, optimizer, schedule = run.cfg.precision, run.cfg.optimizer, run.cfg.schedule
+    clip = "none" if optimizer.clip is None else f"{optimizer.clip:g}"
+    warmup, decay = (n / run.cfg.batch.global_size for n in (run.program.schedule.warmup, run.program.schedule.decay))
+    dtypes = f"compute {precision.compute}, weights {precision.params}, gradients {precision.gradients}"
+    rates = f"{schedule.style} {schedule.lr:g} to {schedule.min_lr:g}"
     return [
-        (
-            "precision",
-            f"compute {cfg.precision.compute}, weights {cfg.precision.params}, gradients {cfg.precision.gradients}",
-        ),
-        *_fp8(cfg.precision),
+        ("precision", dtypes),
+        *_fp8(precision),
         *_kernels(run),
         *_recompute(run),
-        (
-            "optimizer",
-            f"{cfg.optimizer.name()}, decay {cfg.optimizer.weight_decay:g}, clip {clip}",
-        ),
-        (
-            "learning rate",
-            f"{schedule.style} {schedule.lr:g} to {schedule.min_lr:g}, warm-up "
-            f"{run.program.schedule.warmup / size:g} steps, decay over {run.program.schedule.decay / size:g}",
-        ),
+        ("optimizer", f"{optimizer.name()}, decay {optimizer.weight_decay:g}, clip {clip}"),
+        ("learning rate", f"{rates}, warm-up {warmup:g} steps, decay over {decay:g}"),
     ]
 
 
@@ -166,14 +137,13 @@ def _fp8(precision: PrecisionConfig) -> list[tuple[str, str]]:
         return []
     gradients = {"hybrid": "e5m2", "e4m3": "e4m3"}[fp8.format]
     adding = "in reduced precision" if fp8.fast_accumulation else "in float32"
-    scales = "scales from each tensor" if fp8.delayed is None else _delayed(fp8.delayed)
+    scales, delayed = "scales from each tensor", fp8.delayed
+    if delayed is not None:
+        last = delayed.history == 1 or delayed.algorithm == "most_recent"
+        scales = f"scales from the {'step' if last else f'{delayed.history} steps'} before"
+        scales += f", margin {delayed.margin} bits" * (delayed.margin != 0)
     text = f"layers, e4m3 with gradients in {gradients}; {scales}; forward pass accumulates {adding}"
     return [("8-bit matmuls", text)]
-
-
-def _delayed(cfg: DelayedScalingConfig) -> str:
-    before = "step before" if cfg.history == 1 or cfg.algorithm == "most_recent" else f"{cfg.history} steps before"
-    return f"scales from the {before}" + f", margin {cfg.margin} bits" * (cfg.margin != 0)
 
 
 def _recompute(run: Run) -> list[tuple[str, str]]:
@@ -188,10 +158,10 @@ def _recompute(run: Run) -> list[tuple[str, str]]:
     if chosen.layers is not None and chosen.layers < layers:
         text += f" (first {chosen.layers} layers of each chunk); other layers: {_saved(chosen.lighter_policy())}"
     costs = saved_by_layers(run, facts)
-    several, share = len(costs) > 1, run.mesh.shape["tensor"]
+    share = run.mesh.shape["tensor"]
     cost = "; ".join(
-        (f"{each.layers:.0f} layers of a chunk " if several else "")
-        + f"{size(each.device)}"
+        (f"{each.layers:.0f} layers of a chunk " if len(costs) > 1 else "")
+        + size(each.device)
         + (f" and {size(each.host)} in host memory" if each.host else "")
         + f", {size(each.recomputed)} recomputed"
         for each in costs
@@ -266,17 +236,11 @@ def _passes(rows: Any) -> str:
 
 def _run(run: Run, resumed: str | None) -> list[tuple[str, str]]:
     splits: Any = run.parts.splits
-    rows = ", ".join(
-        f"{name} {len(part):,}{_passes(part)}"
-        for name, part in zip(splits._fields, splits, strict=True)
-        if part is not None
-    )
+    named = [(name, part) for name, part in zip(splits._fields, splits, strict=True) if part is not None]
+    rows = ", ".join(f"{name} {len(part):,}{_passes(part)}" for name, part in named)
+    isolated = "; documents isolated" if "segment_ids" in run.program.schema else ""
     return [
-        (
-            "data",
-            f"{type(run.cfg.data).__name__.removesuffix('Config')}; rows: {rows}"
-            + ("; documents isolated" if "segment_ids" in run.program.schema else ""),
-        ),
+        ("data", f"{type(run.cfg.data).__name__.removesuffix('Config')}; rows: {rows}{isolated}"),
         ("folder", str(run.cfg.run_dir)),
         ("start", resumed or "new run"),
         ("software", f"jax {jax.__version__}, Python {platform.python_version()}"),

@@ -1,9 +1,8 @@
 """A line for every program that is compiled or read from the cache: its name and how long it took."""
 
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -17,15 +16,13 @@ SAVED = "/jax/compilation_cache/compile_time_saved_sec"
 WRITTEN = "/jax/compilation_cache/cache_misses"
 """Events of jax.monitoring. The other three come from the compiling thread, before COMPILED."""
 
-NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "train_step": "the train step",
-        "eval_step": "the evaluation step",
-        "forward": "the forward pass",
-        "blame": "the search for weights whose gradients are not finite",
-        "_fresh": "the initial state",
-    }
-)
+NAMES = {
+    "train_step": "the train step",
+    "eval_step": "the evaluation step",
+    "forward": "the forward pass",
+    "blame": "the search for weights whose gradients are not finite",
+    "_fresh": "the initial state",
+}
 ALWAYS = ("train_step", "_fresh")
 MIN_SECONDS = 1.0
 """Other programs are reported if they took at least this long."""
@@ -83,9 +80,7 @@ class CompileLog:
         jax.monitoring.register_event_duration_secs_listener(self._lasted)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         jax.monitoring.unregister_event_listener(self._happened)
         jax.monitoring.unregister_event_duration_listener(self._lasted)
         if jax.process_index() == 0 and (folder := cache_in_use()) is not None:
@@ -93,14 +88,14 @@ class CompileLog:
 
     def _happened(self, event: str, **_: Any) -> None:
         if event in (HIT, WRITTEN):
-            self._noted()[event] = True
+            self._noted[event] = True
 
     def _lasted(self, event: str, duration_secs: float, **fields: Any) -> None:
+        noted = self._noted
         if event == SAVED:
-            self._noted()[event] = duration_secs
+            noted[event] = duration_secs
         if event != COMPILED:
             return
-        noted = self._noted()
         name = str(fields.get("fun_name", "?")).removeprefix("jit(").removesuffix(")")
         program = Compile(name, duration_secs, HIT in noted, noted.get(SAVED))
         written = WRITTEN in noted
@@ -113,6 +108,7 @@ class CompileLog:
         if (call := self._ready.get(program.name)) is not None:
             call()
 
+    @property
     def _noted(self) -> dict[str, Any]:
         """What jax reported about the program that this thread is compiling."""
         return self._thread.__dict__

@@ -10,7 +10,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 import jax
@@ -82,9 +82,7 @@ class Signals:
         os.register_at_fork(after_in_child=lambda: (restore := leave()) and restore())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._restore()
         self._outbox.close()
         self._watcher.join()
