@@ -20,7 +20,7 @@ NAMES = {
     "train_step": "the train step",
     "eval_step": "the evaluation step",
     "forward": "the forward pass",
-    "blame": "the search for weights whose gradients are not finite",
+    "nonfinite_gradients": "the search for weights whose gradients are not finite",
     "_fresh": "the initial state",
 }
 ALWAYS = ("train_step", "_fresh")

@@ -2,17 +2,22 @@
 
 import os
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from megajax.config.errors import UserError
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
     """Paths in `run_dir`."""
 
-    path: Path
+    def __init__(self, path: Path):
+        self.path = path
+        self.config_yaml, self.config_diff = path / "config.yaml", path / "config.diff"
+        self.metrics, self.events = path / "metrics.jsonl", path / "events.jsonl"
+        self.superseded = path / "metrics.superseded.jsonl"
+        """Lines that a resumed run wrote again."""
+        self.report, self.loss_plot = path / "report.html", path / "loss.png"
+        self.checkpoints, self.profile, self.tensorboard = path / "checkpoints", path / "profile", path / "tensorboard"
 
     @classmethod
     def create(cls, run_dir: str | Path) -> "RunFolder":
@@ -28,42 +33,6 @@ class RunFolder:
                 "Set run_dir to a writable folder with free space."
             ) from error
         return cls(path)
-
-    @property
-    def config_yaml(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def config_diff(self) -> Path:
-        return self.path / "config.diff"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def profile(self) -> Path:
-        return self.path / "profile"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def loss_plot(self) -> Path:
-        return self.path / "loss.png"
 
     def write_config(self, yaml: str, diff: str) -> None:
         """Write config.yaml (the whole config) and config.diff (what differs from the defaults)."""

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 from megajax.config.missing import require
 from megajax.metrics.config import LoggingConfig, WandbConfig
@@ -79,28 +79,19 @@ class JsonlWriter(Writer):
 
     def _rewind(self, path: Path) -> None:
         """Replace the file atomically by its lines up to the starting step, without incomplete ones."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        later: list[str] = []
-        try:
-            with path.open(encoding="utf-8", errors="replace") as old, temporary.open("w", encoding="utf-8") as kept:
-                for line in old:
-                    values = parse(line)
-                    if values is None:
-                        continue
-                    if values["step"] > self._start_step:
-                        later.append(line.rstrip("\n") + "\n")
-                        continue
-                    kept.write(line.rstrip("\n") + "\n")
-                    if values["step"] == self._start_step and "split" in values:
-                        self._evaluated.add(values["split"])
-                _sync(kept)
-            if later:
-                with path.with_name(f"{path.stem}.superseded.jsonl").open("a", encoding="utf-8") as aside:
-                    aside.writelines(later)
-                    _sync(aside)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        kept, later = [], []
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+            values = parse(line)
+            if values is not None:
+                (later if values["step"] > self._start_step else kept).append(line + "\n")
+                if values["step"] == self._start_step and "split" in values:
+                    self._evaluated.add(values["split"])
+        if later:
+            with path.with_name(f"{path.stem}.superseded.jsonl").open("a", encoding="utf-8") as aside:
+                aside.writelines(later)
+                aside.flush()
+                os.fsync(aside.fileno())
+        write_atomically(path, "".join(kept))
         self.superseded = len(later)
 
     def log(self, record: Record) -> None:
@@ -114,11 +105,6 @@ class JsonlWriter(Writer):
 
     def close(self) -> None:
         self._file.close()
-
-
-def _sync(file: TextIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 class EventsWriter(Writer):

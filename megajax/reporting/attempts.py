@@ -4,9 +4,9 @@ metrics.jsonl has the duration of each step, events.jsonl the time of each event
 taken to end after its last event and the steps it logged since then.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ START, OPENING = "start", "metrics_superseded"
 
 ENDS = {"end": 0, "numeric_fault": 17}
 """Last event of an attempt -> its exit code, if the event has none."""
-
 
 NOTES = {
     "steps": "those that counted, without compilation",
@@ -77,50 +76,49 @@ class Share:
 
 def attempts(history: History) -> list[Attempt]:
     """The attempts in events.jsonl, in order."""
-    groups = list(_groups(history.events))
+    groups = _groups(history.events)
     opened = [next((e for e in group if e.name == OPENING), None) for group in groups]
     runs, used = [], 0
-    for index, group in enumerate(groups):
-        after = opened[index + 1] if index + 1 < len(groups) else None
-        count = after.fields.get("lines", 0) if after else 0
+    for index, (group, after) in enumerate(zip_longest(groups, groups[1:])):
+        opening = opened[index + 1] if after else None
+        count = opening.fields.get("lines", 0) if opening else 0
         redone = history.superseded_seconds[used : used + count] if isinstance(count, int) else ()
         used += len(redone)
-        resumed_at = groups[index + 1][0].step if index + 1 < len(groups) else None
-        runs.append(_attempt(history, index + 1, group, redone, resumed_at))
+        runs.append(_attempt(history, index + 1, group, redone, after[0].step if after else None))
     return runs
 
 
-def _groups(events: Sequence[Event]) -> Iterator[list[Event]]:
-    """The events of each attempt, `start` first; events before the first start belong to the first attempt."""
-    group: list[Event] = []
+def _groups(events: Sequence[Event]) -> list[list[Event]]:
+    """The events of each attempt, `start` first; those before it that belong to it come after it."""
+    groups: list[list[Event]] = []
     early: list[Event] = []
     for event in events:
         if event.name == START:
-            if group:
-                yield group
-            group, early = [event, *early], []
-        elif event.name == OPENING or not group:
+            groups.append([event, *early])
+            early = []
+        elif event.name == OPENING or not groups:
             early.append(event)
         else:
-            group.append(event)
-    if group:
-        yield group
+            groups[-1].append(event)
+    return groups
 
 
 def _attempt(
     history: History, number: int, group: list[Event], redone: Sequence[float], resumed_at: int | None
 ) -> Attempt:
     start = group[0]
-    first = start.step or 0
-    kept = history.steps.step
-    kept = kept[kept > first] if resumed_at is None else kept[(kept > first) & (kept <= resumed_at)]
-    last = max([first, *(int(step) for step in kept[-1:]), *(event.step or 0 for event in group)])
+    first, steps = start.step or 0, history.steps.step
+    kept = steps[(steps > first) & (steps <= (np.inf if resumed_at is None else resumed_at))]
+    last = max([first, *kept[-1:].tolist(), *(event.step or 0 for event in group)])
     if redone:
         last = max(last, (resumed_at or 0) + len(redone))
     code, ending = _ending(history, group, last, followed=resumed_at is not None)
     end = max(event.time for event in group)
-    if code is None:
-        end += _after_last_event(history, group, redone, resumed_at)
+    if code is None:  # the steps that it logged after its last event
+        since, upto = max(event.step or 0 for event in group), np.inf if resumed_at is None else resumed_at
+        logged = (history.steps.step > since) & (history.steps.step <= upto)
+        end += float(np.nansum(history.steps.column("step_seconds")[logged]))
+        end += sum(redone[max(since - (resumed_at or 0), 0) :])
     return Attempt(
         number=number,
         begin=start.time,
@@ -151,19 +149,6 @@ def _ending(history: History, group: Sequence[Event], last: int, *, followed: bo
         saved, reason = (named["stopped"].fields.get(name) for name in ("saved", "reason"))
         return code, f"stopped ({reason}), " + ("nothing saved" if saved is None else f"step {saved} saved")
     return code, "done" if code == 0 and (not isinstance(total, int) or last >= total) else f"ended with code {code}"
-
-
-def _after_last_event(
-    history: History, group: Sequence[Event], redone: Sequence[float], resumed_at: int | None
-) -> float:
-    """Seconds of the steps an attempt logged after its last event."""
-    since = max((event.step or 0 for event in group), default=0)
-    step, seconds = history.steps.step, history.steps.column("step_seconds")
-    upto = np.inf if resumed_at is None else resumed_at
-    total = float(np.nansum(seconds[(step > since) & (step <= upto)]))
-    if redone and resumed_at is not None:
-        total += sum(redone[max(since - resumed_at, 0) :])
-    return total
 
 
 def time_by_cause(history: History, runs: Sequence[Attempt]) -> list[Share]:

@@ -99,8 +99,7 @@ def read_history(run_dir: Path) -> History:
     _require_run(folder)
     faults: list[str] = []
     metrics = _read_metrics(folder.metrics, faults)
-    later = folder.metrics.with_name(f"{folder.metrics.stem}.superseded.jsonl")
-    superseded = _read_metrics(later, faults) if later.exists() else _Columns()
+    superseded = _read_metrics(folder.superseded, faults) if folder.superseded.exists() else _Columns()
     checkpoints = tuple(steps_in(folder.checkpoints))
     return History(
         folder=folder.path,
