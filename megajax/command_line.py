@@ -76,19 +76,6 @@ class Command:
         return _all_devices(self.devices)
 
 
-@dataclass(frozen=True, slots=True)
-class _Usage:
-    """What a verb says of itself to `parse`."""
-
-    verb: str
-    flags: Sequence[Flag]
-    with_config: bool
-    description: str
-    root: str | type
-    common: Sequence[str]
-    """Settings that --help shows without being asked; none: all of them."""
-
-
 def parse(
     argv: Sequence[str],
     *,
@@ -115,8 +102,10 @@ def parse(
     asked = {name: given.pop(name) for name in ("help", *["print_config"] * with_config) if name in given}
     values = {name: given.pop(name) for name in own if name in given}
     if "help" in asked:
+        arguments = "--config=FILE[:function] [--setting=value ...]" if with_config else "[--flag=value ...]"
+        head = [f"python -m megajax.{verb} {arguments}\n", *[f"{description.strip()}\n"] * bool(description)]
         topic = asked["help"] if isinstance(asked["help"], str) else ""
-        _show(_help(_Usage(verb, flags, with_config, description, root, common), source, topic))
+        _show("\n".join(_help(head, flags, root if with_config else None, common, source, topic)))
     problems += _device_problems(devices)
     if not problems:
         use_devices(devices)
@@ -131,7 +120,8 @@ def parse(
         problems += [Problem(f"--{name}", "no such flag", did_you_mean(name, known)) for name in given]
         if source is not None:
             problems.append(Problem("--config", f"{verb} takes no config"))
-        _raise(problems, "command line")
+        if problems:
+            raise ConfigError(problems, "command line")
         return Command(None, devices, answers)
     config, file, wrong = _configured(source, given, count, own, root)
     places = ([file.name] if file else []) + ["command line"] * bool(given or problems or file is None)
@@ -391,11 +381,6 @@ def _with_flag_hint(problem: Problem, given: Mapping[str, Any], flags: Sequence[
     return Problem(f"--{problem.where.replace('_', '-')}", "no such flag or setting", near) if near else problem
 
 
-def _raise(problems: Sequence[Problem], place: str) -> None:
-    if problems:
-        raise ConfigError(problems, place)
-
-
 def _sources(config: Any, file: Source, given: Any) -> dict[str, str]:
     """Non-default setting -> who set it last."""
     defaults = default_leaves(config)
@@ -413,43 +398,43 @@ def _sources(config: Any, file: Source, given: Any) -> dict[str, str]:
     return sources
 
 
-def _help(usage: "_Usage", source: str | None, topic: str) -> str:
-    cls = root_type(usage.root) if usage.with_config else None
+def _help(
+    head: Sequence[str],
+    own: Sequence[Flag],
+    root: str | type | None,
+    common: Sequence[str],
+    source: str | None,
+    topic: str,
+) -> list[str]:
+    """Lines on flags below `head`, and on settings of `root` with the values of the config at `source`. topic: a part of them."""
+    cls = None if root is None else root_type(root)
     config = None
-    if cls and source:
-        file = read(source, usage.root)
-        config, _ = assembled(file, usage.root, {})
+    if root and source:
+        config, _ = assembled(read(source, root), root, {})
     if cls and topic not in ("", ALL):
-        return settings_help(cls, config, topic)
+        return [settings_help(cls, config, topic)]
     flags = [("devices=cpu:8", "", "eight CPU devices instead of what jax finds; gpu insists on GPUs")]
-    flags = [] if any(flag.name == "devices" for flag in usage.flags) else flags
+    flags = [] if any(flag.name == "devices" for flag in own) else flags
     more = "this text; all: every setting; or one part of the settings: --help=parallel" if cls else "this text"
     flags += [("help[=all|PART]" if cls else "help", "", more)]
     if cls:
         text = "a path, or the name of a file in configs/ or of a shipped one: gpt3.py; gpt3.py:NAME calls NAME()"
-        flags = [("config=FILE", "", text + _functions(source)), *flags]
+        if names := functions_of(find(split_source(source)[0])) if source else []:
+            text += f". This one has {', '.join(names)}"
+        flags = [("config=FILE", "", text), *flags]
         flags += [("print-config", "", "print the whole config with the source of each setting, and stop")]
-    for flag in usage.flags:
+    for flag in own:
         after = " (must be given)" if flag.required else "" if flag.default in (None, False) else f" = {flag.default}"
         flags.append((flag.name.replace("_", "-"), schema.words(flag.kind) + after, flag.help))
-    arguments = "--config=FILE[:function] [--setting=value ...]" if cls else "[--flag=value ...]"
-    lines = [f"python -m megajax.{usage.verb} {arguments}\n"]
-    lines += [f"{usage.description.strip()}\n"] if usage.description else []
-    lines += [entry_text(*flag) for flag in flags]
-    if cls and (topic == ALL or not usage.common):
+    lines = [*head, *(entry_text(*flag) for flag in flags)]
+    if cls and (topic == ALL or not common):
         lines += ["\nsettings\n", settings_help(cls, config)]
     elif cls:
         of = f"of {source}" if source else "defaults; with --config=FILE, those of the file"
-        lines += [f"\nsettings used most (values: {of})\n", common_help(cls, config, usage.common)]
+        lines += [f"\nsettings used most (values: {of})\n", common_help(cls, config, common)]
         parts = ", ".join(name for name, kind in schema.hints(cls).items() if schema.holds_configs(kind))
         lines += ["", textwrap.fill(f"--help=all shows every setting, --help=PART one part: {parts}.", WIDTH)]
-    return "\n".join(lines)
-
-
-def _functions(source: str | None) -> str:
-    """The functions of a Python config, to go on with."""
-    names = functions_of(find(split_source(source)[0])) if source else []
-    return f". This one has {', '.join(names)}" if names else ""
+    return lines
 
 
 def _show(text: str) -> NoReturn:
