@@ -406,7 +406,10 @@ def _help(
     source: str | None,
     topic: str,
 ) -> list[str]:
-    """Lines on flags below `head`, and on settings of `root` with the values of the config at `source`. topic: a part of them."""
+    """Lines on flags below `head`, and on settings of `root` with the values of the config at `source`.
+
+    topic: a part of the settings, or "all".
+    """
     cls = None if root is None else root_type(root)
     config = None
     if root and source:

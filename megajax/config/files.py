@@ -29,7 +29,6 @@ class Source:
     base: Any
     written: Any = None  # None where Python said it all
     layers: tuple[tuple[str, Any], ...] = ()  # (file, its settings), lowest first; the base's file has no settings
-    problems: tuple[Problem, ...] = ()  # of the calls that made the base
 
     def over(self, upper: Any) -> Any:
         """The file's settings with others over them."""
@@ -57,8 +56,7 @@ def load(source: str | Path, *settings: str, devices: int | None = None, root: s
 
 def assembled(file: Source, root: str | type, settings: Any, devices: int | None = None) -> tuple[Any, list[Problem]]:
     """The config of a file with settings over it, and everything that is wrong with it; see `assemble`."""
-    config, problems = assemble(root_type(root), file.base, file.over(settings), devices)
-    return (None if file.problems else config), [*file.problems, *problems]
+    return assemble(root_type(root), file.base, file.over(settings), devices)
 
 
 def root_type(root: str | type) -> type:
@@ -74,16 +72,15 @@ def read(source: str, root: str | type = ROOT, above: tuple[Path, ...] = ()) -> 
         raise UserError(f"{shown(path)}: is based on itself, through {', '.join(shown(file) for file in above)}")
     label = shown(path)
     if path.suffix == ".py":
-        made = run(path, function or "config", root_type(root))
-        layers = ((label + (f":{function}" if function else ""), None),)
-        return Source(label, made.config, layers=layers, problems=made.problems)
+        config = run(path, function or "config", root_type(root))
+        return Source(label, config, layers=((label + (f":{function}" if function else ""), None),))
     if function:
         raise UserError(f"{source}: only Python files have functions; {label} is read whole")
     # Imported by name: a Python config is read without yaml, so that a missing package can be reported.
     settings = dict(resolve("megajax.config.markup:parse")(path, label))
     based_on = settings.pop("config", None)
     lower = read(str(based_on), root, (*above, path)) if based_on is not None else Source(label, None)
-    return Source(label, lower.base, lower.over(settings), (*lower.layers, (label, settings)), lower.problems)
+    return Source(label, lower.base, lower.over(settings), (*lower.layers, (label, settings)))
 
 
 def find(name: str, beside: Path | None = None, function: str = "") -> Path:

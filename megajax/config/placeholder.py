@@ -8,21 +8,15 @@ class UnknownValue(Exception):
 
 
 class Placeholder:
-    """An unknown value: it can be stored and passed on, and any use of it raises UnknownValue.
+    """An unknown value: it can be stored and passed on, and any use of it raises UnknownValue."""
 
-    `place` says where it was left out: "RunConfig, configs/mine.py, line 9".
-    """
-
-    __slots__ = ("_place",)
-
-    def __init__(self, place: str = ""):
-        object.__setattr__(self, "_place", place)
+    __slots__ = ()
 
     def __getattr__(self, name: str) -> NoReturn:
         raise UnknownValue(name)
 
     def _unknown(self, *args: Any) -> NoReturn:
-        raise UnknownValue(place_of(self))
+        raise UnknownValue
 
     __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = __call__ = __hash__ = _unknown
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _unknown
@@ -30,8 +24,3 @@ class Placeholder:
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _unknown
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __abs__ = _unknown
     __setattr__ = __delattr__ = __enter__ = __exit__ = _unknown
-
-
-def place_of(placeholder: Placeholder) -> str:
-    """Where the value was left out; "" where it is there and wrong."""
-    return object.__getattribute__(placeholder, "_place")

@@ -1,20 +1,19 @@
 """Run a Python config file. Errors of the file are reported by file and line, without a traceback."""
 
 import inspect
-import io
 import re
 import sys
 import traceback
 from collections.abc import Generator
-from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import FrozenInstanceError, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import megajax.config.schema as schema
 from megajax.config.builds import USER_FILE, run_file, siblings_importable
-from megajax.config.constructors import collecting, config_classes, problems_of
+from megajax.config.constructors import config_classes, wrong_calls
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.nearest import did_you_mean
 
@@ -22,52 +21,13 @@ MOST_OF_AN_ERROR = 300
 """Characters of an error of the user's code that are shown."""
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
-    """What the function returned, and the problems of its constructor calls."""
-
-    config: Any
-    problems: tuple[Problem, ...] = ()
-
-
-def run(path: Path, function: str, root: type) -> Made:
-    """Call a function of the file that returns a `root`.
-
-    Calls of config classes with unknown or missing settings are all reported, by file and line: where a config is
-    returned, in `Made.problems`. Raises ConfigError for everything else.
-    """
-    try:
-        return Made(_call(path, function, root))
-    except ConfigError as error:
-        if not isinstance(error.__cause__, TypeError) or "__init__() " not in str(error.__cause__):
-            raise
-        config, problems = _collected(path, function, root)
-        if not problems and config is None:
-            raise
-    if config is None:
-        raise ConfigError(problems, shown(path))
-    return Made(config, tuple(problems))
-
-
-def _collected(path: Path, function: str, root: type) -> tuple[Any, list[Problem]]:
-    """Run the file again with constructors that take any settings; the config is None if it does not get to the end."""
-
-    def place(file: str, line: int) -> str | None:
-        return f"{shown(Path(file))}, line {line}" if Path(file).parent == path.parent else None
-
-    config = None
-    # Code that looks at a placeholder fails, and what it prints has been printed.
-    with collecting(config_classes(root), place) as faults, suppress(UserError), redirect_stdout(io.StringIO()):
-        config = _call(path, function, root)
-    return config, problems_of(faults, root, whole=config is not None)
-
-
 def shown(path: Path) -> str:
     """The path as people want to read it: relative where it lies below the working directory."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _call(path: Path, function: str, root: type) -> Any:
+def run(path: Path, function: str, root: type) -> Any:
+    """Call a function of the file that returns a `root` -> what it returned. Raises ConfigError."""
     try:
         path.read_bytes()
     except OSError as error:
@@ -133,7 +93,11 @@ def _faults_named(path: Path, root: type) -> Generator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         # The innermost line of the user's own files is the one to look at.
         own = [frame for frame in frames if Path(frame.filename).parent == path.parent]
-        where = f"{shown(Path(own[-1].filename))}, line {own[-1].lineno}" if own else shown(path)
+        file = Path(own[-1].filename) if own else path
+        called = isinstance(error, TypeError) and "__init__() " in str(error)
+        if called and (problems := list(wrong_calls(file, shown(file), root))):
+            raise ConfigError(problems, shown(path)) from error
+        where = f"{shown(file)}, line {own[-1].lineno}" if own else shown(path)
         hints = [own[-1].line] if own and own[-1].line else []
         hints += [hint] if (hint := _hint(error, sys.modules.get(f"{USER_FILE}{path}"), root)) else []
         raise ConfigError([Problem(where, _told(error), "\n".join(hints))]) from error

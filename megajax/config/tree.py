@@ -14,7 +14,7 @@ from megajax.config.coerce import Mismatch, Text, precedence, scalar
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.nearest import did_you_mean, either
 from megajax.config.patch import Additions, Mark, Over, Patch, join, leaves, patch_of, plain_name, setting, short_type
-from megajax.config.placeholder import Placeholder, UnknownValue, place_of
+from megajax.config.placeholder import Placeholder, UnknownValue
 
 
 def override(config: Any, *settings: str, devices: int | None = None, place: str = "settings") -> Any:
@@ -319,9 +319,10 @@ class _Builder:
                 continue
             path = join(where, field.name)
             there = getattr(base, field.name) if base is not None else schema.default(field)
-            if isinstance(there, Placeholder) or there is MISSING:
+            if there is MISSING:
                 if field.name not in given:
-                    self._missing(path, annotations[field.name], there)
+                    words = schema.words(annotations[field.name])
+                    self.fault(path, "has no default and is not given", f"give it: {words}")
                     values[field.name] = Placeholder()
                     continue
                 there = None
@@ -335,13 +336,6 @@ class _Builder:
                 return Mark.INVALID
             return self.fault(where, f"{cls.__name__} refuses these settings: {error}")
         return self.built[where]
-
-    def _missing(self, path: str, annotation: Any, there: Any) -> None:
-        if isinstance(there, Placeholder):
-            what = f"has no default and is not given ({place_of(there)})"
-            self.fault(path, what, _example(path, annotation))
-        else:
-            self.fault(path, "has no default and is not given", f"give it: {schema.words(annotation)}")
 
     def _unknown(self, key: str, value: Any, where: str, cls: type, annotation: Any) -> None:
         others = [c.__name__ for c in schema.configs(annotation) if c is not cls and key in schema.hints(c)]

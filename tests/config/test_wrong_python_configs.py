@@ -54,15 +54,14 @@ def test_every_missing_and_unknown_argument_is_listed(refusal):
         "    model = DecoderConfig(hidden=64, vocabulary_size=9, stack=StackConfig(pattern=(block,), repeats=2))\n"
         "    return RunConfig(model=model, schedule=ScheduleConfig(warmup=3), optimizer=AdamWConfig(lr=1), steps='x')"
     )
-    assert text.startswith("7 problems in mine.py:\n")
+    assert text.startswith("6 problems in mine.py:\n")
     for words in (
         f"mine.py, line {LINE + 3}: ScheduleConfig has no setting warmup",
         f"mine.py, line {LINE + 3}: AdamWConfig has no setting lr\n      there is schedule.lr",
-        f"model.sequence_length: has no default and is not given (DecoderConfig, mine.py, line {LINE + 2})\n",
-        f"pattern.0.mixer.heads: has no default and is not given (AttentionConfig, mine.py, line {LINE + 1})",
+        f"mine.py, line {LINE + 2}: DecoderConfig needs sequence_length\n",
+        f"mine.py, line {LINE + 1}: AttentionConfig needs heads",
         "write mlp=DenseMLPConfig(ffn=...) or GatedMLPConfig(ffn=...), from megajax.layers.config",
         "write data=BlendConfig(...), MockConfig(...) or StandardLibraryConfig(...), from megajax.data.config",
-        "steps: expected a whole number, got 'x'",
     ):
         assert words in text
 
@@ -72,7 +71,7 @@ def test_every_missing_and_unknown_argument_is_listed(refusal):
     [
         (
             "def config(): return RunConfig(model=..., steps=10_000)",
-            ["model: expected DecoderConfig or module:Class of your own", "data: "],
+            ["RunConfig needs data"],
         ),
         (
             "def config(): return good(model=None, batch=None)",
@@ -87,7 +86,7 @@ def test_every_missing_and_unknown_argument_is_listed(refusal):
             "def config(): return good(optimizer=ScheduleConfig())",
             ["optimizer: ScheduleConfig lacks clip, name", "\n      write optimizer=AdamW"],
         ),
-        ("def config(): return replace(good(), sedd=3)", ["RunConfig has no setting sedd", "did you mean seed?"]),
+        ("def config(): return replace(good(), sedd=3)", ["unexpected keyword argument 'sedd'"]),
         (
             "def config(): return good(schedule=ScheduleConfig(lr='x', warmup_fraction=2))",
             ["lr: exp", "between 0 and 1"],
@@ -124,11 +123,6 @@ def test_a_check_that_fails_is_told_only_where_nothing_else_is_wrong(refusal):
     )
     assert "AttributeError: 'Own' object has no attribute 'nothing'" in refusal(f"{own}model=good().model)")
     assert "cannot be checked" not in refusal(f"{own}model=good().model, steps='x')")
-
-
-def test_a_missing_setting_may_come_from_the_command_line(refusal, tmp_path):
-    assert "data: has no default" in refusal("def config(): return RunConfig(model=good().model)")
-    assert load("mine.py", "data.type=Mock", "steps=3").steps == 3
 
 
 def test_the_command_ends_with_2_and_a_notebook_shows_the_message_alone(refusal, monkeypatch, capsys):
