@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -23,7 +23,7 @@ from megajax.job.resume import Resume, stored
 from megajax.job.watch import Watch
 from megajax.mesh.mesh import find_devices
 from megajax.metrics.banner import Section
-from megajax.metrics.console import Console, open_console
+from megajax.metrics.console import open_console
 from megajax.metrics.plot import plot_loss
 from megajax.metrics.profile import Profile
 from megajax.metrics.record import StepRecord, read_metrics
@@ -50,32 +50,101 @@ type Reporter = Callable[[Path], str]
 """Run folder -> what to say of the page that was made of it: `reporting.write.leave_page`; from the front door too."""
 
 
-@dataclass
 class Job:
-    """The pieces of a running job; made by `train`."""
+    """A job that is set up; `open` makes it ready to train, `work` trains.
 
-    cfg: RunConfig
-    folder: RunFolder
-    manager: CheckpointManager
-    console: Console
-    log: Writers
-    run: Run
-    evaluate: Evaluate
-    save: Save
-    signals: Signals
-    guard: Guard
-    profile: Profile
-    compiles: CompileLog
-    first: int
-    """Steps done before this attempt."""
-    begun: int
-    """Rows read before this attempt."""
-    started: float
-    """Of this attempt, by the monotonic clock."""
-    sampler: Sampler | None = None
-    """Makes the text at the end; None: no text."""
-    reporter: Reporter | None = None
-    """Writes the report at the end; None: no report."""
+    first: steps done before this attempt. started: of this attempt, by the monotonic clock.
+    """
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        stack: ExitStack,
+        *,
+        started: float,
+        skip_train: bool,
+        sampler: Sampler | None,
+        reporter: Reporter | None,
+    ):
+        self.cfg, self.stack, self.started, self.sampler, self.reporter = cfg, stack, started, sampler, reporter
+        self.folder = RunFolder.create(cfg.run_dir)
+        self.manager: CheckpointManager = stack.enter_context(cfg.checkpoint.build(self.folder.checkpoints))
+        start = self.manager.start()
+        if skip_train and start is None:
+            raise UserError(
+                f"--skip-train: {cfg.run_dir} has no checkpoint to evaluate; give another --run_dir, or "
+                "--checkpoint.load=RUN"
+            )
+        self.first = 0 if start is None else start[1]
+        self.resumed = start is not None and start[0] is self.manager
+        self.primary = jax.process_index() == 0
+        console = open_console(cfg.logging, total_steps=cfg.steps, start_step=self.first, primary=self.primary)
+        self.console = stack.enter_context(console)
+        signals = Signals(announce=console.stop_requested, before_exit=console.release, polled=False)
+        self.signals = stack.enter_context(signals)
+        self.compiles = stack.enter_context(CompileLog(console.say))
+        with console.ticker("setting up data, model and state"):
+            resume = None if start is None else Resume(*start, own=self.resumed, say=console.say)
+            self.run = setup(cfg, start=resume)
+        stack.callback(self.run.close)
+        self.begun = int(self.run.state.consumed_samples)
+        read = None if start is None else f"step {self.first} of {Path(start[0].folder).parent}"
+        console.show("MegaJAX", banner.banner(self.run, read))
+
+    def open(self, sources: Mapping[str, str] | None) -> None:
+        """Open the writers, and build what runs between steps."""
+        cfg, folder, console, signals = self.cfg, self.folder, self.console, self.signals
+        yaml = to_yaml(cfg, sources)
+        files = open_writers(cfg.logging, folder, start_step=self.first, primary=self.primary, run_config=flatten(cfg))
+        self.log = Writers([self.stack.enter_context(files), console])
+        if self.primary:
+            folder.write_config(yaml, "\n".join(diff_from_defaults(cfg)) + "\n")
+        self.log.event("start", step=self.first, devices=self.run.mesh.size, processes=jax.process_count())
+        self.compiles.events(self.log.event)
+        signals.polled = True
+        self.guard = Guard(cfg.resilience, cfg.precision.floor(), self.run.mesh)
+        if self.resumed:
+            self.guard.spikes.restore(self.manager.meta(self.first).get("spikes", {}))
+        show = partial(console.show, f"profile of {cfg.profile.steps}")
+        self.profile = Profile(cfg.profile, folder.profile, self.first, lambda summary: show(summary.sections()))
+        self.stack.callback(self.profile.close)
+        ticker = partial(console.ticker, total=False)
+        self.evaluate = Evaluate(cfg, self.log, lambda: agree(signals.request is not None), ticker)
+        spikes = self.guard.spikes
+        self.save = Save(
+            self.manager, self.log, lambda: stored(self.run.parts, yaml) | {"spikes": spikes.state()}, cfg.steps
+        )
+
+    def work(self) -> int:
+        """Train to the end -> exit code."""
+        cfg, last = self.cfg, None
+        if self.first >= cfg.steps:
+            self.console.say(
+                f"nothing to train: --run_dir={cfg.run_dir} is at step {self.first} of --steps={cfg.steps}. "
+                f"Give more --steps to go on{_same_decay(cfg)}, another --run_dir to start anew, or --skip-train to "
+                "evaluate it"
+            )
+            if not any(line["step"] == self.first for line in read_metrics(self.folder.metrics)[1]):
+                self.finish(None)  # the attempt that trained the last step did not get to it
+            return 0
+        if self.first:
+            self.manager.go_back(self.first)
+        try:
+            for info in self.steps():
+                last = info
+            self.console.steps_over()
+        except NumericFault as fault:
+            self.console.steps_over()
+            self.log.event("numeric_fault", message=str(fault))
+            self.console.say(
+                f"stopped by a numeric fault at {fault}; the weights before it are kept, nothing was saved. "
+                "Lower the learning rate, look at the data, or leave the step out with resilience.skip_steps; "
+                "resilience.stop_on_nonfinite=false goes on without updates that are not finite"
+            )
+            self.report()
+            return NUMERIC_FAULT_EXIT
+        self.finish(last)
+        return 0
 
     def last(self) -> int:
         """The step this attempt ends after, unless it is asked to stop."""
@@ -263,85 +332,20 @@ def train(
     """
     started = time.monotonic()
     find_devices()
-    folder = RunFolder.create(cfg.run_dir)
     with ExitStack() as stack:
         try:
-            job = _job(cfg, folder, stack, started, skip_train=skip_train, sources=sources)
-            if job is None:
+            job = Job(cfg, stack, started=started, skip_train=skip_train, sampler=sampler, reporter=reporter)
+            if skip_train:
+                Evaluate(cfg, job.console, ticker=partial(job.console.ticker, total=False)).at_end(job.run, job.first)
                 return 0
-            job.sampler, job.reporter = sampler, reporter
-            return _work(job)
+            job.open(sources)
+            return job.work()
         except BaseException as error:
-            fault = device_fault(error, cfg, folder.path)
+            fault = device_fault(error, cfg, Path(cfg.run_dir).expanduser())
             end_at_once(fault or error)
             if fault is not None:
                 raise fault from error
             raise
-
-
-def _job(
-    cfg: RunConfig,
-    folder: RunFolder,
-    stack: ExitStack,
-    started: float,
-    *,
-    skip_train: bool,
-    sources: Mapping[str, str] | None,
-) -> Job | None:
-    """A job that is ready to train; None after an evaluation alone."""
-    primary = jax.process_index() == 0
-    manager = stack.enter_context(cfg.checkpoint.build(folder.checkpoints))
-    start = manager.start()
-    if skip_train and start is None:
-        raise UserError(
-            f"--skip-train: {cfg.run_dir} has no checkpoint to evaluate; give another --run_dir, or "
-            "--checkpoint.load=RUN"
-        )
-    first = 0 if start is None else start[1]
-    console = stack.enter_context(open_console(cfg.logging, total_steps=cfg.steps, start_step=first, primary=primary))
-    signals = stack.enter_context(Signals(announce=console.stop_requested, before_exit=console.release, polled=False))
-    compiles = stack.enter_context(CompileLog(console.say))
-    with console.ticker("setting up data, model and state"):
-        run = setup(cfg, start=None if start is None else Resume(*start, own=start[0] is manager, say=console.say))
-    stack.callback(run.close)
-    resumed = None if start is None else f"step {first} of {Path(start[0].folder).parent}"
-    console.show("MegaJAX", banner.banner(run, resumed))
-    if skip_train:
-        Evaluate(cfg, console, ticker=partial(console.ticker, total=False)).at_end(run, first)
-        return None
-    yaml = to_yaml(cfg, sources)
-    log = stack.enter_context(
-        open_writers(cfg.logging, folder, start_step=first, primary=primary, run_config=flatten(cfg))
-    )
-    if primary:
-        folder.write_config(yaml, "\n".join(diff_from_defaults(cfg)) + "\n")
-    both = Writers([log, console])
-    both.event("start", step=first, devices=run.mesh.size, processes=jax.process_count())
-    compiles.events(both.event)
-    signals.polled = True
-    guard = Guard(cfg.resilience, cfg.precision.floor(), run.mesh)
-    if start is not None and start[0] is manager:
-        guard.spikes.restore(manager.meta(first).get("spikes", {}))
-    show = partial(console.show, f"profile of {cfg.profile.steps}")
-    profile = Profile(cfg.profile, folder.profile, first, lambda summary: show(summary.sections()))
-    stack.callback(profile.close)
-    return Job(
-        cfg=cfg,
-        folder=folder,
-        manager=manager,
-        console=console,
-        log=both,
-        run=run,
-        evaluate=Evaluate(cfg, both, lambda: agree(signals.request is not None), partial(console.ticker, total=False)),
-        save=Save(manager, both, lambda: stored(run.parts, yaml) | {"spikes": guard.spikes.state()}, cfg.steps),
-        signals=signals,
-        guard=guard,
-        profile=profile,
-        compiles=compiles,
-        first=first,
-        begun=int(run.state.consumed_samples),
-        started=started,
-    )
 
 
 def _same_decay(cfg: RunConfig) -> str:
@@ -350,34 +354,3 @@ def _same_decay(cfg: RunConfig) -> str:
     if schedule.style == "constant" or schedule.decay_steps is not None or schedule.decay_samples is not None:
         return ""
     return f" (and --schedule.decay_steps={cfg.steps}, as the learning rate was planned)"
-
-
-def _work(job: Job) -> int:
-    if job.first >= job.cfg.steps:
-        job.console.say(
-            f"nothing to train: --run_dir={job.cfg.run_dir} is at step {job.first} of --steps={job.cfg.steps}. "
-            f"Give more --steps to go on{_same_decay(job.cfg)}, another --run_dir to start anew, or --skip-train to "
-            "evaluate it"
-        )
-        if not any(line["step"] == job.first for line in read_metrics(job.folder.metrics)[1]):
-            job.finish(None)  # the attempt that trained the last step did not get to it
-        return 0
-    if job.first:
-        job.manager.go_back(job.first)
-    last = None
-    try:
-        for info in job.steps():
-            last = info
-        job.console.steps_over()
-    except NumericFault as fault:
-        job.console.steps_over()
-        job.log.event("numeric_fault", message=str(fault))
-        job.console.say(
-            f"stopped by a numeric fault at {fault}; the weights before it are kept, nothing was saved. "
-            "Lower the learning rate, look at the data, or leave the step out with resilience.skip_steps; "
-            "resilience.stop_on_nonfinite=false goes on without updates that are not finite"
-        )
-        job.report()
-        return NUMERIC_FAULT_EXIT
-    job.finish(last)
-    return 0
