@@ -54,10 +54,10 @@ def reorder(
             return leaf
         kept, device = target.sharding, _on_device(target.sharding)
         take = compiled(device, uncut(device, leaf.shape))
-        found = jax.device_put(take(jax.device_put(leaf, _on_device(leaf.sharding))), kept)
-        found.block_until_ready()
+        placed = jax.device_put(take(jax.device_put(leaf, _on_device(leaf.sharding))), kept)
+        placed.block_until_ready()
         leaf.delete()
-        return found
+        return placed
 
     return jax.tree_util.tree_map_with_path(moved, state, like)
 

@@ -44,19 +44,19 @@ class ModelConfig:
     """What the model computes in."""
 
     def problems(self) -> list[Problem]:
-        found = []
+        problems = []
         for index, block in enumerate(self.pattern):
             if isinstance(block, BlockConfig) and self.hidden_size % block.attention.heads:
                 heads = block.attention.heads
                 near = ", ".join(map(str, nearest_divisors(self.hidden_size, heads)))
-                found.append(
+                problems.append(
                     Problem(
                         f"pattern.{index}.attention.heads",
                         f"hidden_size={self.hidden_size} is not divisible by heads={heads}",
                         f"divisors near {heads}: {near}",
                     )
                 )
-        return found
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,10 +60,10 @@ def test_flags_of_the_verb():
     assert parse("--config=toy").flags == {"skip_train": False, "prompt": None, "count": 3}
     flags = parse("--config=toy", "--skip_train", "--prompt", "hello", "--count=none").flags
     assert flags == {"skip_train": True, "prompt": "hello", "count": None}
-    found = problems("--config=toy", "--skip-trian", "--count=x", "--prompt")
-    assert "did you mean skip-train?" in found["--skip-trian"]
-    assert "expected a whole number or none, got 'x'" in found["--count"]
-    assert "needs a value" in found["--prompt"]
+    wrong = problems("--config=toy", "--skip-trian", "--count=x", "--prompt")
+    assert "did you mean skip-train?" in wrong["--skip-trian"]
+    assert "expected a whole number or none, got 'x'" in wrong["--count"]
+    assert "needs a value" in wrong["--prompt"]
 
 
 def test_verbs_without_a_config():

@@ -70,7 +70,7 @@ def test_optional_config():
 
 
 def test_all_problems_at_once_with_the_nearest_names():
-    found = problems(
+    wrong = problems(
         "paralel.tensor=2",
         "steps=abc",
         "tensor=2",
@@ -80,23 +80,23 @@ def test_all_problems_at_once_with_the_nearest_names():
         "model.pattern.0.attention.heads=7",
         "seed",
     )
-    assert found["paralel.tensor"].what == "no such setting"
-    assert found["paralel.tensor"].hint == found["tensor"].hint == "did you mean parallel.tensor?"
-    assert found["steps"].what == "expected a whole number, got 'abc'"
-    assert found["model.pattern.0.atention.heads"].hint == "did you mean model.pattern.0.attention.heads?"
-    assert found["parallel.data_sharding"].hint == "did you mean zero1?"
-    assert found["optimizer.type"].what == "expected AdamWConfig or MuonConfig, got 'Lion'"
-    assert found["model.pattern.0.attention.heads"].what == "hidden_size=768 is not divisible by heads=7"
-    assert found["model.pattern.0.attention.heads"].hint == "divisors near 7: 6, 8"
-    assert found["seed"].what == "needs a value"
-    assert len(found) == 8
+    assert wrong["paralel.tensor"].what == "no such setting"
+    assert wrong["paralel.tensor"].hint == wrong["tensor"].hint == "did you mean parallel.tensor?"
+    assert wrong["steps"].what == "expected a whole number, got 'abc'"
+    assert wrong["model.pattern.0.atention.heads"].hint == "did you mean model.pattern.0.attention.heads?"
+    assert wrong["parallel.data_sharding"].hint == "did you mean zero1?"
+    assert wrong["optimizer.type"].what == "expected AdamWConfig or MuonConfig, got 'Lion'"
+    assert wrong["model.pattern.0.attention.heads"].what == "hidden_size=768 is not divisible by heads=7"
+    assert wrong["model.pattern.0.attention.heads"].hint == "divisors near 7: 6, 8"
+    assert wrong["seed"].what == "needs a value"
+    assert len(wrong) == 8
 
 
 def test_cross_checks_of_root_and_parts():
-    found = problems("parallel.tensor=3", "model.pattern.0.attention.heads=0", devices=8)
-    assert found["parallel.tensor"].what == "3 does not divide 8 devices"
-    assert found["model.pattern.0.attention.heads"].what == "must be at least 1, got 0"
-    assert "model" not in found  # the division by it is no crash, and has its reason listed already
+    wrong = problems("parallel.tensor=3", "model.pattern.0.attention.heads=0", devices=8)
+    assert wrong["parallel.tensor"].what == "3 does not divide 8 devices"
+    assert wrong["model.pattern.0.attention.heads"].what == "must be at least 1, got 0"
+    assert "model" not in wrong  # the division by it is no crash, and has its reason listed already
     check(RUN, 8)
     with pytest.raises(ConfigError, match="does not divide 7"):
         check(override(RUN, "parallel.tensor=2"), 7)

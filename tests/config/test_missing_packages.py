@@ -19,12 +19,12 @@ SHELL = ("python", "-m", "megajax.train", "--config=quickstart.py")
 
 def front_doors() -> list[str]:
     """Modules that are run by `python -m`: those that end in `front_door(main)`."""
-    found = []
+    doors = []
     for path in sorted((REPOSITORY / "megajax").rglob("*.py")):
         module = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
         if re.search(r"^    front_door\(", path.read_text(), re.MULTILINE):
-            found.append(module)
-    return found
+            doors.append(module)
+    return doors
 
 
 def bare(*words: str) -> subprocess.CompletedProcess[str]:

@@ -187,11 +187,11 @@ def test_no_value_at_any_place_raises():
     base = load("quickstart.py")
     ramp = BatchConfig(global_size=16, micro_size=2, ramp=LinearRampConfig(start=8, increment=4, samples=100))
     values = itertools.cycle(WRONG)
-    found = {}
+    failures = {}
     for name, put in places(replace(base, optimizer=MuonConfig(), batch=ramp), lambda config: config):
         for _ in range(2):
             value = next(values)
             config, problems = assemble(RunConfig, put(value), {}, 8)
             assert (config is None) <= bool(problems), name
-            found[name, repr(value)[:20]] = [problem for problem in problems if "cannot be checked" in problem.what]
-    assert not any(found.values()), {place: told for place, told in found.items() if told}
+            failures[name, repr(value)[:20]] = [problem for problem in problems if "cannot be checked" in problem.what]
+    assert not any(failures.values()), {place: told for place, told in failures.items() if told}

@@ -62,16 +62,16 @@ def test_a_run_resumed_twice(fake_run: Callable) -> None:
     run.attempt(12, 30, save=5)
     run.event("end", step=30)
     history = read_history(run.folder.path)
-    found = attempts(history)
-    assert [(a.first_step, a.last_step, a.rerun_steps, a.exit_code) for a in found] == [
+    runs = attempts(history)
+    assert [(a.first_step, a.last_step, a.rerun_steps, a.exit_code) for a in runs] == [
         (0, 12, 0, 0),
         (12, 19, 7, None),
         (12, 30, 0, 0),
     ]
-    assert found[0].ending == "stopped (SIGTERM), step 12 saved"
-    assert found[1].ending == "no end recorded: killed or crashed" and found[2].ending == "done"
+    assert runs[0].ending == "stopped (SIGTERM), step 12 saved"
+    assert runs[1].ending == "no end recorded: killed or crashed" and runs[2].ending == "done"
     assert list(history.steps.step) == list(range(1, 31)), "every step once"
-    shares = {share.cause: share.seconds for share in time_by_cause(history, found)}
+    shares = {share.cause: share.seconds for share in time_by_cause(history, runs)}
     assert shares == pytest.approx(
         {
             "steps": 15.0,
@@ -82,17 +82,17 @@ def test_a_run_resumed_twice(fake_run: Callable) -> None:
             "between attempts": 90.0,
         }
     )
-    wall = run.now - found[0].begin
+    wall = run.now - runs[0].begin
     assert sum(shares.values()) == pytest.approx(wall)
-    assert sum(share.part for share in time_by_cause(history, found)) == pytest.approx(1.0)
+    assert sum(share.part for share in time_by_cause(history, runs)) == pytest.approx(1.0)
 
 
 def test_a_killed_attempt_lasts_to_its_last_logged_step(fake_run: Callable) -> None:
     run = fake_run()
     run.attempt(0, 40)
-    found = attempts(read_history(run.folder.path))
-    assert found[0].end == pytest.approx(run.now) and found[0].exit_code is None
-    assert "still running" in found[0].ending
+    runs = attempts(read_history(run.folder.path))
+    assert runs[0].end == pytest.approx(run.now) and runs[0].exit_code is None
+    assert "still running" in runs[0].ending
 
 
 def test_numeric_faults_end_with_their_code(fake_run: Callable) -> None:
