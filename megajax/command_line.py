@@ -70,11 +70,6 @@ class Command:
     sources: Mapping[str, str] = field(default_factory=dict)  # non-default setting -> file or "command line"
     source: str | None = None  # what --config was given
 
-    @property
-    def device_count(self) -> int | None:
-        """Devices of all processes with --devices=cpu:N, or None where jax is to find them."""
-        return _all_devices(self.devices)
-
 
 def parse(
     argv: Sequence[str],

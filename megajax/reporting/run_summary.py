@@ -214,15 +214,8 @@ def _events(runs: Sequence[Attempt], routine: int) -> Table:
     usual = [place for place, event in enumerate(events) if event.name in ROUTINE]
     dropped = set(usual[: max(len(usual) - routine, 0)])
     shown = [event for place, event in enumerate(events) if place not in dropped]
-    rows = [
-        (
-            moment(event.time),
-            "" if event.step is None else f"{event.step:,}",
-            event.name.replace("_", " "),
-            details(event),
-        )
-        for event in shown
-    ]
+    steps = ["" if event.step is None else f"{event.step:,}" for event in shown]
+    rows = [(moment(e.time), at, e.name.replace("_", " "), details(e)) for e, at in zip(shown, steps, strict=True)]
     note = f"{len(dropped):,} earlier saves, evaluations and the like left out." if dropped else ""
     headings = ("time", "step", "event", "details")
     return Table("Events", headings, rows, frozenset({1}), note, [MOODS.get(event.name, "plain") for event in shown])
@@ -237,15 +230,11 @@ def _plain(value: Any) -> str:
     match value:
         case dict():
             return "(" + ", ".join(f"{name.replace('_', ' ')} {_plain(item)}" for name, item in value.items()) + ")"
-        case None:
-            return "none"
-        case bool():
-            return str(value)
         case float():
             return f"{value:.6g}"
-        case int():
-            return f"{value:,}" if value >= 10_000 else str(value)
-    return str(value)
+        case int() if value >= 10_000:
+            return f"{value:,}"
+    return "none" if value is None else str(value)
 
 
 def number(value: float) -> str:

@@ -3,6 +3,7 @@
 import pytest
 
 from megajax.command_line import PROCESS_FLAGS, parse
+from megajax.config.errors import ConfigError
 from megajax.mesh.world import StartError, World, find_world, process_index, split_address
 
 STEP = {
@@ -118,7 +119,8 @@ def test_flags_and_the_devices_of_all_processes(environment):
     base = ["--config=gpt2.py:debug", "--devices=cpu:8"]
     flags = ["--coordinator=a:1", "--num-processes=3", "--process-id=2"]
     command = parse([*base, *flags, "--parallel.data=2"], verb="train", flags=PROCESS_FLAGS)
-    assert command.device_count == 24
+    with pytest.raises(ConfigError, match="there are 24"):
+        parse([*base, *flags, "--parallel.tensor=5"], verb="train", flags=PROCESS_FLAGS)
     assert find_world() == World(3, 2, "a:1")
     assert command.flags["init_timeout"] == 300
     environment.setenv("MEGAJAX_NUM_PROCESSES", "")
