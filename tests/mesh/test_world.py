@@ -119,7 +119,7 @@ def test_flags_and_the_devices_of_all_processes(environment):
     base = ["--config=gpt2.py:debug", "--devices=cpu:8"]
     flags = ["--coordinator=a:1", "--num-processes=3", "--process-id=2"]
     command = parse([*base, *flags, "--parallel.data=2"], verb="train", flags=PROCESS_FLAGS)
-    with pytest.raises(ConfigError, match="there are 24"):
+    with pytest.raises(ConfigError, match="24 devices are not divisible by 5"):
         parse([*base, *flags, "--parallel.tensor=5"], verb="train", flags=PROCESS_FLAGS)
     assert find_world() == World(3, 2, "a:1")
     assert command.flags["init_timeout"] == 300
