@@ -56,15 +56,6 @@ def _function(path: Path, function: str, module: ModuleType, root: type) -> Any:
         if made is not None:
             what = f"{function} is {schema.described(made)}, not a function"
         raise ConfigError([Problem(shown(path), what, hint)])
-    signature = None
-    with suppress(ValueError, TypeError):
-        signature = inspect.signature(made)
-    try:
-        signature and signature.bind()
-    except TypeError as error:
-        what = f"{function}() is called without arguments: {error}"
-        hint = "give its arguments defaults, or write a function without any"
-        raise ConfigError([Problem(shown(path), what, hint)]) from error
     return made
 
 

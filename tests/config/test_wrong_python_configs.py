@@ -103,7 +103,7 @@ def test_every_missing_and_unknown_argument_is_listed(refusal):
         ),
         ("raise SystemExit(3)", ["the file ends the program (exit code 3)"]),
         ("config = good()", ["config is a RunConfig, not a function\n    write def config(): return RunConfig(...)"]),
-        ("def config(size): pass", ["is called without arguments: missing a required argument: 'size'"]),
+        ("def config(size): pass", ["TypeError: config() missing 1 required positional argument: 'size'"]),
         ("def config(): good()", ["config() must return a RunConfig, and returns None\n    end it with return"]),
         ("def config(): return good(),", ["a comma behind the closing bracket makes a tuple"]),
         ("x = '\0'", ["mine.py: source code string cannot contain null bytes"]),

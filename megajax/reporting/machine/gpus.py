@@ -57,10 +57,10 @@ def count(machine: Machine) -> Finding:
 def installation(machine: Machine) -> Finding | None:
     """Driver, CUDA plugin of jax and NVIDIA's libraries are there and fit together."""
     installed = find_installation()
-    if not installed.gpus and not installed.cuda:
+    if not installed.gpus:
         return None
     if faults := installed.faults():
-        return (fail if installed.gpus else warn)("; ".join(faults), "see docs/doctor.md")
+        return fail("; ".join(faults), "jax can't use the GPUs until these are mended")
     return ok(f"driver {'.'.join(map(str, installed.driver or ()))}, plugin for CUDA {installed.cuda[0]}")
 
 
