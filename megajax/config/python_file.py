@@ -41,7 +41,7 @@ def run(path: Path, function: str, root: type) -> Any:
 
 
 def _function(path: Path, function: str, module: ModuleType, root: type) -> Any:
-    """Raises ConfigError unless the file has such a function, one that needs no arguments."""
+    """Raises ConfigError unless the file has such a function."""
     made = getattr(module, function, None)
     if not callable(made):
         functions = [

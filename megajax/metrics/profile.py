@@ -1,11 +1,13 @@
 """A profiler trace of a few steps, and its summary."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from megajax.config.errors import UserError
 from megajax.metrics.config import ProfileConfig
 from megajax.metrics.record import to_json
 from megajax.metrics.runfolder import write_atomically
@@ -45,10 +47,11 @@ class Profile:
             return
         steps, self.started_at = step - self.started_at, None
         jax.profiler.stop_trace()
-        if steps and (devices := read(find(self.folder)).devices):
-            result = summary(devices, steps=steps, top=self.cfg.top)
-            write_atomically(self.folder / "summary.json", to_json(result.values()))
-            self._show(result)
+        with suppress(UserError):  # a profiler that leaves no trace does not end a run
+            if steps and (devices := read(find(self.folder)).devices):
+                result = summary(devices, steps=steps, top=self.cfg.top)
+                write_atomically(self.folder / "summary.json", to_json(result.values()))
+                self._show(result)
 
     def close(self) -> None:
         """Stop a trace that a fault left open."""
