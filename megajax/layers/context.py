@@ -22,6 +22,8 @@ class Context(NamedTuple):
     """uint32 [B, 2]: random key of each row; None for a deterministic forward."""
     bias: Array | None = None
     """[buckets, N]: a table of relative biases that all layers share; a weight, set where gradients are taken."""
+    memory: Array | None = None
+    """Output of the section before this one, such as [B, T, D] of an encoder; set where gradients are taken."""
 
     def for_layer(self, layer: Array | int) -> "Context":
         """The context with each row's key folded with the number of the layer."""

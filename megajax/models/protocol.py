@@ -22,11 +22,16 @@ class ModelConfig(Protocol):
     __slots__ = ()
 
     stack: StackConfig | SegmentsConfig
-    """The layers, which pipelines cut into stages; a field of the config, which may be frozen."""
+    """The layers, which pipelines cut into stages; a field of the config, which may be frozen. Of several sections the
+    last one's."""
 
     def build(self, layout: Any) -> Any:
         """The module (`Model`) on this `megajax.mesh.layout.Layout`; its values are made elsewhere."""
         ...
+
+    def stacks(self) -> Mapping[str, StackConfig | SegmentsConfig]:
+        """The layers of each section, by its path in the model."""
+        return {"": self.stack}
 
     def schema(self) -> Schema:
         """The leaves of a row that the model reads."""
@@ -80,6 +85,13 @@ class Section(Protocol):
         """The rest of the way in, from `embed`'s result to the input of the first layer."""
         ...
 
+    def leave(self, x: Array, ctx: Any) -> Array:
+        """What the next section reads, from the output of the layers; asked of sections before the last only.
+
+        The next section and its layers find it as `ctx.memory`, a field that its context must have then.
+        """
+        ...
+
 
 class Reducing(Protocol):
     """How the losses of a microbatch become sums; `megajax.models.reduction.LossReduction`."""
@@ -91,7 +103,7 @@ class Model(Protocol):
     """An nnx.Module whose weights are made by `megajax.layers.param.param`."""
 
     sections: Mapping[str, Section]
-    """By the path of the section in the model; "" for a model that is its own only section."""
+    """By path in the model, in the order in which they run; "" for a model that is its own only section."""
 
     def loss(self, x: Array, batch: Rows, ctx: Any, reduction: Any) -> Loss:
         """From the last section's output on.

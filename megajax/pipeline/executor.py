@@ -34,7 +34,7 @@ from megajax.mesh.layout import Layout
 from megajax.pipeline.layer_loop import RESIDUAL, LayerLoop, Rings, add, entry, put, take
 from megajax.pipeline.partition import Partition
 from megajax.pipeline.schedule import Schedule, Work, entering
-from megajax.pipeline.staged import Rows, Staged, Sums
+from megajax.pipeline.staged import Rows, Staged, StagedSection, Sums
 
 AXIS = "pipeline"
 
@@ -194,6 +194,12 @@ class Stage:
     """Leaves [M, ...]: the rows of this device in every microbatch."""
 
     @property
+    def section(self) -> StagedSection:
+        """The model's only section: a schedule cuts one stack."""
+        (section,) = self.staged.sections
+        return section
+
+    @property
     def index(self) -> Array:
         return lax.axis_index(AXIS)
 
@@ -205,10 +211,10 @@ class Stage:
     def layers(self) -> LayerLoop:
         """This stage's layers."""
         return LayerLoop(
-            self.staged.spans,
+            self.section.spans,
             self.layout,
             self.stacked,
-            self.staged.common(self.shared),
+            self.section.common(self.shared),
             jnp.asarray(self.partition.numbers())[self.index],
             self.partition.padded(),
             self.gradient_dtypes,
@@ -280,7 +286,7 @@ class Stage:
             dx=empty,
             ready=empty,
             outputs=self.layout.act(outputs, None, *RESIDUAL),
-            rings=self.layers.buffers(schedule.ring_slots, empty, self.staged.context(self.rows(jnp.int32(0))), fill),
+            rings=self.layers.buffers(schedule.ring_slots, empty, self.section.context(self.rows(jnp.int32(0))), fill),
             stacked=zeros[0],
             shared=zeros[1],
             sums=self.zero_sums(empty),
@@ -288,8 +294,8 @@ class Stage:
 
     def empty_input(self, embedded: Array, fill: float) -> Array:
         """An array like the input of a layer, with the value `fill`."""
-        ctx = self.staged.context(self.rows(jnp.int32(0)))
-        like = jax.eval_shape(lambda: self.staged.enter(self.shared, embedded, ctx))
+        ctx = self.section.context(self.rows(jnp.int32(0)))
+        like = jax.eval_shape(lambda: self.section.enter(self.shared, embedded, ctx, None))
         return self.layout.act(jnp.full(like.shape, fill, like.dtype), *RESIDUAL)
 
     def zero_sums(self, x: Array) -> Sums:
@@ -326,8 +332,8 @@ class Stage:
     def enter(self, tick: Array, x: Array, embedded: Array) -> tuple[Array, Any, Array, Array]:
         """(input, context, chunk or -1, slot) of a forward; x: from the previous stage."""
         microbatch, chunk, slot = self.entry(self.schedule.forward, tick)
-        ctx = self.staged.context(self.rows(microbatch))
-        x = jnp.where((self.index == 0) & (chunk == 0), self.staged.enter(self.shared, embedded, ctx), x)
+        ctx = self.section.context(self.rows(microbatch))
+        x = jnp.where((self.index == 0) & (chunk == 0), self.section.enter(self.shared, embedded, ctx, None), x)
         return x, ctx, jnp.where(microbatch >= 0, chunk, -1), slot
 
     def forward(self, segment: Segment, tick: Array, c: Carry) -> tuple[Array, Rings]:
@@ -384,11 +390,12 @@ class Stage:
     ) -> tuple[Array, Params, Params]:
         """(gradient of the chunk's input, gradients of the stacked and of the shared weights) after the tick."""
         microbatch, chunk, slot = self.entry(self.schedule.input_gradient, tick)
-        ctx, dy = self.staged.context(self.rows(microbatch)), from_next
+        ctx, dy = self.section.context(self.rows(microbatch)), from_next
         if from_loss is not None:
             dy = jnp.where(self.last & (chunk == self.schedule.chunks - 1), from_loss, dy)
 
-        totals = dict(c.stacked), {path: c.shared[path] for path in self.staged.common(self.shared) if path in c.shared}
+        common = {path: c.shared[path] for path in self.section.common(self.shared) if path in c.shared}
+        totals = dict(c.stacked), common
 
         def run_layers(
             first: Array | int, carry: tuple[Array, tuple[Params, Params]]
@@ -421,8 +428,8 @@ class Stage:
     def embedding_gradient(self, tick: Array, stage0_gradient: Array, shared: Params) -> Params:
         """`shared` with the gradient of embedding and `enter` added."""
         rows = self.rows(self.leaving(tick))
-        ctx = self.staged.context(rows)
-        _, pullback = jax.vjp(lambda w: self.staged.enter(w, self.staged.embed(w, rows), ctx), self.shared)
+        ctx = self.section.context(rows)
+        _, pullback = jax.vjp(lambda w: self.section.enter(w, self.section.embed(w, rows), ctx, None), self.shared)
         gradients = pullback(stage0_gradient)[0]
         # Gradients of unsharded weights are equal on all stages and are summed over stages at the end: count one.
         once = {path: g if path in self.sharded else jnp.where(self.index == 0, g, 0) for path, g in gradients.items()}
@@ -470,7 +477,7 @@ class Stage:
     def embed(self, tick: Array) -> Array:
         """Embeddings of the microbatch that enters in a tick; of an arbitrary one if none does."""
         microbatch = jnp.asarray(self.schedule.embed)[jnp.minimum(tick, self.schedule.ticks - 1)]
-        return self.staged.embed(self.shared, self.rows(microbatch))
+        return self.section.embed(self.shared, self.rows(microbatch))
 
     def shift(self, x: Array, step: Literal[1, -1]) -> Array:
         """Sends x to the next stage (1) or the previous one (-1); with several chunks, also around the end."""

@@ -1,4 +1,4 @@
-"""The interface of a model to gradient functions: the part before the layers, the layers, and the loss.
+"""The interface of a model to gradient functions: for each section what is before the layers and they; and the loss.
 
 B rows, S positions, D hidden.
 """
@@ -33,19 +33,34 @@ class Span(NamedTuple):
     """Values by paths of stacked weights -> those of the weights that it uses."""
 
 
-class Staged(NamedTuple):
-    """A model divided at its stack. `shared`: the weights outside the stack; a pipeline shards some of them."""
+MEMORY = "memory"
+"""Among the values that all layers of a section use: the output of the section before it, which is no weight."""
 
+
+class StagedSection(NamedTuple):
+    """A section divided at its stack. `shared`: the model's weights outside stacks; a pipeline shards some of them."""
+
+    path: str
+    """Of its stacked weights in the model, ending with a dot."""
     context: Callable[[Rows], Any]
     """rows -> the inputs of layers besides activations; not differentiated."""
     embed: Callable[[Params, Rows], Array]
     """(shared, rows) -> embeddings [B, S, D], computed by all stages jointly; equal on all, as is the cotangent."""
-    enter: Callable[[Params, Array, Any], Array]
-    """(shared, embeddings, context) -> input of the first layer [B, S, D]."""
+    enter: Callable[[Params, Array, Any, Array | None], Array]
+    """(shared, embeddings, context, output of the section before it, if any) -> input of the first layer [B, S, D]."""
     spans: Sequence[Span]
     """The layers of a chunk."""
     common: Callable[[Params], Params]
     """shared -> the weights among them that every layer uses, by their paths in `shared`."""
+    leave: Callable[[Params, Array, Any], Array] | None
+    """(shared, output of the last layer, context) -> what the next section reads; None for the last section."""
+
+
+class Staged(NamedTuple):
+    """A model divided at its stacks."""
+
+    sections: Sequence[StagedSection]
+    """In the order in which they run."""
     head: Callable[..., tuple[Array, Sums]]
     """(shared, x, rows, scale=1.0) -> loss to differentiate [] and sums to report.
 

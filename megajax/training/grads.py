@@ -1,21 +1,20 @@
-"""Gradients of a global batch: microbatch after microbatch, reduced over the data axes once.
+"""What every gradient function does with weights: gather them for a step, and reduce gradients over the data axes once.
 
 One shard_map, manual over every axis but `tensor`, holds the whole computation; the compiler lays out `tensor` by the
-constraints layers state. A pipelined gradient function has the same signature (GradFn) and takes this one's place.
+constraints layers state. The gradient functions are `accumulate` and `pipelined`; both are a GradFn.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
-from megajax.batch import Batch, Grads, Params, Rows, Schema
+from megajax.batch import Batch, Grads, Params, Schema
 from megajax.layers.param import ParamSpec, bind
 from megajax.mesh.collectives import (
     combined_over,
@@ -33,11 +32,9 @@ from megajax.mesh.mesh import free_axes, manual_axes
 from megajax.mesh.observations import Reduction, reduction_of
 from megajax.models.protocol import Model
 from megajax.models.reduction import LossReduction
-from megajax.pipeline.layer_loop import LayerLoop, add
-from megajax.pipeline.staged import Span, Staged
 from megajax.precision.cast import to_compute, to_optimizer, to_reduce
 from megajax.precision.config import PrecisionConfig
-from megajax.training.staged import Parted, forward
+from megajax.training.staged import forward
 
 type GradFn = Callable[[Params, Batch, Array], Grads]
 """(float32 weights, batch [M, B, ...], loss scale float32 []) -> Grads; gradients are multiplied by the scale."""
@@ -207,56 +204,6 @@ def over_replicas[T](sums: T) -> T:
     """Sums over the devices that work on different tokens."""
     axes = replica_axes()
     return lax.psum(sums, axes) if axes else sums
-
-
-def accumulate(weights: Weights, parts: Staged, mesh: Mesh) -> GradFn:
-    """A gradient function that runs the microbatches one after another and adds up in place.
-
-    parts: of the whole stack as one chunk.
-    """
-
-    def local(params: Params, batch: Batch, scale: Array) -> tuple:
-        in_step = weights.gather_all_for_step(params, scale)
-        stacked, shared = Parted.of(in_step)
-        common, gradient_dtypes = parts.common(shared), Parted.of(weights.gradient_dtypes()).stacked
-        layers = LayerLoop(parts.spans, weights.layout, stacked, common, in_order(parts.spans), False, gradient_dtypes)
-
-        def begin(rows: Rows) -> tuple:
-            ctx = parts.context(rows)
-            x, pull = jax.vjp(lambda w: parts.enter(w, parts.embed(w, rows), ctx), shared)
-            return ctx, x, pull
-
-        def microbatch(carry: tuple, rows: Rows) -> tuple[tuple, None]:
-            sums, (stacked, others), rings = carry
-            ctx, x, to_embedding = begin(rows)
-            y, rings = layers.forward(0, x, ctx, rings, 0)
-            _, to_head, new = jax.vjp(lambda w, x: parts.head(w, x, rows, scale), shared, y, has_aux=True)
-            gradients, dy = to_head(scale)
-            others = add(others, gradients)
-            totals = stacked, {path: others[path] for path in common if path in others}
-            dx, (stacked, same) = layers.backward(0, dy, ctx, rings, 0, totals)
-            others = add({**others, **same}, to_embedding(dx)[0])
-            return (jax.tree.map(jnp.add, sums, new), (stacked, others), rings), None
-
-        first = jax.tree.map(lambda leaf: leaf[0], batch)
-        ctx, x, _ = begin(first)
-        shapes = jax.eval_shape(lambda x: parts.head(shared, x, first)[1], x)
-        sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        start = sums, tuple(Parted.of(weights.zeros(in_step))), layers.buffers(1, x, ctx, 0.0)
-        (sums, totals, _), _ = lax.scan(microbatch, start, batch)
-        return over_replicas(sums), weights.reduce_all(Parted(*totals).whole())
-
-    mapped = weights.manual(local, mesh, (PartitionSpec(), weights.reduced_specs()))
-
-    def grad_fn(params: Params, batch: Batch, scale: Array) -> Grads:
-        return weights.grads(*mapped(dict(params), dict(batch), scale))
-
-    return grad_fn
-
-
-def in_order(spans: Sequence[Span]) -> np.ndarray:
-    """Numbers of the repeats in rows that are in the order of the layers, int32."""
-    return np.arange(sum(span.units * span.rows_per_unit for span in spans), dtype=np.int32)
 
 
 def forward_sums(weights: Weights, reduction: LossReduction, mesh: Mesh) -> Callable[[Params, Batch], Sums]:

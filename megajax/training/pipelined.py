@@ -20,9 +20,13 @@ type Schedules = Callable[[int], Schedule]
 def _stage(
     weights: Weights, schedule: Schedule, partition: Partition, parts: Staged, in_step: Params, batch: Batch
 ) -> Stage:
-    stacked, shared = Parted.of(in_step)
-    dtypes = Parted.of(weights.gradient_dtypes()).stacked
-    return Stage(schedule, partition, parts, weights.layout, stacked, shared, weights.cut_over(AXIS), dtypes, batch)
+    (section,) = parts.sections
+    stacked, shared = Parted.of(in_step, [section.path])
+    dtypes = Parted.of(weights.gradient_dtypes(), [section.path]).stacked
+    own = stacked[section.path]
+    return Stage(
+        schedule, partition, parts, weights.layout, own, shared, weights.cut_over(AXIS), dtypes[section.path], batch
+    )
 
 
 def pipelined(
@@ -36,8 +40,10 @@ def pipelined(
     def local(params: Params, batch: Batch, scale: Array) -> tuple:
         in_step = weights.gather_all_for_step(params, scale)
         stage = _stage(weights, schedules(len(batch[SAMPLE])), partition, parts, in_step, batch)
-        sums, stacked, shared = stage.gradients(scale, Parted.of(weights.zeros(in_step)), fill=fill)
-        return over_replicas(sums), weights.reduce_all(Parted(stacked, shared).whole())
+        (section,) = parts.sections
+        zeros = Parted.of(weights.zeros(in_step), [section.path])
+        sums, stacked, shared = stage.gradients(scale, (zeros.stacked[section.path], zeros.shared), fill=fill)
+        return over_replicas(sums), weights.reduce_all(Parted({section.path: stacked}, shared).whole())
 
     mapped = weights.manual(local, mesh, (PartitionSpec(), weights.reduced_specs()))
 

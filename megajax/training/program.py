@@ -32,10 +32,11 @@ from megajax.pipeline.staged import Staged
 from megajax.precision.amax import AmaxHistory
 from megajax.precision.fp8 import refuse_old
 from megajax.precision.loss_scale import LossScaler
+from megajax.training.accumulate import accumulate
 from megajax.training.batch_sizes import BatchSizes
 from megajax.training.compiler_options import settled
 from megajax.training.exchange import exchanging
-from megajax.training.grads import GradFn, Weights, accumulate, batch_specs, forward_sums
+from megajax.training.grads import GradFn, Weights, batch_specs, forward_sums
 from megajax.training.guarded import guarded
 from megajax.training.nonfinite_gradients import NonfiniteGradients, make_nonfinite_gradients
 from megajax.training.pipelined import pipelined, pipelined_sums
@@ -164,8 +165,9 @@ class Program:
         """(weights, batch, loss scale) -> sums of gradients. fill: see `pipelined`; without a pipeline nothing is."""
         key = jax.random.fold_in(jax.random.key(self.cfg.seed), DROPOUT_STREAM)
         if self.pipeline is None:
-            return accumulate(self._weights, self._staged(key, first=0), self.mesh)
-        return pipelined(self._weights, self._staged(key), self.mesh, self.schedule_of, self.partition, fill=fill)
+            whole = staged(self.abstract, self.arrays, self._reduction, key, first=0)
+            return accumulate(self._weights, whole, self.mesh)
+        return pipelined(self._weights, self._chunks(key), self.mesh, self.schedule_of, self.partition, fill=fill)
 
     def schedule_of(self, microbatches: int) -> Schedule:
         """What the stages of the pipeline do in a step of that many microbatches."""
@@ -202,7 +204,7 @@ class Program:
         if self.pipeline is None:
             sums = forward_sums(self._weights, self._reduction, self.mesh)
         else:
-            sums = pipelined_sums(self._weights, self._staged(None), self.mesh, self.schedule_of, self.partition)
+            sums = pipelined_sums(self._weights, self._chunks(None), self.mesh, self.schedule_of, self.partition)
         return make_eval_step(sums, self.options)
 
     def _fresh(self) -> TrainState:
@@ -224,8 +226,8 @@ class Program:
         frozen = frozenset(self.declared) - frozenset(self.optimizer.declared)
         return Weights(self.abstract, self.arrays, self.schema, self.layout, self.cfg.precision, frozen)
 
-    def _staged(self, key: Array | None, first: int | None = None) -> Staged:
-        return staged(self.abstract, self.arrays, self._reduction, key, self.partition.rows, first)
+    def _chunks(self, key: Array | None) -> Staged:
+        return staged(self.abstract, self.arrays, self._reduction, key, self.partition.rows)
 
     @property
     def _reduction(self) -> LossReduction:

@@ -149,6 +149,11 @@ def _pipeline(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     parallel, repeats = cfg.parallel, cfg.model.stack.repeats
     if parallel.problems() or parallel.pipeline == 1:
         return
+    if len(cfg.model.stacks()) > 1:
+        names = ", ".join(cfg.model.stacks())
+        what = f"the model has several sections ({names}), and stages cut the layers of one"
+        yield Problem("parallel.pipeline", what, "use 1, with parallel.tensor and parallel.data for its devices")
+        return
     if len(cfg.model.stack.parts()) > 1:
         yield Problem("parallel.pipeline", "stages run one program, and a segmented stack has none in common", "use 1")
         return

@@ -1,6 +1,6 @@
-"""A model as gradient functions see it: cut into way in, stack and loss."""
+"""A model as gradient functions see it: cut into the ways in of its sections, their stacks, and the loss."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -8,31 +8,38 @@ import jax
 from jax import Array
 
 from megajax.batch import Loss, Params, Rows
-from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec, bind
 from megajax.layers.stack import BLOCKS, Unit
 from megajax.models.protocol import Model, Section
 from megajax.models.reduction import LossReduction
-from megajax.pipeline.staged import Span, Staged
+from megajax.pipeline.staged import MEMORY, Span, Staged, StagedSection
 
 OTHERS = "stack."
-"""Where a stack's weights are that are not cut over stages."""
+"""Where a section's weights are that are its stack's and not cut over stages."""
 STACK = OTHERS + BLOCKS
-"""Where a model's stacked weights are."""
-
-
-def only_section(model: Model) -> Section:
-    """The model's section. Raises UserError for several, which no gradient function runs yet."""
-    if len(model.sections) != 1:
-        raise UserError(f"{type(model).__name__} has {len(model.sections)} sections, training runs models of one")
-    return next(iter(model.sections.values()))
+"""Where a section's stacked weights are."""
 
 
 def forward(model: Model, rows: Rows, key: Array | None, reduction: LossReduction) -> Loss:
     """The loss of a microbatch [B, ...], whole; not to be differentiated. key: random key, None: deterministic."""
-    section = only_section(model)
-    ctx = section.context(rows, key)
-    return model.loss(section.stack(section.enter(section.embed(rows), ctx), ctx), rows, ctx, reduction)
+    *earlier, last = model.sections.values()
+    memory = None
+    for section in earlier:
+        x, ctx = _output(section, rows, key, memory)
+        memory = section.leave(x, ctx)
+    x, ctx = _output(last, rows, key, memory)
+    return model.loss(x, rows, ctx, reduction)
+
+
+def _output(section: Section, rows: Rows, key: Array | None, memory: Array | None) -> tuple[Array, Any]:
+    """Of a section's layers, and the context they had."""
+    ctx = with_memory(section.context(rows, key), memory)
+    return section.stack(section.enter(section.embed(rows), ctx), ctx), ctx
+
+
+def with_memory(ctx: Any, memory: Array | None) -> Any:
+    """A context with the output of the section before."""
+    return ctx if memory is None else ctx._replace(memory=memory)
 
 
 def staged(
@@ -40,58 +47,69 @@ def staged(
     declared: Mapping[str, ParamSpec],
     reduction: LossReduction,
     key: Array | None,
-    repeats: int,
+    repeats: int | None = None,
     first: int | None = None,
 ) -> Staged:
-    """The model (abstract) cut at its stack.
+    """The model (abstract) cut at its stacks.
 
-    key: random key of the run for dropout, None for none; repeats: of the stack's pattern in a chunk; first: number of
-    the first of them where that is the same on all devices.
+    key: random key of the run for dropout, None for none; repeats: of a stack's pattern in a chunk, None for all;
+    first: number of the first of them where that is the same on all devices.
     """
     shapes = {path: jax.ShapeDtypeStruct(spec.shape, "float32") for path, spec in declared.items()}
-    section = only_section(model)
+    paths = tuple(model.sections)
 
     def bound(shared: Params) -> Any:
         return bind(model, shapes | dict(shared))
 
-    def embed(shared: Params, rows: Rows) -> Array:
-        return only_section(bound(shared)).embed(rows)
+    def cut(path: str) -> StagedSection:
+        section, own = model.sections[path], f"{path}." if path else ""
 
-    def enter(shared: Params, x: Array, ctx: Any) -> Array:
-        return only_section(bound(shared)).enter(x, ctx)
+        def bound_section(shared: Params) -> Section:
+            return bound(shared).sections[path]
 
-    def head(shared: Params, x: Array, rows: Rows, scale: Array | float = 1.0) -> tuple[Array, tuple]:
-        loss = bound(shared).loss(x, rows, section.context(rows, key), replace(reduction, scale=scale))
-        return loss.loss_sum, tuple(loss)
+        def named(unit: Unit) -> Unit:
+            def run(weights: Params, common: Params, numbers: Array, x: Array, ctx: Any) -> Array:
+                stack = {name.removeprefix(own + OTHERS): w for name, w in common.items() if name != MEMORY}
+                return unit(weights, stack, numbers, x, with_memory(ctx, common.get(MEMORY)))
 
-    def common(shared: Params) -> Params:
-        return {path: shared[path] for path in shared if path.startswith(OTHERS)}
+            return run
 
-    def named(unit: Unit) -> Unit:
-        return lambda weights, common, numbers, x, ctx: unit(
-            weights, {path.removeprefix(OTHERS): w for path, w in common.items()}, numbers, x, ctx
+        spans = section.stack.spans(section.stack.repeats if repeats is None else repeats, first)
+        return StagedSection(
+            path=own + STACK,
+            context=lambda rows: section.context(rows, key),
+            embed=lambda shared, rows: bound_section(shared).embed(rows),
+            enter=lambda shared, x, ctx, memory: bound_section(shared).enter(x, with_memory(ctx, memory)),
+            spans=[Span(s.units, s.repeats, named(s.unit), s.unroll, s.start, s.weights) for s in spans],
+            common=lambda shared: {name: shared[name] for name in shared if name.startswith(own + OTHERS)},
+            leave=None if path == paths[-1] else lambda shared, x, ctx: bound_section(shared).leave(x, ctx),
         )
 
-    spans = [
-        Span(span.units, span.repeats, named(span.unit), span.unroll, span.start, span.weights)
-        for span in section.stack.spans(repeats, first)
-    ]
-    return Staged(lambda rows: section.context(rows, key), embed, enter, spans, common, head)
+    def head(shared: Params, x: Array, rows: Rows, scale: Array | float = 1.0) -> tuple[Array, tuple]:
+        ctx = model.sections[paths[-1]].context(rows, key)
+        loss = bound(shared).loss(x, rows, ctx, replace(reduction, scale=scale))
+        return loss.loss_sum, tuple(loss)
+
+    return Staged([cut(path) for path in paths], head)
 
 
 class Parted(NamedTuple):
-    """Weights, or other values by path, apart: those of the stack and the others."""
+    """Weights, or other values by path, apart: those of stacks and the others."""
 
-    stacked: dict[str, Any]
-    """By their paths in the stack's blocks."""
-    shared: dict[str, Any]
+    stacked: Mapping[str, Mapping[str, Any]]
+    """Path of a stack -> by their paths in its blocks."""
+    shared: Mapping[str, Any]
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "Parted":
-        """From values by path in the model."""
-        stacked = {path.removeprefix(STACK): value for path, value in values.items() if path.startswith(STACK)}
-        return cls(stacked, {path: value for path, value in values.items() if not path.startswith(STACK)})
+    def of(cls, values: Mapping[str, Any], stacks: Sequence[str]) -> "Parted":
+        """From values by path in the model. stacks: `StagedSection.path`s."""
+        stacked = {
+            stack: {path.removeprefix(stack): value for path, value in values.items() if path.startswith(stack)}
+            for stack in stacks
+        }
+        return cls(stacked, {path: v for path, v in values.items() if not path.startswith(tuple(stacks))})
 
     def whole(self) -> dict[str, Any]:
         """By path in the model."""
-        return {STACK + path: value for path, value in self.stacked.items()} | self.shared
+        named = {stack + path: value for stack, values in self.stacked.items() for path, value in values.items()}
+        return {**named, **self.shared}

@@ -1,0 +1,157 @@
+"""Gradients of a global batch without a pipeline: one microbatch after another, in each one section after another."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, PartitionSpec
+
+from megajax.batch import Batch, Grads, Params, Rows
+from megajax.pipeline.layer_loop import LayerLoop, Rings, add
+from megajax.pipeline.staged import MEMORY, Span, Staged, StagedSection
+from megajax.training.grads import GradFn, Weights, over_replicas
+from megajax.training.staged import Parted
+
+
+class Forward(NamedTuple):
+    """The forward pass of a section on one microbatch, and how to go back."""
+
+    ctx: Any
+    memory: Array | None
+    """The output of the section before."""
+    output: Array
+    to_layers: Callable | None
+    """Cotangent of `output` -> those of the shared weights and of the layers' output; None where they are the same."""
+    to_inputs: Callable
+    """Cotangent of the first layer's input -> those of the shared weights and of `memory`."""
+
+
+@dataclass(frozen=True)
+class SectionRun:
+    """A section with its weights."""
+
+    section: StagedSection
+    layers: LayerLoop
+    shared: Params
+
+    def start(self, rows: Rows, memory: Array | None) -> tuple[Any, Array, Callable]:
+        """Context, the first layer's input, and `Forward.to_inputs`."""
+        section, ctx = self.section, self.section.context(rows)
+
+        def way_in(shared: Params, memory: Array | None) -> Array:
+            return section.enter(shared, section.embed(shared, rows), ctx, memory)
+
+        return ctx, *jax.vjp(way_in, self.shared, memory)
+
+    def reading(self, memory: Array | None) -> LayerLoop:
+        """The loop over layers that read the output of the section before."""
+        return self.layers if memory is None else replace(self.layers, common={**self.layers.common, MEMORY: memory})
+
+    def forward(self, rows: Rows, memory: Array | None, rings: Rings) -> tuple[Forward, Rings]:
+        """A pass over a microbatch, which writes what the layers save into the rings."""
+        ctx, x, to_inputs = self.start(rows, memory)
+        y, rings = self.reading(memory).forward(0, x, ctx, rings, 0)
+        leave, to_layers = self.section.leave, None
+        if leave is not None:
+            y, to_layers = jax.vjp(lambda shared, y: leave(shared, y, ctx), self.shared, y)
+        return Forward(ctx, memory, y, to_layers, to_inputs), rings
+
+    def backward(self, done: Forward, dy: Any, rings: Rings, totals: Parted) -> tuple[Array | None, Parted]:
+        """(cotangent of what the section read, totals with its gradients). dy: cotangent of its output."""
+        path, others = self.section.path, totals.shared
+        if done.to_layers is not None:
+            gradients, dy = done.to_layers(dy)
+            others = add(others, gradients)
+        common = {name: others[name] for name in self.layers.common if name in others}
+        if done.memory is not None:
+            common[MEMORY] = jnp.zeros_like(done.memory, jnp.float32)
+        sums = totals.stacked[path], common
+        dx, (stacked, summed) = self.reading(done.memory).backward(0, dy, done.ctx, rings, 0, sums)
+        gradients, dmemory = done.to_inputs(dx)
+        if done.memory is not None:
+            dmemory = (summed[MEMORY] + dmemory).astype(done.memory.dtype)
+        others = {**others, **{name: g for name, g in summed.items() if name in others}}
+        return dmemory, Parted({**totals.stacked, path: stacked}, add(others, gradients))
+
+    def buffers(self, rows: Rows, memory: Array | None) -> tuple[Rings, Array]:
+        """Empty rings for one microbatch, and zeros like the section's output."""
+        ctx, x, _ = self.start(rows, memory)
+        leave = self.section.leave
+        like = x if leave is None else jax.eval_shape(lambda x: leave(self.shared, x, ctx), x)
+        return self.reading(memory).buffers(1, x, ctx, 0.0), jnp.zeros(like.shape, like.dtype)
+
+
+def section_runs(weights: Weights, parts: Staged, in_step: Params) -> list[SectionRun]:
+    """Of the weights as they are in a step."""
+    paths = [section.path for section in parts.sections]
+    stacked, shared = Parted.of(in_step, paths)
+    dtypes = Parted.of(weights.gradient_dtypes(), paths).stacked
+    return [
+        SectionRun(
+            section,
+            LayerLoop(
+                section.spans,
+                weights.layout,
+                stacked[section.path],
+                section.common(shared),
+                in_order(section.spans),
+                False,
+                dtypes[section.path],
+            ),
+            shared,
+        )
+        for section in parts.sections
+    ]
+
+
+def accumulate(weights: Weights, parts: Staged, mesh: Mesh) -> GradFn:
+    """A gradient function that runs the microbatches one after another and adds up in place.
+
+    parts: of whole stacks as one chunk each.
+    """
+
+    def local(params: Params, batch: Batch, scale: Array) -> tuple:
+        in_step = weights.gather_all_for_step(params, scale)
+        runs = section_runs(weights, parts, in_step)
+        shared = runs[-1].shared
+
+        def microbatch(carry: tuple, rows: Rows) -> tuple[tuple, None]:
+            sums, totals, buffers = carry
+            memory, passes, rings = None, [], []
+            for run, ring in zip(runs, buffers, strict=True):
+                done, ring = run.forward(rows, memory, ring)
+                memory = done.output
+                passes, rings = [*passes, done], [*rings, ring]
+            _, to_head, new = jax.vjp(lambda w, x: parts.head(w, x, rows, scale), shared, memory, has_aux=True)
+            gradients, dy = to_head(scale)
+            totals = totals._replace(shared=add(totals.shared, gradients))
+            for run, done, ring in reversed([*zip(runs, passes, rings, strict=True)]):
+                dy, totals = run.backward(done, dy, ring, totals)
+            return (jax.tree.map(jnp.add, sums, new), totals, rings), None
+
+        first = jax.tree.map(lambda leaf: leaf[0], batch)
+        memory, buffers = None, []
+        for run in runs:
+            rings, memory = run.buffers(first, memory)
+            buffers.append(rings)
+        shapes = jax.eval_shape(lambda x: parts.head(shared, x, first)[1], memory)
+        sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        totals = Parted.of(weights.zeros(in_step), [section.path for section in parts.sections])
+        (sums, totals, _), _ = lax.scan(microbatch, (sums, totals, buffers), batch)
+        return over_replicas(sums), weights.reduce_all(totals.whole())
+
+    mapped = weights.manual(local, mesh, (PartitionSpec(), weights.reduced_specs()))
+
+    def grad_fn(params: Params, batch: Batch, scale: Array) -> Grads:
+        return weights.grads(*mapped(dict(params), dict(batch), scale))
+
+    return grad_fn
+
+
+def in_order(spans: Sequence[Span]) -> np.ndarray:
+    """Numbers of the repeats in rows that are in the order of the layers, int32."""
+    return np.arange(sum(span.units * span.rows_per_unit for span in spans), dtype=np.int32)

@@ -1,0 +1,158 @@
+"""A model of two sections, the second of which reads the first, has the gradients of plain differentiation."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_runs import ONE, QUICK, VOCABULARY, Trained, llama, place, program, rows, start, train, within
+
+from megajax.batch import Leaf
+from megajax.config.errors import ConfigError
+from megajax.config.tree import check
+from megajax.layers.attention import Attention
+from megajax.layers.config import AttentionConfig, StackConfig
+from megajax.layers.context import Context
+from megajax.layers.param import LayerSettings, Normal, bind, param
+from megajax.layers.remat import Recompute, Recomputing
+from megajax.layers.stack import Stack
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.models.config import text_schema
+from megajax.models.protocol import ModelConfig
+from megajax.models.reduction import LossReduction
+from megajax.training.staged import forward
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadingConfig(AttentionConfig):
+    """Attention that also adds what the section before says of the row."""
+
+    def build(self, settings: LayerSettings) -> "Reading":
+        return Reading(self, settings)
+
+
+class Reading(Attention):
+    def __init__(self, cfg: ReadingConfig, settings: LayerSettings):
+        super().__init__(cfg, settings)
+        self.read = param((settings.hidden, settings.hidden), ("embed", None), init=Normal(settings.std))
+
+    def __call__(self, x: jax.Array, ctx: Context) -> jax.Array:
+        memory = self.layout.act(ctx.memory, "batch", "seq", "embed")
+        read = jnp.tanh(jnp.einsum("btd,de->bte", memory, self.read[...])).mean(1, keepdims=True)
+        return super().__call__(x, ctx) + self.layout.act(jnp.broadcast_to(read, x.shape), *RESIDUAL)
+
+
+RESIDUAL = ("batch", "seq_residual", "embed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoTowersConfig(ModelConfig):
+    stack: StackConfig
+    reader: StackConfig
+    hidden: int = 32
+    recompute: Recompute = "selective"
+
+    def stacks(self) -> Mapping[str, StackConfig]:
+        return {"reader": self.reader, "writer": self.stack}
+
+    def schema(self) -> dict[str, Leaf]:
+        return text_schema(16, VOCABULARY)
+
+    def build(self, layout: Layout) -> "TwoTowers":
+        return TwoTowers(self, layout)
+
+
+class Tower(nnx.Module):
+    def __init__(self, cfg: TwoTowersConfig, stack: StackConfig, layout: Layout):
+        settings = LayerSettings(layout=layout, hidden=cfg.hidden, std=0.1, output_std=0.1)
+        self.layout = layout
+        self.table = param((VOCABULARY, cfg.hidden), (None, "embed"), init=Normal(0.1))
+        self.out = param((cfg.hidden, cfg.hidden), ("embed", None), init=Normal(0.1))
+        self.stack = Stack(stack, settings, recomputing=Recomputing(recompute=cfg.recompute))
+
+    def context(self, batch: Mapping[str, Any], key: Any) -> Context:
+        return Context(batch["positions"], jnp.arange(batch["tokens"].shape[1]), batch.get("segment_ids"))
+
+    def embed(self, batch: Mapping[str, Any]) -> jax.Array:
+        return self.layout.act(self.table[...][batch["tokens"]], *RESIDUAL)
+
+    def enter(self, x: jax.Array, ctx: Context) -> jax.Array:
+        return x if ctx.memory is None else self.layout.act(x + jnp.sin(ctx.memory), *RESIDUAL)
+
+    def leave(self, x: jax.Array, ctx: Context) -> jax.Array:
+        return self.layout.act(jnp.einsum("bsd,de->bse", x, self.out[...]), *RESIDUAL)
+
+
+class TwoTowers(nnx.Module):
+    def __init__(self, cfg: TwoTowersConfig, layout: Layout):
+        self.reader, self.writer = Tower(cfg, cfg.reader, layout), Tower(cfg, cfg.stack, layout)
+
+    @property
+    def sections(self) -> Mapping[str, Tower]:
+        return {"reader": self.reader, "writer": self.writer}
+
+    def loss(self, x: jax.Array, batch: Mapping[str, Any], ctx: Context, reduction: LossReduction) -> Any:
+        logits = jnp.einsum("bsd,vd->bsv", x @ self.writer.out[...], self.writer.table[...]).astype(jnp.float32)
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["labels"][..., None], axis=-1)[..., 0]
+        return reduction(-chosen, batch["loss_mask"])
+
+
+def two_towers(recompute: Recompute = "selective") -> TwoTowersConfig:
+    reader = llama().stack
+    (block,) = reader.pattern
+    reading = replace(block, mixer=ReadingConfig(heads=8, kv_heads=4))
+    return TwoTowersConfig(reader=reader, stack=replace(reader, pattern=(reading,)), recompute=recompute)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_gradients_and_evaluation_are_those_of_plain_differentiation(recompute):
+    made = program(two_towers(recompute), ONE, microbatches=2)
+
+    def plain(params: Any, batch: Any) -> jax.Array:
+        model = bind(made.abstract, params)
+        pieces = (jax.tree.map(lambda leaf, number=number: leaf[number], batch) for number in range(2))
+        return sum(forward(model, piece, None, LossReduction()).loss_sum for piece in pieces)
+
+    with within(made):
+        params, batch = start(made).params, place(made, rows())
+        actual = jax.jit(made.grad_fn(), compiler_options=dict(QUICK))(params, batch, np.float32(1))
+        total, gradients = jax.jit(jax.value_and_grad(plain), compiler_options=dict(QUICK))(params, batch)
+        evaluated = jax.device_get(made.eval_step(params, batch)["loss"])
+    np.testing.assert_allclose([actual.loss_sum, evaluated[0]], [total, total], rtol=1e-6)
+    assert actual.grads.keys() == gradients.keys()
+    for path, expected in gradients.items():
+        scale = np.abs(expected).max()
+        assert scale > 0, f"{path} has no part in the loss"
+        np.testing.assert_allclose(actual.grads[path], expected, atol=1e-5 * scale, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="zero1"),
+        pytest.param(ParallelConfig(data=4, data_sharding="fsdp"), marks=pytest.mark.slow),
+        pytest.param(ParallelConfig(data=2, tensor=4), marks=pytest.mark.slow),
+    ],
+    ids=["data, tensor, sequence, zero1", "fsdp", "data, tensor"],
+)
+def test_as_on_one_device(parallel):
+    one, many = (trained(layout) for layout in (ONE, parallel))
+    np.testing.assert_allclose(many.losses, one.losses, rtol=1e-5)
+    for path, expected in one.gradients.items():
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(many.gradients[path], expected, atol=1e-4 * scale, err_msg=path)
+
+
+def trained(layout: ParallelConfig) -> Trained:
+    return train(two_towers(), layout, microbatches=3, steps=2, evaluated=False)
+
+
+def test_a_pipeline_is_refused_and_the_nearest_layout_named():
+    cfg = replace(program(two_towers(), ONE, microbatches=2).cfg, parallel=ParallelConfig(pipeline=2))
+    with pytest.raises(ConfigError, match=r"several sections \(reader, writer\)[^\n]*\n[^\n]*parallel.tensor"):
+        check(cfg, 8)
