@@ -30,7 +30,7 @@ LEFT_OUT = {
     "--config=bench.py": "needs a GPU",
     "--config=llama3.py --precision.fp8=Fp8 --": "needs a GPU",
     "--config=own.py\n": "takes hours on a CPU; the page tries own.py:debug",
-    "FILE.trace": "needs a profile; tests/metrics reads one",
+    "FILE.xplane": "needs a profile; tests/metrics reads one",
     "source .venv": "the tests run in that environment",
     "benchmarks/kernels.py": "needs a GPU",
     "benchmarks/program_audit.py": "tests/planning/test_program_audit_deviceless.py does the same",

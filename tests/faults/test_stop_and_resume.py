@@ -76,7 +76,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     ("number", "code"),
     [
         pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow),
-        (signal.SIGKILL, -signal.SIGKILL),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow),
         (signal.SIGINT, 0),
     ],
     ids=str,

@@ -32,7 +32,8 @@ from megajax.mesh.rules import Plan
 from megajax.models.config import DecoderConfig, PredictionConfig, WidthScalingConfig
 from megajax.models.reduction import LossReduction
 from megajax.precision.config import PrecisionConfig
-from megajax.training.grads import Weights, accumulate
+from megajax.training.accumulate import accumulate
+from megajax.training.grads import Weights
 from megajax.training.staged import staged
 from megajax.training.state import parameter_shardings
 
@@ -136,7 +137,7 @@ def gradients(name: str, parallel: ParallelConfig) -> tuple[dict[str, float], di
         params[path] = (drawn + (0 if isinstance(spec.init, Normal) else spec.init.value)).astype(np.float32)
     schema = batch_schema(cfg.schema(), batch())
     weights = Weights(abstract, declared, schema, layout, PrecisionConfig(compute="float32"))
-    grad_fn = accumulate(weights, staged(abstract, declared, LossReduction(), None, cfg.stack.repeats, first=0), mesh)
+    grad_fn = accumulate(weights, staged(abstract, declared, LossReduction(), None, first=0), mesh)
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         placed = jax.device_put(params, parameter_shardings(declared, plan.params, mesh))
         out = jax.device_get(jax.jit(grad_fn)(placed, batch(), jnp.ones(())))

@@ -54,7 +54,7 @@ def two_updates(optimizer, place):
 
 @pytest.mark.parametrize(
     "cfg",
-    [AdamWConfig(), AdamWConfig(moments="float16"), SGDConfig(), LionConfig(), MuonConfig()],
+    [AdamWConfig(moments="float16"), SGDConfig(), LionConfig(), MuonConfig()],
     ids=lambda c: type(c).__name__ + (c.moments == "float16") * " in float16",
 )
 def test_as_on_one_device(cfg):

@@ -22,7 +22,8 @@ from megajax.models.reduction import LossReduction
 from megajax.optim.config import OptimizerConfig, ScheduleConfig
 from megajax.optim.schedule import Schedule
 from megajax.precision.config import PrecisionConfig
-from megajax.training.grads import GradFn, Weights, accumulate
+from megajax.training.accumulate import accumulate
+from megajax.training.grads import GradFn, Weights
 from megajax.training.staged import staged
 from megajax.training.state import fresh_state, parameter_shardings, state_shardings
 from megajax.training.step import StepParts, compiled, plain_step

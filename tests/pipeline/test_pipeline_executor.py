@@ -30,10 +30,10 @@ def stages(count: int, *, data: int = 1, tensor: int = 1, **settings: Any) -> Pa
 INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}
 
 CASES: dict[str, tuple[DecoderConfig, ParallelConfig, int]] = {
-    "1f1b fewer than stages, padded": (llama(repeats=5), stages(4, data=2), 3),
     "interleaved padded sequence": (llama(repeats=5), stages(2, tensor=2, sequence=True, **INTERLEAVED), 4),
 }
 SLOW: dict[str, tuple[DecoderConfig, ParallelConfig, int]] = {
+    "1f1b fewer than stages, padded": (llama(repeats=5), stages(4, data=2), 3),
     "1f1b one microbatch, no wait": (llama(repeats=4), stages(4, loss_wait=0), 1),
     "gpipe fewer than stages, padded": (llama("full", repeats=5), stages(4, schedule="gpipe"), 2),
     "1f1b uneven, no wait, dropout": (gpt(repeats=5), stages(4, loss_wait=0), 6),
@@ -87,11 +87,12 @@ def test_idle_backwards_would_propagate_nan(monkeypatch: pytest.MonkeyPatch) -> 
         return work(0, carry)
 
     monkeypatch.setattr(Stage, "in_chunk", always)
-    model, parallel, microbatches = CASES["1f1b fewer than stages, padded"]
+    model, parallel, microbatches = SLOW["1f1b fewer than stages, padded"]
     (filled,) = grads_of(program(model, parallel, microbatches=microbatches), (np.nan, 1))
     assert any(np.isnan(g).any() for g in filled.grads.values())
 
 
+@pytest.mark.slow
 def test_many_chunks_share_one_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same gradients, from rows that are data rather than static."""
     model, parallel, microbatches = CASES["interleaved padded sequence"]
@@ -134,7 +135,11 @@ def distinct() -> DecoderConfig:
     ("parallel", "microbatches"),
     [
         (stages(4, data=2), 3),
-        (stages(2, data=2, tensor=2, sequence=True, data_sharding="replicate", **INTERLEAVED), 4),
+        pytest.param(
+            stages(2, data=2, tensor=2, sequence=True, data_sharding="replicate", **INTERLEAVED),
+            4,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["1f1b-zero1", "interleaved-sequence-replicate"],
 )

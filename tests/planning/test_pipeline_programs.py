@@ -188,8 +188,8 @@ def deviceless() -> Iterator[Deviceless]:
 KINDS = pytest.mark.parametrize(
     ("family", "schedule"),
     [
-        ("llama", "1f1b"),
         ("gpt", "interleaved"),
+        pytest.param("llama", "1f1b", marks=pytest.mark.slow),
         pytest.param("llama", "interleaved", marks=pytest.mark.slow),
         pytest.param("gpt", "1f1b", marks=pytest.mark.slow),
     ],
@@ -265,6 +265,7 @@ def test_attention_is_computed_once_forward_and_never_again(family: str, schedul
     assert runs == pytest.approx(step.forwards)
 
 
+@pytest.mark.slow  # on CPU devices the default suite does the same
 def test_memory_does_not_grow_with_microbatches(deviceless: Deviceless) -> None:
     few, many = (deviceless("llama", "1f1b", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
     assert many == pytest.approx(few, rel=0.02)

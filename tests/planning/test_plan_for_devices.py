@@ -153,7 +153,7 @@ def test_a_train_step_for_virtual_gpus(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "device",
     # Those that differ from another in sizes alone are slow tests.
-    ["a100-40gb", "b200", pytest.param("a100", marks=pytest.mark.slow), pytest.param("h200", marks=pytest.mark.slow)],
+    ["b200", *[pytest.param(name, marks=pytest.mark.slow) for name in ("a100-40gb", "a100", "h200")]],
 )
 def test_every_gpu_compiles(device: str, tmp_path: Path) -> None:
     found, _ = plan(tmp_path, f"--devices={device}:2", "--parallel.data_sharding=fsdp")

@@ -35,7 +35,11 @@ def off(actual: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
-@pytest.mark.parametrize("parallel", [ONE, ParallelConfig(pipeline=2, data=1)], ids=["one device", "pipeline"])
+@pytest.mark.parametrize(
+    "parallel",
+    [ONE, pytest.param(ParallelConfig(pipeline=2, data=1), marks=pytest.mark.slow)],
+    ids=["one device", "pipeline"],
+)
 @pytest.mark.parametrize("average", ["microbatches", pytest.param("tokens", marks=pytest.mark.slow)])
 def test_the_scale_comes_before_the_rounding(parallel, average):
     """Of rows of the head that are no label's, whose gradients are the smallest, and of everything behind them."""

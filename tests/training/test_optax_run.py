@@ -119,11 +119,7 @@ LEGS = {
 
 @pytest.mark.parametrize(
     ("name", "legs"),
-    [
-        pytest.param(name, legs, marks=[] if (name, legs) == ("adafactor", "from a pipeline") else pytest.mark.slow)
-        for name in OPTIMIZERS
-        for legs in LEGS
-    ],
+    [pytest.param(name, legs, marks=pytest.mark.slow) for name in OPTIMIZERS for legs in LEGS],
 )
 def test_a_resumed_run_goes_on(tmp_path: Path, name: str, legs: str) -> None:
     def job(folder: Path, parallel: ParallelConfig, **changes: Any) -> int:
