@@ -82,14 +82,14 @@ def tests_of(file: Path) -> dict[str, Any]:
     return {"failed": len(bad), "passed": len(cases) - len(bad) - skipped, "skipped": skipped, "which_failed": bad}
 
 
-def predictions(device: str | None, *, toy: bool, file: Path = PREDICTIONS) -> dict[str, Figures]:
+def predictions(device: str | None, *, tiny: bool, file: Path = PREDICTIONS) -> dict[str, Figures]:
     """Part -> what was written down before anything was measured; those of an H200 for devices without their own.
 
-    device: as jax calls it. For toy sizes they are still a GPU's: ratios to them only show that this works.
+    device: as jax calls it. For tiny sizes they are still a GPU's: ratios to them only show that this works.
     """
     written = json.loads(file.read_text())
     name = next((name for name, kind in written["kinds"].items() if kind == device), "h200")
-    return written["toy" if toy else name]
+    return written["tiny" if tiny else name]
 
 
 def rows(predicted: Mapping[str, Figures], kind: str, part: str, figures: Any) -> list[dict[str, Any]]:

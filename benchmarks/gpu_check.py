@@ -23,7 +23,7 @@ import comparison
 from gpu_parts import BUDGET, LISTS, Part
 
 ROOT = Path(__file__).resolve().parents[1]
-TOY_PATIENCE = 6
+TINY_PATIENCE = 6
 """By how much limits are longer in a dry run, whose machine may be slow and busy."""
 LEAST = 20
 """Seconds that must be left for a part to begin."""
@@ -39,7 +39,7 @@ class Check:
 
     parts: tuple[Part, ...]
     gpu: str | None
-    """Name of the GPU; None: a dry run at toy sizes on the CPU."""
+    """Name of the GPU; None: a dry run at tiny sizes on the CPU."""
     out: Path
     budget: float
     python: str
@@ -51,7 +51,7 @@ class Check:
     began: float = field(default_factory=time.monotonic)
 
     @property
-    def toy(self) -> bool:
+    def tiny(self) -> bool:
         return self.gpu is None
 
     @property
@@ -68,8 +68,8 @@ class Check:
             "JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / "megajax_gpu_check"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.25",
             **os.environ,
-            "JAX_PLATFORMS": "cpu" if self.toy else "cuda,cpu",
-            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1" if self.toy else "",
+            "JAX_PLATFORMS": "cpu" if self.tiny else "cuda,cpu",
+            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1" if self.tiny else "",
             "PYTHONPATH": path,
             "PYTHONUNBUFFERED": "1",
         }
@@ -81,12 +81,12 @@ class Check:
             self.results[part.name] = {"code": None, "left_out": "the time was over"}
             self.write()
             return
-        limit = min(part.limit * (TOY_PATIENCE if self.toy else 1), left)
+        limit = min(part.limit * (TINY_PATIENCE if self.tiny else 1), left)
         print(f"\n######## {part.name} (at most {limit:.0f} s, {left:.0f} s left)", flush=True)
         json_file = self.folder / f"{part.name}.json"
         places = {"json": json_file, "folder": self.folder, "out": self.out, "torch_python": self.torch_python}
         started = time.monotonic()
-        command = part.command(self.python, {name: str(place) for name, place in places.items()}, toy=self.toy)
+        command = part.command(self.python, {name: str(place) for name, place in places.items()}, tiny=self.tiny)
         code = ended(command, limit, self.environment())
         found: dict[str, Any] = {"code": code, "seconds": round(time.monotonic() - started, 1), "limit": round(limit)}
         if code:
@@ -103,7 +103,7 @@ class Check:
 
     def compared(self) -> list[dict[str, Any]]:
         """Measured beside predicted."""
-        predicted = comparison.predictions(self.gpu, toy=self.toy)
+        predicted = comparison.predictions(self.gpu, tiny=self.tiny)
         kinds = {part.name: part.kind for parts in LISTS.values() for part in parts}
         rows: list[dict[str, Any]] = []
         for name, result in self.results.items():
@@ -199,7 +199,7 @@ def main() -> int:
             parts=parts,
             gpu=gpu,
             out=out,
-            budget=float(said.get("BUDGET") or BUDGET * (1 if gpu else TOY_PATIENCE) * len(named(lists))),
+            budget=float(said.get("BUDGET") or BUDGET * (1 if gpu else TINY_PATIENCE) * len(named(lists))),
             python=sys.executable,
             torch_python=said.get("TORCH_PYTHON") or sys.executable,
             folder=Path(folder),
@@ -209,7 +209,7 @@ def main() -> int:
         for part in parts:
             check.run(part)
     rows = check.compared()
-    scale = "; toy sizes on a CPU beside a GPU's predictions: the ratios mean nothing" if gpu is None else ""
+    scale = "; tiny sizes on a CPU beside a GPU's predictions: the ratios mean nothing" if gpu is None else ""
     print(f"\n######## measured over predicted{scale}\n{comparison.table(rows)}")
     print(f"\n######## {time.monotonic() - check.began:.0f} s; results in {check.file}")
     mine = {part.name: check.results[part.name] for part in parts}

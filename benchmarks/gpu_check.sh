@@ -8,11 +8,11 @@
 #   BUDGET=1500 benchmarks/gpu_check.sh           seconds for everything; parts that do not fit are left out
 #   PYTHON=.venv/bin/python TORCH_PYTHON=/path/to/python benchmarks/gpu_check.sh     default: python3 for both
 #   COMMIT=1a2b3c4 benchmarks/gpu_check.sh        what results say, on a copy of the tree without its history
-#   TINY=1 benchmarks/gpu_check.sh                every part at toy sizes on CPU; without a GPU anyway
+#   TINY=1 benchmarks/gpu_check.sh                every part at tiny sizes on CPU; without a GPU anyway
 #
 # Each part has a time limit (benchmarks/gpu_parts.py). Results are written after each part, so that an end by force
 # leaves what there is: gpu_check.json with every part's figures, exit code and seconds, gpu_check.log, and a profiler
-# trace, into the folder $OUT, or benchmarks/results where that is not set (toy figures: the folder for temporary files).
+# trace, into the folder $OUT, or benchmarks/results where that is not set (tiny figures: the folder for temporary files).
 # At the end what was measured stands beside what the planner predicted (benchmarks/predictions.json). Ends with 1 if a
 # part failed. Another list than the first adds to the gpu_check.json that is there. Python packages beyond those of the
 # machine can lie anywhere on PYTHONPATH.

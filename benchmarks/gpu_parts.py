@@ -1,6 +1,6 @@
 """What gpu_check.sh runs on one GPU: parts with time limits, in lists that each fit into one call of ten minutes.
 
-Every part has sizes for a GPU and toy sizes for a CPU, and both go through the same commands. {json}, {folder}, {out}
+Every part has sizes for a GPU and tiny sizes for a CPU, and both go through the same commands. {json}, {folder}, {out}
 and {torch_python} in a word stand for the part's file of figures, the folder it is in, the folder of results, and the
 Python with torch. This module imports neither jax nor megajax.
 """
@@ -31,22 +31,22 @@ class Part:
     """Words after the name of Python, at any size."""
     real: tuple[str, ...] = ()
     """Further ones on a GPU."""
-    toy: tuple[str, ...] = ()
+    tiny: tuple[str, ...] = ()
     """Further ones for a dry run on a CPU."""
 
-    def words(self, *, toy: bool) -> tuple[str, ...]:
+    def words(self, *, tiny: bool) -> tuple[str, ...]:
         """The command after the name of Python."""
-        return (*self.program, *(self.toy if toy else self.real))
+        return (*self.program, *(self.tiny if tiny else self.real))
 
-    def command(self, python: str, places: Mapping[str, str], *, toy: bool) -> list[str]:
+    def command(self, python: str, places: Mapping[str, str], *, tiny: bool) -> list[str]:
         """With everything put in."""
-        found = [python, *self.words(toy=toy)]
+        found = [python, *self.words(tiny=tiny)]
         for name, place in places.items():
             found = [word.replace(f"{{{name}}}", place) for word in found]
         return found
 
 
-def _mfu(name: str, limit: int, config: str, *sizes: str, shared: tuple[str, ...] = (), toy: str = "debug") -> Part:
+def _mfu(name: str, limit: int, config: str, *sizes: str, shared: tuple[str, ...] = (), tiny: str = "debug") -> Part:
     return Part(
         name=f"mfu_{name}",
         kind="mfu",
@@ -54,11 +54,11 @@ def _mfu(name: str, limit: int, config: str, *sizes: str, shared: tuple[str, ...
         program=("benchmarks/mfu.py", "--json={json}", *shared),
         # A step takes about two seconds, and six besides those that are timed.
         real=(f"--config=bench.py:{config}", "--steps=6", *sizes),
-        toy=(f"--config=bench.py:{toy}", "--steps=2", "--precision.compute=bfloat16"),
+        tiny=(f"--config=bench.py:{tiny}", "--steps=2", "--precision.compute=bfloat16"),
     )
 
 
-def _peers(name: str, config: str, toy: str = "debug") -> Part:
+def _peers(name: str, config: str, tiny: str = "debug") -> Part:
     # After so long no variant is begun; after twice as long the last is ended.
     seconds = f"--torch-seconds={TORCH_SECONDS // 2}"
     return Part(
@@ -67,7 +67,7 @@ def _peers(name: str, config: str, toy: str = "debug") -> Part:
         limit=300,
         program=("benchmarks/peers.py", "--json={json}", "--torch-python={torch_python}"),
         real=(f"--config=bench.py:{config}", "--steps=6", seconds),
-        toy=(f"--config=bench.py:{toy}", "--steps=2", "--torch-seconds=300", "--devices=cpu"),
+        tiny=(f"--config=bench.py:{tiny}", "--steps=2", "--torch-seconds=300", "--devices=cpu"),
     )
 
 
@@ -78,7 +78,7 @@ def _kernels(part: str, limit: int) -> Part:
         limit=limit,
         program=("benchmarks/kernels.py", f"--parts={part}", "--json={json}"),
         real=("--seconds=0.2",),
-        toy=("--seconds=0.02",),
+        tiny=("--seconds=0.02",),
     )
 
 
@@ -113,7 +113,7 @@ LISTS: Mapping[str, tuple[Part, ...]] = {
             kind="calibrate",
             limit=110,
             program=("benchmarks/calibrate.py", "--out={json}"),
-            toy=("--tiny", "--seconds=0.02"),
+            tiny=("--tiny", "--seconds=0.02"),
         ),
         _tests("kernels", 90, "tests/kernels"),
         _kernels("matmul", 50),
@@ -123,13 +123,13 @@ LISTS: Mapping[str, tuple[Part, ...]] = {
     "third": (
         _mfu("llama_3b_4096_fp8", 120, "llama_3b", shared=("--precision.fp8=Fp8",)),
         _mfu("llama_8b_18_layers_8192", 110, "llama_8b_18_layers"),
-        _mfu("gpt_1_3b_2048", 80, "gpt_1_3b", toy="debug_gpt"),
+        _mfu("gpt_1_3b_2048", 80, "gpt_1_3b", tiny="debug_gpt"),
         _mfu("llama_3b_8192", 100, "llama_3b", *_long(2)),
         _mfu("llama_1b_4096_recompute_none", 70, "llama_1b", shared=("--model.recompute=none",)),
     ),
     "more": (
-        _peers("gpt_1_3b_2048", "gpt_1_3b", toy="debug_gpt"),
-        _mfu("gpt_1_3b_8192", 90, "gpt_1_3b", *_long(4), toy="debug_gpt"),
+        _peers("gpt_1_3b_2048", "gpt_1_3b", tiny="debug_gpt"),
+        _mfu("gpt_1_3b_8192", 90, "gpt_1_3b", *_long(4), tiny="debug_gpt"),
         _mfu("llama_1b_2048", 80, "llama_1b", "--model.sequence_length=2048", "--batch.micro_size=16",
              "--batch.global_size=64"),
         _mfu("llama_1b_8192", 90, "llama_1b", *_long(4)),

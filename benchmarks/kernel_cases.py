@@ -297,4 +297,4 @@ def table(part: str, *, seconds: float, peak_tflops: float | None) -> Iterator[t
 
 
 MAKERS: dict[str, Callable[[bool, Device], list[Case]]] = {"attention": attention, "norm": norm, "matmul": matmul}
-"""Part -> its cases at the sizes of a GPU, or toy ones, as far as a device can compute them."""
+"""Part -> its cases at the sizes of a GPU, or tiny ones, as far as a device can compute them."""

@@ -33,18 +33,18 @@ HOPPER = Device(name="Hopper", capability=(9, 0), cudnn=(9, 10, 0))
 CPU = Device(name="cpu")
 
 
-def predicted(part: Part, name: str, *, toy: bool) -> Figures:
+def predicted(part: Part, name: str, *, tiny: bool) -> Figures:
     """Of one part on one device of the cost model."""
     roof = roof_of(GPUS[name].description, "gpu")
     match part.kind:
         case "mfu" | "peers":
-            return train_step(part.words(toy=toy), name)
+            return train_step(part.words(tiny=tiny), name)
         case "trace":
             (traced,) = (other for other in ALL if any("--trace=" in word for word in other.program))
-            step = train_step(traced.words(toy=toy), name)["step s"]
+            step = train_step(traced.words(tiny=tiny), name)["step s"]
             return {"busy ms a step": 1e3 * (step or 0.0), "idle ms a step": 0.0, "exposed ms": 0.0}
         case "kernels":
-            return kernels(part.name.removeprefix("kernels_"), roof, toy=toy)
+            return kernels(part.name.removeprefix("kernels_"), roof, tiny=tiny)
         case "calibrate":
             return {field: getattr(DEVICES[name], field) for field in CONSTANTS}
         case "tests":
@@ -66,17 +66,17 @@ def train_step(words: tuple[str, ...], name: str) -> Figures:
     }
 
 
-def kernels(part: str, roof: Roof, *, toy: bool) -> Figures:
+def kernels(part: str, roof: Roof, *, tiny: bool) -> Figures:
     """The least time of every case of a part, in ms."""
     found: Figures = {}
     if part == "loss":
-        for size in loss_cases.SIZES[not toy]:
+        for size in loss_cases.SIZES[not tiny]:
             flops, moved = loss_cases.costs(size, 1)
-            names = [loss_cases.NAME.format("plain"), *map(loss_cases.chunked, loss_cases.CHUNKS[not toy])]
+            names = [loss_cases.NAME.format("plain"), *map(loss_cases.chunked, loss_cases.CHUNKS[not tiny])]
             least = roof.floor_seconds(flops=flops, moved=moved)
             found |= {f"{label(each, loss_cases.sizes(size, 1))}: both ms": _ms(least) for each in names}
         return found
-    for case in kernel_cases.MAKERS[part](not toy, CPU if toy else HOPPER):
+    for case in kernel_cases.MAKERS[part](not tiny, CPU if tiny else HOPPER):
         for place, work in enumerate(("forward", "both")):
             least = roof.floor_seconds(flops=case.flops[place], moved=case.moved[place], fp8=case.fp8)
             found[f"{case.label()}: {work} ms"] = _ms(least)
@@ -99,9 +99,9 @@ def everything() -> dict[str, Any]:
         "kinds": {name: GPUS[name].description for name in NAMES},
     }
     for name in NAMES:
-        found[name] = {part.name: _rounded(predicted(part, name, toy=False)) for part in ALL}
-    # For dry runs: the same names at toy sizes, as if on the first of them.
-    found["toy"] = {part.name: _rounded(predicted(part, NAMES[0], toy=True)) for part in ALL}
+        found[name] = {part.name: _rounded(predicted(part, name, tiny=False)) for part in ALL}
+    # For dry runs: the same names at tiny sizes, as if on the first of them.
+    found["tiny"] = {part.name: _rounded(predicted(part, NAMES[0], tiny=True)) for part in ALL}
     return found
 
 

@@ -18,7 +18,7 @@ from megajax.models.presets.sizes import Size, decoder
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.tokenizers.config import NullTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.debug_config import toy
+from megajax.training.debug_config import debug_config
 from megajax.training.run_config import RunConfig
 
 
@@ -49,13 +49,13 @@ def llama_8b_18_layers() -> RunConfig:
 
 
 def debug() -> RunConfig:
-    """Llama in toy sizes, for trying the programs without a GPU."""
-    return toy(config(), llama3("debug", sequence_length=64, vocabulary_size=512))
+    """Llama in tiny sizes, for trying the programs without a GPU."""
+    return debug_config(config(), llama3("debug", sequence_length=64, vocabulary_size=512))
 
 
 def debug_gpt() -> RunConfig:
-    """GPT in toy sizes."""
-    return toy(gpt_1_3b(), gpt3("debug", sequence_length=64, vocabulary_size=512))
+    """GPT in tiny sizes."""
+    return debug_config(gpt_1_3b(), gpt3("debug", sequence_length=64, vocabulary_size=512))
 
 
 def _llama(size: Size) -> DecoderConfig:

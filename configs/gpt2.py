@@ -13,7 +13,7 @@ from megajax.models.presets.gpt import gpt2
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.tokenizers.config import GPT2TokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.debug_config import toy
+from megajax.training.debug_config import debug_config
 from megajax.training.run_config import RunConfig
 
 
@@ -44,5 +44,5 @@ def gpt2_124m() -> RunConfig:
 
 
 def gpt2_124m_debug() -> RunConfig:
-    """The same tree in toy sizes: 2 layers, mock data, seconds on a laptop."""
-    return toy(gpt2_124m(), gpt2("debug", sequence_length=64, vocabulary_size=512, dropout=0.0))
+    """The same tree in tiny sizes: 2 layers, mock data, seconds on a laptop."""
+    return debug_config(gpt2_124m(), gpt2("debug", sequence_length=64, vocabulary_size=512, dropout=0.0))

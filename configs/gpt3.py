@@ -21,7 +21,7 @@ from megajax.models.presets.gpt import gpt3
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, GPT2TokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.debug_config import toy
+from megajax.training.debug_config import debug_config
 from megajax.training.run_config import RunConfig
 
 
@@ -92,32 +92,32 @@ def gpt3_175b() -> RunConfig:
 
 
 def gpt3_50m_debug() -> RunConfig:
-    """gpt3_50m in toy sizes."""
-    return toy(gpt3_50m(), _toy_model())
+    """gpt3_50m in tiny sizes."""
+    return debug_config(gpt3_50m(), _debug_model())
 
 
 def gpt3_160m_debug() -> RunConfig:
-    """gpt3_160m in toy sizes."""
-    return toy(gpt3_160m(), _toy_model())
+    """gpt3_160m in tiny sizes."""
+    return debug_config(gpt3_160m(), _debug_model())
 
 
 def gpt3_1_3b_debug() -> RunConfig:
-    """gpt3_1_3b in toy sizes."""
-    return toy(gpt3_1_3b(), _toy_model())
+    """gpt3_1_3b in tiny sizes."""
+    return debug_config(gpt3_1_3b(), _debug_model())
 
 
 def gpt3_6_7b_debug() -> RunConfig:
-    """gpt3_6_7b in toy sizes, on one device."""
-    return toy(gpt3_6_7b(), _toy_model())
+    """gpt3_6_7b in tiny sizes, on one device."""
+    return debug_config(gpt3_6_7b(), _debug_model())
 
 
 def gpt3_175b_debug() -> RunConfig:
-    """gpt3_175b in toy sizes: pipeline 2 x tensor 2, and data 2 on eight devices."""
+    """gpt3_175b in tiny sizes: pipeline 2 x tensor 2, and data 2 on eight devices."""
     parallel = ParallelConfig(pipeline=2, tensor=2, sequence=True, data_sharding="zero1")
-    return toy(gpt3_175b(), _toy_model(), parallel=parallel)
+    return debug_config(gpt3_175b(), _debug_model(), parallel=parallel)
 
 
-def _toy_model() -> DecoderConfig:
+def _debug_model() -> DecoderConfig:
     return gpt3("debug", sequence_length=64, vocabulary_size=512)
 
 

@@ -23,7 +23,7 @@ from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.config import GPT2TokenizerConfig, HuggingFaceTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.debug_config import toy
+from megajax.training.debug_config import debug_config
 from megajax.training.run_config import RunConfig
 
 
@@ -97,31 +97,31 @@ def llama3_405b() -> RunConfig:
 
 
 def llama3_7m_debug() -> RunConfig:
-    """llama3_7m in toy sizes, with mock data."""
-    return toy(llama3_7m(), _toy_model())
+    """llama3_7m in tiny sizes, with mock data."""
+    return debug_config(llama3_7m(), _debug_model())
 
 
 def llama3_8b_debug() -> RunConfig:
-    """llama3_8b in toy sizes, on one device, or on eight with --devices=cpu:8 --parallel.tensor=2."""
-    return toy(llama3_8b(), _toy_model())
+    """llama3_8b in tiny sizes, on one device, or on eight with --devices=cpu:8 --parallel.tensor=2."""
+    return debug_config(llama3_8b(), _debug_model())
 
 
 def llama3_70b_debug() -> RunConfig:
-    """llama3_70b in toy sizes: pipeline 2 x 2 virtual stages x tensor 2, and data 2 on eight devices."""
+    """llama3_70b in tiny sizes: pipeline 2 x 2 virtual stages x tensor 2, and data 2 on eight devices."""
     return _interleaved_twin(llama3_70b())
 
 
 def llama3_405b_debug() -> RunConfig:
-    """llama3_405b in toy sizes, in the layout of llama3_70b_debug."""
+    """llama3_405b in tiny sizes, in the layout of llama3_70b_debug."""
     return _interleaved_twin(llama3_405b())
 
 
-def _toy_model() -> DecoderConfig:
+def _debug_model() -> DecoderConfig:
     return llama3("debug", sequence_length=64, vocabulary_size=512)
 
 
 def _interleaved_twin(run: RunConfig) -> RunConfig:
-    return toy(run, _toy_model(), parallel=_interleaved(pipeline=2, tensor=2, virtual_stages=2))
+    return debug_config(run, _debug_model(), parallel=_interleaved(pipeline=2, tensor=2, virtual_stages=2))
 
 
 def _interleaved(*, pipeline: int, tensor: int, virtual_stages: int) -> ParallelConfig:

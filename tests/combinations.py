@@ -198,8 +198,8 @@ pair-tied-rope-dropout 5 selective 1 pipeline=2 tensor=4 sequence gpipe layers=1
 same; open: documents of a row see each other."""
 
 COMBINATIONS = tuple(Combination.of(line) for line in TABLE.strip().splitlines())
-QUICKEST = COMBINATIONS[:7]
-"""Those that the default suite compares: every value of every dimension, and three in five of the pairs."""
+QUICKEST = (*COMBINATIONS[:4], COMBINATIONS[6])
+"""Those that the default suite compares: nine in ten values of the dimensions, and two in five of the pairs."""
 
 
 def pairs(combination: Combination) -> Iterator[tuple]:

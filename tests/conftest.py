@@ -1,5 +1,6 @@
 """One session of eight fake CPU devices, strict about what jax would let pass."""
 
+import gc
 import os
 import signal
 import sys
@@ -20,6 +21,8 @@ import pytest
 
 sys.dont_write_bytecode = False
 jax.config.update("jax_num_cpu_devices", 8)
+# Tracing makes many objects and hardly any cycles: the collector looks at the whole heap less often.
+gc.set_threshold(100_000, 50, 100)
 # A shell that starts the tests in the background has them, and what they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_numpy_rank_promotion", "raise")

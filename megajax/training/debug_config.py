@@ -13,7 +13,7 @@ from megajax.training.config import EvaluationConfig
 from megajax.training.run_config import RunConfig
 
 
-def toy(cfg: RunConfig, model: DecoderConfig, **changes: Any) -> RunConfig:
+def debug_config(cfg: RunConfig, model: DecoderConfig, **changes: Any) -> RunConfig:
     """`cfg` with a small model, made-up data, float32 and 20 steps of 8 rows, on one device or any layout.
 
     Optimizer, shape of the schedule and how documents are treated stay. changes: fields to set beside those.

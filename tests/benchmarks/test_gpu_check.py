@@ -57,15 +57,15 @@ def test_pytorch_has_its_time_early() -> None:
 def test_all_places_in_commands_are_known() -> None:
     places = dict.fromkeys(("json", "folder", "out", "torch_python"), "HERE")
     for part in ALL:
-        for toy in (False, True):
-            assert "{" not in " ".join(part.command("python", places, toy=toy))
+        for tiny in (False, True):
+            assert "{" not in " ".join(part.command("python", places, tiny=tiny))
 
 
 def test_both_multiplications_of_the_same_model_stand_side_by_side() -> None:
     plain, triton = (
         next(part for part in ALL if part.name == name) for name in ("mfu_llama_3b_4096", "mfu_llama_3b_4096_triton")
     )
-    more = set(triton.words(toy=False)) ^ set(plain.words(toy=False))
+    more = set(triton.words(tiny=False)) ^ set(plain.words(tiny=False))
     assert {word.partition("=")[0] for word in more} == {"--xla", "--trace"}
     assert "--xla=xla_gpu_enable_triton_gemm=true" in more
 
@@ -74,11 +74,11 @@ def test_predictions_are_of_these_parts_and_their_figures() -> None:
     """Values are not compared: they were written down before a measurement, and the cost model may learn from it."""
     written = json.loads(comparison.PREDICTIONS.read_text())
     names = [part.name for part in ALL]
-    for device in ("h200", "h100", "toy"):
+    for device in ("h200", "h100", "tiny"):
         assert list(written[device]) == names, "make them again: python benchmarks/predict.py"
-        toy = device == "toy"
+        tiny = device == "tiny"
         for part in ALL:
-            expected = predict.predicted(part, "h200" if toy else device, toy=toy)
+            expected = predict.predicted(part, "h200" if tiny else device, tiny=tiny)
             assert written[device][part.name].keys() == expected.keys(), part.name
     trained = [part for part in ALL if part.kind in ("mfu", "peers")]
     assert all(0.4 < written["h200"][part.name]["MFU causal"] < 0.9 for part in trained)
@@ -212,7 +212,7 @@ def test_measured_beside_predicted(tmp_path: Path) -> None:
     assert by_name["step s"]["measured_over_predicted"] == 1.25
     assert by_name["new"]["measured"] is None and by_name["MFU full"]["predicted"] is None
     assert re.search(r"step s +1\.6 +2 +1\.250", comparison.table(rows))
-    assert comparison.predictions("NVIDIA H100 80GB HBM3", toy=False)["device"] == {}
+    assert comparison.predictions("NVIDIA H100 80GB HBM3", tiny=False)["device"] == {}
 
 
 def test_results_of_pytest(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The programs themselves, at toy sizes on CPU."""
+"""The programs themselves, at tiny sizes on CPU."""
 
 import ast
 import json

@@ -111,7 +111,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """A toy run."""
+    """A tiny run."""
 
     model: ModelConfig
     """The model."""

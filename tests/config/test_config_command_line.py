@@ -26,7 +26,7 @@ def folder(tmp_path, monkeypatch):
     for name in (*cli.RANKS, "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "toy.py").write_text(FILE)
+    (tmp_path / "configs" / "tiny.py").write_text(FILE)
     return tmp_path
 
 
@@ -42,25 +42,25 @@ def problems(*argv, **options):
 
 def test_forms(capsys):
     command = parse(
-        "--steps", "-1", "--config", "toy", "--parallel.sequence", "--parallel.data-sharding=fsdp", "--seed=3"
+        "--steps", "-1", "--config", "tiny", "--parallel.sequence", "--parallel.data-sharding=fsdp", "--seed=3"
     )
     assert command.config.steps == -1
     assert command.config.parallel.sequence is True
     assert command.config.parallel.data_sharding == "fsdp"
-    assert parse("--config=toy", "--parallel.sequence", "false").config.parallel.sequence is False
+    assert parse("--config=tiny", "--parallel.sequence", "false").config.parallel.sequence is False
     assert capsys.readouterr().err == ""
 
 
 def test_repeated_flags_warn_and_the_last_wins(capsys):
-    assert parse("--config=toy", "--data.paths=a", "--data.paths", "b").config.data.paths == ("b",)
+    assert parse("--config=tiny", "--data.paths=a", "--data.paths", "b").config.data.paths == ("b",)
     assert capsys.readouterr().err == "warning: --data.paths is given more than once; the last counts (b)\n"
 
 
 def test_flags_of_the_verb():
-    assert parse("--config=toy").flags == {"skip_train": False, "prompt": None, "count": 3}
-    flags = parse("--config=toy", "--skip_train", "--prompt", "hello", "--count=none").flags
+    assert parse("--config=tiny").flags == {"skip_train": False, "prompt": None, "count": 3}
+    flags = parse("--config=tiny", "--skip_train", "--prompt", "hello", "--count=none").flags
     assert flags == {"skip_train": True, "prompt": "hello", "count": None}
-    wrong = problems("--config=toy", "--skip-trian", "--count=x", "--prompt")
+    wrong = problems("--config=tiny", "--skip-trian", "--count=x", "--prompt")
     assert "did you mean skip-train?" in wrong["--skip-trian"]
     assert "expected a whole number or none, got 'x'" in wrong["--count"]
     assert "needs a value" in wrong["--prompt"]
@@ -78,19 +78,19 @@ def test_verbs_without_a_config():
 
 def test_everything_wrong_is_in_one_error():
     with pytest.raises(ConfigError) as error:
-        parse("--config=toy", "--paralel.tensor=2", "--steps=abc", "foo", "-steps=3", "--devices=gpu:4")
+        parse("--config=tiny", "--paralel.tensor=2", "--steps=abc", "foo", "-steps=3", "--devices=gpu:4")
     message = str(error.value)
-    assert message.startswith("5 problems in configs/toy.py + command line:\n  paralel.tensor: no such setting\n")
+    assert message.startswith("5 problems in configs/tiny.py + command line:\n  paralel.tensor: no such setting\n")
     for words in ("did you mean parallel.tensor?", "got 'abc'", "foo: unexpected word", "--steps=3?", "CUDA_VISIBLE"):
         assert words in message
     assert set(problems("--devices=x", "--config=toi")) == {"--devices", "--config"}
     assert set(problems("--steps=1")) == {"--config"}
-    assert problems("--confg=toy")["--confg"] == "no such flag or setting\ndid you mean --config?"
+    assert problems("--confg=tiny")["--confg"] == "no such flag or setting\ndid you mean --config?"
 
 
 @pytest.mark.parametrize("devices", ["cpu:0", "cpu:", "cpu:x", "cpu:-1", "cpu:99999", "tpu", "8", "", "gpu:4", "CPU:8"])
 def test_devices_that_cannot_be(devices):
-    assert "expected cpu:N" in problems("--config=toy", f"--devices={devices}")["--devices"]
+    assert "expected cpu:N" in problems("--config=tiny", f"--devices={devices}")["--devices"]
 
 
 def test_devices_are_set_before_jax_is_imported():
@@ -101,9 +101,9 @@ def test_devices_are_set_before_jax_is_imported():
         "assert not heavy, heavy\nimport jax\n"
         "print(len(jax.devices()), jax.devices()[0].platform)"
     )
-    done = program(code, "--config=toy", "--devices=cpu:3", "--parallel.tensor=3")
+    done = program(code, "--config=tiny", "--devices=cpu:3", "--parallel.tensor=3")
     assert (done.stdout, done.stderr) == ("3 cpu\n", "")
-    done = program(code, "--config=toy", "--devices=cpu:3", "--parallel.tensor=2")
+    done = program(code, "--config=tiny", "--devices=cpu:3", "--parallel.tensor=2")
     assert "2 does not divide 3 devices" in done.stderr
 
 
@@ -115,31 +115,31 @@ def program(code, *argv, **environment):
 
 def test_too_late_for_devices():
     # The test session has imported jax with eight devices: the same is fine, another number is not.
-    assert parse("--config=toy", "--devices=cpu:8").devices == "cpu:8"
-    assert "too late" in problems("--config=toy", "--devices=cpu:4")["--devices"]
+    assert parse("--config=tiny", "--devices=cpu:8").devices == "cpu:8"
+    assert "too late" in problems("--config=tiny", "--devices=cpu:4")["--devices"]
 
 
 def test_the_device_count_is_that_of_one_process(monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "0")
-    assert parse("--config=toy", "--devices=cpu:8", "--parallel.tensor=3").config.parallel.tensor == 3
+    assert parse("--config=tiny", "--devices=cpu:8", "--parallel.tensor=3").config.parallel.tensor == 3
     monkeypatch.delenv("SLURM_PROCID")
     assert (
-        "3 does not divide 8" in problems("--config=toy", "--devices=cpu:8", "--parallel.tensor=3")["parallel.tensor"]
+        "3 does not divide 8" in problems("--config=tiny", "--devices=cpu:8", "--parallel.tensor=3")["parallel.tensor"]
     )
 
 
 def test_print_config_names_who_set_what(capsys, folder):
-    (folder / "configs" / "over.yaml").write_text("config: toy.py\nseed: 5\noptimizer: {type: Muon}\n")
+    (folder / "configs" / "over.yaml").write_text("config: tiny.py\nseed: 5\noptimizer: {type: Muon}\n")
     with pytest.raises(SystemExit) as end:
         parse("--config=over.yaml", "--optimizer.lr=1", "--parallel.tensor=1", "--print-config")
     assert end.value.code == 0
     printed = capsys.readouterr().out
     noted = [" ".join(line.split()) for line in printed.splitlines() if "#" in line]
     assert noted == [
-        "hidden_size: 768 # configs/toy.py",
+        "hidden_size: 768 # configs/tiny.py",
         "type: MuonConfig # configs/over.yaml",
         "lr: 1.0 # command line",
-        "steps: 500 # configs/toy.py",
+        "steps: 500 # configs/tiny.py",
         "seed: 5 # configs/over.yaml",
     ]
     (folder / "again.yaml").write_text(printed)
@@ -168,7 +168,7 @@ def test_help(capsys):
         "  --model.pattern.0.attention.heads  a whole number = 12\n      Number of query heads.",
     ):
         assert words in text
-    assert "--steps  a whole number = 500" in shown(capsys, "--config=toy", "-h")
+    assert "--steps  a whole number = 500" in shown(capsys, "--config=tiny", "-h")
 
 
 def test_help_for_a_part(capsys):
@@ -196,13 +196,13 @@ def test_help_shows_the_common_settings_and_all_of_them_where_asked(capsys):
     text, shown_names = names("--help")
     assert shown_names == list(common)
     assert "--help=all shows every setting, --help=PART one part: model, parallel, optimizer, guard, data" in text
-    assert "  --steps  a whole number = 500" in names("--help", "--config=toy")[0]
+    assert "  --steps  a whole number = 500" in names("--help", "--config=tiny")[0]
     assert {"seed", "optimizer.lr", *common} <= set(names("--help=all")[1])
     assert names("--help=data")[1][:2] == ["data.paths", "data.blend"]
 
 
 def test_front_door(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train", "--config=toy", "--steps=x"])
+    monkeypatch.setattr(sys, "argv", ["train", "--config=tiny", "--steps=x"])
     for main, code in ((lambda argv: parse(*argv) and 0, 2), (lambda argv: 17, 17), (lambda argv: None, 0)):
         with pytest.raises(SystemExit) as end:
             cli.front_door(main)
@@ -210,7 +210,7 @@ def test_front_door(capsys, monkeypatch):
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err == (
-        "\n1 problem in configs/toy.py + command line:\n  steps: expected a whole number, got 'x'\n\n"
+        "\n1 problem in configs/tiny.py + command line:\n  steps: expected a whole number, got 'x'\n\n"
     )
     with pytest.raises(ZeroDivisionError):
         cli.front_door(lambda argv: 1 // 0)

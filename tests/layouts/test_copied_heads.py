@@ -59,7 +59,7 @@ def collectives(kv_heads: int, parallel: ParallelConfig) -> list[Collective]:
 
 
 @pytest.mark.parametrize(
-    "layout", ["zero1", pytest.param("pipeline", marks=pytest.mark.slow), pytest.param("fsdp", marks=pytest.mark.slow)]
+    "layout", [pytest.param(layout, marks=pytest.mark.slow) for layout in ("zero1", "pipeline", "fsdp")]
 )
 def test_copies_cost_one_reduction_a_step_and_none_in_a_loop(layout):
     """Everything else is moved as with a head for each device; numbers of data parallelism too."""

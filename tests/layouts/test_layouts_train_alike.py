@@ -42,6 +42,7 @@ def same(actual: Trained, expected: Trained, *, rtol: float = 1e-4, first: float
     np.testing.assert_allclose(actual.evaluation, expected.evaluation, rtol=rtol)
 
 
+@pytest.mark.slow
 def test_fsdp_with_tensor_and_sequence():
     parallel = on(2, 2, "fsdp", sequence=True)
     same(train(llama(), parallel, microbatches=2), train(llama(), ONE, microbatches=4))
@@ -111,6 +112,7 @@ def test_what_layers_keep_does_not_matter(changes, parallel):
     same(train(replace(model, **changes), parallel, microbatches=4), train(model, ONE, microbatches=4))
 
 
+@pytest.mark.slow  # tests/layers/test_variant_layouts.py has it over tensor
 def test_a_table_for_all_layers_has_the_gradients_of_all():
     """The table of T5's biases is used on every stage."""
     model = with_relative(RelativeBiasConfig(buckets=8, shared=True))

@@ -69,7 +69,7 @@ def test_tokens_that_have_nothing_to_predict_are_made_up_for(average, reweighted
 @pytest.mark.parametrize(
     ("name", "parallel"),
     [
-        ("tied, dropout", ParallelConfig(pipeline=2, data=1, schedule="1f1b")),
+        pytest.param("tied, dropout", ParallelConfig(pipeline=2, data=1, schedule="1f1b"), marks=pytest.mark.slow),
         pytest.param(
             "untied",
             ParallelConfig(pipeline=2, data=2, tensor=2, sequence=True, schedule="1f1b"),

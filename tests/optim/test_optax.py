@@ -111,7 +111,7 @@ def by_layer(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {f"{path}/{row}": x for (path, row), x in (split | whole).items()}
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "muon")) for name in EVERY])
 def test_layers_are_arrays_of_their_own_on_any_layout(name: str) -> None:
     """As optax treats a list of layers' weights, on one device and on pipeline 2 x data 2 x tensor 2."""
     cfg = EVERY[name]

@@ -61,7 +61,7 @@ def test_gradients_and_metrics_are_those_of_a_plain_log_softmax(average):
 @pytest.mark.parametrize(
     ("model", "parallel"),
     [
-        (MODEL, ParallelConfig(pipeline=2, data=1, tensor=2)),
+        pytest.param(MODEL, ParallelConfig(pipeline=2, data=1, tensor=2), marks=pytest.mark.slow),
         pytest.param(
             replace(MODEL, prediction=PredictionConfig(weight=0.3)),
             ParallelConfig(pipeline=2, data=2, tensor=2, sequence=True),
