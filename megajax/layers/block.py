@@ -4,6 +4,7 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from megajax.config.errors import UserError
 from megajax.layers.config import BlockConfig
 from megajax.layers.context import Context, dropout
 from megajax.layers.param import LayerSettings
@@ -22,10 +23,19 @@ class Block(nnx.Module):
         self.mlp = cfg.mlp.build(settings)
 
     def __call__(self, x: Array, ctx: Context) -> Array:
-        x = checkpoint_name(
-            x + self.drop(self.mixer(self.whole(self.mixer_norm(x)), ctx), ctx, MIXER_PLACE), "residual"
+        mixed = self.like(x, self.mixer, self.mixer(self.whole(self.mixer_norm(x)), ctx))
+        x = checkpoint_name(x + self.drop(mixed, ctx, MIXER_PLACE), "residual")
+        return x + self.drop(self.like(x, self.mlp, self.mlp(self.whole(self.mlp_norm(x)))), ctx, MLP_PLACE)
+
+    def like(self, x: Array, layer: nnx.Module, y: Array) -> Array:
+        """The output of a sub-layer. Raises UserError unless it has the shape and dtype of the residual stream."""
+        if (y.shape, y.dtype) == (x.shape, x.dtype):
+            return y
+        raise UserError(
+            f"{type(layer).__name__} returns {y.dtype} {y.shape} for the residual stream, {x.dtype} {x.shape}; both "
+            "must be the same\nlayout.dot multiplies by a weight in the dtype of x; elsewhere, write "
+            "weight[...].astype(x.dtype): weights of layers may come in the wider dtype of gradients"
         )
-        return x + self.drop(self.mlp(self.whole(self.mlp_norm(x))), ctx, MLP_PLACE)
 
     def whole(self, normed: Array) -> Array:
         """A norm's output, of which every device of `tensor` gets the whole sequence."""

@@ -55,3 +55,11 @@ def test_as_on_one_device(config_file, expected, settings):
 
 def test_it_learns(expected):
     assert expected[-1] < expected[0]
+
+
+def test_it_learns_as_printed_on_the_page(config_file):
+    """With the page's own settings: in bfloat16."""
+    run = setup(load(config_file, "steps=3", "parallel.data=1"))
+    first, *_, last = [info.loss for info in run.steps(STEPS)]
+    run.close()
+    assert last < first
