@@ -2,12 +2,15 @@
 
 import importlib
 import sys
+import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
+
+from megajax.config.errors import UserError
 
 USER_FILE = "megajax_config_file "
 """Modules run from a path have this and the path as their name."""
@@ -91,7 +94,31 @@ class Builds:
     target: ClassVar[str]
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        return resolve(beside(type(self), self.target))(self, *args, **kwargs)
+        """Raises UserError for a target of a user's file that cannot be loaded."""
+        return demand_target(type(self))(self, *args, **kwargs)
+
+
+def demand_target(cls: type[Builds]) -> Any:
+    """What `target` names. Raises UserError for one outside of MegaJAX that cannot be loaded."""
+    target = getattr(cls, "target", None)
+    if not isinstance(target, str):
+        raise UserError(f'{cls.__name__} has no target: write target: ClassVar[str] = "file.py:Class" in it')
+    if target.startswith("megajax."):
+        return resolve(target)
+    try:
+        return resolve(beside(cls, target))
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{cls.__name__} has target {target!r}, which cannot be loaded\n{told(error)}") from error
+
+
+def told(error: Exception) -> str:
+    """An error of a user's file in a line, and the innermost line of a user's file that it comes from."""
+    what = f"{type(error).__name__}: {error}".replace(USER_FILE, "")
+    own = [module.__file__ for name, module in list(sys.modules.items()) if name.startswith(USER_FILE)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in own]
+    return what + (f"\n{frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}" if frames else "")
 
 
 def beside(cls: type, reference: str) -> str:

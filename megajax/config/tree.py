@@ -9,7 +9,7 @@ from dataclasses import MISSING
 from typing import Any, get_args, get_origin
 
 import megajax.config.schema as schema
-from megajax.config.builds import reference, resolve
+from megajax.config.builds import reference, resolve, told
 from megajax.config.coerce import Mismatch, Text, precedence, scalar
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.nearest import did_you_mean, either
@@ -299,7 +299,7 @@ class _Builder:
             try:
                 cls = resolve(name)
             except Exception as error:  # of a file of the user's
-                what = f"cannot find {name}: {type(error).__name__}: {error}"
+                what = f"cannot find {name}: {told(error)}"
                 return self.fault(join(where, "type"), what, "write module:Class or file.py:Class")
             wrong = schema.misfit(cls, annotation)
             return self.fault(join(where, "type"), wrong) if wrong else cls

@@ -18,7 +18,7 @@ from jax import Array
 from megajax.mesh.collectives import Moves, gather_shards, moved_axes, reduce_shards
 from megajax.mesh.mesh import free_axes, manual_axes
 from megajax.mesh.observations import Observed
-from megajax.mesh.rules import LogicalAxes, Plan
+from megajax.mesh.rules import LogicalAxes, Plan, demand_known
 
 type AxesTree = LogicalAxes | Sequence[AxesTree] | Mapping[str, AxesTree]
 """Logical axes of one array, or of each array of a tuple or a mapping."""
@@ -107,6 +107,7 @@ class Layout:
         """Constrains the sharding of an activation; one logical axis (or None) for each dimension of x."""
         if len(axes) != x.ndim:
             raise ValueError(f"{len(axes)} logical axes {axes} for an array of shape {x.shape}")
+        demand_known(axes, f"an activation of shape {x.shape}")
         free = free_axes()
         if max(free.values(), default=1) == 1:
             return x

@@ -5,10 +5,12 @@ nowhere else: each is an entry of these rules.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from jax.sharding import PartitionSpec
 
+from megajax.config.errors import UserError
+from megajax.config.nearest import did_you_mean
 from megajax.mesh.config import ParallelConfig
 
 type LogicalAxes = Sequence[str | None]
@@ -43,7 +45,8 @@ class Rules:
     """Copies of a small weight, one per device: see Plan.replicated_per_tensor_rank."""
 
     def mesh_axes(self, name: str | None) -> MeshAxes:
-        """Mesh axes of a logical axis; None is never sharded."""
+        """Mesh axes of a logical axis; None is never sharded. Raises UserError for an unknown one."""
+        demand_known((name,), "")
         return () if name is None else getattr(self, name)
 
     def dimensions(self, axes: LogicalAxes) -> tuple[MeshAxes, ...]:
@@ -68,6 +71,23 @@ class Rules:
             raise ValueError(f"logical axes {tuple(axes)} put a mesh axis on two dimensions: {mapped}")
         kept = [tuple(axis for axis in entry if keep is None or axis in keep) for entry in mapped]
         return PartitionSpec(*[(entry if len(entry) > 1 else entry[0]) if entry else None for entry in kept])
+
+
+KNOWN = tuple(field.name for field in fields(Rules))
+"""The logical axes."""
+
+
+def demand_known(axes: LogicalAxes, whose: str) -> None:
+    """Raises UserError for a logical axis that the rules lack. whose: the array that has them, for the message."""
+    unknown = [name for name in axes if name is not None and name not in KNOWN]
+    if unknown:
+        where = f"{whose} has logical axes {tuple(axes)}: " if whose else ""
+        hint = did_you_mean(str(unknown[0]), KNOWN)
+        hint = f"{hint}\n" if hint else ""
+        raise UserError(
+            f"{where}there is no logical axis {unknown[0]!r}\n{hint}choose one of {', '.join(KNOWN)}, or None for a "
+            "dimension that is never sharded"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,11 +6,12 @@ a row has, and a module (`Model`), which computes. docs/own_model.md builds one 
 Shapes: B rows, and whatever a model makes of them.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from megajax.batch import Array, Loss, Rows, Schema
-from megajax.config.errors import Problem
+from megajax.config.errors import Problem, UserError
 from megajax.layers.config import StackConfig
 from megajax.layers.segments import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
@@ -25,6 +26,7 @@ class ModelConfig(Protocol):
     """The layers, which pipelines cut into stages; a field of the config, which may be frozen. Of several sections the
     last one's."""
 
+    @abstractmethod
     def build(self, layout: Any) -> Any:
         """The module (`Model`) on this `megajax.mesh.layout.Layout`; its values are made elsewhere."""
         ...
@@ -33,6 +35,7 @@ class ModelConfig(Protocol):
         """The layers of each section, by its path in the model."""
         return {"": self.stack}
 
+    @abstractmethod
     def schema(self) -> Schema:
         """The leaves of a row that the model reads."""
         ...
@@ -116,3 +119,25 @@ class Model(Protocol):
     def __call__(self, *arrays: Array) -> Array:
         """Plain use by `jax.jit`, as in a notebook; the arguments have the names of leaves."""
         ...
+
+
+NEEDED = ("context", "embed", "enter", "stack")
+"""Of a section; one before the last also has `leave`."""
+
+
+def demand_model(model: Any) -> None:
+    """Raises UserError for a module that lacks what training asks of a `Model`."""
+    module = type(model).__name__
+    _demand(module, [name for name in ("sections", "loss") if not hasattr(model, name)])
+    if not isinstance(model.sections, Mapping) or not model.sections:
+        raise UserError(f'{module}.sections must be a mapping from path to section, such as {{"": self}}')
+    *earlier, last = model.sections.items()
+    for path, section in [*earlier, last]:
+        needed = NEEDED if path == last[0] else (*NEEDED, "leave")
+        where = f"the section {path!r} of {module}" if path else module
+        _demand(where, [name for name in needed if not hasattr(section, name)])
+
+
+def _demand(where: str, lacking: list[str]) -> None:
+    if lacking:
+        raise UserError(f"{where} lacks {', '.join(lacking)}, which training asks of a model: see docs/own_model.md")

@@ -17,10 +17,10 @@ from megajax.config.errors import UserError
 from megajax.layers.param import Observation, ParamSpec, reordered, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.rules import Plan
+from megajax.mesh.rules import Plan, demand_known
 from megajax.mesh.xla import Value
 from megajax.models.facts import facts_of
-from megajax.models.protocol import Model
+from megajax.models.protocol import Model, demand_model
 from megajax.models.reduction import LossReduction
 from megajax.optim.groups import trainable
 from megajax.optim.optimizer import Optimizer
@@ -115,8 +115,11 @@ class Program:
         plan = Plan.of(cfg.parallel)
         layout = _layout(cfg, mesh, plan)
         partition = _partition(cfg)
-        abstract = reordered(nnx.eval_shape(lambda: cfg.model.build(layout)), partition.order())
+        built = nnx.eval_shape(lambda: cfg.model.build(layout))
+        demand_model(built)
+        abstract = reordered(built, partition.order())
         declared, observed = specs(abstract), specs(abstract, Observation)
+        demand_axes(cfg.model.schema(), {**declared, **observed})
         demand_divisible(declared, plan, mesh)
         optimizer = cfg.optimizer.build(trainable(cfg.optimizer, declared), plan, cfg.model.width_ratio())
         sizes = cfg.batch_sizes(mesh.shape["data"] * mesh.shape["expert"])
@@ -232,6 +235,14 @@ class Program:
     @property
     def _reduction(self) -> LossReduction:
         return LossReduction(self.cfg.batch.loss_average)
+
+
+def demand_axes(schema: Schema, declared: Mapping[str, ParamSpec]) -> None:
+    """Raises UserError for an array of a batch or of the model with an unknown logical axis."""
+    for name, leaf in schema.items():
+        demand_known(leaf.axes, f"{name}, a leaf of the model's schema,")
+    for path, spec in declared.items():
+        demand_known(spec.axes, f"the weight {path}")
 
 
 def demand_divisible(declared: Mapping[str, ParamSpec], plan: Plan, mesh: Mesh) -> None:

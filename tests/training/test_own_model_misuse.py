@@ -1,0 +1,98 @@
+"""What is wrong in a user's own model is said before anything is compiled, as a UserError that names it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megajax.config import UserError, load
+from megajax.training.session import prepare, setup
+from tests.docs.blocks import ROOT, blocks
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    """The files of docs/own_model.md by name."""
+    pages = [block.text for block in blocks(ROOT / "docs/own_model.md")]
+    named = {text.splitlines()[0].removeprefix("# "): text for text in pages}
+    return {name: text for name, text in named.items() if name.endswith(".py")}
+
+
+def refusal(tmp_path: Path, files: dict[str, str], *settings: str) -> str:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(UserError) as error:
+        prepare(load(tmp_path / "my_model.py", "steps=1", "parallel.data=1", *settings))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (
+            '(self.patches, self.pixels), ("seq", None)',
+            '(self.patches, self.pixels), ("sequence", None)',
+            r"image, a leaf .* logical axes \('sequence', None\): there is no logical axis 'sequence'\n(did .*\n)?"
+            "choose one of batch, seq, seq_residual",
+        ),
+        (
+            '(cfg.classes, cfg.hidden), (None, "embed")',
+            '(cfg.classes, cfg.hidden), ("vocabulary", "embed")',
+            r"the weight head has logical axes \('vocabulary', 'embed'\): there is no logical axis 'vocabulary'",
+        ),
+        (
+            "(cfg.patches, cfg.patches), (None, None)",
+            '(cfg.patches, cfg.patches), ("patch", None)',
+            r"the weight stack.blocks.0.mixer.across has logical axes \('layer', 'patch', None\)",
+        ),
+        (
+            'target: ClassVar[str] = "my_modules.py:Classifier"',
+            'target: ClassVar[str] = "my_modules.py:Clasifier"',
+            r"ClassifierConfig has target 'my_modules.py:Clasifier', which cannot be loaded\nAttributeError: .*"
+            "no attribute 'Clasifier'",
+        ),
+        (
+            'target: ClassVar[str] = "my_modules.py:PatchMixer"',
+            'target: ClassVar[str] = "my_module.py:PatchMixer"',
+            "PatchMixerConfig has target .*cannot be loaded\nFileNotFoundError: .*my_module.py",
+        ),
+        (
+            'target: ClassVar[str] = "my_modules.py:Classifier"',
+            "targets: ClassVar[str]",
+            "ClassifierConfig has no target: write target: ",
+        ),
+        (
+            "class PatchMixer(nnx.Module):",
+            "class PatchMixer(nnx.Module:",
+            "cannot be loaded\nSyntaxError: .*my_modules.py",
+        ),
+        (
+            "import jax.numpy as jnp\n",
+            "import nosuchpackage\n",
+            r"nosuchpackage.*\n.*my_modules.py, line 3: import nosuch",
+        ),
+        ("def sections(self)", "def parts(self)", "Classifier lacks sections, which training asks of a model"),
+        ('{"": self}', "{}", "Classifier.sections must be a mapping from path to section"),
+        ("def loss(self", "def losses(self", "Classifier lacks loss,"),
+        ("def embed(self, batch)", "def embedding(self, batch)", "Classifier lacks embed,"),
+        ("def schema(self)", "def leaves(self)", "ClassifierConfig.*abstract method 'schema'"),
+    ],
+    ids=range(13),
+)
+def test_the_message_names_what_is_wrong(tmp_path, files, old, new, words):
+    changed = {name: text.replace(old, new) for name, text in files.items()}
+    assert changed != files
+    message = refusal(tmp_path, changed)
+    assert re.search(words, message), message
+
+
+def test_a_layer_keeps_the_dtype_of_the_residual_stream(tmp_path, files):
+    at = "self.layout.dot("
+    assert at in files["my_modules.py"]
+    files["my_modules.py"] = files["my_modules.py"].replace(at, "jnp.float32(1) * self.layout.dot(")
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    run = setup(load(tmp_path / "my_model.py", "steps=1", "parallel.data=1"))
+    with pytest.raises(UserError, match=r"PatchMixer returns float32 \(2, 16, 32\) for the residual stream, bfloat16 "):
+        next(run.steps(1))
+    run.close()
