@@ -197,7 +197,8 @@ def example(name: str, annotation: Any) -> str:
     if not members and not many:
         return f"write {name}=..., {words(annotation)}"
     calls = either(f"({call(cls)},)" if many else call(cls) for cls in (*members, *many))
-    return f"write {name}={calls}, from {either(dict.fromkeys(cls.__module__ for cls in (*members, *many)))}"
+    written = calls if name.isdigit() else f"{name}={calls}"
+    return f"write {written}, from {either(dict.fromkeys(cls.__module__ for cls in (*members, *many)))}"
 
 
 def call(cls: type) -> str:

@@ -252,6 +252,8 @@ class _Builder:
             known = {plain_name(name): name for name in old}
             if isinstance(raw, Additions):
                 known |= {key: key for key in raw}
+            elif value_kind is Any:  # arguments of a user's function, which knows their names
+                known = {key: key for key in raw} | known
             for key in [key for key in raw if key not in known]:
                 hint = did_you_mean(key, known) or f"to add entries give it whole: --{where}=name=value,name=value"
                 self.fault(join(where, key), "no such entry", hint)
@@ -271,7 +273,8 @@ class _Builder:
                 return self._fill(type(raw), {}, where, raw, annotation)
             if not schema.protocols(annotation):
                 wrong = f"expected {schema.choices(annotation)}, got {schema.described(raw)}"
-            return self.fault(where, wrong, _example(where, annotation))
+            ours = type(raw).__module__.startswith("megajax.")
+            return self.fault(where, wrong, _example(where, annotation) if ours or " got " in wrong else "")
         if "type" in raw and not any("type" in schema.hints(cls) for cls in members):
             cls = self._chosen(raw["type"], annotation, where, old)
             raw = {key: value for key, value in raw.items() if key != "type"}

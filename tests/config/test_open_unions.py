@@ -11,6 +11,7 @@ from config_samples import AdamWConfig, GuardConfig, MuonConfig
 from megajax.config import ConfigError, Problem, load
 from megajax.config.dump import diff_from_defaults, flatten, to_yaml
 from megajax.config.help import settings_help
+from megajax.config.schema import example
 from megajax.config.tree import override
 
 
@@ -185,7 +186,8 @@ def test_what_is_not_accepted_says_why():
     assert wrong["closed.type"].what.startswith("expected AdamWConfig or MuonConfig, got the class WithoutBuild")
     assert wrong["blocks.0.type"].what.startswith("WithType has a field 'type'")
     assert "has no attribute 'nothing'" in wrong["blocks.1.type"].what
-    assert problems(config=OpenRun(model=WithoutBuild()))["model"].what == "WithoutBuild lacks build"
+    assert problems(config=OpenRun(model=WithoutBuild()))["model"] == Problem("model", "WithoutBuild lacks build")
+    assert example("0", AdamWConfig).startswith("write AdamWConfig("), "an entry of a list has no name to write"
     words = problems("only.type=Tiny")["only.type"].what
     assert words == "expected module:Class of your own frozen dataclass with build, hidden, got 'Tiny'"
     assert "add --only.type=module:Class" in problems("only.hidden=2")["only"].hint

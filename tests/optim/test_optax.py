@@ -10,7 +10,9 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 
+from megajax.config import load
 from megajax.config.errors import UserError
+from megajax.config.tree import override
 from megajax.layers.param import ONES, Normal, ParamSpec
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
@@ -279,3 +281,10 @@ def test_our_rule_by_way_of_optax_is_our_optimizer() -> None:
     own, _ = two_updates(SGDConfig(weight_decay=0).build(DECLARED), lambda values: values)
     by_optax, _ = two_updates(OptaxConfig(make=f"{HERE}:own_sgd").build(DECLARED), lambda values: values)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), by_optax, own)
+
+
+def test_settings_of_the_function_are_given_one_by_one():
+    optax_run = ("optimizer.type=Optax", "optimizer.make=optax:adafactor")
+    cfg = load("quickstart.py", *optax_run, "optimizer.settings.factored=false", "optimizer.settings.decay_rate=0.7")
+    assert cfg.optimizer.settings == {"factored": False, "decay_rate": 0.7}
+    assert override(cfg, "optimizer.settings.factored=true").optimizer.settings == {"factored": True, "decay_rate": 0.7}
