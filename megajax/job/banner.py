@@ -17,7 +17,7 @@ from megajax.mesh.xla import flag_names, memory_fraction
 from megajax.metrics.text import count
 from megajax.models.facts import Facts, block_facts, facts_of, flops_of
 from megajax.models.memory import MemorySetting, SavedBytes, memory_report, saved_bytes
-from megajax.models.protocol import ids_below
+from megajax.models.protocol import counted, ids_below
 from megajax.pipeline.check import measure
 from megajax.precision.config import PrecisionConfig
 from megajax.training.kernels import demand_kernels
@@ -94,10 +94,12 @@ def _batch(run: Run) -> list[tuple[str, str]]:
     rows, length = run.program.sizes.sizes()[-1].rows, run.cfg.model.row_positions()
     split = f"{run.program.microbatches} microbatches x {replicas} data-parallel x {batch.micro_size} rows"
     whole = run.program.sizes.samples(run.cfg.steps) * length
+    words = counted(run.cfg.model)
+    more = [] if words == "rows" else [(f"{words} per step", f"{rows * length:,} ({length} per row)")]
     return [
         ("rows per step", f"{rows} = {split}"),
-        ("tokens per step", f"{rows * length:,} ({length} per row)"),
-        ("whole run", f"{run.cfg.steps:,} steps, {count(whole)} tokens"),
+        *more,
+        ("whole run", f"{run.cfg.steps:,} steps, {count(whole)} {words}"),
         ("loss average", batch.loss_average),
     ]
 

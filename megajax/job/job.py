@@ -24,6 +24,7 @@ from megajax.job.watch import Watch
 from megajax.mesh.mesh import find_devices
 from megajax.metrics.banner import Section
 from megajax.metrics.console import open_console
+from megajax.metrics.lines import Terms
 from megajax.metrics.plot import plot_loss
 from megajax.metrics.profile import Profile
 from megajax.metrics.record import StepRecord, read_metrics
@@ -32,7 +33,7 @@ from megajax.metrics.text import count, duration
 from megajax.metrics.throughput import StepRate, peak_bf16_flops
 from megajax.metrics.writers import Writers, open_writers
 from megajax.models.facts import flops_of
-from megajax.models.protocol import ids_below
+from megajax.models.protocol import counted, ids_below
 from megajax.resilience.signals import Signals, agree
 from megajax.training.guard import Guard
 from megajax.training.loop import NumericFault, StepInfo, run_steps
@@ -78,7 +79,14 @@ class Job:
         self.first = 0 if start is None else start[1]
         self.resumed = start is not None and start[0] is self.manager
         self.primary = jax.process_index() == 0
-        console = open_console(cfg.logging, total_steps=cfg.steps, start_step=self.first, primary=self.primary)
+        self.counted = counted(cfg.model)
+        console = open_console(
+            cfg.logging,
+            total_steps=cfg.steps,
+            start_step=self.first,
+            primary=self.primary,
+            terms=Terms(self.counted),
+        )
         self.console = stack.enter_context(console)
         signals = Signals(announce=console.stop_requested, before_exit=console.release, polled=False)
         self.signals = stack.enter_context(signals)
@@ -256,12 +264,12 @@ class Job:
     def totals(self, last: StepInfo | None) -> list[Section]:
         """What the run came to; last: the last step of this attempt."""
         step, here, seconds = self.run.step, self.run.step - self.first, time.monotonic() - self.started
-        tokens = (int(self.run.state.consumed_samples) - self.begun) * self.cfg.model.row_positions()
+        done = (int(self.run.state.consumed_samples) - self.begun) * self.cfg.model.row_positions()
         work = [
             ("steps", f"{step:,}" + (f" ({here:,} in this attempt)" if here != step else "")),
-            ("tokens", count(tokens)),
+            (self.counted, count(done)),
             ("wall time", duration(seconds)),
-            ("tokens/s, all included", count(tokens / seconds)),
+            (f"{self.counted}/s, all included", count(done / seconds)),
         ]
         if (peak := peak_memory()) is not None:
             work.append(("peak memory of a device", f"{size(peak[0])} of {size(peak[1])}"))

@@ -23,7 +23,7 @@ from rich.text import Text
 from megajax.metrics import banner, lines, text
 from megajax.metrics.banner import Section
 from megajax.metrics.config import LoggingConfig
-from megajax.metrics.lines import Summary
+from megajax.metrics.lines import LANGUAGE, Summary, Terms
 from megajax.metrics.record import EvaluationRecord, Record, StepRecord
 from megajax.metrics.writers import Writer
 
@@ -62,17 +62,19 @@ class Console(Writer):
 class PlainConsole(Console):
     """Lines of plain text, for files and pipes. cadence: keyword arguments of `Cadence`."""
 
-    def __init__(self, *, stream: TextIO | None = None, tick_seconds: float = 30.0, **cadence: Any):
-        self._printed = Cadence(**cadence)
+    def __init__(
+        self, *, stream: TextIO | None = None, tick_seconds: float = 30.0, terms: Terms = LANGUAGE, **cadence: Any
+    ):
+        self._printed, self._terms = Cadence(**cadence), terms
         self._stream = stream or sys.stdout
         self._tick_seconds = tick_seconds
 
     def log(self, record: Record) -> None:
         if isinstance(record, EvaluationRecord):
-            self.say(lines.evaluation_line(record))
+            self.say(lines.evaluation_line(record, self._terms))
         elif summary := self._printed.add(record):
-            now, eta = self._printed.clock(), self._printed.eta
-            self.say(lines.step_line(summary, total_steps=self._printed.total_steps, now=now, eta=eta))
+            now, eta, total = self._printed.clock(), self._printed.eta, self._printed.total_steps
+            self.say(lines.step_line(summary, total_steps=total, now=now, eta=eta, terms=self._terms))
 
     def say(self, message: str) -> None:
         # One write per line: lines of a second thread or process must not land inside it.
@@ -107,8 +109,8 @@ class LiveConsole(Console):
     cadence: keyword arguments of `Cadence`.
     """
 
-    def __init__(self, *, console: rich.console.Console | None = None, **cadence: Any):
-        self._printed = Cadence(**cadence)
+    def __init__(self, *, console: rich.console.Console | None = None, terms: Terms = LANGUAGE, **cadence: Any):
+        self._printed, self._terms = Cadence(**cadence), terms
         self._total = self._printed.total_steps
         self._console = console or rich.console.Console()
         self._latest: StepRecord | None = None
@@ -122,12 +124,13 @@ class LiveConsole(Console):
     def log(self, record: Record) -> None:
         self._start()
         if isinstance(record, EvaluationRecord):
-            fields = [("loss", f"{record.loss:.4f}"), ("perplexity", f"{record.perplexity:,.2f}")]
+            fields = [("loss", f"{record.loss:.4f}")]
+            fields += [("perplexity", f"{record.perplexity:,.2f}")] * self._terms.perplexity
             self._print(self._row(record.step, fields, name=record.split, style="green"))
             return
         self._latest = record
         if summary := self._printed.add(record):
-            fields = lines.short_fields(summary, speed=not self._printed.first(record))
+            fields = lines.short_fields(summary, speed=not self._printed.first(record), terms=self._terms)
             broken = summary.skipped or summary.not_finite
             self._print(self._row(record.step, fields, style="red" if broken else "default"))
 
@@ -186,7 +189,8 @@ class LiveConsole(Console):
         parts: list[RenderableType] = list(self._tickers)
         if self._latest is not None:
             parts += [self._bar(self._latest.step, width)]
-            parts += [_figures(lines.short_fields(Summary.of([self._latest])), width, style="bold")]
+            fields = lines.short_fields(Summary.of([self._latest]), terms=self._terms)
+            parts += [_figures(fields, width, style="bold")]
         self._height = max(len(parts), 1)
         return Constrain(Group(*parts), width)
 
@@ -312,13 +316,24 @@ _RECENT = 50
 
 
 def open_console(
-    config: LoggingConfig, *, total_steps: int, start_step: int = 0, primary: bool = True, stream: TextIO | None = None
+    config: LoggingConfig,
+    *,
+    total_steps: int,
+    start_step: int = 0,
+    primary: bool = True,
+    stream: TextIO | None = None,
+    terms: Terms = LANGUAGE,
 ) -> Console:
     """A console for `stream`, by default standard output; a quiet one in all processes but the first."""
     if not primary:
         return Console()
     stream = stream or sys.stdout
-    steps: dict[str, Any] = {"total_steps": total_steps, "start_step": start_step, "every": config.every}
+    steps: dict[str, Any] = {
+        "total_steps": total_steps,
+        "start_step": start_step,
+        "every": config.every,
+        "terms": terms,
+    }
     on_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
     if config.live == "always" or (config.live == "auto" and on_terminal):
         return LiveConsole(console=rich.console.Console(file=stream, force_terminal=True), **steps)

@@ -11,6 +11,29 @@ from megajax.metrics.record import EvaluationRecord, StepRecord
 from megajax.metrics.throughput import Rates, mean_rates
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The words for a model's loss and speed. Those for tokens are Megatron-LM's."""
+
+    counted: str = "tokens"
+    """What speed is counted in: tokens, positions or rows. Perplexity is shown for tokens only."""
+
+    @property
+    def loss(self) -> str:
+        return "lm loss" if self.perplexity else "loss"
+
+    @property
+    def perplexity(self) -> bool:
+        return self.counted == "tokens"
+
+    @property
+    def speed(self) -> str:
+        return f"{self.counted}/s/device"
+
+
+LANGUAGE = Terms()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
     """A summary of the steps since the last line."""
@@ -71,7 +94,7 @@ def _times(phases: Mapping[str, float]) -> list[str]:
     return parts
 
 
-def step_line(summary: Summary, *, total_steps: int, now: datetime, eta: float | None) -> str:
+def step_line(summary: Summary, *, total_steps: int, now: datetime, eta: float | None, terms: Terms = LANGUAGE) -> str:
     """The line of a log file, without unknown fields; `eta` is in seconds."""
     last, rates = summary.last, summary.rates
     parts = [
@@ -84,7 +107,7 @@ def step_line(summary: Summary, *, total_steps: int, now: datetime, eta: float |
     parts += [
         f"learning rate: {last.lr:.6E}",
         f"global batch size: {last.global_batch_size:5d}",
-        f"lm loss: {summary.loss:.6E}",
+        f"{terms.loss}: {summary.loss:.6E}",
     ]
     parts += [f"{name}: {value:.6E}" for name, value in last.metrics.items() if name not in _AFTER_NORM]
     if last.loss_scale is not None:
@@ -96,7 +119,7 @@ def step_line(summary: Summary, *, total_steps: int, now: datetime, eta: float |
         f"number of nan iterations: {summary.not_finite:3d}",
     ]
     if rates.tokens_per_second_per_device is not None:
-        parts.append(f"tokens/s/device: {rates.tokens_per_second_per_device:.1f}")
+        parts.append(f"{terms.speed}: {rates.tokens_per_second_per_device:.1f}")
     if rates.mfu_causal is not None:
         parts.append(f"MFU: {rates.mfu_causal:.1%}")
     parts += _times(summary.phases)
@@ -105,24 +128,24 @@ def step_line(summary: Summary, *, total_steps: int, now: datetime, eta: float |
     return " | ".join(parts) + " |"
 
 
-def evaluation_line(record: EvaluationRecord) -> str:
+def evaluation_line(record: EvaluationRecord, terms: Terms = LANGUAGE) -> str:
     """The line of an evaluation."""
-    return (
-        f" {record.split} loss at iteration {record.step} | "
-        f"lm loss value: {record.loss:.6E} | lm loss PPL: {record.perplexity:.6E} |"
-    )
+    parts = [f" {record.split} loss at iteration {record.step}", f"{terms.loss} value: {record.loss:.6E}"]
+    parts += [f"{terms.loss} PPL: {record.perplexity:.6E}"] * terms.perplexity
+    return " | ".join(parts) + " |"
 
 
-EXPENDABLE = ("perplexity", "TFLOP/s/device", "lr", "MFU", "tokens/s/device", "grad norm")
+SPEEDS = tuple(Terms(counted).speed for counted in ("tokens", "positions", "rows"))
+EXPENDABLE = ("perplexity", "TFLOP/s/device", "lr", "MFU", *SPEEDS, "grad norm")
 """Fields that a narrow terminal leaves out, in this order."""
 
 
-def short_fields(summary: Summary, *, speed: bool = True) -> list[tuple[str, str]]:
+def short_fields(summary: Summary, *, speed: bool = True, terms: Terms = LANGUAGE) -> list[tuple[str, str]]:
     """The figures a terminal shows: (name, value) pairs, without unknown ones, and without speeds unless `speed`."""
     last, rates = summary.last, summary.rates
     pairs = [("loss", f"{summary.loss:.4f}"), ("grad norm", f"{last.grad_norm:.3f}"), ("lr", f"{last.lr:.2e}")]
     if speed and rates.tokens_per_second_per_device is not None:
-        pairs.append(("tokens/s/device", text.count(rates.tokens_per_second_per_device)))
+        pairs.append((terms.speed, text.count(rates.tokens_per_second_per_device)))
     if speed and rates.tflops_per_device_causal is not None:
         pairs.append(("TFLOP/s/device", f"{rates.tflops_per_device_causal:.1f}"))
     if speed and rates.mfu_causal is not None:

@@ -8,7 +8,7 @@ Shapes: B rows, and whatever a model makes of them.
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from megajax.batch import Array, Loss, Rows, Schema
 from megajax.config.errors import Problem, UserError
@@ -65,6 +65,13 @@ def ids_below(model: ModelConfig) -> int | None:
     """Size of the vocabulary of a model that reads tokens; None for others."""
     tokens = model.schema().get("tokens")
     return None if tokens is None else tokens.below
+
+
+def counted(model: ModelConfig) -> Literal["tokens", "positions", "rows"]:
+    """What `row_positions` counts: tokens where the model reads them, else positions of a sequence, or whole rows."""
+    if ids_below(model) is not None:
+        return "tokens"
+    return "positions" if any("seq" in leaf.axes for leaf in model.schema().values()) else "rows"
 
 
 class Section(Protocol):

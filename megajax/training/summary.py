@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from megajax.metrics.text import count
 from megajax.models.facts import facts_of
-from megajax.models.protocol import ids_below
+from megajax.models.protocol import counted, ids_below
 
 type Rows = Sequence[tuple[str, str]]
 """(name, value) pairs, a line each."""
@@ -24,6 +24,7 @@ def run_rows(program: Any, step: int | None) -> Rows:
     devices = f"{mesh.size} {device.device_kind} device" + "s" * (mesh.size > 1)
     kinds = [parallel.data_sharding, *["sequence parallel"] * parallel.sequence]
     rows, length = batch.rows, model.row_positions()
+    each = "" if counted(model) == "rows" else f" of {length:,} {counted(model)}"
     facts, vocabulary = facts_of(model), ids_below(model)
     done = "unknown: its arrays were given to a later step" if step is None else f"{step:,} of {cfg.steps:,}"
     return (
@@ -34,7 +35,7 @@ def run_rows(program: Any, step: int | None) -> Rows:
             + ("" if vocabulary is None else f", vocabulary {vocabulary:,}"),
         ),
         ("layout", f"{devices}{': ' * bool(used)}{used}; {', '.join(kinds)}"),
-        ("batch", f"{rows:,} rows of {length:,} tokens, {microbatches}"),
+        ("batch", f"{rows:,} rows{each}, {microbatches}"),
         ("step", done),
     )
 

@@ -18,6 +18,7 @@ from megajax.metrics import text
 from megajax.metrics.banner import plain
 from megajax.metrics.config import LoggingConfig
 from megajax.metrics.console import Console, LiveConsole, PlainConsole, open_console
+from megajax.metrics.lines import Terms
 from megajax.metrics.record import EvaluationRecord
 from megajax.metrics.throughput import StepRate
 
@@ -57,6 +58,23 @@ def test_unknown_fields_are_left_out_of_the_plain_line(step):
         "lm loss: 2.500000E+00 | router loss: 2.500000E-01 | grad norm: 0.900 | "
         "number of skipped iterations:   0 | number of nan iterations:   0 | tokens/s/device: 64.0 |\n"
     )
+
+
+def test_a_model_without_text_has_no_perplexity_and_no_tokens(step):
+    console, stream = plain_console(total=1, terms=Terms("positions"))
+    console.log(step(1))
+    console.log(EvaluationRecord(step=1, split="validation", loss=1.5))
+    trained, evaluated = stream.getvalue().splitlines()
+    assert "| loss: 2.500000E+00 |" in trained and "| positions/s/device: 64.0 |" in trained
+    assert evaluated == " validation loss at iteration 1 | loss value: 1.500000E+00 |"
+    screen = io.StringIO()
+    live = LiveConsole(
+        total_steps=1, console=rich.console.Console(file=screen, width=120), clock=lambda: NOW, terms=Terms("rows")
+    )
+    live.log(step(1))
+    live.log(EvaluationRecord(step=1, split="validation", loss=1.5))
+    live.close()
+    assert "perplexity" not in screen.getvalue() and "tokens" not in screen.getvalue()
 
 
 def test_times_by_phase_and_norms_have_fields_of_their_own(step):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megajax.config import load
+from megajax.models.protocol import counted
 from megajax.training import setup
 from tests.docs.blocks import ROOT, blocks
 
@@ -63,3 +64,10 @@ def test_it_learns_as_printed_on_the_page(config_file):
     first, *_, last = [info.loss for info in run.steps(STEPS)]
     run.close()
     assert last < first
+
+
+def test_positions_are_no_tokens(config_file):
+    model = load(config_file).model
+    assert counted(model) == "positions"
+    assert counted(load("gpt3.py:debug").model) == "tokens"
+    assert "tokens" not in repr(setup(load(config_file, "steps=1", "parallel.data=1")))
