@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 
 class UserError(Exception):
@@ -52,3 +53,9 @@ class ConfigError(UserError):
             count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
             text = f"{count} in {place}:\n" + "\n".join("  " + line for line in text.splitlines())
         super().__init__(text)
+
+
+def demand_members(thing: Any, names: Iterable[str], whose: str, hint: str = "") -> None:
+    """Raises UserError for an object of a user's that lacks attributes or methods. whose: what it is in the message."""
+    if lacking := [name for name in names if not hasattr(thing, name)]:
+        raise UserError(f"{whose} lacks {', '.join(lacking)}" + f"\n{hint}" * bool(hint))

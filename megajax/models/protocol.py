@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol
 
 from megajax.batch import Array, Loss, Rows, Schema
-from megajax.config.errors import Problem, UserError
+from megajax.config.errors import Problem, UserError, demand_members
 from megajax.layers.config import StackConfig
 from megajax.layers.segments import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
@@ -135,16 +135,12 @@ NEEDED = ("context", "embed", "enter", "stack")
 def demand_model(model: Any) -> None:
     """Raises UserError for a module that lacks what training asks of a `Model`."""
     module = type(model).__name__
-    _demand(module, [name for name in ("sections", "loss") if not hasattr(model, name)])
+    hint = "training asks for it: see docs/own_model.md"
+    demand_members(model, ("sections", "loss"), module, hint)
     if not isinstance(model.sections, Mapping) or not model.sections:
         raise UserError(f'{module}.sections must be a mapping from path to section, such as {{"": self}}')
     *earlier, last = model.sections.items()
     for path, section in [*earlier, last]:
         needed = NEEDED if path == last[0] else (*NEEDED, "leave")
         where = f"the section {path!r} of {module}" if path else module
-        _demand(where, [name for name in needed if not hasattr(section, name)])
-
-
-def _demand(where: str, lacking: list[str]) -> None:
-    if lacking:
-        raise UserError(f"{where} lacks {', '.join(lacking)}, which training asks of a model: see docs/own_model.md")
+        demand_members(section, needed, where, hint)

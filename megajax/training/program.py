@@ -122,6 +122,9 @@ class Program:
         demand_axes(cfg.model.schema(), {**declared, **observed})
         demand_divisible(declared, plan, mesh)
         optimizer = cfg.optimizer.build(trainable(cfg.optimizer, declared), plan, cfg.model.width_ratio())
+        if not isinstance(optimizer, Optimizer):
+            what = f"{type(cfg.optimizer).__name__}.build returned a {type(optimizer).__name__}"
+            raise UserError(f"{what}, not a megajax.optim.optimizer.Optimizer")
         sizes = cfg.batch_sizes(mesh.shape["data"] * mesh.shape["expert"])
         return cls(
             cfg,

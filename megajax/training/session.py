@@ -12,7 +12,8 @@ from jax import Array
 from jax.sharding import Mesh
 
 from megajax.batch import Leaf, Params
-from megajax.config.errors import UserError
+from megajax.config.errors import UserError, demand_members
+from megajax.config.schema import members
 from megajax.config.tree import check
 from megajax.data.loader import Loader
 from megajax.data.missing import demand_files
@@ -204,6 +205,7 @@ def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
     mesh = build_mesh(cfg.parallel, devices)
     demand_files(cfg.data, cfg.tokenizer)
     tokenizer = cfg.tokenizer.build()
+    demand_members(tokenizer, sorted(members(Tokenizer)), f"the tokenizer of {type(cfg.tokenizer).__name__}")
     vocabulary = ids_below(cfg.model)
     if vocabulary is not None and tokenizer.vocabulary_size > vocabulary:
         raise UserError(
@@ -215,6 +217,7 @@ def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
     options = settled(cfg, mesh)
     wanted = wanted_rows(cfg, cfg.batch_sizes(mesh.shape["data"] * mesh.shape["expert"]))
     splits = cfg.data.build(tokenizer=tokenizer, schema=cfg.model.schema(), rows=wanted, seed=cfg.seed)
+    demand_rows(splits, cfg.data)
     sets = validation_sets(cfg, tokenizer, wanted.valid)
     asked = [*zip(splits._fields, splits, wanted, strict=True)]
     for name, part, rows in asked + [(name, part, wanted.valid) for name, part in sets.items()]:
@@ -241,6 +244,16 @@ def _check_prompt(prompt: str | None, tokenizer: Tokenizer) -> None:
         raise UserError(f"logging.prompt={prompt!r}: {error}") from error
 
 
+def demand_rows(splits: Any, data: Any) -> None:
+    """Raises UserError unless a data config has built `Splits` of row sources."""
+    whose = f"{type(data).__name__}.build"
+    if not isinstance(splits, Splits):
+        raise UserError(f"{whose} returned a {type(splits).__name__}, not a megajax.data.config.Splits of row sources")
+    for name, part in zip(splits._fields, splits, strict=True):
+        if part is not None:
+            demand_members(part, ("__len__", "__getitem__"), f"the {name} split of {whose}, a {type(part).__name__},")
+
+
 def validation_sets(cfg: RunConfig, tokenizer: Tokenizer, rows: int | None) -> dict[str, Any]:
     """`rows` rows of the further validation sets. Raises UserError for one without a validation split."""
     sets = {}
@@ -251,6 +264,7 @@ def validation_sets(cfg: RunConfig, tokenizer: Tokenizer, rows: int | None) -> d
             rows=Rows(0, rows),
             seed=cfg.seed,
         )
+        demand_rows(built, data)
         if built.valid is None:
             raise UserError(
                 f"evaluation.sets.{name} has no validation split: give it valid_paths, or a share of its split"

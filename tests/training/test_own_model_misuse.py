@@ -71,13 +71,15 @@ def refusal(tmp_path: Path, files: dict[str, str], *settings: str) -> str:
             "import nosuchpackage\n",
             r"nosuchpackage.*\n.*my_modules.py, line 3: import nosuch",
         ),
-        ("def sections(self)", "def parts(self)", "Classifier lacks sections, which training asks of a model"),
+        ("def sections(self)", "def parts(self)", "Classifier lacks sections\ntraining asks for it"),
         ('{"": self}', "{}", "Classifier.sections must be a mapping from path to section"),
-        ("def loss(self", "def losses(self", "Classifier lacks loss,"),
-        ("def embed(self, batch)", "def embedding(self, batch)", "Classifier lacks embed,"),
+        ("def loss(self", "def losses(self", "Classifier lacks loss\n"),
+        ("def embed(self, batch)", "def embedding(self, batch)", "Classifier lacks embed\n"),
         ("def schema(self)", "def leaves(self)", "ClassifierConfig.*abstract method 'schema'"),
+        ("def __len__(self)", "def length(self)", "the train split of StripesConfig.build, a Stripes, lacks __len__"),
+        ("return Splits(*(", "return list((", "StripesConfig.build returned a list, not a megajax.data.config.Splits"),
     ],
-    ids=range(13),
+    ids=range(15),
 )
 def test_the_message_names_what_is_wrong(tmp_path, files, old, new, words):
     changed = {name: text.replace(old, new) for name, text in files.items()}
@@ -96,3 +98,34 @@ def test_a_layer_keeps_the_dtype_of_the_residual_stream(tmp_path, files):
     with pytest.raises(UserError, match=r"PatchMixer returns float32 \(2, 16, 32\) for the residual stream, bfloat16 "):
         next(run.steps(1))
     run.close()
+
+
+OWN = """
+
+@dataclass(frozen=True)
+class WordsConfig(OptaxConfig if {optimizer} else object):
+    make: str = "none"
+
+    def problems(self):
+        return []
+
+    def build(self, *given):
+        return object()
+
+
+def config"""
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("tokenizer", "the tokenizer of WordsConfig lacks decode, .*vocabulary_size"),
+        ("optimizer", "WordsConfig.build returned a object, not a megajax.optim.optimizer.Optimizer"),
+    ],
+)
+def test_what_a_part_of_the_users_builds(tmp_path, files, part, words):
+    own = OWN.format(optimizer=part == "optimizer")
+    text = files["my_model.py"].replace("\n\ndef config", own).replace("steps=20", f"steps=20, {part}=WordsConfig()")
+    files["my_model.py"] = text.replace("import numpy", "from megajax.optim.config import OptaxConfig\nimport numpy")
+    message = refusal(tmp_path, files)
+    assert re.search(words, message), message
