@@ -1,5 +1,6 @@
 """One residual block."""
 
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
@@ -23,24 +24,21 @@ class Block(nnx.Module):
         self.mlp = cfg.mlp.build(settings)
 
     def __call__(self, x: Array, ctx: Context) -> Array:
-        mixed = self.like(x, self.mixer, self.mixer(self.whole(self.mixer_norm(x)), ctx))
-        x = checkpoint_name(x + self.drop(mixed, ctx, MIXER_PLACE), "residual")
-        return x + self.drop(self.like(x, self.mlp, self.mlp(self.whole(self.mlp_norm(x)))), ctx, MLP_PLACE)
-
-    def like(self, x: Array, layer: nnx.Module, y: Array) -> Array:
-        """The output of a sub-layer. Raises UserError unless it has the shape and dtype of the residual stream."""
-        if (y.shape, y.dtype) == (x.shape, x.dtype):
-            return y
-        raise UserError(
-            f"{type(layer).__name__} returns {y.dtype} {y.shape} for the residual stream, {x.dtype} {x.shape}; both "
-            "must be the same\nlayout.dot multiplies by a weight in the dtype of x; elsewhere, write "
-            "weight[...].astype(x.dtype): weights of layers may come in the wider dtype of gradients"
-        )
+        mixed = self.mixer(self.whole(self.mixer_norm(x)), ctx)
+        x = checkpoint_name(x + self.drop(mixed, x, ctx, MIXER_PLACE), "residual")
+        return x + self.drop(self.mlp(self.whole(self.mlp_norm(x))), x, ctx, MLP_PLACE)
 
     def whole(self, normed: Array) -> Array:
         """A norm's output, of which every device of `tensor` gets the whole sequence."""
         return self.layout.act(checkpoint_name(normed, "norm"), "batch", "seq", "embed")
 
-    def drop(self, x: Array, ctx: Context, place: int) -> Array:
-        """Dropout of a sub-layer's output."""
-        return dropout(x, self.rate, ctx, place, self.layout)
+    def drop(self, y: Array, x: Array, ctx: Context, place: int) -> Array:
+        """Dropout of a sub-layer's output. Raises UserError unless it fits the residual stream x: shape and dtype."""
+        if y.shape != x.shape or jnp.promote_types(x.dtype, y.dtype) != x.dtype:
+            layer = type(self.mlp if place == MLP_PLACE else self.mixer).__name__
+            raise UserError(
+                f"{layer} returns {y.dtype} {y.shape} for the residual stream, {x.dtype} {x.shape}\nlayout.dot "
+                "multiplies by a weight in the dtype of x; elsewhere, write weight[...].astype(x.dtype): weights of "
+                "layers may come in the wider dtype of gradients"
+            )
+        return dropout(y, self.rate, ctx, place, self.layout)
