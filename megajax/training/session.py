@@ -111,10 +111,16 @@ class Run:
 
         arrays: leaves of the model's schema, in the order of the module's `__call__`. Any number of rows, and
         positions up to what the model allows: both are padded to what the mesh divides, and cut off again. Raises
-        ValueError for other shapes and for ids out of range.
+        ValueError for other numbers of arrays, shapes and kinds of dtypes, and for ids out of range.
         """
-        names = list(signature(self.program.abstract).parameters)
-        leaves = [self.cfg.model.schema()[name] for name in names[: len(arrays)]]
+        names, schema = list(signature(self.program.abstract).parameters), self.cfg.model.schema()
+        if not 1 <= len(arrays) <= len(names):
+            raise ValueError(f"the model takes {', '.join(names)}; got {len(arrays)} arrays")
+        if unknown := [name for name in names[: len(arrays)] if name not in schema]:
+            raise ValueError(
+                f"__call__ of the model takes {unknown[0]}, which is no leaf of its schema: {list(schema)}"
+            )
+        leaves = [schema[name] for name in names[: len(arrays)]]
         given = [checked(*each) for each in zip(names, leaves, arrays, strict=False)]
         rows, (length, padded) = len(given[0]), (0, 0)
         for place, leaf in enumerate(leaves):
@@ -171,8 +177,13 @@ class Run:
 
 
 def checked(name: str, leaf: Leaf, array: Any) -> np.ndarray:
-    """The rows of a leaf. Raises ValueError: a lookup out of a table's range gives meaningless numbers."""
-    rows = np.asarray(array, leaf.dtype)
+    """The rows of a leaf in its dtype.
+
+    Raises ValueError: a lookup out of a table's range gives meaningless numbers, and so do ids cut out of fractions.
+    """
+    rows = np.asarray(array)
+    if rows.size and np.issubdtype(leaf.dtype, np.integer) and not np.can_cast(rows.dtype, np.int64, "same_kind"):
+        raise ValueError(f"{name} are {rows.dtype}, the model takes {leaf.dtype}: round them yourself")
     if rows.ndim != 1 + len(leaf.shape):
         example = ": [[1, 2, 3]] is one row" if len(leaf.shape) == 1 else ""
         raise ValueError(
@@ -180,7 +191,10 @@ def checked(name: str, leaf: Leaf, array: Any) -> np.ndarray:
         )
     if leaf.below is not None and rows.size and not 0 <= rows.min() <= rows.max() < leaf.below:
         raise ValueError(f"{name} are {rows.min()} to {rows.max()}, the model takes 0 to {leaf.below - 1}")
-    return rows
+    for size, right, axis in zip(rows.shape[1:], leaf.shape, leaf.axes, strict=True):
+        if axis != "seq" and size != right:
+            raise ValueError(f"rows of {name} have the shape {rows.shape[1:]}, the model takes {leaf.shape}")
+    return rows.astype(leaf.dtype)
 
 
 def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None, start: Start | None = None) -> Run:

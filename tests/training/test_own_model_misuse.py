@@ -129,3 +129,7 @@ def test_what_a_part_of_the_users_builds(tmp_path, files, part, words):
     files["my_model.py"] = text.replace("import numpy", "from megajax.optim.config import OptaxConfig\nimport numpy")
     message = refusal(tmp_path, files)
     assert re.search(words, message), message
+
+
+def test_all_rows_of_a_split_need_a_loss_mask(tmp_path, files):
+    assert "the model reads no loss_mask" in refusal(tmp_path, files, "evaluation.full=true")

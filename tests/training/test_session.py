@@ -57,8 +57,22 @@ def test_the_model_answers_with_the_present_weights(run):
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_the_model_refuses_more_arrays_than_it_takes(run):
+    with pytest.raises(ValueError, match=r"the model takes tokens.*; got 0 arrays"):
+        run.model()
+    with pytest.raises(ValueError, match="got 9 arrays"):
+        run.model(*[[[1]]] * 9)
+
+
 @pytest.mark.parametrize(
-    ("tokens", "words"), [([1, 2], "2 dimensions"), ([[1, VOCABULARY]], "the model takes 0 to"), ([[-1]], "-1 to -1")]
+    ("tokens", "words"),
+    [
+        ([1, 2], "2 dimensions"),
+        ([[1, VOCABULARY]], "the model takes 0 to"),
+        ([[-1]], "-1 to -1"),
+        ([[0.7, 1.0]], "tokens are float64, the model takes int32"),
+        ([[2**32 + 1]], "4294967297"),
+    ],
 )
 def test_the_model_refuses_what_it_has_no_answer_for(run, tokens, words):
     with pytest.raises(ValueError, match=words):
