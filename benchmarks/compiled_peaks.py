@@ -120,7 +120,7 @@ def compiled(plan: Plan) -> dict[str, Any]:
         "formula_peak_gib": round(formula.memory.peak / GIB, 3),
     }
     if (schedule := found.schedule) is not None:
-        bubble = resolve("megajax.pipeline.check:measure")(schedule).bubble
+        bubble = resolve("megajax.pipeline.check:measure")(schedule).pipeline_bubble
         figures |= {"virtual_stages": cfg.parallel.virtual_stages, "loss_wait": schedule.loss_wait}
         figures |= {"ring_slots": schedule.ring_slots, "bubble": round(float(bubble), 5)}
     return figures | {"jax": resolve("jax:__version__"), "commit": commit()}

@@ -50,7 +50,7 @@ def counted(schedule: Schedule) -> dict[str, Any]:
     ]
     return {
         "ticks": ticks,
-        "bubble": figures.bubble,
+        "bubble": figures.pipeline_bubble,
         "in_flight": list(figures.in_flight),
         "slots": figures.slots,
     }

@@ -80,8 +80,8 @@ def _pipeline(run: Run) -> list[tuple[str, str]]:
     wait = f", losses delayed by {schedule.loss_wait} tick" if schedule.loss_wait else ""
     chunks = f" x {schedule.chunks} virtual" if schedule.chunks > 1 else ""
     text = (
-        f"{schedule.name}, {schedule.stages} stages{chunks}{wait}; bubble {float(measure(schedule).bubble):.1%}; "
-        f"activations of {schedule.ring_slots} chunks kept"
+        f"{schedule.name}, {schedule.stages} stages{chunks}{wait}; "
+        f"bubble {float(measure(schedule).pipeline_bubble):.1%}; activations of {schedule.ring_slots} chunks kept"
     )
     sizes = "/".join(map(str, sorted(set(partition.repeats), reverse=True)))
     rows, layers = partition.rows * len(partition.repeats), sum(partition.repeats)

@@ -46,7 +46,7 @@ def transformation(optimizer: Optimizer, rates: Rates) -> optax.GradientTransfor
     """A whole optimizer, Muon included, for the weights it was built for, by path.
 
     Its updates include learning rate and weight decay. rates: group -> (learning rate, weight decay), see
-    `megajax.optim.optimizer.steady`.
+    `megajax.optim.optimizer.constant_rates`.
     """
 
     def init(params: Any) -> Any:

@@ -233,7 +233,7 @@ def clip_factor(norm: Array, limit: float | None) -> Array:
     return jnp.ones(()) if limit is None else jnp.minimum(limit / (norm + 1e-6), 1.0)
 
 
-def steady(lr: Array | float, weight_decay: float = 0.0) -> Rates:
+def constant_rates(lr: Array | float, weight_decay: float = 0.0) -> Rates:
     """Rates without a schedule: lr for all groups, times their multipliers."""
 
     def rates(group: Any) -> tuple[Array, Array]:

@@ -38,7 +38,7 @@ class Figures:
     """The cost of a schedule."""
 
     ticks: int
-    bubble: Fraction
+    pipeline_bubble: Fraction
     """Time above the ideal (all stages always busy), relative to the ideal: (P-1)/(V·M)."""
     in_flight: tuple[int, ...]
     """By stage, the maximum number of activations in memory, each of a microbatch in 1/V of the stage's layers."""
@@ -48,7 +48,7 @@ class Figures:
     @property
     def bubble_of_total(self) -> Fraction:
         """Share of the total time in which a stage is idle: (P-1)/(V·M + P-1)."""
-        return self.bubble / (1 + self.bubble)
+        return self.pipeline_bubble / (1 + self.pipeline_bubble)
 
 
 def formulas(schedule: Schedule) -> Figures | None:
@@ -110,7 +110,7 @@ def violations(schedule: Schedule) -> list[Violation]:
     if expected is not None:
         violations += [
             Violation("figures", f"{name} is {getattr(actual, name)}, the formula says {getattr(expected, name)}")
-            for name in ("ticks", "bubble", "in_flight", "slots")
+            for name in ("ticks", "pipeline_bubble", "in_flight", "slots")
             if getattr(expected, name) != getattr(actual, name)
         ]
     return violations

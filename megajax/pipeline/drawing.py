@@ -40,7 +40,7 @@ def summary(schedule: Schedule) -> str:
     unit = "microbatches" if schedule.chunks == 1 else f"chunks of 1/{schedule.chunks} stage"
     lines = {
         "ticks": f"{figures.ticks}: {phases}",
-        "bubble": f"{float(figures.bubble):.2%} over ideal time ({figures.bubble}), "
+        "bubble": f"{float(figures.pipeline_bubble):.2%} over ideal time ({figures.pipeline_bubble}), "
         f"{float(figures.bubble_of_total):.2%} of the total",
         "in flight": f"{' '.join(map(str, figures.in_flight))} by stage, in {unit}",
         "ring slots": ring,
@@ -143,7 +143,7 @@ def _timeline(schedule: Schedule, *, numbered: bool) -> tuple[Timeline, dict[str
         rows=[str(stage) for stage in range(schedule.stages)],
         boxes=boxes,
         end=start,
-        title=f"{heading(schedule)}; bubble {float(measure(schedule).bubble):.1%} over ideal time",
+        title=f"{heading(schedule)}; bubble {float(measure(schedule).pipeline_bubble):.1%} over ideal time",
         x_label="time, in forwards of a chunk" + ("" if schedule.split_backward else " (backward: 2)"),
         y_label="stage",
         breaks=breaks,

@@ -43,8 +43,13 @@ def repeated() -> list[float]:
     return losses(StackConfig(pattern=(A, B), repeats=2))
 
 
-def test_a_repeated_pattern_is_the_same_as_its_segments(repeated: list[float]) -> None:
+def test_a_repeated_pattern_is_the_same_as_its_segments() -> None:
     """Dropout and initial values go by the number of the layer, wherever its block is."""
+    np.testing.assert_allclose(losses(one_by_one(A, A)), losses(StackConfig(pattern=(A,), repeats=2)), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_repeated_pattern_of_two_is_the_same_as_its_segments(repeated: list[float]) -> None:
     np.testing.assert_allclose(losses(one_by_one(A, B, A, B)), repeated, rtol=1e-5)
 
 

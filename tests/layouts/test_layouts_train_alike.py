@@ -93,7 +93,7 @@ KEPT = {
     "no loop": {"recompute": "selective", "unroll": None},
 }
 PIPELINE = ParallelConfig(pipeline=2, data=1, tensor=2)
-OFTEN = {("parts, of some layers, some in host memory", "alone"), ("no loop", "alone")}
+OFTEN = {("parts, of some layers, some in host memory", "alone")}
 """What the default suite compares."""
 
 

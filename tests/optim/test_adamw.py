@@ -14,7 +14,7 @@ from megajax.mesh.rules import Plan
 from megajax.models.presets.gpt import gpt2
 from megajax.optim.config import AdamWConfig
 from megajax.optim.groups import decayed
-from megajax.optim.optimizer import clip_factor, global_norm, steady, weight_so_far
+from megajax.optim.optimizer import clip_factor, constant_rates, global_norm, weight_so_far
 
 DECLARED = {
     "matrix": ParamSpec("matrix", (3, 4), ("embed", "mlp"), Normal(0.02), "weight", "matrix", ()),
@@ -52,7 +52,7 @@ def test_ten_updates_are_those_of_float64(cfg):
     # Gradients from large to below epsilon.
     gradients = [random(rng, 10.0 ** rng.integers(-9, 2)) for _ in rates]
     optimizer = cfg.build(DECLARED)
-    update = jax.jit(lambda g, s, p, lr: optimizer.update(g, s, p, rates=steady(lr, cfg.weight_decay)))
+    update = jax.jit(lambda g, s, p, lr: optimizer.update(g, s, p, rates=constant_rates(lr, cfg.weight_decay)))
     weights, state = {path: jnp.asarray(p) for path, p in params.items()}, optimizer.init(params)
     for grads, lr in zip(gradients, rates, strict=True):
         weights, state = update(grads, state, weights, jnp.float32(lr))
@@ -76,7 +76,7 @@ def test_first_update_is_the_sign_of_the_gradient():
     rng = np.random.default_rng(5)
     params, grads = random(rng), random(rng)
     optimizer = AdamWConfig(weight_decay=0.0, epsilon=1e-30).build(DECLARED)
-    weights, _ = optimizer.update(grads, optimizer.init(params), params, rates=steady(1.0))
+    weights, _ = optimizer.update(grads, optimizer.init(params), params, rates=constant_rates(1.0))
     for path, g in grads.items():
         np.testing.assert_allclose(params[path] - np.asarray(weights[path]), np.sign(g), atol=5e-7)
 
@@ -90,7 +90,7 @@ def test_coupled_decay_goes_through_the_moments():
     exact = {path: p.astype(np.float64) for path, p in params.items()}
     m, v = ({path: np.zeros_like(p) for path, p in exact.items()} for _ in range(2))
     for t, grads in enumerate(gradients, start=1):
-        weights, state = optimizer.update(grads, state, weights, rates=steady(1e-2, 0.1))
+        weights, state = optimizer.update(grads, state, weights, rates=constant_rates(1e-2, 0.1))
         for path, p in exact.items():
             g = grads[path] + (0.1 * p if path == "matrix" else 0)
             m[path], v[path] = 0.9 * m[path] + 0.1 * g, 0.95 * v[path] + 0.05 * g * g
@@ -103,7 +103,7 @@ def test_without_gradient_only_matrices_shrink():
     params = random(np.random.default_rng(1))
     zero = {path: np.zeros_like(p) for path, p in params.items()}
     optimizer = CONFIG.build(DECLARED)
-    weights, _ = optimizer.update(zero, optimizer.init(params), params, rates=steady(0.5, 0.1))
+    weights, _ = optimizer.update(zero, optimizer.init(params), params, rates=constant_rates(0.5, 0.1))
     np.testing.assert_allclose(weights["matrix"], params["matrix"] * (1 - 0.5 * 0.1), rtol=1e-6)
     for path in ("gain", "bias"):
         np.testing.assert_array_equal(weights[path], params[path])
@@ -131,7 +131,7 @@ def test_other_weights_than_the_declared_ones_are_refused():
     optimizer, params = CONFIG.build(DECLARED), random(np.random.default_rng(3))
     del params["gain"]
     with pytest.raises(UserError, match="gain"):
-        optimizer.update(params, optimizer.init(params), params, rates=steady(0.1))
+        optimizer.update(params, optimizer.init(params), params, rates=constant_rates(0.1))
 
 
 def test_clipping_scales_the_global_norm_down_to_the_limit():

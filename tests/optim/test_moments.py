@@ -9,7 +9,7 @@ import pytest
 
 from megajax.layers.param import Normal, ParamSpec
 from megajax.optim.config import AdamWConfig, LionConfig, MuonConfig
-from megajax.optim.optimizer import steady
+from megajax.optim.optimizer import constant_rates
 from megajax.precision.cast import from_float16, to_float16
 
 SHAPES = {"b": (6, 40), "a": (64,), "never": (3, 3)}
@@ -35,7 +35,7 @@ def run(cfg, steps: int = STEPS, orders: int = 7):
     optimizer = cfg.build(DECLARED)
     params = {path: jnp.zeros(shape) for path, shape in SHAPES.items()}
     state, path = optimizer.init(params), []
-    update = jax.jit(lambda g, s, p: optimizer.update(g, s, p, rates=steady(LR)))
+    update = jax.jit(lambda g, s, p: optimizer.update(g, s, p, rates=constant_rates(LR)))
     for step in range(steps):
         params, state = update(gradients(step, orders), state, params)
         path.append(params)

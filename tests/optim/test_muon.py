@@ -15,7 +15,7 @@ from megajax.mesh.rules import Plan
 from megajax.models.presets.gpt import gpt2
 from megajax.optim.config import MuonConfig
 from megajax.optim.muon import POLYNOMIALS, Matrices, matrices, orthogonalise, scale
-from megajax.optim.optimizer import steady
+from megajax.optim.optimizer import constant_rates
 
 
 def spec(path: str, shape: tuple[int, ...], axes: tuple[str | None, ...], role: str = "weight") -> ParamSpec:
@@ -111,7 +111,7 @@ def test_three_updates_are_those_of_numpy(nesterov):
     params = {path: rng.normal(size=s.shape).astype(np.float32) for path, s in DECLARED.items()}
     gradients = [{path: rng.normal(size=s.shape).astype(np.float32) for path, s in DECLARED.items()} for _ in range(3)]
     optimizer = cfg.build(DECLARED)
-    update = jax.jit(partial(optimizer.update, rates=steady(0.01, 0.1)))
+    update = jax.jit(partial(optimizer.update, rates=constant_rates(0.01, 0.1)))
     weights, state = params, optimizer.init(params)
     for grads in gradients:
         weights, state = update(grads, state, weights)

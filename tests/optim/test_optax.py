@@ -19,7 +19,7 @@ from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
 from megajax.optim.config import AdamWConfig, GroupConfig, LionConfig, MuonConfig, OptaxConfig, SGDConfig
 from megajax.optim.optax_export import scale_by_rule, transformation
-from megajax.optim.optimizer import Adam, Momentum, SignOfAverage, steady
+from megajax.optim.optimizer import Adam, Momentum, SignOfAverage, constant_rates
 
 LAYERS = 4
 SHAPES = {
@@ -93,7 +93,7 @@ def arrays(seed: int) -> dict[str, np.ndarray]:
 
 
 def two_updates(optimizer: Any, place: Any) -> tuple[Any, Any]:
-    update = jax.jit(partial(optimizer.update, rates=steady(0.01, optimizer.cfg.weight_decay)))
+    update = jax.jit(partial(optimizer.update, rates=constant_rates(0.01, optimizer.cfg.weight_decay)))
     params = place(arrays(0))
     state = optimizer.init(params)
     for seed in (1, 2):
@@ -265,8 +265,8 @@ def test_rules_as_transformations_agree_with_optax(name: str) -> None:
 def test_an_optimizer_is_a_transformation(cfg: Any) -> None:
     """What it adds to the weights is what its own update does to them."""
     optimizer, params = cfg.build(DECLARED), arrays(0)
-    tx = transformation(optimizer, steady(0.01, 0.1))
-    wanted, _ = optimizer.update(arrays(1), optimizer.init(params), params, rates=steady(0.01, 0.1))
+    tx = transformation(optimizer, constant_rates(0.01, 0.1))
+    wanted, _ = optimizer.update(arrays(1), optimizer.init(params), params, rates=constant_rates(0.01, 0.1))
     updates, _ = tx.update(arrays(1), tx.init(params), params)
     updated = optax.apply_updates(params, updates)
     for path in params:

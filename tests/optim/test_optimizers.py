@@ -9,7 +9,7 @@ import pytest
 
 from megajax.layers.param import ONES, ZEROS, Normal, ParamSpec
 from megajax.optim.config import AdamWConfig, LionConfig, MuonConfig, SGDConfig
-from megajax.optim.optimizer import steady, zeros
+from megajax.optim.optimizer import constant_rates, zeros
 
 DECLARED = {
     "stack.matrix": ParamSpec(
@@ -30,7 +30,7 @@ def random(rng: np.random.Generator, scale: float = 1.0) -> dict[str, np.ndarray
 def run(cfg, params, gradients, lr):
     """(weights, state) after one update for each gradient."""
     optimizer = cfg.build(DECLARED)
-    update = jax.jit(lambda g, s, p: optimizer.update(g, s, p, rates=steady(lr, cfg.weight_decay)))
+    update = jax.jit(lambda g, s, p: optimizer.update(g, s, p, rates=constant_rates(lr, cfg.weight_decay)))
     weights, state = {path: jnp.asarray(p) for path, p in params.items()}, optimizer.init(params)
     for grads in gradients:
         weights, state = update(grads, state, weights)
@@ -71,7 +71,7 @@ def test_an_update_rounds_each_weight_once(cfg):
     start = rng.normal(size=(64, 64)).astype(np.float32)
     gradients = rng.normal(size=(30, 64, 64)).astype(np.float32)
     optimizer = cfg.build({"tokens": replace(DECLARED["tokens"], shape=start.shape)})
-    update = jax.jit(lambda g, s, p: optimizer.update(g, s, p, rates=steady(lr, decay)))
+    update = jax.jit(lambda g, s, p: optimizer.update(g, s, p, rates=constant_rates(lr, decay)))
     weights, state = {"tokens": jnp.asarray(start)}, optimizer.init({"tokens": start})
     p, m, v = start.astype(np.float64), 0.0, 0.0
     for t, g in enumerate(gradients, start=1):
@@ -93,7 +93,7 @@ def test_every_optimizer_brings_a_quadratic_down(cfg):
     rng = np.random.default_rng(2)
     optimizer, params = cfg.build(DECLARED), {path: jnp.asarray(p) for path, p in random(rng).items()}
     start, state = float(sum((p**2).sum() for p in params.values())), optimizer.init(params)
-    update = jax.jit(lambda s, p: optimizer.update(p, s, p, rates=steady(0.02)))
+    update = jax.jit(lambda s, p: optimizer.update(p, s, p, rates=constant_rates(0.02)))
     for _ in range(60):
         params, state = update(state, params)
     assert float(sum((p**2).sum() for p in params.values())) < 0.2 * start

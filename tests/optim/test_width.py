@@ -13,7 +13,7 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.models.config import DecoderConfig, PredictionConfig, WidthScalingConfig
 from megajax.optim.config import AdamWConfig, GroupConfig, LionConfig, MuonConfig, ScheduleConfig, SGDConfig
-from megajax.optim.optimizer import steady
+from megajax.optim.optimizer import constant_rates
 
 LAYOUT = Layout(Plan.of(ParallelConfig()))
 
@@ -177,4 +177,4 @@ def test_updates_move_the_logits_of_a_wide_model_as_far_as_those_of_a_narrow_one
 
 
 def test_steady_rates_know_no_width():
-    assert float(steady(1.0)(AdamWConfig().build(EVERYTHING, None, 4.0).groups["head"])[0]) == 1
+    assert float(constant_rates(1.0)(AdamWConfig().build(EVERYTHING, None, 4.0).groups["head"])[0]) == 1

@@ -118,7 +118,7 @@ def test_following_the_table_computes_everything_once(schedule: Schedule) -> Non
 def test_figures_match_the_formulas(schedule: Schedule) -> None:
     figures = measure(schedule)
     stages, chunks, microbatches = schedule.stages, schedule.chunks, schedule.microbatches
-    assert figures.bubble == Fraction(stages - 1, chunks * microbatches)
+    assert figures.pipeline_bubble == Fraction(stages - 1, chunks * microbatches)
     assert figures.bubble_of_total == Fraction(stages - 1, chunks * microbatches + stages - 1)
     most = chunks * microbatches
     if schedule.name == "gpipe":

@@ -133,7 +133,7 @@ def test_the_picture_has_the_duration_of_the_schedule(tmp_path: Path, monkeypatc
         boxes = sorted(box for boxes, rows in drawn[1:] if rows[0] == stage - 0.45 for box in boxes)
         busy = sum(length for _, length in boxes)
         assert busy == 8 * 2 * 3
-        assert whole == busy * (1 + measure(schedule).bubble)
+        assert whole == busy * (1 + measure(schedule).pipeline_bubble)
         assert all(start + length <= after for (start, length), (after, _) in pairwise(boxes))
 
 

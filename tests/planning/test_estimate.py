@@ -63,7 +63,7 @@ def test_a_bubble_is_that_of_the_table(sizes: tuple[int, int, int]) -> None:
             layout = ParallelConfig(pipeline=stages, virtual_stages=chunks, schedule=name, loss_wait=wait, data=1)
             bubble = pipeline_bubble(run(parallel=layout, global_size=microbatches))
             assert (bubble.ticks, bubble.slots) == (table.ticks, table.ring_slots)
-            assert bubble.fraction == pytest.approx(float(measure(table).bubble))
+            assert bubble.fraction == pytest.approx(float(measure(table).pipeline_bubble))
 
 
 def test_seconds_add_up_and_hidden_ones_do_not() -> None:

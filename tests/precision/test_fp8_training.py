@@ -53,6 +53,7 @@ def losses(parallel: ParallelConfig, fp8: Fp8Config | None, steps: int) -> np.nd
     return np.array(actual)
 
 
+@pytest.mark.slow
 def test_over_tensor() -> None:
     actual, wanted = losses(LAYOUTS["tensor and sequence"], Fp8Config(), 3), losses(ONE, Fp8Config(), 3)
     assert np.abs(actual - wanted).max() < APART

@@ -53,7 +53,8 @@ def test_fsdp_sends_gradients_in_float32(once_a_step: tuple[Params, Program]) ->
     assert distance(layer_by_layer, once_a_step[0], made) < 1e-6
 
 
-@pytest.mark.parametrize("setting", ["reduce", pytest.param("gradients", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["reduce", "gradients"])
 def test_fsdp_sends_gradients_as_it_is_told(setting: str, once_a_step: tuple[Params, Program]) -> None:
     rounded, made = gradients("fsdp", **{setting: "bfloat16"})
     assert 1e-4 < distance(rounded, once_a_step[0], made) < 2e-2

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from small_jobs import model, run_config
 
 from megajax.job.job import NUMERIC_FAULT_EXIT, train
@@ -47,6 +48,7 @@ def test_overflows_are_skipped_by_optimizer_and_schedule_but_not_by_the_data(tmp
     assert steps[-1]["loss"] < steps[0]["loss"]
 
 
+@pytest.mark.slow
 def test_an_overflow_at_the_lowest_scale_ends_the_run(tmp_path, capfd):
     cfg = job(tmp_path, DynamicScaleConfig(initial=2.0**28, floor=2.0**27, hysteresis=1))
     assert train(cfg) == NUMERIC_FAULT_EXIT

@@ -149,7 +149,7 @@ def test_as_on_one_device(parallel):
 
 
 def trained(layout: ParallelConfig) -> Trained:
-    return train(two_towers(), layout, microbatches=3, steps=2, evaluated=False)
+    return train(two_towers(), layout, microbatches=3, steps=1, evaluated=False)
 
 
 def test_a_pipeline_is_refused_and_the_nearest_layout_named():

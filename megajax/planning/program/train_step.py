@@ -102,9 +102,9 @@ class TrainPlan:
         return max(1, self.microbatches - 1) if self.schedule is None else 1
 
     @property
-    def bubble(self) -> float:
+    def pipeline_bubble(self) -> float:
         """Time that the stages of a pipeline idle, over the time they work; 0 without a pipeline."""
-        return 0.0 if self.schedule is None else float(measure(self.schedule).bubble)
+        return 0.0 if self.schedule is None else float(measure(self.schedule).pipeline_bubble)
 
     @property
     def fits(self) -> bool:
@@ -283,7 +283,7 @@ def to_dict(plan: TrainPlan, device: Device, step: Estimate | None, audited: Aud
         **{f"{name}_gib": getattr(memory, name) / GIB for name in sizes},
         "usable_gib": cluster.gpu.usable_gib,
         "device_gib": cluster.gpu.memory_gib,
-        "bubble_fraction": plan.bubble,
+        "bubble_fraction": plan.pipeline_bubble,
         "schedule": None if schedule is None else schedule.name,
         "virtual_stages": plan.cfg.parallel.virtual_stages,
         "ring_slots": None if schedule is None else schedule.ring_slots,
