@@ -3,7 +3,8 @@
 Float32 logits exist for one chunk only. The gradient is computed in the same pass as the loss: the cotangent of the
 loss is a scalar, so the backward pass does not recompute the logits.
 
-T tokens, C tokens of a chunk, D hidden size, V rows of this shard of the vocabulary table.
+T tokens, C tokens of a chunk, D hidden size, V rows of this shard of the vocabulary table. A head may have a bias of
+logits [V] beside its table.
 """
 
 from collections.abc import Mapping
@@ -99,11 +100,14 @@ class Softmax(NamedTuple):
     """bool [V]: False for padding."""
 
 
-def _softmax(x: Array, table: Array, labels: Array, shard: VocabularyShard, objective: Objective) -> Softmax:
-    """x [C, D], table [V, D], labels int32 [C]."""
+def _softmax(
+    x: Array, table: Array, bias: Array | None, labels: Array, shard: VocabularyShard, objective: Objective
+) -> Softmax:
+    """x [C, D], table [V, D], bias [V], labels int32 [C]."""
     rows = shard.first + jnp.arange(table.shape[0])
     in_vocabulary = rows < shard.size
     logits = jnp.einsum("cd,vd->cv", x, table, preferred_element_type=jnp.float32)
+    logits = logits if bias is None else logits + bias.astype(jnp.float32)[None]
     logits = jnp.where(in_vocabulary[None], logits, -jnp.inf)
     maximum = shard.max(logits.max(-1))
     exponentials = jnp.exp(logits - maximum[:, None])
@@ -131,16 +135,23 @@ def _chunked(x: Array, chunk: int) -> Array:
 
 
 def token_losses(
-    x: Array, table: Array, labels: Array, shard: VocabularyShard, objective: Objective = CROSS_ENTROPY, *, chunk: int
+    x: Array,
+    table: Array,
+    labels: Array,
+    shard: VocabularyShard,
+    objective: Objective = CROSS_ENTROPY,
+    *,
+    chunk: int,
+    bias: Array | None = None,
 ) -> dict[str, Array]:
     """The losses of the objective by name; not differentiable.
 
-    x [T, D], table [V, D], labels int32 [T] -> float32 [T] each; `loss` is -log p(label).
+    x [T, D], table [V, D], labels int32 [T], bias [V] -> float32 [T] each; `loss` is -log p(label).
     """
     tokens = x.shape[0]
     chunk = min(chunk, tokens)
     losses = lax.map(
-        lambda c: objective.losses(_softmax(c[0], table, c[1], shard, objective), shard.size),
+        lambda c: objective.losses(_softmax(c[0], table, bias, c[1], shard, objective), shard.size),
         (_chunked(x, chunk), _chunked(labels, chunk)),
     )
     return {name: each.reshape(each.size)[:tokens] for name, each in losses.items()}
@@ -160,29 +171,31 @@ def loss_and_gradients(
     objective: Objective = CROSS_ENTROPY,
     *,
     chunk: int,
-) -> tuple[dict[str, Array], Array, Array]:
+    bias: Array | None = None,
+) -> tuple[dict[str, Array], Array, Array, Array | None]:
     """Weighted sums of the losses of tokens, and the gradients of `Objective.minimised`.
 
-    x [T, D], table [V, D], labels int32 [T], weights float32 [T]. The weights include the loss scale: gradients with
-    respect to logits are multiplied by them before they are rounded to x's dtype.
+    x [T, D], table [V, D], labels int32 [T], weights float32 [T], bias [V]. The weights include the loss scale:
+    gradients with respect to logits are multiplied by them before they are rounded to x's dtype.
     -> losses by name, float32 [] each; the gradient of x [T, D] in x's dtype, to be summed over shard.axes; the
-       gradient of the table, float32 [V, D].
+       gradients of the table, float32 [V, D], and of the bias, float32 [V], None without one.
     """
     tokens = x.shape[0]
     chunk = min(chunk, tokens)
 
-    def one(carry: tuple[dict[str, Array], Array], piece: tuple[Array, ...]) -> tuple[tuple, Array]:
-        sums, dtable = carry
+    def one(carry: tuple, piece: tuple[Array, ...]) -> tuple[tuple, Array]:
+        sums, dtable, dbias = carry
         x, labels, weights = piece
-        softmax = _softmax(x, table, labels, shard, objective)
+        softmax = _softmax(x, table, bias, labels, shard, objective)
         dlogits = (objective.gradient(softmax, shard.size) * weights[:, None]).astype(x.dtype)
         dx = jnp.einsum("cv,vd->cd", dlogits, table)
         dtable = dtable + jnp.einsum("cv,cd->vd", dlogits, x, preferred_element_type=jnp.float32)
+        dbias = None if dbias is None else dbias + dlogits.sum(0, dtype=jnp.float32)
         losses = objective.losses(softmax, shard.size)
-        return ({name: sums[name] + weighted(each, weights) for name, each in losses.items()}, dtable), dx
+        return ({name: sums[name] + weighted(each, weights) for name, each in losses.items()}, dtable, dbias), dx
 
     pieces = _chunked(x, chunk), _chunked(labels, chunk), _chunked(weights, chunk)
     zero = {name: jnp.zeros((), jnp.float32) for name in objective.names}
-    start = zero, jnp.zeros(table.shape, jnp.float32)
-    (sums, dtable), dx = jax.lax.scan(one, start, pieces)
-    return sums, dx.reshape(dx.shape[0] * chunk, x.shape[1])[:tokens], dtable
+    start = zero, jnp.zeros(table.shape, jnp.float32), None if bias is None else jnp.zeros(bias.shape, jnp.float32)
+    (sums, dtable, dbias), dx = jax.lax.scan(one, start, pieces)
+    return sums, dx.reshape(dx.shape[0] * chunk, x.shape[1])[:tokens], dtable, dbias

@@ -15,7 +15,7 @@ __all__ = ["Attention", "choose_kernel"]
 
 
 class Attention(nnx.Module):
-    """Causal self-attention, [B, S, D] -> [B, S, D]."""
+    """Self-attention, [B, S, D] -> [B, S, D]."""
 
     def __init__(self, cfg: AttentionConfig, settings: LayerSettings):
         hidden, heads, groups, size = settings.hidden, cfg.heads, cfg.groups(), cfg.size(settings.hidden)

@@ -55,12 +55,13 @@ class CoreAttention(nnx.Module):
         if cfg.sink == "learned":
             self.sink = param((cfg.heads,), ("heads",), init=ZEROS, role="bias")
         relative = cfg.relative if isinstance(cfg, AttentionConfig) else None
+        self.causal = cfg.causal if isinstance(cfg, AttentionConfig) else True
         self.bias = relative
         self.relative = None if relative is None or relative.shared else relative.build(settings, heads=cfg.heads)
 
     def __call__(self, q: Array, k: Array, v: Array, ctx: Context) -> Array:
-        """q [B, S, N, H], k [B, S, K, H], v [B, S, K, U] -> [B, S, N, U], causal."""
-        cfg, bias = self.cfg, self.bias
+        """q [B, S, N, H], k [B, S, K, H], v [B, S, K, U] -> [B, S, N, U]."""
+        cfg, bias, causal = self.cfg, self.bias, self.causal
         kernel = choose_kernel(
             cfg, q.dtype, head_dim=q.shape[-1], length=q.shape[1], documents=ctx.segments is not None
         )
@@ -83,7 +84,7 @@ class CoreAttention(nnx.Module):
                 q,
                 k,
                 v,
-                Mask(index, index, ids, ids, cfg.window),
+                Mask(index, index, ids, ids, cfg.window, causal),
                 scale=self.scale,
                 dropout=drop,
                 sink=jnp.zeros(q.shape[2]) if cfg.sink == "zero" else weights.get("sink"),

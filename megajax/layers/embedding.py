@@ -19,7 +19,7 @@ from jax import Array, lax
 from megajax.kernels.cross_entropy import Objective, VocabularyShard, loss_and_gradients, token_losses, weighted
 from megajax.mesh.layout import Layout
 
-TABLE, TOKENS, RESIDUAL = ("vocab", "embed"), ("batch", "seq"), ("batch", "seq_residual", "embed")
+TABLE, BIAS, TOKENS, RESIDUAL = ("vocab", "embed"), ("vocab",), ("batch", "seq"), ("batch", "seq_residual", "embed")
 
 
 def _shard(table: Array, size: int, axes: tuple[str, ...]) -> VocabularyShard:
@@ -113,46 +113,67 @@ class VocabularyLoss(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def vocabulary_loss(
-    layout: Layout, size: int, chunk: int, objective: Objective, x: Array, table: Array, labels: Array, weights: Array
+    layout: Layout,
+    size: int,
+    chunk: int,
+    objective: Objective,
+    x: Array,
+    table: Array,
+    labels: Array,
+    weights: Array,
+    bias: Array | None = None,
 ) -> VocabularyLoss:
     """Loss of the head, summed over tokens.
 
     size: ids in use, the rest of the table is padding; chunk: tokens whose logits exist at once.
-    x [B, S, D] laid out (batch, seq_residual, embed), table [V, D], labels int32 [B, S], weights float32 [B, S].
+    x [B, S, D] laid out (batch, seq_residual, embed), table [V, D], labels int32 [B, S], weights float32 [B, S], bias
+    [V] of logits.
 
     Gradients are made in the forward pass, for a cotangent of 1, and rounded to the dtypes of x and table. So a loss
     scale belongs into the weights: applied to the result it would come after the rounding.
     """
     rows, axes, extra = layout.summed("batch", "seq"), _cut(layout), _extra(layout)
 
-    def local(x: Array, table: Array, labels: Array, weights: Array) -> dict[str, Array]:
+    def local(x: Array, table: Array, labels: Array, weights: Array, bias: Array | None) -> dict[str, Array]:
         shard, x, weights = _shard(table, size, axes), _flat(_whole(x, extra)), _flat(weights)
-        losses = token_losses(x, table, _flat(labels), shard, objective, chunk=chunk)
+        losses = token_losses(x, table, _flat(labels), shard, objective, chunk=chunk, bias=bias)
         sums = {name: weighted(each, weights) for name, each in losses.items()}
         return lax.psum(sums, rows) if rows else sums
 
-    sums = layout.island(local, (RESIDUAL, TABLE, TOKENS, TOKENS), ())(x, table, labels, weights)
+    ins = RESIDUAL, TABLE, TOKENS, TOKENS, None if bias is None else BIAS
+    sums = layout.island(local, ins, ())(x, table, labels, weights, bias)
     return VocabularyLoss(objective.minimised(sums), sums)
 
 
 def _loss_forward(
-    layout: Layout, size: int, chunk: int, objective: Objective, x: Array, table: Array, labels: Array, weights: Array
-) -> tuple[VocabularyLoss, tuple[Array, Array]]:
+    layout: Layout,
+    size: int,
+    chunk: int,
+    objective: Objective,
+    x: Array,
+    table: Array,
+    labels: Array,
+    weights: Array,
+    bias: Array | None,
+) -> tuple[VocabularyLoss, tuple[Array, Array, Array | None]]:
     rows, axes, extra = layout.summed("batch", "seq"), _cut(layout), _extra(layout)
     here = layout.summed("vocab")
 
-    def local(x: Array, table: Array, labels: Array, weights: Array) -> tuple[dict[str, Array], Array, Array]:
+    def local(
+        x: Array, table: Array, labels: Array, weights: Array, bias: Array | None
+    ) -> tuple[dict[str, Array], Array, Array, Array | None]:
         shard, x = _shard(table, size, axes), _whole(x, extra)
         given = _flat(x), table, _flat(labels), _flat(weights)
-        sums, dx, dtable = loss_and_gradients(*given, shard, objective, chunk=chunk)
+        sums, dx, dtable, dbias = loss_and_gradients(*given, shard, objective, chunk=chunk, bias=bias)
         dx = _summed(dx.reshape(x.shape), here, extra)
         if rows:
-            sums, dtable = lax.psum(sums, rows), lax.psum(dtable, rows)
-        return sums, dx, dtable.astype(table.dtype)
+            sums, dtable, dbias = lax.psum((sums, dtable, dbias), rows)
+        return sums, dx, dtable.astype(table.dtype), None if bias is None or dbias is None else dbias.astype(bias.dtype)
 
-    island = layout.island(local, (RESIDUAL, TABLE, TOKENS, TOKENS), ((), RESIDUAL, TABLE))
-    sums, dx, dtable = island(x, table, labels, weights)
-    return VocabularyLoss(objective.minimised(sums), sums), (dx, dtable)
+    biased = None if bias is None else BIAS
+    island = layout.island(local, (RESIDUAL, TABLE, TOKENS, TOKENS, biased), ((), RESIDUAL, TABLE, biased))
+    sums, *gradients = island(x, table, labels, weights, bias)
+    return VocabularyLoss(objective.minimised(sums), sums), tuple(gradients)
 
 
 def _loss_backward(
@@ -160,12 +181,13 @@ def _loss_backward(
     size: int,
     chunk: int,
     objective: Objective,
-    saved: tuple[Array, Array],
+    saved: tuple[Array, Array, Array | None],
     cotangent: VocabularyLoss,
 ) -> tuple:
     del size, chunk, objective
-    (dx, dtable), dloss = saved, cotangent.minimised * layout.devices_around("vocab")
-    return (dx * dloss).astype(dx.dtype), (dtable * dloss).astype(dtable.dtype), None, None
+    dloss = cotangent.minimised * layout.devices_around("vocab")
+    dx, dtable, dbias = jax.tree.map(lambda g: (g * dloss).astype(g.dtype), saved)
+    return dx, dtable, None, None, dbias
 
 
 vocabulary_loss.defvjp(_loss_forward, _loss_backward)

@@ -20,8 +20,8 @@ from megajax.mesh.mesh import free_axes, manual_axes
 from megajax.mesh.observations import Observed
 from megajax.mesh.rules import LogicalAxes, Plan, demand_known
 
-type AxesTree = LogicalAxes | Sequence[AxesTree] | Mapping[str, AxesTree]
-"""Logical axes of one array, or of each array of a tuple or a mapping."""
+type AxesTree = LogicalAxes | Sequence[AxesTree] | Mapping[str, AxesTree] | None
+"""Logical axes of one array, or of each array of a tuple or a mapping; None where there is no array."""
 
 type Matmul = Callable[..., Array]
 """A matmul recipe: (einsum equation, activation, weight) -> their product, in the activation's dtype.

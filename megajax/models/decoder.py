@@ -34,12 +34,7 @@ class DecoderLM(nnx.Module):
     """Tokens in, loss or logits out. It is its own only section: see megajax.models.protocol."""
 
     def __init__(self, cfg: DecoderConfig, layout: Layout):
-        std, scaling = cfg.matrix_std(), cfg.width_scaling
-        settings = LayerSettings(
-            layout=layout, hidden=cfg.hidden, std=std, output_std=std / (2 * cfg.stack.layers()) ** 0.5
-        )
-        if scaling is not None:
-            settings = replace(settings, score_scale=scaling.score_scale)
+        settings = layer_settings(cfg, layout)
         vocabulary, init = cfg.padded_vocabulary(), Normal(cfg.embedding_std or cfg.init_std)
         self.cfg, self.layout = cfg, layout
         self.tokens = param((vocabulary, cfg.hidden), ("vocab", "embed"), init=init)
@@ -168,6 +163,14 @@ class DecoderLM(nnx.Module):
         x = scaled(self.layout.act(x, "batch", "seq", "embed"), self.cfg.logit_factor())
         scores = jnp.einsum("bsd,vd->bsv", x, self.table(), preferred_element_type=jnp.float32)
         return self.layout.act(scores, "batch", "seq", "vocab")[..., : self.cfg.vocabulary_size]
+
+
+def layer_settings(cfg: DecoderConfig, layout: Layout) -> LayerSettings:
+    """What the layers of the model share."""
+    std, scaling = cfg.matrix_std(), cfg.width_scaling
+    output_std = std / (2 * cfg.stack.layers()) ** 0.5
+    settings = LayerSettings(layout=layout, hidden=cfg.hidden, std=std, output_std=output_std)
+    return settings if scaling is None else replace(settings, score_scale=scaling.score_scale)
 
 
 def scaled(x: Array, factor: float) -> Array:

@@ -29,6 +29,12 @@ class LossReduction:
         total, (share, weight) = jnp.sum(losses * weights), self.share(counted)
         return Loss(total * share, weight, {"loss": (total, counted)})
 
+    def row_weights(self, weights: Array) -> Array:
+        """Weights [B] of a loss of each row beside one of its positions, whose weights [B, S] they add up to."""
+        if self.average == "tokens":
+            return weights.sum(1)
+        return jnp.full(weights.shape[:1], self.share(weights.sum())[1] / weights.shape[0])
+
     def share(self, counted: Array) -> tuple[Array, Array]:
         """(factor on the weight of each loss, weight of all of them); counted: their sum on this device, float32 []."""
         if self.average == "tokens":

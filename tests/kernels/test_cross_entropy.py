@@ -64,10 +64,20 @@ def test_any_chunk_gives_the_dense_loss_and_gradients(given, chunk):
     np.testing.assert_allclose(each["loss"], losses, rtol=1e-5)
 
 
+def test_a_bias_is_a_column_of_the_table_that_meets_ones(given):
+    bias = np.linspace(-1, 1, ROWS, dtype=np.float32)
+    wide = {"x": np.pad(given["x"], ((0, 0), (0, 1)), constant_values=1), "table": np.c_[given["table"], bias]}
+    losses, dx, dtable = dense(given | wide)
+    actual = loss_and_gradients(**given, shard=VocabularyShard(0, SIZE, ()), chunk=8, bias=bias)
+    np.testing.assert_allclose(actual[0]["loss"], losses @ given["weights"], rtol=1e-5)
+    for mine, expected in zip(actual[1:], (dx[:, :-1], dtable[:, :-1], dtable[:, -1]), strict=True):
+        np.testing.assert_allclose(mine, expected, atol=1e-5)
+
+
 def test_padding_does_not_change_the_loss(given):
     shard = VocabularyShard(0, SIZE, ())
     other = given | {"table": np.where(np.arange(ROWS)[:, None] < SIZE, given["table"], 1e4).astype(np.float32)}
-    loss, dx, dtable = loss_and_gradients(**given, shard=shard, chunk=8)
+    loss, dx, dtable, _ = loss_and_gradients(**given, shard=shard, chunk=8)
     same = loss_and_gradients(**other, shard=shard, chunk=8)
     np.testing.assert_array_equal(loss["loss"], same[0]["loss"])
     np.testing.assert_array_equal(dx, same[1])
@@ -93,7 +103,7 @@ def test_sharded_vocabulary_equals_unsharded(given, size):
 
     def local(x, table, labels, weights):
         shard = VocabularyShard(lax.axis_index("tensor") * table.shape[0], SIZE, ("tensor",))
-        loss, dx, dtable = loss_and_gradients(x, table, labels, weights, shard, chunk=8)
+        loss, dx, dtable, _ = loss_and_gradients(x, table, labels, weights, shard, chunk=8)
         return loss, shard.sum(dx), dtable, token_losses(x, table, labels, shard, chunk=8)
 
     ins, out = (P(), P("tensor"), P(), P()), (P(), P(), P("tensor"), P())
@@ -109,7 +119,7 @@ def test_sharded_vocabulary_equals_unsharded(given, size):
 def test_bfloat16_keeps_loss_and_table_gradient_in_float32(given):
     low = given | {name: jnp.asarray(given[name], jnp.bfloat16) for name in ("x", "table")}
     rounded = given | {name: np.asarray(low[name], np.float32) for name in ("x", "table")}
-    sums, dx, dtable = loss_and_gradients(**low, shard=VocabularyShard(0, SIZE, ()), chunk=8)
+    sums, dx, dtable, _ = loss_and_gradients(**low, shard=VocabularyShard(0, SIZE, ()), chunk=8)
     loss = sums["loss"]
     losses, dense_dx, dense_dtable = dense(rounded)
     assert (loss.dtype, dx.dtype, dtable.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)

@@ -1,6 +1,6 @@
 """A decoder with given weights on one device, asked by the paths training and inference take."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -29,6 +29,9 @@ from megajax.training.state import fresh_state, parameter_shardings, state_shard
 from megajax.training.step import StepParts, compiled, plain_step
 
 type Average = Literal["tokens", "microbatches"]
+
+LEAVES = ("tokens", "labels", "loss_mask", "positions")
+"""Of a batch of documents, one a row."""
 
 
 def batch_by_rule(seed: int, rows: int, length: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -129,18 +132,16 @@ class OneDevice:
         index = jnp.arange(tokens.shape[1])
         return Context(jnp.broadcast_to(index[None], tokens.shape), index)
 
-    def grad_fn(self, average: Average) -> GradFn:
-        makes = ("tokens", "labels", "loss_mask", "positions")
+    def grad_fn(self, average: Average, makes: Iterable[str] = LEAVES) -> GradFn:
+        """makes: names of the leaves of the batch."""
         schema = batch_schema(self.cfg.schema(), dict.fromkeys(makes, ""))
         weights = Weights(self.abstract, self.declared, schema, self.layout, self.precision)
-        parts = staged(
-            weights.model, weights.declared, LossReduction(average), None, weights.model.cfg.stack.repeats, first=0
-        )
+        parts = staged(weights.model, weights.declared, LossReduction(average), None, first=0)
         return accumulate(weights, parts, self.mesh)
 
     def gradients(self, params: Mapping[str, np.ndarray], batch: Batch, average: Average) -> dict[str, Any]:
         """The training step's gradients by path, the loss they are of, and the loss that is reported."""
-        out = self(self.grad_fn(average), self.checked(params), batch, jnp.ones(()))
+        out = self(self.grad_fn(average, batch), self.checked(params), batch, jnp.ones(()))
         total, tokens = out.metrics["loss"]
         grads = {path: g / out.weight_sum for path, g in out.grads.items()}
         ahead = [total / count for name, (total, count) in out.metrics.items() if name.endswith("_ahead")]

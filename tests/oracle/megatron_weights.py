@@ -20,7 +20,7 @@ from megajax.layers.config import (
     MixerConfig,
     NormConfig,
 )
-from megajax.models.config import DecoderConfig
+from megajax.models.config import BertConfig, DecoderConfig
 
 type Arrays = Mapping[str, np.ndarray]
 
@@ -201,6 +201,32 @@ def _prediction(number: int, cfg: DecoderConfig) -> dict[str, Piece]:
 
 def pieces(cfg: DecoderConfig) -> dict[str, Piece]:
     """Megatron-LM's name -> its place in ours, in the order of its named_parameters()."""
+    return _bert(cfg) if isinstance(cfg, BertConfig) else _decoder(cfg)
+
+
+def _dense(name: str, path: str) -> dict[str, Piece]:
+    return {f"{name}.weight": _transposed(f"{path}.matrix", None), f"{name}.bias": _same(f"{path}.bias")}
+
+
+def _bert(cfg: BertConfig) -> dict[str, Piece]:
+    padding = cfg.padded_vocabulary() - cfg.vocabulary_size
+    bias = Piece(("masked_bias",), None, lambda w: (np.pad(w, (0, padding)),), lambda w: w[: cfg.vocabulary_size])
+    actual = {"embedding.word_embeddings.weight": _table("tokens", cfg)}
+    actual["embedding.position_embeddings.weight"] = _same("positions")
+    if cfg.token_types:
+        actual["embedding.tokentype_embeddings.weight"] = _same("types")
+    for number in range(cfg.stack.layers()):
+        actual |= _block(f"encoder.layers.{number}", "stack.blocks.0", cfg.stack.pattern[0], cfg.hidden, number)
+    actual |= _norm("encoder.final_layernorm", "norm", cfg.norm, None)
+    actual |= _dense("lm_head.dense", "masked") | _norm("lm_head.layer_norm", "masked_norm", cfg.norm, None)
+    actual["output_layer.bias"] = bias
+    if cfg.next_sentence:
+        actual |= {"binary_head.weight": _transposed("order", None), "binary_head.bias": _same("order_bias")}
+        actual |= _dense("pooler.dense", "pooler")
+    return actual
+
+
+def _decoder(cfg: DecoderConfig) -> dict[str, Piece]:
     actual = {"embedding.word_embeddings.weight": _table("tokens", cfg)}
     if cfg.learned_positions:
         actual["embedding.position_embeddings.weight"] = _same("positions")

@@ -125,7 +125,7 @@ class MultiHeadConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionConfig(MultiHeadConfig):
-    """Grouped-query self-attention, causal."""
+    """Grouped-query self-attention."""
 
     target: ClassVar[str] = "megajax.layers.attention:Attention"
     heads: int
@@ -144,6 +144,8 @@ class AttentionConfig(MultiHeadConfig):
     """Rotary positions; none: none in this layer."""
     relative: RelativeBiasConfig | None = None
     """Learned bias of scores by distance; none: none."""
+    causal: bool = True
+    """A query attends to no later tokens; false in encoders."""
     window: int | None = None
     """Number of previous tokens a query attends to beside its own; none: all."""
     sink: Literal["none", "zero", "learned"] = "none"
@@ -206,6 +208,7 @@ class AttentionConfig(MultiHeadConfig):
             known,
             key_dim=size,
             value_dim=size,
+            causal=self.causal,
             window=self.window,
             sink=self.sink != "none",
             bias=self.relative is not None,

@@ -1,0 +1,119 @@
+"""BERT (Devlin et al. 2019), pre-normalised as in Megatron-LM. B rows, S positions, D hidden, V padded vocabulary."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from megajax.batch import Loss, Rows
+from megajax.kernels.cross_entropy import Objective
+from megajax.layers.context import Context
+from megajax.layers.embedding import vocabulary_loss
+from megajax.layers.param import ZEROS, LayerSettings, Normal, param
+from megajax.mesh.layout import Layout
+from megajax.models.config import BertConfig
+from megajax.models.decoder import DecoderLM, layer_settings
+from megajax.models.reduction import LossReduction
+
+RESIDUAL = ("batch", "seq_residual", "embed")
+
+
+class Bert(DecoderLM):
+    """Masked tokens in, loss or logits of the original ones out."""
+
+    def __init__(self, cfg: BertConfig, layout: Layout):
+        super().__init__(cfg, layout)
+        self.cfg: BertConfig = cfg
+        settings = layer_settings(cfg, layout)
+        if cfg.token_types:
+            self.types = param((cfg.token_types, cfg.hidden), (None, "embed"), init=Normal(cfg.init_std))
+        self.masked = Dense(settings)
+        self.masked_norm = cfg.norm.build(settings)
+        self.masked_bias = param((cfg.padded_vocabulary(),), ("vocab",), init=ZEROS, role="bias")
+        if cfg.next_sentence:
+            self.pooler = Dense(settings)
+            self.order = param((cfg.hidden, 2), ("embed", None), init=Normal(cfg.init_std))
+            self.order_bias = param((2,), (None,), init=ZEROS, role="bias")
+
+    def __call__(
+        self,
+        tokens: Array,
+        positions: Array | None = None,
+        segment_ids: Array | None = None,
+        token_types: Array | None = None,
+    ) -> Array:
+        """tokens int32 [B, S] -> logits of the original tokens, float32 [B, S, vocabulary_size]; by plain jax.jit.
+
+        positions, segment_ids (0 for padding), token_types: int32 [B, S]; none: in order, no padding, all 0.
+        """
+        given = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids}
+        batch = {name: leaf for name, leaf in given.items() if leaf is not None}
+        batch["token_types"] = jnp.zeros_like(tokens) if token_types is None else token_types
+        ctx = self.context(batch)
+        x = self.final_norm(self.stack(self.enter(self.embed(batch), ctx), ctx))
+        return self.logits(self.masked_states(x)) + self.masked_bias[...][None, None, : self.cfg.vocabulary_size]
+
+    def context(self, batch: Rows, key: Array | None = None) -> Context:
+        """The context of a microbatch [B, S]: tokens see those with the same number in `segment_ids`."""
+        positions = jnp.broadcast_to(jnp.arange(batch["tokens"].shape[1])[None], batch["tokens"].shape)
+        return super().context({"positions": positions, **batch}, key)
+
+    def embed(self, batch: Rows) -> Array:
+        """Embeddings of tokens and of their types [B, S, D]."""
+        x = self.embed_tokens(batch["tokens"])
+        return x + self.layout.act(self.types[...][batch["token_types"]], *RESIDUAL) if self.cfg.token_types else x
+
+    def masked_states(self, x: Array) -> Array:
+        """Normalised output of the stack [B, S, D] -> states that are scored against the table [B, S, D]."""
+        x = jax.nn.gelu(self.masked(x), approximate=False)
+        return self.layout.act(self.masked_norm(x), *RESIDUAL)
+
+    def order_logits(self, x: Array) -> Array:
+        """Normalised output of the stack [B, S, D] -> float32 [B, 2]: the second part follows, or is random."""
+        pooled = jnp.tanh(self.pooler(x[:, :1]))[:, 0]
+        return (pooled @ self.order[...]).astype(jnp.float32) + self.order_bias[...][None]
+
+    def loss(self, x: Array, batch: Rows, ctx: Context, reduction: LossReduction) -> Loss:
+        """Cross-entropy of the masked tokens, plus that of the order of sentences.
+
+        The order counts as much as the masked tokens of its row (loss_average=tokens) or as a row among those of its
+        microbatch (loss_average=microbatches, as in Megatron-LM).
+        """
+        del ctx
+        cfg, mask, scale = self.cfg, batch["loss_mask"], reduction.scale
+        counted = jnp.sum(mask)
+        share, weight = reduction.share(counted)
+        x = self.final_norm(x)
+        objective = Objective(cfg.label_smoothing, cfg.z_loss)
+        states, bias, weights = self.masked_states(x), self.masked_bias[...], mask * (share * scale)
+        sums = vocabulary_loss(
+            self.layout,
+            cfg.vocabulary_size,
+            cfg.loss_chunk,
+            objective,
+            states,
+            self.tokens[...],
+            batch["labels"],
+            weights,
+            bias,
+        )
+        total = sums.minimised / scale
+        metrics = {name: (each / scale / share, counted) for name, each in sums.losses.items()}
+        if cfg.next_sentence:
+            log_p = jax.nn.log_softmax(self.order_logits(x))
+            losses = -jnp.take_along_axis(log_p, batch["is_random"][:, None], axis=1)[:, 0]
+            total = total + jnp.sum(losses * reduction.row_weights(mask))
+            metrics["next_sentence_loss"] = (jnp.sum(losses), jnp.float32(losses.shape[0]))
+        return Loss(total, weight, metrics)
+
+
+class Dense(nnx.Module):
+    """x matrix + bias, [B, S, D] -> [B, S, D], whole on every device of `tensor`."""
+
+    def __init__(self, settings: LayerSettings):
+        hidden = settings.hidden
+        self.matrix = param((hidden, hidden), ("embed", None), init=Normal(settings.std))
+        self.bias = param((hidden,), (None,), init=ZEROS, role="bias")
+
+    def __call__(self, x: Array) -> Array:
+        return jnp.einsum("bsd,de->bse", x, self.matrix[...]) + self.bias[...][None, None]

@@ -1,0 +1,78 @@
+"""The config of BERT; importing this imports neither jax nor flax."""
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from megajax.batch import Leaf
+from megajax.config.errors import Problem
+from megajax.layers.config import LayerNormConfig, NormConfig
+from megajax.layers.facts import LayerBuilder
+from megajax.models.config.decoder import DecoderConfig
+from megajax.models.facts import Flops, ParameterCount
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BertConfig(DecoderConfig):
+    """BERT (Devlin et al. 2019), pre-normalised: a stack whose tokens see each other in both directions.
+
+    It predicts the masked tokens of a row and, with `next_sentence`, whether its second part follows the first.
+    """
+
+    target: ClassVar[str] = "megajax.models.bert:Bert"
+    learned_positions: bool = True
+    """A learned embedding for each of the sequence_length positions."""
+    norm: NormConfig | LayerBuilder = field(default_factory=LayerNormConfig)
+    """Normalisation after the stack, and within the head of masked tokens."""
+    tied: bool = True
+    """The head uses the token embedding's table."""
+    token_types: int = 2
+    """Kinds of tokens with an embedding each: the parts of a pair of sentences. 0: none."""
+    next_sentence: bool = True
+    """A second head: from the first token, whether the second part follows the first in the text."""
+
+    def problems(self) -> list[Problem]:
+        problems = DecoderConfig.problems(self)
+        if self.token_types < 0:
+            problems.append(Problem("token_types", f"must be at least 0, got {self.token_types}"))
+        if self.prediction is not None:
+            problems.append(Problem("prediction", "predicts further tokens of a causal model", "set it to none"))
+        for where, block in self.named_blocks().items():
+            if getattr(block.mixer, "causal", False):
+                problems.append(Problem(f"{where}.mixer.causal", "hides later tokens from BERT", "set it to false"))
+        return problems
+
+    def schema(self) -> dict[str, Leaf]:
+        """Masked tokens, the original ones, which of them count, the parts, and what is padding."""
+        ids = Leaf("int32", (self.sequence_length,), ("seq",), below=self.vocabulary_size)
+        kinds = {"token_types": replace(ids, below=self.token_types)} if self.token_types else {}
+        order = {"is_random": Leaf("int32", below=2)} if self.next_sentence else {}
+        # segment_ids: 1 for tokens, 0 for padding; tokens attend to those with the same number.
+        return {
+            "tokens": ids,
+            "labels": ids,
+            "loss_mask": Leaf("float32", ids.shape, ids.axes),
+            "segment_ids": Leaf("int32", ids.shape, ids.axes),
+            **kinds,
+            **order,
+        }
+
+    def generates_text(self) -> bool:
+        """It fills in blanks instead."""
+        return False
+
+    def head_size(self) -> int:
+        """Weights of both heads beside the table."""
+        pooled = (self.hidden + 1) * self.hidden + 2 * (self.hidden + 1) if self.next_sentence else 0
+        return (self.hidden + 1) * self.hidden + self.norm_size() + self.vocabulary_size + pooled
+
+    def parameter_count(self) -> ParameterCount:
+        """Number of weights."""
+        count = DecoderConfig.parameter_count(self)
+        types = self.token_types * self.hidden
+        return ParameterCount(count.layers, count.embedding + types, count.head + self.head_size())
+
+    def flops(self) -> Flops:
+        """Of rows whose tokens all see each other; the head of masked tokens has a matrix more than a decoder's."""
+        flops = DecoderConfig.flops(self)
+        total = flops.full + 6 * self.hidden**2
+        return Flops(causal=total, full=total)
