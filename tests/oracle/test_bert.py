@@ -19,10 +19,8 @@ META = load_json("numerics/other_models_meta.json")
 def bert_config(meta: dict[str, Any]) -> BertConfig:
     """BERT as Megatron-LM's settings describe it."""
     shapes, given = meta["params"], meta["config"]["config"]
-    (vocabulary, hidden), length = (
-        shapes["embedding.word_embeddings.weight"],
-        shapes["embedding.position_embeddings.weight"][0],
-    )
+    vocabulary, hidden = shapes["embedding.word_embeddings.weight"]
+    length = shapes["embedding.position_embeddings.weight"][0]
     ffn = shapes["encoder.layers.0.mlp.linear_fc1.weight"][0]
     norm = LayerNormConfig(epsilon=given.get("layernorm_epsilon", 1e-5))
     block = BlockConfig(
@@ -56,7 +54,7 @@ def test_model(case: str) -> None:
         bert = bind(model.abstract, params)
         ctx = bert.context(rows)
         x = bert.final_norm(bert.stack(bert.enter(bert.embed(rows), ctx), ctx))
-        called = bert(rows["tokens"], rows["token_types"], rows["segment_ids"])
+        called = bert(**{name: rows[name] for name in ("tokens", "token_types", "segment_ids")})
         return {"logits": called, "order": bert.order_logits(x)}
 
     actual = model(forward, model.checked(params), rows)
