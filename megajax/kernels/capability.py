@@ -27,6 +27,8 @@ class Request:
     length: int | None = None
     """Positions in a row."""
     causal: bool = True
+    cross: bool = False
+    """Keys and values are of another sequence than queries."""
     window: int | None = None
     """Number of keys before its own position that a query sees."""
     documents: bool = False
@@ -105,6 +107,7 @@ class Backend:
     """Whether a window works without a causal mask."""
     bias: bool = False
     dropout: bool = False
+    cross: bool = False
 
     def refusal(self, request: Request, device: Device | None = None) -> str | None:
         """Why the request is not supported, to follow `label`; None if it is. No device: on any NVIDIA GPU."""
@@ -149,6 +152,8 @@ class Backend:
         return f"takes heads of {sizes} {min(reasons, key=lambda text: not text.startswith('from cuDNN'))}"
 
     def _feature_refusal(self, request: Request, device: Device | None) -> str | None:
+        if request.cross and not self.cross:
+            return "has no keys of another sequence"
         if request.bias and not self.bias:
             return "has no bias of scores"
         if request.dropout and not self.dropout:
@@ -191,7 +196,12 @@ BACKENDS: Mapping[Kernel, Backend] = MappingProxyType(
         ),
         "cudnn_mask": replace(_CUDNN, label="cuDNN's attention with a mask", documents=DeviceRange(AMPERE, (9, 2))),
         "reference": Backend(
-            label="the reference", documents=DeviceRange((), ()), bidirectional_window=True, bias=True, dropout=True
+            label="the reference",
+            documents=DeviceRange((), ()),
+            bidirectional_window=True,
+            bias=True,
+            dropout=True,
+            cross=True,
         ),
     }
 )

@@ -50,20 +50,34 @@ class Attention(nnx.Module):
         if self.rope is not None:
             q, k = self.rope(q, ctx.positions), self.rope(k, ctx.positions)
         q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
-        mixed = self.core(q, k, v, ctx)  # named "attention" in the kernel, beside what else its backward needs
+        return self.combined(self.core(q, k, v, ctx), x)
+
+    def combined(self, mixed: Array, x: Array) -> Array:
+        """The kernel's output [B, S, N, H] and the layer's input -> the layer's output [B, S, D].
+
+        The kernel has named its output "attention", beside what else its backward pass needs.
+        """
         if self.cfg.gate:
             mixed = mixed * jax.nn.sigmoid(self.gated(x).astype("float32")).astype(mixed.dtype)
         y = self.layout.dot("bsnh,nhd->bsd", mixed, self.output, "batch", "seq_residual", "embed")
         return self.layout.add_bias(y, self.output_bias[...]) if self.cfg.bias else y
 
     def project(self, x: Array) -> tuple[Array, Array, Array]:
-        """[B, S, D] -> queries [B, S, N, H], keys and values [B, S, K, H]; with copies of heads, K counts them."""
+        """[B, S, D] -> queries [B, S, N, H], keys and values [B, S, K, H]."""
+        return self.queries(x), *self.keys_and_values(x)
+
+    def queries(self, x: Array) -> Array:
+        """[B, S, D] -> [B, S, N, H]."""
+        q = self.layout.dot("bsd,dnh->bsnh", x, self.query, "batch", "seq", "heads", "head_dim")
+        return _added(q, self.query_bias[...]) if self.cfg.has_qkv_bias() else q
+
+    def keys_and_values(self, x: Array) -> tuple[Array, Array]:
+        """[B, T, D] -> [B, T, K, H] each; with copies of heads, K counts them."""
         dot, keyed = self.layout.dot, ("batch", "seq", "kv_heads", "head_dim")
-        q = dot("bsd,dnh->bsnh", x, self.query, "batch", "seq", "heads", "head_dim")
         k, v = dot("bsd,dkh->bskh", x, self.key, *keyed), dot("bsd,dkh->bskh", x, self.value, *keyed)
         if not self.cfg.has_qkv_bias():
-            return q, k, v
-        return _added(q, self.query_bias[...]), _added(k, self.own(self.key_bias)), _added(v, self.own(self.value_bias))
+            return k, v
+        return _added(k, self.own(self.key_bias)), _added(v, self.own(self.value_bias))
 
     def own(self, w: nnx.Param) -> Array:
         """A bias of key-value heads, with the copies that more devices than heads need; see also `Matrix`."""

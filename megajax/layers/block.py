@@ -7,10 +7,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.config.errors import UserError
 from megajax.layers.config import BlockConfig
+from megajax.layers.config.cross import CrossBlockConfig
 from megajax.layers.context import Context, dropout
 from megajax.layers.param import LayerSettings
 
-MIXER_PLACE, MLP_PLACE = 2, 3
+MIXER_PLACE, MLP_PLACE, CROSS_PLACE = 2, 3, 4
 
 
 class Block(nnx.Module):
@@ -42,3 +43,18 @@ class Block(nnx.Module):
                 "layers may come in the wider dtype of gradients"
             )
         return dropout(y, self.rate, ctx, place, self.layout)
+
+
+class CrossBlock(Block):
+    """A block that reads the section before: three residual lines, [B, S, D] -> [B, S, D]."""
+
+    def __init__(self, cfg: CrossBlockConfig, settings: LayerSettings):
+        super().__init__(cfg, settings)
+        self.cross_norm = cfg.norm.build(settings)
+        self.cross = cfg.cross.build(settings)
+
+    def __call__(self, x: Array, ctx: Context) -> Array:
+        x = x + self.drop(self.mixer(self.whole(self.mixer_norm(x)), ctx), x, ctx, MIXER_PLACE)
+        x = x + self.drop(self.cross(self.whole(self.cross_norm(x)), ctx), x, ctx, CROSS_PLACE)
+        x = checkpoint_name(x, "residual")
+        return x + self.drop(self.mlp(self.whole(self.mlp_norm(x))), x, ctx, MLP_PLACE)

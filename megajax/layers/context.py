@@ -24,6 +24,8 @@ class Context(NamedTuple):
     """[buckets, N]: a table of relative biases that all layers share; a weight, set where gradients are taken."""
     memory: Array | None = None
     """Output of the section before this one, such as [B, T, D] of an encoder; set where gradients are taken."""
+    memory_segments: Array | None = None
+    """int32 [B, T]: a position sees those of `memory` that have its number in `segments`; None: all."""
 
     def for_layer(self, layer: Array | int) -> "Context":
         """The context with each row's key folded with the number of the layer."""

@@ -59,8 +59,21 @@ class CoreAttention(nnx.Module):
         self.bias = relative
         self.relative = None if relative is None or relative.shared else relative.build(settings, heads=cfg.heads)
 
-    def __call__(self, q: Array, k: Array, v: Array, ctx: Context) -> Array:
-        """q [B, S, N, H], k [B, S, K, H], v [B, S, K, U] -> [B, S, N, U]."""
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        ctx: Context,
+        key_index: Array | None = None,
+        key_segments: Array | None = None,
+    ) -> Array:
+        """q [B, S, N, H], k [B, T, K, H], v [B, T, K, U] -> [B, S, N, U].
+
+        key_index int32 [T], key_segments int32 [B, T]: of keys of another sequence; None: those of the queries.
+        """
+        if key_index is None:
+            key_index, key_segments = ctx.index, ctx.segments
         cfg, bias, causal = self.cfg, self.bias, self.causal
         kernel = choose_kernel(
             cfg, q.dtype, head_dim=q.shape[-1], length=q.shape[1], documents=ctx.segments is not None
@@ -70,13 +83,20 @@ class CoreAttention(nnx.Module):
         keys = (
             jnp.zeros((q.shape[0], 2), jnp.uint32) if ctx.row_keys is None else fold_rows(ctx.row_keys, DROPOUT_PLACE)
         )
-        segments = jnp.zeros(q.shape[:2], jnp.int32) if ctx.segments is None else ctx.segments
+        isolated = ctx.segments is not None and key_segments is not None
+        ids = (ctx.segments, key_segments) if isolated else None
         weights = self.weights(ctx)
 
         def local(
-            q: Array, k: Array, v: Array, index: Array, segments: Array, keys: Array, weights: Mapping[str, Array]
+            q: Array,
+            k: Array,
+            v: Array,
+            indices: tuple[Array, Array],
+            ids: tuple[Array, Array] | None,
+            keys: Array,
+            weights: Mapping[str, Array],
         ) -> Array:
-            ids = None if ctx.segments is None else segments
+            index, key_index = indices
             first = lax.axis_index(head_axes) * q.shape[2] if head_axes else 0
             drop = AttentionDropout(rate, keys, first + jnp.arange(q.shape[2]), index) if rate else None
             return attend(
@@ -84,17 +104,18 @@ class CoreAttention(nnx.Module):
                 q,
                 k,
                 v,
-                Mask(index, index, ids, ids, cfg.window, causal),
+                Mask(index, key_index, *((None, None) if ids is None else ids), cfg.window, causal),
                 scale=self.scale,
                 dropout=drop,
                 sink=jnp.zeros(q.shape[2]) if cfg.sink == "zero" else weights.get("sink"),
-                bias=None if bias is None else biases(bias, weights["table"], index, index),
+                bias=None if bias is None else biases(bias, weights["table"], index, key_index),
             )
 
         queries, keyed = ("batch", "seq", "heads", "head_dim"), ("batch", "seq", "kv_heads", "head_dim")
         axes = {name: (*[None] * (w.ndim - 1), "heads") for name, w in weights.items()}
-        ins = (queries, keyed, keyed, ("seq",), ("batch", "seq"), ("batch", None), axes)
-        return self.layout.island(local, ins, queries)(q, k, v, ctx.index, segments, keys, weights)
+        rows = None if ids is None else (("batch", "seq"), ("batch", "seq"))
+        ins = (queries, keyed, keyed, (("seq",), ("seq",)), rows, ("batch", None), axes)
+        return self.layout.island(local, ins, queries)(q, k, v, (ctx.index, key_index), ids, keys, weights)
 
     def weights(self, ctx: Context) -> dict[str, Array]:
         """Those of the kernel itself, each cut over devices with the heads."""

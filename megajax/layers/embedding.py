@@ -193,15 +193,18 @@ def _loss_backward(
 vocabulary_loss.defvjp(_loss_forward, _loss_backward)
 
 
-def vocabulary_token_losses(layout: Layout, size: int, chunk: int, x: Array, table: Array, labels: Array) -> Array:
+def vocabulary_token_losses(
+    layout: Layout, size: int, chunk: int, x: Array, table: Array, labels: Array, bias: Array | None = None
+) -> Array:
     """-log p(label) of each token, float32 [B, S]; for evaluation, not differentiable over several devices."""
     axes, extra = _cut(layout), _extra(layout)
 
-    def local(x: Array, table: Array, labels: Array) -> Array:
-        losses = token_losses(_flat(_whole(x, extra)), table, _flat(labels), _shard(table, size, axes), chunk=chunk)
-        return losses["loss"].reshape(labels.shape)
+    def local(x: Array, table: Array, labels: Array, bias: Array | None) -> Array:
+        shard, x = _shard(table, size, axes), _flat(_whole(x, extra))
+        return token_losses(x, table, _flat(labels), shard, chunk=chunk, bias=bias)["loss"].reshape(labels.shape)
 
-    return layout.island(local, (RESIDUAL, TABLE, TOKENS), TOKENS)(x, table, labels)
+    ins = RESIDUAL, TABLE, TOKENS, None if bias is None else BIAS
+    return layout.island(local, ins, TOKENS)(x, table, labels, bias)
 
 
 def _flat(x: Array) -> Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from megajax.layers.config import L2NormConfig, LayerNormConfig, RMSNormConfig
+from megajax.layers.config import IdentityNormConfig, L2NormConfig, LayerNormConfig, RMSNormConfig
 from megajax.layers.fused import keeping_inputs
 from megajax.layers.param import ONES, ZEROS, LayerSettings, param
 
@@ -47,6 +47,18 @@ class RMSNorm(nnx.Module):
 
     def normalise(self, x: Array, gain: Array) -> Array:
         return (_scaled(x, self.cfg.epsilon) * _factor(self.cfg, gain, x)).astype(gain.dtype)
+
+
+class IdentityNorm(nnx.Module):
+    """x, [..., D] -> [..., D]."""
+
+    def __init__(
+        self, cfg: IdentityNormConfig, settings: LayerSettings, *, size: int | None = None, axis: str | None = "embed"
+    ):
+        del cfg, settings, size, axis
+
+    def __call__(self, x: Array) -> Array:
+        return x
 
 
 class L2Norm(nnx.Module):

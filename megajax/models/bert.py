@@ -6,9 +6,7 @@ from flax import nnx
 from jax import Array
 
 from megajax.batch import Loss, Rows
-from megajax.kernels.cross_entropy import Objective
 from megajax.layers.context import Context
-from megajax.layers.embedding import vocabulary_loss
 from megajax.layers.param import ZEROS, LayerSettings, Normal, param
 from megajax.mesh.layout import Layout
 from megajax.models.config import BertConfig
@@ -51,7 +49,7 @@ class Bert(DecoderLM):
         batch["token_types"] = jnp.zeros_like(tokens) if token_types is None else token_types
         ctx = self.context(batch)
         x = self.final_norm(self.stack(self.enter(self.embed(batch), ctx), ctx))
-        return self.logits(self.masked_states(x)) + self.masked_bias[...][None, None, : self.cfg.vocabulary_size]
+        return self.logits(self.masked_states(x))
 
     def context(self, batch: Rows, key: Array | None = None) -> Context:
         """The context of a microbatch [B, S]: tokens see those with the same number in `segment_ids`."""
@@ -68,6 +66,10 @@ class Bert(DecoderLM):
         x = jax.nn.gelu(self.masked(x), approximate=False)
         return self.layout.act(self.masked_norm(x), *RESIDUAL)
 
+    def logit_bias(self) -> Array:
+        """The bias of the head of masked tokens [V]."""
+        return self.masked_bias[...]
+
     def order_logits(self, x: Array) -> Array:
         """Normalised output of the stack [B, S, D] -> float32 [B, 2]: the second part follows, or is random."""
         pooled = jnp.tanh(self.pooler(x[:, :1]))[:, 0]
@@ -80,26 +82,14 @@ class Bert(DecoderLM):
         microbatch (loss_average=microbatches, as in Megatron-LM).
         """
         del ctx
-        cfg, mask, scale = self.cfg, batch["loss_mask"], reduction.scale
+        mask, scale = batch["loss_mask"], reduction.scale
         counted = jnp.sum(mask)
         share, weight = reduction.share(counted)
         x = self.final_norm(x)
-        objective = Objective(cfg.label_smoothing, cfg.z_loss)
-        states, bias, weights = self.masked_states(x), self.masked_bias[...], mask * (share * scale)
-        sums = vocabulary_loss(
-            self.layout,
-            cfg.vocabulary_size,
-            cfg.loss_chunk,
-            objective,
-            states,
-            self.tokens[...],
-            batch["labels"],
-            weights,
-            bias,
-        )
+        sums = self.vocabulary_loss(self.masked_states(x), batch["labels"], mask * (share * scale))
         total = sums.minimised / scale
         metrics = {name: (each / scale / share, counted) for name, each in sums.losses.items()}
-        if cfg.next_sentence:
+        if self.cfg.next_sentence:
             log_p = jax.nn.log_softmax(self.order_logits(x))
             losses = -jnp.take_along_axis(log_p, batch["is_random"][:, None], axis=1)[:, 0]
             total = total + jnp.sum(losses * reduction.row_weights(mask))

@@ -24,6 +24,7 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import manual_axes
 from megajax.models.config import DecoderConfig
 from megajax.models.prediction import mtp_targets, shifted
+from megajax.models.protocol import Section
 from megajax.models.reduction import LossReduction
 
 EMBEDDING_PLACE = 2**31 - 1
@@ -39,7 +40,7 @@ class DecoderLM(nnx.Module):
         self.cfg, self.layout = cfg, layout
         self.tokens = param((vocabulary, cfg.hidden), ("vocab", "embed"), init=init)
         if cfg.learned_positions:
-            self.positions = param((cfg.sequence_length, cfg.hidden), (None, "embed"), init=init)
+            self.positions = param((cfg.position_count(), cfg.hidden), (None, "embed"), init=init)
         self.stack = cfg.stack.build(settings, recomputing=cfg.recomputing(), unroll=cfg.unroll)
         self.norm = cfg.norm.build(settings)
         if not cfg.tied:
@@ -50,7 +51,7 @@ class DecoderLM(nnx.Module):
                 self.predictions.append(cfg.prediction.build(settings, block=block, norm=cfg.norm, number=number))
 
     @property
-    def sections(self) -> Mapping[str, "DecoderLM"]:
+    def sections(self) -> Mapping[str, Section]:
         return {"": self}
 
     def __call__(self, tokens: Array, positions: Array | None = None, segment_ids: Array | None = None) -> Array:
@@ -118,6 +119,10 @@ class DecoderLM(nnx.Module):
         """The head's table [V, D]."""
         return self.tokens[...] if self.cfg.tied else self.head[...]
 
+    def logit_bias(self) -> Array | None:
+        """A bias of the head [V]; a decoder has none."""
+        return None
+
     def loss(self, x: Array, batch: Rows, ctx: Context, reduction: LossReduction) -> Loss:
         """Next-token loss of the tokens that `loss_mask` counts, from the output of the stack [B, S, D] on.
 
@@ -148,20 +153,30 @@ class DecoderLM(nnx.Module):
         cfg, x = self.cfg, scaled(x, self.cfg.logit_factor())
         objective = Objective(cfg.label_smoothing, cfg.z_loss)
         return vocabulary_loss(
-            self.layout, cfg.vocabulary_size, cfg.loss_chunk, objective, x, self.table(), labels, weights
+            self.layout,
+            cfg.vocabulary_size,
+            cfg.loss_chunk,
+            objective,
+            x,
+            self.table(),
+            labels,
+            weights,
+            self.logit_bias(),
         )
 
     def token_losses(self, x: Array, labels: Array) -> Array:
         """Cross-entropy of each token, float32 [B, S]; not to be differentiated."""
         x = scaled(x, self.cfg.logit_factor())
         return vocabulary_token_losses(
-            self.layout, self.cfg.vocabulary_size, self.cfg.loss_chunk, x, self.table(), labels
+            self.layout, self.cfg.vocabulary_size, self.cfg.loss_chunk, x, self.table(), labels, self.logit_bias()
         )
 
     def logits(self, x: Array) -> Array:
         """Hidden states [B, S, D] -> float32 [B, S, vocabulary_size]."""
         x = scaled(self.layout.act(x, "batch", "seq", "embed"), self.cfg.logit_factor())
         scores = jnp.einsum("bsd,vd->bsv", x, self.table(), preferred_element_type=jnp.float32)
+        bias = self.logit_bias()
+        scores = scores if bias is None else scores + bias.astype(jnp.float32)[None, None]
         return self.layout.act(scores, "batch", "seq", "vocab")[..., : self.cfg.vocabulary_size]
 
 

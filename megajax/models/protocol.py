@@ -95,8 +95,12 @@ class Section(Protocol):
         """The rest of the way in, from `embed`'s result to the input of the first layer."""
         ...
 
+
+class EarlierSection(Section, Protocol):
+    """A section before the last."""
+
     def leave(self, x: Array, ctx: Any) -> Array:
-        """What the next section reads, from the output of the layers; asked of sections before the last only.
+        """What the next section reads, from the output of the layers.
 
         The next section and its layers find it as `ctx.memory`, a field that its context must have then.
         """
@@ -113,7 +117,7 @@ class Model(Protocol):
     """An nnx.Module whose weights are made by `megajax.layers.param.param`."""
 
     sections: Mapping[str, Section]
-    """By path in the model, in the order in which they run; "" for a model that is its own only section."""
+    """By path in the model, "" for itself, in the order in which they run; all but the last are `EarlierSection`s."""
 
     def loss(self, x: Array, batch: Rows, ctx: Any, reduction: Any) -> Loss:
         """From the last section's output on.

@@ -88,7 +88,7 @@ def _attention(args: Arguments, normal: NormConfig) -> AttentionConfig:
     if not args["group-query-attention"] and args.given("num-query-groups"):
         args.remark("num-query-groups", "has no effect without --group-query-attention, there as here")
     bias = not args["disable-bias-linear"]
-    l2_norm = L2NormConfig(epsilon=normal.epsilon) if args["qk-l2-norm"] else None
+    l2_norm = L2NormConfig(epsilon=args["norm-epsilon"]) if args["qk-l2-norm"] else None
     return AttentionConfig(
         heads=needed(args, "num-attention-heads"),
         kv_heads=args["num-query-groups"] if args["group-query-attention"] else None,

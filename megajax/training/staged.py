@@ -22,7 +22,8 @@ STACK = OTHERS + BLOCKS
 
 def forward(model: Model, rows: Rows, key: Array | None, reduction: LossReduction) -> Loss:
     """The loss of a microbatch [B, ...], whole; not to be differentiated. key: random key, None: deterministic."""
-    *earlier, last = model.sections.values()
+    sections: list[Any] = [*model.sections.values()]
+    *earlier, last = sections
     memory = None
     for section in earlier:
         x, ctx = _output(section, rows, key, memory)
@@ -64,7 +65,7 @@ def staged(
     def cut(path: str) -> StagedSection:
         section, own = model.sections[path], f"{path}." if path else ""
 
-        def bound_section(shared: Params) -> Section:
+        def bound_section(shared: Params) -> Any:
             return bound(shared).sections[path]
 
         def named(unit: Unit) -> Unit:

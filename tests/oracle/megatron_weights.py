@@ -14,13 +14,15 @@ from megajax.layers.config import (
     AttentionConfig,
     BlockConfig,
     GatedMLPConfig,
+    IdentityNormConfig,
     L2NormConfig,
     LatentAttentionConfig,
     LayerNormConfig,
     MixerConfig,
     NormConfig,
 )
-from megajax.models.config import BertConfig, DecoderConfig
+from megajax.layers.config.cross import CrossBlockConfig
+from megajax.models.config import BertConfig, DecoderConfig, T5Config
 
 type Arrays = Mapping[str, np.ndarray]
 
@@ -119,7 +121,7 @@ def _halves(paths: tuple[str, str], layer: int | None) -> Piece:
 
 
 def _norm(name: str, path: str, cfg: NormConfig | None, layer: int | None) -> dict[str, Piece]:
-    if cfg is None or isinstance(cfg, L2NormConfig):
+    if cfg is None or isinstance(cfg, IdentityNormConfig | L2NormConfig):
         return {}
     actual = {f"{name}.weight": _same(f"{path}.gain", layer)}
     if isinstance(cfg, LayerNormConfig):
@@ -201,7 +203,61 @@ def _prediction(number: int, cfg: DecoderConfig) -> dict[str, Piece]:
 
 def pieces(cfg: DecoderConfig) -> dict[str, Piece]:
     """Megatron-LM's name -> its place in ours, in the order of its named_parameters()."""
+    if isinstance(cfg, T5Config):
+        return _t5(cfg)
     return _bert(cfg) if isinstance(cfg, BertConfig) else _decoder(cfg)
+
+
+def _vocabulary_bias(path: str, cfg: DecoderConfig) -> Piece:
+    padding = cfg.padded_vocabulary() - cfg.vocabulary_size
+    return Piece((path,), None, lambda w: (np.pad(w, (0, padding)),), lambda w: w[: cfg.vocabulary_size])
+
+
+def _cross(name: str, path: str, block: CrossBlockConfig, hidden: int, layer: int) -> dict[str, Piece]:
+    """The third part of a block of T5's decoder; `linear_kv` has for each head the rows of the key, then the value."""
+    cross, where = block.cross, f"{path}.cross"
+    groups, size = cross.groups(), cross.size(hidden)
+
+    def split(w: np.ndarray) -> tuple[np.ndarray, ...]:
+        rows = w.reshape(groups, 2, size, *w.shape[1:])
+        return tuple(np.moveaxis(part, -1, 0) if w.ndim == 2 else part for part in (rows[:, 0], rows[:, 1]))
+
+    def join(key: np.ndarray, value: np.ndarray) -> np.ndarray:
+        parts = [np.moveaxis(part, 0, -1) if part.ndim == 3 else part for part in (key, value)]
+        return np.stack(parts, axis=1).reshape(2 * groups * size, *parts[0].shape[2:])
+
+    actual = _norm(f"{name}.pre_cross_attn_layernorm", f"{path}.cross_norm", block.norm, layer)
+    name = f"{name}.cross_attention"
+    actual[f"{name}.linear_proj.weight"] = _output(cross.heads, f"{where}.output", layer)
+    if cross.bias:
+        actual[f"{name}.linear_proj.bias"] = _same(f"{where}.output_bias", layer)
+    actual[f"{name}.linear_q.weight"] = _per_head(cross.heads, f"{where}.query", layer)
+    if cross.has_qkv_bias():
+        actual[f"{name}.linear_q.bias"] = Piece(
+            (f"{where}.query_bias",), layer, lambda w: (w.reshape(cross.heads, size),), lambda w: w.reshape(-1)
+        )
+    actual[f"{name}.linear_kv.weight"] = Piece((f"{where}.key", f"{where}.value"), layer, split, join)
+    if cross.has_qkv_bias():
+        actual[f"{name}.linear_kv.bias"] = Piece((f"{where}.key_bias", f"{where}.value_bias"), layer, split, join)
+    return actual
+
+
+def _t5(cfg: T5Config) -> dict[str, Piece]:
+    actual = {"embedding.word_embeddings.weight": _table("tokens", cfg)}
+    if cfg.learned_positions:
+        actual["embedding.position_embeddings.weight"] = _same("positions")
+    for number in range(cfg.encoder.layers()):
+        block = cfg.encoder.pattern[0]
+        actual |= _block(f"encoder.layers.{number}", "encoder.stack.blocks.0", block, cfg.hidden, number)
+    actual |= _norm("encoder.final_layernorm", "encoder.norm", cfg.norm, None)
+    for number in range(cfg.stack.layers()):
+        name, path, block = f"decoder.layers.{number}", "stack.blocks.0", cfg.stack.pattern[0]
+        own = _block(name, path, block, cfg.hidden, number)
+        crossing = _cross(name, path, block, cfg.hidden, number)
+        actual |= {key: piece for key, piece in own.items() if "mlp" not in key} | crossing
+        actual |= {key: piece for key, piece in own.items() if "mlp" in key}
+    actual |= _norm("decoder.final_layernorm", "norm", cfg.norm, None)
+    return actual | {"lm_head.output_layer.bias": _vocabulary_bias("head_bias", cfg)}
 
 
 def _dense(name: str, path: str) -> dict[str, Piece]:
@@ -209,8 +265,6 @@ def _dense(name: str, path: str) -> dict[str, Piece]:
 
 
 def _bert(cfg: BertConfig) -> dict[str, Piece]:
-    padding = cfg.padded_vocabulary() - cfg.vocabulary_size
-    bias = Piece(("masked_bias",), None, lambda w: (np.pad(w, (0, padding)),), lambda w: w[: cfg.vocabulary_size])
     actual = {"embedding.word_embeddings.weight": _table("tokens", cfg)}
     actual["embedding.position_embeddings.weight"] = _same("positions")
     if cfg.token_types:
@@ -219,7 +273,7 @@ def _bert(cfg: BertConfig) -> dict[str, Piece]:
         actual |= _block(f"encoder.layers.{number}", "stack.blocks.0", cfg.stack.pattern[0], cfg.hidden, number)
     actual |= _norm("encoder.final_layernorm", "norm", cfg.norm, None)
     actual |= _dense("lm_head.dense", "masked") | _norm("lm_head.layer_norm", "masked_norm", cfg.norm, None)
-    actual["output_layer.bias"] = bias
+    actual["output_layer.bias"] = _vocabulary_bias("masked_bias", cfg)
     if cfg.next_sentence:
         actual |= {"binary_head.weight": _transposed("order", None), "binary_head.bias": _same("order_bias")}
         actual |= _dense("pooler.dense", "pooler")

@@ -6,7 +6,15 @@ Sizes that all layers share (hidden size, number of layers, standard deviation o
 from megajax.layers.config.attention import AttentionConfig, LatentAttentionConfig, MixerConfig
 from megajax.layers.config.block import BlockConfig, StackConfig, shared_bias
 from megajax.layers.config.mlp import DenseMLPConfig, GatedMLPConfig, MLPConfig
-from megajax.layers.config.norm import LARGEST, L2NormConfig, LayerNormConfig, NormConfig, RMSNormConfig, above_zero
+from megajax.layers.config.norm import (
+    LARGEST,
+    IdentityNormConfig,
+    L2NormConfig,
+    LayerNormConfig,
+    NormConfig,
+    RMSNormConfig,
+    above_zero,
+)
 from megajax.layers.config.position import Llama3ScalingConfig, RelativeBiasConfig, RopeConfig, YarnScalingConfig
 
 __all__ = [
@@ -15,6 +23,7 @@ __all__ = [
     "BlockConfig",
     "DenseMLPConfig",
     "GatedMLPConfig",
+    "IdentityNormConfig",
     "L2NormConfig",
     "LatentAttentionConfig",
     "LayerNormConfig",

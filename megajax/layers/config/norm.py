@@ -76,4 +76,19 @@ class L2NormConfig(Builds):
         return ()
 
 
-type NormConfig = LayerNormConfig | RMSNormConfig | L2NormConfig
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IdentityNormConfig(Builds):
+    """No normalisation, as after the sections of Megatron-LM's T5 without Transformer Engine."""
+
+    target: ClassVar[str] = "megajax.layers.norm:IdentityNorm"
+
+    def problems(self) -> list[Problem]:
+        return []
+
+    def weights(self, size: int, axis: str | None = "embed") -> tuple[Weight, ...]:
+        """None."""
+        del size, axis
+        return ()
+
+
+type NormConfig = LayerNormConfig | RMSNormConfig | L2NormConfig | IdentityNormConfig

@@ -2,5 +2,6 @@
 
 from megajax.models.config.bert import BertConfig
 from megajax.models.config.decoder import DecoderConfig, PredictionConfig, WidthScalingConfig, text_schema
+from megajax.models.config.t5 import T5Config
 
-__all__ = ["BertConfig", "DecoderConfig", "PredictionConfig", "WidthScalingConfig", "text_schema"]
+__all__ = ["BertConfig", "DecoderConfig", "PredictionConfig", "T5Config", "WidthScalingConfig", "text_schema"]

@@ -268,7 +268,7 @@ class DecoderConfig(Builds, ModelConfig):
         blocks = sum(times * total_size(block.weights(hidden)) for block, times in self.repeated_blocks())
         merging = len(self.predicting_blocks()) * (3 * norm + 2 * hidden**2)
         layers = blocks + total_size(self.stack.shared_weights()) + norm + merging
-        table, positions = hidden * self.vocabulary_size, hidden * self.sequence_length * self.learned_positions
+        table, positions = hidden * self.vocabulary_size, hidden * self.position_count() * self.learned_positions
         return ParameterCount(layers, table + positions, 0 if self.tied else table)
 
     def norm_size(self) -> int:
@@ -295,6 +295,10 @@ class DecoderConfig(Builds, ModelConfig):
         new = [mixer.with_kernel(next(chosen)) if isinstance(mixer, Mixer) else mixer for mixer in mixers]
         blocks = [replace(block, mixer=mixer) for block, mixer in zip(self.stack.pattern, new, strict=True)]
         return replace(self, stack=self.stack.with_pattern(blocks))
+
+    def position_count(self) -> int:
+        """Rows of the table of learned positions."""
+        return self.sequence_length
 
     def row_positions(self) -> int:
         """Tokens of a row."""

@@ -1,0 +1,70 @@
+"""The config of T5; importing this imports neither jax nor flax."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from megajax.batch import Leaf
+from megajax.config.errors import Problem
+from megajax.layers.config import LayerNormConfig, NormConfig, StackConfig
+from megajax.layers.config.cross import CrossBlockConfig
+from megajax.layers.facts import LayerBuilder
+from megajax.layers.segments import SegmentsConfig
+from megajax.models.config.decoder import DecoderConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class T5Config(DecoderConfig):
+    """T5 (Raffel et al. 2020), as Megatron-LM has it: an encoder, and a decoder whose blocks read its output."""
+
+    target: ClassVar[str] = "megajax.models.t5:T5"
+    encoder: StackConfig
+    """The blocks of the encoder; those of the decoder are `stack`."""
+    encoder_length: int
+    """Tokens of a row of the encoder; sequence_length is the decoder's."""
+    norm: NormConfig | LayerBuilder = field(default_factory=LayerNormConfig)
+    """Normalisation after the encoder, and before the head."""
+    tied: bool = True
+    """The head uses the token embedding's table."""
+    head_bias: bool = True
+    """The head has a bias for each token."""
+
+    def problems(self) -> list[Problem]:
+        problems = DecoderConfig.problems(self)
+        if self.encoder_length < 1:
+            problems.append(Problem("encoder_length", f"must be at least 1, got {self.encoder_length}"))
+        for place, block in enumerate(self.stack.pattern):
+            if not isinstance(block, CrossBlockConfig):
+                what = "does not read the encoder: the blocks of the decoder are CrossBlockConfigs"
+                problems.append(Problem(f"stack.pattern.{place}", what))
+        for place, block in enumerate(self.encoder.pattern):
+            if getattr(block.mixer, "causal", False):
+                where = f"encoder.pattern.{place}.mixer.causal"
+                problems.append(Problem(where, "hides later tokens from the encoder", "set it to false"))
+        return problems
+
+    def stacks(self) -> Mapping[str, StackConfig | SegmentsConfig]:
+        """The encoder's blocks, and the decoder's."""
+        return {"encoder": self.encoder, "": self.stack}
+
+    def schema(self) -> dict[str, Leaf]:
+        """What the encoder reads, and the tokens that the decoder continues."""
+        ids = Leaf("int32", (self.sequence_length,), ("seq",), below=self.vocabulary_size)
+        read = replace(ids, shape=(self.encoder_length,))
+        # segment_ids: 1 for tokens, 0 for padding; a position attends to those with the same number.
+        return {
+            "encoder_tokens": read,
+            "encoder_segment_ids": replace(read, below=None),
+            "tokens": ids,
+            "labels": ids,
+            "loss_mask": Leaf("float32", ids.shape, ids.axes),
+            "segment_ids": replace(ids, below=None),
+        }
+
+    def position_count(self) -> int:
+        """Rows of the table of positions, which both sections read."""
+        return max(self.sequence_length, self.encoder_length)
+
+    def generates_text(self) -> bool:
+        """It continues what an encoder has read, which sampling does not know."""
+        return False

@@ -1,0 +1,109 @@
+"""T5 (Raffel et al. 2020), as Megatron-LM has it. B rows, S positions of the decoder, T of the encoder, D hidden."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from megajax.batch import SAMPLE, Rows
+from megajax.layers.context import Context
+from megajax.layers.param import ZEROS, LayerSettings, param
+from megajax.mesh.layout import Layout
+from megajax.models.config import T5Config
+from megajax.models.decoder import DecoderLM, layer_settings
+from megajax.models.protocol import Section
+
+ENCODER = 1
+"""Tells the random numbers of the encoder from those of the decoder."""
+
+
+class T5(DecoderLM):
+    """A text with blanks in, loss or logits of what belongs there out. Itself the section of the decoder."""
+
+    def __init__(self, cfg: T5Config, layout: Layout):
+        super().__init__(cfg, layout)
+        self.cfg: T5Config = cfg
+        self.encoder = Encoder(cfg, layer_settings(cfg, layout))
+        if cfg.head_bias:
+            self.head_bias = param((cfg.padded_vocabulary(),), ("vocab",), init=ZEROS, role="bias")
+
+    @property
+    def sections(self) -> Mapping[str, Section]:
+        return {"encoder": Reading(self), "": self}
+
+    def __call__(
+        self,
+        tokens: Array,
+        positions: Array | None = None,
+        segment_ids: Array | None = None,
+        encoder_tokens: Array | None = None,
+        encoder_segment_ids: Array | None = None,
+    ) -> Array:
+        """tokens int32 [B, S] after encoder_tokens int32 [B, T] -> logits float32 [B, S, vocabulary_size].
+
+        segment_ids: 0 for padding; none: there is none. Raises ValueError without encoder_tokens.
+        """
+        if encoder_tokens is None:
+            raise ValueError("T5 needs encoder_tokens: what its encoder reads")
+        given = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids}
+        given |= {"encoder_tokens": encoder_tokens, "encoder_segment_ids": encoder_segment_ids}
+        batch = {name: leaf for name, leaf in given.items() if leaf is not None}
+        reading = Reading(self)
+        ctx = reading.context(batch, None)
+        memory = reading.leave(reading.stack(reading.enter(reading.embed(batch), ctx), ctx), ctx)
+        ctx = self.context(batch)._replace(memory=memory)
+        return self.logits(self.hidden_states(tokens, ctx))
+
+    def context(self, batch: Rows, key: Array | None = None) -> Context:
+        """The context of the decoder, but for the encoder's output."""
+        ctx = super().context({"positions": in_order(batch["tokens"]), **batch}, key)
+        return ctx._replace(memory_segments=batch.get("encoder_segment_ids"))
+
+    def logit_bias(self) -> Array | None:
+        """The bias of the head [V]."""
+        return self.head_bias[...] if self.cfg.head_bias else None
+
+
+class Encoder(nnx.Module):
+    """The layers of the encoder, and the norm after them."""
+
+    def __init__(self, cfg: T5Config, settings: LayerSettings):
+        self.stack = cfg.encoder.build(settings, recomputing=cfg.recomputing(), unroll=cfg.unroll)
+        self.norm = cfg.norm.build(settings)
+
+
+class Reading:
+    """The encoder as a section: it shares the tables of tokens and positions with the decoder."""
+
+    def __init__(self, model: T5):
+        self.model, self.stack = model, model.encoder.stack
+
+    def context(self, batch: Rows, key: Array | None) -> Context:
+        """Every token sees every other one of its row that is no padding."""
+        tokens = batch["encoder_tokens"]
+        rows: dict[str, Any] = {"tokens": tokens, "positions": in_order(tokens)}
+        rows |= {SAMPLE: batch[SAMPLE]} if SAMPLE in batch else {}
+        rows |= {"segment_ids": batch["encoder_segment_ids"]} if "encoder_segment_ids" in batch else {}
+        own = None if key is None else jax.random.fold_in(key, ENCODER)
+        return DecoderLM.context(self.model, rows, own)
+
+    def embed(self, batch: Rows) -> Array:
+        """The tokens' rows of the table [B, T, D]."""
+        return self.model.embed_tokens(batch["encoder_tokens"])
+
+    def enter(self, x: Array, ctx: Context) -> Array:
+        """Positions and dropout [B, T, D]."""
+        return self.model.enter(x, ctx)
+
+    def leave(self, x: Array, ctx: Context) -> Array:
+        """Normalised output of the layers [B, T, D]."""
+        del ctx
+        return self.model.layout.act(self.model.encoder.norm(x), "batch", "seq_residual", "embed")
+
+
+def in_order(tokens: Array) -> Array:
+    """int32 [B, S] -> positions from 0 on, int32 [B, S]."""
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
