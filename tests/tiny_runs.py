@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from megajax.batch import Batch
-from megajax.data.config import MockConfig
+from megajax.data.config import LoaderConfig, MockConfig, Splits
 from megajax.layers.config import (
     AttentionConfig,
     BlockConfig,
@@ -36,6 +36,9 @@ from megajax.training.state import TrainState
 
 ROWS, LENGTH, VOCABULARY = 24, 16, 250
 """Rows of a step: 24 can be cut into 1, 2, 3, 4, 6, 8, 12 and 24 microbatches."""
+
+READ = 12
+"""Tokens that an encoder reads before the LENGTH that a decoder writes."""
 
 ONE = ParallelConfig(data=1)
 """One device."""
@@ -109,8 +112,25 @@ def pair(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class TheseRows:
+    """A data config that makes what the model reads, without building anything: tests hand in `rows`."""
+
+    schema: tuple[tuple[str, str], ...]
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+
+    def leaves(self) -> dict[str, str]:
+        return dict(self.schema)
+
+    def build(self, **given: Any) -> Splits:
+        raise NotImplementedError("tests hand in rows")
+
+
 def rows(seed: int = 0) -> Batch:
-    """Leaves [ROWS, LENGTH]: up to three documents a row, a fifth of the labels masked, unevenly over the rows."""
+    """Leaves [ROWS, ...]: up to three documents a row, a fifth of the labels masked, unevenly over the rows.
+
+    Those of an encoder are READ long, with some padding.
+    """
     rng = np.random.default_rng(seed)
     text = rng.integers(0, VOCABULARY, (ROWS, LENGTH + 1), dtype=np.int32)
     segments = np.sort(rng.integers(0, 3, (ROWS, LENGTH), dtype=np.int32), axis=1)
@@ -124,6 +144,10 @@ def rows(seed: int = 0) -> Batch:
         "positions": positions,
         "segment_ids": segments,
         "sample": sample,
+        "token_types": (segments > 0).astype(np.int32),
+        "is_random": rng.integers(0, 2, ROWS, dtype=np.int32),
+        "encoder_tokens": rng.integers(0, VOCABULARY, (ROWS, READ), dtype=np.int32),
+        "encoder_segment_ids": (np.arange(READ) < rng.integers(READ // 2, READ, (ROWS, 1))).astype(np.int32),
     }
 
 
@@ -142,7 +166,7 @@ def program(
     assert rest == 0, f"{ROWS} rows are not {microbatches} microbatches on {replicas} devices"
     cfg = RunConfig(
         model=model,
-        data=MockConfig(isolate_documents=isolated),
+        data=MockConfig(isolate_documents=isolated) if "positions" in model.schema() else _made(model),
         parallel=parallel,
         precision=PrecisionConfig(compute=compute),
         schedule=ScheduleConfig(lr=1e-2),
@@ -152,6 +176,10 @@ def program(
     )
     assert not (found := cfg.problems(len(jax.devices()))), found
     return Program.of(cfg, build_mesh(parallel))
+
+
+def _made(model: DecoderConfig) -> TheseRows:
+    return TheseRows(tuple((name, leaf.dtype) for name, leaf in model.schema().items()))
 
 
 def within(program: Program) -> AbstractContextManager:

@@ -1,0 +1,104 @@
+"""BERT and T5 train on every layout like on one device, and count their weights."""
+
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import pytest
+from tiny_runs import LENGTH, ONE, READ, VOCABULARY, program, train
+
+from megajax.config.errors import ConfigError
+from megajax.config.tree import check
+from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
+from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
+from megajax.layers.remat import Recompute
+from megajax.mesh.config import ParallelConfig
+from megajax.models.config import BertConfig, DecoderConfig, T5Config
+
+MLP, NORM = DenseMLPConfig(ffn=48, bias=True), LayerNormConfig()
+READING = BlockConfig(mixer=AttentionConfig(heads=4, bias=True, causal=False), mlp=MLP, norm=NORM)
+WRITING = CrossBlockConfig(
+    mixer=AttentionConfig(heads=4, bias=True),
+    cross=CrossAttentionConfig(heads=4, bias=True),
+    mlp=MLP,
+    norm=NORM,
+)
+
+
+def bert(recompute: Recompute = "selective", *, dropout: float = 0.0) -> BertConfig:
+    return BertConfig(
+        hidden=32,
+        vocabulary_size=VOCABULARY,
+        sequence_length=LENGTH,
+        stack=StackConfig(pattern=(replace(READING, dropout=dropout),), repeats=2),
+        dropout=dropout,
+        recompute=recompute,
+        init_std=0.06,
+        loss_chunk=24,
+    )
+
+
+def t5(recompute: Recompute = "selective", *, dropout: float = 0.0) -> T5Config:
+    return T5Config(
+        hidden=32,
+        vocabulary_size=VOCABULARY,
+        sequence_length=LENGTH,
+        encoder_length=READ,
+        encoder=StackConfig(pattern=(replace(READING, dropout=dropout),), repeats=2),
+        stack=StackConfig(pattern=(replace(WRITING, dropout=dropout),), repeats=2),
+        learned_positions=True,
+        dropout=dropout,
+        recompute=recompute,
+        init_std=0.06,
+        loss_chunk=24,
+    )
+
+
+def slow(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+FOUR_LAYERS = replace(bert(), stack=StackConfig(pattern=(READING,), repeats=4))
+MIXED = ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="zero1")
+FSDP = ParallelConfig(data=4, tensor=2, data_sharding="fsdp")
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        (bert(), ParallelConfig(pipeline=2, data=2, tensor=2, schedule="1f1b")),
+        (t5("full"), MIXED),
+        slow(bert("full"), MIXED),
+        slow(bert(), FSDP),
+        slow(bert(), ParallelConfig(data=8)),
+        slow(bert("none"), ParallelConfig(pipeline=2, data=4, schedule="gpipe")),
+        slow(FOUR_LAYERS, ParallelConfig(pipeline=2, data=2, schedule="interleaved", virtual_stages=2)),
+        slow(bert(dropout=0.1), ParallelConfig(pipeline=2, data=2, tensor=2, sequence=True)),
+        slow(t5(dropout=0.1), MIXED),
+        slow(t5(), FSDP),
+        slow(t5(), ParallelConfig(data=8)),
+        slow(t5("none"), ParallelConfig(data=2, tensor=4)),
+    ],
+)
+def test_trains_like_one_device(model: DecoderConfig, parallel: ParallelConfig) -> None:
+    one, many = (train(model, on, microbatches=3, steps=1, evaluated=False) for on in (ONE, parallel))
+    np.testing.assert_allclose(many.losses, one.losses, rtol=1e-5)
+    assert many.padding == 0
+    for path, expected in one.gradients.items():
+        scale = max(np.abs(expected).max(), 1e-4)
+        np.testing.assert_allclose(many.gradients[path], expected, atol=1e-4 * scale, err_msg=path)
+
+
+def test_berts_weights_are_counted() -> None:
+    made = program(bert(), ONE, microbatches=1)
+    padding = (made.cfg.model.padded_vocabulary() - VOCABULARY) * (32 + 1)
+    assert made.parameters == sum(prod(spec.shape) for spec in made.declared.values()) - padding
+
+
+def test_a_decoders_settings_are_refused() -> None:
+    causal = replace(bert(), stack=StackConfig(pattern=(replace(READING, mixer=AttentionConfig(heads=4)),), repeats=2))
+    plain = replace(t5(), stack=StackConfig(pattern=(READING,), repeats=2))
+    for model, words in ((causal, "set it to false"), (plain, "does not read the encoder")):
+        cfg = replace(program(bert(), ONE, microbatches=1).cfg, model=model)
+        with pytest.raises(ConfigError, match=words):
+            check(cfg, 1)
