@@ -67,7 +67,7 @@ FSDP = ParallelConfig(data=4, tensor=2, data_sharding="fsdp")
     ("model", "parallel"),
     [
         (bert(), ParallelConfig(pipeline=2, data=2, tensor=2, schedule="1f1b")),
-        (t5("full"), MIXED),
+        slow(t5("full"), MIXED),
         slow(bert("full"), MIXED),
         slow(bert(), FSDP),
         slow(bert(), ParallelConfig(data=8)),
