@@ -5,14 +5,14 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.cache import Arrays, load_or_build, user_cache
-from megajax.data.config import BlendConfig
+from megajax.data.config import BlendConfig, TokenFilesConfig
 from megajax.data.gpt import GPTDataset, RowOptions, Tokenizer, TokenSource, pad_token
 from megajax.data.index import IndexRequest, RowIndex, build_index
 from megajax.data.indexed import IndexedTokens
@@ -25,9 +25,16 @@ BLOCK = 4096
 """Rows whose target counts are computed at a time."""
 
 
-class RowSource(Protocol):
-    """Rows by number: `len` and `[i]` -> dict of arrays [S]."""
+class Dataset(Protocol):
+    """Rows of one token file by number: `len` and `[i]` -> dict of arrays."""
 
+    tokens: Any
+    """The token file."""
+    sequence_length: int
+    passes: int
+    """Number of epochs over the split."""
+
+    def order(self) -> str: ...
     def __len__(self) -> int: ...
     def __getitem__(self, row: int) -> dict[str, np.ndarray]: ...
 
@@ -104,7 +111,7 @@ class BlendedDataset:
         UserError: the index needs more rows of a dataset than it has.
     """
 
-    def __init__(self, datasets: Sequence[GPTDataset], index: BlendIndex, weights: Sequence[float]):
+    def __init__(self, datasets: Sequence[Dataset], index: BlendIndex, weights: Sequence[float]):
         self.datasets, self.index, self.weights = tuple(datasets), index, tuple(weights)
         counts = np.bincount(index.datasets, minlength=len(self.datasets))
         for dataset, count in zip(self.datasets, counts.tolist(), strict=True):
@@ -131,73 +138,85 @@ class BlendedDataset:
         return {"dataset_id": dataset, **self.datasets[dataset][int(self.index.samples[row])]}
 
 
-class DatasetBuilder:
-    """Builds datasets from token files with the same options; each index is built once and cached by content."""
+class BlendBuilder[Data: Dataset]:
+    """Splits token files and blends them; how rows are made of a file is up to the subclass.
 
-    def __init__(self, config: BlendConfig, *, tokenizer: Tokenizer, sequence_length: int, seed: int):
-        self.config, self.tokenizer = config, tokenizer
+    Each index is built once and cached by content.
+    """
+
+    def __init__(self, config: TokenFilesConfig, *, seed: int):
+        self.surplus = config.surplus
         self.seed = seed if config.seed is None else config.seed
         if not 0 <= self.seed < SEEDS:
             raise UserError(f"data.seed: expected 0 to {SEEDS - 1} (NumPy's RandomState), found {self.seed}.")
         self.folder = Path(config.cache_dir) if config.cache_dir else user_cache() / "indices"
-        self.options = RowOptions(
-            sequence_length=sequence_length,
-            extra=int(config.extra_token),
-            reset_positions=config.reset_positions,
-            reset_attention_mask=config.reset_attention_mask,
-            eod_mask_loss=config.eod_mask_loss,
-            isolate_documents=config.isolate_documents,
-        )
 
-    def dataset(self, tokens: TokenSource, identity: str, split: str, request: IndexRequest) -> GPTDataset:
-        """Rows of one split of one token file."""
-        description = {"kind": "gpt", "data": identity, "split": split, **asdict(request), **asdict(self.options)}
-        description |= {"tokenizer": self.tokenizer.identity, "pad": pad_token(self.tokenizer)}
-        name = f"{tokens.prefix}, split {split}"
-        arrays = load_or_build(self.folder, description, lambda: build_index(tokens.lengths, request, name)._asdict())
-        index = RowIndex(**arrays)
-        passes = len(index.documents) // (request.last - request.first)  # each reads every sequence once
-        return GPTDataset(tokens, index, self.options, tokenizer=self.tokenizer, passes=passes)
+    def units(self, tokens: Any) -> int:
+        """Number of what a split has shares of."""
+        raise NotImplementedError
 
-    def request(self, split: str, bounds: tuple[int, int], rows: int | None) -> IndexRequest:
-        """Index request of a split with sequences [first, last)."""
-        return IndexRequest(
-            first=bounds[0],
-            last=bounds[1],
-            rows=rows,
-            sequence_length=self.options.sequence_length,
-            seed=self.seed,
-            extra=self.options.extra,
-            drop_last=self.config.drop_last or split != "valid",
-        )
+    def dataset(self, tokens: Any, identity: str, split: str, bounds: tuple[int, int], rows: int | None) -> Data:
+        """At least `rows` rows, or one epoch (None), of the units [first, last) of a token file."""
+        raise NotImplementedError
 
     def splits(
-        self, files: Sequence[TokenSource], weights: np.ndarray | None, shares: Sequence[Range | None], rows: Rows
+        self, files: Sequence[Any], weights: np.ndarray | None, shares: Sequence[Range | None], rows: Rows
     ) -> Splits:
         """The splits that `rows` requests, from one token file or a blend of several.
 
-        Validation or test with a share of zero is None; a share that rounds to no sequence is an error.
+        Validation or test with a share of zero is None; a share that rounds to no unit is an error.
         """
         if len(files) > MAXIMUM_DATASETS:
             raise UserError(f"a blend of {len(files)} datasets: at most {MAXIMUM_DATASETS} are possible. Merge some.")
         identities = [tokens.identity() for tokens in files]
-        built: list[GPTDataset | BlendedDataset | None] = [None, None, None]
+        built: list[Data | BlendedDataset | None] = [None, None, None]
         for position, split, asked in wanted(rows):
             if shares[position] is None and split != "train":
                 continue
             single = len(files) == 1 and weights is None
             each: Sequence[int | None] = [asked if single else None] * len(files)
             if weights is not None and asked is not None:
-                each = rows_needed(asked, weights, self.config.surplus)
+                each = rows_needed(asked, weights, self.surplus)
             datasets = []
             for tokens, identity, count in zip(files, identities, each, strict=True):
-                request = self.request(split, split_bounds(shares[position], len(tokens.lengths)), count)
-                datasets.append(self.dataset(tokens, identity, split, request))
+                bounds = split_bounds(shares[position], self.units(tokens))
+                datasets.append(self.dataset(tokens, identity, split, bounds, count))
             built[position] = datasets[0] if single else self._blend(datasets, weights, asked, identities)
         return Splits(*built)
 
+    def configured(self, config: TokenFilesConfig, rows: Rows) -> Splits:
+        """Row sources of the config's files for the splits that a run requests; None for the others.
+
+        One prefix without a weight gives the requested number of rows; a blend with weights has Σ ceil(rows · weight)
+        rows; a blend without weights, or for one pass (rows None), reads one epoch of each dataset, in proportion to
+        their lengths.
+
+        Raises:
+            UserError: missing or damaged files, a requested split that is empty, too few tokens.
+        """
+        if config.paths:
+            prefixes, weights = parse_paths(config.paths)
+            files = [IndexedTokens(prefix) for prefix in prefixes]
+            scaled = None if weights is None else normalised(weights)
+            return self.splits(files, scaled, parse_split(config.split), rows)
+        built: list[Data | BlendedDataset | None] = [None, None, None]
+        for position, name, asked in wanted(rows):
+            items = getattr(config, f"{name}_paths")
+            if not items and name != "train":
+                continue
+            if not items:
+                raise UserError("data.train_paths is empty: there is nothing to train on.")
+            prefixes, weights = parse_paths(items)
+            files = [IndexedTokens(prefix) for prefix in prefixes]
+            # A single prefix is not a blend, even with a weight: Megatron-LM's rule for lists per split.
+            scaled = None if weights is None or len(prefixes) == 1 else normalised(weights)
+            shares = [(0.0, 1.0) if other == name else None for other in NAMES]
+            only = Rows(*(asked if other == name else 0 for other in NAMES))
+            built[position] = self.splits(files, scaled, shares, only)[position]
+        return Splits(*built)
+
     def _blend(
-        self, datasets: list[GPTDataset], weights: np.ndarray | None, rows: int | None, identities: list[str]
+        self, datasets: list[Data], weights: np.ndarray | None, rows: int | None, identities: list[str]
     ) -> BlendedDataset:
         lengths = [len(dataset) for dataset in datasets]
         description = {"kind": "blend", "data": identities, "lengths": lengths, "rows": rows}
@@ -216,34 +235,46 @@ class DatasetBuilder:
         return BlendedDataset(datasets, index, lengths if weights is None else weights.tolist())
 
 
+class DatasetBuilder(BlendBuilder[GPTDataset]):
+    """Rows for language models; splits are shares of the sequences."""
+
+    def __init__(self, config: BlendConfig, *, tokenizer: Tokenizer, sequence_length: int, seed: int):
+        super().__init__(config, seed=seed)
+        self.tokenizer, self.drop_last = tokenizer, config.drop_last
+        self.options = RowOptions(
+            sequence_length=sequence_length,
+            extra=int(config.extra_token),
+            reset_positions=config.reset_positions,
+            reset_attention_mask=config.reset_attention_mask,
+            eod_mask_loss=config.eod_mask_loss,
+            isolate_documents=config.isolate_documents,
+        )
+
+    def units(self, tokens: TokenSource) -> int:
+        return len(tokens.lengths)
+
+    def dataset(
+        self, tokens: TokenSource, identity: str, split: str, bounds: tuple[int, int], rows: int | None
+    ) -> GPTDataset:
+        request = IndexRequest(
+            first=bounds[0],
+            last=bounds[1],
+            rows=rows,
+            sequence_length=self.options.sequence_length,
+            seed=self.seed,
+            extra=self.options.extra,
+            drop_last=self.drop_last or split != "valid",
+        )
+        description = {"kind": "gpt", "data": identity, "split": split, **asdict(request), **asdict(self.options)}
+        description |= {"tokenizer": self.tokenizer.identity, "pad": pad_token(self.tokenizer)}
+        name = f"{tokens.prefix}, split {split}"
+        arrays = load_or_build(self.folder, description, lambda: build_index(tokens.lengths, request, name)._asdict())
+        index = RowIndex(**arrays)
+        passes = len(index.documents) // (request.last - request.first)  # each reads every sequence once
+        return GPTDataset(tokens, index, self.options, tokenizer=self.tokenizer, passes=passes)
+
+
 def build_splits(config: BlendConfig, *, tokenizer: Tokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:
-    """Row sources for the splits that a run requests; None for the others.
-
-    One prefix without a weight gives the requested number of rows; a blend with weights has Σ ceil(rows · weight)
-    rows; a blend without weights, or for one pass (rows None), reads one epoch of each dataset, in proportion to their
-    lengths.
-
-    Raises:
-        UserError: missing or damaged files, a requested split that is empty, too few tokens.
-    """
+    """Rows of tokens for the splits that a run requests; see `BlendBuilder.configured`."""
     builder = DatasetBuilder(config, tokenizer=tokenizer, sequence_length=schema["tokens"].positions(), seed=seed)
-    if config.paths:
-        prefixes, weights = parse_paths(config.paths)
-        files = [IndexedTokens(prefix) for prefix in prefixes]
-        scaled = None if weights is None else normalised(weights)
-        return builder.splits(files, scaled, parse_split(config.split), rows)
-    built: list[GPTDataset | BlendedDataset | None] = [None, None, None]
-    for position, name, asked in wanted(rows):
-        items = getattr(config, f"{name}_paths")
-        if not items and name != "train":
-            continue
-        if not items:
-            raise UserError("data.train_paths is empty: there is nothing to train on.")
-        prefixes, weights = parse_paths(items)
-        files = [IndexedTokens(prefix) for prefix in prefixes]
-        # A single prefix is not a blend, even with a weight: Megatron-LM's rule for lists per split.
-        scaled = None if weights is None or len(prefixes) == 1 else normalised(weights)
-        shares = [(0.0, 1.0) if other == name else None for other in NAMES]
-        only = Rows(*(asked if other == name else 0 for other in NAMES))
-        built[position] = builder.splits(files, scaled, shares, only)[position]
-    return Splits(*built)
+    return builder.configured(config, rows)

@@ -17,6 +17,7 @@ __all__ = [
     "BlendConfig",
     "DataConfig",
     "LoaderConfig",
+    "MaskedSentencesConfig",
     "MockConfig",
     "Rows",
     "RowsConfig",
@@ -79,10 +80,8 @@ class LoaderConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BlendConfig(Builds):
-    """One token file or a weighted blend of several, cut into the same rows as by Megatron-LM."""
-
-    target: ClassVar[str] = "megajax.data.blend:build_splits"
+class TokenFilesConfig(Builds):
+    """Token files, one or a weighted blend of several, and how they are split."""
 
     paths: tuple[str, ...] = ()
     """Prefixes of .bin/.idx pairs, each split into train, validation and test: "a,b", or with weights "0.3,a,0.7,b"."""
@@ -93,32 +92,16 @@ class BlendConfig(Builds):
     test_paths: tuple[str, ...] = ()
     """The same for the test split."""
     split: str = "969,30,1"
-    """Shares of training, validation and test in each of `paths`, by number of sequences; scaled to a sum of 1."""
+    """Shares of training, validation and test in each of `paths`, by number of sequences, or by number of documents for
+    masked data; scaled to a sum of 1."""
     cache_dir: str | None = None
     """Folder for index files; none: the user's cache folder. It need not be shared between hosts."""
-    reset_positions: bool = False
-    """Restart positions at 0 after each end-of-document token."""
-    reset_attention_mask: bool = False
-    """Tokens do not attend past the end-of-document token before them."""
-    eod_mask_loss: bool = False
-    """Mask the loss where the input is the end-of-document token."""
-    isolate_documents: bool = False
-    """Mask attention between documents of one row and restart positions at each. Documents are the stored sequences,
-    with or without an end-of-document token."""
-    extra_token: bool = True
-    """Read one token more than a row holds, as the label of the last one."""
-    drop_last: bool = True
-    """Drop the incomplete last row of the validation split; false pads it. Other splits always drop it."""
     surplus: float = 0.005
     """Additional share of rows built for each dataset of a blend, beyond what its weight needs."""
     seed: int | None = None
     """Seed for the order of documents and rows; none: the run's seed."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     """How rows are read ahead."""
-
-    def leaves(self) -> dict[str, str]:
-        """The leaves of a row, name -> dtype."""
-        return text_leaves(self.isolate_documents or self.reset_attention_mask)
 
     def problems(self) -> list[Problem]:
         problems = _split_problems(self.split) + _at_least("surplus", self.surplus, 0)
@@ -133,6 +116,73 @@ class BlendConfig(Builds):
                 parse_paths(items or ("unset",))
             except UserError as error:
                 problems.append(Problem(name, str(error)))
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlendConfig(TokenFilesConfig):
+    """One token file or a weighted blend of several, cut into the same rows as by Megatron-LM."""
+
+    target: ClassVar[str] = "megajax.data.blend:build_splits"
+
+    reset_positions: bool = False
+    """Restart positions at 0 after each end-of-document token."""
+    reset_attention_mask: bool = False
+    """Tokens do not attend past the end-of-document token before them."""
+    eod_mask_loss: bool = False
+    """Mask the loss where the input is the end-of-document token."""
+    isolate_documents: bool = False
+    """Mask attention between documents of one row and restart positions at each. Documents are the stored sequences,
+    with or without an end-of-document token."""
+    extra_token: bool = True
+    """Read one token more than a row holds, as the label of the last one."""
+    drop_last: bool = True
+    """Drop the incomplete last row of the validation split; false pads it. Other splits always drop it."""
+
+    def leaves(self) -> dict[str, str]:
+        """The leaves of a row, name -> dtype."""
+        return text_leaves(self.isolate_documents or self.reset_attention_mask)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedSentencesConfig(TokenFilesConfig):
+    """Runs of sentences with masked words, for BERT: the same samples as by Megatron-LM.
+
+    A document of the token files has a sequence for each sentence (`megajax.preprocess --split-sentences`).
+    """
+
+    target: ClassVar[str] = "megajax.data.masked_sentences:build_splits"
+
+    next_sentence: bool = True
+    """Cut a sample into two parts, in half of the samples exchanged: BERT's second task. False: one part."""
+    mask_probability: float = 0.15
+    """Share of the tokens that are masked: 80 % become the mask token, 10 % a random one, 10 % stay."""
+    short_probability: float = 0.1
+    """Share of the samples that have a random length in place of the row's."""
+    largest_ngram: int = 3
+    """Words of the longest n-gram that is masked as a whole."""
+    full_words: bool = True
+    """Mask a word with all its pieces."""
+    geometric: bool = False
+    """Draw the lengths of n-grams from a geometric distribution (SpanBERT) in place of probabilities that fall with
+    1/n."""
+    longer_ngrams: bool = False
+    """Exchange the probabilities of short and long n-grams."""
+
+    def leaves(self) -> dict[str, str]:
+        """The leaves of a row, name -> dtype."""
+        names = ("tokens", "labels", "segment_ids", "token_types")
+        leaves = {"loss_mask": "float32"} | dict.fromkeys(names, "int32")
+        return leaves | {"is_random": "int32"} if self.next_sentence else leaves
+
+    def problems(self) -> list[Problem]:
+        problems = TokenFilesConfig.problems(self)
+        if not 0 < self.mask_probability < 1:
+            problems.append(Problem("mask_probability", f"expected more than 0, less than 1: {self.mask_probability}"))
+        problems += _between("short_probability", self.short_probability, 0, 1)
+        problems += _at_least("largest_ngram", self.largest_ngram, 1)
+        if self.geometric and self.longer_ngrams:
+            problems.append(Problem("longer_ngrams", "has no effect with geometric lengths", "set one of the two"))
         return problems
 
 
@@ -181,4 +231,4 @@ class StandardLibraryConfig(Builds):
         return _split_problems(self.split) + _between("megabytes", self.megabytes, 0.01, 1e6)
 
 
-DataConfig = BlendConfig | MockConfig | StandardLibraryConfig
+DataConfig = BlendConfig | MaskedSentencesConfig | MockConfig | StandardLibraryConfig

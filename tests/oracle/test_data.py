@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megajax.data.blend import BlendedDataset, weighted_index
-from megajax.data.config import BlendConfig, Rows
+from megajax.data.config import BlendConfig, MaskedSentencesConfig, Rows
 from megajax.data.indexed import IndexedTokens, IndexedWriter, has_modes, index_path, token_dtype, tokens_path
 from megajax.data.loader import LocalRows
 from megajax.data.splits import NAMES, parse_split, split_bounds
@@ -255,9 +255,69 @@ def test_sample_order(key: str) -> None:
     assert len(expected) - whole == (0 if match[6] == "True" or (total - consumed) % (micro * shards) == 0 else 1)
 
 
-@pytest.mark.parametrize("key", cases(load_json("masked_fim_sft_meta.json")))
-def test_other_kinds(key: str) -> None:
-    pytest.skip(f"unsupported: {key.split('/')[0]} datasets")
+MASKED_META, MASKED = load_json("masked_fim_sft_meta.json"), load_arrays("masked_fim_sft.npz")
+
+
+def word_pieces(size: int = 256) -> SimpleNamespace:
+    """The tokenizer behind the masked samples: every third of the ordinary ids continues a word."""
+    ids = np.arange(size)
+    special = {"pad": 0, "cls": 1, "sep": 2, "mask": 3, "bos": 4, "eos": 5}
+    return SimpleNamespace(
+        vocabulary_size=size, continues=(ids % 3 == 0) & (ids > 5), sentinels=ids[206:], identity="pieces", **special
+    )
+
+
+def build_masked(case: dict[str, Any], cache: Path, kind: type, **options: Any) -> Any:
+    """Splits of the case, with the settings that all masked data has."""
+    config = kind(
+        paths=(str(corpus(case.get("corpus", "corpusC").removeprefix("corpus"))),),
+        split=case["split"],
+        cache_dir=str(cache),
+        mask_probability=case["masking_probability"],
+        short_probability=case["short_sequence_probability"],
+        largest_ngram=case["masking_max_ngram"],
+        full_words=case["masking_do_full_word"],
+        geometric=case["masking_use_geometric_distribution"],
+        longer_ngrams=case["masking_use_longer_ngrams"],
+        **options,
+    )
+    assert not config.problems()
+    schema = text_schema(case["seq"], 256)
+    return config.build(tokenizer=word_pieces(), schema=schema, rows=Rows(*case["sizes"]), seed=case["seed"])
+
+
+def check_masked(key: str, name: str, dataset: Any, leaves: dict[str, str]) -> None:
+    """The sample map and all samples of a split. Labels without loss are -1 in Megatron-LM, 0 here."""
+    prefix = f"{key}/{name}/"
+    assert len(dataset) == MASKED_META[key][f"{name}_len"]
+    np.testing.assert_array_equal(dataset.index, MASKED[prefix + "sample_index"])
+    assert dataset.index.dtype == MASKED[prefix + "sample_index"].dtype
+    assert {key.removeprefix(prefix) for key in MASKED if key.startswith(prefix)} == {"sample_index", *leaves}
+    rows = [dataset[i] for i in range(len(MASKED[prefix + "labels"]))]
+    for theirs, ours in leaves.items():
+        expected = MASKED[prefix + theirs]
+        actual = np.stack([row[ours] for row in rows])
+        if theirs == "labels":
+            actual = np.where(MASKED[prefix + "loss_mask"], actual, -1)
+        np.testing.assert_array_equal(actual, expected, err_msg=prefix + theirs)
+
+
+BERT_LEAVES = {"text": "tokens", "types": "token_types", "padding_mask": "segment_ids"} | {
+    name: name for name in ("labels", "is_random", "loss_mask", "truncated")
+}
+
+
+@pytest.mark.parametrize("key", cases(MASKED_META))
+def test_masked(key: str, cache: Path) -> None:
+    case = MASKED_META[key]
+    if not key.startswith("bert/"):
+        pytest.skip(f"unsupported: {key.split('/')[0]} datasets")
+    if case["masking_do_permutation"]:
+        pytest.skip("unsupported: permutation, which Megatron-LM draws from an unseeded generator")
+    splits = build_masked(case, cache, MaskedSentencesConfig, next_sentence=case["classification_head"])
+    for name, dataset in zip(NAMES, splits, strict=True):
+        if dataset is not None:
+            check_masked(key, name, dataset, BERT_LEAVES)
 
 
 def test_weighted_index_is_stored_whole() -> None:
