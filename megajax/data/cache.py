@@ -74,7 +74,7 @@ def _write(path: Path, description: Mapping[str, object], arrays: Arrays) -> Non
                 file.write(data)
 
             put(MAGIC + json.dumps(head, sort_keys=True).encode() + b"\n")
-            for values in arrays.values():
+            for _, values in sorted(arrays.items()):  # as the sorted keys of `head`
                 put(bytes(-file.tell() % ALIGNMENT))
                 put(np.ascontiguousarray(values).reshape(values.size).view(np.uint8).data)
             file.write(digest.digest())

@@ -148,7 +148,7 @@ class BlendConfig(TokenFilesConfig):
 class MaskedSentencesConfig(TokenFilesConfig):
     """Runs of sentences with masked words, for BERT: the same samples as by Megatron-LM.
 
-    A document of the token files has a sequence for each sentence (`megajax.preprocess --split-sentences`).
+    A document of the token files has a sequence for each sentence.
     """
 
     target: ClassVar[str] = "megajax.data.masked_sentences:build_splits"

@@ -146,8 +146,8 @@ def _usable(lengths: np.ndarray, table: np.ndarray, request: MaskedRequest, name
         raise UserError(
             f"{name}: none of its {len(counts)} documents can be used: {np.sum(counts == 0)} have no sentence, "
             f"{np.sum(~enough)} fewer than the {request.sentences} that a sample needs, {np.sum(enough & too_long)} "
-            f"one longer than {LONGEST_SENTENCE} tokens. Masked data needs a sequence for each sentence (python -m "
-            "megajax.preprocess --split-sentences) and documents of several sentences."
+            f"one longer than {LONGEST_SENTENCE} tokens. Masked data needs a sequence for each "
+            "sentence, and documents of several sentences."
         )
     return enough & ~too_long
 

@@ -15,10 +15,9 @@ from megajax.data.config import MaskedSentencesConfig
 from megajax.data.gpt import ORDER_SAMPLE
 from megajax.data.indexed import IndexedTokens
 from megajax.data.masked_index import MaskedRequest, build_masked_index
-from megajax.data.masking import Masking, NgramMasking
+from megajax.data.masking import Masking, NgramMasking, SampleGenerators
 from megajax.data.splits import Rows, Splits
 
-SEEDS = 1 << 32
 MASKED = 0.8
 """Share of the chosen tokens that become the mask token; half of the others become a random one."""
 
@@ -98,7 +97,7 @@ class MaskedSentences:
         self.tokens, self.index, self.options, self.passes = tokens, index, options, passes
         self.text = SentenceText(tokens, tokenizer.vocabulary_size)
         self.sequence_length = options.sequence_length
-        self._tokenizer = tokenizer
+        self._tokenizer, self._generators = tokenizer, SampleGenerators(options.seed)
         special = (tokenizer.cls, tokenizer.sep)
         self._ngrams = NgramMasking(options.masking, np.asarray(tokenizer.continues, bool), special)
 
@@ -113,7 +112,7 @@ class MaskedSentences:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of a dataset of {len(self)} rows")
         first, last, target = self.index[row].tolist()
-        generator = np.random.RandomState((self.options.seed + row) % SEEDS)
+        generator = self._generators.of(row)
         parts, is_random = self._parts(first, last, generator)
         parts, truncated = truncate(parts, target, generator)
         cls, sep = [self._tokenizer.cls], [self._tokenizer.sep]

@@ -10,10 +10,11 @@ from megajax.data.config import BlendConfig
 from megajax.data.indexed import index_path, tokens_path
 from megajax.data.preprocessing_options import tokenizer_options
 from megajax.data.splits import parse_paths
-from megajax.tokenizers.config import GPT2TokenizerConfig, HuggingFaceTokenizerConfig
+from megajax.tokenizers.config import GPT2TokenizerConfig, HuggingFaceTokenizerConfig, WordPieceTokenizerConfig
 
 SOURCES = {
     GPT2TokenizerConfig: "GPT-2's vocab.json and merges.txt: https://huggingface.co/openai-community/gpt2",
+    WordPieceTokenizerConfig: "BERT's vocab.txt: https://huggingface.co/google-bert/bert-base-uncased",
     HuggingFaceTokenizerConfig: "A tokenizer.json comes with every model on https://huggingface.co",
 }
 
@@ -50,4 +51,6 @@ def demand_files(data: Any, tokenizer: Any) -> None:
 def _files(tokenizer: Any) -> tuple[str, ...]:
     if isinstance(tokenizer, GPT2TokenizerConfig):
         return tokenizer.vocabulary, tokenizer.merges
+    if isinstance(tokenizer, WordPieceTokenizerConfig):
+        return (tokenizer.vocabulary,)
     return (tokenizer.path,) if isinstance(tokenizer, HuggingFaceTokenizerConfig) else ()

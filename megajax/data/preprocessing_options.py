@@ -18,6 +18,7 @@ from megajax.tokenizers.config import (
     HuggingFaceTokenizerConfig,
     NullTokenizerConfig,
     TokenizerConfig,
+    WordPieceTokenizerConfig,
 )
 
 TEXT_KEY = "text"
@@ -84,8 +85,9 @@ def parser() -> argparse.ArgumentParser:
         ".gz and .zst; their order is the order of the documents")  # fmt: skip
     add("--output-prefix", required=True, metavar="PREFIX", help="where to write, without _KEY_document and suffix")
     add("--tokenizer", required=True, metavar="KIND", help="byte; gpt2 (needs --vocab-file, --merge-file); null (text "
-        "is numbers, needs --vocab-size); or the path of a Hugging Face tokenizer.json")  # fmt: skip
-    add("--vocab-file", metavar="FILE", help="vocab.json of --tokenizer=gpt2")
+        "is numbers, needs --vocab-size); wordpiece or wordpiece-cased (needs --vocab-file); or the path of a Hugging "
+        "Face tokenizer.json")  # fmt: skip
+    add("--vocab-file", metavar="FILE", help="vocab.json of --tokenizer=gpt2, vocab.txt of WordPiece")
     add("--merge-file", metavar="FILE", help="merges.txt of --tokenizer=gpt2")
     add("--vocab-size", type=int, metavar="N", help="vocabulary of --tokenizer=null; its last id ends a document")
     add("--eod-token", metavar="TOKEN", help="token that ends a document (default: gpt2's, or the usual ones)")
@@ -105,16 +107,26 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+WORDPIECE = {"wordpiece": True, "wordpiece-cased": False}
+"""Names of WordPiece tokenizers, and whether they lower-case the text."""
+NEEDS = {"gpt2": ("vocab_file", "merge_file"), "null": ("vocab_size",)} | dict.fromkeys(WORDPIECE, ("vocab_file",))
+"""The options that a tokenizer is read from."""
+
+
 def tokenizer_config(options: argparse.Namespace) -> TokenizerConfig:
     """The tokenizer of the options. Raises UserError for inconsistent options."""
     kind, eod = options.tokenizer, options.eod_token
-    wanted = {"gpt2": ("vocab_file", "merge_file"), "null": ("vocab_size",)}.get(kind, ())
+    wanted = NEEDS.get(kind, ())
     for name in ("vocab_file", "merge_file", "vocab_size"):
         if (getattr(options, name) is None) == (name in wanted):
             state = "needs" if name in wanted else "has no use for"
             raise UserError(f"--tokenizer={kind} {state} --{name.replace('_', '-')}.")
     if kind in ("byte", "null") and eod is not None:
         raise UserError(f"--tokenizer={kind} has no use for --eod-token: its last id ends a document.")
+    if kind in WORDPIECE:
+        if eod is not None:
+            raise UserError(f"--tokenizer={kind} has no use for --eod-token: [EOS] ends a document.")
+        return WordPieceTokenizerConfig(vocabulary=options.vocab_file, lower=WORDPIECE[kind])
     if kind == "byte":
         return ByteTokenizerConfig()
     if kind == "null":
@@ -123,7 +135,8 @@ def tokenizer_config(options: argparse.Namespace) -> TokenizerConfig:
         named = {} if eod is None else {"eod": eod}
         return GPT2TokenizerConfig(vocabulary=options.vocab_file, merges=options.merge_file, **named)
     if not os.path.exists(kind):
-        raise UserError(f"--tokenizer={kind}: neither byte, gpt2 or null nor a tokenizer.json that exists.")
+        known = ", ".join(("byte", "gpt2", "null", *WORDPIECE))
+        raise UserError(f"--tokenizer={kind}: neither one of {known} nor a tokenizer.json that exists.")
     return HuggingFaceTokenizerConfig(path=kind, eod=eod)
 
 
@@ -138,6 +151,9 @@ def tokenizer_options(config: TokenizerConfig) -> list[str]:
             files = ["--tokenizer=gpt2", f"--vocab-file={config.vocabulary}", f"--merge-file={config.merges}"]
             usual = GPT2TokenizerConfig(vocabulary="", merges="").eod
             return files if config.eod == usual else [*files, f"--eod-token={config.eod}"]
+        case WordPieceTokenizerConfig():
+            kind = next(name for name, lower in WORDPIECE.items() if lower == config.lower)
+            return [f"--tokenizer={kind}", f"--vocab-file={config.vocabulary}"]
         case HuggingFaceTokenizerConfig():
             return [f"--tokenizer={config.path}"] + ([f"--eod-token={config.eod}"] if config.eod else [])
         case _:

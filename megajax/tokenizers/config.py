@@ -64,5 +64,28 @@ class NullTokenizerConfig(Builds):
         return [] if self.vocabulary_size > 0 else [Problem("vocabulary_size", f"is {self.vocabulary_size}", hint)]
 
 
-TokenizerConfig = ByteTokenizerConfig | GPT2TokenizerConfig | HuggingFaceTokenizerConfig | NullTokenizerConfig
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WordPieceTokenizerConfig(Builds):
+    """BERT's WordPiece, from vocab.txt (extra `tokenizers`), with the tokens that masked data needs."""
+
+    target: ClassVar[str] = "megajax.tokenizers.wordpiece:WordPieceTokenizer"
+
+    vocabulary: str
+    """Path of vocab.txt, with one token in each line."""
+    lower: bool = True
+    """Lower-case the text and strip accents; false for a cased vocabulary."""
+    extra_ids: int = 0
+    """Sentinels <extra_id_0>, … added after the vocabulary: T5 needs one for each masked span, usually 100."""
+
+    def problems(self) -> list[Problem]:
+        return [] if self.extra_ids >= 0 else [Problem("extra_ids", f"is {self.extra_ids}", "give 0 or more")]
+
+
+TokenizerConfig = (
+    ByteTokenizerConfig
+    | GPT2TokenizerConfig
+    | HuggingFaceTokenizerConfig
+    | NullTokenizerConfig
+    | WordPieceTokenizerConfig
+)
 """Every tokenizer a run can name."""

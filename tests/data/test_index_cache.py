@@ -108,3 +108,11 @@ def test_every_option_and_the_data_are_in_the_key(tmp_path: Path, built: list[st
     os.utime(f"{prefix}.idx", ns=(times.st_atime_ns, times.st_mtime_ns))
     build()
     assert len(built) == len(changes) + 1  # other content, of the same size and date
+
+
+def test_names_of_arrays_need_no_order(tmp_path):
+    arrays = {"second": np.arange(3), "first": np.ones(70, np.uint32)}
+    for _ in range(2):  # built, then read
+        stored = load_or_build(tmp_path, {"kind": "order"}, lambda: arrays)
+        for name, values in arrays.items():
+            np.testing.assert_array_equal(stored[name], values)

@@ -375,7 +375,11 @@ def test_command_line(tmp_path, capsys, own_signals):
         (["--tokenizer=byte", "--merge-file=x"], "--tokenizer=byte has no use for --merge-file."),
         (["--tokenizer=null"], "--tokenizer=null needs --vocab-size."),
         (["--tokenizer=byte", "--eod-token=x"], "--tokenizer=byte has no use for --eod-token"),
-        (["--tokenizer=bytes"], "--tokenizer=bytes: neither byte, gpt2 or null nor a tokenizer.json that exists"),
+        (
+            ["--tokenizer=bytes"],
+            "--tokenizer=bytes: neither one of byte, gpt2, null, wordpiece, wordpiece-cased nor a tokenizer.json that "
+            "exists",
+        ),
         (["--tokenizer=byte", "--workers=0"], "--workers=0: at least 1"),
         (["--tokenizer=byte", "--document-regex=("], "is no regular expression"),
         (["--tokenizer=byte", "--document-regex=a", "--document=line"], "give one of them"),

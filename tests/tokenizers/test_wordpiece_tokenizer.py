@@ -1,0 +1,77 @@
+"""BERT's WordPiece."""
+
+import pytest
+
+from megajax.config.errors import UserError
+from megajax.tokenizers.config import WordPieceTokenizerConfig
+
+pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+WORDS = ["un", "##aff", "##able", "The", "the", "cafe", "café", ",", "[", "]", "mask", "##s"]
+
+
+@pytest.fixture
+def vocabulary(tmp_path):
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join(SPECIAL + WORDS) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def pieces(tokenizer, text):
+    names = SPECIAL + WORDS + ["[BOS]", "[EOS]"]
+    return [names[number] for number in tokenizer.encode(text)]
+
+
+def test_words_become_the_longest_pieces(vocabulary):
+    tokenizer = WordPieceTokenizerConfig(vocabulary=vocabulary).build()
+    assert pieces(tokenizer, "UNaffable, Thé cafés\nunknown") == [
+        *("un", "##aff", "##able", ",", "the", "cafe", "##s", "[UNK]")
+    ]
+    assert tokenizer.decode(tokenizer.encode("the unaffable masks")) == "the unaffable masks"
+    # What is written out in the text is text.
+    assert pieces(tokenizer, "[MASK]") == ["[", "mask", "]"]
+    # Normalisation drops U+FFFD, which bytes that are no UTF-8 become.
+    assert tokenizer.encode("").tolist() == [] and tokenizer.encode_bytes(b"the \xff").tolist() == [9]
+
+
+def test_cased_vocabulary_keeps_case_and_accents(vocabulary):
+    tokenizer = WordPieceTokenizerConfig(vocabulary=vocabulary, lower=False).build()
+    assert pieces(tokenizer, "The café THE") == ["The", "café", "[UNK]"]
+    assert tokenizer.identity != WordPieceTokenizerConfig(vocabulary=vocabulary).build().identity
+
+
+def test_special_tokens_and_pieces(vocabulary):
+    tokenizer = WordPieceTokenizerConfig(vocabulary=vocabulary, extra_ids=2).build()
+    assert (tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask) == (0, 2, 3, 4)
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.eod) == (17, 18, 18)
+    assert tokenizer.sentinels.tolist() == [19, 20] and tokenizer.vocabulary_size == 21
+    assert tokenizer.continues.nonzero()[0].tolist() == [6, 7, 16]
+
+
+def test_same_ids_as_hugging_face(vocabulary, tmp_path):
+    """Its own way to BERT's tokenizer: the class that reads vocab.txt."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.BertWordPieceTokenizer(vocabulary)
+    text = "The unaffable, cafés 猫 masked\tthe the"
+    ours = WordPieceTokenizerConfig(vocabulary=vocabulary).build()
+    assert ours.encode(text).tolist() == made.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([*SPECIAL[:4], *WORDS], r"no token \[MASK\]"),
+        ([*SPECIAL, "a", "b", "a"], "line 8: token 'a' is in line 6, too"),
+    ],
+)
+def test_wrong_vocabularies(lines, message, tmp_path):
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join(lines))
+    with pytest.raises(UserError, match=message):
+        WordPieceTokenizerConfig(vocabulary=str(path)).build()
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"none\.txt: cannot read this WordPiece vocabulary"):
+        WordPieceTokenizerConfig(vocabulary=str(tmp_path / "none.txt")).build()
