@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config.errors import UserError
-from megajax.data.config import BlendConfig
+from megajax.data.config import TokenFilesConfig
 from megajax.data.indexed import index_path, tokens_path
 from megajax.data.preprocessing_options import tokenizer_options
 from megajax.data.splits import parse_paths
@@ -20,12 +20,12 @@ SOURCES = {
 
 
 def demand_files(data: Any, tokenizer: Any) -> None:
-    """Checks that the token files of a BlendConfig exist, before the tokenizer is built or a file is read.
+    """Checks that the token files of a data config exist, before the tokenizer is built or a file is read.
 
     Raises:
         UserError: names the missing files, including those of the tokenizer, and the command that writes them.
     """
-    if not isinstance(data, BlendConfig):
+    if not isinstance(data, TokenFilesConfig):
         return
     lists = [items for items in (data.paths, data.train_paths, data.valid_paths, data.test_paths) if items]
     prefixes = [prefix for items in lists for prefix in parse_paths(items)[0]]
@@ -36,10 +36,11 @@ def demand_files(data: Any, tokenizer: Any) -> None:
     unread = [path for path in _files(tokenizer) if not Path(path).exists()]
     lines += [f"tokenizer: no such file: {', '.join(unread)}"] if unread else []
     words = tokenizer_options(tokenizer)
-    match = re.fullmatch(r"(.+)_([^_/]+)_document", str(absent[0].with_suffix("")))
+    match = re.fullmatch(r"(.+)_([^_/]+)_(document|sentence)", str(absent[0].with_suffix("")))
     if words and match:
         key = [] if match[2] == "text" else [f"--json-keys={match[2]}"]
-        words = ["--input", "corpus.jsonl", "--output-prefix", match[1], *words, *key, "--append-eod"]
+        kind = ["--append-eod"] if match[3] == "document" else ["--split-sentences"]
+        words = ["--input", "corpus.jsonl", "--output-prefix", match[1], *words, *key, *kind]
         lines += ["Make the token files from your own text, corpus.jsonl here (JSON lines or plain text):"]
         lines += [f"  python -m megajax.preprocess {shlex.join(words)}"]
     else:

@@ -28,7 +28,8 @@ from megajax.config.errors import UserError
 from megajax.data.indexed import IndexedTokens, IndexedWriter, index_path, token_dtype, tokens_path
 from megajax.data.preprocessing_options import TEXT_KEY, Preprocessing
 from megajax.data.preprocessing_report import Counts, Preprocessed
-from megajax.data.text_files import Chunk, TextFile, cut, find_files, json_lines, json_texts, text_documents
+from megajax.data.sentences import split_sentences
+from megajax.data.text_files import Chunk, TextFile, WholeFile, cut, find_files, json_lines, json_texts, text_documents
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.config import TokenizerConfig
 
@@ -49,11 +50,18 @@ class _Result:
 
 
 def preprocess_text(
-    documents: Iterable[str | bytes], prefix: str | Path, tokenizer: Tokenizer, append_eod: bool = True
+    documents: Iterable[str | bytes],
+    prefix: str | Path,
+    tokenizer: Tokenizer,
+    append_eod: bool = True,
+    sentences: Callable[[bytes], Iterable[bytes]] | None = None,
 ) -> Counts:
     """Tokenises documents, in this process, into PREFIX.bin and PREFIX.idx; one sequence per document.
 
     A document without tokens adds only a boundary, without an end-of-document token. The files appear at the end.
+
+    Args:
+        sentences: splits a document into sentences, each a sequence of its own: `split_sentences` or your own rule.
 
     Raises:
         UserError: PREFIX cannot be written, or the tokenizer refuses a document.
@@ -63,7 +71,9 @@ def preprocess_text(
         for document in documents
     )
     with IndexedWriter(prefix, token_dtype(tokenizer.vocabulary_size)) as writer:
-        return _write_documents([writer], tokenizer, ((data,) for data in encoded), append_eod=append_eod)
+        return _write_documents(
+            [writer], tokenizer, ((data,) for data in encoded), append_eod=append_eod, sentences=sentences
+        )
 
 
 def _write_documents(
@@ -72,19 +82,22 @@ def _write_documents(
     documents: Iterable[tuple[bytes, ...]],
     *,
     append_eod: bool,
+    sentences: Callable[[bytes], Iterable[bytes]] | None,
     stored: int = 0,
 ) -> Counts:
-    """Adds each text of a document to its writer. stored: bytes on disk."""
+    """Adds each text of a document to its writer, the end to its last sequence. stored: bytes on disk."""
     text, tokens = 0, []
+    end = np.array([tokenizer.eod], writers[0].dtype)
     for texts in documents:
         total = 0
         for writer, data in zip(writers, texts, strict=True):
-            ids = tokenizer.encode_bytes(data)
-            stored_tokens = np.empty(len(ids) + (append_eod and len(ids) > 0), writer.dtype)
-            stored_tokens[: len(ids)] = ids
-            stored_tokens[len(ids) :] = tokenizer.eod
-            writer.add_document([stored_tokens] if len(ids) else [])
-            total += len(stored_tokens)
+            parts = [data] if sentences is None else sentences(data)
+            encoded = (tokenizer.encode_bytes(part).astype(writer.dtype) for part in parts)
+            sequences = [ids for ids in encoded if len(ids)]
+            if sequences and append_eod:
+                sequences[-1] = np.concatenate([sequences[-1], end])
+            writer.add_document(sequences)
+            total += sum(map(len, sequences))
         text += sum(map(len, texts))
         tokens.append(total)
     return Counts(stored=stored, text=text, documents=len(tokens), empty=tokens.count(0), tokens=sum(tokens))
@@ -104,9 +117,12 @@ def preprocess(job: Preprocessing, report: Callable[[Counts, int], None] = lambd
     started = time.perf_counter()
     _check_keys(job)
     files = find_files(job.inputs, job.json_lines)
-    if not all(file.json for file in files) and job.keys != (TEXT_KEY,):
-        plain = next(file.path for file in files if not file.json)
+    plain = next((file.path for file in files if not file.json), None)
+    if plain is not None and job.keys != (TEXT_KEY,):
         raise UserError(f"{plain}: plain text has no keys {', '.join(job.keys)}. Preprocess it apart.")
+    if plain is not None and job.split_sentences and isinstance(job.rule, WholeFile):
+        what = "sentences are split within documents: say with --document or --document-regex what a document is"
+        raise UserError(f"{plain}: {what}. A whole file is read in pieces.")
     # The files behind a config may have changed since an earlier call in this process.
     _built.cache_clear()
     tokenizer = _built(job.tokenizer)
@@ -363,7 +379,14 @@ def tokenise(job: Preprocessing, chunk: Chunk, prefix: str) -> _Result:
     with ExitStack() as stack:
         writers = [stack.enter_context(IndexedWriter(f"{prefix}-{key}", dtype)) for key in job.keys]
         try:
-            counts = _write_documents(writers, tokenizer, documents(), append_eod=job.append_eod, stored=chunk.stored)
+            counts = _write_documents(
+                writers,
+                tokenizer,
+                documents(),
+                append_eod=job.append_eod,
+                sentences=split_sentences if job.split_sentences else None,
+                stored=chunk.stored,
+            )
         except UserError as error:
             raise UserError(f"{chunk.file.path}, line {chunk.line_number(offset)}: {error}") from error
     return _Result(counts, prefix)

@@ -34,6 +34,7 @@ class Preprocessing(Builds):
         prefix: output goes to PREFIX_KEY_document.bin and .idx, for each of `keys`.
         keys: keys of text in JSON lines; the key of plain text is "text".
         append_eod: end every document that is not empty with the tokenizer's `eod`.
+        split_sentences: a sequence for each sentence, for masked data; the output is PREFIX_KEY_sentence.
         rule: how plain text is divided into documents.
         json_lines: JSON lines or plain text, None: by the names of the files.
         workers: maximum number of processes.
@@ -48,6 +49,7 @@ class Preprocessing(Builds):
     tokenizer: TokenizerConfig
     keys: tuple[str, ...] = (TEXT_KEY,)
     append_eod: bool = False
+    split_sentences: bool = False
     rule: DocumentRule = field(default_factory=WholeFile)
     json_lines: bool | None = None
     workers: int = 1
@@ -56,7 +58,7 @@ class Preprocessing(Builds):
 
     def output(self, key: str) -> str:
         """Prefix of the token files of a key."""
-        return f"{self.prefix}_{key}_document"
+        return f"{self.prefix}_{key}_{'sentence' if self.split_sentences else 'document'}"
 
 
 EPILOG = """examples:
@@ -92,6 +94,8 @@ def parser() -> argparse.ArgumentParser:
     add("--vocab-size", type=int, metavar="N", help="vocabulary of --tokenizer=null; its last id ends a document")
     add("--eod-token", metavar="TOKEN", help="token that ends a document (default: gpt2's, or the usual ones)")
     add("--append-eod", action="store_true", help="end each document that is not empty with that token")
+    add("--split-sentences", action="store_true", help="a sequence for each sentence, for BERT and T5; the files are "
+        "PREFIX_KEY_sentence.bin and .idx")  # fmt: skip
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of JSON lines to tokenise, each into "
         "files of its own (default: text)")  # fmt: skip
     add("--format", choices=FORMATS, default="auto", help="what the inputs are (default: by their names)")
@@ -189,6 +193,7 @@ def parse(arguments: Sequence[str]) -> tuple[Preprocessing, float]:
         tokenizer=tokenizer_config(options),
         keys=tuple(options.json_keys),
         append_eod=options.append_eod,
+        split_sentences=options.split_sentences,
         rule=document_rule(options),
         json_lines=FORMATS[options.format],
         workers=options.workers,

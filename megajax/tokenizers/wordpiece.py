@@ -7,7 +7,7 @@ import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.config.missing import require
-from megajax.tokenizers.base import Tokenizer, check_ids, read_file
+from megajax.tokenizers.base import Tokenizer, before_last_blank, check_ids, read_file
 from megajax.tokenizers.config import WordPieceTokenizerConfig
 
 SPECIAL = {"pad": "[PAD]", "unknown": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
@@ -68,6 +68,10 @@ class WordPieceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._engine.decode(check_ids(ids, self.vocabulary_size), skip_special_tokens=False)
+
+    def split_point(self, data: bytes) -> int:
+        """No word has a blank in it."""
+        return before_last_blank(data)
 
 
 def _read_vocabulary(path: str, data: bytes) -> list[str]:

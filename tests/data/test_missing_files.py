@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from megajax.config import UserError
-from megajax.data.config import BlendConfig, MockConfig
+from megajax.data.config import BlendConfig, MaskedSentencesConfig, MockConfig
 from megajax.data.missing import demand_files
 from megajax.data.preprocessing_options import parser, tokenizer_config, tokenizer_options
 from megajax.tokenizers.config import (
@@ -13,6 +13,7 @@ from megajax.tokenizers.config import (
     GPT2TokenizerConfig,
     HuggingFaceTokenizerConfig,
     NullTokenizerConfig,
+    WordPieceTokenizerConfig,
 )
 
 GPT2 = GPT2TokenizerConfig(vocabulary="data/vocab.json", merges="data/merges.txt")
@@ -32,6 +33,13 @@ def test_the_suggested_command_writes_the_missing_files(tmp_path, monkeypatch):
     line = next(line for line in text.splitlines() if "megajax.preprocess" in line)
     options = parser().parse_args(shlex.split(line)[3:])
     assert options.output_prefix == "data/corpus" and options.append_eod and tokenizer_config(options) == GPT2
+
+
+def test_files_of_sentences_are_written_by_another_option(tmp_path):
+    tokenizer = WordPieceTokenizerConfig(vocabulary=f"{tmp_path}/vocab.txt")
+    text = refusal(MaskedSentencesConfig(paths=(f"{tmp_path}/a_text_sentence",)), tokenizer)
+    command = f"--output-prefix {tmp_path}/a --tokenizer=wordpiece --vocab-file={tmp_path}/vocab.txt --split-sentences"
+    assert command in text and f"tokenizer: no such file: {tmp_path}/vocab.txt" in text
 
 
 def test_only_what_is_missing_is_named(tmp_path):
@@ -54,6 +62,8 @@ def test_tokenizer_options_round_trip(tmp_path):
         NullTokenizerConfig(vocabulary_size=9),
         GPT2TokenizerConfig(vocabulary="v", merges="m", eod="</s>"),
         HuggingFaceTokenizerConfig(path=str(tmp_path / "tokenizer.json"), eod="</s>"),
+        WordPieceTokenizerConfig(vocabulary="v"),
+        WordPieceTokenizerConfig(vocabulary="v", lower=False),
     ):
         words = ["--input=x", "--output-prefix=y", *tokenizer_options(config)]
         assert tokenizer_config(parser().parse_args(words)) == config

@@ -97,6 +97,31 @@ def test_an_empty_document_is_only_a_boundary(tmp_path):
     assert only_output(tmp_path) == ["corpus_text_document.bin", "corpus_text_document.idx"]
 
 
+@pytest.mark.parametrize("append_eod", [False, True])
+def test_a_sequence_for_each_sentence(tmp_path, append_eod):
+    source = lines(tmp_path / "a.jsonl", [{"text": "One. Two!\n\nThree"}, {"text": " \n"}, {"text": ""}])
+    done = preprocess(job(tmp_path, source, append_eod=append_eod, split_sentences=True))
+    end = [EOD] if append_eod else []
+    assert read(done.prefixes[0]) == [[[*b"One."], [*b"Two!"], [*b"Three", *end]], [], []]
+    assert done.counts.documents == 3 and done.counts.empty == 2
+    assert only_output(tmp_path) == ["corpus_text_sentence.bin", "corpus_text_sentence.idx"]
+
+
+def test_sentences_of_a_whole_file_are_refused(tmp_path):
+    source = tmp_path / "a.txt"
+    source.write_text("One. Two.\n\nThree.")
+    with pytest.raises(UserError, match=r"a\.txt: sentences are split within documents: say with --document"):
+        preprocess(job(tmp_path, source, split_sentences=True))
+    done = preprocess(job(tmp_path, source, split_sentences=True, rule=EachParagraph(), append_eod=False))
+    assert read(done.prefixes[0]) == [[[*b"One."], [*b"Two."]], [[*b"Three."]]]
+
+
+def test_sentences_by_a_rule_of_your_own(tmp_path):
+    tokenizer = ByteTokenizerConfig().build()
+    preprocess_text(["a|b"], tmp_path / "x", tokenizer, append_eod=False, sentences=lambda text: text.split(b"|"))
+    assert read(tmp_path / "x") == [[[97], [98]]]
+
+
 def test_in_one_process_from_any_iterable(tmp_path):
     tokenizer = ByteTokenizerConfig().build()
     counts = preprocess_text(iter(["ab", "", b"\xff"]), tmp_path / "x", tokenizer, append_eod=True)

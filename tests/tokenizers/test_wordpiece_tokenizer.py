@@ -41,6 +41,14 @@ def test_cased_vocabulary_keeps_case_and_accents(vocabulary):
     assert tokenizer.identity != WordPieceTokenizerConfig(vocabulary=vocabulary).build().identity
 
 
+def test_split_point_is_safe(vocabulary):
+    tokenizer = WordPieceTokenizerConfig(vocabulary=vocabulary).build()
+    data = "the unaffable, cafés\nmask the un".encode()
+    place = tokenizer.split_point(data)
+    parts = [*tokenizer.encode_bytes(data[:place]), *tokenizer.encode_bytes(data[place:])]
+    assert place > 20 and parts == tokenizer.encode_bytes(data).tolist()
+
+
 def test_special_tokens_and_pieces(vocabulary):
     tokenizer = WordPieceTokenizerConfig(vocabulary=vocabulary, extra_ids=2).build()
     assert (tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask) == (0, 2, 3, 4)
