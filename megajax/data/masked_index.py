@@ -147,7 +147,7 @@ def _usable(lengths: np.ndarray, table: np.ndarray, request: MaskedRequest, name
             f"{name}: none of its {len(counts)} documents can be used: {np.sum(counts == 0)} have no sentence, "
             f"{np.sum(~enough)} fewer than the {request.sentences} that a sample needs, {np.sum(enough & too_long)} "
             f"one longer than {LONGEST_SENTENCE} tokens. Masked data needs a sequence for each "
-            "sentence, and documents of several sentences."
+            "sentence (python -m megajax.preprocess --split-sentences), and documents of several sentences."
         )
     return enough & ~too_long
 
@@ -168,7 +168,11 @@ def _walk(
     for start, end in zip(documents[0].tolist(), documents[1].tolist(), strict=True):
         while start < end:
             target = next(targets)
-            stop = full[start] if target == most else max(bisect_left(ends, ends[start] + target), start + least)
+            stop = (
+                full[start]
+                if target == most
+                else max(bisect_left(ends, ends[start] + target, start, end), start + least)
+            )
             # A document's last sentence does not stand alone.
             stop = end if stop > end - 2 else stop
             add((start, stop, target))

@@ -9,10 +9,12 @@ import pytest
 from megajax.config.errors import UserError
 from megajax.data.config import BlendConfig, MaskedSentencesConfig, Rows
 from megajax.data.indexed import IndexedWriter
+from megajax.data.loader import read_rows
 from megajax.data.masked_index import MaskedRequest, build_masked_index, mersenne_twister_64, shuffled
 from megajax.data.masked_sentences import truncate
 from megajax.data.masking import Masking, NgramMasking
-from megajax.models.config import text_schema
+from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, StackConfig
+from megajax.models.config import BertConfig, text_schema
 
 VOCABULARY = 100
 CONTINUES = np.arange(VOCABULARY) % 3 == 0
@@ -232,7 +234,7 @@ def test_bad_data(tmp_path):
     prefix = write(tmp_path / "other", [[[20, 21], [200]]])
     with pytest.raises(UserError, match=r"token 200 in document 0 .* outside the vocabulary of 100"):
         build(prefix, tmp_path)[0]
-    with pytest.raises(UserError, match="rows of 4 tokens"):
+    with pytest.raises(UserError, match="rows have 1 positions for text"):
         build(prefix, tmp_path, length=4)
 
 
@@ -243,3 +245,20 @@ def test_settings_are_checked():
     fields = ["mask_probability", "short_probability", "largest_ngram", "longer_ngrams"]
     assert [problem.where for problem in config.problems()] == fields
     assert not BlendConfig(paths=("a",)).problems()
+
+
+@pytest.mark.parametrize("next_sentence", [False, True])
+def test_bert_reads_these_rows(tmp_path, next_sentence):
+    block = BlockConfig(mixer=AttentionConfig(heads=2, causal=False), mlp=DenseMLPConfig(ffn=8))
+    model = BertConfig(
+        hidden=8,
+        vocabulary_size=VOCABULARY,
+        sequence_length=48,
+        next_sentence=next_sentence,
+        stack=StackConfig(pattern=(block,), repeats=1),
+    )
+    options = {"next_sentence": next_sentence}
+    data = build(write(tmp_path / "text", corpus(np.random.default_rng(6))), tmp_path, **options)
+    assert model.schema().keys() == MaskedSentencesConfig(**options).leaves().keys()
+    rows = read_rows(data, model.schema(), 10, np.arange(50))
+    assert rows["tokens"].shape == (50, 48) and rows["loss_mask"].sum() > 50

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megajax.batch import Leaf
 from megajax.data.blend import BlendedDataset, weighted_index
-from megajax.data.config import BlendConfig, MaskedSentencesConfig, Rows
+from megajax.data.config import BlendConfig, MaskedSentencesConfig, MaskedSpansConfig, Rows
 from megajax.data.indexed import IndexedTokens, IndexedWriter, has_modes, index_path, token_dtype, tokens_path
 from megajax.data.loader import LocalRows
 from megajax.data.splits import NAMES, parse_split, split_bounds
@@ -278,11 +279,13 @@ def build_masked(case: dict[str, Any], cache: Path, kind: type, **options: Any) 
         largest_ngram=case["masking_max_ngram"],
         full_words=case["masking_do_full_word"],
         geometric=case["masking_use_geometric_distribution"],
-        longer_ngrams=case["masking_use_longer_ngrams"],
+        # Without effect on geometric lengths, which is a warning in Megatron-LM.
+        longer_ngrams=case["masking_use_longer_ngrams"] and not case["masking_use_geometric_distribution"],
         **options,
     )
     assert not config.problems()
-    schema = text_schema(case["seq"], 256)
+    schema = text_schema(case.get("sequence_length_decoder", case["seq"]), 256)
+    schema = {**schema, "encoder_tokens": Leaf("int32", (case["seq"],), ("seq",))}
     return config.build(tokenizer=word_pieces(), schema=schema, rows=Rows(*case["sizes"]), seed=case["seed"])
 
 
@@ -305,19 +308,26 @@ def check_masked(key: str, name: str, dataset: Any, leaves: dict[str, str]) -> N
 BERT_LEAVES = {"text": "tokens", "types": "token_types", "padding_mask": "segment_ids"} | {
     name: name for name in ("labels", "is_random", "loss_mask", "truncated")
 }
+T5_LEAVES = {"text_enc": "encoder_tokens", "text_dec": "tokens"} | {
+    **{"enc_mask": "encoder_segment_ids", "dec_mask": "segment_ids"},
+    **{name: name for name in ("labels", "loss_mask", "truncated")},
+}
 
 
 @pytest.mark.parametrize("key", cases(MASKED_META))
 def test_masked(key: str, cache: Path) -> None:
-    case = MASKED_META[key]
-    if not key.startswith("bert/"):
-        pytest.skip(f"unsupported: {key.split('/')[0]} datasets")
+    case, kind = MASKED_META[key], key.split("/")[0]
+    if kind not in ("bert", "t5"):
+        pytest.skip(f"unsupported: {kind} datasets")
     if case["masking_do_permutation"]:
         pytest.skip("unsupported: permutation, which Megatron-LM draws from an unseeded generator")
-    splits = build_masked(case, cache, MaskedSentencesConfig, next_sentence=case["classification_head"])
+    if kind == "bert":
+        splits = build_masked(case, cache, MaskedSentencesConfig, next_sentence=case["classification_head"])
+    else:
+        splits = build_masked(case, cache, MaskedSpansConfig)
     for name, dataset in zip(NAMES, splits, strict=True):
-        if dataset is not None:
-            check_masked(key, name, dataset, BERT_LEAVES)
+        if dataset is not None and case.get(f"{name}_len"):
+            check_masked(key, name, dataset, BERT_LEAVES if kind == "bert" else T5_LEAVES)
 
 
 def test_weighted_index_is_stored_whole() -> None:

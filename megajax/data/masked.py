@@ -1,0 +1,154 @@
+"""What BERT's and T5's data share: samples of sentences of a token file, and the choice of masked words."""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import numpy as np
+
+from megajax.config.errors import UserError
+from megajax.data.blend import BlendBuilder, Dataset
+from megajax.data.cache import load_or_build
+from megajax.data.config import MaskedConfig
+from megajax.data.gpt import ORDER_SAMPLE
+from megajax.data.indexed import IndexedTokens
+from megajax.data.masked_index import MaskedRequest, build_masked_index
+from megajax.data.masking import Masking, NgramMasking, SampleGenerators
+
+
+class MaskingTokenizer(Protocol):
+    """The attributes of a tokenizer that masked data needs, besides special tokens."""
+
+    vocabulary_size: int
+    continues: np.ndarray
+    """bool [vocabulary]: the token continues the word before it, as WordPiece's ## pieces do."""
+    identity: str
+
+
+def demand_tokens(tokenizer: object, names: Sequence[str], what: str) -> None:
+    """Raises UserError for a tokenizer without one of these tokens, or without knowledge of words."""
+    missing = [name for name in names if getattr(tokenizer, name, None) is None]
+    if missing or getattr(tokenizer, "continues", None) is None:
+        lacks = " and ".join(f"no {name} token" for name in missing) or "does not tell words from pieces of words"
+        raise UserError(
+            f"{what} need the tokens {', '.join(names)}; the tokenizer {getattr(tokenizer, 'identity', '')} has "
+            f"{lacks}. Choose the WordPiece tokenizer, with a vocabulary that has them."
+        )
+
+
+def special_tokens(tokenizer: object) -> tuple[int, ...]:
+    """The tokens that are never masked, those that the tokenizer has."""
+    tokens = (getattr(tokenizer, name, None) for name in ("cls", "sep"))
+    return tuple(token for token in tokens if token is not None)
+
+
+class MaskedSamples:
+    """Samples of sentences by number; the base of the datasets.
+
+    Args:
+        tokens: a sequence for each sentence.
+        index: [n, 3], see `build_masked_index`.
+        masking: which words are masked.
+        seed: row i has a generator of its own with seed + i.
+        tokenizer: the vocabulary.
+        passes: number of epochs over the split's documents.
+
+    Raises:
+        UserError: tokens stored as floating-point numbers; on reading, a token outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        tokens: IndexedTokens,
+        index: np.ndarray,
+        *,
+        masking: Masking,
+        seed: int,
+        tokenizer: MaskingTokenizer,
+        passes: int = 1,
+    ):
+        if tokens.dtype.kind not in "iu":
+            raise UserError(f"{tokens.prefix}: stored as {tokens.dtype.name}, but tokens must be integers.")
+        self.tokens, self.index, self.passes = tokens, index, passes
+        self.ngrams = NgramMasking(masking, np.asarray(tokenizer.continues, bool), special_tokens(tokenizer))
+        self._generators, self._vocabulary_size = SampleGenerators(seed), tokenizer.vocabulary_size
+
+    def order(self) -> str:
+        """Identifier of the order of the rows."""
+        return f"{zlib.crc32(np.ascontiguousarray(self.index[:ORDER_SAMPLE]).tobytes()):08x}"
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def sample(self, row: int) -> tuple[int, int, int, np.random.RandomState]:
+        """First sentence of a row, one past its last, its target length, and its generator."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of a dataset of {len(self)} rows")
+        first, last, target = self.index[row].tolist()
+        return first, last, target, self._generators.of(row)
+
+    def read(self, first: int, last: int) -> np.ndarray:
+        """Tokens of sentences [first, last), which lie back to back in the file."""
+        file, size = self.tokens, self.tokens.dtype.itemsize
+        stop = int(file.offsets[last - 1]) // size + int(file.lengths[last - 1])
+        text = file.tokens[int(file.offsets[first]) // size : stop]
+        if len(text) and (text.max() >= self._vocabulary_size or text.min() < 0):
+            wrong = int(text[np.argmax((text >= self._vocabulary_size) | (text < 0))])
+            raise UserError(
+                f"{file.prefix}: token {wrong} in document {file.document_of(first)} (sentences {first} to {last - 1}) "
+                f"lies outside the vocabulary of {self._vocabulary_size}. The file was written with another tokenizer: "
+                "use that one, or preprocess again."
+            )
+        return text
+
+
+class MaskedBuilder[Data: Dataset](BlendBuilder[Data]):
+    """Rows of masked text; splits are shares of the documents.
+
+    Args:
+        config: files, split, and what is masked.
+        target: tokens of a sample, without the special ones.
+        sentences: minimum number of sentences of a sample.
+        seed: of the run.
+    """
+
+    def __init__(self, config: MaskedConfig, *, target: int, sentences: int, seed: int):
+        super().__init__(config, seed=seed)
+        self.short_probability, self.target, self.sentences = config.short_probability, target, sentences
+        if target < 2:
+            room = f"{max(target, 0)} positions for text, besides those of special tokens"
+            raise UserError(f"the rows have {room}, and need at least 2. Raise the length of the model's rows.")
+        self.masking = Masking(
+            probability=config.mask_probability,
+            largest=config.largest_ngram,
+            full_words=config.full_words,
+            geometric=config.geometric,
+            longer=config.longer_ngrams,
+        )
+
+    def make(self, tokens: IndexedTokens, index: np.ndarray, passes: int) -> Data:
+        """The dataset of a sample map."""
+        raise NotImplementedError
+
+    def units(self, tokens: Any) -> int:
+        return tokens.documents
+
+    def dataset(self, tokens: Any, identity: str, split: str, bounds: tuple[int, int], rows: int | None) -> Data:
+        request = MaskedRequest(
+            first=bounds[0],
+            last=bounds[1],
+            rows=rows,
+            target=self.target,
+            sentences=self.sentences,
+            short_probability=self.short_probability,
+            seed=self.seed,
+        )
+        name = f"{tokens.prefix}, split {split}"
+
+        def build() -> dict[str, np.ndarray]:
+            samples, passes = build_masked_index(tokens.lengths, tokens.document_table, request, name)
+            return {"samples": samples, "passes": np.array([passes])}
+
+        arrays = load_or_build(self.folder, {"kind": "masked", "data": identity, **asdict(request)}, build)
+        return self.make(tokens, arrays["samples"], int(arrays["passes"][0]))

@@ -1,0 +1,160 @@
+"""Rows for T5: a text with blanks, and what belongs in them."""
+
+from itertools import chain
+from typing import Protocol
+
+import numpy as np
+
+from megajax.batch import Schema
+from megajax.config.errors import UserError
+from megajax.data.config import MaskedSpansConfig
+from megajax.data.indexed import IndexedTokens
+from megajax.data.masked import MaskedBuilder, MaskedSamples, MaskingTokenizer, demand_tokens
+from megajax.data.masking import Masking
+from megajax.data.splits import Rows, Splits
+
+SPECIAL = 2
+"""Positions that a row of the encoder keeps free, as Megatron-LM does."""
+
+
+class SpanTokenizer(MaskingTokenizer, Protocol):
+    """The attributes of a tokenizer that T5's data needs."""
+
+    bos: int
+    """The first input of the decoder."""
+    eos: int
+    """The last label of the decoder."""
+    pad: int
+    sentinels: np.ndarray
+    """int [n]: the tokens that stand for blanks, in this order."""
+
+
+class MaskedSpans(MaskedSamples):
+    """Row i of a split as a dict of arrays, a pure function of i.
+
+    In the text, each masked span becomes a sentinel. The decoder writes each sentinel with the tokens of its span.
+
+        encoder_tokens: int32 [T], the text with sentinels; padding is the pad token.
+        encoder_segment_ids: int32 [T], 1 for tokens, 0 for padding.
+        tokens: int32 [S], [BOS], then sentinels and spans; padding is the pad token.
+        labels: int32 [S], the token after each input, [EOS] after the last; padding is 0.
+        loss_mask: float32 [S], 1 for tokens, 0 for padding.
+        segment_ids: int32 [S], likewise.
+        truncated: int32, 1 if the sentences were longer than the row's target.
+
+    There are no more spans than sentinels, and spans beyond S tokens are cut off; Megatron-LM stops at such rows.
+
+    Args:
+        encoder_length: T.
+        sequence_length: S.
+    """
+
+    def __init__(
+        self,
+        tokens: IndexedTokens,
+        index: np.ndarray,
+        *,
+        encoder_length: int,
+        sequence_length: int,
+        masking: Masking,
+        seed: int,
+        tokenizer: SpanTokenizer,
+        passes: int = 1,
+    ):
+        super().__init__(tokens, index, masking=masking, seed=seed, tokenizer=tokenizer, passes=passes)
+        self.encoder_length, self.sequence_length, self._tokenizer = encoder_length, sequence_length, tokenizer
+        self._sentinels: list[int] = np.asarray(tokenizer.sentinels).tolist()
+
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        first, last, target, generator = self.sample(row)
+        text = self.read(first, last)
+        truncated, text = len(text) > target, text[:target]
+        spans = sorted(self.ngrams.spans(text, target, generator))
+        read, written = with_sentinels(text.tolist(), spans, self._sentinels)
+        bos, eos, pad = self._tokenizer.bos, self._tokenizer.eos, self._tokenizer.pad
+        count = min(len(written) + 1, self.sequence_length)
+        arrays: dict[str, np.ndarray] = {
+            "encoder_tokens": padded(read, self.encoder_length, pad),
+            "encoder_segment_ids": padded([1] * len(read), self.encoder_length, 0),
+            "tokens": padded([bos, *written][:count], self.sequence_length, pad),
+            "labels": padded([*written, eos][:count], self.sequence_length, 0),
+            "loss_mask": padded([1] * count, self.sequence_length, 0).astype(np.float32),
+            "segment_ids": padded([1] * count, self.sequence_length, 0),
+            "truncated": np.array(truncated, np.int32),
+        }
+        for values in arrays.values():
+            values.setflags(write=False)
+        return arrays
+
+
+def with_sentinels(text: list[int], spans: list[list[int]], sentinels: list[int]) -> tuple[list[int], list[int]]:
+    """(the text with a sentinel for each span, each sentinel followed by the tokens of its span).
+
+    spans: positions of each, in the order of the text; those without a sentinel stay in the text.
+    """
+    read, written, rest = [], [], 0
+    for span, sentinel in zip(spans, sentinels, strict=False):
+        read += [*text[rest : span[0]], sentinel]
+        written += chain([sentinel], (text[position] for position in span))
+        rest = span[-1] + 1
+    return read + text[rest:], written
+
+
+def padded(values: list[int], length: int, padding: int) -> np.ndarray:
+    """int32 [length]: the values, then padding."""
+    array = np.full(length, padding, np.int32)
+    array[: len(values)] = values
+    return array
+
+
+class SpansBuilder(MaskedBuilder[MaskedSpans]):
+    """Rows of text with blanks."""
+
+    def __init__(
+        self,
+        config: MaskedSpansConfig,
+        *,
+        tokenizer: SpanTokenizer,
+        encoder_length: int,
+        sequence_length: int,
+        seed: int,
+    ):
+        super().__init__(config, target=encoder_length - SPECIAL, sentences=1, seed=seed)
+        self.tokenizer, self.encoder_length, self.sequence_length = tokenizer, encoder_length, sequence_length
+
+    def make(self, tokens: IndexedTokens, index: np.ndarray, passes: int) -> MaskedSpans:
+        return MaskedSpans(
+            tokens,
+            index,
+            encoder_length=self.encoder_length,
+            sequence_length=self.sequence_length,
+            masking=self.masking,
+            seed=self.seed,
+            tokenizer=self.tokenizer,
+            passes=passes,
+        )
+
+
+def build_splits(
+    config: MaskedSpansConfig, *, tokenizer: SpanTokenizer, schema: Schema, rows: Rows, seed: int
+) -> Splits:
+    """Rows of text with blanks for the splits that a run requests; see `BlendBuilder.configured`.
+
+    Raises:
+        UserError: a tokenizer without one of the special tokens or without sentinels, rows of fewer than 4 tokens.
+    """
+    demand_tokens(tokenizer, ("bos", "eos", "pad"), "masked spans")
+    sentinels = getattr(tokenizer, "sentinels", None)
+    if sentinels is None or not len(sentinels):
+        raise UserError(
+            f"masked spans need sentinels, one for each blank of a row; the tokenizer {tokenizer.identity} has none. "
+            "Set tokenizer.extra_ids=100."
+        )
+    builder = SpansBuilder(
+        config,
+        tokenizer=tokenizer,
+        encoder_length=schema["encoder_tokens"].positions(),
+        sequence_length=schema["tokens"].positions(),
+        seed=seed,
+    )
+    return builder.configured(config, rows)

@@ -1,0 +1,109 @@
+"""Text with blanks: what the encoder and the decoder of T5 read."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megajax.batch import Leaf
+from megajax.config.errors import UserError
+from megajax.data.config import MaskedSpansConfig, Rows
+from megajax.data.indexed import IndexedWriter
+from megajax.data.loader import read_rows
+from megajax.data.masked_spans import with_sentinels
+from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, StackConfig
+from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
+from megajax.models.config import T5Config
+
+VOCABULARY = 100
+PAD, BOS, EOS = 7, 4, 5
+SENTINELS = [99, 98, 97, 96, 95, 94, 93]
+
+
+def tokenizer(**changes):
+    named = {"vocabulary_size": VOCABULARY, "continues": np.arange(VOCABULARY) % 3 == 0, "identity": "pieces"}
+    special = {"pad": PAD, "bos": BOS, "eos": EOS, "sentinels": np.array(SENTINELS)}
+    return SimpleNamespace(**named | special | changes)
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    draw = np.random.default_rng(0)
+    with IndexedWriter(tmp_path / "text", np.dtype("<u2")) as writer:
+        for _ in range(30):
+            writer.add_document([draw.integers(10, 90, draw.integers(1, 20)) for _ in range(draw.integers(0, 9))])
+    return str(tmp_path / "text")
+
+
+def build(prefix, encoder=48, decoder=30, pieces=None, **options):
+    config = MaskedSpansConfig(paths=(prefix,), split="1", cache_dir=f"{prefix}-cache", **options)
+    assert not config.problems()
+    leaves = {"encoder_tokens": encoder, "tokens": decoder}
+    schema = {name: Leaf("int32", (length,), ("seq",)) for name, length in leaves.items()}
+    return config.build(tokenizer=pieces or tokenizer(), schema=schema, rows=Rows(100), seed=3).train
+
+
+def test_sentinels_stand_for_spans():
+    text = list(range(10, 20))
+    assert with_sentinels(text, [[1, 2], [3], [9]], [99, 98, 97]) == (
+        [10, 99, 98, 14, 15, 16, 17, 18, 97],
+        [99, 11, 12, 98, 13, 97, 19],
+    )
+    assert with_sentinels(text, [[0], [2]], [99]) == ([99, *text[1:]], [99, 10])
+    assert with_sentinels(text, [], [99]) == (text, [])
+
+
+def test_rows_fill_their_own_blanks(prefix):
+    data = build(prefix)
+    longest = 0
+    for number in range(len(data)):
+        row = data[number]
+        first, last, target = data.index[number].tolist()
+        begin, stop = (int(data.tokens.lengths[:edge].sum()) for edge in (first, last))
+        written, read = row["labels"][row["loss_mask"] == 1].tolist(), int(row["encoder_segment_ids"].sum())
+        assert written[-1] == EOS and row["tokens"][: len(written)].tolist() == [BOS, *written[:-1]]
+        assert (row["tokens"][len(written) :] == PAD).all() and (row["encoder_tokens"][read:] == PAD).all()
+        np.testing.assert_array_equal(row["segment_ids"], row["loss_mask"])
+        spans, filled = {}, []
+        for token in written[:-1]:
+            if token in SENTINELS:
+                spans[token] = last_span = []
+            else:
+                last_span.append(token)
+        assert list(spans) == SENTINELS[: len(spans)]
+        for token in row["encoder_tokens"][:read].tolist():
+            filled += spans.get(token, [token])
+        assert filled == data.tokens.tokens[begin : min(stop, begin + target)].tolist()
+        assert row["truncated"] == (stop - begin > target)
+        assert all(row[name].dtype == dtype for name, dtype in MaskedSpansConfig().leaves().items())
+        longest = max(longest, max(map(len, spans.values()), default=0))
+    assert longest > 3
+
+
+def test_what_has_no_room_is_cut(prefix):
+    data = build(prefix, decoder=4, pieces=tokenizer(sentinels=np.array([99])), mask_probability=0.5)
+    rows = [data[number] for number in range(60)]
+    assert max(row["loss_mask"].sum() for row in rows) == 4
+    assert all(np.isin(row["encoder_tokens"], 99).sum() <= 1 for row in rows)
+
+
+def test_tokenizers_that_do_not_fit(prefix):
+    with pytest.raises(UserError, match=r"masked spans need .* has no bos token"):
+        build(prefix, pieces=tokenizer(bos=None))
+    for sentinels in (None, np.array([], np.int32)):
+        with pytest.raises(UserError, match=r"need sentinels, .* pieces has none. Set tokenizer.extra_ids=100"):
+            build(prefix, pieces=tokenizer(sentinels=sentinels))
+
+
+def test_t5_reads_these_rows(prefix):
+    sizes = {"hidden": 8, "vocabulary_size": VOCABULARY, "sequence_length": 30, "encoder_length": 48}
+    mlp, attention = DenseMLPConfig(ffn=8), AttentionConfig(heads=2)
+    read = BlockConfig(mixer=AttentionConfig(heads=2, causal=False), mlp=mlp)
+    write = CrossBlockConfig(mixer=attention, cross=CrossAttentionConfig(heads=2), mlp=mlp)
+    stacks = {"encoder": StackConfig(pattern=(read,), repeats=1), "stack": StackConfig(pattern=(write,), repeats=1)}
+    model = T5Config(**sizes, **stacks)
+    assert model.schema().keys() == MaskedSpansConfig().leaves().keys()
+    config = MaskedSpansConfig(paths=(prefix,), split="1", cache_dir=f"{prefix}-cache")
+    data = config.build(tokenizer=tokenizer(), schema=model.schema(), rows=Rows(100), seed=3).train
+    rows = read_rows(data, model.schema(), 10, np.arange(50))
+    assert rows["encoder_tokens"].shape == (50, 48) and rows["labels"].shape == (50, 30)
