@@ -23,7 +23,6 @@ LAYOUTS = {
     "zero1": replace(FSDP, data_sharding="zero1"),
     "replicate": replace(FSDP, data_sharding="replicate", sequence=False),
 }
-FAST = ("fsdp",)
 
 
 def model(kv_heads: int = 2, **changes: Any) -> DecoderConfig:
@@ -37,7 +36,8 @@ FULL = model(qkv_bias=True, qk_norm=RMSNormConfig())
 """With biases of keys and values, and a gain on keys."""
 
 
-@pytest.mark.parametrize("layout", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in LAYOUTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_and_gradients_are_those_of_one_device(layout):
     one, actual = train(FULL, ONE, microbatches=2), train(FULL, LAYOUTS[layout], microbatches=2)
     np.testing.assert_allclose(actual.losses, one.losses, rtol=1e-6)

@@ -93,16 +93,13 @@ KEPT = {
     "no loop": {"recompute": "selective", "unroll": None},
 }
 PIPELINE = ParallelConfig(pipeline=2, data=1, tensor=2)
-OFTEN = {("parts, of some layers, some in host memory", "alone")}
-"""What the default suite compares."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "parallel"),
     [
-        pytest.param(
-            changes, parallel, id=f"{where}-{what}", marks=[] if (what, where) in OFTEN else [pytest.mark.slow]
-        )
+        pytest.param(changes, parallel, id=f"{where}-{what}")
         for what, changes in KEPT.items()
         for where, parallel in (("alone", ONE), ("pipeline", PIPELINE))
     ],

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tiny_runs import llama, program, rows, start, within
+from tiny_runs import llama, place, program, rows, start, within
 
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import AdamWConfig, OptimizerConfig
@@ -26,22 +26,19 @@ def trained(run: Program) -> TrainState:
     with within(run):
         state = start(run)
         for seed in (1, 2):
-            batch = jax.tree.map(
-                lambda leaf, like: jax.device_put(leaf.reshape(like.shape), like.sharding), rows(seed), run.batch_like()
-            )
-            state, _ = run.train_step(state, batch)
+            state, _ = run.train_step(state, place(run, rows(seed)))
     return state
 
 
 def test_the_largest_moments_move_until_the_share_is_reached():
-    place = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("data",)), PartitionSpec())
+    where = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("data",)), PartitionSpec())
     sizes = {"a": 10, "b": 50, "c": 40}
     shapes = {path: jax.ShapeDtypeStruct((n,), "float32") for path, n in sizes.items()}
-    shardings = {"count": place, "first": dict.fromkeys(sizes, place)}
+    shardings = {"count": where, "first": dict.fromkeys(sizes, where)}
 
     def moved(share: float) -> set[str]:
         moved = in_host_memory(shardings, {"count": None, "first": shapes}, share)
-        assert moved["count"] is place
+        assert moved["count"] is where
         return {path for path, sharding in moved["first"].items() if sharding.memory_kind == HOST}
 
     assert [moved(share) for share in (0, 0.5, 0.6, 0.9, 1)] == [set(), {"b"}, {"b", "c"}, {"b", "c"}, set(sizes)]
