@@ -40,10 +40,10 @@ class Part:
 
     def command(self, python: str, places: Mapping[str, str], *, tiny: bool) -> list[str]:
         """With everything put in."""
-        found = [python, *self.words(tiny=tiny)]
+        words = [python, *self.words(tiny=tiny)]
         for name, place in places.items():
-            found = [word.replace(f"{{{name}}}", place) for word in found]
-        return found
+            words = [word.replace(f"{{{name}}}", place) for word in words]
+        return words
 
 
 def _mfu(name: str, limit: int, config: str, *sizes: str, shared: tuple[str, ...] = (), tiny: str = "debug") -> Part:

@@ -154,12 +154,15 @@ def missing_facts(model: Any) -> dict[str, str]:
     for where, (part, names) in lacking.items():
         if names:  # of equal layers, the first
             said.setdefault(f"{type(part).__name__} has no {', '.join(names)}", where)
+    sections = list(model.stacks()) if isinstance(model, Facts) else []
+    if len(sections) > 1:
+        said[f"facts are of one stack, and {type(model).__name__} has sections {sections}"] = "model"
     return {where: what for what, where in said.items()}
 
 
 def facts_of(model: Any) -> Facts | None:
-    """The config itself, where it and all its layers have facts."""
-    if not isinstance(model, Facts) or not isinstance(model.norm, Norm):
+    """The config itself, where it has one section, and it and all its layers have facts."""
+    if not isinstance(model, Facts) or not isinstance(model.norm, Norm) or len(model.stacks()) > 1:
         return None
     known = all(block.known_layers() is not None for block, _ in model.repeated_blocks())
     return model if known else None

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from tiny_runs import LENGTH, ONE, READ, VOCABULARY, program, train
 
-from megajax.config.errors import ConfigError
+from megajax.config.errors import ConfigError, UserError
 from megajax.config.tree import check
 from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
 from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
 from megajax.layers.remat import Recompute
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import BertConfig, DecoderConfig, T5Config
+from megajax.models.facts import demand_facts, facts_of, flops_of
 
 MLP, NORM = DenseMLPConfig(ffn=48, bias=True), LayerNormConfig()
 READING = BlockConfig(mixer=AttentionConfig(heads=4, bias=True, causal=False), mlp=MLP, norm=NORM)
@@ -93,6 +94,31 @@ def test_berts_weights_are_counted() -> None:
     made = program(bert(), ONE, microbatches=1)
     padding = (made.cfg.model.padded_vocabulary() - VOCABULARY) * (32 + 1)
     assert made.parameters == sum(prod(spec.shape) for spec in made.declared.values()) - padding
+
+
+def test_t5_has_no_facts_of_its_decoder_alone() -> None:
+    """Its weights are counted one by one, FLOPs are unknown, and formulas say why they refuse it."""
+    made = program(t5(), ONE, microbatches=1)
+    assert made.parameters == sum(prod(spec.shape) for spec in made.declared.values())
+    assert facts_of(t5()) is None and flops_of(t5()) is None
+    with pytest.raises(UserError, match="facts are of one stack, and T5Config has sections"):
+        demand_facts(t5())
+
+
+@pytest.mark.parametrize("part", ["encoder", "cross"])
+def test_heads_of_the_encoder_and_across_are_divided_too(part: str) -> None:
+    reads, (writes,) = t5().encoder.pattern[0], t5().stack.pattern
+    odd = AttentionConfig(heads=3, head_dim=8, causal=False)
+    changes = {
+        "encoder": {"encoder": StackConfig(pattern=(replace(reads, mixer=odd),), repeats=2)},
+        "cross": {
+            "stack": StackConfig(pattern=(replace(writes, cross=CrossAttentionConfig(heads=3, head_dim=8)),), repeats=2)
+        },
+    }
+    cfg = program(t5(), ONE, microbatches=1).cfg
+    cfg = replace(cfg, model=replace(t5(), **changes[part]), parallel=ParallelConfig(data=1, tensor=2))
+    with pytest.raises(ConfigError, match=rf"{part}.*heads=3 is not divisible by parallel.tensor=2"):
+        check(cfg, 2)
 
 
 def test_a_decoders_settings_are_refused() -> None:

@@ -1,6 +1,6 @@
 """Configs of attention to another section, and of the block that has it; imports neither jax nor flax."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -39,6 +39,16 @@ class CrossBlockConfig(BlockConfig):
     target: ClassVar[str] = "megajax.layers.block:CrossBlock"
     cross: CrossAttentionConfig
     """What reads the output of the section before."""
+
+    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """What is wrong with mixer, cross-attention and MLP on a mesh. sizes: mesh axis -> devices."""
+        yield from BlockConfig.mesh_problems(self, sizes)
+        for problem in self.cross.mesh_problems(sizes):
+            yield replace(problem, where=f"cross.{problem.where}")
+
+    def has_dropout(self) -> bool:
+        """Whether training draws random numbers."""
+        return BlockConfig.has_dropout(self) or self.cross.dropout > 0
 
     def weights(self, hidden: int) -> tuple[Weight, ...]:
         """Every weight of the module."""

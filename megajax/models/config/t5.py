@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from megajax.batch import Leaf
 from megajax.config.errors import Problem
-from megajax.layers.config import LayerNormConfig, NormConfig, StackConfig
+from megajax.layers.config import BlockConfig, LayerNormConfig, NormConfig, StackConfig
 from megajax.layers.config.cross import CrossBlockConfig
 from megajax.layers.facts import LayerBuilder
 from megajax.layers.segments import SegmentsConfig
@@ -46,6 +46,15 @@ class T5Config(DecoderConfig):
     def stacks(self) -> Mapping[str, StackConfig | SegmentsConfig]:
         """The encoder's blocks, and the decoder's."""
         return {"encoder": self.encoder, "": self.stack}
+
+    def named_blocks(self) -> dict[str, BlockConfig]:
+        """Those of the encoder too."""
+        encoder = {f"encoder.pattern.{place}": block for place, block in enumerate(self.encoder.pattern)}
+        return DecoderConfig.named_blocks(self) | encoder
+
+    def has_dropout(self) -> bool:
+        """Whether training draws random numbers."""
+        return DecoderConfig.has_dropout(self) or any(block.has_dropout() for block in self.encoder.pattern)
 
     def schema(self) -> dict[str, Leaf]:
         """What the encoder reads, and the tokens that the decoder continues."""
