@@ -1,0 +1,26 @@
+"""Settings of data: where rows come from, how they are cut and masked, and how they are read ahead.
+
+Each config says which leaves its rows have (`leaves()`) and builds its row sources:
+`cfg.build(tokenizer=, schema=, rows=Rows(...), seed=) -> Splits`; schema: the leaves that the model reads.
+"""
+
+from megajax.data.config.base import LoaderConfig, RowsConfig, TokenFilesConfig
+from megajax.data.config.choices import DataConfig
+from megajax.data.config.masked import MaskedConfig, MaskedSentencesConfig, MaskedSpansConfig
+from megajax.data.config.text import BlendConfig, MockConfig, StandardLibraryConfig
+from megajax.data.splits import Rows, Splits
+
+__all__ = [
+    "BlendConfig",
+    "DataConfig",
+    "LoaderConfig",
+    "MaskedConfig",
+    "MaskedSentencesConfig",
+    "MaskedSpansConfig",
+    "MockConfig",
+    "Rows",
+    "RowsConfig",
+    "Splits",
+    "StandardLibraryConfig",
+    "TokenFilesConfig",
+]

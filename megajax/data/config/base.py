@@ -1,0 +1,100 @@
+"""What configs of data share: how they are asked, how rows are read ahead, and where token files lie."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megajax.batch import Schema
+from megajax.config.builds import Builds
+from megajax.config.errors import Problem, UserError
+from megajax.data.splits import NAMES, Rows, Splits, parse_paths, parse_split
+
+
+def split_problems(split: str) -> list[Problem]:
+    """A split such as "969,30,1" that cannot be read."""
+    try:
+        parse_split(split)
+    except UserError as error:
+        return [Problem("split", str(error))]
+    return []
+
+
+def between(where: str, value: float, least: float, most: float) -> list[Problem]:
+    """A value outside least to most."""
+    return [] if least <= value <= most else [Problem(where, f"expected {least:g} to {most:g}, found {value:g}")]
+
+
+def at_least(where: str, value: float, least: float) -> list[Problem]:
+    """A value below least."""
+    return [] if value >= least else [Problem(where, f"expected {least} or more, found {value}")]
+
+
+class RowsConfig(Protocol):
+    """A data config of your own."""
+
+    loader: "LoaderConfig"
+    """A field of the config."""
+
+    def leaves(self) -> Mapping[str, str]:
+        """The leaves of a row, name -> dtype."""
+        ...
+
+    def build(self, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
+        """Row sources (`len`, `[i]` -> mapping of arrays) for training, validation and test; pure functions of i.
+
+        schema: the leaves that the model reads; rows: how many rows of each split the run reads.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderConfig:
+    """Reading of rows ahead of the step that uses them."""
+
+    threads: int = 1
+    """Threads that read batches. One is fastest: token files are memory-mapped, and more threads compete."""
+    prefetch: int = 4
+    """Batches read ahead and kept in host memory."""
+
+    def problems(self) -> list[Problem]:
+        return at_least("threads", self.threads, 1) + at_least("prefetch", self.prefetch, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenFilesConfig(Builds):
+    """Token files, one or a weighted blend of several, and how they are split."""
+
+    paths: tuple[str, ...] = ()
+    """Prefixes of .bin/.idx pairs, each split into train, validation and test: "a,b", or with weights "0.3,a,0.7,b"."""
+    train_paths: tuple[str, ...] = ()
+    """Prefixes, with or without weights, of training data only; in place of `paths`."""
+    valid_paths: tuple[str, ...] = ()
+    """The same for validation."""
+    test_paths: tuple[str, ...] = ()
+    """The same for the test split."""
+    split: str = "969,30,1"
+    """Shares of training, validation and test in each of `paths`, by number of sequences, or by number of documents for
+    masked data; scaled to a sum of 1."""
+    cache_dir: str | None = None
+    """Folder for index files; none: the user's cache folder. It need not be shared between hosts."""
+    surplus: float = 0.005
+    """Additional share of rows built for each dataset of a blend, beyond what its weight needs."""
+    seed: int | None = None
+    """Seed for the order of documents and rows; none: the run's seed."""
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    """How rows are read ahead."""
+
+    def problems(self) -> list[Problem]:
+        problems = split_problems(self.split) + at_least("surplus", self.surplus, 0)
+        lists = {f"{name}_paths": getattr(self, f"{name}_paths") for name in NAMES}
+        given = [name for name, items in lists.items() if items]
+        if self.paths and given:
+            problems.append(Problem("paths", f"set together with {', '.join(given)}", "use one of the two ways"))
+        if not self.paths and not given:
+            problems.append(Problem("paths", "no data path given", "set data.paths=PREFIX (without .bin and .idx)"))
+        for name, items in {"paths": self.paths, **lists}.items():
+            try:
+                parse_paths(items or ("unset",))
+            except UserError as error:
+                problems.append(Problem(name, str(error)))
+        return problems

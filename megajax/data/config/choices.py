@@ -1,0 +1,6 @@
+"""The data that a config can name besides a class of the user's own."""
+
+from megajax.data.config.masked import MaskedSentencesConfig, MaskedSpansConfig
+from megajax.data.config.text import BlendConfig, MockConfig, StandardLibraryConfig
+
+DataConfig = BlendConfig | MaskedSentencesConfig | MaskedSpansConfig | MockConfig | StandardLibraryConfig

@@ -1,0 +1,73 @@
+"""Configs of masked text, for BERT and T5."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megajax.config.errors import Problem
+from megajax.data.config.base import TokenFilesConfig, at_least, between
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedConfig(TokenFilesConfig):
+    """What masked data share. A document of the token files has a sequence for each sentence."""
+
+    mask_probability: float = 0.15
+    """Share of the tokens that are masked."""
+    short_probability: float = 0.1
+    """Share of the samples that have a random length in place of the row's."""
+    largest_ngram: int = 3
+    """Words of the longest n-gram that is masked as a whole."""
+    full_words: bool = True
+    """Mask a word with all its pieces."""
+    geometric: bool = False
+    """Draw the lengths of n-grams from a geometric distribution (SpanBERT) in place of probabilities that fall with
+    1/n."""
+    longer_ngrams: bool = False
+    """Exchange the probabilities of short and long n-grams."""
+
+    def problems(self) -> list[Problem]:
+        problems = TokenFilesConfig.problems(self)
+        if not 0 < self.mask_probability < 1:
+            problems.append(Problem("mask_probability", f"expected more than 0, less than 1: {self.mask_probability}"))
+        problems += between("short_probability", self.short_probability, 0, 1)
+        problems += at_least("largest_ngram", self.largest_ngram, 1)
+        if self.geometric and self.longer_ngrams:
+            problems.append(Problem("longer_ngrams", "has no effect with geometric lengths", "set one of the two"))
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedSentencesConfig(MaskedConfig):
+    """Runs of sentences with masked words, for BERT: the same samples as by Megatron-LM.
+
+    Of the masked tokens, 80 % become the mask token, 10 % a random one, and 10 % stay.
+    """
+
+    target: ClassVar[str] = "megajax.data.masked_sentences:build_splits"
+
+    next_sentence: bool = True
+    """Cut a sample into two parts, in half of the samples exchanged: BERT's second task. False: one part."""
+
+    def leaves(self) -> dict[str, str]:
+        """The leaves of a row, name -> dtype."""
+        names = ("tokens", "labels", "segment_ids", "token_types")
+        leaves = {"loss_mask": "float32"} | dict.fromkeys(names, "int32")
+        return leaves | {"is_random": "int32"} if self.next_sentence else leaves
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedSpansConfig(MaskedConfig):
+    """Text with blanks and what belongs in them, for T5: the same samples as by Megatron-LM."""
+
+    target: ClassVar[str] = "megajax.data.masked_spans:build_splits"
+
+    largest_ngram: int = 10
+    """Words of the longest span."""
+    geometric: bool = True
+    """Draw the lengths of spans from a geometric distribution (SpanBERT); false: with probabilities that fall with
+    1/n."""
+
+    def leaves(self) -> dict[str, str]:
+        """The leaves of a row, name -> dtype."""
+        names = ("encoder_tokens", "encoder_segment_ids", "tokens", "labels", "segment_ids")
+        return {"loss_mask": "float32"} | dict.fromkeys(names, "int32")
