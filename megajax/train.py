@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     start(patience=command.flags["init_timeout"], settings=fingerprint(command))
     resolve("megajax.job.compile_cache:use_cache")(command.config.xla)
     train = resolve("megajax.job.job:train")
-    sampler = resolve("megajax.inference.sample:text_sample")
+    sampler = resolve("megajax.inference.sample:sample")
     reporter = resolve("megajax.reporting.write:leave_page")
     skip_train = command.flags["skip_train"]
     sources = command.sources

@@ -42,8 +42,8 @@ from megajax.training.session import Run, setup
 
 NUMERIC_FAULT_EXIT = 17
 
-type Sampler = Callable[..., str | None]
-"""(model, tokenizer, row, *, length, seed) -> a text from the model, None without text: `inference.sample.text_sample`.
+type Sampler = Callable[[Run, Path], str | None]
+"""What shows the work of a trained model, None for nothing: `inference.sample.sample`.
 
 Handed in by the front door, for training and inference never import each other."""
 
@@ -250,16 +250,14 @@ class Job:
         self.console.show("done" if step >= self.cfg.steps else "stopped", self.totals(last))
 
     def sample(self) -> None:
-        """A short text of the model: only after the last step, and by a single process."""
-        cfg, valid, tokenizer = self.cfg.logging, self.run.parts.splits.valid, self.run.parts.tokenizer
-        wanted = self.run.step >= self.cfg.steps and cfg.sample and self.cfg.model.generates_text()
-        if self.sampler is None or not wanted or jax.process_count() > 1 or (not cfg.prompt and valid is None):
+        """What the model can do now: only after the last step, and by a single process."""
+        wanted = self.cfg.logging.sample and self.run.step >= self.cfg.steps
+        if self.sampler is None or not wanted or jax.process_count() > 1:
             return
-        row = tokenizer.encode(cfg.prompt) if cfg.prompt else valid[0]["tokens"]
-        with self.console.ticker("sampling text", total=False):
-            length = self.cfg.model.row_positions()
-            text = self.sampler(self.run.model, tokenizer, row, length=length, seed=self.cfg.seed)
-        self.console.say(text or "no text sample: the tokenizer has no text")
+        with self.console.ticker("sampling", total=False):
+            text = self.sampler(self.run, self.folder.path)
+        if text:
+            self.console.say(text)
 
     def totals(self, last: StepInfo | None) -> list[Section]:
         """What the run came to; last: the last step of this attempt."""
@@ -335,7 +333,7 @@ def train(
 
     skip_train: only evaluate the newest checkpoint on the validation and test splits; nothing is written.
     sources: setting -> where its value came from, for config.yaml.
-    sampler: makes a short text at the end of a finished run, where logging.sample asks for it.
+    sampler: shows what the model can do at the end of a finished run, where logging.sample asks for it.
     reporter: writes a page about the run at its end, unless logging.report is off.
     """
     started = time.monotonic()

@@ -44,9 +44,9 @@ class LoggingConfig(Builds):
     live: Literal["auto", "always", "never"] = "auto"
     """Progress bar that updates in place: auto = on a terminal; never = one plain line per `every` steps."""
     sample: bool = True
-    """Print a short text sampled from the model at the end of training."""
+    """Show at the end of training what the model can do: a text it continues, blanks it fills, a picture of its mistakes."""
     prompt: str | None = None
-    """What the sampled text begins with; none = the beginning of a validation row."""
+    """The text that is continued or filled; none = a validation row."""
 
     def problems(self) -> list[Problem]:
         if self.every < 1:

@@ -52,9 +52,19 @@ class ModelConfig(Protocol):
         """How much wider this model is than the one its learning rates were found on (muP); 1 for none."""
         return 1.0
 
-    def generates_text(self) -> bool:
-        """Whether `Model.__call__` maps tokens to logits of the next ones, so that text can be sampled."""
+    def ignores_later_positions(self) -> bool:
+        """Whether what stands behind a position never changes what `Model.__call__` gives for it, as in causal models.
+
+        Then a row may be padded at its end.
+        """
         return False
+
+    def sampler(self) -> str | None:
+        """What shows the work of a trained model: a name in `megajax.inference.sample.SAMPLERS`; none: nothing.
+
+        Or "module:function" of your own: (run, folder) -> a text to print, which may leave pictures in the run's folder.
+        """
+        return None
 
     def parallel_problems(self, parallel: ParallelConfig, shards: int | None) -> Iterator[Problem]:
         """What does not fit these settings. shards: devices that ZeRO and FSDP spread a weight over, if known."""

@@ -106,33 +106,44 @@ class Run:
         """Steps done; waits for the last one."""
         return int(self.state.step)
 
-    def model(self, *arrays: Any) -> Array:
+    def model(self, *arrays: Any, **named: Any) -> Array:
         """What the module gives with the present weights, by jax.jit: `run.model(tokens)` are next-token logits.
 
-        arrays: leaves of the model's schema, in the order of the module's `__call__`. Any number of rows, and
-        positions up to what the model allows: both are padded to what the mesh divides, and cut off again. Raises
-        ValueError for other numbers of arrays, shapes and kinds of dtypes, and for ids out of range.
+        arrays: leaves of the model's schema, in the order of the module's `__call__`; named: the same by their names.
+        Any number of rows, and in causal models any number of positions up to what the model allows: both are padded
+        to what the mesh divides, and cut off again. Raises ValueError for other arrays, shapes and kinds of dtypes,
+        and for ids out of range.
         """
+        given = self._given(arrays, named)
+        schema, causal = self.cfg.model.schema(), self.cfg.model.ignores_later_positions()
+        rows, length = len(next(iter(given.values()))), 0
+        for name, leaf in given.items():
+            widths = [(0, -rows % self._multiple("batch"))]
+            for size, axis in zip(leaf.shape[1:], schema[name].axes, strict=True):
+                divisor = self._multiple("seq_residual") if axis == "seq" else 1
+                if size % divisor and not causal:
+                    raise ValueError(f"{name} have {size} positions: this layout needs a multiple of {divisor}")
+                length = size if size % divisor else length
+                widths.append((0, -size % divisor))
+            given[name] = np.pad(leaf, widths)
+        with jax.set_mesh(self.mesh), jax.default_matmul_precision(self.cfg.precision.matmul_precision()):
+            result = self._forward(self.state.inputs, given)[:rows]
+        return result[:, :length] if length else result
+
+    def _given(self, arrays: Sequence[Any], named: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """The arrays of a call by the names of their leaves, checked against the schema."""
         names, schema = list(signature(self.program.abstract).parameters), self.cfg.model.schema()
-        if not 1 <= len(arrays) <= len(names):
+        if len(arrays) > len(names) or not (arrays or named):
             raise ValueError(f"the model takes {', '.join(names)}; got {len(arrays)} arrays")
-        if unknown := [name for name in names[: len(arrays)] if name not in schema]:
+        given = dict(zip(names, arrays, strict=False))
+        if wrong := [name for name in named if name in given or name not in names]:
+            raise ValueError(f"the model takes {', '.join(names)}, each once; got {wrong[0]}")
+        given |= named
+        if unknown := [name for name in given if name not in schema]:
             raise ValueError(
                 f"__call__ of the model takes {unknown[0]}, which is no leaf of its schema: {list(schema)}"
             )
-        leaves = [schema[name] for name in names[: len(arrays)]]
-        given = [checked(*each) for each in zip(names, leaves, arrays, strict=False)]
-        rows, (length, padded) = len(given[0]), (0, 0)
-        for place, leaf in enumerate(leaves):
-            widths = [(0, -rows % self._multiple("batch"))]
-            for size, axis in zip(given[place].shape[1:], leaf.axes, strict=True):
-                more = -size % self._multiple("seq_residual") if axis == "seq" else 0
-                length, padded = (size, size + more) if axis == "seq" else (length, padded)
-                widths.append((0, more))
-            given[place] = np.pad(given[place], widths)
-        with jax.set_mesh(self.mesh), jax.default_matmul_precision(self.cfg.precision.matmul_precision()):
-            result = self._forward(self.state.inputs, *given)[:rows]
-        return result[:, :length] if padded > length and result.shape[1] == padded else result
+        return {name: checked(name, schema[name], array) for name, array in given.items()}
 
     def _multiple(self, axis: str) -> int:
         """What the mesh divides a dimension of this logical axis by."""
@@ -170,8 +181,8 @@ class Run:
         self.batches.close()
 
     def __post_init__(self) -> None:
-        def forward(params: Params, *arrays: Array) -> Array:
-            return bind(self.program.abstract, self.program.used(params))(*arrays)
+        def forward(params: Params, arrays: Mapping[str, Array]) -> Array:
+            return bind(self.program.abstract, self.program.used(params))(**arrays)
 
         self._forward = jax.jit(forward, compiler_options=dict(self.program.options))
 

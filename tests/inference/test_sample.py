@@ -1,43 +1,33 @@
-"""The text a finished run shows."""
+"""What a run shows at its end is what its model's config names."""
 
-import numpy as np
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 
-from megajax.inference.sample import text_sample
-from megajax.tokenizers.config import ByteTokenizerConfig, NullTokenizerConfig
-
-LENGTH = 16
-
-
-def likes(token: int, size: int):
-    """A model that is all but certain of one token."""
-
-    def model(tokens: np.ndarray) -> np.ndarray:
-        logits = np.zeros((*tokens.shape, size), np.float32)
-        logits[..., token] = 50.0
-        return logits
-
-    return model
+from megajax.inference.sample import Trained, sample
 
 
-def test_the_prompt_is_continued_by_the_model() -> None:
-    row = np.frombuffer(b"some bytes of text", np.uint8)[:LENGTH]
-    text = text_sample(likes(ord("x"), 384), ByteTokenizerConfig().build(), row, length=LENGTH, seed=0)
-    assert text.splitlines()[1].startswith("some byt\u2502xxxxxxxx")
+@dataclass(frozen=True)
+class Named:
+    """A model's config, as far as samples ask."""
+
+    function: str | None
+
+    def sampler(self) -> str | None:
+        return self.function
 
 
-def test_an_end_of_document_ends_it() -> None:
-    tokenizer = ByteTokenizerConfig().build()
-    text = text_sample(likes(tokenizer.eod, 384), tokenizer, np.full(LENGTH, ord("a")), length=LENGTH, seed=0)
-    assert text.splitlines()[1] == "aaaaaaaa\u2502"
+def run_of(model: Named) -> SimpleNamespace:
+    return SimpleNamespace(cfg=SimpleNamespace(model=model), parts=None)
 
 
-def test_ids_outside_the_tokenizer_are_never_sampled() -> None:
-    tokenizer = NullTokenizerConfig(vocabulary_size=10).build()
-    text = text_sample(likes(11, 128), tokenizer, np.arange(8), length=LENGTH, seed=0)
-    assert all(int(word) < 10 for word in text.splitlines()[1].replace("\u2502", " ").split())
+def shown(run: Trained, folder: Path) -> str:
+    return f"{run.cfg.model.function.rpartition(':')[2]} in {folder.name}"
 
 
-def test_control_bytes_do_not_reach_the_terminal() -> None:
-    row = np.frombuffer(b"some\x1b[2J", np.uint8)
-    text = text_sample(likes(7, 384), ByteTokenizerConfig().build(), row, length=LENGTH, seed=0)
-    assert text.splitlines()[1].startswith("some\\x1b[2J\u2502\\x07\\x07")
+def test_the_models_own_function_is_asked(tmp_path: Path) -> None:
+    assert sample(run_of(Named(f"{__name__}:shown")), tmp_path) == f"shown in {tmp_path.name}"
+
+
+def test_a_model_without_one_shows_nothing(tmp_path: Path) -> None:
+    assert sample(run_of(Named(None)), tmp_path) is None

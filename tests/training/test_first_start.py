@@ -19,7 +19,7 @@ from small_jobs import model, run_config
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.data.config import MockConfig
-from megajax.inference.sample import text_sample
+from megajax.inference.sample import sample
 from megajax.job.compile_cache import use_cache
 from megajax.job.job import train
 from megajax.mesh.config import ParallelConfig
@@ -87,8 +87,8 @@ def walk(cfg: RunConfig) -> None:
     """A first start, a second one that goes on, and an evaluation."""
     set_process(cfg.xla)
     use_cache(cfg.xla)
-    assert train(cfg, sampler=text_sample) == 0
-    assert train(cfg, sampler=text_sample) == 0
+    assert train(cfg, sampler=sample) == 0
+    assert train(cfg, sampler=sample) == 0
     assert train(cfg, skip_train=True) == 0
     actual = lines(cfg)
     assert [line["step"] for line in actual if "split" not in line] == [1, 2, 3]

@@ -51,6 +51,7 @@ def test_the_model_answers_with_the_present_weights(run):
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (3, 7))
     actual = run.model(tokens)
     assert actual.shape == (3, 7, VOCABULARY)
+    np.testing.assert_array_equal(run.model(tokens=tokens), actual)
     alone = jax.device_put(jax.device_get(run.state.params), jax.devices()[0])
     with jax.default_matmul_precision("highest"):
         expected = bind(run.program.abstract, alone)(np.asarray(tokens, np.int32))
@@ -62,6 +63,10 @@ def test_the_model_refuses_more_arrays_than_it_takes(run):
         run.model()
     with pytest.raises(ValueError, match="got 9 arrays"):
         run.model(*[[[1]]] * 9)
+    with pytest.raises(ValueError, match="each once; got tokens"):
+        run.model([[1]], tokens=[[1]])
+    with pytest.raises(ValueError, match="each once; got words"):
+        run.model(words=[[1]])
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,9 @@ class BertConfig(DecoderConfig):
             **order,
         }
 
-    def generates_text(self) -> bool:
-        """It fills in blanks instead."""
-        return False
+    def sampler(self) -> str | None:
+        """It fills in blanks."""
+        return None
 
     def head_size(self) -> int:
         """Weights of both heads beside the table."""

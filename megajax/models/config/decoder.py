@@ -304,9 +304,13 @@ class DecoderConfig(Builds, ModelConfig):
         """Tokens of a row."""
         return self.sequence_length
 
-    def generates_text(self) -> bool:
-        """A decoder does."""
-        return True
+    def ignores_later_positions(self) -> bool:
+        """Whether all its blocks are causal."""
+        return all(getattr(block.mixer, "causal", True) for block in self.named_blocks().values())
+
+    def sampler(self) -> str | None:
+        """It continues a text."""
+        return "continuation"
 
     def parallel_problems(self, parallel: ParallelConfig, shards: int | None) -> Iterator[Problem]:
         """Sizes that the mesh does not divide, and recomputation that does not fit it."""

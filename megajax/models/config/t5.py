@@ -74,6 +74,6 @@ class T5Config(DecoderConfig):
         """Rows of the table of positions, which both sections read."""
         return max(self.sequence_length, self.encoder_length)
 
-    def generates_text(self) -> bool:
-        """It continues what an encoder has read, which sampling does not know."""
-        return False
+    def sampler(self) -> str | None:
+        """It says what belongs in the blanks of a text."""
+        return None
