@@ -14,6 +14,7 @@ REQUIRED = frozenset(
 )
 """Names under which the packages of every installation are imported."""
 EXTRAS = {
+    "PIL": "images",
     "matplotlib": "plot",
     "tensorboardX": "log",
     "tiktoken": "tokenizers",

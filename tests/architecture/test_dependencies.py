@@ -13,7 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-IMPORTED_AS = {"absl-py": "absl", "nvidia-ml-py": "pynvml", "orbax-checkpoint": "orbax", "pyyaml": "yaml"}
+IMPORTED_AS = {"absl-py": "absl", "nvidia-ml-py": "pynvml", "orbax-checkpoint": "orbax", "pyyaml": "yaml"} | {
+    "pillow": "PIL"
+}
 FOR_JAX = ("cuda12", "cuda13", "aot")
 """Extras that JAX loads by itself."""
 BY_JAX = {"filelock"}

@@ -6,18 +6,34 @@ Each config says which leaves its rows have (`leaves()`) and builds its row sour
 
 from megajax.data.config.base import LoaderConfig, RowsConfig, TokenFilesConfig
 from megajax.data.config.choices import DataConfig
+from megajax.data.config.images import (
+    AugmentConfig,
+    ClassFoldersConfig,
+    CropConfig,
+    DigitsConfig,
+    MaskFoldersConfig,
+    MockImagesConfig,
+    MockMasksConfig,
+)
 from megajax.data.config.masked import MaskedConfig, MaskedSentencesConfig, MaskedSpansConfig
 from megajax.data.config.text import BlendConfig, MockConfig, StandardLibraryConfig
 from megajax.data.splits import Rows, Splits
 
 __all__ = [
+    "AugmentConfig",
     "BlendConfig",
+    "ClassFoldersConfig",
+    "CropConfig",
     "DataConfig",
+    "DigitsConfig",
     "LoaderConfig",
+    "MaskFoldersConfig",
     "MaskedConfig",
     "MaskedSentencesConfig",
     "MaskedSpansConfig",
     "MockConfig",
+    "MockImagesConfig",
+    "MockMasksConfig",
     "Rows",
     "RowsConfig",
     "Splits",

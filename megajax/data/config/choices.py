@@ -1,6 +1,24 @@
 """The data that a config can name besides a class of the user's own."""
 
+from megajax.data.config.images import (
+    ClassFoldersConfig,
+    DigitsConfig,
+    MaskFoldersConfig,
+    MockImagesConfig,
+    MockMasksConfig,
+)
 from megajax.data.config.masked import MaskedSentencesConfig, MaskedSpansConfig
 from megajax.data.config.text import BlendConfig, MockConfig, StandardLibraryConfig
 
-DataConfig = BlendConfig | MaskedSentencesConfig | MaskedSpansConfig | MockConfig | StandardLibraryConfig
+DataConfig = (
+    BlendConfig
+    | ClassFoldersConfig
+    | DigitsConfig
+    | MaskedSentencesConfig
+    | MaskedSpansConfig
+    | MaskFoldersConfig
+    | MockConfig
+    | MockImagesConfig
+    | MockMasksConfig
+    | StandardLibraryConfig
+)

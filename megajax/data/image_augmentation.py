@@ -1,0 +1,128 @@
+"""Crops, flips and random operations on images, by Pillow; what is random comes from the generator of a row."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megajax.config.missing import require
+from megajax.data.config import AugmentConfig, CropConfig
+from megajax.data.image_decoding import Picture
+
+TRIES = 10
+"""Crops that are drawn before the largest one with a ratio that is allowed is used."""
+GREY = (128, 128, 128)
+"""Fills what an operation moves into the image."""
+ROTATION, SHEAR, SHIFT, ENHANCEMENT = 30.0, 0.3, 0.3, 0.9
+"""Degrees, share of the image's other side, share of its side, change of a factor, each at magnitude 10."""
+STRONGEST = 10.0
+
+
+class Crop(NamedTuple):
+    """What becomes of an image: a box (left, top, right, bottom) of it, resized to the model's size, and a flip."""
+
+    box: tuple[float, float, float, float]
+    flip: bool = False
+
+
+def random_crop(size: tuple[int, int], config: CropConfig, generator: np.random.Generator) -> Crop:
+    """A box of random area and ratio of an image of this width and height, as torchvision's RandomResizedCrop."""
+    width, height = size
+    ratios = np.log(config.ratio)
+    for _ in range(TRIES):
+        area = width * height * generator.uniform(*config.area)
+        ratio = float(np.exp(generator.uniform(*ratios)))
+        across, down = round((area * ratio) ** 0.5), round((area / ratio) ** 0.5)
+        if 0 < across <= width and 0 < down <= height:
+            left, top = int(generator.integers(width - across + 1)), int(generator.integers(height - down + 1))
+            box = (float(left), float(top), float(left + across), float(top + down))
+            break
+    else:
+        box = inner_box(size, float(np.clip(width / height, *config.ratio)))
+    return Crop(box, bool(generator.random() < config.flip))
+
+
+def inner_box(size: tuple[int, int], ratio: float, share: float = 1.0) -> tuple[float, float, float, float]:
+    """The largest box of this ratio of width to height in the middle of an image, scaled by `share`."""
+    width, height = size
+    across, down = min(width, height * ratio) * share, min(height, width / ratio) * share
+    return ((width - across) / 2, (height - down) / 2, (width + across) / 2, (height + down) / 2)
+
+
+def cropped(picture: Picture, crop: Crop, size: tuple[int, int]) -> Any:
+    """The box of the picture at `size` (width, height), bicubic. Raises UnreadableItem."""
+    library = require("PIL.Image", "Reading images")
+    left, top, right, bottom = crop.box
+    needed = (picture.size[0] * size[0] / (right - left), picture.size[1] * size[1] / (bottom - top))
+    image = picture.rgb(needed)
+    across, down = image.width / picture.size[0], image.height / picture.size[1]
+    box = (left * across, top * down, min(right * across, image.width), min(bottom * down, image.height))
+    image = image.resize(size, library.Resampling.BICUBIC, box)
+    return image.transpose(library.Transpose.FLIP_LEFT_RIGHT) if crop.flip else image
+
+
+def cropped_classes(classes: np.ndarray, crop: Crop, size: tuple[int, int]) -> np.ndarray:
+    """The box of classes of pixels [H, W] at `size` (width, height): int32, that of the nearest pixel."""
+    left, top, right, bottom = crop.box
+    columns = left + (np.arange(size[0]) + 0.5) * (right - left) / size[0]
+    rows = top + (np.arange(size[1]) + 0.5) * (bottom - top) / size[1]
+    found = classes[np.ix_(rows.astype(np.intp), columns.astype(np.intp))]
+    return np.ascontiguousarray(found[:, ::-1] if crop.flip else found)
+
+
+def augmented(image: Any, config: AugmentConfig, generator: np.random.Generator) -> Any:
+    """`config.operations` operations at `config.magnitude`, drawn with repetition."""
+    for number in generator.integers(len(OPERATIONS), size=config.operations).tolist():
+        sign = 1.0 if generator.random() < 0.5 else -1.0
+        image = OPERATIONS[number](image, config.magnitude / STRONGEST, sign)
+    return image
+
+
+def _affine(image: Any, matrix: tuple[float, ...]) -> Any:
+    library = require("PIL.Image", "Reading images")
+    return image.transform(image.size, library.Transform.AFFINE, matrix, library.Resampling.BILINEAR, fillcolor=GREY)
+
+
+def _rotate(image: Any, strength: float, sign: float) -> Any:
+    bilinear = require("PIL.Image", "Reading images").Resampling.BILINEAR
+    return image.rotate(sign * strength * ROTATION, bilinear, fillcolor=GREY)
+
+
+def _enhance(kind: str) -> Callable[[Any, float, float], Any]:
+    def enhance(image: Any, strength: float, sign: float) -> Any:
+        enhancer = getattr(require("PIL.ImageEnhance", "Reading images"), kind)
+        return enhancer(image).enhance(1 + sign * strength * ENHANCEMENT)
+
+    return enhance
+
+
+def _whole(name: str) -> Callable[[Any, float, float], Any]:
+    """An operation that has no strength."""
+    return lambda image, strength, sign: getattr(require("PIL.ImageOps", "Reading images"), name)(image)
+
+
+def _solarize(image: Any, strength: float, sign: float) -> Any:
+    return require("PIL.ImageOps", "Reading images").solarize(image, round(256 * (1 - strength)))
+
+
+def _posterize(image: Any, strength: float, sign: float) -> Any:
+    return require("PIL.ImageOps", "Reading images").posterize(image, 8 - round(4 * strength))
+
+
+OPERATIONS: tuple[Callable[[Any, float, float], Any], ...] = (
+    lambda image, strength, sign: image,
+    _whole("autocontrast"),
+    _whole("equalize"),
+    _rotate,
+    _solarize,
+    _posterize,
+    _enhance("Color"),
+    _enhance("Contrast"),
+    _enhance("Brightness"),
+    _enhance("Sharpness"),
+    lambda image, strength, sign: _affine(image, (1, sign * strength * SHEAR, 0, 0, 1, 0)),
+    lambda image, strength, sign: _affine(image, (1, 0, 0, sign * strength * SHEAR, 1, 0)),
+    lambda image, strength, sign: _affine(image, (1, 0, sign * strength * SHIFT * image.width, 0, 1, 0)),
+    lambda image, strength, sign: _affine(image, (1, 0, 0, 0, 1, sign * strength * SHIFT * image.height)),
+)
+"""The 14 operations of RandAugment: (image, strength 0 to 1, sign) -> image."""

@@ -1,0 +1,156 @@
+"""Image files to RGB pixels by Pillow, with a limit on their size (extra `images`)."""
+
+import io
+import math
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from megajax.config.missing import require
+from megajax.data.item_rows import UnreadableItem
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""Formats that are read: others of Pillow start programs or are never trained on."""
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm")
+BYTES_PER_PIXEL = 8
+HEADER_BYTES = 1 << 20
+"""A file may have up to 8 bytes for each pixel that is allowed, and this besides."""
+ORIENTATION = 0x0112
+"""The EXIF tag; TURNS: its value -> what brings the image upright."""
+TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+TURNED = ("JPEG", "TIFF", "PNG", "WEBP")
+
+
+class Picture(Protocol):
+    """An image that is there or can be decoded."""
+
+    size: tuple[int, int]
+    """Width and height."""
+
+    def rgb(self, least: tuple[float, float]) -> Any:
+        """The image in Pillow's mode RGB: of `size`, or smaller with the same content, yet `least` wide and high.
+
+        Raises UnreadableItem.
+        """
+        ...
+
+
+class MadePicture:
+    """An image that needs no decoding. pixels: uint8 [H, W, 3]."""
+
+    def __init__(self, pixels: np.ndarray):
+        self._image = require("PIL.Image", "Reading images").fromarray(pixels)
+        self.size: tuple[int, int] = self._image.size
+
+    def rgb(self, least: tuple[float, float]) -> Any:
+        """The image itself."""
+        del least
+        return self._image
+
+
+class StoredPicture:
+    """An image file, of which only the header is read until its pixels are asked for.
+
+    Turned as its EXIF orientation says. Transparency is dropped, 16-bit values keep their upper 8 bits, and of an
+    animation the first image is used.
+
+    Args:
+        data: the file.
+        maximum_pixels: width times height may not exceed it.
+
+    Raises:
+        UnreadableItem: not an image, too large, or damaged.
+    """
+
+    def __init__(self, data: bytes, maximum_pixels: int):
+        library = require("PIL.Image", "Reading images")
+        try:
+            self._image = library.open(io.BytesIO(data), formats=FORMATS)
+            self._turn = TURNS.get(self._image.getexif().get(ORIENTATION)) if self._image.format in TURNED else None
+        except library.DecompressionBombError as error:
+            raise UnreadableItem("too large", str(error)) from error
+        except library.UnidentifiedImageError as error:
+            detail = f"{len(data):,} bytes, in none of the formats {', '.join(FORMATS)}"
+            raise UnreadableItem("not an image", detail) from error
+        except Exception as error:  # a damaged file makes Pillow's readers fail in any way
+            raise _corrupt(error) from error
+        width, height = self._image.size
+        if width * height > maximum_pixels:
+            limit = f"{width} x {height} = {width * height:,} pixels, data.maximum_pixels is {maximum_pixels:,}"
+            raise UnreadableItem("too large", limit)
+        self._across = self._turn in ("TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+        self.size = (height, width) if self._across else (width, height)
+
+    def rgb(self, least: tuple[float, float]) -> Any:
+        """JPEG is decoded at 1/2, 1/4 or 1/8 of its size where that is enough: it takes a fraction of the time."""
+        try:
+            if self._image.format == "JPEG":
+                width, height = least[::-1] if self._across else least
+                self._image.draft("RGB", (math.ceil(width), math.ceil(height)))
+            image = _rgb(self._image)
+            return image.transpose(image_method(self._turn)) if self._turn else image
+        except UnreadableItem:
+            raise
+        except Exception as error:
+            raise _corrupt(error) from error
+
+    def classes(self) -> Any:
+        """The image as classes of pixels, int32 [H, W]: values of a grey image, indices of one with a palette."""
+        if self._image.mode not in ("1", "L", "P", "I;16", "I;16B", "I"):
+            detail = f"it is {self._image.mode}; the classes of pixels must be grey values or a palette"
+            raise UnreadableItem("not a mask", detail)
+        try:
+            return np.asarray(self._image).astype(np.int32)
+        except Exception as error:
+            raise _corrupt(error) from error
+
+
+def read_bounded(path: Path, maximum_pixels: int) -> bytes:
+    """The file's content. Raises UnreadableItem for one that is missing, or larger than any image allowed."""
+    try:
+        with path.open("rb") as file:
+            check_bytes(os.fstat(file.fileno()).st_size, maximum_pixels)
+            return file.read()
+    except OSError as error:
+        raise UnreadableItem("cannot be read", error.strerror or str(error)) from error
+
+
+def check_bytes(size: int, maximum_pixels: int) -> None:
+    """Raises UnreadableItem for a file larger than any image of that many pixels, before it is read."""
+    if not size:
+        raise UnreadableItem("empty file", "")
+    if size > maximum_pixels * BYTES_PER_PIXEL + HEADER_BYTES:
+        raise UnreadableItem("too large", f"{size:,} bytes, too many for data.maximum_pixels={maximum_pixels:,}")
+
+
+def image_method(name: str) -> Any:
+    """One of Pillow's ways to transpose an image."""
+    return require("PIL.Image", "Reading images").Transpose[name]
+
+
+def _rgb(image: Any) -> Any:
+    if image.mode == "F":
+        raise UnreadableItem("unknown pixels", "floating-point values have no known range")
+    if image.mode.startswith("I"):  # Pillow's own conversion cuts values off at 255
+        values = np.asarray(image) >> 8
+        image = require("PIL.Image", "Reading images").fromarray(np.clip(values, 0, 255).astype(np.uint8))
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    if image.mode != "RGB":
+        return image.convert("RGB")
+    image.load()
+    return image
+
+
+def _corrupt(error: Exception) -> UnreadableItem:
+    return UnreadableItem("corrupt image", f"{type(error).__name__}: {error}")

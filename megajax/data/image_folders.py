@@ -1,0 +1,214 @@
+"""Images in folders: one folder for each class, or images/ and masks/."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megajax.batch import Schema
+from megajax.config.errors import UserError
+from megajax.data.config import ClassFoldersConfig, MaskFoldersConfig
+from megajax.data.image_decoding import SUFFIXES, Picture, StoredPicture, read_bounded
+from megajax.data.item_rows import split_items
+from megajax.data.labelled_images import ClassRows, Framing, MaskRows, demand_classes, image_size
+from megajax.data.progress import Progress
+from megajax.data.splits import NAMES, Rows, Splits, parse_split, wanted
+
+SPLIT_FOLDERS = {"train": ("train", "training"), "valid": ("val", "valid", "validation"), "test": ("test",)}
+
+
+class ClassFolder:
+    """The images of a folder with a folder for each class.
+
+    Args:
+        folder: holds the folders of the classes.
+        files: (class, name below its folder) of each image.
+        classes: names of the classes, sorted.
+    """
+
+    def __init__(self, folder: Path, files: Sequence[tuple[int, str]], classes: tuple[str, ...], maximum_pixels: int):
+        self.classes = classes
+        self._folder, self._files, self._maximum_pixels = folder, files, maximum_pixels
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def name(self, item: int) -> str:
+        """Path of the image."""
+        label, name = self._files[item]
+        return str(self._folder / self.classes[label] / name)
+
+    def picture(self, item: int) -> Picture:
+        """The image. Raises UnreadableItem."""
+        data = read_bounded(Path(self.name(item)), self._maximum_pixels)
+        return StoredPicture(data, self._maximum_pixels)
+
+    def label(self, item: int) -> int:
+        """Number of its class in the order of their names."""
+        return self._files[item][0]
+
+
+class MaskFolder:
+    """The images of a folder, each with a mask of the same name.
+
+    Args:
+        folder: holds images/ and masks/.
+        files: names of each image and its mask, in these folders.
+    """
+
+    def __init__(self, folder: Path, files: Sequence[tuple[str, str]], maximum_pixels: int):
+        self._folder, self._files, self._maximum_pixels = folder, files, maximum_pixels
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def name(self, item: int) -> str:
+        """Path of the image."""
+        return str(self._folder / "images" / self._files[item][0])
+
+    def picture(self, item: int) -> Picture:
+        """The image. Raises UnreadableItem."""
+        return self._read(Path(self.name(item)))
+
+    def classes(self, item: int) -> np.ndarray:
+        """Class of each pixel, int32 [H, W]. Raises UnreadableItem."""
+        return self._read(self._folder / "masks" / self._files[item][1]).classes()
+
+    def _read(self, path: Path) -> StoredPicture:
+        return StoredPicture(read_bounded(path, self._maximum_pixels), self._maximum_pixels)
+
+
+def split_folders(root: Path) -> Mapping[str, Path]:
+    """The folders of the splits by name; empty if there is no train/. Raises UserError if `root` is no folder."""
+    if not root.is_dir():
+        raise UserError(f"data.path: no such folder: {root} (looked for in {Path.cwd()})")
+    found = {name: [root / choice for choice in names] for name, names in SPLIT_FOLDERS.items()}
+    there = {name: [path for path in paths if path.is_dir()] for name, paths in found.items()}
+    if not there["train"]:
+        return {}
+    return {name: paths[0] for name, paths in there.items() if paths}
+
+
+def class_names(folder: Path) -> tuple[str, ...]:
+    """Names of the folders in a folder, sorted. Raises UserError without any."""
+    names = tuple(sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != "."))
+    if not names:
+        raise UserError(
+            f"{folder}: has no folders. Images belong into a folder for each class: {folder}/CLASS/NAME.jpg"
+        )
+    return names
+
+
+def class_files(folder: Path, classes: Mapping[str, int]) -> list[tuple[int, str]]:
+    """(class, path below the class's folder) of all images in a folder of classes, sorted.
+
+    Raises UserError for a class that is not among `classes`, and without images.
+    """
+    files: list[tuple[int, str]] = []
+    progress = Progress("images", f"listing {folder}")
+    for done, name in enumerate(class_names(folder), 1):
+        if name not in classes:
+            raise UserError(f"{folder / name}: no such class in the training data, which has {', '.join(classes)}")
+        files += [(classes[name], path) for path in sorted(_images_below(folder / name))]
+        progress(len(files), done / len(classes))
+    progress.clear()
+    if not files:
+        raise UserError(f"{folder}: no images ({', '.join(SUFFIXES)}) in its {len(classes)} folders")
+    return files
+
+
+def _images_below(folder: Path) -> Iterator[str]:
+    for place, _, names in os.walk(folder):
+        inside = Path(place).relative_to(folder)
+        yield from ((inside / name).as_posix() for name in names if Path(name).suffix.lower() in SUFFIXES)
+
+
+def mask_files(folder: Path) -> list[tuple[str, str]]:
+    """(image, mask) names in images/ and masks/, sorted. Raises UserError for an image without a mask."""
+    stems: list[dict[str, str]] = []
+    for kind in ("images", "masks"):
+        if not (folder / kind).is_dir():
+            raise UserError(f"{folder}: has no folder {kind}/. Segmentation needs images/NAME.jpg and masks/NAME.png")
+        names = (entry.name for entry in os.scandir(folder / kind) if entry.is_file())
+        stems.append({Path(name).stem: name for name in names if Path(name).suffix.lower() in SUFFIXES})
+    images, masks = stems
+    if lacking := sorted(images.keys() - masks.keys()):
+        more = f", and {len(lacking) - 1} more images have none" if len(lacking) > 1 else ""
+        raise UserError(f"{folder / 'images' / images[lacking[0]]}: no mask {lacking[0]} in {folder / 'masks'}{more}")
+    if not images:
+        raise UserError(f"{folder / 'images'}: no images ({', '.join(SUFFIXES)})")
+    return [(images[stem], masks[stem]) for stem in sorted(images)]
+
+
+def _splits(
+    root: Path, split: str, rows: Rows, files_of: Callable[[Path], list[Any]], make: Callable[..., Any]
+) -> Splits:
+    """Row sources of the splits: of a folder each, or shares of one. make: (folder, files, split, rows) -> rows."""
+    folders, shares, built = split_folders(root), parse_split(split), [None] * len(NAMES)
+    everything: list[Any] = [] if folders else files_of(root)
+    # The first entry of a file is its class or its name; masks have no classes to keep in proportion.
+    labels = np.array([file[0] if isinstance(file[0], int) else 0 for file in everything], np.int64)
+    groups = [np.flatnonzero(labels == label) for label in range(int(labels.max(initial=0)) + 1)]
+    for position, name, asked in wanted(rows):
+        if folders:
+            if name not in folders:
+                continue
+            built[position] = make(folders[name], files_of(folders[name]), position, asked)
+            continue
+        if shares[position] is None and name != "train":
+            continue
+        chosen = [everything[item] for item in split_items(shares[position], groups).tolist()]
+        if not chosen:
+            raise UserError(f"{root}: none of its {len(everything)} images fall into {name}: change data.split={split}")
+        built[position] = make(root, chosen, position, asked)
+    return Splits(*built)
+
+
+def build_classes(config: ClassFoldersConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
+    """Rows of images with a class each, for the splits that a run requests; see `ClassRows`.
+
+    Raises UserError: no such folders or images, more classes than the model has.
+    """
+    del tokenizer
+    root = Path(config.path).expanduser()
+    names = class_names(split_folders(root).get("train", root))
+    demand_classes(len(names), schema, str(root))
+    numbers = {name: number for number, name in enumerate(names)}
+
+    def make(folder: Path, files: list[tuple[int, str]], position: int, asked: int | None) -> ClassRows:
+        augment = config.augment if position == 0 else None
+        return ClassRows(
+            ClassFolder(folder, files, names, config.maximum_pixels),
+            framing=Framing(size=image_size(schema), augment=augment, centre=config.centre),
+            mixup=None if not config.mixup else config.mixup * (position == 0),
+            rows=asked,
+            seed=seed if config.seed is None else config.seed,
+            split=position,
+            on_error=config.on_error,
+        )
+
+    return _splits(root, config.split, rows, lambda folder: class_files(folder, numbers), make)
+
+
+def build_masks(config: MaskFoldersConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
+    """Rows of images with a class for each pixel, for the splits that a run requests; see `MaskRows`.
+
+    Raises UserError: no such folders or images, an image without a mask.
+    """
+    del tokenizer
+
+    def make(folder: Path, files: list[tuple[str, str]], position: int, asked: int | None) -> MaskRows:
+        augment = config.augment if position == 0 else None
+        return MaskRows(
+            MaskFolder(folder, files, config.maximum_pixels),
+            framing=Framing(size=image_size(schema), augment=augment, centre=config.centre),
+            classes=config.classes,
+            rows=asked,
+            seed=seed if config.seed is None else config.seed,
+            split=position,
+            on_error=config.on_error,
+        )
+
+    return _splits(Path(config.path).expanduser(), config.split, rows, mask_files, make)

@@ -1,0 +1,119 @@
+"""Made-up images that a model can learn, for tests and to measure speed: no files, no decoding, numpy alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from megajax.batch import Schema
+from megajax.data.config import MockImagesConfig, MockMasksConfig
+from megajax.data.labelled_images import IGNORED, image_size
+from megajax.data.splits import Rows, Splits, wanted
+
+CLASSES = 10
+"""Where the model does not say how many it has."""
+ONE_PASS = 10_000
+"""Rows of one pass."""
+NOISE = 32
+"""Standard deviation of the noise, of 255."""
+
+
+class MockRows:
+    """Rows by number: row i is a pure function of (seed, split, i).
+
+    Args:
+        size: width and height.
+        classes: number of classes.
+    """
+
+    def __init__(self, *, size: tuple[int, int], classes: int, rows: int | None, seed: int, split: int):
+        self.size, self.classes = size, classes
+        self._rows, self._seed, self._split = ONE_PASS if rows is None else rows, seed, split
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def make(self, generator: np.random.Generator) -> dict[str, np.ndarray]:
+        """A row."""
+        raise NotImplementedError
+
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)} rows")
+        return self.make(np.random.default_rng((self._seed, self._split, row)))
+
+
+class Stripes(MockRows):
+    """Images uint8 [H, W, 3] of grey stripes, whose direction is the class, with noise; labels int32 [].
+
+    mixup: α of the rows of two mixed images; 0: every image is of one class; None: without the two leaves of mixup.
+    """
+
+    def __init__(self, *, mixup: float | None, **options: Any):
+        super().__init__(**options)
+        self._mixup = mixup
+        width, height = self.size
+        across, down = np.meshgrid(np.linspace(-1, 1, width), np.linspace(-1, 1, height))
+        angles = np.arange(self.classes)[:, None, None] * (np.pi / self.classes)
+        self._slopes = (4 * np.pi * (np.cos(angles) * across + np.sin(angles) * down)).astype(np.float32)
+
+    def make(self, generator: np.random.Generator) -> dict[str, np.ndarray]:
+        label, other = generator.integers(self.classes, size=2, dtype=np.int32)
+        share = np.float32(generator.beta(self._mixup, self._mixup)) if self._mixup else np.float32(1)
+        image = share * self._image(label, generator) + (1 - share) * self._image(other, generator)
+        row = {"images": np.clip(np.rint(image), 0, 255).astype(np.uint8), "labels": np.array(label)}
+        if self._mixup is None:
+            return row
+        return row | {"other_labels": np.array(other if self._mixup else label), "mix": np.array(share)}
+
+    def _image(self, label: np.integer, generator: np.random.Generator) -> np.ndarray:
+        stripes = 128 + 80 * np.sin(self._slopes[label] + np.float32(generator.uniform(0, 2 * np.pi)))
+        noise = generator.standard_normal((*stripes.shape, 3), np.float32)
+        return stripes[..., None] + NOISE * noise
+
+
+class Rectangles(MockRows):
+    """Images uint8 [H, W, 3] of a coloured rectangle on grey noise; labels int32 [H, W], 0 for the ground.
+
+    The class of the rectangle is its brightness in red against blue; its border, a pixel wide, is 255.
+    """
+
+    def make(self, generator: np.random.Generator) -> dict[str, np.ndarray]:
+        width, height = self.size
+        image = 128 + NOISE / 4 * generator.standard_normal((height, width, 3), np.float32)
+        labels = np.zeros((height, width), np.int32)
+        label = int(generator.integers(1, self.classes))
+        top, left = (int(generator.integers(0, side // 2)) for side in (height, width))
+        down, across = (int(generator.integers(side // 4, side // 2 + 1)) for side in (height, width))
+        hue = (label - 1) / max(self.classes - 2, 1)
+        inside = (slice(top, top + down), slice(left, left + across))
+        image[inside] += np.array([100 * hue, -60, 100 * (1 - hue)], np.float32)
+        labels[inside] = IGNORED
+        labels[top + 1 : top + down - 1, left + 1 : left + across - 1] = label
+        return {"images": np.clip(np.rint(image), 0, 255).astype(np.uint8), "labels": labels}
+
+
+def _splits(config: Any, make: Callable[..., MockRows], schema: Schema, rows: Rows, seed: int) -> Splits:
+    """make: (position of the split, the arguments of MockRows but for the classes) -> rows."""
+    built: list[MockRows | None] = [None, None, None]
+    own_seed = seed if config.seed is None else config.seed
+    for position, _, asked in wanted(rows):
+        built[position] = make(position, size=image_size(schema), rows=asked, seed=own_seed, split=position)
+    return Splits(*built)
+
+
+def build_classes(config: MockImagesConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
+    """Rows of stripes for the splits that a run requests."""
+    del tokenizer
+
+    def make(position: int, **options: Any) -> Stripes:
+        mixup = None if not config.mixup else config.mixup * (position == 0)
+        return Stripes(mixup=mixup, classes=schema["labels"].below or CLASSES, **options)
+
+    return _splits(config, make, schema, rows, seed)
+
+
+def build_masks(config: MockMasksConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
+    """Rows of rectangles for the splits that a run requests."""
+    del tokenizer
+    return _splits(config, lambda _, **options: Rectangles(classes=config.classes, **options), schema, rows, seed)

@@ -1,0 +1,124 @@
+"""Rows that are made of items, one or a few each: their order over several passes, and items that cannot be read."""
+
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+import numpy as np
+
+from megajax.config.errors import UserError
+from megajax.data.gpt import ORDER_SAMPLE
+from megajax.data.splits import Range, split_bounds
+
+TRIES = 1000
+"""Items that are tried for one row before the data is given up."""
+KEPT_ORDERS = 2
+SPLIT_SEED = 0
+"""Which items belong to a split does not depend on the run's seed: another run's test items stay unseen."""
+
+
+class UnreadableItem(Exception):
+    """An item that no row can be made of; `reason` is one of a few words to count by."""
+
+    def __init__(self, reason: str, detail: str):
+        super().__init__(f"{detail} ({reason})" if detail else reason)
+        self.reason = reason
+
+
+class Items(Protocol):
+    """What rows are made of, by number."""
+
+    def __len__(self) -> int: ...
+
+    def name(self, item: int) -> str:
+        """Where the item lies, for messages."""
+        ...
+
+
+class ItemRows[Data: Items]:
+    """Rows 0 to `rows` - 1 as mappings of arrays, pure functions of (seed, split, row).
+
+    A pass reads every item once, in an order of its own. Subclasses make a row of an item.
+
+    Args:
+        items: what the rows are made of.
+        rows: number of rows; None: one pass.
+        seed: of the order and of what is random in a row.
+        split: the position of the split, which has random numbers of its own.
+        on_error: what happens to an item that cannot be read.
+
+    Attributes:
+        passes: passes over the items, the last perhaps incomplete.
+        skipped: reason -> rows of which another item was used, so far.
+    """
+
+    def __init__(self, items: Data, *, rows: int | None, seed: int, split: int, on_error: Literal["stop", "skip"]):
+        self.items, self.split = items, split
+        self._rows, self._seed, self._on_error = len(items) if rows is None else rows, seed, on_error
+        self.passes = max(1, -(-self._rows // max(len(items), 1)))
+        self.skipped: Mapping[str, int] = Counter()
+        self._orders: dict[int, np.ndarray] = {}
+        self._lock = threading.Lock()
+
+    def make(self, item: int, generator: np.random.Generator) -> dict[str, np.ndarray]:
+        """A row of the item. Raises UnreadableItem."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def order(self) -> str:
+        """Identifier of the order of the rows; unchanged if rows are appended."""
+        return f"{len(self.items)}-{zlib.crc32(self._order(0)[:ORDER_SAMPLE].tobytes()):08x}"
+
+    def item(self, row: int, further: int = 0) -> int:
+        """The item of a row, or that of the row `further` places on in the same pass."""
+        number, place = divmod(row, len(self.items))
+        return int(self._order(number)[(place + further) % len(self.items)])
+
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)} rows")
+        for further in range(min(TRIES, len(self.items))):
+            item = self.item(row, further)
+            try:
+                return self.make(item, np.random.default_rng((self._seed, self.split, row, further)))
+            except UnreadableItem as error:
+                if self._on_error == "stop":
+                    raise UserError(
+                        f"{self.items.name(item)}, row {row}: {error}. Repair or remove it, or set data.on_error=skip"
+                    ) from error
+                if not further:
+                    self._count(error.reason)
+        raise UserError(
+            f"row {row}: none of {min(TRIES, len(self.items))} items can be read, the last one "
+            f"{self.items.name(self.item(row, further))}; so far {dict(self.skipped)}"
+        )
+
+    def _count(self, reason: str) -> None:
+        with self._lock:
+            assert isinstance(self.skipped, Counter)
+            self.skipped[reason] += 1
+
+    def _order(self, number: int) -> np.ndarray:
+        """Permutation of the items in a pass; those of the last few passes are kept."""
+        order = self._orders.get(number)
+        if order is None:
+            count = len(self.items)
+            order = np.random.default_rng((self._seed, self.split, number, count)).permutation(count)
+            with self._lock:
+                self._orders[number] = order
+                for old in sorted(self._orders)[:-KEPT_ORDERS]:
+                    del self._orders[old]
+        return order
+
+
+def split_items(share: Range | None, groups: list[np.ndarray]) -> np.ndarray:
+    """The items of a split, int64: the same share of each group, chosen at random but whatever the run's seed."""
+    parts = [np.zeros(0, np.int64)]
+    for number, group in enumerate(groups):
+        first, last = split_bounds(share, len(group))
+        parts.append(np.random.default_rng((SPLIT_SEED, number)).permutation(group)[first:last])
+    return np.concatenate(parts)

@@ -1,0 +1,165 @@
+"""Rows of images with labels: one class for the image or one for each pixel."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from megajax.batch import Schema
+from megajax.config.errors import UserError
+from megajax.data.config import AugmentConfig, CropConfig
+from megajax.data.image_augmentation import (
+    Crop,
+    augmented,
+    cropped,
+    cropped_classes,
+    inner_box,
+    random_crop,
+)
+from megajax.data.image_decoding import Picture
+from megajax.data.item_rows import ItemRows, Items, UnreadableItem
+
+IGNORED = 255
+"""The class of pixels that do not count."""
+
+
+class ClassImages(Items, Protocol):
+    """Images by number, each with a class."""
+
+    def picture(self, item: int) -> Picture:
+        """Raises UnreadableItem."""
+        ...
+
+    def label(self, item: int) -> int:
+        """Its class. Raises UnreadableItem."""
+        ...
+
+
+class MaskImages(Items, Protocol):
+    """Images by number, each with a class for every pixel."""
+
+    def picture(self, item: int) -> Picture:
+        """Raises UnreadableItem."""
+        ...
+
+    def classes(self, item: int) -> np.ndarray:
+        """int32 [H, W] of the picture. Raises UnreadableItem."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Framing:
+    """How an image is brought to the model's size.
+
+    Attributes:
+        size: width and height.
+        augment: random crops; None: the centre.
+        centre: side of the centre crop, as a share of the largest one.
+    """
+
+    size: tuple[int, int]
+    augment: CropConfig | None
+    centre: float
+
+    def crop(self, size: tuple[int, int], generator: np.random.Generator) -> Crop:
+        """What becomes of an image of this width and height."""
+        if self.augment is not None:
+            return random_crop(size, self.augment, generator)
+        return Crop(inner_box(size, self.size[0] / self.size[1], self.centre))
+
+
+def image_size(schema: Schema) -> tuple[int, int]:
+    """Width and height of the images that the model reads, [..., H, W, 3]. Raises UserError for other shapes."""
+    leaf = schema.get("images")
+    if leaf is None or len(leaf.shape) < 3 or leaf.shape[-1] != 3:
+        found = "none" if leaf is None else f"images of shape {leaf.shape}"
+        raise UserError(f"this data makes images [height, width, 3], the model reads {found}.")
+    return leaf.shape[-2], leaf.shape[-3]
+
+
+def demand_classes(classes: int, schema: Schema, where: str) -> None:
+    """Raises UserError for data with more classes than the model has."""
+    below = schema["labels"].below
+    if below is not None and classes > below:
+        raise UserError(f"{where} has {classes} classes, the model has {below}. Set the model's number of classes.")
+
+
+class ClassRows(ItemRows[ClassImages]):
+    """Rows of images with one class each.
+
+    images: uint8 [H, W, 3]; labels: int32 []. With mixup also other_labels, int32 [], and mix, float32 []: the image is
+    mix · one + (1 - mix) · another, which have the classes labels and other_labels.
+
+    Args:
+        framing: size and crops.
+        mixup: α; 0: no mixing, None: the two leaves of mixup are not made.
+    """
+
+    def __init__(
+        self,
+        items: ClassImages,
+        *,
+        framing: Framing,
+        mixup: float | None,
+        rows: int | None,
+        seed: int,
+        split: int,
+        on_error: Literal["stop", "skip"],
+    ):
+        super().__init__(items, rows=rows, seed=seed, split=split, on_error=on_error)
+        self._framing, self._mixup = framing, mixup
+
+    def make(self, item: int, generator: np.random.Generator) -> dict[str, np.ndarray]:
+        image, label = self._image(item, generator), self.items.label(item)
+        if self._mixup is None:
+            return {"images": image, "labels": np.array(label, np.int32)}
+        other, share = label, 1.0
+        if self._mixup:
+            partner = int(generator.integers(len(self.items)))
+            share, other = float(generator.beta(self._mixup, self._mixup)), self.items.label(partner)
+            mixed = share * image.astype(np.float32) + (1 - share) * self._image(partner, generator)
+            image = np.rint(mixed).astype(np.uint8)
+        return {
+            "images": image,
+            "labels": np.array(label, np.int32),
+            "other_labels": np.array(other, np.int32),
+            "mix": np.array(share, np.float32),
+        }
+
+    def _image(self, item: int, generator: np.random.Generator) -> np.ndarray:
+        framing, picture = self._framing, self.items.picture(item)
+        image: Any = cropped(picture, framing.crop(picture.size, generator), framing.size)
+        if isinstance(framing.augment, AugmentConfig):
+            image = augmented(image, framing.augment, generator)
+        return np.asarray(image)
+
+
+class MaskRows(ItemRows[MaskImages]):
+    """Rows of images with a class for each pixel: images uint8 [H, W, 3], labels int32 [H, W], 255 is ignored."""
+
+    def __init__(
+        self,
+        items: MaskImages,
+        *,
+        framing: Framing,
+        classes: int | None,
+        rows: int | None,
+        seed: int,
+        split: int,
+        on_error: Literal["stop", "skip"],
+    ):
+        super().__init__(items, rows=rows, seed=seed, split=split, on_error=on_error)
+        self._framing, self._classes = framing, classes
+
+    def make(self, item: int, generator: np.random.Generator) -> dict[str, np.ndarray]:
+        picture, classes = self.items.picture(item), self.items.classes(item)
+        if classes.shape[::-1] != picture.size:
+            sizes = "the image has {} x {} pixels, the mask {} x {}".format(*picture.size, *classes.shape[::-1])
+            raise UnreadableItem("mask of another size", sizes)
+        largest = int(classes[classes != IGNORED].max(initial=0))
+        if self._classes is not None and largest >= self._classes:
+            detail = f"the mask has class {largest}; data.classes={self._classes} and {IGNORED} as ignored"
+            raise UnreadableItem("unknown class", detail)
+        crop = self._framing.crop(picture.size, generator)
+        image = np.asarray(cropped(picture, crop, self._framing.size))
+        return {"images": image, "labels": cropped_classes(classes, crop, self._framing.size)}

@@ -1,0 +1,199 @@
+"""Images in folders: classes, masks, splits, order of the rows, files that cannot be read."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from image_files import COLOURS, class_folders, gradient, mask_schema, plain, saved, schema
+from PIL import Image
+
+from megajax.config.errors import UserError
+from megajax.data.config import AugmentConfig, ClassFoldersConfig, CropConfig, MaskFoldersConfig, Rows
+from megajax.data.loader import read_rows
+
+ONE_PASS = Rows(None)
+
+
+def classes(path: Path, rows: Rows = ONE_PASS, seed: int = 1, reads: Any = None, **options: Any) -> Any:
+    config = ClassFoldersConfig(path=str(path), **options)
+    assert not config.problems()
+    return config.build(tokenizer=None, schema=reads or schema(), rows=rows, seed=seed)
+
+
+def test_classes_are_folders_in_order(tmp_path: Path) -> None:
+    rows = classes(class_folders(tmp_path), split="1").train
+    assert rows.items.classes == ("blue", "green", "red") and len(rows) == 30
+    for number in range(30):
+        row = rows[number]
+        assert row["images"].shape == (16, 16, 3) and row["labels"].dtype == np.int32
+        assert (row["images"] == list(COLOURS.values())[row["labels"]]).all()
+    block = read_rows(rows, schema(), 0, np.arange(30))
+    assert block["images"].dtype == np.uint8 and np.bincount(block["labels"]).tolist() == [10, 10, 10]
+
+
+def test_splits_are_shares_of_each_class_and_disjoint(tmp_path: Path) -> None:
+    class_folders(tmp_path)
+    built = classes(tmp_path, Rows(None, None, None), split="80,10,10")
+    names = [[part.items.name(item) for item in range(len(part.items))] for part in built]
+    assert [len(part) for part in names] == [24, 3, 3] and len({*names[0], *names[1], *names[2]}) == 30
+    assert sorted(Path(name).parent.name for name in names[1]) == ["blue", "green", "red"]
+    other = classes(tmp_path, Rows(None, None, None), split="80,10,10", seed=2)
+    assert [other.test.items.name(item) for item in range(3)] == names[2]
+
+
+def test_folders_of_splits(tmp_path: Path) -> None:
+    class_folders(tmp_path / "train", 2)
+    saved(tmp_path / "val" / "red" / "deep" / "x.jpg", plain(COLOURS["red"]))
+    built = classes(tmp_path, Rows(None, 4, 1))
+    assert len(built.train) == 6 and built.test is None
+    assert [int(built.valid[row]["labels"]) for row in range(4)] == [2] * 4
+    saved(tmp_path / "val" / "pink" / "x.png", plain((9, 9, 9)))
+    with pytest.raises(UserError, match=r"pink: no such class in the training data, which has blue, green, red"):
+        classes(tmp_path, Rows(1, 1))
+
+
+def test_a_pass_reads_every_image_once_and_the_next_one_in_another_order(tmp_path: Path) -> None:
+    rows = classes(class_folders(tmp_path), Rows(75), split="1").train
+    passes = [[rows.item(row) for row in range(start, min(start + 30, 75))] for start in (0, 30, 60)]
+    assert sorted(passes[0]) == sorted(passes[1]) == list(range(30)) and len(set(passes[2])) == 15
+    assert passes[0] != passes[1] and rows.passes == 3 and len(rows) == 75
+    assert rows.order() == classes(tmp_path, Rows(7), split="1").train.order() != ""
+    assert rows.order() != classes(tmp_path, Rows(75), split="1", seed=2).train.order()
+
+
+def test_rows_are_pure_functions_of_seed_and_row(tmp_path: Path) -> None:
+    for number in range(6):
+        saved(tmp_path / "a" / f"{number}.png", gradient(30 + number, 40))
+    options = {"split": "1", "mixup": 0.4, "augment": AugmentConfig(operations=3)}
+    reads = schema(classes=1)
+    rows = classes(tmp_path, Rows(18), reads=reads, **options).train
+    ahead = {row: rows[row] for row in reversed(range(18))}
+    again = classes(tmp_path, Rows(18), reads=reads, **options).train
+    for row in range(18):
+        assert all((again[row][name] == ahead[row][name]).all() for name in ahead[row])
+    assert len({values["images"].tobytes() for values in ahead.values()}) == 18
+    other = classes(tmp_path, Rows(18), reads=reads, seed=2, **options).train
+    assert (other[0]["images"] != ahead[0]["images"]).any()
+
+
+def test_mixed_images(tmp_path: Path) -> None:
+    class_folders(tmp_path, 4)
+    built = classes(tmp_path, Rows(40, 3), mixup=0.5, split="75,25")
+    pairs = set()
+    for number in range(40):
+        row = built.train[number]
+        assert row["mix"].dtype == np.float32 and row["other_labels"].dtype == np.int32
+        first, second = (np.array(list(COLOURS.values())[row[name]]) for name in ("labels", "other_labels"))
+        expected = float(row["mix"]) * first + (1 - float(row["mix"])) * second
+        assert abs(row["images"] - expected).max() <= 0.51
+        pairs.add((int(row["labels"]), int(row["other_labels"])))
+    assert len(pairs) == 9
+    row = built.valid[0]
+    assert row["mix"] == 1 and row["labels"] == row["other_labels"]
+    assert ClassFoldersConfig(path="x").leaves() == {"images": "uint8", "labels": "int32"}
+    assert ClassFoldersConfig(path="x", mixup=0.2).leaves().keys() == row.keys()
+
+
+def broken(folder: Path) -> Path:
+    class_folders(folder, 3)
+    whole = saved(folder / "red" / "whole.jpg", gradient(60, 60)).read_bytes()
+    (folder / "red" / "whole.jpg").unlink()
+    (folder / "red" / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    (folder / "green" / "text.png").write_text("no image")
+    (folder / "blue" / "empty.png").write_bytes(b"")
+    saved(folder / "blue" / "giant.png", Image.new("1", (3000, 2000)))
+    return folder
+
+
+def test_an_unreadable_image_stops_with_its_name_and_row(tmp_path: Path) -> None:
+    rows = classes(broken(tmp_path), split="1", maximum_pixels=1_000_000).train
+    told = {}
+    for number in range(len(rows)):
+        try:
+            rows[number]
+        except UserError as error:
+            told[Path(rows.items.name(rows.item(number))).name] = str(error)
+            assert f"row {number}:" in str(error) and "data.on_error=skip" in str(error)
+    assert told.keys() == {"cut.jpg", "text.png", "empty.png", "giant.png"}
+    assert "truncated" in told["cut.jpg"].lower() and "in none of the formats" in told["text.png"]
+    assert "3000 x 2000 = 6,000,000 pixels, data.maximum_pixels is 1,000,000" in told["giant.png"]
+
+
+def test_skipped_rows_are_replaced_the_same_way_and_counted(tmp_path: Path) -> None:
+    rows = classes(broken(tmp_path), split="1", maximum_pixels=1_000_000, on_error="skip").train
+    first = [rows[number]["images"] for number in range(len(rows))]
+    reasons = {"corrupt image": 1, "not an image": 1, "empty file": 1, "too large": 1}
+    assert rows.skipped == reasons
+    again = [rows[number]["images"] for number in range(len(rows))]
+    assert all((a == b).all() for a, b in zip(first, again, strict=True))
+    assert rows.skipped == {reason: 2 * count for reason, count in reasons.items()}
+
+
+def test_nothing_can_be_read(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / "a").mkdir(exist_ok=True)
+        (tmp_path / "a" / f"{number}.png").write_text("no image")
+    with pytest.raises(UserError, match=r"none of 3 items can be read.*not an image"):
+        classes(tmp_path, split="1", on_error="skip").train[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda root: None, "no folders"),
+        (lambda root: (root / "a").mkdir(), "no images"),
+        (lambda root: [(root / name).mkdir() for name in "abcd"], "has 4 classes, the model has 3"),
+    ],
+)
+def test_folders_that_do_not_fit(tmp_path: Path, make: Any, message: str) -> None:
+    make(tmp_path)
+    with pytest.raises(UserError, match=message):
+        classes(tmp_path)
+
+
+def test_a_path_that_is_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        classes(tmp_path / "absent")
+
+
+def masks(path: Path, rows: Rows = ONE_PASS, **options: Any) -> Any:
+    config = MaskFoldersConfig(path=str(path), **options)
+    assert not config.problems()
+    return config.build(tokenizer=None, schema=mask_schema(), rows=rows, seed=1)
+
+
+def test_image_and_mask_are_cropped_and_flipped_alike(tmp_path: Path) -> None:
+    """Each pixel's class is its place from left to right, which its red tells too."""
+    picture = gradient(60, 40)
+    saved(tmp_path / "images" / "a.png", picture)
+    places = np.broadcast_to(np.arange(60, dtype=np.uint8), (40, 60))
+    saved(tmp_path / "masks" / "a.png", Image.fromarray(places))
+    rows = masks(tmp_path, Rows(20), split="1", augment=CropConfig(area=(0.2, 1))).train
+    rising = set()
+    for number in range(20):
+        row = rows[number]
+        assert row["labels"].dtype == np.int32 and row["labels"].shape == (16, 16)
+        middle = (slice(2, -2), slice(2, -2))
+        assert abs(row["images"][..., 0][middle] * (59 / 255) - row["labels"][middle]).max() < 2
+        rising.add(bool(row["labels"][0, 0] < row["labels"][0, -1]))
+    assert rising == {True, False}
+
+
+def test_masks_that_do_not_fit(tmp_path: Path) -> None:
+    saved(tmp_path / "images" / "a.png", plain((1, 2, 3)))
+    with pytest.raises(UserError, match="no folder masks/"):
+        masks(tmp_path)
+    (tmp_path / "masks").mkdir()
+    with pytest.raises(UserError, match=r"a\.png: no mask a in"):
+        masks(tmp_path)
+    for mask, message in [
+        (Image.new("L", (20, 23)), "the image has 20 x 24 pixels, the mask 20 x 23"),
+        (Image.new("RGB", (20, 24)), "it is RGB"),
+        (Image.new("L", (20, 24), 7), "the mask has class 7; data.classes=5"),
+    ]:
+        saved(tmp_path / "masks" / "a.png", mask)
+        with pytest.raises(UserError, match=message):
+            masks(tmp_path, split="1", classes=5).train[0]
+    saved(tmp_path / "masks" / "a.png", Image.new("L", (20, 24), 255))
+    assert (masks(tmp_path, split="1", classes=5).train[0]["labels"] == 255).all()

@@ -1,0 +1,65 @@
+"""Digits and made-up images: the same rows every time, and something can be learned from them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from image_files import mask_schema, schema
+
+from megajax.config.errors import UserError
+from megajax.data.config import DigitsConfig, MockImagesConfig, MockMasksConfig, Rows
+from megajax.data.image_digits import load_digits
+from megajax.data.loader import read_rows
+
+
+def build(config: Any, rows: Rows, size: int = 16, reads: Any = None) -> Any:
+    return config.build(tokenizer=None, schema=reads or schema(size, 10), rows=rows, seed=1)
+
+
+def arrays(rows: Any, reads: Any) -> tuple[np.ndarray, np.ndarray]:
+    block = read_rows(rows, reads, 0, np.arange(len(rows)))
+    return block["images"].astype(np.float32).reshape(len(rows), -1), block["labels"]
+
+
+def test_digits_are_split_by_class_and_disjoint() -> None:
+    whole = load_digits()
+    assert whole.images.shape == (1797, 8, 8, 3) and whole.images.max() == 255
+    parts = [whole.of_split(position) for position in range(3)]
+    assert sum(len(part.labels) for part in parts) == 1797
+    for part, share in zip(parts, (0.8, 0.1, 0.1), strict=True):
+        assert abs(np.bincount(part.labels) / np.bincount(whole.labels) - share).max() < 0.01
+    images = [{image.tobytes() for image in part.images} for part in parts]
+    assert sum(map(len, images)) == len(set.union(*images))
+
+
+def test_digits_can_be_told_apart() -> None:
+    neighbours = pytest.importorskip("sklearn.neighbors")
+    built = build(DigitsConfig(augment=None), Rows(None, None, None))
+    train, test = arrays(built.train, schema(16, 10)), arrays(built.test, schema(16, 10))
+    assert neighbours.KNeighborsClassifier(3).fit(*train).score(*test) > 0.97
+    augmented = build(DigitsConfig(), Rows(2000), 24).train
+    assert augmented[0]["images"].shape == (24, 24, 3) and augmented.passes == 2
+
+
+def test_digits_need_ten_classes() -> None:
+    with pytest.raises(UserError, match="the handwritten digits has 10 classes, the model has 3"):
+        build(DigitsConfig(), Rows(1), reads=schema())
+
+
+def test_stripes_show_their_class() -> None:
+    built = build(MockImagesConfig(), Rows(400, 100))
+    assert (build(MockImagesConfig(), Rows(400)).train[7]["images"] == built.train[7]["images"]).all()
+    neighbours = pytest.importorskip("sklearn.neighbors")
+    train, valid = arrays(built.train, schema(16, 10)), arrays(built.valid, schema(16, 10))
+    assert neighbours.KNeighborsClassifier(1).fit(*train).score(*valid) > 0.8
+    row = build(MockImagesConfig(mixup=0.2), Rows(10)).train[0]
+    assert row.keys() == MockImagesConfig(mixup=0.2).leaves().keys()
+
+
+def test_rectangles_are_where_their_classes_are() -> None:
+    reads = mask_schema()
+    rows = build(MockMasksConfig(), Rows(50), reads=reads).train
+    block = read_rows(rows, reads, 0, np.arange(50))
+    assert set(np.unique(block["labels"])) == {0, *range(1, 10), 255}
+    green = block["images"][..., 1].astype(int)
+    assert green[block["labels"] == 0].min() > 80 and green[block["labels"] > 0].max() < 110
