@@ -38,19 +38,27 @@ class Attention(nnx.Module):
             self.output_bias = param((hidden,), ("embed",), init=ZEROS, role="bias")
         if cfg.qk_norm is not None:
             # Used where heads are cut over devices: the compiler completes the gains' gradients layer by layer.
-            self.query_norm = cfg.qk_norm.build(settings, size=size, axis="head_dim")
-            self.key_norm = cfg.qk_norm.build(settings, size=size, axis="head_dim")
+            over = (heads * size, "heads") if cfg.qk_norm_over == "heads" else (size, "head_dim")
+            self.query_norm, self.key_norm = (cfg.qk_norm.build(settings, size=over[0], axis=over[1]) for _ in range(2))
         self.rope = None if cfg.rope is None else cfg.rope.build(size)
         self.core = CoreAttention(cfg, settings, scale=settings.score_scale(size) if cfg.scale is None else cfg.scale)
 
     def __call__(self, x: Array, ctx: Context) -> Array:
         q, k, v = self.project(x)
-        if self.cfg.qk_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
+        q, k = self.normalised(q, k)
         if self.rope is not None:
             q, k = self.rope(q, ctx.positions), self.rope(k, ctx.positions)
         q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
         return self.combined(self.core(q, k, v, ctx), x)
+
+    def normalised(self, q: Array, k: Array) -> tuple[Array, Array]:
+        """Queries [B, S, N, H] and keys [B, T, K, H] after `qk_norm`."""
+        if self.cfg.qk_norm is None:
+            return q, k
+        if self.cfg.qk_norm_over == "head":
+            return self.query_norm(q), self.key_norm(k)
+        query = self.query_norm(q.reshape(*q.shape[:2], -1)).reshape(q.shape)
+        return query, self.key_norm(k.reshape(*k.shape[:2], -1)).reshape(k.shape)
 
     def combined(self, mixed: Array, x: Array) -> Array:
         """The kernel's output [B, S, N, H] and the layer's input -> the layer's output [B, S, D].

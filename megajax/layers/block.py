@@ -23,11 +23,15 @@ class Block(nnx.Module):
         self.mixer = cfg.mixer.build(settings)
         self.mlp_norm = cfg.norm.build(settings)
         self.mlp = cfg.mlp.build(settings)
+        scale = cfg.layer_scale
+        self.mixer_scale, self.mlp_scale = (None if scale is None else scale.build(settings) for _ in range(2))
 
     def __call__(self, x: Array, ctx: Context) -> Array:
         mixed = self.mixer(self.whole(self.mixer_norm(x)), ctx)
+        mixed = mixed if self.mixer_scale is None else self.mixer_scale(mixed)
         x = checkpoint_name(x + self.drop(mixed, x, ctx, MIXER_PLACE), "residual")
-        return x + self.drop(self.mlp(self.whole(self.mlp_norm(x))), x, ctx, MLP_PLACE)
+        y = self.mlp(self.whole(self.mlp_norm(x)))
+        return x + self.drop(y if self.mlp_scale is None else self.mlp_scale(y), x, ctx, MLP_PLACE)
 
     def whole(self, normed: Array) -> Array:
         """A norm's output, of which every device of `tensor` gets the whole sequence."""

@@ -32,6 +32,11 @@ class Context(NamedTuple):
         return self if self.row_keys is None else self._replace(row_keys=fold_rows(self.row_keys, layer))
 
 
+def keys_of_rows(key: Array, samples: Array) -> Array:
+    """The random key of a run, and numbers uint32 [B] of rows in its order -> a key for each row, uint32 [B, 2]."""
+    return jax.vmap(lambda sample: jax.random.key_data(jax.random.fold_in(key, sample)))(samples)
+
+
 def fold_rows(row_keys: Array, number: Array | int) -> Array:
     """uint32 [B, 2] -> uint32 [B, 2]: a new key for each row."""
 

@@ -14,8 +14,7 @@ class CrossAttention(Attention):
     def __call__(self, x: Array, ctx: Context) -> Array:
         memory = self.layout.act(self.read(ctx), "batch", "seq", "embed")
         q, k, v = self.queries(x), *self.keys_and_values(memory)
-        if self.cfg.qk_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
+        q, k = self.normalised(q, k)
         q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
         return self.combined(self.core(q, k, v, ctx, jnp.arange(memory.shape[1]), ctx.memory_segments), x)
 

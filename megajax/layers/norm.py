@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from megajax.layers.config import IdentityNormConfig, L2NormConfig, LayerNormConfig, RMSNormConfig
+from megajax.layers.config import IdentityNormConfig, L2NormConfig, LayerNormConfig, LayerScaleConfig, RMSNormConfig
 from megajax.layers.fused import keeping_inputs
-from megajax.layers.param import ONES, ZEROS, LayerSettings, param
+from megajax.layers.param import ONES, ZEROS, Constant, LayerSettings, param
 
 
 class LayerNorm(nnx.Module):
@@ -72,6 +72,17 @@ class L2Norm(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         return _scaled(x, self.cfg.epsilon).astype(x.dtype)
+
+
+class LayerScale(nnx.Module):
+    """x * gain, [B, S, D] -> [B, S, D] in x's dtype."""
+
+    def __init__(self, cfg: LayerScaleConfig, settings: LayerSettings):
+        self.layout = settings.layout
+        self.gain = param((settings.hidden,), ("embed",), init=Constant(cfg.initial), role="gain")
+
+    def __call__(self, x: Array) -> Array:
+        return self.layout.per_token(lambda x, gain: x * gain.astype(x.dtype)[None, None], x, self.gain[...])
 
 
 def _gain(cfg: LayerNormConfig | RMSNormConfig, size: int, axis: str | None) -> nnx.Param:

@@ -3,14 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
 from megajax.batch import SAMPLE, Loss, Rows
 from megajax.kernels.cross_entropy import Objective
-from megajax.layers.context import Context, dropout
+from megajax.layers.context import Context, dropout, keys_of_rows
 from megajax.layers.embedding import (
     VocabularyLoss,
     embed,
@@ -70,7 +69,7 @@ class DecoderLM(nnx.Module):
         """
         row_keys = None
         if key is not None and self.cfg.has_dropout():
-            row_keys = jax.vmap(lambda n: jax.random.key_data(jax.random.fold_in(key, n)))(batch[SAMPLE])
+            row_keys = keys_of_rows(key, batch[SAMPLE])
         length = batch["tokens"].shape[1]
         first = lax.axis_index("context") * length if "context" in manual_axes() else 0
         return Context(batch["positions"], first + jnp.arange(length), batch.get("segment_ids"), row_keys)

@@ -22,7 +22,7 @@ from megajax.layers.config import (
     NormConfig,
 )
 from megajax.layers.config.cross import CrossBlockConfig
-from megajax.models.config import BertConfig, DecoderConfig, T5Config
+from megajax.models.config import BertConfig, DecoderConfig, T5Config, VisionTowerConfig
 
 type Arrays = Mapping[str, np.ndarray]
 
@@ -296,18 +296,17 @@ def _decoder(cfg: DecoderConfig) -> dict[str, Piece]:
     return actual
 
 
-def to_megatron(cfg: DecoderConfig, ours: Arrays) -> dict[str, np.ndarray]:
+def from_pieces(table: Mapping[str, Piece], ours: Arrays) -> dict[str, np.ndarray]:
     """Our weights, or gradients, by path -> theirs by name."""
 
     def held(path: str, layer: int | None) -> np.ndarray:
         return np.asarray(ours[path] if layer is None else ours[path][layer])
 
-    return {name: piece.join(*[held(path, piece.layer) for path in piece.paths]) for name, piece in pieces(cfg).items()}
+    return {name: piece.join(*[held(path, piece.layer) for path in piece.paths]) for name, piece in table.items()}
 
 
-def to_ours(cfg: DecoderConfig, theirs: Arrays) -> dict[str, np.ndarray]:
-    """Their weights by name -> ours by path. Raises ValueError when the names are not those the config has."""
-    table = pieces(cfg)
+def into_pieces(table: Mapping[str, Piece], theirs: Arrays) -> dict[str, np.ndarray]:
+    """Their weights by name -> ours by path. Raises ValueError when the names are not those of the table."""
     if set(table) != set(theirs):
         raise ValueError(f"names differ: {sorted(set(table) ^ set(theirs))}")
     whole: dict[str, np.ndarray] = {}
@@ -319,6 +318,37 @@ def to_ours(cfg: DecoderConfig, theirs: Arrays) -> dict[str, np.ndarray]:
             else:
                 layers.setdefault(path, {})[piece.layer] = part
     return whole | {path: np.stack([parts[i] for i in range(len(parts))]) for path, parts in layers.items()}
+
+
+def to_megatron(cfg: DecoderConfig, ours: Arrays) -> dict[str, np.ndarray]:
+    """Our weights, or gradients, by path -> theirs by name."""
+    return from_pieces(pieces(cfg), ours)
+
+
+def to_ours(cfg: DecoderConfig, theirs: Arrays) -> dict[str, np.ndarray]:
+    """Their weights by name -> ours by path. Raises ValueError when the names are not those the config has."""
+    return into_pieces(pieces(cfg), theirs)
+
+
+def images_pieces(cfg: VisionTowerConfig) -> dict[str, Piece]:
+    """Those of a CLIPViTModel, in the order of its named_parameters()."""
+    actual = {}
+    if cfg.class_tokens:
+        actual["class_token"] = Piece(("class_tokens",), None, lambda w: (w[0],), lambda w: w[None])
+    actual |= _norm("ln_pre", "entry_norm", cfg.entry_norm, None) | _norm("ln_post", "norm", cfg.norm, None)
+
+    def convolution(w: np.ndarray) -> np.ndarray:
+        return w.reshape(cfg.patch, cfg.patch, 3, -1).transpose(3, 2, 0, 1)
+
+    actual["conv1.weight"] = Piece(
+        ("patches",), None, lambda w: (w.transpose(2, 3, 1, 0).reshape(-1, w.shape[0]),), convolution
+    )
+    if cfg.patch_bias:
+        actual["conv1.bias"] = _same("patch_bias")
+    actual["position_embeddings.weight"] = _same("positions")
+    for number in range(cfg.stack.layers()):
+        actual |= _block(f"decoder.layers.{number}", "stack.blocks.0", cfg.stack.pattern[0], cfg.hidden, number)
+    return actual
 
 
 def weight_by_rule(name: str, shape: Iterable[int]) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Hugging Face models in our decoder: logits, loss and greedy tokens of every checkpoint in the folder, in float32."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -237,7 +237,17 @@ def load_case(folder: Path) -> tuple[DecoderConfig, Tensors]:
     return cfg, {path: np.pad(w, padding) if path in ("tokens", "head") else w for path, w in params.items()}
 
 
-@pytest.mark.parametrize("case", cases(path.parent.name for path in FOLDER.glob("hf/*/config.json")))
+OWN_TESTS = ("vit",)
+"""Model types that are compared by tests of their own."""
+
+
+def found(types: Collection[str], *, those: bool) -> list[str]:
+    """The folders of models of these types, or of others."""
+    configs = {path.parent.name: json.loads(path.read_text()) for path in FOLDER.glob("hf/*/config.json")}
+    return [name for name, given in configs.items() if (given["model_type"] in types) is those]
+
+
+@pytest.mark.parametrize("case", cases(found(OWN_TESTS, those=False)))
 def test_checkpoint(case: str, oracle_dir: Path) -> None:
     folder = oracle_dir / "hf" / case
     cfg, params = load_case(folder)

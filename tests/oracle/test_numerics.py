@@ -14,11 +14,10 @@ GRADIENT_BITS = 12
 """Significand bits of `grad/{name}`."""
 OTHER_MODELS = {
     "hybrid_layer_pattern": "hybrid models (Mamba)",
-    "model_subtype": "vision transformers",
 }
 
 VARIANTS, OTHERS = load_json("numerics/variants_meta.json"), load_json("numerics/other_models_meta.json")
-OWN_KEYS = {"num_tokentypes", "relative_attention_num_buckets"}
+OWN_KEYS = {"num_tokentypes", "patch_dim", "relative_attention_num_buckets"}
 OWN_TESTS = {name for name, meta in OTHERS.items() if OWN_KEYS & meta.keys()}
 """Compared by tests of their own."""
 FOUND = {path.stem for path in (FOLDER / "numerics").glob("*.npz") if not path.stem.startswith("train_")}

@@ -140,6 +140,8 @@ class AttentionConfig(MultiHeadConfig):
     """Biases on query, key and value; none: as bias says."""
     qk_norm: NormConfig | None = None
     """Normalisation of each query and key head, before rotary positions (Henry et al. 2020); none: none."""
+    qk_norm_over: Literal["head", "heads"] = "head"
+    """What qk_norm takes the mean over: each head, or all heads of a position together, as in InternViT and OLMo 2."""
     rope: RopeConfig | None = None
     """Rotary positions; none: none in this layer."""
     relative: RelativeBiasConfig | None = None
@@ -171,6 +173,9 @@ class AttentionConfig(MultiHeadConfig):
                     f"kv_heads can be {', '.join(map(str, legal))}",
                 )
             )
+        if self.qk_norm_over == "heads" and groups != self.heads:
+            what = f"takes as many key heads as query heads, not kv_heads={groups} of heads={self.heads}"
+            problems.append(Problem("qk_norm_over", what, "use head"))
         return problems + self.core_problems()
 
     def shape_problems(self, *, hidden: int, length: int) -> list[Problem]:
@@ -227,7 +232,8 @@ class AttentionConfig(MultiHeadConfig):
         if self.bias:
             weights.append(Weight("output_bias", (hidden,), ("embed",)))
         if self.qk_norm is not None:
-            gains = self.qk_norm.weights(size, "head_dim")
+            over = (heads * size, "heads") if self.qk_norm_over == "heads" else (size, "head_dim")
+            gains = self.qk_norm.weights(*over)
             weights += [*prefixed("query_norm", gains), *prefixed("key_norm", gains)]
         if self.relative is not None and not self.relative.shared:
             weights.append(Weight("core.relative.table", (self.relative.buckets, heads), (None, "heads")))

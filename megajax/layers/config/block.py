@@ -10,7 +10,7 @@ from megajax.config.errors import Problem, UserError
 from megajax.kernels.capability import Request
 from megajax.layers.config.attention import MixerConfig
 from megajax.layers.config.mlp import MLPConfig
-from megajax.layers.config.norm import LARGEST, NormConfig, RMSNormConfig
+from megajax.layers.config.norm import LARGEST, LayerScaleConfig, NormConfig, RMSNormConfig
 from megajax.layers.config.position import RelativeBiasConfig
 from megajax.layers.facts import (
     BlockFacts,
@@ -44,6 +44,8 @@ class BlockConfig(Builds):
     """Normalisation before each of the two."""
     dropout: float = 0.0
     """Share of each sub-layer's output zeroed in training."""
+    layer_scale: LayerScaleConfig | None = None
+    """Learned factors on the channels of each sub-layer's output; none: none."""
 
     def problems(self) -> list[Problem]:
         if not 0 <= self.dropout < 1:
@@ -87,6 +89,9 @@ class BlockConfig(Builds):
         """Every weight of the module."""
         mixer, mlp, norm = (layer.weights(hidden) for layer in self.layers())
         parts = {"mixer_norm": norm, "mlp_norm": norm, "mixer": mixer, "mlp": mlp}
+        if self.layer_scale is not None:
+            factors = self.layer_scale.weights(hidden)
+            parts |= {"mixer_scale": factors, "mlp_scale": factors}
         return tuple(weight for name, weights in parts.items() for weight in prefixed(name, weights))
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:

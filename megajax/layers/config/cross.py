@@ -40,6 +40,12 @@ class CrossBlockConfig(BlockConfig):
     cross: CrossAttentionConfig
     """What reads the output of the section before."""
 
+    def problems(self) -> list[Problem]:
+        problems = BlockConfig.problems(self)
+        if self.layer_scale is not None:
+            problems.append(Problem("layer_scale", "is of blocks with two sub-layers", "set it to none"))
+        return problems
+
     def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """What is wrong with mixer, cross-attention and MLP on a mesh. sizes: mesh axis -> devices."""
         yield from BlockConfig.mesh_problems(self, sizes)

@@ -91,4 +91,20 @@ class IdentityNormConfig(Builds):
         return ()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerScaleConfig(Builds):
+    """A learned factor for each channel of a sub-layer's output (Touvron et al. 2021, CaiT, section 2)."""
+
+    target: ClassVar[str] = "megajax.layers.norm:LayerScale"
+    initial: float = 0.1
+    """Of all factors: 0.1 in InternViT, 1e-5 to 0.1 in CaiT."""
+
+    def problems(self) -> list[Problem]:
+        return above_zero(initial=self.initial)
+
+    def weights(self, size: int, axis: str | None = "embed") -> tuple[Weight, ...]:
+        """Weights of a scale over a dimension of this size and logical axis."""
+        return (Weight("gain", (size,), (axis,)),)
+
+
 type NormConfig = LayerNormConfig | RMSNormConfig | L2NormConfig | IdentityNormConfig

@@ -3,5 +3,16 @@
 from megajax.models.config.bert import BertConfig
 from megajax.models.config.decoder import DecoderConfig, PredictionConfig, WidthScalingConfig, text_schema
 from megajax.models.config.t5 import T5Config
+from megajax.models.config.vision import VisionTowerConfig
+from megajax.models.config.vit import ViTConfig
 
-__all__ = ["BertConfig", "DecoderConfig", "PredictionConfig", "T5Config", "WidthScalingConfig", "text_schema"]
+__all__ = [
+    "BertConfig",
+    "DecoderConfig",
+    "PredictionConfig",
+    "T5Config",
+    "ViTConfig",
+    "VisionTowerConfig",
+    "WidthScalingConfig",
+    "text_schema",
+]

@@ -1,19 +1,18 @@
 """Configs of decoders; importing this imports neither jax nor flax."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf, lcm
 from typing import ClassVar, Literal
 
 from megajax.batch import Leaf
 from megajax.config.builds import Builds
-from megajax.config.errors import Problem, UserError
-from megajax.kernels.capability import Choice, Device, Kernel, Request
+from megajax.config.errors import Problem
 from megajax.layers.config import LARGEST, BlockConfig, NormConfig, RMSNormConfig, StackConfig, above_zero
-from megajax.layers.facts import LayerBuilder, Mixer, Norm, Side, total_size
-from megajax.layers.remat import Part, Recompute, Recomputing, words
+from megajax.layers.facts import LayerBuilder, total_size
+from megajax.layers.remat import Part, Recompute
 from megajax.layers.segments import SegmentsConfig
-from megajax.mesh.config import MESH_AXES, ParallelConfig
+from megajax.models.config.transformer import TransformerConfig
 from megajax.models.facts import Flops, ParameterCount
 from megajax.models.protocol import ModelConfig
 
@@ -86,7 +85,7 @@ def text_schema(length: int, vocabulary_size: int) -> dict[str, Leaf]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderConfig(Builds, ModelConfig):
+class DecoderConfig(Builds, TransformerConfig, ModelConfig):
     """A decoder language model: GPT and Llama are configs of it."""
 
     target: ClassVar[str] = "megajax.models.decoder:DecoderLM"
@@ -152,15 +151,11 @@ class DecoderConfig(Builds, ModelConfig):
             problems.append(Problem("z_loss", f"must be a number from 0 up, got {self.z_loss}"))
         problems += self._smoothing_problems()
         problems += above_zero(init_std=self.init_std, embedding_std=self.embedding_std)
-        problems += self._recompute_problems()
+        problems += self.recompute_problems()
         if self.prediction is not None and self.prediction.depth >= self.sequence_length:
             what = f"{self.prediction.depth} reaches beyond sequence_length={self.sequence_length}"
             problems.append(Problem("prediction.depth", what))
-        for where, block in self.named_blocks().items():
-            if isinstance(block.mixer, Mixer):
-                for problem in block.mixer.shape_problems(hidden=self.hidden, length=self.sequence_length):
-                    problems.append(Problem(f"{where}.mixer.{problem.where}", problem.what, problem.hint))
-        return problems
+        return problems + self.shape_problems()
 
     def schema(self) -> dict[str, Leaf]:
         """Tokens, their labels, and where documents begin."""
@@ -168,28 +163,9 @@ class DecoderConfig(Builds, ModelConfig):
 
     def named_blocks(self) -> dict[str, BlockConfig]:
         """Setting -> block, of each that is written in the config."""
-        blocks = {f"stack.pattern.{place}": block for place, block in enumerate(self.stack.pattern)}
+        blocks = TransformerConfig.named_blocks(self)
         own = None if self.prediction is None else self.prediction.block
         return blocks if own is None else {**blocks, "prediction.block": own}
-
-    def recomputing(self) -> Recomputing:
-        """What each layer saves for the backward pass."""
-        return Recomputing(
-            recompute=self.recompute,
-            layers=self.recompute_layers,
-            layers_per_checkpoint=self.layers_per_checkpoint,
-            offload=self.offload,
-        )
-
-    def with_recomputing(self, chosen: Recomputing) -> "DecoderConfig":
-        """The same model, whose layers save this."""
-        return replace(
-            self,
-            recompute=chosen.recompute,
-            recompute_layers=chosen.layers,
-            layers_per_checkpoint=chosen.layers_per_checkpoint,
-            offload=chosen.offload,
-        )
 
     def _smoothing_problems(self) -> list[Problem]:
         if not 0 <= self.label_smoothing < 1:
@@ -197,23 +173,6 @@ class DecoderConfig(Builds, ModelConfig):
         if self.label_smoothing and self.vocabulary_size < 2:
             return [Problem("label_smoothing", "needs at least 2 ids in the vocabulary")]
         return []
-
-    def _recompute_problems(self) -> list[Problem]:
-        names = {"layers": "recompute_layers"}
-        problems = [replace(p, where=names.get(p.where, p.where)) for p in self.recomputing().problems()]
-        size = len(self.stack.pattern)
-        if len(self.stack.parts()) > 1 and self.layers_per_checkpoint > 1:
-            problems.append(
-                Problem("layers_per_checkpoint", f"{self.layers_per_checkpoint} of a segmented stack", "use 1")
-            )
-        for name, count in (
-            ("recompute_layers", self.recompute_layers),
-            ("layers_per_checkpoint", self.layers_per_checkpoint if self.layers_per_checkpoint > 1 else None),
-        ):
-            if size and count is not None and count % size:
-                what = f"{count} cuts the stack's pattern of {size} blocks"
-                problems.append(Problem(name, what, f"use a multiple of {size}"))
-        return problems
 
     def predicting_blocks(self) -> tuple[BlockConfig, ...]:
         """The blocks behind the stack, one for each further token."""
@@ -236,9 +195,7 @@ class DecoderConfig(Builds, ModelConfig):
 
     def has_dropout(self) -> bool:
         """Whether training draws random numbers."""
-        return self.dropout > 0 or any(
-            block.has_dropout() for block in (*self.stack.pattern, *self.predicting_blocks())
-        )
+        return TransformerConfig.has_dropout(self) or any(block.has_dropout() for block in self.predicting_blocks())
 
     def padded_vocabulary(self) -> int:
         """Rows of the embedding table."""
@@ -271,33 +228,12 @@ class DecoderConfig(Builds, ModelConfig):
         table, positions = hidden * self.vocabulary_size, hidden * self.position_count() * self.learned_positions
         return ParameterCount(layers, table + positions, 0 if self.tied else table)
 
-    def norm_size(self) -> int:
-        """Weights of the norm before the head. Raises UserError where its config does not tell."""
-        if not isinstance(self.norm, Norm):
-            raise UserError(f"model.norm: {type(self.norm).__name__} has no weights (megajax.layers.facts.Norm)")
-        return total_size(self.norm.weights(self.hidden))
-
-    def kernel_choices(self, known: Request, device: Device | None) -> tuple[Choice, ...]:
-        """The kernel of each block whose mixer is a `Mixer`, and why not a faster one. device: None for any NVIDIA GPU.
-
-        known: what is known of the run. Raises UserError for a kernel asked for by name that is not available.
-        """
-        known = replace(known, length=self.sequence_length)
-        return tuple(
-            block.mixer.kernel_choice(self.hidden, known, device, f"model.stack.pattern.{place}.mixer.kernel")
-            for place, block in enumerate(self.stack.pattern)
-            if isinstance(block.mixer, Mixer)
-        )
-
-    def with_kernels(self, names: Sequence[Kernel]) -> "DecoderConfig":
-        """The same model with these kernels in the blocks of `kernel_choices`."""
-        chosen, mixers = iter(names), (block.mixer for block in self.stack.pattern)
-        new = [mixer.with_kernel(next(chosen)) if isinstance(mixer, Mixer) else mixer for mixer in mixers]
-        blocks = [replace(block, mixer=mixer) for block, mixer in zip(self.stack.pattern, new, strict=True)]
-        return replace(self, stack=self.stack.with_pattern(blocks))
-
     def position_count(self) -> int:
         """Rows of the table of learned positions."""
+        return self.sequence_length
+
+    def positions(self) -> int:
+        """Tokens of a row."""
         return self.sequence_length
 
     def row_positions(self) -> int:
@@ -312,51 +248,11 @@ class DecoderConfig(Builds, ModelConfig):
         """It continues a text."""
         return "continuation"
 
-    def parallel_problems(self, parallel: ParallelConfig, shards: int | None) -> Iterator[Problem]:
-        """Sizes that the mesh does not divide, and recomputation that does not fit it."""
-        sizes = {axis: getattr(parallel, axis) or 1 for axis in MESH_AXES}
-        yield from self.mesh_problems(sizes, sequence=parallel.sequence)
-        yield from self._group_problems(parallel)
-        if parallel.data_sharding == "fsdp" and self.recomputing().keeps_all():
-            yield Problem(
-                "recompute",
-                f"{words(self.recompute)} with parallel.data_sharding=fsdp would save gathered weights of every layer "
-                "for the backward pass",
-                "use recompute=selective or full for all layers, or data_sharding=zero1",
-            )
-        if shards is not None and parallel.data_sharding != "replicate" and self.hidden % shards:
-            yield Problem(
-                "hidden",
-                f"parallel.data_sharding={parallel.data_sharding} cuts hidden={self.hidden} over {shards} "
-                "data-parallel devices, which do not divide it",
-                "use data_sharding=replicate or another parallel.data",
-            )
-
-    def _group_problems(self, parallel: ParallelConfig) -> Iterator[Problem]:
-        """Layers of one checkpoint are in one chunk of a stage, and chunks are alike."""
-        group, size, repeats = self.layers_per_checkpoint, len(self.stack.pattern), self.stack.repeats
-        if group < 2 or not size or group % size or parallel.problems() or parallel.chunks() > repeats:
-            return
-        chunks = parallel.layers or tuple(
-            repeats // parallel.chunks() + (chunk < repeats % parallel.chunks()) for chunk in range(parallel.chunks())
-        )
-        counts = {min(count * size, self.recompute_layers or count * size) for count in chunks}
-        if len(set(chunks)) > 1 or any(count % group for count in counts):
-            layers = " and ".join(str(count * size) for count in sorted(set(chunks)))
-            yield Problem(
-                "layers_per_checkpoint",
-                f"{group} does not divide the layers that are recomputed, {' or '.join(map(str, sorted(counts)))} of "
-                f"the {layers} layers of each chunk of a stage",
-                "chunks must be alike, and hold a multiple of it",
-            )
-
     def mesh_problems(self, sizes: Mapping[str, int], *, sequence: bool) -> Iterator[Problem]:
         """What is wrong with the model on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""
         tensor, cuts = sizes["tensor"], sizes["pipeline"] * sizes["tensor"]
+        yield from TransformerConfig.mesh_problems(self, sizes, sequence=sequence)
         if tensor > 1:
-            for where, block in self.named_blocks().items():
-                for problem in block.mesh_problems(sizes):
-                    yield replace(problem, where=f"{where}.{problem.where}")
             if self.prediction is not None and self.hidden % tensor:
                 what = f"{self.hidden} is not divisible by parallel.tensor={tensor}, which cuts the matrices of "
                 yield Problem("hidden", f"{what}model.prediction")
@@ -370,10 +266,3 @@ class DecoderConfig(Builds, ModelConfig):
                 f"{sizes['pipeline']} x parallel.tensor={tensor} = {cuts} devices, which do not divide it",
                 f"set model.vocabulary_multiple={lcm(self.vocabulary_multiple, cuts)}",
             )
-
-    def matmul_sides(self, tensor: int) -> Iterator[Side]:
-        """Sides of the matrices of the stack on one device."""
-        yield Side("hidden", "", self.hidden)
-        for place, block in enumerate(self.stack.pattern):
-            for side in block.matmul_sides(self.hidden, tensor):
-                yield side._replace(where=f"stack.pattern.{place}.{side.where}")

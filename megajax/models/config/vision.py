@@ -1,0 +1,163 @@
+"""The config of a tower that reads images; importing this imports neither jax nor flax."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import inf, lcm
+from typing import ClassVar, Literal
+
+from megajax.batch import Leaf
+from megajax.config.builds import Builds
+from megajax.config.errors import Problem
+from megajax.layers.config import LARGEST, LayerNormConfig, NormConfig, StackConfig, above_zero
+from megajax.layers.facts import LayerBuilder, MultiplyAdds, Norm, total_size
+from megajax.layers.remat import Part, Recompute
+from megajax.layers.segments import SegmentsConfig
+from megajax.models.config.transformer import TransformerConfig
+
+CHANNELS = 3
+"""Red, green, blue."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionTowerConfig(Builds, TransformerConfig):
+    """A vision transformer without a head (Dosovitskiy et al. 2021): patches, positions, blocks, a norm.
+
+    Its module is part of a model: of ViT, or of one that reads images and text.
+    """
+
+    target: ClassVar[str] = "megajax.models.vision:VisionTower"
+    hidden: int
+    """Hidden size: width of the residual stream."""
+    stack: StackConfig | SegmentsConfig
+    """The blocks."""
+    height: int = 224
+    """Pixels of an image from top to bottom."""
+    width: int = 224
+    """Pixels of an image from left to right."""
+    patch: int = 16
+    """Pixels of a side of a patch; each patch is a position."""
+    patch_bias: bool = True
+    """The embedding of patches has a bias; not in CLIP."""
+    class_tokens: int = 1
+    """Learned positions before the patches; 0: none, as in SigLIP."""
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    """Of red, green and blue, between 0 and 1; the device normalises pixels to (pixel / 255 - mean) / deviation."""
+    deviation: tuple[float, ...] = (0.5, 0.5, 0.5)
+    """Standard deviations of red, green and blue."""
+    positions_multiple: int = 8
+    """Rows are padded to a multiple of this many positions, which nothing attends to. cuDNN's attention needs even
+    rows, and sequence parallelism rows that parallel.tensor divides."""
+    entry_norm: NormConfig | LayerBuilder | None = None
+    """Normalisation after the embedding, before the first block, as in CLIP; none: none."""
+    norm: NormConfig | LayerBuilder = field(default_factory=LayerNormConfig)
+    """Normalisation after the blocks."""
+    dropout: float = 0.0
+    """Dropout rate of the embedding's output."""
+    residual: Literal["compute", "float32"] = "compute"
+    """Dtype of the residual stream: precision.compute or float32."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights, over sqrt(2 * layers) where they write to the residual stream."""
+    recompute: Recompute = "selective"
+    """What the backward pass recomputes instead of saving: none; a list of names such as norm,activation,mlp;
+    selective, which is norm,latent,activation; or full, everything but the inputs of layers."""
+    recompute_layers: int | None = None
+    """Apply recompute to this many layers, the first of each chunk of a pipeline stage; the other layers use the next
+    cheaper setting (selective, or none). none: all layers."""
+    layers_per_checkpoint: int = 1
+    """With recompute=full, consecutive layers that save one input, that of the first, and are recomputed together."""
+    offload: tuple[Part, ...] = ()
+    """Saved tensors that are offloaded to host memory until the backward pass; input is the input of a layer."""
+    unroll: int | None = 1
+    """Layers per iteration of the compiled loop over layers (the unroll of jax.lax.scan); none: all, without a loop."""
+
+    def problems(self) -> list[Problem]:
+        sizes = ("hidden", "height", "width", "patch", "positions_multiple")
+        problems = above_zero(**{name: getattr(self, name) for name in sizes}, init_std=self.init_std)
+        if not 0 <= self.class_tokens <= LARGEST:
+            problems.append(Problem("class_tokens", f"must be at least 0, got {self.class_tokens}"))
+        if self.unroll is not None and self.unroll < 1:
+            problems.append(Problem("unroll", f"must be at least 1, got {self.unroll}", "none for all layers"))
+        if not 0 <= self.dropout < 1:
+            problems.append(Problem("dropout", f"must be at least 0 and below 1, got {self.dropout}"))
+        if problems:
+            return problems
+        problems += [*self._image_problems(), *self.recompute_problems(), *self.shape_problems()]
+        for where, block in self.named_blocks().items():
+            if getattr(block.mixer, "causal", False):
+                problems.append(Problem(f"{where}.mixer.causal", "hides later patches", "set it to false"))
+        return problems
+
+    def _image_problems(self) -> list[Problem]:
+        problems = []
+        for name in ("height", "width"):
+            size = getattr(self, name)
+            if size % self.patch:
+                below = size // self.patch * self.patch
+                near = " or ".join(str(pixels) for pixels in (below, below + self.patch) if pixels)
+                problems.append(Problem(name, f"{size} is not divisible by patch={self.patch}", f"use {near}"))
+        for name, low in (("mean", -inf), ("deviation", 0.0)):
+            values = getattr(self, name)
+            if len(values) != CHANNELS or not all(low < value < inf for value in values):
+                what = f"must be {CHANNELS} numbers{' above 0' * (low == 0)}, one for each channel, got {values}"
+                problems.append(Problem(name, what))
+        return problems
+
+    def image_leaf(self) -> Leaf:
+        """One image in bytes: red, green and blue of each pixel."""
+        return Leaf("uint8", (self.height, self.width, CHANNELS), (None, None, None))
+
+    def grid(self) -> tuple[int, int]:
+        """Patches from top to bottom, and from left to right."""
+        return self.height // self.patch, self.width // self.patch
+
+    def patches(self) -> int:
+        """Patches of an image."""
+        rows, columns = self.grid()
+        return rows * columns
+
+    def used_positions(self) -> int:
+        """Class tokens and patches: rows of the table of positions."""
+        return self.class_tokens + self.patches()
+
+    def positions(self) -> int:
+        """Positions of a row, padding included."""
+        return -(-self.used_positions() // self.positions_multiple) * self.positions_multiple
+
+    def padding(self) -> int:
+        """Positions at the end of a row that are padding."""
+        return self.positions() - self.used_positions()
+
+    def patch_size(self) -> int:
+        """Numbers in a patch."""
+        return self.patch**2 * CHANNELS
+
+    def entry_size(self) -> int:
+        """Weights before the first block."""
+        norm = total_size(self.entry_norm.weights(self.hidden)) if isinstance(self.entry_norm, Norm) else 0
+        return self.hidden * (self.patch_size() + self.patch_bias + self.class_tokens + self.used_positions()) + norm
+
+    def tower_size(self) -> int:
+        """Weights of the blocks and of the norm after them."""
+        blocks = sum(count * total_size(block.weights(self.hidden)) for block, count in self.stack.repeated_blocks())
+        return blocks + total_size(self.stack.shared_weights()) + self.norm_size()
+
+    def image_multiply_adds(self) -> int:
+        """Those of the forward pass of one image, matmuls alone: padding, norms and softmax do not count."""
+        positions, total = self.used_positions(), MultiplyAdds(0)
+        for block, count in self.stack.repeated_blocks():
+            each = block.multiply_adds(self.hidden)
+            total = total.plus(MultiplyAdds(count * each.per_token, count * each.per_pair))
+        entry = self.patches() * self.patch_size() * self.hidden
+        return entry + positions * total.per_token + positions**2 * total.per_pair
+
+    def mesh_problems(self, sizes: Mapping[str, int], *, sequence: bool) -> Iterator[Problem]:
+        """What is wrong with the tower on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""
+        yield from TransformerConfig.mesh_problems(self, sizes, sequence=sequence)
+        tensor = sizes["tensor"]
+        if sequence and self.positions() % tensor:
+            what = f"pads rows to {self.positions()} positions, which parallel.tensor={tensor} does not divide"
+            multiple = lcm(self.positions_multiple, tensor)
+            yield Problem("positions_multiple", what, f"with parallel.sequence=true, use {multiple}")
+        if sizes["context"] > 1:
+            what = f"images are not cut along the sequence, as parallel.context={sizes['context']} asks for"
+            yield Problem("stack", what, "use parallel.context=1")

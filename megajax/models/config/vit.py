@@ -1,0 +1,209 @@
+"""The config of ViT, its poolings and heads; importing this imports neither jax nor flax."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from megajax.batch import Leaf
+from megajax.config.builds import Builds
+from megajax.config.errors import Problem
+from megajax.kernels.capability import Choice, Device, Request
+from megajax.layers.config import DenseMLPConfig, LayerNormConfig, above_zero
+from megajax.layers.config.cross import CrossAttentionConfig
+from megajax.layers.facts import total_size
+from megajax.models.config.vision import VisionTowerConfig
+from megajax.models.facts import Flops, ParameterCount
+from megajax.models.protocol import ModelConfig
+
+IGNORED = 255
+"""The class of pixels that do not count."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClassTokenConfig(Builds):
+    """The state of the first class token stands for the image."""
+
+    target: ClassVar[str] = "megajax.models.vit:ClassToken"
+
+    def tower_problems(self, tower: VisionTowerConfig) -> Iterator[Problem]:
+        """What is wrong with it on this tower."""
+        if not tower.class_tokens:
+            yield Problem("pooling", "reads a class token, and class_tokens=0", "use mean or attention pooling")
+
+    def size(self, hidden: int) -> int:
+        """Number of weights."""
+        del hidden
+        return 0
+
+    def multiply_adds(self, hidden: int, patches: int) -> int:
+        """Of the forward pass of one image."""
+        del hidden, patches
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeanPoolingConfig(ClassTokenConfig):
+    """The mean of the states of all patches stands for the image."""
+
+    target: ClassVar[str] = "megajax.models.vit:MeanPooling"
+
+    def tower_problems(self, tower: VisionTowerConfig) -> Iterator[Problem]:
+        """None."""
+        del tower
+        yield from ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionPoolingConfig(Builds):
+    """A learned query attends to all positions; then x + mlp(norm(x)) (Zhai et al. 2022; the head of SigLIP)."""
+
+    target: ClassVar[str] = "megajax.models.vit:AttentionPooling"
+    attention: CrossAttentionConfig
+    """Reads the states of the tower."""
+    mlp: DenseMLPConfig
+    """After it."""
+    norm: LayerNormConfig = field(default_factory=LayerNormConfig)
+    """Before the MLP."""
+
+    def tower_problems(self, tower: VisionTowerConfig) -> Iterator[Problem]:
+        """Heads that do not divide the width."""
+        for problem in self.attention.shape_problems(hidden=tower.hidden, length=tower.positions()):
+            yield replace(problem, where=f"pooling.attention.{problem.where}")
+
+    def size(self, hidden: int) -> int:
+        """Number of weights."""
+        layers = (self.attention.weights(hidden), self.mlp.weights(hidden), self.norm.weights(hidden))
+        return hidden + sum(map(total_size, layers))
+
+    def multiply_adds(self, hidden: int, patches: int) -> int:
+        """Of the forward pass of one image: keys and values of all positions, the rest of one."""
+        keys = 2 * hidden * self.attention.groups() * self.attention.size(hidden)
+        attention = self.attention.multiply_adds(hidden)
+        once = attention.per_token - keys + self.mlp.multiply_adds(hidden).per_token
+        return once + patches * (keys + attention.per_pair)
+
+
+type PoolingConfig = ClassTokenConfig | MeanPoolingConfig | AttentionPoolingConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClassifierConfig(Builds):
+    """One class for each image, from a linear layer over its pooled state."""
+
+    target: ClassVar[str] = "megajax.models.vit:Classifier"
+    classes: int
+    """Number of classes."""
+    pooling: PoolingConfig = field(default_factory=ClassTokenConfig)
+    """How the states of an image become one."""
+    label_smoothing: float = 0.0
+    """Probability mass spread evenly over all classes (Szegedy et al. 2016). Not in the reported loss."""
+
+    def problems(self) -> list[Problem]:
+        return _class_problems(self.classes, self.label_smoothing)
+
+    def tower_problems(self, tower: VisionTowerConfig) -> Iterator[Problem]:
+        """What is wrong with it on this tower."""
+        yield from self.pooling.tower_problems(tower)
+
+    def leaves(self, tower: VisionTowerConfig) -> dict[str, Leaf]:
+        """Leaves of a row beside the image."""
+        del tower
+        label = Leaf("int32", below=self.classes)
+        return {
+            "labels": label,
+            # Of a mixture of two images (mixup, Zhang et al. 2018): the class of the other one, and the share of this.
+            "other_labels": replace(label, optional=True),
+            "mix": Leaf("float32", optional=True),
+            "loss_mask": Leaf("float32", optional=True),  # weight of the row in the loss: 0 or 1
+        }
+
+    def size(self, hidden: int) -> int:
+        """Number of weights."""
+        return self.pooling.size(hidden) + (hidden + 1) * self.classes
+
+    def multiply_adds(self, tower: VisionTowerConfig) -> int:
+        """Of the forward pass of one image."""
+        return self.pooling.multiply_adds(tower.hidden, tower.used_positions()) + tower.hidden * self.classes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SegmenterConfig(Builds):
+    """One class for each pixel: a linear layer over the states of patches, upsampled (Strudel et al. 2021)."""
+
+    target: ClassVar[str] = "megajax.models.vit:Segmenter"
+    classes: int
+    """Number of classes; pixels of class 255 do not count."""
+    label_smoothing: float = 0.0
+    """Probability mass spread evenly over all classes. Not in the reported loss."""
+
+    def problems(self) -> list[Problem]:
+        problems = _class_problems(self.classes, self.label_smoothing)
+        if self.classes > IGNORED:
+            what = f"{self.classes} are too many: {IGNORED} is the class of pixels that do not count"
+            problems.append(Problem("classes", what, f"use at most {IGNORED}"))
+        return problems
+
+    def tower_problems(self, tower: VisionTowerConfig) -> Iterator[Problem]:
+        """None."""
+        del tower
+        yield from ()
+
+    def leaves(self, tower: VisionTowerConfig) -> dict[str, Leaf]:
+        """Leaves of a row beside the image."""
+        return {
+            "labels": Leaf("int32", (tower.height, tower.width), (None, None), below=IGNORED + 1),
+            "loss_mask": Leaf("float32", optional=True),
+        }
+
+    def size(self, hidden: int) -> int:
+        """Number of weights."""
+        return (hidden + 1) * self.classes
+
+    def multiply_adds(self, tower: VisionTowerConfig) -> int:
+        """Of the forward pass of one image, without the upsampling."""
+        return tower.patches() * tower.hidden * self.classes
+
+
+def _class_problems(classes: int, smoothing: float) -> list[Problem]:
+    problems = above_zero(classes=classes)
+    if not 0 <= smoothing < 1:
+        problems.append(Problem("label_smoothing", f"must be at least 0 and below 1, got {smoothing}"))
+    return problems
+
+
+type HeadConfig = ClassifierConfig | SegmenterConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ViTConfig(VisionTowerConfig, ModelConfig):  # ty: ignore[incompatible-attribute-override] frozen, and nothing sets it
+    """A vision transformer that classifies images or their pixels (Dosovitskiy et al. 2021)."""
+
+    target: ClassVar[str] = "megajax.models.vit:ViT"
+    head: HeadConfig
+    """What is predicted."""
+
+    def problems(self) -> list[Problem]:
+        problems = VisionTowerConfig.problems(self)
+        if problems or self.head.problems():
+            return problems
+        return [replace(each, where=f"head.{each.where}") for each in self.head.tower_problems(self)]
+
+    def schema(self) -> Mapping[str, Leaf]:
+        """Images, and what the head reads."""
+        return {"images": self.image_leaf(), **self.head.leaves(self)}
+
+    def kernel_choices(self, known: Request, device: Device | None) -> tuple[Choice, ...]:
+        """The kernel of each block; padding is told from images as documents from each other."""
+        return VisionTowerConfig.kernel_choices(self, replace(known, documents=self.padding() > 0), device)
+
+    def flops(self) -> Flops:
+        """Forward and backward pass of an image, which is what a row of this model counts as.
+
+        Counted as for decoders: matmuls of patches, blocks and head; no norms, softmax, padding or recomputation.
+        """
+        total = 6 * (self.image_multiply_adds() + self.head.multiply_adds(self))
+        return Flops(causal=total, full=total)
+
+    def parameter_count(self) -> ParameterCount:
+        """Number of weights."""
+        return ParameterCount(self.tower_size(), self.entry_size(), self.head.size(self.hidden))

@@ -1,0 +1,186 @@
+"""ViT (Dosovitskiy et al. 2021). B images, S positions (class tokens, patches, padding), D hidden, C classes."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from megajax.batch import SAMPLE, Loss, Rows
+from megajax.layers.context import Context, keys_of_rows
+from megajax.layers.param import ZEROS, LayerSettings, Normal, param
+from megajax.mesh.layout import Layout
+from megajax.models.config.vision import VisionTowerConfig
+from megajax.models.config.vit import (
+    IGNORED,
+    AttentionPoolingConfig,
+    ClassifierConfig,
+    ClassTokenConfig,
+    SegmenterConfig,
+    ViTConfig,
+)
+from megajax.models.protocol import Section
+from megajax.models.reduction import LossReduction
+from megajax.models.vision import VisionTower, tower_settings
+
+
+class ViT(VisionTower):
+    """Images in, loss or logits of classes out. It is its own only section."""
+
+    def __init__(self, cfg: ViTConfig, layout: Layout):
+        super().__init__(cfg, layout)
+        self.cfg: ViTConfig = cfg
+        self.head = cfg.head.build(tower_settings(cfg, layout), tower=cfg)
+
+    @property
+    def sections(self) -> Mapping[str, Section]:
+        return {"": self}
+
+    def __call__(self, images: Array) -> Array:
+        """uint8 or normalised float [B, height, width, 3] -> float32 logits [B, C], of pixels [B, height, width, C]."""
+        ctx = self.image_context(images.shape[0])
+        return self.head(self.leave(self.stack(self.enter(self.embed_images(images), ctx), ctx), ctx), ctx)
+
+    def context(self, batch: Rows, key: Array | None = None) -> Context:
+        """The context of a microbatch. key: random key of the run, None for a deterministic forward."""
+        row_keys = keys_of_rows(key, batch[SAMPLE]) if key is not None and self.cfg.has_dropout() else None
+        return self.image_context(batch["images"].shape[0], row_keys)
+
+    def embed(self, batch: Rows) -> Array:
+        """Embeddings of patches [B, S, D]."""
+        return self.embed_images(batch["images"])
+
+    def loss(self, x: Array, batch: Rows, ctx: Context, reduction: LossReduction) -> Loss:
+        """Cross-entropy of the classes, from the output of the blocks [B, S, D] on."""
+        return self.head.loss(self.head(self.leave(x, ctx), ctx), batch, reduction)
+
+
+class ClassToken(nnx.Module):
+    """[B, S, D] -> [B, D], the first position."""
+
+    def __init__(self, cfg: ClassTokenConfig, settings: LayerSettings, *, tower: VisionTowerConfig):
+        del cfg, settings, tower
+
+    def __call__(self, x: Array, ctx: Context) -> Array:
+        del ctx
+        return x[:, 0]
+
+
+class MeanPooling(nnx.Module):
+    """[B, S, D] -> [B, D], the mean of patches."""
+
+    def __init__(self, cfg: ClassTokenConfig, settings: LayerSettings, *, tower: VisionTowerConfig):
+        del cfg, settings
+        self.patches = slice(tower.class_tokens, tower.used_positions())
+
+    def __call__(self, x: Array, ctx: Context) -> Array:
+        del ctx
+        return x[:, self.patches].astype(jnp.float32).mean(1).astype(x.dtype)
+
+
+class AttentionPooling(nnx.Module):
+    """[B, S, D] -> [B, D], by a learned query."""
+
+    def __init__(self, cfg: AttentionPoolingConfig, settings: LayerSettings, *, tower: VisionTowerConfig):
+        del tower
+        # The one position of the query is not cut along the sequence.
+        plan = settings.layout.plan
+        whole = replace(plan.compute, seq_residual=plan.compute.seq)
+        settings = replace(settings, layout=replace(settings.layout, plan=replace(plan, compute=whole)))
+        self.layout = settings.layout
+        self.query = param((settings.hidden,), (None,), init=Normal(settings.std))
+        self.attention = cfg.attention.build(settings)
+        self.norm = cfg.norm.build(settings)
+        self.mlp = cfg.mlp.build(settings)
+
+    def __call__(self, x: Array, ctx: Context) -> Array:
+        x = self.layout.act(x, "batch", "seq", "embed")
+        query = jnp.broadcast_to(self.query[...][None, None], (x.shape[0], 1, x.shape[2]))
+        segments = None if ctx.segments is None else jnp.ones((x.shape[0], 1), jnp.int32)
+        zeros = jnp.zeros((x.shape[0], 1), jnp.int32)
+        one = Context(zeros, jnp.zeros(1, jnp.int32), segments, memory=x, memory_segments=ctx.segments)
+        y = self.attention(query, one)
+        return (y + self.mlp(self.norm(y)))[:, 0]
+
+
+class Linear(nnx.Module):
+    """x matrix + bias, [..., D] -> [..., C] in float32, whole on every device."""
+
+    def __init__(self, settings: LayerSettings, classes: int):
+        self.matrix = param((settings.hidden, classes), ("embed", None), init=Normal(settings.std))
+        self.bias = param((classes,), (None,), init=ZEROS, role="bias")
+
+    def __call__(self, x: Array) -> Array:
+        product = jnp.einsum("...d,dc->...c", x, self.matrix[...], preferred_element_type=jnp.float32)
+        return product + self.bias[...].astype(jnp.float32).reshape(*[1] * (x.ndim - 1), -1)
+
+
+class Classifier(nnx.Module):
+    """One class for each image."""
+
+    def __init__(self, cfg: ClassifierConfig, settings: LayerSettings, *, tower: VisionTowerConfig):
+        self.cfg = cfg
+        self.pooling = cfg.pooling.build(settings, tower=tower)
+        self.linear = Linear(settings, cfg.classes)
+
+    def __call__(self, x: Array, ctx: Context) -> Array:
+        """Normalised states [B, S, D] -> float32 logits [B, C]."""
+        return self.linear(self.pooling(x, ctx))
+
+    def loss(self, logits: Array, batch: Rows, reduction: LossReduction) -> Loss:
+        """Cross-entropy with smoothed labels and, where the data mixes images, of both labels by their shares."""
+        labels = batch["labels"]
+        weights = batch.get("loss_mask", jnp.ones(labels.shape, jnp.float32))
+        losses, smoothed, right = token = scored(logits, labels, self.cfg.label_smoothing)
+        if "mix" in batch:
+            share, other = batch["mix"], scored(logits, batch["other_labels"], self.cfg.label_smoothing)
+            losses, smoothed, right = (share * a + (1 - share) * b for a, b in zip(token, other, strict=True))
+        return reported(losses, smoothed, right, weights, reduction)
+
+
+class Segmenter(nnx.Module):
+    """One class for each pixel."""
+
+    def __init__(self, cfg: SegmenterConfig, settings: LayerSettings, *, tower: VisionTowerConfig):
+        self.cfg, self.grid, self.size = cfg, tower.grid(), (tower.height, tower.width)
+        self.patches = slice(tower.class_tokens, tower.used_positions())
+        self.linear = Linear(settings, cfg.classes)
+
+    def __call__(self, x: Array, ctx: Context) -> Array:
+        """Normalised states [B, S, D] -> float32 logits [B, height, width, C]."""
+        del ctx
+        logits = self.linear(x[:, self.patches]).reshape(x.shape[0], *self.grid, self.cfg.classes)
+        return jax.image.resize(logits, (x.shape[0], *self.size, self.cfg.classes), "bilinear")
+
+    def loss(self, logits: Array, batch: Rows, reduction: LossReduction) -> Loss:
+        """Cross-entropy of the pixels that count; an image weighs by their share in it.
+
+        The metric `iou` is of each class: pixels of it that were found, over pixels of it or taken for it.
+        """
+        labels = batch["labels"]
+        counted = (labels != IGNORED).astype(jnp.float32)
+        counted = counted * batch["loss_mask"][:, None, None] if "loss_mask" in batch else counted
+        known = jnp.where(labels == IGNORED, 0, labels)
+        losses, smoothed, right = scored(logits, known, self.cfg.label_smoothing)
+        loss = reported(losses, smoothed, right, counted / counted[0].size, reduction)
+        true = jax.nn.one_hot(known, self.cfg.classes) * counted[..., None]
+        found = jax.nn.one_hot(jnp.argmax(logits, -1), self.cfg.classes) * counted[..., None]
+        both, every = (true * found).sum((0, 1, 2)), jnp.maximum(true, found).sum((0, 1, 2))
+        return loss._replace(metrics={**loss.metrics, "iou": (both, every)})
+
+
+def scored(logits: Array, labels: Array, smoothing: float) -> tuple[Array, Array, Array]:
+    """logits [..., C], labels int32 [...] -> cross-entropy, that of smoothed labels, 1 where it is likeliest."""
+    log_p = jax.nn.log_softmax(logits)
+    losses = -jnp.take_along_axis(log_p, labels[..., None], axis=-1)[..., 0]
+    smoothed = (1 - smoothing) * losses - smoothing * log_p.mean(-1) if smoothing else losses
+    return losses, smoothed, (jnp.argmax(logits, -1) == labels).astype(jnp.float32)
+
+
+def reported(losses: Array, smoothed: Array, right: Array, weights: Array, reduction: LossReduction) -> Loss:
+    """Minimises the smoothed losses, reports those without smoothing and the share of what is right."""
+    counted = jnp.sum(weights)
+    metrics = {"loss": (jnp.sum(losses * weights), counted), "accuracy": (jnp.sum(right * weights), counted)}
+    return reduction(smoothed, weights)._replace(metrics=metrics)
