@@ -271,6 +271,10 @@ class DatasetBuilder(BlendBuilder[GPTDataset]):
         arrays = load_or_build(self.folder, description, lambda: build_index(tokens.lengths, request, name)._asdict())
         index = RowIndex(**arrays)
         passes = len(index.documents) // (request.last - request.first)  # each reads every sequence once
+        return self.make(tokens, identity, index, passes)
+
+    def make(self, tokens: TokenSource, identity: str, index: RowIndex, passes: int) -> GPTDataset:
+        """The dataset of an index."""
         return GPTDataset(tokens, index, self.options, tokenizer=self.tokenizer, passes=passes)
 
 

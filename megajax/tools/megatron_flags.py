@@ -11,13 +11,13 @@ from megajax.config.errors import Problem
 from megajax.config.patch import patch_of
 from megajax.config.tree import assemble
 from megajax.tools.flags import Arguments, Flag, Mapped, Refused, Unnecessary, Word, read_table
+from megajax.tools.megatron_data import data
 from megajax.tools.megatron_layout import parallel
 from megajax.tools.megatron_memory import recompute
 from megajax.tools.megatron_model import embedding, residual, stack, vocabulary, width_scaling
 from megajax.tools.megatron_run import (
     batch,
     checkpoint,
-    data,
     evaluation,
     logging,
     optimizer,

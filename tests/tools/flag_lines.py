@@ -53,6 +53,7 @@ def problem(changes: str) -> str:
     return "\n".join(str(one) for one in converted.problems)
 
 
+FIM = "--without mock-data --data-path a --fim-data"
 FILES = "--without mock-data --data-path a --without tokenizer-type --vocab-file v --merge-file m"
 MLA = "--multi-latent-attention --position-embedding-type rope"
 ROPE = "--position-embedding-type rope"
@@ -273,6 +274,15 @@ CASES = {
     "eod-mask-loss": "--without mock-data --data-path a --eod-mask-loss",
     "dataloader-inter-document-masking": "--dataloader-inter-document-masking",
     "mid-level-dataset-surplus": "--without mock-data --data-path a --mid-level-dataset-surplus 0.01",
+    "fim-data": FIM,
+    "fim-rate": f"{FIM} --fim-rate 0.9",
+    "fim-spm-rate": f"{FIM} --fim-spm-rate 0.1",
+    "fim-split-sample": f"{FIM} --fim-split-sample <file_sep> --fim-fragment-rate 0.7",
+    "fim-fragment-rate": f"{FIM} --fim-split-sample <file_sep> --fim-fragment-rate 0.7",
+    "fim-no-prefix": f"{FIM} --fim-no-prefix <no>",
+    "fim-prefix-token": f"{FIM} --fim-prefix-token <p>",
+    "fim-middle-token": f"{FIM} --fim-middle-token <m>",
+    "fim-suffix-token": f"{FIM} --fim-suffix-token <s>",
     "tokenizer-type": "--tokenizer-type HuggingFaceTokenizer --tokenizer-model t.json",
     "tokenizer-model": "--tokenizer-type HuggingFaceTokenizer --tokenizer-model t.json",
     "vocab-file": FILES,

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flag_lines import CASES, FILES, MUP, config, line, made, problem
+from flag_lines import CASES, FILES, FIM, MUP, config, line, made, problem
 
 from megajax.config import schema
 from megajax.config.dump import flatten
+from megajax.data.config import FillInMiddleConfig
 from megajax.optim.config import LionConfig, MuonConfig, SGDConfig
 from megajax.precision.config import ConstantScaleConfig, DynamicScaleConfig
 from megajax.tools.flags import Flag, Mapped, Refused, Unnecessary, Word
@@ -324,6 +325,14 @@ def test_refused_values_and_harmless_ones() -> None:
     assert [flag for flag, _ in made("--context-parallel-size 2 --seq-length 32").refused] == [
         "--context-parallel-size 2"
     ]
+
+
+def test_fill_in_the_middle() -> None:
+    data = config(f"{FIM} --fim-rate 0.9 --split 98,1,1").data
+    assert isinstance(data, FillInMiddleConfig) and data.split == "98,1,1" and data.fragment_token is None
+    assert (data.rate, data.spm_rate, data.sequential_draws) == (0.9, 0.5, False)
+    assert "--fim-rate 0.9" in made("--fim-rate 0.9").idle
+    assert "--fim-fragment-rate" in problem(f"{FIM} --fim-split-sample <f>")
 
 
 def test_a_split_may_keep_quotes_and_blanks() -> None:

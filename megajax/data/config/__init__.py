@@ -6,15 +6,8 @@ Each config says which leaves its rows have (`leaves()`) and builds its row sour
 
 from megajax.data.config.base import LoaderConfig, RowsConfig, TokenFilesConfig
 from megajax.data.config.choices import DataConfig
-from megajax.data.config.images import (
-    AugmentConfig,
-    ClassFoldersConfig,
-    CropConfig,
-    DigitsConfig,
-    MaskFoldersConfig,
-    MockImagesConfig,
-    MockMasksConfig,
-)
+from megajax.data.config.fim import FillInMiddleConfig
+from megajax.data.config.images import (AugmentConfig, ClassFoldersConfig, CropConfig, DigitsConfig, MaskFoldersConfig, MockImagesConfig, MockMasksConfig)
 from megajax.data.config.masked import MaskedConfig, MaskedSentencesConfig, MaskedSpansConfig
 from megajax.data.config.text import BlendConfig, MockConfig, StandardLibraryConfig
 from megajax.data.splits import Rows, Splits
@@ -26,6 +19,7 @@ __all__ = [
     "CropConfig",
     "DataConfig",
     "DigitsConfig",
+    "FillInMiddleConfig",
     "LoaderConfig",
     "MaskFoldersConfig",
     "MaskedConfig",

@@ -1,0 +1,198 @@
+"""Rows for language models that fill in the middle (FIM): documents cut at two places, with the middle at the end.
+
+Bavarian et al. 2022, "Efficient Training of Language Models to Fill in the Middle".
+"""
+
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from megajax.batch import Schema
+from megajax.config.errors import UserError
+from megajax.data.blend import DatasetBuilder
+from megajax.data.config import FillInMiddleConfig
+from megajax.data.gpt import GPTDataset, Tokenizer, TokenSource
+from megajax.data.index import RowIndex
+from megajax.data.masking import SEEDS, SampleGenerators
+from megajax.data.splits import Rows, Splits
+
+SNAPSHOT_ROWS = 256
+"""Rows between kept states of a generator of all rows."""
+
+
+class TextTokenizer(Tokenizer, Protocol):
+    """The attributes of a tokenizer that FIM needs."""
+
+    def encode(self, text: str) -> np.ndarray: ...
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
+
+
+class Specials(NamedTuple):
+    """Ids of tokens."""
+
+    prefix: int
+    middle: int
+    suffix: int
+    eod: int
+    fragment: int | None
+
+
+def token_id(tokenizer: TextTokenizer, text: str, setting: str) -> int:
+    """The id of a token. Raises UserError if the tokenizer makes several of the text."""
+    ids = tokenizer.encode(text).tolist()
+    if len(ids) != 1:
+        raise UserError(
+            f"data.{setting}={text!r}: the tokenizer {tokenizer.identity} makes {len(ids)} tokens of it, not one. Name "
+            "a special token of its vocabulary, or use a tokenizer that has tokens for filling in the middle."
+        )
+    return ids[0]
+
+
+class MiddleLast:
+    """Reorders the documents of a row.
+
+    A document is reordered with probability `rate`: two places between the characters of its text, or at its ends,
+    cut it into prefix, middle and suffix, each tokenized on its own.
+
+    Args:
+        config: probabilities.
+        tokenizer: makes text of tokens and tokens of text.
+    """
+
+    def __init__(self, config: FillInMiddleConfig, tokenizer: TextTokenizer):
+        self.config, self._tokenizer = config, tokenizer
+        self._ids = Specials(
+            prefix=token_id(tokenizer, config.prefix_token, "prefix_token"),
+            middle=token_id(tokenizer, config.middle_token, "middle_token"),
+            suffix=token_id(tokenizer, config.suffix_token, "suffix_token"),
+            eod=tokenizer.eod,
+            fragment=None
+            if config.fragment_token is None
+            else token_id(tokenizer, config.fragment_token, "fragment_token"),
+        )
+
+    def __call__(self, tokens: np.ndarray, generator: np.random.RandomState) -> np.ndarray:
+        """Tokens [n] -> tokens of any number. End-of-document tokens of empty documents disappear."""
+        return _each_part(tokens, self._ids.eod, lambda document: self._document(document, generator))
+
+    def _document(self, tokens: np.ndarray, generator: np.random.RandomState) -> np.ndarray:
+        config, fragment = self.config, self._ids.fragment
+        if fragment is None or not (tokens == fragment).any():
+            return self._reordered(tokens, config.rate, generator)
+        if not generator.binomial(1, config.rate):
+            return tokens
+        return _each_part(tokens, fragment, lambda part: self._reordered(part, config.fragment_rate, generator))
+
+    def _reordered(self, tokens: np.ndarray, rate: float, generator: np.random.RandomState) -> np.ndarray:
+        if not generator.binomial(1, rate):
+            return tokens
+        text, ids = self._tokenizer.decode(tokens), self._ids
+        if self.config.unchanged_prefix is not None and text.startswith(self.config.unchanged_prefix):
+            return tokens
+        first, last = sorted(generator.randint(low=0, high=len(text) + 1, size=2).tolist())
+        prefix, middle, suffix = map(self._tokenizer.encode, (text[:first], text[first:last], text[last:]))
+        if generator.binomial(1, self.config.spm_rate):
+            return np.concatenate([[ids.prefix, ids.suffix], suffix, [ids.middle], prefix, middle])
+        return np.concatenate([[ids.prefix], prefix, [ids.suffix], suffix, [ids.middle], middle])
+
+
+def _each_part(tokens: np.ndarray, border: int, change: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """`change` of each part between border tokens, with the borders; an empty part is dropped with its border, except
+    the last, which has none."""
+
+    def parts() -> Iterator[np.ndarray]:
+        start = 0
+        for end in np.flatnonzero(tokens == border).tolist():
+            if end > start:
+                yield change(tokens[start:end])
+                yield tokens[end : end + 1]
+            start = end + 1
+        yield change(tokens[start:])
+
+    return np.concatenate(list(parts()))
+
+
+class FillInMiddle(GPTDataset):
+    """Rows as of `GPTDataset`, with reordered documents; each is cut or padded to its old length.
+
+    Row i is a pure function of i: it has a generator of its own.
+
+    Args:
+        reorder: changes the tokens of a row.
+        seed: of the generators.
+        Others: as of `GPTDataset`.
+    """
+
+    def __init__(
+        self, tokens: TokenSource, index: RowIndex, options: Any, *, reorder: MiddleLast, seed: int, **more: Any
+    ):
+        super().__init__(tokens, index, options, **more)
+        self._reorder, self._generators = reorder, SampleGenerators(seed)
+
+    def _text(self, row: int) -> tuple[np.ndarray, list[int], int]:
+        return self._reordered(row, self._generators.of(row))
+
+    def _reordered(self, row: int, generator: np.random.RandomState) -> tuple[np.ndarray, list[int], int]:
+        text, borders, filled = super()._text(row)
+        changed = self._reorder(text[:filled], generator)[:filled]
+        text = np.full(len(text), self._pad, np.int32)
+        text[: len(changed)] = changed
+        return text, borders, len(changed)
+
+
+class SequentialFillInMiddle(FillInMiddle):
+    """As Megatron-LM: one generator for all rows, whose state at a row depends on all rows before.
+
+    Row i is still a pure function of i: rows that were not read before it are gone through first, from the nearest kept
+    state on.
+    """
+
+    def __init__(self, *positional: Any, seed: int, **named: Any):
+        super().__init__(*positional, seed=seed, **named)
+        self._generator, self._next, self._lock = np.random.RandomState(seed), 0, threading.Lock()
+        self._states = [self._generator.get_state()]
+
+    def _text(self, row: int) -> tuple[np.ndarray, list[int], int]:
+        with self._lock:
+            if row < self._next:
+                kept = row // SNAPSHOT_ROWS
+                self._generator.set_state(self._states[kept])
+                self._next = kept * SNAPSHOT_ROWS
+            while True:
+                result = self._reordered(self._next, self._generator)
+                self._next += 1
+                if self._next == len(self._states) * SNAPSHOT_ROWS:
+                    self._states.append(self._generator.get_state())
+                if self._next == row + 1:
+                    return result
+
+
+class FillInMiddleBuilder(DatasetBuilder):
+    """Rows for models that fill in the middle."""
+
+    def __init__(self, config: FillInMiddleConfig, *, tokenizer: TextTokenizer, sequence_length: int, seed: int):
+        super().__init__(config, tokenizer=tokenizer, sequence_length=sequence_length, seed=seed)
+        self.reorder, self.sequential = MiddleLast(config, tokenizer), config.sequential_draws
+
+    def make(self, tokens: TokenSource, identity: str, index: RowIndex, passes: int) -> GPTDataset:
+        more = {"reorder": self.reorder, "tokenizer": self.tokenizer, "passes": passes}
+        if self.sequential:
+            return SequentialFillInMiddle(tokens, index, self.options, seed=self.seed, **more)
+        # The files of a blend draw different numbers for the same row.
+        seed = (self.seed + zlib.crc32(identity.encode())) % SEEDS
+        return FillInMiddle(tokens, index, self.options, seed=seed, **more)
+
+
+def build_splits(
+    config: FillInMiddleConfig, *, tokenizer: TextTokenizer, schema: Schema, rows: Rows, seed: int
+) -> Splits:
+    """Rows for the splits that a run requests; see `BlendBuilder.configured`.
+
+    Raises:
+        UserError: a text that is not one token of the tokenizer; otherwise as `BlendBuilder.configured`.
+    """
+    length = schema["tokens"].positions()
+    return FillInMiddleBuilder(config, tokenizer=tokenizer, sequence_length=length, seed=seed).configured(config, rows)
