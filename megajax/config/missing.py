@@ -15,6 +15,7 @@ REQUIRED = frozenset(
 """Names under which the packages of every installation are imported."""
 EXTRAS = {
     "PIL": "images",
+    "jinja2": "tokenizers",
     "matplotlib": "plot",
     "tensorboardX": "log",
     "tiktoken": "tokenizers",

@@ -25,7 +25,12 @@ type Block = dict[str, np.ndarray]
 
 
 class RowSource(Protocol):
-    """Rows by number: `len` and `[i]` -> a mapping from name to array, with at least the leaves of the schema."""
+    """Rows by number: `len` and `[i]` -> a mapping from name to array, with at least the leaves of the schema.
+
+    A source may have more, which a run shows: `passes` (int, epochs over its text), `order()` (str that changes with
+    the order of the rows), and `skipped` (mapping from a reason to the number of rows left out; it may grow as rows
+    are read).
+    """
 
     def __len__(self) -> int: ...
     def __getitem__(self, row: int) -> Mapping[str, np.ndarray]: ...

@@ -14,7 +14,7 @@ from megajax.kernels.attention import local_device
 from megajax.layers.facts import Share
 from megajax.layers.remat import SavePolicy, words
 from megajax.mesh.xla import flag_names, memory_fraction
-from megajax.metrics.text import count
+from megajax.metrics.text import count, skipped_rows
 from megajax.models.facts import Facts, block_facts, facts_of, flops_of
 from megajax.models.memory import MemorySetting, SavedBytes, memory_report, saved_bytes
 from megajax.models.protocol import counted, ids_below
@@ -241,8 +241,10 @@ def _run(run: Run, resumed: str | None) -> list[tuple[str, str]]:
     named = [(name, part) for name, part in zip(splits._fields, splits, strict=True) if part is not None]
     rows = ", ".join(f"{name} {len(part):,}{_passes(part)}" for name, part in named)
     isolated = "; documents isolated" if "segment_ids" in run.program.schema else ""
+    skipped = run.parts.skipped_rows()
     return [
         ("data", f"{type(run.cfg.data).__name__.removesuffix('Config')}; rows: {rows}{isolated}"),
+        *([("rows skipped", skipped_rows(skipped))] if skipped else []),
         ("folder", str(run.cfg.run_dir)),
         ("start", resumed or "new run"),
         ("software", f"jax {jax.__version__}, Python {platform.python_version()}"),

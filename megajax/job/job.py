@@ -29,7 +29,7 @@ from megajax.metrics.plot import plot_loss
 from megajax.metrics.profile import Profile
 from megajax.metrics.record import StepRecord, read_metrics
 from megajax.metrics.runfolder import RunFolder
-from megajax.metrics.text import count, duration
+from megajax.metrics.text import count, duration, skipped_rows
 from megajax.metrics.throughput import StepRate, peak_bf16_flops
 from megajax.metrics.writers import Writers, open_writers
 from megajax.models.facts import flops_of
@@ -96,6 +96,7 @@ class Job:
             self.run = setup(cfg, start=resume)
         stack.callback(self.run.close)
         self.begun = int(self.run.state.consumed_samples)
+        self.told_skipped: dict[str, dict[str, int]] = {}
         read = None if start is None else f"step {self.first} of {Path(start[0].folder).parent}"
         console.show("MegaJAX", banner.banner(self.run, read))
 
@@ -108,6 +109,7 @@ class Job:
         if self.primary:
             folder.write_config(yaml, "\n".join(diff_from_defaults(cfg)) + "\n")
         self.log.event("start", step=self.first, devices=self.run.mesh.size, processes=jax.process_count())
+        self.tell_skipped()
         self.compiles.events(self.log.event)
         signals.polled = True
         self.guard = Guard(cfg.resilience, cfg.precision.floor(), self.run.mesh)
@@ -183,6 +185,13 @@ class Job:
             watch(info)
             yield info
 
+    def tell_skipped(self) -> None:
+        """Log the rows that the row sources have left out so far, for the report."""
+        skipped = self.run.parts.skipped_rows()
+        if skipped != self.told_skipped:
+            self.log.event("rows_skipped", splits=skipped)
+            self.told_skipped = skipped
+
     def first_step(self, infos: Iterator[StepInfo]) -> StepInfo:
         """Wait for the first step; people see first that it compiles, then that it runs."""
         self.signals.when = "after the first step, which is being compiled"
@@ -233,6 +242,7 @@ class Job:
                 "from there"
             )
             self.log.event("stopped", step=step, saved=self.save.saved, reason=self.reason())
+        self.tell_skipped()
         self.log.event("end", step=step)
         if jax.process_index() == 0:
             self.leave_behind(last)
@@ -271,6 +281,8 @@ class Job:
         ]
         if (peak := peak_memory()) is not None:
             work.append(("peak memory of a device", f"{size(peak[0])} of {size(peak[1])}"))
+        if skipped := self.run.parts.skipped_rows():
+            work.append(("rows skipped", skipped_rows(skipped)))
         losses = [("train loss", f"{last.loss:.4f}")] if last is not None else []
         if "validation" in self.evaluate.last:
             losses.append(("validation loss", f"{self.evaluate.last['validation']:.4f}"))

@@ -1,6 +1,7 @@
 """Durations, counts, sizes and times of day as text; untrusted text made safe to print."""
 
 import unicodedata
+from collections.abc import Mapping
 from datetime import UTC, datetime
 
 
@@ -36,6 +37,12 @@ def moment(time: float) -> str:
         return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (OverflowError, ValueError, OSError):
         return "?"
+
+
+def skipped_rows(splits: Mapping[str, Mapping[str, int]]) -> str:
+    """Split -> reason -> rows left out, as "train: 3 no answer, 1 unknown role; valid: 1 no answer"."""
+    each = {split: ", ".join(f"{n:,} {reason}" for reason, n in why.items()) for split, why in splits.items()}
+    return "; ".join(f"{split}: {reasons}" for split, reasons in each.items())
 
 
 def byte_size(number: float) -> str:

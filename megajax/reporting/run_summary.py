@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from megajax.metrics.text import byte_size, count, duration, moment
+from megajax.metrics.text import byte_size, count, duration, moment, skipped_rows
 from megajax.reporting.attempts import Attempt, Share, attempts, data_wait, time_by_cause
 from megajax.reporting.history import Event, History
 
-ROUTINE = frozenset({"save", "evaluate", "first_step", "compiled", "metrics_superseded"})
+ROUTINE = frozenset({"save", "evaluate", "first_step", "compiled", "metrics_superseded", "rows_skipped"})
 """Events of a run without incidents. There may be thousands."""
 
 MOODS = {
@@ -149,6 +149,9 @@ def _facts(history: History, runs: Sequence[Attempt]) -> Iterator[tuple[str, str
         first = ", ".join(f"step {step:,} ({kind})" for step, kind in list(steps.nonfinite.items())[:5])
         more = ", …" * (len(steps.nonfinite) > 5)
         yield "non-finite losses", f"{len(steps.nonfinite):,}: {first}{more}" if first else "none"
+    told = [event.fields.get("splits") for event in history.events if event.name == "rows_skipped"]
+    if told and isinstance(told[-1], dict):
+        yield "rows skipped", skipped_rows(told[-1])
     listed = ", ".join(f"{step:,}" for step in kept[-8:])
     yield "checkpoints kept", f"{listed}{' (newest)' * (len(kept) > 8)}" or "none"
     versions = ", ".join(f"{name} {version}" for name, version in history.versions.items())

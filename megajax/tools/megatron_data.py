@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megajax.data.config import BlendConfig, FillInMiddleConfig, MockConfig
-from megajax.data.splits import parse_paths
+from megajax.data.config import BlendConfig, ChatConfig, FillInMiddleConfig, MockConfig
+from megajax.data.splits import NAMES, parse_paths
 from megajax.tools.flags import Arguments, Settings
 from megajax.tools.megatron_model import needed
 
@@ -18,6 +18,8 @@ def data(args: Arguments) -> Settings:
         args.refuse("dataloader-type", "rows are read in one order, that of single")
     if args["mock-data"]:
         return {"data": MockConfig(isolate_documents=isolated)}
+    if args["sft"]:
+        return {"data": _chats(args)}
     shared: dict[str, Any] = {
         "cache_dir": args["data-cache-path"],
         "reset_positions": args["reset-position-ids"],
@@ -45,6 +47,41 @@ def data(args: Arguments) -> Settings:
     if not paths:
         args.wrong("data-path", "no data: give it, --train-data-path or --mock-data")
     return {"data": kind(paths=tuple(paths or ("unset",)), split=re.sub(r"[\s'\"]", "", args["split"]), **shared)}
+
+
+FORMATS = ("identity", "nemotron-h-aligned", "nemotron-nano-v2")
+"""Values of --sft-tokenizer-prompt-format that name a template here, too."""
+
+
+def _chats(args: Arguments) -> ChatConfig:
+    """Conversations, a row for each line, with Megatron-LM's rules of loss."""
+    form, model = args["sft-tokenizer-prompt-format"], args["tokenizer-model"]
+    if form not in (*FORMATS, "default"):
+        args.refuse("sft-tokenizer-prompt-format", f"this version has default, {', '.join(FORMATS)}")
+    own = str(Path(model or "unset") / "tokenizer_config.json")
+    if form == "default":
+        text = f"the template is that of {own}; the whole text is learned, questions too, as there"
+        args.remark("sft-tokenizer-prompt-format", text)
+    text = "rows are lines, and no loss falls on the pad token, as there: see data.packing and data.mask_pad"
+    args.remark("sft", text)
+    lists: dict[str, Any] = {}
+    for setting, flag in [("paths", "data-path"), *((f"{name}_paths", f"{name}-data-path") for name in NAMES)]:
+        lists[setting], weights = parse_paths(args[flag]) if args[flag] else ((), None)
+        if weights is not None and len(weights) > 1:
+            args.refuse(flag, "conversations are not blended by weights: give the files alone")
+    if not any(lists.values()):
+        args.wrong("data-path", "no data: give it, or --train-data-path")
+        lists["paths"] = ("unset",)
+    return ChatConfig(
+        **lists,
+        split=re.sub(r"[\s'\"]", "", args["split"]),
+        template=form if form in FORMATS else own,
+        loss="all" if form == "default" else "answers",
+        packing="lines",
+        cut_long=True,
+        mask_pad=True,
+        cache_dir=args["data-cache-path"],
+    )
 
 
 def _fill_in_middle(args: Arguments) -> dict[str, Any]:

@@ -342,10 +342,10 @@ def _tokenizer(args: Arguments) -> tuple[TokenizerConfig, int]:
         # The id behind the last one ends a document.
         size = needed(args, "vocab-size") + 1
         return NullTokenizerConfig(vocabulary_size=size), size
-    if kind == "HuggingFaceTokenizer":
+    if kind in ("HuggingFaceTokenizer", "SFTTokenizer"):
         path = args["tokenizer-model"]
         if path is None:
-            args.wrong("tokenizer-model", "must be given with --tokenizer-type HuggingFaceTokenizer")
+            args.wrong("tokenizer-model", f"must be given with --tokenizer-type {kind}")
         size = (path and _count_ids(path)) or told
         if not size and args.given("tokenizer-model"):
             args.wrong("vocab-size", f"must be given: --tokenizer-model {path} is not here to be counted")

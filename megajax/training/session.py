@@ -52,6 +52,13 @@ class Parts:
         rows = {name: len(part) for name, part in zip(splits._fields, splits, strict=True) if part is not None}
         return f"<Parts: cfg, program, tokenizer {type(self.tokenizer).__name__}, splits of {rows} rows>"
 
+    def skipped_rows(self) -> dict[str, dict[str, int]]:
+        """Split -> reason -> rows that the row source has left out so far; only splits and reasons that there are."""
+        sources = {**self.splits._asdict(), **self.sets}
+        found = {name: getattr(source, "skipped", {}) for name, source in sources.items()}
+        found = {name: {why: int(n) for why, n in skipped.items() if n} for name, skipped in found.items()}
+        return {name: skipped for name, skipped in found.items() if skipped}
+
     def loader(self, source: Any, consumed: int, *, training: bool = False) -> Loader:
         """Global batches of `source` from row `consumed` on; of the last size, or in training of the size due."""
         sizes = self.program.sizes

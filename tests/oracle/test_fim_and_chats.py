@@ -1,5 +1,6 @@
 """Rows with their middle at the end, and of chats, against what Megatron-LM computed: every case in the folder."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from megatron_cases import FOLDER, cases, load_arrays, load_json
 
-from megajax.data.config import FillInMiddleConfig, Rows
+from megajax.data.config import ChatConfig, FillInMiddleConfig, Rows
 from megajax.data.splits import NAMES
 from megajax.models.config import text_schema
 
@@ -68,3 +69,58 @@ def test_fim(key: str, tmp_path: Path) -> None:
             np.testing.assert_array_equal(np.stack([row[LEAVES[theirs]] for row in rows]), stored[prefix + theirs])
             compared += 1
     assert compared
+
+
+class Pieces:
+    """The tokenizer behind the chats: a token for each character, and one for each of the longer entries."""
+
+    identity = "pieces"
+
+    def __init__(self, vocabulary: dict[str, int], case: dict[str, Any]):
+        self.vocabulary_size, self.eod, self.pad = len(vocabulary), case["eod"], case["pad"]
+        longer = sorted((re.escape(piece) for piece in vocabulary if len(piece) > 1), key=len, reverse=True)
+        self._vocabulary, self._pattern = vocabulary, re.compile("|".join([*longer, "."]), re.DOTALL)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array([self._vocabulary[piece] for piece in self._pattern.findall(text)], np.int32)
+
+
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+
+
+@pytest.mark.parametrize("key", cases(key for key in META if key.startswith("sft/")))
+def test_chats(key: str, tmp_path: Path) -> None:
+    """Labels without loss are -100 or the pad token in Megatron-LM; here they are the tokens that follow."""
+    case, stored = META[key], load_arrays("data/masked_fim_sft.npz")
+    default = case["prompt_format"] == "default"
+    config = ChatConfig(
+        paths=(str(FOLDER / "data" / case.get("file", "sft.jsonl")),),
+        split="100,0,0",
+        template=PLAIN if default else case["prompt_format"],
+        loss="all" if default else "answers",
+        packing="lines",
+        cut_long=True,
+        mask_pad=True,
+        pad_multiple=2 * case["cp"] if case["cp"] > 1 else 1,
+        cache_dir=str(tmp_path),
+    )
+    assert not config.problems()
+    tokenizer = Pieces(load_json("data/sft_vocab.json"), case)
+    schema, rows = text_schema(case["seq"], tokenizer.vocabulary_size), Rows(case["len_dataset"])
+    dataset = config.build(tokenizer=tokenizer, schema=schema, rows=rows, seed=1).train
+    assert len(dataset) == case["len_dataset"]
+    expected = {name.removeprefix(f"{key}/"): values for name, values in stored.items() if name.startswith(f"{key}/")}
+    assert set(expected) == {*LEAVES, "cu_seqlens", "max_seqlen"}
+    for number in range(case["n"]):
+        row = dataset[number]
+        for theirs, ours in LEAVES.items():
+            values = expected[theirs][number]
+            if theirs == "labels":
+                assert not (expected["loss_mask"][number] * (values == -100)).any()
+                values = np.where(values == -100, row["labels"], values)
+            np.testing.assert_array_equal(row[ours], values, err_msg=f"{theirs} of row {number}")
+        borders = [0, *(np.flatnonzero(np.diff(row["segment_ids"])) + 1).tolist(), case["seq"]]
+        padded = np.full_like(expected["cu_seqlens"][number], case["seq"])
+        padded[: len(borders)] = borders
+        np.testing.assert_array_equal(padded, expected["cu_seqlens"][number])
+        assert max(np.diff(borders)) == expected["max_seqlen"][number]

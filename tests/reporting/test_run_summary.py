@@ -38,6 +38,17 @@ def test_a_run_of_five_steps(fake_run: Callable) -> None:
     assert summary.faults == ()
 
 
+def test_rows_that_the_data_left_out(fake_run: Callable) -> None:
+    run = fake_run()
+    run.config(5)
+    run.attempt(0, 5)
+    assert "rows skipped" not in dict(rows(summary_of(run), "The run"))
+    run.event("rows_skipped", splits={"train": {"no answer": 1200}})
+    run.event("rows_skipped", splits={"train": {"no answer": 1203, "corrupt": 1}, "valid": {"corrupt": 2}})
+    facts = dict(rows(summary_of(run), "The run"))
+    assert facts["rows skipped"] == "train: 1,203 no answer, 1 corrupt; valid: 2 corrupt"
+
+
 def test_events_tell_how_far_a_run_came_whose_metrics_are_lost(fake_run: Callable) -> None:
     run = fake_run()
     run.config(5)

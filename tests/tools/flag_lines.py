@@ -53,6 +53,7 @@ def problem(changes: str) -> str:
     return "\n".join(str(one) for one in converted.problems)
 
 
+CHATS = "--without mock-data --data-path a.jsonl --sft"
 FIM = "--without mock-data --data-path a --fim-data"
 FILES = "--without mock-data --data-path a --without tokenizer-type --vocab-file v --merge-file m"
 MLA = "--multi-latent-attention --position-embedding-type rope"
@@ -283,6 +284,8 @@ CASES = {
     "fim-prefix-token": f"{FIM} --fim-prefix-token <p>",
     "fim-middle-token": f"{FIM} --fim-middle-token <m>",
     "fim-suffix-token": f"{FIM} --fim-suffix-token <s>",
+    "sft": CHATS,
+    "sft-tokenizer-prompt-format": f"{CHATS} --sft-tokenizer-prompt-format identity",
     "tokenizer-type": "--tokenizer-type HuggingFaceTokenizer --tokenizer-model t.json",
     "tokenizer-model": "--tokenizer-type HuggingFaceTokenizer --tokenizer-model t.json",
     "vocab-file": FILES,

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flag_lines import CASES, FILES, FIM, MUP, config, line, made, problem
+from flag_lines import CASES, CHATS, FILES, FIM, MUP, config, line, made, problem
 
 from megajax.config import schema
 from megajax.config.dump import flatten
-from megajax.data.config import FillInMiddleConfig
+from megajax.data.config import ChatConfig, FillInMiddleConfig
 from megajax.optim.config import LionConfig, MuonConfig, SGDConfig
 from megajax.precision.config import ConstantScaleConfig, DynamicScaleConfig
 from megajax.tools.flags import Flag, Mapped, Refused, Unnecessary, Word
@@ -333,6 +333,19 @@ def test_fill_in_the_middle() -> None:
     assert (data.rate, data.spm_rate, data.sequential_draws) == (0.9, 0.5, False)
     assert "--fim-rate 0.9" in made("--fim-rate 0.9").idle
     assert "--fim-fragment-rate" in problem(f"{FIM} --fim-split-sample <f>")
+
+
+def test_conversations() -> None:
+    data = config(f"{CHATS} --split 100,0,0").data
+    assert data == ChatConfig(
+        paths=("a.jsonl",), split="100,0,0", template="nemotron-h-aligned", packing="lines", cut_long=True,
+        mask_pad=True,
+    )  # fmt: skip
+    sft = "--without tokenizer-type --tokenizer-type SFTTokenizer --tokenizer-model folder --vocab-size 64"
+    default = config(f"{CHATS} {sft} --sft-tokenizer-prompt-format default").data
+    assert (default.loss, default.template) == ("all", "folder/tokenizer_config.json")
+    assert made(f"{CHATS} --sft-tokenizer-prompt-format other").refused
+    assert made("--without mock-data --sft --data-path 0.5 a.jsonl 0.5 b.jsonl").refused
 
 
 def test_a_split_may_keep_quotes_and_blanks() -> None:

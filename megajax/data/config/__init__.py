@@ -5,9 +5,18 @@ Each config says which leaves its rows have (`leaves()`) and builds its row sour
 """
 
 from megajax.data.config.base import LoaderConfig, RowsConfig, TokenFilesConfig
+from megajax.data.config.chat import ChatConfig
 from megajax.data.config.choices import DataConfig
 from megajax.data.config.fim import FillInMiddleConfig
-from megajax.data.config.images import (AugmentConfig, ClassFoldersConfig, CropConfig, DigitsConfig, MaskFoldersConfig, MockImagesConfig, MockMasksConfig)
+from megajax.data.config.images import (
+    AugmentConfig,
+    ClassFoldersConfig,
+    CropConfig,
+    DigitsConfig,
+    MaskFoldersConfig,
+    MockImagesConfig,
+    MockMasksConfig,
+)
 from megajax.data.config.masked import MaskedConfig, MaskedSentencesConfig, MaskedSpansConfig
 from megajax.data.config.text import BlendConfig, MockConfig, StandardLibraryConfig
 from megajax.data.splits import Rows, Splits
@@ -15,6 +24,7 @@ from megajax.data.splits import Rows, Splits
 __all__ = [
     "AugmentConfig",
     "BlendConfig",
+    "ChatConfig",
     "ClassFoldersConfig",
     "CropConfig",
     "DataConfig",

@@ -1,12 +1,20 @@
 """The data that a config can name besides a class of the user's own."""
 
+from megajax.data.config.chat import ChatConfig
 from megajax.data.config.fim import FillInMiddleConfig
-from megajax.data.config.images import (ClassFoldersConfig, DigitsConfig, MaskFoldersConfig, MockImagesConfig, MockMasksConfig)
+from megajax.data.config.images import (
+    ClassFoldersConfig,
+    DigitsConfig,
+    MaskFoldersConfig,
+    MockImagesConfig,
+    MockMasksConfig,
+)
 from megajax.data.config.masked import MaskedSentencesConfig, MaskedSpansConfig
 from megajax.data.config.text import BlendConfig, MockConfig, StandardLibraryConfig
 
 DataConfig = (
     BlendConfig
+    | ChatConfig
     | ClassFoldersConfig
     | DigitsConfig
     | FillInMiddleConfig

@@ -1,0 +1,203 @@
+"""Rows of conversations, for supervised fine-tuning."""
+
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megajax.batch import Schema
+from megajax.config.errors import UserError
+from megajax.data.cache import user_cache
+from megajax.data.chat_files import Conversations, Reader, Tokenizer, counted
+from megajax.data.chat_template import ChatTemplate
+from megajax.data.config import ChatConfig
+from megajax.data.gpt import ORDER_SAMPLE
+from megajax.data.packing import best_fit
+from megajax.data.splits import Rows, Splits, parse_split, split_bounds, wanted
+
+TOO_LONG = "longer than a row"
+
+
+class ChatRows:
+    """Row i of a split as a dict of arrays, a pure function of i.
+
+    `rows[i]` has these arrays of length S:
+
+        tokens: int32, conversations one after the other, then padding.
+        labels: int32, the token after each input.
+        loss_mask: float32, 1 if the model learns the label, else 0.
+        positions: int32, from 0 in each conversation, and on through the padding of the last.
+        segment_ids: int32, index of the conversation in the row; padding belongs to the last one.
+
+    A row that is cut to S tokens has no label at its end.
+
+    Args:
+        conversations: all of the files.
+        packs: the lines of each row.
+        config: padding and order.
+        sequence_length: S.
+        rows: number of rows; beyond one pass they repeat.
+        pad: token of padding.
+        seed: of the order.
+        skipped: reason -> lines left out.
+    """
+
+    def __init__(
+        self,
+        conversations: Conversations,
+        packs: Sequence[Sequence[int]],
+        *,
+        config: ChatConfig,
+        sequence_length: int,
+        rows: int | None,
+        pad: int,
+        seed: int,
+        skipped: Mapping[str, int],
+    ):
+        self.sequence_length, self.skipped = sequence_length, skipped
+        self._conversations, self._packs, self._pad = conversations, packs, pad
+        self._multiple, self._mask_pad = config.pad_multiple, config.mask_pad
+        self._shuffled, self._seed = config.packing == "best_fit", seed
+        self._rows = len(packs) if rows is None else rows
+        self.passes = -(-self._rows // len(packs))
+        self._epoch: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def order(self) -> str:
+        """Identifier of the order of the rows; unchanged if rows are appended."""
+        packs = repr([list(pack) for pack in self._packs[:ORDER_SAMPLE]]).encode()
+        return f"{zlib.crc32(packs, self._seed if self._shuffled else 0):08x}"
+
+    def pack(self, row: int) -> int:
+        """Which pack a row is. Each pass over the packs has an order of its own."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of a dataset of {len(self)} rows")
+        epoch, place = divmod(row, len(self._packs))
+        if not self._shuffled:
+            return place
+        known, order = self._epoch
+        if known != epoch:
+            order = np.random.RandomState([self._seed, epoch]).permutation(len(self._packs))
+            self._epoch = (epoch, order)  # replaced as one, for threads read along
+        return int(order[place])
+
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        length = self.sequence_length
+        # One place more than a row has, for the last label.
+        tokens, learned = np.full(length + 1, self._pad, np.int32), np.zeros(length + 1, bool)
+        begins, filled = np.zeros(length, bool), 0
+        for first, last in self._pieces(self.pack(row)):
+            if filled >= length:
+                break
+            room = min(length - filled, last - first)
+            begins[filled] = True
+            tokens[filled : filled + room] = self._conversations.tokens[first : first + room]
+            learned[filled : filled + room] = self._conversations.learned[first : first + room]
+            filled += -(-(last - first) // self._multiple) * self._multiple
+        labels = tokens[1:]
+        counts = learned[1:] & (labels != self._pad) if self._mask_pad else learned[1:]
+        index = np.arange(length, dtype=np.int32)
+        return {
+            "tokens": tokens[:-1],
+            "labels": labels,
+            "loss_mask": counts.astype(np.float32),
+            "positions": index - np.maximum.accumulate(np.where(begins, index, 0)),
+            "segment_ids": np.cumsum(begins, dtype=np.int32) - np.int32(1),
+        }
+
+    def _pieces(self, pack: int) -> list[tuple[int, int]]:
+        """First token and one past the last of each conversation of a pack."""
+        conversations = self._conversations
+        spans = (range(*conversations.lines[line : line + 2].tolist()) for line in self._packs[pack])
+        return [tuple(conversations.starts[number : number + 2].tolist()) for span in spans for number in span]
+
+    def packing_share(self) -> float:
+        """Tokens of conversations among all places of one pass over the rows."""
+        used = sum(min(self.sequence_length, sum(b - a for a, b in self._pieces(n))) for n in range(len(self._packs)))
+        return used / (len(self._packs) * self.sequence_length)
+
+
+class ChatBuilder:
+    """Builds the splits of files of conversations."""
+
+    def __init__(self, config: ChatConfig, *, tokenizer: Tokenizer, sequence_length: int, seed: int):
+        self.config, self.length = config, sequence_length
+        self.seed = seed if config.seed is None else config.seed
+        self.pad = tokenizer.eod if tokenizer.pad is None else tokenizer.pad
+        folder = Path(config.cache_dir) if config.cache_dir else user_cache() / "indices"
+        template = ChatTemplate(config.template)
+        self.reader = Reader(template, tokenizer, loss=config.loss, on_error=config.on_error, folder=folder)
+
+    def splits(self, asked: Rows) -> Splits:
+        """Row sources for the splits that a run requests; None for the others.
+
+        Raises:
+            UserError: as `Reader.read`; a requested split without a line; a line that is longer than a row.
+        """
+        built: list[Any] = [None, None, None]
+        if self.config.paths:
+            read, shares = self.reader.read(self.config.paths), parse_split(self.config.split)
+            for position, name, rows in wanted(asked):
+                if shares[position] is not None or name == "train":
+                    bounds = split_bounds(shares[position], len(read.places))
+                    lost = counted(read) if name == "train" else {}  # said once, for all splits
+                    built[position] = self._rows(read, self.config.paths, bounds, rows, name, lost)
+            return Splits(*built)
+        for position, name, rows in wanted(asked):
+            paths = getattr(self.config, f"{name}_paths")
+            if paths or name == "train":
+                if not paths:
+                    raise UserError("data.train_paths is empty: there is nothing to train on.")
+                read = self.reader.read(paths)
+                built[position] = self._rows(read, paths, (0, len(read.places)), rows, name, counted(read))
+        return Splits(*built)
+
+    def _rows(
+        self,
+        read: Conversations,
+        paths: Sequence[str],
+        bounds: tuple[int, int],
+        rows: int | None,
+        name: str,
+        lost: Mapping[str, int],
+    ) -> ChatRows:
+        config, (first, last) = self.config, bounds
+        if first == last:
+            raise UserError(
+                f"the {name} split has none of the {len(read.places)} conversations: give it a larger share in "
+                f"data.split={config.split}"
+            )
+        lengths, skipped = read.line_lengths(config.pad_multiple)[first:last], Counter(lost)
+        kept = np.arange(first, last)
+        long = lengths > self.length
+        if long.any() and not config.cut_long:
+            if config.on_error == "stop":
+                worst = int(np.argmax(long))
+                file, line = read.places[first + worst].tolist()
+                raise UserError(
+                    f"{paths[file]}, line {line}: {lengths[worst]} tokens, and a row has {self.length}. Raise "
+                    "model.sequence_length, cut such lines with data.cut_long=true, or leave them out with "
+                    "data.on_error=skip."
+                )
+            skipped[TOO_LONG] += int(long.sum())
+            kept, lengths = kept[~long], lengths[~long]
+            if not len(kept):
+                raise UserError(f"the {name} split: all of its lines are longer than a row of {self.length} tokens.")
+        packs: Sequence[Sequence[int]] = kept[:, None].tolist()
+        if config.packing == "best_fit":
+            packs = [kept[pack].tolist() for pack in best_fit(np.minimum(lengths, self.length), self.length)]
+        return ChatRows(
+            read, packs, config=config, sequence_length=self.length, rows=rows, pad=self.pad, seed=self.seed,
+            skipped=skipped,
+        )  # fmt: skip
+
+
+def build_splits(config: ChatConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
+    """Rows of conversations for the splits that a run requests; see `ChatBuilder.splits`."""
+    length = schema["tokens"].positions()
+    return ChatBuilder(config, tokenizer=tokenizer, sequence_length=length, seed=seed).splits(rows)

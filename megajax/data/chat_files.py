@@ -1,0 +1,253 @@
+"""Conversations of JSON lines, tokenized: which tokens the assistant wrote, and which lines are left out and why."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from megajax.config.errors import UserError
+from megajax.data.cache import Arrays, load_or_build
+from megajax.data.chat_template import ChatTemplate, Part, TemplateMisfit
+from megajax.data.text_files import open_text
+
+ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"human": "user", "gpt": "assistant"}
+"""Roles, and other names for them."""
+REASONS = ("not a conversation", "unknown role", "no answer", "refused by the template")
+"""Why a line is left out."""
+
+type Message = dict[str, Any]
+
+
+class Tokenizer(Protocol):
+    """The attributes of a tokenizer that conversations need."""
+
+    eod: int
+    pad: int | None
+    identity: str
+
+    def encode(self, text: str) -> np.ndarray: ...
+
+
+class BadLine(Exception):
+    """A line that is no conversation to learn from. reason: one of `REASONS`."""
+
+    def __init__(self, reason: str, what: str):
+        self.reason = reason
+        super().__init__(what)
+
+
+class Conversations(NamedTuple):
+    """Tokenized conversations of files, one after the other."""
+
+    tokens: np.ndarray
+    """int32 [T]."""
+    learned: np.ndarray
+    """bool [T], the token is one that the model learns."""
+    starts: np.ndarray
+    """int64 [N + 1], first token of each conversation, then T."""
+    lines: np.ndarray
+    """int64 [L + 1], first conversation of each line that is kept, then N."""
+    places: np.ndarray
+    """int64 [L, 2], file and line number from 1."""
+    skipped: np.ndarray
+    """int64 [len(REASONS)], lines left out."""
+
+    def line_lengths(self, multiple: int) -> np.ndarray:
+        """Tokens of each line with conversations padded to a multiple, int64 [L]."""
+        sizes = -(-np.diff(self.starts) // multiple) * multiple
+        ends = np.concatenate([[0], np.cumsum(sizes)])
+        return np.diff(ends[self.lines])
+
+
+def parse(line: bytes, demand_answers: bool) -> tuple[list[list[Message]], Any]:
+    """The conversations of a line, and its tools, if it has any. A system message begins a conversation.
+
+    Raises:
+        BadLine: no JSON, no messages, an unknown role, or no answer where `demand_answers`.
+    """
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadLine(REASONS[0], f"not valid JSON ({error}); each line must be one object") from error
+    if not isinstance(record, dict):
+        raise BadLine(REASONS[0], f"a JSON {type(record).__name__}, not an object")
+    messages = record.get("messages", record.get("conversations"))
+    if not isinstance(messages, list) or not messages:
+        keys = ", ".join(map(repr, record)) or "none"
+        raise BadLine(REASONS[0], f"no list of messages under 'messages' or 'conversations'; the keys are {keys}")
+    conversations: list[list[Message]] = []
+    for number, message in enumerate(messages, 1):
+        made = _message(message, number)
+        if made["role"] == "system" or not conversations:
+            conversations.append([])
+        conversations[-1].append(made)
+    for conversation in conversations if demand_answers else ():
+        answers = [message for message in conversation if message["role"] == "assistant"]
+        if not answers:
+            roles = ", ".join(message["role"] for message in conversation)
+            raise BadLine(REASONS[2], f"a conversation without a message of the assistant (its roles: {roles})")
+        if any(not answer["content"] and not answer.get("tool_calls") for answer in answers):
+            raise BadLine(REASONS[2], "an empty message of the assistant")
+    return conversations, record.get("tools")
+
+
+def _message(message: Any, number: int) -> Message:
+    if not isinstance(message, dict):
+        raise BadLine(REASONS[0], f"message {number} is a {type(message).__name__}, not an object")
+    role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+    if not isinstance(role, str) or role.lower() not in ROLES:
+        raise BadLine(REASONS[1], f"message {number} has the role {role!r}; known roles are {', '.join(ROLES)}")
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        what = f"the content of message {number} is {'missing' if content is None else type(content).__name__}"
+        raise BadLine(REASONS[0], f"{what}, not a string")
+    return {**message, "role": ROLES[role.lower()], "content": content or ""}
+
+
+class Reader:
+    """Reads files of conversations.
+
+    Args:
+        template: makes text of a conversation.
+        tokenizer: makes tokens of the text.
+        loss: what the model learns.
+        on_error: whether a bad line stops the run, or is left out.
+        folder: of the cache.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        tokenizer: Tokenizer,
+        *,
+        loss: Literal["answers", "all"],
+        on_error: Literal["stop", "skip"],
+        folder: Path,
+    ):
+        self._template, self._tokenizer, self._folder = template, tokenizer, folder
+        self._loss, self._on_error = loss, on_error
+
+    def read(self, paths: Sequence[str]) -> Conversations:
+        """The conversations of files, from the cache if it has them.
+
+        Raises:
+            UserError: a file that cannot be read; a bad line, with file and number; or no usable line at all.
+        """
+        description = {
+            "kind": "chat",
+            "files": [_digest(path) for path in paths],
+            "template": self._template.text,
+            "tokenizer": self._tokenizer.identity,
+            "loss": self._loss,
+            "on_error": self._on_error,
+        }
+        read = Conversations(**load_or_build(self._folder, description, lambda: self._build(paths)))
+        if len(read.lines) == 1:
+            reasons = ", ".join(f"{n} {why}" for why, n in zip(REASONS, read.skipped.tolist(), strict=True) if n)
+            raise UserError(
+                f"{', '.join(paths)}: no line with a conversation" + (f"; left out: {reasons}." * bool(reasons) or ".")
+            )
+        return read
+
+    def _build(self, paths: Sequence[str]) -> Arrays:
+        tokens, learned, sizes = [np.empty(0, np.int32)], [np.empty(0, bool)], [0]
+        lines, places, skipped = [0], [], Counter[str]()
+        for file, path in enumerate(paths):
+            for number, line in _lines(path):
+                try:
+                    found = self._tokenized(line)
+                except BadLine as error:
+                    if self._on_error == "stop":
+                        hint = "Mend the line, or leave such lines out with data.on_error=skip."
+                        raise UserError(f"{path}, line {number}: {error}. {hint}") from error
+                    skipped[error.reason] += 1
+                    continue
+                for ids, counts in found:
+                    tokens.append(ids)
+                    learned.append(counts)
+                    sizes.append(len(ids))
+                lines.append(len(sizes) - 1)
+                places.append((file, number))
+        return {
+            "tokens": np.concatenate(tokens),
+            "learned": np.concatenate(learned),
+            "starts": np.cumsum(sizes, dtype=np.int64),
+            "lines": np.array(lines, np.int64),
+            "places": np.array(places, np.int64).reshape(-1, 2),
+            "skipped": np.array([skipped[reason] for reason in REASONS], np.int64),
+        }
+
+    def _tokenized(self, line: bytes) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(tokens, which are learned) of each conversation of a line. An end token follows unless it is there."""
+        found, (conversations, tools) = [], parse(line, self._loss == "answers")
+        more = {} if tools is None else {"tools": tools}
+        for messages in conversations:
+            try:
+                if self._loss == "all":
+                    parts = [Part(self._template.render(messages, **more), True)]
+                else:
+                    parts = self._template.parts(messages, **more)
+            except TemplateMisfit as error:
+                raise BadLine(REASONS[3], str(error)) from error
+            ids, answer = tokenized(self._tokenizer, parts)
+            if not len(ids) or ids[-1] != self._tokenizer.eod:
+                ids, answer = np.append(ids, np.int32(self._tokenizer.eod)), np.append(answer, True)
+            found.append((ids, answer))
+        return found
+
+
+def tokenized(tokenizer: Tokenizer, parts: Sequence[Part]) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens int32 [n] of the whole text, bool [n] whether the assistant wrote them).
+
+    A token that begins before an answer and ends in it belongs to the answer, one that begins in an answer and ends
+    behind it does not.
+    """
+    pieces = [tokenizer.encode(part.text) for part in parts]
+    apart = np.concatenate([np.empty(0, np.int32), *pieces])
+    whole = tokenizer.encode("".join(part.text for part in parts)) if len(parts) > 1 else apart
+    if np.array_equal(apart, whole):
+        return whole, np.repeat([part.answer for part in parts], [len(piece) for piece in pieces])
+    # Tokens cross the border of a part: those that a beginning of the text shares with the whole lie before it.
+    answer, text, done = np.zeros(len(whole), bool), "", 0
+    for part in parts:
+        text += part.text
+        end = _shared(tokenizer.encode(text), whole)
+        answer[done:end] = part.answer
+        done = max(done, end)
+    return whole, answer
+
+
+def _shared(beginning: np.ndarray, whole: np.ndarray) -> int:
+    """Number of tokens before the first that differs."""
+    size = min(len(beginning), len(whole))
+    differ = np.flatnonzero(beginning[:size] != whole[:size])
+    return int(differ[0]) if len(differ) else size
+
+
+def _lines(path: str) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not blank, numbered from 1."""
+    with open_text(path) as (stream, _):
+        for number, line in enumerate(stream, 1):
+            text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if text.strip():
+                yield number, text
+
+
+def _digest(path: str) -> str:
+    """SHA-256 of a file, which says where it was looked for if it is missing."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(
+            f"data: {path} cannot be read: {error.strerror} (looked for in {Path.cwd()}). It must be a file of JSON "
+            'lines such as {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
+        ) from error
+
+
+def counted(conversations: Conversations) -> Mapping[str, int]:
+    """Reason -> lines left out; only reasons that there were."""
+    return {reason: count for reason, count in zip(REASONS, conversations.skipped.tolist(), strict=True) if count}

@@ -1,0 +1,68 @@
+"""The config of conversations."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from megajax.config.builds import Builds
+from megajax.config.errors import Problem
+from megajax.data.config.base import LoaderConfig, at_least, split_problems
+from megajax.data.config.text import text_leaves
+from megajax.data.splits import NAMES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatConfig(Builds):
+    """Conversations for supervised fine-tuning (SFT), packed into rows.
+
+    Files of JSON lines, each {"messages": [{"role": "user", "content": "…"}, …]} or
+    {"conversations": [{"from": "human", "value": "…"}, …]}. Conversations of one row do not attend to each other.
+    """
+
+    target: ClassVar[str] = "megajax.data.chat:build_splits"
+
+    paths: tuple[str, ...] = ()
+    """Files of JSON lines (.gz and .zst too), split into training, validation and test together."""
+    train_paths: tuple[str, ...] = ()
+    """Files of training data only; in place of `paths`."""
+    valid_paths: tuple[str, ...] = ()
+    """The same for validation."""
+    test_paths: tuple[str, ...] = ()
+    """The same for the test split."""
+    split: str = "969,30,1"
+    """Shares of training, validation and test in `paths`, by number of lines; scaled to a sum of 1."""
+    template: str = "plain"
+    """Makes text of a conversation: a Jinja2 template, or a file with one (tokenizer_config.json too), or a name:
+    plain, chatml, identity, nemotron-h-aligned, nemotron-nano-v2."""
+    loss: Literal["answers", "all"] = "answers"
+    """What the model learns: the assistant's messages, or everything."""
+    packing: Literal["best_fit", "lines"] = "best_fit"
+    """best_fit: rows of several lines with little padding, in another order in each epoch. lines: a row for each line,
+    in the order of the files; a line may hold several conversations, each from a system message on."""
+    cut_long: bool = False
+    """Cut a line that is longer than a row; false: an error, as `on_error` says."""
+    pad_multiple: int = 1
+    """Pad each conversation to a multiple of this many tokens."""
+    mask_pad: bool = False
+    """No loss wherever the label is the pad token, as in Megatron-LM. Where padding is the token that ends a
+    conversation, the model then does not learn to end."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """What to do at a line that is not a conversation: stop, or leave it out and count it."""
+    cache_dir: str | None = None
+    """Folder for tokenized conversations; none: the user's cache folder."""
+    seed: int | None = None
+    """Seed for the order of rows; none: the run's seed."""
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    """How rows are read ahead."""
+
+    def leaves(self) -> dict[str, str]:
+        """The leaves of a row, name -> dtype."""
+        return text_leaves(isolated=True)
+
+    def problems(self) -> list[Problem]:
+        problems = split_problems(self.split) + at_least("pad_multiple", self.pad_multiple, 1)
+        given = [f"{name}_paths" for name in NAMES if getattr(self, f"{name}_paths")]
+        if self.paths and given:
+            problems.append(Problem("paths", f"set together with {', '.join(given)}", "use one of the two ways"))
+        if not self.paths and not given:
+            problems.append(Problem("paths", "no file given", "set data.paths=FILE.jsonl"))
+        return problems

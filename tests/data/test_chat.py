@@ -1,0 +1,227 @@
+"""Rows of conversations: what is learned, how rows are filled, and lines that are no conversations."""
+
+import json
+from collections import Counter
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megajax.config.errors import UserError
+from megajax.data.config import ChatConfig, Rows
+from megajax.data.loader import read_rows
+from megajax.data.packing import best_fit
+from megajax.models.config import text_schema
+from megajax.tokenizers.config import ByteTokenizerConfig
+
+EOD = 256
+
+
+def chat(question: str, answer: str, system: str | None = None) -> dict[str, Any]:
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return {"messages": [*first, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def write(path: Path, lines: list[Any]) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def splits(path: Path, length: int = 40, rows: Rows | None = None, tokenizer: Any = None, **options: Any) -> Any:
+    options = {"paths": (str(path),), "split": "1", "cache_dir": f"{path}-cache"} | options
+    config = ChatConfig(**options)
+    assert not config.problems()
+    tokenizer = tokenizer or ByteTokenizerConfig().build()
+    return config.build(tokenizer=tokenizer, schema=text_schema(length, 257), rows=rows or Rows(None), seed=3)
+
+
+def text(tokens: np.ndarray) -> str:
+    return "".join("|" if token == EOD else chr(token) for token in tokens.tolist())
+
+
+def test_a_row_of_two_conversations(tmp_path: Path) -> None:
+    lines = [chat("a?", "bc"), chat("d", "e")]
+    row = splits(write(tmp_path / "c", lines), 48, packing="lines").train[0]
+    # A line of its own each; only the last label has no token.
+    assert text(row["tokens"]) == "user: a?\nassistant: bc\n|" + "|" * 24
+    row = splits(write(tmp_path / "c", lines), 50).train[0]
+    first, second = "user: a?\nassistant: bc\n|", "user: d\nassistant: e\n|"
+    assert text(row["tokens"]) == first + second + "|" * (50 - len(first + second))
+    learned = "".join(chr(label) for label in row["labels"][row["loss_mask"] == 1])
+    assert learned == "bc\n\u0100e\n\u0100", "the answers and the ends of the conversations"
+    assert (np.diff(row["segment_ids"]) == 1).nonzero()[0].tolist() == [len(first) - 1]
+    assert row["positions"].tolist() == [*range(len(first)), *range(50 - len(first))]
+    assert row["loss_mask"].dtype == np.float32 and row["labels"].dtype == row["tokens"].dtype == np.int32
+
+
+def test_everything_is_learned_and_padding_is_not(tmp_path: Path) -> None:
+    path = write(tmp_path / "c", [chat("a", "b")])
+    size = len("user: a\nassistant: b\n|")
+    row = splits(path, 30, loss="all").train[0]
+    assert row["loss_mask"].tolist() == [1] * (size - 1) + [0] * (31 - size)
+    masked = splits(path, 30, loss="all", mask_pad=True).train[0]
+    assert masked["loss_mask"].sum() == size - 2, "the end is the token of padding here"
+
+
+def test_conversations_are_padded_to_a_multiple(tmp_path: Path) -> None:
+    row = splits(write(tmp_path / "c", [chat("a", "b"), chat("c", "d")]), 64, pad_multiple=16).train[0]
+    assert np.flatnonzero(np.diff(row["segment_ids"])).tolist() == [31]
+    assert row["positions"].tolist() == [*range(32), *range(32)]
+
+
+def test_rows_read_as_the_model_reads_them(tmp_path: Path) -> None:
+    rows = splits(write(tmp_path / "c", [chat("a" * n, "b") for n in range(12)]), rows=Rows(20)).train
+    block = read_rows(rows, text_schema(40, 257), 3, np.arange(5))
+    assert block["tokens"].shape == (5, 40)
+
+
+def random_chats(count: int) -> list[dict[str, Any]]:
+    draw = np.random.default_rng(0)
+    return [chat(f"{n}" + "q" * int(draw.integers(0, 60)), "a" * int(draw.integers(1, 60))) for n in range(count)]
+
+
+def test_each_pass_has_every_conversation_once_in_another_order(tmp_path: Path) -> None:
+    lines = random_chats(60)
+    rows = splits(write(tmp_path / "c", lines), 256, rows=Rows(50)).train
+    one = len(splits(tmp_path / "c", 256).train)
+    assert rows.passes == -(-50 // one) and len(rows) == 50
+    passes = [[text(rows[n]["tokens"]) for n in range(start, start + one)] for start in (0, one)]
+    for texts in passes:
+        seen = Counter(part for whole in texts for part in whole.split("|") if part)
+        expected = [m["messages"] for m in lines]
+        assert seen == Counter(f"user: {q['content']}\nassistant: {a['content']}\n" for q, a in expected)
+    assert passes[0] != passes[1] and sorted(passes[0]) == sorted(passes[1])
+    assert rows.packing_share() > 0.95
+
+
+def test_rows_are_a_pure_function_of_their_number(tmp_path: Path) -> None:
+    path = write(tmp_path / "c", random_chats(40))
+    rows, again = (splits(path, 256, rows=Rows(60)).train for _ in range(2))
+    for number in (59, 3, 31, 3):
+        for name, values in rows[number].items():
+            np.testing.assert_array_equal(values, again[number][name])
+    assert rows.order() == again.order() != splits(path, 256, seed=4).train.order()
+    with pytest.raises(IndexError):
+        rows[60]
+
+
+def test_a_line_may_hold_several_conversations(tmp_path: Path) -> None:
+    line = {"messages": chat("a", "b", "S")["messages"] + chat("c", "d", "T")["messages"]}
+    row = splits(write(tmp_path / "c", [line]), 80).train[0]
+    assert text(row["tokens"]).rstrip("|").count("|") == 1 and row["segment_ids"].max() == 1
+
+
+def test_names_of_other_programs(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    rows = splits(write(tmp_path / "c", [{"conversations": turns}, "", chat("c", "d")])).train
+    assert text(splits(tmp_path / "c", packing="lines").train[0]["tokens"]).startswith("user: a\nassistant: b\n|")
+    assert len(rows) == 2
+
+
+BAD = [
+    ("{", "not a conversation", r"not valid JSON"),
+    ("[1]", "not a conversation", r"a JSON list, not an object"),
+    ({"text": "a"}, "not a conversation", r"no list of messages.*the keys are 'text'"),
+    ({"messages": ["a"]}, "not a conversation", r"message 1 is a str"),
+    ({"messages": [{"role": "user"}]}, "not a conversation", r"the content of message 1 is missing"),
+    ({"messages": [{"role": "narrator", "content": "a"}]}, "unknown role", r"the role 'narrator'; known roles are sys"),
+    ({"messages": [{"role": "user", "content": "a"}]}, "no answer", r"without a message of the assistant"),
+    (chat("a", ""), "no answer", r"an empty message of the assistant"),
+]
+
+
+@pytest.mark.parametrize(("line", "reason", "message"), BAD)
+def test_lines_that_are_no_conversations(tmp_path: Path, line: Any, reason: str, message: str) -> None:
+    path = write(tmp_path / "c.jsonl", [chat("a", "b"), "", line, chat("c", "d")])
+    with pytest.raises(UserError, match=rf"c\.jsonl, line 3: .*{message}.*data\.on_error=skip"):
+        splits(path)
+    for _ in range(2):  # built, then from the cache
+        rows = splits(path, on_error="skip").train
+        assert rows.skipped == {reason: 1} and len(rows) == 2
+
+
+def test_a_template_refuses_a_conversation(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.jsonl", [chat("a", "b"), chat("a", "b", "S")])
+    template = (
+        "{% for m in messages %}{{ m.content if m.role != 'system' else raise_exception('no system') }}{% endfor %}"
+    )
+    with pytest.raises(UserError, match=r"line 2: the chat template refuses this conversation: no system"):
+        splits(path, template=template)
+    assert splits(path, template=template, on_error="skip").train.skipped == {"refused by the template": 1}
+
+
+def test_lines_longer_than_a_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.jsonl", [chat("a", "b"), chat("a", "b" * 30)])
+    with pytest.raises(
+        UserError, match=r"c\.jsonl, line 2: 51 tokens, and a row has 40\. Raise model\.sequence_length"
+    ):
+        splits(path)
+    rows = splits(path, on_error="skip").train
+    assert rows.skipped == {"longer than a row": 1} and len(rows) == 1
+    cut = splits(path, cut_long=True, packing="lines").train
+    assert text(cut[1]["tokens"]) == ("user: a\nassistant: " + "b" * 30)[:40] and not cut.skipped
+    assert cut[1]["loss_mask"][-1] == 0, "the label of the last token was cut off"
+
+
+def test_splits_and_files_of_their_own(tmp_path: Path) -> None:
+    path = write(tmp_path / "c", [chat(str(n), "b") for n in range(10)] + ["{"])
+    made = splits(path, split="8,2", rows=Rows(None, None, None), on_error="skip")
+    assert (len(made.train), len(made.valid), made.test) == (8, 2, None)
+    assert made.train.skipped == {"not a conversation": 1} and made.valid.skipped == {}, "counted once"
+    other = write(tmp_path / "v", [chat("v", "b"), "{"])
+    made = splits(path, paths=(), train_paths=(str(path),), valid_paths=(str(other),), on_error="skip",
+                  rows=Rows(None, None))  # fmt: skip
+    assert (len(made.train), len(made.valid)) == (10, 1) and made.valid.skipped == {"not a conversation": 1}
+    with pytest.raises(UserError, match="the valid split has none of the 10 conversations"):
+        splits(path, split="99,1", rows=Rows(None, None), on_error="skip")
+
+
+def test_files_that_are_missing_or_empty(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.jsonl cannot be read: No such file"):
+        splits(tmp_path / "none.jsonl")
+    with pytest.raises(UserError, match=r"no line with a conversation; left out: 2 not a conversation"):
+        splits(write(tmp_path / "c", ["{", "["]), on_error="skip")
+    assert [problem.where for problem in ChatConfig().problems()] == ["paths"]
+
+
+def test_conversations_are_tokenized_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "c", random_chats(5))
+    tokenizer = ByteTokenizerConfig().build()
+    before = splits(path, 256, tokenizer=tokenizer).train[0]["tokens"]
+
+    def refuse(content: str) -> np.ndarray:
+        raise AssertionError("tokenized again")
+
+    tokenizer.encode = refuse
+    np.testing.assert_array_equal(splits(path, 256, tokenizer=tokenizer).train[0]["tokens"], before)
+    with pytest.raises(AssertionError, match="again"):
+        splits(write(path, random_chats(6)), 256, tokenizer=tokenizer)
+
+
+def fewest(lengths: list[int], room: int) -> int:
+    """Fewest rows by trying all partitions."""
+    if not lengths:
+        return 0
+    first, rest = lengths[0], list(range(1, len(lengths)))
+    return 1 + min(
+        fewest([lengths[n] for n in rest if n not in others], room)
+        for size in range(len(lengths))
+        for others in combinations(rest, size)
+        if first + sum(lengths[n] for n in others) <= room
+    )
+
+
+def test_best_fit() -> None:
+    draw = np.random.default_rng(1)
+    for _ in range(20):
+        lengths = draw.integers(1, 11, 7)
+        rows = best_fit(lengths, 10)
+        assert sorted(piece for row in rows for piece in row) == list(range(7))
+        assert all(lengths[row].sum() <= 10 for row in rows)
+        assert all(row == sorted(row) for row in rows) and all(a[0] < b[0] for a, b in pairwise(rows))
+        assert len(rows) <= 11 / 9 * fewest(lengths.tolist(), 10) + 1
+    many = draw.lognormal(5.5, 0.8, 20_000).clip(10, 2048).astype(int)
+    assert many.sum() / (2048 * len(best_fit(many, 2048))) > 0.995
+    assert best_fit(np.array([3, 7, 5, 5]), 10) == [[0, 1], [2, 3]]
