@@ -17,6 +17,8 @@ EXTRAS = {
     "PIL": "images",
     "jinja2": "tokenizers",
     "matplotlib": "plot",
+    "pyarrow": "data",
+    "sentencepiece": "tokenizers",
     "tensorboardX": "log",
     "tiktoken": "tokenizers",
     "tokenizers": "tokenizers",

@@ -1,7 +1,7 @@
 """What BERT's and T5's data share: samples of sentences of a token file, and the choice of masked words."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -18,29 +18,32 @@ from megajax.data.masking import Masking, NgramMasking, SampleGenerators
 
 
 class MaskingTokenizer(Protocol):
-    """The attributes of a tokenizer that masked data needs, besides special tokens."""
+    """The attributes of a tokenizer that masked data needs."""
 
     vocabulary_size: int
-    continues: np.ndarray
+    pad: int
+    specials: Mapping[str, int]
+    """Ids by role, such as mask."""
+    sentinels: Sequence[int]
+    """The tokens that stand for blanks, in this order."""
+    continues: np.ndarray | None
     """bool [vocabulary]: the token continues the word before it, as WordPiece's ## pieces do."""
     identity: str
 
 
-def demand_tokens(tokenizer: object, names: Sequence[str], what: str) -> None:
-    """Raises UserError for a tokenizer without one of these tokens, or without knowledge of words."""
-    missing = [name for name in names if getattr(tokenizer, name, None) is None]
-    if missing or getattr(tokenizer, "continues", None) is None:
-        lacks = " and ".join(f"no {name} token" for name in missing) or "does not tell words from pieces of words"
+def demand_tokens(tokenizer: MaskingTokenizer, roles: Sequence[str], what: str, full_words: bool) -> None:
+    """Raises UserError for a tokenizer without a token of each role and one for padding, or without words if wanted."""
+    missing = [role for role in roles if role not in tokenizer.specials]
+    missing += ["pad"] if tokenizer.pad is None else []
+    if missing:
+        lacks = " and ".join(f"no {role} token" for role in missing)
         raise UserError(
-            f"{what} need the tokens {', '.join(names)}; the tokenizer {getattr(tokenizer, 'identity', '')} has "
-            f"{lacks}. Choose the WordPiece tokenizer, with a vocabulary that has them."
+            f"{what} need the tokens {', '.join((*roles, 'pad'))}; the tokenizer {tokenizer.identity} has {lacks}. "
+            "Choose the WordPiece tokenizer, or a vocabulary that has them."
         )
-
-
-def special_tokens(tokenizer: object) -> tuple[int, ...]:
-    """The tokens that are never masked, those that the tokenizer has."""
-    tokens = (getattr(tokenizer, name, None) for name in ("cls", "sep"))
-    return tuple(token for token in tokens if token is not None)
+    if full_words and tokenizer.continues is None:
+        lacks = "does not tell words from pieces of words"
+        raise UserError(f"the tokenizer {tokenizer.identity} {lacks}: set data.full_words=false to mask single tokens.")
 
 
 class MaskedSamples:
@@ -71,7 +74,9 @@ class MaskedSamples:
         if tokens.dtype.kind not in "iu":
             raise UserError(f"{tokens.prefix}: stored as {tokens.dtype.name}, but tokens must be integers.")
         self.tokens, self.index, self.passes = tokens, index, passes
-        self.ngrams = NgramMasking(masking, np.asarray(tokenizer.continues, bool), special_tokens(tokenizer))
+        unmasked = tuple(tokenizer.specials[role] for role in ("cls", "sep") if role in tokenizer.specials)
+        continues = np.zeros(tokenizer.vocabulary_size, bool) if tokenizer.continues is None else tokenizer.continues
+        self.ngrams = NgramMasking(masking, continues, unmasked)
         self._generators, self._vocabulary_size = SampleGenerators(seed), tokenizer.vocabulary_size
 
     def order(self) -> str:

@@ -1,7 +1,5 @@
 """Rows for BERT: runs of sentences in two parts, with masked words."""
 
-from typing import Protocol
-
 import numpy as np
 
 from megajax.batch import Schema
@@ -15,17 +13,6 @@ MASKED = 0.8
 """Share of the chosen tokens that become the mask token; half of the others become a random one."""
 SPECIAL = 3
 """[CLS] and two [SEP]."""
-
-
-class SentenceTokenizer(MaskingTokenizer, Protocol):
-    """The attributes of a tokenizer that BERT's data needs."""
-
-    cls: int
-    """Begins a row."""
-    sep: int
-    """Ends each part of a row."""
-    mask: int
-    pad: int
 
 
 class MaskedSentences(MaskedSamples):
@@ -55,17 +42,18 @@ class MaskedSentences(MaskedSamples):
         next_sentence: bool,
         masking: Masking,
         seed: int,
-        tokenizer: SentenceTokenizer,
+        tokenizer: MaskingTokenizer,
         passes: int = 1,
     ):
         super().__init__(tokens, index, masking=masking, seed=seed, tokenizer=tokenizer, passes=passes)
         self.sequence_length, self.next_sentence, self._tokenizer = sequence_length, next_sentence, tokenizer
+        self._specials = tokenizer.specials
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         first, last, target, generator = self.sample(row)
         parts, is_random = self._parts(first, last, generator)
         parts, truncated = truncate(parts, target, generator)
-        cls, sep = [self._tokenizer.cls], [self._tokenizer.sep]
+        cls, sep = [self._specials["cls"]], [self._specials["sep"]]
         pieces = [cls, parts[0], sep, parts[1], sep] if len(parts[1]) else [cls, parts[0], sep]
         text = np.concatenate(pieces).astype(np.int32)
         length, part_b = len(text), len(parts[0]) + 2
@@ -98,7 +86,7 @@ class MaskedSentences(MaskedSamples):
         self, text: np.ndarray, target: int, generator: np.random.RandomState
     ) -> tuple[np.ndarray, np.ndarray]:
         """Positions of the chosen tokens and what they become: the mask token, a random one, or themselves."""
-        draw, mask, size = generator.random_sample, self._tokenizer.mask, self._tokenizer.vocabulary_size
+        draw, mask, size = generator.random_sample, self._specials["mask"], self._tokenizer.vocabulary_size
         chosen, replaced = [], []
         for span in self.ngrams.spans(text, target, generator):
             chosen += span
@@ -136,7 +124,7 @@ def truncate(parts: list[np.ndarray], target: int, generator: np.random.RandomSt
 class SentencesBuilder(MaskedBuilder[MaskedSentences]):
     """Rows of masked sentences."""
 
-    def __init__(self, config: MaskedSentencesConfig, *, tokenizer: SentenceTokenizer, sequence_length: int, seed: int):
+    def __init__(self, config: MaskedSentencesConfig, *, tokenizer: MaskingTokenizer, sequence_length: int, seed: int):
         sentences = 2 if config.next_sentence else 1
         super().__init__(config, target=sequence_length - SPECIAL, sentences=sentences, seed=seed)
         self.tokenizer, self.sequence_length, self.next_sentence = tokenizer, sequence_length, config.next_sentence
@@ -155,13 +143,13 @@ class SentencesBuilder(MaskedBuilder[MaskedSentences]):
 
 
 def build_splits(
-    config: MaskedSentencesConfig, *, tokenizer: SentenceTokenizer, schema: Schema, rows: Rows, seed: int
+    config: MaskedSentencesConfig, *, tokenizer: MaskingTokenizer, schema: Schema, rows: Rows, seed: int
 ) -> Splits:
     """Rows of masked sentences for the splits that a run requests; see `BlendBuilder.configured`.
 
     Raises:
         UserError: a tokenizer without one of the special tokens, rows of fewer than 5 tokens.
     """
-    demand_tokens(tokenizer, ("cls", "sep", "mask", "pad"), "masked sentences")
+    demand_tokens(tokenizer, ("cls", "sep", "mask"), "masked sentences", config.full_words)
     length = schema["tokens"].positions()
     return SentencesBuilder(config, tokenizer=tokenizer, sequence_length=length, seed=seed).configured(config, rows)

@@ -1,7 +1,6 @@
 """Rows for T5: a text with blanks, and what belongs in them."""
 
 from itertools import chain
-from typing import Protocol
 
 import numpy as np
 
@@ -15,18 +14,6 @@ from megajax.data.splits import Rows, Splits
 
 SPECIAL = 2
 """Positions that a row of the encoder keeps free, as Megatron-LM does."""
-
-
-class SpanTokenizer(MaskingTokenizer, Protocol):
-    """The attributes of a tokenizer that T5's data needs."""
-
-    bos: int
-    """The first input of the decoder."""
-    eos: int
-    """The last label of the decoder."""
-    pad: int
-    sentinels: np.ndarray
-    """int [n]: the tokens that stand for blanks, in this order."""
 
 
 class MaskedSpans(MaskedSamples):
@@ -58,12 +45,12 @@ class MaskedSpans(MaskedSamples):
         sequence_length: int,
         masking: Masking,
         seed: int,
-        tokenizer: SpanTokenizer,
+        tokenizer: MaskingTokenizer,
         passes: int = 1,
     ):
         super().__init__(tokens, index, masking=masking, seed=seed, tokenizer=tokenizer, passes=passes)
-        self.encoder_length, self.sequence_length, self._tokenizer = encoder_length, sequence_length, tokenizer
-        self._sentinels: list[int] = np.asarray(tokenizer.sentinels).tolist()
+        self.encoder_length, self.sequence_length = encoder_length, sequence_length
+        self._specials, self._sentinels, self._pad = tokenizer.specials, list(tokenizer.sentinels), tokenizer.pad
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         first, last, target, generator = self.sample(row)
@@ -71,7 +58,7 @@ class MaskedSpans(MaskedSamples):
         truncated, text = len(text) > target, text[:target]
         spans = sorted(self.ngrams.spans(text, target, generator))
         read, written = with_sentinels(text.tolist(), spans, self._sentinels)
-        bos, eos, pad = self._tokenizer.bos, self._tokenizer.eos, self._tokenizer.pad
+        bos, eos, pad = self._specials["bos"], self._specials["eos"], self._pad
         count = min(len(written) + 1, self.sequence_length)
         arrays: dict[str, np.ndarray] = {
             "encoder_tokens": padded(read, self.encoder_length, pad),
@@ -114,7 +101,7 @@ class SpansBuilder(MaskedBuilder[MaskedSpans]):
         self,
         config: MaskedSpansConfig,
         *,
-        tokenizer: SpanTokenizer,
+        tokenizer: MaskingTokenizer,
         encoder_length: int,
         sequence_length: int,
         seed: int,
@@ -136,16 +123,15 @@ class SpansBuilder(MaskedBuilder[MaskedSpans]):
 
 
 def build_splits(
-    config: MaskedSpansConfig, *, tokenizer: SpanTokenizer, schema: Schema, rows: Rows, seed: int
+    config: MaskedSpansConfig, *, tokenizer: MaskingTokenizer, schema: Schema, rows: Rows, seed: int
 ) -> Splits:
     """Rows of text with blanks for the splits that a run requests; see `BlendBuilder.configured`.
 
     Raises:
         UserError: a tokenizer without one of the special tokens or without sentinels, rows of fewer than 4 tokens.
     """
-    demand_tokens(tokenizer, ("bos", "eos", "pad"), "masked spans")
-    sentinels = getattr(tokenizer, "sentinels", None)
-    if sentinels is None or not len(sentinels):
+    demand_tokens(tokenizer, ("bos", "eos"), "masked spans", config.full_words)
+    if not len(tokenizer.sentinels):
         raise UserError(
             f"masked spans need sentinels, one for each blank of a row; the tokenizer {tokenizer.identity} has none. "
             "Set tokenizer.extra_ids=100."

@@ -1,7 +1,8 @@
 """What every tokenizer offers, and the reading of the files behind them."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Protocol
 
@@ -17,13 +18,24 @@ class Tokenizer(Protocol):
         vocabulary_size: one more than the largest id that `encode` or `eod` can give.
         eod: id that ends a document.
         pad: id for padding, None where the vocabulary has none.
+        specials: ids by role, for the roles that the vocabulary has: bos, eos, cls, sep, mask, image, or one of your
+            own.
+        sentinels: ids of <extra_id_0>, <extra_id_1>, …, which stand for blanks in T5's texts.
+        continues: bool [vocabulary], the token continues the word before it; None: words are not known.
         identity: short text that is equal for equal tokenizers wherever their files lie: for the keys of caches.
     """
 
     vocabulary_size: int
     eod: int
     pad: int | None
+    specials: Mapping[str, int]
     identity: str
+    sentinels: Sequence[int] = ()
+    continues: np.ndarray | None = None
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token by its name in the vocabulary; None for one that is not there."""
+        return None
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of the text, int32 [tokens], without added ones such as `eod`. Half surrogates become three bytes."""
@@ -46,14 +58,42 @@ class Tokenizer(Protocol):
         return 0
 
 
-_LAST_BLANK = re.compile(rb"(?s:.*)[!-~](?=[ \n])")
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[EOS]", "<EOD>", "<eod>")
+"""Names under which vocabularies hold the end of a document, in the order in which they are looked for."""
+USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
+    "bos": ("<s>", "<bos>", "[BOS]", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<BOS>"),
+    "eos": END_NAMES,
+    "cls": ("[CLS]", "<cls>", "<CLS>"),
+    "sep": ("[SEP]", "<sep>", "<SEP>"),
+    "mask": ("[MASK]", "<mask>", "<MASK>"),
+    "pad": ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|endofpad|>", "<PAD>"),
+    "image": ("<image>", "<|image|>"),
+}
+"""Names of special tokens by role, likewise."""
 
 
-def before_last_blank(data: bytes) -> int:
-    """Last place in `data` between a visible ASCII character and a space or newline; 0 without one."""
+def usual_specials(vocabulary: Mapping[str, int]) -> dict[str, int]:
+    """Ids of the roles of USUAL_NAMES that a vocabulary has, `pad` among them."""
+    found = {role: [vocabulary[name] for name in names if name in vocabulary] for role, names in USUAL_NAMES.items()}
+    return {role: ids[0] for role, ids in found.items() if ids}
+
+
+def sentinel_name(number: int) -> str:
+    """Name of a token that stands for a blank."""
+    return f"<extra_id_{number}>"
+
+
+def sentinels_of(vocabulary: Mapping[str, int]) -> tuple[int, ...]:
+    """Ids of <extra_id_0>, <extra_id_1>, … as far as a vocabulary has them."""
+    return tuple(vocabulary[name] for name in takewhile(vocabulary.__contains__, map(sentinel_name, count())))
+
+
+def before_last_blank(data: bytes, ends: bytes = b" \n") -> int:
+    """Last place in `data` between a visible ASCII character and a blank, one of `ends`; 0 without one."""
+    last = re.compile(rb"(?s:.*)[!-~](?=[" + ends + rb"])")
     for size in (1 << 10, len(data)):
         start = max(0, len(data) - size)
-        blank = _LAST_BLANK.match(data, start)
+        blank = last.match(data, start)
         if blank:
             return blank.end()
     return 0
@@ -66,6 +106,16 @@ def read_file(path: str, what: str) -> bytes:
     except OSError as error:
         text = f"{path}: cannot read this {what}: {error.strerror or error}."
         raise UserError(f"{text} Set the path in the tokenizer's settings.") from error
+
+
+def end_of_document(vocabulary: Mapping[str, int], named: str | None, path: str) -> int:
+    """Id of the token `named`, or of the first usual one (None). Raises UserError for a vocabulary without it."""
+    names = END_NAMES if named is None else (named,)
+    found = next((vocabulary[name] for name in names if name in vocabulary), None)
+    if found is None:
+        wanted = "none of the usual tokens" if named is None else "no token"
+        raise UserError(f"{path}: {wanted} {', '.join(names)} to end a document. Name one of this vocabulary as `eod`.")
+    return found
 
 
 def check_ids(ids: Sequence[int] | np.ndarray, vocabulary_size: int) -> list[int]:

@@ -19,6 +19,7 @@ class ByteTokenizer(Tokenizer):
         self.vocabulary_size = len(TABLE)
         self.eod = EOD
         self.pad = None
+        self.specials = {}
         self.identity = f"byte:{self.vocabulary_size}"
 
     def encode_bytes(self, data: bytes) -> np.ndarray:

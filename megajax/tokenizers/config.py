@@ -1,6 +1,7 @@
 """Settings of the tokenizers."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from megajax.config.builds import Builds
@@ -65,6 +66,59 @@ class NullTokenizerConfig(Builds):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SentencePieceTokenizerConfig(Builds):
+    """A SentencePiece model (extra `tokenizers`)."""
+
+    target: ClassVar[str] = "megajax.tokenizers.sentencepiece:SentencePieceTokenizer"
+
+    path: str
+    """Path of the .model file."""
+    eod: str | None = None
+    """Token that ends a document; none: the model's end of a sentence."""
+    special_tokens: tuple[str, ...] = ()
+    """Tokens added after the model's pieces unless it has them. Written out in the text, they are these tokens."""
+    extra_ids: int = 0
+    """Sentinels <extra_id_0>, … added after those: T5 needs one for each masked span, usually 100."""
+    prepend_bos: bool = False
+    """Begin every encoded text with the model's beginning of a sentence."""
+
+    def problems(self) -> list[Problem]:
+        return _added_problems(self.special_tokens) + _count_problems("extra_ids", self.extra_ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TiktokenTokenizerConfig(Builds):
+    """Ranks of byte pairs in a file of tiktoken's or of Megatron-LM's TikTokenizer (extra `tokenizers`)."""
+
+    target: ClassVar[str] = "megajax.tokenizers.tiktoken:TiktokenTokenizer"
+
+    path: str
+    """Path of a JSON list of rank and token_bytes, or of lines with a token in base64 and its rank."""
+    pattern: str = "v2"
+    """How text is cut before pairs are joined: v1 or v2, Megatron-LM's two patterns, or a regular expression."""
+    special_tokens: tuple[str, ...] = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+    """Names of the first ids."""
+    special_ids: int = 1000
+    """Ids kept for special tokens before the first rank; those without a name are <SPECIAL_7> and so on."""
+    vocabulary_size: int | None = None
+    """Number of ids, special ones included; the file's last ranks are left out; none: all ranks."""
+    eod: str = "</s>"
+    """Token that ends a document."""
+    special_tokens_in_text: bool = True
+    """Encode special tokens that appear in the text as those tokens, as Megatron-LM does."""
+
+    def problems(self) -> list[Problem]:
+        problems = _added_problems(self.special_tokens)
+        if self.special_ids < len(self.special_tokens):
+            what = f"is {self.special_ids}, below the {len(self.special_tokens)} special_tokens"
+            problems.append(Problem("special_ids", what, "raise it"))
+        if self.vocabulary_size is not None and self.vocabulary_size < self.special_ids + 256:
+            least = f"{self.special_ids} special ids and 256 bytes"
+            problems.append(Problem("vocabulary_size", f"is {self.vocabulary_size}, too small for {least}"))
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WordPieceTokenizerConfig(Builds):
     """BERT's WordPiece, from vocab.txt (extra `tokenizers`), with the tokens that masked data needs."""
 
@@ -78,14 +132,51 @@ class WordPieceTokenizerConfig(Builds):
     """Sentinels <extra_id_0>, … added after the vocabulary: T5 needs one for each masked span, usually 100."""
 
     def problems(self) -> list[Problem]:
-        return [] if self.extra_ids >= 0 else [Problem("extra_ids", f"is {self.extra_ids}", "give 0 or more")]
+        return _count_problems("extra_ids", self.extra_ids)
 
 
-TokenizerConfig = (
+def _count_problems(where: str, number: int) -> list[Problem]:
+    return [] if number >= 0 else [Problem(where, f"is {number}", "give 0 or more")]
+
+
+def _added_problems(tokens: tuple[str, ...]) -> list[Problem]:
+    """Special tokens that are empty, have a blank in them, or are given twice."""
+    problems = []
+    if wrong := [token for token in tokens if not token or len(token.split()) != 1 or token != token.strip()]:
+        problems.append(Problem("special_tokens", f"{wrong[0]!r} is empty or has a blank in it"))
+    if twice := [token for token in tokens if tokens.count(token) > 1]:
+        problems.append(Problem("special_tokens", f"{twice[0]!r} is given twice"))
+    return problems
+
+
+TextTokenizerConfig = (
     ByteTokenizerConfig
     | GPT2TokenizerConfig
     | HuggingFaceTokenizerConfig
     | NullTokenizerConfig
+    | SentencePieceTokenizerConfig
+    | TiktokenTokenizerConfig
     | WordPieceTokenizerConfig
 )
+"""Tokenizers of text alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MultimodalTokenizerConfig(Builds):
+    """Any tokenizer with tokens that stand for images and the like. Written out in the text, they are these tokens."""
+
+    target: ClassVar[str] = "megajax.tokenizers.multimodal:MultimodalTokenizer"
+
+    base: TextTokenizerConfig | TokenizerBuilder
+    """The tokenizer of the text."""
+    image: str = "<image>"
+    """Token that stands for an image: `specials["image"]`. Added after the vocabulary unless that has it."""
+    added: Mapping[str, str] = field(default_factory=dict)
+    """More tokens by role, such as image_start: "<img>", each unless the vocabulary has it."""
+
+    def problems(self) -> list[Problem]:
+        return _added_problems((self.image, *self.added.values()))
+
+
+TokenizerConfig = TextTokenizerConfig | MultimodalTokenizerConfig
 """Every tokenizer a run can name."""

@@ -7,13 +7,14 @@ into pretokens; within each, the adjacent pair with the lowest merge rank is joi
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.config.missing import require
-from megajax.tokenizers.base import Tokenizer, before_last_blank, join_tokens, read_file
+from megajax.tokenizers.base import before_last_blank, read_file
+from megajax.tokenizers.byte_pair import BytePairTokenizer
 from megajax.tokenizers.config import GPT2TokenizerConfig
 
 PRETOKEN = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -24,8 +25,6 @@ RUN = 1 << 15
 """Runs of blanks below twice this many characters pass through the pattern's engine; above, its stack may overflow."""
 BLANKS = re.compile("[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]{1000,}")
 """A long run of what the pattern's `\\s` (Unicode White_Space) matches; narrower than Python's own `\\s`."""
-NOT_UTF8 = re.compile("([\udc80-\udcff]+)")
-"""Bytes that are no UTF-8, as `surrogateescape` shows them."""
 
 
 def printable_bytes() -> dict[str, int]:
@@ -38,7 +37,7 @@ def printable_bytes() -> dict[str, int]:
     return {chr(value): value for value in visible} | {chr(0x100 + place): value for place, value in enumerate(hidden)}
 
 
-class GPT2Tokenizer(Tokenizer):
+class GPT2Tokenizer(BytePairTokenizer):
     """Ids equal to those of Hugging Face's byte-level BPE with the same files, at several times its speed.
 
     Any bytes survive a round trip: a stretch that is no UTF-8 ends the pretoken before it and becomes a token per byte.
@@ -58,42 +57,29 @@ class GPT2Tokenizer(Tokenizer):
             raise UserError(f"{config.vocabulary}: no token {config.eod!r}; set `eod` to the one that ends a document.")
         self.eod = vocabulary[config.eod]
         self.pad = None
+        self.specials = {"eos": self.eod}
         self.vocabulary_size = max(vocabulary.values()) + 1
         digest = hashlib.sha256(b"".join(hashlib.sha256(file).digest() for file in files)).hexdigest()
         self.identity = f"gpt2:{digest[:16]}:eod={self.eod}"
+        self._vocabulary = vocabulary
         self._ids = np.array([number for _, number in tokens], np.int32)
-        self.table: list[bytes | None] = [None] * self.vocabulary_size
-        """Bytes of each id."""
+        self.table = [None] * self.vocabulary_size
         for piece, number in [*((token.encode("utf-8"), number) for token, number in vocabulary.items()), *tokens]:
             self.table[number] = piece
-        self._single = np.zeros(256, np.int32)
+        self.single = np.zeros(256, np.int32)
         for piece, number in tokens[:256]:
-            self._single[piece[0]] = number
+            self.single[piece[0]] = number
         ranks = {piece: rank for rank, (piece, _) in enumerate(tokens)}
         self._engine = tiktoken.Encoding(
             self.identity, pat_str=PRETOKEN, mergeable_ranks=ranks, special_tokens={}, explicit_n_vocab=len(ranks)
         )
 
-    def encode_bytes(self, data: bytes) -> np.ndarray:
-        """Ids, int32 [tokens], of any bytes."""
-        try:
-            return self._encode_text(data.decode("utf-8"))
-        except UnicodeDecodeError:
-            pieces = NOT_UTF8.split(data.decode("utf-8", errors="surrogateescape"))
-        ids = [
-            self._single[np.frombuffer(piece.encode("utf-8", errors="surrogateescape"), np.uint8)]
-            if place % 2
-            else self._encode_text(piece)
-            for place, piece in enumerate(pieces)
-        ]
-        return np.concatenate(ids)
-
-    def _encode_text(self, text: str) -> np.ndarray:
+    def encode_text(self, text: str) -> np.ndarray:
         pieces = [self._engine.encode_to_numpy(piece, disallowed_special=()) for piece in _without_long_blanks(text)]
         return self._ids[np.concatenate(pieces) if len(pieces) > 1 else pieces[0]]
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return join_tokens(ids, self.table).decode("utf-8", errors="replace")
+    def token_id(self, token: str) -> int | None:
+        return self._vocabulary.get(token)
 
     def split_point(self, data: bytes) -> int:
         """No pretoken has a blank after something else, so any change to a blank is a border."""

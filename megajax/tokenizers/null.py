@@ -22,6 +22,7 @@ class NullTokenizer(Tokenizer):
         self.vocabulary_size = config.vocabulary_size
         self.eod = config.vocabulary_size - 1
         self.pad = None
+        self.specials = {}
         self.identity = f"null:{config.vocabulary_size}"
 
     def encode_bytes(self, data: bytes) -> np.ndarray:

@@ -21,7 +21,7 @@ CONTINUES = np.arange(VOCABULARY) % 3 == 0
 
 
 def tokenizer(**changes):
-    special = {"pad": 7, "cls": 1, "sep": 2, "mask": 4}
+    special = {"pad": 7, "specials": {"cls": 1, "sep": 2, "mask": 4}}
     named = {"vocabulary_size": VOCABULARY, "continues": CONTINUES, "identity": "pieces", "eod": 5}
     return SimpleNamespace(**named | special | changes)
 
@@ -228,7 +228,7 @@ def test_bad_data(tmp_path):
     ):
         build(prefix, tmp_path)
     with pytest.raises(UserError, match=r"masked sentences need .* has no mask token. Choose the WordPiece tokenizer"):
-        build(prefix, tmp_path, pieces=tokenizer(mask=None))
+        build(prefix, tmp_path, pieces=tokenizer(specials={"cls": 1, "sep": 2}))
     with pytest.raises(UserError, match="does not tell words from pieces"):
         build(prefix, tmp_path, pieces=tokenizer(continues=None))
     prefix = write(tmp_path / "other", [[[20, 21], [200]]])

@@ -262,9 +262,13 @@ MASKED_META, MASKED = load_json("masked_fim_sft_meta.json"), load_arrays("masked
 def word_pieces(size: int = 256) -> SimpleNamespace:
     """The tokenizer behind the masked samples: every third of the ordinary ids continues a word."""
     ids = np.arange(size)
-    special = {"pad": 0, "cls": 1, "sep": 2, "mask": 3, "bos": 4, "eos": 5}
     return SimpleNamespace(
-        vocabulary_size=size, continues=(ids % 3 == 0) & (ids > 5), sentinels=ids[206:], identity="pieces", **special
+        vocabulary_size=size,
+        continues=(ids % 3 == 0) & (ids > 5),
+        sentinels=tuple(range(206, size)),
+        identity="pieces",
+        pad=0,
+        specials={"cls": 1, "sep": 2, "mask": 3, "bos": 4, "eos": 5},
     )
 
 

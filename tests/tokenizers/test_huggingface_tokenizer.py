@@ -8,6 +8,7 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.tokenizers.config import GPT2TokenizerConfig, HuggingFaceTokenizerConfig
+from tests.tokenizers.awkward import NOT_UTF8, TEXTS, encoded, safe_to_cut
 
 pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
 
@@ -40,6 +41,39 @@ def test_same_ids_as_the_two_files(path, small_bpe):
     assert ours.encode_bytes(text.encode()).tolist() == ours.encode(text).tolist()
     assert ours.encode("").tolist() == []
     assert (ours.vocabulary_size, ours.eod) == (other.vocabulary_size, other.eod)
+
+
+def test_awkward_text_as_by_the_library(path, trained):
+    ours = HuggingFaceTokenizerConfig(path=path).build()
+    for data in (*map(encoded, TEXTS), *NOT_UTF8):
+        text = data.decode("utf-8", errors="replace")
+        ids = ours.encode_bytes(data).tolist()
+        assert ids == trained.encode(text, add_special_tokens=False).ids
+        assert ours.decode(ids) == trained.decode(ids, skip_special_tokens=False)
+    assert safe_to_cut(ours, b"the quick  brown\n fox")
+
+
+def test_special_tokens_by_role(path):
+    content = json.loads(Path(path).read_text())
+    first = content["added_tokens"][0]
+    names = ["<s>", "[MASK]", "<pad>", "<image>", "<extra_id_0>", "<extra_id_1>", "<extra_id_3>"]
+    size = len(content["model"]["vocab"])
+    content["added_tokens"] += [{**first, "id": size + place, "content": name} for place, name in enumerate(names)]
+    Path(path).write_text(json.dumps(content))
+    tokenizer = HuggingFaceTokenizerConfig(path=path).build()
+    assert tokenizer.specials == {"bos": size, "eos": tokenizer.eod, "mask": size + 1, "image": size + 3}
+    assert tokenizer.pad == size + 2 and tokenizer.sentinels == (size + 4, size + 5)
+    assert tokenizer.continues is None and tokenizer.token_id("<extra_id_3>") == size + 6
+
+
+def test_words_of_a_wordpiece(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "un": 3, "##able": 4, "##s": 5, "[EOS]": 6}
+    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HuggingFaceTokenizerConfig(path=str(tmp_path)).build()
+    assert tokenizer.continues.nonzero()[0].tolist() == [4, 5]
+    assert tokenizer.specials == {"cls": 1, "sep": 2, "eos": 6}
 
 
 def test_special_tokens_in_text(path):

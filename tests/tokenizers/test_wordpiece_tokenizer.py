@@ -4,6 +4,7 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.tokenizers.config import WordPieceTokenizerConfig
+from tests.tokenizers.awkward import NOT_UTF8, TEXTS, encoded, safe_to_cut
 
 pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
 
@@ -43,27 +44,31 @@ def test_cased_vocabulary_keeps_case_and_accents(vocabulary):
 
 def test_split_point_is_safe(vocabulary):
     tokenizer = WordPieceTokenizerConfig(vocabulary=vocabulary).build()
-    data = "the unaffable, cafés\nmask the un".encode()
-    place = tokenizer.split_point(data)
-    parts = [*tokenizer.encode_bytes(data[:place]), *tokenizer.encode_bytes(data[place:])]
-    assert place > 20 and parts == tokenizer.encode_bytes(data).tolist()
+    data = "the unaffable, cafés\nmask  the un".encode()
+    assert safe_to_cut(tokenizer, data) and tokenizer.split_point(data) > 20
 
 
 def test_special_tokens_and_pieces(vocabulary):
     tokenizer = WordPieceTokenizerConfig(vocabulary=vocabulary, extra_ids=2).build()
-    assert (tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask) == (0, 2, 3, 4)
-    assert (tokenizer.bos, tokenizer.eos, tokenizer.eod) == (17, 18, 18)
-    assert tokenizer.sentinels.tolist() == [19, 20] and tokenizer.vocabulary_size == 21
+    assert tokenizer.specials == {"bos": 17, "eos": 18, "cls": 2, "sep": 3, "mask": 4}
+    assert (tokenizer.pad, tokenizer.eod) == (0, 18)
+    assert tokenizer.sentinels == (19, 20) and tokenizer.vocabulary_size == 21
     assert tokenizer.continues.nonzero()[0].tolist() == [6, 7, 16]
 
 
-def test_same_ids_as_hugging_face(vocabulary, tmp_path):
+@pytest.mark.parametrize("lower", [True, False])
+def test_same_ids_and_text_as_hugging_face(vocabulary, lower):
     """Its own way to BERT's tokenizer: the class that reads vocab.txt."""
     tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.BertWordPieceTokenizer(vocabulary)
-    text = "The unaffable, cafés 猫 masked\tthe the"
-    ours = WordPieceTokenizerConfig(vocabulary=vocabulary).build()
-    assert ours.encode(text).tolist() == made.encode(text, add_special_tokens=False).ids
+    made = tokenizers.BertWordPieceTokenizer(vocabulary, lowercase=lower)
+    ours = WordPieceTokenizerConfig(vocabulary=vocabulary, lower=lower).build()
+    assert ours.encode("[MASK]").tolist() != made.encode("[MASK]", add_special_tokens=False).ids
+    whole = [data.decode("utf-8", errors="replace") for data in (*map(encoded, TEXTS), *NOT_UTF8)]
+    # That class reads [MASK] in a text as the mask token.
+    for text in (text.replace("[", " ") for text in ("The unaffable, cafés 猫 masked\tthe the", *whole)):
+        assert ours.encode(text).tolist() == made.encode(text, add_special_tokens=False).ids
+    for text, data in zip(whole, (*map(encoded, TEXTS), *NOT_UTF8), strict=True):
+        assert ours.encode_bytes(data).tolist() == ours.encode(text).tolist()
 
 
 @pytest.mark.parametrize(

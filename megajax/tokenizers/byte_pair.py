@@ -1,0 +1,44 @@
+"""Byte-pair encodings that the tiktoken library runs."""
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from megajax.tokenizers.base import Tokenizer, join_tokens
+
+NOT_UTF8 = re.compile("([\udc80-\udcff]+)")
+"""Bytes that are no UTF-8, as `surrogateescape` shows them."""
+
+
+class BytePairTokenizer(Tokenizer):
+    """A vocabulary with a token for each byte, so any bytes survive a round trip.
+
+    A stretch that is no UTF-8 ends the text before it and becomes a token per byte.
+    """
+
+    table: list[bytes | None]
+    """Bytes of each id."""
+    single: np.ndarray
+    """int32 [256]: id of each byte."""
+
+    def encode_text(self, text: str) -> np.ndarray:
+        """Ids, int32 [tokens], of text without surrogates."""
+        raise NotImplementedError
+
+    def encode_bytes(self, data: bytes) -> np.ndarray:
+        """Ids, int32 [tokens], of any bytes."""
+        try:
+            return self.encode_text(data.decode("utf-8"))
+        except UnicodeDecodeError:
+            pieces = NOT_UTF8.split(data.decode("utf-8", errors="surrogateescape"))
+        ids = [
+            self.single[np.frombuffer(piece.encode("utf-8", errors="surrogateescape"), np.uint8)]
+            if place % 2
+            else self.encode_text(piece)
+            for place, piece in enumerate(pieces)
+        ]
+        return np.concatenate(ids)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return join_tokens(ids, self.table).decode("utf-8", errors="replace")

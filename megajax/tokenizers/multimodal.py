@@ -1,0 +1,71 @@
+"""Tokens for images and the like, beside those of a text's tokenizer."""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from itertools import groupby
+
+import numpy as np
+
+from megajax.config.errors import ConfigError
+from megajax.tokenizers.base import Tokenizer, check_ids
+from megajax.tokenizers.config import MultimodalTokenizerConfig
+
+
+class MultimodalTokenizer(Tokenizer):
+    """A tokenizer of text and special tokens, which follow its vocabulary unless they are in it.
+
+    Text is cut at the tokens, and the parts between them are encoded by themselves. `specials` has the roles of the
+    text's tokenizer and those of the config.
+
+    Raises:
+        ConfigError: tokens that are empty, have blanks in them, or are given twice.
+        UserError: of the text's tokenizer.
+    """
+
+    def __init__(self, config: MultimodalTokenizerConfig):
+        if problems := config.problems():
+            raise ConfigError(problems)
+        self.base: Tokenizer = config.base.build()
+        self.vocabulary_size, self.specials = self.base.vocabulary_size, dict(self.base.specials)
+        self._names: dict[int, str] = {}
+        for role, token in {"image": config.image, **config.added}.items():
+            number = self.base.token_id(token)
+            if number is None:
+                number, self.vocabulary_size = self.vocabulary_size, self.vocabulary_size + 1
+            self.specials[role], self._names[number] = number, token
+        self.eod, self.pad = self.base.eod, self.base.pad
+        self.sentinels, self.continues = self.base.sentinels, self.base.continues
+        if self.continues is not None:
+            self.continues = np.append(self.continues, np.zeros(self.vocabulary_size - len(self.continues), bool))
+        self._ids = {token.encode(): number for number, token in self._names.items()}
+        # Of two tokens that begin alike, the longer one is looked for first.
+        self._cuts = re.compile(b"(" + b"|".join(map(re.escape, sorted(self._ids, key=len, reverse=True))) + b")")
+        digest = hashlib.sha256(repr(sorted(self._ids.items())).encode()).hexdigest()
+        self.identity = f"{self.base.identity}:multimodal={digest[:8]}"
+
+    def encode_bytes(self, data: bytes) -> np.ndarray:
+        parts = [
+            np.array([self._ids[part]], np.int32) if place % 2 else self.base.encode_bytes(part)
+            for place, part in enumerate(self._cuts.split(data))
+            if part
+        ]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        runs = groupby(check_ids(ids, self.vocabulary_size), key=self._names.get)
+        return "".join(self.base.decode(list(run)) if name is None else name * len(list(run)) for name, run in runs)
+
+    def token_id(self, token: str) -> int | None:
+        number = self._ids.get(token.encode())
+        return self.base.token_id(token) if number is None else number
+
+    def split_point(self, data: bytes) -> int:
+        """That of the text's tokenizer, or an earlier one where a token may stand across it."""
+        place = self.base.split_point(data)
+        longest = max(map(len, self._ids))
+        for start in range(max(0, place - longest + 1), place):
+            found = data[start : start + longest]
+            if any(start + len(token) > place and token.startswith(found[: len(token)]) for token in self._ids):
+                return self.split_point(data[:start])
+        return place

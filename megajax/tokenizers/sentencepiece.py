@@ -1,0 +1,96 @@
+"""SentencePiece models."""
+
+import hashlib
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from megajax.config.errors import UserError
+from megajax.config.missing import require
+from megajax.tokenizers.base import Tokenizer, check_ids, end_of_document, read_file, sentinel_name, usual_specials
+from megajax.tokenizers.config import SentencePieceTokenizerConfig
+
+SPACE = "▁"
+"""Begins the pieces that begin a word."""
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model (Kudo and Richardson 2018) as the library runs it, with special tokens of one's own.
+
+    With special tokens, text is cut at them as in Megatron-LM's legacy mode: each part is encoded by itself, and a
+    space alone between two of them is dropped; `decode` puts spaces around them. What becomes of bytes that are no
+    UTF-8 is up to the model: U+FFFD, its bytes where the model falls back to them, or the unknown token. No split
+    point is known: models may join words, and most put a space before a text.
+
+    Raises:
+        UserError: a file that is missing or not a model, no token for the end of a document, or the extra `tokenizers`
+            not installed.
+    """
+
+    def __init__(self, config: SentencePieceTokenizerConfig):
+        sentencepiece = require("sentencepiece", "The SentencePiece tokenizer")
+        data = read_file(config.path, "SentencePiece model")
+        try:
+            self._engine = sentencepiece.SentencePieceProcessor(model_proto=data)
+        except (RuntimeError, ValueError) as error:
+            raise UserError(f"{config.path}: not a SentencePiece model: {error}.") from error
+        size = len(self._engine)
+        if not size:
+            raise UserError(f"{config.path}: not a SentencePiece model: it has no pieces.")
+        self._ids = {self._engine.id_to_piece(number): number for number in range(size)}
+        sentinels = [sentinel_name(number) for number in range(config.extra_ids)]
+        added = list(dict.fromkeys((*config.special_tokens, *sentinels)))
+        for token in added:
+            self._ids.setdefault(token, max(size, len(self._ids)))
+        self._added = {token.encode(): self._ids[token] for token in added}
+        self._names = {self._ids[token]: token for token in added}
+        self._cuts = re.compile(b"(" + b"|".join(map(re.escape, self._added)) + b")") if added else None
+        self.vocabulary_size = max(self._ids.values()) + 1
+        known = {"bos": self._engine.bos_id(), "eos": self._engine.eos_id(), "pad": self._engine.pad_id()}
+        self.specials = usual_specials(self._ids) | {role: number for role, number in known.items() if number >= 0}
+        self.pad = self.specials.pop("pad", None)
+        end = self.specials.get("eos") if config.eod is None else None
+        self.eod = end_of_document(self._ids, config.eod, config.path) if end is None else end
+        self.sentinels = tuple(self._ids[token] for token in sentinels)
+        self.continues = np.array([self._continues(number) for number in range(self.vocabulary_size)])
+        self._first = [self.specials["bos"]] if config.prepend_bos and "bos" in self.specials else []
+        if config.prepend_bos and not self._first:
+            raise UserError(f"{config.path}: no token begins a sentence; set tokenizer.prepend_bos=false.")
+        digest, rest = hashlib.sha256(data).hexdigest(), repr((added, self._first))
+        self.identity = f"sentencepiece:{digest[:16]}:eod={self.eod}:{hashlib.sha256(rest.encode()).hexdigest()[:8]}"
+
+    def _continues(self, number: int) -> bool:
+        """An ordinary piece that does not begin a word."""
+        engine = self._engine
+        if number >= len(engine) or number in self._names or engine.is_control(number) or engine.is_unknown(number):
+            return False
+        return not engine.id_to_piece(number).startswith(SPACE)
+
+    def encode_bytes(self, data: bytes) -> np.ndarray:
+        if self._cuts is None:
+            return np.array(self._first + self._engine.encode(data), np.int32)
+        *parts, rest = self._cuts.split(data)
+        ids = list(self._first)
+        for place in range(0, len(parts), 2):
+            part = self._engine.encode(parts[place])
+            # Megatron-LM drops it there, not before the last part.
+            alone = place > 0 and part[:1] == [self._engine.piece_to_id(SPACE)]
+            ids += [*part[alone:], self._added[parts[place + 1]]]
+        return np.array(ids + self._engine.encode(rest), np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        numbers = check_ids(ids, self.vocabulary_size)
+        if not self._names:
+            return self._engine.decode(numbers)
+        text, run = "", []
+        for number in numbers:
+            if number in self._names:
+                text += f"{self._engine.decode(run)} {self._names[number]} "
+                run = []
+            else:
+                run.append(number)
+        return (text + self._engine.decode(run)).strip()
+
+    def token_id(self, token: str) -> int | None:
+        return self._ids.get(token)

@@ -1,0 +1,143 @@
+"""SentencePiece models, trained here, against the library."""
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megajax.config.errors import UserError
+from megajax.tokenizers.config import SentencePieceTokenizerConfig
+from tests.tokenizers.awkward import NOT_UTF8, TEXTS, WORDS, safe_to_cut
+
+sentencepiece = pytest.importorskip("sentencepiece", reason="needs the extra `tokenizers`")
+
+LIKE_LLAMA = {"byte_fallback": True, "remove_extra_whitespaces": False, "normalization_rule_name": "identity"}
+MODELS = {
+    "unigram": {"model_type": "unigram", "vocab_size": 90},
+    "llama": {"model_type": "bpe", "vocab_size": 340, **LIKE_LLAMA},
+    "with pad": {"model_type": "bpe", "vocab_size": 90, "pad_id": 3, "user_defined_symbols": ["<mask>", "<image>"]},
+    "without ends": {"model_type": "unigram", "vocab_size": 90, "bos_id": -1, "eos_id": -1},
+}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """Name -> path of a small model."""
+    folder, draw = tmp_path_factory.mktemp("models"), np.random.default_rng(0)
+    text = [" ".join(draw.choice(WORDS, 8)) for _ in range(200)]
+    for name, options in MODELS.items():
+        with (folder / f"{name}.model").open("wb") as file:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(text),
+                model_writer=file,
+                hard_vocab_limit=False,
+                character_coverage=1.0,
+                minloglevel=3,
+                **options,
+            )
+    return {name: str(folder / f"{name}.model") for name in MODELS}
+
+
+def library(path):
+    return sentencepiece.SentencePieceProcessor(model_file=path)
+
+
+@pytest.mark.parametrize("name", ["unigram", "llama", "with pad"])
+def test_same_ids_and_text_as_the_library(paths, name):
+    ours, theirs = SentencePieceTokenizerConfig(path=paths[name]).build(), library(paths[name])
+    for text in TEXTS:
+        data = text.encode("utf-8", errors="surrogatepass")
+        ids = ours.encode(text)
+        assert ids.dtype == np.int32 and ids.tolist() == theirs.encode(data), text
+        assert ours.decode(ids) == theirs.decode(ids.tolist())
+    for data in NOT_UTF8:
+        assert ours.encode_bytes(data).tolist() == theirs.encode(data)
+    assert ours.vocabulary_size == theirs.get_piece_size()
+    assert safe_to_cut(ours, b"the quick  brown\n fox")
+
+
+def test_special_tokens_of_the_model(paths):
+    ours = SentencePieceTokenizerConfig(path=paths["with pad"]).build()
+    assert (ours.pad, ours.eod) == (3, 2)
+    assert ours.specials == {"bos": 1, "eos": 2, "mask": 4, "image": 5}
+    assert ours.token_id("<image>") == 5 and ours.token_id("<other>") is None and ours.sentinels == ()
+    llama = SentencePieceTokenizerConfig(path=paths["llama"]).build()
+    assert llama.pad is None and llama.specials == {"bos": 1, "eos": 2}
+    begins = SentencePieceTokenizerConfig(path=paths["llama"], prepend_bos=True).build()
+    assert begins.encode("the fox").tolist() == [1, *llama.encode("the fox")]
+    assert begins.identity != llama.identity
+
+
+def test_words_begin_at_the_mark_of_a_space(paths):
+    ours, theirs = SentencePieceTokenizerConfig(path=paths["unigram"]).build(), library(paths["unigram"])
+    ids = ours.encode("the affable fox").tolist()
+    assert [bool(ours.continues[number]) for number in ids] == [
+        not theirs.id_to_piece(number).startswith("▁") for number in ids
+    ]
+    assert len(ours.continues) == ours.vocabulary_size and not ours.continues[:3].any()
+
+
+def by_the_rules(theirs, added, text):
+    """Megatron-LM's legacy encoding: the earliest token is looked for again and again."""
+    ids, place, was_token = [], 0, False
+    while found := re.search("|".join(map(re.escape, added)), text[place:]):
+        part = theirs.encode(text[place : place + found.start()])
+        if was_token and part and part[0] == theirs.piece_to_id("▁"):
+            part.pop(0)
+        ids += [*part, added[found[0]]]
+        place, was_token = place + found.end(), True
+    return ids + theirs.encode(text[place:])
+
+
+@pytest.mark.parametrize("name", ["unigram", "llama", "with pad"])
+def test_added_tokens(paths, name):
+    names = ("<CLS>", "<SEP>", "<EOD>", "<mask>", "<s>")
+    ours = SentencePieceTokenizerConfig(path=paths[name], special_tokens=names, extra_ids=2, eod="<EOD>").build()
+    theirs = library(paths[name])
+    size = theirs.get_piece_size()
+    fresh = [token for token in (*names, "<extra_id_0>", "<extra_id_1>") if theirs.piece_to_id(token) == 0]
+    added = {token: size + fresh.index(token) if token in fresh else theirs.piece_to_id(token)
+             for token in (*names, "<extra_id_0>", "<extra_id_1>")}  # fmt: skip
+    assert ours.vocabulary_size == size + len(fresh) and ours.eod == added["<EOD>"]
+    assert ours.specials["cls"] == added["<CLS>"] and ours.sentinels == (added["<extra_id_0>"], added["<extra_id_1>"])
+    cases = ["<CLS>the fox<SEP>", "<CLS> the <SEP> <EOD> <mask>x <extra_id_1>", "a <extra_id_0>  b", "<CL<CLS>S>", ""]
+    for text in cases:
+        assert ours.encode(text).tolist() == by_the_rules(theirs, added, text), text
+    assert ours.decode(ours.encode("the<CLS>fox<SEP>")) == "the <CLS> fox <SEP>"
+    assert len(ours.continues) == ours.vocabulary_size and not ours.continues[size:].any()
+
+
+def test_end_of_a_document(paths):
+    with pytest.raises(UserError, match=r"without ends\.model: none of the usual tokens .* Name one .* as `eod`"):
+        SentencePieceTokenizerConfig(path=paths["without ends"]).build()
+    assert SentencePieceTokenizerConfig(path=paths["without ends"], eod="▁the").build().eod > 0
+    with pytest.raises(UserError, match="no token <gone> to end a document"):
+        SentencePieceTokenizerConfig(path=paths["unigram"], eod="<gone>").build()
+    with pytest.raises(UserError, match=r"no token begins a sentence; set tokenizer\.prepend_bos=false"):
+        SentencePieceTokenizerConfig(path=paths["without ends"], eod="▁the", prepend_bos=True).build()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no model", b"\x0a\x05junk"])
+def test_damaged_files(paths, tmp_path, content):
+    (tmp_path / "a.model").write_bytes(Path(paths["llama"]).read_bytes()[:200] if content is None else content)
+    with pytest.raises(UserError, match=r"a\.model: not a SentencePiece model"):
+        SentencePieceTokenizerConfig(path=str(tmp_path / "a.model")).build()
+    with pytest.raises(UserError, match=r"gone\.model: cannot read this SentencePiece model"):
+        SentencePieceTokenizerConfig(path=str(tmp_path / "gone.model")).build()
+
+
+def test_ids_outside_the_vocabulary(paths):
+    ours = SentencePieceTokenizerConfig(path=paths["llama"], extra_ids=1).build()
+    assert ours.decode([ours.vocabulary_size - 1]) == "<extra_id_0>"
+    with pytest.raises(UserError, match="outside the vocabulary"):
+        ours.decode([ours.vocabulary_size])
+
+
+def test_settings_and_a_missing_package(paths, monkeypatch):
+    wrong = SentencePieceTokenizerConfig(path="x", special_tokens=("a", "a", "b c"), extra_ids=-1)
+    assert [problem.where for problem in wrong.problems()] == ["special_tokens", "special_tokens", "extra_ids"]
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(UserError, match="uv sync --extra tokenizers"):
+        SentencePieceTokenizerConfig(path=paths["llama"]).build()

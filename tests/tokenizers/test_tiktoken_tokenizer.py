@@ -1,0 +1,118 @@
+"""Files of ranks, against the tiktoken library with Megatron-LM's patterns."""
+
+import base64
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from megajax.config.errors import ConfigError, UserError
+from megajax.tokenizers.config import TiktokenTokenizerConfig
+from megajax.tokenizers.tiktoken import PATTERNS
+from tests.tokenizers.awkward import NOT_UTF8, TEXTS, safe_to_cut
+
+tiktoken = pytest.importorskip("tiktoken", reason="needs the extra `tokenizers`")
+
+PAIRS = (b"th", b"the", b" the", b" f", b" fo", b" fox", b"  ", b"ab", b"\n\n", b"!!", b",\n", "猫".encode())
+TOKENS = (*(bytes((value,)) for value in range(256)), *PAIRS)
+NAMES = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+FIRST = 10
+
+
+def entries(tokens=TOKENS):
+    return [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+        for rank, token in enumerate(tokens)
+    ]
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "ranks.json").write_text(json.dumps(entries()))
+    return str(tmp_path / "ranks.json")
+
+
+def build(path, **settings):
+    return TiktokenTokenizerConfig(path=path, **{"special_ids": FIRST, **settings}).build()
+
+
+def library(pattern):
+    special = {name: number for number, name in enumerate([*NAMES, *(f"<SPECIAL_{n}>" for n in range(7, FIRST))])}
+    ranks = {token: rank + FIRST for rank, token in enumerate(TOKENS)}
+    return tiktoken.Encoding("theirs", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+
+
+@pytest.mark.parametrize("pattern", ["v1", "v2", r"\w+|\W"])
+def test_same_ids_and_text_as_the_library(path, pattern):
+    ours, theirs = build(path, pattern=pattern), library(PATTERNS.get(pattern, pattern))
+    for text in (*TEXTS[:-1], "a<SPECIAL_8>b<SPECIAL_11>", "the,\n\nfox ABc//\n"):
+        ids = ours.encode(text)
+        assert ids.dtype == np.int32 and ids.tolist() == theirs.encode(text, allowed_special="all"), text
+        assert ours.decode(ids) == theirs.decode(ids.tolist()) == text
+    for data in (*NOT_UTF8, TEXTS[-1].encode("utf-8", errors="surrogatepass")):
+        assert b"".join(ours.table[number] for number in ours.encode_bytes(data)) == data
+    assert ours.vocabulary_size == theirs.n_vocab
+    assert safe_to_cut(ours, b"the fox,\n\n the  end <s> <pad>\xff x!\n the")
+
+
+def test_special_tokens(path):
+    ours = build(path)
+    assert ours.specials == {"bos": 1, "eos": 2, "mask": 3, "cls": 5, "sep": 6}
+    assert (ours.eod, ours.pad, ours.token_id("<SPECIAL_9>"), ours.token_id("the")) == (2, 4, 9, None)
+    plain = build(path, special_tokens_in_text=False)
+    assert ours.encode("a</s>").tolist()[-1] == 2 and 2 not in plain.encode("a</s>")
+    assert plain.identity != ours.identity != build(path, pattern="v1").identity
+    with pytest.raises(UserError, match=r"ranks\.json: no token <end> to end a document"):
+        build(path, eod="<end>")
+    named = build(path, special_tokens=("<end>", "<extra_id_0>", "<extra_id_1>"), eod="<end>")
+    assert named.eod == 0 and named.pad is None and named.specials == {} and named.sentinels == (1, 2)
+
+
+def test_vocabulary_is_cut(path):
+    ours = build(path, vocabulary_size=FIRST + 258)
+    assert ours.vocabulary_size == FIRST + 258 and ours.encode("the").tolist() == [FIRST + 257]
+    assert ours.encode(" fox").tolist() == [FIRST + value for value in b" fox"]
+    with pytest.raises(UserError, match=r"268 tokens and 10 special ids make 278, tokenizer\.vocabulary_size is 300"):
+        build(path, vocabulary_size=300)
+
+
+def test_lines_of_ranks(path, tmp_path):
+    lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(TOKENS)]
+    (tmp_path / "x.tiktoken").write_text("\n".join(lines) + "\n")
+    ours = build(str(tmp_path / "x.tiktoken"))
+    assert ours.encode("the fox").tolist() == build(path).encode("the fox").tolist()
+
+
+def test_damaged_files(tmp_path):
+    file = tmp_path / "a.json"
+    gap, twice = [*entries()[:-1], {**entries()[-1], "rank": 999}], (*TOKENS[:-1], b"th")
+    for content, message in (
+        ("[1]", "not a file of ranks.*TypeError"),
+        ('[{"rank": 0}]', "not a file of ranks.*KeyError"),
+        ("[", "not a file of ranks"),
+        ("not base64", "not a file of ranks"),
+        (json.dumps(gap), "entry 267 has rank 999: the ranks go from 0 on"),
+        (json.dumps(entries(twice)), "a token is there twice"),
+        (json.dumps(entries(TOKENS[1:])), "byte 0x00 is not among the first 256"),
+        ("", "byte 0x00 is not among the first 256"),
+    ):
+        file.write_text(content)
+        with pytest.raises(UserError, match=rf"a\.json: {message}"):
+            build(str(file))
+    with pytest.raises(UserError, match=r"gone\.json: cannot read this file of ranks"):
+        build(str(tmp_path / "gone.json"))
+
+
+def test_wrong_settings(path, monkeypatch):
+    with pytest.raises(UserError, match=r"tokenizer\.pattern 'v\(' is no pattern"):
+        build(path, pattern="v(")
+    with pytest.raises(ConfigError, match=r"special_ids: is 3, below the 7 special_tokens"):
+        build(path, special_ids=3)
+    with pytest.raises(ConfigError, match=r"vocabulary_size: is 100, too small"):
+        build(path, vocabulary_size=100)
+    with pytest.raises(UserError, match="cannot cut this text of 1,100,001 characters"):
+        build(path).encode(" " * 1_100_000 + "x")
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(UserError, match="uv sync --extra tokenizers"):
+        build(path)
