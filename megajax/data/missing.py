@@ -8,14 +8,23 @@ from typing import Any
 from megajax.config.errors import UserError
 from megajax.data.config import TokenFilesConfig
 from megajax.data.indexed import index_path, tokens_path
-from megajax.data.preprocessing_options import tokenizer_options
 from megajax.data.splits import parse_paths
-from megajax.tokenizers.config import GPT2TokenizerConfig, HuggingFaceTokenizerConfig, WordPieceTokenizerConfig
+from megajax.data.tokenizer_options import tokenizer_options
+from megajax.tokenizers.config import (
+    GPT2TokenizerConfig,
+    HuggingFaceTokenizerConfig,
+    MultimodalTokenizerConfig,
+    SentencePieceTokenizerConfig,
+    TiktokenTokenizerConfig,
+    WordPieceTokenizerConfig,
+)
 
 SOURCES = {
     GPT2TokenizerConfig: "GPT-2's vocab.json and merges.txt: https://huggingface.co/openai-community/gpt2",
     WordPieceTokenizerConfig: "BERT's vocab.txt: https://huggingface.co/google-bert/bert-base-uncased",
     HuggingFaceTokenizerConfig: "A tokenizer.json comes with every model on https://huggingface.co",
+    SentencePieceTokenizerConfig: "A .model file comes with the weights of the model, or make one with spm_train",
+    TiktokenTokenizerConfig: "A file of ranks comes with the weights of the model",
 }
 
 
@@ -32,6 +41,7 @@ def demand_files(data: Any, tokenizer: Any) -> None:
     absent = [path for prefix in prefixes for path in (tokens_path(prefix), index_path(prefix)) if not path.is_file()]
     if not absent:
         return
+    tokenizer = tokenizer.base if isinstance(tokenizer, MultimodalTokenizerConfig) else tokenizer
     lines = [f"data: no such file: {', '.join(map(str, absent))} (looked for in {Path.cwd()})"]
     unread = [path for path in _files(tokenizer) if not Path(path).exists()]
     lines += [f"tokenizer: no such file: {', '.join(unread)}"] if unread else []
@@ -50,8 +60,5 @@ def demand_files(data: Any, tokenizer: Any) -> None:
 
 
 def _files(tokenizer: Any) -> tuple[str, ...]:
-    if isinstance(tokenizer, GPT2TokenizerConfig):
-        return tokenizer.vocabulary, tokenizer.merges
-    if isinstance(tokenizer, WordPieceTokenizerConfig):
-        return (tokenizer.vocabulary,)
-    return (tokenizer.path,) if isinstance(tokenizer, HuggingFaceTokenizerConfig) else ()
+    values = [getattr(tokenizer, name, None) for name in ("vocabulary", "merges", "path")]
+    return tuple(value for value in values if value) if type(tokenizer) in SOURCES else ()

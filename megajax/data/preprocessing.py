@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megajax.config.builds import USER_FILE
 from megajax.config.errors import UserError
 from megajax.data.indexed import IndexedTokens, IndexedWriter, index_path, token_dtype, tokens_path
 from megajax.data.preprocessing_options import TEXT_KEY, Preprocessing
@@ -128,7 +129,7 @@ def preprocess(job: Preprocessing, report: Callable[[Counts, int], None] = lambd
     tokenizer = _built(job.tokenizer)
     final = tuple(job.output(key) for key in job.keys)
     _check_output(job, final)
-    workers = min(job.workers, _useful_workers(files, job.chunk_bytes))
+    workers = min(job.workers, _useful_workers(job, files))
     folder = _working_folder(job.prefix)
     try:
         counts = _write(replace(job, workers=workers), tokenizer, files, folder=folder, report=report)
@@ -183,13 +184,16 @@ def _working_folder(prefix: str) -> Path:
         raise UserError(f"--output-prefix {prefix}: {what}") from error
 
 
-def _useful_workers(files: list[TextFile], chunk_bytes: int) -> int:
+def _useful_workers(job: Preprocessing, files: list[TextFile]) -> int:
     """The largest useful number of processes: starting one takes as long as one or two chunks.
 
     Assumes that text is four times as large as a compressed file.
     """
+    configs = (job.tokenizer, getattr(job.tokenizer, "base", None))
+    if any(type(config).__module__.startswith(USER_FILE) for config in configs):
+        return 1  # other processes can't import the class of a user's file
     text = sum(file.size * (4 if file.compressed else 1) for file in files)
-    return max(1, math.ceil(text / (2 * chunk_bytes)))
+    return max(1, math.ceil(text / (2 * job.chunk_bytes)))
 
 
 def _write(

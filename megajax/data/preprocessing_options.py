@@ -12,14 +12,8 @@ from megajax.config.builds import Builds
 from megajax.config.errors import UserError
 from megajax.config.nearest import did_you_mean
 from megajax.data.text_files import DocumentRule, EachLine, EachParagraph, MarkedLines, WholeFile
-from megajax.tokenizers.config import (
-    ByteTokenizerConfig,
-    GPT2TokenizerConfig,
-    HuggingFaceTokenizerConfig,
-    NullTokenizerConfig,
-    TokenizerConfig,
-    WordPieceTokenizerConfig,
-)
+from megajax.data.tokenizer_options import SETTINGS, tokenizer_config
+from megajax.tokenizers.config import TokenizerConfig
 
 TEXT_KEY = "text"
 """The key of plain text."""
@@ -86,10 +80,13 @@ def parser() -> argparse.ArgumentParser:
     add("--input", nargs="+", required=True, metavar="PATH", help="files, patterns or folders of .jsonl or .txt, also "
         ".gz and .zst; their order is the order of the documents")  # fmt: skip
     add("--output-prefix", required=True, metavar="PREFIX", help="where to write, without _KEY_document and suffix")
-    add("--tokenizer", required=True, metavar="KIND", help="byte; gpt2 (needs --vocab-file, --merge-file); null (text "
-        "is numbers, needs --vocab-size); wordpiece or wordpiece-cased (needs --vocab-file); or the path of a Hugging "
-        "Face tokenizer.json")  # fmt: skip
-    add("--vocab-file", metavar="FILE", help="vocab.json of --tokenizer=gpt2, vocab.txt of WordPiece")
+    add("--tokenizer", metavar="KIND", help="byte; gpt2 (needs --vocab-file, --merge-file); null (text is numbers, "
+        "needs --vocab-size); wordpiece, wordpiece-cased, sentencepiece or tiktoken (need --vocab-file); or the path "
+        "of a Hugging Face tokenizer.json or a SentencePiece .model")  # fmt: skip
+    add("--tokenizer.SETTING", metavar="VALUE", help="a setting of the tokenizer as in a run, such as "
+        "--tokenizer.extra_ids=100; --tokenizer.type=CLASS chooses any tokenizer")  # fmt: skip
+    add("--vocab-file", metavar="FILE", help="vocab.json of --tokenizer=gpt2, vocab.txt of WordPiece, .model of "
+        "sentencepiece, ranks of tiktoken")  # fmt: skip
     add("--merge-file", metavar="FILE", help="merges.txt of --tokenizer=gpt2")
     add("--vocab-size", type=int, metavar="N", help="vocabulary of --tokenizer=null; its last id ends a document")
     add("--eod-token", metavar="TOKEN", help="token that ends a document (default: gpt2's, or the usual ones)")
@@ -111,59 +108,6 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-WORDPIECE = {"wordpiece": True, "wordpiece-cased": False}
-"""Names of WordPiece tokenizers, and whether they lower-case the text."""
-NEEDS = {"gpt2": ("vocab_file", "merge_file"), "null": ("vocab_size",)} | dict.fromkeys(WORDPIECE, ("vocab_file",))
-"""The options that a tokenizer is read from."""
-
-
-def tokenizer_config(options: argparse.Namespace) -> TokenizerConfig:
-    """The tokenizer of the options. Raises UserError for inconsistent options."""
-    kind, eod = options.tokenizer, options.eod_token
-    wanted = NEEDS.get(kind, ())
-    for name in ("vocab_file", "merge_file", "vocab_size"):
-        if (getattr(options, name) is None) == (name in wanted):
-            state = "needs" if name in wanted else "has no use for"
-            raise UserError(f"--tokenizer={kind} {state} --{name.replace('_', '-')}.")
-    if kind in ("byte", "null") and eod is not None:
-        raise UserError(f"--tokenizer={kind} has no use for --eod-token: its last id ends a document.")
-    if kind in WORDPIECE:
-        if eod is not None:
-            raise UserError(f"--tokenizer={kind} has no use for --eod-token: [EOS] ends a document.")
-        return WordPieceTokenizerConfig(vocabulary=options.vocab_file, lower=WORDPIECE[kind])
-    if kind == "byte":
-        return ByteTokenizerConfig()
-    if kind == "null":
-        return NullTokenizerConfig(vocabulary_size=options.vocab_size)
-    if kind == "gpt2":
-        named = {} if eod is None else {"eod": eod}
-        return GPT2TokenizerConfig(vocabulary=options.vocab_file, merges=options.merge_file, **named)
-    if not os.path.exists(kind):
-        known = ", ".join(("byte", "gpt2", "null", *WORDPIECE))
-        raise UserError(f"--tokenizer={kind}: neither one of {known} nor a tokenizer.json that exists.")
-    return HuggingFaceTokenizerConfig(path=kind, eod=eod)
-
-
-def tokenizer_options(config: TokenizerConfig) -> list[str]:
-    """The options for a tokenizer, the inverse of `tokenizer_config`; [] if there are none."""
-    match config:
-        case ByteTokenizerConfig():
-            return ["--tokenizer=byte"]
-        case NullTokenizerConfig():
-            return ["--tokenizer=null", f"--vocab-size={config.vocabulary_size}"]
-        case GPT2TokenizerConfig():
-            files = ["--tokenizer=gpt2", f"--vocab-file={config.vocabulary}", f"--merge-file={config.merges}"]
-            usual = GPT2TokenizerConfig(vocabulary="", merges="").eod
-            return files if config.eod == usual else [*files, f"--eod-token={config.eod}"]
-        case WordPieceTokenizerConfig():
-            kind = next(name for name, lower in WORDPIECE.items() if lower == config.lower)
-            return [f"--tokenizer={kind}", f"--vocab-file={config.vocabulary}"]
-        case HuggingFaceTokenizerConfig():
-            return [f"--tokenizer={config.path}"] + ([f"--eod-token={config.eod}"] if config.eod else [])
-        case _:
-            return []
-
-
 def document_rule(options: argparse.Namespace) -> DocumentRule:
     """How plain text is divided into documents. Raises UserError for two options or an invalid pattern."""
     if options.document_regex is None:
@@ -182,15 +126,16 @@ def parse(arguments: Sequence[str]) -> tuple[Preprocessing, float]:
     known = {"--", "--help", *re.findall(r"--[\w-]+", made.format_usage())}
     for argument in arguments:
         name = argument.partition("=")[0]
-        if name.startswith("--") and name not in known:
+        if name.startswith("--") and name not in known and not name.startswith(SETTINGS):
             raise UserError(f"unknown option {name}: {did_you_mean(name, known) or '--help lists all options.'}")
-    options = made.parse_args(arguments)
+    settings = [argument for argument in arguments if argument.startswith(SETTINGS)]
+    options = made.parse_args([argument for argument in arguments if argument not in settings])
     if options.workers < 1:
         raise UserError(f"--workers={options.workers}: at least 1 process has to do the work.")
     job = Preprocessing(
         inputs=tuple(options.input),
         prefix=options.output_prefix,
-        tokenizer=tokenizer_config(options),
+        tokenizer=tokenizer_config(options, settings),
         keys=tuple(options.json_keys),
         append_eod=options.append_eod,
         split_sentences=options.split_sentences,

@@ -174,6 +174,9 @@ class MultimodalTokenizerConfig(Builds):
     added: Mapping[str, str] = field(default_factory=dict)
     """More tokens by role, such as image_start: "<img>", each unless the vocabulary has it."""
 
+    def __hash__(self) -> int:  # of a dataclass, it would be that of the mapping, which has none
+        return hash((self.base, self.image, tuple(sorted(self.added.items()))))
+
     def problems(self) -> list[Problem]:
         return _added_problems((self.image, *self.added.values()))
 

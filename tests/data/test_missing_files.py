@@ -7,12 +7,16 @@ import pytest
 from megajax.config import UserError
 from megajax.data.config import BlendConfig, MaskedSentencesConfig, MockConfig
 from megajax.data.missing import demand_files
-from megajax.data.preprocessing_options import parser, tokenizer_config, tokenizer_options
+from megajax.data.preprocessing_options import parse
+from megajax.data.tokenizer_options import tokenizer_options
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,
     GPT2TokenizerConfig,
     HuggingFaceTokenizerConfig,
+    MultimodalTokenizerConfig,
     NullTokenizerConfig,
+    SentencePieceTokenizerConfig,
+    TiktokenTokenizerConfig,
     WordPieceTokenizerConfig,
 )
 
@@ -31,8 +35,8 @@ def test_the_suggested_command_writes_the_missing_files(tmp_path, monkeypatch):
     assert "data/corpus_text_document.bin, data/corpus_text_document.idx" in text and str(tmp_path) in text
     assert "tokenizer: no such file: data/vocab.json, data/merges.txt" in text
     line = next(line for line in text.splitlines() if "megajax.preprocess" in line)
-    options = parser().parse_args(shlex.split(line)[3:])
-    assert options.output_prefix == "data/corpus" and options.append_eod and tokenizer_config(options) == GPT2
+    job, _ = parse(shlex.split(line)[3:])
+    assert job.prefix == "data/corpus" and job.append_eod and job.tokenizer == GPT2
 
 
 def test_files_of_sentences_are_written_by_another_option(tmp_path):
@@ -63,7 +67,16 @@ def test_tokenizer_options_round_trip(tmp_path):
         GPT2TokenizerConfig(vocabulary="v", merges="m", eod="</s>"),
         HuggingFaceTokenizerConfig(path=str(tmp_path / "tokenizer.json"), eod="</s>"),
         WordPieceTokenizerConfig(vocabulary="v"),
-        WordPieceTokenizerConfig(vocabulary="v", lower=False),
+        WordPieceTokenizerConfig(vocabulary="v", lower=False, extra_ids=9),
+        SentencePieceTokenizerConfig(path="m.model", special_tokens=("<a>", "<b>"), prepend_bos=True, eod="<a>"),
+        TiktokenTokenizerConfig(path="r.json", pattern="v1", vocabulary_size=5000, special_tokens_in_text=False),
     ):
         words = ["--input=x", "--output-prefix=y", *tokenizer_options(config)]
-        assert tokenizer_config(parser().parse_args(words)) == config
+        assert parse(words)[0].tokenizer == config
+
+
+def test_the_tokenizer_below_images(tmp_path):
+    tokenizer = MultimodalTokenizerConfig(base=SentencePieceTokenizerConfig(path=f"{tmp_path}/a.model"))
+    text = refusal(BlendConfig(paths=(f"{tmp_path}/b_text_document",)), tokenizer)
+    assert f"--tokenizer=sentencepiece --vocab-file={tmp_path}/a.model" in text
+    assert f"tokenizer: no such file: {tmp_path}/a.model" in text

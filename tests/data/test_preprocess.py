@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from megajax.config.errors import UserError
 from megajax.data.preprocessing import preprocess, preprocess_text
-from megajax.data.preprocessing_options import Preprocessing
+from megajax.data.preprocessing_options import Preprocessing, parse
 from megajax.data.preprocessing_report import Counts, Progress
 from megajax.data.text_files import (
     EachLine,
@@ -392,6 +392,33 @@ def test_command_line(tmp_path, capsys, own_signals):
     assert f"--data.paths={tmp_path}/x_text_document" in out
 
 
+def test_any_tokenizer_by_its_settings(tmp_path, own_signals):
+    (tmp_path / "a.txt").write_text("a<image><t>b")
+    words = ["--tokenizer.type=MultimodalTokenizer", "--tokenizer.base.type=ByteTokenizer"]
+    words += ["--tokenizer.added={tile: <t>}", "--input", f"{tmp_path}/a.txt", "--output-prefix", f"{tmp_path}/x"]
+    main(words)
+    assert read(tmp_path / "x_text_document") == [[[97, 257, 258, 98]]]
+
+
+OWN = """
+from dataclasses import dataclass
+from megajax.tokenizers.config import ByteTokenizerConfig
+
+@dataclass(frozen=True)
+class Mine:
+    def build(self):
+        return ByteTokenizerConfig().build()
+"""
+
+
+def test_a_tokenizer_of_your_own_file(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 50)
+    words = [f"--tokenizer.type={tmp_path}/mine.py:Mine", "--input", f"{tmp_path}/a.jsonl", "--output-prefix"]
+    done = replace(parse([*words, f"{tmp_path}/x", "--workers=2"])[0], chunk_bytes=20).build()
+    assert done.counts.documents == 50 and done.workers == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -402,9 +429,15 @@ def test_command_line(tmp_path, capsys, own_signals):
         (["--tokenizer=byte", "--eod-token=x"], "--tokenizer=byte has no use for --eod-token"),
         (
             ["--tokenizer=bytes"],
-            "--tokenizer=bytes: neither one of byte, gpt2, null, wordpiece, wordpiece-cased nor a tokenizer.json that "
-            "exists",
+            "--tokenizer=bytes: neither one of byte, gpt2, null, wordpiece, wordpiece-cased, sentencepiece, tiktoken "
+            "nor a tokenizer.json or .model that exists",
         ),
+        (["--tokenizer=gone.model"], "--tokenizer=gone.model: neither one of"),
+        (["--tokenizer=tiktoken"], "--tokenizer=tiktoken needs --vocab-file."),
+        (["--tokenizer=wordpiece", "--vocab-file=x", "--eod-token=x"], "[EOS] ends a document"),
+        ([], "the tokenizer is missing: give --tokenizer=KIND or PATH, one of byte, gpt2"),
+        (["--tokenizer=byte", "--tokenizer.extra=3"], "tokenizer.extra: no such setting"),
+        (["--tokenizer.type=Multimodal"], "did you mean MultimodalTokenizerConfig?"),
         (["--tokenizer=byte", "--workers=0"], "--workers=0: at least 1"),
         (["--tokenizer=byte", "--document-regex=("], "is no regular expression"),
         (["--tokenizer=byte", "--document-regex=a", "--document=line"], "give one of them"),
