@@ -1,10 +1,8 @@
 """The model that Megatron-LM's flags describe, with Megatron-LM's defaults where a flag is not given."""
 
 import ast
-import json
 from dataclasses import replace
 from math import lcm
-from pathlib import Path
 
 from megajax.layers.config import (
     AttentionConfig,
@@ -23,15 +21,9 @@ from megajax.layers.config import (
     YarnScalingConfig,
 )
 from megajax.models.config import PredictionConfig, WidthScalingConfig
-from megajax.tokenizers.config import (
-    GPT2TokenizerConfig,
-    HuggingFaceTokenizerConfig,
-    NullTokenizerConfig,
-    TokenizerConfig,
-)
 from megajax.tools.flags import Arguments, Settings
+from megajax.tools.megatron_tokenizer import tokenizer_of
 
-GPT2_VOCABULARY = 50257
 MOST_LAYERS = 100_000
 SINKS = {"vanilla": "none", "off-by-one": "zero", "learnable": "learned"}
 KERNELS = {"auto": "auto", "flash": "auto", "fused": "auto", "unfused": "reference", "local": "reference"}
@@ -319,7 +311,7 @@ def residual(args: Arguments) -> Settings:
 
 def vocabulary(args: Arguments) -> Settings:
     """Tokenizer, size of the vocabulary, and what it is padded to a multiple of."""
-    tokenizer, size = _tokenizer(args)
+    tokenizer, size = tokenizer_of(args)
     tensor, pipeline = args["tensor-model-parallel-size"], args["pipeline-model-parallel-size"]
     padded = args["padded-vocab-size"]
     if padded is not None and padded < size:
@@ -334,44 +326,3 @@ def vocabulary(args: Arguments) -> Settings:
         text = f"{rows} rows are not divisible by {tensor} x {pipeline} devices that share them: padded to a multiple"
         args.remark(flag, f"{text} of {lcm(multiple, cuts)} instead. Padding takes no part in the softmax here")
     return settings
-
-
-def _tokenizer(args: Arguments) -> tuple[TokenizerConfig, int]:
-    kind, told = args["tokenizer-type"], args["vocab-size"]
-    if kind == "NullTokenizer":
-        # The id behind the last one ends a document.
-        size = needed(args, "vocab-size") + 1
-        return NullTokenizerConfig(vocabulary_size=size), size
-    if kind in ("HuggingFaceTokenizer", "SFTTokenizer"):
-        path = args["tokenizer-model"]
-        if path is None:
-            args.wrong("tokenizer-model", f"must be given with --tokenizer-type {kind}")
-        size = (path and _count_ids(path)) or told
-        if not size and args.given("tokenizer-model"):
-            args.wrong("vocab-size", f"must be given: --tokenizer-model {path} is not here to be counted")
-        return HuggingFaceTokenizerConfig(path=path or "unset"), size or 1
-    if kind != "GPT2BPETokenizer":
-        args.refuse("tokenizer-type", "this version reads GPT2BPETokenizer, HuggingFaceTokenizer and NullTokenizer")
-        return NullTokenizerConfig(vocabulary_size=told or GPT2_VOCABULARY), told or GPT2_VOCABULARY
-    if args["vocab-file"] is None or args["merge-file"] is None:
-        missing = "vocab-file" if args["vocab-file"] is None else "merge-file"
-        args.wrong(missing, "must be given with --tokenizer-type GPT2BPETokenizer, the default")
-    file, merges = args["vocab-file"] or "unset", args["merge-file"] or "unset"
-    counted = _count_ids(file)
-    if counted is None and told is None and args["vocab-file"] is not None:
-        text = f"{file} is not here to be counted: taken to be GPT-2's own, of {GPT2_VOCABULARY} tokens"
-        args.remark("vocab-file", f"{text}; a run whose file has more tokens ends at its start; see --vocab-size")
-    size = counted or told or GPT2_VOCABULARY
-    return GPT2TokenizerConfig(vocabulary=file, merges=merges), size
-
-
-def _count_ids(name: str) -> int | None:
-    """Ids in a vocab.json, in a tokenizer.json or in the folder that holds it, None where it can't be read."""
-    try:
-        path = Path(name).expanduser()
-        saved = json.loads((path / "tokenizer.json" if path.is_dir() else path).read_bytes())
-        tokens, added = (saved["model"]["vocab"], saved.get("added_tokens", [])) if "model" in saved else (saved, [])
-        ids = tokens.values() if isinstance(tokens, dict) else range(len(tokens))
-        return max([*ids, *(token["id"] for token in added)]) + 1
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return None

@@ -56,6 +56,8 @@ def problem(changes: str) -> str:
 CHATS = "--without mock-data --data-path a.jsonl --sft"
 FIM = "--without mock-data --data-path a --fim-data"
 FILES = "--without mock-data --data-path a --without tokenizer-type --vocab-file v --merge-file m"
+TIKTOKEN = "--tokenizer-type TikTokenizer --tokenizer-model t.json --vocab-size 5000"
+WORDPIECE = "--tokenizer-type BertWordPieceLowerCase --vocab-file v.txt"
 MLA = "--multi-latent-attention --position-embedding-type rope"
 ROPE = "--position-embedding-type rope"
 YARN = "--position-embedding-type yarn --rotary-scaling-factor 32"
@@ -288,6 +290,11 @@ CASES = {
     "sft-tokenizer-prompt-format": f"{CHATS} --sft-tokenizer-prompt-format identity",
     "tokenizer-type": "--tokenizer-type HuggingFaceTokenizer --tokenizer-model t.json",
     "tokenizer-model": "--tokenizer-type HuggingFaceTokenizer --tokenizer-model t.json",
+    "tiktoken-pattern": (TIKTOKEN, f"{TIKTOKEN} --tiktoken-pattern v1"),
+    "tiktoken-num-special-tokens": (TIKTOKEN, f"{TIKTOKEN} --tiktoken-num-special-tokens 500"),
+    "special-tokens": (TIKTOKEN, f"{TIKTOKEN} --special-tokens <unk> <s> </s>"),
+    "tokenizer-sentencepiece-legacy": None,
+    "vocab-extra-ids": (WORDPIECE, f"{WORDPIECE} --vocab-extra-ids 100"),
     "vocab-file": FILES,
     "merge-file": FILES,
     "save": "--save s",
