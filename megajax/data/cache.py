@@ -11,8 +11,10 @@ import mmap
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -62,22 +64,29 @@ def load_or_build(folder: Path, description: Mapping[str, object], build: Callab
 
 
 def _write(path: Path, description: Mapping[str, object], arrays: Arrays) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     head = {"description": description, "arrays": {k: [a.dtype.str, a.shape] for k, a in arrays.items()}}
-    temporary = path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
     digest = hashlib.sha256()
+    with replacing(path) as file:
+
+        def put(data: bytes | memoryview) -> None:
+            digest.update(data)
+            file.write(data)
+
+        put(MAGIC + json.dumps(head, sort_keys=True).encode() + b"\n")
+        for _, values in sorted(arrays.items()):  # as the sorted keys of `head`
+            put(bytes(-file.tell() % ALIGNMENT))
+            put(np.ascontiguousarray(values).reshape(values.size).view(np.uint8).data)
+        file.write(digest.digest())
+
+
+@contextmanager
+def replacing(path: Path) -> Generator[BinaryIO]:
+    """A file that gets its name when the block ends without an error, so that it is never seen incomplete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
     try:
         with temporary.open("wb") as file:
-
-            def put(data: bytes | memoryview) -> None:
-                digest.update(data)
-                file.write(data)
-
-            put(MAGIC + json.dumps(head, sort_keys=True).encode() + b"\n")
-            for _, values in sorted(arrays.items()):  # as the sorted keys of `head`
-                put(bytes(-file.tell() % ALIGNMENT))
-                put(np.ascontiguousarray(values).reshape(values.size).view(np.uint8).data)
-            file.write(digest.digest())
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -5,7 +5,7 @@ import platform
 import random
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -54,42 +54,62 @@ def _write(prefix: Path, root: Path, chosen: list[tuple[str, int]]) -> None:
             writer.add_document([np.append(text.astype(np.uint16), np.uint16(BYTE_EOD))])
 
 
-def _folders(config: StandardLibraryConfig) -> Iterator[Path]:
-    """Folders to try for the corpus: the configured one, the user's cache, the system's temporary folder."""
-    if config.cache_dir:
-        yield Path(config.cache_dir)
+def library_root() -> Path:
+    """The folder of the standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def chosen_files(megabytes: float, seed: int) -> list[tuple[str, int]]:
+    """The library's files up to a size, see `choose`. Raises UserError for a Python without its sources."""
+    chosen = choose(source_files(library_root()), int(megabytes * 1e6), seed)
+    if not chosen:
+        raise UserError(f"{library_root()}: no Python source files: this Python came without its library's sources.")
+    return chosen
+
+
+def _folders(cache_dir: str | None) -> Iterator[Path]:
+    """Folders to try: the configured one, the user's cache, the system's temporary folder."""
+    if cache_dir:
+        yield Path(cache_dir)
     yield user_cache() / "standard_library"
     yield Path(tempfile.gettempdir()) / f"megajax-{os.getuid()}"
+
+
+def in_a_folder[T](cache_dir: str | None, name: str, read: Callable[[Path], T], write: Callable[[Path], None]) -> T:
+    """What `read` makes of the path of this name, which `write` creates if it does not exist.
+
+    Several processes may create it at once: each writes temporary files and renames them, with equal content.
+
+    Raises:
+        UserError: no folder can be written.
+    """
+    failures = []
+    for folder in _folders(cache_dir):
+        try:
+            return read(folder / name)
+        except UserError:
+            pass  # missing, or damaged by a crash: written again
+        try:
+            write(folder / name)
+        except (OSError, UserError) as error:
+            failures.append(str(error))
+            continue
+        return read(folder / name)
+    raise UserError("the standard library's text cannot be stored anywhere:\n" + "\n".join(failures))
 
 
 def corpus(config: StandardLibraryConfig, seed: int) -> IndexedTokens:
     """The token file of the chosen files, created if it does not exist.
 
     Its name depends on the Python version and the names and sizes of the files, so a Python upgrade makes a new corpus.
-    Several processes may create it at once: each writes temporary files and renames them, with equal content.
 
     Raises:
         UserError: this Python has no library sources, or no folder can be written.
     """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    chosen = choose(source_files(root), int(config.megabytes * 1e6), seed)
-    if not chosen:
-        raise UserError(f"{root}: no Python source files: this Python came without its library's sources.")
+    chosen = chosen_files(config.megabytes, seed)
     key = content_key({"python": platform.python_version(), "files": [list(entry) for entry in chosen]})
-    failures = []
-    for folder in _folders(config):
-        prefix = folder / f"python-{platform.python_version()}-{len(chosen)}-{key[:16]}"
-        try:
-            return IndexedTokens(prefix)
-        except UserError:
-            pass  # missing, or damaged by a crash: written again
-        try:
-            _write(prefix, root, chosen)
-        except (OSError, UserError) as error:
-            failures.append(str(error))
-            continue
-        return IndexedTokens(prefix)
-    raise UserError("the standard library's text cannot be stored anywhere:\n" + "\n".join(failures))
+    name = f"python-{platform.python_version()}-{len(chosen)}-{key[:16]}"
+    return in_a_folder(config.cache_dir, name, IndexedTokens, lambda prefix: _write(prefix, library_root(), chosen))
 
 
 def build_splits(

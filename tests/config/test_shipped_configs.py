@@ -15,7 +15,7 @@ from megajax.config.files import SHIPPED, find, functions_of
 from megajax.config.twin import advised, twin_of
 
 REPOSITORY = Path(__file__).parents[2]
-FAMILIES = ("gpt2.py", "gpt3.py", "llama3.py")
+FAMILIES = ("bert.py", "gpt2.py", "gpt3.py", "llama3.py", "t5.py")
 
 
 def sizes(file: str) -> list[str]:
@@ -41,7 +41,10 @@ def test_a_name_is_looked_for_here_then_in_configs_then_among_the_shipped(tmp_pa
         ("configs/gpt3_175b.py", "did you mean gpt3.py:gpt3_175b?"),
         ("gpt3_175b.py:debug", "did you mean gpt3.py:gpt3_175b_debug?"),
         ("quikstart.py", "did you mean quickstart.py?"),
-        ("mine.py", "there are bench.py, gpt2.py, gpt3.py, llama3.py, quickstart.py; FILE:FUNCTION calls another"),
+        (
+            "mine.py",
+            "there are bench.py, bert.py, gpt2.py, gpt3.py, llama3.py, quickstart.py, t5.py; FILE:FUNCTION",
+        ),
         ("gpt3.py:gpt3_175", "did you mean gpt3_175b?"),
         ("gpt3.py:small", "(it has config, debug, gpt3_50m, gpt3_160m, gpt3_1_3b, gpt3_6_7b, gpt3_175b, "),
     ],

@@ -18,6 +18,7 @@ class Size(NamedTuple):
     ffn: int = 0
     tied: bool = False
     vocabulary: int = 0
+    head_dim: int = 0
 
 
 def pick(family: str, sizes: Mapping[str, Size], size: str) -> Size:

@@ -1,0 +1,84 @@
+"""Configs of English text that every Python brings along, for BERT and T5, and of a vocabulary for it."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from megajax.config.builds import Builds
+from megajax.config.errors import Problem
+from megajax.data.config.base import LoaderConfig, at_least, between, split_problems
+from megajax.data.config.masked import MaskedSentencesConfig, MaskedSpansConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LibraryTextConfig(Builds):
+    """What both kinds of rows share: sentences of docstrings and comments of Python's standard library."""
+
+    target: ClassVar[str] = "megajax.data.library_text:build_splits"
+
+    megabytes: float = 16.0
+    """Size of the source files that are read, in 10^6 bytes; a document each. About 4 % of it is English text."""
+    split: str = "90,9,1"
+    """Shares of training, validation and test, by number of files."""
+    cache_dir: str | None = None
+    """Folder for the token file and its index; none: the user's cache folder."""
+    seed: int | None = None
+    """Seed for the choice of files and the order of rows; none: the run's seed."""
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    """How rows are read ahead."""
+
+    def masked(self, prefix: str) -> MaskedSentencesConfig | MaskedSpansConfig:
+        """The config of rows of this token file."""
+        raise NotImplementedError
+
+    def leaves(self) -> dict[str, str]:
+        """The leaves of a row, name -> dtype."""
+        return self.masked("").leaves()
+
+    def problems(self) -> list[Problem]:
+        return split_problems(self.split) + between("megabytes", self.megabytes, 0.01, 1e6)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LibrarySentencesConfig(LibraryTextConfig):
+    """Masked sentences for BERT, of the documentation in Python's standard library. Needs no download."""
+
+    next_sentence: bool = True
+    """Cut a sample into two parts, in half of the samples exchanged: BERT's second task. False: one part."""
+
+    def masked(self, prefix: str) -> MaskedSentencesConfig:
+        """The config of rows of this token file."""
+        return MaskedSentencesConfig(
+            paths=(prefix,), split=self.split, cache_dir=self.cache_dir, next_sentence=self.next_sentence
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LibrarySpansConfig(LibraryTextConfig):
+    """Text with blanks for T5, of the documentation in Python's standard library. Needs no download."""
+
+    def masked(self, prefix: str) -> MaskedSpansConfig:
+        """The config of rows of this token file."""
+        return MaskedSpansConfig(paths=(prefix,), split=self.split, cache_dir=self.cache_dir)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LibraryWordPieceConfig(Builds):
+    """WordPiece with a vocabulary trained at the first start, of the documentation in Python's standard library.
+
+    Needs the extra `tokenizers`, and no file.
+    """
+
+    target: ClassVar[str] = "megajax.data.library_text:build_tokenizer"
+
+    size: int = 2000
+    """Tokens of the vocabulary; [BOS], [EOS] and sentinels follow them."""
+    extra_ids: int = 0
+    """Sentinels <extra_id_0>, …: T5 needs one for each masked span."""
+    megabytes: float = 16.0
+    """Size of the source files that are read, in 10^6 bytes."""
+    cache_dir: str | None = None
+    """Folder for the vocabulary; none: the user's cache folder."""
+
+    def problems(self) -> list[Problem]:
+        problems = at_least("size", self.size, 200) + at_least("extra_ids", self.extra_ids, 0)
+        return problems + between("megabytes", self.megabytes, 0.01, 1e6)

@@ -1,0 +1,97 @@
+"""T5 (Raffel et al. 2020, section 3.7) and T5 v1.1 (Shazeer 2020, with a gated MLP)."""
+
+from typing import Any
+
+from megajax.layers.config import (
+    AttentionConfig,
+    BlockConfig,
+    DenseMLPConfig,
+    GatedMLPConfig,
+    LayerNormConfig,
+    MLPConfig,
+    NormConfig,
+    RMSNormConfig,
+    StackConfig,
+)
+from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
+from megajax.models.config import T5Config
+from megajax.models.presets.sizes import Size, pick
+
+T5_VOCABULARY = 30624
+"""Tokens of the vocabulary of bert-base-uncased, [BOS], [EOS] and 100 sentinels."""
+
+T5 = {
+    "debug": Size(2, 64, 4, ffn=256, head_dim=16),
+    "text": Size(3, 256, 4, ffn=1024, head_dim=64),
+    "small": Size(6, 512, 8, ffn=2048, head_dim=64),
+    "base": Size(12, 768, 12, ffn=3072, head_dim=64),
+    "large": Size(24, 1024, 16, ffn=4096, head_dim=64),
+    "3b": Size(24, 1024, 32, ffn=16384, head_dim=128),
+    "11b": Size(24, 1024, 128, ffn=65536, head_dim=128),
+}
+"""Layers of the encoder, and as many of the decoder; `text` is for texts of megabytes."""
+
+T5_V1_1 = {
+    "debug": Size(2, 64, 4, ffn=128, head_dim=16),
+    "small": Size(8, 512, 6, ffn=1024, head_dim=64),
+    "base": Size(12, 768, 12, ffn=2048, head_dim=64),
+    "large": Size(24, 1024, 16, ffn=2816, head_dim=64),
+    "xl": Size(24, 2048, 32, ffn=5120, head_dim=64),
+    "xxl": Size(24, 4096, 64, ffn=10240, head_dim=64),
+}
+
+
+def t5(
+    size: str,
+    *,
+    encoder_length: int = 512,
+    sequence_length: int = 128,
+    vocabulary_size: int = T5_VOCABULARY,
+    dropout: float = 0.1,
+) -> T5Config:
+    """T5 in the sizes of the paper, as Megatron-LM trains it: learned positions, LayerNorm, tanh GELU, biases, tied.
+
+    The paper's own has RMSNorm, ReLU, no biases and relative positions. Raises UserError for an unknown size.
+    """
+    row = pick("t5", T5, size)
+    mlp, norm = DenseMLPConfig(ffn=row.ffn, activation="gelu_tanh", bias=True), LayerNormConfig()
+    return _t5(row, mlp, norm, encoder_length, sequence_length, vocabulary_size=vocabulary_size, dropout=dropout)
+
+
+def t5_v1_1(
+    size: str,
+    *,
+    encoder_length: int = 512,
+    sequence_length: int = 128,
+    vocabulary_size: int = T5_VOCABULARY,
+    dropout: float = 0.0,
+) -> T5Config:
+    """T5 v1.1: GeGLU, RMSNorm, no biases, an untied head; learned positions in place of relative ones.
+
+    Raises UserError for an unknown size.
+    """
+    row = pick("t5_v1_1", T5_V1_1, size)
+    mlp, norm = GatedMLPConfig(ffn=row.ffn, activation="gelu_tanh"), RMSNormConfig()
+    own: dict[str, Any] = {"vocabulary_size": vocabulary_size, "dropout": dropout, "tied": False, "head_bias": False}
+    return _t5(row, mlp, norm, encoder_length, sequence_length, **own)
+
+
+def _t5(
+    row: Size, mlp: MLPConfig, norm: NormConfig, encoder_length: int, length: int, *, dropout: float, **more: Any
+) -> T5Config:
+    """Both sections of a size, with biases where the MLP has them; `more` are other settings of the model."""
+    heads: dict[str, Any] = {"heads": row.heads, "head_dim": row.head_dim, "bias": mlp.bias, "dropout": dropout}
+    parts: dict[str, Any] = {"mlp": mlp, "norm": norm, "dropout": dropout}
+    reads = BlockConfig(mixer=AttentionConfig(**heads, causal=False), **parts)
+    writes = CrossBlockConfig(mixer=AttentionConfig(**heads), cross=CrossAttentionConfig(**heads), **parts)
+    return T5Config(
+        hidden=row.hidden,
+        encoder_length=encoder_length,
+        sequence_length=length,
+        encoder=StackConfig(pattern=(reads,), repeats=row.layers),
+        stack=StackConfig(pattern=(writes,), repeats=row.layers),
+        norm=norm,
+        learned_positions=True,
+        dropout=dropout,
+        **more,
+    )

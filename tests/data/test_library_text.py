@@ -1,0 +1,98 @@
+"""English of the standard library as rows for BERT and T5, and the vocabulary that is trained from it."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megajax.config.errors import UserError
+from megajax.data.config import LibrarySentencesConfig, LibrarySpansConfig, LibraryWordPieceConfig, Rows
+from megajax.data.indexed import IndexedTokens
+from megajax.data.library_text import corpus, sentences
+from megajax.models.presets.bert import bert
+from megajax.models.presets.t5 import t5
+from megajax.tokenizers.byte import ByteTokenizer
+from megajax.tokenizers.config import ByteTokenizerConfig
+
+SOURCE = '''
+def f(x):
+    """Return the sum of all items. The result is
+    a new list.
+
+    >>> f([1, 2])
+    3
+    """
+    # This comment has two lines and says
+    # what happens next.
+    y = z
+
+    # x = y + z. No
+    # sentence ends in it
+    return x  # no sentence at all here.
+'''
+
+
+def test_sentences_are_english_and_code_is_left_out():
+    expected = [
+        "Return the sum of all items.",
+        "The result is a new list.",
+        "This comment has two lines and says what happens next.",
+    ]
+    assert list(sentences(SOURCE)) == expected
+
+
+def built(folder: Path) -> tuple[str, int, bytes]:
+    """What a start makes in an empty folder: the tokenizer, its size, and the token file."""
+    tokenizer = LibraryWordPieceConfig(size=400, megabytes=0.5, cache_dir=str(folder)).build()
+    file = corpus(LibrarySentencesConfig(megabytes=0.5, cache_dir=str(folder)), tokenizer, seed=1)
+    return tokenizer.identity, tokenizer.vocabulary_size, file.tokens.tobytes()
+
+
+def test_two_that_start_at_once_make_the_same(tmp_path: Path):
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(built, [tmp_path / "same"] * 2)
+    assert first == second == built(tmp_path / "other")
+    assert first[1] == 402 and len(first[2]) > 5_000
+    names = [path.name for path in (tmp_path / "same").iterdir()]
+    assert len(names) == 3 and not [name for name in names if name.endswith(".tmp")]
+
+
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [
+        (LibrarySentencesConfig, bert("debug", sequence_length=64, vocabulary_size=402)),
+        (LibrarySpansConfig, t5("debug", encoder_length=64, sequence_length=32, vocabulary_size=502)),
+    ],
+)
+def test_rows_are_masked_text_of_both_kinds(config: Any, model: Any, tmp_path: Path):
+    data = config(megabytes=0.5, cache_dir=str(tmp_path))
+    tokenizer = LibraryWordPieceConfig(size=400, extra_ids=100, megabytes=0.5, cache_dir=str(tmp_path)).build()
+    schema = model.schema()
+    splits = data.build(tokenizer=tokenizer, schema=schema, rows=Rows(50, 5, 0), seed=1)
+    assert len(splits.train) >= 50 and len(splits.valid) >= 5 and splits.test is None
+    row = splits.train[3]
+    assert {name: str(row[name].dtype) for name in data.leaves()} == data.leaves()
+    assert all(row[name].shape == leaf.shape for name, leaf in schema.items())
+    again = data.build(tokenizer=tokenizer, schema=schema, rows=Rows(50, 5, 0), seed=1).train[3]
+    assert all(np.array_equal(row[name], again[name]) for name in row)
+
+
+def test_other_tokenizers_are_refused(tmp_path: Path):
+    data = LibrarySentencesConfig(megabytes=0.5, cache_dir=str(tmp_path))
+    with pytest.raises(UserError, match="Choose the WordPiece tokenizer"):
+        data.build(tokenizer=ByteTokenizer(ByteTokenizerConfig()), schema=bert("debug").schema(), rows=Rows(1), seed=1)
+
+
+def test_a_damaged_file_is_written_again(tmp_path: Path):
+    config = LibraryWordPieceConfig(size=400, megabytes=0.5, cache_dir=str(tmp_path))
+    identity = config.build().identity
+    (path,) = tmp_path.iterdir()
+    path.write_text("[PAD]\n")
+    assert config.build().identity == identity
+    data = LibrarySpansConfig(megabytes=0.5, cache_dir=str(tmp_path))
+    prefix = corpus(data, config.build(), seed=1).prefix
+    whole = Path(f"{prefix}.bin").read_bytes()
+    Path(f"{prefix}.bin").write_bytes(whole[:-2])
+    assert corpus(data, config.build(), seed=1).tokens.tobytes() == whole == IndexedTokens(prefix).tokens.tobytes()
