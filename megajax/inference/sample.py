@@ -9,8 +9,11 @@ from typing import Any, Protocol
 
 from megajax.config.builds import resolve
 
-
-SAMPLERS = {"continuation": "megajax.inference.continuation:sample"}
+SAMPLERS = {
+    "blanks": "megajax.inference.blanks:sample_blanks",
+    "continuation": "megajax.inference.continuation:sample",
+    "spans": "megajax.inference.blanks:sample_spans",
+}
 """Ours by their names."""
 
 

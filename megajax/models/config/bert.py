@@ -58,7 +58,7 @@ class BertConfig(DecoderConfig):
 
     def sampler(self) -> str | None:
         """It fills in blanks."""
-        return None
+        return "blanks"
 
     def head_size(self) -> int:
         """Weights of both heads beside the table."""

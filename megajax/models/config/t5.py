@@ -76,4 +76,4 @@ class T5Config(DecoderConfig):
 
     def sampler(self) -> str | None:
         """It says what belongs in the blanks of a text."""
-        return None
+        return "spans"

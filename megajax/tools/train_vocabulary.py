@@ -1,0 +1,81 @@
+"""Train a WordPiece vocabulary: `python -m megajax.tools.train_vocabulary --input corpus.txt --output vocab.txt`."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megajax.command_line import Flag, front_door, parse
+from megajax.config.builds import resolve
+from megajax.config.errors import UserError
+
+USAGE = """python -m megajax.tools.train_vocabulary --input=PATH[,PATH…] --output=FILE [--size=8000] [--cased]
+
+Trains a WordPiece vocabulary from text and writes it as vocab.txt, a token in each line, the special tokens first. The
+same text gives the same file. Needs the extra `tokenizers`, and memory for the words of the text.
+
+  --input=PATH,…    text files or JSON lines, patterns or folders, also .gz and .zst, as for megajax.preprocess
+  --output=FILE     where to write; a file that is there is an error
+  --size=8000       tokens of the vocabulary, at most
+  --cased           keep case and accents: for --tokenizer=wordpiece-cased
+  --json-key=text   the key of the text in JSON lines
+"""
+FLAGS = (
+    Flag("input", tuple[str, ...], required=True),
+    Flag("output", Path, required=True),
+    Flag("size", int, 8000),
+    Flag("cased"),
+    Flag("json-key", str, "text"),
+)
+
+
+def main(argv: list[str]) -> int:
+    """Train and write.
+
+    Raises:
+        UserError: what the user has to change: files, the size, or a wrong command line.
+    """
+    if not argv or {"-h", "--help"} & set(argv):
+        print(USAGE)
+        return 0
+    flags = parse(argv, verb="tools.train_vocabulary", flags=FLAGS, with_config=False).flags
+    output = Path(flags["output"])
+    if output.exists():
+        raise UserError(f"{output} is there already: remove it, or give another --output")
+    # By name, so that the front door can report a package that is not installed.
+    find, train, replacing = (
+        resolve(f"megajax.{name}")
+        for name in (
+            "data.text_files:find_files",
+            "tokenizers.wordpiece_training:train_vocabulary",
+            "data.cache:replacing",
+        )
+    )
+    files = find(flags["input"])
+    tokens = train(lambda: texts(files, flags["json_key"]), size=flags["size"], lower=not flags["cased"])
+    try:
+        with replacing(output) as file:
+            file.write("".join(f"{token}\n" for token in tokens).encode())
+    except OSError as error:
+        raise UserError(f"--output={output} cannot be written: {error.strerror}") from error
+    kind = "wordpiece-cased" if flags["cased"] else "wordpiece"
+    print(f"{output}: {len(tokens)} tokens, for megajax.preprocess --tokenizer={kind} --vocab-file={output}")
+    return 0
+
+
+def texts(files: Sequence[Any], key: str) -> Iterator[str]:
+    """The lines of text files, and the texts of JSON lines. Raises UserError that names file and line."""
+    open_text, json_texts = (resolve(f"megajax.data.text_files:{name}") for name in ("open_text", "json_texts"))
+    for file in files:
+        with open_text(file.path) as (stream, _):
+            for number, line in enumerate(stream, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    text = json_texts(line, (key,))[0] if file.json else line
+                except UserError as error:
+                    raise UserError(f"{file.path}, line {number}: {error}") from error
+                yield text.decode("utf-8", errors="replace")
+
+
+if __name__ == "__main__":
+    front_door(main)

@@ -1,0 +1,41 @@
+"""The tool that trains a vocabulary: what it writes, and what it says of input that cannot be used."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megajax.config.errors import UserError
+from megajax.tokenizers.config import WordPieceTokenizerConfig
+from megajax.tools.train_vocabulary import main
+
+TEXT = "The tower was built of stone. The builder built a tower.\n" * 20
+
+
+def test_text_and_json_lines_give_the_same_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    lines = [json.dumps({"body": line}) for line in TEXT.splitlines()]
+    (tmp_path / "b.jsonl").write_text("\n\n".join(lines), encoding="utf-8")
+    for name, more in (("a.txt", []), ("b.jsonl", ["--json-key=body"])):
+        assert main([f"--input={tmp_path / name}", f"--output={tmp_path / name}.vocab", "--size=60", *more]) == 0
+    told = capsys.readouterr().out.splitlines()[0]
+    first = tmp_path / "a.txt.vocab"
+    assert told == f"{first}: 60 tokens, for megajax.preprocess --tokenizer=wordpiece --vocab-file={first}"
+    assert first.read_bytes() == (tmp_path / "b.jsonl.vocab").read_bytes()
+    assert WordPieceTokenizerConfig(vocabulary=str(first)).build().vocabulary_size == 62
+
+
+def test_what_cannot_be_used_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"text": "one"}\n{"body": "two"}\n', encoding="utf-8")
+    output = tmp_path / "vocab.txt"
+    with pytest.raises(UserError, match=r"b.jsonl, line 2: no key 'text'"):
+        main([f"--input={tmp_path / 'b.jsonl'}", f"--output={output}"])
+    with pytest.raises(UserError, match="no such file"):
+        main([f"--input={tmp_path / 'c.txt'}", f"--output={output}"])
+    with pytest.raises(UserError, match="alone are"):
+        main([f"--input={tmp_path / 'a.txt'}", f"--output={output}", "--size=10"])
+    assert not output.exists()
+    output.write_text("mine", encoding="utf-8")
+    with pytest.raises(UserError, match="is there already"):
+        main([f"--input={tmp_path / 'a.txt'}", f"--output={output}"])
