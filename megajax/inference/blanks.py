@@ -35,7 +35,9 @@ def sample_blanks(run: Trained, folder: Path) -> str | None:
         return "no blanks are shown: the tokenizer has no mask token"
     if prompt:
         text = [token for piece in _pieces(prompt, MASK, tokenizer, lambda _: mask) for token in piece]
-        row = padded_row([tokenizer.cls, *text, tokenizer.sep], tokenizer.pad, schema["tokens"].shape[0])
+        row = padded_row(
+            [tokenizer.specials["cls"], *text, tokenizer.specials["sep"]], tokenizer.pad, schema["tokens"].shape[0]
+        )
         truth: dict[int, int] = {}
     elif valid is not None:
         row = next(
@@ -63,7 +65,7 @@ def blanks_text(model: Model, tokenizer: Any, leaves: Mapping[str, np.ndarray], 
     text; a line that says so for a text without blanks.
     """
     tokens = leaves["tokens"][0]
-    places = np.flatnonzero(tokens[:SHOWN] == tokenizer.mask)
+    places = np.flatnonzero(tokens[:SHOWN] == tokenizer.specials["mask"])
     if not len(places):
         return "no blanks are shown: the text has no [MASK]"
     logits = np.asarray(model(**leaves)[0], np.float64)[places, : tokenizer.vocabulary_size]
@@ -74,7 +76,7 @@ def blanks_text(model: Model, tokenizer: Any, leaves: Mapping[str, np.ndarray], 
         best = np.argsort(-share, kind="stable")[:GUESSES]
         guesses = ", ".join(f"{tokenizer.decode([token])} {share[token]:.0%}" for token in best.tolist())
         rows.append((guesses, tokenizer.decode([truth[place]]) if place in truth else ""))
-    hidden = {tokenizer.cls, tokenizer.pad}
+    hidden = {tokenizer.specials["cls"], tokenizer.pad}
     numbers = {place: number for number, place in enumerate(places.tolist(), start=1)}
     kept = [place for place, token in enumerate(tokens[:SHOWN].tolist()) if token not in hidden]
     text = _with_numbers([(int(tokens[place]), numbers.get(place)) for place in kept], tokenizer)

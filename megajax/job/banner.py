@@ -121,15 +121,22 @@ def _training(run: Run) -> list[tuple[str, str]]:
 
 
 def _kernels(run: Run) -> list[tuple[str, str]]:
-    """Attention backends of the blocks, and why not a faster one where there is a GPU."""
+    """Backends of each kind of attention, and why not a faster one where there is a GPU."""
     facts, chosen = facts_of(run.cfg.model), list(dict.fromkeys(demand_kernels(run.cfg)))
-    names = "/".join(dict.fromkeys(choice.kernel for choice in chosen))
-    kernels = [f"attention {names}"] if chosen else []
+    backends: dict[str, list[str]] = {}
+    for choice in chosen:
+        names = backends.setdefault(choice.place or "attention", [])
+        names += [choice.kernel] * (choice.kernel not in names)
+    kernels = [f"{place} {'/'.join(names)}" for place, names in backends.items()]
     if facts is not None:
         kernels.append(f"cross-entropy in chunks of {facts.loss_chunk} tokens")
     rows = [("kernels", ", ".join(kernels))] if kernels else []
     gpu = local_device().capability is not None
-    why = dict.fromkeys(f"{choice.kernel}, because {'; '.join(choice.reasons)}" for choice in chosen if choice.reasons)
+    why = dict.fromkeys(
+        f"{choice.place} {choice.kernel}, because {'; '.join(choice.reasons)}".strip()
+        for choice in chosen
+        if choice.reasons
+    )
     return rows + [("attention", reason) for reason in why if gpu]
 
 

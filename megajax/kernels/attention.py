@@ -80,10 +80,14 @@ def reference_attention(
 
     q [B, S, N, H], k [B, T, K, H], v [B, T, K, U] -> [B, S, N, U] in q's dtype. Stores all B * N * S * T scores.
     sink [N]: one more score per head in the softmax, without a value (Xiao et al. 2023, section 3.3); bias [N, S, T].
+    The result is 0 for a query that sees no key.
     """
     batch, queries, heads, _ = q.shape
     scores = _scores(q, k, mask, scale, bias)
     weights = jax.nn.softmax(scores, axis=-1) if sink is None else _softmax_with_sink(scores, sink)
+    if mask.query_segments is not None and (mask.padded or not mask.causal):
+        # Where no key is visible, softmax spreads its weight over all of them.
+        weights = jnp.where(mask.visible().any(-1, keepdims=True)[:, None, None], weights, 0)
     if dropout is not None:
         flat = weights.reshape(batch, heads, queries, k.shape[1])
         weights = dropout.apply(flat).reshape(weights.shape)
@@ -157,6 +161,11 @@ class _Static(NamedTuple):
     scale: float
     window: int | None
     causal: bool
+    padded: bool
+
+    def mask(self, positions: tuple) -> Mask:
+        """The mask of these arrays."""
+        return Mask(*positions, self.window, self.causal, self.padded)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -167,7 +176,7 @@ def _fused(static: _Static, q: Array, k: Array, v: Array, positions: tuple, sink
 def _fused_forward(
     static: _Static, q: Array, k: Array, v: Array, positions: tuple, sink: Array | None
 ) -> tuple[Array, tuple]:
-    out, lse = static.passes.forward(q, k, v, Mask(*positions, static.window, static.causal), scale=static.scale)
+    out, lse = static.passes.forward(q, k, v, static.mask(positions), scale=static.scale)
     if sink is not None:
         # The sink is one more score without a value: it only adds to the denominator of the softmax.
         with_sink = jnp.logaddexp(lse, sink.astype(jnp.float32)[None, :, None])
@@ -181,8 +190,7 @@ def _fused_forward(
 def _fused_backward(static: _Static, saved: tuple, dout: Array) -> tuple:
     """The saved log-sum-exp includes the sink, so the backward kernel needs no change for it."""
     q, k, v, positions, sink, out, lse = saved
-    mask = Mask(*positions, static.window, static.causal)
-    dq, dk, dv = static.passes.backward(q, k, v, mask, out, lse, dout, scale=static.scale)
+    dq, dk, dv = static.passes.backward(q, k, v, static.mask(positions), out, lse, dout, scale=static.scale)
     if sink is None:
         return dq, dk, dv, None, None
     delta = jnp.einsum("bsnu,bsnu->bns", out.astype(jnp.float32), dout.astype(jnp.float32))
@@ -217,7 +225,7 @@ def attend(
         raise ValueError(f"{kernel} attention has no {what}: set kernel=reference")
     passes = PASSES[kernel] if isinstance(kernel, str) else kernel
     positions = mask.query_index, mask.key_index, mask.query_segments, mask.key_segments
-    return _fused(_Static(passes, scale, mask.window, mask.causal), q, k, v, positions, sink)
+    return _fused(_Static(passes, scale, mask.window, mask.causal, mask.padded), q, k, v, positions, sink)
 
 
 def local_device() -> Device:

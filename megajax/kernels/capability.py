@@ -26,6 +26,8 @@ class Request:
     """Size of a value head."""
     length: int | None = None
     """Positions in a row."""
+    key_length: int | None = None
+    """Positions in a row of another sequence, which keys and values are of."""
     causal: bool = True
     cross: bool = False
     """Keys and values are of another sequence than queries."""
@@ -33,6 +35,8 @@ class Request:
     """Number of keys before its own position that a query sees."""
     documents: bool = False
     """Rows hold several documents, isolated from each other."""
+    padded: bool = False
+    """Rows hold one text and padding after it."""
     sink: bool = False
     bias: bool = False
     """Differentiable bias of the scores."""
@@ -107,7 +111,8 @@ class Backend:
     """Whether a window works without a causal mask."""
     bias: bool = False
     dropout: bool = False
-    cross: bool = False
+    documents_of_two: bool = False
+    """Whether documents are isolated where queries and keys are of two sequences."""
 
     def refusal(self, request: Request, device: Device | None = None) -> str | None:
         """Why the request is not supported, to follow `label`; None if it is. No device: on any NVIDIA GPU."""
@@ -125,8 +130,9 @@ class Backend:
     def _shape_refusal(self, request: Request) -> str | None:
         if self.dtypes is not None and request.dtype is not None and request.dtype not in self.dtypes:
             return f"computes in {' or '.join(self.dtypes)}, not in {request.dtype}"
-        if self.even and request.length is not None and request.length % 2:
-            return f"takes rows of even length, not of {request.length}"
+        for length in (request.length, request.key_length):
+            if self.even and length is not None and length % 2:
+                return f"takes rows of even length, not of {length}"
         if request.window is not None and not request.causal and not self.bidirectional_window:
             return f"has windows in causal attention only, and window={request.window}"
         return None
@@ -152,8 +158,8 @@ class Backend:
         return f"takes heads of {sizes} {min(reasons, key=lambda text: not text.startswith('from cuDNN'))}"
 
     def _feature_refusal(self, request: Request, device: Device | None) -> str | None:
-        if request.cross and not self.cross:
-            return "has no keys of another sequence"
+        if request.cross and request.documents and not self.documents_of_two:
+            return "does not isolate documents between two sequences"
         if request.bias and not self.bias:
             return "has no bias of scores"
         if request.dropout and not self.dropout:
@@ -192,6 +198,7 @@ BACKENDS: Mapping[Kernel, Backend] = MappingProxyType(
             multiple=16,
             heads=(Heads(256, 256, DeviceRange(AMPERE, ())),),
             documents=DeviceRange(AMPERE, ()),
+            documents_of_two=True,
             bidirectional_window=True,
         ),
         "cudnn_mask": replace(_CUDNN, label="cuDNN's attention with a mask", documents=DeviceRange(AMPERE, (9, 2))),
@@ -201,7 +208,7 @@ BACKENDS: Mapping[Kernel, Backend] = MappingProxyType(
             bidirectional_window=True,
             bias=True,
             dropout=True,
-            cross=True,
+            documents_of_two=True,
         ),
     }
 )
@@ -214,6 +221,8 @@ class Choice(NamedTuple):
     kernel: Kernel
     reasons: tuple[str, ...] = ()
     """Faster backends with the reason, "cudnn, pallas: takes heads up to 256, not of 512"."""
+    place: str = ""
+    """Which attention of the model, in words, where it has several kinds."""
 
 
 def choose(kernel: Kernel, request: Request, device: Device | None, where: str = "kernel") -> Choice:

@@ -5,7 +5,10 @@ it does not name the log-sum-exp, so recomputation runs the forward kernel twice
 kernel's inputs. The calls below are identical to jax's, which tests/kernels checks.
 
 Documents are passed in one of two ways. `forward` and `backward` pass the start and length of each document, so cuDNN
-skips the scores between documents. `masked_forward` and `masked_backward` pass a mask [B, 1, S, S].
+skips the scores between documents. `masked_forward` and `masked_backward` pass a mask [B, 1, S, S]. Of padded rows all
+of them pass the lengths, so cuDNN skips the padding.
+
+Without documents, keys may be of another sequence, with T positions.
 
 B rows, S positions, N query heads, K key-value heads (N a multiple of K), H head size, U size of a value head,
 M maximum number of documents in a row.
@@ -128,16 +131,16 @@ def _forward(call: _Call, q: Array, k: Array, v: Array, bias: list[Array], rest:
 
 
 def _backward(
-    call: _Call, arrays: tuple[Array, ...], bias: list[Array], documents: "Documents | None"
+    call: _Call, arrays: tuple[Array, ...], bias: list[Array], parts: "Documents | Padding | None"
 ) -> tuple[Array, Array, Array]:
     """arrays: q, k, v, the output, its statistics and its gradient; -> gradients of q, k and v."""
     q, k, v, out, statistics, dout = arrays
     size, value_size = q.shape[-1], v.shape[-1]
-    q, k, v = _same_head_size(q, k, v, always=documents is not None)
+    q, k, v = _same_head_size(q, k, v, always=isinstance(parts, Documents))
     out, dout = (_pad_heads(x, v.shape[-1]) for x in (out, dout.astype(q.dtype)))
     target = f"__cudnn$fmha{'ScaleBias' if bias else ''}SoftmaxBackward"
     shapes = [_transposed(q), _transposed(k), _transposed(v), WORKSPACE]
-    operands = [q, k, v, statistics, dout, *bias, out, *(documents.operands(q, k) if documents else [])]
+    operands = [q, k, v, statistics, dout, *bias, out, *([] if parts is None else parts.operands(q, k))]
     dq, dk, dv, _ = _custom_call(target, shapes, 3, call.config(q, k, backward=True), operands)
     return dq[..., :size], dk[..., :size], dv[..., :value_size]
 
@@ -181,6 +184,34 @@ class Documents(NamedTuple):
         return [self.lengths, self.lengths, *starts]
 
 
+class Padding(NamedTuple):
+    """Rows of one text each with padding after it, as cuDNN expects them."""
+
+    queries: Array
+    """bool [B, S]: queries that see a key."""
+    keys: Array
+    """bool [B, T]: keys that are no padding."""
+    lengths: tuple[Array, Array]
+    """int32 [B] each: queries and keys of each row. At least 1: cuDNN before 9.25 makes NaNs of rows without any."""
+    fit: Array
+    """bool []: in every row, padding comes last and the rest has one number, the same for queries and keys."""
+
+    @classmethod
+    def of(cls, queries: Array, keys: Array) -> "Padding":
+        """queries int32 [B, S], keys int32 [B, T]: 0 for padding."""
+        fit = ((queries[:, 0] == keys[:, 0]) | (queries[:, 0] == 0) | (keys[:, 0] == 0)).all()
+        for each in (queries, keys):
+            fit &= ((each[:, 1:] == each[:, :-1]) | (each[:, 1:] == 0)).all()
+        lengths = [jnp.maximum((each != 0).sum(1, dtype=jnp.int32), 1) for each in (queries, keys)]
+        seen = keys != 0
+        return cls((queries != 0) & seen.any(1, keepdims=True), seen, (lengths[0], lengths[1]), fit)
+
+    def operands(self, q: Array, k: Array) -> list[Array]:
+        """Lengths of the rows of queries and of keys."""
+        del q, k
+        return list(self.lengths)
+
+
 def _same_head_size(q: Array, k: Array, v: Array, *, always: bool) -> tuple[Array, Array, Array]:
     """Zero-pads the smaller heads, where keys and values must have the same head size."""
     size = max(q.shape[-1], v.shape[-1])
@@ -193,8 +224,8 @@ def _pad_heads(x: Array, size: int) -> Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])]) if x.shape[-1] < size else x
 
 
-def _mask_type(mask: Mask, *, documents: bool) -> str:
-    words = ["PADDING"] * documents + ["CAUSAL"] * mask.causal
+def _mask_type(mask: Mask, *, lengths: bool) -> str:
+    words = ["PADDING"] * lengths + ["CAUSAL"] * mask.causal
     return "_".join(words) or "NO_MASK"
 
 
@@ -213,18 +244,54 @@ def _maximum_documents(q: Array, v: Array, mask: Mask) -> int:
     return min(DOCUMENTS, length) if batch * length * heads * max(size, v.shape[-1]) < 2**31 else 0
 
 
+UNSEEN = 1e9
+"""Log-sum-exp that stands for -inf in the backward kernel: it makes all weights 0."""
+
+
+def _padded_forward(q: Array, k: Array, v: Array, mask: Mask, padding: Padding, scale: float) -> tuple[Array, Array]:
+    call = _Call(scale, _mask_type(mask, lengths=True), mask.window)
+    out, lse = _forward(call, *_same_head_size(q, k, v, always=False), [], padding.operands(q, k))
+    out = jnp.where(padding.queries[:, :, None, None], out[..., : v.shape[-1]], 0)
+    return out, jnp.where(padding.queries[:, None], lse, -jnp.inf)
+
+
+def _padded_backward(
+    arrays: tuple[Array, ...], mask: Mask, padding: Padding, scale: float
+) -> tuple[Array, Array, Array]:
+    """arrays: q, k, v, the output, its log-sum-exp and its gradient."""
+    q, k, v, out, lse, dout = arrays
+    call = _Call(scale, _mask_type(mask, lengths=True), mask.window)
+    real, seen = padding.queries[:, :, None, None], padding.keys[:, :, None, None]
+    arrays = q, k, v, out, jnp.where(padding.queries[:, None], lse, UNSEEN), jnp.where(real, dout, 0)
+    dq, dk, dv = _backward(call, arrays, [], padding)
+    return jnp.where(real, dq, 0), jnp.where(seen, dk, 0), jnp.where(seen, dv, 0)
+
+
+def _padding(mask: Mask) -> Padding | None:
+    """None for rows that are not padded."""
+    if mask.query_segments is None or mask.key_segments is None or not mask.padded:
+        return None
+    return Padding.of(mask.query_segments, mask.key_segments)
+
+
 def forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float) -> tuple[Array, Array]:
     """softmax(q k^T * scale) v over the visible keys, without storing the scores (Dao 2023).
 
-    q [B, S, N, H], k [B, S, K, H], v [B, S, K, U] in bfloat16 or float16, whole rows in order
-    -> [B, S, N, U] in q's dtype, and the log-sum-exp of each query's scores, float32 [B, N, S].
-    Not differentiable: `backward` is its gradient. A batch whose documents do not `fit` is computed by the Pallas
-    kernel; the program contains both.
+    q [B, S, N, H], k [B, T, K, H], v [B, T, K, U] in bfloat16 or float16, whole rows in order; T is S unless the mask
+    is not causal -> [B, S, N, U] in q's dtype, and the log-sum-exp of each query's scores, float32 [B, N, S]: 0 and
+    -inf where a query sees no key. Not differentiable: `backward` is its gradient. A batch whose documents or whose
+    padding do not `fit` is computed by the Pallas kernel; the program contains both.
     """
+    if (padding := _padding(mask)) is not None:
+        return lax.cond(
+            padding.fit,
+            lambda: _padded_forward(q, k, v, mask, padding, scale),
+            lambda: pallas_attention.forward(q, k, v, mask, scale=scale),
+        )
     maximum, value_size = _maximum_documents(q, v, mask), v.shape[-1]
     if maximum == 0:
         return pallas_attention.forward(q, k, v, mask, scale=scale)
-    call = _Call(scale, _mask_type(mask, documents=mask.query_segments is not None), mask.window, maximum)
+    call = _Call(scale, _mask_type(mask, lengths=mask.query_segments is not None), mask.window, maximum)
     if mask.query_segments is None:
         out, statistics = _forward(call, *_same_head_size(q, k, v, always=False), [], [])
         return out[..., :value_size], statistics
@@ -243,10 +310,16 @@ def backward(
     q: Array, k: Array, v: Array, mask: Mask, out: Array, lse: Array, dout: Array, *, scale: float
 ) -> tuple[Array, Array, Array]:
     """Gradients with respect to q, k and v, as `reference_backward` in kernels/attention.py computes them."""
+    if (padding := _padding(mask)) is not None:
+        return lax.cond(
+            padding.fit,
+            lambda: _padded_backward((q, k, v, out, lse, dout), mask, padding, scale),
+            lambda: pallas_attention.backward(q, k, v, mask, out, lse, dout, scale=scale),
+        )
     maximum = _maximum_documents(q, v, mask)
     if maximum == 0:
         return pallas_attention.backward(q, k, v, mask, out, lse, dout, scale=scale)
-    call = _Call(scale, _mask_type(mask, documents=mask.query_segments is not None), mask.window, maximum)
+    call = _Call(scale, _mask_type(mask, lengths=mask.query_segments is not None), mask.window, maximum)
     if mask.query_segments is None:
         return _backward(call, (q, k, v, out, lse, dout), [], None)
     documents = Documents.of(mask.query_segments, maximum)
@@ -259,9 +332,9 @@ def backward(
 
 def masked_forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float) -> tuple[Array, Array]:
     """As `forward`, with documents as a bias [B, 1, S, S] in q's dtype."""
-    if mask.query_segments is None:
+    if mask.query_segments is None or mask.padded:
         return forward(q, k, v, mask, scale=scale)
-    call = _Call(scale, _mask_type(mask, documents=False), None)
+    call = _Call(scale, _mask_type(mask, lengths=False), None)
     out, lse = _forward(call, *_same_head_size(q, k, v, always=False), [_bias(mask, q.dtype)], [])
     return out[..., : v.shape[-1]], lse
 
@@ -270,9 +343,9 @@ def masked_backward(
     q: Array, k: Array, v: Array, mask: Mask, out: Array, lse: Array, dout: Array, *, scale: float
 ) -> tuple[Array, Array, Array]:
     """As `backward`, with documents as a bias [B, 1, S, S]."""
-    if mask.query_segments is None:
+    if mask.query_segments is None or mask.padded:
         return backward(q, k, v, mask, out, lse, dout, scale=scale)
-    call = _Call(scale, _mask_type(mask, documents=False), None)
+    call = _Call(scale, _mask_type(mask, lengths=False), None)
     return _backward(call, (q, k, v, out, lse, dout), [_bias(mask, q.dtype)], None)
 
 

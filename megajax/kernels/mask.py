@@ -6,7 +6,7 @@ from jax import Array
 
 
 class Mask(NamedTuple):
-    """Which keys a query sees: causal, within a window, and of its own document, as far as each is set."""
+    """Which keys a query sees: causal, within a window, and of its own segment, as far as each is set."""
 
     query_index: Array
     """int32 [S]: position of each query in its row."""
@@ -20,6 +20,8 @@ class Mask(NamedTuple):
     """Number of keys before its own position that a query sees: with 8 it sees 9 tokens. None: all."""
     causal: bool = True
     """A query sees no keys after its own position."""
+    padded: bool = False
+    """Segment 0 is padding, which sees nothing and is not seen."""
 
     def visible(self) -> Array:
         """bool [B or 1, S, T]."""
@@ -28,4 +30,5 @@ class Mask(NamedTuple):
         visible = (visible if self.window is None else visible & (distance <= self.window))[None]
         if self.query_segments is None or self.key_segments is None:
             return visible
-        return visible & (self.query_segments[:, :, None] == self.key_segments[:, None, :])
+        visible = visible & (self.query_segments[:, :, None] == self.key_segments[:, None, :])
+        return visible & (self.key_segments != 0)[:, None, :] if self.padded else visible

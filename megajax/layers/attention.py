@@ -7,11 +7,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.config import AttentionConfig
 from megajax.layers.context import Context
-from megajax.layers.core_attention import CoreAttention, choose_kernel
+from megajax.layers.core_attention import CoreAttention
 from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, param
 from megajax.mesh.copies import copy_heads
-
-__all__ = ["Attention", "choose_kernel"]
 
 
 class Attention(nnx.Module):

@@ -1,13 +1,14 @@
 """What every kind of attention does with its queries, keys and values."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
 from megajax.kernels.attention import AttentionDropout, Mask, attend, local_device
-from megajax.kernels.capability import Choice, Device, Request, choose
+from megajax.kernels.capability import Kernel, Request, choose
 from megajax.layers.config import AttentionConfig, MixerConfig
 from megajax.layers.context import Context, fold_rows
 from megajax.layers.param import ZEROS, LayerSettings, param
@@ -16,42 +17,19 @@ from megajax.layers.relative import biases
 DROPOUT_PLACE = 1
 
 
-def kernel_choice(
-    cfg: MixerConfig,
-    dtype: jnp.dtype | str,
-    *,
-    head_dim: int,
-    length: int,
-    documents: bool = False,
-    device: Device | None = None,
-    where: str = "kernel",
-) -> Choice:
-    """The attention backend, and why not a faster one; the start banner prints both.
-
-    dtype: of queries, keys and values; head_dim: of queries and keys; length: positions in a row; documents: they are
-    isolated in a row; device: none for any NVIDIA GPU. Raises UserError where a backend asked for by name can't, with
-    `where` as the name of the setting.
-    """
-    known = Request(dtype=jnp.dtype(dtype).name, key_dim=head_dim, length=length, documents=documents)
-    return choose(cfg.kernel, cfg.request(known), device, where)
-
-
-def choose_kernel(
-    cfg: MixerConfig, dtype: jnp.dtype | str, *, head_dim: int, length: int, documents: bool = False
-) -> str:
-    """The attention backend: for `auto` the fastest that can on the first device jax finds; arguments as above.
+def choose_kernel(cfg: MixerConfig, known: Request) -> Kernel:
+    """The attention backend: for `auto` the fastest that can on the first device jax finds. known: of the arrays.
 
     One asked for by name is not held against that device, as programs are also compiled for virtual devices.
     """
-    device = local_device() if cfg.kernel == "auto" else None
-    return kernel_choice(cfg, dtype, head_dim=head_dim, length=length, documents=documents, device=device).kernel
+    return choose(cfg.kernel, cfg.request(known), local_device() if cfg.kernel == "auto" else None).kernel
 
 
 class CoreAttention(nnx.Module):
     """The kernel in an island: each device has whole sequences of some heads."""
 
     def __init__(self, cfg: MixerConfig, settings: LayerSettings, *, scale: float):
-        self.cfg, self.layout, self.scale = cfg, settings.layout, scale
+        self.cfg, self.layout, self.scale, self.padded = cfg, settings.layout, scale, settings.padded
         if cfg.sink == "learned":
             self.sink = param((cfg.heads,), ("heads",), init=ZEROS, role="bias")
         relative = cfg.relative if isinstance(cfg, AttentionConfig) else None
@@ -75,15 +53,15 @@ class CoreAttention(nnx.Module):
         if key_index is None:
             key_index, key_segments = ctx.index, ctx.segments
         cfg, bias, causal = self.cfg, self.bias, self.causal
-        kernel = choose_kernel(
-            cfg, q.dtype, head_dim=q.shape[-1], length=q.shape[1], documents=ctx.segments is not None
-        )
+        isolated = ctx.segments is not None and key_segments is not None
+        known = Request(dtype=jnp.dtype(q.dtype).name, key_dim=q.shape[-1], length=q.shape[1], key_length=k.shape[1])
+        known = replace(known, documents=isolated and not self.padded, padded=isolated and self.padded)
+        kernel = choose_kernel(cfg, known)
         head_axes = self.layout.summed("heads")
         rate = 0.0 if ctx.row_keys is None else cfg.dropout
         keys = (
             jnp.zeros((q.shape[0], 2), jnp.uint32) if ctx.row_keys is None else fold_rows(ctx.row_keys, DROPOUT_PLACE)
         )
-        isolated = ctx.segments is not None and key_segments is not None
         ids = (ctx.segments, key_segments) if isolated else None
         weights = self.weights(ctx)
 
@@ -104,7 +82,7 @@ class CoreAttention(nnx.Module):
                 q,
                 k,
                 v,
-                Mask(index, key_index, *((None, None) if ids is None else ids), cfg.window, causal),
+                Mask(index, key_index, *((None, None) if ids is None else ids), cfg.window, causal, self.padded),
                 scale=self.scale,
                 dropout=drop,
                 sink=jnp.zeros(q.shape[2]) if cfg.sink == "zero" else weights.get("sink"),

@@ -64,6 +64,8 @@ class LayerSettings:
     """The same for matrices that write to the residual stream."""
     score_scale: Callable[[int], float] = lambda size: size**-0.5
     """Factor on scores by size of a head, where a layer says none itself."""
+    padded: bool = False
+    """Rows hold one text and padding after it, which has segment 0."""
 
 
 @dataclass(frozen=True, slots=True)

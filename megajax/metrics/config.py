@@ -44,7 +44,7 @@ class LoggingConfig(Builds):
     live: Literal["auto", "always", "never"] = "auto"
     """Progress bar that updates in place: auto = on a terminal; never = one plain line per `every` steps."""
     sample: bool = True
-    """Show at the end of training what the model can do: a text it continues, blanks it fills, a picture of its mistakes."""
+    """Show at the end of training what the model can do: it continues a text, fills blanks, or draws its mistakes."""
     prompt: str | None = None
     """The text that is continued or filled; none = a validation row."""
 

@@ -62,7 +62,7 @@ class ModelConfig(Protocol):
     def sampler(self) -> str | None:
         """What shows the work of a trained model: a name in `megajax.inference.sample.SAMPLERS`; none: nothing.
 
-        Or "module:function" of your own: (run, folder) -> a text to print, which may leave pictures in the run's folder.
+        Or "module:function" of your own: (run, folder) -> a text to print; it may leave pictures in the folder.
         """
         return None
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 from megajax.config.errors import UserError
 from megajax.config.missing import require
-from megajax.tokenizers.wordpiece import CONTINUATION, SPECIAL
+from megajax.tokenizers.wordpiece import CONTINUATION, NEEDED
 
 MOST_CHARACTERS = 1000
 """Rarer characters become [UNK], as in the vocabularies of BERT."""
@@ -25,7 +25,7 @@ def train_vocabulary(texts: Callable[[], Iterable[str]], *, size: int, lower: bo
         UserError: texts without a word, a size below that of the alphabet, or the extra `tokenizers` not installed.
     """
     tokenizers = require("tokenizers", "Training of a vocabulary")
-    engine = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token=SPECIAL["unknown"]))
+    engine = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
     engine.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lower)
     engine.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     words = Counter(word for text in texts() for word in engine.normalizer.normalize_str(text).split())
@@ -37,7 +37,7 @@ def train_vocabulary(texts: Callable[[], Iterable[str]], *, size: int, lower: bo
     kept = sorted(letters, key=lambda letter: (-letters[letter], letter))[:MOST_CHARACTERS]
     # A letter inside of words needs the same at their start: the trainer drops it otherwise.
     alphabet = sorted({letter.removeprefix(CONTINUATION) for letter in kept} | set(kept))
-    tokens = [*SPECIAL.values(), *alphabet]
+    tokens = [*NEEDED, *alphabet]
     if not alphabet:
         raise UserError("the text for a vocabulary has no word in it")
     if size < len(tokens):

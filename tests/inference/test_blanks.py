@@ -60,7 +60,8 @@ def test_a_prompts_blanks_are_filled(tokenizer: Any, tmp_path: Path) -> None:
 
 def test_a_validation_rows_blanks_have_the_true_words_beside(tokenizer: Any, tmp_path: Path) -> None:
     row = {name: np.zeros(LENGTH, np.int32) for name in ("tokens", "labels", "segment_ids", "token_types")}
-    row["tokens"][:6] = [tokenizer.cls, 5, tokenizer.mask, 10, 7, tokenizer.sep]
+    specials = tokenizer.specials
+    row["tokens"][:6] = [specials["cls"], 5, specials["mask"], 10, 7, specials["sep"]]
     row["segment_ids"][:6], row["labels"][2] = 1, 9
     lines = sample_blanks(run_of(BERT, tokenizer, bert_of(tokenizer, 6), valid=[row]), tmp_path).splitlines()
     assert lines[1] == "the __1__ ##s sat [SEP]"

@@ -40,7 +40,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def custom_call(target: str, config: dict, *operands: Any) -> list[np.ndarray]:
-    """What cuDNN makes of a call: piece by piece of the flat arrays where offsets say where pieces lie."""
+    """What cuDNN makes of a call: piece by piece of the flat arrays, of lengths and at offsets as it is told.
+
+    What no piece covers is NaN: cuDNN need not write there.
+    """
     backward, biased, causal = "Backward" in target, "Bias" in target, "CAUSAL" in config["mask_type"]
     rest = [np.asarray(x, np.int64 if x.dtype == jnp.int32 else np.float64) for x in operands]
     q, k, v = rest[:3]
@@ -51,20 +54,24 @@ def custom_call(target: str, config: dict, *operands: Any) -> list[np.ndarray]:
         rest.pop(0)  # the output, of which the kernel needs its product with the gradient alone
         given = np.asarray(operands[5 + biased], np.float64)
         delta = (given * dout).sum(-1)
-    most, (batch, length, heads, _) = config["max_seg_per_batch"], q.shape
+    most, (batch, length, heads, _), key_length = config["max_seg_per_batch"], q.shape, k.shape[1]
     if most == 1:
-        lengths, q_begins, k_begins = np.full(batch, length), np.arange(batch) * length, np.arange(batch) * length
+        lengths, key_lengths = rest if "PADDING" in config["mask_type"] else np.tile([[length], [key_length]], batch)
+        assert (lengths > 0).all() and (key_lengths > 0).all(), "cuDNN before 9.25 makes NaNs of rows without keys"
+        q_begins, k_begins = np.arange(batch) * length, np.arange(batch) * key_length
     else:
         lengths, key_lengths, q_begins, k_begins = (x.reshape(x.size) for x in rest)
         assert (lengths == key_lengths).all() and lengths.size == batch * most and q_begins.size == batch * (most + 1)
         q_begins, k_begins = q_begins // (heads * q.shape[3]), k_begins // (k.shape[2] * k.shape[3])
-    flat = [x.reshape(batch * length, *x.shape[2:]) for x in (q, k, v)]
-    out, stats = np.zeros((batch * length, heads, v.shape[3])), np.full((batch * most, heads, length), 1e9)
-    grads = [np.zeros_like(x) for x in flat]
+    flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    out, stats = np.full((batch * length, heads, v.shape[3]), np.nan), np.full((batch * most, heads, length), np.nan)
+    grads = [np.full_like(x, np.nan) for x in flat]
     share = heads // k.shape[2]
-    for piece, size in enumerate(lengths):
-        here, there = slice(q_begins[piece], q_begins[piece] + size), slice(k_begins[piece], k_begins[piece] + size)
-        before = np.arange(size)[:, None] - np.arange(size)[None]
+    for piece, (size, key_size) in enumerate(zip(lengths, key_lengths, strict=True)):
+        here, there = slice(q_begins[piece], q_begins[piece] + size), slice(k_begins[piece], k_begins[piece] + key_size)
+        for grad, part in zip(grads, (here, there, there), strict=True):
+            grad[part] = 0
+        before = np.arange(size)[:, None] - np.arange(key_size)[None]
         seen = before >= 0 if causal else before == before
         seen &= before < (config["sliding_window_length"] or size + 1)
         for n in range(heads):
@@ -82,7 +89,7 @@ def custom_call(target: str, config: dict, *operands: Any) -> list[np.ndarray]:
             grads[1][there, n // share] += ds.T @ a
             grads[2][there, n // share] += p.T @ do
     made = grads if backward else [out]
-    turned = [x.reshape(batch, length, *x.shape[1:]).transpose(0, 2, 1, 3) for x in made]
+    turned = [x.reshape(batch, -1, *x.shape[1:]).transpose(0, 2, 1, 3) for x in made]
     last = [np.zeros((0,), np.uint8)]
     return [x.astype(operands[0].dtype) for x in turned] + ([] if backward else [stats.astype(np.float32)]) + last
 

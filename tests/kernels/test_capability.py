@@ -16,6 +16,7 @@ A100 = Device(name="A100", capability=(8, 0), cudnn=(9, 10, 0))
 B200 = Device(name="B200", capability=(10, 0), cudnn=(9, 11, 0))
 DESKTOP = Device(name="RTX 5090", capability=(12, 0), cudnn=(9, 11, 0))
 PLAIN = Request(dtype="bfloat16", key_dim=128, value_dim=128, length=4096)
+ACROSS = replace(PLAIN, causal=False, cross=True, key_length=512)
 LATENT = replace(PLAIN, key_dim=192)
 
 
@@ -46,6 +47,15 @@ LATENT = replace(PLAIN, key_dim=192)
         (H100, replace(PLAIN, bias=True), "reference", ("has no bias of scores",)),
         (H100, replace(PLAIN, dropout=0.1), "reference", ("the same on every layout, which is 0.1",)),
         (H100, replace(PLAIN, causal=False, window=3), "pallas", ("has windows in causal attention only",)),
+        (A100, replace(PLAIN, causal=False, padded=True), "cudnn", ()),
+        (A100, replace(ACROSS, padded=True), "cudnn", ()),
+        (
+            H100,
+            replace(ACROSS, key_length=511),
+            "pallas",
+            ("cudnn: takes rows of even length, not of 511",),
+        ),
+        (H100, replace(ACROSS, documents=True), "pallas", ("does not isolate documents between two sequences",)),
     ],
 )
 def test_auto_chooses_the_fastest_supported_backend(

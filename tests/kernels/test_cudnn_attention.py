@@ -124,6 +124,7 @@ def calls(text: str) -> list[tuple]:
 
 MIXED = [(2, 32, 4, 48), (2, 32, 2, 48), (2, 32, 2, 32)]
 ALIKE = [(2, 32, 4, 16), (2, 32, 2, 16), (2, 32, 2, 16)]
+ACROSS = [(2, 32, 4, 16), (2, 48, 2, 16), (2, 48, 2, 16)]
 LENGTHS = np.array([[5, 20, 7, -1], [32, -1, -1, -1]], np.int32)
 BEGINS = np.array([[0, 5, 25, -1, -1], [0, -1, -1, -1, -1]], np.int32)
 FOUR = np.array([np.repeat([0, 1, 2], [5, 20, 7]), np.zeros(32)], np.int32)
@@ -140,6 +141,19 @@ CALLS = {
     ),
     "values of another size": ("cudnn", [(*x[:3], x[3] * 4) for x in MIXED], {}, {"mask_type": CAUSAL}),
     "documents in a mask": ("cudnn_mask", ALIKE, {"documents": 4}, {"mask_type": CAUSAL, "mask": True}),
+    "across": ("cudnn", ACROSS, {"causal": False}, {}),
+    "padded": (
+        *("cudnn", ALIKE, {"causal": False, "padded": [20, 0]}),
+        {"mask_type": theirs.MaskType.PADDING, "q_seqlen": [20, 1], "kv_seqlen": [20, 1]},
+    ),
+    "padded, causal": (
+        *("cudnn_mask", ALIKE, {"padded": [20, 32]}),
+        {"mask_type": PADDED, "q_seqlen": [20, 32], "kv_seqlen": [20, 32]},
+    ),
+    "across, padded": (
+        *("cudnn", ACROSS, {"causal": False, "padded": [32, 20], "key_padded": [48, 3]}),
+        {"mask_type": theirs.MaskType.PADDING, "q_seqlen": [32, 20], "kv_seqlen": [48, 3]},
+    ),
 }
 
 
@@ -150,15 +164,20 @@ def test_the_custom_calls_equal_those_of_jax(case, dtype, monkeypatch):
     monkeypatch.setattr(theirs, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(theirs, "check_compute_capability", lambda _: True)
     monkeypatch.setattr("megajax.kernels.cudnn.DOCUMENTS", 4)
-    # Where documents don't fit, another kernel is called, which is not lowered here.
+    # Where documents or padding don't fit, another kernel is called, which is not lowered here.
     monkeypatch.setattr(jax.lax, "cond", lambda fit, fused, other: fused())
     kernel, shapes, ours, said = CALLS[case]
     ours, said = dict(ours), dict(said)
-    segments = FOUR if ours.pop("documents", None) else None
-    index = np.arange(32)
-    mask = Mask(index, index, segments, segments, **ours)
+    lengths = [32, shapes[1][1]]
+    segments = [FOUR] * 2 if ours.pop("documents", None) else [None] * 2
+    if texts := ours.pop("padded", None):
+        both = zip(lengths, (texts, ours.pop("key_padded", texts)), strict=True)
+        segments = [(np.arange(n) < np.array(each)[:, None]).astype(np.int32) for n, each in both]
+        ours["padded"] = True
+    mask = Mask(*map(np.arange, lengths), *segments, **ours)
     if said.pop("mask", False):
         said["mask"] = mask.visible()[:, None]
+    said |= {name: np.array(said[name], np.int32) for name in ("q_seqlen", "kv_seqlen") if name in said}
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     jaxs = partial(theirs.dot_product_attention, scale=SCALE, **said)
     actual, expected = (

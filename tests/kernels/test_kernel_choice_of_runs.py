@@ -1,6 +1,8 @@
 """What a run says of its attention kernels: errors before anything is built, and lines of the start banner."""
 
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -8,6 +10,9 @@ from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.job import banner
 from megajax.kernels.capability import Device
+from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, RelativeBiasConfig, StackConfig
+from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
+from megajax.models.config import T5Config
 from megajax.training.kernels import demand_kernels
 
 H100 = Device(name="NVIDIA H100", capability=(9, 0), cudnn=(9, 10, 0))
@@ -31,6 +36,62 @@ def test_the_error_names_the_setting_and_an_alternative() -> None:
         demand_kernels(config(f"{MIXER}.kernel=cudnn"), A100)
     assert str(caught.value).startswith(f"{MIXER}.kernel=cudnn: cuDNN's attention isolates documents from compute")
     assert str(caught.value).endswith(f"Set {MIXER}.kernel=pallas or auto.")
+
+
+READ, WRITTEN = AttentionConfig(heads=4, causal=False), AttentionConfig(heads=4)
+MLP = DenseMLPConfig(ffn=32)
+
+
+def t5(read: AttentionConfig = READ, written: AttentionConfig = WRITTEN, **cross: Any) -> SimpleNamespace:
+    """What is read of the config of a run of T5."""
+    across = CrossAttentionConfig(heads=4, **cross)
+    model = T5Config(
+        hidden=64,
+        vocabulary_size=64,
+        sequence_length=32,
+        encoder_length=48,
+        encoder=StackConfig(pattern=(BlockConfig(mixer=read, mlp=MLP),), repeats=2),
+        stack=StackConfig(pattern=(CrossBlockConfig(mixer=written, cross=across, mlp=MLP),), repeats=2),
+    )
+    data = SimpleNamespace(leaves=lambda: {"segment_ids": "int32", "encoder_segment_ids": "int32"})
+    return SimpleNamespace(model=model, data=data, precision=SimpleNamespace(compute="bfloat16"))
+
+
+def test_every_kind_of_attention_has_a_kernel_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    biased = replace(WRITTEN, relative=RelativeBiasConfig(shared=True))
+    cfg = t5(written=biased)
+    chosen = demand_kernels(cfg, A100)
+    assert [(choice.place, choice.kernel) for choice in chosen] == [
+        ("encoder self-attention", "cudnn"),
+        ("decoder self-attention", "reference"),
+        ("decoder cross-attention", "cudnn"),
+    ]
+    monkeypatch.setattr("megajax.training.kernels.local_device", lambda: A100)
+    monkeypatch.setattr(banner, "local_device", lambda: A100)
+    (_, kernels), (_, why) = banner._kernels(SimpleNamespace(cfg=cfg))
+    assert kernels.startswith(
+        "encoder self-attention cudnn, decoder self-attention reference, decoder cross-attention cudnn"
+    )
+    assert why == ("decoder self-attention reference, because cudnn, pallas, cudnn_mask: has no bias of scores")
+    model = cfg.model.with_kernels([choice.kernel for choice in chosen])
+    block = model.stack.pattern[0]
+    assert [each.kernel for each in (model.encoder.pattern[0].mixer, block.mixer, block.cross)] == [
+        "cudnn",
+        "reference",
+        "cudnn",
+    ]
+
+
+def test_a_kernel_that_cannot_is_refused_in_every_section() -> None:
+    asked = replace(READ, kernel="cudnn", dropout=0.1)
+    with pytest.raises(
+        UserError, match=r"model\.encoder\.pattern\.0\.mixer\.kernel=cudnn: .* no dropout .* Set .*reference"
+    ):
+        demand_kernels(t5(read=asked), H100)
+    with pytest.raises(UserError, match=r"model\.stack\.pattern\.0\.cross\.kernel=pallas: .*not in float32"):
+        cfg = t5(kernel="pallas")
+        cfg.precision.compute = "float32"
+        demand_kernels(cfg, H100)
 
 
 @pytest.mark.parametrize(

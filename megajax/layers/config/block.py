@@ -52,6 +52,10 @@ class BlockConfig(Builds):
             return [Problem("dropout", f"must be at least 0 and below 1, got {self.dropout}")]
         return []
 
+    def mixers(self) -> dict[str, MixerConfig | LayerBuilder]:
+        """Setting -> config, of each part that mixes along a sequence."""
+        return {"mixer": self.mixer}
+
     def missing_facts(self) -> dict[str, list[str]]:
         """Setting -> what its config lacks of the protocol of such layers, for each that lacks any."""
         layers: dict[str, tuple[object, type]] = {

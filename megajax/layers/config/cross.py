@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from megajax.config.errors import Problem
 from megajax.kernels.capability import Request
-from megajax.layers.config.attention import AttentionConfig
+from megajax.layers.config.attention import AttentionConfig, MixerConfig
 from megajax.layers.config.block import BlockConfig
-from megajax.layers.facts import Elements, Matmul, MultiplyAdds, Weight, prefixed, total_size
+from megajax.layers.facts import Elements, LayerBuilder, Matmul, MultiplyAdds, Weight, prefixed, total_size
 from megajax.layers.remat import Part
 
 
@@ -29,7 +29,7 @@ class CrossAttentionConfig(AttentionConfig):
 
     def request(self, known: Request) -> Request:
         """What an attention backend is asked for."""
-        return replace(AttentionConfig.request(self, known), cross=True)
+        return replace(AttentionConfig.request(self, known), key_length=known.key_length, cross=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +45,10 @@ class CrossBlockConfig(BlockConfig):
         if self.layer_scale is not None:
             problems.append(Problem("layer_scale", "is of blocks with two sub-layers", "set it to none"))
         return problems
+
+    def mixers(self) -> dict[str, MixerConfig | LayerBuilder]:
+        """Cross-attention too."""
+        return {**BlockConfig.mixers(self), "cross": self.cross}
 
     def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """What is wrong with mixer, cross-attention and MLP on a mesh. sizes: mesh axis -> devices."""

@@ -46,7 +46,7 @@ class BertConfig(DecoderConfig):
         ids = Leaf("int32", (self.sequence_length,), ("seq",), below=self.vocabulary_size)
         kinds = {"token_types": replace(ids, below=self.token_types)} if self.token_types else {}
         order = {"is_random": Leaf("int32", below=2)} if self.next_sentence else {}
-        # segment_ids: 1 for tokens, 0 for padding; tokens attend to those with the same number.
+        # segment_ids: 1 for tokens, 0 for the padding after them; tokens attend to tokens.
         return {
             "tokens": ids,
             "labels": ids,
@@ -55,6 +55,10 @@ class BertConfig(DecoderConfig):
             **kinds,
             **order,
         }
+
+    def pads_rows(self) -> bool:
+        """Pairs of sentences are padded."""
+        return True
 
     def sampler(self) -> str | None:
         """It fills in blanks."""

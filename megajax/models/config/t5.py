@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from megajax.batch import Leaf
 from megajax.config.errors import Problem
+from megajax.kernels.capability import Request
 from megajax.layers.config import BlockConfig, LayerNormConfig, NormConfig, StackConfig
 from megajax.layers.config.cross import CrossBlockConfig
 from megajax.layers.facts import LayerBuilder
@@ -52,6 +53,27 @@ class T5Config(DecoderConfig):
         encoder = {f"encoder.pattern.{place}": block for place, block in enumerate(self.encoder.pattern)}
         return DecoderConfig.named_blocks(self) | encoder
 
+    def named_stacks(self) -> dict[str, StackConfig | SegmentsConfig]:
+        """The encoder's layers too."""
+        return {"encoder": self.encoder, "stack": self.stack}
+
+    def length_of(self, setting: str) -> int:
+        """Tokens of a row of the encoder or of the decoder."""
+        return self.encoder_length if setting.startswith("encoder") else self.sequence_length
+
+    def known_rows(self, stack: str, known: Request) -> Request:
+        """Keys of another sequence are the encoder's."""
+        return replace(DecoderConfig.known_rows(self, stack, known), key_length=self.encoder_length)
+
+    def attention_name(self, stack: str, part: str) -> str:
+        """Of three kinds."""
+        section = "decoder" if stack == "stack" else stack
+        return f"{section} {'cross' if part == 'cross' else 'self'}-attention"
+
+    def pads_rows(self) -> bool:
+        """Both what is read and what is written."""
+        return True
+
     def has_dropout(self) -> bool:
         """Whether training draws random numbers."""
         return DecoderConfig.has_dropout(self) or any(block.has_dropout() for block in self.encoder.pattern)
@@ -60,7 +82,7 @@ class T5Config(DecoderConfig):
         """What the encoder reads, and the tokens that the decoder continues."""
         ids = Leaf("int32", (self.sequence_length,), ("seq",), below=self.vocabulary_size)
         read = replace(ids, shape=(self.encoder_length,))
-        # segment_ids: 1 for tokens, 0 for padding; a position attends to those with the same number.
+        # segment_ids: 1 for tokens, 0 for the padding after them; tokens attend to tokens.
         return {
             "encoder_tokens": read,
             "encoder_segment_ids": replace(read, below=None),

@@ -45,9 +45,10 @@ class TransformerConfig:
         """What is wrong with the mixers of the blocks on rows of this length and width."""
         problems = []
         for where, block in self.named_blocks().items():
-            if isinstance(block.mixer, Mixer):
-                for problem in block.mixer.shape_problems(hidden=self.hidden, length=self.positions()):
-                    problems.append(Problem(f"{where}.mixer.{problem.where}", problem.what, problem.hint))
+            for part, mixer in block.mixers().items():
+                if isinstance(mixer, Mixer):
+                    for problem in mixer.shape_problems(hidden=self.hidden, length=self.length_of(where)):
+                        problems.append(Problem(f"{where}.{part}.{problem.where}", problem.what, problem.hint))
         return problems
 
     def recompute_problems(self) -> list[Problem]:
@@ -93,23 +94,55 @@ class TransformerConfig:
         return total_size(self.norm.weights(self.hidden))
 
     def kernel_choices(self, known: Request, device: Device | None) -> tuple[Choice, ...]:
-        """The kernel of each block whose mixer is a `Mixer`, and why not a faster one. device: None for any NVIDIA GPU.
+        """The kernel of each `Mixer` of each block, and why not a faster one. device: None for any NVIDIA GPU.
 
         known: what is known of the run. Raises UserError for a kernel asked for by name that is not available.
         """
-        known = replace(known, length=self.positions())
-        return tuple(
-            block.mixer.kernel_choice(self.hidden, known, device, f"model.stack.pattern.{place}.mixer.kernel")
-            for place, block in enumerate(self.stack.pattern)
-            if isinstance(block.mixer, Mixer)
-        )
+        choices = []
+        for name, stack in self.named_stacks().items():
+            rows = self.known_rows(name, known)
+            for place, block in enumerate(stack.pattern):
+                for part, mixer in block.mixers().items():
+                    if isinstance(mixer, Mixer):
+                        where = f"model.{name}.pattern.{place}.{part}.kernel"
+                        choice = mixer.kernel_choice(self.hidden, rows, device, where)
+                        choices.append(choice._replace(place=self.attention_name(name, part)))
+        return tuple(choices)
 
     def with_kernels(self, names: Sequence[Kernel]) -> Self:
-        """The same model with these kernels in the blocks of `kernel_choices`."""
-        chosen, mixers = iter(names), (block.mixer for block in self.stack.pattern)
-        new = [mixer.with_kernel(next(chosen)) if isinstance(mixer, Mixer) else mixer for mixer in mixers]
-        blocks = [replace(block, mixer=mixer) for block, mixer in zip(self.stack.pattern, new, strict=True)]
-        return replace(self, stack=self.stack.with_pattern(blocks))
+        """The same model with these kernels in the layers of `kernel_choices`."""
+        chosen, stacks = iter(names), {}
+        for name, stack in self.named_stacks().items():
+            blocks = []
+            for block in stack.pattern:
+                mixers = {part: mixer for part, mixer in block.mixers().items() if isinstance(mixer, Mixer)}
+                blocks.append(replace(block, **{part: each.with_kernel(next(chosen)) for part, each in mixers.items()}))
+            stacks[name] = stack.with_pattern(blocks)
+        return replace(self, **stacks)
+
+    def named_stacks(self) -> dict[str, StackConfig | SegmentsConfig]:
+        """Setting -> the layers of a section."""
+        return {"stack": self.stack}
+
+    def length_of(self, setting: str) -> int:
+        """Positions of a row of these layers: a setting that begins with a name of `named_stacks`."""
+        del setting
+        return self.positions()
+
+    def known_rows(self, stack: str, known: Request) -> Request:
+        """`known`, with what is known of rows of these layers, a name of `named_stacks`."""
+        padded = self.pads_rows()
+        documents = known.documents and not padded
+        return replace(known, length=self.length_of(stack), documents=documents, padded=padded)
+
+    def attention_name(self, stack: str, part: str) -> str:
+        """What the banner calls this part of the blocks of a stack; "" for a model with one kind of attention."""
+        del stack, part
+        return ""
+
+    def pads_rows(self) -> bool:
+        """Whether `segment_ids` tell one text from the padding after it, rather than documents from each other."""
+        return False
 
     def parallel_problems(self, parallel: ParallelConfig, shards: int | None) -> Iterator[Problem]:
         """Sizes that the mesh does not divide, and recomputation that does not fit it."""

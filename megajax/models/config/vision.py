@@ -1,13 +1,14 @@
 """The config of a tower that reads images; importing this imports neither jax nor flax."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, lcm
 from typing import ClassVar, Literal
 
 from megajax.batch import Leaf
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
+from megajax.kernels.capability import Request
 from megajax.layers.config import LARGEST, LayerNormConfig, NormConfig, StackConfig, above_zero
 from megajax.layers.facts import LayerBuilder, MultiplyAdds, Norm, total_size
 from megajax.layers.remat import Part, Recompute
@@ -126,6 +127,14 @@ class VisionTowerConfig(Builds, TransformerConfig):
     def padding(self) -> int:
         """Positions at the end of a row that are padding."""
         return self.positions() - self.used_positions()
+
+    def pads_rows(self) -> bool:
+        """Whether there are such positions."""
+        return self.padding() > 0
+
+    def known_rows(self, stack: str, known: Request) -> Request:
+        """An image is one document."""
+        return replace(TransformerConfig.known_rows(self, stack, known), documents=False)
 
     def patch_size(self) -> int:
         """Numbers in a patch."""

@@ -177,7 +177,10 @@ def with_kernels(cfg: RunConfig, gpu: GPU) -> tuple[RunConfig, tuple[str, ...]]:
     model = cfg.model
     if isinstance(model, ChoosesKernels):
         model = model.with_kernels([choice.kernel for choice in chosen])
-    described = (f"{kernel} ({'; '.join(reasons)})" if reasons else kernel for kernel, reasons in chosen)
+    described = (
+        f"{choice.place} {choice.kernel}".strip() + (f" ({'; '.join(choice.reasons)})" if choice.reasons else "")
+        for choice in chosen
+    )
     return cfg.but(model=model), tuple(described)
 
 
