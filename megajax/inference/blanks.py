@@ -30,7 +30,7 @@ def sample_blanks(run: Trained, folder: Path) -> str | None:
     """Fills the blanks, written [MASK], of the config's prompt or else of a validation row; None without either."""
     del folder
     tokenizer, valid, schema = run.parts.tokenizer, run.parts.splits.valid, run.cfg.model.schema()
-    prompt, mask = run.cfg.logging.prompt, getattr(run.parts.tokenizer, "mask", None)
+    prompt, mask = run.cfg.logging.prompt, tokenizer.specials.get("mask")
     if mask is None:
         return "no blanks are shown: the tokenizer has no mask token"
     if prompt:
@@ -87,7 +87,7 @@ def sample_spans(run: Trained, folder: Path) -> str | None:
     """Fills the blanks, <extra_id_0> and so on, of the config's prompt or else of a validation row; None without."""
     del folder
     tokenizer, valid, schema = run.parts.tokenizer, run.parts.splits.valid, run.cfg.model.schema()
-    prompt, sentinels = run.cfg.logging.prompt, getattr(tokenizer, "sentinels", ())
+    prompt, sentinels = run.cfg.logging.prompt, tokenizer.sentinels
     if not len(sentinels):
         return "no blanks are shown: the tokenizer has no sentinels"
     truth: Sequence[int] = ()
@@ -129,13 +129,13 @@ def greedy(
     model: Model, tokenizer: Any, leaves: Mapping[str, np.ndarray], *, length: int, seconds: float = SECONDS
 ) -> list[int]:
     """The likeliest token after each, by full forward passes, up to [EOS], `length` tokens or the time."""
-    deadline, tokens, ones = time.monotonic() + seconds, [tokenizer.bos], np.ones((1, length), np.int32)
+    deadline, tokens, ones = time.monotonic() + seconds, [tokenizer.specials["bos"]], np.ones((1, length), np.int32)
     while len(tokens) < length and time.monotonic() < deadline:
         row = np.full((1, length), tokenizer.pad, np.int32)
         row[0, : len(tokens)] = tokens
         logits = np.asarray(model(tokens=row, segment_ids=ones, **leaves)[0, len(tokens) - 1])
         token = int(logits[: tokenizer.vocabulary_size].argmax())
-        if token == tokenizer.eos:
+        if token == tokenizer.specials["eos"]:
             break
         tokens.append(token)
     return tokens[1:]
@@ -181,7 +181,7 @@ def _with_numbers(tokens: Sequence[tuple[int, int | None]], tokenizer: Any) -> s
 def _plain(tokens: Sequence[int] | None, tokenizer: Any) -> str:
     if tokens is None:
         return "-"
-    known = [token for token in tokens if token not in (tokenizer.eos, tokenizer.pad)]
+    known = [token for token in tokens if token not in (tokenizer.specials["eos"], tokenizer.pad)]
     return tokenizer.decode(known) or "nothing"
 
 

@@ -73,8 +73,8 @@ def test_what_cannot_be_shown_is_said(tokenizer: Any, tmp_path: Path) -> None:
     assert sample_spans(run_of(T5, tokenizer, None), tmp_path) is None
     assert "has no [MASK]" in sample_blanks(run_of(BERT, tokenizer, None, prompt="the cat"), tmp_path)
     assert "has no <extra_id_0>" in sample_spans(run_of(T5, tokenizer, None, prompt="the cat"), tmp_path)
-    assert "no mask token" in sample_blanks(run_of(BERT, SimpleNamespace(), None), tmp_path)
-    assert "no sentinels" in sample_spans(run_of(T5, SimpleNamespace(), None), tmp_path)
+    assert "no mask token" in sample_blanks(run_of(BERT, SimpleNamespace(specials={}, sentinels=()), None), tmp_path)
+    assert "no sentinels" in sample_spans(run_of(T5, SimpleNamespace(specials={}, sentinels=()), None), tmp_path)
 
 
 def t5_of(tokenizer: Any, answer: list[int]) -> Any:
@@ -83,9 +83,9 @@ def t5_of(tokenizer: Any, answer: list[int]) -> Any:
 
     def model(*, tokens: np.ndarray, segment_ids: np.ndarray, encoder_tokens: np.ndarray,
               encoder_segment_ids: np.ndarray) -> np.ndarray:  # fmt: skip
-        assert tokens[0, 0] == tokenizer.bos and tokens.shape == segment_ids.shape == (1, 8)
+        assert tokens[0, 0] == tokenizer.specials["bos"] and tokens.shape == segment_ids.shape == (1, 8)
         assert encoder_tokens.shape == encoder_segment_ids.shape == (1, LENGTH)
-        following = np.full((1, 8), tokenizer.eos)
+        following = np.full((1, 8), tokenizer.specials["eos"])
         following[0, : len(answer)] = answer
         return logits_of(following, size)
 
@@ -106,7 +106,7 @@ def test_a_validation_rows_spans_have_the_true_words_beside(tokenizer: Any, tmp_
     row = {name: np.zeros(LENGTH, np.int32) for name in ("encoder_tokens", "encoder_segment_ids")}
     row["encoder_tokens"][:4] = [5, first, 8, second]
     row["encoder_segment_ids"][:4] = 1
-    row["labels"] = np.array([first, 6, second, 5, 9, tokenizer.eos, 0, 0], np.int32)
+    row["labels"] = np.array([first, 6, second, 5, 9, tokenizer.specials["eos"], 0, 0], np.int32)
     row["loss_mask"] = np.array([1, 1, 1, 1, 1, 1, 0, 0], np.float32)
     run = run_of(T5, tokenizer, t5_of(tokenizer, [first, 9, 9]), valid=[row])
     lines = sample_spans(run, tmp_path).splitlines()

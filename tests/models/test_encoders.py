@@ -9,7 +9,16 @@ from tiny_runs import LENGTH, ONE, READ, VOCABULARY, program, train
 
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.tree import check
-from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
+from megajax.layers.config import (
+    AttentionConfig,
+    BlockConfig,
+    DenseMLPConfig,
+    GatedMLPConfig,
+    LayerNormConfig,
+    RelativeBiasConfig,
+    RopeConfig,
+    StackConfig,
+)
 from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
 from megajax.layers.remat import Recompute
 from megajax.mesh.config import ParallelConfig
@@ -55,6 +64,20 @@ def t5(recompute: Recompute = "selective", *, dropout: float = 0.0) -> T5Config:
     )
 
 
+def positioned(*, rope: bool) -> T5Config:
+    """T5 with rotary positions, or with T5's own, and a gated MLP."""
+    sections = []
+    for (block,), both_ways in ((t5().encoder.pattern, True), (t5().stack.pattern, False)):
+        bias = RelativeBiasConfig(buckets=8, distance=12, shared=True, both_ways=both_ways)
+        mixer = replace(block.mixer, rope=RopeConfig()) if rope else replace(block.mixer, relative=bias)
+        sections.append(
+            StackConfig(
+                pattern=(replace(block, mixer=mixer, mlp=GatedMLPConfig(ffn=48, activation="gelu_tanh")),), repeats=2
+            )
+        )
+    return replace(t5(), encoder=sections[0], stack=sections[1], learned_positions=False)
+
+
 def slow(*values: object) -> object:
     return pytest.param(*values, marks=pytest.mark.slow)
 
@@ -79,6 +102,9 @@ FSDP = ParallelConfig(data=4, tensor=2, data_sharding="fsdp")
         slow(t5(), FSDP),
         slow(t5(), ParallelConfig(data=8)),
         slow(t5("none"), ParallelConfig(data=2, tensor=4)),
+        slow(positioned(rope=True), MIXED),
+        slow(positioned(rope=False), MIXED),
+        slow(positioned(rope=False), FSDP),
     ],
 )
 def test_trains_like_one_device(model: DecoderConfig, parallel: ParallelConfig) -> None:

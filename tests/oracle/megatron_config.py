@@ -76,12 +76,12 @@ def decoder_config(
     """
     core, outer = Settings(config), Settings(model)
     hidden, bias = core.take("hidden_size"), core.take("add_bias_linear", True)
-    layers, norm = core.take("num_layers"), _norm(core, "RMSNorm" if latent else "LayerNorm")
+    layers, norm = core.take("num_layers"), norm_config(core, "RMSNorm" if latent else "LayerNorm")
     learned = outer.left.get("position_embedding_type", "learned_absolute") == "learned_absolute"
     ropes = _rotated_layers(core, layers)
     windows = _windowed_layers(core, layers, positions)
-    mixer = _latent(core, outer, norm, bias) if latent else _attention(core, outer, norm, bias, positions)
-    mlp = _mlp(core, core.take("ffn_hidden_size", 4 * hidden), bias)
+    mixer = _latent(core, outer, norm, bias) if latent else attention_config(core, outer, norm, bias, positions)
+    mlp = mlp_config(core, core.take("ffn_hidden_size", 4 * hidden), bias)
     blocks = []
     for rotated, window in zip(ropes, windows, strict=True):
         changes = {"window": window} | ({} if rotated else {"rope": None})
@@ -158,7 +158,7 @@ def _rotated_layers(core: Settings, layers: int) -> list[bool]:
 SINKS = {"vanilla": "none", "off-by-one": "zero", "learnable": "learned"}
 
 
-def _attention(core: Settings, outer: Settings, norm: NormConfig, bias: bool, length: int) -> AttentionConfig:
+def attention_config(core: Settings, outer: Settings, norm: NormConfig, bias: bool, length: int) -> AttentionConfig:
     normed, without_gain = core.take("qk_layernorm", False), core.take("qk_l2_norm", False)
     qkv_bias = core.take("add_qkv_bias", False) or bias
     return AttentionConfig(
@@ -249,7 +249,7 @@ def _rope(core: Settings, outer: Settings, length: int) -> RopeConfig | None:
     )
 
 
-def _norm(core: Settings, default: str) -> NormConfig:
+def norm_config(core: Settings, default: str) -> NormConfig:
     kind, epsilon = core.take("normalization", default), core.take("layernorm_epsilon", 1e-5)
     centred = core.take("layernorm_zero_centered_gamma", False)
     if kind not in ("LayerNorm", "RMSNorm"):
@@ -262,7 +262,7 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "openai_gelu": "
                "squared_relu": "squared_relu"}  # fmt: skip
 
 
-def _mlp(core: Settings, ffn: int, bias: bool) -> MLPConfig:
+def mlp_config(core: Settings, ffn: int, bias: bool) -> MLPConfig:
     gated, named = core.take("gated_linear_unit", False), str(core.take("activation_func", "gelu"))
     activation = ACTIVATIONS.get(named.rsplit(".", 1)[-1])
     if activation is None:

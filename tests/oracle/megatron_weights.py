@@ -246,6 +246,10 @@ def _t5(cfg: T5Config) -> dict[str, Piece]:
     actual = {"embedding.word_embeddings.weight": _table("tokens", cfg)}
     if cfg.learned_positions:
         actual["embedding.position_embeddings.weight"] = _same("positions")
+    for name, stack in (("encoder", cfg.encoder), ("decoder", cfg.stack)):
+        if stack.shared_weights():
+            path = f"{'encoder.' if name == 'encoder' else ''}stack.relative.table"
+            actual[f"{name}_relative_pos_emb.relative_attention_bias.weight"] = _same(path)
     for number in range(cfg.encoder.layers()):
         block = cfg.encoder.pattern[0]
         actual |= _block(f"encoder.layers.{number}", "encoder.stack.blocks.0", block, cfg.hidden, number)
@@ -257,6 +261,8 @@ def _t5(cfg: T5Config) -> dict[str, Piece]:
         actual |= {key: piece for key, piece in own.items() if "mlp" not in key} | crossing
         actual |= {key: piece for key, piece in own.items() if "mlp" in key}
     actual |= _norm("decoder.final_layernorm", "norm", cfg.norm, None)
+    if not cfg.tied:
+        return actual | {"lm_head.output_layer.weight": _table("head", cfg)}
     return actual | {"lm_head.output_layer.bias": _vocabulary_bias("head_bias", cfg)}
 
 

@@ -1,7 +1,7 @@
 """Hugging Face models in our decoder: logits, loss and greedy tokens of every checkpoint in the folder, in float32."""
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -213,6 +213,8 @@ def llama_layer(cfg: DecoderConfig, held: Checkpoint, layer: str) -> Tensors:
     return actual | held.norm("mlp_norm", f"{layer}.post_attention_layernorm")
 
 
+ELSEWHERE = {"t5", "mt5", "vit"}
+"""Families with tests of their own."""
 FAMILIES = {
     "gpt2": (gpt2_config, gpt2_weights),
     "llama": (llama_config, llama_weights),
@@ -237,17 +239,12 @@ def load_case(folder: Path) -> tuple[DecoderConfig, Tensors]:
     return cfg, {path: np.pad(w, padding) if path in ("tokens", "head") else w for path, w in params.items()}
 
 
-OWN_TESTS = ("vit",)
-"""Model types that are compared by tests of their own."""
+def kinds() -> dict[str, str]:
+    """Case -> `model_type`."""
+    return {path.parent.name: json.loads(path.read_text())["model_type"] for path in FOLDER.glob("hf/*/config.json")}
 
 
-def found(types: Collection[str], *, those: bool) -> list[str]:
-    """The folders of models of these types, or of others."""
-    configs = {path.parent.name: json.loads(path.read_text()) for path in FOLDER.glob("hf/*/config.json")}
-    return [name for name, given in configs.items() if (given["model_type"] in types) is those]
-
-
-@pytest.mark.parametrize("case", cases(found(OWN_TESTS, those=False)))
+@pytest.mark.parametrize("case", cases(case for case, kind in kinds().items() if kind not in ELSEWHERE))
 def test_checkpoint(case: str, oracle_dir: Path) -> None:
     folder = oracle_dir / "hf" / case
     cfg, params = load_case(folder)

@@ -1,54 +1,68 @@
 """T5 against Megatron-LM's: logits, losses and gradients, in float32."""
 
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
-from megatron_cases import Comparison, cases, load_arrays, load_json, unsupported
+from megatron_cases import Comparison, cases, load_arrays, load_json
+from megatron_config import WITHOUT_EFFECT, Settings, attention_config, mlp_config, norm_config
 from megatron_run import OneDevice
 from megatron_weights import to_megatron, to_ours, weight_by_rule
 from test_numerics import LOGITS, check_gradients, check_weights
 
-from megajax.layers.config import (
-    AttentionConfig,
-    BlockConfig,
-    DenseMLPConfig,
-    IdentityNormConfig,
-    LayerNormConfig,
-    StackConfig,
-)
+from megajax.layers.config import BlockConfig, IdentityNormConfig, RelativeBiasConfig, StackConfig
 from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
 from megajax.layers.param import bind
 from megajax.models.config import T5Config
 
 META = load_json("numerics/other_models_meta.json")
+SECTIONS = ("encoder", "decoder")
 
 
 def t5_config(meta: dict[str, Any], rows: dict[str, np.ndarray]) -> T5Config:
     """T5 as Megatron-LM's settings describe it."""
-    if meta["position_embedding_type"] != "learned_absolute":
-        unsupported(f"T5 with positions {meta['position_embedding_type']}")
-    shapes, given = meta["params"], meta["config"]["config"]
+    shapes, positions = meta["params"], meta["position_embedding_type"]
+    relative = positions == "relative"
+    core = Settings(meta["config"]["config"])
+    outer = Settings(meta["config"]["model"] | {"position_embedding_type": "none" if relative else positions})
     vocabulary, hidden = shapes["embedding.word_embeddings.weight"]
-    heads, norm = given["num_attention_heads"], LayerNormConfig(epsilon=given.get("layernorm_epsilon", 1e-5))
-    mlp = DenseMLPConfig(ffn=shapes["encoder.layers.0.mlp.linear_fc1.weight"][0], bias=True, activation="gelu")
-    read = BlockConfig(mixer=AttentionConfig(heads=heads, bias=True, causal=False), mlp=mlp, norm=norm)
-    write = CrossBlockConfig(
-        mixer=AttentionConfig(heads=heads, bias=True),
-        cross=CrossAttentionConfig(heads=heads, bias=True),
-        mlp=mlp,
-        norm=norm,
-    )
+    bias, norm = core.take("add_bias_linear", True), norm_config(core, "LayerNorm")
+    mlp = mlp_config(core, core.take("ffn_hidden_size", 4 * hidden), bias)
+    mixer = attention_config(core, outer, norm, bias, rows["encoder_tokens"].shape[1])
+    sizes = {"buckets": meta["relative_attention_num_buckets"], "distance": meta["relative_attention_max_distance"]}
+    tables = [RelativeBiasConfig(**sizes, shared=True, both_ways=both) if relative else None for both in (True, False)]
+    read = BlockConfig(mixer=replace(mixer, causal=False, relative=tables[0]), mlp=mlp, norm=norm)
+    shared = {field.name: getattr(mixer, field.name) for field in fields(mixer)}
+    cross = CrossAttentionConfig(**{**shared, "causal": False, "rope": None})
+    write = CrossBlockConfig(mixer=replace(mixer, relative=tables[1]), cross=cross, mlp=mlp, norm=norm)
+    layers = [len({name.split(".")[2] for name in shapes if name.startswith(f"{part}.layers.")}) for part in SECTIONS]
+    assert core.take("num_layers") == layers[1] and core.take("hidden_size") == hidden
+    for name in ("hidden_dropout", "attention_dropout"):
+        core.only(name, 0.0)
+    for name in ("vocab_size", "max_sequence_length", "position_embedding_type", *sizes_of_tables(outer)):
+        outer.take(name)
+    tied = "lm_head.output_layer.bias" in shapes
+    outer.take("share_embeddings_and_output_weights")
+    core.finish(WITHOUT_EFFECT)
+    outer.finish(WITHOUT_EFFECT)
     return T5Config(
         hidden=hidden,
         vocabulary_size=vocabulary,
         sequence_length=rows["tokens"].shape[1],
         encoder_length=rows["encoder_tokens"].shape[1],
-        encoder=StackConfig(pattern=(read,), repeats=given["num_layers"]),
-        stack=StackConfig(pattern=(write,), repeats=given["num_layers"]),
-        learned_positions=True,
+        encoder=StackConfig(pattern=(read,), repeats=layers[0]),
+        stack=StackConfig(pattern=(write,), repeats=layers[1]),
+        learned_positions=positions == "learned_absolute",
         norm=norm if "decoder.final_layernorm.weight" in shapes else IdentityNormConfig(),
+        tied=tied,
+        head_bias=tied,
     )
+
+
+def sizes_of_tables(outer: Settings) -> list[str]:
+    """Settings about relative positions, which the case also says outside."""
+    return [name for name in outer.left if name.startswith("relative_attention_")]
 
 
 @pytest.mark.parametrize("case", cases({name for name in META if "relative_attention_num_buckets" in META[name]}))

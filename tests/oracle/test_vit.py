@@ -12,7 +12,7 @@ from megatron_cases import Comparison, cases, load_arrays, load_json, unsupporte
 from megatron_config import Settings
 from megatron_run import OneDevice
 from megatron_weights import Piece, from_pieces, images_pieces, into_pieces, weight_by_rule
-from test_huggingface import ACTIVATIONS, TOLERANCE, UNUSED, Checkpoint, Tensors, found, read_safetensors
+from test_huggingface import ACTIVATIONS, TOLERANCE, UNUSED, Checkpoint, Tensors, kinds, read_safetensors
 from test_numerics import LOGITS, check_gradients, check_weights
 
 from megajax.layers.config import (
@@ -163,7 +163,7 @@ IGNORED = UNUSED | {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", cases(found(("vit",), those=True)))
+@pytest.mark.parametrize("case", cases(case for case, kind in kinds().items() if kind == "vit"))
 def test_huggingface(case: str, oracle_dir: Path) -> None:
     folder = oracle_dir / "hf" / case
     tensors = read_safetensors(folder / "model.safetensors")

@@ -42,6 +42,18 @@ class T5Config(DecoderConfig):
             if getattr(block.mixer, "causal", False):
                 where = f"encoder.pattern.{place}.mixer.causal"
                 problems.append(Problem(where, "hides later tokens from the encoder", "set it to false"))
+        return problems + self._relative_problems()
+
+    def _relative_problems(self) -> list[Problem]:
+        """Relative biases tell later keys from earlier ones in the encoder alone."""
+        problems = []
+        for name, stack in self.named_stacks().items():
+            for place, block in enumerate(stack.pattern):
+                relative, reads = getattr(block.mixer, "relative", None), name == "encoder"
+                if relative is not None and relative.both_ways != reads:
+                    where = f"{name}.pattern.{place}.mixer.relative.both_ways"
+                    what = "is needed where tokens see later ones" if reads else "has buckets for later tokens, unseen"
+                    problems.append(Problem(where, what, f"set it to {str(reads).lower()}"))
         return problems
 
     def stacks(self) -> Mapping[str, StackConfig | SegmentsConfig]:

@@ -1,0 +1,178 @@
+"""T5 with rotary and relative positions against plain numpy, and that padding changes nothing."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_runs import ONE
+
+from megajax.layers.config import (
+    AttentionConfig,
+    BlockConfig,
+    GatedMLPConfig,
+    RelativeBiasConfig,
+    RMSNormConfig,
+    RopeConfig,
+    StackConfig,
+)
+from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
+from megajax.layers.param import bind, specs
+from megajax.mesh.layout import Layout
+from megajax.mesh.rules import Plan
+from megajax.models.config import T5Config
+
+HEADS, SIZE, HIDDEN, WORDS = 2, 8, 12, 50
+RELATIVE = RelativeBiasConfig(buckets=8, distance=12, shared=True)
+NORM = RMSNormConfig(epsilon=1e-6)
+MLP = GatedMLPConfig(ffn=20, activation="gelu_tanh")
+
+
+def config(*, rope: bool, read: int = 13, written: int = 7) -> T5Config:
+    plain = AttentionConfig(heads=HEADS, head_dim=SIZE, rope=RopeConfig(base=100.0) if rope else None)
+    reading = replace(plain, causal=False, relative=None if rope else replace(RELATIVE, both_ways=True))
+    writing = replace(plain, relative=None if rope else RELATIVE)
+    cross = CrossAttentionConfig(heads=HEADS, head_dim=SIZE)
+    return T5Config(
+        hidden=HIDDEN,
+        vocabulary_size=WORDS,
+        sequence_length=written,
+        encoder_length=read,
+        encoder=StackConfig(pattern=(BlockConfig(mixer=reading, mlp=MLP, norm=NORM),), repeats=2),
+        stack=StackConfig(pattern=(CrossBlockConfig(mixer=writing, cross=cross, mlp=MLP, norm=NORM),), repeats=2),
+        norm=NORM,
+        vocabulary_multiple=1,
+    )
+
+
+def made(cfg: T5Config) -> tuple[nnx.Module, dict[str, np.ndarray]]:
+    """The module without values, and weights by path."""
+    assert cfg.problems() == []
+    abstract = nnx.eval_shape(lambda: cfg.build(Layout(Plan.of(ONE))))
+    draw = np.random.default_rng(0)
+    return abstract, {path: draw.normal(0, 0.5, spec.shape) for path, spec in specs(abstract).items()}
+
+
+def turned(x: np.ndarray) -> np.ndarray:
+    """[S, N, H]: pairs (i, i + H/2) as complex numbers, multiplied by exp(i position base^(-2 i / H))."""
+    half = x.shape[-1] // 2
+    angles = np.arange(len(x))[:, None] * 100.0 ** (-np.arange(half) / half)[None]
+    y = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[:, None]
+    return np.concatenate([y.real, y.imag], axis=-1)
+
+
+def bucket(after: int, both_ways: bool) -> int:
+    """Raffel et al. 2020, section 2.1, one distance at a time."""
+    each = 4 if both_ways else 8
+    first, away = (each if both_ways and after > 0 else 0), abs(after) if both_ways else max(-after, 0)
+    single = each // 2
+    if away < single:
+        return first + away
+    return first + min(each - 1, single + int(np.log(away / single) / np.log(12 / single) * (each - single)))
+
+
+class Plain:
+    """The model in numpy, one row at a time."""
+
+    def __init__(self, cfg: T5Config, w: dict[str, np.ndarray]):
+        self.cfg, self.w = cfg, w
+
+    def norm(self, x: np.ndarray, gain: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * gain
+
+    def attention(self, path, layer, x, memory, *, causal, positions, table=None) -> np.ndarray:
+        wq, wk, wv, wo = (self.w[f"{path}.{name}"][layer] for name in ("query", "key", "value", "output"))
+        q, k, v = (np.einsum("sd,dnh->snh", y, m) for y, m in ((x, wq), (memory, wk), (memory, wv)))
+        if positions and self.cfg.stack.pattern[0].mixer.rope is not None:
+            q, k = turned(q), turned(k)
+        scores = np.einsum("snh,tnh->nst", q, k) / np.sqrt(SIZE)
+        if table is not None:
+            rows = [[bucket(t - s, not causal) for t in range(len(k))] for s in range(len(q))]
+            scores = scores + np.moveaxis(table[np.array(rows)], -1, 0)
+        if causal:
+            scores = np.where(np.tri(len(q), dtype=bool), scores, -np.inf)
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        return np.einsum("nst,tnh,nhd->sd", p / p.sum(-1, keepdims=True), v, wo)
+
+    def mlp(self, path: str, layer: int, x: np.ndarray) -> np.ndarray:
+        gate, up = x @ self.w[f"{path}.gate"][layer], x @ self.w[f"{path}.up"][layer]
+        gelu = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+        return (gelu * up) @ self.w[f"{path}.down"][layer]
+
+    def stack(self, path: str, x: np.ndarray, memory: np.ndarray | None) -> np.ndarray:
+        b, table = f"{path}stack.blocks.0", self.w.get(f"{path}stack.relative.table")
+        for layer in range(2):
+            h = self.norm(x, self.w[f"{b}.mixer_norm.gain"][layer])
+            causal = memory is not None
+            x = x + self.attention(f"{b}.mixer", layer, h, h, causal=causal, positions=True, table=table)
+            if memory is not None:
+                h = self.norm(x, self.w[f"{b}.cross_norm.gain"][layer])
+                x = x + self.attention(f"{b}.cross", layer, h, memory, causal=False, positions=False)
+            x = x + self.mlp(f"{b}.mlp", layer, self.norm(x, self.w[f"{b}.mlp_norm.gain"][layer]))
+        return self.norm(x, self.w[f"{path}norm.gain"])
+
+    def logits(self, read: np.ndarray, written: np.ndarray) -> np.ndarray:
+        memory = self.stack("encoder.", self.w["tokens"][read], None)
+        return self.stack("", self.w["tokens"][written], memory) @ self.w["tokens"].T + self.w["head_bias"]
+
+
+@pytest.mark.parametrize("rope", [True, False], ids=["rotary", "relative"])
+def test_logits_match_numpy_and_padding_changes_nothing(rope: bool) -> None:
+    cfg = config(rope=rope)
+    abstract, weights = made(cfg)
+    draw = np.random.default_rng(1)
+    read, written = draw.integers(0, WORDS, (2, 13)), draw.integers(0, WORDS, (2, 7))
+    lengths = np.array([[9, 5], [13, 7]])
+    ids = [jnp.asarray(np.arange(n)[None] < of[:, None], jnp.int32) for n, of in zip((13, 7), lengths.T, strict=True)]
+
+    @jax.jit
+    def run(read: jax.Array, written: jax.Array):
+        params = {path: jnp.asarray(w, jnp.float32) for path, w in weights.items()}
+
+        def total(params):
+            logits = bind(abstract, params)(written, None, ids[1], read, ids[0])
+            return jnp.sum(logits**2 * ids[1][..., None]), logits
+
+        (_, logits), gradients = jax.value_and_grad(total, has_aux=True)(params)
+        return logits, {path: grad for path, grad in gradients.items() if path not in ("tokens", "head_bias")}
+
+    with jax.default_matmul_precision("highest"):
+        logits, gradients = run(read, written)
+        others = [
+            np.where(np.asarray(mask) == 1, x, (x + 1) % WORDS) for x, mask in zip((read, written), ids, strict=True)
+        ]
+        changed, same = run(*others)
+    plain = Plain(cfg, weights)
+    for row, (reads, writes) in enumerate(lengths):
+        expected = plain.logits(read[row, :reads], written[row, :writes])
+        np.testing.assert_allclose(logits[row, :writes], expected, atol=1e-4 * np.abs(expected).max())
+        np.testing.assert_array_equal(changed[row, :writes], logits[row, :writes])
+    for path, gradient in gradients.items():
+        assert np.isfinite(gradient).all() and np.abs(gradient).max() > 0, path
+        np.testing.assert_array_equal(gradient, same[path], err_msg=path)
+
+
+def test_tables_that_do_not_fit_their_section_are_refused() -> None:
+    cfg = config(rope=False)
+    (read,), (write,) = cfg.encoder.pattern, cfg.stack.pattern
+    for changed, where in (
+        (
+            replace(
+                cfg,
+                encoder=StackConfig(pattern=(replace(read, mixer=replace(read.mixer, relative=RELATIVE)),), repeats=2),
+            ),
+            "encoder.pattern.0.mixer.relative.both_ways",
+        ),
+        (
+            replace(
+                cfg,
+                stack=StackConfig(
+                    pattern=(replace(write, mixer=replace(write.mixer, relative=read.mixer.relative)),), repeats=2
+                ),
+            ),
+            "stack.pattern.0.mixer.relative.both_ways",
+        ),
+    ):
+        assert [problem.where for problem in changed.problems()] == [where]
