@@ -1,7 +1,6 @@
 """The start banner: sizes, arithmetic, and every choice that was made for the user."""
 
 import platform
-from dataclasses import replace
 from math import log
 from typing import Any
 
@@ -15,7 +14,7 @@ from megajax.layers.facts import Share
 from megajax.layers.remat import SavePolicy, words
 from megajax.mesh.xla import flag_names, memory_fraction
 from megajax.metrics.text import count, skipped_rows
-from megajax.models.facts import Facts, block_facts, facts_of, flops_of
+from megajax.models.facts import Facts, SectionFacts, block_facts, demand_facts, facts_of, flops_of
 from megajax.models.memory import MemorySetting, SavedBytes, memory_report, saved_bytes
 from megajax.models.protocol import counted, ids_below
 from megajax.pipeline.check import measure
@@ -40,19 +39,25 @@ def banner(run: Run, resumed: str | None) -> list[Section]:
 def _model(run: Run) -> list[tuple[str, str]]:
     cfg, known = run.cfg.model, run.parts.tokenizer.vocabulary_size
     facts, flops, vocabulary = facts_of(cfg), flops_of(cfg), ids_below(cfg)
-    total, shape, besides, padded = run.program.parameters, f"{cfg.stack.layers()} layers", "", ""
+    total, besides, padded = run.program.parameters, "", ""
+    shapes = [f"{stack.layers()} layers" for stack in cfg.stacks().values()]
     if facts is not None:
-        parameters, block = facts.parameter_count(), facts.stack.pattern[0]
+        parameters = facts.parameter_count()
         total, besides = parameters.total, f", without embeddings {count(parameters.layers)}"
-        shape = f"{facts.stack.layers()} layers x {facts.hidden} hidden, {block.summary(facts.hidden)}"
-        padded = f", padded to {facts.padded_vocabulary():,}"
-    rows = [("parameters", f"{count(total)} ({total:,}){besides}"), ("shape", shape)]
+        shapes = [_shape(section) for section in facts.section_facts()]
+        padded = f", padded to {facts.head_facts().columns:,}"
+    rows = [("parameters", f"{count(total)} ({total:,}){besides}"), *(("shape", shape) for shape in shapes)]
     if vocabulary is not None:
         unused = f" (the tokenizer has {known:,})" if known != vocabulary else ""
         rows.append(("vocabulary", f"{vocabulary:,}{unused}{padded}"))
     if flops is not None:
         rows.append(("FLOPs per token", f"{flops.causal:.4g} with causal attention, {flops.full:.4g} with full"))
     return rows if vocabulary is None else [*rows, ("first loss", f"about ln {vocabulary} = {log(vocabulary):.3f}")]
+
+
+def _shape(section: SectionFacts) -> str:
+    hidden, named = section.hidden, f"{section.path}: " if section.path else ""
+    return f"{named}{section.stack.layers()} layers x {hidden} hidden, {section.stack.pattern[0].summary(hidden)}"
 
 
 def _layout(run: Run) -> list[tuple[str, str]]:
@@ -129,7 +134,7 @@ def _kernels(run: Run) -> list[tuple[str, str]]:
         names += [choice.kernel] * (choice.kernel not in names)
     kernels = [f"{place} {'/'.join(names)}" for place, names in backends.items()]
     if facts is not None:
-        kernels.append(f"cross-entropy in chunks of {facts.loss_chunk} tokens")
+        kernels.append(f"cross-entropy in chunks of {facts.head_facts().chunk} tokens")
     rows = [("kernels", ", ".join(kernels))] if kernels else []
     gpu = local_device().capability is not None
     why = dict.fromkeys(
@@ -160,39 +165,42 @@ def _recompute(run: Run) -> list[tuple[str, str]]:
     facts = facts_of(run.cfg.model)
     if facts is None:
         return []
-    chosen, layers = facts.recomputing(), facts.stack.layers()
+    chosen, layers = facts.recomputing(), run.cfg.model.stack.layers()
     text = f"{words(chosen.recompute)}: {_saved(chosen.policy())}"
     if chosen.layers_per_checkpoint > 1:
         text = f"{words(chosen.recompute)}: groups of {chosen.layers_per_checkpoint} layers save the input of the first"
     if chosen.layers is not None and chosen.layers < layers:
         text += f" (first {chosen.layers} layers of each chunk); other layers: {_saved(chosen.lighter_policy())}"
-    costs = saved_by_layers(run, facts)
     share = run.mesh.shape["tensor"]
-    cost = "; ".join(
-        (f"{each.layers:.0f} layers of a chunk " if len(costs) > 1 else "")
-        + size(each.device)
-        + (f" and {size(each.host)} in host memory" if each.host else "")
-        + f", {size(each.recomputed)} recomputed"
-        for each in costs
-    )
     over = f", over {share} devices" if share > 1 else ""
-    return [("recompute", text), ("saved by a layer", f"per microbatch{over}: {cost}")]
+    rows = [("recompute", text)]
+    for path, costs in saved_by_layers(run, facts).items():
+        cost = "; ".join(
+            (f"{each.layers:.0f} layers of a chunk " if len(costs) > 1 else "")
+            + size(each.device)
+            + (f" and {size(each.host)} in host memory" if each.host else "")
+            + f", {size(each.recomputed)} recomputed"
+            for each in costs
+        )
+        rows.append(("saved by a layer", f"{path}{': ' * bool(path)}per microbatch{over}: {cost}"))
+    return rows
 
 
-def saved_by_layers(run: Run, facts: Facts) -> list[SavedBytes]:
-    """What layers save of a microbatch, over all devices of `tensor`."""
+def saved_by_layers(run: Run, facts: Facts) -> dict[str, list[SavedBytes]]:
+    """What layers of each section save of a microbatch, over all devices of `tensor`."""
     cfg, program = run.cfg, run.program
-    width = jnp.dtype(cfg.precision.compute).itemsize
-    share = Share(
-        tokens=cfg.batch.micro_size * facts.sequence_length,
-        width=width,
-        residual_width=4 if facts.residual == "float32" else width,
-    )
-    blocks = block_facts(facts, facts.stack.pattern, cfg.precision.compute)
-    choices = zip(blocks, demand_kernels(cfg), strict=True)
-    pattern = [replace(block, fused=choice.kernel != "reference") for block, choice in choices]
-    repeats = facts.stack.repeats if program.pipeline is None else program.partition.rows
-    return list(saved_bytes(facts.recomputing(), pattern, share, repeats))
+    width, saved = jnp.dtype(cfg.precision.compute).itemsize, {}
+    named = facts.with_kernels([choice.kernel for choice in demand_kernels(cfg)])
+    for section in demand_facts(named).section_facts():
+        share = Share(
+            tokens=cfg.batch.micro_size * section.positions,
+            width=width,
+            residual_width=4 if section.residual == "float32" else width,
+        )
+        pattern = block_facts(section, section.stack.pattern, cfg.precision.compute)
+        repeats = section.stack.repeats if program.pipeline is None else program.partition.rows
+        saved[section.path] = list(saved_bytes(section.recomputing, pattern, share, repeats))
+    return saved
 
 
 def _saved(policy: SavePolicy) -> str:
@@ -203,7 +211,7 @@ def _saved(policy: SavePolicy) -> str:
 
 
 def memory_formula(run: Run) -> str:
-    """Memory by Megatron-LM's formula, as the end of a line; "" for a model without facts."""
+    """Memory by Megatron-LM's formula, as the end of a line; "" for a model that it does not know."""
     facts, sizes = facts_of(run.cfg.model), run.mesh.shape
     if facts is None:
         return ""
@@ -216,8 +224,12 @@ def memory_formula(run: Run) -> str:
     )
     report = memory_report(facts, setting)
     return (
-        f"; Megatron-LM's formula, for 16-bit training: {size(report.total)} (weights and optimizer "
-        f"{size(report.weights)}, activations {size(report.activations)})"
+        ""
+        if report is None
+        else (
+            f"; Megatron-LM's formula, for 16-bit training: {size(report.total)} (weights and optimizer "
+            f"{size(report.weights)}, activations {size(report.activations)})"
+        )
     )
 
 

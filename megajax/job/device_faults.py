@@ -109,7 +109,7 @@ def out_of_memory(error: BaseException, cfg: RunConfig) -> str:
     mesh = ", ".join(f"{axis} {getattr(parallel, axis)}" for axis in ("pipeline", "data", "context", "tensor"))
     lines.append(
         f"  tried:   micro_size {cfg.batch.micro_size}, data_sharding {parallel.data_sharding}, "
-        f"{mesh.replace('None', 'what is left')}{'' if model is None else f', loss_chunk {model.loss_chunk}'}"
+        f"{mesh.replace('None', 'what is left')}{'' if model is None else f', loss_chunk {model.head_facts().chunk}'}"
     )
     mostly_state = state is not None and step is not None and state > step.temporary
     changes = cheapest(cfg, len(jax.devices()), state, mostly_state=mostly_state)
@@ -155,9 +155,10 @@ def _of_activations(cfg: RunConfig) -> Iterator[Change]:
     recompute = model.recomputing().recompute
     if recompute == "none":
         yield Change("model.recompute=selective", "saves inputs of matmuls, recomputes the rest")
-    logits = 4 * model.loss_chunk * model.padded_vocabulary() // (parallel.tensor * parallel.pipeline)
+    head = model.head_facts()
+    logits = 4 * head.chunk * head.columns // (parallel.tensor * parallel.pipeline)
     if logits > 2**30:
-        yield Change(f"model.loss_chunk={model.loss_chunk // 2}", f"halves the logits, {size(logits)} at a time")
+        yield Change(f"model.loss_chunk={head.chunk // 2}", f"halves the logits, {size(logits)} at a time")
     if recompute != "full":
         yield Change("model.recompute=full", "saves inputs of layers only; about a third more computation")
 

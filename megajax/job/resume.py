@@ -11,6 +11,7 @@ from megajax.config.dump import flatten, scalar_text
 from megajax.config.errors import UserError
 from megajax.job.layer_order import like_stored, reorder
 from megajax.models.facts import facts_of
+from megajax.models.protocol import ids_below
 from megajax.optim.schedule import DECAY
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Parts
@@ -30,8 +31,8 @@ def facts(parts: Parts) -> dict[str, Any]:
     """What training's numbers depend on, setting by setting, as a checkpoint remembers it."""
     cfg = parts.cfg
     kept = {name: value for name, value in flatten(cfg).items() if _matters(name, cfg)}
-    if (model := facts_of(cfg.model)) is not None:
-        kept["model: rows of the vocabulary, padding included"] = model.padded_vocabulary()
+    if (model := facts_of(cfg.model)) is not None and ids_below(cfg.model) is not None:
+        kept["model: rows of the vocabulary, padding included"] = model.head_facts().columns
     kept |= parts.program.schedule.facts()
     if hasattr(parts.splits.train, "order"):
         kept["data: order of the training rows (more steps may need another epoch)"] = parts.splits.train.order()

@@ -58,7 +58,8 @@ class CrossBlock(Block):
         self.cross = cfg.cross.build(settings)
 
     def __call__(self, x: Array, ctx: Context) -> Array:
-        x = x + self.drop(self.mixer(self.whole(self.mixer_norm(x)), ctx), x, ctx, MIXER_PLACE)
-        x = x + self.drop(self.cross(self.whole(self.cross_norm(x)), ctx), x, ctx, CROSS_PLACE)
-        x = checkpoint_name(x, "residual")
+        mixed = self.mixer(self.whole(self.mixer_norm(x)), ctx)
+        x = checkpoint_name(x + self.drop(mixed, x, ctx, MIXER_PLACE), "residual")
+        crossed = self.cross(self.whole(self.cross_norm(x)), ctx)
+        x = checkpoint_name(x + self.drop(crossed, x, ctx, CROSS_PLACE), "residual")
         return x + self.drop(self.mlp(self.whole(self.mlp_norm(x))), x, ctx, MLP_PLACE)

@@ -87,8 +87,8 @@ class Matmul:
     """XLA concatenates the weights, by copies, and multiplies once in the forward pass; never with one weight."""
     experts: int = 1
     """Matrices of this shape, over which tokens are distributed."""
-    per_token: int = 1
-    """Experts that multiply each token."""
+    per_token: float = 1
+    """Experts that multiply each token; of what reads the section before, its positions for each own one."""
 
     @property
     def size(self) -> int:
@@ -111,12 +111,14 @@ class Matmul:
 class MultiplyAdds(NamedTuple):
     """Multiply-adds of a forward pass, as Megatron-LM's throughput counts them: matmuls, no norms, no softmax."""
 
-    per_token: int
-    per_pair: int = 0
-    """For each pair of tokens of a row, without regard to masks and windows."""
+    per_token: float
+    per_pair: float = 0
+    """For each pair of tokens of a row, half of which a causal mask hides; windows make no difference."""
+    per_full_pair: float = 0
+    """For each pair of tokens of a row, where no mask hides later tokens."""
 
     def plus(self, other: "MultiplyAdds") -> "MultiplyAdds":
-        return MultiplyAdds(self.per_token + other.per_token, self.per_pair + other.per_pair)
+        return MultiplyAdds(*(one + another for one, another in zip(self, other, strict=True)))
 
 
 class Side(NamedTuple):
@@ -245,6 +247,23 @@ class Share:
     """Devices that cut the residual stream along the sequence: those of `tensor` with sequence parallelism, else 1."""
 
 
+class MixerFacts(NamedTuple):
+    """A mixer between its matmuls, for each token of its queries."""
+
+    multiply_adds: float
+    """Those on scores that a mask hides included."""
+    unmasked: float
+    """Without them."""
+    heads: int
+    """See `Mixer`."""
+    scores: float
+    """Scores of all heads: one for each key."""
+    fused: bool
+    """Whether a fused kernel computes it, so that scores stay out of memory."""
+    tensors: tuple[Elements, ...]
+    """What it reads and writes."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockFacts:
     """The facts of a residual block's parts together, whatever the layout."""
@@ -254,11 +273,11 @@ class BlockFacts:
     """Elements of all weights."""
     matmuls: tuple[Matmul, ...]
     tensors: Mapping[Part, Elements]
-    multiply_adds: MultiplyAdds
-    heads: int
-    """See `Mixer`."""
-    fused: bool
-    """Whether a fused kernel computes attention, so that scores stay out of memory."""
+    mixers: tuple[MixerFacts, ...]
+    parts: int = 2
+    """Sub-layers with a norm each, whose outputs are added to the residual stream."""
+    read: float = 0.0
+    """Tokens of the section before that the block reads for each token of its own."""
 
     def elements(self, part: Part) -> Elements:
         """Of a tensor; none where the block has no such tensor."""
@@ -276,12 +295,13 @@ class BlockFacts:
     def tensor_bytes(self, part: Part, share: Share) -> float:
         """Bytes of the block's tensors of that name, of a microbatch on a device."""
         if part in ("input", "residual"):
-            return share.tokens * self.hidden * share.residual_width / share.sequence
+            times = 1 if part == "input" else self.parts - 1
+            return times * share.tokens * self.hidden * share.residual_width / share.sequence
         if part == "norm":
-            # Two outputs of norms, saved as matmuls read them: gathered along the sequence.
-            return share.tokens * 2 * self.hidden * share.width
-        statistics = 4 * self.heads / share.tensor if part == "core_attention" and self.fused else 0
-        return share.tokens * (self.elements(part).local(share.tensor) * share.width + statistics)
+            # Outputs of norms, saved as matmuls read them: gathered along the sequence.
+            return share.tokens * self.parts * self.hidden * share.width
+        heads = sum(mixer.heads for mixer in self.mixers if mixer.fused) * (part == "core_attention")
+        return share.tokens * (self.elements(part).local(share.tensor) * share.width + 4 * heads / share.tensor)
 
     def saved_bytes(self, policy: SavePolicy, share: Share) -> float:
         """Bytes on a device that the block saves of a microbatch; what waits in host memory does not count.

@@ -1,18 +1,30 @@
 """What the config of a model tells about the model: counts, and what plans by formula are made of.
 
-A model need not have facts. Where it has none, FLOPs are unknown (null in metrics, left out of the banner), and plans
-are made by the compiler alone, without the time of a step. Importing this imports neither jax nor flax.
+Everything is a sum over the model's sections, so a plan needs to know no model. A model need not have facts. Where it
+has none, FLOPs are unknown (null in metrics, left out of the banner), and plans are made by the compiler alone, without
+the time of a step. Importing this imports neither jax nor flax.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
-from megajax.config.errors import Problem, UserError
+from megajax.config.errors import UserError
 from megajax.kernels.capability import Choice, Device, Kernel, Request
 from megajax.layers.config import BlockConfig, StackConfig
-from megajax.layers.facts import BlockFacts, LayerBuilder, Norm, Side, missing_members
+from megajax.layers.facts import (
+    BlockFacts,
+    LayerBuilder,
+    Matmul,
+    Norm,
+    Side,
+    Weight,
+    missing_members,
+    prefixed,
+    total_size,
+)
 from megajax.layers.remat import Recomputing
 from megajax.layers.segments import SegmentsConfig
 from megajax.models.protocol import ModelConfig
@@ -20,10 +32,10 @@ from megajax.models.protocol import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Operations of one training step per token, by how core attention is counted."""
+    """Operations of one training step per position of a row, by how core attention is counted."""
 
     causal: float
-    """Half the square of scores: what a causal model needs."""
+    """Half the square of scores where a mask hides later tokens: what is needed."""
     full: float
     """The whole square: the older convention."""
 
@@ -33,7 +45,7 @@ class ParameterCount:
     """Weights of a model; of the vocabulary's tables the ids in use count, not the padding."""
 
     layers: int
-    """In the blocks, the final norm, and the heads that predict further ahead."""
+    """In the blocks, the norms behind them, and the heads that predict further ahead."""
     embedding: int
     """Token and position tables."""
     head: int
@@ -42,6 +54,63 @@ class ParameterCount:
     @property
     def total(self) -> int:
         return self.layers + self.embedding + self.head
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SectionFacts:
+    """A section: its rows, its layers, and the way in. Weights have the names that the module declares them by."""
+
+    path: str
+    """In the model, as in `ModelConfig.stacks`."""
+    hidden: int
+    """Width of the residual stream."""
+    length: int
+    """Positions that attend to each other: of a text, of an image."""
+    sequences: int = 1
+    """As many of them in a row: the images of a row of text."""
+    read: int = 0
+    """Positions of the section before that cross-attention reads from each of them."""
+    stack: StackConfig | SegmentsConfig
+    norm: Norm | LayerBuilder
+    """Normalisation behind the layers."""
+    residual: str = "compute"
+    """Dtype of the residual stream: compute or float32."""
+    recomputing: Recomputing
+    """What each layer saves for the backward pass."""
+    tables: tuple[Weight, ...] = ()
+    """Matrices and tables of the way in. Those with the axis "vocab" are cut over pipeline and tensor."""
+    matmuls: tuple[Matmul, ...] = ()
+    """Products of the way in on each position: of patches, of what a projector maps."""
+    adds_positions: bool = False
+    """Whether learned positions are added to each position."""
+
+    @property
+    def positions(self) -> int:
+        """Of a row."""
+        return self.sequences * self.length
+
+    def stack_weights(self, place: int) -> tuple[Weight, ...]:
+        """Of a block of the pattern, by the module's names."""
+        inside = f"{self.path}.stack.blocks.{place}" if self.path else f"stack.blocks.{place}"
+        return prefixed(inside, self.stack.pattern[place].weights(self.hidden))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadFacts:
+    """What makes a loss of the last section's output."""
+
+    columns: int
+    """Scores of a position: the padded vocabulary, or the classes."""
+    positions: int
+    """Of a row, that are scored."""
+    chunk: int
+    """Positions whose float32 scores exist at once."""
+    tables: tuple[Weight, ...] = ()
+    """Matrices and tables that are not the way in's."""
+    matmuls: tuple[Matmul, ...] = ()
+    """Products on each scored position before the scores."""
+    ahead: tuple[BlockConfig, ...] = ()
+    """Blocks that predict further tokens, each with a matrix of 2 x hidden x hidden, three norms, and scores."""
 
 
 @runtime_checkable
@@ -62,65 +131,18 @@ class ChoosesKernels(Protocol):
 
 @runtime_checkable
 class Facts(ModelConfig, ChoosesKernels, Protocol):
-    """A model of one stack of blocks between the tables of a vocabulary; fields or properties, and methods."""
+    """A model whose sections and head tell their sizes."""
 
-    @property
-    def hidden(self) -> int:
-        """Width of the residual stream."""
+    def section_facts(self) -> tuple[SectionFacts, ...]:
+        """In the order in which they run."""
         ...
 
-    @property
-    def sequence_length(self) -> int:
-        """Tokens of a row."""
-        ...
-
-    @property
-    def norm(self) -> Norm | LayerBuilder:
-        """Normalisation before the head."""
-        ...
-
-    @property
-    def tied(self) -> bool:
-        """Whether the head uses the token embedding's table."""
-        ...
-
-    @property
-    def learned_positions(self) -> bool:
-        """Whether there is a table of positions."""
-        ...
-
-    @property
-    def loss_chunk(self) -> int:
-        """Tokens whose float32 logits exist at once."""
-        ...
-
-    @property
-    def residual(self) -> str:
-        """Dtype of the residual stream: compute or float32."""
-        ...
-
-    def flops(self) -> Flops:
-        """Forward and backward pass, for rows of sequence_length tokens."""
+    def head_facts(self) -> HeadFacts:
+        """Behind the last section."""
         ...
 
     def parameter_count(self) -> ParameterCount:
         """Number of weights."""
-        ...
-
-    def padded_vocabulary(self) -> int:
-        """Rows of a table of the vocabulary."""
-        ...
-
-    def predicting_blocks(self) -> tuple[BlockConfig, ...]:
-        """Blocks behind the stack, each with two matrices of hidden x hidden and three norms."""
-        ...
-
-    def repeated_blocks(self) -> tuple[tuple[BlockConfig, int], ...]:
-        """Each block, and how often it is applied; those behind the stack too."""
-        ...
-
-    def norm_size(self) -> int:
-        """Weights of the norm before the head."""
         ...
 
     def recomputing(self) -> Recomputing:
@@ -131,11 +153,7 @@ class Facts(ModelConfig, ChoosesKernels, Protocol):
         """The same model, whose layers save this."""
         ...
 
-    def mesh_problems(self, sizes: Mapping[str, int], *, sequence: bool) -> Iterator[Problem]:
-        """What is wrong with the model on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""
-        ...
-
-    def matmul_sides(self, tensor: int) -> Iterator[Side]:
+    def matmul_sides(self, tensor: int) -> Sequence[Side]:
         """Sides of the matrices on one device."""
         ...
 
@@ -145,27 +163,26 @@ def missing_facts(model: Any) -> dict[str, str]:
     lacking: dict[str, tuple[Any, list[str]]] = {"model": (model, missing_members(model, Facts))}
     if hasattr(model, "norm"):
         lacking["model.norm"] = (model.norm, missing_members(model.norm, Norm))
-    stack = getattr(model, "stack", None)
-    if isinstance(stack, StackConfig | SegmentsConfig):
-        for place, block in enumerate(stack.pattern):
+    stacks = model.stacks() if hasattr(model, "stacks") else {"": getattr(model, "stack", None)}
+    for path, stack in stacks.items():
+        for place, block in enumerate(stack.pattern if isinstance(stack, StackConfig | SegmentsConfig) else ()):
             for name, members in block.missing_facts().items():
-                lacking[f"model.stack.pattern.{place}.{name}"] = (getattr(block, name), members)
+                lacking[f"model.{path or 'stack'}.pattern.{place}.{name}"] = (getattr(block, name), members)
     said: dict[str, str] = {}
     for where, (part, names) in lacking.items():
         if names:  # of equal layers, the first
             said.setdefault(f"{type(part).__name__} has no {', '.join(names)}", where)
-    sections = list(model.stacks()) if isinstance(model, Facts) else []
-    if len(sections) > 1:
-        said[f"facts are of one stack, and {type(model).__name__} has sections {sections}"] = "model"
     return {where: what for what, where in said.items()}
 
 
 def facts_of(model: Any) -> Facts | None:
-    """The config itself, where it has one section, and it and all its layers have facts."""
-    if not isinstance(model, Facts) or not isinstance(model.norm, Norm) or len(model.stacks()) > 1:
+    """The config itself, where it and all its layers have facts."""
+    if not isinstance(model, Facts):
         return None
-    known = all(block.known_layers() is not None for block, _ in model.repeated_blocks())
-    return model if known else None
+    sections = model.section_facts()
+    blocks = [block for section in sections for block in section.stack.pattern] + [*model.head_facts().ahead]
+    known = all(isinstance(section.norm, Norm) for section in sections)
+    return model if known and all(block.known_layers() is not None for block in blocks) else None
 
 
 def demand_facts(model: Any) -> Facts:
@@ -182,18 +199,54 @@ def demand_facts(model: Any) -> Facts:
 
 
 def flops_of(model: Any) -> Flops | None:
-    """Operations per token; None where the config does not tell. A method `flops()` is all that a model needs."""
-    if isinstance(model, Facts) and facts_of(model) is None:
-        return None
+    """Operations per position; None where the config does not tell. A model without facts may have `flops()`."""
+    if isinstance(model, Facts):
+        return None if facts_of(model) is None else count_flops(model)
     count = getattr(model, "flops", None)
     return None if count is None else count()
 
 
-def block_facts(model: Facts, blocks: tuple[BlockConfig, ...], dtype: str) -> tuple[BlockFacts, ...]:
-    """Facts of blocks of a model that computes in this dtype."""
-    return tuple(_block_facts(block, model.hidden, model.sequence_length, dtype) for block in blocks)
+def count_flops(model: Facts) -> Flops:
+    """Forward and backward pass for each of `row_positions()`, of whole rows, as if all weights were trained.
+
+    Counted as Megatron-LM's throughput line does: a multiply-add is two operations, the backward pass costs twice the
+    forward; matmuls of mixers, MLPs, ways in and heads count, looking up tables, norms, softmax and recomputation do
+    not, nor does a window make a difference. Of heads that predict further ahead, blocks, two matrices, three norms and
+    logits count. Megatron-LM has no count of its own for encoders with a decoder: what it counts of a layer is added up
+    over both sections, keys and values of cross-attention over the encoder's positions.
+    """
+    sections, head = model.section_facts(), model.head_facts()
+    last, ahead = sections[-1], len(head.ahead)
+    blocks = [(section, block, times) for section in sections for block, times in section.stack.repeated_blocks()]
+    blocks += [(last, block, 1) for block in head.ahead]
+    once = masked = full = 0.0
+    for section, block, times in blocks:
+        count = block.multiply_adds(section.hidden, section.read / section.length)
+        once += times * section.positions * count.per_token
+        masked += times * section.positions * section.length * count.per_pair
+        full += times * section.positions * section.length * count.per_full_pair
+    once += sum(section.positions * one.size * one.per_token for section in sections for one in section.matmuls)
+    scored = sum(one.size for one in head.matmuls) + (1 + ahead) * last.hidden * head.columns
+    once += head.positions * (scored + ahead * (3 * last.hidden + 2 * last.hidden**2))
+    row = model.row_positions()
+    return Flops(causal=6 * (once + full + masked / 2) / row, full=6 * (once + full + masked) / row)
+
+
+def block_facts(section: SectionFacts, blocks: Sequence[BlockConfig], dtype: str) -> tuple[BlockFacts, ...]:
+    """Facts of blocks that work as those of a section do, in a model that computes in this dtype."""
+    shape = section.hidden, section.length, dtype, section.read
+    return tuple(_block_facts(block, *shape) for block in blocks)
 
 
 @lru_cache(maxsize=4096)
-def _block_facts(block: BlockConfig, hidden: int, length: int, dtype: str) -> BlockFacts:
-    return block.facts(hidden=hidden, length=length, dtype=dtype)
+def _block_facts(block: BlockConfig, hidden: int, length: int, dtype: str, read: int) -> BlockFacts:
+    return block.facts(hidden=hidden, length=length, dtype=dtype, read=read)
+
+
+@lru_cache(maxsize=4096)
+def trained_share(weights: tuple[Weight, ...], patterns: tuple[str, ...]) -> float:
+    """Share of these weights' elements that is trained. patterns: of their names, as optimizer.trainable has them."""
+    if patterns == ("*",) or not weights:
+        return 1.0
+    trained = [one for one in weights if any(fnmatchcase(one.name, pattern) for pattern in patterns)]
+    return total_size(trained) / total_size(weights)

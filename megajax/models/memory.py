@@ -9,10 +9,11 @@ do not enter the activations, biases and learned positions are not parameters.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megajax.layers.facts import BlockFacts, Share
+from megajax.layers.facts import BlockFacts, Norm, Share, Weight, total_size
 from megajax.layers.remat import Recompute, Recomputing
 from megajax.mesh.config import ParallelConfig
-from megajax.models.facts import Facts
+from megajax.models.facts import Facts, SectionFacts
+from megajax.models.protocol import ids_below
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +99,25 @@ class MemoryReport:
         return self.weights + self.activations
 
 
-def memory_report(cfg: Facts, setting: MemorySetting) -> MemoryReport:
-    """For rows of cfg.sequence_length tokens."""
-    hidden, table = cfg.hidden, cfg.hidden * cfg.padded_vocabulary()
+def memory_report(model: Facts, setting: MemorySetting) -> MemoryReport | None:
+    """None for a model that the report does not know: of several sections, or without a vocabulary."""
+    (cfg, *others), head = model.section_facts(), model.head_facts()
+    if others or ids_below(model) is None or not isinstance(cfg.norm, Norm):
+        return None
+    hidden, table, tied = cfg.hidden, cfg.hidden * head.columns, not _vocabulary(head.tables)
     cut = sum(block.megatron_matrices(hidden) for block in cfg.stack.pattern) * cfg.stack.repeats / setting.pipeline
     held = sum(block.norm_size(hidden) for block in cfg.stack.pattern) * cfg.stack.repeats
-    held += cfg.norm_size()
-    further = sum(block.megatron_matrices(hidden) for block in cfg.predicting_blocks())
-    further_held = sum(block.norm_size(hidden) for block in cfg.predicting_blocks())
-    tables = table if cfg.tied else 2 * table
+    held += total_size(cfg.norm.weights(hidden))
+    further = sum(block.megatron_matrices(hidden) for block in head.ahead)
+    further_held = sum(block.norm_size(hidden) for block in head.ahead)
+    tables = table if tied else 2 * table
     most = (cut + further + table) / setting.tensor + held / setting.pipeline + further_held
-    if not cfg.tied and setting.pipeline == 1:
+    if not tied and setting.pipeline == 1:
         most += table / setting.tensor
     each = 6 + 12 / setting.data if setting.zero1 else 18
     return MemoryReport(
         weights=most * each,
-        activations=activation_bytes(cfg, setting),
+        activations=activation_bytes(cfg, head.columns, setting),
         layer_parameters=round(cut * setting.pipeline + further) + held + further_held,
         embedding_parameters=tables,
         most_loaded=most,
@@ -121,11 +125,14 @@ def memory_report(cfg: Facts, setting: MemorySetting) -> MemoryReport:
     )
 
 
-def activation_bytes(cfg: Facts, setting: MemorySetting) -> float:
-    """Of the first stage, which holds most microbatches at once."""
-    block = cfg.stack.pattern[0]
-    tokens, hidden, layers = cfg.sequence_length * setting.micro_size, cfg.hidden, cfg.stack.layers()
-    vocabulary, stages = cfg.padded_vocabulary(), setting.pipeline
+def _vocabulary(tables: Sequence[Weight]) -> list[Weight]:
+    return [table for table in tables if "vocab" in table.axes]
+
+
+def activation_bytes(cfg: SectionFacts, vocabulary: int, setting: MemorySetting) -> float:
+    """Of the first stage, which holds most microbatches at once. vocabulary: scores of a token."""
+    block, stages = cfg.stack.pattern[0], setting.pipeline
+    tokens, hidden, layers = cfg.positions * setting.micro_size, cfg.hidden, cfg.stack.layers()
     # Token and position ids of 8 bytes for each microbatch that is under way, and dropout's mask of the embedding.
     entering = (8 * tokens + tokens * hidden) * stages
     if setting.sequence:

@@ -13,6 +13,7 @@ from megajax.config.errors import UserError
 from megajax.metrics import banner
 from megajax.metrics.banner import Section
 from megajax.metrics.text import count, duration
+from megajax.models.protocol import counted
 from megajax.planning.cost.estimate import Estimate, bytes_per_step
 from megajax.planning.cost.work import head_seconds, layers_work
 from megajax.planning.program.devices import GIB, MIB, Device
@@ -134,12 +135,12 @@ def plan_report(plan: Estimate) -> Report:
         )
         for row in plan.traffic
     ] or [("none", "")]
-    megatron = ("Megatron-LM says", f"{plan.report.total / GIB:8.2f}  by its own report")
+    megatron = [("Megatron-LM says", f"{each.total / GIB:8.2f}  by its own report") for each in [plan.report] if each]
     return Report(
         f"plan for {run.devices} x {device.name}, by formula",
         [
             ("layout", layout(plan)),
-            ("memory of one device, GiB", [*memory_rows(memory, device.usable_gib - plan.memory.peak_gib), megatron]),
+            ("memory of one device, GiB", [*memory_rows(memory, device.usable_gib - plan.memory.peak_gib), *megatron]),
             ("collectives of one device and step", collectives),
             traffic_by_class(bytes_per_step(plan), device),
             ("time of a step", times(plan)),
@@ -165,12 +166,13 @@ def layout(plan: Estimate) -> list[tuple[str, str]]:
     """Devices, mesh, parameters, microbatches, schedule."""
     run, flops = plan.run, plan.flops
     parameters = run.model.parameter_count().total
+    lengths = " + ".join(f"{section.positions}" for section in run.model.section_facts())
     rows = [
         ("devices", f"{run.devices} in nodes of {run.per_node}"),
         ("mesh", ", ".join(f"{name} {size}" for name, size in run.sizes.items())),
         ("parameters", f"{count(parameters)} ({parameters:,})"),
         ("FLOPs per token", f"{flops.causal:.4g} with causal attention, {flops.full:.4g} with full"),
-        ("microbatches", f"{run.microbatches} of {run.micro_size} rows, {run.model.sequence_length} tokens each"),
+        ("microbatches", f"{run.microbatches} of {run.micro_size} rows, {lengths} {counted(run.model)} each"),
     ]
     if run.parallel.pipeline > 1:
         slots, chunks = plan.schedule.slots, run.parallel.virtual_stages

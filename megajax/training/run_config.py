@@ -260,15 +260,18 @@ def _fp8(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     if model is None or cfg.precision.fp8 is None or cfg.parallel.problems():
         return
     tensor, context = cfg.parallel.tensor, cfg.parallel.context
-    first, last, layers = cfg.precision.fp8.first_layers, cfg.precision.fp8.last_layers, model.stack.layers()
+    first, last, layers = cfg.precision.fp8.first_layers, cfg.precision.fp8.last_layers, cfg.model.stack.layers()
     if first + last > layers:
         yield Problem(
             "precision.fp8", f"first_layers={first} and last_layers={last} are more than the {layers} there are"
         )
-    rows = f"batch.micro_size={cfg.batch.micro_size} rows of {model.sequence_length}"
-    tokens = cfg.batch.micro_size * model.sequence_length
-    sides = [Side("sequence_length", f"{rows} over parallel.context={context} are", tokens // context)]
-    for side in (*sides * (tokens % context == 0), *model.matmul_sides(tensor)):
+    sides = []
+    for section in model.section_facts():
+        rows = f"batch.micro_size={cfg.batch.micro_size} rows of {section.positions}"
+        tokens, over = divmod(cfg.batch.micro_size * section.positions, context)
+        named = section.path or "sequence_length"
+        sides += [Side(named, f"{rows} over parallel.context={context} are", tokens)] * (not over)
+    for side in (*sides, *model.matmul_sides(tensor)):
         if side.size % MULTIPLE:
             what = f"{side.text} {side.size}, no multiple of {MULTIPLE}, which 8-bit matmuls need"
             yield Problem(f"model.{side.where}", what.lstrip(), "or set precision.fp8=none")

@@ -26,12 +26,13 @@ def run_rows(program: Any, step: int | None) -> Rows:
     rows, length = batch.rows, model.row_positions()
     each = "" if counted(model) == "rows" else f" of {length:,} {counted(model)}"
     facts, vocabulary = facts_of(model), ids_below(model)
+    layers = " + ".join(str(stack.layers()) for stack in model.stacks().values())
     done = "unknown: its arrays were given to a later step" if step is None else f"{step:,} of {cfg.steps:,}"
     return (
         (
             "model",
-            f"{type(program.abstract).__name__}, {count(program.parameters)} parameters: {model.stack.layers()} layers"
-            + ("" if facts is None else f", hidden {facts.hidden}")
+            f"{type(program.abstract).__name__}, {count(program.parameters)} parameters: {layers} layers"
+            + ("" if facts is None else f", hidden {facts.section_facts()[-1].hidden}")
             + ("" if vocabulary is None else f", vocabulary {vocabulary:,}"),
         ),
         ("layout", f"{devices}{': ' * bool(used)}{used}; {', '.join(kinds)}"),

@@ -64,7 +64,8 @@ def test_memory(case: str) -> None:
         parts = [one.weights / MB, one.activations / MB, one.total / MB]
         compare.check("memory", parts, other, TOLERANCE, name=name)
     for sequence, name in ((True, "sp"), (False, "without_sp")):
-        value = activation_bytes(cfg, replace(setting, sequence=sequence))
+        (section,), head = cfg.section_facts(), cfg.head_facts()
+        value = activation_bytes(section, head.columns, replace(setting, sequence=sequence))
         compare.check("memory", value, theirs[f"activation_bytes_{name}_formula"], TOLERANCE, name=name)
     parameters = actual.layer_parameters + actual.embedding_parameters
     said = {line.partition(" in billions: ")[0]: line.rpartition(" ")[2] for line in theirs["verbose_stdout"]}

@@ -252,7 +252,9 @@ class AttentionConfig(MultiHeadConfig):
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
         """Those of the matmuls, and of scores and values."""
-        return MultiplyAdds(sum(matmul.size for matmul in self.matmuls(hidden)), self.per_pair(hidden))
+        pairs = self.per_pair(hidden)
+        masked, full = (pairs, 0) if self.causal else (0, pairs)
+        return MultiplyAdds(sum(matmul.size for matmul in self.matmuls(hidden)), masked, full)
 
     def megatron_matrices(self, hidden: int, gains: int) -> int:
         """Queries, keys, values and the output: the report knows no gate."""

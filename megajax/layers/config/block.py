@@ -20,6 +20,7 @@ from megajax.layers.facts import (
     LayerBuilder,
     Matmul,
     Mixer,
+    MixerFacts,
     MultiplyAdds,
     Norm,
     Side,
@@ -29,6 +30,9 @@ from megajax.layers.facts import (
     total_size,
 )
 from megajax.layers.remat import Part
+
+KERNEL_TENSORS: tuple[Part, ...] = ("query_key_value", "core_attention")
+"""What a kernel between matmuls reads and writes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,8 +107,9 @@ class BlockConfig(Builds):
         mixer, mlp, _ = self.layers()
         return (*mixer.matmuls(hidden), *mlp.matmuls(hidden))
 
-    def multiply_adds(self, hidden: int) -> MultiplyAdds:
-        """Operations of the forward pass."""
+    def multiply_adds(self, hidden: int, read: float = 0.0) -> MultiplyAdds:
+        """Operations of the forward pass. read: tokens of the section before for each token of a row."""
+        del read
         mixer, mlp, _ = self.layers()
         return mixer.multiply_adds(hidden).plus(mlp.multiply_adds(hidden))
 
@@ -123,18 +128,18 @@ class BlockConfig(Builds):
         """Weights of the two norms."""
         return 2 * total_size(self.layers().norm.weights(hidden))
 
-    def facts(self, *, hidden: int, length: int, dtype: str) -> BlockFacts:
-        """What the block costs on rows of `length` tokens in this compute dtype."""
-        mixer = self.layers().mixer
-        choice = mixer.kernel_choice(hidden, Request(dtype=dtype, length=length), None)
+    def facts(self, *, hidden: int, length: int, dtype: str, read: int = 0) -> BlockFacts:
+        """What the block costs on rows of `length` tokens in this compute dtype.
+
+        read: tokens of the section before that each row reads.
+        """
+        del read  # only blocks with cross-attention read them
         return BlockFacts(
             hidden=hidden,
             weights=total_size(self.weights(hidden)),
             matmuls=self.matmuls(hidden),
             tensors=self.tensors(hidden),
-            multiply_adds=self.multiply_adds(hidden),
-            heads=mixer.heads,
-            fused=choice.kernel != "reference",
+            mixers=(mixer_facts(self.layers().mixer, hidden, length, dtype),),
         )
 
     def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
@@ -155,6 +160,20 @@ class BlockConfig(Builds):
         for name, layer in (("mixer", mixer), ("mlp", mlp)):
             for side in layer.matmul_sides(hidden, tensor):
                 yield side._replace(where=f"{name}.{side.where}")
+
+
+def mixer_facts(mixer: Mixer, hidden: int, length: int, dtype: str, read: float = 1.0) -> MixerFacts:
+    """A mixer on rows of `length` tokens; read: keys for each of them."""
+    count, tensors = mixer.multiply_adds(hidden), mixer.tensors(hidden)
+    choice = mixer.kernel_choice(hidden, Request(dtype=dtype, length=length), None)
+    return MixerFacts(
+        multiply_adds=length * read * (count.per_pair + count.per_full_pair),
+        unmasked=length * read * (count.per_pair / 2 + count.per_full_pair),
+        heads=mixer.heads,
+        scores=length * read * mixer.heads,
+        fused=choice.kernel != "reference",
+        tensors=tuple(tensors[part] for part in KERNEL_TENSORS if part in tensors),
+    )
 
 
 @runtime_checkable

@@ -7,8 +7,18 @@ from typing import ClassVar
 from megajax.config.errors import Problem
 from megajax.kernels.capability import Request
 from megajax.layers.config.attention import AttentionConfig, MixerConfig
-from megajax.layers.config.block import BlockConfig
-from megajax.layers.facts import Elements, LayerBuilder, Matmul, MultiplyAdds, Weight, prefixed, total_size
+from megajax.layers.config.block import KERNEL_TENSORS, BlockConfig, mixer_facts
+from megajax.layers.facts import (
+    NO_ELEMENTS,
+    BlockFacts,
+    Elements,
+    LayerBuilder,
+    Matmul,
+    MultiplyAdds,
+    Weight,
+    prefixed,
+    total_size,
+)
 from megajax.layers.remat import Part
 
 
@@ -30,6 +40,23 @@ class CrossAttentionConfig(AttentionConfig):
     def request(self, known: Request) -> Request:
         """What an attention backend is asked for."""
         return replace(AttentionConfig.request(self, known), key_length=known.key_length, cross=True)
+
+    def matmuls_reading(self, hidden: int, read: float) -> tuple[Matmul, ...]:
+        """Queries, keys and values, the output. read: keys for each query."""
+        joined, output = AttentionConfig.matmuls(self, hidden)
+        queries, keys = replace(joined.outputs, grouped=0), replace(joined.outputs, cut=0)
+        weights = joined.weights - 2
+        return (
+            replace(joined, outputs=queries, weights=weights, joined=weights > 1),
+            replace(joined, outputs=keys, weights=2, per_token=read),
+            output,
+        )
+
+    def tensors_reading(self, hidden: int, read: float) -> Mapping[Part, Elements]:
+        """What the kernel reads and writes for each query."""
+        tensors = AttentionConfig.tensors(self, hidden)
+        kernel = tensors["query_key_value"]
+        return {**tensors, "query_key_value": replace(kernel, grouped=round(read * kernel.grouped))}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,29 +93,40 @@ class CrossBlockConfig(BlockConfig):
         added = tuple(weight for name, weights in own.items() for weight in prefixed(name, weights))
         return (*BlockConfig.weights(self, hidden), *added)
 
-    def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
-        """Those of mixer, cross-attention and MLP."""
-        return (*BlockConfig.matmuls(self, hidden), *self.cross.matmuls(hidden))
+    def multiply_adds(self, hidden: int, read: float = 0.0) -> MultiplyAdds:
+        """Operations of the forward pass. read: tokens of the section before for each token of a row."""
+        matmuls = self.cross.matmuls_reading(hidden, read)
+        crossing = MultiplyAdds(sum(one.size * one.per_token for one in matmuls), 0, read * self.cross.per_pair(hidden))
+        return BlockConfig.multiply_adds(self, hidden).plus(crossing)
 
-    def multiply_adds(self, hidden: int) -> MultiplyAdds:
-        """Operations of the forward pass, as if both sequences were as long as this one."""
-        return BlockConfig.multiply_adds(self, hidden).plus(self.cross.multiply_adds(hidden))
+    def facts(self, *, hidden: int, length: int, dtype: str, read: int = 0) -> BlockFacts:
+        """What the block costs on rows of `length` tokens that read `read` of the section before.
 
-    def tensors(self, hidden: int) -> Mapping[Part, Elements]:
-        """Tensors that may be saved: those of the two attentions count as one."""
-        both = (BlockConfig.tensors(self, hidden), self.cross.tensors(hidden))
-        names = dict.fromkeys(name for tensors in both for name in tensors)
-        return {name: _added([tensors[name] for tensors in both if name in tensors]) for name in names}
+        Tensors of its two attentions count as one.
+        """
+        own, ratio = BlockConfig.facts(self, hidden=hidden, length=length, dtype=dtype), read / length
+        tensors = self.cross.tensors_reading(hidden, ratio)
+        both = {name: _added(own.elements(name), tensors.get(name, NO_ELEMENTS)) for name in {**own.tensors, **tensors}}
+        cross = mixer_facts(self.cross, hidden, length, dtype, ratio)
+        kernel = tuple(tensors[part] for part in KERNEL_TENSORS)
+        return replace(
+            own,
+            matmuls=(*own.matmuls, *self.cross.matmuls_reading(hidden, ratio)),
+            tensors=both,
+            mixers=(*own.mixers, cross._replace(tensors=kernel)),
+            parts=3,
+            read=ratio,
+        )
 
     def norm_size(self, hidden: int) -> int:
         """Weights of the three norms."""
         return 3 * total_size(self.layers().norm.weights(hidden))
 
 
-def _added(parts: list[Elements]) -> Elements:
+def _added(one: Elements, other: Elements) -> Elements:
     return Elements(
-        whole=sum(part.whole for part in parts),
-        cut=sum(part.cut for part in parts),
-        grouped=sum(part.grouped for part in parts),
-        groups=max(part.groups for part in parts),
+        whole=one.whole + other.whole,
+        cut=one.cut + other.cut,
+        grouped=one.grouped + other.grouped,
+        groups=max(one.groups, other.groups),
     )

@@ -6,9 +6,9 @@ from typing import ClassVar
 from megajax.batch import Leaf
 from megajax.config.errors import Problem
 from megajax.layers.config import LayerNormConfig, NormConfig
-from megajax.layers.facts import LayerBuilder
+from megajax.layers.facts import Elements, LayerBuilder, Matmul, Weight
 from megajax.models.config.decoder import DecoderConfig
-from megajax.models.facts import Flops, ParameterCount
+from megajax.models.facts import HeadFacts, ParameterCount, SectionFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,8 +75,19 @@ class BertConfig(DecoderConfig):
         types = self.token_types * self.hidden
         return ParameterCount(count.layers, count.embedding + types, count.head + self.head_size())
 
-    def flops(self) -> Flops:
-        """Of rows whose tokens all see each other; the head of masked tokens has a matrix more than a decoder's."""
-        flops = DecoderConfig.flops(self)
-        total = flops.full + 6 * self.hidden**2
-        return Flops(causal=total, full=total)
+    def section_facts(self) -> tuple[SectionFacts, ...]:
+        """As of a decoder, with a table of token types."""
+        (section,) = DecoderConfig.section_facts(self)
+        types = Weight("types", (self.token_types, self.hidden), (None, "embed"))
+        return (replace(section, tables=(*section.tables, *[types] * (self.token_types > 0))),)
+
+    def head_facts(self) -> HeadFacts:
+        """The head of masked tokens has a matrix more than a decoder's; that of sentences works on one position."""
+        head, square, whole = DecoderConfig.head_facts(self), (self.hidden, self.hidden), Elements(whole=self.hidden)
+        tables = [Weight("masked.matrix", square, ("embed", None))]
+        if self.next_sentence:
+            tables += [
+                Weight("pooler.matrix", square, ("embed", None)),
+                Weight("order", (self.hidden, 2), ("embed", None)),
+            ]
+        return replace(head, tables=(*head.tables, *tables), matmuls=(Matmul(inputs=whole, outputs=whole),))

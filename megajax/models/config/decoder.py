@@ -9,11 +9,11 @@ from megajax.batch import Leaf
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.layers.config import LARGEST, BlockConfig, NormConfig, RMSNormConfig, StackConfig, above_zero
-from megajax.layers.facts import LayerBuilder, total_size
+from megajax.layers.facts import LayerBuilder, Weight, total_size
 from megajax.layers.remat import Part, Recompute
 from megajax.layers.segments import SegmentsConfig
 from megajax.models.config.transformer import TransformerConfig
-from megajax.models.facts import Flops, ParameterCount
+from megajax.models.facts import Flops, HeadFacts, ParameterCount, SectionFacts, count_flops
 from megajax.models.protocol import ModelConfig
 
 
@@ -206,25 +206,45 @@ class DecoderConfig(Builds, TransformerConfig, ModelConfig):
         return (*self.stack.repeated_blocks(), *((block, 1) for block in self.predicting_blocks()))
 
     def flops(self) -> Flops:
-        """Forward and backward pass per token, for rows of sequence_length tokens.
+        """Forward and backward pass per token, for whole rows."""
+        return count_flops(self)
 
-        Counted as Megatron-LM's throughput line does: a multiply-add is two operations, the backward pass costs twice
-        the forward; matmuls of mixers, MLPs and heads count, norms, softmax and recomputation do not, nor does a window
-        make a difference. Of heads that predict further ahead, blocks, two matrices, three norms and logits count.
-        """
-        hidden, ahead = self.hidden, len(self.predicting_blocks())
-        counts = [(block.multiply_adds(hidden), times) for block, times in self.repeated_blocks()]
-        outside = ahead * (3 * hidden + 2 * hidden**2) + (1 + ahead) * hidden * self.padded_vocabulary()
-        once = 2 * (sum(times * count.per_token for count, times in counts) + outside)
-        full = 2 * sum(times * count.per_pair for count, times in counts) * self.sequence_length
-        return Flops(causal=3 * (once + full / 2), full=3 * (once + full))
+    def section_facts(self) -> tuple[SectionFacts, ...]:
+        """One, which reads the tables of tokens and positions."""
+        tables = [Weight("tokens", (self.padded_vocabulary(), self.hidden), ("vocab", "embed"))]
+        if self.learned_positions:
+            tables.append(Weight("positions", (self.position_count(), self.hidden), (None, "embed")))
+        section = SectionFacts(
+            path="",
+            hidden=self.hidden,
+            length=self.sequence_length,
+            stack=self.stack,
+            norm=self.norm,
+            residual=self.residual,
+            recomputing=self.recomputing(),
+            tables=tuple(tables),
+            adds_positions=self.learned_positions,
+        )
+        return (section,)
+
+    def head_facts(self) -> HeadFacts:
+        """Scores of the vocabulary, by the table of tokens where it is tied."""
+        table = Weight("head", (self.padded_vocabulary(), self.hidden), ("vocab", "embed"))
+        return HeadFacts(
+            columns=self.padded_vocabulary(),
+            positions=self.sequence_length,
+            chunk=self.loss_chunk,
+            tables=() if self.tied else (table,),
+            ahead=self.predicting_blocks(),
+        )
 
     def parameter_count(self) -> ParameterCount:
         """Number of weights, from those that the layers declare."""
         hidden, norm = self.hidden, self.norm_size()
         blocks = sum(times * total_size(block.weights(hidden)) for block, times in self.repeated_blocks())
         merging = len(self.predicting_blocks()) * (3 * norm + 2 * hidden**2)
-        layers = blocks + total_size(self.stack.shared_weights()) + norm + merging
+        shared = sum(total_size(stack.shared_weights()) for stack in self.stacks().values())
+        layers = blocks + shared + len(self.stacks()) * norm + merging
         table, positions = hidden * self.vocabulary_size, hidden * self.position_count() * self.learned_positions
         return ParameterCount(layers, table + positions, 0 if self.tied else table)
 

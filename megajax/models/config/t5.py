@@ -12,6 +12,7 @@ from megajax.layers.config.cross import CrossBlockConfig
 from megajax.layers.facts import LayerBuilder
 from megajax.layers.segments import SegmentsConfig
 from megajax.models.config.decoder import DecoderConfig
+from megajax.models.facts import ParameterCount, SectionFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +104,21 @@ class T5Config(DecoderConfig):
             "loss_mask": Leaf("float32", ids.shape, ids.axes),
             "segment_ids": replace(ids, below=None),
         }
+
+    def repeated_blocks(self) -> tuple[tuple[BlockConfig, int], ...]:
+        """Those of the encoder, then those of the decoder."""
+        return (*self.encoder.repeated_blocks(), *DecoderConfig.repeated_blocks(self))
+
+    def parameter_count(self) -> ParameterCount:
+        """Number of weights."""
+        count = DecoderConfig.parameter_count(self)
+        return replace(count, head=count.head + self.head_bias * self.vocabulary_size)
+
+    def section_facts(self) -> tuple[SectionFacts, ...]:
+        """The encoder, and the decoder that reads its output; they share the tables, which the first one has here."""
+        (decoder,) = DecoderConfig.section_facts(self)
+        encoder = replace(decoder, path="encoder", length=self.encoder_length, stack=self.encoder)
+        return encoder, replace(decoder, read=self.encoder_length, tables=())
 
     def position_count(self) -> int:
         """Rows of the table of positions, which both sections read."""

@@ -6,15 +6,23 @@ overlap communication and computation differently. So speeds that others publish
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Literal
 
 from megajax.config.errors import UserError
 from megajax.layers.config import StackConfig
-from megajax.layers.facts import BlockFacts, Share
-from megajax.layers.remat import Recomputing
+from megajax.layers.facts import BlockFacts, Share, Weight
 from megajax.mesh.config import ParallelConfig
-from megajax.models.facts import Facts, block_facts, demand_facts, facts_of
+from megajax.models.facts import (
+    Facts,
+    HeadFacts,
+    SectionFacts,
+    block_facts,
+    demand_facts,
+    facts_of,
+    trained_share,
+)
 from megajax.optim.config import AdamWConfig, LionConfig, MuonConfig, SGDConfig
 from megajax.planning.program.devices import MOST_DEVICES, Device
 from megajax.training.run_config import RunConfig
@@ -67,7 +75,7 @@ OURS = System(
 """As `python -m megajax.plan --config` finds it in compiled programs, see docs/planning.md."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Description:
     """A run, as far as its speed and memory depend on it. Hashable."""
 
@@ -91,6 +99,8 @@ class Description:
     moment_bytes: int = 4
     moments_away: float = 0.0
     """Share of the moments that is in host memory between updates."""
+    trainable: tuple[str, ...] = ("*",)
+    """Patterns of the weights that are trained; the others have neither gradients nor moments."""
     steps: int = 0
     """Of the whole run; 0: not known."""
     system: System = OURS
@@ -119,42 +129,15 @@ class Description:
         return max(1, self.global_size // (self.micro_size * self.replicas))
 
     @property
-    def tokens(self) -> int:
-        """Of a microbatch, on each device of `context`."""
-        return self.micro_size * self.model.sequence_length // self.parallel.context
-
-    @property
     def step_tokens(self) -> int:
-        """Of a step, all devices together."""
-        return self.microbatches * self.micro_size * self.replicas * self.model.sequence_length
-
-    @property
-    def rows(self) -> int:
-        """Repeats of the stack's pattern in a chunk of the pipeline; chunks with fewer are padded."""
-        if self.parallel.layers is not None and self.parallel.pipeline > 1:
-            return max(self.parallel.layers)
-        return -(-self.model.stack.repeats // self.parallel.chunks())
-
-    @property
-    def repeats(self) -> int:
-        """Repeats of the stack's pattern on a device."""
-        return self.rows * self.parallel.virtual_stages
+        """Positions of a step that throughput is counted in, all devices together."""
+        return self.microbatches * self.micro_size * self.replicas * self.model.row_positions()
 
     @property
     def in_place(self) -> bool:
         """Whether matmuls use weights and gradient accumulators in place, see `System.most_in_place`."""
         most = self.system.most_in_place
         return most is None or self.parallel.virtual_stages <= most
-
-    @property
-    def recomputing(self) -> Recomputing:
-        return self.model.recomputing()
-
-    @property
-    def recomputing_share(self) -> float:
-        """Share of the layers that recompute as the model says; the others recompute one step less."""
-        layers = self.recomputing.layers
-        return 1.0 if layers is None else min(1.0, layers / (len(self.model.stack.pattern) * self.rows))
 
     @property
     def width(self) -> int:
@@ -171,31 +154,129 @@ class Description:
         """Dtype of what is not multiplied in fp8: attention, the loss."""
         return "bfloat16" if self.compute == "fp8" else self.compute
 
-    @property
-    def share(self) -> Share:
-        """A device's part of a microbatch."""
-        return Share(
-            tokens=self.tokens,
-            width=self.width,
-            residual_width=4 if self.model.residual == "float32" else self.width,
-            tensor=self.parallel.tensor,
-            sequence=self.cut,
-        )
+    @cached_property
+    def towers(self) -> tuple["Tower", ...]:
+        """The model's sections, in the order in which they run; a pipeline has one."""
+        return tuple(Tower(self, section) for section in self.model.section_facts())
+
+    @cached_property
+    def head(self) -> HeadFacts:
+        return self.model.head_facts()
 
     @property
-    def blocks(self) -> tuple[BlockFacts, ...]:
-        """Of the stack's pattern, in order."""
-        return block_facts(self.model, self.model.stack.pattern, self.dtype)
+    def scored(self) -> int:
+        """Positions of a microbatch whose loss a device of `context` computes."""
+        return max(1, self.micro_size * self.head.positions // self.parallel.context)
 
     @property
+    def columns(self) -> float:
+        """Scores of a position on one device of `pipeline` and `tensor`."""
+        return self.head.columns / (self.parallel.pipeline * self.parallel.tensor)
+
+    @cached_property
     def predicting_blocks(self) -> tuple[BlockFacts, ...]:
         """Of the heads that predict further ahead."""
-        return block_facts(self.model, self.model.predicting_blocks(), self.dtype)
+        return block_facts(self.towers[-1].section, self.head.ahead, self.dtype)
+
+    def held_tables(self, axis: str | None = None, *, trained: bool = False) -> float:
+        """Weights of ways in and head on one device; of tables with this logical axis alone.
+
+        trained: without those that are frozen.
+        """
+        tables = [table for tower in self.towers for table in tower.section.tables] + [*self.head.tables]
+        cut = self.parallel.tensor * self.parallel.pipeline
+        return sum(
+            table.size / (cut if "vocab" in table.axes else 1) * (self.trained((table,)) if trained else 1.0)
+            for table in tables
+            if axis is None or axis in table.axes
+        )
+
+    def trained(self, weights: tuple[Weight, ...]) -> float:
+        """Share of these weights that is trained."""
+        return trained_share(weights, self.trainable)
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A section on one device."""
+
+    run: Description
+    section: SectionFacts
 
     @property
-    def table(self) -> float:
-        """Weights of a device's part of one table of the vocabulary."""
-        return self.model.padded_vocabulary() * self.model.hidden / (self.parallel.pipeline * self.parallel.tensor)
+    def hidden(self) -> int:
+        return self.section.hidden
+
+    @property
+    def prefix(self) -> str:
+        """Names the section where there are several; "" for the last."""
+        return f"{self.section.path}: " if self.section.path else ""
+
+    @property
+    def read(self) -> int:
+        """Tokens of a microbatch, of the section before, that each layer reads on a device of `context`."""
+        return self.run.micro_size * self.section.sequences * self.section.read // self.run.parallel.context
+
+    @property
+    def tokens(self) -> int:
+        """Of a microbatch, on each device of `context`."""
+        return self.run.micro_size * self.section.positions // self.run.parallel.context
+
+    @property
+    def rows(self) -> int:
+        """Repeats of the stack's pattern in a chunk of the pipeline; chunks with fewer are padded."""
+        parallel = self.run.parallel
+        if parallel.layers is not None and parallel.pipeline > 1:
+            return max(parallel.layers)
+        return -(-self.section.stack.repeats // parallel.chunks())
+
+    @property
+    def repeats(self) -> int:
+        """Repeats of the stack's pattern on a device."""
+        return self.rows * self.run.parallel.virtual_stages
+
+    @property
+    def recomputing_share(self) -> float:
+        """Share of the layers that recompute as the model says; the others recompute one step less."""
+        layers = self.section.recomputing.layers
+        return 1.0 if layers is None else min(1.0, layers / (len(self.section.stack.pattern) * self.rows))
+
+    @cached_property
+    def blocks(self) -> tuple[BlockFacts, ...]:
+        """Of the stack's pattern, in order."""
+        return block_facts(self.section, self.section.stack.pattern, self.run.dtype)
+
+    @cached_property
+    def share(self) -> Share:
+        """A device's part of a microbatch."""
+        width = self.run.width
+        return Share(
+            tokens=self.tokens,
+            width=width,
+            residual_width=4 if self.section.residual == "float32" else width,
+            tensor=self.run.parallel.tensor,
+            sequence=self.run.cut,
+        )
+
+    def held(self, *, trained: bool = False) -> float:
+        """Weights of the stack's matrices on one device, whole over data, as held during the step.
+
+        Of key-value heads fewer than the devices of `tensor`, one. trained: without those that are frozen.
+        """
+        share = self.trained() if trained else 1.0
+        return share * self.repeats * sum(block.held(self.run.parallel.tensor) for block in self.blocks)
+
+    def vectors(self, *, trained: bool = False) -> float:
+        """Norms and biases of the stack, whole on every device of `tensor`."""
+        share = self.trained() if trained else 1.0
+        return share * self.repeats * sum(block.vectors for block in self.blocks)
+
+    def trained(self) -> float:
+        """Share of the stack's weights that is trained."""
+        if self.run.trainable == ("*",):
+            return 1.0
+        places = range(len(self.section.stack.pattern))
+        return self.run.trained(tuple(weight for place in places for weight in self.section.stack_weights(place)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,14 +317,15 @@ def pipeline_bubble(run: Description) -> PipelineBubble:
 
 
 def has_formulas(cfg: RunConfig) -> bool:
-    """Whether the formulas hold for the model: one with facts, of one repeated pattern."""
-    return facts_of(cfg.model) is not None and isinstance(cfg.model.stack, StackConfig)
+    """Whether the formulas hold for the model: one with facts, each section of one repeated pattern."""
+    repeated = all(isinstance(stack, StackConfig) for stack in cfg.model.stacks().values())
+    return repeated and facts_of(cfg.model) is not None
 
 
 def demand_formulas(cfg: RunConfig) -> Facts:
     """The model of a config. Raises UserError where formulas do not hold for it."""
     model = demand_facts(cfg.model)
-    if not isinstance(model.stack, StackConfig):
+    if not all(isinstance(stack, StackConfig) for stack in model.stacks().values()):
         raise UserError(
             "model.stack has segments, and formulas, searches, comparisons and sweeps know one repeated pattern alone."
             "\nThe compiler plans it: leave out --formula, --search, --compare and --sweep."
@@ -283,5 +365,6 @@ def describe(cfg: RunConfig, device: Device, devices: int, per_node: int | None 
         moments=1 if few else 2,
         moment_bytes=BYTES[cfg.optimizer.moments],
         moments_away=cfg.optimizer.offload,
+        trainable=cfg.optimizer.trainable,
         steps=cfg.steps,
     )

@@ -18,9 +18,9 @@ from functools import cached_property
 from math import ceil, log2, prod
 from typing import Any
 
-from megajax.models.facts import Flops
+from megajax.models.facts import Flops, count_flops
 from megajax.models.memory import MemoryReport, MemorySetting, memory_report
-from megajax.planning.cost.description import BYTES, Description, PipelineBubble, describe, pipeline_bubble
+from megajax.planning.cost.description import BYTES, Description, PipelineBubble, Tower, describe, pipeline_bubble
 from megajax.planning.cost.work import (
     Footprint,
     Halves,
@@ -127,12 +127,12 @@ class Traffic:
         return replace(self, hidden=min(self.seconds, computing))
 
 
-def traffic(run: Description, layers: Halves, held: tuple[float, float]) -> list[Traffic]:
+def traffic(run: Description, layers: Halves) -> list[Traffic]:
     """Every kind of collective of a step.
 
-    layers: computing of all layers of a device and microbatch; held: weights of the stack and all others on a device.
+    layers: computing of all layers of a device and microbatch.
     """
-    rows = (*_tensor(run), *_context(run, layers), *_pipeline(run, layers), *_loss(run), *_data(run, layers, held))
+    rows = (*_tensor(run), *_context(run, layers), *_pipeline(run, layers), *_loss(run), *_data(run, layers))
     return [row for row in rows if row.count]
 
 
@@ -160,28 +160,42 @@ def _row(run: Description, named: tuple[str, str, str], count: float, size: floa
 def _tensor(run: Description) -> Iterator[Traffic]:
     if run.parallel.tensor == 1:
         return
-    size = run.tokens * run.model.hidden * run.width
-    layers = run.microbatches * run.repeats * len(run.blocks)
-    kept, given = run.recomputing.policy(), run.system.tensor_hidden
-    once_more = recomputed(kept, "residual")
     copied = copied_weights(run)[0] / (1 if run.parallel.data_sharding == "replicate" else run.shards)
     yield _row(run, ("all-reduce", "tensor", "gradients of copied heads, once a step"), float(copied > 0), 4 * copied)
+    for tower in run.towers:
+        yield from _tensor_of(tower)
+
+
+def _tensor_of(tower: Tower) -> Iterator[Traffic]:
+    """Of one section: around each part of each block, and of what its blocks read of the section before."""
+    run, kept, given = tower.run, tower.section.recomputing.policy(), tower.run.system.tensor_hidden
+    size, read = (tokens * tower.hidden * run.width for tokens in (tower.tokens, tower.read))
+    passes = run.microbatches * tower.repeats
+    parts, reading = sum(block.parts for block in tower.blocks), sum(block.read > 0 for block in tower.blocks)
+    once_more = recomputed(kept, "residual") * (parts - len(tower.blocks))
     forward = 0.0 if given is None else given
+
+    def row(kind: str, what: str, count: float, size: float, hidden: float = 0.0) -> Traffic:
+        return _row(run, (kind, "tensor", f"{tower.prefix}{what}"), count, size, hidden)
+
     if run.cut == 1:
         beside = 1.0 if given is None else given
-        yield _row(run, ("all-reduce", "tensor", "activations, forward"), 2 * layers, size, forward)
-        yield _row(run, ("all-reduce", "tensor", "gradients, backward"), 2 * layers, size, beside)
-        yield _row(run, ("all-reduce", "tensor", "activations, again"), once_more * layers, size, forward)
+        yield row("all-reduce", "activations, forward", parts * passes, size, forward)
+        yield row("all-reduce", "gradients, backward", parts * passes, size, beside)
+        yield row("all-reduce", "gradients of what is read", reading * passes, read, beside)
+        yield row("all-reduce", "activations, again", once_more * passes, size, forward)
         return
-    gathers, scatters = (2 if kept.parts is None else 4), 2 + once_more
-    # Counted in compiled programs: of all that is recomputed, of norms and activations, of nothing.
-    loose = (1, 1) if once_more else (0, 1) if kept.parts is None else (2, 0)
-    beside_matmuls = {"all-gather": (gathers, loose[0]), "reduce-scatter": (scatters, loose[1])}
-    for kind, (count, free) in beside_matmuls.items():
-        yield _row(run, (kind, "tensor", "activations, forward"), 2 * layers, size, forward)
-        share = free / count if given is None else given
-        yield _row(run, (kind, "tensor", "activations and gradients, backward"), count * layers, size, share)
-        yield _row(run, (kind, "tensor", "embeddings and outputs"), 2 * run.microbatches, size)
+    again = kept.parts is not None
+    # Shares that are hidden, counted in compiled programs: of all that is recomputed, of norms and activations, of
+    # nothing.
+    gathers, scatters = (1 / 4, 1 / 3) if once_more else (1 / 2, 0) if again else (0, 1 / 2)
+    counts = {"all-gather": (parts * (1 + again), gathers), "reduce-scatter": (parts + once_more, scatters)}
+    for kind, (count, share) in counts.items():
+        yield row(kind, "activations, forward", parts * passes, size, forward)
+        share = share if given is None else given
+        yield row(kind, "activations and gradients, backward", count * passes, size, share)
+        yield row(kind, "what is read, both ways", reading * passes * (2 if kind == "all-gather" else 1), read, forward)
+        yield row(kind, "embeddings and outputs", 2 * run.microbatches, size)
 
 
 def _context(run: Description, layers: Halves) -> Iterator[Traffic]:
@@ -189,19 +203,21 @@ def _context(run: Description, layers: Halves) -> Iterator[Traffic]:
     devices, tensor = run.parallel.context, run.parallel.tensor
     if devices == 1:
         return
-    keys = [block.elements("query_key_value") for block in run.blocks]
-    size = run.tokens * sum(each.grouped / tensor + each.copied(tensor) for each in keys) * run.width
-    count = 3 * (devices - 1) * run.repeats * run.microbatches
     attention = layers.forward.attention_seconds + layers.backward.attention_seconds
-    row = _row(run, ("collective-permute", "context", "keys and values"), count, size)
-    yield row.beside(attention * run.microbatches * (devices - 1) / devices)
+    for tower in run.towers:
+        keys = [block.elements("query_key_value") for block in tower.blocks]
+        size = tower.tokens * sum(each.grouped / tensor + each.copied(tensor) for each in keys) * run.width
+        count = 3 * (devices - 1) * tower.repeats * run.microbatches
+        row = _row(run, ("collective-permute", "context", f"{tower.prefix}keys and values"), count, size)
+        yield row.beside(attention * run.microbatches * (devices - 1) / devices / len(run.towers))
 
 
 def _pipeline(run: Description, layers: Halves) -> Iterator[Traffic]:
     stages, chunks = run.parallel.pipeline, run.parallel.virtual_stages
     if stages == 1:
         return
-    size = run.tokens * run.model.hidden * run.width / run.cut
+    (tower,) = run.towers
+    size = tower.tokens * tower.hidden * run.width / run.cut
     schedule, span = pipeline_bubble(run), _span(run, "pipeline")
     permute = seconds("collective-permute", size, span, run.device)
     between = ("collective-permute", "pipeline", "between stages")
@@ -234,8 +250,8 @@ def _loss(run: Description) -> Iterator[Traffic]:
     devices = spread * run.parallel.tensor
     if devices == 1:
         return
-    rows = min(run.tokens, run.model.loss_chunk)
-    count = 2 * ceil(run.tokens / rows) * run.microbatches
+    rows = min(run.scored, run.head.chunk)
+    count = 2 * ceil(run.scored / rows) * run.microbatches
     # Groups reach from stage to stage: as many devices of a node as `tensor` has.
     inside = min(run.parallel.tensor, run.per_node) if spread > 1 else min(devices, run.per_node)
     once = seconds("all-reduce", 6 * rows, Span(devices, inside), run.device)
@@ -243,32 +259,45 @@ def _loss(run: Description) -> Iterator[Traffic]:
     yield Traffic("all-reduce", axis, "sums of the loss", count, count * 6 * rows, count * once, 0.0)
 
 
-def _data(run: Description, layers: Halves, held: tuple[float, float]) -> Iterator[Traffic]:
+def _data(run: Description, layers: Halves) -> Iterator[Traffic]:
     if run.shards == 1:
         return
-    stack, rest = held
     reduced, beside = BYTES[run.reduce or run.gradients], run.system.data_hidden
     sharding = run.parallel.data_sharding
-    once = rest if sharding == "fsdp" else stack + rest
+    once, trained = (
+        rest if sharding == "fsdp" else stack + rest
+        for stack, rest in (held_weights(run), held_weights(run, trained=True))
+    )
     before, after = layers.forward.seconds, layers.backward.seconds
     if sharding == "fsdp":
-        forward, backward = (1.0, 1.0) if beside else GATHERED_BESIDE
-        count, size = run.microbatches * run.repeats, stack * run.width / run.repeats
-        for kind, what, share, room in (
-            ("all-gather", "a layer's weights, forward", forward, before),
-            ("all-gather", "a layer's weights, backward", backward, after / 2),
-            ("reduce-scatter", "a layer's gradients", 1.0, after / 2),
-        ):
-            row = _row(run, (kind, "data", what), count, size)
-            yield row.beside(share * min(row.seconds, room * run.microbatches))
+        for tower in run.towers:
+            yield from _gathers(tower, before, after / 2)
     # The last (first) microbatches of an interleaved pipeline leave (enter) chunk after chunk, in groups of its stages.
     group = min(run.microbatches, run.parallel.pipeline) if run.parallel.virtual_stages > 1 else 1
-    kinds = [("all-gather", "weights", run.width, before), ("reduce-scatter", "gradients", reduced, after)]
+    kinds = [
+        ("all-gather", "weights", once * run.width, before),
+        ("reduce-scatter", "gradients", trained * reduced, after),
+    ]
     if sharding == "replicate":
-        kinds = [("all-reduce", "gradients", reduced, after)]
-    for kind, what, width, room in kinds:
-        row = _row(run, (kind, "data", f"{what}, once a step"), 1, once * width)
+        kinds = [("all-reduce", "gradients", trained * reduced, after)]
+    for kind, what, size, room in kinds:
+        row = _row(run, (kind, "data", f"{what}, once a step"), 1, size)
         yield row.beside(room * group) if beside else row
+
+
+def _gathers(tower: Tower, before: float, after: float) -> Iterator[Traffic]:
+    """FSDP of one section. before, after: seconds of the layers' forward pass, and of a half of the backward pass."""
+    run = tower.run
+    forward, backward = (1.0, 1.0) if run.system.data_hidden else GATHERED_BESIDE
+    size = tower.held() * run.width / tower.repeats
+    for kind, what, share, room in (
+        ("all-gather", "weights, forward", forward, before),
+        ("all-gather", "weights, backward", backward, after),
+        ("reduce-scatter", "gradients", 1.0, after),
+    ):
+        count = run.microbatches * tower.repeats * (kind == "all-gather" or tower.trained() > 0)
+        row = _row(run, (kind, "data", f"{tower.prefix}a layer's {what}"), count, size)
+        yield row.beside(share * min(row.seconds, room * run.microbatches / len(run.towers)))
 
 
 # The step
@@ -280,8 +309,8 @@ class Estimate:
 
     run: Description
     memory: Footprint
-    report: MemoryReport
-    """Megatron-LM's memory report for the same model and layout."""
+    report: MemoryReport | None
+    """Megatron-LM's memory report for the same model and layout; None for a model that it does not know."""
     flops: Flops
     """Model operations for each token."""
     schedule: PipelineBubble
@@ -346,8 +375,8 @@ def estimate(run: Description) -> Estimate:
 
     Raises UserError for fp8 on a device that has none.
     """
-    layers, microbatches, held = layers_work(run), run.microbatches, held_weights(run)
-    rows, schedule, memory = traffic(run, layers, held), pipeline_bubble(run), footprint(run)
+    layers, microbatches = layers_work(run), run.microbatches
+    rows, schedule, memory = traffic(run, layers), pipeline_bubble(run), footprint(run)
     each = layers.forward.plus(layers.backward)
     # The layers' own collectives run in idle ticks as well; losses do not.
     inside = sum(row.exposed for row in rows if row.axis in ("tensor", "context"))
@@ -355,16 +384,15 @@ def estimate(run: Description) -> Estimate:
     head = head_work(run)
     each = each.plus(head.forward).plus(head.backward)
     each.stream_seconds += run.parallel.virtual_stages * tick_work(run).stream_seconds
-    weights = memory.parameters / 4
-    once = once_work(run, sum(held), weights)
+    once = once_work(run, sum(held_weights(run, trained=True)), memory.updated)
     # Moments in host memory are fetched and sent back, and nothing overlaps with that.
-    away = run.moments_away * run.moments * run.moment_bytes * weights
+    away = run.moments_away * run.moments * run.moment_bytes * memory.updated
     counts = {"data": run.shards, "micro_size": run.micro_size, "microbatches": run.microbatches}
     return Estimate(
         run=run,
         memory=memory,
-        report=memory_report(run.model, MemorySetting.of(run.parallel, run.recomputing.recompute, **counts)),
-        flops=run.model.flops(),
+        report=memory_report(run.model, MemorySetting.of(run.parallel, run.model.recomputing().recompute, **counts)),
+        flops=count_flops(run.model),
         schedule=schedule,
         traffic=tuple(rows),
         work=step_work(run, layers, head, once),
@@ -406,7 +434,7 @@ def to_dict(step: Estimate) -> dict[str, Any]:
         "usable_gib": run.device.usable_gib,
         "device_gib": run.device.memory_gib,
         "fits": step.fits,
-        "megatron_report_gib": step.report.total / GIB,
+        "megatron_report_gib": None if step.report is None else step.report.total / GIB,
         "flops_per_token_causal": step.flops.causal,
         "flops_per_token_full": step.flops.full,
         "bubble_fraction": step.schedule.fraction,

@@ -7,15 +7,15 @@ programs. Bytes come in the classes of `plan --audit`; collectives are in megaja
 T tokens of a microbatch on a device of `context`, D hidden, F ffn. Times are of one microbatch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
-from megajax.layers.facts import BlockFacts
+from megajax.layers.facts import BlockFacts, Matmul
 from megajax.layers.remat import NAMES, Part, SavePolicy
 from megajax.models.memory import saved_bytes
-from megajax.planning.cost.description import BYTES, Description, pipeline_bubble
+from megajax.planning.cost.description import BYTES, Description, Tower, pipeline_bubble
 from megajax.planning.program.devices import GIB
 
 ATTENTION_BACKWARD = 2.5
@@ -127,14 +127,16 @@ class Product:
         return run.system.overhead * max(operations / rate, self.bytes / memory_rate(run))
 
 
-def products(run: Description, block: BlockFacts, kept: SavePolicy) -> Iterator[Product]:
-    """The matmuls of a block's forward and backward pass; those that are recomputed are in both."""
+def products(
+    run: Description, matmuls: Sequence[Matmul], all_tokens: int, kept: SavePolicy, *, trained: bool = True
+) -> Iterator[Product]:
+    """Forward and backward pass of matmuls of so many tokens; those that are recomputed are in both."""
     width, tensor = run.width, run.parallel.tensor
-    for matmul in block.matmuls:
+    for matmul in matmuls:
         inner, outer, experts = matmul.inputs.local(tensor), matmul.outputs.local(tensor), matmul.experts
         behind = 1 if run.system.joined else matmul.weights
         ahead = 1 if matmul.joined else behind
-        tokens, weights = run.tokens * matmul.per_token, matmul.held(tensor)
+        tokens, weights = all_tokens * matmul.per_token, matmul.held(tensor)
         rows = tokens / experts
         forward = (tokens * (ahead * inner + outer) + weights) * width
         yield Product(rows, inner, outer, forward, False, experts)
@@ -144,7 +146,8 @@ def products(run: Description, block: BlockFacts, kept: SavePolicy) -> Iterator[
         given = (tokens * (outer + (2 * behind - 1) * inner) + weights) * width
         yield Product(rows, outer, inner, given, True, experts)
         made = tokens * (behind * inner + outer) * width + weights * _gradient_bytes(run)
-        yield Product(inner, rows, outer, made, True, experts)
+        if trained:
+            yield Product(inner, rows, outer, made, True, experts)
 
 
 def _gradient_bytes(run: Description) -> float:
@@ -154,21 +157,30 @@ def _gradient_bytes(run: Description) -> float:
     return 2 * BYTES[run.gradients] if run.system.adds_in_matmul else run.width
 
 
-def block_work(run: Description, block: BlockFacts, kept: SavePolicy) -> Halves:
-    """Of a block that saves these tensors for its backward pass, without collectives."""
-    halves = forward, backward = Halves(Work(), Work())
-    tensor, bytes_per_element = run.parallel.tensor, run.tokens * run.width
-    for one in products(run, block, kept):
+def matmul_work(
+    run: Description, matmuls: Sequence[Matmul], tokens: int, kept: SavePolicy, *, trained: bool = True
+) -> Halves:
+    """Of `products`."""
+    halves = Halves(Work(), Work())
+    for one in products(run, matmuls, tokens, kept, trained=trained):
         half = halves[one.backward]
         half.matmul += one.bytes
         half.matmul_seconds += one.seconds(run)
-    _attention(run, block, kept, halves)
-    hidden = bytes_per_element * run.model.hidden
+    return halves
+
+
+def block_work(tower: Tower, block: BlockFacts, kept: SavePolicy) -> Halves:
+    """Of a block that saves these tensors for its backward pass, without collectives."""
+    run, trained = tower.run, tower.trained() > 0
+    halves = forward, backward = matmul_work(run, block.matmuls, tower.tokens, kept, trained=trained)
+    tensor, bytes_per_element = run.parallel.tensor, tower.tokens * run.width
+    _attention(tower, block, kept, halves)
+    hidden = bytes_per_element * tower.hidden
     heads, core = (
         bytes_per_element * block.elements(part).local(tensor) for part in ("query_key_value", "core_attention")
     )
     inner = sum(passes * block.elements(part).local(tensor) for part, passes in PASSES.items())
-    passes = RESIDUAL_PASSES * hidden / run.cut + bytes_per_element * inner
+    passes = RESIDUAL_PASSES * block.parts / 2 * hidden / run.cut + bytes_per_element * inner
     again = sum(recomputed(kept, part) for part in LIGHT) / len(LIGHT)
     forward.elementwise += passes / 3
     backward.elementwise += (2 + again) * passes / 3
@@ -177,41 +189,42 @@ def block_work(run: Description, block: BlockFacts, kept: SavePolicy) -> Halves:
         forward.copies += 2 * run.width * sum(matmul.held(tensor) for matmul in block.matmuls if matmul.joined)
         backward.copies += 2 * heads
         backward.elementwise += JOINING_PASSES * hidden
-    _accumulation(run, block, backward)
+    if trained:
+        _accumulation(run, block, backward)
     if run.system.stacked:
         # What is saved goes into a stacked array, and what attention reads comes out of it; matmuls read it there.
-        forward.copies += 2 * block.saved_bytes(kept, run.share)
+        forward.copies += 2 * block.saved_bytes(kept, tower.share)
         backward.copies += 2 * (heads + core)
     if run.compute == "fp8":
         for matmul in block.matmuls:
             rows, columns = matmul.inputs.local(tensor), matmul.outputs.local(tensor)
             # Inputs and outputs' gradients; weights are read in bfloat16 for each microbatch.
-            tokens = run.tokens * matmul.per_token
+            tokens = tower.tokens * matmul.per_token
             forward.elementwise += CAST_BYTES * (tokens * rows + matmul.held(tensor))
             backward.elementwise += CAST_BYTES * tokens * columns
     return Halves(forward.streamed(run), backward.streamed(run))
 
 
-def _attention(run: Description, block: BlockFacts, kept: SavePolicy, halves: Halves) -> None:
-    """The kernel between a mixer's matmuls."""
-    forward, backward = halves
-    device, length, tensor = run.device, run.model.sequence_length, run.parallel.tensor
-    full = 2.0 * run.tokens * length * block.multiply_adds.per_pair / tensor
-    elements = sum(block.elements(part).local(tensor) for part in ("query_key_value", "core_attention"))
-    once = run.tokens * elements * run.width
-    if block.fused:
-        again = recomputed(kept, "core_attention")
-        forward.attention_seconds = full / 2 / (device.peak * device.attention_forward)
-        backward.attention_seconds = ATTENTION_BACKWARD * full / 2 / (device.peak * device.attention_backward)
-    else:
-        again = kept.parts is not None  # scores have no name: only recompute=none saves them
-        scores = run.tokens * length * block.heads / tensor * SCORE_BYTES * run.width / 2
-        forward.attention_seconds = full / device.matmul_rate(run.dtype) + scores / 3 / memory_rate(run)
-        backward.attention_seconds = 2 * forward.attention_seconds
-        once += scores / 3
-    forward.attention += once
-    backward.attention += (2 + again) * once
-    backward.attention_seconds += again * forward.attention_seconds
+def _attention(tower: Tower, block: BlockFacts, kept: SavePolicy, halves: Halves) -> None:
+    """The kernels between a mixer's matmuls."""
+    run, (forward, backward) = tower.run, halves
+    device, tensor = run.device, run.parallel.tensor
+    for mixer in block.mixers:
+        each = 2.0 * tower.tokens / tensor
+        once = tower.tokens * run.width * sum(elements.local(tensor) for elements in mixer.tensors)
+        if mixer.fused:
+            again = recomputed(kept, "core_attention")
+            seconds = each * mixer.unmasked / (device.peak * device.attention_forward)
+            behind = ATTENTION_BACKWARD * each * mixer.unmasked / (device.peak * device.attention_backward)
+        else:
+            again = kept.parts is not None  # scores have no name: only recompute=none saves them
+            scores = tower.tokens * mixer.scores / tensor * SCORE_BYTES * run.width / 2
+            seconds = each * mixer.multiply_adds / device.matmul_rate(run.dtype) + scores / 3 / memory_rate(run)
+            behind, once = 2 * seconds, once + scores / 3
+        forward.attention_seconds += seconds
+        backward.attention_seconds += behind + again * seconds
+        forward.attention += once
+        backward.attention += (2 + again) * once
 
 
 def _accumulation(run: Description, block: BlockFacts, backward: Work) -> None:
@@ -232,27 +245,28 @@ def _accumulation(run: Description, block: BlockFacts, backward: Work) -> None:
 
 def table_work(run: Description) -> Halves:
     """Of the loss of one microbatch on one of the devices that compute it, and of looking up embeddings."""
-    model, width, device = run.model, run.width, run.device
+    head, width, device, last = run.head, run.width, run.device, run.towers[-1]
     stages = run.parallel.pipeline if run.system.head == "spread" else 1
-    columns = model.padded_vocabulary() / (stages * run.parallel.tensor)
-    table, rows = columns * model.hidden, min(run.tokens, model.loss_chunk)
-    chunks, hidden = ceil(run.tokens / rows), run.tokens * model.hidden * width
-    times, logits = 1 + len(run.predicting_blocks), run.tokens * columns
+    columns, scored = head.columns / (stages * run.parallel.tensor), run.scored
+    table, rows = columns * last.hidden, min(scored, head.chunk)
+    chunks, hidden = ceil(scored / rows), scored * last.hidden * width
+    times, logits = 1 + len(run.predicting_blocks), scored * columns
     forward = Work(matmul=times * (hidden + chunks * table * width + 4 * logits))
     # Gradients of the input and of the table, which is accumulated in float32 chunk by chunk.
     backward = Work(matmul=times * (2 * hidden + chunks * table * (width + 8) + 4 * logits))
     if columns % ALIGNED:
         backward.copies += times * chunks * 20 * table
     streamed = times * (LOGIT_BYTES if run.system.fused_loss else UNFUSED_LOGIT_BYTES) * logits
-    streamed += EMBEDDING_PASSES * hidden + ENTRY_PASSES * hidden / run.cut
-    streamed += 12 * run.tokens * model.hidden * model.learned_positions
+    for tower in run.towers:
+        row = tower.tokens * tower.hidden
+        streamed += width * row * (EMBEDDING_PASSES + ENTRY_PASSES / run.cut) + 12 * row * tower.section.adds_positions
     forward.elementwise += streamed / 3
-    tables = 1 if model.tied else 2
+    tables = run.held_tables("vocab") * run.parallel.pipeline / stages
     # Zeros for a microbatch's gradients of the tables, added to those before.
-    backward.elementwise += 2 * streamed / 3 + 12 * tables * table
-    backward.copies += 4 * tables * table + 2 * hidden
-    rate = device.matmul_rate(run.dtype) * device.matmul_share(rows, model.hidden, columns)
-    once = times * 2 * run.tokens * model.hidden * columns / rate
+    backward.elementwise += 2 * streamed / 3 + 12 * tables
+    backward.copies += 4 * tables + 2 * hidden
+    rate = device.matmul_rate(run.dtype) * device.matmul_share(rows, last.hidden, columns)
+    once = times * 2 * scored * last.hidden * columns / rate
     for half, count in ((forward, 1), (backward, 2)):
         half.matmul_seconds = run.system.overhead * max(count * once, half.matmul / memory_rate(run))
     return Halves(forward.streamed(run), backward.streamed(run))
@@ -262,16 +276,22 @@ def tick_work(run: Description) -> Work:
     """Of a tick of a pipeline in lockstep, beside layers and loss; nothing without one."""
     if run.parallel.pipeline == 1 or not run.system.lockstep:
         return Work()
-    row = run.tokens * run.model.hidden / run.cut * run.width
+    (tower,) = run.towers
+    row = tower.tokens * tower.hidden / run.cut * run.width
     return Work(**{name: passes * row for name, passes in TICK_PASSES.items()}).streamed(run)
 
 
 def head_work(run: Description) -> Halves:
-    """Of loss and embeddings of one microbatch, and of the heads that predict further ahead."""
-    head = table_work(run)
+    """Of loss and ways in of one microbatch, and of the heads that predict further ahead."""
+    head, last = table_work(run), run.towers[-1]
+    for matmuls, tokens in [
+        (run.head.matmuls, run.scored),
+        *((each.section.matmuls, each.tokens) for each in run.towers),
+    ]:
+        head = head.plus(matmul_work(run, matmuls, tokens, SavePolicy(parts=None)))
     for block in run.predicting_blocks:
-        merging = Product(run.tokens, 2 * run.model.hidden, run.model.hidden / run.parallel.tensor, 0.0).seconds(run)
-        head = head.plus(block_work(run, block, run.recomputing.policy()))
+        merging = Product(last.tokens, 2 * last.hidden, last.hidden / run.parallel.tensor, 0.0).seconds(run)
+        head = head.plus(block_work(last, block, last.section.recomputing.policy()))
         head = head.plus(Halves(Work(matmul_seconds=merging), Work(matmul_seconds=2 * merging)))
     return head
 
@@ -283,20 +303,24 @@ def head_seconds(run: Description) -> float:
 
 def layers_work(run: Description) -> Halves:
     """Of all layers of one device and one microbatch."""
-    kept, others, share = run.recomputing.policy(), run.recomputing.lighter_policy(), run.recomputing_share
     total = Halves(Work(), Work())
-    for block in run.blocks:
-        total = total.plus(block_work(run, block, kept), share * run.repeats)
-        if share < 1:
-            total = total.plus(block_work(run, block, others), (1 - share) * run.repeats)
+    for tower in run.towers:
+        kept, share = tower.section.recomputing, tower.recomputing_share
+        for block in tower.blocks:
+            total = total.plus(block_work(tower, block, kept.policy()), share * tower.repeats)
+            if share < 1:
+                total = total.plus(block_work(tower, block, kept.lighter_policy()), (1 - share) * tower.repeats)
     return total
 
 
 def once_work(run: Description, held: float, weights: float) -> Work:
     """Bytes of the optimizer and of what a step begins with. held: weights in use on a device; weights: those it
     updates."""
-    blocks, kept = run.blocks, run.recomputing.policy()
-    ring = pipeline_bubble(run).slots * run.rows * sum(block.saved_bytes(kept, run.share) for block in blocks)
+    ring = pipeline_bubble(run).slots * sum(
+        tower.rows * block.saved_bytes(tower.section.recomputing.policy(), tower.share)
+        for tower in run.towers
+        for block in tower.blocks
+    )
     gradient = BYTES[run.gradients]
     # Zeros, and the transpose before what is reduced over devices is cut.
     turned = 2 * gradient * held * (run.shards > 1)
@@ -338,6 +362,8 @@ class Footprint:
     """Saved for the backward pass: of a microbatch, or in the ring of a pipeline."""
     working: float
     """What a layer or the loss uses while it runs, and what travels between stages."""
+    updated: float
+    """Weights that it updates."""
 
     @property
     def peak(self) -> float:
@@ -348,18 +374,15 @@ class Footprint:
         return self.peak / GIB
 
 
-def held_weights(run: Description) -> tuple[float, float]:
-    """Weights of the stack's matrices, and all others, on one device of `pipeline` and `tensor`, whole over data.
+def held_weights(run: Description, *, trained: bool = False) -> tuple[float, float]:
+    """Weights of the stacks' matrices, and all others, on one device of `pipeline` and `tensor`, whole over data.
 
-    As held during the step: of key-value heads fewer than the devices of `tensor`, one. Vectors (norms, biases) are
-    whole on every device of `tensor`, as layers use them.
+    As held during the step. trained: without those that are frozen.
     """
-    model, tensor = run.model, run.parallel.tensor
-    stack = run.repeats * sum(block.held(tensor) for block in run.blocks)
-    vectors = run.repeats * sum(block.vectors for block in run.blocks)
-    ahead = sum(block.held(tensor) + 2 * model.hidden**2 / tensor for block in run.predicting_blocks)
-    positions = model.sequence_length * model.hidden if model.learned_positions else 0
-    return stack, vectors + ahead + positions + run.table * (1 if model.tied else 2)
+    tensor, hidden = run.parallel.tensor, run.towers[-1].hidden
+    ahead = sum(block.held(tensor) + 2 * hidden**2 / tensor for block in run.predicting_blocks)
+    rest = sum(tower.vectors(trained=trained) for tower in run.towers) + ahead + run.held_tables(trained=trained)
+    return sum(tower.held(trained=trained) for tower in run.towers), rest
 
 
 def footprint(run: Description) -> Footprint:
@@ -369,47 +392,59 @@ def footprint(run: Description) -> Footprint:
     with compiled plans.
     """
     parallel = run.parallel
-    stack, rest = held_weights(run)
-    held = stack + rest
+    (stack, rest), (stack_trained, rest_trained) = held_weights(run), held_weights(run, trained=True)
+    held, trained = stack + rest, stack_trained + rest_trained
     spread = 1 if parallel.data_sharding == "replicate" else run.shards
     # FSDP holds the stack's matrices in shards; what is outside of the stack is gathered once a step.
-    within = stack / spread + rest if parallel.data_sharding == "fsdp" else held
-    saved = saved_bytes(run.recomputing, run.blocks, run.share, run.rows)
+    sharded = spread if parallel.data_sharding == "fsdp" else 1
+    within, gradients = stack / sharded + rest, stack_trained / sharded + rest_trained
+    saved = (
+        each.layers * each.device
+        for tower in run.towers
+        for each in saved_bytes(tower.section.recomputing, tower.blocks, tower.share, tower.rows)
+    )
     all_heads, own_heads = copied_weights(run)
-    at_rest = held + all_heads - own_heads
+    at_rest = (held + all_heads - own_heads) / spread
+    updated = at_rest * trained / held
     copies = 0.0 if run.compute == "float32" and spread == 1 else within * run.width
     return Footprint(
-        parameters=4 * at_rest / spread,
-        optimizer=(1 - run.moments_away) * run.moments * run.moment_bytes * at_rest / spread,
+        parameters=4 * at_rest,
+        optimizer=(1 - run.moments_away) * run.moments * run.moment_bytes * updated,
         weights=copies,
-        gradients=within * BYTES[run.gradients],
-        activations=sum(each.layers * each.device for each in saved) * pipeline_bubble(run).slots,
-        working=_working(run, stack / run.repeats),
+        gradients=gradients * BYTES[run.gradients],
+        activations=sum(saved) * pipeline_bubble(run).slots,
+        working=_working(run),
+        updated=updated,
     )
 
 
-def _working(run: Description, row: float) -> float:
-    """row: matrices of a repeat of the pattern, on one device of `tensor`."""
-    model, pipelined, hidden = run.model, run.parallel.pipeline > 1, run.model.hidden
+def _working(run: Description) -> float:
+    pipelined, hidden = run.parallel.pipeline > 1, run.towers[-1].hidden
     # A layer's backward pass: what is recomputed, gradients, and whole rows of the residual stream.
-    layer = run.tokens * run.width * (3 * hidden / run.cut + 2 * hidden + _largest_layer(run))
+    layer = max(
+        tower.tokens * run.width * (3 * tower.hidden / run.cut + 2 * tower.hidden + _largest_layer(tower))
+        for tower in run.towers
+    )
     # A chunk's logits three times in float32; in a pipeline the table's gradient as well.
-    loss = 12 * min(run.tokens, model.loss_chunk) * run.table / hidden + 4 * run.table * pipelined
+    loss = 12 * min(run.scored, run.head.chunk) * run.columns + 4 * run.columns * hidden * pipelined
     # Without one, gradients of the vocabulary's tables are held through a microbatch's layers.
-    tables = 0.0 if pipelined else 4 * run.table * (1 if model.tied else 2)
+    tables = 0.0 if pipelined else 4 * run.held_tables("vocab", trained=True)
+    # What a section reads of the one before, and its gradient, which all layers add to in float32.
+    moved = max(tower.read * tower.hidden for tower in run.towers) / run.cut * (run.width + 4)
     # Between stages, and a row's gradients before they are accumulated; under FSDP weights of two layers, gradients of
     # one.
-    fsdp = run.parallel.data_sharding == "fsdp"
-    moved = row * (2 * run.width + BYTES[run.reduce or run.gradients]) if fsdp else 0.0
+    row = max(tower.held() / tower.repeats for tower in run.towers)
+    if run.parallel.data_sharding == "fsdp":
+        moved += row * (2 * run.width + BYTES[run.reduce or run.gradients])
     if pipelined:
-        moved += (10 * run.tokens * hidden / run.cut + row) * run.width
+        moved += (10 * run.towers[-1].tokens * hidden / run.cut + row) * run.width
     return max(layer, loss) + tables + moved
 
 
-def _largest_layer(run: Description) -> float:
+def _largest_layer(tower: Tower) -> float:
     """Elements for each token that the backward pass of the pattern's largest layer recomputes and differentiates."""
-    kept, tensor, largest = run.recomputing.policy(), run.parallel.tensor, 0.0
-    for block in run.blocks:
+    kept, tensor, largest = tower.section.recomputing.policy(), tower.run.parallel.tensor, 0.0
+    for block in tower.blocks:
         divided = {part: elements.divided for part, elements in block.tensors.items()}
         again = sum(count for part, count in divided.items() if kept.parts is not None and part not in kept.parts)
         copied = sum(elements.copied(tensor) for elements in block.tensors.values())
@@ -420,6 +455,9 @@ def _largest_layer(run: Description) -> float:
 def copied_weights(run: Description) -> tuple[float, float]:
     """Weights of key-value heads fewer than the devices of `tensor`: all that a device has at rest, and those copies
     that it holds during the step."""
-    tensor, matmuls = run.parallel.tensor, [matmul for block in run.blocks for matmul in block.matmuls]
-    rest = sum(matmul.undivided(tensor) for matmul in matmuls)
-    return run.repeats * rest, run.repeats * sum(matmul.copies(tensor) for matmul in matmuls)
+    tensor = run.parallel.tensor
+    matmuls = [(tower.repeats, one) for tower in run.towers for block in tower.blocks for one in block.matmuls]
+    rest, used = (
+        sum(times * measure(one, tensor) for times, one in matmuls) for measure in (Matmul.undivided, Matmul.copies)
+    )
+    return rest, used

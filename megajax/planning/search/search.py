@@ -238,8 +238,9 @@ class Task:
         """(tensor, pipeline, data) that use all devices, or as many as a fixed `data` leaves."""
         places = []
         for tensor in self._given("tensor") or divisors(self.devices, self.case.cluster.per_node):
-            repeats = self.case.cfg.model.stack.repeats
-            for pipeline in self._given("pipeline") or divisors(self.devices // tensor, repeats):
+            several = len(self.case.cfg.model.stacks()) > 1  # sections, whose layers no pipeline cuts
+            stages = 1 if several else self.case.cfg.model.stack.repeats
+            for pipeline in self._given("pipeline") or divisors(self.devices // tensor, stages):
                 rest, over = divmod(self.devices, tensor * pipeline)
                 places += [(tensor, pipeline, data) for data in self._given("data") or [rest] * (rest and not over)]
         return places
@@ -270,7 +271,9 @@ class Task:
         """Recompute policies, least recomputing first; those with latents only for models that have any."""
         if "recompute" in self.fixed:
             return [self.fixed["recompute"]]
-        latents = any("latent" in block.tensors(self.model.hidden) for block in self.model.stack.pattern)
+        sections = self.model.section_facts()
+        blocks = [(section, block) for section in sections for block in section.stack.pattern]
+        latents = any("latent" in block.tensors(section.hidden) for section, block in blocks)
         policies: dict[Recompute, None] = {"none": None}
         for parts in PARTIAL:
             if not latents and not isinstance(parts, str):
@@ -299,7 +302,8 @@ class Task:
 
     def _micro_sizes(self, data: int) -> list[int]:
         rows = max(1, self.case.cfg.batch.global_size // data)
-        return divisors(rows, max(1, self.case.cfg.batch.micro_size, MAX_TOKENS // self.model.sequence_length))
+        longest = max(section.positions for section in self.model.section_facts())
+        return divisors(rows, max(1, self.case.cfg.batch.micro_size, MAX_TOKENS // longest))
 
 
 def divisors(number: int, most: int) -> list[int]:
@@ -410,14 +414,14 @@ def _policies(task: Task, layout: Choice, group: Group) -> Iterator[Entry]:
 
 def _some_layers(task: Task, choice: Choice, whole: Description, group: Group) -> Iterator[Entry]:
     """The policy on the fewest layers of each chunk with which it fits, by bisection."""
-    size = len(whole.model.stack.pattern)
-    few, enough = 0, whole.rows  # in repeats of the pattern
+    size = len(task.case.cfg.model.stack.pattern)
+    few, enough = 0, whole.towers[-1].rows  # in repeats of the pattern
     while enough - few > 1:
         middle = (few + enough) // 2
         described = task.described(replace(choice, recompute_layers=middle * size))
         fits = footprint(described).peak <= task.limit
         few, enough = (few, middle) if fits else (middle, enough)
-    if enough < whole.rows:
+    if enough < whole.towers[-1].rows:
         some = replace(choice, recompute_layers=enough * size)
         if refusal := task.refusal(some):
             group.refuse(refusal)
