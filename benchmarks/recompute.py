@@ -64,7 +64,7 @@ def compiled(run: Run, batch: object) -> dict[str, Any]:
     start = time.perf_counter()
     memory = run.train_step.lower(run.state, batch).compile().memory_analysis()
     found = {"compile_seconds": round(time.perf_counter() - start, 2)}
-    kept = saved_by_layers(run, run.cfg.model)
+    kept = saved_by_layers(run, run.cfg.model)[""]
     return found | {
         "temporary_mib": round(memory.temp_size_in_bytes / MIB, 1),
         "kept_mib_per_layer": [round(each.device / MIB, 2) for each in kept],

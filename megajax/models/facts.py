@@ -5,7 +5,7 @@ has none, FLOPs are unknown (null in metrics, left out of the banner), and plans
 the time of a step. Importing this imports neither jax nor flax.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -153,7 +153,7 @@ class Facts(ModelConfig, ChoosesKernels, Protocol):
         """The same model, whose layers save this."""
         ...
 
-    def matmul_sides(self, tensor: int) -> Sequence[Side]:
+    def matmul_sides(self, tensor: int) -> Iterator[Side]:
         """Sides of the matrices on one device."""
         ...
 

@@ -6,14 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tiny_runs import LENGTH, ONE, gpt, llama, program
+from tiny_runs import LENGTH, ONE, READ, gpt, llama, program
 
-from megajax.layers.config import LatentAttentionConfig
+from megajax.kernels.capability import Request
+from megajax.layers.config import LatentAttentionConfig, StackConfig
+from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
 from megajax.layers.context import Context
 from megajax.layers.facts import Share
 from megajax.layers.remat import NAMES, PARTS, SELECTIVE, Recomputing
 from megajax.layers.stack import BLOCKS, Span
-from megajax.models.config import DecoderConfig
+from megajax.models.config import DecoderConfig, T5Config
 from megajax.models.facts import block_facts
 from megajax.models.memory import saved_bytes
 from megajax.pipeline.layer_loop import differentiated
@@ -27,10 +29,12 @@ def formula(model: DecoderConfig, width: int = FLOAT) -> list[tuple[float, float
     """(layers, bytes on the device, bytes in host memory) for each way in which layers save."""
     residual_width = FLOAT if model.residual == "float32" else width
     share = Share(tokens=ROWS * LENGTH, width=width, residual_width=residual_width)
-    blocks = [replace(block, fused=False) for block in block_facts(model, model.stack.pattern, "float32")]
+    named = model.with_kernels(["reference"] * len(model.kernel_choices(Request(), None)))
+    section = named.section_facts()[-1]
+    blocks = block_facts(section, section.stack.pattern, "float32")
     return [
         (each.layers, each.device, each.host)
-        for each in saved_bytes(model.recomputing(), blocks, share, model.stack.repeats)
+        for each in saved_bytes(section.recomputing, blocks, share, section.stack.repeats)
     ]
 
 
@@ -60,6 +64,9 @@ def arguments(made: Program, span: Span, compute: str) -> tuple:
     ints = like((ROWS, LENGTH), jnp.int32)
     ctx = Context(positions=ints, index=like((LENGTH,), jnp.int32), segments=ints)
     model = made.cfg.model
+    if isinstance(model, T5Config):
+        read = like((ROWS, READ, model.hidden), jnp.dtype(compute))
+        ctx = ctx._replace(memory=read, memory_segments=like((ROWS, READ), jnp.int32))
     residual = jnp.dtype("float32" if model.residual == "float32" else compute)
     return span.weights(stacked), {}, like(several, jnp.int32), like((ROWS, LENGTH, model.hidden), residual), ctx
 
@@ -84,7 +91,23 @@ def gated(**changes: Any) -> DecoderConfig:
     return replace(model, stack=replace(model.stack, pattern=(block,)), **changes)
 
 
-@pytest.mark.parametrize("build", [small, latent, gated])
+def reading(**changes: Any) -> T5Config:
+    """A decoder that reads another section, of which rows are of another length."""
+    model, (block,) = llama(repeats=2), small().stack.pattern
+    cross = CrossAttentionConfig(heads=4, kv_heads=2)
+    across = CrossBlockConfig(mixer=block.mixer, cross=cross, mlp=block.mlp, norm=block.norm)
+    return T5Config(
+        hidden=model.hidden,
+        vocabulary_size=model.vocabulary_size,
+        sequence_length=LENGTH,
+        encoder_length=READ,
+        encoder=StackConfig(pattern=(replace(block, mixer=replace(block.mixer, causal=False)),), repeats=2),
+        stack=StackConfig(pattern=(across,), repeats=2),
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("build", [small, latent, gated, reading])
 def test_every_part_saves_its_tensors_and_no_more(build: Any):
     for again in (SELECTIVE, ("residual", "mlp"), ("query_key_value", "gate"), ("core_attention", "latent"), "full"):
         model = build(recompute=again)

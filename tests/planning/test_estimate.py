@@ -136,7 +136,7 @@ def test_copies_of_key_value_heads_count() -> None:
 
 def test_a_layout_that_a_config_may_not_ask_for() -> None:
     cut = estimate(run(parallel=ParallelConfig(tensor=4, context=2, sequence=True, data=1)))
-    assert cut.run.devices == 8 and cut.run.tokens == 4096
+    assert cut.run.devices == 8 and cut.run.towers[0].tokens == 4096
     assert [row for row in cut.traffic if row.axis == "context"]
 
 

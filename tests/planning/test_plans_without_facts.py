@@ -32,7 +32,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_modes_made_of_formulas_say_what_is_missing(config_file: Path, mode: str) -> None:
     with pytest.raises(
-        UserError, match=r"ClassifierConfig has no facts.*\n.*\n.*flops.*\n.*mixer.*\n.*compiler"
+        UserError, match=r"ClassifierConfig has no facts.*\n.*\n.*section_facts.*\n.*mixer.*\n.*compiler"
     ) as error:
         main([f"--config={config_file}", "--devices=h100:8", mode])
     assert error.value.code == 2

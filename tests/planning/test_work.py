@@ -62,15 +62,16 @@ def run(**changes: Any) -> Description:
 
 def of_block(described: Description, kept: SavePolicy | None = None) -> tuple[Any, Any, float]:
     """Bytes of the forward and the backward pass of a block, and its weights on a device."""
-    (block,) = described.blocks
-    halves = block_work(described, block, kept or described.recomputing.policy())
+    (tower,) = described.towers
+    (block,) = tower.blocks
+    halves = block_work(tower, block, kept or tower.section.recomputing.policy())
     return *halves, block.held(described.parallel.tensor)
 
 
 def test_a_product_reads_both_and_writes_the_third() -> None:
     joined = run(system=replace(OURS, joined=True))
-    (block,) = joined.blocks
-    every = list(products(joined, block, SavePolicy(parts=None)))
+    (block,) = joined.towers[0].blocks
+    every = list(products(joined, block.matmuls, 8192, SavePolicy(parts=None)))
     assert len(every) == 3 * len(block.matmuls) and sum(one.backward for one in every) == 2 * len(block.matmuls)
     output = block.matmuls[1]
     rows, columns = output.inputs.total / 4, output.outputs.total

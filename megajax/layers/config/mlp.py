@@ -48,7 +48,7 @@ class FeedForward(Builds):
     def megatron_matrices(self, hidden: int, gains: int) -> int:
         """All matrices."""
         del gains
-        return self.multiply_adds(hidden).per_token
+        return sum(matmul.size for matmul in self.matmuls(hidden))
 
     def tensor_sizes(self) -> list[int]:
         """Numbers of devices of `tensor` that ffn can be divided over."""

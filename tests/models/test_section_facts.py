@@ -1,0 +1,106 @@
+"""Facts of models of several sections, or of another head: against their modules, and against what is computed."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from test_encoders import bert, t5
+from tiny_runs import LENGTH, ONE, READ, ROWS, VOCABULARY, gpt, llama, program
+
+from megajax.layers.config import DenseMLPConfig
+from megajax.layers.param import specs
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.rules import Plan
+from megajax.models.config import DecoderConfig
+from megajax.models.facts import count_flops, facts_of
+from megajax.models.memory import MemorySetting, memory_report
+
+MODELS = {"t5": t5(), "bert": bert(), "gpt": gpt(), "llama": llama()}
+
+
+def layout() -> Layout:
+    return Layout(Plan.of(ParallelConfig()))
+
+
+@pytest.mark.parametrize("cfg", MODELS.values(), ids=MODELS)
+def test_matrices_are_those_that_modules_declare(cfg: DecoderConfig) -> None:
+    """Names, shapes and axes, in the stacks and outside of them."""
+    declared = {}
+    for section in cfg.section_facts():
+        repeats = section.stack.repeats
+        for place in range(len(section.stack.pattern)):
+            for one in section.stack_weights(place):
+                declared[one.name] = (repeats, *one.shape), ("layer", *one.axes)
+    for table in [table for section in cfg.section_facts() for table in section.tables] + [*cfg.head_facts().tables]:
+        assert table.name not in declared
+        declared[table.name] = table.shape, table.axes
+    held = specs(nnx.eval_shape(lambda: cfg.build(layout())))
+    assert {path: (spec.shape, spec.axes) for path, spec in held.items() if path in declared} == declared
+    assert all(len(held[path].shape) == 1 for path in held.keys() - declared.keys()), "norms and biases"
+    padding = {path: prod(spec.shape) // cfg.padded_vocabulary() for path, spec in held.items() if "vocab" in spec.axes}
+    unused = (cfg.padded_vocabulary() - VOCABULARY) * sum(padding.values())
+    assert cfg.parameter_count().total == sum(prod(spec.shape) for spec in held.values()) - unused
+
+
+def products(jaxpr: Any, times: int = 1) -> Iterator[int]:
+    """Operations of each matrix product of a traced function."""
+    for one in jaxpr.eqns:
+        inner = times * one.params["length"] if one.primitive.name == "scan" else times
+        for value in one.params.values():
+            for closed in value if isinstance(value, tuple | list) else [value]:
+                if hasattr(inside := getattr(closed, "jaxpr", closed), "eqns"):
+                    yield from products(inside, inner)
+        if one.primitive.name == "dot_general":
+            (contracted, _), _ = one.params["dimension_numbers"]
+            sides = one.invars[0].aval.shape
+            yield 2 * times * one.outvars[0].aval.size * prod(sides[axis] for axis in contracted)
+
+
+@pytest.mark.parametrize("cfg", MODELS.values(), ids=MODELS)
+def test_operations_are_those_of_the_forward_pass(cfg: DecoderConfig) -> None:
+    """A third of a step's, with all scores: each product of the traced model, and no other."""
+    ids = {name: jnp.zeros((ROWS, LENGTH), jnp.int32) for name in ("tokens",)}
+    if "encoder_tokens" in cfg.schema():
+        ids["encoder_tokens"] = jnp.zeros((ROWS, READ), jnp.int32)
+    model = nnx.eval_shape(lambda: cfg.build(layout()))
+    graph, state = nnx.split(model)
+    traced = jax.make_jaxpr(lambda state, ids: nnx.merge(graph, state)(**ids))(state, ids)
+    assert sum(products(traced.jaxpr)) == pytest.approx(ROWS * LENGTH * count_flops(cfg).full / 3, rel=1e-12)
+
+
+@pytest.mark.slow
+def test_operations_are_those_of_the_compiled_step() -> None:
+    """XLA counts norms, softmax and the optimizer too: a few percent of a model that is not tiny."""
+    model, mlp = t5("none"), DenseMLPConfig(ffn=512, bias=True)
+    encoder, stack = (
+        replace(each, pattern=tuple(replace(block, mlp=mlp) for block in each.pattern))
+        for each in (model.encoder, model.stack)
+    )
+    model = replace(model, hidden=128, encoder=encoder, stack=stack, unroll=None, loss_chunk=4096)
+    model = replace(model, sequence_length=64, encoder_length=160)
+    made = program(model, ONE, microbatches=1)
+    step: Any = made.train_step
+    analysis = step.lower(made.state_like(), made.batch_like()).compile().cost_analysis()
+    counted = count_flops(model).full * ROWS * model.sequence_length
+    assert 0.94 < counted / analysis["flops"] < 1
+
+
+def test_attention_in_both_directions_counts_whole_squares() -> None:
+    (block,) = bert().stack.pattern
+    causal = replace(block, mixer=replace(block.mixer, causal=True))
+    one, other = (replace(bert(), stack=replace(bert().stack, pattern=(each,))) for each in (block, causal))
+    assert count_flops(one).full == count_flops(other).full == count_flops(one).causal > count_flops(other).causal
+
+
+def test_sections_of_t5() -> None:
+    cfg = facts_of(t5())
+    assert cfg is not None and [section.path for section in cfg.section_facts()] == ["encoder", ""]
+    encoder, decoder = cfg.section_facts()
+    assert (encoder.read, decoder.read, decoder.positions) == (0, READ, LENGTH)
+    assert memory_report(cfg, MemorySetting()) is None, "Megatron-LM's report knows one section"
