@@ -28,7 +28,6 @@ TURNS = {
     7: "TRANSVERSE",
     8: "ROTATE_90",
 }
-TURNED = ("JPEG", "TIFF", "PNG", "WEBP")
 
 
 class Picture(Protocol):
@@ -76,7 +75,9 @@ class StoredPicture:
         library = require("PIL.Image", "Reading images")
         try:
             self._image = library.open(io.BytesIO(data), formats=FORMATS)
-            self._turn = TURNS.get(self._image.getexif().get(ORIENTATION)) if self._image.format in TURNED else None
+            # Asked of a PNG without a tag, Pillow would decode it.
+            tagged = "exif" in self._image.info or self._image.format == "TIFF"
+            self._turn = TURNS.get(self._image.getexif().get(ORIENTATION)) if tagged else None
         except library.DecompressionBombError as error:
             raise UnreadableItem("too large", str(error)) from error
         except library.UnidentifiedImageError as error:
@@ -94,9 +95,8 @@ class StoredPicture:
     def rgb(self, least: tuple[float, float]) -> Any:
         """JPEG is decoded at 1/2, 1/4 or 1/8 of its size where that is enough: it takes a fraction of the time."""
         try:
-            if self._image.format == "JPEG":
-                width, height = least[::-1] if self._across else least
-                self._image.draft("RGB", (math.ceil(width), math.ceil(height)))
+            width, height = least[::-1] if self._across else least
+            self._image.draft("RGB", (math.ceil(width), math.ceil(height)))  # nothing for formats other than JPEG
             image = _rgb(self._image)
             return image.transpose(image_method(self._turn)) if self._turn else image
         except UnreadableItem:

@@ -9,12 +9,13 @@ from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.config import DigitsConfig
 from megajax.data.image_decoding import MadePicture, Picture
-from megajax.data.item_rows import split_items
-from megajax.data.labelled_images import ClassRows, Framing, demand_classes, image_size
-from megajax.data.splits import Rows, Splits, parse_split, wanted
+from megajax.data.item_rows import groups_of, split_rows
+from megajax.data.labelled_images import class_rows, demand_classes
+from megajax.data.splits import Rows, Splits
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SPLIT = "80,10,10"
+"""Shares of each digit for training, validation and test."""
 BRIGHTEST = 16
 """Values go from 0 to this."""
 
@@ -26,12 +27,6 @@ class Digits(NamedTuple):
     """uint8 [n, 8, 8, 3], white on black."""
     labels: np.ndarray
     """int64 [n], 0 to 9."""
-
-    def of_split(self, position: int) -> "Digits":
-        """80 % of each digit for training (0), 10 % for validation (1), 10 % for test (2)."""
-        groups = [np.flatnonzero(self.labels == digit) for digit in range(len(NAMES))]
-        chosen = split_items(parse_split(SPLIT)[position], groups)
-        return Digits(self.images[chosen], self.labels[chosen])
 
 
 def load_digits() -> Digits:
@@ -54,10 +49,10 @@ class DigitImages:
     classes = NAMES
 
     def __init__(self, digits: Digits):
-        self._digits = digits
+        self.digits = digits
 
     def __len__(self) -> int:
-        return len(self._digits.labels)
+        return len(self.digits.labels)
 
     def name(self, item: int) -> str:
         """What it is called in messages."""
@@ -65,28 +60,23 @@ class DigitImages:
 
     def picture(self, item: int) -> Picture:
         """The image, 8x8."""
-        return MadePicture(self._digits.images[item])
+        return MadePicture(self.digits.images[item])
 
     def label(self, item: int) -> int:
         """The digit."""
-        return int(self._digits.labels[item])
+        return int(self.digits.labels[item])
+
+    def groups(self) -> list[np.ndarray]:
+        """The images of each digit."""
+        return groups_of(self.digits.labels)
+
+    def subset(self, chosen: np.ndarray) -> "DigitImages":
+        """Only these images."""
+        return DigitImages(Digits(self.digits.images[chosen], self.digits.labels[chosen]))
 
 
 def build_digits(config: DigitsConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
     """Rows of digits for the splits that a run requests; see `ClassRows`."""
     del tokenizer
     demand_classes(len(NAMES), schema, "the handwritten digits")
-    digits, built = load_digits(), [None, None, None]
-    for position, _, asked in wanted(rows):
-        built[position] = ClassRows(
-            DigitImages(digits.of_split(position)),
-            framing=Framing(
-                size=image_size(schema), augment=config.augment if position == 0 else None, centre=config.centre
-            ),
-            mixup=None if not config.mixup else config.mixup * (position == 0),
-            rows=asked,
-            seed=seed if config.seed is None else config.seed,
-            split=position,
-            on_error=config.on_error,
-        )
-    return Splits(*built)
+    return split_rows(DigitImages(load_digits()), SPLIT, rows, class_rows(config, schema, seed), "the digits")

@@ -11,10 +11,10 @@ from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.config import ClassFoldersConfig, MaskFoldersConfig
 from megajax.data.image_decoding import SUFFIXES, Picture, StoredPicture, read_bounded
-from megajax.data.item_rows import split_items
-from megajax.data.labelled_images import ClassRows, Framing, MaskRows, demand_classes, image_size
+from megajax.data.item_rows import MakeRows, groups_of, rows_of_splits, split_rows
+from megajax.data.labelled_images import Framing, MaskRows, class_rows, demand_classes, image_size
 from megajax.data.progress import Progress
-from megajax.data.splits import NAMES, Rows, Splits, parse_split, wanted
+from megajax.data.splits import Rows, Splits
 
 SPLIT_FOLDERS = {"train": ("train", "training"), "valid": ("val", "valid", "validation"), "test": ("test",)}
 
@@ -49,6 +49,15 @@ class ClassFolder:
         """Number of its class in the order of their names."""
         return self._files[item][0]
 
+    def groups(self) -> list[np.ndarray]:
+        """The images of each class."""
+        return groups_of(np.array([label for label, _ in self._files]))
+
+    def subset(self, chosen: np.ndarray) -> "ClassFolder":
+        """Only these images."""
+        files = [self._files[item] for item in chosen.tolist()]
+        return ClassFolder(self._folder, files, self.classes, self._maximum_pixels)
+
 
 class MaskFolder:
     """The images of a folder, each with a mask of the same name.
@@ -75,6 +84,14 @@ class MaskFolder:
     def classes(self, item: int) -> np.ndarray:
         """Class of each pixel, int32 [H, W]. Raises UnreadableItem."""
         return self._read(self._folder / "masks" / self._files[item][1]).classes()
+
+    def groups(self) -> list[np.ndarray]:
+        """All images as one group."""
+        return [np.arange(len(self))]
+
+    def subset(self, chosen: np.ndarray) -> "MaskFolder":
+        """Only these images."""
+        return MaskFolder(self._folder, [self._files[item] for item in chosen.tolist()], self._maximum_pixels)
 
     def _read(self, path: Path) -> StoredPicture:
         return StoredPicture(read_bounded(path, self._maximum_pixels), self._maximum_pixels)
@@ -142,28 +159,11 @@ def mask_files(folder: Path) -> list[tuple[str, str]]:
     return [(images[stem], masks[stem]) for stem in sorted(images)]
 
 
-def _splits(
-    root: Path, split: str, rows: Rows, files_of: Callable[[Path], list[Any]], make: Callable[..., Any]
-) -> Splits:
-    """Row sources of the splits: of a folder each, or shares of one. make: (folder, files, split, rows) -> rows."""
-    folders, shares, built = split_folders(root), parse_split(split), [None] * len(NAMES)
-    everything: list[Any] = [] if folders else files_of(root)
-    # The first entry of a file is its class or its name; masks have no classes to keep in proportion.
-    labels = np.array([file[0] if isinstance(file[0], int) else 0 for file in everything], np.int64)
-    groups = [np.flatnonzero(labels == label) for label in range(int(labels.max(initial=0)) + 1)]
-    for position, name, asked in wanted(rows):
-        if folders:
-            if name not in folders:
-                continue
-            built[position] = make(folders[name], files_of(folders[name]), position, asked)
-            continue
-        if shares[position] is None and name != "train":
-            continue
-        chosen = [everything[item] for item in split_items(shares[position], groups).tolist()]
-        if not chosen:
-            raise UserError(f"{root}: none of its {len(everything)} images fall into {name}: change data.split={split}")
-        built[position] = make(root, chosen, position, asked)
-    return Splits(*built)
+def _splits(config: Any, rows: Rows, read: Callable[[Path], Any], make: MakeRows) -> Splits:
+    root = Path(config.path).expanduser()
+    if folders := split_folders(root):
+        return rows_of_splits(lambda name: read(folders[name]) if name in folders else None, rows, make)
+    return split_rows(read(root), config.split, rows, make, str(root))
 
 
 def build_classes(config: ClassFoldersConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
@@ -177,19 +177,10 @@ def build_classes(config: ClassFoldersConfig, *, tokenizer: Any, schema: Schema,
     demand_classes(len(names), schema, str(root))
     numbers = {name: number for number, name in enumerate(names)}
 
-    def make(folder: Path, files: list[tuple[int, str]], position: int, asked: int | None) -> ClassRows:
-        augment = config.augment if position == 0 else None
-        return ClassRows(
-            ClassFolder(folder, files, names, config.maximum_pixels),
-            framing=Framing(size=image_size(schema), augment=augment, centre=config.centre),
-            mixup=None if not config.mixup else config.mixup * (position == 0),
-            rows=asked,
-            seed=seed if config.seed is None else config.seed,
-            split=position,
-            on_error=config.on_error,
-        )
+    def read(folder: Path) -> ClassFolder:
+        return ClassFolder(folder, class_files(folder, numbers), names, config.maximum_pixels)
 
-    return _splits(root, config.split, rows, lambda folder: class_files(folder, numbers), make)
+    return _splits(config, rows, read, class_rows(config, schema, seed))
 
 
 def build_masks(config: MaskFoldersConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
@@ -199,10 +190,13 @@ def build_masks(config: MaskFoldersConfig, *, tokenizer: Any, schema: Schema, ro
     """
     del tokenizer
 
-    def make(folder: Path, files: list[tuple[str, str]], position: int, asked: int | None) -> MaskRows:
+    def read(folder: Path) -> MaskFolder:
+        return MaskFolder(folder, mask_files(folder), config.maximum_pixels)
+
+    def make(items: MaskFolder, position: int, asked: int | None) -> MaskRows:
         augment = config.augment if position == 0 else None
         return MaskRows(
-            MaskFolder(folder, files, config.maximum_pixels),
+            items,
             framing=Framing(size=image_size(schema), augment=augment, centre=config.centre),
             classes=config.classes,
             rows=asked,
@@ -211,4 +205,4 @@ def build_masks(config: MaskFoldersConfig, *, tokenizer: Any, schema: Schema, ro
             on_error=config.on_error,
         )
 
-    return _splits(Path(config.path).expanduser(), config.split, rows, mask_files, make)
+    return _splits(config, rows, read, make)

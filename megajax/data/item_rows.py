@@ -3,14 +3,14 @@
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Mapping
-from typing import Literal, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.data.gpt import ORDER_SAMPLE
-from megajax.data.splits import Range, split_bounds
+from megajax.data.splits import NAMES, Range, Rows, Splits, parse_split, split_bounds, wanted
 
 TRIES = 1000
 """Items that are tried for one row before the data is given up."""
@@ -37,6 +37,21 @@ class Items(Protocol):
         ...
 
 
+class DivisibleItems(Items, Protocol):
+    """Items that a split has shares of."""
+
+    def groups(self) -> Sequence[np.ndarray]:
+        """Items of which each split gets the same share."""
+        ...
+
+    def subset(self, chosen: np.ndarray) -> Items:
+        """Only these items, in this order."""
+        ...
+
+
+type MakeRows = Callable[[Any, int, int | None], Any]
+
+
 class ItemRows[Data: Items]:
     """Rows 0 to `rows` - 1 as mappings of arrays, pure functions of (seed, split, row).
 
@@ -58,7 +73,7 @@ class ItemRows[Data: Items]:
         self.items, self.split = items, split
         self._rows, self._seed, self._on_error = len(items) if rows is None else rows, seed, on_error
         self.passes = max(1, -(-self._rows // max(len(items), 1)))
-        self.skipped: Mapping[str, int] = Counter()
+        self.skipped: Counter[str] = Counter()
         self._orders: dict[int, np.ndarray] = {}
         self._lock = threading.Lock()
 
@@ -99,7 +114,6 @@ class ItemRows[Data: Items]:
 
     def _count(self, reason: str) -> None:
         with self._lock:
-            assert isinstance(self.skipped, Counter)
             self.skipped[reason] += 1
 
     def _order(self, number: int) -> np.ndarray:
@@ -115,10 +129,44 @@ class ItemRows[Data: Items]:
         return order
 
 
-def split_items(share: Range | None, groups: list[np.ndarray]) -> np.ndarray:
+def split_items(share: Range | None, groups: Sequence[np.ndarray]) -> np.ndarray:
     """The items of a split, int64: the same share of each group, chosen at random but whatever the run's seed."""
     parts = [np.zeros(0, np.int64)]
     for number, group in enumerate(groups):
         first, last = split_bounds(share, len(group))
         parts.append(np.random.default_rng((SPLIT_SEED, number)).permutation(group)[first:last])
     return np.concatenate(parts)
+
+
+def groups_of(labels: np.ndarray) -> list[np.ndarray]:
+    """The items of each label, in the order of the labels."""
+    order = np.argsort(labels, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
+
+
+def split_rows(whole: DivisibleItems, split: str, rows: Rows, make: MakeRows, where: str) -> Splits:
+    """Row sources of shares of the items, for the splits that a run requests.
+
+    make: (items, position of the split, rows) -> row source. where: the data's place, for messages.
+
+    Raises:
+        UserError: a split that is requested has no items.
+    """
+    shares, groups, built = parse_split(split), whole.groups(), [None] * len(NAMES)
+    for position, name, asked in wanted(rows):
+        if shares[position] is None and name != "train":
+            continue
+        chosen = split_items(shares[position], groups)
+        if not len(chosen):
+            raise UserError(f"{where}: no item of {len(whole)} falls into the {name} split: change data.split={split}")
+        built[position] = make(whole.subset(chosen), position, asked)
+    return Splits(*built)
+
+
+def rows_of_splits(items: Callable[[str], Items | None], rows: Rows, make: MakeRows) -> Splits:
+    """Row sources of splits that have items of their own. items: name of a split -> its items, None without."""
+    built: list[Any] = [None] * len(NAMES)
+    for position, name, asked in wanted(rows):
+        if (found := items(name)) is not None:
+            built[position] = make(found, position, asked)
+    return Splits(*built)

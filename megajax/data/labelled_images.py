@@ -7,7 +7,7 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
-from megajax.data.config import AugmentConfig, CropConfig
+from megajax.data.config import AugmentConfig, ClassImagesConfig, CropConfig
 from megajax.data.image_augmentation import (
     Crop,
     augmented,
@@ -17,7 +17,7 @@ from megajax.data.image_augmentation import (
     random_crop,
 )
 from megajax.data.image_decoding import Picture
-from megajax.data.item_rows import ItemRows, Items, UnreadableItem
+from megajax.data.item_rows import ItemRows, Items, MakeRows, UnreadableItem
 
 IGNORED = 255
 """The class of pixels that do not count."""
@@ -132,6 +132,25 @@ class ClassRows(ItemRows[ClassImages]):
         if isinstance(framing.augment, AugmentConfig):
             image = augmented(image, framing.augment, generator)
         return np.asarray(image)
+
+
+def class_rows(config: ClassImagesConfig, schema: Schema, seed: int) -> MakeRows:
+    """What makes rows of (images, position of the split, number of rows), as the config says."""
+
+    def make(items: ClassImages, position: int, asked: int | None) -> ClassRows:
+        training = position == 0
+        framing = Framing(size=image_size(schema), augment=config.augment if training else None, centre=config.centre)
+        return ClassRows(
+            items,
+            framing=framing,
+            mixup=config.mixup * training if config.mixup else None,
+            rows=asked,
+            seed=seed if config.seed is None else config.seed,
+            split=position,
+            on_error=config.on_error,
+        )
+
+    return make
 
 
 class MaskRows(ItemRows[MaskImages]):

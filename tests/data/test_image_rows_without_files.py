@@ -24,7 +24,7 @@ def arrays(rows: Any, reads: Any) -> tuple[np.ndarray, np.ndarray]:
 def test_digits_are_split_by_class_and_disjoint() -> None:
     whole = load_digits()
     assert whole.images.shape == (1797, 8, 8, 3) and whole.images.max() == 255
-    parts = [whole.of_split(position) for position in range(3)]
+    parts = [part.items.digits for part in build(DigitsConfig(), Rows(None, None, None))]
     assert sum(len(part.labels) for part in parts) == 1797
     for part, share in zip(parts, (0.8, 0.1, 0.1), strict=True):
         assert abs(np.bincount(part.labels) / np.bincount(whole.labels) - share).max() < 0.01

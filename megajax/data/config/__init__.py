@@ -8,15 +8,7 @@ from megajax.data.config.base import LoaderConfig, RowsConfig, TokenFilesConfig
 from megajax.data.config.chat import ChatConfig
 from megajax.data.config.choices import DataConfig
 from megajax.data.config.fim import FillInMiddleConfig
-from megajax.data.config.images import (
-    AugmentConfig,
-    ClassFoldersConfig,
-    CropConfig,
-    DigitsConfig,
-    MaskFoldersConfig,
-    MockImagesConfig,
-    MockMasksConfig,
-)
+from megajax.data.config.images import (AugmentConfig, ClassFoldersConfig, ClassImagesConfig, CropConfig, DigitsConfig, ImageShardsConfig, MaskFoldersConfig, MockImagesConfig, MockMasksConfig)
 from megajax.data.config.library import LibrarySentencesConfig, LibrarySpansConfig, LibraryWordPieceConfig
 from megajax.data.config.masked import MaskedConfig, MaskedSentencesConfig, MaskedSpansConfig
 from megajax.data.config.text import BlendConfig, MockConfig, StandardLibraryConfig
@@ -27,10 +19,12 @@ __all__ = [
     "BlendConfig",
     "ChatConfig",
     "ClassFoldersConfig",
+    "ClassImagesConfig",
     "CropConfig",
     "DataConfig",
     "DigitsConfig",
     "FillInMiddleConfig",
+    "ImageShardsConfig",
     "LibrarySentencesConfig",
     "LibrarySpansConfig",
     "LibraryWordPieceConfig",

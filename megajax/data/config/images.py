@@ -109,6 +109,37 @@ class ClassFoldersConfig(ClassImagesConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ImageShardsConfig(ClassImagesConfig):
+    """Images with classes in tar files, laid out as by webdataset: NAME.jpg and NAME.cls or NAME.json are a sample."""
+
+    target: ClassVar[str] = "megajax.data.image_shards:build_splits"
+
+    paths: tuple[str, ...] = ()
+    """Tar files, which are split: paths or patterns such as "data/train-*.tar" and "data/train-{000..127}.tar"."""
+    train_paths: tuple[str, ...] = ()
+    """The same of training data only, in place of `paths`."""
+    valid_paths: tuple[str, ...] = ()
+    """The same of validation data."""
+    test_paths: tuple[str, ...] = ()
+    """The same of test data."""
+    split: str = "90,10,0"
+    """Shares of training, validation and test in each class of `paths`."""
+    label: str = "label"
+    """Key of the class in .json files."""
+    cache_dir: str | None = None
+    """Folder for the index of the tar files; none: the user's cache folder. It need not be shared between hosts."""
+
+    def problems(self) -> list[Problem]:
+        problems = ClassImagesConfig.problems(self) + split_problems(self.split)
+        given = [name for name in ("train_paths", "valid_paths", "test_paths") if getattr(self, name)]
+        if self.paths and given:
+            problems.append(Problem("paths", f"set together with {', '.join(given)}", "use one of the two ways"))
+        if not self.paths and not self.train_paths:
+            problems.append(Problem("paths", "no tar files given", "set data.paths, or data.train_paths"))
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MaskFoldersConfig(ImagesConfig):
     """Images with a class for each pixel: images/NAME.jpg and masks/NAME.png, whose values are classes."""
 

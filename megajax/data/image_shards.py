@@ -1,0 +1,249 @@
+"""Images with classes in tar files: an index of byte offsets, built once, and reads of single images by offset.
+
+The layout is that of webdataset: neighbouring files whose paths agree up to the first dot of the name are a sample.
+"""
+
+import glob
+import json
+import os
+import re
+import tarfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megajax.batch import Schema
+from megajax.config.errors import UserError
+from megajax.data.cache import Arrays, load_or_build, user_cache
+from megajax.data.config import ImageShardsConfig
+from megajax.data.image_decoding import SUFFIXES, Picture, StoredPicture, check_bytes
+from megajax.data.item_rows import UnreadableItem, groups_of, rows_of_splits, split_rows
+from megajax.data.labelled_images import ClassRows, class_rows, demand_classes
+from megajax.data.progress import Progress
+from megajax.data.splits import Rows, Splits
+
+SCANNED_TOGETHER = 8
+LONGEST_LABEL = 1 << 20
+"""Bytes of a file with a class."""
+HEADER = 512
+LARGEST_CLASS = 2**31 - 1
+
+
+class Location(NamedTuple):
+    """Where the images of tar files lie; arrays [images]."""
+
+    shards: np.ndarray
+    """int32: number of the tar file."""
+    offsets: np.ndarray
+    """int64: first byte."""
+    sizes: np.ndarray
+    """int64: bytes."""
+    labels: np.ndarray
+    """int64: class."""
+
+
+class ShardImages:
+    """The images of tar files. left_out: reason -> samples that cannot be used."""
+
+    def __init__(self, paths: Sequence[Path], location: Location, maximum_pixels: int, left_out: Counter[str]):
+        self._paths, self.location, self._maximum_pixels, self.left_out = paths, location, maximum_pixels, left_out
+
+    def __len__(self) -> int:
+        return len(self.location.labels)
+
+    def name(self, item: int) -> str:
+        """Tar file and path of the image in it; a path longer than a header is cut."""
+        path, offset = self._paths[self.location.shards[item]], int(self.location.offsets[item])
+        try:
+            inside = tarfile.TarInfo.frombuf(_read(path, HEADER, offset - HEADER), "utf-8", "replace").name
+        except (OSError, tarfile.TarError, UnreadableItem):
+            inside = f"byte {offset}"
+        return f"{path}: {inside}"
+
+    def picture(self, item: int) -> Picture:
+        """The image. Raises UnreadableItem."""
+        where, size = self.location, int(self.location.sizes[item])
+        check_bytes(size, self._maximum_pixels)
+        data = _read(self._paths[where.shards[item]], size, int(where.offsets[item]))
+        return StoredPicture(data, self._maximum_pixels)
+
+    def label(self, item: int) -> int:
+        """Its class."""
+        return int(self.location.labels[item])
+
+    def groups(self) -> list[np.ndarray]:
+        """The images of each class."""
+        return groups_of(self.location.labels)
+
+    def subset(self, chosen: np.ndarray) -> "ShardImages":
+        """Only these images."""
+        location = Location(*(values[chosen] for values in self.location))
+        return ShardImages(self._paths, location, self._maximum_pixels, self.left_out)
+
+
+def _read(path: Path, size: int, offset: int) -> bytes:
+    """Bytes of a file, which is opened for each read: there may be more tar files than a process may hold open."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            data = os.pread(file.fileno(), size, offset)
+    except OSError as error:
+        raise UnreadableItem("cannot be read", error.strerror or str(error)) from error
+    if len(data) < size:
+        raise UnreadableItem("cannot be read", f"{path} ends at byte {offset + len(data)}: it was cut")
+    return data
+
+
+def find_shards(patterns: Sequence[str]) -> list[Path]:
+    """The files of paths with * and {000..127}, sorted in each pattern. Raises UserError for one without files."""
+    found: list[Path] = []
+    for pattern in patterns:
+        names = [name for each in _expanded(pattern) for name in sorted(glob.glob(str(Path(each).expanduser())))]
+        if not names:
+            raise UserError(f"data: no tar files match {pattern} (looked for in {Path.cwd()})")
+        found += map(Path, names)
+    return found
+
+
+def _expanded(pattern: str) -> Iterator[str]:
+    match = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
+    if match is None:
+        yield pattern
+        return
+    for number in range(int(match[1]), int(match[2]) + 1):
+        yield from _expanded(f"{pattern[: match.start()]}{number:0{len(match[1])}}{pattern[match.end() :]}")
+
+
+def scan(path: Path, label: str) -> tuple[np.ndarray, list[tuple[str, str]]]:
+    """(int64 [samples, 3]: offset, size and class of each image; samples that cannot be used: reason, name).
+
+    Only headers and files with classes are read.
+
+    Raises:
+        UserError: not a tar file, compressed, or cut.
+    """
+    rows, wrong = [], []
+    try:
+        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            for name, members in groupby(_members(archive), lambda member: _sample(member.name)):
+                try:
+                    rows.append(_entry(list(members), file, label))
+                except UnreadableItem as error:
+                    wrong.append((error.reason, f"{path}: {name}: {error}"))
+    except (OSError, tarfile.TarError) as error:
+        packed = " Tar files must not be compressed: images in them can be read singly." * _compressed(path)
+        raise UserError(f"{path}: cannot be read as a tar file: {error}.{packed}") from error
+    return np.array(rows, np.int64).reshape(-1, 3), wrong
+
+
+def _members(archive: Any) -> Iterator[tarfile.TarInfo]:
+    for member in archive:
+        archive.members = []  # which would be kept for reads by name
+        if member.isfile():
+            yield member
+
+
+def _sample(name: str) -> str:
+    folder, _, file = name.rpartition("/")
+    return f"{folder}/{file.partition('.')[0]}".lstrip("/")
+
+
+def _entry(members: list[tarfile.TarInfo], file: Any, label: str) -> tuple[int, int, int]:
+    """(offset, size, class) of a sample's image. Raises UnreadableItem."""
+    suffixes = {f".{member.name.rpartition('.')[2].lower()}": member for member in members}
+    image = next((member for suffix, member in suffixes.items() if suffix in SUFFIXES), None)
+    if image is None:
+        raise UnreadableItem("no image", f"it has {', '.join(suffixes)}")
+    for suffix in (".cls", ".json"):
+        if suffix in suffixes:
+            return image.offset_data, image.size, _class(suffixes[suffix], file, label)
+    raise UnreadableItem("no class", f"it has {', '.join(suffixes)}, and neither .cls nor .json")
+
+
+def _class(member: tarfile.TarInfo, file: Any, label: str) -> int:
+    file.seek(member.offset_data)
+    text = file.read(min(member.size, LONGEST_LABEL))
+    try:
+        number = json.loads(text)[label] if member.name.lower().endswith(".json") else int(text)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UnreadableItem("no class", f"{member.name}: {type(error).__name__}: {error}") from error
+    if type(number) is not int or not 0 <= number <= LARGEST_CLASS:
+        raise UnreadableItem("no class", f"{member.name}: expected a number from 0, found {str(number)[:50]!r}")
+    return number
+
+
+def _compressed(path: Path) -> bool:
+    """Whether the file begins as one of gzip, zstd, bzip2 or xz."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4).startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7z"))
+    except OSError:
+        return False
+
+
+def build_index(paths: Sequence[Path], label: str) -> Arrays:
+    """The index of tar files: the fields of `Location`, and as JSON the samples that cannot be used."""
+    tables, wrong, count = [], [], 0
+    progress = Progress("samples", f"indexing {len(paths)} tar files")
+    with ThreadPoolExecutor(SCANNED_TOGETHER) as pool:
+        for number, (table, bad) in enumerate(pool.map(lambda path: scan(path, label), paths)):
+            tables.append(np.insert(table, 0, number, axis=1))
+            wrong += bad
+            count += len(table)
+            progress(count, (number + 1) / len(paths))
+    progress.clear()
+    shards, offsets, sizes, labels = np.ascontiguousarray(np.concatenate(tables).T)
+    told = np.frombuffer(json.dumps(wrong).encode(), np.uint8)
+    return Location(shards.astype(np.int32), offsets, sizes, labels)._asdict() | {"wrong": told}
+
+
+def open_shards(config: ImageShardsConfig, patterns: Sequence[str]) -> ShardImages:
+    """The images of tar files. The index is cached under the tar files' names, sizes and dates.
+
+    Raises:
+        UserError: no such files, damaged ones, none with a sample; with on_error=stop a sample that cannot be used.
+    """
+    paths = find_shards(patterns)
+    facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    folder = Path(config.cache_dir) if config.cache_dir else user_cache() / "indices"
+    description = {"kind": "image shards", "shards": [list(fact) for fact in facts], "label": config.label}
+    arrays = load_or_build(folder, description, lambda: build_index(paths, config.label))
+    wrong = json.loads(arrays["wrong"].tobytes())
+    location = Location(**{name: arrays[name] for name in Location._fields})
+    if wrong and (config.on_error == "stop" or not len(location.labels)):
+        more = f"\nand {len(wrong) - 1} more samples" if len(wrong) > 1 else ""
+        raise UserError(f"{wrong[0][1]}. Repair or remove it, or set data.on_error=skip{more}")
+    if not len(location.labels):
+        raise UserError(f"{paths[0]}: no samples in {len(paths)} tar files")
+    return ShardImages(paths, location, config.maximum_pixels, Counter(reason for reason, _ in wrong))
+
+
+def build_splits(config: ImageShardsConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
+    """Rows of images with a class each, for the splits that a run requests; see `ClassRows` and `open_shards`.
+
+    Samples that were left out count as skipped.
+
+    Raises UserError: more classes than the model has.
+    """
+    del tokenizer
+    make_rows = class_rows(config, schema, seed)
+
+    def read(patterns: Sequence[str]) -> ShardImages | None:
+        images = open_shards(config, patterns) if patterns else None
+        if images is not None:
+            demand_classes(int(images.location.labels.max()) + 1, schema, f"{patterns[0]}: the data")
+        return images
+
+    def make(images: ShardImages, position: int, asked: int | None) -> ClassRows:
+        built = make_rows(images, position, asked)
+        if position == 0 or not config.paths:
+            built.skipped.update(images.left_out)
+        return built
+
+    if (whole := read(config.paths)) is not None:
+        return split_rows(whole, config.split, rows, make, config.paths[0])
+    return rows_of_splits(lambda name: read(getattr(config, f"{name}_paths")), rows, make)

@@ -1,0 +1,214 @@
+"""Image files of every kind become the same RGB pixels as by Pillow, and what is damaged or too large is refused."""
+
+import io
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from image_files import gradient
+from PIL import Image, ImageOps
+
+from megajax.config import missing
+from megajax.config.errors import UserError
+from megajax.data.config import AugmentConfig, ClassFoldersConfig, CropConfig, MaskFoldersConfig
+from megajax.data.image_augmentation import (
+    OPERATIONS,
+    Crop,
+    augmented,
+    cropped,
+    cropped_classes,
+    inner_box,
+    random_crop,
+)
+from megajax.data.image_decoding import MadePicture, StoredPicture, check_bytes, read_bounded
+from megajax.data.item_rows import UnreadableItem
+
+WHOLE = (10**6, 10**6)
+
+
+def stored(image: Image.Image, format: str = "PNG", limit: int = 10**6, **options: Any) -> StoredPicture:
+    file = io.BytesIO()
+    image.save(file, format, **options)
+    return StoredPicture(file.getvalue(), limit)
+
+
+def pixels(picture: StoredPicture) -> np.ndarray:
+    return np.asarray(picture.rgb(WHOLE))
+
+
+PALETTES = ("L", "P", "1")
+STORED_AS = [(mode, "PNG") for mode in (*PALETTES, "RGB", "LA", "RGBA")]
+STORED_AS += [(mode, format) for mode in PALETTES for format in ("TIFF", "GIF")]
+
+
+@pytest.mark.parametrize(("mode", "format"), [*STORED_AS, ("RGB", "TIFF"), ("RGB", "BMP"), ("RGB", "PPM")])
+def test_modes(mode: str, format: str) -> None:
+    image = gradient(30, 20).convert(mode)
+    assert (pixels(stored(image, format)) == np.asarray(image.convert("RGB"))).all()
+
+
+def test_palette_with_transparency() -> None:
+    image = gradient(30, 20).convert("P")
+    assert (pixels(stored(image, transparency=bytes(range(256)))) == np.asarray(image.convert("RGB"))).all()
+
+
+def test_sixteen_bits_keep_the_upper_eight() -> None:
+    values = np.arange(600, dtype=np.uint16).reshape(20, 30) * 109
+    for format in ("PNG", "TIFF"):
+        found = pixels(stored(Image.fromarray(values), format))
+        assert (found == (values >> 8)[..., None]).all() and found.shape == (20, 30, 3)
+    with pytest.raises(UnreadableItem, match="floating-point"):
+        pixels(stored(Image.fromarray(values.astype(np.float32)), "TIFF"))
+
+
+def test_cmyk() -> None:
+    found = pixels(stored(gradient(64, 64).convert("CMYK"), "JPEG", quality=95))
+    assert abs(found.astype(int) - np.asarray(gradient(64, 64))).mean() < 4
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation(orientation: int) -> None:
+    """Also where JPEG is decoded at a smaller size."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = io.BytesIO()
+    gradient(96, 64).save(file, "JPEG", exif=exif, quality=95)
+    with Image.open(file) as image:
+        expected = np.asarray(ImageOps.exif_transpose(image)).astype(int)
+    picture = StoredPicture(file.getvalue(), 10**6)
+    assert picture.size == expected.shape[1::-1]
+    assert (np.asarray(picture.rgb(WHOLE)) == expected).all()
+    half = np.asarray(StoredPicture(file.getvalue(), 10**6).rgb((30, 30)))
+    assert half.shape[:2] == (expected.shape[0] // 2, expected.shape[1] // 2)
+    assert abs(half - expected.reshape(*half.shape[:1], 2, half.shape[1], 2, 3).mean((1, 3))).mean() < 3
+
+
+def png_of_size(width: int, height: int) -> bytes:
+    def chunk(name: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(bytes(99))) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (png_of_size(3000, 1000), "too large"),
+        (png_of_size(2**31 - 1, 2**31 - 1), "too large"),
+        (png_of_size(30, 1000), "corrupt image"),
+        (png_of_size(30, 1000)[:20], "corrupt image"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image"),
+        (bytes(100), "not an image"),
+    ],
+)
+def test_damaged_and_giant_files(data: bytes, reason: str) -> None:
+    with pytest.raises(UnreadableItem) as error:
+        StoredPicture(data, 2_000_000).rgb(WHOLE)
+    assert error.value.reason == reason
+
+
+def test_every_cut_of_a_file_is_an_error_or_an_image() -> None:
+    file = io.BytesIO()
+    gradient(40, 30).save(file, "JPEG", exif=Image.Exif())
+    data = file.getvalue()
+    for length in range(1, len(data) - 2, 7):
+        with pytest.raises(UnreadableItem):
+            StoredPicture(data[:length], 10**6).rgb(WHOLE)
+
+
+def test_files_are_bounded_before_they_are_read(tmp_path: Path) -> None:
+    with (tmp_path / "sparse.jpg").open("wb") as file:
+        file.truncate(1 << 40)
+    for path, reason in ((tmp_path / "sparse.jpg", "too large"), (tmp_path / "none.jpg", "cannot be read")):
+        with pytest.raises(UnreadableItem) as error:
+            read_bounded(path, 1000)
+        assert error.value.reason == reason
+    check_bytes(1000, 1)
+
+
+def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise ModuleNotFoundError(name=name.partition(".")[0])
+
+    monkeypatch.setattr(missing.importlib, "import_module", absent)
+    with pytest.raises(UserError, match=r"Reading images needs the package PIL.*--extra images"):
+        StoredPicture(b"x", 1)
+
+
+def test_crop_is_that_of_pillow() -> None:
+    image = gradient(90, 70)
+    found = cropped(MadePicture(np.asarray(image)), Crop((10, 20, 60, 55), flip=True), (25, 35))
+    expected = image.crop((10, 20, 60, 55)).resize((25, 35), Image.Resampling.BICUBIC)
+    expected = expected.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    assert np.asarray(found).shape == (35, 25, 3)
+    assert abs(np.asarray(found).astype(int) - np.asarray(expected)).max() <= 3  # the whole image has further pixels
+
+
+def test_crop_of_a_jpeg_that_is_decoded_smaller() -> None:
+    picture = stored(gradient(800, 600), "JPEG", quality=95)
+    crop = Crop((100, 50, 500, 350))
+    found = np.asarray(cropped(picture, crop, (40, 30))).astype(int)
+    expected = np.asarray(cropped(MadePicture(np.asarray(gradient(800, 600))), crop, (40, 30)))
+    assert picture.size == (800, 600) and abs(found - expected)[..., :2].max() < 4
+
+
+def test_centre() -> None:
+    assert inner_box((100, 60), 1.0) == (20, 0, 80, 60)
+    assert inner_box((60, 100), 1.0, 0.5) == (15, 35, 45, 65)
+    assert inner_box((100, 60), 2.0) == (0, 5, 100, 55)
+    image = np.asarray(gradient(48, 32))
+    found = cropped(MadePicture(image), Crop(inner_box((48, 32), 1.0, 0.5)), (16, 16))
+    assert (np.asarray(found) == image[8:24, 16:32]).all()
+
+
+def test_random_crops_have_the_area_and_ratio_asked_for() -> None:
+    config, generator = CropConfig(area=(0.2, 0.6), ratio=(0.5, 2.0), flip=0.25), np.random.default_rng(0)
+    crops = [random_crop((400, 300), config, generator) for _ in range(2000)]
+    box = np.array([crop.box for crop in crops])
+    width, height = box[:, 2] - box[:, 0], box[:, 3] - box[:, 1]
+    area, ratio = width * height / 120_000, width / height
+    assert area.min() > 0.197 and area.max() < 0.603 and abs(area.mean() - 0.4) < 0.02
+    assert ratio.min() > 0.49 and ratio.max() < 2.03 and abs(np.log(ratio).mean()) < 0.1
+    assert box.min() >= 0 and box[:, 2].max() == 400 and box[:, 3].max() == 300
+    assert abs(np.mean([crop.flip for crop in crops]) - 0.25) < 0.03
+    slim = random_crop((1000, 10), CropConfig(area=(1.0, 1.0)), generator)
+    assert slim.box == pytest.approx((1000 / 2 - 20 / 3, 0, 1000 / 2 + 20 / 3, 10))
+
+
+def test_classes_of_the_nearest_pixel() -> None:
+    classes = np.arange(12, dtype=np.int32).reshape(3, 4)
+    assert (cropped_classes(classes, Crop((0, 0, 4, 3)), (4, 3)) == classes).all()
+    assert (
+        cropped_classes(classes, Crop((0, 0, 4, 3), flip=True), (8, 6)) == classes[:, ::-1].repeat(2, 0).repeat(2, 1)
+    ).all()
+    assert (cropped_classes(classes, Crop((1, 1, 3, 3)), (2, 2)) == classes[1:3, 1:3]).all()
+
+
+def test_operations() -> None:
+    """Each changes the image at full strength; without strength all keep it but those that have none."""
+    draw = np.random.default_rng(0)
+    image = Image.fromarray(draw.integers(20, 200, (32, 32, 3), dtype=np.uint8))
+    same = [[(np.asarray(f(image, s, 1.0)) == np.asarray(image)).all() for f in OPERATIONS] for s in (0.0, 1.0)]
+    assert [number for number, kept in enumerate(same[0]) if not kept] == [1, 2]
+    assert [number for number, kept in enumerate(same[1]) if kept] == [0]
+    config = AugmentConfig(operations=2)
+    again = [np.asarray(augmented(image, config, np.random.default_rng(3))) for _ in range(2)]
+    assert (again[0] == again[1]).all() and again[0].shape == (32, 32, 3)
+    many = {np.asarray(augmented(image, config, np.random.default_rng(seed))).tobytes() for seed in range(40)}
+    assert len(many) > 30
+
+
+def test_problems_of_the_settings() -> None:
+    wrong = [
+        (CropConfig(area=(0.5, 0.2), ratio=(0.0, 1.0), flip=2), ["area", "ratio", "flip"]),
+        (AugmentConfig(operations=-1, magnitude=11), ["operations", "magnitude"]),
+        (ClassFoldersConfig(path="x", mixup=-1, centre=0, maximum_pixels=0), ["maximum_pixels", "mixup", "centre"]),
+        (ClassFoldersConfig(path="x", split="a"), ["split"]),
+        (MaskFoldersConfig(path="x", classes=256, split=""), ["classes", "split"]),
+    ]
+    for config, places in wrong:
+        assert [problem.where for problem in config.problems()] == places

@@ -1,0 +1,165 @@
+"""Images in tar files: the index, its cache, reads by offset, and samples and files that are damaged."""
+
+import io
+import json
+import tarfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from image_files import gradient, schema
+
+from megajax.config.errors import UserError
+from megajax.data import image_shards
+from megajax.data.config import ImageShardsConfig, Rows
+
+type Files = Iterable[tuple[str, bytes]]
+
+
+def picture(width: int, format: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    gradient(width, 20).save(file, format)
+    return file.getvalue()
+
+
+def write(path: Path, files: Files) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for name, data in files:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return path
+
+
+def samples(first: int, count: int) -> Files:
+    """Image n is 20 + n pixels wide and has class n % 3, in turn as .cls and as .json."""
+    for n in range(first, first + count):
+        yield f"a.b/{n:06}.png", picture(20 + n)
+        label = [(".cls", b"%d\n" % (n % 3)), (".json", json.dumps({"label": n % 3, "x": "é"}).encode())][n % 2]
+        yield f"a.b/{n:06}{label[0]}", label[1]
+        yield f"a.b/{n:06}.txt", b"not read"
+
+
+def shards(folder: Path, counts: tuple[int, ...] = (4, 5, 6)) -> str:
+    for number, count in enumerate(counts):
+        write(folder / f"train-{number:03}.tar", samples(sum(counts[:number]), count))
+    return str(folder / f"train-{{000..{len(counts) - 1:03}}}.tar")
+
+
+def build(folder: Path, rows: Rows = Rows(None, 0, 0), classes: int = 3, **options: Any) -> Any:  # noqa: B008
+    config = ImageShardsConfig(cache_dir=str(folder / "cache"), **options)
+    assert not config.problems()
+    return config.build(tokenizer=None, schema=schema(classes=classes), rows=rows, seed=1)
+
+
+def test_every_image_is_read_once_with_its_class(tmp_path: Path) -> None:
+    rows = build(tmp_path, paths=(shards(tmp_path),), split="1").train
+    widths = [rows.items.picture(rows.item(row)).size[0] for row in range(15)]
+    assert sorted(widths) == list(range(20, 35))
+    for row, width in enumerate(widths):
+        assert rows[row]["labels"] == (width - 20) % 3 and rows[row]["images"].shape == (16, 16, 3)
+        number = width - 20
+        place = f"train-{0 if number < 4 else 1 if number < 9 else 2:03}.tar: a.b/{number:06}.png"
+        assert rows.items.name(rows.item(row)).endswith(place)
+
+
+def test_the_index_is_kept_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern, scanned = shards(tmp_path), []
+    scan = image_shards.scan
+    monkeypatch.setattr(image_shards, "scan", lambda path, label: scanned.append(path.name) or scan(path, label))
+    orders = [[build(tmp_path, paths=(pattern,)).train.item(row) for row in range(9)] for _ in range(2)]
+    assert orders[0] == orders[1] and len(scanned) == 3
+    write(tmp_path / "train-001.tar", samples(0, 7))
+    assert len(build(tmp_path, paths=(pattern,), split="1").train) == 17 and len(scanned) == 6
+
+
+def test_splits(tmp_path: Path) -> None:
+    shares = build(tmp_path, Rows(None, None, None), paths=(shards(tmp_path),), split="60,20,20")
+    assert [len(part) for part in shares] == [9, 3, 3]
+    assert [sorted(int(part[row]["labels"]) for row in range(3)) for part in shares[1:]] == [[0, 1, 2]] * 2
+    first, second = (str(tmp_path / f"train-00{number}.tar") for number in range(2))
+    own = build(tmp_path, Rows(10, None, 5), train_paths=(first,), valid_paths=(second,))
+    assert len(own.train) == 10 and own.train.passes == 3 and len(own.valid) == 5 and own.test is None
+
+
+def test_patterns(tmp_path: Path) -> None:
+    shards(tmp_path, (1,) * 12)
+    assert [path.name for path in image_shards.find_shards([str(tmp_path / "*-01?.tar")])] == [
+        "train-010.tar",
+        "train-011.tar",
+    ]
+    braces = image_shards.find_shards([str(tmp_path / "train-{002..004}.tar"), str(tmp_path / "train-000.tar")])
+    assert [path.stem[-3:] for path in braces] == ["002", "003", "004", "000"]
+    with pytest.raises(UserError, match=r"no tar files match .*none-\*\.tar"):
+        image_shards.find_shards([str(tmp_path / "none-*.tar")])
+
+
+BAD = [
+    ("x1.png", picture(20)),
+    ("x2.cls", b"1"),
+    ("x3.png", picture(20)),
+    ("x3.cls", b"cat"),
+    ("x4.png", picture(20)),
+    ("x4.json", b'{"class": 1}'),
+    ("x5.png", picture(20)),
+    ("x5.cls", b"-1"),
+]
+
+
+def test_samples_without_image_or_class(tmp_path: Path) -> None:
+    write(tmp_path / "a.tar", [*samples(0, 3), *BAD])
+    with pytest.raises(UserError, match=r"a\.tar: x1: it has \.png, and neither \.cls .*\n.*4 more samples"):
+        build(tmp_path, paths=(str(tmp_path / "a.tar"),))
+    rows = build(tmp_path, paths=(str(tmp_path / "a.tar"),), split="1", on_error="skip").train
+    assert len(rows) == 3 and rows.skipped == {"no class": 4, "no image": 1}
+    write(tmp_path / "a.tar", BAD)
+    with pytest.raises(UserError, match="neither"):
+        build(tmp_path, paths=(str(tmp_path / "a.tar"),), on_error="skip")
+
+
+def test_corrupt_images_name_tar_file_and_member(tmp_path: Path) -> None:
+    files = [("dir/bad.jpg", picture(80, "JPEG")[:300]), ("dir/bad.cls", b"0"), *samples(0, 2)]
+    path = write(tmp_path / "a.tar", files)
+    rows = build(tmp_path, paths=(str(path),), split="1", on_error="skip").train
+    assert [rows[row]["images"].shape for row in range(3)] == [(16, 16, 3)] * 3
+    assert rows.skipped == {"corrupt image": 1}
+    rows = build(tmp_path, paths=(str(path),), split="1").train
+    with pytest.raises(UserError, match=r"a\.tar: dir/bad\.jpg, row \d: .*\(corrupt image\)"):
+        [rows[row] for row in range(3)]
+
+
+def test_tar_files_that_cannot_be_read(tmp_path: Path) -> None:
+    whole = write(tmp_path / "whole.tar", samples(0, 3)).read_bytes()
+    with tarfile.open(tmp_path / "packed.tar", "w:gz") as archive:
+        archive.add(tmp_path / "whole.tar", "x.png")
+    (tmp_path / "cut.tar").write_bytes(whole[: whole.index(b"a.b/000002.png") + 600])
+    (tmp_path / "text.tar").write_text("hello" * 1000)
+    for name, message in [("packed", "must not be compressed"), ("cut", "cannot be read"), ("text", "cannot be read")]:
+        with pytest.raises(UserError, match=rf"{name}\.tar: .*{message}"):
+            build(tmp_path, paths=(str(tmp_path / f"{name}.tar"),))
+    path = write(tmp_path / "empty.tar", [])
+    with pytest.raises(UserError, match=r"empty\.tar: no samples in 1 tar files"):
+        build(tmp_path, paths=(str(path),))
+
+
+def test_a_tar_file_that_is_cut_after_it_was_indexed(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tar", samples(0, 3))
+    rows = build(tmp_path, paths=(str(path),), split="1").train
+    path.write_bytes(path.read_bytes()[:600])
+    with pytest.raises(UserError, match=r"ends at byte 600: it was cut"):
+        [rows[row] for row in range(3)]
+
+
+def test_more_classes_than_the_model_has(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the data has 3 classes, the model has 2"):
+        build(tmp_path, classes=2, paths=(shards(tmp_path),))
+
+
+def test_settings_that_do_not_go_together() -> None:
+    assert [p.where for p in ImageShardsConfig().problems()] == ["paths"]
+    both = ImageShardsConfig(paths=("a",), valid_paths=("b",))
+    assert "valid_paths" in both.problems()[0].what
+    assert np.all([not ImageShardsConfig(**{name: ("a",)}).problems() for name in ("paths", "train_paths")])
