@@ -125,6 +125,21 @@ def read_bounded(path: Path, maximum_pixels: int) -> bytes:
         raise UnreadableItem("cannot be read", error.strerror or str(error)) from error
 
 
+def read_at(path: Path, offset: int, size: int) -> bytes:
+    """Bytes of a file, which is opened for each read: there may be more files than a process may hold open.
+
+    Raises UnreadableItem.
+    """
+    try:
+        with path.open("rb", buffering=0) as file:
+            data = os.pread(file.fileno(), size, offset)
+    except OSError as error:
+        raise UnreadableItem("cannot be read", error.strerror or str(error)) from error
+    if len(data) < size:
+        raise UnreadableItem("cannot be read", f"{path} ends at byte {offset + len(data)}: it was cut")
+    return data
+
+
 def check_bytes(size: int, maximum_pixels: int) -> None:
     """Raises UnreadableItem for a file larger than any image of that many pixels, before it is read."""
     if not size:

@@ -7,8 +7,9 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
-from megajax.data.config import DigitsConfig
+from megajax.data.config import DigitCaptionsConfig, DigitsConfig
 from megajax.data.image_decoding import MadePicture, Picture
+from megajax.data.image_text import Sample, captioned, image_text_rows
 from megajax.data.item_rows import groups_of, split_rows
 from megajax.data.labelled_images import class_rows, demand_classes
 from megajax.data.splits import Rows, Splits
@@ -73,6 +74,59 @@ class DigitImages:
     def subset(self, chosen: np.ndarray) -> "DigitImages":
         """Only these images."""
         return DigitImages(Digits(self.digits.images[chosen], self.digits.labels[chosen]))
+
+
+ONE = ("the digit {}", "a handwritten {}", "this is a {}", "the number {}")
+SEVERAL = ("the digits {}", "from left to right {}", "the numbers {}")
+"""Phrasings of captions; {} are the digits in words."""
+
+
+class DigitCaptions:
+    """One or more digits, an image each, with a caption that names them in order.
+
+    Row i shows digit i, and where there are more, others by chance.
+    """
+
+    def __init__(self, images: DigitImages, most: int, prompt: str):
+        self._images, self._most, self._prompt = images, most, prompt
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def name(self, item: int) -> str:
+        """What it is called in messages."""
+        return self._images.name(item)
+
+    def groups(self) -> list[np.ndarray]:
+        """Those that begin with the same digit."""
+        return self._images.groups()
+
+    def subset(self, chosen: np.ndarray) -> "DigitCaptions":
+        """Only these."""
+        return DigitCaptions(self._images.subset(chosen), self._most, self._prompt)
+
+    def sample(self, item: int, generator: np.random.Generator) -> Sample:
+        """The images and their caption."""
+        count = int(generator.integers(1, self._most + 1))
+        shown = [item, *generator.integers(len(self), size=count - 1).tolist()]
+        words = [NAMES[self._images.label(each)] for each in shown]
+        phrasings = ONE if count == 1 else SEVERAL
+        listed = " and ".join([", ".join(words[:-1]), words[-1]] if count > 1 else words)
+        caption = phrasings[int(generator.integers(len(phrasings)))].format(listed)
+        return captioned([self._images.picture(each) for each in shown], self._prompt, caption)
+
+
+def build_captions(config: DigitCaptionsConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
+    """Rows of digits with captions for the splits that a run requests; see `ImageTextRows`.
+
+    Raises UserError: more digits than the model's rows have slots for.
+    """
+    make = image_text_rows(config, tokenizer=tokenizer, schema=schema, seed=seed, augment=config.augment)
+    slots = schema["images"].shape[0]
+    if config.digits > slots:
+        raise UserError(f"data.digits={config.digits}, and the model's rows have {slots} slots for images.")
+    captions = DigitCaptions(DigitImages(load_digits()), config.digits, config.prompt)
+    return split_rows(captions, SPLIT, rows, make, "the digits")
 
 
 def build_digits(config: DigitsConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:

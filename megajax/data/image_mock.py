@@ -6,8 +6,11 @@ from typing import Any
 import numpy as np
 
 from megajax.batch import Schema
-from megajax.data.config import MockImagesConfig, MockMasksConfig
-from megajax.data.labelled_images import IGNORED, image_size
+from megajax.data.config import MockCaptionsConfig, MockImagesConfig, MockMasksConfig
+from megajax.data.image_decoding import MadePicture
+from megajax.data.image_text import Sample, captioned, image_text_rows
+from megajax.data.item_rows import rows_of_splits
+from megajax.data.labelled_images import COUNTS, IGNORED, image_size
 from megajax.data.splits import Rows, Splits, wanted
 
 CLASSES = 10
@@ -62,6 +65,7 @@ class Stripes(MockRows):
         share = np.float32(generator.beta(self._mixup, self._mixup)) if self._mixup else np.float32(1)
         image = share * self._image(label, generator) + (1 - share) * self._image(other, generator)
         row = {"images": np.clip(np.rint(image), 0, 255).astype(np.uint8), "labels": np.array(label)}
+        row["loss_mask"] = COUNTS
         if self._mixup is None:
             return row
         return row | {"other_labels": np.array(other if self._mixup else label), "mix": np.array(share)}
@@ -90,7 +94,43 @@ class Rectangles(MockRows):
         image[inside] += np.array([100 * hue, -60, 100 * (1 - hue)], np.float32)
         labels[inside] = IGNORED
         labels[top + 1 : top + down - 1, left + 1 : left + across - 1] = label
-        return {"images": np.clip(np.rint(image), 0, 255).astype(np.uint8), "labels": labels}
+        return {"images": np.clip(np.rint(image), 0, 255).astype(np.uint8), "labels": labels, "loss_mask": COUNTS}
+
+
+COLOURS = {"red": (220, 30, 30), "green": (30, 220, 30), "blue": (30, 30, 220), "white": (230, 230, 230)}
+SHAPES = ("disc", "square")
+
+
+class Shapes:
+    """Images of a coloured shape on dark noise, with captions such as "a red disc"."""
+
+    def __init__(self, size: tuple[int, int], prompt: str):
+        self._size, self._prompt = size, prompt
+
+    def __len__(self) -> int:
+        return ONE_PASS
+
+    def name(self, item: int) -> str:
+        """What it is called in messages."""
+        return f"synthetic image {item}"
+
+    def sample(self, item: int, generator: np.random.Generator) -> Sample:
+        """An image and its caption."""
+        (width, height), shape = self._size, SHAPES[item % len(SHAPES)]
+        colour = list(COLOURS)[item // len(SHAPES) % len(COLOURS)]
+        radius = max(2.0, min(width, height) * generator.uniform(0.2, 0.35))
+        across = np.abs(np.arange(width) - generator.uniform(radius, width - radius))
+        down = np.abs(np.arange(height) - generator.uniform(radius, height - radius))[:, None]
+        inside = across**2 + down**2 < radius**2 if shape == "disc" else (across < radius) & (down < radius)
+        noise = generator.integers(0, NOISE, (height, width, 3), dtype=np.uint8)
+        pixels = np.where(inside[..., None], np.array(COLOURS[colour], np.uint8), noise)
+        return captioned([MadePicture(pixels)], self._prompt, f"a {colour} {shape}")
+
+
+def build_captions(config: MockCaptionsConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
+    """Rows of shapes with captions for the splits that a run requests."""
+    make = image_text_rows(config, tokenizer=tokenizer, schema=schema, seed=seed)
+    return rows_of_splits(lambda _: Shapes(image_size(schema), config.prompt), rows, make)
 
 
 def _splits(config: Any, make: Callable[..., MockRows], schema: Schema, rows: Rows, seed: int) -> Splits:

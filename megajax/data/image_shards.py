@@ -5,7 +5,6 @@ The layout is that of webdataset: neighbouring files whose paths agree up to the
 
 import glob
 import json
-import os
 import re
 import tarfile
 from collections import Counter
@@ -21,7 +20,7 @@ from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.cache import Arrays, load_or_build, user_cache
 from megajax.data.config import ImageShardsConfig
-from megajax.data.image_decoding import SUFFIXES, Picture, StoredPicture, check_bytes
+from megajax.data.image_decoding import SUFFIXES, Picture, StoredPicture, check_bytes, read_at
 from megajax.data.item_rows import UnreadableItem, groups_of, rows_of_splits, split_rows
 from megajax.data.labelled_images import ClassRows, class_rows, demand_classes
 from megajax.data.progress import Progress
@@ -60,7 +59,7 @@ class ShardImages:
         """Tar file and path of the image in it; a path longer than a header is cut."""
         path, offset = self._paths[self.location.shards[item]], int(self.location.offsets[item])
         try:
-            inside = tarfile.TarInfo.frombuf(_read(path, HEADER, offset - HEADER), "utf-8", "replace").name
+            inside = tarfile.TarInfo.frombuf(read_at(path, offset - HEADER, HEADER), "utf-8", "replace").name
         except (OSError, tarfile.TarError, UnreadableItem):
             inside = f"byte {offset}"
         return f"{path}: {inside}"
@@ -69,7 +68,7 @@ class ShardImages:
         """The image. Raises UnreadableItem."""
         where, size = self.location, int(self.location.sizes[item])
         check_bytes(size, self._maximum_pixels)
-        data = _read(self._paths[where.shards[item]], size, int(where.offsets[item]))
+        data = read_at(self._paths[where.shards[item]], int(where.offsets[item]), size)
         return StoredPicture(data, self._maximum_pixels)
 
     def label(self, item: int) -> int:
@@ -84,18 +83,6 @@ class ShardImages:
         """Only these images."""
         location = Location(*(values[chosen] for values in self.location))
         return ShardImages(self._paths, location, self._maximum_pixels, self.left_out)
-
-
-def _read(path: Path, size: int, offset: int) -> bytes:
-    """Bytes of a file, which is opened for each read: there may be more tar files than a process may hold open."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            data = os.pread(file.fileno(), size, offset)
-    except OSError as error:
-        raise UnreadableItem("cannot be read", error.strerror or str(error)) from error
-    if len(data) < size:
-        raise UnreadableItem("cannot be read", f"{path} ends at byte {offset + len(data)}: it was cut")
-    return data
 
 
 def find_shards(patterns: Sequence[str]) -> list[Path]:

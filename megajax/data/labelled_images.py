@@ -21,6 +21,9 @@ from megajax.data.item_rows import ItemRows, Items, MakeRows, UnreadableItem
 
 IGNORED = 255
 """The class of pixels that do not count."""
+COUNTS = np.ones((), np.float32)
+"""The weight of a row in the loss."""
+COUNTS.setflags(write=False)
 
 
 class ClassImages(Items, Protocol):
@@ -87,8 +90,9 @@ def demand_classes(classes: int, schema: Schema, where: str) -> None:
 class ClassRows(ItemRows[ClassImages]):
     """Rows of images with one class each.
 
-    images: uint8 [H, W, 3]; labels: int32 []. With mixup also other_labels, int32 [], and mix, float32 []: the image is
-    mix · one + (1 - mix) · another, which have the classes labels and other_labels.
+    images: uint8 [H, W, 3]; labels: int32 []; loss_mask: float32 [], 1.
+    With mixup also other_labels, int32 [], and mix, float32 []: the image is mix · one + (1 - mix) · another, which
+    have the classes labels and other_labels.
 
     Args:
         framing: size and crops.
@@ -111,20 +115,16 @@ class ClassRows(ItemRows[ClassImages]):
 
     def make(self, item: int, generator: np.random.Generator) -> dict[str, np.ndarray]:
         image, label = self._image(item, generator), self.items.label(item)
+        row = {"images": image, "labels": np.array(label, np.int32), "loss_mask": COUNTS}
         if self._mixup is None:
-            return {"images": image, "labels": np.array(label, np.int32)}
+            return row
         other, share = label, 1.0
         if self._mixup:
             partner = int(generator.integers(len(self.items)))
             share, other = float(generator.beta(self._mixup, self._mixup)), self.items.label(partner)
             mixed = share * image.astype(np.float32) + (1 - share) * self._image(partner, generator)
-            image = np.rint(mixed).astype(np.uint8)
-        return {
-            "images": image,
-            "labels": np.array(label, np.int32),
-            "other_labels": np.array(other, np.int32),
-            "mix": np.array(share, np.float32),
-        }
+            row["images"] = np.rint(mixed).astype(np.uint8)
+        return row | {"other_labels": np.array(other, np.int32), "mix": np.array(share, np.float32)}
 
     def _image(self, item: int, generator: np.random.Generator) -> np.ndarray:
         framing, picture = self._framing, self.items.picture(item)
@@ -154,7 +154,10 @@ def class_rows(config: ClassImagesConfig, schema: Schema, seed: int) -> MakeRows
 
 
 class MaskRows(ItemRows[MaskImages]):
-    """Rows of images with a class for each pixel: images uint8 [H, W, 3], labels int32 [H, W], 255 is ignored."""
+    """Rows of images with a class for each pixel.
+
+    images: uint8 [H, W, 3]; labels: int32 [H, W], 255 is ignored; loss_mask: float32 [], 1.
+    """
 
     def __init__(
         self,
@@ -181,4 +184,5 @@ class MaskRows(ItemRows[MaskImages]):
             raise UnreadableItem("unknown class", detail)
         crop = self._framing.crop(picture.size, generator)
         image = np.asarray(cropped(picture, crop, self._framing.size))
-        return {"images": image, "labels": cropped_classes(classes, crop, self._framing.size)}
+        labels = cropped_classes(classes, crop, self._framing.size)
+        return {"images": image, "labels": labels, "loss_mask": COUNTS}

@@ -91,7 +91,7 @@ def test_mixed_images(tmp_path: Path) -> None:
     assert len(pairs) == 9
     row = built.valid[0]
     assert row["mix"] == 1 and row["labels"] == row["other_labels"]
-    assert ClassFoldersConfig(path="x").leaves() == {"images": "uint8", "labels": "int32"}
+    assert ClassFoldersConfig(path="x").leaves() == {"images": "uint8", "labels": "int32", "loss_mask": "float32"}
     assert ClassFoldersConfig(path="x", mixup=0.2).leaves().keys() == row.keys()
 
 

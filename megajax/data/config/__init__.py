@@ -8,6 +8,7 @@ from megajax.data.config.base import LoaderConfig, RowsConfig, TokenFilesConfig
 from megajax.data.config.chat import ChatConfig
 from megajax.data.config.choices import DataConfig
 from megajax.data.config.fim import FillInMiddleConfig
+from megajax.data.config.image_text import (DigitCaptionsConfig, ImageTextConfig, ImageTextRowsConfig, MockCaptionsConfig)
 from megajax.data.config.images import (AugmentConfig, ClassFoldersConfig, ClassImagesConfig, CropConfig, DigitsConfig, ImageShardsConfig, MaskFoldersConfig, MockImagesConfig, MockMasksConfig)
 from megajax.data.config.library import LibrarySentencesConfig, LibrarySpansConfig, LibraryWordPieceConfig
 from megajax.data.config.masked import MaskedConfig, MaskedSentencesConfig, MaskedSpansConfig
@@ -22,9 +23,12 @@ __all__ = [
     "ClassImagesConfig",
     "CropConfig",
     "DataConfig",
+    "DigitCaptionsConfig",
     "DigitsConfig",
     "FillInMiddleConfig",
     "ImageShardsConfig",
+    "ImageTextConfig",
+    "ImageTextRowsConfig",
     "LibrarySentencesConfig",
     "LibrarySpansConfig",
     "LibraryWordPieceConfig",
@@ -33,6 +37,7 @@ __all__ = [
     "MaskedConfig",
     "MaskedSentencesConfig",
     "MaskedSpansConfig",
+    "MockCaptionsConfig",
     "MockConfig",
     "MockImagesConfig",
     "MockMasksConfig",

@@ -2,6 +2,7 @@
 
 from megajax.data.config.chat import ChatConfig
 from megajax.data.config.fim import FillInMiddleConfig
+from megajax.data.config.image_text import DigitCaptionsConfig, ImageTextConfig, MockCaptionsConfig
 from megajax.data.config.images import (ClassFoldersConfig, DigitsConfig, ImageShardsConfig, MaskFoldersConfig, MockImagesConfig, MockMasksConfig)
 from megajax.data.config.library import LibrarySentencesConfig, LibrarySpansConfig
 from megajax.data.config.masked import MaskedSentencesConfig, MaskedSpansConfig
@@ -11,14 +12,17 @@ DataConfig = (
     BlendConfig
     | ChatConfig
     | ClassFoldersConfig
+    | DigitCaptionsConfig
     | DigitsConfig
     | FillInMiddleConfig
     | ImageShardsConfig
+    | ImageTextConfig
     | LibrarySentencesConfig
     | LibrarySpansConfig
     | MaskFoldersConfig
     | MaskedSentencesConfig
     | MaskedSpansConfig
+    | MockCaptionsConfig
     | MockConfig
     | MockImagesConfig
     | MockMasksConfig

@@ -1,7 +1,7 @@
 """Configs of images with labels: a class for each image or for each pixel."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
@@ -21,6 +21,16 @@ def range_problems(where: str, bounds: tuple[float, float], most: float) -> list
     if 0 < bounds[0] <= bounds[1] <= most:
         return []
     return [Problem(where, f"expected 0 < low <= high <= {most:g}, found {bounds[0]:g}, {bounds[1]:g}")]
+
+
+def files_problems(config: Any) -> list[Problem]:
+    """Files for all splits together with files for each, or none at all."""
+    given = [name for name in ("train_paths", "valid_paths", "test_paths") if getattr(config, name)]
+    if config.paths and given:
+        return [Problem("paths", f"set together with {', '.join(given)}", "use one of the two ways")]
+    if not config.paths and not given:
+        return [Problem("paths", "no files given", "set data.paths, or data.train_paths")]
+    return []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +94,7 @@ class ClassImagesConfig(ImagesConfig):
 
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype."""
-        leaves = {"images": "uint8", "labels": "int32"}
+        leaves = {"images": "uint8", "labels": "int32", "loss_mask": "float32"}
         return leaves | {"other_labels": "int32", "mix": "float32"} if self.mixup else leaves
 
     def problems(self) -> list[Problem]:
@@ -130,13 +140,7 @@ class ImageShardsConfig(ClassImagesConfig):
     """Folder for the index of the tar files; none: the user's cache folder. It need not be shared between hosts."""
 
     def problems(self) -> list[Problem]:
-        problems = ClassImagesConfig.problems(self) + split_problems(self.split)
-        given = [name for name in ("train_paths", "valid_paths", "test_paths") if getattr(self, name)]
-        if self.paths and given:
-            problems.append(Problem("paths", f"set together with {', '.join(given)}", "use one of the two ways"))
-        if not self.paths and not self.train_paths:
-            problems.append(Problem("paths", "no tar files given", "set data.paths, or data.train_paths"))
-        return problems
+        return ClassImagesConfig.problems(self) + split_problems(self.split) + files_problems(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +163,7 @@ class MaskFoldersConfig(ImagesConfig):
 
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype."""
-        return {"images": "uint8", "labels": "int32"}
+        return {"images": "uint8", "labels": "int32", "loss_mask": "float32"}
 
     def problems(self) -> list[Problem]:
         problems = ImagesConfig.problems(self) + between("centre", self.centre, 0.01, 1)
@@ -202,7 +206,7 @@ class MockImagesConfig(Builds):
 
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype."""
-        leaves = {"images": "uint8", "labels": "int32"}
+        leaves = {"images": "uint8", "labels": "int32", "loss_mask": "float32"}
         return leaves | {"other_labels": "int32", "mix": "float32"} if self.mixup else leaves
 
     def problems(self) -> list[Problem]:
@@ -224,7 +228,7 @@ class MockMasksConfig(Builds):
 
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype."""
-        return {"images": "uint8", "labels": "int32"}
+        return {"images": "uint8", "labels": "int32", "loss_mask": "float32"}
 
     def problems(self) -> list[Problem]:
         return between("classes", self.classes, 2, 255)

@@ -1,0 +1,110 @@
+"""Configs of text with images: captions, and questions and answers about images."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from megajax.config.errors import Problem
+from megajax.data.config.base import at_least, between, split_problems
+from megajax.data.config.images import CropConfig, ImagesConfig, files_problems
+
+TURN = "{}"
+"""Stands for the text of a turn."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageTextRowsConfig(ImagesConfig):
+    """What rows of text with images share: the loss is on captions and answers."""
+
+    image_tokens: int
+    """Image tokens for each image or tile: the visual positions that the model makes of one."""
+    image_token: int | None = None
+    """Id of the image token; none: the tokenizer's."""
+    tiles: int = 1
+    """An image is cut into up to this many tiles in the grid that suits its shape best, each as large as the model's
+    images, and a small copy of the whole is added if there are several (Chen et al. 2024, InternVL 1.5)."""
+    fit: Literal["pad", "crop", "stretch"] = "pad"
+    """How an image of another shape is brought to that of the model's: filled up with grey, cut to the middle, or
+    stretched. Tiles are always stretched."""
+    prompt: str = ""
+    """Text between the images and their caption, without loss."""
+
+    def leaves(self) -> dict[str, str]:
+        """The leaves of a row, name -> dtype."""
+        text = {"tokens": "int32", "labels": "int32", "loss_mask": "float32", "positions": "int32"}
+        return text | {"images": "uint8"}
+
+    def problems(self) -> list[Problem]:
+        problems = ImagesConfig.problems(self) + at_least("image_tokens", self.image_tokens, 1)
+        problems += between("tiles", self.tiles, 1, 256)
+        return problems + (at_least("image_token", self.image_token, 0) if self.image_token is not None else [])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageTextConfig(ImageTextRowsConfig):
+    """JSON lines of images with captions or conversations. Long text is cut at the end of the row.
+
+    {"image": PATH, "caption": TEXT}, or {"image": PATH, "conversations": [{"from": "human", "value": "<image> What is
+    this?"}, {"from": "gpt", "value": TEXT}]}, likewise "messages" with "role" and "content". For PATH also the image
+    in base64, or a list of both.
+    """
+
+    target: ClassVar[str] = "megajax.data.image_text_files:build_splits"
+
+    paths: tuple[str, ...] = ()
+    """Files of JSON lines, which are split."""
+    train_paths: tuple[str, ...] = ()
+    """Files of training data only, in place of `paths`."""
+    valid_paths: tuple[str, ...] = ()
+    """The same for validation."""
+    test_paths: tuple[str, ...] = ()
+    """The same for the test split."""
+    split: str = "98,2,0"
+    """Shares of training, validation and test, by number of lines of `paths`."""
+    image_folder: str | None = None
+    """Folder of the images' paths; none: the folder of the file that names them."""
+    marker: str = "<image>"
+    """Stands for an image in the text of a conversation; without any, images come first."""
+    question: str = "USER: {} "
+    """How a question is written; {} is its text."""
+    answer: str = "ASSISTANT: {}"
+    """How an answer is written; the loss is on {}, on what follows it, and on the end-of-document token after it."""
+    cache_dir: str | None = None
+    """Folder for the index of lines; none: the user's cache folder. It need not be shared between hosts."""
+
+    def problems(self) -> list[Problem]:
+        problems = ImageTextRowsConfig.problems(self) + split_problems(self.split) + files_problems(self)
+        for name in ("question", "answer"):
+            text = getattr(self, name)
+            if text.count(TURN) != 1:
+                problems.append(Problem(name, f"expected one {TURN} in {text!r}", "it stands for the text of a turn"))
+        return problems + ([] if self.marker else [Problem("marker", "is empty", "use <image>")])
+
+
+def digit_crops() -> CropConfig:
+    """Crops after which an 8x8 digit is still the same digit."""
+    return CropConfig(area=(0.7, 1.0), ratio=(0.85, 1.18), flip=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DigitCaptionsConfig(ImageTextRowsConfig):
+    """The handwritten digits of scikit-learn with captions such as "the digit seven". Needs no download.
+
+    The same digits are for training, validation and test as in DigitsConfig.
+    """
+
+    target: ClassVar[str] = "megajax.data.image_digits:build_captions"
+
+    digits: int = 1
+    """Largest number of digits in a row, an image for each: "the digits one and seven"."""
+    augment: CropConfig | None = field(default_factory=digit_crops)
+    """Changes of training images; none: they are used as they are."""
+
+    def problems(self) -> list[Problem]:
+        return ImageTextRowsConfig.problems(self) + between("digits", self.digits, 1, 10)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MockCaptionsConfig(ImageTextRowsConfig):
+    """Synthetic images of one coloured shape with captions such as "a red disc"."""
+
+    target: ClassVar[str] = "megajax.data.image_mock:build_captions"

@@ -1,0 +1,205 @@
+"""Rows of text with images: tokens with places for images, loss on captions and answers, and the images in slots."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from megajax.batch import Schema
+from megajax.config.errors import UserError
+from megajax.data.config import CropConfig, ImageTextRowsConfig
+from megajax.data.image_augmentation import cropped, random_crop
+from megajax.data.image_decoding import Picture
+from megajax.data.image_tiles import affordable_tiles, fitted, tiled
+from megajax.data.item_rows import ItemRows, Items, MakeRows, UnreadableItem
+from megajax.data.labelled_images import image_size
+
+
+class Text(NamedTuple):
+    """A piece of a sample's text."""
+
+    text: str
+    counts: bool = False
+    """The loss is on it, and on the end-of-document token that follows it."""
+
+
+IMAGE = None
+"""A place for the next image."""
+
+
+class Sample(NamedTuple):
+    """Text with images."""
+
+    pictures: Sequence[Picture]
+    pieces: Sequence[Text | None]
+    """The text; IMAGE stands for the images, in their order."""
+
+
+class Samples(Items, Protocol):
+    """Text with images, by number."""
+
+    def sample(self, item: int, generator: np.random.Generator) -> Sample:
+        """Raises UnreadableItem."""
+        ...
+
+
+class Layout(NamedTuple):
+    """The shapes of rows and how images enter them."""
+
+    length: int
+    """S, tokens of a row."""
+    slots: int
+    """Images and tiles of a row."""
+    size: tuple[int, int]
+    """Width and height."""
+    image_tokens: int
+    image_token: int
+    tiles: int
+    fit: Literal["pad", "crop", "stretch"]
+    augment: CropConfig | None
+    """Random crops of the images; None: whole images."""
+
+
+class ImageTextRows(ItemRows[Samples]):
+    """Rows of text with images.
+
+    tokens: int32 [S]; the image token stands `image_tokens` times for each image or tile, in the order of the slots.
+        labels: int32 [S], the token after each. Padding is 0 in both.
+    loss_mask: float32 [S], 1 where the label belongs to a caption or an answer, or ends it.
+    positions: int32 [S], from 0.
+    images: uint8 [slots, H, W, 3]; slots that are not used are 0.
+    """
+
+    def __init__(
+        self,
+        items: Samples,
+        *,
+        layout: Layout,
+        tokenizer: Any,
+        rows: int | None,
+        seed: int,
+        split: int,
+        on_error: Literal["stop", "skip"],
+    ):
+        super().__init__(items, rows=rows, seed=seed, split=split, on_error=on_error)
+        self.layout, self._tokenizer = layout, tokenizer
+        begin = getattr(tokenizer, "specials", {}).get("bos")
+        self._begin = np.array([] if begin is None else [begin], np.int32)
+        self._end = np.array([tokenizer.eod], np.int32)
+        self._positions = np.arange(layout.length, dtype=np.int32)
+        self._positions.setflags(write=False)
+
+    def make(self, item: int, generator: np.random.Generator) -> dict[str, np.ndarray]:
+        layout, sample = self.layout, self.items.sample(item, generator)
+        if len(sample.pictures) > layout.slots:
+            detail = f"{len(sample.pictures)} images, the model's rows have {layout.slots} slots"
+            raise UnreadableItem("too many images", detail)
+        shown = [self._slots(picture, len(sample.pictures), generator) for picture in sample.pictures]
+        text, counts = self._text(sample.pieces, [len(each) for each in shown])
+        row = {"positions": self._positions}
+        for name, dtype in (("tokens", np.int32), ("labels", np.int32), ("loss_mask", np.float32)):
+            row[name] = np.zeros(layout.length, dtype)
+        tokens, labels = text[: layout.length], text[1 : layout.length + 1]
+        row["tokens"][: len(tokens)], row["labels"][: len(labels)] = tokens, labels
+        row["loss_mask"][: len(labels)] = counts[1 : layout.length + 1]
+        if not row["loss_mask"].any():
+            detail = f"{len(text)} tokens, and no caption or answer in the {layout.length} that a row has"
+            raise UnreadableItem("too long", detail)
+        row["images"] = np.zeros((layout.slots, *layout.size[::-1], 3), np.uint8)
+        for slot, image in enumerate(image for each in shown for image in each):
+            row["images"][slot] = image
+        return row
+
+    def _slots(self, picture: Picture, count: int, generator: np.random.Generator) -> list[np.ndarray]:
+        """What a picture, one of `count`, puts into slots."""
+        layout = self.layout
+        if layout.tiles > 1:
+            return tiled(picture, layout.size, affordable_tiles(count, layout.slots, layout.tiles))
+        if layout.augment is not None:
+            return [np.asarray(cropped(picture, random_crop(picture.size, layout.augment, generator), layout.size))]
+        return [fitted(picture, layout.size, layout.fit)]
+
+    def _text(self, pieces: Sequence[Text | None], slots: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of the whole text and which of them count. slots: number of slots of each image.
+
+        Raises UnreadableItem for images beyond the end of the row, and for text with the image token in it.
+        """
+        each, counts, left = [self._begin], [np.zeros(len(self._begin), bool)], list(slots)
+        for piece in pieces:
+            if piece is IMAGE:
+                tokens = np.full(left.pop(0) * self.layout.image_tokens, self.layout.image_token, np.int32)
+            else:
+                tokens = np.asarray(self._tokenizer.encode(piece.text), np.int32)
+                if (tokens == self.layout.image_token).any():
+                    detail = f"the text {piece.text[:50]!r} encodes to the image token {self.layout.image_token}"
+                    raise UnreadableItem("image marker without image", detail)
+                tokens = np.append(tokens, self._end) if piece.counts else tokens
+            each.append(tokens)
+            counts.append(np.full(len(tokens), piece is not IMAGE and piece.counts))
+        text = np.concatenate(each)
+        beyond = np.flatnonzero(text[self.layout.length :] == self.layout.image_token)
+        if beyond.size:
+            end = self.layout.length + int(beyond[-1]) + 1
+            detail = f"its image tokens end at position {end}, the model's rows have {self.layout.length}"
+            raise UnreadableItem("too long", detail)
+        return text, np.concatenate(counts)
+
+
+def image_text_rows(
+    config: ImageTextRowsConfig, *, tokenizer: Any, schema: Schema, seed: int, augment: CropConfig | None = None
+) -> MakeRows:
+    """What makes rows of (samples, position of the split, number of rows), as the config says.
+
+    augment: random crops of training images.
+
+    Raises:
+        UserError: a tokenizer without an image token, one outside the model's vocabulary, rows too short for an image.
+    """
+    token = config.image_token
+    token = getattr(tokenizer, "specials", {}).get("image") if token is None else token
+    if token is None:
+        raise UserError(
+            f"text with images needs an image token; the tokenizer {getattr(tokenizer, 'identity', '')} has none. "
+            "Choose one that has it, or set data.image_token to an id that the text does not use."
+        )
+    leaf, images = schema["tokens"], schema["images"]
+    if leaf.below is not None and token >= leaf.below:
+        raise UserError(
+            f"the image token is {token}, the model reads tokens 0 to {leaf.below - 1}: enlarge the vocabulary"
+        )
+    if len(images.shape) != 4:
+        raise UserError(f"text with images makes images [slots, height, width, 3], the model reads {images.shape}.")
+    if config.image_tokens >= leaf.positions():
+        raise UserError(
+            f"an image takes data.image_tokens={config.image_tokens} positions, and the model's rows have "
+            f"{leaf.positions()}: lengthen the rows."
+        )
+
+    def make(items: Samples, position: int, asked: int | None) -> ImageTextRows:
+        layout = Layout(
+            length=leaf.positions(),
+            slots=images.shape[0],
+            size=image_size(schema),
+            image_tokens=config.image_tokens,
+            image_token=token,
+            tiles=config.tiles,
+            fit=config.fit,
+            augment=augment if position == 0 else None,
+        )
+        return ImageTextRows(
+            items,
+            layout=layout,
+            tokenizer=tokenizer,
+            rows=asked,
+            seed=seed if config.seed is None else config.seed,
+            split=position,
+            on_error=config.on_error,
+        )
+
+    return make
+
+
+def captioned(pictures: Sequence[Picture], prompt: str, caption: str) -> Sample:
+    """Images, the prompt, and the caption, which counts."""
+    before = [Text(prompt)] if prompt else []
+    return Sample(pictures, [*[IMAGE] * len(pictures), *before, Text(caption, counts=True)])

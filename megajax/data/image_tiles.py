@@ -1,0 +1,66 @@
+"""Images of any shape as images of the model's size: one each, or a grid of tiles."""
+
+from typing import Any, Literal
+
+import numpy as np
+
+from megajax.config.missing import require
+from megajax.data.image_augmentation import Crop, cropped, inner_box
+from megajax.data.image_decoding import Picture
+
+MEAN_COLOUR = (122, 116, 104)
+"""Fills up images that are padded: the mean colour of CLIP's training images."""
+
+
+def whole(size: tuple[int, int]) -> tuple[float, float, float, float]:
+    """The box of a whole image."""
+    return (0.0, 0.0, float(size[0]), float(size[1]))
+
+
+def fitted(picture: Picture, size: tuple[int, int], fit: Literal["pad", "crop", "stretch"]) -> np.ndarray:
+    """The picture at `size` (width, height): uint8 [H, W, 3]. Raises UnreadableItem."""
+    if fit == "crop":
+        return np.asarray(cropped(picture, Crop(inner_box(picture.size, size[0] / size[1])), size))
+    if fit == "stretch":
+        return np.asarray(cropped(picture, Crop(whole(picture.size)), size))
+    scale = min(size[0] / picture.size[0], size[1] / picture.size[1])
+    inside = (max(1, round(picture.size[0] * scale)), max(1, round(picture.size[1] * scale)))
+    image: Any = require("PIL.Image", "Reading images").new("RGB", size, MEAN_COLOUR)
+    corner = ((size[0] - inside[0]) // 2, (size[1] - inside[1]) // 2)
+    image.paste(cropped(picture, Crop(whole(picture.size)), inside), corner)
+    return np.asarray(image)
+
+
+def grid(image: tuple[int, int], size: tuple[int, int], tiles: int) -> tuple[int, int]:
+    """Columns and rows of at most `tiles` tiles of `size` for an image: those with the nearest ratio of its sides.
+
+    Of several with the same ratio the larger ones are used where the image has more than half of their pixels. The
+    rule is that of InternVL 1.5 (Chen et al. 2024).
+    """
+    ratio, pixels = image[0] / image[1] * size[1] / size[0], image[0] * image[1]
+    choices = [(across, down) for across in range(1, tiles + 1) for down in range(1, tiles // across + 1)]
+    best, nearest = (1, 1), float("inf")
+    for across, down in sorted(choices, key=lambda choice: (choice[0] * choice[1], choice)):
+        distance = abs(ratio - across / down)
+        enough = pixels > 0.5 * size[0] * size[1] * across * down
+        if distance < nearest or (distance == nearest and enough):
+            best, nearest = (across, down), distance
+    return best
+
+
+def tiled(picture: Picture, size: tuple[int, int], tiles: int) -> list[np.ndarray]:
+    """Tiles of the picture row by row, and the whole at last if there are several; each uint8 [H, W, 3].
+
+    Raises UnreadableItem.
+    """
+    across, down = grid(picture.size, size, tiles)
+    box = Crop(whole(picture.size))
+    large = np.asarray(cropped(picture, box, (across * size[0], down * size[1])))
+    cut = large.reshape(down, size[1], across, size[0], 3).swapaxes(1, 2).reshape(-1, size[1], size[0], 3)
+    return [*cut] if len(cut) == 1 else [*cut, np.asarray(cropped(picture, box, size))]
+
+
+def affordable_tiles(images: int, slots: int, tiles: int) -> int:
+    """The largest number of tiles up to `tiles` with which so many images, with a copy of the whole each, fit."""
+    each = slots // max(images, 1) - 1
+    return min(tiles, each) if each > 1 else 1

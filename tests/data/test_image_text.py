@@ -1,0 +1,277 @@
+"""Rows of text with images: where image tokens stand, what the loss is on, tiles, and lines that are refused."""
+
+import base64
+import io
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from image_files import gradient, plain, saved
+
+from megajax.batch import Leaf
+from megajax.config.errors import UserError
+from megajax.data.config import DigitCaptionsConfig, ImageTextConfig, MockCaptionsConfig, Rows
+from megajax.data.image_decoding import MadePicture
+from megajax.data.image_digits import NAMES
+from megajax.data.image_tiles import affordable_tiles, fitted, grid, tiled
+from megajax.data.loader import read_rows
+from megajax.models.config import text_schema
+from megajax.tokenizers.config import ByteTokenizerConfig
+
+TOKEN, EOD = 257, 256
+RED, BLUE = (255, 0, 0), (0, 0, 255)
+
+
+def schema(length: int = 64, slots: int = 3, size: int = 8, vocabulary: int = 258) -> dict[str, Leaf]:
+    images = Leaf("uint8", (slots, size, size, 3), (None,) * 4)
+    text = {name: leaf for name, leaf in text_schema(length, vocabulary).items() if not leaf.optional}
+    return text | {"images": images}
+
+
+def build(config: Any, rows: Rows | None = None, tokenizer: Any = None, **shape: int) -> Any:
+    assert not config.problems()
+    tokenizer = tokenizer or ByteTokenizerConfig().build()
+    return config.build(tokenizer=tokenizer, schema=schema(**shape), rows=rows or Rows(None), seed=1)
+
+
+def lines(folder: Path, *objects: Any, **options: Any) -> ImageTextConfig:
+    saved(folder / "red.png", plain(RED, 8, 8))
+    saved(folder / "blue.png", plain(BLUE, 8, 8))
+    text = "\n".join(value if isinstance(value, str) else json.dumps(value) for value in objects)
+    (folder / "rows.jsonl").write_text(text, encoding="utf-8")
+    options = {"image_tokens": 2, "image_token": TOKEN, "split": "1", "cache_dir": str(folder / "cache")} | options
+    return ImageTextConfig(paths=(str(folder / "rows.jsonl"),), **options)
+
+
+def turns(*texts: str) -> list[dict[str, str]]:
+    return [{"from": ("human", "gpt")[place % 2], "value": text} for place, text in enumerate(texts)]
+
+
+def ids(*parts: Any) -> list[int]:
+    """Text as bytes, numbers as they are."""
+    return [token for part in parts for token in (part.encode() if isinstance(part, str) else [part])]
+
+
+def check(row: Any, whole: list[int], counted: Iterable[str]) -> None:
+    """The row is this text, shifted by one for the labels, and the loss is on these parts, each with its end."""
+    length = len(row["tokens"])
+    padded = np.array([*whole, *[0] * (length + 1)], np.int32)
+    assert row["tokens"].tolist() == padded[:length].tolist()
+    assert row["labels"].tolist() == [*whole[1:], *[0] * length][:length]
+    marked = row["labels"][row["loss_mask"] == 1].tolist()
+    assert marked == [token for part in counted for token in ids(part, EOD)]
+    assert row["positions"].tolist() == list(range(length))
+
+
+def test_captions(tmp_path: Path) -> None:
+    config = lines(
+        tmp_path, {"image": "red.png", "caption": "é!"}, "", {"image": ["blue.png", "red.png"], "caption": "b"}
+    )
+    rows = build(config).train
+    shown = {rows.items.name(rows.item(row)).rpartition(":")[2]: rows[row] for row in range(2)}
+    assert shown.keys() == {"1", "3"}
+    check(shown["1"], ids(TOKEN, TOKEN, "é!", EOD), ["é!"])
+    check(shown["3"], ids(*[TOKEN] * 4, "b", EOD), ["b"])
+    assert (shown["3"]["images"][0] == BLUE).all() and (shown["3"]["images"][1] == RED).all()
+    assert not shown["3"]["images"][2].any() and shown["3"]["images"].dtype == np.uint8
+    assert read_rows(rows, schema(), 0, np.arange(2))["images"].shape == (2, 3, 8, 8, 3)
+    prompted = build(lines(tmp_path, {"image": "red.png", "caption": "x"}, prompt="a: ")).train[0]
+    check(prompted, ids(TOKEN, TOKEN, "a: x", EOD), ["x"])
+
+
+def test_conversations(tmp_path: Path) -> None:
+    talk = turns("<image>\nand <image> same?", " no ", "sure?", "yes")
+    row = build(lines(tmp_path, {"image": ["red.png", "blue.png"], "conversations": talk}), length=128).train[0]
+    first = ids("USER: ", TOKEN, TOKEN, "\nand ", TOKEN, TOKEN, " same? ASSISTANT: no", EOD)
+    check(row, [*first, *ids("USER: sure? ASSISTANT: yes", EOD)], ["no", "yes"])
+    roles = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    said = {"messages": [*roles, {"role": "assistant", "content": "Ho"}]}
+    options = {"question": "Q {}\n", "answer": "A {}.\n"}
+    row = build(lines(tmp_path, said, **options)).train[0]
+    check(row, ids("Be brief. Q Hi\nA Ho.\n", EOD), ["Ho.\n"])
+    assert not row["images"].any()
+    row = build(lines(tmp_path, said | {"image": "red.png"}, **options)).train[0]
+    check(row, ids(TOKEN, TOKEN, "Be brief. Q Hi\nA Ho.\n", EOD), ["Ho.\n"])
+
+
+def test_tokenizer_gives_image_token_and_beginning(tmp_path: Path) -> None:
+    base = ByteTokenizerConfig().build()
+    special = SimpleNamespace(encode=base.encode, eod=EOD, specials={"image": 258, "bos": 259}, identity="special")
+    config = lines(tmp_path, {"image": "red.png", "caption": "x"}, image_token=None)
+    check(build(config, tokenizer=special, vocabulary=260).train[0], ids(259, 258, 258, "x", EOD), ["x"])
+    with pytest.raises(UserError, match=r"the image token is 258, the model reads tokens 0 to 257"):
+        build(config, tokenizer=special)
+    with pytest.raises(UserError, match=r"byte:257 has none"):
+        build(config)
+
+
+def test_images_in_base64(tmp_path: Path) -> None:
+    texts = []
+    for format in ("PNG", "JPEG", "WEBP", "GIF"):
+        file = io.BytesIO()
+        plain(RED, 8, 8).save(file, format)
+        texts.append(base64.b64encode(file.getvalue()).decode())
+    texts.append(f"data:image/png;base64,{texts[0]}")
+    rows = build(lines(tmp_path, *({"image": text, "caption": "x"} for text in texts))).train
+    for row in range(5):
+        assert abs(rows[row]["images"][0].astype(int) - RED).max() < 3
+
+
+def test_long_text_is_cut_but_no_image(tmp_path: Path) -> None:
+    row = build(lines(tmp_path, {"image": "red.png", "caption": "x" * 100})).train[0]
+    assert row["loss_mask"].sum() == 63 and row["tokens"][-1] == row["labels"][-1] == ord("x")
+
+
+CAPTION = {"image": "red.png", "caption": "x"}
+REFUSED = [
+    ({"image": ["red.png"] * 4, "caption": "x"}, "too many images", "4 images, the model's rows have 3 slots"),
+    ({"caption": "x"}, "caption without an image", "image is None"),
+    ({"image": "red.png"}, "no text", "expected caption, conversations or messages"),
+    ({"conversations": turns("<image>?", "x")}, "image marker without image", "1 x <image>, 0 images"),
+    ({"image": "red.png", "conversations": turns("?", "<image>")}, "image marker without image", "an answer has"),
+    ({"image": ["red.png"] * 2, "conversations": turns("<image>", "x")}, "image without a marker", "2 images"),
+    ({"conversations": turns("?")}, "no answer", "1 turns"),
+    ({"conversations": [{"from": "bird", "value": "x"}]}, "unknown role", "a turn of 'bird'; the roles are human"),
+    ({"conversations": ["x"]}, "no text", "expected a turn"),
+    ({"image": "none.png", "caption": "x"}, "cannot be read", "none.png: No such file"),
+    ({"image": 5, "caption": "x"}, "no image", "expected a path or base64, found '5'"),
+    ({"image": "data:image/png;base64,????", "caption": "x"}, "corrupt image", "not base64"),
+    ({"image": "iVBORw0KGgoAAAA=", "caption": "x"}, "not an image", "none of"),
+    ({"image": "red.png", "conversations": turns("x" * 80, "y")}, "too long", "no caption or answer in the 64"),
+    (
+        {"image": "red.png", "conversations": turns("x" * 60 + "<image>", "y")},
+        "too long",
+        "image tokens end at position 68",
+    ),
+    ("{not json", "no JSON", "Expecting"),
+    ("[1, 2] ", "no JSON", "expected an object"),
+]
+
+
+@pytest.mark.parametrize(("line", "reason", "detail"), REFUSED)
+def test_refused_lines(tmp_path: Path, line: Any, reason: str, detail: str) -> None:
+    with pytest.raises(UserError, match=rf"rows\.jsonl:2, row \d: .*\({reason}\)\. Repair") as error:
+        rows = build(lines(tmp_path, CAPTION, line)).train
+        [rows[row] for row in range(2)]
+    assert detail in str(error.value) or detail == "none of"
+    rows = build(lines(tmp_path, CAPTION, line, on_error="skip")).train
+    assert [rows[row]["labels"][1] for row in range(2)] == [ord("x")] * 2 and rows.skipped == {reason: 1}
+
+
+def test_a_text_that_encodes_to_the_image_token(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"'a' encodes to the image token 97"):
+        build(lines(tmp_path, {"image": "red.png", "caption": "a"}, image_token=97)).train[0]
+
+
+def test_files_that_do_not_fit(tmp_path: Path) -> None:
+    config = lines(tmp_path, CAPTION)
+    (tmp_path / "rows.jsonl").write_text("[\n{}]")
+    with pytest.raises(UserError, match="is one JSON list"):
+        build(config)
+    (tmp_path / "rows.jsonl").write_text("\n\r\n")
+    with pytest.raises(UserError, match="no lines"):
+        build(config)
+    (tmp_path / "rows.jsonl").unlink()
+    with pytest.raises(UserError, match="no such file"):
+        build(config)
+    with pytest.raises(UserError, match=r"data.image_tokens=64 positions, and the model's rows have 64"):
+        build(lines(tmp_path, CAPTION, image_tokens=64))
+
+
+def test_splits_and_order(tmp_path: Path) -> None:
+    many = [{"image": "red.png", "caption": str(number)} for number in range(20)]
+    built = build(lines(tmp_path, *many, split="80,20"), Rows(40, None))
+    assert built.train.passes == 3 and len(built.valid) == 4
+    seen = [bytes(built.train[row]["tokens"][2:4].astype(np.uint8)) for row in range(16)]
+    seen += [bytes(built.valid[row]["tokens"][2:4].astype(np.uint8)) for row in range(4)]
+    assert len(set(seen)) == 20
+    config = lines(tmp_path, *many)
+    own = ImageTextConfig(train_paths=config.paths, valid_paths=config.paths, image_tokens=1, image_token=TOKEN)
+    assert len(build(own, Rows(3, None)).valid) == 20
+
+
+def internvl(width: int, height: int, most: int, size: int) -> tuple[int, int]:
+    """find_closest_aspect_ratio of InternVL's code, by its definition."""
+    ratios = {(i, j) for n in range(1, most + 1) for i in range(1, n + 1) for j in range(1, n + 1) if i * j <= most}
+    best, difference = (1, 1), float("inf")
+    for i, j in sorted(sorted(ratios), key=lambda ratio: ratio[0] * ratio[1]):
+        distance = abs(width / height - i / j)
+        if distance < difference:
+            best, difference = (i, j), distance
+        elif distance == difference and width * height > 0.5 * size * size * i * j:
+            best = (i, j)
+    return best
+
+
+def test_grids_are_those_of_internvl() -> None:
+    draw = np.random.default_rng(0)
+    for width, height in [*draw.integers(20, 3000, (300, 2)).tolist(), (448, 448), (900, 900), (1800, 900)]:
+        for most in (1, 6, 12):
+            assert grid((width, height), (448, 448), most) == internvl(width, height, most, 448)
+
+
+def test_tiles_are_cut_row_by_row() -> None:
+    picture = MadePicture(np.asarray(gradient(24, 16)))
+    tiles = tiled(picture, (8, 8), 6)
+    assert len(tiles) == 7
+    assert (np.concatenate([np.concatenate(tiles[k : k + 3], 1) for k in (0, 3)]) == gradient(24, 16)).all()
+    assert tiles[6].shape == (8, 8, 3) and abs(tiles[6].mean(axis=(0, 1)) - (127, 127, 0)).max() < 4
+    cases = [(1, 7, 6), (1, 7, 9), (2, 7, 6), (3, 7, 6), (1, 2, 6)]
+    assert [affordable_tiles(*case) for case in cases] == [6, 6, 2, 1, 1]
+
+
+def test_tiles_in_rows(tmp_path: Path) -> None:
+    config = lines(tmp_path, {"image": "wide.png", "caption": "x"}, tiles=2)
+    saved(tmp_path / "wide.png", gradient(32, 16))
+    row = build(config).train[0]
+    check(row, ids(*[TOKEN] * 6, "x", EOD), ["x"])
+    assert row["images"][0][..., 0].mean() < 70 and row["images"][1][..., 0].mean() > 180
+    assert build(config, slots=2).train[0]["tokens"].tolist().count(TOKEN) == 2
+
+
+def test_images_of_another_shape() -> None:
+    picture = MadePicture(np.asarray(gradient(32, 16)))
+    padded, cut, stretched = (fitted(picture, (8, 8), fit) for fit in ("pad", "crop", "stretch"))
+    assert (padded[:2] == (122, 116, 104)).all() and (padded[6:] == (122, 116, 104)).all()
+    assert padded[2, 0, 0] < 30 and padded[5, -1, 0] > 220
+    assert cut[0, 0, 0] > 60 and cut[0, -1, 0] < 200 and stretched[0, 0, 0] < 30 and stretched[0, -1, 0] > 220
+    assert padded.shape == cut.shape == stretched.shape == (8, 8, 3)
+
+
+def test_digits_with_captions() -> None:
+    config = DigitCaptionsConfig(image_tokens=4, image_token=TOKEN, digits=2)
+    built = build(config, Rows(60, None, None), slots=2, size=16)
+    assert len(built.test) == len(built.valid) - 1 == 179
+    tokenizer, texts = ByteTokenizerConfig().build(), set()
+    for number in range(60):
+        row = built.train[number]
+        count = int((row["tokens"] == TOKEN).sum()) // 4
+        text = tokenizer.decode(row["labels"][row["loss_mask"] == 1][:-1])
+        words = [word for word in text.replace(",", "").split() if word in NAMES]
+        assert len(words) == count and sum(image.any() for image in row["images"]) == count
+        assert NAMES.index(words[0]) == built.train.items._images.label(built.train.item(number))
+        texts.add(text)
+    assert len(texts) > 30
+    with pytest.raises(UserError, match=r"data.digits=2, and the model's rows have 1 slots"):
+        build(config, slots=1)
+
+
+def test_shapes_with_captions() -> None:
+    rows = build(MockCaptionsConfig(image_tokens=4, image_token=TOKEN), Rows(16), size=16).train
+    tokenizer = ByteTokenizerConfig().build()
+    for number in range(16):
+        row = rows[number]
+        text = tokenizer.decode(row["labels"][row["loss_mask"] == 1][:-1])
+        brightest = row["images"][0].reshape(-1, 3).max(axis=0)
+        assert ("red" in text) == (brightest[0] > 100 and brightest[1] < 100)
+        assert text.split()[2] in ("disc", "square")
+
+
+def test_settings() -> None:
+    wrong = ImageTextConfig(image_tokens=0, tiles=0, image_token=-1, question="x", answer="{}{}", marker="")
+    places = ["image_tokens", "tiles", "image_token", "paths", "question", "answer", "marker"]
+    assert [problem.where for problem in wrong.problems()] == places
