@@ -57,14 +57,15 @@ def batch_schema(reads: Schema, makes: Mapping[str, str]) -> dict[str, Leaf]:
 
 
 class Loss(NamedTuple):
-    """The loss of one microbatch; all float32 []."""
+    """The loss of one microbatch; all float32, and [] but for metrics."""
 
     loss_sum: Array
     """Differentiated."""
     weight_sum: Array
     """What to divide the sum of loss_sum by."""
     metrics: Mapping[str, tuple[Array, Array]]
-    """name -> (sum, weight) to report; `loss` is among them."""
+    """name -> (sum, weight) to report; `loss` is among them. Both [], or both [K] for the mean of K quotients, such as
+    of classes; those whose weight is 0 do not count."""
 
 
 class Grads(NamedTuple):
@@ -77,6 +78,6 @@ class Grads(NamedTuple):
     grads: Params
     """float32, summed over tokens."""
     metrics: Mapping[str, tuple[Array, Array]]
-    """name -> (sum, weight), float32 []: for reporting only."""
+    """name -> (sum, weight), float32: for reporting only. See `Loss`."""
     observed: Params
     """What layers observed, float32 by path; see megajax.mesh.observations."""

@@ -40,7 +40,7 @@ class Save:
 
 @dataclass
 class Evaluate:
-    """Loss on the validation sets every n steps; each time on the next rows, as Megatron-LM reads them, or on all."""
+    """Metrics on the validation sets every n steps; each time on the next rows, as in Megatron-LM, or on all."""
 
     cfg: RunConfig
     log: Writer
@@ -48,8 +48,8 @@ class Evaluate:
     """Asked before each batch."""
     ticker: Callable[[str], AbstractContextManager[Any]] = nullcontext
     """Shows that an evaluation is under way."""
-    last: dict[str, float] = field(default_factory=dict)
-    """Split -> loss of its last evaluation."""
+    last: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Split -> metrics of its last evaluation."""
     phase: str = EVALUATION
 
     def due(self, step: int) -> bool:
@@ -81,12 +81,13 @@ class Evaluate:
             source, first = Filled(source, _batch_rows(run)), 0
             batches = len(source) // _batch_rows(run)
         with self.ticker(f"evaluating on the {split} split"):
-            loss = run.evaluate(source, first=first, batches=batches, stopping=self.stopping)
-        if loss is None:
+            metrics = run.metrics(source, first=first, batches=batches, stopping=self.stopping)
+        if metrics is None:
             self.log.event("evaluation_broken_off", step=step, split=split)
             return
-        self.last[split] = loss
-        self.log.log(EvaluationRecord(step=step, split=split, loss=self.last[split]))
+        self.last[split] = metrics
+        others = {name: value for name, value in metrics.items() if name != "loss"}
+        self.log.log(EvaluationRecord(step=step, split=split, loss=metrics["loss"], metrics=others))
         self.log.event("evaluate", step=step, split=split, seconds=round(time.monotonic() - started, 4))
 
 

@@ -284,8 +284,8 @@ class Job:
         if skipped := self.run.parts.skipped_rows():
             work.append(("rows skipped", skipped_rows(skipped)))
         losses = [("train loss", f"{last.loss:.4f}")] if last is not None else []
-        if "validation" in self.evaluate.last:
-            losses.append(("validation loss", f"{self.evaluate.last['validation']:.4f}"))
+        for split, metrics in self.evaluate.last.items():
+            losses += [(f"{split} {name.replace('_', ' ')}", f"{value:.4f}") for name, value in metrics.items()]
         newest = self.manager.newest()
         kept = [] if newest is None else [("checkpoint", f"{self.folder.checkpoints} (step {newest})")]
         files = [path for path in (self.folder.metrics, self.folder.loss_plot, self.folder.report) if path.exists()]

@@ -126,6 +126,7 @@ class LiveConsole(Console):
         if isinstance(record, EvaluationRecord):
             fields = [("loss", f"{record.loss:.4f}")]
             fields += [("perplexity", f"{record.perplexity:,.2f}")] * self._terms.perplexity
+            fields += [(name.replace("_", " "), f"{value:.4f}") for name, value in record.metrics.items()]
             self._print(self._row(record.step, fields, name=record.split, style="green"))
             return
         self._latest = record

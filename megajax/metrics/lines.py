@@ -132,6 +132,7 @@ def evaluation_line(record: EvaluationRecord, terms: Terms = LANGUAGE) -> str:
     """The line of an evaluation."""
     parts = [f" {record.split} loss at iteration {record.step}", f"{terms.loss} value: {record.loss:.6E}"]
     parts += [f"{terms.loss} PPL: {record.perplexity:.6E}"] * terms.perplexity
+    parts += [f"{name.replace('_', ' ')}: {value:.6E}" for name, value in record.metrics.items()]
     return " | ".join(parts) + " |"
 
 

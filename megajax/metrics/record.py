@@ -79,6 +79,8 @@ class EvaluationRecord:
     """Such as "validation" or "test"."""
     loss: float
     """Mean over the weighted labels, nats per token."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Other metrics of the model, such as accuracy, written after the fixed keys."""
 
     @property
     def perplexity(self) -> float:
@@ -96,6 +98,7 @@ class EvaluationRecord:
             "loss": self.loss,
             "loss_hex": loss_hex(self.loss),
             "perplexity": self.perplexity,
+            **self.metrics,
         }
 
 

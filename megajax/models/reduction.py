@@ -1,13 +1,23 @@
 """How the losses of a microbatch become the sums that are minimised and reported: sums, never means."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.batch import Loss
 from megajax.mesh.mesh import manual_axes
+
+
+def quotient(total: Any, weight: Any, xp: Any = jnp) -> Any:
+    """Sum and weight of a metric, [] or [K] -> their quotient, or the mean of those with a weight; nan for none.
+
+    xp: the library of the arrays, jax.numpy or numpy.
+    """
+    counted = weight > 0
+    sums = xp.where(counted, total / xp.where(counted, weight, 1), 0).sum()
+    return xp.where(counted.any(), sums / xp.maximum(counted.sum(), 1), xp.nan)
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,6 +212,6 @@ def forward_sums(weights: Weights, reduction: LossReduction, mesh: Mesh) -> Call
     def local(params: Params, batch: Batch, scale: Array) -> Sums:
         model = bind(weights.model, weights.gather_all_for_step(params, scale))
         parts = lax.map(lambda rows: forward(model, rows, None, reduction).metrics, batch)
-        return over_replicas(jax.tree.map(jnp.sum, parts))
+        return over_replicas(jax.tree.map(lambda part: part.sum(0), parts))
 
     return weights.sums(local, mesh)

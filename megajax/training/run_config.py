@@ -223,9 +223,10 @@ def _profile(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
 
 
 def _evaluation(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
-    if cfg.evaluation.full and "loss_mask" not in cfg.model.schema():
-        what = "fills the last batch with rows that do not count; the model reads no loss_mask, which would say so"
-        yield Problem("evaluation.full", what, "use false, with evaluation.batches for all rows")
+    for whose, leaves in (("the model reads", cfg.model.schema()), ("the data makes", cfg.data.leaves())):
+        if cfg.evaluation.full and "loss_mask" not in leaves:
+            what = f"fills the last batch with rows that do not count; {whose} no loss_mask, which would say so"
+            yield Problem("evaluation.full", what, "use false, with evaluation.batches for all rows")
     for name, data in cfg.evaluation.sets.items():
         if data.leaves() != cfg.data.leaves():
             yield Problem(

@@ -21,6 +21,7 @@ from megajax.data.splits import Evaluation, Rows, Splits, requested_rows
 from megajax.layers.param import bind
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.models.protocol import ids_below
+from megajax.models.reduction import quotient
 from megajax.tokenizers.base import Tokenizer
 from megajax.training.batch_sizes import BatchSizes
 from megajax.training.compiler_options import settled
@@ -169,19 +170,32 @@ class Run:
         batches: int | None = None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> float | None:
-        """Mean loss per counted token over global batches of `source` from row `first` on; nan where none is counted.
+        """Mean loss per counted token; see `metrics`."""
+        found = self.metrics(source, first=first, batches=batches, stopping=stopping)
+        return None if found is None else found["loss"]
+
+    def metrics(
+        self,
+        source: Any,
+        *,
+        first: int = 0,
+        batches: int | None = None,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> dict[str, float] | None:
+        """The model's metrics over global batches of `source` from row `first` on; nan where nothing is counted.
 
         `stopping` is asked before each batch and ends the evaluation, which then is None.
         """
         loader = self.parts.loader(source, first)
-        totals = []
+        totals: dict[str, list[np.ndarray]] = {"loss": [np.zeros(()), np.zeros(())]}
         with jax.set_mesh(self.mesh), jax.default_matmul_precision(self.cfg.precision.matmul_precision()), loader:
             for _ in range(self.cfg.evaluation.batches if batches is None else batches):
                 if stopping():
                     return None
-                totals.append(self.program.eval_step(self.state.inputs, next(loader)[0])["loss"])
-        total, weight = (sum(float(pair[i]) for pair in totals) for i in (0, 1))
-        return total / weight if weight else float("nan")
+                for name, pair in self.program.eval_step(self.state.inputs, next(loader)[0]).items():
+                    sums = totals.get(name, [np.zeros(()), np.zeros(())])
+                    totals[name] = [total + np.asarray(new, np.float64) for total, new in zip(sums, pair, strict=True)]
+        return {name: float(quotient(*sums, xp=np)) for name, sums in totals.items()}
 
     def close(self) -> None:
         """Stop reading ahead."""

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from megajax.batch import SAMPLE, Batch, Grads, Params
 from megajax.layers.param import ParamSpec
 from megajax.mesh.xla import Value
+from megajax.models.reduction import quotient
 from megajax.optim.offload import at_rest, on_device
 from megajax.optim.optimizer import Optimizer, OptimizerState, clip_factor, global_norm
 from megajax.optim.schedule import Schedule
@@ -87,7 +88,7 @@ def compute_update(parts: StepParts, state: TrainState, batch: Batch) -> Update:
         parts.trained(state),
         rates=partial(parts.schedule.rates, state.scheduled_samples, parts.optimizer.cfg.weight_decay),
     )
-    metrics = {name: jnp.where(weight > 0, total / weight, jnp.nan) for name, (total, weight) in out.metrics.items()}
+    metrics = {name: quotient(total, weight) for name, (total, weight) in out.metrics.items()}
     metrics |= {"grad_norm": norm, "lr": parts.schedule(state.scheduled_samples), "loss_scale": state.loss_scale}
     observed = updated(parts.observed, state.observed, out.observed, loss_scale)
     return Update(params, moments, observed, grads, jnp.isfinite(norm) & jnp.isfinite(out.loss_sum), metrics)

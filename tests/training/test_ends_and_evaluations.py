@@ -99,7 +99,7 @@ def test_full_validation_counts_every_row_once(corpus, tmp_path):
         logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
         sums += [-(logits[np.arange(16), labels] * mask).sum(), mask.sum()]
     run.close()
-    assert measure.last["validation"] == pytest.approx(sums[0] / sums[1], rel=1e-5)
+    assert measure.last["validation"]["loss"] == pytest.approx(sums[0] / sums[1], rel=1e-5)
     filled = Filled(source, 8)
     assert len(filled) % 8 == 0
     assert filled[len(filled) - 1]["loss_mask"].sum() == 0

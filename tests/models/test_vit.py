@@ -1,0 +1,247 @@
+"""ViT trains on every layout like on one device, counts its weights and operations, and scores as it should."""
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_runs import ONE, ROWS, program, train
+
+from megajax.batch import Batch
+from megajax.config.errors import ConfigError
+from megajax.config.tree import check
+from megajax.layers.config import (
+    AttentionConfig,
+    BlockConfig,
+    DenseMLPConfig,
+    LayerNormConfig,
+    LayerScaleConfig,
+    RMSNormConfig,
+    StackConfig,
+)
+from megajax.layers.config.cross import CrossAttentionConfig
+from megajax.layers.param import Normal, bind, specs
+from megajax.layers.remat import Recompute
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.rules import Plan
+from megajax.models.config.vit import (
+    AttentionPoolingConfig,
+    ClassifierConfig,
+    MeanPoolingConfig,
+    SegmenterConfig,
+    ViTConfig,
+)
+from megajax.models.facts import flops_of
+from megajax.models.reduction import LossReduction, quotient
+
+CLASSES, SIZE = 5, 8
+BLOCK = BlockConfig(
+    mixer=AttentionConfig(heads=4, bias=True, causal=False), mlp=DenseMLPConfig(ffn=48), norm=LayerNormConfig()
+)
+ATTENDING = AttentionPoolingConfig(attention=CrossAttentionConfig(heads=4, bias=True), mlp=DenseMLPConfig(ffn=48))
+
+
+def vit(recompute: Recompute = "selective", *, repeats: int = 2, block: BlockConfig = BLOCK, **more: Any) -> ViTConfig:
+    """16 patches and, unless `more` says otherwise, a class token and 3 positions of padding."""
+    settings: dict[str, Any] = {"head": ClassifierConfig(classes=CLASSES, label_smoothing=0.1), "positions_multiple": 4}
+    return ViTConfig(
+        hidden=32,
+        stack=StackConfig(pattern=(block,), repeats=repeats),
+        height=SIZE,
+        width=SIZE,
+        patch=2,
+        recompute=recompute,
+        init_std=0.06,
+        **(settings | more),
+    )
+
+
+def clip(recompute: Recompute = "selective", **more: Any) -> ViTConfig:
+    block = replace(BLOCK, mlp=DenseMLPConfig(ffn=48, activation="quick_gelu"))
+    return vit(recompute, block=block, entry_norm=LayerNormConfig(), patch_bias=False, **more)
+
+
+def siglip(recompute: Recompute = "selective", **more: Any) -> ViTConfig:
+    return vit(recompute, class_tokens=0, head=ClassifierConfig(classes=CLASSES, pooling=ATTENDING), **more)
+
+
+def intern(recompute: Recompute = "selective", **more: Any) -> ViTConfig:
+    mixer = AttentionConfig(
+        heads=4, bias=True, qkv_bias=False, causal=False, qk_norm=RMSNormConfig(), qk_norm_over="heads"
+    )
+    return vit(
+        recompute, block=replace(BLOCK, mixer=mixer, norm=RMSNormConfig(), layer_scale=LayerScaleConfig()), **more
+    )
+
+
+def segmenting(recompute: Recompute = "selective", **more: Any) -> ViTConfig:
+    return vit(recompute, head=SegmenterConfig(classes=CLASSES), **more)
+
+
+def images(seed: int) -> Batch:
+    """Rows of mixed images, with some that do not count."""
+    rng = np.random.default_rng(seed)
+    return {
+        "images": rng.integers(0, 256, (ROWS, SIZE, SIZE, 3), dtype=np.uint8),
+        "labels": rng.integers(0, CLASSES, ROWS, dtype=np.int32),
+        "other_labels": rng.integers(0, CLASSES, ROWS, dtype=np.int32),
+        "mix": rng.random(ROWS, dtype=np.float32),
+        "loss_mask": (rng.random(ROWS) < np.linspace(0.6, 1, ROWS)).astype(np.float32),
+        "sample": np.arange(40, 40 + ROWS, dtype=np.uint32),
+    }
+
+
+def pixels(seed: int) -> Batch:
+    """Rows with a class for each pixel, or none."""
+    rng, rows = np.random.default_rng(seed), images(seed)
+    labels = rng.integers(0, CLASSES, (ROWS, SIZE, SIZE), dtype=np.int32)
+    labels[rng.random(labels.shape) < 0.2] = 255
+    return {**rows, "labels": labels}
+
+
+def slow(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+SEQUENCE = ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="zero1")
+FSDP = ParallelConfig(data=4, tensor=2, data_sharding="fsdp")
+PIPELINE = ParallelConfig(pipeline=2, data=2, tensor=2, sequence=True, schedule="1f1b")
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        (intern(), PIPELINE),
+        slow(vit("full"), SEQUENCE),
+        slow(vit(), FSDP),
+        slow(vit(), ParallelConfig(data=8)),
+        slow(vit("none"), ParallelConfig(pipeline=2, data=4, schedule="gpipe")),
+        slow(vit(repeats=4), ParallelConfig(pipeline=2, data=2, schedule="interleaved", virtual_stages=2)),
+        slow(vit(dropout=0.1, block=replace(BLOCK, dropout=0.1)), PIPELINE),
+        slow(clip(), PIPELINE),
+        slow(clip("full"), SEQUENCE),
+        slow(siglip(), SEQUENCE),
+        slow(siglip(), PIPELINE),
+        slow(siglip(), FSDP),
+        slow(intern("full"), SEQUENCE),
+        slow(intern(), FSDP),
+        slow(segmenting(), SEQUENCE),
+        slow(segmenting(), FSDP),
+        slow(segmenting(), PIPELINE),
+        slow(vit(head=ClassifierConfig(classes=CLASSES, pooling=MeanPoolingConfig())), SEQUENCE),
+    ],
+)
+def test_trains_like_one_device(model: ViTConfig, parallel: ParallelConfig) -> None:
+    microbatches = 6 if parallel.virtual_stages > 1 else 3
+    draw = pixels if isinstance(model.head, SegmenterConfig) else images
+    one, many = (
+        train(model, on, microbatches=microbatches, steps=1, evaluated=False, draw=draw) for on in (ONE, parallel)
+    )
+    np.testing.assert_allclose(many.losses, one.losses, rtol=1e-5)
+    assert many.padding == 0
+    for path, expected in one.gradients.items():
+        scale = max(np.abs(expected).max(), 1e-4)
+        np.testing.assert_allclose(many.gradients[path], expected, atol=1e-4 * scale, err_msg=path)
+
+
+def built(cfg: ViTConfig) -> tuple[Any, dict[str, np.ndarray]]:
+    """The module without values, and random values."""
+    abstract = nnx.eval_shape(lambda: cfg.build(Layout(Plan.of(ONE))))
+    rng = np.random.default_rng(0)
+    spread = {path: spec.init.std if isinstance(spec.init, Normal) else 0.1 for path, spec in specs(abstract).items()}
+    return abstract, {
+        path: rng.normal(spec.role == "gain", spread[path], spec.shape).astype(np.float32)
+        for path, spec in specs(abstract).items()
+    }
+
+
+@pytest.mark.parametrize("model", [vit(), clip(), siglip(), intern(), segmenting()])
+def test_weights_are_counted(model: ViTConfig) -> None:
+    assert not model.problems()
+    abstract = nnx.eval_shape(lambda: model.build(Layout(Plan.of(ONE))))
+    assert model.parameter_count().total == sum(prod(spec.shape) for spec in specs(abstract).values())
+
+
+@pytest.mark.parametrize("model", [vit(positions_multiple=1), siglip(), segmenting(positions_multiple=1)])
+def test_operations_are_those_of_the_compiled_program(model: ViTConfig) -> None:
+    """Of the forward pass; the compiler counts norms, softmax and activations too."""
+    big = replace(model, hidden=256, unroll=None, recompute="none", init_std=0.02)
+    (block,) = big.stack.pattern
+    big = replace(big, stack=big.stack.with_pattern([replace(block, mlp=DenseMLPConfig(ffn=1024, activation="relu"))]))
+    abstract = nnx.eval_shape(lambda: big.build(Layout(Plan.of(ONE))))
+    shapes = {path: jax.ShapeDtypeStruct(spec.shape, "float32") for path, spec in specs(abstract).items()}
+    rows = jax.ShapeDtypeStruct((4, SIZE, SIZE, 3), "uint8")
+    cost = jax.jit(lambda params, rows: bind(abstract, params)(rows)).lower(shapes, rows).compile().cost_analysis()
+    flops = flops_of(big)
+    assert flops is not None
+    assert 1 < cost["flops"] / (4 * flops.full / 3) < 1.05
+
+
+def test_padding_changes_nothing() -> None:
+    """The states of the same images with and without positions that nothing attends to."""
+    rows = images(0)["images"][:2]
+    plain, padded = vit(positions_multiple=1), vit(positions_multiple=16)
+    assert (plain.padding(), padded.padding()) == (0, 15)
+    states = []
+    for cfg in (plain, padded):
+        abstract, params = built(cfg)
+        states.append(
+            jax.jit(lambda params, rows, abstract=abstract: bind(abstract, params).states(rows))(params, rows)
+        )
+    np.testing.assert_allclose(*states, rtol=1e-5, atol=1e-5)
+
+
+def test_the_loss_is_that_of_the_formula() -> None:
+    """Smoothed labels and mixed images, against the definition; the reported loss has no smoothing."""
+    cfg, batch = vit(), images(0)
+    abstract, _ = built(cfg)
+    logits = np.random.default_rng(1).normal(0, 1, (ROWS, CLASSES)).astype(np.float32)
+    rows = {name: jnp.asarray(leaf) for name, leaf in batch.items()}
+    loss = abstract.head.loss(jnp.asarray(logits), rows, LossReduction())
+    log_p = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    one_hot, mix = np.eye(CLASSES), batch["mix"][:, None]
+    target = mix * one_hot[batch["labels"]] + (1 - mix) * one_hot[batch["other_labels"]]
+    counted = batch["loss_mask"].sum()
+    for name, wanted in (("loss", target), (None, 0.9 * target + 0.1 / CLASSES)):
+        expected = (-(wanted * log_p).sum(1) * batch["loss_mask"]).sum() / counted
+        actual = quotient(*loss.metrics[name]) if name else loss.loss_sum / loss.weight_sum
+        np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+def test_iou_is_the_mean_over_classes_that_occur() -> None:
+    abstract, _ = built(segmenting())
+    rng, batch = np.random.default_rng(2), pixels(3)
+    logits = rng.normal(0, 1, (ROWS, SIZE, SIZE, CLASSES)).astype(np.float32)
+    logits[..., 3], batch["labels"][batch["labels"] == 3] = -9, 255  # class 3 occurs nowhere
+    rows = {name: jnp.asarray(leaf) for name, leaf in batch.items() if name in ("labels", "images")}
+    loss = abstract.head.loss(jnp.asarray(logits), rows, LossReduction())
+    counted, found = batch["labels"] != 255, logits.argmax(-1)
+    pairs = [(batch["labels"][counted] == number, found[counted] == number) for number in (0, 1, 2, 4)]
+    expected = np.mean([(true & taken).sum() / (true | taken).sum() for true, taken in pairs])
+    np.testing.assert_allclose(quotient(*loss.metrics["iou"]), expected, rtol=1e-6)
+    shares = [(found[row] == batch["labels"][row])[counted[row]].sum() / SIZE**2 for row in range(ROWS)]
+    right, weight = loss.metrics["accuracy"]
+    np.testing.assert_allclose(right, sum(shares), rtol=1e-6)
+    np.testing.assert_allclose(weight, counted.sum() / SIZE**2, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parallel", "words"),
+    [
+        ({"height": 9}, ONE, "height: 9 is not divisible by patch=2"),
+        ({"class_tokens": 0}, ONE, "reads a class token, and class_tokens=0"),
+        ({"mean": (0.5,)}, ONE, "must be 3 numbers"),
+        ({"positions_multiple": 1}, ParallelConfig(data=1, tensor=2, sequence=True), "use 2"),
+        ({}, ParallelConfig(data=1, context=2), "images are not cut along the sequence"),
+        ({"stack": StackConfig(pattern=(replace(BLOCK, mixer=AttentionConfig(heads=4)),), repeats=2)}, ONE, "to false"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], parallel: ParallelConfig, words: str) -> None:
+    cfg = replace(program(vit(), ONE, microbatches=1).cfg, model=replace(vit(), **changes), parallel=parallel)
+    with pytest.raises(ConfigError, match=words):
+        check(cfg, parallel.sizes(2)["data"] * parallel.without_data() if parallel is not ONE else 1)
