@@ -93,7 +93,7 @@ def t5_of(tokenizer: Any, answer: list[int]) -> Any:
 
 
 def test_a_prompts_spans_are_written(tokenizer: Any, tmp_path: Path) -> None:
-    first, second, _ = tokenizer.sentinels.tolist()
+    first, second, _ = tokenizer.sentinels
     run = run_of(T5, tokenizer, t5_of(tokenizer, [first, 6, 7, second, 9]),
                  prompt="the <extra_id_0> on the <extra_id_1>.")  # fmt: skip
     lines = sample_spans(run, tmp_path).splitlines()
@@ -102,7 +102,7 @@ def test_a_prompts_spans_are_written(tokenizer: Any, tmp_path: Path) -> None:
 
 
 def test_a_validation_rows_spans_have_the_true_words_beside(tokenizer: Any, tmp_path: Path) -> None:
-    first, second, _ = tokenizer.sentinels.tolist()
+    first, second, _ = tokenizer.sentinels
     row = {name: np.zeros(LENGTH, np.int32) for name in ("encoder_tokens", "encoder_segment_ids")}
     row["encoder_tokens"][:4] = [5, first, 8, second]
     row["encoder_segment_ids"][:4] = 1

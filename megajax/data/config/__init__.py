@@ -8,8 +8,18 @@ from megajax.data.config.base import LoaderConfig, RowsConfig, TokenFilesConfig
 from megajax.data.config.chat import ChatConfig
 from megajax.data.config.choices import DataConfig
 from megajax.data.config.fim import FillInMiddleConfig
-from megajax.data.config.image_text import (DigitCaptionsConfig, ImageTextConfig, ImageTextRowsConfig, MockCaptionsConfig)
-from megajax.data.config.images import (AugmentConfig, ClassFoldersConfig, ClassImagesConfig, CropConfig, DigitsConfig, ImageShardsConfig, MaskFoldersConfig, MockImagesConfig, MockMasksConfig)
+from megajax.data.config.image_text import DigitCaptionsConfig, ImageTextConfig, ImageTextRowsConfig, MockCaptionsConfig
+from megajax.data.config.images import (
+    AugmentConfig,
+    ClassFoldersConfig,
+    ClassImagesConfig,
+    CropConfig,
+    DigitsConfig,
+    ImageShardsConfig,
+    MaskFoldersConfig,
+    MockImagesConfig,
+    MockMasksConfig,
+)
 from megajax.data.config.library import LibrarySentencesConfig, LibrarySpansConfig, LibraryWordPieceConfig
 from megajax.data.config.masked import MaskedConfig, MaskedSentencesConfig, MaskedSpansConfig
 from megajax.data.config.text import BlendConfig, MockConfig, StandardLibraryConfig

@@ -3,7 +3,14 @@
 from megajax.data.config.chat import ChatConfig
 from megajax.data.config.fim import FillInMiddleConfig
 from megajax.data.config.image_text import DigitCaptionsConfig, ImageTextConfig, MockCaptionsConfig
-from megajax.data.config.images import (ClassFoldersConfig, DigitsConfig, ImageShardsConfig, MaskFoldersConfig, MockImagesConfig, MockMasksConfig)
+from megajax.data.config.images import (
+    ClassFoldersConfig,
+    DigitsConfig,
+    ImageShardsConfig,
+    MaskFoldersConfig,
+    MockImagesConfig,
+    MockMasksConfig,
+)
 from megajax.data.config.library import LibrarySentencesConfig, LibrarySpansConfig
 from megajax.data.config.masked import MaskedSentencesConfig, MaskedSpansConfig
 from megajax.data.config.text import BlendConfig, MockConfig, StandardLibraryConfig
