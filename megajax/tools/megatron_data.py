@@ -2,20 +2,30 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megajax.data.config import BlendConfig, ChatConfig, FillInMiddleConfig, MockConfig
+from megajax.data.config import BlendConfig, ChatConfig, CyclicConfig, FillInMiddleConfig, LoaderConfig, MockConfig
 from megajax.data.splits import NAMES, parse_paths
 from megajax.tools.flags import Arguments, Settings
 from megajax.tools.megatron_model import needed
 
 
 def data(args: Arguments) -> Settings:
-    """Where rows come from."""
+    """Where rows come from, and their order."""
+    settings, order = _source(args), args["dataloader-type"]
+    if order == "cyclic":
+        args.remark("dataloader-type", "the order depends on the number of data-parallel devices, as there")
+        cyclic = CyclicConfig(buckets=not args["no-data-sharding"])
+        settings["data"] = replace(settings["data"], loader=LoaderConfig(cyclic=cyclic))
+    elif order != "single":
+        args.refuse("dataloader-type", "single and cyclic are the orders of rows; other data is a config of your own")
+    return settings
+
+
+def _source(args: Arguments) -> dict[str, Any]:
     isolated = args["dataloader-inter-document-masking"]
-    if args["dataloader-type"] != "single":
-        args.refuse("dataloader-type", "rows are read in one order, that of single")
     if args["mock-data"]:
         return {"data": MockConfig(isolate_documents=isolated)}
     if args["sft"]:

@@ -261,10 +261,13 @@ def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
     _check_prompt(cfg.logging.prompt, tokenizer)
     demand_kernels(cfg)
     options = settled(cfg, mesh)
-    wanted = wanted_rows(cfg, cfg.batch_sizes(mesh.shape["data"] * mesh.shape["expert"]))
+    shards = mesh.shape["data"] * mesh.shape["expert"]
+    wanted = wanted_rows(cfg, cfg.batch_sizes(shards))
     splits = cfg.data.build(tokenizer=tokenizer, schema=cfg.model.schema(), rows=wanted, seed=cfg.seed)
     demand_rows(splits, cfg.data)
+    splits = Splits(*(arranged(cfg, part, rows, shards) for part, rows in zip(splits, wanted, strict=True)))
     sets = validation_sets(cfg, tokenizer, wanted.valid)
+    sets = {name: arranged(cfg, part, wanted.valid, shards) for name, part in sets.items()}
     asked = [*zip(splits._fields, splits, wanted, strict=True)]
     for name, part, rows in asked + [(name, part, wanted.valid) for name, part in sets.items()]:
         if part is not None and rows is not None and len(part) < rows:
@@ -288,6 +291,14 @@ def _check_prompt(prompt: str | None, tokenizer: Tokenizer) -> None:
         tokenizer.encode(prompt)
     except UserError as error:
         raise UserError(f"logging.prompt={prompt!r}: {error}") from error
+
+
+def arranged(cfg: RunConfig, source: Any, rows: int | None, shards: int) -> Any:
+    """A row source in the order of data.loader. A whole pass over it, rows=None, is read in the source's own order."""
+    cyclic = cfg.data.loader.cyclic
+    if cyclic is None or source is None or rows is None:
+        return source
+    return cyclic.build(source=source, rows=rows, shards=shards, micro_rows=shards * cfg.batch.micro_size)
 
 
 def demand_rows(splits: Any, data: Any) -> None:

@@ -12,7 +12,8 @@ import pytest
 
 from megajax.batch import Leaf
 from megajax.data.blend import BlendedDataset, weighted_index
-from megajax.data.config import BlendConfig, MaskedSentencesConfig, MaskedSpansConfig, Rows
+from megajax.data.config import BlendConfig, CyclicConfig, MaskedSentencesConfig, MaskedSpansConfig, Rows
+from megajax.data.cyclic import CyclicRows
 from megajax.data.indexed import IndexedTokens, IndexedWriter, has_modes, index_path, token_dtype, tokens_path
 from megajax.data.loader import LocalRows
 from megajax.data.splits import NAMES, parse_split, split_bounds
@@ -236,10 +237,30 @@ def test_dtype_for_vocabulary(size: str) -> None:
     assert token_dtype(None if size == "None" else int(size)).name == expected
 
 
+def check_random_order(expected: list[list[int]], sizes: list[int], sharded: str) -> None:
+    """The microbatches of a shard to the end of a pass.
+
+    Without buckets a shard may have one more there than the others; their batches would be of different passes.
+    """
+    total, consumed, micro, shards, shard = sizes
+    group = micro * shards
+    config = CyclicConfig(buckets=sharded in ("True", "1"))
+    rows = CyclicRows(config, source=range(total), rows=consumed + total, shards=shards, micro_rows=group)
+    active = total - total % group
+    whole = (active - consumed % active) // group
+    starts = range(consumed + shard * micro, consumed + whole * group, group)
+    assert [[rows.number(first + place) for place in range(micro)] for first in starts] == expected[:whole]
+    assert whole <= len(expected) <= whole + 1
+
+
 @pytest.mark.parametrize("key", cases(load_json("samplers.json")))
 def test_sample_order(key: str) -> None:
     """A data shard's rows, microbatch by microbatch; the batch axis of a [M, B] batch is cut into consecutive runs."""
-    match = re.fullmatch(r"sequential/total(\d+)_consumed(\d+)_mbs(\d+)_dp(\d+)_rank(\d+)_drop(True|False)", key)
+    sizes = r"total(\d+)_consumed(\d+)_mbs(\d+)_dp(\d+)_rank(\d+)"
+    if (match := re.fullmatch(rf"(?:random|cyclic)/{sizes}_[a-z_]*(True|False|0|1)", key)) is not None:
+        check_random_order(load_json("samplers.json")[key], [int(text) for text in match.groups()[:5]], match[6])
+        return
+    match = re.fullmatch(rf"sequential/{sizes}_drop(True|False)", key)
     if match is None:
         pytest.skip(f"unsupported: {key.split('/')[0]} sampler")
     total, consumed, micro, shards, shard = map(int, match.groups()[:5])

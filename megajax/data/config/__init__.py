@@ -4,7 +4,7 @@ Each config says which leaves its rows have (`leaves()`) and builds its row sour
 `cfg.build(tokenizer=, schema=, rows=Rows(...), seed=) -> Splits`; schema: the leaves that the model reads.
 """
 
-from megajax.data.config.base import LoaderConfig, RowsConfig, TokenFilesConfig
+from megajax.data.config.base import CyclicConfig, LoaderConfig, RowsConfig, TokenFilesConfig
 from megajax.data.config.chat import ChatConfig
 from megajax.data.config.choices import DataConfig
 from megajax.data.config.fim import FillInMiddleConfig
@@ -32,6 +32,7 @@ __all__ = [
     "ClassFoldersConfig",
     "ClassImagesConfig",
     "CropConfig",
+    "CyclicConfig",
     "DataConfig",
     "DigitCaptionsConfig",
     "DigitsConfig",

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from megajax.batch import Schema
 from megajax.config.builds import Builds
@@ -48,13 +48,29 @@ class RowsConfig(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CyclicConfig(Builds):
+    """Rows in another random order in each pass over the data, the same as by Megatron-LM's cyclic data loader.
+
+    The order depends on the number of data shards and on the rows of a microbatch.
+    """
+
+    target: ClassVar[str] = "megajax.data.cyclic:CyclicRows"
+
+    buckets: bool = True
+    """Each data shard has a part of the rows for itself and shuffles that; false: all rows are shuffled together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderConfig:
-    """Reading of rows ahead of the step that uses them."""
+    """Reading of rows: in which order, and how far ahead of the step that uses them."""
 
     threads: int = 1
     """Threads that read batches. One is fastest: token files are memory-mapped, and more threads compete."""
     prefetch: int = 4
     """Batches read ahead and kept in host memory."""
+    cyclic: CyclicConfig | None = None
+    """Read rows in another random order in each pass, and as many passes as the run needs; none: in the order of the
+    data, which may already be random."""
 
     def problems(self) -> list[Problem]:
         return at_least("threads", self.threads, 1) + at_least("prefetch", self.prefetch, 1)

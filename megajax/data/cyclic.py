@@ -1,0 +1,96 @@
+"""Rows in another random order in each pass, with the permutations of Megatron-LM's random sampler."""
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from megajax.config.errors import UserError
+from megajax.data.config import CyclicConfig
+
+LARGEST = (1 << 32) // 20
+"""From this many rows on, PyTorch's permutations are drawn in another way."""
+
+
+def permutation(count: int, seed: int) -> np.ndarray:
+    """`torch.randperm(count)` of a generator with this seed, int64 [count], count below `LARGEST`.
+
+    Fisher-Yates from the bottom, with the numbers of MT19937 modulo the rows that are left.
+    """
+    draws = np.random.RandomState(seed).randint(0, 1 << 32, size=max(count - 1, 0), dtype=np.uint32)
+    places = (draws % np.arange(count, 1, -1)).tolist()
+    order = list(range(count))
+    for place, ahead in enumerate(places):
+        other = place + ahead
+        order[place], order[other] = order[other], order[place]
+    return np.array(order, np.int64)
+
+
+class CyclicRows:
+    """Rows of a source, again and again: row i of pass e is another one in each pass, drawn with the seed e.
+
+    A pass has as many rows as fill whole microbatches; those that are left over differ from pass to pass with
+    `buckets` false, and are the last of the source with `buckets` true.
+
+    Args:
+        config: whether data shards have buckets.
+        source: rows by number.
+        rows: number of rows, of as many passes as it takes.
+        shards: data shards.
+        micro_rows: rows of a microbatch on all of them.
+
+    Raises:
+        UserError: fewer rows than a microbatch, or too many.
+    """
+
+    def __init__(self, config: CyclicConfig, *, source: Any, rows: int, shards: int, micro_rows: int):
+        self.source, self._rows, self._buckets = source, rows, config.buckets
+        self._shards, self._each = shards, micro_rows // shards
+        if not micro_rows <= len(source) < LARGEST:
+            raise UserError(
+                f"data.loader.cyclic: the data has {len(source)} rows, expected at least the {micro_rows} of a "
+                f"microbatch on all devices, and less than {LARGEST}."
+            )
+        self._groups = len(source) // micro_rows
+        self._pass = self._groups * micro_rows
+        self.passes = -(-rows // self._pass) * getattr(source, "passes", 1)
+        self._epoch: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+
+    def __len__(self) -> int:
+        return self._rows
+
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        """Reason -> rows that the source has left out."""
+        return getattr(self.source, "skipped", {})
+
+    def order(self) -> str:
+        """Identifier of the order of the rows; unchanged if rows are appended, but not if the source grows."""
+        before = self.source.order() if hasattr(self.source, "order") else ""
+        own = (len(self.source), self._shards, self._each, self._buckets)
+        return f"cyclic-{zlib.crc32(repr(own).encode()):08x}-{before}"
+
+    def number(self, row: int) -> int:
+        """Which row of the source row `row` is."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of a dataset of {len(self)} rows")
+        epoch, place = divmod(row, self._pass)
+        group, place = divmod(place, self._shards * self._each)
+        shard, place = divmod(place, self._each)
+        place += group * self._each  # of the shard's own rows in this pass
+        order = self._order(epoch)
+        if self._buckets:
+            return shard * len(order) + int(order[place])
+        return int(order[place * self._shards + shard])
+
+    def _order(self, epoch: int) -> np.ndarray:
+        known, order = self._epoch
+        if known != epoch:
+            bucket = self._groups if self._buckets else len(self.source) // self._each
+            order = permutation(bucket * self._each, epoch)
+            self._epoch = (epoch, order)  # replaced as one, for threads read along
+        return order
+
+    def __getitem__(self, row: int) -> Mapping[str, np.ndarray]:
+        return self.source[self.number(row)]
