@@ -1,7 +1,8 @@
 """Converts text files to token files, with one or several processes; the result is the same.
 
 Free processes tokenise chunks of the input, each into small token files, which are joined in the order of the input.
-Everything is written to a temporary folder beside the output and renamed at the end.
+With partitions, they take parts of the input, which they read themselves, in place of chunks. Everything is written
+to a temporary folder beside the output and renamed at the end.
 """
 
 import errno
@@ -21,16 +22,19 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megajax.config.builds import USER_FILE
 from megajax.config.errors import UserError
+from megajax.data.document_rules import WholeFile
 from megajax.data.indexed import IndexedTokens, IndexedWriter, index_path, token_dtype, tokens_path
 from megajax.data.preprocessing_options import TEXT_KEY, Preprocessing
 from megajax.data.preprocessing_report import Counts, Preprocessed
 from megajax.data.sentences import split_sentences
-from megajax.data.text_files import Chunk, TextFile, WholeFile, cut, find_files, json_lines, json_texts, text_documents
+from megajax.data.text_files import Chunk, TextFile, find_files, find_pairs
+from megajax.data.text_formats import TextFormat, format_of, partitions
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.config import TokenizerConfig
 
@@ -40,14 +44,17 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """A tokenised chunk, in token files `PREFIX-KEY`; for a piece of a document, its ids in a file `PREFIX`.
+    """A tokenised chunk or partition, in token files `PREFIX-KEY`; for a piece of a document, its ids in `PREFIX`.
 
     It contains no ids, because the pool would hang if a worker were killed while it sends a long result.
+
+    fault: the first row that was left out: its place in the chunk (None: named in the text), and what was wrong.
     """
 
     counts: Counts
     prefix: str
     piece: bool = False
+    fault: tuple[int | None, str] | None = None
 
 
 def preprocess_text(
@@ -67,41 +74,31 @@ def preprocess_text(
     Raises:
         UserError: PREFIX cannot be written, or the tokenizer refuses a document.
     """
-    encoded = (
-        document.encode("utf-8", errors="surrogatepass") if isinstance(document, str) else document
-        for document in documents
-    )
+    text, tokens = 0, []
     with IndexedWriter(prefix, token_dtype(tokenizer.vocabulary_size)) as writer:
-        return _write_documents(
-            [writer], tokenizer, ((data,) for data in encoded), append_eod=append_eod, sentences=sentences
-        )
+        for document in documents:
+            data = document.encode("utf-8", errors="surrogatepass") if isinstance(document, str) else document
+            sequences = _sequences(tokenizer, data, writer.dtype, append_eod=append_eod, sentences=sentences)
+            writer.add_document(sequences)
+            text += len(data)
+            tokens.append(sum(map(len, sequences)))
+    return Counts(text=text, documents=len(tokens), empty=tokens.count(0), tokens=sum(tokens))
 
 
-def _write_documents(
-    writers: list[IndexedWriter],
+def _sequences(
     tokenizer: Tokenizer,
-    documents: Iterable[tuple[bytes, ...]],
+    text: bytes,
+    dtype: np.dtype,
     *,
     append_eod: bool,
     sentences: Callable[[bytes], Iterable[bytes]] | None,
-    stored: int = 0,
-) -> Counts:
-    """Adds each text of a document to its writer, the end to its last sequence. stored: bytes on disk."""
-    text, tokens = 0, []
-    end = np.array([tokenizer.eod], writers[0].dtype)
-    for texts in documents:
-        total = 0
-        for writer, data in zip(writers, texts, strict=True):
-            parts = [data] if sentences is None else sentences(data)
-            encoded = (tokenizer.encode_bytes(part).astype(writer.dtype) for part in parts)
-            sequences = [ids for ids in encoded if len(ids)]
-            if sequences and append_eod:
-                sequences[-1] = np.concatenate([sequences[-1], end])
-            writer.add_document(sequences)
-            total += sum(map(len, sequences))
-        text += sum(map(len, texts))
-        tokens.append(total)
-    return Counts(stored=stored, text=text, documents=len(tokens), empty=tokens.count(0), tokens=sum(tokens))
+) -> list[np.ndarray]:
+    """The sequences of a document that are not empty, the end of the document added to the last one."""
+    parts = [text] if sentences is None else sentences(text)
+    sequences = [ids for ids in (tokenizer.encode_bytes(part).astype(dtype) for part in parts) if len(ids)]
+    if sequences and append_eod:
+        sequences[-1] = np.append(sequences[-1], np.array([tokenizer.eod], dtype))
+    return sequences
 
 
 def preprocess(job: Preprocessing, report: Callable[[Counts, int], None] = lambda counts, total: None) -> Preprocessed:
@@ -117,8 +114,8 @@ def preprocess(job: Preprocessing, report: Callable[[Counts, int], None] = lambd
     """
     started = time.perf_counter()
     _check_keys(job)
-    files = find_files(job.inputs, job.json_lines)
-    plain = next((file.path for file in files if not file.json), None)
+    files = find_pairs(job.inputs, job.targets) if job.targets else find_files(job.inputs, job.format)
+    plain = next((file.path for file in files if file.format == "text"), None)
     if plain is not None and job.keys != (TEXT_KEY,):
         raise UserError(f"{plain}: plain text has no keys {', '.join(job.keys)}. Preprocess it apart.")
     if plain is not None and job.split_sentences and isinstance(job.rule, WholeFile):
@@ -132,17 +129,20 @@ def preprocess(job: Preprocessing, report: Callable[[Counts, int], None] = lambd
     workers = min(job.workers, _useful_workers(job, files))
     folder = _working_folder(job.prefix)
     try:
-        counts = _write(replace(job, workers=workers), tokenizer, files, folder=folder, report=report)
+        limited = replace(job, workers=workers)
+        counts, fault = _write(limited, tokenizer, files, prefix=str(folder / "all"), report=report)
         if counts.tokens == 0:
-            raise UserError(f"No tokens in {len(files)} input file(s), first {files[0].path}; nothing was written.")
+            skipped = f" {counts.skipped} rows were skipped, the first: {fault}" if fault else ""
+            what = f"No tokens in {len(files)} input file(s), first {files[0].path}; nothing was written."
+            raise UserError(f"{what}{skipped}")
         for key, prefix in zip(job.keys, final, strict=True):
             # Opened as training does, which checks every field.
-            written = IndexedTokens(folder / key).documents
+            written = IndexedTokens(folder / f"all-{key}").documents
             if written != counts.documents:
                 raise RuntimeError(f"{prefix}: {counts.documents} documents were tokenised, {written} were written.")
         for key, prefix in zip(job.keys, final, strict=True):
-            tokens_path(folder / key).replace(tokens_path(prefix))
-            index_path(folder / key).replace(index_path(prefix))
+            tokens_path(folder / f"all-{key}").replace(tokens_path(prefix))
+            index_path(folder / f"all-{key}").replace(index_path(prefix))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -151,7 +151,7 @@ def preprocess(job: Preprocessing, report: Callable[[Counts, int], None] = lambd
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     seconds = time.perf_counter() - started
-    return Preprocessed(prefixes=final, counts=counts, seconds=seconds, files=len(files), workers=workers)
+    return Preprocessed(prefixes=final, counts=counts, fault=fault, seconds=seconds, files=len(files), workers=workers)
 
 
 def _check_keys(job: Preprocessing) -> None:
@@ -160,6 +160,10 @@ def _check_keys(job: Preprocessing) -> None:
             raise UserError(f"--json-keys: {key!r} can't be part of a file name, which PREFIX_KEY_document.bin needs.")
     if len(set(job.keys)) < len(job.keys):
         raise UserError(f"--json-keys: {', '.join(job.keys)}: the same key twice. Name each once.")
+    if job.pairs and len(job.keys) != 2:
+        raise UserError(f"--json-keys: {', '.join(job.keys)}: a pair has two texts. Name two keys.")
+    if job.pairs and job.split_sentences:
+        raise UserError("--split-sentences: the sentences of pairs would not belong together. Leave it out.")
 
 
 def _check_output(job: Preprocessing, prefixes: tuple[str, ...]) -> None:
@@ -201,22 +205,17 @@ def _write(
     tokenizer: Tokenizer,
     files: list[TextFile],
     *,
-    folder: Path,
+    prefix: str,
     report: Callable[[Counts, int], None],
-) -> Counts:
-    """Tokenises all files into `folder`/KEY.bin and .idx."""
-    total, counts = sum(file.size for file in files), Counts()
+) -> tuple[Counts, str]:
+    """Tokenises all files into PREFIX-KEY.bin and .idx -> (counts, the first row that was left out)."""
+    total, counts, fault = sum(file.size for file in files), Counts(), ""
     dtype = token_dtype(tokenizer.vocabulary_size)
-    chunks = (
-        chunk
-        for file in files
-        for chunk in cut(file, job.rule, size=job.chunk_bytes, split_point=tokenizer.split_point)
-    )
     with ExitStack() as stack:
-        writers = {key: stack.enter_context(IndexedWriter(folder / key, dtype)) for key in job.keys}
+        writers = {key: stack.enter_context(IndexedWriter(f"{prefix}-{key}", dtype)) for key in job.keys}
         pieces: list[np.ndarray] = []
         # Closed before the folder is removed, so that no worker still writes there.
-        results = stack.enter_context(closing(_tokenised(job, chunks, folder)))
+        results = stack.enter_context(closing(_tokenised(job, tokenizer, files, prefix)))
         for chunk, done in results:
             if done.piece:
                 pieces.append(np.fromfile(done.prefix, dtype))
@@ -226,15 +225,26 @@ def _write(
                     pieces.clear()
             else:
                 for key, writer in writers.items():
-                    prefix = f"{done.prefix}-{key}"
-                    writer.append_index(prefix)
-                    tokens_path(prefix).unlink()
-                    index_path(prefix).unlink()
+                    part = f"{done.prefix}-{key}"
+                    writer.append_index(part)
+                    tokens_path(part).unlink()
+                    index_path(part).unlink()
+            if done.fault and not fault:
+                place, what = done.fault
+                fault = what if place is None else _located(job, chunk, place, what)
             is_first, counts = counts.stored == 0, counts + done.counts
             if is_first:
-                _check_space(folder, counts, total, dtype.itemsize)
+                _check_space(Path(prefix).parent, counts, total, dtype.itemsize)
             report(counts, total)
-    return counts
+    return counts, fault
+
+
+def _located(job: Preprocessing, chunk: Chunk, place: int, what: str) -> str:
+    return f"{chunk.file.path}, {_format(job, chunk.file).where(chunk, place)}: {what}"
+
+
+def _format(job: Preprocessing, file: TextFile) -> TextFormat:
+    return format_of(file.format, job.rule, job.keys)
 
 
 def _add_pieces(writer: IndexedWriter, pieces: list[np.ndarray], eod: int | None) -> Counts:
@@ -259,14 +269,27 @@ def _check_space(folder: Path, counts: Counts, total: int, itemsize: int) -> Non
         )
 
 
-def _tokenised(job: Preprocessing, chunks: Iterator[Chunk], folder: Path) -> Generator[tuple[Chunk, _Result]]:
-    """Chunks with their results, in order."""
+def _work(
+    job: Preprocessing, tokenizer: Tokenizer, files: list[TextFile]
+) -> tuple[Callable[[Preprocessing, Any, str], _Result], Iterator[Any]]:
+    """What processes do, and with what: chunks, or with partitions lists of files."""
+    if job.partitions > 1:
+        return _partition, iter(partitions(files, job.partitions, functools.partial(_format, job)))
+    split = tokenizer.split_point
+    return tokenise, (chunk for file in files for chunk in _format(job, file).chunks(file, job.chunk_bytes, split))
+
+
+def _tokenised(
+    job: Preprocessing, tokenizer: Tokenizer, files: list[TextFile], prefix: str
+) -> Generator[tuple[Any, _Result]]:
+    """Chunks or lists of files with their results, in order."""
+    work, tasks = _work(job, tokenizer, files)
     if job.workers == 1:
-        for number, chunk in enumerate(chunks):
-            yield chunk, tokenise(job, chunk, str(folder / f"chunk{number}"))
+        for number, task in enumerate(tasks):
+            yield task, work(job, task, f"{prefix}.{number}")
         return
     with _deferred_interrupts() as handle_pending:
-        yield from _by_workers(job, chunks, folder, handle_pending)
+        yield from _by_workers(job, work, tasks, prefix, handle_pending)
 
 
 @contextmanager
@@ -302,23 +325,27 @@ def _deferred_interrupts() -> Generator[Callable[[], None]]:
 
 
 def _by_workers(
-    job: Preprocessing, chunks: Iterator[Chunk], folder: Path, handle_pending: Callable[[], None]
-) -> Generator[tuple[Chunk, _Result]]:
+    job: Preprocessing,
+    work: Callable[[Preprocessing, Any, str], _Result],
+    tasks: Iterator[Any],
+    prefix: str,
+    handle_pending: Callable[[], None],
+) -> Generator[tuple[Any, _Result]]:
     others = multiprocessing.active_children()
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(job.workers, context, initializer=_start_worker)
     waiting: deque = deque()
 
-    def first() -> tuple[Chunk, _Result]:
-        chunk, future = waiting.popleft()
+    def first() -> tuple[Any, _Result]:
+        task, future = waiting.popleft()
         while not wait([future], timeout=_POLL_SECONDS).done:
             handle_pending()
         handle_pending()
-        return chunk, future.result()
+        return task, future.result()
 
     try:
-        for number, chunk in enumerate(chunks):
-            waiting.append((chunk, pool.submit(tokenise, job, chunk, str(folder / f"chunk{number}"))))
+        for number, task in enumerate(tasks):
+            waiting.append((task, pool.submit(work, job, task, f"{prefix}.{number}")))
             if len(waiting) > 2 * job.workers:
                 yield first()
         while waiting:
@@ -355,11 +382,18 @@ def _built(config: TokenizerConfig) -> Tokenizer:
     return config.build()
 
 
+def _partition(job: Preprocessing, files: list[TextFile], prefix: str) -> _Result:
+    """Tokenises files, in this process, into token files PREFIX-KEY; runs in workers."""
+    alone = replace(job, workers=1, partitions=1)
+    counts, fault = _write(alone, _built(job.tokenizer), files, prefix=prefix, report=lambda counts, total: None)
+    return _Result(counts, prefix, fault=(None, fault) if fault else None)
+
+
 def tokenise(job: Preprocessing, chunk: Chunk, prefix: str) -> _Result:
     """Tokenises one chunk into token files PREFIX-KEY, or a piece of a document into ids in PREFIX; runs in workers.
 
     Raises:
-        UserError: an invalid line or document; names the file and the line.
+        UserError: an invalid line or document that is not to be skipped; names the file and the line.
     """
     tokenizer = _built(job.tokenizer)
     dtype = token_dtype(tokenizer.vocabulary_size)
@@ -370,27 +404,36 @@ def tokenise(job: Preprocessing, chunk: Chunk, prefix: str) -> _Result:
             raise UserError(f"{chunk.file.path}: {error}") from error
         piece.tofile(prefix)
         return _Result(Counts(stored=chunk.stored, text=len(chunk.data), tokens=len(piece)), prefix, piece=True)
-    is_json, data = chunk.file.json, chunk.data
-    lines = json_lines(data, is_start=chunk.start == 0) if is_json else text_documents(data, job.rule)
-    offset = 0
-
-    def documents() -> Iterator[tuple[bytes, ...]]:
-        nonlocal offset
-        for start, document in lines:
-            offset = start
-            yield json_texts(document, job.keys) if is_json else (document,)
-
+    text, tokens, skipped, fault = 0, [], 0, None
+    kind = _format(job, chunk.file)
     with ExitStack() as stack:
         writers = [stack.enter_context(IndexedWriter(f"{prefix}-{key}", dtype)) for key in job.keys]
-        try:
-            counts = _write_documents(
-                writers,
-                tokenizer,
-                documents(),
-                append_eod=job.append_eod,
-                sentences=split_sentences if job.split_sentences else None,
-                stored=chunk.stored,
-            )
-        except UserError as error:
-            raise UserError(f"{chunk.file.path}, line {chunk.line_number(offset)}: {error}") from error
-    return _Result(counts, prefix)
+        for place, row in kind.rows(chunk):
+            try:
+                texts = kind.texts(row)
+                documents = _documents(job, tokenizer, texts, dtype)
+            except UserError as error:
+                if not job.skip:
+                    raise UserError(_located(job, chunk, place, str(error))) from error
+                skipped, fault = skipped + 1, fault or (place, str(error))
+                continue
+            for writer, sequences in zip(writers, documents, strict=True):
+                writer.add_document(sequences)
+            text += sum(map(len, texts))
+            tokens.append(sum(len(ids) for sequences in documents for ids in sequences))
+    amounts = {"documents": len(tokens), "empty": tokens.count(0), "skipped": skipped, "tokens": sum(tokens)}
+    return _Result(Counts(stored=chunk.stored, text=text, **amounts), prefix, fault=fault)
+
+
+def _documents(
+    job: Preprocessing, tokenizer: Tokenizer, texts: tuple[bytes, ...], dtype: np.dtype
+) -> list[list[np.ndarray]]:
+    """The sequences of each key. Raises UserError where one is empty that has to have some."""
+    sentences = split_sentences if job.split_sentences else None
+    documents = [_sequences(tokenizer, text, dtype, append_eod=job.append_eod, sentences=sentences) for text in texts]
+    if job.pairs or job.split_sentences:
+        for key, sequences in zip(job.keys, documents, strict=True):
+            if not sequences:
+                what = "the document has no sentence" if job.split_sentences else "one side of the pair is empty"
+                raise UserError(f"{what}: there is no text under {key!r}. Mend it, or give --on-error=skip.")
+    return documents

@@ -11,7 +11,7 @@ from typing import ClassVar
 from megajax.config.builds import Builds
 from megajax.config.errors import UserError
 from megajax.config.nearest import did_you_mean
-from megajax.data.text_files import DocumentRule, EachLine, EachParagraph, MarkedLines, WholeFile
+from megajax.data.document_rules import DocumentRule, EachLine, EachParagraph, MarkedLines, WholeFile
 from megajax.data.tokenizer_options import SETTINGS, tokenizer_config
 from megajax.tokenizers.config import TokenizerConfig
 
@@ -26,12 +26,17 @@ class Preprocessing(Builds):
     Attributes:
         inputs: files, patterns and folders.
         prefix: output goes to PREFIX_KEY_document.bin and .idx, for each of `keys`.
-        keys: keys of text in JSON lines; the key of plain text is "text".
+        keys: keys of text in JSON lines, or columns of Parquet; the key of plain text is "text".
         append_eod: end every document that is not empty with the tokenizer's `eod`.
         split_sentences: a sequence for each sentence, for masked data; the output is PREFIX_KEY_sentence.
         rule: how plain text is divided into documents.
-        json_lines: JSON lines or plain text, None: by the names of the files.
+        format: jsonl, text or parquet; None: by the names of the files.
+        targets: files of plain text whose lines belong to those of `inputs`; then there are two `keys`, one for each.
+        pairs: the texts of a row belong together, so each needs one.
+        skip: leave out rows with something wrong, and count them; False: the first one ends the job.
         workers: maximum number of processes.
+        partitions: number of parts of the input, each read and written by a process of its own and merged in order; 1:
+            one process reads everything. Does not affect the result.
         overwrite: replace existing output.
         chunk_bytes: bytes of text per chunk; does not affect the result.
     """
@@ -45,8 +50,12 @@ class Preprocessing(Builds):
     append_eod: bool = False
     split_sentences: bool = False
     rule: DocumentRule = field(default_factory=WholeFile)
-    json_lines: bool | None = None
+    format: str | None = None
+    targets: tuple[str, ...] = ()
+    pairs: bool = False
+    skip: bool = False
     workers: int = 1
+    partitions: int = 1
     overwrite: bool = False
     chunk_bytes: int = 4 << 20
 
@@ -64,7 +73,9 @@ EPILOG = """examples:
       --tokenizer=byte --document-regex='^ = [^=].* = $'
 """
 RULES = MappingProxyType({"file": WholeFile, "line": EachLine, "paragraph": EachParagraph})
-FORMATS = MappingProxyType({"auto": None, "jsonl": True, "text": False})
+FORMATS = ("auto", "jsonl", "text", "parquet")
+PAIR_KEYS = ("source", "target")
+"""Keys of two files of plain text whose lines belong together."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,8 +88,11 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = made.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help="files, patterns or folders of .jsonl or .txt, also "
-        ".gz and .zst; their order is the order of the documents")  # fmt: skip
+    add("--input", nargs="+", required=True, metavar="PATH", help="files, patterns or folders of .jsonl, .txt, also "
+        ".gz and .zst, or .parquet; their order is the order of the documents")  # fmt: skip
+    add("--target", nargs="+", default=[], metavar="PATH", help="files of plain text, one for each of --input: line n "
+        "of one belongs to line n of the other (translations); the files are PREFIX_source_document and "
+        "PREFIX_target_document")  # fmt: skip
     add("--output-prefix", required=True, metavar="PREFIX", help="where to write, without _KEY_document and suffix")
     add("--tokenizer", metavar="KIND", help="byte; gpt2 (needs --vocab-file, --merge-file); null (text is numbers, "
         "needs --vocab-size); wordpiece, wordpiece-cased, sentencepiece or tiktoken (need --vocab-file); or the path "
@@ -93,8 +107,11 @@ def parser() -> argparse.ArgumentParser:
     add("--append-eod", action="store_true", help="end each document that is not empty with that token")
     add("--split-sentences", action="store_true", help="a sequence for each sentence, for BERT and T5; the files are "
         "PREFIX_KEY_sentence.bin and .idx")  # fmt: skip
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of JSON lines to tokenise, each into "
-        "files of its own (default: text)")  # fmt: skip
+    add("--json-keys", nargs="+", metavar="KEY", help="keys of JSON lines, or columns of Parquet, to tokenise, each "
+        "into files of its own (default: text)")  # fmt: skip
+    add("--pairs", action="store_true", help="the keys of a row belong together: each needs text")
+    add("--on-error", choices=("stop", "skip"), default="stop", help="what to do with a row that is wrong: end, or "
+        "leave it out and count it (default: stop)")  # fmt: skip
     add("--format", choices=FORMATS, default="auto", help="what the inputs are (default: by their names)")
     add("--document", choices=RULES, help="plain text: what one document is (default: file); paragraphs are separated "
         "by blank lines, blank lines are no documents")  # fmt: skip
@@ -102,6 +119,8 @@ def parser() -> argparse.ArgumentParser:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     add("--workers", type=int, default=cores, metavar="N", help=f"processes at most (default: {cores}, the cores "
         "here); the output is the same for any number")  # fmt: skip
+    add("--partitions", type=int, default=1, metavar="N", help="parts of the input that processes read by themselves; "
+        "without, one process reads for all; the output is the same (default: 1)")  # fmt: skip
     add("--log-interval", type=float, default=10.0, metavar="SECONDS", help="time between lines of progress when the "
         "output is no terminal (default: 10)")  # fmt: skip
     add("--overwrite", action="store_true", help="replace output that exists")
@@ -132,16 +151,23 @@ def parse(arguments: Sequence[str]) -> tuple[Preprocessing, float]:
     options = made.parse_args([argument for argument in arguments if argument not in settings])
     if options.workers < 1:
         raise UserError(f"--workers={options.workers}: at least 1 process has to do the work.")
+    if options.partitions < 1:
+        raise UserError(f"--partitions={options.partitions}: the input has at least 1 part.")
+    usual = PAIR_KEYS if options.target else (TEXT_KEY,)
     job = Preprocessing(
         inputs=tuple(options.input),
         prefix=options.output_prefix,
         tokenizer=tokenizer_config(options, settings),
-        keys=tuple(options.json_keys),
+        keys=usual if options.json_keys is None else tuple(options.json_keys),
         append_eod=options.append_eod,
         split_sentences=options.split_sentences,
         rule=document_rule(options),
-        json_lines=FORMATS[options.format],
+        format=None if options.format == "auto" else options.format,
+        targets=tuple(options.target),
+        pairs=options.pairs or bool(options.target),
+        skip=options.on_error == "skip",
         workers=options.workers,
+        partitions=options.partitions,
         overwrite=options.overwrite,
     )
     return job, options.log_interval

@@ -14,7 +14,9 @@ class Counts:
     Attributes:
         stored: bytes of input files on disk.
         text: bytes of tokenised text (UTF-8); for JSON lines, only the values of the keys.
-        documents: lines of JSON, or documents of plain text; `empty`: those without a token under any key.
+        documents: lines of JSON, rows of Parquet, pairs of lines, or documents of plain text; `empty`: those without a
+            token under any key.
+        skipped: rows that were left out because something was wrong with them.
         tokens: tokens written, including end-of-document tokens.
     """
 
@@ -22,6 +24,7 @@ class Counts:
     text: int = 0
     documents: int = 0
     empty: int = 0
+    skipped: int = 0
     tokens: int = 0
 
     def __add__(self, other: "Counts") -> "Counts":
@@ -30,10 +33,14 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preprocessed:
-    """The result of preprocessing: the prefixes of the datasets, in the order of the keys, and counts."""
+    """The result of preprocessing: the prefixes of the datasets, in the order of the keys, and counts.
+
+    fault: what was wrong with the first row that was skipped; "" without one.
+    """
 
     prefixes: tuple[str, ...]
     counts: Counts
+    fault: str
     seconds: float
     files: int
     workers: int
@@ -53,6 +60,7 @@ class Preprocessed:
                 f"{counts.tokens / max(counts.text, 1):.4f} tokens per byte of text",
                 f"{counts.text / 1e6:,.1f} MB of text in {self.seconds:.1f} s with {self.workers} worker(s): "
                 f"{counts.text / self.seconds / 1e6:.1f} MB/s",
+                *([f"{counts.skipped:,} skipped (--on-error=skip); the first: {self.fault}"] if self.fault else []),
                 *sizes,
                 f"to train on it: --data.paths={','.join(self.prefixes)}",
             ]

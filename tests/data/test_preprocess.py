@@ -6,12 +6,10 @@ import json
 import os
 import re
 import signal
-import struct
 import subprocess
 import sys
 import time
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,71 +18,17 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megajax.config.errors import UserError
+from megajax.data.document_rules import EachLine, EachParagraph, MarkedLines, WholeFile
 from megajax.data.preprocessing import preprocess, preprocess_text
-from megajax.data.preprocessing_options import Preprocessing, parse
+from megajax.data.preprocessing_options import parse
 from megajax.data.preprocessing_report import Counts, Progress
-from megajax.data.text_files import (
-    EachLine,
-    EachParagraph,
-    MarkedLines,
-    TextFile,
-    WholeFile,
-    cut,
-    open_text,
-    text_documents,
-)
+from megajax.data.text_files import Chunk, TextFile, open_text
+from megajax.data.text_formats import PlainText
 from megajax.preprocess import main
 from megajax.tokenizers.config import ByteTokenizerConfig, NullTokenizerConfig
+from tests.data.text_jobs import EOD, content, job, lines, only_output, read, texts
 
 ROOT = Path(__file__).parents[2]
-EOD = 256
-
-
-def read(prefix: Path | str) -> list[list[list[int]]]:
-    """Documents of sequences of tokens, straight from the bytes of the format."""
-    index, tokens = Path(f"{prefix}.idx").read_bytes(), Path(f"{prefix}.bin").read_bytes()
-    magic, version, code, sequences, entries = struct.unpack_from("<9sQBQQ", index)
-    assert (magic, version) == (b"MMIDIDX\0\0", 1)
-    flat = np.frombuffer(tokens, {4: "<i4", 8: "<u2"}[code])
-    lengths = np.frombuffer(index, "<i4", sequences, 34)
-    table = np.frombuffer(index, "<i8", entries, 34 + 12 * sequences)
-    ends = np.cumsum(lengths)
-    rows = [flat[end - length : end].tolist() for end, length in zip(ends, lengths, strict=True)]
-    assert len(flat) == lengths.sum()
-    return [rows[first:last] for first, last in pairwise(table)]
-
-
-def texts(prefix: Path | str) -> list[str | None]:
-    """Text of each document written with the byte tokenizer; None for an empty one; its end must be marked."""
-    actual = []
-    for document in read(prefix):
-        assert len(document) <= 1
-        assert not document or document[0][-1] == EOD
-        actual.append(bytes(document[0][:-1]).decode() if document else None)
-    return actual
-
-
-def content(prefix: Path | str) -> tuple[bytes, bytes]:
-    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
-
-
-def lines(path: Path, records: list) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def job(tmp_path: Path, *inputs: Path | str, **more) -> Preprocessing:
-    made = Preprocessing(
-        inputs=tuple(map(str, inputs)),
-        prefix=str(tmp_path / "out" / "corpus"),
-        tokenizer=ByteTokenizerConfig(),
-        append_eod=True,
-    )
-    return replace(made, **more)
-
-
-def only_output(tmp_path: Path) -> list[str]:
-    return sorted(path.name for path in (tmp_path / "out").iterdir())
 
 
 def test_an_empty_document_is_only_a_boundary(tmp_path):
@@ -99,11 +43,11 @@ def test_an_empty_document_is_only_a_boundary(tmp_path):
 
 @pytest.mark.parametrize("append_eod", [False, True])
 def test_a_sequence_for_each_sentence(tmp_path, append_eod):
-    source = lines(tmp_path / "a.jsonl", [{"text": "One. Two!\n\nThree"}, {"text": " \n"}, {"text": ""}])
+    source = lines(tmp_path / "a.jsonl", [{"text": "One. Two!\n\nThree"}, {"text": " A"}])
     done = preprocess(job(tmp_path, source, append_eod=append_eod, split_sentences=True))
     end = [EOD] if append_eod else []
-    assert read(done.prefixes[0]) == [[[*b"One."], [*b"Two!"], [*b"Three", *end]], [], []]
-    assert done.counts.documents == 3 and done.counts.empty == 2
+    assert read(done.prefixes[0]) == [[[*b"One."], [*b"Two!"], [*b"Three", *end]], [[*b"A", *end]]]
+    assert done.counts.documents == 2 and done.counts.empty == 0
     assert only_output(tmp_path) == ["corpus_text_sentence.bin", "corpus_text_sentence.idx"]
 
 
@@ -214,13 +158,13 @@ RULES = (EachLine(), EachParagraph(), MarkedLines(re.compile("^=")), WholeFile()
 def test_chunks_consist_of_complete_documents(tmp_path, data, size, rule, packed):
     path = tmp_path / ("a.txt.gz" if packed else "a.txt")
     path.write_bytes(gzip.compress(data, 1) if packed else data)
-    file = TextFile(str(path), False, path.stat().st_size)
-    chunks = list(cut(file, rule, size=size, split_point=lambda text: max(0, len(text) - 3)))
+    file, plain = TextFile(str(path), "text", path.stat().st_size), PlainText(rule)
+    chunks = list(plain.chunks(file, size, lambda text: max(0, len(text) - 3)))
     assert b"".join(chunk.data for chunk in chunks) == data
     assert [chunk.start for chunk in chunks] == [sum(len(c.data) for c in chunks[:i]) for i in range(len(chunks))]
     if not isinstance(rule, WholeFile):
-        together = [document for chunk in chunks for _, document in text_documents(chunk.data, rule)]
-        assert together == [document for _, document in text_documents(data, rule)]
+        together = [document for chunk in chunks for _, document in plain.rows(chunk)]
+        assert together == [document for _, document in plain.rows(Chunk(file, 0, data, 0))]
     else:
         assert [chunk.ends for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
@@ -255,7 +199,7 @@ def test_folders_and_patterns(tmp_path):
     assert texts(done.prefixes[0]) == ["z", "a", "b", "c"]
     done = preprocess(job(tmp_path, tmp_path / "in" / "[ab].txt", overwrite=True))
     assert texts(done.prefixes[0]) == ["a", "b"]
-    done = preprocess(job(tmp_path, tmp_path / "in" / "ignored.csv", overwrite=True, json_lines=False))
+    done = preprocess(job(tmp_path, tmp_path / "in" / "ignored.csv", overwrite=True, format="text"))
     assert texts(done.prefixes[0]) == ["ignored"]
 
 
@@ -438,6 +382,7 @@ def test_a_tokenizer_of_your_own_file(tmp_path):
         ([], "the tokenizer is missing: give --tokenizer=KIND or PATH, one of byte, gpt2"),
         (["--tokenizer=byte", "--tokenizer.extra=3"], "tokenizer.extra: no such setting"),
         (["--tokenizer.type=Multimodal"], "did you mean MultimodalTokenizerConfig?"),
+        (["--tokenizer=byte", "--partitions=0"], "--partitions=0: the input has at least 1 part"),
         (["--tokenizer=byte", "--workers=0"], "--workers=0: at least 1"),
         (["--tokenizer=byte", "--document-regex=("], "is no regular expression"),
         (["--tokenizer=byte", "--document-regex=a", "--document=line"], "give one of them"),

@@ -1,0 +1,231 @@
+"""Parquet, pairs of texts, partitions, and rows that are left out."""
+
+import gzip
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megajax.config.errors import UserError
+from megajax.data.document_rules import EachLine, EachParagraph, MarkedLines, WholeFile
+from megajax.data.preprocessing import preprocess
+from megajax.data.preprocessing_options import parse
+from megajax.data.text_files import find_files
+from megajax.data.text_formats import format_of, partitions
+from megajax.tokenizers.config import NullTokenizerConfig
+from tests.data.text_jobs import EOD, content, job, lines, only_output, read, texts
+
+RULES = {
+    "line": EachLine(),
+    "paragraph": EachParagraph(),
+    "marked": MarkedLines(re.compile("^= ")),
+    "file": WholeFile(),
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> list[Path]:
+    """Plain text, JSON lines and compressed ones, of lines of different lengths, some blank."""
+    folder, draw = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
+    words = ["= one", "béta", "猫", "", " ", "x" * 70, "two\r"]
+    text = "\n".join(" ".join(draw.choice(words, n)) for n in draw.integers(0, 5, 200))
+    (folder / "a.txt").write_text(text)
+    (folder / "b.txt.gz").write_bytes(gzip.compress(text[:500].encode()))
+    (folder / "c.txt").write_text("no end of line")
+    (folder / "d.txt").write_text("")
+    (folder / "e.txt").write_text(text[::-1])
+    return sorted(folder.iterdir())
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("count", [2, 3, 17])
+def test_partitions_write_what_one_does(corpus, tmp_path, rule, count):
+    whole = content(preprocess(job(tmp_path, *corpus, rule=RULES[rule])).prefixes[0])
+    cut = job(tmp_path, *corpus, rule=RULES[rule], partitions=count, overwrite=True, chunk_bytes=1500)
+    assert content(preprocess(cut).prefixes[0]) == whole
+    assert only_output(tmp_path) == ["corpus_text_document.bin", "corpus_text_document.idx"]
+
+
+def test_partitions_of_json_lines_in_processes(tmp_path):
+    records = [{"text": "a" * (n % 90), "title": str(n)} for n in range(300)]
+    source = lines(tmp_path / "a.jsonl", records)
+    whole = preprocess(job(tmp_path, source, keys=("text", "title")))
+    files = [content(prefix) for prefix in whole.prefixes]
+    cut = job(tmp_path, source, keys=("text", "title"), partitions=5, workers=2, chunk_bytes=500, overwrite=True)
+    done = preprocess(cut)
+    assert [content(prefix) for prefix in done.prefixes] == files
+    assert done.workers == 2 and done.counts == whole.counts
+
+
+def test_partitions_are_of_about_the_same_size(tmp_path):
+    for name, count in (("a", 900), ("b", 100), ("c", 500)):
+        lines(tmp_path / f"{name}.jsonl", [{"text": "x" * 80}] * count)
+    files = find_files([str(tmp_path)])
+    made = partitions(files, 4, lambda file: format_of(file.format, WholeFile(), ("text",)))
+    sizes = [sum(file.size for file in part) for part in made]
+    assert len(sizes) == 4 and sum(sizes) == sum(file.size for file in files)
+    assert max(sizes) - min(sizes) < 5 * 93  # a line has 93 bytes
+    assert [Path(file.path).stem for part in made for file in part] == ["a", "a", "a", "b", "c", "c"]
+
+
+def test_an_error_of_a_partition_names_file_and_line(tmp_path):
+    records = [{"text": "a" * 50}] * 40
+    source = lines(tmp_path / "a.jsonl", [*records, {"text": 1}, *records])
+    with pytest.raises(UserError, match=r"a\.jsonl, line 41: key 'text' holds a number"):
+        preprocess(job(tmp_path, source, partitions=3))
+    assert only_output(tmp_path) == []
+
+
+BAD = ['{"text": "a"', "[]", '{"text": 5}', '{"other": "x"}', '{"text": "\\ud83d"}']
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 2, "chunk_bytes": 40}, {"partitions": 3}])
+def test_rows_that_are_wrong_are_left_out_and_counted(tmp_path, options):
+    good = [json.dumps({"text": f"line {number}"}) for number in range(40)]
+    rows = [*good[:11], *BAD, *good[11:], BAD[0]]
+    (tmp_path / "a.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    done = preprocess(job(tmp_path, tmp_path / "a.jsonl", skip=True, append_eod=True, **options))
+    tokens = [bytes(ids[:-1]) for (ids,) in read(done.prefixes[0])]
+    assert tokens == [*(f"line {n}".encode() for n in range(11)), b"\xed\xa0\xbd",
+                      *(f"line {n}".encode() for n in range(11, 40))]  # fmt: skip
+    assert (done.counts.documents, done.counts.skipped) == (41, 5)
+    assert done.fault.startswith(f"{tmp_path}/a.jsonl, line 12: not valid JSON")
+    assert f"5 skipped (--on-error=skip); the first: {done.fault}" in done.summary()
+
+
+def test_nothing_but_wrong_rows(tmp_path):
+    (tmp_path / "a.jsonl").write_text("[]\n[]\n")
+    with pytest.raises(UserError, match=r"nothing was written\. 2 rows were skipped, the first: .*line 1: a JSON list"):
+        preprocess(job(tmp_path, tmp_path / "a.jsonl", skip=True))
+
+
+def test_text_that_the_tokenizer_refuses_is_left_out_under_every_key(tmp_path):
+    source = lines(tmp_path / "a.jsonl", [{"a": "1", "b": "2"}, {"a": "3", "b": "x"}, {"a": "4", "b": "5"}])
+    numbers = NullTokenizerConfig(vocabulary_size=9)
+    done = preprocess(job(tmp_path, source, keys=("a", "b"), tokenizer=numbers, skip=True, append_eod=False))
+    assert [read(prefix) for prefix in done.prefixes] == [[[[1]], [[4]]], [[[2]], [[5]]]]
+    assert "line 2: The null tokenizer reads numbers" in done.fault
+
+
+def test_a_document_without_sentences(tmp_path):
+    source = lines(tmp_path / "a.jsonl", [{"text": "One. Two."}, {"text": " \n"}, {"text": ""}, {"text": "Three."}])
+    sentences = job(tmp_path, source, split_sentences=True, append_eod=False)
+    message = r"a\.jsonl, line 2: the document has no sentence: there is no text under 'text'. .* --on-error=skip"
+    with pytest.raises(UserError, match=message):
+        preprocess(sentences)
+    done = preprocess(replace(sentences, skip=True))
+    assert read(done.prefixes[0]) == [[[*b"One."], [*b"Two."]], [[*b"Three."]]] and done.counts.skipped == 2
+
+
+def table(path, columns, rows_per_group=None):
+    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra `data`")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table(columns), path, row_group_size=rows_per_group)
+    return path
+
+
+@pytest.mark.parametrize("options", [{}, {"partitions": 3}, {"partitions": 50}])
+def test_parquet_is_read_as_json_lines_are(tmp_path, options):
+    records = [{"text": f"猫 {number}" * (number % 4), "title": str(number), "n": number} for number in range(90)]
+    source = lines(tmp_path / "a.jsonl", records)
+    expected = preprocess(job(tmp_path, source, keys=("title", "text")))
+    files = [content(prefix) for prefix in expected.prefixes]
+    columns = {key: [record[key] for record in records] for key in records[0]}
+    other = table(tmp_path / "b.parquet", columns, rows_per_group=13)
+    done = preprocess(job(tmp_path, other, keys=("title", "text"), overwrite=True, **options))
+    assert [content(prefix) for prefix in done.prefixes] == files
+    assert done.counts == replace(expected.counts, stored=other.stat().st_size)
+
+
+def test_kinds_of_text_columns(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra `data`")
+    for kind in (pyarrow.large_string(), pyarrow.string_view(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())):
+        source = table(tmp_path / "a.parquet", {"text": pyarrow.array(["a", "猫", "a"], pyarrow.string()).cast(kind)})
+        done = preprocess(job(tmp_path, source, overwrite=True))
+        assert texts(done.prefixes[0]) == ["a", "猫", "a"]
+
+
+def test_parquet_that_is_wrong(tmp_path):
+    def message(columns, **options):
+        source = table(tmp_path / "a.parquet", columns, rows_per_group=2)
+        with pytest.raises(UserError) as caught:
+            preprocess(job(tmp_path, source, **options))
+        return str(caught.value).removeprefix(f"{tmp_path}/")
+
+    missing = message({"body": ["x"], "id": [1]})
+    assert missing == "a.parquet, row 1: no column 'text'; the file has body, id. Choose columns with --json-keys."
+    assert message({"text": [1, 2]}) == "a.parquet, row 1: column 'text' holds int64, not strings."
+    assert message({"text": ["a", "b", "c", None, "d"]}) == "a.parquet, row 4: column 'text' is empty (null)."
+    assert message({"text": [None, None]}) == "a.parquet, row 1: column 'text' is empty (null)."
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 no more")
+    with pytest.raises(UserError, match=r"a\.parquet: damaged, or not a Parquet file"):
+        preprocess(job(tmp_path, tmp_path / "a.parquet"))
+    source = table(tmp_path / "a.parquet", {"text": ["a", None, "c"]}, rows_per_group=2)
+    done = preprocess(job(tmp_path, source, skip=True))
+    assert texts(done.prefixes[0]) == ["a", "c"] and "row 2: column 'text' is empty" in done.fault
+
+
+def test_parquet_without_its_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    (tmp_path / "a.parquet").write_bytes(b"x")
+    with pytest.raises(UserError, match="uv sync --extra data"):
+        preprocess(job(tmp_path, tmp_path / "a.parquet"))
+
+
+def sides(tmp_path, left: str, right: str):
+    (tmp_path / "de.txt").write_text(left)
+    (tmp_path / "en.txt").write_text(right)
+    words = ["--input", f"{tmp_path}/de.txt", "--target", f"{tmp_path}/en.txt", "--tokenizer=byte", "--workers=1"]
+    return parse([*words, "--output-prefix", f"{tmp_path}/out/corpus"])[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_bytes": 8}, {"partitions": 4}])
+def test_lines_of_two_files_belong_together(tmp_path, options):
+    made = sides(tmp_path, "eins\nzwei\r\ndrei vier", "one\ntwo\nthree four\n")
+    done = preprocess(replace(made, **options))
+    assert [Path(prefix).name for prefix in done.prefixes] == ["corpus_source_document", "corpus_target_document"]
+    assert [[bytes(ids) for (ids,) in read(prefix)] for prefix in done.prefixes] == [
+        [b"eins", b"zwei", b"drei vier"],
+        [b"one", b"two", b"three four"],
+    ]
+    assert done.counts.documents == 3 and done.counts.stored == sum(
+        (tmp_path / name).stat().st_size for name in ("de.txt", "en.txt")
+    )
+
+
+def test_pairs_that_are_wrong(tmp_path):
+    for left, right, longer, shorter in (("a\nb\nc\n", "1\n2\n", "de", "en"), ("a\n", "1\n2\n", "en", "de")):
+        line = min(left.count("\n"), right.count("\n")) + 1
+        with pytest.raises(UserError, match=rf"{shorter}\.txt has no line {line}, but .*{longer}\.txt has"):
+            preprocess(replace(sides(tmp_path, left, right), chunk_bytes=1))
+    made = sides(tmp_path, "a\n\nc\n", "1\n2\n3\n")
+    with pytest.raises(UserError, match=r"de\.txt, line 2: one side of the pair is empty: .* under 'source'"):
+        preprocess(made)
+    done = preprocess(replace(made, skip=True))
+    assert [len(read(prefix)) for prefix in done.prefixes] == [2, 2] and done.counts.skipped == 1
+    with pytest.raises(UserError, match=r"a\.jsonl: is jsonl, but --target pairs the lines of plain text"):
+        preprocess(replace(made, inputs=(str(lines(tmp_path / "a.jsonl", [])),)))
+    with pytest.raises(UserError, match=r"2 file\(s\) of --input and 1 of --target"):
+        (tmp_path / "x.txt").touch()
+        preprocess(replace(made, inputs=(*made.inputs, f"{tmp_path}/x.txt")))
+    with pytest.raises(UserError, match=r"--target .*gone\.txt: no such file"):
+        preprocess(replace(made, targets=(f"{tmp_path}/gone.txt",)))
+    with pytest.raises(UserError, match=r"a pair has two texts. Name two keys"):
+        preprocess(replace(made, keys=("a",)))
+    with pytest.raises(UserError, match="sentences of pairs would not belong together"):
+        preprocess(replace(made, split_sentences=True))
+
+
+def test_pairs_of_keys(tmp_path):
+    source = lines(tmp_path / "a.jsonl", [{"de": "a", "en": "1"}, {"de": "b", "en": ""}])
+    made = job(tmp_path, source, keys=("de", "en"), append_eod=True, overwrite=True)
+    assert [texts(prefix) for prefix in preprocess(made).prefixes] == [["a", "b"], ["1", None]]
+    with pytest.raises(UserError, match=r"a\.jsonl, line 2: one side of the pair is empty: .* under 'en'"):
+        preprocess(replace(made, pairs=True))
+    done = preprocess(replace(made, pairs=True, skip=True))
+    assert [read(prefix) for prefix in done.prefixes] == [[[[97, EOD]]], [[[49, EOD]]]]

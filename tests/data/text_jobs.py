@@ -1,0 +1,61 @@
+"""Small jobs of preprocessing, and what they wrote."""
+
+import json
+import struct
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from megajax.data.preprocessing_options import Preprocessing
+from megajax.tokenizers.config import ByteTokenizerConfig
+
+EOD = 256
+
+
+def read(prefix: Path | str) -> list[list[list[int]]]:
+    """Documents of sequences of tokens, straight from the bytes of the format."""
+    index, tokens = Path(f"{prefix}.idx").read_bytes(), Path(f"{prefix}.bin").read_bytes()
+    magic, version, code, sequences, entries = struct.unpack_from("<9sQBQQ", index)
+    assert (magic, version) == (b"MMIDIDX\0\0", 1)
+    flat = np.frombuffer(tokens, {4: "<i4", 8: "<u2"}[code])
+    lengths = np.frombuffer(index, "<i4", sequences, 34)
+    table = np.frombuffer(index, "<i8", entries, 34 + 12 * sequences)
+    ends = np.cumsum(lengths)
+    rows = [flat[end - length : end].tolist() for end, length in zip(ends, lengths, strict=True)]
+    assert len(flat) == lengths.sum()
+    return [rows[first:last] for first, last in pairwise(table)]
+
+
+def texts(prefix: Path | str) -> list[str | None]:
+    """Text of each document written with the byte tokenizer; None for an empty one; its end must be marked."""
+    actual = []
+    for document in read(prefix):
+        assert len(document) <= 1
+        assert not document or document[0][-1] == EOD
+        actual.append(bytes(document[0][:-1]).decode() if document else None)
+    return actual
+
+
+def content(prefix: Path | str) -> tuple[bytes, bytes]:
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def lines(path: Path, records: list) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def job(tmp_path: Path, *inputs: Path | str, **more) -> Preprocessing:
+    made = Preprocessing(
+        inputs=tuple(map(str, inputs)),
+        prefix=str(tmp_path / "out" / "corpus"),
+        tokenizer=ByteTokenizerConfig(),
+        append_eod=True,
+    )
+    return replace(made, **more)
+
+
+def only_output(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "out").iterdir())
