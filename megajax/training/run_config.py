@@ -238,13 +238,16 @@ def _evaluation(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
 
 def _leaves(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     """The model reads what the data makes."""
-    makes = cfg.data.leaves()
-    for name, leaf in cfg.model.schema().items():
-        if name not in makes and not leaf.optional:
-            what = f"makes {_named(makes)}; the model reads {name} ({leaf.dtype}) too"
-            yield Problem("data", what, f"choose data that makes {name}, or another model")
-        elif name in makes and makes[name] != leaf.dtype:
-            what = f"makes {name} of dtype {makes[name]}, the model reads {leaf.dtype}"
+    makes, reads = cfg.data.leaves(), cfg.model.schema()
+    whose, model = type(cfg.data).__name__, type(cfg.model).__name__
+    missing = {name: leaf.dtype for name, leaf in reads.items() if name not in makes and not leaf.optional}
+    if missing:
+        needed = _named({name: leaf.dtype for name, leaf in reads.items() if not leaf.optional})
+        what = f"{whose} makes {_named(makes)}; {model} reads {needed}; missing: {', '.join(missing)}"
+        yield Problem("data", what, f"choose data that makes {' and '.join(missing)}, or another model")
+    for name, leaf in reads.items():
+        if name in makes and makes[name] != leaf.dtype:
+            what = f"{whose} makes {name} of dtype {makes[name]}, {model} reads {leaf.dtype}"
             yield Problem("data", what, "use the same dtype in both")
 
 

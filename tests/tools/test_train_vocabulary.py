@@ -17,12 +17,12 @@ def test_text_and_json_lines_give_the_same_vocabulary(tmp_path: Path, capsys: py
     lines = [json.dumps({"body": line}) for line in TEXT.splitlines()]
     (tmp_path / "b.jsonl").write_text("\n\n".join(lines), encoding="utf-8")
     for name, more in (("a.txt", []), ("b.jsonl", ["--json-key=body"])):
-        assert main([f"--input={tmp_path / name}", f"--output={tmp_path / name}.vocab", "--size=60", *more]) == 0
+        assert main([f"--input={tmp_path / name}", f"--output={tmp_path / name}.vocab", "--size=40", *more]) == 0
     told = capsys.readouterr().out.splitlines()[0]
     first = tmp_path / "a.txt.vocab"
-    assert told == f"{first}: 60 tokens, for megajax.preprocess --tokenizer=wordpiece --vocab-file={first}"
+    assert told == f"{first}: 40 tokens, for megajax.preprocess --tokenizer=wordpiece --vocab-file={first}"
     assert first.read_bytes() == (tmp_path / "b.jsonl.vocab").read_bytes()
-    assert WordPieceTokenizerConfig(vocabulary=str(first)).build().vocabulary_size == 62
+    assert WordPieceTokenizerConfig(vocabulary=str(first)).build().vocabulary_size == 42
 
 
 def test_what_cannot_be_used_is_told(tmp_path: Path) -> None:

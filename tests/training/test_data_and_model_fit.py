@@ -1,0 +1,34 @@
+"""Data that lacks what a model reads is refused when the config is read, by a message with both sides."""
+
+import pytest
+
+from megajax.config import load
+from megajax.config.errors import ConfigError
+
+CASES = {
+    "gpt3.py:debug data.type=LibrarySentences": (
+        "LibrarySentencesConfig makes loss_mask (float32), tokens (int32)",
+        "DecoderConfig reads tokens (int32), labels (int32), loss_mask (float32), positions (int32); missing: positions",
+    ),
+    "bert.py:debug data.type=Blend data.paths=a": (
+        "BlendConfig makes tokens (int32), labels (int32), loss_mask (float32), positions (int32); BertConfig reads",
+        "missing: segment_ids, token_types, is_random",
+        "choose data that makes segment_ids and token_types and is_random, or another model",
+    ),
+    "bert.py:debug data.next_sentence=false": ("missing: is_random",),
+    "t5.py:debug data.type=LibrarySentences": ("T5Config reads", "missing: encoder_tokens, encoder_segment_ids"),
+}
+
+
+@pytest.mark.parametrize("settings", CASES)
+def test_one_message_has_both_sides(settings: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(*settings.split())
+    text = str(refused.value)
+    assert all(part in text for part in CASES[settings]), text
+    assert "1 problem in" in text
+
+
+def test_sections_of_different_depth_have_no_fp8() -> None:
+    with pytest.raises(ConfigError, match=r"precision.fp8: counts layers of one number.*'encoder': 4, 'the last': 2"):
+        load("t5.py:debug", "precision.fp8.type=Fp8", "precision.compute=bfloat16", "model.encoder.repeats=4")
