@@ -61,7 +61,9 @@ class Case:
 
 
 def attention(on_gpu: bool, device: Device) -> list[Case]:
-    """Causal attention by every backend that can: plain, grouped, long; with documents apart and with a window."""
+    """Attention by every backend that can: plain, grouped, long; with documents apart and with a window; full, padded
+    and across two sequences, as BERT-large and T5 have it.
+    """
     sizes = [
         (8, 2048, 16, 16, 128),
         (2, 4096, 32, 32, 128),
@@ -73,12 +75,21 @@ def attention(on_gpu: bool, device: Device) -> list[Case]:
     plain = [AttentionCase(*size, kernel=kernel) for size in sizes for kernel in ("cudnn", "pallas")]
     apart = [AttentionCase(*special, kernel=kernel, documents=4) for kernel in ("cudnn", "pallas", "cudnn_mask")]
     windows = [AttentionCase(*special, kernel=kernel, window=special[1] // 8) for kernel in ("cudnn", "pallas")]
-    asked = [*plain, *apart, *windows, AttentionCase(*special, kernel="reference")]
+    encoder = (32, 512, 16, 16, 64) if on_gpu else (2, 64, 4, 4, 16)
+    kinds = (
+        {"causal": False},
+        {"causal": False, "padded": True},
+        {"causal": False, "padded": True, "keys": encoder[1] * 2},
+    )
+    both_ways = [
+        AttentionCase(*encoder, kernel=kernel, **kind) for kind in kinds for kernel in ("cudnn", "pallas", "reference")
+    ]
+    asked = [*plain, *apart, *windows, *both_ways, AttentionCase(*special, kernel="reference")]
     return [one.case() for one in asked if BACKENDS[one.kernel].refusal(one.request(), device) is None]
 
 
 class AttentionCase(NamedTuple):
-    """Causal attention by one backend."""
+    """Attention by one backend."""
 
     rows: int
     length: int
@@ -89,6 +100,11 @@ class AttentionCase(NamedTuple):
     documents: int = 1
     """Equal documents in a row, that do not see each other."""
     window: int | None = None
+    causal: bool = True
+    padded: bool = False
+    """The last quarter of each row is padding."""
+    keys: int | None = None
+    """Positions of the other sequence, which keys and values are of."""
 
     def request(self) -> Request:
         """What the backend is asked for."""
@@ -96,30 +112,47 @@ class AttentionCase(NamedTuple):
             dtype="bfloat16",
             key_dim=self.head_dim,
             length=self.length,
+            key_length=self.keys,
+            causal=self.causal,
+            cross=self.keys is not None,
             window=self.window,
             documents=self.documents > 1,
+            padded=self.padded,
         )
 
+    def masks(self) -> tuple[Mask, Mask]:
+        """Of all rows, and of one for all: the reference sees one row at a time."""
+        ids = []
+        for length in (self.length, self.keys or self.length):
+            index = jnp.arange(length)
+            row = index // (length // self.documents) if self.documents > 1 else (index < length * 3 // 4).astype(int)
+            ids.append(row[None] if self.documents > 1 or self.padded else None)
+        every = [None if row is None else jnp.broadcast_to(row, (self.rows, row.shape[1])) for row in ids]
+        indices = jnp.arange(self.length), jnp.arange(self.keys or self.length)
+        rest = self.window, self.causal, self.padded
+        return Mask(*indices, *every, *rest), Mask(*indices, *ids, *rest)
+
     def case(self) -> Case:
-        """With its costs: a query sees half the keys of its document, or about as many as the window has."""
+        """With its costs: a query sees half the keys of its document, or about as many as the window has.
+
+        Without a causal mask it sees all; of what is padded three quarters of queries see three quarters of keys.
+        """
         rows, length, heads, groups, head = self[:5]
-        index = jnp.arange(length)
-        # One row of them for all: the reference sees one row at a time.
-        segments = (index // (length // self.documents))[None] if self.documents > 1 else None
-        every = None if segments is None else jnp.broadcast_to(segments, (rows, length))
-        options = {"mask": Mask(index, index, every, every, self.window), "scale": head**-0.5}
-        of_a_row = options | {"mask": Mask(index, index, segments, segments, self.window)}
-        queries, keys = (rows, length, heads, head), (rows, length, groups, head)
-        seen = length / self.documents / 2 if self.window is None else self.window
-        forward = 4 * rows * heads * head * length * seen
-        ends = 2 * 2 * rows * length * head * (heads + groups)
+        others = self.keys or length
+        every, of_a_row = self.masks()
+        queries, keys = (rows, length, heads, head), (rows, others, groups, head)
+        seen = others / self.documents / (1 + self.causal) if self.window is None else self.window
+        forward = 4 * rows * heads * head * length * seen * (0.75**2 if self.padded else 1)
+        ends = 2 * 2 * rows * head * (length * heads + others * groups)
         kind = f", {self.documents} documents apart" * (self.documents > 1)
         kind += "" if self.window is None else f", window {self.window}"
+        kind += ", full" * (not self.causal and not self.padded and self.keys is None)
+        kind += f", across to {self.keys}" * (self.keys is not None) + ", padded" * self.padded
         return Case(
             name=f"attention, {self.kernel}{kind}",
             sizes=dict(zip(("rows", "length", "heads", "kv_heads", "head_dim"), self[:5], strict=True)),
-            call=partial(attend, self.kernel, **options),
-            reference=partial(reference_attention, **of_a_row),
+            call=partial(attend, self.kernel, mask=every, scale=head**-0.5),
+            reference=partial(reference_attention, mask=of_a_row, scale=head**-0.5),
             slices=groups,
             shapes=(queries, keys, keys),
             flops=(forward, 3.5 * forward),

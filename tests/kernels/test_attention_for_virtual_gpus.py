@@ -32,16 +32,16 @@ def compiler() -> None:
 def compiled(gpu: str, kernel: str, *, size: int = 64, wide: int = 64, groups: int = GROUPS, **rest):
     """Kernels of attention's gradient on this GPU, and its temporary bytes beside queries, keys, values and results."""
     mesh = Mesh(np.array(devices.virtual_devices(Cluster(gpu, 1, 8))), ("data",))
-    documents = rest.pop("documents", False)
-    shapes = [(1, LENGTH, n, h) for n, h in ((HEADS, size), (groups, size), (groups, wide), (HEADS, wide))]
+    documents, keys = rest.pop("documents", False) or rest.get("padded", False), rest.pop("keys", LENGTH)
+    sizes = (LENGTH, HEADS, size), (keys, groups, size), (keys, groups, wide), (LENGTH, HEADS, wide)
+    shapes = [(1, *each) for each in sizes]
     whole = NamedSharding(mesh, P())
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole) for shape in shapes]
-    segments = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32, sharding=whole)
+    segments = [jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=whole) for length in (LENGTH, keys)]
     attention = reference_attention if kernel == "reference" else partial(attend, kernel)
 
     def gradients(q, k, v, dout, segments):
-        index = jnp.arange(LENGTH)
-        mask = Mask(index, index, *([segments] * 2 if documents else [None] * 2), **rest)
+        mask = Mask(jnp.arange(LENGTH), jnp.arange(keys), *(segments if documents else [None] * 2), **rest)
         out, pullback = jax.vjp(lambda q, k, v: attention(q, k, v, mask, scale=0.1), q, k, v)
         return out, pullback(dout)
 
@@ -60,15 +60,22 @@ CASES = {
     "windowed": {"window": 128},
     "of 192 with values of 128": {"size": 192, "wide": 128},
     "documents": {"documents": True},
+    "full": {"causal": False},
+    "padded": {"causal": False, "padded": True},
+    "padded, causal": {"padded": True},
+    "across": {"causal": False, "keys": LENGTH // 2},
+    "across, padded": {"causal": False, "padded": True, "keys": LENGTH // 2},
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [*list(CASES)[:5], *(pytest.param(c, marks=pytest.mark.slow) for c in list(CASES)[5:-1]), list(CASES)[-1]]
+)
 def test_an_h100_calls_cudnn_and_stores_no_scores(case: str) -> None:
     targets, temporary = compiled("h100", "cudnn", **CASES[case])
     assert [target for target in targets if target != TRITON] == FUSED
-    # Rows with too many documents have kernels of their own beside cuDNN's.
-    assert targets.count(TRITON) == (3 if case == "documents" else 0)
+    # Rows with too many documents, or whose padding is not at their end, have kernels of their own beside cuDNN's.
+    assert targets.count(TRITON) == (3 if {"documents", "padded"} & set(CASES[case]) else 0)
     kept = LENGTH * HEADS * (2 * CASES[case].get("wide", 64) + 4)
     assert temporary < kept + SCORES // 2, "what is kept for the backward pass, and less than half the scores of a head"
 
