@@ -66,6 +66,8 @@ class SectionFacts:
     """Width of the residual stream."""
     length: int
     """Positions that attend to each other: of a text, of an image."""
+    padding: int = 0
+    """Of them, those at the end that only fill up."""
     sequences: int = 1
     """As many of them in a row: the images of a row of text."""
     read: int = 0
@@ -101,6 +103,10 @@ class HeadFacts:
 
     columns: int
     """Scores of a position: the padded vocabulary, or the classes."""
+    whole: bool = False
+    """Every device makes all scores; otherwise they are cut over pipeline and tensor."""
+    upsampled: int = 1
+    """Scores that each becomes: pixels of a patch."""
     positions: int
     """Of a row, that are scored."""
     chunk: int
@@ -109,6 +115,8 @@ class HeadFacts:
     """Matrices and tables that are not the way in's."""
     matmuls: tuple[Matmul, ...] = ()
     """Products on each scored position before the scores."""
+    pairs: int = 0
+    """Multiply-adds of attention on each scored position."""
     ahead: tuple[BlockConfig, ...] = ()
     """Blocks that predict further tokens, each with a matrix of 2 x hidden x hidden, three norms, and scores."""
 
@@ -221,12 +229,16 @@ def count_flops(model: Facts) -> Flops:
     blocks += [(last, block, 1) for block in head.ahead]
     once = masked = full = 0.0
     for section, block, times in blocks:
-        count = block.multiply_adds(section.hidden, section.read / section.length)
-        once += times * section.positions * count.per_token
-        masked += times * section.positions * section.length * count.per_pair
-        full += times * section.positions * section.length * count.per_full_pair
-    once += sum(section.positions * one.size * one.per_token for section in sections for one in section.matmuls)
-    scored = sum(one.size for one in head.matmuls) + (1 + ahead) * last.hidden * head.columns
+        length = section.length - section.padding
+        count, positions = block.multiply_adds(section.hidden, section.read / length), section.sequences * length
+        once += times * positions * count.per_token
+        masked += times * positions * length * count.per_pair
+        full += times * positions * length * count.per_full_pair
+    for section in sections:
+        positions = section.sequences * (section.length - section.padding)
+        once += sum(positions * one.size * one.per_token for one in section.matmuls)
+    scored = head.pairs + sum(one.size * one.per_token for one in head.matmuls)
+    scored += (1 + ahead) * last.hidden * head.columns
     once += head.positions * (scored + ahead * (3 * last.hidden + 2 * last.hidden**2))
     row = model.row_positions()
     return Flops(causal=6 * (once + full + masked / 2) / row, full=6 * (once + full + masked) / row)

@@ -12,24 +12,42 @@ from flax import nnx
 from test_encoders import bert, t5
 from tiny_runs import LENGTH, ONE, READ, ROWS, VOCABULARY, gpt, llama, program
 
-from megajax.layers.config import DenseMLPConfig
+from megajax.layers.config import DenseMLPConfig, StackConfig
+from megajax.layers.config.cross import CrossAttentionConfig
 from megajax.layers.param import specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.models.config import DecoderConfig
+from megajax.models.config.vit import AttentionPoolingConfig, ClassifierConfig, HeadConfig, SegmenterConfig, ViTConfig
 from megajax.models.facts import count_flops, facts_of
 from megajax.models.memory import MemorySetting, memory_report
 
 MODELS = {"t5": t5(), "bert": bert(), "gpt": gpt(), "llama": llama()}
 
 
+def vit(head: HeadConfig) -> ViTConfig:
+    """Images of 12 patches and two class tokens in rows of 16 positions."""
+    (block,) = bert().stack.pattern
+    stack, sizes = StackConfig(pattern=(block,), repeats=2), {"height": 24, "width": 32, "patch": 8}
+    return ViTConfig(hidden=32, stack=stack, class_tokens=2, **sizes, head=head)
+
+
+POOLING = AttentionPoolingConfig(attention=CrossAttentionConfig(heads=4), mlp=DenseMLPConfig(ffn=64))
+HEADS = {
+    "classes": ClassifierConfig(classes=7),
+    "pixels": SegmenterConfig(classes=5),
+    "pooled": ClassifierConfig(classes=3, pooling=POOLING),
+}
+IMAGES = {name: vit(head) for name, head in HEADS.items()}
+
+
 def layout() -> Layout:
     return Layout(Plan.of(ParallelConfig()))
 
 
-@pytest.mark.parametrize("cfg", MODELS.values(), ids=MODELS)
-def test_matrices_are_those_that_modules_declare(cfg: DecoderConfig) -> None:
+@pytest.mark.parametrize("cfg", [*MODELS.values(), *IMAGES.values()], ids=[*MODELS, *IMAGES])
+def test_matrices_are_those_that_modules_declare(cfg: DecoderConfig | ViTConfig) -> None:
     """Names, shapes and axes, in the stacks and outside of them."""
     declared = {}
     for section in cfg.section_facts():
@@ -43,8 +61,8 @@ def test_matrices_are_those_that_modules_declare(cfg: DecoderConfig) -> None:
     held = specs(nnx.eval_shape(lambda: cfg.build(layout())))
     assert {path: (spec.shape, spec.axes) for path, spec in held.items() if path in declared} == declared
     assert all(len(held[path].shape) == 1 for path in held.keys() - declared.keys()), "norms and biases"
-    padding = {path: prod(spec.shape) // cfg.padded_vocabulary() for path, spec in held.items() if "vocab" in spec.axes}
-    unused = (cfg.padded_vocabulary() - VOCABULARY) * sum(padding.values())
+    cut = [prod(spec.shape) // spec.shape[0] for spec in held.values() if "vocab" in spec.axes]
+    unused = (cfg.head_facts().columns - VOCABULARY) * sum(cut)
     assert cfg.parameter_count().total == sum(prod(spec.shape) for spec in held.values()) - unused
 
 
@@ -65,13 +83,34 @@ def products(jaxpr: Any, times: int = 1) -> Iterator[int]:
 @pytest.mark.parametrize("cfg", MODELS.values(), ids=MODELS)
 def test_operations_are_those_of_the_forward_pass(cfg: DecoderConfig) -> None:
     """A third of a step's, with all scores: each product of the traced model, and no other."""
-    ids = {name: jnp.zeros((ROWS, LENGTH), jnp.int32) for name in ("tokens",)}
+    ids = {"tokens": jnp.zeros((ROWS, LENGTH), jnp.int32)}
     if "encoder_tokens" in cfg.schema():
         ids["encoder_tokens"] = jnp.zeros((ROWS, READ), jnp.int32)
-    model = nnx.eval_shape(lambda: cfg.build(layout()))
-    graph, state = nnx.split(model)
-    traced = jax.make_jaxpr(lambda state, ids: nnx.merge(graph, state)(**ids))(state, ids)
-    assert sum(products(traced.jaxpr)) == pytest.approx(ROWS * LENGTH * count_flops(cfg).full / 3, rel=1e-12)
+    assert forward(cfg, **ids) == pytest.approx(ROWS * LENGTH * count_flops(cfg).full / 3, rel=1e-12)
+
+
+@pytest.mark.parametrize("cfg", IMAGES.values(), ids=IMAGES)
+def test_operations_of_images(cfg: ViTConfig) -> None:
+    """The product of patches takes the places of class tokens in; those of padding do not count."""
+    used = replace(cfg, positions_multiple=1)
+    zeros = ROWS * cfg.class_tokens * cfg.patch_size() * cfg.hidden
+    actual = forward(used, images=jnp.zeros((ROWS, cfg.height, cfg.width, 3)))
+    assert actual - 2 * zeros - resized(used) == pytest.approx(ROWS * count_flops(cfg).full / 3, rel=1e-12)
+
+
+def resized(cfg: ViTConfig) -> int:
+    """Operations of the products by which scores of patches become scores of pixels."""
+    if not isinstance(cfg.head, SegmenterConfig):
+        return 0
+    (rows, columns), classes = cfg.grid(), cfg.head.classes
+    return 2 * ROWS * classes * rows * cfg.width * (columns + cfg.height)
+
+
+def forward(cfg: DecoderConfig | ViTConfig, **leaves: Any) -> int:
+    """Operations of all matrix products of plain use."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: cfg.build(layout())))
+    traced = jax.make_jaxpr(lambda state, leaves: nnx.merge(graph, state)(**leaves))(state, leaves)
+    return sum(products(traced.jaxpr))
 
 
 @pytest.mark.slow

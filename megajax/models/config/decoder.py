@@ -207,7 +207,7 @@ class DecoderConfig(Builds, TransformerConfig, ModelConfig):
 
     def flops(self) -> Flops:
         """Forward and backward pass per token, for whole rows."""
-        return count_flops(self)
+        return count_flops(self)  # ty: ignore[invalid-argument-type] its fields are frozen
 
     def section_facts(self) -> tuple[SectionFacts, ...]:
         """One, which reads the tables of tokens and positions."""

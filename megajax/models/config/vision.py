@@ -10,10 +10,11 @@ from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.kernels.capability import Request
 from megajax.layers.config import LARGEST, LayerNormConfig, NormConfig, StackConfig, above_zero
-from megajax.layers.facts import LayerBuilder, MultiplyAdds, Norm, total_size
+from megajax.layers.facts import Elements, LayerBuilder, Matmul, Norm, Weight, total_size
 from megajax.layers.remat import Part, Recompute
 from megajax.layers.segments import SegmentsConfig
 from megajax.models.config.transformer import TransformerConfig
+from megajax.models.facts import SectionFacts
 
 CHANNELS = 3
 """Red, green, blue."""
@@ -145,19 +146,31 @@ class VisionTowerConfig(Builds, TransformerConfig):
         norm = total_size(self.entry_norm.weights(self.hidden)) if isinstance(self.entry_norm, Norm) else 0
         return self.hidden * (self.patch_size() + self.patch_bias + self.class_tokens + self.used_positions()) + norm
 
+    def section_facts(self) -> tuple[SectionFacts, ...]:
+        """The tower, as a section of its own."""
+        hidden, places = self.hidden, {"class_tokens": self.class_tokens, "positions": self.used_positions()}
+        patches = Weight("patches", (self.patch_size(), hidden), (None, "embed"))
+        tables = [Weight(name, (count, hidden), (None, "embed")) for name, count in places.items() if count]
+        inputs, outputs = Elements(whole=self.patch_size()), Elements(whole=hidden)
+        section = SectionFacts(
+            path="",
+            hidden=hidden,
+            length=self.positions(),
+            padding=self.padding(),
+            stack=self.stack,
+            norm=self.norm,
+            residual=self.residual,
+            recomputing=self.recomputing(),
+            tables=(patches, *tables),
+            matmuls=(Matmul(inputs=inputs, outputs=outputs, per_token=self.patches() / self.used_positions()),),
+            adds_positions=True,
+        )
+        return (section,)
+
     def tower_size(self) -> int:
         """Weights of the blocks and of the norm after them."""
         blocks = sum(count * total_size(block.weights(self.hidden)) for block, count in self.stack.repeated_blocks())
         return blocks + total_size(self.stack.shared_weights()) + self.norm_size()
-
-    def image_multiply_adds(self) -> int:
-        """Those of the forward pass of one image, matmuls alone: padding, norms and softmax do not count."""
-        positions, total = self.used_positions(), MultiplyAdds(0)
-        for block, count in self.stack.repeated_blocks():
-            each = block.multiply_adds(self.hidden)
-            total = total.plus(MultiplyAdds(count * each.per_token, count * each.per_pair))
-        entry = self.patches() * self.patch_size() * self.hidden
-        return entry + positions * total.per_token + positions**2 * total.per_pair
 
     def mesh_problems(self, sizes: Mapping[str, int], *, sequence: bool) -> Iterator[Problem]:
         """What is wrong with the tower on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""

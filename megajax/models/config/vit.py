@@ -8,11 +8,11 @@ from megajax.batch import Leaf
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.kernels.capability import Choice, Device, Request
-from megajax.layers.config import DenseMLPConfig, LayerNormConfig, above_zero
+from megajax.layers.config import LARGEST, DenseMLPConfig, LayerNormConfig, above_zero
 from megajax.layers.config.cross import CrossAttentionConfig
-from megajax.layers.facts import total_size
+from megajax.layers.facts import Matmul, Weight, prefixed, total_size
 from megajax.models.config.vision import VisionTowerConfig
-from megajax.models.facts import Flops, ParameterCount
+from megajax.models.facts import HeadFacts, ParameterCount
 from megajax.models.protocol import ModelConfig
 
 IGNORED = 255
@@ -35,9 +35,19 @@ class ClassTokenConfig(Builds):
         del hidden
         return 0
 
-    def multiply_adds(self, hidden: int, patches: int) -> int:
-        """Of the forward pass of one image."""
-        del hidden, patches
+    def tables(self, hidden: int) -> tuple[Weight, ...]:
+        """Matrices."""
+        del hidden
+        return ()
+
+    def matmuls(self, tower: VisionTowerConfig) -> tuple[Matmul, ...]:
+        """Products for each image."""
+        del tower
+        return ()
+
+    def pairs(self, tower: VisionTowerConfig) -> int:
+        """Multiply-adds of scores and values."""
+        del tower
         return 0
 
 
@@ -75,12 +85,19 @@ class AttentionPoolingConfig(Builds):
         layers = (self.attention.weights(hidden), self.mlp.weights(hidden), self.norm.weights(hidden))
         return hidden + sum(map(total_size, layers))
 
-    def multiply_adds(self, hidden: int, patches: int) -> int:
-        """Of the forward pass of one image: keys and values of all positions, the rest of one."""
-        keys = 2 * hidden * self.attention.groups() * self.attention.size(hidden)
-        attention = self.attention.multiply_adds(hidden)
-        once = attention.per_token - keys + self.mlp.multiply_adds(hidden).per_token
-        return once + patches * (keys + attention.per_pair)
+    def tables(self, hidden: int) -> tuple[Weight, ...]:
+        """Matrices."""
+        both = (*prefixed("attention", self.attention.weights(hidden)), *prefixed("mlp", self.mlp.weights(hidden)))
+        return tuple(weight for weight in both if len(weight.shape) > 1)
+
+    def matmuls(self, tower: VisionTowerConfig) -> tuple[Matmul, ...]:
+        """Products for each image: keys and values of all positions, the rest of one."""
+        hidden, read = tower.hidden, tower.used_positions()
+        return (*self.attention.matmuls_reading(hidden, read), *self.mlp.matmuls(hidden))
+
+    def pairs(self, tower: VisionTowerConfig) -> int:
+        """Multiply-adds of scores and values of all positions."""
+        return tower.used_positions() * self.attention.per_pair(tower.hidden)
 
 
 type PoolingConfig = ClassTokenConfig | MeanPoolingConfig | AttentionPoolingConfig
@@ -121,9 +138,18 @@ class ClassifierConfig(Builds):
         """Number of weights."""
         return self.pooling.size(hidden) + (hidden + 1) * self.classes
 
-    def multiply_adds(self, tower: VisionTowerConfig) -> int:
-        """Of the forward pass of one image."""
-        return self.pooling.multiply_adds(tower.hidden, tower.used_positions()) + tower.hidden * self.classes
+    def facts(self, tower: VisionTowerConfig) -> HeadFacts:
+        """One position of each image is scored."""
+        tables = (*prefixed("pooling", self.pooling.tables(tower.hidden)), linear(tower, self.classes))
+        return HeadFacts(
+            columns=self.classes,
+            positions=1,
+            chunk=LARGEST,
+            whole=True,
+            tables=prefixed("head", tables),
+            matmuls=self.pooling.matmuls(tower),
+            pairs=self.pooling.pairs(tower),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,9 +185,21 @@ class SegmenterConfig(Builds):
         """Number of weights."""
         return (hidden + 1) * self.classes
 
-    def multiply_adds(self, tower: VisionTowerConfig) -> int:
-        """Of the forward pass of one image, without the upsampling."""
-        return tower.patches() * tower.hidden * self.classes
+    def facts(self, tower: VisionTowerConfig) -> HeadFacts:
+        """All patches are scored, and their scores become those of pixels."""
+        return HeadFacts(
+            columns=self.classes,
+            positions=tower.patches(),
+            chunk=LARGEST,
+            whole=True,
+            upsampled=tower.patch**2,
+            tables=prefixed("head", (linear(tower, self.classes),)),
+        )
+
+
+def linear(tower: VisionTowerConfig, classes: int) -> Weight:
+    """The matrix of scores."""
+    return Weight("linear.matrix", (tower.hidden, classes), ("embed", None))
 
 
 def _class_problems(classes: int, smoothing: float) -> list[Problem]:
@@ -196,13 +234,9 @@ class ViTConfig(VisionTowerConfig, ModelConfig):  # ty: ignore[incompatible-attr
         """The kernel of each block; padding is told from images as documents from each other."""
         return VisionTowerConfig.kernel_choices(self, replace(known, documents=self.padding() > 0), device)
 
-    def flops(self) -> Flops:
-        """Forward and backward pass of an image, which is what a row of this model counts as.
-
-        Counted as for decoders: matmuls of patches, blocks and head; no norms, softmax, padding or recomputation.
-        """
-        total = 6 * (self.image_multiply_adds() + self.head.multiply_adds(self))
-        return Flops(causal=total, full=total)
+    def head_facts(self) -> HeadFacts:
+        """Of classes."""
+        return self.head.facts(self)
 
     def parameter_count(self) -> ParameterCount:
         """Number of weights."""

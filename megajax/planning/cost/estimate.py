@@ -248,7 +248,7 @@ def _loss(run: Description) -> Iterator[Traffic]:
     """Sums over the vocabulary: small, and nothing overlaps with them."""
     spread = run.parallel.pipeline if run.system.head == "spread" else 1
     devices = spread * run.parallel.tensor
-    if devices == 1:
+    if devices == 1 or run.head.whole:
         return
     rows = min(run.scored, run.head.chunk)
     count = 2 * ceil(run.scored / rows) * run.microbatches

@@ -247,10 +247,10 @@ def table_work(run: Description) -> Halves:
     """Of the loss of one microbatch on one of the devices that compute it, and of looking up embeddings."""
     head, width, device, last = run.head, run.width, run.device, run.towers[-1]
     stages = run.parallel.pipeline if run.system.head == "spread" else 1
-    columns, scored = head.columns / (stages * run.parallel.tensor), run.scored
+    columns, scored = run.columns * (1 if head.whole else run.parallel.pipeline / stages), run.scored
     table, rows = columns * last.hidden, min(scored, head.chunk)
     chunks, hidden = ceil(scored / rows), scored * last.hidden * width
-    times, logits = 1 + len(run.predicting_blocks), scored * columns
+    times, logits = 1 + len(run.predicting_blocks), scored * columns * head.upsampled
     forward = Work(matmul=times * (hidden + chunks * table * width + 4 * logits))
     # Gradients of the input and of the table, which is accumulated in float32 chunk by chunk.
     backward = Work(matmul=times * (2 * hidden + chunks * table * (width + 8) + 4 * logits))
@@ -426,7 +426,8 @@ def _working(run: Description) -> float:
         for tower in run.towers
     )
     # A chunk's logits three times in float32; in a pipeline the table's gradient as well.
-    loss = 12 * min(run.scored, run.head.chunk) * run.columns + 4 * run.columns * hidden * pipelined
+    scores = min(run.scored, run.head.chunk) * run.columns * run.head.upsampled
+    loss = 12 * scores + 4 * run.columns * hidden * pipelined
     # Without one, gradients of the vocabulary's tables are held through a microbatch's layers.
     tables = 0.0 if pipelined else 4 * run.held_tables("vocab", trained=True)
     # What a section reads of the one before, and its gradient, which all layers add to in float32.
