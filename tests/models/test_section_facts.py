@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from test_encoders import bert, t5
 from tiny_runs import LENGTH, ONE, READ, ROWS, VOCABULARY, gpt, llama, program
 
 from megajax.layers.config import DenseMLPConfig, StackConfig
@@ -22,6 +21,7 @@ from megajax.models.config import DecoderConfig
 from megajax.models.config.vit import AttentionPoolingConfig, ClassifierConfig, HeadConfig, SegmenterConfig, ViTConfig
 from megajax.models.facts import count_flops, facts_of
 from megajax.models.memory import MemorySetting, memory_report
+from tests.models.test_encoders import bert, t5
 
 MODELS = {"t5": t5(), "bert": bert(), "gpt": gpt(), "llama": llama()}
 

@@ -1,0 +1,92 @@
+"""Plans of models of several sections, of other heads, and of frozen weights."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+import pytest
+from flax import nnx
+from tiny_runs import ONE, TheseRows, llama, program
+
+from megajax.config.errors import UserError
+from megajax.layers.param import specs
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.rules import Plan
+from megajax.planning.cost.estimate import Case, Estimate, estimate, to_dict
+from megajax.planning.program.devices import DEVICES, read_cluster
+from megajax.planning.search.ranking import Cache, find_best
+from megajax.planning.search.search import Task
+from tests.models.test_encoders import bert, t5
+from tests.models.test_section_facts import IMAGES
+
+MODELS = {"t5": t5(), "bert": bert(), **IMAGES}
+
+
+def case(model: Any, parallel: ParallelConfig = ONE, devices: int = 1, trainable: tuple[str, ...] = ("*",)) -> Case:
+    cluster, _ = read_cluster(f"h100:{devices}")
+    assert cluster is not None
+    cfg = program(llama(), ONE, microbatches=1).cfg
+    leaves = tuple((name, leaf.dtype) for name, leaf in model.schema().items())
+    optimizer: Any = replace(cfg.optimizer, trainable=trainable)
+    cfg = cfg.but(model=model, data=TheseRows(leaves), parallel=parallel, optimizer=optimizer)
+    return Case(cfg, cluster, DEVICES["h100"])
+
+
+def planned(model: Any, trainable: tuple[str, ...] = ("*",)) -> Estimate:
+    return case(model, trainable=trainable).estimate
+
+
+def matrices(model: Any) -> dict[str, int]:
+    """Sizes by path of what is no norm or bias outside of a stack."""
+    declared = specs(nnx.eval_shape(lambda: model.build(Layout(Plan.of(ParallelConfig())))))
+    return {path: prod(spec.shape) for path, spec in declared.items() if len(spec.shape) > 1}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_every_model_has_a_plan_by_formula(model: Any) -> None:
+    """Weights and moments are those of the module; the figures are all there."""
+    step = planned(model)
+    assert step.memory.parameters == 4 * sum(matrices(model).values())
+    assert step.memory.optimizer == 2 * step.memory.parameters
+    figures: Mapping[str, Any] = to_dict(step)
+    assert min(figures[name] for name in ("step_seconds", "mfu_causal", "activations_gib", "gradients_gib")) > 0
+
+
+@pytest.mark.parametrize("patterns", [("stack.*",), ("encoder.*", "tokens"), ("*.cross.*",)])
+def test_frozen_weights_have_neither_gradients_nor_moments(patterns: tuple[str, ...]) -> None:
+    every, some, held = planned(t5()), planned(t5(), patterns), matrices(t5())
+    trained = {path: n for path, n in held.items() if any(fnmatchcase(path, pattern) for pattern in patterns)}
+    share = sum(trained.values()) / sum(held.values())
+    assert 0.1 < share < 0.9
+    assert some.memory.parameters == every.memory.parameters
+    for name in ("optimizer", "gradients"):
+        assert getattr(some.memory, name) == pytest.approx(share * getattr(every.memory, name))
+    assert some.optimizer_seconds < every.optimizer_seconds
+
+
+def test_a_section_that_is_frozen_makes_no_gradients_of_weights() -> None:
+    parallel = ParallelConfig(data=8, data_sharding="fsdp")
+    some, every = (case(t5(), parallel, 8, trainable).estimate for trainable in (("stack.*",), ("*",)))
+    assert some.matmul_seconds < every.matmul_seconds
+    scatters = [row.what for row in some.traffic if row.kind == "reduce-scatter"]
+    assert "a layer's gradients" in scatters and "encoder: a layer's gradients" not in scatters
+
+
+def test_a_search_proposes_no_pipeline_of_several_sections() -> None:
+    task = Task(case(t5(), ParallelConfig(), 8))
+    assert {pipeline for _, pipeline, _ in task.groups()} == {1}
+    assert find_best(task, Cache(), 0, lambda case: {}).best.pipeline == 1
+    with pytest.raises(UserError, match=r"parallel.pipeline: the model has several sections \(encoder, "):
+        find_best(replace(task, fixed={"pipeline": 2}), Cache(), 0, lambda case: {})
+
+
+def test_what_sections_add_up_to() -> None:
+    """An encoder of as many tokens costs a layer as a decoder's does without what it reads."""
+    one, two = (planned(replace(t5(), encoder=replace(t5().encoder, repeats=n))) for n in (2, 4))
+    layer = one.memory.activations - planned(replace(t5(), stack=replace(t5().stack, repeats=1))).memory.activations
+    assert two.matmul_seconds > one.matmul_seconds and two.memory.activations > one.memory.activations
+    assert layer > (two.memory.activations - one.memory.activations) / 2
+    assert estimate(case(t5()).described) == one
