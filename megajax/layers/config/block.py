@@ -165,7 +165,8 @@ class BlockConfig(Builds):
 def mixer_facts(mixer: Mixer, hidden: int, length: int, dtype: str, read: float = 1.0) -> MixerFacts:
     """A mixer on rows of `length` tokens; read: keys for each of them."""
     count, tensors = mixer.multiply_adds(hidden), mixer.tensors(hidden)
-    choice = mixer.kernel_choice(hidden, Request(dtype=dtype, length=length), None)
+    known = Request(dtype=dtype, length=length, key_length=round(read * length))
+    choice = mixer.kernel_choice(hidden, known, None)
     return MixerFacts(
         multiply_adds=length * read * (count.per_pair + count.per_full_pair),
         unmasked=length * read * (count.per_pair / 2 + count.per_full_pair),
