@@ -1,5 +1,6 @@
 """Crops, flips and random operations on images, by Pillow; what is random comes from the generator of a row."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,17 +29,17 @@ class Crop(NamedTuple):
 def random_crop(size: tuple[int, int], config: CropConfig, generator: np.random.Generator) -> Crop:
     """A box of random area and ratio of an image of this width and height, as torchvision's RandomResizedCrop."""
     width, height = size
-    ratios = np.log(config.ratio)
+    ratios = math.log(config.ratio[0]), math.log(config.ratio[1])
     for _ in range(TRIES):
         area = width * height * generator.uniform(*config.area)
-        ratio = float(np.exp(generator.uniform(*ratios)))
+        ratio = math.exp(generator.uniform(*ratios))
         across, down = round((area * ratio) ** 0.5), round((area / ratio) ** 0.5)
         if 0 < across <= width and 0 < down <= height:
             left, top = int(generator.integers(width - across + 1)), int(generator.integers(height - down + 1))
             box = (float(left), float(top), float(left + across), float(top + down))
             break
     else:
-        box = inner_box(size, float(np.clip(width / height, *config.ratio)))
+        box = inner_box(size, min(max(width / height, config.ratio[0]), config.ratio[1]))
     return Crop(box, bool(generator.random() < config.flip))
 
 
@@ -49,15 +50,18 @@ def inner_box(size: tuple[int, int], ratio: float, share: float = 1.0) -> tuple[
     return ((width - across) / 2, (height - down) / 2, (width + across) / 2, (height + down) / 2)
 
 
-def cropped(picture: Picture, crop: Crop, size: tuple[int, int]) -> Any:
-    """The box of the picture at `size` (width, height), bicubic. Raises UnreadableItem."""
+def cropped(picture: Picture, crop: Crop, size: tuple[int, int], filter: str = "BILINEAR") -> Any:
+    """The box of the picture at `size` (width, height). filter: of Pillow's; BICUBIC takes 1.6 times as long.
+
+    Raises UnreadableItem.
+    """
     library = require("PIL.Image", "Reading images")
     left, top, right, bottom = crop.box
     needed = (picture.size[0] * size[0] / (right - left), picture.size[1] * size[1] / (bottom - top))
     image = picture.rgb(needed)
     across, down = image.width / picture.size[0], image.height / picture.size[1]
     box = (left * across, top * down, min(right * across, image.width), min(bottom * down, image.height))
-    image = image.resize(size, library.Resampling.BICUBIC, box)
+    image = image.resize(size, library.Resampling[filter], box)
     return image.transpose(library.Transpose.FLIP_LEFT_RIGHT) if crop.flip else image
 
 

@@ -18,7 +18,7 @@ CLASSES = 10
 ONE_PASS = 10_000
 """Rows of one pass."""
 NOISE = 32
-"""Standard deviation of the noise, of 255."""
+"""Half the range of the noise, of 255."""
 
 
 class MockRows:
@@ -57,23 +57,28 @@ class Stripes(MockRows):
         self._mixup = mixup
         width, height = self.size
         across, down = np.meshgrid(np.linspace(-1, 1, width), np.linspace(-1, 1, height))
-        angles = np.arange(self.classes)[:, None, None] * (np.pi / self.classes)
-        self._slopes = (4 * np.pi * (np.cos(angles) * across + np.sin(angles) * down)).astype(np.float32)
+        angles = np.arange(self.classes) * (np.pi / self.classes)
+        waves = [2 * (np.cos(angle) * across + np.sin(angle) * down) for angle in angles]
+        self._phases = np.stack([np.floor(wave * 256).astype(np.int64).astype(np.uint8) for wave in waves])
+        self._brightness = np.rint(96 + 80 * np.sin(np.arange(256) * (2 * np.pi / 256))).astype(np.uint8)
 
     def make(self, generator: np.random.Generator) -> dict[str, np.ndarray]:
         label, other = generator.integers(self.classes, size=2, dtype=np.int32)
-        share = np.float32(generator.beta(self._mixup, self._mixup)) if self._mixup else np.float32(1)
-        image = share * self._image(label, generator) + (1 - share) * self._image(other, generator)
-        row = {"images": np.clip(np.rint(image), 0, 255).astype(np.uint8), "labels": np.array(label)}
-        row["loss_mask"] = COUNTS
+        row = {"images": self._image(label, generator), "labels": np.array(label), "loss_mask": COUNTS}
         if self._mixup is None:
             return row
-        return row | {"other_labels": np.array(other if self._mixup else label), "mix": np.array(share)}
+        if not self._mixup:
+            return row | {"other_labels": np.array(label), "mix": np.ones((), np.float32)}
+        share = np.float32(generator.beta(self._mixup, self._mixup))
+        mixed = share * row["images"] + (1 - share) * self._image(other, generator)
+        row["images"] = np.rint(mixed).astype(np.uint8)
+        return row | {"other_labels": np.array(other), "mix": np.array(share)}
 
     def _image(self, label: np.integer, generator: np.random.Generator) -> np.ndarray:
-        stripes = 128 + 80 * np.sin(self._slopes[label] + np.float32(generator.uniform(0, 2 * np.pi)))
-        noise = generator.standard_normal((*stripes.shape, 3), np.float32)
-        return stripes[..., None] + NOISE * noise
+        """Whole numbers from 8 bits throughout: an image of 224 x 224 takes a fraction of a millisecond."""
+        start = generator.integers(256, dtype=np.uint8)
+        stripes = self._brightness[self._phases[label] + start]
+        return stripes[..., None] + generator.integers(0, 2 * NOISE, (*stripes.shape, 3), dtype=np.uint8)
 
 
 class Rectangles(MockRows):

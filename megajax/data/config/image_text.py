@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from megajax.config.errors import Problem
-from megajax.data.config.base import at_least, between, split_problems
+from megajax.data.config.base import LoaderConfig, at_least, between, split_problems
 from megajax.data.config.images import CropConfig, ImagesConfig, files_problems
 
 TURN = "{}"
@@ -98,6 +98,8 @@ class DigitCaptionsConfig(ImageTextRowsConfig):
     """Largest number of digits in a row, an image for each: "the digits one and seven"."""
     augment: CropConfig | None = field(default_factory=digit_crops)
     """Changes of training images; none: they are used as they are."""
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    """How rows are read ahead."""
 
     def problems(self) -> list[Problem]:
         return ImageTextRowsConfig.problems(self) + between("digits", self.digits, 1, 10)

@@ -189,6 +189,8 @@ class DigitsConfig(ClassImagesConfig):
     """Changes of training images; none: they are used as they are."""
     centre: float = 1.0
     """Side of the centre crop for evaluation, as a share of the image."""
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    """How rows are read ahead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

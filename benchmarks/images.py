@@ -1,0 +1,148 @@
+"""How fast images are decoded and augmented, in rows a second for each core, and how that grows with threads.
+
+Run:  python benchmarks/images.py [--images=64] [--size=224] [--threads=1,2,4,8] [--seconds=4]
+
+Writes photograph-like JPEG files of 500 x 375 pixels into a temporary folder and reads rows of --size from them: whole
+images decoded, the centre crop of evaluation, random crops, with RandAugment, with mixup, and tiles for text with
+images. A core's rows a second count its processor time, so that other programs do not matter; the figures of threads
+and processes are by the clock. Prints JSON and writes it to benchmarks/results/images.json.
+"""
+
+import argparse
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import outcome
+from PIL import Image
+
+from megajax.batch import Leaf
+from megajax.data.config import AugmentConfig, ClassFoldersConfig, Rows
+from megajax.data.image_decoding import StoredPicture
+from megajax.data.image_tiles import tiled
+
+WIDTH, HEIGHT, QUALITY = 500, 375, 90
+RAND_AUGMENT = AugmentConfig(operations=2, magnitude=9)
+CASES: dict[str, tuple[bool, dict[str, Any]]] = {
+    "evaluation": (False, {}),
+    "random_crop": (True, {}),
+    "rand_augment": (True, {"augment": RAND_AUGMENT}),
+    "rand_augment_mixup": (True, {"augment": RAND_AUGMENT, "mixup": 0.2}),
+}
+"""Name -> whether rows of training, and settings."""
+ROWS = 1 << 20
+
+
+def photograph(seed: int) -> Image.Image:
+    """Noise whose power falls with frequency as that of photographs does."""
+    draw, pixels = np.random.default_rng(seed), np.zeros((HEIGHT, WIDTH, 3), np.float32)
+    for octave in range(1, 8):
+        side = 2**octave
+        noise = Image.fromarray(draw.integers(0, 256, (side, side, 3), dtype=np.uint8))
+        layer = noise.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)
+        pixels += (np.asarray(layer, np.float32) - 128) / octave
+    return Image.fromarray(np.clip(128 + pixels, 0, 255).astype(np.uint8))
+
+
+def write_images(folder: Path, count: int) -> int:
+    """Two classes of images; their mean size in bytes."""
+    for number in range(count):
+        path = folder / f"class_{number % 2}" / f"{number}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        photograph(number).save(path, quality=QUALITY)
+    return sum(path.stat().st_size for path in folder.glob("*/*.jpg")) // count
+
+
+def build(folder: Path, size: int, training: bool, options: dict[str, Any]) -> Any:
+    config = ClassFoldersConfig(path=str(folder), split="1" if training else "0,1", **options)
+    schema = {"images": Leaf("uint8", (size, size, 3), (None,) * 3), "labels": Leaf("int32", below=2)}
+    rows = Rows(ROWS) if training else Rows(0, ROWS)
+    splits = config.build(tokenizer=None, schema=schema, rows=rows, seed=1)
+    return splits.train if training else splits.valid
+
+
+def per_core(work: Callable[[int], Any], seconds: float) -> float:
+    """Calls a second of processor time, in this thread."""
+    work(0)
+    start, count = time.process_time(), 0
+    while time.process_time() - start < seconds:
+        work(count)
+        count += 1
+    return count / (time.process_time() - start)
+
+
+def read_many(source: Any, first: int, count: int) -> int:
+    """Reads rows and drops them; what a worker does."""
+    for row in range(first, first + count):
+        source[row]
+    return count
+
+
+def by_the_clock(pool: Executor, workers: int, source: Any, seconds: float, count: int = 32) -> float:
+    """Rows a second of workers that each read `count` rows at a time."""
+    list(pool.map(read_many, [source] * workers, range(workers), [2] * workers))
+    start, done, first = time.perf_counter(), 0, 0
+    while time.perf_counter() - start < seconds:
+        firsts = range(first, first + workers * count, count)
+        done += sum(pool.map(read_many, [source] * workers, firsts, [count] * workers))
+        first += workers * count
+    return done / (time.perf_counter() - start)
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    size, seconds = arguments.size, arguments.seconds
+    results: dict[str, Any] = {"bytes_per_image": write_images(folder, arguments.images)}
+    files = [path.read_bytes() for path in sorted(folder.glob("*/*.jpg"))]
+    whole = (10**6, 10**6)
+    decoded = per_core(lambda row: StoredPicture(files[row % len(files)], 10**8).rgb(whole), seconds)
+    results["decode_whole_images_per_second_per_core"] = decoded
+    results["tiles_images_per_second_per_core"] = per_core(
+        lambda row: tiled(StoredPicture(files[row % len(files)], 10**8), (size, size), 6), seconds
+    )
+    sources = {name: build(folder, size, *case) for name, case in CASES.items()}
+    for name, source in sources.items():
+        results[f"{name}_rows_per_second_per_core"] = per_core(source.__getitem__, seconds)
+    spawned = multiprocessing.get_context("spawn")
+    for workers in map(int, arguments.threads.split(",")):
+        with ThreadPoolExecutor(workers) as pool:
+            speed = by_the_clock(pool, workers, sources["random_crop"], seconds)
+        results[f"random_crop_{workers}_threads_rows_per_second"] = speed
+    for workers in map(int, arguments.threads.split(",")):
+        with ProcessPoolExecutor(workers, mp_context=spawned) as pool:
+            speed = by_the_clock(pool, workers, Sendable(folder, size), seconds)
+        results[f"random_crop_{workers}_processes_rows_per_second"] = speed
+    return results
+
+
+class Sendable:
+    """A row source that is built where it is read. Rows stay there, so their way back is not counted."""
+
+    def __init__(self, folder: Path, size: int):
+        self._arguments, self._source = (folder, size, *CASES["random_crop"]), None
+
+    def __getitem__(self, row: int) -> Any:
+        if self._source is None:
+            self._source = build(*self._arguments)
+        return self._source[row]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--images", type=int, default=64)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--threads", default="1,2,4,8")
+    parser.add_argument("--seconds", type=float, default=4.0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        results = measure(arguments, Path(folder))
+    settings = {"size": arguments.size, "image": f"{WIDTH} x {HEIGHT} JPEG"}
+    outcome.write("images", settings | {name: float(f"{value:.4g}") for name, value in results.items()})
+
+
+if __name__ == "__main__":
+    main()
