@@ -6,23 +6,21 @@ from typing import Any
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.data.config import MockConfig
 from megajax.mesh.config import ParallelConfig
-from megajax.models.config import DecoderConfig
+from megajax.models.protocol import ModelConfig, ids_below
 from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.config import NullTokenizerConfig
 from megajax.training.config import EvaluationConfig
 from megajax.training.run_config import RunConfig
 
 
-def debug_config(cfg: RunConfig, model: DecoderConfig, **changes: Any) -> RunConfig:
-    """`cfg` with a small model, made-up data, float32 and 20 steps of 8 rows, on one device or any layout.
+def debug_config(cfg: RunConfig, model: ModelConfig, **changes: Any) -> RunConfig:
+    """`cfg` with a small model, made-up text, float32 and 20 steps of 8 rows, on one device or any layout.
 
     Optimizer, shape of the schedule and how documents are treated stay. changes: fields to set beside those.
     """
     settings = {
         "model": model,
         "parallel": ParallelConfig(),
-        "data": MockConfig(isolate_documents="segment_ids" in cfg.data.leaves()),
-        "tokenizer": NullTokenizerConfig(vocabulary_size=model.vocabulary_size),
         "precision": PrecisionConfig(compute="float32"),
         "schedule": replace(cfg.schedule, warmup_steps=None, warmup_samples=None, warmup_fraction=0.25),
         "batch": replace(cfg.batch, global_size=8, micro_size=1),
@@ -32,4 +30,8 @@ def debug_config(cfg: RunConfig, model: DecoderConfig, **changes: Any) -> RunCon
         "steps": 20,
         "run_dir": f"{cfg.run_dir}_debug",
     }
+    vocabulary = ids_below(model)
+    if vocabulary is not None:
+        settings["data"] = MockConfig(isolate_documents="segment_ids" in cfg.data.leaves())
+        settings["tokenizer"] = NullTokenizerConfig(vocabulary_size=vocabulary)
     return cfg.but(**settings | changes)

@@ -1,0 +1,137 @@
+"""ViT (Dosovitskiy et al. 2021) on ImageNet or other folders of images, a function per size. `config()` is vit_b16.
+
+Every size has a debug twin, which learns the handwritten digits that come with scikit-learn: vit_l14_debug for vit_l14,
+debug for `config()`.
+
+Data:     data/imagenet/train/CLASS/*.jpg and data/imagenet/val/CLASS/*.jpg, a folder for each class
+Run:      python -m megajax.train --config=vit.py
+Laptop:   python -m megajax.train --config=vit.py:debug
+Hardware: meant for one host of 8 GPUs with 80 GB, not yet run on one
+"""
+
+from dataclasses import replace
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.data.config import AugmentConfig, ClassFoldersConfig, DigitsConfig
+from megajax.mesh.config import ParallelConfig
+from megajax.models.config import ViTConfig
+from megajax.models.config.vit import ClassifierConfig, MeanPoolingConfig
+from megajax.models.presets.vit import classifying, vit_tower
+from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.debug_config import debug_config
+from megajax.training.run_config import RunConfig
+
+IMAGES = 1_281_167
+"""Of ImageNet-1k, whose classes are 1000."""
+
+
+def config() -> RunConfig:
+    """The base size."""
+    return vit_b16()
+
+
+def debug() -> RunConfig:
+    """The debug twin of `config()`."""
+    return vit_b16_debug()
+
+
+def vit_b16() -> RunConfig:
+    """12 layers x 768 hidden. 300 epochs in batches of 1024 (Beyer et al. 2022), mean pooling."""
+    return _imagenet(
+        "vit_b16",
+        _mean_pooled("b16"),
+        rows=1024,
+        micro_size=128,
+        optimizer=AdamWConfig(weight_decay=0.1),
+        schedule=ScheduleConfig(lr=1e-3, warmup_steps=10_000),
+        augment=AugmentConfig(area=(0.05, 1.0), operations=2, magnitude=10),
+        mixup=0.2,
+        epochs=300,
+    )
+
+
+def vit_l14() -> RunConfig:
+    """24 layers x 1024 hidden. 200 epochs in batches of 4096 (He et al. 2022, table 11). ZeRO-1."""
+    return _imagenet("vit_l14", _mean_pooled("l14", 0.1), parallel=ParallelConfig(), micro_size=64, **_LARGE)
+
+
+def vit_h14() -> RunConfig:
+    """32 layers x 1280 hidden. As vit_l14, with FSDP."""
+    parallel = ParallelConfig(data_sharding="fsdp")
+    return _imagenet("vit_h14", _mean_pooled("h14", 0.1), parallel=parallel, micro_size=64, **_LARGE)
+
+
+def vit_b16_debug() -> RunConfig:
+    """vit_b16 in a tiny size on the handwritten digits: 97 % of the test images in 2 minutes on 2 CPU cores."""
+    return _digits(vit_b16())
+
+
+def vit_l14_debug() -> RunConfig:
+    """vit_l14 in a tiny size on the handwritten digits."""
+    return _digits(vit_l14())
+
+
+def vit_h14_debug() -> RunConfig:
+    """vit_h14 in a tiny size on the handwritten digits."""
+    return _digits(vit_h14())
+
+
+_LARGE = {
+    "rows": 4096,
+    "optimizer": AdamWConfig(beta2=0.95, weight_decay=0.3),
+    "schedule": ScheduleConfig(lr=1.6e-3, warmup_steps=6250),
+    "augment": AugmentConfig(operations=2, magnitude=9),
+    "mixup": 0.8,
+    "epochs": 200,
+}
+
+
+def _mean_pooled(size: str, label_smoothing: float = 0.0) -> ViTConfig:
+    head = ClassifierConfig(classes=1000, pooling=MeanPoolingConfig(), label_smoothing=label_smoothing)
+    return classifying(replace(vit_tower(size), class_tokens=0), head)
+
+
+def _digits(run: RunConfig) -> RunConfig:
+    """The same tree in a tiny size, in the same layout."""
+    tower = replace(vit_tower("debug", image=16), patch=4, class_tokens=0)
+    model = classifying(tower, ClassifierConfig(classes=10, pooling=MeanPoolingConfig()))
+    return debug_config(
+        run,
+        model,
+        parallel=run.parallel,
+        data=DigitsConfig(),
+        schedule=ScheduleConfig(lr=2e-3, warmup_fraction=0.1),
+        batch=BatchConfig(global_size=64, micro_size=16),
+        evaluation=EvaluationConfig(every=500, full=True),
+        checkpoint=CheckpointConfig(every=500),
+        logging=replace(run.logging, every=100),
+        steps=1500,
+    )
+
+
+def _imagenet(
+    name: str,
+    model: ViTConfig,
+    *,
+    rows: int,
+    micro_size: int,
+    optimizer: AdamWConfig,
+    schedule: ScheduleConfig,
+    augment: AugmentConfig,
+    mixup: float,
+    epochs: int,
+    parallel: ParallelConfig | None = None,
+) -> RunConfig:
+    return RunConfig(
+        model=model,
+        parallel=parallel or ParallelConfig(data_sharding="replicate"),
+        data=ClassFoldersConfig(path="data/imagenet", augment=augment, mixup=mixup),
+        optimizer=optimizer,
+        schedule=schedule,
+        batch=BatchConfig(global_size=rows, micro_size=micro_size),
+        evaluation=EvaluationConfig(every=5000, full=True),
+        checkpoint=CheckpointConfig(every=2500),
+        steps=epochs * IMAGES // rows,
+        run_dir=f"runs/{name}",
+    )

@@ -1,0 +1,129 @@
+"""Vision transformers: ViT (Dosovitskiy et al. 2021), CLIP (Radford et al. 2021), SigLIP (Zhai et al. 2023), InternViT.
+
+Sizes are those of the papers and of the released configs; InternViT is of Chen et al. 2023.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from megajax.layers.config import (
+    AttentionConfig,
+    BlockConfig,
+    DenseMLPConfig,
+    IdentityNormConfig,
+    LayerNormConfig,
+    LayerScaleConfig,
+    RMSNormConfig,
+    StackConfig,
+)
+from megajax.layers.config.cross import CrossAttentionConfig
+from megajax.models.config import ViTConfig
+from megajax.models.config.vision import VisionTowerConfig
+from megajax.models.config.vit import AttentionPoolingConfig, ClassifierConfig, HeadConfig
+from megajax.models.presets.sizes import Size, pick
+
+VIT = {
+    "debug": Size(2, 64, 4, ffn=256),
+    "ti16": Size(12, 192, 3, ffn=768),
+    "s16": Size(12, 384, 6, ffn=1536),
+    "b16": Size(12, 768, 12, ffn=3072),
+    "l14": Size(24, 1024, 16, ffn=4096),
+    "h14": Size(32, 1280, 16, ffn=5120),
+}
+
+CLIP = {"b16": VIT["b16"], "l14": VIT["l14"], "l14-336": VIT["l14"]}
+
+SIGLIP = {"b16": VIT["b16"], "so400m14": Size(27, 1152, 16, ffn=4304)}
+
+INTERN = {"300m": Size(24, 1024, 16, ffn=4096), "6b": Size(45, 3200, 25, ffn=12800)}
+
+IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+CLIP_MEAN, CLIP_DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+def vit(size: str, *, classes: int = 1000, image: int = 224) -> ViTConfig:
+    """ViT with a class token, LayerNorm and exact GELU. Raises UserError for an unknown size."""
+    return classifying(vit_tower(size, image=image), ClassifierConfig(classes=classes))
+
+
+def vit_tower(size: str, *, image: int = 224) -> VisionTowerConfig:
+    """The tower of `vit`."""
+    row, norm = pick("vit", VIT, size), LayerNormConfig(epsilon=1e-6)
+    return _tower(row, _block(row, norm), image, _patch(size))
+
+
+def clip(size: str) -> VisionTowerConfig:
+    """CLIP's tower: a norm before the blocks too, quick GELU. Raises UserError for an unknown size."""
+    row, norm = pick("clip", CLIP, size), LayerNormConfig()
+    image = 336 if size.endswith("336") else 224
+    tower = _tower(row, _block(row, norm, activation="quick_gelu"), image, _patch(size))
+    return replace(tower, patch_bias=False, entry_norm=norm, mean=CLIP_MEAN, deviation=CLIP_DEVIATION)
+
+
+def siglip(size: str, *, image: int = 224) -> VisionTowerConfig:
+    """SigLIP's tower: no class token, tanh GELU. Raises UserError for an unknown size."""
+    row, norm = pick("siglip", SIGLIP, size), LayerNormConfig(epsilon=1e-6)
+    tower = _tower(row, _block(row, norm, activation="gelu_tanh"), image, _patch(size))
+    return replace(tower, class_tokens=0)
+
+
+def siglip_pooling(size: str) -> AttentionPoolingConfig:
+    """The pooling of SigLIP: a learned query attends to all patches."""
+    row, norm = pick("siglip", SIGLIP, size), LayerNormConfig(epsilon=1e-6)
+    attention = CrossAttentionConfig(heads=row.heads, bias=True)
+    return AttentionPoolingConfig(
+        attention=attention, mlp=DenseMLPConfig(ffn=row.ffn, activation="gelu_tanh"), norm=norm
+    )
+
+
+def internvit(size: str) -> VisionTowerConfig:
+    """InternViT's tower at 448: layer scale, no norm after the blocks. Raises UserError for an unknown size.
+
+    That of 6 B weights has RMSNorm, on queries and keys too.
+    """
+    row = pick("internvit", INTERN, size)
+    large = size == "6b"
+    norm = RMSNormConfig(epsilon=1e-6) if large else LayerNormConfig(epsilon=1e-6)
+    attention: dict[str, Any] = {"qkv_bias": False, "qk_norm": norm, "qk_norm_over": "heads"} if large else {}
+    block = replace(_block(row, norm, **attention), layer_scale=LayerScaleConfig(initial=0.1))
+    tower = _tower(row, block, 448, 14)
+    return replace(tower, norm=IdentityNormConfig(), mean=IMAGENET_MEAN, deviation=IMAGENET_DEVIATION)
+
+
+def classifying(tower: VisionTowerConfig, head: HeadConfig) -> ViTConfig:
+    """A tower with a head."""
+    settings = {field.name: getattr(tower, field.name) for field in fields(VisionTowerConfig)}
+    return ViTConfig(head=head, **settings)
+
+
+TOWERS: Mapping[str, Callable[..., VisionTowerConfig]] = {
+    "vit": vit_tower,
+    "clip": clip,
+    "siglip": siglip,
+    "internvit": internvit,
+}
+"""Families by name."""
+
+
+def _patch(size: str) -> int:
+    """Pixels of a side of a patch, by the number in the name of a size; 2 for debug."""
+    return 2 if size == "debug" else int(size.partition("-")[0][-2:])
+
+
+def _block(
+    row: Size, norm: LayerNormConfig | RMSNormConfig, *, activation: Any = "gelu", **attention: Any
+) -> BlockConfig:
+    mixer = AttentionConfig(heads=row.heads, bias=True, causal=False, **attention)
+    return BlockConfig(mixer=mixer, mlp=DenseMLPConfig(ffn=row.ffn, activation=activation), norm=norm)
+
+
+def _tower(row: Size, block: BlockConfig, image: int, patch: int) -> VisionTowerConfig:
+    return VisionTowerConfig(
+        hidden=row.hidden,
+        stack=StackConfig(pattern=(block,), repeats=row.layers),
+        height=image,
+        width=image,
+        patch=patch,
+        norm=block.norm,
+    )
