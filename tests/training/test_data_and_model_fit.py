@@ -8,7 +8,8 @@ from megajax.config.errors import ConfigError
 CASES = {
     "gpt3.py:debug data.type=LibrarySentences": (
         "LibrarySentencesConfig makes loss_mask (float32), tokens (int32)",
-        "DecoderConfig reads tokens (int32), labels (int32), loss_mask (float32), positions (int32); missing: positions",
+        "DecoderConfig reads tokens (int32), labels (int32), loss_mask (float32), positions (int32); "
+        "missing: positions",
     ),
     "bert.py:debug data.type=Blend data.paths=a": (
         "BlendConfig makes tokens (int32), labels (int32), loss_mask (float32), positions (int32); BertConfig reads",
