@@ -7,7 +7,6 @@ from typing import ClassVar
 from megajax.batch import Leaf
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
-from megajax.kernels.capability import Choice, Device, Request
 from megajax.layers.config import LARGEST, DenseMLPConfig, LayerNormConfig, above_zero
 from megajax.layers.config.cross import CrossAttentionConfig
 from megajax.layers.facts import Matmul, Weight, prefixed, total_size
@@ -229,10 +228,6 @@ class ViTConfig(VisionTowerConfig, ModelConfig):  # ty: ignore[incompatible-attr
     def schema(self) -> Mapping[str, Leaf]:
         """Images, and what the head reads."""
         return {"images": self.image_leaf(), **self.head.leaves(self)}
-
-    def kernel_choices(self, known: Request, device: Device | None) -> tuple[Choice, ...]:
-        """The kernel of each block; padding is told from images as documents from each other."""
-        return VisionTowerConfig.kernel_choices(self, replace(known, documents=self.padding() > 0), device)
 
     def head_facts(self) -> HeadFacts:
         """Of classes."""
