@@ -75,6 +75,11 @@ def parse(line: bytes, demand_answers: bool) -> tuple[list[list[Message]], Any]:
         raise BadLine(REASONS[0], f"not valid JSON ({error}); each line must be one object") from error
     if not isinstance(record, dict):
         raise BadLine(REASONS[0], f"a JSON {type(record).__name__}, not an object")
+    return conversations_of(record, demand_answers), record.get("tools")
+
+
+def conversations_of(record: Mapping[str, Any], demand_answers: bool) -> list[list[Message]]:
+    """The conversations of a line's object. Raises BadLine, as `parse`."""
     messages = record.get("messages", record.get("conversations"))
     if not isinstance(messages, list) or not messages:
         keys = ", ".join(map(repr, record)) or "none"
@@ -92,7 +97,7 @@ def parse(line: bytes, demand_answers: bool) -> tuple[list[list[Message]], Any]:
             raise BadLine(REASONS[2], f"a conversation without a message of the assistant (its roles: {roles})")
         if any(not answer["content"] and not answer.get("tool_calls") for answer in answers):
             raise BadLine(REASONS[2], "an empty message of the assistant")
-    return conversations, record.get("tools")
+    return conversations
 
 
 def _message(message: Any, number: int) -> Message:

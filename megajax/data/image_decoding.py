@@ -140,6 +140,15 @@ def read_at(path: Path, offset: int, size: int) -> bytes:
     return data
 
 
+def is_compressed(path: Path) -> bool:
+    """Whether the file begins as one of gzip, zstd, bzip2 or xz."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4).startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7z"))
+    except OSError:
+        return False
+
+
 def check_bytes(size: int, maximum_pixels: int) -> None:
     """Raises UnreadableItem for a file larger than any image of that many pixels, before it is read."""
     if not size:

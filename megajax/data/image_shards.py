@@ -20,7 +20,7 @@ from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.cache import Arrays, load_or_build, user_cache
 from megajax.data.config import ImageShardsConfig
-from megajax.data.image_decoding import SUFFIXES, Picture, StoredPicture, check_bytes, read_at
+from megajax.data.image_decoding import SUFFIXES, Picture, StoredPicture, check_bytes, is_compressed, read_at
 from megajax.data.item_rows import UnreadableItem, groups_of, rows_of_splits, split_rows
 from megajax.data.labelled_images import ClassRows, class_rows, demand_classes
 from megajax.data.progress import Progress
@@ -122,7 +122,7 @@ def scan(path: Path, label: str) -> tuple[np.ndarray, list[tuple[str, str]]]:
                 except UnreadableItem as error:
                     wrong.append((error.reason, f"{path}: {name}: {error}"))
     except (OSError, tarfile.TarError) as error:
-        packed = " Tar files must not be compressed: images in them can be read singly." * _compressed(path)
+        packed = " Tar files must not be compressed: images in them can be read singly." * is_compressed(path)
         raise UserError(f"{path}: cannot be read as a tar file: {error}.{packed}") from error
     return np.array(rows, np.int64).reshape(-1, 3), wrong
 
@@ -161,15 +161,6 @@ def _class(member: tarfile.TarInfo, file: Any, label: str) -> int:
     if type(number) is not int or not 0 <= number <= LARGEST_CLASS:
         raise UnreadableItem("no class", f"{member.name}: expected a number from 0, found {str(number)[:50]!r}")
     return number
-
-
-def _compressed(path: Path) -> bool:
-    """Whether the file begins as one of gzip, zstd, bzip2 or xz."""
-    try:
-        with path.open("rb") as file:
-            return file.read(4).startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7z"))
-    except OSError:
-        return False
 
 
 def build_index(paths: Sequence[Path], label: str) -> Arrays:

@@ -1,12 +1,15 @@
 """Rows of text with images: tokens with places for images, loss on captions and answers, and the images in slots."""
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
+from megajax.data.chat_files import tokenized
+from megajax.data.chat_template import Part
 from megajax.data.config import CropConfig, ImageTextRowsConfig
 from megajax.data.image_augmentation import cropped, random_crop
 from megajax.data.image_decoding import Picture
@@ -14,24 +17,15 @@ from megajax.data.image_tiles import affordable_tiles, fitted, tiled
 from megajax.data.item_rows import ItemRows, Items, MakeRows, UnreadableItem
 from megajax.data.labelled_images import image_size
 
-
-class Text(NamedTuple):
-    """A piece of a sample's text."""
-
-    text: str
-    counts: bool = False
-    """The loss is on it, and on the end-of-document token that follows it."""
-
-
 IMAGE = None
 """A place for the next image."""
 
 
 class Sample(NamedTuple):
-    """Text with images."""
+    """Text with images. The loss is on answers and on the end-of-document token, which follows the text."""
 
     pictures: Sequence[Picture]
-    pieces: Sequence[Text | None]
+    pieces: Sequence[Part | None]
     """The text; IMAGE stands for the images, in their order."""
 
 
@@ -83,9 +77,6 @@ class ImageTextRows(ItemRows[Samples]):
     ):
         super().__init__(items, rows=rows, seed=seed, split=split, on_error=on_error)
         self.layout, self._tokenizer = layout, tokenizer
-        begin = getattr(tokenizer, "specials", {}).get("bos")
-        self._begin = np.array([] if begin is None else [begin], np.int32)
-        self._end = np.array([tokenizer.eod], np.int32)
         self._positions = np.arange(layout.length, dtype=np.int32)
         self._positions.setflags(write=False)
 
@@ -119,24 +110,26 @@ class ImageTextRows(ItemRows[Samples]):
             return [np.asarray(cropped(picture, random_crop(picture.size, layout.augment, generator), layout.size))]
         return [fitted(picture, layout.size, layout.fit)]
 
-    def _text(self, pieces: Sequence[Text | None], slots: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    def _text(self, pieces: Sequence[Part | None], slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of the whole text and which of them count. slots: number of slots of each image.
 
         Raises UnreadableItem for images beyond the end of the row, and for text with the image token in it.
         """
-        each, counts, left = [self._begin], [np.zeros(len(self._begin), bool)], list(slots)
-        for piece in pieces:
-            if piece is IMAGE:
-                tokens = np.full(left.pop(0) * self.layout.image_tokens, self.layout.image_token, np.int32)
+        left, parts, counts = iter(slots), [], []
+        for is_image, run in groupby(pieces, key=lambda piece: piece is IMAGE):
+            if is_image:
+                tokens = np.full(sum(next(left) for _ in run) * self.layout.image_tokens, self.layout.image_token)
+                answers = np.zeros(len(tokens), bool)
             else:
-                tokens = np.asarray(self._tokenizer.encode(piece.text), np.int32)
+                tokens, answers = tokenized(self._tokenizer, [piece for piece in run if piece is not IMAGE])
                 if (tokens == self.layout.image_token).any():
-                    detail = f"the text {piece.text[:50]!r} encodes to the image token {self.layout.image_token}"
-                    raise UnreadableItem("image marker without image", detail)
-                tokens = np.append(tokens, self._end) if piece.counts else tokens
-            each.append(tokens)
-            counts.append(np.full(len(tokens), piece is not IMAGE and piece.counts))
-        text = np.concatenate(each)
+                    raise UnreadableItem("image marker without image", "its text has the image token")
+            parts.append(tokens)
+            counts.append(answers)
+        if not len(parts[-1]) or parts[-1][-1] != self._tokenizer.eod:
+            parts.append(np.array([self._tokenizer.eod]))
+            counts.append(np.ones(1, bool))
+        text = np.concatenate(parts).astype(np.int32)
         beyond = np.flatnonzero(text[self.layout.length :] == self.layout.image_token)
         if beyond.size:
             end = self.layout.length + int(beyond[-1]) + 1
@@ -156,11 +149,11 @@ def image_text_rows(
         UserError: a tokenizer without an image token, one outside the model's vocabulary, rows too short for an image.
     """
     token = config.image_token
-    token = getattr(tokenizer, "specials", {}).get("image") if token is None else token
+    token = tokenizer.specials.get("image") if token is None else token
     if token is None:
         raise UserError(
-            f"text with images needs an image token; the tokenizer {getattr(tokenizer, 'identity', '')} has none. "
-            "Choose one that has it, or set data.image_token to an id that the text does not use."
+            f"text with images needs an image token; the tokenizer {tokenizer.identity} has none. "
+            "Use tokenizer.type=MultimodalTokenizerConfig, which adds one to any other tokenizer."
         )
     leaf, images = schema["tokens"], schema["images"]
     if leaf.below is not None and token >= leaf.below:
@@ -201,5 +194,4 @@ def image_text_rows(
 
 def captioned(pictures: Sequence[Picture], prompt: str, caption: str) -> Sample:
     """Images, the prompt, and the caption, which counts."""
-    before = [Text(prompt)] if prompt else []
-    return Sample(pictures, [*[IMAGE] * len(pictures), *before, Text(caption, counts=True)])
+    return Sample(pictures, [*[IMAGE] * len(pictures), Part(prompt, False), Part(caption, True)])

@@ -12,9 +12,11 @@ import numpy as np
 from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.cache import Arrays, load_or_build, user_cache
+from megajax.data.chat_files import BadLine, conversations_of
+from megajax.data.chat_template import ChatTemplate, Part, TemplateMisfit
 from megajax.data.config import ImageTextConfig
-from megajax.data.image_decoding import Picture, StoredPicture, check_bytes, read_at, read_bounded
-from megajax.data.image_text import IMAGE, Sample, Text, captioned, image_text_rows
+from megajax.data.image_decoding import Picture, StoredPicture, check_bytes, is_compressed, read_at, read_bounded
+from megajax.data.image_text import IMAGE, Sample, captioned, image_text_rows
 from megajax.data.item_rows import UnreadableItem, rows_of_splits, split_rows
 from megajax.data.progress import Progress
 from megajax.data.splits import Rows, Splits
@@ -25,8 +27,6 @@ NEWLINE = 10
 DATA_URL = "data:"
 BASE64_STARTS = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
 """How JPEG, PNG, GIF and WebP begin in base64."""
-QUESTIONS, ANSWERS, OTHERS = ("human", "user"), ("gpt", "assistant"), ("system",)
-"""Roles of the turns of a conversation."""
 
 
 class Lines(NamedTuple):
@@ -47,13 +47,14 @@ class ImageTextLines:
 
     def __init__(self, paths: Sequence[Path], lines: Lines, config: ImageTextConfig):
         self._paths, self.lines, self._config = paths, lines, config
+        self._template = ChatTemplate(config.template)
 
     def __len__(self) -> int:
         return len(self.lines.sizes)
 
     def name(self, item: int) -> str:
         """File and number of the line."""
-        return f"{self._paths[self.lines.files[item]]}:{self.lines.numbers[item]}"
+        return f"{self._paths[self.lines.files[item]]}, line {self.lines.numbers[item]}"
 
     def groups(self) -> list[np.ndarray]:
         """All lines as one group."""
@@ -76,56 +77,53 @@ class ImageTextLines:
         if not isinstance(line, Mapping):
             raise UnreadableItem("no JSON", f"expected an object, found {str(line)[:50]!r}")
         folder = Path(self._config.image_folder).expanduser() if self._config.image_folder else path.parent
-        return read_line(line, folder, self._config)
+        return read_line(line, folder, self._template, self._config)
 
 
-def read_line(line: Mapping[str, Any], folder: Path, config: ImageTextConfig) -> Sample:
+def read_line(line: Mapping[str, Any], folder: Path, template: ChatTemplate, config: ImageTextConfig) -> Sample:
     """The images and text of a line's object. Raises UnreadableItem."""
-    sources = line.get("image")
-    sources = sources if isinstance(sources, list) else [] if sources is None else [sources]
-    turns = line.get("conversations", line.get("messages"))
-    caption = line.get("caption")
-    if turns is None and not isinstance(caption, str):
-        raise UnreadableItem("no text", f"expected caption, conversations or messages; it has {', '.join(line)}")
-    if turns is None and not sources:
-        raise UnreadableItem("caption without an image", f"image is {line.get('image')!r}")
-    pieces = [] if turns is None else conversation(turns, config)
-    places = sum(piece is IMAGE for piece in pieces)
-    if places > len(sources):
-        raise UnreadableItem("image marker without image", f"{places} x {config.marker}, {len(sources)} images")
-    if 0 < places < len(sources):
-        raise UnreadableItem("image without a marker", f"{places} x {config.marker}, {len(sources)} images")
+    given, caption = line.get("image"), line.get("caption")
+    sources = given if isinstance(given, list) else [] if given is None else [given]
+    if caption is None:
+        pieces = _conversation(line, len(sources), template, config)
+    elif not isinstance(caption, str) or not caption:
+        raise UnreadableItem("no caption", f"caption is {str(caption)[:50]!r}")
+    elif not sources:
+        raise UnreadableItem("caption without an image", "a line with a caption needs an image")
     pictures = [read_picture(source, folder, config.maximum_pixels) for source in sources]
-    if turns is None:
-        return captioned(pictures, config.prompt, str(caption))
-    return Sample(pictures, pieces if places else [*[IMAGE] * len(pictures), *pieces])
+    return Sample(pictures, pieces) if caption is None else captioned(pictures, config.prompt, caption)
 
 
-def conversation(turns: Any, config: ImageTextConfig) -> list[Text | None]:
-    """The turns of a conversation as text, with IMAGE for each marker. Raises UnreadableItem."""
-    pieces: list[Text | None] = []
-    for turn in turns if isinstance(turns, list) else [turns]:
-        fields = turn if isinstance(turn, Mapping) else {}
-        role, text = fields.get("from", fields.get("role")), fields.get("value", fields.get("content"))
-        if not isinstance(text, str):
-            raise UnreadableItem("no text", f"expected a turn with from and value, found {str(turn)[:80]!r}")
-        if role in ANSWERS:
-            if config.marker in text:
-                raise UnreadableItem("image marker without image", f"an answer has {config.marker}")
-            before, _, after = config.answer.partition("{}")
-            pieces += [Text(before), Text(text.strip() + after, counts=True)]
-        elif role in (*QUESTIONS, *OTHERS):
-            form = config.question if role in QUESTIONS else "{} "
-            parts = form.replace("{}", text.strip()).split(config.marker)
-            pieces += [Text(parts[0])]
-            for part in parts[1:]:
-                pieces += [IMAGE, Text(part)]
-        else:
-            known = ", ".join((*QUESTIONS, *ANSWERS, *OTHERS))
-            raise UnreadableItem("unknown role", f"a turn of {role!r}; the roles are {known}")
-    if not any(piece is not IMAGE and piece.counts for piece in pieces):
-        raise UnreadableItem("no answer", f"{len(pieces)} turns, and none of {' or '.join(ANSWERS)}")
-    return [piece for piece in pieces if piece is IMAGE or piece.text or piece.counts]
+def _conversation(
+    line: Mapping[str, Any], images: int, template: ChatTemplate, config: ImageTextConfig
+) -> list[Part | None]:
+    """The text of a conversation, with IMAGE for each marker. Raises UnreadableItem."""
+    try:
+        conversations = conversations_of(line, demand_answers=True)
+        if len(conversations) > 1:
+            raise BadLine("not a conversation", f"{len(conversations)} of them; write a line for each")
+        (messages,) = conversations
+        marked = [message for message in messages if config.marker in message["content"]]
+        if images and not marked:
+            first = next((message for message in messages if message["role"] == "user"), messages[0])
+            first["content"] = f"{config.marker * images}\n{first['content']}"
+        parts = template.parts(messages)
+    except BadLine as error:
+        raise UnreadableItem(error.reason, str(error)) from error
+    except TemplateMisfit as error:
+        raise UnreadableItem("refused by the template", str(error)) from error
+    pieces: list[Part | None] = []
+    for part in parts:
+        texts = part.text.split(config.marker)
+        if part.answer and len(texts) > 1:
+            raise UnreadableItem("image marker without image", f"an answer has {config.marker}")
+        for place, text in enumerate(texts):
+            pieces += [*[IMAGE] * (place > 0), Part(text, part.answer)]
+    places = sum(piece is IMAGE for piece in pieces)
+    if places != images:
+        reason = "image marker without image" if places > images else "image without a marker"
+        raise UnreadableItem(reason, f"{places} x {config.marker}, images: {images}")
+    return pieces
 
 
 def read_picture(source: object, folder: Path, maximum_pixels: int) -> Picture:
@@ -179,6 +177,8 @@ def open_lines(config: ImageTextConfig, names: Sequence[str]) -> ImageTextLines:
     if absent := [str(path) for path in paths if not path.is_file()]:
         raise UserError(f"data: no such file: {', '.join(absent)} (looked for in {Path.cwd()})")
     for path in paths:
+        if is_compressed(path):
+            raise UserError(f"{path}: is compressed; unpack it: its lines are read singly")
         with path.open("rb") as file:
             if file.read(1) == b"[":
                 raise UserError(

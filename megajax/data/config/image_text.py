@@ -7,9 +7,6 @@ from megajax.config.errors import Problem
 from megajax.data.config.base import LoaderConfig, at_least, between, split_problems
 from megajax.data.config.images import CropConfig, ImagesConfig, files_problems
 
-TURN = "{}"
-"""Stands for the text of a turn."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageTextRowsConfig(ImagesConfig):
@@ -43,9 +40,9 @@ class ImageTextRowsConfig(ImagesConfig):
 class ImageTextConfig(ImageTextRowsConfig):
     """JSON lines of images with captions or conversations. Long text is cut at the end of the row.
 
-    {"image": PATH, "caption": TEXT}, or {"image": PATH, "conversations": [{"from": "human", "value": "<image> What is
-    this?"}, {"from": "gpt", "value": TEXT}]}, likewise "messages" with "role" and "content". For PATH also the image
-    in base64, or a list of both.
+    {"image": PATH, "caption": TEXT}, or {"image": PATH, "messages": [{"role": "user", "content": "<image> What is
+    this?"}, {"role": "assistant", "content": TEXT}]}, likewise "conversations" with "from" and "value". For PATH also
+    the image in base64, or a list of both.
     """
 
     target: ClassVar[str] = "megajax.data.image_text_files:build_splits"
@@ -63,20 +60,14 @@ class ImageTextConfig(ImageTextRowsConfig):
     image_folder: str | None = None
     """Folder of the images' paths; none: the folder of the file that names them."""
     marker: str = "<image>"
-    """Stands for an image in the text of a conversation; without any, images come first."""
-    question: str = "USER: {} "
-    """How a question is written; {} is its text."""
-    answer: str = "ASSISTANT: {}"
-    """How an answer is written; the loss is on {}, on what follows it, and on the end-of-document token after it."""
+    """Stands for an image in the messages of a conversation; without any, images begin the first of the user's."""
+    template: str = "plain"
+    """Makes text of a conversation, as in ChatConfig."""
     cache_dir: str | None = None
     """Folder for the index of lines; none: the user's cache folder. It need not be shared between hosts."""
 
     def problems(self) -> list[Problem]:
         problems = ImageTextRowsConfig.problems(self) + split_problems(self.split) + files_problems(self)
-        for name in ("question", "answer"):
-            text = getattr(self, name)
-            if text.count(TURN) != 1:
-                problems.append(Problem(name, f"expected one {TURN} in {text!r}", "it stands for the text of a turn"))
         return problems + ([] if self.marker else [Problem("marker", "is empty", "use <image>")])
 
 
