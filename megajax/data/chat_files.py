@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from megajax.config.errors import UserError
 from megajax.data.cache import Arrays, load_or_build
 from megajax.data.chat_template import ChatTemplate, Part, TemplateMisfit
 from megajax.data.text_files import open_text
+from megajax.tokenizers.base import Tokenizer
 
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"human": "user", "gpt": "assistant"}
 """Roles, and other names for them."""
@@ -20,16 +21,6 @@ REASONS = ("not a conversation", "unknown role", "no answer", "refused by the te
 """Why a line is left out."""
 
 type Message = dict[str, Any]
-
-
-class Tokenizer(Protocol):
-    """The attributes of a tokenizer that conversations need."""
-
-    eod: int
-    pad: int | None
-    identity: str
-
-    def encode(self, text: str) -> np.ndarray: ...
 
 
 class BadLine(Exception):

@@ -5,8 +5,8 @@ Bavarian et al. 2022, "Efficient Training of Language Models to Fill in the Midd
 
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,20 +14,14 @@ from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.blend import DatasetBuilder
 from megajax.data.config import FillInMiddleConfig
-from megajax.data.gpt import GPTDataset, Tokenizer, TokenSource
+from megajax.data.gpt import GPTDataset, TokenSource
 from megajax.data.index import RowIndex
 from megajax.data.masking import SEEDS, SampleGenerators
 from megajax.data.splits import Rows, Splits
+from megajax.tokenizers.base import Tokenizer
 
 SNAPSHOT_ROWS = 256
 """Rows between kept states of a generator of all rows."""
-
-
-class TextTokenizer(Tokenizer, Protocol):
-    """The attributes of a tokenizer that FIM needs."""
-
-    def encode(self, text: str) -> np.ndarray: ...
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
 
 
 class Specials(NamedTuple):
@@ -40,15 +34,15 @@ class Specials(NamedTuple):
     fragment: int | None
 
 
-def token_id(tokenizer: TextTokenizer, text: str, setting: str) -> int:
-    """The id of a token. Raises UserError if the tokenizer makes several of the text."""
-    ids = tokenizer.encode(text).tolist()
-    if len(ids) != 1:
+def token_id(tokenizer: Tokenizer, token: str, setting: str) -> int:
+    """The id of a token. Raises UserError if the vocabulary does not have it."""
+    number = tokenizer.token_id(token)
+    if number is None:
         raise UserError(
-            f"data.{setting}={text!r}: the tokenizer {tokenizer.identity} makes {len(ids)} tokens of it, not one. Name "
-            "a special token of its vocabulary, or use a tokenizer that has tokens for filling in the middle."
+            f"data.{setting}={token!r}: the tokenizer {tokenizer.identity} has no such token. Name one of its "
+            "vocabulary, or use a tokenizer that has tokens for filling in the middle."
         )
-    return ids[0]
+    return number
 
 
 class MiddleLast:
@@ -62,7 +56,7 @@ class MiddleLast:
         tokenizer: makes text of tokens and tokens of text.
     """
 
-    def __init__(self, config: FillInMiddleConfig, tokenizer: TextTokenizer):
+    def __init__(self, config: FillInMiddleConfig, tokenizer: Tokenizer):
         self.config, self._tokenizer = config, tokenizer
         self._ids = Specials(
             prefix=token_id(tokenizer, config.prefix_token, "prefix_token"),
@@ -173,7 +167,7 @@ class SequentialFillInMiddle(FillInMiddle):
 class FillInMiddleBuilder(DatasetBuilder):
     """Rows for models that fill in the middle."""
 
-    def __init__(self, config: FillInMiddleConfig, *, tokenizer: TextTokenizer, sequence_length: int, seed: int):
+    def __init__(self, config: FillInMiddleConfig, *, tokenizer: Tokenizer, sequence_length: int, seed: int):
         super().__init__(config, tokenizer=tokenizer, sequence_length=sequence_length, seed=seed)
         self.reorder, self.sequential = MiddleLast(config, tokenizer), config.sequential_draws
 
@@ -186,9 +180,7 @@ class FillInMiddleBuilder(DatasetBuilder):
         return FillInMiddle(tokens, index, self.options, seed=seed, **more)
 
 
-def build_splits(
-    config: FillInMiddleConfig, *, tokenizer: TextTokenizer, schema: Schema, rows: Rows, seed: int
-) -> Splits:
+def build_splits(config: FillInMiddleConfig, *, tokenizer: Tokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:
     """Rows for the splits that a run requests; see `BlendBuilder.configured`.
 
     Raises:

@@ -21,6 +21,9 @@ class Letters:
 
     vocabulary_size, eod, pad, identity = 103, EOD, None, "letters"
 
+    def token_id(self, token: str) -> int | None:
+        return ord(token) - 200 if len(token) == 1 else None
+
     def encode(self, text: str) -> np.ndarray:
         return np.array([ord(letter) - 200 for letter in text], np.int32)
 
@@ -137,5 +140,5 @@ def test_settings_that_are_refused(options: dict[str, Any], where: str) -> None:
 
 
 def test_a_token_that_the_tokenizer_lacks(prefix: Path) -> None:
-    with pytest.raises(UserError, match=r"data\.middle_token='<m>': the tokenizer letters makes 3 tokens of it"):
+    with pytest.raises(UserError, match=r"data\.middle_token='<m>': the tokenizer letters has no such token"):
         build(fill(prefix, middle_token="<m>"))

@@ -23,9 +23,11 @@ class Letters:
     vocabulary_size, eod, pad, identity = 512, 511, 503, "letters"
     special: ClassVar = {"prefix": 500, "middle": 501, "suffix": 502}
 
+    def token_id(self, token: str) -> int:
+        return self.special[token] if token in self.special else ord(token) - 256
+
     def encode(self, text: str) -> np.ndarray:
-        ids = [self.special[text]] if text in self.special else [ord(letter) - 256 for letter in text]
-        return np.array(ids, np.int32)
+        return np.array([ord(letter) - 256 for letter in text], np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return "".join(chr(256 + int(number)) for number in ids if not 500 <= number <= 503)
