@@ -1,4 +1,4 @@
-"""How fast rows are found, read, batched and put on devices, in tokens a second.
+"""How fast rows are found, read, batched and put on devices, in tokens a second; how full rows of chats are.
 
 Run:  python benchmarks/data.py [--tokens=60000000] [--sequence-length=2048] [--rows=32]
 
@@ -8,6 +8,7 @@ benchmarks/results/data.json.
 """
 
 import argparse
+import json
 import os
 import tempfile
 import time
@@ -21,12 +22,15 @@ import numpy as np
 import outcome
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from megajax.batch import SAMPLE, Leaf
 from megajax.data.blend import weighted_index
-from megajax.data.config import BlendConfig, LoaderConfig, MockConfig, Rows
+from megajax.data.config import BlendConfig, ChatConfig, LoaderConfig, MockConfig, Rows
 from megajax.data.index import IndexRequest, build_index
 from megajax.data.indexed import IndexedTokens, IndexedWriter
 from megajax.data.loader import Loader
+from megajax.data.packing import best_fit
 from megajax.models.config import text_schema
+from megajax.tokenizers.config import ByteTokenizerConfig
 
 VOCABULARY = 50_000
 REPEATS = 3
@@ -69,11 +73,18 @@ def index_speed(sequence_length: int) -> dict[str, float]:
     }
 
 
+def loader_of(source: Any, rows: int, config: LoaderConfig) -> Loader:
+    """Batches of `rows` rows on all devices."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    text = text_schema(source.sequence_length, 2**31)
+    schema = {**{name: leaf for name, leaf in text.items() if name in source[0]}, SAMPLE: Leaf("uint32")}
+    shardings = dict.fromkeys(schema, NamedSharding(mesh, PartitionSpec(None, "data")))
+    return Loader(source, global_size=rows, microbatches=1, schema=schema, shardings=shardings, config=config)
+
+
 def batch_speed(source: Any, rows: int, steps: int, config: LoaderConfig) -> float:
     """Tokens a second from the source to ready arrays on the devices, nothing else going on."""
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    sharding = NamedSharding(mesh, PartitionSpec(None, "data"))
-    with Loader(source, global_size=rows, microbatches=1, sharding=sharding, config=config) as loader:
+    with loader_of(source, rows, config) as loader:
         jax.block_until_ready(next(loader))
 
         def run() -> None:
@@ -87,9 +98,8 @@ def batch_speed(source: Any, rows: int, steps: int, config: LoaderConfig) -> flo
 
 def data_wait(source: Any, rows: int, steps: int, busy: float) -> float:
     """Mean milliseconds that a step waits for its batch when each step keeps the host free for `busy` seconds."""
-    sharding = NamedSharding(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,)), PartitionSpec(None, "data"))
     waited = 0.0
-    with Loader(source, global_size=rows, microbatches=1, sharding=sharding) as loader:
+    with loader_of(source, rows, LoaderConfig()) as loader:
         next(loader)
         for _ in range(steps):
             time.sleep(busy)
@@ -97,6 +107,37 @@ def data_wait(source: Any, rows: int, steps: int, busy: float) -> float:
             next(loader)
             waited += time.perf_counter() - start
     return 1000 * waited / steps
+
+
+def chat_speed(length: int, folder: Path) -> dict[str, float]:
+    """20,000 conversations of 2 to 6 messages, by the byte tokenizer; then 10^6 lengths packed alone.
+
+    Lengths are log-normal, as those of chats are; a tenth of the conversations is longer than half a row.
+    """
+    draw = np.random.default_rng(0)
+    count, path = 20_000, folder / "chats.jsonl"
+    with path.open("w") as file:
+        for size in draw.lognormal(np.log(length / 6), 0.85, count).clip(20, 0.9 * length).astype(int).tolist():
+            turns = int(draw.integers(1, 4))
+            roles = ["user", "assistant"] * turns
+            talk = [{"role": role, "content": "word " * (size // (10 * turns))} for role in roles]
+            file.write(json.dumps({"messages": talk}) + "\n")
+    config = ChatConfig(paths=(str(path),), split="1", cache_dir=str(folder / "chats"), on_error="skip")
+    tokenizer, schema = ByteTokenizerConfig().build(), text_schema(length, 257)
+    start = time.perf_counter()
+    rows = config.build(tokenizer=tokenizer, schema=schema, rows=Rows(None), seed=1).train
+    built = time.perf_counter() - start
+    cached = seconds(lambda: config.build(tokenizer=tokenizer, schema=schema, rows=Rows(None), seed=1))
+    lengths = draw.lognormal(np.log(length / 6), 0.85, 1_000_000).clip(20, length).astype(int)
+    read = min(2000, len(rows))
+    return {
+        "chat_packing_share": rows.packing_share(),
+        "chat_conversations_built_per_second": count / built,
+        "chat_conversations_from_cache_per_second": count / cached,
+        "chat_rows_per_second": read / seconds(lambda: [rows[row] for row in range(read)]),
+        "packing_conversations_per_second": len(lengths) / seconds(lambda: best_fit(lengths, length), 1),
+        "packing_share": lengths.sum() / (length * len(best_fit(lengths, length))),
+    }
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -108,7 +149,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     wanted = Rows(arguments.tokens // length - rows)
     results: dict[str, Any] = {"write_tokens_per_second": arguments.tokens / written}
     results["open_and_check_seconds"] = seconds(lambda: IndexedTokens(folder / "corpus"))
-    results |= index_speed(length)
+    results |= index_speed(length) | chat_speed(length, folder)
     for name, options in {"rows": {}, "rows_isolated": {"isolate_documents": True}}.items():
         config = BlendConfig(paths=(str(folder / "corpus"),), split="1", cache_dir=str(folder / "cache"), **options)
         source = config.build(tokenizer=tokenizer, schema=text_schema(length, 2**31), rows=wanted, seed=1).train
