@@ -106,6 +106,16 @@ def test_full_validation_counts_every_row_once(corpus, tmp_path):
     assert filled[0] is not None and source[0]["loss_mask"].sum() > 0
 
 
+class Unweighted(MockConfig):
+    def leaves(self) -> dict[str, str]:
+        return {name: dtype for name, dtype in super().leaves().items() if name != "loss_mask"}
+
+
+def test_full_validation_needs_rows_that_need_not_count():
+    with pytest.raises(ConfigError, match=r"evaluation\.full: fills .* the data makes no loss_mask"):
+        check(run_config(data=Unweighted(), evaluation=EvaluationConfig(full=True)), 1)
+
+
 def test_sets_on_the_command_line(tmp_path):
     text = "--evaluation.sets={code: {type: BlendConfig, valid_paths: [a, b]}}"
     cfg = parse(["--config=gpt2.py:debug", text], verb="train").config
