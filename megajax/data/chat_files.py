@@ -135,7 +135,7 @@ class Reader:
         description = {
             "kind": "chat",
             "files": [_digest(path) for path in paths],
-            "template": self._template.text,
+            "template": self._template.identity,
             "tokenizer": self._tokenizer.identity,
             "loss": self._loss,
             "on_error": self._on_error,

@@ -53,6 +53,9 @@ class ChatTemplate:
     Args:
         source: a template (it has a brace), the path of one or of a tokenizer_config.json, or a name of `NAMED`.
 
+    Attributes:
+        identity: equal for equal templates, for the keys of caches.
+
     Raises:
         UserError: no such name or file, or a template with a mistake.
     """
@@ -61,10 +64,11 @@ class ChatTemplate:
         require("jinja2", "A chat template")
         from jinja2 import TemplateError
 
-        self.text, names = _read(source)
-        self._marked = "endgeneration" in self.text
+        text, names = _read(source)
+        self.identity = json.dumps([text, names], sort_keys=True)
+        self._marked = "endgeneration" in text
         try:
-            self._template = _environment().from_string(self.text, names)
+            self._template = _environment().from_string(text, names)
         except TemplateError as error:
             line = getattr(error, "lineno", None)
             where = f"line {line}: " if line else ""
