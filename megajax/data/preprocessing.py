@@ -75,30 +75,32 @@ def preprocess_text(
         UserError: PREFIX cannot be written, or the tokenizer refuses a document.
     """
     text, tokens = 0, []
-    with IndexedWriter(prefix, token_dtype(tokenizer.vocabulary_size)) as writer:
+    encoder = _Encoder(tokenizer, append_eod, sentences)
+    with IndexedWriter(prefix, encoder.dtype) as writer:
         for document in documents:
             data = document.encode("utf-8", errors="surrogatepass") if isinstance(document, str) else document
-            sequences = _sequences(tokenizer, data, writer.dtype, append_eod=append_eod, sentences=sentences)
+            sequences = encoder.sequences(data)
             writer.add_document(sequences)
             text += len(data)
             tokens.append(sum(map(len, sequences)))
     return Counts(text=text, documents=len(tokens), empty=tokens.count(0), tokens=sum(tokens))
 
 
-def _sequences(
-    tokenizer: Tokenizer,
-    text: bytes,
-    dtype: np.dtype,
-    *,
-    append_eod: bool,
-    sentences: Callable[[bytes], Iterable[bytes]] | None,
-) -> list[np.ndarray]:
-    """The sequences of a document that are not empty, the end of the document added to the last one."""
-    parts = [text] if sentences is None else sentences(text)
-    sequences = [ids for ids in (tokenizer.encode_bytes(part).astype(dtype) for part in parts) if len(ids)]
-    if sequences and append_eod:
-        sequences[-1] = np.append(sequences[-1], np.array([tokenizer.eod], dtype))
-    return sequences
+class _Encoder:
+    """Turns documents into sequences."""
+
+    def __init__(self, tokenizer: Tokenizer, append_eod: bool, sentences: Callable[[bytes], Iterable[bytes]] | None):
+        self.dtype = token_dtype(tokenizer.vocabulary_size)
+        self._encode, self._sentences = tokenizer.encode_bytes, sentences
+        self._end = np.array([tokenizer.eod] * append_eod, self.dtype)
+
+    def sequences(self, text: bytes) -> list[np.ndarray]:
+        """The sequences of a document that are not empty, the end of the document added to the last one."""
+        parts = [text] if self._sentences is None else self._sentences(text)
+        sequences = [ids.astype(self.dtype) for ids in map(self._encode, parts) if len(ids)]
+        if sequences:
+            sequences[-1] = np.concatenate((sequences[-1], self._end))
+        return sequences
 
 
 def preprocess(job: Preprocessing, report: Callable[[Counts, int], None] = lambda counts, total: None) -> Preprocessed:
@@ -406,34 +408,33 @@ def tokenise(job: Preprocessing, chunk: Chunk, prefix: str) -> _Result:
         return _Result(Counts(stored=chunk.stored, text=len(chunk.data), tokens=len(piece)), prefix, piece=True)
     text, tokens, skipped, fault = 0, [], 0, None
     kind = _format(job, chunk.file)
+    encoder = _Encoder(tokenizer, job.append_eod, split_sentences if job.split_sentences else None)
     with ExitStack() as stack:
         writers = [stack.enter_context(IndexedWriter(f"{prefix}-{key}", dtype)) for key in job.keys]
         for place, row in kind.rows(chunk):
             try:
                 texts = kind.texts(row)
-                documents = _documents(job, tokenizer, texts, dtype)
+                documents = [encoder.sequences(data) for data in texts]
+                if not all(documents):
+                    _check_empty(job, documents)
             except UserError as error:
                 if not job.skip:
                     raise UserError(_located(job, chunk, place, str(error))) from error
                 skipped, fault = skipped + 1, fault or (place, str(error))
                 continue
-            for writer, sequences in zip(writers, documents, strict=True):
+            total = 0
+            for writer, data, sequences in zip(writers, texts, documents, strict=True):
                 writer.add_document(sequences)
-            text += sum(map(len, texts))
-            tokens.append(sum(len(ids) for sequences in documents for ids in sequences))
+                total += sum(map(len, sequences))
+                text += len(data)
+            tokens.append(total)
     amounts = {"documents": len(tokens), "empty": tokens.count(0), "skipped": skipped, "tokens": sum(tokens)}
     return _Result(Counts(stored=chunk.stored, text=text, **amounts), prefix, fault=fault)
 
 
-def _documents(
-    job: Preprocessing, tokenizer: Tokenizer, texts: tuple[bytes, ...], dtype: np.dtype
-) -> list[list[np.ndarray]]:
-    """The sequences of each key. Raises UserError where one is empty that has to have some."""
-    sentences = split_sentences if job.split_sentences else None
-    documents = [_sequences(tokenizer, text, dtype, append_eod=job.append_eod, sentences=sentences) for text in texts]
+def _check_empty(job: Preprocessing, documents: list[list[np.ndarray]]) -> None:
+    """Raises UserError where one of the texts of a row is empty and none may be."""
     if job.pairs or job.split_sentences:
-        for key, sequences in zip(job.keys, documents, strict=True):
-            if not sequences:
-                what = "the document has no sentence" if job.split_sentences else "one side of the pair is empty"
-                raise UserError(f"{what}: there is no text under {key!r}. Mend it, or give --on-error=skip.")
-    return documents
+        key = job.keys[[bool(sequences) for sequences in documents].index(False)]
+        what = "the document has no sentence" if job.split_sentences else "one side of the pair is empty"
+        raise UserError(f"{what}: there is no text under {key!r}. Mend it, or give --on-error=skip.")
