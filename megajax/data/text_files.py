@@ -32,14 +32,14 @@ class TextFile:
     Attributes:
         format: jsonl, text, parquet, or pairs.
         size: bytes on disk; of a pair, of both files; of a part, its share.
-        target: for pairs, the file whose lines belong to those of `path`.
+        second: for pairs, the file whose lines belong to those of `path`.
         start, stop: the part: bytes of its text, or row groups of Parquet; stop None: to the end.
     """
 
     path: str
     format: str
     size: int
-    target: str | None = None
+    second: str | None = None
     start: int = 0
     stop: int | None = None
 
@@ -55,7 +55,7 @@ class Chunk:
     Attributes:
         start: byte in the file; for Parquet, the row group, which the reader of the chunk reads itself.
         stored: corresponding bytes on disk, for the progress.
-        target: for pairs, the lines that belong to those of `data`.
+        second: for pairs, the lines that belong to those of `data`.
         piece: part of a document that is a whole file; `ends`: its last piece.
     """
 
@@ -63,7 +63,7 @@ class Chunk:
     start: int
     data: bytes
     stored: int
-    target: bytes = b""
+    second: bytes = b""
     piece: bool = False
     ends: bool = True
 
@@ -113,7 +113,7 @@ def find_pairs(inputs: Sequence[str], targets: Sequence[str]) -> list[TextFile]:
         what = f"{len(sides[0])} file(s) of --input and {len(sides[1])} of --target: each file needs its target"
         raise UserError(f"{what}. Give both in the same order.")
     pairs = zip(*sides, strict=True)
-    return [TextFile(left.path, "pairs", left.size + right.size, target=right.path) for left, right in pairs]
+    return [TextFile(left.path, "pairs", left.size + right.size, second=right.path) for left, right in pairs]
 
 
 def _expand(given: str) -> list[str]:

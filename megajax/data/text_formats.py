@@ -199,25 +199,25 @@ class LinePairs(TextFormat):
 
     def chunks(self, file: TextFile, size: int, split_point: Callable[[bytes], int]) -> Iterator[Chunk]:
         start = before = lines = 0
-        target = str(file.target)
-        with open_text(file.path) as (sources, position), open_text(target) as (targets, also):
+        second = str(file.second)
+        with open_text(file.path) as (sources, position), open_text(second) as (targets, also):
             while True:
                 left = sources.readlines(size)
                 right = [line for line in (targets.readline() for _ in left) if line]
                 lines += len(right)
                 if len(right) < len(left) or (not left and targets.readline()):
-                    longer, shorter = (file.path, target) if left else (target, file.path)
+                    longer, shorter = (file.path, second) if left else (second, file.path)
                     what = f"has no line {lines + 1}, but {longer} has; the lines of both files belong together"
                     raise UserError(f"{shorter} {what}.")
                 if not left:
                     return
                 data, stored = b"".join(left), position() + also()
-                yield Chunk(file, start, data, stored - before, target=b"".join(right))
+                yield Chunk(file, start, data, stored - before, second=b"".join(right))
                 start, before = start + len(data), stored
 
     def rows(self, chunk: Chunk) -> Iterator[tuple[int, Any]]:
         place = 0
-        for left, right in zip(io.BytesIO(chunk.data), io.BytesIO(chunk.target), strict=True):
+        for left, right in zip(io.BytesIO(chunk.data), io.BytesIO(chunk.second), strict=True):
             yield place, (left, right)
             place += len(left)
 

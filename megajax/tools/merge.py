@@ -1,0 +1,35 @@
+"""Join token files: `python -m megajax.tools.merge --input FOLDER --output-prefix PREFIX`."""
+
+import argparse
+
+from megajax.command_line import front_door
+from megajax.config.builds import resolve
+
+
+def main(argv: list[str]) -> int:
+    """Join the files and say what was written.
+
+    Raises:
+        UserError: for what the user has to change.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m megajax.tools.merge",
+        description="Append the documents of token files to each other, in order; they must be stored as one dtype.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="PATH", help="prefixes of token files, or folders: all files of a "
+        "folder, in the order of their names")  # fmt: skip
+    add("--output-prefix", required=True, metavar="PREFIX", help="where to write, without .bin and .idx")
+    add("--overwrite", action="store_true", help="replace output that exists")
+    options = parser.parse_args(argv)
+    # By name, so that the front door can report a package that is not installed.
+    merge = resolve("megajax.data.merging:merge")
+    merged = merge(options.input, options.output_prefix, overwrite=options.overwrite)
+    print(f"{merged.documents:,} documents, {len(merged):,} sequences, {len(merged.tokens):,} tokens of "
+          f"{merged.dtype.name}, {merged.tokens.nbytes:,} bytes: {options.output_prefix}")  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    front_door(main)
