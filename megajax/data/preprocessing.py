@@ -418,7 +418,7 @@ def tokenise(job: Preprocessing, chunk: Chunk, prefix: str) -> _Result:
                 if not all(documents):
                     _check_empty(job, documents)
             except UserError as error:
-                if not job.skip:
+                if job.on_error == "stop":
                     raise UserError(_located(job, chunk, place, str(error))) from error
                 skipped, fault = skipped + 1, fault or (place, str(error))
                 continue

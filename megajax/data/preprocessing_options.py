@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from megajax.config.builds import Builds
 from megajax.config.errors import UserError
@@ -33,7 +33,7 @@ class Preprocessing(Builds):
         format: jsonl, text or parquet; None: by the names of the files.
         targets: files of plain text whose lines belong to those of `inputs`; then there are two `keys`, one for each.
         pairs: the texts of a row belong together, so each needs one.
-        skip: leave out rows with something wrong, and count them; False: the first one ends the job.
+        on_error: stop: a row with something wrong ends the job; skip: leave such rows out, and count them.
         workers: maximum number of processes.
         partitions: number of parts of the input, each read and written by a process of its own and merged in order; 1:
             one process reads everything. Does not affect the result.
@@ -53,7 +53,7 @@ class Preprocessing(Builds):
     format: str | None = None
     targets: tuple[str, ...] = ()
     pairs: bool = False
-    skip: bool = False
+    on_error: Literal["stop", "skip"] = "stop"
     workers: int = 1
     partitions: int = 1
     overwrite: bool = False
@@ -165,7 +165,7 @@ def parse(arguments: Sequence[str]) -> tuple[Preprocessing, float]:
         format=None if options.format == "auto" else options.format,
         targets=tuple(options.target),
         pairs=options.pairs or bool(options.target),
-        skip=options.on_error == "skip",
+        on_error=options.on_error,
         workers=options.workers,
         partitions=options.partitions,
         overwrite=options.overwrite,

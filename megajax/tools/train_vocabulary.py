@@ -26,6 +26,8 @@ FLAGS = (
     Flag("cased"),
     Flag("json-key", str, "text"),
 )
+CHUNK_BYTES = 4 << 20
+"""Text that is read at a time."""
 
 
 def main(argv: list[str]) -> int:
@@ -63,18 +65,16 @@ def main(argv: list[str]) -> int:
 
 
 def texts(files: Sequence[Any], key: str) -> Iterator[str]:
-    """The lines of text files, and the texts of JSON lines. Raises UserError that names file and line."""
-    open_text, json_texts = (resolve(f"megajax.data.text_files:{name}") for name in ("open_text", "json_texts"))
+    """The lines of text files, and the texts of JSON lines and Parquet. Raises UserError that names file and line."""
+    format_of, lines = resolve("megajax.data.text_formats:format_of"), resolve("megajax.data.document_rules:EachLine")
     for file in files:
-        with open_text(file.path) as (stream, _):
-            for number, line in enumerate(stream, start=1):
-                if not line.strip():
-                    continue
+        kind = format_of(file.format, lines(), (key,))
+        for chunk in kind.chunks(file, CHUNK_BYTES, len):
+            for place, row in kind.rows(chunk):
                 try:
-                    text = json_texts(line, (key,))[0] if file.json else line
+                    yield kind.texts(row)[0].decode("utf-8", errors="replace")
                 except UserError as error:
-                    raise UserError(f"{file.path}, line {number}: {error}") from error
-                yield text.decode("utf-8", errors="replace")
+                    raise UserError(f"{file.path}, {kind.where(chunk, place)}: {error}") from error
 
 
 if __name__ == "__main__":

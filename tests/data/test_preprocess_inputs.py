@@ -88,7 +88,7 @@ def test_rows_that_are_wrong_are_left_out_and_counted(tmp_path, options):
     good = [json.dumps({"text": f"line {number}"}) for number in range(40)]
     rows = [*good[:11], *BAD, *good[11:], BAD[0]]
     (tmp_path / "a.jsonl").write_text("".join(f"{row}\n" for row in rows))
-    done = preprocess(job(tmp_path, tmp_path / "a.jsonl", skip=True, append_eod=True, **options))
+    done = preprocess(job(tmp_path, tmp_path / "a.jsonl", on_error="skip", append_eod=True, **options))
     tokens = [bytes(ids[:-1]) for (ids,) in read(done.prefixes[0])]
     assert tokens == [*(f"line {n}".encode() for n in range(11)), b"\xed\xa0\xbd",
                       *(f"line {n}".encode() for n in range(11, 40))]  # fmt: skip
@@ -100,13 +100,13 @@ def test_rows_that_are_wrong_are_left_out_and_counted(tmp_path, options):
 def test_nothing_but_wrong_rows(tmp_path):
     (tmp_path / "a.jsonl").write_text("[]\n[]\n")
     with pytest.raises(UserError, match=r"nothing was written\. 2 rows were skipped, the first: .*line 1: a JSON list"):
-        preprocess(job(tmp_path, tmp_path / "a.jsonl", skip=True))
+        preprocess(job(tmp_path, tmp_path / "a.jsonl", on_error="skip"))
 
 
 def test_text_that_the_tokenizer_refuses_is_left_out_under_every_key(tmp_path):
     source = lines(tmp_path / "a.jsonl", [{"a": "1", "b": "2"}, {"a": "3", "b": "x"}, {"a": "4", "b": "5"}])
     numbers = NullTokenizerConfig(vocabulary_size=9)
-    done = preprocess(job(tmp_path, source, keys=("a", "b"), tokenizer=numbers, skip=True, append_eod=False))
+    done = preprocess(job(tmp_path, source, keys=("a", "b"), tokenizer=numbers, on_error="skip", append_eod=False))
     assert [read(prefix) for prefix in done.prefixes] == [[[[1]], [[4]]], [[[2]], [[5]]]]
     assert "line 2: The null tokenizer reads numbers" in done.fault
 
@@ -117,7 +117,7 @@ def test_a_document_without_sentences(tmp_path):
     message = r"a\.jsonl, line 2: the document has no sentence: there is no text under 'text'. .* --on-error=skip"
     with pytest.raises(UserError, match=message):
         preprocess(sentences)
-    done = preprocess(replace(sentences, skip=True))
+    done = preprocess(replace(sentences, on_error="skip"))
     assert read(done.prefixes[0]) == [[[*b"One."], [*b"Two."]], [[*b"Three."]]] and done.counts.skipped == 2
 
 
@@ -165,7 +165,7 @@ def test_parquet_that_is_wrong(tmp_path):
     with pytest.raises(UserError, match=r"a\.parquet: damaged, or not a Parquet file"):
         preprocess(job(tmp_path, tmp_path / "a.parquet"))
     source = table(tmp_path / "a.parquet", {"text": ["a", None, "c"]}, rows_per_group=2)
-    done = preprocess(job(tmp_path, source, skip=True))
+    done = preprocess(job(tmp_path, source, on_error="skip"))
     assert texts(done.prefixes[0]) == ["a", "c"] and "row 2: column 'text' is empty" in done.fault
 
 
@@ -206,7 +206,7 @@ def test_pairs_that_are_wrong(tmp_path):
     made = sides(tmp_path, "a\n\nc\n", "1\n2\n3\n")
     with pytest.raises(UserError, match=r"de\.txt, line 2: one side of the pair is empty: .* under 'source'"):
         preprocess(made)
-    done = preprocess(replace(made, skip=True))
+    done = preprocess(replace(made, on_error="skip"))
     assert [len(read(prefix)) for prefix in done.prefixes] == [2, 2] and done.counts.skipped == 1
     with pytest.raises(UserError, match=r"a\.jsonl: is jsonl, but --target pairs the lines of plain text"):
         preprocess(replace(made, inputs=(str(lines(tmp_path / "a.jsonl", [])),)))
@@ -227,5 +227,5 @@ def test_pairs_of_keys(tmp_path):
     assert [texts(prefix) for prefix in preprocess(made).prefixes] == [["a", "b"], ["1", None]]
     with pytest.raises(UserError, match=r"a\.jsonl, line 2: one side of the pair is empty: .* under 'en'"):
         preprocess(replace(made, pairs=True))
-    done = preprocess(replace(made, pairs=True, skip=True))
+    done = preprocess(replace(made, pairs=True, on_error="skip"))
     assert [read(prefix) for prefix in done.prefixes] == [[[[97, EOD]]], [[[49, EOD]]]]
