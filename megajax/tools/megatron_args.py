@@ -15,7 +15,7 @@ from megajax.config.errors import ConfigError, UserError
 from megajax.config.nearest import did_you_mean
 from megajax.tools.config_source import python_source
 from megajax.tools.flags import UNKNOWN, Word, spellings
-from megajax.tools.megatron_flags import FLAGS, Converted, convert
+from megajax.tools.megatron_flags import FLAGS, SCRIPTS, Converted, convert
 from megajax.tools.shell import Command, read_script
 
 USAGE = """python -m megajax.tools.megatron_args [options] -- --num-layers 24 …       the flags themselves
@@ -30,9 +30,6 @@ of each flag is told on the error output; what cannot be had is refused, and end
   --partial             write it although flags are refused, without what they ask for
   --define=NAME=VALUE   a variable of the script that comes from outside; may be repeated
 """
-
-DECODERS = ("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py")
-"""Megatron-LM's scripts for decoders; layers that are not in this version have flags that are refused."""
 
 
 @dataclass
@@ -67,9 +64,9 @@ def main(argv: list[str]) -> int:
     options, rest = _options(argv)
     training, source = _training(rest, options)
     name = Path(training.script).name
-    if name.startswith("pretrain_") and name not in DECODERS:
-        raise UserError(f"{source}: {name} trains another kind of model. This version has decoders: {DECODERS[0]}")
-    made = convert(training.words, devices=training.devices)
+    if name.startswith("pretrain_") and name not in SCRIPTS:
+        raise UserError(f"{source}: {name} trains another kind of model. This version reads {', '.join(SCRIPTS)}")
+    made = convert(training.words, script=name, devices=training.devices)
     print("\n".join(_report(made)), file=sys.stderr)
     if made.problems or made.config is None:
         raise ConfigError(made.problems, source)

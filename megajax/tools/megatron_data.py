@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,12 @@ from megajax.tools.megatron_model import needed
 
 def data(args: Arguments) -> Settings:
     """Where rows come from, and their order."""
-    settings, order = _source(args), args["dataloader-type"]
+    return ordered(args, _source(args))
+
+
+def ordered(args: Arguments, settings: dict[str, Any]) -> Settings:
+    """Settings of data, with the order of --dataloader-type."""
+    order = args["dataloader-type"]
     if order == "cyclic":
         args.remark("dataloader-type", "the order depends on the number of data-parallel devices, as there")
         cyclic = CyclicConfig(buckets=not args["no-data-sharding"])
@@ -40,9 +46,14 @@ def _source(args: Arguments) -> dict[str, Any]:
     }
     if args["reset-attention-mask"]:
         args.remark("reset-attention-mask", "documents are kept apart here; Megatron-LM's fused attention ignores it")
-    kind = BlendConfig
+    kind: type[BlendConfig] = BlendConfig
     if args["fim-data"]:
         kind, shared = FillInMiddleConfig, shared | _fill_in_middle(args)
+    return files(args, kind, shared)
+
+
+def files(args: Arguments, kind: Callable[..., Any], shared: Mapping[str, Any]) -> dict[str, Any]:
+    """Data of this kind from the files that the flags name; shared: its settings besides those."""
     apart: dict[str, Any] = {
         f"{split}_paths": tuple(args[f"{split}-data-path"] or ()) for split in ("train", "valid", "test")
     }

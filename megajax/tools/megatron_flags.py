@@ -12,6 +12,14 @@ from megajax.config.patch import patch_of
 from megajax.config.tree import assemble
 from megajax.tools.flags import Arguments, Flag, Mapped, Refused, Unnecessary, Word, read_table
 from megajax.tools.megatron_data import data
+from megajax.tools.megatron_encoders import (
+    bert_embedding,
+    bert_stack,
+    masked_sentences,
+    masked_spans,
+    t5_embedding,
+    t5_stack,
+)
 from megajax.tools.megatron_layout import parallel
 from megajax.tools.megatron_memory import recompute
 from megajax.tools.megatron_model import embedding, residual, stack, vocabulary, width_scaling
@@ -28,15 +36,30 @@ from megajax.tools.megatron_run import (
 )
 from megajax.training.run_config import RunConfig
 
-FUNCTIONS = (
-    *(stack, embedding, residual, vocabulary, width_scaling, recompute, parallel),
-    *(batch, optimizer, schedule, precision, data, evaluation, checkpoint, logging, profile, resilience),
+SHARED = (
+    *(residual, vocabulary, width_scaling, recompute, parallel),
+    *(batch, optimizer, schedule, precision, evaluation, checkpoint, logging, profile, resilience),
 )
-"""What makes settings of several flags, in the order in which they are called."""
+"""What makes settings of several flags for every kind of model, in the order in which they are called."""
+DECODERS = (stack, embedding, data)
+ENCODERS = (bert_stack, bert_embedding, masked_sentences, t5_stack, t5_embedding, masked_spans)
+SCRIPTS = {
+    **dict.fromkeys(("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py"), DECODERS),
+    "pretrain_bert.py": ENCODERS[:3],
+    "pretrain_t5.py": ENCODERS[3:],
+}
+"""Megatron-LM's scripts -> what makes a model and its data of flags. Flags of layers that are not here are refused."""
 TABLE = Path(__file__).with_name("megatron_flags.txt").read_text(encoding="utf-8")
-ROWS = tuple(read_table(TABLE, {function.__name__: function for function in FUNCTIONS}))
+ROWS = tuple(read_table(TABLE, {function.__name__: function for function in (*SHARED, *DECODERS, *ENCODERS)}))
 FLAGS: Mapping[str, Flag] = {row.name: row for row in ROWS}
 """Name -> row."""
+OF_ENCODER = {
+    "num-layers": Mapped(("model.encoder.repeats",), t5_stack),
+    "encoder-num-layers": Mapped(("model.encoder.repeats",), t5_stack),
+    "seq-length": Mapped(("model.encoder_length",), t5_embedding),
+    "encoder-seq-length": Mapped(("model.encoder_length",), t5_embedding),
+}
+"""Flags that say something else to pretrain_t5.py."""
 
 ONE_OF, ONLY_WITH, ABOVE_ZERO = (
     tuple(tuple(line.split()) for line in re.findall(rf"^{what}: (.*)$", TABLE, re.MULTILINE))
@@ -71,16 +94,21 @@ class Converted:
     """What has to be changed before there is a config."""
 
 
-def convert(words: Sequence[Word], *, devices: int | None = None, table: Mapping[str, Flag] = FLAGS) -> Converted:
+def convert(
+    words: Sequence[Word], *, script: str = "", devices: int | None = None, table: Mapping[str, Flag] = FLAGS
+) -> Converted:
     """A command line without the program's name -> the config of a run, and what became of each flag.
 
-    devices: how many share the work, where that is known.
+    script: of Megatron-LM; without one of SCRIPTS a decoder's. devices: how many share the work, where that is known.
     """
+    functions = SCRIPTS.get(script, DECODERS)
+    if t5_stack in functions:
+        table = {**table, **{name: replace(table[name], fate=fate) for name, fate in OF_ENCODER.items()}}
     args = Arguments(table, devices)
     args.read(words)
     args.problems += _contradictions(args)
     settings: dict[str, Any] = {}
-    for function in FUNCTIONS:
+    for function in (*functions, *SHARED):
         settings |= function(args)
     for name, row in table.items():
         if isinstance(row.fate, Mapped) and row.fate.by is None and args[name] is not None:

@@ -98,20 +98,22 @@ def _attention(args: Arguments, normal: NormConfig) -> AttentionConfig:
 
 
 def positions(args: Arguments) -> str:
-    """learned_absolute, rope (with YaRN or without), or none."""
+    """learned_absolute, rope (with YaRN or without), relative, mrope, or none."""
     kind = "rope" if args["use-rotary-position-embeddings"] else args["position-embedding-type"]
     if kind == "yarn":
         return "rope"
-    if kind in ("relative", "mrope"):
-        whose = {
-            "relative": "a bias of scores by distance is set by model.stack.pattern.0.mixer.relative",
-            "mrope": "positions of images are not in this version",
-        }
-        args.refuse("position-embedding-type", whose[kind])
-        return "none"
-    if kind not in ("learned_absolute", "rope", "none"):
+    if kind not in ("learned_absolute", "rope", "relative", "mrope", "none"):
         args.wrong("position-embedding-type", f"expected learned_absolute, rope, yarn or none, got {kind}")
     return kind
+
+
+def _refuse_positions(args: Arguments) -> None:
+    whose = {
+        "relative": "a bias of scores by distance is set by model.stack.pattern.0.mixer.relative",
+        "mrope": "positions of images are not in this version",
+    }
+    if (kind := positions(args)) in whose:
+        args.refuse("position-embedding-type", whose[kind])
 
 
 def _rope(args: Arguments) -> RopeConfig | None:
@@ -251,6 +253,7 @@ def _mlp(args: Arguments) -> MLPConfig:
 
 def embedding(args: Arguments) -> Settings:
     """Positions and the two ends of the model."""
+    _refuse_positions(args)
     length, table = sequence_length(args), args["max-position-embeddings"]
     learned = not args["multi-latent-attention"] and positions(args) == "learned_absolute"
     if table is not None and table < length:

@@ -25,7 +25,7 @@ BASE = {
 
 
 def line(changes: str = "") -> str:
-    """The base line with flags added, changed, or (--without name) taken away."""
+    """The base line with flags added, changed, or (--without name) taken away; a script's name may precede them."""
     flags = dict(BASE)
     for part in re.split(r"\s*--(?=[a-z])", changes)[1:]:
         name, _, value = part.partition(" ")
@@ -37,7 +37,9 @@ def line(changes: str = "") -> str:
 
 
 def made(changes: str = "", **options: int) -> Converted:
-    return convert([Word(word) for word in shlex.split(line(changes))], **options)
+    """What becomes of a line; `changes` may begin with the name of a script."""
+    script = changes.partition(" --")[0] if changes.startswith("pretrain_") else ""
+    return convert([Word(word) for word in shlex.split(line(changes))], script=script, **options)
 
 
 def config(changes: str = "", **options: int) -> RunConfig:
@@ -58,6 +60,9 @@ FIM = "--without mock-data --data-path a --fim-data"
 FILES = "--without mock-data --data-path a --without tokenizer-type --vocab-file v --merge-file m"
 TIKTOKEN = "--tokenizer-type TikTokenizer --tokenizer-model t.json --vocab-size 5000"
 WORDPIECE = "--tokenizer-type BertWordPieceLowerCase --vocab-file v.txt"
+BERT = f"pretrain_bert.py --without mock-data --data-path a {WORDPIECE}"
+T5 = f"pretrain_t5.py --without mock-data --data-path a {WORDPIECE} --decoder-seq-length 16"
+RELATIVE = f"{T5} --position-embedding-type relative"
 MLA = "--multi-latent-attention --position-embedding-type rope"
 ROPE = "--position-embedding-type rope"
 YARN = "--position-embedding-type yarn --rotary-scaling-factor 32"
@@ -79,6 +84,13 @@ CASES = {
     "vocab-size": "--vocab-size 300",
     "padded-vocab-size": "--padded-vocab-size 1024",
     "untie-embeddings-and-output-weights": "--untie-embeddings-and-output-weights",
+    "decoder-num-layers": (T5, f"{T5} --decoder-num-layers 3"),
+    "decoder-seq-length": (T5, f"{T5} --decoder-seq-length 8"),
+    "bert-no-binary-head": (BERT, f"{BERT} --bert-no-binary-head"),
+    "mask-prob": (BERT, f"{BERT} --mask-prob 0.3"),
+    "short-seq-prob": (T5, f"{T5} --short-seq-prob 0.3"),
+    "relative-attention-num-buckets": (RELATIVE, f"{RELATIVE} --relative-attention-num-buckets 16"),
+    "relative-attention-max-distance": (RELATIVE, f"{RELATIVE} --relative-attention-max-distance 64"),
     "position-embedding-type": ROPE,
     "use-rotary-position-embeddings": "--use-rotary-position-embeddings",
     "rotary-base": f"{ROPE} --rotary-base 500000",

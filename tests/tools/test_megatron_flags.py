@@ -10,6 +10,7 @@ from flag_lines import CASES, CHATS, FILES, FIM, MUP, config, line, made, proble
 from megajax.config import schema
 from megajax.config.dump import flatten
 from megajax.data.config import ChatConfig, FillInMiddleConfig
+from megajax.models.config import BertConfig, T5Config
 from megajax.optim.config import LionConfig, MuonConfig, SGDConfig
 from megajax.precision.config import ConstantScaleConfig, DynamicScaleConfig
 from megajax.tools.flags import Flag, Mapped, Refused, Unnecessary, Word
@@ -20,6 +21,8 @@ from megajax.training.run_config import RunConfig
 
 def test_settings_of_the_table_exist() -> None:
     known = set(schema.names(RunConfig))
+    for model in (BertConfig, T5Config):
+        known |= {f"model.{name}" for name in schema.names(model)}
     missing = {
         (row.name, setting)
         for row in FLAGS.values()

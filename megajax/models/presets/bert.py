@@ -4,8 +4,8 @@ from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, 
 from megajax.models.config import BertConfig
 from megajax.models.presets.sizes import Size, pick
 
-BERT_VOCABULARY = 30522
-"""Tokens of the vocabulary of bert-base-uncased."""
+BERT_VOCABULARY = 30524
+"""Tokens of the vocabulary of bert-base-uncased, [BOS] and [EOS]."""
 
 BERT = {
     "debug": Size(2, 64, 4),
