@@ -93,11 +93,14 @@ class MaskedSamples:
         first, last, target = self.index[row].tolist()
         return first, last, target, self._generators.of(row)
 
+    def place(self, sentence: int) -> int:
+        """Where a sentence begins in the file, in tokens."""
+        return int(self.tokens.offsets[sentence]) // self.tokens.dtype.itemsize
+
     def read(self, first: int, last: int) -> np.ndarray:
         """Tokens of sentences [first, last), which lie back to back in the file."""
-        file, size = self.tokens, self.tokens.dtype.itemsize
-        stop = int(file.offsets[last - 1]) // size + int(file.lengths[last - 1])
-        text = file.tokens[int(file.offsets[first]) // size : stop]
+        file = self.tokens
+        text = file.tokens[self.place(first) : self.place(last - 1) + int(file.lengths[last - 1])]
         if len(text) and (text.max() >= self._vocabulary_size or text.min() < 0):
             wrong = int(text[np.argmax((text >= self._vocabulary_size) | (text < 0))])
             raise UserError(

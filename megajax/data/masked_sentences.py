@@ -75,10 +75,12 @@ class MaskedSentences(MaskedSamples):
 
     def _parts(self, first: int, last: int, generator: np.random.RandomState) -> tuple[list[np.ndarray], bool]:
         """The sentences [first, last) as parts A and B, and whether they are exchanged."""
+        text = self.read(first, last)
         if not self.next_sentence:
-            return [self.read(first, last), np.zeros(0, np.int32)], False
+            return [text, text[:0]], False
         cut = first + (int(generator.randint(1, last - first)) if last - first > 2 else 1)
-        parts = [self.read(first, cut), self.read(cut, last)]
+        place = self.place(cut) - self.place(first)
+        parts = [text[:place], text[place:]]
         is_random = generator.random_sample() < 0.5
         return parts[::-1] if is_random else parts, is_random
 
@@ -110,15 +112,14 @@ def truncate(parts: list[np.ndarray], target: int, generator: np.random.RandomSt
     if excess <= 0:
         return parts, False
     at_start = generator.random_sample(excess) < 0.5
-    difference = abs(lengths[0] - lengths[1])
     # From the longer part until both are equal; from then on the second and the first take turns.
-    of_first = np.arange(excess) - difference & 1 == 1
-    of_first[:difference] = lengths[0] > lengths[1]
-    cut = []
-    for part, of_part in zip(parts, (of_first, ~of_first), strict=True):
-        start = int(np.count_nonzero(at_start & of_part))
-        cut.append(part[start : len(part) - (int(np.count_nonzero(of_part)) - start)])
-    return cut, True
+    single, longer = min(abs(lengths[0] - lengths[1]), excess), int(lengths[0] <= lengths[1])
+    turns = at_start[single + 1 :: 2], at_start[single::2]
+    starts, gone = [np.count_nonzero(turn) for turn in turns], [len(turn) for turn in turns]
+    starts[longer] += np.count_nonzero(at_start[:single])
+    gone[longer] += single
+    cut = zip(parts, lengths, starts, gone, strict=True)
+    return [part[start : length - (count - start)] for part, length, start, count in cut], True
 
 
 class SentencesBuilder(MaskedBuilder[MaskedSentences]):
