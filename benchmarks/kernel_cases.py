@@ -135,14 +135,14 @@ class AttentionCase(NamedTuple):
     def case(self) -> Case:
         """With its costs: a query sees half the keys of its document, or about as many as the window has.
 
-        Without a causal mask it sees all; of what is padded three quarters of queries see three quarters of keys.
+        Without a causal mask it sees all; of what is padded, three quarters.
         """
         rows, length, heads, groups, head = self[:5]
         others = self.keys or length
         every, of_a_row = self.masks()
         queries, keys = (rows, length, heads, head), (rows, others, groups, head)
         seen = others / self.documents / (1 + self.causal) if self.window is None else self.window
-        forward = 4 * rows * heads * head * length * seen * (0.75**2 if self.padded else 1)
+        forward = 4 * rows * heads * head * length * seen * (0.75 if self.padded else 1)
         ends = 2 * 2 * rows * head * (length * heads + others * groups)
         kind = f", {self.documents} documents apart" * (self.documents > 1)
         kind += "" if self.window is None else f", window {self.window}"

@@ -187,24 +187,23 @@ class Documents(NamedTuple):
 class Padding(NamedTuple):
     """Rows of one text each with padding after it, as cuDNN expects them."""
 
-    queries: Array
-    """bool [B, S]: queries that see a key."""
     keys: Array
     """bool [B, T]: keys that are no padding."""
     lengths: tuple[Array, Array]
-    """int32 [B] each: queries and keys of each row. At least 1: cuDNN before 9.25 makes NaNs of rows without any."""
+    """int32 [B] each: queries and keys of each row. At least 1: cuDNN before 9.25 makes NaNs of rows without keys."""
     fit: Array
-    """bool []: in every row, padding comes last and the rest has one number, the same for queries and keys."""
+    """bool []: in every row, padding comes last."""
 
     @classmethod
-    def of(cls, queries: Array, keys: Array) -> "Padding":
-        """queries int32 [B, S], keys int32 [B, T]: 0 for padding."""
-        fit = ((queries[:, 0] == keys[:, 0]) | (queries[:, 0] == 0) | (keys[:, 0] == 0)).all()
-        for each in (queries, keys):
-            fit &= ((each[:, 1:] == each[:, :-1]) | (each[:, 1:] == 0)).all()
-        lengths = [jnp.maximum((each != 0).sum(1, dtype=jnp.int32), 1) for each in (queries, keys)]
-        seen = keys != 0
-        return cls((queries != 0) & seen.any(1, keepdims=True), seen, (lengths[0], lengths[1]), fit)
+    def of(cls, segments: Array, queries: int) -> "Padding":
+        """segments int32 [B, T]: 0 for padding; queries: S."""
+        keys = segments != 0
+        lengths = jnp.maximum(keys.sum(1, dtype=jnp.int32), 1)
+        return cls(keys, (jnp.full_like(lengths, queries), lengths), (keys[:, :-1] | ~keys[:, 1:]).all())
+
+    def any(self) -> Array:
+        """bool [B]: rows that are not all padding."""
+        return self.keys.any(1)
 
     def operands(self, q: Array, k: Array) -> list[Array]:
         """Lengths of the rows of queries and of keys."""
@@ -251,8 +250,8 @@ UNSEEN = 1e9
 def _padded_forward(q: Array, k: Array, v: Array, mask: Mask, padding: Padding, scale: float) -> tuple[Array, Array]:
     call = _Call(scale, _mask_type(mask, lengths=True), mask.window)
     out, lse = _forward(call, *_same_head_size(q, k, v, always=False), [], padding.operands(q, k))
-    out = jnp.where(padding.queries[:, :, None, None], out[..., : v.shape[-1]], 0)
-    return out, jnp.where(padding.queries[:, None], lse, -jnp.inf)
+    out = jnp.where(padding.any()[:, None, None, None], out[..., : v.shape[-1]], 0)
+    return out, jnp.where(padding.any()[:, None, None], lse, -jnp.inf)
 
 
 def _padded_backward(
@@ -261,17 +260,17 @@ def _padded_backward(
     """arrays: q, k, v, the output, its log-sum-exp and its gradient."""
     q, k, v, out, lse, dout = arrays
     call = _Call(scale, _mask_type(mask, lengths=True), mask.window)
-    real, seen = padding.queries[:, :, None, None], padding.keys[:, :, None, None]
-    arrays = q, k, v, out, jnp.where(padding.queries[:, None], lse, UNSEEN), jnp.where(real, dout, 0)
+    some, seen = padding.any()[:, None, None], padding.keys[:, :, None, None]
+    arrays = q, k, v, out, jnp.where(some, lse, UNSEEN), jnp.where(some[..., None], dout, 0)
     dq, dk, dv = _backward(call, arrays, [], padding)
-    return jnp.where(real, dq, 0), jnp.where(seen, dk, 0), jnp.where(seen, dv, 0)
+    return jnp.where(some[..., None], dq, 0), jnp.where(seen, dk, 0), jnp.where(seen, dv, 0)
 
 
 def _padding(mask: Mask) -> Padding | None:
     """None for rows that are not padded."""
     if mask.query_segments is None or mask.key_segments is None or not mask.padded:
         return None
-    return Padding.of(mask.query_segments, mask.key_segments)
+    return Padding.of(mask.key_segments, mask.query_index.shape[0])
 
 
 def forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float) -> tuple[Array, Array]:

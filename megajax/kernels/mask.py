@@ -21,7 +21,7 @@ class Mask(NamedTuple):
     causal: bool = True
     """A query sees no keys after its own position."""
     padded: bool = False
-    """Segment 0 is padding, which sees nothing and is not seen."""
+    """Keys of segment 0 are padding, which no query sees; all other keys are of one text."""
 
     def visible(self) -> Array:
         """bool [B or 1, S, T]."""
@@ -30,5 +30,6 @@ class Mask(NamedTuple):
         visible = (visible if self.window is None else visible & (distance <= self.window))[None]
         if self.query_segments is None or self.key_segments is None:
             return visible
-        visible = visible & (self.query_segments[:, :, None] == self.key_segments[:, None, :])
-        return visible & (self.key_segments != 0)[:, None, :] if self.padded else visible
+        if self.padded:
+            return visible & (self.key_segments != 0)[:, None, :]
+        return visible & (self.query_segments[:, :, None] == self.key_segments[:, None, :])

@@ -92,8 +92,7 @@ def _cut_into_blocks(mask: Mask, rows: int, blocks: Blocks) -> _Blocked:
     else:
         queries, keys = mask.query_segments, mask.key_segments
         if mask.padded:
-            queries = jnp.where(queries == 0, PADDING_SEGMENT, queries)
-            keys = jnp.where(keys == 0, PADDING_SEGMENT + 1, keys)
+            queries, keys = jnp.ones_like(queries), (keys != 0).astype(jnp.int32)
     query_segments = padded(queries, blocks.queries, PADDING_SEGMENT)
     key_segments = padded(keys, blocks.keys, PADDING_SEGMENT + 1)
     query_index, key_index = padded(mask.query_index, blocks.queries, 0), padded(mask.key_index, blocks.keys, 0)

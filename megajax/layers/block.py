@@ -49,6 +49,15 @@ class Block(nnx.Module):
         return dropout(y, self.rate, ctx, place, self.layout)
 
 
+class PostNormBlock(Block):
+    """Post-normalised residual block, [B, S, D] -> [B, S, D], laid out (batch, seq_residual, embed)."""
+
+    def __call__(self, x: Array, ctx: Context) -> Array:
+        mixed = self.mixer(self.layout.act(x, "batch", "seq", "embed"), ctx)
+        x = checkpoint_name(self.mixer_norm(x + self.drop(mixed, x, ctx, MIXER_PLACE)), "residual")
+        return self.mlp_norm(x + self.drop(self.mlp(self.layout.act(x, "batch", "seq", "embed")), x, ctx, MLP_PLACE))
+
+
 class CrossBlock(Block):
     """A block that reads the section before: three residual lines, [B, S, D] -> [B, S, D]."""
 

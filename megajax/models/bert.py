@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2019), pre-normalised as in Megatron-LM. B rows, S positions, D hidden, V padded vocabulary."""
+"""BERT (Devlin et al. 2019), Megatron-LM's or the first. B rows, S positions, D hidden, V padded vocabulary."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,9 @@ class Bert(DecoderLM):
         if cfg.token_types:
             self.types = param((cfg.token_types, cfg.hidden), (None, "embed"), init=Normal(cfg.init_std))
         self.masked = Dense(settings)
-        self.masked_norm = cfg.norm.build(settings)
+        self.masked_norm = cfg.masked_norm().build(settings)
+        if cfg.embedding_norm is not None:
+            self.embedding_norm = cfg.embedding_norm.build(settings)
         self.masked_bias = param((cfg.padded_vocabulary(),), ("vocab",), init=ZEROS, role="bias")
         if cfg.next_sentence:
             self.pooler = Dense(settings)
@@ -52,7 +54,7 @@ class Bert(DecoderLM):
         return self.logits(self.masked_states(x))
 
     def context(self, batch: Rows, key: Array | None = None) -> Context:
-        """The context of a microbatch [B, S]: tokens see those with the same number in `segment_ids`."""
+        """The context of a microbatch [B, S]: tokens see all that are not padding."""
         positions = jnp.broadcast_to(jnp.arange(batch["tokens"].shape[1])[None], batch["tokens"].shape)
         return super().context({"positions": positions, **batch}, key)
 
@@ -60,6 +62,10 @@ class Bert(DecoderLM):
         """Embeddings of tokens and of their types [B, S, D]."""
         x = self.embed_tokens(batch["tokens"])
         return x + self.layout.act(self.types[...][batch["token_types"]], *RESIDUAL) if self.cfg.token_types else x
+
+    def embedded(self, x: Array) -> Array:
+        """The sum of all embeddings, normalised where the config says so."""
+        return x if self.cfg.embedding_norm is None else self.layout.act(self.embedding_norm(x), *RESIDUAL)
 
     def masked_states(self, x: Array) -> Array:
         """Normalised output of the stack [B, S, D] -> states that are scored against the table [B, S, D]."""

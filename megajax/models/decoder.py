@@ -91,8 +91,12 @@ class DecoderLM(nnx.Module):
         x = x.astype(jnp.float32) if self.cfg.residual == "float32" else x
         if self.cfg.learned_positions:
             x = x + self.layout.act(self.positions[...][ctx.positions], "batch", "seq_residual", "embed")
-        x = scaled(x, 1.0 if self.cfg.width_scaling is None else self.cfg.width_scaling.embedding)
+        x = self.embedded(scaled(x, 1.0 if self.cfg.width_scaling is None else self.cfg.width_scaling.embedding))
         return dropout(x, self.cfg.dropout, ctx, EMBEDDING_PLACE, self.layout)
+
+    def embedded(self, x: Array) -> Array:
+        """The sum of all embeddings [B, S, D] -> the same before dropout; a decoder changes nothing."""
+        return x
 
     def final_norm(self, x: Array) -> Array:
         """Output of the stack [B, S, D] -> normalised, laid out (batch, seq_residual, embed)."""

@@ -144,15 +144,15 @@ CALLS = {
     "across": ("cudnn", ACROSS, {"causal": False}, {}),
     "padded": (
         *("cudnn", ALIKE, {"causal": False, "padded": [20, 0]}),
-        {"mask_type": theirs.MaskType.PADDING, "q_seqlen": [20, 1], "kv_seqlen": [20, 1]},
+        {"mask_type": theirs.MaskType.PADDING, "q_seqlen": [32, 32], "kv_seqlen": [20, 1]},
     ),
     "padded, causal": (
         *("cudnn_mask", ALIKE, {"padded": [20, 32]}),
-        {"mask_type": PADDED, "q_seqlen": [20, 32], "kv_seqlen": [20, 32]},
+        {"mask_type": PADDED, "q_seqlen": [32, 32], "kv_seqlen": [20, 32]},
     ),
     "across, padded": (
         *("cudnn", ACROSS, {"causal": False, "padded": [32, 20], "key_padded": [48, 3]}),
-        {"mask_type": theirs.MaskType.PADDING, "q_seqlen": [32, 20], "kv_seqlen": [48, 3]},
+        {"mask_type": theirs.MaskType.PADDING, "q_seqlen": [32, 32], "kv_seqlen": [48, 3]},
     ),
 }
 

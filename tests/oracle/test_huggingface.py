@@ -213,7 +213,7 @@ def llama_layer(cfg: DecoderConfig, held: Checkpoint, layer: str) -> Tensors:
     return actual | held.norm("mlp_norm", f"{layer}.post_attention_layernorm")
 
 
-ELSEWHERE = {"t5", "mt5", "vit"}
+ELSEWHERE = {"bert", "t5", "mt5", "vit"}
 """Families with tests of their own."""
 FAMILIES = {
     "gpt2": (gpt2_config, gpt2_weights),

@@ -4,7 +4,7 @@ Sizes that all layers share (hidden size, number of layers, standard deviation o
 """
 
 from megajax.layers.config.attention import AttentionConfig, LatentAttentionConfig, MixerConfig
-from megajax.layers.config.block import BlockConfig, StackConfig, shared_bias
+from megajax.layers.config.block import BlockConfig, PostNormBlockConfig, StackConfig, shared_bias
 from megajax.layers.config.mlp import DenseMLPConfig, GatedMLPConfig, MLPConfig
 from megajax.layers.config.norm import (
     LARGEST,
@@ -33,6 +33,7 @@ __all__ = [
     "MLPConfig",
     "MixerConfig",
     "NormConfig",
+    "PostNormBlockConfig",
     "RMSNormConfig",
     "RelativeBiasConfig",
     "RopeConfig",

@@ -162,6 +162,13 @@ class BlockConfig(Builds):
                 yield side._replace(where=f"{name}.{side.where}")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PostNormBlockConfig(BlockConfig):
+    """A block that normalises after each sum, as Vaswani et al. 2017: norm(x + mixer(x)), then norm(x + mlp(x))."""
+
+    target: ClassVar[str] = "megajax.layers.block:PostNormBlock"
+
+
 def mixer_facts(mixer: Mixer, hidden: int, length: int, dtype: str, read: float = 1.0) -> MixerFacts:
     """A mixer on rows of `length` tokens; read: keys for each of them."""
     count, tensors = mixer.multiply_adds(hidden), mixer.tensors(hidden)

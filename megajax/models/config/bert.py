@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from megajax.batch import Leaf
 from megajax.config.errors import Problem
-from megajax.layers.config import LayerNormConfig, NormConfig
+from megajax.layers.config import LayerNormConfig, NormConfig, PostNormBlockConfig
 from megajax.layers.facts import Elements, LayerBuilder, Matmul, Weight
 from megajax.models.config.decoder import DecoderConfig
 from megajax.models.facts import HeadFacts, ParameterCount, SectionFacts
@@ -13,16 +13,22 @@ from megajax.models.facts import HeadFacts, ParameterCount, SectionFacts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BertConfig(DecoderConfig):
-    """BERT (Devlin et al. 2019), pre-normalised: a stack whose tokens see each other in both directions.
+    """BERT (Devlin et al. 2019): a stack whose tokens see each other in both directions.
 
     It predicts the masked tokens of a row and, with `next_sentence`, whether its second part follows the first.
+    By default it is pre-normalised, as in Megatron-LM. Its first form has PostNormBlocks, `embedding_norm`, no norm
+    after the stack (`norm=IdentityNorm`) and therefore a `head_norm`.
     """
 
     target: ClassVar[str] = "megajax.models.bert:Bert"
     learned_positions: bool = True
     """A learned embedding for each of the sequence_length positions."""
     norm: NormConfig | LayerBuilder = field(default_factory=LayerNormConfig)
-    """Normalisation after the stack, and within the head of masked tokens."""
+    """Normalisation after the stack."""
+    embedding_norm: NormConfig | LayerBuilder | None = None
+    """Normalisation of the sum of embeddings; none: none."""
+    head_norm: NormConfig | LayerBuilder | None = None
+    """Normalisation within the head of masked tokens; none: as after the stack."""
     tied: bool = True
     """The head uses the token embedding's table."""
     token_types: int = 2
@@ -37,6 +43,9 @@ class BertConfig(DecoderConfig):
         if self.prediction is not None:
             problems.append(Problem("prediction", "predicts further tokens of a causal model", "set it to none"))
         for where, block in self.named_blocks().items():
+            if isinstance(block, PostNormBlockConfig) and self.residual == "float32":
+                what = "needs blocks that normalise what they multiply"
+                problems.append(Problem("residual", f"float32 {what}, and {where} does not", "set it to compute"))
             if getattr(block.mixer, "causal", False):
                 problems.append(Problem(f"{where}.mixer.causal", "hides later tokens from BERT", "set it to false"))
         return problems
@@ -46,7 +55,7 @@ class BertConfig(DecoderConfig):
         ids = Leaf("int32", (self.sequence_length,), ("seq",), below=self.vocabulary_size)
         kinds = {"token_types": replace(ids, below=self.token_types)} if self.token_types else {}
         order = {"is_random": Leaf("int32", below=2)} if self.next_sentence else {}
-        # segment_ids: 1 for tokens, 0 for the padding after them; tokens attend to tokens.
+        # segment_ids: 1 for tokens, 0 for the padding after them, which nothing attends to.
         return {
             "tokens": ids,
             "labels": ids,
@@ -67,13 +76,21 @@ class BertConfig(DecoderConfig):
     def head_size(self) -> int:
         """Weights of both heads beside the table."""
         pooled = (self.hidden + 1) * self.hidden + 2 * (self.hidden + 1) if self.next_sentence else 0
-        return (self.hidden + 1) * self.hidden + self.norm_size() + self.vocabulary_size + pooled
+        return (self.hidden + 1) * self.hidden + self._size(self.masked_norm()) + self.vocabulary_size + pooled
+
+    def masked_norm(self) -> NormConfig | LayerBuilder:
+        """Normalisation within the head of masked tokens."""
+        return self.norm if self.head_norm is None else self.head_norm
+
+    def _size(self, norm: NormConfig | LayerBuilder) -> int:
+        return replace(self, norm=norm).norm_size()
 
     def parameter_count(self) -> ParameterCount:
         """Number of weights."""
         count = DecoderConfig.parameter_count(self)
-        types = self.token_types * self.hidden
-        return ParameterCount(count.layers, count.embedding + types, count.head + self.head_size())
+        tables = count.embedding + self.token_types * self.hidden
+        norm = 0 if self.embedding_norm is None else self._size(self.embedding_norm)
+        return ParameterCount(count.layers, tables + norm, count.head + self.head_size())
 
     def section_facts(self) -> tuple[SectionFacts, ...]:
         """As of a decoder, with a table of token types."""

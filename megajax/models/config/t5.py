@@ -95,7 +95,7 @@ class T5Config(DecoderConfig):
         """What the encoder reads, and the tokens that the decoder continues."""
         ids = Leaf("int32", (self.sequence_length,), ("seq",), below=self.vocabulary_size)
         read = replace(ids, shape=(self.encoder_length,))
-        # segment_ids: 1 for tokens, 0 for the padding after them; tokens attend to tokens.
+        # segment_ids: 1 for tokens, 0 for the padding after them, which nothing attends to.
         return {
             "encoder_tokens": read,
             "encoder_segment_ids": replace(read, below=None),
