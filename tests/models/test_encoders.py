@@ -13,7 +13,9 @@ from megajax.layers.config import (
     BlockConfig,
     DenseMLPConfig,
     GatedMLPConfig,
+    IdentityNormConfig,
     LayerNormConfig,
+    PostNormBlockConfig,
     RelativeBiasConfig,
     RopeConfig,
     StackConfig,
@@ -76,6 +78,13 @@ def positioned(*, rope: bool) -> T5Config:
     return replace(t5(), encoder=sections[0], stack=sections[1], learned_positions=False)
 
 
+def normalised_after() -> BertConfig:
+    """BERT as first published."""
+    parts = {"mixer": READING.mixer, "mlp": MLP, "norm": NORM}
+    stack = StackConfig(pattern=(PostNormBlockConfig(**parts),), repeats=2)
+    return replace(bert(), stack=stack, norm=IdentityNormConfig(), embedding_norm=NORM, head_norm=NORM)
+
+
 def slow(*values: object) -> object:
     return pytest.param(*values, marks=pytest.mark.slow)
 
@@ -100,6 +109,7 @@ FSDP = ParallelConfig(data=4, tensor=2, data_sharding="fsdp")
         slow(t5(), FSDP),
         slow(t5(), ParallelConfig(data=8)),
         slow(t5("none"), ParallelConfig(data=2, tensor=4)),
+        slow(normalised_after(), ParallelConfig(pipeline=2, data=2, tensor=2, sequence=True, schedule="1f1b")),
         slow(positioned(rope=True), MIXED),
         slow(positioned(rope=False), MIXED),
         slow(positioned(rope=False), FSDP),

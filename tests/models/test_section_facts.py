@@ -21,7 +21,7 @@ from megajax.models.config import DecoderConfig
 from megajax.models.config.vit import AttentionPoolingConfig, ClassifierConfig, HeadConfig, SegmenterConfig, ViTConfig
 from megajax.models.facts import count_flops, facts_of
 from megajax.models.memory import MemorySetting, memory_report
-from tests.models.test_encoders import bert, t5
+from tests.models.test_encoders import bert, normalised_after, positioned, t5
 
 MODELS = {"t5": t5(), "bert": bert(), "gpt": gpt(), "llama": llama()}
 
@@ -46,7 +46,11 @@ def layout() -> Layout:
     return Layout(Plan.of(ParallelConfig()))
 
 
-@pytest.mark.parametrize("cfg", [*MODELS.values(), *IMAGES.values()], ids=[*MODELS, *IMAGES])
+OTHERS = {"bert, as first published": normalised_after()}
+KNOWN = MODELS | IMAGES | OTHERS
+
+
+@pytest.mark.parametrize("cfg", KNOWN.values(), ids=KNOWN)
 def test_matrices_are_those_that_modules_declare(cfg: DecoderConfig | ViTConfig) -> None:
     """Names, shapes and axes, in the stacks and outside of them."""
     declared = {}
@@ -63,6 +67,16 @@ def test_matrices_are_those_that_modules_declare(cfg: DecoderConfig | ViTConfig)
     assert all(len(held[path].shape) == 1 for path in held.keys() - declared.keys()), "norms and biases"
     cut = [prod(spec.shape) // spec.shape[0] for spec in held.values() if "vocab" in spec.axes]
     unused = (cfg.head_facts().columns - VOCABULARY) * sum(cut)
+    assert cfg.parameter_count().total == sum(prod(spec.shape) for spec in held.values()) - unused
+
+
+def test_tables_of_relative_positions_are_counted_in_both_sections() -> None:
+    cfg = positioned(rope=False)
+    held = specs(nnx.eval_shape(lambda: cfg.build(layout())))
+    assert {"encoder.stack.relative.table", "stack.relative.table"} <= held.keys()
+    unused = (cfg.head_facts().columns - VOCABULARY) * sum(
+        prod(spec.shape) // spec.shape[0] for spec in held.values() if "vocab" in spec.axes
+    )
     assert cfg.parameter_count().total == sum(prod(spec.shape) for spec in held.values()) - unused
 
 
