@@ -27,7 +27,7 @@ from stopwatch import readings_in
 
 from megajax.command_line import use_devices
 from megajax.mesh.xla import FP8, GPU, compiler_options
-from megajax.planning.program.devices import DEVICES, GPUS, Device
+from megajax.planning.program.devices import GPUS, Device
 
 SIZES = (
     *((rows, contracted, columns) for rows in (1024, 8192) for contracted in (1024, 8192) for columns in (1024, 8192)),
@@ -152,7 +152,7 @@ def all_gather(size: int, seconds: float) -> float:
 
 def known(kind: str) -> Device | None:
     """The device of that `device_kind`."""
-    return next((DEVICES[name] for name, gpu in GPUS.items() if gpu.description == kind), None)
+    return next((gpu for gpu in GPUS.values() if gpu.description == kind), None)
 
 
 def measure(*, tiny: bool, seconds: float) -> Iterator[dict[str, Any]]:

@@ -109,7 +109,7 @@ def compiled(plan: Plan) -> dict[str, Any]:
     cluster, _ = resolve("megajax.planning.program.devices:read_cluster")(f"h100:{plan.gpus}")
     found = resolve("megajax.planning.program.train_step:compile_train_step")(cfg, cluster)
     resolve("jax:clear_caches")()
-    device = resolve("megajax.planning.program.devices:DEVICES")["h100"]
+    device = resolve("megajax.planning.program.devices:GPUS")["h100"]
     description = resolve("megajax.planning.cost.description:describe")(cfg, device, plan.gpus)
     formula = resolve("megajax.planning.cost.estimate:estimate")(description)
     memory = found.memory

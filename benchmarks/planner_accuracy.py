@@ -25,7 +25,7 @@ from megajax.models.presets.gpt import gpt3
 from megajax.models.presets.llama import llama2, llama3
 from megajax.planning.cost.description import Description, System
 from megajax.planning.cost.estimate import estimate
-from megajax.planning.program.devices import DEVICES
+from megajax.planning.program.devices import GPUS
 
 FITTED = (
     "NeMo, Llama-3.1 8B, 8 x H100, bf16",
@@ -77,7 +77,7 @@ class Published:
 
     def described(self) -> Description:
         """As the cost model has it."""
-        device = DEVICES[self.device]
+        device = GPUS[self.device]
         apart = self.tensor * self.pipeline * self.context
         return Description(
             model=self.model,

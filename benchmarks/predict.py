@@ -26,7 +26,7 @@ from megajax.config import load
 from megajax.kernels.capability import Device
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import estimate
-from megajax.planning.program.devices import DEVICES, GPUS
+from megajax.planning.program.devices import GPUS
 
 NAMES = ("h200", "h100")
 HOPPER = Device(name="Hopper", capability=(9, 0), cudnn=(9, 10, 0))
@@ -46,7 +46,7 @@ def predicted(part: Part, name: str, *, tiny: bool) -> Figures:
         case "kernels":
             return kernels(part.name.removeprefix("kernels_"), roof, tiny=tiny)
         case "calibrate":
-            return {field: getattr(DEVICES[name], field) for field in CONSTANTS}
+            return {field: getattr(GPUS[name], field) for field in CONSTANTS}
         case "tests":
             return {"failed": 0}
     return {}
@@ -56,7 +56,7 @@ def train_step(words: tuple[str, ...], name: str) -> Figures:
     """By the words of its command."""
     source = next(word for word in words if word.startswith("--config=")).partition("=")[2]
     settings = [word[2:] for word in words if word.startswith(("--model.", "--batch.", "--precision."))]
-    found = estimate(describe(load(source, *settings), DEVICES[name], 1))
+    found = estimate(describe(load(source, *settings), GPUS[name], 1))
     return {
         "step s": found.step_seconds,
         "tokens/s": found.tokens_per_second_per_device,

@@ -17,7 +17,7 @@ from megajax.config.builds import resolve
 from megajax.config.errors import UserError
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import bytes_per_step, estimate
-from megajax.planning.program.devices import DEVICES, prepare, read_cluster
+from megajax.planning.program.devices import GPUS, prepare, read_cluster
 
 TIB = 2**40
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
@@ -68,7 +68,7 @@ def compared(config: str, devices: int, settings: tuple[str, ...]) -> dict[str, 
     counted = audited.by_class()
     for kind in ("total", "matmul"):
         counted[kind] -= audited.workspace()
-    predicted = bytes_per_step(estimate(describe(cfg, DEVICES["h100"], devices)))
+    predicted = bytes_per_step(estimate(describe(cfg, GPUS["h100"], devices)))
     return {
         "formula": {kind: round(size / TIB, 3) for kind, size in predicted.items()},
         "compiled": {kind: round(size / TIB, 3) for kind, size in counted.items()},

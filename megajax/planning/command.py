@@ -233,7 +233,7 @@ def read_target(flags: Mapping[str, Any]) -> tuple[devices.Cluster | None, devic
     cluster, problems = devices.read_cluster(flags["devices"], flags["gpus_per_node"], nodes)
     if cluster is None:
         return None, None, problems
-    device = described.get(cluster.name) or devices.DEVICES[cluster.name]
+    device = described.get(cluster.name) or devices.GPUS[cluster.name]
     if flags["calibration"] is not None:
         device = devices.calibrated(device, flags["calibration"])
     rates = {name: flags[name] * 1e9 for name in ("nvlink", "network") if flags[name] is not None}

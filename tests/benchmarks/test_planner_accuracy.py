@@ -7,7 +7,7 @@ from pathlib import Path
 import planner_accuracy
 import pytest
 
-from megajax.planning.program.devices import DEVICES
+from megajax.planning.program.devices import GPUS
 
 
 def test_published_speeds_are_predicted() -> None:
@@ -23,9 +23,9 @@ def test_published_speeds_are_predicted() -> None:
 
 def test_constants_are_those_of_the_fit() -> None:
     actual = planner_accuracy.fit()
-    assert actual["h100 matmul"] == pytest.approx(DEVICES["h100"].matmul, abs=2e-3)
-    assert actual["h100 matmul_fp8"] == pytest.approx(DEVICES["h100"].matmul_fp8, abs=2e-3)
-    assert actual["b200 matmul_fp8"] == pytest.approx(DEVICES["b200"].matmul_fp8, abs=2e-3)
+    assert actual["h100 matmul"] == pytest.approx(GPUS["h100"].matmul, abs=2e-3)
+    assert actual["h100 matmul_fp8"] == pytest.approx(GPUS["h100"].matmul_fp8, abs=2e-3)
+    assert actual["b200 matmul_fp8"] == pytest.approx(GPUS["b200"].matmul_fp8, abs=2e-3)
     assert actual["core r0.8 overhead"] == pytest.approx(planner_accuracy.MEGATRON_R08.overhead, abs=5e-3)
 
 

@@ -21,7 +21,7 @@ from megajax.models.facts import facts_of, flops_of
 from megajax.models.presets.llama import llama3
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import estimate
-from megajax.planning.program.devices import DEVICES
+from megajax.planning.program.devices import GPUS
 
 SHARED = BlockConfig(
     mixer=replace(BIASED, relative=RelativeBiasConfig(buckets=8, shared=True)), mlp=DenseMLPConfig(ffn=20)
@@ -115,7 +115,7 @@ def test_a_layer_of_a_user_plugs_into_counts_checks_and_plans() -> None:
     (problem,) = model.mesh_problems({"pipeline": 1, "expert": 1, "tensor": 4}, sequence=False)
     assert (problem.where, problem.hint) == ("stack.pattern.0.mlp.experts", "parallel.tensor can be 1, 2")
     parallel = ParallelConfig(tensor=2, sequence=True, data=4)
-    given = {"parallel": parallel, "device": DEVICES["h100"], "per_node": 8, "global_size": 8}
+    given = {"parallel": parallel, "device": GPUS["h100"], "per_node": 8, "global_size": 8}
     ours, theirs = (estimate(Description(model=each, **given)) for each in (model, dense))
     assert 0 < ours.matmul_seconds < theirs.matmul_seconds
     more = 32 * (8 * 2 - 3) * 4096 * 14_336 / 2
@@ -135,5 +135,5 @@ def test_a_model_without_facts_has_unknown_flops_and_no_plan_by_formula() -> Non
         assert facts_of(model) is None and flops_of(model) is None
         cfg = SimpleNamespace(model=model)
         with pytest.raises(UserError, match=rf"has no facts.*\n.*\n  {missing}(.*\n)+.*without --formula"):
-            describe(cfg, DEVICES["h100"], 8)  # ty: ignore[invalid-argument-type] the model is all that is read
+            describe(cfg, GPUS["h100"], 8)  # ty: ignore[invalid-argument-type] the model is all that is read
     assert flops_of(SimpleNamespace(flops=lambda: 12)) == 12

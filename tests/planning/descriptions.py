@@ -5,10 +5,10 @@ from typing import Any
 from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.llama import llama3
 from megajax.planning.cost.description import Description
-from megajax.planning.program.devices import DEVICES
+from megajax.planning.program.devices import GPUS
 
 
 def llama3_8b(parallel: ParallelConfig, global_size: int, **changes: Any) -> Description:
     """Llama-3 8B on nodes of 8 H100s."""
-    given = {"model": llama3("8b"), "device": DEVICES["h100"], "per_node": 8}
+    given = {"model": llama3("8b"), "device": GPUS["h100"], "per_node": 8}
     return Description(**{**given, "parallel": parallel, "global_size": global_size, **changes})

@@ -21,10 +21,10 @@ from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import build
 from megajax.planning.cost.description import OURS, Description, describe, pipeline_bubble
 from megajax.planning.cost.estimate import Estimate, estimate, to_dict
-from megajax.planning.program.devices import DEVICES
+from megajax.planning.program.devices import GPUS
 
 ROOT = Path(__file__).parents[2]
-H100 = DEVICES["h100"]
+H100 = GPUS["h100"]
 
 COMPILED: dict[str, dict[str, Any]] = json.loads((ROOT / "benchmarks/results/compiled_peaks.json").read_text("utf-8"))
 """Plans compiled by benchmarks/compiled_peaks.py, GiB of one H100."""
@@ -156,7 +156,7 @@ def test_mfu_is_of_the_same_peak_whatever_is_multiplied_in() -> None:
 
 def test_fp8_needs_a_device_that_has_it() -> None:
     with pytest.raises(UserError, match="a100-80gb has no fp8"):
-        estimate(run(compute="fp8", device=DEVICES["a100-80gb"]))
+        estimate(run(compute="fp8", device=GPUS["a100-80gb"]))
 
 
 def test_more_devices_than_are_planned_for() -> None:

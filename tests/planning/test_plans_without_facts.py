@@ -10,7 +10,7 @@ from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.layers.segments import SegmentsConfig
 from megajax.plan import main
-from megajax.planning.program.devices import DEVICES, GPUS, Cluster
+from megajax.planning.program.devices import GPUS, Cluster
 from megajax.planning.program.hlo import Contents
 from megajax.planning.program.train_step import Memory, TrainPlan, report, with_kernels
 from tests.docs.blocks import ROOT, blocks
@@ -59,7 +59,7 @@ def test_a_compiled_plan_has_memory_and_no_times(config_file: Path, tmp_path: Pa
         compile_seconds=1.0,
         text="ENTRY %main (a: f32[]) -> f32[] {\n}\n",
     )
-    shown, figures = report(plan, DEVICES["h100"])
+    shown, figures = report(plan, GPUS["h100"])
     assert figures["parameters"] == 9_696 and figures["peak_gib"] == peak_gib
     assert figures["step_seconds"] is None and figures["mfu_causal"] is None
     assert "needs facts of the model" in shown.text()

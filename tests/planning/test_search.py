@@ -14,17 +14,17 @@ from megajax.mesh.config import ParallelConfig
 from megajax.plan import main
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import Case, Estimate, estimate
-from megajax.planning.program.devices import DEVICES, Cluster
+from megajax.planning.program.devices import GPUS, Cluster
 from megajax.planning.search.ranking import Cache, compile_best, rank_rows
 from megajax.planning.search.search import Choice, Entry, Task, apply, explore, problems, ranked, rounded, search
 
 ROOT = Path(__file__).parents[2]
-H100 = DEVICES["h100"]
+H100 = GPUS["h100"]
 
 
 def task(name: str, devices: int, *overrides: str, device: str = "h100", **fixed: Any) -> Task:
     cfg: Any = load(f"{name.split('_')[0]}.py:{name}", *overrides)
-    chosen = DEVICES[device]
+    chosen = GPUS[device]
     return Task(Case(cfg, Cluster(device, devices, chosen.per_node), chosen), fixed)
 
 

@@ -14,7 +14,7 @@ from megajax.plan import main
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import estimate
 from megajax.planning.program.audit import largest_arrays
-from megajax.planning.program.devices import DEVICES, GIB, GPUS, Cluster, missing_packages
+from megajax.planning.program.devices import GIB, GPUS, Cluster, missing_packages
 from megajax.planning.program.train_step import scheduler_memory
 from megajax.planning.search.compare import advice, cheapest
 from megajax.planning.search.search import Case, changes, settings
@@ -25,7 +25,7 @@ ASKED = ("--config=llama3.py:llama3_70b", "--devices=h100:64")
 
 
 def case_of(*overrides: str) -> Case:
-    return Case(load("llama3.py:llama3_70b", *overrides), Cluster("h100", 64, 8), DEVICES["h100"])
+    return Case(load("llama3.py:llama3_70b", *overrides), Cluster("h100", 64, 8), GPUS["h100"])
 
 
 def written(folder: Path, *arguments: str) -> Any:
@@ -166,7 +166,7 @@ TIMED = {
 def test_a_timeline_adds_up_to_the_step(case: str) -> None:
     name, overrides = TIMED[case]
     cfg: Any = load(f"{name.split('_')[0]}.py:{name}", *overrides)
-    found = estimate(describe(cfg, DEVICES["h100"], 64))
+    found = estimate(describe(cfg, GPUS["h100"], 64))
     run, exposed = found.run, exposed_seconds(found)
     pieces = run.microbatches * run.parallel.virtual_stages
     total = pieces * 2 * exposed["layers"] + found.schedule.ticks * exposed["ticks"] + exposed["step"]

@@ -24,9 +24,9 @@ from megajax.planning.cost.work import (
     table_work,
     tick_work,
 )
-from megajax.planning.program.devices import DEVICES
+from megajax.planning.program.devices import GPUS
 
-H100 = DEVICES["h100"]
+H100 = GPUS["h100"]
 FSDP = ("parallel.tensor=1", "parallel.data=8", "parallel.sequence=false", "parallel.data_sharding=fsdp")
 COMPILED: dict[str, tuple[str, int, tuple[str, ...], tuple[float, float, float]]] = {
     "llama3_8b": ("llama3_8b", 8, (), (48.04, 17.98, 22.53)),

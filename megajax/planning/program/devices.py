@@ -43,21 +43,95 @@ MOST_DEVICES = 16_384
 """Largest cluster."""
 
 
-def usable_gib(memory_gib: float) -> float:
-    """GiB of a GPU's memory that a program's arrays may use: less CONTEXT_GIB, NCCL_GIB and LOST_SHARE."""
-    return memory_gib * (1 - LOST_SHARE) - CONTEXT_GIB - NCCL_GIB
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GPU:
-    """One model of GPU, as the compiler knows it."""
+class Device:
+    """One GPU and its links, as the cost model sees them. Rates in operations or bytes per second."""
 
-    description: str
-    """Name as the driver reports it."""
+    name: str
     memory_gib: float
     """Of the data sheet."""
     bandwidth: float
-    """Memory bandwidth in bytes per second."""
+    """Of its memory."""
+    peak: float
+    """Of dense bfloat16 or float16 matmuls."""
+    nvlink: float
+    """To other devices of the node, one direction."""
+    network: float
+    """To other nodes, one direction, each device's share."""
+    peak_fp8: float | None = None
+    """Of dense fp8 matmuls; None where there are none."""
+    peak_float32: float | None = None
+    """Of float32 matmuls without TF32; None: a thirtieth of `peak`."""
+    per_node: int = 8
+    """Devices that NVLink connects, unless said otherwise."""
+    matmul: float = 0.75
+    """Share of `peak` that large matmuls reach."""
+    matmul_fp8: float = 0.70
+    """Share of `peak_fp8` that large matmuls reach, without the casts."""
+    matmul_half: float = 64.0
+    """Size of a dimension at which a matmul has half the rate of a large one; see `matmul_share`."""
+    attention_forward: float = 0.60
+    """Share of `peak` that a fused causal attention reaches, operations on masked scores not counted."""
+    attention_backward: float = 0.50
+    """The same backward, where five matmuls stand against two forward."""
+    stream: float = 0.80
+    """Share of `bandwidth` that norms, activations and the optimizer reach."""
+    nvlink_share: float = 0.75
+    """Share of `nvlink` that a ring reaches."""
+    network_share: float = 0.85
+    """Share of `network` that a ring reaches."""
+    nvlink_latency: float = 4e-6
+    """Seconds of one hop within a node, a collective's start included."""
+    network_latency: float = 12e-6
+    """Seconds of one hop between nodes."""
+    launch: float = 12e-6
+    """Seconds that any collective takes at least."""
+    host: float = 50e9
+    """To or from host memory, bytes/s that large copies reach: PCIe 5.0 x16 unless given (64 GB/s by its standard)."""
+
+    def problems(self) -> list[Problem]:
+        numbers = [field.name for field in fields(Device) if field.name != "name"]
+        return above_zero(**{name: getattr(self, name) for name in numbers})
+
+    @property
+    def usable_gib(self) -> float:
+        """What a program's arrays may use: less CONTEXT_GIB, NCCL_GIB and LOST_SHARE."""
+        return self.memory_gib * (1 - LOST_SHARE) - CONTEXT_GIB - NCCL_GIB
+
+    def peak_of(self, compute: str) -> float:
+        """Operations per second of matmuls in bfloat16, float16, float32 or fp8, by the data sheet.
+
+        Raises UserError where it has no such matmuls.
+        """
+        match compute:
+            case "fp8":
+                if self.peak_fp8 is None:
+                    raise UserError(f"{self.name} has no fp8 matmuls.\nPlan for bfloat16, or for another device.")
+                return self.peak_fp8
+            case "float32":
+                return self.peak_float32 or self.peak / 30
+        return self.peak
+
+    def matmul_rate(self, compute: str) -> float:
+        """Operations per second of large matmuls."""
+        return self.peak_of(compute) * (self.matmul_fp8 if compute == "fp8" else self.matmul)
+
+    def matmul_share(self, *sizes: float) -> float:
+        """Rate of a matmul of these sizes (rows, contracted, columns) over that of a large one.
+
+        The product of n / (n + matmul_half) over the dimensions: tiles that are not full, and pipelines that fill and
+        drain, cost the same whatever the size. Alike for the forward and both backward matmuls, which turn the same
+        three numbers around.
+        """
+        return prod(size / (size + self.matmul_half) for size in sizes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GPU(Device):
+    """One model of GPU, as the compiler knows it too."""
+
+    description: str
+    """Name as the driver reports it."""
     cores: int
     """Streaming multiprocessors."""
     lanes: int
@@ -69,12 +143,6 @@ class GPU:
     clock_ghz: float
     links: int
     """NVLink connections."""
-    per_node: int = 8
-    """Default number of GPUs that NVLink connects."""
-
-    @property
-    def usable_gib(self) -> float:
-        return usable_gib(self.memory_gib)
 
     def target_config(self) -> str:
         """XLA's GpuTargetConfigProto as text, for `get_topology_desc(target_config=...)`.
@@ -132,155 +200,46 @@ device_description_str: "{self.description}"
 """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Device:
-    """One GPU and its links, as the cost model sees them. Rates in operations or bytes per second."""
-
-    name: str
-    memory_gib: float
-    """Of the data sheet."""
-    bandwidth: float
-    """Of its memory."""
-    peak: float
-    """Of dense bfloat16 or float16 matmuls."""
-    nvlink: float
-    """To other devices of the node, one direction."""
-    network: float
-    """To other nodes, one direction, each device's share."""
-    peak_fp8: float | None = None
-    """Of dense fp8 matmuls; None where there are none."""
-    peak_float32: float | None = None
-    """Of float32 matmuls without TF32; None: a thirtieth of `peak`."""
-    per_node: int = 8
-    """Devices that NVLink connects, unless said otherwise."""
-    matmul: float = 0.75
-    """Share of `peak` that large matmuls reach."""
-    matmul_fp8: float = 0.70
-    """Share of `peak_fp8` that large matmuls reach, without the casts."""
-    matmul_half: float = 64.0
-    """Size of a dimension at which a matmul has half the rate of a large one; see `matmul_share`."""
-    attention_forward: float = 0.60
-    """Share of `peak` that a fused causal attention reaches, operations on masked scores not counted."""
-    attention_backward: float = 0.50
-    """The same backward, where five matmuls stand against two forward."""
-    stream: float = 0.80
-    """Share of `bandwidth` that norms, activations and the optimizer reach."""
-    nvlink_share: float = 0.75
-    """Share of `nvlink` that a ring reaches."""
-    network_share: float = 0.85
-    """Share of `network` that a ring reaches."""
-    nvlink_latency: float = 4e-6
-    """Seconds of one hop within a node, a collective's start included."""
-    network_latency: float = 12e-6
-    """Seconds of one hop between nodes."""
-    launch: float = 12e-6
-    """Seconds that any collective takes at least."""
-    host: float = 50e9
-    """To or from host memory, bytes/s that large copies reach: PCIe 5.0 x16 unless given (64 GB/s by its standard)."""
-
-    def problems(self) -> list[Problem]:
-        return above_zero(**{field.name: getattr(self, field.name) for field in fields(self) if field.name != "name"})
-
-    @property
-    def usable_gib(self) -> float:
-        return usable_gib(self.memory_gib)
-
-    def peak_of(self, compute: str) -> float:
-        """Operations per second of matmuls in bfloat16, float16, float32 or fp8, by the data sheet.
-
-        Raises UserError where it has no such matmuls.
-        """
-        match compute:
-            case "fp8":
-                if self.peak_fp8 is None:
-                    raise UserError(f"{self.name} has no fp8 matmuls.\nPlan for bfloat16, or for another device.")
-                return self.peak_fp8
-            case "float32":
-                return self.peak_float32 or self.peak / 30
-        return self.peak
-
-    def matmul_rate(self, compute: str) -> float:
-        """Operations per second of large matmuls."""
-        return self.peak_of(compute) * (self.matmul_fp8 if compute == "fp8" else self.matmul)
-
-    def matmul_share(self, *sizes: float) -> float:
-        """Rate of a matmul of these sizes (rows, contracted, columns) over that of a large one.
-
-        The product of n / (n + matmul_half) over the dimensions: tiles that are not full, and pipelines that fill and
-        drain, cost the same whatever the size. Alike for the forward and both backward matmuls, which turn the same
-        three numbers around.
-        """
-        return prod(size / (size + self.matmul_half) for size in sizes)
-
-
-_A100: dict[str, Any] = {"cores": 108, "lanes": 64, "capability": (8, 0), "shared_kib": 164, "l2_mib": 40}
-_A100 |= {"clock_ghz": 1.41, "links": 12}
-_HOPPER: dict[str, Any] = {"cores": 132, "lanes": 128, "capability": (9, 0), "shared_kib": 228, "l2_mib": 50}
-_HOPPER |= {"clock_ghz": 1.98, "links": 18}
-_BLACKWELL: dict[str, Any] = {"cores": 148, "lanes": 128, "capability": (10, 0), "shared_kib": 228, "l2_mib": 126}
-_BLACKWELL |= {"clock_ghz": 1.965, "links": 18}
-
-GPUS = {
-    "a100-40gb": GPU(description="NVIDIA A100-SXM4-40GB", memory_gib=40, bandwidth=1.555e12, **_A100),
-    "a100-80gb": GPU(description="NVIDIA A100-SXM4-80GB", memory_gib=80, bandwidth=2.039e12, **_A100),
-    "h100": GPU(description="NVIDIA H100 80GB HBM3", memory_gib=80, bandwidth=3.35e12, **_HOPPER),
-    "h200": GPU(description="NVIDIA H200", memory_gib=141, bandwidth=4.8e12, **_HOPPER),
-    "b200": GPU(description="NVIDIA B200", memory_gib=180, bandwidth=8e12, **_BLACKWELL),
-    "gb200": GPU(description="NVIDIA GB200", memory_gib=186, bandwidth=8e12, per_node=72, **_BLACKWELL),
-}
-OTHER_NAMES = {"a100": "a100-80gb"}
-
-_AMPERE_RATES = {
-    "peak": 312e12,
-    "peak_float32": 19.5e12,
-    "nvlink": 300e9,
-    "network": 25e9,
+_AMPERE: dict[str, Any] = {
+    "cores": 108, "lanes": 64, "capability": (8, 0), "shared_kib": 164, "l2_mib": 40, "clock_ghz": 1.41, "links": 12,
+    "peak": 312e12, "peak_float32": 19.5e12, "nvlink": 300e9, "network": 25e9,
     # Power does not limit it as it does later generations: cuBLAS on large matmuls, about 260 of 312 TFLOP/s.
     "matmul": 0.83,
     # FlashAttention-2 (Dao 2023, figures 4 to 6): 190 to 200 TFLOP/s forward, 170 to 180 both.
-    "attention_forward": 0.60,
-    "attention_backward": 0.52,
+    "attention_forward": 0.60, "attention_backward": 0.52,
     "host": 25e9,  # PCIe 4.0 x16: 32 GB/s by its standard
-}
-_HOPPER_RATES = {
-    "peak": 989.4e12,
-    "peak_fp8": 1978.9e12,
-    "peak_float32": 67e12,
-    "nvlink": 450e9,
-    "network": 50e9,
-    "matmul": 0.675,  # fitted
-    "matmul_fp8": 0.599,  # fitted
+}  # fmt: skip
+_HOPPER: dict[str, Any] = {
+    "cores": 132, "lanes": 128, "capability": (9, 0), "shared_kib": 228, "l2_mib": 50, "clock_ghz": 1.98, "links": 18,
+    "peak": 989.4e12, "peak_fp8": 1978.9e12, "peak_float32": 67e12, "nvlink": 450e9, "network": 50e9,
+    "matmul": 0.675, "matmul_fp8": 0.599,  # fitted
     # cuDNN on an H100, 2 rows of 4096 tokens, 32 heads of 128, forward: 0.453 ms (AXLearn's benchmark), 0.61 of the
     # peak; FlashAttention-3 (Shah et al. 2024, figure 6), backward: 450 to 560 TFLOP/s.
-    "attention_forward": 0.60,
-    "attention_backward": 0.50,
-}
-_BLACKWELL_RATES = {
-    "peak_float32": 75e12,
-    "nvlink": 900e9,
-    "network": 50e9,
+    "attention_forward": 0.60, "attention_backward": 0.50,
+}  # fmt: skip
+_BLACKWELL: dict[str, Any] = {
+    "cores": 148, "lanes": 128, "capability": (10, 0), "shared_kib": 228, "l2_mib": 126, "clock_ghz": 1.965,
+    "links": 18, "peak_float32": 75e12, "nvlink": 900e9, "network": 50e9,
     "matmul": 0.70,  # between Hopper and Ampere; no run in bfloat16 is published
     "matmul_fp8": 0.512,  # fitted
-    "attention_forward": 0.60,
-    "attention_backward": 0.45,
-}
+    "attention_forward": 0.60, "attention_backward": 0.45,
+}  # fmt: skip
 
-
-def _known(name: str, **rates: Any) -> Device:
-    gpu = GPUS[name]
-    return Device(name=name, memory_gib=gpu.memory_gib, bandwidth=gpu.bandwidth, per_node=gpu.per_node, **rates)
-
-
-DEVICES = {
-    "a100-40gb": _known("a100-40gb", **_AMPERE_RATES),
-    "a100-80gb": _known("a100-80gb", **_AMPERE_RATES),
-    "h100": _known("h100", **_HOPPER_RATES),
-    "h200": _known("h200", **_HOPPER_RATES),
-    "b200": _known("b200", peak=2250e12, peak_fp8=4500e12, **_BLACKWELL_RATES),
-    # The same chip with a higher power limit; NVLink-C2C to the host: 900 GB/s of two GPUs, both directions.
-    "gb200": _known("gb200", peak=2450e12, peak_fp8=4900e12, host=200e9, **_BLACKWELL_RATES),
-}
-"""By the names of GPUS."""
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        GPU(name="a100-40gb", description="NVIDIA A100-SXM4-40GB", memory_gib=40, bandwidth=1.555e12, **_AMPERE),
+        GPU(name="a100-80gb", description="NVIDIA A100-SXM4-80GB", memory_gib=80, bandwidth=2.039e12, **_AMPERE),
+        GPU(name="h100", description="NVIDIA H100 80GB HBM3", memory_gib=80, bandwidth=3.35e12, **_HOPPER),
+        GPU(name="h200", description="NVIDIA H200", memory_gib=141, bandwidth=4.8e12, **_HOPPER),
+        GPU(name="b200", description="NVIDIA B200", memory_gib=180, bandwidth=8e12, peak=2250e12, peak_fp8=4500e12,
+            **_BLACKWELL),
+        # The same chip with a higher power limit; NVLink-C2C to the host: 900 GB/s of two GPUs, both directions.
+        GPU(name="gb200", description="NVIDIA GB200", memory_gib=186, bandwidth=8e12, peak=2450e12, peak_fp8=4900e12,
+            host=200e9, per_node=72, **_BLACKWELL),
+    )
+}  # fmt: skip
+OTHER_NAMES = {"a100": "a100-80gb"}
 
 REQUIRED = ("name", "memory_gib", "bandwidth", "peak", "nvlink", "network")
 OTHERS = f"any other one: --formula --device-file=FILE, YAML with {', '.join(REQUIRED)}"
@@ -314,7 +273,7 @@ def calibrated(base: Device, path: Path) -> Device:
 def _device(path: Path, base: Device | None, given: Mapping[str, Any]) -> Device:
     # YAML reads 50e9, without a point, as text.
     written = {name: Text(value) if isinstance(value, str) else value for name, value in given.items()}
-    device, problems = assemble(Device, base, written)
+    device, problems = assemble(type(base) if base else Device, base, written)
     if problems:
         raise UserError(f"{ConfigError(problems, str(path))}\nTo plan for a device, {HOW}")
     return device
@@ -339,7 +298,7 @@ class Cluster(NamedTuple):
     """A number of GPUs of one kind, in nodes."""
 
     name: str
-    """Key of GPUS, or the name of a described device."""
+    """Key of GPUS, or of a described device."""
     devices: int
     per_node: int
 

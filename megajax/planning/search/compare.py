@@ -18,7 +18,7 @@ from megajax.metrics.banner import Section
 from megajax.metrics.text import count, duration
 from megajax.planning.cost.estimate import SPEED, Case, to_dict
 from megajax.planning.cost.work import footprint
-from megajax.planning.program.devices import DEVICES, GIB, GPUS, OTHER_NAMES, read_cluster
+from megajax.planning.program.devices import GIB, GPUS, OTHER_NAMES, read_cluster
 from megajax.planning.search.search import (
     HEADROOM,
     OFFLOADS,
@@ -75,7 +75,7 @@ def _on_devices(case: Case, text: str, per_node: int | None) -> Case:
     cluster, wrong = read_cluster(text, per_node, {case.device.name: case.device.per_node})
     if cluster is None:
         raise ConfigError([Problem("--compare", one.what, one.hint) for one in wrong], "command line")
-    device = case.device if cluster.name == case.cluster.name else DEVICES[cluster.name]
+    device = case.device if cluster.name == case.cluster.name else GPUS[cluster.name]
     return Case(case.cfg, cluster, device)
 
 
