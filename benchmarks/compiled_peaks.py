@@ -36,6 +36,9 @@ CONFIGS = {
     "llama3_8b": "llama3.py:llama3_8b",
     "llama3_70b": "llama3.py:llama3_70b",
     "llama3_405b": "llama3.py:llama3_405b",
+    "bert_large": "bert.py:bert_large",
+    "t5_base": "t5.py:t5_base",
+    "t5_11b": "t5.py:t5_11b",
 }
 """Name in keys -> what --config is given, as the pages show it."""
 
@@ -87,6 +90,12 @@ PLANS = (
     Plan("llama3_70b", 128, "1f1b, loss does not wait", _stages("1f1b", 1, 0)),
     Plan("llama3_70b", 128, "2 virtual stages", _stages("interleaved", 2)),
     Plan("llama3_405b", 1024, "1f1b", _stages("1f1b", 1)),
+    Plan("bert_large", 8),
+    Plan("t5_base", 8),
+    Plan("t5_base", 8, "tensor 2", ("parallel.tensor=2", "parallel.sequence=true")),
+    Plan("t5_base", 8, "fsdp", ("parallel.data_sharding=fsdp",)),
+    Plan("t5_base", 8, "`recompute=full`", ("model.recompute=full",)),
+    Plan("t5_11b", 64),
 )
 
 HARDWARE = {
@@ -96,6 +105,9 @@ HARDWARE = {
     "llama3_8b": "8 H100",
     "llama3_70b": "128 H100, tensor 8 x pipeline 4 x 5 virtual",
     "llama3_405b": "1024 H100, tensor 8 x pipeline 16 x 4 virtual",
+    "bert_large": "8 H100",
+    "t5_base": "8 H100",
+    "t5_11b": "64 H100, tensor 8",
 }
 """What a config is meant for, as docs/layouts.md says it."""
 
