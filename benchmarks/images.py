@@ -9,8 +9,10 @@ and processes are by the clock. Prints JSON and writes it to benchmarks/results/
 """
 
 import argparse
+import io
 import multiprocessing
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
@@ -96,17 +98,29 @@ def by_the_clock(pool: Executor, workers: int, source: Any, seconds: float, coun
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     size, seconds = arguments.size, arguments.seconds
-    results: dict[str, Any] = {"bytes_per_image": write_images(folder, arguments.images)}
-    files = [path.read_bytes() for path in sorted(folder.glob("*/*.jpg"))]
+    images = folder / "images"
+    images.mkdir()
+    results: dict[str, Any] = {"bytes_per_image": write_images(images, arguments.images)}
+    files = [path.read_bytes() for path in sorted(images.glob("*/*.jpg"))]
     whole = (10**6, 10**6)
     decoded = per_core(lambda row: StoredPicture(files[row % len(files)], 10**8).rgb(whole), seconds)
     results["decode_whole_images_per_second_per_core"] = decoded
     results["tiles_images_per_second_per_core"] = per_core(
         lambda row: tiled(StoredPicture(files[row % len(files)], 10**8), (size, size), 6), seconds
     )
-    sources = {name: build(folder, size, *case) for name, case in CASES.items()}
+    sources = {name: build(images, size, *case) for name, case in CASES.items()}
     for name, source in sources.items():
         results[f"{name}_rows_per_second_per_core"] = per_core(source.__getitem__, seconds)
+    path = folder / "tiny" / "class" / "tiny.jpg"
+    path.parent.mkdir(parents=True)
+    photograph(0).resize((8, 8)).save(path)
+    lock = per_core(build(path.parents[1], 8, True, {}).__getitem__, seconds)  # a row without pixels is all Python
+    results["random_crop_share_outside_the_lock"] = 1 - results["random_crop_rows_per_second_per_core"] / lock
+    large = photograph(0).resize((4000, 3000))
+    jpeg = io.BytesIO()
+    large.save(jpeg, "JPEG")
+    results["python_speed_during_decode"] = python_speed_during(lambda: Image.open(jpeg).load())
+    results["python_speed_during_resize"] = python_speed_during(lambda: large.resize((2000, 1500)))
     spawned = multiprocessing.get_context("spawn")
     for workers in map(int, arguments.threads.split(",")):
         with ThreadPoolExecutor(workers) as pool:
@@ -114,9 +128,30 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         results[f"random_crop_{workers}_threads_rows_per_second"] = speed
     for workers in map(int, arguments.threads.split(",")):
         with ProcessPoolExecutor(workers, mp_context=spawned) as pool:
-            speed = by_the_clock(pool, workers, Sendable(folder, size), seconds)
+            speed = by_the_clock(pool, workers, Sendable(images, size), seconds)
         results[f"random_crop_{workers}_processes_rows_per_second"] = speed
     return results
+
+
+def python_speed_during(work: Callable[[], Any]) -> float:
+    """How fast a thread counts while this one works, against while it sleeps: 0 if the work holds Python's lock."""
+    counted, done = [0], threading.Event()
+
+    def count() -> None:
+        while not done.is_set():
+            counted[0] += 1
+
+    def speed(function: Callable[[], Any]) -> float:
+        before, start = counted[0], time.perf_counter()
+        function()
+        return (counted[0] - before) / (time.perf_counter() - start)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    ratio = speed(work) / speed(lambda: time.sleep(0.3))
+    done.set()
+    thread.join()
+    return ratio
 
 
 class Sendable:

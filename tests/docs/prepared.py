@@ -64,11 +64,33 @@ def _checkpoint(folder: Path) -> None:
         manager.save(20, {"params": {"tokens": jnp.ones((256, 8))}, "step": jnp.int32(20)})
 
 
+def _images(folder: Path) -> None:
+    import io
+    import tarfile
+
+    from PIL import Image
+
+    lines = []
+    for number in range(20):
+        name, colour = [("cat", "orange"), ("dog", "brown")][number % 2]
+        path = folder / "data/pets" / name / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (96, 72), colour).save(path)
+        lines.append({"image": f"pets/{name}/{number}.jpg", "caption": f"a {name}"})
+        with tarfile.open(folder / f"data/pets-{number // 10}.tar", "a") as archive:
+            archive.add(path, f"{number}.jpg")
+            label = tarfile.TarInfo(f"{number}.cls")
+            label.size = 1
+            archive.addfile(label, io.BytesIO(b"%d" % (number % 2)))
+    (folder / "data/pets.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
 PREPARED: dict[str, tuple[Callable[[Path], None], ...]] = {
     "docs/getting_started.md": (_corpus, _megatron_script),
     "docs/checkpoints.md": (_checkpoint,),
     "docs/data.md": (_token_files,),
     "docs/first_config.md": (_paragraphs,),
+    "docs/images.md": (_images,),
     "docs/megatron.md": (_megatron_script, _file_of_flags),
     "docs/preprocess.md": (_shards_and_vocabulary,),
 }
