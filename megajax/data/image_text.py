@@ -146,7 +146,8 @@ def image_text_rows(
     augment: random crops of training images.
 
     Raises:
-        UserError: a tokenizer without an image token, one outside the model's vocabulary, rows too short for an image.
+        UserError: a tokenizer without an image token, one outside the model's vocabulary, rows that have no place for
+            an image or for its tiles.
     """
     token = config.image_token
     token = tokenizer.specials.get("image") if token is None else token
@@ -162,6 +163,11 @@ def image_text_rows(
         )
     if len(images.shape) != 4:
         raise UserError(f"text with images makes images [slots, height, width, 3], the model reads {images.shape}.")
+    if config.tiles > 1 and config.tiles >= images.shape[0]:
+        raise UserError(
+            f"data.tiles={config.tiles}: an image in tiles and the small copy take up to {config.tiles + 1} slots, and "
+            f"the model's rows have {images.shape[0]}. Use fewer tiles or more slots."
+        )
     if config.image_tokens >= leaf.positions():
         raise UserError(
             f"an image takes data.image_tokens={config.image_tokens} positions, and the model's rows have "

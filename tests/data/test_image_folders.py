@@ -1,5 +1,6 @@
 """Images in folders: classes, masks, splits, order of the rows, files that cannot be read."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,16 @@ def test_skipped_rows_are_replaced_the_same_way_and_counted(tmp_path: Path) -> N
     again = [rows[number]["images"] for number in range(len(rows))]
     assert all((a == b).all() for a, b in zip(first, again, strict=True))
     assert rows.skipped == {reason: 2 * count for reason, count in reasons.items()}
+
+
+def test_threads_read_the_same_rows(tmp_path: Path) -> None:
+    """Also across many passes, whose orders are made while others are read."""
+    options = {"split": "1", "on_error": "skip", "maximum_pixels": 1_000_000, "augment": AugmentConfig(operations=1)}
+    alone, shared = (classes(broken(tmp_path), Rows(130), **options).train for _ in range(2))
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(shared.__getitem__, range(130)))
+    assert all((alone[row]["images"] == together[row]["images"]).all() for row in range(130))
+    assert shared.skipped == alone.skipped and shared.skipped["too large"] == 10
 
 
 def test_nothing_can_be_read(tmp_path: Path) -> None:

@@ -233,7 +233,10 @@ def test_tiles_in_rows(tmp_path: Path) -> None:
     row = build(config).train[0]
     check(row, ids(*[TOKEN] * 6, "x", EOD), ["x", EOD])
     assert row["images"][0][..., 0].mean() < 70 and row["images"][1][..., 0].mean() > 180
-    assert build(config, slots=2).train[0]["tokens"].tolist().count(TOKEN) == 2
+    two = build(lines(tmp_path, {"image": ["wide.png"] * 2, "caption": "x"}, tiles=2)).train[0]
+    assert two["tokens"].tolist().count(TOKEN) == 4 and two["images"][1].any() and not two["images"][2].any()
+    with pytest.raises(UserError, match=r"data.tiles=2: .* up to 3 slots, and the model's rows have 2"):
+        build(config, slots=2)
 
 
 def test_images_of_another_shape() -> None:

@@ -1,0 +1,38 @@
+"""Lines of progress appear only where something takes long, and not too often."""
+
+import io
+
+import pytest
+
+from megajax.data import progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_progress(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.sys, "stderr", stream)
+    shown = progress.Progress("images", "listing x")
+    for second in range(30):
+        now[0] = 100.0 + second
+        shown(second * 1000, second / 30)
+    shown.clear()
+    live = stream.isatty()
+    lines = stream.getvalue().replace("\r", "\n").split("\n")
+    assert [line for line in lines if ": 2,000 images" in line] == [
+        "listing x: 2,000 images, 7 %, 1,000 images/s" + "\x1b[K" * live
+    ]
+    assert sum("images/s" in line for line in lines) == (28 if live else 3)
+    assert stream.getvalue().endswith("\r\x1b[K" if live else "\n")
+
+
+def test_nothing_is_shown_of_what_is_done_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = progress.Progress("images", "listing")
+    shown(10, 1.0)
+    shown.clear()
+    assert capsys.readouterr() == ("", "")
