@@ -138,8 +138,9 @@ def class_files(folder: Path, classes: Mapping[str, int]) -> list[tuple[int, str
 
 def _images_below(folder: Path) -> Iterator[str]:
     for place, _, names in os.walk(folder):
-        inside = Path(place).relative_to(folder)
-        yield from ((inside / name).as_posix() for name in names if Path(name).suffix.lower() in SUFFIXES)
+        inside = os.path.relpath(place, folder)
+        before = "" if inside == os.curdir else f"{inside}/"
+        yield from (before + name for name in names if name.lower().endswith(SUFFIXES))
 
 
 def mask_files(folder: Path) -> list[tuple[str, str]]:
