@@ -1,4 +1,4 @@
-"""Charts: lines, stacked bars and timelines as SVG for HTML pages; lines and timelines as PNG by matplotlib.
+"""Charts: lines, stacked bars and timelines as SVG for HTML pages; lines, timelines and matrices as PNG by matplotlib.
 
 Colours in SVG are classes of pages.css, so that a chart follows the page's light or dark scheme. P: points.
 """
@@ -434,6 +434,37 @@ class Timeline:
         axes.set_xlim(0, self.end)
         axes.set_ylim(rows - 0.5, -0.5)
         axes.set_yticks(shown := range(0, rows, max(1, rows // 32)), [self.rows[row] for row in shown])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Matrix:
+    """Counts of pairs as shaded cells, such as a confusion matrix: rows are normalised to their sums."""
+
+    title: str
+    x_label: str
+    y_label: str
+    names: Sequence[str]
+    """Of rows and columns alike."""
+    counts: Sequence[Sequence[int]]
+    """[K, K]."""
+
+    def plot(self, axes: Any) -> None:
+        """Draw on matplotlib axes."""
+        shares = [[count / max(sum(row), 1) for count in row] for row in self.counts]
+        axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+        shown = range(0, len(self.names), max(1, len(self.names) // 40))
+        axes.set_xticks(shown, [self.names[place] for place in shown], rotation=90 if len(self.names) > 12 else 45)
+        axes.set_yticks(shown, [self.names[place] for place in shown])
+        axes.set_title(self.title)
+        axes.set_xlabel(self.x_label)
+        axes.set_ylabel(self.y_label)
+        if len(self.names) > 25:
+            return
+        for row, (counts, share) in enumerate(zip(self.counts, shares, strict=True)):
+            for column, count in enumerate(counts):
+                if count:
+                    dark = "white" if share[column] > 0.5 else "black"
+                    axes.text(column, row, str(count), ha="center", va="center", color=dark, fontsize=8)
 
 
 def save_png(draw: Callable[[Any], None], path: Path, *, inches: tuple[float, float], dpi: int) -> None:

@@ -11,6 +11,7 @@ from megajax.config.builds import resolve
 
 SAMPLERS = {
     "blanks": "megajax.inference.blanks:sample_blanks",
+    "confusion": "megajax.inference.confusion:sample",
     "continuation": "megajax.inference.continuation:sample",
     "spans": "megajax.inference.blanks:sample_spans",
 }

@@ -229,6 +229,10 @@ class ViTConfig(VisionTowerConfig, ModelConfig):  # ty: ignore[incompatible-attr
         """Images, and what the head reads."""
         return {"images": self.image_leaf(), **self.head.leaves(self)}
 
+    def sampler(self) -> str | None:
+        """It shows which classes it takes for which."""
+        return "confusion"
+
     def head_facts(self) -> HeadFacts:
         """Of classes."""
         return self.head.facts(self)
