@@ -94,7 +94,7 @@ def _mean_pooled(size: str, label_smoothing: float = 0.0) -> ViTConfig:
 
 def _digits(run: RunConfig) -> RunConfig:
     """The same tree in a tiny size, in the same layout."""
-    tower = replace(vit_tower("debug", image=16), patch=4, class_tokens=0)
+    tower = replace(vit_tower("debug", image=16), patch=4, class_tokens=0, init_std=0.08)
     model = classifying(tower, ClassifierConfig(classes=10, pooling=MeanPoolingConfig()))
     return debug_config(
         run,
@@ -102,11 +102,11 @@ def _digits(run: RunConfig) -> RunConfig:
         parallel=run.parallel,
         data=DigitsConfig(),
         schedule=ScheduleConfig(lr=2e-3, warmup_fraction=0.1),
-        batch=BatchConfig(global_size=64, micro_size=16),
-        evaluation=EvaluationConfig(every=500, full=True),
-        checkpoint=CheckpointConfig(every=500),
+        batch=BatchConfig(global_size=64, micro_size=32),
+        evaluation=EvaluationConfig(every=200, full=True),
+        checkpoint=CheckpointConfig(every=400),
         logging=replace(run.logging, every=100),
-        steps=1500,
+        steps=800,
     )
 
 

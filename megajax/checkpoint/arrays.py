@@ -68,7 +68,8 @@ def start_writing(path: Path, named: Mapping[str, jax.Array]) -> Any:
         return ocp.save_async(str(path), dict(named))
 
 
-def _stored_shapes(path: Path) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
+def stored_shapes(path: Path) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
+    """Dotted name -> shape and dtype of the arrays of a step."""
     return {name: (tuple(leaf.shape), jnp.dtype(leaf.dtype)) for name, leaf in ocp.metadata(str(path)).metadata.items()}
 
 
@@ -114,7 +115,7 @@ def read(path: Path, like: Tree, *, partial: bool = False) -> Tree:
     """
     wanted = named_leaves(like)
     to_load = {name: leaf for name, leaf in wanted.items() if _stored(leaf)}
-    rows = _differences(_stored_shapes(path), to_load, partial=partial)
+    rows = _differences(stored_shapes(path), to_load, partial=partial)
     if rows:
         raise UserError(
             f"the checkpoint {path.parent} does not fit this run: {len(rows)} of its arrays differ.\n{_table(rows)}\n"

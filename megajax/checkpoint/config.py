@@ -9,6 +9,18 @@ from megajax.config.errors import Problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsConfig:
+    """Weights of another run, for the start of this one."""
+
+    run: Path
+    """Its run folder, its checkpoints folder or one step in it."""
+    into: str = ""
+    """Path of the part of this model that takes them, such as a tower; empty: the whole model."""
+    fresh: tuple[str, ...] = ()
+    """Weights by path in this model, with * for any text, that are not taken: head.* for other classes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig(Builds):
     """Saving, keeping and loading of checkpoints; `build(folder)` gives the `CheckpointManager` of a run's folder."""
 
@@ -27,6 +39,9 @@ class CheckpointConfig(Builds):
     load: Path | None = None
     """Start from another run's state: its run folder, its checkpoints folder or one step in it.
     Ignored by a run that has checkpoints of its own: it resumes from its newest."""
+    weights: tuple[WeightsConfig, ...] = ()
+    """Start from weights of other runs, with a fresh optimizer, schedule and order of rows, as for fine-tuning.
+    Ignored by a run that has checkpoints of its own. On the command line: --checkpoint.weights='[{run: runs/a}]'."""
     step: int | None = None
     """The step to start from, in `load` or else in the run's own folder; none: the newest intact one.
     Going back in the run's own folder sets the later steps aside."""
@@ -43,6 +58,9 @@ class CheckpointConfig(Builds):
             )
             if value is not None and value < minimum
         ]
+        if self.load is not None and self.weights:
+            what = "takes weights alone, load the whole state"
+            problems.append(Problem("weights", what, "set one of the two to none"))
         if not problems and self.every and self.keep_every and self.keep_every % self.every:
             what = f"is {self.keep_every}, which is not a multiple of every = {self.every}"
             problems.append(Problem("keep_every", what, "only steps that are saved can be kept"))

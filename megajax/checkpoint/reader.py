@@ -83,6 +83,11 @@ class CheckpointReader:
         path = self.demand(step)
         return arrays.read(path / ARRAYS, like, partial=partial), self.meta(step)
 
+    def shapes(self, step: int) -> dict[str, tuple[int, ...]]:
+        """Dotted name -> shape of the arrays of a step. Raises UserError if it is missing or damaged."""
+        stored = arrays.stored_shapes(self.demand(step) / ARRAYS)
+        return {name: shape for name, (shape, _) in stored.items()}
+
     def demand(self, step: int) -> Path:
         """Path of a step. Raises UserError if it is missing or damaged, even if there are other steps."""
         path = self._existing(step)

@@ -21,6 +21,7 @@ from megajax.job.device_memory import compiled_memory, memory_in_use, peak_memor
 from megajax.job.hooks import Evaluate, Save
 from megajax.job.resume import Resume, stored
 from megajax.job.watch import Watch
+from megajax.job.weights import TakeWeights
 from megajax.mesh.mesh import find_devices
 from megajax.metrics.banner import Section
 from megajax.metrics.console import open_console
@@ -93,6 +94,8 @@ class Job:
         self.compiles = stack.enter_context(CompileLog(console.say))
         with console.ticker("setting up data, model and state"):
             resume = None if start is None else Resume(*start, own=self.resumed, say=console.say)
+            if resume is None and cfg.checkpoint.weights:
+                resume = TakeWeights(cfg.checkpoint.weights, console.say)
             self.run = setup(cfg, start=resume)
         stack.callback(self.run.close)
         self.begun = int(self.run.state.consumed_samples)

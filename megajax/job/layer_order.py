@@ -11,10 +11,9 @@ from jax.sharding import NamedSharding
 
 from megajax.layers.param import ParamSpec
 from megajax.mesh.shardings import parts, uncut
-from megajax.training.state import TrainState
 
 
-def like_stored(like: TrainState, declared: Mapping[str, ParamSpec], order: Sequence[int]) -> TrainState:
+def like_stored[Tree](like: Tree, declared: Mapping[str, ParamSpec], order: Sequence[int]) -> Tree:
     """`like`, with the rows of stacked weights and their moments as `order` has them.
 
     Rows are cut over the mesh as in `like` where their number divides, else another dimension is; see `uncut`.
@@ -31,9 +30,9 @@ def like_stored(like: TrainState, declared: Mapping[str, ParamSpec], order: Sequ
     return jax.tree_util.tree_map_with_path(stored, like)
 
 
-def reorder(
-    state: TrainState, like: TrainState, declared: Mapping[str, ParamSpec], stored: Sequence[int], wanted: Sequence[int]
-) -> TrainState:
+def reorder[Tree](
+    state: Tree, like: Tree, declared: Mapping[str, ParamSpec], stored: Sequence[int], wanted: Sequence[int]
+) -> Tree:
     """A state with rows in the order `stored`, in the order `wanted` and laid out like `like`.
 
     Arrays are reordered one after another and `state`'s are deleted as soon as they have been read: memory never holds

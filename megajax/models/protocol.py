@@ -66,6 +66,14 @@ class ModelConfig(Protocol):
         """
         return None
 
+    def refit(self, path: str, weight: Any, settings: Mapping[str, Any]) -> Any | None:
+        """A weight of another run, for this model; None where it does not fit. Only asked for other shapes.
+
+        path: in this model; weight: float32 numpy array; settings: of that run, by names such as model.height.
+        """
+        del path, weight, settings
+        return None
+
     def parallel_problems(self, parallel: ParallelConfig, shards: int | None) -> Iterator[Problem]:
         """What does not fit these settings. shards: devices that ZeRO and FSDP spread a weight over, if known."""
         yield from ()

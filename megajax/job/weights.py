@@ -1,0 +1,139 @@
+"""Starting from the weights of other runs, with everything else fresh."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+
+from megajax.checkpoint.config import WeightsConfig
+from megajax.checkpoint.reader import CheckpointReader, open_checkpoints
+from megajax.config.errors import UserError
+from megajax.job.layer_order import like_stored, reorder
+from megajax.layers.param import ParamSpec
+from megajax.training.session import Parts
+from megajax.training.state import TrainState
+
+STORED = "params."
+"""Before the path of a weight in a checkpoint."""
+
+
+@dataclass(frozen=True)
+class TakeWeights:
+    """Makes the first state of a run."""
+
+    sources: Sequence[WeightsConfig]
+    say: Callable[[str], None]
+    """Shows a line to people."""
+
+    def __call__(self, parts: Parts, like: TrainState) -> TrainState:
+        """A fresh state with the weights of the sources. Raises UserError for one that is missing or does not fit."""
+        state = parts.program.fresh_state()()
+        taken: dict[str, Array] = {}
+        for source in self.sources:
+            taken |= Taking.of(source, parts, like.params).weights(self.say)
+        return replace(state, params={**state.params, **taken})
+
+
+@dataclass(frozen=True)
+class Taking:
+    """The weights of one source, by path in this model."""
+
+    source: WeightsConfig
+    parts: Parts
+    reader: CheckpointReader
+    step: int
+    like: Mapping[str, jax.ShapeDtypeStruct]
+    """Of the weights that are asked for."""
+    names: Mapping[str, str]
+    """Path in this model -> in the other."""
+
+    @classmethod
+    def of(cls, source: WeightsConfig, parts: Parts, like: Mapping[str, jax.ShapeDtypeStruct]) -> "Taking":
+        """Raises UserError for a folder without checkpoints, and for names that no weight has."""
+        reader, step = open_checkpoints(source.run)
+        step = reader.newest_whole() if step is None else step
+        if step is None:
+            raise UserError(f"there are no checkpoints to take weights from: {source.run} holds none")
+        before = f"{source.into}." if source.into else ""
+        inside = [path for path in like if path.startswith(before)]
+        if not inside:
+            raise UserError(
+                f"checkpoint.weights: into={source.into} is no part of the model, whose weights are {[*like]}"
+            )
+        for pattern in source.fresh:
+            if not any(fnmatchcase(path, pattern) for path in inside):
+                raise UserError(f"checkpoint.weights: fresh={pattern} names none of the weights {inside}")
+        asked = [path for path in inside if not any(fnmatchcase(path, pattern) for pattern in source.fresh)]
+        return cls(
+            source,
+            parts,
+            reader,
+            step,
+            {path: like[path] for path in asked},
+            {path: path.removeprefix(before) for path in asked},
+        )
+
+    def weights(self, say: Callable[[str], None]) -> dict[str, Array]:
+        """All of them. Raises UserError with those that are missing or of another shape."""
+        shapes, declared = self.reader.shapes(self.step), self.parts.program.declared
+        same: dict[tuple[int, ...], list[str]] = {}
+        other, wrong = list[str](), list[str]()
+        for path, like in self.like.items():
+            spec, shape = declared[path], shapes.get(STORED + self.names[path])
+            if shape is None:
+                wrong.append(f"{path}: not there")
+            elif shape == tuple(like.shape) or (spec.layers and shape[1:] == tuple(like.shape[1:])):
+                same.setdefault(order_of(spec), []).append(path)
+            else:
+                other.append(path)
+        taken, settings = dict[str, Array](), self.reader.meta(self.step)["facts"]
+        for path in other:
+            fitted = self.parts.cfg.model.refit(path, self.whole(path, shapes[STORED + self.names[path]]), settings)
+            if fitted is None or fitted.shape != tuple(self.like[path].shape):
+                shape = shapes[STORED + self.names[path]]
+                wrong.append(f"{path}: {list(shape)} there, {list(self.like[path].shape)} here")
+            else:
+                taken[path] = jax.device_put(fitted.astype(self.like[path].dtype), self.like[path].sharding)
+        if wrong:
+            raise UserError(
+                f"the weights of {self.source.run} (step {self.step}) do not fit:\n"
+                + "\n".join(f"  {line}" for line in wrong)
+                + "\nName those that shall be drawn anew in checkpoint.weights.fresh, or change the model."
+            )
+        for wanted, paths in same.items():
+            taken |= self.in_order(paths, wanted)
+        resized = f", {', '.join(other)} interpolated" if other else ""
+        say(f"{len(taken)} weights of {self.source.run}, step {self.step}{resized}; the others are fresh")
+        return taken
+
+    def whole(self, path: str, shape: tuple[int, ...]) -> np.ndarray:
+        """A weight as it is stored, on the host."""
+        sharding = NamedSharding(self.parts.program.mesh, PartitionSpec())
+        like = jax.ShapeDtypeStruct(shape, self.like[path].dtype, sharding=sharding)
+        read = self.reader.restore(self.step, {"params": {self.names[path]: like}}, partial=True)[0]
+        return np.asarray(read["params"][self.names[path]])
+
+    def in_order(self, paths: Sequence[str], wanted: tuple[int, ...]) -> dict[str, Array]:
+        """Weights whose shapes are those of this model, but for the order of layers."""
+        declared = {self.names[path]: self.parts.program.declared[path] for path in paths}
+        like: dict[str, Any] = {"params": {self.names[path]: self.like[path] for path in paths}}
+        stored = tuple(self.reader.meta(self.step).get("rows", wanted)) if wanted else ()
+        if sum(row >= 0 for row in stored) != sum(row >= 0 for row in wanted):
+            raise UserError(f"{self.source.run} has {max(stored) + 1} repeats of layers, {paths[0]} {max(wanted) + 1}")
+        if stored == wanted:
+            read = self.reader.restore(self.step, like, partial=True)[0]
+        else:
+            read = self.reader.restore(self.step, like_stored(like, declared, stored), partial=True)[0]
+            read = reorder(read, like, declared, stored, wanted)
+        return {path: read["params"][self.names[path]] for path in paths}
+
+
+def order_of(spec: ParamSpec) -> tuple[int, ...]:
+    """For each row of a stacked weight the repeat it holds, -1 for none; () for a weight that is not stacked."""
+    ranks = {layer: rank for rank, layer in enumerate(sorted(layer for layer in spec.layers if layer >= 0))}
+    return tuple(ranks.get(layer, -1) for layer in spec.layers)
