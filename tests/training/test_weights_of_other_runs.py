@@ -1,0 +1,116 @@
+"""Runs that start from the weights of others: linear probe, other classes, another image size, another pipeline."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from small_jobs import run_config
+
+from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
+from megajax.config.errors import UserError
+from megajax.data.config import MockImagesConfig
+from megajax.job.job import train
+from megajax.job.weights import TakeWeights
+from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
+from megajax.models.config import ViTConfig
+from megajax.models.config.vision import spread
+from megajax.models.config.vit import ClassifierConfig
+from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.training.run_config import RunConfig
+from megajax.training.session import Run, setup
+
+BLOCK = BlockConfig(
+    mixer=AttentionConfig(heads=2, bias=True, causal=False), mlp=DenseMLPConfig(ffn=32), norm=LayerNormConfig()
+)
+
+
+def vit(size: int = 8, classes: int = 10) -> ViTConfig:
+    return ViTConfig(
+        hidden=16,
+        stack=StackConfig(pattern=(BLOCK,), repeats=2),
+        height=size,
+        width=size,
+        patch=4,
+        head=ClassifierConfig(classes=classes),
+    )
+
+
+def job(folder: Path, model: ViTConfig | None = None, **changes: Any) -> RunConfig:
+    schedule = ScheduleConfig(lr=1e-2)
+    settings = {"model": model or vit(), "data": MockImagesConfig(), "schedule": schedule, "steps": 1} | changes
+    return run_config(folder, **settings)
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pretrained")
+    assert train(job(folder)) == 0
+    return folder
+
+
+def started(cfg: RunConfig) -> tuple[Run, list[str]]:
+    """A run before its first step, and what it says."""
+    said: list[str] = []
+    return setup(cfg, devices=jax.devices()[:1], start=TakeWeights(cfg.checkpoint.weights, said.append)), said
+
+
+def values(run: Run) -> dict[str, np.ndarray]:
+    return {path: np.asarray(weight) for path, weight in run.state.params.items()}
+
+
+def weights(folder: Path, *fresh: str) -> CheckpointConfig:
+    return CheckpointConfig(weights=(WeightsConfig(run=folder, fresh=fresh),))
+
+
+def test_a_linear_probe_trains_a_new_head_alone(pretrained: Path, tmp_path: Path) -> None:
+    probe = job(tmp_path, vit(classes=12), checkpoint=weights(pretrained, "head.*"), steps=2)
+    probe = replace(probe, optimizer=AdamWConfig(trainable=("head.*",)))
+    before, said = started(probe)
+    assert said == [f"22 weights of {pretrained}, step 1; the others are fresh"]
+    assert int(before.state.step) == int(before.state.consumed_samples) == 0
+    assert train(probe) == 0
+    start, end = values(before), values(started(replace(probe, checkpoint=weights(tmp_path)))[0])
+    there = values(started(job(tmp_path / "same", checkpoint=weights(pretrained)))[0])
+    for path in start:
+        if path.startswith("head."):
+            assert np.abs(end[path] - start[path]).max() > 0
+        else:
+            np.testing.assert_array_equal(end[path], start[path])
+            np.testing.assert_array_equal(end[path], there[path])
+
+
+def test_positions_are_interpolated_for_larger_images(pretrained: Path, tmp_path: Path) -> None:
+    """As jax.image.resize does it; the class token keeps its own."""
+    small = values(started(job(tmp_path / "small", checkpoint=weights(pretrained)))[0])["positions"]
+    run, said = started(job(tmp_path / "large", vit(size=20), checkpoint=weights(pretrained)))
+    large = values(run)["positions"]
+    assert "positions interpolated" in said[0]
+    np.testing.assert_array_equal(large[0], small[0])
+    expected = jax.image.resize(small[1:].reshape(2, 2, 16), (5, 5, 16), "bilinear").reshape(25, 16)
+    np.testing.assert_allclose(large[1:], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_interpolation_keeps_what_is_linear() -> None:
+    """In the middle; at the edges it is constant. A matrix of the same size changes nothing."""
+    np.testing.assert_array_equal(spread(3, 3), np.eye(3))
+    np.testing.assert_allclose(spread(8, 4) @ (np.arange(4) + 0.5), [0.5, *(np.arange(1, 7) + 0.5) / 2, 3.5])
+
+
+@pytest.mark.parametrize(
+    ("model", "source", "words"),
+    [
+        (vit(classes=12), {}, r"head.linear.matrix: \[16, 10\] there, \[16, 12\] here"),
+        (vit(), {"into": "tower"}, "into=tower is no part of the model"),
+        (vit(), {"fresh": ("neck.*",)}, "neck.* names none of the weights"),
+        (replace(vit(), stack=StackConfig(pattern=(BLOCK,), repeats=3)), {}, "has 2 repeats of layers"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    pretrained: Path, tmp_path: Path, model: ViTConfig, source: dict[str, Any], words: str
+) -> None:
+    cfg = job(tmp_path, model, checkpoint=CheckpointConfig(weights=(WeightsConfig(run=pretrained, **source),)))
+    with pytest.raises(UserError, match=words):
+        started(cfg)
