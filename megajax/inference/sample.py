@@ -15,7 +15,6 @@ SAMPLERS = {
     "continuation": "megajax.inference.continuation:sample",
     "spans": "megajax.inference.blanks:sample_spans",
 }
-SAMPLERS = {"continuation": "megajax.inference.continuation:sample"}
 """Ours by their names."""
 
 

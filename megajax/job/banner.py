@@ -51,7 +51,8 @@ def _model(run: Run) -> list[tuple[str, str]]:
         unused = f" (the tokenizer has {known:,})" if known != vocabulary else ""
         rows.append(("vocabulary", f"{vocabulary:,}{unused}{padded}"))
     if flops is not None:
-        rows.append(("FLOPs per token", f"{flops.causal:.4g} with causal attention, {flops.full:.4g} with full"))
+        both = f"{flops.causal:.4g} with causal attention, {flops.full:.4g} with full"
+        rows.append((f"FLOPs per {counted(cfg).removesuffix('s')}", both))
     return rows if vocabulary is None else [*rows, ("first loss", f"about ln {vocabulary} = {log(vocabulary):.3f}")]
 
 
@@ -252,7 +253,7 @@ def _compiler(run: Run) -> list[tuple[str, str]]:
 def _passes(rows: Any) -> str:
     """How often the rows of a split repeat its text, where they do. Row sources of users need not tell."""
     passes = getattr(rows, "passes", 1)
-    return f" ({passes:,} passes over its text)" if passes > 1 else ""
+    return f" ({passes:,} passes over the data)" if passes > 1 else ""
 
 
 def _run(run: Run, resumed: str | None) -> list[tuple[str, str]]:
