@@ -138,6 +138,14 @@ class BlendedDataset:
         return {"dataset_id": dataset, **self.datasets[dataset][int(self.index.samples[row])]}
 
 
+def data_seed(own: int | None, run: int) -> int:
+    """The seed of data: its own, or the run's. Raises UserError for one that generators do not take."""
+    seed = run if own is None else own
+    if not 0 <= seed < SEEDS:
+        raise UserError(f"data.seed: expected 0 to {SEEDS - 1} (NumPy's RandomState), found {seed}.")
+    return seed
+
+
 class BlendBuilder[Data: Dataset]:
     """Splits token files and blends them; how rows are made of a file is up to the subclass.
 
@@ -146,9 +154,7 @@ class BlendBuilder[Data: Dataset]:
 
     def __init__(self, config: TokenFilesConfig, *, seed: int):
         self.surplus = config.surplus
-        self.seed = seed if config.seed is None else config.seed
-        if not 0 <= self.seed < SEEDS:
-            raise UserError(f"data.seed: expected 0 to {SEEDS - 1} (NumPy's RandomState), found {self.seed}.")
+        self.seed = data_seed(config.seed, seed)
         self.folder = Path(config.cache_dir) if config.cache_dir else user_cache() / "indices"
 
     def units(self, tokens: Any) -> int:

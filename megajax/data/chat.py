@@ -10,6 +10,7 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
+from megajax.data.blend import data_seed
 from megajax.data.cache import user_cache
 from megajax.data.chat_files import Conversations, Reader, counted
 from megajax.data.chat_template import ChatTemplate
@@ -128,7 +129,7 @@ class ChatBuilder:
 
     def __init__(self, config: ChatConfig, *, tokenizer: Tokenizer, sequence_length: int, seed: int):
         self.config, self.length = config, sequence_length
-        self.seed = seed if config.seed is None else config.seed
+        self.seed = data_seed(config.seed, seed)
         self.pad = tokenizer.eod if tokenizer.pad is None else tokenizer.pad
         folder = Path(config.cache_dir) if config.cache_dir else user_cache() / "indices"
         template = ChatTemplate(config.template)
@@ -146,7 +147,7 @@ class ChatBuilder:
             for position, name, rows in wanted(asked):
                 if shares[position] is not None or name == "train":
                     bounds = split_bounds(shares[position], len(read.places))
-                    lost = counted(read) if name == "train" else {}  # said once, for all splits
+                    lost = {} if any(built) else counted(read)  # said once, for all splits
                     built[position] = self._rows(read, self.config.paths, bounds, rows, name, lost)
             return Splits(*built)
         for position, name, rows in wanted(asked):

@@ -109,7 +109,8 @@ class ChatTemplate:
         for place, message in enumerate(messages):
             if message["role"] == "assistant":
                 begin = self._answer_begins(text, messages[:place], more)
-                end = self._length(text, self.render(messages[: place + 1], **more))
+                rest = messages[place + 1 :]
+                end = self._length(text, self.render(messages[: place + 1], **more)) if rest else len(text)
                 parts += [Part(text[done:begin], False), Part(text[begin:end], True)]
                 done = end
         return [*parts, Part(text[done:], False)]

@@ -170,6 +170,7 @@ def test_splits_and_files_of_their_own(tmp_path: Path) -> None:
     made = splits(path, split="8,2", rows=Rows(None, None, None), on_error="skip")
     assert (len(made.train), len(made.valid), made.test) == (8, 2, None)
     assert made.train.skipped == {"not a conversation": 1} and made.valid.skipped == {}, "counted once"
+    assert splits(path, split="8,2", rows=Rows(0, None), on_error="skip").valid.skipped == made.train.skipped
     other = write(tmp_path / "v", [chat("v", "b"), "{"])
     made = splits(path, paths=(), train_paths=(str(path),), valid_paths=(str(other),), on_error="skip",
                   rows=Rows(None, None))  # fmt: skip
@@ -184,6 +185,8 @@ def test_files_that_are_missing_or_empty(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no line with a conversation; left out: 2 not a conversation"):
         splits(write(tmp_path / "c", ["{", "["]), on_error="skip")
     assert [problem.where for problem in ChatConfig().problems()] == ["paths"]
+    with pytest.raises(UserError, match=r"data\.seed: expected 0 to"):
+        splits(tmp_path / "c", seed=-1)
 
 
 def test_conversations_are_tokenized_once(tmp_path: Path) -> None:
