@@ -165,6 +165,10 @@ class BlendBuilder[Data: Dataset]:
         """At least `rows` rows, or one epoch (None), of the units [first, last) of a token file."""
         raise NotImplementedError
 
+    def read(self, path: str) -> Any:
+        """The token file of a path."""
+        return IndexedTokens(path)
+
     def splits(
         self, files: Sequence[Any], weights: np.ndarray | None, shares: Sequence[Range | None], rows: Rows
     ) -> Splits:
@@ -202,7 +206,7 @@ class BlendBuilder[Data: Dataset]:
         """
         if config.paths:
             prefixes, weights = parse_paths(config.paths)
-            files = [IndexedTokens(prefix) for prefix in prefixes]
+            files = [self.read(prefix) for prefix in prefixes]
             scaled = None if weights is None else normalised(weights)
             return self.splits(files, scaled, parse_split(config.split), rows)
         built: list[Data | BlendedDataset | None] = [None, None, None]
@@ -213,7 +217,7 @@ class BlendBuilder[Data: Dataset]:
             if not items:
                 raise UserError("data.train_paths is empty: there is nothing to train on.")
             prefixes, weights = parse_paths(items)
-            files = [IndexedTokens(prefix) for prefix in prefixes]
+            files = [self.read(prefix) for prefix in prefixes]
             # A single prefix is not a blend, even with a weight: Megatron-LM's rule for lists per split.
             scaled = None if weights is None or len(prefixes) == 1 else normalised(weights)
             shares = [(0.0, 1.0) if other == name else None for other in NAMES]

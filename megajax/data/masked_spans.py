@@ -11,6 +11,7 @@ from megajax.data.indexed import IndexedTokens
 from megajax.data.masked import MaskedBuilder, MaskedSamples, MaskingTokenizer, demand_tokens
 from megajax.data.masking import Masking
 from megajax.data.splits import Rows, Splits
+from megajax.data.two_sided import two_sided_row, two_sided_specials
 
 SPECIAL = 2
 """Positions that a row of the encoder keeps free, as Megatron-LM does."""
@@ -19,15 +20,8 @@ SPECIAL = 2
 class MaskedSpans(MaskedSamples):
     """Row i of a split as a dict of arrays, a pure function of i.
 
-    In the text, each masked span becomes a sentinel. The decoder writes each sentinel with the tokens of its span.
-
-        encoder_tokens: int32 [T], the text with sentinels; padding is the pad token.
-        encoder_segment_ids: int32 [T], 1 for tokens, 0 for padding.
-        tokens: int32 [S], [BOS], then sentinels and spans; padding is the pad token.
-        labels: int32 [S], the token after each input, [EOS] after the last; padding is 0.
-        loss_mask: float32 [S], 1 for tokens, 0 for padding.
-        segment_ids: int32 [S], likewise.
-        truncated: int32, 1 if the sentences were longer than the row's target.
+    In the text, each masked span becomes a sentinel. The decoder writes each sentinel with the tokens of its span. The
+    arrays are those of `two_sided_row`; `truncated`: the sentences were longer than the row's target.
 
     There are no more spans than sentinels, and spans beyond S tokens are cut off; Megatron-LM stops at such rows.
 
@@ -50,7 +44,7 @@ class MaskedSpans(MaskedSamples):
     ):
         super().__init__(tokens, index, masking=masking, seed=seed, tokenizer=tokenizer, passes=passes)
         self.encoder_length, self.sequence_length = encoder_length, sequence_length
-        self._specials, self._sentinels, self._pad = tokenizer.specials, list(tokenizer.sentinels), tokenizer.pad
+        self._sentinels, self._special = list(tokenizer.sentinels), two_sided_specials(tokenizer)
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         first, last, target, generator = self.sample(row)
@@ -58,20 +52,7 @@ class MaskedSpans(MaskedSamples):
         truncated, text = len(text) > target, text[:target]
         spans = sorted(self.ngrams.spans(text, target, generator))
         read, written = with_sentinels(text.tolist(), spans, self._sentinels)
-        bos, eos, pad = self._specials["bos"], self._specials["eos"], self._pad
-        count = min(len(written) + 1, self.sequence_length)
-        arrays: dict[str, np.ndarray] = {
-            "encoder_tokens": padded(read, self.encoder_length, pad),
-            "encoder_segment_ids": padded([1] * len(read), self.encoder_length, 0),
-            "tokens": padded([bos, *written][:count], self.sequence_length, pad),
-            "labels": padded([*written, eos][:count], self.sequence_length, 0),
-            "loss_mask": padded([1] * count, self.sequence_length, 0).astype(np.float32),
-            "segment_ids": padded([1] * count, self.sequence_length, 0),
-            "truncated": np.array(truncated, np.int32),
-        }
-        for values in arrays.values():
-            values.setflags(write=False)
-        return arrays
+        return two_sided_row(read, written, (self.encoder_length, self.sequence_length), self._special, truncated)
 
 
 def with_sentinels(text: list[int], spans: list[list[int]], sentinels: list[int]) -> tuple[list[int], list[int]]:
@@ -85,13 +66,6 @@ def with_sentinels(text: list[int], spans: list[list[int]], sentinels: list[int]
         written += chain([sentinel], (text[position] for position in span))
         rest = span[-1] + 1
     return read + text[rest:], written
-
-
-def padded(values: list[int], length: int, padding: int) -> np.ndarray:
-    """int32 [length]: the values, then padding."""
-    array = np.full(length, padding, np.int32)
-    array[: len(values)] = values
-    return array
 
 
 class SpansBuilder(MaskedBuilder[MaskedSpans]):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config.errors import UserError
-from megajax.data.config import TokenFilesConfig
+from megajax.data.config import PairsConfig, TokenFilesConfig
 from megajax.data.indexed import index_path, tokens_path
 from megajax.data.splits import parse_paths
 from megajax.data.tokenizer_options import tokenizer_options
@@ -38,6 +38,7 @@ def demand_files(data: Any, tokenizer: Any) -> None:
         return
     lists = [items for items in (data.paths, data.train_paths, data.valid_paths, data.test_paths) if items]
     prefixes = [prefix for items in lists for prefix in parse_paths(items)[0]]
+    prefixes = [file for prefix in prefixes for file in data.token_files(prefix)]
     absent = [path for prefix in prefixes for path in (tokens_path(prefix), index_path(prefix)) if not path.is_file()]
     if not absent:
         return
@@ -50,6 +51,8 @@ def demand_files(data: Any, tokenizer: Any) -> None:
     if words and match:
         key = [] if match[2] == "text" else [f"--json-keys={match[2]}"]
         kind = ["--append-eod"] if match[3] == "document" else ["--split-sentences"]
+        if isinstance(data, PairsConfig):
+            key, kind = ["--json-keys", *data.keys], ["--pairs"]
         words = ["--input", "corpus.jsonl", "--output-prefix", match[1], *words, *key, *kind]
         lines += ["Make the token files from your own text, corpus.jsonl here (JSON lines or plain text):"]
         lines += [f"  python -m megajax.preprocess {shlex.join(words)}"]

@@ -153,7 +153,15 @@ def preprocess(job: Preprocessing, report: Callable[[Counts, int], None] = lambd
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     seconds = time.perf_counter() - started
-    return Preprocessed(prefixes=final, counts=counts, fault=fault, seconds=seconds, files=len(files), workers=workers)
+    return Preprocessed(
+        prefixes=final,
+        counts=counts,
+        fault=fault,
+        settings=job.settings(),
+        seconds=seconds,
+        files=len(files),
+        workers=workers,
+    )
 
 
 def _check_keys(job: Preprocessing) -> None:

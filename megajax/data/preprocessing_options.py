@@ -63,7 +63,16 @@ class Preprocessing(Builds):
         """Prefix of the token files of a key."""
         return f"{self.prefix}_{key}_{'sentence' if self.split_sentences else 'document'}"
 
+    def settings(self) -> str:
+        """The settings of a run that trains on the output."""
+        if not self.pairs:
+            return f"--data.paths={','.join(map(self.output, self.keys))}"
+        keys = "" if self.keys == PAIR_KEYS else f" --data.keys={','.join(self.keys)}"
+        return f"--data.type=PairsConfig --data.paths={self.prefix}{keys}"
 
+
+PAIR_KEYS = ("source", "target")
+"""Keys of two files of plain text whose lines belong together."""
 EPILOG = """examples:
   JSON lines, GPT-2 tokens, 8 processes:
     python -m megajax.preprocess --input corpus/*.jsonl.zst --output-prefix data/corpus --append-eod --workers=8 \\
@@ -74,8 +83,6 @@ EPILOG = """examples:
 """
 RULES = MappingProxyType({"file": WholeFile, "line": EachLine, "paragraph": EachParagraph})
 FORMATS = ("auto", "jsonl", "text", "parquet")
-PAIR_KEYS = ("source", "target")
-"""Keys of two files of plain text whose lines belong together."""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -36,11 +36,13 @@ class Preprocessed:
     """The result of preprocessing: the prefixes of the datasets, in the order of the keys, and counts.
 
     fault: what was wrong with the first row that was skipped; "" without one.
+    settings: of a run that trains on it.
     """
 
     prefixes: tuple[str, ...]
     counts: Counts
     fault: str
+    settings: str
     seconds: float
     files: int
     workers: int
@@ -62,7 +64,7 @@ class Preprocessed:
                 f"{counts.text / self.seconds / 1e6:.1f} MB/s",
                 *([f"{counts.skipped:,} skipped (--on-error=skip); the first: {self.fault}"] if self.fault else []),
                 *sizes,
-                f"to train on it: --data.paths={','.join(self.prefixes)}",
+                f"to train on it: {self.settings}",
             ]
         )
 

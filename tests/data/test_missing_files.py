@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from megajax.config import UserError
-from megajax.data.config import BlendConfig, MaskedSentencesConfig, MockConfig
+from megajax.data.config import BlendConfig, MaskedSentencesConfig, MockConfig, PairsConfig
 from megajax.data.missing import demand_files
 from megajax.data.preprocessing_options import parse
 from megajax.data.tokenizer_options import tokenizer_options
@@ -73,6 +73,12 @@ def test_tokenizer_options_round_trip(tmp_path):
     ):
         words = ["--input=x", "--output-prefix=y", *tokenizer_options(config)]
         assert parse(words)[0].tokenizer == config
+
+
+def test_both_files_of_pairs(tmp_path):
+    text = refusal(PairsConfig(paths=(f"{tmp_path}/a",), keys=("de", "en")), ByteTokenizerConfig())
+    assert f"{tmp_path}/a_de_document.bin" in text and f"{tmp_path}/a_en_document.idx" in text
+    assert f"--output-prefix {tmp_path}/a --tokenizer=byte --json-keys de en --pairs" in text
 
 
 def test_the_tokenizer_below_images(tmp_path):

@@ -22,6 +22,7 @@ from megajax.data.config.images import (
 )
 from megajax.data.config.library import LibrarySentencesConfig, LibrarySpansConfig, LibraryWordPieceConfig
 from megajax.data.config.masked import MaskedConfig, MaskedSentencesConfig, MaskedSpansConfig
+from megajax.data.config.pairs import PairsConfig
 from megajax.data.config.text import BlendConfig, MockConfig, StandardLibraryConfig
 from megajax.data.splits import Rows, Splits
 
@@ -52,6 +53,7 @@ __all__ = [
     "MockConfig",
     "MockImagesConfig",
     "MockMasksConfig",
+    "PairsConfig",
     "Rows",
     "RowsConfig",
     "Splits",

@@ -100,6 +100,10 @@ class TokenFilesConfig(Builds):
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     """How rows are read ahead."""
 
+    def token_files(self, path: str) -> tuple[str, ...]:
+        """The prefixes of the token files of a path."""
+        return (path,)
+
     def problems(self) -> list[Problem]:
         problems = split_problems(self.split) + at_least("surplus", self.surplus, 0)
         lists = {f"{name}_paths": getattr(self, f"{name}_paths") for name in NAMES}

@@ -13,6 +13,7 @@ from megajax.data.config.images import (
 )
 from megajax.data.config.library import LibrarySentencesConfig, LibrarySpansConfig
 from megajax.data.config.masked import MaskedSentencesConfig, MaskedSpansConfig
+from megajax.data.config.pairs import PairsConfig
 from megajax.data.config.text import BlendConfig, MockConfig, StandardLibraryConfig
 
 DataConfig = (
@@ -33,5 +34,6 @@ DataConfig = (
     | MockConfig
     | MockImagesConfig
     | MockMasksConfig
+    | PairsConfig
     | StandardLibraryConfig
 )

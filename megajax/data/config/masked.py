@@ -7,6 +7,12 @@ from megajax.config.errors import Problem
 from megajax.data.config.base import TokenFilesConfig, at_least, between
 
 
+def two_sided_leaves() -> dict[str, str]:
+    """The leaves of a row that an encoder reads and a decoder writes, name -> dtype."""
+    names = ("encoder_tokens", "encoder_segment_ids", "tokens", "labels", "segment_ids")
+    return {"loss_mask": "float32"} | dict.fromkeys(names, "int32")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedConfig(TokenFilesConfig):
     """What masked data share. A document of the token files has a sequence for each sentence."""
@@ -69,5 +75,4 @@ class MaskedSpansConfig(MaskedConfig):
 
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype."""
-        names = ("encoder_tokens", "encoder_segment_ids", "tokens", "labels", "segment_ids")
-        return {"loss_mask": "float32"} | dict.fromkeys(names, "int32")
+        return two_sided_leaves()

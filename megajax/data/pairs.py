@@ -1,0 +1,152 @@
+"""Rows of texts in pairs, such as translations, for models with an encoder and a decoder."""
+
+import hashlib
+import math
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megajax.batch import Schema
+from megajax.config.errors import UserError
+from megajax.data.blend import BlendBuilder
+from megajax.data.config import PairsConfig
+from megajax.data.gpt import ORDER_SAMPLE
+from megajax.data.indexed import IndexedTokens
+from megajax.data.masked import MaskingTokenizer, demand_tokens
+from megajax.data.splits import Rows, Splits
+from megajax.data.two_sided import two_sided_row, two_sided_specials
+
+
+class PairedTokens:
+    """Two token files of which document n of one belongs to document n of the other.
+
+    Raises:
+        UserError: a file that is missing, damaged or no integers, another number of documents on one side, or a pair
+            without tokens on one side.
+    """
+
+    def __init__(self, path: str, prefixes: tuple[str, ...]):
+        self.prefix = Path(path)
+        self.sides = tuple(IndexedTokens(prefix) for prefix in prefixes)
+        self.documents = self.sides[0].documents
+        counts = [side.documents for side in self.sides]
+        if len(set(counts)) > 1:
+            sizes = " and ".join(f"{side.prefix} has {side.documents}" for side in self.sides)
+            raise UserError(f"{path}: {sizes} documents, but they belong together. Preprocess both at once.")
+        # Where each document begins in the tokens of its file, and the end.
+        self._starts = tuple(np.append(side.offsets // side.dtype.itemsize, len(side.tokens))[side.document_table]
+                             for side in self.sides)  # fmt: skip
+        for side, starts in zip(self.sides, self._starts, strict=True):
+            if side.dtype.kind not in "iu":
+                raise UserError(f"{side.prefix}: stored as {side.dtype.name}, but tokens must be integers.")
+            if empty := np.flatnonzero(np.diff(starts) == 0).tolist():
+                what = f"{len(empty)} of {self.documents} documents have no tokens, the first is number {empty[0]}"
+                raise UserError(f"{side.prefix}: {what}. Preprocess with --pairs --on-error=skip to leave them out.")
+
+    def pair(self, number: int) -> list[np.ndarray]:
+        """Tokens of both texts of a pair, views of the memory maps."""
+        return [
+            side.tokens[starts[number] : starts[number + 1]]
+            for side, starts in zip(self.sides, self._starts, strict=True)
+        ]
+
+    def identity(self) -> str:
+        """Hash of both files' identities."""
+        return hashlib.sha256("".join(side.identity() for side in self.sides).encode()).hexdigest()
+
+
+class Pairs:
+    """Row i of a split as a dict of arrays, a pure function of i: those of `two_sided_row`.
+
+    Args:
+        tokens: the pairs.
+        numbers: int64 [n], the pair of each row.
+        lengths: (T, S), positions of the encoder and of the decoder.
+        passes: number of epochs over the split's pairs.
+
+    Raises:
+        UserError: on reading, a token outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        tokens: PairedTokens,
+        numbers: np.ndarray,
+        *,
+        lengths: tuple[int, int],
+        tokenizer: MaskingTokenizer,
+        passes: int = 1,
+    ):
+        self.tokens, self.numbers, self.passes = tokens, numbers, passes
+        self.lengths, self.sequence_length = lengths, lengths[1]
+        self._special, self._vocabulary_size = two_sided_specials(tokenizer), tokenizer.vocabulary_size
+
+    def order(self) -> str:
+        """Identifier of the order of the rows; unchanged if rows are appended."""
+        return f"{zlib.crc32(np.ascontiguousarray(self.numbers[:ORDER_SAMPLE]).tobytes()):08x}"
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of a dataset of {len(self)} rows")
+        number = int(self.numbers[row])
+        texts = self.tokens.pair(number)
+        for text, side in zip(texts, self.tokens.sides, strict=True):
+            if text.max() >= self._vocabulary_size or text.min() < 0:
+                wrong = int(text[np.argmax((text >= self._vocabulary_size) | (text < 0))])
+                raise UserError(
+                    f"{side.prefix}: token {wrong} in document {number} lies outside the vocabulary of "
+                    f"{self._vocabulary_size}. The file was written with another tokenizer: use that one, or "
+                    "preprocess again."
+                )
+        truncated = len(texts[0]) > self.lengths[0] or len(texts[1]) + 1 > self.lengths[1]
+        return two_sided_row(texts[0].tolist(), texts[1].tolist(), self.lengths, self._special, truncated)
+
+
+def shuffled_passes(bounds: tuple[int, int], rows: int | None, seed: int) -> np.ndarray:
+    """int64 [n]: whole passes over first to last - 1, each shuffled, until there are `rows` (None: one pass)."""
+    generator, count = np.random.RandomState(seed), bounds[1] - bounds[0]
+    passes = 1 if rows is None else max(1, math.ceil(rows / count))
+    order = np.tile(np.arange(*bounds, dtype=np.int64), (passes, 1))
+    for one in order:
+        generator.shuffle(one)
+    return order.reshape(-1)
+
+
+class PairsBuilder(BlendBuilder[Pairs]):
+    """Rows of pairs; splits are shares of the pairs."""
+
+    def __init__(self, config: PairsConfig, *, lengths: tuple[int, int], tokenizer: MaskingTokenizer, seed: int):
+        super().__init__(config, seed=seed)
+        self.config, self.lengths, self.tokenizer = config, lengths, tokenizer
+
+    def read(self, path: str) -> PairedTokens:
+        return PairedTokens(path, self.config.token_files(path))
+
+    def units(self, tokens: Any) -> int:
+        return tokens.documents
+
+    def dataset(self, tokens: Any, identity: str, split: str, bounds: tuple[int, int], rows: int | None) -> Pairs:
+        if bounds[0] == bounds[1]:
+            raise UserError(
+                f"{tokens.prefix}, split {split}: none of {tokens.documents} pairs fall into it. Give it a larger "
+                "share in data.split, more data, or ask for no rows of it."
+            )
+        numbers = shuffled_passes(bounds, rows, self.seed)
+        passes = len(numbers) // (bounds[1] - bounds[0])
+        return Pairs(tokens, numbers, lengths=self.lengths, tokenizer=self.tokenizer, passes=passes)
+
+
+def build_splits(config: PairsConfig, *, tokenizer: MaskingTokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:
+    """Rows of pairs for the splits that a run requests; see `BlendBuilder.configured`.
+
+    Raises:
+        UserError: a tokenizer without one of the special tokens; errors of `PairedTokens`.
+    """
+    demand_tokens(tokenizer, ("bos", "eos"), "pairs of texts", full_words=False)
+    lengths = schema["encoder_tokens"].positions(), schema["tokens"].positions()
+    return PairsBuilder(config, lengths=lengths, tokenizer=tokenizer, seed=seed).configured(config, rows)

@@ -1,0 +1,64 @@
+"""Rows of two texts: one that an encoder reads, and one that a decoder writes."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from megajax.data.masked import MaskingTokenizer
+
+
+class TwoSidedSpecials(NamedTuple):
+    """Special tokens of such rows."""
+
+    bos: int
+    """The first input of the decoder."""
+    eos: int
+    """The last label of the decoder."""
+    pad: int
+
+
+def two_sided_specials(tokenizer: MaskingTokenizer) -> TwoSidedSpecials:
+    """Those of a tokenizer, which must have them."""
+    return TwoSidedSpecials(tokenizer.specials["bos"], tokenizer.specials["eos"], tokenizer.pad)
+
+
+def two_sided_row(
+    read: Sequence[int],
+    written: Sequence[int],
+    lengths: tuple[int, int],
+    special: TwoSidedSpecials,
+    truncated: bool,
+) -> dict[str, np.ndarray]:
+    """The arrays of a row, read-only; what is longer than its side is cut.
+
+        encoder_tokens: int32 [T], the text that is read; padding is the pad token.
+        encoder_segment_ids: int32 [T], 1 for tokens, 0 for padding.
+        tokens: int32 [S], [BOS], then the text that is written; padding is the pad token.
+        labels: int32 [S], the token after each input, [EOS] after the last; padding is 0.
+        loss_mask: float32 [S], 1 for tokens, 0 for padding.
+        segment_ids: int32 [S], likewise.
+        truncated: int32.
+
+    lengths: (T, S).
+    """
+    read, count = read[: lengths[0]], min(len(written) + 1, lengths[1])
+    arrays: dict[str, np.ndarray] = {
+        "encoder_tokens": _padded(read, lengths[0], special.pad),
+        "encoder_segment_ids": _padded([1] * len(read), lengths[0], 0),
+        "tokens": _padded([special.bos, *written][:count], lengths[1], special.pad),
+        "labels": _padded([*written, special.eos][:count], lengths[1], 0),
+        "loss_mask": _padded([1] * count, lengths[1], 0).astype(np.float32),
+        "segment_ids": _padded([1] * count, lengths[1], 0),
+        "truncated": np.array(truncated, np.int32),
+    }
+    for values in arrays.values():
+        values.setflags(write=False)
+    return arrays
+
+
+def _padded(values: Sequence[int], length: int, padding: int) -> np.ndarray:
+    """int32 [length]: the values, then padding."""
+    array = np.full(length, padding, np.int32)
+    array[: len(values)] = values
+    return array

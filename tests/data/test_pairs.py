@@ -1,0 +1,115 @@
+"""Rows of texts in pairs."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megajax.batch import Leaf
+from megajax.config.errors import UserError
+from megajax.data.config import MaskedSpansConfig, PairsConfig, Rows
+from megajax.data.indexed import IndexedWriter
+from megajax.data.loader import read_rows
+from megajax.data.pairs import shuffled_passes
+from megajax.data.preprocessing import preprocess
+from megajax.data.preprocessing_options import parse
+
+PAD, BOS, EOS = 7, 4, 5
+PAIRS = [([10 + n] * (1 + n % 5), [30 + n, 31 + n] * (1 + n % 3)) for n in range(20)]
+LENGTHS = (4, 6)
+ROWS = Rows(20)
+
+
+def tokenizer(**changes):
+    special = {"pad": PAD, "specials": {"bos": BOS, "eos": EOS}, "sentinels": (), "continues": None}
+    return SimpleNamespace(**{"vocabulary_size": 100, "identity": "pairs", **special, **changes})
+
+
+def write(prefix, documents, dtype="<u2"):
+    with IndexedWriter(prefix, np.dtype(dtype)) as writer:
+        for ids in documents:
+            writer.add_document([np.array(ids)] if len(ids) else [])
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    for place, key in enumerate(("source", "target")):
+        write(tmp_path / f"x_{key}_document", [pair[place] for pair in PAIRS])
+    return str(tmp_path / "x")
+
+
+def build(prefix, rows=ROWS, words=None, **settings):
+    config = PairsConfig(paths=(prefix,), **{"split": "1", "cache_dir": f"{prefix}-cache", **settings})
+    assert not config.problems()
+    leaves = zip(("encoder_tokens", "tokens"), LENGTHS, strict=True)
+    schema = {name: Leaf("int32", (length,), ("seq",)) for name, length in leaves}
+    return config.build(tokenizer=words or tokenizer(), schema=schema, rows=rows, seed=3)
+
+
+def test_the_encoder_reads_one_text_and_the_decoder_writes_the_other(prefix):
+    data = build(prefix).train
+    assert sorted(data.numbers.tolist()) == list(range(20)) and data.numbers.tolist() != list(range(20))
+    for number, row in zip(data.numbers.tolist(), (data[n] for n in range(20)), strict=True):
+        read, written = PAIRS[number][0][:4], [*PAIRS[number][1], EOS][:6]
+        assert row["encoder_tokens"].tolist() == read + [PAD] * (4 - len(read))
+        assert row["encoder_segment_ids"].tolist() == [1] * len(read) + [0] * (4 - len(read))
+        assert row["labels"].tolist() == written + [0] * (6 - len(written))
+        assert row["tokens"].tolist() == ([BOS, *PAIRS[number][1]] + [PAD] * 6)[: len(written)] + [PAD] * (
+            6 - len(written)
+        )
+        assert row["loss_mask"].tolist() == [1.0] * len(written) + [0.0] * (6 - len(written))
+        np.testing.assert_array_equal(row["segment_ids"], row["loss_mask"])
+        assert row["truncated"] == (len(PAIRS[number][0]) > 4 or len(PAIRS[number][1]) > 5)
+        assert all(row[name].dtype == dtype for name, dtype in PairsConfig().leaves().items())
+    assert PairsConfig().leaves() == MaskedSpansConfig().leaves()
+
+
+def test_each_pass_has_an_order_of_its_own():
+    once = shuffled_passes((5, 12), None, seed=1)
+    many = shuffled_passes((5, 12), 15, seed=1)
+    assert len(many) == 21 and (many[:7] == once).all() and (many[7:14] != once).any()
+    assert all(sorted(many[start : start + 7]) == list(range(5, 12)) for start in (0, 7, 14))
+    assert (shuffled_passes((5, 12), None, seed=2) != once).any()
+
+
+def test_splits_and_blends(prefix, tmp_path):
+    splits = build(prefix, rows=Rows(40, 5, 0), split="80,20,0")
+    assert len(splits.train) == 48 and splits.train.passes == 3 and set(splits.train.numbers.tolist()) == set(range(16))
+    assert set(splits.valid.numbers.tolist()) == {16, 17, 18, 19} and len(splits.valid) == 8
+    config = PairsConfig(paths=("0.5", prefix, "0.5", prefix), split="1", cache_dir=str(tmp_path))
+    schema = {name: Leaf("int32", (6,), ("seq",)) for name in ("encoder_tokens", "tokens")}
+    blend = config.build(tokenizer=tokenizer(), schema=schema, rows=Rows(30), seed=1).train
+    assert len(blend) == 30 and blend[0]["dataset_id"] == 0 and blend[1]["dataset_id"] == 1
+    with pytest.raises(UserError, match=r"split valid: none of 20 pairs fall into it"):
+        build(prefix, rows=Rows(10, 5, 0), split="999,1")
+
+
+def test_files_that_do_not_belong_together(prefix, tmp_path):
+    write(tmp_path / "x_other_document", [[1]] * 19)
+    with pytest.raises(UserError, match=r"x_source_document has 20 and .*x_other_document has 19 documents"):
+        build(prefix, keys=("source", "other"))
+    write(tmp_path / "x_empty_document", [[1], [], *[[2]] * 18])
+    with pytest.raises(UserError, match=r"x_empty_document: 1 of 20 documents have no tokens, the first is number 1"):
+        build(prefix, keys=("source", "empty"))
+    with pytest.raises(UserError, match=r"x_gone_document\.idx: no such file"):
+        build(prefix, keys=("gone", "target"))
+    with pytest.raises(UserError, match=r"x_target_document: token \d+ in document \d+ lies outside the vocabulary"):
+        data = build(prefix, words=tokenizer(vocabulary_size=30)).train
+        [data[row] for row in range(20)]
+    with pytest.raises(UserError, match=r"pairs of texts need .* has no bos token"):
+        build(prefix, words=tokenizer(specials={"eos": 5}))
+
+
+def test_from_two_files_of_text_to_rows_of_a_batch(tmp_path):
+    (tmp_path / "de.txt").write_text("eins\nzwei\ndrei\n")
+    (tmp_path / "en.txt").write_text("one\ntwo\nthree\n")
+    words = ["--input", f"{tmp_path}/de.txt", "--target", f"{tmp_path}/en.txt", "--tokenizer=byte", "--workers=1"]
+    done = preprocess(parse([*words, "--output-prefix", f"{tmp_path}/x"])[0])
+    assert f"to train on it: --data.type=PairsConfig --data.paths={tmp_path}/x" in done.summary()
+    config = PairsConfig(paths=(f"{tmp_path}/x",), split="1", cache_dir=str(tmp_path))
+    reads = {name: Leaf(dtype, (8,), ("seq",)) for name, dtype in config.leaves().items()}
+    special = tokenizer(vocabulary_size=260, specials={"bos": 257, "eos": 258}, pad=259)
+    data = config.build(tokenizer=special, schema=reads, rows=Rows(3), seed=1).train
+    rows = read_rows(data, reads, 0, np.arange(3))
+    texts = {bytes(row[row < 256].astype(np.uint8)) for row in rows["encoder_tokens"]}
+    assert texts == {b"eins", b"zwei", b"drei"} and rows["tokens"][:, 0].tolist() == [257] * 3
