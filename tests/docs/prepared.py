@@ -48,6 +48,13 @@ def _token_files(folder: Path) -> None:
         preprocess_text(LINES * 20, folder / "data" / name, ByteTokenizerConfig().build())
 
 
+def _pairs(folder: Path) -> None:
+    for language in ("de", "en"):
+        (folder / f"train.{language}.txt").write_text("\n".join(LINES), encoding="utf-8")
+    text = "".join(json.dumps({"de": line, "en": line}) + "\n" for line in LINES)
+    (folder / "pairs.jsonl").write_text(text, encoding="utf-8")
+
+
 def _file_of_flags(folder: Path) -> None:
     flags = {"num-layers": 2, "hidden-size": 64, "num-attention-heads": 2, "seq-length": 64, "micro-batch-size": 4}
     flags |= {"max-position-embeddings": 64, "train-iters": 10, "lr": 1e-4, "mock-data": True, "vocab-size": 256}
@@ -92,7 +99,7 @@ PREPARED: dict[str, tuple[Callable[[Path], None], ...]] = {
     "docs/first_config.md": (_paragraphs,),
     "docs/images.md": (_images,),
     "docs/megatron.md": (_megatron_script, _file_of_flags),
-    "docs/preprocess.md": (_shards_and_vocabulary,),
+    "docs/preprocess.md": (_shards_and_vocabulary, _pairs),
 }
 """By page: what is written into its folder before its first command."""
 
