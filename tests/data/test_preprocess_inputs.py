@@ -42,11 +42,11 @@ def corpus(tmp_path_factory) -> list[Path]:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("count", [2, 3, 17])
-def test_partitions_write_what_one_does(corpus, tmp_path, rule, count):
+def test_partitions_write_what_one_does(corpus, tmp_path, rule):
     whole = content(preprocess(job(tmp_path, *corpus, rule=RULES[rule])).prefixes[0])
-    cut = job(tmp_path, *corpus, rule=RULES[rule], partitions=count, overwrite=True, chunk_bytes=1500)
-    assert content(preprocess(cut).prefixes[0]) == whole
+    for count in (3, 17):
+        cut = job(tmp_path, *corpus, rule=RULES[rule], partitions=count, overwrite=True, chunk_bytes=3000)
+        assert content(preprocess(cut).prefixes[0]) == whole
     assert only_output(tmp_path) == ["corpus_text_document.bin", "corpus_text_document.idx"]
 
 
@@ -83,7 +83,7 @@ def test_an_error_of_a_partition_names_file_and_line(tmp_path):
 BAD = ['{"text": "a"', "[]", '{"text": 5}', '{"other": "x"}', '{"text": "\\ud83d"}']
 
 
-@pytest.mark.parametrize("options", [{}, {"workers": 2, "chunk_bytes": 40}, {"partitions": 3}])
+@pytest.mark.parametrize("options", [{}, {"chunk_bytes": 40}, {"partitions": 3, "workers": 2}])
 def test_rows_that_are_wrong_are_left_out_and_counted(tmp_path, options):
     good = [json.dumps({"text": f"line {number}"}) for number in range(40)]
     rows = [*good[:11], *BAD, *good[11:], BAD[0]]
@@ -128,7 +128,7 @@ def table(path, columns, rows_per_group=None):
     return path
 
 
-@pytest.mark.parametrize("options", [{}, {"partitions": 3}, {"partitions": 50}])
+@pytest.mark.parametrize("options", [{}, {"partitions": 3}])
 def test_parquet_is_read_as_json_lines_are(tmp_path, options):
     records = [{"text": f"猫 {number}" * (number % 4), "title": str(number), "n": number} for number in range(90)]
     source = lines(tmp_path / "a.jsonl", records)
