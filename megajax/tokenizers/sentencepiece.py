@@ -42,11 +42,12 @@ class SentencePieceTokenizer(Tokenizer):
         sentinels = [sentinel_name(number) for number in range(config.extra_ids)]
         added = list(dict.fromkeys((*config.special_tokens, *sentinels)))
         for token in added:
-            self._ids.setdefault(token, max(size, len(self._ids)))
+            if token not in self._ids:
+                self._ids[token], size = size, size + 1
         self._added = {token.encode(): self._ids[token] for token in added}
         self._names = {self._ids[token]: token for token in added}
         self._cuts = re.compile(b"(" + b"|".join(map(re.escape, self._added)) + b")") if added else None
-        self.vocabulary_size = max(self._ids.values()) + 1
+        self.vocabulary_size = size
         known = {"bos": self._engine.bos_id(), "eos": self._engine.eos_id(), "pad": self._engine.pad_id()}
         self.specials = usual_specials(self._ids) | {role: number for role, number in known.items() if number >= 0}
         self.pad = self.specials.pop("pad", None)
