@@ -20,6 +20,11 @@ def _corpus(folder: Path) -> None:
     (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES), encoding="utf-8")
 
 
+def _documents(folder: Path) -> None:
+    texts = (" ".join(LINES[start : start + 8]) for start in range(0, len(LINES), 8))
+    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+
+
 def _paragraphs(folder: Path) -> None:
     (folder / "data").mkdir()
     (folder / "data/corpus.txt").write_text("\n\n".join(LINES * 20), encoding="utf-8")
@@ -100,6 +105,8 @@ PREPARED: dict[str, tuple[Callable[[Path], None], ...]] = {
     "docs/images.md": (_images,),
     "docs/megatron.md": (_megatron_script, _file_of_flags),
     "docs/preprocess.md": (_shards_and_vocabulary, _pairs),
+    "docs/models.md": (_documents,),
+    "docs/preprocess.md": (_shards_and_vocabulary,),
 }
 """By page: what is written into its folder before its first command."""
 
