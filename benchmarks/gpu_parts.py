@@ -107,7 +107,7 @@ LISTS: Mapping[str, tuple[Part, ...]] = {
     ),
     "second": (
         _mfu("llama_3b_4096_triton", 120, "llama_3b", shared=("--xla=xla_gpu_enable_triton_gemm=true",)),
-        _kernels("attention", 110),
+        _kernels("attention", 140),
         Part(
             name="calibrate",
             kind="calibrate",
@@ -115,12 +115,12 @@ LISTS: Mapping[str, tuple[Part, ...]] = {
             program=("benchmarks/calibrate.py", "--out={json}"),
             tiny=("--tiny", "--seconds=0.02"),
         ),
-        _tests("kernels", 90, "tests/kernels"),
         _kernels("matmul", 50),
         _kernels("loss", 60),
         _kernels("norm", 30),
     ),
     "third": (
+        _tests("kernels", 90, "tests/kernels"),
         _mfu("llama_3b_4096_fp8", 120, "llama_3b", shared=("--precision.fp8=Fp8",)),
         _mfu("llama_8b_18_layers_8192", 110, "llama_8b_18_layers"),
         _mfu("gpt_1_3b_2048", 80, "gpt_1_3b", tiny="debug_gpt"),

@@ -129,7 +129,7 @@ def test_cudnn_leaves_rows_it_has_no_lengths_for_to_the_pallas_kernel(row, monke
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("name", ["pallas", "cudnn", "cudnn_mask"])
+@pytest.mark.parametrize("name", ["pallas", "cudnn"])
 @pytest.mark.parametrize("case", [name for name, each in CASES.items() if each.queries % 2 == 0])
 def test_kernels_on_a_gpu_match_the_formula(case: str, name: str) -> None:
     chosen = CASES[case]._replace(size=64)
