@@ -87,7 +87,7 @@ def audited(cfg: RunConfig, devices: str) -> dict[str, Any]:
     for one in found.kernels:
         if one.work == "attention" and one.target is not None:
             times = calls.setdefault(one.target, {"runs": 0, "in_branch": one.place.conditional})
-            times["runs"] += one.place.times
+            times["runs"] += one.place.runs()
     return {
         "kernels": plan.kernels,
         "temporary_gib": round(plan.memory.temporary / GIB, 3),

@@ -25,7 +25,7 @@ from megajax.planning.program.audit import audit, largest_arrays
 from megajax.planning.search.compare import advice, comparison, other, sweep
 from megajax.planning.search.ranking import Cache, check_config_path, compile_layout, find_best, write_config
 from megajax.planning.search.search import SEARCHED, Choice, Task, apply, changes, settings
-from megajax.planning.show import Report, plan_report
+from megajax.planning.show import Report, plan_report, write
 from megajax.training.run_config import RunConfig
 
 MOST_ENTRIES = 1_000_000
@@ -39,18 +39,13 @@ NEEDS = {"compile": "search", "out": "search", "resume": "search", "png": "sweep
 """Flags that need another flag."""
 
 
-def modes_of(flags: Mapping[str, Any]) -> list[str]:
-    """Those of MODES that the flags ask for."""
-    return [name for name in MODES if flags[name] not in (None, False)]
-
-
 def count_devices(flags: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
     """Number of devices that the flags ask for, and problems of the flags. Raises UserError for an unreadable file.
 
     None if the config's own layout need not match them: a search tries others, a sweep takes other numbers.
     """
     cluster, _, problems = read_target(flags)
-    modes = modes_of(flags)
+    modes = [name for name in MODES if flags[name] not in (None, False)]
     if len(modes) > 1:
         problems.append(Problem(f"--{modes[1]}", f"goes with no --{modes[0]}", "ask for one of them at a time"))
     for mode in [*["formula"] * flags["formula"], *modes]:
@@ -192,7 +187,8 @@ def plan(command: Command, fixed: Mapping[str, Any], program: Sequence[str]) -> 
     flags = command.flags
     cluster, device, _ = read_target(flags)
     assert cluster is not None and device is not None  # `count_devices` has reported problems
-    mode = next(iter(modes_of(flags)), "by_formula" if flags["formula"] else "compiled")
+    modes = (name for name in MODES if flags[name] not in (None, False))
+    mode = next(modes, "by_formula" if flags["formula"] else "compiled")
     if mode != "compiled":
         demand_formulas(command.config)
     request = Request(Case(command.config, cluster, device), command.source or "", flags, fixed, program)
@@ -201,10 +197,7 @@ def plan(command: Command, fixed: Mapping[str, Any], program: Sequence[str]) -> 
     if flags["png"] is not None:
         print(f"\npicture {flags['png']}")
     if flags["json"] is not None:
-        try:
-            flags["json"].write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{flags['json']} can't be written: {error.strerror}") from error
+        write(flags["json"], json.dumps(figures, indent=1) + "\n")
     if flags["html"] is not None:
         report.write_page(flags["html"])
         print(f"\npage: {flags['html']}")

@@ -110,11 +110,17 @@ class Report:
             for block in self.blocks
         ]
         style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
-        page = pages.page(self.title, [pages.header(self.title), *self.pictures(), *cards], style=style)
-        try:
-            path.write_text(page, encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--html={path} can't be written: {error.strerror}") from error
+        write(path, pages.page(self.title, [pages.header(self.title), *self.pictures(), *cards], style=style))
+
+
+def write(path: Path, text: str) -> None:
+    """All of the text or nothing. Raises UserError if it can't be written."""
+    part = path.with_suffix(".part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise UserError(f"{path} can't be written: {error.strerror}") from error
 
 
 def cells(plan: Mapping[str, Any]) -> list[str]:

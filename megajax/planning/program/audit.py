@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from megajax.metrics.banner import Section
 from megajax.planning.program import hlo
-from megajax.planning.program.devices import GIB, MIB, Device
+from megajax.planning.program.devices import GIB, Device
 from megajax.planning.show import Table, traffic_by_class, unit_of
 
 type Work = Literal["matmul", "attention", "collective", "fill", "move", "cast", "compute"]
@@ -90,14 +90,6 @@ class Audit:
     kernels: tuple[Kernel, ...]
     aliased: int
     """Bytes of one device's arguments whose buffers are reused by results."""
-
-    def moved(self, least: int = MIB) -> list[Kernel]:
-        """Kernels without arithmetic that write at least `least` bytes a run."""
-        return [one for one in self.kernels if one.work in ("fill", "move") and one.written >= least]
-
-    def writes(self, kind: str, least: int) -> list[Kernel]:
-        """Kernels with a result of a dtype ("f32") and at least `least` elements."""
-        return [one for one in self.kernels if any(k == kind and n >= least for k, n in hlo.arrays(one.shape))]
 
     def by_work(self) -> dict[str, int]:
         """Bytes per step and device by kind of work."""

@@ -306,13 +306,9 @@ class Cluster(NamedTuple):
     def gpu(self) -> GPU:
         return GPUS[self.name]
 
-    @property
-    def nodes(self) -> int:
-        return -(-self.devices // self.per_node)
-
     def topology(self) -> str:
         """For `get_topology_desc`: NVLink domains (nodes) x hosts of a domain x GPUs of a host."""
-        return f"{self.nodes}x1x{min(self.devices, self.per_node)}"
+        return f"{-(-self.devices // self.per_node)}x1x{min(self.devices, self.per_node)}"
 
 
 def read_cluster(

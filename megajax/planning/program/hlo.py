@@ -199,13 +199,8 @@ class Place:
         """Such as "1.2": the second loop in the first; "" outside all loops."""
         return ".".join(map(str, self.path))
 
-    @property
-    def times(self) -> int | None:
-        """Runs per step; None if a trip count is unknown."""
-        return self.runs()
-
     def runs(self, unknown_trips: int | None = None) -> int | None:
-        """Runs per step, without what is skipped. unknown_trips: see `rounds`; without it, as `times`."""
+        """Runs per step, without what is skipped; None if a trip count is unknown. unknown_trips: see `rounds`."""
         if unknown_trips is None and None in self.trips:
             return None
         return round(rounds(self.trips, unknown_trips or 1) * self.share)

@@ -375,7 +375,7 @@ def _attention(plan: TrainPlan) -> list[tuple[str, str]]:
 
 def _collectives(plan: TrainPlan) -> Table:
     """One line for each kind of collective of each loop, below the loop's own."""
-    unknown = ", ".join(loop.place.name for loop in plan.contents.loops if loop.place.times is None)
+    unknown = ", ".join(loop.place.name for loop in plan.contents.loops if loop.place.runs() is None)
     note = f"; ?: the compiler does not know the trip count of loop {unknown}, {plan.unknown_trips:,} is taken"
     headings = ("loop, collective", "axis", "in program", "per step", "bytes each time", "bytes per step")
     title = f"collectives of one device{note * bool(unknown)}"

@@ -24,7 +24,7 @@ from megajax.metrics.text import duration
 from megajax.planning.cost.estimate import SPEED, Case, to_dict
 from megajax.planning.program.devices import GIB
 from megajax.planning.search.search import Choice, Entry, Group, Place, Task, explore, rank, ranked, rounded, search
-from megajax.planning.show import FIGURES, Report, Table, cells
+from megajax.planning.show import FIGURES, Report, Table, cells, write
 
 MAX_TRIES = 2
 """Layouts that are compiled at most, as a multiple of those asked for: some turn out not to fit."""
@@ -83,15 +83,8 @@ class Cache:
         self._save()
 
     def _save(self) -> None:
-        """Raises UserError if the file can't be written."""
-        if self.path is None:
-            return
-        part = self.path.with_suffix(".part")
-        try:
-            part.write_text(json.dumps({"search": self.fingerprint, "layouts": self.layouts}), encoding="utf-8")
-            part.replace(self.path)
-        except OSError as error:
-            raise UserError(f"{self.path} can't be written: {error.strerror}") from error
+        if self.path is not None:
+            write(self.path, json.dumps({"search": self.fingerprint, "layouts": self.layouts}))
 
 
 def compile_best(
@@ -357,7 +350,4 @@ def write_config(path: Path, source: str, changed: Mapping[str, Any], title: str
         for parent in parents:
             node = node.setdefault(parent, {})
         node[last] = value
-    try:
-        path.write_text(f"# {title}\n{yaml.safe_dump(tree, sort_keys=False)}", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path} can't be written: {error.strerror}") from error
+    write(path, f"# {title}\n{yaml.safe_dump(tree, sort_keys=False)}")
