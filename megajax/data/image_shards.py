@@ -5,6 +5,7 @@ The layout is that of webdataset: neighbouring files whose paths agree up to the
 
 import glob
 import json
+import os
 import re
 import tarfile
 from collections import Counter
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -29,7 +30,9 @@ from megajax.data.splits import Rows, Splits
 SCANNED_TOGETHER = 8
 LONGEST_LABEL = 1 << 20
 """Bytes of a file with a class."""
-HEADER = 512
+BLOCK = 512
+"""Headers are this long, and contents are padded to multiples of it."""
+PAX_RECORD = re.compile(rb"\d+ (path|size)=([^\n]*)\n")
 LARGEST_CLASS = 2**31 - 1
 
 
@@ -59,7 +62,7 @@ class ShardImages:
         """Tar file and path of the image in it; a path longer than a header is cut."""
         path, offset = self._paths[self.location.shards[item]], int(self.location.offsets[item])
         try:
-            inside = tarfile.TarInfo.frombuf(read_at(path, offset - HEADER, HEADER), "utf-8", "replace").name
+            inside = tarfile.TarInfo.frombuf(read_at(path, offset - BLOCK, BLOCK), "utf-8", "replace").name
         except (OSError, tarfile.TarError, UnreadableItem):
             inside = f"byte {offset}"
         return f"{path}: {inside}"
@@ -105,6 +108,62 @@ def _expanded(pattern: str) -> Iterator[str]:
         yield from _expanded(f"{pattern[: match.start()]}{number:0{len(match[1])}}{pattern[match.end() :]}")
 
 
+class Member(NamedTuple):
+    """A file in a tar file."""
+
+    name: str
+    offset: int
+    """First byte of its content."""
+    size: int
+
+
+def tar_members(file: BinaryIO) -> Iterator[Member]:
+    """The regular files of a tar file (ustar, GNU and pax formats; IEEE Std 1003.1, pax), from their headers alone.
+
+    Three to five times as fast as `tarfile`, which indexes the million images of ImageNet in five minutes.
+
+    Raises:
+        tarfile.ReadError: not a tar file, or one that was cut.
+    """
+    end, position = os.fstat(file.fileno()).st_size, 0
+    changed: dict[bytes, bytes] = {}
+    while position < end:
+        head = os.pread(file.fileno(), BLOCK, position)
+        if not head.strip(b"\0"):
+            return
+        try:
+            checksum = int(head[148:156].strip(b"\0 "), 8)
+            size = int(changed[b"size"]) if b"size" in changed else _number(head[124:136])
+        except ValueError:
+            checksum, size = -1, 0
+        if sum(head) - sum(head[148:156]) + 8 * ord(" ") != checksum:
+            raise tarfile.ReadError(f"no header at byte {position}")
+        data, position = position + BLOCK, position + BLOCK + -(-size // BLOCK) * BLOCK
+        if data + size > end:
+            raise tarfile.ReadError(f"it has {end:,} bytes, and a file in it goes to {data + size:,}")
+        kind = head[156:157]
+        if kind == b"x":
+            changed |= dict(PAX_RECORD.findall(os.pread(file.fileno(), size, data)))
+        elif kind == b"L":
+            changed[b"path"] = os.pread(file.fileno(), size, data).rstrip(b"\0")
+        else:
+            if kind in (b"0", b"\0"):
+                yield Member(changed.get(b"path", _path(head)).decode("utf-8", "surrogateescape"), data, size)
+            changed = {}
+
+
+def _number(field: bytes) -> int:
+    """Octal digits, or as GNU writes large numbers a set bit and base 256."""
+    if field[0] & 0x80:
+        return int.from_bytes(field[1:], "big")
+    return int(field.strip(b"\0 ") or b"0", 8)
+
+
+def _path(head: bytes) -> bytes:
+    name, prefix = (field.partition(b"\0")[0] for field in (head[:100], head[345:500]))
+    return prefix + b"/" + name if prefix and head[257:263] == b"ustar\0" else name
+
+
 def scan(path: Path, label: str) -> tuple[np.ndarray, list[tuple[str, str]]]:
     """(int64 [samples, 3]: offset, size and class of each image; samples that cannot be used: reason, name).
 
@@ -115,23 +174,16 @@ def scan(path: Path, label: str) -> tuple[np.ndarray, list[tuple[str, str]]]:
     """
     rows, wrong = [], []
     try:
-        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
-            for name, members in groupby(_members(archive), lambda member: _sample(member.name)):
+        with path.open("rb", buffering=0) as file:
+            for name, members in groupby(tar_members(file), lambda member: _sample(member.name)):
                 try:
                     rows.append(_entry(list(members), file, label))
                 except UnreadableItem as error:
                     wrong.append((error.reason, f"{path}: {name}: {error}"))
-    except (OSError, tarfile.TarError) as error:
-        packed = " Tar files must not be compressed: images in them can be read singly." * is_compressed(path)
+    except (OSError, tarfile.ReadError) as error:
+        packed = " Tar files must not be compressed: images in them are read singly." * is_compressed(path)
         raise UserError(f"{path}: cannot be read as a tar file: {error}.{packed}") from error
     return np.array(rows, np.int64).reshape(-1, 3), wrong
-
-
-def _members(archive: Any) -> Iterator[tarfile.TarInfo]:
-    for member in archive:
-        archive.members = []  # which would be kept for reads by name
-        if member.isfile():
-            yield member
 
 
 def _sample(name: str) -> str:
@@ -139,7 +191,7 @@ def _sample(name: str) -> str:
     return f"{folder}/{file.partition('.')[0]}".lstrip("/")
 
 
-def _entry(members: list[tarfile.TarInfo], file: Any, label: str) -> tuple[int, int, int]:
+def _entry(members: list[Member], file: BinaryIO, label: str) -> tuple[int, int, int]:
     """(offset, size, class) of a sample's image. Raises UnreadableItem."""
     suffixes = {f".{member.name.rpartition('.')[2].lower()}": member for member in members}
     image = next((member for suffix, member in suffixes.items() if suffix in SUFFIXES), None)
@@ -147,13 +199,12 @@ def _entry(members: list[tarfile.TarInfo], file: Any, label: str) -> tuple[int, 
         raise UnreadableItem("no image", f"it has {', '.join(suffixes)}")
     for suffix in (".cls", ".json"):
         if suffix in suffixes:
-            return image.offset_data, image.size, _class(suffixes[suffix], file, label)
+            return image.offset, image.size, _class(suffixes[suffix], file, label)
     raise UnreadableItem("no class", f"it has {', '.join(suffixes)}, and neither .cls nor .json")
 
 
-def _class(member: tarfile.TarInfo, file: Any, label: str) -> int:
-    file.seek(member.offset_data)
-    text = file.read(min(member.size, LONGEST_LABEL))
+def _class(member: Member, file: BinaryIO, label: str) -> int:
+    text = os.pread(file.fileno(), min(member.size, LONGEST_LABEL), member.offset)
     try:
         number = json.loads(text)[label] if member.name.lower().endswith(".json") else int(text)
     except (ValueError, KeyError, TypeError) as error:

@@ -55,6 +55,36 @@ def build(folder: Path, rows: Rows = Rows(None, 0, 0), classes: int = 3, **optio
     return config.build(tokenizer=None, schema=schema(classes=classes), rows=rows, seed=1)
 
 
+NAMES = ["a.jpg", "b/c.cls", "d" * 96 + ".jpg", "e/" * 60 + "f.png", "g" * 150 + "/" + "h" * 120 + ".cls", "ü/ß.jpg"]
+
+
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("seconds", [0, 1.5])
+def test_members_are_those_of_tarfile(tmp_path: Path, format: int, seconds: float) -> None:
+    """Also with folders and links, long names, and the extra headers that webdataset's fractions of seconds cause."""
+    with tarfile.open(tmp_path / "a.tar", "w", format=format) as archive:
+        for number, name in enumerate(NAMES):
+            if format == tarfile.USTAR_FORMAT and len(name) > 100 and number != 3:
+                continue
+            member = tarfile.TarInfo(name)
+            member.size, member.mtime = number * 200, seconds
+            archive.addfile(member, io.BytesIO(bytes([number]) * member.size))
+            for kind in (tarfile.DIRTYPE, tarfile.SYMTYPE):
+                other = tarfile.TarInfo(f"other{number}")
+                other.type, other.linkname = kind, "a.jpg"
+                archive.addfile(other)
+    with tarfile.open(tmp_path / "a.tar") as archive, (tmp_path / "a.tar").open("rb") as file:
+        expected = [(m.name, m.offset_data, m.size) for m in archive if m.isfile()]
+        assert [*image_shards.tar_members(file)] == expected and len(expected) >= 4
+
+
+def test_large_sizes() -> None:
+    for size in (10, 2**40):
+        member = tarfile.TarInfo("x")
+        member.size = size
+        assert image_shards._number(member.tobuf(tarfile.GNU_FORMAT)[124:136]) == size
+
+
 def test_every_image_is_read_once_with_its_class(tmp_path: Path) -> None:
     rows = build(tmp_path, paths=(shards(tmp_path),), split="1").train
     widths = [rows.items.picture(rows.item(row)).size[0] for row in range(15)]
