@@ -32,10 +32,10 @@ class TakeWeights:
 
     def __call__(self, parts: Parts, like: TrainState) -> TrainState:
         """A fresh state with the weights of the sources. Raises UserError for one that is missing or does not fit."""
-        state = parts.program.fresh_state()()
         taken: dict[str, Array] = {}
         for source in self.sources:
             taken |= Taking.of(source, parts, like.params).weights(self.say)
+        state = parts.program.fresh_state()()
         return replace(state, params={**state.params, **taken})
 
 

@@ -1,5 +1,6 @@
 """Runs that start from the weights of others: linear probe, other classes, another image size, another pipeline."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,18 @@ import pytest
 from small_jobs import run_config
 
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
+from megajax.checkpoint.reader import CheckpointReader
 from megajax.config.errors import UserError
-from megajax.data.config import MockImagesConfig
+from megajax.data.config import MockImagesConfig, MockMasksConfig
 from megajax.job.job import train
 from megajax.job.weights import TakeWeights
 from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
+from megajax.mesh.config import ParallelConfig
 from megajax.models.config import ViTConfig
 from megajax.models.config.vision import spread
-from megajax.models.config.vit import ClassifierConfig
+from megajax.models.config.vit import ClassifierConfig, SegmenterConfig
 from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.training.config import EvaluationConfig
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run, setup
 
@@ -41,7 +45,17 @@ def vit(size: int = 8, classes: int = 10) -> ViTConfig:
 def job(folder: Path, model: ViTConfig | None = None, **changes: Any) -> RunConfig:
     schedule = ScheduleConfig(lr=1e-2)
     settings = {"model": model or vit(), "data": MockImagesConfig(), "schedule": schedule, "steps": 1} | changes
-    return run_config(folder, **settings)
+    return run_config(folder, **{"evaluation": EvaluationConfig(batches=0), **settings})
+
+
+@pytest.mark.slow
+def test_the_iou_of_a_segmentation_is_logged(tmp_path: Path) -> None:
+    model = replace(vit(), head=SegmenterConfig(classes=10))
+    cfg = job(tmp_path, model, data=MockMasksConfig(), evaluation=EvaluationConfig(batches=1))
+    assert train(cfg) == 0
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line.get("split") for line in lines] == [None, "validation", "test"]
+    assert all(0 <= line[name] <= 1 for line in lines for name in ("iou", "accuracy"))
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +71,14 @@ def started(cfg: RunConfig) -> tuple[Run, list[str]]:
     return setup(cfg, devices=jax.devices()[:1], start=TakeWeights(cfg.checkpoint.weights, said.append)), said
 
 
-def values(run: Run) -> dict[str, np.ndarray]:
-    return {path: np.asarray(weight) for path, weight in run.state.params.items()}
+def stored(folder: Path, step: int) -> dict[str, np.ndarray]:
+    """The weights of a checkpoint."""
+    reader = CheckpointReader(folder / "checkpoints")
+    shapes = {name: shape for name, shape in reader.shapes(step).items() if name.startswith("params.")}
+    like = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+    return {
+        name.removeprefix("params."): np.asarray(w) for name, w in reader.restore(step, like, partial=True)[0].items()
+    }
 
 
 def weights(folder: Path, *fresh: str) -> CheckpointConfig:
@@ -66,28 +86,24 @@ def weights(folder: Path, *fresh: str) -> CheckpointConfig:
 
 
 def test_a_linear_probe_trains_a_new_head_alone(pretrained: Path, tmp_path: Path) -> None:
-    probe = job(tmp_path, vit(classes=12), checkpoint=weights(pretrained, "head.*"), steps=2)
-    probe = replace(probe, optimizer=AdamWConfig(trainable=("head.*",)))
-    before, said = started(probe)
-    assert said == [f"22 weights of {pretrained}, step 1; the others are fresh"]
-    assert int(before.state.step) == int(before.state.consumed_samples) == 0
-    assert train(probe) == 0
-    start, end = values(before), values(started(replace(probe, checkpoint=weights(tmp_path)))[0])
-    there = values(started(job(tmp_path / "same", checkpoint=weights(pretrained)))[0])
-    for path in start:
-        if path.startswith("head."):
-            assert np.abs(end[path] - start[path]).max() > 0
-        else:
-            np.testing.assert_array_equal(end[path], start[path])
-            np.testing.assert_array_equal(end[path], there[path])
+    """Of a run on two devices, which cut the first one's weights."""
+    parallel = ParallelConfig(data=2, data_sharding="fsdp")
+    probe = job(tmp_path, vit(classes=12), checkpoint=weights(pretrained, "head.*"), parallel=parallel, steps=2)
+    assert train(replace(probe, optimizer=AdamWConfig(trainable=("head.*",)))) == 0
+    there, end = stored(pretrained, 1), stored(tmp_path, 2)
+    assert end["head.linear.matrix"].shape == (16, 12) and np.abs(end["head.linear.bias"]).max() > 0
+    for path in there:
+        if not path.startswith("head."):
+            np.testing.assert_array_equal(end[path], there[path], err_msg=path)
 
 
 def test_positions_are_interpolated_for_larger_images(pretrained: Path, tmp_path: Path) -> None:
-    """As jax.image.resize does it; the class token keeps its own."""
-    small = values(started(job(tmp_path / "small", checkpoint=weights(pretrained)))[0])["positions"]
-    run, said = started(job(tmp_path / "large", vit(size=20), checkpoint=weights(pretrained)))
-    large = values(run)["positions"]
-    assert "positions interpolated" in said[0]
+    """As jax.image.resize does it; the class token keeps its own. All else is taken, and training begins."""
+    small = stored(pretrained, 1)["positions"]
+    run, said = started(job(tmp_path, vit(size=20), checkpoint=weights(pretrained)))
+    large = np.asarray(run.state.params["positions"])
+    assert said == [f"24 weights of {pretrained}, step 1, positions interpolated; the others are fresh"]
+    assert int(run.state.step) == int(run.state.consumed_samples) == 0
     np.testing.assert_array_equal(large[0], small[0])
     expected = jax.image.resize(small[1:].reshape(2, 2, 16), (5, 5, 16), "bilinear").reshape(25, 16)
     np.testing.assert_allclose(large[1:], expected, rtol=1e-5, atol=1e-6)
