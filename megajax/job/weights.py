@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
 
 from megajax.checkpoint.config import WeightsConfig
 from megajax.checkpoint.reader import CheckpointReader, open_checkpoints
@@ -34,7 +33,7 @@ class TakeWeights:
         """A fresh state with the weights of the sources. Raises UserError for one that is missing or does not fit."""
         taken: dict[str, Array] = {}
         for source in self.sources:
-            taken |= Taking.of(source, parts, like.params).weights(self.say)
+            taken |= Taking.of(source, parts, like).weights(self.say)
         state = parts.program.fresh_state()()
         return replace(state, params={**state.params, **taken})
 
@@ -51,11 +50,13 @@ class Taking:
     """Of the weights that are asked for."""
     names: Mapping[str, str]
     """Path in this model -> in the other."""
+    everywhere: Any
+    """The sharding of an array that all devices have."""
 
     @classmethod
-    def of(cls, source: WeightsConfig, parts: Parts, like: Mapping[str, jax.ShapeDtypeStruct]) -> "Taking":
+    def of(cls, source: WeightsConfig, parts: Parts, state: TrainState) -> "Taking":
         """Raises UserError for a folder without checkpoints, and for names that no weight has."""
-        reader, step = open_checkpoints(source.run)
+        like, (reader, step) = state.params, open_checkpoints(source.run)
         step = reader.newest_whole() if step is None else step
         if step is None:
             raise UserError(f"there are no checkpoints to take weights from: {source.run} holds none")
@@ -69,14 +70,9 @@ class Taking:
             if not any(fnmatchcase(path, pattern) for path in inside):
                 raise UserError(f"checkpoint.weights: fresh={pattern} names none of the weights {inside}")
         asked = [path for path in inside if not any(fnmatchcase(path, pattern) for pattern in source.fresh)]
-        return cls(
-            source,
-            parts,
-            reader,
-            step,
-            {path: like[path] for path in asked},
-            {path: path.removeprefix(before) for path in asked},
-        )
+        names = {path: path.removeprefix(before) for path in asked}
+        wanted: dict[str, Any] = {path: like[path] for path in asked}
+        return cls(source, parts, reader, step, wanted, names, getattr(state.step, "sharding", None))
 
     def weights(self, say: Callable[[str], None]) -> dict[str, Array]:
         """All of them. Raises UserError with those that are missing or of another shape."""
@@ -113,8 +109,7 @@ class Taking:
 
     def whole(self, path: str, shape: tuple[int, ...]) -> np.ndarray:
         """A weight as it is stored, on the host."""
-        sharding = NamedSharding(self.parts.program.mesh, PartitionSpec())
-        like = jax.ShapeDtypeStruct(shape, self.like[path].dtype, sharding=sharding)
+        like = jax.ShapeDtypeStruct(shape, self.like[path].dtype, sharding=self.everywhere)
         read = self.reader.restore(self.step, {"params": {self.names[path]: like}}, partial=True)[0]
         return np.asarray(read["params"][self.names[path]])
 

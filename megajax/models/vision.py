@@ -1,6 +1,7 @@
 """A tower that reads images. B images, S positions (class tokens, patches, padding), D hidden."""
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -80,3 +81,17 @@ def tower_settings(cfg: VisionTowerConfig, layout: Layout) -> LayerSettings:
     return LayerSettings(
         layout=layout, hidden=cfg.hidden, std=cfg.init_std, output_std=output_std, padded=cfg.pads_rows()
     )
+
+
+def resized_positions(table: np.ndarray, class_tokens: int, old: tuple[int, int], new: tuple[int, int]) -> np.ndarray:
+    """A table of positions [class tokens + patches, D] for another grid of patches, interpolated bilinearly."""
+    patches = table[class_tokens:].reshape(*old, table.shape[1])
+    down, across = (spread(*sizes) for sizes in zip(new, old, strict=True))
+    resized = np.einsum("io,jp,opd->ijd", down, across, patches).reshape(-1, table.shape[1])
+    return np.concatenate([table[:class_tokens], resized]).astype(table.dtype)
+
+
+def spread(new: int, old: int) -> np.ndarray:
+    """Matrix [new, old] of linear interpolation between the centres of `old` cells at those of `new` ones."""
+    places = np.clip((np.arange(new) + 0.5) * old / new - 0.5, 0, old - 1)
+    return np.maximum(0, 1 - np.abs(places[:, None] - np.arange(old)))

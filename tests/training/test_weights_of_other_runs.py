@@ -19,8 +19,8 @@ from megajax.job.weights import TakeWeights
 from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import ViTConfig
-from megajax.models.config.vision import spread
 from megajax.models.config.vit import ClassifierConfig, SegmenterConfig
+from megajax.models.vision import spread
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.training.config import EvaluationConfig
 from megajax.training.run_config import RunConfig

@@ -5,10 +5,8 @@ from dataclasses import dataclass, field, replace
 from math import inf, lcm
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-
 from megajax.batch import Leaf
-from megajax.config.builds import Builds
+from megajax.config.builds import Builds, resolve
 from megajax.config.errors import Problem
 from megajax.kernels.capability import Request
 from megajax.layers.config import LARGEST, LayerNormConfig, NormConfig, StackConfig, above_zero
@@ -174,7 +172,7 @@ class VisionTowerConfig(Builds, TransformerConfig):
         blocks = sum(count * total_size(block.weights(self.hidden)) for block, count in self.stack.repeated_blocks())
         return blocks + total_size(self.stack.shared_weights()) + self.norm_size()
 
-    def refit(self, path: str, weight: np.ndarray, settings: Mapping[str, Any]) -> np.ndarray | None:
+    def refit(self, path: str, weight: Any, settings: Mapping[str, Any]) -> Any | None:
         """The table of positions of images of another size, interpolated bilinearly (Dosovitskiy et al. 2021)."""
         sizes = {
             name: settings.get(f"model.{name}", 0) for name in ("height", "width", "patch", "class_tokens", "hidden")
@@ -182,10 +180,8 @@ class VisionTowerConfig(Builds, TransformerConfig):
         tokens, hidden = sizes["class_tokens"], self.hidden
         if path != "positions" or not sizes["patch"] or (tokens, sizes["hidden"]) != (self.class_tokens, hidden):
             return None
-        table = weight[tokens:].reshape(sizes["height"] // sizes["patch"], sizes["width"] // sizes["patch"], hidden)
-        down, across = (spread(new, old) for new, old in zip(self.grid(), table.shape, strict=False))
-        patches = np.einsum("io,jp,opd->ijd", down, across, table).reshape(-1, hidden)
-        return np.concatenate([weight[:tokens], patches]).astype(weight.dtype)
+        grid = sizes["height"] // sizes["patch"], sizes["width"] // sizes["patch"]
+        return resolve("megajax.models.vision:resized_positions")(weight, tokens, grid, self.grid())
 
     def mesh_problems(self, sizes: Mapping[str, int], *, sequence: bool) -> Iterator[Problem]:
         """What is wrong with the tower on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""
@@ -198,9 +194,3 @@ class VisionTowerConfig(Builds, TransformerConfig):
         if sizes["context"] > 1:
             what = f"images are not cut along the sequence, as parallel.context={sizes['context']} asks for"
             yield Problem("stack", what, "use parallel.context=1")
-
-
-def spread(new: int, old: int) -> np.ndarray:
-    """Matrix [new, old] of linear interpolation between the centres of `old` cells at those of `new` ones."""
-    places = np.clip((np.arange(new) + 0.5) * old / new - 0.5, 0, old - 1)
-    return np.maximum(0, 1 - np.abs(places[:, None] - np.arange(old)))
