@@ -106,7 +106,6 @@ PREPARED: dict[str, tuple[Callable[[Path], None], ...]] = {
     "docs/megatron.md": (_megatron_script, _file_of_flags),
     "docs/preprocess.md": (_shards_and_vocabulary, _pairs),
     "docs/models.md": (_documents,),
-    "docs/preprocess.md": (_shards_and_vocabulary,),
 }
 """By page: what is written into its folder before its first command."""
 
