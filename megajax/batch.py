@@ -18,6 +18,15 @@ SAMPLE = "sample"
 
 
 @dataclass(frozen=True, slots=True)
+class Placeholder:
+    """What stands in the tokens of a row for each entry of another leaf, such as an image."""
+
+    token: int
+    count: int
+    """Positions of one entry."""
+
+
+@dataclass(frozen=True, slots=True)
 class Leaf:
     """One array of a batch, as a single row has it."""
 
@@ -29,6 +38,8 @@ class Leaf:
     """Values are integers from 0 up to this; None: anything."""
     optional: bool = False
     """The model runs without it."""
+    placeholder: Placeholder | None = None
+    """Where the entries of the first dimension stand between tokens: what stands there in `tokens`, in their order."""
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):

@@ -22,7 +22,7 @@ from megajax.layers.config import (
     RopeConfig,
     StackConfig,
 )
-from megajax.layers.param import Normal
+from megajax.layers.param import Normal, ParamSpec
 from megajax.layers.remat import Recompute
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
@@ -166,7 +166,7 @@ def program(
     assert rest == 0, f"{ROWS} rows are not {microbatches} microbatches on {replicas} devices"
     cfg = RunConfig(
         model=model,
-        data=MockConfig(isolate_documents=isolated) if "positions" in model.schema() else _made(model),
+        data=MockConfig(isolate_documents=isolated) if type(model) is DecoderConfig else _made(model),
         parallel=parallel,
         precision=PrecisionConfig(compute=compute),
         schedule=ScheduleConfig(lr=1e-2),
@@ -196,12 +196,12 @@ def start(program: Program) -> TrainState:
     Drawn by numpy, for compiling the library's own takes seconds; every weight is random, biases too.
     """
     rng = np.random.default_rng(0)
-    order, repeats = np.array(program.partition.order()), program.cfg.model.stack.repeats
     empty = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), program.state_like())
     params = {}
     for path, spec in program.declared.items():
         spread = spec.init.std if isinstance(spec.init, Normal) else 0.1
-        shape = (repeats, *spec.shape[1:]) if spec.layers else spec.shape
+        order = _order(program, spec)
+        shape = (order.max() + 1, *spec.shape[1:]) if spec.layers else spec.shape
         drawn = rng.normal(spec.role == "gain", spread, shape).astype(np.float32)
         if spec.layers:
             drawn = np.where(order.reshape(-1, *[1] * (drawn.ndim - 1)) >= 0, drawn[order], np.float32(0))
@@ -221,14 +221,19 @@ def in_order(program: Program, arrays: Mapping[str, Any]) -> tuple[dict[str, np.
 
     The latter is NaN where one of them is.
     """
-    order = np.array(program.partition.order())
     found, padding = {}, 0.0
     for path, array in arrays.items():
-        found[path] = np.asarray(array)
+        found[path], order = np.asarray(array), _order(program, program.declared[path])
         if program.declared[path].layers:
             padding = max(padding, np.abs(found[path][order < 0]).max(initial=0.0), key=_nan_first)
             found[path] = found[path][order >= 0][np.argsort(order[order >= 0])]
     return found, float(padding)
+
+
+def _order(program: Program, spec: ParamSpec) -> np.ndarray:
+    """Repeat in each row of a stacked weight, -1 for none. Pipelines reorder the only section there is then."""
+    order = np.array(program.partition.order())
+    return order if len(program.cfg.model.stacks()) == 1 else np.arange(spec.shape[0])
 
 
 def _nan_first(value: float) -> tuple[bool, float]:

@@ -87,8 +87,8 @@ class DigitCaptions:
     Row i shows digit i, and where there are more, others by chance.
     """
 
-    def __init__(self, images: DigitImages, most: int, prompt: str):
-        self._images, self._most, self._prompt = images, most, prompt
+    def __init__(self, images: DigitImages, config: DigitCaptionsConfig):
+        self._images, self._config = images, config
 
     def __len__(self) -> int:
         return len(self._images)
@@ -103,17 +103,17 @@ class DigitCaptions:
 
     def subset(self, chosen: np.ndarray) -> "DigitCaptions":
         """Only these."""
-        return DigitCaptions(self._images.subset(chosen), self._most, self._prompt)
+        return DigitCaptions(self._images.subset(chosen), self._config)
 
     def sample(self, item: int, generator: np.random.Generator) -> Sample:
         """The images and their caption."""
-        count = int(generator.integers(1, self._most + 1))
+        count = int(generator.integers(1, self._config.digits + 1))
         shown = [item, *generator.integers(len(self), size=count - 1).tolist()]
         words = [NAMES[self._images.label(each)] for each in shown]
-        phrasings = ONE if count == 1 else SEVERAL
+        phrasings = (ONE if count == 1 else SEVERAL)[: self._config.phrasings]
         listed = " and ".join([", ".join(words[:-1]), words[-1]] if count > 1 else words)
         caption = phrasings[int(generator.integers(len(phrasings)))].format(listed)
-        return captioned([self._images.picture(each) for each in shown], self._prompt, caption)
+        return captioned([self._images.picture(each) for each in shown], self._config.prompt, caption)
 
 
 def build_captions(config: DigitCaptionsConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
@@ -125,7 +125,7 @@ def build_captions(config: DigitCaptionsConfig, *, tokenizer: Any, schema: Schem
     slots = schema["images"].shape[0]
     if config.digits > slots:
         raise UserError(f"data.digits={config.digits}, and the model's rows have {slots} slots for images.")
-    captions = DigitCaptions(DigitImages(load_digits()), config.digits, config.prompt)
+    captions = DigitCaptions(DigitImages(load_digits()), config)
     return split_rows(captions, SPLIT, rows, make, "the digits")
 
 

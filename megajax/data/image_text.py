@@ -146,32 +146,30 @@ def image_text_rows(
     augment: random crops of training images.
 
     Raises:
-        UserError: a tokenizer without an image token, one outside the model's vocabulary, rows that have no place for
-            an image or for its tiles.
+        UserError: a tokenizer with another image token than the model, rows that have no place for an image or for its
+            tiles.
     """
-    token = config.image_token
-    token = tokenizer.specials.get("image") if token is None else token
-    if token is None:
-        raise UserError(
-            f"text with images needs an image token; the tokenizer {tokenizer.identity} has none. "
-            "Use tokenizer.type=MultimodalTokenizerConfig, which adds one to any other tokenizer."
-        )
     leaf, images = schema["tokens"], schema["images"]
-    if leaf.below is not None and token >= leaf.below:
+    if images.placeholder is None or len(images.shape) != 4:
         raise UserError(
-            f"the image token is {token}, the model reads tokens 0 to {leaf.below - 1}: enlarge the vocabulary"
+            f"text with images makes images [slots, height, width, 3] that stand between tokens, the model reads "
+            f"{images.shape}: use LlavaConfig or another model of text and images"
         )
-    if len(images.shape) != 4:
-        raise UserError(f"text with images makes images [slots, height, width, 3], the model reads {images.shape}.")
     if config.tiles > 1 and config.tiles >= images.shape[0]:
         raise UserError(
             f"data.tiles={config.tiles}: an image in tiles and the small copy take up to {config.tiles + 1} slots, and "
             f"the model's rows have {images.shape[0]}. Use fewer tiles or more slots."
         )
-    if config.image_tokens >= leaf.positions():
+    token, count = images.placeholder.token, images.placeholder.count
+    known = tokenizer.specials.get("image", token)
+    if known != token:
         raise UserError(
-            f"an image takes data.image_tokens={config.image_tokens} positions, and the model's rows have "
-            f"{leaf.positions()}: lengthen the rows."
+            f"the image token of the tokenizer {tokenizer.identity} is {known}, model.image_token is {token}: "
+            f"set model.image_token={known}"
+        )
+    if count >= leaf.positions():
+        raise UserError(
+            f"an image takes {count} positions, and the model's rows have {leaf.positions()}: lengthen the rows"
         )
 
     def make(items: Samples, position: int, asked: int | None) -> ImageTextRows:
@@ -179,7 +177,7 @@ def image_text_rows(
             length=leaf.positions(),
             slots=images.shape[0],
             size=image_size(schema),
-            image_tokens=config.image_tokens,
+            image_tokens=count,
             image_token=token,
             tiles=config.tiles,
             fit=config.fit,

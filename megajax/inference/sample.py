@@ -15,6 +15,12 @@ SAMPLERS = {
     "continuation": "megajax.inference.continuation:sample",
     "spans": "megajax.inference.blanks:sample_spans",
 }
+SAMPLERS = {"continuation": "megajax.inference.continuation:sample"}
+
+SAMPLERS = {
+    "captions": "megajax.inference.captions:sample",
+    "continuation": "megajax.inference.continuation:sample",
+}
 """Ours by their names."""
 
 

@@ -27,6 +27,9 @@ class Context(NamedTuple):
     memory_segments: Array | None = None
     """int32 [B, T]: a position sees those of `memory` that have its number in `segments`; None: all."""
 
+    splice: Array | None = None
+    """int32 [B, S]: place in `memory` of what stands at a position instead of its token; -1: the token."""
+
     def for_layer(self, layer: Array | int) -> "Context":
         """The context with each row's key folded with the number of the layer."""
         return self if self.row_keys is None else self._replace(row_keys=fold_rows(self.row_keys, layer))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from image_files import gradient, plain, saved
 
-from megajax.batch import Leaf
+from megajax.batch import Leaf, Placeholder
 from megajax.config.errors import UserError
 from megajax.data.config import DigitCaptionsConfig, ImageTextConfig, MockCaptionsConfig, Rows
 from megajax.data.image_decoding import MadePicture
@@ -26,8 +26,10 @@ TOKEN, EOD = 257, 256
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 
 
-def schema(length: int = 64, slots: int = 3, size: int = 8, vocabulary: int = 258) -> dict[str, Leaf]:
-    images = Leaf("uint8", (slots, size, size, 3), (None,) * 4)
+def schema(
+    length: int = 64, slots: int = 3, size: int = 8, vocabulary: int = 258, count: int = 2, token: int = TOKEN
+) -> dict[str, Leaf]:
+    images = Leaf("uint8", (slots, size, size, 3), (None,) * 4, placeholder=Placeholder(token, count))
     text = {name: leaf for name, leaf in text_schema(length, vocabulary).items() if not leaf.optional}
     return text | {"images": images}
 
@@ -43,7 +45,7 @@ def lines(folder: Path, *objects: Any, **options: Any) -> ImageTextConfig:
     saved(folder / "blue.png", plain(BLUE, 8, 8))
     text = "\n".join(value if isinstance(value, str) else json.dumps(value) for value in objects)
     (folder / "rows.jsonl").write_text(text, encoding="utf-8")
-    options = {"image_tokens": 2, "image_token": TOKEN, "split": "1", "cache_dir": str(folder / "cache")} | options
+    options = {"split": "1", "cache_dir": str(folder / "cache")} | options
     return ImageTextConfig(paths=(str(folder / "rows.jsonl"),), **options)
 
 
@@ -102,16 +104,14 @@ def test_the_tokenizer_gives_the_image_token(tmp_path: Path) -> None:
     """Conversations are the same tokens as by the tokenizer, but for the number of image tokens."""
     tokenizer = MultimodalTokenizerConfig(base=ByteTokenizerConfig(), added={"more": "<more>"}).build()
     talk = turns("<image>a<more>", "b")
-    config = lines(tmp_path, {"image": "red.png", "conversations": talk}, image_token=None)
+    config = lines(tmp_path, {"image": "red.png", "conversations": talk})
     row = build(config, tokenizer=tokenizer, vocabulary=259).train[0]
     whole = tokenizer.encode("user: <image>a<more>\nassistant: b\n").tolist()
     assert whole.count(257) == 1
     check(row, [*whole[:6], 257, 257, *whole[7:], EOD], ["b\n", EOD])
-    with pytest.raises(UserError, match=r"the image token is 257, the model reads tokens 0 to 256"):
-        build(config, tokenizer=tokenizer, vocabulary=257)
-    with pytest.raises(UserError, match=r"byte:257 has none. Use tokenizer.type=Multimodal"):
-        build(config)
-    caption = lines(tmp_path, {"image": "red.png", "caption": "a <image>"}, image_token=None)
+    with pytest.raises(UserError, match=r"is 257, model.image_token is 256: set model.image_token=257"):
+        build(config, tokenizer=tokenizer, vocabulary=259, token=256)
+    caption = lines(tmp_path, {"image": "red.png", "caption": "a <image>"})
     with pytest.raises(UserError, match=r"its text has the image token \(image marker without image\)"):
         build(caption, tokenizer=tokenizer, vocabulary=259).train[0]
 
@@ -181,8 +181,8 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").unlink()
     with pytest.raises(UserError, match="no such file"):
         build(config)
-    with pytest.raises(UserError, match=r"data.image_tokens=64 positions, and the model's rows have 64"):
-        build(lines(tmp_path, CAPTION, image_tokens=64))
+    with pytest.raises(UserError, match=r"an image takes 64 positions, and the model's rows have 64"):
+        build(lines(tmp_path, CAPTION), count=64)
 
 
 def test_splits_and_order(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_splits_and_order(tmp_path: Path) -> None:
     seen += [bytes(built.valid[row]["tokens"][2:4].astype(np.uint8)) for row in range(4)]
     assert len(set(seen)) == 20
     config = lines(tmp_path, *many)
-    own = ImageTextConfig(train_paths=config.paths, valid_paths=config.paths, image_tokens=1, image_token=TOKEN)
+    own = ImageTextConfig(train_paths=config.paths, valid_paths=config.paths)
     assert len(build(own, Rows(3, None)).valid) == 20
 
 
@@ -249,8 +249,8 @@ def test_images_of_another_shape() -> None:
 
 
 def test_digits_with_captions() -> None:
-    config = DigitCaptionsConfig(image_tokens=4, image_token=TOKEN, digits=2)
-    built = build(config, Rows(60, None, None), slots=2, size=16)
+    config = DigitCaptionsConfig(digits=2)
+    built = build(config, Rows(60, None, None), slots=2, size=16, count=4)
     assert len(built.test) == len(built.valid) - 1 == 179
     tokenizer, texts = ByteTokenizerConfig().build(), set()
     for number in range(60):
@@ -267,7 +267,7 @@ def test_digits_with_captions() -> None:
 
 
 def test_shapes_with_captions() -> None:
-    rows = build(MockCaptionsConfig(image_tokens=4, image_token=TOKEN), Rows(16), size=16).train
+    rows = build(MockCaptionsConfig(), Rows(16), size=16, count=4).train
     tokenizer = ByteTokenizerConfig().build()
     for number in range(16):
         row = rows[number]
@@ -278,11 +278,5 @@ def test_shapes_with_captions() -> None:
 
 
 def test_settings() -> None:
-    wrong = ImageTextConfig(image_tokens=0, tiles=0, image_token=-1, marker="")
-    assert [problem.where for problem in wrong.problems()] == [
-        "image_tokens",
-        "tiles",
-        "image_token",
-        "paths",
-        "marker",
-    ]
+    wrong = ImageTextConfig(tiles=0, marker="")
+    assert [problem.where for problem in wrong.problems()] == ["tiles", "paths", "marker"]

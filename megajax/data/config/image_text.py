@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from megajax.config.errors import Problem
-from megajax.data.config.base import LoaderConfig, at_least, between, split_problems
+from megajax.data.config.base import LoaderConfig, between, split_problems
 from megajax.data.config.images import CropConfig, ImagesConfig, files_problems
 
 
@@ -12,10 +12,6 @@ from megajax.data.config.images import CropConfig, ImagesConfig, files_problems
 class ImageTextRowsConfig(ImagesConfig):
     """What rows of text with images share: the loss is on captions and answers."""
 
-    image_tokens: int
-    """Image tokens for each image or tile: the visual positions that the model makes of one."""
-    image_token: int | None = None
-    """Id of the image token; none: the tokenizer's."""
     tiles: int = 1
     """An image is cut into up to this many tiles in the grid that suits its shape best, each as large as the model's
     images, and a small copy of the whole is added if there are several (Chen et al. 2024, InternVL 1.5)."""
@@ -31,9 +27,7 @@ class ImageTextRowsConfig(ImagesConfig):
         return text | {"images": "uint8"}
 
     def problems(self) -> list[Problem]:
-        problems = ImagesConfig.problems(self) + at_least("image_tokens", self.image_tokens, 1)
-        problems += between("tiles", self.tiles, 1, 256)
-        return problems + (at_least("image_token", self.image_token, 0) if self.image_token is not None else [])
+        return ImagesConfig.problems(self) + between("tiles", self.tiles, 1, 256)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,13 +81,19 @@ class DigitCaptionsConfig(ImageTextRowsConfig):
 
     digits: int = 1
     """Largest number of digits in a row, an image for each: "the digits one and seven"."""
+    phrasings: int = 4
+    """Ways to put a caption, drawn for each row; 1: always "the digit seven"."""
     augment: CropConfig | None = field(default_factory=digit_crops)
     """Changes of training images; none: they are used as they are."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     """How rows are read ahead."""
 
     def problems(self) -> list[Problem]:
-        return ImageTextRowsConfig.problems(self) + between("digits", self.digits, 1, 10)
+        return (
+            ImageTextRowsConfig.problems(self)
+            + between("digits", self.digits, 1, 10)
+            + between("phrasings", self.phrasings, 1, 4)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,7 @@
 
 from megajax.models.config.bert import BertConfig
 from megajax.models.config.decoder import DecoderConfig, PredictionConfig, WidthScalingConfig, text_schema
+from megajax.models.config.llava import LlavaConfig, ProjectorConfig
 from megajax.models.config.t5 import T5Config
 from megajax.models.config.vision import VisionTowerConfig
 from megajax.models.config.vit import ViTConfig
@@ -9,7 +10,9 @@ from megajax.models.config.vit import ViTConfig
 __all__ = [
     "BertConfig",
     "DecoderConfig",
+    "LlavaConfig",
     "PredictionConfig",
+    "ProjectorConfig",
     "T5Config",
     "ViTConfig",
     "VisionTowerConfig",

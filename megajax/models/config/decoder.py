@@ -243,8 +243,8 @@ class DecoderConfig(Builds, TransformerConfig, ModelConfig):
         hidden, norm = self.hidden, self.norm_size()
         blocks = sum(times * total_size(block.weights(hidden)) for block, times in self.repeated_blocks())
         merging = len(self.predicting_blocks()) * (3 * norm + 2 * hidden**2)
-        shared = sum(total_size(stack.shared_weights()) for stack in self.stacks().values())
-        layers = blocks + shared + len(self.stacks()) * norm + merging
+        shared = sum(total_size(stack.shared_weights()) for stack in self.named_stacks().values())
+        layers = blocks + shared + len(self.named_stacks()) * norm + merging
         table, positions = hidden * self.vocabulary_size, hidden * self.position_count() * self.learned_positions
         return ParameterCount(layers, table + positions, 0 if self.tied else table)
 

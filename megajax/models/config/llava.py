@@ -1,0 +1,169 @@
+"""The config of LLaVA; importing this imports neither jax nor flax."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from megajax.batch import Leaf, Placeholder
+from megajax.config.builds import Builds
+from megajax.config.errors import Problem
+from megajax.kernels.capability import Choice, Device, Kernel, Request
+from megajax.layers.config import NormConfig, StackConfig
+from megajax.layers.facts import Elements, LayerBuilder, Matmul, Mixer, Norm, Side, Weight, prefixed, total_size
+from megajax.layers.segments import SegmentsConfig
+from megajax.mesh.config import ParallelConfig
+from megajax.models.config.decoder import DecoderConfig
+from megajax.models.config.vision import VisionTowerConfig
+from megajax.models.facts import ParameterCount, SectionFacts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProjectorConfig(Builds):
+    """From the states of patches to what the language model reads: an MLP with biases."""
+
+    target: ClassVar[str] = "megajax.models.llava:Projector"
+    ffn: int | None = None
+    """Hidden width of the MLP; none: that of the language model, as in LLaVA 1.5; 0: one matrix, as in LLaVA 1.0."""
+    pixel_shuffle: int = 1
+    """Patches of a square with this side become one position, their channels one after another (Chen et al. 2024,
+    InternVL 1.5); 1: every patch is a position."""
+    norm: NormConfig | LayerBuilder | None = None
+    """Normalisation of what enters the MLP, as in InternVL; none: none."""
+
+    def problems(self) -> list[Problem]:
+        problems = []
+        if self.ffn is not None and self.ffn < 0:
+            problems.append(Problem("ffn", f"must be at least 0, got {self.ffn}"))
+        if self.pixel_shuffle < 1:
+            problems.append(Problem("pixel_shuffle", f"must be at least 1, got {self.pixel_shuffle}"))
+        return problems
+
+    def width(self, hidden: int) -> int:
+        """Hidden width of the MLP before a language model of this one; 0: none."""
+        return hidden if self.ffn is None else self.ffn
+
+    def facts(self, tower: int, hidden: int, share: float) -> tuple[tuple[Weight, ...], tuple[Matmul, ...]]:
+        """Matrices, and products on each position of a row. tower, hidden: widths; share: of positions it makes."""
+        entry, ffn = tower * self.pixel_shuffle**2, self.width(hidden)
+        whole, output = Elements(whole=entry), Elements(whole=hidden)
+        if not ffn:
+            one = Matmul(inputs=whole, outputs=output, per_token=share)
+            return (Weight("down", (entry, hidden), ("embed", None)),), (one,)
+        matrices = Weight("up", (entry, ffn), ("embed", "mlp")), Weight("down", (ffn, hidden), ("mlp", "embed"))
+        inner = Elements(cut=ffn)
+        up = Matmul(inputs=whole, outputs=inner, per_token=share)
+        return matrices, (up, Matmul(inputs=inner, outputs=output, per_token=share))
+
+    def weight_count(self, tower: int, hidden: int) -> int:
+        """Number of weights."""
+        entry, ffn = tower * self.pixel_shuffle**2, self.width(hidden)
+        norm = total_size(self.norm.weights(entry)) if isinstance(self.norm, Norm) else 0
+        return total_size(self.facts(tower, hidden, 1)[0]) + ffn + hidden + norm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LlavaConfig(DecoderConfig):
+    """LLaVA (Liu et al. 2023): a decoder that reads images between the words.
+
+    A vision tower reads the images of a row, a projector maps its states to the decoder's width, and they stand in the
+    row where its tokens are `image_token`, in order. Any decoder is one: its settings stand beside those of images.
+    """
+
+    target: ClassVar[str] = "megajax.models.llava:Llava"
+    vision: VisionTowerConfig
+    """What reads the images."""
+    projector: ProjectorConfig = field(default_factory=ProjectorConfig)
+    """What makes them positions of the decoder."""
+    image_token: int
+    """Id that stands in a row for each position of its images."""
+    slots: int = 1
+    """Images of a row, tiles included; rows with fewer leave slots empty."""
+
+    def problems(self) -> list[Problem]:
+        problems = DecoderConfig.problems(self)
+        problems += [replace(problem, where=f"vision.{problem.where}") for problem in self.vision.problems()]
+        if not 0 <= self.image_token < self.vocabulary_size:
+            what = f"is {self.image_token}, outside the vocabulary of {self.vocabulary_size} ids"
+            problems.append(Problem("image_token", what))
+        if self.slots < 1:
+            problems.append(Problem("slots", f"must be at least 1, got {self.slots}"))
+        if self.prediction is not None:
+            problems.append(Problem("prediction", "predicts further tokens of rows without images", "set it to none"))
+        rows, columns = self.vision.grid()
+        shuffle = self.projector.pixel_shuffle
+        if shuffle > 1 and (rows % shuffle or columns % shuffle):
+            what = f"{shuffle} does not divide the {rows} x {columns} patches of an image"
+            problems.append(Problem("projector.pixel_shuffle", what))
+        elif shuffle > 0 and self.image_positions() >= self.sequence_length:
+            what = f"{self.sequence_length} has no room for the {self.image_positions()} positions of an image and text"
+            problems.append(Problem("sequence_length", what, "use longer rows or projector.pixel_shuffle"))
+        return problems
+
+    def image_positions(self) -> int:
+        """Positions of a row that one image takes."""
+        return self.vision.patches() // self.projector.pixel_shuffle**2
+
+    def schema(self) -> dict[str, Leaf]:
+        """Text, and the images that stand in it."""
+        image = self.vision.image_leaf()
+        shape, axes = (self.slots, *image.shape), (None, *image.axes)
+        stands = Placeholder(self.image_token, self.image_positions())
+        images = replace(image, shape=shape, axes=axes, placeholder=stands)
+        return {**DecoderConfig.schema(self), "images": images}
+
+    def section_facts(self) -> tuple[SectionFacts, ...]:
+        """The tower, for each image of a row, and the decoder, whose way in has the projector."""
+        (tower,), (decoder,) = self.vision.section_facts(), DecoderConfig.section_facts(self)
+        tables = prefixed("vision", tower.tables)
+        share = self.slots * self.image_positions() / self.sequence_length
+        weights, matmuls = self.projector.facts(self.vision.hidden, self.hidden, share)
+        return (
+            replace(tower, path="vision", sequences=self.slots, tables=tuple(tables)),
+            replace(decoder, tables=(*decoder.tables, *prefixed("projector", weights)), matmuls=matmuls),
+        )
+
+    def parameter_count(self) -> ParameterCount:
+        """Number of weights: the tower's blocks among the layers, patches and projector in the way in."""
+        count = DecoderConfig.parameter_count(self)
+        entry = self.vision.entry_size() + self.projector.weight_count(self.vision.hidden, self.hidden)
+        return replace(count, layers=count.layers + self.vision.tower_size(), embedding=count.embedding + entry)
+
+    def matmul_sides(self, tensor: int) -> Iterator[Side]:
+        """Those of both sections."""
+        yield from DecoderConfig.matmul_sides(self, tensor)
+        for side in self.vision.matmul_sides(tensor):
+            yield side._replace(where=f"vision.{side.where}")
+
+    def stacks(self) -> Mapping[str, StackConfig | SegmentsConfig]:
+        """The tower's blocks, and the decoder's."""
+        return {"vision": self.vision.stack, "": self.stack}
+
+    def has_dropout(self) -> bool:
+        """That of the tower too."""
+        return DecoderConfig.has_dropout(self) or self.vision.has_dropout()
+
+    def kernel_choices(self, known: Request, device: Device | None) -> tuple[Choice, ...]:
+        """Those of the decoder, then those of the tower."""
+        seen = (choice._replace(place="vision self-attention") for choice in self.vision.kernel_choices(known, device))
+        return (*DecoderConfig.kernel_choices(self, known, device), *seen)
+
+    def attention_name(self, stack: str, part: str) -> str:
+        """The decoder's; the tower's is named beside it."""
+        del stack, part
+        return "decoder self-attention"
+
+    def with_kernels(self, names: Sequence[Kernel]) -> "LlavaConfig":
+        """The same model with these kernels in the blocks of `kernel_choices`."""
+        towers = sum(isinstance(block.mixer, Mixer) for block in self.vision.stack.pattern)
+        decoder = DecoderConfig.with_kernels(self, names[: len(names) - towers])
+        return replace(decoder, vision=self.vision.with_kernels(names[len(names) - towers :]))
+
+    def parallel_problems(self, parallel: ParallelConfig, shards: int | None) -> Iterator[Problem]:
+        """Of the decoder and of the tower."""
+        yield from DecoderConfig.parallel_problems(self, parallel, shards)
+        for problem in self.vision.parallel_problems(parallel, shards):
+            yield replace(problem, where=f"vision.{problem.where}")
+
+    def sampler(self) -> str | None:
+        """It says what is in an image."""
+        return "captions"

@@ -1,0 +1,141 @@
+"""LLaVA (Liu et al. 2023): a vision tower, a projector and a decoder.
+
+B rows, S positions of the decoder, N images of a row, P positions of an image, D hidden, C hidden of the tower.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from megajax.batch import SAMPLE, Rows
+from megajax.layers.context import Context, keys_of_rows
+from megajax.layers.mlp import ACTIVATIONS
+from megajax.layers.param import ZEROS, LayerSettings, Normal, param
+from megajax.mesh.layout import Layout
+from megajax.models.config import LlavaConfig
+from megajax.models.config.llava import ProjectorConfig
+from megajax.models.decoder import DecoderLM, layer_settings
+from megajax.models.protocol import Section
+from megajax.models.vision import VisionTower
+
+VISION = 2
+"""Tells the random numbers of the tower from those of the decoder."""
+
+
+class Llava(DecoderLM):
+    """Text with images in, loss or logits of its next tokens out. Itself the section of the decoder."""
+
+    def __init__(self, cfg: LlavaConfig, layout: Layout):
+        super().__init__(cfg, layout)
+        self.cfg: LlavaConfig = cfg
+        self.vision = VisionTower(cfg.vision, layout)
+        self.projector = cfg.projector.build(cfg, layer_settings(cfg, layout))
+
+    @property
+    def sections(self) -> Mapping[str, Section]:
+        return {"vision": Looking(self), "": self}
+
+    def __call__(
+        self,
+        tokens: Array,
+        positions: Array | None = None,
+        segment_ids: Array | None = None,
+        images: Array | None = None,
+    ) -> Array:
+        """tokens int32 [B, S] with images uint8 [B, N, height, width, 3] -> logits float32 [B, S, vocabulary_size].
+
+        Where tokens are `image_token`, positions of images stand, in order. Without images: plain text.
+        """
+        if images is None:
+            return super().__call__(tokens, positions, segment_ids)
+        index = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+        batch = {"tokens": tokens, "positions": index if positions is None else positions, "images": images}
+        looking = Looking(self)
+        ctx = looking.context(batch, None)
+        memory = looking.leave(looking.stack(looking.enter(looking.embed(batch), ctx), ctx), ctx)
+        own = self.context(batch if segment_ids is None else {**batch, "segment_ids": segment_ids})
+        return self.logits(self.hidden_states(tokens, own._replace(memory=memory)))
+
+    def context(self, batch: Rows, key: Array | None = None) -> Context:
+        """The context of the decoder, with the place in the images of each position that stands for one."""
+        of_image = batch["tokens"] == self.cfg.image_token
+        place = jnp.cumsum(of_image, axis=1) - 1
+        return super().context(batch, key)._replace(splice=jnp.where(of_image, place, -1).astype(jnp.int32))
+
+    def enter(self, x: Array, ctx: Context) -> Array:
+        """The tokens' embeddings [B, S, D], with the projected images in their places, and what a decoder adds."""
+        if ctx.memory is not None and ctx.splice is not None:
+            places = jnp.clip(ctx.splice, 0, ctx.memory.shape[1] - 1)
+            seen = jnp.take_along_axis(ctx.memory, places[..., None], axis=1).astype(x.dtype)
+            x = jnp.where(ctx.splice[..., None] >= 0, self.layout.act(seen, "batch", "seq_residual", "embed"), x)
+        return super().enter(x, ctx)
+
+
+class Looking:
+    """The vision tower as a section: it reads the images of all rows, and leaves their projected states."""
+
+    def __init__(self, model: Llava):
+        self.model, self.tower, self.stack = model, model.vision, model.vision.stack
+
+    def context(self, batch: Rows, key: Array | None) -> Context:
+        """Every patch sees every other one of its image."""
+        rows, slots = batch["images"].shape[:2]
+        keys = None
+        if key is not None and self.tower.cfg.has_dropout():
+            numbers = batch[SAMPLE][:, None] * slots + jnp.arange(slots, dtype=jnp.uint32)[None]
+            keys = keys_of_rows(jax.random.fold_in(key, VISION), numbers.reshape(-1))
+        return self.tower.image_context(rows * slots, keys)
+
+    def embed(self, batch: Rows) -> Array:
+        """Embedded patches [B * N, P, C]."""
+        images = batch["images"]
+        return self.tower.embed_images(images.reshape(-1, *images.shape[2:]))
+
+    def enter(self, x: Array, ctx: Context) -> Array:
+        """Class tokens and positions [B * N, P, C]."""
+        return self.tower.enter(x, ctx)
+
+    def leave(self, x: Array, ctx: Context) -> Array:
+        """Output of the blocks [B * N, P, C] -> positions of the decoder [B, N * P', D]."""
+        cfg = self.model.cfg
+        first = cfg.vision.class_tokens
+        patches = self.tower.leave(x, ctx)[:, first : first + cfg.vision.patches()]
+        seen = self.model.projector(patches)
+        return seen.reshape(-1, cfg.slots * cfg.image_positions(), cfg.hidden)
+
+
+class Projector(nnx.Module):
+    """States of patches [B, P, C] -> [B, P / pixel_shuffle^2, D]."""
+
+    def __init__(self, cfg: ProjectorConfig, model: LlavaConfig, settings: LayerSettings):
+        self.cfg, self.layout, self.grid = cfg, settings.layout, model.vision.grid()
+        size, hidden, ffn = model.vision.hidden, settings.hidden, cfg.width(settings.hidden)
+        entry, init = size * cfg.pixel_shuffle**2, Normal(settings.std)
+        self.norm = None if cfg.norm is None else cfg.norm.build(replace(settings, hidden=entry))
+        if ffn:
+            self.up = param((entry, ffn), ("embed", "mlp"), init=init)
+            self.up_bias = param((ffn,), ("mlp",), init=ZEROS, role="bias")
+        axes = ("mlp", "embed") if ffn else ("embed", None)
+        self.down = param((ffn or entry, hidden), axes, init=init)
+        self.down_bias = param((hidden,), (None,), init=ZEROS, role="bias")
+
+    def __call__(self, x: Array) -> Array:
+        x = self.layout.act(self.shuffled(x), "batch", None, "embed")
+        x = x if self.norm is None else self.norm(x)
+        if self.cfg.width(self.down.shape[1]):
+            x = jnp.einsum("bpc,cf->bpf", x, self.up[...]) + self.up_bias[...][None, None]
+            x = ACTIVATIONS["gelu"](self.layout.act(x, "batch", None, "mlp"))
+        x = jnp.einsum("bpf,fd->bpd", x, self.down[...])
+        return self.layout.act(x, "batch", None, "embed") + self.down_bias[...][None, None]
+
+    def shuffled(self, x: Array) -> Array:
+        """Patches [B, P, C], a square of which becomes one position [B, P / side^2, side^2 * C]."""
+        side, (rows, columns) = self.cfg.pixel_shuffle, self.grid
+        if side == 1:
+            return x
+        x = x.reshape(-1, rows // side, side, columns // side, side, x.shape[-1]).swapaxes(2, 3)
+        return x.reshape(x.shape[0], rows * columns // side**2, -1)

@@ -1,0 +1,194 @@
+"""LLaVA reads images where its rows say, trains on every layout like on one device, and freezes its tower."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, place, program, start, train, within
+from tiny_runs import rows as plain_rows
+
+from megajax.batch import Batch
+from megajax.config.errors import ConfigError
+from megajax.config.tree import check
+from megajax.layers.config import (
+    AttentionConfig,
+    BlockConfig,
+    DenseMLPConfig,
+    GatedMLPConfig,
+    LayerNormConfig,
+    RopeConfig,
+    StackConfig,
+)
+from megajax.layers.context import Context
+from megajax.layers.param import bind
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.mesh import build_mesh
+from megajax.models.config import DecoderConfig, LlavaConfig, ProjectorConfig
+from megajax.models.config.vision import VisionTowerConfig
+from megajax.models.decoder import DecoderLM
+from megajax.models.facts import demand_facts
+from megajax.models.llava import Llava, Looking
+from megajax.models.presets.llava import llava as joined
+from megajax.training.program import Program
+
+IMAGE = VOCABULARY - 1
+SEEING = BlockConfig(mixer=AttentionConfig(heads=4, causal=False), mlp=DenseMLPConfig(ffn=64), norm=LayerNormConfig())
+READING = BlockConfig(mixer=AttentionConfig(heads=8, kv_heads=4, rope=RopeConfig()), mlp=GatedMLPConfig(ffn=48))
+
+
+def llava(*, shuffle: int = 1, ffn: int | None = None, dropout: float = 0.0) -> LlavaConfig:
+    """Two images of a row, each of 2 x 2 patches and a class token."""
+    vision = VisionTowerConfig(
+        hidden=64,
+        stack=StackConfig(pattern=(replace(SEEING, dropout=dropout),), repeats=3),
+        height=8,
+        width=8,
+        patch=4,
+        init_std=0.06,
+    )
+    language = DecoderConfig(
+        hidden=32,
+        vocabulary_size=VOCABULARY,
+        sequence_length=LENGTH,
+        stack=StackConfig(pattern=(replace(READING, dropout=dropout),), repeats=2),
+        init_std=0.06,
+        loss_chunk=24,
+        dropout=dropout,
+    )
+    projector = ProjectorConfig(pixel_shuffle=shuffle, ffn=ffn)
+    return joined(language, vision, image_token=IMAGE, slots=2, projector=projector)
+
+
+def rows(model: LlavaConfig, images: int = 1) -> dict[str, np.ndarray]:
+    """Two rows; in the first one, `images` of both slots stand after the second token."""
+    draw, count = np.random.default_rng(0), images * model.image_positions()
+    tokens = draw.integers(1, IMAGE, (2, LENGTH)).astype(np.int32)
+    tokens[0, 2 : 2 + count] = IMAGE
+    return {"tokens": tokens, "images": draw.integers(0, 256, (2, 2, 8, 8, 3), np.uint8)}
+
+
+def batches(seed: int) -> Batch:
+    """The rows of other tests, with images and, in most rows, the positions of one or both."""
+    batch, draw = dict(plain_rows(seed)), np.random.default_rng(seed)
+    batch["images"] = draw.integers(0, 256, (ROWS, 2, 8, 8, 3), np.uint8)
+    for row, images in enumerate(draw.integers(0, 3, ROWS)):
+        batch["tokens"][row, 1 : 1 + 4 * images] = IMAGE
+    return batch
+
+
+def built(model: LlavaConfig) -> Llava:
+    made = program(model, ONE, microbatches=1)
+    with within(made):
+        return bind(made.abstract, start(made).params)
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "ffn"), [(2, None), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, None), (1, 0)))]
+)
+def test_images_stand_at_their_tokens(shuffle: int, ffn: int | None) -> None:
+    """Equal to the decoder on embeddings in which the projected images were put by hand."""
+    model = built(llava(shuffle=shuffle, ffn=ffn))
+    batch = rows(model.cfg, images=2)
+    looking = Looking(model)
+    seeing = looking.context(batch, None)
+    seen = np.asarray(looking.leave(looking.stack(looking.enter(looking.embed(batch), seeing), seeing), seeing))
+    positions = 4 // shuffle**2
+    assert seen.shape == (2, 2 * positions, 32)
+    x = np.array(model.embed_tokens(jnp.asarray(batch["tokens"])))
+    x[0, 2 : 2 + 2 * positions] = seen[0]
+    index = jnp.arange(LENGTH)
+    ctx = Context(jnp.broadcast_to(index[None], (2, LENGTH)), index)
+    expected = model.logits(model.final_norm(model.stack(DecoderLM.enter(model, jnp.asarray(x), ctx), ctx)))
+    np.testing.assert_allclose(model(**batch), expected, atol=1e-5)
+    # The second row has no image: what is in its slots makes no difference.
+    other = {**batch, "images": np.concatenate([batch["images"][:1], 255 - batch["images"][1:]])}
+    np.testing.assert_allclose(model(**other), expected, atol=1e-5)
+    other = {**batch, "images": 255 - batch["images"]}
+    assert np.abs(np.asarray(model(**other))[0] - expected[0]).max() > 1e-3
+
+
+def test_pixel_shuffle_joins_the_channels_of_a_square() -> None:
+    model = built(llava(shuffle=2))
+    patches = jnp.arange(4 * 64, dtype=jnp.float32).reshape(1, 4, 64)
+    np.testing.assert_array_equal(model.projector.shuffled(patches), patches.reshape(1, 1, 256))
+
+
+MIXED = ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="zero1")
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        (llava(), MIXED),
+        *(
+            pytest.param(*values, marks=pytest.mark.slow)
+            for values in (
+                (llava(shuffle=2), ParallelConfig(data=4, tensor=2, data_sharding="fsdp")),
+                (llava(dropout=0.1), MIXED),
+                (llava(), ParallelConfig(data=8)),
+                (replace(llava(), recompute="full", vision=replace(llava().vision, recompute="full")), MIXED),
+            )
+        ),
+    ],
+)
+def test_trains_like_one_device(model: LlavaConfig, parallel: ParallelConfig) -> None:
+    one, many = (train(model, on, microbatches=3, steps=1, evaluated=False, draw=batches) for on in (ONE, parallel))
+    np.testing.assert_allclose(many.losses, one.losses, rtol=1e-5)
+    assert np.abs(one.gradients["projector.down"]).max() > 0
+    for path, expected in one.gradients.items():
+        scale = max(np.abs(expected).max(), 1e-4)
+        np.testing.assert_allclose(many.gradients[path], expected, atol=1e-4 * scale, err_msg=path)
+
+
+def test_facts_count_every_weight() -> None:
+    model = llava()
+    made = program(model, ONE, microbatches=1)
+    padding = (model.padded_vocabulary() - VOCABULARY) * 2 * model.hidden
+    counted = sum(int(np.prod(spec.shape)) for spec in made.declared.values()) - padding
+    assert demand_facts(model).parameter_count().total == counted
+    tables = {weight.name for section in model.section_facts() for weight in section.tables}
+    assert tables <= set(made.declared), tables - set(made.declared)
+
+
+@pytest.mark.slow
+def test_a_frozen_tower_costs_no_gradient() -> None:
+    """Fewer matmuls than with a trained one, and no moments; the forward pass stays."""
+    cfg = program(llava(), ONE, microbatches=1).cfg
+
+    def compiled(trainable: tuple[str, ...]) -> tuple[float, Program]:
+        frozen = replace(cfg, optimizer=replace(cfg.optimizer, trainable=trainable))
+        made = Program.of(frozen, build_mesh(ONE))
+        with within(made):
+            state, batch = start(made), place(made, batches(0))
+            return made.train_step.lower(state, batch).compile().cost_analysis()["flops"], made
+
+    whole, all_trained = compiled(("*",))
+    language, decoder = compiled(("projector.*", "tokens", "stack.*", "norm.*", "head"))
+    projector, _ = compiled(("projector.*",))
+    assert not any(path.startswith("vision.") for path in decoder.optimizer.declared)
+    assert any(path.startswith("vision.") for path in all_trained.optimizer.declared)
+    # Of the tower, two of three matmuls are those of gradients.
+    # The compiler counts what is in a loop once: one layer.
+    forward = 2 * ROWS * 2 * 8 * 6 * 64**2
+    assert whole - language >= 2 * forward
+    assert projector < language
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"image_token": VOCABULARY}, "outside the vocabulary of 250 ids"),
+        ({"slots": 0}, "slots.*must be at least 1"),
+        ({"projector": ProjectorConfig(pixel_shuffle=3)}, "3 does not divide the 2 x 2 patches"),
+        ({"sequence_length": 4}, "4 has no room for the 4 positions of an image"),
+        ({"vision": replace(llava().vision, height=9)}, r"vision.height.*9 is not divisible by patch=4"),
+        ({"parallel": ParallelConfig(data=1, tensor=3)}, r"vision.*heads=4 is not divisible by parallel.tensor=3"),
+        ({"parallel": ParallelConfig(data=1, pipeline=2)}, r"several sections \(vision"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict, words: str) -> None:
+    cfg = program(llava(), ONE, microbatches=1).cfg
+    parallel = changes.pop("parallel", ONE)
+    with pytest.raises(ConfigError, match=words):
+        check(replace(cfg, model=replace(cfg.model, **changes), parallel=parallel), parallel.tensor * parallel.pipeline)
