@@ -116,7 +116,7 @@ def preprocess(job: Preprocessing, report: Callable[[Counts, int], None] = lambd
     """
     started = time.perf_counter()
     _check_keys(job)
-    files = find_pairs(job.inputs, job.targets) if job.targets else find_files(job.inputs, job.format)
+    files = find_pairs(job.inputs, job.targets, job.format) if job.targets else find_files(job.inputs, job.format)
     plain = next((file.path for file in files if file.format == "text"), None)
     if plain is not None and job.keys != (TEXT_KEY,):
         raise UserError(f"{plain}: plain text has no keys {', '.join(job.keys)}. Preprocess it apart.")

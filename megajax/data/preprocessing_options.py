@@ -160,6 +160,8 @@ def parse(arguments: Sequence[str]) -> tuple[Preprocessing, float]:
         raise UserError(f"--workers={options.workers}: at least 1 process has to do the work.")
     if options.partitions < 1:
         raise UserError(f"--partitions={options.partitions}: the input has at least 1 part.")
+    if options.target and (options.document or options.document_regex):
+        raise UserError("--target pairs lines; --document and --document-regex have no meaning there. Leave them out.")
     usual = PAIR_KEYS if options.target else (TEXT_KEY,)
     job = Preprocessing(
         inputs=tuple(options.input),

@@ -99,13 +99,13 @@ def find_files(inputs: Sequence[str], format: str | None = None, option: str = "
     return [TextFile(path, kind, os.stat(path).st_size) for path, kind in formats.items()]
 
 
-def find_pairs(inputs: Sequence[str], targets: Sequence[str]) -> list[TextFile]:
+def find_pairs(inputs: Sequence[str], targets: Sequence[str], format: str | None = None) -> list[TextFile]:
     """Files of plain text whose lines belong together, each with its target.
 
     Raises:
         UserError: those of `find_files`, files of another format, or another number of them on one side.
     """
-    sides = find_files(inputs), find_files(targets, option="--target")
+    sides = find_files(inputs, format), find_files(targets, format, option="--target")
     for file in (file for side in sides for file in side if file.format != "text"):
         what = f"is {file.format}, but --target pairs the lines of plain text"
         raise UserError(f"{file.path}: {what}. Name keys of one file with --json-keys and --pairs instead.")

@@ -383,6 +383,7 @@ def test_a_tokenizer_of_your_own_file(tmp_path):
         (["--tokenizer=byte", "--tokenizer.extra=3"], "tokenizer.extra: no such setting"),
         (["--tokenizer.type=Multimodal"], "did you mean MultimodalTokenizerConfig?"),
         (["--tokenizer=byte", "--partitions=0"], "--partitions=0: the input has at least 1 part"),
+        (["--tokenizer=byte", "--target=x", "--document=line"], "--target pairs lines; --document and"),
         (["--tokenizer=byte", "--workers=0"], "--workers=0: at least 1"),
         (["--tokenizer=byte", "--document-regex=("], "is no regular expression"),
         (["--tokenizer=byte", "--document-regex=a", "--document=line"], "give one of them"),
