@@ -11,13 +11,15 @@ Laptop:   python -m megajax.train --config=bert.py:debug
 Hardware: each size names its own; not yet run on GPUs
 """
 
+from dataclasses import replace
 from typing import Any
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.data.config import LibrarySentencesConfig, LibraryWordPieceConfig, MaskedSentencesConfig
+from megajax.layers.config import RopeConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.bert import bert
-from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.optim.config import AdamWConfig, GroupConfig, ScheduleConfig
 from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.config import WordPieceTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
@@ -57,18 +59,26 @@ def bert_3_9b() -> RunConfig:
 
 
 def text() -> RunConfig:
-    """4 layers x 256 hidden on a text of a few megabytes, with a vocabulary of up to 8192: minutes on 2 CPU cores."""
+    """2 layers x 128 hidden on a text of a few megabytes, with a vocabulary of up to 4000: minutes on 2 CPU cores.
+
+    Narrow, so initial weights are larger than usual; rotary positions; and the bias of each token, which stands for how
+    often it occurs, learns faster than the rest. Without these the loss stays at the tokens' entropy for much longer.
+    """
+    model = bert("text", sequence_length=64, vocabulary_size=4002, dropout=0.0)
+    (block,) = model.stack.pattern
+    block = replace(block, mixer=replace(block.mixer, rope=RopeConfig()))
+    model = replace(model, stack=replace(model.stack, pattern=(block,)), learned_positions=False)
     return RunConfig(
-        model=bert("text", sequence_length=128, vocabulary_size=8194, dropout=0.0),
-        data=MaskedSentencesConfig(paths=("data/corpus_text_sentence",), split="95,5,0"),
+        model=replace(model, init_std=0.08, embedding_std=0.04),
+        data=MaskedSentencesConfig(paths=("data/corpus_text_sentence",), split="95,5,0", mask_probability=0.2),
         tokenizer=WordPieceTokenizerConfig(vocabulary="data/vocab.txt"),
         precision=PrecisionConfig(compute="float32"),
-        optimizer=AdamWConfig(weight_decay=0.01),
-        schedule=ScheduleConfig(lr=1e-3, min_lr=1e-4, warmup_fraction=0.1),
-        batch=BatchConfig(global_size=32, micro_size=32),
-        evaluation=EvaluationConfig(every=200, batches=4),
+        optimizer=AdamWConfig(weight_decay=0.01, groups=(GroupConfig(match="masked_bias", lr_multiplier=10),)),
+        schedule=ScheduleConfig(lr=3e-3, min_lr=3e-4, warmup_fraction=0.05),
+        batch=BatchConfig(global_size=16, micro_size=16),
+        evaluation=EvaluationConfig(every=200, batches=16),
         checkpoint=CheckpointConfig(every=200),
-        steps=1000,
+        steps=1200,
         run_dir="runs/bert_text",
     )
 

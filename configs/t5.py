@@ -10,6 +10,7 @@ Laptop:   python -m megajax.train --config=t5.py:debug
 Hardware: each size names its own; not yet run on GPUs. Layouts have no pipeline: its stages cut one stack of layers
 """
 
+from dataclasses import replace
 from typing import Any
 
 from megajax.checkpoint.config import CheckpointConfig
@@ -17,7 +18,7 @@ from megajax.data.config import LibrarySpansConfig, LibraryWordPieceConfig, Mask
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import T5Config
 from megajax.models.presets.t5 import t5, t5_v1_1
-from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.optim.config import AdamWConfig, GroupConfig, ScheduleConfig
 from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.config import WordPieceTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
@@ -69,18 +70,22 @@ def t5_v1_1_xxl() -> RunConfig:
 
 
 def text() -> RunConfig:
-    """2 x 3 layers x 256 hidden on a text of a few megabytes, with a vocabulary of up to 8192 and 100 sentinels."""
+    """2 x 2 layers x 128 hidden on a text of a few megabytes, with a vocabulary of up to 4000 and 100 sentinels.
+
+    As for BERT's, initial weights are larger than usual and the bias of the head learns faster.
+    """
+    model = t5("text", encoder_length=64, sequence_length=32, vocabulary_size=4102, dropout=0.0)
     return RunConfig(
-        model=t5("text", encoder_length=128, sequence_length=48, vocabulary_size=8294, dropout=0.0),
+        model=replace(model, init_std=0.08, embedding_std=0.04),
         data=MaskedSpansConfig(paths=("data/corpus_text_sentence",), split="95,5,0"),
         tokenizer=WordPieceTokenizerConfig(vocabulary="data/vocab.txt", extra_ids=100),
         precision=PrecisionConfig(compute="float32"),
-        optimizer=AdamWConfig(weight_decay=0.01),
-        schedule=ScheduleConfig(lr=1e-3, min_lr=1e-4, warmup_fraction=0.1),
-        batch=BatchConfig(global_size=32, micro_size=32),
-        evaluation=EvaluationConfig(every=200, batches=4),
+        optimizer=AdamWConfig(weight_decay=0.01, groups=(GroupConfig(match="head_bias", lr_multiplier=10),)),
+        schedule=ScheduleConfig(lr=3e-3, min_lr=3e-4, warmup_fraction=0.05),
+        batch=BatchConfig(global_size=16, micro_size=16),
+        evaluation=EvaluationConfig(every=200, batches=16),
         checkpoint=CheckpointConfig(every=200),
-        steps=1000,
+        steps=1200,
         run_dir="runs/t5_text",
     )
 

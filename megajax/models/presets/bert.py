@@ -9,7 +9,7 @@ BERT_VOCABULARY = 30524
 
 BERT = {
     "debug": Size(2, 64, 4),
-    "text": Size(4, 256, 4),
+    "text": Size(2, 128, 4),
     "base": Size(12, 768, 12),
     "large": Size(24, 1024, 16),
     "1.3b": Size(24, 2048, 32),

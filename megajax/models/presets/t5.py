@@ -22,7 +22,7 @@ T5_VOCABULARY = 30624
 
 T5 = {
     "debug": Size(2, 64, 4, ffn=256, head_dim=16),
-    "text": Size(3, 256, 4, ffn=1024, head_dim=64),
+    "text": Size(2, 128, 4, ffn=512, head_dim=32),
     "small": Size(6, 512, 8, ffn=2048, head_dim=64),
     "base": Size(12, 768, 12, ffn=3072, head_dim=64),
     "large": Size(24, 1024, 16, ffn=4096, head_dim=64),
