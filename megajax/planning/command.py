@@ -24,7 +24,7 @@ from megajax.planning.program import devices
 from megajax.planning.program.audit import audit, largest_arrays
 from megajax.planning.search.compare import advice, comparison, other, sweep
 from megajax.planning.search.ranking import Cache, check_config_path, compile_layout, find_best, write_config
-from megajax.planning.search.search import SEARCHED, Choice, Task, apply, changes, settings
+from megajax.planning.search.search import SEARCHED, Choice, Task, changes, settings
 from megajax.planning.show import Report, plan_report, write
 from megajax.training.run_config import RunConfig
 
@@ -143,7 +143,7 @@ class Request:
         path = resume or (None if out is None else out.with_suffix(".search.json"))
         cache = Cache(path, task.fingerprint(), insist=resume is not None)
         result = find_best(task, cache, wanted, partial(compile_layout, self.program))
-        changed = changes(_config_of(self.source), self._with(result.best))
+        changed = changes(_config_of(self.source), task.config(result.best))
         words = [f"--config={self.source}", *(f"--{one}" for one in settings(changed))]
         lines = [f"python -m megajax.train {shlex.join(words)}"]
         if out is not None:
@@ -154,13 +154,6 @@ class Request:
         if path is not None:
             lines.append(f"the search's compiled layouts are in {path}")
         return result.report(lines), result.to_dict(settings(changed))
-
-    def _with(self, choice: Choice) -> RunConfig:
-        """The config with a choice; `data` is left open, unless it was given or is in the config already."""
-        cfg = apply(choice, self.case.cfg)
-        if "data" in self.fixed or self.case.cfg.parallel.data == choice.data:
-            return cfg
-        return cfg.but(parallel=replace(cfg.parallel, data=None))
 
     def _layouts_to_compile(self) -> int:
         name, wanted = self.case.cluster.name, self.flags["compile"]

@@ -83,6 +83,13 @@ def test_a_search_proposes_no_pipeline_of_several_sections() -> None:
         find_best(replace(task, fixed={"pipeline": 2}), Cache(), 0, lambda case: {})
 
 
+def test_rows_of_every_section_are_cut_along_the_sequence() -> None:
+    sizes = {"pipeline": 1, "expert": 1, "context": 1, "tensor": 4}
+    odd = replace(t5(), encoder_length=10)
+    assert [problem.where for problem in odd.mesh_problems(sizes, sequence=True)] == ["encoder_length"]
+    assert not [*odd.mesh_problems(sizes, sequence=False)]
+
+
 def test_what_sections_add_up_to() -> None:
     """An encoder of as many tokens costs a layer as a decoder's does without what it reads."""
     one, two = (planned(replace(t5(), encoder=replace(t5().encoder, repeats=n))) for n in (2, 4))

@@ -1,6 +1,6 @@
 """The config of T5; importing this imports neither jax nor flax."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -104,6 +104,13 @@ class T5Config(DecoderConfig):
             "loss_mask": Leaf("float32", ids.shape, ids.axes),
             "segment_ids": replace(ids, below=None),
         }
+
+    def mesh_problems(self, sizes: Mapping[str, int], *, sequence: bool) -> Iterator[Problem]:
+        """What is wrong with both sections on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""
+        yield from DecoderConfig.mesh_problems(self, sizes, sequence=sequence)
+        if sequence and self.encoder_length % sizes["tensor"]:
+            what = f"{self.encoder_length} is not divisible by parallel.tensor={sizes['tensor']}"
+            yield Problem("encoder_length", what, "needed with parallel.sequence=true")
 
     def repeated_blocks(self) -> tuple[tuple[BlockConfig, int], ...]:
         """Those of the encoder, then those of the decoder."""

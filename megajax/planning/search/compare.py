@@ -2,8 +2,8 @@
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
@@ -17,17 +17,16 @@ from megajax.config.tree import override
 from megajax.metrics.banner import Section
 from megajax.metrics.text import count, duration
 from megajax.planning.cost.estimate import SPEED, Case, to_dict
-from megajax.planning.cost.work import footprint
 from megajax.planning.program.devices import GIB, GPUS, OTHER_NAMES, read_cluster
 from megajax.planning.search.search import (
     HEADROOM,
-    OFFLOADS,
     Choice,
+    Entry,
     Task,
-    apply,
     changes,
-    divisors,
-    problems,
+    rank,
+    ranked,
+    search,
     settings,
 )
 from megajax.planning.show import FIGURES, Report, Table, cells, memory_parts
@@ -260,75 +259,39 @@ def _point(case: Case, value: str, mode: Mode = "", refusal: str = "") -> Point:
 
 MOST_CHANGES = 3
 """Changes that are shown."""
-TRIED = 8
-"""Alternatives of a kind, the smallest plans, that are tried in pairs with those of another kind."""
-SHARDINGS = ("replicate", "zero1", "fsdp")
-"""Data sharding, from the largest plan to the smallest."""
+KINDS = (
+    ("micro_size",),
+    ("recompute", "recompute_layers"),
+    ("data_sharding",),
+    ("sequence",),
+    ("virtual_stages",),
+    ("tensor", "data", "sequence"),
+    ("pipeline", "data"),
+    ("offload",),
+)
+"""Fields of a Choice that are changed together."""
 
 
 def cheapest(here: Case, limit_gib: float) -> list[Case]:
     """Changed configs with a peak of at most `limit_gib` by formula, fastest first.
 
-    One of each kind; if these are too few, pairs of kinds that are not enough alone, and further ones of a kind.
+    The best that a search finds where it may set one kind of fields alone; if these are too few, pairs of kinds that
+    are not enough alone, and further layouts of one.
     """
-    kinds = [*_kinds(here)]
-    single = [_fitting(here, kind, limit_gib) for kind in kinds]
-    best = sorted((changes[0] for changes in single if changes), key=_seconds)
+    now = asdict(Choice.of(here.cfg, here.cluster.devices))
+
+    def found(kind: Sequence[str]) -> list[Entry]:
+        task = Task(here, {name: value for name, value in now.items() if name not in kind}, limit_gib)
+        return ranked({group.place: group for group in search(task)})
+
+    single = {kind: found(kind) for kind in KINDS}
+    best = sorted((entries[0] for entries in single.values() if entries), key=rank)
     if len(best) < MOST_CHANGES:
-        rest = [kind[-TRIED:] for kind, fitting in zip(kinds, single, strict=True) if not fitting]
-        pairs = ([a | b for a in one for b in two if not a.keys() & b.keys()] for one, two in combinations(rest, 2))
-        best += sorted((change for pair in pairs for change in _fitting(here, pair, limit_gib)[:1]), key=_seconds)
-        best += sorted((change for fitting in single for change in fitting[1:]), key=_seconds)
-    return sorted(best[:MOST_CHANGES], key=_seconds)
-
-
-def _seconds(change: Case) -> float:
-    return change.estimate.step_seconds
-
-
-def _kinds(here: Case) -> Iterator[list[dict[str, Any]]]:
-    """Lists of alternatives, each as fields of a Choice and `loss_wait`; the smallest plan last."""
-    cluster, repeats = here.cluster, here.cfg.model.stack.repeats
-    choice = Choice.of(here.cfg, cluster.devices)
-    yield [{"micro_size": n} for n in reversed(divisors(choice.micro_size, choice.micro_size - 1))]
-    recomputes = Task(here).recomputes()
-    known = choice.recompute in recomputes and choice.recompute_layers is None
-    later = recomputes[recomputes.index(choice.recompute) + 1 :] if known else recomputes
-    rows, size = -(-repeats // here.cfg.parallel.chunks()), len(here.cfg.model.stack.pattern)
-    some = [{"recompute": "full", "recompute_layers": n * size} for n in range(1, rows)]
-    yield [*some, *({"recompute": policy, "recompute_layers": None} for policy in later)]
-    yield [{"data_sharding": name} for name in SHARDINGS[SHARDINGS.index(choice.data_sharding) + 1 :]]
-    if choice.tensor > 1 and not choice.sequence:
-        yield [{"sequence": True}]
-    if choice.pipeline > 1:
-        yield [{"virtual_stages": n} for n in range(choice.virtual_stages + 1, repeats // choice.pipeline + 1)]
-        yield [{"loss_wait": 0}] if here.cfg.parallel.loss_wait else []
-    for name in ("tensor", "pipeline"):
-        now = getattr(choice, name)
-        sequence = {"sequence": True} if name == "tensor" else {}
-        yield [
-            {name: now * by, "data": choice.data // by} | sequence
-            for by in (2, 4)
-            if choice.data % by == 0 and (name == "pipeline" or now * by <= cluster.per_node)
-        ]
-    yield [{"offload": share} for share in OFFLOADS if share > choice.offload]
-
-
-def _fitting(here: Case, alternatives: list[dict[str, Any]], limit_gib: float) -> list[Case]:
-    """Those that the config's rules allow and that fit, fastest first."""
-    cases = (_change(here, one, limit_gib) for one in alternatives)
-    return sorted((case for case in cases if case is not None), key=_seconds)
-
-
-def _change(here: Case, fields: Mapping[str, Any], limit_gib: float) -> Case | None:
-    chosen = {name: value for name, value in fields.items() if name != "loss_wait"}
-    cfg = apply(replace(Choice.of(here.cfg, here.cluster.devices), **chosen), here.cfg)
-    loss_wait = fields.get("loss_wait", cfg.parallel.loss_wait)
-    data = None if here.cfg.parallel.data is None else cfg.parallel.data
-    there = replace(here, cfg=cfg.but(parallel=replace(cfg.parallel, loss_wait=loss_wait, data=data)))
-    if problems(there.cfg, here.cluster.devices) or footprint(there.described).peak_gib > limit_gib:
-        return None
-    return there
+        pairs = combinations([kind for kind, entries in single.items() if not entries], 2)
+        best += sorted((entry for one, two in pairs for entry in found((*one, *two))[:1]), key=rank)
+        best += sorted((entry for entries in single.values() for entry in entries[1:]), key=rank)
+    chosen = list({entry.choice: entry for entry in best}.values())[:MOST_CHANGES]
+    return [replace(here, cfg=Task(here).config(entry.choice)) for entry in sorted(chosen, key=rank)]
 
 
 def advice(here: Case, *, excess_gib: float = 0.0, margin: float = HEADROOM) -> list[Table]:

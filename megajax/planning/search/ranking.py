@@ -6,6 +6,7 @@ import os
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
@@ -205,7 +206,7 @@ class Result:
         entry = group.best[0] if group.best else group.smallest
         if entry is not None:
             return self._verdict(entry.choice)
-        return f"refused: {_most_common(group.refusals)[0]}" if group.refusals else "not tried"
+        return f"refused: {group.refusals.most_common(1)[0][0]}" if group.refusals else "not tried"
 
     def _verdict(self, choice: Choice) -> str:
         task = self.task
@@ -304,10 +305,6 @@ def rank_rows(task: Task, entries: Sequence[Entry], cache: Cache) -> tuple[list[
     return sorted(rows, key=lambda row: row.sort_key)[:SHOWN], rejected
 
 
-def _most_common(refusals: Mapping[str, int]) -> list[str]:
-    return sorted(refusals, key=lambda text: -refusals[text])
-
-
 def _nothing_fits(task: Task, groups: Mapping[Place, Group]) -> str:
     """The error message where no layout fits."""
     given = f" with {task.fixed_text()}" if task.fixed else ""
@@ -321,11 +318,8 @@ def _nothing_fits(task: Task, groups: Mapping[Place, Group]) -> str:
             f"{least.peak / GIB:.1f} GiB, and {task.limit / GIB:.1f} may be taken.\n"
             f"Give more devices or larger ones{fewer}."
         )
-    refusals: dict[str, int] = {}
-    for group in groups.values():
-        for text, number in group.refusals.items():
-            refusals[text] = refusals.get(text, 0) + number
-    reasons = "\n".join(f"  {text}" for text in _most_common(refusals)[:3])
+    refusals = sum((group.refusals for group in groups.values()), Counter[str]())
+    reasons = "\n".join(f"  {text}" for text, _ in refusals.most_common(3))
     return f"no layout of {where} passes the config's rules:\n{reasons}\nChange what they name{fewer}."
 
 

@@ -7,6 +7,7 @@ the recompute policies are tried from the cheapest on.
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
@@ -189,6 +190,8 @@ class Task:
     case: Case
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a Choice that the user has given."""
+    limit_gib: float | None = None
+    """What a layout may take by formula; none: usable memory but for HEADROOM."""
 
     @property
     def model(self) -> Facts:
@@ -202,10 +205,16 @@ class Task:
     @property
     def limit(self) -> float:
         """Bytes that a layout may take by formula."""
-        return self.case.device.usable_gib * GIB * (1 - HEADROOM)
+        return GIB * (self.case.device.usable_gib * (1 - HEADROOM) if self.limit_gib is None else self.limit_gib)
 
     def with_choice(self, choice: Choice) -> Case:
         return replace(self.case, cfg=apply(choice, self.case.cfg))
+
+    def config(self, choice: Choice) -> RunConfig:
+        """With a choice, for users; `data` is left open, unless it was given or is in the config already."""
+        cfg, data = apply(choice, self.case.cfg), self.case.cfg.parallel.data
+        given = "data" in self.fixed or data == choice.data
+        return cfg if given else cfg.but(parallel=replace(cfg.parallel, data=None))
 
     def described(self, choice: Choice) -> Description:
         """For a choice that the config's rules allow; see `refusal`."""
@@ -331,13 +340,10 @@ class Group:
     """That fit, fastest first; layouts of one kind once."""
     smallest: Entry | None = None
     """Whether or not it fits."""
-    refusals: dict[str, int] = field(default_factory=dict)
+    refusals: Counter[str] = field(default_factory=Counter)
     """Reason -> number of layouts."""
     too_large: int = 0
     estimated: int = 0
-
-    def refuse(self, reason: str) -> None:
-        self.refusals[reason] = self.refusals.get(reason, 0) + 1
 
 
 def search(task: Task) -> Iterator[Group]:
@@ -381,7 +387,7 @@ def _fitting(task: Task, group: Group, offload: float) -> Iterator[Entry]:
         layout = replace(layout, offload=offload)
         refusal = task.refusal(layout)
         if refusal:
-            group.refuse(refusal)
+            group.refusals[refusal] += 1
             continue
         least = Entry(layout, 0.0, footprint(task.described(layout)).peak)
         if group.smallest is None or least.peak < group.smallest.peak:
@@ -397,7 +403,7 @@ def _policies(task: Task, layout: Choice, group: Group) -> Iterator[Entry]:
     for recompute in task.recomputes():
         choice = replace(layout, recompute=recompute)
         if recompute != layout.recompute and (refusal := task.refusal(choice)):
-            group.refuse(refusal)
+            group.refusals[refusal] += 1
             continue
         described = task.described(choice)
         peak = footprint(described).peak
@@ -424,7 +430,7 @@ def _some_layers(task: Task, choice: Choice, whole: Description, group: Group) -
     if enough < whole.towers[-1].rows:
         some = replace(choice, recompute_layers=enough * size)
         if refusal := task.refusal(some):
-            group.refuse(refusal)
+            group.refusals[refusal] += 1
             return
         described = task.described(some)
         group.estimated += 1
