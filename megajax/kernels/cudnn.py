@@ -187,23 +187,24 @@ class Documents(NamedTuple):
 class Padding(NamedTuple):
     """Rows of one text each with padding after it, as cuDNN expects them."""
 
+    queries: Array
+    """bool [B, S]: queries that see a key."""
     keys: Array
     """bool [B, T]: keys that are no padding."""
     lengths: tuple[Array, Array]
-    """int32 [B] each: queries and keys of each row. At least 1: cuDNN before 9.25 makes NaNs of rows without keys."""
+    """int32 [B] each: those queries and keys of each row, at least 1: cuDNN before 9.25 makes NaNs of rows without."""
     fit: Array
     """bool []: in every row, padding comes last."""
 
     @classmethod
-    def of(cls, segments: Array, queries: int) -> "Padding":
-        """segments int32 [B, T]: 0 for padding; queries: S."""
+    def of(cls, segments: Array, queries: int, window: int | None = None) -> "Padding":
+        """segments int32 [B, T]: 0 for padding; queries: S; window: behind the text, a query may see padding alone."""
         keys = segments != 0
-        lengths = jnp.maximum(keys.sum(1, dtype=jnp.int32), 1)
-        return cls(keys, (jnp.full_like(lengths, queries), lengths), (keys[:, :-1] | ~keys[:, 1:]).all())
-
-    def any(self) -> Array:
-        """bool [B]: rows that are not all padding."""
-        return self.keys.any(1)
+        count = keys.sum(1, dtype=jnp.int32)
+        seeing = jnp.where(count > 0, queries if window is None else jnp.minimum(count + window, queries), 0)
+        fit = (keys[:, :-1] | ~keys[:, 1:]).all()
+        lengths = jnp.maximum(seeing, 1), jnp.maximum(count, 1)
+        return cls(jnp.arange(queries)[None] < seeing[:, None], keys, lengths, fit)
 
     def operands(self, q: Array, k: Array) -> list[Array]:
         """Lengths of the rows of queries and of keys."""
@@ -250,8 +251,8 @@ UNSEEN = 1e9
 def _padded_forward(q: Array, k: Array, v: Array, mask: Mask, padding: Padding, scale: float) -> tuple[Array, Array]:
     call = _Call(scale, _mask_type(mask, lengths=True), mask.window)
     out, lse = _forward(call, *_same_head_size(q, k, v, always=False), [], padding.operands(q, k))
-    out = jnp.where(padding.any()[:, None, None, None], out[..., : v.shape[-1]], 0)
-    return out, jnp.where(padding.any()[:, None, None], lse, -jnp.inf)
+    out = jnp.where(padding.queries[:, :, None, None], out[..., : v.shape[-1]], 0)
+    return out, jnp.where(padding.queries[:, None], lse, -jnp.inf)
 
 
 def _padded_backward(
@@ -260,17 +261,17 @@ def _padded_backward(
     """arrays: q, k, v, the output, its log-sum-exp and its gradient."""
     q, k, v, out, lse, dout = arrays
     call = _Call(scale, _mask_type(mask, lengths=True), mask.window)
-    some, seen = padding.any()[:, None, None], padding.keys[:, :, None, None]
-    arrays = q, k, v, out, jnp.where(some, lse, UNSEEN), jnp.where(some[..., None], dout, 0)
+    seeing, seen = padding.queries[:, :, None, None], padding.keys[:, :, None, None]
+    arrays = q, k, v, out, jnp.where(padding.queries[:, None], lse, UNSEEN), jnp.where(seeing, dout, 0)
     dq, dk, dv = _backward(call, arrays, [], padding)
-    return jnp.where(some[..., None], dq, 0), jnp.where(seen, dk, 0), jnp.where(seen, dv, 0)
+    return jnp.where(seeing, dq, 0), jnp.where(seen, dk, 0), jnp.where(seen, dv, 0)
 
 
 def _padding(mask: Mask) -> Padding | None:
     """None for rows that are not padded."""
     if mask.query_segments is None or mask.key_segments is None or not mask.padded:
         return None
-    return Padding.of(mask.key_segments, mask.query_index.shape[0])
+    return Padding.of(mask.key_segments, mask.query_index.shape[0], mask.window)
 
 
 def forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float) -> tuple[Array, Array]:

@@ -144,7 +144,7 @@ CALLS = {
     "across": ("cudnn", ACROSS, {"causal": False}, {}),
     "padded": (
         *("cudnn", ALIKE, {"causal": False, "padded": [20, 0]}),
-        {"mask_type": theirs.MaskType.PADDING, "q_seqlen": [32, 32], "kv_seqlen": [20, 1]},
+        {"mask_type": theirs.MaskType.PADDING, "q_seqlen": [32, 1], "kv_seqlen": [20, 1]},
     ),
     "padded, causal": (
         *("cudnn_mask", ALIKE, {"padded": [20, 32]}),

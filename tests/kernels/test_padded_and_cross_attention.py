@@ -52,14 +52,14 @@ CASES = {
     "padded": Case(48, 48, (48, 5, 31)),
     "padded, a row of padding": Case(34, 34, (20, 0, 34)),
     "padded, causal": Case(32, 32, (32, 7, 0), causal=True),
-    "padded, causal, a window": Case(32, 32, (32, 20), causal=True, window=4),
+    "padded, causal, a window": Case(32, 32, (32, 20, 0), causal=True, window=4),
     "across": Case(32, 48),
     "across, more queries, odd": Case(67, 18, size=32),
     "across, padded": Case(32, 48, (32, 9, 30), (40, 48, 3)),
     "across, rows of padding": Case(18, 50, (18, 0, 7, 0), (0, 50, 20, 0)),
     "across, one query": Case(2, 34, (1, 2), (30, 1)),
 }
-DEFAULT = ["full, odd", "padded, a row of padding", "padded, causal", "across, rows of padding"]
+DEFAULT = ["full, odd", "padded, a row of padding", "padded, causal, a window", "across, rows of padding"]
 
 
 def formula(case: Case, q, k, v, dout) -> list[np.ndarray]:
