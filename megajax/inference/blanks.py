@@ -84,11 +84,14 @@ def blanks_text(model: Model, tokenizer: Any, leaves: Mapping[str, np.ndarray], 
 
 
 def sample_spans(run: Trained, folder: Path) -> str | None:
-    """Fills the blanks, <extra_id_0> and so on, of the config's prompt or else of a validation row; None without."""
+    """Fills the blanks, <extra_id_0> and so on, of the config's prompt or else of a validation row; None without.
+
+    A text without blanks is answered as a whole, as translations are.
+    """
     del folder
     tokenizer, valid, schema = run.parts.tokenizer, run.parts.splits.valid, run.cfg.model.schema()
     prompt, sentinels = run.cfg.logging.prompt, tokenizer.sentinels
-    if not len(sentinels):
+    if prompt and SENTINEL.search(prompt) and not len(sentinels):
         return "no blanks are shown: the tokenizer has no sentinels"
     truth: Sequence[int] = ()
     if prompt:
@@ -116,9 +119,13 @@ def spans_text(
     """
     text, sentinels = leaves["encoder_tokens"][0][:SHOWN].tolist(), np.asarray(tokenizer.sentinels).tolist()
     numbers = {token: sentinels.index(token) + 1 for token in text if token in sentinels}
+    answer = greedy(model, tokenizer, leaves, length=length)
     if not numbers:
-        return "no blanks are shown: the text has no <extra_id_0>"
-    written = split_spans(greedy(model, tokenizer, leaves, length=length), sentinels)
+        what = "what the model writes" + (", then the true text" if truth else "")
+        texts = (f"  {textwrap.fill(_plain(tokens, tokenizer), WIDTH)}" for tokens in [answer, *[truth] * bool(truth)])
+        read = textwrap.fill(_plain(text, tokenizer), WIDTH)
+        return visible("\n".join([f"sample (a text; {what}):", read, *texts])) + "\n"
+    written = split_spans(answer, sentinels)
     expected = split_spans(truth, sentinels)
     rows = [(_plain(written.get(blank), tokenizer), _plain(expected.get(blank), tokenizer)) for blank in numbers]
     kept = [(token, numbers.get(token)) for token in text if token != tokenizer.pad]

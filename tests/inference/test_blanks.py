@@ -72,9 +72,9 @@ def test_what_cannot_be_shown_is_said(tokenizer: Any, tmp_path: Path) -> None:
     assert sample_blanks(run_of(BERT, tokenizer, None), tmp_path) is None
     assert sample_spans(run_of(T5, tokenizer, None), tmp_path) is None
     assert "has no [MASK]" in sample_blanks(run_of(BERT, tokenizer, None, prompt="the cat"), tmp_path)
-    assert "has no <extra_id_0>" in sample_spans(run_of(T5, tokenizer, None, prompt="the cat"), tmp_path)
     assert "no mask token" in sample_blanks(run_of(BERT, SimpleNamespace(specials={}, sentinels=()), None), tmp_path)
-    assert "no sentinels" in sample_spans(run_of(T5, SimpleNamespace(specials={}, sentinels=()), None), tmp_path)
+    none = SimpleNamespace(specials={}, sentinels=())
+    assert "no sentinels" in sample_spans(run_of(T5, none, None, prompt="the <extra_id_0>"), tmp_path)
 
 
 def t5_of(tokenizer: Any, answer: list[int]) -> Any:
@@ -112,6 +112,18 @@ def test_a_validation_rows_spans_have_the_true_words_beside(tokenizer: Any, tmp_
     lines = sample_spans(run, tmp_path).splitlines()
     assert lines[1] == "the __1__ on __2__"
     assert [line.split() for line in lines[2:]] == [["1", "mat", "mat", "cat"], ["2", "-", "the", "mat"]]
+
+
+def test_a_text_without_blanks_is_answered_as_a_whole(tokenizer: Any, tmp_path: Path) -> None:
+    """A row of a pair: what is written has no sentinels either."""
+    row = {name: np.zeros(LENGTH, np.int32) for name in ("encoder_tokens", "encoder_segment_ids")}
+    row["encoder_tokens"][:2], row["encoder_segment_ids"][:2] = [5, 6], 1
+    row["labels"] = np.array([9, 10, tokenizer.specials["eos"], 0, 0, 0, 0, 0], np.int32)
+    row["loss_mask"] = np.array([1, 1, 1, 0, 0, 0, 0, 0], np.float32)
+    lines = sample_spans(run_of(T5, tokenizer, t5_of(tokenizer, [8, 9]), valid=[row]), tmp_path).splitlines()
+    assert lines == ["sample (a text; what the model writes, then the true text):", "the cat", "  on mat", "  mats"]
+    lines = sample_spans(run_of(T5, tokenizer, t5_of(tokenizer, [8]), prompt="the cat"), tmp_path).splitlines()
+    assert lines == ["sample (a text; what the model writes):", "the cat", "  on"]
 
 
 def test_writing_ends_with_the_row_and_with_the_time(tokenizer: Any) -> None:
