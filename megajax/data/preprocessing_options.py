@@ -146,6 +146,20 @@ def document_rule(options: argparse.Namespace) -> DocumentRule:
         raise UserError(f"--document-regex {options.document_regex!r} is no regular expression: {error}.") from error
 
 
+def _settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Settings of the tokenizer, "--tokenizer.NAME=VALUE", and the other words."""
+    settings, rest, words = [], [], list(arguments)
+    while words:
+        word = words.pop(0)
+        if not word.startswith(SETTINGS):
+            rest.append(word)
+        elif "=" in word or not words or words[0].startswith("--"):
+            settings.append(word)
+        else:
+            settings.append(f"{word}={words.pop(0)}")
+    return settings, rest
+
+
 def parse(arguments: Sequence[str]) -> tuple[Preprocessing, float]:
     """The job, and the seconds between progress lines. Raises UserError for unknown or inconsistent options."""
     made = parser()
@@ -154,8 +168,8 @@ def parse(arguments: Sequence[str]) -> tuple[Preprocessing, float]:
         name = argument.partition("=")[0]
         if name.startswith("--") and name not in known and not name.startswith(SETTINGS):
             raise UserError(f"unknown option {name}: {did_you_mean(name, known) or '--help lists all options.'}")
-    settings = [argument for argument in arguments if argument.startswith(SETTINGS)]
-    options = made.parse_args([argument for argument in arguments if argument not in settings])
+    settings, rest = _settings(arguments)
+    options = made.parse_args(rest)
     if options.workers < 1:
         raise UserError(f"--workers={options.workers}: at least 1 process has to do the work.")
     if options.partitions < 1:

@@ -338,7 +338,7 @@ def test_command_line(tmp_path, capsys, own_signals):
 
 def test_any_tokenizer_by_its_settings(tmp_path, own_signals):
     (tmp_path / "a.txt").write_text("a<image><t>b")
-    words = ["--tokenizer.type=MultimodalTokenizer", "--tokenizer.base.type=ByteTokenizer"]
+    words = ["--tokenizer.type=MultimodalTokenizer", "--tokenizer.base.type", "ByteTokenizer"]
     words += ["--tokenizer.added={tile: <t>}", "--input", f"{tmp_path}/a.txt", "--output-prefix", f"{tmp_path}/x"]
     main(words)
     assert read(tmp_path / "x_text_document") == [[[97, 257, 258, 98]]]
