@@ -92,6 +92,8 @@ PLANS = (
     Plan("llama3_405b", 1024, "1f1b", _stages("1f1b", 1)),
     Plan("bert_large", 8),
     Plan("t5_base", 8),
+    Plan("t5_base", 8, "tensor 2", ("parallel.tensor=2", "parallel.sequence=true")),
+    Plan("t5_base", 8, "fsdp", ("parallel.data_sharding=fsdp",)),
     Plan("t5_11b", 64),
 )
 

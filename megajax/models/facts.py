@@ -258,7 +258,7 @@ def _block_facts(block: BlockConfig, hidden: int, length: int, dtype: str, read:
 @lru_cache(maxsize=4096)
 def trained_share(weights: tuple[Weight, ...], patterns: tuple[str, ...]) -> float:
     """Share of these weights' elements that is trained. patterns: of their names, as optimizer.trainable has them."""
-    if patterns == ("*",) or not weights:
+    if patterns == ("*",):
         return 1.0
     trained = [one for one in weights if any(fnmatchcase(one.name, pattern) for pattern in patterns)]
-    return total_size(trained) / total_size(weights)
+    return total_size(trained) / max(1, total_size(weights))

@@ -75,6 +75,17 @@ def test_a_section_that_is_frozen_makes_no_gradients_of_weights() -> None:
     assert "a layer's gradients" in scatters and "encoder: a layer's gradients" not in scatters
 
 
+def test_the_backward_pass_ends_where_nothing_before_is_trained() -> None:
+    """A frozen first section saves nothing, as in compiled programs; a frozen last one saves for the first."""
+    every, last, first = (planned(t5(), patterns) for patterns in (("*",), ("stack.*",), ("encoder.*",)))
+    assert last.memory.activations < first.memory.activations == every.memory.activations
+    (encoder, decoder), runs = last.run.towers, (last.run, first.run, planned(t5(), ("tokens",)).run)
+    assert [tower.differentiated for run in runs for tower in run.towers] == [False, True, True, True, True, True]
+    saved = sum(block.saved_bytes(decoder.section.recomputing.policy(), decoder.share) for block in decoder.blocks)
+    assert last.memory.activations == decoder.repeats * saved and encoder.tokens > 0
+    assert not [row for row in last.traffic if row.what.startswith("encoder") and "backward" in row.what]
+
+
 def test_a_search_proposes_no_pipeline_of_several_sections() -> None:
     task = Task(case(t5(), ParallelConfig(), 8))
     assert {pipeline for _, pipeline, _ in task.groups()} == {1}

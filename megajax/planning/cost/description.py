@@ -271,6 +271,12 @@ class Tower:
         share = self.trained() if trained else 1.0
         return share * self.repeats * sum(block.vectors for block in self.blocks)
 
+    @cached_property
+    def differentiated(self) -> bool:
+        """Whether the backward pass reaches the section: it, or one before it, has trained weights."""
+        towers = self.run.towers[: self.run.towers.index(self) + 1]
+        return any(tower.trained() + self.run.trained(tower.section.tables) > 0 for tower in towers)
+
     def trained(self) -> float:
         """Share of the stack's weights that is trained."""
         if self.run.trainable == ("*",):

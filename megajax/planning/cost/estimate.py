@@ -172,7 +172,7 @@ def _tensor_of(tower: Tower) -> Iterator[Traffic]:
     size, read = (tokens * tower.hidden * run.width for tokens in (tower.tokens, tower.read))
     passes = run.microbatches * tower.repeats
     parts, reading = sum(block.parts for block in tower.blocks), sum(block.read > 0 for block in tower.blocks)
-    once_more = recomputed(kept, "residual") * (parts - len(tower.blocks))
+    back, once_more = passes * tower.differentiated, recomputed(kept, "residual") * (parts - len(tower.blocks))
     forward = 0.0 if given is None else given
 
     def row(kind: str, what: str, count: float, size: float, hidden: float = 0.0) -> Traffic:
@@ -181,9 +181,9 @@ def _tensor_of(tower: Tower) -> Iterator[Traffic]:
     if run.cut == 1:
         beside = 1.0 if given is None else given
         yield row("all-reduce", "activations, forward", parts * passes, size, forward)
-        yield row("all-reduce", "gradients, backward", parts * passes, size, beside)
-        yield row("all-reduce", "gradients of what is read", reading * passes, read, beside)
-        yield row("all-reduce", "activations, again", once_more * passes, size, forward)
+        yield row("all-reduce", "gradients, backward", parts * back, size, beside)
+        yield row("all-reduce", "gradients of what is read", reading * back, read, beside)
+        yield row("all-reduce", "activations, again", once_more * back, size, forward)
         return
     again = kept.parts is not None
     # Shares that are hidden, counted in compiled programs: of all that is recomputed, of norms and activations, of
@@ -193,7 +193,7 @@ def _tensor_of(tower: Tower) -> Iterator[Traffic]:
     for kind, (count, share) in counts.items():
         yield row(kind, "activations, forward", parts * passes, size, forward)
         share = share if given is None else given
-        yield row(kind, "activations and gradients, backward", count * passes, size, share)
+        yield row(kind, "activations and gradients, backward", count * back, size, share)
         yield row(kind, "what is read, both ways", reading * passes * (2 if kind == "all-gather" else 1), read, forward)
         yield row(kind, "embeddings and outputs", 2 * run.microbatches, size)
 
@@ -295,7 +295,8 @@ def _gathers(tower: Tower, before: float, after: float) -> Iterator[Traffic]:
         ("all-gather", "weights, backward", backward, after),
         ("reduce-scatter", "gradients", 1.0, after),
     ):
-        count = run.microbatches * tower.repeats * (kind == "all-gather" or tower.trained() > 0)
+        needed = {"weights, backward": tower.differentiated, "gradients": tower.trained() > 0}
+        count = run.microbatches * tower.repeats * needed.get(what, True)
         row = _row(run, (kind, "data", f"{tower.prefix}a layer's {what}"), count, size)
         yield row.beside(share * min(row.seconds, room * run.microbatches / len(run.towers)))
 

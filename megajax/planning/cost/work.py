@@ -193,7 +193,7 @@ def block_work(tower: Tower, block: BlockFacts, kept: SavePolicy) -> Halves:
         _accumulation(run, block, backward)
     if run.system.stacked:
         # What is saved goes into a stacked array, and what attention reads comes out of it; matmuls read it there.
-        forward.copies += 2 * block.saved_bytes(kept, tower.share)
+        forward.copies += 2 * block.saved_bytes(kept, tower.share) * tower.differentiated
         backward.copies += 2 * (heads + core)
     if run.compute == "fp8":
         for matmul in block.matmuls:
@@ -202,7 +202,7 @@ def block_work(tower: Tower, block: BlockFacts, kept: SavePolicy) -> Halves:
             tokens = tower.tokens * matmul.per_token
             forward.elementwise += CAST_BYTES * (tokens * rows + matmul.held(tensor))
             backward.elementwise += CAST_BYTES * tokens * columns
-    return Halves(forward.streamed(run), backward.streamed(run))
+    return Halves(forward.streamed(run), backward.streamed(run) if tower.differentiated else Work())
 
 
 def _attention(tower: Tower, block: BlockFacts, kept: SavePolicy, halves: Halves) -> None:
@@ -319,6 +319,7 @@ def once_work(run: Description, held: float, weights: float) -> Work:
     ring = pipeline_bubble(run).slots * sum(
         tower.rows * block.saved_bytes(tower.section.recomputing.policy(), tower.share)
         for tower in run.towers
+        if tower.differentiated
         for block in tower.blocks
     )
     gradient = BYTES[run.gradients]
@@ -401,6 +402,7 @@ def footprint(run: Description) -> Footprint:
     saved = (
         each.layers * each.device
         for tower in run.towers
+        if tower.differentiated
         for each in saved_bytes(tower.section.recomputing, tower.blocks, tower.share, tower.rows)
     )
     all_heads, own_heads = copied_weights(run)
