@@ -1,9 +1,10 @@
-"""ViT (Dosovitskiy et al. 2021) on ImageNet or other folders of images, a function per size. `config()` is vit_b16.
+"""ViT (Dosovitskiy et al. 2021) on ImageNet or other images with classes, a function per size. `config()` is vit_b16.
 
 Every size has a debug twin, which learns the handwritten digits that come with scikit-learn: vit_l14_debug for vit_l14,
 debug for `config()`.
 
-Data:     data/imagenet/train/CLASS/*.jpg and data/imagenet/val/CLASS/*.jpg, a folder for each class
+Data:     data/imagenet/train/CLASS/*.jpg and data/imagenet/val/CLASS/*.jpg, a folder for each class; for vit_h14 tar
+          files, data/imagenet-train-0000.tar to 1023 and data/imagenet-val-00.tar to 63 (docs/data.md)
 Run:      python -m megajax.train --config=vit.py
 Laptop:   python -m megajax.train --config=vit.py:debug
 Hardware: meant for one host of 8 GPUs with 80 GB, not yet run on one
@@ -12,7 +13,8 @@ Hardware: meant for one host of 8 GPUs with 80 GB, not yet run on one
 from dataclasses import replace
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.config import AugmentConfig, ClassFoldersConfig, DigitsConfig
+from megajax.data.config import AugmentConfig, ClassFoldersConfig, DigitsConfig, ImageShardsConfig
+from megajax.data.config.images import ClassImagesConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import ViTConfig
 from megajax.models.config.vit import ClassifierConfig, MeanPoolingConfig
@@ -45,21 +47,25 @@ def vit_b16() -> RunConfig:
         micro_size=128,
         optimizer=AdamWConfig(weight_decay=0.1),
         schedule=ScheduleConfig(lr=1e-3, warmup_steps=10_000),
-        augment=AugmentConfig(area=(0.05, 1.0), operations=2, magnitude=10),
-        mixup=0.2,
+        data=ClassFoldersConfig(
+            path="data/imagenet", augment=AugmentConfig(area=(0.05, 1.0), operations=2, magnitude=10), mixup=0.2
+        ),
         epochs=300,
     )
 
 
 def vit_l14() -> RunConfig:
     """24 layers x 1024 hidden. 200 epochs in batches of 4096 (He et al. 2022, table 11). ZeRO-1."""
-    return _imagenet("vit_l14", _mean_pooled("l14", 0.1), parallel=ParallelConfig(), micro_size=64, **_LARGE)
+    data = ClassFoldersConfig(path="data/imagenet", **_STRONG)
+    return _imagenet("vit_l14", _mean_pooled("l14", 0.1), parallel=ParallelConfig(), data=data, **_LARGE)
 
 
 def vit_h14() -> RunConfig:
-    """32 layers x 1280 hidden. As vit_l14, with FSDP."""
+    """32 layers x 1280 hidden. As vit_l14, with FSDP and images in tar files."""
+    train, valid = "data/imagenet-train-{0000..1023}.tar", "data/imagenet-val-{00..63}.tar"
+    data = ImageShardsConfig(train_paths=(train,), valid_paths=(valid,), **_STRONG)
     parallel = ParallelConfig(data_sharding="fsdp")
-    return _imagenet("vit_h14", _mean_pooled("h14", 0.1), parallel=parallel, micro_size=64, **_LARGE)
+    return _imagenet("vit_h14", _mean_pooled("h14", 0.1), parallel=parallel, data=data, **_LARGE)
 
 
 def vit_b16_debug() -> RunConfig:
@@ -79,12 +85,12 @@ def vit_h14_debug() -> RunConfig:
 
 _LARGE = {
     "rows": 4096,
+    "micro_size": 64,
     "optimizer": AdamWConfig(beta2=0.95, weight_decay=0.3),
     "schedule": ScheduleConfig(lr=1.6e-3, warmup_steps=6250),
-    "augment": AugmentConfig(operations=2, magnitude=9),
-    "mixup": 0.8,
     "epochs": 200,
 }
+_STRONG = {"augment": AugmentConfig(operations=2, magnitude=9), "mixup": 0.8}
 
 
 def _mean_pooled(size: str, label_smoothing: float = 0.0) -> ViTConfig:
@@ -118,15 +124,14 @@ def _imagenet(
     micro_size: int,
     optimizer: AdamWConfig,
     schedule: ScheduleConfig,
-    augment: AugmentConfig,
-    mixup: float,
+    data: ClassImagesConfig,
     epochs: int,
     parallel: ParallelConfig | None = None,
 ) -> RunConfig:
     return RunConfig(
         model=model,
         parallel=parallel or ParallelConfig(data_sharding="replicate"),
-        data=ClassFoldersConfig(path="data/imagenet", augment=augment, mixup=mixup),
+        data=data,
         optimizer=optimizer,
         schedule=schedule,
         batch=BatchConfig(global_size=rows, micro_size=micro_size),

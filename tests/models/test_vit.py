@@ -37,6 +37,7 @@ from megajax.models.config.vit import (
     ViTConfig,
 )
 from megajax.models.facts import flops_of
+from megajax.models.presets import vit as presets
 from megajax.models.reduction import LossReduction, quotient
 
 CLASSES, SIZE = 5, 8
@@ -116,7 +117,8 @@ PIPELINE = ParallelConfig(pipeline=2, data=2, tensor=2, sequence=True, schedule=
 @pytest.mark.parametrize(
     ("model", "parallel"),
     [
-        (intern(), PIPELINE),
+        (intern(), SEQUENCE),
+        slow(intern(), PIPELINE),
         slow(vit("full"), SEQUENCE),
         slow(vit(), FSDP),
         slow(vit(), ParallelConfig(data=8)),
@@ -245,3 +247,81 @@ def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], parallel:
     cfg = replace(program(vit(), ONE, microbatches=1).cfg, model=replace(vit(), **changes), parallel=parallel)
     with pytest.raises(ConfigError, match=words):
         check(cfg, parallel.sizes(2)["data"] * parallel.without_data() if parallel is not ONE else 1)
+
+
+@pytest.mark.parametrize(("size", "weights", "gigaflops"), [("b16", 86_567_656, 17.564), ("h14", 632_045_800, 167.295)])
+def test_sizes_are_those_that_torchvision_publishes(size: str, weights: int, gigaflops: float) -> None:
+    """Of vit_b_16 and vit_h_14; multiply-adds of a forward pass count once there."""
+    model, flops = presets.vit(size), flops_of(presets.vit(size))
+    assert model.parameter_count().total == weights
+    assert flops is not None and round(flops.full / 6e9, 3) == gigaflops
+
+
+@pytest.mark.parametrize("family", presets.TOWERS)
+def test_presets_have_no_problems(family: str) -> None:
+    sizes = {"vit": presets.VIT, "clip": presets.CLIP, "siglip": presets.SIGLIP, "internvit": presets.INTERN}[family]
+    for size in sizes:
+        tower = presets.TOWERS[family](size)
+        assert not tower.problems()
+        assert not presets.classifying(tower, ClassifierConfig(classes=10, pooling=MeanPoolingConfig())).problems()
+
+
+def test_attention_pooling_is_that_of_the_formula() -> None:
+    """A learned query, heads of 8, then the residual MLP; padding is not seen."""
+    cfg = siglip(positions_multiple=5)
+    assert cfg.padding() == 4
+    abstract, params = built(cfg)
+    x = np.random.default_rng(4).normal(0, 1, (2, 20, 32)).astype(np.float32)
+
+    def pool(params: Any, x: Any) -> Any:
+        model = bind(abstract, params)
+        return model.head.pooling(x, model.image_context(2))
+
+    actual = jax.jit(pool)(params, x)
+    of = {name.removeprefix("head.pooling."): w for name, w in params.items() if name.startswith("head.pooling.")}
+    attention = {name.removeprefix("attention."): w for name, w in of.items() if name.startswith("attention.")}
+    query = np.einsum("d,dnh->nh", of["query"], attention["query"]) + attention["query_bias"]
+    keys, values = (
+        np.einsum("bsd,dnh->bsnh", x[:, :16], attention[name]) + attention[f"{name}_bias"] for name in ("key", "value")
+    )
+    scores = np.exp(np.einsum("nh,bsnh->bns", query, keys) / 8**0.5)
+    mixed = np.einsum("bns,bsnh->bnh", scores / scores.sum(-1, keepdims=True), values)
+    y = np.einsum("bnh,nhd->bd", mixed, attention["output"]) + attention["output_bias"]
+    normed = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 1e-5)
+    inner = (normed * of["norm.gain"] + of["norm.bias"]) @ of["mlp.up"] + of["mlp.up_bias"]
+    expected = y + np.asarray(jax.nn.gelu(inner, approximate=False)) @ of["mlp.down"] + of["mlp.down_bias"]
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_block_scales_channels_and_normalises_over_heads() -> None:
+    """InternViT's block against its formula."""
+    cfg = intern()
+    _, params = built(cfg)
+    x = np.random.default_rng(5).normal(0, 1, (2, 20, 32)).astype(np.float32)
+    one = {path: w[:1] for path, w in params.items() if path.startswith("stack.")}
+    short = nnx.eval_shape(lambda: replace(cfg, stack=replace(cfg.stack, repeats=1)).build(Layout(Plan.of(ONE))))
+
+    def forward(params: Any, x: Any) -> Any:
+        model = bind(short, params)
+        return model.stack(x, model.image_context(2))
+
+    actual = jax.jit(forward)({**params, **one}, x)
+    w = {path.removeprefix("stack.blocks.0."): rows[0] for path, rows in one.items()}
+
+    def rms(x: np.ndarray, gain: np.ndarray) -> np.ndarray:
+        return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-5) * gain
+
+    normed = rms(x, w["mixer_norm.gain"])
+    q, k, v = (np.einsum("bsd,dnh->bsnh", normed, w[f"mixer.{name}"]) for name in ("query", "key", "value"))
+    q, k = (
+        rms(a.reshape(2, 20, 32), w[f"mixer.{name}_norm.gain"]).reshape(a.shape)
+        for a, name in ((q, "query"), (k, "key"))
+    )
+    scores = np.exp(np.einsum("bsnh,btnh->bnst", q, k) / 8**0.5) * (np.arange(20) < 17)
+    mixed = np.einsum("bnst,btnh->bsnh", scores / scores.sum(-1, keepdims=True), v)
+    mixed = np.einsum("bsnh,nhd->bsd", mixed, w["mixer.output"]) + w["mixer.output_bias"]
+    y = x + mixed * w["mixer_scale.gain"]
+    inner = rms(y, w["mlp_norm.gain"]) @ w["mlp.up"] + w["mlp.up_bias"]
+    after = np.asarray(jax.nn.gelu(inner, approximate=False)) @ w["mlp.down"] + w["mlp.down_bias"]
+    expected = y + after * w["mlp_scale.gain"]
+    np.testing.assert_allclose(actual[:, :17], expected[:, :17], rtol=1e-4, atol=1e-4)
