@@ -1,6 +1,7 @@
 """ViT against Megatron-LM's CLIPViTModel and Hugging Face's classifier, in float32."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from megatron_cases import Comparison, cases, load_arrays, load_json, unsupported
-from megatron_config import Settings
+from megatron_config import WITHOUT_EFFECT, Settings, attention_config, mlp_config, norm_config
 from megatron_run import OneDevice
 from megatron_weights import Piece, from_pieces, images_pieces, into_pieces, weight_by_rule
 from test_huggingface import ACTIVATIONS, TOLERANCE, UNUSED, Checkpoint, Tensors, kinds, read_safetensors
@@ -21,7 +22,6 @@ from megajax.layers.config import (
     DenseMLPConfig,
     IdentityNormConfig,
     LayerNormConfig,
-    RMSNormConfig,
     StackConfig,
 )
 from megajax.layers.param import bind
@@ -29,35 +29,19 @@ from megajax.models.config.vision import VisionTowerConfig
 from megajax.models.config.vit import ClassifierConfig, ViTConfig
 
 META = load_json("numerics/other_models_meta.json")
-NAMED = {"gelu": "gelu", "quick_gelu": "quick_gelu", "fast_gelu": "gelu_tanh", "openai_gelu": "gelu_tanh"}
-NORMS = {"LayerNorm": LayerNormConfig, "RMSNorm": RMSNormConfig}
 
 
 def tower_config(meta: dict[str, Any]) -> VisionTowerConfig:
     """The tower as Megatron-LM's settings describe it."""
-    shapes, given = meta["params"], Settings(meta["config"]["config"])
-    norm = NORMS[given.take("normalization", "LayerNorm")](epsilon=given.take("layernorm_epsilon", 1e-5))
-    hidden, bias, heads = (
-        given.take("hidden_size"),
-        given.take("add_bias_linear", True),
-        given.take("num_attention_heads"),
-    )
-    mixer = AttentionConfig(
-        heads=heads,
-        kv_heads=given.take("num_query_groups"),
-        head_dim=given.take("kv_channels"),
-        bias=bias,
-        qkv_bias=True if given.take("add_qkv_bias", False) else None,
-        qk_norm=norm if given.take("qk_layernorm", False) else None,
-        causal=False,
-    )
-    activation = given.take("activation_func", "gelu")
-    if activation not in NAMED:
-        unsupported(f"activation_func={activation}")
-    mlp = DenseMLPConfig(ffn=given.take("ffn_hidden_size", 4 * hidden), bias=bias, activation=NAMED[activation])
-    block = BlockConfig(mixer=mixer, mlp=mlp, norm=norm)
-    layers = given.take("num_layers")
-    given.finish({"use_cpu_initialization", "hidden_dropout", "attention_dropout"})
+    shapes, core, outer = meta["params"], Settings(meta["config"]["config"]), Settings({})
+    norm, hidden, bias = norm_config(core, "LayerNorm"), core.take("hidden_size"), core.take("add_bias_linear", True)
+    mixer = attention_config(core, outer, norm, bias, shapes["position_embeddings.weight"][0])
+    mlp = mlp_config(core, core.take("ffn_hidden_size", 4 * hidden), bias)
+    block = BlockConfig(mixer=replace(mixer, causal=False), mlp=mlp, norm=norm)
+    layers = core.take("num_layers")
+    for name in ("hidden_dropout", "attention_dropout"):
+        core.only(name, 0.0)
+    core.finish(WITHOUT_EFFECT)
     return VisionTowerConfig(
         hidden=hidden,
         stack=StackConfig(pattern=(block,), repeats=layers),
