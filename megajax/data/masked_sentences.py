@@ -53,25 +53,35 @@ class MaskedSentences(MaskedSamples):
         first, last, target, generator = self.sample(row)
         parts, is_random = self._parts(first, last, generator)
         parts, truncated = truncate(parts, target, generator)
-        cls, sep = [self._specials["cls"]], [self._specials["sep"]]
-        pieces = [cls, parts[0], sep, parts[1], sep] if len(parts[1]) else [cls, parts[0], sep]
-        text = np.concatenate(pieces).astype(np.int32)
-        length, part_b = len(text), len(parts[0]) + 2
-        names = ("labels", "segment_ids", "token_types")
-        arrays: dict[str, np.ndarray] = {name: np.zeros(self.sequence_length, np.int32) for name in names}
-        arrays["tokens"] = np.full(self.sequence_length, self._tokenizer.pad, np.int32)
-        arrays["loss_mask"] = np.zeros(self.sequence_length, np.float32)
+        # One block for what is int32: an array of its own for each leaf takes longer than filling it.
+        block = np.zeros((4, self.sequence_length), np.int32)
+        tokens, labels, segments, types = block
+        middle = len(parts[0]) + 1
+        length = middle + 1 + (len(parts[1]) + 1 if len(parts[1]) else 0)
+        text = tokens[:length]
+        text[0], text[middle], text[-1] = self._specials["cls"], self._specials["sep"], self._specials["sep"]
+        text[1:middle] = parts[0]
+        text[middle + 1 : -1] = parts[1]
+        tokens[length:] = self._tokenizer.pad
+        segments[:length] = 1
+        types[middle + 1 : length] = 1
         chosen, replaced = self._replacements(text, target, generator)
-        arrays["labels"][chosen] = text[chosen]
-        arrays["loss_mask"][chosen] = 1
+        labels[chosen] = text[chosen]
         text[chosen] = replaced
-        arrays["tokens"][:length] = text
-        arrays["segment_ids"][:length] = 1
-        arrays["token_types"][part_b:length] = 1
-        arrays |= {"is_random": np.array(is_random, np.int32), "truncated": np.array(truncated, np.int32)}
-        for values in arrays.values():
+        loss_mask = np.zeros(self.sequence_length, np.float32)
+        loss_mask[chosen] = 1
+        for values in (block, loss_mask):
             values.setflags(write=False)
-        return arrays
+        tokens, labels, segments, types = block  # again, as views that cannot be written
+        return {
+            "tokens": tokens,
+            "labels": labels,
+            "loss_mask": loss_mask,
+            "segment_ids": segments,
+            "token_types": types,
+            "is_random": np.array(is_random, np.int32),
+            "truncated": np.array(truncated, np.int32),
+        }
 
     def _parts(self, first: int, last: int, generator: np.random.RandomState) -> tuple[list[np.ndarray], bool]:
         """The sentences [first, last) as parts A and B, and whether they are exchanged."""

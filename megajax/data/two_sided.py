@@ -43,18 +43,26 @@ def two_sided_row(
     lengths: (T, S).
     """
     read, count = read[: lengths[0]], min(len(written) + 1, lengths[1])
+    segments = _ones(count, lengths[1])
     arrays: dict[str, np.ndarray] = {
         "encoder_tokens": _padded(read, lengths[0], special.pad),
-        "encoder_segment_ids": _padded([1] * len(read), lengths[0], 0),
+        "encoder_segment_ids": _ones(len(read), lengths[0]),
         "tokens": _padded([special.bos, *written][:count], lengths[1], special.pad),
         "labels": _padded([*written, special.eos][:count], lengths[1], 0),
-        "loss_mask": _padded([1] * count, lengths[1], 0).astype(np.float32),
-        "segment_ids": _padded([1] * count, lengths[1], 0),
+        "loss_mask": segments.astype(np.float32),
+        "segment_ids": segments,
         "truncated": np.array(truncated, np.int32),
     }
     for values in arrays.values():
         values.setflags(write=False)
     return arrays
+
+
+def _ones(count: int, length: int) -> np.ndarray:
+    """int32 [length]: so many ones, then zeros."""
+    array = np.zeros(length, np.int32)
+    array[:count] = 1
+    return array
 
 
 def _padded(values: Sequence[int], length: int, padding: int) -> np.ndarray:
