@@ -11,15 +11,10 @@ from megajax.config.builds import resolve
 
 SAMPLERS = {
     "blanks": "megajax.inference.blanks:sample_blanks",
+    "captions": "megajax.inference.captions:sample",
     "confusion": "megajax.inference.confusion:sample",
     "continuation": "megajax.inference.continuation:sample",
     "spans": "megajax.inference.blanks:sample_spans",
-}
-SAMPLERS = {"continuation": "megajax.inference.continuation:sample"}
-
-SAMPLERS = {
-    "captions": "megajax.inference.captions:sample",
-    "continuation": "megajax.inference.continuation:sample",
 }
 """Ours by their names."""
 

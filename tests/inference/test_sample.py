@@ -4,7 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from megajax.inference.sample import Trained, sample
+import pytest
+
+from megajax.config import load
+from megajax.config.builds import resolve
+from megajax.inference.sample import SAMPLERS, Trained, sample
 
 
 @dataclass(frozen=True)
@@ -31,3 +35,8 @@ def test_the_models_own_function_is_asked(tmp_path: Path) -> None:
 
 def test_a_model_without_one_shows_nothing(tmp_path: Path) -> None:
     assert sample(run_of(Named(None)), tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["bert.py", "gpt3.py", "llava.py", "t5.py", "vit.py"])
+def test_the_samplers_of_shipped_configs_exist(name: str) -> None:
+    assert callable(resolve(SAMPLERS[load(f"{name}:debug").model.sampler()]))
