@@ -36,7 +36,6 @@ CONFIGS = {
     "llama3_8b": "llama3.py:llama3_8b",
     "llama3_70b": "llama3.py:llama3_70b",
     "llama3_405b": "llama3.py:llama3_405b",
-    "bert_large": "bert.py:bert_large",
     "t5_base": "t5.py:t5_base",
     "t5_11b": "t5.py:t5_11b",
 }
@@ -90,10 +89,8 @@ PLANS = (
     Plan("llama3_70b", 128, "1f1b, loss does not wait", _stages("1f1b", 1, 0)),
     Plan("llama3_70b", 128, "2 virtual stages", _stages("interleaved", 2)),
     Plan("llama3_405b", 1024, "1f1b", _stages("1f1b", 1)),
-    Plan("bert_large", 8),
     Plan("t5_base", 8),
     Plan("t5_base", 8, "tensor 2", ("parallel.tensor=2", "parallel.sequence=true")),
-    Plan("t5_base", 8, "fsdp", ("parallel.data_sharding=fsdp",)),
     Plan("t5_11b", 64),
 )
 
@@ -104,7 +101,6 @@ HARDWARE = {
     "llama3_8b": "8 H100",
     "llama3_70b": "128 H100, tensor 8 x pipeline 4 x 5 virtual",
     "llama3_405b": "1024 H100, tensor 8 x pipeline 16 x 4 virtual",
-    "bert_large": "8 H100",
     "t5_base": "8 H100",
     "t5_11b": "64 H100, tensor 8",
 }
