@@ -173,12 +173,19 @@ def layout(plan: Estimate) -> list[tuple[str, str]]:
     run, flops = plan.run, plan.flops
     parameters = run.model.parameter_count().total
     lengths = " + ".join(f"{section.positions}" for section in run.model.section_facts())
+    words = counted(run.model)
     rows = [
         ("devices", f"{run.devices} in nodes of {run.per_node}"),
         ("mesh", ", ".join(f"{name} {size}" for name, size in run.sizes.items())),
         ("parameters", f"{count(parameters)} ({parameters:,})"),
-        ("FLOPs per token", f"{flops.causal:.4g} with causal attention, {flops.full:.4g} with full"),
-        ("microbatches", f"{run.microbatches} of {run.micro_size} rows, {lengths} {counted(run.model)} each"),
+        (
+            f"FLOPs per {words.removesuffix('s')}",
+            f"{flops.causal:.4g} with causal attention, {flops.full:.4g} with full",
+        ),
+        (
+            "microbatches",
+            f"{run.microbatches} of {run.micro_size} rows, {lengths} {'positions' if words == 'rows' else words} each",
+        ),
     ]
     if run.parallel.pipeline > 1:
         slots, chunks = plan.schedule.slots, run.parallel.virtual_stages
