@@ -102,14 +102,14 @@ class Looking:
     def leave(self, x: Array, ctx: Context) -> Array:
         """Output of the blocks [B * N, P, C] -> positions of the decoder [B, N * P', D]."""
         cfg = self.model.cfg
-        first = cfg.vision.class_tokens
-        patches = self.tower.leave(x, ctx)[:, first : first + cfg.vision.patches()]
-        seen = self.model.projector(patches)
+        first = cfg.vision.class_tokens - cfg.kept_class_tokens()
+        states = self.tower.leave(x, ctx)[:, first : cfg.vision.used_positions()]
+        seen = self.model.projector(states)
         return seen.reshape(-1, cfg.slots * cfg.image_positions(), cfg.hidden)
 
 
 class Projector(nnx.Module):
-    """States of patches [B, P, C] -> [B, P / pixel_shuffle^2, D]."""
+    """States of positions [B, P, C] -> [B, P / pixel_shuffle^2, D]."""
 
     def __init__(self, cfg: ProjectorConfig, model: LlavaConfig, settings: LayerSettings):
         self.cfg, self.layout, self.grid = cfg, settings.layout, model.vision.grid()
@@ -128,7 +128,7 @@ class Projector(nnx.Module):
         x = x if self.norm is None else self.norm(x)
         if self.cfg.width(self.down.shape[1]):
             x = jnp.einsum("bpc,cf->bpf", x, self.up[...]) + self.up_bias[...][None, None]
-            x = ACTIVATIONS["gelu"](self.layout.act(x, "batch", None, "mlp"))
+            x = ACTIVATIONS[self.cfg.activation](self.layout.act(x, "batch", None, "mlp"))
         x = jnp.einsum("bpf,fd->bpd", x, self.down[...])
         return self.layout.act(x, "batch", None, "embed") + self.down_bias[...][None, None]
 

@@ -8,7 +8,7 @@ import pytest
 from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, place, program, start, train, within
 from tiny_runs import rows as plain_rows
 
-from megajax.batch import Batch
+from megajax.batch import Batch, Placeholder
 from megajax.config.errors import ConfigError
 from megajax.config.tree import check
 from megajax.layers.config import (
@@ -84,16 +84,20 @@ def built(model: LlavaConfig) -> Llava:
 
 
 @pytest.mark.parametrize(
-    ("shuffle", "ffn"), [(2, None), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, None), (1, 0)))]
+    ("shuffle", "ffn", "keep"),
+    [
+        (2, None, False),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, None, False), (1, 0, False), (1, None, True))),
+    ],
 )
-def test_images_stand_at_their_tokens(shuffle: int, ffn: int | None) -> None:
+def test_images_stand_at_their_tokens(shuffle: int, ffn: int | None, keep: bool) -> None:
     """Equal to the decoder on embeddings in which the projected images were put by hand."""
-    model = built(llava(shuffle=shuffle, ffn=ffn))
+    model = built(replace(llava(shuffle=shuffle, ffn=ffn), keep_class_tokens=keep))
     batch = rows(model.cfg, images=2)
     looking = Looking(model)
     seeing = looking.context(batch, None)
     seen = np.asarray(looking.leave(looking.stack(looking.enter(looking.embed(batch), seeing), seeing), seeing))
-    positions = 4 // shuffle**2
+    positions = 4 // shuffle**2 + keep
     assert seen.shape == (2, 2 * positions, 32)
     x = np.array(model.embed_tokens(jnp.asarray(batch["tokens"])))
     x[0, 2 : 2 + 2 * positions] = seen[0]
@@ -106,6 +110,22 @@ def test_images_stand_at_their_tokens(shuffle: int, ffn: int | None) -> None:
     np.testing.assert_allclose(model(**other), expected, atol=1e-5)
     other = {**batch, "images": 255 - batch["images"]}
     assert np.abs(np.asarray(model(**other))[0] - expected[0]).max() > 1e-3
+
+
+def test_class_tokens_are_positions_of_the_decoder_if_they_are_kept() -> None:
+    model, batch, seen = built(llava()), rows(llava()), {}
+    for keep in (False, True):
+        model.cfg, looking = replace(llava(), keep_class_tokens=keep), Looking(model)
+        assert model.cfg.schema()["images"].placeholder == Placeholder(IMAGE, 4 + keep)
+        assert {side.per_token for side in model.cfg.section_facts()[1].matmuls} == {2 * (4 + keep) / LENGTH}
+        # Class token, 2 x 2 patches, padding.
+        states = jnp.asarray(np.random.default_rng(1).standard_normal((4, 8, 64)), jnp.float32)
+        seen[keep] = np.asarray(looking.leave(states, looking.context(batch, None))).reshape(4, 4 + keep, 32)
+        first = 0 if keep else 1
+        expected = model.projector(model.vision.norm(states[:, first:5]))
+        np.testing.assert_allclose(seen[keep], expected, atol=1e-6)
+    np.testing.assert_allclose(seen[True][:, 1:], seen[False], atol=1e-6)
+    assert np.abs(seen[True][:, 0] - seen[True][:, 1]).max() > 1e-3
 
 
 def test_pixel_shuffle_joins_the_channels_of_a_square() -> None:
@@ -181,6 +201,8 @@ def test_a_frozen_tower_costs_no_gradient() -> None:
         ({"image_token": VOCABULARY}, "outside the vocabulary of 250 ids"),
         ({"slots": 0}, "slots.*must be at least 1"),
         ({"projector": ProjectorConfig(pixel_shuffle=3)}, "3 does not divide the 2 x 2 patches"),
+        ({"keep_class_tokens": True, "projector": ProjectorConfig(pixel_shuffle=2)}, "pixel_shuffle=2 joins squares"),
+        ({"keep_class_tokens": True, "sequence_length": 5}, "5 has no room for the 5 positions of an image"),
         ({"sequence_length": 4}, "4 has no room for the 4 positions of an image"),
         ({"vision": replace(llava().vision, height=9)}, r"vision.height.*9 is not divisible by patch=4"),
         ({"parallel": ParallelConfig(data=1, tensor=3)}, r"vision.*heads=4 is not divisible by parallel.tensor=3"),

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from megajax.batch import Leaf, Placeholder
 from megajax.config.builds import Builds
@@ -27,6 +27,8 @@ class ProjectorConfig(Builds):
     pixel_shuffle: int = 1
     """Patches of a square with this side become one position, their channels one after another (Chen et al. 2024,
     InternVL 1.5); 1: every patch is a position."""
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu"] = "gelu"
+    """Activation function between the two matrices, as in DenseMLPConfig."""
     norm: NormConfig | LayerBuilder | None = None
     """Normalisation of what enters the MLP, as in InternVL; none: none."""
 
@@ -78,6 +80,8 @@ class LlavaConfig(DecoderConfig):
     """Id that stands in a row for each position of its images."""
     slots: int = 1
     """Images of a row, tiles included; rows with fewer leave slots empty."""
+    keep_class_tokens: bool = False
+    """The tower's class tokens are positions of the decoder too, before the patches; false: it reads patches alone."""
 
     def problems(self) -> list[Problem]:
         problems = DecoderConfig.problems(self)
@@ -94,6 +98,9 @@ class LlavaConfig(DecoderConfig):
         if shuffle > 1 and (rows % shuffle or columns % shuffle):
             what = f"{shuffle} does not divide the {rows} x {columns} patches of an image"
             problems.append(Problem("projector.pixel_shuffle", what))
+        elif shuffle > 1 and self.kept_class_tokens():
+            what = f"true, and projector.pixel_shuffle={shuffle} joins squares of patches, which class tokens are not in"
+            problems.append(Problem("keep_class_tokens", what, "set it to false, or pixel_shuffle to 1"))
         elif shuffle > 0 and self.image_positions() >= self.sequence_length:
             what = f"{self.sequence_length} has no room for the {self.image_positions()} positions of an image and text"
             problems.append(Problem("sequence_length", what, "use longer rows or projector.pixel_shuffle"))
@@ -101,7 +108,11 @@ class LlavaConfig(DecoderConfig):
 
     def image_positions(self) -> int:
         """Positions of a row that one image takes."""
-        return self.vision.patches() // self.projector.pixel_shuffle**2
+        return self.kept_class_tokens() + self.vision.patches() // self.projector.pixel_shuffle**2
+
+    def kept_class_tokens(self) -> int:
+        """Class tokens of an image that are positions of the decoder."""
+        return self.vision.class_tokens if self.keep_class_tokens else 0
 
     def schema(self) -> dict[str, Leaf]:
         """Text, and the images that stand in it."""
