@@ -99,7 +99,9 @@ class LlavaConfig(DecoderConfig):
             what = f"{shuffle} does not divide the {rows} x {columns} patches of an image"
             problems.append(Problem("projector.pixel_shuffle", what))
         elif shuffle > 1 and self.kept_class_tokens():
-            what = f"true, and projector.pixel_shuffle={shuffle} joins squares of patches, which class tokens are not in"
+            what = (
+                f"true, and projector.pixel_shuffle={shuffle} joins squares of patches, which class tokens are not in"
+            )
             problems.append(Problem("keep_class_tokens", what, "set it to false, or pixel_shuffle to 1"))
         elif shuffle > 0 and self.image_positions() >= self.sequence_length:
             what = f"{self.sequence_length} has no room for the {self.image_positions()} positions of an image and text"
