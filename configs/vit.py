@@ -108,7 +108,7 @@ def _digits(run: RunConfig) -> RunConfig:
         parallel=run.parallel,
         data=DigitsConfig(),
         schedule=ScheduleConfig(lr=2e-3, warmup_fraction=0.1),
-        batch=BatchConfig(global_size=64, micro_size=32),
+        batch=BatchConfig(global_size=64, micro_size=8),
         evaluation=EvaluationConfig(every=200, full=True),
         checkpoint=CheckpointConfig(every=400),
         logging=replace(run.logging, every=100),

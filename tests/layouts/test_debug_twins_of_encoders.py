@@ -1,4 +1,4 @@
-"""The debug twins of BERT and T5 train on eight devices to the losses of one, on real text."""
+"""The debug twins of BERT, T5 and ViT train on eight devices to the losses of one, on real text and digits."""
 
 from functools import cache
 from pathlib import Path
@@ -11,6 +11,8 @@ from megajax.config import load
 from megajax.training import setup
 
 STEPS = 20
+FALL = {"bert": 0.5, "t5": 0.5, "vit": 0.3}
+"""By how much the loss falls in these steps, at least."""
 
 
 @cache
@@ -32,6 +34,8 @@ def losses(name: str, *layout: str) -> list[float]:
         ("bert", ("parallel.tensor=2", "parallel.sequence=true")),
         ("bert", ("parallel.tensor=2", "parallel.pipeline=2")),
         ("t5", ("parallel.tensor=2", "parallel.sequence=true")),
+        ("vit", ("parallel.tensor=2", "parallel.sequence=true")),
+        ("vit", ("parallel.tensor=2", "parallel.pipeline=2")),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(part.split(".")[-1] for part in value),
 )
@@ -41,4 +45,4 @@ def test_eight_devices_have_the_losses_of_one(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     expected = losses(name)
     np.testing.assert_allclose(losses(name, *layout), expected, rtol=1e-4)
-    assert len(expected) == STEPS and np.mean(expected[-3:]) < expected[0] - 0.5
+    assert len(expected) == STEPS and np.mean(expected[-3:]) < expected[0] - FALL[name]
