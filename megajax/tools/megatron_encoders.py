@@ -18,7 +18,7 @@ from megajax.tools.megatron_data import files, ordered
 from megajax.tools.megatron_model import MOST_LAYERS, embedding, layers, needed, positions, sequence_length, stack
 
 
-def _attention(block: BlockConfig) -> AttentionConfig:
+def attention(block: BlockConfig) -> AttentionConfig:
     """Its mixer; plain attention in place of another one, which is refused."""
     mixer = block.mixer
     if isinstance(mixer, AttentionConfig):
@@ -26,26 +26,27 @@ def _attention(block: BlockConfig) -> AttentionConfig:
     return AttentionConfig(heads=mixer.heads if isinstance(mixer, LatentAttentionConfig) else 1)
 
 
-def _refuse(args: Arguments) -> None:
+def refuse_latent_and_windows(args: Arguments) -> None:
     """What decoders alone have here."""
     if args["multi-latent-attention"]:
         args.refuse("multi-latent-attention", "encoders have plain attention")
     if args["window-size"] is not None:
         args.refuse("window-size", "windows look back alone, and the tokens of an encoder see both sides")
     if args["mtp-num-layers"]:
-        args.refuse("mtp-num-layers", "heads that predict further are those of causal models")
+        args.refuse("mtp-num-layers", "heads that predict further are those of causal models of text alone")
 
 
-def _seeing_all(block: BlockConfig, **changes: Any) -> BlockConfig:
-    return replace(block, mixer=replace(_attention(block), causal=False, window=None, **changes))
+def seeing_all(block: BlockConfig, **changes: Any) -> BlockConfig:
+    """A block whose positions see all others."""
+    return replace(block, mixer=replace(attention(block), causal=False, window=None, **changes))
 
 
 def bert_stack(args: Arguments) -> Settings:
     """BERT: blocks whose tokens see all others, and its heads."""
-    _refuse(args)
+    refuse_latent_and_windows(args)
     settings, binary = dict(stack(args)), not args["bert-no-binary-head"]
     made: StackConfig = settings["model.stack"]
-    settings["model.stack"] = made.with_pattern([_seeing_all(block) for block in made.pattern])
+    settings["model.stack"] = made.with_pattern([seeing_all(block) for block in made.pattern])
     # Without the second head there are no token types either, there as here.
     settings |= {"model.next_sentence": binary, "model.token_types": 2 if binary else 0}
     return settings | {"model.type": "megajax.models.config.bert:BertConfig"}
@@ -58,14 +59,14 @@ def bert_embedding(args: Arguments) -> Settings:
 
 def t5_stack(args: Arguments) -> Settings:
     """T5: the blocks of the encoder, and those of the decoder, with attention to its output between their two parts."""
-    _refuse(args)
+    refuse_latent_and_windows(args)
     settings = dict(stack(args))
     made: StackConfig = settings["model.stack"]
     if len(made.pattern) > 1:
         args.refuse("no-rope-freq", "the layers of each section are alike")
     block, shared = made.pattern[0], {"relative": _relative(args)}
-    reads = _seeing_all(block, relative=shared["relative"] and replace(shared["relative"], both_ways=True))
-    mixer = replace(_attention(block), window=None, **shared)
+    reads = seeing_all(block, relative=shared["relative"] and replace(shared["relative"], both_ways=True))
+    mixer = replace(attention(block), window=None, **shared)
     cross = CrossAttentionConfig(
         heads=mixer.heads,
         kv_heads=mixer.kv_heads,

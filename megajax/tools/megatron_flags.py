@@ -34,6 +34,7 @@ from megajax.tools.megatron_run import (
     resilience,
     schedule,
 )
+from megajax.tools.megatron_vlm import captions, partly_frozen, vlm_embedding, vlm_stack, vlm_vocabulary
 from megajax.training.run_config import RunConfig
 
 SHARED = (
@@ -43,23 +44,26 @@ SHARED = (
 """What makes settings of several flags for every kind of model, in the order in which they are called."""
 DECODERS = (stack, embedding, data)
 ENCODERS = (bert_stack, bert_embedding, masked_sentences, t5_stack, t5_embedding, masked_spans)
+IMAGES = (vlm_stack, vlm_embedding, vlm_vocabulary, captions, partly_frozen)
 SCRIPTS = {
-    **dict.fromkeys(("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py"), DECODERS),
-    "pretrain_bert.py": ENCODERS[:3],
-    "pretrain_t5.py": ENCODERS[3:],
+    **dict.fromkeys(("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py"), (*DECODERS, *SHARED)),
+    "pretrain_bert.py": (*ENCODERS[:3], *SHARED),
+    "pretrain_t5.py": (*ENCODERS[3:], *SHARED),
+    # Its functions call those they stand for.
+    "pretrain_vlm.py": (*IMAGES, *(one for one in SHARED if one not in (vocabulary, optimizer, width_scaling))),
 }
-"""Megatron-LM's scripts -> what makes a model and its data of flags. Flags of layers that are not here are refused."""
+"""Megatron-LM's scripts -> what makes settings of flags. Flags of layers that are not here are refused."""
 TABLE = Path(__file__).with_name("megatron_flags.txt").read_text(encoding="utf-8")
-ROWS = tuple(read_table(TABLE, {function.__name__: function for function in (*SHARED, *DECODERS, *ENCODERS)}))
+FUNCTIONS = {function.__name__: function for function in (*SHARED, *DECODERS, *ENCODERS, *IMAGES)}
+EVERY, *PARTS = re.split(r"(?=^# pretrain_\w+\.py$)", TABLE, flags=re.MULTILINE)
+ROWS = tuple(read_table(EVERY, FUNCTIONS))
 FLAGS: Mapping[str, Flag] = {row.name: row for row in ROWS}
 """Name -> row."""
-OF_ENCODER = {
-    "num-layers": Mapped(("model.encoder.repeats",), t5_stack),
-    "encoder-num-layers": Mapped(("model.encoder.repeats",), t5_stack),
-    "seq-length": Mapped(("model.encoder_length",), t5_embedding),
-    "encoder-seq-length": Mapped(("model.encoder_length",), t5_embedding),
+FLAGS_OF: Mapping[str, Mapping[str, Flag]] = {
+    part.partition("\n")[0].removeprefix("# "): {row.name: row for row in read_table(f"\n{part}", FUNCTIONS)}
+    for part in PARTS
 }
-"""Flags that say something else to pretrain_t5.py."""
+"""Script -> name -> row of a flag that says something else to it."""
 
 ONE_OF, ONLY_WITH, ABOVE_ZERO = (
     tuple(tuple(line.split()) for line in re.findall(rf"^{what}: (.*)$", TABLE, re.MULTILINE))
@@ -101,14 +105,12 @@ def convert(
 
     script: of Megatron-LM; without one of SCRIPTS a decoder's. devices: how many share the work, where that is known.
     """
-    functions = SCRIPTS.get(script, DECODERS)
-    if t5_stack in functions:
-        table = {**table, **{name: replace(table[name], fate=fate) for name, fate in OF_ENCODER.items()}}
+    table = {**table, **FLAGS_OF.get(script, {})}
     args = Arguments(table, devices)
     args.read(words)
     args.problems += _contradictions(args)
     settings: dict[str, Any] = {}
-    for function in (*functions, *SHARED):
+    for function in SCRIPTS.get(script, SCRIPTS["pretrain_gpt.py"]):
         settings |= function(args)
     for name, row in table.items():
         if isinstance(row.fate, Mapped) and row.fate.by is None and args[name] is not None:

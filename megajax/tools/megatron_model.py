@@ -21,6 +21,7 @@ from megajax.layers.config import (
     YarnScalingConfig,
 )
 from megajax.models.config import PredictionConfig, WidthScalingConfig
+from megajax.tokenizers.config import TokenizerConfig
 from megajax.tools.flags import Arguments, Settings
 from megajax.tools.megatron_tokenizer import tokenizer_of
 
@@ -55,12 +56,12 @@ def sequence_length(args: Arguments) -> int:
     return needed(args, "seq-length")
 
 
-def stack(args: Arguments) -> Settings:
-    """The blocks, as the shortest pattern, and the norm behind them."""
+def stack(args: Arguments, count: int | None = None) -> Settings:
+    """The blocks, as the shortest pattern, and the norm behind them. count: of layers, other than --num-layers."""
     normal = norm(args)
     mixer = _latent(args, normal) if args["multi-latent-attention"] else _attention(args, normal)
     block = BlockConfig(mixer=mixer, mlp=_mlp(args), norm=normal, dropout=args["hidden-dropout"])
-    count = min(max(layers(args), 1), MOST_LAYERS)
+    count = min(max(count or layers(args), 1), MOST_LAYERS)
     blocks = []
     for window, rotated in zip(_windows(args, count), _rotated(args, count), strict=True):
         changes = {"window": window}
@@ -107,7 +108,8 @@ def positions(args: Arguments) -> str:
     return kind
 
 
-def _refuse_positions(args: Arguments) -> None:
+def refuse_positions(args: Arguments) -> None:
+    """Kinds of positions that decoders do not have here, or not by this flag."""
     whose = {
         "relative": "a bias of scores by distance is set by model.stack.pattern.0.mixer.relative",
         "mrope": "positions of images are not in this version",
@@ -253,7 +255,7 @@ def _mlp(args: Arguments) -> MLPConfig:
 
 def embedding(args: Arguments) -> Settings:
     """Positions and the two ends of the model."""
-    _refuse_positions(args)
+    refuse_positions(args)
     length, table = sequence_length(args), args["max-position-embeddings"]
     learned = not args["multi-latent-attention"] and positions(args) == "learned_absolute"
     if table is not None and table < length:
@@ -314,18 +316,22 @@ def residual(args: Arguments) -> Settings:
 
 def vocabulary(args: Arguments) -> Settings:
     """Tokenizer, size of the vocabulary, and what it is padded to a multiple of."""
-    tokenizer, size = tokenizer_of(args)
+    return padded(args, *tokenizer_of(args))
+
+
+def padded(args: Arguments, tokenizer: TokenizerConfig, size: int) -> Settings:
+    """The same for this tokenizer of so many ids."""
     tensor, pipeline = args["tensor-model-parallel-size"], args["pipeline-model-parallel-size"]
-    padded = args["padded-vocab-size"]
-    if padded is not None and padded < size:
-        args.wrong("padded-vocab-size", f"{padded} is below the vocabulary's {size}")
-    multiple = padded or args["make-vocab-size-divisible-by"] * tensor
+    told = args["padded-vocab-size"]
+    if told is not None and told < size:
+        args.wrong("padded-vocab-size", f"{told} is below the vocabulary's {size}")
+    multiple = told or args["make-vocab-size-divisible-by"] * tensor
     settings = {"tokenizer": tokenizer, "model.vocabulary_size": size, "model.vocabulary_multiple": multiple}
     cuts = max(tensor * pipeline, 1)
     rows = -(-size // max(multiple, 1)) * multiple
     if rows % cuts:
         settings["model.vocabulary_multiple"] = lcm(multiple, cuts)
-        flag = "padded-vocab-size" if padded else "make-vocab-size-divisible-by"
+        flag = "padded-vocab-size" if told else "make-vocab-size-divisible-by"
         text = f"{rows} rows are not divisible by {tensor} x {pipeline} devices that share them: padded to a multiple"
         args.remark(flag, f"{text} of {lcm(multiple, cuts)} instead. Padding takes no part in the softmax here")
     return settings

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megajax.config.errors import UserError
 from megajax.tokenizers.config import (
+    ByteTokenizerConfig,
     GPT2TokenizerConfig,
     HuggingFaceTokenizerConfig,
     MultimodalTokenizerConfig,
@@ -38,6 +39,22 @@ def tokenizer_of(args: Arguments) -> tuple[TokenizerConfig, int]:
     if args["special-tokens"] and read not in (_sentencepiece, _tiktoken, _multimodal):
         args.refuse("special-tokens", "special tokens are those of the tokenizer's own file")
     return read(args)
+
+
+def tokenizer_with_images(args: Arguments) -> tuple[MultimodalTokenizerConfig, int, int]:
+    """The same with <image>, the number of ids, and the id of <image>: behind the others unless it is among them."""
+    told, size = tokenizer_of(args)
+    if not isinstance(told, MultimodalTokenizerConfig):
+        told, size = MultimodalTokenizerConfig(base=told, image=IMAGE), size + 1
+    if isinstance(told.base, NullTokenizerConfig):
+        text = f"{args['tokenizer-type']} has no words for captions: bytes stand in for it; --vocab-size is the model's"
+        args.remark("tokenizer-type", text)
+        told = replace(told, base=ByteTokenizerConfig())
+    try:
+        built = told.build()
+    except UserError:
+        return told, size, size - 1 - len(told.added)
+    return told, max(size, built.vocabulary_size), built.specials["image"]
 
 
 def _null(args: Arguments) -> tuple[TokenizerConfig, int]:

@@ -62,6 +62,8 @@ TIKTOKEN = "--tokenizer-type TikTokenizer --tokenizer-model t.json --vocab-size 
 WORDPIECE = "--tokenizer-type BertWordPieceLowerCase --vocab-file v.txt"
 BERT = f"pretrain_bert.py --without mock-data --data-path a {WORDPIECE}"
 T5 = f"pretrain_t5.py --without mock-data --data-path a {WORDPIECE} --decoder-seq-length 16"
+VLM = "pretrain_vlm.py --img-h 16 --img-w 16 --patch-dim 4"
+OVERLAP = f"{VLM} --decoder-tp-comm-overlap --sequence-parallel --tensor-model-parallel-size 2"
 RELATIVE = f"{T5} --position-embedding-type relative"
 MLA = "--multi-latent-attention --position-embedding-type rope"
 ROPE = "--position-embedding-type rope"
@@ -340,3 +342,28 @@ CASES = {
 }  # fmt: skip
 """Mapped flag -> a line that has it, changing one of its settings; or (a line without it, one with it); or None where
 the flag changes nothing by itself and a test below has it."""
+CASES_OF = {
+    "pretrain_t5.py": {
+        "num-layers": (T5, f"{T5} --num-layers 6"),
+        "encoder-num-layers": (T5, f"{T5} --without num-layers --encoder-num-layers 6"),
+        "seq-length": (T5, f"{T5} --seq-length 24"),
+        "encoder-seq-length": (T5, f"{T5} --without seq-length --encoder-seq-length 24"),
+    },
+    "pretrain_vlm.py": {
+        "num-layers": (VLM, f"{VLM} --num-layers 6"),
+        "encoder-num-layers": (VLM, f"{VLM} --without num-layers --encoder-num-layers 6 --decoder-num-layers 4"),
+        "decoder-num-layers": (VLM, f"{VLM} --decoder-num-layers 3"),
+        "hidden-size": (VLM, f"{VLM} --hidden-size 128"),
+        "num-attention-heads": (VLM, f"{VLM} --num-attention-heads 8"),
+        "ffn-hidden-size": (VLM, f"{VLM} --ffn-hidden-size 100"),
+        "img-h": (VLM, f"{VLM} --img-h 8"),
+        "img-w": (VLM, f"{VLM} --img-w 8"),
+        "patch-dim": (VLM, f"{VLM} --patch-dim 8"),
+        "disable-vision-class-token": (VLM, f"{VLM} --disable-vision-class-token"),
+        "dataloader-seq-length": (VLM, f"{VLM} --dataloader-seq-length 40"),
+        "decoder-seq-length": (f"{OVERLAP} --decoder-seq-length 50", f"{OVERLAP} --decoder-seq-length 52"),
+        "freeze-LM": (VLM, f"{VLM} --freeze-LM"),
+        "freeze-ViT": (VLM, f"{VLM} --freeze-ViT"),
+    },
+}
+"""The same for flags that say something else to a script."""

@@ -278,8 +278,8 @@ def test_the_tools_own_flags_are_told_from_megatrons() -> None:
         main(SMALL.split())
     with pytest.raises(UserError, match="did you mean partial"):
         main(["--parital", "--", "--bf16"])
-    with pytest.raises(UserError, match=r"pretrain_vlm\.py trains another kind of model"):
-        main(["--partial", "--", "python", "x/pretrain_vlm.py", *SMALL.split()])
+    with pytest.raises(UserError, match=r"pretrain_ict\.py trains another kind of model"):
+        main(["--partial", "--", "python", "x/pretrain_ict.py", *SMALL.split()])
     with pytest.raises(UserError, match="cannot be read"):
         main(["no/such/script.sh"])
 

@@ -5,27 +5,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flag_lines import CASES, CHATS, FILES, FIM, MUP, config, line, made, problem
+from flag_lines import CASES, CASES_OF, CHATS, FILES, FIM, MUP, config, line, made, problem
 
 from megajax.config import schema
 from megajax.config.dump import flatten
 from megajax.data.config import ChatConfig, FillInMiddleConfig
-from megajax.models.config import BertConfig, T5Config
+from megajax.models.config import BertConfig, LlavaConfig, T5Config
 from megajax.optim.config import LionConfig, MuonConfig, SGDConfig
 from megajax.precision.config import ConstantScaleConfig, DynamicScaleConfig
 from megajax.tools.flags import Flag, Mapped, Refused, Unnecessary, Word
-from megajax.tools.megatron_flags import FLAGS, ONE_OF, ONLY_WITH, convert
+from megajax.tools.megatron_flags import FLAGS, FLAGS_OF, ONE_OF, ONLY_WITH, SCRIPTS, convert
 from megajax.training.config import StepRampConfig
 from megajax.training.run_config import RunConfig
+
+ROWS = [*FLAGS.values(), *(row for rows in FLAGS_OF.values() for row in rows.values())]
 
 
 def test_settings_of_the_table_exist() -> None:
     known = set(schema.names(RunConfig))
-    for model in (BertConfig, T5Config):
+    for model in (BertConfig, T5Config, LlavaConfig):
         known |= {f"model.{name}" for name in schema.names(model)}
     missing = {
         (row.name, setting)
-        for row in FLAGS.values()
+        for row in ROWS
         if isinstance(row.fate, Mapped)
         for setting in row.fate.settings
         if setting not in known
@@ -34,24 +36,32 @@ def test_settings_of_the_table_exist() -> None:
 
 
 def test_rows_are_whole() -> None:
-    for row in FLAGS.values():
+    for row in ROWS:
         match row.fate:
             case Mapped(settings, by):
                 assert settings and (by is not None or len(settings) == 1), row.name
             case Unnecessary(reason) | Refused(reason):
                 assert len(reason.split()) >= 3, row.name
-        assert row.kind is not bool or row.default in (None, False), row.name
+        assert row.kind is not bool or row.default in (None, False) or isinstance(row.fate, Unnecessary), row.name
     for names in (*ONE_OF, *((one, other) for one, other, _ in ONLY_WITH)):
         assert all(name in FLAGS for name in names), names
 
 
 def test_every_mapped_flag_has_a_case() -> None:
     assert {name for name, row in FLAGS.items() if isinstance(row.fate, Mapped)} == set(CASES)
+    assert set(CASES_OF) == set(FLAGS_OF) < set(SCRIPTS)
+    for script, rows in FLAGS_OF.items():
+        assert set(rows) <= set(FLAGS), "a flag of no other script is refused by them"
+        assert {name for name, row in rows.items() if isinstance(row.fate, Mapped)} == set(CASES_OF[script])
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case is not None])
-def test_a_mapped_flag_changes_its_settings(name: str) -> None:
-    case = CASES[name]
+OF_SCRIPTS = [(script, name, case) for script, cases in CASES_OF.items() for name, case in cases.items()]
+
+
+@pytest.mark.parametrize(
+    ("script", "name", "case"), [*(("", name, case) for name, case in CASES.items() if case is not None), *OF_SCRIPTS]
+)
+def test_a_mapped_flag_changes_its_settings(script: str, name: str, case: str | tuple[str, str]) -> None:
     before, after = ("", case) if isinstance(case, str) else case
     old, converted = flatten(config(before)), made(after)
     assert not converted.problems and not converted.refused and converted.config is not None, (
@@ -59,7 +69,7 @@ def test_a_mapped_flag_changes_its_settings(name: str) -> None:
         converted.refused,
     )
     new = flatten(converted.config)
-    settings = FLAGS[name].fate.settings
+    settings = {**FLAGS, **FLAGS_OF.get(script, {})}[name].fate.settings
     changed = {key for key in {*old, *new} if old.get(key) != new.get(key)}
     touched = {key for key in changed if any(key == one or key.startswith(f"{one}.") for one in settings)}
     assert touched or (settings == ("model.stack.pattern",) and changed), changed

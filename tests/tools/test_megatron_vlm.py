@@ -1,0 +1,169 @@
+"""Scripts of Megatron-LM's pretrain_vlm.py become configs of LLaVA that can be loaded and trained."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flag_lines import VLM, config, made, problem
+
+from megajax.config import load
+from megajax.data.config import MockCaptionsConfig
+from megajax.layers.config import (
+    AttentionConfig,
+    BlockConfig,
+    DenseMLPConfig,
+    IdentityNormConfig,
+    LayerNormConfig,
+    Llama3ScalingConfig,
+    RopeConfig,
+    StackConfig,
+)
+from megajax.models.config import LlavaConfig, ProjectorConfig
+from megajax.models.config.vision import VisionTowerConfig
+from megajax.models.presets.vit import CLIP_DEVIATION, CLIP_MEAN
+from megajax.tokenizers.config import ByteTokenizerConfig, GPT2TokenizerConfig, MultimodalTokenizerConfig
+from megajax.tools.megatron_args import main
+from megajax.training import setup
+
+HERE = Path(__file__).parent
+NORM = LayerNormConfig()
+LANGUAGE = ("tokens", "stack.*", "norm.*", "head")
+
+
+def test_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "vlm.py"
+    assert main([f"--output={file}", str(HERE / "vlm_2b.sh"), "runs/vlm", "runs/board", "v.json", "m.txt"]) == 0
+    cfg = load(str(file), devices=8)
+    heads = {"heads": 16, "kv_heads": 8, "bias": True}
+    parts = {"mlp": DenseMLPConfig(ffn=8192, activation="gelu_tanh", bias=True), "norm": NORM}
+    assert cfg.model == LlavaConfig(
+        hidden=2048,
+        vocabulary_size=50258,
+        sequence_length=1024 + 24 * 24,
+        stack=StackConfig(
+            # The script's own base is not handed on by pretrain_vlm.py.
+            pattern=(BlockConfig(mixer=AttentionConfig(**heads, rope=RopeConfig(base=10_000.0)), **parts),),
+            repeats=24,
+        ),
+        vocabulary_multiple=512,
+        norm=NORM,
+        tied=False,
+        init_std=0.014,
+        recompute="selective",
+        vision=VisionTowerConfig(
+            hidden=2048,
+            stack=StackConfig(
+                pattern=(BlockConfig(mixer=AttentionConfig(**heads, causal=False), **parts),), repeats=12
+            ),
+            height=336,
+            width=336,
+            patch=14,
+            patch_bias=False,
+            class_tokens=1,
+            mean=CLIP_MEAN,
+            deviation=CLIP_DEVIATION,
+            positions_multiple=8,
+            entry_norm=NORM,
+            norm=IdentityNormConfig(),
+            init_std=0.014,
+            recompute="selective",
+        ),
+        projector=ProjectorConfig(ffn=8192, activation="gelu_tanh"),
+        image_token=50257,
+        keep_class_tokens=False,
+    )
+    assert cfg.data == MockCaptionsConfig()
+    assert cfg.tokenizer == MultimodalTokenizerConfig(base=GPT2TokenizerConfig(vocabulary="v.json", merges="m.txt"))
+    assert cfg.optimizer.trainable == ("projector.*",)
+    assert (cfg.parallel.tensor, cfg.parallel.sequence, cfg.parallel.data_sharding) == (4, True, "zero1")
+    told = capsys.readouterr().err
+    for line in (
+        "--encoder-num-layers 12 -> model.vision.stack.repeats=12",
+        "--decoder-num-layers 24 -> model.stack.repeats=24",
+        "--dataloader-seq-length 1024 -> model.sequence_length=1600",
+        "--img-h 336 -> model.vision.height=336",
+        "--vocab-file v.json -> tokenizer.base.vocabulary=v.json",
+        "--rotary-base 500000: pretrain_vlm.py does not hand it on",
+        "--tokenizer-type: <image> has an id of its own, 50257",
+    ):
+        assert line in told
+    idle = told.partition("without effect")[2].partition("unnecessary:")[0]
+    assert "--seq-length 576" in idle and "--max-position-embeddings 4096" in idle and "--split 949,50,1" in idle
+    assert "refused" not in told
+
+
+def test_the_length_of_rows() -> None:
+    """Text, patches and class token, in multiples of the tensor devices; or what the decoder is told to read."""
+    tensor = "--tensor-model-parallel-size 2"
+    assert config(VLM).model.sequence_length == 32 + 16 + 1
+    assert config(f"{VLM} {tensor}").model.sequence_length == 49
+    assert config(f"{VLM} {tensor} --sequence-parallel").model.sequence_length == 50
+    assert config(f"{VLM} --disable-vision-class-token").model.sequence_length == 48
+    overlap = f"{VLM} {tensor} --sequence-parallel --decoder-tp-comm-overlap"
+    assert config(f"{overlap} --decoder-seq-length 64").model.sequence_length == 64
+    assert "--decoder-seq-length: must be given" in problem(overlap)
+    assert "48 is below the 32 tokens of text and 17 of an image" in problem(f"{overlap} --decoder-seq-length 48")
+    assert made(f"{VLM} --decoder-seq-length 64").idle == ("--max-position-embeddings 32", "--decoder-seq-length 64")
+
+
+def test_frozen_parts() -> None:
+    rope = f"{VLM} --position-embedding-type rope"
+    assert config(rope).optimizer.trainable == ("*",)
+    assert config(f"{rope} --freeze-ViT").optimizer.trainable == ("projector.*", *LANGUAGE)
+    assert config(f"{VLM} --freeze-ViT").optimizer.trainable == (
+        "projector.*",
+        "tokens",
+        "positions",
+        *LANGUAGE[1:],
+    )
+    spread = config(f"{rope} --freeze-LM --embedding-init-method-std 1.0").optimizer
+    assert (spread.trainable, spread.groups) == (("projector.*", "vision.*"), ())
+
+
+def test_what_pretrain_vlm_does_not_hand_on() -> None:
+    rope = f"{VLM} --position-embedding-type rope --use-rope-scaling"
+    cfg = config(f"{rope} --rotary-base 500000 --rope-scaling-factor 32 --qk-layernorm")
+    assert cfg.model == config(rope).model
+    assert cfg.model.stack.pattern[0].mixer.rope == RopeConfig(scaling=Llama3ScalingConfig(factor=8.0))
+    assert not config(VLM).model.tied
+
+
+def test_the_tokenizer_has_words_and_an_image_token() -> None:
+    cfg = config(f"{VLM} --vocab-size 1000")
+    assert cfg.tokenizer == MultimodalTokenizerConfig(base=ByteTokenizerConfig())
+    assert (cfg.model.vocabulary_size, cfg.model.image_token) == (1002, 257)
+    named = config(f"{VLM} --vocab-size 1000 --tokenizer-type NullMultimodalTokenizer")
+    assert (named.tokenizer, named.model) == (cfg.tokenizer, cfg.model)
+
+
+@pytest.mark.parametrize("flags", ["--window-size 8,0", "--mtp-num-layers 1", "--use-mup"])
+def test_what_a_tower_does_not_have_is_refused(flags: str) -> None:
+    converted = made(f"{VLM} {flags}")
+    assert [flag for flag, _ in converted.refused] == [flags] and not converted.problems
+
+
+def test_what_does_not_fit_is_told() -> None:
+    assert "model.vision.height (--img-h 18, --patch-dim 4): 18 is not divisible by patch=4" in problem(
+        f"{VLM} --img-h 18"
+    )
+    assert "stages cut the layers of one" in problem(f"{VLM} --pipeline-model-parallel-size 2")
+    told = dict(made(f"{VLM} --without mock-data --data-path a --swiglu --disable-bias-linear").remarks)
+    assert "ImageTextConfig reads images" in told["--data-path"]
+    assert "has no gate" in told["--swiglu"] and "biases" in told["--disable-bias-linear"]
+
+
+@pytest.mark.slow
+def test_such_a_config_trains() -> None:
+    """On two tensor devices, with a row whose length one does not divide. What is frozen stays; the rest moves."""
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel"
+    cfg = config(f"{VLM} --num-layers 1 --hidden-size 32 --train-iters 2 --lr 0.1 --freeze-ViT {layout}")
+    run = setup(cfg, devices=jax.devices()[:2])
+    try:
+        before = {path: np.asarray(value) for path, value in run.state.params.items()}
+        assert all(np.isfinite(info.loss) for info in run.steps())
+        changed = {path for path, value in run.state.params.items() if (np.asarray(value) != before[path]).any()}
+    finally:
+        run.close()
+    assert {"projector.up", "projector.down", "tokens", "positions", "head"} <= changed
+    assert {path for path in before if path.startswith("vision.")} == set(before) - changed
