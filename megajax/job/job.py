@@ -263,12 +263,15 @@ class Job:
         self.console.show("done" if step >= self.cfg.steps else "stopped", self.totals(last))
 
     def sample(self) -> None:
-        """What the model can do now: only after the last step, and by a single process."""
+        """What the model can do now: only after the last step, and by a single process. No run fails for want of it."""
         wanted = self.cfg.logging.sample and self.run.step >= self.cfg.steps
         if self.sampler is None or not wanted or jax.process_count() > 1:
             return
-        with self.console.ticker("sampling", total=False):
-            text = self.sampler(self.run, self.folder.path)
+        try:
+            with self.console.ticker("sampling", total=False):
+                text = self.sampler(self.run, self.folder.path)
+        except Exception as error:
+            text = f"no sample: {type(error).__name__}: {error}"
         if text:
             self.console.say(text)
 

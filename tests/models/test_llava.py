@@ -214,3 +214,16 @@ def test_what_does_not_fit_is_refused(changes: dict, words: str) -> None:
     parallel = changes.pop("parallel", ONE)
     with pytest.raises(ConfigError, match=words):
         check(replace(cfg, model=replace(cfg.model, **changes), parallel=parallel), parallel.tensor * parallel.pipeline)
+
+
+def test_positions_of_another_image_size_are_interpolated() -> None:
+    model = replace(llava(), vision=replace(llava().vision, height=16, width=16), sequence_length=64)
+    table = np.arange(5 * 64, dtype=np.float32).reshape(5, 64)
+    sizes = {"height": 8, "width": 8, "patch": 4, "class_tokens": 1, "hidden": 64}
+    for settings in ({f"model.vision.{name}": value for name, value in sizes.items()} | {"model.hidden": 32},
+                     {f"model.{name}": value for name, value in sizes.items()}):  # fmt: skip
+        fitted = model.refit("vision.positions", table, settings)
+        assert fitted.shape == (17, 64)
+        np.testing.assert_array_equal(fitted[0], table[0])
+        np.testing.assert_allclose(fitted[1], table[1], atol=1e-5)  # the corner
+    assert model.refit("positions", table, settings) is None

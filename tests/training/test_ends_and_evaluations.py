@@ -65,6 +65,14 @@ def test_an_attempt_ends_when_its_time_is_up(whole, tmp_path, monkeypatch):
     assert losses(tmp_path) == losses(whole)
 
 
+def test_a_run_whose_sample_fails_is_done_all_the_same(tmp_path, capsys):
+    def fails(run, folder):
+        raise IndexError("too few rows")
+
+    assert train(small(tmp_path), sampler=fails) == 0
+    assert "no sample: IndexError: too few rows" in capsys.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> str:
     prefix = tmp_path_factory.mktemp("corpus") / "other"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from megajax.batch import Leaf, Placeholder
 from megajax.config.builds import Builds
@@ -176,6 +176,13 @@ class LlavaConfig(DecoderConfig):
         yield from DecoderConfig.parallel_problems(self, parallel, shards)
         for problem in self.vision.parallel_problems(parallel, shards):
             yield replace(problem, where=f"vision.{problem.where}")
+
+    def refit(self, path: str, weight: Any, settings: Mapping[str, Any]) -> Any | None:
+        """The tower's positions, of another LLaVA or of a ViT."""
+        own = "model.vision."
+        tower = {name.replace(own, "model."): value for name, value in settings.items() if name.startswith(own)}
+        inside = path.removeprefix("vision.")
+        return None if inside == path else self.vision.refit(inside, weight, tower or settings)
 
     def sampler(self) -> str | None:
         """It says what is in an image."""
