@@ -14,6 +14,8 @@ from megajax.metrics.text import visible
 
 SHOWN = 128
 """Tokens of a row that are shown, from its start."""
+TRIED = 8
+"""Rows that are looked at for one with a blank."""
 GUESSES = 3
 """Most likely tokens that are shown for a blank."""
 SECONDS = 20.0
@@ -48,6 +50,12 @@ def sample_blanks(run: Trained, folder: Path) -> str | None:
         return None
     leaves = {name: row[name][None] for name in ("tokens", "segment_ids", "token_types") if name in schema}
     return blanks_text(run.model, tokenizer, leaves, truth)
+
+
+def _first_with(valid: Any, name: str, blanks: Sequence[int]) -> Mapping[str, np.ndarray]:
+    """The first of a few rows with a blank, since short ones have none; else the first row."""
+    rows = map(valid.__getitem__, range(min(len(valid), TRIED)))
+    return next((row for row in rows if np.isin(row[name], list(blanks)).any()), valid[0])
 
 
 def padded_row(tokens: Sequence[int], pad: int, length: int) -> dict[str, np.ndarray]:
@@ -101,7 +109,7 @@ def sample_spans(run: Trained, folder: Path) -> str | None:
         )
         read = {"encoder_tokens": row["tokens"], "encoder_segment_ids": row["segment_ids"]}
     elif valid is not None:
-        row = valid[0]
+        row = _first_with(valid, "encoder_tokens", sentinels)
         read = {name: row[name] for name in ("encoder_tokens", "encoder_segment_ids")}
         truth = row["labels"][row["loss_mask"] > 0].tolist()
     else:

@@ -108,7 +108,12 @@ def test_a_validation_rows_spans_have_the_true_words_beside(tokenizer: Any, tmp_
     row["encoder_segment_ids"][:4] = 1
     row["labels"] = np.array([first, 6, second, 5, 9, tokenizer.specials["eos"], 0, 0], np.int32)
     row["loss_mask"] = np.array([1, 1, 1, 1, 1, 1, 0, 0], np.float32)
-    run = run_of(T5, tokenizer, t5_of(tokenizer, [first, 9, 9]), valid=[row])
+    run = run_of(
+        T5,
+        tokenizer,
+        t5_of(tokenizer, [first, 9, 9]),
+        valid=[row | {"encoder_tokens": row["encoder_segment_ids"]}, row],
+    )
     lines = sample_spans(run, tmp_path).splitlines()
     assert lines[1] == "the __1__ on __2__"
     assert [line.split() for line in lines[2:]] == [["1", "mat", "mat", "cat"], ["2", "-", "the", "mat"]]
