@@ -116,21 +116,28 @@ class Projector(nnx.Module):
         size, hidden, ffn = model.vision.hidden, settings.hidden, cfg.width(settings.hidden)
         entry, init = size * cfg.pixel_shuffle**2, Normal(settings.std)
         self.norm = None if cfg.norm is None else cfg.norm.build(replace(settings, hidden=entry))
-        if ffn:
-            self.up = param((entry, ffn), ("embed", "mlp"), init=init)
-            self.up_bias = param((ffn,), ("mlp",), init=ZEROS, role="bias")
+        for name in cfg.inner() if ffn else ():
+            setattr(self, name, param((entry, ffn), ("embed", "mlp"), init=init))
+            if cfg.bias:
+                setattr(self, f"{name}_bias", param((ffn,), ("mlp",), init=ZEROS, role="bias"))
         axes = ("mlp", "embed") if ffn else ("embed", None)
         self.down = param((ffn or entry, hidden), axes, init=init)
-        self.down_bias = param((hidden,), (None,), init=ZEROS, role="bias")
+        if cfg.bias:
+            self.down_bias = param((hidden,), (None,), init=ZEROS, role="bias")
 
     def __call__(self, x: Array) -> Array:
         x = self.layout.act(self.shuffled(x), "batch", None, "embed")
         x = x if self.norm is None else self.norm(x)
         if self.cfg.width(self.down.shape[1]):
-            x = jnp.einsum("bpc,cf->bpf", x, self.up[...]) + self.up_bias[...][None, None]
-            x = ACTIVATIONS[self.cfg.activation](self.layout.act(x, "batch", None, "mlp"))
-        x = jnp.einsum("bpf,fd->bpd", x, self.down[...])
-        return self.layout.act(x, "batch", None, "embed") + self.down_bias[...][None, None]
+            up = self._times(x, "up", "mlp")
+            x = ACTIVATIONS[self.cfg.activation](self._times(x, "gate", "mlp") if self.cfg.gated else up)
+            x = x * up if self.cfg.gated else x
+        return self._times(x, "down", "embed")
+
+    def _times(self, x: Array, name: str, axis: str) -> Array:
+        """x [B, P, C] by the matrix of this name, with its bias."""
+        y = self.layout.act(jnp.einsum("bpc,cf->bpf", x, getattr(self, name)[...]), "batch", None, axis)
+        return y + getattr(self, f"{name}_bias")[...][None, None] if self.cfg.bias else y
 
     def shuffled(self, x: Array) -> Array:
         """Patches [B, P, C], a square of which becomes one position [B, P / side^2, side^2 * C]."""

@@ -60,7 +60,7 @@ def stack(args: Arguments, count: int | None = None) -> Settings:
     """The blocks, as the shortest pattern, and the norm behind them. count: of layers, other than --num-layers."""
     normal = norm(args)
     mixer = _latent(args, normal) if args["multi-latent-attention"] else _attention(args, normal)
-    block = BlockConfig(mixer=mixer, mlp=_mlp(args), norm=normal, dropout=args["hidden-dropout"])
+    block = BlockConfig(mixer=mixer, mlp=mlp(args), norm=normal, dropout=args["hidden-dropout"])
     count = min(max(count or layers(args), 1), MOST_LAYERS)
     blocks = []
     for window, rotated in zip(_windows(args, count), _rotated(args, count), strict=True):
@@ -235,7 +235,8 @@ def _listed(node: ast.AST) -> list[int] | int:
     raise ValueError("no list")
 
 
-def _mlp(args: Arguments) -> MLPConfig:
+def mlp(args: Arguments) -> MLPConfig:
+    """The feed-forward part of the blocks."""
     bias = not args["disable-bias-linear"]
     hidden, ffn = needed(args, "hidden-size"), args["ffn-hidden-size"]
     if args["swiglu"]:

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from math import lcm
-from typing import Any
 
 from megajax.data.config import MockCaptionsConfig
 from megajax.layers.config import (
@@ -23,6 +22,7 @@ from megajax.tools.megatron_memory import recompute
 from megajax.tools.megatron_model import (
     MOST_LAYERS,
     layers,
+    mlp,
     needed,
     norm,
     padded,
@@ -55,7 +55,7 @@ def vlm_stack(args: Arguments) -> Settings:
         "model.type": "megajax.models.config.llava:LlavaConfig",
         "model.stack": language,
         "model.vision": _tower(args, seeing_all(block, rope=None)),
-        "model.projector": _projector(args, block),
+        "model.projector": _projector(args),
         "model.keep_class_tokens": not args["disable-vision-class-token"],
     }
 
@@ -93,14 +93,14 @@ def _tower(args: Arguments, block: BlockConfig) -> VisionTowerConfig:
     )
 
 
-def _projector(args: Arguments, block: BlockConfig) -> ProjectorConfig:
-    mlp: Any = block.mlp
-    if isinstance(mlp, GatedMLPConfig):
-        flag = "swiglu" if args["swiglu"] else "quick-geglu"
-        args.remark(flag, "the projector has no gate here; there it is an MLP like those of the layers")
-    if not mlp.bias:
-        args.remark("disable-bias-linear", "the projector has biases here; there it has none either")
-    return ProjectorConfig(ffn=mlp.ffn, activation=mlp.activation)
+def _projector(args: Arguments) -> ProjectorConfig:
+    """An MLP like those of the layers."""
+    like = mlp(args)
+    if isinstance(like, GatedMLPConfig) and (like.clamp is not None or like.offset):
+        name = "activation-func-clamp-value" if like.clamp is not None else "glu-linear-offset"
+        args.remark(name, "of the layers alone here; there, of the projector too")
+    gated = isinstance(like, GatedMLPConfig)
+    return ProjectorConfig(ffn=like.ffn, activation=like.activation, gated=gated, bias=like.bias)
 
 
 def vlm_embedding(args: Arguments) -> Settings:

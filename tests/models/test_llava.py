@@ -128,6 +128,18 @@ def test_class_tokens_are_positions_of_the_decoder_if_they_are_kept() -> None:
     assert np.abs(seen[True][:, 0] - seen[True][:, 1]).max() > 1e-3
 
 
+def test_a_gated_projector_without_biases() -> None:
+    projector = ProjectorConfig(ffn=24, activation="silu", gated=True, bias=False)
+    model = built(replace(llava(), projector=projector))
+    x = np.random.default_rng(1).standard_normal((3, 4, 64)).astype(np.float32)
+    gate, up, down = (np.asarray(getattr(model.projector, name)[...]) for name in ("gate", "up", "down"))
+    expected = ((x @ gate) / (1 + np.exp(-(x @ gate))) * (x @ up)) @ down
+    np.testing.assert_allclose(model.projector(jnp.asarray(x)), expected, atol=1e-5)
+    assert projector.weight_count(64, 32) == 24 * (64 + 64 + 32)
+    _, (into, back) = projector.facts(64, 32, 0.5)
+    assert (into.size + back.size, into.per_token) == (24 * (64 + 64 + 32), 0.5)
+
+
 def test_pixel_shuffle_joins_the_channels_of_a_square() -> None:
     model = built(llava(shuffle=2))
     patches = jnp.arange(4 * 64, dtype=jnp.float32).reshape(1, 4, 64)
@@ -202,6 +214,7 @@ def test_a_frozen_tower_costs_no_gradient() -> None:
         ({"slots": 0}, "slots.*must be at least 1"),
         ({"projector": ProjectorConfig(pixel_shuffle=3)}, "3 does not divide the 2 x 2 patches"),
         ({"keep_class_tokens": True, "projector": ProjectorConfig(pixel_shuffle=2)}, "pixel_shuffle=2 joins squares"),
+        ({"projector": ProjectorConfig(ffn=0, gated=True)}, "gated.*ffn=0 is one matrix"),
         ({"keep_class_tokens": True, "sequence_length": 5}, "5 has no room for the 5 positions of an image"),
         ({"sequence_length": 4}, "4 has no room for the 4 positions of an image"),
         ({"vision": replace(llava().vision, height=9)}, r"vision.height.*9 is not divisible by patch=4"),

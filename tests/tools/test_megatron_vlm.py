@@ -13,6 +13,7 @@ from megajax.layers.config import (
     AttentionConfig,
     BlockConfig,
     DenseMLPConfig,
+    GatedMLPConfig,
     IdentityNormConfig,
     LayerNormConfig,
     Llama3ScalingConfig,
@@ -148,9 +149,15 @@ def test_what_does_not_fit_is_told() -> None:
         f"{VLM} --img-h 18"
     )
     assert "stages cut the layers of one" in problem(f"{VLM} --pipeline-model-parallel-size 2")
-    told = dict(made(f"{VLM} --without mock-data --data-path a --swiglu --disable-bias-linear").remarks)
+    told = dict(made(f"{VLM} --without mock-data --data-path a --swiglu --glu-linear-offset 1").remarks)
     assert "ImageTextConfig reads images" in told["--data-path"]
-    assert "has no gate" in told["--swiglu"] and "biases" in told["--disable-bias-linear"]
+    assert "there, of the projector too" in told["--glu-linear-offset"]
+
+
+def test_the_projector_is_an_mlp_like_those_of_the_layers() -> None:
+    model = config(f"{VLM} --swiglu --disable-bias-linear --ffn-hidden-size 96").model
+    assert model.projector == ProjectorConfig(ffn=96, activation="silu", gated=True, bias=False)
+    assert model.vision.stack.pattern[0].mlp == model.stack.pattern[0].mlp == GatedMLPConfig(ffn=96)
 
 
 @pytest.mark.slow

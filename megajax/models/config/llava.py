@@ -19,7 +19,7 @@ from megajax.models.facts import ParameterCount, SectionFacts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProjectorConfig(Builds):
-    """From the states of patches to what the language model reads: an MLP with biases."""
+    """From the states of patches to what the language model reads: an MLP."""
 
     target: ClassVar[str] = "megajax.models.llava:Projector"
     ffn: int | None = None
@@ -28,7 +28,11 @@ class ProjectorConfig(Builds):
     """Patches of a square with this side become one position, their channels one after another (Chen et al. 2024,
     InternVL 1.5); 1: every patch is a position."""
     activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu"] = "gelu"
-    """Activation function between the two matrices, as in DenseMLPConfig."""
+    """Activation function of the MLP, as in DenseMLPConfig."""
+    gated: bool = False
+    """activation(x gate) * (x up), then down, as in GatedMLPConfig; false: activation(x up), then down."""
+    bias: bool = True
+    """Biases on all matrices."""
     norm: NormConfig | LayerBuilder | None = None
     """Normalisation of what enters the MLP, as in InternVL; none: none."""
 
@@ -36,6 +40,8 @@ class ProjectorConfig(Builds):
         problems = []
         if self.ffn is not None and self.ffn < 0:
             problems.append(Problem("ffn", f"must be at least 0, got {self.ffn}"))
+        if self.ffn == 0 and self.gated:
+            problems.append(Problem("gated", "is of an MLP, and ffn=0 is one matrix", "set it to false"))
         if self.pixel_shuffle < 1:
             problems.append(Problem("pixel_shuffle", f"must be at least 1, got {self.pixel_shuffle}"))
         return problems
@@ -51,16 +57,22 @@ class ProjectorConfig(Builds):
         if not ffn:
             one = Matmul(inputs=whole, outputs=output, per_token=share)
             return (Weight("down", (entry, hidden), ("embed", None)),), (one,)
-        matrices = Weight("up", (entry, ffn), ("embed", "mlp")), Weight("down", (ffn, hidden), ("mlp", "embed"))
-        inner = Elements(cut=ffn)
-        up = Matmul(inputs=whole, outputs=inner, per_token=share)
-        return matrices, (up, Matmul(inputs=inner, outputs=output, per_token=share))
+        ways = self.inner()
+        matrices = (*(Weight(name, (entry, ffn), ("embed", "mlp")) for name in ways),
+                    Weight("down", (ffn, hidden), ("mlp", "embed")))  # fmt: skip
+        up = Matmul(inputs=whole, outputs=Elements(cut=len(ways) * ffn), weights=len(ways), per_token=share)
+        return matrices, (up, Matmul(inputs=Elements(cut=ffn), outputs=output, per_token=share))
+
+    def inner(self) -> tuple[str, ...]:
+        """Matrices that multiply the input of an MLP."""
+        return ("gate", "up") if self.gated else ("up",)
 
     def weight_count(self, tower: int, hidden: int) -> int:
         """Number of weights."""
         entry, ffn = tower * self.pixel_shuffle**2, self.width(hidden)
         norm = total_size(self.norm.weights(entry)) if isinstance(self.norm, Norm) else 0
-        return total_size(self.facts(tower, hidden, 1)[0]) + ffn + hidden + norm
+        biases = (len(self.inner()) * ffn + hidden) * self.bias
+        return total_size(self.facts(tower, hidden, 1)[0]) + biases + norm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,9 +111,7 @@ class LlavaConfig(DecoderConfig):
             what = f"{shuffle} does not divide the {rows} x {columns} patches of an image"
             problems.append(Problem("projector.pixel_shuffle", what))
         elif shuffle > 1 and self.kept_class_tokens():
-            what = (
-                f"true, and projector.pixel_shuffle={shuffle} joins squares of patches, which class tokens are not in"
-            )
+            what = f"true, and projector.pixel_shuffle={shuffle} joins squares of patches: class tokens are in none"
             problems.append(Problem("keep_class_tokens", what, "set it to false, or pixel_shuffle to 1"))
         elif shuffle > 0 and self.image_positions() >= self.sequence_length:
             what = f"{self.sequence_length} has no room for the {self.image_positions()} positions of an image and text"
