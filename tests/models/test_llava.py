@@ -129,14 +129,13 @@ def test_class_tokens_are_positions_of_the_decoder_if_they_are_kept() -> None:
 
 
 def test_a_gated_projector_without_biases() -> None:
-    projector = ProjectorConfig(ffn=24, activation="silu", gated=True, bias=False)
-    model = built(replace(llava(), projector=projector))
+    model = built(replace(llava(), projector=GATED))
     x = np.random.default_rng(1).standard_normal((3, 4, 64)).astype(np.float32)
     gate, up, down = (np.asarray(getattr(model.projector, name)[...]) for name in ("gate", "up", "down"))
     expected = ((x @ gate) / (1 + np.exp(-(x @ gate))) * (x @ up)) @ down
     np.testing.assert_allclose(model.projector(jnp.asarray(x)), expected, atol=1e-5)
-    assert projector.weight_count(64, 32) == 24 * (64 + 64 + 32)
-    _, (into, back) = projector.facts(64, 32, 0.5)
+    assert GATED.weight_count(64, 32) == 24 * (64 + 64 + 32)
+    _, (into, back) = GATED.facts(64, 32, 0.5)
     assert (into.size + back.size, into.per_token) == (24 * (64 + 64 + 32), 0.5)
 
 
@@ -146,6 +145,7 @@ def test_pixel_shuffle_joins_the_channels_of_a_square() -> None:
     np.testing.assert_array_equal(model.projector.shuffled(patches), patches.reshape(1, 1, 256))
 
 
+GATED = ProjectorConfig(ffn=24, activation="silu", gated=True, bias=False)
 MIXED = ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="zero1")
 
 
@@ -157,6 +157,7 @@ MIXED = ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="zero1")
             pytest.param(*values, marks=pytest.mark.slow)
             for values in (
                 (llava(shuffle=2), ParallelConfig(data=4, tensor=2, data_sharding="fsdp")),
+                (replace(llava(), keep_class_tokens=True, projector=GATED), MIXED),
                 (llava(dropout=0.1), MIXED),
                 (llava(), ParallelConfig(data=8)),
                 (replace(llava(), recompute="full", vision=replace(llava().vision, recompute="full")), MIXED),
