@@ -69,7 +69,7 @@ def test_a_run_whose_sample_fails_is_done_all_the_same(tmp_path, capsys):
     def fails(run, folder):
         raise IndexError("too few rows")
 
-    assert train(small(tmp_path), sampler=fails) == 0
+    assert train(small(tmp_path, logging=LoggingConfig(plot=False, report=False)), sampler=fails) == 0
     assert "no sample: IndexError: too few rows" in capsys.readouterr().out
 
 
