@@ -150,9 +150,12 @@ def _pipeline(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     if parallel.problems() or parallel.pipeline == 1:
         return
     if len(cfg.model.stacks()) > 1:
-        names = ", ".join(cfg.model.stacks())
+        names = ", ".join(path or "stack" for path in cfg.model.stacks())
         what = f"the model has several sections ({names}), and stages cut the layers of one"
-        yield Problem("parallel.pipeline", what, "use 1, with parallel.tensor and parallel.data for its devices")
+        total = _known_devices(cfg, devices)
+        data = None if total is None else total * parallel.pipeline // parallel.without_data()
+        nearest = f" and parallel.data={data}" if data else ", and its devices for parallel.data"
+        yield Problem("parallel.pipeline", what, f"use 1{nearest}, with parallel.tensor={parallel.tensor} as it is")
         return
     if len(cfg.model.stack.parts()) > 1:
         yield Problem("parallel.pipeline", "stages run one program, and a segmented stack has none in common", "use 1")

@@ -44,6 +44,12 @@ def test_no_grab_bags() -> None:
     assert not [name for name in modules() if GRAB_BAGS.intersection(name.split("."))]
 
 
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """pytest imports them by their names alone."""
+    names = [path.name for path in (REPOSITORY / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_no_state_in_modules() -> None:
     wrong = []
     for module in modules().values():

@@ -220,7 +220,10 @@ def test_a_frozen_tower_costs_no_gradient() -> None:
         ({"sequence_length": 4}, "4 has no room for the 4 positions of an image"),
         ({"vision": replace(llava().vision, height=9)}, r"vision.height.*9 is not divisible by patch=4"),
         ({"parallel": ParallelConfig(data=1, tensor=3)}, r"vision.*heads=4 is not divisible by parallel.tensor=3"),
-        ({"parallel": ParallelConfig(data=1, pipeline=2)}, r"several sections \(vision"),
+        (
+            {"parallel": ParallelConfig(data=1, pipeline=2)},
+            r"sections \(vision, stack\)(?s:.*)use 1 and parallel.data=2",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict, words: str) -> None:

@@ -154,5 +154,5 @@ def trained(layout: ParallelConfig) -> Trained:
 
 def test_a_pipeline_is_refused_and_the_nearest_layout_named():
     cfg = replace(program(two_towers(), ONE, microbatches=2).cfg, parallel=ParallelConfig(pipeline=2))
-    with pytest.raises(ConfigError, match=r"several sections \(reader, writer\)[^\n]*\n[^\n]*parallel.tensor"):
+    with pytest.raises(ConfigError, match=r"several sections \(reader, writer\)[^\n]*\n[^\n]*use 1 and parallel.data="):
         check(cfg, 8)
