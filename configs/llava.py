@@ -19,7 +19,7 @@ from megajax.layers.config import IdentityNormConfig, StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import LlavaConfig
 from megajax.models.config.vision import VisionTowerConfig
-from megajax.models.presets.llama import llama2, llama3
+from megajax.models.presets.llama import llama2
 from megajax.models.presets.llava import llava
 from megajax.models.presets.vit import clip, vit_tower
 from megajax.optim.config import AdamWConfig, ScheduleConfig
@@ -74,19 +74,19 @@ def llava_7b_projector() -> RunConfig:
 def llava_7b_debug() -> RunConfig:
     """llava_7b in a tiny size on captions of scikit-learn's handwritten digits; all of it is trained, from nothing."""
     cfg = llava_7b()
-    language = llama3("debug", sequence_length=40, vocabulary_size=258)
+    language = llama2("debug", sequence_length=40, vocabulary_size=258)
     return debug_config(
         cfg,
         llava(language, replace(vit_tower("debug", image=16), patch=4), image_token=257),
         data=DigitCaptionsConfig(phrasings=1),
         tokenizer=MultimodalTokenizerConfig(base=ByteTokenizerConfig()),
         optimizer=AdamWConfig(weight_decay=0.1),
-        schedule=ScheduleConfig(lr=3e-3, warmup_fraction=0.1),
-        batch=BatchConfig(global_size=64, micro_size=64),
+        schedule=ScheduleConfig(lr=2e-3, warmup_fraction=0.1),
+        batch=BatchConfig(global_size=64, micro_size=16),
         evaluation=EvaluationConfig(every=250, batches=5),
         checkpoint=CheckpointConfig(every=500),
         logging=replace(cfg.logging, every=50),
-        steps=800,
+        steps=1500,
     )
 
 

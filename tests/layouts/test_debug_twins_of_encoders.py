@@ -1,4 +1,4 @@
-"""The debug twins of BERT, T5 and ViT train on eight devices to the losses of one, on real text and digits."""
+"""The debug twins of BERT, T5, ViT and LLaVA train on eight devices to the losses of one, on real text and digits."""
 
 from functools import cache
 from pathlib import Path
@@ -11,7 +11,7 @@ from megajax.config import load
 from megajax.training import setup
 
 STEPS = 20
-FALL = {"bert": 0.5, "t5": 0.5, "vit": 0.3}
+FALL = {"bert": 0.5, "t5": 0.5, "vit": 0.3, "llava": 0.5}
 """By how much the loss falls in these steps, at least."""
 
 
@@ -36,6 +36,7 @@ def losses(name: str, *layout: str) -> list[float]:
         ("t5", ("parallel.tensor=2", "parallel.sequence=true")),
         ("vit", ("parallel.tensor=2", "parallel.sequence=true")),
         ("vit", ("parallel.tensor=2", "parallel.pipeline=2")),
+        ("llava", ("parallel.tensor=2", "parallel.sequence=true")),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(part.split(".")[-1] for part in value),
 )
