@@ -36,6 +36,8 @@ class Leaf:
     """A logical axis for each dimension of `shape`."""
     below: int | None = None
     """Values are integers from 0 up to this; None: anything."""
+    ignored: int | None = None
+    """A value beyond `below` that is allowed too: positions with it do not count."""
     optional: bool = False
     """The model runs without it."""
     placeholder: Placeholder | None = None

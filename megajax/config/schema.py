@@ -198,7 +198,11 @@ def example(name: str, annotation: Any) -> str:
         return f"write {name}=..., {words(annotation)}"
     calls = either(f"({call(cls)},)" if many else call(cls) for cls in (*members, *many))
     written = calls if name.isdigit() else f"{name}={calls}"
-    return f"write {written}, from {either(dict.fromkeys(cls.__module__ for cls in (*members, *many)))}"
+    modules = {cls.__module__ for cls in (*members, *many)}
+    parents = {module.rpartition(".")[0] for module in modules}
+    # Files of one folder, which exports what is in them.
+    source = parents.pop() if len(modules) > 1 and len(parents) == 1 else either(sorted(modules))
+    return f"write {written}, from {source}"
 
 
 def call(cls: type) -> str:

@@ -88,7 +88,15 @@ class ChatTemplate:
 
         try:
             return self._template.render(messages=messages, add_generation_prompt=prompt, **more)
-        except (TemplateError, TypeError, AttributeError, KeyError) as error:
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            LookupError,
+            ArithmeticError,
+            RuntimeError,
+        ) as error:
             raise TemplateMisfit(f"the chat template refuses this conversation: {error}") from error
 
     def parts(self, messages: Messages, **more: Any) -> list[Part]:

@@ -123,6 +123,8 @@ def read_bounded(path: Path, maximum_pixels: int) -> bytes:
             return file.read()
     except OSError as error:
         raise UnreadableItem("cannot be read", error.strerror or str(error)) from error
+    except ValueError as error:  # a path with a zero byte
+        raise UnreadableItem("cannot be read", str(error)) from error
 
 
 def read_at(path: Path, offset: int, size: int) -> bytes:

@@ -150,6 +150,7 @@ def tar_members(file: BinaryIO) -> Iterator[Member]:
             if kind in (b"0", b"\0"):
                 yield Member(changed.get(b"path", _path(head)).decode("utf-8", "surrogateescape"), data, size)
             changed = {}
+    raise tarfile.ReadError(f"it ends at byte {end:,} without the zeros that end an archive: it was cut")
 
 
 def _number(field: bytes) -> int:

@@ -164,8 +164,13 @@ def image_text_rows(
     known = tokenizer.specials.get("image", token)
     if known != token:
         raise UserError(
-            f"the image token of the tokenizer {tokenizer.identity} is {known}, model.image_token is {token}: "
-            f"set model.image_token={known}"
+            f"the image token of the tokenizer is {known}, model.image_token is {token}: set model.image_token={known}"
+        )
+    if "image" not in tokenizer.specials and token < tokenizer.vocabulary_size:
+        raise UserError(
+            f"model.image_token={token} is a token of the text: the tokenizer has the ids 0 to "
+            f"{tokenizer.vocabulary_size - 1}. Use the next one, or "
+            "tokenizer.type=MultimodalTokenizerConfig, which adds an image token to any tokenizer"
         )
     if count >= leaf.positions():
         raise UserError(

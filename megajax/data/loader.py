@@ -79,13 +79,17 @@ def read_rows(source: RowSource, schema: Schema, first: int, offsets: np.ndarray
         for name, values in block.items():
             values[place] = _array(row, name, schema[name], number)
     for name, values in block.items():
-        below = schema[name].below
+        below, ignored = schema[name].below, schema[name].ignored
         if below is not None and values.size and not 0 <= values.min() <= values.max() < below:
-            outside = np.any((values < 0) | (values >= below), axis=tuple(range(1, values.ndim)))
-            raise UserError(
-                f"row {numbers[outside][0]} of the data has {name} from {values[outside][0].min()} to "
-                f"{values[outside][0].max()}, the model reads 0 to {below - 1}"
-            )
+            wrong = ((values < 0) | (values >= below)) & (True if ignored is None else values != ignored)
+            outside = np.any(wrong, axis=tuple(range(1, values.ndim)))
+            if outside.any():
+                first = values[outside][0][wrong[outside][0]]
+                also = "" if ignored is None else f", and {ignored} for what does not count"
+                raise UserError(
+                    f"row {numbers[outside][0]} of the data has {name} from {first.min()} to {first.max()}, the model "
+                    f"reads 0 to {below - 1}{also}: change the data, or the model's size"
+                )
     block[SAMPLE] = (numbers % (1 << SAMPLE_BITS)).astype(np.uint32)
     return block
 

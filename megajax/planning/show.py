@@ -213,11 +213,11 @@ def times(plan: Estimate) -> list[tuple[str, str]]:
         ("optimizer", plan.optimizer_seconds, ""),
     )
     peak = ", of the bfloat16 peak" if run.compute != "bfloat16" else ""
-    whole = f"{run.steps:,} steps, {count(plan.tokens)} tokens: {duration(plan.days * 86_400)}, "
+    whole = f"{run.steps:,} steps, {count(plan.tokens)} {counted(run.model)}: {duration(plan.days * 86_400)}, "
     return [
         *((name, f"{value:9.3f} s {value / step:6.1%}  {note}".rstrip()) for name, value, note in parts),
         ("step", f"{step:9.3f} s"),
-        ("tokens/s", f"{plan.tokens_per_second_per_device:9,.0f} per device"),
+        (f"{counted(run.model)}/s", f"{plan.tokens_per_second_per_device:9,.0f} per device"),
         ("MFU", f"{plan.mfu_causal:9.1%} with causal attention, {plan.mfu_full:.1%} with full{peak}"),
         *([("whole run", f"{whole}{plan.device_hours:,.0f} GPU hours")] if run.steps else []),
     ]

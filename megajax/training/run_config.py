@@ -261,8 +261,9 @@ def _named(leaves: Mapping[str, str]) -> str:
 def _fp8(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     """Sides of the matrices that one device multiplies; those of latents are refused when they are traced."""
     if cfg.precision.fp8 is not None and len({stack.layers() for stack in cfg.model.stacks().values()}) > 1:
-        counts = {name or "the last": stack.layers() for name, stack in cfg.model.stacks().items()}
-        yield Problem("precision.fp8", f"counts layers of one number, and the sections have {counts}", "use none")
+        counts = ", ".join(f"{name or 'stack'} {stack.layers()}" for name, stack in cfg.model.stacks().items())
+        what = f"is for sections of equally many layers, and these differ: {counts}"
+        yield Problem("precision.fp8", what, "use none")
     model = facts_of(cfg.model)
     if model is None or cfg.precision.fp8 is None or cfg.parallel.problems():
         return

@@ -147,11 +147,23 @@ class Run:
         if wrong := [name for name in named if name in given or name not in names]:
             raise ValueError(f"the model takes {', '.join(names)}, each once; got {wrong[0]}")
         given |= named
+        parameters = signature(self.program.abstract).parameters
+        if missing := [name for name, each in parameters.items() if each.default is each.empty and name not in given]:
+            raise ValueError(f"the model needs {missing[0]}; got {', '.join(given)}")
         if unknown := [name for name in given if name not in schema]:
             raise ValueError(
                 f"__call__ of the model takes {unknown[0]}, which is no leaf of its schema: {list(schema)}"
             )
-        return {name: checked(name, schema[name], array) for name, array in given.items()}
+        rows = {name: checked(name, schema[name], array) for name, array in given.items()}
+        lengths: dict[Any, set[int]] = {}
+        for name, array in rows.items():
+            lengths.setdefault("rows", set()).add(len(array))
+            if schema[name].axes == ("seq",):
+                lengths.setdefault(schema[name].shape, set()).add(array.shape[1])
+        if any(len(sizes) > 1 for sizes in lengths.values()):
+            shapes = ", ".join(f"{name} {array.shape}" for name, array in rows.items())
+            raise ValueError(f"the arrays of a call have equally many rows and positions; got {shapes}")
+        return rows
 
     def _multiple(self, axis: str) -> int:
         """What the mesh divides a dimension of this logical axis by."""
@@ -215,7 +227,8 @@ def checked(name: str, leaf: Leaf, array: Any) -> np.ndarray:
     """
     rows = np.asarray(array)
     if rows.size and np.issubdtype(leaf.dtype, np.integer) and not np.can_cast(rows.dtype, np.int64, "same_kind"):
-        raise ValueError(f"{name} are {rows.dtype}, the model takes {leaf.dtype}: round them yourself")
+        advice = ": round them yourself" if np.issubdtype(rows.dtype, np.floating) else ""
+        raise ValueError(f"{name} are {rows.dtype}, the model takes {leaf.dtype}{advice}")
     if rows.ndim != 1 + len(leaf.shape):
         example = ": [[1, 2, 3]] is one row" if len(leaf.shape) == 1 else ""
         raise ValueError(
@@ -223,6 +236,9 @@ def checked(name: str, leaf: Leaf, array: Any) -> np.ndarray:
         )
     if leaf.below is not None and rows.size and not 0 <= rows.min() <= rows.max() < leaf.below:
         raise ValueError(f"{name} are {rows.min()} to {rows.max()}, the model takes 0 to {leaf.below - 1}")
+    integers = np.iinfo(leaf.dtype) if np.issubdtype(leaf.dtype, np.integer) else None
+    if integers and rows.size and not integers.min <= rows.min() <= rows.max() <= integers.max:
+        raise ValueError(f"{name} are {rows.min()} to {rows.max()}, {leaf.dtype} is {integers.min} to {integers.max}")
     for size, right, axis in zip(rows.shape[1:], leaf.shape, leaf.axes, strict=True):
         if axis != "seq" and size != right:
             raise ValueError(f"rows of {name} have the shape {rows.shape[1:]}, the model takes {leaf.shape}")

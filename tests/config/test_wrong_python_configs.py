@@ -61,8 +61,8 @@ def test_every_missing_and_unknown_argument_is_listed(refusal):
         f"mine.py, line {LINE + 2}: DecoderConfig needs sequence_length\n",
         f"mine.py, line {LINE + 1}: AttentionConfig needs heads",
         "write mlp=DenseMLPConfig(ffn=...) or GatedMLPConfig(ffn=...), from megajax.layers.config",
-        "write data=BlendConfig(...), MaskedSentencesConfig(...), MaskedSpansConfig(...), MockConfig(...) or "
-        "StandardLibraryConfig(...), from megajax.data.config",
+        "write data=BlendConfig(...), ChatConfig(...), ",
+        "or StandardLibraryConfig(...), from megajax.data.config\n",
     ):
         assert words in text
 

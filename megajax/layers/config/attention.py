@@ -176,6 +176,10 @@ class AttentionConfig(MultiHeadConfig):
         if self.qk_norm_over == "heads" and groups != self.heads:
             what = f"takes as many key heads as query heads, not kv_heads={groups} of heads={self.heads}"
             problems.append(Problem("qk_norm_over", what, "use head"))
+        if not self.causal and self.window is not None:
+            problems.append(Problem("window", "looks back alone, and tokens see later ones here", "set it to none"))
+        if not self.causal and self.relative is not None and not self.relative.both_ways:
+            problems.append(Problem("relative.both_ways", "is needed where tokens see later ones", "set it to true"))
         return problems + self.core_problems()
 
     def shape_problems(self, *, hidden: int, length: int) -> list[Problem]:

@@ -46,9 +46,15 @@ class BertConfig(DecoderConfig):
             if isinstance(block, PostNormBlockConfig) and self.residual == "float32":
                 what = "needs blocks that normalise what they multiply"
                 problems.append(Problem("residual", f"float32 {what}, and {where} does not", "set it to compute"))
-            if getattr(block.mixer, "causal", False):
-                problems.append(Problem(f"{where}.mixer.causal", "hides later tokens from BERT", "set it to false"))
         return problems
+
+    def causal_problems(self) -> list[Problem]:
+        """Blocks whose tokens do not see later ones."""
+        return [
+            Problem(f"{where}.mixer.causal", "hides later tokens from BERT", "set it to false")
+            for where, block in self.named_blocks().items()
+            if getattr(block.mixer, "causal", False)
+        ]
 
     def schema(self) -> dict[str, Leaf]:
         """Masked tokens, the original ones, which of them count, the parts, and what is padding."""

@@ -155,7 +155,15 @@ class DecoderConfig(Builds, TransformerConfig, ModelConfig):
         if self.prediction is not None and self.prediction.depth >= self.sequence_length:
             what = f"{self.prediction.depth} reaches beyond sequence_length={self.sequence_length}"
             problems.append(Problem("prediction.depth", what))
-        return problems + self.shape_problems()
+        return problems + self.shape_problems() + self.causal_problems()
+
+    def causal_problems(self) -> list[Problem]:
+        """Blocks that see the tokens they predict."""
+        return [
+            Problem(f"stack.pattern.{place}.mixer.causal", "shows a decoder the tokens it predicts", "set it to true")
+            for place, block in enumerate(self.stack.pattern)
+            if not getattr(block.mixer, "causal", True)
+        ]
 
     def schema(self) -> dict[str, Leaf]:
         """Tokens, their labels, and where documents begin."""

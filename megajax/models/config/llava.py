@@ -116,6 +116,12 @@ class LlavaConfig(DecoderConfig):
         elif shuffle > 0 and self.image_positions() >= self.sequence_length:
             what = f"{self.sequence_length} has no room for the {self.image_positions()} positions of an image and text"
             problems.append(Problem("sequence_length", what, "use longer rows or projector.pixel_shuffle"))
+        elif shuffle > 0 and self.slots * self.image_positions() > self.sequence_length:
+            what = (
+                f"{self.slots} images of {self.image_positions()} positions do not fit rows of {self.sequence_length}"
+            )
+            most = self.sequence_length // self.image_positions()
+            problems.append(Problem("slots", what, f"use {most}, or a longer sequence_length"))
         return problems
 
     def image_positions(self) -> int:

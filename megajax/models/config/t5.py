@@ -35,6 +35,8 @@ class T5Config(DecoderConfig):
         problems = DecoderConfig.problems(self)
         if self.encoder_length < 1:
             problems.append(Problem("encoder_length", f"must be at least 1, got {self.encoder_length}"))
+        if self.prediction is not None:
+            problems.append(Problem("prediction", "predicts further tokens of one section", "set it to none"))
         for place, block in enumerate(self.stack.pattern):
             if not isinstance(block, CrossBlockConfig):
                 what = "does not read the encoder: the blocks of the decoder are CrossBlockConfigs"

@@ -176,7 +176,7 @@ class SegmenterConfig(Builds):
     def leaves(self, tower: VisionTowerConfig) -> dict[str, Leaf]:
         """Leaves of a row beside the image."""
         return {
-            "labels": Leaf("int32", (tower.height, tower.width), (None, None), below=IGNORED + 1),
+            "labels": Leaf("int32", (tower.height, tower.width), (None, None), below=self.classes, ignored=IGNORED),
             "loss_mask": Leaf("float32", optional=True),
         }
 
