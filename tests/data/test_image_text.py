@@ -111,6 +111,8 @@ def test_the_tokenizer_gives_the_image_token(tmp_path: Path) -> None:
     check(row, [*whole[:6], 257, 257, *whole[7:], EOD], ["b\n", EOD])
     with pytest.raises(UserError, match=r"is 257, model.image_token is 256: set model.image_token=257"):
         build(config, tokenizer=tokenizer, vocabulary=259, token=256)
+    with pytest.raises(UserError, match=r"model.image_token=256 is a token of the text: .* 0 to 256"):
+        build(config, token=EOD)
     caption = lines(tmp_path, {"image": "red.png", "caption": "a <image>"})
     with pytest.raises(UserError, match=r"its text has the image token \(image marker without image\)"):
         build(caption, tokenizer=tokenizer, vocabulary=259).train[0]

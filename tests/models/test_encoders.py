@@ -23,7 +23,7 @@ from megajax.layers.config import (
 from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
 from megajax.layers.remat import Recompute
 from megajax.mesh.config import ParallelConfig
-from megajax.models.config import BertConfig, DecoderConfig, T5Config
+from megajax.models.config import BertConfig, DecoderConfig, PredictionConfig, T5Config
 
 MLP, NORM = DenseMLPConfig(ffn=48, bias=True), LayerNormConfig()
 READING = BlockConfig(mixer=AttentionConfig(heads=4, bias=True, causal=False), mlp=MLP, norm=NORM)
@@ -83,6 +83,10 @@ def normalised_after() -> BertConfig:
     parts = {"mixer": READING.mixer, "mlp": MLP, "norm": NORM}
     stack = StackConfig(pattern=(PostNormBlockConfig(**parts),), repeats=2)
     return replace(bert(), stack=stack, norm=IdentityNormConfig(), embedding_norm=NORM, head_norm=NORM)
+
+
+WINDOW = AttentionConfig(heads=4, causal=False, window=4)
+ONE_SIDED = AttentionConfig(heads=4, causal=False, relative=RelativeBiasConfig(both_ways=False))
 
 
 def slow(*values: object) -> object:
@@ -148,3 +152,24 @@ def test_a_decoders_settings_are_refused() -> None:
         cfg = replace(program(bert(), ONE, microbatches=1).cfg, model=model)
         with pytest.raises(ConfigError, match=words):
             check(cfg, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (replace(t5(), prediction=PredictionConfig()), "prediction"),
+        (replace(t5(), stack=StackConfig(pattern=(replace(WRITING, mixer=READING.mixer),), repeats=2)), "it predicts"),
+        (
+            replace(bert(), stack=StackConfig(pattern=(replace(READING, mixer=WINDOW),), repeats=2)),
+            "window: looks back alone",
+        ),
+        (
+            replace(bert(), stack=StackConfig(pattern=(replace(READING, mixer=ONE_SIDED),), repeats=2)),
+            "relative.both_ways: is needed",
+        ),
+    ],
+)
+def test_what_encoders_and_decoders_cannot_see_is_refused(model: DecoderConfig, words: str) -> None:
+    cfg = replace(program(bert(), ONE, microbatches=1).cfg, model=model)
+    with pytest.raises(ConfigError, match=words):
+        check(cfg, 1)

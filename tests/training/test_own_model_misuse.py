@@ -119,7 +119,7 @@ def config"""
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        ("tokenizer", "the tokenizer of WordsConfig lacks decode, .*vocabulary_size"),
+        ("tokenizer", "the tokenizer of WordsConfig lacks .*decode, .*vocabulary_size"),
         ("optimizer", "WordsConfig.build returned a object, not a megajax.optim.optimizer.Optimizer"),
     ],
 )

@@ -67,6 +67,11 @@ def test_the_model_refuses_more_arrays_than_it_takes(run):
         run.model([[1]], tokens=[[1]])
     with pytest.raises(ValueError, match="each once; got words"):
         run.model(words=[[1]])
+    with pytest.raises(ValueError, match="the model needs tokens; got positions"):
+        run.model(positions=[[0]])
+    for positions in ([[0], [1]], [[0, 1]]):
+        with pytest.raises(ValueError, match="equally many rows and positions"):
+            run.model([[1]], positions)
 
 
 @pytest.mark.parametrize(
