@@ -84,7 +84,8 @@ def read_rows(source: RowSource, schema: Schema, first: int, offsets: np.ndarray
             wrong = ((values < 0) | (values >= below)) & (True if ignored is None else values != ignored)
             outside = np.any(wrong, axis=tuple(range(1, values.ndim)))
             if outside.any():
-                first = values[outside][0][wrong[outside][0]]
+                first = values[outside][0]
+                first = first if ignored is None else first[first != ignored]
                 also = "" if ignored is None else f", and {ignored} for what does not count"
                 raise UserError(
                     f"row {numbers[outside][0]} of the data has {name} from {first.min()} to {first.max()}, the model "
