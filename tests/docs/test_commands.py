@@ -33,6 +33,8 @@ LEFT_OUT = {
     "FILE.xplane": "needs a profile; tests/metrics reads one",
     "source .venv": "the tests run in that environment",
     "benchmarks/kernels.py": "needs a GPU",
+    "wiki.valid.txt": "needs WikiText",
+    "data/valid_text_sentence": "needs WikiText",
     "benchmarks/program_audit.py": "tests/planning/test_program_audit_deviceless.py does the same",
 }
 """Words of the commands that do not run here, with the reason."""

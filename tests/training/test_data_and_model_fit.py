@@ -31,5 +31,8 @@ def test_one_message_has_both_sides(settings: str) -> None:
 
 
 def test_sections_of_different_depth_have_no_fp8() -> None:
-    with pytest.raises(ConfigError, match=r"precision.fp8: counts layers of one number.*'encoder': 4, 'the last': 2"):
+    with pytest.raises(
+        ConfigError,
+        match=r"precision.fp8: is for sections of equally many layers, and these differ: encoder 4, stack 2",
+    ):
         load("t5.py:debug", "precision.fp8.type=Fp8", "precision.compute=bfloat16", "model.encoder.repeats=4")

@@ -131,12 +131,13 @@ def test_gradients_and_evaluation_are_those_of_plain_differentiation(recompute):
         np.testing.assert_allclose(actual.grads[path], expected, atol=1e-5 * scale, err_msg=path)
 
 
+@pytest.mark.slow  # tests/models/test_llava.py trains two sections on a layout by default
 @pytest.mark.parametrize(
     "parallel",
     [
         ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="zero1"),
-        pytest.param(ParallelConfig(data=4, data_sharding="fsdp"), marks=pytest.mark.slow),
-        pytest.param(ParallelConfig(data=2, tensor=4), marks=pytest.mark.slow),
+        ParallelConfig(data=4, data_sharding="fsdp"),
+        ParallelConfig(data=2, tensor=4),
     ],
     ids=["data, tensor, sequence, zero1", "fsdp", "data, tensor"],
 )
