@@ -78,7 +78,7 @@ def text() -> RunConfig:
         batch=BatchConfig(global_size=16, micro_size=16),
         evaluation=EvaluationConfig(every=200, batches=16),
         checkpoint=CheckpointConfig(every=200),
-        steps=1200,
+        steps=1450,
         run_dir="runs/bert_text",
     )
 
