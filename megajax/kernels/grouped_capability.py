@@ -1,0 +1,125 @@
+"""The capabilities of the kernels of the grouped matmul: one table for the choice, the errors and the docs.
+
+This module imports neither jax nor numpy, so configs are checked against the same table.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from megajax.config.errors import UserError
+from megajax.kernels.capability import AMPERE, BLACKWELL, HOPPER, Device, DeviceRange
+
+type GroupedKernel = Literal["auto", "reference", "triton", "mosaic"]
+
+
+class GroupedSizes(NamedTuple):
+    """Sizes of a grouped matmul of x [rows, inner] and w [groups, inner, outer]."""
+
+    rows: int
+    groups: int
+    inner: int
+    outer: int
+
+    def elements(self) -> int:
+        """Of the largest array."""
+        return max(self.rows * max(self.inner, self.outer), self.groups * self.inner * self.outer)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedBackend:
+    """What a kernel of the grouped matmul supports."""
+
+    label: str
+    """Its name in messages."""
+    dtypes: tuple[str, ...] | None = None
+    """None: any."""
+    devices: DeviceRange | None = None
+    """The NVIDIA GPUs that it runs on; None: any device."""
+    rows: int = 1
+    """The number of rows must be a multiple of this."""
+    sides: int = 1
+    """Both sides of the matrices must be multiples of this."""
+    elements: int | None = None
+    """The largest array must have fewer elements."""
+
+    def refusal(
+        self, dtype: str | None = None, device: Device | None = None, sizes: GroupedSizes | None = None
+    ) -> str | None:
+        """Why this is not supported, to follow `label`; None if it is. None for what is not known, which passes."""
+        if device is not None and self.devices is not None:
+            if device.capability is None:
+                return f"needs an NVIDIA GPU, jax found {device.name}"
+            if reason := self.devices.refusal(device):
+                return f"runs {reason}"
+        if self.dtypes is not None and dtype is not None and dtype not in self.dtypes:
+            return f"computes in {' or '.join(self.dtypes)}, not in {dtype}"
+        return None if sizes is None else self._size_refusal(sizes)
+
+    def _size_refusal(self, sizes: GroupedSizes) -> str | None:
+        if sizes.rows % self.rows:
+            return f"takes a multiple of {self.rows} rows, not {sizes.rows}"
+        if sizes.inner % self.sides or sizes.outer % self.sides:
+            return f"takes matrices with sides of multiples of {self.sides}, not {sizes.inner} x {sizes.outer}"
+        if self.elements is not None and sizes.elements() >= self.elements:
+            return f"takes arrays of fewer than {self.elements:,} elements, not of {sizes.elements():,}"
+        return None
+
+
+GROUPED_BACKENDS: Mapping[GroupedKernel, GroupedBackend] = MappingProxyType(
+    {
+        "mosaic": GroupedBackend(
+            label="the Mosaic kernel",
+            dtypes=("bfloat16", "float16"),
+            # wgmma is an instruction of Hopper alone. Elsewhere the compiler refuses it, or ends the process.
+            devices=DeviceRange(HOPPER, (), below=BLACKWELL),
+            rows=8,
+            sides=64,
+        ),
+        "triton": GroupedBackend(
+            label="the Triton kernel",
+            dtypes=("bfloat16", "float16"),
+            devices=DeviceRange(AMPERE, ()),
+            sides=16,
+            elements=2**31,
+        ),
+        "reference": GroupedBackend(label="the reference"),
+    }
+)
+"""Fastest first."""
+
+
+class GroupedChoice(NamedTuple):
+    """A kernel of the grouped matmul, and why the faster ones were not chosen."""
+
+    kernel: GroupedKernel
+    reasons: tuple[str, ...] = ()
+    """Faster kernels with the reason, "mosaic, triton: needs an NVIDIA GPU, jax found cpu"."""
+
+
+def choose_grouped(
+    kernel: GroupedKernel,
+    dtype: str | None,
+    device: Device | None,
+    where: str = "kernel",
+    sizes: GroupedSizes | None = None,
+) -> GroupedChoice:
+    """The kernel for rows of this dtype on this device: the named one, or for `auto` the fastest that can.
+
+    device: None for any NVIDIA GPU; sizes: None where they are not known yet. `where`: name of the setting.
+    Raises UserError if the named kernel can't.
+    """
+    if kernel == "auto":
+        reasons: dict[str, list[str]] = {}
+        for name, backend in GROUPED_BACKENDS.items():
+            refusal = backend.refusal(dtype, device, sizes)
+            if refusal is None:
+                return GroupedChoice(name, tuple(f"{', '.join(names)}: {why}" for why, names in reasons.items()))
+            reasons.setdefault(refusal, []).append(name)
+        raise AssertionError("the reference supports every request")
+    refusal = GROUPED_BACKENDS[kernel].refusal(dtype, device, sizes)
+    if refusal is None:
+        return GroupedChoice(kernel)
+    able = choose_grouped("auto", dtype, device, sizes=sizes).kernel
+    raise UserError(f"{where}={kernel}: {GROUPED_BACKENDS[kernel].label} {refusal}. Set {where}={able} or auto.")

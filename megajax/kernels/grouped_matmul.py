@@ -1,0 +1,117 @@
+"""The grouped matmul of mixture-of-experts layers: each group of rows times the matrix of its own group.
+
+A kernel is two functions, `Products`: rows times matrices, which is the forward pass and the gradient of the rows, and
+the gradient of the matrices. `grouped_matmul` combines them into a differentiable function.
+
+T rows, E groups; x [T, K], w [E, K, N], y [T, N]. Rows are sorted by group. The sizes of the groups may add up to less
+than T: no kernel lets the rows past the groups reach anything, in x or in the gradient of y, whatever they hold.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from megajax.kernels.attention import local_device
+from megajax.kernels.grouped_capability import GroupedKernel, GroupedSizes, choose_grouped
+from megajax.kernels.grouped_tiles import tiles
+
+REFERENCE_BLOCKS = (16, 128)
+"""Least and most rows of a tile of the reference."""
+
+
+class Products(NamedTuple):
+    """The two functions of a kernel; neither is differentiable."""
+
+    rows: Callable[..., Array]
+    """(x [T, K], w [E, K, N] of x's dtype, sizes, transposed=) -> [T, N] in x's dtype; transposed: w [E, N, K]."""
+    matrices: Callable[..., Array]
+    """(x [T, K], dy [T, N], sizes, dtype=) -> [E, K, N]: sum over each group's rows of x^T dy; 0 for one without."""
+
+
+def reference_rows(x: Array, w: Array, sizes: Array, *, transposed: bool = False) -> Array:
+    """One matmul for each tile of rows of a group; rows past the groups are 0."""
+    block = _reference_block(x.shape[0], sizes.shape[0])
+    found = tiles(sizes, x.shape[0], block)
+    contracted = ((1,), (1 if transposed else 0,)), ((), ())
+
+    def step(tile: Array, y: Array) -> Array:
+        at, mine = _place(found.first[tile], found.end[tile], x.shape[0], block)
+        rows = jnp.where(mine, lax.dynamic_slice_in_dim(x, at, block), 0)
+        matrix = lax.dynamic_index_in_dim(w, found.group[tile], keepdims=False)
+        product = lax.dot_general(rows, matrix, contracted, preferred_element_type=jnp.float32).astype(x.dtype)
+        product = jnp.where(mine, product, lax.dynamic_slice_in_dim(y, at, block))
+        return lax.dynamic_update_slice_in_dim(y, product, at, 0)
+
+    y = jnp.zeros((x.shape[0], w.shape[1 if transposed else 2]), x.dtype)
+    return lax.fori_loop(0, found.live, step, y)
+
+
+def reference_matrices(x: Array, dy: Array, sizes: Array, *, dtype: jnp.dtype) -> Array:
+    """One matmul for each tile of rows of a group, added up in float32."""
+    block = _reference_block(x.shape[0], sizes.shape[0])
+    found = tiles(sizes, x.shape[0], block)
+
+    def step(tile: Array, dw: Array) -> Array:
+        at, mine = _place(found.first[tile], found.end[tile], x.shape[0], block)
+        a, b = (jnp.where(mine, lax.dynamic_slice_in_dim(rows, at, block), 0) for rows in (x, dy))
+        part = lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        group = found.group[tile]
+        return lax.dynamic_update_index_in_dim(dw, dw[group] + part, group, 0)
+
+    dw = jnp.zeros((sizes.shape[0], x.shape[1], dy.shape[1]), jnp.float32)
+    return lax.fori_loop(0, found.live, step, dw).astype(dtype)
+
+
+def _reference_block(rows: int, groups: int) -> int:
+    """Rows of a tile: a quarter of the mean group, so that few of them are empty, within REFERENCE_BLOCKS."""
+    least, most = REFERENCE_BLOCKS
+    return min(rows, max(least, min(most, 1 << (rows // groups // 4).bit_length())))
+
+
+def _place(first: Array, end: Array, rows: int, block: int) -> tuple[Array, Array]:
+    """Where to cut `block` of the rows that hold rows [first, end), and which of the cut are those, bool [block, 1]."""
+    at = jnp.minimum(first, rows - block)
+    row = at + jnp.arange(block)
+    return at, ((row >= first) & (row < end))[:, None]
+
+
+PRODUCTS: Mapping[str, Products] = MappingProxyType({"reference": Products(reference_rows, reference_matrices)})
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply(products: Products, x: Array, w: Array, sizes: Array) -> Array:
+    return products.rows(x, w.astype(x.dtype), sizes)
+
+
+def _backward(products: Products, saved: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array, None]:
+    x, w, sizes = saved
+    dx = products.rows(dy, w.astype(x.dtype), sizes, transposed=True)
+    return dx, products.matrices(x, dy, sizes, dtype=w.dtype), None
+
+
+_multiply.defvjp(lambda products, x, w, sizes: (_multiply(products, x, w, sizes), (x, w, sizes)), _backward)
+
+
+def grouped_matmul(x: Array, w: Array, sizes: Array, kernel: GroupedKernel | Products = "auto") -> Array:
+    """y[t] = x[t] @ w[group of row t]: x [T, K], w [E, K, N], sizes int32 [E] -> [T, N] in x's dtype.
+
+    Rows are sorted by group; sizes: rows of each group. Rows past the groups, where the sizes add up to less than T,
+    may hold anything, NaN included, in x and in y's gradient. Those of y and of x's gradient are then undefined, but 0
+    from the reference. Sums are in float32. w may have a wider dtype than x: it is cast to x's, and its gradient is
+    computed in its own.
+
+    kernel: `auto` takes the fastest that the first device and these sizes allow. One asked for by name is not held
+    against that device, as programs are also compiled for virtual devices. Raises UserError where it can't take the
+    dtype or sizes.
+    """
+    if isinstance(kernel, Products):
+        return _multiply(kernel, x, w, sizes)
+    known = GroupedSizes(x.shape[0], *w.shape)
+    device = local_device() if kernel == "auto" else None
+    name = choose_grouped(kernel, jnp.dtype(x.dtype).name, device, sizes=known).kernel
+    return _multiply(PRODUCTS[name], x, w, sizes.astype(jnp.int32))

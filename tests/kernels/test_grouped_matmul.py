@@ -1,0 +1,149 @@
+"""The grouped matmul: its reference against a dense one, and the GPU kernels, interpreted, against the reference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+from megajax.config.errors import UserError
+from megajax.kernels.capability import Device
+from megajax.kernels.grouped_capability import GROUPED_BACKENDS, GroupedSizes, choose_grouped
+from megajax.kernels.grouped_matmul import PRODUCTS, grouped_matmul
+from megajax.kernels.grouped_tiles import most_tiles, tiles
+
+A100, H100, B200 = (
+    Device(name=name, capability=at) for name, at in (("A100", (8, 0)), ("H100", (9, 0)), ("B200", (10, 0)))
+)
+CPU = Device(name="cpu")
+ROWS, INNER, OUTER = 40, 8, 12
+GROUPS = {
+    "even": (10, 10, 10, 10),
+    "uneven, some empty": (0, 23, 0, 17),
+    "all rows in one": (0, 0, 40, 0),
+    "rows past the groups": (3, 0, 20, 1),
+    "one row each": (1, 1, 1, 1),
+    "no rows": (0, 0, 0, 0),
+}
+
+
+def arrays(sizes: tuple[int, ...], dtype=jnp.float32) -> tuple[Array, Array, Array, Array]:
+    """x, w, the gradient of y, and the sizes; the rows past the groups are NaN."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (ROWS, INNER), (len(sizes), INNER, OUTER), (ROWS, OUTER)
+    x, w, dy = (jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
+    past = slice(sum(sizes), None)
+    return x.at[past].set(jnp.nan), w, dy.at[past].set(jnp.nan), jnp.array(sizes, jnp.int32)
+
+
+def both(multiply, x: Array, w: Array, dy: Array) -> tuple[Array, Array, Array]:
+    """The result and both gradients."""
+    y, pullback = jax.vjp(multiply, x, w)
+    return y, *pullback(dy.astype(y.dtype))
+
+
+@jax.jit
+def of_reference(x: Array, w: Array, dy: Array, sizes: Array) -> tuple[Array, Array, Array]:
+    return both(lambda x, w: grouped_matmul(x, w, sizes, "reference"), x, w, dy)
+
+
+def dense(x: Array, w: Array, dy: Array, sizes: Array) -> tuple[Array, Array, Array]:
+    """With the matrix of each row, in float32; rows past the groups are 0."""
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    live = len(owner)
+    x, w, dy = (a.astype(jnp.float32) for a in (x[:live], w, dy[:live]))
+    found = both(lambda x, w: jnp.einsum("tk,tkn->tn", x, w[owner]), x, w, dy)
+    padded = [jnp.pad(a, ((0, ROWS - live), (0, 0))) for a in found[:2]]
+    return padded[0], padded[1], found[2]
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_the_reference_equals_a_dense_product(groups: tuple[int, ...]) -> None:
+    """Also with NaN in the rows past the groups, whose results are 0."""
+    given = arrays(groups)
+    for found, expected in zip(of_reference(*given), dense(*given), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_wide_matrices_get_wide_gradients() -> None:
+    """Rows in bfloat16, matrices in float32: the gradient is summed in float32 and not rounded after."""
+    x, w, dy, sizes = arrays(GROUPS["uneven, some empty"])
+    x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
+    y, dx, dw = of_reference(x, w, dy, sizes)
+    assert (y.dtype, dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    expected = dense(x, w.astype(jnp.bfloat16), dy, sizes)
+    np.testing.assert_allclose(dw, expected[2], atol=1e-5)
+    for found, exact in ((y, expected[0]), (dx, expected[1])):
+        np.testing.assert_array_equal(found, exact.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("block", [1, 4, 7, 64])
+def test_tiles_cover_each_group_once(block: int) -> None:
+    random = np.random.default_rng(block)
+    for _ in range(5):
+        sizes = random.multinomial(ROWS - random.integers(8), random.dirichlet(np.full(5, 0.4)))
+        found = tiles(jnp.array(sizes, jnp.int32), ROWS, block)
+        assert found.group.shape == (most_tiles(ROWS, 5, block),) and found.live == (-(-sizes // block)).sum()
+        rows = [row for first, end in zip(*map(np.asarray, found[1:3]), strict=True) for row in range(first, end)]
+        assert rows == list(range(sizes.sum()))
+        owner = np.repeat(np.arange(5), sizes)
+        for group, first, end in zip(*(np.asarray(a) for a in found[:3]), strict=True):
+            assert end - first <= block and (owner[first:end] == group).all()
+
+
+FITTING = GroupedSizes(rows=4096, groups=8, inner=2048, outer=768)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "sizes", "kernel", "why"),
+    [
+        (H100, "bfloat16", FITTING, "mosaic", ()),
+        (A100, "bfloat16", FITTING, "triton", ("mosaic: runs from compute capability 9.0 on, A100 has 8.0",)),
+        (B200, "bfloat16", FITTING, "triton", ("mosaic: runs below compute capability 10.0, B200 has 10.0",)),
+        (CPU, "bfloat16", FITTING, "reference", ("mosaic, triton: needs an NVIDIA GPU, jax found cpu",)),
+        (
+            H100,
+            "float32",
+            FITTING,
+            "reference",
+            ("mosaic, triton: computes in bfloat16 or float16, not in float32",),
+        ),
+        (H100, "bfloat16", FITTING._replace(rows=4001), "triton", ("mosaic: takes a multiple of 8 rows, not 4001",)),
+        (
+            H100,
+            "bfloat16",
+            FITTING._replace(outer=720),
+            "triton",
+            ("mosaic: takes matrices with sides of multiples of 64, not 2048 x 720",),
+        ),
+        (
+            A100,
+            "bfloat16",
+            FITTING._replace(rows=2**20),
+            "reference",
+            (
+                "mosaic: runs from compute capability 9.0 on, A100 has 8.0",
+                "triton: takes arrays of fewer than 2,147,483,648 elements, not of 2,147,483,648",
+            ),
+        ),
+        (H100, None, None, "mosaic", ()),
+    ],
+)
+def test_auto_chooses_the_fastest_kernel_that_can(device, dtype, sizes, kernel, why) -> None:
+    assert choose_grouped("auto", dtype, device, sizes=sizes) == (kernel, why)
+    assert choose_grouped(kernel, dtype, device, sizes=sizes).kernel == kernel
+
+
+def test_a_kernel_that_cannot_is_an_error_with_an_alternative() -> None:
+    with pytest.raises(UserError) as caught:
+        choose_grouped("mosaic", "bfloat16", A100, "model.block.mlp.kernel")
+    assert str(caught.value) == (
+        "model.block.mlp.kernel=mosaic: the Mosaic kernel runs from compute capability 9.0 on, A100 has 8.0. "
+        "Set model.block.mlp.kernel=triton or auto."
+    )
+    with pytest.raises(UserError, match="kernel=triton: the Triton kernel computes in bfloat16 or float16"):
+        grouped_matmul(jnp.ones((16, 16)), jnp.ones((2, 16, 16)), jnp.array([8, 8]), "triton")
+
+
+def test_every_kernel_exists_and_the_reference_is_the_last() -> None:
+    assert set(GROUPED_BACKENDS) >= set(PRODUCTS) and list(GROUPED_BACKENDS)[-1] == "reference"
