@@ -161,7 +161,7 @@ def program(
     isolated: bool = True,
 ) -> Program:
     """What `megajax.train` compiles for these settings, on as many of the devices as they say."""
-    replicas = parallel.data_size(len(jax.devices()))
+    replicas = parallel.data_size(len(jax.devices())) * parallel.expert
     micro_size, rest = divmod(ROWS, microbatches * replicas)
     assert rest == 0, f"{ROWS} rows are not {microbatches} microbatches on {replicas} devices"
     cfg = RunConfig(
@@ -299,8 +299,8 @@ def train(
         placed, other = (place(made, draw(seed)) for seed in (0, 1))
         if evaluated:
             evaluate: Any = made.eval_step
-            evaluate = evaluate.lower(state.params, placed).compile(compiler_options=dict(options))
-            before = np.divide(*evaluate(state.params, placed)["loss"]).item()
+            evaluate = evaluate.lower(state.inputs, placed).compile(compiler_options=dict(options))
+            before = np.divide(*evaluate(state.inputs, placed)["loss"]).item()
         if steps:
             begun = time.perf_counter()
             step: Any = made.train_step
@@ -312,7 +312,7 @@ def train(
             if number == 0:
                 gradients, padding = in_order(made, gradients_of(made, state, reported[0][1]))
         if evaluated:
-            total, counted = (float(part) for part in evaluate(state.params, other)["loss"])
+            total, counted = (float(part) for part in evaluate(state.inputs, other)["loss"])
             evaluations = {"before": before, "evaluation": total / counted, "counted": counted}
     for arrays in (state.params, *(part for part in state.optimizer.values() if isinstance(part, dict))):
         padding = max(padding, in_order(made, arrays)[1], key=_nan_first)

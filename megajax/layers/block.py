@@ -30,12 +30,17 @@ class Block(nnx.Module):
         mixed = self.mixer(self.whole(self.mixer_norm(x)), ctx)
         mixed = mixed if self.mixer_scale is None else self.mixer_scale(mixed)
         x = checkpoint_name(x + self.drop(mixed, x, ctx, MIXER_PLACE), "residual")
-        y = self.mlp(self.whole(self.mlp_norm(x)))
+        y = self.mlp(self.mlp_input(self.mlp_norm(x)), ctx)
         return x + self.drop(y if self.mlp_scale is None else self.mlp_scale(y), x, ctx, MLP_PLACE)
 
     def whole(self, normed: Array) -> Array:
         """A norm's output, of which every device of `tensor` gets the whole sequence."""
         return self.layout.act(checkpoint_name(normed, "norm"), "batch", "seq", "embed")
+
+    def mlp_input(self, normed: Array) -> Array:
+        """A norm's output as the MLP takes it: whole, or each device's own positions."""
+        own = getattr(self.mlp, "own_positions", False)
+        return checkpoint_name(normed, "norm") if own else self.whole(normed)
 
     def drop(self, y: Array, x: Array, ctx: Context, place: int) -> Array:
         """Dropout of a sub-layer's output. Raises UserError unless it fits the residual stream x: shape and dtype."""
@@ -55,7 +60,9 @@ class PostNormBlock(Block):
     def __call__(self, x: Array, ctx: Context) -> Array:
         mixed = self.mixer(self.layout.act(x, "batch", "seq", "embed"), ctx)
         x = checkpoint_name(self.mixer_norm(x + self.drop(mixed, x, ctx, MIXER_PLACE)), "residual")
-        return self.mlp_norm(x + self.drop(self.mlp(self.layout.act(x, "batch", "seq", "embed")), x, ctx, MLP_PLACE))
+        return self.mlp_norm(
+            x + self.drop(self.mlp(self.layout.act(x, "batch", "seq", "embed"), ctx), x, ctx, MLP_PLACE)
+        )
 
 
 class CrossBlock(Block):
@@ -71,4 +78,4 @@ class CrossBlock(Block):
         x = checkpoint_name(x + self.drop(mixed, x, ctx, MIXER_PLACE), "residual")
         crossed = self.cross(self.whole(self.cross_norm(x)), ctx)
         x = checkpoint_name(x + self.drop(crossed, x, ctx, CROSS_PLACE), "residual")
-        return x + self.drop(self.mlp(self.whole(self.mlp_norm(x))), x, ctx, MLP_PLACE)
+        return x + self.drop(self.mlp(self.mlp_input(self.mlp_norm(x)), ctx), x, ctx, MLP_PLACE)

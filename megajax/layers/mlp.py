@@ -11,6 +11,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.config import DenseMLPConfig, GatedMLPConfig
+from megajax.layers.context import Context
 from megajax.layers.fused import keeping_inputs
 from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, param
 
@@ -45,7 +46,8 @@ class DenseMLP(nnx.Module):
             self.up_bias = param((cfg.ffn,), ("mlp",), init=ZEROS, role="bias")
             self.down_bias = param((settings.hidden,), ("embed",), init=ZEROS, role="bias")
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, ctx: Context) -> Array:
+        del ctx
         up = self.layout.dot("bsd,df->bsf", x, self.up, "batch", "seq", "mlp")
         if self.cfg.bias:
             up = up + self.up_bias[...][None, None]
@@ -68,7 +70,8 @@ class GatedMLP(nnx.Module):
             self.up_bias = param((cfg.ffn,), ("mlp",), init=ZEROS, role="bias")
             self.down_bias = param((settings.hidden,), ("embed",), init=ZEROS, role="bias")
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, ctx: Context) -> Array:
+        del ctx
         gate = self.layout.dot("bsd,df->bsf", x, self.gate, "batch", "seq", "mlp")
         up = self.layout.dot("bsd,df->bsf", x, self.up, "batch", "seq", "mlp")
         if self.cfg.bias:

@@ -22,7 +22,10 @@ class ParallelConfig:
     data: int | None = None
     """Data-parallel replicas of the model; none: all devices that the other axes leave."""
     expert: int = 1
-    """Devices that experts are sharded over; this version supports 1."""
+    """Devices that the experts of a mixture are sharded over; for all other layers they are like those of `data`."""
+    expert_tensor: Literal["cut", "whole"] = "cut"
+    """What `tensor` does with experts. cut: shards the matrices of each along its ffn; whole: shards the list of
+    experts further, over expert x tensor devices, which needs sequence parallelism."""
     context: int = 1
     """Devices that the sequence is sharded over in attention; this version supports 1."""
     tensor: int = 1
@@ -50,10 +53,12 @@ class ParallelConfig:
             size = getattr(self, name)
             if size is not None and size < 1:
                 problems.append(Problem(name, f"must be at least 1, got {size}"))
-        for name in ("expert", "context"):
-            if (size := getattr(self, name)) > 1:
-                hint = "use parallel.data, parallel.tensor or parallel.pipeline"
-                problems.append(Problem(name, f"{size} devices asked for, this version runs 1", hint))
+        if self.context > 1:
+            hint = "use parallel.data, parallel.tensor or parallel.pipeline"
+            problems.append(Problem("context", f"{self.context} devices asked for, this version runs 1", hint))
+        if self.expert_tensor == "whole" and self.tensor > 1 and not self.sequence:
+            what = "whole experts over `tensor` take each device's own positions, and parallel.sequence is false"
+            problems.append(Problem("expert_tensor", what, "set parallel.sequence=true, or expert_tensor=cut"))
         if self.sequence and self.tensor == 1:
             what = "sequence parallelism needs parallel.tensor > 1, which is 1"
             hint = "set parallel.tensor=2 or more, or parallel.sequence=false"

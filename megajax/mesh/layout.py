@@ -85,6 +85,8 @@ class Layout:
     """Dtype in which `gather` communicates weights; None: unchanged."""
     reduced: str | None = None
     """Dtype in which their gradients are communicated; None: unchanged."""
+    token_weight: float = 1.0
+    """About what the loss of a position weighs in the loss that is differentiated, before the loss scale."""
 
     def plain(self) -> "Layout":
         """The same layout with einsum; the auxiliary arrays of weights stay."""

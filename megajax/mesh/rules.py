@@ -38,6 +38,9 @@ class Rules:
     vocab: MeshAxes = ("pipeline", "tensor")
     """Every pipeline stage computes a part of each microbatch's embedding and loss, so all stages are alike."""
     expert: MeshAxes = ("expert",)
+    """The experts of a mixture; ("expert", "tensor") where each is whole."""
+    expert_mlp: MeshAxes = ("tensor",)
+    """The ffn of an expert; () where each is whole."""
     state: MeshAxes = ()
     layer: MeshAxes = ("pipeline",)
     """Rows of stacked weights; `pipeline.partition` makes the layers of a stage adjacent."""
@@ -111,6 +114,8 @@ class Plan:
     def of(cls, cfg: ParallelConfig) -> "Plan":
         """The plan of a ParallelConfig: replicate, zero1 and fsdp differ in the rules only, not in code."""
         compute = Rules(seq_residual=("context", "tensor")) if cfg.sequence else Rules()
+        if cfg.expert_tensor == "whole":
+            compute = replace(compute, expert=("expert", "tensor"), expert_mlp=())
         spread = replace(compute, embed=SHARDS)
         match cfg.data_sharding:
             case "replicate":

@@ -102,7 +102,7 @@ class AttentionPooling(nnx.Module):
         zeros = jnp.zeros((x.shape[0], 1), jnp.int32)
         one = Context(zeros, jnp.zeros(1, jnp.int32), segments, memory=x, memory_segments=ctx.segments)
         y = self.attention(query, one)
-        return (y + self.mlp(self.norm(y)))[:, 0]
+        return (y + self.mlp(self.norm(y), one))[:, 0]
 
 
 class Linear(nnx.Module):

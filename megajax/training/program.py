@@ -263,14 +263,14 @@ def demand_divisible(declared: Mapping[str, ParamSpec], plan: Plan, mesh: Mesh) 
 
 
 def _layout(cfg: RunConfig, mesh: Mesh, plan: Plan) -> Layout:
-    precision = cfg.precision
-    layout = Layout(plan, gathered=precision.compute, reduced=precision.reduced_in())
+    precision, batch = cfg.precision, cfg.batch
+    tokens = 1 if batch.loss_average == "tokens" else batch.micro_size * cfg.model.row_positions()
+    layout = Layout(plan, gathered=precision.compute, reduced=precision.reduced_in(), token_weight=1 / tokens)
     if precision.fp8 is None:
         return layout
     refuse_old(mesh.devices.flat[0])
-    fp8, batch = precision.fp8, cfg.batch
-    tokens = 1 if batch.loss_average == "tokens" else batch.micro_size * cfg.model.row_positions()
-    history = None if fp8.delayed is None else AmaxHistory(fp8.delayed, token_share=1 / tokens)
+    fp8 = precision.fp8
+    history = None if fp8.delayed is None else AmaxHistory(fp8.delayed, token_share=layout.token_weight)
     recipe = fp8.build(history)
     return replace(layout, matmul=recipe, beside=recipe.beside, fp8_layers=fp8.layers(cfg.model.stack.layers()))
 

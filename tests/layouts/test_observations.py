@@ -13,6 +13,7 @@ from tiny_runs import LENGTH, ONE, QUICK, ROWS, llama, place, program, rows, sta
 
 from megajax.batch import Grads
 from megajax.layers.config import GatedMLPConfig
+from megajax.layers.context import Context
 from megajax.layers.mlp import GatedMLP
 from megajax.layers.param import LayerSettings, observation
 from megajax.layers.remat import Recompute
@@ -52,8 +53,8 @@ class Counting(GatedMLP):
         self.positive = observation(Observed(shape=(settings.hidden,), axes=(None,), reduction="sum", updater=Halved()))
         self.largest = observation(Observed(shape=(settings.hidden,), axes=(None,), reduction="max"))
 
-    def __call__(self, x: Array) -> Array:
-        y = observe(super().__call__(x), self.positions[...], jnp.float32(x.shape[0] * x.shape[1]))
+    def __call__(self, x: Array, ctx: Context) -> Array:
+        y = observe(super().__call__(x, ctx), self.positions[...], jnp.float32(x.shape[0] * x.shape[1]))
         y = observe(y, self.positive[...], jnp.sum(x > 0, axis=(0, 1), dtype=jnp.float32))
         return observe(y, self.largest[...], jnp.max(jnp.abs(x), axis=(0, 1)))
 

@@ -6,6 +6,14 @@ Sizes that all layers share (hidden size, number of layers, standard deviation o
 from megajax.layers.config.attention import AttentionConfig, LatentAttentionConfig, MixerConfig
 from megajax.layers.config.block import BlockConfig, PostNormBlockConfig, StackConfig, shared_bias
 from megajax.layers.config.mlp import DenseMLPConfig, GatedMLPConfig, MLPConfig
+from megajax.layers.config.moe import (
+    CapacityConfig,
+    DispatchConfig,
+    FeedForwardConfig,
+    MoEConfig,
+    RouterConfig,
+    SharedExpertConfig,
+)
 from megajax.layers.config.norm import (
     LARGEST,
     IdentityNormConfig,
@@ -22,7 +30,10 @@ __all__ = [
     "LARGEST",
     "AttentionConfig",
     "BlockConfig",
+    "CapacityConfig",
     "DenseMLPConfig",
+    "DispatchConfig",
+    "FeedForwardConfig",
     "GatedMLPConfig",
     "IdentityNormConfig",
     "L2NormConfig",
@@ -32,11 +43,14 @@ __all__ = [
     "Llama3ScalingConfig",
     "MLPConfig",
     "MixerConfig",
+    "MoEConfig",
     "NormConfig",
     "PostNormBlockConfig",
     "RMSNormConfig",
     "RelativeBiasConfig",
     "RopeConfig",
+    "RouterConfig",
+    "SharedExpertConfig",
     "StackConfig",
     "YarnScalingConfig",
     "above_zero",

@@ -9,7 +9,7 @@ from megajax.config.builds import Builds
 from megajax.config.errors import Problem, UserError
 from megajax.kernels.capability import Request
 from megajax.layers.config.attention import MixerConfig
-from megajax.layers.config.mlp import MLPConfig
+from megajax.layers.config.moe import FeedForwardConfig, MoEConfig
 from megajax.layers.config.norm import LARGEST, LayerScaleConfig, NormConfig, RMSNormConfig
 from megajax.layers.config.position import RelativeBiasConfig
 from megajax.layers.facts import (
@@ -42,7 +42,7 @@ class BlockConfig(Builds):
     target: ClassVar[str] = "megajax.layers.block:Block"
     mixer: MixerConfig | LayerBuilder
     """What mixes along the sequence."""
-    mlp: MLPConfig | LayerBuilder
+    mlp: FeedForwardConfig | LayerBuilder
     """What works on each position."""
     norm: NormConfig | LayerBuilder = field(default_factory=RMSNormConfig)
     """Normalisation before each of the two."""
@@ -91,6 +91,8 @@ class BlockConfig(Builds):
 
     def has_dropout(self) -> bool:
         """Whether training draws random numbers."""
+        if isinstance(self.mlp, MoEConfig) and self.mlp.draws_random_numbers():
+            return True
         return self.dropout > 0 or getattr(self.mixer, "dropout", 1.0) > 0  # a mixer that does not say may do so
 
     def weights(self, hidden: int) -> tuple[Weight, ...]:

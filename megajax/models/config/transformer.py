@@ -147,6 +147,8 @@ class TransformerConfig:
     def parallel_problems(self, parallel: ParallelConfig, shards: int | None) -> Iterator[Problem]:
         """Sizes that the mesh does not divide, and recomputation that does not fit it."""
         sizes = {axis: getattr(parallel, axis) or 1 for axis in MESH_AXES}
+        whole = sizes["tensor"] if parallel.expert_tensor == "whole" else 1
+        sizes |= {"experts": sizes["expert"] * whole, "expert_mlp": sizes["tensor"] // whole}
         yield from self.mesh_problems(sizes, sequence=parallel.sequence)
         yield from self._group_problems(parallel)
         if parallel.data_sharding == "fsdp" and self.recomputing().keeps_all():
@@ -192,7 +194,7 @@ class TransformerConfig:
     def mesh_problems(self, sizes: Mapping[str, int], *, sequence: bool) -> Iterator[Problem]:
         """What is wrong with the blocks on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""
         del sequence
-        if sizes["tensor"] > 1:
+        if max(sizes["tensor"], sizes["expert"]) > 1:
             for where, block in self.named_blocks().items():
                 for problem in block.mesh_problems(sizes):
                     yield replace(problem, where=f"{where}.{problem.where}")

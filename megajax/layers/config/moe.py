@@ -1,0 +1,273 @@
+"""Configs of mixtures of experts; imports neither jax nor flax."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
+
+from megajax.config.builds import Builds
+from megajax.config.errors import Problem
+from megajax.config.nearest import divisors_of
+from megajax.kernels.grouped_capability import GroupedKernel
+from megajax.layers.config.mlp import MLPConfig
+from megajax.layers.config.norm import above_zero
+from megajax.layers.facts import Elements, Matmul, MultiplyAdds, Side, Weight, prefixed
+from megajax.layers.remat import Part
+
+type Way = Literal["auto", "gather", "ragged", "capacity"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CapacityConfig:
+    """A limit on the tokens of each expert, counted over the rows of a microbatch on all devices."""
+
+    factor: float = 1.0
+    """Capacity over the mean number of tokens of an expert."""
+    drop: Literal["probability", "position"] = "probability"
+    """Which tokens an expert keeps: those that weigh it most, or the first."""
+
+    def problems(self) -> list[Problem]:
+        return above_zero(factor=self.factor)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterConfig:
+    """Chooses the experts of each token, and what they weigh. Computes in float32."""
+
+    score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
+    """Scores of the experts from the router's logits."""
+    normalise: Literal["chosen", "all"] = "chosen"
+    """chosen: the weights of a token's experts add up to 1 (softmax over the chosen logits; sigmoid: divided by the
+    sum); all: they are the scores among all experts, as they are."""
+    scale: float = 1.0
+    """Factor on the weights."""
+    groups: int | None = None
+    """Experts are in this many groups, of which a token chooses `chosen_groups` first; none: no groups."""
+    chosen_groups: int | None = None
+    """Groups a token's experts are from: those with the largest sums of their top_k / chosen_groups best scores."""
+    bias: bool = False
+    """A trained bias on the logits."""
+    balance_rate: float | None = None
+    """Balances without a loss: scores have a bias for the choice alone, which after each step goes up by this for
+    experts with fewer tokens than the mean, and down for the others (Wang et al. 2024); none: no such bias."""
+    aux_loss: float = 0.0
+    """Coefficient of the load-balancing loss over the tokens of a microbatch (Fedus et al. 2021, equation 4)."""
+    row_loss: float = 0.0
+    """Coefficient of the same loss over each row, averaged over rows."""
+    global_loss: float = 0.0
+    """Coefficient of the same loss with the tokens of the last step's batch counted too (Qiu et al. 2025)."""
+    z_loss: float = 0.0
+    """Coefficient of the mean squared logarithm of the partition function of the logits (Zoph et al. 2022)."""
+    sinkhorn: bool = False
+    """In training, experts are chosen by logits that Sinkhorn's algorithm balances (Clark et al. 2022)."""
+    jitter: float = 0.0
+    """In training, the router's input is multiplied by random numbers from 1 - jitter to 1 + jitter."""
+    force_balance: bool = False
+    """Tokens go to experts by turns, whatever the scores: for benchmarks."""
+    capacity: CapacityConfig | None = None
+    """A limit on the tokens of each expert; none: no token is dropped."""
+
+    def problems(self) -> list[Problem]:
+        problems = above_zero(scale=self.scale, balance_rate=self.balance_rate)
+        for name in ("aux_loss", "row_loss", "global_loss", "z_loss"):
+            if not 0 <= (value := getattr(self, name)) < float("inf"):
+                problems.append(Problem(name, f"must be a number of at least 0, got {value}"))
+        if not 0 <= self.jitter < 1:
+            problems.append(Problem("jitter", f"must be at least 0 and below 1, got {self.jitter}"))
+        if (self.groups is None) != (self.chosen_groups is None):
+            problems.append(Problem("groups", "and chosen_groups go together", "set both, or neither"))
+        if self.balance_rate is not None and self.score == "softmax" and self.normalise == "chosen":
+            what = "biases scores, and a softmax over the chosen logits has none before the choice"
+            problems.append(Problem("balance_rate", what, "use score=sigmoid, or normalise=all"))
+        balancing = self.aux_loss or self.row_loss or self.global_loss or self.balance_rate is not None
+        if self.sinkhorn and (balancing or self.groups is not None):
+            what = "balances by itself, beside losses, groups or balance_rate"
+            problems.append(Problem("sinkhorn", what, "set these losses to 0, the others to none"))
+        return problems
+
+    def expert_problems(self, experts: int, top_k: int) -> Iterator[Problem]:
+        """What is wrong with it for this many experts, top_k of which a token chooses."""
+        groups, chosen = self.groups, self.chosen_groups
+        if groups is None or chosen is None:
+            return
+        legal = ", ".join(map(str, divisors_of(experts)))
+        if groups < 1 or experts % groups:
+            yield Problem("groups", f"{groups} groups do not divide {experts} experts", f"groups can be {legal}")
+        elif not 1 <= chosen <= groups:
+            yield Problem("chosen_groups", f"{chosen} of groups={groups}", f"use 1 to {groups}")
+        elif top_k % chosen:
+            yield Problem("chosen_groups", f"{chosen} does not divide top_k={top_k}", "use one of its divisors")
+        elif top_k > experts // groups * chosen:
+            what = f"{chosen} groups of {experts // groups} experts have fewer than top_k={top_k}"
+            yield Problem("chosen_groups", what, f"use at least {-(-top_k * groups // experts)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedExpertConfig:
+    """A feed-forward layer that all tokens pass, beside those they choose."""
+
+    mlp: MLPConfig
+    """The layer."""
+    gate: bool = False
+    """Its output is multiplied by the sigmoid of a projection of the input to one number."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DispatchConfig:
+    """How tokens get to experts on other devices; see docs/moe.md."""
+
+    way: Way = "auto"
+    """gather: all tokens to all devices of `expert`; ragged: each token to the devices of its experts; capacity: the
+    same in parts of equal size; auto: whichever sends fewer bytes."""
+    room: float | None = None
+    """Rows that a device has room for, over the mean; further tokens are dropped, from the experts with most, and are
+    counted in the metrics. none: room for all, whatever the router does."""
+    chunks: int = 1
+    """Parts of a device's tokens that are sent and computed one after another, each recomputed in the backward pass:
+    memory for one part at a time."""
+
+    def problems(self) -> list[Problem]:
+        problems = [] if self.chunks >= 1 else [Problem("chunks", f"must be at least 1, got {self.chunks}")]
+        if self.room is not None and not 1 <= self.room < float("inf"):
+            problems.append(Problem("room", f"must be at least 1, got {self.room}", "1.5 is usual, none drops nothing"))
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEConfig(Builds):
+    """A mixture of experts: each token passes the top_k feed-forward layers that a router chooses for it."""
+
+    target: ClassVar[str] = "megajax.layers.moe:MixtureOfExperts"
+    experts: int
+    """Number of experts."""
+    top_k: int = 2
+    """Experts of a token."""
+    expert: MLPConfig
+    """The layer of each expert."""
+    router: RouterConfig = field(default_factory=RouterConfig)
+    """How experts are chosen."""
+    shared: SharedExpertConfig | None = None
+    """A layer for all tokens beside them; none: no such layer."""
+    latent: int | None = None
+    """Width that tokens are projected to for the experts, and back from; none: experts have the hidden size."""
+    dispatch: DispatchConfig = field(default_factory=DispatchConfig)
+    """How tokens get to experts on other devices."""
+    kernel: GroupedKernel = "auto"
+    """Grouped matmul of the experts: the fastest available, or that one or an error."""
+
+    def problems(self) -> list[Problem]:
+        problems = above_zero(experts=self.experts, top_k=self.top_k, latent=self.latent)
+        if problems:
+            return problems
+        if self.top_k > self.experts:
+            what = f"{self.top_k} experts a token, of experts={self.experts}"
+            problems.append(Problem("top_k", what, f"use at most {self.experts}"))
+        return problems + [
+            replace(problem, where=f"router.{problem.where}")
+            for problem in self.router.expert_problems(self.experts, self.top_k)
+        ]
+
+    def draws_random_numbers(self) -> bool:
+        """Whether training does."""
+        return self.router.jitter > 0 or self.router.sinkhorn
+
+    def width(self, hidden: int) -> int:
+        """Width of the experts' inputs and outputs."""
+        return self.latent or hidden
+
+    def inner_weights(self, hidden: int) -> tuple[Weight, ...]:
+        """Those of the experts, stacked."""
+        names = {"mlp": "expert_mlp", "embed": "embed" if self.latent is None else None}
+        return tuple(
+            Weight(
+                f"experts.{one.name}",
+                (self.experts, *one.shape),
+                ("expert", *(names.get(axis or "", axis) for axis in one.axes)),
+            )
+            for one in self.expert.weights(self.width(hidden))
+        )
+
+    def weights(self, hidden: int) -> tuple[Weight, ...]:
+        """Every weight of the module."""
+        weights = [Weight("router", (hidden, self.experts), ("embed", None))]
+        if self.router.bias:
+            weights.append(Weight("router_bias", (self.experts,), (None,)))
+        weights += self.inner_weights(hidden)
+        if self.latent is not None:
+            weights.append(Weight("latent_down", (hidden, self.latent), ("embed", None)))
+            weights.append(Weight("latent_up", (self.latent, hidden), (None, "embed")))
+        if self.shared is not None:
+            weights += prefixed("shared", self.shared.mlp.weights(hidden))
+            if self.shared.gate:
+                weights.append(Weight("shared_gate", (hidden, 1), ("embed", None)))
+        return tuple(weights)
+
+    def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
+        """Of the router, of the experts on their tokens, of what all tokens pass."""
+        whole = Elements(whole=hidden)
+        every = [Matmul(inputs=whole, outputs=Elements(whole=self.experts))]
+        if self.latent is not None:
+            every.append(Matmul(inputs=whole, outputs=Elements(whole=self.latent)))
+        for one in self.expert.matmuls(self.width(hidden)):
+            every.append(replace(one, experts=self.experts, per_token=self.top_k))
+        if self.latent is not None:
+            every.append(Matmul(inputs=Elements(whole=self.latent), outputs=whole))
+        if self.shared is not None:
+            every += self.shared.mlp.matmuls(hidden)
+            if self.shared.gate:
+                every.append(Matmul(inputs=whole, outputs=Elements(whole=1)))
+        return tuple(every)
+
+    def multiply_adds(self, hidden: int) -> MultiplyAdds:
+        """Of the experts a token passes, as Megatron-LM counts: neither the router nor gates."""
+        experts = self.top_k * self.expert.multiply_adds(self.width(hidden)).per_token
+        shared = 0 if self.shared is None else self.shared.mlp.multiply_adds(hidden).per_token
+        return MultiplyAdds(experts + shared + 2 * hidden * (self.latent or 0))
+
+    def tensors(self, hidden: int) -> Mapping[Part, Elements]:
+        """Those of top_k experts and of the shared one."""
+        inner, total = self.expert.tensors(self.width(hidden)), {}
+        shared = {} if self.shared is None else self.shared.mlp.tensors(hidden)
+        for part, elements in inner.items():
+            more = shared[part].cut if part in shared else 0
+            total[part] = Elements(cut=self.top_k * elements.cut + more)
+        return total
+
+    def megatron_matrices(self, hidden: int, gains: int) -> int:
+        """All matrices: the report multiplies a gated or dense MLP by the number of experts."""
+        shared = 0 if self.shared is None else self.shared.mlp.megatron_matrices(hidden, gains)
+        return self.experts * self.expert.megatron_matrices(self.width(hidden), gains) + shared
+
+    def tensor_sizes(self) -> list[int]:
+        """Numbers of devices of `tensor` that every ffn can be divided over."""
+        sizes = set(self.expert.tensor_sizes())
+        return sorted(sizes if self.shared is None else sizes & set(self.shared.mlp.tensor_sizes()))
+
+    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """The devices that experts are spread over have to divide them, and `tensor` every ffn that it cuts."""
+        spread, cut = sizes.get("experts", sizes["expert"]), sizes.get("expert_mlp", sizes["tensor"])
+        if self.experts % spread:
+            over = "" if spread == sizes["expert"] else f" x parallel.tensor={sizes['tensor']}"
+            legal = ", ".join(map(str, divisors_of(self.experts)))
+            what = f"experts={self.experts} is not divisible by parallel.expert={sizes['expert']}{over}"
+            yield Problem("experts", what, f"they can be spread over {legal} devices")
+        layers = {"expert": (self.expert, cut)}
+        if self.shared is not None:
+            layers["shared.mlp"] = self.shared.mlp, sizes["tensor"]
+        for name, (layer, tensor) in layers.items():
+            for problem in layer.mesh_problems({**sizes, "tensor": tensor}):
+                yield replace(problem, where=f"{name}.{problem.where}")
+
+    def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
+        """Of the experts, and of the shared one."""
+        layers = {"expert": self.expert} | ({} if self.shared is None else {"shared.mlp": self.shared.mlp})
+        for name, layer in layers.items():
+            for side in layer.matmul_sides(hidden, tensor):
+                yield side._replace(where=f"{name}.{side.where}")
+
+    def summary(self, hidden: int) -> str:
+        """Numbers of experts, and their width."""
+        shared = "" if self.shared is None else f", shared {self.shared.mlp.summary(hidden)}"
+        return f"{self.top_k} of {self.experts} experts of {self.expert.summary(self.width(hidden))}{shared}"
+
+
+type FeedForwardConfig = MLPConfig | MoEConfig

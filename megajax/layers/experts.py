@@ -1,0 +1,99 @@
+"""The feed-forward layers of a mixture of experts, stacked, on rows sorted by expert.
+
+R rows, of which the first sum(sizes) are there; L experts of a device, D width, F ffn of a device.
+"""
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.kernels.grouped_capability import GroupedKernel
+from megajax.kernels.grouped_matmul import grouped_matmul
+from megajax.layers.config import DenseMLPConfig, GatedMLPConfig
+from megajax.layers.fused import keeping_inputs
+from megajax.layers.mlp import ACTIVATIONS
+from megajax.layers.param import ZEROS, LayerSettings, Normal, param
+
+
+class DenseExperts(nnx.Module):
+    """activation(x up) down of each expert."""
+
+    inner: tuple[str, ...] = ("up",)
+
+    def __init__(self, cfg: DenseMLPConfig | GatedMLPConfig, settings: LayerSettings, *, number: int, width: int):
+        self.cfg = cfg
+        # The width of latent tokens is no `embed`: it is not spread at rest.
+        embed = "embed" if width == settings.hidden else None
+        for name in self.inner:
+            axes = ("expert", embed, "expert_mlp")
+            setattr(self, name, param((number, width, cfg.ffn), axes, init=Normal(settings.std)))
+        axes = ("expert", "expert_mlp", embed)
+        self.down = param((number, cfg.ffn, width), axes, init=Normal(settings.output_std))
+        if cfg.bias:
+            for name in self.inner:
+                shape, axes = (number, cfg.ffn), ("expert", "expert_mlp")
+                setattr(self, f"{name}_bias", param(shape, axes, init=ZEROS, role="bias"))
+            self.down_bias = param((number, width), ("expert", embed), init=ZEROS, role="bias")
+
+    def weights(self) -> dict[str, Array]:
+        """By name."""
+        names = [*self.inner, "down"]
+        return {name: getattr(self, name)[...] for name in names + [f"{n}_bias" for n in names if self.cfg.bias]}
+
+    def axes(self) -> dict[str, tuple[str | None, ...]]:
+        """Logical axes of the weights of one layer, by name."""
+        return {name: getattr(self, name).axes[-w.ndim :] for name, w in self.weights().items()}
+
+    def apply(
+        self,
+        kernel: GroupedKernel,
+        weights: Mapping[str, Array],
+        rows: Array,
+        sizes: Array,
+        scale: Array,
+        cuts: int,
+    ) -> Array:
+        """Rows [R, D] -> outputs [R, D] times scale float32 [R, 1]. cuts: devices that the ffn is cut over.
+
+        The factor is on the inner activation: the output is then not needed for the factor's gradient.
+        """
+        each = [self.biased(grouped_matmul(rows, weights[n], sizes, kernel), weights, n, sizes) for n in self.inner]
+        inner = self.activated([checkpoint_name(x, "mlp") for x in each])
+        inner = checkpoint_name(inner * scale.astype(inner.dtype), "activation")
+        y = grouped_matmul(inner, weights["down"], sizes, kernel)
+        if not self.cfg.bias:
+            return y
+        bias = weights["down_bias"][_experts(sizes, rows.shape[0])].astype(jnp.float32) * scale / cuts
+        return y + bias.astype(y.dtype)
+
+    def activated(self, inputs: list[Array]) -> Array:
+        return keeping_inputs(ACTIVATIONS[self.cfg.activation])(*inputs)
+
+    def biased(self, x: Array, weights: Mapping[str, Array], name: str, sizes: Array) -> Array:
+        if not self.cfg.bias:
+            return x
+        return x + weights[f"{name}_bias"][_experts(sizes, x.shape[0])].astype(x.dtype)
+
+
+class GatedExperts(DenseExperts):
+    """(activation(x gate) * (x up + offset)) down of each expert."""
+
+    cfg: GatedMLPConfig
+    inner = ("gate", "up")
+
+    def activated(self, inputs: list[Array]) -> Array:
+        gate, up = inputs
+        if self.cfg.clamp is not None:
+            gate, up = jnp.minimum(gate, self.cfg.clamp), jnp.clip(up, -self.cfg.clamp, self.cfg.clamp)
+        return keeping_inputs(self.product)(gate, up)
+
+    def product(self, gate: Array, up: Array) -> Array:
+        return ACTIVATIONS[self.cfg.activation](gate) * (up + self.cfg.offset)
+
+
+def _experts(sizes: Array, rows: int) -> Array:
+    """Expert of each row, int32 [R]; the last for rows that are not there."""
+    return jnp.minimum(jnp.sum(jnp.arange(rows)[:, None] >= jnp.cumsum(sizes), axis=1), sizes.size - 1)

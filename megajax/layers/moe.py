@@ -1,0 +1,259 @@
+"""Mixtures of experts (Shazeer et al. 2017). B rows, S positions, D hidden, E experts of which a token chooses k."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+from megajax.layers.config.mlp import GatedMLPConfig
+from megajax.layers.config.moe import MoEConfig, SharedExpertConfig
+from megajax.layers.context import Context, fold_rows
+from megajax.layers.dispatch import Dispatch, dispatched
+from megajax.layers.experts import DenseExperts, GatedExperts
+from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, observation, param
+from megajax.layers.router import (
+    REPORTED,
+    Routing,
+    TokenAxes,
+    add_gradient,
+    balance,
+    choose,
+    counts,
+    within_capacity,
+)
+from megajax.mesh.layout import Layout
+from megajax.mesh.mesh import free_axes, manual_axes
+from megajax.mesh.observations import Observed, observe
+
+JITTER_PLACE = 5
+TOKENS = ("batch", "seq_residual", "embed")
+"""Layout of the input: each device routes its own positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """Keeps the bias that balances experts, and the tokens of each in the last step: an updater."""
+
+    rate: float | None
+    """What a bias changes by in a step; None: biases stay 0."""
+
+    def shape(self, seen: tuple[int, ...]) -> tuple[int, ...]:
+        """[..., 2, E]: biases, tokens."""
+        return seen
+
+    def used(self, state: Array, scale: Array) -> Array:
+        del scale
+        return state
+
+    def updated(self, state: Array, seen: Array, scale: Array) -> Array:
+        """seen [..., 2, E]: zeros, and the tokens of a step."""
+        del scale
+        tokens = seen[..., 1, :]
+        if self.rate is None:
+            return seen
+        bias = state[..., 0, :] + self.rate * jnp.sign(tokens.mean(-1, keepdims=True) - tokens)
+        return jnp.stack([bias, tokens], axis=-2)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterReport:
+    """Keeps what a router reported of the last step: an updater. Layers read the loss scale."""
+
+    def shape(self, seen: tuple[int, ...]) -> tuple[int, ...]:
+        """[..., len(REPORTED)]."""
+        return seen
+
+    def used(self, state: Array, scale: Array) -> Array:
+        return jnp.broadcast_to(scale, state.shape)
+
+    def updated(self, state: Array, seen: Array, scale: Array) -> Array:
+        del state, scale
+        return seen
+
+
+class MixtureOfExperts(nnx.Module):
+    """The weighted sum of the experts that a router chooses for each token, [B, S, D] -> [B, S, D]."""
+
+    own_positions = True
+    """It takes each device's own positions of the residual stream."""
+
+    def __init__(self, cfg: MoEConfig, settings: LayerSettings):
+        self.cfg, self.layout = cfg, settings.layout
+        self.router = param((settings.hidden, cfg.experts), ("embed", None), init=Normal(settings.std))
+        if cfg.router.bias:
+            self.router_bias = param((cfg.experts,), (None,), init=ZEROS, role="bias")
+        kind = GatedExperts if isinstance(cfg.expert, GatedMLPConfig) else DenseExperts
+        self.experts = kind(cfg.expert, settings, number=cfg.experts, width=cfg.width(settings.hidden))
+        if cfg.latent is not None:
+            self.latent_down = matrix(settings, (settings.hidden, cfg.latent), ("embed", None))
+            self.latent_up = matrix(
+                settings, (cfg.latent, settings.hidden), (None, "embed"), init=Normal(settings.output_std)
+            )
+        if cfg.shared is not None:
+            self.shared = cfg.shared.mlp.build(settings)
+        if cfg.shared is not None and cfg.shared.gate:
+            self.shared_gate = param((settings.hidden, 1), ("embed", None), init=Normal(settings.std))
+        load = Observed(
+            shape=(2, cfg.experts), axes=(None, None), reduction="sum", updater=ExpertLoad(cfg.router.balance_rate)
+        )
+        self.load = observation(load)
+        report = Observed(shape=(len(REPORTED),), axes=(None,), reduction="sum", updater=RouterReport())
+        self.report = observation(report)
+
+    def __call__(self, x: Array, ctx: Context) -> Array:
+        y = self.routed(x, ctx)
+        return y if self.cfg.shared is None else y + self.shared_output(self.cfg.shared, x, ctx)
+
+    def shared_output(self, cfg: SharedExpertConfig, x: Array, ctx: Context) -> Array:
+        """Of the layer that all tokens pass."""
+        y = self.shared(self.layout.act(x, "batch", "seq", "embed"), ctx)
+        if cfg.gate:
+            gate = jnp.einsum("bsd,dg->bsg", x.astype(jnp.float32), self.shared_gate[...].astype(jnp.float32))
+            y = y * self.layout.act(jax.nn.sigmoid(gate).astype(y.dtype), "batch", "seq_residual", None)
+        return y
+
+    def routed(self, x: Array, ctx: Context) -> Array:
+        """Of the experts."""
+        cfg, layout = self.cfg, self.layout
+        tokens, seen = x, self.jittered(x, ctx)
+        if cfg.latent is not None:
+            tokens = layout.dot("bsd,dl->bsl", x, self.latent_down, "batch", "seq_residual", None)
+        weights = {"router": self.router[...], "load": self.load[...], "report": self.report[...]}
+        if cfg.router.bias:
+            weights["router_bias"] = self.router_bias[...]
+        axes = {name: (None,) * w.ndim for name, w in weights.items()}
+        tokens_axes = ("batch", "seq_residual", None)
+        ins = tokens_axes, tokens_axes, axes, self.experts.axes()
+        island = layout.island(self.on_device(training=ctx.row_keys is not None), ins, tokens_axes)
+        y = island(tokens, seen, weights, self.experts.weights())
+        if cfg.latent is None:
+            return layout.act(y, *TOKENS)
+        return layout.dot("bsl,ld->bsd", y, self.latent_up, *TOKENS)
+
+    def on_device(self, *, training: bool) -> Callable[..., Array]:
+        """(tokens, input of the router, the router's arrays, weights of the experts) -> outputs, on one device."""
+        cfg, axes, spread = self.cfg, token_axes(self.layout), expert_axes(self.layout)
+        copies = spread.copies(axes)
+
+        def local(x: Array, seen: Array, arrays: Mapping[str, Array], experts: Mapping[str, Array]) -> Array:
+            rows, flat = x.shape[0], x.reshape(-1, x.shape[-1])
+            routing, routed = self.route(seen, arrays, axes, copies, training=training)
+
+            def apply(rows: Array, sizes: Array, scale: Array) -> Array:
+                return self.experts.apply(cfg.kernel, experts, rows, sizes, scale, spread.cuts())
+
+            dispatch = Dispatch(
+                experts=cfg.experts,
+                top_k=cfg.top_k,
+                axes=spread.over,
+                cut=spread.cut if spread.tokens_cut else (),
+                room=cfg.dispatch.room,
+                chunks=cfg.dispatch.chunks,
+            )
+            y, dropped = dispatched(chosen_way(cfg, spread.devices()), flat, routing, apply, dispatch)
+            if spread.cut and not spread.tokens_cut:
+                y = lax.psum(y, spread.cut)
+            report = routed | {"dropped": routed["dropped"] + dropped / spread.cuts()}
+            seen_here = jnp.stack([jnp.asarray(report.get(name, 0), jnp.float32) for name in REPORTED])
+            y = observe(y, arrays["report"], seen_here)
+            return y.reshape(rows, -1, y.shape[-1])
+
+        return local
+
+    def route(
+        self, x: Array, arrays: Mapping[str, Array], axes: TokenAxes, copies: int, *, training: bool
+    ) -> tuple[Routing, dict[str, Array]]:
+        """The experts of this device's tokens, and what is reported of them: parts of sums over all devices.
+
+        copies: devices that route the same tokens.
+        """
+        cfg, rows = self.cfg, x.shape[0]
+        flat = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+        logits = jnp.matmul(flat, arrays["router"].astype(jnp.float32), precision=lax.Precision.HIGHEST)
+        if "router_bias" in arrays:
+            logits = logits + arrays["router_bias"].astype(jnp.float32)
+        load, scale = lax.stop_gradient(arrays["load"]), lax.stop_gradient(arrays["report"][0])
+        balanced = balance(cfg.router, logits, rows, cfg.top_k, load[1], axes)
+        report = {"parts": jnp.float32(1 / (axes.devices() * copies)), "dropped": jnp.zeros(())}
+        report["not_finite"] = jnp.sum(~jnp.isfinite(logits)) / copies
+        if balanced is not None:
+            logits = add_gradient(logits, balanced.gradient * (scale * self.layout.token_weight / copies))
+            report |= {name: value / copies for name, value in balanced.values.items()}
+        routing = choose(cfg.router, logits, cfg.top_k, load[0], axes, training=training)
+        tokens = counts(routing.experts, cfg.experts)
+        if cfg.router.capacity is not None:
+            routing = within_capacity(cfg.router.capacity, routing, rows, cfg.experts, axes)
+            report["dropped"] = jnp.sum(routing.experts == cfg.experts) / copies
+        seen = jnp.stack([jnp.zeros_like(tokens), tokens / copies])
+        return routing._replace(weights=observe(routing.weights, arrays["load"], seen)), report
+
+    def jittered(self, x: Array, ctx: Context) -> Array:
+        """x times random numbers, for the router alone."""
+        jitter = self.cfg.router.jitter
+        if jitter == 0 or ctx.row_keys is None:
+            return x
+
+        def factors(row: Array, index: Array) -> Array:
+            key = jax.random.fold_in(jax.random.wrap_key_data(row), index)
+            return jax.random.uniform(key, x.shape[-1:], minval=1 - jitter, maxval=1 + jitter)
+
+        each = jax.vmap(jax.vmap(factors, (None, 0)), (0, None))(fold_rows(ctx.row_keys, JITTER_PLACE), ctx.index)
+        return (x * self.layout.act(each, *TOKENS)).astype(x.dtype)
+
+
+class ExpertAxes(NamedTuple):
+    """How experts are spread, by the mesh axes that have several devices."""
+
+    over: tuple[str, ...]
+    """Devices along these have different experts."""
+    cut: tuple[str, ...]
+    """The matrices of an expert are cut over these."""
+    tokens_cut: bool
+    """Whether the devices of `cut` have different tokens: with sequence parallelism."""
+
+    def devices(self) -> int:
+        """Parts of the list of experts."""
+        return axis_size(self.over)
+
+    def cuts(self) -> int:
+        """Parts of an expert's ffn."""
+        return axis_size(self.cut)
+
+    def copies(self, tokens: TokenAxes) -> int:
+        """Devices that route the same tokens."""
+        return axis_size(tuple(axis for axis in self.cut + self.over if axis not in tokens.every))
+
+
+def _live(layout: Layout, *names: str) -> tuple[str, ...]:
+    """Mesh axes of these logical axes that have several devices, whether manual or not yet."""
+    sizes = {**free_axes(), **manual_axes()}
+    return tuple(axis for name in names for axis in layout.plan.compute.mesh_axes(name) if sizes.get(axis, 1) > 1)
+
+
+def token_axes(layout: Layout) -> TokenAxes:
+    """Axes over which the tokens of the residual stream are cut."""
+    return TokenAxes(_live(layout, "batch"), _live(layout, "seq_residual"))
+
+
+def expert_axes(layout: Layout) -> ExpertAxes:
+    """Axes over which experts are."""
+    cut = _live(layout, "expert_mlp")
+    return ExpertAxes(_live(layout, "expert"), cut, set(cut) <= set(_live(layout, "seq_residual")))
+
+
+def axis_size(axes: tuple[str, ...]) -> int:
+    """Devices along mesh axes of the surrounding mesh."""
+    sizes = {**free_axes(), **manual_axes()}
+    return prod(sizes[axis] for axis in axes)
+
+
+def chosen_way(cfg: MoEConfig, devices: int) -> str:
+    """`auto`: gather moves (n - 1) T D elements each way, the others at most k (n - 1) / n T D on n devices."""
+    if cfg.dispatch.way != "auto":
+        return cfg.dispatch.way if devices > 1 else "gather"
+    return "gather" if cfg.top_k >= devices else "ragged"

@@ -1,0 +1,226 @@
+"""Routers of mixtures of experts: which experts a token passes, what they weigh, and losses that balance them.
+
+Functions here run within an island: arrays are those of one device, `axes` name the mesh axes over which tokens are
+cut. B rows, S positions, T = B S tokens of a device; E experts, of which a token chooses k. All of it is float32.
+"""
+
+from math import ceil
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from megajax.layers.config.moe import CapacityConfig, RouterConfig
+
+SINKHORN_TOLERANCE, SINKHORN_EPSILON = 1e-4, 1e-8
+SINKHORN_ROUNDS = 1000
+"""At most; Megatron-LM's loop has no limit."""
+
+LOSSES = ("aux", "row", "global", "z")
+REPORTED = (*LOSSES, "dropped", "not_finite", "parts")
+"""What a layer reports of a microbatch: losses without their coefficients, tokens dropped, times a token chose an
+expert and was not computed by it, logits that are not finite; `parts` is what they are divided by, one a microbatch."""
+
+
+class TokenAxes(NamedTuple):
+    """Mesh axes over which tokens are cut, as far as there are several devices along them."""
+
+    batch: tuple[str, ...] = ()
+    """Over which rows are."""
+    seq: tuple[str, ...] = ()
+    """Over which positions are."""
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        return self.batch + self.seq
+
+    def summed[T](self, x: T) -> T:
+        """Over all devices."""
+        return lax.psum(x, self.every) if self.every else x
+
+    def devices(self) -> int:
+        return lax.axis_size(self.every) if self.every else 1
+
+
+class Routing(NamedTuple):
+    """The experts of each token."""
+
+    weights: Array
+    """[T, k], in any order; 0 for a token that an expert has no capacity for."""
+    experts: Array
+    """int32 [T, k]; E for a token that an expert has no capacity for."""
+
+
+class State(NamedTuple):
+    """What a router knows of the steps before."""
+
+    bias: Array
+    """[E]: on scores, for the choice of experts."""
+    tokens: Array
+    """[E]: of each expert in the last step; zeros before the first."""
+
+
+@jax.custom_vjp
+def add_gradient(x: Array, gradient: Array) -> Array:
+    """x, to whose cotangent `gradient` is added: the gradient of a loss that has no output of its own."""
+    del gradient
+    return x
+
+
+add_gradient.defvjp(lambda x, gradient: (x, gradient), lambda gradient, dx: (dx + gradient.astype(dx.dtype), None))
+
+
+def scores(cfg: RouterConfig, logits: Array) -> Array:
+    """[..., E] among all experts."""
+    if cfg.score == "softmax":
+        return jax.nn.softmax(logits)
+    return jax.nn.sigmoid(logits) if cfg.score == "sigmoid" else jnp.sqrt(jax.nn.softplus(logits))
+
+
+def shares(cfg: RouterConfig, logits: Array) -> Array:
+    """Scores [..., E] that add up to 1, which balancing losses take."""
+    each = scores(cfg, logits)
+    return each if cfg.score == "softmax" else each / (each.sum(-1, keepdims=True) + 1e-20)
+
+
+def choose(cfg: RouterConfig, logits: Array, k: int, bias: Array, axes: TokenAxes, *, training: bool) -> Routing:
+    """The experts of tokens with these logits [T, E]. bias: of `State`."""
+    if cfg.force_balance:
+        turns = (jnp.arange(logits.shape[0])[:, None] * k + jnp.arange(k)) % logits.shape[1]
+        return _weighed(cfg, logits, turns.astype(jnp.int32))
+    if cfg.sinkhorn:
+        each = jax.nn.softmax(logits) if k > 1 else jax.nn.sigmoid(logits)
+        experts = _best(sinkhorn(lax.stop_gradient(logits), axes) if training else each, k)
+        return Routing(jnp.take_along_axis(each, experts, -1) * cfg.scale, experts)
+    compared = logits if cfg.score == "softmax" and cfg.normalise == "chosen" else scores(cfg, logits)
+    compared = lax.stop_gradient(compared)
+    if cfg.balance_rate is not None:
+        compared = compared + bias
+    return _weighed(cfg, logits, _best(_in_chosen_groups(cfg, compared, k), k))
+
+
+def _best(compared: Array, k: int) -> Array:
+    return lax.top_k(lax.stop_gradient(compared), k)[1]
+
+
+def _weighed(cfg: RouterConfig, logits: Array, experts: Array) -> Routing:
+    if cfg.score == "softmax" and cfg.normalise == "chosen":
+        weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, -1))
+    else:
+        weights = jnp.take_along_axis(scores(cfg, logits), experts, -1)
+        if cfg.normalise == "chosen" and experts.shape[1] > 1:
+            weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+    return Routing(weights * cfg.scale, experts)
+
+
+def _in_chosen_groups(cfg: RouterConfig, compared: Array, k: int) -> Array:
+    """Scores [T, E], minus infinity outside of the chosen groups."""
+    if cfg.groups is None or cfg.chosen_groups is None:
+        return compared
+    groups = compared.reshape(-1, cfg.groups, compared.shape[1] // cfg.groups)
+    sums = lax.top_k(groups, k // cfg.chosen_groups)[0].sum(-1)
+    chosen = lax.top_k(sums, cfg.chosen_groups)[1]
+    allowed = jnp.any(chosen[:, :, None] == jnp.arange(cfg.groups), axis=1)
+    return jnp.where(allowed[:, :, None], groups, -jnp.inf).reshape(compared.shape)
+
+
+def sinkhorn(logits: Array, axes: TokenAxes) -> Array:
+    """exp(logits) [T, E] with rows and columns scaled to equal sums, over the tokens of all devices."""
+    cost, tokens = jnp.exp(logits), logits.shape[0] * axes.devices()
+
+    def scaled(carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
+        turn, _, columns, _ = carry
+        rows = 1 / tokens / (jnp.sum(columns * cost, 1) + SINKHORN_EPSILON)
+        new = 1 / cost.shape[1] / (axes.summed(jnp.sum(rows[:, None] * cost, 0)) + SINKHORN_EPSILON)
+        return turn + 1, rows, new, jnp.mean(jnp.abs(new - columns))
+
+    def going_on(carry: tuple[Array, Array, Array, Array]) -> Array:
+        return (carry[3] > SINKHORN_TOLERANCE) & (carry[0] < SINKHORN_ROUNDS)
+
+    start = jnp.int32(0), jnp.ones(cost.shape[0]), jnp.ones(cost.shape[1]), jnp.float32(jnp.inf)
+    _, rows, columns, _ = lax.while_loop(going_on, scaled, start)
+    return columns * cost * rows[:, None]
+
+
+def counts(experts: Array, number: int) -> Array:
+    """int32 [..., T, k] -> float32 [..., E]: tokens of each expert; those of none do not count."""
+    hot = experts[..., None] == jnp.arange(number)
+    return jnp.sum(hot, axis=(-3, -2), dtype=jnp.float32)
+
+
+class Balanced(NamedTuple):
+    """The losses that balance a router."""
+
+    gradient: Array
+    """[T, E]: of the weighted sum of the losses by the logits."""
+    values: dict[str, Array]
+    """By name in LOSSES, without coefficients: this device's part of a sum over all devices."""
+
+
+def balance(cfg: RouterConfig, logits: Array, rows: int, k: int, known: Array, axes: TokenAxes) -> Balanced | None:
+    """The losses of tokens with these logits [T, E], of `rows` rows; None for none.
+
+    Each loss is E / k sum_e f_e P_e: f_e the share of tokens that have e among their k best scores, P_e the mean of the
+    scores of e. f is counted, so the gradient goes through P alone. known: tokens [E] of the last step.
+    Gradients are of the sum over tokens, as those of a language model's loss are: the mean times the number of tokens.
+    """
+    coefficients = {"aux": cfg.aux_loss, "row": cfg.row_loss, "global": cfg.global_loss, "z": cfg.z_loss}
+    if not any(coefficients.values()):
+        return None
+    logits, number = lax.stop_gradient(logits), logits.shape[1]
+    p, back = jax.vjp(lambda logits: shares(cfg, logits), logits)
+    best = _best(p, k)
+    p_rows, best_rows = p.reshape(rows, -1, number), best.reshape(rows, -1, k)
+    of_rows = counts(best_rows, number)  # [B, E]
+    here = axes.summed(of_rows.sum(0))
+    total = p.shape[0] * axes.devices()
+    of_rows = lax.psum(of_rows, axes.seq) if axes.seq else of_rows
+    length = p_rows.shape[1] * (lax.axis_size(axes.seq) if axes.seq else 1)
+    both = here + known
+    shares_by_loss = {
+        "aux": jnp.broadcast_to(here / total, of_rows.shape),
+        "row": of_rows / length,
+        "global": jnp.broadcast_to(both / jnp.maximum(both.sum() / k, 1), of_rows.shape),
+    }
+    factor, dp, values = number / k, jnp.zeros_like(p_rows), {}
+    for name, share in shares_by_loss.items():
+        dp = dp + (coefficients[name] * factor * share)[:, None]
+        values[name] = jnp.sum(p_rows.sum(1) * share) * factor / total
+    partition = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    values["z"] = jnp.sum(jnp.square(partition)) / total
+    gradient = back(dp.reshape(p.shape))[0] + coefficients["z"] * 2 * partition * jax.nn.softmax(logits)
+    return Balanced(gradient, {name: value for name, value in values.items() if coefficients[name]})
+
+
+def within_capacity(cfg: CapacityConfig, routing: Routing, rows: int, number: int, axes: TokenAxes) -> Routing:
+    """The routing without tokens beyond the capacity of each expert, counted over all devices.
+
+    Positions count first, then rows, as Megatron-LM's tokens are in that order.
+    """
+    k = routing.experts.shape[1]
+
+    def everywhere(x: Array) -> Array:
+        x = x.reshape(rows, -1, k)
+        for dimension, names in enumerate(axes):
+            x = lax.all_gather(x, names, axis=dimension, tiled=True) if names else x
+        return x
+
+    weights, experts = everywhere(lax.stop_gradient(routing.weights)), everywhere(routing.experts)
+    capacity = ceil(experts.size / number * cfg.factor)
+    flat = experts.swapaxes(0, 1).reshape(-1)
+    order = jnp.arange(flat.size)
+    if cfg.drop == "probability":
+        order = jnp.argsort(-weights.swapaxes(0, 1).reshape(-1), stable=True)
+    order = order[jnp.argsort(flat[order], stable=True)]
+    sizes = jnp.sum(flat[:, None] == jnp.arange(number), axis=0)
+    starts = jnp.cumsum(sizes) - sizes
+    sorted_experts = flat[order]
+    kept = jnp.zeros(flat.size, bool).at[order].set(jnp.arange(flat.size) - starts[sorted_experts] < capacity)
+    kept = kept.reshape(experts.shape[1], experts.shape[0], k).swapaxes(0, 1)
+    for dimension, names in enumerate(axes):
+        if names:
+            size = kept.shape[dimension] // lax.axis_size(names)
+            kept = lax.dynamic_slice_in_dim(kept, lax.axis_index(names) * size, size, dimension)
+    kept = kept.reshape(routing.experts.shape)
+    return Routing(jnp.where(kept, routing.weights, 0), jnp.where(kept, routing.experts, number))
