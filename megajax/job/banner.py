@@ -1,6 +1,7 @@
 """The start banner: sizes, arithmetic, and every choice that was made for the user."""
 
 import platform
+from collections import Counter
 from math import log
 from typing import Any
 
@@ -58,7 +59,11 @@ def _model(run: Run) -> list[tuple[str, str]]:
 
 def _shape(section: SectionFacts) -> str:
     hidden, named = section.hidden, f"{section.path}: " if section.path else ""
-    return f"{named}{section.stack.layers()} layers x {hidden} hidden, {section.stack.pattern[0].summary(hidden)}"
+    kinds = Counter()
+    for block, times in section.stack.repeated_blocks():
+        kinds[block.summary(hidden)] += times
+    each = "; ".join(kinds) if len(kinds) == 1 else "; ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    return f"{named}{section.stack.layers()} layers x {hidden} hidden, {each}"
 
 
 def _layout(run: Run) -> list[tuple[str, str]]:

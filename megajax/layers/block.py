@@ -1,4 +1,4 @@
-"""One residual block."""
+"""Residual blocks."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -6,19 +6,49 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.config.errors import UserError
-from megajax.layers.config import BlockConfig
+from megajax.layers.config import BlockConfig, FeedForwardBlockConfig, MixerBlockConfig
 from megajax.layers.config.cross import CrossBlockConfig
+from megajax.layers.config.residual import ResidualBlock
 from megajax.layers.context import Context, dropout
 from megajax.layers.param import LayerSettings
 
 MIXER_PLACE, MLP_PLACE, CROSS_PLACE = 2, 3, 4
+PLACES = {MIXER_PLACE: "mixer", MLP_PLACE: "mlp", CROSS_PLACE: "cross"}
+"""Number in the random keys of dropout -> the sub-layer whose output it zeroes."""
 
 
-class Block(nnx.Module):
-    """Pre-normalised residual block, [B, S, D] -> [B, S, D], laid out (batch, seq_residual, embed)."""
+class Residual(nnx.Module):
+    """What the blocks have in common, [B, S, D] -> [B, S, D], laid out (batch, seq_residual, embed)."""
+
+    def __init__(self, cfg: ResidualBlock, settings: LayerSettings):
+        self.rate, self.layout = cfg.dropout, settings.layout
+
+    def whole(self, normed: Array) -> Array:
+        """A norm's output, of which every device of `tensor` gets the whole sequence."""
+        return self.layout.act(checkpoint_name(normed, "norm"), "batch", "seq", "embed")
+
+    def mlp_input(self, normed: Array) -> Array:
+        """A norm's output as the MLP takes it: whole, or each device's own positions."""
+        own = getattr(self.mlp, "own_positions", False)
+        return checkpoint_name(normed, "norm") if own else self.whole(normed)
+
+    def drop(self, y: Array, x: Array, ctx: Context, place: int) -> Array:
+        """Dropout of a sub-layer's output. Raises UserError unless it fits the residual stream x: shape and dtype."""
+        if y.shape != x.shape or jnp.promote_types(x.dtype, y.dtype) != x.dtype:
+            layer = type(getattr(self, PLACES[place])).__name__
+            raise UserError(
+                f"{layer} returns {y.dtype} {y.shape} for the residual stream, {x.dtype} {x.shape}\nlayout.dot "
+                "multiplies by a weight in the dtype of x; elsewhere, write weight[...].astype(x.dtype): weights of "
+                "layers may come in the wider dtype of gradients"
+            )
+        return dropout(y, self.rate, ctx, place, self.layout)
+
+
+class Block(Residual):
+    """Pre-normalised residual block."""
 
     def __init__(self, cfg: BlockConfig, settings: LayerSettings):
-        self.rate, self.layout = cfg.dropout, settings.layout
+        super().__init__(cfg, settings)
         self.mixer_norm = cfg.norm.build(settings)
         self.mixer = cfg.mixer.build(settings)
         self.mlp_norm = cfg.norm.build(settings)
@@ -33,25 +63,29 @@ class Block(nnx.Module):
         y = self.mlp(self.mlp_input(self.mlp_norm(x)), ctx)
         return x + self.drop(y if self.mlp_scale is None else self.mlp_scale(y), x, ctx, MLP_PLACE)
 
-    def whole(self, normed: Array) -> Array:
-        """A norm's output, of which every device of `tensor` gets the whole sequence."""
-        return self.layout.act(checkpoint_name(normed, "norm"), "batch", "seq", "embed")
 
-    def mlp_input(self, normed: Array) -> Array:
-        """A norm's output as the MLP takes it: whole, or each device's own positions."""
-        own = getattr(self.mlp, "own_positions", False)
-        return checkpoint_name(normed, "norm") if own else self.whole(normed)
+class MixerBlock(Residual):
+    """Pre-normalised residual block of one mixer."""
 
-    def drop(self, y: Array, x: Array, ctx: Context, place: int) -> Array:
-        """Dropout of a sub-layer's output. Raises UserError unless it fits the residual stream x: shape and dtype."""
-        if y.shape != x.shape or jnp.promote_types(x.dtype, y.dtype) != x.dtype:
-            layer = type(self.mlp if place == MLP_PLACE else self.mixer).__name__
-            raise UserError(
-                f"{layer} returns {y.dtype} {y.shape} for the residual stream, {x.dtype} {x.shape}\nlayout.dot "
-                "multiplies by a weight in the dtype of x; elsewhere, write weight[...].astype(x.dtype): weights of "
-                "layers may come in the wider dtype of gradients"
-            )
-        return dropout(y, self.rate, ctx, place, self.layout)
+    def __init__(self, cfg: MixerBlockConfig, settings: LayerSettings):
+        super().__init__(cfg, settings)
+        self.mixer_norm = cfg.norm.build(settings)
+        self.mixer = cfg.mixer.build(settings)
+
+    def __call__(self, x: Array, ctx: Context) -> Array:
+        return x + self.drop(self.mixer(self.whole(self.mixer_norm(x)), ctx), x, ctx, MIXER_PLACE)
+
+
+class FeedForwardBlock(Residual):
+    """Pre-normalised residual block of one feed-forward."""
+
+    def __init__(self, cfg: FeedForwardBlockConfig, settings: LayerSettings):
+        super().__init__(cfg, settings)
+        self.mlp_norm = cfg.norm.build(settings)
+        self.mlp = cfg.mlp.build(settings)
+
+    def __call__(self, x: Array, ctx: Context) -> Array:
+        return x + self.drop(self.mlp(self.mlp_input(self.mlp_norm(x)), ctx), x, ctx, MLP_PLACE)
 
 
 class PostNormBlock(Block):

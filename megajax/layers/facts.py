@@ -69,6 +69,15 @@ class Elements:
         """Elements on one of that many devices of `tensor`."""
         return self.whole + self.divided / tensor + self.copied(tensor)
 
+    def plus(self, other: "Elements") -> "Elements":
+        """Of both together."""
+        return Elements(
+            whole=self.whole + other.whole,
+            cut=self.cut + other.cut,
+            grouped=self.grouped + other.grouped,
+            groups=max(self.groups, other.groups),
+        )
+
 
 NO_ELEMENTS = Elements()
 
@@ -209,6 +218,15 @@ class Mixer(Layer, Protocol):
 
 
 @runtime_checkable
+class DrawsNumbers(Protocol):
+    """A layer that may draw random numbers beside those of dropout."""
+
+    def draws_numbers(self) -> bool:
+        """Whether it does so in training."""
+        ...
+
+
+@runtime_checkable
 class Norm(Protocol):
     """A normalisation."""
 
@@ -218,10 +236,10 @@ class Norm(Protocol):
 
 
 class BlockLayers(NamedTuple):
-    """The layers of a block, which have facts."""
+    """The sub-layers of a block and its norm, which have facts."""
 
-    mixer: Mixer
-    mlp: Layer
+    parts: Mapping[str, Any]
+    """Name -> `Layer` or `Mixer`."""
     norm: Norm
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
-from megajax.layers.config.block import BlockConfig, StackConfig, period, table_problems, table_weights
+from megajax.layers.config.block import AnyBlockConfig, StackConfig, period, table_problems, table_weights
 from megajax.layers.facts import Weight
 
 
@@ -31,7 +31,7 @@ class SegmentsConfig(Builds):
     def parts(self) -> tuple[StackConfig, ...]:
         return self.segments
 
-    def with_pattern(self, blocks: Sequence[BlockConfig]) -> "SegmentsConfig":
+    def with_pattern(self, blocks: Sequence[AnyBlockConfig]) -> "SegmentsConfig":
         """The same segments of other blocks, one for each layer. Equal layers must become equal ones."""
         starts = accumulate((part.layers() for part in self.segments), initial=0)
         parts = [
@@ -41,7 +41,7 @@ class SegmentsConfig(Builds):
         return replace(self, segments=tuple(parts))
 
     @property
-    def pattern(self) -> tuple[BlockConfig, ...]:
+    def pattern(self) -> tuple[AnyBlockConfig, ...]:
         """Every layer's block, as a pattern that occurs once."""
         return tuple(block for part in self.segments for block in part.pattern * part.repeats)
 
@@ -50,7 +50,7 @@ class SegmentsConfig(Builds):
         return 1
 
     @classmethod
-    def of(cls, blocks: Sequence[BlockConfig]) -> "SegmentsConfig":
+    def of(cls, blocks: Sequence[AnyBlockConfig]) -> "SegmentsConfig":
         """These blocks in the segments that have the fewest blocks in their patterns, which is what is compiled."""
         numbers = [blocks.index(block) for block in blocks]
         best: list[tuple[int, tuple[StackConfig, ...]]] = [(0, ())]
@@ -67,7 +67,11 @@ class SegmentsConfig(Builds):
         """Number of blocks a token passes."""
         return sum(part.layers() for part in self.segments)
 
-    def repeated_blocks(self) -> tuple[tuple[BlockConfig, int], ...]:
+    def sub_layers(self) -> int:
+        """Outputs that are added to the residual stream, from the first block to the last."""
+        return sum(part.sub_layers() for part in self.segments)
+
+    def repeated_blocks(self) -> tuple[tuple[AnyBlockConfig, int], ...]:
         """Each block that is written in the config, and how often it is applied."""
         return tuple(pair for part in self.segments for pair in part.repeated_blocks())
 

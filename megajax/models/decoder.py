@@ -186,7 +186,7 @@ class DecoderLM(nnx.Module):
 def layer_settings(cfg: DecoderConfig, layout: Layout) -> LayerSettings:
     """What the layers of the model share."""
     std, scaling = cfg.matrix_std(), cfg.width_scaling
-    output_std = std / (2 * cfg.stack.layers()) ** 0.5
+    output_std = std / cfg.stack.sub_layers() ** 0.5
     settings = LayerSettings(layout=layout, hidden=cfg.hidden, std=std, output_std=output_std, padded=cfg.pads_rows())
     return settings if scaling is None else replace(settings, score_scale=scaling.score_scale)
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from megajax.config.errors import UserError
 from megajax.kernels.capability import Choice, Device, Kernel, Request
-from megajax.layers.config import BlockConfig, StackConfig
+from megajax.layers.config import AnyBlockConfig, StackConfig
 from megajax.layers.facts import (
     BlockFacts,
     LayerBuilder,
@@ -117,7 +117,7 @@ class HeadFacts:
     """Products on each scored position before the scores."""
     pairs: int = 0
     """Multiply-adds of attention on each scored position."""
-    ahead: tuple[BlockConfig, ...] = ()
+    ahead: tuple[AnyBlockConfig, ...] = ()
     """Blocks that predict further tokens, each with a matrix of 2 x hidden x hidden, three norms, and scores."""
 
 
@@ -244,14 +244,14 @@ def count_flops(model: Facts) -> Flops:
     return Flops(causal=6 * (once + full + masked / 2) / row, full=6 * (once + full + masked) / row)
 
 
-def block_facts(section: SectionFacts, blocks: Sequence[BlockConfig], dtype: str) -> tuple[BlockFacts, ...]:
+def block_facts(section: SectionFacts, blocks: Sequence[AnyBlockConfig], dtype: str) -> tuple[BlockFacts, ...]:
     """Facts of blocks that work as those of a section do, in a model that computes in this dtype."""
     shape = section.hidden, section.length, dtype, section.read
     return tuple(_block_facts(block, *shape) for block in blocks)
 
 
 @lru_cache(maxsize=4096)
-def _block_facts(block: BlockConfig, hidden: int, length: int, dtype: str, read: int) -> BlockFacts:
+def _block_facts(block: AnyBlockConfig, hidden: int, length: int, dtype: str, read: int) -> BlockFacts:
     return block.facts(hidden=hidden, length=length, dtype=dtype, read=read)
 
 

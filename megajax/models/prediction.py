@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array, lax
 
 from megajax.batch import Rows
-from megajax.layers.config import BlockConfig, NormConfig
+from megajax.layers.config import AnyBlockConfig, NormConfig
 from megajax.layers.context import Context
 from megajax.layers.param import LayerSettings, Matrix, matrix
 from megajax.mesh.mesh import manual_axes
@@ -27,7 +27,7 @@ class Prediction(nnx.Module):
     """
 
     def __init__(
-        self, cfg: PredictionConfig, settings: LayerSettings, *, block: BlockConfig, norm: NormConfig, number: int
+        self, cfg: PredictionConfig, settings: LayerSettings, *, block: AnyBlockConfig, norm: NormConfig, number: int
     ):
         del cfg
         self.layout, self.number = settings.layout, number

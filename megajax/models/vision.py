@@ -77,7 +77,7 @@ class VisionTower(nnx.Module):
 
 def tower_settings(cfg: VisionTowerConfig, layout: Layout) -> LayerSettings:
     """What the layers of the tower share."""
-    output_std = cfg.init_std / (2 * cfg.stack.layers()) ** 0.5
+    output_std = cfg.init_std / cfg.stack.sub_layers() ** 0.5
     return LayerSettings(
         layout=layout, hidden=cfg.hidden, std=cfg.init_std, output_std=output_std, padded=cfg.pads_rows()
     )

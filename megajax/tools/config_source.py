@@ -8,7 +8,7 @@ from typing import Any
 
 from megajax.config import schema
 from megajax.config.patch import join
-from megajax.layers.config import BlockConfig
+from megajax.layers.config.residual import ResidualBlock
 from megajax.training.run_config import RunConfig
 
 WIDTH = 120
@@ -32,7 +32,7 @@ class _Writer:
         self.written = written
         self.names: set[tuple[str, str]] = set()
         """(module, name) of what is used."""
-        self.blocks: dict[BlockConfig, tuple[str, str]] = {}
+        self.blocks: dict[ResidualBlock, tuple[str, str]] = {}
         """Blocks are named before the config, each once: (name, expression)."""
 
     def imports(self) -> str:
@@ -48,7 +48,7 @@ class _Writer:
 
     def expression(self, value: Any, where: str, taken: int, indent: str) -> str:
         """The value as Python; `taken` characters of its first line are in use, further lines begin with `indent`."""
-        if isinstance(value, BlockConfig):
+        if isinstance(value, ResidualBlock):
             if value not in self.blocks:
                 name = f"block_{len(self.blocks) + 1}" if self.blocks else "block"
                 self.blocks[value] = name, ""

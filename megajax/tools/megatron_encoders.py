@@ -5,8 +5,8 @@ from typing import Any
 
 from megajax.data.config import MaskedSentencesConfig, MaskedSpansConfig
 from megajax.layers.config import (
+    AnyBlockConfig,
     AttentionConfig,
-    BlockConfig,
     IdentityNormConfig,
     LatentAttentionConfig,
     RelativeBiasConfig,
@@ -18,9 +18,9 @@ from megajax.tools.megatron_data import files, ordered
 from megajax.tools.megatron_model import MOST_LAYERS, embedding, layers, needed, positions, sequence_length, stack
 
 
-def attention(block: BlockConfig) -> AttentionConfig:
+def attention(block: AnyBlockConfig) -> AttentionConfig:
     """Its mixer; plain attention in place of another one, which is refused."""
-    mixer = block.mixer
+    mixer = block.parts().get("mixer")
     if isinstance(mixer, AttentionConfig):
         return mixer
     return AttentionConfig(heads=mixer.heads if isinstance(mixer, LatentAttentionConfig) else 1)
@@ -36,7 +36,7 @@ def refuse_latent_and_windows(args: Arguments) -> None:
         args.refuse("mtp-num-layers", "heads that predict further are those of causal models of text alone")
 
 
-def seeing_all(block: BlockConfig, **changes: Any) -> BlockConfig:
+def seeing_all(block: AnyBlockConfig, **changes: Any) -> AnyBlockConfig:
     """A block whose positions see all others."""
     return replace(block, mixer=replace(attention(block), causal=False, window=None, **changes))
 
@@ -78,7 +78,8 @@ def t5_stack(args: Arguments) -> Settings:
         dropout=mixer.dropout,
         kernel=mixer.kernel,
     )
-    writes = CrossBlockConfig(mixer=mixer, cross=cross, mlp=block.mlp, norm=block.norm, dropout=block.dropout)
+    mlp = block.parts()["mlp"]
+    writes = CrossBlockConfig(mixer=mixer, cross=cross, mlp=mlp, norm=block.norm, dropout=block.dropout)
     count = args["decoder-num-layers"] or layers(args)
     settings["model.encoder"] = StackConfig(pattern=(reads,), repeats=min(max(layers(args), 1), MOST_LAYERS))
     settings["model.stack"] = StackConfig(pattern=(writes,), repeats=min(max(count, 1), MOST_LAYERS))

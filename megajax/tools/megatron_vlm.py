@@ -5,7 +5,7 @@ from math import lcm
 
 from megajax.data.config import MockCaptionsConfig
 from megajax.layers.config import (
-    BlockConfig,
+    AnyBlockConfig,
     GatedMLPConfig,
     IdentityNormConfig,
     Llama3ScalingConfig,
@@ -60,7 +60,7 @@ def vlm_stack(args: Arguments) -> Settings:
     }
 
 
-def _reading(block: BlockConfig) -> BlockConfig:
+def _reading(block: AnyBlockConfig) -> AnyBlockConfig:
     """A block of the decoder: pretrain_vlm.py has no norm of queries and keys, and RoPE's own base and factor."""
     mixer = attention(block)
     rope = mixer.rope
@@ -70,7 +70,7 @@ def _reading(block: BlockConfig) -> BlockConfig:
     return replace(block, mixer=replace(mixer, window=None, qk_norm=None, rope=rope))
 
 
-def _tower(args: Arguments, block: BlockConfig) -> VisionTowerConfig:
+def _tower(args: Arguments, block: AnyBlockConfig) -> VisionTowerConfig:
     """CLIP's: a norm before the blocks and none after them, no bias of patches."""
     count, tensor = min(max(layers(args), 1), MOST_LAYERS), max(args["tensor-model-parallel-size"], 1)
     again = {name.removeprefix("model."): value for name, value in recompute(args).items()}

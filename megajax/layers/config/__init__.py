@@ -4,7 +4,15 @@ Sizes that all layers share (hidden size, number of layers, standard deviation o
 """
 
 from megajax.layers.config.attention import AttentionConfig, LatentAttentionConfig, MixerConfig
-from megajax.layers.config.block import BlockConfig, PostNormBlockConfig, StackConfig, shared_bias
+from megajax.layers.config.block import (
+    AnyBlockConfig,
+    BlockConfig,
+    FeedForwardBlockConfig,
+    MixerBlockConfig,
+    PostNormBlockConfig,
+    StackConfig,
+    shared_bias,
+)
 from megajax.layers.config.mlp import DenseMLPConfig, GatedMLPConfig, MLPConfig
 from megajax.layers.config.moe import (
     CapacityConfig,
@@ -28,11 +36,13 @@ from megajax.layers.config.position import Llama3ScalingConfig, RelativeBiasConf
 
 __all__ = [
     "LARGEST",
+    "AnyBlockConfig",
     "AttentionConfig",
     "BlockConfig",
     "CapacityConfig",
     "DenseMLPConfig",
     "DispatchConfig",
+    "FeedForwardBlockConfig",
     "FeedForwardConfig",
     "GatedMLPConfig",
     "IdentityNormConfig",
@@ -42,6 +52,7 @@ __all__ = [
     "LayerScaleConfig",
     "Llama3ScalingConfig",
     "MLPConfig",
+    "MixerBlockConfig",
     "MixerConfig",
     "MoEConfig",
     "NormConfig",

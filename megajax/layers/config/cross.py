@@ -7,7 +7,8 @@ from typing import ClassVar
 from megajax.config.errors import Problem
 from megajax.kernels.capability import Request
 from megajax.layers.config.attention import AttentionConfig, MixerConfig
-from megajax.layers.config.block import KERNEL_TENSORS, BlockConfig, mixer_facts
+from megajax.layers.config.block import BlockConfig
+from megajax.layers.config.residual import KERNEL_TENSORS, mixer_facts
 from megajax.layers.facts import (
     NO_ELEMENTS,
     BlockFacts,
@@ -75,17 +76,13 @@ class CrossBlockConfig(BlockConfig):
 
     def mixers(self) -> dict[str, MixerConfig | LayerBuilder]:
         """Cross-attention too."""
-        return {**BlockConfig.mixers(self), "cross": self.cross}
+        return {**self.own_mixers(), "cross": self.cross}
 
     def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """What is wrong with mixer, cross-attention and MLP on a mesh. sizes: mesh axis -> devices."""
         yield from BlockConfig.mesh_problems(self, sizes)
         for problem in self.cross.mesh_problems(sizes):
             yield replace(problem, where=f"cross.{problem.where}")
-
-    def has_dropout(self) -> bool:
-        """Whether training draws random numbers."""
-        return BlockConfig.has_dropout(self) or self.cross.dropout > 0
 
     def weights(self, hidden: int) -> tuple[Weight, ...]:
         """Every weight of the module."""
@@ -106,7 +103,7 @@ class CrossBlockConfig(BlockConfig):
         """
         own, ratio = BlockConfig.facts(self, hidden=hidden, length=length, dtype=dtype), read / length
         tensors = self.cross.tensors_reading(hidden, ratio)
-        both = {name: _added(own.elements(name), tensors.get(name, NO_ELEMENTS)) for name in {**own.tensors, **tensors}}
+        both = {name: own.elements(name).plus(tensors.get(name, NO_ELEMENTS)) for name in {**own.tensors, **tensors}}
         cross = mixer_facts(self.cross, hidden, length, dtype, ratio)
         kernel = tuple(tensors[part] for part in KERNEL_TENSORS)
         return replace(
@@ -121,12 +118,3 @@ class CrossBlockConfig(BlockConfig):
     def norm_size(self, hidden: int) -> int:
         """Weights of the three norms."""
         return 3 * total_size(self.layers().norm.weights(hidden))
-
-
-def _added(one: Elements, other: Elements) -> Elements:
-    return Elements(
-        whole=one.whole + other.whole,
-        cut=one.cut + other.cut,
-        grouped=one.grouped + other.grouped,
-        groups=max(one.groups, other.groups),
-    )

@@ -166,7 +166,7 @@ class MoEConfig(Builds):
             for problem in self.router.expert_problems(self.experts, self.top_k)
         ]
 
-    def draws_random_numbers(self) -> bool:
+    def draws_numbers(self) -> bool:
         """Whether training does."""
         return self.router.jitter > 0 or self.router.sinkhorn
 

@@ -51,9 +51,9 @@ class BertConfig(DecoderConfig):
     def causal_problems(self) -> list[Problem]:
         """Blocks whose tokens do not see later ones."""
         return [
-            Problem(f"{where}.mixer.causal", "hides later tokens from BERT", "set it to false")
-            for where, block in self.named_blocks().items()
-            if getattr(block.mixer, "causal", False)
+            Problem(f"{where}.causal", "hides later tokens from BERT", "set it to false")
+            for where, mixer in self.own_mixers().items()
+            if getattr(mixer, "causal", False)
         ]
 
     def schema(self) -> dict[str, Leaf]:

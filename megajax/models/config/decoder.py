@@ -8,7 +8,14 @@ from typing import ClassVar, Literal
 from megajax.batch import Leaf
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
-from megajax.layers.config import LARGEST, BlockConfig, NormConfig, RMSNormConfig, StackConfig, above_zero
+from megajax.layers.config import (
+    LARGEST,
+    AnyBlockConfig,
+    NormConfig,
+    RMSNormConfig,
+    StackConfig,
+    above_zero,
+)
 from megajax.layers.facts import LayerBuilder, Weight, total_size
 from megajax.layers.remat import Part, Recompute
 from megajax.layers.segments import SegmentsConfig
@@ -29,7 +36,7 @@ class PredictionConfig(Builds):
     that their sum stays the same: over a row (the same on every layout) or over a microbatch (as Megatron-LM)."""
     weight: float = 0.1
     """Weight of the sum of their losses, relative to the main loss. The reported loss is the main loss."""
-    block: BlockConfig | None = None
+    block: AnyBlockConfig | None = None
     """Block of each head; none: the last block of the stack's pattern."""
 
     def problems(self) -> list[Problem]:
@@ -110,7 +117,8 @@ class DecoderConfig(Builds, TransformerConfig, ModelConfig):
     residual: Literal["compute", "float32"] = "compute"
     """Dtype of the residual stream: precision.compute or float32."""
     init_std: float = 0.02
-    """Standard deviation of initial weights, over sqrt(2 * layers) where they write to the residual stream."""
+    """Standard deviation of initial weights, over the square root of the number of sub-layers where they
+    write to the residual stream: of 2 * layers with two in each block."""
     embedding_std: float | None = None
     """Standard deviation of token and position embeddings (and of a tied head); none: init_std."""
     prediction: PredictionConfig | None = None
@@ -160,16 +168,16 @@ class DecoderConfig(Builds, TransformerConfig, ModelConfig):
     def causal_problems(self) -> list[Problem]:
         """Blocks that see the tokens they predict."""
         return [
-            Problem(f"stack.pattern.{place}.mixer.causal", "shows a decoder the tokens it predicts", "set it to true")
-            for place, block in enumerate(self.stack.pattern)
-            if not getattr(block.mixer, "causal", True)
+            Problem(f"{where}.causal", "shows a decoder the tokens it predicts", "set it to true")
+            for where, mixer in self.own_mixers("stack").items()
+            if not getattr(mixer, "causal", True)
         ]
 
     def schema(self) -> dict[str, Leaf]:
         """Tokens, their labels, and where documents begin."""
         return text_schema(self.sequence_length, self.vocabulary_size)
 
-    def named_blocks(self) -> dict[str, BlockConfig]:
+    def named_blocks(self) -> dict[str, AnyBlockConfig]:
         """Setting -> block, of each that is written in the config."""
         blocks = TransformerConfig.named_blocks(self)
         own = None if self.prediction is None else self.prediction.block
@@ -182,7 +190,7 @@ class DecoderConfig(Builds, TransformerConfig, ModelConfig):
             return [Problem("label_smoothing", "needs at least 2 ids in the vocabulary")]
         return []
 
-    def predicting_blocks(self) -> tuple[BlockConfig, ...]:
+    def predicting_blocks(self) -> tuple[AnyBlockConfig, ...]:
         """The blocks behind the stack, one for each further token."""
         if self.prediction is None:
             return ()
@@ -209,7 +217,7 @@ class DecoderConfig(Builds, TransformerConfig, ModelConfig):
         """Rows of the embedding table."""
         return -(-self.vocabulary_size // self.vocabulary_multiple) * self.vocabulary_multiple
 
-    def repeated_blocks(self) -> tuple[tuple[BlockConfig, int], ...]:
+    def repeated_blocks(self) -> tuple[tuple[AnyBlockConfig, int], ...]:
         """Each block that is written in the config or follows from it, and how often it is applied."""
         return (*self.stack.repeated_blocks(), *((block, 1) for block in self.predicting_blocks()))
 
@@ -270,7 +278,7 @@ class DecoderConfig(Builds, TransformerConfig, ModelConfig):
 
     def ignores_later_positions(self) -> bool:
         """Whether all its blocks are causal."""
-        return all(getattr(block.mixer, "causal", True) for block in self.named_blocks().values())
+        return all(getattr(mixer, "causal", True) for mixer in self.own_mixers().values())
 
     def sampler(self) -> str | None:
         """It continues a text."""

@@ -183,7 +183,7 @@ class LlavaConfig(DecoderConfig):
 
     def with_kernels(self, names: Sequence[Kernel]) -> "LlavaConfig":
         """The same model with these kernels in the blocks of `kernel_choices`."""
-        towers = sum(isinstance(block.mixer, Mixer) for block in self.vision.stack.pattern)
+        towers = sum(isinstance(mixer, Mixer) for mixer in self.vision.own_mixers().values())
         decoder = DecoderConfig.with_kernels(self, names[: len(names) - towers])
         return replace(decoder, vision=self.vision.with_kernels(names[len(names) - towers :]))
 

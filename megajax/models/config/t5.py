@@ -7,7 +7,7 @@ from typing import ClassVar
 from megajax.batch import Leaf
 from megajax.config.errors import Problem
 from megajax.kernels.capability import Request
-from megajax.layers.config import BlockConfig, LayerNormConfig, NormConfig, StackConfig
+from megajax.layers.config import AnyBlockConfig, LayerNormConfig, NormConfig, StackConfig
 from megajax.layers.config.cross import CrossBlockConfig
 from megajax.layers.facts import LayerBuilder
 from megajax.layers.segments import SegmentsConfig
@@ -41,29 +41,26 @@ class T5Config(DecoderConfig):
             if not isinstance(block, CrossBlockConfig):
                 what = "does not read the encoder: the blocks of the decoder are CrossBlockConfigs"
                 problems.append(Problem(f"stack.pattern.{place}", what))
-        for place, block in enumerate(self.encoder.pattern):
-            if getattr(block.mixer, "causal", False):
-                where = f"encoder.pattern.{place}.mixer.causal"
-                problems.append(Problem(where, "hides later tokens from the encoder", "set it to false"))
+        for where, mixer in self.own_mixers("encoder").items():
+            if getattr(mixer, "causal", False):
+                problems.append(Problem(f"{where}.causal", "hides later tokens from the encoder", "set it to false"))
         return problems + self._relative_problems()
 
     def _relative_problems(self) -> list[Problem]:
         """Relative biases tell later keys from earlier ones in the encoder alone."""
         problems = []
-        for name, stack in self.named_stacks().items():
-            for place, block in enumerate(stack.pattern):
-                relative, reads = getattr(block.mixer, "relative", None), name == "encoder"
-                if relative is not None and relative.both_ways != reads:
-                    where = f"{name}.pattern.{place}.mixer.relative.both_ways"
-                    what = "is needed where tokens see later ones" if reads else "has buckets for later tokens, unseen"
-                    problems.append(Problem(where, what, f"set it to {str(reads).lower()}"))
+        for where, mixer in self.own_mixers("encoder", "stack").items():
+            relative, reads = getattr(mixer, "relative", None), where.startswith("encoder")
+            if relative is not None and relative.both_ways != reads:
+                what = "is needed where tokens see later ones" if reads else "has buckets for later tokens, unseen"
+                problems.append(Problem(f"{where}.relative.both_ways", what, f"set it to {str(reads).lower()}"))
         return problems
 
     def stacks(self) -> Mapping[str, StackConfig | SegmentsConfig]:
         """The encoder's blocks, and the decoder's."""
         return {"encoder": self.encoder, "": self.stack}
 
-    def named_blocks(self) -> dict[str, BlockConfig]:
+    def named_blocks(self) -> dict[str, AnyBlockConfig]:
         """Those of the encoder too."""
         encoder = {f"encoder.pattern.{place}": block for place, block in enumerate(self.encoder.pattern)}
         return DecoderConfig.named_blocks(self) | encoder
@@ -114,7 +111,7 @@ class T5Config(DecoderConfig):
             what = f"{self.encoder_length} is not divisible by parallel.tensor={sizes['tensor']}"
             yield Problem("encoder_length", what, "needed with parallel.sequence=true")
 
-    def repeated_blocks(self) -> tuple[tuple[BlockConfig, int], ...]:
+    def repeated_blocks(self) -> tuple[tuple[AnyBlockConfig, int], ...]:
         """Those of the encoder, then those of the decoder."""
         return (*self.encoder.repeated_blocks(), *DecoderConfig.repeated_blocks(self))
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from megajax.config.errors import Problem, UserError
 from megajax.kernels.capability import Choice, Device, Kernel, Request
-from megajax.layers.config import BlockConfig, NormConfig, StackConfig
+from megajax.layers.config import AnyBlockConfig, NormConfig, StackConfig
 from megajax.layers.facts import LayerBuilder, Mixer, Norm, Side, total_size
 from megajax.layers.remat import Part, Recompute, Recomputing, words
 from megajax.layers.segments import SegmentsConfig
@@ -33,9 +33,14 @@ class TransformerConfig:
         """Positions of a row, as attention sees them."""
         raise NotImplementedError
 
-    def named_blocks(self) -> dict[str, BlockConfig]:
+    def named_blocks(self) -> dict[str, AnyBlockConfig]:
         """Setting -> block, of each that is written in the config."""
         return {f"stack.pattern.{place}": block for place, block in enumerate(self.stack.pattern)}
+
+    def own_mixers(self, *below: str) -> dict[str, Any]:
+        """Setting -> config, of each mixer that reads its block's own sequence. below: settings; none: everywhere."""
+        blocks = {where: block for where, block in self.named_blocks().items() if where.startswith(below or "")}
+        return {f"{where}.{name}": each for where, block in blocks.items() for name, each in block.own_mixers().items()}
 
     def has_dropout(self) -> bool:
         """Whether training draws random numbers."""

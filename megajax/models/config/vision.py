@@ -58,7 +58,8 @@ class VisionTowerConfig(Builds, TransformerConfig):
     residual: Literal["compute", "float32"] = "compute"
     """Dtype of the residual stream: precision.compute or float32."""
     init_std: float = 0.02
-    """Standard deviation of initial weights, over sqrt(2 * layers) where they write to the residual stream."""
+    """Standard deviation of initial weights, over the square root of the number of sub-layers where they
+    write to the residual stream: of 2 * layers with two in each block."""
     recompute: Recompute = "selective"
     """What the backward pass recomputes instead of saving: none; a list of names such as norm,activation,mlp;
     selective, which is norm,latent,activation; or full, everything but the inputs of layers."""
@@ -84,9 +85,9 @@ class VisionTowerConfig(Builds, TransformerConfig):
         if problems:
             return problems
         problems += [*self._image_problems(), *self.recompute_problems(), *self.shape_problems()]
-        for where, block in self.named_blocks().items():
-            if getattr(block.mixer, "causal", False):
-                problems.append(Problem(f"{where}.mixer.causal", "hides later patches", "set it to false"))
+        for where, mixer in self.own_mixers().items():
+            if getattr(mixer, "causal", False):
+                problems.append(Problem(f"{where}.causal", "hides later patches", "set it to false"))
         return problems
 
     def _image_problems(self) -> list[Problem]:

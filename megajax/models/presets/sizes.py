@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megajax.config.errors import UserError
-from megajax.layers.config import BlockConfig, StackConfig
+from megajax.layers.config import AnyBlockConfig, StackConfig
 from megajax.models.config import DecoderConfig
 
 
@@ -29,7 +29,7 @@ def pick(family: str, sizes: Mapping[str, Size], size: str) -> Size:
 
 
 def decoder(
-    size: Size, block: BlockConfig, *, sequence_length: int, vocabulary_size: int, **more: Any
+    size: Size, block: AnyBlockConfig, *, sequence_length: int, vocabulary_size: int, **more: Any
 ) -> DecoderConfig:
     """A stack of equal blocks, whose norm is also the final norm; `more` are other settings of the model."""
     return DecoderConfig(

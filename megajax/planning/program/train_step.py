@@ -369,7 +369,11 @@ def _layout(plan: TrainPlan) -> list[tuple[str, str]]:
 def _attention(plan: TrainPlan) -> list[tuple[str, str]]:
     if plan.kernels:
         return [("attention", "; ".join(dict.fromkeys(plan.kernels)))]
-    auto = any(getattr(block.mixer, "kernel", None) == "auto" for block in plan.cfg.model.stack.pattern)
+    auto = any(
+        getattr(mixer, "kernel", None) == "auto"
+        for block in plan.cfg.model.stack.pattern
+        for mixer in block.mixers().values()
+    )
     return [("attention", "kernel=auto is what this machine would take: name one in the config")] if auto else []
 
 

@@ -1,0 +1,182 @@
+"""Facts of residual blocks, made of those of their sub-layers; imports neither jax nor flax."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import Field
+from typing import Any, ClassVar
+
+from megajax.config.builds import Builds
+from megajax.config.errors import Problem, UserError
+from megajax.kernels.capability import Request
+from megajax.layers.config.attention import MixerConfig
+from megajax.layers.config.norm import NormConfig
+from megajax.layers.facts import (
+    NO_ELEMENTS,
+    BlockFacts,
+    BlockLayers,
+    DrawsNumbers,
+    Elements,
+    Layer,
+    LayerBuilder,
+    Matmul,
+    Mixer,
+    MixerFacts,
+    MultiplyAdds,
+    Norm,
+    Side,
+    Weight,
+    missing_members,
+    prefixed,
+    total_size,
+)
+from megajax.layers.remat import Part
+
+KERNEL_TENSORS: tuple[Part, ...] = ("query_key_value", "core_attention")
+"""What a kernel between matmuls reads and writes."""
+
+
+class ResidualBlock(Builds):
+    """Base of the configs of blocks: sub-layers one after another, each of which adds to the residual stream.
+
+    Stacks, plans, counts and checks know no block beyond these methods. Every subclass is a frozen dataclass with a
+    field for each name in `sub_layers`, `norm` and `dropout`.
+    """
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    sub_layers: ClassVar[Mapping[str, type]]
+    """Field -> the protocol of its layer: `Mixer` for what mixes along the sequence, else `Layer`. Its norm is a weight
+    with the name of the field and `_norm`."""
+    norm: NormConfig | LayerBuilder
+    dropout: float
+
+    def parts(self) -> dict[str, Any]:
+        """Setting -> config of each sub-layer."""
+        return {name: getattr(self, name) for name in self.sub_layers}
+
+    def mixers(self) -> dict[str, MixerConfig | LayerBuilder]:
+        """Setting -> config, of each part that mixes along a sequence."""
+        return self.own_mixers()
+
+    def own_mixers(self) -> dict[str, MixerConfig | LayerBuilder]:
+        """Those of `mixers` that read the block's own sequence."""
+        return {name: part for name, part in self.parts().items() if self.sub_layers[name] is Mixer}
+
+    def missing_facts(self) -> dict[str, list[str]]:
+        """Setting -> what its config lacks of the protocol of such layers, for each that lacks any."""
+        protocols = {**self.sub_layers, "norm": Norm}
+        missing = {name: missing_members(getattr(self, name), protocol) for name, protocol in protocols.items()}
+        return {name: lacking for name, lacking in missing.items() if lacking}
+
+    def known_layers(self) -> BlockLayers | None:
+        """Sub-layers and norm; None where one has no facts."""
+        parts, norm = self.parts(), self.norm
+        known = all(isinstance(part, self.sub_layers[name]) for name, part in parts.items())
+        return BlockLayers(parts, norm) if known and isinstance(norm, Norm) else None
+
+    def layers(self) -> BlockLayers:
+        """Sub-layers and norm. Raises UserError where one has no facts."""
+        if (known := self.known_layers()) is not None:
+            return known
+        lacking = "; ".join(f"{name} has no {', '.join(names)}" for name, names in self.missing_facts().items())
+        raise UserError(f"the layers of a block do not tell their sizes (megajax.layers.facts): {lacking}")
+
+    def summary(self, hidden: int) -> str:
+        """Sizes of the sub-layers, in words."""
+        return ", ".join(part.summary(hidden) for part in self.layers().parts.values())
+
+    def has_dropout(self) -> bool:
+        """Whether training draws random numbers."""
+        # A mixer that does not say may do so.
+        dropping = any(getattr(mixer, "dropout", 1.0) > 0 for mixer in self.mixers().values())
+        drawing = any(isinstance(part, DrawsNumbers) and part.draws_numbers() for part in self.parts().values())
+        return self.dropout > 0 or dropping or drawing
+
+    def weights(self, hidden: int) -> tuple[Weight, ...]:
+        """Every weight of the module."""
+        parts, norm = self.layers()
+        weights = {f"{name}_norm": norm.weights(hidden) for name in parts}
+        weights |= {name: part.weights(hidden) for name, part in parts.items()}
+        return tuple(weight for name, each in weights.items() for weight in prefixed(name, each))
+
+    def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
+        """Those of the sub-layers."""
+        return tuple(matmul for part in self.layers().parts.values() for matmul in part.matmuls(hidden))
+
+    def multiply_adds(self, hidden: int, read: float = 0.0) -> MultiplyAdds:
+        """Operations of the forward pass. read: tokens of the section before for each token of a row."""
+        del read
+        total = MultiplyAdds(0)
+        for part in self.layers().parts.values():
+            total = total.plus(part.multiply_adds(hidden))
+        return total
+
+    def tensors(self, hidden: int) -> Mapping[Part, Elements]:
+        """Tensors within the sub-layers that may be saved; those of one name count as one."""
+        total: dict[Part, Elements] = {}
+        for part in self.layers().parts.values():
+            for name, elements in part.tensors(hidden).items():
+                total[name] = total.get(name, NO_ELEMENTS).plus(elements)
+        return total
+
+    def megatron_matrices(self, hidden: int) -> int:
+        """Parameters that tensor parallelism cuts, by Megatron-LM's memory report."""
+        parts, norm = self.layers()
+        gains = total_size(norm.weights(hidden)) // hidden
+        return sum(part.megatron_matrices(hidden, gains) for part in parts.values())
+
+    def norm_size(self, hidden: int) -> int:
+        """Weights of the norms."""
+        return len(self.sub_layers) * total_size(self.layers().norm.weights(hidden))
+
+    def facts(self, *, hidden: int, length: int, dtype: str, read: int = 0) -> BlockFacts:
+        """What the block costs on rows of `length` tokens in this compute dtype.
+
+        read: tokens of the section before that each row reads.
+        """
+        del read  # only blocks with cross-attention read them
+        mixers = [part for part in self.layers().parts.values() if isinstance(part, Mixer)]
+        return BlockFacts(
+            hidden=hidden,
+            weights=total_size(self.weights(hidden)),
+            matmuls=self.matmuls(hidden),
+            tensors=self.tensors(hidden),
+            mixers=tuple(mixer_facts(mixer, hidden, length, dtype) for mixer in mixers),
+            parts=len(self.sub_layers),
+        )
+
+    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """What is wrong with the sub-layers on a mesh, as far as they tell. sizes: mesh axis -> devices."""
+        layers = {name: layer for name, layer in self.parts().items() if isinstance(layer, Layer)}
+        problems = [(name, problem) for name, layer in layers.items() for problem in layer.mesh_problems(sizes)]
+        if problems:
+            legal = set.intersection(*(set(layer.tensor_sizes()) for layer in layers.values()))
+            advice = f"parallel.tensor can be {', '.join(map(str, sorted(legal)))}"
+            for name, problem in problems:
+                hint = f"{problem.hint}; {advice}" if problem.hint else advice
+                yield Problem(f"{name}.{problem.where}", problem.what, hint)
+
+    def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
+        """Sides of the matrices on one device, beside the hidden size."""
+        for name, layer in self.layers().parts.items():
+            for side in layer.matmul_sides(hidden, tensor):
+                yield side._replace(where=f"{name}.{side.where}")
+
+
+def dropout_problems(rate: float) -> list[Problem]:
+    """What is wrong with a block's share of zeroed outputs."""
+    return [] if 0 <= rate < 1 else [Problem("dropout", f"must be at least 0 and below 1, got {rate}")]
+
+
+def mixer_facts(mixer: Mixer, hidden: int, length: int, dtype: str, read: float = 1.0) -> MixerFacts:
+    """A mixer on rows of `length` tokens; read: keys for each of them."""
+    count, tensors = mixer.multiply_adds(hidden), mixer.tensors(hidden)
+    known = Request(dtype=dtype, length=length, key_length=round(read * length))
+    choice = mixer.kernel_choice(hidden, known, None)
+    return MixerFacts(
+        multiply_adds=length * read * (count.per_pair + count.per_full_pair),
+        unmasked=length * read * (count.per_pair / 2 + count.per_full_pair),
+        heads=mixer.heads,
+        scores=length * read * mixer.heads,
+        fused=choice.kernel != "reference",
+        tensors=tuple(tensors[part] for part in KERNEL_TENSORS if part in tensors),
+    )

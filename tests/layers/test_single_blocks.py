@@ -1,0 +1,86 @@
+"""Blocks of one sub-layer: two of them are a block of two, in values, facts and plans."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, gpt, llama, program
+
+from megajax.config.errors import ConfigError
+from megajax.config.tree import check
+from megajax.layers.config import BlockConfig, FeedForwardBlockConfig, MixerBlockConfig, StackConfig
+from megajax.layers.param import bind, initial_values, specs
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.rules import Plan
+from megajax.models.config import DecoderConfig
+from megajax.models.facts import count_flops
+from megajax.models.presets.llama import llama3
+from megajax.planning.cost.description import Description
+from megajax.planning.cost.estimate import estimate
+from megajax.planning.program.devices import GPUS
+
+
+def halved(model: DecoderConfig) -> DecoderConfig:
+    """The model with each block cut between its sub-layers."""
+    pattern = []
+    for block in model.stack.pattern:
+        assert isinstance(block, BlockConfig)
+        rest = {"norm": block.norm, "dropout": block.dropout}
+        pattern += [MixerBlockConfig(mixer=block.mixer, **rest), FeedForwardBlockConfig(mlp=block.mlp, **rest)]
+    return replace(model, stack=StackConfig(pattern=tuple(pattern), repeats=model.stack.repeats))
+
+
+def test_two_blocks_of_one_sub_layer_are_one_block_of_two() -> None:
+    whole = llama()
+    tokens = np.arange(ROWS * LENGTH, dtype=np.int32).reshape(ROWS, LENGTH) % VOCABULARY
+    one, two = (program(model, ONE, microbatches=4) for model in (whole, halved(whole)))
+    weights = initial_values(one.declared, 3)
+    renamed = {path.replace("blocks.0.mlp", "blocks.1.mlp"): weight for path, weight in weights.items()}
+    stds = [
+        {path.replace("blocks.0.mlp", "blocks.1.mlp"): spec.init for path, spec in made.declared.items()}
+        for made in (one, two)
+    ]
+    assert stds[0] == stds[1], "initial values too: layers count by what they write to the residual stream"
+    expected, got = (jax.jit(bind(made.abstract, values))(tokens) for made, values in ((one, weights), (two, renamed)))
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_facts_of_the_halves_are_those_of_the_whole() -> None:
+    whole = llama3("8b")
+    cut = halved(whole)
+    assert cut.parameter_count() == whole.parameter_count()
+    assert count_flops(cut) == count_flops(whole)
+    given = {"device": GPUS["h100"], "per_node": 8, "global_size": 64}
+    for parallel in (ParallelConfig(data=8, data_sharding="fsdp"), ParallelConfig(tensor=2, pipeline=4, data=1)):
+        ours, theirs = (estimate(Description(model=each, parallel=parallel, **given)) for each in (cut, whole))
+        assert ours.matmul_seconds == pytest.approx(theirs.matmul_seconds)
+        assert ours.memory.weights == pytest.approx(theirs.memory.weights)
+        # Inputs of the second halves are saved whether or not they are called the residual stream.
+        assert ours.memory.activations == pytest.approx(theirs.memory.activations)
+    (mixer, mlp), (block,) = cut.stack.pattern, whole.stack.pattern
+    assert f"{mixer.summary(4096)}, {mlp.summary(4096)}" == block.summary(4096)
+
+
+def test_weights_are_those_that_modules_declare() -> None:
+    cfg = halved(gpt())
+    held = specs(nnx.eval_shape(lambda: cfg.build(Layout(Plan.of(ParallelConfig())))))
+    for place, block in enumerate(cfg.stack.pattern):
+        declared = {f"stack.blocks.{place}.{one.name}": (2, *one.shape) for one in block.weights(cfg.hidden)}
+        assert declared == {path: spec.shape for path, spec in held.items() if path in declared}
+    assert sum(path.startswith("stack.") for path in held) == sum(
+        len(block.weights(cfg.hidden)) for block in cfg.stack.pattern
+    )
+
+
+def test_what_does_not_fit_is_said_of_the_sub_layer() -> None:
+    cfg = program(halved(llama()), ONE, microbatches=4).cfg
+    with pytest.raises(ConfigError) as caught:
+        check(cfg.but(parallel=ParallelConfig(tensor=5)), 5)
+    said = str(caught.value)
+    assert "model.stack.pattern.0.mixer.heads" in said and "model.stack.pattern.1.mlp.ffn" in said
+    wrong = replace(cfg.model.stack.pattern[0], dropout=1.0)
+    with pytest.raises(ConfigError, match=r"pattern\.0\.dropout: must be at least 0 and below 1"):
+        check(cfg.but(model=replace(cfg.model, stack=StackConfig(pattern=(wrong,), repeats=1))), 1)
