@@ -40,15 +40,15 @@ def main() -> None:
 
 def verbs() -> Mapping[str, str]:
     """Verb -> what it does, in a few words; those of megajax/ first, then `tools.NAME`."""
-    found = {}
+    summaries = {}
     for folder in FOLDERS:
         for path in sorted((HOME / folder).glob("*.py")):
             text = path.read_text(encoding="utf-8")
             if path.stem.startswith("_") or PROGRAM not in text:
                 continue
             line = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-            found[".".join(filter(None, (folder, path.stem)))] = re.split(r"[:.;](?:\s|$)", line)[0]
-    return {name: found[name] for name in (*ORDER, *(name for name in found if name not in ORDER))}
+            summaries[".".join(filter(None, (folder, path.stem)))] = re.split(r"[:.;](?:\s|$)", line)[0]
+    return {name: summaries[name] for name in (*ORDER, *(name for name in summaries if name not in ORDER))}
 
 
 def _answer(argv: list[str]) -> int:

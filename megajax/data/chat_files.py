@@ -154,14 +154,14 @@ class Reader:
         for file, path in enumerate(paths):
             for number, line in _lines(path):
                 try:
-                    found = self._tokenized(line)
+                    conversations = self._tokenized(line)
                 except BadLine as error:
                     if self._on_error == "stop":
                         hint = "Mend the line, or leave such lines out with data.on_error=skip."
                         raise UserError(f"{path}, line {number}: {error}. {hint}") from error
                     skipped[error.reason] += 1
                     continue
-                for ids, counts in found:
+                for ids, counts in conversations:
                     tokens.append(ids)
                     learned.append(counts)
                     sizes.append(len(ids))
@@ -178,7 +178,7 @@ class Reader:
 
     def _tokenized(self, line: bytes) -> list[tuple[np.ndarray, np.ndarray]]:
         """(tokens, which are learned) of each conversation of a line. An end token follows unless it is there."""
-        found, (conversations, tools) = [], parse(line, self._loss == "answers")
+        texts, (conversations, tools) = [], parse(line, self._loss == "answers")
         more = {} if tools is None else {"tools": tools}
         for messages in conversations:
             try:
@@ -191,8 +191,8 @@ class Reader:
             ids, answer = tokenized(self._tokenizer, parts)
             if not len(ids) or ids[-1] != self._tokenizer.eod:
                 ids, answer = np.append(ids, np.int32(self._tokenizer.eod)), np.append(answer, True)
-            found.append((ids, answer))
-        return found
+            texts.append((ids, answer))
+        return texts
 
 
 def tokenized(tokenizer: Tokenizer, parts: Sequence[Part]) -> tuple[np.ndarray, np.ndarray]:

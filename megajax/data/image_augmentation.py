@@ -70,8 +70,8 @@ def cropped_classes(classes: np.ndarray, crop: Crop, size: tuple[int, int]) -> n
     left, top, right, bottom = crop.box
     columns = left + (np.arange(size[0]) + 0.5) * (right - left) / size[0]
     rows = top + (np.arange(size[1]) + 0.5) * (bottom - top) / size[1]
-    found = classes[np.ix_(rows.astype(np.intp), columns.astype(np.intp))]
-    return np.ascontiguousarray(found[:, ::-1] if crop.flip else found)
+    crop_classes = classes[np.ix_(rows.astype(np.intp), columns.astype(np.intp))]
+    return np.ascontiguousarray(crop_classes[:, ::-1] if crop.flip else crop_classes)
 
 
 def augmented(image: Any, config: AugmentConfig, generator: np.random.Generator) -> Any:

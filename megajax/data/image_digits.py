@@ -39,9 +39,9 @@ def load_digits() -> Digits:
             "the handwritten digits come with the package scikit-learn, which is not installed: "
             "uv sync, or pip install scikit-learn."
         ) from error
-    found = datasets.load_digits()
-    grey = np.rint(found.images * (255 / BRIGHTEST)).astype(np.uint8)
-    return Digits(np.repeat(grey[..., None], 3, axis=-1), found.target.astype(np.int64))
+    loaded = datasets.load_digits()
+    grey = np.rint(loaded.images * (255 / BRIGHTEST)).astype(np.uint8)
+    return Digits(np.repeat(grey[..., None], 3, axis=-1), loaded.target.astype(np.int64))
 
 
 class DigitImages:

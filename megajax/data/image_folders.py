@@ -101,8 +101,8 @@ def split_folders(root: Path) -> Mapping[str, Path]:
     """The folders of the splits by name; empty if there is no train/. Raises UserError if `root` is no folder."""
     if not root.is_dir():
         raise UserError(f"data.path: no such folder: {root} (looked for in {Path.cwd()})")
-    found = {name: [root / choice for choice in names] for name, names in SPLIT_FOLDERS.items()}
-    there = {name: [path for path in paths if path.is_dir()] for name, paths in found.items()}
+    candidates = {name: [root / choice for choice in names] for name, names in SPLIT_FOLDERS.items()}
+    there = {name: [path for path in paths if path.is_dir()] for name, paths in candidates.items()}
     if not there["train"]:
         return {}
     return {name: paths[0] for name, paths in there.items() if paths}

@@ -90,13 +90,13 @@ class ShardImages:
 
 def find_shards(patterns: Sequence[str]) -> list[Path]:
     """The files of paths with * and {000..127}, sorted in each pattern. Raises UserError for one without files."""
-    found: list[Path] = []
+    shards: list[Path] = []
     for pattern in patterns:
         names = [name for each in _expanded(pattern) for name in sorted(glob.glob(str(Path(each).expanduser())))]
         if not names:
             raise UserError(f"data: no tar files match {pattern} (looked for in {Path.cwd()})")
-        found += map(Path, names)
-    return found
+        shards += map(Path, names)
+    return shards
 
 
 def _expanded(pattern: str) -> Iterator[str]:

@@ -56,8 +56,8 @@ def tokens_path(prefix: Path | str) -> Path:
     return Path(f"{prefix}.bin")
 
 
-def _fault(path: Path, field: str, offset: int, expected: object, found: object, hint: str = "") -> UserError:
-    text = f"{path}: {field} at byte {offset}: expected {expected}, found {found}."
+def _fault(path: Path, field: str, offset: int, expected: object, actual: object, hint: str = "") -> UserError:
+    text = f"{path}: {field} at byte {offset}: expected {expected}, found {actual}."
     return UserError(f"{text} {hint or 'The file is damaged or not an index of tokens: write it again.'}")
 
 

@@ -167,6 +167,6 @@ def rows_of_splits(items: Callable[[str], Items | None], rows: Rows, make: MakeR
     """Row sources of splits that have items of their own. items: name of a split -> its items, None without."""
     built: list[Any] = [None] * len(NAMES)
     for position, name, asked in wanted(rows):
-        if (found := items(name)) is not None:
-            built[position] = make(found, position, asked)
+        if (own := items(name)) is not None:
+            built[position] = make(own, position, asked)
     return Splits(*built)

@@ -75,8 +75,8 @@ def image_size(schema: Schema) -> tuple[int, int]:
     """Width and height of the images that the model reads, [..., H, W, 3]. Raises UserError for other shapes."""
     leaf = schema.get("images")
     if leaf is None or len(leaf.shape) < 3 or leaf.shape[-1] != 3:
-        found = "none" if leaf is None else f"images of shape {leaf.shape}"
-        raise UserError(f"this data makes images [height, width, 3], the model reads {found}.")
+        reads = "none" if leaf is None else f"images of shape {leaf.shape}"
+        raise UserError(f"this data makes images [height, width, 3], the model reads {reads}.")
     return leaf.shape[-2], leaf.shape[-3]
 
 

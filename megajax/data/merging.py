@@ -31,10 +31,10 @@ def _prefixes(given: Path) -> list[Path]:
     """The prefix, or those of all token files of a folder, by name."""
     if not given.is_dir():
         return [given]
-    found = sorted({path.with_suffix("") for path in given.iterdir() if path.suffix in (".bin", ".idx")})
-    if not found:
+    prefixes = sorted({path.with_suffix("") for path in given.iterdir() if path.suffix in (".bin", ".idx")})
+    if not prefixes:
         raise UserError(f"--input {given}: the folder has no token files (.bin and .idx).")
-    return found
+    return prefixes
 
 
 def _opened(prefix: Path) -> IndexedTokens:

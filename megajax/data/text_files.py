@@ -134,12 +134,12 @@ def _without_compression(path: str) -> str:
 
 def _format(path: str) -> str:
     name = _without_compression(path)
-    found = next((kind for kind, suffixes in SUFFIXES.items() if name.endswith(suffixes)), None)
-    if found is None or (found == "parquet" and name != path):
+    kind = next((kind for kind, suffixes in SUFFIXES.items() if name.endswith(suffixes)), None)
+    if kind is None or (kind == "parquet" and name != path):
         known = f"{', '.join(sum(SUFFIXES.values(), ()))}, text with {' or '.join(COMPRESSED_SUFFIXES)} if compressed"
         what = f"its name does not tell its format (known: {known})"
         raise UserError(f"{path}: {what}. Say --format=jsonl, text or parquet.")
-    return found
+    return kind
 
 
 class _Damaged(Exception):

@@ -103,7 +103,7 @@ def sample_spans(run: Trained, folder: Path) -> str | None:
         return "no blanks are shown: the tokenizer has no sentinels"
     truth: Sequence[int] = ()
     if prompt:
-        pieces = _pieces(prompt, SENTINEL, tokenizer, lambda found: int(sentinels[int(found[1]) % len(sentinels)]))
+        pieces = _pieces(prompt, SENTINEL, tokenizer, lambda blank: int(sentinels[int(blank[1]) % len(sentinels)]))
         row = padded_row(
             [token for piece in pieces for token in piece], tokenizer.pad, schema["encoder_tokens"].shape[0]
         )
@@ -174,10 +174,10 @@ def _pieces(
 ) -> Iterator[list[int]]:
     """The tokens of a text between its blanks, and of the blanks, which tokenizers read as plain text."""
     start = 0
-    for found in blank.finditer(prompt):
-        yield tokenizer.encode(prompt[start : found.start()]).tolist()
-        yield [token_of(found)]
-        start = found.end()
+    for match in blank.finditer(prompt):
+        yield tokenizer.encode(prompt[start : match.start()]).tolist()
+        yield [token_of(match)]
+        start = match.end()
     yield tokenizer.encode(prompt[start:]).tolist()
 
 

@@ -72,5 +72,5 @@ def pairs(counts: np.ndarray, names: Sequence[str]) -> str:
     """The pairs of classes that are confused most."""
     wrong = counts - np.diag(counts.diagonal())
     order = np.argsort(wrong, axis=None, kind="stable")[::-1][:PAIRS]
-    found = [(*np.unravel_index(place, wrong.shape), wrong.flat[place]) for place in order if wrong.flat[place]]
-    return "\n".join(f"{names[true]} taken for {names[taken]}: {count}" for true, taken, count in found)
+    confused = [(*np.unravel_index(place, wrong.shape), wrong.flat[place]) for place in order if wrong.flat[place]]
+    return "\n".join(f"{names[true]} taken for {names[taken]}: {count}" for true, taken, count in confused)

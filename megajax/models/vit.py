@@ -166,8 +166,8 @@ class Segmenter(nnx.Module):
         losses, smoothed, right = scored(logits, known, self.cfg.label_smoothing)
         loss = reported(losses, smoothed, right, counted / counted[0].size, reduction)
         true = jax.nn.one_hot(known, self.cfg.classes) * counted[..., None]
-        found = jax.nn.one_hot(jnp.argmax(logits, -1), self.cfg.classes) * counted[..., None]
-        both, every = (true * found).sum((0, 1, 2)), jnp.maximum(true, found).sum((0, 1, 2))
+        predicted = jax.nn.one_hot(jnp.argmax(logits, -1), self.cfg.classes) * counted[..., None]
+        both, every = (true * predicted).sum((0, 1, 2)), jnp.maximum(true, predicted).sum((0, 1, 2))
         return loss._replace(metrics={**loss.metrics, "iou": (both, every)})
 
 

@@ -74,8 +74,8 @@ USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
 
 def usual_specials(vocabulary: Mapping[str, int]) -> dict[str, int]:
     """Ids of the roles of USUAL_NAMES that a vocabulary has, `pad` among them."""
-    found = {role: [vocabulary[name] for name in names if name in vocabulary] for role, names in USUAL_NAMES.items()}
-    return {role: ids[0] for role, ids in found.items() if ids}
+    ids_by_role = {role: [vocabulary[name] for name in names if name in vocabulary] for role, names in USUAL_NAMES.items()}
+    return {role: ids[0] for role, ids in ids_by_role.items() if ids}
 
 
 def sentinel_name(number: int) -> str:
@@ -111,11 +111,11 @@ def read_file(path: str, what: str) -> bytes:
 def end_of_document(vocabulary: Mapping[str, int], named: str | None, path: str) -> int:
     """Id of the token `named`, or of the first usual one (None). Raises UserError for a vocabulary without it."""
     names = END_NAMES if named is None else (named,)
-    found = next((vocabulary[name] for name in names if name in vocabulary), None)
-    if found is None:
+    token = next((vocabulary[name] for name in names if name in vocabulary), None)
+    if token is None:
         wanted = "none of the usual tokens" if named is None else "no token"
         raise UserError(f"{path}: {wanted} {', '.join(names)} to end a document. Name one of this vocabulary as `eod`.")
-    return found
+    return token
 
 
 def check_ids(ids: Sequence[int] | np.ndarray, vocabulary_size: int) -> list[int]:

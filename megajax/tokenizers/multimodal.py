@@ -65,7 +65,7 @@ class MultimodalTokenizer(Tokenizer):
         place = self.base.split_point(data)
         longest = max(map(len, self._ids))
         for start in range(max(0, place - longest + 1), place):
-            found = data[start : start + longest]
-            if any(start + len(token) > place and token.startswith(found[: len(token)]) for token in self._ids):
+            following = data[start : start + longest]
+            if any(start + len(token) > place and token.startswith(following[: len(token)]) for token in self._ids):
                 return self.split_point(data[:start])
         return place

@@ -56,9 +56,9 @@ class Parts:
     def skipped_rows(self) -> dict[str, dict[str, int]]:
         """Split -> reason -> rows that the row source has left out so far; only splits and reasons that there are."""
         sources = {**self.splits._asdict(), **self.sets}
-        found = {name: getattr(source, "skipped", {}) for name, source in sources.items()}
-        found = {name: {why: int(n) for why, n in skipped.items() if n} for name, skipped in found.items()}
-        return {name: skipped for name, skipped in found.items() if skipped}
+        counts = {name: getattr(source, "skipped", {}) for name, source in sources.items()}
+        skipped = {name: {why: int(n) for why, n in each.items() if n} for name, each in counts.items()}
+        return {name: each for name, each in skipped.items() if each}
 
     def loader(self, source: Any, consumed: int, *, training: bool = False) -> Loader:
         """Global batches of `source` from row `consumed` on; of the last size, or in training of the size due."""
@@ -183,8 +183,8 @@ class Run:
         stopping: Callable[[], bool] = lambda: False,
     ) -> float | None:
         """Mean loss per counted token; see `metrics`."""
-        found = self.metrics(source, first=first, batches=batches, stopping=stopping)
-        return None if found is None else found["loss"]
+        metrics = self.metrics(source, first=first, batches=batches, stopping=stopping)
+        return None if metrics is None else metrics["loss"]
 
     def metrics(
         self,

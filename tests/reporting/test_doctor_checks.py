@@ -113,7 +113,7 @@ def check(finding: Any, status: str | None, words: str) -> None:
     if status is None:
         assert finding is None
         return
-    assert finding.status == status and words in finding.found, finding
+    assert finding.status == status and words in finding.state, finding
     assert bool(finding.advice) == (status != "ok"), "a problem comes with advice"
 
 
@@ -220,7 +220,7 @@ def test_an_exception_becomes_a_warning() -> None:
 
     checks: list[Check] = [("a", broken), ("b", lambda given: None)]
     ((name, finding, _),) = run_checks(checks, Machine())
-    assert (name, finding.status, finding.found) == ("a", "warn", "could not be checked: OSError: no such thing")
+    assert (name, finding.status, finding.state) == ("a", "warn", "could not be checked: OSError: no such thing")
 
 
 def test_exit_codes(capsys: pytest.CaptureFixture) -> None:

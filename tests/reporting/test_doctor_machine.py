@@ -63,7 +63,7 @@ def test_a_command_that_does_not_exist() -> None:
 
 
 def test_what_the_driver_says(tmp_path: Path) -> None:
-    results = {name: (f.status, f.found) for name, f, _ in run_checks(gpus.CHECKS, with_driver(tmp_path))}
+    results = {name: (f.status, f.state) for name, f, _ in run_checks(gpus.CHECKS, with_driver(tmp_path))}
     assert results["GPUs"] == ("ok", "2 x NVIDIA H100 80GB HBM3 (capability 9.0, 80.0 GiB)")
     assert results["GPU health"] == ("warn", "GPU 1 has 33 °C, slowdowns: HwThermalSlowdown")
     assert results["GPU links"] == ("ok", "NVLink between all 2 GPUs")
@@ -73,13 +73,13 @@ def test_a_driver_that_hangs_is_asked_once(tmp_path: Path, monkeypatch: pytest.M
     machine = with_driver(tmp_path, f"open({str(tmp_path / 'asked')!r}, 'a').write('x'); __import__('time').sleep(60)")
     monkeypatch.setattr(gpus, "NVML_SECONDS", 3.0)
     results = {name: finding for name, finding, _ in run_checks(gpus.CHECKS, machine)}
-    assert results["GPUs"].status == "fail" and "gave no answer within 3 s" in results["GPUs"].found
+    assert results["GPUs"].status == "fail" and "gave no answer within 3 s" in results["GPUs"].state
     assert (tmp_path / "asked").read_text() == "x"
 
 
 def test_a_driver_that_is_broken(tmp_path: Path) -> None:
     finding = gpus.count(with_driver(tmp_path, 'raise NVMLError("Driver Not Loaded")'))
-    assert finding.status == "fail" and "Driver Not Loaded" in finding.found
+    assert finding.status == "fail" and "Driver Not Loaded" in finding.state
 
 
 def test_without_nvidia_ml_py_the_doctor_says_what_to_install(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_nvidia_ml_py_has_what_is_asked_of_it() -> None:
 
 def test_the_disk_below_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
     finding = host.disk(Machine(tmp_path / "runs" / "first"))
-    assert finding.status != "fail" and finding.found.startswith(f"{tmp_path} has")
+    assert finding.status != "fail" and finding.state.startswith(f"{tmp_path} has")
     assert list(tmp_path.iterdir()) == [], "it leaves nothing behind"
 
 
@@ -117,9 +117,9 @@ def test_a_stage_that_hangs_ends_the_process(monkeypatch: pytest.MonkeyPatch) ->
             return super().run(sys.executable, "-u", "-c", program, seconds=seconds, **variables)
 
     machine = Hanging()
-    assert trial.check_stage("devices", machine).found == "one"
-    assert trial.check_stage("matmul", machine).found == "matmul gave no answer within 90 s"
-    assert "not run: matmul" in trial.check_stage("attention", machine).found
+    assert trial.check_stage("devices", machine).state == "one"
+    assert trial.check_stage("matmul", machine).state == "matmul gave no answer within 90 s"
+    assert "not run: matmul" in trial.check_stage("attention", machine).state
 
 
 def test_this_machine(tmp_path: Path) -> None:
@@ -143,14 +143,14 @@ def test_stages_on_gpus_try_every_kernel_and_tell_of_memory(monkeypatch: pytest.
     """On CPU devices that present themselves as GPUs; the reference computes what a kernel is asked for."""
     here = jax.local_devices()
     monkeypatch.setattr(jax, "local_devices", lambda: here[:1])
-    assert "reference (float32)" in devices.attention().found and "not here" in devices.attention().found
+    assert "reference (float32)" in devices.attention().state and "not here" in devices.attention().state
     stand_in(monkeypatch)
     attended = devices.attention()
-    assert attended.status == "ok" and "not here" not in attended.found
-    assert all(f"{name} (" in attended.found for name in ("cudnn", "pallas", "cudnn_mask", "reference"))
-    assert "(gpu, capability 9.0, 72.0 GiB for jax)" in devices.devices().found
+    assert attended.status == "ok" and "not here" not in attended.state
+    assert all(f"{name} (" in attended.state for name in ("cudnn", "pallas", "cudnn_mask", "reference"))
+    assert "(gpu, capability 9.0, 72.0 GiB for jax)" in devices.devices().state
     monkeypatch.setattr(devices.Machine, "gpu_files", 2)
-    assert devices.devices().status == "warn" and "of 2 GPUs" in devices.devices().found
+    assert devices.devices().status == "warn" and "of 2 GPUs" in devices.devices().state
 
 
 def test_front_door_of_the_doctor() -> None:

@@ -280,15 +280,15 @@ def cheapest(here: Case, limit_gib: float) -> list[Case]:
     """
     now = asdict(Choice.of(here.cfg, here.cluster.devices))
 
-    def found(kind: Sequence[str]) -> list[Entry]:
+    def entries_with(kind: Sequence[str]) -> list[Entry]:
         task = Task(here, {name: value for name, value in now.items() if name not in kind}, limit_gib)
         return ranked({group.place: group for group in search(task)})
 
-    single = {kind: found(kind) for kind in KINDS}
+    single = {kind: entries_with(kind) for kind in KINDS}
     best = sorted((entries[0] for entries in single.values() if entries), key=rank)
     if len(best) < MOST_CHANGES:
         pairs = combinations([kind for kind, entries in single.items() if not entries], 2)
-        best += sorted((entry for one, two in pairs for entry in found((*one, *two))[:1]), key=rank)
+        best += sorted((entry for one, two in pairs for entry in entries_with((*one, *two))[:1]), key=rank)
         best += sorted((entry for entries in single.values() for entry in entries[1:]), key=rank)
     chosen = list({entry.choice: entry for entry in best}.values())[:MOST_CHANGES]
     return [replace(here, cfg=Task(here).config(entry.choice)) for entry in sorted(chosen, key=rank)]

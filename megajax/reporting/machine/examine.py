@@ -27,7 +27,7 @@ def examine(run_dir: Path | None, *, as_json: bool, checks: Sequence[Check] = CH
         results.append({"name": name, **finding._asdict(), "seconds": round(took, 3)})
         color = COLORS[finding.status]
         status, label = (f"{finding.status:<5}", f"bold {color}"), (f"{name:<20}", "dim")
-        console.print(Text.assemble(status, label, finding.found))
+        console.print(Text.assemble(status, label, finding.state))
         if finding.advice:
             console.print(Text(f"{'':<25}→ {finding.advice}", style=color))
     good, doubtful, bad = (sum(result["status"] == status for result in results) for status in COLORS)

@@ -90,7 +90,7 @@ class Finding(NamedTuple):
 
     status: Literal["ok", "warn", "fail"]
     """warn: not as it should be, but training may work. fail: no run will work correctly on this machine."""
-    found: str
+    state: str
     advice: str = ""
 
 
