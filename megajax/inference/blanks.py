@@ -42,9 +42,7 @@ def sample_blanks(run: Trained, folder: Path) -> str | None:
         )
         truth: dict[int, int] = {}
     elif valid is not None:
-        row = next(
-            (row for row in map(valid.__getitem__, range(min(len(valid), 8))) if mask in row["tokens"]), valid[0]
-        )
+        row = _first_with(valid, "tokens", [mask])
         truth = {place: int(row["labels"][place]) for place in np.flatnonzero(row["tokens"] == mask).tolist()}
     else:
         return None
