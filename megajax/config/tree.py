@@ -342,7 +342,9 @@ class _Builder:
 
     def _unknown(self, key: str, value: Any, where: str, cls: type, annotation: Any) -> None:
         others = [c.__name__ for c in schema.configs(annotation) if c is not cls and key in schema.hints(c)]
-        near = [*(join(where, name) for name in schema.names(cls)), *schema.names(self.root)]
+        # Not the settings of other classes that may stand in the same place.
+        elsewhere = (name for name in schema.names(self.root) if not name.startswith(f"{where}."))
+        near = [*(join(where, name) for name in schema.names(cls)), *elsewhere]
         there = join(where, key)
         for leaf in leaves(value, there) if isinstance(value, Patch) else [there]:
             hint = did_you_mean(leaf, near)

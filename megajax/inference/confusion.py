@@ -13,7 +13,6 @@ ROWS, BATCH = 2048, 64
 """Most rows that are looked at, and rows of a forward pass."""
 SHOWN, PAIRS = 20, 8
 """Most classes in a table, and pairs of classes that are listed of more."""
-IGNORED = 255
 PICTURE = "confusion.png"
 
 
@@ -38,14 +37,14 @@ def sample(run: Trained, folder: Path) -> str | None:
 
 def confusion(run: Trained, source: Any) -> np.ndarray:
     """int64 [K, K]: how many images, or pixels, of class i were taken for class j."""
-    counts = None
+    counts, ignored = None, run.cfg.model.schema()["labels"].ignored
     for first in range(0, min(len(source), ROWS), BATCH):
         rows = [source[row] for row in range(first, min(first + BATCH, len(source), ROWS))]
         logits = np.asarray(run.model(images=np.stack([row["images"] for row in rows])))
         if counts is None:
             counts = np.zeros((logits.shape[-1],) * 2, np.int64)
         labels = np.stack([row["labels"] for row in rows])
-        counted = labels != IGNORED if labels.ndim > 1 else np.ones(labels.shape, bool)
+        counted = np.ones(labels.shape, bool) if ignored is None else labels != ignored
         np.add.at(counts, (labels[counted], logits.argmax(-1)[counted]), 1)
     return np.zeros((0, 0), np.int64) if counts is None else counts
 

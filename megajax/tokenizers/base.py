@@ -74,7 +74,8 @@ USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
 
 def usual_specials(vocabulary: Mapping[str, int]) -> dict[str, int]:
     """Ids of the roles of USUAL_NAMES that a vocabulary has, `pad` among them."""
-    ids_by_role = {role: [vocabulary[name] for name in names if name in vocabulary] for role, names in USUAL_NAMES.items()}
+    roles = USUAL_NAMES.items()
+    ids_by_role = {role: [vocabulary[name] for name in names if name in vocabulary] for role, names in roles}
     return {role: ids[0] for role, ids in ids_by_role.items() if ids}
 
 

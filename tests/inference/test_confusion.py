@@ -1,5 +1,6 @@
 """Confusion of classes at the end of a run: counts, the table, and the picture."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megajax.inference.confusion import IGNORED, PICTURE, confusion, pairs, sample
+from megajax.inference.confusion import PICTURE, confusion, pairs, sample
 from megajax.inference.sample import SAMPLERS
+from megajax.models.config.vit import SegmenterConfig
 from megajax.models.presets.vit import vit
 
 
@@ -34,7 +36,9 @@ def run_of(rows: Rows, pixels: bool = False, **splits: Any) -> Any:
         return np.eye(3, dtype=np.float32)[taken]
 
     parts = SimpleNamespace(splits=SimpleNamespace(**{"test": rows, "valid": None, **splits}))
-    return SimpleNamespace(cfg=SimpleNamespace(model=vit("debug", image=8)), parts=parts, model=model)
+    config = vit("debug", image=8)
+    config = replace(config, head=SegmenterConfig(classes=3)) if pixels else config
+    return SimpleNamespace(cfg=SimpleNamespace(model=config), parts=parts, model=model)
 
 
 def test_counts_are_those_of_a_loop() -> None:
@@ -48,7 +52,7 @@ def test_counts_are_those_of_a_loop() -> None:
 
 
 def test_pixels_without_a_class_do_not_count() -> None:
-    labels = np.array([[[0, 1], [IGNORED, 2]]])
+    labels = np.array([[[0, 1], [255, 2]]])
     rows = Rows(labels, np.array([[[0, 2], [1, 2]]]))
     np.testing.assert_array_equal(confusion(run_of(rows, pixels=True), rows), [[1, 0, 0], [0, 0, 1], [0, 0, 1]])
 

@@ -139,13 +139,13 @@ class AttentionConfig(MultiHeadConfig):
     qkv_bias: bool | None = None
     """Biases on query, key and value; none: as bias says."""
     qk_norm: NormConfig | None = None
-    """Normalisation of each query and key head, before rotary positions (Henry et al. 2020); none: none."""
+    """Normalisation of each query and key head, before rotary positions (Henry et al. 2020); none: no normalisation."""
     qk_norm_over: Literal["head", "heads"] = "head"
     """What qk_norm takes the mean over: each head, or all heads of a position together, as in InternViT and OLMo 2."""
     rope: RopeConfig | None = None
-    """Rotary positions; none: none in this layer."""
+    """Rotary positions; none: this layer rotates nothing."""
     relative: RelativeBiasConfig | None = None
-    """Learned bias of scores by distance; none: none."""
+    """Learned bias of scores by distance; none: no bias."""
     causal: bool = True
     """A query attends to no later tokens; false in encoders."""
     window: int | None = None
@@ -293,7 +293,7 @@ class LatentAttentionConfig(MultiHeadConfig):
     bias: bool = False
     """Bias on the output; other matrices have none."""
     norm: NormConfig | None = field(default_factory=RMSNormConfig)
-    """Normalisation of the latents; none: none."""
+    """Normalisation of the latents; none: no normalisation."""
     rope: RopeConfig = field(default_factory=lambda: RopeConfig(interleaved=True))
     """Rotation of the position parts."""
     window: int | None = None

@@ -31,7 +31,7 @@ class BlockConfig(ResidualBlock):
     dropout: float = 0.0
     """Share of each sub-layer's output zeroed in training."""
     layer_scale: LayerScaleConfig | None = None
-    """Learned factors on the channels of each sub-layer's output; none: none."""
+    """Learned factors on the channels of each sub-layer's output; none: no scaling."""
 
     def problems(self) -> list[Problem]:
         return dropout_problems(self.dropout)

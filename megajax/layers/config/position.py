@@ -79,7 +79,7 @@ class RopeConfig(Builds):
     base: float = 10000.0
     """Wavelengths run from 2 pi to 2 pi * base."""
     scaling: Llama3ScalingConfig | YarnScalingConfig | None = None
-    """Scaling of frequencies for long sequences; none: none."""
+    """Scaling of frequencies for long sequences; none: no scaling."""
     fraction: float = 1.0
     """Share of each head that is rotated, from its first dimension on; the rest has no positions."""
     interleaved: bool = False

@@ -26,7 +26,7 @@ class BertConfig(DecoderConfig):
     norm: NormConfig | LayerBuilder = field(default_factory=LayerNormConfig)
     """Normalisation after the stack."""
     embedding_norm: NormConfig | LayerBuilder | None = None
-    """Normalisation of the sum of embeddings; none: none."""
+    """Normalisation of the sum of embeddings; none: no normalisation."""
     head_norm: NormConfig | LayerBuilder | None = None
     """Normalisation within the head of masked tokens; none: as after the stack."""
     tied: bool = True

@@ -34,7 +34,7 @@ class ProjectorConfig(Builds):
     bias: bool = True
     """Biases on all matrices."""
     norm: NormConfig | LayerBuilder | None = None
-    """Normalisation of what enters the MLP, as in InternVL; none: none."""
+    """Normalisation of what enters the MLP, as in InternVL; none: no normalisation."""
 
     def problems(self) -> list[Problem]:
         problems = []

@@ -50,7 +50,7 @@ class VisionTowerConfig(Builds, TransformerConfig):
     """Rows are padded to a multiple of this many positions, which nothing attends to. cuDNN's attention needs even
     rows, and sequence parallelism rows that parallel.tensor divides."""
     entry_norm: NormConfig | LayerBuilder | None = None
-    """Normalisation after the embedding, before the first block, as in CLIP; none: none."""
+    """Normalisation after the embedding, before the first block, as in CLIP; none: no normalisation."""
     norm: NormConfig | LayerBuilder = field(default_factory=LayerNormConfig)
     """Normalisation after the blocks."""
     dropout: float = 0.0
