@@ -27,9 +27,9 @@ class Residual(nnx.Module):
         """A norm's output, of which every device of `tensor` gets the whole sequence."""
         return self.layout.act(checkpoint_name(normed, "norm"), "batch", "seq", "embed")
 
-    def mlp_input(self, normed: Array) -> Array:
-        """A norm's output as the MLP takes it: whole, or each device's own positions."""
-        own = getattr(self.mlp, "own_positions", False)
+    def entering(self, layer: nnx.Module, normed: Array) -> Array:
+        """A norm's output as the layer takes it: whole, or each device's own positions."""
+        own = getattr(layer, "own_positions", False)
         return checkpoint_name(normed, "norm") if own else self.whole(normed)
 
     def drop(self, y: Array, x: Array, ctx: Context, place: int) -> Array:
@@ -60,7 +60,7 @@ class Block(Residual):
         mixed = self.mixer(self.whole(self.mixer_norm(x)), ctx)
         mixed = mixed if self.mixer_scale is None else self.mixer_scale(mixed)
         x = checkpoint_name(x + self.drop(mixed, x, ctx, MIXER_PLACE), "residual")
-        y = self.mlp(self.mlp_input(self.mlp_norm(x)), ctx)
+        y = self.mlp(self.entering(self.mlp, self.mlp_norm(x)), ctx)
         return x + self.drop(y if self.mlp_scale is None else self.mlp_scale(y), x, ctx, MLP_PLACE)
 
 
@@ -85,7 +85,7 @@ class FeedForwardBlock(Residual):
         self.mlp = cfg.mlp.build(settings)
 
     def __call__(self, x: Array, ctx: Context) -> Array:
-        return x + self.drop(self.mlp(self.mlp_input(self.mlp_norm(x)), ctx), x, ctx, MLP_PLACE)
+        return x + self.drop(self.mlp(self.entering(self.mlp, self.mlp_norm(x)), ctx), x, ctx, MLP_PLACE)
 
 
 class PostNormBlock(Block):
@@ -112,4 +112,4 @@ class CrossBlock(Block):
         x = checkpoint_name(x + self.drop(mixed, x, ctx, MIXER_PLACE), "residual")
         crossed = self.cross(self.whole(self.cross_norm(x)), ctx)
         x = checkpoint_name(x + self.drop(crossed, x, ctx, CROSS_PLACE), "residual")
-        return x + self.drop(self.mlp(self.mlp_input(self.mlp_norm(x)), ctx), x, ctx, MLP_PLACE)
+        return x + self.drop(self.mlp(self.entering(self.mlp, self.mlp_norm(x)), ctx), x, ctx, MLP_PLACE)

@@ -64,6 +64,8 @@ class Dispatch:
     """Mesh axes over which experts are spread."""
     cut: tuple[str, ...] = ()
     """Mesh axes over which matrices of an expert are cut, and so are the tokens: with sequence parallelism."""
+    partial: tuple[str, ...] = ()
+    """Mesh axes over which matrices of an expert are cut, and tokens are not: outputs are added up over these."""
     room: float | None = None
     """Rows there is room for, over the mean; None: for all."""
     chunks: int = 1
@@ -275,7 +277,8 @@ def dispatched(way: str, x: Array, routing: Routing, apply: Apply, dispatch: Dis
         x, weights, experts = (lax.all_gather(a, dispatch.cut, tiled=True) for a in (x, *routing))
         y, dropped = _chunked(one, x, Routing(weights, experts), apply, dispatch)
         return lax.psum_scatter(y, dispatch.cut, tiled=True), dropped
-    return _chunked(one, x, routing, apply, dispatch)
+    y, dropped = _chunked(one, x, routing, apply, dispatch)
+    return lax.psum(y, dispatch.partial) if dispatch.partial else y, dropped
 
 
 def _chunked(one: Callable, x: Array, routing: Routing, apply: Apply, dispatch: Dispatch) -> tuple[Array, Array]:

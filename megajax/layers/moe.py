@@ -152,12 +152,11 @@ class MixtureOfExperts(nnx.Module):
                 top_k=cfg.top_k,
                 axes=spread.over,
                 cut=spread.cut if spread.tokens_cut else (),
+                partial=() if spread.tokens_cut else spread.cut,
                 room=cfg.dispatch.room,
                 chunks=cfg.dispatch.chunks,
             )
             y, dropped = dispatched(chosen_way(cfg, spread.devices()), flat, routing, apply, dispatch)
-            if spread.cut and not spread.tokens_cut:
-                y = lax.psum(y, spread.cut)
             report = routed | {"dropped": routed["dropped"] + dropped / spread.cuts()}
             seen_here = jnp.stack([jnp.asarray(report.get(name, 0), jnp.float32) for name in REPORTED])
             y = observe(y, arrays["report"], seen_here)

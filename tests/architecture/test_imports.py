@@ -49,12 +49,17 @@ COLLECTIVES = {
     "megajax.mesh.collectives": ({"all_gather", "psum_scatter", "psum", "pmax"}, "the place for them"),
     "megajax.kernels.cross_entropy": ({"psum", "pmax"}, "softmax over a cut vocabulary, over the axes it is given"),
     "megajax.layers.embedding": ({"psum", "psum_scatter", "all_gather"}, "islands of the cut vocabulary"),
+    "megajax.layers.dispatch": (
+        {"all_gather", "all_to_all", "psum", "psum_scatter", "ragged_all_to_all"},
+        "tokens to the devices of their experts and back, in an island",
+    ),
+    "megajax.layers.router": ({"all_gather", "psum"}, "counts and weights of all tokens of a microbatch, in an island"),
     "megajax.pipeline.executor": ({"psum", "ppermute"}, "between stages"),
     "megajax.training.grads": ({"psum"}, "scalar sums of a step over the replicas"),
     "megajax.models.prediction": ({"psum"}, "two scalars of a row that is cut over `context`"),
     "megajax.models.reduction": ({"psum"}, "one scalar: tokens counted in a row that is cut over `context`"),
 }
-"""Module -> collectives it may use, and why. kernels/ring and layers/dispatch come here too."""
+"""Module -> collectives it may use, and why. kernels/ring comes here too."""
 
 COMMUNICATES = {
     *("psum", "pmean", "pmax", "pmin", "psum_scatter", "all_gather", "all_gather_invariant", "all_to_all"),
