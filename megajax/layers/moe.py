@@ -83,7 +83,7 @@ class MixtureOfExperts(nnx.Module):
     """It takes each device's own positions of the residual stream."""
 
     def __init__(self, cfg: MoEConfig, settings: LayerSettings):
-        self.cfg, self.layout = cfg, settings.layout
+        self.cfg, self.layout, self.on_every_stage = cfg, settings.layout, settings.on_every_stage
         self.router = param((settings.hidden, cfg.experts), ("embed", None), init=Normal(settings.std))
         if cfg.router.bias:
             self.router_bias = param((cfg.experts,), (None,), init=ZEROS, role="bias")
@@ -138,7 +138,8 @@ class MixtureOfExperts(nnx.Module):
     def on_device(self, *, training: bool) -> Callable[..., Array]:
         """(tokens, input of the router, the router's arrays, weights of the experts) -> outputs, on one device."""
         cfg, axes, spread = self.cfg, token_axes(self.layout), expert_axes(self.layout)
-        copies = spread.copies(axes)
+        stages = manual_axes().get("pipeline", 1) if self.on_every_stage else 1
+        copies = spread.copies(axes) * stages
 
         def local(x: Array, seen: Array, arrays: Mapping[str, Array], experts: Mapping[str, Array]) -> Array:
             rows, flat = x.shape[0], x.reshape(-1, x.shape[-1])
@@ -157,7 +158,7 @@ class MixtureOfExperts(nnx.Module):
                 chunks=cfg.dispatch.chunks,
             )
             y, dropped = dispatched(chosen_way(cfg, spread.devices()), flat, routing, apply, dispatch)
-            report = routed | {"dropped": routed["dropped"] + dropped / spread.cuts()}
+            report = routed | {"dropped": routed["dropped"] + dropped / (spread.cuts() * stages)}
             seen_here = jnp.stack([jnp.asarray(report.get(name, 0), jnp.float32) for name in REPORTED])
             y = observe(y, arrays["report"], seen_here)
             return y.reshape(rows, -1, y.shape[-1])

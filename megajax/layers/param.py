@@ -66,6 +66,9 @@ class LayerSettings:
     """Factor on scores by size of a head, where a layer says none itself."""
     padded: bool = False
     """Rows hold one text and padding after it, which has segment 0."""
+    on_every_stage: bool = False
+    """All stages of a pipeline run the layer on the same tokens, as those behind the stack: gradients and observations
+    that it makes by itself are a share of each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ def observe(x: Array, leaf: Array, seen: Array) -> Array:
     """Returns x; makes `seen` the cotangent of `leaf`, which has the same shape. Once per leaf and call of a layer.
 
     The loss must depend on x. For a `sum`, `seen` covers the positions of this device only; it must not be summed over
-    mesh axes of the batch or the sequence.
+    mesh axes of the batch or the sequence. A layer that all stages of a pipeline run divides it by their number.
     """
     del leaf, seen
     return x

@@ -4,6 +4,7 @@ B rows, S positions, D hidden.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ class Prediction(nnx.Module):
         shape, axes = (settings.hidden, settings.hidden), ("embed", "mlp")
         self.from_embedding = matrix(settings, shape, axes)
         self.from_state = matrix(settings, shape, axes)
-        self.block = block.build(settings)
+        self.block = block.build(replace(settings, on_every_stage=True))
         self.norm = norm.build(settings)
 
     def __call__(self, x: Array, embedded: Array, ctx: Context) -> Array:

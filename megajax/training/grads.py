@@ -107,10 +107,6 @@ class Weights:
         axes = self.declared[path].axes
         sharded = {axis for over in self.layout.plan.compute.dimensions(axes) for axis in over}
         over = tuple(axis for axis in manual_replicas() if axis not in sharded)
-        if reduction == "sum" and "pipeline" in over:
-            raise ValueError(
-                f"{path}: a pipeline sums observations of stacked layers only; all its stages run the head"
-            )
         if not over:
             return seen
         return self.layout.island(lambda part: combined_over(part, over, reduction), (axes,), axes)(seen)
