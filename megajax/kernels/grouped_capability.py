@@ -22,10 +22,6 @@ class GroupedSizes(NamedTuple):
     inner: int
     outer: int
 
-    def elements(self) -> int:
-        """Of the largest array."""
-        return max(self.rows * max(self.inner, self.outer), self.groups * self.inner * self.outer)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedBackend:
@@ -39,10 +35,10 @@ class GroupedBackend:
     """The NVIDIA GPUs that it runs on; None: any device."""
     rows: int = 1
     """The number of rows must be a multiple of this."""
+    least: int = 1
+    """The fewest rows."""
     sides: int = 1
     """Both sides of the matrices must be multiples of this."""
-    elements: int | None = None
-    """The largest array must have fewer elements."""
 
     def refusal(
         self, dtype: str | None = None, device: Device | None = None, sizes: GroupedSizes | None = None
@@ -58,12 +54,10 @@ class GroupedBackend:
         return None if sizes is None else self._size_refusal(sizes)
 
     def _size_refusal(self, sizes: GroupedSizes) -> str | None:
-        if sizes.rows % self.rows:
-            return f"takes a multiple of {self.rows} rows, not {sizes.rows}"
+        if sizes.rows % self.rows or sizes.rows < self.least:
+            return f"takes a multiple of {self.rows} rows, {self.least} at least, not {sizes.rows}"
         if sizes.inner % self.sides or sizes.outer % self.sides:
             return f"takes matrices with sides of multiples of {self.sides}, not {sizes.inner} x {sizes.outer}"
-        if self.elements is not None and sizes.elements() >= self.elements:
-            return f"takes arrays of fewer than {self.elements:,} elements, not of {sizes.elements():,}"
         return None
 
 
@@ -75,6 +69,7 @@ GROUPED_BACKENDS: Mapping[GroupedKernel, GroupedBackend] = MappingProxyType(
             # wgmma is an instruction of Hopper alone. Elsewhere the compiler refuses it, or ends the process.
             devices=DeviceRange(HOPPER, (), below=BLACKWELL),
             rows=8,
+            least=64,
             sides=64,
         ),
         "triton": GroupedBackend(
@@ -82,7 +77,6 @@ GROUPED_BACKENDS: Mapping[GroupedKernel, GroupedBackend] = MappingProxyType(
             dtypes=("bfloat16", "float16"),
             devices=DeviceRange(AMPERE, ()),
             sides=16,
-            elements=2**31,
         ),
         "reference": GroupedBackend(label="the reference"),
     }

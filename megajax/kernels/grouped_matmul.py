@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from megajax.kernels import grouped_mosaic, grouped_triton
 from megajax.kernels.attention import local_device
 from megajax.kernels.grouped_capability import GroupedKernel, GroupedSizes, choose_grouped
 from megajax.kernels.grouped_tiles import tiles
@@ -80,7 +81,13 @@ def _place(first: Array, end: Array, rows: int, block: int) -> tuple[Array, Arra
     return at, ((row >= first) & (row < end))[:, None]
 
 
-PRODUCTS: Mapping[str, Products] = MappingProxyType({"reference": Products(reference_rows, reference_matrices)})
+PRODUCTS: Mapping[str, Products] = MappingProxyType(
+    {
+        "mosaic": Products(grouped_mosaic.rows, grouped_mosaic.matrices),
+        "triton": Products(grouped_triton.rows, grouped_triton.matrices),
+        "reference": Products(reference_rows, reference_matrices),
+    }
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -109,9 +116,10 @@ def grouped_matmul(x: Array, w: Array, sizes: Array, kernel: GroupedKernel | Pro
     against that device, as programs are also compiled for virtual devices. Raises UserError where it can't take the
     dtype or sizes.
     """
+    sizes = sizes.astype(jnp.int32)
     if isinstance(kernel, Products):
         return _multiply(kernel, x, w, sizes)
     known = GroupedSizes(x.shape[0], *w.shape)
     device = local_device() if kernel == "auto" else None
     name = choose_grouped(kernel, jnp.dtype(x.dtype).name, device, sizes=known).kernel
-    return _multiply(PRODUCTS[name], x, w, sizes.astype(jnp.int32))
+    return _multiply(PRODUCTS[name], x, w, sizes)

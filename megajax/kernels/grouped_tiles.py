@@ -16,23 +16,26 @@ class Tiles(NamedTuple):
     """Number of tiles with rows, int32 []."""
 
 
-def most_tiles(rows: int, groups: int, block: int) -> int:
-    """Number of tiles of up to `block` rows that are enough, however the rows are divided into groups."""
-    return -(-rows // block) + groups - 1
+def most_tiles(rows: int, groups: int, block: int, align: int = 1) -> int:
+    """Number of tiles that is enough, however the rows are divided into groups; arguments as of `tiles`."""
+    return (rows + groups * (block + align - 2)) // block
 
 
-def tiles(sizes: Array, rows: int, block: int) -> Tiles:
-    """Cuts each group, sizes int32 [E], from its first row on into tiles of at most `block` rows.
+def tiles(sizes: Array, rows: int, block: int, align: int = 1) -> Tiles:
+    """Cuts each group, sizes int32 [E], into tiles of at most `block` rows.
 
-    On average half a tile a group is empty. Tiles at fixed multiples of `block` would leave a whole one.
+    A group's tiles begin at its first row, or at the multiple of `align` before it: the first row of a tile, rounded
+    down to such a multiple, is at most `block` rows before its end. On average half a tile a group is empty; tiles at
+    fixed multiples of `block` would leave a whole one.
     """
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
     starts = ends - sizes
-    until = jnp.cumsum(-(-sizes // block), dtype=jnp.int32)
-    tile = jnp.arange(most_tiles(rows, sizes.shape[0], block), dtype=jnp.int32)
+    origins = starts // align * align
+    counts = jnp.where(sizes > 0, -(-(ends - origins) // block), 0)
+    until = jnp.cumsum(counts, dtype=jnp.int32)
+    tile = jnp.arange(most_tiles(rows, sizes.shape[0], block, align), dtype=jnp.int32)
     group = jnp.minimum((tile[:, None] >= until[None]).sum(1, dtype=jnp.int32), sizes.shape[0] - 1)
-    before = jnp.where(group > 0, until[group - 1], 0)
-    first = starts[group] + (tile - before) * block
-    end = jnp.minimum(first + block, ends[group])
+    origin = origins[group] + (tile - until[group] + counts[group]) * block
+    first, end = jnp.maximum(origin, starts[group]), jnp.minimum(origin + block, ends[group])
     live = tile < until[-1]
     return Tiles(jnp.where(live, group, 0), jnp.where(live, first, 0), jnp.where(live, end, 0), until[-1])

@@ -1,15 +1,21 @@
 """The grouped matmul: its reference against a dense one, and the GPU kernels, interpreted, against the reference."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from jax.experimental.pallas import mosaic_gpu
 
 from megajax.config.errors import UserError
+from megajax.kernels import grouped_matmul as module
+from megajax.kernels import grouped_mosaic, grouped_triton
 from megajax.kernels.capability import Device
 from megajax.kernels.grouped_capability import GROUPED_BACKENDS, GroupedSizes, choose_grouped
-from megajax.kernels.grouped_matmul import PRODUCTS, grouped_matmul
+from megajax.kernels.grouped_matmul import PRODUCTS, Products, grouped_matmul
 from megajax.kernels.grouped_tiles import most_tiles, tiles
 
 A100, H100, B200 = (
@@ -77,20 +83,24 @@ def test_wide_matrices_get_wide_gradients() -> None:
         np.testing.assert_array_equal(found, exact.astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("block", [1, 4, 7, 64])
-def test_tiles_cover_each_group_once(block: int) -> None:
-    random = np.random.default_rng(block)
-    for _ in range(5):
+@pytest.mark.parametrize(("block", "align"), [(1, 1), (7, 1), (8, 8), (16, 8), (64, 8)])
+def test_tiles_cover_each_group_once(block: int, align: int) -> None:
+    random, cut = np.random.default_rng(block), jax.jit(tiles, static_argnums=(1, 2, 3))
+    for _ in range(20):
         sizes = random.multinomial(ROWS - random.integers(8), random.dirichlet(np.full(5, 0.4)))
-        found = tiles(jnp.array(sizes, jnp.int32), ROWS, block)
-        assert found.group.shape == (most_tiles(ROWS, 5, block),) and found.live == (-(-sizes // block)).sum()
-        rows = [row for first, end in zip(*map(np.asarray, found[1:3]), strict=True) for row in range(first, end)]
+        found = [np.asarray(each) for each in cut(jnp.array(sizes, jnp.int32), ROWS, block, align)]
+        assert found[0].shape == (most_tiles(ROWS, 5, block, align),) and found[3] == (found[2] > found[1]).sum()
+        rows = [row for first, end in zip(*found[1:3], strict=True) for row in range(first, end)]
         assert rows == list(range(sizes.sum()))
         owner = np.repeat(np.arange(5), sizes)
-        for group, first, end in zip(*(np.asarray(a) for a in found[:3]), strict=True):
-            assert end - first <= block and (owner[first:end] == group).all()
+        for group, first, end in zip(*found[:3], strict=True):
+            assert end - first // align * align <= block and (owner[first:end] == group).all()
+    # Each group begins just before a multiple of align: no division needs more tiles.
+    worst = jnp.array([align - 1] + [block] * 3, jnp.int32)
+    assert cut(worst, align - 1 + 3 * block, block, align).live <= most_tiles(align - 1 + 3 * block, 4, block, align)
 
 
+FEW = "mosaic: takes a multiple of 8 rows, 64 at least,"
 FITTING = GroupedSizes(rows=4096, groups=8, inner=2048, outer=768)
 
 
@@ -108,7 +118,8 @@ FITTING = GroupedSizes(rows=4096, groups=8, inner=2048, outer=768)
             "reference",
             ("mosaic, triton: computes in bfloat16 or float16, not in float32",),
         ),
-        (H100, "bfloat16", FITTING._replace(rows=4001), "triton", ("mosaic: takes a multiple of 8 rows, not 4001",)),
+        (H100, "bfloat16", FITTING._replace(rows=4001), "triton", (f"{FEW} not 4001",)),
+        (H100, "bfloat16", FITTING._replace(rows=56), "triton", (f"{FEW} not 56",)),
         (
             H100,
             "bfloat16",
@@ -119,11 +130,11 @@ FITTING = GroupedSizes(rows=4096, groups=8, inner=2048, outer=768)
         (
             A100,
             "bfloat16",
-            FITTING._replace(rows=2**20),
+            FITTING._replace(outer=100),
             "reference",
             (
                 "mosaic: runs from compute capability 9.0 on, A100 has 8.0",
-                "triton: takes arrays of fewer than 2,147,483,648 elements, not of 2,147,483,648",
+                "triton: takes matrices with sides of multiples of 16, not 2048 x 100",
             ),
         ),
         (H100, None, None, "mosaic", ()),
@@ -145,5 +156,64 @@ def test_a_kernel_that_cannot_is_an_error_with_an_alternative() -> None:
         grouped_matmul(jnp.ones((16, 16)), jnp.ones((2, 16, 16)), jnp.array([8, 8]), "triton")
 
 
+def test_auto_takes_what_the_first_device_allows(monkeypatch) -> None:
+    """A named one is not held against it."""
+    taken, x, w = [], jnp.ones((64, 64), jnp.bfloat16), jnp.ones((2, 64, 64))
+    monkeypatch.setattr(module, "_multiply", lambda products, x, w, sizes: taken.append(products) or x)
+    for device in (CPU, A100, H100):
+        monkeypatch.setattr(module, "local_device", lambda device=device: device)
+        grouped_matmul(x, w, jnp.array([8, 8]))
+        grouped_matmul(x, w, jnp.array([8, 8]), "mosaic")
+    assert taken[1::2] == [PRODUCTS["mosaic"]] * 3
+    assert taken[::2] == [PRODUCTS[name] for name in ("reference", "triton", "mosaic")]
+
+
 def test_every_kernel_exists_and_the_reference_is_the_last() -> None:
-    assert set(GROUPED_BACKENDS) >= set(PRODUCTS) and list(GROUPED_BACKENDS)[-1] == "reference"
+    assert set(GROUPED_BACKENDS) == set(PRODUCTS) and list(GROUPED_BACKENDS)[-1] == "reference"
+
+
+LIVE, TALL = (23, 0, 17, 31), 72
+"""Rows of each group, and of all: rows past the groups stay."""
+
+
+def interpreted(name: str, groups: tuple[int, ...], count: int, inner: int, outer: int) -> None:
+    """Both functions of a GPU kernel against the reference, NaN in the rows past the groups."""
+    keys, sizes, live = jax.random.split(jax.random.key(0), 3), jnp.array(groups, jnp.int32), sum(groups)
+    shapes = (count, inner), (len(groups), inner, outer), (count, outer)
+    x, w, dy = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
+    x, dy = x.at[live:].set(jnp.nan), dy.at[live:].set(jnp.nan)
+    expected = both(lambda x, w: grouped_matmul(x, w, sizes, "reference"), x, w.astype(jnp.float32), dy)
+    # Scratch memory that nothing was written to is NaN in the interpreter of Mosaic kernels.
+    with mosaic_gpu.force_gpu_interpret_mode() if name == "mosaic" else nullcontext():
+        found = both(lambda x, w: grouped_matmul(x, w, sizes, SMALL[name]), x, w.astype(jnp.float32), dy)
+        jax.block_until_ready(found)
+    assert found[2].dtype == jnp.float32
+    np.testing.assert_allclose(found[2], expected[2], atol=1e-5 * float(jnp.abs(expected[2]).max()))
+    for a, b in zip(found[:2], expected[:2], strict=True):
+        # Sums in another order: a result next to the middle of two bfloat16 numbers may become the other one.
+        np.testing.assert_allclose(*(np.asarray(each[:live], np.float32) for each in (a, b)), rtol=2**-7, atol=1e-3)
+
+
+CUT = {"blocks": grouped_triton.Blocks(16, 32, 32), "interpret": True}
+FEW_PROGRAMS = {"blocks": grouped_mosaic.Blocks(64, 64, 64), "programs": 2}
+SMALL = {
+    name: Products(partial(module.rows, **how), partial(module.matrices, **how))
+    for name, module, how in (("triton", grouped_triton, CUT), ("mosaic", grouped_mosaic, FEW_PROGRAMS))
+}
+
+
+def test_the_triton_kernels_equal_the_reference() -> None:
+    """Sides that its blocks don't divide."""
+    interpreted("triton", LIVE, TALL, 48, 80)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("groups", "count"), [((0, 0, 0), 64), ((0, 200, 0), 200), ((100, 0, 60, 70), 264)])
+def test_the_kernels_equal_the_reference_for_other_groups(name: str, groups: tuple[int, ...], count: int) -> None:
+    interpreted(name, groups, count, 128, 192)
+
+
+def test_the_mosaic_kernels_equal_the_reference() -> None:
+    """Groups begin between multiples of 8; the last tile would reach beyond the last row."""
+    interpreted("mosaic", LIVE, TALL, 64, 64)
