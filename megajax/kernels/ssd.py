@@ -1,0 +1,267 @@
+"""The recurrence of Mamba-2: a state for each head that decays and takes up inputs (Dao and Gu 2024, SSD).
+
+    h_t = exp(dt_t a) h_(t-1) + dt_t x_t b_t        y_t = h_t c_t + skip x_t
+
+B rows, S positions, N heads, P head size, G groups that share b and c among N / G heads each, Z state size. h is
+[N, P, Z]. A state starts from zero where a document starts. `ssd_reference` is the recurrence as written, `ssd`
+computes chunks of positions by matmuls.
+
+A document's results depend on no number of another document, to the last bit. Therefore decays are sums of what lies
+between two positions, and never differences of cumulative sums, which would be rounded by what comes before. Sums of
+terms that are not above 0 do not cancel either, so that large decays cost no accuracy.
+"""
+
+from functools import partial
+from math import gcd
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+BLOCK = 16
+"""Positions whose decays are added up one by one; beyond, the sums of whole blocks are added."""
+UNROLL = 8
+"""Chunks in one turn of the loop that carries states from chunk to chunk."""
+
+
+class Scan(NamedTuple):
+    """The inputs of the recurrence."""
+
+    x: Array
+    """[B, S, N, P], in compute dtype."""
+    dt: Array
+    """float32 [B, S, N]: steps, at least 0."""
+    a: Array
+    """float32 [N], below 0."""
+    b: Array
+    """[B, S, G, Z], in compute dtype."""
+    c: Array
+    """[B, S, G, Z], in compute dtype."""
+    skip: Array
+    """float32 [N]."""
+    runs: Array | None = None
+    """int32 [B, S]: number of the document in its row, see `runs_of`; None: a row is one document."""
+    state: Array | None = None
+    """float32 [B, N, P, Z] before the first position; None: zeros."""
+
+
+def runs_of(segments: Array) -> Array:
+    """Segment ids, int32 [B, S] -> number of the document in its row: a new one starts wherever the id changes."""
+    changed = segments[:, 1:] != segments[:, :-1]
+    return jnp.cumsum(jnp.pad(changed, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
+
+
+def first_state(scan: Scan) -> Array:
+    """The state before the first position, float32 [B, N, P, Z]."""
+    if scan.state is not None:
+        return scan.state
+    (rows, _, heads, size), states = scan.x.shape, scan.b.shape[-1]
+    return jnp.zeros((rows, heads, size, states), jnp.float32)
+
+
+def ssd_step(state: Array, x: Array, dt: Array, a: Array, b: Array, c: Array, skip: Array) -> tuple[Array, Array]:
+    """One position: state float32 [B, N, P, Z], x [B, N, P], dt [B, N], b and c [B, G, Z] -> y [B, N, P], state."""
+    full, heads = x.astype(jnp.float32), x.shape[1]
+    b, c = (jnp.repeat(each.astype(jnp.float32), heads // b.shape[1], axis=1) for each in (b, c))
+    taken = jnp.einsum("bnp,bnz->bnpz", full * dt[..., None], b)
+    state = jnp.exp(dt * a[None])[..., None, None] * state + taken
+    y = jnp.einsum("bnpz,bnz->bnp", state, c) + skip[None, :, None] * full
+    return y.astype(x.dtype), state
+
+
+def ssd_reference(scan: Scan) -> tuple[Array, Array]:
+    """The recurrence, one position after another: y [B, S, N, P] in x's dtype, the last state [B, N, P, Z]."""
+    rows, length = scan.x.shape[:2]
+    starts = jnp.zeros((rows, length), bool)
+    if scan.runs is not None:
+        starts = jnp.pad(scan.runs[:, 1:] != scan.runs[:, :-1], ((0, 0), (1, 0)))
+
+    def advance(state: Array, at: tuple[Array, ...]) -> tuple[Array, Array]:
+        start, x, dt, b, c = at
+        state = jnp.where(start[:, None, None, None], 0, state)
+        y, state = ssd_step(state, x, dt, scan.a, b, c, scan.skip)
+        return state, y
+
+    by_position = tuple(jnp.moveaxis(each, 1, 0) for each in (starts, scan.x, scan.dt, scan.b, scan.c))
+    state, y = lax.scan(advance, first_state(scan), by_position)
+    return jnp.moveaxis(y, 0, 1), state
+
+
+def ssd(scan: Scan, chunk: int) -> tuple[Array, Array]:
+    """The same by matmuls over chunks of that many positions: y [B, S, N, P] in x's dtype, the last state.
+
+    Matmuls are in x's dtype with float32 sums; steps, decays and states are float32. The backward pass saves the inputs
+    alone: what is of the size of chunk x chunk for each head exists once, and only while a layer works.
+    """
+    length = scan.x.shape[1]
+    chunk = min(chunk, -(-length // BLOCK) * BLOCK)
+    scan = _padded(scan, -length % chunk)
+    y, state = jax.checkpoint(partial(_by_chunks, chunk), prevent_cse=False)(scan)
+    return y[:, :length], state
+
+
+def _padded(scan: Scan, behind: int) -> Scan:
+    """With positions behind the last whose steps are 0: they change no state."""
+    if not behind:
+        return scan
+
+    def pad(x: Array) -> Array:
+        return jnp.pad(x, ((0, 0), (0, behind), *[(0, 0)] * (x.ndim - 2)))
+
+    runs = None if scan.runs is None else jnp.pad(scan.runs, ((0, 0), (0, behind)), mode="edge")
+    return scan._replace(x=pad(scan.x), dt=pad(scan.dt), b=pad(scan.b), c=pad(scan.c), runs=runs)
+
+
+class Sums(NamedTuple):
+    """Sums of logarithms of decays, float32, in chunks of L positions: M blocks of K.
+
+    Each is a sum of the terms it names and of no others, added up in an order that depends on places alone.
+    """
+
+    until: Array
+    """[..., L]: from the start of the chunk, with the position itself."""
+    after: Array
+    """[..., L]: behind the position, to the end of the chunk."""
+    until_in_block: Array
+    """[..., M, K]: the same within the block."""
+    after_in_block: Array
+    """[..., M, K]."""
+    blocks_between: Array
+    """[..., M, M]: of the blocks between two, [i's, j's]."""
+    between_in_block: Array
+    """[..., M, K, K]: behind position j, up to i, of the same block; [i, j]."""
+
+    @classmethod
+    def of(cls, logs: Array) -> "Sums":
+        """logs: float32 [..., L]."""
+        *rest, length = logs.shape
+        block = gcd(length, BLOCK)
+        blocks = logs.reshape(*rest, length // block, block)
+        until = jnp.cumsum(blocks, axis=-1)
+        after = lax.cumsum(_shifted(blocks, -1), axis=blocks.ndim - 1, reverse=True)
+        totals = until[..., -1]
+        earlier = jnp.cumsum(_shifted(totals, 1), axis=-1)
+        later = lax.cumsum(_shifted(totals, -1), axis=totals.ndim - 1, reverse=True)
+        return cls(
+            (earlier[..., None] + until).reshape(logs.shape),
+            (after + later[..., None]).reshape(logs.shape),
+            until,
+            after,
+            _shifted(_sums_behind(totals), 1, axis=-2),
+            _sums_behind(blocks),
+        )
+
+    def between(self) -> Array:
+        """[..., L, L]: behind position j, up to position i; [i, j]. Above the diagonal: any number up to 0."""
+        *rest, count, block = self.until_in_block.shape
+        # [..., i's block, i, j's block, j]
+        rows, columns = self.until_in_block[..., None, None], self.after_in_block[..., None, None, :, :]
+        apart = rows + (self.blocks_between[..., :, None, :, None] + columns)
+        number = jnp.arange(count)
+        same = (number[:, None] == number[None]).reshape((1,) * len(rest) + (count, 1, count, 1))
+        between = jnp.where(same, self.between_in_block[..., :, :, None, :], apart)
+        return between.reshape(*rest, count * block, count * block)
+
+
+def _sums_behind(terms: Array) -> Array:
+    """[..., L] -> [..., L, L]: at [i, j] the sum of the terms behind j, up to i."""
+    place = jnp.arange(terms.shape[-1])
+    behind = (place[:, None] > place[None]).reshape((1,) * (terms.ndim - 1) + (place.size, place.size))
+    return jnp.cumsum(jnp.where(behind, terms[..., None], 0), axis=-2)
+
+
+def _shifted(x: Array, by: int, axis: int = -1) -> Array:
+    """Moved by one place towards the end (1) or the start (-1), with a zero where nothing comes from."""
+    axis, end = axis % x.ndim, x.shape[axis]
+    pads = [((by, 0) if by > 0 else (0, -by)) if each == axis else (0, 0) for each in range(x.ndim)]
+    return lax.slice_in_dim(jnp.pad(x, pads), 0 if by > 0 else -by, end if by > 0 else end - by, axis=axis)
+
+
+class Chunks(NamedTuple):
+    """What takes part where, by document: bool, M chunks of L positions."""
+
+    pairs: Array
+    """[B or 1, M or 1, L, L]: position i sees what j takes up."""
+    opening: Array
+    """[B, M, L]: positions of the document that the chunk before ends with."""
+    closing: Array
+    """[B, M, L]: positions of the document that the chunk ends with."""
+    through: Array
+    """[B, M]: the whole chunk is of the document that the chunk before ends with."""
+
+
+def _chunks(runs: Array | None, rows: int, count: int, chunk: int) -> Chunks:
+    causal = jnp.tril(jnp.ones((1, 1, chunk, chunk), bool))
+    if runs is None:
+        whole = jnp.ones((rows, count, chunk), bool)
+        return Chunks(causal, whole, whole, whole[..., 0])
+    runs = runs.reshape(rows, count, chunk)
+    last = runs[..., -1]
+    before = jnp.concatenate([runs[:, :1, 0], last[:, :-1]], axis=1)
+    pairs = (runs[..., :, None] == runs[..., None, :]) & causal
+    return Chunks(pairs, runs == before[..., None], runs == last[..., None], last == before)
+
+
+def _by_chunks(chunk: int, scan: Scan) -> tuple[Array, Array]:
+    """`ssd` of rows that are whole chunks. Letters: m chunk, i and j positions of it, g group, r head of a group."""
+    (rows, length, heads, size), (groups, states) = scan.x.shape, scan.b.shape[2:]
+    count, each, dtype = length // chunk, heads // scan.b.shape[2], scan.x.dtype
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    x = scan.x.reshape(rows, count, chunk, groups, each, size)
+    b, c = (of.reshape(rows, count, chunk, groups, states) for of in (scan.b, scan.c))
+    dt = scan.dt.reshape(rows, count, chunk, groups, each).transpose(0, 1, 3, 4, 2)
+    sums = Sums.of(dt * scan.a.reshape(1, 1, groups, each, 1))
+    parts = _chunks(scan.runs, rows, count, chunk)
+
+    # Within a chunk: what position i reads of position j.
+    shared = product("bmigz,bmjgz->bmgij", c, b)[:, :, :, None]
+    read = jax.checkpoint(partial(_read, dtype))(sums, shared, parts.pairs[:, :, None, None], dt)
+    y = product("bmgrij,bmjgrp->bmigrp", read, x)
+
+    # What each chunk adds to the state, and the states between chunks.
+    taken = jnp.where(parts.closing[:, :, None, None], jnp.exp(sums.after), 0) * dt
+    weighted = (jnp.moveaxis(taken, -1, 2)[..., None] * b[:, :, :, :, None].astype(jnp.float32)).astype(dtype)
+    added = product("bmjgrp,bmjgrz->mbgrpz", x, weighted)
+    kept = jnp.where(parts.through[:, :, None, None], jnp.exp(sums.until[..., -1]), 0)
+
+    def carry(state: Array, at: tuple[Array, Array]) -> tuple[Array, Array]:
+        kept, added = at
+        return kept[..., None, None] * state + added, state
+
+    first = first_state(scan).reshape(rows, groups, each, size, states)
+    last, before = lax.scan(carry, first, (jnp.moveaxis(kept, 1, 0), added), unroll=min(UNROLL, count))
+
+    # What position i reads of the state before its chunk.
+    seen = jnp.where(parts.opening[:, :, None, None], jnp.exp(sums.until), 0)
+    y = y + product("bmigz,mbgrpz->bmigrp", c, before.astype(dtype)) * jnp.moveaxis(seen, -1, 2)[..., None]
+    y = y + x.astype(jnp.float32) * scan.skip.reshape(1, 1, 1, groups, each, 1)
+    return y.astype(dtype).reshape(rows, length, heads, size), last.reshape(rows, heads, size, states)
+
+
+def _read(dtype: Any, sums: Sums, shared: Array, pairs: Array, dt: Array) -> Array:
+    """Weight of each position j's input in what i reads, [B, M, G, N / G, L, L]; elementwise, recomputed backwards."""
+    return (jnp.where(pairs, jnp.exp(sums.between()) * shared, 0) * dt[..., None, :]).astype(dtype)
+
+
+def causal_conv(
+    x: Array, kernel: Array, bias: Array | None = None, runs: Array | None = None, before: Array | None = None
+) -> Array:
+    """Depthwise convolution over the last K positions of a document, float32 [B, S, ...].
+
+    x [B, S, ...]; kernel [K, ...], the last entry for the position itself; bias [...]; runs as in `Scan`;
+    before [B, K - 1, ...]: what stood before the first position, in its document; None: zeros.
+    """
+    reach, length = kernel.shape[0] - 1, x.shape[1]
+    if before is None:
+        before = jnp.zeros((x.shape[0], reach, *x.shape[2:]), x.dtype)
+    long = jnp.concatenate([before.astype(x.dtype), x], axis=1).astype(jnp.float32)
+    y = jnp.zeros(x.shape, jnp.float32) if bias is None else jnp.broadcast_to(bias.astype(jnp.float32), x.shape)
+    marks = runs if runs is None else jnp.pad(runs, ((0, 0), (reach, 0)), mode="edge")
+    for place in range(reach + 1):
+        seen = lax.slice_in_dim(long, place, place + length, axis=1)
+        if marks is not None and place < reach:
+            same = jnp.equal(marks[:, place : place + length], runs)
+            seen = jnp.where(same.reshape(*same.shape, *[1] * (x.ndim - 2)), seen, 0)
+        y = y + seen * kernel[place].astype(jnp.float32)[None, None]
+    return y

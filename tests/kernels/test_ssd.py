@@ -1,0 +1,162 @@
+"""The recurrence of Mamba-2: a loop in float64, the recurrence by lax.scan, and matmuls over chunks."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.kernels.ssd import Scan, causal_conv, runs_of, ssd, ssd_reference, ssd_step
+
+ROWS, HEADS, SIZE, GROUPS, STATES = 2, 4, 3, 2, 5
+DIFFERENTIATED = ("x", "dt", "a", "b", "c", "skip", "state")
+
+
+def inputs(length: int, *, steepest: float = 16.0) -> dict[str, np.ndarray]:
+    """steepest: of the rates of decay; steps are between 0.001 and 0.1, some of them 5."""
+    rng = np.random.default_rng(length)
+    dt = np.exp(rng.uniform(np.log(1e-3), np.log(0.1), (ROWS, length, HEADS)))
+    drawn = {
+        "x": rng.normal(size=(ROWS, length, HEADS, SIZE)),
+        "dt": np.where(rng.random(dt.shape) < 0.05, 5.0, dt),
+        "a": -np.linspace(1, steepest, HEADS),
+        "b": rng.normal(size=(ROWS, length, GROUPS, STATES)),
+        "c": rng.normal(size=(ROWS, length, GROUPS, STATES)),
+        "skip": rng.normal(size=HEADS),
+        "state": rng.normal(size=(ROWS, HEADS, SIZE, STATES)),
+    }
+    return {name: value.astype(np.float32) for name, value in drawn.items()}
+
+
+def segments(length: int) -> np.ndarray:
+    """Three documents a row, and an id that comes again: a new document all the same."""
+    rng = np.random.default_rng(length + 1)
+    rows = []
+    for _ in range(ROWS):
+        first, second = sorted(rng.choice(np.arange(1, length), 2, replace=False))
+        rows.append([1] * first + [2] * (second - first) + [1] * (length - second))
+    return np.array(rows, np.int32)
+
+
+def looped(given: dict[str, np.ndarray], ids: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """One position of one head after another, in float64."""
+    x, dt, a, b, c, skip, state = (given[name].astype(np.float64) for name in DIFFERENTIATED)
+    y, share = np.zeros(x.shape), HEADS // GROUPS
+    for row, t, n in np.ndindex(*x.shape[:3]):
+        if ids is not None and t and ids[row, t] != ids[row, t - 1]:
+            state[row, n] = 0
+        taken = dt[row, t, n] * np.outer(x[row, t, n], b[row, t, n // share])
+        state[row, n] = np.exp(dt[row, t, n] * a[n]) * state[row, n] + taken
+        y[row, t, n] = state[row, n] @ c[row, t, n // share] + skip[n] * x[row, t, n]
+    return y, state
+
+
+def scanned(given, ids, of, **options):
+    runs = None if ids is None else runs_of(jnp.asarray(ids))
+    return of(Scan(**given, runs=runs), **options)
+
+
+@pytest.mark.parametrize(
+    ("length", "chunk", "isolated"), [(1, 64, False), (24, 8, False), (70, 32, True), (50, 7, True)]
+)
+def test_chunks_and_recurrence_match_a_float64_loop(length, chunk, isolated):
+    given, ids = inputs(length), segments(length) if isolated else None
+    expected = looped(given, ids)
+    for of, options in ((ssd_reference, {}), (ssd, {"chunk": chunk})):
+        y, state = jax.jit(partial(scanned, of=of, **options))(given, ids)
+        np.testing.assert_allclose(y, expected[0], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(state, expected[1], rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_chunks_are_those_of_the_recurrence():
+    given, ids = inputs(70), segments(70)
+    rng = np.random.default_rng(3)
+    weights = [rng.normal(size=shape).astype(np.float32) for shape in (given["x"].shape, given["state"].shape)]
+
+    def loss(given, of, **options):
+        return sum(
+            jnp.sum(weight * out) for weight, out in zip(weights, scanned(given, ids, of, **options), strict=True)
+        )
+
+    expected = jax.jit(jax.grad(partial(loss, of=ssd_reference)))(given)
+    actual = jax.jit(jax.grad(partial(loss, of=ssd, chunk=32)))(given)
+    for name in DIFFERENTIATED:
+        scale = np.abs(expected[name]).max()
+        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-5, atol=1e-5 * scale, err_msg=name)
+
+
+def test_large_decays_cost_no_accuracy():
+    """Differences of cumulative sums would be off by 1e-3 here: sums up to 1e4, of which some are small again."""
+    given = inputs(64, steepest=500.0)
+    y, _ = jax.jit(partial(scanned, ids=None, of=ssd, chunk=64))(given)
+    np.testing.assert_allclose(y, looped(given, None)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [32])
+def test_a_document_is_the_same_to_the_bit_whatever_its_neighbours(chunk):
+    """Values and gradients of positions 20 to 44 of 70, between other documents, borders and steps."""
+    given, own = inputs(70), slice(20, 45)
+    ids = np.array([[1] * 20 + [2] * 25 + [3] * 25] * ROWS, np.int32)
+    other_ids = np.array([[5] * 7 + [6] * 13 + [2] * 25 + [9] * 3 + [1] * 22] * ROWS, np.int32)
+    other = {name: value.copy() for name, value in given.items()}
+    for name in ("x", "dt", "b", "c"):
+        changed = np.flip(given[name], axis=1) * 100
+        other[name] = np.where(other_ids.reshape(*ids.shape, *[1] * (changed.ndim - 2)) == 2, given[name], changed)
+
+    @jax.jit
+    def results(given, ids):
+        def loss(differentiated):
+            y, _ = scanned(given | differentiated, ids, ssd, chunk=chunk)
+            return jnp.sum(jnp.sin(y)), y
+
+        grads, y = jax.grad(loss, has_aux=True)({name: given[name] for name in ("x", "dt", "b", "c")})
+        return grads | {"y": y}
+
+    one, another = results(given, ids), results(other, other_ids)
+    for name, value in one.items():
+        np.testing.assert_array_equal(value[:, own], another[name][:, own], err_msg=name)
+        assert np.any(value[:, :20] != another[name][:, :20])
+
+
+def test_steps_of_one_position_are_the_recurrence():
+    given = inputs(6)
+    y, last = jax.jit(partial(scanned, ids=None, of=ssd, chunk=16))(given)
+    state, step = given["state"], jax.jit(ssd_step)
+    for t in range(6):
+        one, state = step(
+            state, given["x"][:, t], given["dt"][:, t], given["a"], given["b"][:, t], given["c"][:, t], given["skip"]
+        )
+        np.testing.assert_allclose(one, y[:, t], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(state, last, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_continue_from_a_state():
+    """Two halves are the whole row, also where a document goes on in the second and ends there."""
+    given, ids = inputs(40), np.array([[1] * 30 + [2] * 10, [1] * 5 + [2] * 35], np.int32)
+    by_chunks = jax.jit(partial(scanned, of=ssd, chunk=16))
+    whole, last = by_chunks(given, ids)
+    halves, state = [], given["state"]
+    for part in (slice(0, 20), slice(20, 40)):
+        piece = {name: given[name][:, part] for name in ("x", "dt", "b", "c")}
+        y, state = by_chunks(given | piece | {"state": state}, ids[:, part])
+        halves.append(y)
+    np.testing.assert_allclose(np.concatenate(halves, axis=1), whole, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(state, last, rtol=1e-5, atol=1e-5)
+
+
+def test_convolution_sees_its_own_document_alone():
+    rng = np.random.default_rng(0)
+    x, kernel, bias = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 12, 3), (4, 3), (3,)))
+    before = rng.normal(size=(2, 3, 3)).astype(np.float32)
+    ids = np.array([[1] * 5 + [2] * 7, [1] * 2 + [2] * 1 + [1] * 9], np.int32)
+    runs = np.asarray(runs_of(jnp.asarray(ids)))
+    expected = np.zeros((2, 12, 3)) + bias
+    for row, t, back in np.ndindex(2, 12, 4):
+        at = t - back
+        if at >= 0 and runs[row, at] == runs[row, t]:
+            expected[row, t] += kernel[3 - back] * x[row, at]
+        elif at < 0 and runs[row, t] == 0:
+            expected[row, t] += kernel[3 - back] * before[row, at]
+    actual = jax.jit(causal_conv)(x, kernel, bias, runs, before)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
