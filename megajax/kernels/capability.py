@@ -213,19 +213,21 @@ BACKENDS: Mapping[Kernel, Backend] = MappingProxyType(
     }
 )
 """Fastest first. Sizes and versions follow cuDNN's release notes and the checks of jax 0.12."""
+FUSED = tuple(name for name in BACKENDS if name != "reference")
+"""Those that keep scores out of memory."""
 
 
-class Choice(NamedTuple):
-    """A backend, and why the faster ones were not chosen."""
+class Choice[K: str](NamedTuple):
+    """A backend, and why the faster ones were not chosen. K: the names it is one of, `Kernel` for attention."""
 
-    kernel: Kernel
+    kernel: K
     reasons: tuple[str, ...] = ()
     """Faster backends with the reason, "cudnn, pallas: takes heads up to 256, not of 512"."""
     place: str = ""
-    """Which attention of the model, in words, where it has several kinds."""
+    """Which attention of the model, in words, where it has several kinds; or what it is instead of attention."""
 
 
-def choose(kernel: Kernel, request: Request, device: Device | None, where: str = "kernel") -> Choice:
+def choose(kernel: Kernel, request: Request, device: Device | None, where: str = "kernel") -> Choice[Kernel]:
     """The backend for this request on this device: `kernel` itself, or for `auto` the fastest that supports it.
 
     Raises UserError if the named backend does not support the request. `where`: name of the setting.

@@ -244,6 +244,22 @@ def _read(dtype: Any, sums: Sums, shared: Array, pairs: Array, dt: Array) -> Arr
     return (jnp.where(pairs, jnp.exp(sums.between()) * shared, 0) * dt[..., None, :]).astype(dtype)
 
 
+def gated_norm(y: Array, z: Array, gain: Array, *, groups: int, epsilon: float, before_gate: bool) -> Array:
+    """Root-mean-square normalisation of y silu(z) within each group of heads, [B, S, N, P] -> the same in y's dtype.
+
+    gain [N, P]. before_gate: y is normalised, and then multiplied by silu(z).
+    """
+    full, gate = y.astype(jnp.float32), jax.nn.silu(z.astype(jnp.float32))
+    if not before_gate:
+        full = full * gate
+    heads = y.shape[2] // groups
+    # Squares of each head first: where heads of a group are on several devices, these few are what they exchange.
+    squares = jnp.square(full).sum(-1).reshape(*y.shape[:2], groups, heads).sum(-1)
+    scale = lax.rsqrt(squares / (heads * y.shape[3]) + epsilon)
+    full = full * jnp.repeat(scale, heads, axis=2)[..., None] * gain.astype(jnp.float32)[None, None]
+    return (full * gate if before_gate else full).astype(y.dtype)
+
+
 def causal_conv(
     x: Array, kernel: Array, bias: Array | None = None, runs: Array | None = None, before: Array | None = None
 ) -> Array:
@@ -257,11 +273,10 @@ def causal_conv(
         before = jnp.zeros((x.shape[0], reach, *x.shape[2:]), x.dtype)
     long = jnp.concatenate([before.astype(x.dtype), x], axis=1).astype(jnp.float32)
     y = jnp.zeros(x.shape, jnp.float32) if bias is None else jnp.broadcast_to(bias.astype(jnp.float32), x.shape)
-    marks = runs if runs is None else jnp.pad(runs, ((0, 0), (reach, 0)), mode="edge")
     for place in range(reach + 1):
         seen = lax.slice_in_dim(long, place, place + length, axis=1)
-        if marks is not None and place < reach:
-            same = jnp.equal(marks[:, place : place + length], runs)
-            seen = jnp.where(same.reshape(*same.shape, *[1] * (x.ndim - 2)), seen, 0)
+        if runs is not None:
+            same = jnp.pad(runs, ((0, 0), (reach - place, 0)), mode="edge")[:, :length] == runs
+            seen = jnp.where(jnp.reshape(same, (*runs.shape, *[1] * (x.ndim - 2))), seen, 0)
         y = y + seen * kernel[place].astype(jnp.float32)[None, None]
     return y

@@ -9,7 +9,7 @@ from jax import Array, lax
 
 from megajax.kernels.attention import AttentionDropout, Mask, attend, local_device
 from megajax.kernels.capability import Kernel, Request, choose
-from megajax.layers.config import AttentionConfig, MixerConfig
+from megajax.layers.config import AttentionConfig, SelfAttentionConfig
 from megajax.layers.context import Context, fold_rows
 from megajax.layers.param import ZEROS, LayerSettings, param
 from megajax.layers.relative import biases
@@ -17,7 +17,7 @@ from megajax.layers.relative import biases
 DROPOUT_PLACE = 1
 
 
-def choose_kernel(cfg: MixerConfig, known: Request) -> Kernel:
+def choose_kernel(cfg: SelfAttentionConfig, known: Request) -> Kernel:
     """The attention backend: for `auto` the fastest that can on the first device jax finds. known: of the arrays.
 
     One asked for by name is not held against that device, as programs are also compiled for virtual devices.
@@ -28,7 +28,7 @@ def choose_kernel(cfg: MixerConfig, known: Request) -> Kernel:
 class CoreAttention(nnx.Module):
     """The kernel in an island: each device has whole sequences of some heads."""
 
-    def __init__(self, cfg: MixerConfig, settings: LayerSettings, *, scale: float):
+    def __init__(self, cfg: SelfAttentionConfig, settings: LayerSettings, *, scale: float):
         self.cfg, self.layout, self.scale, self.padded = cfg, settings.layout, scale, settings.padded
         if cfg.sink == "learned":
             self.sink = param((cfg.heads,), ("heads",), init=ZEROS, role="bias")

@@ -11,7 +11,7 @@ from math import prod
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from megajax.config.errors import Problem
-from megajax.kernels.capability import Choice, Device, Kernel, Request
+from megajax.kernels.capability import Choice, Device, Request
 from megajax.layers.remat import PARTS, Part, SavePolicy
 
 
@@ -205,15 +205,19 @@ class Mixer(Layer, Protocol):
         """What is wrong with it on rows of `length` tokens."""
         ...
 
-    def kernel_choice(self, hidden: int, known: Request, device: Device | None, where: str = "kernel") -> Choice:
+    def kernel_choice(self, hidden: int, known: Request, device: Device | None, where: str = "kernel") -> Choice[str]:
         """The kernel that computes it and why not a faster one; device: None for any NVIDIA GPU.
 
         Raises UserError where a kernel asked for by name is not available; `where` is the name of the setting.
         """
         ...
 
-    def with_kernel(self, name: Kernel) -> "Mixer":
-        """The same layer with this kernel."""
+    def with_kernel(self, name: str) -> "Mixer":
+        """The same layer with this kernel, a name that `kernel_choice` returned."""
+        ...
+
+    def kernel_work(self, hidden: int, keys: float) -> "KernelWork":
+        """What the kernel computes for each token, without a fused kernel. keys: positions of the rows it reads."""
         ...
 
 
@@ -265,17 +269,23 @@ class Share:
     """Devices that cut the residual stream along the sequence: those of `tensor` with sequence parallelism, else 1."""
 
 
-class MixerFacts(NamedTuple):
-    """A mixer between its matmuls, for each token of its queries."""
+class KernelWork(NamedTuple):
+    """What a mixer computes between its matmuls, for each token of its queries."""
 
     multiply_adds: float
     """Those on scores that a mask hides included."""
     unmasked: float
     """Without them."""
+    scores: float
+    """Scores of all heads: one for each key. Of a state space, the weights of the other positions of a chunk."""
+
+
+class MixerFacts(NamedTuple):
+    """A mixer between its matmuls, for each token of its queries."""
+
+    work: KernelWork
     heads: int
     """See `Mixer`."""
-    scores: float
-    """Scores of all heads: one for each key."""
     fused: bool
     """Whether a fused kernel computes it, so that scores stay out of memory."""
     tensors: tuple[Elements, ...]

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,17 @@ class Normal:
 
 
 @dataclass(frozen=True, slots=True)
+class Uniform:
+    """Between two numbers, each as likely as the others."""
+
+    low: float
+    high: float
+
+    def draw(self, key: Array, shape: tuple[int, ...]) -> Array:
+        return jax.random.uniform(key, shape, jnp.float32, self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True)
 class Constant:
     """The same value everywhere."""
 
@@ -48,8 +59,17 @@ WEIGHTS_STREAM = 0
 
 ZEROS, ONES = Constant(0.0), Constant(1.0)
 
-type Init = Normal | Constant
-type Role = Literal["weight", "bias", "gain", "observation"]
+type Role = Literal["weight", "filter", "bias", "gain", "rate", "observation"]
+"""What update rules tell apart. A filter is the kernel of a convolution: it decays as matrices do, and is none. A rate
+is of a recurrence: it does not decay, and is computed with in float32."""
+
+
+class Init(Protocol):
+    """Initial values; a frozen dataclass, so that two are compared by their settings."""
+
+    def draw(self, key: Array, shape: tuple[int, ...]) -> Array:
+        """Float32 values, from the key alone: that of a weight, and in a stack of the layer."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

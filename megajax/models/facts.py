@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 from megajax.config.errors import UserError
-from megajax.kernels.capability import Choice, Device, Kernel, Request
+from megajax.kernels.capability import Choice, Device, Request
 from megajax.layers.config import AnyBlockConfig, StackConfig
 from megajax.layers.facts import (
     BlockFacts,
@@ -125,14 +125,14 @@ class HeadFacts:
 class ChoosesKernels(Protocol):
     """A model whose kernels can be told before it is built. Of its blocks, those whose mixer is a `Mixer` count."""
 
-    def kernel_choices(self, known: Request, device: Device | None) -> tuple[Choice, ...]:
+    def kernel_choices(self, known: Request, device: Device | None) -> tuple[Choice[str], ...]:
         """The kernel of each such block of the pattern.
 
         Raises UserError for one that is asked for and not available.
         """
         ...
 
-    def with_kernels(self, names: Sequence[Kernel]) -> "ModelConfig":
+    def with_kernels(self, names: Sequence[str]) -> "ModelConfig":
         """The same model with these kernels in these blocks."""
         ...
 

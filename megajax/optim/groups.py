@@ -56,14 +56,14 @@ def is_embedding(spec: ParamSpec) -> bool:
 def grows(spec: ParamSpec) -> bool:
     """Whether a weight's input is as wide as the model: matrices within blocks, and a head of its own.
 
-    Not so: tables, whose rows are looked up, a head that is such a table as well, and vectors.
+    Not so: tables, whose rows are looked up, a head that is such a table as well, filters, and vectors.
     """
-    return decayed(spec) and (spec.path == HEAD or not is_embedding(spec))
+    return spec.role == "weight" and decayed(spec) and (spec.path == HEAD or not is_embedding(spec))
 
 
 def decayed(spec: ParamSpec) -> bool:
-    """Matrices decay, embeddings and head among them; biases, gains and what is a vector in each layer do not."""
-    return spec.role == "weight" and len(spec.shape) - bool(spec.layers) > 1
+    """Matrices and filters decay, embeddings and head among them; biases, gains and vectors of a layer do not."""
+    return spec.role in ("weight", "filter") and len(spec.shape) - bool(spec.layers) > 1
 
 
 def groups(

@@ -70,7 +70,9 @@ class Weights:
         if updater is not None:
             return updater.used(w, scale)
         plan, axes = self.layout.plan, self.declared[path].axes
-        w = copy_heads(self.layout, to_compute(w, self.precision), axes)
+        if self.declared[path].role != "rate":
+            w = to_compute(w, self.precision)
+        w = copy_heads(self.layout, w, axes)
         axes = plan.axes_in_step(axes)
         moves = _live(moved_axes(plan.params, plan.rules_in_step(axes), axes))
         if moves:

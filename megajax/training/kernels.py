@@ -6,7 +6,7 @@ from megajax.models.facts import ChoosesKernels
 from megajax.training.run_config import RunConfig
 
 
-def demand_kernels(cfg: RunConfig, device: Device | None = None) -> tuple[Choice, ...]:
+def demand_kernels(cfg: RunConfig, device: Device | None = None) -> tuple[Choice[str], ...]:
     """The kernel of each block of the pattern on `device`, as far as the model tells; see `ChoosesKernels`.
 
     device: None for the first that jax finds. Raises UserError where a kernel was asked for by name that is not

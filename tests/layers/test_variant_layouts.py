@@ -18,6 +18,8 @@ from megajax.layers.config import (
     L2NormConfig,
     LatentAttentionConfig,
     LayerNormConfig,
+    Mamba1Config,
+    Mamba2Config,
     RelativeBiasConfig,
     RMSNormConfig,
     RopeConfig,
@@ -40,6 +42,7 @@ from megajax.training.state import parameter_shardings
 ROWS, LENGTH, VOCABULARY = 4, 12, 61
 PLAIN = AttentionConfig(heads=4, kv_heads=2, rope=RopeConfig())
 CENTRED = RMSNormConfig(zero_centred=True)
+SPACE = {"heads": 4, "head_dim": 6, "state": 5, "chunk": 8}
 
 
 def model(mixer, *others, norm=CENTRED, **changes) -> DecoderConfig:
@@ -92,6 +95,9 @@ VARIANTS = {
     "latent without query rank": model(
         LatentAttentionConfig(heads=2, key_value_rank=8, content_dim=4, position_dim=2, value_dim=4, norm=None)
     ),
+    "mamba, groups cut": model(Mamba2Config(**SPACE, groups=2)),
+    "mamba, a group copied": model(Mamba2Config(**SPACE, groups=1, bias=True, conv_bias=False, norm_before_gate=True)),
+    "mamba 1": model(Mamba1Config(inner=24, rank=3, state=4, bias=True, chunk=5)),
     "predictions": model(
         replace(PLAIN, qk_norm=CENTRED),
         prediction=PredictionConfig(depth=2, weight=0.5),
@@ -133,8 +139,10 @@ def gradients(name: str, parallel: ParallelConfig) -> tuple[dict[str, float], di
     params = {}
     for path in sorted(declared):
         spec = declared[path]
-        drawn = rng.normal(0, spec.init.std if isinstance(spec.init, Normal) else 0.2, spec.shape)
-        params[path] = (drawn + (0 if isinstance(spec.init, Normal) else spec.init.value)).astype(np.float32)
+        gaussian = isinstance(spec.init, Normal)
+        drawn = rng.normal(0, spec.init.std if gaussian else 0.2, spec.shape)
+        mean = 0 if gaussian else np.asarray(spec.init.draw(jax.random.key(len(path)), spec.shape))
+        params[path] = (drawn + mean).astype(np.float32)
     schema = batch_schema(cfg.schema(), batch())
     weights = Weights(abstract, declared, schema, layout, PrecisionConfig(compute="float32"))
     grad_fn = accumulate(weights, staged(abstract, declared, LossReduction(), None, first=0), mesh)

@@ -18,8 +18,8 @@ from megajax.layers.config import (
     L2NormConfig,
     LatentAttentionConfig,
     LayerNormConfig,
-    MixerConfig,
     NormConfig,
+    SelfAttentionConfig,
 )
 from megajax.layers.config.cross import CrossBlockConfig
 from megajax.models.config import BertConfig, DecoderConfig, T5Config, VisionTowerConfig
@@ -129,7 +129,7 @@ def _norm(name: str, path: str, cfg: NormConfig | None, layer: int | None) -> di
     return actual
 
 
-def _core(name: str, path: str, cfg: MixerConfig, layer: int | None) -> dict[str, Piece]:
+def _core(name: str, path: str, cfg: SelfAttentionConfig, layer: int | None) -> dict[str, Piece]:
     learned = cfg.sink == "learned"
     return {f"{name}.core_attention.softmax_offset": _same(f"{path}.core.sink", layer)} if learned else {}
 

@@ -19,6 +19,8 @@ from megajax.layers.config import (
     GatedMLPConfig,
     LayerNormConfig,
     Llama3ScalingConfig,
+    Mamba2Config,
+    MixerBlockConfig,
     RMSNormConfig,
     RopeConfig,
     StackConfig,
@@ -38,8 +40,10 @@ UNUSED = {
     # About generation, initial values, dropout, caches, or other heads.
     "architectures", "attention_dropout", "attn_pdrop", "bos_token_id", "dtype", "embd_pdrop", "eos_token_id",
     "initializer_range", "model_type", "pad_token_id", "pretraining_tp", "reorder_and_upcast_attn", "resid_pdrop",
+    "residual_in_fp32", "rescale_prenorm_residual",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
-    "torch_dtype", "transformers_version", "use_cache",
+    "time_step_floor", "time_step_max", "time_step_min", "time_step_rank", "torch_dtype", "transformers_version",
+    "use_cache",
 }  # fmt: skip
 
 type Tensors = dict[str, np.ndarray]
@@ -213,6 +217,73 @@ def llama_layer(cfg: DecoderConfig, held: Checkpoint, layer: str) -> Tensors:
     return actual | held.norm("mlp_norm", f"{layer}.post_attention_layernorm")
 
 
+def mamba2_config(given: Settings) -> DecoderConfig:
+    layers, width, epsilon = (
+        given.take("num_hidden_layers"),
+        given.take("hidden_size"),
+        given.take("layer_norm_epsilon"),
+    )
+    heads, size = given.take("num_heads"), given.take("head_dim")
+    given.only("hidden_act", "silu")
+    assert heads * size == given.take("expand", 2) * width
+    limits = tuple(float(one["__float__"] if isinstance(one, dict) else one) for one in given.take("time_step_limit"))
+    mixer = Mamba2Config(
+        heads=heads,
+        head_dim=size,
+        state=given.take("state_size"),
+        groups=given.take("n_groups"),
+        conv_kernel=given.take("conv_kernel"),
+        conv_bias=given.take("use_conv_bias", True),
+        bias=given.take("use_bias", False),
+        norm_epsilon=epsilon,
+        dt_limit=limits,
+        chunk=given.take("chunk_size"),
+    )
+    return DecoderConfig(
+        hidden=width,
+        vocabulary_size=given.take("vocab_size"),
+        sequence_length=64,
+        stack=StackConfig(
+            pattern=(MixerBlockConfig(mixer=mixer, norm=RMSNormConfig(epsilon=epsilon)),), repeats=layers
+        ),
+        norm=RMSNormConfig(epsilon=epsilon),
+        tied=given.take("tie_word_embeddings", False),
+    )
+
+
+def mamba2_weights(cfg: DecoderConfig, held: Checkpoint) -> Tensors:
+    """in_proj makes z, x, b, c and dt, one after another; the convolution is over x, b and c together."""
+    mixer, h, b = cfg.stack.pattern[0].mixer, "backbone.layers.{}", "stack.blocks.0.mixer"
+    head, group = (mixer.heads, mixer.head_dim), (mixer.groups, mixer.state)
+    shapes = {"z": head, "x": head, "b": group, "c": group, "dt": (mixer.heads,)}
+    filters = {name: shapes[name] for name in ("x", "b", "c")}
+    actual = {f"{b}.in_{name}": w for name, w in pieces(held.each(f"{h}.mixer.in_proj.weight", np.transpose), shapes)}
+    conv = held.each(f"{h}.mixer.conv1d.weight", lambda w: w[:, 0].T)
+    actual |= {f"{b}.conv_{name}.kernel": w for name, w in pieces(conv, filters)}
+    if mixer.conv_bias:
+        bias = held.each(f"{h}.mixer.conv1d.bias")
+        actual |= {f"{b}.conv_{name}.bias": w for name, w in pieces(bias, filters)}
+    ours = {"A_log": "a_log", "D": "skip", "dt_bias": "dt_bias"}
+    actual |= {f"{b}.{name}": held.each(f"{h}.mixer.{theirs}") for theirs, name in ours.items()}
+    if mixer.bias:
+        biases = dict(pieces(held.each(f"{h}.mixer.in_proj.bias"), shapes))
+        actual[f"{b}.dt_bias"] = actual[f"{b}.dt_bias"] + biases.pop("dt")
+        actual |= {f"{b}.in_{name}_bias": w for name, w in biases.items()}
+        actual[f"{b}.output_bias"] = held.each(f"{h}.mixer.out_proj.bias")
+    actual[f"{b}.norm_gain"] = held.each(f"{h}.mixer.norm.weight", lambda w: w.reshape(head))
+    actual[f"{b}.output"] = held.each(f"{h}.mixer.out_proj.weight", lambda w: w.T.reshape(*head, cfg.hidden))
+    actual |= {"tokens": held.one("backbone.embeddings.weight")} | held.norm("stack.blocks.0.mixer_norm", f"{h}.norm")
+    return actual | held.norm("norm", "backbone.norm_f") | ({} if cfg.tied else {"head": held.one("lm_head.weight")})
+
+
+def pieces(whole: np.ndarray, shapes: dict[str, tuple[int, ...]]) -> list[tuple[str, np.ndarray]]:
+    """Parts of the last dimension one after another, each in its shape."""
+    ends = np.cumsum([np.prod(shape) for shape in shapes.values()])
+    assert ends[-1] == whole.shape[-1]
+    parts = np.split(whole, ends[:-1], axis=-1)
+    return [(name, w.reshape(*w.shape[:-1], *shapes[name])) for name, w in zip(shapes, parts, strict=True)]
+
+
 ELSEWHERE = {"bert", "t5", "mt5", "vit"}
 """Families with tests of their own."""
 FAMILIES = {
@@ -221,6 +292,7 @@ FAMILIES = {
     "mistral": (llama_config, llama_weights),
     "qwen2": (llama_config, llama_weights),
     "qwen3": (llama_config, llama_weights),
+    "mamba2": (mamba2_config, mamba2_weights),
 }
 
 

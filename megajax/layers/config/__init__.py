@@ -3,7 +3,7 @@
 Sizes that all layers share (hidden size, number of layers, standard deviation of initial weights) belong to the model.
 """
 
-from megajax.layers.config.attention import AttentionConfig, LatentAttentionConfig, MixerConfig
+from megajax.layers.config.attention import AttentionConfig, LatentAttentionConfig, SelfAttentionConfig
 from megajax.layers.config.block import (
     AnyBlockConfig,
     BlockConfig,
@@ -13,6 +13,8 @@ from megajax.layers.config.block import (
     StackConfig,
     shared_bias,
 )
+from megajax.layers.config.mamba import Mamba1Config, Mamba2Config
+from megajax.layers.config.mixer import MixerConfig
 from megajax.layers.config.mlp import DenseMLPConfig, GatedMLPConfig, MLPConfig
 from megajax.layers.config.moe import (
     CapacityConfig,
@@ -52,6 +54,8 @@ __all__ = [
     "LayerScaleConfig",
     "Llama3ScalingConfig",
     "MLPConfig",
+    "Mamba1Config",
+    "Mamba2Config",
     "MixerBlockConfig",
     "MixerConfig",
     "MoEConfig",
@@ -61,6 +65,7 @@ __all__ = [
     "RelativeBiasConfig",
     "RopeConfig",
     "RouterConfig",
+    "SelfAttentionConfig",
     "SharedExpertConfig",
     "StackConfig",
     "YarnScalingConfig",

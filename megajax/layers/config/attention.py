@@ -10,7 +10,7 @@ from megajax.config.nearest import divisors_of
 from megajax.kernels.capability import BACKENDS, Choice, Device, Kernel, Request, choose
 from megajax.layers.config.norm import NormConfig, RMSNormConfig, above_zero
 from megajax.layers.config.position import RelativeBiasConfig, RopeConfig
-from megajax.layers.facts import Elements, Matmul, MultiplyAdds, Side, Weight, prefixed
+from megajax.layers.facts import Elements, KernelWork, Matmul, MultiplyAdds, Side, Weight, prefixed
 from megajax.layers.remat import Part
 
 PER_HEAD = ("heads", "head_dim")
@@ -67,16 +67,28 @@ class MultiHeadConfig(Builds):
         what = f"{self.window} reaches beyond sequence_length={length}"
         return [Problem("window", what, f"use at most {length - 1}, or none")]
 
-    def kernel_choice(self, hidden: int, known: Request, device: Device | None, where: str = "kernel") -> Choice:
+    def kernel_choice(
+        self, hidden: int, known: Request, device: Device | None, where: str = "kernel"
+    ) -> Choice[Kernel]:
         """The attention backend, and why not a faster one. device: None for any NVIDIA GPU.
 
         Raises UserError where a backend asked for by name is not available; `where` is the name of the setting.
         """
         return choose(self.kernel, self.request(replace(known, key_dim=self.size(hidden))), device, where)
 
-    def with_kernel(self, name: Kernel) -> Self:
-        """The same layer with this kernel."""
+    def with_kernel(self, name: str) -> Self:
+        """The same layer with this kernel, a `Kernel`."""
         return replace(self, kernel=name)
+
+    def kernel_work(self, hidden: int, keys: float) -> KernelWork:
+        """Scores and values. keys: positions of the rows that queries read."""
+        pairs = self.multiply_adds(hidden)
+        both = pairs.per_pair + pairs.per_full_pair
+        return KernelWork(keys * both, keys * (pairs.per_pair / 2 + pairs.per_full_pair), keys * self.heads)
+
+    def multiply_adds(self, hidden: int) -> MultiplyAdds:
+        """Operations of the forward pass."""
+        raise NotImplementedError
 
     def kernel_weights(self) -> tuple[Weight, ...]:
         """Weights that the kernel itself reads."""
@@ -398,4 +410,4 @@ class LatentAttentionConfig(MultiHeadConfig):
         return {**MultiHeadConfig.tensors(self, hidden), "latent": Elements(whole=latents)}
 
 
-type MixerConfig = AttentionConfig | LatentAttentionConfig
+type SelfAttentionConfig = AttentionConfig | LatentAttentionConfig

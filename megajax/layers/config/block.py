@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
-from megajax.layers.config.attention import MixerConfig
+from megajax.layers.config.mixer import MixerConfig
 from megajax.layers.config.moe import FeedForwardConfig
 from megajax.layers.config.norm import LARGEST, LayerScaleConfig, NormConfig, RMSNormConfig
 from megajax.layers.config.position import RelativeBiasConfig

@@ -6,8 +6,9 @@ from typing import ClassVar
 
 from megajax.config.errors import Problem
 from megajax.kernels.capability import Request
-from megajax.layers.config.attention import AttentionConfig, MixerConfig
+from megajax.layers.config.attention import AttentionConfig
 from megajax.layers.config.block import BlockConfig
+from megajax.layers.config.mixer import MixerConfig
 from megajax.layers.config.residual import KERNEL_TENSORS, mixer_facts
 from megajax.layers.facts import (
     NO_ELEMENTS,

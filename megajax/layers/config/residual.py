@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem, UserError
-from megajax.kernels.capability import Request
-from megajax.layers.config.attention import MixerConfig
+from megajax.kernels.capability import FUSED, Request
+from megajax.layers.config.mixer import MixerConfig
 from megajax.layers.config.norm import NormConfig
 from megajax.layers.facts import (
     NO_ELEMENTS,
@@ -169,14 +169,12 @@ def dropout_problems(rate: float) -> list[Problem]:
 
 def mixer_facts(mixer: Mixer, hidden: int, length: int, dtype: str, read: float = 1.0) -> MixerFacts:
     """A mixer on rows of `length` tokens; read: keys for each of them."""
-    count, tensors = mixer.multiply_adds(hidden), mixer.tensors(hidden)
+    tensors = mixer.tensors(hidden)
     known = Request(dtype=dtype, length=length, key_length=round(read * length))
     choice = mixer.kernel_choice(hidden, known, None)
     return MixerFacts(
-        multiply_adds=length * read * (count.per_pair + count.per_full_pair),
-        unmasked=length * read * (count.per_pair / 2 + count.per_full_pair),
+        work=mixer.kernel_work(hidden, length * read),
         heads=mixer.heads,
-        scores=length * read * mixer.heads,
-        fused=choice.kernel != "reference",
+        fused=choice.kernel in FUSED,
         tensors=tuple(tensors[part] for part in KERNEL_TENSORS if part in tensors),
     )

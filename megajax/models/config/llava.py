@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from megajax.batch import Leaf, Placeholder
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
-from megajax.kernels.capability import Choice, Device, Kernel, Request
+from megajax.kernels.capability import Choice, Device, Request
 from megajax.layers.config import NormConfig, StackConfig
 from megajax.layers.facts import Elements, LayerBuilder, Matmul, Mixer, Norm, Side, Weight, prefixed, total_size
 from megajax.layers.segments import SegmentsConfig
@@ -171,7 +171,7 @@ class LlavaConfig(DecoderConfig):
         """That of the tower too."""
         return DecoderConfig.has_dropout(self) or self.vision.has_dropout()
 
-    def kernel_choices(self, known: Request, device: Device | None) -> tuple[Choice, ...]:
+    def kernel_choices(self, known: Request, device: Device | None) -> tuple[Choice[str], ...]:
         """Those of the decoder, then those of the tower."""
         seen = (choice._replace(place="vision self-attention") for choice in self.vision.kernel_choices(known, device))
         return (*DecoderConfig.kernel_choices(self, known, device), *seen)
@@ -181,7 +181,7 @@ class LlavaConfig(DecoderConfig):
         del stack, part
         return "decoder self-attention"
 
-    def with_kernels(self, names: Sequence[Kernel]) -> "LlavaConfig":
+    def with_kernels(self, names: Sequence[str]) -> "LlavaConfig":
         """The same model with these kernels in the blocks of `kernel_choices`."""
         towers = sum(isinstance(mixer, Mixer) for mixer in self.vision.own_mixers().values())
         decoder = DecoderConfig.with_kernels(self, names[: len(names) - towers])

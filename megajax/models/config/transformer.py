@@ -5,7 +5,7 @@ from dataclasses import Field, replace
 from typing import Any, ClassVar, Literal, Self
 
 from megajax.config.errors import Problem, UserError
-from megajax.kernels.capability import Choice, Device, Kernel, Request
+from megajax.kernels.capability import Choice, Device, Request
 from megajax.layers.config import AnyBlockConfig, NormConfig, StackConfig
 from megajax.layers.facts import LayerBuilder, Mixer, Norm, Side, total_size
 from megajax.layers.remat import Part, Recompute, Recomputing, words
@@ -98,7 +98,7 @@ class TransformerConfig:
             raise UserError(f"model.norm: {type(self.norm).__name__} has no weights (megajax.layers.facts.Norm)")
         return total_size(self.norm.weights(self.hidden))
 
-    def kernel_choices(self, known: Request, device: Device | None) -> tuple[Choice, ...]:
+    def kernel_choices(self, known: Request, device: Device | None) -> tuple[Choice[str], ...]:
         """The kernel of each `Mixer` of each block, and why not a faster one. device: None for any NVIDIA GPU.
 
         known: what is known of the run. Raises UserError for a kernel asked for by name that is not available.
@@ -111,10 +111,10 @@ class TransformerConfig:
                     if isinstance(mixer, Mixer):
                         where = f"model.{name}.pattern.{place}.{part}.kernel"
                         choice = mixer.kernel_choice(self.hidden, rows, device, where)
-                        choices.append(choice._replace(place=self.attention_name(name, part)))
+                        choices.append(choice._replace(place=choice.place or self.attention_name(name, part)))
         return tuple(choices)
 
-    def with_kernels(self, names: Sequence[Kernel]) -> Self:
+    def with_kernels(self, names: Sequence[str]) -> Self:
         """The same model with these kernels in the layers of `kernel_choices`."""
         chosen, stacks = iter(names), {}
         for name, stack in self.named_stacks().items():

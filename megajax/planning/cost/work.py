@@ -214,12 +214,12 @@ def _attention(tower: Tower, block: BlockFacts, kept: SavePolicy, halves: Halves
         once = tower.tokens * run.width * sum(elements.local(tensor) for elements in mixer.tensors)
         if mixer.fused:
             again = recomputed(kept, "core_attention")
-            seconds = each * mixer.unmasked / (device.peak * device.attention_forward)
-            behind = ATTENTION_BACKWARD * each * mixer.unmasked / (device.peak * device.attention_backward)
+            seconds = each * mixer.work.unmasked / (device.peak * device.attention_forward)
+            behind = ATTENTION_BACKWARD * each * mixer.work.unmasked / (device.peak * device.attention_backward)
         else:
             again = kept.parts is not None  # scores have no name: only recompute=none saves them
-            scores = tower.tokens * mixer.scores / tensor * SCORE_BYTES * run.width / 2
-            seconds = each * mixer.multiply_adds / device.matmul_rate(run.dtype) + scores / 3 / memory_rate(run)
+            scores = tower.tokens * mixer.work.scores / tensor * SCORE_BYTES * run.width / 2
+            seconds = each * mixer.work.multiply_adds / device.matmul_rate(run.dtype) + scores / 3 / memory_rate(run)
             behind, once = 2 * seconds, once + scores / 3
         forward.attention_seconds += seconds
         backward.attention_seconds += behind + again * seconds

@@ -1,0 +1,322 @@
+"""Configs of state-space layers; imports neither jax nor flax."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass
+from math import inf
+from typing import Any, ClassVar, Literal, Self
+
+from megajax.config.builds import Builds
+from megajax.config.errors import Problem
+from megajax.config.nearest import divisors_of
+from megajax.kernels.capability import Choice, Device, Request
+from megajax.layers.config.norm import above_zero
+from megajax.layers.facts import Elements, KernelWork, Matmul, MultiplyAdds, Side, Weight
+from megajax.layers.remat import Part
+
+
+class StateSpaceConfig(Builds):
+    """What Mamba 1 and 2 have: a short convolution, steps that depend on the input, states that decay."""
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    """Those of the subclass: every subclass is a dataclass."""
+    kernel: ClassVar[Literal["chunks"]] = "chunks"
+    dropout: ClassVar[float] = 0.0
+    state: int
+    conv_kernel: int
+    chunk: int
+    dt_min: float
+    dt_max: float
+    dt_floor: float
+
+    def shared_problems(self) -> list[Problem]:
+        """What is wrong with the settings that both have."""
+        names = ("state", "conv_kernel", "chunk", "dt_min", "dt_max", "dt_floor")
+        problems = above_zero(**{name: getattr(self, name) for name in names})
+        if not problems and self.dt_min > self.dt_max:
+            problems.append(Problem("dt_min", f"{self.dt_min} is above dt_max={self.dt_max}"))
+        return problems
+
+    def shape_problems(self, *, hidden: int, length: int) -> list[Problem]:
+        """None: rows of any length do."""
+        del hidden, length
+        return []
+
+    def kernel_choice(
+        self, hidden: int, known: Request, device: Device | None, where: str = "kernel"
+    ) -> Choice[Literal["chunks"]]:
+        """Matmuls or scans over chunks, on every device."""
+        del hidden, known, device, where
+        return Choice(self.kernel, place="state space")
+
+    def with_kernel(self, name: str) -> Self:
+        """The layer itself: there is one kernel."""
+        del name
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba2Config(StateSpaceConfig):
+    """A state-space layer with one rate of decay a head (Dao and Gu 2024)."""
+
+    target: ClassVar[str] = "megajax.layers.mamba:Mamba2"
+    heads: int
+    """Heads, each with a state of head_dim x state. Mamba-2 and Megatron-LM: 2 x hidden / head_dim."""
+    head_dim: int = 64
+    """Size of one head."""
+    state: int = 128
+    """Size of the state of each channel of a head."""
+    groups: int = 1
+    """Groups of heads that share what they write to the state (b) and read from it (c), and are normalised together."""
+    conv_kernel: int = 4
+    """Positions that the causal convolution sees."""
+    conv_bias: bool = True
+    """Bias of the convolution."""
+    bias: bool = False
+    """Biases of the projections."""
+    norm_before_gate: bool = False
+    """Normalise the output and then multiply by the gate; false: the gated output is normalised."""
+    norm_epsilon: float = 1e-5
+    """Added to the mean square."""
+    dt_min: float = 0.001
+    """Initial steps are spread between this, evenly in their logarithm,"""
+    dt_max: float = 0.1
+    """and this."""
+    dt_floor: float = 1e-4
+    """Initial steps are at least this."""
+    dt_limit: tuple[float, float] = (0.0, inf)
+    """Steps are kept between these."""
+    decay_min: float = 1.0
+    """Initial rates of decay are spread between this"""
+    decay_max: float = 16.0
+    """and this."""
+    chunk: int = 128
+    """Positions that are computed together by matmuls; results are the same up to rounding."""
+
+    def problems(self) -> list[Problem]:
+        names = ("heads", "head_dim", "groups", "norm_epsilon", "decay_min", "decay_max")
+        problems = self.shared_problems() + above_zero(**{name: getattr(self, name) for name in names})
+        if problems:
+            return problems
+        if self.heads % self.groups:
+            legal = ", ".join(map(str, divisors_of(self.heads)))
+            what = f"heads={self.heads} is not a multiple of groups={self.groups}"
+            problems.append(Problem("groups", what, f"groups can be {legal}"))
+        if not 0 <= self.dt_limit[0] < self.dt_limit[1]:
+            problems.append(Problem("dt_limit", f"must be two numbers, the first lower, got {self.dt_limit}"))
+        if self.decay_min > self.decay_max:
+            problems.append(Problem("decay_min", f"{self.decay_min} is above decay_max={self.decay_max}"))
+        return problems
+
+    @property
+    def inner(self) -> int:
+        """Channels of all heads."""
+        return self.heads * self.head_dim
+
+    def weights(self, hidden: int) -> tuple[Weight, ...]:
+        """Every weight of the module."""
+        per_head, per_group = ("heads", "head_dim"), ("kv_heads", "state")
+        head, group = (self.heads, self.head_dim), (self.groups, self.state)
+        wide = {"z": (head, per_head), "x": (head, per_head), "b": (group, per_group), "c": (group, per_group)}
+        parts = {**wide, "dt": ((self.heads,), ("heads",))}
+        weights = [Weight(f"in_{name}", (hidden, *shape), ("embed", *axes)) for name, (shape, axes) in parts.items()]
+        if self.bias:
+            weights += [Weight(f"in_{name}_bias", shape, axes) for name, (shape, axes) in wide.items()]
+            weights.append(Weight("output_bias", (hidden,), ("embed",)))
+        for name in ("x", "b", "c"):
+            shape, axes = wide[name]
+            weights.append(Weight(f"conv_{name}.kernel", (self.conv_kernel, *shape), (None, *axes)))
+            weights += [Weight(f"conv_{name}.bias", shape, axes)] * self.conv_bias
+        weights += [Weight(name, (self.heads,), ("heads",)) for name in ("dt_bias", "a_log", "skip")]
+        return (
+            *weights,
+            Weight("norm_gain", head, per_head),
+            Weight("output", (*head, hidden), (*per_head, "embed")),
+        )
+
+    def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
+        """The gate, what convolutions read, and steps; the output."""
+        whole = Elements(whole=hidden)
+        outputs = Elements(cut=2 * self.inner + self.heads, grouped=2 * self.groups * self.state, groups=self.groups)
+        return (
+            Matmul(inputs=whole, outputs=outputs, result="query_key_value", weights=5, joined=True),
+            Matmul(inputs=Elements(cut=self.inner), outputs=whole, result="residual"),
+        )
+
+    def multiply_adds(self, hidden: int) -> MultiplyAdds:
+        """Those of the matmuls, and 3.5 for each element of the state, as Megatron-LM counts."""
+        return MultiplyAdds(sum(matmul.size for matmul in self.matmuls(hidden)) + 3.5 * self.inner * self.state)
+
+    def kernel_work(self, hidden: int, keys: float) -> KernelWork:
+        """Within a chunk, as attention; between chunks, the states."""
+        del hidden
+        chunk = min(self.chunk, keys)
+        pairs = chunk * (self.groups * self.state + self.inner)
+        states = 2 * self.inner * self.state
+        return KernelWork(pairs + states, pairs / 2 + states, chunk * self.heads)
+
+    def tensors(self, hidden: int) -> Mapping[Part, Elements]:
+        """What the kernel reads and writes, and the gate."""
+        del hidden
+        shared = 2 * self.groups * self.state
+        return {
+            "query_key_value": Elements(cut=self.inner + self.heads, grouped=shared, groups=self.groups),
+            "core_attention": Elements(cut=self.inner),
+            "gate": Elements(cut=self.inner),
+        }
+
+    def megatron_matrices(self, hidden: int, gains: int) -> int:
+        """All matrices: Megatron-LM has no report of such layers."""
+        del gains
+        return sum(matmul.size for matmul in self.matmuls(hidden))
+
+    def tensor_sizes(self) -> list[int]:
+        """Numbers of devices of `tensor` that heads can be divided over.
+
+        Groups are divided too, or each is copied to as many devices as share it.
+        """
+        groups = max(self.groups, 1)
+        return [n for n in divisors_of(max(self.heads, 1)) if groups % n == 0 or n % groups == 0]
+
+    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """`tensor` has to divide heads, and to divide groups or to be a multiple of them; `context` has to be 1."""
+        tensor = sizes["tensor"]
+        if self.heads % tensor:
+            yield Problem("heads", f"heads={self.heads} is not divisible by parallel.tensor={tensor}")
+        elif tensor not in self.tensor_sizes():
+            what = f"groups={self.groups} and parallel.tensor={tensor}: one must be a multiple of the other"
+            yield Problem("groups", what)
+        yield from uncut_rows(sizes)
+
+    def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
+        """A device's heads, and its groups. Steps are never in 8 bits."""
+        del hidden
+        for name, count, size in (("heads", self.heads, self.head_dim), ("groups", self.groups, self.state)):
+            held = max(count, tensor) if tensor in self.tensor_sizes() else count
+            if held % tensor == 0:
+                yield Side(name, f"{count} of {size} over parallel.tensor={tensor} are", held * size // tensor)
+
+    def summary(self, hidden: int) -> str:
+        """Sizes of heads and states."""
+        del hidden
+        return f"Mamba-2 {self.heads} heads of {self.head_dim}, states of {self.state}, {self.groups} groups"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba1Config(StateSpaceConfig):
+    """A state-space layer with rates of decay for each channel (Gu and Dao 2023); for checkpoints that have it."""
+
+    target: ClassVar[str] = "megajax.layers.mamba1:Mamba1"
+    inner: int
+    """Channels, each with a state. Mamba: 2 x hidden."""
+    rank: int
+    """Width that steps are made of. Mamba: hidden / 16, rounded up."""
+    state: int = 16
+    """Size of the state of a channel."""
+    conv_kernel: int = 4
+    """Positions that the causal convolution sees."""
+    conv_bias: bool = True
+    """Bias of the convolution."""
+    bias: bool = False
+    """Biases of the first and the last projection."""
+    dt_min: float = 0.001
+    """Initial steps are spread between this, evenly in their logarithm,"""
+    dt_max: float = 0.1
+    """and this."""
+    dt_floor: float = 1e-4
+    """Initial steps are at least this."""
+    chunk: int = 64
+    """Positions whose states exist at once; results are the same up to rounding."""
+
+    def problems(self) -> list[Problem]:
+        return self.shared_problems() + above_zero(inner=self.inner, rank=self.rank)
+
+    @property
+    def heads(self) -> int:
+        """Each channel is one."""
+        return self.inner
+
+    def weights(self, hidden: int) -> tuple[Weight, ...]:
+        """Every weight of the module."""
+        channels = (self.inner,), ("heads",)
+        weights = [Weight(name, (hidden, self.inner), ("embed", "heads")) for name in ("in_z", "in_x")]
+        if self.bias:
+            weights += [Weight(f"{name}_bias", *channels) for name in ("in_z", "in_x")]
+            weights.append(Weight("output_bias", (hidden,), ("embed",)))
+        weights.append(Weight("conv_x.kernel", (self.conv_kernel, self.inner), (None, "heads")))
+        weights += [Weight("conv_x.bias", *channels)] * self.conv_bias
+        return (
+            *weights,
+            Weight("down_dt", (self.inner, self.rank), ("heads", None)),
+            Weight("down_b", (self.inner, self.state), ("heads", "state")),
+            Weight("down_c", (self.inner, self.state), ("heads", "state")),
+            Weight("up_dt", (self.rank, self.inner), (None, "heads")),
+            Weight("dt_bias", *channels),
+            Weight("a_log", (self.inner, self.state), ("heads", "state")),
+            Weight("skip", *channels),
+            Weight("output", (self.inner, hidden), ("heads", "embed")),
+        )
+
+    def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
+        """Gate and input; steps, b and c; the output."""
+        whole, channels = Elements(whole=hidden), Elements(cut=self.inner)
+        narrow = Elements(whole=self.rank + 2 * self.state)
+        return (
+            Matmul(
+                inputs=whole, outputs=Elements(cut=2 * self.inner), result="query_key_value", weights=2, joined=True
+            ),
+            Matmul(inputs=channels, outputs=narrow, result="latent", weights=3, joined=True),
+            Matmul(inputs=Elements(whole=self.rank), outputs=channels, result="query_key_value"),
+            Matmul(inputs=channels, outputs=whole, result="residual"),
+        )
+
+    def multiply_adds(self, hidden: int) -> MultiplyAdds:
+        """Those of the matmuls, and 3.5 for each element of the state, as Megatron-LM counts Mamba-2."""
+        return MultiplyAdds(sum(matmul.size for matmul in self.matmuls(hidden)) + 3.5 * self.inner * self.state)
+
+    def kernel_work(self, hidden: int, keys: float) -> KernelWork:
+        """Elements of states, each with a decay, an input and an output."""
+        del hidden, keys
+        return KernelWork(3.0 * self.inner * self.state, 3.0 * self.inner * self.state, self.inner * self.state)
+
+    def tensors(self, hidden: int) -> Mapping[Part, Elements]:
+        """What the convolution reads, steps, what these and b and c are made of, the kernel's output, and the gate."""
+        del hidden
+        channels, narrow = Elements(cut=self.inner), Elements(whole=self.rank + 2 * self.state)
+        both = Elements(cut=2 * self.inner)
+        return {"query_key_value": both, "latent": narrow, "core_attention": channels, "gate": channels}
+
+    def megatron_matrices(self, hidden: int, gains: int) -> int:
+        """All matrices: Megatron-LM has no report of such layers."""
+        del gains
+        return sum(matmul.size for matmul in self.matmuls(hidden))
+
+    def tensor_sizes(self) -> list[int]:
+        """Numbers of devices of `tensor` that channels can be divided over."""
+        return divisors_of(max(self.inner, 1))
+
+    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """`tensor` has to divide the channels; `context` has to be 1."""
+        if self.inner % sizes["tensor"]:
+            yield Problem("inner", f"inner={self.inner} is not divisible by parallel.tensor={sizes['tensor']}")
+        yield from uncut_rows(sizes)
+
+    def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
+        """A device's channels, and what steps, b and c are made of."""
+        del hidden
+        if self.inner % tensor == 0:
+            yield Side("inner", f"{self.inner} over parallel.tensor={tensor} are", self.inner // tensor)
+        yield Side("rank", "is", self.rank)
+        yield Side("state", "is", self.state)
+
+    def summary(self, hidden: int) -> str:
+        """Channels and states."""
+        del hidden
+        return f"Mamba {self.inner} channels, states of {self.state}"
+
+
+def uncut_rows(sizes: Mapping[str, int]) -> Iterator[Problem]:
+    """States pass along whole rows: `context` has to be 1."""
+    if sizes.get("context", 1) > 1:
+        what = f"has states that pass along whole rows, and parallel.context={sizes['context']} cuts them"
+        yield Problem("state", what, "set parallel.context=1")

@@ -1,0 +1,210 @@
+"""Mamba-2 (Dao and Gu 2024). B rows, S positions, D hidden, N heads, P head size, G groups, Z state size, K filter."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.kernels.ssd import Scan, causal_conv, gated_norm, runs_of, ssd
+from megajax.layers.config import Mamba1Config, Mamba2Config
+from megajax.layers.context import Context
+from megajax.layers.fused import keeping_inputs
+from megajax.layers.param import ONES, ZEROS, LayerSettings, Normal, Uniform, matrix, param
+from megajax.mesh.copies import copy_heads
+from megajax.mesh.layout import AxesTree, Layout
+from megajax.mesh.rules import LogicalAxes
+
+HEADS = ("batch", "seq", "heads", "head_dim")
+GROUPS = ("batch", "seq", "kv_heads", "state")
+
+
+@dataclass(frozen=True, slots=True)
+class LogOfUniform:
+    """Logarithms of numbers between two, each number as likely as the others: `a_log`."""
+
+    low: float
+    high: float
+
+    def draw(self, key: Array, shape: tuple[int, ...]) -> Array:
+        return jnp.log(Uniform(self.low, self.high).draw(key, shape))
+
+
+@dataclass(frozen=True, slots=True)
+class StepBias:
+    """What softplus makes steps of, which are spread evenly in their logarithm between low and high: `dt_bias`."""
+
+    low: float
+    high: float
+    floor: float
+
+    def draw(self, key: Array, shape: tuple[int, ...]) -> Array:
+        steps = jnp.exp(Uniform(math.log(self.low), math.log(self.high)).draw(key, shape))
+        steps = jnp.maximum(steps, self.floor)
+        return steps + jnp.log(-jnp.expm1(-steps))
+
+
+class Filter(nnx.Module):
+    """The weights of a causal depthwise convolution: kernel [K, ...], bias [...]. Initial values as PyTorch's."""
+
+    def __init__(
+        self,
+        cfg: Mamba2Config | Mamba1Config,
+        settings: LayerSettings,
+        shape: tuple[int, ...],
+        axes: tuple[str | None, ...],
+    ):
+        self.layout = settings.layout
+        spread = Uniform(-(cfg.conv_kernel**-0.5), cfg.conv_kernel**-0.5)
+        self.kernel = param((cfg.conv_kernel, *shape), (None, *axes), init=spread, role="filter")
+        self.bias = param(shape, axes, init=spread, role="bias") if cfg.conv_bias else None
+
+    def weights(self) -> dict[str, Array]:
+        """By name, with the copies of groups that more devices than groups need."""
+        given = {"kernel": self.kernel} if self.bias is None else {"kernel": self.kernel, "bias": self.bias}
+        return {name: own(self.layout, w) for name, w in given.items()}
+
+
+def own(layout: Layout, w: nnx.Param) -> Array:
+    """A weight of groups, with the copies that more devices than groups need; see also `Matrix`."""
+    return copy_heads(layout, w[...], w.axes[-w.ndim :])
+
+
+def filtered(x: Array, weights: Mapping[str, Array], runs: Array | None, before: Array | None) -> Array:
+    """silu of the convolution of x [B, S, ...], in x's dtype; before [B, K - 1, ...]: what stood before the first."""
+    return jax.nn.silu(causal_conv(x, weights["kernel"], weights.get("bias"), runs, before)).astype(x.dtype)
+
+
+type Inputs = Mapping[str, Array]
+"""What a layer makes of the residual stream: x [B, S, N, P], b and c [B, S, G, Z] before convolutions, dt [B, S, N]."""
+
+type Cache = Mapping[str, Array]
+"""What the next positions need of those before, in the document that goes on: the last inputs of the convolutions, x
+[B, K - 1, N, P], b and c [B, K - 1, G, Z], and state, float32 [B, N, P, Z]."""
+
+INPUT_AXES: Mapping[str, LogicalAxes] = {"x": HEADS, "b": GROUPS, "c": GROUPS, "dt": ("batch", "seq", "heads")}
+CACHE_AXES: Mapping[str, LogicalAxes] = {
+    "x": ("batch", None, "heads", "head_dim"),
+    "b": ("batch", None, "kv_heads", "state"),
+    "c": ("batch", None, "kv_heads", "state"),
+    "state": ("batch", "heads", "head_dim", "state"),
+}
+
+
+class Mamba2(nnx.Module):
+    """A state-space layer, [B, S, D] -> [B, S, D]."""
+
+    def __init__(self, cfg: Mamba2Config, settings: LayerSettings):
+        hidden, head, group = settings.hidden, (cfg.heads, cfg.head_dim), (cfg.groups, cfg.state)
+        self.cfg, self.layout = cfg, settings.layout
+        per_head, per_group = ("heads", "head_dim"), (settings.layout.plan.kv_heads(cfg.groups), "state")
+        self.in_z = matrix(settings, (hidden, *head), ("embed", *per_head))
+        self.in_x = matrix(settings, (hidden, *head), ("embed", *per_head))
+        self.in_b = matrix(settings, (hidden, *group), ("embed", *per_group))
+        self.in_c = matrix(settings, (hidden, *group), ("embed", *per_group))
+        self.in_dt = param((hidden, cfg.heads), ("embed", "heads"), init=Normal(settings.std))
+        self.output = matrix(settings, (*head, hidden), (*per_head, "embed"), init=Normal(settings.output_std))
+        if cfg.bias:
+            self.in_z_bias = param(head, per_head, init=ZEROS, role="bias")
+            self.in_x_bias = param(head, per_head, init=ZEROS, role="bias")
+            self.in_b_bias = param(group, per_group, init=ZEROS, role="bias")
+            self.in_c_bias = param(group, per_group, init=ZEROS, role="bias")
+            self.output_bias = param((hidden,), ("embed",), init=ZEROS, role="bias")
+        self.conv_x = Filter(cfg, settings, head, per_head)
+        self.conv_b = Filter(cfg, settings, group, per_group)
+        self.conv_c = Filter(cfg, settings, group, per_group)
+        steps, rates = StepBias(cfg.dt_min, cfg.dt_max, cfg.dt_floor), LogOfUniform(cfg.decay_min, cfg.decay_max)
+        self.dt_bias = param((cfg.heads,), ("heads",), init=steps, role="rate")
+        self.a_log = param((cfg.heads,), ("heads",), init=rates, role="rate")
+        self.skip = param((cfg.heads,), ("heads",), init=ONES, role="rate")
+        self.norm_gain = param(head, per_head, init=ONES, role="gain")
+
+    def __call__(self, x: Array, ctx: Context) -> Array:
+        inputs, z = self.project(x)
+        y, _ = self.mixed_on_devices(inputs, None, ctx)
+        return self.combined(checkpoint_name(y, "attention"), z)
+
+    def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
+        """The next positions of each row, [B, S, D] -> [B, S, D]: one, or several of a prompt."""
+        inputs, z = self.project(x)
+        y, cache = self.mixed_on_devices(inputs, cache, ctx)
+        return self.combined(y, z), cache
+
+    def cache(self, rows: int, dtype: jnp.dtype) -> Cache:
+        """Before the first position. dtype: of activations."""
+        cfg, convs = self.cfg, self.weights()
+        shapes = {name: (rows, cfg.conv_kernel - 1, *convs[name]["kernel"].shape[1:]) for name in ("x", "b", "c")}
+        cache = {name: self.layout.zeros(shape, dtype, *CACHE_AXES[name]) for name, shape in shapes.items()}
+        state = (rows, cfg.heads, cfg.head_dim, cfg.state)
+        return {**cache, "state": self.layout.zeros(state, jnp.float32, *CACHE_AXES["state"])}
+
+    def project(self, x: Array) -> tuple[Inputs, Array]:
+        """[B, S, D] -> what the convolutions and steps are made of, and the gate [B, S, N, P]."""
+        dot = self.layout.dot
+        z, y = dot("bsd,dnp->bsnp", x, self.in_z, *HEADS), dot("bsd,dnp->bsnp", x, self.in_x, *HEADS)
+        b, c = dot("bsd,dgz->bsgz", x, self.in_b, *GROUPS), dot("bsd,dgz->bsgz", x, self.in_c, *GROUPS)
+        # Heads are too few for 8-bit matmuls, which need multiples of 16.
+        dt = self.layout.plain().dot("bsd,dn->bsn", x, self.in_dt[...], "batch", "seq", "heads")
+        if self.cfg.bias:
+            z, y = z + self.in_z_bias[...][None, None], y + self.in_x_bias[...][None, None]
+            b, c = b + own(self.layout, self.in_b_bias)[None, None], c + own(self.layout, self.in_c_bias)[None, None]
+        y, b, c = checkpoint_name(y, "value"), checkpoint_name(b, "key"), checkpoint_name(c, "query")
+        return {"x": y, "b": b, "c": c, "dt": checkpoint_name(dt, "value")}, checkpoint_name(z, "gate")
+
+    def mixed_on_devices(self, inputs: Inputs, cache: Cache | None, ctx: Context) -> tuple[Array, Cache]:
+        """`mixed` in an island: each device has whole rows of some heads."""
+        runs, rows = (None, None) if ctx.segments is None else (runs_of(ctx.segments), ("batch", "seq"))
+        ins = (INPUT_AXES, rows, self.axes(), None if cache is None else CACHE_AXES)
+        return self.layout.island(self.mixed, ins, (HEADS, CACHE_AXES))(inputs, runs, self.weights(), cache)
+
+    def mixed(
+        self, inputs: Inputs, runs: Array | None, weights: Mapping[str, Mapping[str, Array]], cache: Cache | None
+    ) -> tuple[Array, Cache]:
+        """Convolutions and recurrence of a device's heads: y [B, S, N, P], and what the next positions need."""
+        before, rates, names = cache or {}, weights["rates"], ("x", "b", "c")
+        x, b, c = (keeping_inputs(filtered)(inputs[name], weights[name], runs, before.get(name)) for name in names)
+        dt = jax.nn.softplus(inputs["dt"].astype(jnp.float32) + rates["dt_bias"].astype(jnp.float32)[None, None])
+        a, skip = -jnp.exp(rates["a_log"].astype(jnp.float32)), rates["skip"].astype(jnp.float32)
+        dt = jnp.clip(dt, *self.cfg.dt_limit)
+        y, state = ssd(Scan(x, dt, a, b, c, skip, runs, before.get("state")), self.cfg.chunk)
+        count = self.cfg.conv_kernel - 1
+        kept = {name: last_inputs(inputs[name], runs, before.get(name), count) for name in names}
+        return y, {**kept, "state": state}
+
+    def combined(self, y: Array, z: Array) -> Array:
+        """The recurrence's output and the gate [B, S, N, P] -> the layer's output [B, S, D]."""
+        cfg = self.cfg
+        norm = partial(gated_norm, groups=cfg.groups, epsilon=cfg.norm_epsilon, before_gate=cfg.norm_before_gate)
+        y = self.layout.act(keeping_inputs(norm)(y, z, self.norm_gain[...]), *HEADS)
+        y = self.layout.dot("bsnp,npd->bsd", y, self.output, "batch", "seq_residual", "embed")
+        return self.layout.add_bias(y, self.output_bias[...]) if cfg.bias else y
+
+    def weights(self) -> dict[str, dict[str, Array]]:
+        """Those of convolutions and recurrence."""
+        convs = {"x": self.conv_x, "b": self.conv_b, "c": self.conv_c}
+        rates = {"dt_bias": self.dt_bias[...], "a_log": self.a_log[...], "skip": self.skip[...]}
+        return {**{name: conv.weights() for name, conv in convs.items()}, "rates": rates}
+
+    def axes(self) -> Mapping[str, AxesTree]:
+        """Logical axes of `weights`."""
+        inner = {"x": ("heads", "head_dim"), "b": ("kv_heads", "state"), "c": ("kv_heads", "state")}
+        names = ("kernel", "bias") if self.cfg.conv_bias else ("kernel",)
+        convs = {name: {part: (None, *axes)[part == "bias" :] for part in names} for name, axes in inner.items()}
+        return {**convs, "rates": dict.fromkeys(("dt_bias", "a_log", "skip"), ("heads",))}
+
+
+def last_inputs(x: Array, runs: Array | None, before: Array | None, count: int) -> Array:
+    """The last inputs of a convolution, [B, count, ...], with zeros where another document stood."""
+    if before is None:
+        before = jnp.zeros((x.shape[0], count, *x.shape[2:]), x.dtype)
+    kept = jnp.concatenate([before, x.astype(before.dtype)], axis=1)[:, x.shape[1] :]
+    if runs is None:
+        return kept
+    marks = jnp.pad(runs, ((0, 0), (count, 0)), mode="edge")[:, x.shape[1] :]
+    same = jnp.equal(marks, runs[:, -1:])
+    return jnp.where(same.reshape(*same.shape, *[1] * (x.ndim - 2)), kept, 0)
