@@ -1,7 +1,7 @@
 """What BERT's and T5's data share: samples of sentences of a token file, and the choice of masked words."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -119,11 +119,13 @@ class MaskedBuilder[Data: Dataset](BlendBuilder[Data]):
         target: tokens of a sample, without the special ones.
         sentences: minimum number of sentences of a sample.
         seed: of the run.
+        make: makes the dataset of (token file, sample map), given `masking`, `seed` and `passes` by name.
     """
 
-    def __init__(self, config: MaskedConfig, *, target: int, sentences: int, seed: int):
+    def __init__(self, config: MaskedConfig, *, target: int, sentences: int, seed: int, make: Callable[..., Data]):
         super().__init__(config, seed=seed)
-        self.short_probability, self.target, self.sentences = config.short_probability, target, sentences
+        self.short_probability, self.target = config.short_probability, target
+        self.sentences, self.make = sentences, make
         if target < 2:
             room = f"{max(target, 0)} positions for text, besides those of special tokens"
             raise UserError(f"the rows have {room}, and need at least 2. Raise the length of the model's rows.")
@@ -134,10 +136,6 @@ class MaskedBuilder[Data: Dataset](BlendBuilder[Data]):
             geometric=config.geometric,
             longer=config.longer_ngrams,
         )
-
-    def make(self, tokens: IndexedTokens, index: np.ndarray, passes: int) -> Data:
-        """The dataset of a sample map."""
-        raise NotImplementedError
 
     def units(self, tokens: Any) -> int:
         return tokens.documents
@@ -159,4 +157,5 @@ class MaskedBuilder[Data: Dataset](BlendBuilder[Data]):
             return {"samples": samples, "passes": np.array([passes])}
 
         arrays = load_or_build(self.folder, {"kind": "masked", "data": identity, **asdict(request)}, build)
-        return self.make(tokens, arrays["samples"], int(arrays["passes"][0]))
+        passes = int(arrays["passes"][0])
+        return self.make(tokens, arrays["samples"], masking=self.masking, seed=self.seed, passes=passes)

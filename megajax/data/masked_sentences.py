@@ -1,5 +1,7 @@
 """Rows for BERT: runs of sentences in two parts, with masked words."""
 
+from functools import partial
+
 import numpy as np
 
 from megajax.batch import Schema
@@ -132,27 +134,6 @@ def truncate(parts: list[np.ndarray], target: int, generator: np.random.RandomSt
     return [part[start : length - (count - start)] for part, length, start, count in cut], True
 
 
-class SentencesBuilder(MaskedBuilder[MaskedSentences]):
-    """Rows of masked sentences."""
-
-    def __init__(self, config: MaskedSentencesConfig, *, tokenizer: MaskingTokenizer, sequence_length: int, seed: int):
-        sentences = 2 if config.next_sentence else 1
-        super().__init__(config, target=sequence_length - SPECIAL, sentences=sentences, seed=seed)
-        self.tokenizer, self.sequence_length, self.next_sentence = tokenizer, sequence_length, config.next_sentence
-
-    def make(self, tokens: IndexedTokens, index: np.ndarray, passes: int) -> MaskedSentences:
-        return MaskedSentences(
-            tokens,
-            index,
-            sequence_length=self.sequence_length,
-            next_sentence=self.next_sentence,
-            masking=self.masking,
-            seed=self.seed,
-            tokenizer=self.tokenizer,
-            passes=passes,
-        )
-
-
 def build_splits(
     config: MaskedSentencesConfig, *, tokenizer: MaskingTokenizer, schema: Schema, rows: Rows, seed: int
 ) -> Splits:
@@ -163,4 +144,7 @@ def build_splits(
     """
     demand_tokens(tokenizer, ("cls", "sep", "mask"), "masked sentences", config.full_words)
     length = schema["tokens"].positions()
-    return SentencesBuilder(config, tokenizer=tokenizer, sequence_length=length, seed=seed).configured(config, rows)
+    two = config.next_sentence
+    make = partial(MaskedSentences, tokenizer=tokenizer, sequence_length=length, next_sentence=two)
+    builder = MaskedBuilder(config, target=length - SPECIAL, sentences=2 if two else 1, seed=seed, make=make)
+    return builder.configured(config, rows)

@@ -1,5 +1,6 @@
 """Rows for T5: a text with blanks, and what belongs in them."""
 
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -68,34 +69,6 @@ def with_sentinels(text: list[int], spans: list[list[int]], sentinels: list[int]
     return read + text[rest:], written
 
 
-class SpansBuilder(MaskedBuilder[MaskedSpans]):
-    """Rows of text with blanks."""
-
-    def __init__(
-        self,
-        config: MaskedSpansConfig,
-        *,
-        tokenizer: MaskingTokenizer,
-        encoder_length: int,
-        sequence_length: int,
-        seed: int,
-    ):
-        super().__init__(config, target=encoder_length - SPECIAL, sentences=1, seed=seed)
-        self.tokenizer, self.encoder_length, self.sequence_length = tokenizer, encoder_length, sequence_length
-
-    def make(self, tokens: IndexedTokens, index: np.ndarray, passes: int) -> MaskedSpans:
-        return MaskedSpans(
-            tokens,
-            index,
-            encoder_length=self.encoder_length,
-            sequence_length=self.sequence_length,
-            masking=self.masking,
-            seed=self.seed,
-            tokenizer=self.tokenizer,
-            passes=passes,
-        )
-
-
 def build_splits(
     config: MaskedSpansConfig, *, tokenizer: MaskingTokenizer, schema: Schema, rows: Rows, seed: int
 ) -> Splits:
@@ -110,11 +83,7 @@ def build_splits(
             f"masked spans need sentinels, one for each blank of a row; the tokenizer {tokenizer.identity} has none. "
             "Set tokenizer.extra_ids=100."
         )
-    builder = SpansBuilder(
-        config,
-        tokenizer=tokenizer,
-        encoder_length=schema["encoder_tokens"].positions(),
-        sequence_length=schema["tokens"].positions(),
-        seed=seed,
-    )
-    return builder.configured(config, rows)
+    lengths = {"encoder_length": schema["encoder_tokens"].positions(), "sequence_length": schema["tokens"].positions()}
+    make = partial(MaskedSpans, tokenizer=tokenizer, **lengths)
+    target = lengths["encoder_length"] - SPECIAL
+    return MaskedBuilder(config, target=target, sentences=1, seed=seed, make=make).configured(config, rows)

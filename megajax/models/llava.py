@@ -20,6 +20,7 @@ from megajax.models.config import LlavaConfig
 from megajax.models.config.llava import ProjectorConfig
 from megajax.models.decoder import DecoderLM, layer_settings
 from megajax.models.protocol import Section
+from megajax.models.sections import last_output
 from megajax.models.vision import VisionTower
 
 VISION = 2
@@ -54,11 +55,8 @@ class Llava(DecoderLM):
             return super().__call__(tokens, positions, segment_ids)
         index = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         batch = {"tokens": tokens, "positions": index if positions is None else positions, "images": images}
-        looking = Looking(self)
-        ctx = looking.context(batch, None)
-        memory = looking.leave(looking.stack(looking.enter(looking.embed(batch), ctx), ctx), ctx)
-        own = self.context(batch if segment_ids is None else {**batch, "segment_ids": segment_ids})
-        return self.logits(self.hidden_states(tokens, own._replace(memory=memory)))
+        x, _ = last_output(self.sections, batch if segment_ids is None else {**batch, "segment_ids": segment_ids})
+        return self.logits(self.final_norm(x))
 
     def context(self, batch: Rows, key: Array | None = None) -> Context:
         """The context of the decoder, with the place in the images of each position that stands for one."""

@@ -15,6 +15,7 @@ from megajax.mesh.layout import Layout
 from megajax.models.config import T5Config
 from megajax.models.decoder import DecoderLM, layer_settings
 from megajax.models.protocol import Section
+from megajax.models.sections import last_output
 
 ENCODER = 1
 """Tells the random numbers of the encoder from those of the decoder."""
@@ -51,11 +52,8 @@ class T5(DecoderLM):
         given = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids}
         given |= {"encoder_tokens": encoder_tokens, "encoder_segment_ids": encoder_segment_ids}
         batch = {name: leaf for name, leaf in given.items() if leaf is not None}
-        reading = Reading(self)
-        ctx = reading.context(batch, None)
-        memory = reading.leave(reading.stack(reading.enter(reading.embed(batch), ctx), ctx), ctx)
-        ctx = self.context(batch)._replace(memory=memory)
-        return self.logits(self.hidden_states(tokens, ctx))
+        x, _ = last_output(self.sections, batch)
+        return self.logits(self.final_norm(x))
 
     def context(self, batch: Rows, key: Array | None = None) -> Context:
         """The context of the decoder, but for the encoder's output."""

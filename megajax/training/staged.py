@@ -10,8 +10,9 @@ from jax import Array
 from megajax.batch import Loss, Params, Rows
 from megajax.layers.param import ParamSpec, bind
 from megajax.layers.stack import BLOCKS, Unit
-from megajax.models.protocol import Model, Section
+from megajax.models.protocol import Model
 from megajax.models.reduction import LossReduction
+from megajax.models.sections import last_output, with_memory
 from megajax.pipeline.staged import MEMORY, Span, Staged, StagedSection
 
 OTHERS = "stack."
@@ -22,25 +23,8 @@ STACK = OTHERS + BLOCKS
 
 def forward(model: Model, rows: Rows, key: Array | None, reduction: LossReduction) -> Loss:
     """The loss of a microbatch [B, ...], whole; not to be differentiated. key: random key, None: deterministic."""
-    sections: list[Any] = [*model.sections.values()]
-    *earlier, last = sections
-    memory = None
-    for section in earlier:
-        x, ctx = _output(section, rows, key, memory)
-        memory = section.leave(x, ctx)
-    x, ctx = _output(last, rows, key, memory)
+    x, ctx = last_output(model.sections, rows, key)
     return model.loss(x, rows, ctx, reduction)
-
-
-def _output(section: Section, rows: Rows, key: Array | None, memory: Array | None) -> tuple[Array, Any]:
-    """Of a section's layers, and the context they had."""
-    ctx = with_memory(section.context(rows, key), memory)
-    return section.stack(section.enter(section.embed(rows), ctx), ctx), ctx
-
-
-def with_memory(ctx: Any, memory: Array | None) -> Any:
-    """A context with the output of the section before."""
-    return ctx if memory is None else ctx._replace(memory=memory)
 
 
 def staged(

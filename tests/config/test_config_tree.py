@@ -102,6 +102,12 @@ def test_cross_checks_of_root_and_parts():
         check(override(RUN, "parallel.tensor=2"), 7)
 
 
+def test_settings_of_another_class_in_the_same_place_are_no_hint():
+    """AdamW has betas; Muon, which was chosen, has nothing like it."""
+    wrong = problems("optimizer.type=Muon", "optimizer.beta=0.9")["optimizer.beta"]
+    assert wrong.what == "no such setting" and "optimizer.betas" not in wrong.hint
+
+
 def test_the_message():
     with pytest.raises(ConfigError) as error:
         override(RUN, "paralel.tensor=2", "steps=abc", place="configs/x.py + command line")

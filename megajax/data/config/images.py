@@ -16,6 +16,12 @@ def reading_ahead() -> LoaderConfig:
     return LoaderConfig(threads=8, prefetch=8)
 
 
+def labelled_leaves(mixup: float = 0.0) -> dict[str, str]:
+    """The leaves of a row of one image with its class, or with those of its pixels, name -> dtype."""
+    leaves = {"images": "uint8", "labels": "int32", "loss_mask": "float32"}
+    return leaves | {"other_labels": "int32", "mix": "float32"} if mixup else leaves
+
+
 def range_problems(where: str, bounds: tuple[float, float], most: float) -> list[Problem]:
     """A range (low, high) that is not 0 < low <= high <= most."""
     if 0 < bounds[0] <= bounds[1] <= most:
@@ -94,8 +100,7 @@ class ClassImagesConfig(ImagesConfig):
 
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype."""
-        leaves = {"images": "uint8", "labels": "int32", "loss_mask": "float32"}
-        return leaves | {"other_labels": "int32", "mix": "float32"} if self.mixup else leaves
+        return labelled_leaves(self.mixup)
 
     def problems(self) -> list[Problem]:
         problems = ImagesConfig.problems(self) + between("mixup", self.mixup, 0, 100)
@@ -163,7 +168,7 @@ class MaskFoldersConfig(ImagesConfig):
 
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype."""
-        return {"images": "uint8", "labels": "int32", "loss_mask": "float32"}
+        return labelled_leaves()
 
     def problems(self) -> list[Problem]:
         problems = ImagesConfig.problems(self) + between("centre", self.centre, 0.01, 1)
@@ -208,8 +213,7 @@ class MockImagesConfig(Builds):
 
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype."""
-        leaves = {"images": "uint8", "labels": "int32", "loss_mask": "float32"}
-        return leaves | {"other_labels": "int32", "mix": "float32"} if self.mixup else leaves
+        return labelled_leaves(self.mixup)
 
     def problems(self) -> list[Problem]:
         return between("mixup", self.mixup, 0, 100)
@@ -230,7 +234,7 @@ class MockMasksConfig(Builds):
 
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype."""
-        return {"images": "uint8", "labels": "int32", "loss_mask": "float32"}
+        return labelled_leaves()
 
     def problems(self) -> list[Problem]:
         return between("classes", self.classes, 2, 255)
