@@ -108,11 +108,16 @@ def stages(count: int, *, data: int = 1, tensor: int = 1, **settings: object) ->
 @pytest.mark.parametrize(
     ("model", "parallel", "microbatches"),
     [
-        (llama(repeats=5), stages(4, tensor=2, sequence=True), 3),
         (gpt(repeats=5), stages(2, data=2, schedule="interleaved", virtual_stages=2, layers=(1, 2, 1, 1)), 6),
-        (gpt(repeats=2), stages(2, data=4, data_sharding="replicate", schedule="gpipe"), 1),
+        pytest.param(llama(repeats=5), stages(4, tensor=2, sequence=True), 3, marks=pytest.mark.slow),
+        pytest.param(
+            gpt(repeats=2),
+            stages(2, data=4, data_sharding="replicate", schedule="gpipe"),
+            1,
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["1f1b-sequence-uneven", "interleaved-zero1-stated", "gpipe-one-microbatch"],
+    ids=["interleaved-zero1-stated", "1f1b-sequence-uneven", "gpipe-one-microbatch"],
 )
 def test_evaluates_as_one_device_does(model, parallel, microbatches) -> None:
     """Before any step, on two batches of rows."""

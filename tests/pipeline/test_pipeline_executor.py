@@ -3,6 +3,8 @@
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import cache
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -87,8 +89,7 @@ def test_idle_backwards_would_propagate_nan(monkeypatch: pytest.MonkeyPatch) -> 
         return work(0, carry)
 
     monkeypatch.setattr(Stage, "in_chunk", always)
-    model, parallel, microbatches = SLOW["1f1b fewer than stages, padded"]
-    (filled,) = grads_of(program(model, parallel, microbatches=microbatches), (np.nan, 1))
+    (filled,) = grads_of(program(llama("none", repeats=2), stages(2), microbatches=2), (np.nan, 1))
     assert any(np.isnan(g).any() for g in filled.grads.values())
 
 
@@ -117,10 +118,14 @@ def test_work_in_some_ticks_is_named_after_their_number() -> None:
     assert {which for one in one_chunk for which in (one.ready, one.embed, one.leave)} == {"none", "all"}
 
 
-def compiled_text(made: Program) -> str:
+@cache
+def compiled(parallel: ParallelConfig, microbatches: int) -> tuple[Program, str]:
+    """The step of `distinct`, and the text of its compiled program."""
+    made = program(distinct(), parallel, microbatches=microbatches)
     step: Any = made.train_step
     with within(made):
-        return step.lower(made.state_like(), made.batch_like()).compile(compiler_options=dict(QUICK)).as_text()
+        lowered = step.lower(made.state_like(), made.batch_like())
+        return made, lowered.compile(compiler_options=dict(QUICK)).as_text()
 
 
 def distinct() -> DecoderConfig:
@@ -131,22 +136,25 @@ def distinct() -> DecoderConfig:
     return replace(model, hidden=40, stack=replace(model.stack, pattern=(block,)))
 
 
+UNDIVIDED = stages(4, data=2, data_sharding="replicate")
+
+
 @pytest.mark.parametrize(
     ("parallel", "microbatches"),
     [
-        (stages(4, data=2), 3),
+        (UNDIVIDED, 3),
+        pytest.param(stages(4, data=2), 3, marks=pytest.mark.slow),
         pytest.param(
             stages(2, data=2, tensor=2, sequence=True, data_sharding="replicate", **INTERLEAVED),
             4,
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["1f1b-zero1", "interleaved-sequence-replicate"],
+    ids=["1f1b-replicate", "1f1b-zero1", "interleaved-sequence-replicate"],
 )
 def test_communication_between_stages(parallel: ParallelConfig, microbatches: int) -> None:
     """Between stages single activations, between replicas nothing before the last microbatch is done."""
-    made = program(distinct(), parallel, microbatches=microbatches)
-    text = compiled_text(made)
+    made, text = compiled(parallel, microbatches)
     actual = read(text, made.mesh.shape).collectives
     between = [one for one in actual if "pipeline" in one.groups.axes]
     activation = ROWS // (microbatches * parallel.data) * LENGTH * made.cfg.model.hidden * 4
@@ -165,8 +173,7 @@ def test_communication_between_stages(parallel: ParallelConfig, microbatches: in
 
 def test_gradients_are_never_stacked_over_stages_or_microbatches() -> None:
     """As they would be if the compiler or autodiff went through the loop over ticks."""
-    made = program(distinct(), stages(4, data=2, data_sharding="replicate"), microbatches=3)
-    text = compiled_text(made)
+    made, text = compiled(UNDIVIDED, 3)
     rows = len(made.partition.order()) // 4
     assert stacks(text, made, more_than=rows) == []
     assert stacks(text, made, more_than=rows - 1), "the search finds what a stage has"
@@ -185,9 +192,19 @@ def stacks(text: str, made: Program, *, more_than: int) -> list[str]:
     return actual
 
 
-@pytest.mark.parametrize("parallel", [stages(2), ONE], ids=["pipeline", "accumulated"])
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", [llama("none", 4), llama("selective", 4), llama("full", 4), gpt("selective", 4)])
+SAVING = [llama("none", 4), llama("selective", 4), llama("full", 4), gpt("selective", 4)]
+ALWAYS = [(SAVING[0], "bfloat16", stages(2)), (SAVING[1], "float32", stages(2)), (SAVING[2], "float32", stages(2))]
+ALWAYS += [(SAVING[3], "float32", ONE), (SAVING[1], "bfloat16", ONE)]
+"""Any recomputation, dtype and loop; the others are slow tests."""
+
+
+@pytest.mark.parametrize(
+    ("model", "compute", "parallel"),
+    [
+        pytest.param(*each, marks=() if each in ALWAYS else pytest.mark.slow)
+        for each in product(SAVING, ("float32", "bfloat16"), (stages(2), ONE))
+    ],
+)
 def test_saved_activations_hold_no_weights(
     model: DecoderConfig, compute: str, parallel: ParallelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
