@@ -81,9 +81,15 @@ def test_it_finds_a_layout_no_slower_than_the_published_one(case: str) -> None:
     assert estimate(describe(cfg, H100, devices)).step_seconds == pytest.approx(best.step_seconds)
 
 
+@cache
+def eight_gpus() -> tuple[Task, list[Entry]]:
+    """A search for Llama-3 8B on 8 H100s, and what it lists."""
+    asked = task("llama3_8b", 8)
+    return asked, best_of(asked)
+
+
 def test_nothing_it_lists_is_refused_or_too_large_and_none_is_listed_twice() -> None:
-    asked = task("llama3_8b", 8, device="h200")
-    entries = best_of(asked)
+    asked, entries = eight_gpus()
     assert len({entry.choice.kind for entry in entries}) == len(entries)
     for entry in entries:
         assert not asked.refusal(entry.choice)
@@ -187,8 +193,7 @@ def test_it_searches_where_the_config_itself_does_not_fit(tmp_path: Path) -> Non
 
 def test_compiled_layouts_rank_by_their_programs_and_are_kept(tmp_path: Path) -> None:
     """The first is too large, the second has no program, the third is slow."""
-    asked, file = task("llama3_8b", 8), tmp_path / "search.json"
-    entries = best_of(asked)
+    (asked, entries), file = eight_gpus(), tmp_path / "search.json"
 
     def compiled(case: Case) -> dict[str, Any]:
         (place,) = (n for n, one in enumerate(entries) if apply(one.choice, asked.case.cfg) == case.cfg)

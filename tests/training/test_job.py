@@ -128,6 +128,7 @@ def test_going_on_is_as_if_it_had_never_stopped(whole, copied):
     assert losses(copied) == losses(whole)
 
 
+@pytest.mark.slow  # test_going_on_in_another_pipeline.py has it with a pipeline
 def test_going_on_with_another_layout_is_the_same_run(whole, copied):
     cfg = run_config(copied, parallel=ParallelConfig(data=2), batch=BatchConfig(global_size=8, micro_size=1))
     assert train(cfg) == 0

@@ -43,7 +43,7 @@ def expected(config_file: Path) -> list[float]:
     [
         pytest.param(("parallel.data=8",), marks=pytest.mark.slow),
         pytest.param(("parallel.data=2", "parallel.tensor=2"), marks=pytest.mark.slow),
-        ("parallel.data=4", "parallel.data_sharding=fsdp"),
+        pytest.param(("parallel.data=4", "parallel.data_sharding=fsdp"), marks=pytest.mark.slow),
         pytest.param(("parallel.data=2", "parallel.data_sharding=zero1"), marks=pytest.mark.slow),
         pytest.param(("parallel.data=1", "parallel.pipeline=2", "parallel.schedule=1f1b"), marks=pytest.mark.slow),
         ("parallel.data=2", "parallel.pipeline=2", "parallel.tensor=2"),
