@@ -10,7 +10,15 @@ from flax import nnx
 from test_presets_and_formulas import BIASED, EVERYTHING, MODELS
 
 from megajax.config.errors import Problem, UserError
-from megajax.layers.config import BlockConfig, DenseMLPConfig, RelativeBiasConfig
+from megajax.layers.config import (
+    BlockConfig,
+    DenseMLPConfig,
+    Mamba1Config,
+    Mamba2Config,
+    MixerBlockConfig,
+    RelativeBiasConfig,
+    StackConfig,
+)
 from megajax.layers.facts import Elements, Layer, Matmul, MultiplyAdds, Side, Weight, prefixed
 from megajax.layers.param import specs
 from megajax.mesh.config import ParallelConfig
@@ -26,12 +34,17 @@ from megajax.planning.program.devices import GPUS
 SHARED = BlockConfig(
     mixer=replace(BIASED, relative=RelativeBiasConfig(buckets=8, shared=True)), mlp=DenseMLPConfig(ffn=20)
 )
+STATE_SPACES = (
+    MixerBlockConfig(mixer=Mamba2Config(heads=4, head_dim=8, state=6, groups=2, bias=True)),
+    BlockConfig(mixer=Mamba1Config(inner=24, rank=3, conv_bias=False, bias=True), mlp=DenseMLPConfig(ffn=20)),
+)
 MODELS_AND_SHARED = {
     **MODELS,
     "shared": replace(
         EVERYTHING,
         stack=replace(EVERYTHING.stack, pattern=(replace(EVERYTHING.stack.pattern[1], mixer=SHARED.mixer),) * 2),
     ),
+    "state spaces": replace(EVERYTHING, stack=StackConfig(pattern=STATE_SPACES, repeats=2), prediction=None),
 }
 
 

@@ -11,11 +11,14 @@ from megajax.layers.config import (
     AttentionConfig,
     BlockConfig,
     DenseMLPConfig,
+    FeedForwardBlockConfig,
     GatedMLPConfig,
     L2NormConfig,
     LatentAttentionConfig,
     LayerNormConfig,
     Llama3ScalingConfig,
+    Mamba2Config,
+    MixerBlockConfig,
     MLPConfig,
     NormConfig,
     RMSNormConfig,
@@ -107,6 +110,48 @@ def decoder_config(
     core.finish(WITHOUT_EFFECT)
     outer.finish(WITHOUT_EFFECT)
     return decoder
+
+
+def hybrid_config(
+    config: Mapping[str, Any], model: Mapping[str, Any], pattern: str, *, vocabulary: int, length: int
+) -> DecoderConfig:
+    """From a HybridModel's arguments; each symbol of the pattern is a layer with one sub-layer."""
+    core, outer = Settings(config), Settings(model)
+    hidden, bias = core.take("hidden_size"), core.take("add_bias_linear", True)
+    core.only("num_layers", len(pattern))
+    norm = norm_config(core, "LayerNorm")
+    attention = attention_config(core, outer, norm, bias, length)
+    blocks = {
+        "M": MixerBlockConfig(mixer=_mamba(core, hidden), norm=norm),
+        "*": MixerBlockConfig(mixer=attention, norm=norm),
+        "-": FeedForwardBlockConfig(mlp=mlp_config(core, core.take("ffn_hidden_size", 4 * hidden), bias), norm=norm),
+    }
+    if unknown := set(pattern) - set(blocks):
+        unsupported(f"layers {sorted(unknown)} of a hybrid")
+    decoder = DecoderConfig(
+        hidden=hidden,
+        vocabulary_size=vocabulary,
+        sequence_length=length,
+        stack=StackConfig.of([blocks[symbol] for symbol in pattern]),
+        learned_positions=outer.take("position_embedding_type", "none") == "learned_absolute",
+        norm=norm,
+        tied=bool(outer.take("share_embeddings_and_output_weights", False)),
+    )
+    for name in ("hidden_dropout", "attention_dropout"):
+        core.only(name, 0.0)
+    core.finish({*WITHOUT_EFFECT, "is_hybrid_model", "use_mamba_mem_eff_path"})
+    outer.finish(WITHOUT_EFFECT)
+    return decoder
+
+
+def _mamba(core: Settings, hidden: int) -> Mamba2Config:
+    size = core.take("mamba_head_dim", 64)
+    return Mamba2Config(
+        heads=core.take("mamba_num_heads", 2 * hidden // size),
+        head_dim=size,
+        state=core.take("mamba_state_dim", 128),
+        groups=core.take("mamba_num_groups", 8),
+    )
 
 
 def _prediction(blocks: list[BlockConfig], depth: int, factor: float) -> PredictionConfig:

@@ -82,7 +82,7 @@ class OneDevice:
         blocks = {f"stack.blocks.{place}": block for place, block in enumerate(cfg.stack.pattern)}
         blocks |= {f"predictions.{place}.block": block for place, block in enumerate(cfg.predicting_blocks())}
         for where, block in blocks.items():
-            mixer = block.mixer
+            mixer = getattr(block, "mixer", None)
             if not isinstance(mixer, AttentionConfig) or mixer.sink != "none":
                 continue
             if isinstance(mixer.qk_norm, LayerNormConfig):

@@ -13,11 +13,15 @@ import numpy as np
 from megajax.layers.config import (
     AttentionConfig,
     BlockConfig,
+    DenseMLPConfig,
+    FeedForwardBlockConfig,
     GatedMLPConfig,
     IdentityNormConfig,
     L2NormConfig,
     LatentAttentionConfig,
     LayerNormConfig,
+    Mamba2Config,
+    MixerBlockConfig,
     NormConfig,
     SelfAttentionConfig,
 )
@@ -187,6 +191,70 @@ def _block(name: str, path: str, block: BlockConfig, hidden: int, layer: int | N
     return actual
 
 
+def _projections(mixer: Mamba2Config, paths: tuple[str, ...], layer: int | None) -> Piece:
+    """in_proj: rows of z, x, b, c and dt, one after another."""
+    head, group = (mixer.heads, mixer.head_dim), (mixer.groups, mixer.state)
+    shapes = (head, head, group, group, (mixer.heads,))
+    ends = np.cumsum([np.prod(shape) for shape in shapes])
+
+    def split(w: np.ndarray) -> tuple[np.ndarray, ...]:
+        rows = np.split(w, ends[:-1])
+        return tuple(part.T.reshape(-1, *shape) for part, shape in zip(rows, shapes, strict=True))
+
+    return Piece(paths, layer, split, lambda *parts: np.concatenate([w.reshape(w.shape[0], -1).T for w in parts]))
+
+
+def _convolution(mixer: Mamba2Config, name: str, path: str, layer: int | None) -> Piece:
+    """Channels of x, b and c, one after another: (channels, 1, positions), or the bias (channels)."""
+    shapes = ((mixer.heads, mixer.head_dim), *[(mixer.groups, mixer.state)] * 2)
+    ends = np.cumsum([np.prod(shape) for shape in shapes])
+    paths = tuple(f"{path}.conv_{part}.{name}" for part in "xbc")
+    rest = (mixer.conv_kernel,) if name == "kernel" else ()
+
+    def split(w: np.ndarray) -> tuple[np.ndarray, ...]:
+        rows = np.split(w.reshape(-1, *rest).T, ends[:-1], axis=-1)
+        return tuple(part.reshape(*rest, *shape) for part, shape in zip(rows, shapes, strict=True))
+
+    def join(*parts: np.ndarray) -> np.ndarray:
+        whole = np.concatenate([w.reshape(*rest, -1) for w in parts], axis=-1)
+        return whole.T[:, None] if rest else whole
+
+    return Piece(paths, layer, split, join)
+
+
+def _mamba(name: str, path: str, mixer: Mamba2Config, layer: int | None) -> dict[str, Piece]:
+    actual = {f"{name}.conv1d_weight": _convolution(mixer, "kernel", path, layer)}
+    if mixer.conv_bias:
+        actual[f"{name}.conv1d_bias"] = _convolution(mixer, "bias", path, layer)
+    actual |= {
+        f"{name}.{theirs}": _same(f"{path}.{ours}", layer)
+        for theirs, ours in (("dt_bias", "dt_bias"), ("A_log", "a_log"), ("D", "skip"))
+    }
+    inputs = tuple(f"{path}.in_{part}" for part in ("z", "x", "b", "c", "dt"))
+    head = mixer.heads, mixer.head_dim
+    return {
+        **actual,
+        f"{name}.in_proj.weight": _projections(mixer, inputs, layer),
+        f"{name}.norm.weight": Piece(
+            (f"{path}.norm_gain",), layer, lambda w: (w.reshape(head),), lambda w: w.reshape(-1)
+        ),
+        f"{name}.out_proj.weight": _output(mixer.heads, f"{path}.output", layer),
+    }
+
+
+def _single(
+    name: str, path: str, block: MixerBlockConfig | FeedForwardBlockConfig, hidden: int, layer: int | None
+) -> dict[str, Piece]:
+    """A layer of a hybrid: the one half of a transformer's, or Mamba-2."""
+    if isinstance(block, MixerBlockConfig) and isinstance(block.mixer, Mamba2Config):
+        norm = _norm(f"{name}.norm", f"{path}.mixer_norm", block.norm, layer)
+        return _mamba(f"{name}.mixer", f"{path}.mixer", block.mixer, layer) | norm
+    mixes = isinstance(block, MixerBlockConfig)
+    mixer, mlp = (block.mixer, DenseMLPConfig(ffn=1)) if mixes else (AttentionConfig(heads=1), block.mlp)
+    whole = _block(name, path, BlockConfig(mixer=mixer, mlp=mlp, norm=block.norm), hidden, layer)
+    return {theirs: piece for theirs, piece in whole.items() if ("mlp" not in theirs) == mixes}
+
+
 def _prediction(number: int, cfg: DecoderConfig) -> dict[str, Piece]:
     name, path, block = f"mtp.layers.{number}", f"predictions.{number}", cfg.predicting_blocks()[number]
     actual = _norm(f"{name}.enorm", f"{path}.embedding_norm", cfg.norm, None)
@@ -293,8 +361,11 @@ def _decoder(cfg: DecoderConfig) -> dict[str, Piece]:
     for number in range(cfg.stack.layers()):
         repeat, place = divmod(number, len(cfg.stack.pattern))
         path = f"stack.blocks.{place}"
-        actual |= _block(f"decoder.layers.{number}", path, cfg.stack.pattern[place], cfg.hidden, repeat)
-    actual |= _norm("decoder.final_layernorm", "norm", cfg.norm, None)
+        block = cfg.stack.pattern[place]
+        of = _block if isinstance(block, BlockConfig) else _single
+        actual |= of(f"decoder.layers.{number}", path, block, cfg.hidden, repeat)
+    hybrid = not isinstance(cfg.stack.pattern[0], BlockConfig)
+    actual |= _norm("decoder.final_norm" if hybrid else "decoder.final_layernorm", "norm", cfg.norm, None)
     for number in range(len(cfg.predicting_blocks())):
         actual |= _prediction(number, cfg)
     if not cfg.tied:

@@ -1,0 +1,111 @@
+"""State-space layers: token by token as in whole rows, documents apart, initial values, decay, what is refused."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from megajax.layers.config import Mamba1Config, Mamba2Config
+from megajax.layers.context import Context
+from megajax.layers.param import LayerSettings, bind, initial_values, specs
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.rules import Plan
+from megajax.optim.groups import decayed
+from megajax.optim.muon import matrices
+
+HIDDEN, LENGTH = 16, 12
+LAYERS = {
+    "mamba 2": Mamba2Config(heads=4, head_dim=6, state=5, groups=2, chunk=8, bias=True),
+    "mamba 1": Mamba1Config(inner=24, rank=3, state=4, chunk=5, bias=True),
+}
+
+
+@cache
+def layer(name: str) -> nnx.Module:
+    settings = LayerSettings(layout=Layout(Plan.of(ParallelConfig())), hidden=HIDDEN, std=0.3, output_std=0.3)
+    abstract = nnx.eval_shape(lambda: LAYERS[name].build(settings))
+    return bind(abstract, jax.jit(lambda: initial_values(specs(abstract), 0))())
+
+
+def context(segments: np.ndarray | None) -> Context:
+    index = jnp.arange(LENGTH if segments is None else segments.shape[1])
+    return Context(jnp.broadcast_to(index, (2, index.size)), index, None if segments is None else jnp.asarray(segments))
+
+
+def inputs(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(2, LENGTH, HIDDEN)).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_steps_are_the_whole_row(name):
+    """A prompt of 7 positions, which ends within the second document, and then one position after another."""
+    mixer, x, ids = layer(name), inputs(0), np.array([[1] * 5 + [2] * 7] * 2, np.int32)
+    whole = jax.jit(lambda x: mixer(x, context(ids)))(x)
+    y, cache = jax.jit(lambda x, cache: mixer.step(x, cache, context(ids[:, :7])))(x[:, :7], mixer.cache(2, x.dtype))
+    pieces, step = [y], jax.jit(lambda x, cache: mixer.step(x, cache, context(None)))
+    for t in range(7, LENGTH):
+        y, cache = step(x[:, t : t + 1], cache)
+        pieces.append(y)
+    np.testing.assert_allclose(np.concatenate(pieces, axis=1), whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_document_is_the_same_to_the_bit_whatever_its_neighbours(name):
+    mixer, x = layer(name), inputs(0)
+    ids = np.array([[3] * 4 + [4] * 5 + [5] * 3] * 2, np.int32)
+    others = np.array([[8] * 2 + [9] * 2 + [4] * 5 + [3] * 2 + [6]] * 2, np.int32)
+    run = jax.jit(lambda x, ids: mixer(x, context(ids)))
+    one, another = run(x, ids), run(np.where((ids == 4)[..., None], x, 50 * inputs(1)), others)
+    np.testing.assert_array_equal(one[:, 4:9], another[:, 4:9])
+    assert np.any(one[:, :4] != another[:, :4])
+    alone = jax.jit(lambda x: mixer(x, context(None)))(x[:, 4:9])
+    np.testing.assert_allclose(one[:, 4:9], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_initial_values_are_those_of_the_paper():
+    cfg = Mamba2Config(heads=512, head_dim=1, state=2)
+    settings = LayerSettings(layout=Layout(Plan.of(ParallelConfig())), hidden=2, std=0.02, output_std=0.01)
+    declared = specs(nnx.eval_shape(lambda: cfg.build(settings)))
+    kept = {path: declared[path] for path in ("a_log", "dt_bias", "skip", "conv_x.kernel")}
+    values = jax.device_get(jax.jit(lambda: initial_values(kept, 0))())
+    rates, steps = np.exp(values["a_log"]), np.log1p(np.exp(values["dt_bias"].astype(np.float64)))
+    assert 1 <= rates.min() < 1.2 and 15.8 < rates.max() <= 16.001
+    assert 0.000999 < steps.min() < 0.0011 and 0.09 < steps.max() < 0.1001
+    # Even in their logarithm: half of them are below the geometric mean.
+    assert abs(np.mean(steps < 0.01) - 0.5) < 0.08
+    assert np.all(values["skip"] == 1)
+    assert 0.45 < np.abs(values["conv_x.kernel"]).max() <= 0.5
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_rates_do_not_decay_and_filters_are_no_matrices(name):
+    declared = specs(layer(name))
+    kept = {path for path, spec in declared.items() if not decayed(spec)}
+    assert {"a_log", "dt_bias", "skip", "in_z_bias", "output_bias", "conv_x.bias"} <= kept
+    assert {"in_z", "in_x", "output", "conv_x.kernel"} <= declared.keys() - kept
+    assert all(matrices(spec) is None for path, spec in declared.items() if path.startswith("conv_"))
+
+
+@pytest.mark.parametrize(
+    ("cfg", "sizes", "where", "what"),
+    [
+        (Mamba2Config(heads=6, groups=4), {}, "groups", "heads=6 is not a multiple of groups=4"),
+        (Mamba2Config(heads=6, dt_min=0.2), {}, "dt_min", "0.2 is above dt_max=0.1"),
+        (Mamba2Config(heads=6, decay_min=20.0), {}, "decay_min", "20.0 is above decay_max=16.0"),
+        (Mamba2Config(heads=6, state=0), {}, "state", "must be a number above 0, got 0"),
+        (Mamba2Config(heads=6, dt_limit=(1.0, 0.5)), {}, "dt_limit", "must be two numbers, the first lower"),
+        (Mamba2Config(heads=6), {"tensor": 4}, "heads", "heads=6 is not divisible by parallel.tensor=4"),
+        (Mamba2Config(heads=12, groups=2), {"tensor": 3}, "groups", "groups=2 and parallel.tensor=3: one must be"),
+        (Mamba1Config(inner=9, rank=1), {"tensor": 2}, "inner", "inner=9 is not divisible by parallel.tensor=2"),
+        (Mamba1Config(inner=9, rank=0), {}, "rank", "must be a number above 0, got 0"),
+        (Mamba1Config(inner=9, rank=1), {"context": 2}, "state", "and parallel.context=2 cuts them"),
+    ],
+)
+def test_what_is_refused(cfg, sizes, where, what):
+    (problem,) = cfg.problems() or list(cfg.mesh_problems({"tensor": 1, "context": 1} | sizes))
+    assert problem.where == where
+    assert what in problem.what
