@@ -9,7 +9,7 @@ import pytest
 from tiny_runs import LENGTH, ONE, READ, gpt, llama, program
 
 from megajax.kernels.capability import Request
-from megajax.layers.config import LatentAttentionConfig, StackConfig
+from megajax.layers.config import LatentAttentionConfig, Mamba1Config, Mamba2Config, StackConfig
 from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
 from megajax.layers.context import Context
 from megajax.layers.facts import Share
@@ -107,7 +107,21 @@ def reading(**changes: Any) -> T5Config:
     )
 
 
-@pytest.mark.parametrize("build", [small, latent, gated, reading])
+def state_space(mixer: Mamba2Config | Mamba1Config, **changes: Any) -> DecoderConfig:
+    model = llama(repeats=2)
+    (block,) = model.stack.pattern
+    return replace(model, stack=replace(model.stack, pattern=(replace(block, mixer=mixer),)), **changes)
+
+
+def mamba2(**changes: Any) -> DecoderConfig:
+    return state_space(Mamba2Config(heads=4, head_dim=6, state=5, groups=2), **changes)
+
+
+def mamba1(**changes: Any) -> DecoderConfig:
+    return state_space(Mamba1Config(inner=24, rank=3, state=4), **changes)
+
+
+@pytest.mark.parametrize("build", [small, latent, gated, reading, mamba2, pytest.param(mamba1, marks=pytest.mark.slow)])
 def test_every_part_saves_its_tensors_and_no_more(build: Any):
     for again in (SELECTIVE, ("residual", "mlp"), ("query_key_value", "gate"), ("core_attention", "latent"), "full"):
         model = build(recompute=again)
