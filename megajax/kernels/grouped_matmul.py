@@ -21,7 +21,7 @@ from megajax.kernels.attention import local_device
 from megajax.kernels.grouped_capability import GroupedKernel, GroupedSizes, choose_grouped
 from megajax.kernels.grouped_tiles import tiles
 
-REFERENCE_BLOCKS = (16, 128)
+REFERENCE_BLOCKS = (32, 128)
 """Least and most rows of a tile of the reference."""
 
 
@@ -69,9 +69,9 @@ def reference_matrices(x: Array, dy: Array, sizes: Array, *, dtype: jnp.dtype) -
 
 
 def _reference_block(rows: int, groups: int) -> int:
-    """Rows of a tile: a quarter of the mean group, so that few of them are empty, within REFERENCE_BLOCKS."""
+    """Rows of a tile: about half of the mean group, so that few of them are empty, within REFERENCE_BLOCKS."""
     least, most = REFERENCE_BLOCKS
-    return min(rows, max(least, min(most, 1 << (rows // groups // 4).bit_length())))
+    return min(rows, max(least, min(most, 1 << max(1, rows // groups // 2).bit_length() - 1)))
 
 
 def _place(first: Array, end: Array, rows: int, block: int) -> tuple[Array, Array]:

@@ -1,10 +1,11 @@
 """The grouped matmul as Pallas Mosaic kernels, for Hopper (compute capability 9.0).
 
-After jax.experimental.pallas.ops.gpu.ragged_dot_mgpu and transposed_ragged_dot_mgpu. Those compute tiles that have no
-rows as well, and multiply rows of other groups by 0, so that NaN in a row past the groups reaches every gradient.
+After jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu. The grouped matmuls beside it, ragged_dot_mgpu and
+transposed_ragged_dot_mgpu, compute tiles that have no rows as well, and multiply rows of other groups by 0, so that NaN
+in a row past the groups reaches gradients.
 
-T rows, E groups; x [T, K], w [E, K, N]. One block of threads for each multiprocessor computes blocks of results one
-after another; copies by the tensor memory accelerator run ahead of the tensor cores.
+T rows, E groups; x [T, K], w [E, K, N]. One program for each multiprocessor computes cells of the result one after
+another. Of its three warp groups one copies, ahead of the others, and two multiply, each for half of a cell's columns.
 """
 
 from collections.abc import Callable
@@ -20,171 +21,260 @@ from jax.experimental.pallas import mosaic_gpu as mosaic
 from megajax.kernels.grouped_tiles import tiles
 
 PROGRAMS = 132
-"""Blocks of threads: the multiprocessors of an H100 SXM and an H200. Any number is right."""
+"""The multiprocessors of an H100 SXM and an H200. Any number is right."""
 ALIGN = 8
 """Copies of rows start at multiples of this, as shared memory is laid out in tiles of 8 rows."""
+LINE = 128
+"""Bytes of a row of such a tile."""
+FEW_ROWS = 1024
+"""Rows of a group, on average, below which tiles are of 64 rows."""
 
 
 class Blocks(NamedTuple):
-    """Block sizes, multiples of 64."""
+    """Sizes of a cell of the result, multiples of 64, and of a step of its sum."""
 
-    rows: int = 128
-    """Of results."""
-    columns: int = 128
-    """Of results; at most 192."""
+    rows: int
+    columns: int
+    """128 or 256."""
     summed: int = 64
     """Elements of the dimension that is summed over, in one step."""
     steps: int = 4
-    """Steps that are in flight at a time."""
+    """Steps whose operands are in shared memory at a time."""
 
 
-BLOCKS = Blocks()
+def blocks_for(outer: int, rows: int = 128) -> Blocks:
+    """256 columns, or 128 where fewer would then be past the last."""
+    return Blocks(rows, 256 if -(-outer // 256) * 2 <= -(-outer // 128) else 128)
 
 
-def _launched(kernel: Callable, out: jax.ShapeDtypeStruct, programs: int) -> Callable:
-    return mosaic.kernel(
-        kernel,
-        out_type=out,
-        grid=(programs,),
-        grid_names=("sm",),
-        compiler_params=mosaic.CompilerParams(lowering_semantics=mosaic.LoweringSemantics.Warpgroup),
-    )
+def tile_rows(count: int, groups: int) -> int:
+    """Rows of a tile: of a group's last tile half is empty on average."""
+    return 128 if count >= FEW_ROWS * groups else 64
 
 
-def _swizzled(columns: int, dtype: Any) -> tuple:
+class _Operand(NamedTuple):
+    """A matrix in global memory of which a step copies a block."""
+
+    block: tuple[int, int]
+    along: int
+    """The dimension that is summed over: step i takes the i-th block of it."""
+
+    def spec(self, dtype: Any) -> mosaic.BlockSpec:
+        """For a pipeline."""
+        index = (lambda i: (i, 0)) if self.along == 0 else (lambda i: (0, i))
+        return mosaic.BlockSpec(self.block, index, transforms=_swizzled(dtype))
+
+
+def _swizzled(dtype: Any) -> tuple:
     """The layout of a block in shared memory that copies and tensor cores share, without conflicts between banks."""
-    size = jnp.dtype(dtype).itemsize
-    swizzle = mosaic.find_swizzle(columns * size * 8)
-    tiling = mosaic.TilingTransform((ALIGN, swizzle // size))  # ty: ignore[abstract-class-instantiation] nothing calls it
-    return tiling, mosaic.SwizzleTransform(swizzle)  # ty: ignore[abstract-class-instantiation]
+    tiling = mosaic.TilingTransform((ALIGN, _line(dtype)))  # ty: ignore[abstract-class-instantiation] nothing calls it
+    return tiling, mosaic.SwizzleTransform(LINE)  # ty: ignore[abstract-class-instantiation]
+
+
+def _line(dtype: Any) -> int:
+    return LINE // jnp.dtype(dtype).itemsize
+
+
+class _Program(NamedTuple):
+    """What both kernels have in common."""
+
+    operands: tuple[_Operand, _Operand]
+    dtype: Any
+    """Of both."""
+    blocks: Blocks
+
+    def pipeline(self, steps: Any, multiply: Callable, around: Callable) -> Callable:
+        """multiply(index, a, b, sum) -> sum in each of the steps; around(run) calls run(sum) and stores the sum."""
+        # Without delayed release: the last blocks of a cell would not be waited for before the next one's copies.
+        return mosaic.emit_pipeline_warp_specialized(
+            multiply,
+            grid=(steps,),
+            in_specs=[operand.spec(self.dtype) for operand in self.operands],
+            memory_registers=40,
+            wg_axis="part",
+            num_compute_wgs=2,
+            max_concurrent_steps=self.blocks.steps,
+            compute_context=around,
+        )
+
+    def run(self, cells: int, refs: tuple[Any, Any], steps: int, compute: Callable, **scratch: Any) -> None:
+        """compute(cell, allocations, **scratch) for the cells of this program.
+
+        refs: the operands, or like them; steps: of a cell, or as many as are in shared memory at a time.
+        """
+
+        def every(allocations: Any, **scratch: Any) -> None:
+            @mosaic.nd_loop((cells,), collective_axes="sm")
+            def _(loop: mosaic.NDLoopInfo) -> None:
+                compute(loop.index[0], allocations, **scratch)
+
+            mosaic.wait_smem_to_gmem(0, wait_read_only=True)
+
+        pipeline: Any = self.pipeline(steps, lambda *_: None, lambda *_: None)
+        pl.run_scoped(every, allocations=pipeline.get_allocations(*refs), **scratch, collective_axes="part")
+
+    def launched(self, kernel: Callable, out: jax.ShapeDtypeStruct, programs: int) -> Callable:
+        """The kernel, of arrays."""
+        return mosaic.kernel(
+            kernel,
+            out_type=out,
+            grid=(programs,),
+            grid_names=("sm",),
+            num_threads=3,
+            thread_name="part",
+            compiler_params=mosaic.CompilerParams(lowering_semantics=mosaic.LoweringSemantics.Warpgroup),
+        )
+
+
+def _divided(index: Array, by: int) -> tuple[Array, Array]:
+    return lax.div(index, jnp.int32(by)), lax.rem(index, jnp.int32(by))
 
 
 def rows(
-    x: Array, w: Array, sizes: Array, *, transposed: bool = False, blocks: Blocks = BLOCKS, programs: int = PROGRAMS
+    x: Array,
+    w: Array,
+    sizes: Array,
+    *,
+    transposed: bool = False,
+    blocks: Blocks | None = None,
+    programs: int = PROGRAMS,
 ) -> Array:
     """Each row times the matrix of its group: see `Products.rows`."""
     (count, inner), outer = x.shape, w.shape[1 if transposed else 2]
-    height = blocks.rows if count >= blocks.rows else 64
-    found, across = tiles(sizes, count, height, ALIGN), pl.cdiv(outer, blocks.columns)
-    side = (blocks.columns, blocks.summed) if transposed else (blocks.summed, blocks.columns)
+    blocks = blocks or blocks_for(outer, tile_rows(count, sizes.shape[0]))
+    height, width, depth, _ = blocks
+    half, found, across = width // 2, tiles(sizes, count, height, ALIGN), pl.cdiv(outer, width)
+    matrix = _Operand((width, depth), 1) if transposed else _Operand((depth, width), 0)
+    program = _Program((_Operand((height, depth), 1), matrix), x.dtype, blocks)
 
     def grouped_rows(group_ref: Any, first_ref: Any, end_ref: Any, x_ref: Any, w_ref: Any, y_ref: Any) -> None:
-        @mosaic.nd_loop((found.group.size * across,), collective_axes="sm")
-        def _(loop: mosaic.NDLoopInfo) -> None:
+        part = lax.axis_index("part")
+        mine = pl.ds(part * half, half)
+
+        def compute(cell: Array, allocations: Any, block: Any) -> None:
             # Columns first: the rows of a tile are read once, and the group's matrix stays in the L2 cache.
-            tile, column = lax.div(loop.index[0], jnp.int32(across)), lax.rem(loop.index[0], jnp.int32(across))
+            tile, column = _divided(cell, across)
             first, end = first_ref[tile], end_ref[tile]
+            # The last tile may begin earlier, so that no copy ends after the last row.
+            start = pl.multiple_of(jnp.minimum(first // ALIGN * ALIGN, count - height), ALIGN)
+
+            def multiply(_: Any, a: Any, b: Any, total: Any) -> Any:
+                mosaic.wgmma(total, a, b.at[mine].transpose((1, 0)) if transposed else b.at[:, mine])
+                mosaic.wgmma_wait(0)
+                return total
+
+            def around(run: Callable) -> None:
+                def product(total: Any) -> None:
+                    run(total)
+                    place = start, column * width + part * half
+                    _store(total[...], y_ref, place, block.at[part], (first - start, end - first))
+
+                pl.run_scoped(product, mosaic.ACC((height, half)))
 
             @pl.when(end > first)
             def _() -> None:
-                # The last tile may begin earlier, so that no copy ends after the last row.
-                start = pl.multiple_of(jnp.minimum(first // ALIGN * ALIGN, count - height), ALIGN)
+                matrix, side = w_ref.at[group_ref[tile]], pl.ds(column * width, width)
+                program.pipeline(inner // depth, multiply, around)(
+                    x_ref.at[pl.ds(start, height)],
+                    matrix.at[side] if transposed else matrix.at[:, side],
+                    allocations=allocations,
+                )
 
-                def product(total: Any) -> Array:
-                    mosaic.emit_pipeline(
-                        lambda _, a, b: mosaic.wgmma(total, a, b.transpose((1, 0)) if transposed else b),
-                        grid=(inner // blocks.summed,),
-                        in_specs=[
-                            mosaic.BlockSpec((height, blocks.summed), lambda i: (0, i), delay_release=1),
-                            mosaic.BlockSpec(
-                                side, lambda i: (column, i) if transposed else (i, column), delay_release=1
-                            ),
-                        ],
-                        max_concurrent_steps=blocks.steps,
-                    )(x_ref.at[pl.ds(start, height)], w_ref.at[group_ref[tile]])
-                    return total[...]
-
-                y = pl.run_scoped(product, mosaic.ACC((height, blocks.columns)))
-                store = partial(_store_rows, y, y_ref, start, first, end, column * blocks.columns)
-                pl.run_scoped(store, mosaic.SMEM((height, blocks.columns), dtype=y_ref.dtype))
+        block = mosaic.SMEM((2, height, _line(y_ref.dtype)), dtype=y_ref.dtype)
+        program.run(found.group.size * across, (x_ref, w_ref.at[0]), inner // depth, compute, block=block)
 
     out = jax.ShapeDtypeStruct((count, outer), x.dtype)
-    return _launched(grouped_rows, out, programs)(found.group, found.first, found.end, x, w)
+    return program.launched(grouped_rows, out, programs)(found.group, found.first, found.end, x, w)
 
 
-def _store_rows(y: Array, y_ref: Any, start: Array, first: Array, end: Array, column: Array, block: Any) -> None:
-    """Writes rows [first, end) of a block of results, whose first row is `start`, to y_ref.
+def _store(value: Array, ref: Any, place: tuple, block: Any, span: tuple[Array, Array] | None) -> None:
+    """Writes a cell of results to ref, its first element to `place`, through a block of some of its columns.
 
-    Copies have static sizes: there is one of each power of two that the number of rows is made of.
+    span: the first of the rows to write and their number; None: all. Copies have static sizes: there is one of each
+    power of two that the number is made of.
     """
-    block[...] = y.astype(block.dtype)
-    mosaic.commit_smem()
     height, width = block.shape
-    count, row = end - first, first - start
-    for size in (1 << bit for bit in reversed(range(height.bit_length()))):
-
-        @pl.when(count & size != 0)
-        def _(row: Array = row, size: int = size) -> None:
-            to = y_ref.at[pl.ds(start + row, size), pl.ds(column, width)]
-            mosaic.copy_smem_to_gmem(block.at[pl.ds(row, size)], to)
-
-        row = row + (count & size)
-    mosaic.wait_smem_to_gmem(0, wait_read_only=True)
+    row, column = place
+    for at in range(0, value.shape[1], width):
+        mosaic.wait_smem_to_gmem(0, wait_read_only=True)
+        block[...] = value[:, at : at + width].astype(block.dtype)
+        mosaic.commit_smem()
+        there = column + at < ref.shape[1]
+        if span is None:
+            to = ref.at[pl.ds(row, height), pl.ds(column + at, width)]
+            pl.when(there)(partial(mosaic.copy_smem_to_gmem, block, to))
+            continue
+        first, count = span
+        for size in (1 << bit for bit in reversed(range(height.bit_length()))):
+            to = ref.at[pl.ds(row + first, size), pl.ds(column + at, width)]
+            copy = partial(mosaic.copy_smem_to_gmem, block.at[pl.ds(first, size)], to)
+            pl.when((count & size != 0) & there)(copy)
+            first = first + (count & size)
 
 
 def matrices(
-    x: Array, dy: Array, sizes: Array, *, dtype: jnp.dtype, blocks: Blocks = BLOCKS, programs: int = PROGRAMS
+    x: Array, dy: Array, sizes: Array, *, dtype: jnp.dtype, blocks: Blocks | None = None, programs: int = PROGRAMS
 ) -> Array:
     """The sum over each group's rows of x^T dy: see `Products.matrices`."""
-    (count, inner), outer = x.shape, dy.shape[1]
+    (count, inner), outer, groups = x.shape, dy.shape[1], sizes.shape[0]
+    blocks = blocks or blocks_for(outer)
+    height, width, depth, _ = blocks
+    half, down, across = width // 2, pl.cdiv(inner, height), pl.cdiv(outer, width)
+    program = _Program((_Operand((depth, height), 0), _Operand((depth, width), 0)), x.dtype, blocks)
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
     starts = ends - sizes
     origins = starts // ALIGN * ALIGN
-    steps = -(-(ends - origins) // blocks.summed)
-    cells = pl.cdiv(inner, blocks.rows), pl.cdiv(outer, blocks.columns)
-    transforms, out_transforms = _swizzled(64, x.dtype), _swizzled(64, dtype)
+    steps = jnp.where(sizes > 0, -(-(ends - origins) // depth), 0)
 
     def grouped_matrices(
         start_ref: Any, end_ref: Any, origin_ref: Any, steps_ref: Any, x_ref: Any, dy_ref: Any, dw_ref: Any
     ) -> None:
-        @mosaic.nd_loop((sizes.shape[0], cells[0] * cells[1]), collective_axes="sm")
-        def _(loop: mosaic.NDLoopInfo) -> None:
-            group = loop.index[0]
-            line, column = lax.div(loop.index[1], jnp.int32(cells[1])), lax.rem(loop.index[1], jnp.int32(cells[1]))
-            start, end, count_of_steps = start_ref[group], end_ref[group], steps_ref[group]
+        part = lax.axis_index("part")
+        mine = pl.ds(part * half, half)
+
+        def compute(cell: Array, allocations: Any, block: Any, cleared: Any) -> None:
+            group, (line, column) = (rest := _divided(cell, down * across))[0], _divided(rest[1], across)
+            start, end, last = start_ref[group], end_ref[group], steps_ref[group] - 1
             origin = pl.multiple_of(origin_ref[group], ALIGN)
 
-            def product(total: Any) -> Array:
-                def step(index: tuple, a: Any, b: Any) -> None:
-                    @pl.when((index[0] == 0) | (index[0] == count_of_steps - 1))
-                    def _() -> None:
-                        for ref in (a, b):
-                            _clear_others(ref, origin + index[0] * blocks.summed, start, end)
-                        mosaic.commit_smem()
+            def multiply(index: tuple, a: Any, b: Any, total: Any) -> Any:
+                b = b.at[:, mine]
 
-                    mosaic.wgmma(total, a.transpose((1, 0)), b)
-
-                @pl.when(end > start)
+                @pl.when((index[0] == 0) | (index[0] == last))
                 def _() -> None:
-                    specs = [
-                        mosaic.BlockSpec(
-                            (blocks.summed, size), lambda i, at=at: (i, at), delay_release=1, transforms=transforms
-                        )
-                        for size, at in ((blocks.rows, line), (blocks.columns, column))
-                    ]
-                    pipeline = mosaic.emit_pipeline(
-                        step, grid=(count_of_steps,), in_specs=specs, max_concurrent_steps=blocks.steps
-                    )
-                    # These may reach beyond the last row; what a step reads there is 0.
-                    pipeline(x_ref.at[pl.ds(origin, count), :], dy_ref.at[pl.ds(origin, count), :])
+                    clear = partial(_clear_others, row=origin + index[0] * depth, start=start, end=end)
+                    clear(b)
+                    pl.when(part == 0)(partial(clear, a))
+                    mosaic.commit_smem()
+                    mosaic.barrier_arrive(cleared)
+                    mosaic.barrier_wait(cleared)
 
-                return total[...]
+                mosaic.wgmma(total, a.transpose((1, 0)), b)
+                mosaic.wgmma_wait(0)
+                return total
 
-            dw = pl.run_scoped(product, mosaic.ACC((blocks.rows, blocks.columns)))
+            def around(run: Callable) -> None:
+                def product(total: Any) -> None:
+                    run(total)
+                    place = line * height, column * width + part * half
+                    _store(total[...], dw_ref.at[group], place, block.at[part], None)
 
-            @partial(
-                pl.run_scoped,
-                block=mosaic.SMEM((blocks.rows, blocks.columns), dtype=dw_ref.dtype, transforms=out_transforms),
+                pl.run_scoped(product, mosaic.ACC((height, half)))
+
+            # These may reach beyond the last row, and a step reads zeros there.
+            span = pl.ds(origin, count)
+            program.pipeline(last + 1, multiply, around)(
+                x_ref.at[span, pl.ds(line * height, height)],
+                dy_ref.at[span, pl.ds(column * width, width)],
+                allocations=allocations,
             )
-            def _(block: Any) -> None:
-                block[...] = dw.astype(block.dtype)
-                mosaic.commit_smem()
-                lines, columns = pl.ds(line * blocks.rows, blocks.rows), pl.ds(column * blocks.columns, blocks.columns)
-                mosaic.copy_smem_to_gmem(block, dw_ref.at[group, lines, columns])
-                mosaic.wait_smem_to_gmem(0, wait_read_only=True)
 
-    out = jax.ShapeDtypeStruct((sizes.shape[0], inner, outer), dtype)
-    return _launched(grouped_matrices, out, programs)(starts, ends, origins, steps, x, dy)
+        block = mosaic.SMEM((2, height, _line(dtype)), dtype=dw_ref.dtype, transforms=_swizzled(dtype))
+        cleared = mosaic.Barrier(num_arrivals=2)
+        program.run(groups * down * across, (x_ref, dy_ref), blocks.steps, compute, block=block, cleared=cleared)
+
+    out = jax.ShapeDtypeStruct((groups, inner, outer), dtype)
+    return program.launched(grouped_matrices, out, programs)(starts, ends, origins, steps, x, dy)
 
 
 def _clear_others(ref: Any, row: Array, start: Array, end: Array) -> None:
