@@ -200,7 +200,7 @@ def start(program: Program) -> TrainState:
     params = {}
     for path, spec in program.declared.items():
         spread = spec.init.std if isinstance(spec.init, Normal) else 0.1
-        order = _order(program, spec)
+        order = _order(spec)
         shape = (order.max() + 1, *spec.shape[1:]) if spec.layers else spec.shape
         drawn = rng.normal(spec.role == "gain", spread, shape).astype(np.float32)
         if spec.layers:
@@ -223,17 +223,17 @@ def in_order(program: Program, arrays: Mapping[str, Any]) -> tuple[dict[str, np.
     """
     found, padding = {}, 0.0
     for path, array in arrays.items():
-        found[path], order = np.asarray(array), _order(program, program.declared[path])
+        found[path], order = np.asarray(array), _order(program.declared[path])
         if program.declared[path].layers:
             padding = max(padding, np.abs(found[path][order < 0]).max(initial=0.0), key=_nan_first)
             found[path] = found[path][order >= 0][np.argsort(order[order >= 0])]
     return found, float(padding)
 
 
-def _order(program: Program, spec: ParamSpec) -> np.ndarray:
-    """Repeat in each row of a stacked weight, -1 for none. Pipelines reorder the only section there is then."""
-    order = np.array(program.partition.order())
-    return order if len(program.cfg.model.stacks()) == 1 else np.arange(spec.shape[0])
+def _order(spec: ParamSpec) -> np.ndarray:
+    """For each row of a stacked weight the place of its layer among those that have it, -1 for none."""
+    ranks = {layer: rank for rank, layer in enumerate(sorted(layer for layer in spec.layers if layer >= 0))}
+    return np.array([ranks.get(layer, -1) for layer in spec.layers])
 
 
 def _nan_first(value: float) -> tuple[bool, float]:

@@ -97,6 +97,8 @@ def _pipeline(run: Run) -> list[tuple[str, str]]:
     sizes = "/".join(map(str, sorted(set(partition.repeats), reverse=True)))
     rows, layers = partition.rows * len(partition.repeats), sum(partition.repeats)
     padding = f"; {rows - layers} of {rows} rows are padding" if rows > layers else ""
+    if len(run.cfg.model.stack.parts()) > 1:
+        return [("pipeline", text), ("layers of a chunk", f"{sizes}, from a program that all chunks share")]
     return [("pipeline", text), ("layers of a chunk", f"{sizes} repeats of the pattern{padding}")]
 
 
@@ -203,8 +205,13 @@ def saved_by_layers(run: Run, facts: Facts) -> dict[str, list[SavedBytes]]:
             width=width,
             residual_width=4 if section.residual == "float32" else width,
         )
-        pattern = block_facts(section, section.stack.pattern, cfg.precision.compute)
-        repeats = section.stack.repeats if program.pipeline is None else program.partition.rows
+        blocks, repeats = section.stack.pattern, section.stack.repeats
+        if program.pipeline is not None and len(section.stack.parts()) > 1:
+            longest = max(program.partition.stored(), key=len)
+            blocks = blocks[longest.start : longest.stop]
+        elif program.pipeline is not None:
+            repeats = program.partition.rows
+        pattern = block_facts(section, blocks, cfg.precision.compute)
         saved[section.path] = list(saved_bytes(section.recomputing, pattern, share, repeats))
     return saved
 

@@ -1,7 +1,8 @@
 """Stacked weights stored in one order of rows, for a run that has another: another pipeline, or none."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,21 +10,27 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
-from megajax.layers.param import ParamSpec
+from megajax.layers.param import ParamSpec, RowOrder
 from megajax.mesh.shardings import parts, uncut
 
 
-def like_stored[Tree](like: Tree, declared: Mapping[str, ParamSpec], order: Sequence[int]) -> Tree:
-    """`like`, with the rows of stacked weights and their moments as `order` has them.
+def stored_chunks(meta: Mapping[str, Any]) -> list[range]:
+    """Numbers of the layers of each chunk of a checkpoint, in the order in which they are stored; one is of all."""
+    return [range(*ends) for ends in meta["rows"]]
+
+
+def like_stored[Tree](like: Tree, declared: Mapping[str, ParamSpec], order_of: RowOrder) -> Tree:
+    """`like`, with the rows of stacked weights and their moments as they were stored.
 
     Rows are cut over the mesh as in `like` where their number divides, else another dimension is; see `uncut`.
     """
 
     def stored(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        if not _stacked(path, declared):
+        if (layers := _layers(path, declared)) is None:
             return leaf
-        shape, sharding = (len(order), *leaf.shape[1:]), leaf.sharding
-        if len(order) % parts(sharding, 0):
+        rows, sharding = len(order_of(layers)), leaf.sharding
+        shape = rows, *leaf.shape[1:]
+        if rows % parts(sharding, 0):
             sharding = uncut(sharding, shape)
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
@@ -31,28 +38,26 @@ def like_stored[Tree](like: Tree, declared: Mapping[str, ParamSpec], order: Sequ
 
 
 def reorder[Tree](
-    state: Tree, like: Tree, declared: Mapping[str, ParamSpec], stored: Sequence[int], wanted: Sequence[int]
+    state: Tree, like: Tree, declared: Mapping[str, ParamSpec], stored: RowOrder, wanted: RowOrder
 ) -> Tree:
     """A state with rows in the order `stored`, in the order `wanted` and laid out like `like`.
 
     Arrays are reordered one after another and `state`'s are deleted as soon as they have been read: memory never holds
     more than the state and one array twice. Leaves that are not stacked are returned as they are.
-
-    stored, wanted: for each row the repeat of the stack it holds, or -1 for a row of zeros that is none.
     """
-    place = {repeat: row for row, repeat in enumerate(stored) if repeat >= 0}
-    source = np.array([place.get(repeat, 0) for repeat in wanted], np.int32)
-    none = np.array([repeat < 0 for repeat in wanted])
 
     @cache
-    def compiled(target: NamedSharding, between: NamedSharding) -> jax.stages.Wrapped:
+    def compiled(layers: tuple[int, ...], target: NamedSharding, between: NamedSharding) -> jax.stages.Wrapped:
+        place = {layer: row for row, layer in enumerate(stored(layers)) if layer >= 0}
+        source = np.array([place.get(layer, 0) for layer in wanted(layers)], np.int32)
+        none = np.array([layer < 0 for layer in wanted(layers)])
         return jax.jit(partial(_take, source=source, none=none, between=between), out_shardings=target)
 
     def moved(path: tuple, leaf: Array, target: jax.ShapeDtypeStruct) -> Array:
-        if not _stacked(path, declared):
+        if (layers := _layers(path, declared)) is None:
             return leaf
         kept, device = target.sharding, _on_device(target.sharding)
-        take = compiled(device, uncut(device, leaf.shape))
+        take = compiled(layers, device, uncut(device, leaf.shape))
         placed = jax.device_put(take(jax.device_put(leaf, _on_device(leaf.sharding))), kept)
         placed.block_until_ready()
         leaf.delete()
@@ -79,8 +84,19 @@ def _on_device(sharding: jax.sharding.Sharding | None) -> NamedSharding:
     return NamedSharding(sharding.mesh, sharding.spec)
 
 
-def _stacked(path: tuple, declared: Mapping[str, ParamSpec]) -> bool:
-    """Whether a leaf of the state is a stacked weight, or one of its moments: those are kept under its name."""
+def same_order(declared: Mapping[str, ParamSpec], stored: RowOrder, wanted: RowOrder) -> bool:
+    """Whether the rows of every stacked weight are in the same order."""
+    each = {layers_of(spec) for spec in declared.values() if spec.layers}
+    return all(stored(layers) == wanted(layers) for layers in each)
+
+
+def _layers(path: tuple, declared: Mapping[str, ParamSpec]) -> tuple[int, ...] | None:
+    """The layers of a leaf of the state that is a stacked weight, or one of its moments, kept under its name."""
     key = getattr(path[-1], "key", None)
     spec = None if key is None else declared.get(key)
-    return spec is not None and bool(spec.layers)
+    return None if spec is None or not spec.layers else layers_of(spec)
+
+
+def layers_of(spec: ParamSpec) -> tuple[int, ...]:
+    """Numbers of the layers that have a stacked weight, in their order."""
+    return tuple(sorted(layer for layer in spec.layers if layer >= 0))

@@ -3,16 +3,18 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 from megajax.checkpoint.reader import CheckpointReader
 from megajax.config.dump import flatten, scalar_text
 from megajax.config.errors import UserError
-from megajax.job.layer_order import like_stored, reorder
+from megajax.job.layer_order import like_stored, reorder, same_order, stored_chunks
 from megajax.models.facts import facts_of
 from megajax.models.protocol import ids_below
 from megajax.optim.schedule import DECAY
+from megajax.pipeline.partition import row_order
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Parts
 from megajax.training.state import TrainState
@@ -53,7 +55,7 @@ def stored(parts: Parts, config_yaml: str) -> dict[str, Any]:
     packages = {name: version(name) for name in ("jax", "jaxlib", "flax", "orbax-checkpoint", "numpy")}
     return {
         "facts": facts(parts),
-        "rows": list(parts.program.partition.order()),
+        "rows": [[chunk.start, chunk.stop] for chunk in parts.program.partition.stored()],
         "mesh": dict(parts.program.mesh.shape),
         "axes": {path: list(spec.axes) for path, spec in parts.program.declared.items()},
         "config": config_yaml,
@@ -88,9 +90,8 @@ class Resume:
         if self.own:
             self._compare(parts)
         program = parts.program
-        wanted = program.partition.order()
-        stored = tuple(self.reader.meta(self.step).get("rows", wanted))
-        if stored == wanted:
+        wanted, stored = program.partition.order_of, partial(row_order, stored_chunks(self.reader.meta(self.step)))
+        if same_order(program.arrays, stored, wanted):
             return self.reader.restore(self.step, like)[0]
         state, _ = self.reader.restore(self.step, like_stored(like, program.arrays, stored))
         return reorder(state, like, program.arrays, stored, wanted)

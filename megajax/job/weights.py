@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,8 +13,8 @@ from jax import Array
 from megajax.checkpoint.config import WeightsConfig
 from megajax.checkpoint.reader import CheckpointReader, open_checkpoints
 from megajax.config.errors import UserError
-from megajax.job.layer_order import like_stored, reorder
-from megajax.layers.param import ParamSpec
+from megajax.job.layer_order import layers_of, like_stored, reorder, same_order, stored_chunks
+from megajax.pipeline.partition import row_order
 from megajax.training.session import Parts
 from megajax.training.state import TrainState
 
@@ -77,14 +78,13 @@ class Taking:
     def weights(self, say: Callable[[str], None]) -> dict[str, Array]:
         """All of them. Raises UserError with those that are missing or of another shape."""
         shapes, declared = self.reader.shapes(self.step), self.parts.program.declared
-        same: dict[tuple[int, ...], list[str]] = {}
-        other, wrong = list[str](), list[str]()
+        same, other, wrong = list[str](), list[str](), list[str]()
         for path, like in self.like.items():
             spec, shape = declared[path], shapes.get(STORED + self.names[path])
             if shape is None:
                 wrong.append(f"{path}: not there")
             elif shape == tuple(like.shape) or (spec.layers and shape[1:] == tuple(like.shape[1:])):
-                same.setdefault(order_of(spec), []).append(path)
+                same.append(path)
             else:
                 other.append(path)
         taken, settings = dict[str, Array](), self.reader.meta(self.step)["facts"]
@@ -101,8 +101,8 @@ class Taking:
                 + "\n".join(f"  {line}" for line in wrong)
                 + "\nName those that shall be drawn anew in checkpoint.weights.fresh, or change the model."
             )
-        for wanted, paths in same.items():
-            taken |= self.in_order(paths, wanted)
+        if same:
+            taken |= self.in_order(same)
         resized = f", {', '.join(other)} interpolated" if other else ""
         say(f"{len(taken)} weights of {self.source.run}, step {self.step}{resized}; the others are fresh")
         return taken
@@ -113,22 +113,22 @@ class Taking:
         read = self.reader.restore(self.step, {"params": {self.names[path]: like}}, partial=True)[0]
         return np.asarray(read["params"][self.names[path]])
 
-    def in_order(self, paths: Sequence[str], wanted: tuple[int, ...]) -> dict[str, Array]:
+    def in_order(self, paths: Sequence[str]) -> dict[str, Array]:
         """Weights whose shapes are those of this model, but for the order of layers."""
         declared = {self.names[path]: self.parts.program.declared[path] for path in paths}
         like: dict[str, Any] = {"params": {self.names[path]: self.like[path] for path in paths}}
-        stored = tuple(self.reader.meta(self.step).get("rows", wanted)) if wanted else ()
-        if sum(row >= 0 for row in stored) != sum(row >= 0 for row in wanted):
-            raise UserError(f"{self.source.run} has {max(stored) + 1} repeats of layers, {paths[0]} {max(wanted) + 1}")
-        if stored == wanted:
+        chunks, shapes = stored_chunks(self.reader.meta(self.step)), self.reader.shapes(self.step)
+        stored, wanted = partial(row_order, chunks), self.parts.program.partition.order_of
+        numbers = {path: layers_of(spec) for path, spec in declared.items() if spec.layers}
+        total = 1 + max((max(layers) for layers in numbers.values()), default=-1)
+        if len(chunks) > 1 and total != sum(map(len, chunks)):
+            raise UserError(f"{self.source.run} has {sum(map(len, chunks))} layers, this model {total}")
+        for path, layers in numbers.items():
+            if (there := shapes[STORED + path][0]) != len(stored(layers)):
+                raise UserError(f"{self.source.run} has {there} layers with {path}, this model {len(layers)}")
+        if same_order(declared, stored, wanted):
             read = self.reader.restore(self.step, like, partial=True)[0]
         else:
             read = self.reader.restore(self.step, like_stored(like, declared, stored), partial=True)[0]
             read = reorder(read, like, declared, stored, wanted)
         return {path: read["params"][self.names[path]] for path in paths}
-
-
-def order_of(spec: ParamSpec) -> tuple[int, ...]:
-    """For each row of a stacked weight the repeat it holds, -1 for none; () for a weight that is not stacked."""
-    ranks = {layer: rank for rank, layer in enumerate(sorted(layer for layer in spec.layers if layer >= 0))}
-    return tuple(ranks.get(layer, -1) for layer in spec.layers)

@@ -59,6 +59,9 @@ WEIGHTS_STREAM = 0
 
 ZEROS, ONES = Constant(0.0), Constant(1.0)
 
+type RowOrder = Callable[[Sequence[int]], tuple[int, ...]]
+"""Numbers of the layers that a stacked weight is of, in their order -> for each row the place among them of the layer
+that it holds, or -1 for a row of zeros that is no layer."""
 type Role = Literal["weight", "filter", "bias", "gain", "rate", "observation"]
 """What update rules tell apart. A filter is the kernel of a convolution: it decays as matrices do, and is none. A rate
 is of a recurrence: it does not decay, and is computed with in float32."""
@@ -182,19 +185,14 @@ def stacked(block: nnx.Module, layers: tuple[int, ...]) -> nnx.Module:
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
-def reordered[M: nnx.Module](model: M, order: Sequence[int]) -> M:
-    """An abstract module with the rows of its stacked leaves in another order.
-
-    order: for each row the number of the repeat whose weights it holds, or -1 for a row of zeros that is no layer.
-    """
-    if list(order) == list(range(len(order))):
-        return model
+def reordered[M: nnx.Module](model: M, order_of: RowOrder) -> M:
+    """An abstract module with the rows of its stacked leaves in another order."""
     graph, state = nnx.split(model)
     flat = []
     for parts, leaf in nnx.to_flat_state(state):
         if leaf.layers:
-            layers = tuple(-1 if repeat < 0 else leaf.layers[repeat] for repeat in order)
-            leaf = _changed(leaf, jax.ShapeDtypeStruct((len(order), *leaf.shape[1:]), leaf.dtype), layers=layers)
+            layers = tuple(-1 if row < 0 else leaf.layers[row] for row in order_of(leaf.layers))
+            leaf = _changed(leaf, jax.ShapeDtypeStruct((len(layers), *leaf.shape[1:]), leaf.dtype), layers=layers)
         flat.append((parts, leaf))
     return nnx.merge(graph, nnx.from_flat_state(flat))
 

@@ -7,16 +7,17 @@ from typing import ClassVar
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
-from megajax.layers.config.block import AnyBlockConfig, StackConfig, period, table_problems, table_weights
+from megajax.layers.config.block import AnyBlockConfig, StackConfig, table_problems, table_weights
 from megajax.layers.facts import Weight
+from megajax.layers.runs import cut
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentsConfig(Builds):
     """Stacks one after another, each scanned: hybrids whose layers are not one repeated pattern.
 
-    Layers are numbered through all segments. A pipeline is refused: all its stages run the same program, so they need
-    the same blocks in the same order.
+    Layers are numbered through all segments. The weights of equal blocks are stacked together wherever they are, so
+    they are the same arrays however layers are cut into segments and over the stages of a pipeline.
     """
 
     target: ClassVar[str] = "megajax.layers.stack:Stack"
@@ -52,16 +53,19 @@ class SegmentsConfig(Builds):
     @classmethod
     def of(cls, blocks: Sequence[AnyBlockConfig]) -> "SegmentsConfig":
         """These blocks in the segments that have the fewest blocks in their patterns, which is what is compiled."""
-        numbers = [blocks.index(block) for block in blocks]
-        best: list[tuple[int, tuple[StackConfig, ...]]] = [(0, ())]
-        for end in range(1, len(blocks) + 1):
-            options = []
-            for start in range(end):
-                length = period(numbers[start:end])
-                last = StackConfig(pattern=tuple(blocks[start : start + length]), repeats=(end - start) // length)
-                options.append((best[start][0] + length, (*best[start][1], last)))
-            best.append(min(options, key=lambda option: (option[0], len(option[1]))))
-        return cls(segments=best[-1][1])
+        runs = cut([blocks.index(block) for block in blocks])
+        return cls(segments=tuple(StackConfig(pattern=tuple(blocks[n] for n in one), repeats=r) for one, r in runs))
+
+    def stored(self) -> tuple[tuple[AnyBlockConfig, tuple[int, ...]], ...]:
+        """Each block whose weights are stacked, and the numbers of the layers they are of."""
+        layers: dict[AnyBlockConfig, list[int]] = {}
+        for number, block in enumerate(self.pattern):
+            layers.setdefault(block, []).append(number)
+        return tuple((block, tuple(numbers)) for block, numbers in layers.items())
+
+    def cut_unit(self) -> int:
+        """Layers that a pipeline cannot cut apart: one."""
+        return 1
 
     def layers(self) -> int:
         """Number of blocks a token passes."""

@@ -1,12 +1,13 @@
 """A stack of residual blocks: patterns that are scanned, with what the backward pass saves chosen by name."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
@@ -16,6 +17,7 @@ from megajax.layers.config import StackConfig, shared_bias
 from megajax.layers.context import Context
 from megajax.layers.param import LayerSettings, bind, path_of, stacked
 from megajax.layers.remat import Recomputing, SavePolicy
+from megajax.layers.runs import common_runs
 from megajax.layers.segments import SegmentsConfig
 
 BLOCKS = "blocks."
@@ -24,48 +26,62 @@ BLOCKS = "blocks."
 type Unit = Callable[[Params, Params, Array, Array, Context], Array]
 """(weights, the stack's other weights, numbers, x, ctx) -> x: repeats that are differentiated as one.
 
-weights: by their paths in `blocks`, of one repeat a row of each, of n [n, ...]; numbers: int32 [] or [n], which they
-are. One row is taken outside: taken within, it would be kept as something computed rather than as an argument.
+weights: of one repeat a row of each, of n [n, ...], by the place of the block in the pattern and the path in it:
+"0.mixer.query"; numbers: int32 [] or [n], of the first layer of each. One row is taken outside: taken within, it would
+be kept as something computed rather than as an argument.
 """
 
 
 type Fp8Layers = tuple[tuple[bool, ...], ...]
 """For each repeat of a unit, for each block of the pattern: whether it multiplies in 8 bits."""
 
+type PerChunk = int | np.ndarray
+"""The same in every chunk of a pipeline, or int32 [chunks] by their order in the model."""
+
 
 class Segment(NamedTuple):
     """Layers whose blocks are a pattern, repeated."""
 
-    number: int
-    """Its place in the stack."""
-    blocks: range
-    """Where the pattern is among the blocks of the stack."""
+    blocks: tuple[int, ...]
+    """The pattern: numbers of stacked blocks."""
     repeats: int
     layer: int
     """Number of the first layer."""
 
-    def names(self) -> tuple[str, ...]:
-        return tuple(map(str, self.blocks))
+
+class Place(NamedTuple):
+    """The rows that a block of a pattern has of its stacked weights: of unit n those from start + n * stride on."""
+
+    block: int
+    """Number of the stacked block."""
+    start: PerChunk
+    """Counted from the first row of the chunk."""
+    stride: int
+    rows: int
+    """Of a chunk."""
 
 
 class Span(NamedTuple):
     """Consecutive repeats that save the same for the backward pass."""
 
     units: int
-    """How often `unit` is applied."""
+    """How often `unit` is applied; the most of any chunk."""
     repeats: int
     """Repeats it takes."""
     unit: Unit
     unroll: int
     """Units written out one after another in the compiled program, in each turn of a loop over them."""
-    start: int
-    """Row of the first repeat in the stacked weights; in a pipeline counted from the first row of the chunk."""
     segment: Segment
-
-    def weights[T](self, by_path: Mapping[str, T]) -> dict[str, T]:
-        """Of the stacked weights, by their paths in `blocks`, those of its blocks."""
-        names = self.segment.names()
-        return {path: w for path, w in by_path.items() if path.partition(".")[0] in names}
+    places: tuple[Place, ...]
+    """For each block of the pattern."""
+    layer: PerChunk | None
+    """Number of the first layer; None where the row of the first weight tells it."""
+    counts: PerChunk
+    """How often each chunk applies `unit`."""
+    ring: int
+    """Spans that save the same kind of tensors, in different chunks, may share where they are kept."""
+    kept_at: PerChunk = 0
+    """Where those of the first unit are among them."""
 
 
 def recomputed(layer: Callable, policy: SavePolicy) -> Callable:
@@ -104,25 +120,36 @@ class Stack(nnx.Module):
         unroll: int | None = 1,
     ):
         self.segments, self.repeats, self.layout = _segments(cfg), cfg.repeats, settings.layout
-        self.recomputing, self.unroll = recomputing, unroll
+        self.recomputing, self.unroll, self.segmented = recomputing, unroll, isinstance(cfg, SegmentsConfig)
+        self.numbers = tuple(layers for _, layers in cfg.stored())
         self.blocks = _blocks(cfg, settings)
         # Structure alone: the weights are those of `blocks`.
         plain = _blocks(cfg, replace(settings, layout=settings.layout.plain())) if settings.layout.fp8_layers else None
-        self.plain = None if plain is None else tuple(nnx.graphdef(_part(plain, each)) for each in self.segments)
+        self.plain = None if plain is None else tuple(map(nnx.graphdef, plain))
         shared = [bias for block in cfg.pattern if (bias := shared_bias(block)) is not None]
         self.relative = shared[0][1].build(settings, heads=shared[0][0]) if shared else None
 
     def __call__(self, x: Array, ctx: Context) -> Array:
         weights = self.in_order()
         for span in self.spans(self.repeats, 0):
-            first, last = span.start, span.start + span.units * span.repeats
-            shape = (span.units, span.repeats) if span.repeats > 1 else (span.units,)
-            rows = {path: w[first:last].reshape(*shape, *w.shape[1:]) for path, w in span.weights(weights).items()}
+            assert span.layer is not None and span.counts == span.units, "one chunk"
+            size, shape = len(span.places), (span.units, span.repeats) if span.repeats > 1 else (span.units,)
+            rows = {}
+            for number, place in enumerate(span.places):
+                # The places of a unit that holds several repeats have all rows; those of one repeat may share them.
+                taken = slice(place.start, place.start + span.units * place.stride, place.stride // span.repeats)
+                for path, w in weights.items():
+                    block, _, rest = path.partition(".")
+                    if int(block) == place.block:
+                        rows[f"{number}.{rest}"] = w[taken].reshape(*shape, *w.shape[1:])
+            layers = jnp.asarray(
+                span.layer + size * np.arange(span.units * span.repeats, dtype=np.int32).reshape(shape)
+            )
 
             def step(x: Array, row: tuple[Params, Array], unit: Unit = span.unit) -> tuple[Array, None]:
                 return unit(row[0], self.common(), row[1], x, ctx), None
 
-            x = jax.lax.scan(step, x, (rows, jnp.arange(first, last).reshape(shape)), unroll=span.unroll)[0]
+            x = jax.lax.scan(step, x, (rows, layers), unroll=span.unroll)[0]
         return x
 
     def spans(self, repeats: int, first: int | None = None) -> list[Span]:
@@ -132,12 +159,53 @@ class Stack(nnx.Module):
         their neighbours' are then spans of their own; else each layer looks at its number as it runs.
         Raises ValueError where layers_per_checkpoint does not divide the repeats.
         """
-        if len(self.segments) == 1:
+        if not self.segmented:
             return self.spans_of(self.segments[0], repeats, first)
-        return [span for each in self.segments for span in self.spans_of(each, each.repeats, first)]
+        spans: list[Span] = []
+        for segment in self.segments:
+            spans += self.spans_of(segment, segment.repeats, 0, len(spans))
+        return spans
 
-    def spans_of(self, segment: Segment, repeats: int, first: int | None) -> list[Span]:
-        """Those of that many repeats of a segment."""
+    def chunk_spans(self, chunks: Sequence[range], rows: int) -> list[Span]:
+        """How the layers of each chunk of a pipeline are differentiated, by one program for all of them.
+
+        chunks: numbers of the layers of each, in the order of the model; rows: the most repeats of any of them.
+        """
+        if not self.segmented:
+            return self.spans(rows)
+        block_of = {layer: block for block, layers in enumerate(self.numbers) for layer in layers}
+        runs = common_runs([[block_of[layer] for layer in chunk] for chunk in chunks])
+        taken = np.array([[0] * len(self.numbers)] * len(chunks))
+        total = [max(sum(layer in chunk for layer in layers) for chunk in chunks) for layers in self.numbers]
+        layer, kept, rings, spans = np.array([chunk.start for chunk in chunks]), {}, {}, []
+        for pattern, each in runs:
+            counts, places = np.array(each), []
+            for number, block in enumerate(pattern):
+                start = taken[:, block] + pattern[:number].count(block)
+                places.append(Place(block, _same(start), pattern.count(block), total[block]))
+            ring, before = rings.setdefault(pattern, len(rings)), kept.get(pattern, 0)
+            unit = self.unit(Segment(pattern, int(counts.max()), 0), self.recomputing.policy(), 1)
+            spans.append(
+                Span(
+                    int(counts.max()),
+                    1,
+                    unit,
+                    1,
+                    Segment(pattern, int(counts.max()), 0),
+                    tuple(places),
+                    _same(layer),
+                    _same(counts),
+                    ring,
+                    _same(before + 0 * counts),
+                )
+            )
+            for block in pattern:
+                taken[:, block] += counts
+            layer, kept[pattern] = layer + counts * len(pattern), before + counts
+        return [span._replace(units=int(np.max(kept[span.segment.blocks]))) for span in spans]
+
+    def spans_of(self, segment: Segment, repeats: int, first: int | None, rings: int = 0) -> list[Span]:
+        """Those of that many repeats of a segment. rings: of the spans before."""
         pattern, chosen = len(segment.blocks), self.recomputing
         recomputing = repeats if chosen.layers is None else min(chosen.layers // pattern, repeats)
         spans, done = [], 0
@@ -151,9 +219,21 @@ class Stack(nnx.Module):
                 units = 1 + len(more)
                 unroll = units if self.unroll is None else min(units, -(-self.unroll // (group * pattern)))
                 unit = self.unit(segment, policy, group, fp8_layers)
-                spans.append(Span(units, group, unit, unroll, begin, segment))
+                layer = None if first is None else segment.layer + (first + begin) * pattern
+                places = self.places(segment, begin, group, repeats)
+                spans.append(Span(units, group, unit, unroll, segment, places, layer, units, rings + len(spans)))
             done += count
         return spans
+
+    def places(self, segment: Segment, begin: int, group: int, repeats: int) -> tuple[Place, ...]:
+        """Where repeats from `begin` on have their weights; as many as `group` are a unit."""
+        places = []
+        for number, block in enumerate(segment.blocks):
+            each = segment.blocks.count(block)
+            before = sum(layer < segment.layer for layer in self.numbers[block])
+            start = before + segment.blocks[:number].count(block) + begin * each
+            places.append(Place(block, start, group * each, repeats))
+        return tuple(places)
 
     def fp8_layers(self, segment: Segment, start: int, repeats: int, first: int | None) -> Fp8Layers | None:
         """Of the repeats from `start` on, where they are known and not all the same."""
@@ -183,20 +263,24 @@ class Stack(nnx.Module):
 
     def repeat(self, segment: Segment, named: bool, fp8_layers: tuple[bool, ...] | None) -> Unit:
         """One repeat of a segment's pattern, under no policy. named: x is saved by its name, not as an argument."""
-        graph, state = nnx.split(_part(self.blocks, segment))
-        axes = {path_of(parts, leaf): leaf.axes[1:] for parts, leaf in nnx.to_flat_state(state)}
-        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+        parts = [nnx.split(self.blocks[block]) for block in segment.blocks]
+        axes, abstract = [], []
+        for _, state in parts:
+            axes.append({path_of(names, leaf): leaf.axes[1:] for names, leaf in nnx.to_flat_state(state)})
+            abstract.append(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state))
 
-        def repeat(weights: Params, common: Params, repeat: Array, x: Array, ctx: Context) -> Array:
-            used = {path: self.layout.gather(w, axes[path]) for path, w in weights.items()}
+        def repeat(weights: Params, common: Params, number: Array, x: Array, ctx: Context) -> Array:
             x = checkpoint_name(x, "input") if named else x
             ctx = ctx._replace(bias=common.get("relative.table"))
-            blocks = bind(nnx.merge(graph, abstract), used)
-            plain = None if self.plain is None else bind(nnx.merge(self.plain[segment.number], abstract), used)
-            for place, name in enumerate(segment.names()):
-                block, layer = blocks[name], segment.layer + repeat * len(segment.blocks) + place
-                if plain is not None:
-                    block = self.chosen(block, plain[name], layer, None if fp8_layers is None else fp8_layers[place])
+            gathered = [
+                {path: self.layout.gather(weights[f"{place}.{path}"], own) for path, own in each.items()}
+                for place, each in enumerate(axes)
+            ]
+            for place, (graph, _) in enumerate(parts):
+                block, layer = bind(nnx.merge(graph, abstract[place]), gathered[place]), number + place
+                if self.plain is not None:
+                    plain = bind(nnx.merge(self.plain[segment.blocks[place]], abstract[place]), gathered[place])
+                    block = self.chosen(block, plain, layer, None if fp8_layers is None else fp8_layers[place])
                 x = block(x, ctx.for_layer(layer))
             return x
 
@@ -218,26 +302,23 @@ class Stack(nnx.Module):
 
 
 def _segments(cfg: StackConfig | SegmentsConfig) -> tuple[Segment, ...]:
-    segments, block, layer = [], 0, 0
-    for number, part in enumerate(cfg.parts()):
-        segments.append(Segment(number, range(block, block + len(part.pattern)), part.repeats, layer))
-        block, layer = block + len(part.pattern), layer + part.layers()
+    block_of = {layer: block for block, (_, layers) in enumerate(cfg.stored()) for layer in layers}
+    segments, layer = [], 0
+    for part in cfg.parts():
+        pattern = tuple(block_of[layer + place] for place in range(len(part.pattern)))
+        segments.append(Segment(pattern, part.repeats, layer))
+        layer += part.layers()
     return tuple(segments)
 
 
 def _blocks(cfg: StackConfig | SegmentsConfig, settings: LayerSettings) -> nnx.List:
-    """The blocks of all patterns, one after another, with their weights stacked over the repeats."""
-    blocks = []
-    for part, segment in zip(cfg.parts(), _segments(cfg), strict=True):
-        for place, block in enumerate(part.pattern):
-            first, end = segment.layer + place, segment.layer + part.layers()
-            blocks.append(stacked(block.build(settings), tuple(range(first, end, len(part.pattern)))))
-    return nnx.List(blocks)
+    """The blocks, with their weights stacked over the layers that they are of."""
+    return nnx.List([stacked(block.build(settings), layers) for block, layers in cfg.stored()])
 
 
-def _part(blocks: nnx.List, segment: Segment) -> nnx.Dict:
-    """A segment's blocks, by the paths they have among all."""
-    return nnx.Dict({name: blocks[number] for name, number in zip(segment.names(), segment.blocks, strict=True)})
+def _same(values: np.ndarray) -> PerChunk:
+    """The number that all of them are, if it is one."""
+    return int(values[0]) if (values == values[0]).all() else values.astype(np.int32)
 
 
 def _in_order(leaf: nnx.Param) -> Array:

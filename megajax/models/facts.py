@@ -93,7 +93,8 @@ class SectionFacts:
 
     def stack_weights(self, place: int) -> tuple[Weight, ...]:
         """Of a block of the pattern, by the module's names."""
-        inside = f"{self.path}.stack.blocks.{place}" if self.path else f"stack.blocks.{place}"
+        number = next(number for number, (_, layers) in enumerate(self.stack.stored()) if place in layers)
+        inside = f"{self.path}.stack.blocks.{number}" if self.path else f"stack.blocks.{number}"
         return prefixed(inside, self.stack.pattern[place].weights(self.hidden))
 
 

@@ -210,14 +210,18 @@ class Stage:
     @property
     def layers(self) -> LayerLoop:
         """This stage's layers."""
+        # Spans that know the numbers of their layers go over no more rows than there are layers.
+        rows_tell = any(span.layer is None for span in self.section.spans)
         return LayerLoop(
             self.section.spans,
             self.layout,
             self.stacked,
             self.section.common(self.shared),
             jnp.asarray(self.partition.numbers())[self.index],
-            self.partition.padded(),
+            self.partition.padded() and rows_tell,
             self.gradient_dtypes,
+            self.index,
+            self.schedule.stages,
         )
 
     def gradients(
@@ -257,7 +261,7 @@ class Stage:
                 x, embedded, sums = carry
                 x, ctx, chunk, _ = self.enter(tick, x, embedded)
                 kind, ticks = self.schedule.forward, segment.ticks(tick, leaving)
-                y = self.in_chunk(segment, kind, chunk, lambda first, x: self.layers.output(first, x, ctx), x)
+                y = self.in_chunk(segment, kind, chunk, lambda chunk, x: self.layers.output(chunk, x, ctx), x)
 
                 def add_loss(sums: Sums) -> Sums:
                     output = self.broadcast_from_last(y)
@@ -342,29 +346,29 @@ class Stage:
         if self.schedule.chunks == 1:
             return self.layers.forward(0, x, ctx, c.rings, slot)
 
-        def run_layers(first: Array | int, carry: tuple[Array, Rings]) -> tuple[Array, Rings]:
-            return self.layers.forward(first, carry[0], ctx, carry[1], slot)
+        def run_layers(chunk: Array | int, carry: tuple[Array, Rings]) -> tuple[Array, Rings]:
+            return self.layers.forward(chunk, carry[0], ctx, carry[1], slot)
 
         return self.in_chunk(segment, self.schedule.forward, chunk, run_layers, (x, c.rings))
 
     def in_chunk[T](
         self, segment: Segment, kind: Work, chunk: Array, work: Callable[[Array | int, T], T], carry: T
     ) -> T:
-        """work(first row, carry) of the chunk, or `carry` if the chunk is -1. kind: the kind of work in the schedule.
+        """work(chunk, carry) of the chunk, or `carry` if it is -1. kind: the kind of work in the schedule.
 
         Each chunk is a loop of one iteration or none: the compiler updates the carry of loops in place, and copies that
-        of branches. More chunks than MOST_LOOPS share one loop, whose rows are data.
+        of branches. More chunks than MOST_LOOPS share one loop, in which the number of the chunk is data.
         """
         if self.schedule.chunks > MOST_LOOPS:
-            iterations, first = (chunk >= 0).astype(jnp.int32), jnp.maximum(chunk, 0) * self.partition.rows
+            iterations, some = (chunk >= 0).astype(jnp.int32), jnp.maximum(chunk, 0)
             with jax.named_scope(segment.runs(kind, None)):
-                return lax.fori_loop(0, iterations, lambda _, carry: work(first, carry), carry)
+                return lax.fori_loop(0, iterations, lambda _, carry: work(some, carry), carry)
         for number in range(self.schedule.chunks):
             if not segment.busy(kind, number).any():
                 continue
-            iterations, first = (chunk == number).astype(jnp.int32), number * self.partition.rows
+            iterations = (chunk == number).astype(jnp.int32)
             with jax.named_scope(segment.runs(kind, number)):
-                carry = lax.fori_loop(0, iterations, lambda _, carry, first=first: work(first, carry), carry)
+                carry = lax.fori_loop(0, iterations, lambda _, carry, number=number: work(number, carry), carry)
         return carry
 
     def loss(self, segment: Segment, tick: Array, c: Carry, scale: Array) -> tuple[Carry, Array]:
@@ -398,9 +402,9 @@ class Stage:
         totals = dict(c.stacked), common
 
         def run_layers(
-            first: Array | int, carry: tuple[Array, tuple[Params, Params]]
+            chunk: Array | int, carry: tuple[Array, tuple[Params, Params]]
         ) -> tuple[Array, tuple[Params, Params]]:
-            return self.layers.backward(first, carry[0], ctx, c.rings, slot, carry[1])
+            return self.layers.backward(chunk, carry[0], ctx, c.rings, slot, carry[1])
 
         kind, chunk = self.schedule.input_gradient, jnp.where(microbatch >= 0, chunk, -1)
         dx, (stacked, common) = self.in_chunk(segment, kind, chunk, run_layers, (dy, totals))

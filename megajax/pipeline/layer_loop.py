@@ -6,15 +6,18 @@ are put back for the backward pass.
 
 Weight gradients are accumulated in place. A matrix enters its layer in the dtype of its accumulator, so its gradient is
 computed in that dtype (see `Layout.dot`), and the compiler fuses "slice, matmul, add, update" into one matmul that
-adds to the accumulator. It can do so only if the row is a function of the loop index, so callers pass a chunk's first
-row as a Python integer where possible.
+adds to the accumulator. It can do so only if the row is a function of the loop index, so callers pass a chunk's
+number as a Python integer where possible.
+
+Chunks whose layers differ run one program all the same: each span is a loop with as many turns as the chunk has such
+layers, possibly none, and where their weights are is data as well.
 
 B rows, S positions, D hidden.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +27,12 @@ from jax import Array, lax
 from megajax.batch import Params
 from megajax.mesh.layout import Layout
 from megajax.mesh.observations import accumulated
-from megajax.pipeline.staged import Span
+from megajax.pipeline.staged import PerChunk, Span
 
 RESIDUAL = ("batch", "seq_residual", "embed")
 
 type Rings = list[list[Array]]
-"""For each span: [slots, units, ...] for each residual of a unit."""
+"""For each ring of the spans: [slots, units, ...] for each residual of a unit."""
 
 
 def entry(tree: Any, index: Array) -> Any:
@@ -79,6 +82,43 @@ def _put_rows(array: Array, value: Array, first: Array, count: int) -> Array:
     return lax.dynamic_update_slice_in_dim(array, value, first, 0, allow_negative_indices=False)
 
 
+class Turn(NamedTuple):
+    """A span in one chunk."""
+
+    span: Span
+    count: Array | int
+    """Units."""
+    rows: tuple[Array | int, ...]
+    """For each place of a unit, the row that the first unit has."""
+    kept_at: Array | int
+    """Of the first unit's residuals in the ring."""
+    layer: Array | int | None
+    """Number of the first layer, see `Span`."""
+
+    @property
+    def unit(self) -> Callable[..., Array]:
+        return self.span.unit
+
+    def row(self, place: int, n: Array) -> Array:
+        """First row of unit n."""
+        return self.rows[place] + n * self.span.places[place].stride
+
+    def stored(self, path: str) -> tuple[str, int]:
+        """Path in a unit -> path of the stacked weight, and place."""
+        place, _, rest = path.partition(".")
+        return f"{self.span.places[int(place)].block}.{rest}", int(place)
+
+    def used(self, stacked: Mapping[str, Any]) -> dict[str, tuple[Any, int]]:
+        """Path in a unit -> the stacked weight, and place, for each that a unit uses."""
+        found = {}
+        for path, w in stacked.items():
+            block, _, rest = path.partition(".")
+            for number, place in enumerate(self.span.places):
+                if place.block == int(block):
+                    found[f"{number}.{rest}"] = w, number
+        return found
+
+
 @dataclass(frozen=True)
 class LayerLoop:
     """The rows of stacked weights on a device, and the loops over them."""
@@ -90,65 +130,81 @@ class LayerLoop:
     """[chunks * rows, ...], in the layout in which layers use them."""
     common: Params
     """Weights that every layer uses, by their paths in the model."""
-    numbers: Array | np.ndarray
-    """Int32 [chunks * rows]: repeat of the stack in each row; -1 for padding."""
+    numbers: Array | np.ndarray | None
+    """Int32 [chunks * rows]: number of the first layer of each repeat of a stack, -1 for padding; None where spans
+    tell the numbers."""
     padded: bool
-    """Whether there are padding rows."""
+    """Whether there are padding rows that loops go over."""
     gradient_dtypes: Mapping[str, Any]
     """Path in `stacked` -> dtype of the gradient of a matrix; other gradients have the dtype of their weight."""
+    stage: Array | int = 0
+    """That of the device."""
+    stages: int = 1
 
-    def forward(self, first: Array | int, x: Array, ctx: Any, rings: Rings, slot: Array | int) -> tuple[Array, Rings]:
-        """(output, rings with the residuals at `slot`) of the chunk that starts at row `first`."""
-        new_rings = []
-        for (start, span), ring in zip(self.starts(first), rings, strict=True):
+    def forward(self, chunk: Array | int, x: Array, ctx: Any, rings: Rings, slot: Array | int) -> tuple[Array, Rings]:
+        """(output, rings with the residuals at `slot`) of a chunk of this stage."""
+        rings = [*rings]
+        for turn in self.turns(chunk):
 
-            def step(
-                n: Array, carry: tuple, start: Array | int = start, span: Span = span
-            ) -> tuple[Array, list[Array]]:
+            def step(n: Array, carry: tuple, turn: Turn = turn) -> tuple[Array, list[Array]]:
                 x, ring = carry
-                row = start + n * span.rows_per_unit
-                y, pullback = self._differentiated(span, row, x, ctx)
-                ring = [put(a, value, slot, n) for a, value in zip(ring, jax.tree.leaves(pullback), strict=True)]
-                return self._skip_padding(row, y, x), ring
+                y, pullback = self._differentiated(turn, n, x, ctx)
+                kept = zip(ring, jax.tree.leaves(pullback), strict=True)
+                ring = [put(a, value, slot, turn.kept_at + n) for a, value in kept]
+                return self._skip_padding(turn, n, y, x), ring
 
-            x, ring = lax.fori_loop(0, span.units, step, (x, ring), unroll=span.unroll)
-            new_rings.append(ring)
-        return x, new_rings
+            x, rings[turn.span.ring] = self._loop(turn, step, (x, rings[turn.span.ring]))
+        return x, rings
 
     def backward(
-        self, first: Array | int, dy: Array, ctx: Any, rings: Rings, slot: Array | int, totals: tuple[Params, Params]
+        self, chunk: Array | int, dy: Array, ctx: Any, rings: Rings, slot: Array | int, totals: tuple[Params, Params]
     ) -> tuple[Array, tuple[Params, Params]]:
         """(gradient of the chunk's input, totals with the gradients added).
 
         totals: of the stacked and of the common weights. The gradients of padding rows are arbitrary: see
         `without_padding`.
         """
-        for (start, span), ring in reversed([*zip(self.starts(first), rings, strict=True)]):
-            step = self._backward_step(span, ring, start, slot, ctx)
-            dy, stacked, common = lax.fori_loop(0, span.units, step, (dy, *totals), unroll=span.unroll)
+        for turn in reversed(self.turns(chunk)):
+            step = self._backward_step(turn, rings[turn.span.ring], slot, ctx)
+            dy, stacked, common = self._loop(turn, step, (dy, *totals))
             totals = stacked, common
         return dy, totals
 
-    def output(self, first: Array | int, x: Array, ctx: Any) -> Array:
-        """Output of the chunk that starts at row `first`, without saving residuals."""
-        for start, span in self.starts(first):
+    def output(self, chunk: Array | int, x: Array, ctx: Any) -> Array:
+        """Output of a chunk of this stage, without saving residuals."""
+        for turn in self.turns(chunk):
 
-            def step(n: Array, x: Array, start: Array | int = start, span: Span = span) -> Array:
-                row = start + n * span.rows_per_unit
-                return self._skip_padding(row, span.unit(*self._arguments(span, row), x, ctx), x)
+            def step(n: Array, x: Array, turn: Turn = turn) -> Array:
+                return self._skip_padding(turn, n, turn.unit(*self._arguments(turn, n), x, ctx), x)
 
-            x = lax.fori_loop(0, span.units, step, x)
+            x = lax.fori_loop(0, turn.count, step, x)
         return x
 
-    def starts(self, first: Array | int) -> list[tuple[Array | int, Span]]:
-        """The spans of a chunk, each with its first row."""
-        return [(first + span.start, span) for span in self.spans]
+    def turns(self, chunk: Array | int) -> list[Turn]:
+        """The spans of a chunk of this stage."""
+        number = chunk * self.stages + self.stage
+
+        def of(values: PerChunk) -> Array | int:
+            return values if isinstance(values, int) else jnp.asarray(values)[number]
+
+        return [
+            Turn(
+                span,
+                of(span.counts),
+                tuple(chunk * place.rows + of(place.start) for place in span.places),
+                of(span.kept_at),
+                None if span.layer is None else of(span.layer),
+            )
+            for span in self.spans
+        ]
 
     def buffers(self, slots: int, x: Array, ctx: Any, fill: float) -> Rings:
         """Empty rings. x [B, S, D]: like a layer's input; fill: their approximate initial value."""
         rings: Rings = []
-        for span in self.spans:
-            rings.append(self._ring(span, slots, self._residuals(span, x, ctx), fill, sum(map(len, rings))))
+        for turn in self.turns(0):
+            if turn.span.ring == len(rings):
+                saved = self._residuals(turn, x, ctx)
+                rings.append(self._ring(turn, slots, saved, fill, sum(map(len, rings))))
         return rings
 
     def without_padding(self, totals: Params) -> Params:
@@ -158,7 +214,12 @@ class LayerLoop:
         real = jnp.asarray(self.numbers) >= 0
         return {path: jnp.where(real.reshape(-1, *[1] * (g.ndim - 1)), g, 0) for path, g in totals.items()}
 
-    def _ring(self, span: Span, slots: int, saved: Any, fill: float, before: int) -> list[Array]:
+    def _loop[T](self, turn: Turn, step: Callable[[Array, T], T], carry: T) -> T:
+        """All units; only where they are as many in every chunk can some be written out one after another."""
+        unroll = turn.span.unroll if isinstance(turn.count, int) else None
+        return lax.fori_loop(0, turn.count, step, carry, unroll=unroll)
+
+    def _ring(self, turn: Turn, slots: int, saved: Any, fill: float, before: int) -> list[Array]:
         """Rings of a unit's residuals: its input has a given layout, the compiler chooses those of the others.
 
         before: number of earlier rings. Every ring has a different initial value, because the compiler would make one
@@ -168,53 +229,68 @@ class LayerLoop:
         rings = []
         for number, leaf in enumerate(jax.tree.leaves(saved)):
             value = fill + before + number if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
-            ring = jnp.full((slots, span.units, *leaf.shape), value, leaf.dtype)
+            ring = jnp.full((slots, turn.span.units, *leaf.shape), value, leaf.dtype)
             # The first leaves of a vjp are its saved inputs, of which only x is left.
             ring = self.layout.act(ring, None, None, *RESIDUAL) if number < inputs else ring
             on_host = leaf.memory_space == jax.memory.Space.Host
             rings.append(jax.device_put(ring, jax.memory.Space.Host) if on_host else ring)
         return rings
 
-    def _residuals(self, span: Span, x: Array, ctx: Any) -> Any:
+    def _residuals(self, turn: Turn, x: Array, ctx: Any) -> Any:
         """A unit's vjp as abstract arrays with their memory spaces, without its inputs."""
-        traced, tree = jax.make_jaxpr(lambda: self._differentiated(span, jnp.int32(0), x, ctx)[1], return_shape=True)()
+        traced, tree = jax.make_jaxpr(lambda: self._differentiated(turn, jnp.int32(0), x, ctx)[1], return_shape=True)()
         return jax.tree.unflatten(jax.tree.structure(tree), traced.out_avals)
 
-    def _differentiated(self, span: Span, row: Array, x: Array, ctx: Any) -> tuple[Array, Any]:
+    def _differentiated(self, turn: Turn, n: Array, x: Array, ctx: Any) -> tuple[Array, Any]:
         """A unit's output and its vjp, see `differentiated`."""
-        return differentiated(span.unit, *self._arguments(span, row), x, ctx)
+        return differentiated(turn.unit, *self._arguments(turn, n), x, ctx)
 
     def _backward_step(
-        self, span: Span, ring: list[Array], start: Array | int, slot: Array | int, ctx: Any
+        self, turn: Turn, ring: list[Array], slot: Array | int, ctx: Any
     ) -> Callable[[Array, tuple], tuple]:
         """(units done, (gradient of the output, totals)) -> (gradient, totals) after one more unit."""
 
         def step(done: Array, carry: tuple) -> tuple:
             dy, stacked, common = carry
-            n = span.units - 1 - done
-            row = start + n * span.rows_per_unit
-            tree = jax.tree.structure(self._residuals(span, dy, ctx))
-            pullback = jax.tree.unflatten(tree, [take(a, slot, n) for a in ring])
-            pullback.args_res[:3], pullback.args_res[4] = self._arguments(span, row), ctx
+            n = turn.count - 1 - done
+            tree = jax.tree.structure(self._residuals(turn, dy, ctx))
+            pullback = jax.tree.unflatten(tree, [take(a, slot, turn.kept_at + n) for a in ring])
+            pullback.args_res[:3], pullback.args_res[4] = self._arguments(turn, n), ctx
             gradients, of_common, _, dx, _ = pullback(dy)
             if self.padded:
-                of_common = {path: jnp.where(self._is_layer(row), g, 0) for path, g in of_common.items()}
-            sums = add(_rows(span.uses(stacked), row, span.rows_per_unit), gradients)
-            rows = {path: _put_rows(stacked[path], g, row, span.rows_per_unit) for path, g in sums.items()}
-            return self._skip_padding(row, dx, dy), {**stacked, **rows}, add(common, of_common)
+                of_common = {path: jnp.where(self._is_layer(turn, n), g, 0) for path, g in of_common.items()}
+            stacked = self._added(turn, n, stacked, gradients)
+            return self._skip_padding(turn, n, dx, dy), stacked, add(common, of_common)
 
         return step
 
-    def _arguments(self, span: Span, row: Array) -> tuple[Params, Params, Array]:
+    def _added(self, turn: Turn, n: Array, totals: Params, gradients: Params) -> Params:
+        """Totals of the stacked weights with a unit's gradients; see `add`."""
+        totals, count = dict(totals), turn.span.rows_per_unit
+        for inside, g in gradients.items():
+            path, place = turn.stored(inside)
+            if path in totals:
+                row = turn.row(place, n)
+                sums = accumulated(path, _rows(totals[path], row, count), g)
+                totals[path] = _put_rows(totals[path], sums, row, count)
+        return totals
+
+    def _arguments(self, turn: Turn, n: Array) -> tuple[Params, Params, Array]:
         """A unit's weights and numbers."""
-        weights, numbers = _rows((span.uses(self.stacked), jnp.asarray(self.numbers)), row, span.rows_per_unit)
-        cast = {path: w.astype(self.gradient_dtypes.get(path, w.dtype)) for path, w in weights.items()}
-        return cast, self.common, numbers
+        count, cast = turn.span.rows_per_unit, {}
+        for inside, (stacked, place) in turn.used(self.stacked).items():
+            w, dtype = _rows(stacked, turn.row(place, n), count), self.gradient_dtypes.get(turn.stored(inside)[0])
+            cast[inside] = w if dtype is None else w.astype(dtype)
+        if turn.layer is None:
+            return cast, self.common, _rows(jnp.asarray(self.numbers), turn.row(0, n), count)
+        size = len(turn.span.places)
+        first = turn.layer + n * count * size
+        return cast, self.common, first if count == 1 else first + size * jnp.arange(count)
 
-    def _is_layer(self, row: Array) -> Array:
+    def _is_layer(self, turn: Turn, n: Array) -> Array:
         """False for a padding row, bool []."""
-        return jnp.asarray(self.numbers)[row] >= 0
+        return jnp.asarray(self.numbers)[turn.row(0, n)] >= 0
 
-    def _skip_padding(self, row: Array, y: Array, x: Array) -> Array:
+    def _skip_padding(self, turn: Turn, n: Array, y: Array, x: Array) -> Array:
         """y for a layer, x for a padding row."""
-        return jnp.where(self._is_layer(row), y, x) if self.padded else y
+        return jnp.where(self._is_layer(turn, n), y, x) if self.padded else y

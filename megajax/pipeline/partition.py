@@ -1,13 +1,27 @@
 """The layers of each stage, and the order in which they are stored.
 
 A stack of R repeats is divided into P·V chunks of consecutive repeats; stage s has chunks s, P+s, 2P+s, ...
-Every chunk is stored with as many rows as the largest one. The extra rows are zeros, which the executor skips. All
-stages run each tick together, so a chunk with fewer layers waits for the largest one anyway.
+Every chunk is stored with as many rows of each weight as the one with the most. The extra rows are zeros, which the
+executor skips. All stages run each tick together, so a chunk with fewer layers waits for the largest one anyway.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
+
+
+def row_order(chunks: Sequence[range], layers: Sequence[int]) -> tuple[int, ...]:
+    """For each row of a stacked weight, the place in `layers` of the layer that it holds; -1 for padding.
+
+    chunks: numbers of the layers of each, in the order in which they are stored; layers: those that have the weight.
+    """
+    if len(chunks) == 1:
+        return tuple(range(len(layers)))
+    inside = [[place for place, layer in enumerate(layers) if layer in chunk] for chunk in chunks]
+    rows = max(map(len, inside))
+    return tuple(row for each in inside for row in (*each, *[-1] * (rows - len(each))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,29 +33,46 @@ class Partition:
     """V, chunks per stage."""
     repeats: tuple[int, ...]
     """Repeats in each of the P·V chunks; their sum is that of the stack."""
+    size: int = 1
+    """Layers of a repeat."""
 
     @classmethod
-    def even(cls, repeats: int, stages: int, chunks: int) -> "Partition":
+    def even(cls, repeats: int, stages: int, chunks: int, size: int = 1) -> "Partition":
         """Chunks as even as possible; if the repeats don't divide, the first chunks have one more."""
         each, remainder = divmod(repeats, stages * chunks)
-        return cls(stages, chunks, tuple(each + (chunk < remainder) for chunk in range(stages * chunks)))
+        return cls(stages, chunks, tuple(each + (chunk < remainder) for chunk in range(stages * chunks)), size)
 
     @property
     def rows(self) -> int:
-        """Stored rows per chunk."""
+        """Stored rows per chunk, of a weight that every repeat has."""
         return max(self.repeats)
 
-    def numbers(self) -> np.ndarray:
-        """Repeat in each row of each stage, int32 [P, V * rows]; -1 for padding."""
-        first = np.cumsum([0, *self.repeats[:-1]])
-        row = np.arange(self.rows)
-        by_chunk = [np.where(row < count, start + row, -1) for start, count in zip(first, self.repeats, strict=True)]
-        by_stage = np.array(by_chunk, np.int32).reshape(self.chunks, self.stages, self.rows).transpose(1, 0, 2)
-        return by_stage.reshape(self.stages, self.chunks * self.rows)
+    def layers(self) -> tuple[tuple[range, ...], int]:
+        """Numbers of the layers of each chunk, in the order of the model; and `rows`."""
+        ends = np.cumsum([0, *self.repeats]) * self.size
+        return tuple(range(int(a), int(b)) for a, b in pairwise(ends)), self.rows
+
+    def stored(self) -> tuple[range, ...]:
+        """Numbers of the layers of each chunk, stage by stage."""
+        chunks = self.layers()[0]
+        return tuple(chunks[chunk * self.stages + s] for s in range(self.stages) for chunk in range(self.chunks))
+
+    def order_of(self, layers: Sequence[int]) -> tuple[int, ...]:
+        """Order of the rows of a weight that these layers have: see `row_order`."""
+        return row_order(self.stored(), layers)
 
     def order(self) -> tuple[int, ...]:
-        """Repeat in each row of a stacked weight, in the order of the stages; -1 for padding."""
-        return tuple(self.numbers().reshape(-1).tolist())
+        """Order of the rows of a weight that every repeat has."""
+        return self.order_of(range(0, self.size * sum(self.repeats), self.size))
+
+    def numbers(self) -> np.ndarray:
+        """First layer of the repeat in each row of each stage, int32 [P, V * rows]; -1 for padding."""
+        first = np.cumsum([0, *self.repeats[:-1]])
+        row = np.arange(self.rows)
+        starts = zip(first, self.repeats, strict=True)
+        by_chunk = [np.where(row < count, self.size * (start + row), -1) for start, count in starts]
+        by_stage = np.array(by_chunk, np.int32).reshape(self.chunks, self.stages, self.rows).transpose(1, 0, 2)
+        return by_stage.reshape(self.stages, self.chunks * self.rows)
 
     def padded(self) -> bool:
         """Whether there are padding rows."""

@@ -3,9 +3,10 @@
 B rows, S positions, D hidden.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax import Array
 
 from megajax.batch import Params
@@ -16,21 +17,45 @@ type Sums = Any
 """The sums that a head returns, over microbatches."""
 
 
+type PerChunk = int | np.ndarray
+"""The same in every chunk, or int32 [chunks] by their order in the model."""
+
+
+class Place(NamedTuple):
+    """The rows that a block of a unit has of its stacked weights: of unit n those from start + n * stride on."""
+
+    block: int
+    """Number of the stacked block, which the paths of its weights begin with."""
+    start: PerChunk
+    """Counted from the first row of the chunk."""
+    stride: int
+    rows: int
+    """Stored rows of each chunk."""
+
+
 class Span(NamedTuple):
     """Consecutive rows of stacked weights with the same recomputation policy."""
 
     units: int
-    """Number of calls of `unit`."""
+    """Number of calls of `unit`; the most of any chunk, of all spans of the same ring together."""
     rows_per_unit: int
     """Rows per call: n."""
     unit: Callable[[Params, Params, Array, Array, Any], Array]
-    """(rows of the stacked weights, common weights, the rows' numbers, x, context) -> x; [n, ...] of each for n > 1."""
+    """(rows of the stacked weights, common weights, numbers of the rows' first layers, x, context) -> x.
+
+    Paths of weights begin with the number of the place, "0.": [n, ...] of each for n > 1.
+    """
     unroll: int
     """Units per iteration of a loop over them."""
-    start: int
-    """Its first row, relative to the chunk."""
-    uses: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-    """Values by paths of stacked weights -> those of the weights that it uses."""
+    places: Sequence[Place]
+    layer: PerChunk | None
+    """Number of the first layer; None where `LayerLoop.numbers` has those of the rows."""
+    counts: PerChunk
+    """Number of calls of `unit` here."""
+    ring: int
+    """Spans with the same one save the same kind of residuals, and keep them one after another."""
+    kept_at: PerChunk
+    """Place of the first unit's residuals in the ring."""
 
 
 MEMORY = "memory"

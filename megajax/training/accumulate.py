@@ -1,18 +1,17 @@
 """Gradients of a global batch without a pipeline: one microbatch after another, in each one section after another."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
 from megajax.batch import Batch, Grads, Params, Rows
 from megajax.pipeline.layer_loop import LayerLoop, Rings, add
-from megajax.pipeline.staged import MEMORY, Span, Staged, StagedSection
+from megajax.pipeline.staged import MEMORY, Staged, StagedSection
 from megajax.training.grads import GradFn, Weights, over_replicas
 from megajax.training.staged import Parted
 
@@ -98,7 +97,7 @@ def section_runs(weights: Weights, parts: Staged, in_step: Params) -> list[Secti
                 weights.layout,
                 stacked[section.path],
                 section.common(shared),
-                in_order(section.spans),
+                None,
                 False,
                 dtypes[section.path],
             ),
@@ -150,8 +149,3 @@ def accumulate(weights: Weights, parts: Staged, mesh: Mesh) -> GradFn:
         return weights.grads(*mapped(dict(params), dict(batch), scale))
 
     return grad_fn
-
-
-def in_order(spans: Sequence[Span]) -> np.ndarray:
-    """Numbers of the repeats in rows that are in the order of the layers, int32."""
-    return np.arange(sum(span.units * span.rows_per_unit for span in spans), dtype=np.int32)

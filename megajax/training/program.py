@@ -117,7 +117,7 @@ class Program:
         partition = _partition(cfg)
         built = nnx.eval_shape(lambda: cfg.model.build(layout))
         demand_model(built)
-        abstract = reordered(built, partition.order())
+        abstract = reordered(built, partition.order_of)
         declared, observed = specs(abstract), specs(abstract, Observation)
         demand_axes(cfg.model.schema(), {**declared, **observed})
         demand_divisible(declared, plan, mesh)
@@ -171,7 +171,7 @@ class Program:
         """(weights, batch, loss scale) -> sums of gradients. fill: see `pipelined`; without a pipeline nothing is."""
         key = jax.random.fold_in(jax.random.key(self.cfg.seed), DROPOUT_STREAM)
         if self.pipeline is None:
-            whole = staged(self.abstract, self.arrays, self._reduction, key, first=0)
+            whole = staged(self.abstract, self.arrays, self._reduction, key)
             return accumulate(self._weights, whole, self.mesh)
         return pipelined(self._weights, self._chunks(key), self.mesh, self.schedule_of, self.partition, fill=fill)
 
@@ -233,7 +233,7 @@ class Program:
         return Weights(self.abstract, self.arrays, self.schema, self.layout, self.cfg.precision, frozen)
 
     def _chunks(self, key: Array | None) -> Staged:
-        return staged(self.abstract, self.arrays, self._reduction, key, self.partition.rows)
+        return staged(self.abstract, self.arrays, self._reduction, key, self.partition)
 
     @property
     def _reduction(self) -> LossReduction:
@@ -276,10 +276,11 @@ def _layout(cfg: RunConfig, mesh: Mesh, plan: Plan) -> Layout:
 
 
 def _partition(cfg: RunConfig) -> Partition:
-    parallel = cfg.parallel
+    parallel, unit = cfg.parallel, cfg.model.stack.cut_unit()
     if parallel.layers is not None and parallel.pipeline > 1:
-        return Partition(parallel.pipeline, parallel.virtual_stages, parallel.layers)
-    return Partition.even(cfg.model.stack.repeats, parallel.pipeline, parallel.virtual_stages)
+        return Partition(parallel.pipeline, parallel.virtual_stages, parallel.layers, unit)
+    repeats = cfg.model.stack.layers() // unit
+    return Partition.even(repeats, parallel.pipeline, parallel.virtual_stages, unit)
 
 
 def _pipeline(parallel: ParallelConfig, microbatches: int) -> Schedule:

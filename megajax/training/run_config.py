@@ -146,7 +146,8 @@ def _devices(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
 
 
 def _pipeline(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
-    parallel, repeats = cfg.parallel, cfg.model.stack.repeats
+    parallel, stack = cfg.parallel, cfg.model.stack
+    repeats = stack.layers() // max(1, stack.cut_unit())
     if parallel.problems() or parallel.pipeline == 1:
         return
     if len(cfg.model.stacks()) > 1:
@@ -157,13 +158,11 @@ def _pipeline(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
         nearest = f" and parallel.data={data}" if data else ", and its devices for parallel.data"
         yield Problem("parallel.pipeline", what, f"use 1{nearest}, with parallel.tensor={parallel.tensor} as it is")
         return
-    if len(cfg.model.stack.parts()) > 1:
-        yield Problem("parallel.pipeline", "stages run one program, and a segmented stack has none in common", "use 1")
-        return
+    what = "repeats" if len(stack.parts()) == 1 else "layers"
     if parallel.chunks() > repeats:
         yield Problem(
             "parallel.pipeline",
-            f"{parallel.pipeline} stages x {parallel.virtual_stages} virtual stages need as many repeats of the "
+            f"{parallel.pipeline} stages x {parallel.virtual_stages} virtual stages need as many {what} of the "
             f"model's stack, which has {repeats}",
             f"pipeline x virtual_stages can be at most {repeats}",
         )

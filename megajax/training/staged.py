@@ -10,10 +10,12 @@ from jax import Array
 from megajax.batch import Loss, Params, Rows
 from megajax.layers.param import ParamSpec, bind
 from megajax.layers.stack import BLOCKS, Unit
+from megajax.layers.stack import Span as StackSpan
 from megajax.models.protocol import Model
 from megajax.models.reduction import LossReduction
 from megajax.models.sections import last_output, with_memory
-from megajax.pipeline.staged import MEMORY, Span, Staged, StagedSection
+from megajax.pipeline.partition import Partition
+from megajax.pipeline.staged import MEMORY, Place, Span, Staged, StagedSection
 
 OTHERS = "stack."
 """Where a section's weights are that are its stack's and not cut over stages."""
@@ -32,13 +34,11 @@ def staged(
     declared: Mapping[str, ParamSpec],
     reduction: LossReduction,
     key: Array | None,
-    repeats: int | None = None,
-    first: int | None = None,
+    partition: Partition | None = None,
 ) -> Staged:
     """The model (abstract) cut at its stacks.
 
-    key: random key of the run for dropout, None for none; repeats: of a stack's pattern in a chunk, None for all;
-    first: number of the first of them where that is the same on all devices.
+    key: random key of the run for dropout, None for none; partition: the chunks of a pipeline, None for all layers.
     """
     shapes = {path: jax.ShapeDtypeStruct(spec.shape, "float32") for path, spec in declared.items()}
     paths = tuple(model.sections)
@@ -59,13 +59,14 @@ def staged(
 
             return run
 
-        spans = section.stack.spans(section.stack.repeats if repeats is None else repeats, first)
+        stack = section.stack
+        spans = stack.spans(stack.repeats, 0) if partition is None else stack.chunk_spans(*partition.layers())
         return StagedSection(
             path=own + STACK,
             context=lambda rows: section.context(rows, key),
             embed=lambda shared, rows: bound_section(shared).embed(rows),
             enter=lambda shared, x, ctx, memory: bound_section(shared).enter(x, with_memory(ctx, memory)),
-            spans=[Span(s.units, s.repeats, named(s.unit), s.unroll, s.start, s.weights) for s in spans],
+            spans=[_span(one, named(one.unit)) for one in spans],
             common=lambda shared: {name: shared[name] for name in shared if name.startswith(own + OTHERS)},
             leave=None if path == paths[-1] else lambda shared, x, ctx: bound_section(shared).leave(x, ctx),
         )
@@ -76,6 +77,12 @@ def staged(
         return loss.loss_sum, tuple(loss)
 
     return Staged([cut(path) for path in paths], head)
+
+
+def _span(span: StackSpan, unit: Unit) -> Span:
+    """A span of a stack as pipelines know it, with this unit."""
+    places = [Place(*place) for place in span.places]
+    return Span(span.units, span.repeats, unit, span.unroll, places, span.layer, span.counts, span.ring, span.kept_at)
 
 
 class Parted(NamedTuple):

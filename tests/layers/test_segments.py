@@ -89,9 +89,13 @@ def test_segments_of_layers_have_the_fewest_blocks_to_compile() -> None:
     assert letters("ABCABCD") == "ABC2 D1"
 
 
-def test_a_pipeline_is_refused() -> None:
+def test_what_does_not_fit_is_refused() -> None:
     cfg = program(replace(llama(), stack=one_by_one(A, B)), ONE, microbatches=4).cfg
-    with pytest.raises(ConfigError, match=r"parallel\.pipeline: stages run one program"):
-        check(cfg.but(parallel=ParallelConfig(pipeline=2)), 8)
+    with pytest.raises(ConfigError, match=r"parallel\.pipeline: 4 stages x 1 .* as many layers .* which has 2"):
+        check(cfg.but(parallel=ParallelConfig(pipeline=4)), 8)
+    with pytest.raises(ConfigError, match=r"parallel\.layers: 1,2 are 3 in all, the model's stack has 2"):
+        check(cfg.but(parallel=ParallelConfig(pipeline=2, layers=(1, 2))), 8)
+    with pytest.raises(ConfigError, match=r"recompute_layers: 2 of a segmented stack"):
+        check(cfg.but(model=replace(cfg.model, recompute="full", recompute_layers=2)), 8)
     with pytest.raises(ConfigError, match=r"segments: needs at least one"):
         check(cfg.but(model=replace(cfg.model, stack=SegmentsConfig(segments=()))), 8)

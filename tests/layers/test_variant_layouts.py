@@ -145,7 +145,7 @@ def gradients(name: str, parallel: ParallelConfig) -> tuple[dict[str, float], di
         params[path] = (drawn + mean).astype(np.float32)
     schema = batch_schema(cfg.schema(), batch())
     weights = Weights(abstract, declared, schema, layout, PrecisionConfig(compute="float32"))
-    grad_fn = accumulate(weights, staged(abstract, declared, LossReduction(), None, first=0), mesh)
+    grad_fn = accumulate(weights, staged(abstract, declared, LossReduction(), None), mesh)
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         placed = jax.device_put(params, parameter_shardings(declared, plan.params, mesh))
         out = jax.device_get(jax.jit(grad_fn)(placed, batch(), jnp.ones(())))

@@ -136,7 +136,7 @@ class OneDevice:
         """makes: names of the leaves of the batch."""
         schema = batch_schema(self.cfg.schema(), dict.fromkeys(makes, ""))
         weights = Weights(self.abstract, self.declared, schema, self.layout, self.precision)
-        parts = staged(weights.model, weights.declared, LossReduction(average), None, first=0)
+        parts = staged(weights.model, weights.declared, LossReduction(average), None)
         return accumulate(weights, parts, self.mesh)
 
     def gradients(self, params: Mapping[str, np.ndarray], batch: Batch, average: Average) -> dict[str, Any]:

@@ -238,14 +238,14 @@ def test_they_are_no_weights() -> None:
 
 def test_rows_follow_their_layers_to_another_pipeline() -> None:
     made, other = prepared(ONE, DELAYED, 3), prepared(LAYOUTS["uneven pipeline"], DELAYED, 3)
-    wanted, stored = other.partition.order(), made.partition.order()
+    wanted = other.partition.order()
     like = other.state_like()
-    there = like_stored(like, other.arrays, stored)
+    there = like_stored(like, other.arrays, made.partition.order_of)
     assert {leaf.shape for leaf in there.observed.values()} == {(3, 3, 2)}
     drawn = {path: np.random.default_rng(0).random(leaf.shape, np.float32) for path, leaf in there.observed.items()}
     empty = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), there)
     restored = jax.device_put(replace(empty, observed=drawn), jax.tree.map(lambda leaf: leaf.sharding, there))
-    moved = reorder(restored, like, other.arrays, stored, wanted)
+    moved = reorder(restored, like, other.arrays, made.partition.order_of, other.partition.order_of)
     for path, history in moved.observed.items():
         for row, layer in enumerate(wanted):
             np.testing.assert_array_equal(history[row], drawn[path][layer] if layer >= 0 else 0)

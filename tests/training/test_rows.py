@@ -9,10 +9,12 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny_runs import Program, llama, program
+from tiny_runs import ONE, Program, llama, program, start
 
 from megajax.job import layer_order
 from megajax.job.layer_order import like_stored, reorder
+from megajax.layers.config import FeedForwardBlockConfig, MixerBlockConfig
+from megajax.layers.segments import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import AdamWConfig
 from megajax.training.state import TrainState
@@ -28,7 +30,7 @@ def made(repeats: int, parallel: ParallelConfig = PIPELINE, offload: float = 0.0
 
 def restored(run: Program, stored: tuple[int, ...]) -> TrainState:
     """A state of random numbers as it comes from a checkpoint with rows in that order."""
-    like = like_stored(run.state_like(), run.arrays, stored)
+    like = like_stored(run.state_like(), run.arrays, lambda _: stored)
     rng = np.random.default_rng(0)
     return jax.tree.map(
         lambda leaf: jax.device_put(rng.normal(size=leaf.shape).astype(leaf.dtype), leaf.sharding), like
@@ -62,7 +64,7 @@ def test_rows_find_their_places(stored, offload):
     assert sorted(wanted) == [-1, -1, *range(6)]
     state = restored(run, stored)
     before = jax.tree.map(np.asarray, state)
-    moved = reorder(state, like, run.arrays, stored, wanted)
+    moved = reorder(state, like, run.arrays, lambda _: stored, run.partition.order_of)
     parts = {"params": (before.params, moved.params)} | {
         name: (before.optimizer[name], moved.optimizer[name]) for name in ("first_moment", "second_moment")
     }
@@ -89,7 +91,7 @@ def test_memory_never_holds_more_than_the_state_and_one_array_twice(monkeypatch)
         return uncut(*arguments)
 
     monkeypatch.setattr(layer_order, "uncut", watched)
-    moved = reorder(state, like, run.arrays, stored, wanted)
+    moved = reorder(state, like, run.arrays, lambda _: stored, lambda _: wanted)
     stacked = [path for path, spec in run.declared.items() if spec.layers]
     assert len(seen) == 3 * len(stacked) and max(seen) == whole == held(moved)
     assert all(state.params[path].is_deleted() for path in stacked)
@@ -100,7 +102,7 @@ def test_rows_that_do_not_divide_leave_each_device_its_share():
     """Seven rows over four stages: the embedding dimension is cut four times as often instead."""
     run = made(8)
     like = run.state_like()
-    there = like_stored(like, run.arrays, range(7))
+    there = like_stored(like, run.arrays, lambda _: tuple(range(7)))
     for path, spec in run.declared.items():
         if not spec.layers:
             continue
@@ -125,3 +127,24 @@ def test_one_array_is_never_whole_on_a_device():
     )
     text = take.lower(jax.ShapeDtypeStruct(shape, target.dtype)).compile().as_text()
     assert "all-to-all" in text and "all-gather" not in text
+
+
+def test_rows_of_hybrids_find_their_places():
+    """Weights that some layers have, of seven layers on one device, on two stages with two chunks each."""
+    (block,) = llama().stack.pattern
+    mixer, mlp = MixerBlockConfig(mixer=block.mixer), FeedForwardBlockConfig(mlp=block.mlp)
+    letters = {"A": mixer, "B": replace(mixer, dropout=0.1), "-": mlp}
+    model = replace(llama(), stack=SegmentsConfig.of([letters[letter] for letter in "A-B-A-A"]))
+    one, cut = (
+        program(model, parallel, microbatches=4)
+        for parallel in (ONE, ParallelConfig(pipeline=2, virtual_stages=2, data=1))
+    )
+    like, order = cut.state_like(), one.partition.order_of
+    rows = {path: cut.declared[f"stack.blocks.{path}"].layers for path in ("0.mixer.query", "1.mlp.up")}
+    assert rows == {"0.mixer.query": (0, 4, -1, 6), "1.mlp.up": (1, 5, 3, -1)}, "stage 0 has layers 0, 1, 4 and 5"
+    there = like_stored(like, cut.arrays, order)
+    drawn = start(one).params
+    given = {path: jax.device_put(drawn[path], leaf.sharding) for path, leaf in there.params.items()}
+    moved = reorder({"params": given}, {"params": like.params}, cut.arrays, order, cut.partition.order_of)
+    for path, expected in start(cut).params.items():
+        np.testing.assert_array_equal(moved["params"][path], expected, err_msg=path)

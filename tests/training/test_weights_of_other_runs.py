@@ -127,7 +127,7 @@ def test_interpolation_keeps_what_is_linear() -> None:
         (vit(classes=12), {}, r"head.linear.matrix: \[16, 10\] there, \[16, 12\] here"),
         (vit(), {"into": "tower"}, "into=tower is no part of the model"),
         (vit(), {"fresh": ("neck.*",)}, "neck.* names none of the weights"),
-        (replace(vit(), stack=StackConfig(pattern=(BLOCK,), repeats=3)), {}, "has 2 repeats of layers"),
+        (replace(vit(), stack=StackConfig(pattern=(BLOCK,), repeats=3)), {}, "has 2 layers with stack"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(

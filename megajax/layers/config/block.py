@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import eq
 from types import MappingProxyType
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -14,6 +13,7 @@ from megajax.layers.config.norm import LARGEST, LayerScaleConfig, NormConfig, RM
 from megajax.layers.config.position import RelativeBiasConfig
 from megajax.layers.config.residual import ResidualBlock, dropout_problems
 from megajax.layers.facts import Layer, LayerBuilder, Mixer, Weight, prefixed
+from megajax.layers.runs import period
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,6 +144,15 @@ class StackConfig(Builds):
         """Number of blocks a token passes."""
         return len(self.pattern) * self.repeats
 
+    def stored(self) -> tuple[tuple[AnyBlockConfig, tuple[int, ...]], ...]:
+        """Each block whose weights are stacked, and the numbers of the layers they are of."""
+        size = len(self.pattern)
+        return tuple((block, tuple(range(place, self.layers(), size))) for place, block in enumerate(self.pattern))
+
+    def cut_unit(self) -> int:
+        """Layers that a pipeline cannot cut apart: a repeat of the pattern."""
+        return len(self.pattern)
+
     def sub_layers(self) -> int:
         """Outputs that are added to the residual stream, from the first block to the last."""
         return self.repeats * sum(len(block.sub_layers) for block in self.pattern)
@@ -155,12 +164,6 @@ class StackConfig(Builds):
     def shared_weights(self) -> tuple[Weight, ...]:
         """Weights of the stack itself."""
         return table_weights(self.pattern)
-
-
-def period(numbers: Sequence[int]) -> int:
-    """Length of the shortest sequence whose repeats give this one."""
-    count = len(numbers)
-    return next(n for n in range(1, count + 1) if count % n == 0 and all(map(eq, numbers, numbers[n:])))
 
 
 def shared_tables(blocks: Sequence[AnyBlockConfig]) -> set[tuple[int, RelativeBiasConfig]]:

@@ -60,10 +60,14 @@ class TransformerConfig:
         names = {"layers": "recompute_layers"}
         problems = [replace(p, where=names.get(p.where, p.where)) for p in self.recomputing().problems()]
         size = len(self.stack.pattern)
-        if len(self.stack.parts()) > 1 and self.layers_per_checkpoint > 1:
-            problems.append(
-                Problem("layers_per_checkpoint", f"{self.layers_per_checkpoint} of a segmented stack", "use 1")
-            )
+        if len(self.stack.parts()) > 1:
+            if self.layers_per_checkpoint > 1:
+                what = f"{self.layers_per_checkpoint} of a segmented stack"
+                problems.append(Problem("layers_per_checkpoint", what, "use 1"))
+            if self.recompute_layers is not None:
+                what = f"{self.recompute_layers} of a segmented stack"
+                problems.append(Problem("recompute_layers", what, "use none"))
+            return problems
         for name, count in (
             ("recompute_layers", self.recompute_layers),
             ("layers_per_checkpoint", self.layers_per_checkpoint if self.layers_per_checkpoint > 1 else None),

@@ -1,0 +1,91 @@
+"""Layers in runs: a pattern of blocks, repeated. What is compiled is the patterns. Imports neither jax nor flax.
+
+Blocks are numbers here: equal blocks have the same one.
+"""
+
+from collections.abc import Collection, Sequence
+from operator import eq
+from typing import NamedTuple
+
+type Pattern = tuple[int, ...]
+
+
+class Run(NamedTuple):
+    """Consecutive layers in every chunk of a pipeline."""
+
+    pattern: Pattern
+    counts: tuple[int, ...]
+    """How often each chunk repeats it there; 0 where the chunk has no such layers."""
+
+
+def period(numbers: Sequence[int]) -> int:
+    """Length of the shortest sequence whose repeats give this one."""
+    count = len(numbers)
+    return next(n for n in range(1, count + 1) if count % n == 0 and all(map(eq, numbers, numbers[n:])))
+
+
+def cut(numbers: Sequence[int], patterns: Collection[Pattern] | None = None) -> tuple[tuple[Pattern, int], ...]:
+    """Patterns and their repeats that give the numbers: those with the shortest patterns in all, then the fewest.
+
+    patterns: those that may be used, among them each number alone; None for any.
+    """
+    numbers = tuple(numbers)
+    best: list[tuple[int, int, tuple[tuple[Pattern, int], ...]]] = [(0, 0, ())]
+    for end in range(1, len(numbers) + 1):
+        options = []
+        for start in range(end):
+            size = period(numbers[start:end])
+            pattern = numbers[start : start + size]
+            if patterns is None or pattern in patterns:
+                cost, count, before = best[start]
+                options.append((cost + size, count + 1, (*before, (pattern, (end - start) // size))))
+        best.append(min(options, key=lambda option: option[:2]))
+    return best[-1][2]
+
+
+def common_runs(chunks: Sequence[Sequence[int]]) -> tuple[Run, ...]:
+    """Runs that give every chunk, each with its own counts: the shortest patterns in all that are found.
+
+    The patterns are those of one chunk, or of all chunks together; the runs of all chunks are merged one after another
+    by shortest common supersequences.
+    """
+    alone = {(number,) for chunk in chunks for number in chunk}
+    sources = dict.fromkeys([*map(tuple, chunks), tuple(number for chunk in chunks for number in chunk)])
+    choices = dict.fromkeys(frozenset(pattern for pattern, _ in cut(source)) | alone for source in sources)
+    found = [_merged([cut(chunk, patterns) for chunk in chunks]) for patterns in choices]
+    return min(found, key=lambda runs: (sum(len(run.pattern) for run in runs), len(runs)))
+
+
+def _merged(chunks: Sequence[Sequence[tuple[Pattern, int]]]) -> tuple[Run, ...]:
+    merged: list[Pattern] = []
+    for chunk in sorted(chunks, key=len, reverse=True):
+        merged = _supersequence(merged, [pattern for pattern, _ in chunk])
+    counts = [[0] * len(merged) for _ in chunks]
+    for number, chunk in enumerate(chunks):
+        place = -1
+        for pattern, count in chunk:
+            place = merged.index(pattern, place + 1)
+            counts[number][place] = count
+    return tuple(Run(pattern, tuple(own[place] for own in counts)) for place, pattern in enumerate(merged))
+
+
+def _supersequence(one: Sequence[Pattern], other: Sequence[Pattern]) -> list[Pattern]:
+    """The shortest sequence that has both as subsequences, where patterns count by their lengths."""
+    # shared[i][j]: the longest subsequence that one[i:] and other[j:] have in common.
+    shared = [[0] * (len(other) + 1) for _ in range(len(one) + 1)]
+    for i in reversed(range(len(one))):
+        for j in reversed(range(len(other))):
+            both = len(one[i]) + shared[i + 1][j + 1] if one[i] == other[j] else 0
+            shared[i][j] = max(both, shared[i + 1][j], shared[i][j + 1])
+    merged, i, j = [], 0, 0
+    while i < len(one) and j < len(other):
+        if one[i] == other[j] and shared[i][j] == len(one[i]) + shared[i + 1][j + 1]:
+            merged.append(one[i])
+            i, j = i + 1, j + 1
+        elif shared[i + 1][j] >= shared[i][j + 1]:
+            merged.append(one[i])
+            i += 1
+        else:
+            merged.append(other[j])
+            j += 1
+    return [*merged, *one[i:], *other[j:]]
