@@ -1,0 +1,97 @@
+"""Megatron-LM's patterns of hybrids: what they become, and what is said of those that are none."""
+
+from dataclasses import replace
+
+import pytest
+from tiny_runs import ONE, llama, program
+
+from megajax.config.errors import ConfigError, UserError
+from megajax.config.tree import check
+from megajax.layers.config import (
+    AttentionConfig,
+    BlockConfig,
+    FeedForwardBlockConfig,
+    GatedMLPConfig,
+    MixerBlockConfig,
+    StackConfig,
+)
+from megajax.layers.segments import SegmentsConfig
+from megajax.mesh.config import ParallelConfig
+from megajax.models.presets.hybrid import hybrid_pipeline, hybrid_prediction, hybrid_stack
+
+BLOCKS = {
+    "M": MixerBlockConfig(mixer=AttentionConfig(heads=4, window=3)),
+    "*": MixerBlockConfig(mixer=AttentionConfig(heads=4)),
+    "-": FeedForwardBlockConfig(mlp=GatedMLPConfig(ffn=32)),
+}
+
+
+def blocks(text: str) -> list:
+    return [BLOCKS[letter] for letter in text]
+
+
+@pytest.mark.parametrize("text", ["M-M*M-M*", "M-M*M-M*-", "M", "M*", "MMMM", "M-M-M*-|M-M-M*-", "M-M|*M-M*/*-/*-"])
+def test_layers_are_those_of_the_pattern(text: str) -> None:
+    stack = hybrid_stack(text, BLOCKS)
+    letters = text.partition("/")[0].replace("|", "")
+    times = [block for part in stack.parts() for block in part.pattern * part.repeats]
+    assert times == blocks(letters)
+
+
+def test_repeats_are_a_stack_and_others_segments() -> None:
+    assert hybrid_stack("M-M*M-M*", BLOCKS) == StackConfig(pattern=tuple(blocks("M-M*")), repeats=2)
+    assert isinstance(hybrid_stack("M-M*M-M*-", BLOCKS), SegmentsConfig)
+    assert isinstance(hybrid_stack("M-M*M-|M*", BLOCKS), SegmentsConfig), "a pipeline cuts within the repeats"
+    assert isinstance(hybrid_stack("M-M*|M-M*", BLOCKS), StackConfig)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no layers"),
+        ("|", "chunk 1 of 2 has no layers"),
+        ("M-||M-", "chunk 2 of 3 has no layers"),
+        ("/*-", "has no layers"),
+        ("M-*/", "the layers after each /"),
+        ("M-*/*-/*", "all heads have the same; got '\\*-' and '\\*'"),
+        (
+            "M-G*",
+            r"no block for 'G' \(gated delta net\) at position 3; letters with one: M \(Mamba-2\), \* \(attention",
+        ),
+        ("M-x", r"no block for 'x' at position 3"),
+        ("M- M", r"no block for ' ' at position 3"),
+    ],
+)
+def test_what_is_no_pattern(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        hybrid_stack(text, BLOCKS)
+
+
+def test_where_a_pipeline_cuts() -> None:
+    def cut(text: str, stages: int) -> dict:
+        return hybrid_pipeline(text, hybrid_stack(text, BLOCKS), stages)
+
+    assert cut("M-M*M-M*", 4) == {"pipeline": 4}
+    assert cut("M-M*|M-M*", 2) == {"pipeline": 2, "virtual_stages": 1, "layers": (1, 1)}
+    assert cut("M-M|*M-M*", 2) == {"pipeline": 2, "virtual_stages": 1, "layers": (3, 5)}
+    four = {"pipeline": 2, "virtual_stages": 2, "layers": (2, 3, 1, 2), "schedule": "interleaved"}
+    assert cut("M-|M*M|-|M*", 2) == four
+    for stages in (1, 3):
+        with pytest.raises(UserError, match=rf"has 4 chunks.* parallel.pipeline={stages} .*use 2 or 4, or leave out"):
+            cut("M-|M*M|-|M*", stages)
+    text = "M-M|*M-M*"
+    cfg = program(replace(llama(), stack=hybrid_stack(text, BLOCKS)), ONE, microbatches=4).cfg
+    check(cfg.but(parallel=ParallelConfig(**cut(text, 2))), 2)
+    with pytest.raises(ConfigError, match=r"parallel.layers: 3,4 are 7 in all, the model's stack has 8"):
+        check(cfg.but(parallel=ParallelConfig(pipeline=2, layers=(3, 4))), 2)
+
+
+def test_heads_that_predict_further() -> None:
+    assert hybrid_prediction("M-M*", BLOCKS) is None
+    one = hybrid_prediction("M-M*/*", BLOCKS, weight=0.3)
+    assert one is not None and (one.depth, one.block, one.weight) == (1, BLOCKS["*"], 0.3)
+    two = hybrid_prediction("M-M*/*-/*-", BLOCKS)
+    assert two is not None and two.depth == 2
+    assert two.block == BlockConfig(mixer=AttentionConfig(heads=4), mlp=GatedMLPConfig(ffn=32))
+    with pytest.raises(UserError, match=r"a head that predicts further has one block here.*got 'MM'"):
+        hybrid_prediction("M-M*/MM", BLOCKS)
