@@ -83,7 +83,8 @@ class Dispatch:
 def water_level(sizes: Array, room: Array | int) -> Array:
     """The largest number to which all sizes int32 [..., G] can be clipped so that they add up to at most `room`."""
     ascending = jnp.sort(sizes, axis=-1)
-    before, left = jnp.cumsum(ascending, -1) - ascending, sizes.shape[-1] - jnp.arange(sizes.shape[-1])
+    before = jnp.cumsum(ascending, -1) - ascending
+    left = jnp.broadcast_to(sizes.shape[-1] - jnp.arange(sizes.shape[-1]), sizes.shape)
     return jnp.max((room - before) // left, axis=-1)
 
 
@@ -94,7 +95,7 @@ def placed(groups: Array, number: int, room: int, limits: Array | None = None) -
     """
     flat = groups.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    wanted = jnp.sum(flat[:, None] == jnp.arange(number), axis=0, dtype=jnp.int32)
+    wanted = jnp.sum(jax.nn.one_hot(flat, number, dtype=bool), axis=0, dtype=jnp.int32)
     limits = water_level(wanted, room) if limits is None else limits
     sizes = jnp.minimum(wanted, limits)
     rank = jnp.zeros_like(order).at[order].set(jnp.arange(flat.size, dtype=jnp.int32), unique_indices=True)
@@ -161,10 +162,10 @@ def ragged(x: Array, routing: Routing, apply: Apply, dispatch: Dispatch) -> tupl
     (tokens, k), devices, axes = routing.experts.shape, dispatch.devices(), dispatch.axes
     own, me = dispatch.experts // devices, lax.axis_index(axes)
     room = dispatch.rows(tokens * k, tokens * min(k, own) * devices)
-    counted = jnp.sum(routing.experts[..., None] == jnp.arange(dispatch.experts), axis=(0, 1), dtype=jnp.int32)
+    counted = jnp.sum(jax.nn.one_hot(routing.experts, dispatch.experts, dtype=bool), axis=(0, 1), dtype=jnp.int32)
     wanted = lax.all_gather(counted.reshape(devices, own), axes)  # [from, to, L]
     # Every device knows what all send, so that all agree on what is dropped: the last rows of the fullest experts.
-    limit = water_level(wanted.sum(0), room)[:, None]
+    limit = water_level(wanted.sum(0), room)[None, :, None]
     accepted = jnp.clip(limit - (jnp.cumsum(wanted, 0) - wanted), 0, wanted)
     leaving = -(-tokens * k // ROW_MULTIPLE) * ROW_MULTIPLE
     rows = placed(routing.experts, dispatch.experts, leaving, accepted[me].reshape(-1))
@@ -184,7 +185,7 @@ def capacity(x: Array, routing: Routing, apply: Apply, dispatch: Dispatch) -> tu
     (tokens, k), devices, axes = routing.experts.shape, dispatch.devices(), dispatch.axes
     own = dispatch.experts // devices
     part = dispatch.rows(tokens * k / devices, tokens * min(k, own))
-    counted = jnp.sum(routing.experts[..., None] == jnp.arange(dispatch.experts), axis=(0, 1), dtype=jnp.int32)
+    counted = jnp.sum(jax.nn.one_hot(routing.experts, dispatch.experts, dtype=bool), axis=(0, 1), dtype=jnp.int32)
     accepted = counted.reshape(devices, own)
     accepted = jnp.minimum(accepted, water_level(accepted, part)[:, None])
     packed = placed(routing.experts, dispatch.experts, devices * part, accepted.reshape(-1))
@@ -217,7 +218,7 @@ def _computed(came: Array, weights: Array, experts: Array, own: int, apply: Appl
 def _senders(arrived: Array, room: int) -> Array:
     """Experts int32 [R] of rows that came one device's after another, from counts [n, L]; L where there is no row."""
     ends = jnp.cumsum(arrived.reshape(-1))
-    number = jnp.sum(jnp.arange(room)[:, None] >= ends, axis=1)
+    number = jnp.sum(jnp.arange(room)[:, None] >= ends[None], axis=1)
     return jnp.where(number < arrived.size, number % arrived.shape[1], arrived.shape[1])
 
 

@@ -96,4 +96,4 @@ class GatedExperts(DenseExperts):
 
 def _experts(sizes: Array, rows: int) -> Array:
     """Expert of each row, int32 [R]; the last for rows that are not there."""
-    return jnp.minimum(jnp.sum(jnp.arange(rows)[:, None] >= jnp.cumsum(sizes), axis=1), sizes.size - 1)
+    return jnp.minimum(jnp.sum(jnp.arange(rows)[:, None] >= jnp.cumsum(sizes)[None], axis=1), sizes.size - 1)

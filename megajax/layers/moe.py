@@ -176,7 +176,7 @@ class MixtureOfExperts(nnx.Module):
         flat = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
         logits = jnp.matmul(flat, arrays["router"].astype(jnp.float32), precision=lax.Precision.HIGHEST)
         if "router_bias" in arrays:
-            logits = logits + arrays["router_bias"].astype(jnp.float32)
+            logits = logits + arrays["router_bias"].astype(jnp.float32)[None]
         load, scale = lax.stop_gradient(arrays["load"]), lax.stop_gradient(arrays["report"][0])
         balanced = balance(cfg.router, logits, rows, cfg.top_k, load[1], axes)
         report = {"parts": jnp.float32(1 / (axes.devices() * copies)), "dropped": jnp.zeros(())}

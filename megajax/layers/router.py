@@ -96,7 +96,7 @@ def choose(cfg: RouterConfig, logits: Array, k: int, bias: Array, axes: TokenAxe
     compared = logits if cfg.score == "softmax" and cfg.normalise == "chosen" else scores(cfg, logits)
     compared = lax.stop_gradient(compared)
     if cfg.balance_rate is not None:
-        compared = compared + bias
+        compared = compared + bias[None]
     return _weighed(cfg, logits, _best(_in_chosen_groups(cfg, compared, k), k))
 
 
@@ -121,7 +121,7 @@ def _in_chosen_groups(cfg: RouterConfig, compared: Array, k: int) -> Array:
     groups = compared.reshape(-1, cfg.groups, compared.shape[1] // cfg.groups)
     sums = lax.top_k(groups, k // cfg.chosen_groups)[0].sum(-1)
     chosen = lax.top_k(sums, cfg.chosen_groups)[1]
-    allowed = jnp.any(chosen[:, :, None] == jnp.arange(cfg.groups), axis=1)
+    allowed = jnp.any(jax.nn.one_hot(chosen, cfg.groups, dtype=bool), axis=1)
     return jnp.where(allowed[:, :, None], groups, -jnp.inf).reshape(compared.shape)
 
 
@@ -131,7 +131,7 @@ def sinkhorn(logits: Array, axes: TokenAxes) -> Array:
 
     def scaled(carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
         turn, _, columns, _ = carry
-        rows = 1 / tokens / (jnp.sum(columns * cost, 1) + SINKHORN_EPSILON)
+        rows = 1 / tokens / (jnp.sum(columns[None] * cost, 1) + SINKHORN_EPSILON)
         new = 1 / cost.shape[1] / (axes.summed(jnp.sum(rows[:, None] * cost, 0)) + SINKHORN_EPSILON)
         return turn + 1, rows, new, jnp.mean(jnp.abs(new - columns))
 
@@ -140,13 +140,12 @@ def sinkhorn(logits: Array, axes: TokenAxes) -> Array:
 
     start = jnp.int32(0), jnp.ones(cost.shape[0]), jnp.ones(cost.shape[1]), jnp.float32(jnp.inf)
     _, rows, columns, _ = lax.while_loop(going_on, scaled, start)
-    return columns * cost * rows[:, None]
+    return columns[None] * cost * rows[:, None]
 
 
 def counts(experts: Array, number: int) -> Array:
     """int32 [..., T, k] -> float32 [..., E]: tokens of each expert; those of none do not count."""
-    hot = experts[..., None] == jnp.arange(number)
-    return jnp.sum(hot, axis=(-3, -2), dtype=jnp.float32)
+    return jnp.sum(jax.nn.one_hot(experts, number, dtype=bool), axis=(-3, -2), dtype=jnp.float32)
 
 
 class Balanced(NamedTuple):
@@ -213,7 +212,7 @@ def within_capacity(cfg: CapacityConfig, routing: Routing, rows: int, number: in
     if cfg.drop == "probability":
         order = jnp.argsort(-weights.swapaxes(0, 1).reshape(-1), stable=True)
     order = order[jnp.argsort(flat[order], stable=True)]
-    sizes = jnp.sum(flat[:, None] == jnp.arange(number), axis=0)
+    sizes = jnp.sum(jax.nn.one_hot(flat, number, dtype=bool), axis=0)
     starts = jnp.cumsum(sizes) - sizes
     sorted_experts = flat[order]
     kept = jnp.zeros(flat.size, bool).at[order].set(jnp.arange(flat.size) - starts[sorted_experts] < capacity)
