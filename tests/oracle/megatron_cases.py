@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +33,31 @@ def cases(actual: Iterable[str]) -> list[Any]:
 def unsupported(what: str) -> NoReturn:
     """Leave the case out: MegaJAX does not have this yet."""
     pytest.skip(f"unsupported: {what}")
+
+
+class Settings:
+    """Settings that are read one by one; those that nothing read make the case unsupported."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        self.left = dict(values)
+
+    def take(self, name: str, default: Any = None) -> Any:
+        value = self.left.pop(name, default)
+        return default if value is None else value
+
+    def only(self, name: str, *allowed: Any) -> Any:
+        """A setting that must have one of these values; the first is the default."""
+        value = self.take(name, allowed[0])
+        if value not in allowed:
+            unsupported(f"{name}={value}")
+        return value
+
+    def finish(self, ignored: Collection[str] = ()) -> None:
+        """What is left must be off or have no effect on the numbers: all these runs are on one device."""
+        for name, value in self.left.items():
+            alone = name.endswith("_parallel_size") and value == 1
+            if name not in ignored and not alone and value is not None and value is not False:
+                unsupported(f"{name}={value}")
 
 
 class Comparison:

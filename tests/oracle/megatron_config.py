@@ -1,11 +1,12 @@
 """Megatron-LM's settings as MegaJAX configs; what MegaJAX does not have yet leaves the case out."""
 
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_cases import unsupported
+from megatron_cases import Settings, unsupported
+from megatron_moe import mixtures
 
 from megajax.layers.config import (
     AttentionConfig,
@@ -26,6 +27,7 @@ from megajax.layers.config import (
     StackConfig,
     YarnScalingConfig,
 )
+from megajax.layers.segments import SegmentsConfig
 from megajax.models.config import DecoderConfig, PredictionConfig, WidthScalingConfig
 from megajax.models.memory import MemorySetting
 from megajax.optim.config import AdamWConfig, LionConfig, OptimizerConfig, ScheduleConfig, SGDConfig
@@ -45,31 +47,6 @@ WITHOUT_EFFECT = {
 }  # fmt: skip
 
 
-class Settings:
-    """Settings that are read one by one; those that nothing read make the case unsupported."""
-
-    def __init__(self, values: Mapping[str, Any]):
-        self.left = dict(values)
-
-    def take(self, name: str, default: Any = None) -> Any:
-        value = self.left.pop(name, default)
-        return default if value is None else value
-
-    def only(self, name: str, *allowed: Any) -> Any:
-        """A setting that must have one of these values; the first is the default."""
-        value = self.take(name, allowed[0])
-        if value not in allowed:
-            unsupported(f"{name}={value}")
-        return value
-
-    def finish(self, ignored: Collection[str] = ()) -> None:
-        """What is left must be off or have no effect on the numbers: all these runs are on one device."""
-        for name, value in self.left.items():
-            alone = name.endswith("_parallel_size") and value == 1
-            if name not in ignored and not alone and value is not None and value is not False:
-                unsupported(f"{name}={value}")
-
-
 def decoder_config(
     config: Mapping[str, Any], model: Mapping[str, Any], *, vocabulary: int, positions: int, latent: bool = False
 ) -> DecoderConfig:
@@ -86,16 +63,16 @@ def decoder_config(
     mixer = _latent(core, outer, norm, bias) if latent else attention_config(core, outer, norm, bias, positions)
     mlp = mlp_config(core, core.take("ffn_hidden_size", 4 * hidden), bias)
     blocks = []
-    for rotated, window in zip(ropes, windows, strict=True):
+    for rotated, window, feed_forward in zip(ropes, windows, mixtures(core, mlp, layers), strict=True):
         changes = {"window": window} | ({} if rotated else {"rope": None})
-        blocks.append(BlockConfig(mixer=replace(mixer, **changes), mlp=mlp, norm=norm))
+        blocks.append(BlockConfig(mixer=replace(mixer, **changes), mlp=feed_forward, norm=norm))
     depth = core.take("mtp_num_layers", 0)
     factor = core.take("mtp_loss_scaling_factor", 0.1)
     decoder = DecoderConfig(
         hidden=hidden,
         vocabulary_size=vocabulary,
         sequence_length=positions,
-        stack=StackConfig.of(blocks),
+        stack=stack_of(blocks),
         learned_positions=learned,
         norm=norm,
         tied=bool(outer.take("share_embeddings_and_output_weights", False)),
@@ -154,11 +131,18 @@ def _mamba(core: Settings, hidden: int) -> Mamba2Config:
     )
 
 
+def stack_of(blocks: Sequence[BlockConfig]) -> StackConfig | SegmentsConfig:
+    """These layers: one pattern that repeats, or several."""
+    whole = StackConfig.of(blocks)
+    return whole if whole.repeats > 1 or len(blocks) == 1 else SegmentsConfig.of(blocks)
+
+
 def _prediction(blocks: list[BlockConfig], depth: int, factor: float) -> PredictionConfig:
-    """Its blocks are numbered from 1 on: windows and rotation are those of the first layers."""
-    if any(block != blocks[0] for block in blocks[:depth]):
+    """Windows and rotation are those of the first layers, by which its blocks are numbered; the rest of the last."""
+    if any(block.mixer != blocks[0].mixer for block in blocks[:depth]):
         unsupported("blocks of multi-token prediction that differ")
-    return PredictionConfig(depth=depth, weight=factor, block=blocks[0], reweighted="microbatches")
+    block = replace(blocks[0], mlp=blocks[-1].mlp)
+    return PredictionConfig(depth=depth, weight=factor, block=block, reweighted="microbatches")
 
 
 def _width_scaling(core: Settings, hidden: int) -> WidthScalingConfig | None:

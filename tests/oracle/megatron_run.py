@@ -12,7 +12,8 @@ from flax import nnx
 from megajax.batch import Batch, batch_schema
 from megajax.layers.config import AttentionConfig, LayerNormConfig
 from megajax.layers.context import Context
-from megajax.layers.param import bind, specs
+from megajax.layers.param import Observation, bind, specs
+from megajax.layers.router import REPORTED
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
@@ -60,7 +61,7 @@ class OneDevice:
         self.cfg, self.mesh = cfg, build_mesh(parallel, jax.devices()[:1])
         self.layout, self.precision = Layout(Plan.of(parallel)), PrecisionConfig(compute="float32")
         self.abstract = nnx.eval_shape(lambda: cfg.build(self.layout))
-        self.declared = specs(self.abstract)
+        self.declared, self.observed = specs(self.abstract), specs(self.abstract, Observation)
 
     def zeros(self) -> dict[str, np.ndarray]:
         """A zero for each weight, by path."""
@@ -79,7 +80,8 @@ class OneDevice:
         takes out again unless there is a sink.
         """
         actual, cfg = {}, self.cfg
-        blocks = {f"stack.blocks.{place}": block for place, block in enumerate(cfg.stack.pattern)}
+        patterns = [block for part in cfg.stack.parts() for block in part.pattern]
+        blocks = {f"stack.blocks.{place}": block for place, block in enumerate(patterns)}
         blocks |= {f"predictions.{place}.block": block for place, block in enumerate(cfg.predicting_blocks())}
         for where, block in blocks.items():
             mixer = getattr(block, "mixer", None)
@@ -106,7 +108,7 @@ class OneDevice:
         """Logits [B, S, V] and per-token losses [B, S], as evaluation has them."""
 
         def compute(params: Any, tokens: Any, labels: Any) -> dict[str, Any]:
-            model = bind(self.abstract, params)
+            model = bind(self.abstract, {**params, **self.read()})
             hidden = model.hidden_states(tokens, self.context(tokens))
             return {"logits": model.logits(hidden), "per_token_loss": model.token_losses(hidden, labels)}
 
@@ -129,24 +131,56 @@ class OneDevice:
         return self(compute, self.checked(params), tokens)
 
     def context(self, tokens: Any) -> Context:
-        index = jnp.arange(tokens.shape[1])
-        return Context(jnp.broadcast_to(index[None], tokens.shape), index)
+        """That of training where it matters: theirs were in training mode."""
+        index, keys = jnp.arange(tokens.shape[1]), jnp.zeros((tokens.shape[0], 2), jnp.uint32)
+        training = self.cfg.has_dropout()
+        return Context(jnp.broadcast_to(index[None], tokens.shape), index, row_keys=keys if training else None)
 
-    def grad_fn(self, average: Average, makes: Iterable[str] = LEAVES) -> GradFn:
-        """makes: names of the leaves of the batch."""
+    def kept(self) -> dict[str, np.ndarray]:
+        """What a fresh state keeps of observations, by path."""
+        return {path: np.zeros(spec.observed().shape(spec.shape), np.float32) for path, spec in self.observed.items()}
+
+    def read(self) -> dict[str, Any]:
+        """What layers read of it."""
+        return {path: self.observed[path].observed().used(x, jnp.ones(())) for path, x in self.kept().items()}
+
+    def grad_fn(self, average: Average, rows: int, makes: Iterable[str] = LEAVES) -> GradFn:
+        """rows: of a microbatch; makes: names of the leaves of the batch."""
         schema = batch_schema(self.cfg.schema(), dict.fromkeys(makes, ""))
-        weights = Weights(self.abstract, self.declared, schema, self.layout, self.precision)
-        parts = staged(weights.model, weights.declared, LossReduction(average), None)
+        tokens = 1 if average == "tokens" else rows * self.cfg.row_positions()
+        layout = replace(self.layout, token_weight=1 / tokens)
+        abstract = nnx.eval_shape(lambda: self.cfg.build(layout))
+        weights = Weights(abstract, {**self.declared, **self.observed}, schema, layout, self.precision)
+        parts = staged(weights.model, weights.declared, LossReduction(average), jax.random.key(0))
         return accumulate(weights, parts, self.mesh)
 
     def gradients(self, params: Mapping[str, np.ndarray], batch: Batch, average: Average) -> dict[str, Any]:
         """The training step's gradients by path, the loss they are of, and the loss that is reported."""
-        out = self(self.grad_fn(average, batch), self.checked(params), batch, jnp.ones(()))
+        rows = next(iter(batch.values())).shape[1]
+        out = self(self.grad_fn(average, rows, batch), self.checked(params) | self.kept(), batch, jnp.ones(()))
         total, tokens = out.metrics["loss"]
         grads = {path: g / out.weight_sum for path, g in out.grads.items()}
         ahead = [total / count for name, (total, count) in out.metrics.items() if name.endswith("_ahead")]
         minimised = out.loss_sum / out.weight_sum
-        return {"grads": grads, "minimised": minimised, "reported": total / tokens, "ahead": ahead}
+        return {
+            "grads": grads,
+            "minimised": minimised,
+            "reported": total / tokens,
+            "ahead": ahead,
+            "routers": self.routers(out.observed),
+        }
+
+    def routers(self, observed: Mapping[str, np.ndarray]) -> dict[int, dict[str, float]]:
+        """Layer -> what its router reported, summed over microbatches; blocks behind the stack come after it."""
+        actual = {}
+        for path, seen in observed.items():
+            if path.endswith(".report.sum"):
+                layers = self.observed[path].layers or (self.cfg.stack.layers() + int(path.split(".")[1]),)
+                rows = seen.reshape(len(layers), -1).tolist()
+                actual |= {
+                    layer: dict(zip(REPORTED, row, strict=True)) for layer, row in zip(layers, rows, strict=True)
+                }
+        return actual
 
     def trainer(
         self,
@@ -156,10 +190,12 @@ class OneDevice:
         *,
         steps: int,
         rows: int,
+        microbatches: int,
         average: Average,
     ) -> "Trainer":
         """The real train step over these weights; rows: of a global batch."""
-        return Trainer(self, params, optimizer, schedule.build(steps=steps, global_size=rows), average)
+        rates = schedule.build(steps=steps, global_size=rows)
+        return Trainer(self, params, optimizer, rates, average, rows // microbatches)
 
 
 class Trainer:
@@ -172,19 +208,21 @@ class Trainer:
         optimizer: OptimizerConfig,
         schedule: Schedule,
         average: Average,
+        rows: int,
     ):
         self.model = model
         self.optimizer = optimizer.build(model.declared, model.layout.plan, model.cfg.width_ratio())
         self.schedule = schedule
-        shardings = state_shardings(model.declared, self.optimizer, model.layout.plan, model.mesh)
+        shardings = state_shardings(model.declared, self.optimizer, model.layout.plan, model.mesh, model.observed)
         # All of a fresh state but its weights is zero, and the loss scale one: drawing weights would only cost time.
-        shapes = jax.eval_shape(lambda: fresh_state(model.declared, self.optimizer, 0))
+        shapes = jax.eval_shape(lambda: fresh_state(model.declared, self.optimizer, 0, observed=model.observed))
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
         state = replace(zeros, params=model.checked(params), loss_scale=np.ones((), np.float32))
         with jax.set_mesh(model.mesh):
             self.state = jax.device_put(state, shardings)
         parts = StepParts(
-            grad_fn=model.grad_fn(average),
+            grad_fn=model.grad_fn(average, rows),
+            observed=model.observed,
             optimizer=self.optimizer,
             schedule=schedule,
             shardings=shardings,

@@ -22,6 +22,8 @@ from megajax.layers.config import (
     LayerNormConfig,
     Mamba2Config,
     MixerBlockConfig,
+    MLPConfig,
+    MoEConfig,
     NormConfig,
     SelfAttentionConfig,
 )
@@ -36,19 +38,19 @@ class Piece:
     """One of their weights: which of ours it holds, and how."""
 
     paths: tuple[str, ...]
-    layer: int | None
-    """Place along the leading dimension of ours; None where ours has no such dimension."""
+    layer: int | tuple[int, ...] | None
+    """Place along the leading dimension of ours, or along several; None where ours has no such dimension."""
     split: Callable[[np.ndarray], tuple[np.ndarray, ...]]
     """Theirs -> ours, in the order of `paths`."""
     join: Callable[..., np.ndarray]
     """Ours, in the order of `paths` -> theirs."""
 
 
-def _same(path: str, layer: int | None = None) -> Piece:
+def _same(path: str, layer: int | tuple[int, ...] | None = None) -> Piece:
     return Piece((path,), layer, lambda w: (w,), lambda w: w)
 
 
-def _transposed(path: str, layer: int | None) -> Piece:
+def _transposed(path: str, layer: int | tuple[int, ...] | None) -> Piece:
     return Piece((path,), layer, lambda w: (w.T,), lambda w: w.T)
 
 
@@ -114,7 +116,7 @@ def _keys_and_values(cfg: LatentAttentionConfig, paths: tuple[str, str], layer: 
     return Piece(paths, layer, split, join)
 
 
-def _halves(paths: tuple[str, str], layer: int | None) -> Piece:
+def _halves(paths: tuple[str, str], layer: int | tuple[int, ...] | None) -> Piece:
     """[gate; up], of a matrix or of a bias."""
     return Piece(
         paths,
@@ -172,22 +174,42 @@ def _latent(name: str, path: str, cfg: LatentAttentionConfig, layer: int | None)
 
 
 def _block(name: str, path: str, block: BlockConfig, hidden: int, layer: int | None) -> dict[str, Piece]:
-    gated, mixer, mlp = isinstance(block.mlp, GatedMLPConfig), block.mixer, f"{path}.mlp"
+    mixer, mlp = block.mixer, block.mlp
     actual = _norm(f"{name}.input_layernorm", f"{path}.mixer_norm", block.norm, layer)
     if isinstance(mixer, LatentAttentionConfig):
         actual |= _latent(f"{name}.self_attention", f"{path}.mixer", mixer, layer)
     else:
         actual |= _attention(f"{name}.self_attention", f"{path}.mixer", mixer, hidden, layer)
     actual |= _norm(f"{name}.pre_mlp_layernorm", f"{path}.mlp_norm", block.norm, layer)
-    up, down = f"{name}.mlp.linear_fc1", f"{name}.mlp.linear_fc2"
-    actual[f"{up}.weight"] = _halves((f"{mlp}.gate", f"{mlp}.up"), layer) if gated else _transposed(f"{mlp}.up", layer)
-    if block.mlp.bias:
-        actual[f"{up}.bias"] = (
-            _halves((f"{mlp}.gate_bias", f"{mlp}.up_bias"), layer) if gated else _same(f"{mlp}.up_bias", layer)
-        )
-    actual[f"{down}.weight"] = _transposed(f"{mlp}.down", layer)
-    if block.mlp.bias:
-        actual[f"{down}.bias"] = _same(f"{mlp}.down_bias", layer)
+    one = _mixture if isinstance(mlp, MoEConfig) else _feed_forward
+    return actual | one(f"{name}.mlp", f"{path}.mlp", mlp, layer)
+
+
+def _feed_forward(name: str, path: str, mlp: MLPConfig, layer: int | tuple[int, ...] | None) -> dict[str, Piece]:
+    gated, up, down = isinstance(mlp, GatedMLPConfig), f"{name}.linear_fc1", f"{name}.linear_fc2"
+    actual = {}
+    matrices, biases = (f"{path}.gate", f"{path}.up"), (f"{path}.gate_bias", f"{path}.up_bias")
+    actual[f"{up}.weight"] = _halves(matrices, layer) if gated else _transposed(f"{path}.up", layer)
+    if mlp.bias:
+        actual[f"{up}.bias"] = _halves(biases, layer) if gated else _same(f"{path}.up_bias", layer)
+    actual[f"{down}.weight"] = _transposed(f"{path}.down", layer)
+    if mlp.bias:
+        actual[f"{down}.bias"] = _same(f"{path}.down_bias", layer)
+    return actual
+
+
+def _mixture(name: str, path: str, moe: MoEConfig, layer: int | None) -> dict[str, Piece]:
+    """Experts are apart with them, along a dimension of their own with us."""
+    actual = {f"{name}.router.weight": _transposed(f"{path}.router", layer)}
+    if moe.router.bias:
+        actual[f"{name}.router.bias"] = _same(f"{path}.router_bias", layer)
+    for expert in range(moe.experts):
+        place = (expert,) if layer is None else (layer, expert)
+        actual |= _feed_forward(f"{name}.experts.local_experts.{expert}", f"{path}.experts", moe.expert, place)
+    if moe.shared is not None:
+        if moe.shared.gate:
+            actual[f"{name}.shared_experts.gate_weight"] = _transposed(f"{path}.shared_gate", layer)
+        actual |= _feed_forward(f"{name}.shared_experts", f"{path}.shared", moe.shared.mlp, layer)
     return actual
 
 
@@ -354,16 +376,24 @@ def _bert(cfg: BertConfig) -> dict[str, Piece]:
     return actual
 
 
+def layer_places(cfg: DecoderConfig) -> list[tuple[str, int, BlockConfig]]:
+    """(path, row of its stacked weights, config) of each layer of a stack's patterns."""
+    actual, first = [], 0
+    for part in cfg.stack.parts():
+        for number in range(part.layers()):
+            repeat, place = divmod(number, len(part.pattern))
+            actual.append((f"stack.blocks.{first + place}", repeat, part.pattern[place]))
+        first += len(part.pattern)
+    return actual
+
+
 def _decoder(cfg: DecoderConfig) -> dict[str, Piece]:
     actual = {"embedding.word_embeddings.weight": _table("tokens", cfg)}
     if cfg.learned_positions:
         actual["embedding.position_embeddings.weight"] = _same("positions")
-    for number in range(cfg.stack.layers()):
-        repeat, place = divmod(number, len(cfg.stack.pattern))
-        path = f"stack.blocks.{place}"
-        block = cfg.stack.pattern[place]
+    for number, (path, row, block) in enumerate(layer_places(cfg)):
         of = _block if isinstance(block, BlockConfig) else _single
-        actual |= of(f"decoder.layers.{number}", path, block, cfg.hidden, repeat)
+        actual |= of(f"decoder.layers.{number}", path, block, cfg.hidden, row)
     hybrid = not isinstance(cfg.stack.pattern[0], BlockConfig)
     actual |= _norm("decoder.final_norm" if hybrid else "decoder.final_layernorm", "norm", cfg.norm, None)
     for number in range(len(cfg.predicting_blocks())):
@@ -386,15 +416,24 @@ def into_pieces(table: Mapping[str, Piece], theirs: Arrays) -> dict[str, np.ndar
     """Their weights by name -> ours by path. Raises ValueError when the names are not those of the table."""
     if set(table) != set(theirs):
         raise ValueError(f"names differ: {sorted(set(table) ^ set(theirs))}")
-    whole: dict[str, np.ndarray] = {}
-    layers: dict[str, dict[int, np.ndarray]] = {}
+    actual: dict[str, dict[tuple[int, ...], np.ndarray]] = {}
     for name, piece in table.items():
+        layer = piece.layer
+        place = layer if isinstance(layer, tuple) else () if layer is None else (layer,)
         for path, part in zip(piece.paths, piece.split(theirs[name]), strict=True):
-            if piece.layer is None:
-                whole[path] = part
-            else:
-                layers.setdefault(path, {})[piece.layer] = part
-    return whole | {path: np.stack([parts[i] for i in range(len(parts))]) for path, parts in layers.items()}
+            actual.setdefault(path, {})[place] = part
+    return {path: _stacked(parts) for path, parts in actual.items()}
+
+
+def _stacked(parts: Mapping[tuple[int, ...], np.ndarray]) -> np.ndarray:
+    """Arrays by their places along leading dimensions, as one; every place has one."""
+    sizes = tuple(max(along) + 1 for along in zip(*parts, strict=True))
+    assert len(parts) == np.prod(sizes)
+    first = next(iter(parts.values()))
+    whole = np.empty((*sizes, *first.shape), first.dtype)
+    for place, part in parts.items():
+        whole[place] = part
+    return whole
 
 
 def to_megatron(cfg: DecoderConfig, ours: Arrays) -> dict[str, np.ndarray]:

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from megatron_cases import FOLDER, Comparison, cases, unsupported
-from megatron_config import Settings
+from megatron_cases import FOLDER, Comparison, Settings, cases, unsupported
 from megatron_run import OneDevice
 
 from megajax.layers.config import (

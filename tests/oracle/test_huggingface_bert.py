@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from megatron_cases import Comparison, cases, unsupported
-from megatron_config import Settings
+from megatron_cases import Comparison, Settings, cases, unsupported
 from megatron_run import OneDevice
 from test_huggingface import ACTIVATIONS, TOLERANCE, UNUSED, Checkpoint, Tensors, kinds, read_safetensors
 

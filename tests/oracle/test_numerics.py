@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from megatron_cases import FOLDER, Comparison, cases, load_arrays, load_json, unsupported
 from megatron_config import decoder_config
+from megatron_moe import LOGGED
 from megatron_run import OneDevice, batch_by_rule, lm_batch
 from megatron_weights import stats, strided, to_megatron, to_ours, weight_by_rule
 
@@ -115,6 +116,13 @@ def check_losses(
     compare.check("loss", main, meta["loss"], LOGITS, name="in the description")
 
 
+def check_routers(compare: Comparison, meta: dict[str, Any], actual: dict[int, dict[str, float]]) -> None:
+    """The losses that balance routers, of each layer, summed over microbatches; theirs are 0 without a router."""
+    for logged, values in (meta.get("moe_aux_losses") or {}).items():
+        ours = [actual[layer][LOGGED[logged]] if layer in actual else 0.0 for layer in range(len(values))]
+        compare.check("router losses", ours, values, LOGITS, name=logged)
+
+
 def setup_case(case: str, meta: dict[str, Any]) -> tuple[OneDevice, dict[str, tuple[int, ...]]]:
     """The model of a case and their parameter shapes, which must be those its config leads to."""
     shapes = parameter_shapes(case)
@@ -160,5 +168,6 @@ def test_model(case: str) -> None:
     average = "tokens" if meta["config"].get("calculate_per_token_loss") else "microbatches"
     gradients = model.gradients(params, lm_batch(microbatches), average)
     check_losses(compare, stored, meta, gradients)
+    check_routers(compare, meta, gradients["routers"])
     check_gradients(compare, stored, to_megatron(model.cfg, gradients["grads"]), noise_of(model))
     compare.finish()

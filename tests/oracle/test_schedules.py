@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from megatron_cases import cases, load_arrays, load_json
-from megatron_config import Settings, batch_config, schedule_config
+from megatron_cases import Settings, cases, load_arrays, load_json
+from megatron_config import batch_config, schedule_config
 
 from megajax.config.errors import UserError
 from megajax.optim.groups import Group

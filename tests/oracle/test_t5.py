@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from megatron_cases import Comparison, cases, load_arrays, load_json
-from megatron_config import WITHOUT_EFFECT, Settings, attention_config, mlp_config, norm_config
+from megatron_cases import Comparison, Settings, cases, load_arrays, load_json
+from megatron_config import WITHOUT_EFFECT, attention_config, mlp_config, norm_config
 from megatron_run import OneDevice
 from megatron_weights import to_megatron, to_ours, weight_by_rule
 from test_numerics import LOGITS, check_gradients, check_weights

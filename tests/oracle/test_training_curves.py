@@ -110,6 +110,7 @@ def test_run(case: str) -> None:
         schedule,
         steps=len(rows),
         rows=micro * run["mbs"],
+        microbatches=micro,
         average="tokens" if run["config"]["config"].get("calculate_per_token_loss") else "microbatches",
     )
     compare, meaningful = Comparison(case), determined(model)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from megatron_cases import Comparison, cases, load_arrays, load_json, unsupported
-from megatron_config import WITHOUT_EFFECT, Settings, attention_config, mlp_config, norm_config
+from megatron_cases import Comparison, Settings, cases, load_arrays, load_json, unsupported
+from megatron_config import WITHOUT_EFFECT, attention_config, mlp_config, norm_config
 from megatron_run import OneDevice
 from megatron_weights import Piece, from_pieces, images_pieces, into_pieces, weight_by_rule
 from test_huggingface import ACTIVATIONS, TOLERANCE, UNUSED, Checkpoint, Tensors, kinds, read_safetensors
