@@ -231,6 +231,23 @@ class DrawsNumbers(Protocol):
 
 
 @runtime_checkable
+class HasExperts(Protocol):
+    """A layer with experts, which Megatron-LM's memory report counts apart from `megatron_matrices`."""
+
+    def megatron_experts(self, hidden: int) -> int:
+        """Parameters of the matrices of all experts."""
+        ...
+
+    def megatron_router(self, hidden: int) -> int:
+        """Parameters that no device cuts."""
+        ...
+
+    def megatron_ffn(self) -> int:
+        """Width of the layer that the report counts activations of, whatever a token passes."""
+        ...
+
+
+@runtime_checkable
 class Norm(Protocol):
     """A normalisation."""
 

@@ -49,6 +49,8 @@ class MemorySetting:
     data: int = 1
     """Data-parallel devices."""
     virtual_stages: int = 1
+    experts: int | None = None
+    """Devices that experts are spread or cut over; None: those of `tensor`."""
     micro_size: int = 1
     """Rows of a microbatch."""
     microbatches: int | None = None
@@ -57,6 +59,10 @@ class MemorySetting:
     """The optimizer's state is cut over the data-parallel devices."""
     sequence: bool = False
     """Sequence parallelism with selective recomputation; otherwise the report's other formula holds."""
+
+    def parameter_bytes(self, replicas: float) -> float:
+        """Of a parameter, with its gradient and optimizer state. replicas: devices that have it."""
+        return 6 + 12 / replicas if self.zero1 else 18
 
     @classmethod
     def of(
@@ -70,6 +76,7 @@ class MemorySetting:
             tensor=parallel.tensor,
             pipeline=parallel.pipeline,
             data=data,
+            experts=parallel.expert * parallel.tensor,
             virtual_stages=parallel.virtual_stages,
             micro_size=micro_size,
             microbatches=microbatches,
@@ -106,22 +113,27 @@ def memory_report(model: Facts, setting: MemorySetting) -> MemoryReport | None:
         return None
     hidden, table, tied = cfg.hidden, cfg.hidden * head.columns, not _vocabulary(head.tables)
     cut = sum(block.megatron_matrices(hidden) for block in cfg.stack.pattern) * cfg.stack.repeats / setting.pipeline
-    held = sum(block.norm_size(hidden) for block in cfg.stack.pattern) * cfg.stack.repeats
+    held = sum(block.megatron_whole(hidden) for block in cfg.stack.pattern) * cfg.stack.repeats
     held += total_size(cfg.norm.weights(hidden))
     further = sum(block.megatron_matrices(hidden) for block in head.ahead)
-    further_held = sum(block.norm_size(hidden) for block in head.ahead)
+    further_held = sum(block.megatron_whole(hidden) for block in head.ahead)
+    experts = sum(block.megatron_experts(hidden) for block in cfg.stack.pattern) * cfg.stack.repeats
+    further_experts = sum(block.megatron_experts(hidden) for block in head.ahead)
+    over = setting.experts or setting.tensor
+    own = experts / (setting.pipeline * over)
     tables = table if tied else 2 * table
     most = (cut + further + table) / setting.tensor + held / setting.pipeline + further_held
     if not tied and setting.pipeline == 1:
         most += table / setting.tensor
-    each = 6 + 12 / setting.data if setting.zero1 else 18
+    own_and_further = own + further_experts / over
     return MemoryReport(
-        weights=most * each,
+        weights=most * setting.parameter_bytes(setting.data)
+        + own_and_further * setting.parameter_bytes(setting.data * setting.tensor / over),
         activations=activation_bytes(cfg, head.columns, setting),
-        layer_parameters=round(cut * setting.pipeline + further) + held + further_held,
+        layer_parameters=round(cut * setting.pipeline + further) + held + further_held + experts + further_experts,
         embedding_parameters=tables,
-        most_loaded=most,
-        others=cut / setting.tensor + held / setting.pipeline,
+        most_loaded=most + own_and_further,
+        others=cut / setting.tensor + held / setting.pipeline + own,
     )
 
 
@@ -131,12 +143,14 @@ def _vocabulary(tables: Sequence[Weight]) -> list[Weight]:
 
 def activation_bytes(cfg: SectionFacts, vocabulary: int, setting: MemorySetting) -> float:
     """Of the first stage, which holds most microbatches at once. vocabulary: scores of a token."""
-    block, stages = cfg.stack.pattern[0], setting.pipeline
+    # The width is that of layers without experts, where there are any.
+    dense = [block for block in cfg.stack.pattern if not block.megatron_experts(cfg.hidden)]
+    block, stages = (dense or cfg.stack.pattern)[0], setting.pipeline
     tokens, hidden, layers = cfg.positions * setting.micro_size, cfg.hidden, cfg.stack.layers()
     # Token and position ids of 8 bytes for each microbatch that is under way, and dropout's mask of the embedding.
     entering = (8 * tokens + tokens * hidden) * stages
     if setting.sequence:
-        per_layer = tokens * hidden * (18 + 4 * block.tensors(hidden)["activation"].total / hidden)
+        per_layer = tokens * hidden * (18 + 4 * block.megatron_ffn(hidden) / hidden)
         head = 4 * tokens * hidden * (1 + vocabulary / hidden) if stages == 1 else 0
         return ((per_layer * layers + entering) * _in_flight(setting) + head) / setting.tensor
     per_layer = tokens * hidden * (10 + 24 / setting.tensor)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_cases import Settings, unsupported
-from megatron_moe import mixtures
+from megatron_moe import flag_mixtures, mixtures
 
 from megajax.layers.config import (
     AttentionConfig,
@@ -392,7 +392,7 @@ def optimizer_config(settings: Mapping[str, Any], weight_decay: float) -> Optimi
 
 FLAGS_WITHOUT_COUNT = {
     "max_position_embeddings", "micro_batch_size", "global_batch_size", "tensor_model_parallel_size",
-    "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "sequence_parallel",
+    "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel",
     "use_distributed_optimizer", "norm_epsilon", "disable_bias_linear", "add_qkv_bias", "position_embedding_type",
     "rotary_base", "rotary_percent", "rotary_interleaved", "rotary_scaling_factor", "mscale", "mscale_all_dim",
     "beta_fast", "beta_slow", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor",
@@ -432,15 +432,15 @@ def flag_config(line: str, *, padded_vocabulary: int, ffn: int, head_dim: int) -
             norm=norm,
         )
     mlp = GatedMLPConfig(ffn=ffn) if flags.take("swiglu", False) else DenseMLPConfig(ffn=ffn)
+    layers = int(flags.take("num_layers"))
+    blocks = [BlockConfig(mixer=mixer, mlp=one, norm=norm) for one in flag_mixtures(flags, mlp, layers)]
     depth = int(flags.take("mtp_num_layers", 0))
     decoder = DecoderConfig(
         hidden=int(flags.take("hidden_size")),
         vocabulary_size=padded_vocabulary,
         vocabulary_multiple=1,
         sequence_length=int(flags.take("seq_length")),
-        stack=StackConfig(
-            pattern=(BlockConfig(mixer=mixer, mlp=mlp, norm=norm),), repeats=int(flags.take("num_layers"))
-        ),
+        stack=stack_of(blocks),
         norm=norm,
         tied=not flags.take("untie_embeddings_and_output_weights", False),
         prediction=PredictionConfig(depth=depth) if depth else None,
@@ -458,11 +458,13 @@ def memory_setting(flags: Mapping[str, Any], layers: int, *, data: int, microbat
     )
     if each is not None:
         virtual = layers // stages // int(each)
+    experts = int(flags.get("expert_model_parallel_size", 1)) * int(flags.get("expert_tensor_parallel_size", tensor))
     selective = flags.get("recompute_activations") or flags.get("recompute_granularity") == "selective"
     return MemorySetting(
         tensor=tensor,
         pipeline=stages,
         data=data,
+        experts=experts,
         virtual_stages=int(virtual or 1),
         micro_size=int(flags.get("micro_batch_size", 1)),
         microbatches=microbatches,

@@ -233,9 +233,21 @@ class MoEConfig(Builds):
         return total
 
     def megatron_matrices(self, hidden: int, gains: int) -> int:
-        """All matrices: the report multiplies a gated or dense MLP by the number of experts."""
-        shared = 0 if self.shared is None else self.shared.mlp.megatron_matrices(hidden, gains)
-        return self.experts * self.expert.megatron_matrices(self.width(hidden), gains) + shared
+        """Of the layer that all tokens pass."""
+        return 0 if self.shared is None else self.shared.mlp.megatron_matrices(hidden, gains)
+
+    def megatron_experts(self, hidden: int) -> int:
+        """Their matrices."""
+        return self.experts * self.expert.megatron_matrices(self.width(hidden), gains=1)
+
+    def megatron_router(self, hidden: int) -> int:
+        """The router, and the gate of the shared layer."""
+        gate = self.shared is not None and self.shared.gate
+        return hidden * self.experts + self.experts * self.router.bias + hidden * gate
+
+    def megatron_ffn(self) -> int:
+        """That of an expert."""
+        return self.expert.ffn
 
     def tensor_sizes(self) -> list[int]:
         """Numbers of devices of `tensor` that every ffn can be divided over."""

@@ -15,6 +15,7 @@ from megajax.layers.facts import (
     BlockLayers,
     DrawsNumbers,
     Elements,
+    HasExperts,
     Layer,
     LayerBuilder,
     Matmul,
@@ -123,6 +124,22 @@ class ResidualBlock(Builds):
         parts, norm = self.layers()
         gains = total_size(norm.weights(hidden)) // hidden
         return sum(part.megatron_matrices(hidden, gains) for part in parts.values())
+
+    def megatron_experts(self, hidden: int) -> int:
+        """Parameters of experts, by the same report."""
+        parts = self.layers().parts.values()
+        return sum(part.megatron_experts(hidden) for part in parts if isinstance(part, HasExperts))
+
+    def megatron_ffn(self, hidden: int) -> int:
+        """Width between the matrices of the feed-forward layer, by the same report."""
+        parts = [part for part in self.layers().parts.values() if isinstance(part, HasExperts)]
+        return parts[0].megatron_ffn() if parts else self.tensors(hidden)["activation"].total
+
+    def megatron_whole(self, hidden: int) -> int:
+        """Parameters that it has on all devices: norms and routers."""
+        parts = self.layers().parts.values()
+        routers = sum(part.megatron_router(hidden) for part in parts if isinstance(part, HasExperts))
+        return self.norm_size(hidden) + routers
 
     def norm_size(self, hidden: int) -> int:
         """Weights of the norms."""
