@@ -134,7 +134,7 @@ def _training(run: Run) -> list[tuple[str, str]]:
 
 
 def _kernels(run: Run) -> list[tuple[str, str]]:
-    """Backends of each kind of attention, and why not a faster one where there is a GPU."""
+    """Backends of each kind of layer, and why not a faster one where there is a GPU."""
     facts, chosen = facts_of(run.cfg.model), list(dict.fromkeys(demand_kernels(run.cfg)))
     backends: dict[str, list[str]] = {}
     for choice in chosen:
@@ -146,11 +146,11 @@ def _kernels(run: Run) -> list[tuple[str, str]]:
     rows = [("kernels", ", ".join(kernels))] if kernels else []
     gpu = local_device().capability is not None
     why = dict.fromkeys(
-        f"{choice.place} {choice.kernel}, because {'; '.join(choice.reasons)}".strip()
+        (choice.layer, f"{choice.place} {choice.kernel}, because {'; '.join(choice.reasons)}".strip())
         for choice in chosen
         if choice.reasons
     )
-    return rows + [("attention", reason) for reason in why if gpu]
+    return rows + [reason for reason in why if gpu]
 
 
 def _fp8(precision: PrecisionConfig) -> list[tuple[str, str]]:

@@ -226,6 +226,11 @@ class Choice[K: str](NamedTuple):
     place: str = ""
     """Which attention of the model, in words, where it has several kinds; or what it is instead of attention."""
 
+    @property
+    def layer(self) -> str:
+        """Kind of layer that it computes."""
+        return self.place if self.place and not self.place.endswith("attention") else "attention"
+
 
 def choose(kernel: Kernel, request: Request, device: Device | None, where: str = "kernel") -> Choice[Kernel]:
     """The backend for this request on this device: `kernel` itself, or for `auto` the fastest that supports it.

@@ -193,7 +193,23 @@ class Layer(Protocol):
 
 
 @runtime_checkable
-class Mixer(Layer, Protocol):
+class HasKernel(Protocol):
+    """A layer with a kernel that depends on the device."""
+
+    def kernel_choice(self, hidden: int, known: Request, device: Device | None, where: str = "kernel") -> Choice[str]:
+        """The kernel that computes it and why not a faster one; device: None for any NVIDIA GPU.
+
+        Raises UserError where a kernel asked for by name is not available; `where` is the name of the setting.
+        """
+        ...
+
+    def with_kernel(self, name: Any) -> Any:
+        """The same layer with this kernel, a name that `kernel_choice` returned."""
+        ...
+
+
+@runtime_checkable
+class Mixer(Layer, HasKernel, Protocol):
     """A layer that mixes tokens of a row."""
 
     @property
@@ -203,17 +219,6 @@ class Mixer(Layer, Protocol):
 
     def shape_problems(self, *, hidden: int, length: int) -> list[Problem]:
         """What is wrong with it on rows of `length` tokens."""
-        ...
-
-    def kernel_choice(self, hidden: int, known: Request, device: Device | None, where: str = "kernel") -> Choice[str]:
-        """The kernel that computes it and why not a faster one; device: None for any NVIDIA GPU.
-
-        Raises UserError where a kernel asked for by name is not available; `where` is the name of the setting.
-        """
-        ...
-
-    def with_kernel(self, name: str) -> "Mixer":
-        """The same layer with this kernel, a name that `kernel_choice` returned."""
         ...
 
     def kernel_work(self, hidden: int, keys: float) -> "KernelWork":

@@ -124,17 +124,17 @@ class HeadFacts:
 
 @runtime_checkable
 class ChoosesKernels(Protocol):
-    """A model whose kernels can be told before it is built. Of its blocks, those whose mixer is a `Mixer` count."""
+    """A model whose kernels can be told before it is built: those of layers that are a `HasKernel`."""
 
     def kernel_choices(self, known: Request, device: Device | None) -> tuple[Choice[str], ...]:
-        """The kernel of each such block of the pattern.
+        """The kernel of each such layer of the pattern's blocks.
 
         Raises UserError for one that is asked for and not available.
         """
         ...
 
     def with_kernels(self, names: Sequence[str]) -> "ModelConfig":
-        """The same model with these kernels in these blocks."""
+        """The same model with these kernels in these layers."""
         ...
 
 

@@ -10,9 +10,17 @@ from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.job import banner
 from megajax.kernels.capability import Device
-from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, RelativeBiasConfig, StackConfig
+from megajax.layers.config import (
+    AttentionConfig,
+    BlockConfig,
+    DenseMLPConfig,
+    GatedMLPConfig,
+    RelativeBiasConfig,
+    StackConfig,
+)
 from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
-from megajax.models.config import T5Config
+from megajax.layers.config.moe import MoEConfig
+from megajax.models.config import DecoderConfig, T5Config
 from megajax.training.kernels import demand_kernels
 
 H100 = Device(name="NVIDIA H100", capability=(9, 0), cudnn=(9, 10, 0))
@@ -116,3 +124,33 @@ def test_the_banner_shows_the_kernel_and_the_reasons(device, settings, lines, mo
     assert [name for name, _ in actual] == ["kernels", "attention"][: len(lines)]
     for (_, text), begins in zip(actual, lines, strict=True):
         assert text.startswith(begins)
+
+
+def moe(**settings: Any) -> SimpleNamespace:
+    """What is read of the config of a run of a mixture of experts."""
+    experts = MoEConfig(experts=8, expert=GatedMLPConfig(ffn=128), **settings)
+    block = BlockConfig(mixer=AttentionConfig(heads=4), mlp=experts)
+    model = DecoderConfig(
+        hidden=64, vocabulary_size=64, sequence_length=32, stack=StackConfig(pattern=(block,), repeats=2)
+    )
+    data = SimpleNamespace(leaves=lambda: {})
+    return SimpleNamespace(model=model, data=data, precision=SimpleNamespace(compute="bfloat16"))
+
+
+def test_the_grouped_matmul_is_chosen_for_the_device_of_the_run_and_not_for_this_machine() -> None:
+    chosen = demand_kernels(moe(), H100)
+    assert [(choice.layer, choice.kernel) for choice in chosen] == [("attention", "cudnn"), ("experts", "mosaic")]
+    (block,) = moe().model.with_kernels([choice.kernel for choice in chosen]).stack.pattern
+    assert (block.mixer.kernel, block.mlp.kernel) == ("cudnn", "mosaic")
+    assert demand_kernels(moe(), A100)[1].kernel == "triton"
+    assert demand_kernels(moe(), Device(name="cpu"))[1].kernel == "reference"
+    with pytest.raises(UserError, match=r"model\.stack\.pattern\.0\.mlp\.kernel=mosaic: .* Set .*mlp\.kernel=triton"):
+        demand_kernels(moe(kernel="mosaic"), A100)
+
+
+def test_the_banner_names_the_kernel_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megajax.training.kernels.local_device", lambda: A100)
+    monkeypatch.setattr(banner, "local_device", lambda: A100)
+    (_, kernels), (name, why) = banner._kernels(SimpleNamespace(cfg=moe()))
+    assert kernels.startswith("attention cudnn, experts triton, cross-entropy")
+    assert name == "experts" and why.startswith("experts triton, because mosaic: runs")

@@ -157,7 +157,7 @@ def deviceless() -> Iterator[Deviceless]:
     def compiled(family: str, schedule: str, microbatches: int = MICROBATCHES, wait: int = 1) -> Compiled:
         cfg = wide(debug(family, schedule, microbatches, wait=wait, stages=STAGES, data=DATA, layers=LAYERS))
         plan = compile_train_step(cfg, cluster)
-        assert plan.kernels == ("cudnn",)
+        assert plan.kernels == {"attention": ["cudnn"]}
         numbers = cfg.model.sequence_length * cfg.model.hidden // 2
         assert plan.schedule is not None
         positions = 4 * numbers * cfg.model.learned_positions

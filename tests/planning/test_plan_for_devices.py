@@ -120,7 +120,7 @@ def test_a_train_step_for_virtual_gpus(tmp_path: Path) -> None:
     )
     assert found["fits"] is True and found["devices"] == 8 and found["mesh"]["tensor"] == 2
     assert found["bubble_fraction"] == 0 and found["microbatches"] == 4
-    assert found["attention"] == ["cudnn"]
+    assert found["kernels"]["attention"] == ["cudnn"]
     assert found["peak_gib"] == pytest.approx(found["arguments_gib"] + found["temporary_gib"], rel=1e-2)
     # Two float32 moments for each float32 weight.
     assert found["optimizer_gib"] == pytest.approx(2 * found["parameters_gib"], rel=1e-3)
@@ -168,7 +168,7 @@ def test_float32_has_the_reference_attention_and_says_why(tmp_path: Path) -> Non
     found, printed = plan(tmp_path, "--devices=h100:2", "--precision.compute=float32", given)
     assert "xla_cpu_enable_fast_math=False, xla_gpu_enable_triton_gemm=False" in printed
     why = "cudnn, pallas, cudnn_mask: computes in bfloat16 or float16, not in float32"
-    assert found["attention"] == [f"reference ({why})"]
+    assert found["kernels"]["attention"] == [f"reference ({why})"]
     assert "not in float32" in printed
 
 

@@ -52,7 +52,7 @@ def test_a_compiled_plan_has_memory_and_no_times(config_file: Path, tmp_path: Pa
         mesh={"data": 8},
         microbatches=1,
         parameters=9_696,
-        kernels=(),
+        kernels={},
         memory=memory,
         contents=Contents((), (), ()),
         schedule=None,
@@ -78,5 +78,5 @@ def test_kernels_are_those_of_the_planned_gpu_beside_a_layer_without_facts_and_i
     for stack in stacks:
         planned, kernels = with_kernels(cfg.but(model=replace(cfg.model, stack=stack)), GPUS["h100"])
         blocks = [each for each in planned.model.stack.pattern if each.mixer is not mixer]
-        assert {each.mixer.kernel for each in blocks} == {"cudnn"} and len(kernels) == len(blocks)
+        assert {each.mixer.kernel for each in blocks} == {"cudnn"} and len(kernels["attention"]) == len(blocks)
         assert planned.model.stack.layers() == stack.layers()

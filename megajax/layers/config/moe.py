@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.config.nearest import divisors_of
-from megajax.kernels.grouped_capability import GroupedKernel
+from megajax.kernels.capability import Choice, Device, Request
+from megajax.kernels.grouped_capability import GroupedKernel, GroupedSizes, choose_grouped
 from megajax.layers.config.mlp import MLPConfig
 from megajax.layers.config.norm import above_zero
 from megajax.layers.facts import Elements, Matmul, MultiplyAdds, Side, Weight, prefixed
@@ -169,6 +170,22 @@ class MoEConfig(Builds):
     def draws_numbers(self) -> bool:
         """Whether training does."""
         return self.router.jitter > 0 or self.router.sinkhorn
+
+    def kernel_choice(
+        self, hidden: int, known: Request, device: Device | None, where: str = "kernel"
+    ) -> Choice[GroupedKernel]:
+        """The grouped matmul's kernel, and why not a faster one. device: None for any NVIDIA GPU.
+
+        Raises UserError where a kernel asked for by name is not available; `where` is the name of the setting.
+        """
+        # The number of rows is the layout's; here it only has to be one that kernels take.
+        sizes = GroupedSizes(4096, self.experts, self.width(hidden), self.expert.ffn)
+        chosen = choose_grouped(self.kernel, known.dtype, device, where, sizes)
+        return Choice(chosen.kernel, chosen.reasons, "experts")
+
+    def with_kernel(self, name: GroupedKernel) -> Self:
+        """The same layer with this kernel."""
+        return replace(self, kernel=name)
 
     def width(self, hidden: int) -> int:
         """Width of the experts' inputs and outputs."""

@@ -16,6 +16,7 @@ from megajax.layers.facts import (
     DrawsNumbers,
     Elements,
     HasExperts,
+    HasKernel,
     Layer,
     LayerBuilder,
     Matmul,
@@ -57,6 +58,11 @@ class ResidualBlock(Builds):
     def mixers(self) -> dict[str, MixerConfig | LayerBuilder]:
         """Setting -> config, of each part that mixes along a sequence."""
         return self.own_mixers()
+
+    def with_kernels(self) -> dict[str, HasKernel]:
+        """Setting -> config, of each part with a kernel that depends on the device."""
+        parts = {**self.mixers(), **self.parts()}
+        return {name: part for name, part in parts.items() if isinstance(part, HasKernel)}
 
     def own_mixers(self) -> dict[str, MixerConfig | LayerBuilder]:
         """Those of `mixers` that read the block's own sequence."""

@@ -103,7 +103,7 @@ class TransformerConfig:
         return total_size(self.norm.weights(self.hidden))
 
     def kernel_choices(self, known: Request, device: Device | None) -> tuple[Choice[str], ...]:
-        """The kernel of each `Mixer` of each block, and why not a faster one. device: None for any NVIDIA GPU.
+        """The kernel of each layer that has one, and why not a faster one. device: None for any NVIDIA GPU.
 
         known: what is known of the run. Raises UserError for a kernel asked for by name that is not available.
         """
@@ -111,11 +111,10 @@ class TransformerConfig:
         for name, stack in self.named_stacks().items():
             rows = self.known_rows(name, known)
             for place, block in enumerate(stack.pattern):
-                for part, mixer in block.mixers().items():
-                    if isinstance(mixer, Mixer):
-                        where = f"model.{name}.pattern.{place}.{part}.kernel"
-                        choice = mixer.kernel_choice(self.hidden, rows, device, where)
-                        choices.append(choice._replace(place=choice.place or self.attention_name(name, part)))
+                for part, layer in block.with_kernels().items():
+                    where = f"model.{name}.pattern.{place}.{part}.kernel"
+                    choice = layer.kernel_choice(self.hidden, rows, device, where)
+                    choices.append(choice._replace(place=choice.place or self.attention_name(name, part)))
         return tuple(choices)
 
     def with_kernels(self, names: Sequence[str]) -> Self:
@@ -124,8 +123,8 @@ class TransformerConfig:
         for name, stack in self.named_stacks().items():
             blocks = []
             for block in stack.pattern:
-                mixers = {part: mixer for part, mixer in block.mixers().items() if isinstance(mixer, Mixer)}
-                blocks.append(replace(block, **{part: each.with_kernel(next(chosen)) for part, each in mixers.items()}))
+                layers = block.with_kernels().items()
+                blocks.append(replace(block, **{part: each.with_kernel(next(chosen)) for part, each in layers}))
             stacks[name] = stack.with_pattern(blocks)
         return replace(self, **stacks)
 

@@ -82,8 +82,8 @@ class TrainPlan:
     microbatches: int
     parameters: int
     """Of the model."""
-    kernels: tuple[str, ...]
-    """Attention kernel of each block of the pattern, with the reason if it is not cuDNN's; () if they are unknown."""
+    kernels: Mapping[str, list[str]]
+    """Kind of layer -> kernels of such layers of the pattern, with the reason if it is not the fastest."""
     memory: Memory
     contents: Contents
     schedule: Schedule | None
@@ -168,8 +168,8 @@ def scheduler_memory(cfg: RunConfig, gpu: GPU, arguments: int) -> Option:
     return Option("xla_gpu_memory_limit_slop_factor", factor, "as much memory as the process would have on the GPU")
 
 
-def with_kernels(cfg: RunConfig, gpu: GPU) -> tuple[RunConfig, tuple[str, ...]]:
-    """The config with `auto` attention kernels resolved for this GPU, and a description of each choice.
+def with_kernels(cfg: RunConfig, gpu: GPU) -> tuple[RunConfig, dict[str, list[str]]]:
+    """The config with `auto` kernels resolved for this GPU, and a description of each choice.
 
     Raises UserError for a kernel that is named in the config and not supported there.
     """
@@ -177,11 +177,12 @@ def with_kernels(cfg: RunConfig, gpu: GPU) -> tuple[RunConfig, tuple[str, ...]]:
     model = cfg.model
     if isinstance(model, ChoosesKernels):
         model = model.with_kernels([choice.kernel for choice in chosen])
-    described = (
-        f"{choice.place} {choice.kernel}".strip() + (f" ({'; '.join(choice.reasons)})" if choice.reasons else "")
-        for choice in chosen
-    )
-    return cfg.but(model=model), tuple(described)
+    described: dict[str, list[str]] = {}
+    for choice in chosen:
+        reasons = f" ({'; '.join(choice.reasons)})" if choice.reasons else ""
+        named = f"{choice.place} {choice.kernel}{reasons}".removeprefix(choice.layer).strip()
+        described.setdefault(choice.layer, []).append(named)
+    return cfg.but(model=model), described
 
 
 def bytes_per_device(tree: Any) -> int:
@@ -301,7 +302,7 @@ def to_dict(plan: TrainPlan, device: Device, step: Estimate | None, audited: Aud
             }
             for loop in plan.contents.loops
         ],
-        "attention": list(plan.kernels),
+        "kernels": plan.kernels,
         **speed(step),
         **({} if audited is None else audited.to_dict()),
         "device": cluster.name,
@@ -335,7 +336,7 @@ def report(plan: TrainPlan, device: Device, audited: Audit | None = None) -> tup
     ]
     options = ", ".join(f"{name}={value}" for name, value in plan.cfg.xla.options.items())
     blocks: list[Section | Table] = [
-        ("layout", [*(_layout(plan) if step is None else layout(step)), *_attention(plan)]),
+        ("layout", [*(_layout(plan) if step is None else layout(step)), *_kernels(plan)]),
         ("memory of one device, GiB", memory_rows(lines, gpu.usable_gib - memory.peak / GIB)),
         ("time of a step, by the cost model", [UNKNOWN_TIME] if step is None else times(step)),
         ("compile", [("time", duration(plan.compile_seconds)), ("jax", jax.__version__),
@@ -366,9 +367,9 @@ def _layout(plan: TrainPlan) -> list[tuple[str, str]]:
     ]
 
 
-def _attention(plan: TrainPlan) -> list[tuple[str, str]]:
+def _kernels(plan: TrainPlan) -> list[tuple[str, str]]:
     if plan.kernels:
-        return [("attention", "; ".join(dict.fromkeys(plan.kernels)))]
+        return [(layer, "; ".join(dict.fromkeys(kernels))) for layer, kernels in plan.kernels.items()]
     auto = any(
         getattr(mixer, "kernel", None) == "auto"
         for block in plan.cfg.model.stack.pattern
