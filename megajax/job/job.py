@@ -183,10 +183,14 @@ class Job:
             self.console.say(f"{memory.sentence()}{banner.memory_formula(self.run)}")
         watch = Watch(self.guard, self.cfg.precision.floor(), self.log, self.console.say)
         for info in chain([first], infos):
-            self.log.log(step_record(self.run, info, rate))
+            self.log.log(step_record(self.run, info, rate, detailed=self.detailed(info.step)))
             self.manager.poll()
             watch(info)
             yield info
+
+    def detailed(self, step: int) -> bool:
+        """Whether all that layers report in this step is logged."""
+        return step % self.cfg.logging.layers_every == 0 or step in (self.first + 1, self.last())
 
     def tell_skipped(self) -> None:
         """Log the rows that the row sources have left out so far, for the report."""
@@ -308,7 +312,7 @@ class Job:
             self.console.say(f"no report: {error}; python -m megajax.report {self.folder.path} tries again")
 
 
-def step_record(run: Run, info: StepInfo, rate: StepRate) -> StepRecord:
+def step_record(run: Run, info: StepInfo, rate: StepRate, *, detailed: bool) -> StepRecord:
     """A step as the writers take it."""
     cfg = run.cfg
     return StepRecord(
@@ -323,6 +327,8 @@ def step_record(run: Run, info: StepInfo, rate: StepRate) -> StepRecord:
         skipped=info.skipped,
         global_batch_size=info.rows,
         metrics=info.metrics,
+        measured=info.measured,
+        detailed=detailed,
         phases=info.phases,
         memory=memory_in_use(),
     )

@@ -15,11 +15,12 @@ class Watch:
     def __init__(self, guard: Guard, floor: float | None, log: Writer, say: Callable[[str], None]):
         """floor: see PrecisionConfig.floor; say: shows a line to people."""
         self._guard, self._floor, self._log, self._say = guard, floor, log, say
-        self._skipped = 0
+        self._skipped, self._warned = 0, set[str]()
 
     def __call__(self, info: StepInfo) -> None:
         """Note what is out of the ordinary. Raises NumericFault where the run has to end."""
         self._skipped += info.skipped
+        self.warn_of(info)
         cfg, first = self._guard.cfg, info.first_try
         limits = (info if first is None else first).limits or GuardLimits()
         why = self._guard.why(limits, info.loss, info.grad_norm)
@@ -48,6 +49,15 @@ class Watch:
         if ends:
             raise NumericFault(self._message(info, str(why)))
         self._say(f"{self._message(info, str(why))}; training goes on with{'out' * info.skipped} its update")
+
+    def warn_of(self, info: StepInfo) -> None:
+        """What layers report and should not, once each."""
+        for name, one in info.measured.items():
+            if one.measure.warning and one.told and name not in self._warned:
+                self._warned.add(name)
+                why = one.measure.warning.format(value=one.whole)
+                self._log.event("layer_warning", step=info.step, measure=name, value=one.whole, why=why)
+                self._say(f"step {info.step}: {why}; {name} in metrics.jsonl counts further ones")
 
     def _told(self, info: StepInfo, limits: GuardLimits) -> dict[str, object]:
         return {"why": self._guard.why(limits, info.loss, info.grad_norm), **_numbers(info)}

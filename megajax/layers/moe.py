@@ -26,7 +26,9 @@ from megajax.layers.router import (
     counts,
     within_capacity,
 )
+from megajax.layers.router_measures import load_measures, losses_of, report_measures, setting_of_room
 from megajax.mesh.layout import Layout
+from megajax.mesh.measures import Measure
 from megajax.mesh.mesh import free_axes, manual_axes
 from megajax.mesh.observations import Observed, observe
 
@@ -59,10 +61,18 @@ class ExpertLoad:
         bias = state[..., 0, :] + self.rate * jnp.sign(tokens.mean(-1, keepdims=True) - tokens)
         return jnp.stack([bias, tokens], axis=-2)
 
+    def measures(self) -> tuple[Measure, ...]:
+        return load_measures()
+
 
 @dataclass(frozen=True, slots=True)
 class RouterReport:
     """Keeps what a router reported of the last step: an updater. Layers read the loss scale."""
+
+    losses: tuple[str, ...] = ()
+    """Those it has, of LOSSES."""
+    setting: str = ""
+    """What to change for fewer dropped tokens; "" where none is dropped."""
 
     def shape(self, seen: tuple[int, ...]) -> tuple[int, ...]:
         """[..., len(REPORTED)]."""
@@ -74,6 +84,9 @@ class RouterReport:
     def updated(self, state: Array, seen: Array, scale: Array) -> Array:
         del state, scale
         return seen
+
+    def measures(self) -> tuple[Measure, ...]:
+        return report_measures(self.losses, self.setting)
 
 
 class MixtureOfExperts(nnx.Module):
@@ -102,7 +115,8 @@ class MixtureOfExperts(nnx.Module):
             shape=(2, cfg.experts), axes=(None, None), reduction="sum", updater=ExpertLoad(cfg.router.balance_rate)
         )
         self.load = observation(load)
-        report = Observed(shape=(len(REPORTED),), axes=(None,), reduction="sum", updater=RouterReport())
+        kept = RouterReport(losses_of(cfg), setting_of_room(cfg))
+        report = Observed(shape=(len(REPORTED),), axes=(None,), reduction="sum", updater=kept)
         self.report = observation(report)
 
     def __call__(self, x: Array, ctx: Context) -> Array:
@@ -180,6 +194,7 @@ class MixtureOfExperts(nnx.Module):
         load, scale = lax.stop_gradient(arrays["load"]), lax.stop_gradient(arrays["report"][0])
         balanced = balance(cfg.router, logits, rows, cfg.top_k, load[1], axes)
         report = {"parts": jnp.float32(1 / (axes.devices() * copies)), "dropped": jnp.zeros(())}
+        report["chosen"] = jnp.float32(flat.shape[0] * cfg.top_k / copies)
         report["not_finite"] = jnp.sum(~jnp.isfinite(logits)) / copies
         if balanced is not None:
             logits = add_gradient(logits, balanced.gradient * (scale * self.layout.token_weight / copies))

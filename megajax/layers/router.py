@@ -18,9 +18,10 @@ SINKHORN_ROUNDS = 1000
 """At most; Megatron-LM's loop has no limit."""
 
 LOSSES = ("aux", "row", "global", "z")
-REPORTED = (*LOSSES, "dropped", "not_finite", "parts")
-"""What a layer reports of a microbatch: losses without their coefficients, tokens dropped, times a token chose an
-expert and was not computed by it, logits that are not finite; `parts` is what they are divided by, one a microbatch."""
+REPORTED = (*LOSSES, "dropped", "chosen", "not_finite", "parts")
+"""What a layer reports of a microbatch: losses without their coefficients; how often a token chose an expert and was
+not computed by it, and how often one chose an expert at all; logits that are not finite; `parts` is what losses are
+divided by, one a microbatch."""
 
 
 class TokenAxes(NamedTuple):

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from megajax.mesh.measures import Measure
+
 type Reduction = Literal["max", "sum"]
 REDUCTIONS: tuple[Reduction, ...] = ("max", "sum")
 
@@ -33,6 +35,10 @@ class Updater(Protocol):
         """The state after a step with the observation `seen`."""
         ...
 
+    def measures(self) -> tuple[Measure, ...]:
+        """What a run reports of the state after each step; () for nothing."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Latest:
@@ -48,6 +54,9 @@ class Latest:
     def updated(self, state: Array, seen: Array, scale: Array) -> Array:
         del state, scale
         return seen
+
+    def measures(self) -> tuple[Measure, ...]:
+        return ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,6 +33,8 @@ class LoggingConfig(Builds):
 
     every: int = 10
     """Steps between lines at the terminal. metrics.jsonl gets a line for every step whatever this is."""
+    layers_every: int = 100
+    """Steps between lines of layers.jsonl: lists of each layer, as the tokens of its experts."""
     tensorboard: bool = False
     """Also write TensorBoard event files to RUN_DIR/tensorboard; needs the extra `log`."""
     wandb: WandbConfig | None = None
@@ -49,9 +51,11 @@ class LoggingConfig(Builds):
     """The text that is continued or filled; none = a validation row."""
 
     def problems(self) -> list[Problem]:
-        if self.every < 1:
-            return [Problem("every", f"is {self.every}, but lines are at least 1 step apart", "set it to 1 or more")]
-        return []
+        return [
+            Problem(name, f"is {value}, but lines are at least 1 step apart", "set it to 1 or more")
+            for name, value in {"every": self.every, "layers_every": self.layers_every}.items()
+            if value < 1
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

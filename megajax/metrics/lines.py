@@ -94,6 +94,11 @@ def _times(phases: Mapping[str, float]) -> list[str]:
     return parts
 
 
+def _of_layers(record: StepRecord) -> list[tuple[str, str]]:
+    """Names and values of what layers report and a terminal shows."""
+    return [(one.measure.label, one.text) for one in record.measured.values() if one.text]
+
+
 def step_line(summary: Summary, *, total_steps: int, now: datetime, eta: float | None, terms: Terms = LANGUAGE) -> str:
     """The line of a log file, without unknown fields; `eta` is in seconds."""
     last, rates = summary.last, summary.rates
@@ -110,6 +115,7 @@ def step_line(summary: Summary, *, total_steps: int, now: datetime, eta: float |
         f"{terms.loss}: {summary.loss:.6E}",
     ]
     parts += [f"{name}: {value:.6E}" for name, value in last.metrics.items() if name not in _AFTER_NORM]
+    parts += [f"{name}: {value}" for name, value in _of_layers(last)]
     if last.loss_scale is not None:
         parts.append(f"loss scale: {last.loss_scale:.1f}")
     parts += [
@@ -151,6 +157,7 @@ def short_fields(summary: Summary, *, speed: bool = True, terms: Terms = LANGUAG
         pairs.append(("TFLOP/s/device", f"{rates.tflops_per_device_causal:.1f}"))
     if speed and rates.mfu_causal is not None:
         pairs.append(("MFU", f"{rates.mfu_causal:.1%}"))
+    pairs += _of_layers(last)
     if summary.skipped:
         pairs.append(("skipped", str(summary.skipped)))
     if summary.not_finite:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from megajax.mesh.measures import Measured, layer_values
 from megajax.metrics.throughput import Rates
 
 type Record = StepRecord | EvaluationRecord
@@ -42,6 +43,12 @@ class StepRecord:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Other metrics of the model (name -> mean), written after the fixed keys. The name of a fixed key is an error."""
 
+    measured: Mapping[str, Measured] = field(default_factory=dict)
+    """What layers report, by name. One number for all layers of each is written after the metrics, and the numbers of
+    each layer as `by_layer`; lists of each layer are written to layers.jsonl."""
+    detailed: bool = False
+    """Whether layers.jsonl and dashboards get what each layer reports in this step."""
+
     phases: Mapping[str, float] = field(default_factory=dict)
     """Phase -> seconds it took before this step, written as seconds_PHASE: data_wait; evaluation and save if there was
     one; with several processes, now and then, the extremes over processes as data_wait_min and data_wait_max."""
@@ -65,9 +72,19 @@ class StepRecord:
             **{f"seconds_{name}": seconds for name, seconds in self.phases.items()},
             **{f"memory_{name}": size for name, size in self.memory.items()},
         }
-        if clash := fixed.keys() & self.metrics.keys():
+        numbers = {name: one for name, one in self.measured.items() if one.values.ndim == 1}
+        by_layer = {"by_layer": layer_values(numbers.values())} if numbers else {}
+        wholes = {name: one.whole for name, one in numbers.items()}
+        if clash := (fixed.keys() | by_layer.keys()) & (self.metrics.keys() | wholes.keys()):
             raise ValueError(f"metrics {sorted(clash)} are fixed keys of metrics.jsonl; rename them")
-        return {**fixed, **self.metrics}
+        if clash := self.metrics.keys() & wholes.keys():
+            raise ValueError(f"the model and its layers both report {sorted(clash)}; rename one")
+        return {**fixed, **self.metrics, **wholes, **by_layer}
+
+    def lists(self) -> dict[str, Any]:
+        """The keys and values of this step's line of layers.jsonl; {} if no layer reports a list."""
+        lists = [one for one in self.measured.values() if one.values.ndim > 1]
+        return {"step": self.step, **layer_values(lists)} if lists else {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,10 @@ class RunFolder:
         self.metrics, self.events = path / "metrics.jsonl", path / "events.jsonl"
         self.superseded = path / "metrics.superseded.jsonl"
         """Lines that a resumed run wrote again."""
+        self.layers = path / "layers.jsonl"
+        """Lists that layers report, as the tokens of their experts."""
         self.report, self.loss_plot = path / "report.html", path / "loss.png"
+        self.layers_plot = path / "layers.png"
         self.checkpoints, self.profile, self.tensorboard = path / "checkpoints", path / "profile", path / "tensorboard"
 
     @classmethod

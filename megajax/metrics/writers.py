@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from megajax.config.missing import require
 from megajax.metrics.config import LoggingConfig, WandbConfig
-from megajax.metrics.record import EvaluationRecord, Record, parse, to_json
+from megajax.metrics.record import EvaluationRecord, Record, StepRecord, parse, to_json
 from megajax.metrics.runfolder import RunFolder, write_atomically
 
 
@@ -100,11 +100,35 @@ class JsonlWriter(Writer):
             if record.split in self._evaluated:
                 return
             self._evaluated.add(record.split)
-        self._file.write(to_json(record.line()))
+        self.write(record.line())
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """A line, flushed."""
+        self._file.write(to_json(line))
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
+
+
+class LayersWriter(Writer):
+    """layers.jsonl: lists of each layer, now and then; no file without them. Old lines are moved as in JsonlWriter."""
+
+    def __init__(self, path: Path, *, start_step: int = 0):
+        self._path, self._start_step = path, start_step
+        self._lines = JsonlWriter(path, start_step=start_step) if path.exists() else None
+
+    def log(self, record: Record) -> None:
+        line = record.lists() if isinstance(record, StepRecord) and record.detailed else {}
+        if not line:
+            return
+        if self._lines is None:
+            self._lines = JsonlWriter(self._path, start_step=self._start_step)
+        self._lines.write(line)
+
+    def close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
 
 
 class EventsWriter(Writer):
@@ -127,7 +151,11 @@ class EventsWriter(Writer):
 def scalars(record: Record) -> dict[str, float]:
     """The numbers of a record under the names of dashboards: train/loss, validation/perplexity."""
     line = record.line()
-    prefix = line.pop("split", "train")
+    prefix, layers = line.pop("split", "train"), line.pop("by_layer", {})
+    if isinstance(record, StepRecord) and record.detailed:
+        numbers = layers.pop("layers", ())
+        for name, values in layers.items():
+            line |= {f"{name}/layer_{layer}": value for layer, value in zip(numbers, values, strict=True)}
     return {
         f"{prefix}/{name}": float(value)
         for name, value in line.items()
@@ -213,4 +241,5 @@ def open_writers(
     metrics = JsonlWriter(folder.metrics, start_step=start_step)
     if metrics.superseded:
         events.event("metrics_superseded", start_step=start_step, lines=metrics.superseded)
-    return Writers([metrics, events, *dashboards])
+    layers = LayersWriter(folder.layers, start_step=start_step)
+    return Writers([metrics, layers, events, *dashboards])

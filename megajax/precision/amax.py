@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
+from megajax.mesh.measures import Measure
 from megajax.precision.config import DelayedScalingConfig
 
 STARTS = (32.0, 4.0, 32.0)
@@ -42,6 +43,9 @@ class AmaxHistory:
         """
         seen = (seen / _units(scale, seen.shape))[..., None]
         return jnp.where(seen > 0, jnp.concatenate([seen, state[..., :-1]], axis=-1), state)
+
+    def measures(self) -> tuple[Measure, ...]:
+        return ()
 
 
 def _units(scale: Array, shape: tuple[int, ...]) -> Array:

@@ -16,7 +16,7 @@ ROUTINE = frozenset({"save", "evaluate", "first_step", "compiled", "metrics_supe
 
 MOODS = {
     **dict.fromkeys(("persistent_fault", "numeric_fault", "evaluation_broken_off", "hang"), "bad"),
-    **dict.fromkeys(("transient_fault", "update_skipped", "stopped"), "warning"),
+    **dict.fromkeys(("transient_fault", "update_skipped", "layer_warning", "stopped"), "warning"),
 }
 """Event -> bad or warning; all others are plain."""
 

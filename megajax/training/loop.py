@@ -2,8 +2,9 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isfinite
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -11,12 +12,14 @@ import numpy as np
 from jax import Array
 
 from megajax.batch import SAMPLE
+from megajax.mesh.measures import Measured
 from megajax.mesh.processes import StopFlags
 from megajax.resilience.signals import agree
 from megajax.training.exchange import SECONDS, STOP
 from megajax.training.guard import Guard
 from megajax.training.guarded import HELD, GuardLimits, StepControl
 from megajax.training.nonfinite_gradients import sentence
+from megajax.training.observations import measured
 from megajax.training.step import Metrics
 from megajax.training.timing import DATA_WAIT, PhaseTimes
 
@@ -49,6 +52,8 @@ class StepInfo(NamedTuple):
     phases: dict[str, float]
     """Seconds this process spent waiting for the step's rows, and in hooks between it and the step before; now and
     then also the least and the largest of all processes (see PhaseTimes)."""
+    measured: Mapping[str, Measured] = MappingProxyType({})
+    """What layers report, by name."""
     stop: bool = False
     """Whether some process was asked to stop when this step was dispatched; told by several processes only."""
     held: bool = False
@@ -62,7 +67,7 @@ class StepInfo(NamedTuple):
 
     def __repr__(self) -> str:
         empty = (None, False, {})
-        fields = {name: value for name, value in self._asdict().items() if name != "phases"}
+        fields = {name: value for name, value in self._asdict().items() if name not in ("phases", "measured")}
         shown = [
             f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value!r}"
             for name, value in fields.items()
@@ -225,6 +230,8 @@ class _Loop:
         values = jax.device_get(dict(flight.metrics))
         since, self.done = max(self.done, flight.dispatched), time.monotonic()
         told = self.times.told(values.pop(SECONDS, None), flight.reading.fresh)
+        observed = self.run.program.observed
+        seen = {path: values.pop(path) for path in observed if path in values}
         numbers = {name: value.item() for name, value in values.items()}
         known = {name: numbers.pop(name) for name in KEYS}
         return StepInfo(
@@ -236,6 +243,7 @@ class _Loop:
             stop=bool(numbers.pop(STOP, False)),
             held=bool(numbers.pop(HELD, False)),
             metrics=numbers,
+            measured=measured(observed, seen),
             phases=flight.reading.phases | told,
             limits=flight.limits,
         )

@@ -3,15 +3,50 @@
 from collections.abc import Mapping
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from megajax.batch import Params
 from megajax.layers.param import ParamSpec
+from megajax.mesh.measures import Layer, Measure, Measured
 
 
 def initial(declared: Mapping[str, ParamSpec]) -> dict[str, Array]:
     """Zeros, float32 by path."""
     return {path: jnp.zeros(spec.observed().shape(spec.shape), jnp.float32) for path, spec in declared.items()}
+
+
+def reported(declared: Mapping[str, ParamSpec], state: Params) -> dict[str, Array]:
+    """The arrays of the state's part that have measures, by path."""
+    return {path: state[path] for path, spec in declared.items() if spec.observed().measures()}
+
+
+def measured(declared: Mapping[str, ParamSpec], state: Mapping[str, np.ndarray]) -> dict[str, Measured]:
+    """What arrays of the state's part measure, by the name of the measure; layers in their order in the model.
+
+    state: on the host, by path; rows that are no layer do not count.
+    """
+    found: dict[str, tuple[Measure, dict[Layer, np.ndarray]]] = {}
+    for path, array in state.items():
+        spec = declared[path]
+        rows, numbers = (
+            (np.asarray(array, np.float64), spec.layers) if spec.layers else (array[None].astype(float), (0,))
+        )
+        kept = sorted((number, row) for row, number in enumerate(numbers) if number >= 0)
+        for measure in spec.observed().measures():
+            values = measure.of(rows[[row for _, row in kept]])
+            layers = found.setdefault(measure.name, (measure, {}))[1]
+            layers |= {_layer(path, spec, number): value for (number, _), value in zip(kept, values, strict=True)}
+    return {name: Measured.of_layers(measure, layers) for name, (measure, layers) in found.items()}
+
+
+def _layer(path: str, spec: ParamSpec, number: int) -> Layer:
+    """What a layer is called: its number in the only stack; else what its path begins with, up to a number."""
+    before, stack, _ = path.partition("stack.")
+    if spec.layers and stack:
+        return f"{before}{number}" if before else number
+    parts = path.split(".")
+    return ".".join(parts[: next((place for place, part in enumerate(parts, 1) if part.isdigit()), len(parts) - 1)])
 
 
 def updated(declared: Mapping[str, ParamSpec], state: Params, seen: Params, scale: Array) -> dict[str, Array]:

@@ -24,12 +24,14 @@ from megajax.optim.optimizer import Optimizer, OptimizerState, clip_factor, glob
 from megajax.optim.schedule import Schedule
 from megajax.precision.loss_scale import UNSCALED, LossScaler, in_range
 from megajax.training.grads import GradFn
-from megajax.training.observations import updated
+from megajax.training.observations import reported, updated
 from megajax.training.state import TrainState
 
 type Metrics = Mapping[str, Array]
 type TrainStep = Callable[..., tuple[TrainState, Metrics]]
-"""(state, batch [M, B, ...]) -> (state, metrics); those of a run take a `StepControl` too."""
+"""(state, batch [M, B, ...]) -> (state, metrics); those of a run take a `StepControl` too.
+
+Metrics are scalars by name, and by path what the state keeps of observations that have measures."""
 
 
 def unit_weight(batch: Batch) -> int:
@@ -91,6 +93,10 @@ def compute_update(parts: StepParts, state: TrainState, batch: Batch) -> Update:
     metrics = {name: quotient(total, weight) for name, (total, weight) in out.metrics.items()}
     metrics |= {"grad_norm": norm, "lr": parts.schedule(state.scheduled_samples), "loss_scale": state.loss_scale}
     observed = updated(parts.observed, state.observed, out.observed, loss_scale)
+    # Also of an update that is not applied: what layers saw tells why.
+    everywhere = parts.shardings.step
+    for path, x in reported(parts.observed, observed).items():
+        metrics[path] = jax.lax.with_sharding_constraint(x, everywhere)
     return Update(params, moments, observed, grads, jnp.isfinite(norm) & jnp.isfinite(out.loss_sum), metrics)
 
 

@@ -18,6 +18,7 @@ from megajax.layers.mlp import GatedMLP
 from megajax.layers.param import LayerSettings, observation
 from megajax.layers.remat import Recompute
 from megajax.mesh.config import ParallelConfig
+from megajax.mesh.measures import Measure
 from megajax.mesh.observations import Observed, observe
 from megajax.training.program import Program
 
@@ -42,6 +43,9 @@ class Halved:
 
     def updated(self, state: Array, seen: Array, scale: Array) -> Array:
         return jnp.stack([seen, state[..., 0]], axis=-1)
+
+    def measures(self) -> tuple[Measure, ...]:
+        return ()
 
 
 class Counting(GatedMLP):

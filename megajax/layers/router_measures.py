@@ -1,0 +1,84 @@
+"""What a run reports of routers: the load of experts, dropped tokens, losses. See megajax.mesh.measures.
+
+L layers, E experts. All of it is numpy, on the host.
+"""
+
+from functools import partial
+
+import numpy as np
+
+from megajax.layers.config.moe import MoEConfig
+from megajax.layers.router import LOSSES, REPORTED
+from megajax.mesh.measures import Measure
+
+
+def load_measures() -> tuple[Measure, ...]:
+    """Of the state [L, 2, E] of ExpertLoad."""
+    return (
+        Measure(name="expert_load_max_over_mean", of=max_over_mean, over_layers="max", label="load", shown="{:.2f}x"),
+        Measure(name="expert_load_entropy", of=entropy, over_layers="min"),
+        Measure(name="expert_tokens", of=tokens),
+    )
+
+
+def report_measures(losses: tuple[str, ...], setting: str) -> tuple[Measure, ...]:
+    """Of the state [L, len(REPORTED)] of RouterReport. losses: those a router has; setting: what drops fewer tokens."""
+    warning = f"{{value:.2%}} of what tokens chose was dropped: experts had no room for it; raise {setting}" * bool(
+        setting
+    )
+    return (
+        Measure(
+            name="dropped_share",
+            of=partial(over, "dropped", "chosen"),
+            label="dropped",
+            shown="{:.1%}",
+            above=0.0,
+            warning=warning,
+        ),
+        *(Measure(name=f"router_{name}_loss", of=partial(over, name, "parts")) for name in losses),
+        Measure(name="router_not_finite", of=partial(column, "not_finite"), over_layers="sum"),
+    )
+
+
+def losses_of(cfg: MoEConfig) -> tuple[str, ...]:
+    """Those a router has, of LOSSES."""
+    return tuple(name for name in LOSSES if getattr(cfg.router, f"{name}_loss"))
+
+
+def setting_of_room(cfg: MoEConfig) -> str:
+    """The settings that let experts take more tokens; "" where none is dropped."""
+    settings = ["router.capacity.factor"] * (cfg.router.capacity is not None)
+    return " and ".join([*settings, *["dispatch.room"] * (cfg.dispatch.room is not None)])
+
+
+def tokens(load: np.ndarray) -> np.ndarray:
+    """[L, E]: of each expert in the last step."""
+    return load[:, 1]
+
+
+def max_over_mean(load: np.ndarray) -> np.ndarray:
+    """[L]: tokens of the expert with most, over the mean; nan before the first step."""
+    return divided(tokens(load).max(-1), tokens(load).mean(-1))
+
+
+def entropy(load: np.ndarray) -> np.ndarray:
+    """[L]: of the shares of experts, over log E: 1 for equal loads, 0 for all tokens to one expert."""
+    shares = divided(tokens(load), tokens(load).sum(-1, keepdims=True))
+    # 0 log 0 is 0.
+    terms = -shares * np.log(np.where(shares == 0, 1, shares))
+    return divided(terms.sum(-1), np.full(len(load), np.log(load.shape[-1])))
+
+
+def column(name: str, report: np.ndarray) -> np.ndarray:
+    """[L]: an entry of REPORTED."""
+    return report[:, REPORTED.index(name)]
+
+
+def over(name: str, divisor: str, report: np.ndarray) -> np.ndarray:
+    """[L]: an entry of REPORTED over another."""
+    return divided(column(name, report), column(divisor, report))
+
+
+def divided(x: np.ndarray, by: np.ndarray) -> np.ndarray:
+    """x / by; nan where `by` is 0."""
+    return np.divide(x, by, out=np.full(np.broadcast_shapes(x.shape, by.shape), np.nan), where=by != 0)
