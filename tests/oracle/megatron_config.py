@@ -392,7 +392,8 @@ def optimizer_config(settings: Mapping[str, Any], weight_decay: float) -> Optimi
 
 FLAGS_WITHOUT_COUNT = {
     "max_position_embeddings", "micro_batch_size", "global_batch_size", "tensor_model_parallel_size",
-    "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel",
+    "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
+    "expert_tensor_parallel_size", "sequence_parallel",
     "use_distributed_optimizer", "norm_epsilon", "disable_bias_linear", "add_qkv_bias", "position_embedding_type",
     "rotary_base", "rotary_percent", "rotary_interleaved", "rotary_scaling_factor", "mscale", "mscale_all_dim",
     "beta_fast", "beta_slow", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor",
