@@ -134,7 +134,8 @@ LISTS: Mapping[str, tuple[Part, ...]] = {
              "--batch.global_size=64"),
         _mfu("llama_1b_8192", 90, "llama_1b", *_long(4)),
     ),
+    "experts": (_kernels("grouped", 120),),
 }  # fmt: skip
-"""The most telling parts first. Three calls fit into the 30 minutes of a lent machine; `more` is for longer."""
+"""The most telling parts first. Three calls fit into the 30 minutes of a lent machine; the others are for longer."""
 
 ALL = tuple(part for parts in LISTS.values() for part in parts)

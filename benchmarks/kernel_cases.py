@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import loss_cases
+import numpy as np
 from jax import Array
 from outcome import label
 from roofline import Roof, roof_of
@@ -15,6 +16,8 @@ from stopwatch import readings_in
 
 from megajax.kernels.attention import Mask, attend, local_device, reference_attention
 from megajax.kernels.capability import BACKENDS, Device, Request
+from megajax.kernels.grouped_capability import GROUPED_BACKENDS, GroupedKernel, GroupedSizes
+from megajax.kernels.grouped_matmul import grouped_matmul
 from megajax.layers.config import LayerNormConfig, RMSNormConfig
 from megajax.layers.param import LayerSettings
 from megajax.mesh.config import ParallelConfig
@@ -242,6 +245,50 @@ def _matmul(size: tuple[int, int, int], fp8: bool) -> Case:
     )
 
 
+def grouped(on_gpu: bool, device: Device) -> list[Case]:
+    """A matrix of experts by every kernel that can: Qwen3-30B-A3B's, DeepSeek-V3's with 32 experts a device, and
+    Mixtral 8x7B's. Beside each, the same rows times one matrix: the same operations, done by cuBLAS.
+    """
+    sizes = [
+        GroupedSizes(65536, 128, 2048, 768),
+        GroupedSizes(32768, 32, 7168, 2048),
+        GroupedSizes(16384, 8, 4096, 14336),
+    ]
+    cases = []
+    for size in sizes if on_gpu else [GroupedSizes(64, 4, 32, 48)]:
+        cases.append(_grouped(size, None))
+        for kernel, backend in GROUPED_BACKENDS.items():
+            # The reference is what the others are compared with, and slow.
+            if backend.refusal("bfloat16", device, size) is None and (kernel != "reference" or not on_gpu):
+                cases.append(_grouped(size, kernel))
+    return cases
+
+
+def uneven(rows: int, groups: int) -> list[int]:
+    """Rows of each group, drawn: the last is to have three times as many as the first."""
+    shares = np.linspace(0.5, 1.5, groups) / groups
+    return np.random.default_rng(0).multinomial(rows, shares / shares.sum()).tolist()
+
+
+def _grouped(size: GroupedSizes, kernel: GroupedKernel | None) -> Case:
+    """None: one dense matmul."""
+    forward = 2.0 * size.rows * size.inner * size.outer
+    matrices = 1 if kernel is None else size.groups
+    shapes = (size.rows, size.inner), (size.inner, size.outer) if kernel is None else size[1:]
+    arrays = 2 * (size.rows * (size.inner + size.outer) + matrices * size.inner * size.outer)
+    counts = jnp.array(uneven(size.rows, size.groups), jnp.int32)
+    dense = partial(jnp.einsum, "ti,io->to")
+    return Case(
+        name="grouped matmul, dense" if kernel is None else f"grouped matmul, {kernel}",
+        sizes=size._asdict(),
+        call=dense if kernel is None else partial(grouped_matmul, sizes=counts, kernel=kernel),
+        reference=dense if kernel is None else partial(grouped_matmul, sizes=counts, kernel="reference"),
+        shapes=shapes,
+        flops=(forward, 3 * forward),
+        moved=(arrays, 3 * arrays),
+    )
+
+
 def both(call: Callable[..., Array]) -> Callable:
     """(cotangent, *arguments) -> (result, gradients)."""
 
@@ -329,5 +376,10 @@ def table(part: str, *, seconds: float, peak_tflops: float | None) -> Iterator[t
         yield roof.device, line(row), row
 
 
-MAKERS: dict[str, Callable[[bool, Device], list[Case]]] = {"attention": attention, "norm": norm, "matmul": matmul}
+MAKERS: dict[str, Callable[[bool, Device], list[Case]]] = {
+    "attention": attention,
+    "norm": norm,
+    "matmul": matmul,
+    "grouped": grouped,
+}
 """Part -> its cases at the sizes of a GPU, or tiny ones, as far as a device can compute them."""
