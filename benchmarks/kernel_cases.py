@@ -18,6 +18,7 @@ from megajax.kernels.attention import Mask, attend, local_device, reference_atte
 from megajax.kernels.capability import BACKENDS, Device, Request
 from megajax.kernels.grouped_capability import GROUPED_BACKENDS, GroupedKernel, GroupedSizes
 from megajax.kernels.grouped_matmul import grouped_matmul
+from megajax.kernels.ssd import Scan, ssd, ssd_reference
 from megajax.layers.config import LayerNormConfig, RMSNormConfig
 from megajax.layers.param import LayerSettings
 from megajax.mesh.config import ParallelConfig
@@ -289,6 +290,33 @@ def _grouped(size: GroupedSizes, kernel: GroupedKernel | None) -> Case:
     )
 
 
+def state_space(on_gpu: bool, device: Device) -> list[Case]:
+    """The recurrence of Mamba-2 by chunks of several sizes. Its reference is one position after another."""
+    rows, length, heads, head, states = (2, 4096, 32, 64, 128) if on_gpu else (1, 32, 2, 8, 8)
+    inner, ends = heads * head, rows * length * 2 * (2 * heads * head + heads + 2 * states)
+
+    def scan(x: Array, dt: Array, b: Array, c: Array) -> Scan:
+        steps = jax.nn.softplus(dt.astype(jnp.float32) - 4)
+        return Scan(x, steps, -jnp.linspace(1, 16, heads), b, c, jnp.ones(heads))
+
+    return [
+        Case(
+            name=f"state space, chunks of {chunk}",
+            sizes={"rows": rows, "length": length, "heads": heads, "head_dim": head, "states": states},
+            call=lambda *arrays, chunk=chunk: ssd(scan(*arrays), chunk)[0],
+            reference=lambda *arrays: ssd_reference(scan(*arrays))[0],
+            shapes=((rows, length, heads, head), (rows, length, heads), *[(rows, length, 1, states)] * 2),
+            flops=_with_backward(2.0 * rows * length * (chunk * (states + inner) + 2 * inner * states)),
+            moved=(ends, 3 * ends),
+        )
+        for chunk in ((64, 128, 256) if on_gpu else (16,))
+    ]
+
+
+def _with_backward(forward: float) -> tuple[float, float]:
+    return forward, 3 * forward
+
+
 def both(call: Callable[..., Array]) -> Callable:
     """(cotangent, *arguments) -> (result, gradients)."""
 
@@ -381,5 +409,6 @@ MAKERS: dict[str, Callable[[bool, Device], list[Case]]] = {
     "norm": norm,
     "matmul": matmul,
     "grouped": grouped,
+    "state_space": state_space,
 }
 """Part -> its cases at the sizes of a GPU, or tiny ones, as far as a device can compute them."""

@@ -1,6 +1,6 @@
 """Attention, loss, norms and matmuls alone, of experts too: are they right, how far from what a device can do at most?
 
-Run:  python benchmarks/kernels.py [--parts=attention,loss,norm,matmul,grouped] [--seconds=0.3] [--json[=FILE]]
+Run:  python benchmarks/kernels.py [--parts=attention,loss,norm,matmul,grouped,state_space] [--seconds=0.3] [--json[=FILE]]
 
   --parts=LIST      which of them (default: all)
   --seconds=N       of timed calls for each figure
@@ -24,7 +24,7 @@ from megajax.command_line import Flag, front_door, parse
 from megajax.config.builds import resolve
 from megajax.config.errors import UserError
 
-PARTS = ("attention", "loss", "norm", "matmul", "grouped")
+PARTS = ("attention", "loss", "norm", "matmul", "grouped", "state_space")
 FLAGS = (
     Flag("parts", tuple[str, ...], PARTS),
     Flag("seconds", float, 0.3),

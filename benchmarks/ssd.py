@@ -5,7 +5,7 @@ Run:  python benchmarks/ssd.py [--quick]        (the second half needs the extra
 Here: forward and backward pass of both on one row of 2048 positions in float32, in one run, taking turns. For a virtual
 H100: the same of Mamba-2 2.7B's layer (80 heads of 64, states of 128) on 8192 positions in bfloat16, for several sizes
 of chunks: temporary memory, and operations that the compiler counts over those the method needs. --quick: fewer
-positions here, and one size of chunks. Times on a GPU are the part `ssd` of benchmarks/kernels.py. Writes
+positions here, and one size of chunks. Times on a GPU are the part `state_space` of benchmarks/kernels.py. Writes
 benchmarks/results/ssd.json; docs/mamba.md tells of it.
 """
 
