@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-STEPS, EVERY = 60, 10
+STEPS, EVERY = 40, 8
 PATIENCE = 180.0
 
 
@@ -19,7 +19,8 @@ def command(run_dir: Path) -> list[str]:
     settings = {
         "steps": STEPS,
         "checkpoint.every": EVERY,
-        "evaluation.every": "none",
+        "evaluation.batches": 0,
+        "logging.report": "false",
         "logging.plot": "false",
         "logging.sample": "false",
         "run_dir": run_dir,

@@ -38,6 +38,7 @@ def check_end(gang: Started, code: int, seconds: float, *words: str) -> None:
     assert gone(pids), "orphans"
 
 
+@pytest.mark.slow  # below, processes that train nothing are killed by default
 def test_one_process_killed_ends_all_within_ten_seconds(start, tmp_path):
     gang = training(start, tmp_path / "run")
     os.kill(gang.children()[1], signal.SIGKILL)

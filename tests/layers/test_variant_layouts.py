@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
-from itertools import cycle
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -61,9 +61,7 @@ def model(mixer, *others, norm=CENTRED, **changes) -> DecoderConfig:
 
 
 VARIANTS = {
-    "qk norm, biases, window, zero-centred": model(
-        replace(PLAIN, qk_norm=CENTRED, qkv_bias=True, window=3), replace(PLAIN, qk_norm=LayerNormConfig(), rope=None)
-    ),
+    "qk norm, biases, window, zero-centred": model(replace(PLAIN, qk_norm=CENTRED, qkv_bias=True, window=3)),
     "l2 norm, learned sink, gate, partial rotation": model(
         replace(
             PLAIN,
@@ -78,7 +76,10 @@ VARIANTS = {
         replace(PLAIN, rope=None, relative=RelativeBiasConfig(buckets=8), sink="zero")
     ),
     "relative bias that layers share": model(
-        *[replace(PLAIN, rope=None, relative=RelativeBiasConfig(buckets=8, shared=True), window=w) for w in (None, 3)]
+        *[
+            replace(PLAIN, rope=None, relative=RelativeBiasConfig(buckets=8, shared=True), window=window, qk_norm=norm)
+            for window, norm in ((None, None), (3, LayerNormConfig()))
+        ]
     ),
     "latent": model(
         LatentAttentionConfig(
@@ -161,21 +162,21 @@ def test_the_variants_are_legal():
         assert not problems, name
 
 
-RARE = ("latent without query rank", "relative bias, sink of zero")
-"""Variants whose parts others have too."""
+APART = ("qk norm, biases, window, zero-centred", "l2 norm, learned sink, gate, partial rotation", "latent")
+SHARED = VARIANTS["relative bias that layers share"].stack.pattern[1].mixer
+TOGETHER = model(*(VARIANTS[name].stack.pattern[0].mixer for name in APART), SHARED)
+VARIANTS["one after another"] = replace(TOGETHER, stack=replace(TOGETHER.stack, repeats=1))
+"""What the default suite compares: one program instead of four."""
 
 
-def one_layout_each() -> list:
-    """Every variant on every layout; in the default suite each that is not RARE on one layout, in turn."""
-    often = dict(zip(VARIANTS, cycle(LAYOUTS), strict=False))
-    return [
-        pytest.param(name, layout, marks=[pytest.mark.slow] * (often[name] != layout or name in RARE))
-        for name in VARIANTS
-        for layout in LAYOUTS
-    ]
+def every_pair() -> list:
+    """Every variant on every layout."""
+    often = ("one after another", "sequence")
+    pairs = product(VARIANTS, LAYOUTS)
+    return [pytest.param(*pair, marks=[] if pair == often else pytest.mark.slow) for pair in pairs]
 
 
-@pytest.mark.parametrize(("name", "layout"), one_layout_each())
+@pytest.mark.parametrize(("name", "layout"), every_pair())
 def test_as_on_one_device(name, layout):
     losses, expected = gradients(name, ParallelConfig(data=1))
     actual, grads = gradients(name, LAYOUTS[layout])
@@ -189,6 +190,7 @@ def test_as_on_one_device(name, layout):
         np.testing.assert_allclose(grads[path], g, atol=1e-5 * scale, err_msg=path)
 
 
+@pytest.mark.slow
 def test_what_predicts_further_is_reported_apart():
     losses, _ = gradients("predictions", ParallelConfig(data=1))
     assert set(losses) == {"loss", "loss_2_ahead", "loss_3_ahead", "minimised"}

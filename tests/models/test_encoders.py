@@ -101,7 +101,8 @@ FSDP = ParallelConfig(data=4, tensor=2, data_sharding="fsdp")
 @pytest.mark.parametrize(
     ("model", "parallel"),
     [
-        (bert(), ParallelConfig(pipeline=2, data=2, tensor=2, schedule="1f1b")),
+        (bert(), ParallelConfig(pipeline=2, data=2, tensor=2, schedule="gpipe")),
+        slow(bert(), ParallelConfig(pipeline=2, data=2, tensor=2, schedule="1f1b")),
         slow(t5("full"), MIXED),
         slow(bert("full"), MIXED),
         slow(bert(), FSDP),

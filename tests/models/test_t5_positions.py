@@ -118,7 +118,7 @@ class Plain:
         return self.stack("", self.w["tokens"][written], memory) @ self.w["tokens"].T + self.w["head_bias"]
 
 
-@pytest.mark.parametrize("rope", [True, False], ids=["rotary", "relative"])
+@pytest.mark.parametrize("rope", [pytest.param(True, marks=pytest.mark.slow), False], ids=["rotary", "relative"])
 def test_logits_match_numpy_and_padding_changes_nothing(rope: bool) -> None:
     cfg = config(rope=rope)
     abstract, weights = made(cfg)

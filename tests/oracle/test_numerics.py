@@ -141,7 +141,15 @@ def noise_of(model: OneDevice) -> set[str]:
     return {name for name, where in to_megatron(model.cfg, places).items() if where.all()}
 
 
-@pytest.mark.parametrize("case", cases((FOUND | set(VARIANTS) | set(OTHERS)) - OWN_TESTS))
+ALWAYS = {"gpt_base", "llama_base", "llama_mtp1", "mla_rope"}
+"""Those that others differ from in a setting or two, of which each layer's own tests know more."""
+
+
+def slow_unless_always(case: Any) -> Any:
+    return pytest.param(case, marks=pytest.mark.slow) if case in VARIANTS.keys() - ALWAYS else case
+
+
+@pytest.mark.parametrize("case", map(slow_unless_always, cases((FOUND | set(VARIANTS) | set(OTHERS)) - OWN_TESTS)))
 def test_model(case: str) -> None:
     if case in OTHERS:
         unsupported(f"model {case}")

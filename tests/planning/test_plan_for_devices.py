@@ -152,8 +152,7 @@ def test_a_train_step_for_virtual_gpus(tmp_path: Path) -> None:
 @needs_compiler
 @pytest.mark.parametrize(
     "device",
-    # Those that differ from another in sizes alone are slow tests.
-    ["b200", *[pytest.param(name, marks=pytest.mark.slow) for name in ("a100-40gb", "a100", "h200")]],
+    [pytest.param(name, marks=pytest.mark.slow) for name in ("b200", "a100-40gb", "a100", "h200")],
 )
 def test_every_gpu_compiles(device: str, tmp_path: Path) -> None:
     found, _ = plan(tmp_path, f"--devices={device}:2", "--parallel.data_sharding=fsdp")
@@ -165,11 +164,14 @@ def test_every_gpu_compiles(device: str, tmp_path: Path) -> None:
 @needs_compiler
 def test_float32_has_the_reference_attention_and_says_why(tmp_path: Path) -> None:
     given = "--xla=xla_cpu_enable_fast_math=false,xla_gpu_enable_triton_gemm=no"
-    found, printed = plan(tmp_path, "--devices=h100:2", "--precision.compute=float32", given)
+    layout = ("--devices=b200:2", "--parallel.data_sharding=fsdp")
+    found, printed = plan(tmp_path, *layout, "--precision.compute=float32", given)
     assert "xla_cpu_enable_fast_math=False, xla_gpu_enable_triton_gemm=False" in printed
     why = "cudnn, pallas, cudnn_mask: computes in bfloat16 or float16, not in float32"
     assert found["kernels"]["attention"] == [f"reference ({why})"]
     assert "not in float32" in printed
+    inside = row(found, kind="all-gather", axis="data", inside_loop=True)
+    assert inside, "fsdp gathers weights layer by layer"
 
 
 @needs_compiler

@@ -12,11 +12,14 @@ from small_jobs import model, run_config
 from megajax.job.job import train
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import ScheduleConfig
-from megajax.training.config import BatchConfig
+from megajax.training.config import BatchConfig, EvaluationConfig
 
 STEPS = 6
 LEGS = {
-    "pipeline2-tensor2data2": (ParallelConfig(pipeline=2, data=1), ParallelConfig(tensor=2, data=2)),
+    "pipeline2-tensor2data2": (
+        ParallelConfig(pipeline=2, schedule="gpipe", data=1),
+        ParallelConfig(tensor=2, data=2),
+    ),
     "pipeline4-tensor2data2-pipeline4": (
         ParallelConfig(pipeline=4, data=1),
         ParallelConfig(tensor=2, data=2),
@@ -43,6 +46,7 @@ def one_run(folder: Path, legs: tuple[ParallelConfig, ...]) -> dict[int, float]:
             parallel=parallel,
             schedule=ScheduleConfig(lr=1e-2, warmup_steps=2, decay_steps=STEPS),
             batch=BatchConfig(global_size=8, micro_size=1),
+            evaluation=EvaluationConfig(batches=0),
             steps=STEPS // len(legs) * leg,
         )
         assert train(cfg) == 0

@@ -25,7 +25,7 @@ def token_terms(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
     return {"loss": -at_label, "smoothed_loss": smoothed, "z_loss": Z * log_z**2}
 
 
-@pytest.mark.parametrize("average", ["tokens", "microbatches"])
+@pytest.mark.parametrize("average", ["tokens", pytest.param("microbatches", marks=pytest.mark.slow)])
 def test_gradients_and_metrics_are_those_of_a_plain_log_softmax(average):
     made = program(MODEL, ONE, microbatches=2, average=average, isolated=False)
 
