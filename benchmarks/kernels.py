@@ -1,6 +1,7 @@
 """Attention, loss, norms and matmuls alone, of experts too: are they right, how far from what a device can do at most?
 
-Run:  python benchmarks/kernels.py [--parts=attention,loss,norm,matmul,grouped,state_space] [--seconds=0.3] [--json[=FILE]]
+Run:  python benchmarks/kernels.py [--parts=attention,loss,norm,matmul,grouped,state_space] [--seconds=0.3]
+                                    [--json[=FILE]]
 
   --parts=LIST      which of them (default: all)
   --seconds=N       of timed calls for each figure

@@ -103,12 +103,17 @@ class OneDevice:
             return jax.device_get(jax.jit(f)(*args))
 
     def forward(
-        self, params: Mapping[str, np.ndarray], tokens: np.ndarray, labels: np.ndarray
+        self,
+        params: Mapping[str, np.ndarray],
+        tokens: np.ndarray,
+        labels: np.ndarray,
+        kept: Mapping[str, np.ndarray] | None = None,
     ) -> dict[str, np.ndarray]:
-        """Logits [B, S, V] and per-token losses [B, S], as evaluation has them."""
+        """Logits [B, S, V] and per-token losses [B, S], as evaluation has them. kept: see `kept`, where not zeros."""
+        read = self.read(kept or {})
 
         def compute(params: Any, tokens: Any, labels: Any) -> dict[str, Any]:
-            model = bind(self.abstract, {**params, **self.read()})
+            model = bind(self.abstract, {**params, **read})
             hidden = model.hidden_states(tokens, self.context(tokens))
             return {"logits": model.logits(hidden), "per_token_loss": model.token_losses(hidden, labels)}
 
@@ -140,9 +145,10 @@ class OneDevice:
         """What a fresh state keeps of observations, by path."""
         return {path: np.zeros(spec.observed().shape(spec.shape), np.float32) for path, spec in self.observed.items()}
 
-    def read(self) -> dict[str, Any]:
-        """What layers read of it."""
-        return {path: self.observed[path].observed().used(x, jnp.ones(())) for path, x in self.kept().items()}
+    def read(self, kept: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """What layers read of it. kept: what is not as in a fresh state."""
+        state = {**self.kept(), **kept}
+        return {path: self.observed[path].observed().used(x, jnp.ones(())) for path, x in state.items()}
 
     def grad_fn(self, average: Average, rows: int, makes: Iterable[str] = LEAVES) -> GradFn:
         """rows: of a microbatch; makes: names of the leaves of the batch."""

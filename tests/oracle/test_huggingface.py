@@ -1,7 +1,7 @@
 """Hugging Face models in our decoder: logits, loss and greedy tokens of every checkpoint in the folder, in float32."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from megatron_cases import FOLDER, Comparison, Settings, cases, unsupported
 from megatron_run import OneDevice
+from megatron_weights import layer_places
 
 from megajax.layers.config import (
     AttentionConfig,
@@ -44,6 +45,9 @@ UNUSED = {
     "time_step_floor", "time_step_max", "time_step_min", "time_step_rank", "torch_dtype", "transformers_version",
     "use_cache",
 }  # fmt: skip
+
+GATED = ("gate_proj", "up_proj", "down_proj")
+"""Names of the matrices of a gated feed-forward layer."""
 
 type Tensors = dict[str, np.ndarray]
 
@@ -165,8 +169,8 @@ def llama_config(given: Settings) -> DecoderConfig:
         kv_heads=given.take("num_key_value_heads"),
         head_dim=given.take("head_dim"),
         bias=given.take("attention_bias", False),
-        qkv_bias=family == "qwen2" or None,
-        qk_norm=RMSNormConfig(epsilon=given.left["rms_norm_eps"]) if family == "qwen3" else None,
+        qkv_bias=family.startswith("qwen2") or None,
+        qk_norm=RMSNormConfig(epsilon=given.left["rms_norm_eps"]) if family.startswith("qwen3") else None,
         rope=llama_rope(given),
     )
     mlp = GatedMLPConfig(ffn=given.take("intermediate_size"), activation=activation, bias=given.take("mlp_bias", False))
@@ -185,17 +189,37 @@ def llama_config(given: Settings) -> DecoderConfig:
 def llama_weights(cfg: DecoderConfig, held: Checkpoint) -> Tensors:
     """Matrices are (out, in)."""
     actual = {"tokens": held.one("model.embed_tokens.weight")}
-    layers = [llama_layer(cfg, held, f"model.layers.{number}") for number in range(cfg.stack.layers())]
-    period = len(cfg.stack.pattern)
-    for place in range(period):
-        for name in layers[place]:
-            actual[f"stack.blocks.{place}.{name}"] = np.stack([layer[name] for layer in layers[place::period]])
+    actual |= stacked_layers(cfg, lambda layer, block: llama_layer(cfg, block, held, layer))
     return actual | held.norm("norm", "model.norm") | ({} if cfg.tied else {"head": held.one("lm_head.weight")})
 
 
-def llama_layer(cfg: DecoderConfig, held: Checkpoint, layer: str) -> Tensors:
+def stacked_layers(cfg: DecoderConfig, read: Callable[[str, BlockConfig], Tensors]) -> Tensors:
+    """Arrays of all layers by path, stacked as ours are. read: (name of a layer, its config) -> by paths in a block."""
+    rows: dict[str, list[np.ndarray]] = {}
+    for number, (path, _, block) in enumerate(layer_places(cfg)):
+        for name, array in read(f"model.layers.{number}", block).items():
+            rows.setdefault(f"{path}.{name}", []).append(array)
+    return {path: np.stack(arrays) for path, arrays in rows.items()}
+
+
+def llama_layer(cfg: DecoderConfig, block: BlockConfig, held: Checkpoint, layer: str) -> Tensors:
     """Of one layer, by paths in a block."""
-    block, actual = cfg.stack.pattern[0], {}
+    return llama_attention(cfg, block, held, layer) | gated(held, f"{layer}.mlp", "mlp", bias=block.mlp.bias)
+
+
+def gated(held: Checkpoint, theirs: str, ours: str, names: tuple[str, ...] = GATED, *, bias: bool = False) -> Tensors:
+    """A gated feed-forward layer. names: theirs of gate, up and down."""
+    actual = {}
+    for name, their_name in zip(("gate", "up", "down"), names, strict=True):
+        actual[f"{ours}.{name}"] = held.one(f"{theirs}.{their_name}.weight", np.transpose)
+        if bias:
+            actual[f"{ours}.{name}_bias"] = held.one(f"{theirs}.{their_name}.bias")
+    return actual
+
+
+def llama_attention(cfg: DecoderConfig, block: BlockConfig, held: Checkpoint, layer: str) -> Tensors:
+    """Attention and the norms of both parts."""
+    actual = {}
     mixer, size = block.mixer, block.mixer.size(cfg.hidden)
     for ours, theirs in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")):
         name = f"{layer}.self_attn.{theirs}"
@@ -208,10 +232,6 @@ def llama_layer(cfg: DecoderConfig, held: Checkpoint, layer: str) -> Tensors:
     actual["mixer.output"] = held.one(f"{layer}.self_attn.o_proj.weight", lambda w: w.T.reshape(-1, size, cfg.hidden))
     if mixer.bias:
         actual["mixer.output_bias"] = held.one(f"{layer}.self_attn.o_proj.bias")
-    for name in ("gate", "up", "down"):
-        actual[f"mlp.{name}"] = held.one(f"{layer}.mlp.{name}_proj.weight", np.transpose)
-        if block.mlp.bias:
-            actual[f"mlp.{name}_bias"] = held.one(f"{layer}.mlp.{name}_proj.bias")
     actual |= held.norm("mixer_norm", f"{layer}.input_layernorm")
     return actual | held.norm("mlp_norm", f"{layer}.post_attention_layernorm")
 
@@ -283,7 +303,7 @@ def pieces(whole: np.ndarray, shapes: dict[str, tuple[int, ...]]) -> list[tuple[
     return [(name, w.reshape(*w.shape[:-1], *shapes[name])) for name, w in zip(shapes, parts, strict=True)]
 
 
-ELSEWHERE = {"bert", "t5", "mt5", "vit"}
+ELSEWHERE = {"bert", "t5", "mt5", "vit", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"}
 """Families with tests of their own."""
 FAMILIES = {
     "gpt2": (gpt2_config, gpt2_weights),
@@ -295,12 +315,12 @@ FAMILIES = {
 }
 
 
-def load_case(folder: Path) -> tuple[DecoderConfig, Tensors]:
+def load_case(folder: Path, families: Mapping[str, Any]) -> tuple[DecoderConfig, Tensors]:
     given = Settings(json.loads((folder / "config.json").read_text()))
     family = given.left["model_type"]
-    if family not in FAMILIES:
+    if family not in families:
         unsupported(f"{family} models")
-    translate, weights = FAMILIES[family]
+    translate, weights = families[family]
     cfg = translate(given)
     given.finish(UNUSED)
     held = Checkpoint(read_safetensors(folder / "model.safetensors"), cfg.stack.layers())
@@ -318,15 +338,21 @@ def kinds() -> dict[str, str]:
 @pytest.mark.parametrize("case", cases(case for case, kind in kinds().items() if kind not in ELSEWHERE))
 def test_checkpoint(case: str, oracle_dir: Path) -> None:
     folder = oracle_dir / "hf" / case
-    cfg, params = load_case(folder)
+    check_case(case, folder, *load_case(folder, FAMILIES))
+
+
+def check_case(
+    case: str, folder: Path, cfg: DecoderConfig, params: Tensors, kept: Tensors | None = None, extra: float = 0.0
+) -> None:
+    """kept: state of observations by path; extra: what the stored loss has beside cross-entropy, times its weight."""
     with np.load(folder / "io.npz") as stored:
         io: dict[str, Any] = dict(stored)
     ids, greedy, compare = io["input_ids"].astype(np.int32), io["greedy"].astype(np.int32), Comparison(case)
     assert ids.shape == greedy.shape
     rows = np.concatenate([ids, greedy])
-    actual = OneDevice(cfg).forward(params, rows, np.roll(rows, -1, axis=1))
+    actual = OneDevice(cfg).forward(params, rows, np.roll(rows, -1, axis=1), kept)
     compare.check("logits", actual["logits"][: len(ids)], io["logits"], TOLERANCE)
-    compare.check("loss", actual["per_token_loss"][: len(ids), :-1].mean(), io["loss"], TOLERANCE)
+    compare.check("loss", actual["per_token_loss"][: len(ids), :-1].mean(), io["loss"] - extra, TOLERANCE)
     # Each next token is the likeliest after those before it, hence the whole text is what greedy decoding gives.
     prompt = greedy.shape[1] - 8
     np.testing.assert_array_equal(greedy[:, :prompt], ids[:, :prompt])
