@@ -124,4 +124,6 @@ def capacity(factor: float | None, policy: str) -> CapacityConfig | None:
     """A factor below 0 is none."""
     if factor is None or factor < 0:
         return None
-    return CapacityConfig(factor=factor, drop="probability" if policy == "probs" else "position")
+    if policy != "probs":
+        unsupported("tokens dropped by position: theirs are any that torch.topk takes among equals, ours the last")
+    return CapacityConfig(factor=factor)
