@@ -98,10 +98,12 @@ def hybrid_config(
     core.only("num_layers", len(pattern))
     norm = norm_config(core, "LayerNorm")
     attention = attention_config(core, outer, norm, bias, length)
+    mlp = mlp_config(core, core.take("ffn_hidden_size", 4 * hidden), bias)
     blocks = {
         "M": MixerBlockConfig(mixer=_mamba(core, hidden), norm=norm),
         "*": MixerBlockConfig(mixer=attention, norm=norm),
-        "-": FeedForwardBlockConfig(mlp=mlp_config(core, core.take("ffn_hidden_size", 4 * hidden), bias), norm=norm),
+        "-": FeedForwardBlockConfig(mlp=mlp, norm=norm),
+        "E": FeedForwardBlockConfig(mlp=mixtures(core, mlp, 1)[0], norm=norm),
     }
     if unknown := set(pattern) - set(blocks):
         unsupported(f"layers {sorted(unknown)} of a hybrid")

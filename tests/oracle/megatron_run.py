@@ -80,8 +80,7 @@ class OneDevice:
         takes out again unless there is a sink.
         """
         actual, cfg = {}, self.cfg
-        patterns = [block for part in cfg.stack.parts() for block in part.pattern]
-        blocks = {f"stack.blocks.{place}": block for place, block in enumerate(patterns)}
+        blocks = {f"stack.blocks.{place}": block for place, (block, _) in enumerate(cfg.stack.stored())}
         blocks |= {f"predictions.{place}.block": block for place, block in enumerate(cfg.predicting_blocks())}
         for where, block in blocks.items():
             mixer = getattr(block, "mixer", None)

@@ -377,14 +377,13 @@ def _bert(cfg: BertConfig) -> dict[str, Piece]:
 
 
 def layer_places(cfg: DecoderConfig) -> list[tuple[str, int, BlockConfig]]:
-    """(path, row of its stacked weights, config) of each layer of a stack's patterns."""
-    actual, first = [], 0
-    for part in cfg.stack.parts():
-        for number in range(part.layers()):
-            repeat, place = divmod(number, len(part.pattern))
-            actual.append((f"stack.blocks.{first + place}", repeat, part.pattern[place]))
-        first += len(part.pattern)
-    return actual
+    """(path, row of its stacked weights, config) of each layer."""
+    places = {
+        layer: (f"stack.blocks.{number}", row, block)
+        for number, (block, layers) in enumerate(cfg.stack.stored())
+        for row, layer in enumerate(layers)
+    }
+    return [places[layer] for layer in sorted(places)]
 
 
 def _decoder(cfg: DecoderConfig) -> dict[str, Piece]:
