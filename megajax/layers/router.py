@@ -88,7 +88,7 @@ def shares(cfg: RouterConfig, logits: Array) -> Array:
 def choose(cfg: RouterConfig, logits: Array, k: int, bias: Array, axes: TokenAxes, *, training: bool) -> Routing:
     """The experts of tokens with these logits [T, E]. bias: of `State`."""
     if cfg.force_balance:
-        turns = (jnp.arange(logits.shape[0])[:, None] * k + jnp.arange(k)) % logits.shape[1]
+        turns = (jnp.arange(logits.shape[0])[:, None] * k + jnp.arange(k)[None]) % logits.shape[1]
         return _weighed(cfg, logits, turns.astype(jnp.int32))
     if cfg.sinkhorn:
         each = jax.nn.softmax(logits) if k > 1 else jax.nn.sigmoid(logits)

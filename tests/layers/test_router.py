@@ -1,0 +1,222 @@
+"""Routers against written-out formulas in numpy, and on several devices against one."""
+
+from functools import partial
+from math import ceil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from megajax.layers.config import CapacityConfig, RouterConfig
+from megajax.layers.moe import ExpertLoad
+from megajax.layers.router import Routing, TokenAxes, add_gradient, balance, choose, sinkhorn, within_capacity
+
+ROWS, LENGTH, EXPERTS, K = 3, 8, 6, 2
+TOKENS = ROWS * LENGTH
+LOGITS = np.random.default_rng(0).normal(size=(TOKENS, EXPERTS)).astype(np.float32)
+ONE = TokenAxes()
+NO_BIAS = np.zeros(EXPERTS, np.float32)
+
+SOFTMAX = np.exp(LOGITS) / np.exp(LOGITS).sum(-1, keepdims=True)
+SIGMOID = 1 / (1 + np.exp(-LOGITS))
+SQRT_SOFTPLUS = np.sqrt(np.log1p(np.exp(LOGITS)))
+
+
+def chosen(cfg: RouterConfig, k: int = K, bias: np.ndarray = NO_BIAS, training: bool = True) -> np.ndarray:
+    """Weights [T, E] of all experts, zeros for those that a token does not choose."""
+    routed = jax.jit(lambda logits, bias: choose(cfg, logits, k, bias, ONE, training=training))
+    return dense(routed(LOGITS, bias))
+
+
+def dense(routing: Routing) -> np.ndarray:
+    experts, weights = np.asarray(routing.experts), np.asarray(routing.weights)
+    actual = np.zeros((len(experts), EXPERTS + 1), np.float32)
+    np.put_along_axis(actual, experts, weights, -1)
+    return actual[:, :EXPERTS]
+
+
+def best(scores: np.ndarray, k: int = K) -> np.ndarray:
+    """Whether each is among the k largest of its row."""
+    return scores >= np.sort(scores, -1)[:, -k][:, None]
+
+
+FORMULAS = {
+    "softmax of the chosen": (RouterConfig(), best(SOFTMAX) * SOFTMAX / (best(SOFTMAX) * SOFTMAX).sum(-1)[:, None]),
+    "softmax of all": (RouterConfig(normalise="all", scale=1.5), 1.5 * best(SOFTMAX) * SOFTMAX),
+    "sigmoid": (
+        RouterConfig(score="sigmoid", scale=2.5),
+        2.5 * best(SIGMOID) * SIGMOID / (best(SIGMOID) * SIGMOID).sum(-1)[:, None],
+    ),
+    "sigmoid of all": (RouterConfig(score="sigmoid", normalise="all"), best(SIGMOID) * SIGMOID),
+    "square root of softplus": (
+        RouterConfig(score="sqrt_softplus"),
+        best(SQRT_SOFTPLUS) * SQRT_SOFTPLUS / (best(SQRT_SOFTPLUS) * SQRT_SOFTPLUS).sum(-1)[:, None],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FORMULAS)
+def test_weights_of_the_chosen_experts(case):
+    cfg, expected = FORMULAS[case]
+    np.testing.assert_allclose(chosen(cfg), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_one_expert_keeps_its_score_where_scores_need_not_add_up():
+    np.testing.assert_allclose(chosen(RouterConfig(score="sigmoid"), k=1), best(SIGMOID, 1) * SIGMOID, rtol=1e-5)
+    np.testing.assert_array_equal(chosen(RouterConfig(), k=1), best(SOFTMAX, 1).astype(np.float32))
+
+
+def test_all_experts_can_be_chosen():
+    np.testing.assert_allclose(chosen(RouterConfig(), k=EXPERTS), SOFTMAX, rtol=1e-5)
+
+
+def test_groups_are_chosen_first_by_the_sums_of_their_best_scores():
+    cfg = RouterConfig(score="sigmoid", groups=3, chosen_groups=1)
+    allowed = np.repeat(best(SIGMOID.reshape(TOKENS, 3, 2).sum(-1), 1), 2, axis=1)
+    expected = allowed * SIGMOID
+    np.testing.assert_allclose(chosen(cfg), expected / expected.sum(-1, keepdims=True), rtol=1e-5)
+
+
+def test_a_bias_decides_the_choice_and_not_the_weights():
+    bias = np.array([9, 0, 0, 9, 0, 0], np.float32)
+    cfg = RouterConfig(score="sigmoid", balance_rate=0.1, normalise="all")
+    expected = SIGMOID * (bias > 0)
+    np.testing.assert_allclose(chosen(cfg, bias=bias), expected, rtol=1e-5)
+    # Without the setting there is no bias, whatever the state holds.
+    assert not np.array_equal(chosen(RouterConfig(score="sigmoid", normalise="all"), bias=bias), expected)
+
+
+def test_forced_balance_gives_each_expert_as_many_tokens_with_the_weights_of_its_scores():
+    actual = chosen(RouterConfig(force_balance=True, normalise="all"))
+    np.testing.assert_array_equal((actual > 0).sum(0), TOKENS * K // EXPERTS)
+    np.testing.assert_allclose(actual, SOFTMAX * (actual > 0), rtol=1e-5)
+
+
+def test_the_bias_goes_up_for_experts_below_the_mean_and_down_for_those_above():
+    state = np.stack([np.full(4, 0.5), np.zeros(4)]).astype(np.float32)
+    seen = np.stack([np.zeros(4), [2, 4, 4, 6]]).astype(np.float32)
+    updated = ExpertLoad(0.01).updated(jnp.asarray(state), jnp.asarray(seen), jnp.ones(()))
+    np.testing.assert_allclose(updated, [[0.51, 0.5, 0.5, 0.49], [2, 4, 4, 6]], rtol=1e-6)
+    kept = ExpertLoad(None).updated(jnp.asarray(state), jnp.asarray(seen), jnp.ones(()))
+    np.testing.assert_array_equal(kept[0], 0)
+
+
+def written_out(cfg: RouterConfig, logits: jax.Array, known: np.ndarray) -> dict[str, jax.Array]:
+    """The losses of all tokens as means, differentiable through the scores alone."""
+    each = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[cfg.score](logits)
+    p = each / each.sum(-1, keepdims=True)
+    hot = jnp.asarray(best(LOGITS).astype(np.float32))  # the order of scores is that of logits
+    rows, hot_rows = p.reshape(ROWS, LENGTH, EXPERTS), hot.reshape(ROWS, LENGTH, EXPERTS)
+    both = hot.sum(0) + known
+    losses = {
+        "aux": EXPERTS / K * jnp.sum(hot.mean(0) * p.mean(0)),
+        "row": EXPERTS / K * jnp.mean(jnp.sum(hot_rows.mean(1) * rows.mean(1), -1)),
+        "global": EXPERTS * jnp.sum(both / both.sum() * p.mean(0)),
+        "z": jnp.mean(jnp.square(jax.nn.logsumexp(logits, axis=-1))),
+    }
+    return losses
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_losses_and_their_gradients(score):
+    cfg = RouterConfig(score=score, aux_loss=0.1, row_loss=0.2, global_loss=0.3, z_loss=0.4)
+    known = np.arange(EXPERTS, dtype=np.float32)
+    coefficients = {"aux": 0.1, "row": 0.2, "global": 0.3, "z": 0.4}
+    logits = jnp.asarray(LOGITS)
+    balanced = jax.jit(lambda logits: balance(cfg, logits, ROWS, K, jnp.asarray(known), ONE))(logits)
+    expected = written_out(cfg, logits, known)
+    for name, value in balanced.values.items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-5, err_msg=name)
+    assert balanced.values.keys() == expected.keys()
+
+    def total(logits):
+        return sum(coefficients[name] * value for name, value in written_out(cfg, logits, known).items())
+
+    gradient = jax.jit(jax.grad(total))(logits)
+    # Of the sum over tokens, as the gradients of a language model's loss are.
+    np.testing.assert_allclose(balanced.gradient / TOKENS, gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_a_loss_that_is_not_asked_for_is_not_reported():
+    def values(cfg: RouterConfig) -> object:
+        return jax.eval_shape(lambda logits, known: balance(cfg, logits, ROWS, K, known, ONE), LOGITS, NO_BIAS)
+
+    assert values(RouterConfig()) is None
+    assert values(RouterConfig(z_loss=0.1)).values.keys() == {"z"}
+
+
+def test_a_gradient_is_added_without_changing_the_value():
+    x, more = jnp.arange(3.0), jnp.array([1.0, 0.0, -1.0])
+    y, back = jax.vjp(lambda x: add_gradient(x, more), x)
+    np.testing.assert_array_equal(y, x)
+    np.testing.assert_array_equal(back(jnp.ones(3))[0], [2.0, 1.0, 0.0])
+
+
+def test_sinkhorn_gives_rows_and_columns_equal_sums():
+    scaled = np.asarray(sinkhorn(jnp.asarray(LOGITS), ONE), np.float64)
+    np.testing.assert_allclose(scaled.sum(0), 1 / EXPERTS, rtol=1e-3)
+    np.testing.assert_allclose(scaled.sum(1), 1 / TOKENS, rtol=1e-2)
+    trained, evaluated = (chosen(RouterConfig(sinkhorn=True), training=training) for training in (True, False))
+    np.testing.assert_allclose(trained, SOFTMAX * best(scaled), rtol=1e-5)
+    np.testing.assert_allclose(evaluated, SOFTMAX * best(SOFTMAX), rtol=1e-5)
+    np.testing.assert_allclose(
+        chosen(RouterConfig(sinkhorn=True), k=1, training=False), SIGMOID * best(SIGMOID, 1), rtol=1e-5
+    )
+
+
+def kept_by(cfg: CapacityConfig, weights: np.ndarray) -> np.ndarray:
+    """Weights [T, E] of which each expert keeps so many; positions come first, then rows."""
+    most = ceil(TOKENS * K / EXPERTS * cfg.factor)
+    order = np.arange(TOKENS).reshape(ROWS, LENGTH).T.reshape(-1)
+    actual = np.zeros_like(weights)
+    for expert in range(EXPERTS):
+        tokens = [token for token in order if weights[token, expert] > 0]
+        if cfg.drop == "probability":
+            tokens.sort(key=lambda token: -weights[token, expert])
+        actual[tokens[:most], expert] = weights[tokens[:most], expert]
+    return actual
+
+
+@pytest.mark.parametrize("drop", ["probability", "position"])
+@pytest.mark.parametrize("factor", [0.5, 1.0, EXPERTS / K])
+def test_experts_keep_as_many_tokens_as_their_capacity(drop, factor):
+    cfg = CapacityConfig(factor=factor, drop=drop)
+    routing = choose(RouterConfig(), jnp.asarray(LOGITS), K, jnp.asarray(NO_BIAS), ONE, training=True)
+    limited = jax.jit(lambda routing: within_capacity(cfg, routing, ROWS, EXPERTS, ONE))(routing)
+    np.testing.assert_array_equal(dense(limited), kept_by(cfg, dense(routing)))
+    dropped = np.asarray(limited.experts) == EXPERTS
+    assert dropped.any() == (factor <= 1)
+    np.testing.assert_array_equal(np.asarray(limited.weights)[dropped], 0)
+
+
+AXES = TokenAxes(batch=("data",), seq=("context",))
+
+
+def test_tokens_on_several_devices_are_routed_and_balanced_as_on_one():
+    """Rows over 2 devices, positions over 2: losses, their gradients, capacity and sinkhorn count all tokens."""
+    rows, length = 2, 8
+    logits = np.random.default_rng(1).normal(size=(rows, length, EXPERTS)).astype(np.float32)
+    cfg = RouterConfig(aux_loss=0.1, row_loss=0.2, z_loss=0.3, global_loss=0.4)
+    limit, known = CapacityConfig(factor=0.6), jnp.arange(EXPERTS, dtype=jnp.float32)
+
+    def local(logits: jax.Array, axes: TokenAxes) -> tuple:
+        shape, flat = logits.shape, logits.reshape(-1, EXPERTS)
+        balanced = balance(cfg, flat, shape[0], K, known, axes)
+        routing = choose(cfg, flat, K, jnp.zeros(EXPERTS), axes, training=True)
+        limited = within_capacity(limit, routing, shape[0], EXPERTS, axes)
+        each = [balanced.gradient, sinkhorn(flat, axes), limited.weights, limited.experts]
+        return [x.reshape(*shape[:2], -1) for x in each], axes.summed(balanced.values)
+
+    kinds = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "context"), axis_types=kinds, devices=jax.devices()[:4])
+    spec = PartitionSpec("data", "context")
+    mapped = jax.shard_map(
+        partial(local, axes=AXES), mesh=mesh, in_specs=spec, out_specs=(spec, PartitionSpec()), check_vma=False
+    )
+    (each, values), (expected, alone) = jax.jit(mapped)(logits), jax.jit(partial(local, axes=ONE))(logits)
+    for ours, theirs in zip(each, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    for name, value in values.items():
+        np.testing.assert_allclose(value, alone[name], rtol=1e-5, err_msg=name)
