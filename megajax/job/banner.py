@@ -45,6 +45,7 @@ def _model(run: Run) -> list[tuple[str, str]]:
     if facts is not None:
         parameters = facts.parameter_count()
         total, besides = parameters.total, f", without embeddings {count(parameters.layers)}"
+        besides += f", active {count(parameters.active)}" if parameters.idle else ""
         shapes = [_shape(section) for section in facts.section_facts()]
         padded = f", padded to {facts.head_facts().columns:,}"
     rows = [("parameters", f"{count(total)} ({total:,}){besides}"), *(("shape", shape) for shape in shapes)]

@@ -6,7 +6,7 @@ of `Layer` (and of `Mixer`); planning and training need no change. Importing thi
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -24,6 +24,8 @@ class Weight:
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     """Logical axes, one for each dimension."""
+    used: float = field(default=1.0, compare=False)
+    """Share of it that each token passes: less than 1 of experts, which tokens choose."""
 
     @property
     def size(self) -> int:
@@ -33,6 +35,11 @@ class Weight:
 def total_size(weights: Sequence[Weight]) -> int:
     """Elements of all of them."""
     return sum(weight.size for weight in weights)
+
+
+def idle_size(weights: Sequence[Weight]) -> int:
+    """Those of them that a token does not pass."""
+    return sum(round(weight.size * (1 - weight.used)) for weight in weights)
 
 
 def prefixed(prefix: str, weights: Sequence[Weight]) -> tuple[Weight, ...]:

@@ -50,10 +50,17 @@ class ParameterCount:
     """Token and position tables."""
     head: int
     """0 when tied."""
+    idle: int = 0
+    """Of `layers`, those in experts that a token does not choose."""
 
     @property
     def total(self) -> int:
         return self.layers + self.embedding + self.head
+
+    @property
+    def active(self) -> int:
+        """Those that a token passes; tables count whole."""
+        return self.total - self.idle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,11 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.config import MockConfig
+from megajax.data.config import MockConfig, StandardLibraryConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.protocol import ModelConfig, ids_below
+from megajax.optim.config import ScheduleConfig
 from megajax.precision.config import PrecisionConfig
-from megajax.tokenizers.config import NullTokenizerConfig
+from megajax.tokenizers.config import ByteTokenizerConfig, NullTokenizerConfig
 from megajax.training.config import EvaluationConfig
 from megajax.training.run_config import RunConfig
 
@@ -35,3 +36,16 @@ def debug_config(cfg: RunConfig, model: ModelConfig, **changes: Any) -> RunConfi
         settings["data"] = MockConfig(isolate_documents="segment_ids" in cfg.data.leaves())
         settings["tokenizer"] = NullTokenizerConfig(vocabulary_size=vocabulary)
     return cfg.but(**settings | changes)
+
+
+def library_twin(cfg: RunConfig, model: ModelConfig, **changes: Any) -> RunConfig:
+    """`debug_config` for 60 steps on the source files of Python's standard library, in bytes: ids below 257."""
+    settings = {
+        "data": StandardLibraryConfig(isolate_documents=True),
+        "tokenizer": ByteTokenizerConfig(),
+        "schedule": ScheduleConfig(lr=3e-3, min_lr=3e-4, warmup_fraction=0.1),
+        "evaluation": EvaluationConfig(every=30, batches=2),
+        "checkpoint": CheckpointConfig(every=30),
+        "steps": 60,
+    }
+    return debug_config(cfg, model, **settings | changes)

@@ -25,9 +25,13 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.models.config import DecoderConfig, PredictionConfig, WidthScalingConfig
 from megajax.models.memory import MemorySetting, memory_report
+from megajax.models.presets.deepseek import DEEPSEEK, deepseek
 from megajax.models.presets.gpt import GPT2, GPT3, gpt2, gpt3
+from megajax.models.presets.gpt_oss import GPT_OSS, gpt_oss
 from megajax.models.presets.llama import LLAMA2, LLAMA3, llama2, llama3
+from megajax.models.presets.mixtral import MIXTRAL, mixtral
 from megajax.models.presets.qwen import QWEN2, QWEN3, qwen2, qwen3
+from megajax.models.presets.qwen_moe import QWEN3_MOE, qwen3_moe
 
 EVERYTHING = DecoderConfig(
     hidden=48,
@@ -94,13 +98,15 @@ MODELS = {
     "latent": LATENT,
 }
 
+MIXTURES = {"gpt-oss debug": gpt_oss("debug"), "deepseek debug": deepseek("debug")}
+
 
 def shapes(cfg: DecoderConfig) -> dict[str, tuple[int, ...]]:
     layout = Layout(Plan.of(ParallelConfig()))
     return {path: spec.shape for path, spec in specs(nnx.eval_shape(lambda: cfg.build(layout))).items()}
 
 
-@pytest.mark.parametrize("cfg", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("cfg", [*MODELS.values(), *MIXTURES.values()], ids=[*MODELS, *MIXTURES])
 def test_parameter_count_is_what_the_arrays_hold(cfg):
     held = shapes(cfg)
     padding = cfg.hidden * (cfg.padded_vocabulary() - cfg.vocabulary_size)
@@ -132,6 +138,15 @@ PUBLISHED = {
     "qwen3 8b": (qwen3("8b"), 8_190_735_360),
     "qwen3 14b": (qwen3("14b"), 14_768_307_200),
     "qwen3 32b": (qwen3("32b"), 32_762_123_264),
+    "mixtral 8x7b": (mixtral("8x7b"), 46_702_792_704),
+    "mixtral 8x22b": (mixtral("8x22b"), 140_620_634_112),
+    "deepseek v2-lite": (deepseek("v2-lite"), 15_706_484_224),
+    # Without biases of the choice, which are state here: one for each expert of 58 layers.
+    "deepseek v3": (replace(deepseek("v3"), prediction=None), 671_026_419_200 - 58 * 256),
+    "qwen3 30b-a3b": (qwen3_moe("30b-a3b"), 30_532_122_624),
+    "qwen3 235b-a22b": (qwen3_moe("235b-a22b"), 235_093_634_560),
+    "gpt-oss 20b": (gpt_oss("20b"), 20_914_757_184),
+    "gpt-oss 120b": (gpt_oss("120b"), 116_829_156_672),
 }
 """Elements in the released weights."""
 
@@ -139,6 +154,32 @@ PUBLISHED = {
 @pytest.mark.parametrize(("cfg", "published"), PUBLISHED.values(), ids=PUBLISHED)
 def test_sizes_are_those_of_the_released_weights(cfg, published):
     assert cfg.parameter_count().total == published
+
+
+@pytest.mark.parametrize(
+    ("cfg", "published", "table"),
+    [
+        (mixtral("8x7b"), 12.9, True),
+        (mixtral("8x22b"), 39.2, True),
+        (qwen3_moe("30b-a3b"), 3.4, True),
+        (qwen3_moe("235b-a22b"), 22.2, True),
+        (deepseek("v2-lite"), 2.5, False),
+        (replace(deepseek("v3"), prediction=None), 36.6, False),
+        (gpt_oss("20b"), 3.61, False),
+        (gpt_oss("120b"), 5.13, False),
+    ],
+)
+def test_a_token_passes_as_many_weights_as_were_published(cfg, published, table):
+    """In billions. DeepSeek and OpenAI count no embedding table; Qwen and DeepSeek-V2 cut 3.35 and 2.45 to 3.3, 2.4."""
+    count = cfg.parameter_count()
+    active = count.active - (0 if table else count.embedding)
+    assert round(active / 1e9, len(str(published).split(".")[1])) == published
+
+
+def test_deepseek_v3_predicts_ahead_with_as_many_weights_as_released():
+    """README_WEIGHTS.md of the release: 11.5 B, without tables."""
+    count, alone = (cfg.parameter_count() for cfg in (deepseek("v3"), replace(deepseek("v3"), prediction=None)))
+    assert (count.total - alone.total) / 1e9 == pytest.approx(11.5, abs=0.15)
 
 
 @pytest.mark.parametrize("size", [size for size in GPT3 if size != "debug"])
@@ -210,7 +251,9 @@ def test_gpt3_175b_is_what_the_paper_says_it_cost():
 
 
 FAMILIES = {"gpt2": (gpt2, GPT2), "gpt3": (gpt3, GPT3), "llama2": (llama2, LLAMA2), "llama3": (llama3, LLAMA3),
-            "qwen2": (qwen2, QWEN2), "qwen3": (qwen3, QWEN3)}  # fmt: skip
+            "qwen2": (qwen2, QWEN2), "qwen3": (qwen3, QWEN3), "mixtral": (mixtral, MIXTRAL),
+            "deepseek": (deepseek, DEEPSEEK), "qwen3_moe": (qwen3_moe, QWEN3_MOE),
+            "gpt_oss": (gpt_oss, GPT_OSS)}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAMILIES)

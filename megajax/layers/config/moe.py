@@ -199,6 +199,7 @@ class MoEConfig(Builds):
                 f"experts.{one.name}",
                 (self.experts, *one.shape),
                 ("expert", *(names.get(axis or "", axis) for axis in one.axes)),
+                used=self.top_k / self.experts,
             )
             for one in self.expert.weights(self.width(hidden))
         )

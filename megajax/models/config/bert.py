@@ -96,7 +96,7 @@ class BertConfig(DecoderConfig):
         count = DecoderConfig.parameter_count(self)
         tables = count.embedding + self.token_types * self.hidden
         norm = 0 if self.embedding_norm is None else self._size(self.embedding_norm)
-        return ParameterCount(count.layers, tables + norm, count.head + self.head_size())
+        return replace(count, embedding=tables + norm, head=count.head + self.head_size())
 
     def section_facts(self) -> tuple[SectionFacts, ...]:
         """As of a decoder, with a table of token types."""

@@ -16,7 +16,7 @@ from megajax.layers.config import (
     StackConfig,
     above_zero,
 )
-from megajax.layers.facts import LayerBuilder, Weight, total_size
+from megajax.layers.facts import LayerBuilder, Weight, idle_size, total_size
 from megajax.layers.remat import Part, Recompute
 from megajax.layers.segments import SegmentsConfig
 from megajax.models.config.transformer import TransformerConfig
@@ -262,7 +262,8 @@ class DecoderConfig(Builds, TransformerConfig, ModelConfig):
         shared = sum(total_size(stack.shared_weights()) for stack in self.named_stacks().values())
         layers = blocks + shared + len(self.named_stacks()) * norm + merging
         table, positions = hidden * self.vocabulary_size, hidden * self.position_count() * self.learned_positions
-        return ParameterCount(layers, table + positions, 0 if self.tied else table)
+        idle = sum(times * idle_size(block.weights(hidden)) for block, times in self.repeated_blocks())
+        return ParameterCount(layers, table + positions, 0 if self.tied else table, idle)
 
     def position_count(self) -> int:
         """Rows of the table of learned positions."""

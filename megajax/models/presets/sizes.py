@@ -19,9 +19,11 @@ class Size(NamedTuple):
     tied: bool = False
     vocabulary: int = 0
     head_dim: int = 0
+    experts: int = 0
+    top_k: int = 0
 
 
-def pick(family: str, sizes: Mapping[str, Size], size: str) -> Size:
+def pick[Row](family: str, sizes: Mapping[str, Row], size: str) -> Row:
     """The row called `size`. Raises UserError for an unknown one."""
     if size not in sizes:
         raise UserError(f"{family} has no size {size!r}; sizes: {', '.join(sizes)}")
@@ -29,14 +31,14 @@ def pick(family: str, sizes: Mapping[str, Size], size: str) -> Size:
 
 
 def decoder(
-    size: Size, block: AnyBlockConfig, *, sequence_length: int, vocabulary_size: int, **more: Any
+    size: Size, *blocks: AnyBlockConfig, sequence_length: int, vocabulary_size: int, **more: Any
 ) -> DecoderConfig:
-    """A stack of equal blocks, whose norm is also the final norm; `more` are other settings of the model."""
+    """A stack that repeats these blocks, whose norm is also the final norm; `more` are other settings of the model."""
     return DecoderConfig(
         hidden=size.hidden,
         vocabulary_size=vocabulary_size,
         sequence_length=sequence_length,
-        stack=StackConfig(pattern=(block,), repeats=size.layers),
-        norm=block.norm,
+        stack=StackConfig(pattern=blocks, repeats=size.layers // len(blocks)),
+        norm=blocks[0].norm,
         **more,
     )

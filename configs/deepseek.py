@@ -1,0 +1,100 @@
+"""DeepSeek-V2-Lite and DeepSeek-V3 (DeepSeek-AI 2024) on your own text. `config()` is deepseek_v2_lite.
+
+Sizes are those of the released configs: config.json of deepseek-ai/DeepSeek-V2-Lite and deepseek-ai/DeepSeek-V3;
+learning rates and batches those of the papers (V2, appendix B; V3, section 4.2). Each size has a debug twin, which
+trains on the source files of Python's standard library: deepseek_v3_debug for deepseek_v3, debug for `config()`.
+
+Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data/corpus \
+              --tokenizer=data/tokenizer.json --append-eod
+Plan:     python -m megajax.plan --config=deepseek.py:deepseek_v3 --devices=h100:1024
+Run:      python -m megajax.train --config=deepseek.py                      (on every host, see docs/launch.md)
+Laptop:   python -m megajax.train --config=deepseek.py:debug --devices=cpu:8 --parallel.expert=4
+Hardware: each size names its own; not yet run on GPUs
+"""
+
+from dataclasses import replace
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.data.config import BlendConfig
+from megajax.layers.config import DispatchConfig
+from megajax.mesh.config import ParallelConfig
+from megajax.models.config import DecoderConfig
+from megajax.models.presets.deepseek import deepseek
+from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.tokenizers.config import HuggingFaceTokenizerConfig
+from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.debug_config import library_twin
+from megajax.training.run_config import RunConfig
+
+
+def config() -> RunConfig:
+    """The Lite size of V2."""
+    return deepseek_v2_lite()
+
+
+def debug() -> RunConfig:
+    """The debug twin of `config()`."""
+    return deepseek_v2_lite_debug()
+
+
+def deepseek_v2_lite() -> RunConfig:
+    """15.7 B parameters, 2.4 B active; 5.7 T tokens, 19 M a step. 16 GPUs with 80 GB: expert 8 x data 2."""
+    return _own_text(
+        "deepseek_v2_lite",
+        deepseek("v2-lite"),
+        ParallelConfig(expert=8),
+        schedule=ScheduleConfig(lr=4.2e-4, min_lr=4.2e-5, warmup_steps=2000),
+        rows=4608,
+        steps=302_000,
+    )
+
+
+def deepseek_v3() -> RunConfig:
+    """671 B parameters, 37 B active, and 11.6 B that predict further ahead; 8.7 of its 14.8 T tokens, 63 M a step.
+
+    1024 GPUs with 80 GB: expert 64 x FSDP over data 16. Tokens go to experts in four parts, which bounds the memory for
+    any choice of the router and drops none. The first layers differ from the rest, so there is no pipeline. A run
+    counts up to 2^31 rows; the rest is a second run.
+    """
+    return _own_text(
+        "deepseek_v3",
+        replace(deepseek("v3", dispatch=DispatchConfig(chunks=4)), recompute="full"),
+        ParallelConfig(expert=64, data_sharding="fsdp"),
+        schedule=ScheduleConfig(lr=2.2e-4, min_lr=2.2e-5, warmup_steps=2000),
+        rows=15360,
+        steps=139_000,
+    )
+
+
+def deepseek_v2_lite_debug() -> RunConfig:
+    """deepseek_v2_lite in tiny sizes, on one device or on eight."""
+    return library_twin(deepseek_v2_lite(), _debug_model())
+
+
+def deepseek_v3_debug() -> RunConfig:
+    """deepseek_v3 in tiny sizes: expert 2 x FSDP over data 4 on eight devices."""
+    return library_twin(deepseek_v3(), _debug_model(), parallel=ParallelConfig(expert=2, data_sharding="fsdp"))
+
+
+def _debug_model() -> DecoderConfig:
+    """V3's kinds of layers; wider initial weights than the sizes have, as it is narrow."""
+    return replace(deepseek("debug", sequence_length=64, vocabulary_size=257), init_std=0.02)
+
+
+def _own_text(
+    name: str, model: DecoderConfig, parallel: ParallelConfig, *, schedule: ScheduleConfig, rows: int, steps: int
+) -> RunConfig:
+    """`rows` of 4096 tokens of your own text a step; documents do not attend to each other."""
+    return RunConfig(
+        model=model,
+        parallel=parallel,
+        data=BlendConfig(paths=("data/corpus_text_document",), split="998,1,1", isolate_documents=True),
+        tokenizer=HuggingFaceTokenizerConfig(path="data/tokenizer.json"),
+        optimizer=AdamWConfig(beta2=0.95, weight_decay=0.1),
+        schedule=schedule,
+        batch=BatchConfig(global_size=rows, micro_size=1),
+        evaluation=EvaluationConfig(every=1000, batches=1),
+        checkpoint=CheckpointConfig(every=250),
+        steps=steps,
+        run_dir=f"runs/{name}",
+    )

@@ -1,0 +1,78 @@
+"""gpt-oss (OpenAI 2025) on your own text, a function per size. `config()` is gpt_oss_20b.
+
+Sizes are those of the released configs: config.json of openai/gpt-oss-20b and openai/gpt-oss-120b. How they were
+trained was not published. Every size has a debug twin, which trains on the source files of Python's standard library:
+gpt_oss_120b_debug for gpt_oss_120b, debug for `config()`.
+
+Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data/corpus \
+              --tokenizer=data/tokenizer.json --append-eod
+Plan:     python -m megajax.plan --config=gpt_oss.py --devices=h100:16
+Run:      python -m megajax.train --config=gpt_oss.py                       (on every host, see docs/launch.md)
+Laptop:   python -m megajax.train --config=gpt_oss.py:debug --devices=cpu:8 --parallel.expert=4
+Hardware: each size names its own; not yet run on GPUs
+"""
+
+from dataclasses import replace
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.data.config import BlendConfig
+from megajax.mesh.config import ParallelConfig
+from megajax.models.config import DecoderConfig
+from megajax.models.presets.gpt_oss import gpt_oss
+from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.tokenizers.config import HuggingFaceTokenizerConfig
+from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.debug_config import library_twin
+from megajax.training.run_config import RunConfig
+
+
+def config() -> RunConfig:
+    """The 20B size."""
+    return gpt_oss_20b()
+
+
+def debug() -> RunConfig:
+    """The debug twin of `config()`."""
+    return gpt_oss_20b_debug()
+
+
+def gpt_oss_20b() -> RunConfig:
+    """20.9 B parameters, 3.6 B active; 32 experts. 16 GPUs with 80 GB: expert 8 x data 2."""
+    return _own_text("gpt_oss_20b", gpt_oss("20b", sequence_length=4096), ParallelConfig(expert=8))
+
+
+def gpt_oss_120b() -> RunConfig:
+    """116.8 B parameters, 5.1 B active; 128 experts. 64 GPUs with 80 GB: expert 8 x FSDP over data 8."""
+    model = replace(gpt_oss("120b", sequence_length=4096), recompute="full")
+    return _own_text("gpt_oss_120b", model, ParallelConfig(expert=8, data_sharding="fsdp"))
+
+
+def gpt_oss_20b_debug() -> RunConfig:
+    """gpt_oss_20b in tiny sizes, with windows of 16 tokens, on one device or on eight."""
+    return library_twin(gpt_oss_20b(), _debug_model())
+
+
+def gpt_oss_120b_debug() -> RunConfig:
+    """gpt_oss_120b in tiny sizes: expert 2 x FSDP over data 4 on eight devices."""
+    return library_twin(gpt_oss_120b(), _debug_model(), parallel=ParallelConfig(expert=2, data_sharding="fsdp"))
+
+
+def _debug_model() -> DecoderConfig:
+    return gpt_oss("debug", sequence_length=64, vocabulary_size=257, window=16)
+
+
+def _own_text(name: str, model: DecoderConfig, parallel: ParallelConfig) -> RunConfig:
+    """1024 rows of 4096 tokens of your own text a step; documents do not attend to each other."""
+    return RunConfig(
+        model=model,
+        parallel=parallel,
+        data=BlendConfig(paths=("data/corpus_text_document",), split="998,1,1", isolate_documents=True),
+        tokenizer=HuggingFaceTokenizerConfig(path="data/tokenizer.json"),
+        optimizer=AdamWConfig(beta2=0.95, weight_decay=0.1),
+        schedule=ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000),
+        batch=BatchConfig(global_size=1024, micro_size=1),
+        evaluation=EvaluationConfig(every=1000, batches=4),
+        checkpoint=CheckpointConfig(every=250),
+        steps=1_000_000,
+        run_dir=f"runs/{name}",
+    )

@@ -1,0 +1,106 @@
+"""Mixtral (Jiang et al. 2024) on your own text, a function per size. `config()` is mixtral_8x7b.
+
+Sizes are those of the released configs: config.json of mistralai/Mixtral-8x7B-v0.1 and Mixtral-8x22B-v0.1. Learning
+rates were not published. Every size has a debug twin, which trains on the source files of Python's standard library:
+mixtral_8x22b_debug for mixtral_8x22b, debug for `config()`.
+
+Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data/corpus \
+              --tokenizer=data/tokenizer.json --append-eod
+Plan:     python -m megajax.plan --config=mixtral.py --devices=h100:64
+Run:      python -m megajax.train --config=mixtral.py                       (on every host, see docs/launch.md)
+Laptop:   python -m megajax.train --config=mixtral.py:debug --devices=cpu:8 --parallel.expert=4 --parallel.data=2
+Hardware: each size names its own; not yet run on GPUs
+"""
+
+from dataclasses import replace
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.data.config import BlendConfig, StandardLibraryConfig
+from megajax.layers.config import RouterConfig
+from megajax.mesh.config import ParallelConfig
+from megajax.models.config import DecoderConfig
+from megajax.models.presets.mixtral import mixtral
+from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.tokenizers.config import HuggingFaceTokenizerConfig
+from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.debug_config import library_twin
+from megajax.training.run_config import RunConfig
+
+
+def config() -> RunConfig:
+    """The 8x7B size."""
+    return mixtral_8x7b()
+
+
+def debug() -> RunConfig:
+    """The debug twin of `config()`."""
+    return mixtral_8x7b_debug()
+
+
+def mixtral_8x7b() -> RunConfig:
+    """46.7 B parameters, 12.9 B active. 64 GPUs with 80 GB: pipeline 4 x 4 virtual stages x expert 8 x data 2."""
+    parallel = ParallelConfig(pipeline=4, expert=8, schedule="interleaved", virtual_stages=4)
+    return _own_text("mixtral_8x7b", mixtral("8x7b"), parallel)
+
+
+def mixtral_8x22b() -> RunConfig:
+    """141 B parameters, 39 B active. 128 GPUs with 80 GB: pipeline 8 x 7 virtual stages x expert 8 x tensor 2."""
+    parallel = ParallelConfig(pipeline=8, expert=8, tensor=2, sequence=True, schedule="interleaved", virtual_stages=7)
+    return _own_text("mixtral_8x22b", mixtral("8x22b"), parallel)
+
+
+def balance() -> RunConfig:
+    """4 layers with 8 experts, balanced without a loss: about 3 minutes on 2 CPU cores.
+
+    The most loaded expert of each layer gets less than 1.3 times the mean in the end. With
+    --model.stack.pattern.0.mlp.router.balance_rate=none nothing balances them.
+    """
+    model = _with_router(_debug_model(), RouterConfig(score="sigmoid", balance_rate=0.01))
+    return library_twin(
+        mixtral_8x7b(),
+        model,
+        data=StandardLibraryConfig(isolate_documents=True),
+        batch=BatchConfig(global_size=16, micro_size=16),
+        evaluation=EvaluationConfig(every=150, batches=4),
+        checkpoint=CheckpointConfig(every=150),
+        steps=300,
+        run_dir="runs/mixtral_balance",
+    )
+
+
+def mixtral_8x7b_debug() -> RunConfig:
+    """mixtral_8x7b in tiny sizes, on one device or on eight."""
+    return library_twin(mixtral_8x7b(), _debug_model())
+
+
+def mixtral_8x22b_debug() -> RunConfig:
+    """mixtral_8x22b in tiny sizes: pipeline 2 x 2 virtual stages x expert 2 x tensor 2 on eight devices."""
+    parallel = ParallelConfig(pipeline=2, expert=2, tensor=2, sequence=True, schedule="interleaved", virtual_stages=2)
+    return library_twin(mixtral_8x22b(), _debug_model(), parallel=parallel)
+
+
+def _debug_model() -> DecoderConfig:
+    return mixtral("debug", sequence_length=64, vocabulary_size=257)
+
+
+def _with_router(model: DecoderConfig, router: RouterConfig) -> DecoderConfig:
+    (block,) = model.stack.pattern
+    block = replace(block, mlp=replace(block.mlp, router=router))
+    return replace(model, stack=model.stack.with_pattern((block,)))
+
+
+def _own_text(name: str, model: DecoderConfig, parallel: ParallelConfig) -> RunConfig:
+    """256 rows of 4096 tokens of your own text a step; documents do not attend to each other."""
+    return RunConfig(
+        model=model,
+        parallel=parallel,
+        data=BlendConfig(paths=("data/corpus_text_document",), split="998,1,1", isolate_documents=True),
+        tokenizer=HuggingFaceTokenizerConfig(path="data/tokenizer.json"),
+        optimizer=AdamWConfig(beta2=0.95, weight_decay=0.1),
+        schedule=ScheduleConfig(lr=1e-4, min_lr=1e-5, warmup_steps=500),
+        batch=BatchConfig(global_size=256, micro_size=1),
+        evaluation=EvaluationConfig(every=1000, batches=4),
+        checkpoint=CheckpointConfig(every=250),
+        steps=500_000,
+        run_dir=f"runs/{name}",
+    )

@@ -1,0 +1,107 @@
+"""DeepSeek-V2-Lite (DeepSeek-AI 2024, DeepSeek-V2, appendix B) and V3 (2024, section 4.2), as the released configs."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from megajax.layers.config import (
+    BlockConfig,
+    DispatchConfig,
+    GatedMLPConfig,
+    LatentAttentionConfig,
+    MoEConfig,
+    RMSNormConfig,
+    RopeConfig,
+    RouterConfig,
+    SharedExpertConfig,
+    StackConfig,
+    YarnScalingConfig,
+)
+from megajax.layers.segments import SegmentsConfig
+from megajax.models.config import DecoderConfig, PredictionConfig
+from megajax.models.presets.sizes import pick
+
+
+class Row(NamedTuple):
+    """A size, its latent attention and its experts."""
+
+    layers: int
+    hidden: int
+    dense: int
+    """The first layers, which have no experts."""
+    ffn: int
+    """Of these."""
+    mixer: LatentAttentionConfig
+    experts: int
+    top_k: int
+    expert_ffn: int
+    shared: int
+    """Shared experts: one layer as wide as these together."""
+    router: RouterConfig
+    vocabulary: int = 0
+    mscale: float = 1.0
+    """YaRN's, for rows of 160 k tokens."""
+    ahead: bool = False
+    """Whether it predicts the token after the next one too."""
+
+
+NORM = RMSNormConfig(epsilon=1e-6)
+BY_LOSS = RouterConfig(normalise="all", row_loss=0.001)
+BY_BIAS = RouterConfig(score="sigmoid", scale=2.5, groups=8, chosen_groups=4, balance_rate=0.001, row_loss=0.0001)
+
+DEEPSEEK = {
+    "debug": Row(
+        3, 64, 1, 160,
+        LatentAttentionConfig(
+            heads=4, query_rank=24, key_value_rank=32, content_dim=16, position_dim=8, value_dim=16, norm=NORM
+        ),
+        16, 4, 32, 1, replace(BY_BIAS, groups=4, chosen_groups=2), 129280, ahead=True,
+    ),
+    "v2-lite": Row(
+        27, 2048, 1, 10944, LatentAttentionConfig(heads=16, norm=NORM), 64, 6, 1408, 2, BY_LOSS, 102400, mscale=0.707
+    ),
+    "v3": Row(
+        61, 7168, 3, 18432, LatentAttentionConfig(heads=128, query_rank=1536, norm=NORM), 256, 8, 2048, 1, BY_BIAS,
+        129280, ahead=True,
+    ),
+}  # fmt: skip
+
+
+def deepseek(
+    size: str,
+    *,
+    sequence_length: int = 4096,
+    vocabulary_size: int | None = None,
+    yarn: bool = False,
+    dispatch: DispatchConfig | None = None,
+) -> DecoderConfig:
+    """Latent attention, shared experts, the first layers without experts. Raises UserError for an unknown size.
+
+    V2-Lite balances experts by a loss over each row; V3 by a bias for their choice, with a small loss, and predicts the
+    token after the next one. yarn: RoPE stretched from 4096 tokens to 40 times as many, as after pretraining.
+    """
+    row = pick("deepseek", DEEPSEEK, size)
+    mixer = row.mixer
+    if yarn:
+        scaling = YarnScalingConfig(factor=40.0, original=4096, mscale=row.mscale, mscale_all=row.mscale)
+        mixer = replace(mixer, rope=RopeConfig(interleaved=True, scaling=scaling))
+    dense = BlockConfig(mixer=mixer, mlp=GatedMLPConfig(ffn=row.ffn), norm=NORM)
+    shared = SharedExpertConfig(mlp=GatedMLPConfig(ffn=row.shared * row.expert_ffn))
+    experts = MoEConfig(
+        experts=row.experts,
+        top_k=row.top_k,
+        expert=GatedMLPConfig(ffn=row.expert_ffn),
+        router=row.router,
+        shared=shared,
+        dispatch=dispatch or DispatchConfig(),
+    )
+    first = StackConfig(pattern=(dense,), repeats=row.dense)
+    rest = StackConfig(pattern=(replace(dense, mlp=experts),), repeats=row.layers - row.dense)
+    return DecoderConfig(
+        hidden=row.hidden,
+        vocabulary_size=vocabulary_size or row.vocabulary,
+        sequence_length=sequence_length,
+        stack=SegmentsConfig(segments=(first, rest)),
+        norm=NORM,
+        init_std=0.006,
+        prediction=PredictionConfig(weight=0.3) if row.ahead else None,
+    )
