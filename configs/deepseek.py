@@ -53,8 +53,7 @@ def deepseek_v3() -> RunConfig:
     """671 B parameters, 37 B active, and 11.6 B that predict further ahead; 8.7 of its 14.8 T tokens, 63 M a step.
 
     1024 GPUs with 80 GB: expert 64 x FSDP over data 16. Tokens go to experts in four parts, which bounds the memory for
-    any choice of the router and drops none. The first layers differ from the rest, so there is no pipeline. A run
-    counts up to 2^31 rows; the rest is a second run.
+    any choice of the router and drops none. A run counts up to 2^31 rows; the rest is a second run.
     """
     return _own_text(
         "deepseek_v3",

@@ -29,6 +29,7 @@ from megajax.models.presets.deepseek import DEEPSEEK, deepseek
 from megajax.models.presets.gpt import GPT2, GPT3, gpt2, gpt3
 from megajax.models.presets.gpt_oss import GPT_OSS, gpt_oss
 from megajax.models.presets.llama import LLAMA2, LLAMA3, llama2, llama3
+from megajax.models.presets.mamba import MAMBA2, NEMOTRON_H, mamba2, nemotron_h
 from megajax.models.presets.mixtral import MIXTRAL, mixtral
 from megajax.models.presets.qwen import QWEN2, QWEN3, qwen2, qwen3
 from megajax.models.presets.qwen_moe import QWEN3_MOE, qwen3_moe
@@ -145,6 +146,8 @@ PUBLISHED = {
     "deepseek v3": (replace(deepseek("v3"), prediction=None), 671_026_419_200 - 58 * 256),
     "qwen3 30b-a3b": (qwen3_moe("30b-a3b"), 30_532_122_624),
     "qwen3 235b-a22b": (qwen3_moe("235b-a22b"), 235_093_634_560),
+    "mamba2 130m": (mamba2("130m"), 128_989_632),
+    "mamba2 2.7b": (mamba2("2.7b"), 2_702_599_680),
     "gpt-oss 20b": (gpt_oss("20b"), 20_914_757_184),
     "gpt-oss 120b": (gpt_oss("120b"), 116_829_156_672),
 }
@@ -180,6 +183,29 @@ def test_deepseek_v3_predicts_ahead_with_as_many_weights_as_released():
     """README_WEIGHTS.md of the release: 11.5 B, without tables."""
     count, alone = (cfg.parameter_count() for cfg in (deepseek("v3"), replace(deepseek("v3"), prediction=None)))
     assert (count.total - alone.total) / 1e9 == pytest.approx(11.5, abs=0.15)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "billions"),
+    [
+        (mamba2("370m"), 0.37),
+        (mamba2("780m"), 0.78),
+        (mamba2("1.3b"), 1.3),
+        (nemotron_h("8b"), 8.1),
+        (nemotron_h("56b"), 56.3),
+    ],
+)
+def test_sizes_of_state_space_models_are_what_they_are_called(cfg, billions):
+    assert cfg.parameter_count().total / 1e9 == pytest.approx(billions, rel=0.035)
+
+
+@pytest.mark.parametrize(("size", "layers"), [("8b", (24, 24, 4)), ("56b", (54, 54, 10))])
+def test_nemotron_h_has_the_layers_of_the_paper(size, layers):
+    """Mamba-2, MLP and attention; NVIDIA 2025, table 1."""
+    pattern = NEMOTRON_H[size].pattern
+    assert tuple(map(pattern.count, "M-*")) == layers
+    assert pattern.startswith("M-M-M-M*-M-M-M-M-M*-M-") and pattern.endswith("*-M-M-M-M-M-")
+    assert nemotron_h(size).stack.layers() == sum(layers)
 
 
 @pytest.mark.parametrize("size", [size for size in GPT3 if size != "debug"])
@@ -253,7 +279,8 @@ def test_gpt3_175b_is_what_the_paper_says_it_cost():
 FAMILIES = {"gpt2": (gpt2, GPT2), "gpt3": (gpt3, GPT3), "llama2": (llama2, LLAMA2), "llama3": (llama3, LLAMA3),
             "qwen2": (qwen2, QWEN2), "qwen3": (qwen3, QWEN3), "mixtral": (mixtral, MIXTRAL),
             "deepseek": (deepseek, DEEPSEEK), "qwen3_moe": (qwen3_moe, QWEN3_MOE),
-            "gpt_oss": (gpt_oss, GPT_OSS)}  # fmt: skip
+            "gpt_oss": (gpt_oss, GPT_OSS), "mamba2": (mamba2, MAMBA2),
+            "nemotron_h": (nemotron_h, NEMOTRON_H)}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -262,7 +289,8 @@ def test_every_preset_fits_together(name):
     for size in sizes:
         cfg = family(size)
         assert cfg.problems() == [], size
-        assert all(not block.problems() and not block.mixer.problems() for block in cfg.stack.pattern), size
+        parts = [part for block in cfg.stack.pattern for part in block.parts().values()]
+        assert not any(one.problems() for one in (*cfg.stack.pattern, *parts)), size
 
 
 @pytest.mark.parametrize("name", FAMILIES)
