@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from megajax.config.errors import Problem
 from megajax.kernels.capability import Choice, Device, Request
+from megajax.layers.expert_facts import ExpertFacts, Spread
 from megajax.layers.remat import PARTS, Part, SavePolicy
 
 
@@ -105,6 +106,8 @@ class Matmul:
     """Matrices of this shape, over which tokens are distributed."""
     per_token: float = 1
     """Experts that multiply each token; of what reads the section before, its positions for each own one."""
+    spread: int = 1
+    """Devices of the mesh axis `expert` that have other matrices; all others of `SHARDS` have the same."""
 
     @property
     def size(self) -> int:
@@ -114,6 +117,16 @@ class Matmul:
     def held(self, tensor: int) -> float:
         """Elements of its weights on one device during the step."""
         return self.experts * self.inputs.local(tensor) * self.outputs.local(tensor)
+
+    def on(self, spread: Spread) -> "Matmul":
+        """Of one device of `expert`, and of one of `tensor` where that has other experts."""
+        if self.experts == 1 or spread.devices == 1:
+            return self
+        inputs, outputs = self.inputs, self.outputs
+        if spread.whole:
+            inputs, outputs = (Elements(whole=side.total) for side in (inputs, outputs))
+        own, per_token = self.experts // spread.devices, self.per_token / spread.listed
+        return replace(self, inputs=inputs, outputs=outputs, experts=own, per_token=per_token, spread=spread.expert)
 
     def undivided(self, tensor: int) -> int:
         """Elements of its weights that each device of `tensor` has all of at rest: those of groups too few to cut."""
@@ -243,7 +256,7 @@ class DrawsNumbers(Protocol):
 
 
 @runtime_checkable
-class HasExperts(Protocol):
+class ReportsExperts(Protocol):
     """A layer with experts, which Megatron-LM's memory report counts apart from `megatron_matrices`."""
 
     def megatron_experts(self, hidden: int) -> int:
@@ -335,6 +348,25 @@ class BlockFacts:
     """Sub-layers with a norm each, whose outputs are added to the residual stream."""
     read: float = 0.0
     """Tokens of the section before that the block reads for each token of its own."""
+    experts: tuple[ExpertFacts, ...] = ()
+    """Of the parts that have experts."""
+
+    def on(self, spread: Spread) -> "BlockFacts":
+        """The same with the experts of one device, and tensors as large as the buffers of their rows."""
+        if not self.experts:
+            return self
+        matmuls, tensors = tuple(one.on(spread) for one in self.matmuls), dict(self.tensors)
+        for one in self.experts:
+            more = (one.over_mean(spread) if one.chunks == 1 else 0) - 1
+            for part, elements in one.tensors.items():
+                tensors[part] = tensors[part].plus(Elements(cut=round(more * one.top_k * elements)))
+        elsewhere = sum(one.size for one in self.matmuls) - sum(one.size for one in matmuls)
+        return replace(self, matmuls=matmuls, tensors=tensors, weights=self.weights - elsewhere)
+
+    @property
+    def cut_parts(self) -> int:
+        """Parts whose matrices `tensor` shards, apart from experts."""
+        return self.parts - sum(not one.beside for one in self.experts)
 
     def elements(self, part: Part) -> Elements:
         """Of a tensor; none where the block has no such tensor."""
@@ -348,6 +380,10 @@ class BlockFacts:
     def held(self, tensor: int) -> float:
         """Elements of matrices on one device during the step."""
         return sum(matmul.held(tensor) for matmul in self.matmuls)
+
+    def held_experts(self, tensor: int) -> float:
+        """Of them, those of matrices that the devices of `expert` do not share."""
+        return sum(matmul.held(tensor) for matmul in self.matmuls if matmul.spread > 1)
 
     def tensor_bytes(self, part: Part, share: Share) -> float:
         """Bytes of the block's tensors of that name, of a microbatch on a device."""

@@ -153,7 +153,7 @@ class MixtureOfExperts(nnx.Module):
         """(tokens, input of the router, the router's arrays, weights of the experts) -> outputs, on one device."""
         cfg, axes, spread = self.cfg, token_axes(self.layout), expert_axes(self.layout)
         stages = manual_axes().get("pipeline", 1) if self.on_every_stage else 1
-        copies = spread.copies(axes) * stages
+        copies, facts = spread.copies(axes) * stages, cfg.expert_facts(self.router.shape[0])
 
         def local(x: Array, seen: Array, arrays: Mapping[str, Array], experts: Mapping[str, Array]) -> Array:
             rows, flat = x.shape[0], x.reshape(-1, x.shape[-1])
@@ -171,7 +171,7 @@ class MixtureOfExperts(nnx.Module):
                 room=cfg.dispatch.room,
                 chunks=cfg.dispatch.chunks,
             )
-            y, dropped = dispatched(chosen_way(cfg, spread.devices()), flat, routing, apply, dispatch)
+            y, dropped = dispatched(facts.way_on(spread.devices()), flat, routing, apply, dispatch)
             report = routed | {"dropped": routed["dropped"] + dropped / (spread.cuts() * stages)}
             seen_here = jnp.stack([jnp.asarray(report.get(name, 0), jnp.float32) for name in REPORTED])
             y = observe(y, arrays["report"], seen_here)
@@ -265,10 +265,3 @@ def axis_size(axes: tuple[str, ...]) -> int:
     """Devices along mesh axes of the surrounding mesh."""
     sizes = {**free_axes(), **manual_axes()}
     return prod(sizes[axis] for axis in axes)
-
-
-def chosen_way(cfg: MoEConfig, devices: int) -> str:
-    """`auto`: gather moves (n - 1) T D elements each way, the others at most k (n - 1) / n T D on n devices."""
-    if cfg.dispatch.way != "auto":
-        return cfg.dispatch.way if devices > 1 else "gather"
-    return "gather" if cfg.top_k >= devices else "ragged"

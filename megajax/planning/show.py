@@ -51,8 +51,6 @@ NAMES = {
 """CSS class of show.css -> what it shows."""
 MEMORY_COLORS = ("master", "state", "weights", "gradients", "activations", "working")
 """CSS classes of the parts of a device's memory."""
-LAYER_AXES = ("tensor", "context", "data")
-"""Axes whose collectives, but those of once a step, run with the layers of every microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +189,8 @@ def layout(plan: Estimate) -> list[tuple[str, str]]:
         slots, chunks = plan.schedule.slots, run.parallel.virtual_stages
         rows.append(("schedule", f"{run.parallel.schedule}, {chunks} chunks a stage, {slots} ring slots"))
         rows.append(("bubble", f"{plan.schedule.fraction:.2%} over ideal time"))
-    return rows
+    experts = (one.summary(tower.tokens, run.spread) for tower in run.towers for b in tower.blocks for one in b.experts)
+    return rows + [("experts", text) for text in dict.fromkeys(experts)]
 
 
 def memory_rows(parts: Sequence[tuple[str, float, str]], room_gib: float) -> list[tuple[str, str]]:
@@ -318,7 +317,8 @@ def exposed_seconds(plan: Estimate) -> dict[str, float]:
     exposed = {"layers": 0.0, "ticks": 0.0, "step": 0.0}
     for row in plan.traffic:
         once = row.what.endswith("once a step")
-        exposed["step" if once else "layers" if row.axis in LAYER_AXES else "ticks"] += row.exposed
+        ticks = "pipeline" in row.axis.split("+")  # all others, but those of once a step, run with layers
+        exposed["step" if once else "ticks" if ticks else "layers"] += row.exposed
     exposed["layers"] /= 2 * plan.run.microbatches * plan.run.parallel.virtual_stages
     exposed["ticks"] /= max(1, plan.schedule.ticks)
     return exposed

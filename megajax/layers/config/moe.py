@@ -11,10 +11,9 @@ from megajax.kernels.capability import Choice, Device, Request
 from megajax.kernels.grouped_capability import GroupedKernel, GroupedSizes, choose_grouped
 from megajax.layers.config.mlp import MLPConfig
 from megajax.layers.config.norm import above_zero
+from megajax.layers.expert_facts import ExpertFacts, Way
 from megajax.layers.facts import Elements, Matmul, MultiplyAdds, Side, Weight, prefixed
 from megajax.layers.remat import Part
-
-type Way = Literal["auto", "gather", "ragged", "capacity"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,6 +248,20 @@ class MoEConfig(Builds):
             more = shared[part].cut if part in shared else 0
             total[part] = Elements(cut=self.top_k * elements.cut + more)
         return total
+
+    def expert_facts(self, hidden: int) -> ExpertFacts:
+        """How the experts are reached."""
+        width, dispatch = self.width(hidden), self.dispatch
+        return ExpertFacts(
+            experts=self.experts,
+            top_k=self.top_k,
+            width=width,
+            tensors={part: elements.cut for part, elements in self.expert.tensors(width).items()},
+            way=dispatch.way,
+            room=dispatch.room,
+            chunks=dispatch.chunks,
+            beside=self.shared is not None,
+        )
 
     def megatron_matrices(self, hidden: int, gains: int) -> int:
         """Of the layer that all tokens pass."""

@@ -9,13 +9,13 @@ from megajax.config.errors import Problem, UserError
 from megajax.kernels.capability import FUSED, Request
 from megajax.layers.config.mixer import MixerConfig
 from megajax.layers.config.norm import NormConfig
+from megajax.layers.expert_facts import HasExperts
 from megajax.layers.facts import (
     NO_ELEMENTS,
     BlockFacts,
     BlockLayers,
     DrawsNumbers,
     Elements,
-    HasExperts,
     HasKernel,
     Layer,
     LayerBuilder,
@@ -24,6 +24,7 @@ from megajax.layers.facts import (
     MixerFacts,
     MultiplyAdds,
     Norm,
+    ReportsExperts,
     Side,
     Weight,
     missing_members,
@@ -134,17 +135,17 @@ class ResidualBlock(Builds):
     def megatron_experts(self, hidden: int) -> int:
         """Parameters of experts, by the same report."""
         parts = self.layers().parts.values()
-        return sum(part.megatron_experts(hidden) for part in parts if isinstance(part, HasExperts))
+        return sum(part.megatron_experts(hidden) for part in parts if isinstance(part, ReportsExperts))
 
     def megatron_ffn(self, hidden: int) -> int:
         """Width between the matrices of the feed-forward layer, by the same report."""
-        parts = [part for part in self.layers().parts.values() if isinstance(part, HasExperts)]
+        parts = [part for part in self.layers().parts.values() if isinstance(part, ReportsExperts)]
         return parts[0].megatron_ffn() if parts else self.tensors(hidden)["activation"].total
 
     def megatron_whole(self, hidden: int) -> int:
         """Parameters that it has on all devices: norms and routers."""
         parts = self.layers().parts.values()
-        routers = sum(part.megatron_router(hidden) for part in parts if isinstance(part, HasExperts))
+        routers = sum(part.megatron_router(hidden) for part in parts if isinstance(part, ReportsExperts))
         return self.norm_size(hidden) + routers
 
     def norm_size(self, hidden: int) -> int:
@@ -165,6 +166,9 @@ class ResidualBlock(Builds):
             tensors=self.tensors(hidden),
             mixers=tuple(mixer_facts(mixer, hidden, length, dtype) for mixer in mixers),
             parts=len(self.sub_layers),
+            experts=tuple(
+                part.expert_facts(hidden) for part in self.layers().parts.values() if isinstance(part, HasExperts)
+            ),
         )
 
     def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ from math import prod
 from typing import Literal
 
 from megajax.config.errors import UserError
-from megajax.layers.config import StackConfig
+from megajax.layers.expert_facts import Spread
 from megajax.layers.facts import BlockFacts, Share, Weight
 from megajax.mesh.config import ParallelConfig
 from megajax.models.facts import (
@@ -154,10 +154,26 @@ class Description:
         """Dtype of what is not multiplied in fp8: attention, the loss."""
         return "bfloat16" if self.compute == "fp8" else self.compute
 
+    @property
+    def spread(self) -> Spread:
+        """Of experts over devices."""
+        return Spread.of(self.parallel)
+
+    @cached_property
+    def sections(self) -> tuple[SectionFacts, ...]:
+        """The model's, in the order in which they run."""
+        return self.model.section_facts()
+
     @cached_property
     def towers(self) -> tuple["Tower", ...]:
-        """The model's sections, in the order in which they run; a pipeline has one."""
-        return tuple(Tower(self, section) for section in self.model.section_facts())
+        """The segments of all sections, in the order in which they run; a pipeline has one."""
+        towers = []
+        for section in self.sections:
+            before = 0
+            for part in section.stack.parts():
+                towers.append(Tower(self, replace(section, stack=part), section, before))
+                before += part.layers()
+        return tuple(towers)
 
     @cached_property
     def head(self) -> HeadFacts:
@@ -176,14 +192,15 @@ class Description:
     @cached_property
     def predicting_blocks(self) -> tuple[BlockFacts, ...]:
         """Of the heads that predict further ahead."""
-        return block_facts(self.towers[-1].section, self.head.ahead, self.dtype)
+        blocks = block_facts(self.towers[-1].section, self.head.ahead, self.dtype)
+        return tuple(block.on(self.spread) for block in blocks)
 
     def held_tables(self, axis: str | None = None, *, trained: bool = False) -> float:
         """Weights of ways in and head on one device; of tables with this logical axis alone.
 
         trained: without those that are frozen.
         """
-        tables = [table for tower in self.towers for table in tower.section.tables] + [*self.head.tables]
+        tables = [table for section in self.sections for table in section.tables] + [*self.head.tables]
         cut = self.parallel.tensor * self.parallel.pipeline
         return sum(
             table.size / (cut if "vocab" in table.axes else 1) * (self.trained((table,)) if trained else 1.0)
@@ -198,10 +215,15 @@ class Description:
 
 @dataclass(frozen=True)
 class Tower:
-    """A section on one device."""
+    """A segment of a section on one device."""
 
     run: Description
     section: SectionFacts
+    """Whose stack is the segment."""
+    whole: SectionFacts
+    """With all segments."""
+    before: int = 0
+    """Layers of the segments before."""
 
     @property
     def hidden(self) -> int:
@@ -244,7 +266,8 @@ class Tower:
     @cached_property
     def blocks(self) -> tuple[BlockFacts, ...]:
         """Of the stack's pattern, in order."""
-        return block_facts(self.section, self.section.stack.pattern, self.run.dtype)
+        blocks = block_facts(self.section, self.section.stack.pattern, self.run.dtype)
+        return tuple(block.on(self.run.spread) for block in blocks)
 
     @cached_property
     def share(self) -> Share:
@@ -266,6 +289,11 @@ class Tower:
         share = self.trained() if trained else 1.0
         return share * self.repeats * sum(block.held(self.run.parallel.tensor) for block in self.blocks)
 
+    def held_experts(self, *, trained: bool = False) -> float:
+        """Of `held`, the matrices that the devices of `expert` do not share."""
+        share = self.trained() if trained else 1.0
+        return share * self.repeats * sum(block.held_experts(self.run.parallel.tensor) for block in self.blocks)
+
     def vectors(self, *, trained: bool = False) -> float:
         """Norms and biases of the stack, whole on every device of `tensor`."""
         share = self.trained() if trained else 1.0
@@ -282,7 +310,9 @@ class Tower:
         if self.run.trainable == ("*",):
             return 1.0
         places = range(len(self.section.stack.pattern))
-        return self.run.trained(tuple(weight for place in places for weight in self.section.stack_weights(place)))
+        return self.run.trained(
+            tuple(weight for place in places for weight in self.whole.stack_weights(self.before + place))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,20 +353,23 @@ def pipeline_bubble(run: Description) -> PipelineBubble:
 
 
 def has_formulas(cfg: RunConfig) -> bool:
-    """Whether the formulas hold for the model: one with facts, each section of one repeated pattern."""
-    repeated = all(isinstance(stack, StackConfig) for stack in cfg.model.stacks().values())
-    return repeated and facts_of(cfg.model) is not None
+    """Whether the formulas hold for the model: one with facts, and with a pipeline of one repeated pattern."""
+    return facts_of(cfg.model) is not None and not _cuts_segments(cfg)
 
 
 def demand_formulas(cfg: RunConfig) -> Facts:
     """The model of a config. Raises UserError where formulas do not hold for it."""
     model = demand_facts(cfg.model)
-    if not all(isinstance(stack, StackConfig) for stack in model.stacks().values()):
+    if _cuts_segments(cfg):
         raise UserError(
-            "model.stack has segments, and formulas, searches, comparisons and sweeps know one repeated pattern alone."
-            "\nThe compiler plans it: leave out --formula, --search, --compare and --sweep."
+            "model.stack has segments, and formulas know pipelines of one repeated pattern alone.\n"
+            "Set parallel.pipeline=1, or plan without --formula, --search, --compare and --sweep: by the compiler."
         )
     return model
+
+
+def _cuts_segments(cfg: RunConfig) -> bool:
+    return cfg.parallel.pipeline > 1 and any(len(stack.parts()) > 1 for stack in cfg.model.stacks().values())
 
 
 def describe(cfg: RunConfig, device: Device, devices: int, per_node: int | None = None) -> Description:

@@ -40,6 +40,8 @@ from megajax.planning.program.devices import GIB, Cluster, Device
 from megajax.training.run_config import RunConfig
 
 DAY = 86_400
+LAYER_AXES = frozenset({"tensor", "context", "expert"})
+"""Axes whose collectives run with layers."""
 GATHERED_BESIDE = (0.6, 0.75)
 """Shares of a layer's weights that our FSDP gathers beside matmuls, in the forward and in the backward pass."""
 
@@ -91,6 +93,12 @@ def seconds(kind: str, size: float, span: Span, device: Device) -> float:
         between = span.nodes > 1
         speed = device.network * device.network_share if between else device.nvlink * device.nvlink_share
         return device.launch + size / speed + (device.network_latency if between else device.nvlink_latency)
+    if kind.endswith("all-to-all"):
+        # Each pair of devices has a part of its own; between nodes each device has its own network link.
+        near, far = ((span.inside - 1) / span.size, 1 - span.inside / span.size)
+        inside = size * near / (device.nvlink * device.nvlink_share) + device.nvlink_latency
+        outside = size * far / (device.network * device.network_share) + device.network_latency
+        return device.launch + max(inside, outside * (far > 0))
     twice = 2 if kind == "all-reduce" else 1
     moved = twice * size * (span.size - 1) / span.size
     hops = (span.inside - 1) * device.nvlink_latency + (span.nodes - 1) * device.network_latency
@@ -132,22 +140,25 @@ def traffic(run: Description, layers: Halves) -> list[Traffic]:
 
     layers: computing of all layers of a device and microbatch.
     """
-    rows = (*_tensor(run), *_context(run, layers), *_pipeline(run, layers), *_loss(run), *_data(run, layers))
-    return [row for row in rows if row.count]
+    rows = (*_tensor(run), *_experts(run), *_context(run, layers), *_pipeline(run, layers), *_loss(run))
+    return [row for row in (*rows, *_data(run, layers)) if row.count]
 
 
 def memory_bytes(run: Description, row: Traffic) -> float:
     """What its kernels read and write in memory: the whole side and a device's part, or the whole twice."""
     axes = row.axis.partition(" ")[0].split("+")  # a program's may be of a part of an axis
-    devices = run.shards if axes == ["data"] else prod(run.sizes[axis] for axis in axes)
+    devices = _span(run, "data").size if axes == ["data"] else prod(run.sizes[axis] for axis in axes)
     return row.bytes * (1 + 1 / devices if row.kind in ("all-gather", "reduce-scatter") else 2)
 
 
 def _span(run: Description, axis: str) -> Span:
-    """Of the groups along a mesh axis; `data` takes all devices that hold the same weights."""
+    """Of the groups along mesh axes; `data` takes the devices of `context` too."""
+    expert, axes = run.parallel.expert, axis.split("+")
     if axis == "data":
+        return Span.of(run.shards // expert, run.sizes["tensor"] * expert, run.per_node)
+    if axes == ["data", "expert"]:
         return Span.of(run.shards, run.sizes["tensor"], run.per_node)
-    return Span.along((axis,), run.sizes, run.per_node)
+    return Span.along(axes, run.sizes, run.per_node)
 
 
 def _row(run: Description, named: tuple[str, str, str], count: float, size: float, hidden: float = 0.0) -> Traffic:
@@ -171,8 +182,9 @@ def _tensor_of(tower: Tower) -> Iterator[Traffic]:
     run, kept, given = tower.run, tower.section.recomputing.policy(), tower.run.system.tensor_hidden
     size, read = (tokens * tower.hidden * run.width for tokens in (tower.tokens, tower.read))
     passes = run.microbatches * tower.repeats
-    parts, reading = sum(block.parts for block in tower.blocks), sum(block.read > 0 for block in tower.blocks)
-    back, once_more = passes * tower.differentiated, recomputed(kept, "residual") * (parts - len(tower.blocks))
+    parts, reading = sum(block.cut_parts for block in tower.blocks), sum(block.read > 0 for block in tower.blocks)
+    back = passes * tower.differentiated
+    once_more = recomputed(kept, "residual") * max(0, parts - len(tower.blocks))
     forward = 0.0 if given is None else given
 
     def row(kind: str, what: str, count: float, size: float, hidden: float = 0.0) -> Traffic:
@@ -195,7 +207,20 @@ def _tensor_of(tower: Tower) -> Iterator[Traffic]:
         share = share if given is None else given
         yield row(kind, "activations and gradients, backward", count * back, size, share)
         yield row(kind, "what is read, both ways", reading * passes * (2 if kind == "all-gather" else 1), read, forward)
-        yield row(kind, "embeddings and outputs", 2 * run.microbatches, size)
+        yield row(kind, "embeddings and outputs", 2 * run.microbatches * (tower.before == 0), size)
+
+
+def _experts(run: Description) -> Iterator[Traffic]:
+    """Tokens to their experts and back. Nothing is beside them: compiled programs wait at once."""
+    for tower in run.towers:
+        again = tower.section.recomputing.policy().parts is not None
+        for one in (one for block in tower.blocks for one in block.experts):
+            for each in one.sent(tower.tokens, run.spread):
+                behind = (each.backward + each.again * (again or one.chunks > 1)) * tower.differentiated
+                count = run.microbatches * tower.repeats * one.chunks
+                named, size = (each.kind, "+".join(each.axes)), each.elements * run.width / one.chunks
+                yield _row(run, (*named, f"{tower.prefix}experts, forward"), count * each.forward, size)
+                yield _row(run, (*named, f"{tower.prefix}experts, backward"), count * behind, size)
 
 
 def _context(run: Description, layers: Halves) -> Iterator[Traffic]:
@@ -280,25 +305,37 @@ def _data(run: Description, layers: Halves) -> Iterator[Traffic]:
     ]
     if sharding == "replicate":
         kinds = [("all-reduce", "gradients", trained * reduced, after)]
+    experts = sum(tower.held_experts() for tower in run.towers) * (sharding != "fsdp")
+    parts = [("data", "experts' ", experts / once), ("data+expert", "", 1 - experts / once)]
     for kind, what, size, room in kinds:
-        row = _row(run, (kind, "data", f"{what}, once a step"), 1, size)
-        yield row.beside(room * group) if beside else row
+        for axis, whose, share in parts if experts else [(_shared_axis(run), "", 1.0)]:
+            row = _row(run, (kind, axis, f"{whose}{what}, once a step"), 1, share * size)
+            yield row.beside(room * group) if beside else row
+
+
+def _shared_axis(run: Description) -> str:
+    """Of weights that are no experts'."""
+    return "data+expert" if run.parallel.expert > 1 else "data"
 
 
 def _gathers(tower: Tower, before: float, after: float) -> Iterator[Traffic]:
     """FSDP of one section. before, after: seconds of the layers' forward pass, and of a half of the backward pass."""
     run = tower.run
     forward, backward = (1.0, 1.0) if run.system.data_hidden else GATHERED_BESIDE
-    size = tower.held() * run.width / tower.repeats
+    experts = tower.held_experts()
+    sizes = {"data": experts, _shared_axis(run): tower.held() - experts}
     for kind, what, share, room in (
         ("all-gather", "weights, forward", forward, before),
         ("all-gather", "weights, backward", backward, after),
         ("reduce-scatter", "gradients", 1.0, after),
     ):
         needed = {"weights, backward": tower.differentiated, "gradients": tower.trained() > 0}
-        count = run.microbatches * tower.repeats * needed.get(what, True)
-        row = _row(run, (kind, "data", f"{tower.prefix}a layer's {what}"), count, size)
-        yield row.beside(share * min(row.seconds, room * run.microbatches / len(run.towers)))
+        for axis, size in sizes.items():
+            count = run.microbatches * tower.repeats * needed.get(what, True) * (size > 0)
+            named = kind, axis, f"{tower.prefix}a layer's {what}"
+            row = _row(run, named, count, size * run.width / tower.repeats)
+            part = room * run.microbatches / len(run.towers) * size / tower.held()
+            yield row.beside(share * min(row.seconds, part))
 
 
 # The step
@@ -380,7 +417,7 @@ def estimate(run: Description) -> Estimate:
     rows, schedule, memory = traffic(run, layers), pipeline_bubble(run), footprint(run)
     each = layers.forward.plus(layers.backward)
     # The layers' own collectives run in idle ticks as well; losses do not.
-    inside = sum(row.exposed for row in rows if row.axis in ("tensor", "context"))
+    inside = sum(row.exposed for row in rows if LAYER_AXES.issuperset(row.axis.split("+")))
     bubble_seconds = schedule.fraction * (microbatches * each.seconds + inside)
     head = head_work(run)
     each = each.plus(head.forward).plus(head.backward)

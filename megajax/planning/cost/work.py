@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
+from megajax.layers.expert_facts import ExpertFacts
 from megajax.layers.facts import BlockFacts, Matmul
 from megajax.layers.remat import NAMES, Part, SavePolicy
 from megajax.models.memory import saved_bytes
@@ -30,8 +31,12 @@ PASSES: dict[Part, int] = {
     "activation": 4,
 }
 """The same of the tensors that layers name."""
+ROW_PASSES = 4
+"""The same of rows of experts in the forward pass: tokens copied to rows, outputs added up; twice that behind it."""
 LIGHT: tuple[Part, ...] = ("norm", "activation", "residual", "mlp")
 """Tensors whose recomputation makes memory-bound kernels run again."""
+ROW_BUFFERS = 3
+"""Arrays of as many rows and their width that exist at once in a layer's backward pass."""
 CAST_BYTES = 4
 """Of casting one element to fp8: read in bfloat16, written twice, as it is and transposed."""
 SCORE_BYTES = 24
@@ -191,6 +196,7 @@ def block_work(tower: Tower, block: BlockFacts, kept: SavePolicy) -> Halves:
         backward.elementwise += JOINING_PASSES * hidden
     if trained:
         _accumulation(run, block, backward)
+    _experts(tower, block, halves)
     if run.system.stacked:
         # What is saved goes into a stacked array, and what attention reads comes out of it; matmuls read it there.
         forward.copies += 2 * block.saved_bytes(kept, tower.share) * tower.differentiated
@@ -227,6 +233,19 @@ def _attention(tower: Tower, block: BlockFacts, kept: SavePolicy, halves: Halves
         backward.attention += (2 + again) * once
 
 
+def _experts(tower: Tower, block: BlockFacts, halves: Halves) -> None:
+    """Rows of experts, made of tokens and added up to tokens; kernels skip rows that are not there, copies do not."""
+    run, (forward, backward) = tower.run, halves
+    for one in block.experts:
+        rows = one.rows(tower.tokens, run.spread) * run.width
+        inner = sum(PASSES.get(part, 0) * elements for part, elements in one.tensors.items())
+        again = rows * inner * (one.chunks > 1)  # those of one chunk are among the block's tensors
+        forward.copies += ROW_PASSES * rows * one.width
+        backward.copies += 2 * ROW_PASSES * rows * one.width
+        forward.elementwise += again / 3
+        backward.elementwise += again
+
+
 def _accumulation(run: Description, block: BlockFacts, backward: Work) -> None:
     """Adding a layer's gradients to those of the microbatches before, and taking weights out of their stack."""
     weights, gradient = block.held(run.parallel.tensor), BYTES[run.gradients]
@@ -257,7 +276,7 @@ def table_work(run: Description) -> Halves:
     if columns % ALIGNED:
         backward.copies += times * chunks * 20 * table
     streamed = times * (LOGIT_BYTES if run.system.fused_loss else UNFUSED_LOGIT_BYTES) * logits
-    for tower in run.towers:
+    for tower in (tower for tower in run.towers if tower.before == 0):
         row = tower.tokens * tower.hidden
         streamed += width * row * (EMBEDDING_PASSES + ENTRY_PASSES / run.cut) + 12 * row * tower.section.adds_positions
     forward.elementwise += streamed / 3
@@ -286,7 +305,7 @@ def head_work(run: Description) -> Halves:
     head, last = table_work(run), run.towers[-1]
     for matmuls, tokens in [
         (run.head.matmuls, run.scored),
-        *((each.section.matmuls, each.tokens) for each in run.towers),
+        *((each.section.matmuls, each.tokens) for each in run.towers if each.before == 0),
     ]:
         head = head.plus(matmul_work(run, matmuls, tokens, SavePolicy(parts=None)))
     for block in run.predicting_blocks:
@@ -396,9 +415,13 @@ def footprint(run: Description) -> Footprint:
     (stack, rest), (stack_trained, rest_trained) = held_weights(run), held_weights(run, trained=True)
     held, trained = stack + rest, stack_trained + rest_trained
     spread = 1 if parallel.data_sharding == "replicate" else run.shards
+    # The devices of `expert` share no expert: as much more of these is at rest on each.
+    more = (parallel.expert - 1) * (spread > 1)
+    experts, experts_trained = (more * sum(t.held_experts(trained=only) for t in run.towers) for only in (False, True))
     # FSDP holds the stack's matrices in shards; what is outside of the stack is gathered once a step.
-    sharded = spread if parallel.data_sharding == "fsdp" else 1
-    within, gradients = stack / sharded + rest, stack_trained / sharded + rest_trained
+    if parallel.data_sharding == "fsdp":
+        stack, stack_trained = (stack + experts) / spread, (stack_trained + experts_trained) / spread
+    within, gradients = stack + rest, stack_trained + rest_trained
     saved = (
         each.layers * each.device
         for tower in run.towers
@@ -406,8 +429,8 @@ def footprint(run: Description) -> Footprint:
         for each in saved_bytes(tower.section.recomputing, tower.blocks, tower.share, tower.rows)
     )
     all_heads, own_heads = copied_weights(run)
-    at_rest = (held + all_heads - own_heads) / spread
-    updated = at_rest * trained / held
+    at_rest = (held + experts + all_heads - own_heads) / spread
+    updated = at_rest * (trained + experts_trained) / (held + experts)
     copies = 0.0 if run.compute == "float32" and spread == 1 else within * run.width
     return Footprint(
         parameters=4 * at_rest,
@@ -451,8 +474,17 @@ def _largest_layer(tower: Tower) -> float:
         divided = {part: elements.divided for part, elements in block.tensors.items()}
         again = sum(count for part, count in divided.items() if kept.parts is not None and part not in kept.parts)
         copied = sum(elements.copied(tensor) for elements in block.tensors.values())
+        copied += sum(_row_elements(tower, one) for one in block.experts)
         largest = max(largest, (sum(divided.values()) + again * kept.layers_per_checkpoint) / tensor + copied)
     return largest
+
+
+def _row_elements(tower: Tower, one: ExpertFacts) -> float:
+    """Elements for each token of buffers of rows: inputs, outputs and their gradients, of one chunk."""
+    spread = tower.run.spread
+    inner = 2 * sum(one.tensors.values()) * (one.chunks > 1)
+    everywhere = spread.expert * one.width * (one.way_on(spread.devices) == "gather") / one.chunks
+    return one.rows(1, spread) * (ROW_BUFFERS * one.width + inner) / one.chunks + 2 * everywhere
 
 
 def copied_weights(run: Description) -> tuple[float, float]:

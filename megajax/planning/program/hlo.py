@@ -380,16 +380,17 @@ class _Reader:
         groups = groups_of(one.attributes, self.mesh)
         if not groups.axes:
             return
-        # The further operands of a ragged exchange are offsets and sizes.
-        operands = one.operands[:1] if kind == "ragged-all-to-all" else one.operands
-        shapes = [home[name].shape for name in operands]
+        shapes = [home[name].shape for name in one.operands]
+        if kind == "ragged-all-to-all":
+            # Of rows, buffer, offsets and sizes: no more is sent than both of the first hold.
+            shapes = [min(shapes[:2], key=size)]
         total = sum(size(shape) for shape in shapes)
         elements = sum(number for shape in shapes for _, number in arrays(shape))
         if kind == "all-gather":
             total, elements = total * groups.size, elements * groups.size
         elif kind == "reduce-scatter":
             elements //= groups.size
-        self.collectives.append(Collective(kind, groups, place, total, len(operands), elements, overlapped))
+        self.collectives.append(Collective(kind, groups, place, total, len(shapes), elements, overlapped))
 
 
 def _ends(computation: Computation) -> dict[str, int]:

@@ -369,7 +369,7 @@ def _layout(plan: TrainPlan) -> list[tuple[str, str]]:
 
 def _kernels(plan: TrainPlan) -> list[tuple[str, str]]:
     if plan.kernels:
-        return [(layer, "; ".join(dict.fromkeys(kernels))) for layer, kernels in plan.kernels.items()]
+        return [(f"kernel of {layer}", "; ".join(dict.fromkeys(each))) for layer, each in plan.kernels.items()]
     auto = any(
         getattr(mixer, "kernel", None) == "auto"
         for block in plan.cfg.model.stack.pattern

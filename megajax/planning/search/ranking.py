@@ -31,7 +31,7 @@ MAX_TRIES = 2
 """Layouts that are compiled at most, as a multiple of those asked for: some turn out not to fit."""
 SHOWN = 5
 """Layouts in the table."""
-LEFT_OUT = "context and expert parallelism, which the config's rules refuse in this version"
+LEFT_OUT = "context parallelism, which the config's rules refuse in this version"
 
 
 type Figures = dict[str, Any]
@@ -188,8 +188,9 @@ class Result:
         """Pure FSDP, tensor parallelism without a pipeline, and the config as given: name and verdict."""
         task, devices, per_node = self.task, self.task.devices, self.task.case.cluster.per_node
         fsdp = None
-        if (1, 1, devices) in self.groups and task.fixed.get("data_sharding", "fsdp") == "fsdp":
-            fsdp = explore(replace(task, fixed={**task.fixed, "data_sharding": "fsdp"}), (1, 1, devices))
+        pure = {"data_sharding": "fsdp", "expert": 1}
+        if (1, 1, devices) in self.groups and all(task.fixed.get(name, pure[name]) == pure[name] for name in pure):
+            fsdp = explore(replace(task, fixed={**task.fixed, **pure}), (1, 1, devices))
         tensors = (place[0] for place in self.groups if place[1] == 1 and place[0] <= per_node)
         tensor, given = max(tensors, default=per_node), task.given()
         tensor_alone = self.groups.get((tensor, 1, devices // tensor))

@@ -1,8 +1,8 @@
 """The fastest layout of a config on a cluster, by formulas: every combination that the rules and the memory allow.
 
 A layout is a Choice of settings. `apply` puts it into a config, and the config's own rules say whether it is valid.
-Groups of (tensor, pipeline, data) are searched one after another, so that a search can report progress. Of each layout
-the recompute policies are tried from the cheapest on.
+Groups of (tensor, pipeline, data x expert) are searched one after another, so that a search can report progress. Of
+each layout the recompute policies are tried from the cheapest on.
 """
 
 import hashlib
@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
+from math import gcd
 from types import MappingProxyType
 from typing import Any, Literal
 
 from megajax.config.dump import flatten, plain
 from megajax.config.errors import Problem, UserError
 from megajax.layers.remat import Recompute, Recomputing, words
-from megajax.models.facts import Facts, demand_facts
+from megajax.models.facts import Facts, block_facts, demand_facts
 from megajax.planning.cost.description import Description
 from megajax.planning.cost.estimate import Case, Estimate, estimate
 from megajax.planning.cost.work import footprint
@@ -60,6 +61,7 @@ class Choice:
     pipeline: int
     virtual_stages: int
     data: int
+    expert: int = 1
     data_sharding: Sharding
     sequence: bool
     micro_size: int
@@ -71,7 +73,8 @@ class Choice:
     def layout(self) -> str:
         """Such as "tensor 4, pipeline 4 x 5, data 4"."""
         chunks = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
-        return f"tensor {self.tensor}, pipeline {self.pipeline}{chunks}, data {self.data}"
+        experts = f", expert {self.expert}" if self.expert > 1 else ""
+        return f"tensor {self.tensor}, pipeline {self.pipeline}{chunks}, data {self.data}{experts}"
 
     @property
     def recomputing(self) -> str:
@@ -89,7 +92,8 @@ class Choice:
     @property
     def kind(self) -> tuple:
         """Everything but the recompute policy: layouts of one kind appear once in a ranking."""
-        return self.tensor, self.pipeline, self.virtual_stages, self.data_sharding, self.micro_size, self.sequence
+        parallel = self.tensor, self.pipeline, self.virtual_stages, self.expert, self.data_sharding, self.sequence
+        return *parallel, self.micro_size
 
     @classmethod
     def of(cls, cfg: RunConfig, devices: int) -> "Choice":
@@ -106,7 +110,7 @@ class Choice:
         )
 
 
-_PARALLEL = ("tensor", "pipeline", "virtual_stages", "data", "data_sharding", "sequence")
+_PARALLEL = ("tensor", "pipeline", "virtual_stages", "data", "expert", "data_sharding", "sequence")
 SEARCHED: Mapping[str, str] = MappingProxyType(
     {f"parallel.{name}": name for name in _PARALLEL}
     | {
@@ -180,7 +184,7 @@ def _text(value: Any) -> str:
 
 
 type Place = tuple[int, int, int]
-"""(tensor, pipeline, data) of a group."""
+"""(tensor, pipeline, data x expert) of a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,34 +244,37 @@ class Task:
     def given(self) -> Choice:
         """The config as it is, with what is fixed."""
         now = replace(Choice.of(self.case.cfg, self.devices), **self.fixed)
-        rest = max(1, self.devices // (now.tensor * now.pipeline))
+        rest = max(1, self.devices // (now.tensor * now.pipeline * now.expert))
         return now if "data" in self.fixed or self.case.cfg.parallel.data is not None else replace(now, data=rest)
 
     def groups(self) -> list[Place]:
-        """(tensor, pipeline, data) that use all devices, or as many as a fixed `data` leaves."""
+        """(tensor, pipeline, data x expert) that use all devices, or as many as a fixed `data` leaves."""
         places = []
         for tensor in self._given("tensor") or divisors(self.devices, self.case.cluster.per_node):
             several = len(self.case.cfg.model.stacks()) > 1  # sections, whose layers no pipeline cuts
             stages = 1 if several else self.case.cfg.model.stack.repeats
             for pipeline in self._given("pipeline") or divisors(self.devices // tensor, stages):
                 rest, over = divmod(self.devices, tensor * pipeline)
-                places += [(tensor, pipeline, data) for data in self._given("data") or [rest] * (rest and not over)]
+                fixed = [data * expert for data in self._given("data") for expert in self._experts(self.devices)]
+                places += [(tensor, pipeline, size) for size in fixed or [rest] * (rest and not over)]
         return places
 
     def layouts(self, group: Place) -> Iterator[Choice]:
         """All layouts of a group, each with the recompute policy that takes least memory."""
-        tensor, pipeline, data = group
-        for sharding, sequence, chunks, micro_size in product(
-            self._given("data_sharding") or self._shardings(data),
+        tensor, pipeline, replicas = group
+        for expert, sharding, sequence, chunks, micro_size in product(
+            self._experts(replicas // self.fixed.get("data", 1)),
+            self._given("data_sharding") or self._shardings(replicas),
             self._given("sequence") or ([True, False] if tensor > 1 else [False]),
             self._given("virtual_stages") or self._chunks(pipeline),
-            self._given("micro_size") or self._micro_sizes(data),
+            self._given("micro_size") or self._micro_sizes(replicas),
         ):
             yield Choice(
                 tensor=tensor,
                 pipeline=pipeline,
                 virtual_stages=chunks,
-                data=data,
+                data=replicas // expert,
+                expert=expert,
                 data_sharding=sharding,
                 sequence=sequence,
                 micro_size=micro_size,
@@ -294,10 +301,17 @@ class Task:
     def _given(self, name: str) -> list[Any]:
         return [self.fixed[name]] if name in self.fixed else []
 
-    def _shardings(self, data: int) -> tuple[Sharding, ...]:
-        """All, or one of them where `data` is 1 and they are equal."""
+    def _experts(self, most: int) -> list[int]:
+        """Sizes of `expert` that divide the devices and the experts of every layer."""
+        sections, dtype = self.model.section_facts(), self.case.cfg.precision.compute
+        blocks = [block for section in sections for block in block_facts(section, section.stack.pattern, dtype)]
+        experts = gcd(*(one.experts for block in blocks for one in block.experts))
+        return self._given("expert") or ([n for n in divisors(experts, most) if most % n == 0] or [1])
+
+    def _shardings(self, replicas: int) -> tuple[Sharding, ...]:
+        """All, or one of them where there is one replica and they are equal."""
         mine = self.case.cfg.parallel.data_sharding
-        return SHARDINGS if data > 1 else (mine if mine != "fsdp" else "zero1",)
+        return SHARDINGS if replicas > 1 else (mine if mine != "fsdp" else "zero1",)
 
     def _chunks(self, pipeline: int) -> list[int]:
         """Numbers of virtual stages that give chunks of different sizes; of equal ones, the smallest number."""
@@ -309,8 +323,8 @@ class Task:
             fewest.setdefault(-(-repeats // (pipeline * chunks)), chunks)
         return list(fewest.values())
 
-    def _micro_sizes(self, data: int) -> list[int]:
-        rows = max(1, self.case.cfg.batch.global_size // data)
+    def _micro_sizes(self, replicas: int) -> list[int]:
+        rows = max(1, self.case.cfg.batch.global_size // replicas)
         longest = max(section.positions for section in self.model.section_facts())
         return divisors(rows, max(1, self.case.cfg.batch.micro_size, MAX_TOKENS // longest))
 
@@ -333,7 +347,7 @@ class Entry:
 
 @dataclass(slots=True)
 class Group:
-    """Result for one (tensor, pipeline, data)."""
+    """Result for one (tensor, pipeline, data x expert)."""
 
     place: Place
     best: list[Entry] = field(default_factory=list)
@@ -352,7 +366,7 @@ def search(task: Task) -> Iterator[Group]:
     if not places:
         raise UserError(
             f"nothing to search: no layout of {task.devices} devices has {task.fixed_text()}.\n"
-            f"tensor x pipeline x data must be {task.devices}; give other values, or fewer of them."
+            f"tensor x pipeline x data x expert must be {task.devices}; give other values, or fewer of them."
         )
     yield from (explore(task, place) for place in places)
 
@@ -420,6 +434,8 @@ def _policies(task: Task, layout: Choice, group: Group) -> Iterator[Entry]:
 
 def _some_layers(task: Task, choice: Choice, whole: Description, group: Group) -> Iterator[Entry]:
     """The policy on the fewest layers of each chunk with which it fits, by bisection."""
+    if len(task.case.cfg.model.stack.parts()) > 1:
+        return  # a number of layers is one of the repeats of one pattern
     size = len(task.case.cfg.model.stack.pattern)
     few, enough = 0, whole.towers[-1].rows  # in repeats of the pattern
     while enough - few > 1:

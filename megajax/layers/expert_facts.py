@@ -1,0 +1,140 @@
+"""Facts of layers whose tokens pass some of many experts, which are spread over devices: rows, buffers, what is sent.
+
+T tokens of a microbatch on the devices of `tensor` together, k experts of each token; E experts on n devices, D width.
+Importing this imports neither jax nor flax.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+from megajax.layers.remat import Part
+from megajax.mesh.config import ParallelConfig
+
+type Way = Literal["auto", "gather", "ragged", "capacity"]
+
+EXCHANGES: Mapping[str, str] = {"ragged": "ragged-all-to-all", "capacity": "all-to-all"}
+"""Way -> the collective that sends rows."""
+
+
+class Spread(NamedTuple):
+    """How a layout spreads experts over devices."""
+
+    expert: int = 1
+    tensor: int = 1
+    whole: bool = False
+    """`tensor` shards the list of experts; otherwise their matrices."""
+    sequence: bool = False
+    """`tensor` shards the tokens too."""
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig) -> "Spread":
+        """Of a layout."""
+        return cls(parallel.expert, parallel.tensor, parallel.expert_tensor == "whole", parallel.sequence)
+
+    @property
+    def devices(self) -> int:
+        """Parts of the list of experts."""
+        return self.expert * self.listed
+
+    @property
+    def listed(self) -> int:
+        """Devices of `tensor` that have different experts."""
+        return self.tensor if self.whole else 1
+
+
+class Sending(NamedTuple):
+    """Collectives of one kind of a layer, on one device and for one microbatch."""
+
+    kind: str
+    axes: tuple[str, ...]
+    elements: float
+    """Of the whole side of each."""
+    forward: int
+    backward: int
+    again: int = 0
+    """In the backward pass, to compute the experts' inputs again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertFacts:
+    """A layer of experts, whatever the layout."""
+
+    experts: int
+    top_k: int
+    width: int
+    """Of the rows that are sent."""
+    tensors: Mapping[Part, int]
+    """Elements of the tensors that may be saved, for each row."""
+    way: Way = "auto"
+    room: float | None = None
+    """Rows of a buffer over their mean; None: room for all, whatever the router does."""
+    chunks: int = 1
+    """Parts of the tokens that go one after another, of which nothing is saved."""
+    beside: bool = False
+    """Whether a layer that all tokens pass runs beside the experts."""
+
+    def way_on(self, devices: int) -> str:
+        """`auto`: gather receives (n - 1) T D elements each way, the others at most k (n - 1) / n T D."""
+        if devices == 1:
+            return "gather"
+        if self.way != "auto":
+            return self.way
+        return "gather" if self.top_k >= devices else "ragged"
+
+    def mean_rows(self, tokens: float, spread: Spread) -> float:
+        """Rows of a device with a balanced router."""
+        return tokens * self.top_k / spread.listed
+
+    def most_rows(self, tokens: float, spread: Spread) -> float:
+        """Rows of a device if all tokens choose its experts."""
+        return tokens * spread.expert * min(self.top_k, self.experts / spread.devices)
+
+    def rows(self, tokens: float, spread: Spread) -> float:
+        """Rows that a device has room for, in all chunks together."""
+        most = self.most_rows(tokens, spread)
+        return most if self.room is None else min(most, self.room * self.mean_rows(tokens, spread))
+
+    def over_mean(self, spread: Spread) -> float:
+        """Room over the mean."""
+        return self.rows(1, spread) / self.mean_rows(1, spread)
+
+    def sent(self, tokens: float, spread: Spread) -> Iterator[Sending]:
+        """The collectives of tokens and outputs; those of counts and weights are small."""
+        way, whole, cut = self.way_on(spread.devices), tokens * self.width, spread.tensor > 1 and not spread.whole
+        axes = ("expert",) * (spread.expert > 1) + ("tensor",) * (spread.whole and spread.tensor > 1)
+        if cut and not spread.sequence:
+            yield Sending("all-reduce", ("tensor",), whole, 1, 1)
+        if way == "gather":
+            axes += ("tensor",) * (cut and spread.sequence)
+            yield from _gathered(axes, whole * spread.expert)
+            return
+        if cut and spread.sequence:
+            yield from _gathered(("tensor",), whole)
+        rows = self.mean_rows(tokens, spread) if way == "ragged" else self.rows(tokens, spread)
+        yield Sending(EXCHANGES[way], axes, rows * self.width, 2, 2, 1)
+
+    def summary(self, tokens: float, spread: Spread) -> str:
+        """Way, rows and the most there can be, in words."""
+        devices, rows, most = spread.devices, self.rows(tokens, spread), self.most_rows(tokens, spread)
+        own = f"{self.experts // devices} of {self.experts} experts on a device, {self.way_on(devices)}"
+        if self.chunks > 1:
+            own += f" in {self.chunks} chunks"
+        worst = "the worst case" if rows == most else f"dropped beyond that, the worst case is {most:,.0f}"
+        return f"{own}; room for {rows:,.0f} rows, {self.over_mean(spread):.3g} x the mean: {worst}"
+
+
+def _gathered(axes: tuple[str, ...], elements: float) -> Iterator[Sending]:
+    """Each is the other's transpose; the gather is needed again for gradients of weights."""
+    if axes:
+        yield Sending("all-gather", axes, elements, 1, 1, 1)
+        yield Sending("reduce-scatter", axes, elements, 1, 1)
+
+
+@runtime_checkable
+class HasExperts(Protocol):
+    """A layer of experts."""
+
+    def expert_facts(self, hidden: int) -> ExpertFacts:
+        """What plans need to know of it beside the facts that all layers have."""
+        ...

@@ -1,0 +1,152 @@
+"""Plans of mixtures of experts by formula: what a device holds, rows of buffers, what is sent, search."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megajax.config import load
+from megajax.config.errors import UserError
+from megajax.layers.config import BlockConfig, GatedMLPConfig, StackConfig
+from megajax.layers.config.moe import DispatchConfig, MoEConfig, RouterConfig
+from megajax.layers.dispatch import Dispatch
+from megajax.layers.expert_facts import Spread
+from megajax.layers.segments import SegmentsConfig
+from megajax.mesh.config import ParallelConfig
+from megajax.planning.cost.description import Description, describe
+from megajax.planning.cost.estimate import Span, estimate, seconds
+from megajax.planning.cost.work import footprint
+from megajax.planning.program.devices import GPUS, Cluster
+from megajax.planning.search.search import Case, Task
+from megajax.planning.show import plan_report
+
+EXPERTS, TOP_K, HIDDEN, FFN, TOKENS = 8, 2, 256, 512, 1024
+
+
+def config(*, segments: bool = False, parallel: ParallelConfig | None = None, **dispatch: Any) -> Any:
+    """A model of 4 layers with experts, after 2 without if it has segments."""
+    cfg = load("llama3.py:debug", "precision.compute=bfloat16")
+    moe = MoEConfig(
+        experts=EXPERTS,
+        top_k=TOP_K,
+        expert=GatedMLPConfig(ffn=FFN),
+        router=RouterConfig(),
+        dispatch=DispatchConfig(**dispatch),
+    )
+    (block,) = cfg.model.stack.pattern
+    assert isinstance(block, BlockConfig)
+    stack = StackConfig(pattern=(replace(block, mlp=moe),), repeats=4)
+    if segments:
+        stack = SegmentsConfig(segments=(StackConfig(pattern=(block,), repeats=2), stack))
+    model = replace(cfg.model, hidden=HIDDEN, sequence_length=TOKENS, stack=stack)
+    return cfg.but(model=model, parallel=parallel or ParallelConfig(), batch=replace(cfg.batch, global_size=64))
+
+
+def described(parallel: ParallelConfig, **settings: Any) -> Description:
+    return describe(config(parallel=parallel, **settings), GPUS["h100"], 16)
+
+
+LAYOUTS = {
+    "expert": ParallelConfig(expert=4),
+    "all experts": ParallelConfig(expert=8),
+    "fsdp": ParallelConfig(expert=4, data_sharding="fsdp"),
+    "whole": ParallelConfig(expert=2, tensor=2, sequence=True, expert_tensor="whole"),
+    "cut": ParallelConfig(expert=4, tensor=2, sequence=True),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("segments", [False, True])
+def test_all_devices_together_hold_every_weight_once(name: str, segments: bool) -> None:
+    run = described(LAYOUTS[name], segments=segments)
+    count = run.model.parameter_count().total
+    padding = (run.model.head_facts().columns - run.model.vocabulary_size) * HIDDEN  # type: ignore[attr-defined]
+    # Gains and the router are whole on every device of `tensor`.
+    vectors = sum(tower.vectors() for tower in run.towers) + HIDDEN * EXPERTS * 4
+    copies = (run.parallel.tensor - 1) * (vectors + HIDDEN)
+    held = footprint(run).parameters / 4 * run.devices
+    assert held == pytest.approx(count + 2 * padding + copies, rel=5e-3)
+
+
+def test_a_device_holds_its_own_experts_in_compute_dtype_and_their_gradients() -> None:
+    one, eight = (footprint(described(ParallelConfig(expert=size))) for size in (1, 8))
+    experts = 4 * EXPERTS * 3 * HIDDEN * FFN
+    assert one.weights - eight.weights == 2 * experts * 7 / 8
+    assert one.gradients - eight.gradients == 4 * experts * 7 / 8
+
+
+@pytest.mark.parametrize("room", [None, 1.5])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_are_those_of_the_dispatcher(name: str, room: float | None) -> None:
+    parallel = LAYOUTS[name]
+    moe = config(parallel=parallel, room=room).model.stack.pattern[0].mlp
+    facts, spread = moe.expert_facts(HIDDEN), Spread.of(parallel)
+    buffer = Dispatch(experts=EXPERTS, top_k=TOP_K, room=room)
+    # As `gather` does, of the tokens of all devices.
+    tokens, own = TOKENS * spread.expert, EXPERTS // spread.devices
+    rows = buffer.rows(tokens * TOP_K / spread.devices, tokens * min(TOP_K, own))
+    assert rows - 8 < facts.rows(TOKENS, spread) <= rows
+    assert facts.mean_rows(TOKENS, spread) == tokens * TOP_K / spread.devices
+
+
+def test_what_is_sent_is_what_compiled_programs_send() -> None:
+    """The table in docs/moe.md: five times all tokens by gather, five times k of n - 1 by ragged."""
+    found = {}
+    for way in ("gather", "ragged", "capacity"):
+        run = described(ParallelConfig(expert=8), way=way, room=1.25)
+        rows = [row for row in estimate(run).traffic if "expert" in row.axis and "once a step" not in row.what]
+        layers = run.microbatches * 4
+        found[way] = sum(row.bytes for row in rows) / layers / 2 / HIDDEN / TOKENS
+        assert {row.axis for row in rows} == {"expert"}
+    assert found == {"gather": 5 * 8, "ragged": 5 * TOP_K, "capacity": 5 * TOP_K * 1.25}
+
+
+def test_auto_is_gather_where_it_moves_no_more() -> None:
+    facts = config().model.stack.pattern[0].mlp.expert_facts(HIDDEN)
+    assert [facts.way_on(devices) for devices in (1, 2, 4, 8)] == ["gather", "gather", "ragged", "ragged"]
+
+
+def test_rows_between_nodes_take_the_network() -> None:
+    device, size = GPUS["h100"], 1e9
+    inside, across = (seconds("all-to-all", size, Span.of(n, 1, 8), device) for n in (8, 16))
+    assert inside == pytest.approx(size * 7 / 8 / (device.nvlink * device.nvlink_share), rel=0.01)
+    assert across == pytest.approx(size / 2 / (device.network * device.network_share), rel=0.01)
+
+
+def test_the_plan_says_the_worst_case() -> None:
+    free = plan_report(estimate(described(ParallelConfig(expert=8)))).text()
+    assert "1 of 8 experts on a device, ragged; room for 8,192 rows, 4 x the mean: the worst case" in free
+    bounded = plan_report(estimate(described(ParallelConfig(expert=8), room=1.5))).text()
+    assert "room for 3,072 rows, 1.5 x the mean: dropped beyond that, the worst case is 8,192" in bounded
+
+
+def test_buffers_for_all_take_the_memory_that_room_and_chunks_save() -> None:
+    def peak(**dispatch: Any) -> float:
+        return footprint(described(ParallelConfig(expert=8), **dispatch)).peak
+
+    assert peak(chunks=4) < peak() and peak(room=1.5) < peak()
+
+
+def task(cfg: Any, **fixed: Any) -> Task:
+    return Task(Case(cfg, Cluster("h100", 16, 8), GPUS["h100"]), fixed)
+
+
+def test_a_search_tries_numbers_of_devices_that_divide_the_experts() -> None:
+    def sizes(cfg: Any, **fixed: Any) -> set[tuple[int, int]]:
+        searched = task(cfg, **fixed)
+        found = [one for group in searched.groups() if group[:2] == (1, 1) for one in searched.layouts(group)]
+        return {(one.data, one.expert) for one in found}
+
+    assert sizes(config()) == {(16, 1), (8, 2), (4, 4), (2, 8)}
+    assert sizes(config(), expert=4) == {(4, 4)} and sizes(config(), data=2) >= {(2, 8)}
+    assert sizes(load("llama3.py:debug")) == {(16, 1)}
+    searched = task(config())
+    choice = next(one for group in searched.groups() for one in searched.layouts(group) if one.expert == 8)
+    assert searched.with_choice(choice).cfg.parallel.expert == 8 and "expert 8" in choice.layout
+
+
+def test_formulas_refuse_a_pipeline_of_segments() -> None:
+    cut = SimpleNamespace(model=config(segments=True).model, parallel=ParallelConfig(pipeline=2))
+    with pytest.raises(UserError, match=r"segments.*\n.*parallel\.pipeline=1"):
+        describe(cut, GPUS["h100"], 16)  # type: ignore[arg-type]
