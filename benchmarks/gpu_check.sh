@@ -2,7 +2,7 @@
 # All speed measurements and the tests that want a GPU, on one GPU, in calls of ten minutes; the most telling ones first.
 #
 #   benchmarks/gpu_check.sh                       the first list of parts, within 570 s
-#   PARTS=second benchmarks/gpu_check.sh          the second; likewise third, more, experts, first,second and all
+#   PARTS=second benchmarks/gpu_check.sh          the second; likewise third, more, layers, first,second and all
 #   LIST=1 benchmarks/gpu_check.sh                print all parts with their time limits, run nothing
 #   ONLY='fp8|peers' PARTS=all benchmarks/gpu_check.sh     parts whose names match
 #   BUDGET=1500 benchmarks/gpu_check.sh           seconds for everything; parts that do not fit are left out

@@ -177,7 +177,7 @@ def test_a_whole_call(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_unknown_lists_are_refused() -> None:
-    with pytest.raises(SystemExit, match="PARTS=fourth: there are first, second, third, more and all"):
+    with pytest.raises(SystemExit, match="PARTS=fourth: there are first, second, third, more, layers and all"):
         gpu_check.chosen("first,fourth", ".")
     assert [part.name for part in gpu_check.chosen("all", "norm|device")] == ["device", "kernels_norm"]
 
