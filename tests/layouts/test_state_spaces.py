@@ -1,0 +1,28 @@
+"""Mamba-2 with documents apart trains on every layout as on one device, pipelines included."""
+
+from dataclasses import replace
+
+import pytest
+from test_hybrids import same
+from tiny_runs import ONE, llama, train
+
+from megajax.layers.config import FeedForwardBlockConfig, Mamba2Config, MixerBlockConfig, StackConfig
+from megajax.mesh.config import ParallelConfig
+
+SPACE = MixerBlockConfig(mixer=Mamba2Config(heads=4, head_dim=6, state=5, groups=2, chunk=8))
+MODEL = replace(
+    llama(),
+    stack=StackConfig(pattern=(SPACE, FeedForwardBlockConfig(mlp=llama().stack.pattern[0].mlp)), repeats=4),
+)
+LAYOUTS = {
+    "1f1b, tensor, sequence": ParallelConfig(pipeline=2, tensor=2, data=2, sequence=True),
+    "interleaved, fsdp": ParallelConfig(
+        pipeline=2, virtual_stages=2, schedule="interleaved", data=2, data_sharding="fsdp"
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", LAYOUTS.values(), ids=LAYOUTS)
+def test_as_on_one_device(parallel: ParallelConfig) -> None:
+    same(train(MODEL, parallel, microbatches=4), train(MODEL, ONE, microbatches=4))
