@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu
 from megajax.config.errors import UserError
 from megajax.kernels import grouped_matmul as module
 from megajax.kernels import grouped_mosaic, grouped_triton
+from megajax.kernels.attention import local_device
 from megajax.kernels.capability import Device
 from megajax.kernels.grouped_capability import GROUPED_BACKENDS, GroupedSizes, choose_grouped
 from megajax.kernels.grouped_matmul import PRODUCTS, Products, grouped_matmul
@@ -176,7 +177,7 @@ LIVE, TALL = (23, 0, 17, 31), 72
 """Rows of each group, and of all: rows past the groups stay."""
 
 
-def interpreted(name: str, groups: tuple[int, ...], count: int, inner: int, outer: int) -> None:
+def check(products: Products, groups: tuple[int, ...], count: int, inner: int, outer: int) -> None:
     """Both functions of a GPU kernel against the reference, NaN in the rows past the groups."""
     keys, sizes, live = jax.random.split(jax.random.key(0), 3), jnp.array(groups, jnp.int32), sum(groups)
     shapes = (count, inner), (len(groups), inner, outer), (count, outer)
@@ -184,21 +185,22 @@ def interpreted(name: str, groups: tuple[int, ...], count: int, inner: int, oute
     given = x.at[live:].set(jnp.nan), w.astype(jnp.float32), dy.at[live:].set(jnp.nan), sizes
 
     @jax.jit
-    def found(x: Array, w: Array, dy: Array, sizes: Array) -> tuple[Array, Array, Array]:
-        return both(lambda x, w: grouped_matmul(x, w, sizes, SMALL[name]), x, w, dy)
+    def run(x: Array, w: Array, dy: Array, sizes: Array) -> tuple[Array, Array, Array]:
+        return both(lambda x, w: grouped_matmul(x, w, sizes, products), x, w, dy)
 
     expected = of_reference(*given)
     # Memory of a program that nothing was written to is NaN there; a read that no barrier orders is an error.
-    careful = mosaic_gpu.InterpretGPUParams(detect_races=True)
-    with mosaic_gpu.force_gpu_interpret_mode(careful) if name == "mosaic" else nullcontext():
-        y, dx, dw = jax.block_until_ready(found(*given))
+    with mosaic_gpu.force_gpu_interpret_mode(CAREFUL) if products is SMALL["mosaic"] else nullcontext():
+        y, dx, dw = jax.block_until_ready(run(*given))
     assert dw.dtype == jnp.float32
     np.testing.assert_allclose(dw, expected[2], atol=1e-5 * float(jnp.abs(expected[2]).max()))
     for a, b in zip((y, dx), expected[:2], strict=True):
+        a, b = (np.asarray(each[:live], np.float32) for each in (a, b))
         # Sums in another order: a result next to the middle of two bfloat16 numbers may become the other one.
-        np.testing.assert_allclose(*(np.asarray(each[:live], np.float32) for each in (a, b)), rtol=2**-7, atol=1e-3)
+        np.testing.assert_allclose(a, b, rtol=2**-7, atol=1e-5 * np.abs(b).max(initial=0.0))
 
 
+CAREFUL = mosaic_gpu.InterpretGPUParams(detect_races=True)
 CUT = {"blocks": grouped_triton.Blocks(16, 32, 32), "interpret": True}
 FEW_PROGRAMS = {"blocks": grouped_mosaic.Blocks(64, 128, 64), "programs": 1}
 SMALL = {
@@ -209,16 +211,27 @@ SMALL = {
 
 def test_the_triton_kernels_equal_the_reference() -> None:
     """Sides that its blocks don't divide."""
-    interpreted("triton", LIVE, TALL, 48, 80)
+    check(SMALL["triton"], LIVE, TALL, 48, 80)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize(("groups", "count"), [((0, 0, 0), 64), ((0, 200, 0), 200), ((100, 0, 60, 70), 264)])
 def test_the_kernels_equal_the_reference_for_other_groups(name: str, groups: tuple[int, ...], count: int) -> None:
-    interpreted(name, groups, count, 128, 192)
+    check(SMALL[name], groups, count, 128, 192)
 
 
 def test_the_mosaic_kernels_equal_the_reference() -> None:
     """Groups begin between multiples of 8; the last tile would reach beyond the last row."""
-    interpreted("mosaic", LIVE, TALL, 64, 64)
+    check(SMALL["mosaic"], LIVE, TALL, 64, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(local_device().capability is None, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("inner", "outer"), [(512, 768), (704, 448)])
+@pytest.mark.parametrize("groups", [(300, 0, 1, 700, 23), (0, 0, 4096, 0, 0), (820, 819, 821, 818, 818)])
+def test_kernels_on_a_gpu_equal_the_reference(groups: tuple[int, ...], inner: int, outer: int, name: str) -> None:
+    if refusal := GROUPED_BACKENDS[name].refusal("bfloat16", local_device()):
+        pytest.skip(refusal)
+    check(PRODUCTS[name], groups, 4096, inner, outer)
