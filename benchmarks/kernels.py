@@ -1,9 +1,8 @@
 """Attention, loss, norms and matmuls alone, of experts too: are they right, how far from what a device can do at most?
 
-Run:  python benchmarks/kernels.py [--parts=attention,loss,norm,matmul,grouped,state_space] [--seconds=0.3]
-                                    [--json[=FILE]]
+Run:  python benchmarks/kernels.py [--parts=attention,grouped] [--seconds=0.3] [--json[=FILE]]
 
-  --parts=LIST      which of them (default: all)
+  --parts=LIST      of attention, loss, norm, matmul, grouped, state_space (default: all)
   --seconds=N       of timed calls for each figure
   --json[=FILE]     write it down too; without a name into benchmarks/results/kernels.json
   --peak-tflops=N   bfloat16 peak of a device that is not in the table

@@ -1,13 +1,14 @@
 """Grouped matmuls of experts, compiled for virtual GPUs; a mixture of experts against a dense layer, timed on a CPU.
 
-Run:  python benchmarks/moe.py             both; the first needs the extra aot. About four minutes, no GPU
+Run:  python benchmarks/moe.py             both; the first needs the extra aot. About three minutes, no GPU
       python benchmarks/moe.py --part=compiled      or timed; writes only its half of the results
 
 compiled: the grouped matmuls of layers of Qwen3-30B-A3B, DeepSeek-V3 and Mixtral 8x7B, forward and both gradients:
 temporary memory beside the results, and operations computed over the model's. Kernels compute whole blocks, so the
 ratio follows from the rows of each expert: drawn from even shares, and from shares of which the largest is three times
 the smallest. timed: forward and backward of a mixture of experts, with routing, sort and both permutations, over those
-of a dense layer with as many active weights, in processor time, which other programs disturb less. Speed on a GPU: kernels.py --parts=grouped.
+of a dense layer with as many active weights; in processor time, which other programs disturb less, by turns.
+Speed on a GPU: kernels.py --parts=grouped.
 
 Writes benchmarks/results/moe.json; docs/moe.md shows it.
 """
