@@ -95,6 +95,7 @@ def test_the_compiler_takes_every_option(option: Option) -> None:
     assert refusal({option.name: option.value}, jax.devices()[0]) is None
 
 
+@pytest.mark.slow
 def test_memory_is_counted_where_the_device_counts_it() -> None:
     run = trained(None, BFLOAT16)
     state: Any = jax.tree.leaves(run.bench.state)

@@ -222,7 +222,13 @@ def gradients(attend, recompute: str, segments: np.ndarray | None, jit: bool, dt
     return jax.tree.leaves((jax.jit(gradient) if jit else gradient)(*values))
 
 
-@pytest.mark.parametrize(("recompute", "jit"), [("selective", True), ("full", True), ("selective", False)])
+@pytest.mark.parametrize(
+    ("recompute", "jit"),
+    [
+        ("selective", True),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("full", True), ("selective", False))),
+    ],
+)
 @MASKS
 def test_gradients_from_saved_residuals_match_the_reference(segments, recompute, jit):
     """By the rule all fused backends share, around forward and backward functions in plain jax."""

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -94,22 +95,31 @@ def test_images_stand_at_their_tokens(shuffle: int, ffn: int | None, keep: bool)
     """Equal to the decoder on embeddings in which the projected images were put by hand."""
     model = built(replace(llava(shuffle=shuffle, ffn=ffn), keep_class_tokens=keep))
     batch = rows(model.cfg, images=2)
-    looking = Looking(model)
-    seeing = looking.context(batch, None)
-    seen = np.asarray(looking.leave(looking.stack(looking.enter(looking.embed(batch), seeing), seeing), seeing))
+    looking, answer = Looking(model), jax.jit(lambda batch: model(**batch))
+
+    @jax.jit
+    def looked_at(batch: Batch) -> jax.Array:
+        ctx = looking.context(batch, None)
+        return looking.leave(looking.stack(looking.enter(looking.embed(batch), ctx), ctx), ctx)
+
+    @jax.jit
+    def answered(x: jax.Array) -> jax.Array:
+        index = jnp.arange(LENGTH)
+        ctx = Context(jnp.broadcast_to(index[None], (2, LENGTH)), index)
+        return model.logits(model.final_norm(model.stack(DecoderLM.enter(model, x, ctx), ctx)))
+
+    seen = np.asarray(looked_at(batch))
     positions = 4 // shuffle**2 + keep
     assert seen.shape == (2, 2 * positions, 32)
     x = np.array(model.embed_tokens(jnp.asarray(batch["tokens"])))
     x[0, 2 : 2 + 2 * positions] = seen[0]
-    index = jnp.arange(LENGTH)
-    ctx = Context(jnp.broadcast_to(index[None], (2, LENGTH)), index)
-    expected = model.logits(model.final_norm(model.stack(DecoderLM.enter(model, jnp.asarray(x), ctx), ctx)))
-    np.testing.assert_allclose(model(**batch), expected, atol=1e-5)
+    expected = answered(x)
+    np.testing.assert_allclose(answer(batch), expected, atol=1e-5)
     # The second row has no image: what is in its slots makes no difference.
     other = {**batch, "images": np.concatenate([batch["images"][:1], 255 - batch["images"][1:]])}
-    np.testing.assert_allclose(model(**other), expected, atol=1e-5)
+    np.testing.assert_allclose(answer(other), expected, atol=1e-5)
     other = {**batch, "images": 255 - batch["images"]}
-    assert np.abs(np.asarray(model(**other))[0] - expected[0]).max() > 1e-3
+    assert np.abs(np.asarray(answer(other))[0] - expected[0]).max() > 1e-3
 
 
 def test_class_tokens_are_positions_of_the_decoder_if_they_are_kept() -> None:

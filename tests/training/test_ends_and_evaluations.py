@@ -57,7 +57,7 @@ def test_attempts_of_so_many_steps_make_up_the_run(whole, tmp_path, capsys):
 
 
 def test_an_attempt_ends_when_its_time_is_up(whole, tmp_path, monkeypatch):
-    cfg = small(tmp_path, resilience=ResilienceConfig(exit_after_minutes=1e-6))
+    cfg = small(tmp_path, resilience=ResilienceConfig(exit_after_minutes=1e-6), evaluation=EvaluationConfig(batches=0))
     assert train(cfg) == 0
     assert list(losses(tmp_path)) == [1]
     assert (stopped(tmp_path)["reason"], stopped(tmp_path)["saved"]) == ("resilience.exit_after_minutes=1e-06", 1)
@@ -69,7 +69,8 @@ def test_a_run_whose_sample_fails_is_done_all_the_same(tmp_path, capsys):
     def fails(run, folder):
         raise IndexError("too few rows")
 
-    assert train(small(tmp_path, logging=LoggingConfig(plot=False, report=False)), sampler=fails) == 0
+    cfg = small(tmp_path, logging=LoggingConfig(plot=False, report=False), evaluation=EvaluationConfig(batches=0))
+    assert train(cfg, sampler=fails) == 0
     assert "no sample: IndexError: too few rows" in capsys.readouterr().out
 
 

@@ -10,6 +10,7 @@ from megajax.job.job import NUMERIC_FAULT_EXIT, train
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import ScheduleConfig
 from megajax.precision.config import DynamicScaleConfig, PrecisionConfig
+from megajax.training.config import EvaluationConfig
 
 
 def lines(folder: Path) -> list[dict]:
@@ -24,6 +25,7 @@ def job(folder: Path, scale: DynamicScaleConfig, **changes):
         model=model(dropout=0.0),
         precision=PrecisionConfig(compute="float16", loss_scale=scale),
         schedule=ScheduleConfig(lr=1e-2, style="constant"),
+        evaluation=EvaluationConfig(batches=0),
         **changes,
     )
 

@@ -16,10 +16,7 @@ from megajax.training.config import BatchConfig, EvaluationConfig
 
 STEPS = 6
 LEGS = {
-    "pipeline2-tensor2data2": (
-        ParallelConfig(pipeline=2, schedule="gpipe", data=1),
-        ParallelConfig(tensor=2, data=2),
-    ),
+    "pipeline2-tensor2data2": (ParallelConfig(pipeline=2, data=1), ParallelConfig(tensor=2, data=2)),
     "pipeline4-tensor2data2-pipeline4": (
         ParallelConfig(pipeline=4, data=1),
         ParallelConfig(tensor=2, data=2),
@@ -32,9 +29,6 @@ LEGS = {
         ParallelConfig(data=1),
     ),
 }
-
-SHORT = "pipeline2-tensor2data2"
-"""What the default suite goes through."""
 
 
 def one_run(folder: Path, legs: tuple[ParallelConfig, ...]) -> dict[int, float]:
@@ -59,9 +53,7 @@ def whole(tmp_path_factory) -> dict[int, float]:
     return one_run(tmp_path_factory.mktemp("whole"), (ParallelConfig(data=1),))
 
 
-@pytest.mark.parametrize(
-    "legs",
-    [pytest.param(legs, id=name, marks=[] if name == SHORT else [pytest.mark.slow]) for name, legs in LEGS.items()],
-)
+@pytest.mark.slow  # test_job.py goes on in a pipeline by default
+@pytest.mark.parametrize("legs", LEGS.values(), ids=LEGS)
 def test_a_run_goes_on_in_another_pipeline(tmp_path, whole, legs):
     assert one_run(tmp_path, legs) == pytest.approx(whole, rel=1e-5)

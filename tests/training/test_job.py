@@ -128,9 +128,10 @@ def test_going_on_is_as_if_it_had_never_stopped(whole, copied):
     assert losses(copied) == losses(whole)
 
 
-@pytest.mark.slow  # test_going_on_in_another_pipeline.py has it with a pipeline
 def test_going_on_with_another_layout_is_the_same_run(whole, copied):
-    cfg = run_config(copied, parallel=ParallelConfig(data=2), batch=BatchConfig(global_size=8, micro_size=1))
+    """In a pipeline; test_going_on_in_another_pipeline.py has more of them."""
+    layout = ParallelConfig(pipeline=2, data=1, schedule="gpipe")
+    cfg = run_config(copied, parallel=layout, batch=BatchConfig(global_size=8, micro_size=2))
     assert train(cfg) == 0
     for step in (5, 6):
         assert steps(copied)[step]["loss"] == pytest.approx(steps(whole)[step]["loss"], rel=1e-5)

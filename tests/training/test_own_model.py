@@ -58,6 +58,7 @@ def test_it_learns(expected):
     assert expected[-1] < expected[0]
 
 
+@pytest.mark.slow
 def test_it_learns_as_printed_on_the_page(config_file):
     """With the page's own settings: in bfloat16."""
     run = setup(load(config_file, "steps=3", "parallel.data=1"))

@@ -208,6 +208,7 @@ def test_without_running_again(parts, undisturbed):
     assert infos[3].skipped
 
 
+@pytest.mark.slow
 def test_overflows_above_the_floor_are_not_suspicious():
     cfg = run_config(
         model=model(repeats=1),
