@@ -32,6 +32,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the texts of tests/golden anew")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Files in the order of their names: by number of tests, those of one long test come last, one worker idle."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With `-m gpu`, files without such a test are not imported: a lent GPU machine has no data loader, for one."""
     if config.option.markexpr == "gpu" and collection_path.suffix == ".py":

@@ -104,7 +104,10 @@ def test_results_and_gradients_match_the_formula(case: str, name: str, passes: P
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-@pytest.mark.parametrize("row", ["padded first", "padded between", "padded last"])
+@pytest.mark.parametrize(
+    "row",
+    ["padded first", *(pytest.param(row, marks=pytest.mark.slow) for row in ("padded between", "padded last"))],
+)
 def test_cudnn_leaves_rows_it_has_no_lengths_for_to_the_pallas_kernel(row, monkeypatch) -> None:
     """Also rows with padding before the text are right; which rows there are, only the running program knows."""
     monkeypatch.setitem(cudnn.ELEMENT, jnp.dtype(jnp.float32), "BF16")

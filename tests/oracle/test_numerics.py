@@ -146,7 +146,8 @@ ALWAYS = {"gpt_base", "llama_base", "llama_mtp1", "mla_rope"}
 
 
 def slow_unless_always(case: Any) -> Any:
-    return pytest.param(case, marks=pytest.mark.slow) if case in VARIANTS.keys() - ALWAYS else case
+    differs = isinstance(case, str) and case in VARIANTS.keys() - ALWAYS
+    return pytest.param(case, marks=pytest.mark.slow) if differs else case
 
 
 @pytest.mark.parametrize("case", map(slow_unless_always, cases((FOUND | set(VARIANTS) | set(OTHERS)) - OWN_TESTS)))
