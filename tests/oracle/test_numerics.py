@@ -141,16 +141,21 @@ def noise_of(model: OneDevice) -> set[str]:
     return {name for name, where in to_megatron(model.cfg, places).items() if where.all()}
 
 
-ALWAYS = {"gpt_base", "llama_base", "llama_mtp1", "mla_rope"}
-"""Those that others differ from in a setting or two, of which each layer's own tests know more."""
+SLOW = {
+    "gpt_bias_gelu_fusion",
+    "gpt_micro2",
+    "llama_qk_layernorm",
+    "llama_rotary_base500k_scaling",
+    "llama_window8",
+}
+"""Those that differ from gpt_base and llama_base in a setting or two, which tests of layers compare with formulas."""
 
 
-def slow_unless_always(case: Any) -> Any:
-    differs = isinstance(case, str) and case in VARIANTS.keys() - ALWAYS
-    return pytest.param(case, marks=pytest.mark.slow) if differs else case
+def marked(case: Any) -> Any:
+    return pytest.param(case, marks=pytest.mark.slow) if isinstance(case, str) and case in SLOW else case
 
 
-@pytest.mark.parametrize("case", map(slow_unless_always, cases((FOUND | set(VARIANTS) | set(OTHERS)) - OWN_TESTS)))
+@pytest.mark.parametrize("case", [*map(marked, cases((FOUND | set(VARIANTS) | set(OTHERS)) - OWN_TESTS))])
 def test_model(case: str) -> None:
     if case in OTHERS:
         unsupported(f"model {case}")

@@ -96,11 +96,11 @@ def check_meaningless(compare: Comparison, run: dict[str, Any], moved: Arrays, m
             compare.check("noise", moved[name][~used], np.zeros((~used).sum()), most, name=name, scale=far)
 
 
-def slow_but_one(case: Any) -> Any:
+def marked(case: Any) -> Any:
     return pytest.param(case, marks=pytest.mark.slow) if case == "llama" else case
 
 
-@pytest.mark.parametrize("case", map(slow_but_one, cases(RUNS)))
+@pytest.mark.parametrize("case", [*map(marked, cases(RUNS))])
 def test_run(case: str) -> None:
     run, stored = RUNS[case], load_arrays(f"numerics/train_{case}.npz")
     schedule = schedule_config(run["scheduler"])
