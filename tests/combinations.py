@@ -134,7 +134,7 @@ class Combination:
     def values(self) -> dict[str, object]:
         """Dimension -> value; those that mean nothing here are left out."""
         parallel, cfg = self.parallel, self.config()
-        found = {
+        values = {
             "pipeline": parallel.pipeline,
             "data": parallel.data,
             "tensor": parallel.tensor,
@@ -149,14 +149,14 @@ class Combination:
             "isolated": self.isolated,
         }
         if parallel.pipeline > 1:
-            found |= {
+            values |= {
                 "virtual stages": parallel.virtual_stages,
                 "schedule": parallel.schedule,
                 "loss wait": parallel.loss_wait if parallel.schedule != "gpipe" else None,
                 "microbatches": self.kind_of_microbatches,
                 "cut": self.cut,
             }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 TABLE = """
@@ -225,17 +225,19 @@ class Difference:
     """To compile the layout's step."""
 
 
-def difference(found: Trained, expected: Trained) -> Difference:
+def difference(actual: Trained, expected: Trained) -> Difference:
     """Between two runs of the same model and batch; a NaN is the largest error."""
-    assert found.gradients.keys() == expected.gradients.keys()
+    assert actual.gradients.keys() == expected.gradients.keys()
     top = max(np.abs(g).max() for g in expected.gradients.values())
-    errors = {path: np.abs(found.gradients[path] - g).max() / np.abs(g).max() for path, g in expected.gradients.items()}
+    errors = {
+        path: np.abs(actual.gradients[path] - g).max() / np.abs(g).max() for path, g in expected.gradients.items()
+    }
     for path in unseen(expected.program.cfg.model):
-        errors[path] = max(np.abs(run.gradients[path]).max() for run in (found, expected)) / (UNSEEN * top)
+        errors[path] = max(np.abs(run.gradients[path]).max() for run in (actual, expected)) / (UNSEEN * top)
     worst = max(errors, key=lambda path: (np.isnan(errors[path]), errors[path]))
-    loss = float(np.abs(found.losses / expected.losses - 1).max())
-    norm = float(np.abs(found.norms / expected.norms - 1)[0])
-    return Difference(loss, norm, float(errors[worst]), worst, found.padding, found.seconds)
+    loss = float(np.abs(actual.losses / expected.losses - 1).max())
+    norm = float(np.abs(actual.norms / expected.norms - 1)[0])
+    return Difference(loss, norm, float(errors[worst]), worst, actual.padding, actual.seconds)
 
 
 def unseen(model: DecoderConfig) -> list[str]:

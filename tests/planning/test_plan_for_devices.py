@@ -109,42 +109,42 @@ def plan(folder: Path, *arguments: str, config: Sequence[str] = (DEBUG, *TINY)) 
     return json.loads(file.read_text()), done.stdout
 
 
-def row(found: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]:
-    return [one for one in found["collectives"] if all(one[key] == value for key, value in wanted.items())]
+def row(figures: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]:
+    return [one for one in figures["collectives"] if all(one[key] == value for key, value in wanted.items())]
 
 
 @needs_compiler
 def test_a_train_step_for_virtual_gpus(tmp_path: Path) -> None:
-    found, printed = plan(
+    figures, printed = plan(
         tmp_path, "--devices=h100:8", "--parallel.data=4", "--parallel.tensor=2", "--parallel.sequence=true"
     )
-    assert found["fits"] is True and found["devices"] == 8 and found["mesh"]["tensor"] == 2
-    assert found["bubble_fraction"] == 0 and found["microbatches"] == 4
-    assert found["kernels"]["attention"] == ["cudnn"]
-    assert found["peak_gib"] == pytest.approx(found["arguments_gib"] + found["temporary_gib"], rel=1e-2)
+    assert figures["fits"] is True and figures["devices"] == 8 and figures["mesh"]["tensor"] == 2
+    assert figures["bubble_fraction"] == 0 and figures["microbatches"] == 4
+    assert figures["kernels"]["attention"] == ["cudnn"]
+    assert figures["peak_gib"] == pytest.approx(figures["arguments_gib"] + figures["temporary_gib"], rel=1e-2)
     # Two float32 moments for each float32 weight.
-    assert found["optimizer_gib"] == pytest.approx(2 * found["parameters_gib"], rel=1e-3)
+    assert figures["optimizer_gib"] == pytest.approx(2 * figures["parameters_gib"], rel=1e-3)
     # Per layer: attention and MLP each gather their input along the sequence and scatter their output.
-    layers = [one for one in row(found, kind="all-gather", axis="tensor") if one["trips"] == [4, 3]]
+    layers = [one for one in row(figures, kind="all-gather", axis="tensor") if one["trips"] == [4, 3]]
     rows = 128 * 64 * 2
     assert {one["bytes_once"] // one["arrays"] for one in layers} == {rows}
-    loops = {one["loop"]: one["matmuls"] for one in found["loops"] if one["trips"] == [4, 3]}
+    loops = {one["loop"]: one["matmuls"] for one in figures["loops"] if one["trips"] == [4, 3]}
     forward_loop, backward_loop = sorted(loops, key=lambda loop: loops[loop])
     for loop, gathers in ((forward_loop, 2), (backward_loop, 4)):
-        assert sum(one["arrays"] for one in row(found, kind="all-gather", loop=loop)) == gathers
-        assert sum(one["arrays"] for one in row(found, kind="reduce-scatter", loop=loop)) == 2
-        assert not row(found, kind="all-reduce", loop=loop), "nothing is summed for all in a layer"
-    data = row(found, axis="data", kind="all-gather")
+        assert sum(one["arrays"] for one in row(figures, kind="all-gather", loop=loop)) == gathers
+        assert sum(one["arrays"] for one in row(figures, kind="reduce-scatter", loop=loop)) == 2
+        assert not row(figures, kind="all-reduce", loop=loop), "nothing is summed for all in a layer"
+    data = row(figures, axis="data", kind="all-gather")
     assert data and not any(one["inside_loop"] for one in data), "zero1 gathers weights once a step"
     for text in ("plan for 8 x NVIDIA H100", "fits", "yes", "1: 4 times", "1.1: 4 x 3 times", "all-gather"):
         assert text in printed
     parts = ("compute_seconds", "exposed_seconds", "bubble_seconds", "optimizer_seconds")
-    assert found["step_seconds"] == pytest.approx(sum(found[name] for name in parts))
-    assert 0 < found["mfu_causal"] < found["mfu_full"] < 1
-    assert found["tokens_per_second_per_device"] == pytest.approx(16 * 128 / found["step_seconds"] / 8)
-    whole = sum(one["seconds"] for one in found["collectives"])
-    assert whole == pytest.approx(found["exposed_seconds"] + found["hidden_seconds"])
-    assert 0 < found["hidden_seconds"] <= sum(one["seconds"] for one in found["collectives"] if one["overlapped"])
+    assert figures["step_seconds"] == pytest.approx(sum(figures[name] for name in parts))
+    assert 0 < figures["mfu_causal"] < figures["mfu_full"] < 1
+    assert figures["tokens_per_second_per_device"] == pytest.approx(16 * 128 / figures["step_seconds"] / 8)
+    whole = sum(one["seconds"] for one in figures["collectives"])
+    assert whole == pytest.approx(figures["exposed_seconds"] + figures["hidden_seconds"])
+    assert 0 < figures["hidden_seconds"] <= sum(one["seconds"] for one in figures["collectives"] if one["overlapped"])
     for text in ("time of a step, by the cost model", "exposed communication", "MFU"):
         assert text in printed
 
@@ -155,9 +155,9 @@ def test_a_train_step_for_virtual_gpus(tmp_path: Path) -> None:
     [pytest.param(name, marks=pytest.mark.slow) for name in ("b200", "a100-40gb", "a100", "h200")],
 )
 def test_every_gpu_compiles(device: str, tmp_path: Path) -> None:
-    found, _ = plan(tmp_path, f"--devices={device}:2", "--parallel.data_sharding=fsdp")
-    assert found["fits"] is True
-    inside = row(found, kind="all-gather", axis="data", inside_loop=True)
+    figures, _ = plan(tmp_path, f"--devices={device}:2", "--parallel.data_sharding=fsdp")
+    assert figures["fits"] is True
+    inside = row(figures, kind="all-gather", axis="data", inside_loop=True)
     assert inside, "fsdp gathers weights layer by layer"
 
 
@@ -165,12 +165,12 @@ def test_every_gpu_compiles(device: str, tmp_path: Path) -> None:
 def test_float32_has_the_reference_attention_and_says_why(tmp_path: Path) -> None:
     given = "--xla=xla_cpu_enable_fast_math=false,xla_gpu_enable_triton_gemm=no"
     layout = ("--devices=b200:2", "--parallel.data_sharding=fsdp")
-    found, printed = plan(tmp_path, *layout, "--precision.compute=float32", given)
+    figures, printed = plan(tmp_path, *layout, "--precision.compute=float32", given)
     assert "xla_cpu_enable_fast_math=False, xla_gpu_enable_triton_gemm=False" in printed
     why = "cudnn, pallas, cudnn_mask: computes in bfloat16 or float16, not in float32"
-    assert found["kernels"]["attention"] == [f"reference ({why})"]
+    assert figures["kernels"]["attention"] == [f"reference ({why})"]
     assert "not in float32" in printed
-    inside = row(found, kind="all-gather", axis="data", inside_loop=True)
+    inside = row(figures, kind="all-gather", axis="data", inside_loop=True)
     assert inside, "fsdp gathers weights layer by layer"
 
 
@@ -181,21 +181,21 @@ def test_a_pipeline_has_permutes_in_its_ticks_and_a_bubble(tmp_path: Path) -> No
     config = (f"--config={tmp_path / 'wide.py'}", "--devices=h100:4", "--precision.compute=bfloat16", *layout)
     # The compiler joins the products of narrow models, whose gradients are then added up apart.
     plain = "--xla=xla_gpu_dot_merger_threshold_mb=0"
-    found, printed = plan(tmp_path, "--audit", plain, config=config)
-    assert found["microbatches"] == 8 and found["schedule"] == "1f1b"
-    assert found["bubble_fraction"] == pytest.approx(1 / 8), "(P-1)/M"
-    permutes = row(found, kind="collective-permute", axis="pipeline")
+    figures, printed = plan(tmp_path, "--audit", plain, config=config)
+    assert figures["microbatches"] == 8 and figures["schedule"] == "1f1b"
+    assert figures["bubble_fraction"] == pytest.approx(1 / 8), "(P-1)/M"
+    permutes = row(figures, kind="collective-permute", axis="pipeline")
     assert sum(one["count"] for one in permutes) >= 2 * 8, "each microbatch's activations there, its gradients back"
     assert all(len(one["trips"]) <= 1 for one in permutes), "not in the loops over layers"
     assert "12.50% over ideal time" in printed
-    moved = found["bytes_per_step"]
+    moved = figures["bytes_per_step"]
     assert moved["total"] == sum(moved.values()) - moved["total"] and min(moved.values()) > 0
-    assert all(one["count"] is not None for one in found["loops"])
+    assert all(one["count"] is not None for one in figures["loops"])
     for text in ("memory traffic of one device and step", "by formula"):
         assert text in printed
     main([*config, "--formula", f"--json={tmp_path / 'formula.json'}"])
     predicted = json.loads((tmp_path / "formula.json").read_text())["bytes_per_step"]
-    counted = moved["total"] - found["bytes_of_workspace"]
+    counted = moved["total"] - figures["bytes_of_workspace"]
     assert predicted["total"] == pytest.approx(counted, rel=0.15)
     assert predicted["copies"] + predicted["elementwise"] == pytest.approx(
         moved["copies"] + moved["elementwise"], rel=0.25
@@ -217,6 +217,6 @@ def test_gathers_begun_a_microbatch_early_are_in_the_time_of_a_step(tmp_path: Pa
     for more in ([], ["--formula"]):
         program = [sys.executable, "-m", "megajax.plan", *asked, f"--json={file}", *more]
         subprocess.run(program, cwd=ROOT, check=True, capture_output=True)
-        found = json.loads(file.read_text())
-        exposed.append(found["exposed_seconds"] + found["hidden_seconds"])
+        figures = json.loads(file.read_text())
+        exposed.append(figures["exposed_seconds"] + figures["hidden_seconds"])
     assert exposed[0] == pytest.approx(exposed[1], rel=0.2)
