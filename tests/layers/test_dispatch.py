@@ -1,0 +1,201 @@
+"""Tokens on four devices reach their experts as on one: outputs, gradients, what is dropped and counted."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from math import ceil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array, lax
+from jax.sharding import AxisType, PartitionSpec
+
+from megajax.kernels.grouped_matmul import grouped_matmul
+from megajax.layers.dispatch import Dispatch, dispatched, placed, water_level
+from megajax.layers.router import Routing
+
+DEVICES, WIDTH = 4, 8
+AXES = ("expert",)
+
+
+def weighted_products(rows: Array, sizes: Array, weights: Array, matrices: Array) -> Array:
+    return grouped_matmul(rows, matrices, sizes, "reference") * weights
+
+
+def dense(x: np.ndarray, weights: np.ndarray, experts: np.ndarray, matrices: np.ndarray) -> Array:
+    """The same without any rows: every expert on every token. An expert of number E is none."""
+    each = jnp.einsum("td,edf->tef", x, matrices)
+    chosen = jax.nn.one_hot(experts, matrices.shape[0])
+    return jnp.einsum("tk,tke,tef->tf", weights, chosen, each)
+
+
+def case(tokens: int, experts: int, k: int, seed: int = 0, every: int | None = None) -> tuple[np.ndarray, ...]:
+    """(x, weights, experts, matrices). every: the first expert of every token."""
+    rng = np.random.default_rng(seed)
+    # The first experts are chosen more often than the last.
+    chosen = np.argsort(rng.random((tokens, experts)) * np.linspace(1, 3, experts), axis=1)[:, :k].astype(np.int32)
+    if every is not None:
+        chosen = ((every + np.arange(k)) % experts + np.zeros((tokens, 1), int)).astype(np.int32)
+    x, matrices = rng.normal(size=(tokens, WIDTH)), rng.normal(size=(experts, WIDTH, WIDTH))
+    return x.astype(np.float32), rng.random((tokens, k)).astype(np.float32), chosen, matrices.astype(np.float32)
+
+
+@cache
+def on_devices(way: str, dispatch: Dispatch, axes: tuple[str, ...] = AXES) -> Callable:
+    """Jitted: (x, weights, experts, matrices, dy) -> (y, times each device dropped a token, gradients)."""
+    sizes = (DEVICES,) if axes == AXES else (2, 2)
+    names = AXES if axes == AXES else ("expert", "tensor")
+    mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes), devices=jax.devices()[:DEVICES])
+    tokens = PartitionSpec(names)
+    over = PartitionSpec(dispatch.axes)
+
+    def local(x: Array, weights: Array, experts: Array, matrices: Array, dy: Array) -> tuple:
+        def run(x: Array, weights: Array, matrices: Array) -> tuple[Array, Array]:
+            apply = partial(weighted_products, matrices=matrices)
+            return dispatched(way, x, Routing(weights, experts), apply, dispatch)
+
+        y, back, dropped = jax.vjp(run, x, weights, matrices, has_aux=True)
+        dx, dweights, dmatrices = back(dy)
+        alone = tuple(name for name in names if name not in dispatch.axes)
+        return y, dropped[None], dx, dweights, lax.psum(dmatrices, alone) if alone else dmatrices
+
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(tokens, tokens, tokens, over, tokens),
+        out_specs=(tokens, tokens, tokens, tokens, over),
+        check_vma=False,
+    )
+    return jax.jit(mapped)
+
+
+@jax.jit
+def alone(x: Array, weights: Array, experts: Array, matrices: Array, dy: Array) -> tuple:
+    y, back = jax.vjp(lambda x, w, m: dense(x, w, experts, m), x, weights, matrices)
+    return y, *back(dy)
+
+
+def check(way: str, dispatch: Dispatch, given: tuple[np.ndarray, ...], axes: tuple[str, ...] = AXES) -> None:
+    dy = np.random.default_rng(9).normal(size=given[0].shape).astype(np.float32)
+    y, dropped, *gradients = on_devices(way, dispatch, axes)(*given, dy)
+    expected, *others = alone(*given, dy)
+    np.testing.assert_array_equal(dropped, 0)
+    for name, ours, theirs in zip(["y", "x", "weights", "matrices"], (y, *gradients), (expected, *others), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+WAYS = ("gather", "ragged", "capacity")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_gives_what_one_device_gives(way):
+    """Numbers of tokens that are no multiples of 8; then all tokens to one expert; then experts without any."""
+    dispatch = Dispatch(experts=8, top_k=2, axes=AXES)
+    check(way, dispatch, case(4 * 13, 8, 2))
+    check(way, dispatch, case(4 * 13, 8, 2, every=5))
+    # Expert 8 of 8 is none: a token that a capacity has dropped before.
+    x, weights, experts, matrices = case(4 * 13, 8, 2)
+    experts[::3, 1] = 8
+    check(way, dispatch, (x, weights, experts, matrices))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k", "chunks"), [(4, 4, 4, 1), (20, 4, 1, 1), (32, 16, 5, 4), (24, 8, 2, 3), (28, 4, 3, 7)]
+)
+def test_all_sizes(way, tokens, experts, k, chunks):
+    """Of top_k = experts, one expert a device, a token for every device, chunks."""
+    dispatch = Dispatch(experts=experts, top_k=k, axes=AXES, chunks=chunks)
+    check(way, dispatch, case(tokens, experts, k))
+    check(way, dispatch, case(tokens, experts, k, every=experts - 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_experts_over_two_axes_and_cut_ones_with_their_tokens(way):
+    both = ("expert", "tensor")
+    check(way, Dispatch(experts=8, top_k=2, axes=both), case(4 * 6, 8, 2), both)
+
+
+@pytest.mark.slow
+def test_chunks_compute_the_same():
+    check("gather", Dispatch(experts=8, top_k=2, axes=AXES, chunks=2), case(4 * 12, 8, 2))
+
+
+def kept_rows(wanted: np.ndarray, room: int) -> np.ndarray:
+    """Sizes [G], the fullest of them cut to one number such that they add up to at most `room`."""
+    level = next(level for level in range(int(wanted.max()), -1, -1) if np.minimum(wanted, level).sum() <= room)
+    return np.minimum(wanted, level)
+
+
+def test_the_water_level_is_the_largest_that_fits():
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        sizes, room = rng.integers(0, 20, 5), int(rng.integers(0, 60))
+        level = int(water_level(jnp.asarray(sizes), room))
+        np.testing.assert_array_equal(np.minimum(sizes, level), kept_rows(sizes, room))
+
+
+def test_rows_are_sorted_and_within_the_room():
+    groups = np.array([[2, 0], [2, 1], [2, 3], [0, 2], [3, 2]], np.int32)  # 3 is none
+    rows = placed(jnp.asarray(groups), 3, 4)
+    np.testing.assert_array_equal(rows.sizes, kept_rows(np.array([2, 1, 5]), 4))
+    np.testing.assert_array_equal(rows.sizes, [1, 1, 1])
+    assert float(rows.dropped) == 5
+    # Token 0's slot for group 0, token 1's for group 1, token 0's for group 2, and one row of none.
+    np.testing.assert_array_equal(rows.source, [1, 3, 0, 10])
+    np.testing.assert_array_equal(rows.place, [[2, 0], [4, 1], [4, 4], [4, 4], [4, 4]])
+
+
+def limited(way: str, room: float, given: tuple[np.ndarray, ...], experts: int, k: int) -> tuple[np.ndarray, int]:
+    """(which slots [T, k] have a row, rows that each device has room for), written out."""
+    chosen, own = given[2], experts // DEVICES
+    each = len(chosen) // DEVICES
+    kept = np.zeros(chosen.shape, bool)
+
+    def capped(slots: list[tuple[int, int]], most: int) -> None:
+        numbers = np.array([chosen[slot] for slot in slots], int)
+        wanted = np.bincount(numbers, minlength=experts)
+        sizes = kept_rows(wanted, most)
+        for expert in range(experts):
+            for slot in [slot for slot in slots if chosen[slot] == expert][: sizes[expert]]:
+                kept[slot] = True
+
+    def up(rows: float) -> int:
+        return -(-ceil(rows) // 8) * 8
+
+    for device in range(DEVICES):
+        mine = range(device * own, (device + 1) * own)
+        slots = [(t, s) for t in range(len(chosen)) for s in range(k) if chosen[t, s] in mine]
+        if way == "capacity":
+            most = up(min(room * each * k / DEVICES, each * min(k, own)))
+            for sender in range(DEVICES):
+                capped([slot for slot in slots if slot[0] // each == sender], most)
+        else:
+            capped(slots, up(min(room * each * k, each * DEVICES * min(k, own))))
+    return kept, each
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("every", [None, 3], ids=["any", "all to one"])
+def test_below_the_worst_case_the_fullest_experts_drop_their_last_tokens(way, every):
+    """What has no row adds nothing to y and to no gradient; counts are exact; nothing else changes."""
+    experts, k, tokens = 8, 2, 4 * 13
+    given = case(tokens, experts, k, every=every)
+    kept, each = limited(way, 1.0, given, experts, k)
+    assert not kept.all()
+    x, weights, chosen, matrices = given
+    dy = np.random.default_rng(9).normal(size=x.shape).astype(np.float32)
+    dispatch = Dispatch(experts=experts, top_k=k, axes=AXES, room=1.0)
+    y, dropped, *gradients = on_devices(way, dispatch)(*given, dy)
+    expected, *others = alone(x, weights, np.where(kept, chosen, experts).astype(np.int32), matrices, dy)
+    assert float(np.sum(dropped)) == (~kept).sum()
+    if way == "gather":
+        lost = [(~kept)[np.isin(chosen, [2 * n, 2 * n + 1])].sum() for n in range(DEVICES)]
+    else:
+        lost = [(~kept)[n * each : (n + 1) * each].sum() for n in range(DEVICES)]
+    np.testing.assert_array_equal(dropped, lost)
+    for name, ours, theirs in zip(["y", "x", "weights", "matrices"], (y, *gradients), (expected, *others), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=name)
