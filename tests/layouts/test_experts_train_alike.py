@@ -65,6 +65,18 @@ LOAD = "stack.blocks.0.mlp.load.sum"
 """Biases and tokens of experts, of each layer."""
 
 
+def test_first_step_over_data_and_experts():
+    """The cheapest of all: one step, nothing evaluated."""
+    model, short = moe(DROPS, "capacity"), {"microbatches": 2, "steps": 1, "evaluated": False}
+    actual, expected = train(model, DATA, **short), train(moe(DROPS), ONE, **short)
+    np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-5)
+    np.testing.assert_allclose(actual.norms, expected.norms, rtol=1e-5)
+    for path, gradient in expected.gradients.items():
+        near = {"atol": 1e-5 * np.abs(gradient).max(), "rtol": 1e-4}
+        np.testing.assert_allclose(actual.gradients[path], gradient, err_msg=path, **near)
+
+
+@pytest.mark.slow
 def test_a_pipeline_with_cut_experts():
     check(moe(LOSSES), PIPELINE)
 
