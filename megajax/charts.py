@@ -467,8 +467,12 @@ class Matrix:
                     axes.text(column, row, str(count), ha="center", va="center", color=dark, fontsize=8)
 
 
-def save_png(draw: Callable[[Any], None], path: Path, *, inches: tuple[float, float], dpi: int) -> None:
+def save_png(
+    draw: Callable[[Any], None], path: Path, *, inches: tuple[float, float], dpi: int, panels: int = 1
+) -> None:
     """Let `draw` fill matplotlib axes of this size, and write them to `path` under a temporary name first.
+
+    panels: one below the other; `draw` gets a list of axes if there are several.
 
     Raises ModuleNotFoundError, with a message for the user, without matplotlib; OSError if the file can't be written.
     """
@@ -481,7 +485,7 @@ def save_png(draw: Callable[[Any], None], path: Path, *, inches: tuple[float, fl
         raise ModuleNotFoundError(message, name=error.name) from error
     # A bare Figure: pyplot would keep it, and look for a display.
     figure = figures.Figure(figsize=inches, dpi=dpi, layout="constrained")
-    draw(figure.add_subplot())
+    draw(figure.subplots(panels))
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, format="png")
     temporary.replace(path)

@@ -25,6 +25,7 @@ from megajax.job.weights import TakeWeights
 from megajax.mesh.mesh import find_devices
 from megajax.metrics.banner import Section
 from megajax.metrics.console import open_console
+from megajax.metrics.layer_history import plot_layers
 from megajax.metrics.lines import Terms
 from megajax.metrics.plot import plot_loss
 from megajax.metrics.profile import Profile
@@ -262,6 +263,8 @@ class Job:
             self.console.say(
                 plot_loss(self.folder.metrics, self.folder.loss_plot, title=title, vocabulary=ids_below(self.cfg.model))
             )
+            if drawn := plot_layers(self.folder.metrics, self.folder.layers, self.folder.layers_plot):
+                self.console.say(drawn)
         self.report()
         self.sample()
         self.console.show("done" if step >= self.cfg.steps else "stopped", self.totals(last))
@@ -298,7 +301,11 @@ class Job:
             losses += [(f"{split} {name.replace('_', ' ')}", f"{value:.4f}") for name, value in metrics.items()]
         newest = self.manager.newest()
         kept = [] if newest is None else [("checkpoint", f"{self.folder.checkpoints} (step {newest})")]
-        files = [path for path in (self.folder.metrics, self.folder.loss_plot, self.folder.report) if path.exists()]
+        files = [
+            path
+            for path in (self.folder.metrics, self.folder.loss_plot, self.folder.layers_plot, self.folder.report)
+            if path.exists()
+        ]
         kept.append(("files", "\n".join(map(str, files))))
         return [section for section in (("work", work), ("loss", losses), ("kept", kept)) if section[1]]
 

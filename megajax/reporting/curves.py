@@ -41,7 +41,7 @@ def curves(history: History, runs: Sequence[Attempt]) -> list[LineChart]:
     lines = [mark for mark in marks if mark.line]
     last = float(history.steps.step[-1]) if len(history.steps) else 1.0
     charts = [_loss(history)] if len(history.steps) else []
-    charts += _others(history.steps, {run.first_step + 1 for run in runs})
+    charts += _others(history.steps, {run.first_step + 1 for run in runs}, history.layers.values.keys())
     return [
         replace(chart, last=last, **(LOSS_SIZE | {"marks": marks} if chart.title == "Loss" else {"marks": lines}))
         for chart in charts
@@ -70,8 +70,11 @@ def _with_mean(series: Series, *, always: bool = False) -> list[Series]:
     return [replace(series, style="faint"), replace(series, name=name, y=running_mean(y, window))]
 
 
-def _others(steps: Steps, compiling: Collection[int]) -> Iterator[LineChart]:
-    """compiling: steps whose time includes a compilation; curves of speed leave them out."""
+def _others(steps: Steps, compiling: Collection[int], layers: Collection[str]) -> Iterator[LineChart]:
+    """compiling: steps whose time includes a compilation; curves of speed leave them out.
+
+    layers: columns of what layers report.
+    """
     compiles = np.isin(steps.step, list(compiling)) if len(steps) > len(compiling) else np.zeros(len(steps), bool)
 
     def chart(
@@ -106,7 +109,8 @@ def _others(steps: Steps, compiling: Collection[int]) -> Iterator[LineChart]:
     if np.isfinite(scales).any() and np.nanmin(scales) != np.nanmax(scales):
         yield chart("Loss scale", "", {"loss scale": "loss_scale"})
     for name in sorted(steps.columns.keys() - PLOTTED):
-        if not name.startswith("seconds_"):
+        # What no layer reports but 0, such as dropped tokens, is left out.
+        if not name.startswith("seconds_") and not (name in layers and not np.nan_to_num(steps.column(name)).any()):
             yield chart(name.replace("_", " "), "", {name.replace("_", " "): name})
 
 

@@ -17,6 +17,7 @@ import yaml
 
 from megajax.checkpoint.folder import step_name, steps_in
 from megajax.config.errors import UserError
+from megajax.metrics.layer_history import LayerColumns, LayerHistory
 from megajax.metrics.record import parse
 from megajax.metrics.runfolder import RunFolder
 
@@ -69,6 +70,8 @@ class History:
     steps: Steps
     superseded_seconds: tuple[float, ...]
     """step_seconds of each line of metrics.superseded.jsonl (steps that a later attempt ran again), in file order."""
+    layers: LayerHistory
+    """What layers reported."""
     evaluations: Mapping[str, tuple[np.ndarray, np.ndarray]]
     """Split -> steps int64 and losses float64, of the same length."""
     events: tuple[Event, ...]
@@ -104,6 +107,7 @@ def read_history(run_dir: Path) -> History:
     return History(
         folder=folder.path,
         steps=metrics.steps(),
+        layers=metrics.layers.history(folder.layers),
         superseded_seconds=tuple(np.nan_to_num(superseded.steps().column("step_seconds")).tolist()),
         evaluations={split: _curve(points) for split, points in metrics.splits.items()},
         events=tuple(_read_events(folder.events, faults)),
@@ -153,6 +157,7 @@ class _Columns:
     columns: dict[str, array] = field(default_factory=lambda: defaultdict(lambda: array("d")))
     """Those of columns that were missing in earlier lines are filled up with nan."""
     nonfinite: dict[int, str] = field(default_factory=dict)
+    layers: LayerColumns = field(default_factory=LayerColumns)
     splits: dict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
     """Split -> step -> loss."""
 
@@ -161,6 +166,7 @@ class _Columns:
             loss = line.get("loss")
             self.splits[str(line["split"])][line["step"]] = loss if isinstance(loss, int | float) else math.nan
             return
+        self.layers.add(line)
         for name, value in line.items():
             if isinstance(value, int | float) and name != "step":
                 self._fill(self.columns[name])

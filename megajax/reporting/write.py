@@ -96,6 +96,7 @@ def _write_page(history: History, path: Path | None) -> str:
         f'<ul class="faults">{faults}</ul>' if faults else "",
         figures(summary.figures),
         *_charts([chart.thinned() for chart in curves(history, summary.attempts)]),
+        *(section(one.title, one.svg()) for one in history.layers.heat_maps()),
         *_tables(summary),
         f"<footer>{escape(footer)}</footer>",
     ]

@@ -13,7 +13,7 @@ RANKS = {
     name: rank
     for rank, names in enumerate(
         (
-            ("config", "batch", "charts", "pages"),
+            ("config", "batch", "charts", "pages", "heat_map"),
             ("mesh",),
             ("kernels", "precision", "command_line"),
             ("layers", "pipeline"),
