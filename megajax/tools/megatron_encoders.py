@@ -32,6 +32,8 @@ def refuse_latent_and_windows(args: Arguments) -> None:
         args.refuse("multi-latent-attention", "encoders have plain attention")
     if args["window-size"] is not None:
         args.refuse("window-size", "windows look back alone, and the tokens of an encoder see both sides")
+    if args["num-experts"] is not None:
+        args.refuse("num-experts", "layers with experts are those of causal models of text alone")
     if args["mtp-num-layers"]:
         args.refuse("mtp-num-layers", "heads that predict further are those of causal models of text alone")
 
@@ -44,7 +46,7 @@ def seeing_all(block: AnyBlockConfig, **changes: Any) -> AnyBlockConfig:
 def bert_stack(args: Arguments) -> Settings:
     """BERT: blocks whose tokens see all others, and its heads."""
     refuse_latent_and_windows(args)
-    settings, binary = dict(stack(args)), not args["bert-no-binary-head"]
+    settings, binary = dict(stack(args, experts=False)), not args["bert-no-binary-head"]
     made: StackConfig = settings["model.stack"]
     settings["model.stack"] = made.with_pattern([seeing_all(block) for block in made.pattern])
     # Without the second head there are no token types either, there as here.
@@ -60,7 +62,7 @@ def bert_embedding(args: Arguments) -> Settings:
 def t5_stack(args: Arguments) -> Settings:
     """T5: the blocks of the encoder, and those of the decoder, with attention to its output between their two parts."""
     refuse_latent_and_windows(args)
-    settings = dict(stack(args))
+    settings = dict(stack(args, experts=False))
     made: StackConfig = settings["model.stack"]
     if len(made.pattern) > 1:
         args.refuse("no-rope-freq", "the layers of each section are alike")

@@ -20,6 +20,7 @@ from megajax.tools.megatron_encoders import (
     t5_embedding,
     t5_stack,
 )
+from megajax.tools.megatron_hybrid import decoder_stack
 from megajax.tools.megatron_layout import parallel
 from megajax.tools.megatron_memory import recompute
 from megajax.tools.megatron_model import embedding, residual, stack, vocabulary, width_scaling
@@ -42,7 +43,7 @@ SHARED = (
     *(batch, optimizer, schedule, precision, evaluation, checkpoint, logging, profile, resilience),
 )
 """What makes settings of several flags for every kind of model, in the order in which they are called."""
-DECODERS = (stack, embedding, data)
+DECODERS = (decoder_stack, embedding, data)
 ENCODERS = (bert_stack, bert_embedding, masked_sentences, t5_stack, t5_embedding, masked_spans)
 IMAGES = (vlm_stack, vlm_embedding, vlm_vocabulary, captions, partly_frozen)
 SCRIPTS = {
@@ -54,7 +55,7 @@ SCRIPTS = {
 }
 """Megatron-LM's scripts -> what makes settings of flags. Flags of layers that are not here are refused."""
 TABLE = Path(__file__).with_name("megatron_flags.txt").read_text(encoding="utf-8")
-FUNCTIONS = {function.__name__: function for function in (*SHARED, *DECODERS, *ENCODERS, *IMAGES)}
+FUNCTIONS = {function.__name__: function for function in (*SHARED, *DECODERS, stack, *ENCODERS, *IMAGES)}
 EVERY, *PARTS = re.split(r"(?=^# pretrain_\w+\.py$)", TABLE, flags=re.MULTILINE)
 ROWS = tuple(read_table(EVERY, FUNCTIONS))
 FLAGS: Mapping[str, Flag] = {row.name: row for row in ROWS}
@@ -171,10 +172,12 @@ def _is_below(setting: str, other: str) -> bool:
 
 def _settings_text(settings: Sequence[str], values: Mapping[str, Any]) -> str:
     """Settings with their values, those that are none only where all are."""
-    texts = {}
+    texts, stacks = {}, {".".join(leaf.split(".")[:3]) for leaf in values}
     for setting in settings:
         leaves = {leaf: value for leaf, value in values.items() if _is_below(leaf, setting)}
-        if setting == "model.stack.pattern":
+        if _is_below(setting, "model.stack.pattern") and not leaves and "model.stack.segments" in stacks:
+            texts["model.stack.segments"] = True
+        elif setting == "model.stack.pattern":
             blocks = len({leaf.split(".")[3] for leaf in leaves})
             texts[f"{setting} of {blocks} block{'s' * (blocks > 1)}"] = True
         else:

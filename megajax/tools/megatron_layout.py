@@ -5,6 +5,7 @@ from typing import Any
 
 from megajax.mesh.config import ParallelConfig
 from megajax.tools.flags import Arguments, Settings
+from megajax.tools.megatron_hybrid import hybrid_cut
 from megajax.tools.megatron_model import layers
 
 SHARDING = {"no_shard": "replicate", "optim": "zero1", "optim_grads": "zero1", "optim_grads_params": "fsdp"}
@@ -36,14 +37,28 @@ def parallel(args: Arguments) -> Settings:
         "parallel.schedule": "interleaved" if chunks > 1 else "1f1b",
         "parallel.virtual_stages": chunks,
     }
-    for name, axis in (("context-parallel-size", "context"), ("expert-model-parallel-size", "expert")):
-        alone: dict[str, Any] = {axis: args[name]}
-        problems = ParallelConfig(**alone).problems()
-        for problem in problems:
-            args.refuse(name, problem.what)
-        settings |= {} if problems else {f"parallel.{axis}": args[name]}
+    problems = ParallelConfig(context=args["context-parallel-size"]).problems()
+    for problem in problems:
+        args.refuse("context-parallel-size", problem.what)
+    settings |= {} if problems else {"parallel.context": args["context-parallel-size"]}
+    settings |= _experts(args, max(tensor, 1))
     cut = _cut(args, max(pipeline, 1), chunks)
-    return settings | ({"parallel.layers": cut} if cut else {})
+    return settings | ({"parallel.layers": cut} if cut else {}) | dict(hybrid_cut(args))
+
+
+def _experts(args: Arguments, tensor: int) -> Settings:
+    """Megatron-LM counts the devices of `tensor` among those of experts where these are not cut over it."""
+    name, spread = "expert-tensor-parallel-size", args["expert-model-parallel-size"]
+    cut = tensor if args[name] is None else args[name]
+    if cut == tensor:
+        return {"parallel.expert": spread}
+    if cut != 1:
+        args.refuse(name, f"experts are cut over all {tensor} devices of tensor or over none: {tensor} or 1")
+    elif spread % tensor:
+        args.refuse(name, f"--expert-model-parallel-size {spread} is not divisible by the {tensor} devices of tensor")
+    else:
+        return {"parallel.expert": spread // tensor, "parallel.expert_tensor": "whole"}
+    return {}
 
 
 def _sharding(args: Arguments) -> str:

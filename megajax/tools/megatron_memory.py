@@ -13,6 +13,8 @@ MODULES: Mapping[str, tuple[Part, ...]] = MappingProxyType(
         "moe_act": ("activation",),
         "mla_up_proj": ("query_key_value",),
         "mlp": ("mlp", "activation"),
+        "moe": ("mlp", "activation"),
+        "shared_experts": ("mlp", "activation"),
     }
 )
 """What modules that Megatron-LM computes again are here; attention scores are never kept."""
@@ -33,7 +35,8 @@ MOVED: Mapping[str, tuple[Part, ...]] = MappingProxyType(
 
 def recompute(args: Arguments) -> Settings:
     """Nothing unless asked for; what modules keep, and where."""
-    kind = "selective" if args["recompute-activations"] else args["recompute-granularity"]
+    again = args["recompute-activations"] or args["moe-layer-recompute"]
+    kind = args["recompute-granularity"] or ("selective" if again else None)
     if kind not in (None, "selective", "full"):
         args.wrong("recompute-granularity", f"expected selective or full, got {kind}")
     whole = args["use-megatron-fsdp"] and args["data-parallel-sharding-strategy"] == "optim_grads_params"
@@ -57,9 +60,9 @@ def recompute(args: Arguments) -> Settings:
 
 def modules_again(args: Arguments) -> Recompute:
     """The parts that selective recomputation computes again."""
-    names = args["recompute-modules"]
+    names = [*args["recompute-modules"], *["moe"] * args["moe-layer-recompute"]]
     for name in set(names) - set(MODULES):
-        args.refuse("recompute-modules", f"{name}: there are no experts in this version")
+        args.refuse("recompute-modules", f"{name}: there are no such layers in this version")
     known = [name for name in names if name in MODULES]
     again = set(SELECTIVE).union(*(MODULES[name] for name in known))
     if "mla_up_proj" in known:

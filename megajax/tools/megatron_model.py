@@ -1,13 +1,17 @@
 """The model that Megatron-LM's flags describe, with Megatron-LM's defaults where a flag is not given."""
 
 import ast
+from collections.abc import Sequence
 from dataclasses import replace
 from math import lcm
+from typing import Any
 
 from megajax.layers.config import (
+    AnyBlockConfig,
     AttentionConfig,
     BlockConfig,
     DenseMLPConfig,
+    FeedForwardConfig,
     GatedMLPConfig,
     L2NormConfig,
     LatentAttentionConfig,
@@ -20,12 +24,15 @@ from megajax.layers.config import (
     StackConfig,
     YarnScalingConfig,
 )
+from megajax.layers.segments import SegmentsConfig
 from megajax.models.config import PredictionConfig, WidthScalingConfig
 from megajax.tokenizers.config import TokenizerConfig
 from megajax.tools.flags import Arguments, Settings
+from megajax.tools.megatron_moe import mixture
 from megajax.tools.megatron_tokenizer import tokenizer_of
 
 MOST_LAYERS = 100_000
+PATTERN = "hybrid-layer-pattern"
 SINKS = {"vanilla": "none", "off-by-one": "zero", "learnable": "learned"}
 KERNELS = {"auto": "auto", "flash": "auto", "fused": "auto", "unfused": "reference", "local": "reference"}
 NORMS: dict[str, type[LayerNormConfig] | type[RMSNormConfig]] = {
@@ -44,6 +51,11 @@ def needed(args: Arguments, name: str, instead: str = "") -> int:
 
 def layers(args: Arguments) -> int:
     """Number of layers."""
+    if (pattern := hybrid_pattern(args)) is not None:
+        count = sum(map(len, pattern.partition("/")[0].split("|")))
+        if args["num-layers"] not in (None, count):
+            args.wrong("num-layers", f"{args['num-layers']} layers, and --{PATTERN} has {count}", "leave it out")
+        return count
     if args["num-layers"] is None and args["encoder-num-layers"] is not None:
         return args["encoder-num-layers"]
     return needed(args, "num-layers")
@@ -56,19 +68,49 @@ def sequence_length(args: Arguments) -> int:
     return needed(args, "seq-length")
 
 
-def stack(args: Arguments, count: int | None = None) -> Settings:
-    """The blocks, as the shortest pattern, and the norm behind them. count: of layers, other than --num-layers."""
+def hybrid_pattern(args: Arguments) -> str | None:
+    """A letter for each layer of a hybrid, and after each / those of a head that predicts further."""
+    text, ahead = args[PATTERN], args["mtp-hybrid-override-pattern"]
+    if text is None or ahead is None or "/" in text:
+        return text
+    return text + f"/{ahead}" * (args["mtp-num-layers"] or 1)
+
+
+def stack(args: Arguments, count: int | None = None, *, experts: bool = True) -> Settings:
+    """The blocks, as they repeat, and the norm behind them.
+
+    count: of layers, other than --num-layers; experts: whether layers may have them.
+    """
     normal = norm(args)
-    mixer = _latent(args, normal) if args["multi-latent-attention"] else _attention(args, normal)
-    block = BlockConfig(mixer=mixer, mlp=mlp(args), norm=normal, dropout=args["hidden-dropout"])
+    mixer = latent_attention(args, normal) if args["multi-latent-attention"] else attention(args, normal)
     count = min(max(count or layers(args), 1), MOST_LAYERS)
+    dropout, layer = args["hidden-dropout"], mlp(args)
+    forwards = _feed_forwards(args, layer, count) if experts else [layer] * count
     blocks = []
-    for window, rotated in zip(_windows(args, count), _rotated(args, count), strict=True):
+    for window, rotated, forward in zip(_windows(args, count), _rotated(args, count), forwards, strict=True):
         changes = {"window": window}
         if not rotated and isinstance(mixer, AttentionConfig):
             changes["rope"] = None
-        blocks.append(replace(block, mixer=replace(mixer, **changes)))
-    return {"model.stack": StackConfig.of(blocks), "model.norm": normal}
+        own = replace(mixer, **changes)
+        blocks.append(BlockConfig(mixer=own, mlp=forward, norm=normal, dropout=dropout))
+    return {"model.stack": _repeated(blocks), "model.norm": normal}
+
+
+def _repeated(blocks: Sequence[AnyBlockConfig]) -> StackConfig | SegmentsConfig:
+    """Repeats of a pattern, or of several one after another where that is less to compile."""
+    one, several = StackConfig.of(blocks), SegmentsConfig.of(blocks)
+    return several if sum(len(part.pattern) for part in several.parts()) < len(one.pattern) else one
+
+
+def _feed_forwards(args: Arguments, layer: MLPConfig, count: int) -> list[FeedForwardConfig]:
+    """That of each layer: with experts, or this one without."""
+    if args["num-experts"] is None:
+        return [layer] * count
+    chosen = _chosen_layers(args, "moe-layer-freq", count, ones=True, first=0)
+    if not any(chosen):
+        args.wrong("moe-layer-freq", f"{args['moe-layer-freq']} leaves no layer with experts")
+    experts = mixture(args, layer)
+    return [experts if one else layer for one in chosen]
 
 
 def norm(args: Arguments) -> NormConfig:
@@ -77,7 +119,7 @@ def norm(args: Arguments) -> NormConfig:
     return kind(epsilon=args["norm-epsilon"], zero_centred=args["apply-layernorm-1p"])
 
 
-def _attention(args: Arguments, normal: NormConfig) -> AttentionConfig:
+def attention(args: Arguments, normal: NormConfig) -> AttentionConfig:
     if not args["group-query-attention"] and args.given("num-query-groups"):
         args.remark("num-query-groups", "has no effect without --group-query-attention, there as here")
     bias = not args["disable-bias-linear"]
@@ -148,7 +190,7 @@ def _yarn(args: Arguments, prefix: str = "") -> YarnScalingConfig:
     )
 
 
-def _latent(args: Arguments, normal: NormConfig) -> LatentAttentionConfig:
+def latent_attention(args: Arguments, normal: NormConfig) -> LatentAttentionConfig:
     """Defaults of the command line, which are not those of Megatron-LM's MLATransformerConfig."""
     if args["position-embedding-type"] != "rope" and not args["use-rotary-position-embeddings"]:
         args.remark("multi-latent-attention", "rotates positions whatever --position-embedding-type says")
@@ -201,13 +243,13 @@ def _rotated(args: Arguments, count: int) -> list[bool]:
     return [not without for without in _chosen_layers(args, "no-rope-freq", count, ones=True)]
 
 
-def _chosen_layers(args: Arguments, name: str, count: int, *, ones: bool) -> list[bool]:
-    """N: every N-th layer; or a list expression of 0 and 1 such as ([1]*3+[0])*2, of which `ones` are chosen."""
+def _chosen_layers(args: Arguments, name: str, count: int, *, ones: bool, first: int = 1) -> list[bool]:
+    """N: every N-th layer, counted from `first`; or a list expression of 0 and 1, of which `ones` are chosen."""
     text = args[name]
     if text is None:
         return [False] * count
     if text.isdigit():
-        return [int(text) > 0 and number % int(text) == 0 for number in range(1, count + 1)]
+        return [int(text) > 0 and number % int(text) == 0 for number in range(first, count + first)]
     try:
         entries = _listed(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError):
@@ -271,22 +313,31 @@ def embedding(args: Arguments) -> Settings:
         "model.dropout": args["hidden-dropout"],
         "model.embedding_std": args["embedding-init-method-std"],
     }
-    if args["mtp-num-layers"]:
+    if args["mtp-num-layers"] and hybrid_pattern(args) is None:
         settings["model.prediction"] = _prediction(args)
     return settings
 
 
 def _prediction(args: Arguments) -> PredictionConfig:
-    """Their blocks are numbered from 1 on, so windows and rotation are those of the first layers, not of the last."""
+    """Their blocks are numbered from 1 on, so windows and rotation are those of the first layers, not of the last.
+
+    Experts are those of the last.
+    """
     depth, pattern = args["mtp-num-layers"], stack(args)["model.stack"].pattern
-    blocks = [pattern[number % len(pattern)] for number in range(min(depth, len(pattern)))]
+    first = [pattern[number % len(pattern)] for number in range(min(depth, len(pattern)))]
+    blocks = [replace(block, mlp=pattern[-1].mlp) for block in first]
     if any(block != blocks[0] for block in blocks):
         what = "the blocks of heads that predict further are all alike, the first layers are not"
         args.refuse("mtp-num-layers", what)
     block = blocks[0] if blocks and blocks[0] != pattern[-1] else None
+    return PredictionConfig(depth=depth, block=block, **prediction_settings(args))
+
+
+def prediction_settings(args: Arguments) -> dict[str, Any]:
+    """What heads that predict further have beside their number and blocks."""
     # Read where gradients are averaged by tokens alone.
     reweighted = "microbatches" if args["calculate-per-token-loss"] else "rows"
-    return PredictionConfig(depth=depth, weight=args["mtp-loss-scaling-factor"], block=block, reweighted=reweighted)
+    return {"weight": args["mtp-loss-scaling-factor"], "reweighted": reweighted}
 
 
 def width_scaling(args: Arguments) -> Settings:

@@ -45,7 +45,7 @@ def vlm_stack(args: Arguments) -> Settings:
     refuse_latent_and_windows(args)
     if args["use-mup"]:
         args.refuse("use-mup", "widths of a tower and a decoder together are not scaled in this version")
-    settings = dict(stack(args, args["decoder-num-layers"]))
+    settings = dict(stack(args, args["decoder-num-layers"], experts=False))
     made: StackConfig = settings["model.stack"]
     language = made.with_pattern([_reading(block) for block in made.pattern])
     block = language.pattern[0]

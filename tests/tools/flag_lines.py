@@ -56,6 +56,9 @@ def problem(changes: str) -> str:
 
 
 CHATS = "--without mock-data --data-path a.jsonl --sft"
+MOE = "--num-experts 4"
+SIGMOID = f"{MOE} --moe-router-score-function sigmoid"
+HYBRID = "--without num-layers --hybrid-layer-pattern M*M* --mamba-num-groups 2"
 FIM = "--without mock-data --data-path a --fim-data"
 FILES = "--without mock-data --data-path a --without tokenizer-type --vocab-file v --merge-file m"
 TIKTOKEN = "--tokenizer-type TikTokenizer --tokenizer-model t.json --vocab-size 5000"
@@ -258,7 +261,51 @@ CASES = {
     "tensor-model-parallel-size": "--tensor-model-parallel-size 2",
     "pipeline-model-parallel-size": "--pipeline-model-parallel-size 2",
     "context-parallel-size": None,
-    "expert-model-parallel-size": None,
+    "num-experts": MOE,
+    "moe-layer-freq": (MOE, f"{MOE} --moe-layer-freq 2"),
+    "moe-ffn-hidden-size": (MOE, f"{MOE} --moe-ffn-hidden-size 96"),
+    "moe-shared-expert-intermediate-size": (MOE, f"{MOE} --moe-shared-expert-intermediate-size 80"),
+    "moe-shared-expert-gate": (
+        f"{MOE} --moe-shared-expert-intermediate-size 80",
+        f"{MOE} --moe-shared-expert-intermediate-size 80 --moe-shared-expert-gate",
+    ),
+    "moe-latent-size": (MOE, f"{MOE} --moe-latent-size 32"),
+    "moe-router-topk": (MOE, f"{MOE} --moe-router-topk 1"),
+    "moe-router-score-function": (MOE, f"{MOE} --moe-router-score-function sigmoid"),
+    "moe-router-pre-softmax": (MOE, f"{MOE} --moe-router-pre-softmax"),
+    "moe-router-num-groups": (MOE, f"{MOE} --moe-router-num-groups 2 --moe-router-group-topk 1"),
+    "moe-router-group-topk": (MOE, f"{MOE} --moe-router-num-groups 2 --moe-router-group-topk 1"),
+    "moe-router-topk-scaling-factor": (MOE, f"{MOE} --moe-router-topk-scaling-factor 2.5"),
+    "moe-router-enable-expert-bias": (SIGMOID, f"{SIGMOID} --moe-router-enable-expert-bias"),
+    "moe-router-bias-update-rate": (
+        f"{SIGMOID} --moe-router-enable-expert-bias",
+        f"{SIGMOID} --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01",
+    ),
+    "moe-router-load-balancing-type": (MOE, f"{MOE} --moe-router-load-balancing-type sinkhorn"),
+    "moe-aux-loss-coeff": (MOE, f"{MOE} --moe-aux-loss-coeff 0.01"),
+    "moe-z-loss-coeff": (MOE, f"{MOE} --moe-z-loss-coeff 1e-3"),
+    "moe-input-jitter-eps": (MOE, f"{MOE} --moe-input-jitter-eps 0.01"),
+    "moe-router-force-load-balancing": (MOE, f"{MOE} --moe-router-force-load-balancing"),
+    "moe-expert-capacity-factor": (MOE, f"{MOE} --moe-expert-capacity-factor 1.25"),
+    "moe-token-drop-policy": (
+        f"{MOE} --moe-expert-capacity-factor 1.25",
+        f"{MOE} --moe-expert-capacity-factor 1.25 --moe-token-drop-policy position",
+    ),
+    "moe-token-dispatcher-type": (MOE, f"{MOE} --moe-token-dispatcher-type allgather"),
+    "moe-expert-rank-capacity-factor": (MOE, f"{MOE} --moe-expert-rank-capacity-factor 1.5"),
+    "moe-layer-recompute": "--moe-layer-recompute",
+    "expert-model-parallel-size": (MOE, f"{MOE} --expert-model-parallel-size 2"),
+    "expert-tensor-parallel-size": (
+        f"{MOE} --tensor-model-parallel-size 2 --sequence-parallel",
+        f"{MOE} --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"
+        " --expert-tensor-parallel-size 1",
+    ),
+    "hybrid-layer-pattern": HYBRID,
+    "mtp-hybrid-override-pattern": (HYBRID, f"{HYBRID} --mtp-num-layers 1 --mtp-hybrid-override-pattern *"),
+    "mamba-state-dim": (HYBRID, f"{HYBRID} --mamba-state-dim 64"),
+    "mamba-head-dim": (HYBRID, f"{HYBRID} --mamba-head-dim 32"),
+    "mamba-num-groups": (HYBRID, f"{HYBRID} --mamba-num-groups 1"),
+    "mamba-num-heads": (HYBRID, f"{HYBRID} --mamba-num-heads 4"),
     "num-layers-per-virtual-pipeline-stage":
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
     "num-virtual-stages-per-pipeline-rank": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",

@@ -216,14 +216,14 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 def test_refused_flags_end_with_code_2_unless_partial(tmp_path: Path) -> None:
     tool = [sys.executable, "-m", "megajax.tools.megatron_args"]
-    flags = ["--", "torchrun", "--nproc_per_node", "2", "pretrain_gpt.py", *SMALL.split(), "--num-experts=8",
+    flags = ["--", "torchrun", "--nproc_per_node", "2", "pretrain_gpt.py", *SMALL.split(), "--moe-use-upcycling",
              "--context-parallel-size", "2", "--no-such-flag"]  # fmt: skip
     wrong = subprocess.run([*tool, *flags], cwd=REPOSITORY, capture_output=True, text=True)
     assert wrong.returncode == 2 and wrong.stdout == ""
     assert "--no-such-flag: no such flag is known" in wrong.stderr
     refused = subprocess.run([*tool, *flags[:-1]], cwd=REPOSITORY, capture_output=True, text=True)
     assert refused.returncode == 2 and refused.stdout == ""
-    assert "--num-experts 8: mixtures of experts" in refused.stderr
+    assert "--moe-use-upcycling: make the checkpoint of experts before the run" in refused.stderr
     assert "--context-parallel-size 2: 2 devices asked for" in refused.stderr
     assert "2 flags refused" in refused.stderr
     made = subprocess.run([*tool, "--partial", *flags[:-1]], cwd=REPOSITORY, capture_output=True, text=True)
@@ -231,7 +231,7 @@ def test_refused_flags_end_with_code_2_unless_partial(tmp_path: Path) -> None:
     file = tmp_path / "partial.py"
     file.write_text(made.stdout, encoding="utf-8")
     assert load(str(file)).parallel.context == 1
-    assert "Left out: --num-experts 8" in made.stdout
+    assert "Left out: --moe-use-upcycling" in made.stdout
 
 
 def test_help_is_quick_and_complete() -> None:

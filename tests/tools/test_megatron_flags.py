@@ -327,7 +327,6 @@ def test_whose_schedule_counts_after_a_resume() -> None:
 
 
 def test_refused_values_and_harmless_ones() -> None:
-    assert [flag for flag, _ in made("--num-experts 8").refused] == ["--num-experts 8"]
     assert [flag for flag, _ in made("--dataloader-type external").refused] == ["--dataloader-type external"]
     assert made("--no-data-sharding").idle == ("--no-data-sharding",)
     assert [flag for flag, _ in made("--eval-micro-batch-size 4").refused] == ["--eval-micro-batch-size 4"]

@@ -1,0 +1,101 @@
+"""Hybrids of Mamba-2, attention, MLPs and experts from the flags of pretrain_mamba.py and pretrain_hybrid.py."""
+
+from typing import Any
+
+from megajax.config.errors import UserError
+from megajax.layers.config import (
+    AnyBlockConfig,
+    FeedForwardBlockConfig,
+    FeedForwardConfig,
+    Mamba2Config,
+    MixerBlockConfig,
+    MixerConfig,
+)
+from megajax.models.presets.hybrid import HybridPattern, hybrid_pipeline, hybrid_prediction, hybrid_stack
+from megajax.tools.flags import Arguments, Settings
+from megajax.tools.megatron_model import (
+    PATTERN,
+    attention,
+    hybrid_pattern,
+    latent_attention,
+    layers,
+    mlp,
+    needed,
+    norm,
+    prediction_settings,
+    stack,
+)
+from megajax.tools.megatron_moe import mixture
+
+ELSEWHERE = {"G": "gated delta nets are not in this version", "D": "sparse attention is not in this version"}
+
+
+def decoder_stack(args: Arguments) -> Settings:
+    """The layers of a pattern, a letter for each; without one those of a GPT."""
+    text = hybrid_pattern(args)
+    if text is None:
+        return stack(args)
+    layers(args)  # which compares --num-layers
+    try:
+        parsed = HybridPattern.parse(text)
+        letters = set(parsed.layers + parsed.ahead)
+        for letter in sorted(letters & set(ELSEWHERE)):
+            args.refuse(PATTERN, f"{letter}: {ELSEWHERE[letter]}")
+        if letters & set(ELSEWHERE):
+            return {}
+        blocks = _blocks(args, letters)
+        ahead = hybrid_prediction(text, blocks, **prediction_settings(args))
+        return {"model.stack": hybrid_stack(text, blocks), "model.norm": norm(args), "model.prediction": ahead}
+    except UserError as error:
+        args.wrong(PATTERN, str(error))
+        return {}
+
+
+def hybrid_cut(args: Arguments) -> Settings:
+    """Settings of the pipeline where the pattern says which layers are a chunk of it."""
+    text, stages = hybrid_pattern(args), args["pipeline-model-parallel-size"]
+    if text is None or "|" not in text:
+        return {}
+    made = decoder_stack(args).get("model.stack")
+    try:
+        cut = {} if made is None else hybrid_pipeline(text, made, stages)
+    except UserError as error:
+        args.wrong(PATTERN, str(error))
+        cut = {}
+    return {f"parallel.{name}": value for name, value in cut.items()}
+
+
+def _blocks(args: Arguments, letters: set[str]) -> dict[str, AnyBlockConfig]:
+    """Letter -> layer, of those that occur: flags of others need not be there."""
+    normal, dropout = norm(args), args["hidden-dropout"]
+    if args["window-size"] is not None:
+        args.refuse("window-size", "attention of hybrids sees all tokens before: set windows in model.stack")
+    mixers: dict[str, Any] = {"M": _mamba, "*": lambda args: attention(args, normal), "+": _latent}
+    forwards: dict[str, Any] = {"-": mlp, "E": _experts}
+    blocks: dict[str, AnyBlockConfig] = {}
+    for letter in letters & {*mixers}:
+        mixer: MixerConfig = mixers[letter](args)
+        blocks[letter] = MixerBlockConfig(mixer=mixer, norm=normal, dropout=dropout)
+    for letter in letters & {*forwards}:
+        layer: FeedForwardConfig = forwards[letter](args)
+        blocks[letter] = FeedForwardBlockConfig(mlp=layer, norm=normal, dropout=dropout)
+    return blocks
+
+
+def _latent(args: Arguments) -> MixerConfig:
+    return latent_attention(args, norm(args))
+
+
+def _experts(args: Arguments) -> FeedForwardConfig:
+    needed(args, "num-experts")
+    return mlp(args) if args["num-experts"] is None else mixture(args, mlp(args))
+
+
+def _mamba(args: Arguments) -> Mamba2Config:
+    size, hidden = args["mamba-head-dim"], needed(args, "hidden-size")
+    return Mamba2Config(
+        heads=args["mamba-num-heads"] or max(2 * hidden // max(size, 1), 1),
+        head_dim=size,
+        state=args["mamba-state-dim"],
+        groups=args["mamba-num-groups"],
+    )
