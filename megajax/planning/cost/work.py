@@ -31,8 +31,6 @@ PASSES: dict[Part, int] = {
     "activation": 4,
 }
 """The same of the tensors that layers name."""
-ROW_PASSES = 4
-"""The same of rows of experts in the forward pass: tokens copied to rows, outputs added up; twice that behind it."""
 LIGHT: tuple[Part, ...] = ("norm", "activation", "residual", "mlp")
 """Tensors whose recomputation makes memory-bound kernels run again."""
 ROW_BUFFERS = 3
@@ -237,13 +235,16 @@ def _experts(tower: Tower, block: BlockFacts, halves: Halves) -> None:
     """Rows of experts, made of tokens and added up to tokens; kernels skip rows that are not there, copies do not."""
     run, (forward, backward) = tower.run, halves
     for one in block.experts:
-        rows = one.rows(tower.tokens, run.spread) * run.width
+        rows, mean = (run.width * count(tower.tokens, run.spread) for count in (one.rows, one.mean_rows))
         inner = sum(PASSES.get(part, 0) * elements for part, elements in one.tensors.items())
         again = rows * inner * (one.chunks > 1)  # those of one chunk are among the block's tensors
-        forward.copies += ROW_PASSES * rows * one.width
-        backward.copies += 2 * ROW_PASSES * rows * one.width
+        # Tokens become rows: there, and in the backward pass again, and their gradients. Rows become tokens: outputs,
+        # and the inputs' gradients, of which those of several matrices are added up.
+        copied = (rows + 2 * mean) * one.width
+        forward.copies += copied
+        backward.copies += 2 * copied
         forward.elementwise += again / 3
-        backward.elementwise += again
+        backward.elementwise += again + 3 * rows * one.width
 
 
 def _accumulation(run: Description, block: BlockFacts, backward: Work) -> None:

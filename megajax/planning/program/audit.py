@@ -210,7 +210,7 @@ def _work(program: hlo.Program, one: hlo.Instruction, body: hlo.Computation) -> 
     targets = [each.target or "" for each in body.values()]
     if any(opcode.removesuffix(hlo.START) in hlo.COLLECTIVES for opcode in opcodes | {one.opcode}):
         return "collective"
-    if any("fmha" in target for target in targets) or "pallas_call" in one.attributes:
+    if any("fmha" in target for target in targets) or ("pallas_call" in one.attributes and not _is_grouped(one)):
         return "attention"
     if program.matmuls(one):
         return "matmul"
@@ -220,6 +220,11 @@ def _work(program: hlo.Program, one: hlo.Instruction, body: hlo.Computation) -> 
     if numbers <= MOVING:
         return "move"
     return "cast" if numbers <= MOVING | {"convert"} else "compute"
+
+
+def _is_grouped(one: hlo.Instruction) -> bool:
+    """Whether a Pallas kernel is a grouped matmul: all in Mosaic are, those in Triton have a name."""
+    return "mosaic" in (one.target or "") or "grouped_" in one.attributes
 
 
 def _is_index(one: hlo.Instruction) -> bool:

@@ -369,13 +369,14 @@ def _layout(plan: TrainPlan) -> list[tuple[str, str]]:
 
 def _kernels(plan: TrainPlan) -> list[tuple[str, str]]:
     if plan.kernels:
-        return [(f"kernel of {layer}", "; ".join(dict.fromkeys(each))) for layer, each in plan.kernels.items()]
+        named = (f"{layer} {kernel}" for layer, each in plan.kernels.items() for kernel in each)
+        return [("kernels", "; ".join(dict.fromkeys(named)))]
     auto = any(
         getattr(mixer, "kernel", None) == "auto"
         for block in plan.cfg.model.stack.pattern
         for mixer in block.mixers().values()
     )
-    return [("attention", "kernel=auto is what this machine would take: name one in the config")] if auto else []
+    return [("kernels", "kernel=auto is what this machine would take: name one in the config")] if auto else []
 
 
 def _collectives(plan: TrainPlan) -> Table:

@@ -1,0 +1,117 @@
+"""What mixtures of experts send on 8 virtual H100s, for each way of dispatch: compiled train steps against the least.
+
+Run:  nice python benchmarks/moe_traffic.py             (needs the extra aot; no GPU. About ten minutes)
+      python benchmarks/moe_traffic.py "mixtral gather"     only programs whose name contains this
+
+Two layers, one row of 4096 tokens on each device, everything recomputed. Bytes are those that a device receives for one
+layer in a forward and a backward pass. The least: each token goes once to each device of its experts, five times
+(tokens and outputs forward; their gradients, and tokens again, backward). Formulas are those of plans.
+
+Writes benchmarks/results/moe_traffic.json; docs/moe.md and docs/planning.md show it.
+"""
+
+import json
+from dataclasses import replace
+from math import comb
+from typing import Any
+
+import outcome
+
+from megajax.command_line import front_door
+from megajax.config import load
+from megajax.config.builds import resolve
+from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, StackConfig
+from megajax.layers.config.moe import DispatchConfig, MoEConfig, SharedExpertConfig
+from megajax.layers.expert_facts import Spread
+from megajax.mesh.config import ParallelConfig
+from megajax.planning.cost.estimate import Case, bytes_per_step
+from megajax.planning.program import devices
+from megajax.planning.program.audit import audit
+from megajax.planning.program.devices import MIB
+
+DEVICES, TOKENS, LAYERS, PASSES = 8, 4096, 2, 5
+MODELS = {
+    "mixtral": (4096, MoEConfig(experts=8, top_k=2, expert=GatedMLPConfig(ffn=14336))),
+    "deepseek_v3": (
+        7168,
+        MoEConfig(
+            experts=256,
+            top_k=8,
+            expert=GatedMLPConfig(ffn=2048),
+            shared=SharedExpertConfig(mlp=GatedMLPConfig(ffn=2048)),
+        ),
+    ),
+}
+WAYS = {
+    "gather": DispatchConfig(way="gather"),
+    "ragged": DispatchConfig(way="ragged"),
+    "capacity, room 1.25": DispatchConfig(way="capacity", room=1.25),
+    "gather, 4 chunks": DispatchConfig(way="gather", chunks=4),
+}
+
+
+def config(hidden: int, moe: MoEConfig) -> Any:
+    """A run of a small decoder with these experts."""
+    cfg = load("llama3.py:debug", "precision.compute=bfloat16")
+    block = BlockConfig(mixer=AttentionConfig(heads=32, kv_heads=8), mlp=moe)
+    stack = StackConfig(pattern=(block,), repeats=LAYERS)
+    model = replace(cfg.model, hidden=hidden, sequence_length=TOKENS, stack=stack, recompute="full")
+    return cfg.but(
+        model=model,
+        parallel=ParallelConfig(expert=DEVICES),
+        batch=replace(cfg.batch, global_size=2 * DEVICES, micro_size=1),
+    )
+
+
+def least(hidden: int, moe: MoEConfig) -> float:
+    """MiB, if tokens choose experts evenly."""
+    elsewhere = moe.experts - moe.experts // DEVICES
+    reached = (DEVICES - 1) * (1 - comb(elsewhere, moe.top_k) / comb(moe.experts, moe.top_k))
+    return PASSES * reached * TOKENS * hidden * 2 / MIB
+
+
+def measured(hidden: int, moe: MoEConfig) -> dict[str, Any]:
+    """Of a compiled train step."""
+    cfg = config(hidden, moe)
+    plan = resolve("megajax.planning.program.train_step:compile_train_step")(cfg, devices.Cluster("h100", DEVICES, 8))
+    rows = [one for one in plan.contents.collectives if one.groups.name == "expert" and one.place.path]
+    times = plan.microbatches * LAYERS
+    received: dict[str, float] = {}
+    for one in rows:
+        runs = one.place.runs(plan.unknown_trips) or 0
+        share = (DEVICES - 1) / DEVICES * one.bytes * runs / times / MIB
+        received[one.kind] = received.get(one.kind, 0.0) + share
+    step = Case(cfg, plan.cluster, devices.GPUS["h100"]).estimate
+    traffic = audit(plan.text, plan.unknown_trips).to_dict()["bytes_per_step"], bytes_per_step(step)
+    large = [one for one in rows if one.bytes > MIB]
+    facts = moe.expert_facts(hidden)
+    sent = facts.sent(TOKENS, Spread(expert=DEVICES))
+    formula = sum(each.elements * (each.forward + each.backward + each.again) for each in sent)
+    return {
+        "received_mib": {kind: round(each, 1) for kind, each in received.items()},
+        "total_mib": round(sum(received.values()), 1),
+        "formula_mib": round(formula * 2 * (DEVICES - 1) / DEVICES / MIB, 1),
+        "least_mib": round(least(hidden, moe), 1),
+        "large_collectives": len(large),
+        "beside_matmuls": sum(one.overlapped for one in large),
+        "memory_traffic_gib": {name: [round(each[name] / 2**30, 2) for each in traffic] for name in traffic[0]},
+        "temporary_gib": round(plan.memory.temporary / 2**30, 2),
+        "formula_rows": round(facts.rows(TOKENS, Spread(expert=DEVICES))),
+        "kernels": plan.kernels,
+    }
+
+
+def main(words: list[str]) -> None:
+    devices.prepare()
+    path = outcome.RESULTS / "moe_traffic.json"
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for name, (hidden, moe) in MODELS.items():
+        for way, dispatch in WAYS.items():
+            if not words or any(word in f"{name} {way}" for word in words):
+                found[f"{name} {way}"] = measured(hidden, replace(moe, dispatch=dispatch))
+                print(f"{name} {way}: {found[f'{name} {way}']}", flush=True)
+                path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    front_door(main)
