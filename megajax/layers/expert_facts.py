@@ -6,7 +6,7 @@ Importing this imports neither jax nor flax.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple
 
 from megajax.layers.remat import Part
 from megajax.mesh.config import ParallelConfig
@@ -129,12 +129,3 @@ def _gathered(axes: tuple[str, ...], elements: float) -> Iterator[Sending]:
     if axes:
         yield Sending("all-gather", axes, elements, 1, 1, 1)
         yield Sending("reduce-scatter", axes, elements, 1, 1)
-
-
-@runtime_checkable
-class HasExperts(Protocol):
-    """A layer of experts."""
-
-    def expert_facts(self, hidden: int) -> ExpertFacts:
-        """What plans need to know of it beside the facts that all layers have."""
-        ...

@@ -259,6 +259,10 @@ class DrawsNumbers(Protocol):
 class ReportsExperts(Protocol):
     """A layer with experts, which Megatron-LM's memory report counts apart from `megatron_matrices`."""
 
+    def expert_facts(self, hidden: int) -> ExpertFacts:
+        """Rows, buffers and what is sent."""
+        ...
+
     def megatron_experts(self, hidden: int) -> int:
         """Parameters of the matrices of all experts."""
         ...

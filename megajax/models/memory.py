@@ -27,7 +27,9 @@ class SavedBytes:
     recomputed: float
 
 
-def saved_bytes(chosen: Recomputing, pattern: Sequence[BlockFacts], share: Share, repeats: int) -> Iterator[SavedBytes]:
+def saved_bytes(
+    chosen: Recomputing, pattern: Sequence[BlockFacts], share: Share, repeats: float
+) -> Iterator[SavedBytes]:
     """For each way in which layers of a chunk save. repeats: of the pattern, in the chunk."""
     layers = repeats * len(pattern)
     first = layers if chosen.layers is None else min(chosen.layers, layers)

@@ -18,7 +18,7 @@ from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.files import ROOT, assembled, read
 from megajax.config.patch import Mark, plain_name, setting
 from megajax.config.tree import read_value
-from megajax.planning.cost.description import demand_formulas, has_formulas
+from megajax.models.facts import demand_facts, facts_of
 from megajax.planning.cost.estimate import Case, to_dict
 from megajax.planning.program import devices
 from megajax.planning.program.audit import audit, largest_arrays
@@ -123,7 +123,7 @@ class Request:
         audited = audit(plan.text, plan.unknown_trips) if self.flags["audit"] else None
         report, figures = resolve("megajax.planning.program.train_step:report")(plan, case.device, audited)
         tables = [] if plan.fits else [largest_arrays(plan.text)]
-        if not plan.fits and has_formulas(case.cfg):
+        if not plan.fits and facts_of(case.cfg.model) is not None:
             excess = plan.memory.peak / devices.GIB - case.estimate.memory.peak_gib
             tables += advice(case, excess_gib=excess, margin=MARGIN)
         return replace(report, blocks=[*report.blocks, *tables]), figures
@@ -183,7 +183,7 @@ def plan(command: Command, fixed: Mapping[str, Any], program: Sequence[str]) -> 
     modes = (name for name in MODES if flags[name] not in (None, False))
     mode = next(modes, "by_formula" if flags["formula"] else "compiled")
     if mode != "compiled":
-        demand_formulas(command.config)
+        demand_facts(command.config.model)
     request = Request(Case(command.config, cluster, device), command.source or "", flags, fixed, program)
     report, figures = getattr(request, mode)()
     print(report.text())

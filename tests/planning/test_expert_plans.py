@@ -1,13 +1,11 @@
 """Plans of mixtures of experts by formula: what a device holds, rows of buffers, what is sent, search."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megajax.config import load
-from megajax.config.errors import UserError
 from megajax.layers.config import BlockConfig, GatedMLPConfig, StackConfig
 from megajax.layers.config.moe import DispatchConfig, MoEConfig, RouterConfig
 from megajax.layers.dispatch import Dispatch
@@ -146,7 +144,7 @@ def test_a_search_tries_numbers_of_devices_that_divide_the_experts() -> None:
     assert searched.with_choice(choice).cfg.parallel.expert == 8 and "expert 8" in choice.layout
 
 
-def test_formulas_refuse_a_pipeline_of_segments() -> None:
-    cut = SimpleNamespace(model=config(segments=True).model, parallel=ParallelConfig(pipeline=2))
-    with pytest.raises(UserError, match=r"segments.*\n.*parallel\.pipeline=1"):
-        describe(cut, GPUS["h100"], 16)  # type: ignore[arg-type]
+def test_chunks_of_a_pipeline_have_their_share_of_each_segment() -> None:
+    run = described(ParallelConfig(pipeline=2, expert=4), segments=True)
+    assert [tower.repeats for tower in run.towers] == [1.0, 2.0]
+    assert estimate(run).step_seconds > 0

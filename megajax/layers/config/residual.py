@@ -9,7 +9,6 @@ from megajax.config.errors import Problem, UserError
 from megajax.kernels.capability import FUSED, Request
 from megajax.layers.config.mixer import MixerConfig
 from megajax.layers.config.norm import NormConfig
-from megajax.layers.expert_facts import HasExperts
 from megajax.layers.facts import (
     NO_ELEMENTS,
     BlockFacts,

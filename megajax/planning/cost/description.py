@@ -20,7 +20,6 @@ from megajax.models.facts import (
     SectionFacts,
     block_facts,
     demand_facts,
-    facts_of,
     trained_share,
 )
 from megajax.optim.config import AdamWConfig, LionConfig, MuonConfig, SGDConfig
@@ -221,8 +220,8 @@ class Tower:
     section: SectionFacts
     """Whose stack is the segment."""
     whole: SectionFacts
-    """With all segments."""
-    before: int = 0
+    """The same with all its segments."""
+    before: int
     """Layers of the segments before."""
 
     @property
@@ -245,15 +244,20 @@ class Tower:
         return self.run.micro_size * self.section.positions // self.run.parallel.context
 
     @property
-    def rows(self) -> int:
-        """Repeats of the stack's pattern in a chunk of the pipeline; chunks with fewer are padded."""
-        parallel = self.run.parallel
+    def rows(self) -> float:
+        """Repeats of the stack's pattern in a chunk of the pipeline; chunks with fewer are padded.
+
+        Of several segments, their shares of a chunk: as if each chunk had layers of all kinds.
+        """
+        parallel, several = self.run.parallel, len(self.whole.stack.parts()) > 1
+        layers = self.whole.stack.layers() if several else self.section.stack.repeats
+        most = -(-layers // parallel.chunks())
         if parallel.layers is not None and parallel.pipeline > 1:
-            return max(parallel.layers)
-        return -(-self.section.stack.repeats // parallel.chunks())
+            most = max(parallel.layers)
+        return most * self.section.stack.repeats / layers if several else most
 
     @property
-    def repeats(self) -> int:
+    def repeats(self) -> float:
         """Repeats of the stack's pattern on a device."""
         return self.rows * self.run.parallel.virtual_stages
 
@@ -310,9 +314,8 @@ class Tower:
         if self.run.trainable == ("*",):
             return 1.0
         places = range(len(self.section.stack.pattern))
-        return self.run.trained(
-            tuple(weight for place in places for weight in self.whole.stack_weights(self.before + place))
-        )
+        weights = (self.whole.stack_weights(self.before + place) for place in places)
+        return self.run.trained(tuple(weight for each in weights for weight in each))
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,33 +355,13 @@ def pipeline_bubble(run: Description) -> PipelineBubble:
     return PipelineBubble(fraction, last + alone, alone, held + spare)
 
 
-def has_formulas(cfg: RunConfig) -> bool:
-    """Whether the formulas hold for the model: one with facts, and with a pipeline of one repeated pattern."""
-    return facts_of(cfg.model) is not None and not _cuts_segments(cfg)
-
-
-def demand_formulas(cfg: RunConfig) -> Facts:
-    """The model of a config. Raises UserError where formulas do not hold for it."""
-    model = demand_facts(cfg.model)
-    if _cuts_segments(cfg):
-        raise UserError(
-            "model.stack has segments, and formulas know pipelines of one repeated pattern alone.\n"
-            "Set parallel.pipeline=1, or plan without --formula, --search, --compare and --sweep: by the compiler."
-        )
-    return model
-
-
-def _cuts_segments(cfg: RunConfig) -> bool:
-    return cfg.parallel.pipeline > 1 and any(len(stack.parts()) > 1 for stack in cfg.model.stacks().values())
-
-
 def describe(cfg: RunConfig, device: Device, devices: int, per_node: int | None = None) -> Description:
     """The description of a config that passes its checks on that many devices.
 
-    Raises UserError for more than MOST_DEVICES devices, for a model or a layer without facts, for a stack that is not
-    one repeated pattern, and for an optimizer that is not one of the library's.
+    Raises UserError for more than MOST_DEVICES devices, for a model or a layer without facts, and for an
+    optimizer that is not one of the library's.
     """
-    model = demand_formulas(cfg)
+    model = demand_facts(cfg.model)
     if devices > MOST_DEVICES:
         raise UserError(
             f"{devices:,} devices asked for, plans are made for at most {MOST_DEVICES:,}.\n"

@@ -241,7 +241,7 @@ def _pipeline(run: Description, layers: Halves) -> Iterator[Traffic]:
     stages, chunks = run.parallel.pipeline, run.parallel.virtual_stages
     if stages == 1:
         return
-    (tower,) = run.towers
+    tower = run.towers[-1]
     size = tower.tokens * tower.hidden * run.width / run.cut
     schedule, span = pipeline_bubble(run), _span(run, "pipeline")
     permute = seconds("collective-permute", size, span, run.device)

@@ -296,7 +296,7 @@ def tick_work(run: Description) -> Work:
     """Of a tick of a pipeline in lockstep, beside layers and loss; nothing without one."""
     if run.parallel.pipeline == 1 or not run.system.lockstep:
         return Work()
-    (tower,) = run.towers
+    tower = run.towers[-1]
     row = tower.tokens * tower.hidden / run.cut * run.width
     return Work(**{name: passes * row for name, passes in TICK_PASSES.items()}).streamed(run)
 

@@ -15,10 +15,9 @@ from megajax.mesh.mesh import build_mesh
 from megajax.mesh.xla import DEVICELESS, Option, compiler_options
 from megajax.metrics.banner import Section
 from megajax.metrics.text import byte_size, count, duration
-from megajax.models.facts import ChoosesKernels
+from megajax.models.facts import ChoosesKernels, facts_of
 from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import Schedule
-from megajax.planning.cost.description import has_formulas
 from megajax.planning.cost.estimate import Case, Estimate, Span, Traffic, bytes_per_step, seconds, speed
 from megajax.planning.program.audit import Audit, traffic_section
 from megajax.planning.program.devices import (
@@ -319,7 +318,7 @@ def to_dict(plan: TrainPlan, device: Device, step: Estimate | None, audited: Aud
 def report(plan: TrainPlan, device: Device, audited: Audit | None = None) -> tuple[Report, dict[str, Any]]:
     """The report of a compiled plan, and its JSON."""
     memory, gpu = plan.memory, plan.cluster.gpu
-    step = step_time(plan, device) if has_formulas(plan.cfg) else None
+    step = step_time(plan, device) if facts_of(plan.cfg.model) is not None else None
     parts = [
         ("weights", memory.parameters, "master weights"),
         ("optimizer", memory.optimizer, "its state"),
@@ -354,7 +353,7 @@ def report(plan: TrainPlan, device: Device, audited: Audit | None = None) -> tup
     return shown, to_dict(plan, device, step, audited)
 
 
-UNKNOWN_TIME = ("unknown", "the cost model needs facts of the model (megajax.models.facts) and one repeated pattern")
+UNKNOWN_TIME = ("unknown", "the cost model needs facts of the model (megajax.models.facts)")
 
 
 def _layout(plan: TrainPlan) -> list[tuple[str, str]]:
