@@ -256,7 +256,7 @@ class DrawsNumbers(Protocol):
 
 
 @runtime_checkable
-class ReportsExperts(Protocol):
+class HasExperts(Protocol):
     """A layer with experts, which Megatron-LM's memory report counts apart from `megatron_matrices`."""
 
     def expert_facts(self, hidden: int) -> ExpertFacts:

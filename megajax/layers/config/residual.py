@@ -15,6 +15,7 @@ from megajax.layers.facts import (
     BlockLayers,
     DrawsNumbers,
     Elements,
+    HasExperts,
     HasKernel,
     Layer,
     LayerBuilder,
@@ -23,7 +24,6 @@ from megajax.layers.facts import (
     MixerFacts,
     MultiplyAdds,
     Norm,
-    ReportsExperts,
     Side,
     Weight,
     missing_members,
@@ -134,17 +134,17 @@ class ResidualBlock(Builds):
     def megatron_experts(self, hidden: int) -> int:
         """Parameters of experts, by the same report."""
         parts = self.layers().parts.values()
-        return sum(part.megatron_experts(hidden) for part in parts if isinstance(part, ReportsExperts))
+        return sum(part.megatron_experts(hidden) for part in parts if isinstance(part, HasExperts))
 
     def megatron_ffn(self, hidden: int) -> int:
         """Width between the matrices of the feed-forward layer, by the same report."""
-        parts = [part for part in self.layers().parts.values() if isinstance(part, ReportsExperts)]
-        return parts[0].megatron_ffn() if parts else self.tensors(hidden)["activation"].total
+        parts = [part for part in self.layers().parts.values() if isinstance(part, HasExperts)]
+        return parts[0].megatron_ffn() if parts else self.tensors(hidden).get("activation", NO_ELEMENTS).total
 
     def megatron_whole(self, hidden: int) -> int:
         """Parameters that it has on all devices: norms and routers."""
         parts = self.layers().parts.values()
-        routers = sum(part.megatron_router(hidden) for part in parts if isinstance(part, ReportsExperts))
+        routers = sum(part.megatron_router(hidden) for part in parts if isinstance(part, HasExperts))
         return self.norm_size(hidden) + routers
 
     def norm_size(self, hidden: int) -> int:
