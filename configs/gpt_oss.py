@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.data.config import BlendConfig
+from megajax.layers.remat import Recompute
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig
 from megajax.models.presets.gpt_oss import gpt_oss
@@ -24,6 +25,9 @@ from megajax.tokenizers.config import HuggingFaceTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.debug_config import library_twin
 from megajax.training.run_config import RunConfig
+
+RECOMPUTE: Recompute = ("norm", "activation", "mlp")
+"""Rows of experts are not saved: their buffers have room for any choice of the router, eight times what is needed."""
 
 
 def config() -> RunConfig:
@@ -38,7 +42,8 @@ def debug() -> RunConfig:
 
 def gpt_oss_20b() -> RunConfig:
     """20.9 B parameters, 3.6 B active; 32 experts. 16 GPUs with 80 GB: expert 8 x data 2."""
-    return _own_text("gpt_oss_20b", gpt_oss("20b", sequence_length=4096), ParallelConfig(expert=8))
+    model = replace(gpt_oss("20b", sequence_length=4096), recompute=RECOMPUTE)
+    return _own_text("gpt_oss_20b", model, ParallelConfig(expert=8))
 
 
 def gpt_oss_120b() -> RunConfig:

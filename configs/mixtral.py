@@ -17,6 +17,7 @@ from dataclasses import replace
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.data.config import BlendConfig, StandardLibraryConfig
 from megajax.layers.config import RouterConfig
+from megajax.layers.remat import Recompute
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig
 from megajax.models.presets.mixtral import mixtral
@@ -25,6 +26,9 @@ from megajax.tokenizers.config import HuggingFaceTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.debug_config import library_twin
 from megajax.training.run_config import RunConfig
+
+RECOMPUTE: Recompute = ("norm", "activation", "mlp")
+"""Rows of experts are not saved: their buffers have room for any choice of the router, four times what is needed."""
 
 
 def config() -> RunConfig:
@@ -40,13 +44,13 @@ def debug() -> RunConfig:
 def mixtral_8x7b() -> RunConfig:
     """46.7 B parameters, 12.9 B active. 64 GPUs with 80 GB: pipeline 4 x 4 virtual stages x expert 8 x data 2."""
     parallel = ParallelConfig(pipeline=4, expert=8, schedule="interleaved", virtual_stages=4)
-    return _own_text("mixtral_8x7b", mixtral("8x7b"), parallel)
+    return _own_text("mixtral_8x7b", replace(mixtral("8x7b"), recompute=RECOMPUTE), parallel)
 
 
 def mixtral_8x22b() -> RunConfig:
     """141 B parameters, 39 B active. 128 GPUs with 80 GB: pipeline 8 x 7 virtual stages x expert 8 x tensor 2."""
     parallel = ParallelConfig(pipeline=8, expert=8, tensor=2, sequence=True, schedule="interleaved", virtual_stages=7)
-    return _own_text("mixtral_8x22b", mixtral("8x22b"), parallel)
+    return _own_text("mixtral_8x22b", replace(mixtral("8x22b"), recompute=RECOMPUTE), parallel)
 
 
 def balance() -> RunConfig:
