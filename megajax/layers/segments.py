@@ -63,6 +63,11 @@ class SegmentsConfig(Builds):
             layers.setdefault(block, []).append(number)
         return tuple((block, tuple(numbers)) for block, numbers in layers.items())
 
+    def written(self) -> dict[str, AnyBlockConfig]:
+        """Setting -> block, of each that is in the config."""
+        parts = enumerate(self.segments)
+        return {f"segments.{n}.{where}": block for n, part in parts for where, block in part.written().items()}
+
     def cut_unit(self) -> int:
         """Layers that a pipeline cannot cut apart: one."""
         return 1

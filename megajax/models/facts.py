@@ -181,9 +181,9 @@ def missing_facts(model: Any) -> dict[str, str]:
         lacking["model.norm"] = (model.norm, missing_members(model.norm, Norm))
     stacks = model.stacks() if hasattr(model, "stacks") else {"": getattr(model, "stack", None)}
     for path, stack in stacks.items():
-        for place, block in enumerate(stack.pattern if isinstance(stack, StackConfig | SegmentsConfig) else ()):
+        for place, block in (stack.written() if isinstance(stack, StackConfig | SegmentsConfig) else {}).items():
             for name, members in block.missing_facts().items():
-                lacking[f"model.{path or 'stack'}.pattern.{place}.{name}"] = (getattr(block, name), members)
+                lacking[f"model.{path or 'stack'}.{place}.{name}"] = (getattr(block, name), members)
     said: dict[str, str] = {}
     for where, (part, names) in lacking.items():
         if names:  # of equal layers, the first

@@ -109,9 +109,11 @@ class MemoryReport:
 
 
 def memory_report(model: Facts, setting: MemorySetting) -> MemoryReport | None:
-    """None for a model that the report does not know: of several sections, or without a vocabulary."""
+    """None for a model that the report does not know: of several sections, without a vocabulary, or a hybrid."""
     (cfg, *others), head = model.section_facts(), model.head_facts()
     if others or ids_below(model) is None or not isinstance(cfg.norm, Norm):
+        return None
+    if any(len(block.sub_layers) != 2 for block in cfg.stack.pattern):
         return None
     hidden, table, tied = cfg.hidden, cfg.hidden * head.columns, not _vocabulary(head.tables)
     cut = sum(block.megatron_matrices(hidden) for block in cfg.stack.pattern) * cfg.stack.repeats / setting.pipeline

@@ -95,6 +95,9 @@ def test_what_does_not_fit_is_refused() -> None:
         check(cfg.but(parallel=ParallelConfig(pipeline=4)), 8)
     with pytest.raises(ConfigError, match=r"parallel\.layers: 1,2 are 3 in all, the model's stack has 2"):
         check(cfg.but(parallel=ParallelConfig(pipeline=2, layers=(1, 2))), 8)
+    wrong = replace(A, mixer=replace(A.mixer, causal=False))
+    with pytest.raises(ConfigError, match=r"stack\.segments\.1\.pattern\.0\.mixer\.causal: shows a decoder"):
+        check(cfg.but(model=replace(cfg.model, stack=one_by_one(A, wrong))), 8)
     with pytest.raises(ConfigError, match=r"recompute_layers: 2 of a segmented stack"):
         check(cfg.but(model=replace(cfg.model, recompute="full", recompute_layers=2)), 8)
     with pytest.raises(ConfigError, match=r"segments: needs at least one"):

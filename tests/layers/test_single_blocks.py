@@ -17,6 +17,7 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.models.config import DecoderConfig
 from megajax.models.facts import count_flops
+from megajax.models.memory import MemorySetting, memory_report
 from megajax.models.presets.llama import llama3
 from megajax.planning.cost.description import Description
 from megajax.planning.cost.estimate import estimate
@@ -62,6 +63,8 @@ def test_facts_of_the_halves_are_those_of_the_whole() -> None:
         assert ours.memory.activations == pytest.approx(theirs.memory.activations)
     (mixer, mlp), (block,) = cut.stack.pattern, whole.stack.pattern
     assert f"{mixer.summary(4096)}, {mlp.summary(4096)}" == block.summary(4096)
+    for setting in (MemorySetting(), MemorySetting(tensor=2, sequence=True)):
+        assert memory_report(cut, setting) is None, "Megatron-LM's report knows no hybrids"
 
 
 def test_weights_are_those_that_modules_declare() -> None:

@@ -1,28 +1,42 @@
 """Hybrids, whose layers differ and repeat no pattern, train on every layout as on one device."""
 
 from dataclasses import replace
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
-from tiny_runs import ONE, Trained, llama, train
+from tiny_runs import ONE, QUICK, Trained, llama, place, program, rows, start, train, within
 
-from megajax.layers.config import AttentionConfig, FeedForwardBlockConfig, MixerBlockConfig, RopeConfig
+from megajax.layers.config import (
+    AttentionConfig,
+    BlockConfig,
+    FeedForwardBlockConfig,
+    GatedMLPConfig,
+    MixerBlockConfig,
+    MoEConfig,
+    RopeConfig,
+    RouterConfig,
+)
+from megajax.layers.config.mamba import Mamba2Config
 from megajax.layers.segments import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig
 
+MIXTURE = MoEConfig(experts=4, expert=GatedMLPConfig(ffn=16), router=RouterConfig(z_loss=1e-3))
+ATTENTION = AttentionConfig(heads=4, kv_heads=2, rope=RopeConfig())
 BLOCKS = {
-    "M": MixerBlockConfig(mixer=AttentionConfig(heads=4, kv_heads=2, window=5, rope=RopeConfig()), dropout=0.1),
-    "*": MixerBlockConfig(mixer=AttentionConfig(heads=8, kv_heads=4, rope=RopeConfig())),
-    "-": FeedForwardBlockConfig(mlp=llama().stack.pattern[0].mlp),
+    "M": MixerBlockConfig(mixer=Mamba2Config(heads=4, head_dim=16, state=8, groups=2, chunk=8), dropout=0.1),
+    "*": MixerBlockConfig(mixer=ATTENTION),
+    "-": FeedForwardBlockConfig(mlp=GatedMLPConfig(ffn=48)),
+    "E": FeedForwardBlockConfig(mlp=MIXTURE),
+    "d": BlockConfig(mixer=ATTENTION, mlp=GatedMLPConfig(ffn=48)),
+    "e": BlockConfig(mixer=ATTENTION, mlp=MIXTURE),
 }
 
 
-def hybrid(pattern: str, **settings: object) -> DecoderConfig:
+def hybrid(pattern: str, **settings: Any) -> DecoderConfig:
     return replace(llama(), stack=SegmentsConfig.of([BLOCKS[letter] for letter in pattern]), **settings)
-
-
-MODEL = hybrid("M-M-M*-M-")
 
 
 def same(actual: Trained, expected: Trained) -> None:
@@ -36,14 +50,73 @@ def same(actual: Trained, expected: Trained) -> None:
     assert actual.padding == 0
 
 
+def test_stages_that_differ() -> None:
+    """The gradients of three layers on two stages, of which one has the attention."""
+    model, found = hybrid("--*"), []
+    for parallel in (ONE, ParallelConfig(pipeline=2, data=1)):
+        made = program(model, parallel, microbatches=2)
+        with within(made):
+            state, batch = start(made), place(made, rows())
+            step: Any = made.train_step
+            _, metrics = step.lower(state, batch).compile(compiler_options=dict(QUICK))(state, batch)
+        found.append([float(metrics[name]) for name in ("loss", "grad_norm")])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+
+MAMBA = hybrid("M-M*-M-")
 PIPELINES = {
     "1f1b, tensor": ParallelConfig(pipeline=2, tensor=2, data=2, sequence=True),
     "interleaved": ParallelConfig(pipeline=2, virtual_stages=2, schedule="interleaved", data=1, tensor=2),
-    "gpipe, uneven": ParallelConfig(pipeline=4, schedule="gpipe", layers=(1, 4, 1, 3), data=1),
+    "gpipe, uneven": ParallelConfig(pipeline=4, schedule="gpipe", layers=(1, 3, 1, 2), data=1),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", PIPELINES.values(), ids=PIPELINES)
-def test_pipelines_whose_stages_differ(parallel: ParallelConfig) -> None:
-    same(train(MODEL, parallel, microbatches=4), train(MODEL, ONE, microbatches=4))
+def test_state_space_and_attention_on_pipelines(parallel: ParallelConfig) -> None:
+    same(train(MAMBA, parallel, microbatches=4), train(MAMBA, ONE, microbatches=4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_recomputation_on_a_pipeline(recompute: Any) -> None:
+    same(
+        train(replace(MAMBA, recompute=recompute), ParallelConfig(pipeline=2, data=2), microbatches=4),
+        train(MAMBA, ONE, microbatches=4),
+    )
+
+
+@pytest.mark.slow
+def test_no_result_depends_on_what_buffers_hold() -> None:
+    """Rings of stages with fewer layers have places that nothing is written to."""
+    made = program(hybrid("M-*"), ParallelConfig(pipeline=2, data=1), microbatches=2)
+    with within(made):
+        inputs, batch = start(made).inputs, place(made, rows())
+        lowered = jax.jit(lambda fill: made.grad_fn(fill=fill)(inputs, batch, np.float32(1))).lower(0.0)
+        grads = lowered.compile(compiler_options=dict(QUICK))
+        clean, filled = (jax.device_get(grads(fill).grads) for fill in (0.0, np.nan))
+    assert all(np.isfinite(gradient).all() for gradient in filled.values())
+    for path, expected in clean.items():
+        np.testing.assert_array_equal(filled[path], expected, err_msg=path)
+
+
+MIXTURES = {
+    "dense first, pipeline and experts": ("ddeee", ParallelConfig(pipeline=2, expert=2, data=1, layers=(3, 2))),
+    "mixtures between, FSDP and experts": ("ME*EME", ParallelConfig(data=2, expert=2, data_sharding="fsdp")),
+    "mixtures between, pipeline, experts and tensor": ("ME*EM", ParallelConfig(pipeline=2, expert=2, data=1, tensor=2)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pattern", "parallel"), MIXTURES.values(), ids=MIXTURES)
+def test_mixtures_of_experts(pattern: str, parallel: ParallelConfig) -> None:
+    model = hybrid(pattern)
+    same(train(model, parallel, microbatches=2), train(model, ONE, microbatches=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_segments_with_fsdp_and_tensor(recompute: Any) -> None:
+    parallel = ParallelConfig(data=2, tensor=2, data_sharding="fsdp", sequence=True)
+    model = hybrid("M-M-*-M-", recompute=recompute)
+    same(train(model, parallel, microbatches=2), train(model, ONE, microbatches=2))

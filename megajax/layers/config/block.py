@@ -149,6 +149,10 @@ class StackConfig(Builds):
         size = len(self.pattern)
         return tuple((block, tuple(range(place, self.layers(), size))) for place, block in enumerate(self.pattern))
 
+    def written(self) -> dict[str, AnyBlockConfig]:
+        """Setting -> block, of each that is in the config."""
+        return {f"pattern.{place}": block for place, block in enumerate(self.pattern)}
+
     def cut_unit(self) -> int:
         """Layers that a pipeline cannot cut apart: a repeat of the pattern."""
         return len(self.pattern)

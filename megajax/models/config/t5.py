@@ -37,10 +37,10 @@ class T5Config(DecoderConfig):
             problems.append(Problem("encoder_length", f"must be at least 1, got {self.encoder_length}"))
         if self.prediction is not None:
             problems.append(Problem("prediction", "predicts further tokens of one section", "set it to none"))
-        for place, block in enumerate(self.stack.pattern):
+        for where, block in self.stack.written().items():
             if not isinstance(block, CrossBlockConfig):
                 what = "does not read the encoder: the blocks of the decoder are CrossBlockConfigs"
-                problems.append(Problem(f"stack.pattern.{place}", what))
+                problems.append(Problem(f"stack.{where}", what))
         for where, mixer in self.own_mixers("encoder").items():
             if getattr(mixer, "causal", False):
                 problems.append(Problem(f"{where}.causal", "hides later tokens from the encoder", "set it to false"))
@@ -62,7 +62,7 @@ class T5Config(DecoderConfig):
 
     def named_blocks(self) -> dict[str, AnyBlockConfig]:
         """Those of the encoder too."""
-        encoder = {f"encoder.pattern.{place}": block for place, block in enumerate(self.encoder.pattern)}
+        encoder = {f"encoder.{where}": block for where, block in self.encoder.written().items()}
         return DecoderConfig.named_blocks(self) | encoder
 
     def named_stacks(self) -> dict[str, StackConfig | SegmentsConfig]:

@@ -35,7 +35,7 @@ class TransformerConfig:
 
     def named_blocks(self) -> dict[str, AnyBlockConfig]:
         """Setting -> block, of each that is written in the config."""
-        return {f"stack.pattern.{place}": block for place, block in enumerate(self.stack.pattern)}
+        return {f"stack.{where}": block for where, block in self.stack.written().items()}
 
     def own_mixers(self, *below: str) -> dict[str, Any]:
         """Setting -> config, of each mixer that reads its block's own sequence. below: settings; none: everywhere."""
@@ -110,9 +110,11 @@ class TransformerConfig:
         choices = []
         for name, stack in self.named_stacks().items():
             rows = self.known_rows(name, known)
-            for place, block in enumerate(stack.pattern):
+            # Of equal blocks, the first.
+            written = {block: where for where, block in reversed(stack.written().items())}
+            for block in stack.pattern:
                 for part, layer in block.with_kernels().items():
-                    where = f"model.{name}.pattern.{place}.{part}.kernel"
+                    where = f"model.{name}.{written[block]}.{part}.kernel"
                     choice = layer.kernel_choice(self.hidden, rows, device, where)
                     choices.append(choice._replace(place=choice.place or self.attention_name(name, part)))
         return tuple(choices)
@@ -195,9 +197,9 @@ class TransformerConfig:
     def matmul_sides(self, tensor: int) -> Iterator[Side]:
         """Sides of the matrices of the stack on one device."""
         yield Side("hidden", "", self.hidden)
-        for place, block in enumerate(self.stack.pattern):
+        for where, block in self.stack.written().items():
             for side in block.matmul_sides(self.hidden, tensor):
-                yield side._replace(where=f"stack.pattern.{place}.{side.where}")
+                yield side._replace(where=f"stack.{where}.{side.where}")
 
     def mesh_problems(self, sizes: Mapping[str, int], *, sequence: bool) -> Iterator[Problem]:
         """What is wrong with the blocks on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""
