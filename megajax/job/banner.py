@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from megajax.job.compile_cache import cache_in_use
 from megajax.job.device_memory import size
 from megajax.kernels.attention import local_device
+from megajax.layers.expert_facts import ExpertFacts, Spread
 from megajax.layers.facts import Share
 from megajax.layers.remat import SavePolicy, words
 from megajax.mesh.xla import flag_names, memory_fraction
@@ -81,8 +82,31 @@ def _layout(run: Run) -> list[tuple[str, str]]:
         ("mesh", ", ".join(f"{name} {size}" for name, size in run.mesh.shape.items())),
         ("data sharding", sharding[parallel.data_sharding]),
         ("sequence parallel", "on" if parallel.sequence else "off"),
+        *_experts(run),
         *_pipeline(run),
     ]
+
+
+def _mixtures(run: Run) -> list[tuple[ExpertFacts, float]]:
+    """Layers of experts that differ, each with the tokens of a microbatch on the devices of `tensor` together."""
+    facts, found = facts_of(run.cfg.model), []
+    for section in () if facts is None else facts.section_facts():
+        tokens = run.cfg.batch.micro_size * section.positions / run.mesh.shape["context"]
+        sizes = {"hidden": section.hidden, "length": section.length, "read": section.read}
+        blocks = (block.facts(dtype=run.cfg.precision.compute, **sizes) for block in section.stack.pattern)
+        found += [(one, tokens) for block in blocks for one in block.experts if (one, tokens) not in found]
+    return found
+
+
+def _experts(run: Run) -> list[tuple[str, str]]:
+    """How tokens get to experts; what `parallel.expert` is for without any."""
+    mixtures, spread = _mixtures(run), Spread.of(run.cfg.parallel)
+    if not mixtures and spread.expert > 1 and facts_of(run.cfg.model) is not None:
+        return [("experts", f"none: the {spread.expert} devices of expert share rows, as those of data do")]
+    texts = [one.summary(tokens, spread) for one, tokens in mixtures]
+    on_cpu = run.mesh.devices.flat[0].platform == "cpu"
+    notes = [note for one, _ in mixtures if (note := one.unused_way(spread, on_cpu=on_cpu))]
+    return [("experts", text) for text in dict.fromkeys([*texts, *notes])]
 
 
 def _pipeline(run: Run) -> list[tuple[str, str]]:
@@ -126,7 +150,7 @@ def _training(run: Run) -> list[tuple[str, str]]:
     rates = f"{schedule.style} {schedule.lr:g} to {schedule.min_lr:g}"
     return [
         ("precision", dtypes),
-        *_fp8(precision),
+        *_fp8(precision, mixtures=bool(_mixtures(run))),
         *_kernels(run),
         *_recompute(run),
         ("optimizer", f"{optimizer.name()}, decay {optimizer.weight_decay:g}, clip {clip}"),
@@ -154,7 +178,7 @@ def _kernels(run: Run) -> list[tuple[str, str]]:
     return rows + [reason for reason in why if gpu]
 
 
-def _fp8(precision: PrecisionConfig) -> list[tuple[str, str]]:
+def _fp8(precision: PrecisionConfig, *, mixtures: bool) -> list[tuple[str, str]]:
     fp8 = precision.fp8
     if fp8 is None:
         return []
@@ -166,7 +190,8 @@ def _fp8(precision: PrecisionConfig) -> list[tuple[str, str]]:
         scales = f"scales from the {'step' if last else f'{delayed.history} steps'} before"
         scales += f", margin {delayed.margin} bits" * (delayed.margin != 0)
     text = f"layers, e4m3 with gradients in {gradients}; {scales}; forward pass accumulates {adding}"
-    return [("8-bit matmuls", text)]
+    # Grouped matmuls have no recipe.
+    return [("8-bit matmuls", text + f"; experts multiply in {precision.compute}" * mixtures)]
 
 
 def _recompute(run: Run) -> list[tuple[str, str]]:

@@ -94,9 +94,8 @@ class PostNormBlock(Block):
     def __call__(self, x: Array, ctx: Context) -> Array:
         mixed = self.mixer(self.layout.act(x, "batch", "seq", "embed"), ctx)
         x = checkpoint_name(self.mixer_norm(x + self.drop(mixed, x, ctx, MIXER_PLACE)), "residual")
-        return self.mlp_norm(
-            x + self.drop(self.mlp(self.layout.act(x, "batch", "seq", "embed"), ctx), x, ctx, MLP_PLACE)
-        )
+        entering = x if getattr(self.mlp, "own_positions", False) else self.layout.act(x, "batch", "seq", "embed")
+        return self.mlp_norm(x + self.drop(self.mlp(entering, ctx), x, ctx, MLP_PLACE))
 
 
 class CrossBlock(Block):

@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from megajax.config.errors import UserError
+from megajax.config.nearest import divisors_of
 from megajax.layers.router import Routing
 
 type Apply = Callable[[Array, Array, Array], Array]
@@ -285,6 +287,12 @@ def dispatched(way: str, x: Array, routing: Routing, apply: Apply, dispatch: Dis
 def _chunked(one: Callable, x: Array, routing: Routing, apply: Apply, dispatch: Dispatch) -> tuple[Array, Array]:
     if dispatch.chunks == 1:
         return one(x, routing, apply, dispatch)
+    if x.shape[0] % dispatch.chunks:
+        legal = ", ".join(map(str, [n for n in divisors_of(x.shape[0]) if n <= 4 * dispatch.chunks]))
+        raise UserError(
+            f"dispatch.chunks={dispatch.chunks} does not divide the {x.shape[0]} tokens of a device's microbatch. "
+            f"Use one of {legal}."
+        )
     parts = [a.reshape(dispatch.chunks, -1, a.shape[1]) for a in (x, *routing)]
 
     def part(dropped: Array, part: list[Array]) -> tuple[Array, Array]:

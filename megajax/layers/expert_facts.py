@@ -114,6 +114,15 @@ class ExpertFacts:
         rows = self.mean_rows(tokens, spread) if way == "ragged" else self.rows(tokens, spread)
         yield Sending(EXCHANGES[way], axes, rows * self.width, 2, 2, 1)
 
+    def unused_way(self, spread: Spread, *, on_cpu: bool) -> str:
+        """What becomes of a way that was asked for and does not run as its name says; "" where it does."""
+        way = self.way_on(spread.devices)
+        if self.way not in ("auto", way):
+            return f"all experts are on each device: dispatch.way={self.way} sends nothing"
+        if on_cpu and way == "ragged" and spread.devices > 1:
+            return "ragged sends all tokens everywhere on CPUs, which have no ragged all-to-all"
+        return ""
+
     def summary(self, tokens: float, spread: Spread) -> str:
         """Way, rows and the most there can be, in words."""
         devices, rows, most = spread.devices, self.rows(tokens, spread), self.most_rows(tokens, spread)

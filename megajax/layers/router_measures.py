@@ -36,7 +36,12 @@ def report_measures(losses: tuple[str, ...], setting: str) -> tuple[Measure, ...
             warning=warning,
         ),
         *(Measure(name=f"router_{name}_loss", of=partial(over, name, "parts")) for name in losses),
-        Measure(name="router_not_finite", of=partial(column, "not_finite"), over_layers="sum"),
+        Measure(
+            name="router_not_finite",
+            of=partial(column, "not_finite"),
+            over_layers="sum",
+            fault="logits of the router",
+        ),
     )
 
 

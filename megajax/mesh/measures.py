@@ -34,6 +34,8 @@ class Measure:
     """Shown, and warned of, if the number for all layers is above this."""
     warning: str = ""
     """Said once of a run, with {value} in it; "": nothing is said."""
+    fault: str = ""
+    """What is not finite in layers whose number is above 0, "logits of the router"; "": no layer has a fault by it."""
 
 
 class Measured(NamedTuple):
@@ -65,6 +67,12 @@ class Measured(NamedTuple):
     def told(self) -> bool:
         """Whether the number for all layers is one to show."""
         return self.values.ndim == 1 and self.whole > self.measure.above
+
+    def faulty(self) -> list[Layer]:
+        """Layers with a fault, in their order."""
+        if not self.measure.fault:
+            return []
+        return [layer for layer, value in zip(self.layers, self.values, strict=True) if value > 0]
 
     def of(self, layer: Layer) -> Any:
         """The number or the list of a layer as plain values of five digits; None for another layer."""

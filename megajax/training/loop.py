@@ -218,12 +218,12 @@ class _Loop:
 
     def cause(self, batch: Any, limits: GuardLimits | None, info: StepInfo) -> str:
         """Whose gradients are not finite in a step that left the weights as they were."""
-        factor = np.float32((limits or GuardLimits()).gradient_factor)
+        program, factor = self.run.program, np.float32((limits or GuardLimits()).gradient_factor)
         with jax.set_mesh(self.run.mesh), jax.default_matmul_precision(self.precision):
-            nonfinite = self.run.program.nonfinite_gradients(
-                self.run.state.inputs, batch, np.float32(info.loss_scale), factor
+            nonfinite, seen = jax.device_get(
+                program.nonfinite_gradients(self.run.state.inputs, batch, np.float32(info.loss_scale), factor)
             )
-        return sentence(jax.device_get(nonfinite), self.run.program.declared)
+        return sentence(nonfinite, program.declared, measured(program.observed, seen).values())
 
     def fetch(self, flight: Flight) -> StepInfo:
         """Wait for a step."""

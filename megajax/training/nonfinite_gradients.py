@@ -1,6 +1,7 @@
 """Which weights' gradients are not finite: asked only about a step that came out so twice."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +10,16 @@ from jax import Array
 
 from megajax.batch import Batch, Params
 from megajax.layers.param import ParamSpec
+from megajax.mesh.measures import Measured
 from megajax.mesh.xla import Value
 from megajax.precision.loss_scale import in_range
 from megajax.training.grads import GradFn
+from megajax.training.observations import reported, updated
 from megajax.training.step import unit_weight
 
-type NonfiniteGradients = Callable[[Params, Batch, Array, Array], Mapping[str, Array]]
-"""(weights, batch [M, B, ...], loss scale, factor on the gradients, both float32 []) -> {path: bool [layers] or []}."""
+type NonfiniteGradients = Callable[[Params, Batch, Array, Array], tuple[Mapping[str, Array], Params]]
+"""(weights, batch [M, B, ...], loss scale, factor on the gradients, both float32 []) -> ({path: bool [layers] or []},
+what the state would keep of observations that have measures)."""
 
 LISTED = 6
 
@@ -25,24 +29,34 @@ def make_nonfinite_gradients(
     everywhere: jax.sharding.Sharding,
     options: Mapping[str, Value] | None = None,
     weight: Callable[[Batch], int] = unit_weight,
+    observed: Mapping[str, ParamSpec] = MappingProxyType({}),
 ) -> NonfiniteGradients:
     """Jitted: whether a gradient has elements that are not finite, by path and, of stacked weights, by row.
 
-    everywhere: the layout of the answers, on all devices alike; options and weight: as of the train step.
+    everywhere: the layout of the answers, on all devices alike; options, weight and observed: as of the train step.
     """
 
-    def nonfinite_gradients(params: Params, batch: Batch, scale: Array, factor: Array) -> dict[str, Array]:
-        grads = grad_fn(params, batch, scale * in_range(weight(batch))).grads
-        grads = {path: g * factor for path, g in grads.items()}
-        return {path: jnp.any(~jnp.isfinite(g), axis=tuple(range(1, g.ndim))) for path, g in grads.items()}
+    def nonfinite_gradients(params: Params, batch: Batch, scale: Array, factor: Array) -> tuple[dict, Params]:
+        out = grad_fn(params, batch, scale * in_range(weight(batch)))
+        grads = {path: g * factor for path, g in out.grads.items()}
+        bad = {path: jnp.any(~jnp.isfinite(g), axis=tuple(range(1, g.ndim))) for path, g in grads.items()}
+        return bad, reported(observed, updated(observed, params, out.observed, scale))
 
     return jax.jit(
         nonfinite_gradients, out_shardings=everywhere, compiler_options=None if options is None else dict(options)
     )
 
 
-def sentence(nonfinite: Mapping[str, np.ndarray], declared: Mapping[str, ParamSpec]) -> str:
-    """Whose gradients are not finite, in words. nonfinite: path -> bool [first dimension]."""
+def sentence(
+    nonfinite: Mapping[str, np.ndarray], declared: Mapping[str, ParamSpec], measured: Iterable[Measured] = ()
+) -> str:
+    """Whose gradients are not finite, in words. nonfinite: path -> bool [first dimension]; measured: of the step."""
+    faults = [(one.measure.fault, one.faulty()) for one in measured if one.faulty()]
+    found = [f"{what} not finite, first in layer {layers[0]} (of {len(layers)})" for what, layers in faults]
+    return "; ".join([*found, _gradients(nonfinite, declared)])
+
+
+def _gradients(nonfinite: Mapping[str, np.ndarray], declared: Mapping[str, ParamSpec]) -> str:
     bad = {path: where for path, where in nonfinite.items() if where.any()}
     if len(bad) == len(nonfinite):
         return "the gradients of all weights are not finite"

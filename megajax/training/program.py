@@ -202,7 +202,7 @@ class Program:
     @cached_property
     def nonfinite_gradients(self) -> NonfiniteGradients:
         """(weights, batch, loss scale, factor on gradients) -> which gradients are not finite; compiled when called."""
-        return make_nonfinite_gradients(self.grad_fn(), self.shardings.step, self.options, self._weight)
+        return make_nonfinite_gradients(self.grad_fn(), self.shardings.step, self.options, self._weight, self.observed)
 
     @cached_property
     def eval_step(self) -> Callable[[Any, Any], Mapping[str, tuple[Array, Array]]]:

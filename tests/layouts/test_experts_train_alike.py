@@ -52,7 +52,9 @@ def check(model: DecoderConfig, parallel: ParallelConfig) -> None:
     (block,) = model.stack.pattern
     alike = replace(block, mlp=replace(block.mlp, dispatch=DispatchConfig()))
     plain = replace(model, recompute="selective", stack=replace(model.stack, pattern=(alike,)))
-    expected, actual = train(plain, ONE, microbatches=2), train(model, parallel, microbatches=2)
+    # Losses that balance are of a microbatch; ROWS are 24.
+    count = 2 if parallel.pipeline > 1 else 3
+    expected, actual = train(plain, ONE, microbatches=count), train(model, parallel, microbatches=count)
     same(actual, expected)
     for path, gradient in expected.gradients.items():
         scale = np.abs(gradient).max()
@@ -67,7 +69,7 @@ LOAD = "stack.blocks.0.mlp.load.sum"
 
 def test_first_step_over_data_and_experts():
     """The cheapest of all: one step, nothing evaluated."""
-    model, short = moe(DROPS, "capacity"), {"microbatches": 2, "steps": 1, "evaluated": False}
+    model, short = moe(DROPS, "capacity"), {"microbatches": 3, "steps": 1, "evaluated": False}
     actual, expected = train(model, DATA, **short), train(moe(DROPS), ONE, **short)
     np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-5)
     np.testing.assert_allclose(actual.norms, expected.norms, rtol=1e-5)
@@ -134,6 +136,6 @@ def test_weights_of_experts_and_their_moments_are_spread():
     """Over `expert` while they are used; ZeRO-1 spreads moments over `data` besides, FSDP weights too."""
     path = "stack.blocks.0.mlp.experts.up"
     for parallel, weights, moments in ((LAYOUTS["zero1"], 4, 8), (FSDP, 8, 8), (DATA, 4, 4)):
-        run = train(moe(BIASED, "gather"), parallel, microbatches=2)
+        run = train(moe(BIASED, "gather"), parallel, microbatches=3)
         assert shards(run, run.state.params, path) == weights
         assert shards(run, run.state.optimizer["first_moment"], path) == moments

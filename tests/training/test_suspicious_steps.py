@@ -15,6 +15,7 @@ from megajax.config.tree import check
 from megajax.job.job import train
 from megajax.job.watch import Watch
 from megajax.layers.param import ONES, ParamSpec
+from megajax.mesh.measures import Measure, Measured
 from megajax.precision.config import DynamicScaleConfig, PrecisionConfig
 from megajax.resilience.config import ResilienceConfig
 from megajax.resilience.spikes import SpikeRule
@@ -164,6 +165,15 @@ def test_the_sentence_about_gradients_that_are_not_finite():
     assert sentence(none, declared) == "computed alone, the gradients are finite"
     many = none | {path: np.array([1, 1, 1, 0], bool) for path in declared if path != "tokens"}
     assert sentence(many, declared).endswith("w4, w5 and 3 more, of 10 weights")
+
+
+def test_the_first_layer_with_a_fault_is_named():
+    """Layers after it get what it has made."""
+    measure = Measure(name="wrong", of=lambda state: state, fault="logits of the router")
+    of_layers = Measured.of_layers(measure, {1: np.array(0.0), 3: np.array(2.0), 4: np.array(9.0)})
+    other = Measured.of_layers(Measure(name="other", of=lambda state: state), {1: np.array(1.0)})
+    told = sentence({"w": np.zeros(1, bool)}, {}, [other, of_layers])
+    assert told == "logits of the router not finite, first in layer 3 (of 2); computed alone, the gradients are finite"
 
 
 def test_numbers_that_differ_from_run_to_run_point_at_the_hardware(parts):

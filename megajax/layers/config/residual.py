@@ -178,8 +178,8 @@ class ResidualBlock(Builds):
             legal = set.intersection(*(set(layer.tensor_sizes()) for layer in layers.values()))
             advice = f"parallel.tensor can be {', '.join(map(str, sorted(legal)))}"
             for name, problem in problems:
-                hint = f"{problem.hint}; {advice}" if problem.hint else advice
-                yield Problem(f"{name}.{problem.where}", problem.what, hint)
+                hints = [problem.hint] * bool(problem.hint) + [advice] * (sizes["tensor"] not in legal)
+                yield Problem(f"{name}.{problem.where}", problem.what, "; ".join(hints))
 
     def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
         """Sides of the matrices on one device, beside the hidden size."""

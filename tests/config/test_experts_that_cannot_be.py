@@ -1,0 +1,118 @@
+"""Settings of mixtures of experts that cannot be: one message each, with both values and what to change."""
+
+from dataclasses import replace
+
+import pytest
+from tiny_runs import llama
+
+from megajax.command_line import parse
+from megajax.config.errors import Problem, UserError
+from megajax.layers.config import CapacityConfig, DispatchConfig, GatedMLPConfig, MoEConfig, RouterConfig
+from megajax.mesh.config import ParallelConfig
+
+EXPERT = GatedMLPConfig(ffn=6)
+
+
+def moe(**settings) -> MoEConfig:
+    return MoEConfig(**{"experts": 6, "expert": EXPERT} | settings)
+
+
+ALONE = {
+    "more experts a token than experts": (moe(top_k=7), "top_k: 7 experts a token, of experts=6; use at most 6"),
+    "no experts": (moe(experts=0), "experts: must be a number above 0, got 0"),
+    "groups that do not divide": (
+        moe(router=RouterConfig(groups=4, chosen_groups=2)),
+        "router.groups: 4 groups do not divide 6 experts; groups can be 1, 2, 3, 6",
+    ),
+    "more groups chosen than groups": (
+        moe(router=RouterConfig(groups=3, chosen_groups=4)),
+        "router.chosen_groups: 4 of groups=3; use 1 to 3",
+    ),
+    "chosen groups that do not divide top_k": (
+        moe(top_k=3, router=RouterConfig(groups=3, chosen_groups=2)),
+        "router.chosen_groups: 2 does not divide top_k=3; use one of its divisors",
+    ),
+    "too few experts in the chosen groups": (
+        moe(top_k=4, router=RouterConfig(groups=6, chosen_groups=2)),
+        "router.chosen_groups: 2 groups of 1 experts have fewer than top_k=4; use at least 4",
+    ),
+    "groups alone": (RouterConfig(groups=2), "groups: and chosen_groups go together; set both, or neither"),
+    "no capacity": (CapacityConfig(factor=0.0), "factor: must be a number above 0, got 0.0"),
+    "capacity below 0": (CapacityConfig(factor=-1.0), "factor: must be a number above 0, got -1.0"),
+    "room below the mean": (
+        DispatchConfig(room=0.5),
+        "room: must be at least 1, got 0.5; 1.5 is usual, none drops nothing",
+    ),
+    "no chunk": (DispatchConfig(chunks=0), "chunks: must be at least 1, got 0"),
+    "negative loss": (RouterConfig(aux_loss=-0.1), "aux_loss: must be a number of at least 0, got -0.1"),
+    "jitter of all": (RouterConfig(jitter=1.0), "jitter: must be at least 0 and below 1, got 1.0"),
+    "bias on what has no scores": (
+        RouterConfig(balance_rate=0.1),
+        "balance_rate: biases scores, and a softmax over the chosen logits has none before the choice; "
+        "use score=sigmoid, or normalise=all",
+    ),
+    "two ways to balance at once": (
+        RouterConfig(sinkhorn=True, aux_loss=0.1),
+        "sinkhorn: balances by itself, beside losses, groups or balance_rate; "
+        "set these losses to 0, the others to none",
+    ),
+}
+
+
+def words(problem: Problem) -> str:
+    return f"{problem.where}: {problem.what}" + (f"; {problem.hint}" if problem.hint else "")
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_settings_that_cannot_be(case):
+    config, expected = ALONE[case]
+    assert [words(problem) for problem in config.problems()] == [expected]
+
+
+ON_MESHES = {
+    "experts the axis does not divide": (
+        ParallelConfig(data=1, expert=4),
+        "experts: experts=6 is not divisible by parallel.expert=4; they can be spread over 1, 2, 3, 6 devices",
+    ),
+    "whole experts over both axes": (
+        ParallelConfig(data=1, expert=2, tensor=2, sequence=True, expert_tensor="whole"),
+        "experts: experts=6 is not divisible by parallel.expert=2 x parallel.tensor=2; "
+        "they can be spread over 1, 2, 3, 6 devices",
+    ),
+    "a width that tensor does not divide": (
+        ParallelConfig(data=1, expert=2, tensor=4),
+        "expert.ffn: ffn=6 is not divisible by parallel.tensor=4; use ffn=4 or 8; parallel.tensor can be 1, 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ON_MESHES)
+def test_layouts_that_cannot_be(case):
+    parallel, expected = ON_MESHES[case]
+    model = llama()
+    (block,) = model.stack.pattern
+    model = replace(model, stack=replace(model.stack, pattern=(replace(block, mlp=moe()),)))
+    problems = [replace(p, where=p.where.partition(".mlp.")[2]) for p in model.parallel_problems(parallel, 1)]
+    assert [words(problem) for problem in problems] == [expected]
+
+
+def test_whole_experts_need_sequence_parallelism():
+    problems = ParallelConfig(data=1, tensor=2, expert_tensor="whole").problems()
+    assert [problem.where for problem in problems] == ["expert_tensor"]
+
+
+FROM_THE_COMMAND_LINE = {
+    "top_k": (["top_k=9"], ["mlp.top_k", "9 experts a token, of experts=8"]),
+    "capacity": (["router.capacity.type=CapacityConfig", "router.capacity.factor=0"], ["router.capacity.factor", "0"]),
+}
+
+
+@pytest.mark.parametrize("case", FROM_THE_COMMAND_LINE)
+def test_the_command_line_names_the_setting(case):
+    """A UserError ends a verb with code 2."""
+    settings, expected = FROM_THE_COMMAND_LINE[case]
+    given = [f"--model.stack.pattern.0.mlp.{setting}" for setting in settings]
+    with pytest.raises(UserError) as raised:
+        parse(["--config=mixtral.py:debug", "--devices=cpu:8", *given], verb="train")
+    for text in expected:
+        assert text in str(raised.value), str(raised.value)
