@@ -32,3 +32,10 @@ def axes_of(sharding: NamedSharding, dimension: int) -> tuple[str, ...]:
 def parts(sharding: NamedSharding, dimension: int) -> int:
     """Number of shards of a dimension."""
     return prod(sharding.mesh.shape[axis] for axis in axes_of(sharding, dimension))
+
+
+def without_dimension(sharding: NamedSharding, dimensions: int, left_out: int) -> NamedSharding:
+    """The sharding of an array that has one dimension less; devices along that one's mesh axes have copies."""
+    spec = [*sharding.spec, *[None] * (dimensions - len(sharding.spec))]
+    entries = *spec[:left_out], *spec[left_out + 1 :]
+    return NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)

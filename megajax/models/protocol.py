@@ -8,6 +8,7 @@ Shapes: B rows, and whatever a model makes of them.
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 from megajax.batch import Array, Loss, Rows, Schema
@@ -72,6 +73,27 @@ class ModelConfig(Protocol):
         path: in this model; weight: float32 numpy array; settings: of that run, by names such as model.height.
         """
         del path, weight, settings
+        return None
+
+    def derived(self, path: str, stored: Mapping[str, tuple[int, ...]]) -> Any | None:
+        """How a weight that another run lacks is made from one it has, a `megajax.layers.upcycling.Derived`; None: it
+        is not. By default layers say so whose configs have `derived(name, shapes by name)`.
+
+        path: in this model; stored: shapes of the other run's weights, by path.
+        """
+        for section, stack in self.stacks().items():
+            before = f"{section}.stack.blocks." if section else "stack.blocks."
+            number, _, inside = path.removeprefix(before).partition(".")
+            if not path.startswith(before) or not inside:
+                continue
+            place, _, name = inside.partition(".")
+            layer = getattr(stack.stored()[int(number)][0], place, None)
+            if not hasattr(layer, "derived"):
+                return None
+            before = f"{before}{number}.{place}."
+            inner = {each.removeprefix(before): shape for each, shape in stored.items() if each.startswith(before)}
+            found = layer.derived(name, inner)
+            return found and replace(found, source=found.source and before + found.source)
         return None
 
     def parallel_problems(self, parallel: ParallelConfig, shards: int | None) -> Iterator[Problem]:

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from megajax.config.builds import Builds
+from megajax.config.builds import Builds, resolve
 from megajax.config.errors import Problem
 from megajax.config.nearest import divisors_of
 from megajax.kernels.capability import Choice, Device, Request
@@ -306,6 +306,10 @@ class MoEConfig(Builds):
         for name, layer in layers.items():
             for side in layer.matmul_sides(hidden, tensor):
                 yield side._replace(where=f"{name}.{side.where}")
+
+    def derived(self, name: str, stored: Mapping[str, tuple[int, ...]]) -> Any:
+        """How a weight is made from those of a dense layer; see megajax.layers.upcycling."""
+        return resolve("megajax.layers.upcycling:derived")(self, name, stored)
 
     def summary(self, hidden: int) -> str:
         """Numbers of experts, and their width."""

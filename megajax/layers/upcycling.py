@@ -1,0 +1,104 @@
+"""Mixtures of experts from dense feed-forward layers (He et al. 2024, "Upcycling large language models into mixture
+of experts").
+
+Each expert is a copy of the dense layer, or where its ffn is smaller one of G parts of it, G = dense ffn / expert ffn.
+Experts then stand in groups of G that are a dense layer together, and start with the same router logits within a group
+("virtual group initialisation"): a token chooses whole groups.
+
+L layers, D hidden, F ffn of the dense layer, f of an expert; E experts, of which a token chooses k.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import log, sqrt
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from megajax.layers.config.mlp import GatedMLPConfig
+from megajax.layers.config.moe import MoEConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Derived:
+    """How a weight is made from one of another run, or why it cannot be."""
+
+    source: str | None = None
+    """Path of that weight; None: made from the fresh weight."""
+    shape: tuple[int, ...] = ()
+    """Of that weight without its layers."""
+    make: Callable[[Array], Array] = lambda x: x
+    """Array [L, ...] -> array [L, ...]."""
+    problem: str = ""
+    """What does not fit; then there is nothing to make."""
+
+    def made_shape(self, layers: int) -> tuple[int, ...]:
+        """Of what is made of that many layers of the other weight."""
+        return jax.eval_shape(self.make, jax.ShapeDtypeStruct((layers, *self.shape), jnp.float32)).shape
+
+
+def derived(cfg: MoEConfig, name: str, stored: Mapping[str, tuple[int, ...]]) -> Derived | None:
+    """Weight `name` of a mixture of experts; None where a dense layer has nothing for it.
+
+    stored: shapes [L, ...] of the dense layer's weights by name.
+    """
+    kind, _, inner = name.rpartition(".")
+    expert = kind == "experts" and cfg.latent is None
+    if "down" not in stored or not (expert or name in ("router", "router_bias")):
+        return None
+    if expert and inner not in stored:
+        return Derived(problem=f"the dense layer there has no {inner}; it has {', '.join(sorted(stored))}")
+    dense, ffn = stored["down"][1], cfg.expert.ffn
+    parts, rest = divmod(dense, ffn)
+    if rest or not parts:
+        return Derived(problem=f"ffn={dense} of the dense layer there is no multiple of ffn={ffn} of an expert here")
+    group = f"the {parts} experts that make a dense layer: ffn={dense} there, {ffn} here"
+    for setting, value in {"experts": cfg.experts, "top_k": cfg.top_k}.items():
+        if value % parts:
+            return Derived(problem=f"{setting}={value} is no multiple of {group}")
+    if not expert:
+        return Derived(make=partial(grouped, parts=parts))
+    make = _maker(cfg, inner, parts)
+    return Derived(source=inner, shape=stored[inner][1:], make=make)
+
+
+def _maker(cfg: MoEConfig, name: str, parts: int) -> Callable[[Array], Array]:
+    """[L, shape of the dense weight] -> [L, E, shape of an expert's].
+
+    The outputs of the parts are multiplied by weights, which are small: matrices make up for it. Where the layer is
+    linear in `up`, half of the factor is on it and half on `down`, else all of it is on `down`, so that the mixture
+    computes what the dense layer did. Megatron-LM's has a third on the gate, which changes what it computes.
+    """
+    whole = 1 / weight_sum(cfg)
+    linear = isinstance(cfg.expert, GatedMLPConfig) and cfg.expert.clamp is None and cfg.expert.offset == 0
+    up = sqrt(parts * whole) if linear else 1.0
+    factors = {"up": up, "up_bias": up, "down": parts * whole / up, "down_bias": whole}
+    dimension = {"gate": 2, "up": 2, "gate_bias": 1, "up_bias": 1, "down": 1}.get(name)
+    return partial(copied, experts=cfg.experts, parts=parts, dimension=dimension, factor=factors.get(name, 1.0))
+
+
+def copied(x: Array, *, experts: int, parts: int, dimension: int | None, factor: float) -> Array:
+    """A weight [L, ...] of dense layers -> [L, E, ...]: expert e has part e modulo `parts` of a dimension, all of it
+    without one."""
+    pieces = [x] * parts if dimension is None else jnp.split(x, parts, axis=dimension)
+    stacked = jnp.stack(pieces, axis=1) * jnp.asarray(factor, x.dtype)
+    return jnp.tile(stacked, (1, experts // parts, *[1] * (stacked.ndim - 2)))
+
+
+def grouped(x: Array, *, parts: int) -> Array:
+    """Fresh logits' weights [..., E] -> the same within groups of `parts`: those of the first E / parts experts."""
+    return jnp.repeat(x[..., : x.shape[-1] // parts], parts, axis=-1)
+
+
+def weight_sum(cfg: MoEConfig) -> float:
+    """What the weights of a token's experts add up to, where all logits are 0: always, if normalised to the chosen."""
+    router, k = cfg.router, cfg.top_k
+    if router.sinkhorn:
+        each = 0.5 if k == 1 else 1 / cfg.experts
+    elif router.normalise == "chosen" and (router.score == "softmax" or k > 1):
+        each = 1 / k
+    else:
+        each = {"softmax": 1 / cfg.experts, "sigmoid": 0.5, "sqrt_softplus": sqrt(log(2))}[router.score]
+    return k * each * router.scale

@@ -1,0 +1,141 @@
+"""Mixtures of experts that start from the weights of a dense run."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from small_jobs import model, run_config
+
+from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
+from megajax.checkpoint.manager import CheckpointManager
+from megajax.config.errors import UserError
+from megajax.job.resume import stored as beside
+from megajax.job.weights import TakeWeights
+from megajax.layers.config import DenseMLPConfig, GatedMLPConfig, MoEConfig, RouterConfig
+from megajax.layers.upcycling import derived, weight_sum
+from megajax.mesh.config import ParallelConfig
+from megajax.models.config import DecoderConfig
+from megajax.training.run_config import RunConfig
+from megajax.training.session import Run, setup
+
+TOKENS = np.random.default_rng(0).integers(0, 64, (4, 16), dtype=np.int32)
+
+
+def with_mlp(mlp: Any) -> DecoderConfig:
+    dense = model(dropout=0.0)
+    (block,) = dense.stack.pattern
+    return replace(dense, stack=replace(dense.stack, pattern=(replace(block, mlp=mlp),)))
+
+
+def experts(number: int, top_k: int, ffn: int, **router: Any) -> DecoderConfig:
+    router = RouterConfig(**router)
+    return with_mlp(MoEConfig(experts=number, top_k=top_k, expert=GatedMLPConfig(ffn=ffn), router=router))
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
+    """A dense run's folder with a checkpoint of step 1, and its logits."""
+    folder = tmp_path_factory.mktemp("dense")
+    run = setup(run_config(folder, model=with_mlp(GatedMLPConfig(ffn=32))), devices=jax.devices()[:1])
+    with CheckpointManager(CheckpointConfig(), folder / "checkpoints") as manager:
+        manager.save(1, run.state, beside(run.parts, ""))
+    return folder, np.asarray(run.model(TOKENS))
+
+
+def started(folder: Path, moe: DecoderConfig, parallel: ParallelConfig | None = None) -> tuple[Run, list[str]]:
+    """A run before its first step, and what it says."""
+    checkpoint = CheckpointConfig(weights=(WeightsConfig(run=folder),))
+    cfg: RunConfig = run_config(model=moe, checkpoint=checkpoint, parallel=parallel or ParallelConfig(data=1))
+    said: list[str] = []
+    devices = jax.devices()[: 1 if parallel is None else 4]
+    return setup(cfg, devices=devices, start=TakeWeights(cfg.checkpoint.weights, said.append)), said
+
+
+def test_copies_of_a_dense_layer_compute_what_it_does(dense: tuple[Path, np.ndarray]) -> None:
+    run, said = started(dense[0], experts(4, 2, 32))
+    assert said[0].endswith("step 1, 3 of them experts made from dense layers; the others are fresh")
+    np.testing.assert_allclose(np.asarray(run.model(TOKENS)), dense[1], rtol=0, atol=1e-5)
+    router = np.asarray(run.state.params["stack.blocks.0.mlp.router"])
+    assert router.std() > 0 and len(np.unique(router)) == router.size
+
+
+GRANULAR = experts(8, 4, 16, score="sigmoid", scale=2.5)
+"""Two experts make a dense layer; a token passes two such groups."""
+
+
+def test_parts_of_a_dense_layer_together_compute_what_it_does(dense: tuple[Path, np.ndarray]) -> None:
+    run, _ = started(dense[0], GRANULAR)
+    np.testing.assert_allclose(np.asarray(run.model(TOKENS)), dense[1], rtol=0, atol=1e-5)
+    router = np.asarray(run.state.params["stack.blocks.0.mlp.router"])
+    np.testing.assert_array_equal(router[..., ::2], router[..., 1::2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(data=1, expert=2, tensor=2),
+        ParallelConfig(data=2, expert=2, data_sharding="fsdp"),
+        ParallelConfig(data=1, expert=2, pipeline=2),
+    ],
+)
+def test_on_several_devices_they_are_the_same_weights(dense: tuple[Path, np.ndarray], parallel: ParallelConfig) -> None:
+    one, other = (started(dense[0], GRANULAR, layout)[0].state.params for layout in (None, parallel))
+    for path, weight in one.items():
+        np.testing.assert_array_equal(np.asarray(other[path]), np.asarray(weight), err_msg=path)
+
+
+def test_sizes_that_do_not_fit_are_named_both(dense: tuple[Path, np.ndarray]) -> None:
+    with pytest.raises(UserError, match=r"experts.down: ffn=32 of the dense layer there is no multiple of ffn=24"):
+        started(dense[0], experts(4, 2, 24))
+    stored = {"gate": (2, 16, 32), "up": (2, 16, 32), "down": (2, 32, 16)}
+    for cfg, problem in {
+        experts(8, 3, 16): "top_k=3 is no multiple of the 2 experts that make a dense layer: ffn=32 there, 16 here",
+        experts(5, 2, 16): "experts=5 is no multiple of the 2 experts that make a dense layer: ffn=32 there, 16 here",
+    }.items():
+        how = derived(cfg.stack.pattern[0].mlp, "experts.up", stored)
+        assert how is not None and how.problem == problem
+
+
+def dense_layer(x: np.ndarray, weights: dict[str, np.ndarray]) -> np.ndarray:
+    """relu(x up + bias) down + bias."""
+    inner = np.maximum(x @ weights["up"] + weights["up_bias"], 0)
+    return inner @ weights["down"] + weights["down_bias"]
+
+
+@pytest.mark.parametrize("normalise", ["chosen", "all"])
+def test_biases_and_all_scores_are_made_up_for(normalise: str) -> None:
+    """Outputs of a group of three, each weighted as a router with logits of zero does."""
+    cfg = MoEConfig(
+        experts=6,
+        top_k=3,
+        expert=DenseMLPConfig(ffn=4, bias=True, activation="relu"),
+        router=RouterConfig(normalise=normalise, scale=1.5),
+    )
+    rng = np.random.default_rng(0)
+    shapes = {"up": (1, 5, 12), "up_bias": (1, 12), "down": (1, 12, 5), "down_bias": (1, 5)}
+    weights = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    made = {}
+    for name in shapes:
+        how = derived(cfg, f"experts.{name}", shapes)
+        assert how is not None and how.source == name and how.made_shape(1)[:2] == (1, 6)
+        made[name] = np.asarray(how.make(jax.numpy.asarray(weights[name], "float32")))[0]
+    x = rng.normal(size=(7, 5))
+    each = weight_sum(cfg) / cfg.top_k
+    outputs = sum(each * dense_layer(x, {name: w[expert] for name, w in made.items()}) for expert in (3, 4, 5))
+    np.testing.assert_allclose(
+        outputs, dense_layer(x, {name: w[0] for name, w in weights.items()}), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_what_no_dense_layer_has_is_not_there() -> None:
+    cfg = MoEConfig(experts=4, top_k=2, expert=GatedMLPConfig(ffn=8))
+    shapes = {"gate": (2, 4, 8), "up": (2, 4, 8), "down": (2, 8, 4)}
+    assert derived(cfg, "shared.up", shapes) is None
+    assert derived(cfg, "experts.up", {}) is None
+    assert derived(replace(cfg, latent=2), "experts.up", shapes) is None
+    missing = derived(cfg, "experts.gate", {name: shape for name, shape in shapes.items() if name != "gate"})
+    assert missing is not None and "no gate; it has down, up" in missing.problem
