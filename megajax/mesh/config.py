@@ -41,8 +41,8 @@ class ParallelConfig:
     virtual_stages: int = 1
     """Chunks of layers per stage: divides the pipeline bubble and multiplies the communication by this number."""
     layers: tuple[int, ...] | None = None
-    """Layers (repeats of the stack's pattern) of each of the pipeline * virtual_stages chunks, first to last; none: as
-    even as possible, with one more in the first chunks."""
+    """Repeats of the stack's pattern, or layers of a segmented stack, of each of the pipeline * virtual_stages chunks,
+    first to last; none: as even as possible, with one more in the first chunks."""
     loss_wait: int = 1
     """1: the output is sent to the loss, and its gradient back, while other microbatches compute, which takes memory
     for one more activation; 0: all stages wait for both. For 1f1b and interleaved."""
