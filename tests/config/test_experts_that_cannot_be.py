@@ -1,14 +1,22 @@
 """Settings of mixtures of experts that cannot be: one message each, with both values and what to change."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
+import jax
 import pytest
 from tiny_runs import llama
 
 from megajax.command_line import parse
 from megajax.config.errors import Problem, UserError
+from megajax.data.config import MockConfig
+from megajax.job.banner import _experts, _fp8
 from megajax.layers.config import CapacityConfig, DispatchConfig, GatedMLPConfig, MoEConfig, RouterConfig
+from megajax.layers.expert_facts import Spread
 from megajax.mesh.config import ParallelConfig
+from megajax.mesh.mesh import build_mesh
+from megajax.precision.config import Fp8Config, PrecisionConfig
+from megajax.training.run_config import RunConfig
 
 EXPERT = GatedMLPConfig(ffn=6)
 
@@ -116,3 +124,40 @@ def test_the_command_line_names_the_setting(case):
         parse(["--config=mixtral.py:debug", "--devices=cpu:8", *given], verb="train")
     for text in expected:
         assert text in str(raised.value), str(raised.value)
+
+
+def test_the_banner_says_what_becomes_of_a_way():
+    """Where ragged is a stand-in, where a way has nothing to send, and where it is what its name says."""
+    facts = moe(dispatch=DispatchConfig(way="ragged")).expert_facts(32)
+    spread, alone = Spread(expert=2), Spread()
+    assert "no ragged all-to-all" in facts.unused_way(spread, on_cpu=True)
+    assert facts.unused_way(spread, on_cpu=False) == ""
+    assert facts.unused_way(alone, on_cpu=False) == "all experts are on each device: dispatch.way=ragged sends nothing"
+    assert moe().expert_facts(32).unused_way(alone, on_cpu=True) == ""
+
+
+@dataclass
+class Started:
+    """What the banner's line about experts reads of a run."""
+
+    cfg: RunConfig
+    mesh: Any
+
+
+@pytest.mark.parametrize("experts", [True, False])
+def test_the_banner_has_a_line_about_experts(experts):
+    model = llama()
+    (block,) = model.stack.pattern
+    if experts:
+        model = replace(model, stack=replace(model.stack, pattern=(replace(block, mlp=moe(experts=8)),)))
+    parallel = ParallelConfig(data=1, expert=4)
+    cfg = replace(RunConfig(model=model, data=MockConfig()), parallel=parallel)
+    run = Started(cfg, build_mesh(parallel, jax.devices()[:4]))
+    lines = [text for _, text in _experts(run)]
+    if experts:
+        assert lines[0].startswith("2 of 8 experts on a device, ragged; room for")
+        assert "no ragged all-to-all" in lines[1]
+        assert _fp8(PrecisionConfig(fp8=Fp8Config()), mixtures=True)[0][1].endswith("; experts multiply in bfloat16")
+    else:
+        assert lines == ["none: the 4 devices of expert share rows, as those of data do"]
+        assert "experts" not in _fp8(PrecisionConfig(fp8=Fp8Config()), mixtures=False)[0][1]
