@@ -1,0 +1,105 @@
+"""What a run reports of its mixtures of experts, against counts by hand."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from small_jobs import model, run_config
+
+from megajax.job.job import train
+from megajax.job.watch import Watch
+from megajax.layers.config import CapacityConfig, GatedMLPConfig, MoEConfig, RouterConfig
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.measures import Measure, Measured
+from megajax.metrics.config import LoggingConfig
+from megajax.models.config import DecoderConfig
+from megajax.training.session import setup
+
+CAPACITY = CapacityConfig(factor=0.98, drop="position")
+ROUTER = RouterConfig(force_balance=True, aux_loss=0.01, capacity=CAPACITY)
+"""Tokens go to experts 0 1, 2 3, 4 5, 0 1 and so on."""
+
+TOKENS = [44, 44, 42, 42, 42, 42]
+"""Of a step, two microbatches of 64 tokens with 2 of 6 experts each: 128 = 21 x 6 + 2."""
+
+DROPPED = 4 / 256
+"""Experts have room for 21, which is 0.98 x 128 / 6 rounded up: two microbatches drop 2 of 128."""
+
+
+def mixture(layers: int = 2) -> DecoderConfig:
+    dense = model(dropout=0.0, repeats=layers)
+    (block,) = dense.stack.pattern
+    block = replace(block, mlp=MoEConfig(experts=6, top_k=2, expert=GatedMLPConfig(ffn=16), router=ROUTER))
+    return replace(dense, stack=replace(dense.stack, pattern=(block,)))
+
+
+def test_a_step_reports_each_layer_even_if_its_update_is_not_made() -> None:
+    run = setup(run_config(model=mixture()), devices=jax.devices()[:1])
+    (info,) = run.steps(1)
+    found = info.measured
+    np.testing.assert_array_equal(found["expert_tokens"].values, [TOKENS] * 2)
+    np.testing.assert_allclose(found["expert_load_max_over_mean"].values, 44 / (256 / 6))
+    np.testing.assert_allclose(found["dropped_share"].values, DROPPED)
+    assert found["router_aux_loss"].whole > 0.9 and "router_z_loss" not in found
+    assert found["router_not_finite"].whole == 0 and "measured" not in repr(info)
+    path = "stack.blocks.0.mlp.router"
+    broken = run.state.params[path].at[1, 0, 3].set(np.nan)
+    run.state = replace(run.state, params={**run.state.params, path: broken})
+    kept = np.asarray(run.state.observed["stack.blocks.0.mlp.report.sum"])
+    (info,) = run.steps(1)
+    assert info.skipped and np.isnan(info.loss)
+    np.testing.assert_array_equal(info.measured["router_not_finite"].values, [0, 128])
+    np.testing.assert_array_equal(np.asarray(run.state.observed["stack.blocks.0.mlp.report.sum"]), kept)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(data=1),
+        ParallelConfig(data=1, expert=2, pipeline=2, virtual_stages=2, schedule="interleaved", layers=(1, 1, 1, 0)),
+    ],
+)
+def test_a_run_writes_what_layers_report_and_goes_on_doing_so(tmp_path: Path, parallel: ParallelConfig) -> None:
+    logging = LoggingConfig(every=1, plot=False, sample=False, live="never", layers_every=4)
+    micro = 8 // (2 * parallel.expert)
+    cfg = run_config(tmp_path, model=mixture(3), parallel=parallel, logging=logging)
+    cfg = replace(cfg, batch=replace(cfg.batch, micro_size=micro))
+    assert train(replace(cfg, resilience=replace(cfg.resilience, exit_after_steps=3))) == 0
+    assert train(cfg) == 0
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "split" not in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    lists = [json.loads(line) for line in (tmp_path / "layers.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lists] == [1, 3, 4, 6]
+    # Each of two devices deals out its own tokens: 64 = 10 x 6 + 4 a microbatch.
+    tokens = TOKENS if parallel.expert == 1 else [44, 44, 44, 44, 40, 40]
+    assert all(line["layers"] == [0, 1, 2] and line["expert_tokens"] == [tokens] * 3 for line in lists)
+    for line in steps:
+        by_layer = line["by_layer"]
+        assert by_layer["layers"] == [0, 1, 2] and line["router_not_finite"] == 0
+        assert by_layer["expert_load_max_over_mean"] == [float(f"{44 * 6 / 256:.5g}")] * 3
+        assert line["dropped_share"] > 0 and min(by_layer["router_aux_loss"]) > 0.9
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    warnings = [event for event in events if event["event"] == "layer_warning"]
+    assert [event["step"] for event in warnings] == [1, 4]  # once an attempt
+    assert "raise router.capacity.factor" in warnings[0]["why"]
+
+
+def test_people_are_warned_once() -> None:
+    said: list[str] = []
+    told: list[tuple[str, dict[str, Any]]] = []
+    log: Any = SimpleNamespace(event=lambda name, **fields: told.append((name, fields)))
+    guard: Any = None
+    watch = Watch(guard, None, log, said.append)
+    measure = Measure(name="lost", of=lambda x: x, above=0.0, warning="{value:.0%} lost")
+    for step, share in enumerate((0.0, 0.25, 0.5), 1):
+        info: Any = SimpleNamespace(step=step, measured={"lost": Measured(measure, (0,), np.array([share]))})
+        watch.warn_of(info)
+    assert told == [("layer_warning", {"step": 2, "measure": "lost", "value": 0.25, "why": "25% lost"})]
+    assert said == ["step 2: 25% lost; lost in metrics.jsonl counts further ones"]
