@@ -9,12 +9,14 @@ Prepare:  python -m megajax.preprocess --input corpus.jsonl --output-prefix data
 Plan:     python -m megajax.plan --config=mixtral.py --devices=h100:64
 Run:      python -m megajax.train --config=mixtral.py                       (on every host, see docs/launch.md)
 Laptop:   python -m megajax.train --config=mixtral.py:debug --devices=cpu:8 --parallel.expert=4 --parallel.data=2
+          python -m megajax.train --config=mixtral.py:dense && python -m megajax.train --config=mixtral.py:upcycled
 Hardware: each size names its own; not yet run on GPUs
 """
 
 from dataclasses import replace
+from pathlib import Path
 
-from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.data.config import BlendConfig, StandardLibraryConfig
 from megajax.layers.config import RouterConfig
 from megajax.layers.remat import Recompute
@@ -81,6 +83,20 @@ def mixtral_8x22b_debug() -> RunConfig:
     """mixtral_8x22b in tiny sizes: pipeline 2 x 2 virtual stages x expert 2 x tensor 2 on eight devices."""
     parallel = ParallelConfig(pipeline=2, expert=2, tensor=2, sequence=True, schedule="interleaved", virtual_stages=2)
     return library_twin(mixtral_8x22b(), _debug_model(), parallel=parallel)
+
+
+def dense() -> RunConfig:
+    """The debug twin with a dense layer instead of experts: what `upcycled` starts from."""
+    model = _debug_model()
+    (block,) = model.stack.pattern
+    model = replace(model, stack=model.stack.with_pattern((replace(block, mlp=block.mlp.expert),)))
+    return replace(library_twin(mixtral_8x7b(), model), run_dir="runs/mixtral_dense")
+
+
+def upcycled() -> RunConfig:
+    """The debug twin from the weights of `dense`: each expert starts as a copy of the dense layer."""
+    checkpoint = CheckpointConfig(weights=(WeightsConfig(run=Path("runs/mixtral_dense")),))
+    return replace(mixtral_8x7b_debug(), checkpoint=checkpoint, run_dir="runs/mixtral_upcycled")
 
 
 def _debug_model() -> DecoderConfig:

@@ -62,7 +62,7 @@ def test_a_step_reports_each_layer_even_if_its_update_is_not_made() -> None:
     "parallel",
     [
         ParallelConfig(data=1),
-        ParallelConfig(data=1, expert=2, pipeline=2, virtual_stages=2, schedule="interleaved", layers=(1, 1, 1, 0)),
+        ParallelConfig(data=1, expert=2, pipeline=2, layers=(1, 2)),
     ],
 )
 def test_a_run_writes_what_layers_report_and_goes_on_doing_so(tmp_path: Path, parallel: ParallelConfig) -> None:
