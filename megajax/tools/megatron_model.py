@@ -120,6 +120,7 @@ def norm(args: Arguments) -> NormConfig:
 
 
 def attention(args: Arguments, normal: NormConfig) -> AttentionConfig:
+    """Plain attention, with one window and rotation for all layers."""
     if not args["group-query-attention"] and args.given("num-query-groups"):
         args.remark("num-query-groups", "has no effect without --group-query-attention, there as here")
     bias = not args["disable-bias-linear"]
