@@ -36,7 +36,6 @@ FLAGS = (
     Flag("nvlink", float | None, help="GB/s from a GPU to others of its node, one direction"),
     Flag("network", float | None, help="GB/s from a GPU to other nodes, one direction"),
     Flag("json", Path | None, help="also write it into this file"),
-    Flag("html", Path | None, help="of a plan: also write it as an HTML page, with the timeline of a step"),
     PNG,
 )
 SCHEDULE_FLAGS = (

@@ -51,8 +51,6 @@ def count_devices(flags: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
     for mode in [*["formula"] * flags["formula"], *modes]:
         if flags["audit"]:
             problems.append(Problem("--audit", f"goes with no --{mode}", "it reads the program that is compiled"))
-    if flags["html"] is not None and modes:
-        problems.append(Problem("--html", f"goes with no --{modes[0]}", "it shows a single plan"))
     for name, mode in NEEDS.items():
         if flags[name] is not None and not flags[mode]:
             problems.append(Problem(f"--{name}", f"goes with --{mode}, which is not given"))
@@ -191,9 +189,6 @@ def plan(command: Command, fixed: Mapping[str, Any], program: Sequence[str]) -> 
         print(f"\npicture {flags['png']}")
     if flags["json"] is not None:
         write(flags["json"], json.dumps(figures, indent=1) + "\n")
-    if flags["html"] is not None:
-        report.write_page(flags["html"])
-        print(f"\npage: {flags['html']}")
 
 
 def _config_of(source: str) -> RunConfig:

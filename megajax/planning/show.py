@@ -1,4 +1,4 @@
-"""Plans as tables for a terminal and, with the timeline of a step and the memory of a device, as an HTML page."""
+"""Plans as tables for a terminal."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,16 +6,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megajax import charts, pages
-from megajax.charts import Box, Segment, Timeline, tick_text
-from megajax.config.builds import resolve
 from megajax.config.errors import UserError
 from megajax.metrics import banner
 from megajax.metrics.banner import Section
 from megajax.metrics.text import count, duration
 from megajax.models.protocol import counted
 from megajax.planning.cost.estimate import Estimate, bytes_per_step
-from megajax.planning.cost.work import head_seconds, layers_work
 from megajax.planning.program.devices import GIB, MIB, Device
 
 BYTE_CLASSES = {
@@ -37,20 +33,6 @@ FIGURES: dict[str, Callable[[Mapping[str, Any]], str]] = {
 }
 """Columns of tables that list plans, from the figures of a plan's JSON."""
 BYTE_UNITS = (("TiB", 2**40), ("GiB", GIB), ("MiB", MIB))
-MAX_BOXES = 9_000
-"""Boxes drawn at most, if that leaves one microbatch for each stage."""
-SHADES = 4
-"""Shades of forward and backward, by chunk."""
-NAMES = {
-    **{f"forward{shade}": "forward" for shade in range(SHADES)},
-    **{f"backward{shade}": "backward, with recomputation" for shade in range(SHADES)},
-    "loss": "loss",
-    "exposed": "exposed communication",
-    "optimizer": "optimizer",
-}
-"""CSS class of show.css -> what it shows."""
-MEMORY_COLORS = ("master", "state", "weights", "gradients", "activations", "working")
-"""CSS classes of the parts of a device's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +58,13 @@ class Table:
         ]
         return [self.title] * bool(self.title) + aligned
 
-    def html(self) -> str:
-        numbers = [place for place in range(len(self.headings)) if place not in self.text]
-        return pages.table(self.headings, self.rows, numbers)
-
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A plan, a search, a comparison or a sweep, to be printed; a plan also as a page."""
+    """A plan, a search, a comparison or a sweep, to be printed."""
 
     title: str
     blocks: Sequence[Section | Table]
-    pictures: Callable[[], Sequence[str]] = tuple
-    """Cards of the page, above the blocks, as HTML."""
 
     def text(self) -> str:
         lines = [self.title]
@@ -98,17 +74,6 @@ class Report:
             if sections := [block for block in blocks if not isinstance(block, Table)]:
                 lines += [""] * (len(lines) > 1) + banner.plain("", sections).splitlines()[1:]
         return "\n".join(lines)
-
-    def write_page(self, path: Path) -> None:
-        """Raises UserError if it can't be written."""
-        cards = [
-            pages.section(block.title, block.html())
-            if isinstance(block, Table)
-            else pages.section(block[0], pages.table((), block[1]))
-            for block in self.blocks
-        ]
-        style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
-        write(path, pages.page(self.title, [pages.header(self.title), *self.pictures(), *cards], style=style))
 
 
 def write(path: Path, text: str) -> None:
@@ -149,7 +114,6 @@ def plan_report(plan: Estimate) -> Report:
             traffic_by_class(bytes_per_step(plan), device),
             ("time of a step", times(plan)),
         ],
-        lambda: [step_picture(plan), memory_picture(memory_parts(plan), device)],
     )
 
 
@@ -241,114 +205,3 @@ def traffic_by_class(
 def unit_of(total: float) -> tuple[str, int]:
     """Name and bytes of the unit that suits a total."""
     return next(((name, unit) for name, unit in BYTE_UNITS if total >= unit), BYTE_UNITS[-1])
-
-
-# Pictures of the page
-
-
-def memory_picture(parts: Sequence[tuple[str, float, str]], device: Device) -> str:
-    """A bar of what a device holds: names, bytes and remarks, in the order of MEMORY_COLORS."""
-    room = device.usable_gib * GIB - sum(size for _, size, _ in parts)
-    shown = [*zip(parts, MEMORY_COLORS, strict=False), *[(("free", room, ""), "free")] * (room > 0)]
-    bar = charts.stacked_bar(
-        [Segment(name, size / GIB, f"{size / GIB:.1f}", color) for (name, size, _), color in shown if size > 0],
-        limit=(device.usable_gib, f"usable {device.usable_gib:.1f} of {device.memory_gib:g}"),
-    )
-    return pages.section("Memory of one device", bar, "GiB")
-
-
-def step_picture(plan: Estimate) -> str:
-    """The timeline of a step by formula."""
-    drawn = timeline(plan)
-    kinds: dict[str, str] = {}
-    for kind in drawn.boxes:
-        kinds.setdefault(NAMES[kind], kind)
-    legend = charts.legend([*((kind, name, "") for name, kind in kinds.items()), ("idle", "idle", "")])
-    scrolled = f'<div class="scroll">{drawn.svg()}</div>{legend}'
-    return pages.section("A step", scrolled, f"{plan.step_seconds:.4g} s; time of each stage, by formulas")
-
-
-def timeline(plan: Estimate) -> Timeline:
-    """The timeline of a step by formula; of many microbatches those in the middle are left out."""
-    run, stages, chunks = plan.run, plan.run.parallel.pipeline, plan.run.parallel.virtual_stages
-    most = max(1, MAX_BOXES // (2 * stages * stages * chunks))
-    drawn = min(run.microbatches, stages * min(most, 3 if chunks > 1 else 4))
-    layers, seconds = layers_work(run), exposed_seconds(plan)
-    boxes: dict[str, list[Box]] = {}
-    now, breaks = 0.0, []
-
-    def draw(kinds: Mapping[int, str], length: float) -> None:
-        nonlocal now
-        for row, kind in kinds.items() if length > 0 else ():
-            boxes.setdefault(kind, []).append(Box(row, now, length))
-        now += length if kinds else 0.0
-
-    def everywhere(kind: str) -> dict[int, str]:
-        return dict.fromkeys(range(stages), kind)
-
-    ticks = _ticks(plan, drawn)
-    # The gap is in the steady state of a pipeline; without a pipeline, before the last microbatch.
-    gap = len(ticks) // 2 if stages > 1 else drawn - 1
-    for place, (forward, backward, loss) in enumerate(ticks):
-        if place == gap and drawn < run.microbatches:
-            breaks.append((now, f"… {run.microbatches - drawn:,} more microbatches …"))
-        draw({row: f"forward{chunk % SHADES}" for row, chunk in forward.items()}, layers.forward.seconds / chunks)
-        draw(dict.fromkeys(forward, "exposed"), seconds["layers"])
-        draw(everywhere("loss") if loss else {}, head_seconds(run))
-        draw({row: f"backward{chunk % SHADES}" for row, chunk in backward.items()}, layers.backward.seconds / chunks)
-        draw(dict.fromkeys(backward, "exposed"), seconds["layers"])
-        draw(everywhere("exposed"), seconds["ticks"])
-    draw(everywhere("exposed"), seconds["step"])
-    draw(everywhere("optimizer"), plan.optimizer_seconds)
-    end = now
-    return Timeline(
-        rows=[f"stage {stage}" for stage in range(stages)] if stages > 1 else ["a device"],
-        boxes=boxes,
-        names=NAMES,
-        end=end,
-        title="timeline of a step",
-        breaks=breaks,
-        time_text=lambda seconds: _time(seconds, end),
-    )
-
-
-def exposed_seconds(plan: Estimate) -> dict[str, float]:
-    """Exposed communication of the layers of a chunk in one direction, of a tick, and once a step."""
-    exposed = {"layers": 0.0, "ticks": 0.0, "step": 0.0}
-    for row in plan.traffic:
-        once = row.what.endswith("once a step")
-        ticks = "pipeline" in row.axis.split("+")  # all others, but those of once a step, run with layers
-        exposed["step" if once else "ticks" if ticks else "layers"] += row.exposed
-    exposed["layers"] /= 2 * plan.run.microbatches * plan.run.parallel.virtual_stages
-    exposed["ticks"] /= max(1, plan.schedule.ticks)
-    return exposed
-
-
-def _ticks(plan: Estimate, microbatches: int) -> list[tuple[dict[int, int], dict[int, int], bool]]:
-    """Of each tick: stage -> chunk of its forward, the same of its backward, and whether a loss is computed."""
-    parallel = plan.run.parallel
-    if parallel.pipeline == 1:
-        return [({0: 0}, {0: 0}, True)] * microbatches
-    name = "interleaved" if parallel.virtual_stages > 1 else "gpipe" if parallel.schedule == "gpipe" else "1f1b"
-    table = resolve("megajax.pipeline.schedule:build")(  # it imports numpy
-        name,
-        stages=parallel.pipeline,
-        microbatches=microbatches,
-        chunks=parallel.virtual_stages,
-        loss_wait=parallel.loss_wait,
-    )
-    ticks = []
-    for tick in range(table.ticks):
-        forward, backward = (
-            {s: int(work.chunk[tick, s]) for s in range(table.stages) if work.microbatch[tick, s] >= 0}
-            for work in (table.forward, table.input_gradient)
-        )
-        ticks.append((forward, backward, bool(table.head[tick] >= 0)))
-    return ticks
-
-
-def _time(seconds: float, end: float) -> str:
-    """A tick of the time axis."""
-    if end < 2:
-        return f"{tick_text(seconds * 1000)} ms"
-    return duration(seconds) if seconds >= 60 else f"{seconds:g} s"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megajax.config.errors import UserError
-from megajax.planning.cost.estimate import Span, ring_rate, seconds
+from megajax.planning.cost.traffic import Span, ring_rate, seconds
 from megajax.planning.program.devices import GPUS, REQUIRED, calibrated, read_device
 
 PLAIN = replace(

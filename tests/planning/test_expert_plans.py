@@ -13,7 +13,8 @@ from megajax.layers.expert_facts import Spread
 from megajax.layers.segments import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.planning.cost.description import Description, describe
-from megajax.planning.cost.estimate import Span, estimate, seconds
+from megajax.planning.cost.estimate import estimate
+from megajax.planning.cost.traffic import Span, seconds
 from megajax.planning.cost.work import footprint
 from megajax.planning.program.devices import GPUS, Cluster
 from megajax.planning.search.search import Case, Task

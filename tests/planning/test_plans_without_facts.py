@@ -44,7 +44,7 @@ def test_a_comparison_with_such_a_model(config_file: Path) -> None:
 
 
 @pytest.mark.parametrize("peak_gib", [1, 100])
-def test_a_compiled_plan_has_memory_and_no_times(config_file: Path, tmp_path: Path, peak_gib: int) -> None:
+def test_a_compiled_plan_has_memory_and_no_times(config_file: Path, peak_gib: int) -> None:
     memory = Memory(arguments=0, outputs=0, aliased=0, temporary=peak_gib * 2**30, parameters=0, optimizer=0)
     plan = TrainPlan(
         cfg=load(config_file),
@@ -63,8 +63,6 @@ def test_a_compiled_plan_has_memory_and_no_times(config_file: Path, tmp_path: Pa
     assert figures["parameters"] == 9_696 and figures["peak_gib"] == peak_gib
     assert figures["step_seconds"] is None and figures["mfu_causal"] is None
     assert "needs facts of the model" in shown.text()
-    shown.write_page(tmp_path / "plan.html")
-    assert f"temporary: {peak_gib}.0" in (tmp_path / "plan.html").read_text(encoding="utf-8")
 
 
 def test_kernels_are_those_of_the_planned_gpu_beside_a_layer_without_facts_and_in_segments() -> None:

@@ -1,8 +1,6 @@
-"""Comparisons, sweeps, changes that make a plan fit, timelines and pages."""
+"""Comparisons, sweeps, changes that make a plan fit."""
 
 import json
-import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from megajax.planning.program.devices import GIB, GPUS, Cluster, missing_package
 from megajax.planning.program.train_step import scheduler_memory
 from megajax.planning.search.compare import advice, cheapest
 from megajax.planning.search.search import Case, changes, settings
-from megajax.planning.show import exposed_seconds, timeline
 
 ROOT = Path(__file__).parents[2]
 ASKED = ("--config=llama3.py:llama3_70b", "--devices=h100:64")
@@ -87,7 +84,6 @@ REFUSED = {
     "setting": (["--compare=--parallel.tensr=2"], "did you mean parallel.tensor"),
     "layout": (["--compare=--parallel.tensor=3"], "parallel.tensor"),
     "png": (["--formula", "--png=x.png"], "goes with --sweep"),
-    "html": (["--sweep=devices:64", "--html=x.html"], "it shows a single plan"),
 }
 
 
@@ -151,70 +147,6 @@ def test_largest_arrays_of_a_program() -> None:
         ("f32[240,5,819200]", "3.66", "2", "layer/ring/dot_general"),
         ("bf16[8,16]", "0.00", "1", "convert"),
     ]
-
-
-TIMED = {
-    "pipeline": ("llama3_70b", ()),
-    "1f1b": ("gpt3_175b", ("parallel.pipeline=8",)),
-    "gpipe": ("gpt3_6_7b", ("parallel.pipeline=2", "parallel.schedule=gpipe")),
-    "none": ("llama3_8b", ()),
-    "fsdp": ("llama3_8b", ("parallel.tensor=1", "parallel.sequence=false", "parallel.data_sharding=fsdp")),
-}
-
-
-@pytest.mark.parametrize("case", TIMED)
-def test_a_timeline_adds_up_to_the_step(case: str) -> None:
-    name, overrides = TIMED[case]
-    cfg: Any = load(f"{name.split('_')[0]}.py:{name}", *overrides)
-    found = estimate(describe(cfg, GPUS["h100"], 64))
-    run, exposed = found.run, exposed_seconds(found)
-    pieces = run.microbatches * run.parallel.virtual_stages
-    total = pieces * 2 * exposed["layers"] + found.schedule.ticks * exposed["ticks"] + exposed["step"]
-    assert total == pytest.approx(found.exposed_seconds, rel=1e-6)
-    drawn = timeline(found)
-    assert len(drawn.rows) == run.parallel.pipeline and len(drawn.breaks) == 1
-    ends = [box.start + box.length for boxes in drawn.boxes.values() for box in boxes]
-    assert max(ends) == pytest.approx(drawn.end) and len(ends) > 2 * len(drawn.rows)
-
-
-class Checked(HTMLParser):
-    """Every element is closed, nothing comes from elsewhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: set[str] = set()
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.seen.add(tag)
-        assert not {"src", "href"} & {name for name, _ in attrs}
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: Any) -> None:
-        self.seen.add(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-PAGES = {"formula": ("--formula",), "too large": ("--formula", "--parallel.tensor=2")}
-
-
-@pytest.mark.parametrize("case", PAGES)
-def test_a_page_stands_alone(case: str, tmp_path: Path) -> None:
-    file = tmp_path / "page.html"
-    assert main([*ASKED, *PAGES[case], f"--html={file}"]) == 0
-    text = file.read_text()
-    page = Checked()
-    page.feed(text)
-    assert not page.open and "table" in page.seen and "script" not in page.seen
-    assert "http" not in text.lower() and "prefers-color-scheme:dark" in text
-    used = {word for names in re.findall(r'class="([^"]*)"', text) for word in names.split()}
-    style = text[text.index("<style>") : text.index("</style>")]
-    plain = {"n", "key", "strong"} | {word for word in used if word.startswith("on-")}
-    assert [word for word in used - plain if f".{word}" not in style] == []
-    assert "svg" in page.seen
 
 
 def test_saved_norms_are_whole_along_the_sequence() -> None:

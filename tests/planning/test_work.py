@@ -12,7 +12,8 @@ from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.llama import llama3
 from megajax.pipeline.executor import MOST_LOOPS
 from megajax.planning.cost.description import OURS, Description, System, describe
-from megajax.planning.cost.estimate import Traffic, bytes_per_step, estimate, memory_bytes, to_dict
+from megajax.planning.cost.estimate import bytes_per_step, estimate, to_dict
+from megajax.planning.cost.traffic import Traffic, memory_bytes
 from megajax.planning.cost.work import (
     Work,
     block_work,

@@ -18,7 +18,8 @@ from megajax.metrics.text import byte_size, count, duration
 from megajax.models.facts import ChoosesKernels, facts_of
 from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import Schedule
-from megajax.planning.cost.estimate import Case, Estimate, Span, Traffic, bytes_per_step, seconds, speed
+from megajax.planning.cost.estimate import Case, Estimate, bytes_per_step, speed
+from megajax.planning.cost.traffic import Span, Traffic, seconds
 from megajax.planning.program.audit import Audit, traffic_section
 from megajax.planning.program.devices import (
     CONTEXT_GIB,
@@ -36,9 +37,7 @@ from megajax.planning.show import (
     Report,
     Table,
     layout,
-    memory_picture,
     memory_rows,
-    step_picture,
     times,
 )
 from megajax.training.kernels import demand_kernels
@@ -348,7 +347,6 @@ def report(plan: TrainPlan, device: Device, audited: Audit | None = None) -> tup
     shown = Report(
         f"plan for {plan.cluster.devices} x {gpu.description}",
         blocks,
-        lambda: [*([] if step is None else [step_picture(step)]), memory_picture(parts, device)],
     )
     return shown, to_dict(plan, device, step, audited)
 

@@ -1,0 +1,314 @@
+"""The collectives of a step by formulas, and what of them computing hides.
+
+What overlaps what is read from our compiled programs (docs/planning.md, docs/pipeline.md): in the backward pass two
+gathers of a layer, or a gather and a scatter; in the ticks of a pipeline with both kinds of work what travels between
+stages; under FSDP most gathers and all scatters of a layer; nothing of what ZeRO-1 does once a step.
+
+Times are ring (bandwidth) and tree (latency) costs as in NCCL's own model: of n devices, a ring all-gather or
+reduce-scatter sends (n-1)/n of the whole from each, an all-reduce twice that. A ring that crosses nodes leaves and
+enters each node once, and all devices of the group in that node carry parts of it in parallel over their own network
+links.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, log2, prod
+
+from megajax.planning.cost.description import BYTES, Description, Tower, pipeline_bubble
+from megajax.planning.cost.work import Halves, copied_weights, held_weights, recomputed
+from megajax.planning.program.devices import Device
+
+GATHERED_BESIDE = (0.6, 0.75)
+"""Shares of a layer's weights that our FSDP gathers beside matmuls, in the forward and in the backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The devices of one group along a mesh axis."""
+
+    size: int
+    inside: int
+    """How many of them are in one node."""
+
+    @classmethod
+    def of(cls, size: int, stride: int, per_node: int) -> "Span":
+        """size: devices of the group; stride: places in the mesh from one to the next."""
+        return cls(size, min(size, max(1, per_node // stride)))
+
+    @classmethod
+    def along(cls, axes: Sequence[str], mesh: Mapping[str, int], per_node: int) -> "Span":
+        """Of groups along mesh axes, outermost first; mesh: axis -> size. Of several axes, their product's devices."""
+        size = inside = 1
+        for axis in reversed(axes):
+            names = list(mesh)
+            stride = prod(mesh[name] for name in names[names.index(axis) + 1 :])
+            size *= mesh[axis]
+            inside *= cls.of(mesh[axis], stride, per_node).inside
+        return cls(size, inside)
+
+    @property
+    def nodes(self) -> int:
+        """Nodes it reaches."""
+        return ceil(self.size / self.inside)
+
+
+def ring_rate(device: Device, span: Span) -> float:
+    """Bytes per second that each device of a group sends in a ring."""
+    nvlink = device.nvlink * device.nvlink_share
+    if span.nodes == 1:
+        return nvlink
+    return min(nvlink, span.inside * device.network * device.network_share)
+
+
+def seconds(kind: str, size: float, span: Span, device: Device) -> float:
+    """Of one collective. size: bytes of its whole side (gathered, unreduced; of a permute, what each device sends)."""
+    if span.size < 2:
+        return 0.0
+    if kind == "collective-permute":
+        # The slowest pair is that between nodes, if there is one; each device has a network link of its own.
+        between = span.nodes > 1
+        speed = device.network * device.network_share if between else device.nvlink * device.nvlink_share
+        return device.launch + size / speed + (device.network_latency if between else device.nvlink_latency)
+    if kind.endswith("all-to-all"):
+        # Each pair of devices has a part of its own; between nodes each device has its own network link.
+        near, far = ((span.inside - 1) / span.size, 1 - span.inside / span.size)
+        inside = size * near / (device.nvlink * device.nvlink_share) + device.nvlink_latency
+        outside = size * far / (device.network * device.network_share) + device.network_latency
+        return device.launch + max(inside, outside * (far > 0))
+    twice = 2 if kind == "all-reduce" else 1
+    moved = twice * size * (span.size - 1) / span.size
+    hops = (span.inside - 1) * device.nvlink_latency + (span.nodes - 1) * device.network_latency
+    ring = moved / ring_rate(device, span) + twice * hops
+    # A tree moves as much at the links' rate and has as many hops as the group can be halved.
+    steps = ceil(log2(span.inside or 1)) * device.nvlink_latency + ceil(log2(span.nodes)) * device.network_latency
+    tree = (twice * size / ring_rate(device, span)) + 2 * steps
+    return device.launch + (min(ring, tree) if kind == "all-reduce" else ring)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Collectives of one kind over one axis, of one device and one step."""
+
+    kind: str
+    axis: str
+    what: str
+    """What moves, in words."""
+    count: float
+    bytes: float
+    """Of the whole side of all of them."""
+    seconds: float
+    """If nothing were hidden."""
+    hidden: float
+    """Of the seconds, what overlaps with computing."""
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which nothing is computed."""
+        return max(0.0, self.seconds - self.hidden)
+
+    def beside(self, computing: float) -> "Traffic":
+        """The same, hidden by so many seconds of computing at most."""
+        return replace(self, hidden=min(self.seconds, computing))
+
+
+def traffic(run: Description, layers: Halves) -> list[Traffic]:
+    """Every kind of collective of a step.
+
+    layers: computing of all layers of a device and microbatch.
+    """
+    rows = (*_tensor(run), *_experts(run), *_context(run, layers), *_pipeline(run, layers), *_loss(run))
+    return [row for row in (*rows, *_data(run, layers)) if row.count]
+
+
+def memory_bytes(run: Description, row: Traffic) -> float:
+    """What its kernels read and write in memory: the whole side and a device's part, or the whole twice."""
+    axes = row.axis.partition(" ")[0].split("+")  # a program's may be of a part of an axis
+    devices = _span(run, "data").size if axes == ["data"] else prod(run.sizes[axis] for axis in axes)
+    return row.bytes * (1 + 1 / devices if row.kind in ("all-gather", "reduce-scatter") else 2)
+
+
+def _span(run: Description, axis: str) -> Span:
+    """Of the groups along mesh axes; `data` takes the devices of `context` too."""
+    expert, axes = run.parallel.expert, axis.split("+")
+    if axis == "data":
+        return Span.of(run.shards // expert, run.sizes["tensor"] * expert, run.per_node)
+    if axes == ["data", "expert"]:
+        return Span.of(run.shards, run.sizes["tensor"], run.per_node)
+    return Span.along(axes, run.sizes, run.per_node)
+
+
+def _row(run: Description, named: tuple[str, str, str], count: float, size: float, hidden: float = 0.0) -> Traffic:
+    """named: kind, axis, what; size: bytes of each; hidden: share of the seconds."""
+    kind, axis, what = named
+    total = count * seconds(kind, size, _span(run, axis), run.device)
+    return Traffic(kind, axis, what, count, count * size, total, hidden * total)
+
+
+def _tensor(run: Description) -> Iterator[Traffic]:
+    if run.parallel.tensor == 1:
+        return
+    copied = copied_weights(run)[0] / (1 if run.parallel.data_sharding == "replicate" else run.shards)
+    yield _row(run, ("all-reduce", "tensor", "gradients of copied heads, once a step"), float(copied > 0), 4 * copied)
+    for tower in run.towers:
+        yield from _tensor_of(tower)
+
+
+def _tensor_of(tower: Tower) -> Iterator[Traffic]:
+    """Of one section: around each part of each block, and of what its blocks read of the section before."""
+    run, kept, given = tower.run, tower.section.recomputing.policy(), tower.run.system.tensor_hidden
+    size, read = (tokens * tower.hidden * run.width for tokens in (tower.tokens, tower.read))
+    passes = run.microbatches * tower.repeats
+    parts, reading = sum(block.cut_parts for block in tower.blocks), sum(block.read > 0 for block in tower.blocks)
+    back = passes * tower.differentiated
+    once_more = recomputed(kept, "residual") * max(0, parts - len(tower.blocks))
+    forward = 0.0 if given is None else given
+
+    def row(kind: str, what: str, count: float, size: float, hidden: float = 0.0) -> Traffic:
+        return _row(run, (kind, "tensor", f"{tower.prefix}{what}"), count, size, hidden)
+
+    if run.cut == 1:
+        beside = 1.0 if given is None else given
+        yield row("all-reduce", "activations, forward", parts * passes, size, forward)
+        yield row("all-reduce", "gradients, backward", parts * back, size, beside)
+        yield row("all-reduce", "gradients of what is read", reading * back, read, beside)
+        yield row("all-reduce", "activations, again", once_more * back, size, forward)
+        return
+    again = kept.parts is not None
+    # Shares that are hidden, counted in compiled programs: of all that is recomputed, of norms and activations, of
+    # nothing.
+    gathers, scatters = (1 / 4, 1 / 3) if once_more else (1 / 2, 0) if again else (0, 1 / 2)
+    counts = {"all-gather": (parts * (1 + again), gathers), "reduce-scatter": (parts + once_more, scatters)}
+    for kind, (count, share) in counts.items():
+        yield row(kind, "activations, forward", parts * passes, size, forward)
+        share = share if given is None else given
+        yield row(kind, "activations and gradients, backward", count * back, size, share)
+        yield row(kind, "what is read, both ways", reading * passes * (2 if kind == "all-gather" else 1), read, forward)
+        yield row(kind, "embeddings and outputs", 2 * run.microbatches * (tower.before == 0), size)
+
+
+def _experts(run: Description) -> Iterator[Traffic]:
+    """Tokens to their experts and back. Nothing is beside them: compiled programs wait at once."""
+    for tower in run.towers:
+        again = tower.section.recomputing.policy().parts is not None
+        for one in (one for block in tower.blocks for one in block.experts):
+            for each in one.sent(tower.tokens, run.spread):
+                behind = (each.backward + each.again * (again or one.chunks > 1)) * tower.differentiated
+                count = run.microbatches * tower.repeats * one.chunks
+                named, size = (each.kind, "+".join(each.axes)), each.elements * run.width / one.chunks
+                yield _row(run, (*named, f"{tower.prefix}experts, forward"), count * each.forward, size)
+                yield _row(run, (*named, f"{tower.prefix}experts, backward"), count * behind, size)
+
+
+def _context(run: Description, layers: Halves) -> Iterator[Traffic]:
+    """Ring attention: keys and values go around, and their gradients backwards."""
+    devices, tensor = run.parallel.context, run.parallel.tensor
+    if devices == 1:
+        return
+    attention = layers.forward.attention_seconds + layers.backward.attention_seconds
+    for tower in run.towers:
+        keys = [block.elements("query_key_value") for block in tower.blocks]
+        size = tower.tokens * sum(each.grouped / tensor + each.copied(tensor) for each in keys) * run.width
+        count = 3 * (devices - 1) * tower.repeats * run.microbatches
+        row = _row(run, ("collective-permute", "context", f"{tower.prefix}keys and values"), count, size)
+        yield row.beside(attention * run.microbatches * (devices - 1) / devices / len(run.towers))
+
+
+def _pipeline(run: Description, layers: Halves) -> Iterator[Traffic]:
+    stages, chunks = run.parallel.pipeline, run.parallel.virtual_stages
+    if stages == 1:
+        return
+    tower = run.towers[-1]
+    size = tower.tokens * tower.hidden * run.width / run.cut
+    schedule, span = pipeline_bubble(run), _span(run, "pipeline")
+    permute = seconds("collective-permute", size, span, run.device)
+    between = ("collective-permute", "pipeline", "between stages")
+    if not run.system.lockstep:
+        count = 2 * run.microbatches * chunks
+        # All but those that fill and drain the pipeline.
+        hidden = permute * (count - 2 * (stages - 1))
+        yield replace(_row(run, between, count, size), hidden=max(0, hidden))
+        return
+    reduction = seconds("all-reduce", size, span, run.device)
+    alone = schedule.alone
+    both = schedule.ticks - 2 * alone
+    # With one chunk all ticks of both kinds have a microbatch that enters and one that leaves, and reductions travel
+    # while layers compute. With more, some ticks have: reductions are in branches, where nothing else runs.
+    every = chunks == 1
+    forward, backward = layers.forward.seconds / chunks, layers.backward.seconds / chunks
+    beside_forward = min(1.0, forward / (permute + 3 * reduction * every))
+    beside_backward = min(1.0, backward / (permute + reduction * every))
+    count = 2 * schedule.ticks - 2 * alone
+    yield replace(_row(run, between, count, size), hidden=both * permute * (beside_forward + beside_backward))
+    # Forwards alone hide the next embedding; backwards alone hide nothing.
+    hidden = reduction * (both * (3 * beside_forward + beside_backward) + alone * min(1.0, forward / reduction))
+    what = "embeddings, outputs and their gradients, to all stages"
+    yield _row(run, ("all-reduce", "pipeline", what), 4 * run.microbatches, size).beside(hidden * every)
+
+
+def _loss(run: Description) -> Iterator[Traffic]:
+    """Sums over the vocabulary: small, and nothing overlaps with them."""
+    spread = run.parallel.pipeline if run.system.head == "spread" else 1
+    devices = spread * run.parallel.tensor
+    if devices == 1 or run.head.whole:
+        return
+    rows = min(run.scored, run.head.chunk)
+    count = 2 * ceil(run.scored / rows) * run.microbatches
+    # Groups reach from stage to stage: as many devices of a node as `tensor` has.
+    inside = min(run.parallel.tensor, run.per_node) if spread > 1 else min(devices, run.per_node)
+    once = seconds("all-reduce", 6 * rows, Span(devices, inside), run.device)
+    axis = "pipeline+tensor" if spread > 1 and run.parallel.tensor > 1 else "pipeline" if spread > 1 else "tensor"
+    yield Traffic("all-reduce", axis, "sums of the loss", count, count * 6 * rows, count * once, 0.0)
+
+
+def _data(run: Description, layers: Halves) -> Iterator[Traffic]:
+    if run.shards == 1:
+        return
+    reduced, beside = BYTES[run.reduce or run.gradients], run.system.data_hidden
+    sharding = run.parallel.data_sharding
+    once, trained = (
+        rest if sharding == "fsdp" else stack + rest
+        for stack, rest in (held_weights(run), held_weights(run, trained=True))
+    )
+    before, after = layers.forward.seconds, layers.backward.seconds
+    if sharding == "fsdp":
+        for tower in run.towers:
+            yield from _gathers(tower, before, after / 2)
+    # The last (first) microbatches of an interleaved pipeline leave (enter) chunk after chunk, in groups of its stages.
+    group = min(run.microbatches, run.parallel.pipeline) if run.parallel.virtual_stages > 1 else 1
+    kinds = [
+        ("all-gather", "weights", once * run.width, before),
+        ("reduce-scatter", "gradients", trained * reduced, after),
+    ]
+    if sharding == "replicate":
+        kinds = [("all-reduce", "gradients", trained * reduced, after)]
+    experts = sum(tower.held_experts() for tower in run.towers) * (sharding != "fsdp")
+    parts = [("data", "experts' ", experts / once), ("data+expert", "", 1 - experts / once)]
+    for kind, what, size, room in kinds:
+        for axis, whose, share in parts if experts else [(_shared_axis(run), "", 1.0)]:
+            row = _row(run, (kind, axis, f"{whose}{what}, once a step"), 1, share * size)
+            yield row.beside(room * group) if beside else row
+
+
+def _shared_axis(run: Description) -> str:
+    """Of weights that are no experts'."""
+    return "data+expert" if run.parallel.expert > 1 else "data"
+
+
+def _gathers(tower: Tower, before: float, after: float) -> Iterator[Traffic]:
+    """FSDP of one section. before, after: seconds of the layers' forward pass, and of a half of the backward pass."""
+    run = tower.run
+    forward, backward = (1.0, 1.0) if run.system.data_hidden else GATHERED_BESIDE
+    experts = tower.held_experts()
+    sizes = {"data": experts, _shared_axis(run): tower.held() - experts}
+    for kind, what, share, room in (
+        ("all-gather", "weights, forward", forward, before),
+        ("all-gather", "weights, backward", backward, after),
+        ("reduce-scatter", "gradients", 1.0, after),
+    ):
+        needed = {"weights, backward": tower.differentiated, "gradients": tower.trained() > 0}
+        for axis, size in sizes.items():
+            count = run.microbatches * tower.repeats * needed.get(what, True) * (size > 0)
+            named = kind, axis, f"{tower.prefix}a layer's {what}"
+            row = _row(run, named, count, size * run.width / tower.repeats)
+            part = room * run.microbatches / len(run.towers) * size / tower.held()
+            yield row.beside(share * min(row.seconds, part))
