@@ -155,7 +155,7 @@ def test_printed_table_json_and_config_file(tmp_path: Path, capsys: pytest.Captu
     printed = capsys.readouterr().out
     for text in ("pure FSDP", "tensor 8 without a pipeline", "the config as given", "slower", "exposed"):
         assert text in printed
-    assert "context and expert parallelism" in printed and f"--config={out}" in printed
+    assert "context parallelism" in printed and f"--config={out}" in printed
     assert len(written["best"]) == 5 and written["tried"] > 500
     steps = [rounded(row["step_seconds"]) for row in written["best"]]
     assert steps == sorted(steps) and written["best"][0]["slower"] == 0
