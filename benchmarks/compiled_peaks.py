@@ -36,6 +36,8 @@ CONFIGS = {
     "llama3_8b": "llama3.py:llama3_8b",
     "llama3_70b": "llama3.py:llama3_70b",
     "llama3_405b": "llama3.py:llama3_405b",
+    "mixtral_8x7b": "mixtral.py:mixtral_8x7b",
+    "qwen3_moe_30b_a3b": "qwen3_moe.py:qwen3_moe_30b_a3b",
     "t5_base": "t5.py:t5_base",
     "t5_11b": "t5.py:t5_11b",
 }
@@ -89,6 +91,8 @@ PLANS = (
     Plan("llama3_70b", 128, "1f1b, loss does not wait", _stages("1f1b", 1, 0)),
     Plan("llama3_70b", 128, "2 virtual stages", _stages("interleaved", 2)),
     Plan("llama3_405b", 1024, "1f1b", _stages("1f1b", 1)),
+    Plan("mixtral_8x7b", 64),
+    Plan("qwen3_moe_30b_a3b", 32),
     Plan("t5_base", 8),
     Plan("t5_base", 8, "tensor 2", ("parallel.tensor=2", "parallel.sequence=true")),
     Plan("t5_11b", 64),
@@ -101,6 +105,8 @@ HARDWARE = {
     "llama3_8b": "8 H100",
     "llama3_70b": "128 H100, tensor 8 x pipeline 4 x 5 virtual",
     "llama3_405b": "1024 H100, tensor 8 x pipeline 16 x 4 virtual",
+    "mixtral_8x7b": "64 H100, pipeline 4 x 4 virtual x expert 8",
+    "qwen3_moe_30b_a3b": "32 H100, expert 8",
     "t5_base": "8 H100",
     "t5_11b": "64 H100, tensor 8",
 }
