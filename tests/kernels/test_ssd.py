@@ -57,9 +57,10 @@ def scanned(given, ids, of, **options):
     return of(Scan(**given, runs=runs), **options)
 
 
-@pytest.mark.parametrize(
-    ("length", "chunk", "isolated"), [(1, 64, False), (24, 8, False), (70, 32, True), (50, 7, True)]
-)
+ODD = [pytest.param(24, 8, False, marks=pytest.mark.slow), pytest.param(50, 7, True, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("length", "chunk", "isolated"), [(1, 64, False), (70, 32, True), *ODD])
 def test_chunks_and_recurrence_match_a_float64_loop(length, chunk, isolated):
     given, ids = inputs(length), segments(length) if isolated else None
     expected = looped(given, ids)
@@ -93,8 +94,7 @@ def test_large_decays_cost_no_accuracy():
     np.testing.assert_allclose(y, looped(given, None)[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("chunk", [32])
-def test_a_document_is_the_same_to_the_bit_whatever_its_neighbours(chunk):
+def test_a_document_is_the_same_to_the_bit_whatever_its_neighbours():
     """Values and gradients of positions 20 to 44 of 70, between other documents, borders and steps."""
     given, own = inputs(70), slice(20, 45)
     ids = np.array([[1] * 20 + [2] * 25 + [3] * 25] * ROWS, np.int32)
@@ -107,7 +107,7 @@ def test_a_document_is_the_same_to_the_bit_whatever_its_neighbours(chunk):
     @jax.jit
     def results(given, ids):
         def loss(differentiated):
-            y, _ = scanned(given | differentiated, ids, ssd, chunk=chunk)
+            y, _ = scanned(given | differentiated, ids, ssd, chunk=32)
             return jnp.sum(jnp.sin(y)), y
 
         grads, y = jax.grad(loss, has_aux=True)({name: given[name] for name in ("x", "dt", "b", "c")})
