@@ -21,6 +21,7 @@ from megajax.data.config import BlendConfig, StandardLibraryConfig
 from megajax.layers.config import RouterConfig
 from megajax.layers.remat import Recompute
 from megajax.mesh.config import ParallelConfig
+from megajax.metrics.config import LoggingConfig
 from megajax.models.config import DecoderConfig
 from megajax.models.presets.mixtral import mixtral
 from megajax.optim.config import AdamWConfig, ScheduleConfig
@@ -58,17 +59,18 @@ def mixtral_8x22b() -> RunConfig:
 def balance() -> RunConfig:
     """4 layers with 8 experts, balanced without a loss: about 3 minutes on 2 CPU cores.
 
-    The most loaded expert of each layer gets less than 1.3 times the mean in the end. With
-    --model.stack.pattern.0.mlp.router.balance_rate=none nothing balances them.
+    From step 200 on, the most loaded expert of any layer gets less than 1.3 times the mean; 1.2 times at the end, after
+    3 to 4 times within the first 30 steps.
     """
-    model = _with_router(_debug_model(), RouterConfig(score="sigmoid", balance_rate=0.01))
+    model = _with_router(_debug_model(), RouterConfig(score="sigmoid", balance_rate=0.005))
     return library_twin(
         mixtral_8x7b(),
         model,
         data=StandardLibraryConfig(isolate_documents=True),
-        batch=BatchConfig(global_size=16, micro_size=16),
+        batch=BatchConfig(global_size=32, micro_size=32),
         evaluation=EvaluationConfig(every=150, batches=4),
         checkpoint=CheckpointConfig(every=150),
+        logging=LoggingConfig(layers_every=10),
         steps=300,
         run_dir="runs/mixtral_balance",
     )

@@ -223,7 +223,7 @@ def test_refused_flags_end_with_code_2_unless_partial(tmp_path: Path) -> None:
     assert "--no-such-flag: no such flag is known" in wrong.stderr
     refused = subprocess.run([*tool, *flags[:-1]], cwd=REPOSITORY, capture_output=True, text=True)
     assert refused.returncode == 2 and refused.stdout == ""
-    assert "--moe-use-upcycling: make the checkpoint of experts before the run" in refused.stderr
+    assert "--moe-use-upcycling: leave out --load: checkpoint.weights makes experts" in refused.stderr
     assert "--context-parallel-size 2: 2 devices asked for" in refused.stderr
     assert "2 flags refused" in refused.stderr
     made = subprocess.run([*tool, "--partial", *flags[:-1]], cwd=REPOSITORY, capture_output=True, text=True)
