@@ -15,6 +15,9 @@ from megajax.kernels.capability import Choice, Device, Request
 from megajax.layers.expert_facts import ExpertFacts, Spread
 from megajax.layers.remat import PARTS, Part, SavePolicy
 
+CUT_AXES = frozenset({"heads", "kv_heads", "mlp"})
+"""Logical axes that `tensor` shards."""
+
 
 @dataclass(frozen=True, slots=True)
 class Weight:
@@ -41,6 +44,13 @@ def total_size(weights: Sequence[Weight]) -> int:
 def idle_size(weights: Sequence[Weight]) -> int:
     """Those of them that a token does not pass."""
     return sum(round(weight.size * (1 - weight.used)) for weight in weights)
+
+
+def unspread(weights: Sequence[Weight]) -> "Elements":
+    """Those of them that are not spread at rest, but over `tensor` and `expert`."""
+    left = [weight for weight in weights if "embed" not in weight.axes and "expert" not in weight.axes]
+    cut = sum(weight.size for weight in left if CUT_AXES.intersection(weight.axes))
+    return Elements(whole=sum(weight.size for weight in left) - cut, cut=cut)
 
 
 def prefixed(prefix: str, weights: Sequence[Weight]) -> tuple[Weight, ...]:
@@ -354,6 +364,9 @@ class BlockFacts:
     """Tokens of the section before that the block reads for each token of its own."""
     experts: tuple[ExpertFacts, ...] = ()
     """Of the parts that have experts."""
+    unspread: Elements = NO_ELEMENTS
+    """Weights that ZeRO-1 and FSDP leave whole: those without the logical axis `embed`, such as biases and what leads
+    out of latents."""
 
     def on(self, spread: Spread) -> "BlockFacts":
         """The same with the experts of one device, and tensors as large as the buffers of their rows."""

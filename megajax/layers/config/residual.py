@@ -29,6 +29,7 @@ from megajax.layers.facts import (
     missing_members,
     prefixed,
     total_size,
+    unspread,
 )
 from megajax.layers.remat import Part
 
@@ -165,6 +166,7 @@ class ResidualBlock(Builds):
             tensors=self.tensors(hidden),
             mixers=tuple(mixer_facts(mixer, hidden, length, dtype) for mixer in mixers),
             parts=len(self.sub_layers),
+            unspread=unspread(self.weights(hidden)),
             experts=tuple(
                 part.expert_facts(hidden) for part in self.layers().parts.values() if isinstance(part, HasExperts)
             ),

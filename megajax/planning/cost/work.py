@@ -238,8 +238,7 @@ def _experts(tower: Tower, block: BlockFacts, halves: Halves) -> None:
         rows, mean = (run.width * count(tower.tokens, run.spread) for count in (one.rows, one.mean_rows))
         inner = sum(PASSES.get(part, 0) * elements for part, elements in one.tensors.items())
         again = rows * inner * (one.chunks > 1)  # those of one chunk are among the block's tensors
-        # Tokens become rows: there, and in the backward pass again, and their gradients. Rows become tokens: outputs,
-        # and the inputs' gradients, of which those of several matrices are added up.
+        # Tokens become rows, in the backward pass again, as do gradients; rows become tokens, and inputs' gradients.
         copied = (rows + 2 * mean) * one.width
         forward.copies += copied
         backward.copies += 2 * copied
@@ -430,7 +429,9 @@ def footprint(run: Description) -> Footprint:
         for each in saved_bytes(tower.section.recomputing, tower.blocks, tower.share, tower.rows)
     )
     all_heads, own_heads = copied_weights(run)
-    at_rest = (held + experts + all_heads - own_heads) / spread
+    blocks = [(t.repeats, block) for t in run.towers for block in t.blocks] + [(1, b) for b in run.predicting_blocks]
+    whole = sum(times * block.unspread.local(parallel.tensor) for times, block in blocks)
+    at_rest = (held + experts + all_heads - own_heads - whole) / spread + whole
     updated = at_rest * (trained + experts_trained) / (held + experts)
     copies = 0.0 if run.compute == "float32" and spread == 1 else within * run.width
     return Footprint(
