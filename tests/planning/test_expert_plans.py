@@ -12,6 +12,7 @@ from megajax.layers.dispatch import Dispatch
 from megajax.layers.expert_facts import Spread
 from megajax.layers.segments import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
+from megajax.models.facts import count_flops
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import estimate
 from megajax.planning.cost.traffic import Span, seconds
@@ -143,6 +144,27 @@ def test_a_search_tries_numbers_of_devices_that_divide_the_experts() -> None:
     searched = task(config())
     choice = next(one for group in searched.groups() for one in searched.layouts(group) if one.expert == 8)
     assert searched.with_choice(choice).cfg.parallel.expert == 8 and "expert 8" in choice.layout
+
+
+def test_what_leads_out_of_latents_is_whole_at_rest() -> None:
+    """As compiled for 1024 H100s with jax 0.12.0.1: 15.07 GiB of weights, where 1/1024 of all would be 2.5."""
+    cfg: Any = load(
+        "deepseek.py:deepseek_v3", "parallel.pipeline=1", "parallel.expert=64", "parallel.data_sharding=fsdp"
+    )
+    found = footprint(describe(cfg, GPUS["h100"], 1024))
+    assert found.parameters / 2**30 == pytest.approx(15.07, rel=0.01)
+    assert found.optimizer / 2**30 == pytest.approx(30.13, rel=0.01)
+
+
+def test_operations_are_those_that_megatron_counts() -> None:
+    """Of the experts that a token passes, and of Mamba-2: written out with the sizes of the models."""
+    mixtral: Any = load("mixtral.py:mixtral_8x7b").model
+    attention, core, experts = 4096 * (2 * 4096 + 2 * 1024), 4096 * 4096, 2 * 3 * 4096 * 14336
+    assert count_flops(mixtral).causal == 32 * 6 * (attention + core + experts) + 6 * 4096 * 32000
+    mamba: Any = load("mamba2.py:mamba2_2_7b").model
+    width, inner, state, heads = 2560, 5120, 128, 80
+    layer = 2 * width * (2 * inner + 2 * state + heads) + 7 * inner * state + 2 * inner * width
+    assert count_flops(mamba).causal == 64 * 3 * layer + 6 * width * mamba.head_facts().columns
 
 
 def test_chunks_of_a_pipeline_have_their_share_of_each_segment() -> None:
