@@ -13,8 +13,8 @@ RANKS = {
     name: rank
     for rank, names in enumerate(
         (
-            ("config", "batch", "charts", "pages", "heat_map"),
-            ("mesh",),
+            ("config", "batch", "charts", "pages"),
+            ("mesh", "heat_map"),
             ("kernels", "precision", "command_line"),
             ("layers", "pipeline"),
             ("models",),
