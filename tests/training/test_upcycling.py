@@ -18,6 +18,7 @@ from megajax.layers.config import DenseMLPConfig, GatedMLPConfig, MoEConfig, Rou
 from megajax.layers.upcycling import derived, weight_sum
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig
+from megajax.training.config import BatchConfig
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run, setup
 
@@ -48,7 +49,10 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
 def started(folder: Path, moe: DecoderConfig, parallel: ParallelConfig | None = None) -> tuple[Run, list[str]]:
     """A run before its first step, and what it says."""
     checkpoint = CheckpointConfig(weights=(WeightsConfig(run=folder),))
-    cfg: RunConfig = run_config(model=moe, checkpoint=checkpoint, parallel=parallel or ParallelConfig(data=1))
+    changes: dict[str, Any] = {"checkpoint": checkpoint, "parallel": parallel or ParallelConfig(data=1)}
+    if parallel is not None:
+        moe, changes["batch"] = replace(moe, recompute="selective"), BatchConfig(global_size=8, micro_size=2)
+    cfg: RunConfig = run_config(model=moe, **changes)
     said: list[str] = []
     devices = jax.devices()[: 1 if parallel is None else 4]
     return setup(cfg, devices=devices, start=TakeWeights(cfg.checkpoint.weights, said.append)), said
