@@ -68,7 +68,7 @@ def arguments(made: Program, span: Span, compute: str) -> tuple:
         read = like((ROWS, READ, model.hidden), jnp.dtype(compute))
         ctx = ctx._replace(memory=read, memory_segments=like((ROWS, READ), jnp.int32))
     residual = jnp.dtype("float32" if model.residual == "float32" else compute)
-    return span.weights(stacked), {}, like(several, jnp.int32), like((ROWS, LENGTH, model.hidden), residual), ctx
+    return stacked, {}, like(several, jnp.int32), like((ROWS, LENGTH, model.hidden), residual), ctx
 
 
 def small(**changes: Any) -> DecoderConfig:
