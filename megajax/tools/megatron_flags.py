@@ -175,7 +175,7 @@ def _settings_text(settings: Sequence[str], values: Mapping[str, Any]) -> str:
     texts, stacks = {}, {".".join(leaf.split(".")[:3]) for leaf in values}
     for setting in settings:
         leaves = {leaf: value for leaf, value in values.items() if _is_below(leaf, setting)}
-        if _is_below(setting, "model.stack.pattern") and not leaves and "model.stack.segments" in stacks:
+        if _is_below(setting, "model.stack") and not leaves and "model.stack.segments" in stacks:
             texts["model.stack.segments"] = True
         elif setting == "model.stack.pattern":
             blocks = len({leaf.split(".")[3] for leaf in leaves})

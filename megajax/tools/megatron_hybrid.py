@@ -27,7 +27,8 @@ from megajax.tools.megatron_model import (
 )
 from megajax.tools.megatron_moe import mixture
 
-ELSEWHERE = {"G": "gated delta nets are not in this version", "D": "sparse attention is not in this version"}
+LETTERS = "M*+-E"
+"""Of layers that are here."""
 
 
 def decoder_stack(args: Arguments) -> Settings:
@@ -38,11 +39,8 @@ def decoder_stack(args: Arguments) -> Settings:
     layers(args)  # which compares --num-layers
     try:
         parsed = HybridPattern.parse(text)
+        parsed.demand_known(dict.fromkeys(LETTERS))
         letters = set(parsed.layers + parsed.ahead)
-        for letter in sorted(letters & set(ELSEWHERE)):
-            args.refuse(PATTERN, f"{letter}: {ELSEWHERE[letter]}")
-        if letters & set(ELSEWHERE):
-            return {}
         blocks = _blocks(args, letters)
         ahead = hybrid_prediction(text, blocks, **prediction_settings(args))
         return {"model.stack": hybrid_stack(text, blocks), "model.norm": norm(args), "model.prediction": ahead}

@@ -106,8 +106,9 @@ def _feed_forwards(args: Arguments, layer: MLPConfig, count: int) -> list[FeedFo
     """That of each layer: with experts, or this one without."""
     if args["num-experts"] is None:
         return [layer] * count
+    problems = len(args.problems)
     chosen = _chosen_layers(args, "moe-layer-freq", count, ones=True, first=0)
-    if not any(chosen):
+    if not any(chosen) and len(args.problems) == problems:
         args.wrong("moe-layer-freq", f"{args['moe-layer-freq']} leaves no layer with experts")
     experts = mixture(args, layer)
     return [experts if one else layer for one in chosen]

@@ -68,10 +68,16 @@ def test_deepseek_v3_is_the_preset() -> None:
     assert run.model.parameter_count().total == expected.parameter_count().total
 
 
+def test_layers_of_several_kinds_are_told_with_their_flag() -> None:
+    mapped = dict(made(f"{MOE} --moe-layer-freq [0]*1+[1]*3").mapped)
+    assert mapped["--num-layers 4"] == mapped["--moe-layer-freq [0]*1+[1]*3"] == "model.stack.segments"
+
+
 def test_an_integer_frequency_begins_with_the_first_layer() -> None:
     layers = [isinstance(block.mlp, MoEConfig) for block in config(f"{MOE} --moe-layer-freq 2").model.stack.pattern]
     assert layers == [True, False]
     assert "a list of 4 (--num-layers) zeros and ones" in problem(f"{MOE} --moe-layer-freq [1,0]")
+    assert len(made(f"{MOE} --moe-layer-freq [1,0]").problems) == 1
     assert "leaves no layer with experts" in problem(f"{MOE} --moe-layer-freq [0]*4")
 
 
@@ -156,8 +162,7 @@ def test_letters_of_a_pattern() -> None:
     # Twice the hidden size in heads of 64.
     assert parts[0].heads == 2
     for letter, word in (("G", "gated delta"), ("D", "sparse attention")):
-        (refused,) = made(f"{HYBRID} --hybrid-layer-pattern M{letter}").refused
-        assert word in refused[1]
+        assert f"there is no block for '{letter}' ({word}" in problem(f"{HYBRID} --hybrid-layer-pattern M{letter}")
     assert "there is no block for 'x'" in problem(f"{HYBRID} --hybrid-layer-pattern Mx")
     assert "--num-experts: must be given" in problem("--without num-layers --hybrid-layer-pattern ME")
     assert "leave it out" in problem(f"--num-layers 3 {HYBRID.replace('--without num-layers ', '')}")
