@@ -19,8 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from megajax.config.errors import UserError
-from megajax.config.nearest import divisors_of
 from megajax.layers.router import Routing
 
 type Apply = Callable[[Array, Array, Array], Array]
@@ -287,13 +285,13 @@ def dispatched(way: str, x: Array, routing: Routing, apply: Apply, dispatch: Dis
 def _chunked(one: Callable, x: Array, routing: Routing, apply: Apply, dispatch: Dispatch) -> tuple[Array, Array]:
     if dispatch.chunks == 1:
         return one(x, routing, apply, dispatch)
-    if x.shape[0] % dispatch.chunks:
-        legal = ", ".join(map(str, [n for n in divisors_of(x.shape[0]) if n <= 4 * dispatch.chunks]))
-        raise UserError(
-            f"dispatch.chunks={dispatch.chunks} does not divide the {x.shape[0]} tokens of a device's microbatch. "
-            f"Use one of {legal}."
-        )
-    parts = [a.reshape(dispatch.chunks, -1, a.shape[1]) for a in (x, *routing)]
+    short = -x.shape[0] % dispatch.chunks
+    # Tokens that fill the last part go to no expert.
+    filled = zip((x, *routing), (0, 0, dispatch.experts), strict=True)
+    parts = [
+        jnp.pad(a, ((0, short), (0, 0)), constant_values=value).reshape(dispatch.chunks, -1, a.shape[1])
+        for a, value in filled
+    ]
 
     def part(dropped: Array, part: list[Array]) -> tuple[Array, Array]:
         # Recomputed in its own backward pass: otherwise the rows of all parts are held until the last has gone.
@@ -301,4 +299,4 @@ def _chunked(one: Callable, x: Array, routing: Routing, apply: Apply, dispatch: 
         return dropped + more, y
 
     dropped, y = lax.scan(part, jnp.zeros(()), parts)
-    return y.reshape(x.shape), dropped
+    return y.reshape(-1, x.shape[1])[: x.shape[0]], dropped

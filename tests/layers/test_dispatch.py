@@ -103,7 +103,8 @@ def test_every_way_gives_what_one_device_gives(way):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    ("tokens", "experts", "k", "chunks"), [(4, 4, 4, 1), (20, 4, 1, 1), (32, 16, 5, 4), (24, 8, 2, 3), (28, 4, 3, 7)]
+    ("tokens", "experts", "k", "chunks"),
+    [(4, 4, 4, 1), (20, 4, 1, 1), (32, 16, 5, 4), (24, 8, 2, 3), (28, 4, 3, 7), (20, 8, 2, 3), (8, 4, 1, 5)],
 )
 def test_all_sizes(way, tokens, experts, k, chunks):
     """Of top_k = experts, one expert a device, a token for every device, chunks."""
