@@ -125,7 +125,10 @@ def _facts(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "versions", ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     yield "processes", str(content["processes"] or "")
     yield "mesh", ", ".join(f"{axis} {size}" for axis, size in (content["mesh"] or {}).items())
-    yield "layer order", " ".join("-" if row < 0 else str(row) for row in content["rows"])
+    yield (
+        "layers",
+        " | ".join(str(first) if end - first == 1 else f"{first}-{end - 1}" for first, end in content["rows"]),
+    )
     values = ((path, _at(content["config"], path)) for path in SETTINGS)
     yield "settings", ", ".join(f"{path}={value}" for path, value in values if value is not None)
 

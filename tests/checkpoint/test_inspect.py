@@ -33,7 +33,7 @@ META = {
     "config": CONFIG,
     "seed": 7,
     "versions": {"jax": "0.0"},
-    "rows": [0, 2, 1, -1],
+    "rows": [[0, 2], [3, 4], [2, 3]],
     "mesh": {"data": 2, "tensor": 4},
     "axes": {"stack.w": ["embed", None], "w": ["vocab", "embed"]},
 }
@@ -96,7 +96,8 @@ def test_a_step_is_described(written, capsys):
     ]
     assert actual["step"] == 2 and actual["counters"] == {"consumed_samples": 40, "loss_scale": "inf"}
     assert (actual["consumed_tokens"], actual["seed"], actual["versions"]) == (40 * 128, 7, {"jax": "0.0"})
-    assert (actual["processes"], actual["mesh"], actual["rows"]) == (1, {"data": 2, "tensor": 4}, [0, 2, 1, -1])
+    assert (actual["processes"], actual["mesh"]) == (1, {"data": 2, "tensor": 4})
+    assert actual["rows"] == [[0, 2], [3, 4], [2, 3]]
     arrays = {array.pop("name"): array for array in actual["arrays"]}
     # Arrays without elements are not stored.
     assert sorted(arrays) == [
@@ -124,10 +125,10 @@ def test_the_text_shows_the_schedule(written, capsys, tmp_path):
     text = capsys.readouterr().out
     for line in (
         "step 1\n",
-        "counters     consumed_samples 40, loss_scale inf",
+        "counters   consumed_samples 40, loss_scale inf",
         "5,120 consumed",
-        "mesh         data 2, tensor 4",
-        "layer order  0 2 1 -",
+        "mesh       data 2, tensor 4",
+        "layers     0-1 | 3 | 2",
         "model.hidden=32, model.sequence_length=128, parallel.data_sharding=fsdp",
         "64 x 32  float32   embed, -  1 x 8   8.0 KiB",
         "params     2       2,053     8.0 KiB",
