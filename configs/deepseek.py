@@ -52,14 +52,14 @@ def deepseek_v2_lite() -> RunConfig:
 def deepseek_v3() -> RunConfig:
     """671 B parameters, 37 B active, and 11.6 B that predict further ahead; 8.7 of its 14.8 T tokens, 63 M a step.
 
-    1024 GPUs with 80 GB: pipeline 32 x expert 8 x data 4, experts within a node. Tokens go to experts in four parts,
-    which bounds the memory for any choice of the router and drops none. A run counts up to 2^31 rows; the rest is a
-    second run.
+    1024 GPUs with 80 GB: pipeline 32 x expert 4 x tensor 2 x data 4, experts within a node. Devices have room for 1.5
+    times the mean number of rows, which bounds their memory; the metrics count what is dropped beyond. A run counts up
+    to 2^31 rows; the rest is a second run.
     """
     return _own_text(
         "deepseek_v3",
-        replace(deepseek("v3", dispatch=DispatchConfig(chunks=4)), recompute="full"),
-        ParallelConfig(pipeline=32, expert=8),
+        replace(deepseek("v3", dispatch=DispatchConfig(room=1.5)), recompute="full"),
+        ParallelConfig(pipeline=32, expert=4, tensor=2, sequence=True),
         schedule=ScheduleConfig(lr=2.2e-4, min_lr=2.2e-5, warmup_steps=2000),
         rows=15360,
         steps=139_000,

@@ -107,7 +107,9 @@ def _options(argv: Sequence[str]) -> tuple[Options, list[str]]:
                 setattr(options, name, True)
             case _:
                 hint = did_you_mean(name, ("output", "define", "force", "partial"))
-                raise UserError(f"--{name} is no flag of this tool. {hint}\nMegatron-LM's own flags follow --")
+                raise UserError(
+                    f"--{name} is no flag of this tool{hint and f': {hint}'}\nMegatron-LM's own flags follow --"
+                )
     return options, rest
 
 

@@ -60,7 +60,7 @@ def test_every_missing_and_unknown_argument_is_listed(refusal):
         f"mine.py, line {LINE + 3}: AdamWConfig has no setting lr\n      there is schedule.lr",
         f"mine.py, line {LINE + 2}: DecoderConfig needs sequence_length\n",
         f"mine.py, line {LINE + 1}: AttentionConfig needs heads",
-        "write mlp=DenseMLPConfig(ffn=...) or GatedMLPConfig(ffn=...), from megajax.layers.config",
+        "write mlp=DenseMLPConfig(ffn=...), GatedMLPConfig(ffn=...) or MoEConfig(experts=..., expert=...), from",
         "write data=BlendConfig(...), ChatConfig(...), ",
         "or StandardLibraryConfig(...), from megajax.data.config\n",
     ):

@@ -7,6 +7,8 @@ import pytest
 
 from megajax.layers.attention import _added
 from megajax.layers.config import DenseMLPConfig, GatedMLPConfig, LayerNormConfig, RMSNormConfig
+from megajax.layers.config.mlp import FeedForward
+from megajax.layers.context import Context
 from megajax.layers.mlp import ACTIVATIONS
 from megajax.layers.param import LayerSettings, bind, specs
 from megajax.mesh.config import ParallelConfig
@@ -83,7 +85,8 @@ def test_layers_keep_what_they_are_given_and_what_matmuls_give(layer) -> None:
     module = layer.build(SETTINGS)
     half = {path: jnp.zeros(spec.shape, jnp.bfloat16) for path, spec in specs(module).items()}
     x = jnp.ones((4, 32, HIDDEN), jnp.bfloat16)
-    _, pullback = jax.vjp(lambda x: bind(module, half)(x), x)
+    context = (Context(jnp.zeros((4, 32), jnp.int32), jnp.arange(32)),) if isinstance(layer, FeedForward) else ()
+    _, pullback = jax.vjp(lambda x: bind(module, half)(x, *context), x)
     kept = [leaf for leaf in jax.tree.leaves(pullback) if leaf.ndim == 3 and leaf.shape[:2] == x.shape[:2]]
     large = [leaf for leaf in kept if leaf.shape[2] > 1]
     assert {leaf.dtype for leaf in large} <= {jnp.dtype(jnp.bfloat16)}

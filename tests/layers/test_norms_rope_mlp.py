@@ -17,6 +17,7 @@ from megajax.layers.config import (
     RopeConfig,
     YarnScalingConfig,
 )
+from megajax.layers.context import Context
 from megajax.layers.param import LayerSettings, bind, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
@@ -25,6 +26,8 @@ from megajax.mesh.rules import Plan
 HIDDEN = 12
 SETTINGS = LayerSettings(layout=Layout(Plan.of(ParallelConfig())), hidden=HIDDEN, std=0.02, output_std=0.01)
 RNG = np.random.default_rng(0)
+ANYWHERE = Context(jnp.zeros((2, 3), jnp.int32), jnp.arange(3))
+"""What a feed-forward layer is told of its tokens, which these do not use."""
 
 
 def weighted(config, dtype=np.float32):
@@ -209,7 +212,7 @@ def test_dense_mlp(activation):
     module, w = weighted(DenseMLPConfig(ffn=20, activation=activation))
     x = RNG.normal(size=(2, 3, HIDDEN)).astype(np.float32)
     with jax.default_matmul_precision("highest"):
-        actual = module(x)
+        actual = module(x, ANYWHERE)
     inner = EXACT[activation](x.astype(np.float64) @ w["up"] + w["up_bias"])
     np.testing.assert_allclose(actual, inner @ w["down"] + w["down_bias"], rtol=1e-5, atol=1e-4)
 
@@ -219,7 +222,7 @@ def test_gated_mlp(activation, bias):
     module, w = weighted(GatedMLPConfig(ffn=20, activation=activation, bias=bias))
     x = RNG.normal(size=(2, 3, HIDDEN)).astype(np.float32)
     with jax.default_matmul_precision("highest"):
-        actual = module(x)
+        actual = module(x, ANYWHERE)
     gate, up = (x.astype(np.float64) @ w[name] + w.get(f"{name}_bias", 0) for name in ("gate", "up"))
     assert len(w) == (6 if bias else 3)
     exact = EXACT[activation](gate) * up @ w["down"] + w.get("down_bias", 0)
@@ -230,7 +233,7 @@ def test_a_clamped_gated_mlp_cuts_the_gate_above_and_the_other_on_both_sides():
     module, w = weighted(GatedMLPConfig(ffn=20, activation="quick_gelu", bias=True, clamp=0.7, offset=1.0))
     x = RNG.normal(size=(2, 3, HIDDEN)).astype(np.float32)
     with jax.default_matmul_precision("highest"):
-        actual = module(x)
+        actual = module(x, ANYWHERE)
     gate, up = (x.astype(np.float64) @ w[name] + w[f"{name}_bias"] for name in ("gate", "up"))
     assert gate.max() > 0.7 and gate.min() < -0.7 and np.abs(up).max() > 0.7
     inner = EXACT["quick_gelu"](np.minimum(gate, 0.7)) * (np.clip(up, -0.7, 0.7) + 1)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from test_hybrids import same
+from test_hybrid_layouts import same
 from tiny_runs import ONE, llama, train
 
 from megajax.layers.config import FeedForwardBlockConfig, Mamba2Config, MixerBlockConfig, StackConfig

@@ -239,7 +239,7 @@ class Trainer:
         """One step -> what it reported."""
         with jax.set_mesh(self.model.mesh), jax.default_matmul_precision("highest"):
             self.state, metrics = self.train_step(self.state, batch)
-        return {name: float(value) for name, value in metrics.items()}
+        return {name: float(value) for name, value in metrics.items() if value.ndim == 0}
 
     def params(self) -> dict[str, np.ndarray]:
         return {path: np.asarray(w) for path, w in self.state.params.items()}

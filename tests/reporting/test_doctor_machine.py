@@ -133,8 +133,8 @@ def test_this_machine(tmp_path: Path) -> None:
     assert done.returncode == values["exit_code"] == int(bool(failed))
     if not list(Path("/dev").glob("nvidia[0-9]*")):
         assert not failed and checks["GPUs"]["status"] == "warn"
-        assert checks["devices"]["found"] == "2 x cpu (cpu)"
-        assert checks["all-reduce"]["found"] == "exact over 2 devices"
+        assert checks["devices"]["state"] == "2 x cpu (cpu)"
+        assert checks["all-reduce"]["state"] == "exact over 2 devices"
         assert checks["matmul"]["status"] == checks["attention"]["status"] == "ok"
     assert {"packages", "disk", "limits"} <= checks.keys()
 

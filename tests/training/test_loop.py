@@ -32,6 +32,7 @@ class Events:
         self.seen, self.step, self.state = [], step, step
         self.cfg = SimpleNamespace(precision=PrecisionConfig(compute="float32"))
         self.mesh = build_mesh(ParallelConfig(data=1))
+        self.program = SimpleNamespace(observed={})
         self.batches = ((Rows("rows"), 8 * n) for n in itertools.count(step + 1))
 
     def train_step(self, state: int, batch: str):
