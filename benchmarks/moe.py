@@ -5,10 +5,10 @@ Run:  python benchmarks/moe.py             both; the first needs the extra aot. 
 
 compiled: the grouped matmuls of layers of Qwen3-30B-A3B, DeepSeek-V3 and Mixtral 8x7B, forward and both gradients:
 temporary memory beside the results, and operations computed over the model's. Kernels compute whole blocks, so the
-ratio follows from the rows of each expert: drawn from even shares, and from shares of which the largest is three times
-the smallest. timed: forward and backward of a mixture of experts, with routing, sort and both permutations, over those
-of a dense layer with as many active weights; in processor time, which other programs disturb less, by turns.
-Speed on a GPU: kernels.py --parts=grouped.
+ratio follows from the rows of each expert: drawn at random, once with equal probability for all experts and once with
+the last expert three times as likely as the first. timed: forward and backward of a mixture of experts, with routing,
+sort and both permutations, over those of a dense layer with as many active weights; in processor time, which other
+programs disturb less, by turns. Speed on a GPU: kernels.py --parts=grouped.
 
 Writes benchmarks/results/moe.json; docs/moe.md shows it.
 """
@@ -69,7 +69,7 @@ ON: tuple[tuple[str, GroupedKernel], ...] = (("h100", "mosaic"), ("a100-80gb", "
 
 
 def counts(layer: Experts, largest: float) -> np.ndarray:
-    """Rows of each expert, drawn with shares of which the last is `largest` times the first."""
+    """Rows of each expert, drawn at random: the last expert is `largest` times as likely as the first."""
     shares = np.linspace(1, largest, layer.number)
     return np.random.default_rng(0).multinomial(layer.rows, shares / shares.sum())
 
@@ -124,7 +124,7 @@ def compiled(gpu: str, kernel: GroupedKernel, layer: Experts, inner: int, outer:
 def all_compiled() -> list[dict[str, Any]]:
     """A row for each layer and GPU: gate and up alike, and down."""
     devices.prepare()
-    found = []
+    rows = []
     for layer in LAYERS:
         for gpu, kernel in ON:
             shapes = (layer.hidden, layer.ffn), (layer.ffn, layer.hidden)
@@ -134,7 +134,7 @@ def all_compiled() -> list[dict[str, Any]]:
                 for name, largest in (("even", 1.0), ("uneven", 3.0))
             }
             # Of the three matrices of an expert two have the first shape.
-            found.append(
+            rows.append(
                 {
                     **layer._asdict(),
                     "gpu": gpu,
@@ -144,8 +144,8 @@ def all_compiled() -> list[dict[str, Any]]:
                     "operations_over_model": {n: round((2 * up + down) / 3, 3) for n, (up, down) in ratios.items()},
                 }
             )
-            print(found[-1], flush=True)
-    return found
+            print(rows[-1], flush=True)
+    return rows
 
 
 class Timed(NamedTuple):
@@ -188,7 +188,7 @@ CASES = (
 
 def all_timed() -> list[dict[str, Any]]:
     """A row for each case."""
-    found = []
+    rows = []
     for case in CASES:
         steps = case.steps()
         seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -201,7 +201,7 @@ def all_timed() -> list[dict[str, Any]]:
         ratios = [a / b for a, b in zip(seconds["mixture"], seconds["dense"], strict=True)]
         row = {name: round(1e3 * statistics.median(each), 2) for name, each in seconds.items()}
         fastest = min(seconds["mixture"]) / min(seconds["dense"])
-        found.append(
+        rows.append(
             {
                 **case._asdict(),
                 "processor_milliseconds": row,
@@ -209,8 +209,8 @@ def all_timed() -> list[dict[str, Any]]:
                 "over_dense_fastest": round(fastest, 3),
             }
         )
-        print(found[-1], flush=True)
-    return found
+        print(rows[-1], flush=True)
+    return rows
 
 
 PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {"compiled": all_compiled, "timed": all_timed}

@@ -104,13 +104,13 @@ def measured(hidden: int, moe: MoEConfig) -> dict[str, Any]:
 def main(words: list[str]) -> None:
     devices.prepare()
     path = outcome.RESULTS / "moe_traffic.json"
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    figures = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for name, (hidden, moe) in MODELS.items():
         for way, dispatch in WAYS.items():
             if not words or any(word in f"{name} {way}" for word in words):
-                found[f"{name} {way}"] = measured(hidden, replace(moe, dispatch=dispatch))
-                print(f"{name} {way}: {found[f'{name} {way}']}", flush=True)
-                path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                figures[f"{name} {way}"] = measured(hidden, replace(moe, dispatch=dispatch))
+                print(f"{name} {way}: {figures[f'{name} {way}']}", flush=True)
+                path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -115,14 +115,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer positions and one size of chunks; nothing written")
     quick = parser.parse_args(argv).quick
     devices.prepare()
-    found: dict[str, Any] = {"here": here(256 if quick else HERE["length"])}
-    print(found["here"], flush=True)
-    found |= {"gpu": "h100", "layer": LAYER, "compiled": []}
+    figures: dict[str, Any] = {"here": here(256 if quick else HERE["length"])}
+    print(figures["here"], flush=True)
+    figures |= {"gpu": "h100", "layer": LAYER, "compiled": []}
     for chunk in (128,) if quick else (64, 128, 256):
-        found["compiled"].append(compiled(chunk))
-        print(found["compiled"][-1], flush=True)
+        figures["compiled"].append(compiled(chunk))
+        print(figures["compiled"][-1], flush=True)
     if not quick:
-        outcome.write("ssd", found)
+        outcome.write("ssd", figures)
 
 
 if __name__ == "__main__":

@@ -89,13 +89,13 @@ def _layout(run: Run) -> list[tuple[str, str]]:
 
 def _mixtures(run: Run) -> list[tuple[ExpertFacts, float]]:
     """Layers of experts that differ, each with the tokens of a microbatch on the devices of `tensor` together."""
-    facts, found = facts_of(run.cfg.model), []
+    facts, layers = facts_of(run.cfg.model), []
     for section in () if facts is None else facts.section_facts():
         tokens = run.cfg.batch.micro_size * section.positions / run.mesh.shape["context"]
         sizes = {"hidden": section.hidden, "length": section.length, "read": section.read}
         blocks = (block.facts(dtype=run.cfg.precision.compute, **sizes) for block in section.stack.pattern)
-        found += [(one, tokens) for block in blocks for one in block.experts if (one, tokens) not in found]
-    return found
+        layers += [(one, tokens) for block in blocks for one in block.experts if (one, tokens) not in layers]
+    return layers
 
 
 def _experts(run: Run) -> list[tuple[str, str]]:

@@ -37,35 +37,35 @@ class Products(NamedTuple):
 def reference_rows(x: Array, w: Array, sizes: Array, *, transposed: bool = False) -> Array:
     """One matmul for each tile of rows of a group; rows past the groups are 0."""
     block = _reference_block(x.shape[0], sizes.shape[0])
-    found = tiles(sizes, x.shape[0], block)
+    tiled = tiles(sizes, x.shape[0], block)
     contracted = ((1,), (1 if transposed else 0,)), ((), ())
 
     def step(tile: Array, y: Array) -> Array:
-        at, mine = _place(found.first[tile], found.end[tile], x.shape[0], block)
+        at, mine = _place(tiled.first[tile], tiled.end[tile], x.shape[0], block)
         rows = jnp.where(mine, lax.dynamic_slice_in_dim(x, at, block), 0)
-        matrix = lax.dynamic_index_in_dim(w, found.group[tile], keepdims=False)
+        matrix = lax.dynamic_index_in_dim(w, tiled.group[tile], keepdims=False)
         product = lax.dot_general(rows, matrix, contracted, preferred_element_type=jnp.float32).astype(x.dtype)
         product = jnp.where(mine, product, lax.dynamic_slice_in_dim(y, at, block))
         return lax.dynamic_update_slice_in_dim(y, product, at, 0)
 
     y = jnp.zeros((x.shape[0], w.shape[1 if transposed else 2]), x.dtype)
-    return lax.fori_loop(0, found.live, step, y)
+    return lax.fori_loop(0, tiled.live, step, y)
 
 
 def reference_matrices(x: Array, dy: Array, sizes: Array, *, dtype: jnp.dtype) -> Array:
     """One matmul for each tile of rows of a group, added up in float32."""
     block = _reference_block(x.shape[0], sizes.shape[0])
-    found = tiles(sizes, x.shape[0], block)
+    tiled = tiles(sizes, x.shape[0], block)
 
     def step(tile: Array, dw: Array) -> Array:
-        at, mine = _place(found.first[tile], found.end[tile], x.shape[0], block)
+        at, mine = _place(tiled.first[tile], tiled.end[tile], x.shape[0], block)
         a, b = (jnp.where(mine, lax.dynamic_slice_in_dim(rows, at, block), 0) for rows in (x, dy))
         part = lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        group = found.group[tile]
+        group = tiled.group[tile]
         return lax.dynamic_update_index_in_dim(dw, dw[group] + part, group, 0)
 
     dw = jnp.zeros((sizes.shape[0], x.shape[1], dy.shape[1]), jnp.float32)
-    return lax.fori_loop(0, found.live, step, dw).astype(dtype)
+    return lax.fori_loop(0, tiled.live, step, dw).astype(dtype)
 
 
 def _reference_block(rows: int, groups: int) -> int:

@@ -143,7 +143,7 @@ def rows(
     (count, inner), outer = x.shape, w.shape[1 if transposed else 2]
     blocks = blocks or blocks_for(outer, tile_rows(count, sizes.shape[0]))
     height, width, depth, _ = blocks
-    half, found, across = width // 2, tiles(sizes, count, height, ALIGN), pl.cdiv(outer, width)
+    half, tiled, across = width // 2, tiles(sizes, count, height, ALIGN), pl.cdiv(outer, width)
     matrix = _Operand((width, depth), 1) if transposed else _Operand((depth, width), 0)
     program = _Program((_Operand((height, depth), 1), matrix), x.dtype, blocks)
 
@@ -181,10 +181,10 @@ def rows(
                 )
 
         block = mosaic.SMEM((2, height, _line(y_ref.dtype)), dtype=y_ref.dtype)
-        program.run(found.group.size * across, (x_ref, w_ref.at[0]), inner // depth, compute, block=block)
+        program.run(tiled.group.size * across, (x_ref, w_ref.at[0]), inner // depth, compute, block=block)
 
     out = jax.ShapeDtypeStruct((count, outer), x.dtype)
-    return program.launched(grouped_rows, out, programs)(found.group, found.first, found.end, x, w)
+    return program.launched(grouped_rows, out, programs)(tiled.group, tiled.first, tiled.end, x, w)
 
 
 def _store(value: Array, ref: Any, place: tuple, block: Any, span: tuple[Array, Array] | None) -> None:

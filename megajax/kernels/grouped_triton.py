@@ -50,7 +50,7 @@ def rows(
 ) -> Array:
     """Each row times the matrix of its group: see `Products.rows`. `interpret` runs the kernel on a CPU."""
     (count, inner), outer = x.shape, w.shape[1 if transposed else 2]
-    found, depth = tiles(sizes, count, blocks.rows), _dividing(inner, blocks.summed)
+    tiled, depth = tiles(sizes, count, blocks.rows), _dividing(inner, blocks.summed)
 
     def kernel(group_ref: Any, first_ref: Any, end_ref: Any, x_ref: Any, w_ref: Any, y_ref: Any) -> None:
         tile = pl.program_id(1)
@@ -80,12 +80,12 @@ def rows(
     return pl.pallas_call(
         kernel,
         # Columns first: the rows of a tile are read from memory once, and the group's matrix stays in the L2 cache.
-        grid=(pl.cdiv(outer, blocks.columns), found.group.size),
+        grid=(pl.cdiv(outer, blocks.columns), tiled.group.size),
         out_shape=jax.ShapeDtypeStruct((count, outer), x.dtype),
         compiler_params=blocks.parameters(),
         interpret=interpret,
         name="grouped_rows",
-    )(found.group, found.first, found.end, x, w)
+    )(tiled.group, tiled.first, tiled.end, x, w)
 
 
 def matrices(

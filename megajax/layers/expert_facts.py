@@ -124,7 +124,7 @@ class ExpertFacts:
         return ""
 
     def summary(self, tokens: float, spread: Spread) -> str:
-        """Way, rows and the most there can be, in words."""
+        """The way, the rows of the buffer and the worst case, in words."""
         devices, rows, most = spread.devices, self.rows(tokens, spread), self.most_rows(tokens, spread)
         own = f"{self.experts // devices} of {self.experts} experts on a device, {self.way_on(devices)}"
         if self.chunks > 1:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import NamedTuple
 
 import jax
@@ -29,7 +28,7 @@ from megajax.layers.router import (
 from megajax.layers.router_measures import load_measures, losses_of, report_measures, setting_of_room
 from megajax.mesh.layout import Layout
 from megajax.mesh.measures import Measure
-from megajax.mesh.mesh import free_axes, manual_axes
+from megajax.mesh.mesh import devices_along, manual_axes
 from megajax.mesh.observations import Observed, observe
 
 JITTER_PLACE = 5
@@ -233,35 +232,23 @@ class ExpertAxes(NamedTuple):
 
     def devices(self) -> int:
         """Parts of the list of experts."""
-        return axis_size(self.over)
+        return devices_along(self.over)
 
     def cuts(self) -> int:
         """Parts of an expert's ffn."""
-        return axis_size(self.cut)
+        return devices_along(self.cut)
 
     def copies(self, tokens: TokenAxes) -> int:
         """Devices that route the same tokens."""
-        return axis_size(tuple(axis for axis in self.cut + self.over if axis not in tokens.every))
-
-
-def _live(layout: Layout, *names: str) -> tuple[str, ...]:
-    """Mesh axes of these logical axes that have several devices, whether manual or not yet."""
-    sizes = {**free_axes(), **manual_axes()}
-    return tuple(axis for name in names for axis in layout.plan.compute.mesh_axes(name) if sizes.get(axis, 1) > 1)
+        return devices_along(tuple(axis for axis in self.cut + self.over if axis not in tokens.every))
 
 
 def token_axes(layout: Layout) -> TokenAxes:
     """Axes over which the tokens of the residual stream are cut."""
-    return TokenAxes(_live(layout, "batch"), _live(layout, "seq_residual"))
+    return TokenAxes(layout.divided("batch"), layout.divided("seq_residual"))
 
 
 def expert_axes(layout: Layout) -> ExpertAxes:
     """Axes over which experts are."""
-    cut = _live(layout, "expert_mlp")
-    return ExpertAxes(_live(layout, "expert"), cut, set(cut) <= set(_live(layout, "seq_residual")))
-
-
-def axis_size(axes: tuple[str, ...]) -> int:
-    """Devices along mesh axes of the surrounding mesh."""
-    sizes = {**free_axes(), **manual_axes()}
-    return prod(sizes[axis] for axis in axes)
+    cut = layout.divided("expert_mlp")
+    return ExpertAxes(layout.divided("expert"), cut, set(cut) <= set(layout.divided("seq_residual")))

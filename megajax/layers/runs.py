@@ -52,8 +52,8 @@ def common_runs(chunks: Sequence[Sequence[int]]) -> tuple[Run, ...]:
     alone = {(number,) for chunk in chunks for number in chunk}
     sources = dict.fromkeys([*map(tuple, chunks), tuple(number for chunk in chunks for number in chunk)])
     choices = dict.fromkeys(frozenset(pattern for pattern, _ in cut(source)) | alone for source in sources)
-    found = [_merged([cut(chunk, patterns) for chunk in chunks]) for patterns in choices]
-    return min(found, key=lambda runs: (sum(len(run.pattern) for run in runs), len(runs)))
+    candidates = [_merged([cut(chunk, patterns) for chunk in chunks]) for patterns in choices]
+    return min(candidates, key=lambda runs: (sum(len(run.pattern) for run in runs), len(runs)))
 
 
 def _merged(chunks: Sequence[Sequence[tuple[Pattern, int]]]) -> tuple[Run, ...]:

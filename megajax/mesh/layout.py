@@ -7,7 +7,6 @@ mesh everything is the identity. So the same layer runs under plain `jax.jit` in
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from types import EllipsisType
 from typing import Any, Protocol, overload
 
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from megajax.mesh.collectives import Moves, gather_shards, moved_axes, reduce_shards
-from megajax.mesh.mesh import free_axes, manual_axes
+from megajax.mesh.mesh import devices_along, free_axes, manual_axes
 from megajax.mesh.observations import Observed
 from megajax.mesh.rules import LogicalAxes, Plan, demand_known
 
@@ -185,6 +184,11 @@ class Layout:
         free = free_axes()
         return tuple(axis for name in names for axis in self.plan.compute.mesh_axes(name) if free.get(axis, 1) > 1)
 
+    def divided(self, *names: str) -> tuple[str, ...]:
+        """Mesh axes of these logical axes that have several devices, manual or free."""
+        sizes = {**free_axes(), **manual_axes()}
+        return tuple(axis for name in names for axis in self.plan.compute.mesh_axes(name) if sizes.get(axis, 1) > 1)
+
     def around(self, *names: str) -> tuple[str, ...]:
         """Manual mesh axes of these logical axes."""
         manual = manual_axes()
@@ -192,7 +196,7 @@ class Layout:
 
     def devices_around(self, *names: str) -> int:
         """Number of devices along the axes of `around`."""
-        return prod(manual_axes()[axis] for axis in self.around(*names))
+        return devices_along(self.around(*names))
 
     def _gathered(self, w: Array, moves: Moves, axes: LogicalAxes) -> Array:
         def sent(x: Array, dtype: str | None) -> Array:

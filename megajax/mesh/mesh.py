@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -62,6 +63,12 @@ def free_axes() -> dict[str, int]:
     mesh = jax.sharding.get_abstract_mesh()
     manual = () if mesh.empty else mesh.manual_axes
     return {name: size for name, size in mesh.shape.items() if name not in manual}
+
+
+def devices_along(axes: Sequence[str]) -> int:
+    """Number of devices along these axes of the surrounding mesh, manual or free."""
+    sizes = {**free_axes(), **manual_axes()}
+    return prod(sizes[axis] for axis in axes)
 
 
 def manual_axes() -> dict[str, int]:

@@ -110,13 +110,13 @@ class Turn(NamedTuple):
 
     def used(self, stacked: Mapping[str, Any]) -> dict[str, tuple[Any, int]]:
         """Path in a unit -> the stacked weight, and place, for each that a unit uses."""
-        found = {}
+        by_place = {}
         for path, w in stacked.items():
             block, _, rest = path.partition(".")
             for number, place in enumerate(self.span.places):
                 if place.block == int(block):
-                    found[f"{number}.{rest}"] = w, number
-        return found
+                    by_place[f"{number}.{rest}"] = w, number
+        return by_place
 
 
 @dataclass(frozen=True)

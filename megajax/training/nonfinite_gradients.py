@@ -52,8 +52,8 @@ def sentence(
 ) -> str:
     """Whose gradients are not finite, in words. nonfinite: path -> bool [first dimension]; measured: of the step."""
     faults = [(one.measure.fault, one.faulty()) for one in measured if one.faulty()]
-    found = [f"{what} not finite, first in layer {layers[0]} (of {len(layers)})" for what, layers in faults]
-    return "; ".join([*found, _gradients(nonfinite, declared)])
+    faulty = [f"{what} not finite, first in layer {layers[0]} (of {len(layers)})" for what, layers in faults]
+    return "; ".join([*faulty, _gradients(nonfinite, declared)])
 
 
 def _gradients(nonfinite: Mapping[str, np.ndarray], declared: Mapping[str, ParamSpec]) -> str:

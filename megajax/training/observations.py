@@ -26,7 +26,7 @@ def measured(declared: Mapping[str, ParamSpec], state: Mapping[str, np.ndarray])
 
     state: on the host, by path; rows that are no layer do not count.
     """
-    found: dict[str, tuple[Measure, dict[Layer, np.ndarray]]] = {}
+    by_name: dict[str, tuple[Measure, dict[Layer, np.ndarray]]] = {}
     for path, array in state.items():
         spec = declared[path]
         rows, numbers = (
@@ -35,9 +35,9 @@ def measured(declared: Mapping[str, ParamSpec], state: Mapping[str, np.ndarray])
         kept = sorted((number, row) for row, number in enumerate(numbers) if number >= 0)
         for measure in spec.observed().measures():
             values = measure.of(rows[[row for _, row in kept]])
-            layers = found.setdefault(measure.name, (measure, {}))[1]
+            layers = by_name.setdefault(measure.name, (measure, {}))[1]
             layers |= {_layer(path, spec, number): value for (number, _), value in zip(kept, values, strict=True)}
-    return {name: Measured.of_layers(measure, layers) for name, (measure, layers) in found.items()}
+    return {name: Measured.of_layers(measure, layers) for name, (measure, layers) in by_name.items()}
 
 
 def _layer(path: str, spec: ParamSpec, number: int) -> Layer:

@@ -35,7 +35,7 @@ def shipped(name: str, devices: int, *overrides: str) -> Estimate:
     return estimate(describe(cfg, H100, devices))
 
 
-TOO_HIGH = {"mixtral_8x7b, 64": "the formula is 4.4 % above the compiled peak, by buffers of rows that XLA shares"}
+TOO_HIGH = {"mixtral_8x7b, 64": "the formula is 4.4 % above the compiled peak"}
 """Plans whose formula is known to be off, and why."""
 
 
