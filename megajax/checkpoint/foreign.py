@@ -1,0 +1,132 @@
+"""Weights of our models out of other libraries' checkpoints, read where they are asked for.
+
+`Tensors` is what a format gives: names, shapes, and views of files. `ForeignWeights` shows them as weights of ours, of
+which any box can be read: a device's shard, or a layer.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from flax import nnx
+
+from megajax.checkpoint.tensor_table import Index, Mapped
+from megajax.config.errors import UserError
+from megajax.config.nearest import nearest_names
+from megajax.layers.param import Observation, ParamSpec, specs
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.rules import Plan
+
+type Box = tuple[slice, ...]
+"""A slice with a start and a stop for each dimension of an array."""
+
+
+class Entry(NamedTuple):
+    """A stored array."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+class Tensors(Protocol):
+    """The named tensors of a checkpoint."""
+
+    where: str
+    """The folder, for messages."""
+
+    def entries(self) -> Mapping[str, Entry]:
+        """Name -> shape and dtype."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor, as a view of its file where the format has one."""
+        ...
+
+
+class WeightSource(Protocol):
+    """Weights of a model, by path, with the layers of stacked ones in natural order."""
+
+    where: str
+    """The folder, for messages."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Path -> shape."""
+        ...
+
+    def read(self, path: str, box: Box) -> np.ndarray:
+        """A box of a weight, in the dtype that it is stored in."""
+        ...
+
+
+class ForeignWeights:
+    """A `WeightSource` of tensors and a table of names. Observations that the table has are among its weights."""
+
+    def __init__(self, tensors: Tensors, table: Sequence[Mapped], declared: Mapping[str, ParamSpec]):
+        """declared: what the table was resolved against."""
+        self.where, self._tensors = tensors.where, tensors
+        self._holders: dict[str, list[tuple[Mapped, int]]] = defaultdict(list)
+        for tensor in table:
+            for number, piece in enumerate(tensor.pieces):
+                self._holders[piece.path].append((tensor, number))
+        self._shapes = {path: declared[path].shape for path in self._holders}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read(self, path: str, box: Box) -> np.ndarray:
+        """Only the tensors that the box touches are read, and of them no more than the box."""
+        starts, stops = [side.start for side in box], [side.stop for side in box]
+        result: np.ndarray | None = None
+        for tensor, number in self._holders[path]:
+            place = _box(tensor.pieces[number].index, self._shapes[path])
+            both = [(max(a, p.start), min(b, p.stop)) for a, b, p in zip(starts, stops, place, strict=True)]
+            if any(start >= stop for start, stop in both):
+                continue
+            whole = tensor.ours(self._tensors.read(tensor.name))[number].reshape([p.stop - p.start for p in place])
+            part = whole[tuple(slice(a - p.start, b - p.start) for (a, b), p in zip(both, place, strict=True))]
+            if result is None:
+                result = np.zeros([stop - start for start, stop in zip(starts, stops, strict=True)], part.dtype)
+            result[tuple(slice(a - start, b - start) for (a, b), start in zip(both, starts, strict=True))] = part
+        if result is None:
+            return np.zeros([stop - start for start, stop in zip(starts, stops, strict=True)], np.float32)
+        return result
+
+
+def declared_by(model: Any) -> dict[str, ParamSpec]:
+    """Weights and observations of a model config, on one device, by path. Nothing is allocated."""
+    layout = Layout(Plan.of(ParallelConfig(data=1)))
+    build: Callable[[], nnx.Module] = lambda: model.build(layout)  # noqa: E731
+    abstract = nnx.eval_shape(build)
+    return {**specs(abstract), **specs(abstract, Observation)}
+
+
+def demand_fit(tensors: Tensors, table: Sequence[Mapped], ignored: Sequence[str] = ()) -> None:
+    """Raises one UserError with all tensors that are missing, left over or of another shape.
+
+    ignored: patterns of names of tensors that hold no weights of ours.
+    """
+    entries, wanted = tensors.entries(), {tensor.name: tensor for tensor in table}
+    extra = [name for name in entries if name not in wanted and not any(fnmatchcase(name, each) for each in ignored)]
+    problems = []
+    for name, tensor in wanted.items():
+        if name not in entries:
+            near = nearest_names(name, extra, at_most=1)
+            problems.append(f"{name}: not there" + (f"; there is {near[0]}" if near else ""))
+        elif entries[name].shape != tensor.shape():
+            problems.append(f"{name}: {list(entries[name].shape)} there, {list(tensor.shape())} by the model's config")
+    problems += [f"{name}: the model has no such weight" for name in extra]
+    if problems:
+        shown = problems[:40] + [f"and {len(problems) - 40} more"] * (len(problems) > 40)
+        raise UserError(
+            f"the tensors of {tensors.where} are not those of the model:\n" + "\n".join(f"  {line}" for line in shown)
+        )
+
+
+def _box(index: Index, shape: Sequence[int]) -> Box:
+    """An index as a box: a number is a slice of one."""
+    full = [*index, *[slice(None)] * (len(shape) - len(index))]
+    ends = [(i, i + 1) if isinstance(i, int) else i.indices(size)[:2] for i, size in zip(full, shape, strict=True)]
+    return tuple(slice(start, stop) for start, stop in ends)

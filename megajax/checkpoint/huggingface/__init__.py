@@ -1,0 +1,1 @@
+"""Other libraries' checkpoints: Hugging Face."""

@@ -1,0 +1,57 @@
+"""A Hugging Face model folder: config.json, safetensors, tokenizer files."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megajax.checkpoint.foreign import ForeignWeights, Tensors, declared_by, demand_fit
+from megajax.checkpoint.huggingface.family import Family, Settings
+from megajax.checkpoint.huggingface.registry import family_of
+from megajax.checkpoint.huggingface.safetensors import SafetensorsFolder
+from megajax.checkpoint.tensor_table import Mapped, resolved
+from megajax.config.errors import UserError
+
+CONFIG = "config.json"
+
+
+class HuggingFaceModel(NamedTuple):
+    """A folder that was read and fits."""
+
+    family: Family
+    config: dict[str, Any]
+    """config.json as it is."""
+    model: Any
+    """The model config."""
+    tensors: Tensors
+    table: Sequence[Mapped]
+    weights: ForeignWeights
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder. Raises UserError if there is none."""
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"{folder} is no Hugging Face model folder: {CONFIG} can't be read ({error.strerror})"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"{path} is no JSON file ({error})") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} is a {type(config).__name__}, not a mapping of settings")
+    return config
+
+
+def open_model(folder: Path) -> HuggingFaceModel:
+    """The model of a folder; no tensor is read yet. Raises UserError with everything that does not fit."""
+    config = read_config(folder)
+    given = Settings(config, str(folder / CONFIG))
+    family = family_of(given)
+    model = family.model(given)
+    given.finish(family.unused)
+    declared = declared_by(model)
+    table, tensors = resolved(family.rows(model), declared), SafetensorsFolder(folder)
+    demand_fit(tensors, table, family.ignored)
+    return HuggingFaceModel(family, config, model, tensors, table, ForeignWeights(tensors, table, declared))

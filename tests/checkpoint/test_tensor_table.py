@@ -1,0 +1,130 @@
+"""Tables of names: every piece of our weights in its tensor, in both directions; boxes read like whole weights."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from megajax.checkpoint.foreign import Entry, ForeignWeights, declared_by, demand_fit
+from megajax.checkpoint.tensor_table import Mapped, Row, resolved
+from megajax.config.errors import UserError
+from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, MoEConfig, RMSNormConfig, StackConfig
+from megajax.models.config import DecoderConfig
+
+LAYER = "layers.{layer}"
+ENDS = [Row("table", "tokens", inside=(slice(0, 10),)), Row("norm", "norm.gain"), Row("head", "head")]
+NORMS = [Row(f"{LAYER}.norm_1", "stack.*.mixer_norm.gain"), Row(f"{LAYER}.norm_2", "stack.*.mlp_norm.gain")]
+FUSED = Row(
+    f"{LAYER}.qkv",
+    ("stack.*.mixer.query", "stack.*.mixer.key", "stack.*.mixer.value"),
+    cut="(g r h) d -> g r h d",
+    axis=1,
+    sizes={"g": 2, "h": 4},
+    move="g r h d -> d (g r) h",
+)
+REST = [Row(f"{LAYER}.output", "stack.*.mixer.output", "d (n h) -> n h d")]
+EXPERTS = [
+    Row(f"{LAYER}.router", "stack.*.mlp.router", "e d -> d e"),
+    *[
+        Row(f"{LAYER}.experts.{{expert}}.{name}", f"stack.*.mlp.experts.{name}", "o i -> i o")
+        for name in ("up", "gate", "down")
+    ],
+]
+TABLE = [*ENDS, *NORMS, FUSED, *REST, *EXPERTS]
+
+
+class Arrays:
+    """Tensors in memory."""
+
+    where = "memory"
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]):
+        self.arrays = dict(arrays)
+
+    def entries(self) -> dict[str, Entry]:
+        return {name: Entry(array.shape, array.dtype) for name, array in self.arrays.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        return self.arrays[name]
+
+
+@pytest.fixture(scope="module")
+def model() -> DecoderConfig:
+    mixer = AttentionConfig(heads=4, kv_heads=2, head_dim=4)
+    mlp = MoEConfig(experts=3, top_k=1, expert=GatedMLPConfig(ffn=5))
+    block = BlockConfig(mixer=mixer, mlp=mlp, norm=RMSNormConfig())
+    stack = StackConfig(pattern=(block,), repeats=2)
+    return DecoderConfig(hidden=6, vocabulary_size=10, sequence_length=8, stack=stack)
+
+
+@pytest.fixture(scope="module")
+def table(model: DecoderConfig) -> list[Mapped]:
+    return resolved(TABLE, declared_by(model))
+
+
+@pytest.fixture(scope="module")
+def tensors(table: list[Mapped]) -> Arrays:
+    draw = np.random.default_rng(0)
+    return Arrays({tensor.name: draw.normal(size=tensor.shape()).astype(np.float32) for tensor in table})
+
+
+def whole(weights: ForeignWeights, path: str) -> np.ndarray:
+    return weights.read(path, tuple(slice(0, size) for size in weights.shapes()[path]))
+
+
+def test_pieces_of_a_fused_tensor_are_where_they_belong(model, table, tensors) -> None:
+    """Query heads 2g and 2g+1 of group g come before its key and its value."""
+    weights = ForeignWeights(tensors, table, declared_by(model))
+    query, key, value = (whole(weights, f"stack.blocks.0.mixer.{name}") for name in ("query", "key", "value"))
+    given = tensors.arrays["layers.1.qkv"].reshape(2, 4, 4, 6)
+    for group in range(2):
+        for head in range(2):
+            np.testing.assert_array_equal(query[1, :, 2 * group + head], given[group, head].T)
+        np.testing.assert_array_equal(key[1, :, group], given[group, 2].T)
+        np.testing.assert_array_equal(value[1, :, group], given[group, 3].T)
+
+
+def test_tensors_come_back_from_our_weights(model, table, tensors) -> None:
+    weights = ForeignWeights(tensors, table, declared_by(model))
+    for tensor in table:
+        back = tensor.theirs([whole(weights, piece.path)[piece.index] for piece in tensor.pieces])
+        np.testing.assert_array_equal(back, tensors.arrays[tensor.name])
+
+
+def test_boxes_are_cut_out_of_whole_weights(model, table, tensors) -> None:
+    weights, draw = ForeignWeights(tensors, table, declared_by(model)), np.random.default_rng(1)
+    for path, shape in weights.shapes().items():
+        for _ in range(5):
+            ends = [sorted(draw.choice(size + 1, 2, replace=False)) for size in shape]
+            box = tuple(slice(int(start), int(stop)) for start, stop in ends)
+            np.testing.assert_array_equal(weights.read(path, box), whole(weights, path)[box])
+
+
+def test_rows_past_the_vocabulary_are_zeros(model, table, tensors) -> None:
+    weights = ForeignWeights(tensors, table, declared_by(model))
+    np.testing.assert_array_equal(whole(weights, "tokens")[:10], tensors.arrays["table"])
+    assert whole(weights, "tokens").shape == (128, 6) and not whole(weights, "tokens")[10:].any()
+
+
+@pytest.mark.parametrize(
+    ("rows", "what"),
+    [
+        ([row for row in TABLE if row not in REST], "no row of the table holds stack.blocks.0.mixer.output"),
+        ([*TABLE, Row("again", "norm.gain")], r"two rows for norm.gain\(\)"),
+    ],
+)
+def test_a_table_holds_each_weight_once(model, rows, what) -> None:
+    with pytest.raises(ValueError, match=what):
+        resolved(rows, declared_by(model))
+
+
+def test_all_differences_are_told_at_once(table, tensors) -> None:
+    arrays = dict(tensors.arrays)
+    arrays["layers.0.outptu"] = arrays.pop("layers.0.output")
+    arrays["norm"] = np.zeros(7)
+    with pytest.raises(UserError) as error:
+        demand_fit(Arrays({**arrays, "rotary.angles": np.zeros(3)}), table, ignored=("rotary.*",))
+    text = str(error.value)
+    assert "layers.0.output: not there; there is layers.0.outptu" in text
+    assert "norm: [7] there, [6] by the model's config" in text
+    assert "layers.0.outptu: the model has no such weight" in text and "rotary" not in text
