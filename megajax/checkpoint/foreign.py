@@ -6,13 +6,14 @@ which any box can be read: a device's shard, or a layer.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from flax import nnx
 
-from megajax.checkpoint.tensor_table import Index, Mapped
+from megajax.checkpoint.tensor_table import Index, Mapped, Row
 from megajax.config.errors import UserError
 from megajax.config.nearest import nearest_names
 from megajax.layers.param import Observation, ParamSpec, specs
@@ -59,6 +60,19 @@ class WeightSource(Protocol):
     def read(self, path: str, box: Box) -> np.ndarray:
         """A box of a weight, in the dtype that it is stored in."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignModel:
+    """A checkpoint of another library as a model of ours. No tensor has been read yet, and none compared."""
+
+    model: Any
+    """The model config."""
+    tensors: Tensors
+    rows: Sequence[Row]
+    """The table of names."""
+    ignored: Sequence[str] = ()
+    """Patterns of names of tensors that hold no weights."""
 
 
 class ForeignWeights:

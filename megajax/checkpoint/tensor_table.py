@@ -102,7 +102,7 @@ def resolved(rows: Iterable[Row], declared: Mapping[str, ParamSpec]) -> list[Map
     declared: the weights and observations of the model on one device, by path.
     Raises ValueError for a weight that no row holds or two do: the table is wrong.
     """
-    tensors = [tensor for row in rows for tensor in _tensors(row, declared)]
+    tensors = tensors_of(rows, declared)
     holders: dict[str, list[Mapped]] = defaultdict(list)
     for tensor in tensors:
         for piece in tensor.pieces:
@@ -115,6 +115,11 @@ def resolved(rows: Iterable[Row], declared: Mapping[str, ParamSpec]) -> list[Map
     if twice:
         raise ValueError(f"the table has two rows for {', '.join(twice)}")
     return sorted(tensors, key=_by_layer)
+
+
+def tensors_of(rows: Iterable[Row], declared: Mapping[str, ParamSpec]) -> list[Mapped]:
+    """The tensors that hold some of these weights, in the order of rows. `resolved` checks that all are held."""
+    return [tensor for row in rows for tensor in _tensors(row, declared)]
 
 
 def _counted[T](things: Iterable[T]) -> dict[T, int]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megajax.checkpoint.foreign import ForeignWeights, Tensors, declared_by, demand_fit
+from megajax.checkpoint.foreign import ForeignModel, ForeignWeights, Tensors, declared_by, demand_fit
 from megajax.checkpoint.huggingface.family import Family, Settings
 from megajax.checkpoint.huggingface.registry import family_of
 from megajax.checkpoint.huggingface.safetensors import SafetensorsFolder
@@ -44,14 +44,27 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def read_model(folder: Path) -> ForeignModel:
+    """The model of a folder. Raises UserError for settings that we lack, and for files that are damaged."""
+    _, _, model = _described(folder)
+    return model
+
+
 def open_model(folder: Path) -> HuggingFaceModel:
-    """The model of a folder; no tensor is read yet. Raises UserError with everything that does not fit."""
+    """The model of a folder, whose tensors fit; none is read yet. Raises UserError with everything that does not."""
+    family, config, read = _described(folder)
+    declared = declared_by(read.model)
+    table = resolved(read.rows, declared)
+    demand_fit(read.tensors, table, read.ignored)
+    weights = ForeignWeights(read.tensors, table, declared)
+    return HuggingFaceModel(family, config, read.model, read.tensors, table, weights)
+
+
+def _described(folder: Path) -> tuple[Family, dict[str, Any], ForeignModel]:
     config = read_config(folder)
     given = Settings(config, str(folder / CONFIG))
     family = family_of(given)
     model = family.model(given)
     given.finish(family.unused)
-    declared = declared_by(model)
-    table, tensors = resolved(family.rows(model), declared), SafetensorsFolder(folder)
-    demand_fit(tensors, table, family.ignored)
-    return HuggingFaceModel(family, config, model, tensors, table, ForeignWeights(tensors, table, declared))
+    tensors = SafetensorsFolder(folder)
+    return family, config, ForeignModel(model=model, tensors=tensors, rows=family.rows(model), ignored=family.ignored)
