@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
+from megajax.checkpoint.sources import foreign_format
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 
@@ -13,11 +14,17 @@ class WeightsConfig:
     """Weights of another run, for the start of this one."""
 
     run: Path
-    """Its run folder, its checkpoints folder or one step in it."""
+    """Its run folder, its checkpoints folder or one step in it; or hf:DIR, a Hugging Face model folder."""
     into: str = ""
     """Path of the part of this model that takes them, such as a tower; empty: the whole model."""
     fresh: tuple[str, ...] = ()
     """Weights by path in this model, with * for any text, that are not taken: head.* for other classes."""
+    new_tokens: Literal["drawn", "mean"] | None = None
+    """Rows of tables for tokens that the other model lacks: drawn like a fresh model's, or the mean of the rows that
+    are there; none: another number of tokens is an error."""
+    changed: tuple[str, ...] = ()
+    """Settings of this model, with * for any text, that may differ from the config.json of hf:DIR, such as
+    *.rope.base; others that differ are an error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,14 +44,27 @@ class CheckpointConfig(Builds):
     at_end: bool = True
     """Write a checkpoint after the last step."""
     load: Path | None = None
-    """Start from another run's state: its run folder, its checkpoints folder or one step in it.
+    """Start from another run's state: its run folder, its checkpoints folder or one step in it; or from the weights of
+    hf:DIR, a Hugging Face model folder.
     Ignored by a run that has checkpoints of its own: it resumes from its newest."""
+    parts: Literal["all", "weights"] = "all"
+    """What `load` takes: weights leaves optimizer, schedule and order of rows fresh, like checkpoint.weights."""
     weights: tuple[WeightsConfig, ...] = ()
     """Start from weights of other runs, with a fresh optimizer, schedule and order of rows, as for fine-tuning.
     Ignored by a run that has checkpoints of its own. On the command line: --checkpoint.weights='[{run: runs/a}]'."""
     step: int | None = None
     """The step to start from, in `load` or else in the run's own folder; none: the newest intact one.
     Going back in the run's own folder sets the later steps aside."""
+
+    def sources(self) -> tuple[WeightsConfig, ...]:
+        """Where a fresh run takes weights from."""
+        if self.load is not None and (self.parts == "weights" or foreign_format(self.load) is not None):
+            return (WeightsConfig(run=self.load),)
+        return self.weights
+
+    def whole_state(self) -> Path | None:
+        """The run whose state a fresh run starts from."""
+        return None if self.sources() else self.load
 
     def problems(self) -> list[Problem]:
         """Problems of the settings themselves; the manager checks the folders."""
@@ -59,8 +79,10 @@ class CheckpointConfig(Builds):
             if value is not None and value < minimum
         ]
         if self.load is not None and self.weights:
-            what = "takes weights alone, load the whole state"
+            what = "says where weights come from, and so does load"
             problems.append(Problem("weights", what, "set one of the two to none"))
+        if self.load is None and self.parts == "weights":
+            problems.append(Problem("parts", "is weights, but load names no run to take them from", "set load"))
         if not problems and self.every and self.keep_every and self.keep_every % self.every:
             what = f"is {self.keep_every}, which is not a multiple of every = {self.every}"
             problems.append(Problem("keep_every", what, "only steps that are saved can be kept"))

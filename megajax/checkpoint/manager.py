@@ -133,11 +133,11 @@ class CheckpointManager(CheckpointReader):
         missing or damaged.
         """
         own = self._peers.share(bool(self.steps() or folder.damaged_in(self.folder)))
-        if self.cfg.load is not None and not own:
-            reader, step = open_checkpoints(self.cfg.load)
+        if (load := self.cfg.whole_state()) is not None and not own:
+            reader, step = open_checkpoints(load)
             step = self.cfg.step if step is None else step
             if step is None and (step := reader.newest_whole()) is None:
-                raise UserError(f"there are no checkpoints to load: checkpoint.load = {self.cfg.load} holds none.")
+                raise UserError(f"there are no checkpoints to load: checkpoint.load = {load} holds none.")
             reader.demand(step)
             return reader, step
         if self.cfg.load is None and self.cfg.step is not None:

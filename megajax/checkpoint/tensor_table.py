@@ -146,7 +146,7 @@ def _tensors(row: Row, declared: Mapping[str, ParamSpec]) -> Iterator[Mapped]:
         if len(paths) < len(patterns):
             raise ValueError(f"{row.theirs}: of {', '.join(patterns)}, the model has {', '.join(paths)} alone")
         specs = [declared[path] for path in paths]
-        places = [() if layer is None else (_row_of(spec, layer, declared),) for spec in specs]
+        places = [() if layer is None else (_row_of(path, layer, declared),) for path in paths]
         experts = specs[0].shape[len(places[0])] if "{expert}" in row.theirs else None
         for expert in range(experts) if experts is not None else (None,):
             leading = [place if expert is None else (*place, expert) for place in places]
@@ -177,8 +177,8 @@ def _first_layer(path: str, declared: Mapping[str, ParamSpec]) -> int:
     return min(min(spec.layers) for other, spec in declared.items() if other.startswith(stack))
 
 
-def _row_of(spec: ParamSpec, layer: int, declared: Mapping[str, ParamSpec]) -> int:
-    return spec.layers.index(layer + _first_layer(spec.path, declared))
+def _row_of(path: str, layer: int, declared: Mapping[str, ParamSpec]) -> int:
+    return declared[path].layers.index(layer + _first_layer(path, declared))
 
 
 def _rearranged(array: np.ndarray, pattern: str, sizes: Mapping[str, int]) -> np.ndarray:

@@ -95,8 +95,8 @@ class Job:
         self.compiles = stack.enter_context(CompileLog(console.say))
         with console.ticker("setting up data, model and state"):
             resume = None if start is None else Resume(*start, own=self.resumed, say=console.say)
-            if resume is None and cfg.checkpoint.weights:
-                resume = TakeWeights(cfg.checkpoint.weights, console.say)
+            if resume is None and (sources := cfg.checkpoint.sources()):
+                resume = TakeWeights(sources, console.say)
             self.run = setup(cfg, start=resume)
         stack.callback(self.run.close)
         self.begun = int(self.run.state.consumed_samples)

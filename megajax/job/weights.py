@@ -1,29 +1,30 @@
-"""Starting from the weights of other runs, with everything else fresh."""
+"""Starting from the weights of other runs or libraries, with everything else fresh."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from megajax.batch import Params
 from megajax.checkpoint.config import WeightsConfig
-from megajax.checkpoint.reader import CheckpointReader, open_checkpoints
+from megajax.checkpoint.foreign import declared_by
+from megajax.checkpoint.model_differences import differences, in_words
 from megajax.config.errors import UserError
-from megajax.job.layer_order import layers_of, like_stored, reorder, same_order, stored_chunks
-from megajax.layers.param import ParamSpec
+from megajax.job.stored_weights import StoredWeights, Wanted, open_weights
 from megajax.layers.upcycling import Derived
 from megajax.mesh.shardings import without_dimension
-from megajax.pipeline.partition import row_order
+from megajax.models.protocol import ids_below
 from megajax.training.session import Parts
 from megajax.training.state import TrainState
 
-STORED = "params."
-"""Before the path of a weight in a checkpoint."""
+FREE = ("sequence_length", "vocabulary_size", "prediction*", "lora*")
+"""Settings of a model that may differ from its source's: rows may be shorter, tables grow, and there may be more."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,17 @@ class TakeWeights:
         for source in self.sources:
             taken |= Taking.of(source, parts, like).weights(lambda: fresh().params, self.say)
         state = fresh()
-        return replace(state, params={**state.params, **taken})
+        if others := sorted(set(state.params) - set(taken)):
+            self.say(f"fresh weights: {_listed(others)}")
+        return replace(state, params=_over(state.params, taken), observed=_over(state.observed, taken))
+
+
+def _over(fresh: Params, taken: Mapping[str, Array]) -> Params:
+    return {path: taken.get(path, array) for path, array in fresh.items()}
+
+
+def _listed(paths: Sequence[str], most: int = 8) -> str:
+    return ", ".join(paths[:most]) + (f" and {len(paths) - most} more" if len(paths) > most else "")
 
 
 @dataclass(frozen=True)
@@ -49,119 +60,185 @@ class Taking:
 
     source: WeightsConfig
     parts: Parts
-    reader: CheckpointReader
-    step: int
-    like: Mapping[str, jax.ShapeDtypeStruct]
+    stored: StoredWeights
+    wanted: Mapping[str, Wanted]
     """Of the weights that are asked for."""
-    names: Mapping[str, str]
-    """Path in this model -> in the other."""
+    optional: Mapping[str, Wanted]
+    """Of observations, which are taken where they are there and fit, such as the biases of experts."""
     everywhere: Any
     """The sharding of an array that all devices have."""
 
     @classmethod
     def of(cls, source: WeightsConfig, parts: Parts, state: TrainState) -> "Taking":
         """Raises UserError for a folder without checkpoints, and for names that no weight has."""
-        like, (reader, step) = state.params, open_checkpoints(source.run)
-        step = reader.newest_whole() if step is None else step
-        if step is None:
-            raise UserError(f"there are no checkpoints to take weights from: {source.run} holds none")
-        before = f"{source.into}." if source.into else ""
-        inside = [path for path in like if path.startswith(before)]
+        inside = _inside(source.into, state.params)
         if not inside:
             raise UserError(
-                f"checkpoint.weights: into={source.into} is no part of the model, whose weights are {[*like]}"
+                f"checkpoint.weights: into={source.into} is no part of the model, whose weights are {[*state.params]}"
             )
         for pattern in source.fresh:
             if not any(fnmatchcase(path, pattern) for path in inside):
                 raise UserError(f"checkpoint.weights: fresh={pattern} names none of the weights {inside}")
         asked = [path for path in inside if not any(fnmatchcase(path, pattern) for pattern in source.fresh)]
-        names = {path: path.removeprefix(before) for path in asked}
-        wanted: dict[str, Any] = {path: like[path] for path in asked}
-        return cls(source, parts, reader, step, wanted, names, getattr(state.step, "sharding", None))
+        observed, before = _inside(source.into, state.observed), _before(source.into)
+        alone = declared_by(parts.cfg.model)
+        declared = {path.removeprefix(before): alone[path] for path in (*inside, *observed)}
+        names = {path.removeprefix(before) for path in (*asked, *observed)}
+        everywhere = getattr(state.step, "sharding", None)
+        stored = open_weights(source.run, declared, names, everywhere)
+        arrays: dict[str, Any] = {**state.params, **state.observed}
+        wanted = {path: Wanted(arrays[path], parts.program.arrays[path]) for path in (*asked, *observed)}
+        optional = {path: wanted.pop(path) for path in observed}
+        return cls(source, parts, stored, wanted, optional, everywhere)
 
     def weights(self, fresh: Callable[[], Params], say: Callable[[str], None]) -> dict[str, Array]:
         """All of them. Raises UserError with those that are missing or of another shape. fresh: all weights, drawn."""
-        shapes, declared = self.reader.shapes(self.step), self.parts.program.declared
-        same, other, made, wrong = list[str](), list[str](), dict[str, Derived](), list[str]()
-        before = f"{self.source.into}." if self.source.into else ""
-        there = {before + name.removeprefix(STORED): shape for name, shape in shapes.items() if name.startswith(STORED)}
-        for path, like in self.like.items():
-            spec, shape = declared[path], shapes.get(STORED + self.names[path])
-            if shape is None:
+        self._demand_alike()
+        before, wrong = _before(self.source.into), list[str]()
+        there = {before + name: shape for name, shape in self.stored.shapes().items()}
+        same = {path: one for path, one in self.optional.items() if path in there and _same(there[path], one)}
+        tables, other, made = list[str](), list[str](), dict[str, Derived]()
+        for path, one in self.wanted.items():
+            if path not in there:
                 how = self.parts.cfg.model.derived(path, there)
-                if how is None or how.problem:
-                    wrong.append(f"{path}: {'not there' if how is None else how.problem}")
-                elif how.source is not None and how.made_shape(like.shape[0]) != tuple(like.shape):
-                    shape = list(how.made_shape(like.shape[0]))
-                    wrong.append(f"{path}: {how.source} there makes {shape}, here it is {list(like.shape)}")
+                if how is None:
+                    wrong.append(f"{path}: not there")
+                elif misfit := how.problem or _misfit(how, one):
+                    wrong.append(f"{path}: {misfit}")
                 else:
                     made[path] = how
-            elif shape == tuple(like.shape) or (spec.layers and shape[1:] == tuple(like.shape[1:])):
-                same.append(path)
+            elif "vocab" in one.spec.axes and self._vocabulary() != self._own_vocabulary():
+                tables.append(path)
+            elif _same(there[path], one):
+                same[path] = one
             else:
-                other.append(path)
-        taken, settings = dict[str, Array](), self.reader.meta(self.step)["facts"]
-        for path in other:
-            fitted = self.parts.cfg.model.refit(path, self.whole(path, shapes[STORED + self.names[path]]), settings)
-            if fitted is None or fitted.shape != tuple(self.like[path].shape):
-                shape = shapes[STORED + self.names[path]]
-                wrong.append(f"{path}: {list(shape)} there, {list(self.like[path].shape)} here")
-            else:
-                taken[path] = jax.device_put(fitted.astype(self.like[path].dtype), self.like[path].sharding)
+                (tables if "vocab" in one.spec.axes else other).append(path)
+        taken = self._refitted(other, there, wrong) | self._tables(tables, there, fresh, wrong)
         if wrong:
             raise UserError(
-                f"the weights of {self.source.run} (step {self.step}) do not fit:\n"
+                f"the weights of {self.stored.where} do not fit:\n"
                 + "\n".join(f"  {line}" for line in wrong)
                 + "\nName those that shall be drawn anew in checkpoint.weights.fresh, or change the model."
             )
-        if same:
-            read = self.in_order({self.names[path]: (self.like[path], declared[path]) for path in same})
-            taken |= {path: read[self.names[path]] for path in same}
-        for path, how in made.items():
-            taken[path] = self.derived(how, path, fresh()[path])
+        taken |= self._read(same)
+        taken |= {path: self._derived(how, path, fresh) for path, how in made.items()}
         resized = f", {', '.join(other)} interpolated" if other else ""
         copies = sum(how.source is not None for how in made.values())
         copied = f", {copies} of them experts made from dense layers" if made else ""
-        say(f"{len(taken)} weights of {self.source.run}, step {self.step}{resized}{copied}; the others are fresh")
+        grown = f", {', '.join(tables)} for {self._own_vocabulary()} tokens" if tables else ""
+        say(f"{len(set(taken) & set(self.wanted))} weights of {self.stored.where}{resized}{grown}{copied}")
         return taken
 
-    def derived(self, how: Derived, path: str, fresh: Array) -> Array:
-        """A weight made from another, of which each device reads what it has of the result in other dimensions."""
-        like, given = self.like[path], fresh
-        if how.source is not None:
-            name = how.source.removeprefix(f"{self.source.into}." if self.source.into else "")
-            wanted = jax.ShapeDtypeStruct(
-                (like.shape[0], *how.shape), like.dtype, sharding=without_dimension(like.sharding, len(like.shape), 1)
+    def _demand_alike(self) -> None:
+        """Raises UserError where the settings of another library's model say that it computes something else."""
+        model = self.parts.cfg.model
+        here = getattr(model, self.source.into, None) if self.source.into else model
+        if (there := self.stored.model()) is None or here is None:
+            return
+        allowed = (*FREE, *self.source.changed)
+        pairs = differences(here, there)
+        pairs = [pair for pair in pairs if not any(fnmatchcase(pair.name, each) for each in allowed)]
+        if pairs:
+            raise UserError(
+                f"{self.stored.where} is another model than this run's:\n"
+                + "\n".join(f"  {line}" for line in in_words(pairs))
+                + "\nChange the model's settings, or name them in checkpoint.weights.changed if that is intended."
             )
-            given = self.in_order({name: (wanted, self.parts.program.declared[path])})[name]
+
+    def _read(self, wanted: Mapping[str, Wanted]) -> dict[str, Array]:
+        before = _before(self.source.into)
+        by_name = {path.removeprefix(before): one for path, one in wanted.items()}
+        read = self.stored.read(by_name, self.parts.program.partition.order_of) if by_name else {}
+        return {before + name: array for name, array in read.items()}
+
+    def _refitted(
+        self, paths: Iterable[str], there: Mapping[str, tuple[int, ...]], wrong: list[str]
+    ) -> dict[str, Array]:
+        """Weights of other shapes that the model makes its own, such as positions."""
+        fitted, before, settings = dict[str, Array](), _before(self.source.into), self.stored.settings()
+        for path in paths:
+            like = self.wanted[path].like
+            weight = self.parts.cfg.model.refit(path, self.stored.whole(path.removeprefix(before)), settings)
+            if weight is None or weight.shape != tuple(like.shape):
+                wrong.append(f"{path}: {list(there[path])} there, {list(like.shape)} here")
+            else:
+                fitted[path] = jax.device_put(weight.astype(like.dtype), like.sharding)
+        return fitted
+
+    def _tables(
+        self,
+        paths: Iterable[str],
+        there: Mapping[str, tuple[int, ...]],
+        fresh: Callable[[], Params],
+        wrong: list[str],
+    ) -> dict[str, Array]:
+        """Tables with a row for each token, for another number of tokens or other padding behind them."""
+        tables, before, new = dict[str, Array](), _before(self.source.into), self._own_vocabulary()
+        for path in paths:
+            like, axes = self.wanted[path]
+            at, shape = axes.axes.index("vocab"), there[path]
+            old = self._vocabulary() or shape[at]
+            if shape[:at] + shape[at + 1 :] != tuple(like.shape[:at] + like.shape[at + 1 :]):
+                wrong.append(f"{path}: {list(shape)} there, {list(like.shape)} here")
+            elif new is not None and old > new:
+                wrong.append(f"{path}: {old} tokens there, {new} here")
+            elif new is not None and old < new and self.source.new_tokens is None:
+                hint = "checkpoint.weights.new_tokens=drawn or mean fills the others"
+                wrong.append(f"{path}: {old} tokens there, {new} here; {hint}")
+            else:
+                rows = np.take(self.stored.whole(path.removeprefix(before)), range(old), axis=at)
+                make = partial(_grown, at=at, mean=self.source.new_tokens == "mean")
+                placed = jax.device_put(rows, self.everywhere)
+                tables[path] = jax.jit(make, out_shardings=like.sharding)(fresh()[path], placed)
+        return tables
+
+    def _vocabulary(self) -> int | None:
+        return self.stored.vocabulary()
+
+    def _own_vocabulary(self) -> int | None:
+        return ids_below(self.parts.cfg.model)
+
+    def _derived(self, how: Derived, path: str, fresh: Callable[[], Params]) -> Array:
+        """A weight made from another, of which each device reads what it has of the result in other dimensions."""
+        like, spec = self.wanted[path]
+        given = fresh()[path]
+        if how.source is not None:
+            shape, sharding = (like.shape[0], *how.shape), without_dimension(like.sharding, len(like.shape), 1)
+            wanted = jax.ShapeDtypeStruct(shape, like.dtype, sharding=sharding)
+            given = self._read({how.source: Wanted(wanted, spec)})[how.source]
         result = jax.jit(how.make, out_shardings=like.sharding)(given)
         result.block_until_ready()
-        if given is not fresh:
+        if how.source is not None:
             given.delete()
         return result
 
-    def whole(self, path: str, shape: tuple[int, ...]) -> np.ndarray:
-        """A weight as it is stored, on the host."""
-        like = jax.ShapeDtypeStruct(shape, self.like[path].dtype, sharding=self.everywhere)
-        read = self.reader.restore(self.step, {"params": {self.names[path]: like}}, partial=True)[0]
-        return np.asarray(read["params"][self.names[path]])
 
-    def in_order(self, wanted_by_name: Mapping[str, tuple[jax.ShapeDtypeStruct, ParamSpec]]) -> dict[str, Array]:
-        """Stored weights by name, in the shapes, layouts and orders of layers that are given."""
-        declared = {name: spec for name, (_, spec) in wanted_by_name.items()}
-        like: dict[str, Any] = {"params": {name: each for name, (each, _) in wanted_by_name.items()}}
-        chunks, shapes = stored_chunks(self.reader.meta(self.step)), self.reader.shapes(self.step)
-        stored, wanted = partial(row_order, chunks), self.parts.program.partition.order_of
-        numbers = {path: layers_of(spec) for path, spec in declared.items() if spec.layers}
-        total = 1 + max((max(layers) for layers in numbers.values()), default=-1)
-        if len(chunks) > 1 and total != sum(map(len, chunks)):
-            raise UserError(f"{self.source.run} has {sum(map(len, chunks))} layers, this model {total}")
-        for path, layers in numbers.items():
-            if (there := shapes[STORED + path][0]) != len(stored(layers)):
-                raise UserError(f"{self.source.run} has {there} layers with {path}, this model {len(layers)}")
-        if same_order(declared, stored, wanted):
-            read = self.reader.restore(self.step, like, partial=True)[0]
-        else:
-            read = self.reader.restore(self.step, like_stored(like, declared, stored), partial=True)[0]
-            read = reorder(read, like, declared, stored, wanted)
-        return read["params"]
+def _before(into: str) -> str:
+    return f"{into}." if into else ""
+
+
+def _inside(into: str, paths: Iterable[str]) -> list[str]:
+    return [path for path in paths if path.startswith(_before(into))]
+
+
+def _same(shape: tuple[int, ...], wanted: Wanted) -> bool:
+    """Whether a stored array has the shape that is wanted, but for the rows of a stacked one."""
+    like = tuple(wanted.like.shape)
+    return shape == like or bool(wanted.spec.layers and shape[1:] == like[1:])
+
+
+def _misfit(how: Derived, wanted: Wanted) -> str:
+    """Why a weight that is made from another has not the shape that is wanted; "" if it has."""
+    like = tuple(wanted.like.shape)
+    if how.source is None or how.made_shape(like[0]) == like:
+        return ""
+    return f"{how.source} there makes {list(how.made_shape(like[0]))}, here it is {list(like)}"
+
+
+def _grown(fresh: Array, rows: Array, *, at: int, mean: bool) -> Array:
+    """Rows of a table along dimension `at`, with the others of the fresh table, or the mean of the rows, behind."""
+    count = rows.shape[at]
+    behind = jax.lax.slice_in_dim(fresh, count, None, axis=at)
+    if mean:
+        behind = jnp.broadcast_to(rows.mean(at, keepdims=True), behind.shape)
+    return jnp.concatenate([rows.astype(fresh.dtype), behind.astype(fresh.dtype)], axis=at)

@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 from megajax.checkpoint.huggingface.families import llama
 from megajax.checkpoint.huggingface.family import Family, Settings
-from megajax.config.dump import flatten
+from megajax.checkpoint.model_differences import differences, in_words
 from megajax.config.errors import UserError
 from megajax.config.nearest import did_you_mean
 
@@ -27,35 +26,10 @@ def family_of(given: Settings) -> Family:
     return by_type[kind]
 
 
-TRAINING_ONLY = (
-    "recompute", "recompute_layers", "layers_per_checkpoint", "offload", "unroll", "loss_chunk", "init_std",
-    "embedding_std", "vocabulary_multiple", "dropout", "kernel", "label_smoothing", "z_loss", "residual",
-)  # fmt: skip
-"""Last names of settings that change how a model is trained or run, not what it computes."""
-
-
 def expressed(cfg: object, family: Family) -> list[str]:
     """What of a model config is lost in a config.json of the family: lines, none if it can be had back."""
     try:
         back = family.model(Settings(family.settings(cfg)))
     except (AttributeError, KeyError, TypeError, ValueError, UserError) as error:
         return [f"it is no {family.name} model ({error})"]
-    before, after = _explicit(flatten(cfg)), _explicit(flatten(back))
-    names = [name for name in {**before, **after} if name.rpartition(".")[2] not in TRAINING_ONLY]
-    absent = object()
-    return [
-        f"{name}: {before.get(name, 'absent')} here, {after.get(name, 'absent')} there"
-        for name in names
-        if before.get(name, absent) != after.get(name, absent)
-    ]
-
-
-def _explicit(leaves: dict[str, Any]) -> dict[str, Any]:
-    """Settings with what follows from others where they are none: numbers and sizes of heads."""
-    for name, value in leaves.items():
-        block, _, last = name.rpartition(".")
-        if value is None and last == "kv_heads":
-            leaves[name] = leaves[f"{block}.heads"]
-        if value is None and last == "head_dim" and f"{block}.heads" in leaves:
-            leaves[name] = leaves["hidden"] // leaves[f"{block}.heads"]
-    return leaves
+    return in_words(differences(cfg, back))

@@ -1,0 +1,26 @@
+"""Checkpoints of other libraries by the names that settings and commands give them: hf:DIR."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from megajax.config.errors import UserError
+
+FORMATS: Mapping[str, str] = {"hf": "megajax.checkpoint.huggingface.folder:read_model"}
+"""What stands before the colon -> module:function that reads the folder behind it as a `foreign.ForeignModel`."""
+
+
+def foreign_format(name: str | Path) -> str | None:
+    """The format of FORMAT:DIR; None for the path of a run."""
+    before, colon, _ = str(name).partition(":")
+    return before if colon and before in FORMATS else None
+
+
+def read_foreign(name: str | Path) -> Any:
+    """The `foreign.ForeignModel` that FORMAT:DIR names. Raises UserError where there is none."""
+    before, _, folder = str(name).partition(":")
+    if not Path(folder).is_dir():
+        raise UserError(f"{name}: there is no folder {folder}")
+    module, _, function = FORMATS[before].partition(":")
+    return getattr(import_module(module), function)(Path(folder).absolute())

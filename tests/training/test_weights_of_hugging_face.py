@@ -1,0 +1,132 @@
+"""Runs that start from a Hugging Face folder: on several devices, with more tokens, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from small_jobs import run_config
+
+from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
+from megajax.checkpoint.foreign import declared_by
+from megajax.checkpoint.huggingface.folder import open_model
+from megajax.checkpoint.huggingface.registry import families
+from megajax.checkpoint.tensor_table import resolved
+from megajax.config.errors import UserError
+from megajax.data.config import MockConfig
+from megajax.job.layer_order import layers_of
+from megajax.job.weights import TakeWeights
+from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, RMSNormConfig, RopeConfig, StackConfig
+from megajax.mesh.config import ParallelConfig
+from megajax.models.config import DecoderConfig
+from megajax.training.config import EvaluationConfig
+from megajax.training.session import Run, setup
+
+BLOCK = BlockConfig(
+    mixer=AttentionConfig(heads=4, kv_heads=2, head_dim=4, rope=RopeConfig()),
+    mlp=GatedMLPConfig(ffn=32),
+    norm=RMSNormConfig(),
+)
+MODEL = DecoderConfig(
+    hidden=16, vocabulary_size=96, sequence_length=16, stack=StackConfig(pattern=(BLOCK,), repeats=3), norm=BLOCK.norm
+)
+
+
+def of_blocks(mixer: AttentionConfig) -> DecoderConfig:
+    return replace(MODEL, stack=StackConfig(pattern=(replace(BLOCK, mixer=mixer),), repeats=3))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of random weights."""
+    folder, family, draw = tmp_path_factory.mktemp("llama"), families()["llama"], np.random.default_rng(0)
+    (folder / "config.json").write_text(json.dumps(family.settings(MODEL)))
+    table = resolved(family.rows(MODEL), declared_by(MODEL))
+    tensors = {tensor.name: draw.normal(size=tensor.shape()).astype(np.float16) for tensor in table}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def started(
+    tmp_path: Path, source: WeightsConfig, model: DecoderConfig = MODEL, parallel: ParallelConfig | None = None
+) -> Run:
+    parallel = parallel or ParallelConfig(data=1)
+    sizes = [parallel.pipeline, parallel.data or 1, parallel.tensor]
+    cfg = run_config(
+        tmp_path,
+        model=model,
+        data=MockConfig(),
+        parallel=parallel,
+        evaluation=EvaluationConfig(batches=0),
+        checkpoint=CheckpointConfig(weights=(source,)),
+    )
+    devices = jax.devices()[: int(np.prod(sizes))]
+    return setup(cfg, devices=devices, start=TakeWeights(cfg.checkpoint.weights, lambda line: None))
+
+
+def hf(folder: Path, **settings: Any) -> WeightsConfig:
+    return WeightsConfig(run=Path(f"hf:{folder}"), **settings)
+
+
+def test_devices_hold_the_layers_and_shards_of_the_files(folder: Path, tmp_path: Path) -> None:
+    """A pipeline's stages of two layers and one, matrices cut over tensor and spread over data."""
+    layout = ParallelConfig(pipeline=2, tensor=2, data=2, data_sharding="fsdp", sequence=True)
+    run, weights = started(tmp_path, hf(folder), parallel=layout), open_model(folder).weights
+    for path, spec in run.parts.program.declared.items():
+        whole = weights.read(path, tuple(slice(0, size) for size in weights.shapes()[path])).astype(np.float32)
+        if spec.layers:
+            order = run.parts.program.partition.order_of(layers_of(spec))
+            assert len(order) == 4 and -1 in order
+            whole = np.stack([np.zeros_like(whole[0]) if row < 0 else whole[row] for row in order])
+        np.testing.assert_array_equal(np.asarray(run.state.params[path]), whole, err_msg=path)
+
+
+@pytest.mark.parametrize("way", ["drawn", "mean"])
+def test_tables_grow_to_more_tokens(folder: Path, tmp_path: Path, way: Any) -> None:
+    """From 96 to 200 tokens: the rows behind are drawn, or the mean of those that are there."""
+    model = replace(MODEL, vocabulary_size=200)
+    run, weights = started(tmp_path, hf(folder, new_tokens=way), model), open_model(folder).weights
+    for path in ("tokens", "head"):
+        actual = np.asarray(run.state.params[path])
+        there = weights.read(path, (slice(0, 96), slice(0, 16))).astype(np.float32)
+        np.testing.assert_array_equal(actual[:96], there)
+        if way == "mean":
+            np.testing.assert_allclose(actual[96:200], np.broadcast_to(there.mean(0), (104, 16)), rtol=1e-5, atol=1e-7)
+        else:
+            assert 0.01 < actual[96:200].std() < 0.03
+
+
+@pytest.mark.parametrize(
+    ("model", "source", "words"),
+    [
+        (replace(MODEL, vocabulary_size=97), {}, "tokens: 96 tokens there, 97 here; checkpoint.weights.new_tokens"),
+        (replace(MODEL, vocabulary_size=95), {}, "tokens: 96 tokens there, 95 here"),
+        (replace(MODEL, hidden=32), {}, r"embed_tokens.weight: \[96, 16\] there, \[96, 32\] by the model's config"),
+        (of_blocks(replace(BLOCK.mixer, rope=None)), {}, "layers 0 to 2: mixer.rope.base: absent here, 10000.0 there"),
+        (replace(MODEL, norm=RMSNormConfig(epsilon=1e-6)), {}, "norm.epsilon: 1e-06 here, 1e-05 there"),
+        (replace(MODEL, stack=StackConfig(pattern=(BLOCK,), repeats=2)), {}, "layers.2.self_attn.q_proj.weight"),
+        (replace(MODEL, tied=True), {}, "lm_head.weight: the model has no such weight"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    folder: Path, tmp_path: Path, model: DecoderConfig, source: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        started(tmp_path, hf(folder, **source), model)
+
+
+def test_intended_changes_are_named(folder: Path, tmp_path: Path) -> None:
+    model = replace(MODEL, norm=RMSNormConfig(epsilon=1e-6))
+    started(tmp_path, hf(folder, changed=("norm.epsilon",)), model)
+
+
+def test_load_takes_weights_alone_where_it_says_so(folder: Path) -> None:
+    assert CheckpointConfig(load=Path(f"hf:{folder}")).sources() == (WeightsConfig(run=Path(f"hf:{folder}")),)
+    run = CheckpointConfig(load=Path("runs/a"), parts="weights")
+    assert run.sources() == (WeightsConfig(run=Path("runs/a")),) and run.whole_state() is None
+    assert CheckpointConfig(load=Path("runs/a")).whole_state() == Path("runs/a")
+    assert [problem.where for problem in CheckpointConfig(parts="weights").problems()] == ["parts"]
