@@ -30,7 +30,7 @@ class ChatRows:
 
         tokens: int32, conversations one after the other, then padding.
         labels: int32, the token after each input.
-        loss_mask: float32, 1 if the model learns the label, else 0.
+        loss_mask: float32, weight of the label in the loss: 1 in answers unless their message says another, else 0.
         positions: int32, from 0 in each conversation, and on through the padding of the last.
         segment_ids: int32, index of the conversation in the row; padding belongs to the last one.
 
@@ -91,7 +91,7 @@ class ChatRows:
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         length = self.sequence_length
         # One place more than a row has, for the last label.
-        tokens, learned = np.full(length + 1, self._pad, np.int32), np.zeros(length + 1, bool)
+        tokens, weights = np.full(length + 1, self._pad, np.int32), np.zeros(length + 1, np.float32)
         begins, filled = np.zeros(length, bool), 0
         for first, last in self._pieces(self.pack(row)):
             if filled >= length:
@@ -99,15 +99,15 @@ class ChatRows:
             room = min(length - filled, last - first)
             begins[filled] = True
             tokens[filled : filled + room] = self._conversations.tokens[first : first + room]
-            learned[filled : filled + room] = self._conversations.learned[first : first + room]
+            weights[filled : filled + room] = self._conversations.weights[first : first + room]
             filled += -(-(last - first) // self._multiple) * self._multiple
         labels = tokens[1:]
-        counts = learned[1:] & (labels != self._pad) if self._mask_pad else learned[1:]
+        weights = weights[1:] * (labels != self._pad) if self._mask_pad else weights[1:]
         index = np.arange(length, dtype=np.int32)
         return {
             "tokens": tokens[:-1],
             "labels": labels,
-            "loss_mask": counts.astype(np.float32),
+            "loss_mask": weights.astype(np.float32),
             "positions": index - np.maximum.accumulate(np.where(begins, index, 0)),
             "segment_ids": np.cumsum(begins, dtype=np.int32) - np.int32(1),
         }

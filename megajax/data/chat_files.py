@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.data.cache import Arrays, load_or_build
-from megajax.data.chat_template import ChatTemplate, Part, TemplateMisfit
+from megajax.data.chat_template import ChatTemplate, Part, TemplateMisfit, weight_of
 from megajax.data.text_files import open_text
 from megajax.tokenizers.base import Tokenizer
 
@@ -36,8 +37,8 @@ class Conversations(NamedTuple):
 
     tokens: np.ndarray
     """int32 [T]."""
-    learned: np.ndarray
-    """bool [T], the token is one that the model learns."""
+    weights: np.ndarray
+    """float32 [T], of each token in the loss; 0 for those that the model does not learn."""
     starts: np.ndarray
     """int64 [N + 1], first token of each conversation, then T."""
     lines: np.ndarray
@@ -100,6 +101,9 @@ def _message(message: Any, number: int) -> Message:
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         what = f"the content of message {number} is {'missing' if content is None else type(content).__name__}"
         raise BadLine(REASONS[0], f"{what}, not a string")
+    weight = message.get("weight", 1)
+    if not isinstance(weight, int | float) or not 0 <= weight < inf:
+        raise BadLine(REASONS[0], f"the weight of message {number} is {weight!r}, not a number from 0 on")
     return {**message, "role": ROLES[role.lower()], "content": content or ""}
 
 
@@ -133,7 +137,7 @@ class Reader:
             UserError: a file that cannot be read; a bad line, with file and number; or no usable line at all.
         """
         description = {
-            "kind": "chat",
+            "kind": "chat with weights",
             "files": [_digest(path) for path in paths],
             "template": self._template.identity,
             "tokenizer": self._tokenizer.identity,
@@ -149,7 +153,7 @@ class Reader:
         return read
 
     def _build(self, paths: Sequence[str]) -> Arrays:
-        tokens, learned, sizes = [np.empty(0, np.int32)], [np.empty(0, bool)], [0]
+        tokens, weights, sizes = [np.empty(0, np.int32)], [np.empty(0, np.float32)], [0]
         lines, places, skipped = [0], [], Counter[str]()
         for file, path in enumerate(paths):
             for number, line in _lines(path):
@@ -163,13 +167,13 @@ class Reader:
                     continue
                 for ids, counts in conversations:
                     tokens.append(ids)
-                    learned.append(counts)
+                    weights.append(counts)
                     sizes.append(len(ids))
                 lines.append(len(sizes) - 1)
                 places.append((file, number))
         return {
             "tokens": np.concatenate(tokens),
-            "learned": np.concatenate(learned),
+            "weights": np.concatenate(weights),
             "starts": np.cumsum(sizes, dtype=np.int64),
             "lines": np.array(lines, np.int64),
             "places": np.array(places, np.int64).reshape(-1, 2),
@@ -177,26 +181,27 @@ class Reader:
         }
 
     def _tokenized(self, line: bytes) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(tokens, which are learned) of each conversation of a line. An end token follows unless it is there."""
+        """(tokens, their weights) of each conversation of a line. An end token follows unless it is there."""
         texts, (conversations, tools) = [], parse(line, self._loss == "answers")
         more = {} if tools is None else {"tools": tools}
         for messages in conversations:
             try:
                 if self._loss == "all":
-                    parts = [Part(self._template.render(messages, **more), True)]
+                    parts = [Part(self._template.render(messages, **more), 1)]
                 else:
                     parts = self._template.parts(messages, **more)
             except TemplateMisfit as error:
                 raise BadLine(REASONS[3], str(error)) from error
-            ids, answer = tokenized(self._tokenizer, parts)
+            ids, weights = tokenized(self._tokenizer, parts)
             if not len(ids) or ids[-1] != self._tokenizer.eod:
-                ids, answer = np.append(ids, np.int32(self._tokenizer.eod)), np.append(answer, True)
-            texts.append((ids, answer))
+                last = weight_of(messages[-1]) if self._loss == "answers" else 1
+                ids, weights = np.append(ids, np.int32(self._tokenizer.eod)), np.append(weights, np.float32(last))
+            texts.append((ids, weights))
         return texts
 
 
 def tokenized(tokenizer: Tokenizer, parts: Sequence[Part]) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens int32 [n] of the whole text, bool [n] whether the assistant wrote them).
+    """(tokens int32 [n] of the whole text, float32 [n] their weights in the loss).
 
     A token that begins before an answer and ends in it belongs to the answer, one that begins in an answer and ends
     behind it does not.
@@ -205,15 +210,15 @@ def tokenized(tokenizer: Tokenizer, parts: Sequence[Part]) -> tuple[np.ndarray, 
     apart = np.concatenate([np.empty(0, np.int32), *pieces])
     whole = tokenizer.encode("".join(part.text for part in parts)) if len(parts) > 1 else apart
     if np.array_equal(apart, whole):
-        return whole, np.repeat([part.answer for part in parts], [len(piece) for piece in pieces])
+        return whole, np.repeat(np.array([part.weight for part in parts], np.float32), [len(piece) for piece in pieces])
     # Tokens cross the border of a part: those that a beginning of the text shares with the whole lie before it.
-    answer, text, done = np.zeros(len(whole), bool), "", 0
+    weights, text, done = np.zeros(len(whole), np.float32), "", 0
     for part in parts:
         text += part.text
         end = _shared(tokenizer.encode(text), whole)
-        answer[done:end] = part.answer
+        weights[done:end] = part.weight
         done = max(done, end)
-    return whole, answer
+    return whole, weights
 
 
 def _shared(beginning: np.ndarray, whole: np.ndarray) -> int:

@@ -39,8 +39,26 @@ class Part(NamedTuple):
     """A piece of a conversation's text."""
 
     text: str
-    answer: bool
-    """Written by the assistant."""
+    weight: float
+    """Of its tokens in the loss: 1 for what the assistant wrote, unless its message says another; 0 for the rest."""
+
+
+def weight_of(message: Mapping[str, Any]) -> float:
+    """Weight of an answer's tokens in the loss."""
+    return float(message.get("weight", 1))
+
+
+def _weights_of_marks(messages: Messages, marks: int) -> list[float]:
+    """Of the answers that a template marks. Raises TemplateMisfit where they are not the assistant's messages, one by
+    one, and these have weights."""
+    weights = [weight_of(message) for message in messages if message["role"] == "assistant"]
+    if len(weights) == marks:
+        return weights
+    if any(weight != 1 for weight in weights):
+        raise TemplateMisfit(
+            f"the chat template marks {marks} answers of {len(weights)} messages of the assistant, which have weights"
+        )
+    return [1.0] * marks
 
 
 class TemplateMisfit(Exception):
@@ -110,18 +128,19 @@ class ChatTemplate:
         if self._marked:
             if any(mark in str(message["content"]) for message in messages for mark in (BEGIN, END)):
                 raise TemplateMisfit("it has the characters U+FDD0 or U+FDD1, which mark answers within a template")
-            pieces = [piece.partition(END) for piece in text.split(BEGIN)]
-            parts = [Part(pieces[0][0], False)]
-            return parts + [part for answer, _, rest in pieces[1:] for part in (Part(answer, True), Part(rest, False))]
+            first, *others = [piece.partition(END) for piece in text.split(BEGIN)]
+            marked = zip(others, _weights_of_marks(messages, len(others)), strict=True)
+            pairs = [(Part(answer, weight), Part(rest, 0)) for (answer, _, rest), weight in marked]
+            return [Part(first[0], 0), *(part for pair in pairs for part in pair)]
         parts, done = [], 0
         for place, message in enumerate(messages):
             if message["role"] == "assistant":
                 begin = self._answer_begins(text, messages[:place], more)
                 rest = messages[place + 1 :]
                 end = self._length(text, self.render(messages[: place + 1], **more)) if rest else len(text)
-                parts += [Part(text[done:begin], False), Part(text[begin:end], True)]
+                parts += [Part(text[done:begin], 0), Part(text[begin:end], weight_of(message))]
                 done = end
-        return [*parts, Part(text[done:], False)]
+        return [*parts, Part(text[done:], 0)]
 
     def _answer_begins(self, text: str, before: Messages, more: Mapping[str, Any]) -> int:
         if not before:

@@ -111,7 +111,7 @@ class ImageTextRows(ItemRows[Samples]):
         return [fitted(picture, layout.size, layout.fit)]
 
     def _text(self, pieces: Sequence[Part | None], slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of the whole text and which of them count. slots: number of slots of each image.
+        """Tokens of the whole text and their weights in the loss. slots: number of slots of each image.
 
         Raises UnreadableItem for images beyond the end of the row, and for text with the image token in it.
         """
@@ -119,16 +119,16 @@ class ImageTextRows(ItemRows[Samples]):
         for is_image, run in groupby(pieces, key=lambda piece: piece is IMAGE):
             if is_image:
                 tokens = np.full(sum(next(left) for _ in run) * self.layout.image_tokens, self.layout.image_token)
-                answers = np.zeros(len(tokens), bool)
+                weights = np.zeros(len(tokens), np.float32)
             else:
-                tokens, answers = tokenized(self._tokenizer, [piece for piece in run if piece is not IMAGE])
+                tokens, weights = tokenized(self._tokenizer, [piece for piece in run if piece is not IMAGE])
                 if (tokens == self.layout.image_token).any():
                     raise UnreadableItem("image marker without image", "its text has the image token")
             parts.append(tokens)
-            counts.append(answers)
+            counts.append(weights)
         if not len(parts[-1]) or parts[-1][-1] != self._tokenizer.eod:
             parts.append(np.array([self._tokenizer.eod]))
-            counts.append(np.ones(1, bool))
+            counts.append(np.ones(1, np.float32))
         text = np.concatenate(parts).astype(np.int32)
         beyond = np.flatnonzero(text[self.layout.length :] == self.layout.image_token)
         if beyond.size:
@@ -203,4 +203,4 @@ def image_text_rows(
 
 def captioned(pictures: Sequence[Picture], prompt: str, caption: str) -> Sample:
     """Images, the prompt, and the caption, which counts."""
-    return Sample(pictures, [*[IMAGE] * len(pictures), Part(prompt, False), Part(caption, True)])
+    return Sample(pictures, [*[IMAGE] * len(pictures), Part(prompt, 0), Part(caption, 1)])

@@ -115,10 +115,10 @@ def _conversation(
     pieces: list[Part | None] = []
     for part in parts:
         texts = part.text.split(config.marker)
-        if part.answer and len(texts) > 1:
+        if part.weight and len(texts) > 1:
             raise UnreadableItem("image marker without image", f"an answer has {config.marker}")
         for place, text in enumerate(texts):
-            pieces += [*[IMAGE] * (place > 0), Part(text, part.answer)]
+            pieces += [*[IMAGE] * (place > 0), Part(text, part.weight)]
     places = sum(piece is IMAGE for piece in pieces)
     if places != images:
         reason = "image marker without image" if places > images else "image without a marker"

@@ -56,6 +56,18 @@ def test_a_row_of_two_conversations(tmp_path: Path) -> None:
     assert row["loss_mask"].dtype == np.float32 and row["labels"].dtype == row["tokens"].dtype == np.int32
 
 
+def test_answers_may_have_weights(tmp_path: Path) -> None:
+    """The end of a conversation has that of its last message. A weight that is none is told with its line."""
+    talk = {"messages": chat("a?", "bc")["messages"] + chat("d?", "ef")["messages"]}
+    talk["messages"][1]["weight"], talk["messages"][3]["weight"] = 0, 0.25
+    row = splits(write(tmp_path / "c", [talk]), 60).train[0]
+    weighted = row["loss_mask"] > 0
+    assert text(row["labels"][weighted]) == "ef\n|" and set(row["loss_mask"][weighted]) == {0.25}
+    talk["messages"][3]["weight"] = -1
+    with pytest.raises(UserError, match="line 1: the weight of message 4 is -1, not a number from 0 on"):
+        splits(write(tmp_path / "d", [talk]), 60)
+
+
 def test_everything_is_learned_and_padding_is_not(tmp_path: Path) -> None:
     path = write(tmp_path / "c", [chat("a", "b")])
     size = len("user: a\nassistant: b\n|")

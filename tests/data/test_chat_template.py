@@ -49,7 +49,7 @@ def test_templates_by_name(name: str, text: str, answers: list[str]) -> None:
     template = ChatTemplate(name)
     parts = template.parts(TALK)
     assert template.render(TALK) == "".join(part.text for part in parts) == text
-    assert [part.text for part in parts if part.answer] == answers
+    assert [part.text for part in parts if part.weight] == answers
 
 
 def test_templates_mark_answers_themselves() -> None:
@@ -61,7 +61,7 @@ def test_templates_mark_answers_themselves() -> None:
     talk = said("", "a", "x!b", "c", "y!d")[1:]
     template = ChatTemplate(dropping)
     assert template.parts(talk) == [
-        Part("U:aA:", False), Part("b;", True), Part("U:cA:", False), Part("y!d;", True), Part("", False)
+        Part("U:aA:", 0), Part("b;", 1), Part("U:cA:", 0), Part("y!d;", 1), Part("", 0)
     ]  # fmt: skip
     assert template.render(talk) == "U:aA:b;U:cA:y!d;"
     unmarked = ChatTemplate(dropping.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
@@ -127,13 +127,25 @@ class Pairs:
 @pytest.mark.parametrize(
     ("parts", "expected"),
     [
-        ([("ab", False), ("cd", True), ("e", False)], [("a", 0), ("b", 0), ("c", 1), ("d", 1), ("e", 0)]),
-        ([("ab", False), ("bc", True), ("d", False)], [("a", 0), ("bb", 1), ("c", 1), ("d", 0)]),
-        ([("a", False), ("bc", True), ("cd", False)], [("a", 0), ("b", 1), ("cc", 0), ("d", 0)]),
-        ([("ab", False), ("b", True), ("bd", False)], [("a", 0), ("bb", 1), ("b", 0), ("d", 0)]),
+        ([("ab", 0), ("cd", 1), ("e", 0)], [("a", 0), ("b", 0), ("c", 1), ("d", 1), ("e", 0)]),
+        ([("ab", 0), ("bc", 1), ("d", 0)], [("a", 0), ("bb", 1), ("c", 1), ("d", 0)]),
+        ([("a", 0), ("bc", 1), ("cd", 0)], [("a", 0), ("b", 1), ("cc", 0), ("d", 0)]),
+        ([("ab", 0), ("b", 1), ("bd", 0)], [("a", 0), ("bb", 1), ("b", 0), ("d", 0)]),
     ],
 )
 def test_tokens_across_the_borders_of_answers(parts: list, expected: list) -> None:
-    ids, answer = tokenized(Pairs(), [Part(*part) for part in parts])
+    ids, weights = tokenized(Pairs(), [Part(*part) for part in parts])
     assert ids.tolist() == [ord(text[0]) + 1000 * (len(text) - 1) for text, _ in expected]
-    assert answer.tolist() == [bool(counts) for _, counts in expected]
+    assert weights.tolist() == [weight for _, weight in expected]
+
+
+def test_messages_may_have_weights() -> None:
+    """With a template that marks answers and one that does not; the tag must mark each message of the assistant."""
+    talk = [{**message} for message in TALK]
+    answers = [message for message in talk if message["role"] == "assistant"]
+    answers[0]["weight"], answers[-1]["weight"] = 0, 0.5
+    marked = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    for source in ("chatml", marked + "{% endif %}{% endfor %}"):
+        assert [part.weight for part in ChatTemplate(source).parts(talk) if part.weight] == [0.5]
+    with pytest.raises(TemplateMisfit, match="marks 1 answers of 2 messages of the assistant, which have weights"):
+        ChatTemplate("{% generation %}{{ messages[0].content }}{% endgeneration %}").parts(talk)
