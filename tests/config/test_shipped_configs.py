@@ -17,7 +17,7 @@ from megajax.config.twin import advised, twin_of
 REPOSITORY = Path(__file__).parents[2]
 FAMILIES = (
     "bert.py", "deepseek.py", "gpt2.py", "gpt3.py", "gpt_oss.py", "llama3.py", "mamba2.py", "mixtral.py",
-    "nemotron_h.py", "qwen3_moe.py", "t5.py",
+    "nemotron_h.py", "qwen3_moe.py", "sft.py", "t5.py",
 )  # fmt: skip
 
 

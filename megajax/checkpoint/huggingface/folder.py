@@ -60,11 +60,21 @@ def open_model(folder: Path) -> HuggingFaceModel:
     return HuggingFaceModel(family, config, read.model, read.tensors, table, weights)
 
 
-def _described(folder: Path) -> tuple[Family, dict[str, Any], ForeignModel]:
+def model_of(folder: Path | str) -> Any:
+    """The model config of a folder's config.json. Raises UserError for settings that we lack."""
+    return _family_and_model(Path(folder))[2]
+
+
+def _family_and_model(folder: Path) -> tuple[Family, dict[str, Any], Any]:
     config = read_config(folder)
     given = Settings(config, str(folder / CONFIG))
     family = family_of(given)
     model = family.model(given)
     given.finish(family.unused)
+    return family, config, model
+
+
+def _described(folder: Path) -> tuple[Family, dict[str, Any], ForeignModel]:
+    family, config, model = _family_and_model(folder)
     tensors = SafetensorsFolder(folder)
     return family, config, ForeignModel(model=model, tensors=tensors, rows=family.rows(model), ignored=family.ignored)
