@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
             resolve("megajax.planning.command:plan")(command, fixed, (sys.executable, "-m", "megajax.plan"))
         case False, True:
             command = parse(argv, verb="plan", flags=SCHEDULE_FLAGS, with_config=False, description=DESCRIPTION)
-            resolve("megajax.planning.command:draw")(command.flags)
+            resolve("megajax.pipeline.drawing:draw")(command.flags)
         case True, True:
             raise UserError(f"--config and --schedule ask for two plans: give one of them{USAGE}")
         case _:

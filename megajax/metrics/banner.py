@@ -1,14 +1,59 @@
-"""Sections of facts, as aligned text or as a table on a terminal."""
+"""Sections of facts and tables, as aligned text; sections also as a frame on a terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 from rich.console import RenderableType
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Table as Grid
 from rich.text import Text
 
 type Section = tuple[str, Sequence[tuple[str, str]]]
 """A title and its (name, value) rows; a value may have several lines."""
+
+
+def aligned(rows: Sequence[Sequence[str]], text: Collection[int] | None = None) -> Iterator[str]:
+    """Rows as lines without colours or box characters. text: columns that are flush left; None: all of them."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (
+            cell.ljust(width) if text is None or place in text else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield "  ".join(cells).rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text below headings."""
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    text: Collection[int] = (0,)
+    """Columns that are text; the others are numbers and flush right."""
+
+    def lines(self) -> list[str]:
+        """The title, if there is one, and all rows."""
+        return [self.title] * bool(self.title) + [*aligned([self.headings, *self.rows], self.text)]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Sections and tables below a title, to be printed."""
+
+    title: str
+    blocks: Sequence[Section | Table]
+
+    def text(self) -> str:
+        lines = [self.title]
+        for _, group in groupby(self.blocks, lambda block: isinstance(block, Table)):
+            blocks = list(group)
+            lines += [line for block in blocks if isinstance(block, Table) for line in ("", *block.lines())]
+            if sections := [block for block in blocks if not isinstance(block, Table)]:
+                lines += [""] * (len(lines) > 1) + plain("", sections).splitlines()[1:]
+        return "\n".join(lines)
 
 
 def plain(title: str, sections: Sequence[Section]) -> str:
@@ -26,7 +71,7 @@ def plain(title: str, sections: Sequence[Section]) -> str:
 
 def box(title: str, sections: Sequence[Section]) -> RenderableType:
     """For a terminal: a frame with a column of names and one of values."""
-    table = Table.grid(padding=(0, 2))
+    table = Grid.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for index, (heading, rows) in enumerate(sections):

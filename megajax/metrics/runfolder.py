@@ -54,3 +54,11 @@ def write_atomically(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_asked(path: Path, text: str) -> None:
+    """`write_atomically`, of a file that the user has named. Raises UserError if it can't be written."""
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise UserError(f"{path} can't be written: {error.strerror}") from error

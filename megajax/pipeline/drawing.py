@@ -1,20 +1,53 @@
 """A pipeline schedule as text and as a picture."""
 
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import prod
 from pathlib import Path
+from typing import Any
 
 from megajax.charts import Box, Timeline, save_png
-from megajax.config.errors import UserError
-from megajax.pipeline.check import measure
-from megajax.pipeline.schedule import Phase, Schedule, Work
+from megajax.config.errors import ConfigError, UserError
+from megajax.pipeline.check import check, measure
+from megajax.pipeline.schedule import Phase, Schedule, Work, build, problems
 
 LABEL = 6
 """Columns of a row's name, for stages of one digit."""
 END = " |"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+MOST_ENTRIES = 1_000_000
+"""Of a schedule that is printed."""
 PICTURE_CELLS = 50_000
 """A picture of more pieces of work would be unreadable, and would take minutes."""
 NUMBERED_CELLS = 3_000
 """Up to this many, pieces of work in a picture are numbered."""
+
+
+def draw(flags: Mapping[str, Any]) -> None:
+    """Print a schedule's table and its figures; with --png, draw it. Raises UserError for wrong sizes."""
+    name = flags["schedule"]
+    sizes = {"stages": flags["stages"], "microbatches": flags["microbatches"], "chunks": flags["virtual_stages"]}
+    if wrong := problems(name, **sizes):
+        flagged = [replace(problem, where=f"--{problem.where.replace('_', '-')}") for problem in wrong]
+        raise ConfigError(flagged, "command line")
+    entries = prod(sizes.values())
+    if entries > MOST_ENTRIES:
+        raise UserError(
+            f"{sizes['stages']} stages of {sizes['chunks']} chunks and {sizes['microbatches']} microbatches make "
+            f"{entries:,} entries, more than the {MOST_ENTRIES:,} that are drawn.\n"
+            "Give fewer --microbatches: the pattern repeats."
+        )
+    schedule = build(name, **sizes, loss_wait=flags["loss_wait"])
+    check(schedule)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    picture = flags["png"]
+    if picture is not None:
+        save_picture(schedule, picture)
+    print(report(schedule, width))
+    if picture is not None:
+        print(f"{'picture':<11} {picture}")
 
 
 def table(schedule: Schedule, width: int | None = None) -> str:
@@ -116,8 +149,13 @@ def save_picture(schedule: Schedule, path: Path) -> None:
         )
     timeline, colors = _timeline(schedule, numbered=cells <= NUMBERED_CELLS)
     inches = (min(40.0, max(8.0, 0.16 * timeline.end)), 1.5 + 0.42 * min(schedule.stages, 64))
+    save_as_asked(lambda axes: timeline.plot(axes, colors), path, inches=inches)
+
+
+def save_as_asked(plot: Callable[[Any], None], path: Path, *, inches: tuple[float, float]) -> None:
+    """Let `plot` fill matplotlib axes for --png. Raises UserError without matplotlib, and if it can't be written."""
     try:
-        save_png(lambda axes: timeline.plot(axes, colors), path, inches=inches, dpi=120)
+        save_png(plot, path, inches=inches, dpi=120)
     except ModuleNotFoundError as error:
         raise UserError(f"--png={path}: {error}. Or leave out --png.") from error
     except OSError as error:

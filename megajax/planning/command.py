@@ -2,12 +2,9 @@
 
 import json
 import shlex
-import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,8 @@ from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.files import ROOT, assembled, read
 from megajax.config.patch import Mark, plain_name, setting
 from megajax.config.tree import read_value
+from megajax.metrics.banner import Report
+from megajax.metrics.runfolder import write_asked
 from megajax.models.facts import demand_facts, facts_of
 from megajax.planning.cost.estimate import Case, to_dict
 from megajax.planning.program import devices
@@ -25,11 +24,9 @@ from megajax.planning.program.audit import audit, largest_arrays
 from megajax.planning.search.compare import advice, comparison, other, sweep
 from megajax.planning.search.ranking import Cache, check_config_path, compile_layout, find_best, write_config
 from megajax.planning.search.search import SEARCHED, Choice, Task, changes, settings
-from megajax.planning.show import Report, plan_report, write
+from megajax.planning.show import plan_report
 from megajax.training.run_config import RunConfig
 
-MOST_ENTRIES = 1_000_000
-"""Of a schedule that is drawn."""
 MODES = ("search", "compare", "sweep")
 COMPILED = 3
 """Layouts of a search that are compiled by default, if the compiler is installed."""
@@ -188,7 +185,7 @@ def plan(command: Command, fixed: Mapping[str, Any], program: Sequence[str]) -> 
     if flags["png"] is not None:
         print(f"\npicture {flags['png']}")
     if flags["json"] is not None:
-        write(flags["json"], json.dumps(figures, indent=1) + "\n")
+        write_asked(flags["json"], json.dumps(figures, indent=1) + "\n")
 
 
 def _config_of(source: str) -> RunConfig:
@@ -222,29 +219,3 @@ def read_target(flags: Mapping[str, Any]) -> tuple[devices.Cluster | None, devic
         if not 0 < rate < float("inf"):
             problems.append(Problem(f"--{name}", f"must be above 0 GB/s, got {flags[name]:g}"))
     return cluster, replace(device, **rates), problems
-
-
-def draw(flags: Mapping[str, Any]) -> None:
-    """Print a schedule's table and its figures; with --png, draw it. Raises UserError for wrong sizes."""
-    name = flags["schedule"]
-    sizes = {"stages": flags["stages"], "microbatches": flags["microbatches"], "chunks": flags["virtual_stages"]}
-    problems = resolve("megajax.pipeline.schedule:problems")(name, **sizes)
-    if problems:
-        flagged = [replace(problem, where=f"--{problem.where.replace('_', '-')}") for problem in problems]
-        raise ConfigError(flagged, "command line")
-    entries = prod(sizes.values())
-    if entries > MOST_ENTRIES:
-        raise UserError(
-            f"{sizes['stages']} stages of {sizes['chunks']} chunks and {sizes['microbatches']} microbatches make "
-            f"{entries:,} entries, more than the {MOST_ENTRIES:,} that are drawn.\n"
-            "Give fewer --microbatches: the pattern repeats."
-        )
-    schedule = resolve("megajax.pipeline.schedule:build")(name, **sizes, loss_wait=flags["loss_wait"])
-    resolve("megajax.pipeline.check:check")(schedule)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    picture = flags["png"]
-    if picture is not None:
-        resolve("megajax.pipeline.drawing:save_picture")(schedule, picture)
-    print(resolve("megajax.pipeline.drawing:report")(schedule, width))
-    if picture is not None:
-        print(f"{'picture':<11} {picture}")

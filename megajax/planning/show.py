@@ -1,14 +1,9 @@
 """Plans as tables for a terminal."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megajax.config.errors import UserError
-from megajax.metrics import banner
-from megajax.metrics.banner import Section
+from megajax.metrics.banner import Report, Section
 from megajax.metrics.text import count, duration
 from megajax.models.protocol import counted
 from megajax.planning.cost.estimate import Estimate, bytes_per_step
@@ -33,57 +28,6 @@ FIGURES: dict[str, Callable[[Mapping[str, Any]], str]] = {
 }
 """Columns of tables that list plans, from the figures of a plan's JSON."""
 BYTE_UNITS = (("TiB", 2**40), ("GiB", GIB), ("MiB", MIB))
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows of text below headings."""
-
-    title: str
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    text: Collection[int] = (0,)
-    """Columns that are text; the others are numbers and flush right."""
-
-    def lines(self) -> list[str]:
-        """Aligned, without colours or box characters."""
-        cells = [self.headings, *self.rows]
-        widths = [max(len(row[place]) for row in cells) for place in range(len(self.headings))]
-        aligned = [
-            "  ".join(
-                cell.ljust(width) if place in self.text else cell.rjust(width)
-                for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in cells
-        ]
-        return [self.title] * bool(self.title) + aligned
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """A plan, a search, a comparison or a sweep, to be printed."""
-
-    title: str
-    blocks: Sequence[Section | Table]
-
-    def text(self) -> str:
-        lines = [self.title]
-        for _, group in groupby(self.blocks, lambda block: isinstance(block, Table)):
-            blocks = list(group)
-            lines += [line for block in blocks if isinstance(block, Table) for line in ("", *block.lines())]
-            if sections := [block for block in blocks if not isinstance(block, Table)]:
-                lines += [""] * (len(lines) > 1) + banner.plain("", sections).splitlines()[1:]
-        return "\n".join(lines)
-
-
-def write(path: Path, text: str) -> None:
-    """All of the text or nothing. Raises UserError if it can't be written."""
-    part = path.with_suffix(".part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        raise UserError(f"{path} can't be written: {error.strerror}") from error
 
 
 def cells(plan: Mapping[str, Any]) -> list[str]:

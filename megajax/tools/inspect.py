@@ -10,6 +10,7 @@ from megajax.command_line import Flag, front_door, parse
 from megajax.config.builds import resolve
 from megajax.config.errors import UserError
 from megajax.config.nearest import did_you_mean
+from megajax.metrics.banner import aligned
 from megajax.metrics.text import byte_size, count, moment
 from megajax.tools.json_output import JSON, first_word, show
 
@@ -95,25 +96,25 @@ def _steps_lines(content: Mapping[str, Any]) -> Iterator[str]:
         rows.append((each["name"], moment(each["time"]), byte_size(each["bytes"]), str(each["files"]), state))
         rows += [("", "", "", "", fault) for fault in each["faults"]]
     yield content["folder"]
-    yield from _table(rows)
+    yield from _indented(rows)
 
 
 def _content_lines(content: Mapping[str, Any]) -> Iterator[str]:
     yield f"\nstep {content['step']}"
-    yield from _table([fact for fact in _facts(content) if fact[1]])
+    yield from _indented([fact for fact in _facts(content) if fact[1]])
     yield "\narrays"
     with_axes = any(array["axes"] for array in content["arrays"])
     rows = [("name", "shape", "dtype", *["axes"] * with_axes, "pieces", "size")]
     for array in content["arrays"]:
         axes, pieces = ([_axes(array)] if with_axes else []), _pieces(array)
         rows.append((array["name"], _times(array["shape"]), array["dtype"], *axes, pieces, byte_size(array["bytes"])))
-    yield from _table(rows)
+    yield from _indented(rows)
     yield "\ntotals"
     sums = {key: sum(group[key] for group in content["groups"].values()) for key in ("arrays", "elements", "bytes")}
     rows = [("group", "arrays", "elements", "size")]
     for name, total in (content["groups"] | {"all": sums}).items():
         rows.append((name, str(total["arrays"]), count(total["elements"]), byte_size(total["bytes"])))
-    yield from _table(rows)
+    yield from _indented(rows)
 
 
 def _facts(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -155,7 +156,7 @@ def _array_lines(content: Mapping[str, Any]) -> Iterator[str]:
         ),
     ]
     yield f"{array['name']}, step {content['step']}"
-    yield from _table([row for row in rows if row[1]])
+    yield from _indented([row for row in rows if row[1]])
 
 
 def _axes(array: Mapping[str, Any]) -> str:
@@ -170,10 +171,8 @@ def _times(numbers: Sequence[int]) -> str:
     return " x ".join(map(str, numbers)) or "scalar"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+def _indented(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    return (f"  {line}" for line in aligned(rows))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from megajax.command_line import Flag
 from megajax.config.errors import UserError
+from megajax.metrics.runfolder import write_asked
 
 JSON = Flag("json", None | bool | Path)
 
@@ -15,10 +16,7 @@ def show(text: str, json_text: str, asked: bool | Path | None) -> None:
         UserError: the file cannot be written.
     """
     if isinstance(asked, Path):
-        try:
-            asked.write_text(json_text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{asked} can't be written: {error.strerror}") from error
+        write_asked(asked, json_text + "\n")
     print(json_text if asked is True else text)
 
 

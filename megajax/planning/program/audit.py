@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Literal
 
-from megajax.metrics.banner import Section
+from megajax.metrics.banner import Section, Table
 from megajax.planning.program import hlo
 from megajax.planning.program.devices import GIB, Device
-from megajax.planning.show import Table, traffic_by_class, unit_of
+from megajax.planning.show import traffic_by_class, unit_of
 
 type Work = Literal["matmul", "attention", "collective", "fill", "move", "cast", "compute"]
 """matmul, attention: kernels on tensor cores, with all that is fused into them; fill: writes a constant; move: slices,

@@ -13,7 +13,7 @@ from megajax.config.tree import check
 from megajax.kernels.capability import Device as KernelDevice
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.xla import DEVICELESS, Option, compiler_options
-from megajax.metrics.banner import Section
+from megajax.metrics.banner import Report, Section, Table
 from megajax.metrics.text import byte_size, count, duration
 from megajax.models.facts import ChoosesKernels, facts_of
 from megajax.pipeline.check import measure
@@ -33,13 +33,7 @@ from megajax.planning.program.devices import (
     virtual_devices,
 )
 from megajax.planning.program.hlo import Collective, Contents, read, rounds
-from megajax.planning.show import (
-    Report,
-    Table,
-    layout,
-    memory_rows,
-    times,
-)
+from megajax.planning.show import layout, memory_rows, times
 from megajax.training.kernels import demand_kernels
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig

@@ -8,13 +8,13 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
-from megajax import charts
 from megajax.config import load
+from megajax.config.builds import resolve
 from megajax.config.dump import diff, flatten
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.nearest import did_you_mean
 from megajax.config.tree import override
-from megajax.metrics.banner import Section
+from megajax.metrics.banner import Report, Section, Table
 from megajax.metrics.text import count, duration
 from megajax.planning.cost.estimate import SPEED, Case, to_dict
 from megajax.planning.program.devices import GIB, GPUS, OTHER_NAMES, read_cluster
@@ -29,7 +29,7 @@ from megajax.planning.search.search import (
     search,
     settings,
 )
-from megajax.planning.show import FIGURES, Report, Table, cells, memory_parts
+from megajax.planning.show import FIGURES, cells, memory_parts
 from megajax.training.run_config import RunConfig
 
 # Two plans
@@ -166,12 +166,7 @@ def _save_picture(axis: str, plans: Sequence[Point], path: Path) -> None:
         axes.set(title="Tokens per second", xlabel=axis, yscale="log" if axis == DEVICES_AXIS else "linear")
         axes.legend()
 
-    try:
-        charts.save_png(draw, path, inches=(8, 4.5), dpi=140)
-    except ModuleNotFoundError as error:
-        raise UserError(f"--png={path}: {error}; or leave out --png") from error
-    except OSError as error:
-        raise UserError(f"--png={path} can't be written: {error.strerror}") from error
+    resolve("megajax.pipeline.drawing:save_as_asked")(draw, path, inches=(8, 4.5))
 
 
 def read_axis(text: str, cfg: RunConfig) -> tuple[str, list[str]]:

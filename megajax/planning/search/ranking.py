@@ -21,11 +21,13 @@ from rich.progress import Progress
 from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
 from megajax.config.files import SHIPPED, find, split_source
+from megajax.metrics.banner import Report, Table
+from megajax.metrics.runfolder import write_asked
 from megajax.metrics.text import duration
 from megajax.planning.cost.estimate import SPEED, Case, to_dict
 from megajax.planning.program.devices import GIB
 from megajax.planning.search.search import Choice, Entry, Group, Place, Task, explore, rank, ranked, rounded, search
-from megajax.planning.show import FIGURES, Report, Table, cells, write
+from megajax.planning.show import FIGURES, cells
 
 MAX_TRIES = 2
 """Layouts that are compiled at most, as a multiple of those asked for: some turn out not to fit."""
@@ -85,7 +87,7 @@ class Cache:
 
     def _save(self) -> None:
         if self.path is not None:
-            write(self.path, json.dumps({"search": self.fingerprint, "layouts": self.layouts}))
+            write_asked(self.path, json.dumps({"search": self.fingerprint, "layouts": self.layouts}))
 
 
 def compile_best(
@@ -345,4 +347,4 @@ def write_config(path: Path, source: str, changed: Mapping[str, Any], title: str
         for parent in parents:
             node = node.setdefault(parent, {})
         node[last] = value
-    write(path, f"# {title}\n{yaml.safe_dump(tree, sort_keys=False)}")
+    write_asked(path, f"# {title}\n{yaml.safe_dump(tree, sort_keys=False)}")
