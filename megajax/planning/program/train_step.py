@@ -1,7 +1,7 @@
 """The train step of a config, compiled for virtual GPU devices: memory, collectives, kernels, and its time."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
@@ -19,19 +19,10 @@ from megajax.models.facts import ChoosesKernels, facts_of
 from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import Schedule
 from megajax.planning.cost.estimate import Case, Estimate, bytes_per_step, speed
-from megajax.planning.cost.traffic import Span, Traffic, seconds
+from megajax.planning.cost.traffic import Span, seconds
+from megajax.planning.program import devices
 from megajax.planning.program.audit import Audit, traffic_section
-from megajax.planning.program.devices import (
-    CONTEXT_GIB,
-    CUDNN,
-    GIB,
-    GPU,
-    LOST_SHARE,
-    NCCL_GIB,
-    Cluster,
-    Device,
-    virtual_devices,
-)
+from megajax.planning.program.devices import GIB, GPU, Cluster, Device
 from megajax.planning.program.hlo import Collective, Contents, read, rounds
 from megajax.planning.show import layout, memory_rows, times
 from megajax.training.kernels import demand_kernels
@@ -111,7 +102,7 @@ def compile_train_step(cfg: RunConfig, cluster: Cluster) -> TrainPlan:
     """
     check(cfg, cluster.devices)
     cfg, kernels = with_kernels(cfg, cluster.gpu)
-    mesh = build_mesh(cfg.parallel, virtual_devices(cluster))
+    mesh = build_mesh(cfg.parallel, devices.virtual_devices(cluster))
     # Without a device the compiler finds no deterministic kernels: see xla.DETERMINISTIC.
     program = Program.of(cfg.but(xla=replace(cfg.xla, deterministic=False)), mesh)
     state, batch = program.state_like(), program.batch_like()
@@ -165,7 +156,7 @@ def with_kernels(cfg: RunConfig, gpu: GPU) -> tuple[RunConfig, dict[str, list[st
 
     Raises UserError for a kernel that is named in the config and not supported there.
     """
-    chosen = demand_kernels(cfg, KernelDevice(name=gpu.description, capability=gpu.capability, cudnn=CUDNN))
+    chosen = demand_kernels(cfg, KernelDevice(name=gpu.description, capability=gpu.capability, cudnn=devices.CUDNN))
     model = cfg.model
     if isinstance(model, ChoosesKernels):
         model = model.with_kernels([choice.kernel for choice in chosen])
@@ -181,9 +172,6 @@ def bytes_per_device(tree: Any) -> int:
     """Bytes on one device of jax.ShapeDtypeStruct leaves with shardings."""
     leaves = jax.tree.leaves(tree)
     return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
-
-
-# Rows of tables and of JSON
 
 
 def grouped(collectives: Iterable[Collective], unknown_trips: int | None = None) -> list[dict[str, Any]]:
@@ -227,63 +215,69 @@ def grouped(collectives: Iterable[Collective], unknown_trips: int | None = None)
 # The time of a step
 
 
-def step_time(plan: TrainPlan, device: Device) -> Estimate:
-    """The estimate of a compiled plan, with the collectives of its program.
+def timed(plan: TrainPlan, device: Device) -> list[dict[str, Any]]:
+    """Rows of `grouped` with the seconds of each per step, by the cost model; any model has them."""
+    rows = grouped(plan.contents.collectives, plan.unknown_trips)
+    for row in rows:
+        axes = row["axis"].partition(" ")[0].split("+")  # without "(part)"
+        count = row["instructions"] * row["share"] * rounds(row["trips"], plan.unknown_trips)
+        span = Span.along(axes, plan.mesh, plan.cluster.per_node)
+        row["seconds"] = count * seconds(row["kind"], row["bytes_once"] / row["instructions"], span, device)
+    return rows
+
+
+def with_program(formula: Estimate, rows: Iterable[Mapping[str, Any]]) -> Estimate:
+    """An estimate with the collectives of the compiled program, which are rows of `timed`.
 
     What the compiler put beside matmuls counts as hidden, as far as there is computing to hide it. Ticks of a pipeline
-    in which a stage is idle have collectives like all others, so the bubble is of computing alone. For an
-    outermost loop of unknown trip count see `TrainPlan.unknown_trips`. Raises UserError as `describe` does.
+    in which a stage is idle have collectives like all others, so the bubble is of computing alone. For an outermost
+    loop of unknown trip count see `TrainPlan.unknown_trips`.
     """
-    formula = Case(plan.cfg, plan.cluster, device).estimate
-    rows = program_traffic(plan, device)
-    hidden = min(sum(row.hidden for row in rows), formula.compute_seconds)
+    hidden = min(sum(row["seconds"] for row in rows if row["overlapped"]), formula.compute_seconds)
     return replace(
         formula,
-        traffic=tuple(rows),
-        exposed_seconds=sum(row.seconds for row in rows) - hidden,
+        exposed_seconds=sum(row["seconds"] for row in rows) - hidden,
         hidden_seconds=hidden,
         bubble_seconds=formula.schedule.fraction * formula.compute_seconds,
     )
 
 
-def program_traffic(plan: TrainPlan, device: Device) -> list[Traffic]:
-    """The collectives of a compiled program with their times, in the order of `grouped`; any model has them."""
-    return [_traffic(row, plan, device) for row in grouped(plan.contents.collectives)]
-
-
-def _traffic(row: Mapping[str, Any], plan: TrainPlan, device: Device) -> Traffic:
-    """Of a row of `grouped`."""
-    count = row["instructions"] * row["share"] * rounds(row["trips"], plan.unknown_trips)
-    axes = row["axis"].partition(" ")[0]  # without "(part)"
-    span = Span.along(axes.split("+"), plan.mesh, plan.cluster.per_node)
-    size = row["bytes_once"] / row["instructions"]
-    total = count * seconds(row["kind"], size, span, device)
-    what = f"loop {row['loop']}" if row["loop"] else "once a step"
-    return Traffic(row["kind"], row["axis"], what, count, count * size, total, total if row["overlapped"] else 0.0)
-
-
 # JSON and tables
 
 
-def to_dict(plan: TrainPlan, device: Device, step: Estimate | None, audited: Audit | None = None) -> dict[str, Any]:
-    """Everything about a plan; memory, bytes and seconds are of one device.
+def report(plan: TrainPlan, device: Device, audited: Audit | None = None) -> tuple[Report, dict[str, Any]]:
+    """The report of a compiled plan, and its JSON: memory, bytes and seconds are of one device.
 
-    Rows of `collectives` are those of `grouped`, with their seconds. step: of `step_time`; None where the formulas do
-    not hold for the model.
+    The time of a step is unknown where the formulas do not hold for the model.
     """
-    memory, cluster, schedule, unknown = plan.memory, plan.cluster, plan.schedule, plan.unknown_trips
-    collectives = zip(grouped(plan.contents.collectives, unknown), program_traffic(plan, device), strict=True)
+    known, rows = facts_of(plan.cfg.model) is not None, timed(plan, device)
+    formula = Case(plan.cfg, plan.cluster, device).estimate if known else None
+    step = None if formula is None else with_program(formula, rows)
+    blocks: list[Section | Table] = [
+        ("layout", [*(_layout(plan) if step is None else layout(step)), *_kernels(plan)]),
+        _memory(plan),
+        ("time of a step, by the cost model", [UNKNOWN_TIME] if step is None else times(step)),
+        *([] if audited is None else [traffic_section(audited, device, formula and bytes_per_step(formula))]),
+        ("compile", [("time", duration(plan.compile_seconds)), ("jax", jax.__version__), *_options(plan.cfg)]),
+        _collectives(plan, rows),
+    ]
+    shown = Report(f"plan for {plan.cluster.devices} x {plan.cluster.gpu.description}", blocks)
+    return shown, _figures(plan, rows) | speed(step) | ({} if audited is None else audited.to_dict())
+
+
+def _figures(plan: TrainPlan, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    cluster, schedule, unknown = plan.cluster, plan.schedule, plan.unknown_trips
     sizes = ("peak", "arguments", "parameters", "optimizer", "host", "temporary", "outputs", "aliased")
     return {
         "fits": plan.fits,
-        **{f"{name}_gib": getattr(memory, name) / GIB for name in sizes},
+        **{f"{name}_gib": getattr(plan.memory, name) / GIB for name in sizes},
         "usable_gib": cluster.gpu.usable_gib,
         "device_gib": cluster.gpu.memory_gib,
         "bubble_fraction": plan.pipeline_bubble,
         "schedule": None if schedule is None else schedule.name,
         "virtual_stages": plan.cfg.parallel.virtual_stages,
         "ring_slots": None if schedule is None else schedule.ring_slots,
-        "collectives": [row | {"seconds": moved.seconds} for row, moved in collectives],
+        "collectives": rows,
         "loops": [
             {
                 "loop": loop.place.name,
@@ -294,55 +288,28 @@ def to_dict(plan: TrainPlan, device: Device, step: Estimate | None, audited: Aud
             }
             for loop in plan.contents.loops
         ],
-        "kernels": plan.kernels,
-        **speed(step),
-        **({} if audited is None else audited.to_dict()),
         "device": cluster.name,
         "devices": cluster.devices,
         "gpus_per_node": cluster.per_node,
-        "mesh": plan.mesh,
-        "microbatches": plan.microbatches,
-        "parameters": plan.parameters,
-        "compile_seconds": plan.compile_seconds,
+        **{name: getattr(plan, name) for name in ("kernels", "mesh", "microbatches", "parameters", "compile_seconds")},
         "jax_version": jax.__version__,
     }
 
 
-def report(plan: TrainPlan, device: Device, audited: Audit | None = None) -> tuple[Report, dict[str, Any]]:
-    """The report of a compiled plan, and its JSON."""
+def _memory(plan: TrainPlan) -> Section:
     memory, gpu = plan.memory, plan.cluster.gpu
-    step = step_time(plan, device) if facts_of(plan.cfg.model) is not None else None
+    reserve = f"{devices.LOST_SHARE:.0%} lost, CUDA {devices.CONTEXT_GIB:g}, NCCL {devices.NCCL_GIB:g}"
     parts = [
         ("weights", memory.parameters, "master weights"),
         ("optimizer", memory.optimizer, "its state"),
         ("temporary", memory.temporary, "weights in compute dtype, gradients, activations"),
         ("batch and rest", memory.arguments - memory.parameters - memory.optimizer, "other arguments of the step"),
         ("outputs", memory.outputs - memory.aliased, "not in the place of arguments"),
-    ]
-    reserve = f"{LOST_SHARE:.0%} lost, CUDA {CONTEXT_GIB:g}, NCCL {NCCL_GIB:g}"
-    lines = [
-        *parts,
         ("peak", memory.peak, ""),
         ("usable", gpu.usable_gib * GIB, f"of {gpu.memory_gib:g}: {reserve}"),
         *([("in host memory", memory.host, "beside that")] if memory.host else []),
     ]
-    options = ", ".join(f"{name}={value}" for name, value in plan.cfg.xla.options.items())
-    blocks: list[Section | Table] = [
-        ("layout", [*(_layout(plan) if step is None else layout(step)), *_kernels(plan)]),
-        ("memory of one device, GiB", memory_rows(lines, gpu.usable_gib - memory.peak / GIB)),
-        ("time of a step, by the cost model", [UNKNOWN_TIME] if step is None else times(step)),
-        ("compile", [("time", duration(plan.compile_seconds)), ("jax", jax.__version__),
-                     *[("XLA, as asked", options)] * bool(options)]),
-        _collectives(plan),
-    ]  # fmt: skip
-    if audited is not None:
-        predicted = None if step is None else bytes_per_step(Case(plan.cfg, plan.cluster, device).estimate)
-        blocks[3:3] = [traffic_section(audited, device, predicted)]
-    shown = Report(
-        f"plan for {plan.cluster.devices} x {gpu.description}",
-        blocks,
-    )
-    return shown, to_dict(plan, device, step, audited)
+    return "memory of one device, GiB", memory_rows(parts, gpu.usable_gib - memory.peak / GIB)
 
 
 UNKNOWN_TIME = ("unknown", "the cost model needs facts of the model (megajax.models.facts)")
@@ -370,17 +337,15 @@ def _kernels(plan: TrainPlan) -> list[tuple[str, str]]:
     return [("kernels", "kernel=auto is what this machine would take: name one in the config")] if auto else []
 
 
-def _collectives(plan: TrainPlan) -> Table:
+def _options(cfg: RunConfig) -> list[tuple[str, str]]:
+    return [("XLA, as asked", ", ".join(f"{name}={value}" for name, value in cfg.xla.options.items()))] * bool(
+        cfg.xla.options
+    )
+
+
+def _collectives(plan: TrainPlan, rows: Iterable[Mapping[str, Any]]) -> Table:
     """One line for each kind of collective of each loop, below the loop's own."""
-    unknown = ", ".join(loop.place.name for loop in plan.contents.loops if loop.place.runs() is None)
-    note = f"; ?: the compiler does not know the trip count of loop {unknown}, {plan.unknown_trips:,} is taken"
-    headings = ("loop, collective", "axis", "in program", "per step", "bytes each time", "bytes per step")
-    title = f"collectives of one device{note * bool(unknown)}"
-    return Table(title, (*headings, "beside matmuls"), [*_collective_rows(plan)], (0, 1, 6))
-
-
-def _collective_rows(plan: TrainPlan) -> Iterator[Sequence[str]]:
-    rows = grouped(plan.contents.collectives, plan.unknown_trips)
+    lines: list[Sequence[str]] = []
     for loop in plan.contents.loops:
         place = loop.place
         inside = [row for row in rows if row["loop"] == place.name]
@@ -389,9 +354,9 @@ def _collective_rows(plan: TrainPlan) -> Iterator[Sequence[str]]:
         indent = "  " * len(place.path)
         trips = " x ".join("?" if trips is None else f"{trips:,}" for trips in place.trips)
         heading = (f"{place.name}: {trips} times" if place.path else "step") + " at most" * place.conditional
-        yield f"{indent}{heading}, {loop.matmuls} matmul{'s' * (loop.matmuls != 1)}", "", "", "", "", "", ""
-        for row in inside:
-            yield (
+        lines.append((f"{indent}{heading}, {loop.matmuls} matmul{'s' * (loop.matmuls != 1)}", *[""] * 6))
+        lines += [
+            (
                 f"{indent}  {row['kind']}{' (in a branch)' * row['conditional']}",
                 row["axis"],
                 str(row["instructions"]),
@@ -400,3 +365,10 @@ def _collective_rows(plan: TrainPlan) -> Iterator[Sequence[str]]:
                 byte_size(row["bytes"]),
                 "yes" if row["overlapped"] else "no",
             )
+            for row in inside
+        ]
+    unknown = ", ".join(loop.place.name for loop in plan.contents.loops if loop.place.runs() is None)
+    note = f"; ?: the compiler does not know the trip count of loop {unknown}, {plan.unknown_trips:,} is taken"
+    headings = ("loop, collective", "axis", "in program", "per step", "bytes each time", "bytes per step")
+    title = f"collectives of one device{note * bool(unknown)}"
+    return Table(title, (*headings, "beside matmuls"), lines, (0, 1, 6))
