@@ -104,11 +104,8 @@ def _softmax(
     x: Array, table: Array, bias: Array | None, labels: Array, shard: VocabularyShard, objective: Objective
 ) -> Softmax:
     """x [C, D], table [V, D], bias [V], labels int32 [C]."""
-    rows = shard.first + jnp.arange(table.shape[0])
+    logits, rows = _logits(x, table, bias, shard)
     in_vocabulary = rows < shard.size
-    logits = jnp.einsum("cd,vd->cv", x, table, preferred_element_type=jnp.float32)
-    logits = logits if bias is None else logits + bias.astype(jnp.float32)[None]
-    logits = jnp.where(in_vocabulary[None], logits, -jnp.inf)
     maximum = shard.max(logits.max(-1))
     exponentials = jnp.exp(logits - maximum[:, None])
     one_hot = labels[:, None] == rows[None]
@@ -125,6 +122,14 @@ def _softmax(
         one_hot=one_hot,
         in_vocabulary=in_vocabulary,
     )
+
+
+def _logits(x: Array, table: Array, bias: Array | None, shard: VocabularyShard) -> tuple[Array, Array]:
+    """x [C, D], table [V, D], bias [V] -> logits float32 [C, V], -inf for padding, and their ids int32 [V]."""
+    rows = shard.first + jnp.arange(table.shape[0])
+    logits = jnp.einsum("cd,vd->cv", x, table, preferred_element_type=jnp.float32)
+    logits = logits if bias is None else logits + bias.astype(jnp.float32)[None]
+    return jnp.where((rows < shard.size)[None], logits, -jnp.inf), rows
 
 
 def _chunked(x: Array, chunk: int) -> Array:
@@ -155,6 +160,28 @@ def token_losses(
         (_chunked(x, chunk), _chunked(labels, chunk)),
     )
     return {name: each.reshape(each.size)[:tokens] for name, each in losses.items()}
+
+
+def token_scores(
+    x: Array, table: Array, labels: Array, shard: VocabularyShard, *, chunk: int, bias: Array | None = None
+) -> tuple[Array, Array]:
+    """Log-probability of each label, float32 [T], and the id with the largest logit, int32 [T]; not differentiable.
+
+    x [T, D], table [V, D], labels int32 [T], bias [V]. Of equal logits the lowest id is taken, as numpy.argmax does.
+    """
+    tokens = x.shape[0]
+    chunk = min(chunk, tokens)
+
+    def one(piece: tuple[Array, Array]) -> tuple[Array, Array]:
+        logits, rows = _logits(piece[0], table, bias, shard)
+        maximum = shard.max(logits.max(-1))
+        first = jnp.where(logits == maximum[:, None], rows[None], jnp.iinfo(jnp.int32).max).min(-1)
+        label = jnp.where(piece[1][:, None] == rows[None], logits, 0).sum(-1)
+        total, label = shard.sum(jnp.stack([jnp.exp(logits - maximum[:, None]).sum(-1), label]))
+        return label - maximum - jnp.log(total), -shard.max(-first)
+
+    scores, likeliest = lax.map(one, (_chunked(x, chunk), _chunked(labels, chunk)))
+    return scores.reshape(scores.size)[:tokens], likeliest.reshape(likeliest.size)[:tokens]
 
 
 def weighted(losses: Array, weights: Array) -> Array:

@@ -16,7 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from megajax.kernels.cross_entropy import Objective, VocabularyShard, loss_and_gradients, token_losses, weighted
+from megajax.kernels.cross_entropy import (
+    Objective,
+    VocabularyShard,
+    loss_and_gradients,
+    token_losses,
+    token_scores,
+    weighted,
+)
 from megajax.mesh.layout import Layout
 
 TABLE, BIAS, TOKENS, RESIDUAL = ("vocab", "embed"), ("vocab",), ("batch", "seq"), ("batch", "seq_residual", "embed")
@@ -193,18 +200,22 @@ def _loss_backward(
 vocabulary_loss.defvjp(_loss_forward, _loss_backward)
 
 
-def vocabulary_token_losses(
+def vocabulary_token_scores(
     layout: Layout, size: int, chunk: int, x: Array, table: Array, labels: Array, bias: Array | None = None
-) -> Array:
-    """-log p(label) of each token, float32 [B, S]; for evaluation, not differentiable over several devices."""
+) -> tuple[Array, Array]:
+    """Log-probability of each label, float32 [B, S], and the likeliest id, int32 [B, S].
+
+    For evaluation, not differentiable over several devices. Arguments as for `vocabulary_loss`.
+    """
     axes, extra = _cut(layout), _extra(layout)
 
-    def local(x: Array, table: Array, labels: Array, bias: Array | None) -> Array:
+    def local(x: Array, table: Array, labels: Array, bias: Array | None) -> tuple[Array, Array]:
         shard, x = _shard(table, size, axes), _flat(_whole(x, extra))
-        return token_losses(x, table, _flat(labels), shard, chunk=chunk, bias=bias)["loss"].reshape(labels.shape)
+        scores = token_scores(x, table, _flat(labels), shard, chunk=chunk, bias=bias)
+        return scores[0].reshape(labels.shape), scores[1].reshape(labels.shape)
 
     ins = RESIDUAL, TABLE, TOKENS, None if bias is None else BIAS
-    return layout.island(local, ins, TOKENS)(x, table, labels, bias)
+    return layout.island(local, ins, (TOKENS, TOKENS))(x, table, labels, bias)
 
 
 def _flat(x: Array) -> Array:

@@ -15,7 +15,7 @@ from megajax.layers.embedding import (
     embed,
     embedded_beside_loss,
     vocabulary_loss,
-    vocabulary_token_losses,
+    vocabulary_token_scores,
 )
 from megajax.layers.param import LayerSettings, Normal, param
 from megajax.layers.stack import recomputed
@@ -169,10 +169,18 @@ class DecoderLM(nnx.Module):
 
     def token_losses(self, x: Array, labels: Array) -> Array:
         """Cross-entropy of each token, float32 [B, S]; not to be differentiated."""
+        return -self.token_scores(x, labels)[0]
+
+    def token_scores(self, x: Array, labels: Array) -> tuple[Array, Array]:
+        """Log-probability of each label and the likeliest token, float32 and int32 [B, S]; x [B, S, D] as above."""
         x = scaled(x, self.cfg.logit_factor())
-        return vocabulary_token_losses(
+        return vocabulary_token_scores(
             self.layout, self.cfg.vocabulary_size, self.cfg.loss_chunk, x, self.table(), labels, self.logit_bias()
         )
+
+    def scores(self, x: Array, labels: Array) -> tuple[Array, Array]:
+        """`token_scores` from the output of the stack [B, S, D] on; see `megajax.models.protocol.ScoringModel`."""
+        return self.token_scores(self.final_norm(x), labels)
 
     def logits(self, x: Array) -> Array:
         """Hidden states [B, S, D] -> float32 [B, S, vocabulary_size]."""

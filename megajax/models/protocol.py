@@ -172,6 +172,18 @@ class Model(Protocol):
         ...
 
 
+class ScoringModel(Model, Protocol):
+    """A causal language model that evaluation can ask for the probabilities of tokens."""
+
+    def scores(self, x: Array, labels: Array) -> tuple[Array, Array]:
+        """Log-probability of each label, float32 [B, S], and the likeliest token, int32 [B, S].
+
+        x: from the last section's output on, as for `loss`; labels int32 [B, S]. Called by all stages of a pipeline
+        with the same x; the results are the same on all.
+        """
+        ...
+
+
 NEEDED = ("context", "embed", "enter", "stack")
 """Of a section; one before the last also has `leave`."""
 

@@ -34,7 +34,7 @@ from megajax.models.protocol import Model
 from megajax.models.reduction import LossReduction
 from megajax.precision.cast import to_compute, to_optimizer, to_reduce
 from megajax.precision.config import PrecisionConfig
-from megajax.training.staged import forward
+from megajax.training.staged import Head, forward, training_loss
 
 type GradFn = Callable[[Params, Batch, Array], Grads]
 """(float32 weights, batch [M, B, ...], loss scale float32 []) -> Grads; gradients are multiplied by the scale."""
@@ -204,12 +204,14 @@ def over_replicas[T](sums: T) -> T:
     return lax.psum(sums, axes) if axes else sums
 
 
-def forward_sums(weights: Weights, reduction: LossReduction, mesh: Mesh) -> Callable[[Params, Batch], Sums]:
+def forward_sums(
+    weights: Weights, reduction: LossReduction, mesh: Mesh, head: Head = training_loss
+) -> Callable[[Params, Batch], Sums]:
     """(weights, batch [M, B, ...]) -> metrics summed over the batch, without gradients or dropout."""
 
     def local(params: Params, batch: Batch, scale: Array) -> Sums:
         model = bind(weights.model, weights.gather_all_for_step(params, scale))
-        parts = lax.map(lambda rows: forward(model, rows, None, reduction).metrics, batch)
+        parts = lax.map(lambda rows: forward(model, rows, None, reduction, head).metrics, batch)
         return over_replicas(jax.tree.map(lambda part: part.sum(0), parts))
 
     return weights.sums(local, mesh)

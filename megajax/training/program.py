@@ -41,7 +41,7 @@ from megajax.training.guarded import guarded
 from megajax.training.nonfinite_gradients import NonfiniteGradients, make_nonfinite_gradients
 from megajax.training.pipelined import pipelined, pipelined_sums
 from megajax.training.run_config import RunConfig
-from megajax.training.staged import staged
+from megajax.training.staged import Head, staged, training_loss
 from megajax.training.state import TrainState, fresh_state, parameter_shardings, state_shardings
 from megajax.training.step import StepParts, TrainStep, compiled, make_eval_step
 
@@ -207,10 +207,15 @@ class Program:
     @cached_property
     def eval_step(self) -> Callable[[Any, Any], Mapping[str, tuple[Array, Array]]]:
         """(weights, batch) -> {name: (sum, weight)}."""
+        return self.forward_step(training_loss)
+
+    def forward_step(self, head: Head) -> Callable[[Any, Any], Mapping[str, tuple[Array, Array]]]:
+        """(weights, batch) -> {name: (sum, weight)}: the metrics of `head`, summed over the batch; no dropout."""
         if self.pipeline is None:
-            sums = forward_sums(self._weights, self._reduction, self.mesh)
+            sums = forward_sums(self._weights, self._reduction, self.mesh, head)
         else:
-            sums = pipelined_sums(self._weights, self._chunks(None), self.mesh, self.schedule_of, self.partition)
+            chunks = self._chunks(None, head)
+            sums = pipelined_sums(self._weights, chunks, self.mesh, self.schedule_of, self.partition)
         return make_eval_step(sums, self.options)
 
     def _fresh(self) -> TrainState:
@@ -232,8 +237,8 @@ class Program:
         frozen = frozenset(self.declared) - frozenset(self.optimizer.declared)
         return Weights(self.abstract, self.arrays, self.schema, self.layout, self.cfg.precision, frozen)
 
-    def _chunks(self, key: Array | None) -> Staged:
-        return staged(self.abstract, self.arrays, self._reduction, key, self.partition)
+    def _chunks(self, key: Array | None, head: Head = training_loss) -> Staged:
+        return staged(self.abstract, self.arrays, self._reduction, key, self.partition, head)
 
     @property
     def _reduction(self) -> LossReduction:

@@ -1,6 +1,6 @@
 """A model as gradient functions see it: cut into the ways in of its sections, their stacks, and the loss."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,10 +23,19 @@ STACK = OTHERS + BLOCKS
 """Where a section's stacked weights are."""
 
 
-def forward(model: Model, rows: Rows, key: Array | None, reduction: LossReduction) -> Loss:
+type Head = Callable[[Any, Array, Rows, Any, LossReduction], Loss]
+"""(model, output of its last section, rows of a microbatch, context, reduction) -> sums over the microbatch."""
+
+
+def training_loss(model: Model, x: Array, rows: Rows, ctx: Any, reduction: LossReduction) -> Loss:
+    """The model's own loss."""
+    return model.loss(x, rows, ctx, reduction)
+
+
+def forward(model: Model, rows: Rows, key: Array | None, reduction: LossReduction, head: Head = training_loss) -> Loss:
     """The loss of a microbatch [B, ...], whole; not to be differentiated. key: random key, None: deterministic."""
     x, ctx = last_output(model.sections, rows, key)
-    return model.loss(x, rows, ctx, reduction)
+    return head(model, x, rows, ctx, reduction)
 
 
 def staged(
@@ -35,10 +44,12 @@ def staged(
     reduction: LossReduction,
     key: Array | None,
     partition: Partition | None = None,
+    loss: Head = training_loss,
 ) -> Staged:
     """The model (abstract) cut at its stacks.
 
-    key: random key of the run for dropout, None for none; partition: the chunks of a pipeline, None for all layers.
+    key: random key of the run for dropout, None for none; partition: the chunks of a pipeline, None for all layers;
+    loss: what follows the layers.
     """
     shapes = {path: jax.ShapeDtypeStruct(spec.shape, "float32") for path, spec in declared.items()}
     paths = tuple(model.sections)
@@ -73,8 +84,8 @@ def staged(
 
     def head(shared: Params, x: Array, rows: Rows, scale: Array | float = 1.0) -> tuple[Array, tuple]:
         ctx = model.sections[paths[-1]].context(rows, key)
-        loss = bound(shared).loss(x, rows, ctx, replace(reduction, scale=scale))
-        return loss.loss_sum, tuple(loss)
+        sums = loss(bound(shared), x, rows, ctx, replace(reduction, scale=scale))
+        return sums.loss_sum, tuple(sums)
 
     return Staged([cut(path) for path in paths], head)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.kernels.cross_entropy import CROSS_ENTROPY
-from megajax.layers.embedding import embed, vocabulary_loss, vocabulary_token_losses
+from megajax.layers.embedding import embed, vocabulary_loss, vocabulary_token_scores
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
@@ -30,7 +30,8 @@ class Given(NamedTuple):
 class Found(NamedTuple):
     embedded: jax.Array
     loss: jax.Array
-    token_losses: jax.Array
+    log_p: jax.Array
+    likeliest: jax.Array
     dtable: jax.Array
     dhead: jax.Array
 
@@ -51,8 +52,8 @@ def ours(layout: Layout, given: Given) -> Found:
         x = embed(layout, table, given.tokens)
         whole = layout.act(x, "batch", "seq", "embed")
         loss = vocabulary_loss(layout, SIZE, 5, CROSS_ENTROPY, whole, head, given.labels, given.weights).minimised
-        losses = vocabulary_token_losses(layout, SIZE, 5, *map(jax.lax.stop_gradient, (whole, head)), given.labels)
-        return 0.5 * loss + jnp.sum(x * given.dy), (x, loss, losses)
+        scores = vocabulary_token_scores(layout, SIZE, 5, *map(jax.lax.stop_gradient, (whole, head)), given.labels)
+        return 0.5 * loss + jnp.sum(x * given.dy), (x, loss, *scores)
 
     (_, reported), gradients = jax.value_and_grad(total, (0, 1), has_aux=True)(given.table, given.head)
     return Found(*reported, *gradients)
@@ -62,9 +63,9 @@ def plain(given: Given) -> Found:
     def total(table, head):
         x = table[given.tokens]
         log_p = jax.nn.log_softmax(x @ head[:SIZE].T)
-        losses = -jnp.take_along_axis(log_p, given.labels[..., None], -1)[..., 0]
-        loss = jnp.sum(losses * given.weights)
-        return 0.5 * loss + jnp.sum(x * given.dy), (x, loss, losses)
+        label_log_p = jnp.take_along_axis(log_p, given.labels[..., None], -1)[..., 0]
+        loss = -jnp.sum(label_log_p * given.weights)
+        return 0.5 * loss + jnp.sum(x * given.dy), (x, loss, label_log_p, log_p.argmax(-1))
 
     (_, reported), gradients = jax.value_and_grad(total, (0, 1), has_aux=True)(given.table, given.head)
     return Found(*reported, *gradients)
@@ -90,7 +91,8 @@ def test_as_plain_indexing_on_every_layout(given, expected, parallel):
     with jax.set_mesh(build_mesh(parallel)), jax.default_matmul_precision("highest"):
         actual = jax.jit(lambda: ours(layout, given))()
     np.testing.assert_array_equal(actual.embedded, expected.embedded)
-    for name in ("loss", "token_losses", "dtable", "dhead"):
+    np.testing.assert_array_equal(actual.likeliest, expected.likeliest)
+    for name in ("loss", "log_p", "dtable", "dhead"):
         np.testing.assert_allclose(getattr(actual, name), getattr(expected, name), rtol=1e-5, atol=1e-5, err_msg=name)
     assert not np.any(actual.dhead[SIZE:])
 

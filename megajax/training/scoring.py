@@ -1,0 +1,242 @@
+"""Log-probabilities of tokens by the weights of a run, on the mesh and in the dtypes of its training step.
+
+Windows of tokens are sorted by length and padded to few lengths, so that few programs are compiled. A window stands in
+a row of its own: neither the others of its batch nor the padding behind it change its numbers.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from megajax.batch import SAMPLE, Loss, Params, Rows
+from megajax.config.errors import UserError
+from megajax.tokenizers.base import Tokenizer
+from megajax.training.program import Program
+
+SHORTEST = 64
+"""The shortest row that is compiled; longer ones are twice as long each, up to the rows of training."""
+READ = ("tokens", "labels", "positions", "loss_mask", "segment_ids")
+"""Leaves of the models that can be asked."""
+
+
+class Window(NamedTuple):
+    """Tokens in a row of their own."""
+
+    tokens: np.ndarray
+    """int32 [N]."""
+    counted: int
+    """The last tokens, which are scored, each given all before it; fewer than N."""
+
+
+class Answer(NamedTuple):
+    """What the model says of a window."""
+
+    log_probability: float
+    """Sum over the counted tokens, in nats."""
+    right: int
+    """Counted tokens that are the likeliest ones."""
+
+
+class Cache(Protocol):
+    """Answers that are kept from an earlier attempt."""
+
+    def get(self, windows: Sequence[Window]) -> list[Answer | None]:
+        """Those of these windows."""
+        ...
+
+    def put(self, windows: Sequence[Window], answers: Sequence[Answer]) -> None:
+        """Keep the answers of a batch."""
+        ...
+
+
+class Stopped(Exception):
+    """An evaluation was asked to end before it was done."""
+
+
+class Figure(NamedTuple):
+    """A result of a task."""
+
+    value: float
+    error: float | None = None
+    """Its standard error; None where there is none."""
+    count: int | None = None
+    """What it is a mean over."""
+
+
+type Figures = Mapping[str, Figure]
+"""Results by name. `loss` is a mean in nats per token."""
+
+type Task = Callable[[], Figures]
+"""Measures the present weights."""
+
+
+class Scorer:
+    """Scores windows of tokens with the present `weights`; several processes call the same methods in the same order.
+
+    Attributes:
+        program, tokenizer: of the run.
+        weights: what `Program.eval_step` takes; may be replaced between calls.
+        cache: answers of earlier attempts with the same weights.
+        stopping: asked before each batch; True ends the evaluation with Stopped.
+        progress: called after each batch with the number of windows done, and of all.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        tokenizer: Tokenizer,
+        weights: Params,
+        *,
+        cache: Cache | None = None,
+        stopping: Callable[[], bool] = lambda: False,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ):
+        """Raises UserError for a model that is no causal language model over tokens, or has no `scores`."""
+        demand_causal(program)
+        self.program, self.tokenizer, self.weights = program, tokenizer, weights
+        self.cache, self.stopping, self.progress = cache, stopping, progress
+        self.length: int = program.cfg.model.row_positions()
+        self._tokens_per_device = program.cfg.batch.micro_size * self.length
+        self._steps: dict[tuple[int, int], Any] = {}
+
+    def answers(self, windows: Sequence[Window]) -> list[Answer]:
+        """What the model says of each window; of several equal ones, once. Raises ValueError for one too long."""
+        for window in windows:
+            if not 0 < window.counted < len(window.tokens) <= self.length + 1:
+                raise ValueError(f"{window.counted} of {len(window.tokens)} tokens counted, rows have {self.length}")
+        answers = [None] * len(windows) if self.cache is None else self.cache.get(windows)
+        missing = [place for place, answer in enumerate(answers) if answer is None]
+        for places in self._batches([windows[place] for place in missing]):
+            batch = [windows[missing[place]] for place in places]
+            new = [answered(*one) for one in zip(batch, *self.scores([row(w) for w in batch]), strict=True)]
+            if self.cache is not None:
+                self.cache.put(batch, new)
+            for place, answer in zip(places, new, strict=True):
+                answers[missing[place]] = answer
+            self.progress(sum(answer is not None for answer in answers), len(windows))
+        return [answer for answer in answers if answer is not None]
+
+    def next_tokens(self, prompts: Sequence[np.ndarray]) -> list[int]:
+        """The likeliest token after each prompt, int32 [N] with 1 <= N <= `length`."""
+        windows, tokens = [Window(np.append(prompt, 0), 1) for prompt in prompts], [0] * len(prompts)
+        for places in self._batches(windows):
+            likeliest = self.scores([row(windows[place]) for place in places])[1]
+            for place, ids in zip(places, likeliest, strict=True):
+                tokens[place] = int(ids[len(prompts[place]) - 1])
+        return tokens
+
+    def scores(self, rows: Sequence[Rows]) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of leaves [S] -> log-probability of each label and the likeliest token, float32 and int32 [rows, S].
+
+        Shorter rows are padded at their ends. At most `rows_at_once` rows. Raises Stopped.
+        """
+        if self.stopping():
+            raise Stopped
+        program, mesh = self.program, self.program.mesh
+        length = self.padded(max(len(each["tokens"]) for each in rows))
+        total = self._rows(len(rows), length)
+        microbatches = mesh.shape["pipeline"]
+        names = [name for name in READ if name in rows[0] and name in program.schema]
+        batch = {SAMPLE: np.arange(total, dtype=np.uint32)}
+        for name in names:
+            leaf = np.zeros((total, length), program.schema[name].dtype)
+            for number, each in enumerate(rows):
+                leaf[number, : len(each[name])] = each[name]
+            batch[name] = leaf
+        shardings = program.batch_shardings
+        placed = {
+            name: _placed(leaf.reshape(microbatches, -1, *leaf.shape[1:]), shardings[name])
+            for name, leaf in batch.items()
+        }
+        if (total, length) not in self._steps:
+            self._steps[total, length] = program.forward_step(partial(scores_of_rows, rows=total, length=length))
+        precision = program.cfg.precision.matmul_precision()
+        with jax.set_mesh(mesh), jax.default_matmul_precision(precision):
+            sums = self._steps[total, length](self.weights, placed)
+        log_p, likeliest = (np.asarray(sums[name][0])[: len(rows)] for name in ("log_p", "likeliest"))
+        return log_p, likeliest.astype(np.int32)
+
+    def padded(self, tokens: int) -> int:
+        """Length of the row that is compiled for so many tokens."""
+        length = SHORTEST
+        while length < tokens:
+            length *= 2
+        return min(length, self.length)
+
+    def rows_at_once(self, length: int) -> int:
+        """Most rows of a batch: as many tokens on each device as in a microbatch of training."""
+        return self._devices() * max(1, self._tokens_per_device // length)
+
+    def _devices(self) -> int:
+        """Groups of devices that work on different rows, times the microbatches of a pipeline."""
+        shape = self.program.mesh.shape
+        return shape["data"] * shape["expert"] * shape["pipeline"]
+
+    def _rows(self, count: int, length: int) -> int:
+        """Rows that are compiled for so many: all sizes are powers of two times the devices, up to the largest."""
+        rows = self._devices()
+        while rows < count:
+            rows *= 2
+        return min(rows, self.rows_at_once(length))
+
+    def _batches(self, windows: Sequence[Window]) -> Iterator[list[int]]:
+        """Places of the windows, in batches of the same padded length, the longest first."""
+        sizes = [self.padded(len(window.tokens) - 1) for window in windows]
+        order = sorted(range(len(windows)), key=lambda place: -sizes[place])
+        for length, places in groupby(order, key=lambda place: sizes[place]):
+            group, size = list(places), self.rows_at_once(length)
+            yield from (group[first : first + size] for first in range(0, len(group), size))
+
+
+def row(window: Window) -> dict[str, np.ndarray]:
+    """The leaves of a window's row."""
+    length = len(window.tokens) - 1
+    return {"tokens": window.tokens[:-1], "labels": window.tokens[1:], "positions": np.arange(length)} | {
+        "loss_mask": np.ones(length),
+        "segment_ids": np.zeros(length),
+    }
+
+
+def answered(window: Window, log_p: np.ndarray, likeliest: np.ndarray) -> Answer:
+    """The answer from the scores of a row; sums are in float64."""
+    last = slice(len(window.tokens) - 1 - window.counted, len(window.tokens) - 1)
+    right = likeliest[last] == window.tokens[-window.counted :]
+    return Answer(float(log_p[last].astype(np.float64).sum()), int(right.sum()))
+
+
+def scores_of_rows(model: Any, x: Array, batch: Rows, ctx: Any, reduction: Any, *, rows: int, length: int) -> Loss:
+    """The scores of a microbatch as sums over the batch: each at its own place in zeros [rows, length]."""
+    del reduction
+
+    def placed(values: Array) -> Array:
+        zeros = jnp.zeros((rows, length), jnp.float32)
+        return zeros.at[batch[SAMPLE][:, None], ctx.index[None]].add(values.astype(jnp.float32))
+
+    log_p, likeliest = model.scores(x, batch["labels"])
+    nothing = jnp.zeros((), jnp.float32)
+    # Sums are float32, which has every integer up to 2**24: more than any vocabulary.
+    sums = {"log_p": (placed(log_p), nothing), "likeliest": (placed(likeliest), nothing)}
+    return Loss(nothing, nothing, sums)
+
+
+def demand_causal(program: Program) -> None:
+    """Raises UserError for a model that gives no probabilities of next tokens."""
+    model, name = program.cfg.model, type(program.cfg.model).__name__
+    needed = [leaf for leaf, each in model.schema().items() if leaf not in READ and not each.optional]
+    if not model.ignores_later_positions() or "tokens" not in model.schema():
+        raise UserError(f"tasks are for causal language models, and {name} is none: its validation loss is what it has")
+    if needed:
+        raise UserError(f"tasks give a model tokens alone, and {name} reads {', '.join(needed)} as well")
+    if not hasattr(program.abstract, "scores"):
+        raise UserError(f"{type(program.abstract).__name__} lacks scores(x, labels): see docs/evaluation.md")
+
+
+def _placed(array: np.ndarray, sharding: Any) -> Array:
+    """On the mesh; every process has the whole array."""
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
