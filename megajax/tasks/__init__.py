@@ -1,0 +1,1 @@
+"""Evaluation of causal language models on tasks."""

@@ -1,0 +1,63 @@
+"""Multiple choice: the choice with the largest log-likelihood after the context."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from megajax.config.errors import UserError
+from megajax.tasks.config import ChoicesConfig
+from megajax.tasks.files import read_lines
+from megajax.tasks.lambada import truncated
+from megajax.tasks.loglikelihood import LogLikelihoods, Request, encode_pair
+from megajax.tasks.perplexity import demand_ids
+from megajax.tasks.statistics import mean, ratio
+from megajax.training.scoring import Figures, Scorer
+
+
+class Question(NamedTuple):
+    """A line of the file."""
+
+    requests: Sequence[Request]
+    """One for each choice."""
+    sizes: np.ndarray
+    """Bytes of each choice, UTF-8."""
+    answer: int
+
+
+class Choices:
+    """`accuracy`: by log-likelihood; `accuracy_norm`: by log-likelihood over the bytes of the choice.
+
+    `loss` is of the tokens of the right choices. Of equally likely choices the first is taken, as lm-eval does.
+    """
+
+    def __init__(self, config: ChoicesConfig, scorer: Scorer):
+        """Raises UserError for a line that is no question."""
+        self._engine, self._questions = LogLikelihoods(scorer), list[Question]()
+        for number, line in read_lines(config.path, {"context": str, "choices": list, "answer": int}):
+            where, choices = f"{config.path}, line {number}:", line["choices"]
+            if len(choices) < 2 or not all(isinstance(choice, str) and choice for choice in choices):
+                raise UserError(f"{where} choices must be two texts or more, got {choices}.")
+            if not 0 <= line["answer"] < len(choices):
+                raise UserError(f"{where} answer is {line['answer']}, the choices are 0 to {len(choices) - 1}.")
+            requests = [encode_pair(scorer.tokenizer, line["context"], config.delimiter + each) for each in choices]
+            for request in requests:
+                if not 0 < len(request.continuation) <= scorer.length:
+                    sizes = f"a choice of {len(request.continuation)} tokens; rows of the model have {scorer.length}"
+                    raise UserError(f"{where} has {sizes}.")
+                demand_ids(int(np.concatenate(request).max()), scorer, where)
+            sizes = np.array([len(choice.encode("utf-8", errors="surrogatepass")) for choice in choices])
+            self._questions.append(Question(requests, sizes, line["answer"]))
+
+    def __call__(self) -> Figures:
+        answers = iter(self._engine([request for question in self._questions for request in question.requests]))
+        right, right_norm, losses, tokens = list[float](), list[float](), list[float](), list[int]()
+        for question in self._questions:
+            own = [next(answers) for _ in question.requests]
+            values = np.array([each.value for each in own])
+            right.append(int(values.argmax()) == question.answer)
+            right_norm.append(int((values / question.sizes).argmax()) == question.answer)
+            losses.append(-own[question.answer].value)
+            tokens.append(own[question.answer].tokens)
+        figures = {"accuracy": mean(right), "accuracy_norm": mean(right_norm), "loss": ratio(losses, tokens)}
+        return figures | truncated(self._engine)

@@ -1,0 +1,164 @@
+"""Settings of the tasks that a model is evaluated on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from megajax.config.builds import Builds
+from megajax.config.errors import Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PerplexityConfig(Builds):
+    """Loss and perplexity of token files, read as one stream of tokens."""
+
+    target: ClassVar[str] = "megajax.tasks.perplexity:TokenFiles"
+    paths: tuple[str, ...]
+    """Prefixes of .bin and .idx files."""
+    stride: int | None = None
+    """Tokens between the starts of windows. Each token is scored once, given the tokens before it in the window that
+    ends at most `stride` tokens later. none: the length of a row, windows that do not overlap."""
+    name: str = "perplexity"
+    """Under which the figures are reported."""
+
+    def problems(self) -> list[Problem]:
+        return _stride_problems(self.stride) + _path_problems("paths", self.paths)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextConfig(Builds):
+    """Perplexity of raw text for each token, word and byte. Every document begins after an end-of-document token."""
+
+    target: ClassVar[str] = "megajax.tasks.perplexity:Text"
+    path: str
+    """A text file, which is one document, or a .jsonl file with a document in `key` of each line."""
+    key: str = "text"
+    """Key of a document in a .jsonl file."""
+    stride: int | None = None
+    """Tokens between the starts of windows; none: the length of a row."""
+    name: str = "text"
+    """Under which the figures are reported."""
+
+    def problems(self) -> list[Problem]:
+        return _stride_problems(self.stride) + _path_problems("path", (self.path,))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WikitextConfig(Builds):
+    """Perplexity of a word-tokenised text for each original word: the task WIKITEXT103 of Megatron-LM."""
+
+    target: ClassVar[str] = "megajax.tasks.perplexity:Wikitext"
+    path: str
+    """The text, such as wiki.test.tokens."""
+    stride: int | None = 32
+    """Tokens between the starts of windows, Megatron-LM's --overlapping-eval; none: the length of a row."""
+    detokenizer: Literal["wikitext", "ptb", "none"] = "wikitext"
+    """How blanks between words and punctuation are taken back; ptb is of the Penn Treebank."""
+    name: str = "wikitext"
+    """Under which the figures are reported."""
+
+    def problems(self) -> list[Problem]:
+        return _stride_problems(self.stride) + _path_problems("path", (self.path,))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LambadaConfig(Builds):
+    """Prediction of the last word of a text: the task LAMBADA of Megatron-LM."""
+
+    target: ClassVar[str] = "megajax.tasks.lambada:Lambada"
+    path: str
+    """A .jsonl file with a `text` in each line."""
+    strict: bool = False
+    """Score the whole last word, however many tokens it has; without it, the last token of the text."""
+    name: str = "lambada"
+    """Under which the figures are reported."""
+
+    def problems(self) -> list[Problem]:
+        return _path_problems("path", (self.path,))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChoicesConfig(Builds):
+    """Multiple choice by log-likelihood."""
+
+    target: ClassVar[str] = "megajax.tasks.choices:Choices"
+    path: str
+    """A .jsonl file with `context`, `choices` and `answer`, the number of the right choice from 0, in each line."""
+    delimiter: str = " "
+    """Between the context and a choice."""
+    name: str = "choices"
+    """Under which the figures are reported."""
+
+    def problems(self) -> list[Problem]:
+        return _path_problems("path", (self.path,))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitConfig(Builds):
+    """Loss on all rows of a split of the run's own data, as with evaluation.full."""
+
+    target: ClassVar[str] = "megajax.tasks.perplexity:Split"
+    split: Literal["validation", "test"] = "validation"
+    """Which split."""
+    name: str = "split"
+    """Under which the figures are reported."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HarnessConfig(Builds):
+    """Tasks of lm-evaluation-harness on data of this machine (extra eval)."""
+
+    target: ClassVar[str] = "megajax.tasks.harness:Harness"
+    tasks: tuple[str, ...]
+    """Names of tasks, groups or tags."""
+    include_path: str | None = None
+    """A folder with YAML files of tasks, which come before those of lm-eval."""
+    fewshot: int | None = None
+    """Examples before each question; none: what the task says."""
+    limit: int | None = None
+    """Documents of each task; none: all."""
+    generated: int = 256
+    """Most tokens of a generated answer, where the task does not say it."""
+    name: str = "lm_eval"
+    """Under which the figures are reported."""
+
+    def problems(self) -> list[Problem]:
+        problems = [] if self.tasks else [Problem("tasks", "is empty", "name a task of lm-eval")]
+        for name, least in (("fewshot", 0), ("limit", 1), ("generated", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                problems.append(Problem(name, f"must be at least {least}, got {value}"))
+        return problems
+
+
+type AnyTaskConfig = (
+    PerplexityConfig | TextConfig | WikitextConfig | LambadaConfig | ChoicesConfig | SplitConfig | HarnessConfig
+)
+
+KINDS: Mapping[str, tuple[type, str]] = {
+    "perplexity": (PerplexityConfig, "paths"),
+    "text": (TextConfig, "path"),
+    "wikitext": (WikitextConfig, "path"),
+    "lambada": (LambadaConfig, "path"),
+    "choices": (ChoicesConfig, "path"),
+    "split": (SplitConfig, "split"),
+    "lm-eval": (HarnessConfig, "tasks"),
+}
+"""Name on the command line -> config, and the setting that follows the name."""
+
+
+def _stride_problems(stride: int | None) -> list[Problem]:
+    if stride is None or stride > 0:
+        return []
+    return [Problem("stride", f"must be at least 1, got {stride}", "none: windows that do not overlap")]
+
+
+def _path_problems(where: str, paths: tuple[str, ...]) -> list[Problem]:
+    """Empty paths, and files that do not exist; token files are looked for where they are opened."""
+    if not paths or not all(paths):
+        return [Problem(where, "is empty")]
+    missing = [path for path in paths if where == "path" and not Path(path).expanduser().is_file()]
+    return [
+        Problem(where, f"there is no file {path}", "nothing is ever fetched: give a local file") for path in missing
+    ]

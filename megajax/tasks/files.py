@@ -1,0 +1,56 @@
+"""Reading the local files of tasks, with errors that name file and line."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megajax.config.errors import UserError
+from megajax.config.nearest import did_you_mean
+
+
+def read_text(path: str) -> str:
+    """A file of UTF-8 text, its newlines as they are. Raises UserError."""
+    try:
+        return Path(path).expanduser().read_bytes().decode("utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}. Give a local file.") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: byte {error.start} is not UTF-8 text: {error.reason}. Convert the file.") from error
+
+
+def read_lines(path: str, fields: Mapping[str, type]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number from 1, object) for each line of a .jsonl file but empty ones.
+
+    fields: name -> type of what every line has. Raises UserError for a line that is no object or lacks a field, and
+    for a file without lines.
+    """
+    empty = True
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        empty = False
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}, line {number}: is not JSON: {error}. Give one object in each line.") from error
+        if not isinstance(value, dict):
+            raise UserError(f"{path}, line {number}: is {json.dumps(value)[:60]}, not an object with {_named(fields)}.")
+        for name, kind in fields.items():
+            if name not in value:
+                near = did_you_mean(name, value)
+                there = ", ".join(map(str, value)) or "nothing"
+                raise UserError(f"{path}, line {number}: lacks {name}; it has {there}.{' ' * bool(near)}{near}")
+            if not isinstance(value[name], kind) or (kind is int and isinstance(value[name], bool)):
+                shown = json.dumps(value[name])[:60]
+                raise UserError(f"{path}, line {number}: {name} is {shown}, not {_NAMES[kind]}.")
+        yield number, value
+    if empty:
+        raise UserError(f"{path}: has no lines. Give one object with {_named(fields)} in each line.")
+
+
+_NAMES = {str: "text", list: "a list", int: "a whole number"}
+
+
+def _named(fields: Mapping[str, type]) -> str:
+    return ", ".join(f"{name} ({_NAMES[kind]})" for name, kind in fields.items())

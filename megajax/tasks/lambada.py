@@ -1,0 +1,61 @@
+"""LAMBADA: prediction of the last word of a text (Paperno et al. 2016)."""
+
+from typing import Any
+
+import numpy as np
+
+from megajax.config.errors import UserError
+from megajax.tasks.config import LambadaConfig
+from megajax.tasks.files import read_lines
+from megajax.tasks.loglikelihood import LogLikelihoods, Request
+from megajax.tasks.perplexity import demand_ids
+from megajax.tasks.statistics import exponential, mean, ratio
+from megajax.training.scoring import Figure, Figures, Scorer
+
+
+def cloze(tokenizer: Any, text: str, *, strict: bool) -> Request:
+    """The text before its end, and its end: the last word if `strict`, else the last token. As Megatron-LM cuts it.
+
+    The last word is encoded with a blank before it, the text before it without blanks around it.
+    """
+    if not strict:
+        tokens = tokenizer.encode(text)
+        return Request(tokens[:-1], tokens[-1:])
+    word = text.split()[-1]
+    before = text[: text.rfind(word)].strip()
+    return Request(tokenizer.encode(before), tokenizer.encode(f" {word}"))
+
+
+class Lambada:
+    """`accuracy`: the share of texts whose last word, all its tokens, is what the model finds likeliest.
+
+    `perplexity` is of a last word, `loss` of its tokens.
+    """
+
+    def __init__(self, config: LambadaConfig, scorer: Scorer):
+        """Raises UserError for a line without a text of two words."""
+        self._engine, self._requests = LogLikelihoods(scorer), list[Request]()
+        for number, line in read_lines(config.path, {"text": str}):
+            if len(line["text"].split()) < 2:
+                raise UserError(f"{config.path}, line {number}: text is {line['text']!r}, two words are needed.")
+            request = cloze(scorer.tokenizer, line["text"], strict=config.strict)
+            if not 0 < len(request.continuation) <= scorer.length or not len(request.context):
+                sizes = f"{len(request.context)} tokens and an end of {len(request.continuation)}"
+                raise UserError(f"{config.path}, line {number}: has {sizes}; rows of the model have {scorer.length}.")
+            demand_ids(int(np.concatenate(request).max()), scorer, f"{config.path}, line {number}:")
+            self._requests.append(request)
+
+    def __call__(self) -> Figures:
+        answers = self._engine(self._requests)
+        losses = [-answer.value for answer in answers]
+        figures = {
+            "accuracy": mean([answer.greedy for answer in answers]),
+            "perplexity": exponential(mean(losses)),
+            "loss": ratio(losses, [answer.tokens for answer in answers]),
+        }
+        return figures | truncated(self._engine)
+
+
+def truncated(engine: LogLikelihoods) -> dict[str, Figure]:
+    """The number of contexts that were cut off, if there are any."""
+    return {"truncated_contexts": Figure(engine.truncated)} if engine.truncated else {}
