@@ -1,0 +1,150 @@
+"""Files of `torch.save`: a zip archive of a pickle (data.pkl) and of storages (data/KEY), none of them compressed.
+
+Tensors are read as views of the memory-mapped file. torch itself is not needed.
+"""
+
+import io
+import mmap
+import zipfile
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megajax.checkpoint.megatron.pickles import Storage, TensorPlace, read_pickle
+from megajax.config.errors import UserError
+
+OLD_FORMAT = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e"
+"""First bytes of a file that torch wrote before version 1.6."""
+LOCAL_HEADER = b"PK\x03\x04"
+LOCAL_HEADER_BYTES = 30
+
+
+def memory_map(path: Path) -> mmap.mmap:
+    """The bytes of a file. Raises UserError for one that can't be read or is empty."""
+    try:
+        with open(path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} can't be read: {error}") from error
+
+
+class TorchArchive:
+    """What one call of `torch.save` wrote: a whole file, or part of one.
+
+    content: what was saved; its tensors are `TensorPlace`s, which `view` reads.
+    """
+
+    def __init__(self, data: mmap.mmap, where: str, start: int = 0, length: int | None = None):
+        """data: the file that the archive is in, from byte `start` on; where: its name, for messages.
+
+        Raises UserError for what is no such archive, and for a pickle that is refused.
+        """
+        self.where, self._data = where, data
+        self._start, self._stop = start, len(data) if length is None else start + length
+        if not 0 <= start <= self._stop <= len(data):
+            raise UserError(f"{where} was cut off: bytes {start} to {self._stop} of {len(data)}")
+        if data[start : start + len(OLD_FORMAT)] == OLD_FORMAT:
+            raise UserError(f"{where} was written by torch before 1.6: load and save it once with a newer version")
+        self._entries = self._directory()
+        description = next((name for name in self._entries if name.endswith("/data.pkl")), None)
+        if description is None or description.count("/") != 1:
+            raise UserError(f"{where} is no file of torch.save: it holds no data.pkl")
+        self._prefix = description.removesuffix("data.pkl")
+        order = self._entries.get(f"{self._prefix}byteorder")
+        if order is not None and bytes(self._bytes(order)) != b"little":
+            raise UserError(f"{where} was written on a big-endian machine, which can't be read")
+        self.content: Any = read_pickle(bytes(self._bytes(self._entries[description])), where)
+
+    def view(self, place: TensorPlace) -> np.ndarray:
+        """A tensor of the content. Raises UserError if its storage is not there, or has another size."""
+        if not prod(place.shape):
+            return np.zeros(place.shape, place.dtype)
+        start = self._storage(place.storage)
+        step = place.dtype.itemsize
+        return np.ndarray(
+            place.shape,
+            place.dtype,
+            buffer=memoryview(self._data),
+            offset=start + place.offset * step,
+            strides=[stride * step for stride in place.strides],
+        )
+
+    def _directory(self) -> dict[str, zipfile.ZipInfo]:
+        """Name -> entry. Raises UserError for an archive that torch would not have written."""
+        try:
+            with zipfile.ZipFile(_Window(self._data, self._start, self._stop)) as archive:
+                entries = archive.infolist()
+        except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
+            raise UserError(f"{self.where} is no file of torch.save, or it was cut off ({error})") from error
+        for entry in entries:
+            parts = entry.filename.split("/")
+            if ".." in parts or "" in parts or "\\" in entry.filename:
+                raise UserError(f"{self.where} was refused: its entry {entry.filename!r} is no name of torch.save")
+            if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+                raise UserError(
+                    f"{self.where} was refused: its entry {entry.filename} is compressed, as torch has none"
+                )
+        names = {entry.filename: entry for entry in entries}
+        if len(names) < len(entries):
+            raise UserError(f"{self.where} was refused: it has two entries of one name")
+        return names
+
+    def _place(self, entry: zipfile.ZipInfo) -> int:
+        """Where in the file the bytes of an entry begin."""
+        start = self._start + entry.header_offset
+        header = self._data[start : start + LOCAL_HEADER_BYTES]
+        lengths = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
+        begin = start + LOCAL_HEADER_BYTES
+        name = self._data[begin : begin + lengths[0]]
+        begin += sum(lengths)
+        wrong = header[:4] != LOCAL_HEADER or name != entry.filename.encode()
+        if wrong or start < self._start or begin + entry.file_size > self._stop:
+            raise UserError(f"{self.where} is damaged: its entry {entry.filename} is not where its directory says")
+        return begin
+
+    def _bytes(self, entry: zipfile.ZipInfo) -> memoryview:
+        start = self._place(entry)
+        return memoryview(self._data)[start : start + entry.file_size]
+
+    def _storage(self, storage: Storage) -> int:
+        name = f"{self._prefix}data/{storage.key}"
+        if name not in self._entries:
+            raise UserError(f"{self.where} is damaged: the storage {name} of a tensor is not in it")
+        entry, wanted = self._entries[name], storage.numel * storage.dtype.itemsize
+        if entry.file_size != wanted:
+            raise UserError(
+                f"{self.where} is damaged: the storage {name} has {entry.file_size} bytes, but {storage.numel} "
+                f"elements of {storage.dtype.name} are {wanted}"
+            )
+        return self._place(entry)
+
+
+class _Window(io.RawIOBase):
+    """Part of a memory-mapped file as a file, for `zipfile`."""
+
+    def __init__(self, data: mmap.mmap, start: int, stop: int):
+        self._data, self._start, self._stop, self._at = data, start, stop, start
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: self._start, io.SEEK_CUR: self._at, io.SEEK_END: self._stop}[whence]
+        if base + offset < self._start:
+            raise ValueError("a position before the archive")
+        self._at = base + offset
+        return self._at - self._start
+
+    def tell(self) -> int:
+        return self._at - self._start
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._data[self._at : min(self._at + len(buffer), self._stop)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)

@@ -1,0 +1,404 @@
+"""Pickles read as data: plain containers, numbers, strings and references to tensors. Nothing of them is executed.
+
+A pickle is a program for a stack machine (see Python's `pickletools`). The machine here does what the opcodes say about
+containers and scalars. Where an opcode calls an object, it looks the object's name up: a few names have a function in
+this file, the other allowed ones give a `Record` of the name and its arguments, and any further name is refused. No name
+is ever imported, so an allowed one can do no harm either.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pickletools import genops
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from megajax.config.errors import UserError
+
+DTYPES: Mapping[str, np.dtype] = {
+    name: np.dtype(given)
+    for names, given in (
+        ("torch.float32 torch.FloatStorage", np.float32),
+        ("torch.float64 torch.DoubleStorage", np.float64),
+        ("torch.float16 torch.HalfStorage", np.float16),
+        ("torch.bfloat16 torch.BFloat16Storage", jnp.bfloat16),
+        ("torch.float8_e4m3fn", jnp.float8_e4m3fn),
+        ("torch.float8_e5m2", jnp.float8_e5m2),
+        ("torch.int64 torch.LongStorage", np.int64),
+        ("torch.int32 torch.IntStorage", np.int32),
+        ("torch.int16 torch.ShortStorage", np.int16),
+        ("torch.int8 torch.CharStorage", np.int8),
+        ("torch.uint8 torch.ByteStorage", np.uint8),
+        ("torch.uint16", np.uint16),
+        ("torch.uint32", np.uint32),
+        ("torch.uint64", np.uint64),
+        ("torch.bool torch.BoolStorage", np.bool_),
+        # Storages without a dtype count in bytes.
+        ("torch.storage.UntypedStorage torch.UntypedStorage", np.uint8),
+    )
+    for name in names.split()
+}
+"""Names of dtypes and of storages -> dtype."""
+
+MOST_DIMENSIONS = 32
+"""Of a numpy array."""
+
+ALLOWED = frozenset({
+    "argparse.Namespace", "types.SimpleNamespace", "_io.BytesIO", "_codecs.encode", "builtins.getattr",
+    "builtins.set", "builtins.dict", "builtins.list", "builtins.bytearray", "builtins.slice", "builtins.complex",
+    "collections.OrderedDict", "collections.defaultdict", "pathlib.PosixPath", "pathlib.PurePosixPath",
+    "pathlib.WindowsPath", "pathlib._local.PosixPath", "torch.Size", "torch.Tensor", "torch.device",
+    "torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3",
+    "torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state",
+    "torch._tensor._rebuild_from_type_v2", "torch.nn.parameter.Parameter", "torch.serialization._get_layout",
+    "torch._C._nn.gelu", "torch.nn.functional.gelu", "torch.nn.functional.silu", "torch.nn.functional.relu",
+    "numpy.ndarray", "numpy.dtype", "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct",
+    "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar", *DTYPES,
+})  # fmt: skip
+ALLOWED_BELOW = (
+    "megatron.", "torch.distributed.checkpoint.", "torch.distributed._shard.", "transformer_engine.",
+    "nvidia_resiliency_ext.",
+)  # fmt: skip
+"""Modules whose enums, plans and settings stand in checkpoints. They become records, as all allowed names do."""
+
+
+class Name(NamedTuple):
+    """A global that a pickle names; it was not imported."""
+
+    dotted: str
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """An object that was not built: the name of its class or function, its arguments and its attributes."""
+
+    kind: str
+    arguments: tuple[Any, ...] = ()
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Where a tensor's numbers are: an entry of the archive."""
+
+    key: str
+    dtype: np.dtype
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """A tensor: part of a storage. offset and strides count elements."""
+
+    storage: Storage
+    dtype: np.dtype
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def read_pickle(data: bytes | memoryview, where: str) -> Any:
+    """What a pickle says.
+
+    where: the file, for messages.
+    Raises UserError for a name or an opcode that is not allowed, and for a pickle that is damaged.
+    """
+    return _Machine(where).run(data)
+
+
+class _Mark:
+    """Where a list of arguments begins."""
+
+
+MARK = _Mark()
+
+
+class _Machine:
+    """Runs the opcodes of one pickle."""
+
+    def __init__(self, where: str):
+        self.where, self.stack, self.memo = where, list[Any](), dict[int, Any]()
+
+    def run(self, data: bytes | memoryview) -> Any:
+        try:
+            for opcode, argument, _ in genops(bytes(data)):
+                if opcode.name == "STOP":
+                    return self._pop()
+                step = STEPS.get(opcode.name)
+                if step is None:
+                    raise UserError(f"{self.where}: its pickle was refused: it has the opcode {opcode.name}")
+                step(self, argument)
+        except (ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError, MemoryError) as error:
+            raise UserError(f"{self.where}: its pickle is damaged: {error}") from error
+        raise UserError(f"{self.where}: its pickle is damaged: it has no end")
+
+    def _pop(self) -> Any:
+        value = self.stack.pop()
+        if value is MARK:
+            raise ValueError("a value is missing")
+        return value
+
+    def _above_mark(self) -> list[Any]:
+        """The values above the last mark, which go."""
+        for place in range(len(self.stack) - 1, -1, -1):
+            if self.stack[place] is MARK:
+                values = self.stack[place + 1 :]
+                del self.stack[place:]
+                return values
+        raise ValueError("a mark is missing")
+
+    def _top(self, kind: type) -> Any:
+        if not isinstance(top := self.stack[-1], kind):
+            raise ValueError(f"a {kind.__name__} was expected, not a {type(top).__name__}")
+        return top
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def nothing(self, _: Any) -> None:
+        """Of opcodes about the framing of the file."""
+
+    def drop(self, _: Any) -> None:
+        self._pop()
+
+    def drop_to_mark(self, _: Any) -> None:
+        self._above_mark()
+
+    def remember(self, place: Any) -> None:
+        self.memo[len(self.memo) if place is None else place] = self.stack[-1]
+
+    def recall(self, place: int) -> None:
+        self.push(self.memo[place])
+
+    def tuple_of(self, count: int | None) -> None:
+        """Of values above a mark, or of so many."""
+        values = self._above_mark() if count is None else [self._pop() for _ in range(count)][::-1]
+        self.push(tuple(values))
+
+    def list_of(self, _: Any) -> None:
+        self.push(self._above_mark())
+
+    def dict_of(self, _: Any) -> None:
+        values = self._above_mark()
+        self.push(dict(zip(values[::2], values[1::2], strict=True)))
+
+    def append(self, _: Any) -> None:
+        value = self._pop()
+        self._top(list).append(value)
+
+    def appends(self, _: Any) -> None:
+        values = self._above_mark()
+        self._top(list).extend(values)
+
+    def set_item(self, _: Any) -> None:
+        value, key = self._pop(), self._pop()
+        self._top(dict)[key] = value
+
+    def set_items(self, _: Any) -> None:
+        values = self._above_mark()
+        self._top(dict).update(zip(values[::2], values[1::2], strict=True))
+
+    def add_items(self, _: Any) -> None:
+        values = self._above_mark()
+        self._top(set).update(values)
+
+    def global_name(self, text: str) -> None:
+        """A name as "module name" in the opcode."""
+        self._name(*text.split(" "))
+
+    def stacked_name(self, _: Any) -> None:
+        name, module = self._pop(), self._pop()
+        self._name(module, name)
+
+    def _name(self, module: Any, name: Any) -> None:
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise ValueError("a name that is no text")
+        module = {"__builtin__": "builtins"}.get(module, module)
+        dotted = f"{module}.{name}"
+        if dotted not in ALLOWED and not dotted.startswith(ALLOWED_BELOW):
+            raise UserError(
+                f"{self.where}: its pickle was refused: it asks for {dotted}, and only tensors, plain containers and "
+                "settings are read. Nothing of it was executed."
+            )
+        self.push(Name(dotted))
+
+    def call(self, _: Any) -> None:
+        """REDUCE and NEWOBJ."""
+        arguments, function = self._pop(), self._pop()
+        if not isinstance(function, Name) or not isinstance(arguments, tuple):
+            raise UserError(f"{self.where}: its pickle was refused: it calls something that is no allowed name")
+        self.push(self.result(function.dotted, arguments))
+
+    def result(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        """What stands for the result of a call that is not made."""
+        if name not in BUILDERS:
+            return Record(name, arguments)
+        try:
+            return BUILDERS[name](self, arguments)
+        except (ValueError, TypeError, IndexError, AttributeError) as error:
+            raise UserError(f"{self.where}: its pickle was refused: {name} with odd arguments ({error})") from error
+
+    def call_with_names(self, _: Any) -> None:
+        names = self._pop()
+        if names:
+            raise UserError(f"{self.where}: its pickle was refused: it calls a class with named arguments")
+        self.call(None)
+
+    def build(self, _: Any) -> None:
+        """Attributes of the object below; those of a dict or a tensor say nothing that is needed."""
+        state, target = self._pop(), self.stack[-1]
+        if isinstance(target, Record):
+            parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+            if all(part is None or isinstance(part, dict) for part in parts):
+                target.fields.update({str(key): value for part in parts for key, value in (part or {}).items()})
+            else:
+                target.fields["state"] = state
+        elif not isinstance(target, dict | TensorPlace | bytes):
+            raise UserError(f"{self.where}: its pickle was refused: it sets attributes of a {type(target).__name__}")
+
+    def persistent(self, _: Any) -> None:
+        """A storage: ("storage", its class, its key, its device, how many elements it has)."""
+        given = self._pop()
+        if not isinstance(given, tuple) or len(given) != 5 or given[0] != "storage" or not isinstance(given[1], Name):
+            raise ValueError("a reference to something that is no storage")
+        _, kind, key, _, numel = given
+        if kind.dotted not in DTYPES or not isinstance(key, str) or not _whole((numel,)):
+            raise ValueError(f"the storage {key!r} of {kind.dotted} has no known dtype or size")
+        self.push(Storage(key, DTYPES[kind.dotted], numel))
+
+
+def _whole(numbers: Iterable[Any]) -> bool:
+    """Whether all are whole numbers from 0."""
+    return all(type(number) is int and number >= 0 for number in numbers)
+
+
+def _tensor(_: _Machine, given: tuple[Any, ...], dtype: np.dtype | None = None) -> TensorPlace:
+    """(storage, offset, shape, strides, …)."""
+    storage, offset, shape, strides = given[:4]
+    if not isinstance(storage, Storage) or not isinstance(shape, tuple) or not isinstance(strides, tuple):
+        raise ValueError("no storage, shape and strides")
+    if len(shape) != len(strides) or len(shape) > MOST_DIMENSIONS or not _whole((offset, *shape, *strides)):
+        raise ValueError(f"shape {shape}, strides {strides}, offset {offset}")
+    dtype = dtype or storage.dtype
+    elements = storage.numel * storage.dtype.itemsize // dtype.itemsize
+    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if prod(shape) and last >= elements:
+        raise ValueError(f"it ends at element {last} of a storage of {elements}")
+    return TensorPlace(storage, dtype, offset, shape, strides)
+
+
+def _tensor_with_dtype(machine: _Machine, given: tuple[Any, ...]) -> TensorPlace:
+    """_rebuild_tensor_v3: the dtype comes last but for metadata."""
+    name = given[6]
+    if not isinstance(name, Name) or name.dotted not in DTYPES:
+        raise ValueError(f"an unknown dtype: {name}")
+    return _tensor(machine, given, DTYPES[name.dotted])
+
+
+def _first(kind: type) -> Callable[[_Machine, tuple[Any, ...]], Any]:
+    """The first argument, which must be of this kind."""
+
+    def first(_: _Machine, given: tuple[Any, ...]) -> Any:
+        if not isinstance(given[0], kind):
+            raise ValueError(f"expected a {kind.__name__}, got a {type(given[0]).__name__}")
+        return given[0]
+
+    return first
+
+
+def _size(_: _Machine, given: tuple[Any, ...]) -> tuple[int, ...]:
+    if not isinstance(given[0], tuple) or not _whole(given[0]):
+        raise ValueError(f"{given[0]!r}")
+    return given[0]
+
+
+def _rebuilt(machine: _Machine, given: tuple[Any, ...]) -> Any:
+    """A tensor with attributes of its own: (function, type, its arguments, attributes)."""
+    function, _, arguments, *_ = given
+    if not isinstance(function, Name) or not function.dotted.startswith("torch._utils._rebuild_"):
+        raise ValueError(f"{function}")
+    return machine.result(function.dotted, arguments)
+
+
+def _mapping(_: _Machine, given: tuple[Any, ...]) -> dict[Any, Any]:
+    """An OrderedDict, empty or of pairs."""
+    return dict(given[0]) if given and isinstance(given[0], list) else {}
+
+
+def _attribute(_: _Machine, given: tuple[Any, ...]) -> Record:
+    """getattr(enum, name), which is how some versions of Python write a member of an enum."""
+    owner, name = given
+    if not isinstance(owner, Name) or not owner.dotted.startswith(ALLOWED_BELOW) or not isinstance(name, str):
+        raise ValueError(f"of {owner}")
+    return Record(f"{owner.dotted}.{name}")
+
+
+def _encoded(_: _Machine, given: tuple[Any, ...]) -> bytes:
+    """Bytes as protocol 2 has them: a text in latin-1."""
+    text, code = given
+    if not isinstance(text, str) or code not in ("latin1", "latin-1"):
+        raise ValueError(f"{code}")
+    return text.encode("latin-1")
+
+
+def _members(_: _Machine, given: tuple[Any, ...]) -> set[Any]:
+    return set(given[0]) if given and isinstance(given[0], list) else set()
+
+
+BUILDERS: Mapping[str, Callable[[_Machine, tuple[Any, ...]], Any]] = {
+    "collections.OrderedDict": _mapping,
+    "collections.defaultdict": lambda machine, given: {},
+    "builtins.set": _members,
+    "builtins.getattr": _attribute,
+    "_codecs.encode": _encoded,
+    "torch.Size": _size,
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_with_dtype,
+    "torch._utils._rebuild_parameter": _first(TensorPlace),
+    "torch._utils._rebuild_parameter_with_state": _first(TensorPlace),
+    "torch._tensor._rebuild_from_type_v2": _rebuilt,
+}
+"""Names whose calls give something else than a record."""
+
+SCALARS = (
+    "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 STRING "
+    "BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES BINBYTES8"
+)
+
+STEPS: Mapping[str, Callable[[_Machine, Any], None]] = {
+    **dict.fromkeys(SCALARS.split(), _Machine.push),
+    **dict.fromkeys(("PROTO", "FRAME"), _Machine.nothing),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), _Machine.remember),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), _Machine.recall),
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), _Machine.call),
+    "NONE": lambda machine, _: machine.push(None),
+    "NEWTRUE": lambda machine, _: machine.push(True),
+    "NEWFALSE": lambda machine, _: machine.push(False),
+    "EMPTY_LIST": lambda machine, _: machine.push([]),
+    "EMPTY_DICT": lambda machine, _: machine.push({}),
+    "EMPTY_TUPLE": lambda machine, _: machine.push(()),
+    "EMPTY_SET": lambda machine, _: machine.push(set()),
+    "MARK": lambda machine, _: machine.push(MARK),
+    "TUPLE": lambda machine, _: machine.tuple_of(None),
+    "TUPLE1": lambda machine, _: machine.tuple_of(1),
+    "TUPLE2": lambda machine, _: machine.tuple_of(2),
+    "TUPLE3": lambda machine, _: machine.tuple_of(3),
+    "LIST": _Machine.list_of,
+    "DICT": _Machine.dict_of,
+    "APPEND": _Machine.append,
+    "APPENDS": _Machine.appends,
+    "SETITEM": _Machine.set_item,
+    "SETITEMS": _Machine.set_items,
+    "ADDITEMS": _Machine.add_items,
+    "POP": _Machine.drop,
+    "POP_MARK": _Machine.drop_to_mark,
+    "GLOBAL": _Machine.global_name,
+    "STACK_GLOBAL": _Machine.stacked_name,
+    "NEWOBJ_EX": _Machine.call_with_names,
+    "BUILD": _Machine.build,
+    "BINPERSID": _Machine.persistent,
+}
+"""Opcode -> what the machine does. Opcodes that only older or other pickles have are refused."""

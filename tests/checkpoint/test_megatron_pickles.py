@@ -1,0 +1,238 @@
+"""Files of torch.save: what is read of them, and what is refused without being executed."""
+
+import builtins
+import io
+import operator
+import os
+import pickle
+import zipfile
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.checkpoint.megatron.archive import TorchArchive, memory_map
+from megajax.checkpoint.megatron.pickles import Name, Record, TensorPlace, read_pickle
+from megajax.checkpoint.megatron.writer import LazyTensor, write_archive, write_archive_to
+from megajax.config.errors import UserError
+
+
+class Called:
+    """Pickled as a call."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any, state: Any = None):
+        self.reduced = (function, arguments, state) if state is not None else (function, arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.reduced
+
+
+class Attributes:
+    """Pickled as a new object of this class with attributes."""
+
+    def __init__(self) -> None:
+        self.value = 1
+
+
+HOSTILE = {
+    "a command": (Called(os.system, "touch executed"), "posix.system"),
+    "eval": (Called(eval, "open('executed', 'w')"), "builtins.eval"),
+    "exec in a state": ({"args": Called(exec, "open('executed', 'w')")}, "builtins.exec"),
+    "open": (Called(open, "executed", "w"), "io.open"),
+    "import": (Called(builtins.__import__, "os"), "builtins.__import__"),
+    "getattr of an allowed class": (Called(getattr, Namespace, "__init__"), "builtins.getattr with odd arguments"),
+    "getattr of a module's": (Called(getattr, Called(getattr, OrderedDict, "x"), "y"), "builtins.getattr with odd"),
+    "a getter": (Called(operator.attrgetter, "x"), "operator.attrgetter"),
+    "an object of any class": (Attributes(), "test_megatron_pickles.Attributes"),
+    "an OrderedDict of a call": (OrderedDict(a=Called(os.getcwd)), "posix.getcwd"),
+}
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_nothing_of_a_pickle_is_executed(
+    kind: str, protocol: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    value, name = HOSTILE[kind]
+    with pytest.raises(UserError, match=name) as caught:
+        read_pickle(pickle.dumps(value, protocol), "a/model_optim_rng.pt")
+    assert "a/model_optim_rng.pt" in str(caught.value)
+    assert not (tmp_path / "executed").exists()
+
+
+def global_(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+ODD = {
+    "a call of a container": b"\x80\x02]U\x01a\x85R.",
+    "a call of a text": b"\x80\x02U\x01a)R.",
+    "a call without a tuple": global_("collections", "OrderedDict") + b"]R.",
+    "attributes of a list": b"\x80\x02]}U\x01aK\x01sb.",
+    "attributes of a name": global_("argparse", "Namespace") + b"}U\x01aK\x01sb.",
+    "items of a name": global_("argparse", "Namespace") + b"U\x01aK\x01s.",
+    "an instance by its class": b"(" + global_("os", "system")[1:].join([b"i", b""]) + b".",
+    "an object by its class": b"(" + global_("argparse", "Namespace") + b"o.",
+    "named arguments": global_("argparse", "Namespace") + b")}U\x01aK\x01s\x92.",
+    "a tensor of no storage": global_("torch._utils", "_rebuild_tensor_v2") + b"(K\x01K\x00K\x01\x85K\x01\x85tR.",
+    "a size of texts": global_("torch", "Size") + b"U\x01a\x85\x85R.",
+    "a storage of another kind": b"(U\x07storage" + global_("torch", "Size") + b"U\x010U\x03cpuK\x01tQ.",
+    "an extension": b"\x82\x01.",
+    "a list as a key": b"\x80\x02}]K\x01s.",
+    "a value that is missing": b"\x80\x02a.",
+    "a mark that is missing": b"\x80\x02t.",
+    "a memory that is missing": b"\x80\x02h\x05.",
+    "no end": b"\x80\x02K\x01",
+    "cut off": b"\x80\x02X\xff\x00\x00\x00abc",
+    "nothing": b"",
+    "no pickle": b"PK\x03\x04hello",
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_an_odd_pickle_is_refused(kind: str) -> None:
+    with pytest.raises(UserError, match=r"its pickle (was refused|is damaged)"):
+        read_pickle(ODD[kind], "a.pt")
+
+
+def test_plain_containers_are_read() -> None:
+    value = {
+        "args": Namespace(layers=2, rate=0.5, tags={"a"}, path=Path("/a"), nothing=None),
+        "list": [(), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), True, -(2**40), 2**70, 2.5, b"bytes", "ä"],
+        "ordered": OrderedDict([("b", 1), ("a", 2)]),
+    }
+    for protocol in range(2, 6):
+        read = read_pickle(pickle.dumps(value, protocol), "a.pt")
+        assert read["args"].kind == "argparse.Namespace"
+        assert read["args"].fields["layers"] == 2
+        assert read["args"].fields["path"].arguments == ("/", "a")
+        assert list(map(type, read["list"])) == list(map(type, value["list"]))
+        assert read["list"] == value["list"]
+        assert list(read["ordered"].items()) == [("b", 1), ("a", 2)]
+
+
+def arrays() -> dict[str, np.ndarray]:
+    numbers = np.arange(24).reshape(2, 3, 4)
+    names = ("float32", "float16", "float64", "int64", "int32", "uint8")
+    return {name: numbers.astype(name) for name in names} | {
+        "bfloat16": numbers.astype(jnp.bfloat16),
+        "scalar": np.asarray(3.0, np.float32),
+        "empty": np.zeros((0, 4), np.float32),
+        "bool": numbers % 2 == 0,
+    }
+
+
+def test_an_archive_gives_back_what_was_written(tmp_path: Path) -> None:
+    path, given = tmp_path / "model_optim_rng.pt", arrays()
+    args = Record("argparse.Namespace", (), {"layers": 2, "dtype": Name("torch.bfloat16"), "window": (127, 0)})
+    lazy = LazyTensor((2, 2), np.dtype(np.float32), lambda: np.eye(2, dtype=np.float32))
+    write_archive(path, {"args": args, "iteration": 7, "model": {**given, "lazy": lazy}})
+    archive = TorchArchive(memory_map(path), str(path))
+    assert archive.content["iteration"] == 7
+    assert archive.content["args"].fields == args.fields
+    model = archive.content["model"]
+    for name, array in given.items():
+        view = archive.view(model[name])
+        assert (view.dtype, view.shape) == (array.dtype, array.shape)
+        np.testing.assert_array_equal(view, array)
+        assert not view.size or not view.flags.writeable
+    np.testing.assert_array_equal(archive.view(model["lazy"]), np.eye(2))
+
+
+def test_a_transposed_tensor_is_a_view(tmp_path: Path) -> None:
+    path, array = tmp_path / "a.pt", np.arange(6, dtype=np.float32).reshape(2, 3)
+    write_archive(path, {"a": array})
+    archive = TorchArchive(memory_map(path), str(path))
+    place = archive.content["a"]
+    turned = TensorPlace(place.storage, place.dtype, 1, (3, 1), (1, 3))
+    np.testing.assert_array_equal(archive.view(turned)[:2, 0], array.reshape(-1)[1:3])
+
+
+def rewritten(path: Path, change: Callable[[str, bytes], tuple[str, bytes] | None], method: int = 0) -> Path:
+    """The archive with its entries changed."""
+    with zipfile.ZipFile(path) as archive:
+        entries = [(name, archive.read(name)) for name in archive.namelist()]
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name, data in filter(None, (change(name, data) for name, data in entries)):
+            archive.writestr(name, data)
+    return path
+
+
+def renamed(old: str, new: str) -> Callable[[str, bytes], tuple[str, bytes]]:
+    return lambda name, data: (name.replace(old, new), data)
+
+
+TRICKS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "compressed": (lambda path: rewritten(path, lambda name, data: (name, data), zipfile.ZIP_DEFLATED), "compressed"),
+    "a path upwards": (lambda path: rewritten(path, renamed("archive/data/0", "archive/../../x")), r"\.\./\.\./x"),
+    "an absolute path": (lambda path: rewritten(path, renamed("archive/version", "/etc/x")), "/etc/x"),
+    "two of one name": (lambda path: rewritten(path, renamed("byteorder", "version")), "two entries"),
+    "a storage less": (lambda path: rewritten(path, lambda n, d: None if n.endswith("data/0") else (n, d)), "data/0"),
+    "a short storage": (
+        lambda path: rewritten(path, lambda n, d: (n, d[:-4] if n.endswith("data/0") else d)),
+        "has 20 bytes, but 6 elements of float32 are 24",
+    ),
+    "no pickle": (lambda path: rewritten(path, renamed("data.pkl", "x.pkl")), "no data.pkl"),
+    "big-endian": (lambda path: rewritten(path, lambda n, d: (n, b"big" if "order" in n else d)), "big-endian"),
+    "cut off": (lambda path: path.write_bytes(path.read_bytes()[:-30]), "cut off"),
+    "no archive": (lambda path: path.write_bytes(b"hello"), "no file of torch.save"),
+    "of old torch": (lambda path: path.write_bytes(pickle.dumps(0x1950A86A20F9469CFC6C, 2)), "before 1.6"),
+    "empty": (lambda path: path.write_bytes(b""), "can't be read"),
+}
+
+
+@pytest.mark.parametrize("kind", TRICKS)
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_a_damaged_archive_is_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    write_archive(path, {"a": np.arange(6, dtype=np.float32)})
+    spoil, message = TRICKS[kind]
+    spoil(path)
+    with pytest.raises(UserError, match=message) as caught:
+        archive = TorchArchive(memory_map(path), str(path))
+        archive.view(archive.content["a"])
+    assert str(path) in str(caught.value)
+
+
+def test_a_directory_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    write_archive(path, {"a": np.arange(6, dtype=np.float32)})
+    data = bytearray(path.read_bytes())
+    place = data.rindex(b"archive/data/0") - 4
+    data[place : place + 4] = (8).to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="not where its directory says"):
+        archive = TorchArchive(memory_map(path), str(path))
+        archive.view(archive.content["a"])
+
+
+@pytest.mark.parametrize(
+    ("offset", "shape", "strides"),
+    [(0, (7,), (1,)), (1, (6,), (1,)), (0, (2, 3), (4, 1)), (0, (2,), (-1,)), (-1, (2,), (1,)), (0, (2**62,), (2**62,)),
+     (0, (2, 2), (1,)), (0, (True,), (1,))],
+)  # fmt: skip
+def test_a_tensor_outside_of_its_storage_is_refused(offset: int, shape: tuple[int, ...], strides: Any) -> None:
+    storage = (
+        b"(X\x07\x00\x00\x00storage" + global_("torch", "FloatStorage") + b"X\x01\x00\x00\x000X\x00\x00\x00\x00K\x06tQ"
+    )
+    numbers = b"".join(pickle.dumps(one, 2)[2:-1] for one in (offset, shape, strides))
+    data = b"\x80\x02" + global_("torch._utils", "_rebuild_tensor_v2") + b"(" + storage + numbers + b"tR."
+    with pytest.raises(UserError, match="with odd arguments"):
+        read_pickle(data, "a.pt")
+
+
+def test_a_file_within_a_file(tmp_path: Path) -> None:
+    """As shards of torch.distributed.checkpoint are."""
+    inner, path = io.BytesIO(), tmp_path / "__0_0.distcp"
+    write_archive_to(inner, np.arange(6, dtype=np.float32))
+    path.write_bytes(b"before" + inner.getvalue() + b"after")
+    archive = TorchArchive(memory_map(path), str(path), 6, len(inner.getvalue()))
+    np.testing.assert_array_equal(archive.view(archive.content), np.arange(6))
+    with pytest.raises(UserError, match="cut off"):
+        TorchArchive(memory_map(path), str(path), 6, len(inner.getvalue()) + 6)
