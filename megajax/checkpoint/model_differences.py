@@ -9,6 +9,7 @@ from megajax.config.dump import flatten
 TRAINING_ONLY = (
     "recompute", "recompute_layers", "layers_per_checkpoint", "offload", "unroll", "loss_chunk", "init_std",
     "embedding_std", "vocabulary_multiple", "dropout", "kernel", "label_smoothing", "z_loss", "residual",
+    "dt_min", "dt_max", "dt_floor", "decay_min", "decay_max", "chunk", "positions_multiple", "initial",
 )  # fmt: skip
 """Last names of settings that change how a model is trained or run, not what it computes."""
 ABSENT = "absent"

@@ -28,9 +28,9 @@ class Row:
     ours: str | tuple[str, ...]
     """Path of the weight; "stack.*." stands for the blocks of a stack. Several weights: a fused tensor, in which they
     follow one another along `axis`."""
-    move: str = ""
+    move: str | tuple[str, ...] = ""
     """einops pattern from their dimensions to ours, such as "(n h) d -> d n h"; "": the same. Of a fused tensor, from
-    each piece to its weight."""
+    each piece to its weight; several patterns: one for each piece."""
     cut: str = ""
     """einops pattern that a fused tensor is rearranged by before it is cut into pieces."""
     axis: int = 0
@@ -61,15 +61,15 @@ class Mapped:
     def ours(self, tensor: np.ndarray) -> list[np.ndarray]:
         """Their tensor -> the piece of each of our weights; views of the tensor where numpy can."""
         if len(self.pieces) == 1:
-            return [self._moved(tensor, self.pieces[0])]
+            return [_rearranged(tensor, *self._moves()[0])]
         whole = _rearranged(tensor, self.row.cut, self.row.sizes)
         ends = np.cumsum([piece[self.row.axis] for piece in self._piece_shapes()])
         parts = np.split(whole, ends[:-1], axis=self.row.axis)
-        return [self._moved(part, piece) for part, piece in zip(parts, self.pieces, strict=True)]
+        return [_rearranged(part, *move) for part, move in zip(parts, self._moves(), strict=True)]
 
     def theirs(self, ours: Sequence[np.ndarray]) -> np.ndarray:
         """Pieces of our weights -> their tensor."""
-        parts = [self._moved_back(part, piece.shape) for part, piece in zip(ours, self.pieces, strict=True)]
+        parts = [_moved_back(part, *move) for part, move in zip(ours, self._moves(), strict=True)]
         if len(parts) == 1:
             return parts[0]
         return self._joined(np.concatenate(parts, axis=self.row.axis))
@@ -84,13 +84,15 @@ class Mapped:
         return self._joined(_unallocated(joined)).shape
 
     def _piece_shapes(self) -> list[tuple[int, ...]]:
-        return [self._moved_back(_unallocated(piece.shape), piece.shape).shape for piece in self.pieces]
+        parts = [_unallocated(piece.shape) for piece in self.pieces]
+        return [_moved_back(part, *move).shape for part, move in zip(parts, self._moves(), strict=True)]
 
-    def _moved(self, part: np.ndarray, piece: Piece) -> np.ndarray:
-        return _rearranged(part, self.row.move, {**_sizes(self.row.move, piece.shape), **self.row.sizes})
-
-    def _moved_back(self, part: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        return _rearranged(part, _inverse(self.row.move), {**_sizes(self.row.move, shape), **self.row.sizes})
+    def _moves(self) -> list[tuple[str, dict[str, int]]]:
+        """The pattern of each piece, and sizes of its dimensions."""
+        row = self.row
+        patterns = (row.move,) * len(self.pieces) if isinstance(row.move, str) else row.move
+        both = zip(patterns, self.pieces, strict=True)
+        return [(pattern, {**_sizes(pattern, piece.shape), **row.sizes}) for pattern, piece in both]
 
     def _joined(self, whole: np.ndarray) -> np.ndarray:
         return _rearranged(whole, _inverse(self.row.cut), {**_sizes(self.row.cut, whole.shape), **self.row.sizes})
@@ -179,6 +181,10 @@ def _first_layer(path: str, declared: Mapping[str, ParamSpec]) -> int:
 
 def _row_of(path: str, layer: int, declared: Mapping[str, ParamSpec]) -> int:
     return declared[path].layers.index(layer + _first_layer(path, declared))
+
+
+def _moved_back(part: np.ndarray, pattern: str, sizes: Mapping[str, int]) -> np.ndarray:
+    return _rearranged(part, _inverse(pattern), sizes)
 
 
 def _rearranged(array: np.ndarray, pattern: str, sizes: Mapping[str, int]) -> np.ndarray:

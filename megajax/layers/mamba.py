@@ -114,6 +114,7 @@ class Mamba2(nnx.Module):
             self.in_x_bias = param(head, per_head, init=ZEROS, role="bias")
             self.in_b_bias = param(group, per_group, init=ZEROS, role="bias")
             self.in_c_bias = param(group, per_group, init=ZEROS, role="bias")
+            self.in_dt_bias = param((cfg.heads,), ("heads",), init=ZEROS, role="bias")
             self.output_bias = param((hidden,), ("embed",), init=ZEROS, role="bias")
         self.conv_x = Filter(cfg, settings, head, per_head)
         self.conv_b = Filter(cfg, settings, group, per_group)
@@ -153,6 +154,7 @@ class Mamba2(nnx.Module):
         if self.cfg.bias:
             z, y = z + self.in_z_bias[...][None, None], y + self.in_x_bias[...][None, None]
             b, c = b + own(self.layout, self.in_b_bias)[None, None], c + own(self.layout, self.in_c_bias)[None, None]
+            dt = dt + self.in_dt_bias[...][None, None]
         y, b, c = checkpoint_name(y, "value"), checkpoint_name(b, "key"), checkpoint_name(c, "query")
         return {"x": y, "b": b, "c": c, "dt": checkpoint_name(dt, "value")}, checkpoint_name(z, "gate")
 

@@ -1,7 +1,7 @@
 """What a family of Hugging Face models is: its config.json as a model config of ours and back, and a table of names."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megajax.checkpoint.tensor_table import Row
@@ -14,6 +14,15 @@ UNUSED = frozenset({
     "initializer_factor", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "max_new_tokens",
     "model_type", "pad_token_id", "pretraining_tp", "problem_type", "resid_pdrop", "sep_token_id",
     "task_specific_params", "tokenizer_class", "torch_dtype", "transformers_version", "unk_token_id", "use_cache",
+    # Read by families that see images; taken from preprocessor_config.json.
+    "image_mean", "image_std",
+    # Older versions of transformers wrote all settings of generation, and of outputs, into config.json.
+    "bad_words_ids", "begin_suppress_tokens", "chunk_size_feed_forward", "diversity_penalty", "do_sample",
+    "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "finetuning_task",
+    "forced_bos_token_id", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups",
+    "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "prefix",
+    "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate", "suppress_tokens",
+    "temperature", "tf_legacy_loss", "top_k", "top_p", "torchscript", "typical_p",
 })  # fmt: skip
 
 
@@ -61,11 +70,19 @@ class Settings:
         """Reports a feature that we lack."""
         self.problems.append(f"{name}={value}: {why}")
 
-    def finish(self, ignored: Collection[str] = ()) -> None:
-        """Raises UserError with everything that can't be had. Settings that are off, or in `ignored`, do no harm."""
+    def close(self, ignored: Collection[str] = ()) -> None:
+        """Reports what is left. Settings that are off, or in `ignored`, do no harm."""
         for name, value in self.left.items():
             if name not in ignored and name not in UNUSED and value not in (None, False, [], {}):
                 self.refuse(name, value, "this setting is not supported")
+
+    def architecture(self) -> str:
+        """The first of `architectures`, "" if none is given."""
+        return next(iter(self.left.get("architectures") or ()), "")
+
+    def finish(self, ignored: Collection[str] = ()) -> None:
+        """Raises UserError with everything that can't be had, see `close`."""
+        self.close(ignored)
         if self.problems:
             lines = "\n".join(f"  {problem}" for problem in self.problems)
             raise UserError(f"{self.where} has features that MegaJAX lacks:\n{lines}")
@@ -88,4 +105,13 @@ class Family:
     unused: frozenset[str] = frozenset()
     """Further settings of config.json that change nothing that a forward pass computes."""
     ignored: tuple[str, ...] = ()
-    """Patterns of names of tensors that hold no weights, such as tables of rotary angles."""
+    """Patterns of names of tensors that hold no weights, such as tables of rotary angles, or weights that the model
+    does not have; never those of the table."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Regular expression -> replacement, applied in order to names of tensors in files: for classes whose names have
+    other prefixes than the table, and for older names."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Name of a tensor that may stand beside the one it is a copy of -> that one."""
+    heads: Mapping[str, str] = field(default_factory=dict)
+    """The same for heads of models whose config.json ties them. Where they differ from the table, transformers does not
+    tie them, and the model is untied."""

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 from megajax.checkpoint.foreign import ForeignModel, ForeignWeights, Tensors, declared_by, demand_fit
 from megajax.checkpoint.huggingface.family import Family, Settings
+from megajax.checkpoint.huggingface.names import fitted
 from megajax.checkpoint.huggingface.registry import family_of
 from megajax.checkpoint.huggingface.safetensors import SafetensorsFolder
 from megajax.checkpoint.tensor_table import Mapped, resolved
 from megajax.config.errors import UserError
 
-CONFIG = "config.json"
+CONFIG, PREPROCESSOR = "config.json", "preprocessor_config.json"
 
 
 class HuggingFaceModel(NamedTuple):
@@ -30,18 +31,32 @@ class HuggingFaceModel(NamedTuple):
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a folder. Raises UserError if there is none."""
-    path = folder / CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        return _json(folder / CONFIG)
     except OSError as error:
         raise UserError(
             f"{folder} is no Hugging Face model folder: {CONFIG} can't be read ({error.strerror})"
         ) from error
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A file with a mapping of settings. Raises UserError if it is none, OSError if it can't be read."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is no JSON file ({error})") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} is a {type(config).__name__}, not a mapping of settings")
-    return config
+    if not isinstance(settings, dict):
+        raise UserError(f"{path} is a {type(settings).__name__}, not a mapping of settings")
+    return settings
+
+
+def _pixels(folder: Path) -> dict[str, Any]:
+    """How preprocessor_config.json normalises images; {} if there is none."""
+    path = folder / PREPROCESSOR
+    if not path.is_file():
+        return {}
+    given = _json(path)
+    return {name: given[name] for name in ("image_mean", "image_std") if given.get(name)}
 
 
 def read_model(folder: Path) -> ForeignModel:
@@ -67,7 +82,7 @@ def model_of(folder: Path | str) -> Any:
 
 def _family_and_model(folder: Path) -> tuple[Family, dict[str, Any], Any]:
     config = read_config(folder)
-    given = Settings(config, str(folder / CONFIG))
+    given = Settings({**_pixels(folder), **config}, str(folder / CONFIG))
     family = family_of(given)
     model = family.model(given)
     given.finish(family.unused)
@@ -76,5 +91,5 @@ def _family_and_model(folder: Path) -> tuple[Family, dict[str, Any], Any]:
 
 def _described(folder: Path) -> tuple[Family, dict[str, Any], ForeignModel]:
     family, config, model = _family_and_model(folder)
-    tensors = SafetensorsFolder(folder)
+    tensors, model = fitted(SafetensorsFolder(folder), family, model)
     return family, config, ForeignModel(model=model, tensors=tensors, rows=family.rows(model), ignored=family.ignored)

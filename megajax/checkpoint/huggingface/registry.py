@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import cache
 
-from megajax.checkpoint.huggingface.families import llama
+from megajax.checkpoint.huggingface.families import gpt2, llama, mamba2
 from megajax.checkpoint.huggingface.family import Family, Settings
 from megajax.checkpoint.model_differences import differences, in_words
 from megajax.config.errors import UserError
@@ -13,7 +13,7 @@ from megajax.config.nearest import did_you_mean
 @cache
 def families() -> Mapping[str, Family]:
     """By name."""
-    return {family.name: family for family in (*llama.FAMILIES,)}
+    return {family.name: family for family in (*llama.FAMILIES, *gpt2.FAMILIES, *mamba2.FAMILIES)}
 
 
 def family_of(given: Settings) -> Family:

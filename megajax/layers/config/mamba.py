@@ -121,7 +121,7 @@ class Mamba2Config(StateSpaceConfig):
         parts = {**wide, "dt": ((self.heads,), ("heads",))}
         weights = [Weight(f"in_{name}", (hidden, *shape), ("embed", *axes)) for name, (shape, axes) in parts.items()]
         if self.bias:
-            weights += [Weight(f"in_{name}_bias", shape, axes) for name, (shape, axes) in wide.items()]
+            weights += [Weight(f"in_{name}_bias", shape, axes) for name, (shape, axes) in parts.items()]
             weights.append(Weight("output_bias", (hidden,), ("embed",)))
         for name in ("x", "b", "c"):
             shape, axes = wide[name]

@@ -1,0 +1,105 @@
+"""GPT-2: learned positions, LayerNorm, biases. Its matrices are (in, out), with query, key and value side by side."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from megajax.checkpoint.huggingface.activations import ACTIVATIONS, theirs
+from megajax.checkpoint.huggingface.families.llama import layers_of
+from megajax.checkpoint.huggingface.family import Family, Settings
+from megajax.checkpoint.huggingface.rows import norm
+from megajax.checkpoint.tensor_table import Row
+from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
+from megajax.models.config import DecoderConfig
+
+UNUSED = frozenset({
+    "n_ctx", "reorder_and_upcast_attn", "summary_activation", "summary_first_dropout",
+    "summary_proj_to_labels", "summary_type", "summary_use_proj",
+})  # fmt: skip
+"""About dtypes and other heads."""
+
+
+def model(given: Settings) -> DecoderConfig:
+    """The model of a config.json."""
+    hidden, heads, layers = given.take("n_embd", 768), given.take("n_head", 12), given.take("n_layer", 12)
+    ln = LayerNormConfig(epsilon=given.take("layer_norm_epsilon", 1e-5))
+    activation = given.choose("activation_function", "gelu_new", ACTIVATIONS)
+    mixer = AttentionConfig(heads=heads, bias=True, scale=None if given.take("scale_attn_weights", True) else 1.0)
+    mlp = DenseMLPConfig(ffn=given.take("n_inner", 4 * hidden), activation=activation)
+    block = BlockConfig(mixer=mixer, mlp=mlp, norm=ln)
+    blocks = [block] * layers
+    if given.take("scale_attn_by_inverse_layer_idx", False):
+        scale = (hidden // heads) ** -0.5 if mixer.scale is None else 1.0
+        blocks = [replace(block, mixer=replace(mixer, scale=scale / (number + 1))) for number in range(layers)]
+    return DecoderConfig(
+        hidden=hidden,
+        vocabulary_size=given.take("vocab_size", 50257),
+        sequence_length=given.take("n_positions", 1024),
+        stack=StackConfig.of(blocks),
+        learned_positions=True,
+        norm=ln,
+        tied=given.take("tie_word_embeddings", True),
+    )
+
+
+def settings(cfg: DecoderConfig) -> dict[str, Any]:
+    """The config.json of a model."""
+    layers = layers_of(cfg)
+    mixer, mlp = layers[0].mixer, layers[0].mlp
+    scales = [block.mixer.scale for block in layers]
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": cfg.hidden,
+        "n_head": mixer.heads,
+        "n_layer": len(layers),
+        "n_inner": mlp.ffn,
+        "n_positions": cfg.sequence_length,
+        "vocab_size": cfg.vocabulary_size,
+        "activation_function": "gelu_new" if mlp.activation == "gelu_tanh" else theirs(mlp.activation),
+        "layer_norm_epsilon": cfg.norm.epsilon,
+        "scale_attn_weights": scales[0] != 1.0,
+        "scale_attn_by_inverse_layer_idx": len(set(scales)) > 1,
+        "tie_word_embeddings": cfg.tied,
+    }
+
+
+LAYER, BLOCK = "transformer.h.{layer}", "stack.*"
+QKV = tuple(f"{BLOCK}.mixer.{name}" for name in ("query", "key", "value"))
+
+
+def rows(cfg: DecoderConfig) -> Sequence[Row]:
+    """The table."""
+    tokens = (slice(0, cfg.vocabulary_size),)
+    return [
+        Row("transformer.wte.weight", "tokens", inside=tokens),
+        Row("transformer.wpe.weight", "positions"),
+        Row(f"{LAYER}.attn.c_attn.weight", QKV, "d (n h) -> d n h", axis=1),
+        Row(f"{LAYER}.attn.c_attn.bias", tuple(f"{path}_bias" for path in QKV), "(n h) -> n h"),
+        Row(f"{LAYER}.attn.c_proj.weight", f"{BLOCK}.mixer.output", "(n h) d -> n h d"),
+        Row(f"{LAYER}.attn.c_proj.bias", f"{BLOCK}.mixer.output_bias"),
+        Row(f"{LAYER}.mlp.c_fc.weight", f"{BLOCK}.mlp.up"),
+        Row(f"{LAYER}.mlp.c_fc.bias", f"{BLOCK}.mlp.up_bias"),
+        Row(f"{LAYER}.mlp.c_proj.weight", f"{BLOCK}.mlp.down"),
+        Row(f"{LAYER}.mlp.c_proj.bias", f"{BLOCK}.mlp.down_bias"),
+        *norm(f"{LAYER}.ln_1", f"{BLOCK}.mixer_norm"),
+        *norm(f"{LAYER}.ln_2", f"{BLOCK}.mlp_norm"),
+        *norm("transformer.ln_f", "norm"),
+        Row("lm_head.weight", "head", inside=tokens),
+    ]
+
+
+FAMILIES = [
+    Family(
+        name="gpt2",
+        model_types=("gpt2",),
+        model=model,
+        settings=settings,
+        rows=rows,
+        unused=UNUSED,
+        ignored=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
+        # GPT2Model's own names, as of the first checkpoints, have no prefix.
+        renamed=((r"^(wte|wpe|h|ln_f)\.", r"transformer.\1."),),
+        heads={"lm_head.weight": "transformer.wte.weight"},
+    )
+]

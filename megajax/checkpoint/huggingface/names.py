@@ -1,0 +1,73 @@
+"""Tensors under the names of a family's table: prefixes that classes of transformers differ in, and copies."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from megajax.checkpoint.foreign import Entry, Tensors
+from megajax.checkpoint.huggingface.family import Family
+from megajax.config.errors import UserError
+
+ROWS = 4096
+"""Rows of a tensor that are compared at once."""
+
+
+class NamedTensors:
+    """Tensors by other names, or a part of them: `megajax.checkpoint.foreign.Tensors`."""
+
+    def __init__(self, tensors: Tensors, names: Mapping[str, str]):
+        """names: name here -> name there."""
+        self.where, self._tensors, self._names = tensors.where, tensors, names
+
+    def entries(self) -> Mapping[str, Entry]:
+        entries = self._tensors.entries()
+        return {here: entries[there] for here, there in self._names.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        return self._tensors.read(self._names[name])
+
+
+def fitted(tensors: Tensors, family: Family, model: Any) -> tuple[Tensors, Any]:
+    """The tensors by the names of the family's table, without copies, and the model, whose head is untied if theirs is.
+
+    Raises UserError where two tensors have the same name in the table.
+    """
+    names: dict[str, str] = {}
+    for there in tensors.entries():
+        here = _renamed(there, family.renamed)
+        if here in names:
+            raise UserError(f"{tensors.where} has {here} twice, as {names[here]} and as {there}")
+        names[here] = there
+    for copy, original in family.copies.items():
+        _drop(copy, original, names, tensors)
+    if getattr(model, "tied", False):
+        for copy, original in family.heads.items():
+            _drop(copy, original, names, tensors)
+        if any(copy in names for copy in family.heads):
+            model = replace(model, tied=False)
+    return NamedTensors(tensors, names), model
+
+
+def _renamed(name: str, rules: Sequence[tuple[str, str]]) -> str:
+    for pattern, replacement in rules:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def _drop(copy: str, original: str, names: dict[str, str], tensors: Tensors) -> None:
+    """Removes a copy that equals its original, or gives it the original's name where there is none."""
+    if copy not in names:
+        return
+    if original not in names:
+        names[original] = names.pop(copy)
+    elif _equal(tensors.read(names[copy]), tensors.read(names[original])):
+        del names[copy]
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return all(np.array_equal(a[row : row + ROWS], b[row : row + ROWS]) for row in range(0, len(a), ROWS))
