@@ -2,7 +2,10 @@
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher
+from fnmatch import fnmatchcase
 from math import isqrt
+
+from megajax.config.errors import UserError
 
 MOST_TO_DIVIDE = 2**40
 """For larger numbers only 1 and the number itself are returned; sizes of models are smaller."""
@@ -56,6 +59,19 @@ def either(names: Iterable[str]) -> str:
     """a, b or c."""
     *first, last = names
     return f"{', '.join(first)} or {last}" if first else last
+
+
+def matching(setting: str, pattern: str, names: Iterable[str], what: str = "weight") -> list[str]:
+    """The names that match a pattern, in which * stands for any text.
+
+    Raises UserError where none does, with the nearest names. setting: where the pattern is; what: the names are of.
+    """
+    names = list(names)
+    if matched := [name for name in names if fnmatchcase(name, pattern)]:
+        return matched
+    near = nearest_names(pattern.replace("*", ""), names) or names[:3]
+    hint = f": did you mean {either(near)}? " if near else ". "
+    raise UserError(f"{setting}={pattern} matches no {what} of the model{hint}* stands for any text, dots included")
 
 
 def _likeness(a: str, b: str) -> float:

@@ -92,6 +92,15 @@ class GroupedChoice(NamedTuple):
     """Faster kernels with the reason, "mosaic, triton: needs an NVIDIA GPU, jax found cpu"."""
 
 
+def capable_grouped(kernel: GroupedKernel, dtype: str, sizes: GroupedSizes) -> GroupedKernel:
+    """The kernel, or where it does not take the dtype or the sizes, the next fastest that does."""
+    if kernel == "auto":
+        return kernel
+    names = [*GROUPED_BACKENDS]
+    able = names[names.index(kernel) :]
+    return next(name for name in able if GROUPED_BACKENDS[name].refusal(dtype, None, sizes) is None)
+
+
 def choose_grouped(
     kernel: GroupedKernel,
     dtype: str | None,

@@ -23,7 +23,7 @@ class Attention(nnx.Module):
         self.key = matrix(settings, (hidden, groups, size), ("embed", *shared))
         self.value = matrix(settings, (hidden, groups, size), ("embed", *shared))
         outer = Normal(settings.output_std)
-        self.output = matrix(settings, (heads, size, hidden), ("heads", "head_dim", "embed"), init=outer)
+        self.output = matrix(settings, (heads, size, hidden), ("heads", "head_dim", "embed"), init=outer, inputs=2)
         if cfg.gate:
             self.gate = matrix(settings, (hidden, heads, size), ("embed", "heads", "head_dim"))
         if cfg.has_qkv_bias():

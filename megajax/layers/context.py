@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from megajax.mesh.layout import Layout
+from megajax.mesh.rules import LogicalAxes
 
 
 class Context(NamedTuple):
@@ -49,18 +50,26 @@ def fold_rows(row_keys: Array, number: Array | int) -> Array:
     return jax.vmap(fold)(row_keys)
 
 
-def dropout(x: Array, rate: float, ctx: Context, place: int, layout: Layout) -> Array:
-    """Zero a share `rate` of x [B, S, D] and scale up the rest; the identity without keys or at rate 0.
+def dropout(
+    x: Array,
+    rate: float,
+    ctx: Context,
+    place: int,
+    layout: Layout,
+    axes: LogicalAxes = ("batch", "seq_residual", "embed"),
+) -> Array:
+    """Zero a share `rate` of x [B, S, ...] and scale up the rest; the identity without keys or at rate 0.
 
     Every token has a key of its own, from (seed, row, layer, place, index): the mask is the same on every layout.
+    axes: logical axes of x.
     """
     if rate == 0 or ctx.row_keys is None:
         return x
 
     def kept(row: Array, index: Array) -> Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(row), index)
-        return jax.random.bernoulli(key, 1 - rate, x.shape[-1:])
+        return jax.random.bernoulli(key, 1 - rate, x.shape[2:])
 
     keep = jax.vmap(jax.vmap(kept, (None, 0)), (0, None))(fold_rows(ctx.row_keys, place), ctx.index)
-    keep = layout.act(keep, "batch", "seq_residual", "embed")
+    keep = layout.act(keep, *axes)
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)

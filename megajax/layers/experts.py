@@ -15,7 +15,7 @@ from megajax.kernels.grouped_matmul import grouped_matmul
 from megajax.layers.config import DenseMLPConfig, GatedMLPConfig
 from megajax.layers.fused import keeping_inputs
 from megajax.layers.mlp import ACTIVATIONS
-from megajax.layers.param import ZEROS, LayerSettings, Normal, param
+from megajax.layers.param import ZEROS, LayerSettings, Matrix, Normal, param
 
 
 class DenseExperts(nnx.Module):
@@ -29,23 +29,29 @@ class DenseExperts(nnx.Module):
         embed = "embed" if width == settings.hidden else None
         for name in self.inner:
             axes = ("expert", embed, "expert_mlp")
-            setattr(self, name, param((number, width, cfg.ffn), axes, init=Normal(settings.std)))
+            array = param((number, width, cfg.ffn), axes, init=Normal(settings.std))
+            setattr(self, name, Matrix(settings.layout, array))
         axes = ("expert", "expert_mlp", embed)
-        self.down = param((number, cfg.ffn, width), axes, init=Normal(settings.output_std))
+        self.down = Matrix(settings.layout, param((number, cfg.ffn, width), axes, init=Normal(settings.output_std)))
         if cfg.bias:
             for name in self.inner:
                 shape, axes = (number, cfg.ffn), ("expert", "expert_mlp")
                 setattr(self, f"{name}_bias", param(shape, axes, init=ZEROS, role="bias"))
             self.down_bias = param((number, width), ("expert", embed), init=ZEROS, role="bias")
 
+    def leaves(self) -> dict[str, nnx.Param]:
+        """Weights by name; those of an adapter as "up.lora_a"."""
+        names = (*self.inner, "down")
+        leaves = {name + end: leaf for name in names for end, leaf in getattr(self, name).leaves().items()}
+        return leaves | {f"{name}_bias": getattr(self, f"{name}_bias") for name in names if self.cfg.bias}
+
     def weights(self) -> dict[str, Array]:
         """By name."""
-        names = [*self.inner, "down"]
-        return {name: getattr(self, name)[...] for name in names + [f"{n}_bias" for n in names if self.cfg.bias]}
+        return {name: leaf[...] for name, leaf in self.leaves().items()}
 
     def axes(self) -> dict[str, tuple[str | None, ...]]:
         """Logical axes of the weights of one layer, by name."""
-        return {name: getattr(self, name).axes[-w.ndim :] for name, w in self.weights().items()}
+        return {name: leaf.axes[-leaf[...].ndim :] for name, leaf in self.leaves().items()}
 
     def apply(
         self,
@@ -60,14 +66,26 @@ class DenseExperts(nnx.Module):
 
         The factor is on the inner activation: the output is then not needed for the factor's gradient.
         """
-        each = [self.biased(grouped_matmul(rows, weights[n], sizes, kernel), weights, n, sizes) for n in self.inner]
+        each = [self.biased(self.product(kernel, weights, n, rows, sizes), weights, n, sizes) for n in self.inner]
         inner = self.activated([checkpoint_name(x, "mlp") for x in each])
         inner = checkpoint_name(inner * scale.astype(inner.dtype), "activation")
-        y = grouped_matmul(inner, weights["down"], sizes, kernel)
+        y = self.product(kernel, weights, "down", inner, sizes)
         if not self.cfg.bias:
             return y
         bias = weights["down_bias"][_experts(sizes, rows.shape[0])].astype(jnp.float32) * scale / cuts
         return y + bias.astype(y.dtype)
+
+    def product(
+        self, kernel: GroupedKernel, weights: Mapping[str, Array], name: str, rows: Array, sizes: Array
+    ) -> Array:
+        """Of rows and the matrix with this name, with what its adapter adds.
+
+        Where the ffn is cut, it is a part of a sum or of the columns, as the product of the matrix alone is.
+        """
+        y, low_rank = grouped_matmul(rows, weights[name], sizes, kernel), getattr(self, name).low_rank
+        if low_rank is None:
+            return y
+        return y + low_rank.grouped(rows, weights[f"{name}.lora_a"], weights[f"{name}.lora_b"], sizes, kernel)
 
     def activated(self, inputs: list[Array]) -> Array:
         return keeping_inputs(ACTIVATIONS[self.cfg.activation])(*inputs)
@@ -88,9 +106,9 @@ class GatedExperts(DenseExperts):
         gate, up = inputs
         if self.cfg.clamp is not None:
             gate, up = jnp.minimum(gate, self.cfg.clamp), jnp.clip(up, -self.cfg.clamp, self.cfg.clamp)
-        return keeping_inputs(self.product)(gate, up)
+        return keeping_inputs(self.gated)(gate, up)
 
-    def product(self, gate: Array, up: Array) -> Array:
+    def gated(self, gate: Array, up: Array) -> Array:
         return ACTIVATIONS[self.cfg.activation](gate) * (up + self.cfg.offset)
 
 

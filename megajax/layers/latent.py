@@ -32,7 +32,7 @@ class LatentAttention(nnx.Module):
         self.key = matrix(settings, (cfg.key_value_rank, heads, cfg.content_dim), (None, *per_head))
         self.value = matrix(settings, (cfg.key_value_rank, heads, cfg.value_dim), (None, *per_head))
         self.output = matrix(
-            settings, (heads, cfg.value_dim, hidden), (*per_head, "embed"), init=Normal(settings.output_std)
+            settings, (heads, cfg.value_dim, hidden), (*per_head, "embed"), init=Normal(settings.output_std), inputs=2
         )
         if cfg.bias:
             self.output_bias = param((hidden,), ("embed",), init=ZEROS, role="bias")

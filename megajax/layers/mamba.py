@@ -108,7 +108,9 @@ class Mamba2(nnx.Module):
         self.in_b = matrix(settings, (hidden, *group), ("embed", *per_group))
         self.in_c = matrix(settings, (hidden, *group), ("embed", *per_group))
         self.in_dt = param((hidden, cfg.heads), ("embed", "heads"), init=Normal(settings.std))
-        self.output = matrix(settings, (*head, hidden), (*per_head, "embed"), init=Normal(settings.output_std))
+        self.output = matrix(
+            settings, (*head, hidden), (*per_head, "embed"), init=Normal(settings.output_std), inputs=2
+        )
         if cfg.bias:
             self.in_z_bias = param(head, per_head, init=ZEROS, role="bias")
             self.in_x_bias = param(head, per_head, init=ZEROS, role="bias")

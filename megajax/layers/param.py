@@ -7,7 +7,8 @@ Outside modules, the weights of a model are a flat dict from dotted path to arra
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import EllipsisType
+from math import prod
+from types import EllipsisType, MappingProxyType
 from typing import Any, Literal, Protocol
 
 import jax
@@ -16,6 +17,7 @@ from flax import nnx
 from jax import Array
 
 from megajax.batch import Params
+from megajax.layers.low_rank import LowRank
 from megajax.mesh.copies import copy_heads
 from megajax.mesh.layout import Layout
 from megajax.mesh.observations import REDUCTIONS, Observed, Reduction, Updater
@@ -139,15 +141,24 @@ def observation(declared: Observed) -> Observation:
     return _leaf(Observation, declared.shape, declared.axes, init=ZEROS, role="observation", **more)
 
 
-class Matrix(nnx.Module):
-    """A weight that `Layout.dot` multiplies by, with what the layout's recipe keeps beside it.
+class Adapter(nnx.Param):
+    """A matrix of a low-rank adapter: trained while the weights of the model are frozen."""
 
-    The array has the path of the matrix itself (`query`), what is beside it comes after (`query.amax.max`).
+
+class Matrix(nnx.Module):
+    """A weight that `Layout.dot` or a grouped matmul multiplies by, with what belongs to it.
+
+    The array has the path of the matrix itself (`query`). After it come what the layout's recipe keeps beside it
+    (`query.amax.max`) and the two matrices of an adapter (`query.lora_a`, `query.lora_b`).
     """
 
-    def __init__(self, layout: Layout, array: nnx.Param):
-        self.layout, self.array = layout, array
-        beside = layout.beside(array.shape, array.axes)
+    def __init__(
+        self, layout: Layout, array: nnx.Param, beside: Mapping[str, Observed] = MappingProxyType({}), inputs: int = 1
+    ):
+        """beside: observations by name; inputs: number of dimensions that a product sums over, the first of the array
+        behind those of layers and experts."""
+        self.layout, self.array, self.inputs = layout, array, inputs
+        self.low_rank: LowRank | None = None
         self.names = tuple(beside)
         for name, declared in beside.items():
             setattr(self, name, observation(declared))
@@ -155,17 +166,57 @@ class Matrix(nnx.Module):
     def __getitem__(self, whole: EllipsisType) -> Array:
         """matrix[...]: the array as it is multiplied by, with a copy of each key-value head on every device that uses
         it. A training step hands in weights that have them; outside of one, they are made here."""
-        array = self.array[whole]
-        return copy_heads(self.layout, array, self.array.axes[-array.ndim :])
+        del whole
+        return self._used(self.array)
 
     def carried(self) -> dict[str, Array]:
         """What is beside the array, by name."""
         return {name: getattr(self, name)[...] for name in self.names}
 
+    def adapted(self, y: Array, equation: str, x: Array, *out: str | None) -> Array:
+        """y, the product of x and the array, with what the adapter adds, if there is one. out: logical axes of y."""
+        if self.low_rank is None:
+            return y
+        a, b = (self._used(leaf) for leaf in (self.lora_a, self.lora_b))
+        return y + self.low_rank(self.layout, equation, x, a, b, *out)
 
-def matrix(settings: LayerSettings, shape: tuple[int, ...], axes: LogicalAxes, *, init: Init | None = None) -> Matrix:
-    """A weight for `Layout.dot`. init: by default that of matrices that do not write to the residual stream."""
-    return Matrix(settings.layout, param(shape, axes, init=init or Normal(settings.std)))
+    def _used(self, leaf: nnx.Param) -> Array:
+        array = leaf[...]
+        return copy_heads(self.layout, array, leaf.axes[-array.ndim :])
+
+    def leaves(self) -> dict[str, nnx.Param]:
+        """The array and the matrices of the adapter, by what their paths have beyond that of the matrix."""
+        adapter = {} if self.low_rank is None else {".lora_a": self.lora_a, ".lora_b": self.lora_b}
+        return {"": self.array, **adapter}
+
+    def adapt(self, rank: int, scale: float, rate: float) -> None:
+        """Add an adapter: A from the inputs to `rank`, B from there to the outputs, laid out as the array is.
+
+        scale: of what it adds; rate: of its input's dropout. Initial values as in PEFT: A uniform up to 1 /
+        sqrt(inputs), which is Kaiming's with a = sqrt(5), B zeros.
+        """
+        shape, axes = self.array.shape, self.array.axes
+        first = sum(name in ("layer", "expert") for name in axes)
+        end = first + self.inputs
+        bound = prod(shape[first:end]) ** -0.5
+        self.low_rank = LowRank(scale, tuple(axes[first:end]), rate)
+        self.lora_a = self._adapter("lora_a", (*shape[:end], rank), (*axes[:end], "rank"), Uniform(-bound, bound))
+        outputs = (*shape[:first], rank, *shape[end:]), (*axes[:first], "rank", *axes[end:])
+        self.lora_b = self._adapter("lora_b", *outputs, ZEROS)
+
+    def _adapter(self, name: str, shape: tuple[int, ...], axes: LogicalAxes, init: Init) -> Adapter:
+        origin, layers = self.array.init_path, self.array.layers
+        leaf = _leaf(Adapter, shape, axes, init=init, role="weight")
+        return _changed(leaf, leaf[...], layers=layers, init_path=f"{origin}.{name}" if layers else None)
+
+
+def matrix(
+    settings: LayerSettings, shape: tuple[int, ...], axes: LogicalAxes, *, init: Init | None = None, inputs: int = 1
+) -> Matrix:
+    """A weight for `Layout.dot`. init: by default that of matrices that do not write to the residual stream; inputs:
+    the number of its first dimensions that a product sums over."""
+    array = param(shape, axes, init=init or Normal(settings.std))
+    return Matrix(settings.layout, array, settings.layout.beside(shape, axes), inputs)
 
 
 def _leaf[V: nnx.Variable](kind: type[V], shape: tuple[int, ...], axes: LogicalAxes, **metadata: Any) -> V:

@@ -1,7 +1,6 @@
 """A stack of residual blocks: patterns that are scanned, with what the backward pass saves chosen by name."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -15,10 +14,12 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.batch import Params
 from megajax.layers.config import StackConfig, shared_bias
 from megajax.layers.context import Context
+from megajax.layers.lora import drop_inputs
 from megajax.layers.param import LayerSettings, bind, path_of, stacked
 from megajax.layers.remat import Recomputing, SavePolicy
 from megajax.layers.runs import common_runs
 from megajax.layers.segments import SegmentsConfig
+from megajax.mesh.layout import Layout
 
 BLOCKS = "blocks."
 """Where a stack's weights with a leading `layer` dimension are; the others are the same for all layers."""
@@ -123,9 +124,6 @@ class Stack(nnx.Module):
         self.recomputing, self.unroll, self.segmented = recomputing, unroll, isinstance(cfg, SegmentsConfig)
         self.numbers = tuple(layers for _, layers in cfg.stored())
         self.blocks = _blocks(cfg, settings)
-        # Structure alone: the weights are those of `blocks`.
-        plain = _blocks(cfg, replace(settings, layout=settings.layout.plain())) if settings.layout.fp8_layers else None
-        self.plain = None if plain is None else tuple(map(nnx.graphdef, plain))
         shared = [bias for block in cfg.pattern if (bias := shared_bias(block)) is not None]
         self.relative = shared[0][1].build(settings, heads=shared[0][0]) if shared else None
 
@@ -237,7 +235,7 @@ class Stack(nnx.Module):
 
     def fp8_layers(self, segment: Segment, start: int, repeats: int, first: int | None) -> Fp8Layers | None:
         """Of the repeats from `start` on, where they are known and not all the same."""
-        if first is None or self.plain is None:
+        if first is None or self.layout.fp8_layers is None:
             return None
         pattern = len(segment.blocks)
         layers = [segment.layer + (first + start + row) * pattern for row in range(repeats)]
@@ -278,19 +276,20 @@ class Stack(nnx.Module):
             ]
             for place, (graph, _) in enumerate(parts):
                 block, layer = bind(nnx.merge(graph, abstract[place]), gathered[place]), number + place
-                if self.plain is not None:
-                    plain = bind(nnx.merge(self.plain[segment.blocks[place]], abstract[place]), gathered[place])
-                    block = self.chosen(block, plain, layer, None if fp8_layers is None else fp8_layers[place])
-                x = block(x, ctx.for_layer(layer))
+                of_layer = ctx.for_layer(layer)
+                drop_inputs(block, of_layer)
+                chosen = self.chosen(block, layer, None if fp8_layers is None else fp8_layers[place])
+                x = chosen(x, of_layer)
             return x
 
         return repeat
 
-    def chosen(self, block: Callable, plain: Callable, layer: Array, in_fp8: bool | None) -> Callable:
+    def chosen(self, block: nnx.Module, layer: Array, in_fp8: bool | None) -> Callable:
         """The block with the recipe or without; where it is not known while tracing, by the layer's number."""
-        if in_fp8 is None:
-            return self.layout.either(layer, block, plain)
-        return block if in_fp8 else plain
+        if in_fp8 or self.layout.fp8_layers is None:
+            return block
+        plain = _without_recipe(block)
+        return self.layout.either(layer, block, plain) if in_fp8 is None else plain
 
     def in_order(self) -> Params:
         """The stacked weights by their paths in `self.blocks`, rows in the order of the layers."""
@@ -299,6 +298,15 @@ class Stack(nnx.Module):
     def common(self) -> Params:
         """The weights that all layers share, by their paths in the stack."""
         return {} if self.relative is None else {"relative.table": self.relative.table[...]}
+
+
+def _without_recipe[M: nnx.Module](block: M) -> M:
+    """The same layers with a layout that multiplies by einsum."""
+    plain = nnx.merge(*nnx.split(block))
+    for _, node in nnx.iter_graph(plain):
+        if isinstance(getattr(node, "layout", None), Layout):
+            node.layout = node.layout.plain()
+    return plain
 
 
 def _segments(cfg: StackConfig | SegmentsConfig) -> tuple[Segment, ...]:

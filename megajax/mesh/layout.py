@@ -40,6 +40,10 @@ class Weight(Protocol):
         """The auxiliary arrays that the recipe needs, by name."""
         ...
 
+    def adapted(self, y: Array, equation: str, x: Array, *out: str | None) -> Array:
+        """y, the product of x and the array, with what an adapter of the weight adds. out: logical axes of y."""
+        ...
+
 
 def exact(equation: str, x: Array, w: Array, **carried: Array) -> Array:
     """einsum in x's dtype; ignores auxiliary arrays. The gradient of w is computed in w's dtype."""
@@ -132,7 +136,10 @@ class Layout:
         If the result is added to the residual stream, its cotangent is gathered along the sequence once, for both
         matmuls of the backward pass. By default, the compiler gathers it for each.
         """
-        y = self.matmul(equation, x, w) if isinstance(w, Array) else self.matmul(equation, x, w[...], **w.carried())
+        if isinstance(w, Array):
+            y = self.matmul(equation, x, w)
+        else:
+            y = w.adapted(self.matmul(equation, x, w[...], **w.carried()), equation, x, *out)
         if "seq_residual" in out:
             y = self._cotangent_as(y, tuple("seq" if name == "seq_residual" else name for name in out))
         return self.act(y, *out)

@@ -42,6 +42,8 @@ class Rules:
     expert_mlp: MeshAxes = ("tensor",)
     """The ffn of an expert; () where each is whole."""
     state: MeshAxes = ()
+    rank: MeshAxes = ()
+    """The inner dimension of a low-rank adapter."""
     layer: MeshAxes = ("pipeline",)
     """Rows of stacked weights; `pipeline.partition` makes the layers of a stage adjacent."""
     copies: MeshAxes = ("tensor",)

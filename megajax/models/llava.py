@@ -83,7 +83,7 @@ class Looking:
         """Every patch sees every other one of its image."""
         rows, slots = batch["images"].shape[:2]
         keys = None
-        if key is not None and self.tower.cfg.has_dropout():
+        if key is not None and (self.tower.cfg.has_dropout() or self.model.cfg.drops_inputs()):
             numbers = batch[SAMPLE][:, None] * slots + jnp.arange(slots, dtype=jnp.uint32)[None]
             keys = keys_of_rows(jax.random.fold_in(key, VISION), numbers.reshape(-1))
         return self.tower.image_context(rows * slots, keys)

@@ -1,13 +1,11 @@
 """Which weights are treated alike: their learning rate, their decay, and which update rule they get."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 
 from jax import Array
 
-from megajax.config.errors import UserError
-from megajax.config.nearest import either, nearest_names
+from megajax.config.nearest import matching
 from megajax.layers.param import ParamSpec
 from megajax.optim.config import OptimizerBuilder, UpdateConfig
 
@@ -36,6 +34,8 @@ class Group:
         return f"{rate}{floor}{factor}, {decay}"
 
 
+ALL = ("*",)
+"""The default of optimizer.trainable."""
 HEAD = "head"
 """Path of the head where it is a weight of its own."""
 
@@ -77,15 +77,21 @@ def groups(
     for place, rule in enumerate(cfg.groups):
         rates = {name: getattr(rule, name) for name in ("lr", "min_lr", "lr_multiplier", "decay")}
         rates = {name: value for name, value in rates.items() if value is not None}
-        for path in _matching(f"optimizer.groups.{place}.match", rule.match, declared):
+        for path in matching(f"optimizer.groups.{place}.match", rule.match, declared):
             by_path[path] = replace(by_path[path], **rates)
     return by_path
 
 
-def trainable(cfg: UpdateConfig | OptimizerBuilder, declared: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
-    """The weights that are trained, in their order. Raises UserError for a pattern that matches no weight."""
-    paths = {path for pattern in cfg.trainable for path in _matching("optimizer.trainable", pattern, declared)}
-    return {path: spec for path, spec in declared.items() if path in paths}
+def trainable(
+    cfg: UpdateConfig | OptimizerBuilder, declared: Mapping[str, ParamSpec], adapters: Collection[str] = ()
+) -> dict[str, ParamSpec]:
+    """The weights that are trained, in their order. Raises UserError for a pattern that matches no weight.
+
+    adapters: paths of low-rank adapters. With them, the default pattern, *, stands for no other weight.
+    """
+    patterns = () if adapters and cfg.trainable == ALL else cfg.trainable
+    paths = {path for pattern in patterns for path in matching("optimizer.trainable", pattern, declared)}
+    return {path: spec for path, spec in declared.items() if path in paths or path in adapters}
 
 
 def _plain(cfg: UpdateConfig, spec: ParamSpec) -> Group:
@@ -94,15 +100,3 @@ def _plain(cfg: UpdateConfig, spec: ParamSpec) -> Group:
     if not is_vocabulary(spec):
         return Group(decay=float(decay))
     return Group(lr=cfg.embedding_lr, min_lr=cfg.embedding_min_lr, decay=float(decay))
-
-
-def _matching(setting: str, pattern: str, declared: Mapping[str, ParamSpec]) -> list[str]:
-    """Paths that match. Raises UserError, which names the nearest ones, where none does."""
-    paths = list(declared)
-    if matched := [path for path in paths if fnmatchcase(path, pattern)]:
-        return matched
-    near = nearest_names(pattern.replace("*", ""), paths) or paths[:3]
-    raise UserError(
-        f"{setting}={pattern} matches no weight of the model: did you mean {either(near)}? "
-        "* stands for any text, dots included"
-    )

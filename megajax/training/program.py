@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from megajax.batch import SAMPLE, Batch, Leaf, Params, Schema, batch_schema
 from megajax.config.errors import UserError
-from megajax.layers.param import Observation, ParamSpec, reordered, specs
+from megajax.layers.param import Adapter, Observation, ParamSpec, reordered, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan, demand_known
@@ -121,7 +121,8 @@ class Program:
         declared, observed = specs(abstract), specs(abstract, Observation)
         demand_axes(cfg.model.schema(), {**declared, **observed})
         demand_divisible(declared, plan, mesh)
-        optimizer = cfg.optimizer.build(trainable(cfg.optimizer, declared), plan, cfg.model.width_ratio())
+        trained = trainable(cfg.optimizer, declared, specs(abstract, Adapter))
+        optimizer = cfg.optimizer.build(trained, plan, cfg.model.width_ratio())
         if not isinstance(optimizer, Optimizer):
             what = f"{type(cfg.optimizer).__name__}.build returned a {type(optimizer).__name__}"
             raise UserError(f"{what}, not a megajax.optim.optimizer.Optimizer")

@@ -13,6 +13,7 @@ from megajax.layers.config.block import (
     StackConfig,
     shared_bias,
 )
+from megajax.layers.config.lora import LoRAConfig
 from megajax.layers.config.mamba import Mamba1Config, Mamba2Config
 from megajax.layers.config.mixer import MixerConfig
 from megajax.layers.config.mlp import DenseMLPConfig, GatedMLPConfig, MLPConfig
@@ -53,6 +54,7 @@ __all__ = [
     "LayerNormConfig",
     "LayerScaleConfig",
     "Llama3ScalingConfig",
+    "LoRAConfig",
     "MLPConfig",
     "Mamba1Config",
     "Mamba2Config",

@@ -11,6 +11,7 @@ from megajax.config.errors import Problem
 from megajax.layers.config import (
     LARGEST,
     AnyBlockConfig,
+    LoRAConfig,
     NormConfig,
     RMSNormConfig,
     StackConfig,
@@ -19,7 +20,7 @@ from megajax.layers.config import (
 from megajax.layers.facts import LayerBuilder, Weight, idle_size, total_size
 from megajax.layers.remat import Part, Recompute
 from megajax.layers.segments import SegmentsConfig
-from megajax.models.config.transformer import TransformerConfig
+from megajax.models.config.transformer import AdaptedConfig, TransformerConfig
 from megajax.models.facts import Flops, HeadFacts, ParameterCount, SectionFacts, count_flops
 from megajax.models.protocol import ModelConfig
 
@@ -92,7 +93,7 @@ def text_schema(length: int, vocabulary_size: int) -> dict[str, Leaf]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderConfig(Builds, TransformerConfig, ModelConfig):
+class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
     """A decoder language model: GPT and Llama are configs of it."""
 
     target: ClassVar[str] = "megajax.models.decoder:DecoderLM"
@@ -125,6 +126,8 @@ class DecoderConfig(Builds, TransformerConfig, ModelConfig):
     """Heads that predict further tokens (multi-token prediction)."""
     width_scaling: WidthScalingConfig | None = None
     """muP scaling from a narrower base model."""
+    lora: LoRAConfig | None = None
+    """Low-rank adapters: they are trained, and the other weights only where optimizer.trainable names them."""
     recompute: Recompute = "selective"
     """Tensors that the backward pass recomputes instead of saving: none; a list of names such as norm,activation,mlp;
     selective, which is norm,latent,activation; or full, everything but the inputs of layers. Except with none,
@@ -211,7 +214,8 @@ class DecoderConfig(Builds, TransformerConfig, ModelConfig):
 
     def has_dropout(self) -> bool:
         """Whether training draws random numbers."""
-        return TransformerConfig.has_dropout(self) or any(block.has_dropout() for block in self.predicting_blocks())
+        own = TransformerConfig.has_dropout(self) or self.drops_inputs()
+        return own or any(block.has_dropout() for block in self.predicting_blocks())
 
     def padded_vocabulary(self) -> int:
         """Rows of the embedding table."""

@@ -4,13 +4,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, replace
 from typing import Any, ClassVar, Literal, Self
 
+from megajax.config.builds import Builds
 from megajax.config.errors import Problem, UserError
 from megajax.kernels.capability import Choice, Device, Request
-from megajax.layers.config import AnyBlockConfig, NormConfig, StackConfig
+from megajax.layers.config import AnyBlockConfig, LoRAConfig, NormConfig, StackConfig
 from megajax.layers.facts import LayerBuilder, Mixer, Norm, Side, total_size
 from megajax.layers.remat import Part, Recompute, Recomputing, words
 from megajax.layers.segments import SegmentsConfig
 from megajax.mesh.config import MESH_AXES, ParallelConfig
+
+
+class AdaptedConfig(Builds):
+    """Base of the configs of models that may have low-rank adapters; every subclass is a dataclass with this field."""
+
+    __slots__ = ()
+    lora: LoRAConfig | None
+
+    def build(self, layout: Any) -> Any:
+        """The module on this layout, with its adapters."""
+        model = Builds.build(self, layout)
+        return model if self.lora is None else self.lora.build(model)
+
+    def drops_inputs(self) -> bool:
+        """Whether training draws random numbers for adapters."""
+        return self.lora is not None and self.lora.dropout > 0
 
 
 class TransformerConfig:

@@ -7,9 +7,10 @@ from typing import ClassVar
 from megajax.batch import Leaf
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
-from megajax.layers.config import LARGEST, DenseMLPConfig, LayerNormConfig, above_zero
+from megajax.layers.config import LARGEST, DenseMLPConfig, LayerNormConfig, LoRAConfig, above_zero
 from megajax.layers.config.cross import CrossAttentionConfig
 from megajax.layers.facts import Matmul, Weight, prefixed, total_size
+from megajax.models.config.transformer import AdaptedConfig
 from megajax.models.config.vision import VisionTowerConfig
 from megajax.models.facts import HeadFacts, ParameterCount
 from megajax.models.protocol import ModelConfig
@@ -212,18 +213,24 @@ type HeadConfig = ClassifierConfig | SegmenterConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ViTConfig(VisionTowerConfig, ModelConfig):  # ty: ignore[incompatible-attribute-override] frozen, and nothing sets it
+class ViTConfig(AdaptedConfig, VisionTowerConfig, ModelConfig):  # ty: ignore[incompatible-attribute-override] frozen, and nothing sets it
     """A vision transformer that classifies images or their pixels (Dosovitskiy et al. 2021)."""
 
     target: ClassVar[str] = "megajax.models.vit:ViT"
     head: HeadConfig
     """What is predicted."""
+    lora: LoRAConfig | None = None
+    """Low-rank adapters: they are trained, and the other weights only where optimizer.trainable names them."""
 
     def problems(self) -> list[Problem]:
         problems = VisionTowerConfig.problems(self)
         if problems or self.head.problems():
             return problems
         return [replace(each, where=f"head.{each.where}") for each in self.head.tower_problems(self)]
+
+    def has_dropout(self) -> bool:
+        """Whether training draws random numbers."""
+        return VisionTowerConfig.has_dropout(self) or self.drops_inputs()
 
     def schema(self) -> Mapping[str, Leaf]:
         """Images, and what the head reads."""

@@ -1,0 +1,41 @@
+"""The config of low-rank adapters; importing this imports neither jax nor flax."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megajax.config.builds import Builds
+from megajax.config.errors import Problem
+from megajax.layers.config.norm import above_zero
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoRAConfig(Builds):
+    """Low-rank adapters (Hu et al. 2021, LoRA): x W + scale * (x A) B, where A and B are trained and W is not.
+
+    `build(model)` adds them to a model.
+    """
+
+    target: ClassVar[str] = "megajax.layers.lora:adapt"
+    rank: int = 8
+    """Rank of an adapter: columns of A, rows of B."""
+    alpha: float = 16.0
+    """The scale is alpha / rank."""
+    targets: tuple[str, ...] = ("*.blocks.*",)
+    """Patterns of the paths of the matrices that have an adapter, such as *.mixer.query; * stands for any text, dots
+    included. By default all matrices of mixers and MLPs."""
+    dropout: float = 0.0
+    """Dropout rate of an adapter's input. Adapters of experts have none."""
+    rank_stabilized: bool = False
+    """The scale is alpha / sqrt(rank) (Kalajdzievski 2023, rsLoRA)."""
+
+    def problems(self) -> list[Problem]:
+        problems = above_zero(rank=self.rank, alpha=self.alpha)
+        if not 0 <= self.dropout < 1:
+            problems.append(Problem("dropout", f"must be at least 0 and below 1, got {self.dropout}"))
+        if not self.targets:
+            problems.append(Problem("targets", "names no matrix", "the default, *.blocks.*, adapts all of all blocks"))
+        return problems
+
+    def scale(self) -> float:
+        """Factor on what an adapter adds."""
+        return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)

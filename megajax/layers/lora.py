@@ -1,0 +1,64 @@
+"""Low-rank adapters of a model that is built already: which matrices have one, and dropout of their inputs."""
+
+import zlib
+from dataclasses import replace
+from functools import partial
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from megajax.config.errors import UserError
+from megajax.config.nearest import matching
+from megajax.layers.config.lora import LoRAConfig
+from megajax.layers.context import Context, dropout
+from megajax.layers.param import Matrix
+from megajax.mesh.layout import Layout
+from megajax.mesh.rules import LogicalAxes
+
+SETTING = "model.lora.targets"
+
+
+def adapt[M: nnx.Module](cfg: LoRAConfig, model: M) -> M:
+    """The model, with an adapter on each matrix that a target names.
+
+    Raises UserError for a target that names none, and for dropout where it is not possible.
+    """
+    matrices = _matrices(model)
+    chosen = {path for target in cfg.targets for path in matching(SETTING, target, matrices, "matrix")}
+    for path, matrix in matrices.items():
+        if path not in chosen:
+            continue
+        if cfg.dropout and ("expert" in matrix.array.axes or not matrix.array.layers):
+            why = "experts see rows that are no longer in order" if matrix.array.layers else "it is in no stack"
+            raise UserError(
+                f"model.lora.dropout={cfg.dropout:g} is not possible for {path}: {why}\n"
+                f"Set it to 0, or name matrices of stacks other than those of experts in {SETTING}."
+            )
+        matrix.adapt(cfg.rank, cfg.scale(), cfg.dropout)
+    return model
+
+
+def drop_inputs(block: nnx.Module, ctx: Context) -> None:
+    """Lets the adapters of a block zero a share of their inputs, by the keys of these rows, if there are any.
+
+    Each has a mask of its own, from its path in the block.
+    """
+    if ctx.row_keys is None:
+        return
+    for path, matrix in _matrices(block).items():
+        if matrix.low_rank is not None and matrix.low_rank.rate:
+            place = zlib.crc32(path.encode()) >> 1
+            matrix.low_rank = replace(matrix.low_rank, drop=partial(_dropped, ctx, place, matrix.layout))
+
+
+def _dropped(ctx: Context, place: int, layout: Layout, x: Array, rate: float, axes: LogicalAxes) -> Array:
+    """x [B, S, ...]. Of another section, whose length differs, positions count from 0."""
+    own = ctx if x.shape[1] == ctx.index.shape[0] else ctx._replace(index=jnp.arange(x.shape[1]))
+    return dropout(x, rate, own, place, layout, axes)
+
+
+def _matrices(module: nnx.Module) -> dict[str, Matrix]:
+    """By path."""
+    nodes = nnx.iter_graph(module)
+    return {".".join(map(str, path)): node for path, node in nodes if isinstance(node, Matrix)}

@@ -1,0 +1,55 @@
+"""What an adapter adds to a matrix product: LoRA (Hu et al. 2021), scale * (x A) B. B zeros at the start: nothing."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jax import Array
+
+from megajax.kernels.grouped_capability import GroupedKernel, GroupedSizes, capable_grouped
+from megajax.kernels.grouped_matmul import grouped_matmul
+from megajax.mesh.layout import Layout, exact
+from megajax.mesh.rules import LogicalAxes
+
+RANK = "R"
+"""The letter of the rank in equations, whose own letters are small."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """How an adapter computes. Hashable; its two matrices are leaves of the `Matrix` that it belongs to."""
+
+    scale: float
+    inputs: LogicalAxes
+    """Logical axes of the inputs of the matrix."""
+    rate: float = 0.0
+    """Dropout rate of the adapter's input."""
+    drop: Callable[..., Array] | None = field(default=None, compare=False)
+    """(x, rate, its logical axes) -> x with that share of it zeroed; None for a deterministic forward."""
+
+    def __call__(self, layout: Layout, equation: str, x: Array, a: Array, b: Array, *out: str | None) -> Array:
+        """What is added to einsum(equation, x, w), in x's dtype, without a recipe for 8 bits.
+
+        a: [*inputs, rank]; b: [rank, *outputs]; out: logical axes of the result. The inner product is whole along the
+        sequence, so that of its three gradients none is a sum over devices of `tensor`.
+        Raises ValueError where the equation does not sum over exactly the inputs.
+        """
+        first, second, result = equation.replace("->", ",").split(",")
+        inputs, outputs = second[: len(self.inputs)], second[len(self.inputs) :]
+        if {*inputs} != {*first} - {*result} or not {*outputs} <= {*result} - {*first}:
+            raise ValueError(f"{equation} does not sum over the first {len(self.inputs)} dimensions of its matrix")
+        named = {letter: "seq" if axis == "seq_residual" else axis for letter, axis in zip(result, out, strict=True)}
+        middle = [letter for letter in first if letter not in inputs]
+        if self.drop is not None:
+            x = self.drop(x, self.rate, (*[named[letter] for letter in middle], *self.inputs))
+        inner = exact(f"{first},{inputs}{RANK}->{''.join(middle)}{RANK}", x, a)
+        inner = layout.act(inner, *[named[letter] for letter in middle], "rank") * self.scale
+        return exact(f"{''.join(middle)}{RANK},{RANK}{outputs}->{result}", inner, b)
+
+    def grouped(self, x: Array, a: Array, b: Array, sizes: Array, kernel: GroupedKernel) -> Array:
+        """What is added to grouped_matmul(x, w, sizes, kernel): x [T, K], a [E, K, rank], b [E, rank, N] -> [T, N].
+
+        Where the kernel does not take the rank, by the next one that does.
+        """
+        for w in (a, b):
+            kernel = capable_grouped(kernel, x.dtype.name, GroupedSizes(x.shape[0], *w.shape))
+        return grouped_matmul(grouped_matmul(x, a, sizes, kernel) * self.scale, b, sizes, kernel)
