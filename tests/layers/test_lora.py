@@ -1,0 +1,171 @@
+"""Low-rank adapters: what they add to every kind of matrix, and that nothing else of a model changes."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_runs import QUICK
+
+from megajax.checkpoint.adapters import LORA_A, LORA_B, added, leading
+from megajax.config.errors import UserError
+from megajax.layers.config import (
+    AttentionConfig,
+    BlockConfig,
+    GatedMLPConfig,
+    LatentAttentionConfig,
+    LoRAConfig,
+    Mamba1Config,
+    Mamba2Config,
+    MoEConfig,
+    RopeConfig,
+    SharedExpertConfig,
+    StackConfig,
+)
+from megajax.layers.param import Adapter, LayerSettings, Observation, Uniform, bind, initial_values, matrix, specs
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.rules import Plan
+from megajax.models.config import DecoderConfig
+
+LAYOUT = Layout(Plan.of(ParallelConfig(data=1)))
+LORA = LoRAConfig(rank=3, alpha=6.0)
+MLP = GatedMLPConfig(ffn=24)
+EXPERTS = MoEConfig(experts=4, top_k=2, expert=MLP, shared=SharedExpertConfig(mlp=MLP))
+MIXERS = (
+    AttentionConfig(heads=4, kv_heads=2, rope=RopeConfig(), gate=True, bias=True),
+    LatentAttentionConfig(heads=2, query_rank=6, key_value_rank=5, content_dim=6, position_dim=4, value_dim=7),
+    Mamba2Config(heads=4, head_dim=6, state=5, chunk=4),
+    Mamba1Config(inner=20, rank=3, state=4, chunk=4),
+)
+
+
+def model(lora: LoRAConfig | None = LORA) -> DecoderConfig:
+    """One layer of each kind of mixer, one of experts among their MLPs."""
+    mlps = (EXPERTS, MLP, MLP, MLP)
+    blocks = [BlockConfig(mixer=mixer, mlp=mlp) for mixer, mlp in zip(MIXERS, mlps, strict=True)]
+    return DecoderConfig(
+        hidden=16,
+        vocabulary_size=61,
+        vocabulary_multiple=1,
+        sequence_length=12,
+        stack=StackConfig(pattern=tuple(blocks), repeats=1),
+        init_std=0.2,
+        lora=lora,
+    )
+
+
+@cache
+def abstract(lora: LoRAConfig | None) -> Any:
+    return nnx.eval_shape(lambda: model(lora).build(LAYOUT))
+
+
+@cache
+def forward(lora: LoRAConfig | None) -> Any:
+    """(weights by path) -> logits, compiled."""
+    built = abstract(lora)
+    like = {path: jax.ShapeDtypeStruct(spec.shape, "float32") for path, spec in specs(built).items()}
+    zeros = {path: np.zeros(spec.shape, np.float32) for path, spec in specs(built, Observation).items()}
+    tokens = np.random.default_rng(0).integers(0, 61, (2, 12))
+    with jax.default_matmul_precision("highest"):
+        lowered = jax.jit(lambda values: bind(built, {**values, **zeros})(tokens)).lower(like)
+    return lowered.compile(compiler_options=dict(QUICK))
+
+
+def weights(*, fresh: bool = False) -> dict[str, np.ndarray]:
+    """Random ones of the model with adapters. fresh: the second matrix of each adapter is zero, as at the start."""
+    rng = np.random.default_rng(1)
+    drawn = {path: rng.normal(0, 0.2, spec.shape).astype(np.float32) for path, spec in specs(abstract(LORA)).items()}
+    return {path: w * np.float32(not (fresh and path.endswith(LORA_B))) for path, w in drawn.items()}
+
+
+def merged(params: dict[str, np.ndarray], scale: float) -> dict[str, np.ndarray]:
+    """The weights without adapters, with what these add."""
+    declared = specs(abstract(LORA))
+    return {
+        path: added(params[path], params[path + LORA_A], params[path + LORA_B], scale, leading(declared[path]))
+        if path + LORA_A in params
+        else params[path]
+        for path in specs(abstract(None))
+    }
+
+
+def test_adapters_of_every_kind_of_matrix_equal_merged_weights() -> None:
+    params = weights()
+    adapted, plain = forward(LORA)(params), forward(None)(merged(params, LORA.scale()))
+    np.testing.assert_allclose(adapted, plain, rtol=0, atol=1e-5 * np.abs(plain).max())
+    base = forward(None)(merged(params, 0.0))
+    assert np.abs(base - plain).max() > 0.1 * np.abs(plain).max()
+
+
+def test_fresh_adapters_leave_logits_bit_equal() -> None:
+    params = weights(fresh=True)
+    np.testing.assert_array_equal(forward(LORA)(params), forward(None)(merged(params, 0.0)))
+
+
+@pytest.mark.parametrize(
+    ("equation", "shape", "inputs", "out"),
+    [
+        ("bsd,df->bsf", (6, 10), 1, ("batch", "seq", "mlp")),
+        ("bsd,dnh->bsnh", (6, 2, 5), 1, ("batch", "seq", "heads", "head_dim")),
+        ("bsnh,nhd->bsd", (2, 3, 10), 2, ("batch", "seq_residual", "embed")),
+        ("bsr,rnh->bsnh", (6, 5, 2), 1, ("batch", "seq", "heads", "head_dim")),
+    ],
+)
+def test_dot_adds_what_numpy_says(equation: str, shape: tuple[int, ...], inputs: int, out: tuple[str, ...]) -> None:
+    settings = LayerSettings(layout=LAYOUT, hidden=6, std=1.0, output_std=1.0)
+    made = matrix(settings, shape, (None,) * len(shape), inputs=inputs)
+    made.adapt(2, 1.5, 0.0)
+    rng, size = np.random.default_rng(0), np.prod(shape[:inputs])
+    x = rng.normal(size=(2, 4, *shape[:inputs])).astype(np.float32)
+    for leaf in made.leaves().values():
+        leaf[...] = jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)
+    w, a, b = (np.asarray(leaf[...], np.float64) for leaf in made.leaves().values())
+    flat = x.reshape(8, size)
+    wanted = flat @ w.reshape(size, -1) + 1.5 * (flat @ a.reshape(size, 2)) @ b.reshape(2, -1)
+    with jax.default_matmul_precision("highest"):
+        y = np.asarray(LAYOUT.dot(equation, jnp.asarray(x), made, *out))
+    np.testing.assert_allclose(y.reshape(8, -1), wanted, rtol=1e-5, atol=1e-5)
+    assert made.leaves()[LORA_A].shape == (*shape[:inputs], 2) and made.leaves()[LORA_B].shape == (2, *shape[inputs:])
+
+
+def test_an_equation_that_sums_over_other_dimensions_is_refused() -> None:
+    settings = LayerSettings(layout=LAYOUT, hidden=6, std=1.0, output_std=1.0)
+    made = matrix(settings, (2, 3, 10), (None, None, None))
+    made.adapt(2, 1.0, 0.0)
+    with pytest.raises(ValueError, match="does not sum over the first 1 dimensions"):
+        LAYOUT.dot("bsnh,nhd->bsd", jnp.zeros((1, 1, 2, 3)), made, "batch", "seq", None)
+
+
+def test_initial_values_and_layout_are_those_of_peft_and_of_the_matrix() -> None:
+    declared = specs(abstract(LORA))
+    a, b = (declared[f"stack.blocks.0.mixer.output{end}"] for end in (LORA_A, LORA_B))
+    assert (a.shape, a.axes) == ((1, 4, 4, 3), ("layer", "heads", "head_dim", "rank"))
+    assert (b.shape, b.axes) == ((1, 3, 16), ("layer", "rank", "embed"))
+    assert a.init == Uniform(-0.25, 0.25) and a.init_path == "layer.mixer.output.lora_a"
+    drawn = initial_values({"a": a, "b": b}, 0)
+    assert np.abs(drawn["a"]).max() < 0.25 and drawn["a"].std() == pytest.approx(0.5 / 12**0.5, rel=0.2)
+    assert not drawn["b"].any()
+    up = declared[f"stack.blocks.0.mlp.experts.up{LORA_A}"]
+    assert (up.shape, up.axes) == ((1, 4, 16, 3), ("layer", "expert", "embed", "rank"))
+    assert set(specs(abstract(LORA), Adapter)) == {path for path in declared if ".lora_" in path}
+
+
+def test_targets_choose_matrices() -> None:
+    chosen = specs(abstract(replace(LORA, targets=("*.mixer.query", "*.experts.down"))), Adapter)
+    matrices = {path.rpartition(".lora_")[0].partition("blocks.")[2] for path in chosen}
+    assert matrices == {"0.mixer.query", "1.mixer.query", "0.mlp.experts.down"}
+
+
+def test_wrong_targets_are_refused() -> None:
+    with pytest.raises(UserError, match=r"model\.lora\.targets=\*\.quary matches no matrix.*did you mean .*query"):
+        abstract(replace(LORA, targets=("*.quary",)))
+    with pytest.raises(UserError, match=r"dropout=0\.1 is not possible for stack\.blocks\.0\.mlp\.experts\.down"):
+        abstract(replace(LORA, dropout=0.1))
+    wrong = LoRAConfig(rank=0, alpha=-1.0, targets=(), dropout=1.0).problems()
+    assert [problem.where for problem in wrong] == ["rank", "alpha", "dropout", "targets"]
+    assert replace(LORA, rank=4, alpha=8.0, rank_stabilized=True).scale() == 4

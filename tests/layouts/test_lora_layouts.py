@@ -1,0 +1,66 @@
+"""Adapters trained on any layout equal those of one device: losses, and every gradient."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tiny_runs import ONE, Trained, gpt, llama, train
+
+from megajax.layers.config import GatedMLPConfig, LoRAConfig, MoEConfig
+from megajax.mesh.config import ParallelConfig
+from megajax.models.config import DecoderConfig, PredictionConfig
+
+LORA = LoRAConfig(rank=4, alpha=8.0)
+
+
+def adapted(model: DecoderConfig, **changes: object) -> DecoderConfig:
+    return replace(model, lora=replace(LORA, **changes))
+
+
+def experts() -> DecoderConfig:
+    """A llama with experts in its second block, and a head that predicts further."""
+    model = llama(repeats=1)
+    (block,) = model.stack.pattern
+    mixture = replace(block, mlp=MoEConfig(experts=4, top_k=2, expert=GatedMLPConfig(ffn=16)))
+    stack = replace(model.stack, pattern=(block, mixture))
+    return replace(model, stack=stack, prediction=PredictionConfig(block=block))
+
+
+def same(actual: Trained, expected: Trained) -> None:
+    """Within 1e-5 in the first step, 1e-4 after it."""
+    np.testing.assert_allclose(actual.losses[0], expected.losses[0], rtol=1e-5)
+    np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-4)
+    assert set(actual.gradients) == set(expected.gradients) and actual.padding == 0
+    assert all(".lora_" in path for path in actual.gradients)
+    for path, gradient in expected.gradients.items():
+        largest = np.abs(gradient).max()
+        assert largest > 0, path
+        np.testing.assert_allclose(actual.gradients[path], gradient, rtol=0, atol=1e-5 * largest, err_msg=path)
+
+
+def test_tensor_and_fsdp_with_dropout() -> None:
+    model = adapted(llama(), dropout=0.2)
+    parallel = ParallelConfig(data=2, tensor=2, data_sharding="fsdp", sequence=True)
+    one = train(model, microbatches=2, evaluated=False)
+    same(train(model, parallel, microbatches=2, evaluated=False), one)
+    assert one.losses[-1] < one.losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        (adapted(llama(repeats=3), dropout=0.2), ParallelConfig(data=2, pipeline=2, layers=(1, 2))),
+        (adapted(llama(repeats=4)), ParallelConfig(data=1, pipeline=2, virtual_stages=2, schedule="interleaved")),
+        (adapted(llama(), dropout=0.2), ParallelConfig(data=1, tensor=8)),
+        (adapted(llama(), rank_stabilized=True), ParallelConfig(data=2, context=2, data_sharding="zero1")),
+        (adapted(gpt("selective"), dropout=0.2), ParallelConfig(data=2, tensor=2, data_sharding="fsdp")),
+        (adapted(experts()), ParallelConfig(data=2, expert=2, data_sharding="fsdp")),
+        (adapted(experts()), ParallelConfig(data=1, expert=2, tensor=2)),
+        (adapted(experts()), ParallelConfig(data=1, expert=2, tensor=2, expert_tensor="whole", sequence=True)),
+    ],
+    ids=["pipeline", "interleaved", "copied heads", "context", "gpt", "expert fsdp", "expert tensor", "whole experts"],
+)
+def test_as_on_one_device(model: DecoderConfig, parallel: ParallelConfig) -> None:
+    options = {"microbatches": 4 if parallel.pipeline > 1 else 2, "evaluated": False}
+    same(train(model, parallel, **options), train(model, ONE, **options))
