@@ -8,7 +8,7 @@ each layout the recompute policies are tried from the cheapest on.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from math import gcd
@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 from megajax.config.dump import flatten, plain
 from megajax.config.errors import Problem, UserError
+from megajax.config.nearest import divisors_of
 from megajax.layers.remat import Recompute, Recomputing, words
 from megajax.models.facts import Facts, block_facts, demand_facts
-from megajax.planning.cost.description import Description
-from megajax.planning.cost.estimate import Case, Estimate, estimate
+from megajax.planning.cost.estimate import Case, Estimate
 from megajax.planning.cost.work import footprint
 from megajax.planning.program.devices import GIB
 from megajax.training.run_config import RunConfig
@@ -220,12 +220,9 @@ class Task:
         given = "data" in self.fixed or data == choice.data
         return cfg if given else cfg.but(parallel=replace(cfg.parallel, data=None))
 
-    def described(self, choice: Choice) -> Description:
-        """For a choice that the config's rules allow; see `refusal`."""
-        return self.with_choice(choice).described
-
     def estimated(self, choice: Choice) -> Estimate:
-        return estimate(self.described(choice))
+        """For a choice that the config's rules allow; see `refusal`."""
+        return self.with_choice(choice).estimate
 
     def refusal(self, choice: Choice) -> str:
         """Why the config's own rules refuse a choice, in one line; empty if they don't."""
@@ -249,39 +246,30 @@ class Task:
 
     def groups(self) -> list[Place]:
         """(tensor, pipeline, data x expert) that use all devices, or as many as a fixed `data` leaves."""
-        places = []
-        for tensor in self._given("tensor") or divisors(self.devices, self.case.cluster.per_node):
-            several = len(self.case.cfg.model.stacks()) > 1  # sections, whose layers no pipeline cuts
-            stages = 1 if several else self.case.cfg.model.stack.repeats
-            for pipeline in self._given("pipeline") or divisors(self.devices // tensor, stages):
+        places, model = [], self.case.cfg.model
+        stages = model.stack.repeats if len(model.stacks()) == 1 else 1  # no pipeline cuts several sections
+        for tensor in self._given("tensor", divisors(self.devices, self.case.cluster.per_node)):
+            for pipeline in self._given("pipeline", divisors(self.devices // tensor, stages)):
                 rest, over = divmod(self.devices, tensor * pipeline)
-                fixed = [data * expert for data in self._given("data") for expert in self._experts(self.devices)]
+                fixed = [data * expert for data in self._given("data", []) for expert in self._experts(self.devices)]
                 places += [(tensor, pipeline, size) for size in fixed or [rest] * (rest and not over)]
         return places
 
     def layouts(self, group: Place) -> Iterator[Choice]:
         """All layouts of a group, each with the recompute policy that takes least memory."""
         tensor, pipeline, replicas = group
-        for expert, sharding, sequence, chunks, micro_size in product(
-            self._experts(replicas // self.fixed.get("data", 1)),
-            self._given("data_sharding") or self._shardings(replicas),
-            self._given("sequence") or ([True, False] if tensor > 1 else [False]),
-            self._given("virtual_stages") or self._chunks(pipeline),
-            self._given("micro_size") or self._micro_sizes(replicas),
-        ):
-            yield Choice(
-                tensor=tensor,
-                pipeline=pipeline,
-                virtual_stages=chunks,
-                data=replicas // expert,
-                expert=expert,
-                data_sharding=sharding,
-                sequence=sequence,
-                micro_size=micro_size,
-                recompute=self.recomputes()[-1],
-                recompute_layers=self.fixed.get("recompute_layers"),
-                offload=self.fixed.get("offload", 0.0),
-            )
+        options = {
+            "expert": self._experts(replicas // self.fixed.get("data", 1)),
+            "data_sharding": self._given("data_sharding", self._shardings(replicas)),
+            "sequence": self._given("sequence", [True, False] if tensor > 1 else [False]),
+            "virtual_stages": self._given("virtual_stages", self._chunks(pipeline)),
+            "micro_size": self._given("micro_size", self._micro_sizes(replicas)),
+        }
+        policy = {"recompute": self.recomputes()[-1], "recompute_layers": self.fixed.get("recompute_layers")}
+        for values in product(*options.values()):
+            chosen: dict[str, Any] = dict(zip(options, values, strict=True)) | policy
+            data, offload = replicas // chosen["expert"], self.fixed.get("offload", 0.0)
+            yield Choice(tensor=tensor, pipeline=pipeline, data=data, offload=offload, **chosen)
 
     def recomputes(self) -> list[Recompute]:
         """Recompute policies, least recomputing first; those with latents only for models that have any."""
@@ -298,15 +286,15 @@ class Task:
             policies[parts] = None
         return [*policies, "full"]
 
-    def _given(self, name: str) -> list[Any]:
-        return [self.fixed[name]] if name in self.fixed else []
+    def _given(self, name: str, others: Sequence[Any]) -> Sequence[Any]:
+        return [self.fixed[name]] if name in self.fixed else others
 
-    def _experts(self, most: int) -> list[int]:
+    def _experts(self, most: int) -> Sequence[int]:
         """Sizes of `expert` that divide the devices and the experts of every layer."""
         sections, dtype = self.model.section_facts(), self.case.cfg.precision.compute
         blocks = [block for section in sections for block in block_facts(section, section.stack.pattern, dtype)]
         experts = gcd(*(one.experts for block in blocks for one in block.experts))
-        return self._given("expert") or ([n for n in divisors(experts, most) if most % n == 0] or [1])
+        return self._given("expert", [n for n in divisors(experts, most) if most % n == 0] or [1])
 
     def _shardings(self, replicas: int) -> tuple[Sharding, ...]:
         """All, or one of them where there is one replica and they are equal."""
@@ -331,7 +319,7 @@ class Task:
 
 def divisors(number: int, most: int) -> list[int]:
     """Divisors of a number up to `most`, ascending."""
-    return [n for n in range(1, min(number, most) + 1) if number % n == 0]
+    return [n for n in divisors_of(number) if n <= most] if number else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,6 +347,28 @@ class Group:
     too_large: int = 0
     estimated: int = 0
 
+    def admitted(self, task: Task, choice: Choice) -> tuple[Case, float] | None:
+        """The config with a choice, and its peak; None, and counted, where the rules refuse it or it is too large."""
+        if refusal := task.refusal(choice):
+            self.refusals[refusal] += 1
+            return None
+        case = task.with_choice(choice)
+        peak = footprint(case.described).peak
+        if self.smallest is None or peak < self.smallest.peak:
+            self.smallest = Entry(choice, 0.0, peak)
+        if peak > task.limit:
+            self.too_large += 1
+            return None
+        return case, peak
+
+    def entry(self, task: Task, choice: Choice) -> Entry | None:
+        """The figures of a choice that is admitted."""
+        if (admitted := self.admitted(task, choice)) is None:
+            return None
+        self.estimated += 1
+        case, peak = admitted
+        return Entry(choice, case.estimate.step_seconds, peak)
+
 
 def search(task: Task) -> Iterator[Group]:
     """All groups. Raises UserError if the fixed settings leave none."""
@@ -374,10 +384,10 @@ def search(task: Task) -> Iterator[Group]:
 def explore(task: Task, place: Place) -> Group:
     """Search one group. Moments are offloaded only if none of its layouts fits without."""
     group = Group(place)
-    entries = [*_fitting(task, group, task.fixed.get("offload", 0.0))]
+    shares = [task.fixed["offload"]] if "offload" in task.fixed else [0.0]
+    entries = [*_fitting(task, group, shares)]
     if not entries and "offload" not in task.fixed and group.smallest is not None:
-        for share in OFFLOADS:
-            entries += _fitting(task, group, share)
+        entries = [*_fitting(task, group, OFFLOADS)]
     kinds: dict[tuple, Entry] = {}
     for entry in sorted(entries, key=rank):
         kinds.setdefault(entry.choice.kind, entry)
@@ -395,62 +405,36 @@ def rounded(seconds: float) -> float:
     return float(f"{seconds:.2e}")
 
 
-def _fitting(task: Task, group: Group, offload: float) -> Iterator[Entry]:
-    """Layouts of a group that fit; counts the others."""
-    for layout in task.layouts(group.place):
-        layout = replace(layout, offload=offload)
-        refusal = task.refusal(layout)
-        if refusal:
-            group.refusals[refusal] += 1
+def _fitting(task: Task, group: Group, offloads: Sequence[float]) -> Iterator[Entry]:
+    """Layouts of a group that fit, with each recompute policy that fits; nothing is faster than no recomputing."""
+    for offload, layout in product(offloads, task.layouts(group.place)):
+        least = replace(layout, offload=offload)
+        if group.admitted(task, least) is None:
             continue
-        least = Entry(layout, 0.0, footprint(task.described(layout)).peak)
-        if group.smallest is None or least.peak < group.smallest.peak:
-            group.smallest = least
-        if least.peak > task.limit:
-            group.too_large += 1
-            continue
-        yield from _policies(task, layout, group)
+        for recompute in task.recomputes():
+            choice = replace(least, recompute=recompute)
+            if (entry := group.entry(task, choice)) is None:
+                continue
+            yield entry
+            if recompute == "none":
+                break
+            if recompute in SOME_LAYERS and not {"recompute", "recompute_layers"} & set(task.fixed):
+                yield from _some_layers(task, choice, group)
 
 
-def _policies(task: Task, layout: Choice, group: Group) -> Iterator[Entry]:
-    """A layout with each recompute policy that fits; nothing is faster than no recomputing."""
-    for recompute in task.recomputes():
-        choice = replace(layout, recompute=recompute)
-        if recompute != layout.recompute and (refusal := task.refusal(choice)):
-            group.refusals[refusal] += 1
-            continue
-        described = task.described(choice)
-        peak = footprint(described).peak
-        if peak > task.limit:
-            group.too_large += 1
-            continue
-        group.estimated += 1
-        yield Entry(choice, estimate(described).step_seconds, peak)
-        if recompute == "none":
-            return
-        if recompute in SOME_LAYERS and not {"recompute", "recompute_layers"} & set(task.fixed):
-            yield from _some_layers(task, choice, described, group)
-
-
-def _some_layers(task: Task, choice: Choice, whole: Description, group: Group) -> Iterator[Entry]:
+def _some_layers(task: Task, choice: Choice, group: Group) -> Iterator[Entry]:
     """The policy on the fewest layers of each chunk with which it fits, by bisection."""
-    if len(task.case.cfg.model.stack.parts()) > 1:
+    stack = task.case.cfg.model.stack
+    if len(stack.parts()) > 1:
         return  # a number of layers is one of the repeats of one pattern
-    size = len(task.case.cfg.model.stack.pattern)
-    few, enough = 0, whole.towers[-1].rows  # in repeats of the pattern
+    size, rows = len(stack.pattern), task.with_choice(choice).described.towers[-1].rows
+    few, enough = 0, rows  # in repeats of the pattern
     while enough - few > 1:
         middle = (few + enough) // 2
-        described = task.described(replace(choice, recompute_layers=middle * size))
-        fits = footprint(described).peak <= task.limit
-        few, enough = (few, middle) if fits else (middle, enough)
-    if enough < whole.towers[-1].rows:
-        some = replace(choice, recompute_layers=enough * size)
-        if refusal := task.refusal(some):
-            group.refusals[refusal] += 1
-            return
-        described = task.described(some)
-        group.estimated += 1
-        yield Entry(some, estimate(described).step_seconds, footprint(described).peak)
+        some = task.with_choice(replace(choice, recompute_layers=middle * size))
+        few, enough = (few, middle) if footprint(some.described).peak <= task.limit else (middle, enough)
+    if enough < rows and (entry := group.entry(task, replace(choice, recompute_layers=enough * size))) is not None:
+        yield entry
 
 
 def ranked(groups: Mapping[Place, Group]) -> list[Entry]:
