@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megajax.pipeline.closed_form import closed_form
 from megajax.pipeline.schedule import Schedule, Work, entering
 
 KINDS = ("forward", "input_gradient", "weight_gradient")
@@ -52,22 +53,12 @@ class Figures:
 
 
 def formulas(schedule: Schedule) -> Figures | None:
-    """Closed form for the schedule's name and sizes (Narayanan et al., 2104.04473, in lockstep); None if unknown.
-
-    Forward k (of M·V) runs on stage s at tick k+s, backward k at tick b+k+P-1-s. When the first backward of stage s
-    starts, at tick b+P-1-s, the activations of b+P-2s forwards are in memory, or of all M·V if there are fewer. Here
-    b is P·V-1+w if losses wait w ticks.
-    """
-    stages, chunks, microbatches = schedule.stages, schedule.chunks, schedule.microbatches
-    work = microbatches * chunks
-    bubble = Fraction(stages - 1, work)
-    if schedule.name == "gpipe":
-        return Figures(2 * (work + stages - 1), bubble, (work,) * stages, work)
-    if schedule.name in ("1f1b", "interleaved"):
-        first = stages * chunks - 1 + schedule.loss_wait
-        in_flight = tuple(min(work, first + stages - 2 * s) for s in range(stages))
-        return Figures(work + first + stages - 1, bubble, in_flight, in_flight[0])
-    return None
+    """Closed form for the schedule's name and sizes; None if unknown."""
+    if schedule.name not in ("gpipe", "1f1b", "interleaved"):
+        return None
+    sizes = {"stages": schedule.stages, "chunks": schedule.chunks, "microbatches": schedule.microbatches}
+    form = closed_form(schedule.name, **sizes, loss_wait=schedule.loss_wait)
+    return Figures(form.ticks, form.bubble, form.in_flight, form.in_flight[0])
 
 
 def measure(schedule: Schedule) -> Figures:

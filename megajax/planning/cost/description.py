@@ -6,6 +6,7 @@ overlap communication and computation differently. So speeds that others publish
 """
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from math import prod
 from typing import Literal
@@ -13,16 +14,11 @@ from typing import Literal
 from megajax.config.errors import UserError
 from megajax.layers.expert_facts import Spread
 from megajax.layers.facts import BlockFacts, Share, Weight
+from megajax.layers.remat import SavePolicy
 from megajax.mesh.config import ParallelConfig
-from megajax.models.facts import (
-    Facts,
-    HeadFacts,
-    SectionFacts,
-    block_facts,
-    demand_facts,
-    trained_share,
-)
+from megajax.models.facts import Facts, HeadFacts, SectionFacts, block_facts, demand_facts, trained_share
 from megajax.optim.config import AdamWConfig, LionConfig, MuonConfig, SGDConfig
+from megajax.pipeline.closed_form import ClosedForm, closed_form, free_running
 from megajax.planning.program.devices import MOST_DEVICES, Device
 from megajax.training.run_config import RunConfig
 
@@ -262,10 +258,13 @@ class Tower:
         return self.rows * self.run.parallel.virtual_stages
 
     @property
-    def recomputing_share(self) -> float:
-        """Share of the layers that recompute as the model says; the others recompute one step less."""
-        layers = self.section.recomputing.layers
-        return 1.0 if layers is None else min(1.0, layers / (len(self.section.stack.pattern) * self.rows))
+    def policies(self) -> list[tuple[SavePolicy, float]]:
+        """What layers save, with the repeats on a device that do so: beyond `layers`, they recompute one step less."""
+        chosen = self.section.recomputing
+        most = len(self.section.stack.pattern) * self.rows
+        share = 1.0 if chosen.layers is None else min(1.0, chosen.layers / most)
+        lighter = [(chosen.lighter_policy(), (1 - share) * self.repeats)] * (share < 1)
+        return [(chosen.policy(), share * self.repeats), *lighter]
 
     @cached_property
     def blocks(self) -> tuple[BlockFacts, ...]:
@@ -318,41 +317,15 @@ class Tower:
         return self.run.trained(tuple(weight for each in weights for weight in each))
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineBubble:
-    """Of one step; P stages, V chunks on each, M microbatches."""
-
-    fraction: float
-    """Time stages are idle over the time they work: (P-1)/(V*M)."""
-    ticks: int
-    """Of the schedule."""
-    alone: int
-    """Ticks with forwards only, and as many with backwards only."""
-    slots: int
-    """Of the ring that keeps activations on each stage, each for one chunk and microbatch."""
-
-
-def pipeline_bubble(run: Description) -> PipelineBubble:
-    """Closed form of a run's schedule (Narayanan et al., 2104.04473); megajax.pipeline.check tests tables against it.
-
-    A run without a pipeline has one stage, no bubble, and keeps one microbatch.
-    """
+def pipeline_bubble(run: Description) -> ClosedForm:
+    """Of a run's schedule; megajax.pipeline.check tests tables against it."""
     parallel = run.parallel
-    stages, chunks = parallel.pipeline, parallel.virtual_stages
-    work = run.microbatches * chunks
-    if stages == 1:
-        return PipelineBubble(0.0, work, 0, 1)
-    fraction = (stages - 1) / work
-    if not run.system.lockstep:
-        # The first stage of a free-running pipeline: Narayanan et al., section 2.2.
-        kept = stages * chunks + stages - 1 if chunks > 1 else stages
-        return PipelineBubble(fraction, work + stages - 1, stages - 1, min(work, kept))
-    last = work + stages - 1
-    alone = last if parallel.schedule == "gpipe" else min(stages * chunks - 1 + parallel.loss_wait, last)
-    held = work if parallel.schedule == "gpipe" else min(work, alone + stages)
-    # Where forwards end before the first slot is free again, those of idle stages need a slot to write to.
-    spare = work < alone + stages
-    return PipelineBubble(fraction, last + alone, alone, held + spare)
+    sizes = {"stages": parallel.pipeline, "chunks": parallel.virtual_stages, "microbatches": run.microbatches}
+    if parallel.pipeline == 1:  # no bubble, and one microbatch is kept
+        return ClosedForm(Fraction(0), run.microbatches * parallel.virtual_stages, 0, (1,))
+    if run.system.lockstep:
+        return closed_form(parallel.schedule, **sizes, loss_wait=parallel.loss_wait)
+    return free_running(**sizes)
 
 
 def describe(cfg: RunConfig, device: Device, devices: int, per_node: int | None = None) -> Description:

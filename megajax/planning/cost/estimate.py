@@ -9,20 +9,10 @@ from typing import Any
 
 from megajax.models.facts import Flops, count_flops
 from megajax.models.memory import MemoryReport, MemorySetting, memory_report
-from megajax.planning.cost.description import Description, PipelineBubble, describe, pipeline_bubble
+from megajax.pipeline.closed_form import ClosedForm
+from megajax.planning.cost import work
+from megajax.planning.cost.description import Description, describe, pipeline_bubble
 from megajax.planning.cost.traffic import Traffic, memory_bytes, traffic
-from megajax.planning.cost.work import (
-    Footprint,
-    Work,
-    footprint,
-    head_work,
-    held_weights,
-    layers_work,
-    memory_rate,
-    once_work,
-    step_work,
-    tick_work,
-)
 from megajax.planning.program.devices import GIB, Cluster, Device
 from megajax.training.run_config import RunConfig
 
@@ -36,14 +26,14 @@ class Estimate:
     """Of one step and one device. Compute, exposed communication, bubble and optimizer add up to the step."""
 
     run: Description
-    memory: Footprint
+    memory: work.Footprint
     report: MemoryReport | None
     """Megatron-LM's memory report for the same model and layout; None for a model that it does not know."""
     flops: Flops
     """Model operations for each token."""
-    schedule: PipelineBubble
+    schedule: ClosedForm
     traffic: tuple[Traffic, ...]
-    work: Work
+    work: work.Work
     """Bytes through memory."""
     matmul_seconds: float
     attention_seconds: float
@@ -103,16 +93,16 @@ def estimate(run: Description) -> Estimate:
 
     Raises UserError for fp8 on a device that has none.
     """
-    layers, microbatches = layers_work(run), run.microbatches
-    rows, schedule, memory = traffic(run, layers), pipeline_bubble(run), footprint(run)
+    layers, microbatches = work.layers_work(run), run.microbatches
+    rows, schedule, memory = traffic(run, layers), pipeline_bubble(run), work.footprint(run)
     each = layers.forward.plus(layers.backward)
     # The layers' own collectives run in idle ticks as well; losses do not.
     inside = sum(row.exposed for row in rows if LAYER_AXES.issuperset(row.axis.split("+")))
     bubble_seconds = schedule.fraction * (microbatches * each.seconds + inside)
-    head = head_work(run)
+    head = work.head_work(run)
     each = each.plus(head.forward).plus(head.backward)
-    each.stream_seconds += run.parallel.virtual_stages * tick_work(run).stream_seconds
-    once = once_work(run, sum(held_weights(run, trained=True)), memory.updated)
+    each.stream_seconds += run.parallel.virtual_stages * work.tick_work(run).stream_seconds
+    once = work.once_work(run, sum(work.held_weights(run, trained=True)), memory.updated)
     # Moments in host memory are fetched and sent back, and nothing overlaps with that.
     away = run.moments_away * run.moments * run.moment_bytes * memory.updated
     counts = {"data": run.shards, "micro_size": run.micro_size, "microbatches": run.microbatches}
@@ -123,14 +113,14 @@ def estimate(run: Description) -> Estimate:
         flops=count_flops(run.model),
         schedule=schedule,
         traffic=tuple(rows),
-        work=step_work(run, layers, head, once),
+        work=work.step_work(run, layers, head, once),
         matmul_seconds=microbatches * each.matmul_seconds,
         attention_seconds=microbatches * each.attention_seconds,
         stream_seconds=microbatches * each.stream_seconds,
         exposed_seconds=sum(row.exposed for row in rows),
         hidden_seconds=sum(row.seconds - row.exposed for row in rows),
         bubble_seconds=bubble_seconds,
-        optimizer_seconds=once.stream / memory_rate(run) + 2 * away / run.device.host,
+        optimizer_seconds=once.stream / work.memory_rate(run) + 2 * away / run.device.host,
     )
 
 

@@ -9,6 +9,7 @@ T tokens of a microbatch on a device of `context`, D hidden, F ffn. Times are of
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import ceil
 from typing import NamedTuple
 
@@ -91,11 +92,6 @@ class Halves(NamedTuple):
 
     forward: Work
     backward: Work
-
-    @property
-    def total(self) -> float:
-        """Seconds of both."""
-        return self.forward.seconds + self.backward.seconds
 
     def plus(self, other: "Halves", times: float = 1.0) -> "Halves":
         return Halves(self.forward.plus(other.forward, times), self.backward.plus(other.backward, times))
@@ -315,20 +311,12 @@ def head_work(run: Description) -> Halves:
     return head
 
 
-def head_seconds(run: Description) -> float:
-    """Of `head_work`, with what goes through memory between stages for the ticks of one microbatch."""
-    return head_work(run).total + run.parallel.virtual_stages * tick_work(run).stream_seconds
-
-
 def layers_work(run: Description) -> Halves:
     """Of all layers of one device and one microbatch."""
     total = Halves(Work(), Work())
     for tower in run.towers:
-        kept, share = tower.section.recomputing, tower.recomputing_share
-        for block in tower.blocks:
-            total = total.plus(block_work(tower, block, kept.policy()), share * tower.repeats)
-            if share < 1:
-                total = total.plus(block_work(tower, block, kept.lighter_policy()), (1 - share) * tower.repeats)
+        for block, (policy, repeats) in product(tower.blocks, tower.policies):
+            total = total.plus(block_work(tower, block, policy), repeats)
     return total
 
 

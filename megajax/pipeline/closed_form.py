@@ -1,0 +1,53 @@
+"""What a step costs under a pipeline schedule, by formula: tables are tested against it. Importing it needs no numpy."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedForm:
+    """Of one step; P stages, V chunks on each, M microbatches."""
+
+    bubble: Fraction
+    """Time stages are idle over the time they work: (P-1)/(V*M)."""
+    ticks: int
+    """Of the schedule."""
+    alone: int
+    """Ticks with forwards only, and as many with backwards only."""
+    in_flight: tuple[int, ...]
+    """By stage, the most activations in memory, each of a microbatch in one chunk."""
+    spare: bool = False
+    """Whether idle forwards need a slot to write to, as all forwards end before the first slot is free again."""
+
+    @property
+    def slots(self) -> int:
+        """Of the ring that keeps activations on each stage."""
+        return self.in_flight[0] + self.spare
+
+    @property
+    def fraction(self) -> float:
+        """The bubble as a number."""
+        return float(self.bubble)
+
+
+def closed_form(name: str, *, stages: int, chunks: int, microbatches: int, loss_wait: int) -> ClosedForm:
+    """Of a schedule in lockstep (Narayanan et al., 2104.04473).
+
+    Forward k (of M*V) runs on stage s at tick k+s, backward k at tick b+k+P-1-s, where b is P*V-1+w if losses wait w
+    ticks. When the first backward of stage s starts, the activations of b+P-2s forwards are in memory, or of all M*V if
+    there are fewer.
+    """
+    work = microbatches * chunks
+    last, bubble = work + stages - 1, Fraction(stages - 1, work)
+    if name == "gpipe":
+        return ClosedForm(bubble, 2 * last, last, (work,) * stages, work < last + stages)
+    first = min(stages * chunks - 1 + loss_wait, last)
+    in_flight = tuple(min(work, first + stages - 2 * stage) for stage in range(stages))
+    return ClosedForm(bubble, last + first, first, in_flight, work < first + stages)
+
+
+def free_running(*, stages: int, chunks: int, microbatches: int) -> ClosedForm:
+    """Of the first stage of a pipeline in which each stage runs as soon as its input has arrived (section 2.2)."""
+    work = microbatches * chunks
+    kept = stages * chunks + stages - 1 if chunks > 1 else stages
+    return ClosedForm(Fraction(stages - 1, work), work + stages - 1, stages - 1, (min(work, kept),))
