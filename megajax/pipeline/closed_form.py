@@ -1,4 +1,4 @@
-"""What a step costs under a pipeline schedule, by formula: tables are tested against it. Importing it needs no numpy."""
+"""What a step costs under a pipeline schedule, by formula, without numpy; tables are tested against it."""
 
 from dataclasses import dataclass
 from fractions import Fraction

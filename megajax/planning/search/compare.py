@@ -18,17 +18,7 @@ from megajax.metrics.banner import Report, Section, Table
 from megajax.metrics.text import count, duration
 from megajax.planning.cost.estimate import SPEED, Case, to_dict
 from megajax.planning.program.devices import GIB, GPUS, OTHER_NAMES, read_cluster
-from megajax.planning.search.search import (
-    HEADROOM,
-    Choice,
-    Entry,
-    Task,
-    changes,
-    rank,
-    ranked,
-    search,
-    settings,
-)
+from megajax.planning.search.search import HEADROOM, Choice, Entry, Task, changes, rank, ranked, search, settings
 from megajax.planning.show import FIGURES, cells, memory_parts
 from megajax.training.run_config import RunConfig
 
