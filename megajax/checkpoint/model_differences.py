@@ -10,6 +10,7 @@ TRAINING_ONLY = (
     "recompute", "recompute_layers", "layers_per_checkpoint", "offload", "unroll", "loss_chunk", "init_std",
     "embedding_std", "vocabulary_multiple", "dropout", "kernel", "label_smoothing", "z_loss", "residual",
     "dt_min", "dt_max", "dt_floor", "decay_min", "decay_max", "chunk", "positions_multiple", "initial",
+    "aux_loss", "row_loss", "global_loss", "force_balance", "jitter", "way", "room", "chunks", "reweighted", "weight",
 )  # fmt: skip
 """Last names of settings that change how a model is trained or run, not what it computes."""
 ABSENT = "absent"

@@ -120,7 +120,7 @@ def _in_chosen_groups(cfg: RouterConfig, compared: Array, k: int) -> Array:
     if cfg.groups is None or cfg.chosen_groups is None:
         return compared
     groups = compared.reshape(-1, cfg.groups, compared.shape[1] // cfg.groups)
-    sums = lax.top_k(groups, k // cfg.chosen_groups)[0].sum(-1)
+    sums = lax.top_k(groups, cfg.group_scores or k // cfg.chosen_groups)[0].sum(-1)
     chosen = lax.top_k(sums, cfg.chosen_groups)[1]
     allowed = jnp.any(jax.nn.one_hot(chosen, cfg.groups, dtype=bool), axis=1)
     return jnp.where(allowed[:, :, None], groups, -jnp.inf).reshape(compared.shape)

@@ -87,3 +87,14 @@ class SegmentsConfig(Builds):
     def shared_weights(self) -> tuple[Weight, ...]:
         """Weights of the stack itself."""
         return table_weights(self.pattern)
+
+
+def stack_of(blocks: Sequence[AnyBlockConfig]) -> StackConfig | SegmentsConfig:
+    """These layers: one pattern that repeats, or else several."""
+    whole = StackConfig.of(blocks)
+    return whole if whole.repeats > 1 or len(blocks) == 1 else SegmentsConfig.of(blocks)
+
+
+def blocks_of(stack: StackConfig | SegmentsConfig) -> tuple[AnyBlockConfig, ...]:
+    """The block of each layer."""
+    return tuple(block for part in stack.parts() for block in part.pattern * part.repeats)

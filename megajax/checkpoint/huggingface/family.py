@@ -33,6 +33,10 @@ class Settings:
     def __init__(self, values: Mapping[str, Any], where: str = "config.json"):
         self.left, self.where, self.problems = dict(values), where, list[str]()
 
+    def assume(self, defaults: Mapping[str, Any]) -> None:
+        """Values of settings that are absent. One that is null stays so."""
+        self.left = {**defaults, **self.left}
+
     def take(self, name: str, default: Any = None) -> Any:
         """A setting; the default where it is absent or null."""
         value = self.left.pop(name, None)
@@ -102,6 +106,9 @@ class Family:
     back; the caller compares."""
     rows: Callable[[Any], Sequence[Row]]
     """Our model config -> the table of names."""
+    adjusted: Callable[[Any, Collection[str]], Any] = lambda model, names: model
+    """(model config, names of the tensors that are there) -> the model config, without parts that config.json names and
+    no tensor is of."""
     unused: frozenset[str] = frozenset()
     """Further settings of config.json that change nothing that a forward pass computes."""
     ignored: tuple[str, ...] = ()

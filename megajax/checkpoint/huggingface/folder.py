@@ -92,4 +92,5 @@ def _family_and_model(folder: Path) -> tuple[Family, dict[str, Any], Any]:
 def _described(folder: Path) -> tuple[Family, dict[str, Any], ForeignModel]:
     family, config, model = _family_and_model(folder)
     tensors, model = fitted(SafetensorsFolder(folder), family, model)
+    model = family.adjusted(model, tensors.entries())
     return family, config, ForeignModel(model=model, tensors=tensors, rows=family.rows(model), ignored=family.ignored)

@@ -3,7 +3,18 @@
 from collections.abc import Mapping
 from functools import cache
 
-from megajax.checkpoint.huggingface.families import gpt2, llama, mamba2
+from megajax.checkpoint.huggingface.families import (
+    deepseek_v2,
+    deepseek_v3,
+    gemma,
+    gpt2,
+    gpt_oss,
+    llama,
+    mamba2,
+    mixtral,
+    phi3,
+    qwen_moe,
+)
 from megajax.checkpoint.huggingface.family import Family, Settings
 from megajax.checkpoint.model_differences import differences, in_words
 from megajax.config.errors import UserError
@@ -13,7 +24,8 @@ from megajax.config.nearest import did_you_mean
 @cache
 def families() -> Mapping[str, Family]:
     """By name."""
-    return {family.name: family for family in (*llama.FAMILIES, *gpt2.FAMILIES, *mamba2.FAMILIES)}
+    files = (llama, mixtral, qwen_moe, deepseek_v2, deepseek_v3, gpt_oss, gemma, phi3, gpt2, mamba2)
+    return {family.name: family for file in files for family in file.FAMILIES}
 
 
 def family_of(given: Settings) -> Family:

@@ -1,6 +1,7 @@
 """Rotary positions and windows of a config.json, in the older and the newer spelling."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import log
 from typing import Any
 
 from megajax.checkpoint.huggingface.family import Settings
@@ -23,54 +24,105 @@ YARN = {
 }
 
 
-def rope(given: Settings) -> RopeConfig:
-    """From rope_parameters, or from rope_theta and rope_scaling as older files have it."""
-    old = {"rope_theta": given.take("rope_theta", 10000.0), **given.take("rope_scaling", {})}
-    parameters = Settings({**old, **given.take("rope_parameters", {})}, f"{given.where}: rope_parameters")
-    parameters.problems = given.problems
-    older = parameters.take("type")
-    kind = parameters.take("rope_type") or older or "default"
-    base = parameters.take("rope_theta")
-    scalings = {"llama3": (Llama3ScalingConfig, LLAMA3), "yarn": (YarnScalingConfig, YARN)}
-    if kind == "default":
-        return RopeConfig(base=base)
-    if kind not in scalings:
-        given.refuse("rope_type", kind, f"only default, {', '.join(scalings)} can be had")
-        return RopeConfig(base=base)
-    make, names = scalings[kind]
-    values = {ours: parameters.take(theirs) for theirs, ours in names.items()}
-    for name, value in parameters.left.items():
-        if value not in (None, False):
-            given.refuse(f"rope_parameters.{name}", value, "this setting is not supported")
-    return RopeConfig(base=base, scaling=make(**{name: value for name, value in values.items() if value is not None}))
+def rope(given: Settings, length: int, *, base: float = 10000.0, partial: bool = False) -> RopeConfig:
+    """From rope_parameters, or from rope_theta and rope_scaling as older files have it, which count more.
+
+    length: max_position_embeddings; base: of files without rope_theta; partial: whether a part of each head may be
+    rotated.
+    """
+    outer = {name: given.take(name) for name in ("rope_theta", "partial_rotary_factor")}
+    new, old = given.take("rope_parameters", {}), given.take("rope_scaling", {})
+    inner = Settings({name: value for name, value in {**outer, **(old or new)}.items() if value is not None}, "rope")
+    older = inner.take("type")
+    kind = inner.take("rope_type", older or "default")
+    plain = RopeConfig(base=inner.take("rope_theta", base), fraction=inner.take("partial_rotary_factor", 1.0))
+    if plain.fraction != 1 and not partial:
+        given.refuse("partial_rotary_factor", plain.fraction, "this family rotates whole heads")
+    # dynamic: frequencies change for texts longer than max_position_embeddings alone, which rows are not.
+    kinds = {"default": _plain, "dynamic": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+    if kind not in kinds:
+        given.refuse("rope_type", kind, f"only {', '.join(kinds)} can be had")
+        return plain
+    made = kinds[kind](inner, plain, length)
+    for name, value in inner.left.items():
+        given.refuse(f"rope_parameters.{name}", value, f"rope_type={kind} has no such setting here")
+    return made
+
+
+def _plain(given: Settings, rope: RopeConfig, length: int) -> RopeConfig:
+    del length
+    given.take("factor")
+    return rope
+
+
+def _linear(given: Settings, rope: RopeConfig, length: int) -> RopeConfig:
+    del length
+    return _with(rope, interpolation=given.need("factor"))
+
+
+def _llama3(given: Settings, rope: RopeConfig, length: int) -> RopeConfig:
+    values = {"original": length, **{ours: given.left.pop(name) for name, ours in LLAMA3.items() if name in given.left}}
+    return _with(rope, scaling=Llama3ScalingConfig(**values))
+
+
+def _yarn(given: Settings, rope: RopeConfig, length: int) -> RopeConfig:
+    """A factor on rotated heads that does not follow from the others is kept in mscale, which then stands alone."""
+    values = {ours: given.left.pop(name) for name, ours in YARN.items() if name in given.left}
+    values = {"original": length, **{name: value for name, value in values.items() if value or name == "rounded"}}
+    values.setdefault("factor", length / values["original"])
+    mscale, total, scale = values.pop("mscale", None), values.pop("mscale_all", None), given.take("attention_factor")
+    plain = YarnScalingConfig(**values)
+    if scale is None and not total:
+        return _with(rope, scaling=plain)
+    if scale is None and mscale:
+        return _with(rope, scaling=YarnScalingConfig(**values, mscale=mscale, mscale_all=total))
+    wanted = (scale or plain.lengthened(1.0)) * plain.lengthened(total or 0.0)
+    mscale = round((wanted - 1) / (0.1 * log(plain.factor)), 12) if plain.factor > 1 else 0.0
+    return _with(rope, scaling=YarnScalingConfig(**values, mscale=mscale, mscale_all=total or 0.0))
+
+
+def _with(rope: RopeConfig, **changes: Any) -> RopeConfig:
+    return RopeConfig(base=rope.base, fraction=rope.fraction, **changes)
 
 
 def rope_settings(rope: RopeConfig | None) -> dict[str, Any]:
     """rope_theta and rope_scaling, which old and new versions of transformers read."""
     if rope is None:
         return {}
-    if rope.scaling is None:
-        return {"rope_theta": rope.base}
-    kind, names = ("llama3", LLAMA3) if isinstance(rope.scaling, Llama3ScalingConfig) else ("yarn", YARN)
-    values = {theirs: getattr(rope.scaling, ours) for theirs, ours in names.items()}
+    settings: dict[str, Any] = {"rope_theta": rope.base, "rope_scaling": None}
+    if rope.fraction != 1:
+        settings["partial_rotary_factor"] = rope.fraction
+    scaling = rope.scaling
+    if scaling is None:
+        linear = {"rope_type": "linear", "factor": rope.interpolation}
+        return settings if rope.interpolation == 1 else {**settings, "rope_scaling": linear}
+    kind, names = ("llama3", LLAMA3) if isinstance(scaling, Llama3ScalingConfig) else ("yarn", YARN)
+    values = {theirs: getattr(scaling, ours) for theirs, ours in names.items()}
+    if isinstance(scaling, YarnScalingConfig) and scaling.mscale_all == 0:
+        values |= {"attention_factor": scaling.magnitude(), "mscale": None, "mscale_all_dim": None}
     values = {name: value for name, value in values.items() if value is not None}
-    return {"rope_theta": rope.base, "rope_scaling": {"rope_type": kind, **values}}
+    return {**settings, "rope_scaling": {"rope_type": kind, **values}}
 
 
-def windows(given: Settings, layers: int, length: int) -> list[int | None]:
-    """The window of each layer: the tokens before its own. Theirs counts the query itself."""
-    size, kinds = given.take("sliding_window"), given.take("layer_types")
-    on, first = given.take("use_sliding_window", True), given.take("max_window_layers", 0)
+def windows(given: Settings, layers: int, length: int, slides: Callable[[int], bool]) -> list[int | None]:
+    """The window of each layer: the tokens before its own. Theirs counts the query itself.
+
+    slides: whether a layer has the window, by number, where layer_types does not say.
+    """
+    size, on, kinds = given.take("sliding_window"), given.take("use_sliding_window", True), given.take("layer_types")
     window = size - 1 if size and on and size <= length else None
-    if kinds is None:
-        kinds = ["sliding_attention" if number >= first else "full_attention" for number in range(layers)]
+    kinds = kinds or ["sliding_attention" if slides(number) else "full_attention" for number in range(layers)]
+    for kind in sorted({*kinds} - {"sliding_attention", "full_attention"}):
+        given.refuse("layer_types", kind, "only full_attention and sliding_attention can be had")
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def window_settings(mixers: Sequence[Any]) -> Mapping[str, Any]:
-    """sliding_window, and which layers have it where not all do."""
-    sizes = {mixer.window for mixer in mixers if mixer.window is not None}
-    if not sizes:
-        return {"sliding_window": None}
-    kinds = ["full_attention" if mixer.window is None else "sliding_attention" for mixer in mixers]
-    return {"sliding_window": max(sizes) + 1, "layer_types": kinds, "use_sliding_window": True}
+    """sliding_window, and which layers have it."""
+    windowed = [number for number, mixer in enumerate(mixers) if mixer.window is not None]
+    return {
+        "sliding_window": max(mixers[number].window for number in windowed) + 1 if windowed else None,
+        "use_sliding_window": bool(windowed),
+        "max_window_layers": windowed[0] if windowed else len(mixers),
+        "layer_types": ["full_attention" if mixer.window is None else "sliding_attention" for mixer in mixers],
+    }

@@ -43,7 +43,9 @@ class RouterConfig:
     groups: int | None = None
     """Experts are in this many groups, of which a token chooses `chosen_groups` first; none: no groups."""
     chosen_groups: int | None = None
-    """Groups a token's experts are from: those with the largest sums of their top_k / chosen_groups best scores."""
+    """Groups a token's experts are from: those with the largest sums of their best scores."""
+    group_scores: int | None = None
+    """How many best scores of a group are summed; none: top_k / chosen_groups."""
     bias: bool = False
     """A trained bias on the logits."""
     balance_rate: float | None = None
@@ -68,6 +70,8 @@ class RouterConfig:
 
     def problems(self) -> list[Problem]:
         problems = above_zero(scale=self.scale, balance_rate=self.balance_rate)
+        if self.group_scores is not None and self.groups is None:
+            problems.append(Problem("group_scores", "compares groups, and groups=none", "set groups, or this to none"))
         for name in ("aux_loss", "row_loss", "global_loss", "z_loss"):
             if not 0 <= (value := getattr(self, name)) < float("inf"):
                 problems.append(Problem(name, f"must be a number of at least 0, got {value}"))
@@ -94,8 +98,12 @@ class RouterConfig:
             yield Problem("groups", f"{groups} groups do not divide {experts} experts", f"groups can be {legal}")
         elif not 1 <= chosen <= groups:
             yield Problem("chosen_groups", f"{chosen} of groups={groups}", f"use 1 to {groups}")
-        elif top_k % chosen:
-            yield Problem("chosen_groups", f"{chosen} does not divide top_k={top_k}", "use one of its divisors")
+        elif self.group_scores is None and top_k % chosen:
+            what = f"{chosen} does not divide top_k={top_k}"
+            yield Problem("chosen_groups", what, "use one of its divisors, or set group_scores")
+        elif self.group_scores is not None and not 1 <= self.group_scores <= experts // groups:
+            what = f"{self.group_scores} scores of groups of {experts // groups} experts"
+            yield Problem("group_scores", what, f"use 1 to {experts // groups}")
         elif top_k > experts // groups * chosen:
             what = f"{chosen} groups of {experts // groups} experts have fewer than top_k={top_k}"
             yield Problem("chosen_groups", what, f"use at least {-(-top_k * groups // experts)}")
