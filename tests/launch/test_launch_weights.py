@@ -1,0 +1,39 @@
+"""Two processes that start from one Hugging Face folder: each reads its shards, and the losses are those of one."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gangs import CONFIG, TINY, TRAIN, launcher, steps
+from safetensors.numpy import save_file
+
+from megajax.checkpoint.foreign import declared_by
+from megajax.checkpoint.huggingface.registry import families
+from megajax.checkpoint.tensor_table import resolved
+from megajax.config import load
+
+SETTINGS = (
+    "--parallel.data_sharding=fsdp", "--model.recompute=full", "--model.dropout=0", "--steps=3",
+    "--evaluation.batches=0",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_one_process(start, tmp_path: Path) -> None:
+    folder, model, family = tmp_path / "model", load(CONFIG).model, families()["llama"]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(family.settings(model)))
+    table, draw = resolved(family.rows(model), declared_by(model)), np.random.default_rng(0)
+    tensors = {one.name: (0.05 * draw.normal(size=one.shape())).astype(np.float16) for one in table}
+    save_file(tensors, folder / "model.safetensors")
+    source = f"--checkpoint.load=hf:{folder}"
+    command = (*TRAIN, *TINY, *SETTINGS, source)
+    gang = start(*launcher("--devices-per-process=1"), *command, f"--run_dir={tmp_path / 'two'}", name="two")
+    assert gang.wait(200) == 0, gang.text
+    assert f"12 weights of hf:{folder}" in gang.text
+    alone = start(*command, f"--run_dir={tmp_path / 'one'}", "--devices=cpu:2", name="one")
+    assert alone.wait(200) == 0, alone.text
+    two, one = steps(tmp_path / "two"), steps(tmp_path / "one")
+    assert two.keys() == one.keys() == {1, 2, 3}
+    np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=1e-5)
