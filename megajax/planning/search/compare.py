@@ -2,11 +2,11 @@
 
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megajax.config import load
 from megajax.config.builds import resolve
@@ -39,8 +39,7 @@ def other(case: Case, asked: str, per_node: int | None) -> Case:
         raise UserError(f"--compare={asked!r}: {error}") from error
     overrides = [word.removeprefix("--") for word in words if word.startswith("--")]
     named = [word for word in words if not word.startswith("--")]
-    devices = [word for word in named if _is_device(word)]
-    configs = [word for word in named if not _is_device(word)]
+    devices, configs = ([word for word in named if _is_device(word) == device] for device in (True, False))
     if not words or len(devices) > 1 or len(configs) > 1:
         raise UserError(
             f"--compare={asked!r} names {'nothing' if not words else 'more than one of a kind'} to compare with.\n"
@@ -99,14 +98,11 @@ DEVICES_AXIS = "devices"
 MAX_POINTS = 64
 STEP_SETTINGS = ("steps", "schedule.", "profile.", "optimizer.")
 """Problems with these settings are no problems of a layout; a larger batch in fewer steps may cause them."""
-type Mode = Literal["weak", "strong", ""]
-MODES: dict[Mode, str] = {
+MODES = {
     "weak": "weak scaling: the batch grows with the devices",
     "strong": "strong scaling: the batch stays the same",
     "": "one setting at several values",
 }
-
-
 type Point = dict[str, Any]
 """JSON of a plan of a sweep: `value`, `mode`, `devices`, `global_size`, and its figures or the rules' `refusal`."""
 
@@ -117,46 +113,37 @@ def sweep(text: str, case: Case, source: str, picture: Path | None) -> tuple[Rep
     Raises UserError for other text, if the checks refuse every point, and if the picture can't be made.
     """
     axis, values = read_axis(text, case.cfg)
-    points = _over_devices(case, [*map(int, values)]) if axis == DEVICES_AXIS else _over(case, axis, values)
+    points = _over_devices(case, [*map(int, values)]) if axis == DEVICES_AXIS else [*_over(case, axis, values)]
     refused = [("", f"{one['mode']} {one['value']}: {one['refusal']}".strip()) for one in points if "refusal" in one]
     if len(refused) == len(points):
         raise UserError(f"--sweep={text}: no point passes the checks; the first: {points[0]['refusal']}")
-    tables = [
-        Table(title, (axis, "data", "rows", "microbatches", "efficiency", "tokens/s", *FIGURES), rows, ())
-        for mode, title in MODES.items()
-        if (rows := _rows([point for point in points if point["mode"] == mode]))
-    ]
+    curves = {title: [one for one in points if one["mode"] == mode] for mode, title in MODES.items()}
+    columns = (axis, "data", "rows", "microbatches", "efficiency", "tokens/s", *FIGURES)
+    tables = [Table(title, columns, [*_rows(curve)], ()) for title, curve in curves.items() if curve]
     if picture is not None:
-        _save_picture(axis, points, picture)
+        log = "log" if axis == DEVICES_AXIS else "linear"
+
+        def plot(axes: Any) -> None:
+            for title, curve in curves.items():
+                if ran := [point for point in curve if "refusal" not in point]:
+                    speeds = [point["tokens_per_second_per_device"] * point["devices"] for point in ran]
+                    axes.plot([point["value"] for point in ran], speeds, marker="o", label=title)
+            axes.set(title="Tokens per second", xlabel=axis, yscale=log)
+            axes.legend()
+
+        resolve("megajax.pipeline.drawing:save_as_asked")(plot, picture, inches=(8, 4.5))
     return Report(f"{source} by {axis}", [*tables, *[("refused", refused)] * bool(refused)]), points
 
 
-def _rows(plans: Sequence[Point]) -> list[list[str]]:
-    speeds = [plan.get("tokens_per_second_per_device", 0.0) for plan in plans]
-    first = next((speed for speed in speeds if speed), 1.0)
-    rows = []
-    for plan, speed in zip(plans, speeds, strict=True):
+def _rows(points: Sequence[Point]) -> Iterator[list[str]]:
+    ran = [point["tokens_per_second_per_device"] for point in points if "refusal" not in point]
+    for point in points:
         about = ["refused", "", "", "", ""]
-        if speed:
-            counts = (plan["mesh"]["data"], plan["global_size"], plan["microbatches"])
-            about = [*(f"{n:,}" for n in counts), f"{speed / first:.1%}", f"{speed * plan['devices']:,.0f}"]
-        rows.append([plan["value"], *about, *cells(plan)])
-    return rows
-
-
-def _save_picture(axis: str, plans: Sequence[Point], path: Path) -> None:
-    """Tokens per second as a PNG. Raises UserError without matplotlib, and if the file can't be written."""
-
-    def draw(axes: Any) -> None:
-        for mode, title in MODES.items():
-            ran = [plan for plan in plans if plan["mode"] == mode and "refusal" not in plan]
-            if ran:
-                speeds = [plan["tokens_per_second_per_device"] * plan["devices"] for plan in ran]
-                axes.plot([plan["value"] for plan in ran], speeds, marker="o", label=title)
-        axes.set(title="Tokens per second", xlabel=axis, yscale="log" if axis == DEVICES_AXIS else "linear")
-        axes.legend()
-
-    resolve("megajax.pipeline.drawing:save_as_asked")(draw, path, inches=(8, 4.5))
+        if "refusal" not in point:
+            speed, counts = point["tokens_per_second_per_device"], (point["global_size"], point["microbatches"])
+            about = [f"{n:,}" for n in (point["mesh"]["data"], *counts)]
+            about += [f"{speed / ran[0]:.1%}", f"{speed * point['devices']:,.0f}"]
+        yield [point["value"], *about, *cells(point)]
 
 
 def read_axis(text: str, cfg: RunConfig) -> tuple[str, list[str]]:
@@ -164,9 +151,9 @@ def read_axis(text: str, cfg: RunConfig) -> tuple[str, list[str]]:
 
     Raises UserError for an unknown axis and for wrong values.
     """
-    axis, colon, written = text.partition(":")
+    axis, _, written = text.partition(":")
     values = [value.strip() for value in written.split(",") if value.strip()]
-    if not colon or not values:
+    if not values:
         raise UserError(
             f"--sweep={text!r} must be AXIS:VALUE,VALUE,...\nE.g. devices:64,128,...,16384 or batch.micro_size:1,2,4"
         )
@@ -174,7 +161,7 @@ def read_axis(text: str, cfg: RunConfig) -> tuple[str, list[str]]:
     if axis not in names:
         near = did_you_mean(axis, names)
         raise UserError(f"--sweep: unknown axis {axis!r}; {near or 'devices, or a setting such as batch.micro_size'}")
-    values = _continued(text, values)
+    values = _continued(text, values) if "..." in values else values
     if axis == DEVICES_AXIS and (wrong := [value for value in values if not re.fullmatch(r"[1-9]\d{0,5}", value)]):
         raise UserError(f"--sweep={text!r}: {wrong[0]!r} is no number of devices")
     return axis, values
@@ -182,8 +169,6 @@ def read_axis(text: str, cfg: RunConfig) -> tuple[str, list[str]]:
 
 def _continued(text: str, values: list[str]) -> list[str]:
     """With "..." filled in, by a constant factor."""
-    if "..." not in values:
-        return values
     place = values.index("...")
     before, after = values[:place], values[place + 1 :]
     if len(before) < 2 or len(after) != 1 or not all(value.isdigit() for value in (*before, *after)):
@@ -202,42 +187,36 @@ def _over_devices(case: Case, counts: Sequence[int]) -> list[Point]:
     size, name, per_node = cfg.batch.global_size, case.cluster.name, case.cluster.per_node
     weak, strong = [], []
     for devices in counts:
-        refusal = _first(read_cluster(f"{name}:{devices}", per_node, {name: per_node})[1])
+        wrong = read_cluster(f"{name}:{devices}", per_node, {name: per_node})[1]
         there = replace(case, cfg=cfg, cluster=case.cluster._replace(devices=devices))
-        strong.append(_point(there, str(devices), "strong", refusal))
+        strong.append(_point(there, str(devices), wrong, mode="strong"))
         rows, over = divmod(size * devices, counts[0])
         if over:
-            refusal = f"{size} rows on {counts[0]} are no whole number of rows on {devices}"
+            wrong = [Problem(f"{size} rows on {counts[0]}", f"no whole number of rows on {devices}")]
         steps = cfg.steps * counts[0] // devices  # the same number of tokens
         there = replace(there, cfg=cfg.but(batch=replace(cfg.batch, global_size=rows), steps=steps))
-        weak.append(_point(there, str(devices), "weak", refusal))
+        weak.append(_point(there, str(devices), wrong, mode="weak"))
     return [*weak, *strong]
 
 
-def _over(case: Case, name: str, values: Sequence[str]) -> list[Point]:
+def _over(case: Case, name: str, values: Sequence[str]) -> Iterator[Point]:
     """The same config with values of a setting."""
-    points = []
     for value in values:
         try:
-            points.append(_point(replace(case, cfg=override(case.cfg, f"{name}={value}")), value))
+            yield _point(replace(case, cfg=override(case.cfg, f"{name}={value}")), value)
         except ConfigError as error:
-            points.append(_point(case, value, refusal=_first(error.problems)))
-    return points
+            yield _point(case, value, error.problems)
 
 
-def _first(problems: Sequence[Problem]) -> str:
-    return f"{problems[0].where}: {problems[0].what}" if problems else ""
-
-
-def _point(case: Case, value: str, mode: Mode = "", refusal: str = "") -> Point:
-    if not refusal:
+def _point(case: Case, value: str, wrong: Sequence[Problem] = (), *, mode: str = "") -> Point:
+    if not wrong:
         try:
             override(case.cfg, devices=case.cluster.devices)
         except ConfigError as error:
-            refusal = _first([one for one in error.problems if not one.where.startswith(STEP_SETTINGS)])
+            wrong = [one for one in error.problems if not one.where.startswith(STEP_SETTINGS)]
     size = case.cfg.batch.global_size
     point = {"value": value, "mode": mode, "devices": case.cluster.devices, "global_size": size}
-    return point | ({"refusal": refusal} if refusal else to_dict(case.estimate))
+    return point | ({"refusal": f"{wrong[0].where}: {wrong[0].what}"} if wrong else to_dict(case.estimate))
 
 
 # Changes that make a plan fit
