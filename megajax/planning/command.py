@@ -27,7 +27,6 @@ from megajax.planning.search.search import SEARCHED, Choice, Task, changes, sett
 from megajax.planning.show import plan_report
 from megajax.training.run_config import RunConfig
 
-MODES = ("search", "compare", "sweep")
 COMPILED = 3
 """Layouts of a search that are compiled by default, if the compiler is installed."""
 MARGIN = 0.03
@@ -42,17 +41,20 @@ def count_devices(flags: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
     None if the config's own layout need not match them: a search tries others, a sweep takes other numbers.
     """
     cluster, _, problems = read_target(flags)
-    modes = [name for name in MODES if flags[name] not in (None, False)]
+    modes = _modes(flags)
     if len(modes) > 1:
         problems.append(Problem(f"--{modes[1]}", f"goes with no --{modes[0]}", "ask for one of them at a time"))
-    for mode in [*["formula"] * flags["formula"], *modes]:
-        if flags["audit"]:
-            problems.append(Problem("--audit", f"goes with no --{mode}", "it reads the program that is compiled"))
+    for mode in [*["formula"] * flags["formula"], *modes] * flags["audit"]:
+        problems.append(Problem("--audit", f"goes with no --{mode}", "it reads the program that is compiled"))
     for name, mode in NEEDS.items():
         if flags[name] is not None and not flags[mode]:
             problems.append(Problem(f"--{name}", f"goes with --{mode}, which is not given"))
     free = cluster is None or flags["search"] or flags["sweep"] is not None
     return None if free else cluster.devices, problems
+
+
+def _modes(flags: Mapping[str, Any]) -> list[str]:
+    return [name for name in ("search", "compare", "sweep") if flags[name] not in (None, False)]
 
 
 def take_searched(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
@@ -72,9 +74,8 @@ def take_searched(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             continue
         if value is Mark.BARE and words and not words[0].startswith("--"):
             _, value = setting(f"--{name}={words.pop(0)}")
-        given, wrong = read_value(value, types[SEARCHED[name]], name)
+        fixed[SEARCHED[name]], wrong = read_value(value, types[SEARCHED[name]], name)
         problems += wrong
-        fixed[SEARCHED[name]] = given
     if problems:
         raise ConfigError(problems, "command line")
     return rest, {name: value for name, value in fixed.items() if name != "data" or value is not None}
@@ -152,9 +153,8 @@ class Request:
 
     def _layouts_to_compile(self) -> int:
         name, wanted = self.case.cluster.name, self.flags["compile"]
-        missing = [f"a device the compiler knows, which {name} is not"]
-        if name in devices.GPUS:
-            missing = devices.missing_packages()
+        unknown = f"a device the compiler knows, which {name} is not"
+        missing = devices.missing_packages() if name in devices.GPUS else [unknown]
         if wanted is None:
             return 0 if missing or self.flags["formula"] else COMPILED
         if wanted < 0:
@@ -175,8 +175,7 @@ def plan(command: Command, fixed: Mapping[str, Any], program: Sequence[str]) -> 
     flags = command.flags
     cluster, device, _ = read_target(flags)
     assert cluster is not None and device is not None  # `count_devices` has reported problems
-    modes = (name for name in MODES if flags[name] not in (None, False))
-    mode = next(modes, "by_formula" if flags["formula"] else "compiled")
+    mode = next(iter(_modes(flags)), "by_formula" if flags["formula"] else "compiled")
     if mode != "compiled":
         demand_facts(command.config.model)
     request = Request(Case(command.config, cluster, device), command.source or "", flags, fixed, program)

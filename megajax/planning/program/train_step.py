@@ -252,12 +252,13 @@ def report(plan: TrainPlan, device: Device, audited: Audit | None = None) -> tup
     """
     known, rows = facts_of(plan.cfg.model) is not None, timed(plan, device)
     formula = Case(plan.cfg, plan.cluster, device).estimate if known else None
+    predicted = None if formula is None else bytes_per_step(formula)
     step = None if formula is None else with_program(formula, rows)
     blocks: list[Section | Table] = [
         ("layout", [*(_layout(plan) if step is None else layout(step)), *_kernels(plan)]),
         _memory(plan),
         ("time of a step, by the cost model", [UNKNOWN_TIME] if step is None else times(step)),
-        *([] if audited is None else [traffic_section(audited, device, formula and bytes_per_step(formula))]),
+        *([] if audited is None else [traffic_section(audited, device, predicted)]),
         ("compile", [("time", duration(plan.compile_seconds)), ("jax", jax.__version__), *_options(plan.cfg)]),
         _collectives(plan, rows),
     ]

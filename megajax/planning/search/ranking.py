@@ -149,12 +149,8 @@ class Result:
 
     def tally(self) -> dict[str, int]:
         """How many layouts were tried, and what became of them."""
-        groups = self.groups.values()
-        counts = {
-            "refused": sum(sum(group.refusals.values()) for group in groups),
-            "too_large": sum(group.too_large for group in groups),
-            "estimated": sum(group.estimated for group in groups),
-        }
+        counts = {"refused": sum(group.refusals.total() for group in self.groups.values())}
+        counts |= {name: sum(getattr(one, name) for one in self.groups.values()) for name in ("too_large", "estimated")}
         return {"tried": sum(counts.values()), **counts}
 
     def to_dict(self, settings: list[str]) -> dict[str, Any]:
@@ -189,16 +185,15 @@ class Result:
     def well_known(self) -> list[tuple[str, str]]:
         """Pure FSDP, tensor parallelism without a pipeline, and the config as given: name and verdict."""
         task, devices, per_node = self.task, self.task.devices, self.task.case.cluster.per_node
-        fsdp = None
-        pure = {"data_sharding": "fsdp", "expert": 1}
-        if (1, 1, devices) in self.groups and all(task.fixed.get(name, pure[name]) == pure[name] for name in pure):
+        fsdp, pure = None, {"data_sharding": "fsdp", "expert": 1}
+        if (1, 1, devices) in self.groups and all(task.fixed.get(name, value) == value for name, value in pure.items()):
             fsdp = explore(replace(task, fixed={**task.fixed, **pure}), (1, 1, devices))
         tensors = (place[0] for place in self.groups if place[1] == 1 and place[0] <= per_node)
         tensor, given = max(tensors, default=per_node), task.given()
-        tensor_alone = self.groups.get((tensor, 1, devices // tensor))
+        alone = self.groups.get((tensor, 1, devices // tensor))
         return [
             ("pure FSDP", self._verdict_of_group(fsdp)),
-            (f"tensor {tensor} without a pipeline", self._verdict_of_group(tensor_alone)),
+            (f"tensor {tensor} without a pipeline", self._verdict_of_group(alone)),
             (f"the config as given ({given.layout})", self._verdict(given)),
         ]
 
@@ -206,8 +201,7 @@ class Result:
         if group is None:
             fixed = self.task.fixed_text()
             return f"not tried: {fixed} is given" if fixed else "not tried: does not match these devices"
-        entry = group.best[0] if group.best else group.smallest
-        if entry is not None:
+        if entry := next(iter(group.best), group.smallest):
             return self._verdict(entry.choice)
         return f"refused: {group.refusals.most_common(1)[0][0]}" if group.refusals else "not tried"
 
@@ -226,21 +220,19 @@ class Result:
     def report(self, commands: Sequence[str]) -> Report:
         """The best layouts, the well-known ones beside them, and how to use the best."""
         tally, device = self.tally(), self.task.case.device
+        usable = f"{device.usable_gib:.1f} GiB"
         compiled = sum(row.compiled for row in self.rows) + len(self.rejected)
-        searched = [
-            (
-                "layouts",
-                f"{tally['tried']:,} in {self.seconds:.1f} s: {tally['refused']:,} against the config's rules, "
-                f"{tally['too_large']:,} too large, {tally['estimated']:,} estimated",
-            ),
-            ("compiled", f"{compiled} in {duration(self.compile_seconds)}" if compiled else "none"),
-            *([("fixed", self.task.fixed_text())] if self.task.fixed else []),
-            ("left out", LEFT_OUT),
-        ]
+        counts = f"{tally['refused']:,} against the config's rules, {tally['too_large']:,} too large"
+        searched = {
+            "layouts": f"{tally['tried']:,} in {self.seconds:.1f} s: {counts}, {tally['estimated']:,} estimated",
+            "compiled": f"{compiled} in {duration(self.compile_seconds)}" if compiled else "none",
+            **({"fixed": self.task.fixed_text()} if self.task.fixed else {}),
+            "left out": LEFT_OUT,
+        }
         rejected = [
             (
                 f"{choice.layout}, {choice.details}",
-                one.get("error") or f"compiled: {one['peak_gib']:.1f} of {device.usable_gib:.1f} GiB",
+                one.get("error") or f"compiled: {one['peak_gib']:.1f} of {usable} GiB",
             )
             for choice, one in self.rejected
         ]
@@ -249,7 +241,7 @@ class Result:
         return Report(
             f"search for {self.task.devices} x {device.name}",
             [
-                ("searched", searched),
+                ("searched", [*searched.items()]),
                 Table("best layouts", columns, rows, (1, 2, 3, 5, 6)),
                 Table("not chosen", ("layout", "verdict"), [*self.well_known, *rejected], (0, 1)),
                 ("to use the best", [("", line) for line in commands]),
@@ -289,10 +281,8 @@ def find_best(task: Task, cache: Cache, wanted: int, compiler: Callable[[Case], 
     rows, rejected = rank_rows(task, entries, cache if wanted else Cache())
     if not rows:
         raise UserError(_nothing_fits(task, groups))
-    compile_seconds = time.monotonic() - started - seconds
-    return Result(
-        task=task, groups=groups, rows=rows, rejected=rejected, seconds=seconds, compile_seconds=compile_seconds
-    )
+    times = {"seconds": seconds, "compile_seconds": time.monotonic() - started - seconds}
+    return Result(task=task, groups=groups, rows=rows, rejected=rejected, **times)
 
 
 def rank_rows(task: Task, entries: Sequence[Entry], cache: Cache) -> tuple[list[Row], list[tuple[Choice, Figures]]]:
@@ -310,8 +300,7 @@ def rank_rows(task: Task, entries: Sequence[Entry], cache: Cache) -> tuple[list[
 
 def _nothing_fits(task: Task, groups: Mapping[Place, Group]) -> str:
     """The error message where no layout fits."""
-    given = f" with {task.fixed_text()}" if task.fixed else ""
-    fewer = ", or fix fewer settings" if task.fixed else ""
+    given, fewer = (f" with {task.fixed_text()}", ", or fix fewer settings") if task.fixed else ("", "")
     where = f"{task.devices} x {task.case.device.name}{given}"
     smallest = [group.smallest for group in groups.values() if group.smallest is not None]
     if smallest:
