@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from megajax.layers.expert_facts import buffer_rows
 from megajax.layers.router import Routing
 
 type Apply = Callable[[Array, Array, Array], Array]
@@ -76,8 +77,7 @@ class Dispatch:
 
     def rows(self, mean: float, most: int) -> int:
         """Rows of a buffer."""
-        wanted = most if self.room is None else min(most, ceil(mean * self.room))
-        return -(-wanted // ROW_MULTIPLE) * ROW_MULTIPLE
+        return ceil(buffer_rows(mean, most, self.room) / ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def water_level(sizes: Array, room: Array | int) -> Array:

@@ -92,8 +92,7 @@ class ExpertFacts:
 
     def rows(self, tokens: float, spread: Spread) -> float:
         """Rows that a device has room for, in all chunks together."""
-        most = self.most_rows(tokens, spread)
-        return most if self.room is None else min(most, self.room * self.mean_rows(tokens, spread))
+        return buffer_rows(self.mean_rows(tokens, spread), self.most_rows(tokens, spread), self.room)
 
     def over_mean(self, spread: Spread) -> float:
         """Room over the mean."""
@@ -131,6 +130,14 @@ class ExpertFacts:
             own += f" in {self.chunks} chunks"
         worst = "the worst case" if rows == most else f"dropped beyond that, the worst case is {most:,.0f}"
         return f"{own}; room for {rows:,.0f} rows, {self.over_mean(spread):.3g} x the mean: {worst}"
+
+
+def buffer_rows(mean: float, most: float, room: float | None) -> float:
+    """Rows that there is room for. mean: with a balanced router; most: if all tokens choose the same experts.
+
+    room: rows over the mean; None: for all.
+    """
+    return most if room is None else min(most, room * mean)
 
 
 def _gathered(axes: tuple[str, ...], elements: float) -> Iterator[Sending]:
