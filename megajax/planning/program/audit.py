@@ -20,13 +20,8 @@ type Work = Literal["matmul", "attention", "collective", "fill", "move", "cast",
 """matmul, attention: kernels on tensor cores, with all that is fused into them; fill: writes a constant; move: slices,
 updates, copies, transposes, concatenations, without arithmetic; cast: between dtypes; compute: the rest."""
 
-CLASSES: dict[str, tuple[Work, ...]] = {
-    "copies": ("fill", "move"),
-    "elementwise": ("cast", "compute"),
-    "matmul": ("matmul",),
-    "attention": ("attention",),
-    "collective": ("collective",),
-}
+CLASSES: dict[str, tuple[Work, ...]] = {"copies": ("fill", "move"), "elementwise": ("cast", "compute")}
+CLASSES |= {"matmul": ("matmul",), "attention": ("attention",), "collective": ("collective",)}
 """Kinds of work by the class under which plans report them."""
 COMMON_SCOPES = frozenset(("while", "body", "cond", "closed_call", "eval_jaxpr", "shard_map", "checkpoint"))
 """Parts of an operation's path that are not shown."""
@@ -38,6 +33,8 @@ SLICING = frozenset(("slice", "dynamic-slice", "gather"))
 MOVING = SLICING - {"gather"} | frozenset(
     ("copy", "transpose", "dynamic-update-slice", "concatenate", "reshape", "broadcast", "pad", "reverse", "iota")
 )
+UPDATING = {"dynamic-update-slice": 1, "scatter": -1}
+"""Opcodes that update a part of their first operand -> which operand is the part."""
 THROUGH = frozenset(("bitcast", "convert", "reshape", "copy", "transpose"))
 """Opcodes for which a part of the result needs only the same part of the operand."""
 OFFSETS = frozenset(("s32", "u32", "s64", "u64", "pred"))
@@ -234,10 +231,9 @@ def _is_index(one: hlo.Instruction) -> bool:
 
 def _unfused(one: hlo.Instruction, home: hlo.Computation) -> tuple[int, int]:
     """(read, written) of an instruction that is a kernel by itself."""
-    if one.opcode in SLICING:
-        return hlo.size(one.shape), hlo.size(one.shape)
-    if one.opcode == "dynamic-update-slice":
-        return hlo.size(home[one.operands[1]].shape), hlo.size(home[one.operands[1]].shape)
+    if one.opcode in SLICING or one.opcode == "dynamic-update-slice":
+        part = hlo.size(one.shape if one.opcode in SLICING else home[one.operands[1]].shape)
+        return part, part
     return sum(hlo.size(home[name].shape) for name in one.operands if name in home), hlo.size(_result(one))
 
 
@@ -250,38 +246,31 @@ def _read(body: hlo.Computation) -> int:
 
     def elements(name: str) -> int:
         """Elements that are needed of an instruction's result."""
-        whole = sum(n for _, n in hlo.arrays(body[name].shape))
-        needed = 0
+        whole, needed = hlo.elements(body[name].shape), 0
         for user in users.get(name, []):
-            if user.opcode in SLICING and user.operands[0] == name:
-                needed += sum(n for _, n in hlo.arrays(user.shape))
-            elif user.opcode == "dynamic-update-slice" and user.operands[0] == name:
-                continue
-            elif user.opcode == "scatter" and user.operands[0] == name:
-                needed += sum(n for _, n in hlo.arrays(body[user.operands[-1]].shape))
+            target = user.operands[0] == name
+            if user.opcode in SLICING and target:
+                needed += hlo.elements(user.shape)
+            elif user.opcode == "scatter" and target:
+                needed += hlo.elements(body[user.operands[-1]].shape)
             elif user.opcode in THROUGH:
                 needed += elements(user.name)
-            else:
+            elif not (user.opcode == "dynamic-update-slice" and target):
                 return whole
         # What nothing uses is the fusion's own result.
         return min(whole, needed) if name in users else whole
 
-    total = 0
-    for one in body.values():
-        if one.opcode == "parameter" and (whole := sum(n for _, n in hlo.arrays(one.shape))):
-            total += hlo.size(one.shape) * elements(one.name) // whole
-    return total
+    parameters = [one for one in body.values() if one.opcode == "parameter" and hlo.elements(one.shape)]
+    return sum(hlo.size(one.shape) * elements(one.name) // hlo.elements(one.shape) for one in parameters)
 
 
 def _written(root: hlo.Instruction, body: hlo.Computation) -> int:
     """Bytes that a fusion writes: of its root, or of each part of a tuple."""
     if root.opcode == "tuple":
         return sum(_written(body[name], body) for name in root.operands)
-    if root.opcode == "dynamic-update-slice":
-        return hlo.size(body[root.operands[1]].shape)
-    if root.opcode == "scatter":
-        return hlo.size(body[root.operands[-1]].shape)
-    if root.opcode == "bitcast" and body[root.operands[0]].opcode in ("dynamic-update-slice", "scatter"):
+    if root.opcode in UPDATING:
+        return hlo.size(body[root.operands[UPDATING[root.opcode]]].shape)
+    if root.opcode == "bitcast" and body[root.operands[0]].opcode in UPDATING:
         return _written(body[root.operands[0]], body)
     return hlo.size(root.shape)
 

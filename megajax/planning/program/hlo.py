@@ -56,6 +56,11 @@ def arrays(shape: str) -> list[tuple[str, int]]:
     ]
 
 
+def elements(shape: str) -> int:
+    """Elements of all arrays of a shape."""
+    return sum(count for _, count in arrays(shape))
+
+
 def size(shape: str) -> int:
     """Bytes of all arrays of a shape."""
     return sum(-(-elements * _bits(kind) // 8) for kind, elements in arrays(shape))
@@ -385,12 +390,12 @@ class _Reader:
             # Of rows, buffer, offsets and sizes: no more is sent than both of the first hold.
             shapes = [min(shapes[:2], key=size)]
         total = sum(size(shape) for shape in shapes)
-        elements = sum(number for shape in shapes for _, number in arrays(shape))
+        numbers = sum(map(elements, shapes))
         if kind == "all-gather":
-            total, elements = total * groups.size, elements * groups.size
+            total, numbers = total * groups.size, numbers * groups.size
         elif kind == "reduce-scatter":
-            elements //= groups.size
-        self.collectives.append(Collective(kind, groups, place, total, len(shapes), elements, overlapped))
+            numbers //= groups.size
+        self.collectives.append(Collective(kind, groups, place, total, len(shapes), numbers, overlapped))
 
 
 def _ends(computation: Computation) -> dict[str, int]:
