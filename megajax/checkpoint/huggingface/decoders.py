@@ -1,12 +1,14 @@
 """What families of decoders share: the settings and the names of Llama, which most later ones kept."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from megajax.checkpoint.huggingface.activations import ACTIVATIONS, theirs
-from megajax.checkpoint.huggingface.family import Settings
+from megajax.checkpoint.huggingface.family import Family, Settings
 from megajax.checkpoint.huggingface.rotary import rope_settings
+from megajax.checkpoint.huggingface.rows import attention as attention_rows
+from megajax.checkpoint.huggingface.rows import linear, norm
 from megajax.checkpoint.tensor_table import Row
 from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, MoEConfig, RouterConfig
 from megajax.layers.segments import blocks_of, stack_of
@@ -125,9 +127,8 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 
 def gated(theirs: str, ours: str, names: Sequence[str] = GATED) -> list[Row]:
     """A gated feed-forward layer. names: theirs of gate, up and down."""
-    pairs = list(zip(names, ("gate", "up", "down"), strict=True))
-    weights = [Row(f"{theirs}.{name}.weight", f"{ours}.{mine}", "o i -> i o") for name, mine in pairs]
-    return weights + [Row(f"{theirs}.{name}.bias", f"{ours}.{mine}_bias") for name, mine in pairs]
+    pairs = zip(names, ("gate", "up", "down"), strict=True)
+    return [row for name, mine in pairs for row in linear(f"{theirs}.{name}", f"{ours}.{mine}")]
 
 
 def experts(theirs: str, names: Sequence[str] = GATED) -> list[Row]:
@@ -137,23 +138,20 @@ def experts(theirs: str, names: Sequence[str] = GATED) -> list[Row]:
 
 
 NORMS = [
-    Row(f"{LAYER}.input_layernorm.weight", "stack.*.mixer_norm.gain"),
-    Row(f"{LAYER}.post_attention_layernorm.weight", "stack.*.mlp_norm.gain"),
+    *norm(f"{LAYER}.input_layernorm", "stack.*.mixer_norm"),
+    *norm(f"{LAYER}.post_attention_layernorm", "stack.*.mlp_norm"),
 ]
-OUTPUT = [
-    Row(f"{LAYER}.self_attn.o_proj.weight", "stack.*.mixer.output", "d (n h) -> n h d"),
-    Row(f"{LAYER}.self_attn.o_proj.bias", "stack.*.mixer.output_bias"),
-]
-_INPUTS: Mapping[str, str] = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
+INPUTS_AND_OUTPUT = ("q_proj", "k_proj", "v_proj", "o_proj")
 ATTENTION = [
-    *[Row(f"{LAYER}.self_attn.{a}.weight", f"stack.*.mixer.{b}", "(n h) d -> d n h") for a, b in _INPUTS.items()],
-    *[Row(f"{LAYER}.self_attn.{a}.bias", f"stack.*.mixer.{b}_bias", "(n h) -> n h") for a, b in _INPUTS.items()],
-    *OUTPUT,
-    Row(f"{LAYER}.self_attn.q_norm.weight", "stack.*.mixer.query_norm.gain"),
-    Row(f"{LAYER}.self_attn.k_norm.weight", "stack.*.mixer.key_norm.gain"),
+    *attention_rows(f"{LAYER}.self_attn", "stack.*.mixer", INPUTS_AND_OUTPUT),
+    *norm(f"{LAYER}.self_attn.q_norm", "stack.*.mixer.query_norm"),
+    *norm(f"{LAYER}.self_attn.k_norm", "stack.*.mixer.key_norm"),
     *NORMS,
 ]
 """Attention and the norms of a block."""
 
-ANGLES = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
-"""Tables that older files have."""
+
+def family(name: str, *, ignored: tuple[str, ...] = (), **more: Any) -> Family:
+    """A family with one model_type, its name, a head that may be tied, and tables of angles in older files."""
+    angles = "model.layers.*.self_attn.rotary_emb.inv_freq"
+    return Family(name=name, model_types=(name,), heads=UNTIED, ignored=(angles, *ignored), **more)

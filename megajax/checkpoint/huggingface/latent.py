@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from megajax.checkpoint.huggingface import decoders
-from megajax.checkpoint.huggingface.decoders import LAYER, NORMS, OUTPUT, ends, experts, gated
+from megajax.checkpoint.huggingface.decoders import LAYER, NORMS, ends, experts, gated
 from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.huggingface.rotary import rope, rope_settings
 from megajax.checkpoint.tensor_table import Row
@@ -117,7 +117,7 @@ def rows(cfg: DecoderConfig) -> list[Row]:
         Row(f"{theirs}.kv_a_proj_with_mqa.weight", keys[0], "r d -> d r"),
         Row(f"{theirs}.kv_a_layernorm.weight", f"{ours}.norm.gain"),
         Row(f"{theirs}.kv_b_proj.weight", keys[1], "n h r -> r n h", cut="(n h) r -> n h r", axis=1, sizes=heads),
-        *OUTPUT,
+        Row(f"{LAYER}.self_attn.o_proj.weight", "stack.*.mixer.output", "d (n h) -> n h d"),
         *NORMS,
         *gated(f"{LAYER}.mlp", "stack.*.mlp"),
         *experts(f"{LAYER}.mlp"),

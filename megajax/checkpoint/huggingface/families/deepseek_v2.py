@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from megajax.checkpoint.huggingface import decoders, latent
-from megajax.checkpoint.huggingface.family import Family, Settings
+from megajax.checkpoint.huggingface.family import Settings
 from megajax.layers.config import RouterConfig
 from megajax.models.config import DecoderConfig
 
@@ -58,14 +58,12 @@ def settings(cfg: DecoderConfig) -> dict[str, Any]:
 
 
 FAMILIES = [
-    Family(
-        name="deepseek_v2",
-        model_types=("deepseek_v2",),
+    decoders.family(
+        "deepseek_v2",
         model=model,
         settings=settings,
         rows=latent.rows,
         # The last has no effect there.
         unused=latent.UNUSED | {"norm_topk_prob"},
-        ignored=decoders.ANGLES,
     )
 ]

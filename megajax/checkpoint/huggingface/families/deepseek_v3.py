@@ -6,7 +6,7 @@ from typing import Any
 
 from megajax.checkpoint.huggingface import decoders, latent
 from megajax.checkpoint.huggingface.decoders import LAYER
-from megajax.checkpoint.huggingface.family import Family, Settings
+from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.tensor_table import Row
 from megajax.layers.config import RouterConfig
 from megajax.models.config import DecoderConfig, PredictionConfig
@@ -88,15 +88,14 @@ def adjusted(cfg: DecoderConfig, names: Collection[str]) -> DecoderConfig:
 
 
 FAMILIES = [
-    Family(
-        name="deepseek_v3",
-        model_types=("deepseek_v3",),
+    decoders.family(
+        "deepseek_v3",
         model=model,
         settings=settings,
         rows=rows,
         adjusted=adjusted,
         unused=latent.UNUSED,
         # Copies of the tables, which blocks that predict further tokens share.
-        ignored=(*decoders.ANGLES, "model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"),
+        ignored=("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"),
     )
 ]

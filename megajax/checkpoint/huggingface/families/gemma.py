@@ -4,7 +4,7 @@ from typing import Any
 
 from megajax.checkpoint.huggingface import decoders
 from megajax.checkpoint.huggingface.families import llama
-from megajax.checkpoint.huggingface.family import Family, Settings
+from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.huggingface.rotary import rope
 from megajax.layers.config import BlockConfig, RMSNormConfig
 from megajax.models.config import DecoderConfig
@@ -51,13 +51,11 @@ def settings(cfg: DecoderConfig) -> dict[str, Any]:
 
 
 FAMILIES = [
-    Family(
-        name="gemma",
-        model_types=("gemma",),
+    decoders.family(
+        "gemma",
         model=model,
         settings=settings,
         rows=llama.rows,
         unused=frozenset({"hidden_activation"}),
-        ignored=decoders.ANGLES,
     )
 ]

@@ -4,7 +4,7 @@ from typing import Any
 
 from megajax.checkpoint.huggingface import decoders
 from megajax.checkpoint.huggingface.decoders import ATTENTION, LAYER, ends
-from megajax.checkpoint.huggingface.family import Family, Settings
+from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.huggingface.rotary import rope, window_settings, windows
 from megajax.checkpoint.tensor_table import Row
 from megajax.layers.config import BlockConfig, GatedMLPConfig, MoEConfig, RMSNormConfig
@@ -107,14 +107,12 @@ def rows(cfg: DecoderConfig) -> list[Row]:
 
 
 FAMILIES = [
-    Family(
-        name="gpt_oss",
-        model_types=("gpt_oss",),
+    decoders.family(
+        "gpt_oss",
         model=model,
         settings=settings,
         rows=rows,
         # The first has no effect there; the others repeat what others say.
         unused=frozenset({"hidden_act", "experts_per_token", "initial_context_length"}),
-        ignored=decoders.ANGLES,
     )
 ]

@@ -1,12 +1,12 @@
 """Llama 2 and 3, Mistral, Qwen 2 and Qwen 3: one table, of pre-norm blocks with rotary positions and gated layers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from megajax.checkpoint.huggingface import decoders
-from megajax.checkpoint.huggingface.decoders import ATTENTION, LAYER, ends, gated
-from megajax.checkpoint.huggingface.family import Family, Settings
+from megajax.checkpoint.huggingface.decoders import ATTENTION, LAYER, ends, gated, layers_of
+from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.huggingface.rotary import rope, window_settings, windows
 from megajax.checkpoint.tensor_table import Row
 from megajax.layers.config import BlockConfig, RMSNormConfig
@@ -64,7 +64,7 @@ def model(kind: str, given: Settings) -> DecoderConfig:
 
 def settings(kind: str, cfg: DecoderConfig) -> dict[str, Any]:
     """The config.json of a model as one of this model_type."""
-    blocks = decoders.layers_of(cfg)
+    blocks = layers_of(cfg)
     mixer, mlp = blocks[0].mixer, blocks[0].mlp
     written = window_settings([block.mixer for block in blocks])
     return {
@@ -91,18 +91,7 @@ def rows(cfg: DecoderConfig) -> list[Row]:
     return [*ends(cfg), *ATTENTION, *gated(f"{LAYER}.mlp", "stack.*.mlp")]
 
 
-def family(kind: str, **more: Any) -> Family:
-    """That of a model_type."""
-    make: Callable[[Settings], DecoderConfig] = partial(model, kind)
-    return Family(
-        name=kind,
-        model_types=(kind,),
-        model=make,
-        settings=partial(settings, kind),
-        rows=rows,
-        ignored=decoders.ANGLES,
-        **more,
-    )
-
-
-FAMILIES = [family(kind) for kind in ARCHITECTURES]
+FAMILIES = [
+    decoders.family(kind, model=partial(model, kind), settings=partial(settings, kind), rows=rows)
+    for kind in ARCHITECTURES
+]

@@ -4,7 +4,7 @@ from typing import Any
 
 from megajax.checkpoint.huggingface import decoders
 from megajax.checkpoint.huggingface.decoders import ATTENTION, LAYER, ends, experts
-from megajax.checkpoint.huggingface.family import Family, Settings
+from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.huggingface.rotary import rope, window_settings, windows
 from megajax.checkpoint.tensor_table import Row
 from megajax.layers.config import BlockConfig, MoEConfig, RMSNormConfig
@@ -60,13 +60,11 @@ def rows(cfg: DecoderConfig) -> list[Row]:
 
 
 FAMILIES = [
-    Family(
-        name="mixtral",
-        model_types=("mixtral",),
+    decoders.family(
+        "mixtral",
         model=model,
         settings=settings,
         rows=rows,
         unused=frozenset({"router_jitter_noise"}),
-        ignored=decoders.ANGLES,
     )
 ]

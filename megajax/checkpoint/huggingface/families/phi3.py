@@ -3,8 +3,8 @@
 from typing import Any
 
 from megajax.checkpoint.huggingface import decoders
-from megajax.checkpoint.huggingface.decoders import LAYER, NORMS, OUTPUT, ends
-from megajax.checkpoint.huggingface.family import Family, Settings
+from megajax.checkpoint.huggingface.decoders import LAYER, NORMS, ends
+from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.huggingface.rotary import rope, window_settings, windows
 from megajax.checkpoint.tensor_table import Row
 from megajax.layers.config import BlockConfig, RMSNormConfig
@@ -49,7 +49,7 @@ def rows(cfg: DecoderConfig) -> list[Row]:
     return [
         *ends(cfg),
         Row(f"{LAYER}.self_attn.qkv_proj.weight", inner, "(n h) d -> d n h"),
-        *OUTPUT,
+        Row(f"{LAYER}.self_attn.o_proj.weight", "stack.*.mixer.output", "d (n h) -> n h d"),
         *NORMS,
         Row(f"{LAYER}.mlp.gate_up_proj.weight", ("stack.*.mlp.gate", "stack.*.mlp.up"), "o i -> i o"),
         Row(f"{LAYER}.mlp.down_proj.weight", "stack.*.mlp.down", "o i -> i o"),
@@ -57,13 +57,11 @@ def rows(cfg: DecoderConfig) -> list[Row]:
 
 
 FAMILIES = [
-    Family(
-        name="phi3",
-        model_types=("phi3",),
+    decoders.family(
+        "phi3",
         model=model,
         settings=settings,
         rows=rows,
         unused=frozenset({"original_max_position_embeddings"}),
-        ignored=decoders.ANGLES,
     )
 ]

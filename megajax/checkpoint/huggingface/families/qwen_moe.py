@@ -7,7 +7,7 @@ from typing import Any
 
 from megajax.checkpoint.huggingface import decoders
 from megajax.checkpoint.huggingface.decoders import ATTENTION, LAYER, ends, experts, gated
-from megajax.checkpoint.huggingface.family import Family, Settings
+from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.huggingface.rotary import rope, window_settings, windows
 from megajax.checkpoint.tensor_table import Row
 from megajax.layers.config import BlockConfig, MoEConfig, RMSNormConfig, SharedExpertConfig
@@ -99,14 +99,12 @@ def rows(cfg: DecoderConfig) -> list[Row]:
 
 
 FAMILIES = [
-    Family(
-        name=kind,
-        model_types=(kind,),
+    decoders.family(
+        kind,
         model=partial(model, kind),
         settings=partial(settings, kind),
         rows=rows,
         unused=frozenset({"max_window_layers"}),
-        ignored=decoders.ANGLES,
     )
     for kind in ARCHITECTURES
 ]
