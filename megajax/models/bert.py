@@ -7,6 +7,7 @@ from jax import Array
 
 from megajax.batch import Loss, Rows
 from megajax.layers.context import Context
+from megajax.layers.mlp import ACTIVATIONS
 from megajax.layers.param import ZEROS, LayerSettings, Normal, param
 from megajax.mesh.layout import Layout
 from megajax.models.config import BertConfig
@@ -69,7 +70,7 @@ class Bert(DecoderLM):
 
     def masked_states(self, x: Array) -> Array:
         """Normalised output of the stack [B, S, D] -> states that are scored against the table [B, S, D]."""
-        x = jax.nn.gelu(self.masked(x), approximate=False)
+        x = ACTIVATIONS[self.cfg.head_activation](self.masked(x))
         return self.layout.act(self.masked_norm(x), *RESIDUAL)
 
     def logit_bias(self) -> Array:

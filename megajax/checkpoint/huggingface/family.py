@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from megajax.checkpoint.tensor_table import Row
@@ -24,6 +25,15 @@ UNUSED = frozenset({
     "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate", "suppress_tokens",
     "temperature", "tf_legacy_loss", "top_k", "top_p", "torchscript", "typical_p",
 })  # fmt: skip
+
+
+type Names = Mapping[str, tuple[str, Any]]
+"""Our setting of a layer -> theirs, and its default."""
+
+
+def written(layer: Any, names: Names) -> dict[str, Any]:
+    """The settings of a config.json that say what a layer of ours is; the reverse of `Settings.fields`."""
+    return {theirs: getattr(layer, ours) for ours, (theirs, _) in names.items()}
 
 
 class Settings:
@@ -58,6 +68,14 @@ class Settings:
             return choices[default]
         return choices[value]
 
+    def fill(self, defaults: Mapping[str, Any]) -> None:
+        """Gives settings that are absent or null their default values."""
+        self.left = {**defaults, **{name: value for name, value in self.left.items() if value is not None}}
+
+    def fields(self, names: Names) -> dict[str, Any]:
+        """Settings of a layer of ours."""
+        return {ours: self.take(name, default) for ours, (name, default) in names.items()}
+
     def part(self, name: str) -> "Settings":
         """A nested mapping of settings, whose problems are this one's too; an empty one where it is absent."""
         inner = Settings(self.take(name, {}), f"{self.where}: {name}")
@@ -75,9 +93,10 @@ class Settings:
         self.problems.append(f"{name}={value}: {why}")
 
     def close(self, ignored: Collection[str] = ()) -> None:
-        """Reports what is left. Settings that are off, or in `ignored`, do no harm."""
+        """Reports what is left. Settings that are off, or match a pattern of `ignored`, do no harm."""
         for name, value in self.left.items():
-            if name not in ignored and name not in UNUSED and value not in (None, False, [], {}):
+            harmless = name in UNUSED or any(fnmatchcase(name, each) for each in ignored)
+            if not harmless and value not in (None, False, [], {}):
                 self.refuse(name, value, "this setting is not supported")
 
     def architecture(self) -> str:
@@ -110,7 +129,7 @@ class Family:
     """(model config, names of the tensors that are there) -> the model config, without parts that config.json names and
     no tensor is of."""
     unused: frozenset[str] = frozenset()
-    """Further settings of config.json that change nothing that a forward pass computes."""
+    """Patterns of further settings of config.json that change nothing that a forward pass computes."""
     ignored: tuple[str, ...] = ()
     """Patterns of names of tensors that hold no weights, such as tables of rotary angles, or weights that the model
     does not have; never those of the table."""

@@ -41,14 +41,21 @@ def fitted(tensors: Tensors, family: Family, model: Any) -> tuple[Tensors, Any]:
         if here in names:
             raise UserError(f"{tensors.where} has {here} twice, as {names[here]} and as {there}")
         names[here] = there
-    for copy, original in family.copies.items():
-        _drop(copy, original, names, tensors)
-    if getattr(model, "tied", False):
-        for copy, original in family.heads.items():
-            _drop(copy, original, names, tensors)
-        if any(copy in names for copy in family.heads):
+    copies, heads = _present(family.copies, names), _present(family.heads, names)
+    if getattr(model, "tied", False) and heads:
+        if all(_same(copy, original, names, tensors) for copy, original in heads.items()):
+            copies |= heads
+        else:
             model = replace(model, tied=False)
+    for copy, original in copies.items():
+        if _same(copy, original, names, tensors):
+            # The original's name where there is none.
+            names.setdefault(original, names.pop(copy))
     return NamedTensors(tensors, names), model
+
+
+def _present(copies: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
+    return {copy: original for copy, original in copies.items() if copy in names}
 
 
 def _renamed(name: str, rules: Sequence[tuple[str, str]]) -> str:
@@ -57,17 +64,12 @@ def _renamed(name: str, rules: Sequence[tuple[str, str]]) -> str:
     return name
 
 
-def _drop(copy: str, original: str, names: dict[str, str], tensors: Tensors) -> None:
-    """Removes a copy that equals its original, or gives it the original's name where there is none."""
-    if copy not in names:
-        return
-    if original not in names:
-        names[original] = names.pop(copy)
-    elif _equal(tensors.read(names[copy]), tensors.read(names[original])):
-        del names[copy]
+def _same(copy: str, original: str, names: Mapping[str, str], tensors: Tensors) -> bool:
+    """Whether a copy has the values of its original, or there is no original."""
+    return original not in names or _equal(tensors.read(names[copy]), tensors.read(names[original]))
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return all(np.array_equal(a[row : row + ROWS], b[row : row + ROWS]) for row in range(0, len(a), ROWS))
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and all(
+        np.array_equal(a[row : row + ROWS], b[row : row + ROWS]) for row in range(0, len(a), ROWS)
+    )

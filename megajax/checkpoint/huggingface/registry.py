@@ -4,16 +4,20 @@ from collections.abc import Mapping
 from functools import cache
 
 from megajax.checkpoint.huggingface.families import (
+    bert,
     deepseek_v2,
     deepseek_v3,
     gemma,
     gpt2,
     gpt_oss,
     llama,
+    mamba,
     mamba2,
     mixtral,
+    nemotron_h,
     phi3,
     qwen_moe,
+    t5,
 )
 from megajax.checkpoint.huggingface.family import Family, Settings
 from megajax.checkpoint.model_differences import differences, in_words
@@ -24,7 +28,7 @@ from megajax.config.nearest import did_you_mean
 @cache
 def families() -> Mapping[str, Family]:
     """By name."""
-    files = (llama, mixtral, qwen_moe, deepseek_v2, deepseek_v3, gpt_oss, gemma, phi3, gpt2, mamba2)
+    files = (llama, mixtral, qwen_moe, deepseek_v2, deepseek_v3, gpt_oss, gemma, phi3, gpt2, mamba, mamba2, nemotron_h, bert, t5)
     return {family.name: family for file in files for family in file.FAMILIES}
 
 

@@ -13,6 +13,11 @@ def linear(theirs: str, ours: str) -> list[Row]:
     return [Row(f"{theirs}.weight", ours, "o i -> i o"), Row(f"{theirs}.bias", f"{ours}_bias")]
 
 
+def dense(theirs: str, ours: str) -> list[Row]:
+    """A matrix (out, in) and its bias, of a module of ours that has nothing else."""
+    return [Row(f"{theirs}.weight", f"{ours}.matrix", "o i -> i o"), Row(f"{theirs}.bias", f"{ours}.bias")]
+
+
 def norm(theirs: str, ours: str) -> list[Row]:
     """Gain and bias."""
     return [Row(f"{theirs}.weight", f"{ours}.gain"), Row(f"{theirs}.bias", f"{ours}.bias")]

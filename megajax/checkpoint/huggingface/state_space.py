@@ -4,14 +4,29 @@ in_proj makes the gate, x, b, c and the steps, one after another; the convolutio
 """
 
 from math import inf
+from typing import Any
 
 from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.tensor_table import Row
+from megajax.layers.config import FeedForwardBlockConfig, Mamba2Config
 from megajax.models.config import DecoderConfig
 
 LAYER = "backbone.layers.{layer}"
 RENAMED = ((r"^(embeddings?|layers|norm_f)\.", r"backbone.\1."), (r"\.embedding\.", ".embeddings."))
 """Names without the prefix, and those of the first checkpoints."""
+LENGTH = 2048
+"""Tokens of a row where config.json does not say: it has no setting for them, and ours is max_position_embeddings."""
+UNUSED = frozenset({
+    "d_inner", "d_model", "fused_add_norm", "intermediate_size", "n_layer", "norm_before_gate",
+    "pad_vocab_size_multiple", "rescale_prenorm_residual", "rms_norm", "ssm_cfg", "time_step_init_scheme",
+    "time_step_rank", "time_step_scale", "use_associative_scan", "use_mambapy",
+})  # fmt: skip
+"""About initial values, other names of the same sizes, and what transformers does not read."""
+
+KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+"""Letter of hybrid_override_pattern -> type of a layer."""
+LETTERS = {**{kind: letter for letter, kind in KINDS.items()}, "mamba": "M", "attention": "*"}
+"""The reverse, with older words."""
 
 
 def step_limit(given: Settings) -> tuple[float, float]:
@@ -24,6 +39,23 @@ def step_limit(given: Settings) -> tuple[float, float]:
 def exact(number: float) -> float | int:
     """An int where it is one."""
     return int(number) if number == int(number) else number
+
+
+def pattern(given: Settings) -> str:
+    """A letter for each layer; those that we lack are refused."""
+    written, kinds = given.take("hybrid_override_pattern", "ME*-"), given.take("layers_block_type")
+    letters = written if kinds is None else "".join(LETTERS.get(kind, "?") for kind in kinds)
+    if lacking := sorted(set(letters) - set("M*-")):
+        kinds = [KINDS.get(each, each) for each in lacking]
+        given.refuse("layers_block_type", ", ".join(kinds), "only linear_attention, full_attention, mlp can be had")
+    return "".join(letter for letter in letters if letter in "M*-") or "M"
+
+
+def letter(block: Any) -> str:
+    """Of the pattern."""
+    if isinstance(block, FeedForwardBlockConfig):
+        return "-"
+    return "M" if isinstance(block.mixer, Mamba2Config) else "*"
 
 
 def ends(cfg: DecoderConfig) -> list[Row]:

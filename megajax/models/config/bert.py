@@ -1,7 +1,7 @@
 """The config of BERT; importing this imports neither jax nor flax."""
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from megajax.batch import Leaf
 from megajax.config.errors import Problem
@@ -29,6 +29,8 @@ class BertConfig(DecoderConfig):
     """Normalisation of the sum of embeddings; none: no normalisation."""
     head_norm: NormConfig | LayerBuilder | None = None
     """Normalisation within the head of masked tokens; none: as after the stack."""
+    head_activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu"] = "gelu"
+    """Activation function within the head of masked tokens, as in DenseMLPConfig."""
     tied: bool = True
     """The head uses the token embedding's table."""
     token_types: int = 2

@@ -42,7 +42,7 @@ def model(given: Settings) -> DecoderConfig:
     )
 
 
-def settings(cfg: DecoderConfig) -> dict[str, Any]:
+def settings(cfg: Any) -> dict[str, Any]:
     """The config.json of a model."""
     layers = layers_of(cfg)
     mixer, mlp = layers[0].mixer, layers[0].mlp

@@ -1,15 +1,15 @@
 """Mamba-2. in_proj makes the gate, x, b, c and the steps, one after another; the convolution is over x, b and c."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from megajax.checkpoint.huggingface.family import Family, Settings
-from megajax.checkpoint.huggingface.state_space import LAYER, MIXER, RENAMED, ends, exact, step_limit
+from megajax.checkpoint.huggingface.family import Family, Names, Settings, written
+from megajax.checkpoint.huggingface.state_space import LAYER, LENGTH, MIXER, RENAMED, UNUSED, ends, exact, step_limit
 from megajax.checkpoint.tensor_table import Row
 from megajax.layers.config import Mamba2Config, MixerBlockConfig, RMSNormConfig, StackConfig
 from megajax.models.config import DecoderConfig
 
-MIXER_SETTINGS: Mapping[str, tuple[str, Any]] = {
+MIXER_SETTINGS: Names = {
     "heads": ("num_heads", 128),
     "head_dim": ("head_dim", 64),
     "state": ("state_size", 128),
@@ -23,19 +23,13 @@ MIXER_SETTINGS: Mapping[str, tuple[str, Any]] = {
     "dt_floor": ("time_step_floor", 1e-4),
     "chunk": ("chunk_size", 256),
 }
-"""Our setting -> theirs, and its default."""
-LENGTH = 2048
-"""Tokens of a row where config.json does not say: it has no setting for them, and ours is max_position_embeddings."""
 
 
 def model(given: Settings) -> DecoderConfig:
     """The model of a config.json."""
     hidden, expand = given.take("hidden_size", 4096), given.take("expand", 2)
     given.only("hidden_act", "silu", "swish")
-    mixer = Mamba2Config(
-        **{ours: given.take(name, default) for ours, (name, default) in MIXER_SETTINGS.items()},
-        dt_limit=step_limit(given),
-    )
+    mixer = Mamba2Config(**given.fields(MIXER_SETTINGS), dt_limit=step_limit(given))
     if mixer.inner != expand * hidden:
         given.refuse("num_heads", mixer.heads, f"with head_dim={mixer.head_dim} it is not {expand} x {hidden}")
     norm, layers = RMSNormConfig(epsilon=mixer.norm_epsilon), given.take("num_hidden_layers", 64)
@@ -50,7 +44,7 @@ def model(given: Settings) -> DecoderConfig:
     )
 
 
-def settings(cfg: DecoderConfig) -> dict[str, Any]:
+def settings(cfg: Any) -> dict[str, Any]:
     """The config.json of a model."""
     mixer = cfg.stack.pattern[0].mixer
     return {
@@ -62,7 +56,7 @@ def settings(cfg: DecoderConfig) -> dict[str, Any]:
         "vocab_size": cfg.vocabulary_size,
         "max_position_embeddings": cfg.sequence_length,
         "hidden_act": "silu",
-        **{theirs: getattr(mixer, ours) for ours, (theirs, _) in MIXER_SETTINGS.items()},
+        **written(mixer, MIXER_SETTINGS),
         "time_step_limit": list(mixer.dt_limit),
         "residual_in_fp32": cfg.residual == "float32",
         "tie_word_embeddings": cfg.tied,
@@ -81,7 +75,7 @@ FAMILIES = [
         model=model,
         settings=settings,
         rows=rows,
-        unused=frozenset({"rescale_prenorm_residual", "time_step_rank"}),
+        unused=UNUSED,
         renamed=RENAMED,
         heads={"lm_head.weight": "backbone.embeddings.weight"},
     )

@@ -1,0 +1,130 @@
+"""Nemotron-H: Mamba-2, attention without positions, and MLPs, each a layer, in any order."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from megajax.checkpoint.huggingface.activations import ACTIVATIONS, theirs
+from megajax.checkpoint.huggingface.families import mamba2
+from megajax.checkpoint.huggingface.families.llama import layers_of
+from megajax.checkpoint.huggingface.family import Family, Names, Settings, written
+from megajax.checkpoint.huggingface.rows import attention, linear
+from megajax.checkpoint.huggingface.state_space import KINDS, LAYER, MIXER, RENAMED, ends, letter, pattern
+from megajax.checkpoint.tensor_table import Row
+from megajax.layers.config import (
+    AnyBlockConfig,
+    AttentionConfig,
+    DenseMLPConfig,
+    FeedForwardBlockConfig,
+    Mamba2Config,
+    MixerBlockConfig,
+    RMSNormConfig,
+)
+from megajax.models.config import DecoderConfig
+from megajax.models.presets.hybrid import hybrid_stack
+
+UNUSED = frozenset({
+    "attention_bias", "expand", "hidden_dropout", "mamba_proj_bias", "mamba_ssm_cache_dtype", "mtp_*",
+    "num_hidden_layers", "num_logits_to_keep", "num_query_groups", "rescale_prenorm_residual", "rms_norm_eps",
+    "sliding_window", "tie_word_embeddings", "time_step_limit", "use_mamba_kernels",
+    # Of experts, which are refused by the type of a layer.
+    "moe_*", "n_*", "norm_topk_prob", "num_experts_per_tok", "routed_scaling_factor", "topk_group",
+})  # fmt: skip
+"""About initial values, experts, and what transformers does not read."""
+MAMBA: Names = {
+    **mamba2.MIXER_SETTINGS,
+    "heads": ("mamba_num_heads", 128),
+    "head_dim": ("mamba_head_dim", 64),
+    "state": ("ssm_state_size", 128),
+    "chunk": ("chunk_size", 128),
+}
+ATTENTION: Names = {
+    "heads": ("num_attention_heads", 32),
+    "kv_heads": ("num_key_value_heads", 8),
+    "head_dim": ("head_dim", 128),
+}
+MLP: Names = {"ffn": ("intermediate_size", 21504), "bias": ("mlp_bias", False)}
+LEAST_STEP = 1e-9
+"""time_step_min for no lower bound: transformers takes its logarithm."""
+
+
+def model(given: Settings) -> DecoderConfig:
+    """The model of a config.json."""
+    given.only("mamba_hidden_act", "silu", "swish")
+    given.only("num_nextn_predict_layers", 0)
+    mamba = Mamba2Config(**given.fields(MAMBA))
+    # transformers keeps steps above time_step_min, whatever time_step_limit says.
+    mamba = replace(mamba, dt_limit=(0.0 if mamba.dt_min <= LEAST_STEP else mamba.dt_min, inf))
+    attention = AttentionConfig(**given.fields(ATTENTION))
+    mlp = DenseMLPConfig(**given.fields(MLP), activation=given.choose("mlp_hidden_act", "relu2", ACTIVATIONS))
+    norm = RMSNormConfig(epsilon=mamba.norm_epsilon)
+    blocks: dict[str, AnyBlockConfig] = {
+        "M": MixerBlockConfig(mixer=mamba, norm=norm),
+        "*": MixerBlockConfig(mixer=attention, norm=norm),
+        "-": FeedForwardBlockConfig(mlp=mlp, norm=norm),
+    }
+    return DecoderConfig(
+        hidden=given.take("hidden_size", 4096),
+        vocabulary_size=given.take("vocab_size", 131072),
+        sequence_length=given.take("max_position_embeddings", 4096),
+        stack=hybrid_stack(pattern(given), blocks),
+        norm=norm,
+        residual="float32" if given.take("residual_in_fp32", False) else "compute",
+    )
+
+
+def settings(cfg: Any) -> dict[str, Any]:
+    """The config.json of a model."""
+    blocks = layers_of(cfg)
+    letters = "".join(map(letter, blocks))
+    layers = dict(zip(letters, blocks, strict=True))
+    parts: dict[str, Any] = {}
+    if "M" in layers:
+        mamba = layers["M"].mixer
+        parts |= {**written(mamba, MAMBA), "time_step_min": max(mamba.dt_limit[0], LEAST_STEP)}
+    if "*" in layers:
+        mixer = layers["*"].mixer
+        parts |= written(replace(mixer, kv_heads=mixer.groups(), head_dim=mixer.size(cfg.hidden)), ATTENTION)
+    if "-" in layers:
+        mlp = layers["-"].mlp
+        parts |= {**written(mlp, MLP), "mlp_hidden_act": theirs(mlp.activation)}
+    return {
+        "model_type": "nemotron_h",
+        "architectures": ["NemotronHForCausalLM"],
+        "hidden_size": cfg.hidden,
+        "num_hidden_layers": len(letters),
+        "hybrid_override_pattern": letters,
+        "layers_block_type": [KINDS[each] for each in letters],
+        "vocab_size": cfg.vocabulary_size,
+        "max_position_embeddings": cfg.sequence_length,
+        "layer_norm_epsilon": cfg.norm.epsilon,
+        "residual_in_fp32": cfg.residual == "float32",
+        **parts,
+    }
+
+
+def rows(cfg: DecoderConfig) -> Sequence[Row]:
+    """The table."""
+    return [
+        *ends(cfg),
+        Row(f"{LAYER}.norm.weight", "stack.*.mixer_norm.gain"),
+        Row(f"{LAYER}.norm.weight", "stack.*.mlp_norm.gain"),
+        *MIXER,
+        *attention(f"{LAYER}.mixer", "stack.*.mixer", ("q_proj", "k_proj", "v_proj", "o_proj")),
+        *linear(f"{LAYER}.mixer.up_proj", "stack.*.mlp.up"),
+        *linear(f"{LAYER}.mixer.down_proj", "stack.*.mlp.down"),
+    ]
+
+
+FAMILIES = [
+    Family(
+        name="nemotron_h",
+        model_types=("nemotron_h",),
+        model=model,
+        settings=settings,
+        rows=rows,
+        unused=UNUSED,
+        renamed=((r"^model\.", "backbone."), *RENAMED),
+    )
+]
