@@ -5,6 +5,7 @@ from functools import cache
 
 from megajax.checkpoint.huggingface.families import (
     bert,
+    clip,
     deepseek_v2,
     deepseek_v3,
     gemma,
@@ -18,6 +19,7 @@ from megajax.checkpoint.huggingface.families import (
     phi3,
     qwen_moe,
     t5,
+    vit,
 )
 from megajax.checkpoint.huggingface.family import Family, Settings
 from megajax.checkpoint.model_differences import differences, in_words
@@ -28,7 +30,8 @@ from megajax.config.nearest import did_you_mean
 @cache
 def families() -> Mapping[str, Family]:
     """By name."""
-    files = (llama, mixtral, qwen_moe, deepseek_v2, deepseek_v3, gpt_oss, gemma, phi3, gpt2, mamba, mamba2, nemotron_h, bert, t5)
+    decoders = (llama, mixtral, qwen_moe, deepseek_v2, deepseek_v3, gpt_oss, gemma, phi3, gpt2, mamba, mamba2, nemotron_h)
+    files = (*decoders, bert, t5, vit, clip)
     return {family.name: family for file in files for family in file.FAMILIES}
 
 
