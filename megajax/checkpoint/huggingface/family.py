@@ -68,10 +68,6 @@ class Settings:
             return choices[default]
         return choices[value]
 
-    def fill(self, defaults: Mapping[str, Any]) -> None:
-        """Gives settings that are absent or null their default values."""
-        self.left = {**defaults, **{name: value for name, value in self.left.items() if value is not None}}
-
     def fields(self, names: Names) -> dict[str, Any]:
         """Settings of a layer of ours."""
         return {ours: self.take(name, default) for ours, (name, default) in names.items()}

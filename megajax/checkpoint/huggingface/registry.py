@@ -12,6 +12,7 @@ from megajax.checkpoint.huggingface.families import (
     gpt2,
     gpt_oss,
     llama,
+    llava,
     mamba,
     mamba2,
     mixtral,
@@ -30,8 +31,21 @@ from megajax.config.nearest import did_you_mean
 @cache
 def families() -> Mapping[str, Family]:
     """By name."""
-    decoders = (llama, mixtral, qwen_moe, deepseek_v2, deepseek_v3, gpt_oss, gemma, phi3, gpt2, mamba, mamba2, nemotron_h)
-    files = (*decoders, bert, t5, vit, clip)
+    decoders = (
+        llama,
+        mixtral,
+        qwen_moe,
+        deepseek_v2,
+        deepseek_v3,
+        gpt_oss,
+        gemma,
+        phi3,
+        gpt2,
+        mamba,
+        mamba2,
+        nemotron_h,
+    )
+    files = (*decoders, bert, t5, vit, clip, llava)
     return {family.name: family for file in files for family in file.FAMILIES}
 
 

@@ -36,7 +36,7 @@ MEGATRON = {
 def model(given: Settings) -> BertConfig:
     """The model of a config.json."""
     before = given.left.get("model_type") == "megatron-bert"
-    given.fill(MEGATRON if before else {})
+    given.assume(MEGATRON if before else {})
     norm = layers.LayerNormConfig(epsilon=given.take("layer_norm_eps", 1e-12))
     activation = given.choose("hidden_act", "gelu", ACTIVATIONS)
     given.only("position_embedding_type", "absolute")

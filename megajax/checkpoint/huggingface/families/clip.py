@@ -35,7 +35,7 @@ def model_of(kind: Tower) -> Callable[[Settings], VisionTowerConfig | ViTConfig]
             newer = given.take("vision_config_dict", {})
             given.left["vision_config"] = {**given.take("vision_config", {}), **newer}
             inner = given.part("vision_config")
-            inner.fill({name: given.take(name) for name in ("image_mean", "image_std") if name in given.left})
+            inner.assume({name: given.take(name) for name in ("image_mean", "image_std") if name in given.left})
         one = tower(inner, kind)
         if inner is not given:
             inner.close(UNUSED | {"initializer_factor"})

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from megajax.checkpoint.huggingface.activations import ACTIVATIONS, theirs
-from megajax.checkpoint.huggingface.families.llama import layers_of
+from megajax.checkpoint.huggingface.decoders import layers_of
 from megajax.checkpoint.huggingface.family import Family, Settings
 from megajax.checkpoint.huggingface.rows import norm
 from megajax.checkpoint.tensor_table import Row

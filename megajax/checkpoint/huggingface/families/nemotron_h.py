@@ -6,8 +6,8 @@ from math import inf
 from typing import Any
 
 from megajax.checkpoint.huggingface.activations import ACTIVATIONS, theirs
+from megajax.checkpoint.huggingface.decoders import layers_of
 from megajax.checkpoint.huggingface.families import mamba2
-from megajax.checkpoint.huggingface.families.llama import layers_of
 from megajax.checkpoint.huggingface.family import Family, Names, Settings, written
 from megajax.checkpoint.huggingface.rows import attention, linear
 from megajax.checkpoint.huggingface.state_space import KINDS, LAYER, MIXER, RENAMED, ends, letter, pattern

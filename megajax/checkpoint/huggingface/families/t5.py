@@ -33,7 +33,7 @@ MT5 = {"vocab_size": 250112, "num_layers": 8, "num_heads": 6, "d_ff": 1024, "fee
 def model(given: Settings) -> T5Config:
     """The model of a config.json."""
     multilingual = given.left.get("model_type") == "mt5"
-    given.fill(MT5 if multilingual else {})
+    given.assume(MT5 if multilingual else {})
     sizes, heads = given.fields(SIZES), {**given.fields(HEADS), "scale": 1.0}
     scaled = given.take("scale_decoder_outputs", sizes["tied"]) and not multilingual
     scaling = WidthScalingConfig(base_hidden=sizes["hidden"], output=sizes["hidden"] ** -0.5) if scaled else None
