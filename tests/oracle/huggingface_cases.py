@@ -1,0 +1,60 @@
+"""Checkpoints of transformers: opened by the package, as arrays of ours, and written back."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from megatron_cases import FOLDER, unsupported
+
+from megajax.checkpoint.foreign import declared_by
+from megajax.checkpoint.huggingface.folder import HuggingFaceModel, open_model
+from megajax.checkpoint.huggingface.registry import expressed
+from megajax.config.errors import UserError
+
+TOLERANCE = 1e-5
+
+type Arrays = dict[str, np.ndarray]
+
+
+def folders(accepted: Callable[[str], bool]) -> list[str]:
+    """Names of the cases whose `model_type` is accepted."""
+    types = {path.parent.name: json.loads(path.read_text())["model_type"] for path in FOLDER.glob("hf/*/config.json")}
+    return [case for case, kind in types.items() if accepted(kind)]
+
+
+def opened(folder: Path) -> HuggingFaceModel:
+    """The model of a folder, whose config.json and tensors survive the way to ours and back."""
+    try:
+        model = open_model(folder)
+    except UserError as error:
+        if "MegaJAX lacks" in str(error) or "is not supported" in str(error):
+            unsupported(str(error))
+        raise
+    assert expressed(model.model, model.family) == []
+    weights = whole(model, np.asarray)
+    for tensor in model.table:
+        back, there = tensor.theirs([weights[p.path][p.index] for p in tensor.pieces]), model.tensors.read(tensor.name)
+        assert (back.dtype, back.shape, back.tobytes()) == (there.dtype, there.shape, there.tobytes()), tensor.name
+    return model
+
+
+def whole(model: HuggingFaceModel, change: Callable[[np.ndarray], np.ndarray]) -> Arrays:
+    """Every weight and observation by path."""
+    boxes = {path: tuple(slice(0, n) for n in shape) for path, shape in model.weights.shapes().items()}
+    return {path: change(model.weights.read(path, box)) for path, box in boxes.items()}
+
+
+def arrays(model: HuggingFaceModel) -> tuple[Arrays, Arrays]:
+    """Weights, and what the table has of observations, in float32."""
+    declared, every = declared_by(model.model), whole(model, lambda array: array.astype(np.float32))
+    observed = {path for path in every if declared[path].updater is not None}
+    kept = {path: array for path, array in every.items() if path in observed}
+    return {path: array for path, array in every.items() if path not in observed}, kept
+
+
+def stored(folder: Path) -> dict[str, Any]:
+    """Inputs and outputs of a case."""
+    with np.load(folder / "io.npz") as file:
+        return dict(file)
