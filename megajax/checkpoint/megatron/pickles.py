@@ -2,8 +2,8 @@
 
 A pickle is a program for a stack machine (see Python's `pickletools`). The machine here does what the opcodes say about
 containers and scalars. Where an opcode calls an object, it looks the object's name up: a few names have a function in
-this file, the other allowed ones give a `Record` of the name and its arguments, and any further name is refused. No
-name is ever imported, so an allowed one can do no harm either.
+this file, the other allowed ones give a `Record` of the name and its arguments, and any further name is refused. None
+is ever imported, so an allowed one can do no harm either.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -1,0 +1,126 @@
+"""Folders of `torch.distributed.checkpoint`, in which Megatron-LM's `torch_dist` format keeps its arrays.
+
+`.metadata` is a pickle: the shape and the dtype of every array, its chunks, and where in which .distcp file each chunk
+is. A chunk is a whole archive of `torch.save`.
+"""
+
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megajax.checkpoint.megatron.archive import TorchArchive, memory_map
+from megajax.checkpoint.megatron.pickles import DTYPES, Name, Record, TensorPlace, read_pickle
+from megajax.config.errors import UserError
+
+METADATA = ".metadata"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of an array, and the bytes of its archive."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedArray:
+    """An array of the folder."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunks: tuple[Chunk, ...]
+
+
+class ShardedFolder:
+    """The arrays of a folder. Raises UserError where it is damaged."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.where, self._files = str(folder / METADATA), dict[str, mmap.mmap]()
+        content = read_pickle(bytes(memory_map(folder / METADATA)), self.where)
+        try:
+            described, storage = content.fields["state_dict_metadata"], content.fields["storage_data"]
+            places = {(key.fields["fqn"], key.fields.get("offset")): info for key, info in storage.items()}
+            self.arrays: Mapping[str, ShardedArray] = {
+                name: self._array(name, each, places)
+                for name, each in described.items()
+                if each.kind.endswith(".TensorStorageMetadata")
+            }
+        except (AttributeError, KeyError, TypeError, IndexError) as error:
+            raise UserError(f"{self.where} does not describe a checkpoint of torch.distributed ({error!r})") from error
+
+    def read(self, name: str, index: tuple[int, ...] = ()) -> np.ndarray:
+        """array[index]: a view of its file where it is in one chunk. Only the chunks that it touches are read."""
+        array = self.arrays[name]
+        shape, touched = array.shape[len(index) :], []
+        for chunk in array.chunks:
+            ahead = list(zip(index, chunk.offsets, chunk.sizes, strict=False))
+            if all(start <= number < start + size for number, start, size in ahead):
+                inside = tuple(number - start for number, start, _ in ahead)
+                touched.append((chunk, self._values(name, array, chunk)[inside]))
+        if sum(part.size for _, part in touched) != prod(shape):
+            raise UserError(
+                f"{self.where} is damaged: the chunks of {name} do not make up its shape {list(array.shape)}"
+            )
+        if len(touched) == 1:
+            return touched[0][1]
+        result = np.empty(shape, array.dtype)
+        for chunk, part in touched:
+            starts = chunk.offsets[len(index) :]
+            result[tuple(slice(start, start + size) for start, size in zip(starts, part.shape, strict=True))] = part
+        return result
+
+    def _values(self, name: str, array: ShardedArray, chunk: Chunk) -> np.ndarray:
+        if chunk.file not in self._files:
+            self._files[chunk.file] = memory_map(self.folder / chunk.file)
+        where = f"{self.folder / chunk.file} ({name})"
+        archive = TorchArchive(self._files[chunk.file], where, chunk.start, chunk.length)
+        if not isinstance(archive.content, TensorPlace):
+            raise UserError(f"{where}: a tensor was expected, not a {type(archive.content).__name__}")
+        values = archive.view(archive.content)
+        if values.shape != chunk.sizes or values.dtype != array.dtype:
+            wanted = f"{array.dtype.name}{list(chunk.sizes)}"
+            raise UserError(f"{where} is {values.dtype.name}{list(values.shape)}, but {METADATA} says {wanted}")
+        return values
+
+    def _array(self, name: str, given: Record, places: Mapping[Any, Record]) -> ShardedArray:
+        shape, properties = given.fields["size"], given.fields["properties"]
+        dtype = properties.fields["dtype"] if "dtype" in properties.fields else properties.fields["state"][0]
+        if not isinstance(dtype, Name) or dtype.dotted not in DTYPES:
+            raise UserError(f"{self.where}: {name} has a dtype that is unknown: {dtype}")
+        chunks = []
+        for each in given.fields["chunks"]:
+            offsets, sizes = each.fields["offsets"], each.fields["sizes"]
+            if (name, offsets) not in places:
+                raise UserError(f"{self.where} is damaged: it does not say where the chunk of {name} at {offsets} is")
+            info = places[name, offsets].fields
+            self._demand_plain(name, info)
+            inside = all(start + size <= whole for start, size, whole in zip(offsets, sizes, shape, strict=True))
+            if not inside or not all(type(info[key]) is int and info[key] >= 0 for key in ("offset", "length")):
+                raise UserError(f"{self.where} is damaged: the chunk of {name} at {offsets} is outside of {shape}")
+            chunks.append(Chunk(offsets, sizes, info["relative_path"], info["offset"], info["length"]))
+        return ShardedArray(shape, DTYPES[dtype.dotted], tuple(chunks))
+
+    def _demand_plain(self, name: str, info: Mapping[str, Any]) -> None:
+        """Raises UserError for files outside of the folder, absent ones, and those that are not read."""
+        file = info["relative_path"]
+        if not isinstance(file, str) or Path(file).name != file or file in (".", ".."):
+            raise UserError(f"{self.where} was refused: it says that {name} is in {file!r}, outside of its folder")
+        if file not in self._present:
+            raise UserError(f"{self.where} says that {name} is in {file}, which is not there")
+        if info.get("transform_descriptors"):
+            raise UserError(f"{self.folder / file} is compressed ({info['transform_descriptors']}): save it without")
+
+    @cached_property
+    def _present(self) -> set[str]:
+        return {path.name for path in self.folder.iterdir()}

@@ -1,0 +1,196 @@
+"""Names of Megatron-LM's weights as a table: those of GPT and its relatives, of BERT and of T5.
+
+The names are those of `named_parameters()` with layers of plain torch ("local" specifications), numbered over the
+whole model; `megajax.checkpoint.megatron.names` brings other spellings to them. Linear weights are (out, in). For each
+key-value head, `linear_qkv` has the rows of its query heads, then of the key, then of the value. A gated `linear_fc1`
+has the gate's rows, then the other's.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megajax.checkpoint.tensor_table import Row
+from megajax.layers.config import AttentionConfig, GatedMLPConfig, LatentAttentionConfig, MoEConfig
+from megajax.layers.config.cross import CrossBlockConfig
+from megajax.models.config import BertConfig, DecoderConfig, T5Config
+
+DECODER, ENCODER = "decoder.layers.{layer}", "encoder.layers.{layer}"
+
+
+def table(cfg: DecoderConfig) -> list[Row]:
+    """The rows of a model."""
+    if isinstance(cfg, T5Config):
+        return _t5(cfg)
+    return _bert(cfg) if isinstance(cfg, BertConfig) else _decoder(cfg)
+
+
+def _tokens(cfg: DecoderConfig, theirs: str, ours: str) -> Row:
+    """A table or a bias by tokens. Ours has rows of padding behind the vocabulary."""
+    return Row(theirs, ours, inside=(slice(0, cfg.vocabulary_size),))
+
+
+def _norm(theirs: str, ours: str) -> list[Row]:
+    return [Row(f"{theirs}.weight", f"{ours}.gain"), Row(f"{theirs}.bias", f"{ours}.bias")]
+
+
+def _dense(theirs: str, ours: str) -> list[Row]:
+    return [Row(f"{theirs}.weight", f"{ours}.matrix", "o i -> i o"), Row(f"{theirs}.bias", f"{ours}.bias")]
+
+
+def _projection(theirs: str, ours: str) -> list[Row]:
+    """What attention writes."""
+    return [Row(f"{theirs}.weight", f"{ours}.output", "d (n h) -> n h d"), Row(f"{theirs}.bias", f"{ours}.output_bias")]
+
+
+def _queries(theirs: str, ours: str) -> list[Row]:
+    return [
+        Row(f"{theirs}.weight", f"{ours}.query", "(n h) d -> d n h"),
+        Row(f"{theirs}.bias", f"{ours}.query_bias", "(n h) -> n h"),
+    ]
+
+
+def _fused(theirs: str, ours: str, parts: Sequence[str], groups: int, size: int) -> list[Row]:
+    """Rows of all groups of heads: in each, those of the parts."""
+    sizes = {"g": groups, "h": size}
+    matrices, biases = tuple(f"{ours}.{part}" for part in parts), tuple(f"{ours}.{part}_bias" for part in parts)
+    return [
+        Row(f"{theirs}.weight", matrices, "g n h d -> d (g n) h", cut="(g n h) d -> g n h d", axis=1, sizes=sizes),
+        Row(f"{theirs}.bias", biases, "g n h -> (g n) h", cut="(g n h) -> g n h", axis=1, sizes=sizes),
+    ]
+
+
+def _attention(theirs: str, ours: str, cfg: AttentionConfig, hidden: int) -> Iterator[Row]:
+    yield Row(f"{theirs}.core_attention.softmax_offset", f"{ours}.core.sink")
+    yield from _projection(f"{theirs}.linear_proj", ours)
+    parts = ("query", *["gate"] * cfg.gate, "key", "value")
+    yield from _fused(f"{theirs}.linear_qkv", ours, parts, cfg.groups(), cfg.size(hidden))
+    yield from _norm(f"{theirs}.q_layernorm", f"{ours}.query_norm")
+    yield from _norm(f"{theirs}.k_layernorm", f"{ours}.key_norm")
+
+
+def _latent(theirs: str, ours: str, cfg: LatentAttentionConfig) -> Iterator[Row]:
+    yield Row(f"{theirs}.core_attention.softmax_offset", f"{ours}.core.sink")
+    yield from _projection(f"{theirs}.linear_proj", ours)
+    yield from _queries(f"{theirs}.linear_q_proj" if cfg.query_rank is None else f"{theirs}.linear_q_up_proj", ours)
+    yield Row(f"{theirs}.linear_q_down_proj.weight", f"{ours}.query_down", "o i -> i o")
+    yield Row(f"{theirs}.linear_kv_down_proj.weight", (f"{ours}.down", f"{ours}.position_key"), "o i -> i o")
+    yield Row(
+        f"{theirs}.linear_kv_up_proj.weight",
+        (f"{ours}.key", f"{ours}.value"),
+        "n h r -> r n h",
+        cut="(n h) r -> n h r",
+        axis=1,
+        sizes={"n": cfg.heads},
+    )
+    yield from _norm(f"{theirs}.q_layernorm", f"{ours}.query_norm")
+    yield from _norm(f"{theirs}.kv_layernorm", f"{ours}.norm")
+
+
+def _feed_forward(theirs: str, ours: str, cfg: Any) -> Iterator[Row]:
+    gated = isinstance(cfg, GatedMLPConfig)
+    matrices, biases = (f"{ours}.gate", f"{ours}.up"), (f"{ours}.gate_bias", f"{ours}.up_bias")
+    yield Row(f"{theirs}.linear_fc1.weight", matrices if gated else matrices[1], "o i -> i o")
+    yield Row(f"{theirs}.linear_fc1.bias", biases if gated else biases[1])
+    yield Row(f"{theirs}.linear_fc2.weight", f"{ours}.down", "o i -> i o")
+    yield Row(f"{theirs}.linear_fc2.bias", f"{ours}.down_bias")
+
+
+def _mixture(theirs: str, ours: str, cfg: MoEConfig) -> Iterator[Row]:
+    yield Row(f"{theirs}.router.weight", f"{ours}.router", "o i -> i o")
+    yield Row(f"{theirs}.router.bias", f"{ours}.router_bias")
+    if cfg.router.balance_rate is not None:
+        yield Row(f"{theirs}.router.expert_bias", f"{ours}.load.sum", inside=(0,))
+    yield from _feed_forward(f"{theirs}.experts.local_experts.{{expert}}", f"{ours}.experts", cfg.expert)
+    yield Row(f"{theirs}.fc1_latent_proj.weight", f"{ours}.latent_down", "o i -> i o")
+    yield Row(f"{theirs}.fc2_latent_proj.weight", f"{ours}.latent_up", "o i -> i o")
+    if cfg.shared is not None:
+        yield Row(f"{theirs}.shared_experts.gate_weight", f"{ours}.shared_gate", "o i -> i o")
+        yield from _feed_forward(f"{theirs}.shared_experts", f"{ours}.shared", cfg.shared.mlp)
+
+
+def blocks(theirs: str, ours: str, layers: Sequence[Any], hidden: int) -> list[Row]:
+    """The rows of blocks. theirs, ours: the name and the path of one.
+
+    layers: their configs. Those of a table have attention of one kind, and feed-forward layers with a gate or without.
+    """
+    parts = [block.parts() for block in layers]
+    mixers = [part["mixer"] for part in parts if "mixer" in part]
+    mlps = [part["mlp"] for part in parts if "mlp" in part]
+    rows = _norm(f"{theirs}.input_layernorm", f"{ours}.mixer_norm")
+    rows += _norm(f"{theirs}.pre_mlp_layernorm", f"{ours}.mlp_norm")
+    if latent := [mixer for mixer in mixers if isinstance(mixer, LatentAttentionConfig)]:
+        rows += _latent(f"{theirs}.self_attention", f"{ours}.mixer", latent[0])
+    elif plain := [mixer for mixer in mixers if isinstance(mixer, AttentionConfig)]:
+        rows += _attention(f"{theirs}.self_attention", f"{ours}.mixer", plain[0], hidden)
+    if mixtures := [mlp for mlp in mlps if isinstance(mlp, MoEConfig)]:
+        rows += _mixture(f"{theirs}.mlp", f"{ours}.mlp", mixtures[0])
+    if dense := [mlp for mlp in mlps if not isinstance(mlp, MoEConfig)]:
+        rows += _feed_forward(f"{theirs}.mlp", f"{ours}.mlp", dense[0])
+    return rows
+
+
+def _decoder(cfg: DecoderConfig) -> list[Row]:
+    layers = [block for block, _ in cfg.stack.stored()]
+    whole = all({"mixer", "mlp"} <= block.parts().keys() for block in layers)
+    rows = [
+        _tokens(cfg, "embedding.word_embeddings.weight", "tokens"),
+        Row("embedding.position_embeddings.weight", "positions"),
+        *blocks(DECODER, "stack.*", layers, cfg.hidden),
+        *_norm("decoder.final_layernorm" if whole else "decoder.final_norm", "norm"),
+        _tokens(cfg, "output_layer.weight", "head"),
+    ]
+    for number, block in enumerate(cfg.predicting_blocks()):
+        rows += _prediction(f"mtp.layers.{number}", f"predictions.{number}", block, cfg.hidden)
+    return rows
+
+
+def _prediction(theirs: str, ours: str, block: Any, hidden: int) -> list[Row]:
+    """A head that predicts further."""
+    halves = (f"{ours}.from_embedding", f"{ours}.from_state")
+    return [
+        *_norm(f"{theirs}.enorm", f"{ours}.embedding_norm"),
+        *_norm(f"{theirs}.hnorm", f"{ours}.state_norm"),
+        Row(f"{theirs}.eh_proj.weight", halves, "o i -> i o", axis=1),
+        *blocks(f"{theirs}.mtp_model_layer", f"{ours}.block", [block], hidden),
+        *_norm(f"{theirs}.final_layernorm", f"{ours}.norm"),
+    ]
+
+
+def _bert(cfg: BertConfig) -> list[Row]:
+    return [
+        _tokens(cfg, "embedding.word_embeddings.weight", "tokens"),
+        Row("embedding.position_embeddings.weight", "positions"),
+        Row("embedding.tokentype_embeddings.weight", "types"),
+        *blocks(ENCODER, "stack.*", [block for block, _ in cfg.stack.stored()], cfg.hidden),
+        *_norm("encoder.final_layernorm", "norm"),
+        *_dense("lm_head.dense", "masked"),
+        *_norm("lm_head.layer_norm", "masked_norm"),
+        _tokens(cfg, "output_layer.bias", "masked_bias"),
+        _tokens(cfg, "output_layer.weight", "head"),
+        Row("binary_head.weight", "order", "o i -> i o"),
+        Row("binary_head.bias", "order_bias"),
+        *_dense("pooler.dense", "pooler"),
+    ]
+
+
+def _t5(cfg: T5Config) -> list[Row]:
+    encoder, decoder = ([block for block, _ in stack.stored()] for stack in (cfg.encoder, cfg.stack))
+    bias = "relative_pos_emb.relative_attention_bias.weight"
+    cross = next(block.cross for block in decoder if isinstance(block, CrossBlockConfig))
+    theirs, ours = f"{DECODER}.cross_attention", "stack.*.cross"
+    return [
+        _tokens(cfg, "embedding.word_embeddings.weight", "tokens"),
+        Row("embedding.position_embeddings.weight", "positions"),
+        Row(f"encoder_{bias}", "encoder.stack.relative.table"),
+        Row(f"decoder_{bias}", "stack.relative.table"),
+        *blocks(ENCODER, "encoder.stack.*", encoder, cfg.hidden),
+        *_norm("encoder.final_layernorm", "encoder.norm"),
+        *blocks(DECODER, "stack.*", decoder, cfg.hidden),
+        *_norm(f"{DECODER}.pre_cross_attn_layernorm", "stack.*.cross_norm"),
+        *_projection(f"{theirs}.linear_proj", ours),
+        *_queries(f"{theirs}.linear_q", ours),
+        *_fused(f"{theirs}.linear_kv", ours, ("key", "value"), cross.groups(), cross.size(cfg.hidden)),
+        *_norm("decoder.final_layernorm", "norm"),
+        _tokens(cfg, "lm_head.output_layer.weight", "head"),
+        _tokens(cfg, "lm_head.output_layer.bias", "head_bias"),
+    ]

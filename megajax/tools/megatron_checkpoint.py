@@ -1,0 +1,110 @@
+"""Checkpoints of Megatron-LM as models of ours: the arguments inside say the model, by the table of its flags."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megajax.checkpoint.foreign import ForeignModel
+from megajax.checkpoint.megatron.checkpoint import MegatronCheckpoint, MegatronModel
+from megajax.checkpoint.megatron.pickles import Name, Record
+from megajax.config.errors import ConfigError, UserError
+from megajax.config.patch import patch_of
+from megajax.config.tree import assemble
+from megajax.data.config import MockConfig
+from megajax.tools.flags import Arguments, Flag
+from megajax.tools.megatron_encoders import bert_embedding, bert_stack, t5_embedding, t5_stack
+from megajax.tools.megatron_flags import FLAGS, FLAGS_OF
+from megajax.tools.megatron_hybrid import decoder_stack
+from megajax.tools.megatron_model import embedding, residual, width_scaling
+from megajax.training.run_config import RunConfig
+
+MAKERS = {
+    "pretrain_gpt.py": (decoder_stack, embedding, residual, width_scaling),
+    "pretrain_bert.py": (bert_stack, bert_embedding, residual, width_scaling),
+    "pretrain_t5.py": (t5_stack, t5_embedding, residual, width_scaling),
+}
+"""Script -> what makes a model of flags."""
+TURNED = {
+    "disable-bias-linear": "add_bias_linear",
+    "no-bias-gelu-fusion": "bias_gelu_fusion",
+    "bert-no-binary-head": "bert_binary_head",
+    "no-yarn-correction-range-round-to-int": "yarn_correction_range_round_to_int",
+}
+"""Flags that set an argument of another name to false -> the argument."""
+NULL_TOKENIZERS = ("NullTokenizer",)
+"""Those with one token more than --vocab-size: the end of documents."""
+
+
+def read_model(folder: Path, *, vocabulary: int | None = None, step: int | None = None) -> ForeignModel:
+    """The model of a folder with a checkpoint; its tensors are neither read nor compared.
+
+    vocabulary: how many tokens there are, where the arguments have the padded number alone; step: the iteration.
+    Raises UserError for features that we lack, and for files that are damaged or refused.
+    """
+    checkpoint = MegatronCheckpoint(folder, step)
+    return checkpoint.read(model_of(checkpoint, vocabulary))
+
+
+def open_model(folder: Path, *, vocabulary: int | None = None, step: int | None = None) -> MegatronModel:
+    """The same with the state of its optimizer. Raises UserError with everything that does not fit."""
+    checkpoint = MegatronCheckpoint(folder, step)
+    return checkpoint.open(model_of(checkpoint, vocabulary))
+
+
+def model_of(checkpoint: MegatronCheckpoint, vocabulary: int | None = None) -> Any:
+    """The model config of a checkpoint. Raises UserError with everything that can't be had."""
+    return model_config(checkpoint.args, checkpoint.script(), vocabulary, checkpoint.where)
+
+
+def model_config(
+    args: Mapping[str, Any], script: str, vocabulary: int | None = None, where: str = "the arguments"
+) -> Any:
+    """Arguments of a run of Megatron-LM -> the model config.
+
+    args: the namespace by attribute; script: the one that trains such models.
+    """
+    flags = Arguments({**FLAGS, **FLAGS_OF.get(script, {})})
+    flags.flags = {row.name: value for row in flags.table.values() if (value := _value(row, args)) is not None}
+    settings: dict[str, Any] = {"model.vocabulary_size": _vocabulary(args, vocabulary, where), "data": MockConfig()}
+    for maker in MAKERS[script]:
+        settings |= {name: value for name, value in maker(flags).items() if name.startswith("model.")}
+    if flags.refusals:
+        lines = "\n".join(f"  {problem}" for problem in flags.refusals)
+        raise UserError(f"{where}: the model has features that MegaJAX lacks:\n{lines}")
+    config, wrong = assemble(RunConfig, None, patch_of(settings.items()))
+    problems = [*flags.problems, *(problem for problem in wrong if problem.where.startswith("model"))]
+    if problems or config is None:
+        raise ConfigError(problems or wrong, where)
+    return config.model
+
+
+def _value(row: Flag, args: Mapping[str, Any]) -> Any:
+    """What a flag was given as; None where it was not, or is off."""
+    if row.name in TURNED:
+        return True if args.get(TURNED[row.name], True) is False else None
+    names = [name.replace("-", "_") for name in (row.name, *row.also)]
+    value = next((args[name] for name in names if args.get(name) is not None), None)
+    if isinstance(value, Record | Name):
+        # A member of an enum, such as AttnBackend.auto.
+        dotted = value.kind if isinstance(value, Record) else value.dotted
+        value = dotted.rpartition(".")[2] if row.kind is str else None
+    if value is None or (row.kind is bool and not value):
+        return None
+    if row.kind is list:
+        return list(map(str, value)) if isinstance(value, list | tuple) else [str(value)]
+    if row.kind is str and isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return row.kind(value) if isinstance(value, int | float | str | list) else None
+
+
+def _vocabulary(args: Mapping[str, Any], told: int | None, where: str) -> int:
+    padded, given = args.get("padded_vocab_size"), args.get("vocab_size")
+    own = given + (args.get("tokenizer_type") in NULL_TOKENIZERS) if isinstance(given, int) else None
+    size = told or own or padded
+    if not isinstance(size, int):
+        raise UserError(f"{where} does not say how many tokens there are: give --vocabulary=N")
+    if isinstance(padded, int) and size > padded:
+        raise UserError(
+            f"{where}: there are {padded} rows for tokens, fewer than the vocabulary's {size}: see --vocabulary"
+        )
+    return size

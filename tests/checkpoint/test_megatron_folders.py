@@ -1,0 +1,268 @@
+"""Checkpoints of Megatron-LM in every layout of ranks give the weights they were made of."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron_folders import Shares, write_ranks, write_sharded
+
+from megajax.checkpoint.foreign import declared_by
+from megajax.checkpoint.megatron.checkpoint import MegatronCheckpoint, MegatronModel, iteration_folder
+from megajax.checkpoint.megatron.tables import table
+from megajax.checkpoint.tensor_table import resolved
+from megajax.config.errors import UserError
+from megajax.tools.megatron_checkpoint import model_config, open_model, read_model
+
+SHARED: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "kv_channels": 4,
+    "ffn_hidden_size": 24,
+    "seq_length": 8,
+    "max_position_embeddings": 8,
+    "vocab_size": 29,
+    "padded_vocab_size": 32,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "consumed_train_samples": 56,
+    "transformer_impl": "transformer_engine",
+}
+LLAMA: dict[str, Any] = {
+    **SHARED,
+    "swiglu": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+}
+MIXTRAL: dict[str, Any] = {
+    **LLAMA,
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 12,
+    "moe_layer_freq": 1,
+}
+T5: dict[str, Any] = {
+    **SHARED,
+    "encoder_seq_length": 8,
+    "decoder_seq_length": 6,
+    "decoder_num_layers": 2,
+    "num_layers": 2,
+}
+MODELS: Mapping[str, tuple[dict[str, Any], str]] = {
+    "gpt": ({**SHARED, "bias_gelu_fusion": False}, "pretrain_gpt.py"),
+    "llama": (LLAMA, "pretrain_gpt.py"),
+    "mixtral": (MIXTRAL, "pretrain_gpt.py"),
+    "bert": (SHARED, "pretrain_bert.py"),
+    "t5": (T5, "pretrain_t5.py"),
+}
+
+
+def drawn(args: Mapping[str, Any], script: str, seed: int = 0, padded: int = 32) -> dict[str, np.ndarray]:
+    """Weights by their names, tables with padding."""
+    draw, model = np.random.default_rng(seed), model_config(args, script)
+    weights = {}
+    for tensor in resolved(table(model), declared_by(model)):
+        shape = tensor.shape()
+        if tensor.name.endswith(("word_embeddings.weight", "output_layer.weight", "output_layer.bias")):
+            shape = (padded, *shape[1:])
+        weights[tensor.name] = draw.standard_normal(shape).astype(np.float32)
+    return weights
+
+
+def whole(opened: MegatronModel, source: Any = None) -> dict[str, np.ndarray]:
+    """Weights of ours, by path."""
+    source = source or opened.weights
+    return {path: source.read(path, tuple(slice(0, n) for n in shape)) for path, shape in source.shapes().items()}
+
+
+def demand_equal(opened: MegatronModel, weights: Mapping[str, np.ndarray], source: Any = None) -> None:
+    """Our weights are those that these make up."""
+    ours, seen = whole(opened, source), 0
+    for tensor in opened.table:
+        theirs = weights[tensor.name][: tensor.shape()[0]]
+        for piece, part in zip(tensor.pieces, tensor.ours(theirs), strict=True):
+            np.testing.assert_array_equal(ours[piece.path][piece.index], part, err_msg=tensor.name)
+            seen += part.size
+    assert seen == sum(
+        array[: tensor.shape()[0]].size
+        for tensor, array in zip(opened.table, (weights[t.name] for t in opened.table), strict=True)
+    )
+
+
+LAYOUTS = {
+    "one": Shares(),
+    "tensor 2 x pipeline 2": Shares(tensor=2, pipeline=2),
+    "tensor 4": Shares(tensor=4),
+    "virtual stages": Shares(pipeline=2, virtual=2),
+}
+CASES = [
+    *[("llama", layout, False) for layout in LAYOUTS if layout != "tensor 4"],
+    *[("gpt", layout, True) for layout in LAYOUTS],
+    ("mixtral", "tensor 2 x pipeline 2", True),
+    ("bert", "tensor 2 x pipeline 2", True),
+    ("t5", "tensor 2 x pipeline 2", False),
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "engine"), CASES)
+def test_files_of_ranks(name: str, layout: str, engine: bool, tmp_path: Path) -> None:
+    args, script = MODELS[name]
+    weights, shares = drawn(args, script), LAYOUTS[layout]
+    shares = Shares(shares.tensor, shares.pipeline, shares.virtual, gated=bool(args.get("swiglu")))
+    write_ranks(tmp_path, weights, args, shares, engine=engine)
+    assert MegatronCheckpoint(tmp_path).script() == script
+    opened = open_model(tmp_path)
+    assert (opened.iteration, opened.consumed_samples) == (7, 56)
+    demand_equal(opened, weights)
+
+
+@pytest.mark.parametrize("experts", ["", "engine", "packed"])
+def test_ranks_of_experts(experts: str, tmp_path: Path) -> None:
+    args, script = MODELS["mixtral"]
+    weights = drawn(args, script)
+    write_ranks(tmp_path, weights, args, Shares(tensor=1, pipeline=2, expert=2), experts=experts)
+    demand_equal(open_model(tmp_path), weights)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_shards(name: str, stacked: bool, tmp_path: Path) -> None:
+    args, script = MODELS[name]
+    weights = drawn(args, script)
+    write_sharded(tmp_path, weights, args, Shares(tensor=2, gated=bool(args.get("swiglu"))), stacked=stacked)
+    opened = open_model(tmp_path)
+    assert opened.updates == 7
+    demand_equal(opened, weights)
+
+
+@pytest.mark.parametrize("write", [write_ranks, write_sharded])
+def test_moments_and_masters(write: Any, tmp_path: Path) -> None:
+    args, script = MODELS["llama"]
+    weights = drawn(args, script)
+    moments = {"exp_avg": drawn(args, script, 1), "exp_avg_sq": drawn(args, script, 2)}
+    if write is write_sharded:
+        moments["fp32_param"] = drawn(args, script, 3)
+    write(tmp_path, weights, args, Shares(tensor=2, pipeline=2 if write is write_ranks else 1), moments=moments)
+    opened = open_model(tmp_path)
+    demand_equal(opened, moments.get("fp32_param", weights))
+    demand_equal(opened, moments["exp_avg"], opened.moments["first_moment"])
+    demand_equal(opened, moments["exp_avg_sq"], opened.moments["second_moment"])
+    assert opened.updates == 7
+    assert not any("optimizer" in line for line in opened.lost)
+
+
+def test_what_is_lost_is_told(tmp_path: Path) -> None:
+    args, script = MODELS["llama"]
+    write_ranks(tmp_path / "ranks", drawn(args, script), args, Shares())
+    lost = open_model(tmp_path / "ranks").lost
+    assert lost[0] == "the optimizer's state: the checkpoint has none"
+    assert any("schedule" in line for line in lost)
+    write_sharded(tmp_path / "shards", drawn(args, script), args, Shares(), flat=True)
+    lost = open_model(tmp_path / "shards").lost
+    assert "--dist-ckpt-optim-fully-reshardable" in lost[0]
+
+
+def test_a_layer_is_read_without_the_others(tmp_path: Path) -> None:
+    args, script = MODELS["llama"]
+    weights = drawn(args, script)
+    write_sharded(tmp_path, weights, args, Shares(tensor=2))
+    read = read_model(tmp_path)
+    entries = read.tensors.entries()
+    assert entries["decoder.layers.3.mlp.linear_fc1.weight"].shape == (48, 16)
+    name = "decoder.layers.3.input_layernorm.weight"
+    layer = read.tensors.read(name)
+    np.testing.assert_array_equal(layer, weights[name])
+    assert not layer.flags.writeable, "a view of the file"
+
+
+def test_the_iteration(tmp_path: Path) -> None:
+    args, script = MODELS["gpt"]
+    weights = drawn(args, script)
+    for iteration in (7, 12):
+        write_ranks(tmp_path, weights, args, Shares(), iteration=iteration)
+    assert iteration_folder(tmp_path).name == "iter_0000012"
+    assert iteration_folder(tmp_path, 7).name == "iter_0000007"
+    assert MegatronCheckpoint(tmp_path / "iter_0000007").iteration() == 7
+    (tmp_path / "iter_0000012").rename(tmp_path / "release")
+    with pytest.raises(UserError, match="no checkpoint 'iter_0000012'; there are iter_0000007, release"):
+        iteration_folder(tmp_path)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    assert iteration_folder(tmp_path).name == "release"
+    with pytest.raises(UserError, match="no checkpoint 'iter_0000008'"):
+        iteration_folder(tmp_path, 8)
+    with pytest.raises(UserError, match="is no checkpoint of Megatron-LM"):
+        iteration_folder(tmp_path / "release" / "mp_rank_00")
+
+
+def test_a_path_in_the_metadata_of_shards_is_refused(tmp_path: Path) -> None:
+    args, script = MODELS["llama"]
+    write_sharded(tmp_path, drawn(args, script), args, Shares())
+    metadata = tmp_path / "iter_0000007" / ".metadata"
+    data = metadata.read_bytes()
+    for name, message in (
+        (b"../../x/y.pt", "was refused: it says that .* outside of its folder"),
+        (b"/etc/a.distc", "was refused: it says that .* outside of its folder"),
+        (b"__7_0.distcp", "is in __7_0.distcp, which is not there"),
+    ):
+        metadata.write_bytes(data.replace(b"__0_0.distcp", name))
+        with pytest.raises(UserError, match=message):
+            MegatronCheckpoint(tmp_path)
+
+
+def test_shards_that_are_cut_off_are_refused(tmp_path: Path) -> None:
+    args, script = MODELS["llama"]
+    write_sharded(tmp_path, drawn(args, script), args, Shares())
+    path = tmp_path / "iter_0000007" / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-100])
+    opened = open_model(tmp_path)
+    with pytest.raises(UserError, match="cut off"):
+        whole(opened)
+
+
+def test_ranks_that_are_missing_are_named(tmp_path: Path) -> None:
+    args, script = MODELS["llama"]
+    weights = drawn(args, script)
+    write_ranks(tmp_path, weights, args, Shares(tensor=2, pipeline=2))
+    folder = tmp_path / "iter_0000007"
+    (folder / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
+    with pytest.raises(UserError, match=r"not whole: .*mp_rank_01_001/model_optim_rng.pt is missing"):
+        MegatronCheckpoint(tmp_path)
+    (folder / "mp_rank_01_001").rmdir()
+    with pytest.raises(UserError, match="no file of tensor rank 1 of stage 1"):
+        MegatronCheckpoint(tmp_path)
+
+
+def test_a_model_that_the_arguments_are_not_of(tmp_path: Path) -> None:
+    args, script = MODELS["llama"]
+    write_ranks(tmp_path, drawn(args, script), {**args, "ffn_hidden_size": 32, "num_layers": 2}, Shares())
+    with pytest.raises(UserError) as caught:
+        open_model(tmp_path)
+    text = str(caught.value)
+    assert "decoder.layers.0.mlp.linear_fc1.weight: [48, 16] there, [64, 16] by the model's config" in text
+    assert "decoder.layers.3.mlp.linear_fc2.weight: the model has no such weight" in text
+
+
+def test_features_that_we_lack_are_named_together(tmp_path: Path) -> None:
+    args, script = MODELS["llama"]
+    lacking = {"qk_clip": True, "position_embedding_type": "mrope"}
+    write_ranks(tmp_path, drawn(args, script), {**args, **lacking}, Shares())
+    with pytest.raises(UserError, match=r"features that MegaJAX lacks:\n.*position-embedding-type"):
+        open_model(tmp_path)
+
+
+def test_the_vocabulary(tmp_path: Path) -> None:
+    args, script = MODELS["llama"]
+    without = {name: value for name, value in args.items() if name != "vocab_size"}
+    write_ranks(tmp_path, drawn(args, script), without, Shares())
+    assert open_model(tmp_path).model.vocabulary_size == 32
+    assert open_model(tmp_path, vocabulary=30).weights.shapes()["tokens"][0] >= 30
+    with pytest.raises(UserError, match="32 rows for tokens, fewer than the vocabulary's 33"):
+        open_model(tmp_path, vocabulary=33)
