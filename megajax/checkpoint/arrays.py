@@ -92,7 +92,7 @@ def _differences(
             (shape, dtype), leaf = stored[name], wanted[name]
             if shape != tuple(leaf.shape):
                 rows.append((name, "shape", show(shape, dtype), show(leaf.shape, leaf.dtype)))
-            elif dtype != leaf.dtype:
+            elif dtype != leaf.dtype and not (partial and jnp.promote_types(dtype, leaf.dtype) == leaf.dtype):
                 rows.append((name, "dtype", show(shape, dtype), show(leaf.shape, leaf.dtype)))
     return rows
 
@@ -110,7 +110,7 @@ def read(path: Path, like: Tree, *, partial: bool = False) -> Tree:
     """Reads a tree with the layout of `like`; each process reads its own shards. The saving layout does not matter.
 
     like: jax.ShapeDtypeStructs with shardings (in a single process a missing sharding means the first device).
-    partial: `like` may be a part of the stored tree.
+    partial: `like` may be a part of the stored tree, in dtypes that hold all values of the stored ones.
     Raises one UserError with a table if names, shapes or dtypes differ.
     """
     wanted = named_leaves(like)

@@ -5,8 +5,8 @@ which any box can be read: a device's shard, or a layer.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +23,12 @@ from megajax.mesh.rules import Plan
 
 type Box = tuple[slice, ...]
 """A slice with a start and a stop for each dimension of an array."""
+
+
+WEIGHT_DTYPES = ("float64", "float32", "float16", "bfloat16")
+"""Of tensors that are weights as they stand. They may be mixed."""
+ANY_ROW = -1
+"""In place of a row: a tensor that is not of one row of a weight."""
 
 
 class Entry(NamedTuple):
@@ -73,6 +79,10 @@ class ForeignModel:
     """The table of names."""
     ignored: Sequence[str] = ()
     """Patterns of names of tensors that hold no weights."""
+    family: str = ""
+    """What its format calls a table of names, if it has several."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The description of the model as the format has it, such as a config.json."""
 
 
 class ForeignWeights:
@@ -81,11 +91,14 @@ class ForeignWeights:
     def __init__(self, tensors: Tensors, table: Sequence[Mapped], declared: Mapping[str, ParamSpec]):
         """declared: what the table was resolved against."""
         self.where, self._tensors = tensors.where, tensors
-        self._holders: dict[str, list[tuple[Mapped, int]]] = defaultdict(list)
+        self._shapes = {piece.path: declared[piece.path].shape for tensor in table for piece in tensor.pieces}
+        # By the first row that a tensor has: a model may have tens of thousands of them.
+        self._holders: dict[str, dict[int, list[tuple[Mapped, int, Box]]]] = defaultdict(lambda: defaultdict(list))
         for tensor in table:
             for number, piece in enumerate(tensor.pieces):
-                self._holders[piece.path].append((tensor, number))
-        self._shapes = {path: declared[path].shape for path in self._holders}
+                place = box_of(piece.index, self._shapes[piece.path])
+                row = piece.index[0] if piece.index and isinstance(piece.index[0], int) else ANY_ROW
+                self._holders[piece.path][row].append((tensor, number, place))
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
@@ -94,8 +107,7 @@ class ForeignWeights:
         """Only the tensors that the box touches are read, and of them no more than the box."""
         starts, stops = [side.start for side in box], [side.stop for side in box]
         result: np.ndarray | None = None
-        for tensor, number in self._holders[path]:
-            place = _box(tensor.pieces[number].index, self._shapes[path])
+        for tensor, number, place in self._holding(path, box):
             both = [(max(a, p.start), min(b, p.stop)) for a, b, p in zip(starts, stops, place, strict=True)]
             if any(start >= stop for start, stop in both):
                 continue
@@ -107,6 +119,13 @@ class ForeignWeights:
         if result is None:
             return np.zeros([stop - start for start, stop in zip(starts, stops, strict=True)], np.float32)
         return result
+
+    def _holding(self, path: str, box: Box) -> Iterator[tuple[Mapped, int, Box]]:
+        """Tensors that may hold a part of a box, which of their pieces does, and where that is in the weight."""
+        by_row = self._holders[path]
+        yield from by_row.get(ANY_ROW, ())
+        for row in range(box[0].start, box[0].stop) if box else ():
+            yield from by_row.get(row, ())
 
 
 def declared_by(model: Any) -> dict[str, ParamSpec]:
@@ -131,6 +150,8 @@ def demand_fit(tensors: Tensors, table: Sequence[Mapped], ignored: Sequence[str]
             problems.append(f"{name}: not there" + (f"; there is {near[0]}" if near else ""))
         elif entries[name].shape != tensor.shape():
             problems.append(f"{name}: {list(entries[name].shape)} there, {list(tensor.shape())} by the model's config")
+        elif entries[name].dtype.name not in WEIGHT_DTYPES:
+            problems.append(f"{name}: {entries[name].dtype.name} needs scales, which are not supported: dequantize it")
     problems += [f"{name}: the model has no such weight" for name in extra]
     if problems:
         shown = problems[:40] + [f"and {len(problems) - 40} more"] * (len(problems) > 40)
@@ -139,7 +160,7 @@ def demand_fit(tensors: Tensors, table: Sequence[Mapped], ignored: Sequence[str]
         )
 
 
-def _box(index: Index, shape: Sequence[int]) -> Box:
+def box_of(index: Index, shape: Sequence[int]) -> Box:
     """An index as a box: a number is a slice of one."""
     full = [*index, *[slice(None)] * (len(shape) - len(index))]
     ends = [(i, i + 1) if isinstance(i, int) else i.indices(size)[:2] for i, size in zip(full, shape, strict=True)]

@@ -6,7 +6,7 @@ dotted name: NAME/zarr.json and one chunk per shard of a device.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -44,11 +44,9 @@ class StoredArrays:
     def __init__(self, path: Path):
         """path: the folder that Orbax wrote."""
         path = path.resolve()  # TensorStore refuses paths that contain ".."
-        # JSON rather than a URL, in which some characters of a path would need escaping.
-        base = {"driver": "file", "path": f"{path / DATABASE}/"}
         # No cache: each chunk is read once.
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
-        self._spec = {"driver": "ocdbt", "base": base}
+        self._spec = database(path)
         if not (path / DATABASE / "manifest.ocdbt").is_file():
             raise Damaged(f"{path / DATABASE} holds no OCDBT database (manifest.ocdbt)")
         try:
@@ -58,6 +56,7 @@ class StoredArrays:
             reads = [self._store.read(name + DESCRIPTION) for name in names]
             self._described = {name: json.loads(read.result().value) for name, read in zip(names, reads, strict=True)}
             self.arrays = {name: _array(name, described) for name, described in self._described.items()}
+            self._open: dict[str, Any] = {}
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise Damaged(f"the arrays in {path} can't be read: {_first_line(error)}") from error
 
@@ -65,6 +64,15 @@ class StoredArrays:
         """The value of an array of one element."""
         (chunk,) = self._chunks(name)
         return chunk.item()
+
+    def read(self, name: str, box: Sequence[slice]) -> np.ndarray:
+        """A box of an array, in its dtype."""
+        if name not in self._open:
+            self._open[name] = self._opened(name)
+        try:
+            return np.asarray(self._open[name][tuple(box)].read().result())
+        except (ValueError, OSError) as error:
+            raise Damaged(f"{name} can't be read: {_first_line(error)}") from error
 
     def statistics(self, name: str) -> dict[str, float | None]:
         """count, nonfinite (NaN or infinite); min, max, mean and rms of the finite elements, None if there are none.
@@ -97,8 +105,7 @@ class StoredArrays:
         array = self.arrays[name]
         if array.bytes == 0:
             return
-        spec = {"driver": "zarr3", "kvstore": self._spec | {"path": f"{name}/"}}
-        opened = ts.open(spec, open=True, read=True, context=self._context).result()
+        opened = self._opened(name)
         shape = _chunk_shape(self._described[name])
         for index in product(*map(range, array.pieces)):
             box = tuple(
@@ -106,6 +113,18 @@ class StoredArrays:
                 for part, at, size in zip(shape, index, array.shape, strict=True)
             )
             yield np.asarray(opened[box].read().result()).reshape(-1)
+
+    def _opened(self, name: str) -> Any:
+        spec = {"driver": "zarr3", "kvstore": self._spec | {"path": f"{name}/"}}
+        return ts.open(spec, open=True, read=True, context=self._context).result()
+
+
+def database(path: Path) -> dict[str, Any]:
+    """TensorStore's name of the database in the folder that Orbax writes, an absolute path without "..".
+
+    JSON rather than a URL, in which some characters of a path would need escaping.
+    """
+    return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path / DATABASE}/"}}
 
 
 def _array(name: str, described: dict[str, Any]) -> StoredArray:

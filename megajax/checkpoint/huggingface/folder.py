@@ -93,4 +93,12 @@ def _described(folder: Path) -> tuple[Family, dict[str, Any], ForeignModel]:
     family, config, model = _family_and_model(folder)
     tensors, model = fitted(SafetensorsFolder(folder), family, model)
     model = family.adjusted(model, tensors.entries())
-    return family, config, ForeignModel(model=model, tensors=tensors, rows=family.rows(model), ignored=family.ignored)
+    read = ForeignModel(
+        model=model,
+        tensors=tensors,
+        rows=family.rows(model),
+        ignored=family.ignored,
+        family=family.name,
+        settings=config,
+    )
+    return family, config, read

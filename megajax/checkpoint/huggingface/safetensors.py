@@ -9,7 +9,7 @@ import mmap
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,11 +37,14 @@ DTYPES: Mapping[str, np.dtype] = {
 }
 LONGEST_HEADER = 100_000_000
 """Bytes; the reference implementation refuses longer ones too."""
+DIMENSIONS = 32
+"""At most, of a tensor."""
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 INDEX = "model.safetensors.index.json"
 
 
 class SafetensorsFile:
-    """One file. Raises UserError where it is damaged."""
+    """One file. Raises UserError where it is damaged; the same files are refused as by the reference implementation."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -51,35 +54,81 @@ class SafetensorsFile:
             if length > min(LONGEST_HEADER, size - 8):
                 raise UserError(f"{path} is no safetensors file, or it was cut off: its {size} bytes hold no header")
             try:
-                header = json.loads(file.read(length))
+                header = _mapping(json.loads(file.read(length), object_pairs_hook=_once), "the header")
                 header.pop("__metadata__", None)
-                self.start = 8 + length
-                self.entries = {name: self._entry(name, each, size - self.start) for name, each in header.items()}
-                self._offsets = {name: each["data_offsets"][0] for name, each in header.items()}
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UserError(f"{path} is no safetensors file: its header can't be read ({error})") from error
+                self._places = {name: _place(name, each) for name, each in header.items()}
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise UserError(f"{path} is no safetensors file: its header can't be read ({_text(error)})") from error
+            self.start = 8 + length
+            self._demand_order(size - self.start)
+            self.entries = {name: place.entry for name, place in self._places.items()}
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def read(self, name: str) -> np.ndarray:
         """A view of the file."""
-        shape, dtype = self.entries[name]
-        offset = self.start + self._offsets[name]
-        return np.frombuffer(self._bytes, dtype, prod(shape), offset).reshape(shape)
+        (shape, dtype), first, _ = self._places[name]
+        return np.frombuffer(self._bytes, dtype, prod(shape), self.start + first).reshape(shape)
 
-    def _entry(self, name: str, given: Mapping[str, Any], size: int) -> Entry:
-        if given["dtype"] not in DTYPES:
-            raise UserError(f"{self.path}: {name} has the dtype {given['dtype']}, which is unknown")
-        dtype, shape = DTYPES[given["dtype"]], tuple(given["shape"])
-        first, last = given["data_offsets"]
-        if not 0 <= first <= last <= size:
-            raise UserError(f"{self.path} was cut off: {name} ends at byte {last} of {size}")
-        if any(n < 0 for n in shape) or prod(shape) * dtype.itemsize != last - first:
-            raise UserError(f"{self.path}: {name} is {given['dtype']}{list(shape)}, but has {last - first} bytes")
-        return Entry(shape, dtype)
+    def _demand_order(self, size: int) -> None:
+        """The tensors follow one another, each as long as it says, and end with the file."""
+        end = 0
+        for name, (entry, first, last) in sorted(self._places.items(), key=lambda item: item[1][1:]):
+            if last > size:
+                raise UserError(f"{self.path} was cut off: {name} ends at byte {last} of {size}")
+            if prod(entry.shape) * entry.dtype.itemsize != last - first:
+                text = f"{entry.dtype.name}{list(entry.shape)}"
+                raise UserError(f"{self.path}: {name} is {text}, but has {last - first} bytes")
+            if first != end:
+                what = "overlaps another tensor" if first < end else "follows bytes of no tensor"
+                raise UserError(f"{self.path}: {name} {what}: it begins at byte {first}, expected {end}")
+            end = last
+        if end != size:
+            raise UserError(f"{self.path} has {size - end} bytes behind its last tensor")
+
+
+class _Place(NamedTuple):
+    """A tensor and its bytes, counted from the end of the header."""
+
+    entry: Entry
+    first: int
+    last: int
+
+
+def _place(name: str, given: Any) -> _Place:
+    """Of an entry of the header. Raises ValueError or KeyError for one that makes no sense."""
+    given = _mapping(given, name)
+    if given["dtype"] not in DTYPES:
+        raise ValueError(f"{name} has the dtype {given['dtype']}, which is unknown")
+    shape, offsets = given["shape"], given["data_offsets"]
+    whole = [type(number) is int and number >= 0 for numbers in (shape, offsets) for number in numbers]
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2 or not all(whole):
+        raise ValueError(f"{name} has the shape {shape} and the offsets {offsets}")
+    if len(shape) > DIMENSIONS or offsets[0] > offsets[1]:
+        raise ValueError(f"{name} has {len(shape)} dimensions and the offsets {offsets}")
+    return _Place(Entry(tuple(shape), DTYPES[given["dtype"]]), *offsets)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ValueError for a name that it has twice."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return result
+
+
+def _mapping(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is a {type(value).__name__}")
+    return value
+
+
+def _text(error: BaseException) -> str:
+    return str(error)[:300] or type(error).__name__
 
 
 class SafetensorsFolder:
-    """The tensors of a folder, or of one file: `megajax.checkpoint.foreign.Tensors`."""
+    """The tensors of a folder: `megajax.checkpoint.foreign.Tensors`."""
 
     def __init__(self, folder: Path):
         """Raises UserError for a folder without files, and for an index that does not fit them."""
@@ -87,13 +136,21 @@ class SafetensorsFolder:
         index = folder / INDEX
         paths = self._indexed(index) if index.is_file() else dict.fromkeys(sorted(folder.glob("*.safetensors")))
         if not paths:
-            raise UserError(f"{folder} holds no .safetensors files")
+            pickles = sorted(path.name for kind in PICKLES for path in folder.glob(kind))
+            advice = (
+                f"; {', '.join(pickles[:3])} can run any program when it is read. Write safetensors with the library "
+                "that made it: model.save_pretrained(DIR, safe_serialization=True)"
+            )
+            raise UserError(f"{folder} holds no .safetensors files" + advice * bool(pickles))
         self._files: dict[str, SafetensorsFile] = {}
         for path, names in paths.items():
+            _demand_inside(path)
             file = SafetensorsFile(path)
             for name in names if names is not None else file.entries:
                 if name not in file.entries:
                     raise UserError(f"{index} says that {name} is in {path.name}, but it is not")
+                if name in self._files:
+                    raise UserError(f"{name} is both in {self._files[name].path} and in {path}")
                 self._files[name] = file
 
     def entries(self) -> Mapping[str, Entry]:
@@ -106,12 +163,26 @@ class SafetensorsFolder:
     def _indexed(index: Path) -> dict[Path, list[str]]:
         """File -> names of its tensors. Files are in the folder itself, whatever the index says."""
         try:
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            text = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_once)
+            names = _mapping(_mapping(text, "the index")["weight_map"], "weight_map")
             files = sorted(set(names.values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{index} can't be read ({error})") from error
-        if outside := [file for file in files if Path(file).name != file or file in (".", "..")]:
-            raise UserError(f"{index} names files outside of its folder: {', '.join(map(str, outside))}")
+        except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
+            raise UserError(f"{index} can't be read ({_text(error)})") from error
+        if outside := [file for file in files if not _plain(file)]:
+            raise UserError(f"{index} names files outside of its folder: {', '.join(map(ascii, outside))}")
         if absent := [file for file in files if not (index.parent / file).is_file()]:
             raise UserError(f"{index} names files that are not there: {', '.join(absent)}")
         return {index.parent / file: [name for name, where in names.items() if where == file] for file in files}
+
+
+def _plain(file: Any) -> bool:
+    """Whether a name in an index is that of a file in the folder."""
+    return isinstance(file, str) and file not in ("", ".", "..") and not set(file) & {"/", "\\", "\0"}
+
+
+def _demand_inside(path: Path) -> None:
+    """Raises UserError for a link that leads out of the folder, other than within the cache of huggingface_hub."""
+    folder, target = path.parent.resolve(), path.resolve()
+    cache = folder.parent.parent if folder.parent.name == "snapshots" else folder
+    if not target.is_relative_to(cache):
+        raise UserError(f"{path} is a link out of its folder, to {target}: put the file itself there")

@@ -1,0 +1,136 @@
+"""Arrays written box by box into a folder that Orbax reads, for arrays that memory does not hold.
+
+Orbax writes the files around the arrays, for scalars of the same names. The database of the arrays is then written anew
+with TensorStore, as Zarr 3 arrays whose chunks are small enough to be buffered.
+"""
+
+import json
+import shutil
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
+
+from megajax.checkpoint import arrays
+from megajax.checkpoint.foreign import Box, Entry
+from megajax.checkpoint.stored_arrays import DATABASE, database
+
+CHUNK_BYTES = 2**25
+"""At most, of a chunk: what a reader of a part of it reads in vain, and what is buffered."""
+WRITING_BYTES = 2**26
+"""At most, of chunks that are being written in the background."""
+DESCRIPTION = f"{DATABASE}/_METADATA"
+SHAPES = f"{DATABASE}/array_metadatas"
+
+
+class ArrayWriter:
+    """The arrays of a folder. All boxes of `chunks` are written, then `finish` is called."""
+
+    def __init__(self, path: Path, entries: Mapping[str, Entry]):
+        """path: does not exist yet. entries: dotted name -> shape and dtype; arrays without elements are left out."""
+        self._entries = {name: entry for name, entry in entries.items() if prod(entry.shape)}
+        arrays.start_writing(path, {name: jnp.zeros((), jnp.int32) for name in self._entries}).result()
+        for name in ("d", "ocdbt.process_0"):
+            shutil.rmtree(path / DATABASE / name)
+        (path / DATABASE / "manifest.ocdbt").unlink()
+        self._describe(path)
+        self._context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+        self._database = database(path.resolve())
+        self._writing: deque[tuple[int, Any]] = deque()
+        self._bytes = 0
+        self._open: tuple[str, Any] = ("", None)
+
+    def chunks(self) -> Iterator[tuple[str, Box]]:
+        """Name and box of every chunk, array by array."""
+        for name, (shape, dtype) in self._entries.items():
+            yield from ((name, box) for box in boxes(shape, chunk_shape(shape, dtype.itemsize)))
+
+    def write(self, name: str, box: Box, values: np.ndarray) -> None:
+        """A chunk, in the background. The values are not changed any more by the caller.
+
+        Raises OSError if it, or one before it, can't be written.
+        """
+        if self._open[0] != name:
+            self._open = (name, self._created(name, *self._entries[name]))
+        while self._writing and self._bytes + values.nbytes > WRITING_BYTES:
+            self._wait()
+        self._writing.append((values.nbytes, self._open[1][box].write(values)))
+        self._bytes += values.nbytes
+
+    def finish(self) -> None:
+        """Waits for all chunks. Raises OSError if one can't be written."""
+        while self._writing:
+            self._wait()
+
+    def _wait(self) -> None:
+        size, future = self._writing.popleft()
+        with _AsOSError():
+            future.result()
+        self._bytes -= size
+
+    def _created(self, name: str, shape: Sequence[int], dtype: np.dtype) -> Any:
+        grid = {"name": "regular", "configuration": {"chunk_shape": chunk_shape(shape, dtype.itemsize)}}
+        little = [{"name": "bytes", "configuration": {"endian": "little"}}]
+        metadata = {"shape": [*shape], "data_type": dtype.name, "chunk_grid": grid, "codecs": little}
+        # Chunks of zeros are written like others: a missing chunk is then always a fault.
+        spec = {
+            "driver": "zarr3",
+            "kvstore": self._database | {"path": f"{name}/"},
+            "metadata": metadata,
+            "store_data_equal_to_fill_value": True,
+        }
+        with _AsOSError():
+            return ts.open(spec, create=True, context=self._context).result()
+
+    def _describe(self, path: Path) -> None:
+        """Puts the shapes of the arrays in place of the scalars' into the files that Orbax wrote."""
+        description = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
+        for each in description["tree_metadata"].values():
+            (key,) = each["key_metadata"]
+            each["value_metadata"]["write_shape"] = [*self._entries[key["key"]].shape]
+        (path / DESCRIPTION).write_text(json.dumps(description), encoding="utf-8")
+        for file in (path / SHAPES).iterdir():
+            content = json.loads(file.read_text(encoding="utf-8"))
+            for each in content["array_metadatas"]:
+                shape, dtype = self._entries[each["array_metadata"]["param_name"]]
+                each["array_metadata"] |= {"write_shape": [*shape], "chunk_shape": chunk_shape(shape, dtype.itemsize)}
+            file.write_text(json.dumps(content), encoding="utf-8")
+
+
+class _AsOSError:
+    """TensorStore's errors, which have no class of their own, as OSError."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, ValueError):
+            raise OSError(str(error).partition(" [")[0]) from error
+
+
+def chunk_shape(shape: Sequence[int], itemsize: int, at_most: int = 0) -> list[int]:
+    """The last dimensions whole, those before them cut evenly, so that a chunk has at most that many bytes.
+
+    at_most: 0 stands for CHUNK_BYTES.
+    """
+    chunk, left = [*shape], max(1, (at_most or CHUNK_BYTES) // itemsize)
+    for axis, size in enumerate(shape):
+        rest = prod(shape[axis + 1 :])
+        parts = -(-size // max(1, left // rest))
+        chunk[axis] = -(-size // parts)
+        if rest <= left:
+            break
+    return chunk
+
+
+def boxes(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Box]:
+    """Every chunk of an array, the last dimension fastest."""
+    starts = [range(0, size, step) for size, step in zip(shape, chunk, strict=True)]
+    for corner in product(*starts):
+        ends = zip(corner, chunk, shape, strict=True)
+        yield tuple(slice(start, min(start + step, size)) for start, step, size in ends)

@@ -1,0 +1,140 @@
+"""Weights out of checkpoints of runs, without devices: a box at a time, with layers in natural order."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from megajax.checkpoint.folder import ARRAYS
+from megajax.checkpoint.foreign import Box, WeightSource, declared_by
+from megajax.checkpoint.integrity import Damaged
+from megajax.checkpoint.reader import Meta, open_checkpoints
+from megajax.checkpoint.stored_arrays import StoredArrays
+from megajax.config.errors import UserError
+from megajax.config.files import ROOT, Source, assembled
+from megajax.layers.param import ParamSpec
+from megajax.pipeline.partition import row_order
+
+
+class StepWeights:
+    """A `WeightSource` of a step: its weights, and what it keeps of observations, by path."""
+
+    def __init__(self, step: Path, declared: Mapping[str, ParamSpec], chunks: Sequence[range] = ()):
+        """declared: by the model on one device. chunks: layers of each chunk as stored; (): in natural order.
+
+        Raises UserError for weights that the step lacks.
+        """
+        self.where, self._stored, self._chunks = str(step), StoredArrays(step / ARRAYS), chunks
+        names = {path: f"{'params' if spec.updater is None else 'observed'}.{path}" for path, spec in declared.items()}
+        self._names = {path: name for path, name in names.items() if name in self._stored.arrays}
+        if lacking := [path for path, spec in declared.items() if spec.updater is None and path not in self._names]:
+            raise UserError(f"{step} has no weights of {', '.join(lacking)}")
+        self._declared = {path: declared[path] for path in self._names}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Path -> shape, as stored but for rows that are no layer."""
+        stored = {path: self._stored.arrays[name].shape for path, name in self._names.items()}
+        return {
+            path: (len(self._declared[path].layers), *shape[1:]) if self._declared[path].layers else shape
+            for path, shape in stored.items()
+        }
+
+    def dtypes(self) -> Mapping[str, str]:
+        """Path -> name of the dtype that the array is stored in."""
+        return {path: self._stored.arrays[name].dtype for path, name in self._names.items()}
+
+    def read(self, path: str, box: Box) -> np.ndarray:
+        """A box, in the dtype that it is stored in. Raises UserError if the file is damaged."""
+        try:
+            parts = [self._stored.read(self._names[path], part) for part in self._parts(path, box)]
+        except Damaged as error:
+            raise UserError(f"{self.where} is damaged: {error}") from error
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _parts(self, path: str, box: Box) -> list[Box]:
+        """The stored boxes that make up a box, cut along the layers."""
+        rows = self._rows(path)
+        if rows is None or not (wanted := rows[box[0]]):
+            return [box]
+        runs = [[row for _, row in run] for _, run in groupby(enumerate(wanted), lambda pair: pair[1] - pair[0])]
+        return [(slice(run[0], run[-1] + 1), *box[1:]) for run in runs]
+
+    def _rows(self, path: str) -> list[int] | None:
+        """Place of each layer among the stored rows; None where they are in natural order."""
+        layers = self._declared[path].layers
+        if not layers or len(self._chunks) <= 1:
+            return None
+        order = row_order(self._chunks, layers)
+        return [order.index(place) for place in range(len(layers))]
+
+
+class MeanWeights:
+    """A `WeightSource` of the mean of others, in float32."""
+
+    def __init__(self, sources: Sequence[WeightSource]):
+        """Raises UserError for sources of other weights or shapes than the first's."""
+        first, *others = self._sources = [*sources]
+        self.where = f"the mean of {', '.join(source.where for source in sources)}"
+        for other in others:
+            here, there = first.shapes(), other.shapes()
+            wrong = [path for path in {**here, **there} if here.get(path) != there.get(path)]
+            if wrong:
+                lines = "\n".join(f"  {path}: {here.get(path, 'none')}, {there.get(path, 'none')}" for path in wrong)
+                raise UserError(f"the weights of {first.where} and {other.where} differ in shape:\n{lines}")
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._sources[0].shapes()
+
+    def read(self, path: str, box: Box) -> np.ndarray:
+        total = self._sources[0].read(path, box).astype(np.float32)
+        for source in self._sources[1:]:
+            total += source.read(path, box)
+        return total / np.float32(len(self._sources))
+
+
+@dataclass(frozen=True)
+class RunModel:
+    """A step of a run."""
+
+    run: Path
+    """The run's folder, or the one that holds the checkpoints."""
+    step: int
+    path: Path
+    """Of the step."""
+    meta: Meta
+
+    @cached_property
+    def config(self) -> Any:
+        """The run's config, as it was at that step."""
+        written = yaml.safe_load(self.meta.get("config", "")) or {}
+        config, problems = assembled(Source(f"the config of {self.path}", None, written), ROOT, {})
+        if config is None or any(problem.where.startswith("model") for problem in problems):
+            lines = "\n".join(f"  {problem}" for problem in problems)
+            raise UserError(f"the config of {self.path} can't be read by this version of MegaJAX:\n{lines}")
+        return config
+
+    def weights(self) -> StepWeights:
+        chunks = [range(*ends) for ends in self.meta.get("rows", [])]
+        return StepWeights(self.path, declared_by(self.config.model), chunks)
+
+
+def open_step(path: Path, step: int | None = None) -> RunModel:
+    """A step of a run, by default the newest whole one. path: a run folder, a checkpoints folder or one step in it.
+
+    Raises UserError if there is none, or if it is damaged.
+    """
+    if not path.exists() and path.name.isdigit() and step is None:  # RUN/100 for RUN/checkpoints/00000100
+        path, step = path.parent, int(path.name)
+    reader, named = open_checkpoints(path)
+    step = named if step is None else step
+    step = reader.newest_whole() if step is None else step
+    if step is None:
+        raise UserError(f"there are no checkpoints in {path}")
+    folder = reader.folder
+    run = folder.parent if folder.name == "checkpoints" else folder
+    return RunModel(run, step, reader.demand(step), reader.meta(step))

@@ -1,0 +1,66 @@
+"""A step of a run with weights alone, written from any source a chunk at a time."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from megajax.checkpoint import integrity
+from megajax.checkpoint.array_writer import ArrayWriter
+from megajax.checkpoint.folder import ARRAYS, META, step_name
+from megajax.checkpoint.foreign import Entry, WeightSource
+from megajax.checkpoint.new_folder import flush_folder
+from megajax.config.errors import UserError
+from megajax.layers.param import ParamSpec
+
+type Advance = Callable[[int], None]
+"""Called with the number of elements that were written since the last call."""
+
+
+def write_step(
+    folder: Path,
+    declared: Mapping[str, ParamSpec],
+    weights: WeightSource,
+    meta: Mapping[str, Any],
+    *,
+    dtype: np.dtype,
+    advance: Advance = lambda elements: None,
+) -> Path:
+    """Writes step 0 into a new checkpoints folder: weights in `dtype`, observations that the source has in float32.
+
+    Nothing commits the step here: `folder` is below a `new_folder`. Raises OSError if it can't be written.
+    """
+    step = folder / step_name(0)
+    step.mkdir(parents=True)
+    shapes, paths, entries = weights.shapes(), dict[str, str](), dict[str, Entry]()
+    for path, spec in declared.items():
+        if path in shapes:
+            name = f"{'params' if spec.updater is None else 'observed'}.{path}"
+            paths[name] = path
+            entries[name] = Entry(shapes[path], dtype if spec.updater is None else np.dtype(np.float32))
+    writer = ArrayWriter(step / ARRAYS, entries)
+    for name, box in writer.chunks():
+        values = converted(weights.read(paths[name], box), entries[name].dtype, f"{weights.where}: {paths[name]}")
+        writer.write(name, box, values)
+        advance(values.size)
+    writer.finish()
+    text = json.dumps({"step": 0, "meta": dict(meta)}, allow_nan=False, indent=1, sort_keys=True)
+    integrity.write_durably(step / META, text)
+    flush_folder(step)
+    integrity.write_manifest(step, integrity.hash_files(step, integrity.files_below(step)))
+    return step
+
+
+def converted(values: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """The values in another dtype, contiguous. Raises UserError for finite values that are infinite in it."""
+    with np.errstate(over="ignore"):
+        result = values.astype(dtype, order="C", copy=False)
+    if 2 * float(jnp.finfo(dtype).max) < float(jnp.finfo(values.dtype).max):
+        lost = np.isfinite(values) & ~np.isfinite(result)
+        if lost.any():
+            largest = float(np.abs(values[lost].astype(np.float64)).max())
+            raise UserError(f"{name} has values up to {largest:g}, which {dtype.name} can't hold: use --dtype=bfloat16")
+    return result

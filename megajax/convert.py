@@ -1,0 +1,117 @@
+"""Convert weights from and to other libraries' formats: `python -m megajax.convert --from=hf:DIR --to=RUN`."""
+
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from megajax.command_line import Flag, front_door, parse, use_devices
+from megajax.config.builds import resolve
+from megajax.config.errors import ConfigError, Problem
+from megajax.metrics.text import duration
+
+DESCRIPTION = """Convert weights between formats, a part at a time: memory need not hold them.
+
+  python -m megajax.convert --from=hf:DIR --to=runs/llama           a Hugging Face folder to a run
+  python -m megajax.convert --from=runs/llama --to=hf:DIR           and back, from its newest checkpoint
+  python -m megajax.convert --from=runs/llama/checkpoints/00000100 --to=hf:DIR --dtype=bfloat16
+  python -m megajax.convert --average=runs/llama/100,runs/llama/200 --to=runs/mean
+
+A folder is written under a temporary name and renamed when it is complete. Nothing is fetched."""
+DTYPES = ("float32", "bfloat16", "float16")
+FLAGS = (
+    Flag("from", str | None, help="hf:DIR, megatron:DIR, a run's folder or one of its steps"),
+    Flag("to", str, required=True, help="a run's folder or hf:DIR, which must not exist yet"),
+    Flag("dtype", str | None, help="of the weights: float32, bfloat16, float16; none: float32 in runs, else as before"),
+    Flag("verify", help="read the result back and compare all of it"),
+    Flag("average", tuple[str, ...], (), help="steps of runs, the mean of whose weights is taken, in place of --from"),
+    Flag("average-last", int | None, help="take the mean of that many of the newest steps of --from"),
+    Flag("family", str | None, help="table of names to write with, such as llama; none: the one that loses nothing"),
+    Flag("shard-size", float, 5.0, help="GB of a safetensors file, at most"),
+)
+
+
+def main(argv: list[str]) -> int:
+    """Exit codes: 0 done, 2 something to change, 130 and 143 interrupted, 1 crash. All but 0 leave no output.
+
+    Raises:
+        UserError: for what the user has to change.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    flags = parse(argv, verb="convert", flags=FLAGS, with_config=False, description=DESCRIPTION).flags
+    if problems := _problems(flags):
+        raise ConfigError(problems, "command line")
+    use_devices("cpu:1")
+    # By name, so that jax is imported now, and the front door can report a package that is not installed.
+    open_source, options, elements, write, verified = (
+        resolve(f"megajax.tools.conversion:{name}")
+        for name in ("open_source", "options", "elements", "write", "verified")
+    )
+    stored = open_source(flags["from"], flags["average"], flags["average_last"])
+    settings = options(flags["dtype"], flags["family"] or "", flags["shard_size"])
+    with Progress(sys.stderr, elements(stored), "converting") as progress:
+        lines = write(stored, flags["to"], settings, progress)
+    print(*lines, progress.total(), sep="\n")
+    if flags["verify"]:
+        with Progress(sys.stderr, elements(stored), "verifying") as progress:
+            line = verified(stored, flags["to"], progress)
+        print(line, progress.total(), sep="\n")
+    return 0
+
+
+def _problems(flags: Mapping[str, Any]) -> list[Problem]:
+    """Of flags that do not fit together."""
+    problems, averaged, last = [], flags["average"], flags["average_last"]
+    if not averaged and flags["from"] is None:
+        problems.append(Problem("--from", "must be given", "hf:DIR or a run's folder; or --average=STEP,STEP"))
+    if averaged and (flags["from"] is not None or last is not None):
+        problems.append(Problem("--average", "names what to read", "leave out --from and --average-last"))
+    if len(averaged) == 1 or (last is not None and last < 2):
+        problems.append(Problem("--average", "needs two steps or more"))
+    if flags["dtype"] not in (None, *DTYPES):
+        problems.append(Problem("--dtype", f"is {flags['dtype']}", f"use {', '.join(DTYPES)}"))
+    if not flags["shard_size"] > 0:
+        problems.append(Problem("--shard-size", f"is {flags['shard_size']:g}", "give GB, such as 5"))
+    return problems
+
+
+class Progress:
+    """A line that is written anew on a terminal, else a line every few seconds: share, speed, seconds left."""
+
+    def __init__(self, stream: TextIO, elements: int, what: str):
+        self._stream, self._all, self._what, self._live = stream, max(1, elements), what, stream.isatty()
+        self._done, self._started = 0, time.monotonic()
+        self._shown = self._started
+
+    def __call__(self, elements: int) -> None:
+        """So many more elements are done."""
+        self._done += elements
+        now = time.monotonic()
+        if now - self._shown >= (0.2 if self._live else 10.0):
+            self._shown, seconds = now, now - self._started
+            left = duration(seconds * (self._all - self._done) / self._done)
+            line = f"{self._what}: {100 * self._done / self._all:.0f} %  {self._speed(seconds)}  {left} left"
+            self._stream.write(f"\r{line}\x1b[K" if self._live else f"{line}\n")
+            self._stream.flush()
+
+    def total(self) -> str:
+        """What it took."""
+        seconds = self._shown - self._started
+        return f"{self._what} took {duration(seconds)}, {self._speed(seconds)}"
+
+    def _speed(self, seconds: float) -> str:
+        return f"{4 * self._done / max(seconds, 1e-3) / 1e6:.0f} MB/s of float32"
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._shown = time.monotonic()
+        if self._live:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+
+if __name__ == "__main__":
+    front_door(main)

@@ -1,0 +1,244 @@
+"""What `python -m megajax.convert` does: weights from one folder to another, streamed."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from megajax.checkpoint.comparison import Verified, verify_tensors, verify_weights
+from megajax.checkpoint.foreign import ForeignModel, ForeignWeights, WeightSource, declared_by, demand_fit
+from megajax.checkpoint.huggingface.export import SHARD_BYTES, family_for, write_model
+from megajax.checkpoint.huggingface.tokenizer_files import copy_files, tokenizer_config
+from megajax.checkpoint.new_folder import new_folder
+from megajax.checkpoint.reader import open_checkpoints
+from megajax.checkpoint.run_weights import MeanWeights, RunModel, open_step
+from megajax.checkpoint.run_writer import Advance, write_step
+from megajax.checkpoint.sources import foreign_format, read_foreign
+from megajax.checkpoint.tensor_table import Mapped, resolved
+from megajax.config.dump import to_yaml
+from megajax.config.errors import UserError
+from megajax.models.protocol import ids_below
+from megajax.tools.weights_config import continued, model_facts, weights_config
+from megajax.training.run_config import RunConfig
+
+FILES = "tokenizer"
+"""Folder of a run with the files that came with the weights."""
+STEPS = "checkpoints"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where weights came from first, as a checkpoint remembers it, so that they can go back there unchanged."""
+
+    format: str = ""
+    family: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The model's description in that format, such as a config.json."""
+    dtype: str = ""
+    """Of most tensors."""
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    """Of the others, by name."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How weights are written."""
+
+    dtype: np.dtype | None = None
+    """None: float32 in a run; elsewhere as they came, or as they are stored."""
+    family: str = ""
+    shard_bytes: int = SHARD_BYTES
+
+
+class ForeignFolder:
+    """Weights in another library's format."""
+
+    def __init__(self, name: str):
+        self._name, read = name, read_foreign(name)
+        self._read: ForeignModel = read
+        self.model, self.declared = read.model, declared_by(read.model)
+        self.table: list[Mapped] = resolved(read.rows, self.declared)
+        demand_fit(read.tensors, self.table, read.ignored)
+        self.weights = ForeignWeights(read.tensors, self.table, self.declared)
+        self.files = Path(name.partition(":")[2])
+
+    @cached_property
+    def origin(self) -> Origin:
+        entries = self._read.tensors.entries()
+        dtypes = {tensor.name: entries[tensor.name].dtype.name for tensor in self.table}
+        usual = Counter(dtypes.values()).most_common(1)[0][0]
+        return Origin(
+            format=foreign_format(self._name) or "",
+            family=self._read.family,
+            settings=self._read.settings,
+            dtype=usual,
+            dtypes={name: dtype for name, dtype in dtypes.items() if dtype != usual},
+        )
+
+    def config(self, run: Path, files: Sequence[str]) -> RunConfig:
+        """Of a new run from these weights. files: of the tokenizer, in the run's folder."""
+        return weights_config(self.model, tokenizer_config([*files], run / FILES, ids_below(self.model)), run)
+
+    def left_out(self) -> list[str]:
+        """Names of tensors that have no place in the model."""
+        return [name for name in self._read.tensors.entries() if any(fnmatchcase(name, p) for p in self._read.ignored)]
+
+    def verify(self, made: WeightSource, advance: Advance) -> Verified:
+        """Through the tensors that the result gives back, unless it was written in a dtype that can't hold them."""
+        path = next(iter(self.weights.shapes()))
+        dtype = made.read(path, tuple(slice(0, 0) for _ in self.weights.shapes()[path])).dtype
+        if all(jnp.promote_types(each, dtype) == dtype for each in {self.origin.dtype, *self.origin.dtypes.values()}):
+            return verify_tensors(self._read.tensors, self.table, made, advance)
+        return verify_weights(self.weights, made, self.declared, advance)
+
+
+class RunSteps:
+    """The weights of a step of a run, or the mean of several."""
+
+    def __init__(self, steps: Sequence[RunModel]):
+        """Raises UserError for steps of other models than the last one's."""
+        self._last = steps[-1]
+        self.model = self._last.config.model
+        self.declared = declared_by(self.model)
+        self.weights = self._last.weights() if len(steps) == 1 else MeanWeights([step.weights() for step in steps])
+        self.files = self._last.run / FILES
+        self.origin = Origin(**self._last.meta.get("source", {}))
+
+    def config(self, run: Path, files: Sequence[str]) -> RunConfig:
+        """Of a new run from these weights: this one's."""
+        del files
+        return continued(self._last.config, run)
+
+    def left_out(self) -> list[str]:
+        return []
+
+    def verify(self, made: WeightSource, advance: Advance) -> Verified:
+        return verify_weights(self.weights, made, self.declared, advance)
+
+
+type Stored = ForeignFolder | RunSteps
+"""A model with its weights, wherever they are stored."""
+
+
+def open_source(name: str | None, average: Sequence[str] = (), last: int | None = None) -> Stored:
+    """FORMAT:DIR, a run or one of its steps; or the mean of the steps `average`, or of the `last` newest of a run.
+
+    Raises UserError where there is none, or where it does not fit.
+    """
+    if average:
+        return RunSteps([open_step(Path(each)) for each in average])
+    if name is not None and foreign_format(name) is not None:
+        if last is not None:
+            raise UserError(f"--average-last: {name} has no steps")
+        return ForeignFolder(name)
+    if last is None:
+        return RunSteps([open_step(Path(name or ""))])
+    steps = open_checkpoints(name or "")[0].steps()
+    if len(steps) < last:
+        raise UserError(f"--average-last={last}: {name} has {len(steps)} steps: {', '.join(map(str, steps))}")
+    return RunSteps([open_step(Path(name or ""), step) for step in steps[-last:]])
+
+
+def options(dtype: str | None, family: str = "", shard_gigabytes: float = SHARD_BYTES / 1e9) -> Options:
+    """Of a command line."""
+    return Options(jnp.dtype(dtype) if dtype else None, family, int(shard_gigabytes * 1e9))
+
+
+def write(stored: Stored, target: str, options: Options, advance: Advance) -> list[str]:
+    """Writes a run, or the folder of FORMAT:DIR. Returns lines on what was written.
+
+    Raises UserError for a target that exists, that can't be written, or that has no place for the model.
+    """
+    form = foreign_format(target)
+    if form is None:
+        return _write_run(stored, Path(target), options, advance)
+    if form != "hf":
+        raise UserError(f"--to={target}: only runs and hf:DIR can be written")
+    return _write_huggingface(stored, Path(target.partition(":")[2]), options, advance)
+
+
+def elements(stored: Stored) -> int:
+    """Number of weights."""
+    return sum(map(prod, stored.weights.shapes().values()))
+
+
+def _write_run(stored: Stored, run: Path, options: Options, advance: Advance) -> list[str]:
+    dtype = options.dtype or np.dtype(np.float32)
+    with new_folder(run, elements(stored) * dtype.itemsize) as folder:
+        files = copy_files(stored.files, folder / FILES)
+        cfg = stored.config(run, files)
+        text = to_yaml(cfg)
+        (folder / "config.yaml").write_text(text, encoding="utf-8")
+        layers = sum(stack.layers() for stack in cfg.model.stacks().values())
+        meta = {
+            "facts": model_facts(cfg),
+            "rows": [[0, layers]],
+            "mesh": {},
+            "axes": {path: list(spec.axes) for path, spec in stored.declared.items()},
+            "config": text,
+            "seed": cfg.seed,
+            "versions": {name: version(name) for name in ("jax", "orbax-checkpoint", "tensorstore", "numpy")},
+            "source": asdict(stored.origin),
+        }
+        write_step(folder / STEPS, stored.declared, stored.weights, meta, dtype=dtype, advance=advance)
+    fresh = [path for path, spec in stored.declared.items() if spec.updater and path not in stored.weights.shapes()]
+    return [
+        f"{run}: {len(stored.weights.shapes())} arrays, {elements(stored):,} elements, weights in {dtype.name}",
+        *[f"not stored, zero in a new run: {_listed(fresh)}"] * bool(fresh),
+        *[f"left out, no weights: {_listed(stored.left_out())}"] * bool(stored.left_out()),
+        f"tokenizer: {type(cfg.tokenizer).__name__}" + (f" of {', '.join(files)}" if files else ""),
+        f"train from it: python -m megajax.train --config={run}/config.yaml --data.paths=PREFIX",
+    ]
+
+
+def _write_huggingface(stored: Stored, target: Path, options: Options, advance: Advance) -> list[str]:
+    origin = stored.origin if stored.origin.format == "hf" else Origin()
+    family = family_for(stored.model, options.family, origin.family)
+    usual = jnp.dtype(origin.dtype or "float32")
+
+    def dtype_of(name: str) -> np.dtype:
+        return jnp.dtype(origin.dtypes.get(name, usual))
+
+    with new_folder(target, elements(stored) * (options.dtype or usual).itemsize) as folder:
+        recorded, shard_bytes = origin.settings, options.shard_bytes
+        table = write_model(
+            folder,
+            stored.model,
+            stored.weights,
+            family,
+            dtype=options.dtype,
+            dtypes=dtype_of,
+            recorded=recorded,
+            shard_bytes=shard_bytes,
+            advance=advance,
+        )
+        files = copy_files(stored.files, folder)
+        count = len([*folder.glob("*.safetensors")])
+    held = {piece.path for tensor in table for piece in tensor.pieces}
+    left = [path for path in stored.weights.shapes() if path not in held]
+    written = Counter((options.dtype or dtype_of(tensor.name)).name for tensor in table)
+    return [
+        f"{target}: {len(table)} tensors of {family.name} in {count} file{'s' * (count > 1)}, "
+        + ", ".join(f"{number} in {dtype}" for dtype, number in written.items()),
+        *[f"left out, no place for it: {_listed(left)}"] * bool(left),
+        *[f"tokenizer: {', '.join(files)}"] * bool(files),
+    ]
+
+
+def verified(stored: Stored, target: str, advance: Advance) -> str:
+    """Reads the target back and compares it. Returns what was compared; raises UserError where they differ."""
+    made = open_source(target)
+    result = stored.verify(made.weights, advance)
+    return f"verified: {result.arrays} arrays, {result.elements:,} elements, all equal (sha256 {result.sha256})"
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

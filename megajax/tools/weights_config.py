@@ -1,0 +1,65 @@
+"""The config of a run that starts from converted weights: model and tokenizer theirs, the rest to be looked over."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
+from megajax.config.dump import flatten, scalar_text
+from megajax.data.config import (
+    BlendConfig,
+    ClassFoldersConfig,
+    DataConfig,
+    ImageTextConfig,
+    MaskedSentencesConfig,
+    MaskedSpansConfig,
+)
+from megajax.mesh.config import ParallelConfig
+from megajax.models.protocol import ModelConfig
+from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.tokenizers.config import TokenizerConfig
+from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.run_config import RunConfig
+
+DATA: tuple[DataConfig, ...] = (
+    BlendConfig(paths=("data/corpus_text_document",), isolate_documents=True),
+    MaskedSentencesConfig(paths=("data/corpus_text_sentence",)),
+    MaskedSentencesConfig(paths=("data/corpus_text_sentence",), next_sentence=False),
+    MaskedSpansConfig(paths=("data/corpus_text_sentence",)),
+    ClassFoldersConfig(path="data/images"),
+    ImageTextConfig(paths=("data/captions.jsonl",)),
+)
+"""Of the first kind that makes what a model reads."""
+
+
+def weights_config(model: ModelConfig, tokenizer: TokenizerConfig, run: Path) -> RunConfig:
+    """A config that trains from the weights of `run`, in a folder of its own, once its data are named."""
+    reads = {name: leaf.dtype for name, leaf in model.schema().items() if not leaf.optional}
+    fitting = [data for data in DATA if reads.items() <= data.leaves().items()]
+    return RunConfig(
+        model=model,
+        tokenizer=tokenizer,
+        data=fitting[0] if fitting else DATA[0],
+        parallel=ParallelConfig(data_sharding="fsdp"),
+        optimizer=AdamWConfig(beta2=0.95, weight_decay=0.1),
+        schedule=ScheduleConfig(lr=1e-5, min_lr=1e-6, warmup_fraction=0.03),
+        batch=BatchConfig(global_size=32, micro_size=1),
+        evaluation=EvaluationConfig(every=100, batches=4),
+        checkpoint=CheckpointConfig(weights=(WeightsConfig(run=run),)),
+        run_dir=f"{run}-tuned",
+    )
+
+
+def continued(cfg: RunConfig, run: Path) -> RunConfig:
+    """The config of a run, from weights that were made of its own."""
+    checkpoint = replace(cfg.checkpoint, load=None, parts="all", step=None, weights=(WeightsConfig(run=run),))
+    return replace(cfg, checkpoint=checkpoint, run_dir=f"{run}-tuned")
+
+
+def model_facts(cfg: RunConfig) -> dict[str, Any]:
+    """Settings of the model as a checkpoint remembers them."""
+    kept = {name: value for name, value in flatten(cfg).items() if name.startswith("model.")}
+    return {
+        name: value if isinstance(value, int | float) and not isinstance(value, bool) else scalar_text(value)
+        for name, value in kept.items()
+    }

@@ -1,0 +1,56 @@
+"""Small Hugging Face folders, written with the safetensors library."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "vocab_size": 40,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "eos_token_id": 7,
+    "torch_dtype": "float16",
+}
+
+
+def llama_shapes(config: dict) -> dict[str, tuple[int, ...]]:
+    """Names and shapes as transformers has them."""
+    hidden, ffn, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+    shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    for layer in range(config["num_hidden_layers"]):
+        block = f"model.layers.{layer}"
+        rows = {"q": queries, "k": keys, "v": keys}
+        shapes |= {f"{block}.self_attn.{name}_proj.weight": (rows[name], hidden) for name in rows}
+        shapes |= {f"{block}.self_attn.o_proj.weight": (hidden, queries)}
+        shapes |= {f"{block}.mlp.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
+        shapes |= {f"{block}.mlp.down_proj.weight": (hidden, ffn)}
+        shapes |= {f"{block}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (config["vocab_size"], hidden)}
+
+
+def write_llama(folder: Path, dtype: type = np.float16, seed: int = 0, **changes: object) -> dict[str, np.ndarray]:
+    """Writes the folder; returns its tensors. The norms are float32 whatever the dtype."""
+    config, draw = {**LLAMA, **changes}, np.random.default_rng(seed)
+    tensors = {
+        name: draw.normal(size=shape).astype(np.float32 if "norm" in name else dtype)
+        for name, shape in llama_shapes(config).items()
+    }
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text("{}", encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors")
+    return tensors

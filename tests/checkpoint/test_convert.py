@@ -1,0 +1,296 @@
+"""`megajax.convert`: both directions, byte for byte; runs that plain Orbax reads; nothing half-written."""
+
+import json
+import resource
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hugging_face_folders import LLAMA, write_llama
+from orbax.checkpoint import v1 as ocp
+from safetensors.numpy import load_file, save_file
+
+from megajax import convert
+from megajax.checkpoint import array_writer, arrays
+from megajax.checkpoint.array_writer import ArrayWriter, boxes, chunk_shape
+from megajax.checkpoint.foreign import Entry, declared_by
+from megajax.checkpoint.huggingface.export import family_for
+from megajax.checkpoint.huggingface.folder import open_model
+from megajax.checkpoint.run_weights import StepWeights, open_step
+from megajax.config import load
+from megajax.config.errors import UserError
+from megajax.layers.config import Mamba1Config
+from megajax.pipeline.partition import Partition
+from megajax.tools import conversion
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks for each array; and no settings for later programs."""
+    monkeypatch.setattr(array_writer, "CHUNK_BYTES", 600)
+    monkeypatch.setattr(convert, "use_devices", lambda devices: None)
+    monkeypatch.setattr(convert.signal, "signal", lambda number, handler: None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("theirs") / "llama"
+    write_llama(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Path:
+    path = folder.parent / "run"
+    conversion.write(conversion.open_source(f"hf:{folder}"), str(path), conversion.Options(), lambda elements: None)
+    return path
+
+
+def tensors_of(folder: Path) -> dict[str, np.ndarray]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def demand_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert (tensor.dtype, tensor.shape) == (other[name].dtype, other[name].shape), name
+        assert tensor.tobytes() == other[name].tobytes(), name
+
+
+def nothing_but(folder: Path, *names: str) -> bool:
+    return {path.name for path in folder.iterdir()} == set(names)
+
+
+def test_a_round_trip_gives_back_every_byte(folder, tmp_path, capsys) -> None:
+    run, back = tmp_path / "runs/llama", tmp_path / "back"
+    assert convert.main([f"--from=hf:{folder}", f"--to={run}", "--verify"]) == 0
+    assert "verified: 30 arrays, 7,152 elements, all equal" in capsys.readouterr().out
+    assert convert.main([f"--from={run}", f"--to=hf:{back}", "--verify", "--shard-size=0.000002"]) == 0
+    said = capsys.readouterr().out
+    assert "23 in float16, 7 in float32" in said and "verified: 12 arrays" in said
+    demand_same(tensors_of(back), tensors_of(folder))
+    assert json.loads((back / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+    assert (back / "tokenizer_config.json").is_file()
+    index = json.loads((back / "model.safetensors.index.json").read_text())
+    shards = sorted(set(index["weight_map"].values()))
+    assert len(shards) > 3 and shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors_of(folder).values())
+    for shard in shards:
+        (length,) = np.fromfile(back / shard, np.uint64, 1)
+        header = json.loads((back / shard).read_bytes()[8 : 8 + int(length)])
+        assert length % 8 == 0 and header.pop("__metadata__") == {"format": "pt"}
+        sizes = {"F16": 2, "F32": 4}
+        assert all(each["data_offsets"][0] % sizes[each["dtype"]] == 0 for each in header.values())
+        assert all(index["weight_map"][name] == shard for name in header)
+    assert nothing_but(tmp_path, "runs", "back")
+
+
+def test_plain_orbax_reads_a_run_with_layers_in_natural_order(folder, run) -> None:
+    """Without a module of ours: names are `params.` and the path of a weight."""
+    tensors, here = load_file(folder / "model.safetensors"), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    step = str(run / "checkpoints/00000000/arrays")
+    like = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+        for name, leaf in ocp.metadata(step).metadata.items()
+    }
+    stored = ocp.load(step, like)
+    query = stored["params.stack.blocks.0.mixer.query"]
+    assert query.dtype == np.float32
+    for layer in range(3):
+        given = tensors[f"model.layers.{layer}.self_attn.q_proj.weight"].astype(np.float32)
+        np.testing.assert_array_equal(query[layer], given.T.reshape(16, 4, 4))
+    np.testing.assert_array_equal(stored["params.tokens"][:40], tensors["model.embed_tokens.weight"])
+    assert not np.asarray(stored["params.tokens"][40:]).any()
+
+
+def test_a_run_has_a_config_and_remembers_its_source(run) -> None:
+    cfg, step = load(run / "config.yaml"), open_step(run)
+    assert step.step == 0 and cfg == step.config
+    assert cfg.model.stack.layers() == 3 and cfg.tokenizer.vocabulary_size == 40
+    assert cfg.checkpoint.weights[0].run == run and cfg.run_dir == f"{run}-tuned"
+    source = step.meta["source"]
+    assert source["format"] == "hf" and source["family"] == "llama" and source["dtype"] == "float16"
+    assert source["settings"]["eos_token_id"] == 7 and len(source["dtypes"]) == 7
+
+
+def test_narrow_dtypes_are_stored_read_back_and_widened(folder, tmp_path) -> None:
+    convert.main([f"--from=hf:{folder}", f"--to={tmp_path / 'run'}", "--dtype=bfloat16", "--verify"])
+    tensors = load_file(folder / "model.safetensors")
+    expected = tensors["model.norm.weight"].astype(jnp.bfloat16)
+    like = {"params": {"norm.gain": jax.ShapeDtypeStruct((16,), np.float32)}}
+    read = arrays.read(tmp_path / "run/checkpoints/00000000/arrays", like, partial=True)
+    np.testing.assert_array_equal(read["params"]["norm.gain"], expected.astype(np.float32))
+    with pytest.raises(UserError, match=r"params\.norm\.gain +dtype +bfloat16\[16\] +float16\[16\]"):
+        like = {"params": {"norm.gain": jax.ShapeDtypeStruct((16,), np.float16)}}
+        arrays.read(tmp_path / "run/checkpoints/00000000/arrays", like, partial=True)
+
+
+def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path) -> None:
+    tensors = write_llama(tmp_path / "llama", np.float32)
+    back = tmp_path / "back"
+    convert.main([f"--from=hf:{tmp_path / 'llama'}", f"--to={tmp_path / 'run'}"])
+    convert.main([f"--from={tmp_path / 'run'}", f"--to=hf:{back}", "--dtype=float16"])
+    assert json.loads((back / "config.json").read_text())["torch_dtype"] == "float16"
+    name = "model.layers.1.mlp.up_proj.weight"
+    np.testing.assert_array_equal(tensors_of(back)[name], tensors[name].astype(np.float16))
+    large = {**tensors, name: tensors[name] * 1e6}
+    shutil.rmtree(tmp_path / "llama")
+    folder = tmp_path / "llama"
+    write_llama(folder, np.float32)
+    save_file(large, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"mlp.up has values up to \d.*, which float16 can't hold"):
+        convert.main([f"--from=hf:{folder}", f"--to=hf:{tmp_path / 'half'}", "--dtype=float16"])
+    assert nothing_but(tmp_path, "llama", "run", "back")
+
+
+def test_the_mean_of_steps(tmp_path) -> None:
+    each = [write_llama(tmp_path / f"theirs{seed}", np.float32, seed) for seed in range(3)]
+    for seed in range(3):
+        convert.main([f"--from=hf:{tmp_path}/theirs{seed}", f"--to={tmp_path}/run{seed}"])
+        if seed:
+            shutil.move(tmp_path / f"run{seed}/checkpoints/00000000", tmp_path / f"run0/checkpoints/{seed:08d}")
+    steps = ",".join(f"{tmp_path}/run0/{step}" for step in (0, 1, 2))
+    assert convert.main([f"--average={steps}", f"--to=hf:{tmp_path}/mean", "--verify"]) == 0
+    mean = tensors_of(tmp_path / "mean")
+    for name, tensor in mean.items():
+        np.testing.assert_allclose(tensor, np.mean([tensors[name] for tensors in each], 0), rtol=1e-6, atol=1e-7)
+    assert convert.main([f"--from={tmp_path}/run0", "--average-last=2", f"--to={tmp_path}/last", "--verify"]) == 0
+    assert convert.main([f"--from={tmp_path}/last", f"--to=hf:{tmp_path}/last_two"]) == 0
+    for name, tensor in tensors_of(tmp_path / "last_two").items():
+        np.testing.assert_allclose(tensor, (each[1][name] + each[2][name]) / 2, rtol=1e-6, atol=1e-7)
+    with pytest.raises(UserError, match="has 3 steps: 0, 1, 2"):
+        convert.main([f"--from={tmp_path}/run0", "--average-last=4", f"--to={tmp_path}/more"])
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (2, 2)])
+def test_rows_of_pipelines_are_read_in_natural_order(folder, tmp_path, stages, chunks) -> None:
+    """Five layers over 2 or 4 chunks: some rows are no layer."""
+    block = open_model(folder).model.stack.pattern[0]
+    model = replace(
+        open_model(folder).model, stack=replace(open_model(folder).model.stack, pattern=(block,), repeats=5)
+    )
+    declared, partition = declared_by(model), Partition.even(5, stages, chunks)
+    draw = np.random.default_rng(0)
+    natural = {path: draw.normal(size=spec.shape).astype(np.float32) for path, spec in declared.items()}
+    order = partition.order()
+    stored = {
+        path: np.stack([array[row] if row >= 0 else np.zeros_like(array[0]) for row in order])
+        if declared[path].layers
+        else array
+        for path, array in natural.items()
+    }
+    writer = ArrayWriter(
+        tmp_path / "step/arrays",
+        {f"params.{path}": Entry(array.shape, array.dtype) for path, array in stored.items()},
+    )
+    for name, box in writer.chunks():
+        writer.write(name, box, stored[name.removeprefix("params.")][box])
+    writer.finish()
+    weights = StepWeights(tmp_path / "step", declared, partition.stored())
+    assert -1 in order
+    for path, array in natural.items():
+        assert weights.shapes()[path] == array.shape
+        for _ in range(4):
+            ends = [sorted(draw.choice(size + 1, 2, replace=False)) for size in array.shape]
+            box = tuple(slice(int(start), int(stop)) for start, stop in ends)
+            np.testing.assert_array_equal(weights.read(path, box), array[box])
+
+
+def test_chunks_cover_an_array_once_and_are_small() -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(50):
+        shape = tuple(int(size) for size in draw.integers(1, 12, draw.integers(0, 5)))
+        chunk, seen = chunk_shape(shape, 4, 200), np.zeros(shape, int)
+        for box in boxes(shape, chunk):
+            seen[box] += 1
+        assert (seen == 1).all() and np.prod(chunk) * 4 <= 200
+
+
+def test_a_target_that_exists_is_refused(folder, run, tmp_path) -> None:
+    (tmp_path / "there").mkdir()
+    for target in (tmp_path / "there", run, f"hf:{folder}"):
+        with pytest.raises(UserError, match="exists already"):
+            convert.main([f"--from=hf:{folder}", f"--to={target}"])
+    assert nothing_but(tmp_path, "there") and nothing_but(tmp_path / "there")
+
+
+@pytest.mark.parametrize("target", ["hf:{}/new", "{}/new"])
+def test_a_full_disk_leaves_nothing(folder, tmp_path, target) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"new can't be written: .*too large.*; free space .* Nothing is left"):
+            convert.main([f"--from=hf:{folder}", f"--to={target.format(tmp_path)}"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert nothing_but(tmp_path)
+
+
+def test_too_little_space_is_noticed_before(folder, tmp_path, monkeypatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=10_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(UserError, match=r"3\.99e-05 GB are needed, and 1e-05 GB are free"):
+        convert.main([f"--from=hf:{folder}", f"--to={tmp_path}/new"])
+    assert nothing_but(tmp_path)
+
+
+def test_verifying_notices_a_changed_byte(folder, run, tmp_path) -> None:
+    source = conversion.open_source(str(run))
+    conversion.write(source, f"hf:{tmp_path}/back", conversion.Options(), lambda elements: None)
+    path = tmp_path / "back/model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="1 of 12 arrays differ: "):
+        conversion.verified(source, f"hf:{tmp_path}/back", lambda elements: None)
+
+
+def test_a_model_that_no_family_has_lists_what_would_be_lost(folder) -> None:
+    model = open_model(folder).model
+    assert family_for(model).name == "llama" and family_for(model, "mistral").name == "mistral"
+    block = model.stack.pattern[0]
+    odd = replace(model, stack=replace(model.stack, pattern=(replace(block, mixer=Mamba1Config(inner=32, rank=2)),)))
+    with pytest.raises(UserError, match=r"no family .* has all that the model has(.|\n)*llama: "):
+        family_for(odd)
+    with pytest.raises(UserError, match=r"no such family; did you mean llama\?"):
+        family_for(model, "lama")
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--to=x"], "--from: must be given"),
+        (["--from=a", "--to=x", "--dtype=int8"], "--dtype: is int8"),
+        (["--from=a", "--to=x", "--average=b,c"], "--average: names what to read"),
+        (["--to=x", "--average=b"], "--average: needs two steps"),
+        (["--from=a", "--to=x", "--shard-size=0"], "--shard-size: is 0"),
+        (["--from=nowhere", "--to=x"], "there are no checkpoints in .*nowhere"),
+        (["--from=hf:nowhere", "--to=x"], "there is no folder nowhere"),
+    ],
+)
+def test_wrong_command_lines(words, what) -> None:
+    with pytest.raises(UserError, match=what):
+        convert.main(words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}, "hidden_act": "relu6", "new_kind_of_gate": 3},
+         r"(?=(.|\n)*longrope)(?=(.|\n)*relu6)(?=(.|\n)*new_kind_of_gate)"),
+        ({"model_type": "lama"}, r"model_type=lama is not supported; did you mean llama\?"),
+        ({"num_hidden_layers": 2}, r"model.layers.2.mlp.down_proj.weight: the model has no such weight"),
+        ({"num_hidden_layers": 4}, r"model.layers.3.self_attn.q_proj.weight: not there"),
+        ({"intermediate_size": 25}, r"model.layers.0.mlp.up_proj.weight: \[24, 16\] there, \[25, 16\] by the model"),
+    ],
+)  # fmt: skip
+def test_folders_that_do_not_fit_write_nothing(folder, tmp_path, changes, what) -> None:
+    shutil.copytree(folder, tmp_path / "theirs")
+    (tmp_path / "theirs/config.json").write_text(json.dumps({**LLAMA, **changes}))
+    with pytest.raises(UserError, match=what):
+        convert.main([f"--from=hf:{tmp_path / 'theirs'}", f"--to={tmp_path}/run"])
+    assert nothing_but(tmp_path, "theirs")
