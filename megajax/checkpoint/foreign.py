@@ -83,6 +83,10 @@ class ForeignModel:
     """What its format calls a table of names, if it has several."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The description of the model as the format has it, such as a config.json."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Name of a tensor in the table -> in the files, where it is another one."""
+    copies: Sequence[str] = ()
+    """Tensors in the files that are equal to others."""
 
 
 class ForeignWeights:

@@ -46,6 +46,8 @@ class Origin:
     """Of most tensors."""
     dtypes: Mapping[str, str] = field(default_factory=dict)
     """Of the others, by name."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Name in the table of the family -> in the files, where they differ."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class ForeignFolder:
             settings=self._read.settings,
             dtype=usual,
             dtypes={name: dtype for name, dtype in dtypes.items() if dtype != usual},
+            names=self._read.names,
         )
 
     def config(self, run: Path, files: Sequence[str]) -> RunConfig:
@@ -89,7 +92,9 @@ class ForeignFolder:
 
     def left_out(self) -> list[str]:
         """Names of tensors that have no place in the model."""
-        return [name for name in self._read.tensors.entries() if any(fnmatchcase(name, p) for p in self._read.ignored)]
+        patterns, names = self._read.ignored, {tensor.name for tensor in self.table}
+        others = [name for name in self._read.tensors.entries() if name not in names]
+        return [*(name for name in others if any(fnmatchcase(name, each) for each in patterns)), *self._read.copies]
 
     def verify(self, made: WeightSource, advance: Advance) -> Verified:
         """Through the tensors that the result gives back, unless it was written in a dtype that can't hold them."""
@@ -208,7 +213,6 @@ def _write_huggingface(stored: Stored, target: Path, options: Options, advance: 
         return jnp.dtype(origin.dtypes.get(name, usual))
 
     with new_folder(target, elements(stored) * (options.dtype or usual).itemsize) as folder:
-        recorded, shard_bytes = origin.settings, options.shard_bytes
         table = write_model(
             folder,
             stored.model,
@@ -216,8 +220,9 @@ def _write_huggingface(stored: Stored, target: Path, options: Options, advance: 
             family,
             dtype=options.dtype,
             dtypes=dtype_of,
-            recorded=recorded,
-            shard_bytes=shard_bytes,
+            recorded=origin.settings,
+            names=origin.names if family.name == origin.family else {},
+            shard_bytes=options.shard_bytes,
             advance=advance,
         )
         files = copy_files(stored.files, folder)

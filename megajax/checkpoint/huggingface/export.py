@@ -2,7 +2,8 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +50,14 @@ def _some(lines: Sequence[str]) -> str:
     return "; ".join(lines[:SHOWN]) + more
 
 
-def config_for(model: Any, family: Family, recorded: Mapping[str, Any]) -> dict[str, Any]:
+def config_for(model: Any, family: Family, recorded: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """config.json: the recorded one if it still is of this model, else what the family says of it.
 
-    Recorded settings that no forward pass reads, such as ids of special tokens, stay.
+    Recorded settings that no forward pass reads, such as ids of special tokens, stay. names: of the tensors.
     """
     if recorded.get("model_type") not in family.model_types:
         return family.settings(model)
-    if not differences(model, family.model(Settings(dict(recorded)))):
+    if not differences(model, family.adjusted(family.model(Settings(dict(recorded))), names)):
         return dict(recorded)
     kept = {name: value for name, value in recorded.items() if name in UNUSED or name in family.unused}
     return {**kept, **family.settings(model)}
@@ -71,26 +72,27 @@ def write_model(
     dtype: np.dtype | None,
     dtypes: Callable[[str], np.dtype],
     recorded: Mapping[str, Any],
+    names: Mapping[str, str],
     shard_bytes: int = SHARD_BYTES,
     advance: Advance = lambda elements: None,
 ) -> list[Mapped]:
     """Writes into a folder.
 
     dtype: of all tensors; None: each in its own of `dtypes`, by name. recorded: the config.json that the weights came
-    with.
+    with. names: of tensors in the table -> in the files, where they differ.
     Returns the table. Raises OSError if it can't be written.
     """
     table = exported(family, model)
-    entries = {tensor.name: Entry(tensor.shape(), dtype or dtypes(tensor.name)) for tensor in table}
-    usual = Counter(entry.dtype for entry in entries.values()).most_common(1)[0][0]
-    config = config_for(model, family, recorded)
+    by_name = {names.get(tensor.name, tensor.name): tensor for tensor in table}
+    entries = {name: Entry(tensor.shape(), dtype or dtypes(tensor.name)) for name, tensor in by_name.items()}
+    config = config_for(model, family, recorded, [tensor.name for tensor in table])
     if dtype is not None or not DTYPE_SETTINGS & config.keys():
+        usual = Counter(entry.dtype for entry in entries.values()).most_common(1)[0][0]
         config |= dict.fromkeys(DTYPE_SETTINGS & config.keys() or {"torch_dtype"}, usual.name)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    by_name = {tensor.name: tensor for tensor in table}
     for name, file in ShardWriter(folder, entries, shard_bytes):
         file.write(name, theirs(by_name[name], weights, entries[name].dtype))
-        advance(sum(int(np.prod(piece.shape)) for piece in by_name[name].pieces))
+        advance(sum(prod(piece.shape) for piece in by_name[name].pieces))
     return table
 
 

@@ -91,7 +91,8 @@ def _family_and_model(folder: Path) -> tuple[Family, dict[str, Any], Any]:
 
 def _described(folder: Path) -> tuple[Family, dict[str, Any], ForeignModel]:
     family, config, model = _family_and_model(folder)
-    tensors, model = fitted(SafetensorsFolder(folder), family, model)
+    files = SafetensorsFolder(folder)
+    tensors, model = fitted(files, family, model)
     model = family.adjusted(model, tensors.entries())
     read = ForeignModel(
         model=model,
@@ -100,5 +101,7 @@ def _described(folder: Path) -> tuple[Family, dict[str, Any], ForeignModel]:
         ignored=family.ignored,
         family=family.name,
         settings=config,
+        names={here: there for here, there in tensors.names.items() if here != there},
+        copies=[name for name in files.entries() if name not in tensors.names.values()],
     )
     return family, config, read

@@ -20,17 +20,17 @@ class NamedTensors:
 
     def __init__(self, tensors: Tensors, names: Mapping[str, str]):
         """names: name here -> name there."""
-        self.where, self._tensors, self._names = tensors.where, tensors, names
+        self.where, self._tensors, self.names = tensors.where, tensors, names
 
     def entries(self) -> Mapping[str, Entry]:
         entries = self._tensors.entries()
-        return {here: entries[there] for here, there in self._names.items()}
+        return {here: entries[there] for here, there in self.names.items()}
 
     def read(self, name: str) -> np.ndarray:
-        return self._tensors.read(self._names[name])
+        return self._tensors.read(self.names[name])
 
 
-def fitted(tensors: Tensors, family: Family, model: Any) -> tuple[Tensors, Any]:
+def fitted(tensors: Tensors, family: Family, model: Any) -> tuple[NamedTensors, Any]:
     """The tensors by the names of the family's table, without copies, and the model, whose head is untied if theirs is.
 
     Raises UserError where two tensors have the same name in the table.
