@@ -81,13 +81,15 @@ def parse(
     root: str | type = ROOT,
     common: Sequence[str] = (),
     count_devices: Callable[[Mapping[str, Any]], tuple[int | None, list[Problem]]] | None = None,
+    base: Callable[[Mapping[str, Any]], Source] | None = None,
 ) -> Command:
     """Read a command line (without the program's name) before jax is imported, and set up --devices for it.
 
     --help and --print-config print and end the program with code 0. `with_config=False` is for verbs without a
     config. `common` are the settings that --help shows; --help=all shows all of them. A verb whose own flags have a
     --devices, of devices that need not exist, gives `count_devices`: from its flags' values, how many they are and what
-    is wrong with them; nothing is set up for jax then. Raises ConfigError that lists everything wrong with the file and
+    is wrong with them; nothing is set up for jax then. A verb that has a config without --config gives `base`: from its
+    flags' values, what settings are over. Raises ConfigError that lists everything wrong with the file and
     the command line together.
     """
     given, problems = _tokens(argv)
@@ -97,10 +99,12 @@ def parse(
     asked = {name: given.pop(name) for name in ("help", *["print_config"] * with_config) if name in given}
     values = {name: given.pop(name) for name in own if name in given}
     if "help" in asked:
-        arguments = "--config=FILE[:function] [--setting=value ...]" if with_config else "[--flag=value ...]"
+        arguments = f"{'--config=FILE[:function]' if base is None else '[--flag=value ...]'} [--setting=value ...]"
+        arguments = arguments if with_config else "[--flag=value ...]"
         head = [f"python -m megajax.{verb} {arguments}\n", *[f"{description.strip()}\n"] * bool(description)]
         topic = asked["help"] if isinstance(asked["help"], str) else ""
-        _show("\n".join(_help(head, flags, root if with_config else None, common, source, topic)))
+        lines = _help(head, flags, root if with_config else None, common, source, topic, with_file=base is None)
+        _show("\n".join(lines))
     problems += _device_problems(devices)
     if not problems:
         use_devices(devices)
@@ -118,7 +122,8 @@ def parse(
         if problems:
             raise ConfigError(problems, "command line")
         return Command(None, devices, answers)
-    config, file, wrong = _configured(source, given, count, own, root)
+    file = None if base is None else base(_sound(answers, source, verb, problems))
+    config, file, wrong = _configured(source, given, count, own, root, file)
     places = ([file.name] if file else []) + ["command line"] * bool(given or problems or file is None)
     if file is None or wrong or problems:
         error = ConfigError([*wrong, *problems], " + ".join(places))
@@ -128,6 +133,14 @@ def parse(
     if "print_config" in asked:
         _show(to_yaml(config, sources))
     return Command(config, devices, answers, sources, source)
+
+
+def _sound(answers: dict[str, Any], source: str | None, verb: str, problems: list[Problem]) -> dict[str, Any]:
+    """The values of the flags of a verb that finds its config by them. Raises ConfigError if they are wrong."""
+    wrong = [*problems, *[Problem("--config", f"{verb} takes no config")] * (source is not None)]
+    if wrong:
+        raise ConfigError(wrong, "command line")
+    return answers
 
 
 def front_door(main: Callable[[list[str]], int | None]) -> NoReturn:
@@ -350,17 +363,22 @@ def _flag_values(own: Mapping[str, Flag], given: Mapping[str, Any]) -> tuple[dic
 
 
 def _configured(
-    source: str | None, given: Mapping[str, Any], devices: int | None, own: Iterable[str], root: str | type
+    source: str | None,
+    given: Mapping[str, Any],
+    devices: int | None,
+    own: Iterable[str],
+    root: str | type,
+    file: Source | None = None,
 ) -> tuple[Any, Source | None, list[Problem]]:
-    if not source:
+    if not source and not file:
         hint = "a file, or a shipped config: --config=quickstart.py"
         meant = [name for name in given if did_you_mean(name, ["config"])]
         wrong = [Problem(f"--{name}", "no such flag or setting", "did you mean --config?") for name in meant]
         return None, None, [*wrong, Problem("--config", "must be given", hint)]
     try:
-        file = read(source, root)
+        file = file or read(str(source), root)
     except ConfigError as error:
-        return None, Source(error.place or source, None), list(error.problems)
+        return None, Source(error.place or str(source), None), list(error.problems)
     except UserError as error:
         what, _, hint = str(error).partition("\n")
         return None, None, [Problem("--config", what, hint.strip())]
@@ -400,10 +418,12 @@ def _help(
     common: Sequence[str],
     source: str | None,
     topic: str,
+    *,
+    with_file: bool = True,
 ) -> list[str]:
     """Lines on flags below `head`, and on settings of `root` with the values of the config at `source`.
 
-    topic: a part of the settings, or "all".
+    topic: a part of the settings, or "all". with_file: the verb takes --config.
     """
     cls = None if root is None else root_type(root)
     config = None
@@ -419,7 +439,7 @@ def _help(
         text = "a path, or the name of a file in configs/ or of a shipped one: gpt3.py; gpt3.py:NAME calls NAME()"
         if names := functions_of(find(split_source(source)[0])) if source else []:
             text += f". This one has {', '.join(names)}"
-        flags = [("config=FILE", "", text), *flags]
+        flags = [*[("config=FILE", "", text)] * with_file, *flags]
         flags += [("print-config", "", "print the whole config with the source of each setting, and stop")]
     for flag in own:
         after = " (must be given)" if flag.required else "" if flag.default in (None, False) else f" = {flag.default}"

@@ -4,14 +4,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.metrics.record import EvaluationRecord
 from megajax.metrics.writers import Writer
+from megajax.training.config import EvaluationConfig
 from megajax.training.run_config import RunConfig
+from megajax.training.scoring import Scorer, Stopped, Task
 from megajax.training.session import Run
 from megajax.training.timing import EVALUATION, SAVE
 
@@ -89,6 +91,57 @@ class Evaluate:
         others = {name: value for name, value in metrics.items() if name != "loss"}
         self.log.log(EvaluationRecord(step=step, split=split, loss=metrics["loss"], metrics=others))
         self.log.event("evaluate", step=step, split=split, seconds=round(time.monotonic() - started, 4))
+
+
+@dataclass
+class EvaluateTasks:
+    """The figures of evaluation.tasks every n steps and at the end."""
+
+    cfg: EvaluationConfig
+    log: Writer
+    scorer: Scorer
+    tasks: dict[str, Task]
+    """By name."""
+    ticker: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    """Shows that an evaluation is under way."""
+    done: int | None = None
+    """Step of the last evaluation."""
+    phase: str = EVALUATION
+
+    @classmethod
+    def of(cls, run: Run, log: Writer, stopping: Callable[[], bool], ticker: Callable[[str], Any]) -> Self | None:
+        """None for a run without tasks. Raises UserError for data of a task that cannot be had."""
+        cfg = run.cfg.evaluation
+        if not cfg.tasks:
+            return None
+        scorer = Scorer(run.program, run.parts.tokenizer, {}, stopping=stopping)
+        return cls(cfg, log, scorer, {task.name: task.build(scorer) for task in cfg.tasks}, ticker)
+
+    def due(self, step: int) -> bool:
+        return self.cfg.tasks_every is not None and step % self.cfg.tasks_every == 0
+
+    def __call__(self, run: Run, step: int) -> None:
+        if self.done == step:
+            return
+        # Only while it is used: the next step donates the weights.
+        self.scorer.weights = run.state.inputs
+        try:
+            for name, task in self.tasks.items():
+                self.measure(step, name, task)
+            self.done = step
+        except Stopped:
+            self.log.event("evaluation_broken_off", step=step, split="tasks")
+        finally:
+            self.scorer.weights = {}
+
+    def measure(self, step: int, name: str, task: Task) -> None:
+        """Evaluate on one task and log it."""
+        started = time.monotonic()
+        with self.ticker(f"evaluating on {name}"):
+            values = {figure: each.value for figure, each in task().items()}
+        loss = values.pop("loss", None)
+        self.log.log(EvaluationRecord(step=step, split=name, loss=loss, metrics=values))
+        self.log.event("evaluate", step=step, split=name, seconds=round(time.monotonic() - started, 4))
 
 
 class Filled:

@@ -18,7 +18,7 @@ from megajax.job import banner
 from megajax.job.compile_log import CompileLog
 from megajax.job.device_faults import device_fault
 from megajax.job.device_memory import compiled_memory, memory_in_use, peak_memory, size
-from megajax.job.hooks import Evaluate, Save
+from megajax.job.hooks import Evaluate, EvaluateTasks, Save
 from megajax.job.resume import Resume, stored
 from megajax.job.watch import Watch
 from megajax.job.weights import TakeWeights
@@ -124,6 +124,7 @@ class Job:
         self.stack.callback(self.profile.close)
         ticker = partial(console.ticker, total=False)
         self.evaluate = Evaluate(cfg, self.log, lambda: agree(signals.request is not None), ticker)
+        self.tasks = EvaluateTasks.of(self.run, self.log, self.evaluate.stopping, ticker)
         spikes = self.guard.spikes
         self.save = Save(
             self.manager, self.log, lambda: stored(self.run.parts, yaml) | {"spikes": spikes.state()}, cfg.steps
@@ -172,7 +173,7 @@ class Job:
         infos = run_steps(
             self.run,
             self.last(),
-            (self.profile.ends(), self.evaluate, self.save, self.profile.begins()),
+            (self.profile.ends(), self.evaluate, *self.task_hooks(), self.save, self.profile.begins()),
             self.stopping,
             guard=self.guard,
             tell_every=self.cfg.logging.every,
@@ -188,6 +189,10 @@ class Job:
             self.manager.poll()
             watch(info)
             yield info
+
+    def task_hooks(self) -> list[EvaluateTasks]:
+        """What evaluates on tasks; [] without tasks."""
+        return [] if self.tasks is None else [self.tasks]
 
     def detailed(self, step: int) -> bool:
         """Whether all that layers report in this step is logged."""
@@ -241,6 +246,8 @@ class Job:
             self.save(self.run, step)
         if not stopped and self.cfg.evaluation.at_end:
             self.evaluate.at_end(self.run, step)
+            for tasks in self.task_hooks():
+                tasks(self.run, step)
         with self.console.ticker("finishing the checkpoint", total=False):
             self.manager.wait()
         if stopped:

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from megajax.checkpoint.foreign import Box, ForeignModel, ForeignWeights, demand_fit
+from megajax.checkpoint.foreign import Box, ForeignModel, ForeignWeights, declared_by, demand_fit
 from megajax.checkpoint.reader import open_checkpoints
 from megajax.checkpoint.sources import foreign_format, read_foreign
 from megajax.checkpoint.tensor_table import tensors_of
@@ -19,6 +20,7 @@ from megajax.job.layer_order import layers_of, like_stored, reorder, same_order,
 from megajax.layers.param import ParamSpec, RowOrder
 from megajax.models.protocol import ids_below
 from megajax.pipeline.partition import row_order
+from megajax.training.program import Program
 
 WEIGHTS, OBSERVED = "params.", "observed."
 """Before the path of a weight or an observation in a checkpoint."""
@@ -30,6 +32,11 @@ class Wanted(NamedTuple):
     like: jax.ShapeDtypeStruct
     """With a sharding."""
     spec: ParamSpec
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a stored array has this shape, but for the rows of a stacked one."""
+        like = tuple(self.like.shape)
+        return shape == like or bool(self.spec.layers and shape[1:] == like[1:])
 
 
 class StoredWeights(Protocol):
@@ -73,6 +80,30 @@ def open_weights(name: Path, declared: Mapping[str, ParamSpec], asked: set[str],
     if foreign_format(name) is None:
         return RunWeights(name, everywhere)
     return ForeignFolder(name, declared, asked)
+
+
+def all_weights(name: Path, program: Program) -> tuple[dict[str, Array], str]:
+    """The weights and observations of a run, or of FORMAT:DIR, where `Program.eval_step` takes them; and where from.
+
+    Observations that are not there are zeros. Raises UserError with all weights that are missing or do not fit.
+    """
+    state = program.state_like()
+    likes: dict[str, Any] = {**state.params, **state.observed}
+    stored = open_weights(name, declared_by(program.cfg.model), set(likes), getattr(state.step, "sharding", None))
+    there, wanted = stored.shapes(), {path: Wanted(like, program.arrays[path]) for path, like in likes.items()}
+    old, new = stored.vocabulary(), ids_below(program.cfg.model)
+    wrong = [f"model.vocabulary_size: {old} there, {new} here"] if old is not None and old != new else []
+    for path, one in wanted.items():
+        if path not in there:
+            wrong += [f"{path}: not there"] * (path in state.params)
+        elif not one.fits(there[path]):
+            wrong.append(f"{path}: {list(there[path])} there, {list(one.like.shape)} here")
+    if wrong:
+        raise UserError(f"the weights of {stored.where} are not this model's:\n" + "\n".join(f"  {w}" for w in wrong))
+    read = stored.read({path: one for path, one in wanted.items() if path in there}, program.partition.order_of)
+    absent = {path: one.like for path, one in wanted.items() if path not in there}
+    zeros = {path: jnp.zeros(like.shape, like.dtype, device=like.sharding) for path, like in absent.items()}
+    return read | zeros, stored.where
 
 
 class RunWeights:

@@ -96,7 +96,7 @@ class Taking:
         self._demand_alike()
         before, wrong = _before(self.source.into), list[str]()
         there = {before + name: shape for name, shape in self.stored.shapes().items()}
-        same = {path: one for path, one in self.optional.items() if path in there and _same(there[path], one)}
+        same = {path: one for path, one in self.optional.items() if path in there and one.fits(there[path])}
         tables, other, made = list[str](), list[str](), dict[str, Derived]()
         for path, one in self.wanted.items():
             if path not in there:
@@ -109,7 +109,7 @@ class Taking:
                     made[path] = how
             elif "vocab" in one.spec.axes and self._vocabulary() != self._own_vocabulary():
                 tables.append(path)
-            elif _same(there[path], one):
+            elif one.fits(there[path]):
                 same[path] = one
             else:
                 (tables if "vocab" in one.spec.axes else other).append(path)
@@ -219,12 +219,6 @@ def _before(into: str) -> str:
 
 def _inside(into: str, paths: Iterable[str]) -> list[str]:
     return [path for path in paths if path.startswith(_before(into))]
-
-
-def _same(shape: tuple[int, ...], wanted: Wanted) -> bool:
-    """Whether a stored array has the shape that is wanted, but for the rows of a stacked one."""
-    like = tuple(wanted.like.shape)
-    return shape == like or bool(wanted.spec.layers and shape[1:] == like[1:])
 
 
 def _misfit(how: Derived, wanted: Wanted) -> str:

@@ -124,8 +124,9 @@ class LiveConsole(Console):
     def log(self, record: Record) -> None:
         self._start()
         if isinstance(record, EvaluationRecord):
-            fields = [("loss", f"{record.loss:.4f}")]
-            fields += [("perplexity", f"{record.perplexity:,.2f}")] * self._terms.perplexity
+            fields = [] if record.loss is None else [("loss", f"{record.loss:.4f}")]
+            if self._terms.perplexity and (perplexity := record.perplexity) is not None:
+                fields.append(("perplexity", f"{perplexity:,.2f}"))
             fields += [(name.replace("_", " "), f"{value:.4f}") for name, value in record.metrics.items()]
             self._print(self._row(record.step, fields, name=record.split, style="green"))
             return

@@ -136,8 +136,11 @@ def step_line(summary: Summary, *, total_steps: int, now: datetime, eta: float |
 
 def evaluation_line(record: EvaluationRecord, terms: Terms = LANGUAGE) -> str:
     """The line of an evaluation."""
-    parts = [f" {record.split} loss at iteration {record.step}", f"{terms.loss} value: {record.loss:.6E}"]
-    parts += [f"{terms.loss} PPL: {record.perplexity:.6E}"] * terms.perplexity
+    parts = [f" {record.split} loss at iteration {record.step}"]
+    if record.loss is not None:
+        parts.append(f"{terms.loss} value: {record.loss:.6E}")
+    if terms.perplexity and (perplexity := record.perplexity) is not None:
+        parts.append(f"{terms.loss} PPL: {perplexity:.6E}")
     parts += [f"{name.replace('_', ' ')}: {value:.6E}" for name, value in record.metrics.items()]
     return " | ".join(parts) + " |"
 

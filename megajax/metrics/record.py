@@ -94,14 +94,17 @@ class EvaluationRecord:
     step: int
     split: str
     """Such as "validation" or "test"."""
-    loss: float
-    """Mean over the weighted labels, nats per token."""
+    loss: float | None
+    """Mean over the weighted labels, nats per token; None for a task without one."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Other metrics of the model, such as accuracy, written after the fixed keys."""
+    """Other metrics of the model or the task, such as accuracy, written after the fixed keys. A perplexity among them
+    takes the place of exp(loss)."""
 
     @property
-    def perplexity(self) -> float:
+    def perplexity(self) -> float | None:
         """exp(loss); inf if that overflows."""
+        if self.loss is None:
+            return None
         try:
             return math.exp(self.loss)
         except OverflowError:
@@ -113,7 +116,7 @@ class EvaluationRecord:
             "step": self.step,
             "split": self.split,
             "loss": self.loss,
-            "loss_hex": loss_hex(self.loss),
+            "loss_hex": None if self.loss is None else loss_hex(self.loss),
             "perplexity": self.perplexity,
             **self.metrics,
         }

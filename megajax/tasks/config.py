@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
+from megajax.training.run_config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,10 +133,6 @@ class HarnessConfig(Builds):
         return problems
 
 
-type AnyTaskConfig = (
-    PerplexityConfig | TextConfig | WikitextConfig | LambadaConfig | ChoicesConfig | SplitConfig | HarnessConfig
-)
-
 KINDS: Mapping[str, tuple[type, str]] = {
     "perplexity": (PerplexityConfig, "paths"),
     "text": (TextConfig, "path"),
@@ -146,6 +143,21 @@ KINDS: Mapping[str, tuple[type, str]] = {
     "lm-eval": (HarnessConfig, "tasks"),
 }
 """Name on the command line -> config, and the setting that follows the name."""
+
+
+TRAINING_ONLY = ("batch", "checkpoint", "evaluation", "optimizer", "profile", "schedule", "steps")
+"""Parts of a run's config that an evaluation does not use."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluatedConfig(RunConfig):
+    """The config of a run that is evaluated, perhaps on other devices than it was trained on."""
+
+    def problems(self, devices: int | None = None) -> list[Problem]:
+        """Those of training, without what training alone needs, such as batches that fit the devices."""
+        problems = RunConfig.problems(self, devices)
+        parts = (*TRAINING_ONLY, "parallel.virtual_stages")
+        return [p for p in problems if not any(p.where == part or p.where.startswith(f"{part}.") for part in parts)]
 
 
 def _stride_problems(stride: int | None) -> list[Problem]:

@@ -49,7 +49,7 @@ def read_lines(path: str, fields: Mapping[str, type]) -> Iterator[tuple[int, dic
         raise UserError(f"{path}: has no lines. Give one object with {_named(fields)} in each line.")
 
 
-_NAMES = {str: "text", list: "a list", int: "a whole number"}
+_NAMES: Mapping[type, str] = {str: "text", list: "a list", int: "a whole number"}
 
 
 def _named(fields: Mapping[str, type]) -> str:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
@@ -208,6 +208,20 @@ class BatchConfig(Builds):
         ]
 
 
+class TaskBuilder(Protocol):
+    """A task to evaluate a model on, such as those of megajax.tasks.config, or one of your own."""
+
+    name: str
+    """Under which its figures are reported, beside train, validation and test."""
+
+    def build(self, scorer: Any) -> Any:
+        """From a `megajax.training.scoring.Scorer`, a function without arguments that gives `Figures`.
+
+        Raises UserError for data that cannot be had.
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationConfig:
     """Evaluation of the loss on the validation and test splits."""
@@ -222,7 +236,12 @@ class EvaluationConfig:
     """Additional validation sets by name. The validation split of each is evaluated and reported separately.
     On the command line: --evaluation.sets='{code: {type: BlendConfig, valid_paths: [PREFIX]}}'."""
     at_end: bool = True
-    """Evaluate on the validation and test splits when training ends."""
+    """Evaluate on the validation and test splits, and on the tasks, when training ends."""
+    tasks: tuple[TaskBuilder, ...] = ()
+    """Tasks to evaluate on, such as megajax.tasks.config:LambadaConfig.
+    On the command line: --evaluation.tasks='[{type: "megajax.tasks.config:LambadaConfig", path: FILE}]'."""
+    tasks_every: int | None = None
+    """Steps between evaluations on the tasks; none: evaluate on them at the end only."""
 
     def problems(self) -> list[Problem]:
         problems = []
@@ -230,6 +249,13 @@ class EvaluationConfig:
             problems.append(
                 Problem("every", f"must be at least 1, got {self.every}", "every=none evaluates at the end only")
             )
+        if self.tasks_every is not None and self.tasks_every < 1:
+            problems.append(Problem("tasks_every", f"must be at least 1, got {self.tasks_every}", "none: at the end"))
+        names = [task.name for task in self.tasks]
+        for number, name in enumerate(names):
+            if name in ("train", "validation", "test", *self.sets, *names[:number]):
+                what = f"the name {name} is taken, by a split, a set or another task"
+                problems.append(Problem(f"tasks.{number}.name", what, "use another"))
         if self.batches < 0:
             problems.append(Problem("batches", f"must not be negative, got {self.batches}"))
         for name in self.sets:

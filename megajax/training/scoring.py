@@ -21,6 +21,8 @@ from megajax.training.program import Program
 
 SHORTEST = 64
 """The shortest row that is compiled; longer ones are twice as long each, up to the rows of training."""
+MOST_TOKENS = 16384
+"""Most tokens of a batch on a device, unless a single row has more."""
 READ = ("tokens", "labels", "positions", "loss_mask", "segment_ids")
 """Leaves of the models that can be asked."""
 
@@ -170,8 +172,8 @@ class Scorer:
         return min(length, self.length)
 
     def rows_at_once(self, length: int) -> int:
-        """Most rows of a batch: as many tokens on each device as in a microbatch of training."""
-        return self._devices() * max(1, self._tokens_per_device // length)
+        """Most rows of a batch: as many tokens on each device as in a microbatch of training, up to MOST_TOKENS."""
+        return self._devices() * max(1, min(self._tokens_per_device, MOST_TOKENS) // length)
 
     def _devices(self) -> int:
         """Groups of devices that work on different rows, times the microbatches of a pipeline."""

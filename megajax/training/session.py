@@ -266,14 +266,7 @@ def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
     check(cfg, len(devices))
     mesh = build_mesh(cfg.parallel, devices)
     demand_files(cfg.data, cfg.tokenizer)
-    tokenizer = cfg.tokenizer.build()
-    demand_members(tokenizer, sorted(members(Tokenizer)), f"the tokenizer of {type(cfg.tokenizer).__name__}")
-    vocabulary = ids_below(cfg.model)
-    if vocabulary is not None and tokenizer.vocabulary_size > vocabulary:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocabulary_size} tokens, model.vocabulary_size is {vocabulary}: "
-            f"set model.vocabulary_size={tokenizer.vocabulary_size}"
-        )
+    tokenizer = build_tokenizer(cfg)
     _check_prompt(cfg.logging.prompt, tokenizer)
     demand_kernels(cfg)
     options = settled(cfg, mesh)
@@ -297,6 +290,19 @@ def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
             "in data.split (or data.valid_paths), or set evaluation.every=none"
         )
     return Parts(cfg, Program.of(cfg, mesh, options), tokenizer, splits, sets)
+
+
+def build_tokenizer(cfg: RunConfig) -> Tokenizer:
+    """The tokenizer of a run. Raises UserError for one with more tokens than the model has."""
+    tokenizer = cfg.tokenizer.build()
+    demand_members(tokenizer, sorted(members(Tokenizer)), f"the tokenizer of {type(cfg.tokenizer).__name__}")
+    vocabulary = ids_below(cfg.model)
+    if vocabulary is not None and tokenizer.vocabulary_size > vocabulary:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocabulary_size} tokens, model.vocabulary_size is {vocabulary}: "
+            f"set model.vocabulary_size={tokenizer.vocabulary_size}"
+        )
+    return tokenizer
 
 
 def _check_prompt(prompt: str | None, tokenizer: Tokenizer) -> None:

@@ -1,0 +1,83 @@
+"""Evaluate a model on tasks: `python -m megajax.evaluate --run=RUN --tasks=NAME:FILE,...`."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megajax.command_line import PROCESS_FLAGS, Command, Flag, front_door, parse
+from megajax.config.builds import resolve
+from megajax.config.dump import flatten
+from megajax.config.errors import ConfigError, Problem, UserError
+from megajax.config.files import Source, read
+from megajax.mesh.xla import set_process
+from megajax.tasks.config import EvaluatedConfig
+
+DESCRIPTION = """Evaluate a model on tasks over local files, on any mesh; settings are those of its run or its folder.
+
+  python -m megajax.evaluate --run=runs/a --tasks=text:FILE,lambada:FILE:strict=true
+  python -m megajax.evaluate --run=runs/a/checkpoints/00000100 --tasks=split:validation --devices=cpu:8
+  python -m megajax.evaluate --hf=DIR --tasks=lm-eval:my_task --include-path=FOLDER
+
+Tasks are written NAME:VALUE, with commas between them and :setting=value behind: perplexity:PREFIX of token files,
+text:FILE, wikitext:FILE[:stride=32], lambada:FILE[:strict=true], choices:FILE, split:validation or split:test of the
+run's own data, lm-eval:NAME. Nothing is ever fetched. docs/evaluation.md has the formats of the files."""
+FLAGS = (
+    Flag("run", Path | None, help="a run's folder, for its newest checkpoint, or one step in its checkpoints folder"),
+    Flag("hf", Path | None, help="a Hugging Face model folder instead of a run"),
+    Flag("tasks", str | None, help="tasks; unless given, those of the run's evaluation.tasks"),
+    Flag("include-path", Path | None, help="a folder with YAML files of lm-eval's tasks"),
+    Flag("output", Path | None, help="folder of results.json and of kept answers; the run's folder unless given"),
+    Flag("cache", bool, True, help="keep answers, so that an interrupted evaluation goes on where it stopped"),
+    *PROCESS_FLAGS,
+)
+
+
+def main(argv: list[str]) -> int:
+    """Read the command line, then (and only then) import jax, meet the other processes, and evaluate."""
+    command = parse(argv, verb="evaluate", flags=FLAGS, description=DESCRIPTION, root=EvaluatedConfig, base=base)
+    flags, config = command.flags, command.config
+    set_process(config.xla)
+    start, finish = (resolve(f"megajax.mesh.processes:{name}") for name in ("start", "finish"))
+    start(patience=flags["init_timeout"], settings=fingerprint(command))
+    resolve("megajax.job.compile_cache:use_cache")(config.xla)
+    tasks = config.evaluation.tasks
+    if flags["tasks"] is not None or not tasks:
+        tasks = resolve("megajax.tasks.command:parse_tasks")(flags["tasks"] or "", flags["include_path"])
+    source = flags["run"] or Path(f"hf:{flags['hf']}")
+    output = flags["output"] or (run_folder(flags["run"]) if flags["run"] else Path())
+    asked = resolve("megajax.tasks.command:Asked")(source, tasks, output, flags["cache"])
+    code = resolve("megajax.tasks.command:evaluate")(config, asked, resolve("megajax.job.stored_weights:all_weights"))
+    finish()
+    return code
+
+
+def base(flags: Mapping[str, Any]) -> Source:
+    """The config of the run or of the folder. Raises UserError where there is none."""
+    run, folder = flags["run"], flags["hf"]
+    if (run is None) == (folder is None):
+        what = "must be given, or --hf=DIR" if run is None else f"is given, and --hf={folder} as well"
+        raise ConfigError([Problem("--run", what, "name one model")], "command line")
+    if folder is not None:
+        return Source(f"hf:{folder}", resolve("megajax.tasks.foreign:config_of")(folder))
+    config = run_folder(run) / "config.yaml"
+    if not config.is_file():
+        raise UserError(f"--run={run}: there is no {config}\nGive the folder of a run, or one step in its checkpoints.")
+    return read(str(config), EvaluatedConfig)
+
+
+def run_folder(path: Path) -> Path:
+    """The run's folder of itself, of its checkpoints folder, or of a step."""
+    checkpoints, _ = resolve("megajax.checkpoint.folder:locate")(path.expanduser())
+    return checkpoints.parent if checkpoints.name == "checkpoints" else checkpoints
+
+
+def fingerprint(command: Command) -> str:
+    """Hexadecimal digest of what must be the same for all processes."""
+    settings = {name: value for name, value in flatten(command.config).items() if not name.endswith("cache_dir")}
+    flags = {name: command.flags[name] for name in ("run", "hf", "tasks", "include_path", "cache")}
+    return hashlib.sha256(repr((settings, flags)).encode()).hexdigest()
+
+
+if __name__ == "__main__":
+    front_door(main)

@@ -1,0 +1,175 @@
+"""What `python -m megajax.evaluate` does: the model of a run or a folder, the tasks, a table, and results.json."""
+
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from megajax.batch import Params
+from megajax.checkpoint.folder import locate, step_name, steps_in
+from megajax.checkpoint.integrity import MANIFEST
+from megajax.checkpoint.sources import foreign_format
+from megajax.config.dump import flatten
+from megajax.config.errors import ConfigError, Problem
+from megajax.config.nearest import did_you_mean, either
+from megajax.config.patch import patch_of, setting
+from megajax.config.tree import assemble, check
+from megajax.mesh.mesh import build_mesh, find_devices
+from megajax.metrics.record import to_json
+from megajax.metrics.runfolder import write_atomically
+from megajax.metrics.text import duration
+from megajax.tasks.cache import RequestCache
+from megajax.tasks.config import KINDS, HarnessConfig
+from megajax.tasks.progress import Progress
+from megajax.training.config import BatchConfig
+from megajax.training.kernels import demand_kernels
+from megajax.training.program import Program
+from megajax.training.run_config import RunConfig
+from megajax.training.scoring import Figures, Scorer
+from megajax.training.session import build_tokenizer
+
+type Load = Callable[[Path, Program], tuple[Params, str]]
+"""(path, program) -> weights and where they are from; `megajax.job.stored_weights.all_weights` by the front door."""
+
+
+class Asked(NamedTuple):
+    """What the command line asks for."""
+
+    source: Path
+    """The run, a step of it, or FORMAT:DIR."""
+    tasks: Sequence[Any]
+    """Configs of tasks."""
+    output: Path
+    """The folder of results.json."""
+    cache: bool = True
+    """Keep answers on disk."""
+
+
+def parse_tasks(text: str, include_path: Path | None = None) -> list[Any]:
+    """NAME:VALUE[:setting=value...], several with commas between -> configs of tasks.
+
+    VALUE is the setting that is always given, such as a path. Raises ConfigError with all that is wrong.
+    """
+    tasks, problems, names = list[Any](), list[Problem](), list[str]()
+    for written in filter(None, (part.strip() for part in text.split(","))):
+        kind, *settings = written.split(":")
+        if kind not in KINDS:
+            near = did_you_mean(kind, KINDS) or f"there are {either(KINDS)}"
+            problems.append(Problem("--tasks", f"{kind} is no task", near))
+            continue
+        cls, first = KINDS[kind]
+        given = [setting(each) for each in settings if re.match(r"\w+=", each)]
+        plain = ":".join(each for each in settings if not re.match(r"\w+=", each))
+        patch = patch_of([*[setting(f"{first}={plain}")] * bool(plain), *given])
+        config, wrong = assemble(cls, None, patch)
+        problems += [replace(problem, where=f"--tasks={kind}: {problem.where}") for problem in wrong]
+        if config is None or wrong:
+            continue
+        if isinstance(config, HarnessConfig) and include_path is not None and config.include_path is None:
+            config = replace(config, include_path=str(include_path))
+        names.append(config.name)
+        number = names.count(config.name)
+        tasks.append(config if number == 1 else replace(config, name=f"{config.name}_{number}"))
+    if not tasks and not problems:
+        problems.append(Problem("--tasks", "must be given", f"NAME:VALUE, with a name of {either(KINDS)}"))
+    if problems:
+        raise ConfigError(problems, "command line")
+    return tasks
+
+
+def evaluate(cfg: RunConfig, asked: Asked, load: Load) -> int:
+    """Run the tasks, print a table, write results.json; returns the exit code. Raises UserError."""
+    started, primary = time.monotonic(), jax.process_index() == 0
+    program, tokenizer = prepare(cfg)
+    with jax.set_mesh(program.mesh):
+        weights, where = load(asked.source, program)
+    progress = Progress(shown=primary)
+    scorer = Scorer(program, tokenizer, weights, progress=progress)
+    tasks = {task.name: task.build(scorer) for task in asked.tasks}
+    results: dict[str, Figures] = {}
+    folder = asked.output / "evaluation_cache"
+    with RequestCache(folder, cache_key(cfg, asked.source, where, tokenizer.identity)) as cache:
+        scorer.cache = cache if asked.cache else None
+        if cache.read and primary:
+            print(f"{cache.read:,} answers of an earlier attempt in {cache.path}", file=sys.stderr)
+        for name, task in tasks.items():
+            progress.start(name)
+            results[name] = task()
+            progress.clear()
+    if not primary:
+        return 0
+    show(results, f"{where}, {program.mesh.size} devices, {duration(time.monotonic() - started)}")
+    path = asked.output / "results.json"
+    content = description(cfg, asked, where, program) | {"results": {n: as_json(f) for n, f in results.items()}}
+    write_atomically(path, to_json(content))
+    print(f"results: {path}")
+    return 0
+
+
+def prepare(cfg: RunConfig) -> tuple[Program, Any]:
+    """The program and the tokenizer of a config on the devices that there are; no data, no weights."""
+    devices = find_devices()
+    check(cfg, len(devices))
+    mesh = build_mesh(cfg.parallel, devices)
+    tokenizer = build_tokenizer(cfg)
+    demand_kernels(cfg)
+    # Batches of training need not fit these devices: those of an evaluation are made to.
+    rows = mesh.shape["data"] * mesh.shape["expert"] * mesh.shape["pipeline"] * cfg.batch.micro_size
+    batch = BatchConfig(global_size=rows, micro_size=cfg.batch.micro_size)
+    return Program.of(cfg.but(batch=batch), mesh), tokenizer
+
+
+def cache_key(cfg: RunConfig, source: Path, where: str, tokenizer: str) -> str:
+    """What an answer depends on: the content of the weights, the model, the dtypes and the tokenizer."""
+    if foreign_format(source) is not None:
+        files = sorted(Path(str(source).partition(":")[2]).iterdir())
+        content = repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files])
+    else:
+        folder, step = locate(source)
+        step = max(steps_in(folder), default=0) if step is None else step
+        content = (folder / step_name(step) / MANIFEST).read_text(encoding="utf-8")
+    settings = {name: value for name, value in flatten(cfg).items() if name.startswith(("model.", "precision."))}
+    return repr((where, content, settings, tokenizer))
+
+
+def show(results: Mapping[str, Figures], title: str) -> None:
+    """A table of all figures."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for heading in ("task", "figure", "value", "standard error", "count"):
+        table.add_column(heading, justify="left" if heading in ("task", "figure") else "right")
+    for task, figures in results.items():
+        for place, (name, figure) in enumerate(figures.items()):
+            error = "" if figure.error is None else f"{figure.error:.4g}"
+            count = "" if figure.count is None else f"{figure.count:,}"
+            table.add_row(task * (place == 0), name.replace("_", " "), f"{figure.value:,.6g}", error, count)
+    Console().print(table)
+
+
+def description(cfg: RunConfig, asked: Asked, where: str, program: Program) -> dict[str, Any]:
+    """What results.json says beside the results."""
+    packages = ("jax", "jaxlib", "numpy", *["lm-eval"] * any(isinstance(t, HarnessConfig) for t in asked.tasks))
+    return {
+        "weights": where,
+        "tasks": {task.name: {"type": type(task).__name__, **flatten(task)} for task in asked.tasks},
+        "config": flatten(cfg),
+        "mesh": dict(program.mesh.shape),
+        "devices": program.mesh.size,
+        "versions": {name: version(name) for name in packages},
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def as_json(figures: Figures) -> dict[str, dict[str, float | int | None]]:
+    """Figures by name, for results.json."""
+    return {
+        name: {"value": each.value, "standard_error": each.error, "count": each.count} for name, each in figures.items()
+    }

@@ -1,0 +1,17 @@
+"""The config by which a Hugging Face model folder is evaluated."""
+
+from pathlib import Path
+
+from megajax.checkpoint.sources import read_foreign
+from megajax.data.config import MockConfig
+from megajax.tasks.config import EvaluatedConfig
+from megajax.tokenizers.config import HuggingFaceTokenizerConfig
+
+
+def config_of(folder: Path) -> EvaluatedConfig:
+    """Its model and its tokenizer.json; the data is made up, and no task reads it but split.
+
+    Raises UserError for a folder that is no model, or one with settings that we lack.
+    """
+    model = read_foreign(f"hf:{folder.expanduser()}").model
+    return EvaluatedConfig(model=model, data=MockConfig(), tokenizer=HuggingFaceTokenizerConfig(path=str(folder)))

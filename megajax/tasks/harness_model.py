@@ -1,0 +1,85 @@
+"""A model of ours as lm-evaluation-harness asks for one. Imports lm_eval: see `megajax.tasks.harness`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from lm_eval import utils
+from lm_eval.api.model import TemplateLM
+
+from megajax.config.errors import UserError
+from megajax.tasks.generation import Generation, generate
+from megajax.tasks.loglikelihood import LogLikelihoods, Request
+from megajax.training.scoring import Scorer
+
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names of the number of tokens to generate, the first that is given counts."""
+
+
+class HarnessModel(TemplateLM):
+    """Answers lm-eval's three kinds of requests; every process answers all of them.
+
+    Attributes:
+        truncated: contexts that were longer than a row, whose beginning was left out.
+    """
+
+    def __init__(self, scorer: Scorer, generated: int):
+        """generated: most tokens of a text where the task does not say it."""
+        super().__init__()
+        self._scorer, self._generated, self.truncated = scorer, generated, 0
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._scorer.tokenizer.eod
+
+    @property
+    def max_length(self) -> int:
+        return self._scorer.length
+
+    @property
+    def max_gen_toks(self) -> int:
+        return self._generated
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Ids without special tokens."""
+        del add_special_tokens, kwargs
+        return self._scorer.tokenizer.encode(string).tolist()
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, Sequence[int], Sequence[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """[(texts, context, continuation)] -> [(log-probability, whether it is greedy)]."""
+        del kwargs
+        engine = LogLikelihoods(self._scorer)
+        answers = engine([Request(np.array(before), np.array(after)) for _, before, after in requests])
+        self.truncated += engine.truncated
+        return [(answer.value, answer.greedy) for answer in answers]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-probability of each whole text, in windows that count every token once."""
+        texts: list[tuple[Any, Any, Any]] = []
+        counts: list[int] = []
+        for (text,) in (request.args for request in requests):
+            pairs = utils.get_rolling_token_windows(
+                self.tok_encode(text), prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1
+            )
+            own = [(None, *utils.make_disjoint_window(pair)) for pair in pairs]
+            texts += own
+            counts.append(len(own))
+        values = [value for value, _ in self._loglikelihood_tokens(texts)]
+        ends = np.cumsum(counts)
+        return [float(sum(values[end - count : end])) for end, count in zip(ends, counts, strict=True)]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Greedy texts. Raises UserError for a task that samples."""
+        return generate(self._scorer, [self._generation(*request.args) for request in requests])
+
+    def _generation(self, context: str, settings: Mapping[str, Any]) -> Generation:
+        if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
+            raise UserError(f"a task asks for samples at temperature {settings.get('temperature', 1.0)}: only greedy")
+        most = next((settings[name] for name in LIMITS if settings.get(name) is not None), self._generated)
+        until = settings.get("until") or []
+        prompt = self.tok_encode(context) or [self.prefix_token_id]
+        self.truncated += len(prompt) > self.max_length - most
+        stops = [until] if isinstance(until, str) else list(until)
+        return Generation(np.array(prompt, np.int32), int(most), stops)
