@@ -1,26 +1,62 @@
-"""Low-rank adapters as arrays: a model's weights with those of its adapters added."""
+"""Low-rank adapters among the weights of a model: added to the matrices that they adapt, or put beside them."""
+
+from collections.abc import Mapping
 
 import numpy as np
 
+from megajax.checkpoint.foreign import Box, WeightSource
 from megajax.layers.param import ParamSpec
 
 LORA_A, LORA_B = ".lora_a", ".lora_b"
 """What the paths of an adapter's matrices have beyond that of the matrix that they adapt."""
 
 
+def leading(spec: ParamSpec) -> int:
+    """Number of the first dimensions of a weight that are of layers and experts."""
+    return sum(name in ("layer", "expert") for name in spec.axes)
+
+
 def added(w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float, leading: int) -> np.ndarray:
-    """w + scale * a b in float32, in w's dtype.
+    """w + scale * a b in float32.
 
     w: [..., inputs, outputs]; a: [..., inputs, rank]; b: [..., rank, outputs]; leading: number of dimensions of layers
     and experts, the first ones. Inputs and outputs may be several dimensions each.
     """
     lead, rank = w.shape[:leading], a.shape[-1]
-    product = np.matmul(
-        a.reshape(*lead, -1, rank).astype(np.float32), b.reshape(*lead, rank, -1).astype(np.float32), dtype=np.float32
-    )
-    return (w.astype(np.float32) + np.float32(scale) * product.reshape(w.shape)).astype(w.dtype)
+    left, right = a.astype(np.float32).reshape(*lead, -1, rank), b.astype(np.float32).reshape(*lead, rank, -1)
+    return w.astype(np.float32) + np.float32(scale) * (left @ right).reshape(w.shape)
 
 
-def leading(spec: ParamSpec) -> int:
-    """Number of the first dimensions of a weight that are of layers and experts."""
-    return sum(name in ("layer", "expert") for name in spec.axes)
+class MergedWeights:
+    """A `WeightSource` of the weights of a model without adapters, with what its adapters add."""
+
+    def __init__(self, weights: WeightSource, declared: Mapping[str, ParamSpec], scale: float):
+        """weights: of the model with adapters; declared: the same on one device, by path; scale: of the adapters."""
+        self.where, self._weights, self._declared, self._scale = weights.where, weights, declared, scale
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {path: shape for path, shape in self._weights.shapes().items() if not path.endswith((LORA_A, LORA_B))}
+
+    def read(self, path: str, box: Box) -> np.ndarray:
+        """Reads of the adapter what the box needs."""
+        w = self._weights.read(path, box)
+        if (spec := self._declared.get(path + LORA_A)) is None:
+            return w
+        first, end, rank = leading(spec), len(spec.axes) - 1, slice(0, spec.shape[-1])
+        a = self._weights.read(path + LORA_A, (*box[:end], rank))
+        b = self._weights.read(path + LORA_B, (*box[:first], rank, *box[end:]))
+        return added(w, a, b, self._scale, first)
+
+
+class JoinedWeights:
+    """A `WeightSource` of two: those of a model, and those of its adapters."""
+
+    def __init__(self, weights: WeightSource, adapters: WeightSource):
+        self.where = f"{weights.where} and {adapters.where}"
+        self._source_of = {path: source for source in (weights, adapters) for path in source.shapes()}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {path: source.shapes()[path] for path, source in self._source_of.items()}
+
+    def read(self, path: str, box: Box) -> np.ndarray:
+        return self._source_of[path].read(path, box)

@@ -53,13 +53,13 @@ def test_tensor_and_fsdp_with_dropout() -> None:
         (adapted(llama(repeats=3), dropout=0.2), ParallelConfig(data=2, pipeline=2, layers=(1, 2))),
         (adapted(llama(repeats=4)), ParallelConfig(data=1, pipeline=2, virtual_stages=2, schedule="interleaved")),
         (adapted(llama(), dropout=0.2), ParallelConfig(data=1, tensor=8)),
-        (adapted(llama(), rank_stabilized=True), ParallelConfig(data=2, context=2, data_sharding="zero1")),
+        (adapted(llama(), rank_stabilized=True), ParallelConfig(data=4, data_sharding="zero1")),
         (adapted(gpt("selective"), dropout=0.2), ParallelConfig(data=2, tensor=2, data_sharding="fsdp")),
         (adapted(experts()), ParallelConfig(data=2, expert=2, data_sharding="fsdp")),
         (adapted(experts()), ParallelConfig(data=1, expert=2, tensor=2)),
         (adapted(experts()), ParallelConfig(data=1, expert=2, tensor=2, expert_tensor="whole", sequence=True)),
     ],
-    ids=["pipeline", "interleaved", "copied heads", "context", "gpt", "expert fsdp", "expert tensor", "whole experts"],
+    ids=["pipeline", "interleaved", "copied heads", "zero1", "gpt", "expert fsdp", "expert tensor", "whole experts"],
 )
 def test_as_on_one_device(model: DecoderConfig, parallel: ParallelConfig) -> None:
     options = {"microbatches": 4 if parallel.pipeline > 1 else 2, "evaluated": False}
