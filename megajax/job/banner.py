@@ -22,6 +22,7 @@ from megajax.models.protocol import counted, ids_below
 from megajax.pipeline.check import measure
 from megajax.precision.config import PrecisionConfig
 from megajax.training.kernels import demand_kernels
+from megajax.training.program import weight_size
 from megajax.training.session import Run
 
 type Section = tuple[str, list[tuple[str, str]]]
@@ -49,7 +50,11 @@ def _model(run: Run) -> list[tuple[str, str]]:
         besides += f", active {count(parameters.active)}" if parameters.idle else ""
         shapes = [_shape(section) for section in facts.section_facts()]
         padded = f", padded to {facts.head_facts().columns:,}"
-    rows = [("parameters", f"{count(total)} ({total:,}){besides}"), *(("shape", shape) for shape in shapes)]
+    rows = [
+        ("parameters", f"{count(total)} ({total:,}){besides}"),
+        *_trained(run),
+        *(("shape", shape) for shape in shapes),
+    ]
     if vocabulary is not None:
         unused = f" (the tokenizer has {known:,})" if known != vocabulary else ""
         rows.append(("vocabulary", f"{vocabulary:,}{unused}{padded}"))
@@ -57,6 +62,22 @@ def _model(run: Run) -> list[tuple[str, str]]:
         both = f"{flops.causal:.4g} with causal attention, {flops.full:.4g} with full"
         rows.append((f"FLOPs per {counted(cfg).removesuffix('s')}", both))
     return rows if vocabulary is None else [*rows, ("first loss", f"about ln {vocabulary} = {log(vocabulary):.3f}")]
+
+
+def _trained(run: Run) -> list[tuple[str, str]]:
+    """The weights that are trained, where not all are, with the rows of tables that only fill up."""
+    program, adapters = run.program, run.program.adapters
+    if len(program.optimizer.declared) == len(program.declared):
+        return []
+    total, trained, low_rank = (
+        sum(weight_size(program.declared[path]) for path in paths)
+        for paths in (program.declared, program.optimizer.declared, adapters)
+    )
+    lora = getattr(run.cfg.model, "lora", None)
+    text = f"{count(trained)} ({trained:,}), {trained / total:.2%} of all"
+    if lora is not None:
+        text += f"; {count(low_rank)} in {len(adapters) // 2} adapters of rank {lora.rank}, scale {lora.scale():g}"
+    return [("trained", text)]
 
 
 def _shape(section: SectionFacts) -> str:

@@ -99,6 +99,8 @@ class Taking:
         same = {path: one for path, one in self.optional.items() if path in there and one.fits(there[path])}
         tables, other, made = list[str](), list[str](), dict[str, Derived]()
         for path, one in self.wanted.items():
+            if path not in there and path in self.parts.program.adapters:
+                continue  # adapters start fresh, unless the source has some
             if path not in there:
                 how = self.parts.cfg.model.derived(path, there)
                 if how is None:

@@ -90,7 +90,16 @@ class Program:
     def parameters(self) -> int:
         """Number of weights, without padding of the vocabulary if the model has facts."""
         facts = facts_of(self.cfg.model)
-        return sum(_size(spec) for spec in self.declared.values()) if facts is None else facts.parameter_count().total
+        return (
+            sum(weight_size(spec) for spec in self.declared.values())
+            if facts is None
+            else facts.parameter_count().total
+        )
+
+    @cached_property
+    def adapters(self) -> frozenset[str]:
+        """Paths of the weights of low-rank adapters."""
+        return frozenset(specs(self.abstract, Adapter))
 
     @property
     def arrays(self) -> dict[str, ParamSpec]:
@@ -121,7 +130,7 @@ class Program:
         declared, observed = specs(abstract), specs(abstract, Observation)
         demand_axes(cfg.model.schema(), {**declared, **observed})
         demand_divisible(declared, plan, mesh)
-        trained = trainable(cfg.optimizer, declared, specs(abstract, Adapter))
+        trained = trainable(cfg.optimizer, declared, {*specs(abstract, Adapter)})
         optimizer = cfg.optimizer.build(trained, plan, cfg.model.width_ratio())
         if not isinstance(optimizer, Optimizer):
             what = f"{type(cfg.optimizer).__name__}.build returned a {type(optimizer).__name__}"
@@ -301,7 +310,7 @@ def _pipeline(parallel: ParallelConfig, microbatches: int) -> Schedule:
     return schedule
 
 
-def _size(spec: ParamSpec) -> int:
+def weight_size(spec: ParamSpec) -> int:
     """Elements of a weight, without the rows that are no layer."""
     rows = sum(layer >= 0 for layer in spec.layers)
     return prod(spec.shape) * rows // len(spec.layers) if spec.layers else prod(spec.shape)
