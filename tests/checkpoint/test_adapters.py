@@ -1,0 +1,244 @@
+"""Adapter files: PEFT's names and orders, both directions, merging, and what is refused."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from megajax.checkpoint.adapters import LORA_A, LORA_B, JoinedWeights, MergedWeights, added, leading
+from megajax.checkpoint.foreign import Box, ForeignModel, declared_by
+from megajax.checkpoint.huggingface.family import Settings
+from megajax.checkpoint.huggingface.peft import CONFIG, TENSORS, adapter_files, read_adapter
+from megajax.checkpoint.huggingface.registry import families
+from megajax.checkpoint.tensor_table import tensors_of
+from megajax.config.errors import UserError
+from megajax.layers.config import LoRAConfig
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "vocab_size": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 16,
+}  # fmt: skip
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2}
+GPT2 = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "n_positions": 16, "vocab_size": 32}
+LORA = LoRAConfig(rank=2, alpha=6.0)
+
+
+@cache
+def base(kind: str) -> ForeignModel:
+    """A model without tensors."""
+    config = {"llama": LLAMA, "mixtral": MIXTRAL, "gpt2": GPT2}[kind]
+    family = families()[kind]
+    model = family.model(Settings(config))
+    return ForeignModel(model=model, tensors=None, rows=family.rows(model))  # ty: ignore[invalid-argument-type]
+
+
+@dataclass(frozen=True)
+class Given:
+    """Weights in memory."""
+
+    weights: Mapping[str, np.ndarray]
+    where: str = "given"
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {path: w.shape for path, w in self.weights.items()}
+
+    def read(self, path: str, box: Box) -> np.ndarray:
+        return self.weights[path][box]
+
+
+def drawn(model: Any, seed: int = 0) -> Given:
+    rng = np.random.default_rng(seed)
+    declared = declared_by(model)
+    return Given({path: rng.normal(size=spec.shape).astype(np.float32) for path, spec in declared.items()})
+
+
+def whole(source: Any, path: str) -> np.ndarray:
+    return source.read(path, tuple(slice(0, size) for size in source.shapes()[path]))
+
+
+def theirs(kind: str, source: Any, paths: set[str]) -> dict[str, np.ndarray]:
+    """Their tensors that hold these weights; of others, zeros."""
+    declared, tensors = declared_by(base(kind).model), {}
+    for tensor in tensors_of(base(kind).rows, declared):
+        if paths.intersection(piece.path for piece in tensor.pieces):
+            parts = [whole(source, piece.path)[piece.index] for piece in tensor.pieces]
+            tensors[tensor.name.removesuffix(".weight")] = tensor.theirs(parts)
+    return tensors
+
+
+def of_peft(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What PEFT adds to each module: scale B A, transposed for Conv1D."""
+    deltas = {}
+    for name, a in tensors.items():
+        if name.endswith(".lora_A.weight"):
+            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            b, last = tensors[name.replace("lora_A", "lora_B")], module.rpartition(".")[2]
+            rank, alpha = config["r"], config["lora_alpha"]
+            for key in (last, module):
+                rank, alpha = config["rank_pattern"].get(key, rank), config["alpha_pattern"].get(key, alpha)
+            assert a.shape[0] == b.shape[1] == rank
+            delta = alpha / (rank**0.5 if config["use_rslora"] else rank) * b @ a
+            deltas[module] = delta.T if config["fan_in_fan_out"] else delta
+    return deltas
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora"),
+    [
+        ("llama", LORA),
+        ("llama", replace(LORA, targets=("*.query", "*.down"), rank_stabilized=True)),
+        ("gpt2", LORA),
+        ("gpt2", replace(LORA, targets=("*.query", "*.value"), rank_stabilized=True)),
+    ],
+)
+def test_what_files_add_in_their_layout_is_what_adapters_add_in_ours(kind: str, lora: LoRAConfig) -> None:
+    model = replace(base(kind).model, lora=lora)
+    weights, declared = drawn(model), declared_by(model)
+    config, tensors = adapter_files(model, base(kind).rows, weights, "base")
+    deltas = {
+        path.removesuffix(LORA_A): added(
+            np.zeros_like(weights.weights[path.removesuffix(LORA_A)]),
+            weights.weights[path],
+            weights.weights[path.replace(LORA_A, LORA_B)],
+            lora.scale(),
+            leading(spec),
+        )
+        for path, spec in declared.items()
+        if path.endswith(LORA_A)
+    }
+    zeros = {path: np.zeros(spec.shape, np.float32) for path, spec in declared.items()}
+    expected, actual = theirs(kind, Given({**zeros, **deltas}), {*deltas}), of_peft(config, tensors)
+    assert expected.keys() == actual.keys()
+    for module, delta in expected.items():
+        np.testing.assert_allclose(actual[module], delta, rtol=1e-5, atol=1e-5, err_msg=module)
+
+
+def test_names_are_those_of_peft() -> None:
+    """As PEFT 0.21 writes them for q_proj, o_proj and gate_proj of LlamaForCausalLM."""
+    model = replace(base("llama").model, lora=replace(LORA, targets=("*.mixer.query", "*.mixer.output", "*.mlp.gate")))
+    config, tensors = adapter_files(model, base("llama").rows, drawn(model), None)
+    modules = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj")
+    names = {
+        f"base_model.model.model.layers.{n}.{name}.lora_{x}.weight" for n in (0, 1) for name in modules for x in "AB"
+    }
+    assert set(tensors) == names
+    assert tensors["base_model.model.model.layers.1.self_attn.o_proj.lora_A.weight"].shape == (2, 16)
+    assert tensors["base_model.model.model.layers.1.self_attn.o_proj.lora_B.weight"].shape == (12, 2)
+    assert config["target_modules"] == ["gate_proj", "o_proj", "q_proj"]
+    assert (config["peft_type"], config["r"], config["lora_alpha"], config["rank_pattern"]) == ("LORA", 2, 6, {})
+
+
+def written(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps(config))
+    save_file(dict(tensors), folder / TENSORS)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_folder_is_read_as_it_was_written(kind: str, tmp_path: Path) -> None:
+    lora = replace(LORA, targets=("*.mixer.*",) if kind == "llama" else ("*.output", "*.up"), dropout=0.1)
+    model = replace(base(kind).model, lora=lora)
+    weights = drawn(model)
+    config, tensors = adapter_files(model, base(kind).rows, weights, None)
+    adapter = read_adapter(written(tmp_path / "adapter", config, tensors), base(kind))
+    assert replace(adapter.model.lora, targets=lora.targets) == lora
+    assert set(adapter.shapes()) == {path for path in weights.shapes() if ".lora_" in path}
+    for path in adapter.shapes():
+        np.testing.assert_array_equal(whole(adapter, path), weights.weights[path])
+    joined = JoinedWeights(weights, adapter)
+    assert set(joined.shapes()) == set(weights.shapes())
+    again = adapter_files(adapter.model, base(kind).rows, joined, None)
+    assert again[0] == config and all(np.array_equal(again[1][name], tensor) for name, tensor in tensors.items())
+
+
+def test_ranks_scales_and_layers_may_differ(tmp_path: Path) -> None:
+    rng, before = np.random.default_rng(0), "base_model.model.model.layers"
+    shapes = {f"{before}.0.self_attn.q_proj": (3, 12, 16), f"{before}.1.self_attn.q_proj": (2, 12, 16),
+              f"{before}.1.mlp.down_proj": (2, 20, 12)}  # fmt: skip
+    tensors = {}
+    for module, (rank, inputs, outputs) in shapes.items():
+        tensors[f"{module}.lora_A.weight"] = rng.normal(size=(rank, inputs)).astype(np.float32)
+        tensors[f"{module}.lora_B.weight"] = rng.normal(size=(outputs, rank)).astype(np.float32)
+    patterns = {"rank_pattern": {"0.self_attn.q_proj": 3}, "alpha_pattern": {r"1\..*\.q_proj": 5}}
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **patterns}
+    adapter = read_adapter(written(tmp_path / "adapter", config, tensors), base("llama"))
+    assert adapter.model.lora.rank == 3
+    zeros = Given({path: np.zeros(spec.shape, np.float32) for path, spec in declared_by(base("llama").model).items()})
+    merged = MergedWeights(JoinedWeights(zeros, adapter), adapter.declared, adapter.model.lora.scale())
+    actual = theirs("llama", merged, {"stack.blocks.0.mixer.query", "stack.blocks.0.mlp.down"})
+    for module, scale in zip(shapes, (4 / 3, 5 / 2, 4 / 2), strict=True):
+        delta = scale * tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"]
+        np.testing.assert_allclose(actual.pop(module.removeprefix("base_model.model.")), delta, rtol=1e-5, atol=1e-5)
+    assert len(actual) == 1 and not actual["model.layers.0.mlp.down_proj"].any()
+
+
+def test_a_box_of_merged_weights_is_that_part_of_the_whole() -> None:
+    model = replace(base("mixtral").model, lora=LORA)
+    weights, declared = drawn(model), declared_by(model)
+    merged = MergedWeights(weights, declared, LORA.scale())
+    assert set(merged.shapes()) == set(declared_by(base("mixtral").model))
+    for path, shape in merged.shapes().items():
+        box = tuple(slice(size // 3, max(1, size - size // 4)) for size in shape)
+        np.testing.assert_allclose(merged.read(path, box), whole(merged, path)[box], rtol=0, atol=1e-6)
+    up = "stack.blocks.0.mlp.experts.up"
+    product = weights.weights[up + LORA_A] @ weights.weights[up + LORA_B]
+    np.testing.assert_allclose(whole(merged, up), weights.weights[up] + 3 * product, rtol=1e-5, atol=1e-5)
+
+
+def refused(tmp_path: Path, **changes: Any) -> str:
+    """The message for a folder with these changes of settings, and of tensors (None: it is absent)."""
+    model = replace(base("llama").model, lora=replace(LORA, targets=("*.query",)))
+    config, tensors = adapter_files(model, base("llama").rows, drawn(model), None)
+    for name, value in changes.items():
+        if "." in name and value is None:
+            del tensors[name]
+        elif "." in name:
+            tensors[name] = value
+        else:
+            config[name] = value
+    with pytest.raises(UserError) as caught:
+        read_adapter(written(tmp_path / "adapter", config, tensors), base("llama"))
+    return str(caught.value)
+
+
+def test_what_can_not_be_had_is_refused_all_at_once(tmp_path: Path) -> None:
+    text = refused(tmp_path, use_dora=True, bias="all", init_lora_weights="pissa_niter_4")
+    assert all(line in text for line in ("use_dora=True", "bias=all", "init_lora_weights=pissa_niter_4"))
+    assert "peft_type=IA3" in refused(tmp_path, peft_type="IA3")
+    q = "base_model.model.model.layers.0.self_attn.q_proj"
+    odd = {
+        f"{q}.lora_B.weight": np.zeros((16, 3), np.float32),
+        f"{q.replace('q_proj', 'qq')}.lora_A.weight": np.zeros((2, 12)),
+    }
+    text = refused(tmp_path, **odd, **{f"{q.replace('0', '1')}.lora_B.weight": None})
+    assert "layers.1.self_attn.q_proj.lora_B.weight: not there" in text
+    assert "qq.lora_A.weight: the model has no such layer; it has" in text
+    assert "(2, 12) and (16, 3) there, (2, 12) and (16, 2) by the model" in text
+
+
+def test_folders_that_are_no_adapters_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no adapter folder of PEFT: adapter_config\.json can't be read"):
+        read_adapter(tmp_path, base("llama"))
+    (tmp_path / CONFIG).write_text("[1]")
+    with pytest.raises(UserError, match="no JSON file of settings"):
+        read_adapter(tmp_path, base("llama"))
+    (tmp_path / CONFIG).write_text('{"peft_type": "LORA", "r": 2}')
+    with pytest.raises(UserError, match=r"holds no adapter_model\.safetensors"):
+        read_adapter(tmp_path, base("llama"))
+    (tmp_path / TENSORS).write_bytes(b"\x40\0\0\0\0\0\0\0{")
+    with pytest.raises(UserError, match="was cut off"):
+        read_adapter(tmp_path, base("llama"))
+
+
+def test_matrices_without_a_linear_layer_of_theirs_can_not_be_written() -> None:
+    model = replace(base("mixtral").model, lora=replace(LORA, targets=("*.experts.up",)))
+    rows = [row for row in base("mixtral").rows if ".up" not in str(row.ours)]
+    with pytest.raises(UserError, match=r"no adapter for stack\.blocks\.0\.mlp\.experts\.up"):
+        adapter_files(model, rows, drawn(model), None)
