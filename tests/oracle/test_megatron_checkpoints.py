@@ -1,0 +1,98 @@
+"""Megatron-LM's folders with the reference weights give the reference logits."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron_cases import FOLDER, Comparison, load_arrays, load_json
+from megatron_folders import Shares, write_ranks, write_sharded
+from megatron_run import OneDevice, batch_by_rule
+from megatron_weights import weight_by_rule
+
+from megajax.layers.param import bind
+from megajax.tools.megatron_checkpoint import open_model
+
+LOGITS = 1e-4
+SHARED: dict[str, Any] = {
+    "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "kv_channels": 16, "ffn_hidden_size": 256,
+    "seq_length": 32, "max_position_embeddings": 32, "vocab_size": 128, "padded_vocab_size": 128,
+    "hidden_dropout": 0.0, "attention_dropout": 0.0, "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm", "add_bias_linear": True, "bias_gelu_fusion": False, "transformer_impl": "local",
+}  # fmt: skip
+LLAMA: dict[str, Any] = {
+    **SHARED, "ffn_hidden_size": 160, "group_query_attention": True, "num_query_groups": 2, "add_bias_linear": False,
+    "swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+MIXTRAL = {**LLAMA, "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 96, "moe_aux_loss_coeff": 0.01}
+T5 = {**SHARED, "encoder_seq_length": 32, "decoder_seq_length": 20}
+CASES = {
+    "gpt_base": (SHARED, "variants", Shares(tensor=2, pipeline=2, gated=False)),
+    "llama_base": (LLAMA, "variants", Shares(tensor=2, pipeline=2)),
+    "moe_mixtral": (MIXTRAL, "variants", Shares(pipeline=2, expert=2)),
+    "bert_nsp": (SHARED, "other_models", Shares(tensor=2, pipeline=2, gated=False)),
+    "t5_learned": (T5, "other_models", Shares(tensor=2, pipeline=2, gated=False)),
+}
+
+
+def reference_weights(case: str, kind: str) -> dict[str, np.ndarray]:
+    """By the rule that the reference model's were made by."""
+    described = load_json(f"numerics/{kind}_meta.json")
+
+    def shapes(name: str) -> Mapping[str, Any]:
+        meta = described[name]
+        if "params" in meta:
+            return meta["params"]
+        known = {**shapes(meta["params_same_as"]), **meta["params_changed_or_added"]}
+        return {name: known[name] for name in meta.get("param_order", known) if name not in meta["params_removed"]}
+
+    return {name: weight_by_rule(name, shape) for name, shape in shapes(case).items()}
+
+
+def weights_of(folder: Path, model: OneDevice) -> dict[str, np.ndarray]:
+    """Ours, by path."""
+    source = open_model(folder).weights
+    shapes = {path: shape for path, shape in source.shapes().items() if path in model.declared}
+    return {path: source.read(path, tuple(slice(0, size) for size in shape)) for path, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    "case", ["llama_base", *[pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != "llama_base"]]
+)
+def test_logits(case: str, tmp_path: Path) -> None:
+    if not (FOLDER / "numerics" / f"{case}.npz").is_file():
+        pytest.skip(f"no reference values at {FOLDER}: set MEGAJAX_ORACLE_DIR")
+    args, kind, shares = CASES[case]
+    ranks = write_ranks(tmp_path / "ranks", reference_weights(case, kind), args, shares)
+    sharded = write_sharded(tmp_path / "sharded", reference_weights(case, kind), args, shares)
+    model, stored, compare = OneDevice(open_model(ranks).model), load_arrays(f"numerics/{case}.npz"), Comparison(case)
+    params = model.checked(weights_of(ranks, model))
+    for path, array in weights_of(sharded, model).items():
+        np.testing.assert_array_equal(array, params[path], err_msg=path)
+    if kind == "variants":
+        tokens, labels, _ = batch_by_rule(777, 4, 32, 128)
+        logits = model.forward(params, tokens, labels)["logits"]
+        wanted = stored["logits"][0, ::4] if "logits" in stored else stored["logits_sample0_every4th"]
+        compare.check("logits", logits[0, ::4], wanted, LOGITS)
+    else:
+        rows = rows_of(case, stored)
+        logits = model(lambda params, rows: bind(model.abstract, params)(**rows), params, rows)
+        real = rows["segment_ids"][:, ::4] == 1
+        compare.check("logits", logits[:, ::4][real], stored["logits_every4th"][real], LOGITS)
+    compare.finish()
+
+
+def rows_of(case: str, stored: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What BERT and T5 read."""
+    if case.startswith("bert"):
+        names = {"tokens": "tokens", "token_types": "types", "segment_ids": "padding_mask"}
+        return {ours: stored[theirs].astype(np.int32) for ours, theirs in names.items()}
+    rows = {
+        ours: stored[theirs].astype(np.int32)
+        for ours, theirs in (("encoder_tokens", "enc_tokens"), ("tokens", "dec_tokens"))
+    }
+    # Their masks are True where a key is hidden; a padding key is hidden from every query.
+    hidden = {"encoder_segment_ids": stored["enc_mask"], "segment_ids": stored["dec_mask"]}
+    return rows | {name: (~mask[:, 0].all(1)).astype(np.int32) for name, mask in hidden.items()}
