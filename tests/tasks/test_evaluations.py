@@ -1,0 +1,299 @@
+"""Evaluations of a tiny run: in training, afterwards, resumed, by lm-eval, on other devices; and what is refused."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tiny_runs import LENGTH, VOCABULARY, llama
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.config import load
+from megajax.config.errors import ConfigError, UserError
+from megajax.data.config import BlendConfig
+from megajax.data.indexed import IndexedWriter
+from megajax.evaluate import main
+from megajax.job.job import train
+from megajax.job.stored_weights import all_weights
+from megajax.mesh.config import ParallelConfig
+from megajax.metrics.config import LoggingConfig
+from megajax.precision.config import PrecisionConfig
+from megajax.tasks.cache import RequestCache
+from megajax.tasks.command import Asked, evaluate, prepare
+from megajax.tasks.config import ChoicesConfig, EvaluatedConfig, HarnessConfig, LambadaConfig, SplitConfig
+from megajax.tokenizers.config import NullTokenizerConfig
+from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.run_config import RunConfig
+from megajax.training.scoring import Scorer, Window
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+STEPS = 2
+
+
+def write_lines(path: Path, lines: list[dict]) -> str:
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token files, texts of numbers for the null tokenizer, and a run of two steps that was evaluated on them."""
+    folder, draw = tmp_path_factory.mktemp("evaluated"), np.random.default_rng(0)
+    for name, rows in (("train", 40), ("valid", 10)):
+        with IndexedWriter(folder / name, np.dtype("<u2")) as writer:
+            writer.add_document([draw.integers(0, VOCABULARY - 1, rows * LENGTH + 1).astype(np.uint16)])
+
+    def text(size: int) -> str:
+        return " ".join(map(str, draw.integers(0, VOCABULARY - 1, size)))
+
+    write_lines(folder / "texts.jsonl", [{"text": text(size)} for size in (5, 9, 12, 3, 20)])
+    questions = [{"context": text(4), "choices": [text(n) for n in (1, 2, 1)], "answer": i % 3} for i in range(12)]
+    write_lines(folder / "questions.jsonl", questions)
+    prefixes = BlendConfig(train_paths=(str(folder / "train"),), valid_paths=(str(folder / "valid"),))
+    cfg = RunConfig(
+        model=llama(),
+        data=prefixes,
+        tokenizer=NullTokenizerConfig(vocabulary_size=VOCABULARY),
+        parallel=ParallelConfig(data=1),
+        precision=PrecisionConfig(compute="float32"),
+        batch=BatchConfig(global_size=4, micro_size=4),
+        evaluation=EvaluationConfig(
+            full=True, tasks_every=1, tasks=(LambadaConfig(path=str(folder / "texts.jsonl")), SplitConfig())
+        ),
+        checkpoint=CheckpointConfig(every=1),
+        logging=LoggingConfig(every=1, plot=False, sample=False, report=False, live="never"),
+        steps=STEPS,
+        run_dir=str(folder / "run"),
+    )
+    assert train(cfg) == 0
+    return folder
+
+
+def config(folder: Path, *settings: str) -> EvaluatedConfig:
+    return load(folder / "run/config.yaml", *settings, root=EvaluatedConfig)
+
+
+@pytest.fixture(scope="module")
+def scorer(folder) -> Scorer:
+    program, tokenizer = prepare(config(folder))
+    with jax.set_mesh(program.mesh):
+        weights, where = all_weights(folder / "run", program)
+    assert where == f"{folder / 'run'}, step {STEPS}"
+    return Scorer(program, tokenizer, weights)
+
+
+def lines(folder: Path, split: str) -> list[dict]:
+    all_lines = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
+    return [line for line in all_lines if line.get("split") == split]
+
+
+def results(folder: Path) -> dict[str, dict[str, dict]]:
+    return json.loads((folder / "results.json").read_text())["results"]
+
+
+def test_a_run_is_evaluated_on_its_tasks_every_n_steps(folder):
+    assert [line["step"] for line in lines(folder, "lambada")] == [1, 2]
+    first, last = lines(folder, "lambada")
+    assert first["loss"] != last["loss"]
+    assert 0 <= first["accuracy"] <= 1
+    assert lines(folder, "split")[-1]["loss"] == pytest.approx(lines(folder, "validation")[-1]["loss"], rel=1e-6)
+
+
+def test_figures_are_those_of_the_run_itself(folder):
+    prefix, texts = folder / "valid", folder / "texts.jsonl"
+    words = f"split:validation,perplexity:{prefix},lambada:{texts}"
+    assert main([f"--run={folder / 'run'}", f"--tasks={words}", f"--output={folder}"]) == 0
+    expected = lines(folder, "validation")[-1]["loss"]
+    for name in ("split", "perplexity"):
+        figures = results(folder)[name]
+        assert figures["loss"]["value"] == pytest.approx(expected, rel=1e-6)
+        assert figures["perplexity"]["value"] == pytest.approx(math.exp(expected), rel=1e-5)
+        assert figures["loss"]["count"] == 10 * LENGTH
+    assert results(folder)["lambada"]["loss"]["value"] == pytest.approx(lines(folder, "lambada")[-1]["loss"], rel=1e-6)
+    assert results(folder)["lambada"]["truncated_contexts"]["value"] == 1
+    kept = json.loads((folder / "results.json").read_text())
+    assert kept["weights"] == f"{folder / 'run'}, step {STEPS}"
+    assert {"jax", "numpy"} <= kept["versions"].keys()
+
+
+def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys):
+    """The second attempt asks the model only what the first one did not."""
+    asked = Asked(folder / "run", [ChoicesConfig(path=str(folder / "questions.jsonl"))], tmp_path)
+    calls, whole = [], Scorer.scores
+
+    def interrupted(self, rows):
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        calls.append(len(rows))
+        return whole(self, rows)
+
+    monkeypatch.setattr(Scorer, "scores", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(config(folder), asked, all_weights)
+    assert not (tmp_path / "results.json").exists()
+    (kept,) = (tmp_path / "evaluation_cache").iterdir()
+    kept.write_bytes(kept.read_bytes()[:-9])  # the last line was cut short
+    done = sum(calls) - 1
+    rest = []
+    monkeypatch.setattr(Scorer, "scores", lambda self, rows: (rest.append(len(rows)), whole(self, rows))[1])
+    assert evaluate(config(folder), asked, all_weights) == 0
+    assert (done, sum(rest)) == (7, 36 - 7)
+    assert f"{done} answers of an earlier attempt" in capsys.readouterr().err
+    first = results(tmp_path)
+    monkeypatch.setattr(Scorer, "scores", None)
+    evaluate(config(folder), asked, all_weights)
+    assert results(tmp_path) == first
+    monkeypatch.setattr(Scorer, "scores", whole)
+    evaluate(config(folder), asked._replace(output=tmp_path / "new", cache=False), all_weights)
+    for name, figure in results(tmp_path / "new")["choices"].items():
+        assert figure["value"] == pytest.approx(first["choices"][name]["value"], abs=1e-5)
+
+
+def test_answers_of_other_weights_are_not_taken(tmp_path):
+    window = Window(np.arange(5, dtype=np.int32), 2)
+    with RequestCache(tmp_path, "one") as cache:
+        cache.put([window], [(-1.5, 1)])
+    with RequestCache(tmp_path, "one") as cache:
+        assert cache.get([window, window._replace(counted=1)]) == [(-1.5, 1), None]
+    with RequestCache(tmp_path, "two") as cache:
+        assert cache.get([window]) == [None]
+
+
+HARNESS = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {path}}}}}
+test_split: test
+"""
+CHOICES = """
+output_type: multiple_choice
+doc_to_text: "{{context}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: answer
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+WRITTEN = """
+output_type: generate_until
+doc_to_text: "{{text}}"
+doc_to_target: "1"
+generation_kwargs: {until: ["9"], max_gen_toks: 3, do_sample: false}
+metric_list: [{metric: exact_match}]
+"""
+ROLLING = """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]
+"""
+
+
+def test_lm_eval_agrees_with_counts_by_hand(folder, scorer, tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    for name, path, rest in (
+        ("own_choices", folder / "questions.jsonl", CHOICES),
+        ("own_texts", folder / "texts.jsonl", ROLLING),
+        ("own_written", folder / "texts.jsonl", WRITTEN),
+    ):
+        (tmp_path / f"{name}.yaml").write_text(HARNESS.format(name=name, path=path) + rest)
+    task = HarnessConfig(tasks=("own_choices", "own_texts", "own_written"), include_path=str(tmp_path)).build(scorer)
+    figures = task()
+    mine = ChoicesConfig(path=str(folder / "questions.jsonl")).build(scorer)()
+    right = by_hand(folder, scorer)
+    assert figures["own_choices/acc"].value == mine["accuracy"].value == right / 12
+    assert figures["own_choices/acc"].count == 12
+    assert figures["own_choices/acc"].error == pytest.approx(mine["accuracy"].error)
+    texts = [json.loads(line)["text"] for line in (folder / "texts.jsonl").read_text().splitlines()]
+    total = sum(rolling(scorer, text) for text in texts)
+    words = sum(len(text.split()) for text in texts)
+    assert figures["own_texts/word_perplexity"].value == pytest.approx(math.exp(-total / words), rel=1e-5)
+    assert figures["own_written/exact_match"].value == 0
+    with pytest.raises(UserError, match="lm-eval:own_choises: no task of lm-eval or .*; did you mean own_choices"):
+        HarnessConfig(tasks=("own_choises",), include_path=str(tmp_path)).build(scorer)
+    (tmp_path / "remote.yaml").write_text((HARNESS.format(name="remote", path="/no/file.jsonl")) + CHOICES)
+    with pytest.raises(UserError, match=r"lm-eval:remote: its data cannot be read on this machine, and nothing is"):
+        HarnessConfig(tasks=("remote",), include_path=str(tmp_path)).build(scorer)
+
+
+def log_p(scorer: Scorer, tokens: list[int]) -> np.ndarray:
+    """Log-probability of each of the tokens but the first, by the model's scores of one row."""
+    row = np.array(tokens, np.int32)
+    return scorer.scores([{"tokens": row[:-1], "labels": row[1:], "positions": np.arange(len(row) - 1)}])[0][0]
+
+
+def by_hand(folder: Path, scorer: Scorer) -> int:
+    """Right answers."""
+    right = 0
+    for line in map(json.loads, (folder / "questions.jsonl").read_text().splitlines()):
+        context, values = [int(word) for word in line["context"].split()], []
+        for choice in line["choices"]:
+            end = [int(word) for word in choice.split()]
+            values.append(log_p(scorer, context + end)[len(context) - 1 : len(context) + len(end) - 1].sum())
+        right += int(np.argmax(values)) == line["answer"]
+    return right
+
+
+def rolling(scorer: Scorer, text: str) -> float:
+    """Log-probability of a text: the first row from the end of another, what follows with a full row before it."""
+    tokens = [scorer.tokenizer.eod, *map(int, text.split())]
+    total = log_p(scorer, tokens[: LENGTH + 1])[: min(LENGTH, len(tokens) - 1)].sum()
+    if (rest := len(tokens) - 1 - LENGTH) > 0:
+        total += log_p(scorer, tokens[-LENGTH - 1 :])[LENGTH - rest : LENGTH].sum()
+    return float(total)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [("--parallel.data=2", "--parallel.tensor=2"), ("--parallel.pipeline=2",)])
+def test_other_devices_give_the_same_figures(folder, tmp_path, settings):
+    tasks = f"--tasks=split:validation,choices:{folder / 'questions.jsonl'}"
+    for output, more in (
+        (tmp_path / "one", ()),
+        (tmp_path / "four", ("--devices=cpu:4", "--parallel.data=2", *settings)),
+    ):
+        command = (
+            sys.executable,
+            "-m",
+            "megajax.evaluate",
+            f"--run={folder / 'run'}",
+            tasks,
+            f"--output={output}",
+            *more,
+        )
+        output.mkdir()
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, done.stderr
+    one, four = results(tmp_path / "one"), results(tmp_path / "four")
+    for task, figures in one.items():
+        for name, figure in figures.items():
+            assert four[task][name]["value"] == pytest.approx(figure["value"], rel=1e-5), f"{task} {name}"
+
+
+def test_what_is_wrong_is_said_before_anything_runs(folder, tmp_path):
+    with pytest.raises(ConfigError, match="--run: must be given, or --hf=DIR"):
+        main(["--tasks=split:validation"])
+    with pytest.raises(UserError, match=r"there is no .*config\.yaml\nGive the folder of a run"):
+        main([f"--run={tmp_path}", "--tasks=split:validation"])
+    with pytest.raises(ConfigError, match="perplexty is no task\n.*did you mean perplexity"):
+        main([f"--run={folder / 'run'}", "--tasks=perplexty:a"])
+    with pytest.raises(ConfigError, match="--config: evaluate takes no config"):
+        main([f"--run={folder / 'run'}", "--config=quickstart.py"])
+    with pytest.raises(ConfigError, match="--tensr: no such|parallel.tensr: no such setting"):
+        main([f"--run={folder / 'run'}", "--parallel.tensr=2"])
+
+
+def test_a_run_without_checkpoints_and_a_tokenizer_that_does_not_fit(folder, tmp_path):
+    (tmp_path / "config.yaml").write_text((folder / "run/config.yaml").read_text())
+    asked = Asked(tmp_path, [SplitConfig()], tmp_path)
+    with pytest.raises(UserError, match=f"there are no checkpoints to take weights from: {tmp_path} holds none"):
+        evaluate(config(folder), asked, all_weights)
+    cfg = replace(config(folder), tokenizer=NullTokenizerConfig(vocabulary_size=VOCABULARY + 1))
+    with pytest.raises(UserError, match=f"the tokenizer has {VOCABULARY + 1} tokens, model.vocabulary_size is"):
+        evaluate(cfg, asked, all_weights)
+    other = config(folder, f"model.hidden={64}")
+    with pytest.raises(UserError, match="are not this model's:\n.*tokens: .*32. there, .*64. here"):
+        evaluate(other, Asked(folder / "run", [SplitConfig()], tmp_path), all_weights)

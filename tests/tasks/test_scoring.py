@@ -1,0 +1,150 @@
+"""Scores of windows: against log_softmax of the model's logits, on every layout, in any batch."""
+
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+from tiny_runs import LENGTH, ONE, VOCABULARY, llama
+
+from megajax.config.errors import UserError
+from megajax.data.config import MockConfig
+from megajax.layers.param import bind
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.mesh import build_mesh
+from megajax.models.presets.bert import bert
+from megajax.precision.config import PrecisionConfig
+from megajax.tasks.generation import Generation, generate
+from megajax.tasks.loglikelihood import LogLikelihoods, Request
+from megajax.tokenizers.config import NullTokenizerConfig
+from megajax.training.config import BatchConfig
+from megajax.training.program import Program
+from megajax.training.run_config import RunConfig
+from megajax.training.scoring import Answer, Scorer, Stopped, Window
+
+SIZES = ((5, 2), (17, 16), (9, 1), (3, 1), (12, 11), (7, 3), (17, 4), (2, 1))
+"""(tokens, counted) of windows; rows have 16 positions."""
+
+
+def windows() -> list[Window]:
+    draw = np.random.default_rng(0)
+    return [Window(draw.integers(0, VOCABULARY, size).astype(np.int32), counted) for size, counted in SIZES]
+
+
+@cache
+def scorer(parallel: ParallelConfig = ONE, micro_size: int = 4) -> Scorer:
+    rows = micro_size * (parallel.data or 1) * parallel.pipeline
+    cfg = RunConfig(
+        model=llama(),
+        data=MockConfig(),
+        parallel=parallel,
+        precision=PrecisionConfig(compute="float32"),
+        batch=BatchConfig(global_size=rows, micro_size=micro_size),
+    )
+    mesh = build_mesh(parallel)
+    program = Program.of(cfg, mesh)
+    with jax.set_mesh(mesh):
+        state = program.fresh_state()()
+    return Scorer(program, NullTokenizerConfig(vocabulary_size=VOCABULARY).build(), state.inputs)
+
+
+@cache
+def model():
+    """The module on one device, without a mesh: int32 [1, LENGTH] -> logits."""
+    one, weights = scorer(), jax.device_put(jax.device_get(scorer().weights), jax.devices()[0])
+    return jax.jit(lambda row: bind(one.program.abstract, weights)(row))
+
+
+@cache
+def log_softmax(tokens: bytes) -> np.ndarray:
+    """float64 [N, V] by the module itself and numpy, for int32 tokens [N]."""
+    ids = np.frombuffer(tokens, np.int32)
+    row = np.zeros((1, LENGTH), np.int32)
+    row[0, : len(ids)] = ids
+    with jax.default_matmul_precision("highest"):
+        logits = np.asarray(model()(row), np.float64)[0, : len(ids)]
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def by_hand(window: Window) -> Answer:
+    log_p, labels = log_softmax(window.tokens[:-1].tobytes()), window.tokens[1:]
+    places = range(len(labels) - window.counted, len(labels))
+    right = sum(int(log_p[place].argmax()) == labels[place] for place in places)
+    return Answer(sum(float(log_p[place, labels[place]]) for place in places), right)
+
+
+def close(actual: list[Answer], expected: list[Answer]) -> None:
+    np.testing.assert_allclose([a[0] for a in actual], [e[0] for e in expected], rtol=1e-5, atol=1e-5)
+    assert [a.right for a in actual] == [e.right for e in expected]
+
+
+def test_answers_are_log_softmax_in_numpy():
+    close(scorer().answers(windows()), [by_hand(window) for window in windows()])
+
+
+def test_a_greedy_continuation_is_told():
+    prompt = windows()[1].tokens[:6]
+    token = int(log_softmax(prompt.tobytes())[-1].argmax())
+    engine = LogLikelihoods(scorer())
+    yes, no = engine([Request(prompt, np.array([id])) for id in (token, (token + 1) % VOCABULARY)])
+    assert (yes.greedy, no.greedy) == (True, False)
+    assert yes.value > no.value
+
+
+def test_batches_change_nothing():
+    one_at_a_time = [scorer().answers([window])[0] for window in windows()]
+    close(one_at_a_time, scorer().answers(windows()))
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(data=2, tensor=2),
+        pytest.param(ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="fsdp"), marks=pytest.mark.slow),
+        pytest.param(ParallelConfig(data=2, pipeline=2), marks=pytest.mark.slow),
+    ],
+    ids=["data2-tensor2", "fsdp2-tensor2-sequence", "data2-pipeline2"],
+)
+def test_layouts_agree_with_one_device(parallel):
+    close(scorer(parallel, 2).answers(windows()), scorer().answers(windows()))
+
+
+def test_a_context_that_does_not_fit_loses_its_beginning():
+    draw = np.random.default_rng(1)
+    context, end = draw.integers(0, VOCABULARY, 30).astype(np.int32), np.array([3, 4], np.int32)
+    engine = LogLikelihoods(scorer())
+    short, long = engine([Request(context[-15:], end), Request(context, end)])
+    assert engine.truncated == 1
+    assert short == long
+    with pytest.raises(UserError, match="a continuation has 17 tokens, the model scores 1 to 16"):
+        engine([Request(end, context[:17])])
+
+
+def test_generation_is_the_likeliest_token_again_and_again():
+    prompt = windows()[3].tokens
+    written, tokens = [], prompt
+    for _ in range(4):
+        written.append(int(log_softmax(tokens.tobytes())[-1].argmax()))
+        tokens = np.append(tokens, written[-1]).astype(np.int32)
+    # The tokenizer writes ids with blanks between them.
+    assert generate(scorer(), [Generation(prompt, 4)]) == [" ".join(map(str, written))]
+    assert generate(scorer(), [Generation(prompt, 4, [f" {written[2]}"])])[0] == " ".join(map(str, written[:2]))
+    with pytest.raises(UserError, match="16 tokens to generate: a row of the model has 16"):
+        generate(scorer(), [Generation(prompt, 16)])
+
+
+def test_an_evaluation_can_be_stopped():
+    asked = scorer()
+    asked.stopping = lambda: True
+    try:
+        with pytest.raises(Stopped):
+            asked.answers(windows())
+    finally:
+        asked.stopping = lambda: False
+
+
+def test_models_that_are_not_causal_are_refused():
+    cfg = RunConfig(model=bert("debug"), data=MockConfig())
+    program = scorer().program
+    with pytest.raises(UserError, match="tasks are for causal language models"):
+        Scorer(type(program)(**{**vars(program), "cfg": cfg}), scorer().tokenizer, {})

@@ -1,0 +1,252 @@
+"""Windows of streams, detokenizers, last words and pairs as Megatron-LM and lm-eval have them; damaged files."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megajax.config.errors import ConfigError, UserError
+from megajax.data.indexed import IndexedWriter
+from megajax.tasks.choices import Choices
+from megajax.tasks.command import parse_tasks
+from megajax.tasks.config import ChoicesConfig, LambadaConfig, PerplexityConfig, TextConfig, WikitextConfig
+from megajax.tasks.detokenizers import detokenize
+from megajax.tasks.lambada import Lambada, cloze
+from megajax.tasks.loglikelihood import encode_pair
+from megajax.tasks.perplexity import Text, TokenFiles, Wikitext, windows
+from megajax.tasks.statistics import exponential, mean, ratio
+from megajax.tokenizers.config import ByteTokenizerConfig
+from megajax.training.scoring import Answer, Window
+
+LENGTH = 16
+
+
+class Made:
+    """A scorer whose log-probabilities are a function of the tokens; it counts what it is asked."""
+
+    def __init__(self, vocabulary: int = 257):
+        self.tokenizer, self.length, self.asked = ByteTokenizerConfig().build(), LENGTH, list[Window]()
+        leaf = SimpleNamespace(below=vocabulary)
+        model = SimpleNamespace(schema=lambda: {"tokens": leaf})
+        self.program = SimpleNamespace(cfg=SimpleNamespace(model=model))
+
+    def answers(self, asked: list[Window]) -> list[Answer]:
+        self.asked += asked
+        return [Answer(-sum(loss(int(token)) for token in w.tokens[-w.counted :]), 0) for w in asked]
+
+
+def loss(token: int) -> float:
+    return 0.5 + token % 7
+
+
+def write(path: Path, *lines: Any) -> str:
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return str(path)
+
+
+def brute_force(tokens: list[int], length: int, stride: int) -> list[tuple[list[int], list[int]]]:
+    """Megatron-LM's windows, counted as its `pad_mask` does: (tokens, positions in the stream that count)."""
+    targets = len(tokens) - 1
+    count = max(math.ceil(max(targets - stride, 0) / stride) + 1, 1)
+    result = []
+    for number in range(count):
+        start = number * stride
+        window = tokens[start : start + length + 1]
+        mask = [1] * (len(window) - 1) + [0] * (length + 1 - len(window))
+        if stride != length and number:
+            mask = [0] * (length - stride) + mask[length - stride :]
+        result.append((window, [start + 1 + place for place, one in enumerate(mask) if one]))
+    return result
+
+
+@pytest.mark.parametrize("size", [2, 3, 16, 17, 18, 40, 49, 50])
+@pytest.mark.parametrize("stride", [1, 4, 15, 16])
+def test_windows_are_megatrons(size, stride):
+    tokens = np.arange(100, 100 + size)
+    expected = [(window, counted) for window, counted in brute_force(tokens.tolist(), LENGTH, stride) if counted]
+    actual = list(windows(tokens, LENGTH, stride))
+    assert [window.tokens[-window.counted :].tolist() for window in actual] == [
+        [int(tokens[place]) for place in counted] for _, counted in expected
+    ]
+    # The context of each is the same: the window up to its last counted token.
+    assert [window.tokens.tolist() for window in actual] == [
+        [int(token) for token in window if token <= tokens[counted[-1]]] for window, counted in expected
+    ]
+    assert sum(window.counted for window in actual) == size - 1
+
+
+def test_a_stride_above_a_row_is_refused():
+    with pytest.raises(UserError, match="stride=17 is above the 16 tokens of a row"):
+        list(windows(np.arange(9), LENGTH, 17))
+
+
+def test_wikitext_figures_are_megatrons(tmp_path):
+    text = ' \n = Title = \n\n The cat \'s 1 @,@ 000 " small " hats ( red ) , and N more . \n'
+    path = tmp_path / "wiki.tokens"
+    path.write_text(text)
+    figures = Wikitext(WikitextConfig(path=str(path), stride=4), Made())()
+    tokens = detokenize(text, "wikitext").encode()
+    total = sum(loss(token) for token in tokens[1:])
+    words = len(text.strip().split(" "))
+    average = total / (len(tokens) - 1)
+    assert figures["loss"].value == pytest.approx(average, rel=1e-12)
+    assert figures["loss"].count == len(tokens) - 1
+    assert figures["perplexity"].value == pytest.approx(math.exp(min(20, average)))
+    assert figures["token_ratio"].value == (len(tokens) - 1) / (words - 1)
+    expected = math.exp(min(20, average * (len(tokens) - 1) / (words - 1)))
+    assert figures["adjusted_perplexity"].value == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "expected"),
+    [
+        ("wikitext", "the dogs ' 3 @-@ 4 ( a b ) [ c ] { d }", "the dogs' 3-4 (a b) [c] {d}"),
+        ("wikitext", 'he said , " no : 1 @.@ 5 " ; so ! then ? it \'s', 'he said, "no: 1.5"; so! then? it\'s'),
+        ("wikitext", " = = Head = = \n N of \N{DEGREE SIGN} C", "== Head ==\nN of\N{DEGREE SIGN}C"),
+        ("ptb", "it 's $ 1 \n do n't N times # 1", "it's $1\ndon't1 times #1"),
+        ("none", " = = a = = ", " = = a = = "),
+    ],
+)
+def test_detokenizers(kind, text, expected):
+    assert detokenize(text, kind).strip(" ") == expected.strip(" ")
+
+
+def test_text_is_counted_by_tokens_words_and_bytes(tmp_path):
+    documents = ["two words\n", "three more wörds here, and enough for windows"]
+    path = write(tmp_path / "a.jsonl", *({"body": text} for text in documents))
+    scorer = Made()
+    figures = Text(TextConfig(path=path, key="body"), scorer)()
+    data = [text.encode() for text in documents]
+    total = sum(loss(token) for each in data for token in each)
+    bytes_, words = sum(map(len, data)), sum(len(text.split()) for text in documents)
+    # Of a tokenizer of bytes, every byte is a token and each document begins after the end of another.
+    assert figures["loss"].value == pytest.approx(total / bytes_)
+    assert [int(window.tokens[0]) for window in scorer.asked[:2]] == [256, 256]
+    assert figures["word_perplexity"].value == pytest.approx(math.exp(total / words))
+    assert figures["byte_perplexity"].value == pytest.approx(math.exp(total / bytes_))
+    assert figures["bits_per_byte"].value == pytest.approx(total / bytes_ / math.log(2))
+
+
+def test_token_files_are_one_stream(tmp_path):
+    draw = np.random.default_rng(0)
+    documents = [draw.integers(0, 200, size).astype(np.uint16) for size in (5, 30, 12)]
+    with IndexedWriter(tmp_path / "a", np.dtype("<u2")) as writer:
+        for document in documents:
+            writer.add_document([document])
+    figures = TokenFiles(PerplexityConfig(paths=(str(tmp_path / "a"),)), Made())()
+    stream = np.concatenate(documents)
+    assert figures["loss"].value == pytest.approx(np.mean([loss(int(token)) for token in stream[1:]]))
+    with pytest.raises(UserError, match=r"a has token \d+, the model's ids are 0 to 99: it was made with another"):
+        TokenFiles(PerplexityConfig(paths=(str(tmp_path / "a"),)), Made(vocabulary=100))
+
+
+def test_lambada_cuts_as_megatron_does():
+    tokenizer = ByteTokenizerConfig().build()
+    context, end = cloze(tokenizer, "A cat sat on the mat", strict=True)
+    assert (tokenizer.decode(context), tokenizer.decode(end)) == ("A cat sat on the", " mat")
+    context, end = cloze(tokenizer, "A cat sat on the mat", strict=False)
+    assert (tokenizer.decode(context), tokenizer.decode(end)) == ("A cat sat on the ma", "t")
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation", "expected"),
+    [("a b", " c", ("a b", " c")), ("a b ", "c", ("a b", " c")), ("", "c", (None, "c"))],
+)
+def test_pairs_are_cut_as_lm_eval_does(context, continuation, expected):
+    tokenizer = ByteTokenizerConfig().build()
+    request = encode_pair(tokenizer, context, continuation)
+    before = None if request.context.tolist() == [tokenizer.eod] else tokenizer.decode(request.context)
+    assert (before, tokenizer.decode(request.continuation)) == expected
+
+
+def test_choices_are_counted_by_hand(tmp_path):
+    lines = [
+        {"context": "q", "choices": ["aaaa", "b"], "answer": 0},
+        {"context": "q", "choices": ["c", "dd"], "answer": 1},
+        {"context": "longer than a row can be", "choices": ["e", "f", "é"], "answer": 2},
+    ]
+    figures = Choices(ChoicesConfig(path=write(tmp_path / "a.jsonl", *lines)), Made())()
+
+    def score(choice: str) -> float:
+        return -sum(loss(byte) for byte in f" {choice}".encode())
+
+    best = [max(range(len(line["choices"])), key=lambda n, line=line: score(line["choices"][n])) for line in lines]
+    norm = [
+        max(
+            range(len(line["choices"])),
+            key=lambda n, line=line: score(line["choices"][n]) / len(line["choices"][n].encode()),
+        )
+        for line in lines
+    ]
+    answers = [line["answer"] for line in lines]
+    assert figures["accuracy"].value == np.mean([a == b for a, b in zip(best, answers, strict=True)])
+    assert figures["accuracy_norm"].value == np.mean([a == b for a, b in zip(norm, answers, strict=True)])
+    assert figures["accuracy"].count == 3
+    assert figures["truncated_contexts"].value == 3
+    assert best != norm, "the case shows no difference"
+
+
+def test_standard_errors():
+    values = [1.0, 0.0, 0.0, 1.0, 1.0]
+    assert mean(values).error == pytest.approx(np.std(values, ddof=1) / 5**0.5)
+    assert mean([1.0]).error is None
+    assert math.isnan(ratio([], []).value)
+    equal = ratio([4.0, 8.0, 12.0], [2, 4, 6])
+    assert (equal.value, equal.error, equal.count) == (2.0, 0.0, 12)
+    assert exponential(mean([1.0, 3.0])).error == pytest.approx(math.exp(2) * 1.0)
+    assert exponential(ratio([1e6], [1])).value == math.inf
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "a.jsonl, line 2: is not JSON"),
+        ([1], "a.jsonl, line 2: is \\[1\\], not an object with context"),
+        ({"contxt": "q", "choices": [], "answer": 0}, "line 2: lacks context; it has contxt, choices, answer. did you"),
+        ({"context": 3, "choices": [], "answer": 0}, "line 2: context is 3, not text"),
+        ({"context": "q", "choices": ["a"], "answer": 0}, "line 2: choices must be two texts or more"),
+        ({"context": "q", "choices": ["a", "b"], "answer": True}, "line 2: answer is true, not a whole number"),
+        ({"context": "q", "choices": ["a", "b"], "answer": 2}, "line 2: answer is 2, the choices are 0 to 1"),
+        ({"context": "q", "choices": ["a", "b" * 40], "answer": 0}, "line 2: has a choice of 41 tokens; rows of the"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path, line, message):
+    good = {"context": "q", "choices": ["a", "b"], "answer": 1}
+    with pytest.raises(UserError, match=message):
+        Choices(ChoicesConfig(path=write(tmp_path / "a.jsonl", good, line)), Made())
+
+
+def test_texts_of_one_word_have_no_last_word(tmp_path):
+    with pytest.raises(UserError, match="line 1: text is 'alone', two words are needed"):
+        Lambada(LambadaConfig(path=write(tmp_path / "a.jsonl", {"text": "alone"})), Made())
+    with pytest.raises(UserError, match=r"a\.jsonl: has no lines"):
+        Lambada(LambadaConfig(path=write(tmp_path / "a.jsonl", "")), Made())
+
+
+def test_tasks_are_read_from_the_command_line(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"text": "two words"})
+    tasks = parse_tasks(f"lambada:{path}:strict=true, lambada:{path},perplexity:a/b,wikitext:{path}:stride=none")
+    assert [task.name for task in tasks] == ["lambada", "lambada_2", "perplexity", "wikitext"]
+    assert (tasks[0].strict, tasks[1].strict, tasks[2].paths, tasks[3].stride) == (True, False, ("a/b",), None)
+    (harness,) = parse_tasks("lm-eval:arc:fewshot=2", tmp_path)
+    assert (harness.tasks, harness.fewshot, harness.include_path) == (("arc",), 2, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "--tasks: must be given"),
+        ("lambda:x", "lambda is no task\n.*did you mean lambada"),
+        ("lambada", "--tasks=lambada: path: has no default and is not given"),
+        ("lambada:/no/file", "--tasks=lambada: path: there is no file /no/file\n.*nothing is ever fetched"),
+        ("perplexity:a:strid=3", "--tasks=perplexity: strid: no such setting"),
+        ("perplexity:a:stride=0", "stride: must be at least 1, got 0"),
+    ],
+)
+def test_wrong_tasks_are_named(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_tasks(text)
