@@ -14,16 +14,14 @@ Hardware: each size names its own; not yet run on GPUs
 
 from dataclasses import replace
 
-from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.config import BlendConfig
 from megajax.layers.config import DispatchConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig
 from megajax.models.presets.deepseek import deepseek
-from megajax.optim.config import AdamWConfig, ScheduleConfig
-from megajax.tokenizers.config import HuggingFaceTokenizerConfig
-from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.optim.config import ScheduleConfig
+from megajax.training.config import EvaluationConfig
 from megajax.training.debug_config import library_twin
+from megajax.training.own_text import own_text
 from megajax.training.run_config import RunConfig
 
 
@@ -39,13 +37,14 @@ def debug() -> RunConfig:
 
 def deepseek_v2_lite() -> RunConfig:
     """15.7 B parameters, 2.4 B active; 5.7 T tokens, 19 M a step. 16 GPUs with 80 GB: expert 8 x data 2."""
-    return _own_text(
+    return own_text(
         "deepseek_v2_lite",
         deepseek("v2-lite"),
-        ParallelConfig(expert=8),
+        parallel=ParallelConfig(expert=8),
         schedule=ScheduleConfig(lr=4.2e-4, min_lr=4.2e-5, warmup_steps=2000),
         rows=4608,
         steps=302_000,
+        evaluation=EvaluationConfig(every=1000, batches=1),
     )
 
 
@@ -56,13 +55,14 @@ def deepseek_v3() -> RunConfig:
     times the mean number of rows, which bounds their memory; the metrics count what is dropped beyond. A run counts up
     to 2^31 rows; the rest is a second run.
     """
-    return _own_text(
+    return own_text(
         "deepseek_v3",
         replace(deepseek("v3", dispatch=DispatchConfig(room=1.5)), recompute="full"),
-        ParallelConfig(pipeline=32, expert=4, tensor=2, sequence=True),
+        parallel=ParallelConfig(pipeline=32, expert=4, tensor=2, sequence=True),
         schedule=ScheduleConfig(lr=2.2e-4, min_lr=2.2e-5, warmup_steps=2000),
         rows=15360,
         steps=139_000,
+        evaluation=EvaluationConfig(every=1000, batches=1),
     )
 
 
@@ -79,22 +79,3 @@ def deepseek_v3_debug() -> RunConfig:
 def _debug_model() -> DecoderConfig:
     """V3's kinds of layers; wider initial weights than the sizes have, as it is narrow."""
     return replace(deepseek("debug", sequence_length=64, vocabulary_size=257), init_std=0.02)
-
-
-def _own_text(
-    name: str, model: DecoderConfig, parallel: ParallelConfig, *, schedule: ScheduleConfig, rows: int, steps: int
-) -> RunConfig:
-    """`rows` of 4096 tokens of your own text a step; documents do not attend to each other."""
-    return RunConfig(
-        model=model,
-        parallel=parallel,
-        data=BlendConfig(paths=("data/corpus_text_document",), split="998,1,1", isolate_documents=True),
-        tokenizer=HuggingFaceTokenizerConfig(path="data/tokenizer.json"),
-        optimizer=AdamWConfig(beta2=0.95, weight_decay=0.1),
-        schedule=schedule,
-        batch=BatchConfig(global_size=rows, micro_size=1),
-        evaluation=EvaluationConfig(every=1000, batches=1),
-        checkpoint=CheckpointConfig(every=250),
-        steps=steps,
-        run_dir=f"runs/{name}",
-    )

@@ -21,9 +21,10 @@ from megajax.models.presets.gpt import GPT_VOCABULARY
 from megajax.models.presets.llama import llama3
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.precision.config import PrecisionConfig
-from megajax.tokenizers.config import GPT2TokenizerConfig, HuggingFaceTokenizerConfig
+from megajax.tokenizers.config import GPT2TokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.debug_config import debug_config
+from megajax.training.own_text import own_text
 from megajax.training.run_config import RunConfig
 
 
@@ -60,21 +61,21 @@ def llama3_7m() -> RunConfig:
 
 def llama3_8b() -> RunConfig:
     """4 M tokens a step, cosine from 3e-4 to 3e-5. 8 GPUs with 80 GB, tensor 4 x data 2."""
-    return _own_text(
+    return own_text(
         "llama3_8b",
         llama3("8b"),
         parallel=ParallelConfig(tensor=4, sequence=True, data_sharding="zero1"),
         schedule=ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000),
         rows=512,
-        evaluation_batches=8,
-        save_every=500,
+        evaluation=EvaluationConfig(every=1000, batches=8),
+        checkpoint=CheckpointConfig(every=500),
         steps=500_000,
     )
 
 
 def llama3_70b() -> RunConfig:
     """15 T tokens, 4 M a step, cosine from 1.5e-4 to 1.5e-6. 128 GPUs, tensor 8 x pipeline 4 x data 4."""
-    return _own_text(
+    return own_text(
         "llama3_70b",
         llama3("70b"),
         parallel=_interleaved(pipeline=4, tensor=8, virtual_stages=5),
@@ -86,7 +87,7 @@ def llama3_70b() -> RunConfig:
 
 def llama3_405b() -> RunConfig:
     """15 T tokens, 16 M a step, cosine from 8e-5 to 8e-7. 1024 GPUs, tensor 8 x pipeline 16 x data 8."""
-    return _own_text(
+    return own_text(
         "llama3_405b",
         replace(llama3("405b"), recompute="full"),
         parallel=_interleaved(pipeline=16, tensor=8, virtual_stages=4),
@@ -132,31 +133,4 @@ def _interleaved(*, pipeline: int, tensor: int, virtual_stages: int) -> Parallel
         data_sharding="zero1",
         schedule="interleaved",
         virtual_stages=virtual_stages,
-    )
-
-
-def _own_text(
-    name: str,
-    model: DecoderConfig,
-    *,
-    parallel: ParallelConfig,
-    schedule: ScheduleConfig,
-    rows: int,
-    steps: int,
-    evaluation_batches: int = 4,
-    save_every: int = 250,
-) -> RunConfig:
-    """`rows` of 8192 tokens of your own text a step, one row per microbatch; documents do not attend to each other."""
-    return RunConfig(
-        model=model,
-        parallel=parallel,
-        data=BlendConfig(paths=("data/corpus_text_document",), split="998,1,1", isolate_documents=True),
-        tokenizer=HuggingFaceTokenizerConfig(path="data/tokenizer.json"),
-        optimizer=AdamWConfig(beta2=0.95, weight_decay=0.1),
-        schedule=schedule,
-        batch=BatchConfig(global_size=rows, micro_size=1),
-        evaluation=EvaluationConfig(every=1000, batches=evaluation_batches),
-        checkpoint=CheckpointConfig(every=save_every),
-        steps=steps,
-        run_dir=f"runs/{name}",
     )

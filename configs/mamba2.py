@@ -12,13 +12,12 @@ Hardware: each size names its own; not yet run on GPUs
 """
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.config import BlendConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.mamba import mamba2
-from megajax.optim.config import AdamWConfig, ScheduleConfig
-from megajax.tokenizers.config import HuggingFaceTokenizerConfig
-from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.optim.config import ScheduleConfig
+from megajax.training.config import BatchConfig
 from megajax.training.debug_config import library_twin
+from megajax.training.own_text import own_text
 from megajax.training.run_config import RunConfig
 
 
@@ -34,27 +33,27 @@ def debug() -> RunConfig:
 
 def mamba2_130m() -> RunConfig:
     """24 layers x 768 hidden. 8 GPUs, data 8."""
-    return _own_text("130m", lr=3e-3, micro=8)
+    return _sized("130m", lr=3e-3, micro=8)
 
 
 def mamba2_370m() -> RunConfig:
     """48 layers x 1024 hidden. 8 GPUs, data 8."""
-    return _own_text("370m", lr=1.5e-3, micro=8)
+    return _sized("370m", lr=1.5e-3, micro=8)
 
 
 def mamba2_780m() -> RunConfig:
     """48 layers x 1536 hidden. 8 GPUs, data 8."""
-    return _own_text("780m", lr=1.25e-3, micro=4)
+    return _sized("780m", lr=1.25e-3, micro=4)
 
 
 def mamba2_1_3b() -> RunConfig:
     """48 layers x 2048 hidden. 8 GPUs with 80 GB, data 8."""
-    return _own_text("1.3b", lr=1e-3, micro=2)
+    return _sized("1.3b", lr=1e-3, micro=2)
 
 
 def mamba2_2_7b() -> RunConfig:
     """64 layers x 2560 hidden, 1 M tokens a step. 16 GPUs with 80 GB, tensor 2 x data 8."""
-    return _own_text("2.7b", lr=8e-4, micro=2, rows=512, parallel=ParallelConfig(tensor=2, sequence=True))
+    return _sized("2.7b", lr=8e-4, micro=2, rows=512, parallel=ParallelConfig(tensor=2, sequence=True))
 
 
 def mamba2_130m_debug() -> RunConfig:
@@ -87,21 +86,15 @@ def _debug(cfg: RunConfig, parallel: ParallelConfig | None = None) -> RunConfig:
     return library_twin(cfg, model, parallel=parallel or ParallelConfig())
 
 
-def _own_text(
-    size: str, *, lr: float, micro: int, rows: int = 256, parallel: ParallelConfig | None = None
-) -> RunConfig:
+def _sized(size: str, *, lr: float, micro: int, rows: int = 256, parallel: ParallelConfig | None = None) -> RunConfig:
     """300 G tokens, in `rows` of 2048 a step; documents are kept apart."""
-    steps = 300_000_000_000 // (2048 * rows)
-    return RunConfig(
-        model=mamba2(size),
+    return own_text(
+        f"mamba2_{size.replace('.', '_')}",
+        mamba2(size),
         parallel=parallel or ParallelConfig(),
-        data=BlendConfig(paths=("data/corpus_text_document",), split="998,1,1", isolate_documents=True),
-        tokenizer=HuggingFaceTokenizerConfig(path="data/tokenizer.json"),
-        optimizer=AdamWConfig(beta2=0.95, weight_decay=0.1),
         schedule=ScheduleConfig(lr=lr, min_lr=1e-5, warmup_fraction=0.1),
+        rows=rows,
         batch=BatchConfig(global_size=rows, micro_size=micro),
-        evaluation=EvaluationConfig(every=1000, batches=4),
         checkpoint=CheckpointConfig(every=1000),
-        steps=steps,
-        run_dir=f"runs/mamba2_{size.replace('.', '_')}",
+        steps=300_000_000_000 // (2048 * rows),
     )

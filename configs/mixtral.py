@@ -15,23 +15,31 @@ Hardware: each size names its own; not yet run on GPUs
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
-from megajax.data.config import BlendConfig, StandardLibraryConfig
+from megajax.data.config import StandardLibraryConfig
 from megajax.layers.config import RouterConfig
 from megajax.layers.remat import Recompute
 from megajax.mesh.config import ParallelConfig
 from megajax.metrics.config import LoggingConfig
 from megajax.models.config import DecoderConfig
 from megajax.models.presets.mixtral import mixtral
-from megajax.optim.config import AdamWConfig, ScheduleConfig
-from megajax.tokenizers.config import HuggingFaceTokenizerConfig
+from megajax.optim.config import ScheduleConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.debug_config import library_twin
+from megajax.training.own_text import own_text
 from megajax.training.run_config import RunConfig
 
 RECOMPUTE: Recompute = ("norm", "activation", "mlp")
 """Rows of experts are not saved: their buffers have room for any choice of the router, four times what is needed."""
+
+SETTINGS: dict[str, Any] = {
+    "schedule": ScheduleConfig(lr=1e-4, min_lr=1e-5, warmup_steps=500),
+    "rows": 256,
+    "steps": 500_000,
+}
+"""Of all sizes: rows have 4096 tokens."""
 
 
 def config() -> RunConfig:
@@ -47,13 +55,13 @@ def debug() -> RunConfig:
 def mixtral_8x7b() -> RunConfig:
     """46.7 B parameters, 12.9 B active. 64 GPUs with 80 GB: pipeline 4 x 4 virtual stages x expert 8 x data 2."""
     parallel = ParallelConfig(pipeline=4, expert=8, schedule="interleaved", virtual_stages=4)
-    return _own_text("mixtral_8x7b", replace(mixtral("8x7b"), recompute=RECOMPUTE), parallel)
+    return own_text("mixtral_8x7b", replace(mixtral("8x7b"), recompute=RECOMPUTE), parallel=parallel, **SETTINGS)
 
 
 def mixtral_8x22b() -> RunConfig:
     """141 B parameters, 39 B active. 128 GPUs with 80 GB: pipeline 8 x 7 virtual stages x expert 8 x tensor 2."""
     parallel = ParallelConfig(pipeline=8, expert=8, tensor=2, sequence=True, schedule="interleaved", virtual_stages=7)
-    return _own_text("mixtral_8x22b", replace(mixtral("8x22b"), recompute=RECOMPUTE), parallel)
+    return own_text("mixtral_8x22b", replace(mixtral("8x22b"), recompute=RECOMPUTE), parallel=parallel, **SETTINGS)
 
 
 def balance() -> RunConfig:
@@ -108,20 +116,3 @@ def _with_router(model: DecoderConfig, router: RouterConfig) -> DecoderConfig:
     (block,) = model.stack.pattern
     block = replace(block, mlp=replace(block.mlp, router=router))
     return replace(model, stack=model.stack.with_pattern((block,)))
-
-
-def _own_text(name: str, model: DecoderConfig, parallel: ParallelConfig) -> RunConfig:
-    """256 rows of 4096 tokens of your own text a step; documents do not attend to each other."""
-    return RunConfig(
-        model=model,
-        parallel=parallel,
-        data=BlendConfig(paths=("data/corpus_text_document",), split="998,1,1", isolate_documents=True),
-        tokenizer=HuggingFaceTokenizerConfig(path="data/tokenizer.json"),
-        optimizer=AdamWConfig(beta2=0.95, weight_decay=0.1),
-        schedule=ScheduleConfig(lr=1e-4, min_lr=1e-5, warmup_steps=500),
-        batch=BatchConfig(global_size=256, micro_size=1),
-        evaluation=EvaluationConfig(every=1000, batches=4),
-        checkpoint=CheckpointConfig(every=250),
-        steps=500_000,
-        run_dir=f"runs/{name}",
-    )

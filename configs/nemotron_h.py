@@ -12,17 +12,22 @@ Hardware: each size names its own; not yet run on GPUs
 """
 
 from dataclasses import replace
+from typing import Any
 
-from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.config import BlendConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig
 from megajax.models.presets.mamba import nemotron_h
-from megajax.optim.config import AdamWConfig, ScheduleConfig
-from megajax.tokenizers.config import HuggingFaceTokenizerConfig
-from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.optim.config import ScheduleConfig
 from megajax.training.debug_config import library_twin
+from megajax.training.own_text import own_text
 from megajax.training.run_config import RunConfig
+
+SETTINGS: dict[str, Any] = {
+    "schedule": ScheduleConfig(lr=8e-4, min_lr=8e-6, warmup_steps=2000),
+    "rows": 768,
+    "steps": 2_000_000,
+}
+"""Of all sizes: rows have 8192 tokens."""
 
 
 def config() -> RunConfig:
@@ -37,13 +42,15 @@ def debug() -> RunConfig:
 
 def nemotron_h_8b() -> RunConfig:
     """52 layers, 4 of them attention. 32 GPUs with 80 GB, tensor 2 x data 16."""
-    return _own_text("nemotron_h_8b", nemotron_h("8b"), ParallelConfig(tensor=2, sequence=True))
+    return own_text("nemotron_h_8b", nemotron_h("8b"), parallel=ParallelConfig(tensor=2, sequence=True), **SETTINGS)
 
 
 def nemotron_h_56b() -> RunConfig:
     """118 layers, 10 of them attention. 256 GPUs with 80 GB, tensor 8 x FSDP over data 32."""
     model = replace(nemotron_h("56b"), recompute="full")
-    return _own_text("nemotron_h_56b", model, ParallelConfig(tensor=8, sequence=True, data_sharding="fsdp"))
+    return own_text(
+        "nemotron_h_56b", model, parallel=ParallelConfig(tensor=8, sequence=True, data_sharding="fsdp"), **SETTINGS
+    )
 
 
 def nemotron_h_8b_debug() -> RunConfig:
@@ -59,20 +66,3 @@ def nemotron_h_56b_debug() -> RunConfig:
 
 def _debug_model() -> DecoderConfig:
     return nemotron_h("debug", sequence_length=64, vocabulary_size=257)
-
-
-def _own_text(name: str, model: DecoderConfig, parallel: ParallelConfig) -> RunConfig:
-    """768 rows of 8192 tokens of your own text a step; documents are kept apart."""
-    return RunConfig(
-        model=model,
-        parallel=parallel,
-        data=BlendConfig(paths=("data/corpus_text_document",), split="998,1,1", isolate_documents=True),
-        tokenizer=HuggingFaceTokenizerConfig(path="data/tokenizer.json"),
-        optimizer=AdamWConfig(beta2=0.95, weight_decay=0.1),
-        schedule=ScheduleConfig(lr=8e-4, min_lr=8e-6, warmup_steps=2000),
-        batch=BatchConfig(global_size=768, micro_size=1),
-        evaluation=EvaluationConfig(every=1000, batches=4),
-        checkpoint=CheckpointConfig(every=250),
-        steps=2_000_000,
-        run_dir=f"runs/{name}",
-    )

@@ -13,21 +13,26 @@ Hardware: each size names its own; not yet run on GPUs
 """
 
 from dataclasses import replace
+from typing import Any
 
-from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.config import BlendConfig
 from megajax.layers.remat import Recompute
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig
 from megajax.models.presets.qwen_moe import qwen3_moe
-from megajax.optim.config import AdamWConfig, ScheduleConfig
-from megajax.tokenizers.config import HuggingFaceTokenizerConfig
-from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.optim.config import ScheduleConfig
 from megajax.training.debug_config import library_twin
+from megajax.training.own_text import own_text
 from megajax.training.run_config import RunConfig
 
 RECOMPUTE: Recompute = ("norm", "activation", "mlp")
 """Rows of experts are not saved: their buffers have room for any choice of the router, eight times what is needed."""
+
+SETTINGS: dict[str, Any] = {
+    "schedule": ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000),
+    "rows": 1024,
+    "steps": 1_000_000,
+}
+"""Of all sizes: rows have 4096 tokens."""
 
 
 def config() -> RunConfig:
@@ -43,13 +48,13 @@ def debug() -> RunConfig:
 def qwen3_moe_30b_a3b() -> RunConfig:
     """30.5 B parameters, 3.3 B active; 128 experts. 32 GPUs with 80 GB: expert 8 x data 4."""
     model = replace(qwen3_moe("30b-a3b", sequence_length=4096), recompute=RECOMPUTE)
-    return _own_text("qwen3_moe_30b_a3b", model, ParallelConfig(expert=8))
+    return own_text("qwen3_moe_30b_a3b", model, parallel=ParallelConfig(expert=8), **SETTINGS)
 
 
 def qwen3_moe_235b_a22b() -> RunConfig:
     """235 B parameters, 22 B active; 128 experts. 256 GPUs with 80 GB: expert 16 x FSDP over data 16."""
     model = replace(qwen3_moe("235b-a22b", sequence_length=4096), recompute="full")
-    return _own_text("qwen3_moe_235b_a22b", model, ParallelConfig(expert=16, data_sharding="fsdp"))
+    return own_text("qwen3_moe_235b_a22b", model, parallel=ParallelConfig(expert=16, data_sharding="fsdp"), **SETTINGS)
 
 
 def qwen3_moe_30b_a3b_debug() -> RunConfig:
@@ -64,20 +69,3 @@ def qwen3_moe_235b_a22b_debug() -> RunConfig:
 
 def _debug_model() -> DecoderConfig:
     return qwen3_moe("debug", sequence_length=64, vocabulary_size=257)
-
-
-def _own_text(name: str, model: DecoderConfig, parallel: ParallelConfig) -> RunConfig:
-    """1024 rows of 4096 tokens of your own text a step; documents do not attend to each other."""
-    return RunConfig(
-        model=model,
-        parallel=parallel,
-        data=BlendConfig(paths=("data/corpus_text_document",), split="998,1,1", isolate_documents=True),
-        tokenizer=HuggingFaceTokenizerConfig(path="data/tokenizer.json"),
-        optimizer=AdamWConfig(beta2=0.95, weight_decay=0.1),
-        schedule=ScheduleConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000),
-        batch=BatchConfig(global_size=1024, micro_size=1),
-        evaluation=EvaluationConfig(every=1000, batches=4),
-        checkpoint=CheckpointConfig(every=250),
-        steps=1_000_000,
-        run_dir=f"runs/{name}",
-    )
