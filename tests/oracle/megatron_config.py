@@ -1,7 +1,7 @@
 """Megatron-LM's settings as MegaJAX configs; what MegaJAX does not have yet leaves the case out."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from megajax.layers.config import (
     StackConfig,
     YarnScalingConfig,
 )
-from megajax.layers.segments import SegmentsConfig
+from megajax.layers.segments import stack_of
 from megajax.models.config import DecoderConfig, PredictionConfig, WidthScalingConfig
 from megajax.models.memory import MemorySetting
 from megajax.optim.config import AdamWConfig, LionConfig, OptimizerConfig, ScheduleConfig, SGDConfig
@@ -131,12 +131,6 @@ def _mamba(core: Settings, hidden: int) -> Mamba2Config:
         state=core.take("mamba_state_dim", 128),
         groups=core.take("mamba_num_groups", 8),
     )
-
-
-def stack_of(blocks: Sequence[BlockConfig]) -> StackConfig | SegmentsConfig:
-    """These layers: one pattern that repeats, or several."""
-    whole = StackConfig.of(blocks)
-    return whole if whole.repeats > 1 or len(blocks) == 1 else SegmentsConfig.of(blocks)
 
 
 def _prediction(blocks: list[BlockConfig], depth: int, factor: float) -> PredictionConfig:
