@@ -18,7 +18,7 @@ def own_text(
 
     changes: fields to set beside those.
     """
-    settings = {
+    settings: dict[str, Any] = {
         "data": BlendConfig(paths=("data/corpus_text_document",), split="998,1,1", isolate_documents=True),
         "tokenizer": HuggingFaceTokenizerConfig(path="data/tokenizer.json"),
         "optimizer": AdamWConfig(beta2=0.95, weight_decay=0.1),

@@ -61,9 +61,9 @@ OF_SCRIPTS = [(script, name, case) for script, cases in CASES_OF.items() for nam
 @pytest.mark.parametrize(
     ("script", "name", "case"), [*(("", name, case) for name, case in CASES.items() if case is not None), *OF_SCRIPTS]
 )
-def test_a_mapped_flag_changes_its_settings(script: str, name: str, case: str | tuple[str, str]) -> None:
-    before, after = ("", case) if isinstance(case, str) else case
-    old, converted = flatten(config(before)), made(after)
+def test_a_mapped_flag_changes_its_settings(script: str, name: str, case: str) -> None:
+    before, divided, more = case.partition(" | ")
+    old, converted = flatten(config(before if divided else "")), made(f"{before} {more}")
     assert not converted.problems and not converted.refused and converted.config is not None, (
         converted.problems,
         converted.refused,
