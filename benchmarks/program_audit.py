@@ -21,6 +21,7 @@ from megajax.config import load
 from megajax.config.builds import resolve
 from megajax.mesh.config import ParallelConfig
 from megajax.planning.program.devices import prepare, read_cluster
+from megajax.planning.program.hlo import arrays
 from megajax.training.run_config import RunConfig
 
 GIB, MIB = 2**30, 2**20
@@ -82,7 +83,9 @@ def audited(cfg: RunConfig, devices: str) -> dict[str, Any]:
     """All figures of one program."""
     plan, found = compiled(cfg, devices)
     tokens = cfg.batch.micro_size * cfg.model.sequence_length
-    wide = found.writes("f32", tokens // plan.mesh["tensor"] * cfg.model.hidden)
+    most = tokens // plan.mesh["tensor"] * cfg.model.hidden
+    wide = [one for one in found.kernels if any(kind == "f32" and n >= most for kind, n in arrays(one.shape))]
+    moved = [one for one in found.kernels if one.work in ("fill", "move")]
     calls: dict[str, Any] = {}
     for one in found.kernels:
         if one.work == "attention" and one.target is not None:
@@ -99,7 +102,7 @@ def audited(cfg: RunConfig, devices: str) -> dict[str, Any]:
         "largest_kernels": rows(found.kernels)[:12],
         "gib_by_work": {work: round(total / GIB, 2) for work, total in sorted(found.by_work().items())},
         "gib_by_loop": by_loop(found.kernels),
-        "moved": short(rows(found.moved()), 20),
+        "moved": short(rows(moved), 20),
         "computed": short(rows(one for one in found.kernels if one.work in ("compute", "cast")), 20),
         "float32_in_loops": short(rows(one for one in wide if one.place.path), 12),
         "largest": [
