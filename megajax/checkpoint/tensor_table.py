@@ -39,6 +39,8 @@ class Row:
     """Sizes of dimensions in patterns that do not follow from the shapes of our weights."""
     inside: Index = ()
     """Where in our weight, behind the dimensions of layers and experts, the tensor is; the rest of the weight is 0."""
+    beside: str = ""
+    """A weight that tells which blocks the row is of, where blocks of several types have weights of the same name."""
 
 
 class Piece(NamedTuple):
@@ -142,7 +144,7 @@ def _tensors(row: Row, declared: Mapping[str, ParamSpec]) -> Iterator[Mapped]:
     patterns = (row.ours,) if isinstance(row.ours, str) else row.ours
     by_layer: dict[int | None, list[str]] = defaultdict(list)
     for pattern in patterns:
-        for layer, path in _places(pattern, declared):
+        for layer, path in _places(pattern, row.beside, declared):
             by_layer[layer].append(path)
     for layer, paths in by_layer.items():
         if len(paths) < len(patterns):
@@ -161,14 +163,15 @@ def _piece(path: str, index: Index, spec: ParamSpec) -> Piece:
     return Piece(path, index, _unallocated(spec.shape)[index].shape)
 
 
-def _places(pattern: str, declared: Mapping[str, ParamSpec]) -> Iterator[tuple[int | None, str]]:
+def _places(pattern: str, beside: str, declared: Mapping[str, ParamSpec]) -> Iterator[tuple[int | None, str]]:
     """(number of a layer in its stack, path) of every weight that a path with * stands for."""
     if "*" not in pattern:
         yield from [(None, pattern)] if pattern in declared else ()
         return
-    matches = re.compile(re.escape(pattern).replace(r"\*", r"blocks\.\d+"))
+    matches = re.compile(re.escape(pattern).replace(r"\*", r"(blocks\.\d+)"))
     for path, spec in declared.items():
-        if matches.fullmatch(path):
+        match = matches.fullmatch(path)
+        if match and (not beside or beside.replace("*", match[1]) in declared):
             first = _first_layer(path, declared)
             yield from ((layer - first, path) for layer in spec.layers)
 

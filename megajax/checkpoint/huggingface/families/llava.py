@@ -33,9 +33,9 @@ def model(given: Settings) -> LlavaConfig:
         activation=given.choose("projector_hidden_act", "gelu", ACTIVATIONS),
         bias=given.take("multimodal_projector_bias", True),
     )
-    token = given.take("image_token_id", 32000)
+    token, tied = given.take("image_token_id", 32000), given.take("tie_word_embeddings", False)
     return llava(
-        replace(language, tied=language.tied or given.take("tie_word_embeddings", False)),
+        replace(language, tied=language.tied or tied),
         vision,
         image_token=given.take("image_token_index", token),
         projector=projector,

@@ -106,12 +106,13 @@ def settings(cfg: Any) -> dict[str, Any]:
 
 def rows(cfg: DecoderConfig) -> Sequence[Row]:
     """The table."""
+    heads = attention(f"{LAYER}.mixer", "stack.*.mixer", ("q_proj", "k_proj", "v_proj", "o_proj"))
     return [
         *ends(cfg),
         Row(f"{LAYER}.norm.weight", "stack.*.mixer_norm.gain"),
         Row(f"{LAYER}.norm.weight", "stack.*.mlp_norm.gain"),
-        *MIXER,
-        *attention(f"{LAYER}.mixer", "stack.*.mixer", ("q_proj", "k_proj", "v_proj", "o_proj")),
+        *[replace(row, beside="stack.*.mixer.a_log") for row in MIXER],
+        *[replace(row, beside="stack.*.mixer.query") for row in heads],
         *linear(f"{LAYER}.mixer.up_proj", "stack.*.mlp.up"),
         *linear(f"{LAYER}.mixer.down_proj", "stack.*.mlp.down"),
     ]
