@@ -99,7 +99,8 @@ def tower(given: Settings, kind: Tower) -> VisionTowerConfig:
 def tower_settings(cfg: Any) -> dict[str, Any]:
     """The reverse of `tower`."""
     kind = CLIP if cfg.class_tokens else SIGLIP
-    return {"model_type": kind.model_type, **block_settings(cfg), **pixel_settings(cfg)}
+    own = {"model_type": kind.model_type} | ({} if kind.classes else {"vision_use_head": False})
+    return {**own, **block_settings(cfg), **pixel_settings(cfg)}
 
 
 def tower_rows(side: int, theirs: str = "vision_model", ours: str = "") -> list[Row]:

@@ -54,11 +54,11 @@ def settings_of(name: str) -> Callable[[Any], dict[str, Any]]:
     def settings(cfg: Any) -> dict[str, Any]:
         parts, head = tower_settings(cfg), getattr(cfg, "head", None)
         if head is None:
-            return {"architectures": [f"{name}VisionModel"], "vision_use_head": False, **parts}
+            return {"architectures": [f"{name}VisionModel"], **parts}
         return {
             "model_type": name.lower(),
             "architectures": [f"{name}ForImageClassification"],
-            "vision_config": {**parts, "vision_use_head": False},
+            "vision_config": parts,
             **class_settings(head.classes),
         }
 

@@ -34,7 +34,8 @@ def model(given: Settings) -> T5Config:
     """The model of a config.json."""
     multilingual = given.left.get("model_type") == "mt5"
     given.assume(MT5 if multilingual else {})
-    sizes, heads = given.fields(SIZES), {**given.fields(HEADS), "scale": 1.0}
+    sizes = given.fields(SIZES)
+    heads: dict[str, Any] = {**given.fields(HEADS), "scale": 1.0}
     scaled = given.take("scale_decoder_outputs", sizes["tied"]) and not multilingual
     scaling = WidthScalingConfig(base_hidden=sizes["hidden"], output=sizes["hidden"] ** -0.5) if scaled else None
     relative = layers.RelativeBiasConfig(**given.fields(BUCKETS), shared=True)
@@ -54,7 +55,7 @@ def model(given: Settings) -> T5Config:
 def feed_forward(given: Settings) -> layers.MLPConfig:
     """By `feed_forward_proj`, such as relu or gated-gelu, which is the tanh form."""
     named = given.take("feed_forward_proj", "relu")
-    activation = ACTIVATIONS.get("gelu_new" if named == "gated-gelu" else named.removeprefix("gated-"))
+    activation: Any = ACTIVATIONS.get("gelu_new" if named == "gated-gelu" else named.removeprefix("gated-"))
     if activation is None:
         given.refuse("feed_forward_proj", named, f"only {', '.join(ACTIVATIONS)} can be had, with gated- or without")
     make = layers.GatedMLPConfig if named.startswith("gated-") else layers.DenseMLPConfig
@@ -75,6 +76,7 @@ def settings_of(kind: str, name: str) -> Callable[[Any], dict[str, Any]]:
             "architectures": [f"{name}ForConditionalGeneration"],
             **written(cfg, SIZES),
             "is_encoder_decoder": True,
+            "decoder_start_token_id": 0,
             "num_layers": cfg.encoder.layers(),
             "num_decoder_layers": cfg.stack.layers(),
             **written(block.mixer, HEADS),
