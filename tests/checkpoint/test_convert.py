@@ -31,7 +31,7 @@ from megajax.tools import conversion
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks for each array; and no settings for later programs."""
-    monkeypatch.setattr(array_writer, "CHUNK_BYTES", 600)
+    monkeypatch.setattr(array_writer, "CHUNK_BYTES", 1600)
     monkeypatch.setattr(convert, "use_devices", lambda devices: None)
     monkeypatch.setattr(convert.signal, "signal", lambda number, handler: None)
 

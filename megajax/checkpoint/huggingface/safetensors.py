@@ -44,7 +44,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class SafetensorsFile:
-    """One file. Raises UserError where it is damaged; the same files are refused as by the reference implementation."""
+    """One file. Raises UserError for what the reference implementation refuses too, and for names that are there twice."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -134,7 +134,7 @@ class SafetensorsFolder:
         """Raises UserError for a folder without files, and for an index that does not fit them."""
         self.where = str(folder)
         index = folder / INDEX
-        paths = self._indexed(index) if index.is_file() else dict.fromkeys(sorted(folder.glob("*.safetensors")))
+        paths = self._indexed(index) if index.is_file() else dict.fromkeys(_files_in(folder))
         if not paths:
             pickles = sorted(path.name for kind in PICKLES for path in folder.glob(kind))
             advice = (
@@ -173,6 +173,11 @@ class SafetensorsFolder:
         if absent := [file for file in files if not (index.parent / file).is_file()]:
             raise UserError(f"{index} names files that are not there: {', '.join(absent)}")
         return {index.parent / file: [name for name, where in names.items() if where == file] for file in files}
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Files of tensors, and nothing else of such a name: to open a pipe would be to wait for its writer."""
+    return sorted(path for path in folder.glob("*.safetensors") if path.is_file())
 
 
 def _plain(file: Any) -> bool:

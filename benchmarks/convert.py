@@ -1,0 +1,140 @@
+"""Memory and seconds of converting a large model: made-up weights -> run -> Hugging Face folder, byte for byte.
+
+    python benchmarks/convert.py [--size=7b] [--folder=DIR]
+
+Writes benchmarks/results/convert.json. A folder of the shape of Llama 2 7B (13.5 GB of bfloat16) is filled with random
+bytes, converted to a run with float32 weights by `python -m megajax.convert`, deleted, and converted back; the hash of
+each tensor is compared. Needs 41 GB of disk for 7b, and deletes all of it. Memory is what belongs to the process alone
+(RssAnon and RssShmem of /proc, every 20 ms): pages of files that it has mapped can be dropped at any time.
+"""
+
+import argparse
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from math import prod
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import outcome
+
+from megajax.checkpoint.foreign import Entry, declared_by
+from megajax.checkpoint.huggingface.registry import families
+from megajax.checkpoint.huggingface.safetensors import SafetensorsFolder
+from megajax.checkpoint.huggingface.shards import ShardWriter
+from megajax.checkpoint.tensor_table import resolved
+from megajax.models.presets.llama import llama2
+
+SHARD_BYTES = 5_000_000_000
+MEMORY = re.compile(r"^(RssAnon|RssShmem|VmHWM):\s+(\d+) kB", re.MULTILINE)
+
+
+def random_bfloat16(shape: tuple[int, ...], draw: np.random.Generator) -> np.ndarray:
+    """Random bytes without NaN, infinities and values of 2 and more: the exponent's highest bit is 0."""
+    bits = np.frombuffer(draw.bytes(2 * prod(shape)), np.uint16) & np.uint16(0xBFFF)
+    return bits.view(jnp.bfloat16).reshape(shape)
+
+
+def make(folder: Path, size: str) -> dict[str, str]:
+    """Writes a Llama 2 of random weights. Returns the hash of each tensor."""
+    model, family, draw = llama2(size), families()["llama"], np.random.default_rng(0)
+    table = resolved(family.rows(model), declared_by(model))
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**family.settings(model), "torch_dtype": "bfloat16"}))
+    hashes = {}
+    entries = {tensor.name: Entry(tensor.shape(), np.dtype(jnp.bfloat16)) for tensor in table}
+    for name, file in ShardWriter(folder, entries, SHARD_BYTES):
+        values = random_bfloat16(entries[name].shape, draw)
+        hashes[name] = digest(values)
+        file.write(name, values)
+    return hashes
+
+
+def digest(values: np.ndarray) -> str:
+    return hashlib.sha256(memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8))).hexdigest()
+
+
+def converted(source: str, target: str, gigabytes: float) -> dict[str, float]:
+    """Runs the command; its seconds and the highest memory. gigabytes: of its source and target together."""
+    command = [sys.executable, "-m", "megajax.convert", f"--from={source}", f"--to={target}"]
+    started, peaks = time.monotonic(), {"private": 0, "VmHWM": 0}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            kilobytes = read_memory(process.pid)
+            peaks["private"] = max(peaks["private"], kilobytes.get("RssAnon", 0) + kilobytes.get("RssShmem", 0))
+            peaks["VmHWM"] = max(peaks["VmHWM"], kilobytes.get("VmHWM", 0))
+            time.sleep(0.02)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+    seconds = time.monotonic() - started
+    return {
+        "seconds": round(seconds, 1),
+        "megabytes_per_second_read_and_written": round(1e3 * gigabytes / seconds, 1),
+        "peak_private_megabytes": round(peaks["private"] * 1024 / 1e6, 1),
+        "peak_with_mapped_files_megabytes": round(peaks["VmHWM"] * 1024 / 1e6, 1),
+    }
+
+
+def read_memory(process: int) -> dict[str, int]:
+    """Kilobytes by name; {} of a process that has just ended."""
+    try:
+        text = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return {}
+    return {name: int(kilobytes) for name, kilobytes in MEMORY.findall(text)}
+
+
+def size_of(folder: Path) -> float:
+    """In GB."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e9
+
+
+def measure(size: str, home: Path) -> dict[str, object]:
+    """Both directions. Raises SystemExit if a tensor does not come back."""
+    elements = sum(prod(spec.shape) for spec in declared_by(llama2(size)).values())
+    if (free := shutil.disk_usage(home).free) < 6.5 * elements:
+        raise SystemExit(f"{home} has {free / 1e9:.1f} GB free, {6.5 * elements / 1e9:.1f} GB are needed")
+    hashes = make(home / "theirs", size)
+    largest = max(
+        prod(entry.shape) * entry.dtype.itemsize for entry in SafetensorsFolder(home / "theirs").entries().values()
+    )
+    theirs = size_of(home / "theirs")
+    there = converted(f"hf:{home / 'theirs'}", str(home / "run"), theirs + 4 * elements / 1e9)
+    ours = size_of(home / "run")
+    shutil.rmtree(home / "theirs")
+    back = converted(str(home / "run"), f"hf:{home / 'back'}", ours + theirs)
+    made = SafetensorsFolder(home / "back")
+    wrong = [name for name in made.entries() if hashes.pop(name, "") != digest(made.read(name))]
+    if wrong or hashes:
+        raise SystemExit(f"these tensors did not come back: {', '.join([*wrong, *hashes])}")
+    allowed = 2 * largest / 1e6 + 2**30 / 1e6
+    return {
+        "model": f"llama2 {size}",
+        "gigabytes_bfloat16": round(theirs, 2),
+        "gigabytes_of_the_run": round(ours, 2),
+        "largest_tensor_megabytes": round(largest / 1e6, 1),
+        "allowed_megabytes": round(allowed, 1),
+        "hugging_face_to_run": there,
+        "run_to_hugging_face": back,
+        "within_allowed": max(there["peak_private_megabytes"], back["peak_private_megabytes"]) <= allowed,
+        "tensors_equal": True,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="7b", help="of Llama 2: debug, 7b, 13b, 70b")
+    parser.add_argument("--folder", type=Path, default=None, help="where the files go; they are deleted")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="convert-") as home:
+        outcome.write("convert", measure(options.size, Path(home)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""safetensors files and indices that are damaged or meant to do harm: one message each, no crash, nothing read."""
+
+import json
+import os
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hugging_face_folders import LLAMA, write_llama
+from safetensors import SafetensorError
+from safetensors.numpy import load as reference_load
+from safetensors.numpy import load_file, save_file
+
+from megajax.checkpoint.foreign import Entry
+from megajax.checkpoint.huggingface.folder import open_model
+from megajax.checkpoint.huggingface.safetensors import SafetensorsFile, SafetensorsFolder
+from megajax.checkpoint.huggingface.shards import ShardWriter, TensorFile
+from megajax.config.errors import UserError
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+def written(path: Path, header: object, data: bytes = bytes(8), length: int | None = None) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+    return path
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"a": {**ENTRY, "shape": [True, 2]}},
+        {"a": {**ENTRY, "shape": ["2"]}},
+        {"a": {**ENTRY, "shape": [2.0]}},
+        {"a": {**ENTRY, "shape": [-1, -2]}},
+        {"a": {**ENTRY, "shape": "2"}},
+        {"a": {**ENTRY, "shape": None}},
+        {"a": {**ENTRY, "shape": [2**70, 0, 2**70]}},
+        {"a": {**ENTRY, "shape": [1] * 200 + [2]}},
+        {"a": {**ENTRY, "shape": [3]}},
+        {"a": {**ENTRY, "shape": []}},
+        {"a": {**ENTRY, "dtype": "F64"}},
+        {"a": {**ENTRY, "dtype": "F31"}},
+        {"a": {**ENTRY, "dtype": ["F32"]}},
+        {"a": {**ENTRY, "dtype": None}},
+        {"a": {"shape": [2], "data_offsets": [0, 8]}},
+        {"a": {**ENTRY, "data_offsets": [0, 16], "shape": [4]}},
+        {"a": {**ENTRY, "data_offsets": [8, 0]}},
+        {"a": {**ENTRY, "data_offsets": [0]}},
+        {"a": {**ENTRY, "data_offsets": [0, 8, 8]}},
+        {"a": {**ENTRY, "data_offsets": [False, 8]}},
+        {"a": {**ENTRY, "data_offsets": [-8, 0]}},
+        {"a": {**ENTRY, "data_offsets": {"0": 0}}},
+        {"a": {**ENTRY, "data_offsets": [4, 8], "shape": [1]}},
+        {"a": {**ENTRY, "data_offsets": [0, 4], "shape": [1]}},
+        {"a": ENTRY, "b": ENTRY},
+        {"a": ENTRY, "b": {**ENTRY, "data_offsets": [4, 12]}},
+        {"a": [2]},
+        {"a": None},
+        [ENTRY],
+        "text",
+        7,
+        b"\xff\xfe{}",
+        b"[" * 100_000,
+        b'{"a": ' * 50_000,
+        b'{"a": {"dtype": "F32", "shape": [' + b"9" * 5000 + b'], "data_offsets": [0, 8]}}',
+        b"{}",
+        b"",
+    ],
+)
+def test_headers_that_lie_are_refused(tmp_path, header) -> None:
+    """By the reference implementation as well."""
+    path = written(tmp_path / "model.safetensors", header)
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        SafetensorsFile(path)
+    with pytest.raises((SafetensorError, ValueError, KeyError, TypeError, OverflowError)):
+        reference_load(path.read_bytes())
+
+
+def test_a_name_that_a_header_has_twice_is_refused(tmp_path) -> None:
+    header = b'{"a": %b, "a": %b}' % (2 * (json.dumps(ENTRY).encode(),))
+    with pytest.raises(UserError, match="'a' is there twice"):
+        SafetensorsFile(written(tmp_path / "model.safetensors", header))
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 2**31, 2**63, 2**64 - 1])
+def test_lengths_of_headers_that_lie_are_refused(tmp_path, length) -> None:
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        SafetensorsFile(written(tmp_path / "model.safetensors", {"a": ENTRY}, length=length))
+
+
+def test_a_file_cut_off_anywhere_is_refused(tmp_path) -> None:
+    """At each byte of the header, and at bytes of the tensors."""
+    whole = tmp_path / "whole"
+    save_file({"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float16)}, whole)
+    content = whole.read_bytes()
+    assert SafetensorsFile(whole).read("a").tolist() == [[0, 1, 2], [3, 4, 5]]
+    for length in range(len(content)):
+        path = tmp_path / "cut"
+        path.write_bytes(content[:length])
+        with pytest.raises(UserError, match="cut"):
+            SafetensorsFile(path)
+    (tmp_path / "long").write_bytes(content + b"\0")
+    with pytest.raises(UserError, match="1 bytes behind its last tensor"):
+        SafetensorsFile(tmp_path / "long")
+
+
+def test_changed_bytes_never_crash(tmp_path) -> None:
+    """Any byte of a header changed: a message, or tensors within the file."""
+    save_file({"a": np.ones((2, 3), np.float32), "b": np.ones(3, np.float16)}, tmp_path / "whole")
+    content, draw = (tmp_path / "whole").read_bytes(), np.random.default_rng(0)
+    length = 8 + int.from_bytes(content[:8], "little")
+    for _ in range(150):
+        changed = bytearray(content)
+        for place in draw.integers(0, length, draw.integers(1, 4)):
+            changed[place] = draw.integers(0, 256)
+        (tmp_path / "changed").write_bytes(changed)
+        try:
+            file = SafetensorsFile(tmp_path / "changed")
+        except UserError:
+            continue
+        assert sum(file.read(name).nbytes for name in file.entries) == len(content) - length
+
+
+def test_tensors_off_their_alignment_and_without_elements_are_read(tmp_path) -> None:
+    header = {
+        "a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
+        "none": {"dtype": "F32", "shape": [0, 4], "data_offsets": [3, 3]},
+        "b": {"dtype": "F32", "shape": [], "data_offsets": [3, 7]},
+    }
+    data = bytes([1, 2, 3]) + np.float32(2.5).tobytes()
+    file = SafetensorsFile(written(tmp_path / "model.safetensors", header, data))
+    assert file.read("b") == 2.5 and file.read("b").shape == () and file.read("none").shape == (0, 4)
+    assert file.read("a").tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("index", "what"),
+    [
+        ({"a": "../model.safetensors"}, "outside of its folder"),
+        ({"a": "/etc/passwd"}, "outside of its folder"),
+        ({"a": "inner/model.safetensors"}, "outside of its folder"),
+        ({"a": ".."}, "outside of its folder"),
+        ({"a": ""}, "outside of its folder"),
+        ({"a": "model.safetensors\0.png"}, "outside of its folder"),
+        ({"a": "..\\model.safetensors"}, "outside of its folder"),
+        ({"a": "gone-00001-of-00002.safetensors"}, "not there: gone"),
+        ({"a": 7}, "outside of its folder"),
+        ({"a": ["model.safetensors"]}, "can't be read"),
+        ({"a": None, "b": "model.safetensors"}, "can't be read"),
+        (["a"], "weight_map is a list"),
+        ({"b": "model.safetensors"}, "says that b is in model.safetensors"),
+        (b'{"weight_map": {"a": "model.safetensors", "a": "model.safetensors"}}', "'a' is there twice"),
+        (b"[" * 100_000, "can't be read"),
+        (b"{}", "can't be read"),
+        (b"\xff", "can't be read"),
+        ({}, "holds no .safetensors files"),
+    ],
+)
+def test_indices_that_lie_are_refused(tmp_path, index, what) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    written(tmp_path / "model.safetensors", {"a": ENTRY})
+    written(folder / "model.safetensors", {"a": ENTRY})
+    text = index if isinstance(index, bytes) else json.dumps({"weight_map": index}).encode()
+    (folder / "model.safetensors.index.json").write_bytes(text)
+    with pytest.raises(UserError, match=what):
+        SafetensorsFolder(folder)
+
+
+def test_links_out_of_a_folder_are_refused_but_within_the_cache(tmp_path) -> None:
+    written(tmp_path / "secret", {"a": ENTRY})
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/model.safetensors").symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match="link out of its folder"):
+        SafetensorsFolder(tmp_path / "folder")
+    # As huggingface_hub lays out its cache.
+    for name in ("blobs", "snapshots/1a2b"):
+        (tmp_path / "cache/models--me--tiny" / name).mkdir(parents=True)
+    written(tmp_path / "cache/models--me--tiny/blobs/4f", {"a": ENTRY})
+    link = tmp_path / "cache/models--me--tiny/snapshots/1a2b/model.safetensors"
+    link.symlink_to("../../blobs/4f")
+    assert [*SafetensorsFolder(link.parent).entries()] == ["a"]
+    link.unlink()
+    link.symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match="link out of its folder"):
+        SafetensorsFolder(link.parent)
+
+
+def test_what_is_no_file_is_not_read(tmp_path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    index = {"weight_map": {"a": "model.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"not there: model\.safetensors"):
+        SafetensorsFolder(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(UserError, match=r"holds no \.safetensors files"):
+        SafetensorsFolder(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path) -> None:
+    for name in ("one", "two"):
+        written(tmp_path / f"{name}.safetensors", {"a": ENTRY})
+    with pytest.raises(UserError, match=r"a is both in .*one.safetensors and in .*two.safetensors"):
+        SafetensorsFolder(tmp_path)
+
+
+def test_pickles_are_refused_with_advice(tmp_path) -> None:
+    write_llama(tmp_path / "llama")
+    (tmp_path / "llama/model.safetensors").rename(tmp_path / "llama/pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pytorch_model.bin can run any program .*safe_serialization=True"):
+        open_model(tmp_path / "llama")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, np.int8, np.bool_])
+def test_weights_that_need_scales_are_refused_by_name(tmp_path, dtype) -> None:
+    """Mixtures of float32, float16 and bfloat16 are not."""
+    folder = tmp_path / "llama"
+    tensors = write_llama(folder, num_hidden_layers=1)
+    entries = {name: Entry(tensor.shape, np.dtype(tensor.dtype)) for name, tensor in tensors.items()}
+    changed = {"lm_head.weight": np.dtype(jnp.bfloat16), "model.layers.0.mlp.up_proj.weight": np.dtype(dtype)}
+    (folder / "model.safetensors").unlink()
+    for name, new in changed.items():
+        entries[name] = Entry(entries[name].shape, new)
+    for name, file in ShardWriter(folder, entries, 10**9):
+        file.write(name, tensors[name].astype(entries[name].dtype))
+    dtype_name = np.dtype(dtype).name
+    with pytest.raises(UserError, match=rf"mlp.up_proj.weight: {dtype_name} needs scales") as raised:
+        open_model(folder)
+    assert "lm_head" not in str(raised.value)
+
+
+def test_a_missing_name_shows_the_nearest(tmp_path) -> None:
+    tensors = write_llama(tmp_path / "llama", num_hidden_layers=1)
+    tensors["model.layers.0.self_attn.query_proj.weight"] = tensors.pop("model.layers.0.self_attn.q_proj.weight")
+    save_file(tensors, tmp_path / "llama/model.safetensors")
+    expected = r"self_attn.q_proj.weight: not there; there is model.layers.0.self_attn.query_proj.weight"
+    with pytest.raises(UserError, match=expected):
+        open_model(tmp_path / "llama")
+
+
+def test_written_files_are_those_of_the_library(tmp_path) -> None:
+    """Every dtype that numpy has, an empty tensor, a number, names in other scripts."""
+    draw = np.random.default_rng(0)
+    kinds = (np.float64, np.float32, np.float16, np.int64, np.int32, np.int16, np.int8, np.uint8, np.bool_)
+    tensors = {f"größe.{np.dtype(kind).name}": draw.integers(0, 2, (3, 5)).astype(kind) for kind in kinds}
+    tensors |= {"number": np.asarray(np.float32(2.5)), "none": np.zeros((0, 4), np.float16)}
+    entries = {name: Entry(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    for name, file in ShardWriter(tmp_path, entries, 100):
+        file.write(name, tensors[name])
+    read = {name: each for path in tmp_path.glob("*.safetensors") for name, each in load_file(path).items()}
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype and read[name].tobytes() == tensor.tobytes()
+        np.testing.assert_array_equal(SafetensorsFolder(tmp_path).read(name), tensor)
+    with pytest.raises(ValueError, match="is not the next tensor"), TensorFile(tmp_path / "new", entries) as file:
+        file.write("number", tensors["number"])
+
+
+def test_the_sample_is_a_model(tmp_path) -> None:
+    write_llama(tmp_path / "llama")
+    assert open_model(tmp_path / "llama").model.vocabulary_size == LLAMA["vocab_size"]
