@@ -26,9 +26,11 @@ from megajax.checkpoint.tensor_table import Mapped, resolved
 from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
 from megajax.models.protocol import ids_below
+from megajax.tools import megatron_checkpoint
 from megajax.tools.weights_config import continued, model_facts, weights_config
 from megajax.training.run_config import RunConfig
 
+MEGATRON = "megatron"
 FILES = "tokenizer"
 """Folder of a run with the files that came with the weights."""
 STEPS = "checkpoints"
@@ -64,7 +66,7 @@ class ForeignFolder:
     """Weights in another library's format."""
 
     def __init__(self, name: str):
-        self._name, read = name, read_foreign(name)
+        self._name, read = name, _foreign(name)
         self._read: ForeignModel = read
         self.model, self.declared = read.model, declared_by(read.model)
         self.table: list[Mapped] = resolved(read.rows, self.declared)
@@ -78,7 +80,7 @@ class ForeignFolder:
         dtypes = {tensor.name: entries[tensor.name].dtype.name for tensor in self.table}
         usual = Counter(dtypes.values()).most_common(1)[0][0]
         return Origin(
-            format=foreign_format(self._name) or "",
+            format=_format(self._name) or "",
             family=self._read.family,
             settings=self._read.settings,
             dtype=usual,
@@ -129,6 +131,18 @@ class RunSteps:
         return verify_weights(self.weights, made, self.declared, advance)
 
 
+def _format(name: str) -> str | None:
+    """What stands before the colon of FORMAT:DIR; None for the path of a run."""
+    return MEGATRON if name.startswith(f"{MEGATRON}:") else foreign_format(name)
+
+
+def _foreign(name: str) -> ForeignModel:
+    """The model of FORMAT:DIR. Raises UserError where there is none."""
+    if _format(name) == MEGATRON:
+        return megatron_checkpoint.read_model(Path(name.partition(":")[2]).absolute())
+    return read_foreign(name)
+
+
 type Stored = ForeignFolder | RunSteps
 """A model with its weights, wherever they are stored."""
 
@@ -140,7 +154,7 @@ def open_source(name: str | None, average: Sequence[str] = (), last: int | None 
     """
     if average:
         return RunSteps([open_step(Path(each)) for each in average])
-    if name is not None and foreign_format(name) is not None:
+    if name is not None and _format(name) is not None:
         if last is not None:
             raise UserError(f"--average-last: {name} has no steps")
         return ForeignFolder(name)
@@ -162,12 +176,11 @@ def write(stored: Stored, target: str, options: Options, advance: Advance) -> li
 
     Raises UserError for a target that exists, that can't be written, or that has no place for the model.
     """
-    form = foreign_format(target)
+    form, folder = _format(target), Path(target.partition(":")[2])
     if form is None:
         return _write_run(stored, Path(target), options, advance)
-    if form != "hf":
-        raise UserError(f"--to={target}: only runs and hf:DIR can be written")
-    return _write_huggingface(stored, Path(target.partition(":")[2]), options, advance)
+    write_folder = _write_megatron if form == MEGATRON else _write_huggingface
+    return write_folder(stored, folder, options, advance)
 
 
 def elements(stored: Stored) -> int:
@@ -235,6 +248,24 @@ def _write_huggingface(stored: Stored, target: Path, options: Options, advance: 
         + ", ".join(f"{number} in {dtype}" for dtype, number in written.items()),
         *[f"left out, no place for it: {_listed(left)}"] * bool(left),
         *[f"tokenizer: {', '.join(files)}"] * bool(files),
+    ]
+
+
+def _write_megatron(stored: Stored, target: Path, options: Options, advance: Advance) -> list[str]:
+    dtype = options.dtype or jnp.dtype("float32" if stored.origin.format != MEGATRON else stored.origin.dtype)
+    with new_folder(target, elements(stored) * dtype.itemsize) as folder:
+        table = megatron_checkpoint.write_model(
+            folder,
+            stored.model,
+            stored.weights,
+            engine=options.family != "local",
+            dtype=dtype,
+            advance=advance,
+        )
+    return [
+        f"{target}: {len(table)} tensors in {dtype.name} for one rank, layers of "
+        + ("plain torch" if options.family == "local" else "Transformer Engine (--family=local: of plain torch)"),
+        "the tokenizer is not part of it; Megatron-LM reads it by --load, --ckpt-format torch, --use-checkpoint-args",
     ]
 
 

@@ -1,17 +1,23 @@
 """Checkpoints of Megatron-LM as models of ours: the arguments inside say the model, by the table of its flags."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megajax.checkpoint.foreign import ForeignModel
+import numpy as np
+
+from megajax.checkpoint.foreign import ForeignModel, WeightSource
+from megajax.checkpoint.megatron import export
 from megajax.checkpoint.megatron.checkpoint import MegatronCheckpoint, MegatronModel
 from megajax.checkpoint.megatron.pickles import Name, Record
+from megajax.checkpoint.model_differences import differences, in_words
+from megajax.checkpoint.tensor_table import Mapped
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.patch import patch_of
 from megajax.config.tree import assemble
 from megajax.data.config import MockConfig
 from megajax.tools.flags import Arguments, Flag
+from megajax.tools.megatron_arguments import arguments, script_of
 from megajax.tools.megatron_encoders import bert_embedding, bert_stack, t5_embedding, t5_stack
 from megajax.tools.megatron_flags import FLAGS, FLAGS_OF
 from megajax.tools.megatron_hybrid import decoder_stack
@@ -31,6 +37,17 @@ TURNED = {
     "no-yarn-correction-range-round-to-int": "yarn_correction_range_round_to_int",
 }
 """Flags that set an argument of another name to false -> the argument."""
+EXPORTED: Mapping[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "make_vocab_size_divisible_by": 1,
+    "consumed_train_samples": 0,
+    "consumed_valid_samples": 0,
+    "no_save_optim": True,
+    "no_save_rng": True,
+}
+"""Arguments of what is written: a whole model on one rank, without padding of the vocabulary."""
 NULL_TOKENIZERS = ("NullTokenizer",)
 """Those with one token more than --vocab-size: the end of documents."""
 
@@ -49,6 +66,32 @@ def open_model(folder: Path, *, vocabulary: int | None = None, step: int | None 
     """The same with the state of its optimizer. Raises UserError with everything that does not fit."""
     checkpoint = MegatronCheckpoint(folder, step)
     return checkpoint.open(model_of(checkpoint, vocabulary))
+
+
+def write_model(
+    folder: Path,
+    model: Any,
+    weights: WeightSource,
+    *,
+    engine: bool = True,
+    dtype: np.dtype | None = None,
+    advance: Callable[[int], None] = lambda elements: None,
+) -> list[Mapped]:
+    """Writes a checkpoint of Megatron-LM into a folder that is there: see `megajax.checkpoint.megatron.export`.
+
+    Raises UserError for a model that its arguments can't express.
+    """
+    impl = "transformer_engine" if engine else "local"
+    args = {**arguments(model), **EXPORTED, "transformer_impl": impl}
+    args["padded_vocab_size"] = args["vocab_size"]
+    try:
+        lost = in_words(differences(model, model_config(args, script_of(model))))
+    except UserError as error:
+        lost = [str(error)]
+    if lost:
+        lines = "\n".join(f"  {line}" for line in lost)
+        raise UserError(f"Megatron-LM's arguments can't express the model. What would differ:\n{lines}")
+    return export.write_model(folder, model, weights, args, engine=engine, dtype=dtype, advance=advance)
 
 
 def model_of(checkpoint: MegatronCheckpoint, vocabulary: int | None = None) -> Any:
