@@ -21,7 +21,7 @@ HOME = Path(__file__).parent
 FOLDERS = ("", "tools")
 PROGRAM = '\nif __name__ == "__main__":\n'
 """What a module that runs as a program has."""
-ORDER = ("train", "preprocess", "plan", "launch", "report", "doctor")
+ORDER = ("train", "evaluate", "preprocess", "plan", "launch", "report", "doctor")
 """Verbs that are listed first."""
 
 

@@ -16,6 +16,7 @@ REQUIRED = frozenset(
 EXTRAS = {
     "PIL": "images",
     "jinja2": "tokenizers",
+    "lm_eval": "eval",
     "matplotlib": "plot",
     "pyarrow": "data",
     "sentencepiece": "tokenizers",

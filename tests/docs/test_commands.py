@@ -35,6 +35,7 @@ LEFT_OUT = {
     "benchmarks/kernels.py": "needs a GPU",
     "wiki.valid.txt": "needs WikiText",
     "data/valid_text_sentence": "needs WikiText",
+    "--hf=llama_folder": "needs a Hugging Face folder; tests/tasks evaluates one",
     "benchmarks/program_audit.py": "tests/planning/test_program_audit_deviceless.py does the same",
 }
 """Words of the commands that do not run here, with the reason."""

@@ -5,13 +5,14 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
-from tiny_runs import LENGTH, ONE, VOCABULARY, llama
+from tiny_runs import LENGTH, ONE, QUICK, VOCABULARY, llama
 
 from megajax.config.errors import UserError
 from megajax.data.config import MockConfig
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
+from megajax.mesh.xla import XlaConfig
 from megajax.models.presets.bert import bert
 from megajax.precision.config import PrecisionConfig
 from megajax.tasks.generation import Generation, generate
@@ -39,6 +40,7 @@ def scorer(parallel: ParallelConfig = ONE, micro_size: int = 4) -> Scorer:
         data=MockConfig(),
         parallel=parallel,
         precision=PrecisionConfig(compute="float32"),
+        xla=XlaConfig(options=dict(QUICK)),
         batch=BatchConfig(global_size=rows, micro_size=micro_size),
     )
     mesh = build_mesh(parallel)
