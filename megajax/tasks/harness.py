@@ -12,11 +12,14 @@ from megajax.config.nearest import did_you_mean
 from megajax.tasks.config import HarnessConfig
 from megajax.training.scoring import Figure, Figures, Scorer, Stopped
 
-OFFLINE = {
+ENVIRONMENT = {
     **dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE", "TRANSFORMERS_OFFLINE"), "1"),
-    **dict.fromkeys(("HF_HUB_DISABLE_TELEMETRY", "TQDM_DISABLE"), "1"),
+    **dict.fromkeys(("HF_HUB_DISABLE_TELEMETRY", "TQDM_DISABLE", "DISABLE_MULTIPROC"), "1"),
 }
-"""Environment of the libraries that lm-eval reads data with: nothing is fetched. Read when they are imported."""
+"""For lm-eval and the libraries that it reads data with: nothing is fetched, and nothing forks beside JAX's threads.
+Read when they are imported."""
+RESAMPLES = 1000
+"""For standard errors that lm-eval finds by bootstrapping."""
 
 
 class Harness:
@@ -25,7 +28,7 @@ class Harness:
     def __init__(self, config: HarnessConfig, scorer: Scorer):
         """Raises UserError for unknown tasks, and for those whose data is not on this machine."""
         self._config, self._scorer = config, scorer
-        os.environ.update(OFFLINE)
+        os.environ.update(ENVIRONMENT)
         self._library = require("lm_eval", "a task lm-eval:NAME")
         if config.include_path is not None and not Path(config.include_path).is_dir():
             raise UserError(f"include_path={config.include_path}: there is no such folder")
@@ -46,6 +49,7 @@ class Harness:
                 tasks=self._tasks,
                 num_fewshot=self._config.fewshot,
                 limit=self._config.limit,
+                bootstrap_iters=RESAMPLES,
                 log_samples=False,
             )
         except (Stopped, UserError):

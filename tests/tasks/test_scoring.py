@@ -98,12 +98,13 @@ def test_batches_change_nothing():
     close(one_at_a_time, scorer().answers(windows()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
     [
         ParallelConfig(data=2, tensor=2),
-        pytest.param(ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="fsdp"), marks=pytest.mark.slow),
-        pytest.param(ParallelConfig(data=2, pipeline=2), marks=pytest.mark.slow),
+        ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="fsdp"),
+        ParallelConfig(data=2, pipeline=2),
     ],
     ids=["data2-tensor2", "fsdp2-tensor2-sequence", "data2-pipeline2"],
 )
