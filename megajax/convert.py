@@ -16,15 +16,19 @@ DESCRIPTION = """Convert weights between formats, a part at a time: memory need 
   python -m megajax.convert --from=hf:DIR --to=runs/llama           a Hugging Face folder to a run
   python -m megajax.convert --from=runs/llama --to=hf:DIR           and back, from its newest checkpoint
   python -m megajax.convert --from=runs/llama/checkpoints/00000100 --to=hf:DIR --dtype=bfloat16
+  python -m megajax.convert --from=runs/lora --to=peft:DIR          adapters alone; --merge adds them to the weights
+  python -m megajax.convert --from=peft:DIR --base=hf:DIR --to=runs/lora
   python -m megajax.convert --average=runs/llama/100,runs/llama/200 --to=runs/mean
 
 A folder is written under a temporary name and renamed when it is complete. Nothing is fetched."""
 DTYPES = ("float32", "bfloat16", "float16")
 FLAGS = (
-    Flag("from", str | None, help="hf:DIR, megatron:DIR, a run's folder or one of its steps"),
-    Flag("to", str, required=True, help="a run's folder or hf:DIR, which must not exist yet"),
+    Flag("from", str | None, help="hf:DIR, megatron:DIR, peft:DIR, a run's folder or one of its steps"),
+    Flag("to", str, required=True, help="a run's folder, hf:DIR, megatron:DIR or peft:DIR, which must not exist yet"),
     Flag("dtype", str | None, help="of the weights: float32, bfloat16, float16; none: float32 in runs, else as before"),
     Flag("verify", help="read the result back and compare all of it"),
+    Flag("base", str | None, help="model of --from=peft:DIR: hf:DIR or a run; none: the folder that the adapter names"),
+    Flag("merge", help="add low-rank adapters to the weights"),
     Flag("average", tuple[str, ...], (), help="steps of runs, the mean of whose weights is taken, in place of --from"),
     Flag("average-last", int | None, help="take the mean of that many of the newest steps of --from"),
     Flag("family", str | None, help="table of names to write with, such as llama; none: the one that loses nothing"),
@@ -44,18 +48,19 @@ def main(argv: list[str]) -> int:
         raise ConfigError(problems, "command line")
     use_devices("cpu:1")
     # By name, so that jax is imported now, and the front door can report a package that is not installed.
-    open_source, options, elements, write, verified = (
-        resolve(f"megajax.tools.conversion:{name}")
-        for name in ("open_source", "options", "elements", "write", "verified")
+    open_source, write, verified = (
+        resolve(f"megajax.tools.adapter_conversion:{name}") for name in ("open_source", "write", "verified")
     )
-    stored = open_source(flags["from"], flags["average"], flags["average_last"])
+    options, elements = (resolve(f"megajax.tools.conversion:{name}") for name in ("options", "elements"))
+    average, last = flags["average"], flags["average_last"]
+    stored = open_source(flags["from"], average, last, flags["base"], merge=flags["merge"])
     settings = options(flags["dtype"], flags["family"] or "", flags["shard_size"])
     with Progress(sys.stderr, elements(stored), "converting") as progress:
         lines = write(stored, flags["to"], settings, progress)
     print(*lines, progress.total(), sep="\n")
     if flags["verify"]:
         with Progress(sys.stderr, elements(stored), "verifying") as progress:
-            line = verified(stored, flags["to"], progress)
+            line = verified(stored, flags["to"], settings, progress)
         print(line, progress.total(), sep="\n")
     return 0
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +25,7 @@ from megajax.checkpoint.sources import foreign_format, read_foreign
 from megajax.checkpoint.tensor_table import Mapped, resolved
 from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
+from megajax.layers.param import ParamSpec
 from megajax.models.protocol import ids_below
 from megajax.tools import megatron_checkpoint
 from megajax.tools.weights_config import continued, model_facts, weights_config
@@ -60,6 +61,47 @@ class Options:
     """None: float32 in a run; elsewhere as they came, or as they are stored."""
     family: str = ""
     shard_bytes: int = SHARD_BYTES
+
+
+class Stored(Protocol):
+    """A model with its weights, wherever they are stored."""
+
+    @property
+    def model(self) -> Any:
+        """The model config."""
+        ...
+
+    @property
+    def declared(self) -> Mapping[str, ParamSpec]:
+        """Weights and observations of the model on one device, by path."""
+        ...
+
+    @property
+    def weights(self) -> WeightSource:
+        """Their values."""
+        ...
+
+    @property
+    def files(self) -> Path:
+        """Folder with files that came with the weights."""
+        ...
+
+    @property
+    def origin(self) -> Origin:
+        """Where they came from first."""
+        ...
+
+    def config(self, run: Path, files: Sequence[str]) -> RunConfig:
+        """Of a new run from these weights. files: of the tokenizer, in the run's folder."""
+        ...
+
+    def left_out(self) -> list[str]:
+        """Names of tensors that have no place in the model."""
+        ...
+
+    def verify(self, made: WeightSource, advance: Advance) -> Verified:
+        """Compares all weights with those that were made of them. Raises UserError where they differ."""
+        ...
 
 
 class ForeignFolder:
@@ -141,10 +183,6 @@ def _foreign(name: str) -> ForeignModel:
     if _format(name) == MEGATRON:
         return megatron_checkpoint.read_model(Path(name.partition(":")[2]).absolute())
     return read_foreign(name)
-
-
-type Stored = ForeignFolder | RunSteps
-"""A model with its weights, wherever they are stored."""
 
 
 def open_source(name: str | None, average: Sequence[str] = (), last: int | None = None) -> Stored:

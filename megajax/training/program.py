@@ -99,7 +99,8 @@ class Program:
     @cached_property
     def adapters(self) -> frozenset[str]:
         """Paths of the weights of low-rank adapters."""
-        return frozenset(specs(self.abstract, Adapter))
+        abstract: Any = self.abstract
+        return frozenset(specs(abstract, Adapter))
 
     @property
     def arrays(self) -> dict[str, ParamSpec]:

@@ -9,15 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from megajax.checkpoint.adapters import LORA_A, LORA_B, JoinedWeights, MergedWeights, added, leading
 from megajax.checkpoint.foreign import Box, ForeignModel, declared_by
 from megajax.checkpoint.huggingface.family import Settings
-from megajax.checkpoint.huggingface.peft import CONFIG, TENSORS, adapter_files, read_adapter
+from megajax.checkpoint.huggingface.peft import CONFIG, TENSORS, PeftAdapter, adapter_files, read_adapter
 from megajax.checkpoint.huggingface.registry import families
 from megajax.checkpoint.tensor_table import tensors_of
 from megajax.config.errors import UserError
+from megajax.convert import main
 from megajax.layers.config import LoRAConfig
 
 LLAMA = {
@@ -134,6 +135,10 @@ def test_names_are_those_of_peft() -> None:
     assert (config["peft_type"], config["r"], config["lora_alpha"], config["rank_pattern"]) == ("LORA", 2, 6, {})
 
 
+def adapter_of(folder: Path, kind: str) -> PeftAdapter:
+    return read_adapter(folder, base(kind).model, base(kind).rows)
+
+
 def written(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config))
@@ -147,7 +152,7 @@ def test_a_folder_is_read_as_it_was_written(kind: str, tmp_path: Path) -> None:
     model = replace(base(kind).model, lora=lora)
     weights = drawn(model)
     config, tensors = adapter_files(model, base(kind).rows, weights, None)
-    adapter = read_adapter(written(tmp_path / "adapter", config, tensors), base(kind))
+    adapter = adapter_of(written(tmp_path / "adapter", config, tensors), kind)
     assert replace(adapter.model.lora, targets=lora.targets) == lora
     assert set(adapter.shapes()) == {path for path in weights.shapes() if ".lora_" in path}
     for path in adapter.shapes():
@@ -168,7 +173,7 @@ def test_ranks_scales_and_layers_may_differ(tmp_path: Path) -> None:
         tensors[f"{module}.lora_B.weight"] = rng.normal(size=(outputs, rank)).astype(np.float32)
     patterns = {"rank_pattern": {"0.self_attn.q_proj": 3}, "alpha_pattern": {r"1\..*\.q_proj": 5}}
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **patterns}
-    adapter = read_adapter(written(tmp_path / "adapter", config, tensors), base("llama"))
+    adapter = adapter_of(written(tmp_path / "adapter", config, tensors), "llama")
     assert adapter.model.lora.rank == 3
     zeros = Given({path: np.zeros(spec.shape, np.float32) for path, spec in declared_by(base("llama").model).items()})
     merged = MergedWeights(JoinedWeights(zeros, adapter), adapter.declared, adapter.model.lora.scale())
@@ -204,7 +209,7 @@ def refused(tmp_path: Path, **changes: Any) -> str:
         else:
             config[name] = value
     with pytest.raises(UserError) as caught:
-        read_adapter(written(tmp_path / "adapter", config, tensors), base("llama"))
+        adapter_of(written(tmp_path / "adapter", config, tensors), "llama")
     return str(caught.value)
 
 
@@ -225,16 +230,16 @@ def test_what_can_not_be_had_is_refused_all_at_once(tmp_path: Path) -> None:
 
 def test_folders_that_are_no_adapters_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no adapter folder of PEFT: adapter_config\.json can't be read"):
-        read_adapter(tmp_path, base("llama"))
+        adapter_of(tmp_path, "llama")
     (tmp_path / CONFIG).write_text("[1]")
     with pytest.raises(UserError, match="no JSON file of settings"):
-        read_adapter(tmp_path, base("llama"))
+        adapter_of(tmp_path, "llama")
     (tmp_path / CONFIG).write_text('{"peft_type": "LORA", "r": 2}')
     with pytest.raises(UserError, match=r"holds no adapter_model\.safetensors"):
-        read_adapter(tmp_path, base("llama"))
+        adapter_of(tmp_path, "llama")
     (tmp_path / TENSORS).write_bytes(b"\x40\0\0\0\0\0\0\0{")
     with pytest.raises(UserError, match="was cut off"):
-        read_adapter(tmp_path, base("llama"))
+        adapter_of(tmp_path, "llama")
 
 
 def test_matrices_without_a_linear_layer_of_theirs_can_not_be_written() -> None:
@@ -242,3 +247,39 @@ def test_matrices_without_a_linear_layer_of_theirs_can_not_be_written() -> None:
     rows = [row for row in base("mixtral").rows if ".up" not in str(row.ours)]
     with pytest.raises(UserError, match=r"no adapter for stack\.blocks\.0\.mlp\.experts\.up"):
         adapter_files(model, rows, drawn(model), None)
+
+
+def test_convert_gives_adapters_to_a_run_and_back_and_merges_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf, adapter, run = tmp_path / "hf", tmp_path / "adapter", tmp_path / "run"
+    model = replace(base("llama").model, lora=replace(LORA, targets=("*.mixer.*",)))
+    weights = drawn(model)
+    table = tensors_of(base("llama").rows, declared_by(base("llama").model))
+    tensors = {one.name: one.theirs([weights.weights[p.path][p.index] for p in one.pieces]) for one in table}
+    hf.mkdir()
+    (hf / "config.json").write_text(json.dumps(LLAMA))
+    save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, hf / "model.safetensors")
+    config, given = adapter_files(model, base("llama").rows, weights, str(hf))
+    written(adapter, config, given)
+
+    assert main([f"--from=peft:{adapter}", f"--to={run}", "--verify"]) == 0
+    assert main([f"--from={run}", f"--to=peft:{tmp_path / 'back'}", "--verify"]) == 0
+    back = load_file(tmp_path / "back" / TENSORS)
+    assert back.keys() == given.keys() and all(np.array_equal(back[name], given[name]) for name in given)
+    assert main([f"--from={run}", "--merge", f"--to=hf:{tmp_path / 'merged'}", "--verify"]) == 0
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    for module, delta in of_peft(config, given).items():
+        expected = tensors[f"{module}.weight"] + delta
+        np.testing.assert_allclose(merged[f"{module}.weight"], expected, rtol=1e-5, atol=1e-5)
+    said = capsys.readouterr().out
+    assert "16 adapters" not in said and "8 adapters of rank 2 on k_proj, o_proj, q_proj, v_proj, float32" in said
+
+    with pytest.raises(UserError, match=r"--merge adds them to the weights, --to=peft:DIR writes them alone"):
+        main([f"--from={run}", f"--to=hf:{tmp_path / 'other'}"])
+    with pytest.raises(UserError, match="the model has no adapters"):
+        main([f"--from=hf:{hf}", "--merge", f"--to=hf:{tmp_path / 'other'}"])
+    (adapter / CONFIG).write_text(json.dumps({**config, "base_model_name_or_path": "not/here"}))
+    with pytest.raises(UserError, match=r"is of not/here, and there is no such folder: give --base=hf:DIR"):
+        main([f"--from=peft:{adapter}", f"--to={tmp_path / 'other'}"])
+    assert not (tmp_path / "other").exists()

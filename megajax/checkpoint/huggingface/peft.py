@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megajax.checkpoint.adapters import LORA_A, LORA_B, leading
-from megajax.checkpoint.foreign import Box, ForeignModel, WeightSource, declared_by
+from megajax.checkpoint.foreign import Box, WeightSource, declared_by
 from megajax.checkpoint.huggingface.safetensors import SafetensorsFile
 from megajax.checkpoint.tensor_table import Mapped, Piece, Row, tensors_of
 from megajax.config.errors import UserError
@@ -114,7 +114,7 @@ def _sides(tensor: Mapped, count: int) -> Sides:
     return Sides(moved[0].copy(), moved_out[:, 0].copy(), conv1d)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PeftAdapter:
     """An adapter folder that fits a model: a `WeightSource` of its adapters."""
 
@@ -157,13 +157,21 @@ class PeftAdapter:
         return whole
 
 
-def read_adapter(folder: Path, base: ForeignModel) -> PeftAdapter:
-    """An adapter of a model. Raises UserError with all settings and tensors that can't be had or do not fit."""
-    config, rows = _read_config(folder / CONFIG), base.rows
+def base_of(folder: Path) -> str | None:
+    """Name or folder of the base model of an adapter, as it is written down."""
+    return _read_config(folder / CONFIG).get("base_model_name_or_path")
+
+
+def read_adapter(folder: Path, base: Any, rows: Sequence[Row]) -> PeftAdapter:
+    """An adapter of a model. base: its config; rows: the table of its family.
+
+    Raises UserError with all settings and tensors that can't be had or do not fit.
+    """
+    config = _read_config(folder / CONFIG)
     if not (folder / TENSORS).is_file():
         raise UserError(f"{folder} holds no {TENSORS}; other files of adapters can't be read")
     file = SafetensorsFile(folder / TENSORS)
-    matrices = declared_by(replace(base.model, lora=LoRAConfig(rank=1, targets=("*",))))
+    matrices = declared_by(replace(base, lora=LoRAConfig(rank=1, targets=("*",))))
     every = {one.names: one for one in _possible(rows, matrices)}
     present = {names: one for names, one in every.items() if file.entries.keys() & {*names}}
     tensors, ranks = list(present.values()), _ranks(folder, file, present)
@@ -172,7 +180,7 @@ def read_adapter(folder: Path, base: ForeignModel) -> PeftAdapter:
     largest = max(settings.values(), key=lambda one: one.rank)
     paths = [piece.path for one in tensors for piece in one.tensor.pieces if piece.path + LORA_A in matrices]
     lora = replace(largest, targets=tuple(dict.fromkeys(paths)))
-    model = replace(base.model, lora=lora)
+    model = replace(base, lora=lora)
     declared = declared_by(model)
     adapter = PeftAdapter(str(folder), model, declared, file, tensors, scales)
     _demand_zeros(adapter)

@@ -1,0 +1,142 @@
+"""Adapters in `python -m megajax.convert`: PEFT's folders, peft:DIR, and adapters added to the weights."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megajax.checkpoint.adapters import JoinedWeights, MergedWeights
+from megajax.checkpoint.comparison import Verified, verify_weights
+from megajax.checkpoint.foreign import Entry, WeightSource, declared_by
+from megajax.checkpoint.huggingface.export import family_for
+from megajax.checkpoint.huggingface.peft import CONFIG, TENSORS, adapter_files, base_of, read_adapter
+from megajax.checkpoint.huggingface.safetensors import SafetensorsFolder
+from megajax.checkpoint.huggingface.shards import TensorFile
+from megajax.checkpoint.new_folder import new_folder
+from megajax.checkpoint.run_writer import Advance, converted
+from megajax.checkpoint.sources import foreign_format
+from megajax.checkpoint.tensor_table import Row
+from megajax.config.errors import UserError
+from megajax.layers.param import ParamSpec
+from megajax.tools import conversion
+from megajax.tools.conversion import Options, Origin, Stored
+from megajax.training.run_config import RunConfig
+
+PEFT = "peft:"
+"""Before a folder of PEFT."""
+
+
+@dataclass(frozen=True)
+class Remade:
+    """A model that was made of another one, whose weights, files and config it has but for these."""
+
+    base: Stored
+    model: Any
+    weights: WeightSource
+
+    @cached_property
+    def declared(self) -> dict[str, ParamSpec]:
+        return declared_by(self.model)
+
+    @property
+    def files(self) -> Path:
+        return self.base.files
+
+    @property
+    def origin(self) -> Origin:
+        return self.base.origin
+
+    def config(self, run: Path, files: Sequence[str]) -> RunConfig:
+        return replace(self.base.config(run, files), model=self.model)
+
+    def left_out(self) -> list[str]:
+        return self.base.left_out()
+
+    def verify(self, made: WeightSource, advance: Advance) -> Verified:
+        return verify_weights(self.weights, made, self.declared, advance)
+
+
+def open_source(name: str | None, average: Sequence[str], last: int | None, base: str | None, *, merge: bool) -> Stored:
+    """As `conversion.open_source`; also peft:DIR beside the weights of `base`, by default those that it names.
+
+    merge: add adapters to the weights.
+    """
+    if name is not None and name.startswith(PEFT):
+        if last is not None:
+            raise UserError(f"--average-last: {name} has no steps")
+        stored = _with_adapter(Path(name.removeprefix(PEFT)), base)
+    elif base is not None:
+        raise UserError("--base: names the model of an adapter, and --from is none (peft:DIR)")
+    else:
+        stored = conversion.open_source(name, average, last)
+    if not merge:
+        return stored
+    if (lora := getattr(stored.model, "lora", None)) is None:
+        raise UserError("--merge: the model has no adapters (model.lora)")
+    merged = MergedWeights(stored.weights, stored.declared, lora.scale())
+    return Remade(stored, replace(stored.model, lora=None), merged)
+
+
+def write(stored: Stored, target: str, options: Options, advance: Advance) -> list[str]:
+    """As `conversion.write`; also the adapters alone, to peft:DIR."""
+    adapted = getattr(stored.model, "lora", None) is not None
+    if not target.startswith(PEFT):
+        if adapted and foreign_format(target) is not None:
+            what = "--merge adds them to the weights, --to=peft:DIR writes them alone"
+            raise UserError(f"--to={target}: the model has adapters, which have no place there; {what}")
+        return conversion.write(stored, target, options, advance)
+    if not adapted:
+        raise UserError(f"--to={target}: the model has no adapters (model.lora)")
+    config, tensors = _files(stored, options)
+    folder = Path(target.removeprefix(PEFT))
+    with new_folder(folder, sum(tensor.nbytes for tensor in tensors.values())) as made:
+        (made / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        entries = {name: Entry(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        with TensorFile(made / TENSORS, entries) as file:
+            for name, tensor in tensors.items():
+                file.write(name, tensor)
+                advance(tensor.size)
+    rank, modules = config["r"], ", ".join(config["target_modules"])
+    return [f"{folder}: {len(tensors) // 2} adapters of rank {rank} on {modules}, {options.dtype or 'float32'}"]
+
+
+def verified(stored: Stored, target: str, options: Options, advance: Advance) -> str:
+    """As `conversion.verified`."""
+    if not target.startswith(PEFT):
+        return conversion.verified(stored, target, advance)
+    folder, (_, wanted) = Path(target.removeprefix(PEFT)), _files(stored, options)
+    there = SafetensorsFolder(folder)
+    wrong = [name for name, tensor in wanted.items() if there.read(name).tobytes() != tensor.tobytes()]
+    advance(sum(tensor.size for tensor in wanted.values()))
+    if wrong:
+        raise UserError(f"{folder} does not give back the adapters: {', '.join(wrong)} differ")
+    return f"verified: {len(wanted)} tensors, all equal"
+
+
+def _with_adapter(folder: Path, base: str | None) -> Remade:
+    named = base_of(folder)
+    if base is None and (named is None or not Path(named).is_dir()):
+        what = "names no base model" if named is None else f"is of {named}, and there is no such folder"
+        raise UserError(f"{folder} {what}: give --base=hf:DIR or --base=RUN")
+    stored = conversion.open_source(base or f"hf:{named}")
+    if getattr(stored.model, "lora", None) is not None:
+        raise UserError(f"--base={base} has adapters already; --merge adds them to its weights, for another run")
+    adapter = read_adapter(folder, stored.model, _rows(stored))
+    return Remade(stored, adapter.model, JoinedWeights(stored.weights, adapter))
+
+
+def _files(stored: Stored, options: Options) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    config, tensors = adapter_files(stored.model, _rows(stored, options.family), stored.weights, None)
+    dtype = options.dtype or np.dtype(np.float32)
+    return config, {name: converted(tensor, dtype, name) for name, tensor in tensors.items()}
+
+
+def _rows(stored: Stored, family: str = "") -> Sequence[Row]:
+    """The table of names of the model without adapters."""
+    model = replace(stored.model, lora=None)
+    recorded = stored.origin.family if stored.origin.format == "hf" else ""
+    return family_for(model, family, recorded).rows(model)
