@@ -1,6 +1,6 @@
 """Sections of facts and tables, as aligned text; sections also as a frame on a terminal."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -9,19 +9,10 @@ from rich.panel import Panel
 from rich.table import Table as Grid
 from rich.text import Text
 
+from megajax.metrics.text import aligned
+
 type Section = tuple[str, Sequence[tuple[str, str]]]
 """A title and its (name, value) rows; a value may have several lines."""
-
-
-def aligned(rows: Sequence[Sequence[str]], text: Collection[int] | None = None) -> Iterator[str]:
-    """Rows as lines without colours or box characters. text: columns that are flush left; None: all of them."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (
-            cell.ljust(width) if text is None or place in text else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  ".join(cells).rstrip()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""Durations, counts, sizes and times of day as text; untrusted text made safe to print."""
+"""Durations, counts, sizes, times of day and rows of cells as text; untrusted text made safe to print."""
 
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
 
@@ -54,6 +54,17 @@ def byte_size(number: float) -> str:
         if number < 1023.95 or unit == "TiB":
             break
     return f"{number:,.1f} {unit}"
+
+
+def aligned(rows: Sequence[Sequence[str]], text: Collection[int] | None = None) -> Iterator[str]:
+    """Rows as lines without colours or box characters. text: columns that are flush left; None: all of them."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (
+            cell.ljust(width) if text is None or place in text else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield "  ".join(cells).rstrip()
 
 
 _INVISIBLE = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
