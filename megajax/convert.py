@@ -18,6 +18,7 @@ DESCRIPTION = """Convert weights between formats, a part at a time: memory need 
   python -m megajax.convert --from=runs/llama/checkpoints/00000100 --to=hf:DIR --dtype=bfloat16
   python -m megajax.convert --from=runs/lora --to=peft:DIR          adapters alone; --merge adds them to the weights
   python -m megajax.convert --from=peft:DIR --base=hf:DIR --to=runs/lora
+  python -m megajax.convert --from=megatron:DIR --to=runs/gpt       a checkpoint of Megatron-LM, also the other way
   python -m megajax.convert --average=runs/llama/100,runs/llama/200 --to=runs/mean
 
 A folder is written under a temporary name and renamed when it is complete. Nothing is fetched."""
@@ -31,8 +32,11 @@ FLAGS = (
     Flag("merge", help="add low-rank adapters to the weights"),
     Flag("average", tuple[str, ...], (), help="steps of runs, the mean of whose weights is taken, in place of --from"),
     Flag("average-last", int | None, help="take the mean of that many of the newest steps of --from"),
-    Flag("family", str | None, help="table of names to write with, such as llama; none: the one that loses nothing"),
+    Flag(
+        "family", str | None, help="table of names to write with: llama, …; of megatron:, local; none: a lossless one"
+    ),
     Flag("shard-size", float, 5.0, help="GB of a safetensors file, at most"),
+    Flag("vocabulary", int | None, help="tokens of a Megatron-LM checkpoint whose arguments have the padded number"),
 )
 
 
@@ -52,8 +56,8 @@ def main(argv: list[str]) -> int:
         resolve(f"megajax.tools.adapter_conversion:{name}") for name in ("open_source", "write", "verified")
     )
     options, elements = (resolve(f"megajax.tools.conversion:{name}") for name in ("options", "elements"))
-    average, last = flags["average"], flags["average_last"]
-    stored = open_source(flags["from"], average, last, flags["base"], merge=flags["merge"])
+    given = (flags["average"], flags["average_last"], flags["base"])
+    stored = open_source(flags["from"], *given, merge=flags["merge"], vocabulary=flags["vocabulary"])
     settings = options(flags["dtype"], flags["family"] or "", flags["shard_size"])
     with Progress(sys.stderr, elements(stored), "converting") as progress:
         lines = write(stored, flags["to"], settings, progress)

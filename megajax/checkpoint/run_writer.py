@@ -3,7 +3,8 @@
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,13 +12,20 @@ import numpy as np
 from megajax.checkpoint import integrity
 from megajax.checkpoint.array_writer import ArrayWriter
 from megajax.checkpoint.folder import ARRAYS, META, step_name
-from megajax.checkpoint.foreign import Entry, WeightSource
+from megajax.checkpoint.foreign import Box, Entry, WeightSource
 from megajax.checkpoint.new_folder import flush_folder
 from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec
 
 type Advance = Callable[[int], None]
 """Called with the number of elements that were written since the last call."""
+
+
+class StateArray(NamedTuple):
+    """An array of a run's state that is no weight."""
+
+    entry: Entry
+    read: Callable[[Box], np.ndarray]
 
 
 def write_step(
@@ -27,13 +35,16 @@ def write_step(
     meta: Mapping[str, Any],
     *,
     dtype: np.dtype,
+    number: int = 0,
+    state: Mapping[str, StateArray] = MappingProxyType({}),
     advance: Advance = lambda elements: None,
 ) -> Path:
-    """Writes step 0 into a new checkpoints folder: weights in `dtype`, observations that the source has in float32.
+    """Writes a step into a new checkpoints folder: weights in `dtype`, observations that the source has in float32.
 
-    Nothing commits the step here: `folder` is below a `new_folder`. Raises OSError if it can't be written.
+    state: further arrays, by their names in a checkpoint. Nothing commits the step here: `folder` is below a
+    `new_folder`. Raises OSError if it can't be written.
     """
-    step = folder / step_name(0)
+    step = folder / step_name(number)
     step.mkdir(parents=True)
     shapes, paths, entries = weights.shapes(), dict[str, str](), dict[str, Entry]()
     for path, spec in declared.items():
@@ -41,13 +52,16 @@ def write_step(
             name = f"{'params' if spec.updater is None else 'observed'}.{path}"
             paths[name] = path
             entries[name] = Entry(shapes[path], dtype if spec.updater is None else np.dtype(np.float32))
-    writer = ArrayWriter(step / ARRAYS, entries)
+    writer = ArrayWriter(step / ARRAYS, entries | {name: array.entry for name, array in state.items()})
     for name, box in writer.chunks():
+        if name in state:
+            writer.write(name, box, np.asarray(state[name].read(box), state[name].entry.dtype, order="C"))
+            continue
         values = converted(weights.read(paths[name], box), entries[name].dtype, f"{weights.where}: {paths[name]}")
         writer.write(name, box, values)
         advance(values.size)
     writer.finish()
-    text = json.dumps({"step": 0, "meta": dict(meta)}, allow_nan=False, indent=1, sort_keys=True)
+    text = json.dumps({"step": number, "meta": dict(meta)}, allow_nan=False, indent=1, sort_keys=True)
     integrity.write_durably(step / META, text)
     flush_folder(step)
     integrity.write_manifest(step, integrity.hash_files(step, integrity.files_below(step)))

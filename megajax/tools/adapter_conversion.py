@@ -60,7 +60,15 @@ class Remade:
         return verify_weights(self.weights, made, self.declared, advance)
 
 
-def open_source(name: str | None, average: Sequence[str], last: int | None, base: str | None, *, merge: bool) -> Stored:
+def open_source(
+    name: str | None,
+    average: Sequence[str],
+    last: int | None,
+    base: str | None,
+    *,
+    merge: bool,
+    vocabulary: int | None = None,
+) -> Stored:
     """As `conversion.open_source`; also peft:DIR beside the weights of `base`, by default those that it names.
 
     merge: add adapters to the weights.
@@ -72,7 +80,7 @@ def open_source(name: str | None, average: Sequence[str], last: int | None, base
     elif base is not None:
         raise UserError("--base: names the model of an adapter, and --from is none (peft:DIR)")
     else:
-        stored = conversion.open_source(name, average, last)
+        stored = conversion.open_source(name, average, last, vocabulary)
     if not merge:
         return stored
     if (lora := getattr(stored.model, "lora", None)) is None:

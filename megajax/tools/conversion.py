@@ -20,7 +20,7 @@ from megajax.checkpoint.huggingface.tokenizer_files import copy_files, tokenizer
 from megajax.checkpoint.new_folder import new_folder
 from megajax.checkpoint.reader import open_checkpoints
 from megajax.checkpoint.run_weights import MeanWeights, RunModel, open_step
-from megajax.checkpoint.run_writer import Advance, write_step
+from megajax.checkpoint.run_writer import Advance, StateArray, write_step
 from megajax.checkpoint.sources import foreign_format, read_foreign
 from megajax.checkpoint.tensor_table import Mapped, resolved
 from megajax.config.dump import to_yaml
@@ -107,9 +107,8 @@ class Stored(Protocol):
 class ForeignFolder:
     """Weights in another library's format."""
 
-    def __init__(self, name: str):
-        self._name, read = name, _foreign(name)
-        self._read: ForeignModel = read
+    def __init__(self, name: str, read: ForeignModel):
+        self._name, self._read = name, read
         self.model, self.declared = read.model, declared_by(read.model)
         self.table: list[Mapped] = resolved(read.rows, self.declared)
         demand_fit(read.tensors, self.table, read.ignored)
@@ -149,6 +148,27 @@ class ForeignFolder:
         return verify_weights(self.weights, made, self.declared, advance)
 
 
+class MegatronFolder(ForeignFolder):
+    """A checkpoint of Megatron-LM, with the state of its optimizer where that can be told apart by weights."""
+
+    def __init__(self, name: str, vocabulary: int | None):
+        folder = Path(name.partition(":")[2]).absolute()
+        self.opened = megatron_checkpoint.open_model(folder, vocabulary=vocabulary)
+        super().__init__(name, self.opened.read)
+        self._unsaid: list[str] = []
+
+    def config(self, run: Path, files: Sequence[str]) -> RunConfig:
+        """Of a run that goes on with the arguments' optimizer and schedule, where the moments are there."""
+        fresh = super().config(run, files)
+        if not self.opened.moments:
+            return fresh
+        config, self._unsaid = megatron_checkpoint.continued(self.opened, fresh, run)
+        return config
+
+    def left_out(self) -> list[str]:
+        return [*super().left_out(), *self.opened.lost, *self._unsaid]
+
+
 class RunSteps:
     """The weights of a step of a run, or the mean of several."""
 
@@ -178,24 +198,22 @@ def _format(name: str) -> str | None:
     return MEGATRON if name.startswith(f"{MEGATRON}:") else foreign_format(name)
 
 
-def _foreign(name: str) -> ForeignModel:
-    """The model of FORMAT:DIR. Raises UserError where there is none."""
-    if _format(name) == MEGATRON:
-        return megatron_checkpoint.read_model(Path(name.partition(":")[2]).absolute())
-    return read_foreign(name)
-
-
-def open_source(name: str | None, average: Sequence[str] = (), last: int | None = None) -> Stored:
+def open_source(
+    name: str | None, average: Sequence[str] = (), last: int | None = None, vocabulary: int | None = None
+) -> Stored:
     """FORMAT:DIR, a run or one of its steps; or the mean of the steps `average`, or of the `last` newest of a run.
 
-    Raises UserError where there is none, or where it does not fit.
+    vocabulary: tokens of a Megatron-LM checkpoint that does not say. Raises UserError where there is no such source, or
+    where it does not fit.
     """
     if average:
         return RunSteps([open_step(Path(each)) for each in average])
     if name is not None and _format(name) is not None:
         if last is not None:
             raise UserError(f"--average-last: {name} has no steps")
-        return ForeignFolder(name)
+        return (
+            MegatronFolder(name, vocabulary) if _format(name) == MEGATRON else ForeignFolder(name, read_foreign(name))
+        )
     if last is None:
         return RunSteps([open_step(Path(name or ""))])
     steps = open_checkpoints(name or "")[0].steps()
@@ -244,15 +262,35 @@ def _write_run(stored: Stored, run: Path, options: Options, advance: Advance) ->
             "versions": {name: version(name) for name in ("jax", "orbax-checkpoint", "tensorstore", "numpy")},
             "source": asdict(stored.origin),
         }
-        write_step(folder / STEPS, stored.declared, stored.weights, meta, dtype=dtype, advance=advance)
+        number, state = _state(stored)
+        write_step(
+            folder / STEPS,
+            stored.declared,
+            stored.weights,
+            meta,
+            dtype=dtype,
+            number=number,
+            state=state,
+            advance=advance,
+        )
     fresh = [path for path, spec in stored.declared.items() if spec.updater and path not in stored.weights.shapes()]
+    if state:
+        fresh = []
     return [
         f"{run}: {len(stored.weights.shapes())} arrays, {elements(stored):,} elements, weights in {dtype.name}",
         *[f"not stored, zero in a new run: {_listed(fresh)}"] * bool(fresh),
-        *[f"left out, no weights: {_listed(stored.left_out())}"] * bool(stored.left_out()),
+        *[f"optimizer: {number} steps with their moments, to go on from"] * bool(state),
+        *[f"left out: {_listed(stored.left_out())}"] * bool(stored.left_out()),
         f"tokenizer: {type(cfg.tokenizer).__name__}" + (f" of {', '.join(files)}" if files else ""),
         f"train from it: python -m megajax.train --config={run}/config.yaml --data.paths=PREFIX",
     ]
+
+
+def _state(stored: Stored) -> tuple[int, dict[str, StateArray]]:
+    """The step to write, and what it has beside weights: 0 and nothing where there are no moments."""
+    if not isinstance(stored, MegatronFolder) or not stored.opened.moments:
+        return 0, {}
+    return stored.opened.iteration, megatron_checkpoint.state(stored.opened, stored.declared)
 
 
 def _write_huggingface(stored: Stored, target: Path, options: Options, advance: Advance) -> list[str]:

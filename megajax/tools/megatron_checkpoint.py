@@ -1,21 +1,28 @@
 """Checkpoints of Megatron-LM as models of ours: the arguments inside say the model, by the table of its flags."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.foreign import ForeignModel, WeightSource
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.foreign import Entry, ForeignModel, WeightSource
 from megajax.checkpoint.megatron import export
 from megajax.checkpoint.megatron.checkpoint import MegatronCheckpoint, MegatronModel
 from megajax.checkpoint.megatron.pickles import Name, Record
 from megajax.checkpoint.model_differences import differences, in_words
+from megajax.checkpoint.run_writer import StateArray
 from megajax.checkpoint.tensor_table import Mapped
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.patch import patch_of
 from megajax.config.tree import assemble
 from megajax.data.config import MockConfig
+from megajax.layers.param import ParamSpec
+from megajax.optim.config import AdamWConfig
+from megajax.tools import megatron_run
 from megajax.tools.flags import Arguments, Flag
 from megajax.tools.megatron_arguments import arguments, script_of
 from megajax.tools.megatron_encoders import bert_embedding, bert_stack, t5_embedding, t5_stack
@@ -68,6 +75,53 @@ def open_model(folder: Path, *, vocabulary: int | None = None, step: int | None 
     return checkpoint.open(model_of(checkpoint, vocabulary))
 
 
+def continued(opened: MegatronModel, base: RunConfig, run: Path) -> tuple[RunConfig, list[str]]:
+    """The config of a run that goes on: optimizer, schedule and batch as the arguments say, and what they don't say.
+
+    base: the config of a new run with the weights.
+    """
+    schedule = replace(base.schedule, warmup_fraction=None)
+    whole = replace(base, checkpoint=CheckpointConfig(load=run), run_dir=f"{run}-continued", schedule=schedule)
+    flags, settings = _flags(opened.args, "pretrain_gpt.py"), dict[str, Any]()
+    for maker in (megatron_run.optimizer, megatron_run.schedule, megatron_run.batch):
+        settings |= maker(flags)
+    config, wrong = assemble(RunConfig, whole, patch_of(settings.items()))
+    problems = [*flags.problems, *(one for one in wrong if one.where.startswith(("optimizer", "schedule", "batch")))]
+    if config is not None and not problems:
+        return config, []
+    given = {name: opened.args.get(f"adam_{name}") for name in ("beta1", "beta2")}
+    rule = AdamWConfig(**{name: beta for name, beta in given.items() if beta is not None})
+    return replace(whole, optimizer=rule), [f"settings of optimizer, schedule and batch ({one})" for one in problems]
+
+
+def state(opened: MegatronModel, declared: Mapping[str, ParamSpec]) -> dict[str, StateArray]:
+    """What a run's state has beside weights, by name: moments and counts. Observations that are not there are 0."""
+    counts: dict[str, np.ndarray | np.generic] = {
+        "step": np.int32(opened.iteration),
+        "optimizer.count": np.int32(opened.updates),
+        "consumed_samples": np.uint32(opened.consumed_samples),
+        "scheduled_samples": np.int32(opened.scheduled_samples),
+        "skipped": np.int32(max(0, opened.iteration - opened.updates)),
+        "loss_scale": np.float32(1),
+        "scale_counters": np.zeros(2, np.int32),
+    }
+    kept = opened.weights.shapes()
+    counts |= {
+        f"observed.{path}": np.zeros(spec.shape, np.float32)
+        for path, spec in declared.items()
+        if spec.updater is not None and path not in kept
+    }
+    arrays = {
+        name: StateArray(Entry(values.shape, values.dtype), partial(np.asarray(values).__getitem__))
+        for name, values in counts.items()
+    }
+    for kind, moments in opened.moments.items():
+        for path, shape in moments.shapes().items():
+            entry = Entry(tuple(shape), np.dtype(np.float32))
+            arrays[f"optimizer.{kind}.{path}"] = StateArray(entry, partial(moments.read, path))
+    return arrays
+
+
 def write_model(
     folder: Path,
     model: Any,
@@ -106,8 +160,7 @@ def model_config(
 
     args: the namespace by attribute; script: the one that trains such models.
     """
-    flags = Arguments({**FLAGS, **FLAGS_OF.get(script, {})})
-    flags.flags = {row.name: value for row in flags.table.values() if (value := _value(row, args)) is not None}
+    flags = _flags(args, script)
     settings: dict[str, Any] = {"model.vocabulary_size": _vocabulary(args, vocabulary, where), "data": MockConfig()}
     for maker in MAKERS[script]:
         settings |= {name: value for name, value in maker(flags).items() if name.startswith("model.")}
@@ -119,6 +172,13 @@ def model_config(
     if problems or config is None:
         raise ConfigError(problems or wrong, where)
     return config.model
+
+
+def _flags(args: Mapping[str, Any], script: str) -> Arguments:
+    """Arguments as if they had been given on a command line."""
+    flags = Arguments({**FLAGS, **FLAGS_OF.get(script, {})})
+    flags.flags = {row.name: value for row in flags.table.values() if (value := _value(row, args)) is not None}
+    return flags
 
 
 def _value(row: Flag, args: Mapping[str, Any]) -> Any:

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from megajax.checkpoint.foreign import ForeignModel, ForeignWeights, Tensors, declared_by, demand_fit
+from megajax.checkpoint.foreign import ForeignModel, ForeignWeights, declared_by, demand_fit
 from megajax.checkpoint.megatron.archive import TorchArchive, memory_map
 from megajax.checkpoint.megatron.moments import MASTER, MOMENTS, UnmappedError, rank_moments, updates
 from megajax.checkpoint.megatron.names import WITHOUT_WEIGHTS, NamedParts, Part, unstacked, without_padding
@@ -24,7 +24,7 @@ OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(\w+?)\.(.*)$")
 LOST = {
     "rng_state": "states of random numbers: ours derive from seed and step",
     "rerun_state_machine": "the state of the re-run machinery",
-    "opt_param_scheduler": "the state of the learning rate's schedule: ours follows from the samples so far",
+    "opt_param_scheduler": "settings of the schedule; the samples that it has counted are kept",
     "grad_scaler": "the loss scale, which starts anew",
 }
 """Parts of a checkpoint that are not taken over."""
@@ -54,9 +54,7 @@ class Contents(Protocol):
 class MegatronModel(NamedTuple):
     """A checkpoint that was read and fits."""
 
-    model: Any
-    """The model config."""
-    tensors: Tensors
+    read: ForeignModel
     table: Sequence[Mapped]
     weights: ForeignWeights
     moments: Mapping[str, ForeignWeights]
@@ -65,8 +63,17 @@ class MegatronModel(NamedTuple):
     """Of the optimizer so far."""
     iteration: int
     consumed_samples: int
+    scheduled_samples: int
+    """Samples that the schedule of the learning rate has counted."""
+    args: Mapping[str, Any]
+    """The arguments of its run."""
     lost: tuple[str, ...]
     """What of the checkpoint is not in any of these."""
+
+    @property
+    def model(self) -> Any:
+        """The model config."""
+        return self.read.model
 
 
 class MegatronCheckpoint:
@@ -118,15 +125,18 @@ class MegatronCheckpoint:
         except UnmappedError as error:
             lost.insert(0, f"the optimizer's state: {error}")
         iteration = self.iteration()
+        consumed = _whole(self.args.get("consumed_train_samples"))
+        schedule = self.contents.common.get("opt_param_scheduler")
         return MegatronModel(
-            model=model,
-            tensors=read.tensors,
+            read=read,
             table=tensors,
             weights=ForeignWeights(read.tensors, tensors, declared),
             moments=moments,
             updates=updates(self.contents.common.get("optimizer")) or iteration,
             iteration=iteration,
-            consumed_samples=_whole(self.args.get("consumed_train_samples")),
+            consumed_samples=consumed,
+            scheduled_samples=_whole(schedule.get("num_steps") if isinstance(schedule, dict) else None) or consumed,
+            args=self.args,
             lost=tuple(lost),
         )
 

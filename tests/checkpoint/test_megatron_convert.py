@@ -1,0 +1,63 @@
+"""`convert` between Megatron-LM checkpoints and runs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron_folders import Shares, write_ranks, write_sharded
+from test_megatron_folders import MODELS, drawn
+
+from megajax.checkpoint.reader import CheckpointReader
+from megajax.checkpoint.stored_arrays import StoredArrays
+from megajax.config import load
+from megajax.convert import main
+from megajax.train import main as train
+
+TRAINED: dict[str, Any] = {
+    "optimizer": "adam", "adam_beta1": 0.9, "adam_beta2": 0.97, "adam_eps": 1e-8, "lr": 3e-3, "min_lr": 3e-4,
+    "lr_decay_style": "cosine", "weight_decay": 0.1, "clip_grad": 1.0, "global_batch_size": 8, "micro_batch_size": 1,
+    "train_iters": 20, "lr_warmup_iters": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["local", ""])
+def test_there_and_back(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args, script = MODELS["mixtral"]
+    weights = drawn(args, script)
+    write_sharded(tmp_path / "theirs", weights, args, Shares(tensor=2))
+    main([f"--from=megatron:{tmp_path}/theirs", f"--to={tmp_path}/run", "--verify"])
+    main([f"--from={tmp_path}/run", f"--to=megatron:{tmp_path}/back", f"--family={family}", "--verify"])
+    main([f"--from=megatron:{tmp_path}/back", f"--to={tmp_path}/again", "--verify"])
+    first, last = (StoredArrays(tmp_path / run / "checkpoints" / "00000000" / "arrays") for run in ("run", "again"))
+    assert first.arrays == last.arrays
+    for name in first.arrays:
+        assert first.statistics(name) == last.statistics(name), name
+    shown = capsys.readouterr().out
+    assert shown.count("all equal") == 3
+    assert "layers of plain torch" in shown if family else "layers of Transformer Engine" in shown
+
+
+@pytest.mark.slow
+def test_a_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args, script = MODELS["llama"]
+    moments = {
+        "exp_avg": drawn(args, script, 1),
+        "exp_avg_sq": {k: np.abs(v) for k, v in drawn(args, script, 2).items()},
+    }
+    given = {**args, **TRAINED, "num_layers": 4}
+    write_ranks(tmp_path / "theirs", drawn(args, script), given, Shares(tensor=2, pipeline=2), moments=moments)
+    main([f"--from=megatron:{tmp_path}/theirs", f"--to={tmp_path}/run"])
+    shown = capsys.readouterr().out
+    assert "optimizer: 7 steps with their moments" in shown
+    cfg = load(f"{tmp_path}/run/config.yaml", "data.type=MockConfig", "tokenizer.type=NullTokenizerConfig")
+    assert (cfg.optimizer.beta2, cfg.schedule.lr, cfg.batch.global_size, cfg.steps) == (0.97, 3e-3, 8, 20)
+    stored = CheckpointReader(tmp_path / "run" / "checkpoints")
+    assert stored.newest_whole() == 7
+    arrays = StoredArrays(tmp_path / "run" / "checkpoints" / "00000007" / "arrays")
+    counts = {name: arrays.value(name) for name in ("step", "optimizer.count", "consumed_samples", "scheduled_samples")}
+    assert counts == {"step": 7, "optimizer.count": 7, "consumed_samples": 56, "scheduled_samples": 1}
+    train([f"--config={tmp_path}/run/config.yaml", "--data.type=MockConfig", "--steps=8", "--devices=cpu:8"])
+    line = json.loads((tmp_path / "run-continued" / "metrics.jsonl").read_text().splitlines()[0])
+    assert (line["step"], line["consumed_samples"]) == (8, 64)
