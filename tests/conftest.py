@@ -18,6 +18,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 sys.dont_write_bytecode = False
 jax.config.update("jax_num_cpu_devices", 8)
@@ -39,10 +40,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m gpu`, files without such a test are not imported: a lent GPU machine has no data loader, for one."""
-    if config.option.markexpr == "gpu" and collection_path.suffix == ".py":
-        return True if "pytest.mark.gpu" not in collection_path.read_text(encoding="utf-8") else None
+    """With `-m gpu` or `-m smoke`, files without such a test are not imported.
+
+    A lent GPU machine has no data loader, for one; and importing all files takes as long as a third of the smoke tests.
+    """
+    mark = config.option.markexpr
+    if mark in ("gpu", "smoke") and collection_path.suffix == ".py":
+        return True if f"pytest.mark.{mark}" not in collection_path.read_text(encoding="utf-8") else None
     return None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """JAX's persistent cache in a folder of this session, which its workers share: a program is compiled once."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(autouse=True)

@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from megajax.batch import Batch
+from megajax.batch import Batch, Grads
 from megajax.data.config import LoaderConfig, MockConfig, Splits
 from megajax.layers.config import (
     AttentionConfig,
@@ -269,6 +269,35 @@ def gradients_of(program: Program, state: TrainState, norm: float) -> dict[str, 
     return {
         path: np.asarray(m) / ((1 - optimizer.beta1) * factor) for path, m in state.optimizer["first_moment"].items()
     }
+
+
+class Differentiated(NamedTuple):
+    """A batch's mean loss, and gradients of the mean in the order of the layers."""
+
+    loss: float
+    gradients: dict[str, np.ndarray]
+    padding: float
+    """The largest absolute gradient that belongs to no layer."""
+
+
+@cache
+def differentiate(
+    model: DecoderConfig,
+    parallel: ParallelConfig = ONE,
+    *,
+    microbatches: int,
+    draw: Callable[[int], Batch] = rows,
+) -> Differentiated:
+    """The gradients that the optimizer would get, in float32. Without an optimizer two thirds are left to compile."""
+    made = program(model, parallel, microbatches=microbatches)
+    with within(made):
+        arguments = start(made).inputs, place(made, draw(0)), np.float32(1)
+        compiled = jax.jit(made.grad_fn()).lower(*arguments).compile(compiler_options=dict(QUICK))
+        grads: Grads = jax.device_get(compiled(*arguments))
+    gradients, padding = in_order(made, grads.grads)
+    weight = float(grads.weight_sum)
+    mean = {path: gradient / weight for path, gradient in gradients.items()}
+    return Differentiated(float(np.divide(*grads.metrics["loss"])), mean, padding)
 
 
 @cache

@@ -6,7 +6,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import pytest
 from source_tree import REPOSITORY, Module, dotted, functions, modules
+
+pytestmark = pytest.mark.smoke
 
 FILE_LINES = 500
 FUNCTION_LINES = 100

@@ -12,6 +12,8 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.reader import CheckpointReader, open_checkpoints
 from megajax.config.errors import UserError
 
+pytestmark = pytest.mark.smoke
+
 
 def mesh_of(data: int, tensor: int):
     return jax.sharding.Mesh(np.array(jax.devices()[: data * tensor]).reshape(data, tensor), ("data", "tensor"))

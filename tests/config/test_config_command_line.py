@@ -13,6 +13,8 @@ from config_samples import RunConfig
 import megajax.command_line as cli
 from megajax.config import ConfigError, UserError
 
+pytestmark = pytest.mark.smoke
+
 HERE = Path(__file__).resolve().parent
 FLAGS = (cli.Flag("skip-train", help="Only evaluate."), cli.Flag("prompt", str), cli.Flag("count", int | None, 3))
 FILE = (

@@ -8,6 +8,8 @@ from config_samples import AdamWConfig, GuardConfig, MambaConfig, ModelConfig, M
 from megajax.config import ConfigError
 from megajax.config.tree import check, override
 
+pytestmark = pytest.mark.smoke
+
 RUN = RunConfig(model=ModelConfig(hidden_size=768))
 
 

@@ -12,6 +12,8 @@ from megajax.data.config import BlendConfig, MockConfig, Rows
 from megajax.data.mock import MockTokens
 from megajax.models.config import text_schema
 
+pytestmark = pytest.mark.smoke
+
 
 def build(prefix: Path, length: int, rows: Rows, tokens: Any = None, **options: Any) -> Any:
     config = BlendConfig(paths=(str(prefix),), cache_dir=str(prefix.parent / "cache"), **options)

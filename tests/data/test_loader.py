@@ -14,6 +14,8 @@ from megajax.data.config import LoaderConfig
 from megajax.data.loader import Loader, LocalRows, read_rows
 from megajax.models.config import text_schema
 
+pytestmark = pytest.mark.smoke
+
 S, G, M = 8, 16, 2
 AXES = ("pipeline", "data", "expert", "context", "tensor")
 SPEC = PartitionSpec(None, ("data", "expert"), "context")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-STEPS, EVERY = 40, 8
+STEPS, EVERY = 28, 8
 PATIENCE = 180.0
 
 

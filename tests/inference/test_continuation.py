@@ -1,6 +1,7 @@
 """The text a finished run shows."""
 
 import numpy as np
+import pytest
 
 from megajax.inference.continuation import text_sample
 from megajax.tokenizers.config import ByteTokenizerConfig, NullTokenizerConfig
@@ -19,6 +20,7 @@ def likes(token: int, size: int):
     return model
 
 
+@pytest.mark.smoke
 def test_the_prompt_is_continued_by_the_model() -> None:
     row = np.frombuffer(b"some bytes of text", np.uint8)[:LENGTH]
     text = text_sample(likes(ord("x"), 384), ByteTokenizerConfig().build(), row, length=LENGTH, seed=0)

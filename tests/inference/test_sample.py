@@ -10,6 +10,8 @@ from megajax.config import load
 from megajax.config.builds import resolve
 from megajax.inference.sample import SAMPLERS, Trained, sample
 
+pytestmark = pytest.mark.smoke
+
 
 @dataclass(frozen=True)
 class Named:

@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.kernels.cross_entropy import VocabularyShard, loss_and_gradients, token_losses
 
+pytestmark = pytest.mark.smoke
+
 TOKENS, HIDDEN, ROWS, SIZE = 23, 5, 24, 17
 """24 rows of the table, 17 in use: of four shards the last is all padding and the third partly."""
 

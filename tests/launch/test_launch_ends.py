@@ -135,6 +135,7 @@ SCRIPTS = {
 }  # fmt: skip
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("case", SCRIPTS)
 def test_the_first_failure_is_named_and_gives_the_exit_code(start, case):
     script, code, words = SCRIPTS[case]

@@ -23,6 +23,8 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 
+pytestmark = pytest.mark.smoke
+
 HIDDEN = 12
 SETTINGS = LayerSettings(layout=Layout(Plan.of(ParallelConfig())), hidden=HIDDEN, std=0.02, output_std=0.01)
 RNG = np.random.default_rng(0)

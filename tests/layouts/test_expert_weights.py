@@ -19,6 +19,8 @@ from megajax.mesh.rules import Plan
 from megajax.precision.config import PrecisionConfig
 from megajax.training.grads import MANUAL, Weights
 
+pytestmark = pytest.mark.smoke
+
 LAYERS, EXPERTS, TOKENS, HIDDEN, FFN = 2, 4, 16, 16, 8
 AXES = ("layer", "expert", "embed", "mlp")
 SHAPE = (LAYERS, EXPERTS, HIDDEN, FFN)

@@ -10,6 +10,8 @@ from megajax.mesh.config import MESH_AXES, ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan, Rules
 
+pytestmark = pytest.mark.smoke
+
 
 def test_the_mesh_has_all_five_axes_with_tensor_innermost():
     mesh = build_mesh(ParallelConfig(tensor=2))

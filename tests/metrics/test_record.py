@@ -10,6 +10,8 @@ from megajax.metrics.record import EvaluationRecord, loss_hex, read_metrics, to_
 from megajax.metrics.throughput import StepRate
 from megajax.metrics.writers import JsonlWriter
 
+pytestmark = pytest.mark.smoke
+
 KEYS = [
     *("step", "loss", "loss_hex", "grad_norm", "lr", "consumed_samples", "consumed_tokens", "step_seconds"),
     *("tokens_per_second", "tokens_per_second_per_device", "tflops_per_device_causal", "tflops_per_device_full"),

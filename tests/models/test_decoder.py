@@ -27,6 +27,8 @@ from megajax.mesh.rules import Plan
 from megajax.models.config import DecoderConfig, WidthScalingConfig
 from megajax.training.state import parameter_shardings
 
+pytestmark = pytest.mark.smoke
+
 ROWS, LENGTH, VOCABULARY = 2, 12, 50
 GPT = DecoderConfig(
     hidden=16,

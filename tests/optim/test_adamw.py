@@ -16,6 +16,8 @@ from megajax.optim.config import AdamWConfig
 from megajax.optim.groups import decayed
 from megajax.optim.optimizer import clip_factor, constant_rates, global_norm, weight_so_far
 
+pytestmark = pytest.mark.smoke
+
 DECLARED = {
     "matrix": ParamSpec("matrix", (3, 4), ("embed", "mlp"), Normal(0.02), "weight", "matrix", ()),
     "gain": ParamSpec("gain", (4,), ("embed",), ONES, "gain", "gain", ()),

@@ -11,6 +11,8 @@ from megajax.config.errors import ConfigError
 from megajax.pipeline.check import check, formulas, measure
 from megajax.pipeline.schedule import Schedule, Work, assemble, build, gpipe, one_f_one_b, problems
 
+pytestmark = pytest.mark.smoke
+
 TEN = [
     (1, 1, 4),
     (2, 1, 8),

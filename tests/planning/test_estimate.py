@@ -23,6 +23,8 @@ from megajax.planning.cost.description import OURS, Description, describe, pipel
 from megajax.planning.cost.estimate import Estimate, estimate, to_dict
 from megajax.planning.program.devices import GPUS
 
+pytestmark = pytest.mark.smoke
+
 ROOT = Path(__file__).parents[2]
 H100 = GPUS["h100"]
 

@@ -9,6 +9,8 @@ import pytest
 from megajax.config.errors import UserError
 from megajax.plan import main
 
+pytestmark = pytest.mark.smoke
+
 ROOT = Path(__file__).parents[2]
 ASKED = (f"--config={ROOT}/configs/llama3.py:llama3_70b", "--devices=h100:128", "--formula")
 

@@ -115,9 +115,10 @@ def row(figures: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]:
 
 @needs_compiler
 def test_a_train_step_for_virtual_gpus(tmp_path: Path) -> None:
-    figures, printed = plan(
-        tmp_path, "--devices=h100:8", "--parallel.data=4", "--parallel.tensor=2", "--parallel.sequence=true"
-    )
+    options = "--xla=xla_cpu_enable_fast_math=false,xla_gpu_enable_triton_gemm=no"
+    layout = ("--devices=h100:8", "--parallel.data=4", "--parallel.tensor=2", "--parallel.sequence=true")
+    figures, printed = plan(tmp_path, *layout, options)
+    assert "xla_cpu_enable_fast_math=False, xla_gpu_enable_triton_gemm=False" in printed
     assert figures["fits"] is True and figures["devices"] == 8 and figures["mesh"]["tensor"] == 2
     assert figures["bubble_fraction"] == 0 and figures["microbatches"] == 4
     assert figures["kernels"]["attention"] == ["cudnn"]
@@ -161,12 +162,11 @@ def test_every_gpu_compiles(device: str, tmp_path: Path) -> None:
     assert inside, "fsdp gathers weights layer by layer"
 
 
+@pytest.mark.slow  # tests/kernels/test_kernel_choice_of_runs.py has the choice, golden files the gathers of fsdp
 @needs_compiler
 def test_float32_has_the_reference_attention_and_says_why(tmp_path: Path) -> None:
-    given = "--xla=xla_cpu_enable_fast_math=false,xla_gpu_enable_triton_gemm=no"
     layout = ("--devices=b200:2", "--parallel.data_sharding=fsdp")
-    figures, printed = plan(tmp_path, *layout, "--precision.compute=float32", given)
-    assert "xla_cpu_enable_fast_math=False, xla_gpu_enable_triton_gemm=False" in printed
+    figures, printed = plan(tmp_path, *layout, "--precision.compute=float32")
     why = "cudnn, pallas, cudnn_mask: computes in bfloat16 or float16, not in float32"
     assert figures["kernels"]["attention"] == [f"reference ({why})"]
     assert "not in float32" in printed

@@ -17,10 +17,15 @@ bits; the loss scale moves it to where it keeps 11."""
 SCALE = 2.0**14
 
 
+AHEAD = PredictionConfig(weight=0.3)
+
+
 @cache
-def gradients(parallel: ParallelConfig, compute: str, average: str, scale: float) -> dict[str, np.ndarray]:
+def gradients(
+    parallel: ParallelConfig, compute: str, average: str, scale: float, prediction: PredictionConfig | None
+) -> dict[str, np.ndarray]:
     """Of the mean loss, by path, from weights that float16 holds; in both programs the scale is on the mean."""
-    model = replace(llama(), vocabulary_size=LARGE, loss_chunk=192, prediction=PredictionConfig(weight=0.3))
+    model = replace(llama(), vocabulary_size=LARGE, loss_chunk=192, prediction=prediction)
     made = program(model, parallel, microbatches=2, average=average, compute=compute)
     with within(made):
         params = {path: np.float32(np.float16(w)) for path, w in start(made).params.items()}
@@ -41,10 +46,11 @@ def off(actual: np.ndarray, expected: np.ndarray) -> float:
     ids=["one device", "pipeline"],
 )
 @pytest.mark.parametrize("average", ["microbatches", pytest.param("tokens", marks=pytest.mark.slow)])
-def test_the_scale_comes_before_the_rounding(parallel, average):
+@pytest.mark.parametrize("prediction", [None, pytest.param(AHEAD, marks=pytest.mark.slow)], ids=["next", "ahead"])
+def test_the_scale_comes_before_the_rounding(parallel, average, prediction):
     """Of rows of the head that are no label's, whose gradients are the smallest, and of everything behind them."""
-    expected = gradients(ONE, "float32", average, 1.0)
-    actual = gradients(parallel, "float16", average, SCALE)
+    expected = gradients(ONE, "float32", average, 1.0, prediction)
+    actual = gradients(parallel, "float16", average, SCALE, prediction)
     # Rounding to 11 bits is off by 2^-12 at most; these are sums of what was rounded.
     assert off(actual["head"][VOCABULARY:LARGE], expected["head"][VOCABULARY:LARGE]) < 2**-10
     for path, g in expected.items():

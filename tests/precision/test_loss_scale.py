@@ -21,6 +21,7 @@ def follow(scaler, finite: list[bool]) -> list[tuple[float, int, int]]:
     return rows
 
 
+@pytest.mark.smoke
 def test_the_first_overflow_is_let_pass_and_the_next_halves():
     scaler = DynamicScale(initial=16.0, floor=1.0, window=100, hysteresis=2)
     assert follow(scaler, [False, False, True, False]) == [(16, 0, 1), (8, 0, 0), (8, 1, 0), (4, 0, -1)]
@@ -58,10 +59,15 @@ def test_scales_that_make_no_sense_are_refused(config, where):
 
 
 def test_scales_are_for_gradients_of_a_mean():
-    """A float16 step of many tokens overflows where the gradient of their mean does, not of the sum; no bit changes."""
+    """A float16 step of many tokens overflows where the gradient of their mean does, not of the sum."""
     assert [in_range(weight) for weight in (1, 2, 3, 2047, 2048)] == [1, 1 / 2, 1 / 2, 1 / 1024, 1 / 2048]
     whole, mean = (program(llama(), ONE, microbatches=4, average=a) for a in ("tokens", "microbatches"))
     assert whole._weight(whole.batch_like()) == ROWS * LENGTH and mean._weight(mean.batch_like()) == 4
+
+
+@pytest.mark.slow  # tests/training/test_float16_run.py trains with that weight
+def test_the_weight_of_the_mean_changes_no_bit():
+    whole = program(llama(), ONE, microbatches=4)
     with within(whole):
         state, batch = start(whole), place(whole, rows())
         parts = StepParts(

@@ -13,6 +13,8 @@ from megajax.reporting.attempts import attempts, time_by_cause
 from megajax.reporting.history import read_history
 from megajax.reporting.run_summary import RunSummary, summarize
 
+pytestmark = pytest.mark.smoke
+
 
 def summary_of(run) -> RunSummary:
     return summarize(read_history(run.folder.path), routine=12)

@@ -161,6 +161,7 @@ def test_a_forked_worker_has_its_own_signals(start):
     assert out == f"child {int(signal.SIGTERM)}\nparent None\n", err
 
 
+@pytest.mark.smoke
 def test_former_handlers_are_restored():
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
@@ -180,6 +181,7 @@ def test_former_handlers_are_restored():
     assert heard == ["SIGUSR1 received: stopping after this step"] * 3
 
 
+@pytest.mark.smoke
 def test_one_process_agrees_with_itself():
     assert agree(True) is True
     assert agree(False) is False

@@ -10,6 +10,8 @@ from megajax.tokenizers.base import join_tokens
 from megajax.tokenizers.byte import TABLE
 from megajax.tokenizers.config import ByteTokenizerConfig, NullTokenizerConfig
 
+pytestmark = pytest.mark.smoke
+
 
 @given(st.binary(max_size=300))
 def test_any_bytes_survive(data):

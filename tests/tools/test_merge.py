@@ -12,6 +12,8 @@ from megajax.data.indexed import IndexedTokens, IndexedWriter
 from megajax.data.merging import merge
 from megajax.tools.merge import main
 
+pytestmark = pytest.mark.smoke
+
 ORACLE = Path(os.environ.get("MEGAJAX_ORACLE_DIR", Path(__file__).parents[2] / "../shared/oracle")) / "data"
 needs_oracle = pytest.mark.skipif(not ORACLE.is_dir(), reason=f"no data of Megatron-LM in {ORACLE}")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_jobs import VOCABULARY, model, run_config
+from small_jobs import VOCABULARY, run_config
 
 from megajax.command_line import parse
 from megajax.config.errors import ConfigError, UserError
@@ -17,7 +17,6 @@ from megajax.job.job import train
 from megajax.metrics.config import LoggingConfig
 from megajax.resilience.config import ResilienceConfig
 from megajax.training.config import EvaluationConfig
-from megajax.training.run_config import RunConfig
 from megajax.training.session import prepare, setup
 
 
@@ -29,14 +28,10 @@ def losses(folder: Path) -> dict[int, str]:
     return {line["step"]: line["loss_hex"] for line in lines(folder) if "split" not in line}
 
 
-def small(folder: Path, **changes) -> RunConfig:
-    return run_config(folder, model=model(repeats=1), **changes)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
-    assert train(small(folder)) == 0
+    assert train(run_config(folder)) == 0
     return folder
 
 
@@ -45,7 +40,7 @@ def stopped(folder: Path) -> dict:
 
 
 def test_attempts_of_so_many_steps_make_up_the_run(whole, tmp_path, capsys):
-    cfg = small(tmp_path, resilience=ResilienceConfig(exit_after_steps=4, save_on_signal=False))
+    cfg = run_config(tmp_path, resilience=ResilienceConfig(exit_after_steps=4, save_on_signal=False))
     assert train(cfg) == 0
     assert list(losses(tmp_path)) == [1, 2, 3, 4]
     assert stopped(tmp_path)["reason"] == "resilience.exit_after_steps=4"
@@ -57,7 +52,9 @@ def test_attempts_of_so_many_steps_make_up_the_run(whole, tmp_path, capsys):
 
 
 def test_an_attempt_ends_when_its_time_is_up(whole, tmp_path, monkeypatch):
-    cfg = small(tmp_path, resilience=ResilienceConfig(exit_after_minutes=1e-6), evaluation=EvaluationConfig(batches=0))
+    cfg = run_config(
+        tmp_path, resilience=ResilienceConfig(exit_after_minutes=1e-6), evaluation=EvaluationConfig(batches=0)
+    )
     assert train(cfg) == 0
     assert list(losses(tmp_path)) == [1]
     assert (stopped(tmp_path)["reason"], stopped(tmp_path)["saved"]) == ("resilience.exit_after_minutes=1e-06", 1)
@@ -69,7 +66,7 @@ def test_a_run_whose_sample_fails_is_done_all_the_same(tmp_path, capsys):
     def fails(run, folder):
         raise IndexError("too few rows")
 
-    cfg = small(tmp_path, logging=LoggingConfig(plot=False, report=False), evaluation=EvaluationConfig(batches=0))
+    cfg = run_config(tmp_path, logging=LoggingConfig(plot=False, report=False), evaluation=EvaluationConfig(batches=0))
     assert train(cfg, sampler=fails) == 0
     assert "no sample: IndexError: too few rows" in capsys.readouterr().out
 
@@ -86,7 +83,7 @@ def corpus(tmp_path_factory) -> str:
 
 def test_several_validation_sets_are_reported_by_name(corpus, tmp_path):
     sets = {"other": BlendConfig(valid_paths=(corpus,), cache_dir=str(tmp_path / "cache")), "same": MockConfig()}
-    cfg = small(tmp_path / "run", evaluation=EvaluationConfig(every=3, batches=1, sets=sets), steps=3)
+    cfg = run_config(tmp_path / "run", evaluation=EvaluationConfig(every=3, batches=1, sets=sets))
     assert train(cfg) == 0
     losses = {line["split"]: line["loss"] for line in lines(tmp_path / "run") if "split" in line}
     assert list(losses) == ["validation", "other", "same", "test"]
@@ -95,7 +92,7 @@ def test_several_validation_sets_are_reported_by_name(corpus, tmp_path):
 
 def test_full_validation_counts_every_row_once(corpus, tmp_path):
     data = BlendConfig(valid_paths=(corpus,), train_paths=(corpus,), drop_last=False, cache_dir=str(tmp_path / "cache"))
-    cfg = small(tmp_path, data=data, evaluation=EvaluationConfig(full=True))
+    cfg = run_config(tmp_path, data=data, evaluation=EvaluationConfig(full=True))
     run = setup(cfg)
     source = run.parts.splits.valid
     assert len(source) % 8  # 390 tokens in rows of 16: not a whole number of batches

@@ -71,6 +71,7 @@ def copied(halted, tmp_path) -> Path:
     return Path(shutil.copytree(halted, tmp_path / "run"))
 
 
+@pytest.mark.smoke
 def test_a_whole_run_leaves_every_step_and_its_evaluations(whole):
     assert list(steps(whole)) == [1, 2, 3, 4, 5, 6]
     assert steps(whole)[1]["lr"] == 0
@@ -118,6 +119,7 @@ def test_a_stopped_run_has_saved_and_not_evaluated(halted):
     assert losses(halted) == {}
 
 
+@pytest.mark.smoke
 def test_going_on_is_as_if_it_had_never_stopped(whole, copied):
     """Bit for bit, with dropout: the state, the place in the data and the random numbers are all there."""
     assert train(run_config(copied)) == 0
@@ -130,7 +132,7 @@ def test_going_on_is_as_if_it_had_never_stopped(whole, copied):
 
 def test_going_on_with_another_layout_is_the_same_run(whole, copied):
     """In a pipeline; test_going_on_in_another_pipeline.py has more of them."""
-    layout = ParallelConfig(pipeline=2, data=1, schedule="gpipe")
+    layout = ParallelConfig(pipeline=2, data=1)
     cfg = run_config(copied, parallel=layout, batch=BatchConfig(global_size=8, micro_size=2))
     assert train(cfg) == 0
     for step in (5, 6):

@@ -29,23 +29,20 @@ def token_terms(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
 def test_gradients_and_metrics_are_those_of_a_plain_log_softmax(average):
     made = program(MODEL, ONE, microbatches=2, average=average, isolated=False)
 
-    def plain(params, batch):
-        total, sums = 0.0, {"loss": 0.0, "smoothed_loss": 0.0, "z_loss": 0.0}
-        for number in range(2):
-            piece = jax.tree.map(lambda leaf, number=number: leaf[number], batch)
-            model = bind(made.abstract, params)
-            logits = model.logits(model.hidden_states(piece["tokens"], model.context(piece)))
-            terms = {name: jnp.sum(x * piece["loss_mask"]) for name, x in token_terms(logits, piece["labels"]).items()}
-            share = 1 / jnp.sum(piece["loss_mask"]) if average == "microbatches" else 1.0
-            total += (terms["smoothed_loss"] + terms["z_loss"]) * share
-            sums = {name: sums[name] + terms[name] for name in sums}
-        return total, sums
+    def plain(params, piece):
+        model = bind(made.abstract, params)
+        logits = model.logits(model.hidden_states(piece["tokens"], model.context(piece)))
+        terms = {name: jnp.sum(x * piece["loss_mask"]) for name, x in token_terms(logits, piece["labels"]).items()}
+        share = 1 / jnp.sum(piece["loss_mask"]) if average == "microbatches" else 1.0
+        return (terms["smoothed_loss"] + terms["z_loss"]) * share, terms
 
     with within(made):
         params, batch = start(made).params, place(made, rows())
         actual = jax.jit(made.grad_fn(), compiler_options=dict(QUICK))(params, batch, np.float32(4))
         differentiated = jax.jit(jax.value_and_grad(plain, has_aux=True), compiler_options=dict(QUICK))
-        (total, sums), gradients = differentiated(params, batch)
+        pieces = (jax.tree.map(lambda leaf, number=number: leaf[number], batch) for number in range(2))
+        of_pieces = [differentiated(params, piece) for piece in pieces]
+        (total, sums), gradients = jax.tree.map(lambda one, other: np.asarray(one) + np.asarray(other), *of_pieces)
         evaluated = jax.device_get(made.eval_step(params, batch)["loss"])
     np.testing.assert_allclose(actual.loss_sum, total, rtol=1e-5)
     assert actual.metrics.keys() == sums.keys()
