@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from megajax.layers.config import (
     CapacityConfig,
@@ -80,7 +80,7 @@ def _router(args: Arguments, bias: bool) -> RouterConfig:
     )
 
 
-def _balancing(args: Arguments) -> tuple[list[str], dict[str, float]]:
+def _balancing(args: Arguments) -> tuple[list[str], dict[str, Any]]:
     """Kinds of balancing, and the coefficients of those that are losses."""
     name, coefficient = "moe-router-load-balancing-type", "moe-aux-loss-coeff"
     kinds, words = args[name], args[coefficient]

@@ -38,11 +38,19 @@ ALONE = {
     ),
     "chosen groups that do not divide top_k": (
         moe(top_k=3, router=RouterConfig(groups=3, chosen_groups=2)),
-        "router.chosen_groups: 2 does not divide top_k=3; use one of its divisors",
+        "router.chosen_groups: 2 does not divide top_k=3; use one of its divisors, or set group_scores",
     ),
     "too few experts in the chosen groups": (
         moe(top_k=4, router=RouterConfig(groups=6, chosen_groups=2)),
         "router.chosen_groups: 2 groups of 1 experts have fewer than top_k=4; use at least 4",
+    ),
+    "more scores than a group has": (
+        moe(router=RouterConfig(groups=3, chosen_groups=2, group_scores=3)),
+        "router.group_scores: 3 scores of groups of 2 experts; use 1 to 2",
+    ),
+    "scores of no groups": (
+        RouterConfig(group_scores=1),
+        "group_scores: compares groups, and groups=none; set groups, or this to none",
     ),
     "groups alone": (RouterConfig(groups=2), "groups: and chosen_groups go together; set both, or neither"),
     "no capacity": (CapacityConfig(factor=0.0), "factor: must be a number above 0, got 0.0"),

@@ -79,6 +79,15 @@ def test_groups_are_chosen_first_by_the_sums_of_their_best_scores():
     np.testing.assert_allclose(chosen(cfg), expected / expected.sum(-1, keepdims=True), rtol=1e-5)
 
 
+def test_groups_may_be_compared_by_their_best_score_alone():
+    cfg = RouterConfig(normalise="all", groups=2, chosen_groups=1, group_scores=1)
+    allowed = np.repeat(best(SOFTMAX.reshape(TOKENS, 2, 3).max(-1), 1), 3, axis=1)
+    masked = np.where(allowed, SOFTMAX, 0)
+    np.testing.assert_allclose(chosen(cfg), best(masked) * SOFTMAX, rtol=1e-5)
+    by_sums = np.repeat(best(np.sort(SOFTMAX.reshape(TOKENS, 2, 3))[..., 1:].sum(-1), 1), 3, axis=1)
+    assert not np.array_equal(allowed, by_sums)
+
+
 def test_a_bias_decides_the_choice_and_not_the_weights():
     bias = np.array([9, 0, 0, 9, 0, 0], np.float32)
     cfg = RouterConfig(score="sigmoid", balance_rate=0.1, normalise="all")

@@ -63,7 +63,8 @@ def router_settings(moe: MoEConfig) -> dict[str, Any]:
 
 def windowed(block: BlockConfig, windows: Sequence[int | None]) -> list[BlockConfig]:
     """A block for each layer."""
-    return [replace(block, mixer=replace(block.mixer, window=one)) for one in windows]
+    mixer: Any = block.mixer
+    return [replace(block, mixer=replace(mixer, window=one)) for one in windows]
 
 
 def layers_of(cfg: DecoderConfig) -> tuple[Any, ...]:
@@ -71,7 +72,7 @@ def layers_of(cfg: DecoderConfig) -> tuple[Any, ...]:
     return blocks_of(cfg.stack)
 
 
-def mixture_of(cfg: DecoderConfig) -> tuple[MoEConfig, list[int], int]:
+def mixture_of(cfg: DecoderConfig) -> tuple[Any, list[int], int]:
     """The experts of a model, numbers of the layers that have none, and the ffn of these. Raises ValueError."""
     mlps = [block.mlp for block in layers_of(cfg)]
     mixtures = [mlp for mlp in mlps if isinstance(mlp, MoEConfig)]
@@ -81,7 +82,7 @@ def mixture_of(cfg: DecoderConfig) -> tuple[MoEConfig, list[int], int]:
     return mixtures[0], dense, mlps[dense[0]].ffn if dense else mixtures[0].expert.ffn
 
 
-def settings_of(cfg: DecoderConfig, kind: str, architecture: str) -> dict[str, Any]:
+def settings_of(cfg: Any, kind: str, architecture: str) -> dict[str, Any]:
     """What config.json says of every decoder, but for its layers' own settings."""
     return {
         "architectures": [architecture],

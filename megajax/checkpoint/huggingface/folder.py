@@ -1,13 +1,14 @@
 """A Hugging Face model folder: config.json, safetensors, tokenizer files."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megajax.checkpoint.foreign import ForeignModel, ForeignWeights, Tensors, declared_by, demand_fit
 from megajax.checkpoint.huggingface.family import Family, Settings
 from megajax.checkpoint.huggingface.names import fitted
+from megajax.checkpoint.huggingface.quantized import dequantizing
 from megajax.checkpoint.huggingface.registry import family_of
 from megajax.checkpoint.huggingface.safetensors import SafetensorsFolder
 from megajax.checkpoint.tensor_table import Mapped, resolved
@@ -21,7 +22,7 @@ class HuggingFaceModel(NamedTuple):
 
     family: Family
     config: dict[str, Any]
-    """config.json as it is."""
+    """config.json, without how tensors are quantized."""
     model: Any
     """The model config."""
     tensors: Tensors
@@ -77,21 +78,33 @@ def open_model(folder: Path) -> HuggingFaceModel:
 
 def model_of(folder: Path | str) -> Any:
     """The model config of a folder's config.json. Raises UserError for settings that we lack."""
-    return _family_and_model(Path(folder))[2]
+    return _settings_read(Path(folder)).model
 
 
-def _family_and_model(folder: Path) -> tuple[Family, dict[str, Any], Any]:
+class _Read(NamedTuple):
+    """What config.json says."""
+
+    family: Family
+    config: dict[str, Any]
+    """It, without how tensors are quantized."""
+    model: Any
+    reader: Callable[[Tensors], Tensors]
+    """Tensors of files -> as they are without quantization."""
+
+
+def _settings_read(folder: Path) -> _Read:
     config = read_config(folder)
     given = Settings({**_pixels(folder), **config}, str(folder / CONFIG))
     family = family_of(given)
-    model = family.model(given)
+    reader, model = dequantizing(given), family.model(given)
     given.finish(family.unused)
-    return family, config, model
+    config.pop("quantization_config", None)
+    return _Read(family, config, model, reader)
 
 
 def _described(folder: Path) -> tuple[Family, dict[str, Any], ForeignModel]:
-    family, config, model = _family_and_model(folder)
-    files = SafetensorsFolder(folder)
+    family, config, model, reader = _settings_read(folder)
+    files = reader(SafetensorsFolder(folder))
     tensors, model = fitted(files, family, model)
     model = family.adjusted(model, tensors.entries())
     read = ForeignModel(

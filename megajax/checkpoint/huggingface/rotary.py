@@ -67,8 +67,9 @@ def _llama3(given: Settings, rope: RopeConfig, length: int) -> RopeConfig:
 
 def _yarn(given: Settings, rope: RopeConfig, length: int) -> RopeConfig:
     """A factor on rotated heads that does not follow from the others is kept in mscale, which then stands alone."""
-    values = {ours: given.left.pop(name) for name, ours in YARN.items() if name in given.left}
-    values = {"original": length, **{name: value for name, value in values.items() if value or name == "rounded"}}
+    taken = {ours: given.left.pop(name) for name, ours in YARN.items() if name in given.left}
+    values: dict[str, Any] = {"original": length}
+    values |= {name: value for name, value in taken.items() if value or name == "rounded"}
     values.setdefault("factor", length / values["original"])
     mscale, total, scale = values.pop("mscale", None), values.pop("mscale_all", None), given.take("attention_factor")
     plain = YarnScalingConfig(**values)

@@ -1,0 +1,285 @@
+"""Families of decoders: names and shapes as transformers has them, config.json and bytes there and back, refusals.
+
+Names are written by hand after transformers 5.23.0, whose own tiny models gave the same ones.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import log
+from typing import Any
+
+import numpy as np
+import pytest
+from test_tensor_table import Arrays
+
+from megajax.checkpoint.foreign import ForeignWeights, declared_by, demand_fit
+from megajax.checkpoint.huggingface.family import Settings
+from megajax.checkpoint.huggingface.registry import expressed, families, family_of
+from megajax.checkpoint.tensor_table import resolved
+from megajax.config.errors import UserError
+from megajax.layers.config import RopeConfig, YarnScalingConfig
+from megajax.models.config import PredictionConfig
+from megajax.models.presets import deepseek, gpt_oss, llama, mixtral, qwen, qwen_moe
+
+type Shapes = dict[str, tuple[int, ...]]
+
+D, F, E, V, LAYER = 8, 12, 3, 40, "model.layers.1"
+TINY: Mapping[str, Any] = {
+    **{"hidden_size": D, "intermediate_size": F, "num_hidden_layers": 2, "vocab_size": V},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32},
+}
+NORMS: Shapes = {f"{LAYER}.input_layernorm.weight": (D,), f"{LAYER}.post_attention_layernorm.weight": (D,)}
+
+
+def matrices(prefix: str, ffn: int, names: str = "gate_proj up_proj down_proj") -> Shapes:
+    gate, up, down = names.split()
+    return {
+        f"{prefix}.{gate}.weight": (ffn, D),
+        f"{prefix}.{up}.weight": (ffn, D),
+        f"{prefix}.{down}.weight": (D, ffn),
+    }
+
+
+def biases(prefix: str, **sizes: int) -> Shapes:
+    return {f"{prefix}.{name}.bias": (size,) for name, size in sizes.items()}
+
+
+ATTENTION: Shapes = {
+    f"{LAYER}.self_attn.q_proj.weight": (16, D),
+    f"{LAYER}.self_attn.k_proj.weight": (8, D),
+    f"{LAYER}.self_attn.v_proj.weight": (8, D),
+    f"{LAYER}.self_attn.o_proj.weight": (D, 16),
+    **NORMS,
+}
+QKV_BIASES = biases(f"{LAYER}.self_attn", q_proj=16, k_proj=8, v_proj=8)
+QK_NORMS: Shapes = {f"{LAYER}.self_attn.q_norm.weight": (4,), f"{LAYER}.self_attn.k_norm.weight": (4,)}
+MLP = matrices(f"{LAYER}.mlp", F)
+
+
+def experts(names: str = "gate_proj up_proj down_proj", prefix: str = f"{LAYER}.mlp") -> Shapes:
+    each = [matrices(f"{prefix}.experts.{number}", 6, names) for number in range(E)]
+    return {f"{prefix}.gate.weight": (E, D)} | {name: shape for one in each for name, shape in one.items()}
+
+
+LATENT: Shapes = {
+    f"{LAYER}.self_attn.q_a_proj.weight": (6, D),
+    f"{LAYER}.self_attn.q_a_layernorm.weight": (6,),
+    f"{LAYER}.self_attn.q_b_proj.weight": (4 * (5 + 2), 6),
+    f"{LAYER}.self_attn.kv_a_proj_with_mqa.weight": (7 + 2, D),
+    f"{LAYER}.self_attn.kv_a_layernorm.weight": (7,),
+    f"{LAYER}.self_attn.kv_b_proj.weight": (4 * (5 + 3), 7),
+    f"{LAYER}.self_attn.o_proj.weight": (D, 4 * 3),
+    **NORMS,
+}
+LATENT_SIZES = {
+    **{"q_lora_rank": 6, "kv_lora_rank": 7, "qk_nope_head_dim": 5, "qk_rope_head_dim": 2, "v_head_dim": 3},
+    **{"n_routed_experts": E, "moe_intermediate_size": 6, "num_experts_per_tok": 2, "n_shared_experts": 2},
+    **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+}
+FEW = {"num_experts": E, "moe_intermediate_size": 6, "num_experts_per_tok": 2}
+
+CASES: Mapping[str, tuple[Mapping[str, Any], Shapes]] = {
+    "llama": ({"attention_bias": True, "mlp_bias": True}, {
+        **ATTENTION, **QKV_BIASES, **biases(f"{LAYER}.self_attn", o_proj=D), **MLP,
+        **biases(f"{LAYER}.mlp", gate_proj=F, up_proj=F, down_proj=D),
+    }),
+    "mistral": ({"sliding_window": 8}, {**ATTENTION, **MLP}),
+    "qwen2": (
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        {**ATTENTION, **QKV_BIASES, **MLP},
+    ),
+    "qwen3": ({"tie_word_embeddings": True}, {**ATTENTION, **QK_NORMS, **MLP}),
+    "mixtral": (
+        {"intermediate_size": 6, "num_local_experts": E},
+        {**ATTENTION, **experts("w1 w3 w2", f"{LAYER}.block_sparse_moe")},
+    ),
+    "qwen2_moe": ({**FEW, "shared_expert_intermediate_size": 10, "mlp_only_layers": [0]}, {
+        **ATTENTION, **QKV_BIASES, **experts(), **matrices(f"{LAYER}.mlp.shared_expert", 10),
+        f"{LAYER}.mlp.shared_expert_gate.weight": (1, D),
+    }),
+    "qwen3_moe": ({**FEW, "decoder_sparse_step": 2, "norm_topk_prob": True}, {**ATTENTION, **QK_NORMS, **experts()}),
+    "deepseek_v2": (
+        {**LATENT_SIZES, "rope_scaling": {"type": "yarn", "factor": 4, "mscale": 0.7, "mscale_all_dim": 0.7}},
+        {**LATENT, **experts(), **matrices(f"{LAYER}.mlp.shared_experts", 12)},
+    ),
+    "deepseek_v3": ({**LATENT_SIZES, "num_nextn_predict_layers": 0}, {
+        **LATENT, **experts(), **matrices(f"{LAYER}.mlp.shared_experts", 12),
+        f"{LAYER}.mlp.gate.e_score_correction_bias": (E,),
+    }),
+    "gpt_oss": ({"intermediate_size": 6, "num_local_experts": E, "num_experts_per_tok": 2, "sliding_window": 8}, {
+        **ATTENTION, **QKV_BIASES, **biases(f"{LAYER}.self_attn", o_proj=D), f"{LAYER}.self_attn.sinks": (4,),
+        f"{LAYER}.mlp.router.weight": (E, D), f"{LAYER}.mlp.router.bias": (E,),
+        f"{LAYER}.mlp.experts.gate_up_proj": (E, D, 12), f"{LAYER}.mlp.experts.gate_up_proj_bias": (E, 12),
+        f"{LAYER}.mlp.experts.down_proj": (E, 6, D), f"{LAYER}.mlp.experts.down_proj_bias": (E, D),
+    }),
+    "gemma": ({}, {**ATTENTION, **MLP}),
+    "phi3": ({"partial_rotary_factor": 0.5}, {
+        f"{LAYER}.self_attn.qkv_proj.weight": (32, D), f"{LAYER}.self_attn.o_proj.weight": (D, 16), **NORMS,
+        f"{LAYER}.mlp.gate_up_proj.weight": (2 * F, D), f"{LAYER}.mlp.down_proj.weight": (D, F),
+    }),
+}  # fmt: skip
+"""model_type -> settings, and the tensors of the second layer."""
+
+
+def read(kind: str, **settings: Any) -> Any:
+    """The model of a config.json. Raises UserError with all that is refused."""
+    given = Settings({"model_type": kind, **settings})
+    family = family_of(given)
+    model = family.model(given)
+    given.finish(family.unused)
+    return model
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> tuple[str, Any, Shapes]:
+    settings, layer = CASES[request.param]
+    model = read(request.param, **{**TINY, **settings})
+    ends: Shapes = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
+    return request.param, model, layer | ends | ({} if model.tied else {"lm_head.weight": (V, D)})
+
+
+def test_names_and_shapes_are_those_of_transformers(case: tuple[str, Any, Shapes]) -> None:
+    kind, model, expected = case
+    table = resolved(families()[kind].rows(model), declared_by(model))
+    actual = {tensor.name: tensor.shape() for tensor in table}
+    assert {name: shape for name, shape in actual.items() if ".layers.0." not in name} == expected
+
+
+def test_config_and_bytes_come_back(case: tuple[str, Any, Shapes]) -> None:
+    kind, model, _ = case
+    family, declared = families()[kind], declared_by(model)
+    assert expressed(model, family) == []
+    assert read(kind, **family.settings(model)) == model
+    draw, table = np.random.default_rng(0), resolved(family.rows(model), declared)
+    theirs = Arrays({tensor.name: draw.normal(size=tensor.shape()).astype(np.float16) for tensor in table})
+    demand_fit(theirs, table, family.ignored)
+    weights = ForeignWeights(theirs, table, declared)
+    ours = {path: weights.read(path, tuple(slice(0, n) for n in shape)) for path, shape in weights.shapes().items()}
+    for tensor in table:
+        back = tensor.theirs([ours[piece.path][piece.index] for piece in tensor.pieces])
+        assert (back.dtype, back.tobytes()) == (np.float16, theirs.read(tensor.name).tobytes()), tensor.name
+
+
+PRESETS = {
+    "llama": (llama.llama2, llama.LLAMA2),
+    "qwen2": (qwen.qwen2, qwen.QWEN2),
+    "qwen3": (qwen.qwen3, qwen.QWEN3),
+    "mixtral": (mixtral.mixtral, mixtral.MIXTRAL),
+    "qwen3_moe": (qwen_moe.qwen3_moe, qwen_moe.QWEN3_MOE),
+    "deepseek_v3": (deepseek.deepseek, ("debug", "v3")),
+    "deepseek_v2": (deepseek.deepseek, ("v2-lite",)),
+    "gpt_oss": (gpt_oss.gpt_oss, gpt_oss.GPT_OSS),
+}
+
+
+@pytest.mark.parametrize("kind", PRESETS)
+def test_our_sizes_have_a_config(kind: str) -> None:
+    make, sizes = PRESETS[kind]
+    models = [make(size) for size in sizes]
+    models += [llama.llama3("8b", llama3_scaling=True)] if kind == "llama" else []
+    models += [make(sizes[-1], yarn=True)] if kind.startswith("deepseek") else []
+    assert {family: lost for model in models if (lost := expressed(model, family := families()[kind]))} == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "tensors"),
+    [
+        ("llama", llama.llama3("8b"), 291),
+        ("qwen2", qwen.qwen2("7b"), 339),
+        ("mixtral", mixtral.mixtral("8x7b"), 995),
+        pytest.param("deepseek_v2", deepseek.deepseek("v2-lite"), 5291, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", qwen_moe.qwen3_moe("30b-a3b"), 18867, marks=pytest.mark.slow),
+    ],
+)
+def test_released_sizes_have_as_many_tensors_as_their_indices_list(kind: str, model: Any, tensors: int) -> None:
+    assert len(resolved(families()[kind].rows(model), declared_by(model))) == tensors
+
+
+def test_absent_settings_are_those_of_transformers() -> None:
+    mistral, qwen3, mix, oss = (read(kind) for kind in ("mistral", "qwen3", "mixtral", "gpt_oss"))
+    assert [mistral.stack.pattern[0].mixer.window, mistral.sequence_length] == [4095, 131072]
+    assert read("mistral", sliding_window=None).stack.pattern[0].mixer.window is None
+    assert [qwen3.stack.pattern[0].mixer.head_dim, qwen3.stack.pattern[0].mixer.window] == [128, None]
+    assert [mix.stack.pattern[0].mixer.rope.base, mix.norm.epsilon] == [1e6, 1e-5]
+    assert [block.mixer.window for block in oss.stack.pattern] == [127, None]
+    assert oss == replace(gpt_oss.gpt_oss("120b"), stack=oss.stack)
+    third = read("deepseek_v3")
+    assert expressed(third, families()["deepseek_v3"]) == [] and third.prediction == PredictionConfig(weight=0.3)
+    assert read("deepseek_v3", num_experts_per_tok=4).stack.pattern[-1].mlp.router.group_scores == 2
+
+
+def test_rotary_positions_of_the_older_spelling_count_more() -> None:
+    linear = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 5.0}}
+    mixer = read("llama", **TINY, **linear, rope_theta=7.0).stack.pattern[0].mixer
+    assert mixer.rope == RopeConfig(base=7.0, interpolation=2.0)
+    dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 3.0}
+    assert read("llama", **TINY, rope_parameters=dynamic).stack.pattern[0].mixer.rope == RopeConfig(base=3.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "magnitude"),
+    [
+        ({}, 0.1 * log(4) + 1),
+        ({"attention_factor": 0.7}, 0.7),
+        ({"mscale": 0.5}, 0.1 * log(4) + 1),
+        ({"mscale_all_dim": 0.5}, 0.1 * log(4) + 1),
+        ({"mscale": 0.5, "mscale_all_dim": 2.0}, (0.05 * log(4) + 1) / (0.2 * log(4) + 1)),
+        ({"mscale": 0.5, "mscale_all_dim": 2.0, "attention_factor": 1.5}, 1.5),
+    ],
+)
+def test_yarn_scales_rotated_heads_by_any_of_its_settings(settings: dict[str, float], magnitude: float) -> None:
+    given = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": None, **settings}
+    model = read("deepseek_v3", **TINY, **LATENT_SIZES, rope_parameters=given)
+    scaling = model.stack.pattern[0].mixer.rope.scaling
+    assert isinstance(scaling, YarnScalingConfig) and scaling.magnitude() == pytest.approx(magnitude, rel=1e-9)
+    assert scaling.fast == 32 and (scaling.mscale_all or 0) == settings.get("mscale_all_dim", 0)
+    assert read("deepseek_v3", **families()["deepseek_v3"].settings(model)) == model
+
+
+def test_blocks_that_predict_further_tokens_are_numbered_behind_the_layers() -> None:
+    family, model = families()["deepseek_v3"], read("deepseek_v3", **TINY, **LATENT_SIZES)
+    names = {tensor.name: tensor.pieces for tensor in resolved(family.rows(model), declared_by(model))}
+    halves = ["predictions.0.from_embedding", "predictions.0.from_state"]
+    assert [piece.path for piece in names["model.layers.2.eh_proj.weight"]] == halves
+    assert names["model.layers.2.mlp.gate.e_score_correction_bias"][0].path == "predictions.0.block.mlp.load.sum"
+    behind = {name.replace(".2.", ".1.", 1) for name in names if ".layers.2." in name}
+    own = {"enorm", "hnorm", "eh_proj", "shared_head.norm"}
+    assert behind == {name for name in names if ".layers.1." in name} | {f"{LAYER}.{name}.weight" for name in own}
+    assert family.adjusted(model, names) == model
+    assert family.adjusted(model, {"model.norm.weight"}) == replace(model, prediction=None)
+
+
+REFUSED: Mapping[str, tuple[str, Mapping[str, Any], list[str]]] = {
+    "several": (
+        "llama",
+        {"hidden_act": "mish", "rope_scaling": {"rope_type": "longrope", "factor": 2}, "residual_multiplier": 0.2},
+        ["hidden_act=mish: only", "rope_type=longrope: only", "residual_multiplier=0.2: this setting"],
+    ),
+    "rope": (
+        "llama",
+        {"rope_scaling": {"type": "linear", "factor": 2, "depth": 1}, "partial_rotary_factor": 0.5},
+        ["rope_parameters.depth=1: rope_type=linear", "partial_rotary_factor=0.5: this family rotates whole heads"],
+    ),
+    "latent": (
+        "deepseek_v3",
+        {"attention_bias": True, "topk_method": "greedy"},
+        ["attention_bias=True", "topk_method"],
+    ),
+    "windows": ("qwen3", {"layer_types": ["chunked_attention"] * 32}, ["layer_types=chunked_attention: only"]),
+    "gpt_oss": ("gpt_oss", {"swiglu_alpha": 1.0}, ["swiglu_alpha=1.0: only 1.702"]),
+    "soft caps": ("gemma2", {}, ["model_type=gemma2 is not supported"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_all_that_is_lacking_is_listed(case: str) -> None:
+    kind, settings, expected = REFUSED[case]
+    with pytest.raises(UserError) as error:
+        read(kind, **settings)
+    assert [line for line in expected if line not in str(error.value)] == []
+
+
+def test_models_that_a_family_lacks_are_said_to_be_so() -> None:
+    assert "no layer has experts" in expressed(llama.llama3("debug"), families()["mixtral"])[0]
+    lost = expressed(qwen.qwen2("debug"), families()["llama"])
+    assert lost == ["layers 0 to 1: mixer.qkv_bias: True here, None there"]
