@@ -3,6 +3,7 @@
 import numpy as np
 
 from megajax.checkpoint.array_writer import boxes, chunk_shape
+from megajax.checkpoint.copying import contiguous
 from megajax.checkpoint.foreign import WeightSource, box_of
 from megajax.checkpoint.run_writer import converted
 from megajax.checkpoint.tensor_table import Mapped, Piece
@@ -13,7 +14,7 @@ ITEMSIZE = 4
 
 def theirs(tensor: Mapped, weights: WeightSource, dtype: np.dtype) -> np.ndarray:
     """A tensor, contiguous. Memory has it twice at most, and a part of our weights."""
-    return np.asarray(tensor.theirs([_piece(piece, weights, dtype) for piece in tensor.pieces]), order="C")
+    return contiguous(tensor.theirs([_piece(piece, weights, dtype) for piece in tensor.pieces]))
 
 
 def _piece(piece: Piece, weights: WeightSource, dtype: np.dtype) -> np.ndarray:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from flax import nnx
 
+from megajax.checkpoint.copying import copy_into
 from megajax.checkpoint.tensor_table import Index, Mapped, Row
 from megajax.config.errors import UserError
 from megajax.config.nearest import nearest_names
@@ -119,7 +120,8 @@ class ForeignWeights:
             part = whole[tuple(slice(a - p.start, b - p.start) for (a, b), p in zip(both, place, strict=True))]
             if result is None:
                 result = np.zeros([stop - start for start, stop in zip(starts, stops, strict=True)], part.dtype)
-            result[tuple(slice(a - start, b - start) for (a, b), start in zip(both, starts, strict=True))] = part
+            inside = tuple(slice(a - start, b - start) for (a, b), start in zip(both, starts, strict=True))
+            copy_into(result[inside], part)
         if result is None:
             return np.zeros([stop - start for start, stop in zip(starts, stops, strict=True)], np.float32)
         return result

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from megajax import convert
 from megajax.checkpoint import array_writer, arrays
 from megajax.checkpoint.array_writer import ArrayWriter, boxes, chunk_shape
+from megajax.checkpoint.copying import contiguous
 from megajax.checkpoint.foreign import Entry, declared_by
 from megajax.checkpoint.huggingface.export import family_for
 from megajax.checkpoint.huggingface.folder import open_model
@@ -294,3 +295,19 @@ def test_folders_that_do_not_fit_write_nothing(folder, tmp_path, changes, what) 
     with pytest.raises(UserError, match=what):
         convert.main([f"--from=hf:{tmp_path / 'theirs'}", f"--to={tmp_path}/run"])
     assert nothing_but(tmp_path, "theirs")
+
+
+def test_transposed_copies_are_copies() -> None:
+    draw = np.random.default_rng(0)
+    for shape, axes in [
+        ((300, 200), (1, 0)),
+        ((3, 140, 150), (2, 0, 1)),
+        ((40, 5, 130), (2, 1, 0)),
+        ((7,), (0,)),
+        ((), ()),
+    ]:
+        source = draw.normal(size=shape).astype(np.float32).transpose(axes)
+        np.testing.assert_array_equal(contiguous(source), source)
+        assert contiguous(source).flags.c_contiguous
+    reverse = draw.normal(size=(300, 200))[::-1, ::-1].T
+    np.testing.assert_array_equal(contiguous(reverse), reverse)

@@ -44,7 +44,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class SafetensorsFile:
-    """One file. Raises UserError for what the reference implementation refuses too, and for repeated names."""
+    """One file. Raises UserError for what the reference implementation refuses, and for names that are there twice."""
 
     def __init__(self, path: Path):
         self.path = path
