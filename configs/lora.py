@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) of a small trained Llama on your own text: 2 % of the weights are trained.
+"""Low-rank adapters (LoRA) of a small trained Llama on your own text: 8 % of the weights are trained.
 
 The base is the run of quickstart.py, or any other: --checkpoint.load=RUN, or --checkpoint.load=hf:DIR with its model.
 
