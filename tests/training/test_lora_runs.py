@@ -1,0 +1,96 @@
+"""Runs with adapters: the compiled step works for nothing else, they start from a base, and they resume exactly."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from small_jobs import losses, model, run_config
+from tiny_runs import ONE, QUICK, llama, program, within
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.run_weights import open_step
+from megajax.job.job import train
+from megajax.layers.config import LoRAConfig
+from megajax.models.config import DecoderConfig
+from megajax.optim.config import AdamWConfig
+from megajax.resilience.config import ResilienceConfig
+from megajax.training.program import Program
+
+LORA = LoRAConfig(rank=2, alpha=4.0)
+
+
+def compiled(made: DecoderConfig, trainable: tuple[str, ...] = ("*",)) -> tuple[Program, Any]:
+    """The train step on one device."""
+    plain = program(made, ONE, microbatches=2)
+    whole = Program.of(plain.cfg.but(optimizer=AdamWConfig(trainable=trainable)), plain.mesh)
+    with within(whole):
+        step: Any = whole.train_step
+        return whole, step.lower(whole.state_like(), whole.batch_like()).compile(compiler_options=dict(QUICK))
+
+
+def state_bytes(made: Program) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made.state_like().optimizer))
+
+
+def test_the_compiled_step_has_moments_and_gradients_of_adapters_alone() -> None:
+    made = replace(llama(), lora=LORA)
+    adapted, step = compiled(made)
+    full, whole_step = compiled(llama())
+    trained = {path for path in adapted.declared if ".lora_" in path}
+    moments = adapted.state_like().optimizer
+    assert set(moments["first_moment"]) == set(moments["second_moment"]) == trained
+    assert set(adapted.step_parts.gradient_shardings) == trained == set(adapted.adapters)
+    elements = sum(np.prod(adapted.declared[path].shape) for path in trained)
+    assert state_bytes(adapted) < 8 * elements + 100 < 0.2 * state_bytes(full)
+    # Of the seven matrices of a layer and the head's table none has a gradient. Each adapter has two products forward,
+    # two for its gradients and two on the way back.
+    dots, whole_dots = (each.as_text().count(" dot(") for each in (step, whole_step))
+    assert dots - whole_dots == 7 * 6 - 8
+    arguments, temporaries = (
+        [getattr(each.memory_analysis(), name) for each in (step, whole_step)]
+        for name in ("argument_size_in_bytes", "temp_size_in_bytes")
+    )
+    assert arguments[0] < 0.55 * arguments[1] and temporaries[0] < temporaries[1]
+
+
+def test_weights_named_beside_adapters_are_trained_too() -> None:
+    cfg = program(replace(llama(), lora=LORA), ONE, microbatches=2).cfg
+    made = Program.of(
+        cfg.but(optimizer=AdamWConfig(trainable=("norm.gain",))), program(llama(), ONE, microbatches=2).mesh
+    )
+    assert set(made.optimizer.declared) == {*made.adapters, "norm.gain"}
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_a_base_and_resumes_exactly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, whole, halved = (tmp_path / name for name in ("base", "whole", "halved"))
+    assert train(run_config(base, model=model(dropout=0.0), steps=3)) == 0
+    settings = {
+        "model": replace(model(dropout=0.0), lora=replace(LORA, dropout=0.2)),
+        "checkpoint": CheckpointConfig(load=base, parts="weights", every=2),
+        "steps": 4,
+    }
+    assert train(run_config(whole, **settings)) == 0
+    said = capsys.readouterr()
+    assert "in 7 adapters of rank 2, scale 2" in said.out + said.err
+    assert train(run_config(halved, **settings, resilience=ResilienceConfig(exit_after_steps=2))) == 0
+    assert train(run_config(halved, **settings)) == 0
+    assert exact(halved) == exact(whole)
+    one, other = open_step(whole).weights(), open_step(halved).weights()
+    started = open_step(base).weights()
+    for path, shape in one.shapes().items():
+        box = tuple(slice(0, size) for size in shape)
+        np.testing.assert_array_equal(one.read(path, box), other.read(path, box), err_msg=path)
+        if ".lora_" not in path:
+            np.testing.assert_array_equal(one.read(path, box), started.read(path, box), err_msg=path)
+    assert losses(whole)[-1] != losses(whole)[0]
+
+
+def exact(folder: Path) -> list[str]:
+    """Losses of a run, bit for bit."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["loss_hex"] for line in lines if "split" not in line]
