@@ -50,13 +50,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     """JAX's persistent cache in a folder of this session, which its workers share: a program is compiled once."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     compilation_cache.reset_cache()
 
 

@@ -91,17 +91,13 @@ def test_several_processes_take_programs_from_one_folder(tmp_path):
         assert actual["cached"] == (attempt == "second")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once() -> None:
-    """In place of the other tests' cache: here caches are what is tested."""
-
-
 @pytest.fixture
 def kept(tmp_path):
     """A cache folder for this process, forgotten afterwards."""
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache")
     names += ("jax_compilation_cache_max_size",)
     before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
     yield tmp_path
     for name, value in before.items():
