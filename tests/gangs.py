@@ -75,13 +75,13 @@ class Started:
 
 def children(parent: int) -> list[int]:
     """Processes whose parent is `parent`, in order."""
-    found = []
+    below = []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError, IndexError):
             number = int(folder.name)
             if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
-                found.append(number)
-    return sorted(found)
+                below.append(number)
+    return sorted(below)
 
 
 def alive(pid: int) -> bool:
@@ -99,9 +99,9 @@ def started(tmp_path: Path) -> Iterator[Callable[..., Started]]:
     with contextlib.ExitStack() as stack:
 
         def start(*command: object, name: str = "output", **environment: str) -> Started:
-            begun = Started(tuple(map(str, command)), tmp_path / f"{name}.txt", environment)
-            stack.callback(begun.end)
-            return begun
+            process = Started(tuple(map(str, command)), tmp_path / f"{name}.txt", environment)
+            stack.callback(process.end)
+            return process
 
         yield start
 
@@ -120,8 +120,8 @@ def steps(run_dir: Path) -> dict[int, float]:
     """Step -> loss, of the whole lines in metrics.jsonl."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith("}\n")]
-    return {line["step"]: line["loss"] for line in found if "split" not in line}
+    entries = [json.loads(line) for line in lines if line.endswith("}\n")]
+    return {line["step"]: line["loss"] for line in entries if "split" not in line}
 
 
 def saved(run_dir: Path) -> list[int]:

@@ -174,7 +174,7 @@ def program(
         steps=10,
         seed=7,
     )
-    assert not (found := cfg.problems(len(jax.devices()))), found
+    assert not (problems := cfg.problems(len(jax.devices()))), problems
     return Program.of(cfg, build_mesh(parallel))
 
 
@@ -221,13 +221,13 @@ def in_order(program: Program, arrays: Mapping[str, Any]) -> tuple[dict[str, np.
 
     The latter is NaN where one of them is.
     """
-    found, padding = {}, 0.0
+    by_layer, padding = {}, 0.0
     for path, array in arrays.items():
-        found[path], order = np.asarray(array), _order(program.declared[path])
+        by_layer[path], order = np.asarray(array), _order(program.declared[path])
         if program.declared[path].layers:
-            padding = max(padding, np.abs(found[path][order < 0]).max(initial=0.0), key=_nan_first)
-            found[path] = found[path][order >= 0][np.argsort(order[order >= 0])]
-    return found, float(padding)
+            padding = max(padding, np.abs(by_layer[path][order < 0]).max(initial=0.0), key=_nan_first)
+            by_layer[path] = by_layer[path][order >= 0][np.argsort(order[order >= 0])]
+    return by_layer, float(padding)
 
 
 def _order(spec: ParamSpec) -> np.ndarray:
@@ -331,10 +331,10 @@ def train(
             evaluate = evaluate.lower(state.inputs, placed).compile(compiler_options=dict(options))
             before = np.divide(*evaluate(state.inputs, placed)["loss"]).item()
         if steps:
-            begun = time.perf_counter()
+            started_at = time.perf_counter()
             step: Any = made.train_step
             step = step.lower(state, placed).compile(compiler_options=dict(options))
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - started_at
         for number in range(steps):
             state, metrics = step(state, placed)
             reported.append((float(metrics["loss"]), float(metrics["grad_norm"])))

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import pytest
-from program import counts
+from collective_counts import counts
 
 from megajax.config import load
 from megajax.mesh.config import ParallelConfig

@@ -8,7 +8,7 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.tokenizers.config import GPT2TokenizerConfig, HuggingFaceTokenizerConfig
-from tests.tokenizers.awkward import NOT_UTF8, TEXTS, encoded, safe_to_cut
+from tests.tokenizers.hard_texts import NOT_UTF8, TEXTS, encoded, safe_to_cut
 
 pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
 

@@ -12,7 +12,7 @@ from megajax.tokenizers.config import (
     MultimodalTokenizerConfig,
     NullTokenizerConfig,
 )
-from tests.tokenizers.awkward import NOT_UTF8, TEXTS, safe_to_cut
+from tests.tokenizers.hard_texts import NOT_UTF8, TEXTS, safe_to_cut
 
 
 def test_text_of_a_token_becomes_its_id():

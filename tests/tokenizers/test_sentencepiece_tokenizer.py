@@ -9,7 +9,7 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.tokenizers.config import SentencePieceTokenizerConfig
-from tests.tokenizers.awkward import NOT_UTF8, TEXTS, WORDS, safe_to_cut
+from tests.tokenizers.hard_texts import NOT_UTF8, TEXTS, WORDS, safe_to_cut
 
 sentencepiece = pytest.importorskip("sentencepiece", reason="needs the extra `tokenizers`")
 

@@ -10,7 +10,7 @@ import pytest
 from megajax.config.errors import ConfigError, UserError
 from megajax.tokenizers.config import TiktokenTokenizerConfig
 from megajax.tokenizers.tiktoken import PATTERNS
-from tests.tokenizers.awkward import NOT_UTF8, TEXTS, safe_to_cut
+from tests.tokenizers.hard_texts import NOT_UTF8, TEXTS, safe_to_cut
 
 tiktoken = pytest.importorskip("tiktoken", reason="needs the extra `tokenizers`")
 

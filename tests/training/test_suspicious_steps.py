@@ -62,13 +62,13 @@ FRESH: dict[int, object] = {}
 """id of parts -> their fresh state, jitted once."""
 
 
-def begun(parts: Parts) -> Run:
+def fresh_run(parts: Parts) -> Run:
     return Run(parts, FRESH.setdefault(id(parts), parts.program.fresh_state())(), parts.loader(parts.splits.train, 0))
 
 
-def went(parts: Parts, hooks=(), **settings) -> tuple[list[StepInfo], list]:
+def finished(parts: Parts, hooks=(), **settings) -> tuple[list[StepInfo], list]:
     """A run from fresh weights, all with one compiled step; its steps and its events."""
-    run = begun(parts)
+    run = fresh_run(parts)
     guard, log = Guard(ResilienceConfig(**settings), parts.cfg.precision.floor(), run.mesh), Log()
     watch = Watch(guard, parts.cfg.precision.floor(), log, lambda line: None)
     infos = []
@@ -89,7 +89,7 @@ def numbers(infos: list[StepInfo]) -> list[tuple]:
 
 @pytest.fixture(scope="module")
 def undisturbed(parts) -> list[StepInfo]:
-    infos, events = went(parts)
+    infos, events = finished(parts)
     assert events == []
     return infos
 
@@ -99,7 +99,7 @@ def undisturbed(parts) -> list[StepInfo]:
     "inject", [("nan:step=3",), ("nan:step=3", "inf:step=4"), ("nan_gradients:step=3",), ("nan:step=1", "inf:step=7")]
 )
 def test_a_fault_that_passes_leaves_no_trace(parts, undisturbed, inject, pause):
-    infos, events = went(parts, inject=inject, hooks=() if pause is None else (Pause(pause),))
+    infos, events = finished(parts, inject=inject, hooks=() if pause is None else (Pause(pause),))
     assert numbers(infos) == numbers(undisturbed)
     assert [name for name, _ in events] == ["transient_fault"] * len(inject)
     assert events[0][1]["step"] == int(inject[0][-1])
@@ -113,7 +113,7 @@ def test_the_optimizer_is_spared_too(parts, undisturbed):
     """Weights after the last step, not only its loss."""
     runs = []
     for settings in ({}, {"inject": ("nan:step=2", "spike:step=5"), "spike_factor": 3.0, "spike_window": 2}):
-        run = begun(parts)
+        run = fresh_run(parts)
         list(run_steps(run, STEPS, guard=Guard(ResilienceConfig(**settings), None, run.mesh)))
         runs.append({path: np.asarray(w).tobytes() for path, w in run.state.params.items()})
         run.close()
@@ -122,7 +122,7 @@ def test_the_optimizer_is_spared_too(parts, undisturbed):
 
 def test_a_fault_that_stays_ends_the_run(parts):
     with pytest.raises(NumericFault) as raised:
-        went(parts, inject=("nan_gradients:step=4:always",))
+        finished(parts, inject=("nan_gradients:step=4:always",))
     text = str(raised.value)
     assert "step 4: gradient norm (nan) is not finite; loss 3." in text
     assert "; the gradients of all weights are not finite; the same to the last bit" in text
@@ -145,12 +145,12 @@ def test_the_weights_are_named_whose_gradients_are_not_finite(monkeypatch):
 
     monkeypatch.setattr(Program, "grad_fn", poisoned)
     again = prepare(run_config(steps=STEPS, model=model(repeats=2)))
-    infos, events = went(again, stop_on_nonfinite=False)
+    infos, events = finished(again, stop_on_nonfinite=False)
     assert [info.nonfinite is not None for info in infos] == [step == 4 for step in range(1, STEPS + 1)]
     told = rf"gradients not finite: {re.escape(path)} of layer 1, of \d+ weights"
     assert re.fullmatch(told, dict(events)["persistent_fault"]["blame"])
     with pytest.raises(NumericFault, match=rf"nan; {told}; the same to the last bit"):
-        went(again)
+        finished(again)
     assert again.program.nonfinite_gradients._cache_size() == 1
 
 
@@ -178,21 +178,23 @@ def test_the_first_layer_with_a_fault_is_named():
 
 def test_numbers_that_differ_from_run_to_run_point_at_the_hardware(parts):
     with pytest.raises(NumericFault, match=r"with other numbers when it was first run .loss nan.*suspect the hardware"):
-        went(parts, inject=("nan:step=4", "nan_gradients:step=4:always"))
+        finished(parts, inject=("nan:step=4", "nan_gradients:step=4:always"))
 
 
 def test_three_ways_not_to_make_an_update_are_the_same(parts, undisturbed):
     """skip_steps, a fault that stays and is gone on from, and a spike that is skipped; rows are read in all of them."""
-    skipped, events = went(parts, skip_steps=(5,))
+    skipped, events = finished(parts, skip_steps=(5,))
     assert [info.skipped for info in skipped] == [step == 5 for step in range(1, STEPS + 1)]
     assert events[0][0] == "update_skipped"
     assert numbers(skipped)[:4] == numbers(undisturbed)[:4]
     assert skipped[5].lr == undisturbed[4].lr  # the schedule counts rows of updates
     assert skipped[5].loss != undisturbed[5].loss
-    gone_on, _ = went(parts, inject=("nan:step=5:always",), stop_on_nonfinite=False)
-    spike, events = went(parts, inject=("spike:step=5:always",), spike_factor=3.0, spike_window=2, spike_action="skip")
+    gone_on, _ = finished(parts, inject=("nan:step=5:always",), stop_on_nonfinite=False)
+    spike, events = finished(
+        parts, inject=("spike:step=5:always",), spike_factor=3.0, spike_window=2, spike_action="skip"
+    )
     assert events[0][0] == "persistent_fault" and events[0][1]["same_again"] and not events[0][1]["made"]
-    norm, _ = went(parts, inject=("spike:step=5:always",), largest_norm=100.0)
+    norm, _ = finished(parts, inject=("spike:step=5:always",), largest_norm=100.0)
     for other in (gone_on, spike, norm):
         assert numbers(other)[5:] == numbers(skipped)[5:]
 
@@ -200,21 +202,21 @@ def test_three_ways_not_to_make_an_update_are_the_same(parts, undisturbed):
 def test_a_spike_that_passes_and_one_that_stays(parts, undisturbed):
     rule = {"spike_factor": 3.0, "spike_window": 2}
     for reference in ("largest", "median"):
-        infos, events = went(parts, inject=("spike:step=5",), spike_reference=reference, **rule)
+        infos, events = finished(parts, inject=("spike:step=5",), spike_reference=reference, **rule)
         assert numbers(infos) == numbers(undisturbed)
         assert [name for name, _ in events] == ["transient_fault"]
         assert f"is above 3 x the {reference}" in events[0][1]["why"]
-    accepted, events = went(parts, inject=("spike:step=5:always",), **rule)
+    accepted, events = finished(parts, inject=("spike:step=5:always",), **rule)
     assert events[0][0] == "persistent_fault" and events[0][1]["made"]
     assert accepted[4].loss > 3000 and not accepted[4].skipped
     with pytest.raises(NumericFault, match=r"step 5: loss .* is above 3 x the median of the last 2 losses"):
-        went(parts, inject=("spike:step=5:always",), spike_action="stop", spike_reference="median", **rule)
+        finished(parts, inject=("spike:step=5:always",), spike_action="stop", spike_reference="median", **rule)
 
 
 def test_without_running_again(parts, undisturbed):
     with pytest.raises(NumericFault):
-        went(parts, inject=("nan:step=4",), rerun=False)
-    infos, _ = went(parts, inject=("nan:step=4",), rerun=False, stop_on_nonfinite=False)
+        finished(parts, inject=("nan:step=4",), rerun=False)
+    infos, _ = finished(parts, inject=("nan:step=4",), rerun=False, stop_on_nonfinite=False)
     assert infos[3].skipped
 
 
@@ -226,7 +228,7 @@ def test_overflows_above_the_floor_are_not_suspicious():
         resilience=ResilienceConfig(inject=("inf:step=3",)),
         precision=PrecisionConfig(compute="float32", loss_scale=DynamicScaleConfig(initial=64.0, hysteresis=1)),
     )
-    infos, events = went(prepare(cfg), inject=("inf:step=3",))
+    infos, events = finished(prepare(cfg), inject=("inf:step=3",))
     assert events == []
     assert [info.first_try for info in infos] == [None] * STEPS
     assert [info.skipped for info in infos] == [step == 3 for step in range(1, STEPS + 1)]
