@@ -161,8 +161,10 @@ def _known(name: str, device: jax.Device) -> bool:
 
 def candidates() -> set[str]:
     """Words in the compiler's library that may be names of options; for hints, so reading all of it is no matter."""
+    # Begins with letters, which `re` looks for much faster than for the border of a word: 0.3 s instead of 5.
+    option = re.compile(rb"xla_(?<!\wxla_)[a-z0-9_]{3,80}\b")
     names = set()
     for library in Path(jaxlib.__file__).parent.glob("libjax_common.*"):
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            names |= {match.group().decode() for match in re.finditer(rb"\bxla_[a-z0-9_]{3,80}\b", text)}
+            names |= {match.group().decode() for match in option.finditer(text)}
     return names
