@@ -36,6 +36,11 @@ class LatentAttention(nnx.Module):
         )
         if cfg.bias:
             self.output_bias = param((hidden,), ("embed",), init=ZEROS, role="bias")
+        if cfg.latent_bias:
+            self.down_bias = param((cfg.key_value_rank,), (None,), init=ZEROS, role="bias")
+            self.position_key_bias = param((cfg.position_dim,), (None,), init=ZEROS, role="bias")
+        if cfg.latent_bias and cfg.query_rank is not None:
+            self.query_down_bias = param((cfg.query_rank,), (None,), init=ZEROS, role="bias")
         if cfg.norm is not None:
             self.norm = cfg.norm.build(settings, size=cfg.key_value_rank, axis=None)
         if cfg.norm is not None and cfg.query_rank is not None:
@@ -58,7 +63,8 @@ class LatentAttention(nnx.Module):
         k = dot("bsr,rnc->bsnc", latent, self.key, *heads)
         v = dot("bsr,rnu->bsnu", latent, self.value, *heads)
         q = dot("bsr,rnh->bsnh", self.query_latent(x), self.query, *heads)
-        place = dot("bsd,dp->bsp", x, self.position_key, "batch", "seq", None)[:, :, None]
+        place = dot("bsd,dp->bsp", x, self.position_key, "batch", "seq", None)
+        place = (place + self.position_key_bias[...][None, None] if self.cfg.latent_bias else place)[:, :, None]
         place = jnp.broadcast_to(self.rope(place, ctx.positions), (*k.shape[:3], place.shape[-1]))
         q = jnp.concatenate([q[..., :content], self.rope(q[..., content:], ctx.positions)], axis=-1)
         return q, jnp.concatenate([k, place], axis=-1), v
@@ -66,6 +72,7 @@ class LatentAttention(nnx.Module):
     def latent(self, x: Array) -> Array:
         """[B, S, D] -> what keys and values are made of [B, S, R]."""
         latent = self.layout.dot("bsd,dr->bsr", x, self.down, "batch", "seq", None)
+        latent = latent + self.down_bias[...][None, None] if self.cfg.latent_bias else latent
         return checkpoint_name(latent if self.cfg.norm is None else self.norm(latent), "latent")
 
     def query_latent(self, x: Array) -> Array:
@@ -73,6 +80,7 @@ class LatentAttention(nnx.Module):
         if self.cfg.query_rank is None:
             return x
         latent = self.layout.dot("bsd,dr->bsr", x, self.query_down, "batch", "seq", None)
+        latent = latent + self.query_down_bias[...][None, None] if self.cfg.latent_bias else latent
         return checkpoint_name(latent if self.cfg.norm is None else self.query_norm(latent), "latent")
 
 

@@ -102,8 +102,9 @@ CASES: Mapping[str, tuple[Mapping[str, Any], Shapes]] = {
         {**LATENT_SIZES, "rope_scaling": {"type": "yarn", "factor": 4, "mscale": 0.7, "mscale_all_dim": 0.7}},
         {**LATENT, **experts(), **matrices(f"{LAYER}.mlp.shared_experts", 12)},
     ),
-    "deepseek_v3": ({**LATENT_SIZES, "num_nextn_predict_layers": 0}, {
-        **LATENT, **experts(), **matrices(f"{LAYER}.mlp.shared_experts", 12),
+    "deepseek_v3": ({**LATENT_SIZES, "num_nextn_predict_layers": 0, "attention_bias": True}, {
+        **LATENT, **biases(f"{LAYER}.self_attn", q_a_proj=6, kv_a_proj_with_mqa=9, o_proj=D),
+        **experts(), **matrices(f"{LAYER}.mlp.shared_experts", 12),
         f"{LAYER}.mlp.gate.e_score_correction_bias": (E,),
     }),
     "gpt_oss": ({"intermediate_size": 6, "num_local_experts": E, "num_experts_per_tok": 2, "sliding_window": 8}, {
@@ -262,8 +263,8 @@ REFUSED: Mapping[str, tuple[str, Mapping[str, Any], list[str]]] = {
     ),
     "latent": (
         "deepseek_v3",
-        {"attention_bias": True, "topk_method": "greedy"},
-        ["attention_bias=True", "topk_method"],
+        {"num_experts_per_tok": 1, "topk_method": "greedy"},
+        ["num_experts_per_tok=1", "topk_method=greedy"],
     ),
     "windows": ("qwen3", {"layer_types": ["chunked_attention"] * 32}, ["layer_types=chunked_attention: only"]),
     "gpt_oss": ("gpt_oss", {"swiglu_alpha": 1.0}, ["swiglu_alpha=1.0: only 1.702"]),

@@ -104,14 +104,21 @@ def test_buckets_are_those_of_t5():
 @pytest.mark.parametrize("rank", [None, 5])
 def test_latent_attention(rank):
     cfg = LatentAttentionConfig(
-        heads=3, query_rank=rank, key_value_rank=6, content_dim=4, position_dim=2, value_dim=5, bias=True
+        heads=3,
+        query_rank=rank,
+        key_value_rank=6,
+        content_dim=4,
+        position_dim=2,
+        value_dim=5,
+        bias=True,
+        latent_bias=True,
     )
     actual, w = called(cfg)
-    queries = X if rank is None else rms(X @ w["query_down"], w["query_norm.gain"])
-    latent = rms(X @ w["down"], w["norm.gain"])
+    queries = X if rank is None else rms(X @ w["query_down"] + w["query_down_bias"], w["query_norm.gain"])
+    latent = rms(X @ w["down"] + w["down_bias"], w["norm.gain"])
     q = np.einsum("bsr,rnh->bsnh", queries, w["query"])
     k, v = (np.einsum("bsr,rnh->bsnh", latent, w[name]) for name in ("key", "value"))
-    place = turned((X @ w["position_key"])[:, :, None])
+    place = turned((X @ w["position_key"] + w["position_key_bias"])[:, :, None])
     q = np.concatenate([q[..., :4], turned(q[..., 4:])], axis=-1)
     k = np.concatenate([k, np.repeat(place, 3, axis=2)], axis=-1)
     mixed = attended(q, k, v, 6**-0.5)

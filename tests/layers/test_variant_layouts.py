@@ -89,6 +89,7 @@ VARIANTS = {
             content_dim=4,
             position_dim=2,
             value_dim=5,
+            latent_bias=True,
             sink="learned",
             rope=RopeConfig(scaling=YarnScalingConfig(factor=4.0, original=8, mscale=1.0, mscale_all=0.5)),
         )

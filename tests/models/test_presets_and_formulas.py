@@ -77,6 +77,7 @@ LATENT = replace(
                     position_dim=4,
                     value_dim=5,
                     bias=True,
+                    latent_bias=True,
                     norm=norm,
                     sink="learned",
                 ),

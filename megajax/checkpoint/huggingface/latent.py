@@ -8,6 +8,7 @@ from megajax.checkpoint.huggingface import decoders
 from megajax.checkpoint.huggingface.decoders import LAYER, NORMS, ends, experts, gated
 from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.huggingface.rotary import rope, rope_settings
+from megajax.checkpoint.huggingface.rows import linear
 from megajax.checkpoint.tensor_table import Row
 from megajax.layers.config import (
     BlockConfig,
@@ -39,8 +40,8 @@ def blocks(given: Settings, length: int, mlp: GatedMLPConfig, moe: MoEConfig) ->
 
 
 def attention(given: Settings, length: int) -> LatentAttentionConfig:
-    """Its biases are lacking."""
-    given.only("attention_bias", False)
+    """Latent attention."""
+    bias = given.take("attention_bias", False)
     return LatentAttentionConfig(
         heads=given.need("num_attention_heads"),
         query_rank=given.take("q_lora_rank"),
@@ -48,6 +49,8 @@ def attention(given: Settings, length: int) -> LatentAttentionConfig:
         content_dim=given.need("qk_nope_head_dim"),
         position_dim=given.need("qk_rope_head_dim"),
         value_dim=given.need("v_head_dim"),
+        bias=bias,
+        latent_bias=bias,
         norm=LATENT_NORM,
         rope=replace(rope(given, length), interleaved=given.take("rope_interleave", True)),
     )
@@ -112,12 +115,14 @@ def rows(cfg: DecoderConfig) -> list[Row]:
     return [
         *ends(cfg),
         Row(f"{theirs}.{query}.weight", f"{ours}.query", "(n h) r -> r n h"),
-        Row(f"{theirs}.q_a_proj.weight", f"{ours}.query_down", "r d -> d r"),
+        *linear(f"{theirs}.q_a_proj", f"{ours}.query_down"),
         Row(f"{theirs}.q_a_layernorm.weight", f"{ours}.query_norm.gain"),
         Row(f"{theirs}.kv_a_proj_with_mqa.weight", keys[0], "r d -> d r"),
+        Row(f"{theirs}.kv_a_proj_with_mqa.bias", (f"{ours}.down_bias", f"{ours}.position_key_bias")),
         Row(f"{theirs}.kv_a_layernorm.weight", f"{ours}.norm.gain"),
         Row(f"{theirs}.kv_b_proj.weight", keys[1], "n h r -> r n h", cut="(n h) r -> n h r", axis=1, sizes=heads),
-        Row(f"{LAYER}.self_attn.o_proj.weight", "stack.*.mixer.output", "d (n h) -> n h d"),
+        Row(f"{theirs}.o_proj.weight", f"{ours}.output", "d (n h) -> n h d"),
+        Row(f"{theirs}.o_proj.bias", f"{ours}.output_bias"),
         *NORMS,
         *gated(f"{LAYER}.mlp", "stack.*.mlp"),
         *experts(f"{LAYER}.mlp"),

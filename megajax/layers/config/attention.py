@@ -303,7 +303,9 @@ class LatentAttentionConfig(MultiHeadConfig):
     value_dim: int = 128
     """Size of a value head."""
     bias: bool = False
-    """Bias on the output; other matrices have none."""
+    """Bias on the output."""
+    latent_bias: bool = False
+    """Biases on the latents and on the position part of keys."""
     norm: NormConfig | None = field(default_factory=RMSNormConfig)
     """Normalisation of the latents; none: no normalisation."""
     rope: RopeConfig = field(default_factory=lambda: RopeConfig(interleaved=True))
@@ -370,6 +372,9 @@ class LatentAttentionConfig(MultiHeadConfig):
         ]
         if query is not None:
             weights.append(Weight("query_down", (hidden, query), ("embed", None)))
+        if self.latent_bias:
+            widths = {"query_down": query, "down": keys, "position_key": self.position_dim}
+            weights += [Weight(f"{name}_bias", (width,), (None,)) for name, width in widths.items() if width]
         if self.bias:
             weights.append(Weight("output_bias", (hidden,), ("embed",)))
         if self.norm is not None:
