@@ -113,6 +113,8 @@ def windows(given: Settings, layers: int, length: int, slides: Callable[[int], b
     size, on, kinds = given.take("sliding_window"), given.take("use_sliding_window", True), given.take("layer_types")
     window = size - 1 if size and on and size <= length else None
     kinds = kinds or ["sliding_attention" if slides(number) else "full_attention" for number in range(layers)]
+    if len(kinds) != layers:
+        given.refuse("layer_types", f"({len(kinds)} of them)", f"num_hidden_layers={layers}")
     for kind in sorted({*kinds} - {"sliding_attention", "full_attention"}):
         given.refuse("layer_types", kind, "only full_attention and sliding_attention can be had")
     return [window if kind == "sliding_attention" else None for kind in kinds]
