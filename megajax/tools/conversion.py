@@ -109,6 +109,12 @@ class ForeignFolder:
 
     def __init__(self, name: str, read: ForeignModel):
         self._name, self._read = name, read
+        if not hasattr(read.model, "schema"):
+            kind = type(read.model).__name__.removesuffix("Config")
+            raise UserError(
+                f"{name} is a {kind} alone, which no run can train: load it into a model that has one, "
+                f"--checkpoint.weights='[{{run: \"{name}\", into: vision}}]'"
+            )
         self.model, self.declared = read.model, declared_by(read.model)
         self.table: list[Mapped] = resolved(read.rows, self.declared)
         demand_fit(read.tensors, self.table, read.ignored)
@@ -131,7 +137,7 @@ class ForeignFolder:
 
     def config(self, run: Path, files: Sequence[str]) -> RunConfig:
         """Of a new run from these weights. files: of the tokenizer, in the run's folder."""
-        return weights_config(self.model, tokenizer_config([*files], run / FILES, ids_below(self.model)), run)
+        return weights_config(self.model, tokenizer_config(files, run / FILES, ids_below(self.model), self.files), run)
 
     def left_out(self) -> list[str]:
         """Names of tensors that have no place in the model."""

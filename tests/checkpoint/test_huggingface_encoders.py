@@ -3,22 +3,29 @@
 The names and shapes are those of checkpoints on the Hub, with small sizes.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from megajax.checkpoint.foreign import Entry, declared_by, demand_fit
 from megajax.checkpoint.huggingface.family import Settings
+from megajax.checkpoint.huggingface.folder import model_of
 from megajax.checkpoint.huggingface.names import fitted
 from megajax.checkpoint.huggingface.registry import expressed, families, family_of
+from megajax.checkpoint.huggingface.tokenizer_files import tokenizer_config
 from megajax.checkpoint.tensor_table import Mapped, resolved
 from megajax.config.errors import UserError
 from megajax.layers.config import IdentityNormConfig
 from megajax.models.presets import gpt, llama, mamba, vit
 from megajax.models.presets.llava import llava
+from megajax.tokenizers.config import HuggingFaceTokenizerConfig, NullTokenizerConfig, WordPieceTokenizerConfig
+from megajax.tools import conversion
 
 TOWER = {"hidden_size": 8, "intermediate_size": 10, "num_hidden_layers": 2, "num_attention_heads": 2}
 PIXELS = {"image_size": 8, "patch_size": 4}
@@ -413,3 +420,36 @@ def test_presets_can_be_written() -> None:
     }
     for name, models in presets.items():
         assert [expressed(model, families()[name]) for model in models] == [[]] * len(models)
+
+
+def test_a_tower_alone_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CLIP), encoding="utf-8")
+    save_file(random(described(CLIP).table), tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"VisionTower alone.* into: vision"):
+        conversion.open_source(f"hf:{tmp_path}")
+
+
+def test_pixels_are_normalised_as_the_preprocessor_says(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(VIT), encoding="utf-8")
+    colours = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(colours), encoding="utf-8")
+    model = model_of(tmp_path)
+    assert (model.mean, model.deviation) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+
+
+def test_tokenizers_of_a_folder(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def of(*present: str, **settings: Any) -> Any:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        return tokenizer_config(present, run, 11, tmp_path)
+
+    json_file = str(run / "tokenizer.json")
+    assert of("tokenizer.json", "vocab.txt") == HuggingFaceTokenizerConfig(path=json_file)
+    assert of("tokenizer.json", sep_token="[SEP]") == HuggingFaceTokenizerConfig(path=json_file, eod="[SEP]")
+    assert of("tokenizer.json", eos_token={"content": "</s>"}).eod == "</s>"
+    assert of("vocab.txt", do_lower_case=False) == WordPieceTokenizerConfig(
+        vocabulary=str(run / "vocab.txt"), lower=False
+    )
+    assert of("spiece.model", extra_ids=100).extra_ids == 100
+    assert of() == NullTokenizerConfig(vocabulary_size=11)
