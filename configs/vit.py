@@ -17,8 +17,8 @@ from megajax.data.config import AugmentConfig, ClassFoldersConfig, DigitsConfig,
 from megajax.data.config.images import ClassImagesConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import ViTConfig
-from megajax.models.config.vit import ClassifierConfig, MeanPoolingConfig
-from megajax.models.presets.vit import classifying, vit_tower
+from megajax.models.config.vit import ClassifierConfig, MeanPoolingConfig, classifying
+from megajax.models.presets.vit import vit_tower
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.debug_config import debug_config

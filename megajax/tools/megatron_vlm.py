@@ -13,8 +13,7 @@ from megajax.layers.config import (
     StackConfig,
 )
 from megajax.models.config import ProjectorConfig
-from megajax.models.config.vision import VisionTowerConfig
-from megajax.models.presets.vit import CLIP_DEVIATION, CLIP_MEAN
+from megajax.models.config.vision import CLIP_DEVIATION, CLIP_MEAN, VisionTowerConfig
 from megajax.tools.flags import Arguments, Settings
 from megajax.tools.megatron_data import ordered
 from megajax.tools.megatron_encoders import attention, refuse_latent_and_windows, seeing_all

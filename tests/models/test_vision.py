@@ -35,6 +35,7 @@ from megajax.models.config.vit import (
     MeanPoolingConfig,
     SegmenterConfig,
     ViTConfig,
+    classifying,
 )
 from megajax.models.facts import flops_of
 from megajax.models.presets import vit as presets
@@ -261,7 +262,7 @@ def test_presets_have_no_problems(family: str) -> None:
     for size in sizes:
         tower = presets.TOWERS[family](size)
         assert not tower.problems()
-        assert not presets.classifying(tower, ClassifierConfig(classes=10, pooling=MeanPoolingConfig())).problems()
+        assert not classifying(tower, ClassifierConfig(classes=10, pooling=MeanPoolingConfig())).problems()
 
 
 def test_attention_pooling_is_that_of_the_formula() -> None:

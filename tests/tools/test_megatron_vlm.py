@@ -21,8 +21,7 @@ from megajax.layers.config import (
     StackConfig,
 )
 from megajax.models.config import LlavaConfig, ProjectorConfig
-from megajax.models.config.vision import VisionTowerConfig
-from megajax.models.presets.vit import CLIP_DEVIATION, CLIP_MEAN
+from megajax.models.config.vision import CLIP_DEVIATION, CLIP_MEAN, VisionTowerConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, GPT2TokenizerConfig, MultimodalTokenizerConfig
 from megajax.tools.megatron_args import main
 from megajax.training import setup

@@ -8,8 +8,7 @@ from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.huggingface.rows import attention, linear, norm, patches
 from megajax.checkpoint.tensor_table import Row
 from megajax.layers import config as layers
-from megajax.models.config.vision import VisionTowerConfig
-from megajax.models.presets.vit import CLIP_DEVIATION, CLIP_MEAN
+from megajax.models.config.vision import CLIP_DEVIATION, CLIP_MEAN, VisionTowerConfig
 
 
 class Tower(NamedTuple):

@@ -18,6 +18,8 @@ from megajax.models.facts import SectionFacts
 
 CHANNELS = 3
 """Red, green, blue."""
+CLIP_MEAN, CLIP_DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""Of the pixels of CLIP's training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

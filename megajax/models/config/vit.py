@@ -1,7 +1,7 @@
 """The config of ViT, its poolings and heads; importing this imports neither jax nor flax."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
 from megajax.batch import Leaf
@@ -247,3 +247,9 @@ class ViTConfig(AdaptedConfig, VisionTowerConfig, ModelConfig):  # ty: ignore[in
     def parameter_count(self) -> ParameterCount:
         """Number of weights."""
         return ParameterCount(self.tower_size(), self.entry_size(), self.head.size(self.hidden))
+
+
+def classifying(tower: VisionTowerConfig, head: HeadConfig) -> ViTConfig:
+    """A tower with a head."""
+    settings = {field.name: getattr(tower, field.name) for field in fields(VisionTowerConfig)}
+    return ViTConfig(head=head, **settings)

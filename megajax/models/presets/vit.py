@@ -4,7 +4,7 @@ Sizes are those of the papers and of the released configs; InternViT is of Chen 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from megajax.layers.config import (
@@ -19,8 +19,8 @@ from megajax.layers.config import (
 )
 from megajax.layers.config.cross import CrossAttentionConfig
 from megajax.models.config import ViTConfig
-from megajax.models.config.vision import VisionTowerConfig
-from megajax.models.config.vit import AttentionPoolingConfig, ClassifierConfig, HeadConfig
+from megajax.models.config.vision import CLIP_DEVIATION, CLIP_MEAN, VisionTowerConfig
+from megajax.models.config.vit import AttentionPoolingConfig, ClassifierConfig, classifying
 from megajax.models.presets.sizes import Size, pick
 
 VIT = {
@@ -39,7 +39,6 @@ SIGLIP = {"b16": VIT["b16"], "so400m14": Size(27, 1152, 16, ffn=4304)}
 INTERN = {"300m": Size(24, 1024, 16, ffn=4096), "6b": Size(45, 3200, 25, ffn=12800)}
 
 IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-CLIP_MEAN, CLIP_DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 def vit(size: str, *, classes: int = 1000, image: int = 224) -> ViTConfig:
@@ -89,12 +88,6 @@ def internvit(size: str) -> VisionTowerConfig:
     block = replace(_block(row, norm, **attention), layer_scale=LayerScaleConfig(initial=0.1))
     tower = _tower(row, block, 448, 14)
     return replace(tower, norm=IdentityNormConfig(), mean=IMAGENET_MEAN, deviation=IMAGENET_DEVIATION)
-
-
-def classifying(tower: VisionTowerConfig, head: HeadConfig) -> ViTConfig:
-    """A tower with a head."""
-    settings = {field.name: getattr(tower, field.name) for field in fields(VisionTowerConfig)}
-    return ViTConfig(head=head, **settings)
 
 
 TOWERS: Mapping[str, Callable[..., VisionTowerConfig]] = {

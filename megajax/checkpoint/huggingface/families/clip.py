@@ -21,8 +21,7 @@ from megajax.checkpoint.tensor_table import Row
 from megajax.layers.config import IdentityNormConfig
 from megajax.models.config import ViTConfig
 from megajax.models.config.vision import VisionTowerConfig
-from megajax.models.config.vit import ClassifierConfig, MeanPoolingConfig
-from megajax.models.presets.vit import classifying
+from megajax.models.config.vit import ClassifierConfig, MeanPoolingConfig, classifying
 
 
 def model_of(kind: Tower) -> Callable[[Settings], VisionTowerConfig | ViTConfig]:

@@ -14,7 +14,6 @@ from megajax.layers.config import IdentityNormConfig
 from megajax.models.config import DecoderConfig, LlavaConfig
 from megajax.models.config.llava import ProjectorConfig
 from megajax.models.config.vision import VisionTowerConfig
-from megajax.models.presets.llava import llava
 
 LANGUAGES = {family.name: family for family in llama.FAMILIES}
 
@@ -34,9 +33,10 @@ def model(given: Settings) -> LlavaConfig:
         bias=given.take("multimodal_projector_bias", True),
     )
     token, tied = given.take("image_token_id", 32000), given.take("tie_word_embeddings", False)
-    return llava(
-        replace(language, tied=language.tied or tied),
-        vision,
+    shared = {field.name: getattr(language, field.name) for field in fields(DecoderConfig)}
+    return LlavaConfig(
+        **{**shared, "tied": language.tied or tied},
+        vision=vision,
         image_token=given.take("image_token_index", token),
         projector=projector,
         keep_class_tokens=whole and vision.class_tokens > 0,

@@ -21,8 +21,8 @@ from megajax.layers.config import (
     MixerBlockConfig,
     RMSNormConfig,
 )
+from megajax.layers.segments import stack_of
 from megajax.models.config import DecoderConfig
-from megajax.models.presets.hybrid import hybrid_stack
 
 UNUSED = frozenset({
     "attention_bias", "expand", "hidden_dropout", "mamba_proj_bias", "mamba_ssm_cache_dtype", "mtp_*",
@@ -68,7 +68,7 @@ def model(given: Settings) -> DecoderConfig:
         hidden=given.take("hidden_size", 4096),
         vocabulary_size=given.take("vocab_size", 131072),
         sequence_length=given.take("max_position_embeddings", 4096),
-        stack=hybrid_stack(pattern(given), blocks),
+        stack=stack_of([blocks[each] for each in pattern(given)]),
         norm=norm,
         residual="float32" if given.take("residual_in_fp32", False) else "compute",
     )

@@ -18,8 +18,7 @@ from megajax.checkpoint.tensor_table import Row
 from megajax.layers.config import StackConfig
 from megajax.models.config import ViTConfig
 from megajax.models.config.vision import VisionTowerConfig
-from megajax.models.config.vit import ClassifierConfig
-from megajax.models.presets.vit import classifying
+from megajax.models.config.vit import ClassifierConfig, classifying
 
 
 def model(given: Settings) -> ViTConfig | VisionTowerConfig:
