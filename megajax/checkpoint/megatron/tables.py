@@ -6,11 +6,12 @@ key-value head, `linear_qkv` has the rows of its query heads, then of the key, t
 has the gate's rows, then the other's.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megajax.checkpoint.tensor_table import Row
-from megajax.layers.config import AttentionConfig, GatedMLPConfig, LatentAttentionConfig, MoEConfig
+from megajax.layers.config import AttentionConfig, GatedMLPConfig, LatentAttentionConfig, Mamba2Config, MoEConfig
 from megajax.layers.config.cross import CrossBlockConfig
 from megajax.models.config import BertConfig, DecoderConfig, T5Config
 
@@ -108,20 +109,46 @@ def _mixture(theirs: str, ours: str, cfg: MoEConfig) -> Iterator[Row]:
         yield from _feed_forward(f"{theirs}.shared_experts", f"{ours}.shared", cfg.shared.mlp)
 
 
+def _mamba(theirs: str, ours: str) -> Iterator[Row]:
+    """Mamba-2: in_proj has rows of z, x, b, c and dt, the convolution channels of x, b and c."""
+    yield from _norm(f"{theirs}.norm", f"{ours}.mixer_norm")
+    inputs = tuple(f"{ours}.mixer.in_{part}" for part in ("z", "x", "b", "c", "dt"))
+    yield Row(f"{theirs}.mixer.in_proj.weight", inputs, (*["(n h) d -> d n h"] * 4, "n d -> d n"))
+    for name, part, move in (("weight", "kernel", "(n h) 1 k -> k n h"), ("bias", "bias", "(n h) -> n h")):
+        yield Row(f"{theirs}.mixer.conv1d_{name}", tuple(f"{ours}.mixer.conv_{one}.{part}" for one in "xbc"), move)
+    for name, part in (("dt_bias", "dt_bias"), ("A_log", "a_log"), ("D", "skip")):
+        yield Row(f"{theirs}.mixer.{name}", f"{ours}.mixer.{part}")
+    yield Row(f"{theirs}.mixer.norm.weight", f"{ours}.mixer.norm_gain", "(n h) -> n h")
+    yield Row(f"{theirs}.mixer.out_proj.weight", f"{ours}.mixer.output", "d (n h) -> n h d")
+
+
+def _of_blocks_with(weight: str, rows: Iterable[Row]) -> list[Row]:
+    """Rows of those blocks of a hybrid that have this weight: others have weights of the same names."""
+    return [replace(row, beside=weight) for row in rows]
+
+
+def _mixers(theirs: str, ours: str, mixers: Sequence[Any], hidden: int) -> list[Row]:
+    """The first part of blocks, with its norm."""
+    rows = _norm(f"{theirs}.input_layernorm", f"{ours}.mixer_norm")
+    if latent := [mixer for mixer in mixers if isinstance(mixer, LatentAttentionConfig)]:
+        rows += _latent(f"{theirs}.self_attention", f"{ours}.mixer", latent[0])
+    elif plain := [mixer for mixer in mixers if isinstance(mixer, AttentionConfig)]:
+        rows += _attention(f"{theirs}.self_attention", f"{ours}.mixer", plain[0], hidden)
+    if not any(isinstance(mixer, Mamba2Config) for mixer in mixers):
+        return rows
+    rows = _of_blocks_with(f"{ours}.mixer.query", rows)
+    return rows + _of_blocks_with(f"{ours}.mixer.a_log", _mamba(theirs, ours))
+
+
 def blocks(theirs: str, ours: str, layers: Sequence[Any], hidden: int) -> list[Row]:
     """The rows of blocks. theirs, ours: the name and the path of one.
 
     layers: their configs. Those of a table have attention of one kind, and feed-forward layers with a gate or without.
     """
     parts = [block.parts() for block in layers]
-    mixers = [part["mixer"] for part in parts if "mixer" in part]
     mlps = [part["mlp"] for part in parts if "mlp" in part]
-    rows = _norm(f"{theirs}.input_layernorm", f"{ours}.mixer_norm")
+    rows = _mixers(theirs, ours, [part["mixer"] for part in parts if "mixer" in part], hidden)
     rows += _norm(f"{theirs}.pre_mlp_layernorm", f"{ours}.mlp_norm")
-    if latent := [mixer for mixer in mixers if isinstance(mixer, LatentAttentionConfig)]:
-        rows += _latent(f"{theirs}.self_attention", f"{ours}.mixer", latent[0])
-    elif plain := [mixer for mixer in mixers if isinstance(mixer, AttentionConfig)]:
-        rows += _attention(f"{theirs}.self_attention", f"{ours}.mixer", plain[0], hidden)
     if mixtures := [mlp for mlp in mlps if isinstance(mlp, MoEConfig)]:
         rows += _mixture(f"{theirs}.mlp", f"{ours}.mlp", mixtures[0])
     if dense := [mlp for mlp in mlps if not isinstance(mlp, MoEConfig)]:
