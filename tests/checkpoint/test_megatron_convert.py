@@ -13,6 +13,7 @@ from megajax.checkpoint.reader import CheckpointReader
 from megajax.checkpoint.stored_arrays import StoredArrays
 from megajax.config import load
 from megajax.convert import main
+from megajax.tools.megatron_checkpoint import read_model
 from megajax.train import main as train
 
 TRAINED: dict[str, Any] = {
@@ -22,32 +23,32 @@ TRAINED: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["local", ""])
+@pytest.mark.parametrize("family", ["local", pytest.param("", marks=pytest.mark.slow)])
 def test_there_and_back(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args, script = MODELS["mixtral"]
-    weights = drawn(args, script)
-    write_sharded(tmp_path / "theirs", weights, args, Shares(tensor=2))
+    name = "mixtral" if family else "llama"
+    weights = drawn(name)
+    write_sharded(tmp_path / "theirs", weights, MODELS[name][0], Shares(tensor=2))
     main([f"--from=megatron:{tmp_path}/theirs", f"--to={tmp_path}/run", "--verify"])
     main([f"--from={tmp_path}/run", f"--to=megatron:{tmp_path}/back", f"--family={family}", "--verify"])
-    main([f"--from=megatron:{tmp_path}/back", f"--to={tmp_path}/again", "--verify"])
-    first, last = (StoredArrays(tmp_path / run / "checkpoints" / "00000000" / "arrays") for run in ("run", "again"))
-    assert first.arrays == last.arrays
-    for name in first.arrays:
-        assert first.statistics(name) == last.statistics(name), name
     shown = capsys.readouterr().out
-    assert shown.count("all equal") == 3
+    assert shown.count("all equal") == 2
     assert "layers of plain torch" in shown if family else "layers of Transformer Engine" in shown
+    back = read_model(tmp_path / "back").tensors
+    for name, array in weights.items():
+        # Tables come back without padding.
+        np.testing.assert_array_equal(back.read(name), array[: len(back.read(name))], err_msg=name)
+    assert back.entries()["embedding.word_embeddings.weight"].shape == (29, 16)
 
 
 @pytest.mark.slow
 def test_a_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args, script = MODELS["llama"]
+    args = MODELS["llama"][0]
     moments = {
-        "exp_avg": drawn(args, script, 1),
-        "exp_avg_sq": {k: np.abs(v) for k, v in drawn(args, script, 2).items()},
+        "exp_avg": drawn("llama", 1),
+        "exp_avg_sq": {k: np.abs(v) for k, v in drawn("llama", 2).items()},
     }
     given = {**args, **TRAINED, "num_layers": 4}
-    write_ranks(tmp_path / "theirs", drawn(args, script), given, Shares(tensor=2, pipeline=2), moments=moments)
+    write_ranks(tmp_path / "theirs", drawn("llama"), given, Shares(tensor=2, pipeline=2), moments=moments)
     main([f"--from=megatron:{tmp_path}/theirs", f"--to={tmp_path}/run"])
     shown = capsys.readouterr().out
     assert "optimizer: 7 steps with their moments" in shown

@@ -97,6 +97,29 @@ def _images(folder: Path) -> None:
     (folder / "data/pets.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
+def _megatron_checkpoint(folder: Path) -> None:
+    import numpy as np
+
+    from megajax.checkpoint.foreign import Box, declared_by
+    from megajax.config import load
+    from megajax.tools.megatron_checkpoint import write_model
+
+    model = load("gpt2.py:debug").model
+    declared = declared_by(model)
+
+    class Zeros:
+        where = "zeros"
+
+        def shapes(self) -> dict[str, tuple[int, ...]]:
+            return {path: spec.shape for path, spec in declared.items()}
+
+        def read(self, path: str, box: Box) -> np.ndarray:
+            return np.zeros([side.stop - side.start for side in box], np.float32)
+
+    (folder / "checkpoints/gpt").mkdir(parents=True)
+    write_model(folder / "checkpoints/gpt", model, Zeros())
+
+
 PREPARED: dict[str, tuple[Callable[[Path], None], ...]] = {
     "docs/getting_started.md": (_corpus, _megatron_script),
     "docs/checkpoints.md": (_checkpoint,),
@@ -104,6 +127,7 @@ PREPARED: dict[str, tuple[Callable[[Path], None], ...]] = {
     "docs/first_config.md": (_paragraphs,),
     "docs/images.md": (_images,),
     "docs/megatron.md": (_megatron_script, _file_of_flags),
+    "docs/megatron_checkpoints.md": (_megatron_checkpoint,),
     "docs/preprocess.md": (_shards_and_vocabulary, _pairs),
     "docs/models.md": (_documents,),
 }

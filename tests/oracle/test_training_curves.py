@@ -8,7 +8,7 @@ import pytest
 from megatron_cases import Comparison, cases, load_arrays, load_json, unsupported
 from megatron_config import decoder_config, optimizer_config, schedule_config
 from megatron_run import OneDevice, batch_by_rule, lm_batch
-from megatron_weights import Arrays, pieces, stats, strided, to_megatron, to_ours, weight_by_rule
+from megatron_weights import Arrays, stats, strided, tensors, to_megatron, to_ours, weight_by_rule
 
 from megajax.optim.groups import Group
 
@@ -43,11 +43,11 @@ def check_groups(compare: Comparison, run: dict[str, Any], model: OneDevice, gro
         )
         for path, group in groups.items()
     }
-    table, seen = pieces(model.cfg), set()
+    table, seen = tensors(model.cfg), set()
     for group in run["groups"]:
         theirs = (group["max_lr"], group["min_lr"], group["wd_mult"])
         for name in group["names"]:
-            ours = {rates[path] for path in table[name].paths}
+            ours = {rates[piece.path] for piece in table[name].pieces}
             compare.require("groups", ours == {theirs}, f"{name}: (lr, min_lr, decay) {theirs}, ours {ours}")
         seen |= set(group["names"])
     compare.require("groups", seen == set(table), f"other weights: {sorted(seen ^ set(table))}")

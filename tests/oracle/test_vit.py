@@ -12,7 +12,7 @@ from huggingface_cases import TOLERANCE, arrays, folders, opened, stored
 from megatron_cases import Comparison, Settings, cases, load_arrays, load_json
 from megatron_config import WITHOUT_EFFECT, attention_config, mlp_config, norm_config
 from megatron_run import OneDevice
-from megatron_weights import Piece, from_pieces, images_pieces, into_pieces, weight_by_rule
+from megatron_weights import tensors, to_megatron, to_ours, weight_by_rule
 from test_numerics import LOGITS, check_gradients, check_weights
 
 from megajax.layers.config import (
@@ -61,9 +61,8 @@ def test_megatron(case: str) -> None:
     model, compare = OneDevice(tower_config(meta)), Comparison(case)
     weights = {name: weight_by_rule(name, shape) for name, shape in meta["params"].items()}
     check_weights(compare, stored, weights)
-    table: dict[str, Piece] = images_pieces(model.cfg)
-    assert list(table) == list(weights)
-    params, draw = model.checked(into_pieces(table, weights)), np.random.RandomState(7)
+    assert list(tensors(model.cfg)) == list(weights)
+    params, draw = model.checked(to_ours(model.cfg, weights)), np.random.RandomState(7)
     images = draw.standard_normal((len(stored["output"]), 3, meta["img_h"], meta["img_w"])).astype(np.float32)
     target = draw.standard_normal(stored["output"].shape).astype(np.float32)
 
@@ -74,8 +73,8 @@ def test_megatron(case: str) -> None:
     (total, states), grads = model(jax.value_and_grad(loss, has_aux=True), params, pixels_last(images))
     compare.check("output", states, stored["output"], LOGITS)
     compare.check("loss", total, stored["loss"], LOGITS)
-    noise = {name for name in table if name.endswith("k_layernorm.bias")}
-    check_gradients(compare, stored, from_pieces(table, grads), noise)
+    noise = {name for name in weights if name.endswith("k_layernorm.bias")}
+    check_gradients(compare, stored, to_megatron(model.cfg, grads), noise)
     compare.finish()
 
 
