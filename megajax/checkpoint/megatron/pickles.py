@@ -57,11 +57,9 @@ ALLOWED = frozenset({
     "numpy.ndarray", "numpy.dtype", "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct",
     "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar", *DTYPES,
 })  # fmt: skip
-ALLOWED_BELOW = (
-    "megatron.", "torch.distributed.checkpoint.", "torch.distributed._shard.", "transformer_engine.",
-    "nvidia_resiliency_ext.",
-)  # fmt: skip
+MODULES = "megatron torch.distributed.checkpoint torch.distributed._shard transformer_engine nvidia_resiliency_ext"
 """Modules whose enums, plans and settings stand in checkpoints. They become records, as all allowed names do."""
+ALLOWED_BELOW = tuple(f"{module}." for module in MODULES.split())
 
 
 class Name(NamedTuple):

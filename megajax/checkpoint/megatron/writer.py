@@ -104,17 +104,20 @@ def _pickled(value: Any, tensors: list[LazyTensor]) -> bytes:
 
 
 NAMESPACE = "argparse.Namespace"
+HOST = b"X\x03\x00\x00\x00cpu"
+"""The text that stands for host memory, where tensors are loaded, as an opcode."""
 
 
 def _tensor(tensor: LazyTensor, tensors: list[LazyTensor]) -> bytes:
     """The call that makes a contiguous tensor of a storage of its own."""
     if tensor.dtype not in STORAGES:
         raise TypeError(f"torch has no storage of {tensor.dtype.name}")
-    place, strides = ("storage", Name(STORAGES[tensor.dtype]), str(len(tensors)), "cpu", prod(tensor.shape)), [1]
+    place, strides = ("storage", Name(STORAGES[tensor.dtype]), str(len(tensors))), [1]
     tensors.append(tensor)
     for size in tensor.shape[:0:-1]:
         strides.insert(0, strides[0] * size)
-    storage = _pickled(place, []) + b"Q"
+    size = _pickled(prod(tensor.shape), [])
+    storage = b"(" + b"".join(_pickled(one, []) for one in place) + HOST + size + b"tQ"
     rest = (0, tuple(tensor.shape), tuple(strides[: len(tensor.shape)]), False, Record("collections.OrderedDict"))
     arguments = b"(" + storage + b"".join(_pickled(one, []) for one in rest) + b"t"
     return _pickled(Name("torch._utils._rebuild_tensor_v2"), []) + arguments + b"R"
