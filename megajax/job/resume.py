@@ -58,6 +58,7 @@ def stored(parts: Parts, config_yaml: str) -> dict[str, Any]:
         "rows": [[chunk.start, chunk.stop] for chunk in parts.program.partition.stored()],
         "mesh": dict(parts.program.mesh.shape),
         "axes": {path: list(spec.axes) for path, spec in parts.program.declared.items()},
+        "layers": {path: list(spec.layers) for path, spec in parts.program.declared.items() if spec.layers},
         "config": config_yaml,
         "seed": parts.cfg.seed,
         "versions": packages,

@@ -263,6 +263,7 @@ def _write_run(stored: Stored, run: Path, options: Options, advance: Advance) ->
             "rows": [[0, layers]],
             "mesh": {},
             "axes": {path: list(spec.axes) for path, spec in stored.declared.items()},
+            "layers": {path: list(spec.layers) for path, spec in stored.declared.items() if spec.layers},
             "config": text,
             "seed": cfg.seed,
             "versions": {name: version(name) for name in ("jax", "orbax-checkpoint", "tensorstore", "numpy")},
