@@ -21,6 +21,8 @@ from megajax.checkpoint.integrity import Damaged
 DATABASE = "state"
 """Folder of the merged OCDBT database inside the folder that Orbax writes."""
 DESCRIPTION = "/zarr.json"
+PART_BYTES = 2**26
+"""Of larger chunks, parts are read. A run writes a chunk for each shard of a device, which may be gigabytes."""
 BLOCK = 2**18
 """Elements that are converted to float64 at a time."""
 
@@ -67,9 +69,12 @@ class StoredArrays:
 
     def read(self, name: str, box: Sequence[slice]) -> np.ndarray:
         """A box of an array, in its dtype."""
+        described = self._described[name]
         if name not in self._open:
             self._open[name] = self._opened(name)
         try:
+            if prod(_chunk_shape(described)) * _dtype(described).itemsize > PART_BYTES and _is_plain(described):
+                return self._read_parts(name, box)
             return np.asarray(self._open[name][tuple(box)].read().result())
         except (ValueError, OSError) as error:
             raise Damaged(f"{name} can't be read: {_first_line(error)}") from error
@@ -114,6 +119,28 @@ class StoredArrays:
             )
             yield np.asarray(opened[box].read().result()).reshape(-1)
 
+    def _read_parts(self, name: str, box: Sequence[slice]) -> np.ndarray:
+        """A box of an array with large chunks: of each, the bytes from the box's first element to its last."""
+        described = self._described[name]
+        chunk, dtype = _chunk_shape(described), _dtype(described)
+        strides = [prod(chunk[axis + 1 :]) * dtype.itemsize for axis in range(len(chunk))]
+        result = np.empty([side.stop - side.start for side in box], dtype)
+        if not result.size:
+            return result
+        for place in product(*(range(a.start // n, -(-a.stop // n)) for a, n in zip(box, chunk, strict=True))):
+            ends = [
+                (max(a.start, at * n), min(a.stop, (at + 1) * n)) for a, at, n in zip(box, place, chunk, strict=True)
+            ]
+            inside = [(start - at * n, stop - at * n) for (start, stop), at, n in zip(ends, place, chunk, strict=True)]
+            first = sum(start * stride for (start, _), stride in zip(inside, strides, strict=True))
+            last = sum((stop - 1) * stride for (_, stop), stride in zip(inside, strides, strict=True)) + dtype.itemsize
+            read = self._store.read("/".join((name, "c", *map(str, place))), byte_range=slice(first, last)).result()
+            if read.state != "value" or len(read.value) != last - first:
+                raise Damaged(f"{name} has no chunk {place}, or it was cut off")
+            values = np.ndarray([stop - start for start, stop in inside], dtype, read.value, strides=strides)
+            result[tuple(slice(s - a.start, e - a.start) for (s, e), a in zip(ends, box, strict=True))] = values
+        return result
+
     def _opened(self, name: str) -> Any:
         spec = {"driver": "zarr3", "kvstore": self._spec | {"path": f"{name}/"}}
         return ts.open(spec, open=True, read=True, context=self._context).result()
@@ -130,8 +157,25 @@ def database(path: Path) -> dict[str, Any]:
 def _array(name: str, described: dict[str, Any]) -> StoredArray:
     shape, chunk = tuple(described["shape"]), _chunk_shape(described)
     pieces = tuple(-(-size // part) for size, part in zip(shape, chunk, strict=True))
-    dtype = ts.dtype(described["data_type"]).numpy_dtype  # bfloat16 and the 8-bit floats included
+    dtype = _dtype(described)
     return StoredArray(name, shape, dtype.name, pieces, prod(shape), prod(shape) * dtype.itemsize)
+
+
+def _dtype(described: dict[str, Any]) -> np.dtype:
+    """bfloat16 and the 8-bit floats included."""
+    return np.dtype(ts.dtype(described["data_type"]).numpy_dtype)
+
+
+def _is_plain(described: dict[str, Any]) -> bool:
+    """Whether a chunk begins with its elements one after another, as Orbax writes it without compression."""
+    if described["chunk_key_encoding"] != {"name": "default"}:
+        return False
+    (codec, *others), plain = described["codecs"], [{"name": "bytes", "configuration": {"endian": "little"}}]
+    settings = codec["configuration"]
+    if codec["name"] == "sharding_indexed":
+        whole = settings["chunk_shape"] == [*_chunk_shape(described)] and settings.get("index_location") != "start"
+        return whole and not others and settings["codecs"] == plain
+    return [codec, *others] == plain
 
 
 def _chunk_shape(described: dict[str, Any]) -> tuple[int, ...]:

@@ -15,13 +15,14 @@ from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file, save_file
 
 from megajax import convert
-from megajax.checkpoint import array_writer, arrays
+from megajax.checkpoint import array_writer, arrays, stored_arrays
 from megajax.checkpoint.array_writer import ArrayWriter, boxes, chunk_shape
 from megajax.checkpoint.copying import contiguous
 from megajax.checkpoint.foreign import Entry, declared_by
 from megajax.checkpoint.huggingface.export import family_for
 from megajax.checkpoint.huggingface.folder import open_model
 from megajax.checkpoint.run_weights import StepWeights, open_step
+from megajax.checkpoint.stored_arrays import StoredArrays
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.layers.config import Mamba1Config
@@ -311,3 +312,20 @@ def test_transposed_copies_are_copies() -> None:
         assert contiguous(source).flags.c_contiguous
     reverse = draw.normal(size=(300, 200))[::-1, ::-1].T
     np.testing.assert_array_equal(contiguous(reverse), reverse)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_parts_of_large_chunks_are_read_by_themselves(tmp_path, monkeypatch, dtype) -> None:
+    """Of chunks as a run writes them: the shards of its devices."""
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    whole = np.arange(4 * 6 * 10).reshape(4, 6, 10).astype(dtype)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "a", "b"))
+    arrays.start_writing(tmp_path / "arrays", {"w": jax.device_put(whole, sharding)}).result()
+    monkeypatch.setattr(stored_arrays, "PART_BYTES", 0)
+    stored, draw = StoredArrays(tmp_path / "arrays"), np.random.default_rng(0)
+    assert stored.arrays["w"].pieces == (1, 2, 2)
+    monkeypatch.setattr(stored, "_open", {"w": None})  # nothing is read through TensorStore's arrays
+    for _ in range(20):
+        ends = [sorted(draw.choice(size + 1, 2, replace=False)) for size in whole.shape]
+        box = tuple(slice(int(start), int(stop)) for start, stop in ends)
+        np.testing.assert_array_equal(stored.read("w", box), whole[box])

@@ -16,6 +16,7 @@ from megajax.checkpoint.foreign import Entry
 from megajax.checkpoint.huggingface.folder import open_model
 from megajax.checkpoint.huggingface.safetensors import SafetensorsFile, SafetensorsFolder
 from megajax.checkpoint.huggingface.shards import ShardWriter, TensorFile
+from megajax.checkpoint.huggingface.tokenizer_files import copy_files
 from megajax.config.errors import UserError
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -186,6 +187,12 @@ def test_links_out_of_a_folder_are_refused_but_within_the_cache(tmp_path) -> Non
     link.symlink_to(tmp_path / "secret")
     with pytest.raises(UserError, match="link out of its folder"):
         SafetensorsFolder(link.parent)
+    # Files that are copied along are read as well.
+    (link.parent / "tokenizer.json").symlink_to("../../blobs/4f")
+    assert copy_files(link.parent, tmp_path / "copy") == ["tokenizer.json"]
+    (link.parent / "vocab.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match="link out of its folder"):
+        copy_files(link.parent, tmp_path / "copy")
 
 
 def test_what_is_no_file_is_not_read(tmp_path) -> None:

@@ -144,7 +144,7 @@ class SafetensorsFolder:
             raise UserError(f"{folder} holds no .safetensors files" + advice * bool(pickles))
         self._files: dict[str, SafetensorsFile] = {}
         for path, names in paths.items():
-            _demand_inside(path)
+            demand_inside(path)
             file = SafetensorsFile(path)
             for name in names if names is not None else file.entries:
                 if name not in file.entries:
@@ -185,7 +185,7 @@ def _plain(file: Any) -> bool:
     return isinstance(file, str) and file not in ("", ".", "..") and not set(file) & {"/", "\\", "\0"}
 
 
-def _demand_inside(path: Path) -> None:
+def demand_inside(path: Path) -> None:
     """Raises UserError for a link that leads out of the folder, other than within the cache of huggingface_hub."""
     folder, target = path.parent.resolve(), path.resolve()
     cache = folder.parent.parent if folder.parent.name == "snapshots" else folder

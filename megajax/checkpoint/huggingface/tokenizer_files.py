@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from megajax.checkpoint.huggingface.safetensors import demand_inside
 from megajax.tokenizers.config import (
     GPT2TokenizerConfig,
     HuggingFaceTokenizerConfig,
@@ -25,11 +26,12 @@ SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
 
 def copy_files(source: Path, target: Path) -> list[str]:
-    """Copies those that are there. Returns their names."""
+    """Copies those that are there. Returns their names. Raises UserError for links that lead out of the folder."""
     present = [name for name in NAMES if (source / name).is_file()]
     if present:
         target.mkdir(parents=True, exist_ok=True)
     for name in present:
+        demand_inside(source / name)
         shutil.copyfile(source / name, target / name)
     return present
 
