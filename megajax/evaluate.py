@@ -29,6 +29,7 @@ FLAGS = (
     Flag("include-path", Path | None, help="a folder with YAML files of lm-eval's tasks"),
     Flag("output", Path | None, help="folder of results.json and of kept answers; the run's folder unless given"),
     Flag("cache", bool, True, help="keep answers, so that an interrupted evaluation goes on where it stopped"),
+    Flag("rows", int | None, help="full rows on each device at a time; the run's batch.micro_size unless given"),
     *PROCESS_FLAGS,
 )
 
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> int:
         tasks = resolve("megajax.tasks.command:parse_tasks")(flags["tasks"] or "", flags["include_path"])
     source = flags["run"] or Path(f"hf:{flags['hf']}")
     output = flags["output"] or (run_folder(flags["run"]) if flags["run"] else Path())
-    asked = resolve("megajax.tasks.command:Asked")(source, tasks, output, flags["cache"])
+    asked = resolve("megajax.tasks.command:Asked")(source, tasks, output, flags["cache"], flags["rows"])
     code = resolve("megajax.tasks.command:evaluate")(config, asked, resolve("megajax.job.stored_weights:all_weights"))
     finish()
     return code
@@ -75,7 +76,7 @@ def run_folder(path: Path) -> Path:
 def fingerprint(command: Command) -> str:
     """Hexadecimal digest of what must be the same for all processes."""
     settings = {name: value for name, value in flatten(command.config).items() if not name.endswith("cache_dir")}
-    flags = {name: command.flags[name] for name in ("run", "hf", "tasks", "include_path", "cache")}
+    flags = {name: command.flags[name] for name in ("run", "hf", "tasks", "include_path", "cache", "rows")}
     return hashlib.sha256(repr((settings, flags)).encode()).hexdigest()
 
 

@@ -174,8 +174,9 @@ def token_scores(
 
     def one(piece: tuple[Array, Array]) -> tuple[Array, Array]:
         logits, rows = _logits(piece[0], table, bias, shard)
-        maximum = shard.max(logits.max(-1))
-        first = jnp.where(logits == maximum[:, None], rows[None], jnp.iinfo(jnp.int32).max).min(-1)
+        here = logits.max(-1)
+        maximum = shard.max(here)
+        first = jnp.where(here == maximum, rows[logits.argmax(-1)], jnp.iinfo(jnp.int32).max)
         label = jnp.where(piece[1][:, None] == rows[None], logits, 0).sum(-1)
         total, label = shard.sum(jnp.stack([jnp.exp(logits - maximum[:, None]).sum(-1), label]))
         return label - maximum - jnp.log(total), -shard.max(-first)

@@ -52,6 +52,8 @@ class Asked(NamedTuple):
     """The folder of results.json."""
     cache: bool = True
     """Keep answers on disk."""
+    rows: int | None = None
+    """Full rows on each device at a time; None: batch.micro_size of the run."""
 
 
 def parse_tasks(text: str, include_path: Path | None = None) -> list[Any]:
@@ -89,7 +91,7 @@ def parse_tasks(text: str, include_path: Path | None = None) -> list[Any]:
 def evaluate(cfg: RunConfig, asked: Asked, load: Load) -> int:
     """Run the tasks, print a table, write results.json; returns the exit code. Raises UserError."""
     started, primary = time.monotonic(), jax.process_index() == 0
-    program, tokenizer = prepare(cfg)
+    program, tokenizer = prepare(cfg, asked.rows)
     with jax.set_mesh(program.mesh):
         weights, where = load(asked.source, program)
     progress = Progress(shown=primary)
@@ -115,16 +117,23 @@ def evaluate(cfg: RunConfig, asked: Asked, load: Load) -> int:
     return 0
 
 
-def prepare(cfg: RunConfig) -> tuple[Program, Any]:
-    """The program and the tokenizer of a config on the devices that there are; no data, no weights."""
+def prepare(cfg: RunConfig, rows: int | None = None) -> tuple[Program, Any]:
+    """The program and the tokenizer of a config on the devices that there are; no data, no weights.
+
+    rows: of full length on each device at a time; None: batch.micro_size.
+    """
+    if rows is not None and rows < 1:
+        raise ConfigError([Problem("--rows", f"must be at least 1, got {rows}")], "command line")
     devices = find_devices()
     check(cfg, len(devices))
     mesh = build_mesh(cfg.parallel, devices)
     tokenizer = build_tokenizer(cfg)
     demand_kernels(cfg)
     # Batches of training need not fit these devices: those of an evaluation are made to.
-    rows = mesh.shape["data"] * mesh.shape["expert"] * mesh.shape["pipeline"] * cfg.batch.micro_size
-    batch = BatchConfig(global_size=rows, micro_size=cfg.batch.micro_size)
+    micro_size, shape = rows or cfg.batch.micro_size, mesh.shape
+    batch = BatchConfig(
+        global_size=shape["data"] * shape["expert"] * shape["pipeline"] * micro_size, micro_size=micro_size
+    )
     return Program.of(cfg.but(batch=batch), mesh), tokenizer
 
 

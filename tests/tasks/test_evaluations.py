@@ -13,6 +13,9 @@ import pytest
 from tiny_runs import LENGTH, QUICK, VOCABULARY, llama
 
 from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.foreign import declared_by
+from megajax.checkpoint.huggingface.registry import families
+from megajax.checkpoint.tensor_table import resolved
 from megajax.config import load
 from megajax.config.errors import ConfigError, UserError
 from megajax.data.config import BlendConfig
@@ -20,6 +23,7 @@ from megajax.data.indexed import IndexedWriter
 from megajax.evaluate import main
 from megajax.job.job import train
 from megajax.job.stored_weights import all_weights
+from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.xla import XlaConfig
 from megajax.metrics.config import LoggingConfig
@@ -27,6 +31,7 @@ from megajax.precision.config import PrecisionConfig
 from megajax.tasks.cache import RequestCache
 from megajax.tasks.command import Asked, evaluate, prepare
 from megajax.tasks.config import ChoicesConfig, EvaluatedConfig, HarnessConfig, LambadaConfig, SplitConfig
+from megajax.tasks.foreign import config_of
 from megajax.tokenizers.config import NullTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig
@@ -301,3 +306,33 @@ def test_a_run_without_checkpoints_and_a_tokenizer_that_does_not_fit(folder, tmp
     other = config(folder, f"model.hidden={64}")
     with pytest.raises(UserError, match=r"are not this model's:[^$]*  tokens: .*32. there, .*64. here"):
         evaluate(other, Asked(folder / "run", [SplitConfig()], tmp_path), all_weights)
+
+
+def test_a_hugging_face_folder_is_evaluated(tmp_path):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    tokenizers = pytest.importorskip("tokenizers")
+    model, family, draw = llama(repeats=1), families()["llama"], np.random.default_rng(0)
+    table = resolved(family.rows(model), declared_by(model))
+    tensors = {tensor.name: 0.1 * draw.normal(size=tensor.shape()).astype(np.float32) for tensor in table}
+    safetensors.save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(family.settings(model)))
+    words = {"<eos>": 0} | {f"w{number}": number for number in range(1, VOCABULARY)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<eos>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    lines = [" ".join(f"w{n}" for n in draw.integers(1, VOCABULARY, size)) for size in (3, 9, 14)]
+    texts = write_lines(tmp_path / "texts.jsonl", [{"text": text} for text in lines])
+    common = [f"--hf={tmp_path}", "--precision.compute=float32"]
+    settings = [*common, "--parallel.data=1", *[f"--xla={name}={str(value).lower()}" for name, value in QUICK.items()]]
+    assert main([*settings, f"--tasks=lambada:{texts}:strict=true", f"--output={tmp_path}"]) == 0
+    program, _ = prepare(config_of(tmp_path))
+    weights = all_weights(Path(f"hf:{tmp_path}"), program)[0]
+    total = 0.0
+    with jax.default_matmul_precision("highest"):
+        for text in lines:
+            ids = np.array([words[word] for word in text.split()])
+            log_p = jax.nn.log_softmax(bind(program.abstract, weights)(ids[None, :-1]))
+            total -= float(log_p[0, -1, ids[-1]])
+    assert results(tmp_path)["lambada"]["loss"]["value"] == pytest.approx(total / 3, rel=1e-5)
+    with pytest.raises(UserError, match="there is no folder"):
+        main([f"--hf={tmp_path / 'none'}", "--tasks=split:validation"])

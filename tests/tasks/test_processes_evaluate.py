@@ -1,0 +1,56 @@
+"""Two processes with a device each evaluate as one does: one of them writes, and both have what was kept."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from gangs import launcher, started
+from tiny_runs import LENGTH, VOCABULARY, llama
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.config.dump import to_yaml
+from megajax.data.config import MockConfig
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.mesh import build_mesh
+from megajax.precision.config import PrecisionConfig
+from megajax.tokenizers.config import NullTokenizerConfig
+from megajax.training.config import BatchConfig
+from megajax.training.program import Program
+from megajax.training.run_config import RunConfig
+
+
+@pytest.mark.slow
+def test_two_processes_evaluate_as_one(tmp_path: Path) -> None:
+    cfg = RunConfig(
+        model=llama(),
+        data=MockConfig(),
+        tokenizer=NullTokenizerConfig(vocabulary_size=VOCABULARY),
+        precision=PrecisionConfig(compute="float32"),
+        batch=BatchConfig(global_size=4, micro_size=4),
+    )
+    mesh = build_mesh(ParallelConfig(data=1))
+    program = Program.of(cfg, mesh)
+    with jax.set_mesh(mesh), CheckpointConfig().build(tmp_path / "run/checkpoints") as manager:
+        rows = [[chunk.start, chunk.stop] for chunk in program.partition.stored()]
+        manager.save(1, program.fresh_state()(), {"rows": rows, "facts": {}})
+    (tmp_path / "run/config.yaml").write_text(to_yaml(cfg))
+    draw = np.random.default_rng(0)
+    texts = [" ".join(map(str, draw.integers(0, VOCABULARY - 1, size))) for size in draw.integers(2, LENGTH, 20)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    command = ["megajax.evaluate", f"--run={tmp_path / 'run'}", f"--tasks=lambada:{tmp_path / 'texts.jsonl'}"]
+    with started(tmp_path) as start:
+        for name, before in (("one", ["python", "-m"]), ("two", [*launcher(), "python", "-m"])):
+            run = start(*before, *command, "--devices=cpu:1", f"--output={tmp_path / name}", name=name)
+            assert run.wait(400) == 0, run.text
+        again = start(
+            *launcher(), "python", "-m", *command, "--devices=cpu:1", f"--output={tmp_path / 'two'}", name="3"
+        )
+        assert again.wait(400) == 0, again.text
+    assert "20 answers of an earlier attempt" in again.text
+    one, two = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two"))
+    assert (one["devices"], two["devices"]) == (1, 2)
+    for name, figure in one["results"]["lambada"].items():
+        assert two["results"]["lambada"][name]["value"] == pytest.approx(figure["value"], rel=1e-5), name
+    assert again.text.count("results: ") == 1
