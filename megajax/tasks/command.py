@@ -3,7 +3,8 @@
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -25,7 +26,7 @@ from megajax.config.patch import patch_of, setting
 from megajax.config.tree import assemble, check
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.metrics.record import to_json
-from megajax.metrics.runfolder import write_atomically
+from megajax.metrics.runfolder import RunFolder, write_atomically
 from megajax.metrics.text import duration
 from megajax.tasks.cache import RequestCache
 from megajax.tasks.config import KINDS, HarnessConfig
@@ -98,11 +99,7 @@ def evaluate(cfg: RunConfig, asked: Asked, load: Load) -> int:
     scorer = Scorer(program, tokenizer, weights, progress=progress)
     tasks = {task.name: task.build(scorer) for task in asked.tasks}
     results: dict[str, Figures] = {}
-    folder = asked.output / "evaluation_cache"
-    with RequestCache(folder, cache_key(cfg, asked.source, where, tokenizer.identity)) as cache:
-        scorer.cache = cache if asked.cache else None
-        if cache.read and primary:
-            print(f"{cache.read:,} answers of an earlier attempt in {cache.path}", file=sys.stderr)
+    with kept_answers(cfg, asked, where, tokenizer.identity) as scorer.cache:
         for name, task in tasks.items():
             progress.start(name)
             results[name] = task()
@@ -110,11 +107,23 @@ def evaluate(cfg: RunConfig, asked: Asked, load: Load) -> int:
     if not primary:
         return 0
     show(results, f"{where}, {program.mesh.size} devices, {duration(time.monotonic() - started)}")
-    path = asked.output / "results.json"
+    path = RunFolder.create(asked.output).path / "results.json"
     content = description(cfg, asked, where, program) | {"results": {n: as_json(f) for n, f in results.items()}}
     write_atomically(path, to_json(content))
     print(f"results: {path}")
     return 0
+
+
+@contextmanager
+def kept_answers(cfg: RunConfig, asked: Asked, where: str, tokenizer: str) -> Generator[RequestCache | None]:
+    """The answers of earlier attempts, beside the results; None where none are to be kept."""
+    if not asked.cache:
+        yield None
+        return
+    with RequestCache(asked.output / "evaluation_cache", cache_key(cfg, asked.source, where, tokenizer)) as cache:
+        if cache.read and jax.process_index() == 0:
+            print(f"{cache.read:,} answers of an earlier attempt in {cache.path}", file=sys.stderr)
+        yield cache
 
 
 def prepare(cfg: RunConfig, rows: int | None = None) -> tuple[Program, Any]:

@@ -1,6 +1,7 @@
 """Two processes with a device each evaluate as one does: one of them writes, and both have what was kept."""
 
 import json
+import sys
 from pathlib import Path
 
 import jax
@@ -40,13 +41,12 @@ def test_two_processes_evaluate_as_one(tmp_path: Path) -> None:
     texts = [" ".join(map(str, draw.integers(0, VOCABULARY - 1, size))) for size in draw.integers(2, LENGTH, 20)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     command = ["megajax.evaluate", f"--run={tmp_path / 'run'}", f"--tasks=lambada:{tmp_path / 'texts.jsonl'}"]
+    module = [sys.executable, "-m"]
     with started(tmp_path) as start:
-        for name, before in (("one", ["python", "-m"]), ("two", [*launcher(), "python", "-m"])):
+        for name, before in (("one", module), ("two", [*launcher(), *module])):
             run = start(*before, *command, "--devices=cpu:1", f"--output={tmp_path / name}", name=name)
             assert run.wait(400) == 0, run.text
-        again = start(
-            *launcher(), "python", "-m", *command, "--devices=cpu:1", f"--output={tmp_path / 'two'}", name="3"
-        )
+        again = start(*launcher(), *module, *command, "--devices=cpu:1", f"--output={tmp_path / 'two'}", name="3")
         assert again.wait(400) == 0, again.text
     assert "20 answers of an earlier attempt" in again.text
     one, two = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two"))
