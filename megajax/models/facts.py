@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from megajax.config.errors import UserError
 from megajax.kernels.capability import Choice, Device, Request
-from megajax.layers.config import AnyBlockConfig, StackConfig
+from megajax.layers.config import AnyBlockConfig, LoRAConfig, StackConfig
 from megajax.layers.facts import (
     BlockFacts,
     LayerBuilder,
@@ -270,3 +270,10 @@ def trained_share(weights: tuple[Weight, ...], patterns: tuple[str, ...]) -> flo
         return 1.0
     trained = [one for one in weights if any(fnmatchcase(one.name, pattern) for pattern in patterns)]
     return total_size(trained) / max(1, total_size(weights))
+
+
+@lru_cache(maxsize=4096)
+def adapter_share(weights: tuple[Weight, ...], lora: LoRAConfig) -> float:
+    """Elements of the adapters of these weights, over those of the weights."""
+    adapted = [one for one in weights if any(fnmatchcase(one.name, target) for target in lora.targets)]
+    return sum(lora.size(one.shape, one.axes) for one in adapted) / max(1, total_size(weights))

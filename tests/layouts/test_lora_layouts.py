@@ -38,6 +38,7 @@ def same(actual: Trained, expected: Trained) -> None:
         np.testing.assert_allclose(actual.gradients[path], gradient, rtol=0, atol=1e-5 * largest, err_msg=path)
 
 
+@pytest.mark.slow
 def test_tensor_and_fsdp_with_dropout() -> None:
     model = adapted(llama(), dropout=0.2)
     parallel = ParallelConfig(data=2, tensor=2, data_sharding="fsdp", sequence=True)

@@ -1,6 +1,8 @@
 """The config of low-rank adapters; importing this imports neither jax nor flax."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar
 
 from megajax.config.builds import Builds
@@ -39,3 +41,13 @@ class LoRAConfig(Builds):
     def scale(self) -> float:
         """Factor on what an adapter adds."""
         return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
+
+    def size(self, shape: Sequence[int], axes: Sequence[str | None]) -> int:
+        """Elements of the adapter of a matrix with these logical axes, maybe one for each expert; 0 of a vector."""
+        experts = [size for size, axis in zip(shape, axes, strict=True) if axis == "expert"]
+        sides = [size for size, axis in zip(shape, axes, strict=True) if axis != "expert"]
+        if len(sides) < 2:
+            return 0
+        # What writes to the residual stream sums over all dimensions but the last, other matrices over the first.
+        end = len(sides) - 1 if axes[-1] == "embed" else 1
+        return prod(experts) * self.rank * (prod(sides[:end]) + prod(sides[end:]))

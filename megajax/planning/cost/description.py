@@ -12,11 +12,12 @@ from math import prod
 from typing import Literal
 
 from megajax.config.errors import UserError
+from megajax.layers.config import LoRAConfig
 from megajax.layers.expert_facts import Spread
 from megajax.layers.facts import BlockFacts, Share, Weight
 from megajax.layers.remat import SavePolicy
 from megajax.mesh.config import ParallelConfig
-from megajax.models.facts import Facts, HeadFacts, SectionFacts, block_facts, demand_facts, trained_share
+from megajax.models.facts import Facts, HeadFacts, SectionFacts, adapter_share, block_facts, demand_facts, trained_share
 from megajax.optim.config import AdamWConfig, LionConfig, MuonConfig, SGDConfig
 from megajax.pipeline.closed_form import ClosedForm, closed_form, free_running
 from megajax.planning.program.devices import MOST_DEVICES, Device
@@ -96,6 +97,8 @@ class Description:
     """Share of the moments that is in host memory between updates."""
     trainable: tuple[str, ...] = ("*",)
     """Patterns of the weights that are trained; the others have neither gradients nor moments."""
+    lora: LoRAConfig | None = None
+    """Adapters; with them the default, *, of `trainable` stands for no weight."""
     steps: int = 0
     """Of the whole run; 0: not known."""
     system: System = OURS
@@ -203,9 +206,11 @@ class Description:
             if axis is None or axis in table.axes
         )
 
-    def trained(self, weights: tuple[Weight, ...]) -> float:
-        """Share of these weights that is trained."""
-        return trained_share(weights, self.trainable)
+    def trained(self, weights: tuple[Weight, ...], *, adapters: bool = True) -> float:
+        """Share of these weights that is trained. adapters: theirs count as such."""
+        lora = self.lora
+        own = 0.0 if lora is not None and self.trainable == ("*",) else trained_share(weights, self.trainable)
+        return own if lora is None or not adapters else own + adapter_share(weights, lora)
 
 
 @dataclass(frozen=True)
@@ -308,13 +313,13 @@ class Tower:
         towers = self.run.towers[: self.run.towers.index(self) + 1]
         return any(tower.trained() + self.run.trained(tower.section.tables) > 0 for tower in towers)
 
-    def trained(self) -> float:
-        """Share of the stack's weights that is trained."""
-        if self.run.trainable == ("*",):
+    def trained(self, *, adapters: bool = True) -> float:
+        """Share of the stack's weights that is trained. adapters: theirs count as such."""
+        if self.run.trainable == ("*",) and self.run.lora is None:
             return 1.0
         places = range(len(self.section.stack.pattern))
         weights = (self.whole.stack_weights(self.before + place) for place in places)
-        return self.run.trained(tuple(weight for each in weights for weight in each))
+        return self.run.trained(tuple(weight for each in weights for weight in each), adapters=adapters)
 
 
 def pipeline_bubble(run: Description) -> ClosedForm:
@@ -361,5 +366,6 @@ def describe(cfg: RunConfig, device: Device, devices: int, per_node: int | None 
         moment_bytes=BYTES[cfg.optimizer.moments],
         moments_away=cfg.optimizer.offload,
         trainable=cfg.optimizer.trainable,
+        lora=getattr(cfg.model, "lora", None),
         steps=cfg.steps,
     )

@@ -170,7 +170,7 @@ def matmul_work(
 
 def block_work(tower: Tower, block: BlockFacts, kept: SavePolicy) -> Halves:
     """Of a block that saves these tensors for its backward pass, without collectives."""
-    run, trained = tower.run, tower.trained() > 0
+    run, trained = tower.run, tower.trained(adapters=False) > 0
     halves = forward, backward = matmul_work(run, block.matmuls, tower.tokens, kept, trained=trained)
     tensor, bytes_per_element = run.parallel.tensor, tower.tokens * run.width
     _attention(tower, block, kept, halves)
