@@ -13,6 +13,7 @@ from tiny_runs import QUICK
 
 from megajax.checkpoint.adapters import LORA_A, LORA_B, added, leading
 from megajax.config.errors import UserError
+from megajax.kernels.grouped_capability import GroupedSizes, capable_grouped
 from megajax.layers.config import (
     AttentionConfig,
     BlockConfig,
@@ -26,7 +27,19 @@ from megajax.layers.config import (
     SharedExpertConfig,
     StackConfig,
 )
-from megajax.layers.param import Adapter, LayerSettings, Observation, Uniform, bind, initial_values, matrix, specs
+from megajax.layers.context import Context
+from megajax.layers.lora import drop_inputs
+from megajax.layers.param import (
+    Adapter,
+    LayerSettings,
+    Matrix,
+    Observation,
+    Uniform,
+    bind,
+    initial_values,
+    matrix,
+    specs,
+)
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
@@ -169,3 +182,29 @@ def test_wrong_targets_are_refused() -> None:
     wrong = LoRAConfig(rank=0, alpha=-1.0, targets=(), dropout=1.0).problems()
     assert [problem.where for problem in wrong] == ["rank", "alpha", "dropout", "targets"]
     assert replace(LORA, rank=4, alpha=8.0, rank_stabilized=True).scale() == 4
+
+
+def test_dropout_zeroes_the_input_of_each_adapter_by_the_keys_of_rows() -> None:
+    settings = LayerSettings(layout=LAYOUT, hidden=64, std=1.0, output_std=1.0)
+    block = GatedMLPConfig(ffn=64).build(settings)
+    for each in (block.gate, block.up):
+        each.adapt(64, 1.0, 0.25)
+    x, eye = jnp.ones((2, 8, 64)), jnp.eye(64)
+
+    def dropped(each: Matrix, keys: np.ndarray | None) -> np.ndarray:
+        index = jnp.arange(8)
+        drop_inputs(block, Context(jnp.broadcast_to(index, (2, 8)), index, row_keys=keys))
+        return np.asarray(each.low_rank(LAYOUT, "bsd,df->bsf", x, eye, eye, "batch", "seq", "mlp"))
+
+    np.testing.assert_array_equal(dropped(block.up, None), x)
+    keys = np.array([[1, 2], [3, 4]], np.uint32)
+    up, gate = dropped(block.up, keys), dropped(block.gate, keys)
+    assert set(np.unique(up)) == {0, np.float32(1 / 0.75)} and (up == 0).mean() == pytest.approx(0.25, abs=0.05)
+    assert (up != gate).any() and (up[0] != up[1]).any()
+    np.testing.assert_array_equal(up, dropped(block.up, keys))
+
+
+@pytest.mark.parametrize(("rank", "kernel"), [(64, "mosaic"), (16, "triton"), (8, "reference")])
+def test_adapters_of_experts_take_the_next_kernel_that_takes_their_rank(rank: int, kernel: str) -> None:
+    assert capable_grouped("mosaic", "bfloat16", GroupedSizes(4096, 8, 512, rank)) == kernel
+    assert capable_grouped("auto", "bfloat16", GroupedSizes(4096, 8, 512, rank)) == "auto"
