@@ -168,7 +168,7 @@ def show(results: Mapping[str, Figures], title: str) -> None:
         for place, (name, figure) in enumerate(figures.items()):
             error = "" if figure.error is None else f"{figure.error:.4g}"
             count = "" if figure.count is None else f"{figure.count:,}"
-            table.add_row(task * (place == 0), name.replace("_", " "), f"{figure.value:,.6g}", error, count)
+            table.add_row(task * (place == 0), name, f"{figure.value:,.6g}", error, count)
     Console().print(table)
 
 

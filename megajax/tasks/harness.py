@@ -1,5 +1,6 @@
 """Tasks of lm-evaluation-harness (Gao et al. 2021) in this process, on data of this machine."""
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,6 +31,8 @@ class Harness:
         self._config, self._scorer = config, scorer
         os.environ.update(ENVIRONMENT)
         self._library = require("lm_eval", "a task lm-eval:NAME")
+        # It warns of every default that a task leaves to it.
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
         if config.include_path is not None and not Path(config.include_path).is_dir():
             raise UserError(f"include_path={config.include_path}: there is no such folder")
         manager = self._manager()

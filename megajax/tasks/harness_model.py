@@ -45,6 +45,11 @@ class HarnessModel(TemplateLM):
         del add_special_tokens, kwargs
         return self._scorer.tokenizer.encode(string).tolist()
 
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """Without lm-eval's own progress, of tokenisation."""
+        del disable_tqdm
+        return super().loglikelihood(requests, disable_tqdm=True)
+
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, Sequence[int], Sequence[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
