@@ -1,6 +1,7 @@
 """Towers of CLIP and SigLIP: their settings and their names, alone or inside of a LLaVA."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megajax.checkpoint.huggingface.activations import ACTIVATIONS, theirs
@@ -130,3 +131,26 @@ def class_settings(count: int) -> dict[str, Any]:
     """The reverse of `classes`."""
     names = {str(number): f"LABEL_{number}" for number in range(count)}
     return {"id2label": names, "label2id": {name: int(number) for number, name in names.items()}}
+
+
+def read_tower(given: Settings) -> tuple[VisionTowerConfig, bool]:
+    """The tower up to the layer that is read, and whether all its positions are."""
+    inner = given.part("vision_config")
+    inner.assume({name: given.take(name) for name in ("image_mean", "image_std") if name in given.left})
+    kind = inner.left.get("model_type", CLIP.model_type)
+    if kind not in TOWERS:
+        given.refuse("vision_config.model_type", kind, f"only {', '.join(TOWERS)} can be had")
+    whole = tower(inner, TOWERS.get(kind, CLIP))
+    inner.close(UNUSED | {"initializer_factor", "vocab_size"})
+    strategy = given.only("vision_feature_select_strategy", "default", "full")
+    if strategy == "default" and not whole.class_tokens:
+        given.refuse("vision_feature_select_strategy", strategy, "without a class token it leaves out a patch")
+    total, read = whole.stack.layers(), given.take("vision_feature_layer", -2)
+    count = total + 1 + read if isinstance(read, int) and read < 0 else read
+    if not isinstance(count, int) or not 1 <= count <= total:
+        given.refuse("vision_feature_layer", read, f"only one of the {total} layers can be had")
+        count = total
+    # What is read comes before the norm behind the blocks.
+    return replace(
+        whole, stack=replace(whole.stack, repeats=count), norm=layers.IdentityNormConfig()
+    ), strategy == "full"

@@ -22,21 +22,14 @@ MODEL: Names = {
     "token_types": ("type_vocab_size", 2),
     "tied": ("tie_word_embeddings", True),
 }
-
-
-MEGATRON = {
-    "hidden_size": 1024,
-    "vocab_size": 29056,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "intermediate_size": 4096,
-}
+MEGATRON = {"vocab_size": 29056, "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
+"""Sizes of Megatron-LM's BERT where config.json does not say them, with 24 layers."""
 
 
 def model(given: Settings) -> BertConfig:
     """The model of a config.json."""
     before = given.left.get("model_type") == "megatron-bert"
-    given.assume(MEGATRON if before else {})
+    given.assume({**MEGATRON, "num_hidden_layers": 24} if before else {})
     norm = layers.LayerNormConfig(epsilon=given.take("layer_norm_eps", 1e-12))
     activation = given.choose("hidden_act", "gelu", ACTIVATIONS)
     given.only("position_embedding_type", "absolute")
@@ -76,10 +69,8 @@ def settings_of(kind: str, name: str) -> Callable[[Any], dict[str, Any]]:
     return settings
 
 
-LAYER, BLOCK = "bert.encoder.layer.{layer}", "stack.*"
-HEAD = "cls.predictions"
-
-
+LAYER, BLOCK, HEAD = "bert.encoder.layer.{layer}", "stack.*", "cls.predictions"
+WORDS = "bert.embeddings.word_embeddings.weight"
 POST = (
     ("bert.embeddings.LayerNorm", "embedding_norm"),
     (f"{LAYER}.attention.output.LayerNorm", f"{BLOCK}.mixer_norm"),
@@ -96,7 +87,7 @@ def rows(cfg: Any) -> Sequence[Row]:
     """The table."""
     tokens, norms = (slice(0, cfg.vocabulary_size),), PRE if cfg.embedding_norm is None else POST
     return [
-        Row("bert.embeddings.word_embeddings.weight", "tokens", inside=tokens),
+        Row(WORDS, "tokens", inside=tokens),
         Row("bert.embeddings.position_embeddings.weight", "positions"),
         Row("bert.embeddings.token_type_embeddings.weight", "types"),
         *attention(f"{LAYER}.attention", f"{BLOCK}.mixer", ("self.query", "self.key", "self.value", "output.dense")),
@@ -122,10 +113,7 @@ FAMILIES = [
         unused=UNUSED,
         ignored=("bert.embeddings.position_ids", "bert.pooler.*", "cls.seq_relationship.*", f"{HEAD}.bias"),
         renamed=((r"^(embeddings|encoder|pooler)\.", r"bert.\1."), (r"\.gamma$", ".weight"), (r"\.beta$", ".bias")),
-        heads={
-            f"{HEAD}.decoder.weight": "bert.embeddings.word_embeddings.weight",
-            f"{HEAD}.decoder.bias": f"{HEAD}.bias",
-        },
+        heads={f"{HEAD}.decoder.weight": WORDS, f"{HEAD}.decoder.bias": f"{HEAD}.bias"},
     )
     for kind, name in (("bert", "Bert"), ("megatron-bert", "MegatronBert"))
 ]

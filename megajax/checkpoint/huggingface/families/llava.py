@@ -8,12 +8,10 @@ from megajax.checkpoint.huggingface.activations import ACTIVATIONS, theirs
 from megajax.checkpoint.huggingface.families import llama
 from megajax.checkpoint.huggingface.family import Family, Settings
 from megajax.checkpoint.huggingface.rows import linear
-from megajax.checkpoint.huggingface.vision import CLIP, TOWERS, UNUSED, tower, tower_rows, tower_settings
+from megajax.checkpoint.huggingface.vision import read_tower, tower_rows, tower_settings
 from megajax.checkpoint.tensor_table import Row
-from megajax.layers.config import IdentityNormConfig
 from megajax.models.config import DecoderConfig, LlavaConfig
 from megajax.models.config.llava import ProjectorConfig
-from megajax.models.config.vision import VisionTowerConfig
 
 LANGUAGES = {family.name: family for family in llama.FAMILIES}
 
@@ -27,7 +25,7 @@ def model(given: Settings) -> LlavaConfig:
     family = LANGUAGES.get(kind, LANGUAGES["llama"])
     language = family.model(text)
     text.close(family.unused)
-    vision, whole = tower_of(given)
+    vision, whole = read_tower(given)
     projector = ProjectorConfig(
         activation=given.choose("projector_hidden_act", "gelu", ACTIVATIONS),
         bias=given.take("multimodal_projector_bias", True),
@@ -42,27 +40,6 @@ def model(given: Settings) -> LlavaConfig:
         keep_class_tokens=whole and vision.class_tokens > 0,
         slots=given.take("slots", 1),
     )
-
-
-def tower_of(given: Settings) -> tuple[VisionTowerConfig, bool]:
-    """The tower up to the layer that is read, and whether all its positions are."""
-    inner = given.part("vision_config")
-    inner.assume({name: given.take(name) for name in ("image_mean", "image_std") if name in given.left})
-    kind = inner.left.get("model_type", CLIP.model_type)
-    if kind not in TOWERS:
-        given.refuse("vision_config.model_type", kind, f"only {', '.join(TOWERS)} can be had")
-    whole = tower(inner, TOWERS.get(kind, CLIP))
-    inner.close(UNUSED | {"initializer_factor", "vocab_size"})
-    strategy = given.only("vision_feature_select_strategy", "default", "full")
-    if strategy == "default" and not whole.class_tokens:
-        given.refuse("vision_feature_select_strategy", strategy, "without a class token it leaves out a patch")
-    layers, read = whole.stack.layers(), given.take("vision_feature_layer", -2)
-    count = layers + 1 + read if isinstance(read, int) and read < 0 else read
-    if not isinstance(count, int) or not 1 <= count <= layers:
-        given.refuse("vision_feature_layer", read, f"only one of the {layers} layers can be had")
-        count = layers
-    # What is read comes before the norm behind the blocks.
-    return replace(whole, stack=replace(whole.stack, repeats=count), norm=IdentityNormConfig()), strategy == "full"
 
 
 def settings(cfg: Any) -> dict[str, Any]:

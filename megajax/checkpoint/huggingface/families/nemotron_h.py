@@ -12,15 +12,7 @@ from megajax.checkpoint.huggingface.family import Family, Names, Settings, writt
 from megajax.checkpoint.huggingface.rows import attention, linear
 from megajax.checkpoint.huggingface.state_space import KINDS, LAYER, MIXER, RENAMED, ends, letter, pattern
 from megajax.checkpoint.tensor_table import Row
-from megajax.layers.config import (
-    AnyBlockConfig,
-    AttentionConfig,
-    DenseMLPConfig,
-    FeedForwardBlockConfig,
-    Mamba2Config,
-    MixerBlockConfig,
-    RMSNormConfig,
-)
+from megajax.layers import config as layers
 from megajax.layers.segments import stack_of
 from megajax.models.config import DecoderConfig
 
@@ -39,11 +31,8 @@ MAMBA: Names = {
     "state": ("ssm_state_size", 128),
     "chunk": ("chunk_size", 128),
 }
-ATTENTION: Names = {
-    "heads": ("num_attention_heads", 32),
-    "kv_heads": ("num_key_value_heads", 8),
-    "head_dim": ("head_dim", 128),
-}
+HEADS: Names = {"heads": ("num_attention_heads", 32), "kv_heads": ("num_key_value_heads", 8)}
+ATTENTION: Names = {**HEADS, "head_dim": ("head_dim", 128)}
 MLP: Names = {"ffn": ("intermediate_size", 21504), "bias": ("mlp_bias", False)}
 LEAST_STEP = 1e-9
 """time_step_min for no lower bound: transformers takes its logarithm."""
@@ -53,16 +42,16 @@ def model(given: Settings) -> DecoderConfig:
     """The model of a config.json."""
     given.only("mamba_hidden_act", "silu", "swish")
     given.only("num_nextn_predict_layers", 0)
-    mamba = Mamba2Config(**given.fields(MAMBA))
+    mamba = layers.Mamba2Config(**given.fields(MAMBA))
     # transformers keeps steps above time_step_min, whatever time_step_limit says.
     mamba = replace(mamba, dt_limit=(0.0 if mamba.dt_min <= LEAST_STEP else mamba.dt_min, inf))
-    attention = AttentionConfig(**given.fields(ATTENTION))
-    mlp = DenseMLPConfig(**given.fields(MLP), activation=given.choose("mlp_hidden_act", "relu2", ACTIVATIONS))
-    norm = RMSNormConfig(epsilon=mamba.norm_epsilon)
-    blocks: dict[str, AnyBlockConfig] = {
-        "M": MixerBlockConfig(mixer=mamba, norm=norm),
-        "*": MixerBlockConfig(mixer=attention, norm=norm),
-        "-": FeedForwardBlockConfig(mlp=mlp, norm=norm),
+    attention = layers.AttentionConfig(**given.fields(ATTENTION))
+    mlp = layers.DenseMLPConfig(**given.fields(MLP), activation=given.choose("mlp_hidden_act", "relu2", ACTIVATIONS))
+    norm = layers.RMSNormConfig(epsilon=mamba.norm_epsilon)
+    blocks: dict[str, layers.AnyBlockConfig] = {
+        "M": layers.MixerBlockConfig(mixer=mamba, norm=norm),
+        "*": layers.MixerBlockConfig(mixer=attention, norm=norm),
+        "-": layers.FeedForwardBlockConfig(mlp=mlp, norm=norm),
     }
     return DecoderConfig(
         hidden=given.take("hidden_size", 4096),
@@ -78,16 +67,16 @@ def settings(cfg: Any) -> dict[str, Any]:
     """The config.json of a model."""
     blocks = layers_of(cfg)
     letters = "".join(map(letter, blocks))
-    layers = dict(zip(letters, blocks, strict=True))
+    kinds = dict(zip(letters, blocks, strict=True))
     parts: dict[str, Any] = {}
-    if "M" in layers:
-        mamba = layers["M"].mixer
+    if "M" in kinds:
+        mamba = kinds["M"].mixer
         parts |= {**written(mamba, MAMBA), "time_step_min": max(mamba.dt_limit[0], LEAST_STEP)}
-    if "*" in layers:
-        mixer = layers["*"].mixer
+    if "*" in kinds:
+        mixer = kinds["*"].mixer
         parts |= written(replace(mixer, kv_heads=mixer.groups(), head_dim=mixer.size(cfg.hidden)), ATTENTION)
-    if "-" in layers:
-        mlp = layers["-"].mlp
+    if "-" in kinds:
+        mlp = kinds["-"].mlp
         parts |= {**written(mlp, MLP), "mlp_hidden_act": theirs(mlp.activation)}
     return {
         "model_type": "nemotron_h",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megajax.checkpoint.huggingface.activations import ACTIVATIONS, theirs
+from megajax.checkpoint.huggingface.activations import feed_forward, feed_forward_name
 from megajax.checkpoint.huggingface.family import Family, Names, Settings, written
 from megajax.checkpoint.huggingface.rows import attention, linear, norm
 from megajax.checkpoint.tensor_table import Row
@@ -13,7 +13,6 @@ from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
 from megajax.models.config import T5Config, WidthScalingConfig
 
 UNUSED = frozenset({"classifier_dropout", "dense_act_fn", "dropout_rate", "is_gated_act", "output_past"})
-"""About dropout and other heads, and what follows from feed_forward_proj."""
 SIZES: Names = {
     "hidden": ("d_model", 512),
     "vocabulary_size": ("vocab_size", 32128),
@@ -23,10 +22,8 @@ SIZES: Names = {
     "tied": ("tie_word_embeddings", True),
 }
 HEADS: Names = {"heads": ("num_heads", 8), "head_dim": ("d_kv", 64)}
-BUCKETS: Names = {
-    "buckets": ("relative_attention_num_buckets", 32),
-    "distance": ("relative_attention_max_distance", 128),
-}
+COUNT: Names = {"buckets": ("relative_attention_num_buckets", 32)}
+BUCKETS: Names = {**COUNT, "distance": ("relative_attention_max_distance", 128)}
 MT5 = {"vocab_size": 250112, "num_layers": 8, "num_heads": 6, "d_ff": 1024, "feed_forward_proj": "gated-gelu"}
 
 
@@ -52,25 +49,11 @@ def model(given: Settings) -> T5Config:
     return T5Config(**sizes, encoder=encoder, stack=stack, norm=norm, head_bias=False, width_scaling=scaling)
 
 
-def feed_forward(given: Settings) -> layers.MLPConfig:
-    """By `feed_forward_proj`, such as relu or gated-gelu, which is the tanh form."""
-    named = given.take("feed_forward_proj", "relu")
-    activation: Any = ACTIVATIONS.get("gelu_new" if named == "gated-gelu" else named.removeprefix("gated-"))
-    if activation is None:
-        given.refuse("feed_forward_proj", named, f"only {', '.join(ACTIVATIONS)} can be had, with gated- or without")
-    make = layers.GatedMLPConfig if named.startswith("gated-") else layers.DenseMLPConfig
-    return make(ffn=given.take("d_ff", 2048), activation=activation or "relu", bias=False)
-
-
 def settings_of(kind: str, name: str) -> Callable[[Any], dict[str, Any]]:
     """The config.json of a model as one of this model_type, whose classes begin with `name`."""
 
     def settings(cfg: Any) -> dict[str, Any]:
         block = cfg.stack.pattern[0]
-        gated = {"gelu_tanh": "gated-gelu", "gelu": "gated-gelu_python"}
-        named = theirs(block.mlp.activation)
-        if isinstance(block.mlp, layers.GatedMLPConfig):
-            named = gated.get(block.mlp.activation, f"gated-{named}")
         return {
             "model_type": kind,
             "architectures": [f"{name}ForConditionalGeneration"],
@@ -81,7 +64,7 @@ def settings_of(kind: str, name: str) -> Callable[[Any], dict[str, Any]]:
             "num_decoder_layers": cfg.stack.layers(),
             **written(block.mixer, HEADS),
             "d_ff": block.mlp.ffn,
-            "feed_forward_proj": named,
+            "feed_forward_proj": feed_forward_name(block.mlp),
             **written(block.mixer.relative, BUCKETS),
             "layer_norm_epsilon": cfg.norm.epsilon,
             "scale_decoder_outputs": cfg.width_scaling is not None,
@@ -90,8 +73,8 @@ def settings_of(kind: str, name: str) -> Callable[[Any], dict[str, Any]]:
     return settings
 
 
-def section(theirs: str, ours: str, last: int) -> list[Row]:
-    """Of `encoder` or `decoder`. last: number of the feed-forward sub-layer."""
+def section(theirs: str, ours: str, last: int, up: str) -> list[Row]:
+    """Of `encoder` or `decoder`. last: number of the feed-forward sub-layer; up: name of its matrix."""
     layer, block = f"{theirs}.block.{{layer}}.layer", f"{ours}stack.*"
     names, mlp = ("q", "k", "v", "o"), f"{layer}.{last}.DenseReluDense"
     table = f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
@@ -102,6 +85,7 @@ def section(theirs: str, ours: str, last: int) -> list[Row]:
         *norm(f"{layer}.1.layer_norm", f"{block}.cross_norm"),
         *norm(f"{layer}.{last}.layer_norm", f"{block}.mlp_norm"),
         *linear(f"{mlp}.wi_0", f"{block}.mlp.gate"),
+        *linear(f"{mlp}.{up}", f"{block}.mlp.up"),
         *linear(f"{mlp}.wo", f"{block}.mlp.down"),
         Row(table, f"{ours}stack.relative.table"),
         *norm(f"{theirs}.final_layer_norm", f"{ours}norm"),
@@ -114,10 +98,8 @@ def rows(cfg: Any) -> Sequence[Row]:
     up = "wi_1" if gated else "wi"
     return [
         Row("shared.weight", "tokens", inside=tokens),
-        *section("encoder", "encoder.", 1),
-        *section("decoder", "", 2),
-        *linear(f"encoder.block.{{layer}}.layer.1.DenseReluDense.{up}", "encoder.stack.*.mlp.up"),
-        *linear(f"decoder.block.{{layer}}.layer.2.DenseReluDense.{up}", "stack.*.mlp.up"),
+        *section("encoder", "encoder.", 1, up),
+        *section("decoder", "", 2, up),
         Row("lm_head.weight", "head", inside=tokens),
     ]
 
