@@ -133,7 +133,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=None, help="where the files go; they are deleted")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="convert-") as home:
-        outcome.write("convert", measure(options.size, Path(home)))
+        name = "convert" if options.size == "7b" else f"convert_{options.size}"
+        outcome.write(name, measure(options.size, Path(home)))
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ LONGEST_HEADER = 100_000_000
 DIMENSIONS = 32
 """At most, of a tensor."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
+MAPPED_BYTES = 2**27
+"""Of tensors that were read, after which the pages of their file are given back."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -62,11 +64,17 @@ class SafetensorsFile:
             self.start = 8 + length
             self._demand_order(size - self.start)
             self.entries = {name: place.entry for name, place in self._places.items()}
+            self._given = 0
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def read(self, name: str) -> np.ndarray:
         """A view of the file."""
-        (shape, dtype), first, _ = self._places[name]
+        (shape, dtype), first, last = self._places[name]
+        self._given += last - first
+        if self._given > MAPPED_BYTES:
+            self._given = last - first
+            # Pages that were read stay with the process otherwise. Views stay valid: pages come back as they are used.
+            self._bytes.madvise(mmap.MADV_DONTNEED)
         return np.frombuffer(self._bytes, dtype, prod(shape), self.start + first).reshape(shape)
 
     def _demand_order(self, size: int) -> None:
