@@ -2,14 +2,13 @@
 
 import signal
 import sys
-import time
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any
 
 from megajax.command_line import Flag, front_door, parse, use_devices
 from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, Problem
-from megajax.metrics.text import duration
+from megajax.tools.conversion_progress import Progress
 
 DESCRIPTION = """Convert weights between formats, a part at a time: memory need not hold them.
 
@@ -83,43 +82,6 @@ def _problems(flags: Mapping[str, Any]) -> list[Problem]:
     if not flags["shard_size"] > 0:
         problems.append(Problem("--shard-size", f"is {flags['shard_size']:g}", "give GB, such as 5"))
     return problems
-
-
-class Progress:
-    """A line that is written anew on a terminal, else a line every few seconds: share, speed, seconds left."""
-
-    def __init__(self, stream: TextIO, elements: int, what: str):
-        self._stream, self._all, self._what, self._live = stream, max(1, elements), what, stream.isatty()
-        self._done, self._started = 0, time.monotonic()
-        self._shown = self._started
-
-    def __call__(self, elements: int) -> None:
-        """So many more elements are done."""
-        self._done += elements
-        now = time.monotonic()
-        if now - self._shown >= (0.2 if self._live else 10.0):
-            self._shown, seconds = now, now - self._started
-            left = duration(seconds * (self._all - self._done) / self._done)
-            line = f"{self._what}: {100 * self._done / self._all:.0f} %  {self._speed(seconds)}  {left} left"
-            self._stream.write(f"\r{line}\x1b[K" if self._live else f"{line}\n")
-            self._stream.flush()
-
-    def total(self) -> str:
-        """What it took."""
-        seconds = self._shown - self._started
-        return f"{self._what} took {duration(seconds)}, {self._speed(seconds)}"
-
-    def _speed(self, seconds: float) -> str:
-        return f"{4 * self._done / max(seconds, 1e-3) / 1e6:.0f} MB/s of float32"
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._shown = time.monotonic()
-        if self._live:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
 
 
 if __name__ == "__main__":
