@@ -6,11 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from megajax.checkpoint.foreign import ForeignModel, ForeignWeights, declared_by, demand_fit
 from megajax.checkpoint.megatron.archive import TorchArchive, memory_map
 from megajax.checkpoint.megatron.moments import MASTER, MOMENTS, UnmappedError, rank_moments, updates
 from megajax.checkpoint.megatron.names import WITHOUT_WEIGHTS, NamedParts, Part, unstacked, without_padding
-from megajax.checkpoint.megatron.pickles import Record
+from megajax.checkpoint.megatron.pickles import Record, TensorPlace
 from megajax.checkpoint.megatron.ranks import RANK, RankTensors, rank_files
 from megajax.checkpoint.megatron.sharded import METADATA, ShardedFolder
 from megajax.checkpoint.megatron.tables import table
@@ -48,6 +50,10 @@ class Contents(Protocol):
 
     def moments(self, wanted: Mapping[str, Mapped]) -> dict[str, dict[str, Part]]:
         """Kind -> name -> moment. Raises UnmappedError."""
+        ...
+
+    def view(self, place: TensorPlace) -> np.ndarray:
+        """A tensor in `common`."""
         ...
 
 
@@ -132,7 +138,7 @@ class MegatronCheckpoint:
             table=tensors,
             weights=ForeignWeights(read.tensors, tensors, declared),
             moments=moments,
-            updates=updates(self.contents.common.get("optimizer")) or iteration,
+            updates=updates(self.contents.common.get("optimizer"), self.contents.view) or iteration,
             iteration=iteration,
             consumed_samples=consumed,
             scheduled_samples=_whole(schedule.get("num_steps") if isinstance(schedule, dict) else None) or consumed,
@@ -213,6 +219,9 @@ class _Ranks:
         self.common = {key: value for key, value in first.items() if not str(key).startswith("model")}
         self._tensors = RankTensors(self._files, {file.rank: file.chunks() for file in self._files})
 
+    def view(self, place: TensorPlace) -> np.ndarray:
+        return self._files[0].archive.view(place)
+
     def names(self) -> set[str]:
         return set(self._tensors.pieces)
 
@@ -242,8 +251,9 @@ class _Sharded:
         path = folder / COMMON
         if not path.is_file():
             raise UserError(f"{folder} has no {COMMON}: only checkpoints of Megatron-LM's torch_dist format are read")
-        content = TorchArchive(memory_map(path), str(path)).content
-        self.common = content if isinstance(content, dict) else {}
+        archive = TorchArchive(memory_map(path), str(path))
+        self.common = archive.content if isinstance(archive.content, dict) else {}
+        self._archive = archive
         self._folder, self._states = ShardedFolder(folder), dict[str, dict[str, Part]]()
         self._flat = False
         for name, array in self._folder.arrays.items():
@@ -257,6 +267,9 @@ class _Sharded:
             self._states[""] = {
                 name: part for name, part in self._states[""].items() if not name.startswith(("optimizer.", "chained_"))
             }
+
+    def view(self, place: TensorPlace) -> np.ndarray:
+        return self._archive.view(place)
 
     def names(self) -> set[str]:
         return set(self._states.get("", {}))

@@ -1,7 +1,9 @@
 """Moments of Adam out of the files of ranks, whose optimizer state names its weights by number alone."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 from megajax.checkpoint.megatron.pickles import TensorPlace
 from megajax.checkpoint.megatron.ranks import RankFile
@@ -81,14 +83,22 @@ def _belongs(weight: tuple[int, str, TensorPlace], group: Mapping[str, Any], apa
     return own and decays == bool(group.get("wd_mult", 1.0))
 
 
-def updates(content: Any) -> int | None:
-    """Number of updates that an optimizer state says; None where it does not."""
+def updates(content: Any, view: Callable[[TensorPlace], np.ndarray]) -> int | None:
+    """Number of updates that an optimizer state says, of its groups or of its weights; None where it does not.
+
+    view: reads a tensor of the state.
+    """
     for one in content if isinstance(content, list) else [content]:
         inner = one.get("optimizer", one) if isinstance(one, dict) else {}
         states, groups = (inner.get("state"), inner.get("param_groups")) if isinstance(inner, dict) else (None, None)
         given = [group.get("step") for group in groups or () if isinstance(group, dict)]
-        given += [states.get("common_step")] if isinstance(states, dict) else []
-        counts = [int(step) for step in given if isinstance(step, int | float)]
+        if isinstance(states, dict):
+            given += [
+                states.get("common_step"),
+                *(each.get("step") for each in states.values() if isinstance(each, dict)),
+            ]
+        given = [view(step) if isinstance(step, TensorPlace) else step for step in given]
+        counts = [int(step) for step in given if isinstance(step, int | float) or getattr(step, "size", 0) == 1]
         if counts:
             return max(counts)
     return None
