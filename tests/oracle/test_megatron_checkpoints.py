@@ -45,8 +45,8 @@ def reference_weights(case: str, kind: str) -> dict[str, np.ndarray]:
         meta = described[name]
         if "params" in meta:
             return meta["params"]
-        known = {**shapes(meta["params_same_as"]), **meta["params_changed_or_added"]}
-        return {name: known[name] for name in meta.get("param_order", known) if name not in meta["params_removed"]}
+        every = {**shapes(meta["params_same_as"]), **meta["params_changed_or_added"]}
+        return {name: every[name] for name in meta.get("param_order", every) if name not in meta["params_removed"]}
 
     return {name: weight_by_rule(name, shape) for name, shape in shapes(case).items()}
 
