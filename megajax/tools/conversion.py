@@ -28,7 +28,7 @@ from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec
 from megajax.models.protocol import ids_below
 from megajax.tools import megatron_checkpoint
-from megajax.tools.weights_config import continued, model_facts, weights_config
+from megajax.tools.weights_config import continued, model_facts, special_tokens, weights_config
 from megajax.training.run_config import RunConfig
 
 MEGATRON = "megatron"
@@ -318,6 +318,7 @@ def _write_huggingface(stored: Stored, target: Path, options: Options, advance: 
             dtypes=dtype_of,
             recorded=origin.settings,
             names=origin.names if family.name == origin.family else {},
+            special={} if origin.settings else special_tokens(stored.config(target, [])),
             shard_bytes=options.shard_bytes,
             advance=advance,
         )

@@ -6,6 +6,7 @@ from typing import Any
 
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.config.dump import flatten, scalar_text
+from megajax.config.errors import UserError
 from megajax.data.config import (
     BlendConfig,
     ClassFoldersConfig,
@@ -15,7 +16,7 @@ from megajax.data.config import (
     MaskedSpansConfig,
 )
 from megajax.mesh.config import ParallelConfig
-from megajax.models.protocol import ModelConfig
+from megajax.models.protocol import ModelConfig, ids_below
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.tokenizers.config import TokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
@@ -63,3 +64,16 @@ def model_facts(cfg: RunConfig) -> dict[str, Any]:
         name: value if isinstance(value, int | float) and not isinstance(value, bool) else scalar_text(value)
         for name, value in kept.items()
     }
+
+
+def special_tokens(cfg: RunConfig) -> dict[str, int | None]:
+    """Settings of a config.json, which without them has those of the family's first model; null where the tokenizer has
+    no such token or its files are not there."""
+    if ids_below(cfg.model) is None:
+        return {}
+    try:
+        tokenizer = cfg.tokenizer.build()
+    except UserError:
+        return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    roles = {"eos": tokenizer.eod, "pad": tokenizer.pad, **tokenizer.specials}
+    return {f"{role}_token_id": roles.get(role) for role in ("bos", "eos", "pad")}

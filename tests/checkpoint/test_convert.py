@@ -19,15 +19,19 @@ from megajax.checkpoint import array_writer, arrays, stored_arrays
 from megajax.checkpoint.array_writer import ArrayWriter, boxes, chunk_shape
 from megajax.checkpoint.copying import contiguous
 from megajax.checkpoint.foreign import Entry, declared_by
-from megajax.checkpoint.huggingface.export import family_for
+from megajax.checkpoint.huggingface.export import config_for, family_for
 from megajax.checkpoint.huggingface.folder import open_model
+from megajax.checkpoint.huggingface.registry import families
 from megajax.checkpoint.run_weights import StepWeights, open_step
 from megajax.checkpoint.stored_arrays import StoredArrays
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.layers.config import Mamba1Config
+from megajax.models.presets.llama import llama3
 from megajax.pipeline.partition import Partition
+from megajax.tokenizers.config import ByteTokenizerConfig, HuggingFaceTokenizerConfig
 from megajax.tools import conversion
+from megajax.tools.weights_config import special_tokens, weights_config
 
 
 @pytest.fixture(autouse=True)
@@ -329,3 +333,12 @@ def test_parts_of_large_chunks_are_read_by_themselves(tmp_path, monkeypatch, dty
         ends = [sorted(draw.choice(size + 1, 2, replace=False)) for size in whole.shape]
         box = tuple(slice(int(start), int(stop)) for start, stop in ends)
         np.testing.assert_array_equal(stored.read("w", box), whole[box])
+
+
+def test_special_tokens_are_those_of_the_tokenizer() -> None:
+    """Without ids, transformers would take those of the family's first model."""
+    model = llama3("debug", vocabulary_size=257)
+    for tokenizer, eos in ((ByteTokenizerConfig(), 256), (HuggingFaceTokenizerConfig(path="absent.json"), None)):
+        special = special_tokens(weights_config(model, tokenizer, Path("run")))
+        assert special == {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None}
+        assert special.items() <= config_for(model, families()["llama"], {}, [], special).items()

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -50,13 +51,20 @@ def _some(lines: Sequence[str]) -> str:
     return "; ".join(lines[:SHOWN]) + more
 
 
-def config_for(model: Any, family: Family, recorded: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+def config_for(
+    model: Any,
+    family: Family,
+    recorded: Mapping[str, Any],
+    names: Collection[str],
+    special: Mapping[str, int | None] = MappingProxyType({}),
+) -> dict[str, Any]:
     """config.json: the recorded one if it still is of this model, else what the family says of it.
 
-    Recorded settings that no forward pass reads, such as ids of special tokens, stay. names: of the tensors.
+    Recorded settings that no forward pass reads, such as ids of special tokens, stay. names: of the tensors; special:
+    settings of special tokens where none are recorded.
     """
     if recorded.get("model_type") not in family.model_types:
-        return family.settings(model)
+        return {**special, **family.settings(model)}
     if not differences(model, family.adjusted(family.model(Settings(dict(recorded))), names)):
         return dict(recorded)
     kept = {name: value for name, value in recorded.items() if name in UNUSED or name in family.unused}
@@ -73,19 +81,21 @@ def write_model(
     dtypes: Callable[[str], np.dtype],
     recorded: Mapping[str, Any],
     names: Mapping[str, str],
+    special: Mapping[str, int | None] = MappingProxyType({}),
     shard_bytes: int = SHARD_BYTES,
     advance: Advance = lambda elements: None,
 ) -> list[Mapped]:
     """Writes into a folder.
 
     dtype: of all tensors; None: each in its own of `dtypes`, by name. recorded: the config.json that the weights came
-    with. names: of tensors in the table -> in the files, where they differ.
+    with; special: ids of special tokens, where there was none. names: of tensors in the table -> in the files, where
+    they differ.
     Returns the table. Raises OSError if it can't be written.
     """
     table = exported(family, model)
     by_name = {names.get(tensor.name, tensor.name): tensor for tensor in table}
     entries = {name: Entry(tensor.shape(), dtype or dtypes(tensor.name)) for name, tensor in by_name.items()}
-    config = config_for(model, family, recorded, [tensor.name for tensor in table])
+    config = config_for(model, family, recorded, [tensor.name for tensor in table], special)
     if dtype is not None or not DTYPE_SETTINGS & config.keys():
         usual = Counter(entry.dtype for entry in entries.values()).most_common(1)[0][0]
         config |= dict.fromkeys(DTYPE_SETTINGS & config.keys() or {"torch_dtype"}, usual.name)
