@@ -95,13 +95,16 @@ class Job:
         self.compiles = stack.enter_context(CompileLog(console.say))
         with console.ticker("setting up data, model and state"):
             resume = None if start is None else Resume(*start, own=self.resumed, say=console.say)
-            if resume is None and (sources := cfg.checkpoint.sources()):
+            sources = cfg.checkpoint.sources() if resume is None else ()
+            if sources:
                 resume = TakeWeights(sources, console.say)
             self.run = setup(cfg, start=resume)
         stack.callback(self.run.close)
         self.begun = int(self.run.state.consumed_samples)
         self.told_skipped: dict[str, dict[str, int]] = {}
         read = None if start is None else f"step {self.first} of {Path(start[0].folder).parent}"
+        if sources:
+            read = f"new run, from weights of {', '.join(str(source.run) for source in sources)}"
         console.show("MegaJAX", banner.banner(self.run, read))
 
     def open(self, sources: Mapping[str, str] | None) -> None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from megajax.checkpoint.config import CheckpointConfig
         ({"keep_every": -5}, "keep_every"),
         ({"step": -1}, "step"),
         ({"every": 300, "keep_every": 1000}, "keep_every"),
+        ({"step": 5, "load": Path("runs/a"), "parts": "weights"}, "step"),
     ],
 )
 def test_bad_settings_are_named(settings, where):
