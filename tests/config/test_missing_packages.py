@@ -82,7 +82,8 @@ def test_the_names_are_those_of_the_project():
     asked = EXTRAS | dict.fromkeys(REQUIRED - {"ml_dtypes", "jaxlib", "optax"})
     for module, extra in asked.items():
         if module in provided:
-            assert packages[extra] & {name.lower() for name in provided[module]}, module
+            names = {name.lower().replace("_", "-") for name in provided[module]}
+            assert {name.replace("_", "-") for name in packages[extra]} & names, module
 
 
 def test_an_old_python_reads_the_package_far_enough_to_be_refused():

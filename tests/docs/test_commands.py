@@ -36,6 +36,9 @@ LEFT_OUT = {
     "wiki.valid.txt": "needs WikiText",
     "data/valid_text_sentence": "needs WikiText",
     "--hf=llama_folder": "needs a Hugging Face folder; tests/tasks evaluates one",
+    "--config=sft.py:": "needs a Hugging Face folder; tests/training starts from one",
+    "--config=runs/gpt/config.yaml": "needs token files; tests/checkpoint goes on with such a run",
+    "{rank: 16, alpha: 32}": "compiles for minutes",
     "benchmarks/program_audit.py": "tests/planning/test_program_audit_deviceless.py does the same",
 }
 """Words of the commands that do not run here, with the reason."""
