@@ -68,6 +68,11 @@ class ArrayWriter:
         while self._writing:
             self._wait()
 
+    def abandon(self) -> None:
+        """Waits for chunks that are being written, and for no other, so that the folder can be deleted."""
+        while self._writing:
+            self._writing.popleft()[1].exception()
+
     def _wait(self) -> None:
         size, future = self._writing.popleft()
         with _AsOSError():

@@ -4,6 +4,7 @@ import errno
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +41,16 @@ def new_folder(target: Path, needed: int = 0) -> Generator[Path]:
         advice = "free space or name a folder on another disk" if full else "check the folder and its permissions"
         raise UserError(f"{target} can't be written: {error.strerror or error}; {advice}. Nothing is left.") from error
     finally:
+        _delete(folder)
+
+
+def _delete(folder: Path, tries: int = 20) -> None:
+    """More than once, since a library may still write a file in the background."""
+    for _ in range(tries):
         shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.1)
 
 
 def flush_folder(folder: Path) -> None:

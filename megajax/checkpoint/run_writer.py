@@ -53,14 +53,17 @@ def write_step(
             paths[name] = path
             entries[name] = Entry(shapes[path], dtype if spec.updater is None else np.dtype(np.float32))
     writer = ArrayWriter(step / ARRAYS, entries | {name: array.entry for name, array in state.items()})
-    for name, box in writer.chunks():
-        if name in state:
-            writer.write(name, box, np.asarray(state[name].read(box), state[name].entry.dtype, order="C"))
-            continue
-        values = converted(weights.read(paths[name], box), entries[name].dtype, f"{weights.where}: {paths[name]}")
-        writer.write(name, box, values)
-        advance(values.size)
-    writer.finish()
+    try:
+        for name, box in writer.chunks():
+            if name in state:
+                writer.write(name, box, np.asarray(state[name].read(box), state[name].entry.dtype, order="C"))
+                continue
+            values = converted(weights.read(paths[name], box), entries[name].dtype, f"{weights.where}: {paths[name]}")
+            writer.write(name, box, values)
+            advance(values.size)
+        writer.finish()
+    finally:
+        writer.abandon()
     text = json.dumps({"step": number, "meta": dict(meta)}, allow_nan=False, indent=1, sort_keys=True)
     integrity.write_durably(step / META, text)
     flush_folder(step)

@@ -21,7 +21,7 @@ from megajax.job.device_memory import compiled_memory, memory_in_use, peak_memor
 from megajax.job.hooks import Evaluate, EvaluateTasks, Save
 from megajax.job.resume import Resume, stored
 from megajax.job.watch import Watch
-from megajax.job.weights import TakeWeights
+from megajax.job.weights import TakeWeights, frozen_fresh
 from megajax.mesh.mesh import find_devices
 from megajax.metrics.banner import Section
 from megajax.metrics.console import open_console
@@ -99,6 +99,8 @@ class Job:
             if sources:
                 resume = TakeWeights(sources, console.say)
             self.run = setup(cfg, start=resume)
+        if resume is None and (line := frozen_fresh(self.run.program)):
+            console.say(line)
         stack.callback(self.run.close)
         self.begun = int(self.run.state.consumed_samples)
         self.told_skipped: dict[str, dict[str, int]] = {}

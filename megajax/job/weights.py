@@ -20,6 +20,7 @@ from megajax.job.stored_weights import StoredWeights, Wanted, open_weights
 from megajax.layers.upcycling import Derived
 from megajax.mesh.shardings import without_dimension
 from megajax.models.protocol import ids_below
+from megajax.training.program import Program
 from megajax.training.session import Parts
 from megajax.training.state import TrainState
 
@@ -44,6 +45,18 @@ class TakeWeights:
         if others := sorted(set(state.params) - set(taken)):
             self.say(f"fresh weights: {_listed(others)}")
         return replace(state, params=_over(state.params, taken), observed=_over(state.observed, taken))
+
+
+def frozen_fresh(program: Program) -> str:
+    """A line on the weights that a run without a source neither loads nor trains; "" if there are none."""
+    frozen = [path for path in program.declared if path not in program.optimizer.declared]
+    if not frozen:
+        return ""
+    others = "adapters" if program.adapters else "the others"
+    return (
+        f"{others} are trained beside fresh, frozen weights: set checkpoint.load to start from trained ones. "
+        f"Frozen at random values: {_listed(frozen)}"
+    )
 
 
 def _over(fresh: Params, taken: Mapping[str, Array]) -> Params:

@@ -22,10 +22,18 @@ SETTING = "model.lora.targets"
 def adapt[M: nnx.Module](cfg: LoRAConfig, model: M) -> M:
     """The model, with an adapter on each matrix that a target names.
 
-    Raises UserError for a target that names none, and for dropout where it is not possible.
+    Raises UserError for a target that names none, for a rank that no chosen matrix can have, and for dropout where it
+    is not possible. A rank may exceed the sides of some matrices, such as those of key-value heads and routers.
     """
     matrices = _matrices(model)
     chosen = {path for target in cfg.targets for path in matching(SETTING, target, matrices, "matrix")}
+    widest = max(chosen, key=lambda path: matrices[path].smaller_side())
+    if cfg.rank > (side := matrices[widest].smaller_side()):
+        raise UserError(
+            f"model.lora.rank={cfg.rank} is more than the smaller side of every matrix that has an adapter; the "
+            f"largest of those sides is {side}, of {widest}\n"
+            f"Use a rank of at most {side}, or train the matrices themselves (optimizer.trainable)."
+        )
     for path, matrix in matrices.items():
         if path not in chosen:
             continue

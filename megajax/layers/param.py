@@ -189,6 +189,11 @@ class Matrix(nnx.Module):
         adapter = {} if self.low_rank is None else {".lora_a": self.lora_a, ".lora_b": self.lora_b}
         return {"": self.array, **adapter}
 
+    def smaller_side(self) -> int:
+        """The smaller of the numbers of inputs and outputs: the largest rank that it can have."""
+        shape = self.array.shape[sum(name in ("layer", "expert") for name in self.array.axes) :]
+        return min(prod(shape[: self.inputs]), prod(shape[self.inputs :]))
+
     def adapt(self, rank: int, scale: float, rate: float) -> None:
         """Add an adapter: A from the inputs to `rank`, B from there to the outputs, laid out as the array is.
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.adapters import JoinedWeights, MergedWeights
+from megajax.checkpoint.adapters import LORA_A, LORA_B, JoinedWeights, MergedWeights
 from megajax.checkpoint.comparison import Verified, verify_weights
 from megajax.checkpoint.foreign import Entry, WeightSource, declared_by
 from megajax.checkpoint.huggingface.export import family_for
-from megajax.checkpoint.huggingface.peft import CONFIG, TENSORS, adapter_files, base_of, read_adapter
+from megajax.checkpoint.huggingface.peft import TENSORS, adapter_files, base_of, read_adapter
+from megajax.checkpoint.huggingface.peft_settings import CONFIG
 from megajax.checkpoint.huggingface.safetensors import SafetensorsFolder
 from megajax.checkpoint.huggingface.shards import TensorFile
 from megajax.checkpoint.new_folder import new_folder
@@ -22,6 +23,7 @@ from megajax.checkpoint.sources import foreign_format
 from megajax.checkpoint.tensor_table import Row
 from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec
+from megajax.optim.groups import trainable
 from megajax.tools import conversion
 from megajax.tools.conversion import Options, Origin, Stored
 from megajax.training.run_config import RunConfig
@@ -78,7 +80,7 @@ def open_source(
             raise UserError(f"--average-last: {name} has no steps")
         stored = _with_adapter(Path(name.removeprefix(PEFT)), base)
     elif base is not None:
-        raise UserError("--base: names the model of an adapter, and --from is none (peft:DIR)")
+        raise UserError(f"--base={base}: only an adapter has a base model, and --from={name} is not peft:DIR")
     else:
         stored = conversion.open_source(name, average, last, vocabulary)
     if not merge:
@@ -99,6 +101,7 @@ def write(stored: Stored, target: str, options: Options, advance: Advance) -> li
         return conversion.write(stored, target, options, advance)
     if not adapted:
         raise UserError(f"--to={target}: the model has no adapters (model.lora)")
+    _demand_adapters_alone(stored, target)
     config, tensors = _files(stored, options)
     folder = Path(target.removeprefix(PEFT))
     with new_folder(folder, sum(tensor.nbytes for tensor in tensors.values())) as made:
@@ -123,6 +126,22 @@ def verified(stored: Stored, target: str, options: Options, advance: Advance) ->
     if wrong:
         raise UserError(f"{folder} does not give back the adapters: {', '.join(wrong)} differ")
     return f"verified: {len(wanted)} tensors, all equal"
+
+
+def _demand_adapters_alone(stored: Stored, target: str) -> None:
+    """Raises UserError for a run that trained other weights beside adapters."""
+    if isinstance(stored, Remade):
+        return  # its base is not what the adapter was trained with
+    optimizer = stored.config(Path(target.removeprefix(PEFT)), []).optimizer
+    weights = {path: spec for path, spec in stored.declared.items() if spec.updater is None}
+    adapters = [path for path in weights if path.endswith((LORA_A, LORA_B))]
+    others = [path for path in trainable(optimizer, weights, adapters) if path not in adapters]
+    if others:
+        raise UserError(
+            f"--to={target}: the run trained other weights beside its adapters (optimizer.trainable="
+            f"{','.join(optimizer.trainable)}), which would be lost: {', '.join(others)}\n"
+            "Write the whole model instead: --merge --to=hf:DIR"
+        )
 
 
 def _with_adapter(folder: Path, base: str | None) -> Remade:

@@ -5,9 +5,7 @@ The adapter of a tensor N.weight is base_model.model.N.lora_A.weight [rank, inpu
 is several weights of ours, its adapter is one of all of them.
 """
 
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +14,7 @@ import numpy as np
 
 from megajax.checkpoint.adapters import LORA_A, LORA_B, leading
 from megajax.checkpoint.foreign import Box, WeightSource, declared_by
+from megajax.checkpoint.huggingface.peft_settings import CONFIG, AdapterSettings, read_settings
 from megajax.checkpoint.huggingface.safetensors import SafetensorsFile
 from megajax.checkpoint.tensor_table import Mapped, Piece, Row, tensors_of
 from megajax.config.errors import UserError
@@ -23,18 +22,8 @@ from megajax.config.nearest import nearest_names
 from megajax.layers.config import LoRAConfig
 from megajax.layers.param import ParamSpec
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+TENSORS = "adapter_model.safetensors"
 BEFORE, WEIGHT, ENDS = "base_model.model.", ".weight", (".lora_A.weight", ".lora_B.weight")
-REFUSED: Mapping[str, Any] = {
-    # They change the sum x W + scale * (x A) B, or say what else was trained.
-    "alora_invocation_tokens": None, "arrow_config": None, "bias": "none", "kasa_config": None,
-    "layer_replication": None, "lora_bias": False, "modules_to_save": None, "monteclora_config": None,
-    "target_parameters": None, "trainable_token_indices": None, "use_bdlora": None, "use_dora": False,
-    "use_qalora": False, "velora_config": None,
-}  # fmt: skip
-"""Settings -> the one value, beside absent and null, that can be had."""
-SHIFTING = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Values of init_lora_weights that change the base weights too."""
 
 
 class Sides(NamedTuple):
@@ -159,7 +148,7 @@ class PeftAdapter:
 
 def base_of(folder: Path) -> str | None:
     """Name or folder of the base model of an adapter, as it is written down."""
-    return _read_config(folder / CONFIG).get("base_model_name_or_path")
+    return read_settings(folder / CONFIG).base
 
 
 def read_adapter(folder: Path, base: Any, rows: Sequence[Row]) -> PeftAdapter:
@@ -167,17 +156,18 @@ def read_adapter(folder: Path, base: Any, rows: Sequence[Row]) -> PeftAdapter:
 
     Raises UserError with all settings and tensors that can't be had or do not fit.
     """
-    config = _read_config(folder / CONFIG)
+    settings = read_settings(folder / CONFIG)
     if not (folder / TENSORS).is_file():
         raise UserError(f"{folder} holds no {TENSORS}; other files of adapters can't be read")
     file = SafetensorsFile(folder / TENSORS)
     matrices = declared_by(replace(base, lora=LoRAConfig(rank=1, targets=("*",))))
     every = {one.names: one for one in _possible(rows, matrices)}
     present = {names: one for names, one in every.items() if file.entries.keys() & {*names}}
-    tensors, ranks = list(present.values()), _ranks(folder, file, present)
-    settings = {module: _settings(config, module, rank) for module, rank in ranks.items()}
-    scales = {module: one.scale() for module, one in settings.items()}
-    largest = max(settings.values(), key=lambda one: one.rank)
+    tensors, tables = list(present.values()), _tables(rows, matrices)
+    _demand_fit(folder, file, present, settings, tables)
+    loras = {one.module: settings.lora(one.module) for one in tensors}
+    scales = {module: lora.scale() for module, lora in loras.items()}
+    largest = max(loras.values(), key=lambda one: one.rank)
     paths = [piece.path for one in tensors for piece in one.tensor.pieces if piece.path + LORA_A in matrices]
     lora = replace(largest, targets=tuple(dict.fromkeys(paths)))
     model = replace(base, lora=lora)
@@ -195,27 +185,50 @@ def _possible(rows: Sequence[Row], declared: Mapping[str, ParamSpec]) -> list[Ad
     return adapted_tensors(rows, fitting)
 
 
-def _ranks(folder: Path, file: SafetensorsFile, present: Mapping[tuple[str, str], Adapted]) -> dict[str, int]:
-    """Module -> rank of its adapter. Raises UserError with all tensors that are missing, unknown or do not fit."""
-    known, problems, ranks = {name for names in present for name in names}, [], {}
+def _tables(rows: Sequence[Row], declared: Mapping[str, ParamSpec]) -> set[str]:
+    """Modules that are heads or tables of embeddings. A head that is tied to a table may have no tensor."""
+    tensors = tensors_of(rows, declared)
+    tables = [each for each in tensors if any("vocab" in declared[piece.path].axes for piece in each.pieces)]
+    return {"lm_head", *(each.name.removesuffix(WEIGHT) for each in tables)}
+
+
+def _demand_fit(
+    folder: Path,
+    file: SafetensorsFile,
+    present: Mapping[tuple[str, str], Adapted],
+    settings: AdapterSettings,
+    tables: Collection[str],
+) -> None:
+    """Raises UserError with all tensors that are missing, unknown, or do not fit the model or the settings."""
+    names, problems, ranks = {name for pair in present for name in pair}, [], {}
     for name in file.entries:
-        if name not in known:
-            near = nearest_names(name, known, at_most=1)
-            problems.append(f"{name}: the model has no such layer" + (f"; it has {near[0]}" if near else ""))
+        if name not in names:
+            problems.append(_unknown(name, names, tables))
+        elif not np.issubdtype(dtype := file.entries[name].dtype, np.floating) and dtype.kind != "V":
+            problems.append(f"{name}: its dtype is {dtype.name}, which is not a floating-point one")
     for (a, b), one in present.items():
         if a not in file.entries or b not in file.entries:
             problems.append(f"{b if a in file.entries else a}: not there")
             continue
-        shapes, rank = (file.entries[a].shape, file.entries[b].shape), file.entries[a].shape[0]
+        shapes = file.entries[a].shape, file.entries[b].shape
+        rank = shapes[0][0] if shapes[0] else 0
         wanted = (rank, len(one.sides.inputs)), (len(one.sides.outputs), rank)
         if shapes != wanted:
             problems.append(f"{a}, {b}: {shapes[0]} and {shapes[1]} there, {wanted[0]} and {wanted[1]} by the model")
         ranks[one.module] = rank
+    problems += settings.misfits(ranks)
     if problems or not ranks:
         lines = problems[:40] + [f"and {len(problems) - 40} more"] * (len(problems) > 40)
         what = "\n".join(f"  {line}" for line in lines) or "  there are none"
         raise UserError(f"the tensors of {folder} are no adapters of the model:\n{what}")
-    return ranks
+
+
+def _unknown(name: str, names: Collection[str], tables: Collection[str]) -> str:
+    """What is wrong with a tensor that is of no linear layer of the blocks. names: of tensors that are."""
+    if "lora_embedding_" in name or any(name.startswith(f"{BEFORE}{table}.") for table in tables):
+        return f"{name}: adapters of heads and tables are not supported"
+    near = nearest_names(name, names, at_most=1)
+    return f"{name}: the model has no such layer" + (f"; it has {near[0]}" if near else "")
 
 
 def _demand_zeros(adapter: PeftAdapter) -> None:
@@ -226,42 +239,6 @@ def _demand_zeros(adapter: PeftAdapter) -> None:
                 own = (one.sides.outputs >= columns.start) & (one.sides.outputs < columns.stop)
                 if adapter.file.read(one.names[1])[own].any():
                     raise UserError(f"{adapter.where}: {one.names[1]} adapts {piece.path}, which has no adapter here")
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """Raises UserError for settings that change what an adapter computes, all at once."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise TypeError(f"it holds a {type(config).__name__}")
-    except OSError as error:
-        raise UserError(
-            f"{path.parent} is no adapter folder of PEFT: {CONFIG} can't be read ({error.strerror})"
-        ) from error
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is no JSON file of settings ({error})") from error
-    allowed = {**REFUSED, "peft_type": "LORA"}
-    wrong = [name for name, value in allowed.items() if config.get(name) not in (None, value, [], {})]
-    if str(config.get("init_lora_weights")).startswith(SHIFTING):
-        wrong.append("init_lora_weights")
-    if wrong:
-        lines = "\n".join(f"  {name}={config[name]}" for name in wrong)
-        raise UserError(f"{path} has settings that MegaJAX lacks:\n{lines}")
-    return config
-
-
-def _settings(config: Mapping[str, Any], module: str, rank: int) -> LoRAConfig:
-    """Of a module; rank: that of its tensors."""
-    alpha = config.get("lora_alpha", 8)
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            alpha = value
-    return LoRAConfig(
-        rank=rank,
-        alpha=float(alpha),
-        dropout=float(config.get("lora_dropout") or 0.0),
-        rank_stabilized=bool(config.get("use_rslora")),
-    )
 
 
 def adapter_files(

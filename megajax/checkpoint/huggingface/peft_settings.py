@@ -1,0 +1,191 @@
+"""The settings of an adapter folder of the PEFT library: which can be had, and which rank and scale they give a module.
+
+Patterns mean what they mean to PEFT: utils.other.get_pattern_key of ranks and scales, and
+tuners.tuners_utils.check_target_module_exists of modules that have an adapter.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megajax.config.errors import UserError
+from megajax.layers.config import LoRAConfig
+
+CONFIG = "adapter_config.json"
+REFUSED: Mapping[str, Any] = {
+    # They change the sum x W + scale * (x A) B, or say what else was trained.
+    "alora_invocation_tokens": None, "arrow_config": None, "bias": "none", "kasa_config": None,
+    "layer_replication": None, "lora_bias": False, "modules_to_save": None, "monteclora_config": None,
+    "target_parameters": None, "trainable_token_indices": None, "use_bdlora": None, "use_dora": False,
+    "use_qalora": False, "velora_config": None,
+}  # fmt: skip
+"""Settings -> the one value, beside absent and null, that can be had."""
+SHIFTING = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Values of init_lora_weights that change the base weights too."""
+ALL_LINEAR = "all-linear"
+LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """Settings that can be had; their values are checked."""
+
+    given: Mapping[str, Any]
+
+    @property
+    def base(self) -> str | None:
+        """Name or folder of the base model, as it is written down."""
+        return self.given.get("base_model_name_or_path")
+
+    def rank(self, module: str) -> int:
+        return _matched(self.given.get("rank_pattern"), module, self.given.get("r", 8))
+
+    def lora(self, module: str) -> LoRAConfig:
+        """The adapter of a module."""
+        return LoRAConfig(
+            rank=self.rank(module),
+            alpha=float(_matched(self.given.get("alpha_pattern"), module, self.given.get("lora_alpha", 8))),
+            dropout=float(self.given.get("lora_dropout", 0.0)),
+            rank_stabilized=self.given.get("use_rslora", False),
+        )
+
+    def misfits(self, ranks: Mapping[str, int]) -> list[str]:
+        """Where settings contradict the tensors. ranks: module -> rank of its tensors."""
+        wrong = dict[str, list[str]]()
+        for module, rank in ranks.items():
+            if (wanted := self.rank(module)) != rank:
+                wrong.setdefault(f"rank {rank} there, {wanted} by r and rank_pattern", []).append(module)
+            for name in self._excluding(module):
+                wrong.setdefault(f"{name}={self.given[name]} leaves it out", []).append(module)
+        return [
+            f"{modules[0]}" + f" and {len(modules) - 1} more" * (len(modules) > 1) + f": {what}"
+            for what, modules in wrong.items()
+        ]
+
+    def _excluding(self, module: str) -> Iterator[str]:
+        """Settings by which PEFT gives this module no adapter."""
+        excluded, targets = self.given.get("exclude_modules"), self.given.get("target_modules")
+        if excluded and _named(excluded, module):
+            yield "exclude_modules"
+        if targets is None or targets == ALL_LINEAR:
+            return
+        if not _named(targets, module):
+            yield "target_modules"
+        elif not isinstance(targets, str) and module not in targets and not self._of_layers(module):
+            yield "layers_to_transform"
+
+    def _of_layers(self, module: str) -> bool:
+        layers = self.given.get("layers_to_transform")
+        if layers in (None, []):
+            return True
+        patterns = self.given.get("layers_pattern") or [r"[^.]*"]
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        number = next(filter(None, (re.match(rf".*\.{each}\.(\d+)\.", module) for each in patterns)), None)
+        return number is not None and int(number.group(1)) in (layers if isinstance(layers, list) else [layers])
+
+
+def read_settings(path: Path) -> AdapterSettings:
+    """Raises UserError for settings that change what an adapter computes and for wrong values, all at once."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise TypeError(f"it holds a {type(config).__name__}")
+    except OSError as error:
+        raise UserError(
+            f"{path.parent} is no adapter folder of PEFT: {CONFIG} can't be read ({error.strerror})"
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} is no JSON file of settings ({error})") from error
+    allowed = {**REFUSED, "peft_type": "LORA"}
+    lacking = [name for name, value in allowed.items() if config.get(name) not in (None, value, [], {})]
+    if str(config.get("init_lora_weights")).startswith(SHIFTING):
+        lacking.append("init_lora_weights")
+    parts = {
+        "has settings that MegaJAX lacks": [f"{name}={config[name]}" for name in lacking],
+        "has wrong values": [*_wrong_values(config)],
+    }
+    text = [f"{path} {what}:\n" + "\n".join(f"  {line}" for line in lines) for what, lines in parts.items() if lines]
+    if text:
+        raise UserError("\n".join(text))
+    return AdapterSettings(config)
+
+
+def _wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
+    kinds = {
+        "r": (_is_rank, "a whole number above 0"),
+        "lora_alpha": (_is_alpha, "a number above 0"),
+        "lora_dropout": (lambda value: _is_number(value) and 0 <= value < 1, "a number at least 0 and below 1"),
+        "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
+        "target_modules": (_is_names, "a regular expression or a list of names"),
+        "exclude_modules": (_is_names, "a regular expression or a list of names"),
+        "layers_to_transform": (_is_layers, "a whole number or a list of them"),
+        "layers_pattern": (_is_patterns, "a regular expression or a list of them"),
+        "base_model_name_or_path": (lambda value: value is None or isinstance(value, str), "a name"),
+    }
+    for name, (accepts, wanted) in kinds.items():
+        if name in config and not accepts(config[name]):
+            yield f"{name}={json.dumps(config[name])} is not {wanted}"
+    for name, of in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+        patterns, (accepts, wanted) = config.get(name), kinds[of]
+        if patterns is not None and not isinstance(patterns, dict):
+            yield f"{name}={json.dumps(patterns)} is not a mapping of patterns"
+            continue
+        for pattern, value in (patterns or {}).items():
+            if not _is_regex(pattern):
+                yield f"{name}: {pattern} is not a regular expression"
+            if not accepts(value):
+                yield f"{name}.{pattern}={json.dumps(value)} is not {wanted}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_alpha(value: Any) -> bool:
+    return _is_number(value) and 0 < value <= LARGEST
+
+
+def _is_layers(value: Any) -> bool:
+    layers = value if isinstance(value, list) else [value]
+    return value is None or all(isinstance(each, int) and not isinstance(each, bool) for each in layers)
+
+
+def _is_names(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(each, str) for each in value)
+    return value is None or _is_regex(value)
+
+
+def _is_patterns(value: Any) -> bool:
+    return value is None or all(map(_is_regex, value if isinstance(value, list) else [value]))
+
+
+def _is_regex(value: Any) -> bool:
+    try:
+        re.compile(rf"(.*\.)?({value})$")
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return isinstance(value, str)
+
+
+def _named(names: str | list[str], module: str) -> bool:
+    """A regular expression of the whole name, or names of modules or of their ends."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _matched(patterns: Mapping[str, Any] | None, module: str, otherwise: Any) -> Any:
+    """The value of the first pattern that matches the end of a name."""
+    return next(
+        (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", module)), otherwise
+    )
