@@ -1,6 +1,7 @@
 """Adapter files: PEFT's names and orders, both directions, merging, and what is refused."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,10 +18,14 @@ from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.huggingface.peft import TENSORS, PeftAdapter, adapter_files, read_adapter
 from megajax.checkpoint.huggingface.peft_settings import CONFIG
 from megajax.checkpoint.huggingface.registry import families
+from megajax.checkpoint.new_folder import new_folder
 from megajax.checkpoint.tensor_table import tensors_of
 from megajax.config.errors import UserError
 from megajax.convert import main
 from megajax.layers.config import LoRAConfig
+from megajax.optim.config import AdamWConfig
+from megajax.tools.adapter_conversion import open_source, write
+from megajax.tools.conversion import options
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "vocab_size": 32,
@@ -172,7 +177,9 @@ def test_ranks_scales_and_layers_may_differ(tmp_path: Path) -> None:
     for module, (rank, inputs, outputs) in shapes.items():
         tensors[f"{module}.lora_A.weight"] = rng.normal(size=(rank, inputs)).astype(np.float32)
         tensors[f"{module}.lora_B.weight"] = rng.normal(size=(outputs, rank)).astype(np.float32)
-    patterns = {"rank_pattern": {"0.self_attn.q_proj": 3}, "alpha_pattern": {r"1\..*\.q_proj": 5}}
+    # Of patterns that match, the first counts.
+    alphas = {r"1\..*\.q_proj": 5, "1.self_attn.q_proj": 7}
+    patterns = {"rank_pattern": {"0.self_attn.q_proj": 3, "q_proj": 2}, "alpha_pattern": alphas}
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **patterns}
     adapter = adapter_of(written(tmp_path / "adapter", config, tensors), "llama")
     assert adapter.model.lora.rank == 3
@@ -229,6 +236,56 @@ def test_what_can_not_be_had_is_refused_all_at_once(tmp_path: Path) -> None:
     assert "(2, 12) and (16, 3) there, (2, 12) and (16, 2) by the model" in text
 
 
+def test_settings_with_wrong_values_are_refused_all_at_once(tmp_path: Path) -> None:
+    wrong = {
+        "r": True, "lora_alpha": None, "lora_dropout": 1, "use_rslora": "yes", "target_modules": "(",
+        "rank_pattern": [], "layers_to_transform": ["0"], "alpha_pattern": {"q_proj": None, "*": 3},
+    }  # fmt: skip
+    lines = refused(tmp_path, **wrong).splitlines()[1:]
+    assert [line.split("=")[0].split(":")[0].strip() for line in lines] == [
+        "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "layers_to_transform", "rank_pattern",
+        "alpha_pattern.q_proj", "alpha_pattern",
+    ]  # fmt: skip
+    for alpha in (0, -1, [8], float("nan"), 10**400, "8"):
+        assert "is not a number above 0" in refused(tmp_path, lora_alpha=alpha)
+    for dropout in (-0.1, "0", None):
+        assert "is not a number at least 0 and below 1" in refused(tmp_path, lora_dropout=dropout)
+
+
+def test_settings_that_contradict_the_tensors_are_refused(tmp_path: Path) -> None:
+    first = "model.layers.0.self_attn.q_proj"
+    assert f"{first} and 1 more: rank 2 there, 99 by r and rank_pattern" in refused(tmp_path, r=99)
+    assert f"{first}: rank 2 there, 3 by" in refused(tmp_path, rank_pattern={"0.self_attn.q_proj": 3, "q_proj": 2})
+    assert f"{first} and 1 more: target_modules=['up_proj'] leaves" in refused(tmp_path, target_modules=["up_proj"])
+    assert "target_modules=q_proj leaves it out" in refused(tmp_path, target_modules="q_proj")
+    assert f"{first}: layers_to_transform=[1] leaves it out" in refused(tmp_path, layers_to_transform=[1])
+    assert f"{first}: exclude_modules=" in refused(tmp_path, exclude_modules=[first])
+    whole_numbers = {f"base_model.model.{first}.lora_A.weight": np.zeros((2, 12), np.int32)}
+    assert "its dtype is int32, which is not a floating-point one" in refused(tmp_path, **whole_numbers)
+
+
+def test_adapters_of_heads_and_tables_are_refused(tmp_path: Path) -> None:
+    names = ("lm_head.lora_A.weight", "model.embed_tokens.lora_embedding_A")
+    text = refused(tmp_path, **{f"base_model.model.{name}": np.zeros((2, 12), np.float32) for name in names})
+    for name in names:
+        assert f"base_model.model.{name}: adapters of heads and tables are not supported" in text
+
+
+def test_a_folder_is_deleted_though_files_are_still_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    late, delete = ["late"], shutil.rmtree
+
+    def written_meanwhile(folder: Path, **settings: Any) -> None:
+        delete(folder, **settings)
+        if late:
+            folder.mkdir()
+            (folder / late.pop()).touch()
+
+    monkeypatch.setattr(shutil, "rmtree", written_meanwhile)
+    with pytest.raises(ValueError, match="stopped"), new_folder(tmp_path / "new"):
+        raise ValueError("stopped")
+    assert not late and not [*tmp_path.iterdir()]
+
+
 def test_folders_that_are_no_adapters_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no adapter folder of PEFT: adapter_config\.json can't be read"):
         adapter_of(tmp_path, "llama")
@@ -251,7 +308,7 @@ def test_matrices_without_a_linear_layer_of_theirs_can_not_be_written() -> None:
 
 
 def test_convert_gives_adapters_to_a_run_and_back_and_merges_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hf, adapter, run = tmp_path / "hf", tmp_path / "adapter", tmp_path / "run"
     model = replace(base("llama").model, lora=replace(LORA, targets=("*.mixer.*",)))
@@ -283,4 +340,11 @@ def test_convert_gives_adapters_to_a_run_and_back_and_merges_them(
     (adapter / CONFIG).write_text(json.dumps({**config, "base_model_name_or_path": "not/here"}))
     with pytest.raises(UserError, match=r"is of not/here, and there is no such folder: give --base=hf:DIR"):
         main([f"--from=peft:{adapter}", f"--to={tmp_path / 'other'}"])
-    assert not (tmp_path / "other").exists()
+    with pytest.raises(UserError, match=rf"only an adapter has a base model, and --from={hf} is not peft:DIR"):
+        main([f"--from={hf}", f"--base={run}", f"--to={tmp_path / 'other'}"])
+    stored = open_source(str(run), (), None, None, merge=False)
+    cfg = stored.config(run, []).but(optimizer=AdamWConfig(trainable=("*norm*",)))
+    monkeypatch.setattr(stored, "config", lambda run, files: cfg)
+    with pytest.raises(UserError, match=r"trained other weights.*=\*norm\*.*: .*norm\.gain\n.*--merge --to=hf:DIR"):
+        write(stored, f"peft:{tmp_path / 'other'}", options(None), lambda elements: None)
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "adapter", "run", "back", "merged"}

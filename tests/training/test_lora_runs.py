@@ -14,6 +14,7 @@ from tiny_runs import ONE, QUICK, llama, program, within
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.run_weights import open_step
 from megajax.job.job import train
+from megajax.job.weights import frozen_fresh
 from megajax.layers.config import LoRAConfig
 from megajax.layers.facts import total_size
 from megajax.models.config import DecoderConfig
@@ -71,6 +72,12 @@ def test_weights_named_beside_adapters_are_trained_too() -> None:
         cfg.but(optimizer=AdamWConfig(trainable=("norm.gain",))), program(llama(), ONE, microbatches=2).mesh
     )
     assert set(made.optimizer.declared) == {*made.adapters, "norm.gain"}
+
+
+def test_a_run_without_a_source_says_that_frozen_weights_are_fresh() -> None:
+    line = frozen_fresh(program(replace(llama(), lora=LORA), ONE, microbatches=2))
+    assert "adapters are trained beside fresh, frozen weights: set checkpoint.load" in line and ".lora_" not in line
+    assert frozen_fresh(program(llama(), ONE, microbatches=2)) == ""
 
 
 @pytest.mark.slow

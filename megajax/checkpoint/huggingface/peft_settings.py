@@ -72,7 +72,7 @@ class AdapterSettings:
         excluded, targets = self.given.get("exclude_modules"), self.given.get("target_modules")
         if excluded and _named(excluded, module):
             yield "exclude_modules"
-        if targets is None or targets == ALL_LINEAR:
+        if targets is None or (isinstance(targets, str) and targets.lower() == ALL_LINEAR):
             return
         if not _named(targets, module):
             yield "target_modules"
