@@ -99,9 +99,9 @@ class Job:
             if sources:
                 resume = TakeWeights(sources, console.say)
             self.run = setup(cfg, start=resume)
+        stack.callback(self.run.close)
         if resume is None and (line := frozen_fresh(self.run.program)):
             console.say(line)
-        stack.callback(self.run.close)
         self.begun = int(self.run.state.consumed_samples)
         self.told_skipped: dict[str, dict[str, int]] = {}
         read = None if start is None else f"step {self.first} of {Path(start[0].folder).parent}"
