@@ -3,6 +3,7 @@
 import signal
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megajax.command_line import Flag, front_door, parse, use_devices
@@ -21,10 +22,13 @@ DESCRIPTION = """Convert weights between formats, a part at a time: memory need 
   python -m megajax.convert --average=runs/llama/100,runs/llama/200 --to=runs/mean
 
 A folder is written under a temporary name and renamed when it is complete. Nothing is fetched."""
+FORMATS = ("hf", "megatron", "peft")
+LARGEST_SHARD = 1e6
+"""GB."""
 DTYPES = ("float32", "bfloat16", "float16")
 FLAGS = (
     Flag("from", str | None, help="hf:DIR, megatron:DIR, peft:DIR, a run's folder or one of its steps"),
-    Flag("to", str, required=True, help="a run's folder, hf:DIR, megatron:DIR or peft:DIR, which must not exist yet"),
+    Flag("to", str, required=True, help="a new folder: of a run, or hf:DIR, megatron:DIR, peft:DIR"),
     Flag("dtype", str | None, help="of the weights: float32, bfloat16, float16; none: float32 in runs, else as before"),
     Flag("verify", help="read the result back and compare all of it"),
     Flag("base", str | None, help="model of --from=peft:DIR: hf:DIR or a run; none: the folder that the adapter names"),
@@ -75,13 +79,36 @@ def _problems(flags: Mapping[str, Any]) -> list[Problem]:
         problems.append(Problem("--from", "must be given", "hf:DIR or a run's folder; or --average=STEP,STEP"))
     if averaged and (flags["from"] is not None or last is not None):
         problems.append(Problem("--average", "names what to read", "leave out --from and --average-last"))
+    problems += [
+        problem
+        for flag, names in (("from", [flags["from"]]), ("to", [flags["to"]]), ("average", averaged))
+        for name in names
+        if name is not None and (problem := _name_problem(f"--{flag}", name)) is not None
+    ]
     if len(averaged) == 1 or (last is not None and last < 2):
         problems.append(Problem("--average", "needs two steps or more"))
     if flags["dtype"] not in (None, *DTYPES):
         problems.append(Problem("--dtype", f"is {flags['dtype']}", f"use {', '.join(DTYPES)}"))
-    if not flags["shard_size"] > 0:
+    if not 0 < flags["shard_size"] < LARGEST_SHARD:
         problems.append(Problem("--shard-size", f"is {flags['shard_size']:g}", "give GB, such as 5"))
     return problems
+
+
+def _name_problem(flag: str, name: str) -> Problem | None:
+    """Of a name that is neither a run nor FORMAT:DIR."""
+    before, colon, folder = name.partition(":")
+    form = before if colon else ""
+    if not name or (form in FORMATS and not folder):
+        return Problem(flag, f"is {name!r}, which names no folder", "give a run's folder or hf:DIR")
+    if form in FORMATS:
+        return Problem(flag, f"{name} has no steps", "give steps of runs") if flag == "--average" else None
+    if form and form.isalnum() and not Path(name).exists():
+        forms = ", ".join(f"{each}:DIR" for each in FORMATS)
+        hint = f"did you mean {form.lower()}:{folder}?" if form.lower() in FORMATS else f"did you mean hf:{folder}?"
+        return Problem(flag, f"is {name}, and there is no format {form}", f"{hint} Formats: {forms}")
+    if flag != "--to" and ((Path(name) / "config.json").is_file() or any(Path(name).glob("*.safetensors"))):
+        return Problem(flag, f"{name} is a Hugging Face folder, not a run", f"did you mean hf:{name}?")
+    return None
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import numpy as np
 
 from megajax.checkpoint.array_writer import boxes, chunk_shape
 from megajax.checkpoint.export_tensors import theirs
-from megajax.checkpoint.foreign import Tensors, WeightSource
+from megajax.checkpoint.foreign import Box, Tensors, WeightSource, box_of
 from megajax.checkpoint.run_writer import Advance, converted
 from megajax.checkpoint.tensor_table import Mapped
 from megajax.config.errors import UserError
@@ -41,13 +41,26 @@ def verify_tensors(tensors: Tensors, table: Sequence[Mapped], weights: WeightSou
 
 
 def verify_weights(
-    source: WeightSource, made: WeightSource, declared: Mapping[str, ParamSpec], advance: Advance
+    source: WeightSource,
+    made: WeightSource,
+    declared: Mapping[str, ParamSpec],
+    advance: Advance,
+    table: Sequence[Mapped] | None = None,
 ) -> Verified:
-    """Compares weights with those that were made of them, in the dtypes of the latter. Raises UserError."""
+    """Compares weights with those that were made of them, in the dtypes of the latter. Raises UserError.
+
+    table: of the format that they were written in. What no tensor of it has is not compared, such as the rows that pad
+    a vocabulary. None: weights are compared whole.
+    """
+    places = _whole(made) if table is None else _parts(made, table)
 
     def pairs() -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-        for path, shape in made.shapes().items():
-            for box in boxes(shape, chunk_shape(shape, 4)):
+        for path, place in places:
+            if path not in here:
+                continue
+            sizes = [side.stop - side.start for side in place]
+            for part in boxes(sizes, chunk_shape(sizes, 4)):
+                box = tuple(slice(a.start + b.start, a.start + b.stop) for a, b in zip(place, part, strict=True))
                 there = made.read(path, box)
                 yield path, converted(source.read(path, box), there.dtype, path), there
 
@@ -56,6 +69,18 @@ def verify_weights(
         lines = "\n".join(f"  {path}: {here[path]}, {there.get(path, 'absent')}" for path in wrong)
         raise UserError(f"{made.where} has other shapes than {source.where}:\n{lines}")
     return _all_equal(pairs(), source.where, made.where, advance)
+
+
+def _whole(made: WeightSource) -> Iterator[tuple[str, Box]]:
+    for path, shape in made.shapes().items():
+        yield path, tuple(slice(0, size) for size in shape)
+
+
+def _parts(made: WeightSource, table: Sequence[Mapped]) -> Iterator[tuple[str, Box]]:
+    """What tensors hold of each weight."""
+    shapes = made.shapes()
+    for tensor in table:
+        yield from ((piece.path, box_of(piece.index, shapes[piece.path])) for piece in tensor.pieces)
 
 
 def _all_equal(

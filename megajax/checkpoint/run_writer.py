@@ -79,5 +79,7 @@ def converted(values: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
         lost = np.isfinite(values) & ~np.isfinite(result)
         if lost.any():
             largest = float(np.abs(values[lost].astype(np.float64)).max())
-            raise UserError(f"{name} has values up to {largest:g}, which {dtype.name} can't hold: use --dtype=bfloat16")
+            fits = largest <= float(jnp.finfo(jnp.bfloat16).max)
+            advice = ": use --dtype=bfloat16" if fits else ", and neither can float32"
+            raise UserError(f"{name} has values up to {largest:g}, which {dtype.name} can't hold{advice}")
     return result

@@ -20,7 +20,7 @@ from megajax.checkpoint.huggingface.shards import TensorFile
 from megajax.checkpoint.new_folder import new_folder
 from megajax.checkpoint.run_writer import Advance, converted
 from megajax.checkpoint.sources import foreign_format
-from megajax.checkpoint.tensor_table import Row
+from megajax.checkpoint.tensor_table import Mapped, Row
 from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec
 from megajax.optim.groups import trainable
@@ -58,8 +58,8 @@ class Remade:
     def left_out(self) -> list[str]:
         return self.base.left_out()
 
-    def verify(self, made: WeightSource, advance: Advance) -> Verified:
-        return verify_weights(self.weights, made, self.declared, advance)
+    def verify(self, made: WeightSource, advance: Advance, table: Sequence[Mapped] | None = None) -> Verified:
+        return verify_weights(self.weights, made, self.declared, advance, table)
 
 
 def open_source(
@@ -116,7 +116,17 @@ def write(stored: Stored, target: str, options: Options, advance: Advance) -> li
 
 
 def verified(stored: Stored, target: str, options: Options, advance: Advance) -> str:
-    """As `conversion.verified`."""
+    """As `conversion.verified`; a folder that differs is renamed to NAME.unverified."""
+    try:
+        return _verified(stored, target, options, advance)
+    except UserError as error:
+        before, colon, after = target.partition(":")
+        named = colon and (before == PEFT.removesuffix(":") or conversion.format_of(target) is not None)
+        aside = conversion.set_aside(Path(after if named else target).absolute())
+        raise UserError(f"{error}\nThe folder was renamed to {aside}.") from error
+
+
+def _verified(stored: Stored, target: str, options: Options, advance: Advance) -> str:
     if not target.startswith(PEFT):
         return conversion.verified(stored, target, advance)
     folder, (_, wanted) = Path(target.removeprefix(PEFT)), _files(stored, options)

@@ -1,5 +1,6 @@
 """What `python -m megajax.convert` does: weights from one folder to another, streamed."""
 
+import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,6 +18,7 @@ from megajax.checkpoint.comparison import Verified, verify_tensors, verify_weigh
 from megajax.checkpoint.foreign import ForeignModel, ForeignWeights, WeightSource, declared_by, demand_fit
 from megajax.checkpoint.huggingface.export import SHARD_BYTES, family_for, write_model
 from megajax.checkpoint.huggingface.tokenizer_files import copy_files, tokenizer_config
+from megajax.checkpoint.model_differences import differences, in_words
 from megajax.checkpoint.new_folder import new_folder
 from megajax.checkpoint.reader import open_checkpoints
 from megajax.checkpoint.run_weights import MeanWeights, RunModel, open_step
@@ -25,6 +27,7 @@ from megajax.checkpoint.sources import foreign_format, read_foreign
 from megajax.checkpoint.tensor_table import Mapped, resolved
 from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
+from megajax.data.config import ImageTextConfig, MaskedSentencesConfig, MaskedSpansConfig
 from megajax.layers.param import ParamSpec
 from megajax.models.protocol import ids_below
 from megajax.tools import megatron_checkpoint
@@ -99,8 +102,8 @@ class Stored(Protocol):
         """Names of tensors that have no place in the model."""
         ...
 
-    def verify(self, made: WeightSource, advance: Advance) -> Verified:
-        """Compares all weights with those that were made of them. Raises UserError where they differ."""
+    def verify(self, made: WeightSource, advance: Advance, table: Sequence[Mapped] | None = None) -> Verified:
+        """Compares all weights with those that were made of them, see `verify_weights`. Raises UserError."""
         ...
 
 
@@ -127,7 +130,7 @@ class ForeignFolder:
         dtypes = {tensor.name: entries[tensor.name].dtype.name for tensor in self.table}
         usual = Counter(dtypes.values()).most_common(1)[0][0]
         return Origin(
-            format=_format(self._name) or "",
+            format=format_of(self._name) or "",
             family=self._read.family,
             settings=self._read.settings,
             dtype=usual,
@@ -145,13 +148,13 @@ class ForeignFolder:
         others = [name for name in self._read.tensors.entries() if name not in names]
         return [*(name for name in others if any(fnmatchcase(name, each) for each in patterns)), *self._read.copies]
 
-    def verify(self, made: WeightSource, advance: Advance) -> Verified:
+    def verify(self, made: WeightSource, advance: Advance, table: Sequence[Mapped] | None = None) -> Verified:
         """Through the tensors that the result gives back, unless it was written in a dtype that can't hold them."""
         path = next(iter(self.weights.shapes()))
         dtype = made.read(path, tuple(slice(0, 0) for _ in self.weights.shapes()[path])).dtype
         if all(jnp.promote_types(each, dtype) == dtype for each in {self.origin.dtype, *self.origin.dtypes.values()}):
             return verify_tensors(self._read.tensors, self.table, made, advance)
-        return verify_weights(self.weights, made, self.declared, advance)
+        return verify_weights(self.weights, made, self.declared, advance, table)
 
 
 class MegatronFolder(ForeignFolder):
@@ -181,6 +184,11 @@ class RunSteps:
     def __init__(self, steps: Sequence[RunModel]):
         """Raises UserError for steps of other models than the last one's."""
         self._last = steps[-1]
+        for step in steps[:-1]:
+            pairs = differences(step.config.model, self._last.config.model)
+            if pairs := [pair for pair in pairs if pair.name != "sequence_length"]:
+                lines = "\n".join(f"  {line}" for line in in_words(pairs))
+                raise UserError(f"{step.path} (here) and {self._last.path} (there) are different models:\n{lines}")
         self.model = self._last.config.model
         self.declared = declared_by(self.model)
         self.weights = self._last.weights() if len(steps) == 1 else MeanWeights([step.weights() for step in steps])
@@ -195,11 +203,11 @@ class RunSteps:
     def left_out(self) -> list[str]:
         return []
 
-    def verify(self, made: WeightSource, advance: Advance) -> Verified:
-        return verify_weights(self.weights, made, self.declared, advance)
+    def verify(self, made: WeightSource, advance: Advance, table: Sequence[Mapped] | None = None) -> Verified:
+        return verify_weights(self.weights, made, self.declared, advance, table)
 
 
-def _format(name: str) -> str | None:
+def format_of(name: str) -> str | None:
     """What stands before the colon of FORMAT:DIR; None for the path of a run."""
     return MEGATRON if name.startswith(f"{MEGATRON}:") else foreign_format(name)
 
@@ -214,11 +222,11 @@ def open_source(
     """
     if average:
         return RunSteps([open_step(Path(each)) for each in average])
-    if name is not None and _format(name) is not None:
+    if name is not None and format_of(name) is not None:
         if last is not None:
             raise UserError(f"--average-last: {name} has no steps")
         return (
-            MegatronFolder(name, vocabulary) if _format(name) == MEGATRON else ForeignFolder(name, read_foreign(name))
+            MegatronFolder(name, vocabulary) if format_of(name) == MEGATRON else ForeignFolder(name, read_foreign(name))
         )
     if last is None:
         return RunSteps([open_step(Path(name or ""))])
@@ -238,7 +246,7 @@ def write(stored: Stored, target: str, options: Options, advance: Advance) -> li
 
     Raises UserError for a target that exists, that can't be written, or that has no place for the model.
     """
-    form, folder = _format(target), Path(target.partition(":")[2])
+    form, folder = format_of(target), Path(target.partition(":")[2])
     if form is None:
         return _write_run(stored, Path(target), options, advance)
     write_folder = _write_megatron if form == MEGATRON else _write_huggingface
@@ -289,8 +297,19 @@ def _write_run(stored: Stored, run: Path, options: Options, advance: Advance) ->
         *[f"optimizer: {number} steps with their moments, to go on from"] * bool(state),
         *[f"left out: {_listed(stored.left_out())}"] * bool(stored.left_out()),
         f"tokenizer: {type(cfg.tokenizer).__name__}" + (f" of {', '.join(files)}" if files else ""),
-        f"train from it: python -m megajax.train --config={run}/config.yaml --data.paths=PREFIX",
+        f"train from it: python -m megajax.train --config={run}/config.yaml{_data_setting(cfg.data)}",
     ]
+
+
+def _data_setting(data: Any) -> str:
+    """The setting that names the data, after a blank."""
+    value = {"path": "FOLDER", "paths": "PREFIX"}
+    if isinstance(data, MaskedSentencesConfig | MaskedSpansConfig):
+        value["paths"] = "SENTENCES_PREFIX"
+    elif isinstance(data, ImageTextConfig):
+        value["paths"] = "FILE.jsonl"
+    name = next((name for name in value if hasattr(data, name)), None)
+    return "" if name is None else f" --data.{name}={value[name]}"
 
 
 def _state(stored: Stored) -> tuple[int, dict[str, StateArray]]:
@@ -356,8 +375,16 @@ def _write_megatron(stored: Stored, target: Path, options: Options, advance: Adv
 def verified(stored: Stored, target: str, advance: Advance) -> str:
     """Reads the target back and compares it. Returns what was compared; raises UserError where they differ."""
     made = open_source(target)
-    result = stored.verify(made.weights, advance)
+    result = stored.verify(made.weights, advance, made.table if isinstance(made, ForeignFolder) else None)
     return f"verified: {result.arrays} arrays, {result.elements:,} elements, all equal (sha256 {result.sha256})"
+
+
+def set_aside(folder: Path) -> Path:
+    """Renames a folder to NAME.unverified, so that nothing takes it for a good one. Returns the new path."""
+    aside = folder.with_name(f"{folder.name}.unverified")
+    if aside.exists():
+        aside = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.unverified")
+    return folder.rename(aside)
 
 
 def _listed(names: Sequence[str], most: int = 5) -> str:

@@ -33,7 +33,7 @@ def feed_forward(given: Settings) -> MLPConfig:
     named = given.take("feed_forward_proj", "relu")
     activation: Any = ACTIVATIONS.get("gelu_new" if named == "gated-gelu" else named.removeprefix("gated-"))
     if activation is None:
-        given.refuse("feed_forward_proj", named, f"only {', '.join(ACTIVATIONS)} can be had, with gated- or without")
+        given.refuse("feed_forward_proj", named, f"only {', '.join(ACTIVATIONS)} are supported, with gated- or without")
     make = GatedMLPConfig if named.startswith("gated-") else DenseMLPConfig
     return make(ffn=given.take("d_ff", 2048), activation=activation or "relu", bias=False)
 

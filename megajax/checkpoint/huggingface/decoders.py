@@ -34,8 +34,8 @@ def decoder(given: Settings, blocks: Sequence[BlockConfig], length: int, **more:
 
 def attention(given: Settings, **more: Any) -> AttentionConfig:
     """Numbers and sizes of heads; `more` are other settings."""
-    heads = given.need("num_attention_heads")
-    groups, size = given.take("num_key_value_heads", heads), given.take("head_dim", given.left["hidden_size"] // heads)
+    heads, hidden = given.count("num_attention_heads"), given.seen("hidden_size")
+    groups, size = given.take("num_key_value_heads", heads), given.take("head_dim", hidden // heads)
     return AttentionConfig(heads=heads, kv_heads=groups, head_dim=size, **more)
 
 

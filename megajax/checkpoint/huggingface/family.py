@@ -1,5 +1,7 @@
 """What a family of Hugging Face models is: its config.json as a model config of ours and back, and a table of names."""
 
+import json
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -8,6 +10,10 @@ from typing import Any
 from megajax.checkpoint.tensor_table import Row
 from megajax.config.errors import UserError
 
+LARGEST = 2**31 - 1
+LARGEST_FLOAT = sys.float_info.max
+SHOWN = 40
+"""Characters of a wrong value in a message."""
 UNUSED = frozenset({
     # About generation, initial values, dropout, caches, files and other heads: nothing that a forward pass computes.
     "_name_or_path", "architectures", "attention_dropout", "attn_pdrop", "auto_map", "bos_token_id", "cls_token_id",
@@ -27,6 +33,40 @@ UNUSED = frozenset({
 })  # fmt: skip
 
 
+MOST_LAYERS = 10_000
+"""More are a mistake, and would take long."""
+KINDS: Mapping[type, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a finite number"),
+    str: ((str,), "a text"),
+    list: ((list, tuple), "a list"),
+    tuple: ((list, tuple), "a list"),
+    dict: ((dict,), "a mapping of settings"),
+}
+"""Kind of a setting -> types of its values, and in words."""
+_SOME: Mapping[type, Any] = {bool: False, int: 1, float: 1.0, str: "", list: [], tuple: [], dict: {}}
+"""A value of a kind, to read on with behind one that is wrong."""
+
+
+def _fault(value: Any, kind: type) -> str:
+    """What a value must be and is not; "" if it is of the kind."""
+    types, words = KINDS.get(kind, ((object,), ""))
+    fits = isinstance(value, types) and (kind is bool or not isinstance(value, bool) or object in types)
+    if fits and kind is float:
+        fits = -LARGEST_FLOAT <= value <= LARGEST_FLOAT
+    if fits and kind is int:
+        fits = abs(value) <= LARGEST
+        words = words if fits else f"a whole number up to {LARGEST}"
+    return "" if fits else words
+
+
+def _shown(value: Any) -> str:
+    """As JSON, which tells texts from numbers, shortened."""
+    text = json.dumps(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
 type Names = Mapping[str, tuple[str, Any]]
 """Our setting of a layer -> theirs, and its default."""
 
@@ -42,21 +82,45 @@ class Settings:
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json"):
         self.left, self.where, self.problems = dict(values), where, list[str]()
+        self._assumed: dict[str, Any] = {}
 
     def assume(self, defaults: Mapping[str, Any]) -> None:
         """Values of settings that are absent. One that is null stays so."""
         self.left = {**defaults, **self.left}
+        self._assumed |= defaults
 
-    def take(self, name: str, default: Any = None) -> Any:
-        """A setting; the default where it is absent or null."""
+    def take(self, name: str, default: Any = None, kind: type | None = None) -> Any:
+        """A setting; the default where it is absent or null, and where it is of another kind, which is reported.
+
+        kind: of the value; object is any. None: that of the default, or of the value that was assumed.
+        """
+        usual = self._assumed.get(name) if default is None else default
         value = self.left.pop(name, None)
-        return default if value is None else value
+        if value is None:
+            return default
+        wanted = kind or (object if usual is None else type(usual))
+        if fault := _fault(value, wanted):
+            self.refuse(name, _shown(value), f"must be {fault}")
+            return usual if usual is not None else _SOME.get(wanted)
+        return value
+
+    def count(self, name: str, default: int | None = None, most: int = LARGEST) -> int:
+        """A whole number from 1 to `most`; 1 where it is none, which is reported. Raises UserError if it is absent."""
+        value = self.need(name, int) if default is None else self.take(name, default, int)
+        if not 1 <= value <= most:
+            self.refuse(name, _shown(value), f"must be between 1 and {most}")
+            return 1
+        return value
+
+    def layers(self, name: str = "num_hidden_layers", default: int | None = None) -> int:
+        """A number of layers."""
+        return self.count(name, default, MOST_LAYERS)
 
     def only(self, name: str, *allowed: Any) -> Any:
         """A setting that must have one of these values; the first is the default."""
-        value = self.take(name, allowed[0])
+        value = self.take(name, allowed[0], object)
         if value not in allowed:
-            self.refuse(name, value, f"only {' or '.join(map(str, allowed))} can be had")
+            self.refuse(name, value, f"only {' or '.join(map(str, allowed))} is supported")
             return allowed[0]
         return value
 
@@ -64,7 +128,7 @@ class Settings:
         """What a setting stands for."""
         value = self.take(name, default)
         if value not in choices:
-            self.refuse(name, value, f"only {', '.join(choices)} can be had")
+            self.refuse(name, value, f"only {', '.join(choices)} is supported")
             return choices[default]
         return choices[value]
 
@@ -78,10 +142,22 @@ class Settings:
         inner.problems = self.problems
         return inner
 
-    def need(self, name: str) -> Any:
-        """A setting that must be there."""
-        if (value := self.take(name)) is None:
+    def need(self, name: str, kind: type | None = None) -> Any:
+        """A setting that must be there: one that is not is reported, and has the value that was assumed.
+
+        kind: see `take`. Raises UserError where no value was assumed.
+        """
+        if (value := self.take(name, kind=kind)) is not None:
+            return value
+        instead = self._assumed.get(name, _SOME.get(kind or object))
+        if instead is None:
             raise UserError(f"{self.where} has no {name}")
+        self.problems.append(f"{name}: must be given")
+        return instead
+
+    def seen(self, name: str) -> Any:
+        """A setting that must be there, see `need`, which stays to be taken."""
+        value = self.left[name] = self.need(name)
         return value
 
     def refuse(self, name: str, value: Any, why: str) -> None:
@@ -100,11 +176,11 @@ class Settings:
         return next(iter(self.left.get("architectures") or ()), "")
 
     def finish(self, ignored: Collection[str] = ()) -> None:
-        """Raises UserError with everything that can't be had, see `close`."""
+        """Raises UserError with everything that is not supported, see `close`."""
         self.close(ignored)
         if self.problems:
             lines = "\n".join(f"  {problem}" for problem in self.problems)
-            raise UserError(f"{self.where} has features that MegaJAX lacks:\n{lines}")
+            raise UserError(f"{self.where} has settings that are wrong, or that MegaJAX does not support:\n{lines}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,8 @@ from megajax.checkpoint.huggingface.quantized import dequantizing
 from megajax.checkpoint.huggingface.registry import family_of
 from megajax.checkpoint.huggingface.safetensors import SafetensorsFolder
 from megajax.checkpoint.tensor_table import Mapped, resolved
-from megajax.config.errors import UserError
+from megajax.config.errors import ConfigError, UserError
+from megajax.config.tree import check
 
 CONFIG, PREPROCESSOR = "config.json", "preprocessor_config.json"
 
@@ -36,7 +37,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         return _json(folder / CONFIG)
     except OSError as error:
         raise UserError(
-            f"{folder} is no Hugging Face model folder: {CONFIG} can't be read ({error.strerror})"
+            f"{folder} is not a Hugging Face model folder: {CONFIG} can't be read ({error.strerror})"
         ) from error
 
 
@@ -45,7 +46,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path} is no JSON file ({error})") from error
+        raise UserError(f"{path} is not a JSON file ({error})") from error
     if not isinstance(settings, dict):
         raise UserError(f"{path} is a {type(settings).__name__}, not a mapping of settings")
     return settings
@@ -96,10 +97,24 @@ def _settings_read(folder: Path) -> _Read:
     config = read_config(folder)
     given = Settings({**_pixels(folder), **config}, str(folder / CONFIG))
     family = family_of(given)
-    reader, model = dequantizing(given), family.model(given)
+    reader, model = dequantizing(given), _model(family, given)
     given.finish(family.unused)
+    try:
+        check(model)
+    except ConfigError as error:
+        lines = "\n".join(f"  {problem}" for problem in error.problems)
+        raise UserError(f"{given.where} gives a model that is not possible:\n{lines}") from error
     config.pop("quantization_config", None)
     return _Read(family, config, model, reader)
+
+
+def _model(family: Family, given: Settings) -> Any:
+    """The model config. Raises UserError for values that nothing can be computed with."""
+    try:
+        return family.model(given)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        lines = "".join(f"\n  {problem}" for problem in given.problems)
+        raise UserError(f"{given.where} can't be read as {family.name} ({error}){lines}") from error
 
 
 def _described(folder: Path) -> tuple[Family, dict[str, Any], ForeignModel]:

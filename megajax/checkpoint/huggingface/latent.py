@@ -31,7 +31,7 @@ UNUSED = frozenset({
 
 def blocks(given: Settings, length: int, mlp: GatedMLPConfig, moe: MoEConfig) -> list[BlockConfig]:
     """The layers, the first of which have an MLP."""
-    layers, norm = given.need("num_hidden_layers"), RMSNormConfig(epsilon=given.need("rms_norm_eps"))
+    layers, norm = given.layers(), RMSNormConfig(epsilon=given.need("rms_norm_eps"))
     block, dense = (
         BlockConfig(mixer=attention(given, length), mlp=moe, norm=norm),
         given.take("first_k_dense_replace", 0),
@@ -43,7 +43,7 @@ def attention(given: Settings, length: int) -> LatentAttentionConfig:
     """Latent attention."""
     bias = given.take("attention_bias", False)
     return LatentAttentionConfig(
-        heads=given.need("num_attention_heads"),
+        heads=given.count("num_attention_heads"),
         query_rank=given.take("q_lora_rank"),
         key_value_rank=given.need("kv_lora_rank"),
         content_dim=given.need("qk_nope_head_dim"),
@@ -61,7 +61,7 @@ def mixture(given: Settings, mlp: GatedMLPConfig) -> MoEConfig:
     ffn, shared = given.need("moe_intermediate_size"), given.take("n_shared_experts", 0)
     return MoEConfig(
         experts=given.need("n_routed_experts"),
-        top_k=given.need("num_experts_per_tok"),
+        top_k=given.need("num_experts_per_tok", int),
         expert=replace(mlp, ffn=ffn, bias=False),
         shared=SharedExpertConfig(mlp=replace(mlp, ffn=shared * ffn)) if shared else None,
     )

@@ -53,16 +53,16 @@ def family_of(given: Settings) -> Family:
     """The family of a config.json. Raises UserError for a model_type that none has."""
     kind = given.need("model_type") if "model_type" not in given.left else given.left["model_type"]
     by_type = {name: family for family in families().values() for name in family.model_types}
-    if kind not in by_type:
+    if not isinstance(kind, str) or kind not in by_type:
         near = did_you_mean(str(kind), by_type) or f"supported: {', '.join(sorted(by_type))}"
         raise UserError(f"{given.where}: model_type={kind} is not supported; {near}")
     return by_type[kind]
 
 
 def expressed(cfg: object, family: Family) -> list[str]:
-    """What of a model config is lost in a config.json of the family: lines, none if it can be had back."""
+    """What of a model config is lost in a config.json of the family: lines, none if it gives the model back."""
     try:
         back = family.model(Settings(family.settings(cfg)))
     except (AttributeError, KeyError, TypeError, ValueError, UserError) as error:
-        return [f"it is no {family.name} model ({error})"]
+        return [f"it is not a {family.name} model ({error})"]
     return in_words(differences(cfg, back))

@@ -25,23 +25,26 @@ YARN = {
 
 
 def rope(given: Settings, length: int, *, base: float = 10000.0, partial: bool = False) -> RopeConfig:
-    """From rope_parameters, or from rope_theta and rope_scaling as older files have it, which count more.
+    """From rope_parameters, or from rope_theta and rope_scaling as older files have it, whose settings count more.
 
     length: max_position_embeddings; base: of files without rope_theta; partial: whether a part of each head may be
     rotated.
     """
     outer = {name: given.take(name) for name in ("rope_theta", "partial_rotary_factor")}
     new, old = given.take("rope_parameters", {}), given.take("rope_scaling", {})
-    inner = Settings({name: value for name, value in {**outer, **(old or new)}.items() if value is not None}, "rope")
-    older = inner.take("type")
+    inner = Settings(
+        {name: value for name, value in {**outer, **(old or new)}.items() if value is not None}, "rope_parameters"
+    )
+    inner.problems = given.problems
+    older = inner.take("type", kind=str)
     kind = inner.take("rope_type", older or "default")
-    plain = RopeConfig(base=inner.take("rope_theta", base), fraction=inner.take("partial_rotary_factor", 1.0))
+    plain = RopeConfig(base=inner.take("rope_theta", base, float), fraction=inner.take("partial_rotary_factor", 1.0))
     if plain.fraction != 1 and not partial:
         given.refuse("partial_rotary_factor", plain.fraction, "this family rotates whole heads")
     # dynamic: frequencies change for texts longer than max_position_embeddings alone, which rows are not.
     kinds = {"default": _plain, "dynamic": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
     if kind not in kinds:
-        given.refuse("rope_type", kind, f"only {', '.join(kinds)} can be had")
+        given.refuse("rope_type", kind, f"only {', '.join(kinds)} are supported")
         return plain
     made = kinds[kind](inner, plain, length)
     for name, value in inner.left.items():
@@ -51,27 +54,34 @@ def rope(given: Settings, length: int, *, base: float = 10000.0, partial: bool =
 
 def _plain(given: Settings, rope: RopeConfig, length: int) -> RopeConfig:
     del length
-    given.take("factor")
+    given.take("factor", kind=float)
     return rope
 
 
 def _linear(given: Settings, rope: RopeConfig, length: int) -> RopeConfig:
     del length
-    return _with(rope, interpolation=given.need("factor"))
+    return _with(rope, interpolation=given.need("factor", float))
 
 
 def _llama3(given: Settings, rope: RopeConfig, length: int) -> RopeConfig:
-    values = {"original": length, **{ours: given.left.pop(name) for name, ours in LLAMA3.items() if name in given.left}}
-    return _with(rope, scaling=Llama3ScalingConfig(**values))
+    del length
+    original = given.count("original_max_position_embeddings")
+    factors = {ours: given.need(name, float) for name, ours in LLAMA3.items() if ours != "original"}
+    return _with(rope, scaling=Llama3ScalingConfig(**factors, original=original))
 
 
 def _yarn(given: Settings, rope: RopeConfig, length: int) -> RopeConfig:
     """A factor on rotated heads that does not follow from the others is kept in mscale, which then stands alone."""
-    taken = {ours: given.left.pop(name) for name, ours in YARN.items() if name in given.left}
+    kinds = {"original": int, "rounded": bool}
+    taken = {ours: given.take(name, kind=kinds.get(ours, float)) for name, ours in YARN.items() if name in given.left}
     values: dict[str, Any] = {"original": length}
-    values |= {name: value for name, value in taken.items() if value or name == "rounded"}
+    values |= {name: value for name, value in taken.items() if value or (name == "rounded" and value is not None)}
     values.setdefault("factor", length / values["original"])
-    mscale, total, scale = values.pop("mscale", None), values.pop("mscale_all", None), given.take("attention_factor")
+    mscale, total, scale = (
+        values.pop("mscale", None),
+        values.pop("mscale_all", None),
+        given.take("attention_factor", kind=float),
+    )
     plain = YarnScalingConfig(**values)
     if scale is None and not total:
         return _with(rope, scaling=plain)
@@ -110,13 +120,14 @@ def windows(given: Settings, layers: int, length: int, slides: Callable[[int], b
 
     slides: whether a layer has the window, by number, where layer_types does not say.
     """
-    size, on, kinds = given.take("sliding_window"), given.take("use_sliding_window", True), given.take("layer_types")
+    size, on = given.take("sliding_window", kind=int), given.take("use_sliding_window", True)
+    kinds = given.take("layer_types", kind=list)
     window = size - 1 if size and on and size <= length else None
     kinds = kinds or ["sliding_attention" if slides(number) else "full_attention" for number in range(layers)]
     if len(kinds) != layers:
         given.refuse("layer_types", f"({len(kinds)} of them)", f"num_hidden_layers={layers}")
-    for kind in sorted({*kinds} - {"sliding_attention", "full_attention"}):
-        given.refuse("layer_types", kind, "only full_attention and sliding_attention can be had")
+    for kind in sorted({*map(str, kinds)} - {"sliding_attention", "full_attention"}):
+        given.refuse("layer_types", kind, "only full_attention and sliding_attention are supported")
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 

@@ -42,6 +42,7 @@ DIMENSIONS = 32
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 MAPPED_BYTES = 2**27
 """Of tensors that were read, after which the pages of their file are given back."""
+MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
@@ -54,13 +55,15 @@ class SafetensorsFile:
             size = path.stat().st_size
             length = int.from_bytes(file.read(8), "little") if size >= 8 else LONGEST_HEADER + 1
             if length > min(LONGEST_HEADER, size - 8):
-                raise UserError(f"{path} is no safetensors file, or it was cut off: its {size} bytes hold no header")
+                raise UserError(f"{path} is not a safetensors file, or it was cut off: its {size} bytes hold no header")
             try:
                 header = _mapping(json.loads(file.read(length), object_pairs_hook=_once), "the header")
                 header.pop("__metadata__", None)
                 self._places = {name: _place(name, each) for name, each in header.items()}
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise UserError(f"{path} is no safetensors file: its header can't be read ({_text(error)})") from error
+                raise UserError(
+                    f"{path} is not a safetensors file: its header can't be read ({_text(error)})"
+                ) from error
             self.start = 8 + length
             self._demand_order(size - self.start)
             self.entries = {name: place.entry for name, place in self._places.items()}
@@ -185,7 +188,9 @@ class SafetensorsFolder:
 
 def _files_in(folder: Path) -> list[Path]:
     """Files of tensors, and nothing else of such a name: to open a pipe would be to wait for its writer."""
-    return sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+    files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+    # transformers reads model.safetensors, whatever stands beside it, such as consolidated.safetensors of Mistral.
+    return [path for path in files if path.name == MODEL] or files
 
 
 def _plain(file: Any) -> bool:

@@ -43,11 +43,11 @@ def exact(number: float) -> float | int:
 
 def pattern(given: Settings) -> str:
     """A letter for each layer; those that we lack are refused."""
-    written, kinds = given.take("hybrid_override_pattern", "ME*-"), given.take("layers_block_type")
+    written, kinds = given.take("hybrid_override_pattern", "ME*-"), given.take("layers_block_type", kind=list)
     letters = written if kinds is None else "".join(LETTERS.get(kind, "?") for kind in kinds)
     if lacking := sorted(set(letters) - set("M*-")):
         kinds = [KINDS.get(each, each) for each in lacking]
-        given.refuse("layers_block_type", ", ".join(kinds), "only linear_attention, full_attention, mlp can be had")
+        given.refuse("layers_block_type", ", ".join(kinds), "only linear_attention, full_attention, mlp are supported")
     return "".join(letter for letter in letters if letter in "M*-") or "M"
 
 

@@ -41,10 +41,10 @@ def pixels(given: Settings, patch: int) -> dict[str, Any]:
     given.only("num_channels", 3)
     (height, width), (side, other) = (
         value if isinstance(value, Sequence) else (value, value)
-        for value in (given.take("image_size", 224), given.take("patch_size", patch))
+        for value in (given.take("image_size", 224, object), given.take("patch_size", patch, object))
     )
     if side != other:
-        given.refuse("patch_size", [side, other], "only squares can be had")
+        given.refuse("patch_size", [side, other], "only squares are supported")
     return {"height": height, "width": width, "patch": side}
 
 
@@ -85,7 +85,7 @@ def tower(given: Settings, kind: Tower) -> VisionTowerConfig:
     one = block(given, kind.activation, kind.epsilon)
     return VisionTowerConfig(
         hidden=given.take("hidden_size", 768),
-        stack=layers.StackConfig(pattern=(one,), repeats=given.take("num_hidden_layers", 12)),
+        stack=layers.StackConfig(pattern=(one,), repeats=given.layers(default=12)),
         **pixels(given, kind.patch),
         patch_bias=not kind.classes,
         class_tokens=int(kind.classes),
@@ -139,16 +139,16 @@ def read_tower(given: Settings) -> tuple[VisionTowerConfig, bool]:
     inner.assume({name: given.take(name) for name in ("image_mean", "image_std") if name in given.left})
     kind = inner.left.get("model_type", CLIP.model_type)
     if kind not in TOWERS:
-        given.refuse("vision_config.model_type", kind, f"only {', '.join(TOWERS)} can be had")
+        given.refuse("vision_config.model_type", kind, f"only {', '.join(TOWERS)} is supported")
     whole = tower(inner, TOWERS.get(kind, CLIP))
     inner.close(UNUSED | {"initializer_factor", "vocab_size"})
     strategy = given.only("vision_feature_select_strategy", "default", "full")
     if strategy == "default" and not whole.class_tokens:
         given.refuse("vision_feature_select_strategy", strategy, "without a class token it leaves out a patch")
-    total, read = whole.stack.layers(), given.take("vision_feature_layer", -2)
+    total, read = whole.stack.layers(), given.take("vision_feature_layer", -2, object)
     count = total + 1 + read if isinstance(read, int) and read < 0 else read
     if not isinstance(count, int) or not 1 <= count <= total:
-        given.refuse("vision_feature_layer", read, f"only one of the {total} layers can be had")
+        given.refuse("vision_feature_layer", read, f"only one of the {total} layers is supported")
         count = total
     # What is read comes before the norm behind the blocks.
     return replace(

@@ -41,7 +41,7 @@ def model(given: Settings) -> BertConfig:
     )
     return BertConfig(
         **given.fields(MODEL),
-        stack=layers.StackConfig(pattern=(block,), repeats=given.take("num_hidden_layers", 12)),
+        stack=layers.StackConfig(pattern=(block,), repeats=given.layers(default=12)),
         norm=norm if before else layers.IdentityNormConfig(),
         embedding_norm=None if before else norm,
         head_norm=None if before else norm,

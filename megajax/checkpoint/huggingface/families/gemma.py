@@ -30,8 +30,8 @@ def model(given: Settings) -> DecoderConfig:
     given.assume(DEFAULTS)
     if given.left["hidden_act"] == "gelu":  # of the first files, which mean the other
         given.left["hidden_act"] = "gelu_pytorch_tanh"
-    layers, length = given.need("num_hidden_layers"), given.need("max_position_embeddings")
-    hidden = given.left["hidden_size"]
+    layers, length = given.layers(), given.need("max_position_embeddings")
+    hidden = given.seen("hidden_size")
     mixer = decoders.attention(given, bias=given.take("attention_bias", False), rope=rope(given, length))
     norm = RMSNormConfig(epsilon=given.need("rms_norm_eps"), zero_centred=True)
     block = BlockConfig(mixer=mixer, mlp=decoders.gated_mlp(given), norm=norm)

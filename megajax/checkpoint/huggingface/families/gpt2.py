@@ -21,7 +21,7 @@ UNUSED = frozenset({
 
 def model(given: Settings) -> DecoderConfig:
     """The model of a config.json."""
-    hidden, heads, layers = given.take("n_embd", 768), given.take("n_head", 12), given.take("n_layer", 12)
+    hidden, heads, layers = given.take("n_embd", 768), given.count("n_head", 12), given.layers("n_layer", 12)
     ln = LayerNormConfig(epsilon=given.take("layer_norm_epsilon", 1e-5))
     activation = given.choose("activation_function", "gelu_new", ACTIVATIONS)
     mixer = AttentionConfig(heads=heads, bias=True, scale=None if given.take("scale_attn_weights", True) else 1.0)

@@ -43,7 +43,7 @@ def model(given: Settings) -> DecoderConfig:
     if not given.left.get("rope_parameters") and not given.left.get("rope_scaling"):
         given.left["rope_parameters"] = YARN
     given.only("swiglu_alpha", 1.702)
-    layers, length = given.need("num_hidden_layers"), given.need("max_position_embeddings")
+    layers, length = given.layers(), given.need("max_position_embeddings")
     ffn, limit = given.need("intermediate_size"), given.need("swiglu_limit")
     moe = MoEConfig(
         experts=given.need("num_local_experts"),

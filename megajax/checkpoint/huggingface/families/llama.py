@@ -47,7 +47,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 def model(kind: str, given: Settings) -> DecoderConfig:
     """The model of a config.json."""
     given.assume(DEFAULTS[kind])
-    layers, length = given.need("num_hidden_layers"), given.need("max_position_embeddings")
+    layers, length = given.layers(), given.need("max_position_embeddings")
     norm = RMSNormConfig(epsilon=given.need("rms_norm_eps"))
     mixer = decoders.attention(
         given,
@@ -57,7 +57,10 @@ def model(kind: str, given: Settings) -> DecoderConfig:
         rope=rope(given, length),
     )
     mlp = decoders.gated_mlp(given, bias=kind == "llama" and given.take("mlp_bias", False))
-    block, first = BlockConfig(mixer=mixer, mlp=mlp, norm=norm), given.take("max_window_layers", 0)
+    block = BlockConfig(mixer=mixer, mlp=mlp, norm=norm)
+    if kind == "llama":  # transformers' class has no windows, whatever config.json says of them
+        return decoders.decoder(given, [block] * layers, length)
+    first = given.take("max_window_layers", 0)
     sizes = windows(given, layers, length, lambda layer: layer >= first)
     return decoders.decoder(given, decoders.windowed(block, sizes), length)
 
@@ -84,6 +87,9 @@ WINDOWS: Mapping[str, tuple[str, ...]] = {
     "qwen3": ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
 }
 """Settings of windows that a class has."""
+UNUSED: Mapping[str, frozenset[str]] = {kind: frozenset() for kind in ARCHITECTURES} | {
+    "llama": frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
+}
 
 
 def rows(cfg: DecoderConfig) -> list[Row]:
@@ -92,6 +98,6 @@ def rows(cfg: DecoderConfig) -> list[Row]:
 
 
 FAMILIES = [
-    decoders.family(kind, model=partial(model, kind), settings=partial(settings, kind), rows=rows)
+    decoders.family(kind, model=partial(model, kind), settings=partial(settings, kind), rows=rows, unused=UNUSED[kind])
     for kind in ARCHITECTURES
 ]

@@ -21,7 +21,7 @@ def model(given: Settings) -> LlavaConfig:
     text = given.part("text_config")
     kind = text.left.get("model_type", "llama")
     if kind not in LANGUAGES:
-        given.refuse("text_config.model_type", kind, f"only {', '.join(LANGUAGES)} can be had")
+        given.refuse("text_config.model_type", kind, f"only {', '.join(LANGUAGES)} is supported")
     family = LANGUAGES.get(kind, LANGUAGES["llama"])
     language = family.model(text)
     text.close(family.unused)

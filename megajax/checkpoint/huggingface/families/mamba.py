@@ -23,15 +23,15 @@ MIXER_SETTINGS: Names = {
 
 def model(given: Settings) -> DecoderConfig:
     """The model of a config.json."""
-    hidden, rank = given.take("hidden_size", 768), given.take("time_step_rank", "auto")
+    hidden, rank = given.take("hidden_size", 768), given.take("time_step_rank", "auto", object)
     given.only("hidden_act", "silu", "swish")
     mixer = Mamba1Config(
-        inner=int(given.take("expand", 2) * hidden),
+        inner=int(given.take("expand", 2, float) * hidden),
         rank=ceil(hidden / 16) if rank == "auto" else rank,
         **given.fields(MIXER_SETTINGS),
     )
     norm = RMSNormConfig(epsilon=given.take("layer_norm_epsilon", 1e-5))
-    layers = given.take("num_hidden_layers", 32)
+    layers = given.layers(default=32)
     return DecoderConfig(
         hidden=hidden,
         vocabulary_size=given.take("vocab_size", 50280),

@@ -27,12 +27,12 @@ MIXER_SETTINGS: Names = {
 
 def model(given: Settings) -> DecoderConfig:
     """The model of a config.json."""
-    hidden, expand = given.take("hidden_size", 4096), given.take("expand", 2)
+    hidden, expand = given.take("hidden_size", 4096), given.take("expand", 2, float)
     given.only("hidden_act", "silu", "swish")
     mixer = Mamba2Config(**given.fields(MIXER_SETTINGS), dt_limit=step_limit(given))
     if mixer.inner != expand * hidden:
         given.refuse("num_heads", mixer.heads, f"with head_dim={mixer.head_dim} it is not {expand} x {hidden}")
-    norm, layers = RMSNormConfig(epsilon=mixer.norm_epsilon), given.take("num_hidden_layers", 64)
+    norm, layers = RMSNormConfig(epsilon=mixer.norm_epsilon), given.layers(default=64)
     return DecoderConfig(
         hidden=hidden,
         vocabulary_size=given.take("vocab_size", 32768),

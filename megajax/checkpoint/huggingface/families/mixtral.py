@@ -27,7 +27,7 @@ DEFAULTS = {
 def model(given: Settings) -> DecoderConfig:
     """The model of a config.json."""
     given.assume(DEFAULTS)
-    layers, length = given.need("num_hidden_layers"), given.need("max_position_embeddings")
+    layers, length = given.layers(), given.need("max_position_embeddings")
     moe = MoEConfig(
         experts=given.need("num_local_experts"),
         top_k=given.need("num_experts_per_tok"),

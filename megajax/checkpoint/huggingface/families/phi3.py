@@ -24,7 +24,7 @@ DEFAULTS = {
 def model(given: Settings) -> DecoderConfig:
     """The model of a config.json."""
     given.assume(DEFAULTS)
-    layers, length = given.need("num_hidden_layers"), given.need("max_position_embeddings")
+    layers, length = given.layers(), given.need("max_position_embeddings")
     mixer = decoders.attention(given, rope=rope(given, length, partial=True))
     norm = RMSNormConfig(epsilon=given.need("rms_norm_eps"))
     block = BlockConfig(mixer=mixer, mlp=decoders.gated_mlp(given), norm=norm)

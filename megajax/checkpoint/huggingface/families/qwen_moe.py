@@ -38,7 +38,7 @@ def model(kind: str, given: Settings) -> DecoderConfig:
     """The model of a config.json."""
     second = kind == "qwen2_moe"
     given.assume(DEFAULTS[kind])
-    layers, length = given.need("num_hidden_layers"), given.need("max_position_embeddings")
+    layers, length = given.layers(), given.need("max_position_embeddings")
     norm = RMSNormConfig(epsilon=given.need("rms_norm_eps"))
     mixer = decoders.attention(
         given,

@@ -34,7 +34,9 @@ def model(given: Settings) -> T5Config:
     sizes = given.fields(SIZES)
     heads: dict[str, Any] = {**given.fields(HEADS), "scale": 1.0}
     scaled = given.take("scale_decoder_outputs", sizes["tied"]) and not multilingual
-    scaling = WidthScalingConfig(base_hidden=sizes["hidden"], output=sizes["hidden"] ** -0.5) if scaled else None
+    scaling = (
+        WidthScalingConfig(base_hidden=sizes["hidden"], output=max(1, sizes["hidden"]) ** -0.5) if scaled else None
+    )
     relative = layers.RelativeBiasConfig(**given.fields(BUCKETS), shared=True)
     norm = layers.RMSNormConfig(epsilon=given.take("layer_norm_epsilon", 1e-6))
     parts: dict[str, Any] = {"mlp": feed_forward(given), "norm": norm}
@@ -43,9 +45,9 @@ def model(given: Settings) -> T5Config:
     around = replace(mixer, relative=replace(relative, both_ways=True), causal=False)
     reads = layers.BlockConfig(mixer=around, **parts)
     writes = CrossBlockConfig(mixer=mixer, cross=CrossAttentionConfig(**heads), **parts)
-    count = given.take("num_layers", 6)
+    count = given.layers("num_layers", 6)
     encoder = layers.StackConfig(pattern=(reads,), repeats=count)
-    stack = layers.StackConfig(pattern=(writes,), repeats=given.take("num_decoder_layers", count))
+    stack = layers.StackConfig(pattern=(writes,), repeats=given.layers("num_decoder_layers", count))
     return T5Config(**sizes, encoder=encoder, stack=stack, norm=norm, head_bias=False, width_scaling=scaling)
 
 

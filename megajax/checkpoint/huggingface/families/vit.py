@@ -26,7 +26,7 @@ def model(given: Settings) -> ViTConfig | VisionTowerConfig:
     one = block(given, "gelu", 1e-12, qkv_bias=given.take("qkv_bias", True))
     tower = VisionTowerConfig(
         hidden=given.take("hidden_size", 768),
-        stack=StackConfig(pattern=(one,), repeats=given.take("num_hidden_layers", 12)),
+        stack=StackConfig(pattern=(one,), repeats=given.layers(default=12)),
         **pixels(given, 16),
         norm=one.norm,
         mean=tuple(given.take("image_mean", (0.5, 0.5, 0.5))),
