@@ -23,15 +23,17 @@ from megajax.checkpoint.huggingface.export import config_for, family_for
 from megajax.checkpoint.huggingface.folder import open_model
 from megajax.checkpoint.huggingface.registry import families
 from megajax.checkpoint.run_weights import StepWeights, open_step
+from megajax.checkpoint.run_writer import converted, write_step
 from megajax.checkpoint.stored_arrays import StoredArrays
 from megajax.config import load
 from megajax.config.errors import UserError
+from megajax.data.config import ClassFoldersConfig, MaskedSentencesConfig, MaskedSpansConfig
 from megajax.layers.config import Mamba1Config
 from megajax.models.presets.llama import llama3
 from megajax.pipeline.partition import Partition
 from megajax.tokenizers.config import ByteTokenizerConfig, HuggingFaceTokenizerConfig
-from megajax.tools import conversion
-from megajax.tools.weights_config import special_tokens, weights_config
+from megajax.tools import adapter_conversion, conversion
+from megajax.tools.weights_config import DATA, special_tokens, weights_config
 
 
 @pytest.fixture(autouse=True)
@@ -255,6 +257,71 @@ def test_verifying_notices_a_changed_byte(folder, run, tmp_path) -> None:
         conversion.verified(source, f"hf:{tmp_path}/back", lambda elements: None)
 
 
+class Drawn:
+    """Random weights, with rows behind the vocabulary too, as training has them."""
+
+    where = "drawn"
+
+    def __init__(self, declared):
+        draw = np.random.default_rng(0)
+        self.arrays = {path: draw.normal(size=spec.shape).astype(np.float32) for path, spec in declared.items()}
+
+    def shapes(self):
+        return {path: array.shape for path, array in self.arrays.items()}
+
+    def read(self, path, box):
+        return self.arrays[path][box]
+
+
+@pytest.mark.parametrize("form", ["hf", "megatron"])
+def test_rows_behind_a_vocabulary_are_not_compared(run, tmp_path, form, capsys) -> None:
+    declared, meta = declared_by(open_step(run).config.model), {**open_step(run).meta, "source": {}}
+    assert declared["tokens"].shape[0] == 128
+    write_step(tmp_path / "run/checkpoints", declared, Drawn(declared), meta, dtype=np.dtype(np.float32))
+    assert convert.main([f"--from={tmp_path}/run", f"--to={form}:{tmp_path}/back", "--verify"]) == 0
+    elements = sum(np.prod(spec.shape) for spec in declared.values()) - 2 * 88 * 16
+    assert f"{elements:,} elements, all equal" in capsys.readouterr().out
+
+
+def test_a_folder_that_differs_loses_its_name(run, tmp_path, monkeypatch) -> None:
+    def changed(*given):
+        lines = write(*given)
+        path = tmp_path / "back/model.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+        return lines
+
+    write = adapter_conversion.write
+    monkeypatch.setattr(adapter_conversion, "write", changed)
+    with pytest.raises(UserError, match=r"1 of 12 arrays differ: (.|\n)*renamed to .*/back\.unverified"):
+        convert.main([f"--from={run}", f"--to=hf:{tmp_path}/back", "--verify"])
+    assert nothing_but(tmp_path, "back.unverified")
+
+
+def test_the_mean_of_different_models_is_refused(tmp_path) -> None:
+    for base in (10000.0, 500000.0):
+        write_llama(tmp_path / f"theirs{base:g}", rope_theta=base)
+        convert.main([f"--from=hf:{tmp_path}/theirs{base:g}", f"--to={tmp_path}/run{base:g}"])
+    with pytest.raises(
+        UserError, match=r"different models:\n  layers 0 to 2: .*rope.base: 10000.0 here, 500000.0 there"
+    ):
+        convert.main([f"--average={tmp_path}/run10000,{tmp_path}/run500000", f"--to={tmp_path}/mean"])
+
+
+@pytest.mark.parametrize("largest", [3.6e299, 1e30])
+def test_advice_on_dtypes_is_about_values_that_fit(largest) -> None:
+    advice = "use --dtype=bfloat16" if largest < 1e38 else "neither can float32"
+    with pytest.raises(UserError, match=advice):
+        converted(np.array([largest]), np.dtype(np.float16), "w")
+
+
+def test_the_next_command_names_the_data_of_the_model(folder, tmp_path, capsys) -> None:
+    convert.main([f"--from=hf:{folder}", f"--to={tmp_path}/run"])
+    assert "--data.paths=PREFIX" in capsys.readouterr().out
+    setting = {type(data): conversion._data_setting(data) for data in DATA}
+    assert setting[MaskedSpansConfig] == setting[MaskedSentencesConfig] == " --data.paths=SENTENCES_PREFIX"
+    assert setting[ClassFoldersConfig] == " --data.path=FOLDER" and conversion._data_setting(object()) == ""
+
+
 def test_a_model_that_no_family_has_lists_what_would_be_lost(folder) -> None:
     model = open_model(folder).model
     assert family_for(model).name == "llama" and family_for(model, "mistral").name == "mistral"
@@ -274,6 +341,14 @@ def test_a_model_that_no_family_has_lists_what_would_be_lost(folder) -> None:
         (["--from=a", "--to=x", "--average=b,c"], "--average: names what to read"),
         (["--to=x", "--average=b"], "--average: needs two steps"),
         (["--from=a", "--to=x", "--shard-size=0"], "--shard-size: is 0"),
+        (["--from=a", "--to=x", "--shard-size=inf"], "--shard-size: is inf"),
+        (["--from=HF:a", "--to=x"], r"--from: is HF:a, .*no format HF\n.*did you mean hf:a\?"),
+        (["--from=gguf:a", "--to=x"], r"no format gguf\n.*did you mean hf:a\? Formats: hf:DIR"),
+        (["--from=a", "--to=gguf:x"], r"--to: is gguf:x, .*did you mean hf:x\?|--to: is gguf:x(.|\n)*hf:x\?"),
+        (["--average=hf:a,hf:b", "--to=x"], "--average: hf:a has no steps"),
+        (["--from=hf:", "--to=x"], "--from: is 'hf:', which names no folder"),
+        (["--from=a", "--to="], "--to: is '', which names no folder"),
+        (["--from=a", "--to=hf:"], "--to: is 'hf:', which names no folder"),
         (["--from=nowhere", "--to=x"], "there are no checkpoints in .*nowhere"),
         (["--from=hf:nowhere", "--to=x"], "there is no folder nowhere"),
     ],
@@ -281,6 +356,11 @@ def test_a_model_that_no_family_has_lists_what_would_be_lost(folder) -> None:
 def test_wrong_command_lines(words, what) -> None:
     with pytest.raises(UserError, match=what):
         convert.main(words)
+
+
+def test_a_folder_of_theirs_without_its_format(folder) -> None:
+    with pytest.raises(UserError, match=rf"a Hugging Face folder, not a run\n.*did you mean hf:{folder}\?"):
+        convert.main([f"--from={folder}", "--to=x"])
 
 
 @pytest.mark.parametrize(
