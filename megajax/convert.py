@@ -81,7 +81,12 @@ def _problems(flags: Mapping[str, Any]) -> list[Problem]:
         problems.append(Problem("--average", "names what to read", "leave out --from and --average-last"))
     problems += [
         problem
-        for flag, names in (("from", [flags["from"]]), ("to", [flags["to"]]), ("average", averaged))
+        for flag, names in (
+            ("from", [flags["from"]]),
+            ("to", [flags["to"]]),
+            ("base", [flags["base"]]),
+            ("average", averaged),
+        )
         for name in names
         if name is not None and (problem := _name_problem(f"--{flag}", name)) is not None
     ]

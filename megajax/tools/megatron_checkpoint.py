@@ -149,7 +149,7 @@ def write_model(
 
 
 def model_of(checkpoint: MegatronCheckpoint, vocabulary: int | None = None) -> Any:
-    """The model config of a checkpoint. Raises UserError with everything that can't be had."""
+    """The model config of a checkpoint. Raises UserError with everything that is not supported."""
     return model_config(checkpoint.args, checkpoint.script(), vocabulary, checkpoint.where)
 
 

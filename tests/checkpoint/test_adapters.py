@@ -287,7 +287,7 @@ def test_a_folder_is_deleted_though_files_are_still_written(tmp_path: Path, monk
 
 
 def test_folders_that_are_no_adapters_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no adapter folder of PEFT: adapter_config\.json can't be read"):
+    with pytest.raises(UserError, match=r"not an adapter folder of PEFT: adapter_config\.json can't be read"):
         adapter_of(tmp_path, "llama")
     (tmp_path / CONFIG).write_text("[1]")
     with pytest.raises(UserError, match="no JSON file of settings"):

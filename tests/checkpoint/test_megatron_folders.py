@@ -223,7 +223,7 @@ def test_the_iteration(tmp_path: Path) -> None:
     assert iteration_folder(tmp_path).name == "release"
     with pytest.raises(UserError, match="no checkpoint 'iter_0000008'"):
         iteration_folder(tmp_path, 8)
-    with pytest.raises(UserError, match="is no checkpoint of Megatron-LM"):
+    with pytest.raises(UserError, match="is not a checkpoint of Megatron-LM"):
         iteration_folder(tmp_path / "release" / "mp_rank_00")
 
 

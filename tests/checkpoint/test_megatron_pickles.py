@@ -181,7 +181,7 @@ TRICKS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no pickle": (lambda path: rewritten(path, renamed("data.pkl", "x.pkl")), "no data.pkl"),
     "big-endian": (lambda path: rewritten(path, lambda n, d: (n, b"big" if "order" in n else d)), "big-endian"),
     "cut off": (lambda path: path.write_bytes(path.read_bytes()[:-30]), "cut off"),
-    "no archive": (lambda path: path.write_bytes(b"hello"), "no file of torch.save"),
+    "no archive": (lambda path: path.write_bytes(b"hello"), "not a file of torch.save"),
     "of old torch": (lambda path: path.write_bytes(pickle.dumps(0x1950A86A20F9469CFC6C, 2)), "before 1.6"),
     "empty": (lambda path: path.write_bytes(b""), "can't be read"),
 }

@@ -105,7 +105,7 @@ class Settings:
         return value
 
     def count(self, name: str, default: int | None = None, most: int = LARGEST) -> int:
-        """A whole number from 1 to `most`; 1 where it is none, which is reported. Raises UserError if it is absent."""
+        """A whole number from 1 to `most`; 1 where it is none or absent, which is reported."""
         value = self.need(name, int) if default is None else self.take(name, default, int)
         if not 1 <= value <= most:
             self.refuse(name, _shown(value), f"must be between 1 and {most}")

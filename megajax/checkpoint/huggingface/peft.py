@@ -99,7 +99,7 @@ def _sides(tensor: Mapped, count: int) -> Sides:
     conv1d = bool((moved[:, :1] != moved[:1, :1]).any() or (moved_out[:1] != moved_out[:1, :1]).any())
     moved, moved_out = (moved.T, moved_out.T) if conv1d else (moved, moved_out)
     if (moved != moved[:1]).any() or (moved_out != moved_out[:, :1]).any():
-        raise ValueError(f"{tensor.name} is no linear layer: its inputs depend on its outputs")
+        raise ValueError(f"{tensor.name} is not a linear layer: its inputs depend on its outputs")
     return Sides(moved[0].copy(), moved_out[:, 0].copy(), conv1d)
 
 
@@ -154,7 +154,7 @@ def base_of(folder: Path) -> str | None:
 def read_adapter(folder: Path, base: Any, rows: Sequence[Row]) -> PeftAdapter:
     """An adapter of a model. base: its config; rows: the table of its family.
 
-    Raises UserError with all settings and tensors that can't be had or do not fit.
+    Raises UserError with all settings and tensors that are not supported or do not fit.
     """
     settings = read_settings(folder / CONFIG)
     if not (folder / TENSORS).is_file():

@@ -94,7 +94,7 @@ class Fp8Blocks(Dequantized):
 
     def misfit(self, numbers: Entry, scales: Entry) -> str:
         if numbers.dtype != FP8 or len(numbers.shape) != 2:
-            return f"scales of {numbers.dtype}{list(numbers.shape)}, which is no matrix of {FP8}"
+            return f"scales of {numbers.dtype}{list(numbers.shape)}, which is not a matrix of {FP8}"
         wanted = tuple(-(-size // side) for size, side in zip(numbers.shape, self.block, strict=True))
         return "" if scales.shape == wanted else f"{list(scales.shape)} scales there, {list(wanted)} by the blocks"
 

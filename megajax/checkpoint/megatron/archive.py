@@ -39,7 +39,7 @@ class TorchArchive:
     def __init__(self, data: mmap.mmap, where: str, start: int = 0, length: int | None = None):
         """data: the file that the archive is in, from byte `start` on; where: its name, for messages.
 
-        Raises UserError for what is no such archive, and for a pickle that is refused.
+        Raises UserError for what is not such an archive, and for a pickle that is refused.
         """
         self.where, self._data = where, data
         self._start, self._stop = start, len(data) if length is None else start + length
@@ -50,7 +50,7 @@ class TorchArchive:
         self._entries = self._directory()
         description = next((name for name in self._entries if name.endswith("/data.pkl")), None)
         if description is None or description.count("/") != 1:
-            raise UserError(f"{where} is no file of torch.save: it holds no data.pkl")
+            raise UserError(f"{where} is not a file of torch.save: it holds no data.pkl")
         self._prefix = description.removesuffix("data.pkl")
         order = self._entries.get(f"{self._prefix}byteorder")
         if order is not None and bytes(self._bytes(order)) != b"little":
@@ -77,11 +77,11 @@ class TorchArchive:
             with zipfile.ZipFile(_Window(self._data, self._start, self._stop)) as archive:
                 entries = archive.infolist()
         except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
-            raise UserError(f"{self.where} is no file of torch.save, or it was cut off ({error})") from error
+            raise UserError(f"{self.where} is not a file of torch.save, or it was cut off ({error})") from error
         for entry in entries:
             parts = entry.filename.split("/")
             if ".." in parts or "" in parts or "\\" in entry.filename:
-                raise UserError(f"{self.where} was refused: its entry {entry.filename!r} is no name of torch.save")
+                raise UserError(f"{self.where} was refused: its entry {entry.filename!r} is not a name of torch.save")
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
                 raise UserError(
                     f"{self.where} was refused: its entry {entry.filename} is compressed, as torch has none"

@@ -188,7 +188,7 @@ def iteration_folder(folder: Path, step: int | None = None) -> Path:
     Raises UserError if there is none.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder")
+        raise UserError(f"{folder} is not a folder")
     present = sorted(path.name for path in folder.iterdir() if re.fullmatch(r"iter_\d+|release", path.name))
     if step is None and not present and ((folder / METADATA).is_file() or any(_rank_folders(folder))):
         return folder
@@ -199,7 +199,7 @@ def iteration_folder(folder: Path, step: int | None = None) -> Path:
         try:
             text = (folder / TRACKER).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{folder} is no checkpoint of Megatron-LM: it has no {TRACKER}, and {shown}") from error
+            raise UserError(f"{folder} is not a checkpoint of Megatron-LM: it has no {TRACKER}, and {shown}") from error
         name = f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else text
     if name not in present:
         raise UserError(f"{folder} has no checkpoint {name!r}; {shown}")

@@ -132,5 +132,5 @@ def experts_of(name: str, part: Part, count: int) -> Iterator[tuple[str, Part]]:
 
 def _packed(part: Part, shape: tuple[int, ...], number: int) -> Callable[[], np.ndarray]:
     if prod(shape) != prod(part.shape):
-        raise ValueError(f"{part.shape} is no packing of {shape[0]} experts")
+        raise ValueError(f"{part.shape} is not a packing of {shape[0]} experts")
     return lambda: part.read().reshape(shape)[number].T

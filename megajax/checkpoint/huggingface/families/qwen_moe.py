@@ -56,7 +56,7 @@ def model(kind: str, given: Settings) -> DecoderConfig:
         router=decoders.router(given, normalise="chosen" if given.take("norm_topk_prob", False) else "all"),
         shared=None if shared is None else SharedExpertConfig(mlp=shared, gate=True),
     )
-    every, dense = given.need("decoder_sparse_step"), given.take("mlp_only_layers", [])
+    every, dense = given.count("decoder_sparse_step"), given.take("mlp_only_layers", [])
     sizes = windows(given, layers, length, lambda layer: not second or (layer % 2 == 0 and layer < last))
     blocks = decoders.windowed(BlockConfig(mixer=mixer, mlp=moe, norm=norm), sizes)
     for layer in range(layers):
