@@ -290,7 +290,7 @@ def test_folders_that_are_no_adapters_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not an adapter folder of PEFT: adapter_config\.json can't be read"):
         adapter_of(tmp_path, "llama")
     (tmp_path / CONFIG).write_text("[1]")
-    with pytest.raises(UserError, match="no JSON file of settings"):
+    with pytest.raises(UserError, match="not a JSON file of settings"):
         adapter_of(tmp_path, "llama")
     (tmp_path / CONFIG).write_text('{"peft_type": "LORA", "r": 2}')
     with pytest.raises(UserError, match=r"holds no adapter_model\.safetensors"):
