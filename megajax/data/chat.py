@@ -21,6 +21,8 @@ from megajax.data.splits import Rows, Splits, parse_split, split_bounds, wanted
 from megajax.tokenizers.base import Tokenizer
 
 TOO_LONG = "longer than a row"
+NO_WEIGHT = "nothing to learn"
+"""A line without a label that counts: a batch of such lines would have no loss."""
 
 
 class ChatRows:
@@ -139,7 +141,8 @@ class ChatBuilder:
         """Row sources for the splits that a run requests; None for the others.
 
         Raises:
-            UserError: as `Reader.read`; a requested split without a line; a line that is longer than a row.
+            UserError: as `Reader.read`; a requested split without a line; a line that is longer than a row, or in which
+                no label counts.
         """
         built: list[Any] = [None, None, None]
         if self.config.paths:
@@ -159,6 +162,19 @@ class ChatBuilder:
                 built[position] = self._rows(read, paths, (0, len(read.places)), rows, name, counted(read))
         return Splits(*built)
 
+    def _refusal(self, size: int, long: bool) -> str:
+        """What is wrong with a line that is too long, or in which no label counts, and what to change."""
+        if long:
+            return (
+                f"{size} tokens, and a row has {self.length}. Raise model.sequence_length, cut such lines with "
+                "data.cut_long=true, or leave them out with data.on_error=skip."
+            )
+        where = f" in its first {self.length} tokens, to which it is cut" if size > self.length else ""
+        return (
+            f"{NO_WEIGHT}: no token of an answer has a weight above 0{where}. Mend the line, or leave such lines out "
+            "with data.on_error=skip."
+        )
+
     def _rows(
         self,
         read: Conversations,
@@ -168,28 +184,28 @@ class ChatBuilder:
         name: str,
         lost: Mapping[str, int],
     ) -> ChatRows:
-        config, (first, last) = self.config, bounds
+        config, (first, last), length = self.config, bounds, self.length
         if first == last:
             raise UserError(
                 f"the {name} split has none of the {len(read.places)} conversations: give it a larger share in "
                 f"data.split={config.split}"
             )
         lengths, skipped = read.line_lengths(config.pad_multiple)[first:last], Counter(lost)
-        kept = np.arange(first, last)
-        long = lengths > self.length
-        if long.any() and not config.cut_long:
-            if config.on_error == "stop":
-                worst = int(np.argmax(long))
-                file, line = read.places[first + worst].tolist()
-                raise UserError(
-                    f"{paths[file]}, line {line}: {lengths[worst]} tokens, and a row has {self.length}. Raise "
-                    "model.sequence_length, cut such lines with data.cut_long=true, or leave them out with "
-                    "data.on_error=skip."
-                )
-            skipped[TOO_LONG] += int(long.sum())
-            kept, lengths = kept[~long], lengths[~long]
-            if not len(kept):
-                raise UserError(f"the {name} split: all of its lines are longer than a row of {self.length} tokens.")
+        weighs = read.line_weighs(config.pad_multiple, length, self.pad if config.mask_pad else None)[first:last]
+        long = (lengths > length) & (not config.cut_long)
+        if config.on_error == "stop" and not (weighs & ~long).all():
+            worst = int(np.argmax(np.where(long, lengths, 0))) if long.any() else int(np.argmin(weighs))
+            file, line = read.places[first + worst].tolist()
+            raise UserError(f"{paths[file]}, line {line}: {self._refusal(int(lengths[worst]), bool(long[worst]))}")
+        kept = np.arange(first, last)[weighs & ~long]
+        lengths = lengths[weighs & ~long]
+        skipped.update(
+            {why: int(out.sum()) for why, out in ((TOO_LONG, long), (NO_WEIGHT, ~weighs & ~long)) if out.any()}
+        )
+        if not len(kept):
+            raise UserError(
+                f"the {name} split: all of its lines are {TOO_LONG} of {length} tokens, or have {NO_WEIGHT}."
+            )
         packs: Sequence[Sequence[int]] = kept[:, None].tolist()
         if config.packing == "best_fit":
             packs = [kept[pack].tolist() for pack in best_fit(np.minimum(lengths, self.length), self.length)]

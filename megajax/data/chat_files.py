@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from math import inf
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +19,8 @@ ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"hum
 """Roles, and other names for them."""
 REASONS = ("not a conversation", "unknown role", "no answer", "refused by the template")
 """Why a line is left out."""
+WEIGHTS = (1e-6, 1e6)
+"""Least and largest weight of a message that counts: within these, sums and quotients of float32 stay finite."""
 
 type Message = dict[str, Any]
 
@@ -53,6 +54,21 @@ class Conversations(NamedTuple):
         sizes = -(-np.diff(self.starts) // multiple) * multiple
         ends = np.concatenate([[0], np.cumsum(sizes)])
         return np.diff(ends[self.lines])
+
+    def line_weighs(self, multiple: int, length: int, masked: int | None) -> np.ndarray:
+        """Whether a label counts in each line with conversations padded to a multiple and cut to `length`, bool [L].
+
+        The first token of a conversation is no label of its own. masked: a token whose labels do not count.
+        """
+        padded = -(-np.diff(self.starts) // multiple) * multiple
+        begins = np.concatenate([[0], np.cumsum(padded)])
+        before = begins[:-1] - np.repeat(begins[self.lines[:-1]], np.diff(self.lines))
+        first = self.starts[:-1]
+        room = np.clip(length - before, 0, np.diff(self.starts))
+        labels = self.weights > 0 if masked is None else (self.weights > 0) & (self.tokens != masked)
+        counts = np.concatenate([[0], np.cumsum(labels)])
+        weighs = counts[first + room] > counts[np.minimum(first + 1, first + room)]
+        return np.logical_or.reduceat(weighs, self.lines[:-1])
 
 
 def parse(line: bytes, demand_answers: bool) -> tuple[list[list[Message]], Any]:
@@ -101,9 +117,10 @@ def _message(message: Any, number: int) -> Message:
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         what = f"the content of message {number} is {'missing' if content is None else type(content).__name__}"
         raise BadLine(REASONS[0], f"{what}, not a string")
-    weight = message.get("weight", 1)
-    if not isinstance(weight, int | float) or not 0 <= weight < inf:
-        raise BadLine(REASONS[0], f"the weight of message {number} is {weight!r}, not a number from 0 on")
+    weight, (least, most) = message.get("weight", 1), WEIGHTS
+    if not isinstance(weight, int | float) or not (weight == 0 or least <= weight <= most):
+        shown = repr(weight) if len(repr(weight)) <= 40 else f"{repr(weight)[:40]}…"
+        raise BadLine(REASONS[0], f"the weight of message {number} is {shown}, not 0 or {least:g} to {most:g}")
     return {**message, "role": ROLES[role.lower()], "content": content or ""}
 
 
@@ -137,7 +154,7 @@ class Reader:
             UserError: a file that cannot be read; a bad line, with file and number; or no usable line at all.
         """
         description = {
-            "kind": "chat with weights",
+            "kind": "chat with weights up to 1e6",
             "files": [_digest(path) for path in paths],
             "template": self._template.identity,
             "tokenizer": self._tokenizer.identity,

@@ -32,7 +32,7 @@ def read_lines(path: str, fields: Mapping[str, type]) -> Iterator[tuple[int, dic
         empty = False
         try:
             value = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path}, line {number}: is not JSON: {error}. Give one object in each line.") from error
         if not isinstance(value, dict):
             raise UserError(f"{path}, line {number}: is {json.dumps(value)[:60]}, not an object with {_named(fields)}.")

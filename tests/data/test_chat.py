@@ -63,9 +63,56 @@ def test_answers_may_have_weights(tmp_path: Path) -> None:
     row = splits(write(tmp_path / "c", [talk]), 60).train[0]
     weighted = row["loss_mask"] > 0
     assert text(row["labels"][weighted]) == "ef\n|" and set(row["loss_mask"][weighted]) == {0.25}
-    talk["messages"][3]["weight"] = -1
-    with pytest.raises(UserError, match="line 1: the weight of message 4 is -1, not a number from 0 on"):
-        splits(write(tmp_path / "d", [talk]), 60)
+
+
+@pytest.mark.parametrize("weight", ["-1", "1e37", "1e39", "1" + "0" * 400, "NaN", "1e-40", '"1"'])
+def test_weights_that_float32_cannot_use_are_refused(tmp_path: Path, weight: str) -> None:
+    line = json.dumps(chat("a", "b")).replace('"content": "b"', f'"content": "b", "weight": {weight}')
+    with pytest.raises(UserError, match=r"c, line 1: the weight of message 2 is .{2,50}, not 0 or 1e-06 to 1e\+06"):
+        splits(write(tmp_path / "c", [line]), 60)
+
+
+def test_lines_with_nothing_to_learn_are_left_out(tmp_path: Path) -> None:
+    """A batch of such lines would divide by 0."""
+    nothing, late = chat("a", "b"), chat("q" * 40, "b")
+    nothing["messages"][1]["weight"] = 0
+    path = write(tmp_path / "c", [chat("a", "b"), nothing])
+    with pytest.raises(UserError, match=r"c, line 2: nothing to learn: no token of an answer has a weight above 0\. M"):
+        splits(path)
+    rows = splits(path, on_error="skip", packing="lines").train
+    assert rows.skipped == {"nothing to learn": 1} and len(rows) == 1
+    path = write(tmp_path / "d", [late, chat("a", "b")])
+    with pytest.raises(
+        UserError, match=r"d, line 1: nothing to learn: .* 0 in its first 40 tokens, to which it is cut"
+    ):
+        splits(path, cut_long=True)
+    rows = splits(path, cut_long=True, on_error="skip").train
+    assert rows.skipped == {"nothing to learn": 1} and rows[0]["loss_mask"].sum() == 3
+    with pytest.raises(
+        UserError, match="the train split: all of its lines are longer than a row of 40 tokens, or have"
+    ):
+        splits(write(tmp_path / "e", [nothing]), on_error="skip")
+
+
+def test_which_lines_weigh_is_told_by_their_rows(tmp_path: Path) -> None:
+    draw, lines = np.random.default_rng(3), []
+    for _ in range(60):
+        talks = [chat("q" * int(draw.integers(1, 30)), "a", "S") for _ in range(int(draw.integers(1, 4)))]
+        for talk in talks:
+            talk["messages"][-1]["weight"] = int(draw.integers(0, 2))
+        lines.append({"messages": [message for talk in talks for message in talk["messages"]]})
+    for multiple in (1, 16):
+        options = {"cut_long": True, "packing": "lines", "pad_multiple": multiple}
+        kept = []
+        for number, line in enumerate(lines):
+            path = write(tmp_path / f"{number}", [line, chat("a", "b")])
+            rows = splits(path, 64, on_error="skip", **options).train
+            assert all(rows[row]["loss_mask"].any() for row in range(len(rows)))
+            kept.append(len(rows) == 2)
+        assert 5 < sum(kept) < 55
+
+
+DEEP = '{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}"
 
 
 def test_everything_is_learned_and_padding_is_not(tmp_path: Path) -> None:
@@ -134,6 +181,8 @@ def test_names_of_other_programs(tmp_path: Path) -> None:
 
 BAD = [
     ("{", "not a conversation", r"not valid JSON"),
+    (DEEP, "not a conversation", "not valid JSON .maximum recursion"),
+    ('{"messages": ' + "9" * 5000 + "}", "not a conversation", "not valid JSON .Exceeds the limit"),
     ("[1]", "not a conversation", r"a JSON list, not an object"),
     ({"text": "a"}, "not a conversation", r"no list of messages.*the keys are 'text'"),
     ({"messages": ["a"]}, "not a conversation", r"message 1 is a str"),

@@ -205,6 +205,8 @@ def test_standard_errors():
     ("line", "message"),
     [
         ("{", "a.jsonl, line 2: is not JSON"),
+        ("[" * 100_000 + "]" * 100_000, "a.jsonl, line 2: is not JSON: maximum recursion"),
+        ('{"answer": ' + "9" * 5000 + "}", "a.jsonl, line 2: is not JSON: Exceeds the limit"),
         ([1], "a.jsonl, line 2: is \\[1\\], not an object with context"),
         ({"contxt": "q", "choices": [], "answer": 0}, "line 2: lacks context; it has contxt, choices, answer. did you"),
         ({"context": 3, "choices": [], "answer": 0}, "line 2: context is 3, not text"),
