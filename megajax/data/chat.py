@@ -199,13 +199,11 @@ class ChatBuilder:
             raise UserError(f"{paths[file]}, line {line}: {self._refusal(int(lengths[worst]), bool(long[worst]))}")
         kept = np.arange(first, last)[weighs & ~long]
         lengths = lengths[weighs & ~long]
-        skipped.update(
-            {why: int(out.sum()) for why, out in ((TOO_LONG, long), (NO_WEIGHT, ~weighs & ~long)) if out.any()}
-        )
+        out = {TOO_LONG: int(long.sum()), NO_WEIGHT: int((~weighs & ~long).sum())}
+        skipped.update({reason: count for reason, count in out.items() if count})
         if not len(kept):
-            raise UserError(
-                f"the {name} split: all of its lines are {TOO_LONG} of {length} tokens, or have {NO_WEIGHT}."
-            )
+            what = f"{TOO_LONG} of {length} tokens, or have {NO_WEIGHT}"
+            raise UserError(f"the {name} split: all of its lines are {what}.")
         packs: Sequence[Sequence[int]] = kept[:, None].tolist()
         if config.packing == "best_fit":
             packs = [kept[pack].tolist() for pack in best_fit(np.minimum(lengths, self.length), self.length)]

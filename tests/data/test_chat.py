@@ -82,15 +82,11 @@ def test_lines_with_nothing_to_learn_are_left_out(tmp_path: Path) -> None:
     rows = splits(path, on_error="skip", packing="lines").train
     assert rows.skipped == {"nothing to learn": 1} and len(rows) == 1
     path = write(tmp_path / "d", [late, chat("a", "b")])
-    with pytest.raises(
-        UserError, match=r"d, line 1: nothing to learn: .* 0 in its first 40 tokens, to which it is cut"
-    ):
+    with pytest.raises(UserError, match=r"d, line 1: nothing to learn: .* 0 in its first 40 tokens, to which"):
         splits(path, cut_long=True)
     rows = splits(path, cut_long=True, on_error="skip").train
     assert rows.skipped == {"nothing to learn": 1} and rows[0]["loss_mask"].sum() == 3
-    with pytest.raises(
-        UserError, match="the train split: all of its lines are longer than a row of 40 tokens, or have"
-    ):
+    with pytest.raises(UserError, match="the train split: all of its lines are longer than a row of 40 tokens, or"):
         splits(write(tmp_path / "e", [nothing]), on_error="skip")
 
 
