@@ -45,12 +45,14 @@ class Choices:
                 if not 0 < len(request.continuation) <= scorer.length:
                     sizes = f"a choice of {len(request.continuation)} tokens; rows of the model have {scorer.length}"
                     raise UserError(f"{where} has {sizes}.")
-                demand_ids(int(np.concatenate(request).max()), scorer, where)
+                demand_ids(np.concatenate(request), scorer, where)
             sizes = np.array([len(choice.encode("utf-8", errors="surrogatepass")) for choice in choices])
             self._questions.append(Question(requests, sizes, line["answer"]))
 
     def __call__(self) -> Figures:
         answers = iter(self._engine([request for question in self._questions for request in question.requests]))
+        cut = iter(self._engine.truncated)
+        contexts = sum(max([next(cut) for _ in question.requests]) for question in self._questions)
         right, right_norm, losses, tokens = list[float](), list[float](), list[float](), list[int]()
         for question in self._questions:
             own = [next(answers) for _ in question.requests]
@@ -60,4 +62,4 @@ class Choices:
             losses.append(-own[question.answer].value)
             tokens.append(own[question.answer].tokens)
         figures = {"accuracy": mean(right), "accuracy_norm": mean(right_norm), "loss": ratio(losses, tokens)}
-        return figures | truncated(self._engine)
+        return figures | truncated(contexts)

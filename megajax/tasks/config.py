@@ -29,7 +29,8 @@ class PerplexityConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextConfig(Builds):
-    """Perplexity of raw text for each token, word and byte. Every document begins after an end-of-document token."""
+    """Perplexity of raw text for each token, word and byte. Every document is scored after a token that begins a
+    sequence, or ends a document where the vocabulary has no such token."""
 
     target: ClassVar[str] = "megajax.tasks.perplexity:Text"
     path: str

@@ -9,7 +9,7 @@ from lm_eval.api.model import TemplateLM
 
 from megajax.config.errors import UserError
 from megajax.tasks.generation import Generation, generate
-from megajax.tasks.loglikelihood import LogLikelihoods, Request
+from megajax.tasks.loglikelihood import LogLikelihoods, Request, start_token, with_prefix
 from megajax.training.scoring import Scorer
 
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -20,7 +20,8 @@ class HarnessModel(TemplateLM):
     """Answers lm-eval's three kinds of requests; every process answers all of them.
 
     Attributes:
-        truncated: contexts that were longer than a row, whose beginning was left out.
+        truncated: contexts that were longer than a row, whose beginning was left out; one that several choices follow
+            counts once.
     """
 
     def __init__(self, scorer: Scorer, generated: int):
@@ -33,6 +34,10 @@ class HarnessModel(TemplateLM):
         return self._scorer.tokenizer.eod
 
     @property
+    def prefix_token_id(self) -> int:
+        return start_token(self._scorer.tokenizer)
+
+    @property
     def max_length(self) -> int:
         return self._scorer.length
 
@@ -41,9 +46,10 @@ class HarnessModel(TemplateLM):
         return self._generated
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids without special tokens."""
-        del add_special_tokens, kwargs
-        return self._scorer.tokenizer.encode(string).tolist()
+        """Ids after those that the tokenizer puts before a text, as lm-eval's HFLM; False: without them."""
+        del kwargs
+        tokenizer = self._scorer.tokenizer
+        return (tokenizer.encode(string) if add_special_tokens is False else with_prefix(tokenizer, string)).tolist()
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Without lm-eval's own progress, of tokenisation."""
@@ -57,7 +63,8 @@ class HarnessModel(TemplateLM):
         del kwargs
         engine = LogLikelihoods(self._scorer)
         answers = engine([Request(np.array(before), np.array(after)) for _, before, after in requests])
-        self.truncated += engine.truncated
+        texts = [text for (text, _, _), cut in zip(requests, engine.truncated, strict=True) if cut]
+        self.truncated += len({text[0] for text in texts})
         return [(answer.value, answer.greedy) for answer in answers]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:

@@ -42,7 +42,7 @@ class Lambada:
             if not 0 < len(request.continuation) <= scorer.length or not len(request.context):
                 sizes = f"{len(request.context)} tokens and an end of {len(request.continuation)}"
                 raise UserError(f"{config.path}, line {number}: has {sizes}; rows of the model have {scorer.length}.")
-            demand_ids(int(np.concatenate(request).max()), scorer, f"{config.path}, line {number}:")
+            demand_ids(np.concatenate(request), scorer, f"{config.path}, line {number}:")
             self._requests.append(request)
 
     def __call__(self) -> Figures:
@@ -53,9 +53,9 @@ class Lambada:
             "perplexity": exponential(mean(losses)),
             "loss": ratio(losses, [answer.tokens for answer in answers]),
         }
-        return figures | truncated(self._engine)
+        return figures | truncated(sum(self._engine.truncated))
 
 
-def truncated(engine: LogLikelihoods) -> dict[str, Figure]:
+def truncated(contexts: int) -> dict[str, Figure]:
     """The number of contexts that were cut off, if there are any."""
-    return {"truncated_contexts": Figure(engine.truncated)} if engine.truncated else {}
+    return {"truncated_contexts": Figure(contexts)} if contexts else {}

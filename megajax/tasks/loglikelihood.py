@@ -31,21 +31,32 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Reques
     """The ids of both texts, as lm-eval cuts them apart.
 
     The texts are encoded together, so that a token may begin with the blank before it; blanks at the end of the context
-    belong to the continuation. Without a context it is the end-of-document token.
+    belong to the continuation. The tokenizer's prefix comes first; without a context, `start_token` alone.
     """
     kept = context.rstrip()
     if not kept:
         whole = tokenizer.encode(context + continuation)
-        return Request(np.array([tokenizer.eod], np.int32), whole)
-    whole, before = tokenizer.encode(context + continuation), tokenizer.encode(kept)
+        return Request(np.array([start_token(tokenizer)], np.int32), whole)
+    whole, before = with_prefix(tokenizer, context + continuation), with_prefix(tokenizer, kept)
     return Request(whole[: len(before)], whole[len(before) :])
 
 
+def with_prefix(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """Ids of a text after the tokenizer's prefix, int32 [N]; the prefix once where the text begins with it."""
+    ids, prefix = tokenizer.encode(text), np.array(tokenizer.prefix, np.int32)
+    return ids if np.array_equal(ids[: len(prefix)], prefix) else np.concatenate([prefix, ids])
+
+
+def start_token(tokenizer: Tokenizer) -> int:
+    """What a text without a context is scored after, as in lm-eval: the beginning of a sequence, else `eod`."""
+    return int(next(iter(tokenizer.prefix), tokenizer.specials.get("bos", tokenizer.eod)))
+
+
 class LogLikelihoods:
-    """Log-likelihoods of requests by one model, and how many contexts were longer than it reads."""
+    """Log-likelihoods of requests by one model, and of which of them the context was longer than it reads."""
 
     def __init__(self, scorer: Scorer):
-        self._scorer, self.truncated = scorer, 0
+        self._scorer, self.truncated = scorer, list[bool]()
 
     def __call__(self, requests: Sequence[Request]) -> list[LogLikelihood]:
         """In the order of the requests. Contexts that do not fit lose tokens at their beginning.
@@ -53,10 +64,10 @@ class LogLikelihoods:
         Raises UserError for an empty continuation or one that is longer than a row.
         """
         asked = [self.window(request) for request in requests]
-        self.truncated = sum(
+        self.truncated = [
             len(window.tokens) < len(request.context) + len(request.continuation)
             for window, request in zip(asked, requests, strict=True)
-        )
+        ]
         return [
             LogLikelihood(answer.log_probability, answer.right == window.counted, window.counted)
             for window, answer in zip(asked, self._scorer.answers(asked), strict=True)

@@ -11,6 +11,7 @@ from megajax.data.splits import Rows
 from megajax.tasks.config import PerplexityConfig, SplitConfig, TextConfig, WikitextConfig
 from megajax.tasks.detokenizers import detokenize
 from megajax.tasks.files import read_lines, read_text
+from megajax.tasks.loglikelihood import start_token
 from megajax.tasks.statistics import exponential, ratio, scaled
 from megajax.training.scoring import Answer, Figure, Figures, Scorer, Window
 
@@ -38,13 +39,15 @@ def windows(tokens: np.ndarray, length: int, stride: int | None) -> Iterator[Win
         yield Window(tokens[first + stride - length : end + 1], end - first)
 
 
-def demand_ids(largest: int, scorer: Scorer, what: str) -> None:
-    """Raises UserError for an id that the model does not have."""
+def demand_ids(tokens: np.ndarray, scorer: Scorer, what: str) -> None:
+    """Raises UserError for an id of `tokens`, int [N], that the model does not have."""
     below = scorer.program.cfg.model.schema()["tokens"].below
-    if below is not None and largest >= below:
+    least, largest = int(tokens.min()), int(tokens.max())
+    if least < 0 or (below is not None and largest >= below):
+        ids = "0 or more" if below is None else f"0 to {below - 1}"
         raise UserError(
-            f"{what} has token {largest}, the model's ids are 0 to {below - 1}: it was made with another tokenizer. "
-            "Prepare it with the run's tokenizer."
+            f"{what} has token {least if least < 0 else largest}, the model's ids are {ids}: it was made with another "
+            "tokenizer. Prepare it with the run's tokenizer."
         )
 
 
@@ -70,7 +73,7 @@ class TokenFiles:
                 raise UserError(f"{path}: has {len(tokens)} tokens; perplexity needs two or more")
             if not np.issubdtype(tokens.dtype, np.integer):
                 raise UserError(f"{path}: holds {tokens.dtype}, not ids of tokens")
-            demand_ids(int(tokens.max()), scorer, path)
+            demand_ids(tokens, scorer, path)
             self._windows += windows(tokens.astype(np.int32), scorer.length, config.stride)
 
     def __call__(self) -> Figures:
@@ -81,7 +84,8 @@ class Text:
     """The figures of all tokens of some documents, and their loss for each word and byte.
 
     A word is what stands between white space, a byte one of UTF-8; both are counted in the documents as they are. This
-    is lm-eval's loglikelihood_rolling, with windows that may overlap.
+    is lm-eval's loglikelihood_rolling, with windows that may overlap, and with one beginning-of-sequence token where
+    lm-eval scores a second.
     """
 
     def __init__(self, config: TextConfig, scorer: Scorer):
@@ -95,11 +99,11 @@ class Text:
         self._bytes = sum(len(document.encode("utf-8", errors="surrogatepass")) for document in documents)
         if not self._words:
             raise UserError(f"{path}: has no words")
-        start, self._windows = np.array([scorer.tokenizer.eod], np.int32), list[Window]()
+        self._windows = list[Window]()
         for document in documents:
-            tokens = np.concatenate([start, scorer.tokenizer.encode(document)])
+            tokens = np.concatenate([[start_token(scorer.tokenizer)], scorer.tokenizer.encode(document)])
+            demand_ids(tokens, scorer, path)
             self._windows += windows(tokens, scorer.length, config.stride)
-        demand_ids(max(int(window.tokens.max()) for window in self._windows), scorer, path)
 
     def __call__(self) -> Figures:
         figures = loss_figures(self._windows, self._scorer.answers(self._windows))
@@ -127,7 +131,7 @@ class Wikitext:
         tokens = scorer.tokenizer.encode(detokenize(text, config.detokenizer))
         if self._words < 2 or len(tokens) < 2:
             raise UserError(f"{config.path}: has {self._words} words and {len(tokens)} tokens, two of both are needed")
-        demand_ids(int(tokens.max()), scorer, config.path)
+        demand_ids(tokens, scorer, config.path)
         self._ratio = (len(tokens) - 1) / (self._words - 1)
         self._windows = list(windows(tokens, scorer.length, config.stride))
 

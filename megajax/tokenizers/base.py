@@ -21,6 +21,8 @@ class Tokenizer(Protocol):
         specials: ids by role, for the roles that the vocabulary has: bos, eos, cls, sep, mask, image, or one of your
             own.
         sentinels: ids of <extra_id_0>, <extra_id_1>, …, which stand for blanks in T5's texts.
+        prefix: ids that the tokenizer by default puts before a text that a model reads, such as the beginning of a
+            sequence; `encode` leaves them out.
         continues: bool [vocabulary], the token continues the word before it; None: words are not known.
         identity: short text that is equal for equal tokenizers wherever their files lie: for the keys of caches.
     """
@@ -31,6 +33,7 @@ class Tokenizer(Protocol):
     specials: Mapping[str, int]
     identity: str
     sentinels: Sequence[int] = ()
+    prefix: Sequence[int] = ()
     continues: np.ndarray | None = None
 
     def token_id(self, token: str) -> int | None:

@@ -1,8 +1,11 @@
 """Tokenizers of the `tokenizers` library: those that Hugging Face saves as tokenizer.json."""
 
 import hashlib
+import json
 import os
 from collections.abc import Sequence
+from itertools import takewhile
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -60,9 +63,35 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         self.specials = usual_specials(vocabulary)
         self.pad = self.specials.pop("pad", None)
         self.sentinels = sentinels_of(vocabulary)
+        self.prefix = self._prefix(os.path.join(os.path.dirname(path), "tokenizer_config.json"))
         if isinstance(self.engine.model, tokenizers.models.WordPiece):
             prefix = self.engine.model.continuing_subword_prefix
             self.continues = np.zeros(self.vocabulary_size, bool)
             self.continues[[number for token, number in vocabulary.items() if token.startswith(prefix)]] = True
         special = "" if config.special_tokens_in_text else ":plain"
         self.identity = f"huggingface:{hashlib.sha256(data).hexdigest()[:16]}:eod={self.eod}{special}"
+
+    def _prefix(self, path: str) -> tuple[int, ...]:
+        """What `add_bos_token` of the tokenizer_config.json says, as transformers reads it; else what the
+        post-processor of tokenizer.json puts before a text.
+
+        Raises UserError for a file that is no JSON object, or a bos_token that the vocabulary lacks.
+        """
+        settings: Any = {}
+        if os.path.isfile(path):
+            try:
+                settings = json.loads(read_file(path, "tokenizer_config.json"))
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{path}: not valid JSON: {error}.") from error
+        if not isinstance(settings, dict):
+            raise UserError(f"{path}: a JSON {type(settings).__name__}, not an object.")
+        if settings.get("add_bos_token") is None:
+            encoding = self.engine.encode("a")
+            marks = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+            return tuple(number for number, _ in takewhile(itemgetter(1), marks))
+        name = settings.get("bos_token")
+        name = name.get("content") if isinstance(name, dict) else name
+        number = self.token_id(name) if isinstance(name, str) else self.specials.get("bos")
+        if settings["add_bos_token"] and number is None:
+            raise UserError(f"{path}: add_bos_token is set, and bos_token, {name!r}, is not in the vocabulary.")
+        return (number,) if settings["add_bos_token"] and number is not None else ()

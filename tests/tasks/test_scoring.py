@@ -117,7 +117,7 @@ def test_a_context_that_does_not_fit_loses_its_beginning():
     context, end = draw.integers(0, VOCABULARY, 30).astype(np.int32), np.array([3, 4], np.int32)
     engine = LogLikelihoods(scorer())
     short, long = engine([Request(context[-15:], end), Request(context, end)])
-    assert engine.truncated == 1
+    assert engine.truncated == [False, True]
     assert short == long
     with pytest.raises(UserError, match="a continuation has 17 tokens, the model scores 1 to 16"):
         engine([Request(end, context[:17])])

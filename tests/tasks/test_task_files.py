@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, UserError
 from megajax.data.indexed import IndexedWriter
 from megajax.tasks.choices import Choices
@@ -16,7 +17,7 @@ from megajax.tasks.command import parse_tasks
 from megajax.tasks.config import ChoicesConfig, LambadaConfig, PerplexityConfig, TextConfig, WikitextConfig
 from megajax.tasks.detokenizers import detokenize
 from megajax.tasks.lambada import Lambada, cloze
-from megajax.tasks.loglikelihood import encode_pair
+from megajax.tasks.loglikelihood import encode_pair, with_prefix
 from megajax.tasks.perplexity import Text, TokenFiles, Wikitext, windows
 from megajax.tasks.statistics import exponential, mean, ratio
 from megajax.tokenizers.config import ByteTokenizerConfig
@@ -142,6 +143,10 @@ def test_token_files_are_one_stream(tmp_path):
     assert figures["loss"].value == pytest.approx(np.mean([loss(int(token)) for token in stream[1:]]))
     with pytest.raises(UserError, match=r"a has token \d+, the model's ids are 0 to 99: it was made with another"):
         TokenFiles(PerplexityConfig(paths=(str(tmp_path / "a"),)), Made(vocabulary=100))
+    with IndexedWriter(tmp_path / "b", np.dtype("<i4")) as writer:
+        writer.add_document([np.array([5, -3, 7], np.int32)])
+    with pytest.raises(UserError, match=r"b has token -3, the model's ids are 0 to 256: it was made with another"):
+        TokenFiles(PerplexityConfig(paths=(str(tmp_path / "b"),)), Made())
 
 
 def test_lambada_cuts_as_megatron_does():
@@ -161,6 +166,53 @@ def test_pairs_are_cut_as_lm_eval_does(context, continuation, expected):
     request = encode_pair(tokenizer, context, continuation)
     before = None if request.context.tolist() == [tokenizer.eod] else tokenizer.decode(request.context)
     assert (before, tokenizer.decode(request.continuation)) == expected
+
+
+def with_bos(prefix: tuple[int, ...] = (1,)) -> Made:
+    scorer = Made()
+    scorer.tokenizer.prefix, scorer.tokenizer.specials = prefix, {"bos": 1}
+    return scorer
+
+
+def test_the_beginning_of_a_sequence_comes_first_where_the_tokenizer_puts_it(tmp_path):
+    tokenizer = with_bos().tokenizer
+    assert with_prefix(tokenizer, "ab").tolist() == with_prefix(tokenizer, "\x01ab").tolist() == [1, 97, 98]
+    assert [part.tolist() for part in encode_pair(tokenizer, "a", " b")] == [[1, 97], [32, 98]]
+    assert [part.tolist() for part in encode_pair(tokenizer, "", " b")] == [[1], [32, 98]]
+    # Without a prefix, only a text without a context begins with it.
+    other = with_bos(()).tokenizer
+    assert [part.tolist() for part in encode_pair(other, "a", " b")] == [[97], [32, 98]]
+    assert [part.tolist() for part in encode_pair(other, "", " b")] == [[1], [32, 98]]
+    scorer, path = with_bos(), write(tmp_path / "a.jsonl", {"text": "a text"})
+    Text(TextConfig(path=path), scorer)()
+    assert scorer.asked[0].tokens.tolist() == [1, *b"a text"] and scorer.asked[0].counted == 6
+    # Megatron-LM's tasks put nothing there.
+    Lambada(LambadaConfig(path=path, strict=True), scorer)()
+    Wikitext(WikitextConfig(path=path, stride=None), scorer)()
+    assert scorer.asked[1].tokens.tolist() == list(b"a text") and scorer.asked[2].tokens[0] == ord("{")
+
+
+def test_lm_eval_sees_the_tokens_of_its_own_models():
+    """HFLM with add_bos_token=None: the tokenizer's default for texts, BOS, else EOS, before empty contexts."""
+    pytest.importorskip("lm_eval", reason="needs the extra eval")
+    model = resolve("megajax.tasks.harness_model:HarnessModel")
+
+    def request(*texts: str) -> SimpleNamespace:
+        return SimpleNamespace(args=texts)
+
+    scorer = with_bos()
+    ours = model(scorer, 4)
+    assert (ours.tok_encode("ab"), ours.tok_encode("ab", add_special_tokens=False)) == ([1, 97, 98], [97, 98])
+    ours.loglikelihood([request("a", " b"), request("", "b")])
+    ours.loglikelihood_rolling([request("ab")])
+    seen = [(window.tokens.tolist(), window.counted) for window in scorer.asked]
+    # A rolling text is scored after BOS, the tokenizer's own one included.
+    assert seen == [([1, 97, 32, 98], 2), ([1, 98], 1), ([1, 1, 97, 98], 3)]
+    long = "a" * 2 * LENGTH
+    ours.loglikelihood([request(long, " b"), request(long, " c"), request("a", " b")])
+    assert ours.truncated == 1
+    assert model(with_bos(()), 4).prefix_token_id == 1
+    assert model(Made(), 4).prefix_token_id == 256
 
 
 def test_choices_are_counted_by_hand(tmp_path):
@@ -186,7 +238,7 @@ def test_choices_are_counted_by_hand(tmp_path):
     assert figures["accuracy"].value == np.mean([a == b for a, b in zip(best, answers, strict=True)])
     assert figures["accuracy_norm"].value == np.mean([a == b for a, b in zip(norm, answers, strict=True)])
     assert figures["accuracy"].count == 3
-    assert figures["truncated_contexts"].value == 3
+    assert figures["truncated_contexts"].value == 1, "of three choices"
     assert best != norm, "the case shows no difference"
 
 

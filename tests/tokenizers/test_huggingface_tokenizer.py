@@ -128,3 +128,42 @@ def test_missing_package_names_the_extra(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match="uv sync --extra tokenizers"):
         HuggingFaceTokenizerConfig(path=path).build()
+
+
+def test_what_it_puts_before_a_text_is_told(trained, tmp_path):
+    """By the post-processor, unless add_bos_token of tokenizer_config.json says it; `encode` leaves it out."""
+    file, settings = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    trained.save(str(file))
+    content = json.loads(file.read_text())
+    size = len(content["model"]["vocab"])
+    names = {"<s>": size, "<t>": size + 1}
+    content["added_tokens"] += [content["added_tokens"][0] | {"id": n, "content": name} for name, n in names.items()]
+    file.write_text(json.dumps(content))
+
+    def prefix() -> list[int]:
+        ours = HuggingFaceTokenizerConfig(path=str(tmp_path)).build()
+        assert ours.encode("it is").tolist() == trained.encode("it is", add_special_tokens=False).ids
+        return list(ours.prefix)
+
+    assert prefix() == []
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [size], "tokens": ["<s>"]}},
+    }
+    file.write_text(json.dumps(content))
+    assert prefix() == [size]
+    for written, expected in (
+        ({"bos_token": "<s>"}, [size]),
+        ({"bos_token": "<s>", "add_bos_token": False}, []),
+        ({"bos_token": {"content": "<t>"}, "add_bos_token": True}, [size + 1]),
+    ):
+        settings.write_text(json.dumps(written))
+        assert prefix() == expected
+    settings.write_text('{"bos_token": "<none>", "add_bos_token": true}')
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: add_bos_token is set, and bos_token, '<none>', is"):
+        prefix()
+    settings.write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: not valid JSON"):
+        prefix()
