@@ -62,6 +62,8 @@ def base(flags: Mapping[str, Any]) -> Source:
     if folder is not None:
         return Source(f"hf:{folder}", resolve("megajax.tasks.foreign:config_of")(folder))
     config = run_folder(run) / "config.yaml"
+    if not config.is_file() and (run / "config.json").is_file():
+        raise UserError(f"--run={run}: there is no {config}, but a config.json as of a Hugging Face model: --hf={run}")
     if not config.is_file():
         raise UserError(f"--run={run}: there is no {config}\nGive the folder of a run, or one step in its checkpoints.")
     return read(str(config), EvaluatedConfig)

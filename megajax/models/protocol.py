@@ -107,6 +107,15 @@ def ids_below(model: ModelConfig) -> int | None:
     return None if tokens is None else tokens.below
 
 
+def demand_causal(model: ModelConfig, where: str = "") -> None:
+    """Raises UserError, which begins with `where`, for a model that gives no probabilities of next tokens."""
+    if not model.ignores_later_positions() or "tokens" not in model.schema():
+        raise UserError(
+            f"{where}{type(model).__name__} is not a causal language model, and tasks are for causal language models: "
+            "its validation loss is what it has"
+        )
+
+
 def counted(model: ModelConfig) -> Literal["tokens", "positions", "rows"]:
     """What `row_positions` counts: tokens where the model reads them, else positions of a sequence, or whole rows."""
     if ids_below(model) is not None:

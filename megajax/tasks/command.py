@@ -20,7 +20,7 @@ from megajax.checkpoint.folder import locate, step_name, steps_in
 from megajax.checkpoint.integrity import MANIFEST
 from megajax.checkpoint.sources import foreign_format
 from megajax.config.dump import flatten
-from megajax.config.errors import ConfigError, Problem
+from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.nearest import did_you_mean, either
 from megajax.config.patch import patch_of, setting
 from megajax.config.tree import assemble, check
@@ -28,6 +28,7 @@ from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.metrics.record import to_json
 from megajax.metrics.runfolder import RunFolder, write_atomically
 from megajax.metrics.text import duration
+from megajax.models.protocol import ids_below
 from megajax.tasks.cache import RequestCache
 from megajax.tasks.config import KINDS, HarnessConfig
 from megajax.tasks.progress import Progress
@@ -67,7 +68,7 @@ def parse_tasks(text: str, include_path: Path | None = None) -> list[Any]:
         kind, *settings = written.split(":")
         if kind not in KINDS:
             near = did_you_mean(kind, KINDS) or f"there are {either(KINDS)}"
-            problems.append(Problem("--tasks", f"{kind} is no task", near))
+            problems.append(Problem("--tasks", f"there is no task {kind}", near))
             continue
         cls, first = KINDS[kind]
         given = [setting(each) for each in settings if re.match(r"\w+=", each)]
@@ -136,7 +137,11 @@ def prepare(cfg: RunConfig, rows: int | None = None) -> tuple[Program, Any]:
     devices = find_devices()
     check(cfg, len(devices))
     mesh = build_mesh(cfg.parallel, devices)
-    tokenizer = build_tokenizer(cfg)
+    try:
+        tokenizer = build_tokenizer(cfg, "give the tokenizer that the weights were trained with")
+    except UserError as error:
+        null = f"--tokenizer.type=NullTokenizerConfig --tokenizer.vocabulary_size={ids_below(cfg.model)}"
+        raise UserError(f"{error}\nperplexity:PREFIX reads tokens and needs no tokenizer: {null}") from error
     demand_kernels(cfg)
     # Batches of training need not fit these devices: those of an evaluation are made to.
     micro_size, shape = rows or cfg.batch.micro_size, mesh.shape

@@ -155,7 +155,7 @@ class EvaluatedConfig(RunConfig):
     """The config of a run that is evaluated, perhaps on other devices than it was trained on."""
 
     def problems(self, devices: int | None = None) -> list[Problem]:
-        """Those of training, without what training alone needs, such as batches that fit the devices."""
+        """Those of training, except for settings that only training uses, such as the batch size."""
         problems = RunConfig.problems(self, devices)
         parts = (*TRAINING_ONLY, "parallel.virtual_stages")
         return [p for p in problems if not any(p.where == part or p.where.startswith(f"{part}.") for part in parts)]

@@ -16,6 +16,7 @@ from jax import Array
 
 from megajax.batch import SAMPLE, Loss, Params, Rows
 from megajax.config.errors import UserError
+from megajax.models.protocol import demand_causal
 from megajax.tokenizers.base import Tokenizer
 from megajax.training.program import Program
 
@@ -100,7 +101,7 @@ class Scorer:
         progress: Callable[[int, int], None] = lambda done, total: None,
     ):
         """Raises UserError for a model that is no causal language model over tokens, or has no `scores`."""
-        demand_causal(program)
+        demand_scores(program)
         self.program, self.tokenizer, self.weights = program, tokenizer, weights
         self.cache, self.stopping, self.progress = cache, stopping, progress
         self.length: int = program.cfg.model.row_positions()
@@ -227,12 +228,11 @@ def scores_of_rows(model: Any, x: Array, batch: Rows, ctx: Any, reduction: Any, 
     return Loss(nothing, nothing, sums)
 
 
-def demand_causal(program: Program) -> None:
-    """Raises UserError for a model that gives no probabilities of next tokens."""
+def demand_scores(program: Program) -> None:
+    """Raises UserError for a model that gives no probabilities of next tokens from tokens alone."""
     model, name = program.cfg.model, type(program.cfg.model).__name__
+    demand_causal(model)
     needed = [leaf for leaf, each in model.schema().items() if leaf not in READ and not each.optional]
-    if not model.ignores_later_positions() or "tokens" not in model.schema():
-        raise UserError(f"tasks are for causal language models, and {name} is none: its validation loss is what it has")
     if needed:
         raise UserError(f"tasks give a model tokens alone, and {name} reads {', '.join(needed)} as well")
     if not hasattr(program.abstract, "scores"):

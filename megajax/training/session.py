@@ -292,15 +292,18 @@ def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
     return Parts(cfg, Program.of(cfg, mesh, options), tokenizer, splits, sets)
 
 
-def build_tokenizer(cfg: RunConfig) -> Tokenizer:
-    """The tokenizer of a run. Raises UserError for one with more tokens than the model has."""
+def build_tokenizer(cfg: RunConfig, remedy: str | None = None) -> Tokenizer:
+    """The tokenizer of a run. Raises UserError for one with more tokens than the model has.
+
+    remedy: what to change then; None: the model's vocabulary.
+    """
     tokenizer = cfg.tokenizer.build()
     demand_members(tokenizer, sorted(members(Tokenizer)), f"the tokenizer of {type(cfg.tokenizer).__name__}")
     vocabulary = ids_below(cfg.model)
     if vocabulary is not None and tokenizer.vocabulary_size > vocabulary:
         raise UserError(
             f"the tokenizer has {tokenizer.vocabulary_size} tokens, model.vocabulary_size is {vocabulary}: "
-            f"set model.vocabulary_size={tokenizer.vocabulary_size}"
+            f"{remedy or f'set model.vocabulary_size={tokenizer.vocabulary_size}'}"
         )
     return tokenizer
 

@@ -287,7 +287,7 @@ def test_what_is_wrong_is_said_before_anything_runs(folder, tmp_path):
         main(["--tasks=split:validation"])
     with pytest.raises(UserError, match=r"there is no .*config\.yaml\nGive the folder of a run"):
         main([f"--run={tmp_path}", "--tasks=split:validation"])
-    with pytest.raises(ConfigError, match=r"perplexty is no task\n.*did you mean perplexity"):
+    with pytest.raises(ConfigError, match=r"there is no task perplexty\n.*did you mean perplexity"):
         main([f"--run={folder / 'run'}", "--tasks=perplexty:a"])
     with pytest.raises(ConfigError, match="--config: evaluate takes no config"):
         main([f"--run={folder / 'run'}", "--config=quickstart.py"])
@@ -301,7 +301,8 @@ def test_a_run_without_checkpoints_and_a_tokenizer_that_does_not_fit(folder, tmp
     with pytest.raises(UserError, match=f"there are no checkpoints to take weights from: {tmp_path} holds none"):
         evaluate(config(folder), asked, all_weights)
     cfg = replace(config(folder), tokenizer=NullTokenizerConfig(vocabulary_size=VOCABULARY + 1))
-    with pytest.raises(UserError, match=f"the tokenizer has {VOCABULARY + 1} tokens, model.vocabulary_size is"):
+    what = f"the tokenizer has {VOCABULARY + 1} tokens, model.vocabulary_size is {VOCABULARY}: give the tokenizer that"
+    with pytest.raises(UserError, match=what):
         evaluate(cfg, asked, all_weights)
     other = config(folder, f"model.hidden={64}")
     with pytest.raises(UserError, match=r"are not this model's:[^$]*  tokens: .*32. there, .*64. here"):
@@ -336,3 +337,23 @@ def test_a_hugging_face_folder_is_evaluated(tmp_path):
     assert results(tmp_path)["lambada"]["loss"]["value"] == pytest.approx(total / 3, rel=1e-5)
     with pytest.raises(UserError, match="there is no folder"):
         main([f"--hf={tmp_path / 'none'}", "--tasks=split:validation"])
+    with pytest.raises(UserError, match=rf"but a config\.json as of a Hugging Face model: --hf={tmp_path}"):
+        main([f"--run={tmp_path}", "--tasks=split:validation"])
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(
+        UserError, match=r"cannot read .*\n.*--tokenizer\.type=NullTokenizerConfig --tokenizer\.vocabul"
+    ):
+        main([*settings, "--tasks=perplexity:none"])
+    null = ["--tokenizer.type=NullTokenizerConfig", f"--tokenizer.vocabulary_size={VOCABULARY}"]
+    with pytest.raises(UserError, match=r"none\.idx"):
+        main([*settings, *null, "--tasks=perplexity:none"])
+
+
+def test_a_folder_of_another_kind_of_model_is_refused(tmp_path):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    safetensors.save_file({"none": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
+    vit = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 32, "image_size": 32}
+    sizes = {"intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(vit | sizes | {"hidden_act": "gelu", "num_labels": 4}))
+    with pytest.raises(UserError, match=r"--hf=.*: \w+ is not a causal language model"):
+        main([f"--hf={tmp_path}", "--tasks=split:validation"])

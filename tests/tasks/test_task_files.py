@@ -294,7 +294,7 @@ def test_tasks_are_read_from_the_command_line(tmp_path):
     ("text", "message"),
     [
         ("", "--tasks: must be given"),
-        ("lambda:x", "lambda is no task\n.*did you mean lambada"),
+        ("lambda:x", "there is no task lambda\n.*did you mean lambada"),
         ("lambada", "--tasks=lambada: path: has no default and is not given"),
         ("lambada:/no/file", "--tasks=lambada: path: there is no file /no/file\n.*nothing is ever fetched"),
         ("perplexity:a:strid=3", "--tasks=perplexity: strid: no such setting"),
