@@ -90,22 +90,25 @@ def test_lines_with_nothing_to_learn_are_left_out(tmp_path: Path) -> None:
         splits(write(tmp_path / "e", [nothing]), on_error="skip")
 
 
-def test_which_lines_weigh_is_told_by_their_rows(tmp_path: Path) -> None:
-    draw, lines = np.random.default_rng(3), []
-    for _ in range(60):
-        talks = [chat("q" * int(draw.integers(1, 30)), "a", "S") for _ in range(int(draw.integers(1, 4)))]
-        for talk in talks:
-            talk["messages"][-1]["weight"] = int(draw.integers(0, 2))
-        lines.append({"messages": [message for talk in talks for message in talk["messages"]]})
-    for multiple in (1, 16):
-        options = {"cut_long": True, "packing": "lines", "pad_multiple": multiple}
-        kept = []
-        for number, line in enumerate(lines):
-            path = write(tmp_path / f"{number}", [line, chat("a", "b")])
-            rows = splits(path, 64, on_error="skip", **options).train
-            assert all(rows[row]["loss_mask"].any() for row in range(len(rows)))
-            kept.append(len(rows) == 2)
-        assert 5 < sum(kept) < 55
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_a_cut_line_is_kept_if_an_answer_lies_before_the_cut(tmp_path: Path, multiple: int) -> None:
+    draw, seen = np.random.default_rng(3), Counter[bool]()
+    for number in range(30):
+        messages, place, expected = [], 0, False
+        for _ in range(int(draw.integers(1, 4))):
+            question, weight = "q" * int(draw.integers(1, 30)), int(draw.integers(0, 2))
+            messages += chat(question, "a", "S")["messages"]
+            messages[-1]["weight"] = weight
+            header = len(f"system: S\nuser: {question}\nassistant: ")
+            expected |= weight > 0 and place + header < 64
+            place += -(-(header + len("a\n|")) // multiple) * multiple
+        path = write(tmp_path / f"{number}", [{"messages": messages}, chat("a", "b")])
+        options = {"cut_long": True, "packing": "lines", "pad_multiple": multiple, "on_error": "skip"}
+        rows = splits(path, 64, **options).train
+        assert len(rows) == 1 + expected
+        assert all(rows[row]["loss_mask"].any() for row in range(len(rows)))
+        seen[expected] += 1
+    assert min(seen[False], seen[True]) > 3
 
 
 DEEP = '{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}"
