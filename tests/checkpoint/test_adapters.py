@@ -340,8 +340,8 @@ def test_convert_gives_adapters_to_a_run_and_back_and_merges_them(
     (adapter / CONFIG).write_text(json.dumps({**config, "base_model_name_or_path": "not/here"}))
     with pytest.raises(UserError, match=r"is of not/here, and there is no such folder: give --base=hf:DIR"):
         main([f"--from=peft:{adapter}", f"--to={tmp_path / 'other'}"])
-    with pytest.raises(UserError, match=rf"only an adapter has a base model, and --from={hf} is not peft:DIR"):
-        main([f"--from={hf}", f"--base={run}", f"--to={tmp_path / 'other'}"])
+    with pytest.raises(UserError, match=rf"only an adapter has a base model, and --from={run} is not peft:DIR"):
+        main([f"--from={run}", f"--base={run}", f"--to={tmp_path / 'other'}"])
     stored = open_source(str(run), (), None, None, merge=False)
     cfg = stored.config(run, []).but(optimizer=AdamWConfig(trainable=("*norm*",)))
     monkeypatch.setattr(stored, "config", lambda run, files: cfg)

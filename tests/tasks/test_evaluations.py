@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lines(folder / "questions.jsonl", questions)
     prefixes = BlendConfig(train_paths=(str(folder / "train"),), valid_paths=(str(folder / "valid"),))
     cfg = RunConfig(
-        model=llama(repeats=1),
+        model=llama(repeats=2),
         data=prefixes,
         tokenizer=NullTokenizerConfig(vocabulary_size=VOCABULARY),
         parallel=ParallelConfig(data=1),

@@ -97,10 +97,10 @@ def read_settings(path: Path) -> AdapterSettings:
             raise TypeError(f"it holds a {type(config).__name__}")
     except OSError as error:
         raise UserError(
-            f"{path.parent} is no adapter folder of PEFT: {CONFIG} can't be read ({error.strerror})"
+            f"{path.parent} is not an adapter folder of PEFT: {CONFIG} can't be read ({error.strerror})"
         ) from error
     except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is no JSON file of settings ({error})") from error
+        raise UserError(f"{path} is not a JSON file of settings ({error})") from error
     allowed = {**REFUSED, "peft_type": "LORA"}
     lacking = [name for name, value in allowed.items() if config.get(name) not in (None, value, [], {})]
     if str(config.get("init_lora_weights")).startswith(SHIFTING):

@@ -64,8 +64,7 @@ def _linear(given: Settings, rope: RopeConfig, length: int) -> RopeConfig:
 
 
 def _llama3(given: Settings, rope: RopeConfig, length: int) -> RopeConfig:
-    del length
-    original = given.count("original_max_position_embeddings")
+    original = given.count("original_max_position_embeddings", length)
     factors = {ours: given.need(name, float) for name, ours in LLAMA3.items() if ours != "original"}
     return _with(rope, scaling=Llama3ScalingConfig(**factors, original=original))
 
