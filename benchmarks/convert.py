@@ -1,4 +1,4 @@
-"""Memory and seconds of converting a large model: made-up weights -> run -> Hugging Face folder, byte for byte.
+"""Memory and seconds of converting a large model: random weights -> run -> Hugging Face folder, byte for byte.
 
     python benchmarks/convert.py [--size=7b] [--folder=DIR]
 

@@ -45,12 +45,12 @@ def sft_qwen3_8b() -> RunConfig:
 
 
 def sft_llama3_8b_debug() -> RunConfig:
-    """sft_llama3_8b in tiny sizes, from fresh weights and on made-up data."""
+    """sft_llama3_8b in tiny sizes, with fresh weights and mock data."""
     return debug_config(sft_llama3_8b(), llama3("debug", sequence_length=64, vocabulary_size=512))
 
 
 def sft_qwen3_8b_debug() -> RunConfig:
-    """sft_qwen3_8b in tiny sizes, from fresh weights and on made-up data."""
+    """sft_qwen3_8b in tiny sizes, with fresh weights and mock data."""
     return debug_config(sft_qwen3_8b(), qwen3("debug", sequence_length=64, vocabulary_size=512))
 
 

@@ -153,7 +153,7 @@ def demand_fit(tensors: Tensors, table: Sequence[Mapped], ignored: Sequence[str]
     for name, tensor in wanted.items():
         if name not in entries:
             near = nearest_names(name, extra, at_most=1)
-            problems.append(f"{name}: not there" + (f"; there is {near[0]}" if near else ""))
+            problems.append(f"{name}: missing" + (f"; did you mean {near[0]}?" if near else ""))
         elif entries[name].shape != tensor.shape():
             problems.append(f"{name}: {list(entries[name].shape)} there, {list(tensor.shape())} by the model's config")
         elif entries[name].dtype.name not in WEIGHT_DTYPES:

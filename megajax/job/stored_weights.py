@@ -85,7 +85,7 @@ def open_weights(name: Path, declared: Mapping[str, ParamSpec], asked: set[str],
 def all_weights(name: Path, program: Program) -> tuple[dict[str, Array], str]:
     """The weights and observations of a run, or of FORMAT:DIR, where `Program.eval_step` takes them; and where from.
 
-    Observations that are not there are zeros. Raises UserError with all weights that are missing or do not fit.
+    Missing observations are zeros. Raises one UserError that lists every weight that is missing or does not fit.
     """
     state = program.state_like()
     likes: dict[str, Any] = {**state.params, **state.observed}
@@ -95,7 +95,7 @@ def all_weights(name: Path, program: Program) -> tuple[dict[str, Array], str]:
     wrong = [f"model.vocabulary_size: {old} there, {new} here"] if old is not None and old != new else []
     for path, one in wanted.items():
         if path not in there:
-            wrong += [f"{path}: not there"] * (path in state.params)
+            wrong += [f"{path}: missing"] * (path in state.params)
         elif not one.fits(there[path]):
             wrong.append(f"{path}: {list(there[path])} there, {list(one.like.shape)} here")
     if wrong:

@@ -117,12 +117,12 @@ class Taking:
             if path not in there:
                 how = self.parts.cfg.model.derived(path, there)
                 if how is None:
-                    wrong.append(f"{path}: not there")
+                    wrong.append(f"{path}: missing")
                 elif misfit := how.problem or _misfit(how, one):
                     wrong.append(f"{path}: {misfit}")
                 else:
                     made[path] = how
-            elif "vocab" in one.spec.axes and self._vocabulary() != self._own_vocabulary():
+            elif "vocab" in one.spec.axes and self._vocabulary() not in (None, self._own_vocabulary()):
                 tables.append(path)
             elif one.fits(there[path]):
                 same[path] = one

@@ -61,7 +61,7 @@ class Asked(NamedTuple):
 def parse_tasks(text: str, include_path: Path | None = None) -> list[Any]:
     """NAME:VALUE[:setting=value...], several with commas between -> configs of tasks.
 
-    VALUE is the setting that is always given, such as a path. Raises ConfigError with all that is wrong.
+    VALUE is the setting that is always given, such as a path. Raises one ConfigError that lists every problem.
     """
     tasks, problems, names = list[Any](), list[Problem](), list[str]()
     for written in filter(None, (part.strip() for part in text.split(","))):

@@ -95,7 +95,7 @@ def continued(opened: MegatronModel, base: RunConfig, run: Path) -> tuple[RunCon
 
 
 def state(opened: MegatronModel, declared: Mapping[str, ParamSpec]) -> dict[str, StateArray]:
-    """What a run's state has beside weights, by name: moments and counts. Observations that are not there are 0."""
+    """What a run's state has beside weights, by name: moments and counts. Missing observations are 0."""
     counts: dict[str, np.ndarray | np.generic] = {
         "step": np.int32(opened.iteration),
         "optimizer.count": np.int32(opened.updates),

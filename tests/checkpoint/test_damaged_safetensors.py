@@ -146,7 +146,7 @@ def test_tensors_off_their_alignment_and_without_elements_are_read(tmp_path) -> 
         ({"a": ""}, "outside of its folder"),
         ({"a": "model.safetensors\0.png"}, "outside of its folder"),
         ({"a": "..\\model.safetensors"}, "outside of its folder"),
-        ({"a": "gone-00001-of-00002.safetensors"}, "not there: gone"),
+        ({"a": "gone-00001-of-00002.safetensors"}, "missing files: gone"),
         ({"a": 7}, "outside of its folder"),
         ({"a": ["model.safetensors"]}, "can't be read"),
         ({"a": None, "b": "model.safetensors"}, "can't be read"),
@@ -199,7 +199,7 @@ def test_what_is_no_file_is_not_read(tmp_path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
     index = {"weight_map": {"a": "model.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"not there: model\.safetensors"):
+    with pytest.raises(UserError, match=r"missing files: model\.safetensors"):
         SafetensorsFolder(tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(UserError, match=r"holds no \.safetensors files"):
@@ -242,7 +242,7 @@ def test_a_missing_name_shows_the_nearest(tmp_path) -> None:
     tensors = write_llama(tmp_path / "llama", num_hidden_layers=1)
     tensors["model.layers.0.self_attn.query_proj.weight"] = tensors.pop("model.layers.0.self_attn.q_proj.weight")
     save_file(tensors, tmp_path / "llama/model.safetensors")
-    expected = r"self_attn.q_proj.weight: not there; there is model.layers.0.self_attn.query_proj.weight"
+    expected = r"self_attn.q_proj.weight: missing; did you mean model.layers.0.self_attn.query_proj.weight"
     with pytest.raises(UserError, match=expected):
         open_model(tmp_path / "llama")
 

@@ -123,7 +123,7 @@ CASES: Mapping[str, tuple[Mapping[str, Any], Shapes]] = {
 
 
 def read(kind: str, **settings: Any) -> Any:
-    """The model of a config.json. Raises UserError with all that is refused."""
+    """The model of a config.json. Raises one UserError that lists every unsupported setting."""
     given = Settings({"model_type": kind, **settings})
     family = family_of(given)
     model = family.model(given)

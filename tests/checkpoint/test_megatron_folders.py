@@ -235,7 +235,7 @@ def test_a_path_in_the_metadata_of_shards_is_refused(tmp_path: Path) -> None:
     for name, message in (
         (b"../../x/y.pt", "was refused: it says that .* outside of its folder"),
         (b"/etc/a.distc", "was refused: it says that .* outside of its folder"),
-        (b"__7_0.distcp", "is in __7_0.distcp, which is not there"),
+        (b"__7_0.distcp", "is in __7_0.distcp, which is missing"),
     ):
         metadata.write_bytes(data.replace(b"__0_0.distcp", name))
         with pytest.raises(UserError, match=message):

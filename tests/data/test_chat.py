@@ -57,7 +57,7 @@ def test_a_row_of_two_conversations(tmp_path: Path) -> None:
 
 
 def test_answers_may_have_weights(tmp_path: Path) -> None:
-    """The end of a conversation has that of its last message. A weight that is none is told with its line."""
+    """The end token has the weight of the last message. An invalid weight is reported with its line."""
     talk = {"messages": chat("a?", "bc")["messages"] + chat("d?", "ef")["messages"]}
     talk["messages"][1]["weight"], talk["messages"][3]["weight"] = 0, 0.25
     row = splits(write(tmp_path / "c", [talk]), 60).train[0]

@@ -29,7 +29,7 @@ HIDDEN = 12
 SETTINGS = LayerSettings(layout=Layout(Plan.of(ParallelConfig())), hidden=HIDDEN, std=0.02, output_std=0.01)
 RNG = np.random.default_rng(0)
 ANYWHERE = Context(jnp.zeros((2, 3), jnp.int32), jnp.arange(3))
-"""What a feed-forward layer is told of its tokens, which these do not use."""
+"""The context that feed-forward layers are called with; these layers do not use it."""
 
 
 def weighted(config, dtype=np.float32):

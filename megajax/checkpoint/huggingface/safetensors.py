@@ -182,7 +182,7 @@ class SafetensorsFolder:
         if outside := [file for file in files if not _plain(file)]:
             raise UserError(f"{index} names files outside of its folder: {', '.join(map(ascii, outside))}")
         if absent := [file for file in files if not (index.parent / file).is_file()]:
-            raise UserError(f"{index} names files that are not there: {', '.join(absent)}")
+            raise UserError(f"{index} names missing files: {', '.join(absent)}")
         return {index.parent / file: [name for name, where in names.items() if where == file] for file in files}
 
 

@@ -117,7 +117,7 @@ class ShardedFolder:
         if not isinstance(file, str) or Path(file).name != file or file in (".", ".."):
             raise UserError(f"{self.where} was refused: it says that {name} is in {file!r}, outside of its folder")
         if file not in self._present:
-            raise UserError(f"{self.where} says that {name} is in {file}, which is not there")
+            raise UserError(f"{self.where} says that {name} is in {file}, which is missing")
         if info.get("transform_descriptors"):
             raise UserError(f"{self.folder / file} is compressed ({info['transform_descriptors']}): save it without")
 
