@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.layers.config import AttentionConfig
 from megajax.layers.context import Context
 from megajax.layers.core_attention import CoreAttention
+from megajax.layers.decoding import Cache, attend_to_cache
 from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, param
 from megajax.mesh.copies import copy_heads
 
@@ -42,12 +43,24 @@ class Attention(nnx.Module):
         self.core = CoreAttention(cfg, settings, scale=settings.score_scale(size) if cfg.scale is None else cfg.scale)
 
     def __call__(self, x: Array, ctx: Context) -> Array:
+        q, k, v = self.positioned(x, ctx)
+        q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
+        return self.combined(self.core(q, k, v, ctx), x)
+
+    def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
+        """The tokens of a decoding step, [T, 1, D] -> [T, 1, D]; cache: "key" and "value" of all rows."""
+        q, k, v = self.positioned(x, ctx)
+        new, axis = {"key": k, "value": v}, "kv_heads"
+        mixed, cache = attend_to_cache(self.core, q, new, cache, ctx, axis, v.shape[-1])
+        return self.combined(mixed, x), cache
+
+    def positioned(self, x: Array, ctx: Context) -> tuple[Array, Array, Array]:
+        """`project`, with queries and keys normalised and rotated."""
         q, k, v = self.project(x)
         q, k = self.normalised(q, k)
         if self.rope is not None:
             q, k = self.rope(q, ctx.positions), self.rope(k, ctx.positions)
-        q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
-        return self.combined(self.core(q, k, v, ctx), x)
+        return q, k, v
 
     def normalised(self, q: Array, k: Array) -> tuple[Array, Array]:
         """Queries [B, S, N, H] and keys [B, T, K, H] after `qk_norm`."""

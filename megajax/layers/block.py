@@ -1,16 +1,23 @@
 """Residual blocks."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.config.errors import UserError
+from megajax.layers.cache_facts import below
 from megajax.layers.config import BlockConfig, FeedForwardBlockConfig, MixerBlockConfig
 from megajax.layers.config.cross import CrossBlockConfig
 from megajax.layers.config.residual import ResidualBlock
 from megajax.layers.context import Context, dropout
+from megajax.layers.decoding import Cache
 from megajax.layers.param import LayerSettings
+
+type Apply = Callable[[str, Array], Array]
+"""(name of a sub-layer, its input) -> its output."""
 
 MIXER_PLACE, MLP_PLACE, CROSS_PLACE = 2, 3, 4
 PLACES = {MIXER_PLACE: "mixer", MLP_PLACE: "mlp", CROSS_PLACE: "cross"}
@@ -22,6 +29,27 @@ class Residual(nnx.Module):
 
     def __init__(self, cfg: ResidualBlock, settings: LayerSettings):
         self.rate, self.layout = cfg.dropout, settings.layout
+
+    def __call__(self, x: Array, ctx: Context) -> Array:
+        return self.residual(x, ctx, lambda name, x: getattr(self, name)(x, ctx))
+
+    def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
+        """The tokens of a decoding step, [T, 1, D] -> [T, 1, D]; cache: leaves by sub-layer and name, "mixer.key"."""
+        cache = dict(cache)
+
+        def apply(name: str, x: Array) -> Array:
+            layer, own = getattr(self, name), below(cache, name)
+            if not own:
+                return layer(x, ctx)
+            y, own = layer.step(x, own, ctx)
+            cache.update({f"{name}.{leaf}": array for leaf, array in own.items()})
+            return y
+
+        return self.residual(x, ctx, apply), cache
+
+    def residual(self, x: Array, ctx: Context, apply: Apply) -> Array:
+        """The residual lines of the block, for training and decoding alike."""
+        raise NotImplementedError
 
     def whole(self, normed: Array) -> Array:
         """A norm's output, of which every device of `tensor` gets the whole sequence."""
@@ -56,11 +84,11 @@ class Block(Residual):
         scale = cfg.layer_scale
         self.mixer_scale, self.mlp_scale = (None if scale is None else scale.build(settings) for _ in range(2))
 
-    def __call__(self, x: Array, ctx: Context) -> Array:
-        mixed = self.mixer(self.whole(self.mixer_norm(x)), ctx)
+    def residual(self, x: Array, ctx: Context, apply: Apply) -> Array:
+        mixed = apply("mixer", self.whole(self.mixer_norm(x)))
         mixed = mixed if self.mixer_scale is None else self.mixer_scale(mixed)
         x = checkpoint_name(x + self.drop(mixed, x, ctx, MIXER_PLACE), "residual")
-        y = self.mlp(self.entering(self.mlp, self.mlp_norm(x)), ctx)
+        y = apply("mlp", self.entering(self.mlp, self.mlp_norm(x)))
         return x + self.drop(y if self.mlp_scale is None else self.mlp_scale(y), x, ctx, MLP_PLACE)
 
 
@@ -72,8 +100,8 @@ class MixerBlock(Residual):
         self.mixer_norm = cfg.norm.build(settings)
         self.mixer = cfg.mixer.build(settings)
 
-    def __call__(self, x: Array, ctx: Context) -> Array:
-        return x + self.drop(self.mixer(self.whole(self.mixer_norm(x)), ctx), x, ctx, MIXER_PLACE)
+    def residual(self, x: Array, ctx: Context, apply: Apply) -> Array:
+        return x + self.drop(apply("mixer", self.whole(self.mixer_norm(x))), x, ctx, MIXER_PLACE)
 
 
 class FeedForwardBlock(Residual):
@@ -84,18 +112,18 @@ class FeedForwardBlock(Residual):
         self.mlp_norm = cfg.norm.build(settings)
         self.mlp = cfg.mlp.build(settings)
 
-    def __call__(self, x: Array, ctx: Context) -> Array:
-        return x + self.drop(self.mlp(self.entering(self.mlp, self.mlp_norm(x)), ctx), x, ctx, MLP_PLACE)
+    def residual(self, x: Array, ctx: Context, apply: Apply) -> Array:
+        return x + self.drop(apply("mlp", self.entering(self.mlp, self.mlp_norm(x))), x, ctx, MLP_PLACE)
 
 
 class PostNormBlock(Block):
     """Post-normalised residual block, [B, S, D] -> [B, S, D], laid out (batch, seq_residual, embed)."""
 
-    def __call__(self, x: Array, ctx: Context) -> Array:
-        mixed = self.mixer(self.layout.act(x, "batch", "seq", "embed"), ctx)
+    def residual(self, x: Array, ctx: Context, apply: Apply) -> Array:
+        mixed = apply("mixer", self.layout.act(x, "batch", "seq", "embed"))
         x = checkpoint_name(self.mixer_norm(x + self.drop(mixed, x, ctx, MIXER_PLACE)), "residual")
         entering = x if getattr(self.mlp, "own_positions", False) else self.layout.act(x, "batch", "seq", "embed")
-        return self.mlp_norm(x + self.drop(self.mlp(entering, ctx), x, ctx, MLP_PLACE))
+        return self.mlp_norm(x + self.drop(apply("mlp", entering), x, ctx, MLP_PLACE))
 
 
 class CrossBlock(Block):
@@ -106,9 +134,9 @@ class CrossBlock(Block):
         self.cross_norm = cfg.norm.build(settings)
         self.cross = cfg.cross.build(settings)
 
-    def __call__(self, x: Array, ctx: Context) -> Array:
-        mixed = self.mixer(self.whole(self.mixer_norm(x)), ctx)
+    def residual(self, x: Array, ctx: Context, apply: Apply) -> Array:
+        mixed = apply("mixer", self.whole(self.mixer_norm(x)))
         x = checkpoint_name(x + self.drop(mixed, x, ctx, MIXER_PLACE), "residual")
-        crossed = self.cross(self.whole(self.cross_norm(x)), ctx)
+        crossed = apply("cross", self.whole(self.cross_norm(x)))
         x = checkpoint_name(x + self.drop(crossed, x, ctx, CROSS_PLACE), "residual")
-        return x + self.drop(self.mlp(self.entering(self.mlp, self.mlp_norm(x)), ctx), x, ctx, MLP_PLACE)
+        return x + self.drop(apply("mlp", self.entering(self.mlp, self.mlp_norm(x))), x, ctx, MLP_PLACE)

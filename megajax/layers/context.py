@@ -1,6 +1,6 @@
 """What layers know about the tokens besides their activations, and dropout derived from it."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,8 @@ class Context(NamedTuple):
 
     splice: Array | None = None
     """int32 [B, S]: place in `memory` of what stands at a position instead of its token; -1: the token."""
+    rows: Any = None
+    """In a decoding step, which tokens belong to the same row: a `megajax.layers.decoding.StepRows`."""
 
     def for_layer(self, layer: Array | int) -> "Context":
         """The context with each row's key folded with the number of the layer."""

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.layers.config import LatentAttentionConfig, YarnScalingConfig
 from megajax.layers.context import Context
 from megajax.layers.core_attention import CoreAttention
+from megajax.layers.decoding import Cache, attend_to_cache
 from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, param
 
 
@@ -51,23 +52,47 @@ class LatentAttention(nnx.Module):
     def __call__(self, x: Array, ctx: Context) -> Array:
         q, k, v = self.project(x, ctx)
         q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
-        mixed = self.core(q, k, v, ctx)
+        return self.combined(self.core(q, k, v, ctx))
+
+    def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
+        """The tokens of a decoding step, [T, 1, D] -> [T, 1, D]; cache: "key" of all rows, latent and position part.
+
+        The latent is the one key-value head: the keys' matrix multiplies queries, and the values' matrix the result
+        (DeepSeek-AI 2024, section 2.1.2).
+        """
+        heads, content = ("batch", "seq", "heads", "head_dim"), self.cfg.content_dim
+        q = self.queries(x, ctx)
+        q_latent = self.layout.dot("bsnc,rnc->bsnr", q[..., :content], self.key, *heads)
+        q = jnp.concatenate([q_latent, q[..., content:]], axis=-1)
+        new = {"key": jnp.concatenate([self.latent(x)[:, :, None], self.position_part(x, ctx)], axis=-1)}
+        mixed, cache = attend_to_cache(self.core, q, new, cache, ctx, None, self.cfg.key_value_rank)
+        return self.combined(self.layout.dot("bsnr,rnu->bsnu", mixed, self.value, *heads)), cache
+
+    def combined(self, mixed: Array) -> Array:
+        """Values of all heads [B, S, N, U] -> the layer's output [B, S, D]."""
         y = self.layout.dot("bsnu,nud->bsd", mixed, self.output, "batch", "seq_residual", "embed")
         return self.layout.add_bias(y, self.output_bias[...]) if self.cfg.bias else y
 
     def project(self, x: Array, ctx: Context) -> tuple[Array, Array, Array]:
         """[B, S, D] -> queries and keys [B, S, N, C + P], rotated, and values [B, S, N, U]."""
-        dot, content = self.layout.dot, self.cfg.content_dim
-        heads = ("batch", "seq", "heads", "head_dim")
-        latent = self.latent(x)
+        dot, heads, latent = self.layout.dot, ("batch", "seq", "heads", "head_dim"), self.latent(x)
         k = dot("bsr,rnc->bsnc", latent, self.key, *heads)
         v = dot("bsr,rnu->bsnu", latent, self.value, *heads)
-        q = dot("bsr,rnh->bsnh", self.query_latent(x), self.query, *heads)
-        place = dot("bsd,dp->bsp", x, self.position_key, "batch", "seq", None)
+        place = self.position_part(x, ctx)
+        place = jnp.broadcast_to(place, (*k.shape[:3], place.shape[-1]))
+        return self.queries(x, ctx), jnp.concatenate([k, place], axis=-1), v
+
+    def queries(self, x: Array, ctx: Context) -> Array:
+        """[B, S, D] -> [B, S, N, C + P], rotated."""
+        content = self.cfg.content_dim
+        q = self.layout.dot("bsr,rnh->bsnh", self.query_latent(x), self.query, "batch", "seq", "heads", "head_dim")
+        return jnp.concatenate([q[..., :content], self.rope(q[..., content:], ctx.positions)], axis=-1)
+
+    def position_part(self, x: Array, ctx: Context) -> Array:
+        """[B, S, D] -> the part of keys with positions [B, S, 1, P], rotated, the same for all heads."""
+        place = self.layout.dot("bsd,dp->bsp", x, self.position_key, "batch", "seq", None)
         place = (place + self.position_key_bias[...][None, None] if self.cfg.latent_bias else place)[:, :, None]
-        place = jnp.broadcast_to(self.rope(place, ctx.positions), (*k.shape[:3], place.shape[-1]))
-        q = jnp.concatenate([q[..., :content], self.rope(q[..., content:], ctx.positions)], axis=-1)
-        return q, jnp.concatenate([k, place], axis=-1), v
+        return self.rope(place, ctx.positions)
 
     def latent(self, x: Array) -> Array:
         """[B, S, D] -> what keys and values are made of [B, S, R]."""

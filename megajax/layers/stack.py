@@ -1,6 +1,7 @@
 """A stack of residual blocks: patterns that are scanned, with what the backward pass saves chosen by name."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -12,8 +13,10 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.batch import Params
+from megajax.layers.cache_facts import below
 from megajax.layers.config import StackConfig, shared_bias
 from megajax.layers.context import Context
+from megajax.layers.decoding import Cache
 from megajax.layers.lora import drop_inputs
 from megajax.layers.param import LayerSettings, bind, path_of, stacked
 from megajax.layers.remat import Recomputing, SavePolicy
@@ -149,6 +152,36 @@ class Stack(nnx.Module):
 
             x = jax.lax.scan(step, x, (rows, layers), unroll=span.unroll)[0]
         return x
+
+    def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
+        """The tokens of a decoding step, [T, 1, D] -> [T, 1, D]; cache: leaves by block, "0.mixer.key".
+
+        The cache is carried through the scans: as their inputs and results it would be copied.
+        """
+        for segment in self.segments:
+            x, cache = self.segment_step(segment, x, dict(cache), ctx)
+        return x, cache
+
+    def segment_step(self, segment: Segment, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
+        """`step` of one segment."""
+        weights, ctx = self.in_order(), ctx._replace(bias=self.common().get("relative.table"))
+        places = self.places(segment, 0, 1, segment.repeats)
+        parts = [nnx.split(self.blocks[place.block]) for place in places]
+
+        def repeat(carry: tuple[Array, Cache], number: Array) -> tuple[tuple[Array, Cache], None]:
+            x, cache = carry
+            for place, (graph, state) in zip(places, parts, strict=True):
+                row, used = place.start + number * place.stride, {}
+                for names, leaf in nnx.to_flat_state(state):
+                    path = path_of(names, leaf)
+                    w = jax.lax.dynamic_index_in_dim(weights[f"{place.block}.{path}"], row, keepdims=False)
+                    used[path] = self.layout.gather(w, leaf.axes[1:])
+                block, own = bind(nnx.merge(graph, state), used), below(cache, str(place.block))
+                x, own = block.step(x, own, ctx._replace(rows=replace(ctx.rows, layer=row)))
+                cache = {**cache, **{f"{place.block}.{name}": leaf for name, leaf in own.items()}}
+            return (x, cache), None
+
+        return jax.lax.scan(repeat, (x, cache), jnp.arange(segment.repeats))[0]
 
     def spans(self, repeats: int, first: int | None = None) -> list[Span]:
         """How layers are differentiated: all there are, or in a pipeline a chunk of that many repeats.

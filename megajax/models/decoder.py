@@ -10,6 +10,7 @@ from jax import Array, lax
 from megajax.batch import SAMPLE, Loss, Rows
 from megajax.kernels.cross_entropy import Objective
 from megajax.layers.context import Context, dropout, keys_of_rows
+from megajax.layers.decoding import Cache
 from megajax.layers.embedding import (
     VocabularyLoss,
     embed,
@@ -77,6 +78,13 @@ class DecoderLM(nnx.Module):
     def hidden_states(self, tokens: Array, ctx: Context) -> Array:
         """tokens int32 [B, S] -> normalised output of the stack [B, S, D]."""
         return self.final_norm(self.stack(self.enter(self.embed_tokens(tokens), ctx), ctx))
+
+    def step(self, tokens: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
+        """The tokens of a decoding step, int32 [T, 1] -> output of the stack [T, 1, D], and the cache.
+
+        ctx: positions int32 [T, 1], and `rows`; cache: leaves by block, as `Stack.step` has them.
+        """
+        return self.stack.step(self.enter(self.embed_tokens(tokens), ctx), cache, ctx)
 
     def embed(self, batch: Rows) -> Array:
         """The tokens' rows of the table [B, S, D], the part of the way in that is cut over devices."""
@@ -181,6 +189,10 @@ class DecoderLM(nnx.Module):
     def scores(self, x: Array, labels: Array) -> tuple[Array, Array]:
         """`token_scores` from the output of the stack [B, S, D] on; see `megajax.models.protocol.ScoringModel`."""
         return self.token_scores(self.final_norm(x), labels)
+
+    def next_logits(self, x: Array) -> Array:
+        """Output of the stack [T, 1, D] -> logits of the next token, float32 [T, 1, vocabulary_size]."""
+        return self.logits(self.final_norm(x))
 
     def logits(self, x: Array) -> Array:
         """Hidden states [B, S, D] -> float32 [B, S, vocabulary_size]."""

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 from megajax.batch import Array, Loss, Rows, Schema
 from megajax.config.errors import Problem, UserError, demand_members
+from megajax.layers.cache_facts import CacheLeaf
 from megajax.layers.config import StackConfig
 from megajax.layers.segments import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
@@ -59,6 +60,14 @@ class ModelConfig(Protocol):
         Then a row may be padded at its end.
         """
         return False
+
+    def cache_leaves(self, tensor: int) -> tuple[CacheLeaf, ...]:
+        """What layers keep of earlier tokens while text is generated, by block: "0.mixer.key".
+
+        tensor: devices that share the heads. Raises UserError for a model that does not generate.
+        """
+        del tensor
+        raise UserError(f"{type(self).__name__} does not generate text: see docs/inference.md")
 
     def sampler(self) -> str | None:
         """What shows the work of a trained model: a name in `megajax.inference.sample.SAMPLERS`; none: nothing.
@@ -190,6 +199,21 @@ class ScoringModel(Model, Protocol):
         x: from the last section's output on, as for `loss`; labels int32 [B, S]. Called by all stages of a pipeline
         with the same x; the results are the same on all.
         """
+        ...
+
+
+class GeneratingModel(Model, Protocol):
+    """A model that generates text with a cache of earlier tokens."""
+
+    def step(self, tokens: Array, cache: Mapping[str, Array], ctx: Any) -> tuple[Array, Mapping[str, Array]]:
+        """The tokens of a decoding step, int32 [T, 1] -> the last section's output [T, 1, D], and the cache.
+
+        ctx: a `megajax.layers.context.Context` with positions and `rows`.
+        """
+        ...
+
+    def next_logits(self, x: Array) -> Array:
+        """That output -> logits of the next token, float32 [T, 1, V]."""
         ...
 
 

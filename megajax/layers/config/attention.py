@@ -8,6 +8,7 @@ from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.config.nearest import divisors_of
 from megajax.kernels.capability import BACKENDS, Choice, Device, Kernel, Request, choose
+from megajax.layers.cache_facts import CacheLeaf, cached_heads
 from megajax.layers.config.norm import NormConfig, RMSNormConfig, above_zero
 from megajax.layers.config.position import RelativeBiasConfig, RopeConfig
 from megajax.layers.facts import Elements, KernelWork, Matmul, MultiplyAdds, Side, Weight, prefixed
@@ -266,6 +267,11 @@ class AttentionConfig(MultiHeadConfig):
             Matmul(inputs=Elements(cut=queries), outputs=whole, result="residual"),
         )
 
+    def cache_leaves(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
+        """Keys and values of earlier tokens."""
+        shape = (cached_heads(self.groups(), tensor), self.size(hidden))
+        return tuple(CacheLeaf(name, shape, ("kv_heads", None)) for name in ("key", "value"))
+
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
         """Those of the matmuls, and of scores and values."""
         pairs = self.per_pair(hidden)
@@ -382,6 +388,11 @@ class LatentAttentionConfig(MultiHeadConfig):
         if self.norm is not None and query is not None:
             weights += prefixed("query_norm", self.norm.weights(query, None))
         return (*weights, *self.kernel_weights())
+
+    def cache_leaves(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
+        """The latent of earlier tokens and the part of their keys with positions, whole on every device."""
+        del hidden, tensor
+        return (CacheLeaf("key", (1, self.key_value_rank + self.position_dim), (None, None)),)
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
         """All that leads to queries, keys and values, as one matrix with as many elements; the output."""

@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 
 from megajax.batch import Leaf
 from megajax.config.builds import Builds
-from megajax.config.errors import Problem
+from megajax.config.errors import Problem, UserError
+from megajax.layers.cache_facts import CacheLeaf, stack_leaves
 from megajax.layers.config import (
     LARGEST,
     AnyBlockConfig,
@@ -284,6 +285,12 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
     def ignores_later_positions(self) -> bool:
         """Whether all its blocks are causal."""
         return all(getattr(mixer, "causal", True) for mixer in self.own_mixers().values())
+
+    def cache_leaves(self, tensor: int) -> tuple[CacheLeaf, ...]:
+        """What its layers keep. Raises UserError unless all its blocks are causal."""
+        if not self.ignores_later_positions():
+            raise UserError(f"{type(self).__name__} does not generate text: its layers read later tokens too")
+        return stack_leaves(self.stack, self.hidden, tensor)
 
     def sampler(self) -> str | None:
         """It continues a text."""

@@ -1,0 +1,66 @@
+"""The arrays of the cache: a pool of blocks for tokens, and slots for rows.
+
+Each leaf that mixers declare (`megajax.layers.cache_facts`) is one array for all layers that have it: of tokens
+[layers, blocks, block, ...], of rows [layers, slots, ...]. Data-parallel replicas each have a part of the blocks and
+slots, and number them from 0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+
+from megajax.layers.cache_facts import CacheLeaf
+from megajax.mesh.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheSize:
+    """What a replica has room for."""
+
+    blocks: int
+    block: int
+    """Tokens of a block."""
+    slots: int
+    """Rows that run at the same time."""
+
+    def tokens(self) -> int:
+        """Tokens in all blocks."""
+        return self.blocks * self.block
+
+
+def token_bytes(leaves: Sequence[CacheLeaf], dtype: str) -> int:
+    """Bytes of a token in all layers and on all devices that share its heads."""
+    return _bytes([leaf for leaf in leaves if leaf.per == "token"], dtype)
+
+
+def row_bytes(leaves: Sequence[CacheLeaf], dtype: str) -> int:
+    """Bytes of a row, beside those of its tokens."""
+    return _bytes([leaf for leaf in leaves if leaf.per == "row"], dtype)
+
+
+def like_cache(
+    leaves: Sequence[CacheLeaf], size: CacheSize, dtype: str, mesh: Mesh, layout: Layout, replicas: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and shardings of the cache, by name of the leaf."""
+    cache = {}
+    for leaf in leaves:
+        first = (size.blocks, size.block) if leaf.per == "token" else (size.slots,)
+        shape = (leaf.layers, replicas * first[0], *first[1:], *leaf.shape)
+        axes = (None, "batch", *[None] * (len(first) - 1), *leaf.axes)
+        sharding = NamedSharding(mesh, layout.plan.compute.spec(axes))
+        cache[leaf.name] = jax.ShapeDtypeStruct(shape, leaf.dtype or dtype, sharding=sharding)
+    return cache
+
+
+def empty_cache(like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
+    """Zeros, each device its own part."""
+    return {name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for name, leaf in like.items()}
+
+
+def _bytes(leaves: Sequence[CacheLeaf], dtype: str) -> int:
+    return sum(leaf.layers * prod(leaf.shape) * jnp.dtype(leaf.dtype or dtype).itemsize for leaf in leaves)

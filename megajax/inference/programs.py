@@ -1,0 +1,196 @@
+"""The compiled steps of an engine: the model on tokens of many rows, with its cache, and the choice of next tokens.
+
+Every step that the engine may run is compiled before the first request, one program for each bucket of shapes and each
+way to choose tokens.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+
+from megajax.batch import Params
+from megajax.inference.cache import CacheSize, empty_cache, like_cache
+from megajax.inference.pack import Bucket, Step, StepArrays, bucket_for, joined, pack
+from megajax.kernels.paged import PagedKernel
+from megajax.layers.cache_facts import CacheLeaf
+from megajax.layers.context import Context
+from megajax.layers.decoding import Cache, StepRows
+from megajax.layers.param import bind
+from megajax.mesh.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model on a mesh, with the weights that its layers use."""
+
+    cfg: Any
+    """A `megajax.models.protocol.ModelConfig`."""
+    model: nnx.Module
+    """Abstract."""
+    weights: Params
+    """By path, in the compute dtype."""
+    mesh: Mesh
+    layout: Layout
+
+
+class Chooser(Protocol):
+    """A way to choose the next tokens; hashable."""
+
+    def like(self, rows: int) -> Any:
+        """A pytree of the arrays per row that it needs, each [rows, ...], as jax.ShapeDtypeStruct."""
+        ...
+
+    def __call__(self, layout: Layout, logits: Array, inputs: Any) -> Any:
+        """Logits float32 [rows, V] and those arrays -> a pytree of arrays [rows, ...]."""
+        ...
+
+
+class Ran(NamedTuple):
+    """A step that was handed to the device."""
+
+    bucket: Bucket
+    chosen: Any
+    """What the chooser gave, arrays on the device; replica after replica, `bucket.sampled` rows of each."""
+
+    def row(self, replica: int, place: int, *, prompt: bool = False) -> int:
+        """The row of `chosen` of a row that decodes, by its place in `Step.decode`, or of the prompt."""
+        return replica * self.bucket.sampled + (self.bucket.rows if prompt else place)
+
+
+def buckets_up_to(rows: int, chunk: int, *, invariant: bool = False) -> tuple[Bucket, ...]:
+    """Powers of 2 up to `rows`, each with and without a prompt of `chunk` tokens.
+
+    invariant: the largest with a prompt alone, so that every token is computed in the same shapes whatever else runs.
+    """
+    counts = [rows]
+    # A step of one token would copy the pool: XLA makes a dynamic-update-slice of a scatter of one row.
+    while counts[-1] > 2 and not invariant:
+        counts.append(max(2, 1 << (counts[-1] - 1).bit_length() - 1))
+    chunks = (chunk,) if invariant else (0, chunk)
+    return tuple(sorted(Bucket(count, own) for count in counts for own in chunks))
+
+
+class Programs:
+    """The device's side of an engine: what `megajax.inference.engine.Engine` runs its steps on."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        size: CacheSize,
+        *,
+        buckets: Sequence[Bucket],
+        choosers: Sequence[Chooser],
+        length: int,
+        dtype: str,
+        kernel: PagedKernel,
+    ):
+        """length: most tokens of a row, prompt and answer; dtype: of the cache."""
+        self.loaded, self.size, self.buckets, self.length, self.kernel = loaded, size, tuple(buckets), length, kernel
+        self.choosers = tuple(choosers)
+        shape = loaded.mesh.shape
+        self.replicas = shape["data"] * shape["expert"]
+        self.leaves: tuple[CacheLeaf, ...] = loaded.cfg.cache_leaves(shape["tensor"])
+        self.width = -(-length // size.block)
+        like = like_cache(self.leaves, size, dtype, loaded.mesh, loaded.layout, self.replicas)
+        self.cache = empty_cache(like)
+        self.compiled: dict[tuple[Bucket, Chooser], Callable[..., Any]] = {}
+
+    @property
+    def rows(self) -> int:
+        """Most rows of a replica that decode in a step."""
+        return max(bucket.rows for bucket in self.buckets)
+
+    @property
+    def chunk(self) -> int:
+        """Most tokens of a prompt in a step."""
+        return max(bucket.chunk for bucket in self.buckets)
+
+    @property
+    def prefix_sharing(self) -> bool:
+        """Whether rows may share blocks: not where layers keep a state per row."""
+        return all(leaf.per == "token" for leaf in self.leaves)
+
+    def compile(self) -> Iterator[tuple[Bucket, Chooser]]:
+        """Compiles every program; gives each after it was compiled."""
+        for bucket in self.buckets:
+            for chooser in self.choosers:
+                self.compiled[bucket, chooser] = self.lowered(bucket, chooser).compile()
+                yield bucket, chooser
+
+    def lowered(self, bucket: Bucket, chooser: Chooser) -> jax.stages.Lowered:
+        """The step of a bucket, before it is compiled."""
+        loaded = self.loaded
+
+        def step(weights: Params, cache: Cache, arrays: StepArrays, inputs: Any) -> tuple[Any, Cache]:
+            model = bind(loaded.model, weights)
+            logits, cache = next_logits(model, loaded.layout, cache, arrays, bucket.groups(), self.kernel)
+            return chooser(loaded.layout, logits, inputs), cache
+
+        with jax.set_mesh(loaded.mesh):
+            weights, cache = (jax.tree.map(_like, tree) for tree in (loaded.weights, self.cache))
+            inputs = jax.tree.map(self._rows_like, chooser.like(self.replicas * bucket.sampled))
+            return jax.jit(step, donate_argnums=1).lower(weights, cache, self.like(bucket), inputs)
+
+    def run(self, work: Sequence[Step | None], chooser: Chooser, inputs: Callable[[Bucket], Any]) -> Ran:
+        """One step of each replica.
+
+        inputs: bucket -> the chooser's arrays, replica after replica, `bucket.sampled` rows of each.
+        """
+        bucket = bucket_for(work, self.buckets)
+        arrays = joined([pack(step, bucket, block=self.size.block, width=self.width) for step in work])
+        program = self.compiled.get((bucket, chooser))
+        if program is None:
+            program = self.compiled[bucket, chooser] = self.lowered(bucket, chooser).compile()
+        chosen, self.cache = program(self.loaded.weights, self.cache, arrays, inputs(bucket))
+        return Ran(bucket, chosen)
+
+    def like(self, bucket: Bucket) -> StepArrays:
+        """Shapes and shardings of the arrays of a step."""
+        tokens, groups = self.replicas * bucket.tokens, bucket.groups()
+        column, each = self._like((tokens, 1)), [self.replicas * rows for rows, _ in groups]
+        tables = tuple(self._like((rows, self.width)) for rows in each)
+        counts = tuple(self._like((rows,)) for rows in each)
+        last = self._like((self.replicas * bucket.sampled,))
+        return StepArrays(column, column, self._like((tokens,)), tables, counts, counts, last)
+
+    def _like(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        spec = self.loaded.layout.plan.compute.spec(("batch", *[None] * (len(shape) - 1)))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.loaded.mesh, spec))
+
+    def _rows_like(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return self._like(leaf.shape, leaf.dtype)
+
+
+def next_logits(
+    model: Any,
+    layout: Layout,
+    cache: Mapping[str, Array],
+    arrays: StepArrays,
+    groups: tuple[tuple[int, int], ...],
+    kernel: PagedKernel,
+) -> tuple[Array, Cache]:
+    """Logits float32 [sampled rows, V] of the tokens `arrays.last`, and the cache with this step's tokens."""
+    rows = StepRows(
+        groups=groups,
+        kernel=kernel,
+        slots=arrays.slots,
+        tables=arrays.tables,
+        counts=arrays.counts,
+        states=arrays.states,
+        layer=jnp.int32(0),
+    )
+    ctx = Context(arrays.positions, jnp.zeros(1, jnp.int32), rows=rows)
+    x, cache = model.step(arrays.tokens, cache, ctx)
+    token = ("batch", None, None)
+    take = layout.island(lambda x, last: x[last], (token, ("batch",)), token)
+    return model.next_logits(take(x, arrays.last))[:, 0], cache
+
+
+def _like(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

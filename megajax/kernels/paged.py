@@ -1,0 +1,175 @@
+"""Attention to a paged cache: the reference, and a loop over tiles with the same signature.
+
+Keys and values of all rows are in one pool of blocks; a row's table names its blocks, in order. A step computes a few
+queries of each row: one where the row decodes, several where it is a prompt.
+
+R rows, W queries of each, N query heads, K key-value heads (N a multiple of K), H head size, U size of a value head,
+P blocks of the pool, M blocks of a row's table.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+type PagedKernel = Literal["reference", "tiled"]
+type Bias = Callable[[Array], Array]
+"""int32 [...], the key's position minus the query's -> [..., N]: what is added to the scores of each head."""
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["keys", "values", "key_scales", "value_scales"],
+    meta_fields=["value_size"],
+)
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """Keys and values of all blocks; a pytree."""
+
+    keys: Array
+    """[P, block, K, H]."""
+    values: Array | None
+    """[P, block, K, U]; None: the first `value_size` elements of keys."""
+    value_size: int
+    """U."""
+    key_scales: Array | None = None
+    """[P, block, K]: what 8-bit keys are multiplied by; None: keys are stored as they are."""
+    value_scales: Array | None = None
+
+    def read(self, blocks: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
+        """Keys and values of these blocks, int32 [R, m] -> [R, m * block, K, H] and [R, m * block, K, U] in dtype."""
+        keys = _dequantized(_rows(self.keys, blocks), self.key_scales, blocks, dtype)
+        if self.values is None:
+            return keys, keys[..., : self.value_size]
+        return keys, _dequantized(_rows(self.values, blocks), self.value_scales, blocks, dtype)
+
+
+class Attend(Protocol):
+    """What a kernel for a paged cache is."""
+
+    def __call__(
+        self,
+        q: Array,
+        pools: Pools,
+        table: Array,
+        positions: Array,
+        *,
+        scale: float,
+        window: int | None = None,
+        sink: Array | None = None,
+        bias: Bias | None = None,
+    ) -> Array:
+        """q [R, W, N, H], table int32 [R, M], positions int32 [R, W] -> [R, W, N, U] in q's dtype.
+
+        A query at position p attends to the keys of its row at positions 0 to p, or to the last `window` before p and
+        p itself. The keys of the step are in the pool already. A query at a negative position attends to nothing; its
+        output is 0. window, sink and bias are as in `megajax.kernels.attention`.
+        """
+        ...
+
+
+def reference(
+    q: Array,
+    pools: Pools,
+    table: Array,
+    positions: Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    sink: Array | None = None,
+    bias: Bias | None = None,
+) -> Array:
+    """Gathers all blocks of every table. See `Attend`."""
+    k, v = pools.read(table, q.dtype)
+    scores = _scores(q, k, positions, jnp.arange(k.shape[1]), scale, window, bias)
+    column = jnp.full(q.shape[2], -jnp.inf) if sink is None else sink.astype(jnp.float32)
+    column = jnp.broadcast_to(column.reshape(1, *scores.shape[1:3], 1, 1), (*scores.shape[:-1], 1))
+    # With a sink the sum is never 0; without one it is for a query that sees no key.
+    highest = jnp.maximum(scores.max(-1, keepdims=True), column)
+    finite = jnp.where(jnp.isneginf(highest), 0.0, highest)
+    weights = jnp.exp(scores - finite)
+    total = weights.sum(-1, keepdims=True) + jnp.exp(column - finite)
+    weights = weights / jnp.where(total > 0, total, 1)
+    return _joined(jnp.einsum("rkgwl,rlku->rkgwu", weights.astype(v.dtype), v), q)
+
+
+def tiled(
+    q: Array,
+    pools: Pools,
+    table: Array,
+    positions: Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    sink: Array | None = None,
+    bias: Bias | None = None,
+    tile: int = 64,
+) -> Array:
+    """Walks over tiles of about `tile` positions, up to the end of the longest row. See `Attend`.
+
+    A wide table costs nothing, and each row's sums have the same order whatever the other rows are: a tile behind a
+    row's end adds zeros.
+    """
+    rows, width, heads, _ = q.shape
+    block, groups = pools.keys.shape[1:3]
+    per = max(1, tile // block)
+    step, table = per * block, jnp.pad(table, ((0, 0), (0, -table.shape[1] % per)))
+
+    def one(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        highest, total, mixed = carry
+        k, v = pools.read(lax.dynamic_slice_in_dim(table, number * per, per, axis=1), q.dtype)
+        scores = _scores(q, k, positions, number * step + jnp.arange(step), scale, window, bias)
+        higher = jnp.maximum(highest, scores.max(-1))
+        finite = jnp.where(jnp.isneginf(higher), 0.0, higher)
+        weights, shrink = jnp.exp(scores - finite[..., None]), jnp.exp(highest - finite)
+        product = jnp.einsum("rkgwl,rlku->rkgwu", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return higher, total * shrink + weights.sum(-1), mixed * shrink[..., None] + product
+
+    shape = (rows, groups, heads // groups, width)
+    if sink is None:
+        highest, total = jnp.full(shape, -jnp.inf), jnp.zeros(shape)
+    else:
+        first = sink.astype(jnp.float32).reshape(1, groups, -1, 1)
+        highest, total = jnp.broadcast_to(first, shape), jnp.ones(shape)
+    lowest = jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions).min()
+    first = 0 if window is None else jnp.maximum(lowest - window, 0) // step
+    zero = (highest, total, jnp.zeros((*shape, pools.value_size)))
+    _, total, mixed = lax.fori_loop(first, (positions.max() + step) // step, one, zero)
+    return _joined(mixed / jnp.where(total > 0, total, 1)[..., None], q)
+
+
+KERNELS: Mapping[PagedKernel, Attend] = MappingProxyType({"reference": reference, "tiled": tiled})
+
+
+def _rows(pool: Array, blocks: Array) -> Array:
+    return pool[blocks].reshape(blocks.shape[0], -1, *pool.shape[2:])
+
+
+def _dequantized(x: Array, scales: Array | None, blocks: Array, dtype: jnp.dtype) -> Array:
+    if scales is None:
+        return x.astype(dtype)
+    return (x.astype(jnp.float32) * _rows(scales, blocks)[..., None].astype(jnp.float32)).astype(dtype)
+
+
+def _scores(
+    q: Array, k: Array, positions: Array, at: Array, scale: float, window: int | None, bias: Bias | None
+) -> Array:
+    """float32 [R, K, N/K, W, L] for the keys at positions `at` int32 [L]; -inf where the query does not see the key."""
+    rows, width, heads, size = q.shape
+    split = q.reshape(rows, width, k.shape[2], heads // k.shape[2], size)
+    scores = jnp.einsum("rwkgh,rlkh->rkgwl", split, k, preferred_element_type=jnp.float32) * scale
+    before = positions[..., None] - at[None, None]
+    if bias is not None:
+        scores = scores + jnp.moveaxis(bias(-before).astype(jnp.float32), -1, 1).reshape(scores.shape)
+    seen = before >= 0 if window is None else (before >= 0) & (before <= window)
+    return jnp.where((seen & (positions[..., None] >= 0))[:, None, None], scores, -jnp.inf)
+
+
+def _joined(mixed: Array, q: Array) -> Array:
+    """[R, K, N/K, W, U] -> [R, W, N, U] in q's dtype."""
+    return jnp.moveaxis(mixed, 3, 1).reshape(*q.shape[:3], mixed.shape[-1]).astype(q.dtype)

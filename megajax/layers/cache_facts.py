@@ -1,0 +1,61 @@
+"""What mixers keep of earlier tokens while text is generated; importing this imports neither jax nor flax."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Literal
+
+from megajax.config.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLeaf:
+    """An array of the cache, as a layer declares it."""
+
+    name: str
+    """Path below the layer: "key"."""
+    shape: tuple[int, ...]
+    """Of one token, or of one row."""
+    axes: tuple[str | None, ...]
+    """Logical axes, one for each dimension."""
+    per: Literal["token", "row"] = "token"
+    """A leaf for each token is in blocks of the pool; one for each row is of constant size, in a slot of the row."""
+    dtype: str | None = None
+    """None: that of the cache."""
+    layers: int = 1
+    """Layers that are stacked along a leading dimension."""
+
+    @property
+    def size(self) -> int:
+        """Elements of one token, or of one row, in all layers."""
+        return self.layers * prod(self.shape)
+
+
+def cached_heads(groups: int, tensor: int) -> int:
+    """Key-value heads in the cache: copied to the devices of `tensor` where they are fewer."""
+    return max(groups, tensor)
+
+
+def stack_leaves(stack: Any, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
+    """Those of all layers of a stack config; names are below the stack's blocks: "0.mixer.key".
+
+    hidden: size of the residual stream; tensor: devices that share the heads. Raises UserError for a mixer that only
+    trains.
+    """
+    leaves: list[CacheLeaf] = []
+    for number, (block, layers) in enumerate(stack.stored()):
+        for place, mixer in block.mixers().items():
+            if not hasattr(mixer, "cache_leaves"):
+                raise UserError(
+                    f"{type(mixer).__name__} cannot generate text: it has no cache_leaves, which say what it keeps of "
+                    "earlier tokens, and its module no step; see docs/inference.md"
+                )
+            own: Sequence[CacheLeaf] = mixer.cache_leaves(hidden, tensor)
+            leaves += [replace(leaf, name=f"{number}.{place}.{leaf.name}", layers=len(layers)) for leaf in own]
+    return tuple(leaves)
+
+
+def below[V](values: Mapping[str, V], prefix: str) -> dict[str, V]:
+    """Those whose names begin with the prefix and a dot, by the rest of their names."""
+    start = f"{prefix}."
+    return {name.removeprefix(start): value for name, value in values.items() if name.startswith(start)}

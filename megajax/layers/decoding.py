@@ -1,0 +1,122 @@
+"""The rows of a decoding step, and attention to a paged cache.
+
+A step is flat: T tokens, each a row of the batch with one position, [T, 1]. Embedding, norms, projections and
+feed-forwards need to know nothing more. Mixers read from `StepRows` which tokens belong to the same row.
+
+A step has groups of rows, each with the same number of tokens: rows that decode have one, a prompt has several. Cache
+leaves are stacked over layers: [layers, blocks, block, ...] of tokens and [layers, slots, ...] of rows. With several
+replicas along the mesh axes of `batch`, every array holds them one after another, and numbers of tokens, blocks and
+slots count within a replica.
+
+R rows of a group, W tokens of each, M blocks of a table, N query heads, K key-value heads, H head size.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from megajax.kernels.paged import KERNELS, PagedKernel, Pools
+from megajax.layers.context import Context
+from megajax.layers.core_attention import CoreAttention
+from megajax.layers.relative import bucket
+
+type Cache = Mapping[str, Array]
+"""Leaves by name, as the layer's config declares them (`CacheLeaf`), each with a leading dimension of layers."""
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["slots", "tables", "counts", "states", "layer"],
+    meta_fields=["groups", "kernel"],
+)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRows:
+    """Where the tokens of a step belong. A pytree; shapes are those of one replica."""
+
+    groups: tuple[tuple[int, int], ...]
+    """Of each group its rows and the tokens of each; their tokens stand one after another."""
+    kernel: PagedKernel
+    slots: Array
+    """int32 [T]: block * block size + place, where a token's keys are written; past the pool for no token."""
+    tables: tuple[Array, ...]
+    """For each group int32 [R, M]: the row's blocks."""
+    counts: tuple[Array, ...]
+    """For each group int32 [R]: tokens that the row has in this step, at most W; 0: no row."""
+    states: tuple[Array, ...]
+    """For each group int32 [R]: the row's slot in leaves of rows; past the last slot for no row."""
+    layer: Array
+    """int32 []: number of the layer along the leading dimension of the cache."""
+
+    def parts(self) -> list[slice]:
+        """The tokens of each group."""
+        parts, first = [], 0
+        for rows, width in self.groups:
+            parts.append(slice(first, first + rows * width))
+            first += rows * width
+        return parts
+
+    def axes(self) -> Any:
+        """The same pytree with the logical axes of each array."""
+        row, count = (("batch", None),) * len(self.groups), (("batch",),) * len(self.groups)
+        axes: dict[str, Any] = {"slots": ("batch",), "tables": row, "counts": count, "states": count, "layer": ()}
+        return StepRows(groups=self.groups, kernel=self.kernel, **axes)
+
+
+def rows_of(ctx: Context) -> StepRows:
+    """The rows of the step. Raises ValueError outside of one."""
+    if ctx.rows is None:
+        raise ValueError("ctx.rows is None: `step` of a layer runs inside the step of its model")
+    return ctx.rows
+
+
+def attend_to_cache(
+    core: CoreAttention, q: Array, new: Cache, cache: Cache, ctx: Context, kv_axis: str | None, value_size: int
+) -> tuple[Array, Cache]:
+    """Writes the keys and values of this step's tokens, then attends to the rows: an island, without collectives.
+
+    q [T, 1, N, H]; new: leaves "key" and, unless values are the first `value_size` elements of keys, "value", each
+    [T, 1, K, .]; cache: the same leaves in blocks. Returns [T, 1, N, value_size] and the cache.
+    """
+    step, cfg, weights = rows_of(ctx), core.cfg, core.weights(ctx)
+    axes = {name: (*[None] * (w.ndim - 1), "heads") for name, w in weights.items()}
+
+    def local(
+        q: Array, new: Cache, cache: Cache, step: StepRows, positions: Array, weights: Mapping[str, Array]
+    ) -> tuple[Array, Cache]:
+        written = {name: write(leaf, new[name][:, 0], step) for name, leaf in cache.items()}
+        blocks = written["key"].shape[1]
+        # A view: indexing the pool by layer would copy it.
+        flat = {name: leaf.reshape(-1, *leaf.shape[2:]) for name, leaf in written.items()}
+        sink, bias = jnp.zeros(q.shape[2]) if cfg.sink == "zero" else weights.get("sink"), core.bias
+        mixed = []
+        for (rows, width), part, table, count in zip(step.groups, step.parts(), step.tables, step.counts, strict=True):
+            present = jnp.arange(width)[None] < count[:, None]
+            out = KERNELS[step.kernel](
+                q[part].reshape(rows, width, *q.shape[2:]),
+                Pools(flat["key"], flat.get("value"), value_size),
+                step.layer * blocks + table,
+                jnp.where(present, positions[part].reshape(rows, width), -1),
+                scale=core.scale,
+                window=cfg.window,
+                sink=sink,
+                bias=None if bias is None else lambda after: weights["table"][bucket(bias, after)],
+            )
+            mixed.append(out.reshape(rows * width, 1, *out.shape[2:]))
+        return jnp.concatenate(mixed), written
+
+    heads, keyed = ("batch", None, "heads", None), ("batch", None, kv_axis, None)
+    pools = dict.fromkeys(cache, (None, "batch", None, kv_axis, None))
+    ins: tuple[Any, ...] = (heads, dict.fromkeys(new, keyed), pools, step.axes(), ("batch", None), axes)
+    return core.layout.island(local, ins, (heads, pools))(q, new, cache, step, ctx.positions, weights)
+
+
+def write(leaf: Array, x: Array, step: StepRows) -> Array:
+    """leaf [layers, blocks, block, ...] with x [T, ...] at the step's slots. In place, where the leaf is donated."""
+    size = leaf.shape[2]
+    at = leaf.at[step.layer, step.slots // size, step.slots % size]
+    return at.set(x.astype(leaf.dtype), mode="drop", unique_indices=True)

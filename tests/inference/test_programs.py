@@ -1,0 +1,183 @@
+"""Compiled steps give the logits of the trainer's forward, for any mix of prompts and decoding rows."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from megajax.inference.cache import CacheSize
+from megajax.inference.pack import Bucket
+from megajax.inference.programs import LoadedModel, Programs, buckets_up_to
+from megajax.layers.config import (
+    AttentionConfig,
+    BlockConfig,
+    GatedMLPConfig,
+    LatentAttentionConfig,
+    RelativeBiasConfig,
+    RMSNormConfig,
+    RopeConfig,
+    StackConfig,
+)
+from megajax.layers.param import bind, initial_values, specs
+from megajax.layers.segments import SegmentsConfig
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.mesh import build_mesh
+from megajax.mesh.rules import Plan
+from megajax.models.config import DecoderConfig
+
+BLOCK, CHUNK, LENGTH, VOCABULARY = 4, 8, 32, 250
+HEADS = AttentionConfig(heads=4, kv_heads=2, kernel="reference")
+ROPE = RopeConfig()
+
+
+def decoder(*mixers: Any, repeats: int = 1, **more: Any) -> DecoderConfig:
+    """A stack of these mixers, repeated."""
+    blocks = tuple(BlockConfig(mixer=mixer, mlp=GatedMLPConfig(ffn=48)) for mixer in mixers)
+    stack = StackConfig(pattern=blocks, repeats=repeats)
+    return DecoderConfig(
+        hidden=32, vocabulary_size=VOCABULARY, sequence_length=LENGTH, stack=stack, init_std=0.3, **more
+    )
+
+
+def hybrid() -> DecoderConfig:
+    """Layers that are no repeated pattern."""
+    whole = decoder(replace(HEADS, rope=ROPE), replace(HEADS, rope=ROPE, window=5), replace(HEADS, rope=ROPE))
+    return replace(whole, stack=SegmentsConfig.of(whole.stack.pattern))
+
+
+LATENT = LatentAttentionConfig(
+    heads=4, query_rank=24, key_value_rank=32, content_dim=16, position_dim=8, value_dim=16, kernel="reference"
+)
+SHARED = replace(HEADS, qk_norm=RMSNormConfig(), relative=RelativeBiasConfig(shared=True))
+MODELS = {
+    "gpt": decoder(replace(HEADS, kv_heads=None, bias=True), repeats=2, learned_positions=True),
+    "llama": decoder(replace(HEADS, rope=ROPE), repeats=2),
+    "window, sinks, gate": decoder(
+        replace(HEADS, rope=ROPE, window=5, sink="learned"), replace(HEADS, sink="zero", gate=True)
+    ),
+    "relative biases": decoder(SHARED, repeats=2),
+    "latent": decoder(LATENT, repeats=2),
+    "segments": hybrid(),
+}
+
+
+class Logits(NamedTuple):
+    """Gives the logits themselves."""
+
+    def like(self, rows: int) -> tuple[()]:
+        del rows
+        return ()
+
+    def __call__(self, layout: Layout, logits: jax.Array, inputs: tuple[()]) -> jax.Array:
+        del layout, inputs
+        return logits
+
+
+@dataclass(eq=False)
+class Row:
+    tokens: list[int]
+    blocks: list[int]
+    slot: int
+
+
+@dataclass
+class Step:
+    decode: list[tuple[Row, int]] = field(default_factory=list)
+    prompts: list[tuple[Row, int, int]] = field(default_factory=list)
+
+
+def loaded(cfg: DecoderConfig, sizes: dict[str, int], seed: int = 0) -> LoadedModel:
+    """The model with weights that are no special case: gains and biases are not 1 and 0."""
+    parallel = ParallelConfig(**{"data": 1, "data_sharding": "replicate", **sizes})
+    mesh = build_mesh(parallel, jax.devices()[: int(np.prod(list(sizes.values()) or [1]))])
+    layout, draw = Layout(Plan.of(parallel)), np.random.default_rng(seed)
+    abstract = nnx.eval_shape(lambda: cfg.build(layout))
+    weights = {}
+    for path, value in initial_values(declared := specs(abstract), seed).items():
+        noise = 0.0 if declared[path].role == "weight" else 0.1 * draw.standard_normal(value.shape)
+        spec = layout.plan.compute.spec(declared[path].axes)
+        weights[path] = jax.device_put(jnp.asarray(value + noise, jnp.float32), NamedSharding(mesh, spec))
+    return LoadedModel(cfg, abstract, weights, mesh, layout)
+
+
+def whole_logits(model: LoadedModel, tokens: np.ndarray) -> np.ndarray:
+    """Of the trainer's forward pass over whole rows."""
+    with jax.set_mesh(model.mesh):
+        run = jax.jit(lambda weights, tokens: bind(model.model, weights)(tokens))
+        return np.asarray(run(model.weights, tokens))
+
+
+def work_of(rows: list[Row], prompts: list[int]) -> list[Step]:
+    """Prompts in chunks, one a step, while rows before decode; then all decode to their ends."""
+    done, steps = [0] * len(rows), []
+    while any(count < len(row.tokens) for count, row in zip(done, rows, strict=True)):
+        step = Step()
+        for number, row in enumerate(rows):
+            left, first = prompts[number] - done[number], done[number]
+            if left > 0 and not step.prompts:
+                step.prompts.append((row, first, min(left, CHUNK)))
+                done[number] += min(left, CHUNK)
+            elif left <= 0 and first < len(row.tokens):
+                step.decode.append((row, first))
+                done[number] += 1
+        steps.append(step)
+    return steps
+
+
+LAYOUTS = [("llama", {"tensor": 4}), ("llama", {"data": 2, "tensor": 2}), ("latent", {"data": 2, "tensor": 2})]
+QUICK = ("window, sinks, gate", {}), ("segments", {}), LAYOUTS[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        pytest.param(name, sizes, marks=() if (name, sizes) in QUICK else pytest.mark.slow)
+        for name, sizes in [*((name, {}) for name in MODELS), *LAYOUTS]
+    ],
+)
+def test_steps_give_the_logits_of_the_trainer(name: str, sizes: dict[str, int]) -> None:
+    model, replicas = loaded(MODELS[name], sizes), sizes.get("data", 1)
+    draw = np.random.default_rng(1)
+    tokens = draw.integers(0, VOCABULARY, (3 * replicas, LENGTH)).astype(np.int32)
+    expected = whole_logits(model, tokens)
+    programs = Programs(
+        model,
+        CacheSize(blocks=3 * LENGTH // BLOCK, block=BLOCK, slots=3),
+        buckets=[Bucket(3, 0), Bucket(3, CHUNK)],
+        choosers=[Logits()],
+        length=LENGTH,
+        dtype="float32",
+        kernel="tiled",
+    )
+    lengths, prompts, schedules, owners = [LENGTH, 21, 9], [19, 3, 8], [], []
+    for replica in range(replicas):
+        blocks = draw.permutation(programs.size.blocks).reshape(3, -1)
+        own = tokens[3 * replica : 3 * replica + 3]
+        rows = [Row(own[n, : lengths[n]].tolist(), blocks[n].tolist(), n) for n in range(3)]
+        schedules.append(work_of(rows, prompts))
+        owners += rows
+    compared = 0
+    for work in zip(*schedules, strict=True):
+        ran = programs.run(work, Logits(), lambda _: ())
+        logits = np.asarray(ran.chosen)
+        for replica, step in enumerate(work):
+            parts = [(row, at, ran.row(replica, n)) for n, (row, at) in enumerate(step.decode)]
+            parts += [(row, at + count - 1, ran.row(replica, 0, prompt=True)) for row, at, count in step.prompts]
+            for row, at, place in parts:
+                wanted = expected[owners.index(row), at]
+                np.testing.assert_allclose(logits[place], wanted, atol=1e-5 * np.abs(expected).max())
+                compared += 1
+    assert compared == 37 * replicas
+    assert set(programs.compiled) <= {(bucket, Logits()) for bucket in programs.buckets}
+
+
+def test_buckets() -> None:
+    assert buckets_up_to(8, 16) == tuple(Bucket(rows, chunk) for rows in (2, 4, 8) for chunk in (0, 16))
+    assert buckets_up_to(12, 16, invariant=True) == (Bucket(12, 16),)
+    assert [bucket.rows for bucket in buckets_up_to(12, 4)][::2] == [2, 4, 8, 12]
