@@ -1,0 +1,96 @@
+"""Every setting of a request at both edges of its limit."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from megajax.inference.request import BIASES, LIMITS, STOP_CHARACTERS, STOP_TOKENS, STOPS, Sampling
+
+
+def wrong(**settings: Any) -> list[str]:
+    return [problem.where for problem in Sampling(**settings).problems()]
+
+
+def alone(name: str, value: Any) -> dict[str, Any]:
+    """The setting with what it needs beside it."""
+    beside: Mapping[str, dict[str, Any]] = {"min_tokens": {"max_tokens": 2**20}, "n": {"best_of": None}}
+    return {**beside.get(name, {}), name: value}
+
+
+def test_the_defaults_are_valid() -> None:
+    assert wrong() == []
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_both_edges_of_every_number(name: str) -> None:
+    limit = LIMITS[name]
+    step = 1 if limit.kind is int else 1e-9
+    inside = [limit.least + step if limit.above else limit.least, limit.most]
+    outside = [limit.least if limit.above else limit.least - step, limit.most + (1 if limit.kind is int else 1e-6)]
+    for value in inside:
+        assert wrong(**alone(name, limit.kind(value))) == []
+    for value in outside:
+        assert wrong(**alone(name, limit.kind(value))) == [name]
+
+
+@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.parametrize("value", [True, "5", [1], {}, math.nan, math.inf, -math.inf, 10**12])
+def test_no_number_takes_another_type_or_what_is_not_finite(name: str, value: Any) -> None:
+    if name == "seed" and value == 10**12:
+        return
+    assert wrong(**{name: value}) == [name]
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_only_optional_numbers_may_be_none(name: str) -> None:
+    assert wrong(**{name: None}) == ([] if LIMITS[name].optional else [name])
+
+
+def test_integers_are_not_fractions() -> None:
+    assert wrong(max_tokens=1.5) == ["max_tokens"]
+    assert wrong(temperature=1) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("stop", ("a",) * STOPS, ("a",) * (STOPS + 1)),
+        ("stop", ("a" * STOP_CHARACTERS,), ("a" * (STOP_CHARACTERS + 1),)),
+        ("stop", (), ("",)),
+        ("stop", ("a",), "a"),
+        ("stop", ("a",), (1,)),
+        ("stop_tokens", (0, 2**31 - 1), (-1,)),
+        ("stop_tokens", (0,) * STOP_TOKENS, (0,) * (STOP_TOKENS + 1)),
+        ("stop_tokens", (1,), (True,)),
+        ("logit_bias", {0: -100, 5: 100.0}, {0: 101}),
+        ("logit_bias", dict.fromkeys(range(BIASES), 0.5), dict.fromkeys(range(BIASES + 1), 0.5)),
+        ("logit_bias", {}, {"a": 1}),
+        ("logit_bias", {}, {1: math.nan}),
+        ("logit_bias", {}, [1]),
+        ("ignore_eos", True, 1),
+    ],
+)
+def test_what_is_no_number(name: str, good: Any, bad: Any) -> None:
+    assert wrong(**{name: good}) == []
+    assert wrong(**{name: bad}) == [name]
+
+
+def test_settings_that_contradict_each_other() -> None:
+    assert wrong(min_tokens=3, max_tokens=2) == ["min_tokens"]
+    assert wrong(n=3, best_of=2) == ["best_of"]
+    assert wrong(beams=4, best_of=4) == ["best_of"]
+    assert wrong(beams=2, n=3) == ["n"]
+    assert wrong(beams=3, n=3) == []
+
+
+def test_messages_give_both_values_and_stay_short() -> None:
+    (problem,) = Sampling(top_p=0).problems()
+    assert str(problem) == "top_p: must be above 0 and at most 1, got 0"
+    (problem,) = Sampling(max_tokens="9" * 10**6).problems()  # ty: ignore[invalid-argument-type]
+    assert len(str(problem)) < 150
+
+
+def test_numbers_of_answers() -> None:
+    assert (Sampling(n=3).choices(), Sampling(n=2, best_of=5).choices()) == (3, 5)
