@@ -173,7 +173,7 @@ class TokenScore(NamedTuple):
     logprob: float
     """Of the model's own distribution: before temperature, penalties and cut-offs."""
     rank: int | None
-    """Number of tokens that were more likely; None: not computed."""
+    """1 + the number of tokens that were more likely; None: not computed."""
     top: tuple[tuple[int, float], ...]
     """The most likely tokens and their log-probabilities, the most likely first."""
 

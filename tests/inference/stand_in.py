@@ -1,0 +1,88 @@
+"""A device without a model: the next token is a hash of the row's tokens, read back from the blocks of its cache."""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from megajax.inference.device import Sampled
+from megajax.inference.request import TokenScore
+from megajax.inference.scheduler import Row, Step
+
+
+def hashed(tokens: Sequence[int], vocabulary: int, seed: int = 0) -> int:
+    """The token that follows."""
+    digest = blake2b(repr((list(tokens), seed)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") % vocabulary
+
+
+class StandIn:
+    """Keeps what was written to each place of each block, and checks that a row reads its own tokens.
+
+    Rows with a temperature depend on their seed. Tokens in `bad` give logits that are not finite.
+    """
+
+    def __init__(
+        self,
+        *,
+        rows: int = 4,
+        chunk: int = 8,
+        block: int = 4,
+        blocks: int = 64,
+        replicas: int = 1,
+        length: int = 64,
+        vocabulary: int = 50,
+        prefix_sharing: bool = True,
+        adapters: Sequence[str] = (),
+        bad: Sequence[int] = (),
+    ):
+        self.rows, self.chunk, self.block, self.blocks, self.replicas = rows, chunk, block, blocks, replicas
+        self.length, self.vocabulary, self.prefix_sharing, self.adapters = length, vocabulary, prefix_sharing, adapters
+        self.bad, self.steps = frozenset(bad), 0
+        self.computed: list[tuple[Row, int, int]] = []
+        self._cells: list[dict[tuple[int, int], tuple[int, int, str]]] = [{} for _ in range(replicas)]
+
+    def run(self, work: Sequence[Step | None]) -> list[list[Sampled]]:
+        assert len(work) == self.replicas and any(work)
+        self.steps += 1
+        return [
+            [] if step is None else self._replica(step, cells) for step, cells in zip(work, self._cells, strict=True)
+        ]
+
+    def _replica(self, step: Step, cells: dict[tuple[int, int], tuple[int, int, str]]) -> list[Sampled]:
+        assert len(step.decode) <= self.rows and len(step.prompts) <= 1
+        assert all(count <= self.chunk for _, _, count in step.prompts)
+        parts = [*((row, at, 1) for row, at in step.decode), *step.prompts]
+        owners = [block for row, _, _ in parts for block in set(row.blocks)]
+        # All rows are written before any is read, as on a device.
+        for row, first, count in parts:
+            for at in range(first, first + count):
+                place = row.blocks[at // self.block], at % self.block
+                assert owners.count(place[0]) == 1, "a shared block is written"
+                cells[place] = at, row.tokens[at], row.adapter
+        return [self._result(row, first, count, cells) for row, first, count in parts]
+
+    def _result(self, row: Row, first: int, count: int, cells: dict[tuple[int, int], tuple[int, int, str]]) -> Sampled:
+        self.computed.append((row, first, count))
+        seen = [cells[row.blocks[at // self.block], at % self.block] for at in range(first + count)]
+        assert seen == [(at, row.tokens[at], row.adapter) for at in range(first + count)], f"{row.order}: other keys"
+        if self.bad.intersection(row.tokens[: first + count]):
+            return Sampled(-1, float("nan"), finite=False)
+        tokens = self.candidates(row, row.tokens[: first + count])
+        following = range(first + 1, min(first + count + 1, row.prompt))
+        scores = tuple(TokenScore(row.tokens[at], -at / 8, 1, ()) for at in following) if row.unscored else ()
+        top = tuple((token, -0.5 - place) for place, token in enumerate(tokens))
+        return Sampled(tokens[0], top[0][1], 1, top, prompt=scores)
+
+    def candidates(self, row: Row, tokens: Sequence[int]) -> list[int]:
+        """Different tokens that may follow, the most likely first."""
+        seed = row.seed if row.sampling.temperature > 0 else 0
+        first = hashed(tokens, self.vocabulary, seed)
+        order = [(first + place) % self.vocabulary for place in range(self.vocabulary)]
+        return [token for token in order if token not in row.barred]
+
+
+def expected(prompt: Sequence[int], count: int, vocabulary: int = 50, seed: int = 0) -> list[int]:
+    """The answer of a row alone."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(hashed(tokens, vocabulary, seed))
+    return tokens[len(prompt) :]

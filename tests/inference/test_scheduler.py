@@ -1,0 +1,207 @@
+"""Random loads: every invariant after every step, the tokens of a row alone, and an end to all waiting."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from stand_in import StandIn, expected
+
+from megajax.inference.pool import Pool
+from megajax.inference.request import Sampling
+from megajax.inference.scheduler import Row, Scheduler
+
+GREEDY = Sampling(temperature=0)
+
+
+def row(order: int, tokens: Sequence[int], limit: int, **more: object) -> Row:
+    return replace(Row(order=(order, 0), tokens=list(tokens), limit=limit, sampling=GREEDY), **more)
+
+
+def made(scheduler: Scheduler, device: StandIn, rows: Sequence[Row], steps: int = 10_000) -> None:
+    """Runs until all rows have reached their limits."""
+    for each in rows:
+        scheduler.add(each)
+    for _ in range(steps):
+        step = scheduler.next()
+        scheduler.check()
+        if step is None:
+            break
+        for (each, done), result in zip(step.parts(), device.run([step])[0], strict=True):
+            if done == len(each.tokens):
+                each.tokens.append(result.token)
+            if len(each.tokens) == each.limit:
+                scheduler.remove(each)
+                scheduler.check()
+    assert not scheduler.running and not scheduler.waiting, "no progress"
+
+
+class Load:
+    """Random rows with shared beginnings, some of which are cancelled or paused at any time."""
+
+    def __init__(self, seed: int):
+        self.draw = random.Random(seed)
+        self.size, self.chunk = self.draw.choice([1, 2, 4, 16]), self.draw.choice([4, 8, 32])
+        self.sharing = self.draw.random() < 0.8
+        rows, blocks = self.draw.randint(1, 12), max(2, self.draw.randint(70, 140) // self.size + 1)
+        self.device = StandIn(rows=rows, chunk=self.chunk, block=self.size, blocks=blocks, vocabulary=50)
+        self.scheduler = Scheduler(Pool(blocks, self.size), rows=rows, chunk=self.chunk, prefix_sharing=self.sharing)
+        self.heads = [[self.draw.randrange(50) for _ in range(self.draw.randint(0, 30))] for _ in range(3)]
+        self.live: list[Row] = []
+        self.asked = self.finished = self.number = 0
+
+    def arrive(self) -> None:
+        prompt = [*self.draw.choice(self.heads), *(self.draw.randrange(50) for _ in range(self.draw.randint(1, 12)))]
+        new = row(self.number, prompt, len(prompt) + self.draw.randint(1, 25), adapter=self.draw.choice(["", "other"]))
+        new.unscored = self.draw.random() < 0.1
+        self.number, self.asked = self.number + 1, self.asked + len(prompt)
+        self.scheduler.add(new)
+        self.live.append(new)
+
+    def step(self) -> None:
+        for each in self.live:
+            each.paused = each.paused and self.draw.random() < 0.7
+        if self.live and self.draw.random() < 0.03:
+            self.scheduler.remove(self.live.pop(self.draw.randrange(len(self.live))))
+        step = self.scheduler.next()
+        self.scheduler.check()
+        if step is None:
+            assert all(each.paused for each in self.live)
+            return
+        for (each, done), result in zip(step.parts(), self.device.run([step])[0], strict=True):
+            each.unscored = each.unscored and done < each.prompt
+            if done == len(each.tokens):
+                each.tokens.append(result.token)
+                each.paused = self.draw.random() < 0.1
+            if len(each.tokens) == each.limit:
+                assert each.tokens[each.prompt :] == expected(each.tokens[: each.prompt], each.made)
+                self.scheduler.remove(each)
+                self.live.remove(each)
+                self.finished += 1
+
+
+def test_random_loads() -> None:
+    loads = [Load(seed) for seed in range(12)]
+    for load in loads:
+        steps = 0
+        while load.number < 30 or load.live:
+            if load.number < 30 and load.draw.random() < 0.6:
+                load.arrive()
+            load.step()
+            steps += 1
+            assert steps < 20_000, "no progress"
+        assert load.finished > 15
+        assert not any(load.scheduler.pool.owners)
+        assert load.sharing or not load.scheduler.shared_tokens
+    # What the loads are for happens.
+    assert sum(load.scheduler.preemptions for load in loads) > 50
+    assert sum(load.scheduler.shared_tokens for load in loads) > 500
+
+
+def test_few_blocks_many_long_rows() -> None:
+    """All finish with the tokens of a row alone; the oldest is never preempted."""
+    device = StandIn(rows=8, chunk=8, block=4, blocks=12)
+    scheduler = Scheduler(Pool(12, 4), rows=8, chunk=8)
+    rows = [row(number, [number, 1, 2], 48) for number in range(8)]
+    made(scheduler, device, rows)
+    for number, each in enumerate(rows):
+        assert each.tokens[3:] == expected([number, 1, 2], 45)
+    assert rows[0].preempted == 0 < scheduler.preemptions
+
+
+def test_equal_prompts_are_computed_once() -> None:
+    device, prompt = StandIn(chunk=8, block=4), list(range(21))
+    scheduler = Scheduler(Pool(64, 4), rows=4, chunk=8)
+    made(scheduler, device, [row(number, prompt, 25) for number in range(3)])
+    assert scheduler.prompt_tokens == 21 + 1 + 1
+    assert scheduler.shared_tokens == 20 + 20
+
+
+def test_other_adapters_and_other_beginnings_share_nothing() -> None:
+    device, prompt = StandIn(chunk=8, block=4), list(range(21))
+    scheduler = Scheduler(Pool(64, 4), rows=4, chunk=8)
+    rows = [row(0, prompt, 25), row(1, prompt, 25, adapter="other"), row(2, [7, *prompt], 25)]
+    made(scheduler, device, rows)
+    assert scheduler.shared_tokens == 0
+
+
+def test_rows_whose_prompt_is_scored_compute_all_of_it_and_are_shared() -> None:
+    device, prompt = StandIn(chunk=8, block=4), list(range(20))
+    scheduler = Scheduler(Pool(64, 4), rows=4, chunk=8)
+    made(scheduler, device, [row(0, prompt, 22)])
+    made(scheduler, device, [row(1, prompt, 22, unscored=True)])
+    assert scheduler.prompt_tokens == 40 and scheduler.shared_tokens == 0
+    made(scheduler, device, [row(2, prompt, 22)])
+    assert scheduler.shared_tokens == 16
+
+
+def test_the_least_recently_used_contents_are_overwritten() -> None:
+    pool = Pool(2, 4)
+    first, second = (pool.next_digest(pool.first_digest(""), tokens) for tokens in ([1, 2, 3, 4], [5, 6, 7, 8]))
+    for digest in (first, second):
+        block = pool.take()
+        pool.publish(block, digest)
+        pool.release(block)
+    assert pool.available == 2
+    used = pool.share(first)
+    assert used is not None
+    pool.release(used)
+    pool.take()
+    assert pool.share(second) is None and pool.share(first) == used
+    pool.check([1, 1])
+
+
+def test_a_block_has_no_more_owners_than_it_was_given() -> None:
+    pool = Pool(1, 4)
+    block = pool.take()
+    with pytest.raises(IndexError):
+        pool.take()
+    pool.release(block)
+    with pytest.raises(ValueError, match="no owner"):
+        pool.release(block)
+
+
+def test_a_row_that_can_never_run_is_refused() -> None:
+    scheduler = Scheduler(Pool(4, 4), rows=2, chunk=8)
+    assert scheduler.fits(16) and not scheduler.fits(17)
+    with pytest.raises(ValueError, match="5 blocks for 17 tokens, the pool has 4"):
+        scheduler.add(row(0, [1], 17))
+
+
+def test_paused_rows_give_way_and_are_not_admitted_for_nothing() -> None:
+    """Two rows of one request that need each other's tokens, and a pool for one of them."""
+    device, scheduler = StandIn(rows=2, chunk=8, block=4), Scheduler(Pool(4, 4), rows=2, chunk=8)
+    rows = [row(0, [1, 2, 3], 16), row(1, [4, 5, 6], 16)]
+    for each in rows:
+        scheduler.add(each)
+    for _ in range(1000):
+        step = scheduler.next()
+        scheduler.check()
+        assert step is not None
+        for (each, done), _ in zip(step.parts(), device.run([step])[0], strict=True):
+            each.paused = done == len(each.tokens)
+        if all(each.paused for each in rows):
+            for each in rows:
+                each.tokens.append(expected(each.tokens, 1)[0])
+                each.paused = False
+        if len(rows[0].tokens) == 16:
+            break
+    assert [each.tokens[3:] for each in rows] == [expected([1, 2, 3], 13), expected([4, 5, 6], 13)]
+
+
+def test_a_copy_shares_the_full_blocks() -> None:
+    device, scheduler = StandIn(rows=2, chunk=8, block=4), Scheduler(Pool(16, 4), rows=2, chunk=8)
+    first = row(0, list(range(10)), 16)
+    scheduler.add(first)
+    for _ in range(2):
+        step = scheduler.next()
+        assert step is not None
+        device.run([step])
+    first.tokens.append(expected(first.tokens, 1)[0])
+    copy = scheduler.fork(first, (0, 1))
+    copy.tokens[-1] = 49
+    step = scheduler.next()
+    assert step is not None and step.prompts == [(copy, 8, 3)]
+    assert copy.blocks[:2] == first.blocks[:2] and copy.blocks[2] != first.blocks[2]
+    device.run([step])
+    scheduler.check()
