@@ -23,6 +23,8 @@ class Tokenizer(Protocol):
         sentinels: ids of <extra_id_0>, <extra_id_1>, …, which stand for blanks in T5's texts.
         prefix: ids that the tokenizer by default puts before a text that a model reads, such as the beginning of a
             sequence; `encode` leaves them out.
+        table: bytes of each id, None for an id without a token, where a text is its tokens' bytes one after another, as
+            UTF-8; empty where text is made of ids in another way.
         continues: bool [vocabulary], the token continues the word before it; None: words are not known.
         identity: short text that is equal for equal tokenizers wherever their files lie: for the keys of caches.
     """
@@ -34,6 +36,7 @@ class Tokenizer(Protocol):
     identity: str
     sentinels: Sequence[int] = ()
     prefix: Sequence[int] = ()
+    table: Sequence[bytes | None] = ()
     continues: np.ndarray | None = None
 
     def token_id(self, token: str) -> int | None:

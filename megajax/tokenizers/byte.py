@@ -20,6 +20,7 @@ class ByteTokenizer(Tokenizer):
         self.eod = EOD
         self.pad = None
         self.specials = {}
+        self.table = TABLE
         self.identity = f"byte:{self.vocabulary_size}"
 
     def encode_bytes(self, data: bytes) -> np.ndarray:

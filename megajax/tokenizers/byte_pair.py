@@ -17,8 +17,6 @@ class BytePairTokenizer(Tokenizer):
     A stretch that is no UTF-8 ends the text before it and becomes a token per byte.
     """
 
-    table: list[bytes | None]
-    """Bytes of each id."""
     single: np.ndarray
     """int32 [256]: id of each byte."""
 

@@ -63,9 +63,10 @@ class GPT2Tokenizer(BytePairTokenizer):
         self.identity = f"gpt2:{digest[:16]}:eod={self.eod}"
         self._vocabulary = vocabulary
         self._ids = np.array([number for _, number in tokens], np.int32)
-        self.table = [None] * self.vocabulary_size
+        table: list[bytes | None] = [None] * self.vocabulary_size
         for piece, number in [*((token.encode("utf-8"), number) for token, number in vocabulary.items()), *tokens]:
-            self.table[number] = piece
+            table[number] = piece
+        self.table = table
         self.single = np.zeros(256, np.int32)
         for piece, number in tokens[:256]:
             self.single[piece[0]] = number
