@@ -13,12 +13,12 @@ from megajax.config.errors import UserError
 from megajax.data.blend import data_seed
 from megajax.data.cache import user_cache
 from megajax.data.chat_files import Conversations, Reader, counted
-from megajax.data.chat_template import ChatTemplate
 from megajax.data.config import ChatConfig
 from megajax.data.gpt import ORDER_SAMPLE
 from megajax.data.packing import best_fit
 from megajax.data.splits import Rows, Splits, parse_split, split_bounds, wanted
 from megajax.tokenizers.base import Tokenizer
+from megajax.tokenizers.chat_template import ChatTemplate
 
 TOO_LONG = "longer than a row"
 NO_WEIGHT = "nothing to learn"

@@ -11,9 +11,9 @@ import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.data.cache import Arrays, load_or_build
-from megajax.data.chat_template import ChatTemplate, Part, TemplateMisfit, weight_of
 from megajax.data.text_files import open_text
 from megajax.tokenizers.base import Tokenizer
+from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit, weight_of
 
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"human": "user", "gpt": "assistant"}
 """Roles, and other names for them."""

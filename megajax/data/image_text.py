@@ -9,13 +9,13 @@ import numpy as np
 from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.chat_files import tokenized
-from megajax.data.chat_template import Part
 from megajax.data.config import CropConfig, ImageTextRowsConfig
 from megajax.data.image_augmentation import cropped, random_crop
 from megajax.data.image_decoding import Picture
 from megajax.data.image_tiles import affordable_tiles, fitted, tiled
 from megajax.data.item_rows import ItemRows, Items, MakeRows, UnreadableItem
 from megajax.data.labelled_images import image_size
+from megajax.tokenizers.chat_template import Part
 
 IMAGE = None
 """A place for the next image."""

@@ -13,13 +13,13 @@ from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.cache import Arrays, load_or_build, user_cache
 from megajax.data.chat_files import BadLine, conversations_of
-from megajax.data.chat_template import ChatTemplate, Part, TemplateMisfit
 from megajax.data.config import ImageTextConfig
 from megajax.data.image_decoding import Picture, StoredPicture, check_bytes, is_compressed, read_at, read_bounded
 from megajax.data.image_text import IMAGE, Sample, captioned, image_text_rows
 from megajax.data.item_rows import UnreadableItem, rows_of_splits, split_rows
 from megajax.data.progress import Progress
 from megajax.data.splits import Rows, Splits
+from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit
 
 BLOCK = 1 << 24
 LONGEST_LINE = 1 << 30

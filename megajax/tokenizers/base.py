@@ -43,6 +43,14 @@ class Tokenizer(Protocol):
         """Id of a token by its name in the vocabulary; None for one that is not there."""
         return None
 
+    def controls(self) -> Mapping[str, int]:
+        """Special tokens that `encode` makes of their names in the text -> their ids."""
+        return {}
+
+    def plain(self) -> "Tokenizer":
+        """This tokenizer with names of special tokens in the text encoded as ordinary text: for text of strangers."""
+        return self
+
     def encode(self, text: str) -> np.ndarray:
         """Ids of the text, int32 [tokens], without added ones such as `eod`. Half surrogates become three bytes."""
         return self.encode_bytes(text.encode("utf-8", errors="surrogatepass"))

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 from operator import itemgetter
 from typing import Any
@@ -57,6 +58,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         self.engine.no_truncation()
         self.engine.no_padding()
         self.engine.encode_special_tokens = not config.special_tokens_in_text
+        self._config = config
         vocabulary = self.engine.get_vocab(with_added_tokens=True)
         self.vocabulary_size = max(vocabulary.values(), default=-1) + 1
         self.eod = end_of_document(vocabulary, config.eod, path)
@@ -70,6 +72,13 @@ class HuggingFaceTokenizer(LibraryTokenizer):
             self.continues[[number for token, number in vocabulary.items() if token.startswith(prefix)]] = True
         special = "" if config.special_tokens_in_text else ":plain"
         self.identity = f"huggingface:{hashlib.sha256(data).hexdigest()[:16]}:eod={self.eod}{special}"
+
+    def controls(self) -> dict[str, int]:
+        added = self.engine.get_added_tokens_decoder() if self._config.special_tokens_in_text else {}
+        return {token.content: number for number, token in added.items() if token.special}
+
+    def plain(self) -> Tokenizer:
+        return HuggingFaceTokenizer(replace(self._config, special_tokens_in_text=False))
 
     def _prefix(self, path: str) -> tuple[int, ...]:
         """What `add_bos_token` of the tokenizer_config.json says, as transformers reads it; else what the

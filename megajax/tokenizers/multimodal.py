@@ -60,6 +60,13 @@ class MultimodalTokenizer(Tokenizer):
         number = self._ids.get(token.encode())
         return self.base.token_id(token) if number is None else number
 
+    def controls(self) -> dict[str, int]:
+        return {**self.base.controls(), **{name: number for number, name in self._names.items()}}
+
+    def plain(self) -> Tokenizer:
+        """The tokenizer of the text: its ids are a part of these."""
+        return self.base.plain()
+
     def split_point(self, data: bytes) -> int:
         """That of the text's tokenizer, or an earlier one where a token may stand across it."""
         place = self.base.split_point(data)

@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 
@@ -95,3 +96,11 @@ class SentencePieceTokenizer(Tokenizer):
 
     def token_id(self, token: str) -> int | None:
         return self._ids.get(token)
+
+    def controls(self) -> dict[str, int]:
+        return {token.decode(): number for token, number in self._added.items()} if self._cuts else {}
+
+    def plain(self) -> Tokenizer:
+        twin = copy(self)
+        twin._cuts = None
+        return twin

@@ -3,12 +3,20 @@
 import base64
 import hashlib
 import json
+from copy import copy
 
 import numpy as np
 
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.missing import require
-from megajax.tokenizers.base import before_last_blank, end_of_document, read_file, sentinels_of, usual_specials
+from megajax.tokenizers.base import (
+    Tokenizer,
+    before_last_blank,
+    end_of_document,
+    read_file,
+    sentinels_of,
+    usual_specials,
+)
 from megajax.tokenizers.byte_pair import BytePairTokenizer
 from megajax.tokenizers.config import TiktokenTokenizerConfig
 
@@ -78,6 +86,14 @@ class TiktokenTokenizer(BytePairTokenizer):
 
     def token_id(self, token: str) -> int | None:
         return self._special.get(token)
+
+    def controls(self) -> dict[str, int]:
+        return {name: self._special[name] for name in self._allowed}
+
+    def plain(self) -> Tokenizer:
+        twin = copy(self)
+        twin._allowed = set()
+        return twin
 
     def split_point(self, data: bytes) -> int:
         """Before a blank that is no line end: line ends belong to signs before them. None is known for own patterns."""

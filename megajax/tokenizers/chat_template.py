@@ -70,6 +70,7 @@ class ChatTemplate:
 
     Args:
         source: a template (it has a brace), the path of one or of a tokenizer_config.json, or a name of `NAMED`.
+        setting: where `source` was given, for messages.
 
     Attributes:
         identity: equal for equal templates, for the keys of caches.
@@ -78,11 +79,11 @@ class ChatTemplate:
         UserError: no such name or file, or a template with a mistake.
     """
 
-    def __init__(self, source: str):
+    def __init__(self, source: str, setting: str = "data.template"):
         require("jinja2", "A chat template")
         from jinja2 import TemplateError
 
-        text, names = _read(source)
+        text, names = _read(source, setting)
         self.identity = json.dumps([text, names], sort_keys=True)
         self._marked = "endgeneration" in text
         try:
@@ -90,7 +91,7 @@ class ChatTemplate:
         except TemplateError as error:
             line = getattr(error, "lineno", None)
             where = f"line {line}: " if line else ""
-            raise UserError(f"data.template={_shown(source)}: not a Jinja2 template: {where}{error}.") from error
+            raise UserError(f"{setting}={_shown(source)}: not a Jinja2 template: {where}{error}.") from error
 
     def render(self, messages: Messages, *, prompt: bool = False, **more: Any) -> str:
         """The text of messages. prompt: with the header of an answer at its end, if the template has one.
@@ -158,7 +159,7 @@ class ChatTemplate:
         return len(beginning)
 
 
-def _read(source: str) -> tuple[str, dict[str, str]]:
+def _read(source: str, setting: str) -> tuple[str, dict[str, str]]:
     """A template's text, and the special tokens that its file names."""
     if "{" in source:
         return source, {}
@@ -168,9 +169,9 @@ def _read(source: str) -> tuple[str, dict[str, str]]:
         text = Path(source).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         known = f"neither {', '.join(NAMED)}, nor a template with braces, nor a file that can be read"
-        raise UserError(f"data.template={source!r} is {known} ({error}).") from error
+        raise UserError(f"{setting}={source!r} is {known} ({error}).") from error
     if not source.endswith(".json"):
-        return text, {}
+        return text, _named_tokens(Path(source).with_name("tokenizer_config.json"))
     try:
         settings = json.loads(text)
         template = settings["chat_template"]
@@ -180,9 +181,34 @@ def _read(source: str) -> tuple[str, dict[str, str]]:
             f"{source}: no chat template: expected the key chat_template of a tokenizer_config.json; newer models have "
             "it in a file chat_template.jinja."
         ) from error
+    return named, _names(settings)
+
+
+def _named_tokens(path: Path) -> dict[str, str]:
+    """Special tokens that the tokenizer_config.json beside a template names; none without such a file."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return _names(settings) if isinstance(settings, dict) else {}
+
+
+def _names(settings: Mapping[str, Any]) -> dict[str, str]:
     tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    content = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
-    return named, {name: token for name, token in content.items() if token is not None}
+    content = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    return {name: token for name, token in content.items() if isinstance(token, str)}
+
+
+def template_file(folder: Path) -> Path | None:
+    """The file with the chat template in a folder of Hugging Face's; None without one."""
+    if (path := folder / "chat_template.jinja").is_file():
+        return path
+    path = folder / "tokenizer_config.json"
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return path if isinstance(settings, dict) and settings.get("chat_template") else None
 
 
 def _shown(source: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.data.chat_files import tokenized
-from megajax.data.chat_template import ChatTemplate, Part, TemplateMisfit
+from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit
 
 
 def said(*contents: str) -> list[dict[str, str]]:
