@@ -8,8 +8,9 @@ from typing import Any
 from megajax.command_line import PROCESS_FLAGS, Command, Flag, front_door, parse
 from megajax.config.builds import resolve
 from megajax.config.dump import flatten
-from megajax.config.errors import ConfigError, Problem, UserError
-from megajax.config.files import Source, read
+from megajax.config.errors import ConfigError, Problem
+from megajax.config.files import Source
+from megajax.job.origin import run_config, run_folder
 from megajax.mesh.xla import set_process
 from megajax.tasks.config import EvaluatedConfig
 
@@ -61,18 +62,7 @@ def base(flags: Mapping[str, Any]) -> Source:
         raise ConfigError([Problem("--run", what, "name one model")], "command line")
     if folder is not None:
         return Source(f"hf:{folder}", resolve("megajax.tasks.foreign:config_of")(folder))
-    config = run_folder(run) / "config.yaml"
-    if not config.is_file() and (run / "config.json").is_file():
-        raise UserError(f"--run={run}: there is no {config}, but a config.json as of a Hugging Face model: --hf={run}")
-    if not config.is_file():
-        raise UserError(f"--run={run}: there is no {config}\nGive the folder of a run, or one step in its checkpoints.")
-    return read(str(config), EvaluatedConfig)
-
-
-def run_folder(path: Path) -> Path:
-    """The run's folder of itself, of its checkpoints folder, or of a step."""
-    checkpoints, _ = resolve("megajax.checkpoint.folder:locate")(path.expanduser())
-    return checkpoints.parent if checkpoints.name == "checkpoints" else checkpoints
+    return run_config(run, EvaluatedConfig)
 
 
 def fingerprint(command: Command) -> str:

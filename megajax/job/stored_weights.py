@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from megajax.checkpoint.foreign import Box, ForeignModel, ForeignWeights, declared_by, demand_fit
+from megajax.checkpoint.foreign import ForeignModel, ForeignWeights, declared_by, demand_fit
+from megajax.checkpoint.placement import placed
 from megajax.checkpoint.reader import open_checkpoints
 from megajax.checkpoint.sources import foreign_format, read_foreign
 from megajax.checkpoint.tensor_table import tensors_of
@@ -176,7 +177,8 @@ class ForeignFolder:
         return self._weights.shapes()
 
     def read(self, wanted: Mapping[str, Wanted], order: RowOrder) -> dict[str, Array]:
-        return {path: self._placed(path, one, order) for path, one in wanted.items()}
+        rows = {path: order(layers) if (layers := layers_of(one.spec)) else None for path, one in wanted.items()}
+        return {path: placed(self._weights, path, one.like, rows[path]) for path, one in wanted.items()}
 
     def whole(self, path: str) -> np.ndarray:
         box = tuple(slice(0, size) for size in self.shapes()[path])
@@ -190,32 +192,6 @@ class ForeignFolder:
 
     def model(self) -> Any:
         return self._foreign.model
-
-    def _placed(self, path: str, wanted: Wanted, order: RowOrder) -> Array:
-        like, layers = wanted.like, layers_of(wanted.spec)
-        rows = order(layers) if layers else None
-        shards: dict[Box, np.ndarray] = {}
-
-        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-            ends = [side.indices(size)[:2] for side, size in zip(index or (), like.shape, strict=True)]
-            box = tuple(slice(start, stop) for start, stop in ends)
-            if box not in shards:  # several devices have the same
-                shards[box] = self._box(path, box, rows).astype(like.dtype)
-            return shards[box]
-
-        return jax.make_array_from_callback(like.shape, like.sharding, shard)
-
-    def _box(self, path: str, box: Box, rows: tuple[int, ...] | None) -> np.ndarray:
-        """A box of an array whose first dimension has these rows, -1 for one that is no layer."""
-        if rows is None:
-            return self._weights.read(path, box)
-        inner = box[1:]
-        shape = [side.stop - side.start for side in inner]
-        read = [
-            np.zeros((1, *shape), np.float32) if row < 0 else self._weights.read(path, (slice(row, row + 1), *inner))
-            for row in rows[box[0]]
-        ]
-        return np.concatenate(read)
 
 
 def _fitting(foreign: ForeignModel, declared: Mapping[str, ParamSpec], asked: set[str]) -> ForeignWeights:

@@ -138,7 +138,7 @@ def prepare(cfg: RunConfig, rows: int | None = None) -> tuple[Program, Any]:
     check(cfg, len(devices))
     mesh = build_mesh(cfg.parallel, devices)
     try:
-        tokenizer = build_tokenizer(cfg, "give the tokenizer that the weights were trained with")
+        tokenizer = build_tokenizer(cfg.tokenizer, cfg.model, "give the tokenizer that the weights were trained with")
     except UserError as error:
         null = f"--tokenizer.type=NullTokenizerConfig --tokenizer.vocabulary_size={ids_below(cfg.model)}"
         raise UserError(f"{error}\nperplexity:PREFIX reads tokens and needs no tokenizer: {null}") from error

@@ -20,9 +20,10 @@ from megajax.data.missing import demand_files
 from megajax.data.splits import Evaluation, Rows, Splits, requested_rows
 from megajax.layers.param import bind
 from megajax.mesh.mesh import build_mesh, find_devices
-from megajax.models.protocol import ids_below
+from megajax.models.protocol import ModelConfig, ids_below
 from megajax.models.reduction import quotient
 from megajax.tokenizers.base import Tokenizer
+from megajax.tokenizers.config import TokenizerBuilder, TokenizerConfig
 from megajax.training.batch_sizes import BatchSizes
 from megajax.training.compiler_options import settled
 from megajax.training.kernels import demand_kernels
@@ -266,7 +267,7 @@ def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
     check(cfg, len(devices))
     mesh = build_mesh(cfg.parallel, devices)
     demand_files(cfg.data, cfg.tokenizer)
-    tokenizer = build_tokenizer(cfg)
+    tokenizer = build_tokenizer(cfg.tokenizer, cfg.model)
     _check_prompt(cfg.logging.prompt, tokenizer)
     demand_kernels(cfg)
     options = settled(cfg, mesh)
@@ -292,14 +293,14 @@ def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
     return Parts(cfg, Program.of(cfg, mesh, options), tokenizer, splits, sets)
 
 
-def build_tokenizer(cfg: RunConfig, remedy: str | None = None) -> Tokenizer:
-    """The tokenizer of a run. Raises UserError for one with more tokens than the model has.
+def build_tokenizer(config: TokenizerConfig | TokenizerBuilder, model: ModelConfig, remedy: str = "") -> Tokenizer:
+    """The tokenizer of a model. Raises UserError for one with more tokens than the model has.
 
-    remedy: what to change then; None: the model's vocabulary.
+    remedy: what to change then; "": the model's vocabulary.
     """
-    tokenizer = cfg.tokenizer.build()
-    demand_members(tokenizer, sorted(members(Tokenizer)), f"the tokenizer of {type(cfg.tokenizer).__name__}")
-    vocabulary = ids_below(cfg.model)
+    tokenizer = config.build()
+    demand_members(tokenizer, sorted(members(Tokenizer)), f"the tokenizer of {type(config).__name__}")
+    vocabulary = ids_below(model)
     if vocabulary is not None and tokenizer.vocabulary_size > vocabulary:
         raise UserError(
             f"the tokenizer has {tokenizer.vocabulary_size} tokens, model.vocabulary_size is {vocabulary}: "

@@ -1,0 +1,114 @@
+"""Settings of text generation and serving; importing this imports neither jax nor flax."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from megajax.config.errors import Problem
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.xla import XlaConfig
+from megajax.models.config import DecoderConfig
+from megajax.models.protocol import ModelConfig
+from megajax.tokenizers.config import ByteTokenizerConfig, TokenizerBuilder, TokenizerConfig
+
+type Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InferenceConfig:
+    """The engine: its cache, the sizes of its steps, dtypes and kernels."""
+
+    rows: int = 32
+    """Most requests that generate at the same time, on each replica."""
+    length: int | None = None
+    """Most tokens of a request, prompt and answer; none: the model's sequence_length."""
+    chunk: int = 512
+    """Most tokens of a prompt in a step. Longer prompts take several steps, beside which others go on generating."""
+    block: int = 16
+    """Tokens of a block of the cache."""
+    cache_tokens: int | None = None
+    """Tokens in the cache of each replica; none: what fits, see memory_share."""
+    memory_share: float = 0.9
+    """Share of the device memory left by the weights that the cache takes, where cache_tokens is none. On CPUs the
+    cache has room for `rows` requests of `length` tokens, within a quarter of the free memory."""
+    compute: Dtype = "bfloat16"
+    """Dtype of weights and activations; of a run, its precision.compute unless given."""
+    cache_dtype: Dtype | None = None
+    """Dtype of the cache; none: that of compute."""
+    kernel: Literal["reference", "tiled"] = "tiled"
+    """Attention to the cache. reference: gathers the keys and values of whole rows first; tiled: a tile at a time."""
+    batch_invariant: bool = False
+    """Every token is computed in steps of one shape, so that a request's tokens do not depend on what else runs.
+    Steps with few requests take as long as full ones then."""
+    warm_up: bool = True
+    """`serve` compiles every step before its first request; false: a step when it is first needed, as in `generate`."""
+    template: str | None = None
+    """Makes text of a conversation: a Jinja2 template, a file with one, or a name such as chatml (see
+    data.template); none: that of the run's data or of the tokenizer's files."""
+
+    def problems(self) -> list[Problem]:
+        problems = [
+            Problem(name, f"must be at least {least}, got {value}")
+            for name, least in (("rows", 1), ("length", 2), ("chunk", 1), ("block", 1), ("cache_tokens", 1))
+            if (value := getattr(self, name)) is not None and value < least
+        ]
+        if not 0 < self.memory_share <= 1:
+            problems.append(Problem("memory_share", f"must be above 0 and at most 1, got {self.memory_share:g}"))
+        if self.cache_tokens is not None and self.cache_tokens < self.block:
+            what = f"{self.cache_tokens} is less than a block of {self.block} tokens"
+            problems.append(Problem("cache_tokens", what, "raise it, or lower block"))
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InferenceParallelConfig:
+    """How the devices share the work."""
+
+    tensor: int = 1
+    """Devices that each matrix is sharded over."""
+    data: int | None = None
+    """Replicas of the model, each with requests of its own; none: all devices that `tensor` leaves."""
+
+    def layout(self) -> ParallelConfig:
+        """The settings of the mesh."""
+        return ParallelConfig(tensor=self.tensor, data=self.data, data_sharding="replicate")
+
+    def problems(self) -> list[Problem]:
+        return self.layout().problems()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationConfig:
+    """Everything that generated text depends on but the weights and the requests."""
+
+    model: DecoderConfig | ModelConfig
+    """The network, as the weights belong to it."""
+    tokenizer: TokenizerConfig | TokenizerBuilder = field(default_factory=ByteTokenizerConfig)
+    """Text to token ids and back."""
+    parallel: InferenceParallelConfig = field(default_factory=InferenceParallelConfig)
+    """How the devices share the work."""
+    inference: InferenceConfig = field(default_factory=InferenceConfig)
+    """The engine."""
+    xla: XlaConfig = field(default_factory=XlaConfig)
+    """How programs are compiled and kept."""
+
+    def problems(self, devices: int | None = None) -> list[Problem]:
+        """What does not fit the model, or the devices where their number is known."""
+        return list(self._problems(devices))
+
+    def length(self) -> int:
+        """Most tokens of a request."""
+        return self.inference.length or self.model.row_positions()
+
+    def _problems(self, devices: int | None) -> Iterator[Problem]:
+        if self.parallel.problems():
+            return
+        layout = self.parallel.layout()
+        if devices is not None:
+            for problem in layout.device_problems(devices):
+                yield replace(problem, where=f"parallel.{problem.where}".rstrip("."))
+        for problem in self.model.parallel_problems(layout, None):
+            yield replace(problem, where=f"model.{problem.where}")
+        if self.length() > (trained := self.model.row_positions()):
+            what = f"{self.length()} is more than model.sequence_length={trained}"
+            yield Problem("inference.length", what, f"use at most {trained}, or set model.sequence_length as well")

@@ -1,0 +1,68 @@
+"""The weights of a model on the mesh, as the steps of an engine take them.
+
+Each device reads the boxes that it holds, in the dtype of the computation: neither the host nor a device has more than
+about one weight beside the model.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from megajax.checkpoint.foreign import WeightSource
+from megajax.checkpoint.placement import placed
+from megajax.config.errors import UserError
+from megajax.inference.programs import LoadedModel
+from megajax.layers.param import Observation, ParamSpec, specs
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.copies import copy_heads
+from megajax.mesh.layout import Layout
+from megajax.mesh.rules import Plan
+
+
+def load_weights(cfg: Any, source: WeightSource, parallel: ParallelConfig, mesh: Mesh, compute: str) -> LoadedModel:
+    """A model with the weights of a source, and with what layers read of its observations.
+
+    cfg: a `megajax.models.protocol.ModelConfig`; compute: dtype. Raises UserError for a model that does not generate,
+    and with every weight that is missing or of another shape.
+    """
+    layout = Layout(Plan.of(parallel))
+    cfg.cache_leaves(mesh.shape["tensor"])
+    abstract: nnx.Module = nnx.eval_shape(lambda: cfg.build(layout))
+    declared, observed, weights = specs(abstract), specs(abstract, Observation), {}
+    demand_shapes(source, declared)
+
+    def like(spec: ParamSpec, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, layout.plan.compute.spec(spec.axes)))
+
+    with jax.set_mesh(mesh):
+        for path, spec in declared.items():
+            wanted = like(spec, spec.shape, jnp.float32 if spec.role == "rate" else compute)
+            stored = placed(source, path, wanted, _rows(spec))
+            weights[path] = jax.block_until_ready(copy_heads(layout, stored, spec.axes))
+        for path, spec in observed.items():
+            updater = spec.observed()
+            wanted = like(spec, updater.shape(spec.shape), jnp.float32)
+            present = path in source.shapes()
+            kept = placed(source, path, wanted, _rows(spec)) if present else jnp.zeros(wanted.shape, jnp.float32)
+            weights[path] = jax.device_put(updater.used(kept, jnp.ones((), jnp.float32)), wanted.sharding)
+    return LoadedModel(cfg, abstract, weights, mesh, layout)
+
+
+def demand_shapes(source: WeightSource, declared: Mapping[str, ParamSpec]) -> None:
+    """Raises UserError with every weight that the source lacks, or has in another shape."""
+    there, wrong = source.shapes(), list[str]()
+    for path, spec in declared.items():
+        if path not in there:
+            wrong.append(f"{path}: missing")
+        elif there[path] != spec.shape:
+            wrong.append(f"{path}: {list(there[path])} there, {list(spec.shape)} here")
+    if wrong:
+        raise UserError(f"the weights of {source.where} are not this model's:\n" + "\n".join(f"  {w}" for w in wrong))
+
+
+def _rows(spec: ParamSpec) -> range | None:
+    return range(len(spec.layers)) if spec.layers else None

@@ -1,0 +1,108 @@
+"""Loading a model for text generation: of a run or a Hugging Face folder, with or without adapters."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megajax.checkpoint.adapters import LORA_A, LORA_B, JoinedWeights, MergedWeights
+from megajax.checkpoint.foreign import Box, WeightSource, declared_by
+from megajax.checkpoint.huggingface.export import family_for
+from megajax.checkpoint.huggingface.folder import open_model
+from megajax.checkpoint.huggingface.peft import read_adapter
+from megajax.checkpoint.huggingface.peft_settings import CONFIG as PEFT_CONFIG
+from megajax.checkpoint.model_differences import differences, in_words
+from megajax.checkpoint.run_weights import RunModel, StepWeights, open_step
+from megajax.config.errors import UserError
+from megajax.config.tree import check
+from megajax.inference.config import GenerationConfig
+from megajax.inference.loading import load_weights
+from megajax.inference.programs import LoadedModel
+from megajax.job.origin import Origin, without_adapters
+from megajax.mesh.mesh import build_mesh, find_devices
+from megajax.models.protocol import ids_below
+from megajax.tokenizers.base import Tokenizer
+from megajax.training.session import build_tokenizer
+
+
+class Loaded(NamedTuple):
+    """A model with its weights and its tokenizer."""
+
+    config: GenerationConfig
+    model: LoadedModel
+    tokenizer: Tokenizer
+    where: str
+    """What was read, for messages."""
+
+
+def load(config: GenerationConfig, origin: Origin) -> Loaded:
+    """The model of an origin, by the settings of `origin.generation_config` and the command line.
+
+    Raises UserError where the settings do not fit the devices, the weights the model, or the tokenizer either.
+    """
+    devices = find_devices()
+    check(config, len(devices))
+    parallel = config.parallel.layout()
+    mesh = build_mesh(parallel, devices)
+    remedy = "give the tokenizer that the weights were trained with"
+    tokenizer = build_tokenizer(config.tokenizer, config.model, remedy)
+    weights = weights_of(origin, config.model)
+    model = load_weights(config.model, weights, parallel, mesh, config.inference.compute)
+    return Loaded(config, model, tokenizer, weights.where)
+
+
+def weights_of(origin: Origin, model: Any) -> WeightSource:
+    """The weights of a model without adapters; those that the origin has are added.
+
+    Raises UserError for an adapter that is of another model.
+    """
+    adapter, family = origin.adapter, ""
+    if origin.run is not None:
+        step = open_step(origin.run)
+        weights, family = run_weights(step, model), step.meta.get("source", {}).get("family", "")
+    else:
+        opened = open_model(Path(str(origin.hf)))
+        weights, family = opened.weights, opened.family.name
+    if adapter is None:
+        return weights
+    if (adapter / PEFT_CONFIG).is_file():
+        peft = read_adapter(adapter, model, family_for(model, recorded=family).rows(model))
+        return merged(JoinedWeights(weights, peft), peft.model)
+    step = open_step(adapter)
+    adapted = step.config.model
+    if getattr(adapted, "lora", None) is None:
+        raise UserError(f"--adapter={adapter}: its run has no adapters (model.lora)")
+    pairs = [pair for pair in differences(without_adapters(adapted), model) if pair.name != "sequence_length"]
+    if pairs:
+        lines = "\n".join(f"  {line}" for line in in_words(pairs))
+        raise UserError(f"--adapter={adapter} (here) is of another model than {weights.where} (there):\n{lines}")
+    return merged(JoinedWeights(weights, AdaptersAlone(step.weights())), adapted)
+
+
+def run_weights(step: RunModel, model: Any) -> WeightSource:
+    """Those of a run, with its adapters added. Raises UserError for a model with another number of tokens."""
+    stored = step.config.model
+    if (old := ids_below(stored)) != (new := ids_below(model)):
+        raise UserError(f"the weights of {step.path} are not this model's: it has {old} tokens there, {new} here")
+    lora = getattr(stored, "lora", None)
+    if lora is None:
+        chunks = [range(*ends) for ends in step.meta.get("rows", [])]
+        return StepWeights(step.path, declared_by(model), chunks)
+    return merged(step.weights(), stored)
+
+
+def merged(weights: WeightSource, model: Any) -> WeightSource:
+    """Weights and adapters as weights alone. model: with `lora`."""
+    return MergedWeights(weights, declared_by(model), model.lora.scale())
+
+
+class AdaptersAlone:
+    """A `WeightSource` of the adapters among other weights."""
+
+    def __init__(self, weights: StepWeights):
+        self.where, self._weights = weights.where, weights
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {path: shape for path, shape in self._weights.shapes().items() if path.endswith((LORA_A, LORA_B))}
+
+    def read(self, path: str, box: Box) -> Any:
+        return self._weights.read(path, box)

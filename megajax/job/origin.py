@@ -1,0 +1,114 @@
+"""Where a model that is evaluated or generates text comes from, and its settings; imports neither jax nor flax."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megajax.checkpoint.folder import locate
+from megajax.config.builds import resolve
+from megajax.config.errors import ConfigError, Problem, UserError
+from megajax.config.files import ROOT, Source, assembled, read
+from megajax.inference.config import GenerationConfig, InferenceConfig
+from megajax.tokenizers.chat_template import template_file
+
+
+class Origin(NamedTuple):
+    """One of `run` and `hf`; neither where an adapter names its base."""
+
+    run: Path | None = None
+    """A run's folder, its checkpoints folder, or one step in it."""
+    hf: Path | None = None
+    """A Hugging Face model folder."""
+    adapter: Path | None = None
+    """A PEFT folder, or a run with `model.lora`."""
+
+
+def origin_of(flags: Mapping[str, Any]) -> Origin:
+    """That of --run, --hf and --adapter. Raises ConfigError unless they name one model."""
+    run, hf, adapter = (flags[name] and flags[name].expanduser() for name in ("run", "hf", "adapter"))
+    if run is not None and hf is not None:
+        raise ConfigError([Problem("--run", f"is given, and --hf={hf} as well", "name one model")], "command line")
+    if adapter is not None and not (adapter / "adapter_config.json").is_file() and run is None and hf is None:
+        return Origin(run=adapter)  # the checkpoints of a run with adapters have the other weights too
+    if run is None and hf is None and adapter is not None:
+        base = resolve("megajax.checkpoint.huggingface.peft:base_of")(adapter)
+        if base is None or not Path(base).is_dir():
+            what = "names no base model" if base is None else f"is of {base}, and there is no such folder"
+            raise UserError(f"--adapter={adapter}: it {what}: give --hf=DIR or --run=RUN")
+        hf = Path(base)
+    if run is None and hf is None:
+        raise ConfigError([Problem("--run", "must be given, or --hf=DIR", "name one model")], "command line")
+    return Origin(run, hf, adapter)
+
+
+def run_folder(path: Path) -> Path:
+    """The run's folder of itself, of its checkpoints folder, or of a step."""
+    checkpoints, _ = locate(path.expanduser())
+    return checkpoints.parent if checkpoints.name == "checkpoints" else checkpoints
+
+
+def run_config(run: Path, root: str | type = ROOT) -> Source:
+    """The settings of a run. Raises UserError where there is none."""
+    config = run_folder(run) / "config.yaml"
+    if not config.is_file() and (run / "config.json").is_file():
+        raise UserError(f"--run={run}: there is no {config}, but a config.json as of a Hugging Face model: --hf={run}")
+    if not config.is_file():
+        raise UserError(f"--run={run}: there is no {config}\nGive the folder of a run, or one step in its checkpoints.")
+    return read(str(config), root)
+
+
+def generation_config(origin: Origin) -> Source:
+    """What text is generated with. Raises UserError for a model or a tokenizer that cannot be read."""
+    if origin.hf is not None:
+        return Source(f"hf:{origin.hf}", folder_config(origin.hf))
+    if origin.run is None:
+        raise ValueError("an origin has a run or a folder")
+    source = run_config(origin.run)
+    cfg, problems = assembled(source, ROOT, {})
+    parts = ("model", "tokenizer", "xla")
+    wrong = [problem for problem in problems if problem.where.partition(".")[0] in parts]
+    if cfg is None or wrong:
+        raise ConfigError(wrong or problems, source.name)
+    template = getattr(cfg.data, "template", None) or folder_template(tokenizer_folder(cfg.tokenizer))
+    config = GenerationConfig(
+        model=without_adapters(cfg.model),
+        tokenizer=cfg.tokenizer,
+        inference=InferenceConfig(compute=cfg.precision.compute, template=template),
+        xla=cfg.xla,
+    )
+    return Source(source.name, config)
+
+
+def folder_config(folder: Path) -> GenerationConfig:
+    """Of a Hugging Face folder. Raises UserError for one that is no model, or with settings that we lack."""
+    model = resolve("megajax.checkpoint.sources:read_foreign")(f"hf:{folder}").model
+    if not hasattr(model, "schema"):
+        raise UserError(f"--hf={folder}: a {type(model).__name__.removesuffix('Config')} alone does not generate text")
+    names = [path.name for path in folder.iterdir()]
+    vocabulary = resolve("megajax.models.protocol:ids_below")(model)
+    tokenizer = resolve("megajax.checkpoint.huggingface.tokenizer_files:tokenizer_config")
+    return GenerationConfig(
+        model=model,
+        tokenizer=tokenizer(names, folder, vocabulary, folder),
+        inference=InferenceConfig(compute="bfloat16", template=folder_template(folder)),
+    )
+
+
+def without_adapters(model: Any) -> Any:
+    """A model config without `lora`: adapters are added to the weights."""
+    return model if getattr(model, "lora", None) is None else replace(model, lora=None)
+
+
+def tokenizer_folder(tokenizer: Any) -> Path | None:
+    """Where the files of a tokenizer config are; None for one without."""
+    path = getattr(tokenizer, "path", None) or getattr(tokenizer, "vocabulary", None)
+    if not isinstance(path, str):
+        return None
+    return Path(path) if Path(path).is_dir() else Path(path).parent
+
+
+def folder_template(folder: Path | None) -> str | None:
+    """The file in a tokenizer's folder with a chat template; None without one."""
+    path = None if folder is None else template_file(folder)
+    return None if path is None else str(path)
