@@ -199,18 +199,6 @@ def _names(settings: Mapping[str, Any]) -> dict[str, str]:
     return {name: token for name, token in content.items() if isinstance(token, str)}
 
 
-def template_file(folder: Path) -> Path | None:
-    """The file with the chat template in a folder of Hugging Face's; None without one."""
-    if (path := folder / "chat_template.jinja").is_file():
-        return path
-    path = folder / "tokenizer_config.json"
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return path if isinstance(settings, dict) and settings.get("chat_template") else None
-
-
 def _shown(source: str) -> str:
     return repr(source if len(source) <= 60 else f"{source[:60]}…")
 

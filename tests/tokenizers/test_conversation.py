@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megajax.tokenizers.chat_template import ChatTemplate, template_file
+from megajax.tokenizers.chat_template import ChatTemplate
 from megajax.tokenizers.config import (
     ByteTokenizerConfig,
     HuggingFaceTokenizerConfig,
@@ -79,12 +79,8 @@ def test_special_tokens_of_tiktoken_are_text_when_plain(tmp_path: Path) -> None:
     assert "<s>" in tokenizer.controls() and not tokenizer.plain().controls()
 
 
-def test_the_template_of_a_folder(tmp_path: Path) -> None:
-    assert template_file(tmp_path) is None
-    settings = tmp_path / "tokenizer_config.json"
-    settings.write_text('{"bos_token": {"content": "<s>"}}')
-    assert template_file(tmp_path) is None
-    settings.write_text('{"chat_template": "{{ bos_token }}!", "bos_token": {"content": "<s>"}}')
-    assert template_file(tmp_path) == settings
+def test_a_template_beside_a_tokenizer_config_has_its_special_tokens(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}?")
-    assert ChatTemplate(str(template_file(tmp_path)), "--chat-template").render([]) == "<s>?"
+    assert ChatTemplate(str(tmp_path / "chat_template.jinja")).render([]) == "?"
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": {"content": "<s>"}}')
+    assert ChatTemplate(str(tmp_path / "chat_template.jinja")).render([]) == "<s>?"
